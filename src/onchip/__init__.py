@@ -1,0 +1,31 @@
+"""onchip keeps transformer arithmetic on the chip: exact IO-aware attention, fused operators, and a small engine.
+
+The public names load on first use; importing onchip itself loads neither triton nor transformers.
+"""
+
+import importlib
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "onchip.core.masks": ("Full", "Causal", "Window"),
+    "onchip.core.kernel": ("Unsupported",),
+    "onchip.dispatch": ("explain", "record"),
+    "onchip.ops.attention": ("PagedKV", "attention", "attention_packed", "paged_attention"),
+    "onchip.ops.fused": ("Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"),
+    "onchip.cache.paged": ("OutOfPages", "PagePool"),
+    "onchip.engine.llm": ("LLM",),
+    "onchip.engine.request": ("Completion", "SamplingParams"),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = [*_HOME, "__version__"]  # noqa: PLE0604 - the names are resolved by __getattr__
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'onchip' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__():
+    return sorted(__all__)

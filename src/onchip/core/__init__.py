@@ -1,0 +1,1 @@
+"""The nouns: plain Python and torch, no kernels."""

@@ -1,0 +1,108 @@
+"""What an operator is (its cost and its kernels) and what a kernel declares (as data, so that a refusal is a sentence)."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from onchip.core.device import Device
+from onchip.core.problem import SHORT, Cost, Problem
+
+
+class Unsupported(Exception):
+    """No kernel takes this call, or the kernel asked for by name does not; the message lists every reason."""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """One way to compute an operator.
+
+    entry     "module:function"; imported when first launched. The function takes (problem, config, *inputs).
+              A module with a function `configs(problem, device)` gets its first element as `config`, else None.
+    arch      {device kind: least arch}; empty: any device torch has.
+    accepts   {field of the Problem: the values it may have}; for a class, instances of it.
+    also      functions problem -> reason or None, for what no single field can say.
+    portable  plain torch: on a GPU a slow fallback, which ONCHIP_STRICT turns into an error.
+    """
+
+    name: str
+    entry: str
+    arch: Mapping[str, int] = field(default_factory=dict)
+    accepts: Mapping[str, object] = field(default_factory=dict)
+    also: Sequence[Callable[[Problem], str | None]] = ()
+    portable: bool = False
+
+    @property
+    def file(self) -> str:
+        return self.entry.partition(":")[0].removeprefix("onchip.").replace(".", "/") + ".py"
+
+    @property
+    def needs_triton(self) -> bool:
+        return bool(self.arch)
+
+    def refuses(self, problem: Problem, device: Device) -> list[str]:
+        """Every reason this kernel cannot run `problem` on `device`; empty when it can."""
+        reasons = []
+        if self.arch and device.kind not in self.arch:
+            reasons.append(f"runs on {' and '.join(_arch(k, a) for k, a in self.arch.items())}, this is a {device.name}")
+        elif self.arch and device.arch < self.arch[device.kind]:
+            reasons.append(f"needs {_arch(device.kind, self.arch[device.kind])}, {device.name} is {device.arch}")
+        elif self.needs_triton and importlib.util.find_spec("triton") is None:
+            reasons.append("needs the package triton")
+        for name, allowed in self.accepts.items():
+            value = getattr(problem, name)
+            if not (isinstance(value, allowed) if _is_types(allowed) else value in allowed):
+                reasons.append(f"{name} {_say(value)} is not {_say(allowed)}")
+        return reasons + [reason for rule in self.also if (reason := rule(problem))]
+
+    def load(self) -> Callable:
+        module, _, function = self.entry.partition(":")
+        return getattr(importlib.import_module(module), function)
+
+    def configs(self, problem: Problem, device: Device) -> list:
+        """The kernel's tile choices for this problem, best first; [None] when it has none."""
+        choose = getattr(importlib.import_module(self.entry.partition(":")[0]), "configs", None)
+        return choose(problem, device) if choose else [None]
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """An operator: its name, the cost of a Problem, and its kernels, fastest first; the last takes anything."""
+
+    name: str
+    cost: Callable[[Problem], Cost]
+    kernels: Sequence[Kernel]
+
+    def kernel(self, name: str) -> Kernel:
+        found = next((kernel for kernel in self.kernels if kernel.name == name), None)
+        if found is None:
+            raise Unsupported(f"{self.name}: no kernel is named {name!r}; it has {', '.join(k.name for k in self.kernels)}, or leave kernel='auto'")
+        return found
+
+
+def pick(ladder: Sequence[tuple], size: int):
+    """The value of the first rung `(up to, value)` that holds `size`; the last rung holds everything."""
+    return next((value for limit, value in ladder if size <= limit), ladder[-1][1])
+
+
+def _is_types(allowed) -> bool:
+    return isinstance(allowed, type) or (isinstance(allowed, tuple) and all(isinstance(a, type) for a in allowed))
+
+
+def _arch(kind: str, arch: int) -> str:
+    return f"NVIDIA sm_{arch}" if kind == "cuda" else f"AMD gfx{arch}"
+
+
+def _say(value) -> str:
+    if isinstance(value, torch.dtype):
+        return SHORT.get(value, str(value))
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, range):
+        return f"in {value.start}..{value[-1]}" + (f" by {value.step}" if value.step > 1 else "")
+    if isinstance(value, (tuple, frozenset, list)):
+        names = [_say(v) for v in value]
+        return names[0] if len(names) == 1 else "one of " + ", ".join(names)
+    return str(value)

@@ -1,0 +1,44 @@
+"""Every environment variable that onchip reads: name, type, default, one sentence. `docs/settings.md` is made from this table."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One environment variable; `read()` parses it anew each time, and a value that does not parse is an error."""
+
+    name: str
+    type: type
+    default: object
+    about: str
+
+    def read(self):
+        text = os.environ.get(self.name)
+        if text is None:
+            return self.default
+        if self.type is bool:
+            if text.lower() not in TRUE + FALSE:
+                raise ValueError(f"{self.name}={text!r} is not a truth value; use 1 or 0")
+            return text.lower() in TRUE
+        try:
+            return self.type(text).expanduser() if self.type is Path else self.type(text)
+        except ValueError:
+            raise ValueError(f"{self.name}={text!r} is not a {self.type.__name__}") from None
+
+
+STRICT = Setting("ONCHIP_STRICT", bool, False, "On a GPU, an automatic choice of a portable (plain torch) kernel is an error instead of a slow run.")
+CACHE = Setting("ONCHIP_CACHE", Path, Path.home() / ".cache" / "onchip", "Folder for what onchip keeps between runs: dequantised weights.")
+INTERPRET = Setting("TRITON_INTERPRET", bool, False, "Triton's own: run Triton kernels in its interpreter, so that a CPU counts as a GPU (slow; for tests).")
+HF_HOME = Setting("HF_HOME", Path, Path.home() / ".cache" / "huggingface", "Hugging Face's own: where models named like owner/name are looked up.")
+
+SETTINGS = (STRICT, CACHE, INTERPRET, HF_HOME)
+
+
+def table() -> str:
+    """The settings as a Markdown table."""
+    rows = [f"| `{s.name}` | {s.type.__name__} | `{str(s.default).replace(str(Path.home()), '~')}` | {s.about} |" for s in SETTINGS]
+    return "\n".join(["| variable | type | default | what it does |", "|---|---|---|---|", *rows])

@@ -1,0 +1,152 @@
+"""From a Problem to the kernel that runs it: `select`, and `explain` and `record` to see what was chosen and why."""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from onchip.core import device as devices
+from onchip.core import settings
+from onchip.core.device import Device, Floor
+from onchip.core.kernel import Kernel, Op, Unsupported
+from onchip.core.problem import Cost, Problem
+from onchip.kernels import attention, fused
+
+OPS: dict[str, Op] = {op.name: op for op in (*attention.OPS, *fused.OPS)}
+_recorders: list[list["Decision"]] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """The kernel chosen for a Problem on a device, and why the ones before it were not.
+
+    refused   ((kernel name, its reasons), ...) in the order of the menu.
+    """
+
+    problem: Problem
+    device: Device
+    kernel: Kernel
+    refused: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @functools.cached_property
+    def config(self):
+        """The tiles the kernel runs with; None for plain torch."""
+        return self.kernel.configs(self.problem, self.device)[0]
+
+    @functools.cached_property
+    def launch(self) -> Callable:
+        """The kernel as a function of its inputs alone."""
+        return functools.partial(self.kernel.load(), self.problem, self.config)
+
+    @functools.cached_property
+    def cost(self) -> Cost:
+        return OPS[self.problem.op].cost(self.problem)
+
+    @functools.cached_property
+    def floor(self) -> Floor:
+        return self.device.floor(self.cost, self.problem.dtype)
+
+    def __str__(self):
+        return _report(self)
+
+
+def select(problem: Problem, device: torch.device | Device, kernel: str = "auto") -> Decision:
+    """The Decision for `problem`: the first kernel of the menu that refuses nothing, or the one named.
+
+    Raises `Unsupported` with every reason when the named kernel refuses, when none is left, or when `ONCHIP_STRICT` is
+    set and only a portable kernel is left on a GPU. A second call with an equal problem is one dictionary look-up.
+    """
+    decision = _select(problem, device, kernel)
+    for recorder in _recorders:
+        recorder.append(decision)
+    return decision
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _select(problem: Problem, device: torch.device | Device, kernel: str) -> Decision:
+    op, facts = OPS[problem.op], device if isinstance(device, Device) else devices.of(device)
+    if kernel != "auto":
+        chosen = op.kernel(kernel)
+        reasons = chosen.refuses(problem, facts)
+        if reasons:
+            others = [k.name for k in op.kernels if not k.refuses(problem, facts)]
+            raise Unsupported(f"{op.name}: kernel={kernel!r} refused {problem}: {'; '.join(reasons)}. {_way_out(others)}")
+        return Decision(problem, facts, chosen, ())
+    refused = []
+    for candidate in op.kernels:
+        reasons = candidate.refuses(problem, facts)
+        if not reasons:
+            if candidate.portable and facts.kind != "cpu" and settings.STRICT.read():
+                raise Unsupported(
+                    f"{op.name}: ONCHIP_STRICT is set and only the portable kernel {candidate.name} takes {problem} on {facts.name}: {_sentences(refused)}"
+                )
+            return Decision(problem, facts, candidate, tuple(refused))
+        refused.append((candidate.name, tuple(reasons)))
+    raise Unsupported(f"{op.name}: no kernel takes {problem} on {facts.name}: {_sentences(refused)}")
+
+
+def forget() -> None:
+    """Drop every decision, so that changed settings are read again."""
+    _select.cache_clear()
+
+
+def _sentences(refused) -> str:
+    return ". ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in refused)
+
+
+def _way_out(others: list[str]) -> str:
+    return f"Leave kernel='auto' ({others[0]} accepts this)" if others else "No other kernel accepts this either"
+
+
+@contextmanager
+def record() -> Iterator[list[Decision]]:
+    """Collect the Decision of every operator called inside, in order.
+
+    >>> with onchip.record() as decisions:
+    ...     onchip.attention(q, k, v)
+    >>> decisions[0].kernel.name
+    """
+    decisions: list[Decision] = []
+    _recorders.append(decisions)
+    try:
+        yield decisions
+    finally:
+        _recorders[:] = [recorder for recorder in _recorders if recorder is not decisions]
+
+
+def explain(call: Callable | Problem, *args, device: torch.device | Device | None = None, **keywords) -> str:
+    """What runs, why, and the floor of the hardware, as text: for a function and its arguments (which is run once), or for a Problem.
+
+    >>> print(onchip.explain(onchip.attention, q, k, v, mask=onchip.Causal()))
+    """
+    if callable(call):
+        with record() as decisions:
+            call(*args, **keywords)
+        unique = {(d.problem, d.kernel.name): d for d in decisions}
+        return "\n".join(str(d) for d in unique.values()) or "no onchip operator was called"
+    return str(select(call, device if device is not None else torch.device("cpu")))
+
+
+def _report(d: Decision) -> str:
+    """The page that `explain` prints."""
+    seconds, bound = d.floor
+    lines = [f"{d.problem}, on {d.device.name}"]
+    tiles = f"   {d.config}" if d.config is not None else ""
+    lines.append(f"  runs   {d.kernel.name:<15}  {d.kernel.file}{tiles}")
+    intensity = d.cost.flops / max(d.cost.bytes, 1)
+    lines.append(f"  floor  {_time(seconds)}, bound by {bound}: {_si(d.cost.flops)}FLOP, {_si(d.cost.bytes)}B, {intensity:.0f} flop/byte ({d.device.source})")
+    lines += [f"  not    {name:<15}  {'; '.join(reasons)}" for name, reasons in d.refused]
+    return "\n".join(lines)
+
+
+def _si(value: float) -> str:
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {prefix}"
+    return f"{value:.0f} "
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,1 @@
+"""The public functions: build a Problem, select a kernel, launch it."""

@@ -1,0 +1,133 @@
+"""The operators of a decoder between its matrix products: each one pass over memory."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from onchip.core.problem import Rope, Rows
+from onchip.dispatch import select
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+class QKNorm(NamedTuple):
+    """RMSNorm of each query and key head before the rotation (Qwen3): weights `[dim]` each, and epsilon."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+class Append(NamedTuple):
+    """Where new keys and values go: the pages `[pages, page, kv_heads, dim]` of one layer, and a slot for each token.
+
+    slots   [tokens] int64: `page index * page size + offset`; a token with slot -1 is not written.
+    """
+
+    k: Tensor
+    v: Tensor
+    slots: Tensor
+
+
+class Sampling(NamedTuple):
+    """How to draw the next token of each row, every field a tensor `[rows]` on the logits' device.
+
+    temperature   float32; 0: the largest logit.        top_k   int32; 0: all.
+    top_p         float32 in (0, 1]; 1: all.            min_p   float32 in [0, 1); 0: all.
+    seed, step    int64: the draw is a function of these two and of the row's logits alone.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    step: Tensor
+
+
+def rms_norm(
+    x: Tensor,  # [..., width]
+    weight: Tensor,  # [width]
+    *,
+    eps: float = 1e-6,
+    residual: Tensor | None = None,  # [..., width]
+    kernel: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32, rounded once (Zhang and Sennrich, 2019).
+
+    With `residual`, x is first added to it; the sum (rounded to x's dtype) comes back as the second result, and the
+    norm is of that sum. Raises ValueError for shapes that disagree.
+    """
+    width = x.shape[-1]
+    if weight.shape != (width,):
+        raise ValueError(f"rms_norm: weight is {list(weight.shape)}, x has width {width}; give [{width}]")
+    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
+        raise ValueError(f"rms_norm: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; they must be equal")
+    problem = Rows("rms_norm", x.numel() // width, width, x.dtype, "" if residual is None else "residual")
+    return select(problem, x.device, kernel).launch(x, weight, eps, residual)
+
+
+def gated_act(
+    x: Tensor,  # [..., 2 width]
+    act: str = "silu",
+    *,
+    kernel: str = "auto",
+) -> Tensor:
+    """`act(gate) * up` of the two halves of the last dimension, `[..., width]`: SwiGLU ("silu") and GeGLU ("gelu" exact, "gelu_tanh"), Shazeer, 2020."""
+    if act not in ACTIVATIONS:
+        raise ValueError(f"gated_act: act={act!r} is not one of {', '.join(ACTIVATIONS)}")
+    if x.shape[-1] % 2:
+        raise ValueError(f"gated_act: width {x.shape[-1]} is odd; x holds gate and up side by side")
+    width = x.shape[-1] // 2
+    return select(Rows("gated_act", x.numel() // (2 * width), width, x.dtype, act), x.device, kernel).launch(x)
+
+
+def rope_append(
+    qkv: Tensor,  # [tokens, (heads + 2 kv_heads) dim]
+    table: Tensor,  # [positions, rotary_dim] float32
+    positions: Tensor,  # [tokens] int64
+    heads: tuple[int, int],
+    *,
+    layout: str = "neox",
+    norm: QKNorm | None = None,
+    append: Append | None = None,
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate the queries and keys of packed `qkv` in place (Su et al., 2021), and write keys and values to the cache.
+
+    heads    (heads, kv_heads).        table   `rope_table(...)`: cosines of the first half of its columns, then sines.
+    layout   "neox" pairs element i with i + rotary_dim / 2, "interleaved" 2i with 2i + 1; elements past rotary_dim stay.
+    Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of `qkv`.
+    """
+    num_q, num_kv = heads
+    tokens, packed = qkv.shape
+    if packed % (num_q + 2 * num_kv):
+        raise ValueError(f"rope_append: qkv has width {packed}, not a multiple of {num_q} + 2 x {num_kv} heads")
+    if layout not in ("neox", "interleaved"):
+        raise ValueError(f"rope_append: layout={layout!r} is not one of neox, interleaved")
+    dim = packed // (num_q + 2 * num_kv)
+    if table.shape[-1] > dim or table.shape[-1] % 2:
+        raise ValueError(f"rope_append: table has {table.shape[-1]} columns; give an even number of at most {dim}")
+    problem = Rope("rope_append", tokens, num_q, num_kv, dim, table.shape[-1], qkv.dtype, layout, norm is not None, append is not None)
+    select(problem, qkv.device, kernel).launch(qkv, table, positions, norm, append)
+    q, k, v = qkv.view(tokens, num_q + 2 * num_kv, dim).split((num_q, num_kv, num_kv), 1)
+    return q, k, v
+
+
+def sample(
+    logits: Tensor,  # [rows, vocab]
+    how: Sampling,
+    *,
+    kernel: str = "auto",
+) -> Tensor:
+    """One token id a row, int64 `[rows]`, drawn from the softmax of the logits by the Gumbel-max trick.
+
+    Temperature first; then, each on the distribution that the last one left: top-k, top-p (the smallest set whose probability
+    reaches p; Holtzman et al., 2020), min-p (at least `min_p` times the largest probability). Ties with the last kept
+    value are kept. Noise is Philox4x32-10 keyed by (seed, step), so a row's token does not depend on its neighbours.
+    """
+    rows, vocab = logits.shape
+    return select(Rows("sample", rows, vocab, logits.dtype), logits.device, kernel).launch(logits, how)
+
+
+__all__ = ["ACTIVATIONS", "Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"]

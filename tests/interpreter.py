@@ -1,0 +1,59 @@
+"""Repairs for Triton 3.6's interpreter (TRITON_INTERPRET=1), so that CPU tests can run bf16 and fp8 kernels.
+
+1. numpy >= 2.4 no longer turns a one-element array into an int, so every range() over a runtime bound fails.
+2. tl.dot multiplies the raw bits of bf16 operands.
+3. Casts to bf16 and fp8 truncate; a GPU rounds to nearest even.
+"""
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+NARROW = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+TORCH_BITS = {16: torch.int16, 8: torch.uint8}
+NUMPY_BITS = {16: np.uint16, 8: np.uint8}
+
+
+def _widen(data, ty):
+    """Raw bits of a narrow type -> float32 array."""
+    bits = ty.primitive_bitwidth
+    raw = np.array(data).view(NUMPY_BITS[bits])
+    return torch.from_numpy(raw.view(np.int16) if bits == 16 else raw).view(NARROW[ty]).float().numpy()
+
+
+def _narrow(data, ty):
+    """Float array -> raw bits of a narrow type, rounded to nearest even."""
+    bits = ty.primitive_bitwidth
+    return torch.from_numpy(np.array(data, dtype=np.float32)).to(NARROW[ty]).view(TORCH_BITS[bits]).numpy().view(NUMPY_BITS[bits])
+
+
+def repair() -> None:
+    """Patch the interpreter of this process."""
+    convert, dot, patch = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
+
+    def convert_float(data, src, dst, rounding):
+        if src in NARROW and dst == tl.float32:
+            return _widen(data, src).view(np.uint32)
+        if src in NARROW and dst == tl.float16:
+            return _widen(data, src).astype(np.float16).view(np.uint16)
+        if dst in NARROW and rounding != interpreter._ir.ROUNDING_MODE.RTZ:
+            if src in (tl.float32, tl.float16):
+                return _narrow(np.array(data).view(np.float32 if src == tl.float32 else np.float16), dst)
+            if src in NARROW:
+                return _narrow(_widen(data, src), dst)
+        return convert(data, src, dst, rounding)
+
+    def create_dot(self, a, b, d, *rest):
+        if a.dtype.scalar in NARROW or b.dtype.scalar in NARROW:
+            x, y = (_widen(t.data, t.dtype.scalar) if t.dtype.scalar in NARROW else t.data for t in (a, b))
+            return interpreter.TensorHandle(np.matmul(x, y, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+        return dot(self, a, b, d, *rest)
+
+    def patch_lang_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
+
+    interpreter._convert_float = convert_float
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter._patch_lang_tensor = patch_lang_tensor
