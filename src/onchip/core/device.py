@@ -110,7 +110,6 @@ def measure(device: torch.device) -> tuple[float, Mapping[torch.dtype, float], s
     source = torch.empty((1 << 32 if on_gpu else 1 << 26) // 4, dtype=FP32, device=device).uniform_()
     target = torch.empty_like(source)
     bandwidth = 2 * source.numel() * 4 / clock(lambda: target.copy_(source))
-    del source, target
     peaks = {}
     for dtype in (BF16, FP16, FP32):
         n = 1024 if not on_gpu else 8192 if dtype != FP32 else 4096

@@ -96,7 +96,7 @@ def paged_attention(
     """
     _check("paged_attention", q, cache.k, cache.v, rank=4)
     batch, len_q, heads, dim = q.shape
-    pages, page, kv_heads, _ = cache.k.shape
+    page, kv_heads = cache.k.shape[1:3]
     table = cache.page_table
     if table.dtype != torch.int32 or table.ndim != 2 or table.shape[0] != batch:
         raise ValueError(f"paged_attention: page_table is {table.dtype} {list(table.shape)}; give int32 [{batch}, most pages]")
