@@ -105,17 +105,24 @@ def _merge(part_ptr, part_lse_ptr, o_ptr, lse_ptr, kv_heads, group, len_q, o_bat
 
 # ---- host
 
-WAVES = 4  # programs a multiprocessor: enough loads in flight, and the last wave is short
-
 
 def configs(p: Attention, device: Device) -> list[Split]:
-    """Splits so that the grid has about WAVES programs a multiprocessor, none with less than two tiles of a full table."""
-    width = triton.next_power_of_2(p.dim)
-    n = 64 if width * p.dtype.itemsize <= 256 else 32
-    wanted = -(-WAVES * device.sms // (p.batch * p.kv_heads))
-    splits = max(1, min(wanted, -(-p.len_k // (2 * n)), 64))
-    stages = max(1, min(3, device.shared_memory // (2 * n * width * p.dtype.itemsize) - 1))
-    return [Split(n, splits, 4, stages)]
+    """As many shares as fill the device and no more: each one costs a pass through the merge (H200, 2026-11-21, page 16, bf16).
+
+    Two programs a multiprocessor keep the memory busy with 128 keys a tile (32x4k: 4.06 TB/s). A grid that is larger
+    without splitting does better on 64 (128x1k: 3.98 TB/s); so does a small one, which then has more shares (1x128k: 4.15 TB/s).
+    """
+    size = triton.next_power_of_2(p.dim) * p.dtype.itemsize  # of a key
+    programs = p.batch * p.kv_heads
+    if programs > 2 * device.sms:
+        n, splits, stages = 64, 1, 4
+    elif programs > device.sms // 8:
+        n, splits, stages = 128, 2 * device.sms // programs, 2
+    else:
+        n, splits, stages = 64, min(64, 4 * device.sms // programs), 3
+    while n > 16 and 2 * n * size * stages > device.shared_memory // 2:  # two programs a multiprocessor
+        n //= 2
+    return [Split(n, max(1, min(splits, p.len_k // (2 * n))), 4, stages)]
 
 
 def launch(p: Attention, how: Split, q, cache, scale: float, return_lse: bool):

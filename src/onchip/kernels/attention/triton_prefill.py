@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.core.device import Device
+from onchip.core.kernel import pick
 from onchip.core.problem import Attention
 from onchip.kernels.attention.tile import LOG2E, band, inner_span, key_span, normalise, online_softmax
 
@@ -29,7 +30,7 @@ class Tiles(NamedTuple):
     stages: int
 
     def __str__(self):
-        return f"{self.m}x{self.n} tiles, {self.warps} warps, {self.stages} stages (traffic model)"
+        return f"{self.m}x{self.n} tiles, {self.warps} warps, {self.stages} stages"
 
 
 # ---- device
@@ -77,7 +78,7 @@ def _attend(acc, top, total, q, k_src, v_src, first, last, rows, len_k, place, s
 
 
 @triton.jit(do_not_specialize=["heads", "group", "len_q", "len_k", "tiles_m", "together"])
-def _prefill(q_ptr, k_src, v_src, o_ptr, lse_ptr, offsets_ptr, scale, heads, group, len_q, len_k, tiles_m, together,
+def _prefill(q_src, k_src, v_src, o_src, lse_ptr, offsets_ptr, scale, heads, group, len_q, len_k, tiles_m, together,
              q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row, lse_batch, lse_head,
              D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
              TMA: tl.constexpr, PACKED: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
@@ -103,9 +104,11 @@ def _prefill(q_ptr, k_src, v_src, o_ptr, lse_ptr, offsets_ptr, scale, heads, gro
 
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)  # of this sequence's queries
     dims = tl.arange(0, BLOCK_D)
-    inside = (rows < len_q)[:, None] & (dims < D)[None, :]
-    q_base = q_ptr + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
-    q = tl.load(q_base + (start + rows).to(tl.int64)[:, None] * q_row + dims[None, :], mask=inside, other=0.0)
+    if TMA:
+        q = q_src.load([batch, head, start + tile_m * BLOCK_M, 0]).reshape(BLOCK_M, BLOCK_D)
+    else:
+        q_base = q_src + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
+        q = tl.load(q_base + (start + rows).to(tl.int64)[:, None] * q_row + dims[None, :], mask=(rows < len_q)[:, None] & (dims < D)[None, :], other=0.0)
     kv_head = head // group
     if not TMA:
         k_src += batch.to(tl.int64) * k_batch + kv_head.to(tl.int64) * k_head + start.to(tl.int64) * k_row
@@ -133,41 +136,42 @@ def _prefill(q_ptr, k_src, v_src, o_ptr, lse_ptr, offsets_ptr, scale, heads, gro
                               D, LEFT, RIGHT, BLOCK_N, TMA, True, PACKED, STAGES)  # fmt: skip
 
     out, lse = normalise(acc, top, total)
-    o_base = o_ptr + batch.to(tl.int64) * o_batch + head.to(tl.int64) * o_head
-    tl.store(o_base + (start + rows).to(tl.int64)[:, None] * o_row + dims[None, :], out.to(o_ptr.dtype.element_ty), mask=inside)
+    out = out.to(q.dtype)
+    if TMA and not PACKED:  # a descriptor knows where a dense sequence ends, but not where a packed one does
+        o_src.store([batch, head, tile_m * BLOCK_M, 0], out.reshape(1, 1, BLOCK_M, BLOCK_D))
+    else:
+        o_base = o_src + batch.to(tl.int64) * o_batch + head.to(tl.int64) * o_head
+        tl.store(o_base + (start + rows).to(tl.int64)[:, None] * o_row + dims[None, :], out, mask=(rows < len_q)[:, None] & (dims < D)[None, :])
     if LSE:
         tl.store(lse_ptr + batch.to(tl.int64) * lse_batch + head.to(tl.int64) * lse_head + start + rows, lse, mask=rows < len_q)
 
 
 # ---- host
 
-CANDIDATES = (  # queries, keys, warps, stages
-    Tiles(128, 128, 8, 2),
-    Tiles(128, 64, 8, 3),
-    Tiles(128, 64, 4, 2),
-    Tiles(64, 128, 4, 2),
-    Tiles(64, 64, 4, 3),
-    Tiles(64, 64, 4, 2),
-    Tiles(64, 32, 4, 2),
-    Tiles(32, 32, 4, 2),
-    Tiles(16, 32, 4, 1),
+# Best first, by head dimension up to (H200, 2026-11-21, 16k tokens, bf16, TFLOP/s): at 64, 64x128 makes 452 and 128x64 425; at 128,
+# 128x64 of 4 warps makes 531 although ptxas spills 100 bytes outside the loop, 128x128 of 8 warps 524; at 256, 128x64 makes 539, 64x64 497.
+SMALL = (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 16, 4, 1))
+CANDIDATES = (
+    (64, (Tiles(64, 128, 4, 2), Tiles(128, 64, 8, 3), *SMALL)),
+    (128, (Tiles(128, 64, 4, 2), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3), *SMALL)),
+    (256, (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 3), *SMALL)),
 )
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
-    """The candidates that fit the device, by the traffic they cause: fewest passes over K and V, then the larger key tile."""
+    """The candidates that fit the device, best first; those that leave rows or multiprocessors idle go last."""
     size, width = p.dtype.itemsize, triton.next_power_of_2(p.dim)
 
     def fits(t: Tiles) -> bool:
         shared = (t.m + 2 * t.stages * t.n) * width * size
-        registers = t.m * (width + t.n) // (32 * t.warps)  # accumulator and scores, float32, of 255 a thread
-        return shared <= device.shared_memory and registers <= 200
+        registers = t.m * (width + t.n) * max(size, 2) // (64 * t.warps)  # accumulator and scores, of 255 a thread; float32 operands take more
+        return shared <= device.shared_memory and registers <= 192
 
-    def traffic(t: Tiles) -> tuple:
-        rows = -(-p.len_q // t.m) * t.m  # rows computed, padding included
-        return (rows * (1 + 32 / t.m), -t.n)
+    def idles(t: Tiles) -> bool:
+        programs = p.batch * p.heads * -(-p.len_q // t.m)
+        return t.m > 16 and (t.m >= 2 * p.len_q or (t.m > 64 and programs < device.sms))
 
-    return sorted(filter(fits, CANDIDATES), key=traffic) or [CANDIDATES[-1]]
+    return sorted(filter(fits, pick(CANDIDATES, width)), key=idles)
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, offsets, scale: float, return_lse: bool):
@@ -186,15 +190,20 @@ def launch(p: Attention, tiles: Tiles, q, k, v, offsets, scale: float, return_ls
         return (out, lse.fill_(-torch.inf)) if return_lse else out
     heads_first = [x.transpose(0, 1)[None] if packed else x.transpose(1, 2) for x in (q, k, v, out)]  # [batch, heads, len, dim]
     width = triton.next_power_of_2(p.dim)
-    tma = _has_tma(q.device) and all(_describable(x) for x in heads_first[1:3])
-    sources = [TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, tiles.n, width]) if tma else x for x in heads_first[1:3]]
+    tma = _has_tma(q.device) and all(_describable(x) for x in heads_first[:3])
+    blocks = (tiles.m, tiles.n, tiles.n, tiles.m) if tma else (None,) * 4
+    if packed:
+        blocks = (*blocks[:3], None)
+    sources = [
+        x if rows is None else TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width]) for x, rows in zip(heads_first, blocks, strict=True)
+    ]
     tiles_m = triton.cdiv(p.len_q, tiles.m)
     together = max(1, min(p.batch * p.heads, L2_SHARE // (2 * p.len_k * p.dim * p.dtype.itemsize)))
     strides = [s for x in heads_first for s in x.stride()[:3]]
     lse_strides = (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]
     left, right = (-1 if side is None else side for side in (p.mask.left, p.mask.right))
     _prefill[(tiles_m * p.batch * p.heads,)](
-        q, *sources, out, lse, offsets, scale, p.heads, p.group, p.len_q, p.len_k, tiles_m, together, *strides, *lse_strides,
+        *sources, lse, offsets, scale, p.heads, p.group, p.len_q, p.len_k, tiles_m, together, *strides, *lse_strides,
         D=p.dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_D=width, LEFT=left, RIGHT=right,
         TMA=tma, PACKED=packed, LSE=return_lse, STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
