@@ -1,0 +1,1 @@
+"""Where keys and values live between the steps of a generation."""
