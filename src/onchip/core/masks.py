@@ -14,6 +14,9 @@ import torch
 class Mask:
     """A band of keys around each row: from `row - left` to `row + right`, each end unlimited when it is None."""
 
+    def __str__(self):
+        return type(self).__name__
+
     @property
     def left(self) -> int | None:
         return None
@@ -64,6 +67,9 @@ class Window(Mask):
     """A query sees its own key and the `size` keys before it, none after."""
 
     size: int
+
+    def __str__(self):
+        return f"Window({self.size})"
 
     def __post_init__(self):
         if self.size < 0:

@@ -19,7 +19,7 @@ class Scheduler:
         tokens = len(request.prompt) + request.limit
         if self.pool.pages_for(tokens) > self.pool.num_pages:
             raise OutOfPages(
-                f"a prompt of {len(request.prompt)} tokens and {request.limit} new ones do not fit in a cache of {self.pool.num_pages * self.pool.page} tokens; "
+                f"a prompt of {len(request.prompt)} tokens and {request.limit} new ones exceed the cache's {self.pool.num_pages * self.pool.page}; "
                 "give fewer max_tokens or a larger cache_gib"
             )
         self.waiting.append(request)

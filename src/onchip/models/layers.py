@@ -1,0 +1,41 @@
+"""The matrix products of a decoder, with weights laid out once for the device they run on."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Linear:
+    """`x @ weight.T + bias`; weight `[out, in]`, filled piece by piece by the loader, then `pack()`ed.
+
+    On a CPU, packing hands oneDNN the weight in the layout it computes in. With one row of x torch would lay it out anew
+    in every call: 3,072 x 576 in bf16 takes 65 us packed and 125 us not.
+    """
+
+    def __init__(self, rows: int, cols: int, *, bias: bool, dtype: torch.dtype, device: torch.device):
+        self.weight = torch.empty(rows, cols, dtype=dtype, device=device)
+        self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
+        self._packed: Tensor | None = None
+
+    def pack(self, keep: bool = False) -> None:
+        """Lay the weight out for this device; `keep` the plain weight too when something else reads it."""
+        if self.weight.device.type == "cpu" and _onednn_takes(self.weight.dtype):
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
+            if not keep:
+                self.weight = self.weight.new_empty(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._packed is None:
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    @property
+    def kernel(self) -> str:
+        """What computes the product."""
+        return "oneDNN, weights packed once" if self._packed is not None else "torch F.linear"
+
+
+def _onednn_takes(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

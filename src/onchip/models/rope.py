@@ -1,0 +1,70 @@
+"""Rotary position embedding: the table of cosines and sines for each way of stretching it to longer contexts."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SCALINGS = ("default", "linear", "llama3", "yarn")
+
+
+def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any] | None = None, device: torch.device | None = None) -> Tensor:
+    """Cosines, then sines, of `position * frequency`: float32 `[positions, dim]`, frequencies `theta ** (-2 i / dim)` (Su et al., 2021).
+
+    scaling   a Hugging Face `rope_scaling` dict. rope_type "linear": all frequencies divided by `factor` (Chen et al., 2023);
+              "llama3": only the slow ones, with a ramp (Llama 3.1); "yarn": by parts, and the table scaled by the
+              attention factor (Peng et al., 2023). "rope_freqs": a divisor for each frequency, as GGUF files carry them.
+    """
+    scaling = dict(scaling or {})
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    factor = 1.0
+    if kind == "linear":
+        frequencies = frequencies / scaling["factor"]
+    elif kind == "llama3":
+        frequencies = _llama3(frequencies, scaling)
+    elif kind == "yarn":
+        frequencies, factor = _yarn(frequencies, dim, theta, scaling)
+    elif kind != "default":
+        raise ValueError(f"rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
+    if scaling.get("rope_freqs"):
+        frequencies = frequencies / torch.tensor(scaling["rope_freqs"], dtype=torch.float32)
+    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), 1).mul_(factor).to(device)
+
+
+def _llama3(frequencies: Tensor, s: Mapping[str, Any]) -> Tensor:
+    """Slow frequencies divided by `factor`, fast ones kept, a ramp between the two wavelengths."""
+    low, high, old = s["low_freq_factor"], s["high_freq_factor"], s["original_max_position_embeddings"]
+    smooth = ((old * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return frequencies * (smooth + (1 - smooth) / s["factor"])
+
+
+def _yarn(frequencies: Tensor, dim: int, theta: float, s: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """NTK-by-parts: dimensions that turn less than `beta_slow` times over the old context are interpolated, those above `beta_fast` kept."""
+    factor, old = s["factor"], s["original_max_position_embeddings"]
+
+    def turns(count: float) -> float:  # the dimension that turns `count` times over the old context
+        return dim * math.log(old / (count * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = turns(s.get("beta_fast") or 32), turns(s.get("beta_slow") or 1)
+    if s.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)).clamp(0, 1)
+    return frequencies * (1 - ramp) + frequencies / factor * ramp, _yarn_attention(factor, s)
+
+
+def _yarn_attention(factor: float, s: Mapping[str, Any]) -> float:
+    """The scale of the table; DeepSeek's `mscale` and `mscale_all_dim` generalise it."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if s.get("attention_factor") is not None:
+        return s["attention_factor"]
+    if s.get("mscale") and s.get("mscale_all_dim"):
+        return mscale(s["mscale"]) / mscale(s["mscale_all_dim"])
+    return mscale(1.0)

