@@ -79,7 +79,7 @@ def generate(
         )  # fmt: skip
     alone = len(texts) == 1
     chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat
-    if llm.tokenizer is None:  # a config alone: the words stand for random tokens
+    if llm.tokenizer is None and dummy_weights:  # a config alone: the words stand for random tokens
         import torch
 
         texts = [torch.randint(llm.config.vocab, (len(text.split()),)).tolist() for text in texts]

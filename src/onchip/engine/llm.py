@@ -71,7 +71,7 @@ class LLM:
         path = weights.locate(model)
         self.config = ModelConfig.read(weights.read_config(path))
         self.dtype = _dtype(dtype, self.config.dtype, self.device)
-        self.tokenizer = _tokenizer(path, dummy_weights)
+        self.tokenizer = _tokenizer(path)
         if kernel != "auto":
             _check_kernel(kernel)
         self.max_len = min(max_len or self.config.context, self.config.context)
@@ -156,7 +156,7 @@ class LLM:
             if not prompt.strip():
                 raise ValueError(f"generate: prompt {index} is empty; give at least one word")
             if self.tokenizer is None:
-                raise ValueError("generate: this model has no tokenizer; give token ids instead of text")
+                raise ValueError("generate: this model has no tokenizer.json; add it, or give token ids instead of text")
             ids = self.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else self.tokenizer.encode(prompt)
         else:
             ids = [int(token) for token in prompt]
@@ -231,11 +231,9 @@ def _dtype(name: str | None, model: torch.dtype, device: torch.device) -> torch.
     return model
 
 
-def _tokenizer(path: Path, dummy: bool) -> Tokenizer | None:
-    """The model's tokenizer; a config alone (dummy weights) may come without."""
-    if dummy and path.is_dir() and not (path / "tokenizer.json").exists():
-        return None
-    return Tokenizer.load(path)
+def _tokenizer(path: Path) -> Tokenizer | None:
+    """The model's tokenizer; None for a folder without one, which takes token ids only."""
+    return Tokenizer.load(path) if path.is_file() or (path / "tokenizer.json").exists() else None
 
 
 def _check_kernel(name: str) -> None:

