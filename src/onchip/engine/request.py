@@ -13,7 +13,8 @@ class SamplingParams:
 
     max_tokens    most new tokens.               temperature   0: always the likeliest token.
     top_k         0: all.                        top_p, min_p  1 and 0: all. The order is temperature, top-k, top-p, min-p.
-    seed          None: a fresh one. The same seed, prompt and device give the same tokens, whatever else is in the batch.
+    seed          None: a fresh one. The same seed, prompt, device and batch size give the same tokens: noise depends on the
+                  seed and the position alone, but a GPU's matrix products round differently in batches of another size.
     stop          strings that end the text; they are not part of it.           ignore_eos   go on to max_tokens.
     """
 

@@ -131,7 +131,7 @@ def _positive(raw: Mapping[str, Any], key: str) -> int:
 
 def _masks(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[Mask, ...]:
     """Causal, or a window of `sliding_window` tokens (the query's own counted) in the layers that slide."""
-    window = raw.get("sliding_window") if family.window != "none" and raw.get("use_sliding_window", True) else None
+    window = raw.get("sliding_window") if family.window != "none" and raw.get("use_sliding_window", family.window == "all") else None
     if not window:
         return (Causal(),) * layers
     kinds = raw.get("layer_types")

@@ -291,10 +291,8 @@ def _sentence_piece(file: gguf.File, tokens: list[str], kinds: list[int]) -> tok
     unknown = next((text for text, kind in zip(tokens, kinds, strict=False) if kind == UNKNOWN), None)
     backend = _bpe(file, tokens, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
     prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
-    if file.architecture == "phi3" and prefix:  # Phi-3 puts the space before each stretch between special tokens, and before a space too
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    else:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first" if prefix else "never", split=False)
+    # as llama.cpp and SentencePiece do, a space before each stretch between special tokens, even one that starts with a space
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * prefix + [normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return backend
