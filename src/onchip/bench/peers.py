@@ -1,0 +1,293 @@
+"""Who is timed: ours, and every peer that can be imported. One function a peer makes the call to be timed from a row's inputs."""
+
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from onchip.bench import suite
+from onchip.bench.suite import Generate, Overhead, Prompts, Tensors, Tiny
+from onchip.core.masks import Causal, Full, Window
+from onchip.core.problem import SHORT, Attention, Problem, Rows
+from onchip.dispatch import record, select
+from onchip.ops.attention import attention, attention_packed, paged_attention
+from onchip.ops.fused import gated_act, rms_norm
+
+HALF = (torch.bfloat16, torch.float16)
+CACHE_GIB = 2.0  # for keys and values: several times what a row of "generate" needs, and leaves a GPU's memory to the peer
+LOOP = 500  # calls a reading of an Overhead row: more would fill the launch queue of a GPU, which holds 1,024
+
+
+class Call(NamedTuple):
+    """What is timed: (time of `run` - time of `minus`) / `count` seconds. `run` returns what can be checked."""
+
+    run: Callable
+    minus: Callable | None = None
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Someone who answers Problems of one kind.
+
+    prepare   inputs -> Call; copies and plans made here are not timed.
+    rules     functions (problem, device) -> the reason it cannot take this row, or None.
+    module, package   what is imported, and the distribution whose version is written down; empty: part of onchip or torch.
+    """
+
+    name: str
+    kind: type
+    prepare: Callable[..., Call]
+    rules: tuple[Callable, ...] = ()
+    module: str = ""
+    package: str = ""
+
+    @property
+    def installed(self) -> bool:
+        try:
+            return not self.module or importlib.util.find_spec(self.module) is not None
+        except ModuleNotFoundError:  # the parent of a dotted name
+            return False
+
+    def why_not(self, problem: Problem | Generate | Overhead, device: torch.device) -> str | None:
+        return next((why for rule in self.rules if (why := rule(problem, device))), None)
+
+
+def contenders(problem: Problem | Generate | Overhead, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
+    """Those who take this row, ours first, and the reasons of the others that are installed."""
+    reasons = {peer: peer.why_not(problem, device) for peer in PEERS if isinstance(problem, peer.kind) and peer.installed}
+    return [peer for peer, why in reasons.items() if why is None], {peer.name: why for peer, why in reasons.items() if why}
+
+
+def versions() -> dict[str, str]:
+    """The versions of triton and of each peer that is a package of its own, where they are installed."""
+    found = {}
+    for package in dict.fromkeys(["triton", *(peer.package for peer in PEERS if peer.package)]):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def _on(kind: str) -> Callable:
+    return lambda _problem, device: None if device.type == kind else f"timed on {kind} only"
+
+
+def _op(name: str) -> Callable:
+    return lambda p, _device: None if p.op == name else f"no {p.op}"
+
+
+def _half(p: Attention, _device) -> str | None:
+    return None if p.dtype in HALF else f"no {SHORT[p.dtype]}"
+
+
+# ---- ours
+
+
+def _onchip(inputs: Tensors) -> Call:
+    p, i = inputs.problem, inputs
+    if p.keys == "paged":
+        return Call(lambda: paged_attention(i.q, i.cache, mask=p.mask))
+    if p.keys == "packed":
+        return Call(lambda: attention_packed(i.q, i.k, i.v, i.offsets, p.len_q, mask=p.mask))
+    return Call(lambda: attention(i.q, i.k, i.v, mask=p.mask))
+
+
+def _onchip_generate(inputs: Prompts) -> Call:
+    from onchip import SamplingParams
+
+    llm = _llm(SHORT[inputs.problem.dtype], str(inputs.device))
+
+    def go(new: int):
+        prompts = inputs.draw()
+        params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True)
+        return prompts, [list(done.tokens) for done in llm.generate(prompts, params)]
+
+    return _phase(inputs.problem, go)
+
+
+@functools.lru_cache(maxsize=1)
+def _llm(dtype: str, device: str):
+    from onchip import LLM
+
+    return LLM(None, dtype=dtype, device=device, cache_gib=CACHE_GIB)
+
+
+def _phase(p: Generate, go: Callable[[int], tuple]) -> Call:
+    """Prefill is the time to one token; decode what `new` further tokens add to it."""
+    return Call(lambda: go(1)) if p.phase == "prefill" else Call(lambda: go(p.new + 1), lambda: go(1), p.new)
+
+
+def _public(p: Overhead, args: tuple) -> Callable:
+    """The public function on its arguments."""
+    if p.inner.op == "rms_norm":
+        return lambda: rms_norm(*args)
+    if p.inner.op == "gated_act":
+        return lambda: gated_act(*args)
+    function = paged_attention if p.inner.op == "decode" else attention
+    return lambda: function(*args, mask=p.inner.mask)
+
+
+def _loop(call: Callable) -> Call:
+    def run():
+        for _ in range(LOOP):
+            last = call()
+        return last
+
+    return Call(run, count=LOOP)
+
+
+def _onchip_overhead(inputs: Tiny) -> Call:
+    p = inputs.problem
+    return _loop(_public(p, inputs.args) if p.op == "call" else _select(p, inputs.args))
+
+
+def _select(p: Overhead, args: tuple) -> Callable:
+    """What the public function does before its kernel: the Problem from a tensor's shape, and its Decision."""
+    x, inner = args[0], p.inner
+    if isinstance(inner, Rows):
+        divide = x.shape[-1] // inner.width
+        return lambda: select(Rows(inner.op, x.numel() // x.shape[-1], x.shape[-1] // divide, x.dtype, inner.variant), x.device)
+
+    def choose():
+        batch, len_q, heads, dim = x.shape
+        return select(inner._replace(batch=batch, len_q=len_q, heads=heads, dim=dim, dtype=x.dtype), x.device)
+
+    return choose
+
+
+def _kernel_alone(inputs: Tiny) -> Call:
+    """The chosen kernel on the same arguments, called as the public function calls it, without Problem and select."""
+    p, args = inputs.problem, inputs.args
+    with record() as decisions:
+        _public(p, args)()
+    launch = decisions[-1].launch
+    rest = {"prefill": (None, args[0].shape[-1] ** -0.5, False), "decode": (args[0].shape[-1] ** -0.5, False), "rms_norm": (1e-6, None), "gated_act": ()}
+    return _loop(functools.partial(launch, *args, *rest[p.inner.op]))
+
+
+# ---- torch
+
+
+def _torch_tiny(inputs: Tiny) -> Call:
+    """The bare expression; for paged attention there is none."""
+    p, args = inputs.problem.inner, inputs.args
+    if p.op == "rms_norm":
+        return _loop(lambda: F.rms_norm(args[0], (p.width,), args[1]))
+    if p.op == "gated_act":
+        return _loop(lambda: F.silu(args[0][..., : p.width]) * args[0][..., p.width :])
+    q, k, v = (x.transpose(1, 2).contiguous() for x in args)
+    return _loop(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+
+def _no_paged_keys(p: Overhead, _device) -> str | None:
+    return "no paged keys" if p.inner.op == "decode" else None
+
+
+def _sdpa(backend: str | None) -> Callable[[Tensors], Call]:
+    """torch's attention in the layout it likes best, [batch, heads, len, dim]; `backend` None: torch chooses."""
+
+    def prepare(inputs: Tensors) -> Call:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        p = inputs.problem
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v))
+        attend = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=isinstance(p.mask, Causal), enable_gqa=p.group > 1)
+
+        def run():
+            with sdpa_kernel(getattr(SDPBackend, backend)) if backend else nullcontext():
+                return attend().transpose(1, 2)
+
+        return Call(run)
+
+    return prepare
+
+
+def _sdpa_takes(p: Attention, _device) -> str | None:
+    if p.op != "prefill" or p.keys != "dense":
+        return "no packed or paged keys"
+    if not isinstance(p.mask, (Full, Causal)):
+        return f"{p.mask} only as a dense mask"
+    return "aligns Causal to the top left" if isinstance(p.mask, Causal) and p.len_q != p.len_k else None
+
+
+def _sdpa_decode(inputs: Tensors) -> Call:
+    """torch's attention over keys copied from their pages to [batch, kv_heads, len, dim]; the heads of a group are the rows."""
+    p, cache = inputs.problem, inputs.cache
+    k, v = (pool[cache.page_table.long()].flatten(1, 2).transpose(1, 2).contiguous() for pool in (cache.k, cache.v))
+    q = inputs.q.view(p.batch, p.kv_heads, p.group, p.dim)
+    return Call(lambda: F.scaled_dot_product_attention(q, k, v).view(p.batch, 1, p.heads, p.dim))
+
+
+# ---- packages
+
+
+def _fa4(inputs: Tensors) -> Call:
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    p, i = inputs.problem, inputs
+    window = (p.mask.size, 0) if isinstance(p.mask, Window) else (None, None)
+    keywords = {"causal": isinstance(p.mask, Causal), "window_size": window}
+    if p.keys == "packed":
+        keywords |= {"cu_seqlens_q": i.offsets, "cu_seqlens_k": i.offsets, "max_seqlen_q": p.len_q, "max_seqlen_k": p.len_k}
+    function = flash_attn_varlen_func if p.keys == "packed" else flash_attn_func
+    return Call(lambda: function(i.q, i.k, i.v, **keywords)[0])  # (out, LSE or None)
+
+
+@functools.cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    """FlashInfer's scratch memory, 128 MiB as it advises; wrappers used one after the other may share it."""
+    return torch.zeros(128 << 20, dtype=torch.uint8, device=device)
+
+
+def _flashinfer(tensor_cores: bool) -> Callable[[Tensors], Call]:
+    def prepare(inputs: Tensors) -> Call:
+        import flashinfer
+
+        p, cache = inputs.problem, inputs.cache
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(inputs.q.device), "NHD", use_tensor_cores=tensor_cores)
+        each = cache.page_table.shape[1]
+        bounds = torch.arange(p.batch + 1, dtype=torch.int32) * each
+        last = torch.full((p.batch,), (p.len_k - 1) % p.page + 1, dtype=torch.int32)
+        shape = (p.heads, p.kv_heads, p.dim, p.page)
+        wrapper.plan(bounds, cache.page_table.flatten(), last, *shape, q_data_type=p.dtype, kv_data_type=p.dtype)
+        q = inputs.q[:, 0]
+        return Call(lambda: wrapper.run(q, (cache.k, cache.v))[:, None])
+
+    return prepare
+
+
+def _transformers(inputs: Prompts) -> Call:
+    model = suite.packaged_model(inputs.problem.dtype, inputs.device)
+
+    def go(new: int):
+        prompts = inputs.draw()
+        ids = torch.tensor(prompts, device=inputs.device)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+        return prompts, out[:, ids.shape[1] :].tolist()
+
+    return _phase(inputs.problem, go)
+
+
+GPU_PREFILL = (_on("cuda"), _op("prefill"), _half)
+GPU_DECODE = (_on("cuda"), _op("decode"), _half)
+PEERS = (  # ours first, for its output is what the others are compared with
+    Peer("onchip", Attention, _onchip),
+    Peer("onchip", Generate, _onchip_generate),
+    Peer("onchip", Overhead, _onchip_overhead),
+    Peer("onchip kernel alone", Overhead, _kernel_alone, (_op("call"),)),
+    Peer("cuDNN (torch)", Attention, _sdpa("CUDNN_ATTENTION"), (*GPU_PREFILL, _sdpa_takes)),
+    Peer("FlashAttention-2 (torch)", Attention, _sdpa("FLASH_ATTENTION"), (*GPU_PREFILL, _sdpa_takes)),
+    Peer("FlashAttention-4", Attention, _fa4, GPU_PREFILL, "flash_attn.cute", "flash-attn-4"),
+    Peer("FlashInfer", Attention, _flashinfer(True), GPU_DECODE, "flashinfer", "flashinfer-python"),
+    Peer("FlashInfer (CUDA cores)", Attention, _flashinfer(False), GPU_DECODE, "flashinfer", "flashinfer-python"),
+    Peer("torch SDPA", Attention, _sdpa(None), (_on("cpu"), _sdpa_takes)),
+    Peer("torch SDPA, dense keys", Attention, _sdpa_decode, (_op("decode"),)),
+    Peer("torch", Overhead, _torch_tiny, (_op("call"), _no_paged_keys)),
+    Peer("transformers", Generate, _transformers, (), "transformers", "transformers"),
+)

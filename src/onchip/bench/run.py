@@ -1,0 +1,334 @@
+"""Time a suite: ours and every peer in turn, in one process, each one checked before it is timed."""
+
+import datetime
+import json
+import math
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import onchip
+from onchip.bench import report, suite
+from onchip.bench.peers import Call, Peer, contenders, versions
+from onchip.core import device as devices
+from onchip.core.device import Device
+from onchip.core.kernel import Unsupported
+from onchip.core.masks import Mask
+from onchip.core.problem import SHORT
+from onchip.dispatch import record
+
+RESULTS = Path("benchmarks/results")
+FLUSH = 1 << 30  # bytes read before a reading: many times any L2, and about 0.25 ms in which the host queues the call
+SHORT_CALL = 50e-6  # seconds; below, the gap between launches shows, and the calls go into a CUDA graph
+GRAPH_CALLS, MOST_COPIES = 20, 32  # calls a graph at least, and sets of inputs that they go round
+SHORT_READING = 2e-4  # seconds; below, one reading of the host's clock spans several calls
+LONG_READING = 1.0  # seconds; above, three rounds have to do
+ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ImportError, OSError, subprocess.SubprocessError, Unsupported)
+FOREIGN_ERRORS = (  # what compilers and libraries derive from Exception itself; looked up in modules that are loaded
+    ("triton.errors", "TritonError"),
+    ("cutlass.base_dsl.common", "DSLBaseError"),
+    ("flashinfer.utils", "BackendSupportedError"),
+    ("flashinfer.utils", "GPUArchitectureError"),
+)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Rounds over the contenders, and seconds of readings for each of them; one reading a round at least."""
+
+    rounds: int
+    budget: float
+
+
+FULL, QUICK = Effort(5, 0.4), Effort(3, 0.1)
+
+
+def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str = "", quick: bool = False) -> Path:
+    """Run a suite, print its table, and write `<out>/<device>/<suite>.json` with a page (.html) and a plot (.svg) beside it.
+
+    `only` keeps the rows whose problem or plot has that text in its name; their files are named `<suite>-<only>`, so that
+    a part never replaces the whole. Returns the path of the JSON file, which is rewritten after each row.
+    """
+    rows = [row for row in suite.rows(suite_name, device, quick) if only.lower() in f"{row.group} {row.problem}".lower()]
+    if not rows:
+        raise ValueError(f"suite {suite_name!r} has no row with {only!r} in it on {device.type}; leave --only out to run them all")
+    progress = Console(stderr=True, highlight=False)
+    with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        facts = _measured(device)
+        result = {"suite": suite_name, "device": _describe(device, facts), **_origin(), "quick": quick, "rows": []}
+        path = Path(out) / result["device"]["slug"] / f"{_slug(f'{suite_name} {only}')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for number, row in enumerate(rows, 1):
+            progress.print(f"{number}/{len(rows)} {row.problem}", markup=False)
+            result["rows"].append(measure(row, device, facts, QUICK if quick else FULL))
+            path.write_text(json.dumps(result, indent=1) + "\n")
+    report.write(result, path)
+    return path
+
+
+# ---- one row
+
+
+def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort) -> dict:
+    """A row of the result: the times of every contender that was right, and what was wrong with the others."""
+    fields = {**plain(row.problem), "group": row.group, "x": row.x, "lengths": list(row.lengths)}
+    entry = {"problem": str(row.problem), "fields": fields, "kernel": None, "config": None, "seconds": {}, "spread": {}, "distance": {}}
+    entry |= {"cost": None, "floor": None, "rate": None, "goal": None, "timed_by": None, "error": {}}
+    errors = entry["error"]
+    found, entry["refused"] = contenders(row.problem, device)
+    with noted(errors, "inputs"):
+        inputs = suite.inputs(row, device)
+        _weigh(entry, inputs, facts)
+    if errors:
+        return entry
+    calls = _checked(found, inputs, entry)
+    clock = HostClock(device) if inputs.on_host or device.type == "cpu" else DeviceClock(device)
+    guesses = guess(calls, clock, errors)
+    entry["timed_by"] = clock.name
+    if isinstance(clock, DeviceClock) and guesses and min(guesses.values()) < SHORT_CALL:
+        copies = [suite.inputs(row, device) for _ in range(_copies(inputs, device) - 1)]
+        calls = _captured([peer for peer in found if peer.name in guesses], calls, copies, errors)
+        guesses = guess(calls, clock, errors)
+        entry["timed_by"] = f"CUDA graph over {len(copies) + 1} sets of inputs"
+    for name, seconds in take(calls, guesses, clock, effort, errors).items():
+        deciles = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds
+        entry["seconds"][name], entry["spread"][name] = statistics.median(seconds), (deciles[0], deciles[-1])
+    return entry
+
+
+def _weigh(entry: dict, inputs, facts: Device) -> None:
+    """The row's cost, its floor on this device, and what its rate counts."""
+    p, cost = inputs.problem, inputs.cost
+    if cost is None:
+        entry["goal"] = suite.GOAL if p.op == "select" else None
+        return
+    entry["cost"], entry["floor"] = cost._asdict(), facts.floor(cost, p.dtype)._asdict()
+    if p.op == "generate":
+        entry["rate"] = {"unit": "token/s", "amount": p.batch * (p.prompt if p.phase == "prefill" else 1)}
+    else:
+        entry["rate"] = {"unit": "FLOP/s", "amount": cost.flops} if p.op == "prefill" else {"unit": "B/s", "amount": cost.bytes}
+
+
+def _checked(found: list[Peer], inputs, entry: dict) -> dict[str, Call]:
+    """The contenders whose result is right, as calls that have run once; ours is the first of them and gives the row its kernel."""
+    calls, ours, errors = {}, None, entry["error"]
+    for peer in found:
+        with noted(errors, peer.name):
+            call = peer.prepare(inputs)
+            with record() as decisions:
+                output = call.run()
+            distance = inputs.error(output, ours)
+            entry["distance"][peer.name] = distance if distance is None or math.isfinite(distance) else None
+            if distance is not None and not distance <= inputs.tolerance:
+                raise ValueError(f"wrong: its result is off by {distance:.2g}, where {inputs.tolerance:g} is allowed; not timed")
+            calls[peer.name] = call
+            if peer.name == "onchip":
+                ours = output
+                entry["kernel"] = ", ".join(dict.fromkeys(d.kernel.name for d in decisions)) or None
+                entry["config"] = ", ".join(dict.fromkeys(str(d.config) for d in decisions if d.config is not None)) or None
+    return calls
+
+
+def _copies(inputs, device: torch.device) -> int:
+    """Sets of inputs that together are three times the L2 cache, so that none is found there when its turn comes again."""
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(1, min(MOST_COPIES, math.ceil(3 * l2 / inputs.cost.bytes)))
+
+
+def _captured(found: list[Peer], calls: dict[str, Call], copies: list, errors: dict) -> dict[str, Call]:
+    graphs = {}
+    for peer in found:
+        with noted(errors, peer.name):
+            graphs[peer.name] = capture([calls[peer.name], *(peer.prepare(inputs) for inputs in copies)])
+    return graphs
+
+
+def capture(calls: list[Call]) -> Call:
+    """A CUDA graph that makes the calls in turn, GRAPH_CALLS or more in all; its last output is compared with that of a plain call."""
+    expected = [call.run() for call in calls][-1].clone()
+    torch.cuda.synchronize()
+    graph, passes = torch.cuda.CUDAGraph(), math.ceil(GRAPH_CALLS / len(calls))
+    with torch.cuda.graph(graph):
+        for call in calls * passes:
+            output = call.run()
+    output.fill_(torch.nan)
+    graph.replay()
+    if not suite.distance(output, expected) < 1e-2:
+        raise RuntimeError("its CUDA graph does not give the result of the plain call: it launches on a stream of its own")
+
+    def replay(_alive=(calls, output)):  # a graph owns neither its inputs nor the scratch memory of a plan
+        graph.replay()
+
+    return Call(replay, count=len(calls) * passes)
+
+
+# ---- clocks
+
+
+class HostClock:
+    """Seconds of a call by the host's clock; a GPU is idle before it and after it."""
+
+    name = "host clock"
+
+    def __init__(self, device: torch.device):
+        self.wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def read(self, run: Callable) -> float:
+        self.wait()
+        start = time.perf_counter()
+        run()
+        self.wait()
+        return time.perf_counter() - start
+
+
+class DeviceClock:
+    """Seconds of a call by CUDA events, L2 flushed.
+
+    FLUSH bytes are read first (not written: dirty lines would be written back while the call runs): none of the inputs is
+    then in L2, and the host has queued the call before the first event fires, so that launch time does not count.
+    """
+
+    name = "CUDA events, L2 flushed"
+
+    def __init__(self, device: torch.device):
+        self.flush = torch.ones(FLUSH // 4, dtype=torch.float32, device=device)
+
+    def read(self, run: Callable) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flush.sum()
+        start.record()
+        run()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) * 1e-3
+
+
+def read(call: Call, clock: HostClock | DeviceClock) -> float:
+    """Seconds of one of the `count` things that a call does."""
+    return (clock.read(call.run) - (clock.read(call.minus) if call.minus else 0.0)) / call.count
+
+
+def guess(calls: dict[str, Call], clock: HostClock | DeviceClock, errors: dict) -> dict[str, float]:
+    """About how long each call takes, in seconds, from one reading or, if that is short, the least of three more."""
+    guesses = {}
+    for name, call in calls.items():
+        with noted(errors, name):
+            first = read(call, clock)
+            guesses[name] = max(1e-9, first if first * call.count > 0.1 else min(read(call, clock) for _ in range(3)))
+    return guesses
+
+
+def take(calls: dict[str, Call], guesses: dict[str, float], clock: HostClock | DeviceClock, effort: Effort, errors: dict) -> dict[str, list[float]]:
+    """Readings of every call in seconds, a few at a time, round after round; each round begins with another contender."""
+    names = [name for name in guesses if name not in errors]
+    readings = {name: [] for name in names}
+    slowest = max((guesses[name] * calls[name].count for name in names), default=0.0)
+    for turn in range(effort.rounds if slowest < LONG_READING else min(effort.rounds, 3)):
+        start = turn % max(1, len(names))
+        for name in names[start:] + names[:start]:
+            if name in errors:
+                continue
+            with noted(errors, name):
+                call = calls[name]
+                if isinstance(clock, HostClock):
+                    call = stretch(call, guesses[name] * call.count)
+                wanted = effort.budget / effort.rounds / (guesses[name] * call.count)
+                readings[name] += [read(call, clock) for _ in range(max(1, min(50, int(wanted))))]
+    return {name: seconds for name, seconds in readings.items() if name not in errors}
+
+
+def stretch(call: Call, seconds: float) -> Call:
+    """The same call as often in a row as makes a reading long enough for the host's clock; `seconds` is what it takes once."""
+    times = math.ceil(SHORT_READING / seconds)
+    if times <= 1 or call.minus:
+        return call
+
+    def run():
+        for _ in range(times):
+            call.run()
+
+    return Call(run, count=call.count * times)
+
+
+# ---- what is written down
+
+
+@contextmanager
+def noted(errors: dict[str, str], name: str) -> Iterator[None]:
+    """Write down the error of one contender and go on; another kind of error than a kernel or a library raises ends the run."""
+    try:
+        yield
+    except failures() as error:
+        lines = str(error).strip().splitlines()
+        errors[name] = f"{type(error).__name__}: {' '.join(lines[:3])[:300]}" if lines else type(error).__name__
+
+
+def failures() -> tuple[type[BaseException], ...]:
+    loaded = [(sys.modules[module], name) for module, name in FOREIGN_ERRORS if module in sys.modules]
+    return (*ERRORS, *(getattr(module, name) for module, name in loaded if hasattr(module, name)))
+
+
+def plain(value):
+    """A Problem, or a value in one, as JSON holds it."""
+    if isinstance(value, tuple):
+        return {name: plain(part) for name, part in value._asdict().items()} if hasattr(value, "_asdict") else [plain(part) for part in value]
+    return SHORT[value] if isinstance(value, torch.dtype) else str(value) if isinstance(value, Mask) else value
+
+
+def _measured(device: torch.device) -> Device:
+    """The device with the ceilings measured now in place of those of its datasheet."""
+    bandwidth, peaks, source = devices.measure(device)
+    return replace(devices.of(device), bandwidth=bandwidth, peaks=peaks, source=source)
+
+
+def _describe(device: torch.device, facts: Device) -> dict:
+    measured = {"bandwidth": facts.bandwidth, "flops": {SHORT[dtype]: rate for dtype, rate in facts.peaks.items()}, "note": facts.source}
+    if device.type == "cpu":
+        props = {"model": _cpu_model(), "threads": torch.get_num_threads()}
+        return {"name": f"{props['model']}, {props['threads']} threads", "slug": "cpu", "kind": facts.kind, "properties": props, "measured": measured}
+    found = torch.cuda.get_device_properties(device)
+    names = ("name", "major", "minor", "total_memory", "multi_processor_count", "L2_cache_size")
+    props = {name: getattr(found, name) for name in names}
+    known = next((name for name in sorted(devices.GPUS, key=len, reverse=True) if name.lower() in found.name.lower()), found.name)
+    return {"name": found.name, "slug": _slug(known), "kind": facts.kind, "properties": props, "measured": measured}
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _origin() -> dict:
+    """Versions, date and commit: what a number cannot be quoted without."""
+    found = {"onchip": onchip.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.cuda.is_available():
+        driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+        found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()), "driver": driver}
+    folder, name = Path(__file__).parent, Path(__file__).name
+    tracked = _output("git", "-C", str(folder), "ls-files", name)  # else the repository around an installed package would answer
+    commit = _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if tracked else None
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"versions": found | versions(), "date": date, "commit": commit}
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, or None when it is missing or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")

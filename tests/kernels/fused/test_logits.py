@@ -1,0 +1,222 @@
+"""Sampling: the kept sets and the tokens against a float64 oracle that sorts, and the draws against the exact distribution."""
+
+import pytest
+import torch
+
+from onchip.core.problem import Rows
+from onchip.kernels.fused import SAMPLE
+from onchip.kernels.fused.reference import gumbel, philox
+from onchip.ops.fused import Sampling, sample
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in SAMPLE.kernels]
+MANY_ROWS = [pytest.param(kernel.name, marks=[pytest.mark.gpu, pytest.mark.large] if kernel.needs_triton else ()) for kernel in SAMPLE.kernels]
+LARGE = pytest.param("triton_logits", marks=[pytest.mark.gpu, pytest.mark.large])
+
+PROBLEMS = [Rows("sample", 12, vocab, dtype) for vocab in (1, 2, 63, 1000, 4096) for dtype in (BF16, FP16, FP32)] + [
+    Rows("sample", 12, vocab, FP32) for vocab in (8191, 8209, 20000)
+]
+SETTINGS = (  # temperature, top_k, top_p, min_p
+    (0.0, 3, 0.5, 0.5),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.3, 1 << 30, 1.0, 0.0),
+    (1.0, 1, 1.0, 0.0),
+    (1.0, 0, 0.8, 0.0),
+    (0.6, 0, 0.3, 0.0),
+    (1.0, 0, 1e-6, 0.0),
+    (1.0, 0, 1.0, 0.2),
+    (2.0, 20, 0.9, 0.05),
+    (1.5, 50, 0.95, 0.0),
+    (100.0, 7, 0.999, 0.9),
+)
+FILTERS = [how for how in SETTINGS if how[0] and (how[2] > 1e-6 and how[1] != 1) and how[1:] != (0, 1.0, 0.0) and how[1] < 1 << 30]
+
+
+def settings(rows, device, *, seed=0, step=0):
+    """A Sampling of `rows`, each (temperature, top_k, top_p, min_p); seed and step numbers, or a list of them."""
+    temperature, top_k, top_p, min_p = (torch.tensor(field, device=device) for field in zip(*rows, strict=True))
+    seed, step = (torch.tensor([v] * len(rows) if isinstance(v, int) else list(v), device=device) for v in (seed, step))
+    return Sampling(temperature.float(), top_k.int(), top_p.float(), min_p.float(), seed, step)
+
+
+def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
+    """The entries [vocab] that one row keeps: float64, step by step as `sample` documents."""
+    x = logits.double()
+    order = x.argsort(descending=True)
+    kept = torch.ones_like(x, dtype=torch.bool)
+    if 0 < top_k < len(x):
+        kept &= x >= x[order[top_k - 1]]
+    if top_p < 1:
+        probability = (x / temperature).masked_fill(~kept, -torch.inf).softmax(-1)
+        last = int((probability[order].cumsum(-1) < top_p).sum())
+        kept &= x >= x[order[min(last, len(x) - 1)]]
+    probability = (x / temperature).masked_fill(~kept, -torch.inf).softmax(-1)
+    return kept & (probability >= min_p * probability.max())
+
+
+def oracle(logits, how):
+    """The token of each row, by float64 scores over the kept entries."""
+    tokens = []
+    noise = gumbel(how.seed, how.step, logits.shape[-1], torch.float64)
+    for row, drawn, temperature, top_k, top_p, min_p in zip(logits, noise, *(field.tolist() for field in how[:4]), strict=True):
+        if temperature == 0:
+            tokens.append(row.argmax())
+            continue
+        kept = kept_by_sorting(row, temperature, top_k, top_p, min_p)
+        tokens.append((row.double() / temperature + drawn).masked_fill(~kept, -torch.inf).argmax())
+    return torch.stack(tokens)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_against_float64(problem, kernel, device):
+    logits = (3 * torch.randn(problem.rows, problem.width, device=device)).to(problem.dtype)
+    how = settings(SETTINGS, device, seed=[3**39 - i for i in range(12)], step=[7 * i - 40 for i in range(12)])
+    tokens = sample(logits, how, kernel=kernel)
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == oracle(logits, how).tolist()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("how", FILTERS, ids=str)
+def test_kept_sets_end_where_they_should(how, dtype, kernel, device):
+    """The seeds are such that the least kept entry wins, and that the best dropped one would, were it kept."""
+    logits = torch.randn(63, device=device).to(dtype)
+    kept = kept_by_sorting(logits, *how)
+    inside, outside = logits.masked_fill(~kept, torch.inf).argmin(), logits.masked_fill(kept, -torch.inf).argmax()
+    grown = kept.clone()
+    grown[outside] = True
+    noise = gumbel(torch.arange(20000, device=device), torch.zeros(20000, dtype=torch.int64, device=device), 63)
+    scores = logits.float() / how[0] + noise
+    wins = scores.masked_fill(~kept, -torch.inf).argmax(-1) == inside
+    would = scores.masked_fill(~grown, -torch.inf).argmax(-1) == outside
+    seeds = [*wins.nonzero().flatten()[:2].tolist(), *would.nonzero().flatten()[:2].tolist()]
+    assert len(seeds) == 4
+    tokens = sample(logits.expand(4, -1), settings([how] * 4, device, seed=seeds), kernel=kernel)
+    assert tokens[:2].tolist() == [inside, inside]
+    assert kept[tokens].all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_ties_with_the_last_kept_are_kept(kernel, device):
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).log().expand(24, -1)
+    for how in ((1.0, 2, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 0, 1.0, 0.4)):
+        assert set(sample(logits, settings([how] * 24, device, seed=range(24)), kernel=kernel).tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def test_greedy_takes_the_first_of_the_largest(dtype, kernel, device):
+    logits = torch.randn(6, 17000, device=device).clamp(max=3).to(dtype)
+    for row, places in enumerate(([0], [16999], [5, 6], [8191, 8192], [100, 8292, 16484], [3, 16998])):
+        logits[row, places] = 5
+    logits[0] = -torch.inf
+    assert sample(logits, settings([(0.0, 0, 1.0, 0.0)] * 6, device), kernel=kernel).tolist() == [0, 16999, 5, 8191, 100, 3]
+
+
+@pytest.mark.parametrize("kernel", MANY_ROWS)
+@pytest.mark.parametrize("stream", ["seed", "step"])
+@pytest.mark.parametrize("how", [(1.0, 0, 1.0, 0.0), (0.6, 0, 1.0, 0.0), (1.5, 12, 0.9, 0.05)], ids=str)
+def test_draws_follow_the_distribution(how, stream, kernel, device):
+    """Pearson's chi-square of 20,000 draws: mean `df`, variance `2 df`; four standard deviations are allowed."""
+    rows, logits = 20000, torch.linspace(2, -2, 30, device=device)
+    kept = kept_by_sorting(logits, *how)
+    expected = rows * (logits.double() / how[0]).masked_fill(~kept, -torch.inf).softmax(-1)
+    drawn = sample(logits.expand(rows, -1), settings([how] * rows, device, **{stream: range(rows)}), kernel=kernel).bincount(minlength=30)
+    assert not drawn[~kept].any()
+    chi_square = ((drawn - expected).square() / expected)[kept].sum().item()
+    df = int(kept.sum()) - 1
+    assert chi_square < df + 4 * (2 * df) ** 0.5
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_same_seed_and_step_same_token_whatever_the_neighbours(kernel, device):
+    logits = torch.randn(12, 1000, device=device)
+    how = settings(SETTINGS, device, seed=range(12), step=5)
+    tokens = sample(logits, how, kernel=kernel)
+    order = torch.tensor([7, 3, 11, 1], device=device)
+    assert torch.equal(sample(logits, how, kernel=kernel), tokens)
+    assert torch.equal(sample(logits[order], Sampling(*(field[order] for field in how)), kernel=kernel), tokens[order])
+    wide = how._replace(temperature=torch.full_like(how.temperature, 50.0), top_k=0 * how.top_k, top_p=0 * how.top_p + 1, min_p=0 * how.min_p)
+    draws = [sample(logits, other, kernel=kernel) for other in (wide, wide._replace(step=how.step + 1), wide._replace(seed=how.seed + 100))]
+    assert all((a != b).sum() >= 10 for a, b in ((draws[0], draws[1]), (draws[0], draws[2]), (draws[1], draws[2])))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_high_halves_of_seed_and_step_matter(kernel, device):
+    logits = torch.zeros(3, 4096, device=device)
+    how = settings([(1.0, 0, 1.0, 0.0)] * 3, device, seed=[9, 9 + (1 << 32), 9], step=[4, 4, 4 + (1 << 32)])
+    assert len(set(sample(logits, how, kernel=kernel).tolist())) == 3
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_strided_logits_and_settings(kernel, device):
+    logits = torch.randn(12, 100, device=device)
+    how = settings(SETTINGS, device, seed=range(12))
+    tokens = sample(logits, how, kernel=kernel)
+    padded = torch.full((12, 128), torch.inf, device=device)
+    padded[:, :100] = logits
+    assert torch.equal(sample(padded[:, :100], how, kernel=kernel), tokens)
+    assert torch.equal(sample(logits.T.contiguous().T, Sampling(*(field.repeat_interleave(2)[::2] for field in how)), kernel=kernel), tokens)
+    assert sample(logits[:0], Sampling(*(field[:0] for field in how)), kernel=kernel).shape == (0,)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_forbidden_entries_are_never_drawn(kernel, device):
+    logits = torch.full((12, 1000), -torch.inf, device=device)
+    logits[:, 500:503] = torch.tensor([0.0, -20.0, -80.0], device=device)
+    tokens = sample(logits, settings([(max(t, 50.0), k, p, 0.0) for t, k, p, _ in SETTINGS], device, seed=range(12)), kernel=kernel)
+    assert ((tokens >= 500) & (tokens < 503)).all()
+
+
+def test_philox_is_philox4x32_10():
+    """The known answers of Random123 (kat_vectors, philox4x32 10)."""
+    ones = 0xFFFFFFFF
+    for counter, key, words in (
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ones,) * 4, (ones,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ):
+        assert tuple(map(int, philox(tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key))))) == words
+
+
+def test_noise_is_gumbels():
+    """Finite, with the mean (Euler's constant) and variance (pi^2 / 6) of the distribution."""
+    noise = gumbel(torch.arange(64), torch.full((64,), 3), 10001, torch.float64)
+    assert noise.isfinite().all() and noise.max() <= 17
+    assert noise.mean().item() == pytest.approx(0.5772157, abs=0.01)
+    assert noise.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.02)
+
+
+@pytest.mark.parametrize("kernel", [LARGE])
+@pytest.mark.parametrize(
+    "problem", [Rows("sample", rows, vocab, dtype) for rows, vocab in ((48, 49152), (48, 152064), (24, 1 << 20)) for dtype in (BF16, FP32)], ids=str
+)
+def test_large(problem, kernel, device):
+    logits = (3 * torch.randn(problem.rows, problem.width, device=device)).to(problem.dtype)
+    how = settings(SETTINGS * (problem.rows // 12), device, seed=range(problem.rows), step=1)
+    assert sample(logits, how, kernel=kernel).tolist() == oracle(logits, how).tolist()
+
+
+@pytest.mark.parametrize("kernel", [LARGE])
+def test_rows_past_two_billion_entries(kernel, device):
+    logits = torch.zeros(16384, 152064, dtype=BF16, device=device)
+    logits[-1, 77777] = 1
+    assert sample(logits, settings([(0.0, 0, 1.0, 0.0)] * 16384, device), kernel=kernel)[-1] == 77777
+
+
+@pytest.mark.parametrize("kernel", [LARGE])
+def test_replayed_in_a_cuda_graph(kernel, device):
+    """One capture serves any settings: what a row asks for is read on the GPU."""
+    logits = torch.randn(12, 32000, device=device)
+    plain, all_kinds = settings([(0.0, 0, 1.0, 0.0)] * 12, device), settings(SETTINGS, device, seed=range(12), step=9)
+    expected = sample(logits, all_kinds, kernel=kernel)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sample(logits, plain, kernel=kernel)
+    for field, value in zip(plain, all_kinds, strict=True):
+        field.copy_(value)
+    graph.replay()
+    assert torch.equal(tokens, expected)

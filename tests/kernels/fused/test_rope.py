@@ -1,0 +1,182 @@
+"""Rotary embedding in place, with QK-norm and the cache write, against float64; and what must not be touched, to the bit."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from judge import assert_as_good_as_torch, poisoned
+from onchip.core.problem import Rope
+from onchip.kernels.fused import ROPE_APPEND
+from onchip.ops.fused import Append, QKNorm, rope_append
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in ROPE_APPEND.kernels]
+TRITON = pytest.param("triton_rope", marks=[pytest.mark.gpu, pytest.mark.large])
+EPS = 1e-6
+POSITIONS = 61
+PAGE = 4
+
+SHAPES = (  # tokens, heads, kv_heads, dim, rotary_dim, dtype
+    (1, 9, 3, 64, 64, BF16),
+    (5, 9, 3, 64, 64, FP32),
+    (2, 32, 8, 128, 128, BF16),  # three programs a token
+    (3, 3, 1, 96, 32, FP32),  # the rest is twice the rotated part, and no power of two
+    (2, 2, 2, 80, 80, FP16),
+    (3, 2, 1, 63, 20, FP32),
+    (2, 1, 1, 2, 2, FP32),
+    (1, 5, 1, 256, 64, FP16),
+    (1, 2, 1, 512, 512, FP32),
+)
+PROBLEMS = [
+    Rope("rope_append", *shape, layout, norm, append)
+    for shape in SHAPES
+    for layout in ("neox", "interleaved")
+    for norm, append in ((False, False), (True, True), (False, True), (True, False))
+]
+LARGE = [
+    Rope("rope_append", tokens, 32, 8, 128, rotary, dtype, layout, True, True)
+    for tokens, rotary in ((4097, 128), (4097, 64), (400000, 128))
+    for dtype, layout in ((BF16, "neox"), (FP32, "interleaved"))
+    if tokens * dtype.itemsize < 1 << 20
+]
+
+
+def inputs(p, device):
+    """The arguments of rope_append. qkv is columns of a wider matrix, the pages one layer of a pool; all around is NaN."""
+    packed = (p.heads + 2 * p.kv_heads) * p.dim
+    qkv = poisoned((p.tokens, packed + 16), p.dtype, device)[:, 16:].copy_(torch.randn(p.tokens, packed, device=device))
+    table = torch.rand(POSITIONS, p.rotary_dim // 2, device=device) * 6.28
+    table = torch.cat((table.cos(), table.sin()), -1)
+    positions = torch.randint(POSITIONS, (p.tokens,), device=device)
+    norm = QKNorm(*(torch.randn(2, p.dim, device=device).to(p.dtype)), EPS) if p.norm else None
+    append = None
+    if p.append:
+        pages = (p.tokens + 7) // PAGE + 1
+        slots = torch.randperm(pages * PAGE, device=device)[: p.tokens]
+        slots[1::3] = -1
+        append = Append(*(poisoned((3, pages, PAGE, p.kv_heads, p.dim), p.dtype, device)[1] for _ in range(2)), slots)
+    return qkv, table, positions, norm, append
+
+
+def textbook(p, qkv, table, positions, norm):
+    """Queries and keys [tokens, heads + kv_heads, dim], every step in qkv's dtype."""
+    x = qkv.unflatten(-1, (-1, p.dim))[:, : p.heads + p.kv_heads]
+    if norm is not None:
+        q, k = x.split((p.heads, p.kv_heads), 1)
+        x = torch.cat((F.rms_norm(q, (p.dim,), norm.q, norm.eps), F.rms_norm(k, (p.dim,), norm.k, norm.eps)), 1)
+    turned, rest = x.split((p.rotary_dim, p.dim - p.rotary_dim), -1)
+    cos, sin = table[positions].to(qkv.dtype).unsqueeze(1).chunk(2, -1)
+    if p.layout == "neox":
+        a, b = turned.chunk(2, -1)
+        turned = turned * torch.cat((cos, cos), -1) + torch.cat((-b, a), -1) * torch.cat((sin, sin), -1)
+    else:
+        swapped = torch.stack((-turned[..., 1::2], turned[..., 0::2]), -1).flatten(-2)
+        turned = turned * cos.repeat_interleave(2, -1) + swapped * sin.repeat_interleave(2, -1)
+    return torch.cat((turned, rest), -1)
+
+
+def double(norm):
+    return None if norm is None else QKNorm(norm.q.double(), norm.k.double(), norm.eps)
+
+
+def bits(x):
+    return x.contiguous().view({2: torch.int16, 4: torch.int32}[x.dtype.itemsize])
+
+
+def base(x):
+    return x if x._base is None else x._base
+
+
+def check(p, kernel, device):
+    qkv, table, positions, norm, append = inputs(p, device)
+    before, exact = base(qkv).clone(), qkv.double()
+    low = textbook(p, qkv, table, positions, norm)
+    q, k, v = rope_append(qkv, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=norm, append=append, kernel=kernel)
+    truth = rope_append(exact, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=double(norm), kernel="reference")
+
+    assert q.data_ptr() == qkv.data_ptr() and q.shape == (p.tokens, p.heads, p.dim) and k.shape == v.shape == (p.tokens, p.kv_heads, p.dim)
+    for ours, torchs, right in zip((q, k), low.split((p.heads, p.kv_heads), 1), truth, strict=False):
+        assert_as_good_as_torch(ours, torchs, right)
+    turned = (p.heads + p.kv_heads) * p.dim
+    assert torch.equal(bits(base(qkv)[:, :16]), bits(before[:, :16])), "wrote before the rows of qkv"
+    assert torch.equal(bits(v.flatten(1)), bits(before[:, 16 + turned :])), "the values changed"
+    if not p.norm:
+        heads = before[:, 16 : 16 + turned].unflatten(-1, (-1, p.dim))
+        assert torch.equal(bits(torch.cat((q, k), 1)[..., p.rotary_dim :]), bits(heads[..., p.rotary_dim :])), "changed what lies past rotary_dim"
+    if append is not None:
+        check_cache(append, k, v)
+
+
+def check_cache(append, k, v):
+    """Every slot given holds its key and value, and the rest of the pool the NaN it held before."""
+    kept = append.slots >= 0
+    for pages, new in ((append.k, k), (append.v, v)):
+        pool = torch.full_like(base(pages), torch.nan)
+        pool[1].flatten(0, 1)[append.slots[kept]] = new[kept]
+        assert torch.equal(bits(base(pages)), bits(pool))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_against_float64(problem, kernel, device):
+    check(problem, kernel, device)
+
+
+@pytest.mark.parametrize("kernel", [TRITON])
+@pytest.mark.parametrize("problem", LARGE, ids=str)
+def test_large(problem, kernel, device):
+    check(problem, kernel, device)
+
+
+@pytest.mark.parametrize("problem", [p for p in PROBLEMS if p.dtype == FP32 and not p.append], ids=str)
+def test_oracle_is_the_formula(problem, device):
+    qkv, table, positions, norm, _ = inputs(problem, device)
+    qkv, norm = qkv.double(), double(norm)
+    expected = textbook(problem, qkv, table, positions, norm)
+    q, k, _ = rope_append(qkv, table, positions, (problem.heads, problem.kv_heads), layout=problem.layout, norm=norm, kernel="reference")
+    torch.testing.assert_close(torch.cat((q, k), 1), expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_is_written_when_every_slot_is_skipped(kernel, device):
+    p = Rope("rope_append", 4, 2, 1, 32, 32, FP32, "neox", False, True)
+    qkv, table, positions, norm, append = inputs(p, device)
+    append.slots.fill_(-1)
+    rope_append(qkv, table, positions, (2, 1), norm=norm, append=append, kernel=kernel)
+    assert base(append.k).isnan().all() and base(append.v).isnan().all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_strided_table_positions_and_slots(kernel, device):
+    p = Rope("rope_append", 5, 2, 1, 32, 16, FP32, "neox", False, True)
+    qkv, table, positions, norm, append = inputs(p, device)
+    again = qkv.clone()
+    pages = Append(*(torch.full_like(pages, torch.nan) for pages in append[:2]), append.slots.repeat_interleave(2)[::2])
+    rope_append(qkv, table, positions, (2, 1), norm=norm, append=append, kernel=kernel)
+    rope_append(again, table.T.contiguous().T, positions.repeat_interleave(2)[::2], (2, 1), norm=norm, append=pages, kernel=kernel)
+    assert torch.equal(qkv, again) and torch.equal(bits(append.k), bits(pages.k)) and torch.equal(bits(append.v), bits(pages.v))
+
+
+@pytest.mark.gpu
+def test_triton_refuses_what_it_cannot_rotate_in_place(device):
+    p = Rope("rope_append", 2, 2, 1, 32, 32, FP32, "neox", False, True)
+    qkv, table, positions, _, append = inputs(p, device)
+    apart = torch.zeros(2, 256, device=device)[:, ::2]
+    with pytest.raises(ValueError, match="rotated in place"):
+        rope_append(apart, table, positions, (2, 1), kernel="triton_rope")
+    wider = torch.zeros(*append.v.shape[:-1], 64, device=device)[..., :32]
+    with pytest.raises(ValueError, match="must be equal"):
+        rope_append(qkv, table, positions, (2, 1), append=append._replace(v=wider), kernel="triton_rope")
+
+
+def test_wrong_arguments(device):
+    qkv, table, positions = torch.zeros(2, 128, device=device), torch.zeros(4, 32, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    for arguments, message in (
+        ((qkv, table, positions, (3, 1)), "not a multiple"),
+        ((qkv, table[:, :31], positions, (2, 1)), "even number"),
+        ((qkv, torch.zeros(4, 64, device=device), positions, (2, 1)), "at most 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rope_append(*arguments)
+    with pytest.raises(ValueError, match="gptj"):
+        rope_append(qkv, table, positions, (2, 1), layout="gptj")

@@ -1,0 +1,98 @@
+"""Compile a Triton or Gluon kernel for a GPU that is not here, and read what its assembler made of it.
+
+>>> facts = compile_for(kernel, {"x_ptr": "*bf16", "width": "i32"}, {"BLOCK": 1024}, "sm_90", aligned=("width",))
+>>> assert not facts.spills
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction
+
+VECTOR_LOAD = re.compile(r"ld\.global[.\w:]*\.(v4\.b32|v2\.b64|v8\.b32|v4\.b64)|global_load_dwordx4|buffer_load_dwordx4")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a kernel became.
+
+    registers   of one thread.                      spills   bytes a thread spills (loads and stores), 0 when all is in registers.
+    shared      bytes of shared memory a block.     wgmma, tma_loads   how many such instructions the code holds.
+    ptx         the assembly: PTX, or amdgcn for an AMD GPU.
+    """
+
+    registers: int
+    spills: int
+    shared: int
+    wgmma: int
+    tma_loads: int
+    ptx: str
+
+    @property
+    def vector_loads(self) -> int:
+        """How many instructions read 16 bytes or more of global memory a thread."""
+        return len(VECTOR_LOAD.findall(self.ptx))
+
+
+def compile_for(
+    fn,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, object],
+    arch: str,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    aligned: tuple[str, ...] = (),
+) -> Facts:
+    """Compile the JITFunction `fn` for `arch` ("sm_80", "sm_90", "gfx942") without a GPU.
+
+    signature    {argument: type}: "*bf16", "i32", "fp32", "tensordesc<bf16[1,1,64,128]>"; an argument passed as None is a constexpr.
+    aligned      integers that are multiples of 16 in a launch; pointers always are.
+    Raises RuntimeError with ptxas's own words when it refuses the code. Skips the test under TRITON_INTERPRET.
+    """
+    if not isinstance(fn, JITFunction):
+        pytest.skip("TRITON_INTERPRET is set: @triton.jit made an interpreted function, which cannot be compiled")
+    types = {name: "constexpr" if name in constexprs else signature[name] for name in fn.arg_names}
+    divisible = {(i,): [["tt.divisibility", 16]] for i, (name, ty) in enumerate(types.items()) if ty.startswith("*") or name in aligned}
+    source = (GluonASTSource if fn.is_gluon() else ASTSource)(fn, types, dict(constexprs), divisible)
+    kind, _, number = arch.rpartition("_") if arch.startswith("sm_") else ("hip", "", arch)
+    target = GPUTarget("hip", number, 64) if kind == "hip" else GPUTarget("cuda", int(number), 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+    return (_amd if kind == "hip" else _nvidia)(compiled, arch)
+
+
+def _nvidia(compiled, arch: str) -> Facts:
+    ptx = compiled.asm["ptx"]
+    log = _ptxas(ptx, arch)
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    spills = sum(int(size) for size in re.findall(r"(\d+) bytes spill", log))
+    wgmma = len(re.findall(r"wgmma\.mma_async", ptx))
+    tma_loads = len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx))
+    return Facts(registers, spills, compiled.metadata.shared, wgmma, tma_loads, ptx)
+
+
+def _ptxas(ptx: str, arch: str) -> str:
+    """What `ptxas -v` says of the code; Triton's own run of it keeps that to itself."""
+    target = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.ptx")
+        file.write_text(ptx)
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target}", str(file), "-o", str(file.with_suffix(".cubin"))]
+        run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"ptxas refused the kernel for {arch} ({target}): {(run.stdout + run.stderr).strip()}")
+    return run.stdout + run.stderr
+
+
+def _amd(compiled, arch: str) -> Facts:
+    code = compiled.asm["amdgcn"]
+    numbers = {name: int(re.search(rf"\.{name}:\s+(\d+)", code)[1]) for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")}
+    return Facts(numbers["vgpr_count"], 4 * (numbers["vgpr_spill_count"] + numbers["sgpr_spill_count"]), compiled.metadata.shared, 0, 0, code)
