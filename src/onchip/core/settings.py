@@ -31,11 +31,13 @@ class Setting:
 
 
 STRICT = Setting("ONCHIP_STRICT", bool, False, "On a GPU, an automatic choice of a portable (plain torch) kernel is an error instead of a slow run.")
-CACHE = Setting("ONCHIP_CACHE", Path, Path.home() / ".cache" / "onchip", "Folder for what onchip keeps between runs: dequantised weights.")
+TRITON_CACHE = Setting(
+    "TRITON_CACHE_DIR", Path, Path.home() / ".triton" / "cache", "Triton's own: where compiled kernels are kept; a first run on a GPU compiles a few seconds."
+)
 INTERPRET = Setting("TRITON_INTERPRET", bool, False, "Triton's own: run Triton kernels in its interpreter, so that a CPU counts as a GPU (slow; for tests).")
 HF_HOME = Setting("HF_HOME", Path, Path.home() / ".cache" / "huggingface", "Hugging Face's own: where models named like owner/name are looked up.")
 
-SETTINGS = (STRICT, CACHE, INTERPRET, HF_HOME)
+SETTINGS = (STRICT, INTERPRET, TRITON_CACHE, HF_HOME)
 
 
 def table() -> str:

@@ -120,6 +120,8 @@ def configs(p: Attention, device: Device) -> list[Split]:
         n, splits, stages = 128, 2 * device.sms // programs, 2
     else:
         n, splits, stages = 64, min(64, 4 * device.sms // programs), 3
+    if p.dtype.itemsize == 4:  # multiplied on FMA units: more keys a tile spill
+        n = 32
     while n > 16 and 2 * n * size * (stages - 1) > device.shared_memory // 2:  # two programs a multiprocessor
         n //= 2
     return [Split(n, max(1, min(splits, p.len_k // (2 * n))), 4, stages)]

@@ -151,6 +151,8 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, offsets_ptr, scale, heads, gro
 # Best first, by head dimension up to (H200, 2026-11-21, 16k tokens, bf16, TFLOP/s): at 64, 64x128 makes 452 and 128x64 425; at 128,
 # 128x64 of 4 warps makes 531 although ptxas spills 100 bytes outside the loop, 128x128 of 8 warps 524; at 256, 128x64 makes 539, 64x64 497.
 SMALL = (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 16, 4, 1))
+# float32 is multiplied on FMA units, an outer product in registers: larger tiles spill kilobytes and compile for half a minute.
+IEEE = (Tiles(32, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 16, 4, 1))
 CANDIDATES = (
     (64, (Tiles(64, 128, 4, 2), Tiles(128, 64, 8, 3), *SMALL)),
     (128, (Tiles(128, 64, 4, 2), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3), *SMALL)),
@@ -164,14 +166,14 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
 
     def fits(t: Tiles) -> bool:
         shared = (t.m + 2 * t.stages * t.n) * width * size
-        registers = t.m * (width + t.n) * max(size, 2) // (64 * t.warps)  # accumulator and scores, of 255 a thread; float32 operands take more
+        registers = t.m * (width + t.n) // (32 * t.warps)  # accumulator and scores, of 255 a thread
         return shared <= device.shared_memory and registers <= 192
 
     def idles(t: Tiles) -> bool:
         programs = p.batch * p.heads * -(-p.len_q // t.m)
         return t.m > 16 and (t.m >= 2 * p.len_q or (t.m > 64 and programs < device.sms))
 
-    return sorted(filter(fits, pick(CANDIDATES, width)), key=idles)
+    return sorted(filter(fits, pick(CANDIDATES, width) if size == 2 else IEEE), key=idles)
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, offsets, scale: float, return_lse: bool):
