@@ -1,6 +1,6 @@
 # make demo    set up and let SmolLM2 answer a prompt        make test    set up and run the tests
 # make lint    ruff's check and format check                 make gpu-test    the kernel tests on this machine's GPU
-# make docs    write the pages made from the code            make wheel       build the wheel into dist/
+# make wheel       build the wheel into dist/
 
 PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
 PROMPT ?= Explain why GPUs wait for memory.
@@ -8,7 +8,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 
-.PHONY: demo test lint docs wheel gpu-test clean
+.PHONY: demo test lint wheel gpu-test clean
 
 demo: .venv/.demo
 	$(BIN)/onchip generate "$(PROMPT)"
@@ -23,9 +23,6 @@ gpu-test: .venv/.test
 lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-
-docs: .venv/.demo
-	$(BIN)/python docs/make.py
 
 wheel: .venv/.test
 	$(BIN)/python -m build --wheel

@@ -32,3 +32,30 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """On a GPU, `pytest -m gpu` leaves its counts beside the benchmarks: benchmarks/results/<gpu>/tests.json."""
+    if config.option.markexpr != "gpu" or not torch.cuda.is_available():
+        return
+    import datetime
+    import json
+    import platform
+    import subprocess
+
+    import triton
+
+    import onchip
+
+    git = subprocess.run(["git", "-C", config.rootpath, "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False)
+    name = torch.cuda.get_device_name()
+    summary = {
+        "device": name,
+        "commit": git.stdout.strip() or os.environ.get("GIT_COMMIT"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"onchip": onchip.__version__, "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        "counts": {kind: len(terminalreporter.stats.get(kind, [])) for kind in ("passed", "failed", "error", "skipped")},
+    }
+    folder = config.rootpath / "benchmarks" / "results" / name.lower().removeprefix("nvidia ").replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tests.json").write_text(json.dumps(summary, indent=1) + "\n")
