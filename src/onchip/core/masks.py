@@ -85,3 +85,10 @@ class Window(Mask):
 
 
 MASKS = (Full, Causal, Window)
+
+
+def parse(text: str) -> Mask:
+    """The mask whose `str` is `text`: how a mask passes through a compiled graph."""
+    name, _, rest = text.partition("(")
+    kind = next(mask for mask in MASKS if mask.__name__ == name)
+    return kind(*(int(number) for number in rest.rstrip(")").split(",") if number))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core import masks
 from onchip.core.masks import Causal, Full, Mask
 from onchip.core.problem import Attention
 from onchip.dispatch import select
@@ -43,6 +44,8 @@ def attention(
 
     Raises ValueError for shapes or dtypes that disagree, `Unsupported` when `kernel` names one that refuses.
     """
+    if torch.compiler.is_compiling():
+        return _pick(torch.ops.onchip.attention(q, k, v, str(mask), _scale(scale, q.shape[-1]), kernel), return_lse)
     _check("attention", q, k, v, rank=4)
     batch, len_q, heads, dim = q.shape
     if k.shape[0] != batch:
@@ -69,6 +72,8 @@ def attention_packed(
     will do; it keeps the call free of device synchronisation). Returns `[tokens, heads, dim]`, and with `return_lse`
     float32 `[heads, tokens]`. Errors as for `attention`.
     """
+    if torch.compiler.is_compiling():
+        return _pick(torch.ops.onchip.attention_packed(q, k, v, offsets, longest, str(mask), _scale(scale, q.shape[-1]), kernel), return_lse)
     _check("attention_packed", q, k, v, rank=3)
     tokens, heads, dim = q.shape
     if offsets.dtype != torch.int32 or offsets.ndim != 1 or len(offsets) < 2:
@@ -94,6 +99,8 @@ def paged_attention(
     2023); the heads of a group, and the queries, share each key that is read. Lengths are read on the device, so the
     call can be captured in a CUDA graph. Returns as `attention` does; errors as there.
     """
+    if torch.compiler.is_compiling():
+        return _pick(torch.ops.onchip.paged_attention(q, *cache, str(mask), _scale(scale, q.shape[-1]), kernel), return_lse)
     _check("paged_attention", q, cache.k, cache.v, rank=4)
     batch, len_q, heads, dim = q.shape
     page, kv_heads = cache.k.shape[1:3]
@@ -128,6 +135,41 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
         raise ValueError(f"{name}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; cast them to one dtype")
     if not q.device == k.device == v.device:
         raise ValueError(f"{name}: q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
+
+
+def _pick(results: tuple[Tensor, Tensor], return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    return results if return_lse else results[0]
+
+
+# ---- in compiled graphs: the same functions as torch.library operators. Eager calls step round that boundary, which costs about 60 us.
+
+
+@torch.library.custom_op("onchip::attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: str, scale: float, kernel: str) -> tuple[Tensor, Tensor]:
+    out, lse = attention(q, k, v, mask=masks.parse(mask), scale=scale, return_lse=True, kernel=kernel)
+    return out.contiguous(), lse  # the layout that `_shapes` promises
+
+
+@torch.library.custom_op("onchip::attention_packed", mutates_args=())
+def _attention_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, mask: str, scale: float, kernel: str) -> tuple[Tensor, Tensor]:
+    return attention_packed(q, k, v, offsets, longest, mask=masks.parse(mask), scale=scale, return_lse=True, kernel=kernel)
+
+
+@torch.library.custom_op("onchip::paged_attention", mutates_args=())
+def _paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, lengths: Tensor, mask: str, scale: float, kernel: str
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return paged_attention(q, PagedKV(k, v, page_table, lengths), mask=masks.parse(mask), scale=scale, return_lse=True, kernel=kernel)
+
+
+def _shapes(q: Tensor, *_rest) -> tuple[Tensor, Tensor]:
+    """The output like q; LSE with the heads before the queries."""
+    lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse
+
+
+for _operator in (_attention, _attention_packed, _paged_attention):
+    _operator.register_fake(_shapes)
 
 
 __all__ = ["PagedKV", "attention", "attention_packed", "paged_attention"]

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from onchip.core.problem import Rope, Rows
@@ -58,6 +59,10 @@ def rms_norm(
     With `residual`, x is first added to it; the sum (rounded to x's dtype) comes back as the second result, and the
     norm is of that sum. Raises ValueError for shapes that disagree.
     """
+    if torch.compiler.is_compiling():
+        if residual is None:
+            return torch.ops.onchip.rms_norm(x, weight, eps, kernel)
+        return torch.ops.onchip.add_rms_norm(x, weight, eps, residual, kernel)
     width = x.shape[-1]
     if weight.shape != (width,):
         raise ValueError(f"rms_norm: weight is {list(weight.shape)}, x has width {width}; give [{width}]")
@@ -74,6 +79,8 @@ def gated_act(
     kernel: str = "auto",
 ) -> Tensor:
     """`act(gate) * up` of the two halves of the last dimension, `[..., width]`: SwiGLU ("silu") and GeGLU ("gelu" exact, "gelu_tanh"), Shazeer, 2020."""
+    if torch.compiler.is_compiling():
+        return torch.ops.onchip.gated_act(x, act, kernel)
     if act not in ACTIVATIONS:
         raise ValueError(f"gated_act: act={act!r} is not one of {', '.join(ACTIVATIONS)}")
     if x.shape[-1] % 2:
@@ -101,6 +108,9 @@ def rope_append(
     """
     num_q, num_kv = heads
     tokens, packed = qkv.shape
+    if torch.compiler.is_compiling():
+        torch.ops.onchip.rope_append(qkv, table, positions, num_q, num_kv, layout, *(norm or (None, None, 0.0)), *(append or (None, None, None)), kernel)
+        return qkv.view(tokens, num_q + 2 * num_kv, -1).split((num_q, num_kv, num_kv), 1)
     if packed % (num_q + 2 * num_kv):
         raise ValueError(f"rope_append: qkv has width {packed}, not a multiple of {num_q} + 2 x {num_kv} heads")
     if layout not in ("neox", "interleaved"):
@@ -126,8 +136,52 @@ def sample(
     reaches p; Holtzman et al., 2020), min-p (at least `min_p` times the largest probability). Ties with the last kept
     value are kept. Noise is Philox4x32-10 keyed by (seed, step), so a row's token does not depend on its neighbours.
     """
+    if torch.compiler.is_compiling():
+        return torch.ops.onchip.sample(logits, *how, kernel)
     rows, vocab = logits.shape
     return select(Rows("sample", rows, vocab, logits.dtype), logits.device, kernel).launch(logits, how)
+
+
+# ---- in compiled graphs: the same functions as torch.library operators. Eager calls step round that boundary.
+
+
+@torch.library.custom_op("onchip::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: str) -> Tensor:
+    return rms_norm(x, weight, eps=eps, kernel=kernel)
+
+
+@torch.library.custom_op("onchip::add_rms_norm", mutates_args=())
+def _add_rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
+    return rms_norm(x, weight, eps=eps, residual=residual, kernel=kernel)
+
+
+@torch.library.custom_op("onchip::gated_act", mutates_args=())
+def _gated_act(x: Tensor, act: str, kernel: str) -> Tensor:
+    return gated_act(x, act, kernel=kernel)
+
+
+@torch.library.custom_op("onchip::rope_append", mutates_args=("qkv", "k", "v"))
+def _rope_append(
+    qkv: Tensor, table: Tensor, positions: Tensor, heads: int, kv_heads: int, layout: str,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, k: Tensor | None, v: Tensor | None, slots: Tensor | None, kernel: str,
+) -> None:  # fmt: skip
+    norm = None if q_norm is None else QKNorm(q_norm, k_norm, eps)
+    append = None if k is None else Append(k, v, slots)
+    rope_append(qkv, table, positions, (heads, kv_heads), layout=layout, norm=norm, append=append, kernel=kernel)
+
+
+@torch.library.custom_op("onchip::sample", mutates_args=())
+def _sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, step: Tensor, kernel: str
+) -> Tensor:  # fmt: skip
+    return sample(logits, Sampling(temperature, top_k, top_p, min_p, seed, step), kernel=kernel)
+
+
+_rms_norm.register_fake(lambda x, *_: x.new_empty(x.shape))
+_add_rms_norm.register_fake(lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)))
+_gated_act.register_fake(lambda x, *_: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
+_rope_append.register_fake(lambda *_: None)
+_sample.register_fake(lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64))
 
 
 __all__ = ["ACTIVATIONS", "Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"]
