@@ -58,19 +58,19 @@ class Runner:
     @torch.inference_mode()
     def decode(self, requests: list[Request]) -> list[int]:
         """One more token of each request. The state is written anew only when the batch is another one than last time."""
+        count = len(requests)
+        size = _bucket(count)
+        if self.model.device.type == "cuda" and size not in self.graphs:
+            self._capture(size)
         if self._loaded != requests:
             self._load(requests)
         for r in requests:
             r.pages.length += 1
-        if self.model.device.type != "cuda":
-            self._step(self.state.rows(len(requests)), max(r.pages.length for r in requests))
-            return self.state.tokens[: len(requests)].tolist()
-        size = _bucket(len(requests))
-        if size not in self.graphs:
-            self._capture(size)
-            self._load(requests)  # capturing ran the step
-        self.graphs[size].replay()
-        return self.state.tokens[: len(requests)].tolist()
+        if self.model.device.type == "cuda":
+            self.graphs[size].replay()
+        else:
+            self._step(self.state.rows(count), max(r.pages.length for r in requests))
+        return self.state.tokens[:count].tolist()
 
     def forget(self) -> None:
         """The next decode writes the state anew, even for requests it has seen."""
@@ -102,8 +102,9 @@ class Runner:
         s.positions.add_(used)
 
     def _capture(self, size: int) -> None:
-        """One CUDA graph of the step for `size` rows, sampler included; the run before it compiles the kernels."""
+        """One CUDA graph of the step for `size` rows, sampler included; the run before it compiles the kernels. Empties the state."""
         rows = self.state.rows(size)
+        self.forget()
         self.state.positions.fill_(-1)  # nothing is written to the cache
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
