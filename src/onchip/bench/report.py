@@ -200,11 +200,11 @@ def _text(x: float, y: float, words: str, kind: str, anchor: str = "start", turn
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}"{turned}>{html.escape(words)}</text>'
 
 
-def _legend(result: dict, width: int) -> tuple[str, int]:
+def _legend(colours: dict[str, str], limit: bool, width: int) -> tuple[str, int]:
     """Names and colours in lines of at most `width` pixels, and the height of it."""
-    x, y, parts, colours = 0.0, 0, [], contenders(result)
+    x, y, parts = 0.0, 0, []
     entries = [(name, f'<rect x="{{x:.0f}}" y="{{y}}" width="12" height="12" fill="{colour}"/>') for name, colour in colours.items()]
-    if any(row["floor"] for row in result["rows"]):
+    if limit:
         entries.append(("limit of the device, measured in this run", '<line class="floor" x1="{x:.0f}" x2="{end:.0f}" y1="{middle}" y2="{middle}"/>'))
     for name, mark in entries:
         wide = 34 + 6.6 * len(name)
@@ -220,7 +220,7 @@ def svg(result: dict, columns: int = 2) -> str:
     drawn = panels(result)
     columns = max(1, min(columns, len(drawn)))
     width = columns * WIDTH + (columns + 1) * GAP
-    legend, tall = _legend(result, width - 2 * GAP)
+    legend, tall = _legend(contenders(result), any('class="floor"' in panel for panel in drawn), width - 2 * GAP)
     head = f"{result['suite']} on {result['device']['name']}, {result['date'][:10]}"
     below = 34 + tall + GAP // 2
     height = below + math.ceil(len(drawn) / columns) * (HEIGHT + GAP)

@@ -3,6 +3,7 @@
 import datetime
 import json
 import math
+import os
 import platform
 import re
 import statistics
@@ -32,7 +33,7 @@ FLUSH = 1 << 30  # bytes read before a reading: many times any L2, and about 0.2
 SHORT_CALL = 50e-6  # seconds; below, the gap between launches shows, and the calls go into a CUDA graph
 GRAPH_CALLS, MOST_COPIES = 20, 32  # calls a graph at least, and sets of inputs that they go round
 SHORT_READING = 2e-4  # seconds; below, one reading of the host's clock spans several calls
-LONG_READING = 1.0  # seconds; above, three rounds have to do
+LONG_READING = 1.0  # seconds; above, half as many rounds have to do
 ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ImportError, OSError, subprocess.SubprocessError, Unsupported)
 FOREIGN_ERRORS = (  # what compilers and libraries derive from Exception itself; looked up in modules that are loaded
     ("triton.errors", "TritonError"),
@@ -86,23 +87,21 @@ def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort)
     entry |= {"cost": None, "floor": None, "rate": None, "goal": None, "timed_by": None, "error": {}}
     errors = entry["error"]
     found, entry["refused"] = contenders(row.problem, device)
-    with noted(errors, "inputs"):
+    with noted(errors, "row"):  # what all contenders need: memory for the inputs, above all
         inputs = suite.inputs(row, device)
         _weigh(entry, inputs, facts)
-    if errors:
-        return entry
-    calls = _checked(found, inputs, entry)
-    clock = HostClock(device) if inputs.on_host or device.type == "cpu" else DeviceClock(device)
-    guesses = guess(calls, clock, errors)
-    entry["timed_by"] = clock.name
-    if isinstance(clock, DeviceClock) and guesses and min(guesses.values()) < SHORT_CALL:
-        copies = [suite.inputs(row, device) for _ in range(_copies(inputs, device) - 1)]
-        calls = _captured([peer for peer in found if peer.name in guesses], calls, copies, errors)
+        calls = _checked(found, inputs, entry)
+        clock = HostClock(device) if inputs.on_host or device.type == "cpu" else DeviceClock(device)
         guesses = guess(calls, clock, errors)
-        entry["timed_by"] = f"CUDA graph over {len(copies) + 1} sets of inputs"
-    for name, seconds in take(calls, guesses, clock, effort, errors).items():
-        deciles = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds
-        entry["seconds"][name], entry["spread"][name] = statistics.median(seconds), (deciles[0], deciles[-1])
+        entry["timed_by"] = clock.name
+        if isinstance(clock, DeviceClock) and guesses and min(guesses.values()) < SHORT_CALL:
+            copies = [suite.inputs(row, device) for _ in range(_copies(inputs, device) - 1)]
+            calls = _captured([peer for peer in found if peer.name in guesses], calls, copies, errors)
+            guesses = guess(calls, clock, errors)
+            entry["timed_by"] = f"CUDA graph over {len(copies) + 1} sets of inputs"
+        for name, seconds in take(calls, guesses, clock, effort, errors).items():
+            deciles = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds
+            entry["seconds"][name], entry["spread"][name] = statistics.median(seconds), (deciles[0], deciles[-1])
     return entry
 
 
@@ -127,15 +126,15 @@ def _checked(found: list[Peer], inputs, entry: dict) -> dict[str, Call]:
             call = peer.prepare(inputs)
             with record() as decisions:
                 output = call.run()
+            if peer.name == "onchip":
+                entry["kernel"] = ", ".join(dict.fromkeys(d.kernel.name for d in decisions)) or None
+                entry["config"] = ", ".join(dict.fromkeys(str(d.config) for d in decisions if d.config is not None)) or None
             distance = inputs.error(output, ours)
             entry["distance"][peer.name] = distance if distance is None or math.isfinite(distance) else None
             if distance is not None and not distance <= inputs.tolerance:
                 raise ValueError(f"wrong: its result is off by {distance:.2g}, where {inputs.tolerance:g} is allowed; not timed")
             calls[peer.name] = call
-            if peer.name == "onchip":
-                ours = output
-                entry["kernel"] = ", ".join(dict.fromkeys(d.kernel.name for d in decisions)) or None
-                entry["config"] = ", ".join(dict.fromkeys(str(d.config) for d in decisions if d.config is not None)) or None
+            ours = output if peer.name == "onchip" else ours
     return calls
 
 
@@ -233,7 +232,7 @@ def take(calls: dict[str, Call], guesses: dict[str, float], clock: HostClock | D
     names = [name for name in guesses if name not in errors]
     readings = {name: [] for name in names}
     slowest = max((guesses[name] * calls[name].count for name in names), default=0.0)
-    for turn in range(effort.rounds if slowest < LONG_READING else min(effort.rounds, 3)):
+    for turn in range(effort.rounds if slowest < LONG_READING else (effort.rounds + 1) // 2):
         start = turn % max(1, len(names))
         for name in names[start:] + names[:start]:
             if name in errors:
@@ -317,7 +316,7 @@ def _origin() -> dict:
         found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()), "driver": driver}
     folder, name = Path(__file__).parent, Path(__file__).name
     tracked = _output("git", "-C", str(folder), "ls-files", name)  # else the repository around an installed package would answer
-    commit = _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if tracked else None
+    commit = _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if tracked else os.environ.get("GIT_COMMIT")
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"versions": found | versions(), "date": date, "commit": commit}
 

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from judge import assert_as_good_as_torch
 
 import onchip
+from judge import assert_as_good_as_torch
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention
 from onchip.dispatch import select
@@ -15,6 +15,8 @@ from onchip.kernels.attention import PREFILL
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN = float("nan")
 LIMIT = 300  # the longest sequence that the interpreter gets
+
+pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # numpy's, of the interpreter: a row that sees no key
 
 
 def dense(len_q, len_k=None, mask=Causal(), dim=64, dtype=FP32, heads=(2, 1), batch=1) -> Attention:
@@ -255,7 +257,7 @@ def test_every_tile_is_right(problem, device):
     low = onchip.attention(q, k, v, mask=p.mask, kernel="reference")
     decision = select(p, device, TRITON.name)
     configs = TRITON.configs(p, decision.device)
-    assert len(configs) > 3
+    assert len(configs) > 1
     for tiles in configs:
         assert_as_good_as_torch(TRITON.load()(p, tiles, q, k, v, None, p.dim**-0.5, False), low, truth)
 
@@ -263,8 +265,8 @@ def test_every_tile_is_right(problem, device):
 # ---- large, against torch
 
 
-LARGE = [dense(n, mask=mask, dim=dim, dtype=dtype, heads=(8, 2), batch=2) for n, dim in ((4096, 64), (4096, 128), (4096, 80), (16384, 128)) for dtype in (BF16, FP16)
-         for mask in (Full(), Causal())]  # fmt: skip
+SHAPES = ((4096, 64), (4096, 128), (4096, 80), (16384, 128))
+LARGE = [dense(n, None, mask, dim, dtype, (8, 2), 2) for n, dim in SHAPES for dtype in (BF16, FP16) for mask in (Full(), Causal())]
 LARGE += [dense(1024, 8192, Causal(), 128, BF16, (8, 2)), dense(4096, mask=Causal(), dim=256, dtype=BF16, heads=(4, 1)), dense(4096, mask=Full(), dtype=FP32)]
 
 

@@ -78,32 +78,44 @@ def test_against_float64(problem, kernel, device):
     assert tokens.tolist() == oracle(logits, how).tolist()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("how", FILTERS, ids=str)
-def test_kept_sets_end_where_they_should(how, dtype, kernel, device):
-    """The seeds are such that the least kept entry wins, and that the best dropped one would, were it kept."""
-    logits = torch.randn(63, device=device).to(dtype)
+def check_the_end_of_the_set(logits, how, kernel):
+    """Draw with seeds under which the least kept entry wins, and with some under which the best dropped one would, were it kept."""
+    device, temperature = logits.device, how[0]
     kept = kept_by_sorting(logits, *how)
-    inside, outside = logits.masked_fill(~kept, torch.inf).argmin(), logits.masked_fill(kept, -torch.inf).argmax()
-    grown = kept.clone()
-    grown[outside] = True
-    noise = gumbel(torch.arange(20000, device=device), torch.zeros(20000, dtype=torch.int64, device=device), 63)
-    scores = logits.float() / how[0] + noise
-    wins = scores.masked_fill(~kept, -torch.inf).argmax(-1) == inside
-    would = scores.masked_fill(~grown, -torch.inf).argmax(-1) == outside
+    least, dropped = logits.masked_fill(~kept, torch.inf).argmin(), logits.masked_fill(kept, -torch.inf).argmax()
+    noise = gumbel(torch.arange(4000, device=device), torch.zeros(4000, dtype=torch.int64, device=device), len(logits))
+    scores = logits.float() / temperature + noise
+    best = scores.masked_fill(~kept, -torch.inf).max(-1)
+    wins, would = best.indices == least, scores[:, dropped] > best.values
     seeds = [*wins.nonzero().flatten()[:2].tolist(), *would.nonzero().flatten()[:2].tolist()]
     assert len(seeds) == 4
     tokens = sample(logits.expand(4, -1), settings([how] * 4, device, seed=seeds), kernel=kernel)
-    assert tokens[:2].tolist() == [inside, inside]
+    assert tokens[:2].tolist() == [least, least]
     assert kept[tokens].all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("how", FILTERS, ids=str)
+def test_kept_sets_end_where_they_should(how, dtype, kernel, device):
+    check_the_end_of_the_set(torch.randn(63, device=device).to(dtype), how, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("around", [1.0, -1.0])
+@pytest.mark.parametrize("how", [(1.0, 20, 1.0, 0.0), (1.0, 0, 0.5, 0.0)], ids=str)
+def test_neighbouring_floats_are_told_apart(how, around, dtype, kernel, device):
+    bits = torch.tensor([around], dtype=dtype, device=device).view({2: torch.int16, 4: torch.int32}[dtype.itemsize])
+    logits = (bits + torch.randperm(63, device=device).to(bits.dtype)).view(dtype)
+    check_the_end_of_the_set(logits, how, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_ties_with_the_last_kept_are_kept(kernel, device):
-    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).log().expand(24, -1)
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).log().to(BF16).expand(16, -1)
     for how in ((1.0, 2, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 0, 1.0, 0.4)):
-        assert set(sample(logits, settings([how] * 24, device, seed=range(24)), kernel=kernel).tolist()) == {0, 1, 2, 3}
+        assert set(sample(logits, settings([how] * 16, device, seed=range(16)), kernel=kernel).tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -133,7 +145,7 @@ def test_draws_follow_the_distribution(how, stream, kernel, device):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_same_seed_and_step_same_token_whatever_the_neighbours(kernel, device):
-    logits = torch.randn(12, 1000, device=device)
+    logits = torch.randn(12, 1000, device=device).to(BF16)
     how = settings(SETTINGS, device, seed=range(12), step=5)
     tokens = sample(logits, how, kernel=kernel)
     order = torch.tensor([7, 3, 11, 1], device=device)
@@ -153,10 +165,10 @@ def test_high_halves_of_seed_and_step_matter(kernel, device):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_strided_logits_and_settings(kernel, device):
-    logits = torch.randn(12, 100, device=device)
+    logits = torch.randn(12, 100, device=device).to(BF16)
     how = settings(SETTINGS, device, seed=range(12))
     tokens = sample(logits, how, kernel=kernel)
-    padded = torch.full((12, 128), torch.inf, device=device)
+    padded = torch.full((12, 128), torch.inf, dtype=BF16, device=device)
     padded[:, :100] = logits
     assert torch.equal(sample(padded[:, :100], how, kernel=kernel), tokens)
     assert torch.equal(sample(logits.T.contiguous().T, Sampling(*(field.repeat_interleave(2)[::2] for field in how)), kernel=kernel), tokens)

@@ -36,7 +36,7 @@ LARGE = [
     for rows, width in ((8192, 4096), (16384, 8192), (1, 16384), (4099, 5120), (257, 32768), (300000, 8192))
     for dtype in (BF16, FP32)
     for variant in ("", "residual")
-    if rows * width * dtype.itemsize < 5 << 30
+    if rows * width * dtype.itemsize < 5 << 30 and not (rows == 300000 and variant)  # the oracle's float64 fills a GPU
 ]
 
 

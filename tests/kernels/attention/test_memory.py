@@ -1,0 +1,74 @@
+"""Attention over 16,384 tokens keeps no N x N buffer on any path but the reference."""
+
+import pytest
+import torch
+
+import onchip
+from onchip.core import device as devices
+from onchip.core.masks import Causal, Full, Window
+
+N = 16_384
+ALLOWED = 16 << 20  # bytes; booleans for all pairs, the smallest buffer of that size, take 64 MiB or more in every test here
+
+
+def peak(call) -> int:
+    """The most bytes a call held at once on the CPU, what it returns included, from every allocation that torch makes in it."""
+    devices.of(torch.device("cpu"))  # measures copies and products of its own, once
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    held = most = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def qkv(len_q=N, len_k=N, device="cpu", heads=(1, 1), dim=16, dtype=torch.float32):
+    return [torch.randn(1, n, h, dim, device=device, dtype=dtype) for n, h in ((len_q, heads[0]), (len_k, heads[1]), (len_k, heads[1]))]
+
+
+def test_the_measure_sees_the_reference():
+    """Which has all scores in memory at once, and a few copies of them."""
+    n = 2048
+    inputs = qkv(n, n)
+    assert peak(lambda: onchip.attention(*inputs, kernel="reference")) >= 2 * 4 * n * n
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(1000)], ids=str)
+def test_blocked(mask):
+    inputs = qkv()
+    assert peak(lambda: onchip.attention(*inputs, mask=mask, kernel="blocked")) < ALLOWED
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(1000)], ids=str)
+def test_blocked_with_lse(mask):
+    inputs = qkv(N // 4)  # a quarter of the rows: the whole takes 10 s
+    assert peak(lambda: onchip.attention(*inputs, mask=mask, return_lse=True, kernel="blocked")) < ALLOWED
+
+
+def test_blocked_with_fewer_queries_than_keys():
+    """The path whose tiles take a slice of the mask."""
+    inputs = qkv(N // 2)
+    assert peak(lambda: onchip.attention(*inputs, mask=Causal(), kernel="blocked")) < ALLOWED
+
+
+def test_blocked_packed():
+    q, k, v = (x[0] for x in qkv())
+    offsets = torch.tensor([0, 384, N], dtype=torch.int32)
+    assert peak(lambda: onchip.attention_packed(q, k, v, offsets, N - 384, kernel="blocked")) < ALLOWED
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(1000)], ids=str)
+@pytest.mark.parametrize("return_lse", [False, True], ids=["", "lse"])
+def test_triton_prefill_takes_its_outputs_and_no_more(mask, return_lse, device):
+    q, k, v = qkv(device=device, heads=(8, 2), dim=128, dtype=torch.bfloat16)
+    onchip.attention(q, k, v, mask=mask, return_lse=return_lse, kernel="triton_prefill")  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    onchip.attention(q, k, v, mask=mask, return_lse=return_lse, kernel="triton_prefill")
+    outputs = q.nbytes + return_lse * 4 * 8 * N
+    assert torch.cuda.max_memory_allocated() - before <= outputs + (1 << 20)
