@@ -106,6 +106,9 @@ def _merge(part_ptr, part_lse_ptr, o_ptr, lse_ptr, kv_heads, group, len_q, o_bat
 # ---- host
 
 
+IN_FLIGHT = 64 << 10  # bytes of keys and values that a program waits for at once
+
+
 def configs(p: Attention, device: Device) -> list[Split]:
     """As many shares as fill the device and no more: each one costs a pass through the merge (H200, 2026-11-21, page 16, bf16).
 
@@ -117,7 +120,7 @@ def configs(p: Attention, device: Device) -> list[Split]:
     if programs > 2 * device.sms:
         n, splits, stages = 64, 1, 4
     elif programs > device.sms // 8:
-        n, splits, stages = 128, 2 * device.sms // programs, 2
+        n, splits, stages = 128, 2 * device.sms // programs, max(2, min(5, 1 + IN_FLIGHT // (2 * 128 * size)))
     else:
         n, splits, stages = 64, min(64, 4 * device.sms // programs), 3
     if p.dtype.itemsize == 4:  # multiplied on FMA units: more keys a tile spill

@@ -50,11 +50,11 @@ def _largest(row_ptr, vocab, BLOCK: tl.constexpr):
 @triton.jit
 def _totals(row_ptr, vocab, marks, largest, inverse, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     """For each of `marks` [M, 1]: how many entries reach it, or their weight exp((x - largest) / temperature)."""
-    total = tl.zeros([marks.shape[0], BLOCK // 8], tl.float32)  # exact for counts: a vocabulary has less than 2^24 entries
+    total = tl.zeros([marks.shape[0], BLOCK // 4], tl.float32)  # exact for counts: a vocabulary has less than 2^24 entries
     for first in range(0, vocab, BLOCK):
         x = _entries(row_ptr, first, vocab, BLOCK)[1]
         reached = tl.where(x >= marks, tl.exp((x - largest) * inverse) if WEIGHTED else 1.0, 0.0)
-        total += tl.sum(reached.reshape(marks.shape[0], BLOCK // 8, 8), 2)  # within a thread: its entries lie side by side
+        total += tl.sum(reached.reshape(marks.shape[0], BLOCK // 4, 4), 2)  # within a thread: 16 bytes of float32
     return tl.sum(total, 1, keep_dims=True)
 
 

@@ -19,7 +19,7 @@ from onchip.core.problem import Rows
 # More than 16 warps would leave a thread 64 registers, half of what it needs.
 WARPS = ((4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps)
 TILE = 4096  # elements of a program that holds several rows
-WIDEST = 1 << 16  # bytes of a row in registers: 32,768 elements of float32 spill (ptxas, sm_80 and sm_90)
+WIDEST = 1 << 16  # bytes of a row in registers; 32,768 elements of float32 would spill (ptxas, sm_80 and sm_90)
 PIECE = 8192  # elements of a wider row that are handled at a time
 
 

@@ -89,7 +89,7 @@ def smallest_kept(x: Tensor, temperature: Tensor, how) -> Tensor:
 
 def _descending(x: Tensor) -> Tensor:
     """Each row sorted, largest first. On a CPU by numpy, which carries no indices along: 0.1 ms for 49,152 logits, torch 3.1 ms."""
-    return -torch.from_numpy(np.sort(-x.numpy(), -1)) if x.device.type == "cpu" else x.sort(-1, descending=True).values
+    return -torch.from_numpy(np.sort(-x.detach().numpy(), -1)) if x.device.type == "cpu" else x.sort(-1, descending=True).values
 
 
 def gumbel(seed: Tensor, step: Tensor, vocab: int, dtype: torch.dtype = torch.float32) -> Tensor:
