@@ -2,7 +2,8 @@
 # make lint    ruff's check and format check                 make gpu-test    the kernel tests on this machine's GPU
 # make wheel       build the wheel into dist/
 
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+# the first Python that runs and is 3.11 or later
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PROMPT ?= Explain why GPUs wait for memory.
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check

@@ -18,7 +18,7 @@ _NAMES = {
     "onchip.engine.request": ("Completion", "SamplingParams"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
-__all__ = [*_HOME, "__version__"]  # noqa: PLE0604 - the names are resolved by __getattr__
+__all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str):
