@@ -5,6 +5,7 @@
 # the first Python that runs and is 3.11 or later
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 PROMPT ?= Explain why GPUs wait for memory.
+SAMPLING ?= --temperature 0.3 --top-p 0.9 --seed 0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -12,7 +13,7 @@ GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 .PHONY: demo test lint wheel gpu-test clean
 
 demo: .venv/.demo
-	$(BIN)/onchip generate "$(PROMPT)"
+	$(BIN)/onchip generate "$(PROMPT)" $(SAMPLING)
 
 test: .venv/.test
 	$(BIN)/python -m pytest -q -n auto -m "not gpu"

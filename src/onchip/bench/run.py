@@ -3,7 +3,6 @@
 import datetime
 import json
 import math
-import os
 import platform
 import re
 import statistics
@@ -22,6 +21,7 @@ import onchip
 from onchip.bench import report, suite
 from onchip.bench.peers import Call, Peer, contenders, versions
 from onchip.core import device as devices
+from onchip.core import settings
 from onchip.core.device import Device
 from onchip.core.kernel import Unsupported
 from onchip.core.masks import Mask
@@ -316,7 +316,7 @@ def _origin() -> dict:
         found |= {"cuda": torch.version.cuda, "cudnn": str(torch.backends.cudnn.version()), "driver": driver}
     folder, name = Path(__file__).parent, Path(__file__).name
     tracked = _output("git", "-C", str(folder), "ls-files", name)  # else the repository around an installed package would answer
-    commit = _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if tracked else os.environ.get("GIT_COMMIT")
+    commit = _output("git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if tracked else settings.COMMIT.read() or None
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return {"versions": found | versions(), "date": date, "commit": commit}
 

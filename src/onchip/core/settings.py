@@ -36,8 +36,9 @@ TRITON_CACHE = Setting(
 )
 INTERPRET = Setting("TRITON_INTERPRET", bool, False, "Triton's own: run Triton kernels in its interpreter, so that a CPU counts as a GPU (slow; for tests).")
 HF_HOME = Setting("HF_HOME", Path, Path.home() / ".cache" / "huggingface", "Hugging Face's own: where models named like owner/name are looked up.")
+COMMIT = Setting("GIT_COMMIT", str, "", "The commit that benchmark results name where git cannot say: in an exported tree.")
 
-SETTINGS = (STRICT, INTERPRET, TRITON_CACHE, HF_HOME)
+SETTINGS = (STRICT, INTERPRET, TRITON_CACHE, HF_HOME, COMMIT)
 
 
 def table() -> str:

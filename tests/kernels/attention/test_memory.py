@@ -8,7 +8,7 @@ from onchip.core import device as devices
 from onchip.core.masks import Causal, Full, Window
 
 N = 16_384
-ALLOWED = 16 << 20  # bytes; booleans for all pairs, the smallest buffer of that size, take 64 MiB or more in every test here
+ALLOWED = 32 << 20  # bytes; booleans for all pairs, the smallest buffer of that size, take 64 MiB or more in every test here
 
 
 def peak(call) -> int:

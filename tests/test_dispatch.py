@@ -1,0 +1,258 @@
+"""Which kernel is chosen, what is said about it, and that choosing again costs one look-up."""
+
+import re
+
+import pytest
+import torch
+
+import onchip
+from onchip import dispatch
+from onchip.core.device import GPUS
+from onchip.core.kernel import Kernel
+from onchip.core.masks import Causal, Full, Window
+from onchip.core.problem import Attention, Rows
+from onchip.dispatch import OPS, select
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+H200, CPU = GPUS["H200"], torch.device("cpu")
+PREFILL = Attention("prefill", 4, 4096, 4096, 32, 8, 128, BF16, Window(512))
+DECODE = Attention("decode", 32, 1, 4096, 32, 8, 128, BF16, Causal(), "paged", 16)
+
+
+@pytest.fixture(autouse=True)
+def no_strictness_no_memory(monkeypatch):
+    monkeypatch.delenv("ONCHIP_STRICT", raising=False)
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+@pytest.fixture
+def plain_cpu(monkeypatch):
+    """A CPU that is a CPU, also where the interpreter makes it a GPU."""
+    from onchip.core import device as devices
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    devices.of.cache_clear()
+    yield CPU
+    devices.of.cache_clear()
+
+
+def qkv(n=8, dtype=FP32):
+    return [torch.randn(1, n, 2, 16, dtype=dtype) for _ in range(3)]
+
+
+# ---- the choice
+
+
+def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
+    assert select(PREFILL, H200).kernel.name == "triton_prefill" and select(PREFILL, H200).refused == ()
+    assert select(DECODE, H200).kernel.name == "triton_decode"
+    wide = select(PREFILL._replace(dim=512), H200)
+    assert wide.kernel.name == "blocked"
+    assert wide.refused == (("triton_prefill", ("dim 512 is not in 16..256",)),)
+    learning = select(PREFILL._replace(grad=True, dtype=FP64), H200)
+    assert learning.kernel.name == "reference"
+    assert learning.refused == (
+        ("triton_prefill", ("dtype fp64 is not one of bf16, fp16, fp32", "grad True is not False")),
+        ("blocked", ("grad True is not False",)),
+    )
+    on_cpu = select(PREFILL, plain_cpu)
+    assert on_cpu.kernel.name == "blocked" and on_cpu.refused == (("triton_prefill", ("runs on NVIDIA sm_80 and AMD gfx942, this is a CPU",)),)
+
+
+def test_a_named_kernel_runs():
+    for name in ("triton_prefill", "blocked", "reference"):
+        assert select(PREFILL, H200, name).kernel.name == name
+
+
+def test_a_named_kernel_never_falls_back():
+    """Every reason at once, and the way out."""
+    with pytest.raises(onchip.Unsupported) as error:
+        select(PREFILL._replace(dim=300, dtype=FP64), H200, "triton_prefill")
+    assert str(error.value) == (
+        "prefill: kernel='triton_prefill' refused prefill B4 q4096 k4096 h32/8 d300 fp64 Window(512): dtype fp64 is not one of bf16, fp16, fp32; "
+        "dim 300 is not in 16..256. Leave kernel='auto' (blocked accepts this)"
+    )
+
+
+def test_a_named_kernel_refuses_a_cpu(plain_cpu):
+    with pytest.raises(
+        onchip.Unsupported, match=r"kernel='triton_prefill' refused .*: runs on NVIDIA sm_80 and AMD gfx942, this is a CPU\. Leave kernel='auto'"
+    ):
+        onchip.attention(*qkv(), kernel="triton_prefill")
+
+
+def test_no_kernel_has_that_name():
+    with pytest.raises(onchip.Unsupported, match=r"prefill: no kernel is named 'flash'; it has triton_prefill, blocked, reference, or leave kernel='auto'"):
+        select(PREFILL, H200, "flash")
+    with pytest.raises(onchip.Unsupported, match="no kernel is named 'triton_decode'"):
+        select(PREFILL, H200, "triton_decode")
+
+
+def test_no_kernel_takes_it():
+    nothing = PREFILL._replace(keys="ring", dim=300)
+    with pytest.raises(onchip.Unsupported) as error:
+        select(nothing, H200)
+    for kernel in OPS["prefill"].kernels:
+        assert f"{kernel.name}: {'; '.join(kernel.refuses(nothing, H200))}" in str(error.value)
+    with pytest.raises(onchip.Unsupported, match="No other kernel accepts this either"):
+        select(nothing, H200, "blocked")
+
+
+# ---- ONCHIP_STRICT
+
+
+def test_strict_turns_a_portable_fallback_on_a_gpu_into_an_error(monkeypatch):
+    wide = PREFILL._replace(dim=512)
+    assert select(wide, H200).kernel.portable
+    monkeypatch.setenv("ONCHIP_STRICT", "1")
+    dispatch.forget()
+    with pytest.raises(onchip.Unsupported) as error:
+        select(wide, H200)
+    assert str(error.value) == (
+        f"prefill: ONCHIP_STRICT is set and only the portable kernel blocked takes {wide} on H200: triton_prefill: dim 512 is not in 16..256"
+    )
+
+
+def test_strict_leaves_everything_else_alone(monkeypatch, plain_cpu):
+    """A GPU's own kernel, a CPU, and a kernel that was asked for by name."""
+    monkeypatch.setenv("ONCHIP_STRICT", "1")
+    assert select(PREFILL, H200).kernel.name == "triton_prefill"
+    assert select(PREFILL, plain_cpu).kernel.name == "blocked"
+    assert select(PREFILL._replace(dim=512), H200, "blocked").kernel.name == "blocked"
+
+
+def test_strict_with_a_bad_value(monkeypatch):
+    monkeypatch.setenv("ONCHIP_STRICT", "perhaps")
+    with pytest.raises(ValueError, match="ONCHIP_STRICT='perhaps' is not a truth value"):
+        select(PREFILL._replace(dim=512), H200)
+
+
+# ---- warm
+
+
+def test_a_second_choice_is_one_look_up(monkeypatch):
+    first = select(PREFILL, H200)
+
+    def refuses(*_):
+        raise AssertionError("asked a kernel again")
+
+    monkeypatch.setattr(Kernel, "refuses", refuses)
+    before = dispatch._select.cache_info()
+    again = select(Attention(*PREFILL), H200)  # equal, not identical
+    after = dispatch._select.cache_info()
+    assert again is first
+    assert (after.hits - before.hits, after.misses - before.misses) == (1, 0)
+
+
+def test_what_a_decision_holds_is_made_once():
+    decision = select(PREFILL._replace(dtype=FP32, dim=64), CPU, "blocked")
+    assert decision.launch is decision.launch and decision.config is None
+    assert decision.launch.args == (decision.problem, None)
+
+
+def test_every_field_of_a_problem_counts():
+    variants = [PREFILL, PREFILL._replace(mask=Window(511)), PREFILL._replace(mask=Causal()), PREFILL._replace(len_k=4097), PREFILL._replace(grad=True)]
+    assert len({id(select(p, H200)) for p in variants}) == len(variants)
+    assert select(PREFILL, GPUS["A100"]) is not select(PREFILL, H200)
+
+
+# ---- record
+
+
+def test_record_collects_every_call_in_order():
+    q, k, v = qkv()
+    x = torch.randn(3, 8)
+    with onchip.record() as decisions:
+        onchip.attention(q, k, v, kernel="reference")
+        onchip.rms_norm(x, torch.ones(8), kernel="reference")
+        onchip.attention(q, k, v, kernel="reference")
+    onchip.attention(q, k, v, kernel="reference")
+    p = Attention("prefill", 1, 8, 8, 2, 2, 16, FP32, Full())
+    assert [(d.problem, d.kernel.name) for d in decisions] == [(p, "reference"), (Rows("rms_norm", 3, 8, FP32), "reference"), (p, "reference")]
+
+
+def test_records_nest():
+    q, k, v = qkv()
+    with onchip.record() as outer:
+        with onchip.record() as inner:
+            onchip.attention(q, k, v)
+        onchip.attention(q, k, v)
+        with onchip.record() as empty:
+            pass
+        onchip.attention(q, k, v)
+    assert (len(outer), len(inner), len(empty)) == (3, 1, 0)
+
+
+def test_a_record_ends_when_its_block_raises():
+    with pytest.raises(KeyError), onchip.record() as decisions:
+        raise KeyError
+    onchip.attention(*qkv())
+    assert decisions == [] and dispatch._recorders == []
+
+
+# ---- explain
+
+
+def test_explain_by_hand():
+    """The figures from first principles: H200 makes 989.4 TFLOP/s in bf16 and reads 4.8 TB/s."""
+    pairs = 4 * sum(min(row, 512) + 1 for row in range(4096))
+    flops = 4 * 32 * 128 * pairs
+    moved = 2 * 128 * 4 * 4096 * (2 * 32 + 2 * 8) + 4 * 4 * 4096 * 32
+    seconds = max(flops / 989.4e12, moved / 4.8e12)
+    assert seconds == flops / 989.4e12
+    lines = str(select(PREFILL, H200)).split("\n")
+    assert lines[0] == "prefill B4 q4096 k4096 h32/8 d128 bf16 Window(512), on H200"
+    assert re.fullmatch(r"  runs   triton_prefill   kernels/attention/triton_prefill.py   \d+x\d+ tiles, \d warps, \d stages", lines[1])
+    expected = f"  floor  {seconds * 1e6:.1f} us, bound by math: {flops / 1e9:.1f} GFLOP, {moved / 1e6:.1f} MB, {flops / moved:.0f} flop/byte (NVIDIA H200"
+    assert lines[2].startswith(expected) and "130.5 us" in lines[2] and "129.1 GFLOP" in lines[2]
+    assert len(lines) == 3
+
+
+def test_explain_a_call_bound_by_memory():
+    read = 2 * 128 * 32 * (2 * 32 + 2 * 4096 * 8) + 4 * 32 * 32
+    text = onchip.explain(DECODE, device=H200)
+    assert f"floor  {read / 4.8e12 * 1e6:.1f} us, bound by memory: " in text and f" {read / 1e6:.1f} MB, 4 flop/byte" in text
+
+
+def test_explain_says_why_not():
+    text = onchip.explain(PREFILL._replace(dim=512, dtype=FP64), device=GPUS["A100"])
+    assert "  runs   blocked          kernels/attention/blocked.py\n" in text
+    assert text.endswith("  not    triton_prefill   dtype fp64 is not one of bf16, fp16, fp32; dim 512 is not in 16..256")
+
+
+def test_explain_a_function(plain_cpu):
+    """It is run once; calls that are alike are told once."""
+    q, k, v = qkv()
+    times = []
+
+    def model(q, *, repeats):
+        times.append(repeats)
+        for _ in range(repeats):
+            q = onchip.attention(q, k, v, mask=Causal())
+        return onchip.attention(q, k, v)
+
+    text = onchip.explain(model, q, repeats=3)
+    assert times == [3]
+    heads = [line for line in text.split("\n") if not line.startswith(" ")]
+    assert heads == ["prefill B1 q8 k8 h2/2 d16 fp32 Causal, on CPU", "prefill B1 q8 k8 h2/2 d16 fp32 Full, on CPU"]
+    assert text.count("runs   blocked") == 2 and text.count("not    triton_prefill") == 2
+
+
+def test_explain_the_public_function():
+    assert onchip.explain(onchip.attention, *qkv(), kernel="reference").split("\n")[1].startswith("  runs   reference ")
+
+
+def test_explain_a_function_that_calls_nothing():
+    assert onchip.explain(abs, -1) == "no onchip operator was called"
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0 "), (999, "999 "), (1000, "1.0 k"), (2.55e6, "2.5 M"), (129.1e9, "129.1 G"), (3e15, "3000.0 T")])
+def test_units(value, text):
+    assert dispatch._si(value) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(1e-7, "0.1 us"), (130.5e-6, "130.5 us"), (1e-3, "1.00 ms"), (2.5, "2500.00 ms")])
+def test_times(seconds, text):
+    assert dispatch._time(seconds) == text

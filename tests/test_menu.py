@@ -1,0 +1,221 @@
+"""Every row of every menu: it can be loaded, its claims name real fields, and a call outside a claim is refused in words."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onchip.core import device as devices
+from onchip.core.device import GPUS, Device
+from onchip.core.kernel import _is_types
+from onchip.core.masks import Causal, Full, Mask, Window
+from onchip.core.problem import Attention, Rope, Rows
+from onchip.dispatch import OPS
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+H200 = GPUS["H200"]
+CPU = Device("CPU", "cpu", 0, 2, 1 << 20, 32 << 20, 1 << 34, 1e10, {FP32: 1e11}, "by hand")
+
+TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
+    "prefill": Attention("prefill", 2, 1000, 1000, 8, 2, 64, BF16, Causal()),
+    "decode": Attention("decode", 2, 1, 1024, 8, 2, 64, BF16, Causal(), "paged", 16),
+    "rms_norm": Rows("rms_norm", 63, 4096, BF16, "residual"),
+    "gated_act": Rows("gated_act", 63, 4096, BF16, "silu"),
+    "rope_append": Rope("rope_append", 63, 8, 2, 64, 64, BF16, "neox", False, True),
+    "sample": Rows("sample", 8, 49152, BF16),
+}
+ROWS = [pytest.param(op, kernel, id=f"{op.name}-{kernel.name}") for op in OPS.values() for kernel in op.kernels]
+CLAIMS = [
+    pytest.param(op, kernel, field, id=f"{op.name}-{kernel.name}-{field}") for op in OPS.values() for kernel in op.kernels for field in kernel.accepts
+]  # fmt: skip
+
+
+class Odd(Mask):
+    """A mask that no menu names."""
+
+
+def outside(field: str, allowed) -> list:
+    """Values of a field that a claim leaves out, next to its ends where it has some."""
+    if isinstance(allowed, range):
+        return [allowed.start - 1, allowed[-1] + 1]
+    odd = {
+        "dtype": [torch.float64, torch.int8],
+        "mask": [Odd()],
+        "keys": ["ring"],
+        "grad": [True],
+        "page": [0, 3, 4096],
+        "variant": ["relu"],
+        "layout": ["gptj"],
+    }
+    return [value for value in odd[field] if value not in allowed]
+
+
+def inside(allowed) -> list:
+    """Values that a claim admits: all of a few, the ends of a range."""
+    if isinstance(allowed, range):
+        return [allowed.start, allowed[-1]]
+    return [{Full: Full(), Causal: Causal(), Window: Window(7)}[kind] for kind in allowed] if _is_types(allowed) else list(allowed)
+
+
+# ---- rows
+
+
+def test_every_operator_is_here():
+    assert set(TYPICAL) == set(OPS) and all(name == op.name for name, op in OPS.items())
+
+
+@pytest.mark.parametrize(("op", "kernel"), ROWS)
+def test_a_row_can_be_loaded(op, kernel):
+    """Portable rows everywhere; the others where Triton is installed, GPU or not."""
+    if kernel.needs_triton:
+        pytest.importorskip("triton")
+    assert callable(kernel.load())
+    assert kernel.file.startswith("kernels/") and kernel.file.endswith(".py")
+    assert kernel.configs(TYPICAL[op.name], H200)
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=lambda op: op.name)
+def test_a_menu_ends_with_what_takes_anything(op):
+    names = [kernel.name for kernel in op.kernels]
+    assert len(set(names)) == len(names)
+    portable = [kernel.portable for kernel in op.kernels]
+    assert portable == sorted(portable), "fastest first: the portable ones come last"
+    assert all(kernel.portable == (not kernel.needs_triton) for kernel in op.kernels)
+    last = op.kernels[-1]
+    assert last.name == "reference"
+    for device in (CPU, H200, GPUS["MI300X"]):
+        assert last.refuses(TYPICAL[op.name]._replace(dtype=FP64), device) == []
+
+
+@pytest.mark.parametrize(("op", "kernel"), ROWS)
+@pytest.mark.parametrize("name", GPUS)
+def test_a_row_takes_the_typical_problem_on_every_gpu(op, kernel, name):
+    assert kernel.refuses(TYPICAL[op.name], devices.gpu(name)) == []
+
+
+# ---- claims
+
+
+@pytest.mark.parametrize(("op", "kernel", "field"), CLAIMS)
+def test_a_claim_is_about_a_field(op, kernel, field):
+    assert field in type(TYPICAL[op.name])._fields
+
+
+@pytest.mark.parametrize(("op", "kernel", "field"), CLAIMS)
+def test_what_a_claim_admits_is_taken(op, kernel, field):
+    for value in inside(kernel.accepts[field]):
+        assert kernel.refuses(TYPICAL[op.name]._replace(**{field: value}), H200) == []
+
+
+@pytest.mark.parametrize(("op", "kernel", "field"), CLAIMS)
+def test_what_a_claim_leaves_out_is_refused_in_words(op, kernel, field):
+    values = outside(field, kernel.accepts[field])
+    assert values
+    for value in values:
+        (reason,) = kernel.refuses(TYPICAL[op.name]._replace(**{field: value}), H200)
+        assert reason.startswith(f"{field} ") and " is not " in reason and "<" not in reason and "torch.bf" not in reason
+
+
+def test_refusals_by_hand():
+    """What a user reads."""
+    kernel = OPS["prefill"].kernel("triton_prefill")
+    p = TYPICAL["prefill"]._replace(dtype=FP64, dim=300, mask=Odd(), grad=True)
+    assert kernel.refuses(p, GPUS["A100"]) == [
+        "dtype fp64 is not one of bf16, fp16, fp32",
+        "dim 300 is not in 16..256",
+        "mask Odd is not one of Full, Causal, Window",
+        "grad True is not False",
+    ]
+    assert kernel.refuses(TYPICAL["prefill"], CPU) == ["runs on NVIDIA sm_80 and AMD gfx942, this is a CPU"]
+
+
+@pytest.mark.parametrize(("op", "kernel"), ROWS)
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        (CPU, "runs on NVIDIA sm_80 and AMD gfx942, this is a CPU"),
+        (replace(H200, name="V100", arch=70), "needs NVIDIA sm_80, V100 is 70"),
+        (replace(GPUS["MI300X"], name="MI250X", arch=90), "needs AMD gfx942, MI250X is 90"),
+    ],
+    ids=["cpu", "sm_70", "gfx90"],
+)
+def test_an_older_device_is_refused_in_words(op, kernel, device, words):
+    assert kernel.refuses(TYPICAL[op.name], device) == ([words] if kernel.needs_triton else [])
+
+
+def test_triton_not_installed(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for op in OPS.values():
+        for kernel in op.kernels:
+            assert kernel.refuses(TYPICAL[op.name], H200) == (["needs the package triton"] if kernel.needs_triton else [])
+
+
+@pytest.mark.parametrize(("len_q", "heads", "reasons"), [(16, 8, []), (16, 10, ["16 queries x 5 heads a group = 80 rows, of at most 64"]), (1, 128, [])])
+def test_decode_takes_at_most_64_rows(len_q, heads, reasons):
+    p = TYPICAL["decode"]._replace(len_q=len_q, heads=heads)
+    assert OPS["decode"].kernel("triton_decode").refuses(p, H200) == reasons
+
+
+# ---- Problems
+
+
+VARIED = {
+    "batch": 3, "len_q": 5, "len_k": 999, "heads": 16, "kv_heads": 4, "dim": 80, "rows": 64, "width": 4095, "tokens": 64, "rotary_dim": 32,
+    "dtype": torch.float16, "mask": Window(9), "page": 32, "variant": "gelu", "layout": "interleaved", "norm": True, "append": False, "grad": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", TYPICAL.values(), ids=str)
+def test_a_problem_is_its_text(problem):
+    """Problems that differ in any one or two fields that mean something differ in their text, which is their test id and benchmark row."""
+    unused = {"op", "keys", *(("page", "tokens") if problem.op == "prefill" else ("tokens",) if problem.op == "decode" else ())}
+    fields = [field for field in problem._fields if field not in unused]
+    changed = [dict.fromkeys(chosen) for size in (0, 1, 2) for chosen in itertools.combinations(fields, size)]
+    problems = [problem._replace(**{field: VARIED[field] for field in chosen}) for chosen in changed]
+    assert len(set(problems)) == len(problems) == len({str(p) for p in problems})
+
+
+def test_problems_of_different_storage_differ_in_their_text():
+    dense = TYPICAL["prefill"]
+    packed = dense._replace(keys="packed", tokens=1500)
+    problems = [dense, packed, packed._replace(tokens=1501), TYPICAL["decode"], *TYPICAL.values()]
+    assert len({str(p) for p in problems}) == len(set(problems))
+
+
+def test_texts_by_hand():
+    assert [str(p) for p in TYPICAL.values()] == [
+        "prefill B2 q1000 k1000 h8/2 d64 bf16 Causal",
+        "decode B2 q1 k1024 h8/2 d64 bf16 Causal page 16",
+        "rms_norm 63x4096 bf16 residual",
+        "gated_act 63x4096 bf16 silu",
+        "rope_append T63 h8/2 d64 r64 bf16 neox append",
+        "sample 8x49152 bf16",
+    ]
+    assert (
+        str(Attention("prefill", 2, 70, 70, 4, 4, 16, FP32, Full(), "packed", 0, 100, True)) == "prefill B2 q70 k70 h4/4 d16 fp32 Full packed 100 tokens grad"
+    )
+
+
+# ---- costs
+
+
+def test_costs_of_attention_by_hand():
+    """Two products of 2 flops a pair and dimension; q, k, v, o once in their dtype, and LSE in float32."""
+    dense = Attention("prefill", 2, 3, 5, 4, 2, 16, BF16, Full())
+    assert OPS["prefill"].cost(dense) == (4 * 2 * 4 * 16 * 15, 2 * 16 * 2 * (2 * 3 * 4 + 2 * 5 * 2) + 4 * 2 * 3 * 4)
+    causal = dense._replace(mask=Causal())  # rows see 3, 4 and 5 keys
+    assert OPS["prefill"].cost(causal).flops == 4 * 2 * 4 * 16 * 12
+    packed = Attention("prefill", 2, 6, 6, 4, 2, 16, BF16, Causal(), "packed", 0, 8)  # as if of 4 tokens each
+    assert OPS["prefill"].cost(packed) == (4 * 2 * 4 * 16 * 10, 2 * 16 * (2 * 8 * 4 + 2 * 8 * 2) + 4 * 8 * 4)
+    paged = Attention("decode", 2, 1, 64, 4, 2, 16, FP32, Window(9), "paged", 16)  # 10 keys of 64 are read
+    assert OPS["decode"].cost(paged) == (4 * 2 * 4 * 16 * 10, 4 * 16 * 2 * (2 * 4 + 2 * 10 * 2) + 4 * 2 * 4)
+
+
+def test_costs_of_rows_by_hand():
+    costs = {name: OPS[name].cost(p) for name, p in TYPICAL.items()}
+    assert costs["rms_norm"].bytes == (4 * 63 + 1) * 4096 * 2
+    assert OPS["rms_norm"].cost(TYPICAL["rms_norm"]._replace(variant="")).bytes == (2 * 63 + 1) * 4096 * 2
+    assert costs["gated_act"].bytes == 3 * 63 * 4096 * 2
+    assert costs["sample"].bytes == 8 * 49152 * 2
+    assert costs["rope_append"].bytes == 63 * ((2 * 10 + 3 * 2) * 64 * 2 + 4 * 64)
