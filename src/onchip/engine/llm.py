@@ -1,7 +1,8 @@
 """`LLM`: a model from disk, ready to continue prompts."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +68,7 @@ class LLM:
         dummy_weights: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ):
+        _check_sizes(max_len, max_batch, cache_gib)
         self.device = _device(device)
         path = weights.locate(model)
         self.config = ModelConfig.read(weights.read_config(path))
@@ -158,12 +160,14 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError("generate: this model has no tokenizer.json; add it, or give token ids instead of text")
             ids = self.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else self.tokenizer.encode(prompt)
-        else:
+        elif isinstance(prompt, Iterable):
             ids = [int(token) for token in prompt]
-            if not ids:
-                raise ValueError(f"generate: prompt {index} is empty; give at least one token")
-            if min(ids) < 0 or max(ids) >= self.config.vocab:
-                raise ValueError(f"generate: prompt {index} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {self.config.vocab - 1}")
+        else:
+            raise ValueError(f"generate: prompt {index} is {prompt!r}; give text or a list of token ids, as in [[1, 2, 3]]")
+        if not ids:
+            raise ValueError(f"generate: prompt {index} is empty; give at least one token")
+        if min(ids) < 0 or max(ids) >= self.config.vocab:
+            raise ValueError(f"generate: prompt {index} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {self.config.vocab - 1}")
         if len(ids) >= self.max_len:
             raise ValueError(f"generate: prompt {index} has {len(ids)} tokens, the context is {self.max_len}, one of them for the answer; shorten the prompt")
         seed = torch.randint(2**62, (1,)).item() if params.seed is None else params.seed
@@ -197,6 +201,17 @@ class _NoText:
 
     def finish(self) -> str:
         return ""
+
+
+def _check_sizes(max_len: int | None, max_batch: int, cache_gib: float | None) -> None:
+    checks = (
+        (max_len is None or max_len >= 2, f"max_len is {max_len}; give 2 or more: a token of the prompt and one of the answer"),
+        (max_batch >= 1, f"max_batch is {max_batch}; give 1 or more"),
+        (cache_gib is None or math.isfinite(cache_gib), f"cache_gib is {cache_gib}; give a number of GiB"),
+    )
+    for good, problem in checks:
+        if not good:
+            raise ValueError(problem)
 
 
 def _device(name: str | None) -> torch.device:
