@@ -108,7 +108,9 @@ def _stream(_index: int, text: str) -> None:
 @contextmanager
 def _weights_progress() -> Iterator:
     """A progress bar over the bytes of the weights, on the error stream."""
-    bar = Progress(TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=errors, transient=True)
+    bar = Progress(
+        TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), console=errors, transient=True, disable=not errors.is_terminal
+    )
     with bar:
         task = bar.add_task("weights", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -166,15 +168,15 @@ def attention(
 
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    kv_heads = kv_heads or heads
-    sizes = {"--batch": batch, "--len": len_, "--keys": keys or len_, "--heads": heads, "--kv-heads": kv_heads, "--dim": dim, "--page": page or 1}
+    kv_heads, keys = heads if kv_heads is None else kv_heads, len_ if keys is None else keys
+    sizes = {"--batch": batch, "--len": len_, "--keys": keys, "--heads": heads, "--kv-heads": kv_heads, "--dim": dim, "--page": page}
     for name, size in sizes.items():
-        if size < 1:
+        if size is not None and size < 1:
             raise ValueError(f"{name} {size} is not positive")
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
     mask = onchip.Window(window) if window is not None else onchip.Causal() if causal else onchip.Full()
-    problem = Attention("prefill", batch, len_, keys or len_, heads, kv_heads, dim, DTYPES[dtype], mask)
+    problem = Attention("prefill", batch, len_, keys, heads, kv_heads, dim, DTYPES[dtype], mask)
     if page is not None:
         problem = problem._replace(op="decode", keys="paged", page=page)
     here = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")

@@ -23,6 +23,8 @@ class Append(NamedTuple):
     """Where new keys and values go: the pages `[pages, page, kv_heads, dim]` of one layer, and a slot for each token.
 
     slots   [tokens] int64: `page index * page size + offset`; a token with slot -1 is not written.
+
+    k and v have equal strides, and their pages lie one after the other (`k.view(-1, kv_heads, dim)` is possible).
     """
 
     k: Tensor
@@ -78,7 +80,7 @@ def gated_act(
     *,
     kernel: str = "auto",
 ) -> Tensor:
-    """`act(gate) * up` of the two halves of the last dimension, `[..., width]`: SwiGLU ("silu") and GeGLU ("gelu" exact, "gelu_tanh"), Shazeer, 2020."""
+    """`act(gate) * up` of the two halves of the last dimension, `[..., width]`: SwiGLU ("silu") and GeGLU ("gelu" exact, "gelu_tanh"), Shazeer, 2020. Rounded at most twice."""
     if torch.compiler.is_compiling():
         return torch.ops.onchip.gated_act(x, act, kernel)
     if act not in ACTIVATIONS:
@@ -104,7 +106,7 @@ def rope_append(
 
     heads    (heads, kv_heads).        table   `rope_table(...)`: cosines of the first half of its columns, then sines.
     layout   "neox" pairs element i with i + rotary_dim / 2, "interleaved" 2i with 2i + 1; elements past rotary_dim stay.
-    Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of `qkv`.
+    Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of `qkv`, whose rows must be contiguous.
     """
     num_q, num_kv = heads
     tokens, packed = qkv.shape
@@ -134,7 +136,7 @@ def sample(
 
     Temperature first; then, each on the distribution that the last one left: top-k, top-p (the smallest set whose probability
     reaches p; Holtzman et al., 2020), min-p (at least `min_p` times the largest probability). Ties with the last kept
-    value are kept. Noise is Philox4x32-10 keyed by (seed, step), so a row's token does not depend on its neighbours.
+    value are kept. Noise is Philox4x32-10 keyed by (seed, step), so a row's token does not depend on its neighbours. Logits must not be NaN; a row of -inf gives token 0.
     """
     if torch.compiler.is_compiling():
         return torch.ops.onchip.sample(logits, *how, kernel)
