@@ -80,7 +80,10 @@ def gated_act(
     *,
     kernel: str = "auto",
 ) -> Tensor:
-    """`act(gate) * up` of the two halves of the last dimension, `[..., width]`: SwiGLU ("silu") and GeGLU ("gelu" exact, "gelu_tanh"), Shazeer, 2020. Rounded at most twice."""
+    """`act(gate) * up` of the two halves of the last dimension, `[..., width]`, rounded at most twice (Shazeer, 2020).
+
+    act   "silu" for SwiGLU, "gelu" (exact) or "gelu_tanh" for GeGLU.
+    """
     if torch.compiler.is_compiling():
         return torch.ops.onchip.gated_act(x, act, kernel)
     if act not in ACTIVATIONS:
@@ -136,7 +139,8 @@ def sample(
 
     Temperature first; then, each on the distribution that the last one left: top-k, top-p (the smallest set whose probability
     reaches p; Holtzman et al., 2020), min-p (at least `min_p` times the largest probability). Ties with the last kept
-    value are kept. Noise is Philox4x32-10 keyed by (seed, step), so a row's token does not depend on its neighbours. Logits must not be NaN; a row of -inf gives token 0.
+    value are kept. Noise is Philox4x32-10 keyed by (seed, step), so a row's token does not depend on its neighbours.
+    Logits must not be NaN; a row of -inf gives token 0.
     """
     if torch.compiler.is_compiling():
         return torch.ops.onchip.sample(logits, *how, kernel)
