@@ -85,7 +85,7 @@ def of(device: torch.device) -> Device:
         if known is None:
             measured = measure(device)
             hip = torch.version.hip is not None
-            arch = int(found.gcnArchName.split(":")[0].removeprefix("gfx"), 16) if hip else 10 * found.major + found.minor
+            arch = _gfx(found.gcnArchName) if hip else 10 * found.major + found.minor
             shared = getattr(found, "shared_memory_per_block_optin", 64 << 10)
             return Device(found.name, "hip" if hip else "cuda", arch, found.multi_processor_count, shared, found.L2_cache_size, found.total_memory, *measured)
         return replace(known, name=found.name, sms=found.multi_processor_count, memory=found.total_memory)
@@ -94,6 +94,12 @@ def of(device: torch.device) -> Device:
     if device.type == "cpu":
         return Device("CPU", "cpu", 0, torch.get_num_threads(), 1 << 20, 32 << 20, _memory_of_host(), *measure(device))
     raise ValueError(f"device {device.type!r}: onchip runs on cuda (NVIDIA, AMD) and cpu")
+
+
+def _gfx(name: str) -> int:
+    """AMD's name of an architecture as a number that grows with it: "gfx942:sramecc+" -> 942, "gfx90a" -> 909 (the last two digits are hexadecimal)."""
+    digits = name.partition(":")[0].removeprefix("gfx")
+    return 100 * int(digits[:-2]) + 10 * min(int(digits[-2], 16), 9) + min(int(digits[-1], 16), 9)
 
 
 def _memory_of_host() -> int:

@@ -96,7 +96,7 @@ def _merge(part_ptr, part_lse_ptr, o_ptr, lse_ptr, kv_heads, group, len_q, o_bat
     base = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp(lse - base)
     total = tl.sum(weight, 0)
-    out = tl.sum(part * weight[:, None], 0) * tl.where(total == 0.0, 0.0, 1.0 / total)
+    out = tl.sum(part * weight[:, None], 0) * tl.where(total == 0.0, 0.0, tl.math.div_rn(1.0, total))
     place = batch.to(tl.int64) * o_batch + query * o_row + head * o_head + dims
     tl.store(o_ptr + place, out.to(o_ptr.dtype.element_ty), mask=dims < D)
     if LSE:
