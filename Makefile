@@ -20,7 +20,7 @@ test: .venv/.test
 	$(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),-n auto) -m "gpu and not large"
 
 gpu-test: .venv/.test
-	$(BIN)/python -m pytest -q -n 6 --dist loadgroup -m gpu
+	$(BIN)/python -m pytest -q -m gpu
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -17,8 +17,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_collection_modifyitems(items):
     on_gpu = torch.cuda.is_available()
     for item in items:
-        if item.get_closest_marker("large"):
-            item.add_marker(pytest.mark.xdist_group("large"))  # one after the other: each may fill half of a GPU
         if item.get_closest_marker("large") and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="too large for the interpreter: needs a GPU"))
         elif item.get_closest_marker("gpu") and not (on_gpu or INTERPRET):
@@ -34,6 +32,13 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def room(request):
+    """A large test finds the GPU empty of what the tests before it left in torch's cache."""
+    if request.node.get_closest_marker("large") and torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def pytest_terminal_summary(terminalreporter, config):

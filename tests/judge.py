@@ -4,7 +4,7 @@ import torch
 
 
 def assert_as_good_as_torch(ours, low, truth, slack=2.0):
-    """`ours` may err `slack` times as much as `low` (torch in the same dtype), plus one rounding of the output.
+    """`ours` may err `slack` times as much as `low` (torch in the same dtype; of several ways, the one that errs most), plus one rounding of the output.
 
     Infinities must agree in place and sign; NaN never passes.
     """
@@ -14,7 +14,9 @@ def assert_as_good_as_torch(ours, low, truth, slack=2.0):
     assert torch.equal(ours.double()[~finite], truth[~finite]), "infinities differ"
     if not finite.any():
         return
-    error, torch_error = ((x.double() - truth)[finite].abs().max().item() for x in (ours, low))
+    low = low if isinstance(low, tuple) else (low,)
+    error, *theirs = ((x.double() - truth)[finite].abs().max().item() for x in (ours, *low))
+    torch_error = max(theirs)
     rounding = torch.finfo(ours.dtype).eps * truth[finite].abs().max().item()
     assert error <= slack * torch_error + rounding, f"error {error:.2e}; torch makes {torch_error:.2e}, one rounding is {rounding:.2e}"
 

@@ -91,7 +91,7 @@ def test_no_kernel_has_that_name():
 
 
 def test_no_kernel_takes_it():
-    nothing = PREFILL._replace(keys="ring", dim=300)
+    nothing = PREFILL._replace(keys="paged", dim=300)
     with pytest.raises(onchip.Unsupported) as error:
         select(nothing, H200)
     for kernel in OPS["prefill"].kernels:

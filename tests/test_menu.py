@@ -19,7 +19,7 @@ CPU = Device("CPU", "cpu", 0, 2, 1 << 20, 32 << 20, 1 << 34, 1e10, {FP32: 1e11},
 
 TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "prefill": Attention("prefill", 2, 1000, 1000, 8, 2, 64, BF16, Causal()),
-    "decode": Attention("decode", 2, 1, 1024, 8, 2, 64, BF16, Causal(), "paged", 16),
+    "decode": Attention("decode", 2, 1, 1024, 4, 2, 64, BF16, Causal(), "paged", 16),
     "rms_norm": Rows("rms_norm", 63, 4096, BF16, "residual"),
     "gated_act": Rows("gated_act", 63, 4096, BF16, "silu"),
     "rope_append": Rope("rope_append", 63, 8, 2, 64, 64, BF16, "neox", False, True),
@@ -157,11 +157,18 @@ def test_decode_takes_at_most_64_rows(len_q, heads, reasons):
     assert OPS["decode"].kernel("triton_decode").refuses(p, H200) == reasons
 
 
+def test_decode_in_float32_takes_at_most_128_dimensions():
+    kernel = OPS["decode"].kernel("triton_decode")
+    assert kernel.refuses(TYPICAL["decode"]._replace(dtype=FP32, dim=128), H200) == []
+    (reason,) = kernel.refuses(TYPICAL["decode"]._replace(dtype=FP32, dim=129), H200)
+    assert reason.startswith("dim 129 in float32: ") and reason.endswith("at most 128")
+
+
 # ---- Problems
 
 
 VARIED = {
-    "batch": 3, "len_q": 5, "len_k": 999, "heads": 16, "kv_heads": 4, "dim": 80, "rows": 64, "width": 4095, "tokens": 64, "rotary_dim": 32,
+    "batch": 3, "len_q": 5, "len_k": 999, "heads": 16, "kv_heads": 1, "dim": 80, "rows": 64, "width": 4095, "tokens": 64, "rotary_dim": 32,
     "dtype": torch.float16, "mask": Window(9), "page": 32, "variant": "gelu", "layout": "interleaved", "norm": True, "append": False, "grad": True,
 }  # fmt: skip
 
@@ -186,7 +193,7 @@ def test_problems_of_different_storage_differ_in_their_text():
 def test_texts_by_hand():
     assert [str(p) for p in TYPICAL.values()] == [
         "prefill B2 q1000 k1000 h8/2 d64 bf16 Causal",
-        "decode B2 q1 k1024 h8/2 d64 bf16 Causal page 16",
+        "decode B2 q1 k1024 h4/2 d64 bf16 Causal page 16",
         "rms_norm 63x4096 bf16 residual",
         "gated_act 63x4096 bf16 silu",
         "rope_append T63 h8/2 d64 r64 bf16 neox append",

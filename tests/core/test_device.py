@@ -102,6 +102,18 @@ def test_a_gpu_that_is_not_in_the_table_is_measured(monkeypatch):
     assert (d.name, d.kind, d.arch, d.sms, d.shared_memory, d.bandwidth, d.source) == ("NVIDIA H20", "cuda", 90, 114, 227 << 10, 1e12, "measured: by hand")
 
 
+@pytest.mark.parametrize(("reported", "arch"), [("gfx942:sramecc+:xnack-", 942), ("gfx90a:sramecc+:xnack-", 909), ("gfx950", 950), ("gfx1100", 1100)])
+def test_an_amd_gpu_that_is_not_in_the_table(monkeypatch, reported, arch):
+    """Older is smaller, also where a digit is hexadecimal."""
+    found = _Properties("AMD Instinct")
+    found.gcnArchName = reported
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    monkeypatch.setattr(devices, "measure", lambda _: (1e12, {BF16: 1e14, FP32: 1e13}, "measured: by hand"))
+    d = devices.of.__wrapped__(torch.device("cuda", 0))
+    assert (d.kind, d.arch) == ("hip", arch)
+
+
 def test_a_device_that_is_neither():
     with pytest.raises(ValueError, match=r"device 'meta': onchip runs on cuda \(NVIDIA, AMD\) and cpu"):
         devices.of(torch.device("meta"))

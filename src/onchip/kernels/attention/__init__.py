@@ -33,12 +33,6 @@ def _rows_of_a_group(p: Attention) -> str | None:
     return f"{p.len_q} queries x {p.group} heads a group = {rows} rows, of at most 64" if rows > 64 else None
 
 
-def _float32_sums(p: Attention) -> str | None:
-    if p.dtype == torch.float32 and p.dim > 128:
-        return f"dim {p.dim} in float32: its products are summed one after the other and err more than twice as much as torch; at most 128"
-    return None
-
-
 PREFILL = Op(
     "prefill",
     cost,
@@ -71,7 +65,7 @@ DECODE = Op(
                 "page": [1 << i for i in range(11)],
                 "grad": (False,),
             },
-            also=(_rows_of_a_group, _float32_sums),
+            also=(_rows_of_a_group,),
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",), "grad": (False,)}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),

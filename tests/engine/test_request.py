@@ -1,0 +1,188 @@
+"""Stop strings, however tokens cut them; the end of a text; and parameters that cannot be."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onchip.engine.request import Request, SamplingParams, StopText
+
+
+class Letters:
+    """A tokenizer's stream whose token `i` is the text of `pieces[i]`; `tail` comes at the end."""
+
+    def __init__(self, pieces, tail=""):
+        self.pieces, self.tail = list(pieces), tail
+
+    def push(self, token: int) -> str:
+        return self.pieces[token]
+
+    def finish(self) -> str:
+        return self.tail
+
+
+def run(pieces, stop, tail=""):
+    """The pieces that come out, one a token (and one for the end, if nothing stopped the text), and the text in all."""
+    text = StopText(Letters(pieces, tail), stop)
+    out = []
+    for i in range(len(pieces)):
+        out.append(text.push(i))
+        if text.stopped:
+            break
+    else:
+        out.append(text.finish())
+    assert "".join(out) == text.text
+    return out, text
+
+
+# ---- stop strings
+
+
+def test_no_stop_string_holds_nothing_back():
+    assert run(["He", "llo", ""], ())[0] == ["He", "llo", "", ""]
+
+
+def test_a_stop_string_is_not_part_of_the_text():
+    out, text = run(["one ", "two END three"], ["END"])
+    assert out == ["one ", "two "] and text.stopped
+
+
+@pytest.mark.parametrize("pieces", [["a\n", "\nb"], ["a", "\n", "\n", "b"], ["a\n\nb"], ["a", "\n\nb"], ["a\n\n", "b"]])
+def test_split_over_tokens(pieces):
+    out, text = run(pieces, ["\n\n"])
+    assert text.text == "a" and text.stopped
+    assert "\n" not in "".join(out)
+
+
+def test_what_may_begin_a_stop_string_waits():
+    out, text = run(["see <", "|e", "nd", " no", "t"], ["<|end|>"])
+    assert out == ["see ", "", "", "<|end no", "t", ""] and not text.stopped
+
+
+def test_a_beginning_inside_a_beginning():
+    """ "aab" in "aaab": the first "a" is let go, the other two still wait."""
+    out, text = run(["a", "a", "a", "b", "c"], ["aab"])
+    assert out == ["", "", "a", ""] and text.stopped and text.text == "a"
+
+
+def test_the_first_of_several_wins():
+    assert run(["one two ", "three"], ["three", "two"])[1].text == "one "
+    assert run(["xabcd"], ["bc", "abcd"])[1].text == "x"
+
+
+def test_one_stop_string_begins_another():
+    out, text = run(["sto", "p"], ["stop!", "stop"])
+    assert text.text == "" and text.stopped and out == ["", ""]
+
+
+def test_what_waits_at_the_end_comes_out():
+    out, text = run(["yes <|", "en"], ["<|end|>"])
+    assert out == ["yes ", "", "<|en"] and text.text == "yes <|en" and not text.stopped
+
+
+def test_the_streams_own_tail_can_complete_a_stop_string():
+    text = run(["a b"], ["b!"], tail="!")[1]
+    assert text.text == "a " and text.stopped
+
+
+def test_nothing_comes_after_the_stop():
+    text = StopText(Letters(["ab", "cd"]), ["b"])
+    assert (text.push(0), text.push(1), text.finish()) == ("a", "", "") and text.text == "a"
+
+
+TEXT = st.text("ab<", max_size=12)
+
+
+@settings(deadline=None)
+@given(TEXT, st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3), st.lists(st.integers(0, 12), max_size=6))
+def test_any_cut_of_any_text(text, stop, cuts):
+    """However the text is cut into tokens, it ends before the earliest stop string, and never shows a part of one."""
+    bounds = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[a:b] for a, b in pairwise(bounds)]
+    _, found = run(pieces, stop)
+    if not any(s in text for s in stop):
+        assert found.text == text and not found.stopped
+        return
+    assert found.stopped and text.startswith(found.text)
+    assert not any(s in found.text for s in stop)
+    assert any(text.startswith(s, len(found.text)) for s in stop)
+
+
+# ---- a request
+
+
+def request(pieces, stop=(), limit=5, ignore_eos=False, tail=""):
+    return Request([1], SamplingParams(stop=stop, ignore_eos=ignore_eos), 0, limit, StopText(Letters(pieces, tail), stop))
+
+
+def test_length():
+    r = request("abcdefg", limit=3, tail="~")
+    assert [r.accept(i, frozenset()) for i in range(3)] == ["a", "b", "c~"]
+    assert (r.reason, r.completion().text, r.completion().tokens, r.completion().prompt) == ("length", "abc~", [0, 1, 2], [1])
+
+
+def test_eos_ends_and_is_no_text():
+    r = request(["a", "<", "EOS"], stop=["<|"])
+    assert [r.accept(0, frozenset({2})), r.accept(1, frozenset({2}))] == ["a", ""]
+    assert r.reason is None
+    assert r.accept(2, frozenset({2})) == "<"  # what waited comes out
+    assert (r.reason, r.completion().text, r.tokens) == ("stop", "a<", [0, 1, 2])
+
+
+def test_eos_ignored():
+    r = request(["a", "EOS", "b"], limit=3, ignore_eos=True)
+    for i in range(3):
+        r.accept(i, frozenset({1}))
+    assert (r.reason, r.completion().text) == ("length", "aEOSb")
+
+
+def test_stop_string_ends():
+    r = request(["a", "b", "c"], stop=["b"])
+    r.accept(0, frozenset())
+    assert r.accept(1, frozenset()) == "" and r.reason == "stop" and r.completion().text == "a"
+
+
+def test_stop_string_in_the_last_token_counts_as_stop():
+    r = request(["ab"], stop=["b"], limit=1)
+    assert r.accept(0, frozenset()) == "a" and r.reason == "stop"
+
+
+def test_the_time_of_the_first_token_stays():
+    r = request("abc")
+    r.accept(0, frozenset())
+    first = r.first_token_at
+    r.accept(1, frozenset())
+    assert first is not None and r.first_token_at == first
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0; give 1 or more"),
+        ({"temperature": -0.1}, r"temperature is -0.1; give 0 \(always the likeliest token\) or more"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_p": 0.0}, "top_p is 0.0; give more than 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_p": float("nan")}, "top_p is nan"),
+        ({"min_p": 1.0}, "min_p is 1.0; give at least 0"),
+        ({"min_p": -0.5}, "min_p is -0.5"),
+        ({"seed": 2**63}, "seed is 9223372036854775808; give a 64-bit integer"),
+        ({"stop": "end"}, "stop is 'end'; give a list of strings"),
+        ({"stop": [""]}, r"stop is \[''\]"),
+        ({"stop": [3]}, r"stop is \[3\]"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_parameters_that_cannot_be(given, words):
+    with pytest.raises(ValueError, match=f"^SamplingParams: {words}"):
+        SamplingParams(**given)
+
+
+def test_parameters_at_their_ends():
+    SamplingParams(1, 0, 0, 1.0, 0.0, -(2**63), ["x"])
+    SamplingParams(1, 100.0, 10**6, 1e-9, 0.999, 2**63 - 1, ("x", "y"))

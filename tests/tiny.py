@@ -1,0 +1,70 @@
+"""A tiny random Llama on disk, tokenizer and chat template included: enough for the engine and the command line, in milliseconds."""
+
+import json
+from pathlib import Path
+
+import tokenizers
+import torch
+from safetensors.torch import save_file
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+CORPUS = ["the quick brown fox jumps over the lazy dog and waits for memory", "why do GPUs wait? because bytes are far and sums are near"] * 3
+EOS = "<|end|>"
+CHAT = "{% for m in messages %}{{ '<|user|>' + m['content'] }}{% endfor %}<|bot|>"
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+def save(folder: Path, tokenizer: bool = True, weights: bool = True, **changes) -> Path:
+    """A folder as Hugging Face lays it out; `changes` are to its config."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = CONFIG | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    if weights:
+        save_file(tensors(config), folder / "model.safetensors")
+    if tokenizer:
+        save_tokenizer(folder, config["vocab_size"])
+    return folder
+
+
+def tensors(c: dict) -> dict[str, torch.Tensor]:
+    """Weights large enough that the next token depends on every one before it."""
+    generator = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, cols: int) -> torch.Tensor:
+        return torch.randn(rows, cols, generator=generator) * (1.5 * cols**-0.5)
+
+    width, inner, dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
+    found = {"model.embed_tokens.weight": torch.randn(c["vocab_size"], width, generator=generator), "model.norm.weight": torch.ones(width)}
+    found["lm_head.weight"] = matrix(c["vocab_size"], width)
+    for i in range(c["num_hidden_layers"]):
+        at = f"model.layers.{i}"
+        found |= {f"{at}.self_attn.{name}_proj.weight": matrix(rows, width) for name, rows in (("q", q), ("k", kv), ("v", kv))}
+        found |= {f"{at}.self_attn.o_proj.weight": matrix(width, q), f"{at}.mlp.down_proj.weight": matrix(width, inner)}
+        found |= {f"{at}.mlp.{name}_proj.weight": matrix(inner, width) for name in ("gate", "up")}
+        found |= {f"{at}.{name}.weight": torch.ones(width) for name in ("input_layernorm", "post_attention_layernorm")}
+    return found
+
+
+def save_tokenizer(folder: Path, size: int) -> None:
+    """Byte-level BPE, so that any text can be written and any token read."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=[EOS], show_progress=False))
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "chat_template": CHAT}))
