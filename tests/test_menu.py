@@ -157,13 +157,6 @@ def test_decode_takes_at_most_64_rows(len_q, heads, reasons):
     assert OPS["decode"].kernel("triton_decode").refuses(p, H200) == reasons
 
 
-def test_decode_in_float32_takes_at_most_128_dimensions():
-    kernel = OPS["decode"].kernel("triton_decode")
-    assert kernel.refuses(TYPICAL["decode"]._replace(dtype=FP32, dim=128), H200) == []
-    (reason,) = kernel.refuses(TYPICAL["decode"]._replace(dtype=FP32, dim=129), H200)
-    assert reason.startswith("dim 129 in float32: ") and reason.endswith("at most 128")
-
-
 # ---- Problems
 
 

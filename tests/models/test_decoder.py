@@ -164,7 +164,7 @@ def test_missing_and_foreign_weights_are_named(folders):
     some = [(n, t) for n, t in weights.tensors(path, torch.float32) if "layers.1.mlp.up_proj" not in n]
     with pytest.raises(ModelError, match=r"1 tensors are missing.*layers\.1\.mlp\.up_proj\.weight"):
         Decoder(config, dtype=torch.float32, device=torch.device("cpu")).load(some)
-    with pytest.raises(ModelError, match="'surplus.weight' has no place"):
+    with pytest.raises(ModelError, match=r"'surplus\.weight' has no place"):
         Decoder(config, dtype=torch.float32, device=torch.device("cpu")).load([("surplus.weight", torch.zeros(1))])
 
 
