@@ -200,7 +200,9 @@ def launch(p: Attention, tiles: Tiles, q, k, v, offsets, scale: float, return_ls
         x if rows is None else TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width]) for x, rows in zip(heads_first, blocks, strict=True)
     ]
     tiles_m = triton.cdiv(p.len_q, tiles.m)
-    together = max(1, min(p.batch * p.heads, L2_SHARE // (2 * p.len_k * p.dim * p.dtype.itemsize)))
+    together = 1  # without a causal mask one head after the other: the fewest K and V in flight
+    if p.mask.right is not None:
+        together = max(1, min(p.batch * p.heads, L2_SHARE // (2 * p.len_k * p.dim * p.dtype.itemsize)))
     strides = [s for x in heads_first for s in x.stride()[:3]]
     lse_strides = (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]
     left, right = (-1 if side is None else side for side in (p.mask.left, p.mask.right))
