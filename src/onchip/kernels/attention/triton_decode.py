@@ -112,7 +112,7 @@ IN_FLIGHT = 64 << 10  # bytes of keys and values that a program waits for at onc
 def configs(p: Attention, device: Device) -> list[Split]:
     """As many shares as fill the device and no more: each one costs a pass through the merge (H200, 2026-11-21, page 16, bf16).
 
-    Two programs a multiprocessor keep the memory busy with 128 keys a tile (32x4k: 4.06 TB/s). A grid that is larger
+    Two programs a multiprocessor keep the memory busy with 128 keys a tile (32x4k: 4.02 TB/s). A grid that is larger
     without splitting does better on 64 (128x1k: 3.98 TB/s); so does a small one, which then has more shares (1x128k: 4.15 TB/s).
     """
     size = triton.next_power_of_2(p.dim) * p.dtype.itemsize  # of a key

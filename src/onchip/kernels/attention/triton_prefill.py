@@ -148,8 +148,8 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, offsets_ptr, scale, heads, gro
 
 # ---- host
 
-# Best first, by head dimension up to (H200, 2026-11-21, 16k tokens, bf16, TFLOP/s): at 64, 64x128 makes 452 and 128x64 425; at 128,
-# 128x64 of 4 warps makes 531 although ptxas spills 100 bytes outside the loop, 128x128 of 8 warps 524; at 256, 128x64 makes 539, 64x64 497.
+# Best first, by head dimension up to (H200, 2026-11-21, 16k tokens, bf16, TFLOP/s): at 64, 64x128 makes 448 and 128x64 432; at 128,
+# 128x64 of 4 warps makes 525 although ptxas spills 100 bytes, 128x128 of 8 warps 477; at 256, 128x64 makes 539, 64x64 497.
 SMALL = (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(16, 32, 4, 2), Tiles(16, 16, 4, 1))
 # float32 is multiplied on FMA units, an outer product in registers: larger tiles spill kilobytes and compile for half a minute.
 IEEE = (Tiles(32, 32, 8, 2), Tiles(16, 32, 4, 2), Tiles(16, 16, 4, 1))
