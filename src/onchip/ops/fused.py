@@ -9,14 +9,16 @@ from onchip.core.problem import Rope, Rows
 from onchip.dispatch import select
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+NORMS = ("", "residual", "offset", "residual offset")  # variants of rms_norm: a residual counts 1, an offset 2
 
 
 class QKNorm(NamedTuple):
-    """RMSNorm of each query and key head before the rotation (Qwen3): weights `[dim]` each, and epsilon."""
+    """RMSNorm of each query and key head before the rotation (Qwen3, Gemma 3): weights `[dim]` each, epsilon, and what is added to the weights."""
 
     q: Tensor
     k: Tensor
     eps: float
+    offset: float = 0.0
 
 
 class Append(NamedTuple):
@@ -53,25 +55,27 @@ def rms_norm(
     weight: Tensor,  # [width]
     *,
     eps: float = 1e-6,
+    offset: float = 0.0,
     residual: Tensor | None = None,  # [..., width]
     kernel: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, in float32, rounded once (Zhang and Sennrich, 2019).
+    """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension, in float32, rounded once (Zhang and Sennrich, 2019).
 
+    offset   1 for Gemma, whose weights are stored around 0: in bfloat16 their sum with 1 would lose most of their digits.
     With `residual`, x is first added to it; the sum (rounded to x's dtype) comes back as the second result, and the
     norm is of that sum. Raises ValueError for shapes that disagree.
     """
     if torch.compiler.is_compiling():
         if residual is None:
-            return torch.ops.onchip.rms_norm(x, weight, eps, kernel)
-        return torch.ops.onchip.add_rms_norm(x, weight, eps, residual, kernel)
+            return torch.ops.onchip.rms_norm(x, weight, eps, offset, kernel)
+        return torch.ops.onchip.add_rms_norm(x, weight, eps, offset, residual, kernel)
     width = x.shape[-1]
     if weight.shape != (width,):
         raise ValueError(f"rms_norm: weight is {list(weight.shape)}, x has width {width}; give [{width}]")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"rms_norm: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; they must be equal")
-    problem = Rows("rms_norm", x.numel() // width, width, x.dtype, "" if residual is None else "residual")
-    return select(problem, x.device, kernel).launch(x, weight, eps, residual)
+    problem = Rows("rms_norm", x.numel() // width, width, x.dtype, NORMS[(residual is not None) + 2 * (offset != 0)])
+    return select(problem, x.device, kernel).launch(x, weight, eps, residual, offset)
 
 
 def gated_act(
@@ -114,7 +118,7 @@ def rope_append(
     num_q, num_kv = heads
     tokens, packed = qkv.shape
     if torch.compiler.is_compiling():
-        torch.ops.onchip.rope_append(qkv, table, positions, num_q, num_kv, layout, *(norm or (None, None, 0.0)), *(append or (None, None, None)), kernel)
+        torch.ops.onchip.rope_append(qkv, table, positions, num_q, num_kv, layout, *(norm or (None, None, 0.0, 0.0)), *(append or (None, None, None)), kernel)
         return qkv.view(tokens, num_q + 2 * num_kv, -1).split((num_q, num_kv, num_kv), 1)
     if packed % (num_q + 2 * num_kv):
         raise ValueError(f"rope_append: qkv has width {packed}, not a multiple of {num_q} + 2 x {num_kv} heads")
@@ -152,13 +156,13 @@ def sample(
 
 
 @torch.library.custom_op("onchip::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, kernel: str) -> Tensor:
-    return rms_norm(x, weight, eps=eps, kernel=kernel)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, kernel: str) -> Tensor:
+    return rms_norm(x, weight, eps=eps, offset=offset, kernel=kernel)
 
 
 @torch.library.custom_op("onchip::add_rms_norm", mutates_args=())
-def _add_rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
-    return rms_norm(x, weight, eps=eps, residual=residual, kernel=kernel)
+def _add_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
+    return rms_norm(x, weight, eps=eps, offset=offset, residual=residual, kernel=kernel)
 
 
 @torch.library.custom_op("onchip::gated_act", mutates_args=())
@@ -169,9 +173,10 @@ def _gated_act(x: Tensor, act: str, kernel: str) -> Tensor:
 @torch.library.custom_op("onchip::rope_append", mutates_args=("qkv", "k", "v"))
 def _rope_append(
     qkv: Tensor, table: Tensor, positions: Tensor, heads: int, kv_heads: int, layout: str,
-    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, k: Tensor | None, v: Tensor | None, slots: Tensor | None, kernel: str,
+    q_norm: Tensor | None, k_norm: Tensor | None, eps: float, offset: float,
+    k: Tensor | None, v: Tensor | None, slots: Tensor | None, kernel: str,
 ) -> None:  # fmt: skip
-    norm = None if q_norm is None else QKNorm(q_norm, k_norm, eps)
+    norm = None if q_norm is None else QKNorm(q_norm, k_norm, eps, offset)
     append = None if k is None else Append(k, v, slots)
     rope_append(qkv, table, positions, (heads, kv_heads), layout=layout, norm=norm, append=append, kernel=kernel)
 

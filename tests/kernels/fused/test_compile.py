@@ -34,7 +34,7 @@ def test_norm(problem, arch):
     tiles = norm.configs(problem, GPUS[arch])[0]
     matrix, added = POINTER[problem.dtype], problem.variant == "residual"
     signature = dict.fromkeys(("x_ptr", "residual_ptr", "w_ptr", "y_ptr", "sum_ptr"), matrix)
-    signature |= dict.fromkeys(("rows", "width", "x_stride", "residual_stride"), "i32") | {"eps": "fp32"}
+    signature |= dict.fromkeys(("rows", "width", "x_stride", "residual_stride"), "i32") | {"eps": "fp32", "offset": "fp32"}
     constexprs = {"RESIDUAL": added, "ROWS": tiles.rows, "BLOCK": tiles.block} | ({} if added else {"residual_ptr": None, "sum_ptr": None})
     kernel = norm._rms_norm if tiles.block >= problem.width else norm._rms_norm_wide
     check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "residual_stride")), arch)
@@ -62,7 +62,7 @@ def test_mlp(problem, arch):
 def test_rope(problem, arch):
     tiles = rope.configs(problem, GPUS[arch])[0]
     signature = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "k_cache_ptr", "v_cache_ptr"), POINTER[problem.dtype])
-    signature |= {"table_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64", "eps": "fp32"}
+    signature |= {"table_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64", "eps": "fp32", "offset": "fp32"}
     strides = ("token_stride", "table_stride", "slot_stride", "head_stride")
     signature |= dict.fromkeys(("num_q", "num_kv", *strides), "i32")
     constexprs = {

@@ -1,4 +1,4 @@
-"""RMSNorm, with and without a residual, against float64."""
+"""RMSNorm, with and without a residual and an offset of the weights, against float64."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from judge import assert_as_good_as_torch, poisoned
 from onchip.core.device import gpu
 from onchip.core.problem import Rows
 from onchip.kernels.fused import RMS_NORM
-from onchip.ops.fused import rms_norm
+from onchip.ops.fused import NORMS, rms_norm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in RMS_NORM.kernels]
@@ -29,7 +29,7 @@ PROBLEMS = [
         (1, 65536, (FP16, FP32)),
     )
     for dtype in dtypes
-    for variant in ("", "residual")
+    for variant in NORMS
 ]
 LARGE = [
     Rows("rms_norm", rows, width, dtype, variant)
@@ -44,26 +44,33 @@ def inputs(problem, device):
     """x, weight and residual (or None); both matrices are columns of wider ones that hold NaN."""
     shape = (problem.rows, problem.width)
     x, residual = (poisoned((problem.rows, problem.width + 16), problem.dtype, device)[:, 16:].copy_(torch.randn(shape, device=device)) for _ in range(2))
-    return x, torch.randn(problem.width, device=device).to(problem.dtype), residual if problem.variant else None
+    return x, torch.randn(problem.width, device=device).to(problem.dtype), residual if "residual" in problem.variant else None
 
 
 def as_tuple(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-def textbook(x, weight, residual):
+def offset(problem):
+    return 1.0 if "offset" in problem.variant else 0.0
+
+
+def textbook(x, weight, residual, offset):
     total = x if residual is None else x + residual
-    y = F.rms_norm(total, (x.shape[-1],), weight, EPS)
+    if offset:  # as Gemma has it
+        y = (F.rms_norm(total.float(), (x.shape[-1],), None, EPS) * (offset + weight.float())).type_as(x)
+    else:
+        y = F.rms_norm(total, (x.shape[-1],), weight, EPS)
     return (y,) if residual is None else (y, total)
 
 
 def check(problem, kernel, device):
     x, weight, residual = inputs(problem, device)
     before = x.clone(), residual if residual is None else residual.clone()
-    ours = as_tuple(rms_norm(x, weight, eps=EPS, residual=residual, kernel=kernel))
+    ours = as_tuple(rms_norm(x, weight, eps=EPS, offset=offset(problem), residual=residual, kernel=kernel))
     wide = residual if residual is None else residual.double()
-    truth = as_tuple(rms_norm(x.double(), weight.double(), eps=EPS, residual=wide, kernel="reference"))
-    for result, low, exact in zip(ours, textbook(x, weight, residual), truth, strict=True):
+    truth = as_tuple(rms_norm(x.double(), weight.double(), eps=EPS, offset=offset(problem), residual=wide, kernel="reference"))
+    for result, low, exact in zip(ours, textbook(x, weight, residual, offset(problem)), truth, strict=True):
         assert result.shape == x.shape and result.dtype == x.dtype
         assert_as_good_as_torch(result, low, exact)
     assert torch.equal(x, before[0]) and (residual is None or torch.equal(residual, before[1]))
@@ -85,7 +92,10 @@ def test_oracle_is_the_formula(device):
     x, weight, residual = (t.double() for t in inputs(Rows("rms_norm", 5, 63, FP32, "residual"), device))
     y, total = rms_norm(x, weight, eps=EPS, residual=residual, kernel="reference")
     assert torch.equal(total, x + residual)
-    torch.testing.assert_close(y, total / (total.square().mean(-1, keepdim=True) + EPS).sqrt() * weight, rtol=1e-14, atol=1e-14)
+    formula = total / (total.square().mean(-1, keepdim=True) + EPS).sqrt()
+    torch.testing.assert_close(y, formula * weight, rtol=1e-14, atol=1e-14)
+    y, _ = rms_norm(x, weight, eps=EPS, offset=0.75, residual=residual, kernel="reference")
+    torch.testing.assert_close(y, formula * (weight + 0.75), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.gpu
@@ -130,6 +140,14 @@ def test_weights_of_another_dtype_and_no_rows(kernel, device):
         rms_norm(x, weight, kernel=kernel), F.rms_norm(x, (64,), weight.to(BF16), 1e-6), rms_norm(x.double(), weight.double(), kernel="reference")
     )
     assert rms_norm(x[:0], weight, kernel=kernel).shape == (0, 64)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_offset_keeps_small_weights(kernel, device):
+    """Weights below the rounding of 1 in their dtype: only their sum with 1 in float32 tells them from none."""
+    weight = torch.full((64,), 2**-9, device=device, dtype=BF16)
+    ones = torch.ones(2, 64, device=device)
+    assert rms_norm(ones, weight, eps=0.0, offset=1.0, kernel=kernel).eq(1 + 2**-9).all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

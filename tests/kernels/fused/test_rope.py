@@ -48,7 +48,8 @@ def inputs(p, device):
     table = torch.rand(POSITIONS, p.rotary_dim // 2, device=device) * 6.28
     table = torch.cat((table.cos(), table.sin()), -1)
     positions = torch.randint(POSITIONS, (p.tokens,), device=device)
-    norm = QKNorm(*(torch.randn(2, p.dim, device=device).to(p.dtype)), EPS) if p.norm else None
+    offset = 1.0 if p.layout == "neox" else 0.0  # Gemma's layout
+    norm = QKNorm(*(torch.randn(2, p.dim, device=device).to(p.dtype)), EPS, offset) if p.norm else None
     append = None
     if p.append:
         pages = (p.tokens + 7) // PAGE + 1
@@ -63,7 +64,7 @@ def textbook(p, qkv, table, positions, norm):
     x = qkv.unflatten(-1, (-1, p.dim))[:, : p.heads + p.kv_heads]
     if norm is not None:
         q, k = x.split((p.heads, p.kv_heads), 1)
-        x = torch.cat((F.rms_norm(q, (p.dim,), norm.q, norm.eps), F.rms_norm(k, (p.dim,), norm.k, norm.eps)), 1)
+        x = torch.cat((head_norm(q, norm.q, norm), head_norm(k, norm.k, norm)), 1)
     turned, rest = x.split((p.rotary_dim, p.dim - p.rotary_dim), -1)
     cos, sin = table[positions].to(qkv.dtype).unsqueeze(1).chunk(2, -1)
     if p.layout == "neox":
@@ -75,8 +76,15 @@ def textbook(p, qkv, table, positions, norm):
     return torch.cat((turned, rest), -1)
 
 
+def head_norm(x, weight, norm):
+    if norm.offset:  # as Gemma has it
+        wide = torch.promote_types(x.dtype, FP32)
+        return (F.rms_norm(x.to(wide), weight.shape, None, norm.eps) * (norm.offset + weight.to(wide))).type_as(x)
+    return F.rms_norm(x, weight.shape, weight, norm.eps)
+
+
 def double(norm):
-    return None if norm is None else QKNorm(norm.q.double(), norm.k.double(), norm.eps)
+    return None if norm is None else norm._replace(q=norm.q.double(), k=norm.k.double())
 
 
 def bits(x):

@@ -11,7 +11,7 @@ GPUS = {"cuda": 80, "hip": 942}
 
 def _rms_norm(p: Rows) -> Cost:
     """x read and y written; with a residual, that is read and written too. About four flops an element."""
-    passes = 4 if p.variant == "residual" else 2
+    passes = 4 if "residual" in p.variant else 2
     return Cost(4 * p.rows * p.width, (passes * p.rows + 1) * p.width * p.dtype.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""Row normalisation: y = x / sqrt(mean(x^2) + eps) * w, where x may first be added to a residual.
+"""Row normalisation: y = x / sqrt(mean(x^2) + eps) * (w + offset), where x may first be added to a residual.
 
 A program holds a few whole rows in registers, so each row is read once and written once; with a residual, the sum is
 written as well. The weights come from L2. Bytes moved are the floor: (2 rows + 1) width, with a residual (4 rows + 1) width.
@@ -48,7 +48,20 @@ def _add_residual(x, residual_ptr, sum_ptr, source, target, inside):
 
 @triton.jit
 def _rms_norm(
-    x_ptr, residual_ptr, w_ptr, y_ptr, sum_ptr, rows, width, x_stride, residual_stride, eps, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    y_ptr,
+    sum_ptr,
+    rows,
+    width,
+    x_stride,
+    residual_stride,
+    eps,
+    offset,
+    RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
@@ -60,13 +73,26 @@ def _rms_norm(
         x = _add_residual(x, residual_ptr, sum_ptr, row * residual_stride + col, row * width + col, inside)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / width + eps)
-    y = x * scale * w
+    y = x * scale * (w + offset)
     tl.store(y_ptr + row * width + col, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _rms_norm_wide(
-    x_ptr, residual_ptr, w_ptr, y_ptr, sum_ptr, rows, width, x_stride, residual_stride, eps, RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    y_ptr,
+    sum_ptr,
+    rows,
+    width,
+    x_stride,
+    residual_stride,
+    eps,
+    offset,
+    RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     squares = tl.zeros([BLOCK], tl.float32)
@@ -86,7 +112,7 @@ def _rms_norm_wide(
         again = sum_ptr + row * width if RESIDUAL else x_ptr + row * x_stride
         x = tl.load(again + col, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(w_ptr + col, mask=inside, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * width + col, (x * scale * w).to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptr + row * width + col, (x * scale * (w + offset)).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 # ---- host
@@ -109,6 +135,7 @@ def launch(
     weight: torch.Tensor,  # [width]
     eps: float,
     residual: torch.Tensor | None,  # [..., width]
+    offset: float = 0.0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty_like(y)
@@ -126,6 +153,7 @@ def launch(
         rows.stride(0),
         0 if added is None else added.stride(0),
         eps,
+        offset,
         RESIDUAL=residual is not None,
         ROWS=config.rows,
         BLOCK=config.block,

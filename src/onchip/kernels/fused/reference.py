@@ -16,11 +16,14 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def rms_norm(problem: Rows, config: None, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+def rms_norm(
+    problem: Rows, config: None, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float = 0.0
+) -> Tensor | tuple[Tensor, Tensor]:
     """Norm of x, or (norm of the sum, sum); x [..., width], weight [width]."""
     total = x if residual is None else x + residual
     exact = _exact(x.dtype)
-    y = F.rms_norm(total.to(exact), (problem.width,), weight.to(exact), eps).to(x.dtype)
+    weight = weight.to(exact) + offset if offset else weight.to(exact)
+    y = F.rms_norm(total.to(exact), (problem.width,), weight, eps).to(x.dtype)
     return y if residual is None else (y, total)
 
 
@@ -38,7 +41,7 @@ def rope_append(problem: Rope, config: None, qkv: Tensor, table: Tensor, positio
     if norm is not None:
         weight = torch.cat((norm.q.expand(p.heads, -1), norm.k.expand(p.kv_heads, -1))).to(exact)
         y = x.to(exact)
-        y = F.rms_norm(y, (p.dim,), None, norm.eps) * weight
+        y = F.rms_norm(y, (p.dim,), None, norm.eps) * (weight + norm.offset)
         x[..., p.rotary_dim :] = y[..., p.rotary_dim :]
     else:
         y = x

@@ -70,12 +70,13 @@ def _store_pairs(ptr, a, b, rows, WIDTH: tl.constexpr, DIM: tl.constexpr, ROTARY
 
 
 @triton.jit
-def _qk_norm(a, b, is_query, q_weight_ptr, k_weight_ptr, eps, DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _qk_norm(a, b, is_query, q_weight_ptr, k_weight_ptr, eps, offset, DIM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
     """RMSNorm of each head by the weights of queries or of keys."""
     scale = tl.rsqrt((tl.sum(a * a, 1, keep_dims=True) + tl.sum(b * b, 1, keep_dims=True)) / DIM + eps)
     q_a, q_b = _load_pairs(q_weight_ptr, is_query, a.shape[1], DIM, ROTARY, INTERLEAVED)
     k_a, k_b = _load_pairs(k_weight_ptr, ~is_query, a.shape[1], DIM, ROTARY, INTERLEAVED)
-    return a * scale * (q_a.to(tl.float32) + k_a.to(tl.float32)), b * scale * (q_b.to(tl.float32) + k_b.to(tl.float32))
+    w_a, w_b = q_a.to(tl.float32) + k_a.to(tl.float32), q_b.to(tl.float32) + k_b.to(tl.float32)  # one of the two is 0
+    return a * scale * (w_a + offset), b * scale * (w_b + offset)
 
 
 @triton.jit
@@ -95,6 +96,7 @@ def _rope_append(
     slot_stride,
     head_stride,
     eps,
+    offset,
     NORM: tl.constexpr,
     APPEND: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -113,7 +115,7 @@ def _rope_append(
     x_a, x_b = _load_pairs(heads_ptr, rows, PAIRS, DIM, ROTARY, INTERLEAVED)  # [HEADS, PAIRS]
     a, b = x_a.to(tl.float32), x_b.to(tl.float32)
     if NORM:
-        a, b = _qk_norm(a, b, head < num_q, q_weight_ptr, k_weight_ptr, eps, DIM, ROTARY, INTERLEAVED)
+        a, b = _qk_norm(a, b, head < num_q, q_weight_ptr, k_weight_ptr, eps, offset, DIM, ROTARY, INTERLEAVED)
 
     pair = tl.arange(0, PAIRS)[None, :]
     angles_ptr = table_ptr + tl.load(positions_ptr + token) * table_stride + pair
@@ -159,7 +161,7 @@ def launch(
     if qkv.stride(1) != 1:
         raise ValueError(f"rope_append: the rows of qkv are not contiguous (strides {qkv.stride()}), and they are rotated in place; give qkv.contiguous()")
     table = table if table.stride(1) == 1 else table.contiguous()
-    q_weight, k_weight, eps = (None, None, 0.0) if norm is None else (norm.q.contiguous(), norm.k.contiguous(), norm.eps)
+    q_weight, k_weight, eps, offset = (None, None, 0.0, 0.0) if norm is None else (norm.q.contiguous(), norm.k.contiguous(), norm.eps, norm.offset)
     k_cache, v_cache, slots = (None, None, None) if append is None else _flat(append)
     tiles = triton.cdiv(problem.heads + problem.kv_heads, config.heads)
     _rope_append[(problem.tokens * tiles,)](
@@ -178,6 +180,7 @@ def launch(
         0 if append is None else k_cache.stride(0),
         0 if append is None else k_cache.stride(1),
         eps,
+        offset,
         NORM=problem.norm,
         APPEND=problem.append,
         INTERLEAVED=problem.layout == "interleaved",

@@ -1,0 +1,287 @@
+"""What happens to a score between `scale q k^T` and the softmax: bias, ALiBi, softcap, or any function in plain Python.
+
+A score function is one class with one meaning: `apply(s, at)`, written with torch operators on the score and its `Place`.
+Several are applied in order. Gradients flow to the tensors that they read.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onchip.core.masks import ByKey, _alike, _at, _squeezed
+from onchip.core.trace import Place, Traced, trace, trace_mod
+
+
+class Score:
+    """A function of a score. Subclasses give `apply`, and what tensors they read."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    def __str__(self):
+        return self.name
+
+    def apply(self, s, at: Place):
+        """The new score: an expression of torch operators."""
+        raise NotImplementedError
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors `apply` reads, in a fixed order."""
+        return ()
+
+    @property
+    def key(self) -> Any:
+        """What decides the text, without the tensors' contents: equal keys, equal texts."""
+        return (type(self), self.name, tuple((t.ndim, t.dtype) for t in self.tensors))
+
+    def static(self) -> Traced:
+        """The part that a Problem carries."""
+        return _static(ByKey(self.key, self))
+
+
+@dataclass(frozen=True)
+class Softcap(Score):
+    """`cap tanh(s / cap)` (Gemma 2, Grok): scores stay within (-cap, cap)."""
+
+    cap: float
+
+    __str__ = Score.__str__
+
+    def __post_init__(self):
+        if not self.cap > 0:
+            raise ValueError(f"softcap {self.cap} is not positive; give the bound of the scores, or None for no cap")
+
+    @property
+    def name(self) -> str:
+        return f"Softcap({self.cap:g})"
+
+    def apply(self, s, at: Place):
+        return torch.tanh(s * (1.0 / self.cap)) * self.cap
+
+
+@dataclass(frozen=True, eq=False)
+class ALiBi(Score):
+    """Attention with linear biases (Press et al., 2022): `s - slope |row - j|`, or with form="linear" `s + slope (j - row)`.
+
+    slopes   float32 `[heads]` or `[batch, heads]`; `ALiBi.slopes_of(heads)` gives the paper's.
+    """
+
+    slopes: Tensor
+    form: str = "absolute"
+
+    __str__ = Score.__str__
+
+    def __post_init__(self):
+        if self.form not in ("absolute", "linear"):
+            raise ValueError(f"ALiBi: form {self.form!r} is not one of absolute, linear")
+        if self.slopes.ndim not in (1, 2):
+            raise ValueError(f"ALiBi: slopes are {list(self.slopes.shape)}; give [heads] or [batch, heads]")
+
+    @staticmethod
+    def slopes_of(heads: int, device: torch.device | None = None) -> Tensor:
+        """The slopes of the paper for `heads` heads, a power of two or not."""
+        whole = 1 << (heads.bit_length() - 1)
+        slopes = [2 ** (-8 * (n + 1) / whole) for n in range(whole)]
+        slopes += [2 ** (-4 * (2 * n + 1) / whole) for n in range(heads - whole)]
+        return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+    @property
+    def name(self) -> str:
+        return "ALiBi" if self.form == "absolute" else "ALiBi(linear)"
+
+    @property
+    def tensors(self):
+        return (self.slopes,)
+
+    def apply(self, s, at: Place):
+        slope = self.slopes[at.h] if self.slopes.ndim == 1 else self.slopes[at.b, at.h]
+        distance = at.j - at.row
+        return s - slope * distance.abs() if self.form == "absolute" else s + slope * distance
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias(Score):
+    """A learnt bias for each distance: `s + table[h, clamp(j - row, -reach, reach) + reach]` (Shaw et al., 2018).
+
+    table   `[heads, 2 reach + 1]`.
+    """
+
+    table: Tensor
+
+    __str__ = Score.__str__
+
+    def __post_init__(self):
+        if self.table.ndim != 2 or self.table.shape[1] % 2 == 0:
+            raise ValueError(f"RelativeBias: table is {list(self.table.shape)}; give [heads, 2 reach + 1]")
+
+    @property
+    def reach(self) -> int:
+        return self.table.shape[1] // 2
+
+    @property
+    def name(self) -> str:
+        return f"RelativeBias({self.reach})"
+
+    @property
+    def tensors(self):
+        return (self.table,)
+
+    def apply(self, s, at: Place):
+        return s + self.table[at.h, torch.clamp(at.j - at.row, -self.reach, self.reach) + self.reach]
+
+
+@dataclass(frozen=True, eq=False)
+class BucketBias(Score):
+    """T5's relative position bias (Raffel et al., 2020): exact buckets for near distances, logarithmic ones up to `longest`.
+
+    table   `[buckets, heads]`, as T5 stores it.      both   distances to both sides (an encoder), or only back (a decoder).
+    """
+
+    table: Tensor
+    longest: int = 128
+    both: bool = True
+
+    __str__ = Score.__str__
+
+    @property
+    def name(self) -> str:
+        return f"BucketBias({self.table.shape[0]}, {self.longest}{', both' if self.both else ''})"
+
+    @property
+    def tensors(self):
+        return (self.table,)
+
+    def apply(self, s, at: Place):
+        buckets, distance = self.table.shape[0], at.j - at.row
+        base = 0
+        if self.both:
+            buckets //= 2
+            base = torch.where(distance > 0, buckets, 0)
+            distance = distance.abs()
+        else:
+            distance = torch.clamp(-distance, min=0)
+        near = buckets // 2
+        ratio = torch.log(torch.clamp(distance, min=1).float() / near) / math.log(self.longest / near)
+        far = torch.clamp(near + (ratio * (buckets - near)).int(), max=buckets - 1)
+        return s + self.table[base + torch.where(distance < near, distance, far), at.h]
+
+
+@dataclass(frozen=True, eq=False)
+class Bias(Score):
+    """`s + bias`: a float tensor `[batch, heads, len_q, len_k]`, or fewer leading dimensions; sizes of 1 broadcast."""
+
+    bias: Tensor
+
+    __str__ = Score.__str__
+
+    def __post_init__(self):
+        if not isinstance(self.bias, Tensor) or not self.bias.dtype.is_floating_point or not 2 <= self.bias.ndim <= 4:
+            given = f"{self.bias.dtype} {list(self.bias.shape)}" if isinstance(self.bias, Tensor) else type(self.bias).__name__
+            raise ValueError(f"bias is {given}; give a float tensor that broadcasts over [batch, heads, len_q, len_k] (a bool one goes to mask=)")
+
+    @property
+    def name(self) -> str:
+        return f"Bias({_alike(self.bias) or 'one'})"
+
+    @property
+    def key(self):
+        return (Bias, _alike(self.bias), self.bias.dtype)
+
+    @functools.cached_property
+    def tensors(self):
+        return (_squeezed(self.bias),)
+
+    def apply(self, s, at: Place):
+        return s + _at(self.tensors[0], _alike(self.bias), at)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreMod(Score):
+    """A score function in plain Python: `function(s, b, h, i, j)` -> s, written with torch operators.
+
+    `i` and `j` count from the start of a sequence; tensors that it indexes get gradients.
+
+    >>> attention(q, k, v, score=ScoreMod(lambda s, b, h, i, j: s + table[h, (i - j).abs()]))
+    """
+
+    function: Callable
+
+    __str__ = Score.__str__
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", "score_mod").strip("<>")
+
+    @property
+    def _traced(self):
+        return trace_mod(self.function, score=True)
+
+    @property
+    def key(self):
+        return (ScoreMod, self.name, self._traced[0])
+
+    @property
+    def tensors(self):
+        return tuple(self._traced[1])
+
+    def apply(self, s, at: Place):
+        return self.function(s, *at[:4])
+
+
+@dataclass(frozen=True, eq=False)
+class Scores(Score):
+    """Several, applied in order."""
+
+    each: tuple[Score, ...]
+
+    __str__ = Score.__str__
+
+    @property
+    def name(self) -> str:
+        return ", ".join(score.name for score in self.each)
+
+    @property
+    def key(self):
+        return (Scores, *(score.key for score in self.each))
+
+    @property
+    def tensors(self):
+        return tuple(t for score in self.each for t in score.tensors)
+
+    def apply(self, s, at: Place):
+        for score in self.each:
+            s = score.apply(s, at)
+        return s
+
+
+def chain(bias: Tensor | None, score: Any, softcap: float | None) -> Score | None:
+    """All that happens to a score, in the order bias, score functions, softcap; None when nothing does."""
+    each: list[Score] = [Bias(bias)] if bias is not None else []
+    for one in score if isinstance(score, (list, tuple)) else () if score is None else (score,):
+        if not isinstance(one, Score) and not callable(one):
+            raise TypeError(f"score is a {type(one).__name__}; give a function score_mod(s, b, h, i, j), a Score (ALiBi(...), Softcap(30.0)) or a list of them")
+        each.append(one if isinstance(one, Score) else ScoreMod(one))
+    if softcap:
+        each.append(Softcap(float(softcap)))
+    return None if not each else each[0] if len(each) == 1 else Scores(tuple(each))
+
+
+def traced(score: Score | None) -> Sequence:
+    """(what the Problem carries or None, the tensors it reads)."""
+    return (None, ()) if score is None else (score.static(), score.tensors)
+
+
+@functools.lru_cache(maxsize=4096)
+def _static(by_key: ByKey) -> Traced:
+    score = by_key.value
+    text, tensors = trace(score.apply, score.name, score.tensors, score=True)
+    assert len(tensors) == len(score.tensors), f"{score.name} reads a tensor that it does not list"
+    by_key.value = None  # the cache must not keep the tensors of the first one alive
+    return Traced(score.name, text)
