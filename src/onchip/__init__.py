@@ -8,10 +8,12 @@ import importlib
 __version__ = "0.1.0"
 
 _NAMES = {
-    "onchip.core.masks": ("Full", "Causal", "Window"),
+    "onchip.core.masks": ("Full", "Causal", "Window", "Chunked", "Document", "Prefix", "Tree", "KeyPadding", "Blocks", "Dense", "MaskMod"),
+    "onchip.core.scores": ("ALiBi", "BucketBias", "RelativeBias", "ScoreMod", "Softcap"),
+    "onchip.core.problem": ("Dropout",),
     "onchip.core.kernel": ("Unsupported",),
     "onchip.dispatch": ("explain", "record"),
-    "onchip.ops.attention": ("PagedKV", "attention", "attention_packed", "paged_attention"),
+    "onchip.ops.attention": ("PagedKV", "attention", "attention_packed", "merge", "paged_attention"),
     "onchip.ops.fused": ("Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.engine.llm": ("LLM",),

@@ -35,11 +35,11 @@ def test_dense_inputs_that_disagree(q, k, v, words):
 def test_packed_inputs_that_disagree():
     x, offsets = zeros(5, 2, 16), torch.tensor([0, 5], dtype=INT32)
     with pytest.raises(ValueError, match=r"offsets are torch.int64 \[2\]; give int32 \[batch \+ 1\]"):
-        onchip.attention_packed(x, x, x, offsets.long(), 5)
+        onchip.attention_packed(x, x, x, offsets.long(), longest=5)
     with pytest.raises(ValueError, match=r"offsets are torch.int32 \[1\]"):
-        onchip.attention_packed(x, x, x, offsets[:1], 5)
+        onchip.attention_packed(x, x, x, offsets[:1], longest=5)
     with pytest.raises(ValueError, match="k has 4 tokens, q has 5"):
-        onchip.attention_packed(x, x[:4], x[:4], offsets, 5)
+        onchip.attention_packed(x, x[:4], x[:4], offsets, longest=5)
 
 
 def test_paged_inputs_that_disagree():

@@ -37,7 +37,7 @@ def rope(x, append):
 CALLS = {
     "attention": lambda: (lambda q, k, v: onchip.attention(q, k, v, mask=onchip.Window(5), return_lse=True), qkv(2, T)),
     "attention_packed": lambda: (
-        lambda q, k, v: onchip.attention_packed(q, k, v, torch.tensor([0, 10, T], dtype=torch.int32), 14, return_lse=True),
+        lambda q, k, v: onchip.attention_packed(q, k, v, torch.tensor([0, 10, T], dtype=torch.int32), longest=14, return_lse=True),
         qkv(T),
     ),
     "paged_attention": lambda: (lambda q: paged(q, onchip.Causal()), [torch.randn(2, 1, 4, 16)]),

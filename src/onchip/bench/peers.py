@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from onchip.bench import suite
 from onchip.bench.suite import Generate, Overhead, Prompts, Tensors, Tiny
 from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import SHORT, Attention, Problem, Rows
+from onchip.core.problem import SHORT, Attention, Operands, Problem, Rows
 from onchip.dispatch import record, select
 from onchip.ops.attention import attention, attention_packed, paged_attention
 from onchip.ops.fused import gated_act, rms_norm
@@ -94,7 +94,7 @@ def _onchip(inputs: Tensors) -> Call:
     if p.keys == "paged":
         return Call(lambda: paged_attention(i.q, i.cache, mask=p.mask))
     if p.keys == "packed":
-        return Call(lambda: attention_packed(i.q, i.k, i.v, i.offsets, p.len_q, mask=p.mask))
+        return Call(lambda: attention_packed(i.q, i.k, i.v, i.offsets, longest=p.len_q, mask=p.mask))
     return Call(lambda: attention(i.q, i.k, i.v, mask=p.mask))
 
 
@@ -167,7 +167,8 @@ def _kernel_alone(inputs: Tiny) -> Call:
     with record() as decisions:
         _public(p, args)()
     launch = decisions[-1].launch
-    rest = {"prefill": (None, args[0].shape[-1] ** -0.5, False), "decode": (args[0].shape[-1] ** -0.5, False), "rms_norm": (1e-6, None), "gated_act": ()}
+    x = Operands(args[0].shape[-1] ** -0.5)
+    rest = {"prefill": (x, False), "decode": (x, False), "rms_norm": (1e-6, None), "gated_act": ()}
     return _loop(functools.partial(launch, *args, *rest[p.inner.op]))
 
 
@@ -231,7 +232,7 @@ def _fa4(inputs: Tensors) -> Call:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     p, i = inputs.problem, inputs
-    window = (p.mask.size, 0) if isinstance(p.mask, Window) else (None, None)
+    window = (p.mask.left, 0) if isinstance(p.mask, Window) else (None, None)
     keywords = {"causal": isinstance(p.mask, Causal), "window_size": window}
     if p.keys == "packed":
         keywords |= {"cu_seqlens_q": i.offsets, "cu_seqlens_k": i.offsets, "max_seqlen_q": p.len_q, "max_seqlen_k": p.len_k}

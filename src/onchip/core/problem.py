@@ -7,8 +7,10 @@ building and hashing one is on the path of every call (about 1 us; a frozen data
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from onchip.core.masks import Full, Mask
+from onchip.core.masks import Band, Full
+from onchip.core.trace import Traced
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 DTYPES = {name: dtype for dtype, name in SHORT.items()}
@@ -25,12 +27,15 @@ class Cost(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """`softmax(scale q k^T + mask) v`.
+    """`softmax(score(scale q k^T) + mask) v`.
 
-    op      "prefill": many queries a sequence; "decode": at most 16, over a paged cache.
+    op      "prefill": many queries a sequence; "backward": its gradients; "decode": at most 16 queries, over a paged cache.
     keys    "dense" [batch, len, heads, dim], "packed" [tokens, heads, dim] or "paged" [pages, page, kv_heads, dim].
-    len_q, len_k   of the longest sequence. A packed problem also has `tokens`, the queries in all; its cost supposes
-            sequences of equal length. A paged problem's `len_k` is the capacity of its page table.
+    len_q, len_k   of the longest sequence. A packed problem also has `tokens`, the queries in all (and `tokens_k`, the keys, where
+            they are not as many); its cost supposes sequences of equal length. A paged problem's `len_k` is the capacity of its page table.
+    mask    a band (`Full`, `Causal`, `Window`), or the text of any other mask.     score   the text of what happens to a score, or None.
+    dim_v   of the values, where it is not `dim`; else 0.
+    extras  in alphabetical order, what else the call asks for: see EXTRAS.
     """
 
     op: str
@@ -41,25 +46,76 @@ class Attention(NamedTuple):
     kv_heads: int
     dim: int
     dtype: torch.dtype
-    mask: Mask = Full()
+    mask: Band | Traced = Full()
     keys: str = "dense"
     page: int = 0
     tokens: int = 0
-    grad: bool = False
+    tokens_k: int = 0
+    dim_v: int = 0
+    score: Traced | None = None
+    extras: tuple[str, ...] = ()
 
     @property
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.heads // self.kv_heads
 
+    @property
+    def value_dim(self) -> int:
+        return self.dim_v or self.dim
+
     def __str__(self):
         parts = [
-            f"{self.op} B{self.batch} q{self.len_q} k{self.len_k} h{self.heads}/{self.kv_heads} d{self.dim}",
+            f"{self.op} B{self.batch} q{self.len_q} k{self.len_k} h{self.heads}/{self.kv_heads} d{self.dim}" + f"/{self.dim_v}" * bool(self.dim_v),
             SHORT.get(self.dtype, str(self.dtype)),
             str(self.mask),
         ]
-        parts += {"dense": [], "packed": [f"packed {self.tokens} tokens"], "paged": [f"page {self.page}"]}[self.keys]
-        return " ".join(parts + ["grad"] * self.grad)
+        packed = f"packed {self.tokens}" + f"/{self.tokens_k}" * bool(self.tokens_k) + " tokens"
+        parts += {"dense": [], "packed": [packed], "paged": [f"page {self.page}"]}[self.keys]
+        return " ".join(parts + [str(self.score)] * (self.score is not None) + list(self.extras))
+
+
+EXTRAS = {
+    "batch_invariant": "a row's result does not depend on its neighbours in the batch",
+    "deterministic": "gradients are the same bits in every run",
+    "dropout": "weights are dropped at random",
+    "score_grad": "gradients to the tensors that the score reads",
+    "sinks": "a learnt logit a head joins the softmax's sum",
+    "tf32": "float32 products on tensor cores",
+    "used": "sequences use less than their share of the packed tokens",
+}
+
+
+class Dropout(NamedTuple):
+    """Each weight is dropped with probability `p`, the others grow by 1 / (1 - p).
+
+    The random numbers are Philox-4x32 (Salmon et al., 2011) of (seed, offset, sequence, head, query, key): whatever kernel runs, on
+    whatever device, drops the same ones. `seed` None: drawn from torch's generator of the device.
+    """
+
+    p: float
+    seed: int | None = None
+    offset: int = 0
+
+
+class Operands(NamedTuple):
+    """The tensors of an attention call beside q, k and v, as kernels get them; None or () where the Problem does not ask for them.
+
+    q_offsets, k_offsets   int32 [batch + 1] of a packed problem; q_used, k_used: int32 [batch] or None.
+    mask, score    the tensors that the mask's and the score's text reads.        sinks   [heads].
+    drop, state    the probability, and int64 [2] on the device: seed and offset.
+    """
+
+    scale: float
+    q_offsets: Tensor | None = None
+    k_offsets: Tensor | None = None
+    q_used: Tensor | None = None
+    k_used: Tensor | None = None
+    mask: tuple[Tensor, ...] = ()
+    score: tuple[Tensor, ...] = ()
+    sinks: Tensor | None = None
+    drop: float = 0.0
+    state: Tensor | None = None
 
 
 class Rows(NamedTuple):

@@ -1,5 +1,6 @@
-"""One decoder for every family: attention, then a gated MLP, each after an RMSNorm and added to the residual stream."""
+"""One decoder for every family: attention, then a gated MLP, each after an RMSNorm (and before another, in Gemma) and added to the residual stream."""
 
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -8,12 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.cache.paged import PagePool
+from onchip.core.masks import Window
 from onchip.models.families import ModelConfig
 from onchip.models.gguf import ModelError
-from onchip.models.layers import Linear
+from onchip.models.layers import Linear, Norm, unchanged
 from onchip.models.rope import rope_table
 from onchip.ops.attention import PagedKV, attention_packed, paged_attention
-from onchip.ops.fused import Append, QKNorm, gated_act, rms_norm, rope_append
+from onchip.ops.fused import Append, QKNorm, gated_act, rope_append
 
 
 class Step(NamedTuple):
@@ -38,12 +40,15 @@ class Layer:
 
     def __init__(self, c: ModelConfig, dtype: torch.dtype, device: torch.device):
         at = {"dtype": dtype, "device": device}
-        self.norm_in, self.norm_mlp = (torch.empty(c.width, **at) for _ in range(2))
+        norm = functools.partial(Norm, eps=c.eps, offset=c.norm_offset, **at)
+        self.norm_in, self.norm_mlp = norm(c.width), norm(c.width)
+        self.norm_attended, self.norm_fed = (norm(c.width), norm(c.width)) if c.post_norms else (unchanged, unchanged)
         self.qkv = Linear((c.heads + 2 * c.kv_heads) * c.dim, c.width, bias=c.qkv_bias, **at)
         self.out = Linear(c.width, c.heads * c.dim, bias=c.out_bias, **at)
         self.gate_up = Linear(2 * c.inner, c.width, bias=c.mlp_bias, **at)
         self.down = Linear(c.width, c.inner, bias=c.mlp_bias, **at)
-        self.qk_norm = QKNorm(torch.empty(c.dim, **at), torch.empty(c.dim, **at), c.eps) if c.qk_norm else None
+        self.qk_norm = QKNorm(torch.empty(c.dim, **at), torch.empty(c.dim, **at), c.eps, c.norm_offset) if c.qk_norm else None
+        self.rope: Tensor | None = None
 
 
 class Decoder:
@@ -53,9 +58,9 @@ class Decoder:
         self.config, self.dtype, self.device = config, dtype, device
         self.embedding = torch.empty(config.vocab, config.width, dtype=dtype, device=device)
         self.layers = [Layer(config, dtype, device) for _ in range(config.layers)]
-        self.norm = torch.empty(config.width, dtype=dtype, device=device)
+        self.norm = Norm(config.width, config.eps, config.norm_offset, dtype=dtype, device=device)
         self.head = Linear(config.vocab, config.width, bias=False, dtype=dtype, device=device)
-        self.rope: Tensor | None = None
+        self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()  # rounded, as Gemma was trained
         self.kernel = "auto"  # a kernel for attention, by name
 
     # ---- forward
@@ -63,31 +68,36 @@ class Decoder:
     def forward(self, step: Step, pool: PagePool) -> Tensor:
         """Hidden states `[tokens, width]` before the last norm; keys and values of the tokens are in the pool afterwards."""
         c = self.config
-        residual = x = F.embedding(step.tokens, self.embedding)
-        x = rms_norm(x, self.layers[0].norm_in, eps=c.eps)
+        residual = self._embed(step.tokens)
+        x = self.layers[0].norm_in(residual)
         for i, layer in enumerate(self.layers):
             append = Append(pool.k[i], pool.v[i], step.slots)
-            q, k, v = rope_append(layer.qkv(x), self.rope, step.positions, (c.heads, c.kv_heads), layout=c.rope_layout, norm=layer.qk_norm, append=append)
-            x = layer.out(self._attend(i, q, k, v, step, pool))
-            x, residual = rms_norm(x, layer.norm_mlp, eps=c.eps, residual=residual)
-            x = layer.down(gated_act(layer.gate_up(x), c.act))
+            q, k, v = rope_append(layer.qkv(x), layer.rope, step.positions, (c.heads, c.kv_heads), layout=c.rope_layout, norm=layer.qk_norm, append=append)
+            x = layer.norm_attended(layer.out(self._attend(i, q, k, v, step, pool)))
+            x, residual = layer.norm_mlp(x, residual)
+            x = layer.norm_fed(layer.down(gated_act(layer.gate_up(x), c.act)))
             if i + 1 < c.layers:
-                x, residual = rms_norm(x, self.layers[i + 1].norm_in, eps=c.eps, residual=residual)
+                x, residual = self.layers[i + 1].norm_in(x, residual)
         return x + residual
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.embedding)
+        return x if self.embedding_scale == 1 else x.mul_(self.embedding_scale)
 
     def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, step: Step, pool: PagePool) -> Tensor:
         """Attention of layer `i`, `[tokens, heads dim]`: over the prompts themselves in a prefill, over the pages in a decode."""
         mask = self.config.masks[i]
         if step.offsets is not None:
             kernel = self.kernel if self.kernel != "triton_decode" else "auto"
-            return attention_packed(q, k, v, step.offsets, step.longest, mask=mask, kernel=kernel).flatten(1)
+            return attention_packed(q, k, v, step.offsets, longest=step.longest, mask=mask, scale=self.config.scale, kernel=kernel).flatten(1)
         cache = PagedKV(pool.k[i], pool.v[i], step.page_table, step.lengths)
         kernel = self.kernel if self.kernel != "triton_prefill" else "auto"
-        return paged_attention(q[:, None], cache, mask=mask, kernel=kernel).flatten(1)
+        return paged_attention(q[:, None], cache, mask=mask, scale=self.config.scale, kernel=kernel).flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of hidden states `[rows, width]`."""
-        return self.head(rms_norm(hidden, self.norm, eps=self.config.eps))
+        logits, cap = self.head(self.norm(hidden)), self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     # ---- weights
 
@@ -119,12 +129,12 @@ class Decoder:
         generator = torch.Generator(self.device).manual_seed(seed)
         for piece in self._pieces()[0].values():
             if piece.ndim == 1:
-                piece.fill_(1.0)
+                piece.fill_(1.0 - self.config.norm_offset)
             else:
                 piece.normal_(std=piece.shape[1] ** -0.5, generator=generator)
 
     def prepare(self, positions: int) -> None:
-        """After the weights are in: tie the head, lay weights out for the device, and make the rotary table for `positions`."""
+        """After the weights are in: tie the head, lay weights out for the device, and make the rotary tables for `positions`."""
         c = self.config
         if c.tied:
             self.head.weight = self.embedding
@@ -132,12 +142,15 @@ class Decoder:
             for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 linear.pack()
         self.head.pack(keep=c.tied)
-        self.rope = rope_table(positions, c.rotary_dim, c.theta, c.rope, self.device)
+        everywhere = rope_table(positions, c.rotary_dim, c.theta, c.rope, self.device)
+        windowed = everywhere if c.window_theta is None else rope_table(positions, c.rotary_dim, c.window_theta, device=self.device)
+        for layer, mask in zip(self.layers, c.masks, strict=True):
+            layer.rope = windowed if isinstance(mask, Window) else everywhere
 
     def _pieces(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
         """{Hugging Face name: the (part of a) weight it fills}, and {name of a fused tensor: the names it stands for}."""
         c = self.config
-        pieces = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        pieces = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
         if not c.tied:
             pieces["lm_head.weight"] = self.head.weight
         fused: dict[str, list[str]] = {}
@@ -156,8 +169,10 @@ class Decoder:
             linear(f"{at}.self_attn", layer.out, {"o_proj": c.width})
             linear(f"{at}.mlp", layer.gate_up, {"gate_proj": c.inner, "up_proj": c.inner}, "gate_up_proj")
             linear(f"{at}.mlp", layer.down, {"down_proj": c.width})
-            pieces[f"{at}.input_layernorm.weight"] = layer.norm_in
-            pieces[f"{at}.post_attention_layernorm.weight"] = layer.norm_mlp
+            norms = {"input": layer.norm_in, "post_attention": layer.norm_mlp}
+            if c.post_norms:
+                norms |= {"post_attention": layer.norm_attended, "pre_feedforward": layer.norm_mlp, "post_feedforward": layer.norm_fed}
+            pieces.update({f"{at}.{name}_layernorm.weight": norm.weight for name, norm in norms.items()})
             if layer.qk_norm is not None:
                 pieces[f"{at}.self_attn.q_norm.weight"] = layer.qk_norm.q
                 pieces[f"{at}.self_attn.k_norm.weight"] = layer.qk_norm.k

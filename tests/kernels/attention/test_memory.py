@@ -56,7 +56,7 @@ def test_blocked_with_fewer_queries_than_keys():
 def test_blocked_packed():
     q, k, v = (x[0] for x in qkv())
     offsets = torch.tensor([0, 384, N], dtype=torch.int32)
-    assert peak(lambda: onchip.attention_packed(q, k, v, offsets, N - 384, kernel="blocked")) < ALLOWED
+    assert peak(lambda: onchip.attention_packed(q, k, v, offsets, longest=N - 384, kernel="blocked")) < ALLOWED
 
 
 @pytest.mark.gpu

@@ -182,11 +182,11 @@ def test_packed(kernel, lengths, problem, device):
     q, k, v = flat(p, device, tail=70)
     offsets = offsets_of(lengths, device)
     how = {"mask": p.mask, "return_lse": True}
-    truth, truth_lse = onchip.attention_packed(q.double(), k.double(), v.double(), offsets, p.len_q, kernel="reference", **how)
-    low, low_lse = onchip.attention_packed(q, k, v, offsets, p.len_q, kernel="reference", **how)
+    truth, truth_lse = onchip.attention_packed(q.double(), k.double(), v.double(), offsets, longest=p.len_q, kernel="reference", **how)
+    low, low_lse = onchip.attention_packed(q, k, v, offsets, longest=p.len_q, kernel="reference", **how)
     with onchip.record() as decisions:
-        out, lse = onchip.attention_packed(q, k, v, offsets, p.len_q, kernel=kernel, **how)
-    alone = onchip.attention_packed(q, k, v, offsets, p.len_q, mask=p.mask, kernel=kernel)
+        out, lse = onchip.attention_packed(q, k, v, offsets, longest=p.len_q, kernel=kernel, **how)
+    alone = onchip.attention_packed(q, k, v, offsets, longest=p.len_q, mask=p.mask, kernel=kernel)
     assert decisions[0].problem == p
     assert out.shape == q.shape and lse.shape == (p.heads, p.tokens) and lse.dtype == FP32
     for ours in (out, alone):
@@ -200,7 +200,7 @@ def test_packed_is_each_sequence_alone(kernel, problem, longest, device):
     """`longest` may be an upper bound."""
     q, k, v = flat(problem, device)
     offsets = offsets_of(LENGTHS[0], device)
-    out = onchip.attention_packed(q, k, v, offsets, longest, kernel=kernel)
+    out = onchip.attention_packed(q, k, v, offsets, longest=longest, kernel=kernel)
     for a, b in pairwise(offsets.tolist()):
         one = onchip.attention(*(x[None, a:b] for x in (q, k, v)), mask=Causal(), kernel="reference")[0]
         torch.testing.assert_close(out[a:b], one)
@@ -211,10 +211,10 @@ def test_a_neighbour_of_nan_does_not_leak(kernel, problem, device):
     p = problem
     q, k, v = flat(p, device)
     offsets = offsets_of([40, 70, 33], device)
-    clean, clean_lse = onchip.attention_packed(q, k, v, offsets, 70, mask=p.mask, kernel=kernel, return_lse=True)
+    clean, clean_lse = onchip.attention_packed(q, k, v, offsets, longest=70, mask=p.mask, kernel=kernel, return_lse=True)
     for x in (q, k, v):
         x[40:110] = NAN
-    out, lse = onchip.attention_packed(q, k, v, offsets, 70, mask=p.mask, kernel=kernel, return_lse=True)
+    out, lse = onchip.attention_packed(q, k, v, offsets, longest=70, mask=p.mask, kernel=kernel, return_lse=True)
     others = torch.tensor([*range(40), *range(110, 143)], device=device)
     assert torch.equal(out[others], clean[others]) and torch.equal(lse[:, others], clean_lse[:, others])
 
@@ -225,8 +225,8 @@ def test_packed_slices_of_one_qkv(kernel, problem, device):
     p = problem
     qkv = torch.randn(p.tokens, p.heads + 2 * p.kv_heads, p.dim, device=device)
     q, k, v = qkv.split((p.heads, p.kv_heads, p.kv_heads), 1)
-    out = onchip.attention_packed(q, k, v, offsets_of([40, 7], device), 40, kernel=kernel)
-    expected = onchip.attention_packed(q, k, v, offsets_of([40, 7], device), 40, kernel="reference")
+    out = onchip.attention_packed(q, k, v, offsets_of([40, 7], device), longest=40, kernel=kernel)
+    expected = onchip.attention_packed(q, k, v, offsets_of([40, 7], device), longest=40, kernel="reference")
     torch.testing.assert_close(out, expected)
 
 

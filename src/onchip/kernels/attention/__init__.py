@@ -1,36 +1,86 @@
 """The menu of attention: each operator's cost and its kernels, fastest first. Imports no DSL."""
 
+import importlib
+
 import torch
 
 from onchip.core.kernel import Kernel, Op
-from onchip.core.masks import MASKS
+from onchip.core.masks import BANDS, Band
 from onchip.core.problem import Attention, Cost
+from onchip.core.trace import Traced
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
+MASKS = (*BANDS, Traced)
+
+
+def area(p: Attention, len_q: int, len_k: int) -> int:
+    """The (query, key) pairs that a mask lets through; of a mask that is not a band those of the band around it, an upper bound."""
+    return (p.mask if isinstance(p.mask, Band) else p.mask.hull).area(len_q, len_k)
 
 
 def cost(p: Attention) -> Cost:
-    """Two products of `dim` multiply-adds for each pair the mask lets through; q, k, v read once, the output and LSE written once.
+    """A product of `dim` and one of `value_dim` multiply-adds for each pair the mask lets through; q, k, v read once, the output and LSE written once.
 
     FlashAttention (Dao et al., 2022) moves Theta(N^2 d^2 / M) bytes; with tiles this large K and V are re-read from L2, so
     the floor counts each tensor once.
     """
-    size = p.dtype.itemsize
+    size, both = p.dtype.itemsize, p.dim + p.value_dim
+    pairs, queries, keys = _counts(p)
+    moved = size * both * (queries * p.heads + keys * p.kv_heads) + 4 * queries * p.heads
+    return Cost(2 * pairs * p.heads * both, moved)
+
+
+def backward_cost(p: Attention) -> Cost:
+    """Five products where the forward pass has two (the scores again, dV, dP, dQ, dK); q, k, v, the output and its gradient read, LSE too, three gradients written."""
+    size, both = p.dtype.itemsize, p.dim + p.value_dim
+    pairs, queries, keys = _counts(p)
+    moved = 2 * size * both * (queries * p.heads + keys * p.kv_heads) + 4 * queries * p.heads
+    return Cost(2 * pairs * p.heads * (3 * p.dim + 2 * p.value_dim), moved)
+
+
+def _counts(p: Attention) -> tuple[int, int, int]:
+    """(query, key) pairs, queries, and keys that are read."""
     if p.keys == "packed":  # sequences of equal length stand in for the lengths, which are not part of the Problem
-        each = max(1, p.tokens // p.batch)
-        pairs, queries, keys = p.batch * p.mask.area(each, each), p.tokens, p.tokens
-    else:
-        pairs, queries = p.batch * p.mask.area(p.len_q, p.len_k), p.batch * p.len_q
-        keys = p.batch * len(p.mask.keys(p.len_k - p.len_q, p.len_k - 1, p.len_k))
-    moved = size * p.dim * (2 * queries * p.heads + 2 * keys * p.kv_heads) + 4 * queries * p.heads
-    return Cost(4 * pairs * p.heads * p.dim, moved)
+        keys = p.tokens_k or p.tokens
+        return p.batch * area(p, max(1, p.tokens // p.batch), max(1, keys // p.batch)), p.tokens, keys
+    band = p.mask if isinstance(p.mask, Band) else p.mask.hull
+    shift = band.shift(p.len_q, p.len_k)
+    keys = p.batch * len(band.keys(shift, shift + p.len_q - 1, p.len_k))
+    return p.batch * area(p, p.len_q, p.len_k), p.batch * p.len_q, keys
+
+
+# ---- what no single field can say
 
 
 def _rows_of_a_group(p: Attention) -> str | None:
     rows = p.len_q * p.group
     return f"{p.len_q} queries x {p.group} heads a group = {rows} rows, of at most 64" if rows > 64 else None
+
+
+def _only(*known: str):
+    """No extra but these."""
+
+    def rule(p: Attention) -> str | None:
+        unknown = [extra for extra in p.extras if extra not in known]
+        return f"no {', '.join(unknown)}" if unknown else None
+
+    return rule
+
+
+def _no_gradient_of_reads(p: Attention) -> str | None:
+    both = "deterministic" in p.extras and "score_grad" in p.extras
+    return "gradients of what the score reads are summed in any order, so not deterministic" if both else None
+
+
+def _translates(p: Attention) -> str | None:
+    """Whether the texts of mask and score have a Triton form."""
+    texts = [part.text for part in (p.mask, p.score) if isinstance(part, Traced)]
+    if not texts:
+        return None
+    refuses = importlib.import_module("onchip.kernels.attention.mods").refuses
+    return next((why for text in texts if (why := refuses(text))), None)
 
 
 PREFILL = Op(
@@ -41,10 +91,27 @@ PREFILL = Op(
             "triton_prefill",
             "onchip.kernels.attention.triton_prefill:launch",
             GPUS,
-            {"dtype": FLOATS, "dim": range(16, 257), "mask": MASKS, "keys": ("dense", "packed"), "grad": (False,)},
+            {"dtype": FLOATS, "dim": range(8, 577), "value_dim": range(8, 513), "mask": MASKS, "keys": ("dense", "packed")},
+            also=(_only("batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"), _translates),
         ),
-        Kernel("blocked", "onchip.kernels.attention.blocked:prefill", accepts={"mask": MASKS, "keys": ("dense", "packed"), "grad": (False,)}, portable=True),
+        Kernel("blocked", "onchip.kernels.attention.blocked:prefill", accepts={"mask": MASKS, "keys": ("dense", "packed")}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:prefill", accepts={"keys": ("dense", "packed")}, portable=True),
+    ),
+)
+
+BACKWARD = Op(
+    "backward",
+    backward_cost,
+    (
+        Kernel(
+            "triton_backward",
+            "onchip.kernels.attention.triton_backward:launch",
+            GPUS,
+            {"dtype": FLOATS, "dim": range(8, 577), "value_dim": range(8, 513), "mask": MASKS, "keys": ("dense", "packed")},
+            also=(_only("batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"), _no_gradient_of_reads, _translates),
+        ),
+        Kernel("blocked", "onchip.kernels.attention.blocked:backward", accepts={"mask": MASKS, "keys": ("dense", "packed")}, portable=True),
+        Kernel("reference", "onchip.kernels.attention.reference:backward", accepts={"keys": ("dense", "packed")}, portable=True),
     ),
 )
 
@@ -59,17 +126,18 @@ DECODE = Op(
             {
                 "dtype": FLOATS,
                 "dim": range(16, 257),
-                "mask": MASKS,
+                "dim_v": (0,),
+                "mask": BANDS,
+                "score": (None,),
                 "keys": ("paged",),
                 "len_q": range(1, 17),
                 "page": [1 << i for i in range(11)],
-                "grad": (False,),
             },
-            also=(_rows_of_a_group,),
+            also=(_rows_of_a_group, _only("tf32")),
         ),
-        Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",), "grad": (False,)}, portable=True),
+        Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",)}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),
     ),
 )
 
-OPS = (PREFILL, DECODE)
+OPS = (PREFILL, BACKWARD, DECODE)

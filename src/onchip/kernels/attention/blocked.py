@@ -12,15 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core.masks import Causal, Full
-from onchip.core.problem import Attention
+from onchip.core.problem import Attention, Operands
 
 ROWS, COLS = 256, 1024  # a tile of scores: 1 MiB a head in float32
 FUSED_ROWS = 128  # queries a call of torch's kernel: it computes what a mask hides, so short tiles save work (512 causal rows: 6.3 ms, in one call 8.1)
 FUSED_MOST = 1024  # queries up to which that holds; then the masks cost more than they save (2,048 rows: 93 ms, in one call 79)
 
 
-def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, scale: float, return_lse: bool):
+def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with `offsets`, one sequence after the other."""
+    offsets, scale = x.q_offsets, x.scale
     if offsets is None:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = _dense(p, q, k, v, scale, return_lse)
@@ -39,10 +40,11 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, offsets: Ten
     return (out, lse) if return_lse else out
 
 
-def decode(p: Attention, _config, q: Tensor, cache, scale: float, return_lse: bool):
+def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
     """`q [batch, len_q, heads, dim]` over the pages of each sequence; no loop over tokens."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full((p.batch, p.heads, p.len_q), -torch.inf, dtype=_lse_dtype(q), device=q.device) if return_lse else None
+    scale = x.scale
     for i, length in enumerate(cache.lengths.tolist()):
         seen = p.mask.keys(length - p.len_q, length - 1, length)
         if not seen:

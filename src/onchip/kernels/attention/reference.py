@@ -1,48 +1,101 @@
-"""The oracle: attention as it is written on paper, in float32 (float64 for float64 inputs), with all scores in memory at once."""
+"""The oracle: attention as it is written on paper, in float32 (float64 for float64 inputs), with all scores in memory at once.
 
-from itertools import pairwise
+Gradients are torch's own, through the same lines.
+"""
 
 import torch
 from torch import Tensor
 
-from onchip.core.problem import Attention
+from onchip.core.philox import kept
+from onchip.core.problem import Attention, Operands
+from onchip.core.trace import Place
 
 
-def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor | None, scale: float, return_lse: bool):
-    """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with `offsets`."""
-    if offsets is None:
-        out, lse = zip(*(one(p, *qkv, scale) for qkv in zip(q, k, v, strict=True)), strict=True)
-        out, lse = torch.stack(out), torch.stack(lse)
-    else:
-        bounds = offsets.tolist()
-        spans = [slice(a, b) for a, b in pairwise(bounds)]
-        out, lse = zip(*(one(p, q[s], k[s], v[s], scale) for s in spans), strict=True)
-        out, lse = torch.cat(out), torch.cat(lse, 1)
+def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
+    """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with offsets."""
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    lse = torch.full(_lse_shape(q), -torch.inf, dtype=_lse_dtype(q), device=q.device)
+    if x.q_offsets is None:
+        parts = [one(p, b, *qkv, x) for b, qkv in enumerate(zip(q, k, v, strict=True))]
+        if parts:
+            out, lse = (torch.stack(each) for each in zip(*parts, strict=True))
+        return (out, lse) if return_lse else out
+    for b, (rows, keys) in enumerate(zip(spans(x.q_offsets, x.q_used), spans(x.k_offsets, x.k_used), strict=True)):
+        part, part_lse = one(p, b, q[rows], k[keys], v[keys], x)
+        index = torch.arange(rows.start, rows.stop, device=q.device)
+        out, lse = out.index_copy(0, index, part), lse.index_copy(1, index, part_lse)
     return (out, lse) if return_lse else out
 
 
-def decode(p: Attention, _config, q: Tensor, cache, scale: float, return_lse: bool):
+def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands):
+    """Gradients of q, k, v, the sinks and each tensor that the score reads; None where one needs none. `d_lse` may be None."""
+    with torch.enable_grad():
+        q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+        sinks = None if x.sinks is None else x.sinks.detach().requires_grad_()
+        score = tuple(t.detach().requires_grad_(t.requires_grad) for t in x.score)
+        result = prefill(p._replace(op="prefill"), None, q, k, v, x._replace(sinks=sinks, score=score), True)
+        pairs = [(r, d) for r, d in zip(result, (d_out, d_lse), strict=True) if d is not None and r.requires_grad]
+        wanted = [t for t in (q, k, v, sinks, *score) if t is not None and t.requires_grad]
+        found = iter(torch.autograd.grad([r for r, _ in pairs], wanted, [d.to(r.dtype) for r, d in pairs], allow_unused=True))
+    grads = [next(found) if t is not None and t.requires_grad else None for t in (q, k, v, sinks, *score)]
+    grads = [torch.zeros_like(t) if g is None and t is not None and t.requires_grad else g for g, t in zip(grads, (q, k, v, sinks, *score), strict=True)]
+    return *grads[:4], tuple(grads[4:])
+
+
+def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
     """`q [batch, len_q, heads, dim]` over the pages of each sequence."""
     out, lse = [], []
-    for row, pages, length in zip(q, cache.page_table, cache.lengths.tolist(), strict=True):
+    for b, (row, pages, length) in enumerate(zip(q, cache.page_table, cache.lengths.tolist(), strict=True)):
         used = pages[: -(-length // p.page)].long()
         k, v = (pool[used].flatten(0, 1)[:length] for pool in (cache.k, cache.v))
-        o, e = one(p, row, k, v, scale)
+        o, e = one(p, b, row, k, v, x)
         out.append(o)
         lse.append(e)
     out = torch.stack(out)
     return (out, torch.stack(lse)) if return_lse else out
 
 
-def one(p: Attention, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One sequence: q `[len_q, heads, dim]`, k and v `[len_k, kv_heads, dim]` -> the output like q, LSE `[heads, len_q]`."""
+def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> tuple[Tensor, Tensor]:
+    """Sequence `b`: q `[len_q, heads, dim]`, k and v `[len_k, kv_heads, dim]` -> the output like q, LSE `[heads, len_q]`."""
     work = torch.promote_types(q.dtype, torch.float32)
-    len_q, len_k = len(q), len(k)
-    k, v = (x.to(work).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.to(work), k) * scale
-    rows = torch.arange(len_k - len_q, len_k, device=q.device)[:, None]
-    scores = scores.masked_fill(~p.mask.dense(rows, torch.arange(len_k, device=q.device)), -torch.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()  # a row that sees nothing gets all zeros
+    (len_q, heads, _), len_k = q.shape, len(k)
+    at = place(b, heads, len_q, len_k, q.device)
+    seen = p.mask.seen(at, x.mask).broadcast_to(1, heads, len_q, len_k)[0]
+    k, v = (t.to(work).repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
+    shown = seen.any(1).T[..., None]  # a key that nobody sees is padding, and may hold anything
+    k, v = (torch.where(shown, t, 0.0) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.to(work), k) * x.scale
+    if p.score is not None:
+        scores = p.score.run(scores[None], *at, *x.score)[0].to(work)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if x.sinks is not None:
+        scores = torch.cat([scores, x.sinks.to(work)[:, None, None].expand(heads, len_q, 1)], -1)
+    lse = scores.logsumexp(-1) if scores.shape[-1] else scores.sum(-1) - torch.inf
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()[..., :len_k]  # a row that sees nothing gets all zeros
+    if x.drop:
+        weights = weights * kept(x.drop, x.state, at.b, at.h, at.i, at.j, heads)[0] / (1 - x.drop)
     out = torch.einsum("hqk,khd->qhd", weights, v)
     return out.to(q.dtype), lse if work == torch.float64 else lse.float()
+
+
+def place(b: int, heads: int, len_q: int, len_k: int, device: torch.device) -> Place:
+    """Every (head, query, key) of sequence `b`, each number along its own dimension of [1, heads, len_q, len_k]."""
+    count = lambda n, *shape: torch.arange(n, device=device).view(shape)  # noqa: E731
+    lengths = (torch.full((1, 1, 1, 1), n, device=device) for n in (len_q, len_k))
+    b_at = torch.full((1, 1, 1, 1), b, device=device)
+    return Place(b_at, count(heads, 1, -1, 1, 1), count(len_q, 1, 1, -1, 1), count(len_k, 1, 1, 1, -1), *lengths)
+
+
+def spans(offsets: Tensor, used: Tensor | None) -> list[slice]:
+    """The tokens of each sequence of a packed batch."""
+    bounds = offsets.tolist()
+    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)] if used is None else used.tolist()
+    return [slice(a, a + n) for a, n in zip(bounds, lengths, strict=False)]
+
+
+def _lse_shape(q: Tensor) -> tuple[int, ...]:
+    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

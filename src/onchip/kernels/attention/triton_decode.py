@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from onchip.core.device import Device
-from onchip.core.problem import Attention
+from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.tile import LN2, LOG2E, band, normalise, online_softmax, page_slots
 
 
@@ -130,7 +130,7 @@ def configs(p: Attention, device: Device) -> list[Split]:
     return [Split(n, max(1, min(splits, p.len_k // (2 * n))), 4, stages)]
 
 
-def launch(p: Attention, how: Split, q, cache, scale: float, return_lse: bool):
+def launch(p: Attention, how: Split, q, cache, x: Operands, return_lse: bool):
     """q `[batch, len_q, heads, dim]`, cache a PagedKV, as `ops.attention.paged_attention` passes them."""
     q = q if q.stride(-1) == 1 else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -142,7 +142,7 @@ def launch(p: Attention, how: Split, q, cache, scale: float, return_lse: bool):
     left, right = (-1 if side is None else side for side in (p.mask.left, p.mask.right))
     k, v = cache.k, cache.v
     _partial[(programs, how.splits)](
-        q, k, v, cache.page_table, cache.lengths, part, part_lse, scale, p.kv_heads, p.group, p.len_q, cache.page_table.stride(0),
+        q, k, v, cache.page_table, cache.lengths, part, part_lse, x.scale, p.kv_heads, p.group, p.len_q, cache.page_table.stride(0),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         D=p.dim, ROWS=rows, BLOCK_N=how.n, BLOCK_D=width, PAGE=p.page, LEFT=left, RIGHT=right if p.len_q > 1 else -1,
         STAGES=how.stages, num_warps=how.warps, num_stages=how.stages,

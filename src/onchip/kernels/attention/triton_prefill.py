@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.core.device import Device
 from onchip.core.kernel import pick
-from onchip.core.problem import Attention
+from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.tile import LOG2E, band, inner_span, key_span, normalise, online_softmax
 
 L2_SHARE = 32 << 20  # bytes of K and V that the programs in flight may spread over and still find in L2
@@ -176,9 +176,10 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     return sorted(filter(fits, pick(CANDIDATES, width) if size == 2 else IEEE), key=idles)
 
 
-def launch(p: Attention, tiles: Tiles, q, k, v, offsets, scale: float, return_lse: bool):
+def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     """q, k, v as `ops.attention` passes them: dense, or packed with `offsets`."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    offsets, scale = x.q_offsets, x.scale
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     packed = offsets is not None
     lse = None
