@@ -18,7 +18,7 @@ from onchip.bench.suite import Generate, Row
 from onchip.core import settings
 from onchip.core.kernel import Unsupported
 from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import Attention
+from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention import reference
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -154,7 +154,7 @@ def test_inputs_that_cannot_be_made_are_an_entry(monkeypatch, facts):
 
 
 def test_unknown_suite_and_empty_selection(tmp_path):
-    with pytest.raises(ValueError, match=r"no suite named 'speed'; the suites are attention, generate, dispatch$"):
+    with pytest.raises(ValueError, match=r"no suite named 'speed'; the suites are attention, generate, dispatch, io$"):
         run.bench("speed", CPU, tmp_path)
     with pytest.raises(ValueError, match=r"no row with 'd512' in it on cpu; leave --only out"):
         run.bench("attention", CPU, tmp_path, only="d512")
@@ -228,7 +228,7 @@ def test_generate_times_what_the_new_tokens_add(monkeypatch, facts):
 def test_flash_attention_4_is_asked_for_the_same(monkeypatch, row):
     def attend(q, k, v, causal, window_size):
         mask = Causal() if causal else Full() if window_size == (None, None) else Window(window_size[0])
-        return reference.one(PREFILL._replace(mask=mask), q, k, v, q.shape[-1] ** -0.5)[0]
+        return reference.one(PREFILL._replace(mask=mask), 0, q, k, v, Operands(q.shape[-1] ** -0.5))[0]
 
     def flash_attn_func(q, k, v, causal=False, window_size=(None, None)):
         return torch.stack([attend(*one, causal, window_size) for one in zip(q, k, v, strict=True)]), None
@@ -261,7 +261,7 @@ def test_flashinfer_is_asked_for_the_same(monkeypatch, tensor_cores):
             out = []
             for row, (pages, last) in zip(q, self.plans, strict=True):
                 k, v = (pool[pages].flatten(0, 1)[: (len(pages) - 1) * 8 + last] for pool in paged_kv_cache)
-                out.append(reference.one(PAGED, row[None], k, v, 16**-0.5)[0][0])
+                out.append(reference.one(PAGED, 0, row[None], k, v, Operands(16**-0.5))[0][0])
             return torch.stack(out)
 
     monkeypatch.setattr(peers, "_workspace", lambda device: torch.zeros(8, dtype=torch.uint8, device=device))

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from onchip.bench import suite
-from onchip.bench.suite import Generate, Overhead, Prompts, Tensors, Tiny
+from onchip.bench import ladder, meters, suite
+from onchip.bench.suite import Generate, Ladder, Overhead, Prompts, Tensors, Tiny
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import SHORT, Attention, Operands, Problem, Rows
 from onchip.dispatch import record, select
@@ -55,11 +55,11 @@ class Peer:
         except ModuleNotFoundError:  # the parent of a dotted name
             return False
 
-    def why_not(self, problem: Problem | Generate | Overhead, device: torch.device) -> str | None:
+    def why_not(self, problem: Problem | Generate | Overhead | Ladder, device: torch.device) -> str | None:
         return next((why for rule in self.rules if (why := rule(problem, device))), None)
 
 
-def contenders(problem: Problem | Generate | Overhead, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
+def contenders(problem: Problem | Generate | Overhead | Ladder, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
     """Those who take this row, ours first, and the reasons of the others that are installed."""
     reasons = {peer: peer.why_not(problem, device) for peer in PEERS if isinstance(problem, peer.kind) and peer.installed}
     return [peer for peer, why in reasons.items() if why is None], {peer.name: why for peer, why in reasons.items() if why}
@@ -172,6 +172,21 @@ def _kernel_alone(inputs: Tiny) -> Call:
     return _loop(functools.partial(launch, *args, *rest[p.inner.op]))
 
 
+# ---- the ladder
+
+
+def _rung(rung: ladder.Rung) -> Callable[[Tensors], Call]:
+    """In the layout of a rung, [batch, heads, n, dim]; a host that lacks the memory for it says so before it is tried."""
+
+    def prepare(inputs: Tensors) -> Call:
+        p = inputs.problem
+        meters.make_room(rung.held(p, inputs.q.device), inputs.q.device)
+        q, k, v = (x.transpose(1, 2).contiguous() for x in (inputs.q, inputs.k, inputs.v))
+        return Call(lambda: rung.attend(p, q, k, v).transpose(1, 2))
+
+    return prepare
+
+
 # ---- torch
 
 
@@ -281,6 +296,8 @@ PEERS = (  # ours first, for its output is what the others are compared with
     Peer("onchip", Attention, _onchip),
     Peer("onchip", Generate, _onchip_generate),
     Peer("onchip", Overhead, _onchip_overhead),
+    Peer("onchip", Ladder, _onchip),
+    *(Peer(name, Ladder, _rung(rung)) for name, rung in ladder.RUNGS.items()),
     Peer("onchip kernel alone", Overhead, _kernel_alone, (_op("call"),)),
     Peer("cuDNN (torch)", Attention, _sdpa("CUDNN_ATTENTION"), (*GPU_PREFILL, _sdpa_takes)),
     Peer("FlashAttention-2 (torch)", Attention, _sdpa("FLASH_ATTENTION"), (*GPU_PREFILL, _sdpa_takes)),

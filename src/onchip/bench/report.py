@@ -61,17 +61,26 @@ def notes(row: dict) -> list[str]:
 
 def write(result: dict, path: Path) -> None:
     """Print the table, and write the plot and the page beside the JSON file `path`."""
+    publish(result, path, table(result), svg(result), page(result))
+
+
+def publish(result: dict, path: Path, listing: Table, plot: str, text: str) -> None:
+    """Print a suite's table and its notes, and write its plot and its page."""
     console = Console(width=None if Console().is_terminal else 200)
-    console.print(table(result))
+    console.print(listing)
     for row in result["rows"]:
         for note in notes(row):
             console.print(f"{row['problem']}: {note}", markup=False, highlight=False)
-    path.with_suffix(".svg").write_text(svg(result))
-    path.with_suffix(".html").write_text(page(result))
+    path.with_suffix(".svg").write_text(plot)
+    path.with_suffix(".html").write_text(text)
+
+
+def heading(result: dict) -> str:
+    return f"{result['suite']}, {result['device']['name']} ({result['device']['measured']['note']})"
 
 
 def table(result: dict) -> Table:
-    made = Table(title=f"{result['suite']}, {result['device']['name']} ({result['device']['measured']['note']})", title_justify="left")
+    made = Table(title=heading(result), title_justify="left")
     for name, where in (("problem", "left"), ("kernel", "left"), ("time", "right"), ("rate", "right"), ("% of floor", "right"), ("best peer", "left")):
         made.add_column(name, justify=where, overflow="fold")
     made.add_column("ratio", justify="right")
@@ -216,11 +225,15 @@ def _legend(colours: dict[str, str], limit: bool, width: int) -> tuple[str, int]
 
 
 def svg(result: dict, columns: int = 2) -> str:
-    """All panels of a suite as one plot, on a ground of its own that follows the reader's light or dark scheme."""
-    drawn = panels(result)
+    """All panels of a suite as one plot."""
+    return sheet(result, panels(result), contenders(result), columns)
+
+
+def sheet(result: dict, drawn: list[str], colours: dict[str, str], columns: int) -> str:
+    """Panels with their legend as one plot, on a ground of its own that follows the reader's light or dark scheme."""
     columns = max(1, min(columns, len(drawn)))
     width = columns * WIDTH + (columns + 1) * GAP
-    legend, tall = _legend(contenders(result), any('class="floor"' in panel for panel in drawn), width - 2 * GAP)
+    legend, tall = _legend(colours, any('class="floor"' in panel for panel in drawn), width - 2 * GAP)
     head = f"{result['suite']} on {result['device']['name']}, {result['date'][:10]}"
     below = 34 + tall + GAP // 2
     height = below + math.ceil(len(drawn) / columns) * (HEIGHT + GAP)
@@ -244,10 +257,17 @@ def _document(width: int, height: int, parts: str, label: str) -> str:
 
 def page(result: dict) -> str:
     """The plots, every contender's time in every row, and what the figures come from."""
-    device, colours = result["device"], contenders(result)
+    colours = contenders(result)
+    columns = ["problem", *colours, "rate", "% of floor", "ratio to best peer", "kernel", "notes"]
+    about = "Medians of readings taken in turn; point at a time for its 10th and 90th percentile. A ratio above 1: onchip is faster."
+    return document(result, svg(result, columns=3), about, columns, [_page_row(row, colours) for row in result["rows"]])
+
+
+def document(result: dict, plot: str, about: str, columns: list[str], rows: list[str]) -> str:
+    """A page of one plot and one table; `rows` are the HTML of the table's rows."""
+    device = result["device"]
     head = html.escape(f"{result['suite']} on {device['name']}")
-    names = [f"<th>{html.escape(name)}</th>" for name in colours]
-    columns = "".join(["<th>problem</th>", *names, "<th>rate</th><th>% of floor</th><th>ratio to best peer</th><th>kernel</th><th>notes</th>"])
+    names = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     source = f"{device['measured']['note']}. {versions}. {result['date']}, commit {result['commit'] or 'unknown'}."
     return "\n".join(
@@ -255,10 +275,10 @@ def page(result: dict) -> str:
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{head}</title>',
             f"<style>{PAGE}</style></head><body><h1>{head}</h1>",
             f"<p>{html.escape(source)}</p>",
-            svg(result, columns=3),
-            "<h2>All rows</h2><p>Medians of readings taken in turn; point at a time for its 10th and 90th percentile. A ratio above 1: onchip is faster.</p>",
-            f'<div class="scroll"><table><thead><tr>{columns}</tr></thead><tbody>',
-            *(_page_row(row, colours) for row in result["rows"]),
+            plot,
+            f"<h2>All rows</h2><p>{html.escape(about)}</p>",
+            f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>',
+            *rows,
             "</tbody></table></div></body></html>\n",
         ]
     )

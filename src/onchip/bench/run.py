@@ -18,17 +18,18 @@ import torch
 from rich.console import Console
 
 import onchip
-from onchip.bench import report, suite
+from onchip.bench import ladder, ladder_report, meters, report, suite
 from onchip.bench.peers import Call, Peer, contenders, versions
 from onchip.core import device as devices
 from onchip.core import settings
 from onchip.core.device import Device
 from onchip.core.kernel import Unsupported
 from onchip.core.masks import Mask
-from onchip.core.problem import SHORT
+from onchip.core.problem import SHORT, Attention
 from onchip.dispatch import record
 
 RESULTS = Path("benchmarks/results")
+REPORTS = {"io": ladder_report}  # the suites that have tables and plots of their own
 FLUSH = 1 << 30  # bytes read before a reading: many times any L2, and about 0.25 ms in which the host queues the call
 SHORT_CALL = 50e-6  # seconds; below, the gap between launches shows, and the calls go into a CUDA graph
 GRAPH_CALLS, MOST_COPIES = 20, 32  # calls a graph at least, and sets of inputs that they go round
@@ -73,7 +74,7 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
             progress.print(f"{number}/{len(rows)} {row.problem}", markup=False)
             result["rows"].append(measure(row, device, facts, QUICK if quick else FULL))
             path.write_text(json.dumps(result, indent=1) + "\n")
-    report.write(result, path)
+    REPORTS.get(suite_name, report).write(result, path)
     return path
 
 
@@ -91,6 +92,8 @@ def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort)
         inputs = suite.inputs(row, device)
         _weigh(entry, inputs, facts)
         calls = _checked(found, inputs, entry)
+        if isinstance(row.problem, suite.Ladder):
+            _account(entry, calls, inputs.problem, device)
         clock = HostClock(device) if inputs.on_host or device.type == "cpu" else DeviceClock(device)
         guesses = guess(calls, clock, errors)
         entry["timed_by"] = clock.name
@@ -136,6 +139,16 @@ def _checked(found: list[Peer], inputs, entry: dict) -> dict[str, Call]:
             calls[peer.name] = call
             ours = output if peer.name == "onchip" else ours
     return calls
+
+
+def _account(entry: dict, calls: dict[str, Call], p: Attention, device: torch.device) -> None:
+    """The bytes that each rung moves by its model and by a counter, and those that it holds; of a rung that did not run the model alone."""
+    entry["moved"] = {name: {"modelled": model(p, device), "counted": None, "why": "not run"} for name, model in ladder.MOVED.items()}
+    entry["held"] = {}
+    for name, call in calls.items():
+        with noted(entry["error"], name):
+            entry["held"][name] = meters.peak(call.run, device)
+            entry["moved"][name]["counted"], entry["moved"][name]["why"] = meters.count(name, p, device)
 
 
 def _copies(inputs, device: torch.device) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.masks import Causal, Full, Mask, Window
-from onchip.core.problem import SHORT, Attention, Cost, Problem, Rows
+from onchip.core.problem import SHORT, Attention, Cost, Operands, Problem, Rows
 from onchip.dispatch import OPS
 from onchip.kernels.attention import reference
 from onchip.models import gguf, weights
@@ -47,11 +47,21 @@ class Overhead(NamedTuple):
         return f"{self.op}: {self.inner}"
 
 
+class Ladder(NamedTuple):
+    """Attention by every rung of `bench/ladder.py`, from the score matrix in memory to onchip, with memory and bytes beside the time."""
+
+    op: str
+    inner: Attention
+
+    def __str__(self):
+        return f"{self.op}: {self.inner}"
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of a suite: what is asked, the plot it is in and its place there, and the lengths of packed sequences."""
 
-    problem: Problem | Generate | Overhead
+    problem: Problem | Generate | Overhead | Ladder
     group: str
     x: str
     lengths: tuple[int, ...] = ()
@@ -135,7 +145,15 @@ def _dispatch(_device: torch.device, _quick: bool) -> list[Row]:
     return [Row(Overhead(op, problem), op, name) for op in ("select", "call") for name, problem in inner.items()]
 
 
-SUITES: dict[str, Callable[[torch.device, bool], list[Row]]] = {"attention": _attention, "generate": _generate, "dispatch": _dispatch}
+def _io(device: torch.device, quick: bool) -> list[Row]:
+    """One shape at growing length; the score matrices of the longest take 8.6 GB on a CPU and 69 GB on a GPU, two at a time."""
+    batch, heads, dtype = (1, 4, FP32) if device.type == "cpu" else (4, 16, BF16)
+    group = f"B{batch} h{heads} d64 {SHORT[dtype]}"
+    lengths = [1 << i for i in (range(9, 12) if quick else range(9, 15))]
+    return [Row(Ladder("ladder", Attention("prefill", batch, n, n, heads, heads, 64, dtype, Full())), group, _short(n)) for n in lengths]
+
+
+SUITES: dict[str, Callable[[torch.device, bool], list[Row]]] = {"attention": _attention, "generate": _generate, "dispatch": _dispatch, "io": _io}
 
 
 def _short(n: int) -> str:
@@ -181,7 +199,7 @@ class Tensors:
             k, v = (pool[pages].flatten(0, 1)[:length] for pool in (self.cache.k, self.cache.v))
         else:
             k, v = ((x[-self.lengths[-1] :] if self.lengths else x[-1]) for x in (self.k, self.v))
-        return reference.one(self.problem, self._sample(self.q).float(), k, v, self.problem.dim**-0.5)[0]
+        return reference.one(self.problem, 0, self._sample(self.q).float(), k, v, Operands(self.problem.dim**-0.5))[0]
 
     def _sample(self, x: Tensor) -> Tensor:
         """The last queries of the last sequence, `[queries, heads, dim]`; masks align bottom right, so these are a Problem of their own."""
@@ -238,6 +256,8 @@ def inputs(row: Row, device: torch.device) -> Tensors | Prompts | Tiny:
         return Prompts(row.problem, device)
     if isinstance(row.problem, Overhead):
         return Tiny(row.problem, device, _tiny(row.problem.inner, device))
+    if isinstance(row.problem, Ladder):
+        return _tensors(row.problem.inner, (), device)
     return _tensors(row.problem, row.lengths, device)
 
 

@@ -1,0 +1,136 @@
+"""What a call takes beside time: the memory it holds at most, and the bytes that cross the pins of a GPU's memory.
+
+`python -m onchip.bench.meters NAME BATCH LEN HEADS DIM DTYPE MASK DEVICE` is what runs under ncu: one rung of the ladder, counted in its second call.
+"""
+
+import csv
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from onchip.core.problem import DTYPES, SHORT, Attention
+
+SPARE = 0.8  # of a host's free memory may be asked for: when the last of it goes, Linux ends a process, and it may be this one
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+COUNTING = 300  # seconds for ncu: it runs every kernel alone and loads torch first
+CGROUPS = (  # (limit, used) of the control group that a container is, version 2 and version 1
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+# ---- memory held
+
+
+def peak(run: Callable, device: torch.device) -> int:
+    """The most bytes that a call holds beside what was there before; its output counts."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some builds of torch announce each profile on the error stream
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        output = run()
+    # every allocation and release, in their order; `profile.events()` leaves those out that an operator made
+    events = sorted((event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"), key=lambda event: event.start_ns())
+    held = most = 0
+    for event in events:
+        held += event.nbytes()
+        most = max(most, held)
+    del output
+    return most
+
+
+def make_room(need: float, device: torch.device) -> None:
+    """OutOfMemoryError when a host lacks `need` bytes. It has to be asked first: Linux promises memory that it does not have, and then ends the process."""
+    free = free_memory() if device.type == "cpu" else None
+    if free is not None and need > SPARE * free:
+        raise torch.OutOfMemoryError(f"needs {need / 1e9:.1f} GB beside its inputs, and of {free / 1e9:.1f} GB free {SPARE:.0%} may be used")
+
+
+def free_memory() -> int | None:
+    """Bytes this process may still allocate on the host; None where Linux does not say."""
+    info = Path("/proc/meminfo")
+    if not info.exists():
+        return None
+    free = [1024 * int(line.split()[1]) for line in info.read_text().splitlines() if line.startswith("MemAvailable:")]
+    for limit, used in CGROUPS:
+        if Path(limit).exists() and (most := Path(limit).read_text().strip()) != "max":
+            free.append(int(most) - int(Path(used).read_text()))
+    return max(0, min(free)) if free else None
+
+
+# ---- bytes moved
+
+
+def count(name: str, p: Attention, device: torch.device) -> tuple[int | None, str | None]:
+    """Bytes that the GPU's memory read and wrote in one call of the rung `name`, or None and why there is no count.
+
+    Nsight Compute empties the caches before each kernel, so what one kernel leaves in L2 for the next counts as moved.
+    """
+    why = refusal(device)
+    return (None, why) if why else _ncu(name, p, device)
+
+
+@functools.cache
+def refusal(device: torch.device) -> str | None:
+    """Why nothing can be counted here, from one small attempt; None when it can."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return "no counter: NVIDIA GPUs only"
+    if shutil.which("ncu") is None:
+        return "no counter: ncu (Nsight Compute) is not installed"
+    return _ncu("onchip", Attention("prefill", 1, 64, 64, 1, 1, 64, torch.bfloat16), device)[1]
+
+
+def _ncu(name: str, p: Attention, device: torch.device) -> tuple[int | None, str | None]:
+    sizes = [str(n) for n in (p.batch, p.len_q, p.heads, p.dim)]
+    flags = ["--csv", "--print-units", "base", "--profile-from-start", "off", "--target-processes", "all", "--metrics", ",".join(METRICS)]
+    command = ["ncu", *flags, sys.executable, "-m", "onchip.bench.meters", name, *sizes, SHORT[p.dtype], str(p.mask), str(device)]
+    torch.cuda.empty_cache()  # the other process needs the memory that torch keeps here for later
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COUNTING, check=False)
+    except subprocess.TimeoutExpired:
+        return None, f"no counter: ncu took more than {COUNTING} s"
+    total = parse(done.stdout)
+    if total is None:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if "==ERROR==" in line] or done.stderr.strip().splitlines()[-1:]
+        return None, f"no counter: ncu says {said[0].removeprefix('==ERROR==').strip()[:120]!r}" if said else "no counter: ncu counted nothing"
+    return total, None
+
+
+def parse(text: str) -> int | None:
+    """The sum of METRICS over all kernels in ncu's CSV; None when there is none."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    values = [row["Metric Value"] for row in csv.DictReader(lines) if row.get("Metric Name") in METRICS]
+    return round(sum(float(value.replace(",", "")) for value in values)) if values else None
+
+
+def _counted(name: str, batch: str, length: str, heads: str, dim: str, dtype: str, mask: str, device: str) -> None:
+    """What runs under ncu."""
+    from onchip.bench import suite
+    from onchip.bench.peers import PEERS
+    from onchip.core.masks import Causal, Full
+
+    sizes = (int(size) for size in (batch, length, length, heads, heads, dim))
+    problem = Attention("prefill", *sizes, DTYPES[dtype], {"Full": Full, "Causal": Causal}[mask]())
+    row = suite.Row(suite.Ladder("ladder", problem), "", "")
+    with torch.no_grad(), torch.cuda.device(torch.device(device)):
+        peer = next(peer for peer in PEERS if peer.kind is suite.Ladder and peer.name == name)
+        call = peer.prepare(suite.inputs(row, torch.device(device)))
+        call.run()  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        call.run()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    _counted(*sys.argv[1:])
