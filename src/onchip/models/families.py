@@ -5,7 +5,7 @@ carry Llama's names).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,20 +22,43 @@ class Family:
 
     qkv_bias    biases on q, k, v (the config's `attention_bias` adds them, and the output's, anywhere).
     qk_norm     RMSNorm of every query and key head before the rotation.
-    window      which layers see `sliding_window` tokens when the config has one: "none", "all", or "upper": from `max_window_layers` on.
+    post_norms  RMSNorm of what attention and the MLP give, too, before it is added to the residual stream.
+    norm_offset what every norm adds to its weights.
+    scaled      embeddings are multiplied by `sqrt(hidden_size)`.
+    window      which layers see `sliding_window` tokens when the config has one and no `layer_types`: "none", "all", "upper":
+                from `max_window_layers` on, or "most": all but each `sliding_window_pattern`-th.
+    defaults    what the config means where its file is silent.
     """
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    post_norms: bool = False
+    norm_offset: float = 0.0
+    scaled: bool = False
     window: str = "none"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
+# what both of the Gemma families below have in common; files of Gemma 3 leave out whatever equals these
+GEMMA = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+GEMMA2 = {"vocab_size": 256000, "max_position_embeddings": 8192, "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+GEMMA3 = {"vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
 FAMILIES = {
     "llama": Family(),  # Llama 2 and 3, SmolLM
     "mistral": Family(window="all"),
     "qwen2": Family(qkv_bias=True, window="upper"),
     "qwen3": Family(qk_norm=True, window="upper"),
     "phi3": Family(window="all"),
+    "gemma2": Family(post_norms=True, norm_offset=1.0, scaled=True, window="most", defaults=GEMMA | GEMMA2),
+    "gemma3_text": Family(qk_norm=True, post_norms=True, norm_offset=1.0, scaled=True, window="most", defaults=GEMMA | GEMMA3),
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -47,6 +70,9 @@ class ModelConfig:
     width, inner    of the residual stream and of the gated MLP.     dim, rotary_dim   of a head, and how much of it is rotated.
     masks           one a layer.                                    context           most positions.
     rope            the Hugging Face scaling dict, "rope_type" and all; {} for none.      rope_layout   "neox" or "interleaved".
+    window_theta    base of the rotation, not scaled, in the layers with a Window; None: as in the others.
+    scale, softcap  of attention's scores.                          logit_softcap   of the logits; None: not capped.
+    embedding_scale, norm_offset, post_norms   as in Family.
     """
 
     family: str
@@ -65,11 +91,18 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    post_norms: bool
+    norm_offset: float
+    embedding_scale: float
     tied: bool
     theta: float
+    window_theta: float | None
     rope: Mapping[str, Any]
     rope_layout: str
     masks: tuple[Mask, ...]
+    scale: float
+    softcap: float | None
+    logit_softcap: float | None
     dtype: torch.dtype
 
     @classmethod
@@ -79,6 +112,9 @@ class ModelConfig:
         if name not in FAMILIES:
             raise ModelError(f"model family {name!r} is not one of {', '.join(FAMILIES)}; a family is a row of onchip/models/families.py")
         family = FAMILIES[name]
+        raw = {**family.defaults, **raw}
+        if raw.get("use_bidirectional_attention"):
+            raise ModelError("config: use_bidirectional_attention is set: this is a model of embeddings, which generates no text")
         layers, width, heads = (_positive(raw, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
         kv_heads = raw.get("num_key_value_heads") or heads
         if heads % kv_heads:
@@ -92,7 +128,7 @@ class ModelConfig:
             raise ModelError(f"config: rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
         context = _positive(raw, "max_position_embeddings")
         rope.setdefault("original_max_position_embeddings", context)
-        act = raw.get("hidden_act", "silu")
+        act = raw.get("hidden_activation") or raw.get("hidden_act", "silu")  # Gemma's files have both, and go by the first
         if act not in ACTIVATIONS:
             raise ModelError(f"config: hidden_act {act!r} is not one of {', '.join(ACTIVATIONS)}")
         partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
@@ -113,11 +149,18 @@ class ModelConfig:
             out_bias=bool(raw.get("attention_bias")) and not family.qkv_bias,
             mlp_bias=bool(raw.get("mlp_bias")),
             qk_norm=family.qk_norm,
+            post_norms=family.post_norms,
+            norm_offset=family.norm_offset,
+            embedding_scale=width**0.5 if family.scaled else 1.0,
             tied=bool(raw.get("tie_word_embeddings")),
             theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+            window_theta=raw.get("rope_local_base_freq"),
             rope=rope,
             rope_layout="interleaved" if raw.get("rope_interleaved") else "neox",
             masks=_masks(raw, family, layers),
+            scale=(raw.get("query_pre_attn_scalar") or dim) ** -0.5,
+            softcap=raw.get("attn_logit_softcapping"),
+            logit_softcap=raw.get("final_logit_softcapping"),
             dtype=_dtype(raw),
         )
 
@@ -131,16 +174,26 @@ def _positive(raw: Mapping[str, Any], key: str) -> int:
 
 def _masks(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[Mask, ...]:
     """Causal, or a window of `sliding_window` tokens (the query's own counted) in the layers that slide."""
-    window = raw.get("sliding_window") if family.window != "none" and raw.get("use_sliding_window", family.window == "all") else None
+    window = raw.get("sliding_window") if family.window != "none" and raw.get("use_sliding_window", family.window != "upper") else None
+    if family.window == "most":
+        window = _positive(raw, "sliding_window")
     if not window:
         return (Causal(),) * layers
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = raw.get("max_window_layers", 0) if family.window == "upper" else 0
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+        kinds = ["sliding_attention" if slides else "full_attention" for slides in _slide(raw, family, layers)]
     if len(kinds) != layers:
         raise ModelError(f"config: layer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
     return tuple(Window(window - 1) if kind == "sliding_attention" else Causal() for kind in kinds)
+
+
+def _slide(raw: Mapping[str, Any], family: Family, layers: int) -> list[bool]:
+    """Which layers see a window only, in a config without `layer_types`."""
+    if family.window == "most":
+        every = _positive(raw, "sliding_window_pattern")
+        return [(i + 1) % every != 0 for i in range(layers)]
+    first = raw.get("max_window_layers", 0) if family.window == "upper" else 0
+    return [i >= first for i in range(layers)]
 
 
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype:

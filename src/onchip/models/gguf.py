@@ -24,7 +24,8 @@ STRING, ARRAY = 8, 9
 LENGTH = struct.Struct("<Q")
 
 # Whether queries and keys are stored so that rotary pairs lie side by side: llama.cpp permutes those of "llama" only.
-ARCHITECTURES = {"llama": True, "phi3": False, "qwen2": False, "qwen3": False}
+ARCHITECTURES = {"gemma2": False, "gemma3": False, "llama": True, "phi3": False, "qwen2": False, "qwen3": False}
+GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the 27B models; their queries are scaled otherwise, which llama.cpp, too, knows by this alone
 PLAIN = {
     GGMLQuantizationType.F64: torch.float64,
     GGMLQuantizationType.F32: torch.float32,
@@ -42,10 +43,12 @@ LAYER_NAMES = {
     "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GEMMA_NAMES = {"ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm"}
 ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # part of the config, not of the weights
 
 
@@ -173,16 +176,25 @@ def _stored(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
 
 
 def tensors(file: File, dtype: torch.dtype, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight under its Hugging Face name, in the file's order, on the CPU in `dtype`; one at a time is dequantised."""
+    """Every weight under its Hugging Face name, in the file's order, on the CPU in `dtype`; one at a time is dequantised.
+
+    llama.cpp adds 1 to the weights of Gemma's norms, and here it is taken off again: they are as Hugging Face's files have them.
+    """
     interleaved(file)
     done, total = 0, sum(stored.size for stored in file.tensors.values())
     for name, stored in file.tensors.items():
-        pair = None if name in ROTARY else (hugging_face_name(file, name), values(file, name, dtype))
+        pair = None if name in ROTARY else (hugging_face_name(file, name), _weight(file, name, dtype))
         done += stored.size
         if progress:
             progress(done, total)
         if pair:
             yield pair
+
+
+def _weight(file: File, name: str, dtype: torch.dtype) -> torch.Tensor:
+    if file.architecture in GEMMA and name.endswith("norm.weight"):
+        return values(file, name, torch.float32).sub_(1).to(dtype)
+    return values(file, name, dtype)
 
 
 def values(file: File, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -212,6 +224,8 @@ def hugging_face_name(file: File, name: str) -> str:
     layer, stem, suffix = match.groups() if match else (None, "", "")
     if layer is None and stem in NAMES:
         return f"{NAMES[stem]}.{suffix}"
+    if layer is not None and stem in GEMMA_NAMES and file.architecture in GEMMA:
+        return f"model.layers.{layer}.{GEMMA_NAMES[stem]}.{suffix}"
     if layer is not None and stem in LAYER_NAMES:
         fused = file.architecture == "phi3" and stem == "ffn_up"  # holds gate and up
         return f"model.layers.{layer}.{'mlp.gate_up_proj' if fused else LAYER_NAMES[stem]}.{suffix}"
@@ -266,7 +280,24 @@ def config(file: File) -> dict:
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         **_types(file),
+        **(_gemma(file, head_dim, hidden // heads) if arch in GEMMA else {}),
     }
+
+
+def _gemma(file: File, head_dim: int, width_per_head: int) -> dict:
+    """What a config of Gemma 2 or 3 holds besides, or otherwise than, the others. What the file leaves out is among the defaults of the family."""
+    arch, get = file.architecture, file.metadata.get
+    found = {
+        "model_type": {"gemma3": "gemma3_text"}.get(arch, arch),
+        "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": width_per_head if file.need(f"{arch}.block_count") == GEMMA[arch] else head_dim,
+        "sliding_window": get(f"{arch}.attention.sliding_window", 4096),
+        "attn_logit_softcapping": get(f"{arch}.attn_logit_softcapping"),
+        "final_logit_softcapping": get(f"{arch}.final_logit_softcapping"),
+        "sliding_window_pattern": get(f"{arch}.attention.sliding_window_pattern"),
+        "rope_local_base_freq": get(f"{arch}.rope.freq_base_swa"),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _same(file: File, key: str, default: int | None = None) -> int:

@@ -1,8 +1,10 @@
-"""The matrix products of a decoder, with weights laid out once for the device they run on."""
+"""The parts of a decoder that have weights: matrix products, laid out once for the device they run on, and norms."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from onchip.ops.fused import rms_norm
 
 
 class Linear:
@@ -33,6 +35,22 @@ class Linear:
     def kernel(self) -> str:
         """What computes the product."""
         return "oneDNN, weights packed once" if self._packed is not None else "torch F.linear"
+
+
+class Norm:
+    """`rms_norm` with its weights. With a residual: the norm of the sum, and the sum."""
+
+    def __init__(self, width: int, eps: float, offset: float, *, dtype: torch.dtype, device: torch.device):
+        self.weight = torch.empty(width, dtype=dtype, device=device)
+        self.eps, self.offset = eps, offset
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, residual=residual)
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """In place of a norm that a family does not have."""
+    return x
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ DEMO = "smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names of what can be cast to a dtype: bytes
+NO_TEXT = re.compile(r"(.*rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*)")  # old buffers, and what a language model does not read
 WAYS = f"give a folder with config.json, a .gguf file, owner/name of a model in the Hugging Face cache, or {DEMO!r}"
 
 
@@ -85,13 +87,16 @@ def read_config(path: Path) -> dict:
     """The model's config under Hugging Face's keys: config.json of a folder, or the metadata of a GGUF file (`gguf.config`).
 
     Whichever release of transformers wrote it, the older spellings are there: `rope_theta`, `rope_scaling` (None or a dict
-    with `rope_type`), `torch_dtype`. Raises ModelError when it is missing, is not JSON, or names no model_type.
+    with `rope_type`), `rope_local_base_freq`, `torch_dtype`. Of a multimodal Gemma 3 it is the config of the text model.
+    Raises ModelError when it is missing, is not JSON, or names no model_type.
     """
     if path.is_file():
         return gguf.config(gguf.read(path))
     found = read_json(path / "config.json")
     if found is None or "model_type" not in found:
         raise ModelError(f"{path / 'config.json'} {'is missing' if found is None else 'has no model_type'}; {WAYS}")
+    if found["model_type"] == "gemma3":
+        found = found | (found.get("text_config") or {}) | {"model_type": "gemma3_text"}
     return _older_spelling(found)
 
 
@@ -112,6 +117,12 @@ def _older_spelling(config: dict) -> dict:
     """transformers 5 writes `dtype` and `rope_parameters` where 4 wrote `torch_dtype`, `rope_theta` and `rope_scaling`."""
     rope = config.get("rope_parameters") or {}
     found = dict(config)
+    if "sliding_attention" in rope:  # one for each kind of layer: Gemma 3
+        local, rope = rope["sliding_attention"], rope["full_attention"]
+        if local.get("rope_type", "default") != "default":
+            raise ModelError(f"config: rope_type {local['rope_type']!r} of sliding_attention is not read; layers with a window take 'default' only")
+        found["rope_parameters"] = rope
+        found.setdefault("rope_local_base_freq", local["rope_theta"])
     if "dtype" in config:
         found.setdefault("torch_dtype", config["dtype"])
     for key in ("rope_theta", "partial_rotary_factor"):
@@ -130,7 +141,8 @@ def tensors(path: Path, dtype: torch.dtype, progress: Progress | None = None) ->
     """Every weight as (Hugging Face's name, tensor on the CPU in `dtype`), one at a time from a memory map.
 
     A GGUF file is dequantised; its names become those of Hugging Face's Llama ("model.layers.0.self_attn.q_proj.weight"),
-    Phi-3's fused ones stay fused, and queries and keys stay as llama.cpp permuted them (`rope_interleaved` in the config).
+    as do those of the text model inside a multimodal one, whose other parts are left out. Phi-3's fused weights stay fused,
+    and queries and keys stay as llama.cpp permuted them (`rope_interleaved` in the config).
     A tensor that has `dtype` already may be a view of the mapped file. `progress(done, total)` counts bytes on disk.
     Raises ModelError for files that are missing, truncated, or of a type that cannot be read, before the first tensor if it can.
     """
@@ -148,7 +160,12 @@ def _read(plan: dict[Path, dict[str, int]], dtype: torch.dtype, progress: Progre
                 done += size
                 if progress:
                     progress(done, total)
-                yield name, tensor
+                yield _text_name(name), tensor
+
+
+def _text_name(name: str) -> str:
+    """The name in the language model alone of a weight that a multimodal one, too, may hold."""
+    return re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", name).removeprefix("language_model.")
 
 
 def _plan(folder: Path) -> dict[Path, dict[str, int]]:
@@ -157,7 +174,7 @@ def _plan(folder: Path) -> dict[Path, dict[str, int]]:
     for file, wanted in _shards(folder).items():
         with _open(file) as shard:
             held = set(shard.keys())
-            names = [name for name in wanted or sorted(held) if not name.endswith("rotary_emb.inv_freq")]  # a buffer that old checkpoints saved
+            names = [name for name in wanted or sorted(held) if not NO_TEXT.fullmatch(name)]
             lost = [name for name in names if name not in held]
             if lost:
                 raise ModelError(f"{folder / INDEX} says that {file.name} holds {lost[0]!r}, which it does not; download the model again")
