@@ -129,8 +129,9 @@ def version_1_moved(p: Attention, device: torch.device) -> float:
 
 
 def version_1_held(p: Attention, device: torch.device) -> float:
-    """W + T: the state between passes, and the output; on a CPU also a tile of scores, in two copies, and its keys and values."""
-    tiles = STATE * p.batch * p.heads * (2 * ROWS * COLS + 4 * (ROWS + COLS) * p.dim) if device.type == "cpu" else 0
+    """W + T: the state between passes, and the output; on a CPU also a tile of scores, in two copies, and four of its output."""
+    rows, cols = min(ROWS, p.len_q), min(COLS, p.len_k)
+    tiles = STATE * p.batch * p.heads * (2 * rows * cols + 4 * rows * p.dim) if device.type == "cpu" else 0
     return _state(p) + _tensor(p) + tiles
 
 
