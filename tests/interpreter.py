@@ -3,6 +3,7 @@
 1. numpy >= 2.4 no longer turns a one-element array into an int, so every range() over a runtime bound fails.
 2. tl.dot multiplies the raw bits of bf16 operands.
 3. Casts to bf16 and fp8 truncate; a GPU rounds to nearest even.
+4. Adding a tile to memory through a descriptor is missing; programs run one after the other, so load, add and store will do.
 """
 
 import numpy as np
@@ -54,6 +55,13 @@ def repair() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).reshape(-1)[0]))
 
+    def create_descriptor_reduce(self, kind, desc, value, indices):
+        pointers, mask = desc.materialize_pointers(indices)
+        zero = interpreter.TensorHandle(np.zeros_like(value.data), value.dtype)
+        before = self.create_masked_load(pointers, mask, zero, None, None, False)
+        self.create_masked_store(pointers, interpreter.TensorHandle(before.data + value.data, value.dtype), mask, None, None)
+
     interpreter._convert_float = convert_float
+    interpreter.InterpreterBuilder.create_descriptor_reduce = create_descriptor_reduce
     interpreter.InterpreterBuilder.create_dot = create_dot
     interpreter._patch_lang_tensor = patch_lang_tensor

@@ -1,14 +1,23 @@
 """What every attention kernel does to a tile: which keys it needs, where they lie, the mask, the online softmax.
 
-A mask is a band: row `i` sees keys `i - LEFT` to `i + RIGHT`, and -1 is no limit. Rows are aligned to the bottom right:
-query `i` is at row `i + len_k - len_q`.
+A band: row `i` sees keys `i - LEFT` to `i + RIGHT`, and -1 is no limit. Query `i` is at row `i + shift`: `len_k - len_q` when
+aligned to the bottom right. Any other mask is a function MASK(b, h, i, j, len_q, len_k, captured), made from its text by
+`mods.py`, and a map of the tiles in which it shows something; so is a score, SCORE(s, b, h, i, j, len_q, len_k, captured).
 """
 
+import re
+
+import torch
 import triton
 import triton.language as tl
 
+from onchip.core.masks import Band
+from onchip.core.philox import ROUNDS, threshold
+from onchip.core.trace import Traced
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
 
 @triton.jit
@@ -34,6 +43,34 @@ def inner_span(row_first, row_last, len_k, LEFT: tl.constexpr, RIGHT: tl.constex
     if LEFT >= 0:
         first = (tl.maximum(row_last - LEFT, 0) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     return first, last
+
+
+@triton.jit
+def query_span(n, shift, len_q, len_k, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr):
+    """The queries that see some key of [n, n + BLOCK_N), in tiles: [first, last), of which [inner, outer) need no mask.
+
+    Queries past the end of a dense sequence need none either: their LSE reads as +inf.
+    """
+    first = 0
+    inner = 0
+    last = len_q
+    outer = tl.cdiv(len_q, BLOCK_M) * BLOCK_M
+    if PACKED:
+        outer = len_q // BLOCK_M * BLOCK_M
+    if RIGHT >= 0:
+        first = tl.maximum(n - RIGHT - shift, 0) // BLOCK_M * BLOCK_M
+        inner = tl.cdiv(tl.maximum(n + BLOCK_N - 1 - RIGHT - shift, 0), BLOCK_M) * BLOCK_M
+    if LEFT >= 0:
+        last = tl.minimum(len_q, tl.maximum(n + BLOCK_N + LEFT - shift, 0))
+        outer = tl.minimum(outer, tl.maximum(n + LEFT + 1 - shift, 0) // BLOCK_M * BLOCK_M)
+    last = tl.maximum(last, first)
+    end = tl.cdiv(last, BLOCK_M) * BLOCK_M
+    inner = tl.minimum(tl.maximum(inner, first), end)
+    outer = tl.minimum(tl.maximum(outer, inner), end)
+    if n + BLOCK_N > len_k:  # the last keys: every tile needs the mask
+        inner = end
+        outer = end
+    return first, inner, outer, tl.maximum(last, outer)
 
 
 @triton.jit
@@ -70,6 +107,82 @@ def normalise(acc, top, total):
 
 
 @triton.jit
+def sink(acc, top, total, logit):
+    """One more logit in the sum of a row, which weighs nothing: top and total with it, and acc at the new maximum."""
+    logit = logit * LOG2E
+    new_top = tl.maximum(top, logit)
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink = tl.math.exp2(top - base)
+    return acc * shrink[:, None], new_top, total * shrink + tl.math.exp2(logit - base)
+
+
+@triton.jit
+def kept(state_ptr, bar, b_h, i, j):
+    """Which weights dropout keeps: Philox of (seed, offset, sequence and head, query, key), as `core/philox.py` draws them."""
+    word, _, _, _ = tl.philox(tl.load(state_ptr), j, i, b_h, tl.load(state_ptr + 1).to(tl.int32), PHILOX_ROUNDS)
+    return word >= bar.to(tl.uint32)
+
+
+@triton.jit
+def sequence(offsets_ptr, used_ptr, batch, length):
+    """The first token of sequence `batch` of a packed batch, and its length; of a dense one 0 and `length`."""
+    start = batch * 0
+    if offsets_ptr is not None:
+        start = tl.load(offsets_ptr + batch)
+        length = tl.load(offsets_ptr + batch + 1) - start
+        if used_ptr is not None:
+            length = tl.load(used_ptr + batch)
+    return start, length
+
+
+@triton.jit
+def _map(map_ptr, q_offsets, k_offsets, q_used, k_used, captured, heads, len_q, len_k, tiles, width,
+         MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr):  # fmt: skip
+    """The row of the map of one tile of queries (OF_KEYS: of keys): how many tiles it meets in part and in whole, then their
+    numbers, those in part from the front and those in whole from the back. [LEFT, RIGHT] is the mask's hull."""
+    outer, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+    _, len_q = sequence(q_offsets, q_used, batch, len_q)
+    _, len_k = sequence(k_offsets, k_used, batch, len_k)
+    shift = len_k - len_q
+    if TOP_LEFT:
+        shift = shift * 0
+    map_ptr += (tl.program_id(1).to(tl.int64) * tiles + outer) * width
+    if OF_KEYS:
+        last = len_q
+        first = tl.maximum(outer * BLOCK_N - RIGHT - shift, 0) if RIGHT >= 0 else 0
+        if LEFT >= 0:
+            last = tl.minimum(len_q, tl.maximum(outer * BLOCK_N + BLOCK_N + LEFT - shift, 0))
+        first = first // BLOCK_M
+        last = tl.where(outer * BLOCK_N < len_k, tl.cdiv(last, BLOCK_M), 0)
+    else:
+        first, last = key_span(outer * BLOCK_M + shift, outer * BLOCK_M + BLOCK_M - 1 + shift, len_k, LEFT, RIGHT)
+        first = first // BLOCK_N
+        last = tl.where(outer * BLOCK_M < len_q, tl.cdiv(last, BLOCK_N), 0)
+    part = 0
+    whole = 0
+    for inner in range(first, last):
+        tile_m = inner if OF_KEYS else outer
+        tile_n = outer if OF_KEYS else inner
+        i = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        j = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+        real = (i < len_q) & (j < len_k)
+        seen = MASK(batch, head, i, j, len_q, len_k, captured) & real
+        count = tl.sum(tl.sum(seen.to(tl.int32), 1), 0)
+        rows = BLOCK_M  # a whole tile has nothing to hide; rows past the end hide nothing where they are never stored
+        if not OF_KEYS:
+            rows = tl.minimum(len_q - tile_m * BLOCK_M, BLOCK_M)
+        if count == rows * BLOCK_N:
+            whole += 1
+            tl.store(map_ptr + width - whole, inner)
+        elif count > 0:
+            tl.store(map_ptr + 2 + part, inner)
+            part += 1
+    tl.store(map_ptr, part)
+    tl.store(map_ptr + 1, whole)
+
+
+@triton.jit
 def page_slots(table_ptr, first, cols, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The page (int64) and the slot in it of keys `cols` = first + arange(BLOCK_N); only those below `last` are looked up."""
     if PAGE % BLOCK_N == 0:  # the tile lies in one page: one look-up
@@ -77,3 +190,73 @@ def page_slots(table_ptr, first, cols, last, PAGE: tl.constexpr, BLOCK_N: tl.con
     else:
         pages = tl.load(table_ptr + cols // PAGE, mask=cols < last, other=0).to(tl.int64)
     return pages, cols % PAGE
+
+
+# ---- host
+
+
+def mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
+    """The tiles of `m` queries and `n` keys that a mask which is no band shows, for each tile of queries (or of keys), int32
+    [batch or 1, heads or 1, tiles, 2 + most tiles], and its strides; see `_map`."""
+    tiles_m, tiles_n = triton.cdiv(p.len_q, m), triton.cdiv(p.len_k, n)
+    outer, inner = (tiles_n, tiles_m) if of_keys else (tiles_m, tiles_n)
+    batch = p.batch if p.keys == "packed" or reads(p.mask.text, "b") else 1
+    heads = p.heads if reads(p.mask.text, "h") else 1
+    found = torch.empty((batch, heads, outer, 2 + inner), dtype=torch.int32, device=device)
+    left, right, top_left = ends(p.mask.hull)
+    _map[(outer, batch * heads)](
+        found, x.q_offsets, x.k_offsets, x.q_used, x.k_used, captured, heads, p.len_q, p.len_k, outer, 2 + inner,
+        MASK=sees, LEFT=left, RIGHT=right, TOP_LEFT=top_left, BLOCK_M=m, BLOCK_N=n, OF_KEYS=of_keys,
+    )  # fmt: skip
+    return found, (found.stride(0) * (batch > 1), found.stride(1) * (heads > 1), found.stride(2))
+
+
+def translated(p, x, q):
+    """The device functions of a problem's mask and score, None where it has none, and the tensors they read as kernel arguments."""
+    from onchip.kernels.attention import mods
+
+    sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
+    score = mods.score_functions(p.score.text, fast=fast(q))[0] if p.score is not None else None
+    return sees, score, (mods.captured(x.mask), mods.captured(x.score))
+
+
+def fast(q) -> bool:
+    """Whether the hardware's approximate tanh will do: it errs by 2^-11, like half precision; the interpreter has none."""
+    return q.is_cuda and torch.version.hip is None and q.dtype != torch.float32
+
+
+def reads(text: str, name: str) -> bool:
+    """Whether a text uses one of its arguments."""
+    return re.search(rf"\b{name}\b", text.partition("):\n")[2]) is not None
+
+
+def ends(band: Band) -> tuple[int, int, bool]:
+    """A band as kernels take it: LEFT, RIGHT (-1: no limit) and whether it is aligned to the top left."""
+    return *(-1 if side is None else side for side in (band.left, band.right)), band.align == "top_left"
+
+
+def bar(drop: float) -> int:
+    """The probability of dropout as a kernel compares with it, an int32 of the same bits."""
+    value = threshold(drop)
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def tf32(p) -> str:
+    """How float32 tiles are multiplied."""
+    return "tf32" if "tf32" in p.extras else "ieee"
+
+
+def block(dim: int) -> int:
+    """The power of two that holds a head; 16 is the least a product takes."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def has_tma(device: torch.device) -> bool:
+    """Hopper and later copy tiles by descriptor; the interpreter does so too."""
+    return device.type == "cpu" or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9)
+
+
+def describable(t) -> bool:
+    """TMA wants a 16-byte aligned base and strides, and none of 0."""
+    size = t.element_size()
+    return t.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and (s > 0 or n == 1) for s, n in zip(t.stride()[:3], t.shape, strict=False)) and t.stride(3) == 1

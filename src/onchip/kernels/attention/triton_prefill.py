@@ -15,8 +15,28 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onchip.core.device import Device
 from onchip.core.kernel import pick
+from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention.tile import LOG2E, band, inner_span, key_span, normalise, online_softmax
+from onchip.core.trace import Traced
+from onchip.kernels.attention.tile import (
+    LOG2E,
+    band,
+    bar,
+    block,
+    describable,
+    ends,
+    has_tma,
+    inner_span,
+    kept,
+    key_span,
+    mask_map,
+    normalise,
+    online_softmax,
+    sequence,
+    sink,
+    tf32,
+    translated,
+)  # fmt: skip
 
 L2_SHARE = 32 << 20  # bytes of K and V that the programs in flight may spread over and still find in L2
 
@@ -54,35 +74,60 @@ def _tile(src, row, head, first, batch, stride, cols, dims, last, dim, TMA: tl.c
 
 
 @triton.jit
-def _attend(acc, top, total, q, k_src, v_src, first, last, rows, len_k, place, strides, scale,
-            D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-            EDGE: tl.constexpr, ZERO_TAIL: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """acc, top and total after the key tiles of [first, last); EDGE: they need the mask."""
+def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, rows, place, strides, scale, at, mods, dropout,
+            D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
+            TMA: tl.constexpr, EDGE: tl.constexpr, ZERO_TAIL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """acc, top and total after `count` key tiles: those from key `first` on, or those numbered at `tiles`, `step` apart. EDGE: they need the mask."""
     cols = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, q.shape[1])
+    dims_v = tl.arange(0, acc.shape[1])
     batch, head, row = place
+    b, h, shift, len_q, len_k = at
     k_stride, v_stride = strides
-    for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+    mask_reads, score_reads = mods
+    state_ptr, drop_bar, keep_scale, b_h = dropout
+    for t in tl.range(0, count, num_stages=STAGES):
+        if tiles is not None:
+            n = tl.load(tiles + t * step) * BLOCK_N
+        else:
+            n = first + t * BLOCK_N
         n = tl.multiple_of(n, BLOCK_N)
         k = _tile(k_src, row, head, n, batch, k_stride, cols, dims, len_k, D, TMA, EDGE)
-        scores = tl.dot(q, k.T, input_precision="ieee")  # [M, N]
+        if MASK is not None and EDGE:  # a key that no row sees is padding, and may hold anything: so may its value
+            seen = MASK(b, h, rows[:, None], (n + cols)[None, :], len_q, len_k, mask_reads) & (n + cols < len_k)[None, :]
+            shown = tl.max(seen.to(tl.int32), 0) > 0
+        scores = tl.dot(q, k.T, input_precision=PRECISION)  # [M, N]
+        factor = scale
+        if SCORE is not None:
+            scores = SCORE(scores * scale, b, h, rows[:, None], (n + cols)[None, :], len_q, len_k, score_reads)
+            factor = LOG2E
         if EDGE:
-            scores = band(scores, rows, n + cols, len_k, LEFT, RIGHT)
-        weights, shrink, top, total = online_softmax(scores, top, total, scale, EDGE)
+            if MASK is not None:
+                scores = tl.where(seen, scores, float("-inf"))
+            else:
+                scores = band(scores, rows + shift, n + cols, len_k, LEFT, RIGHT)
+        weights, shrink, top, total = online_softmax(scores, top, total, factor, EDGE or SCORE is not None)
+        if state_ptr is not None:
+            weights = tl.where(kept(state_ptr, drop_bar, b_h, rows[:, None], (n + cols)[None, :]), weights * keep_scale, 0.0)
         acc = acc * shrink[:, None]
-        v = _tile(v_src, row, head, n, batch, v_stride, cols, dims, len_k, D, TMA, EDGE)
-        if ZERO_TAIL and EDGE:  # packed: past the end lies another sequence, and 0 x NaN is NaN
+        v = _tile(v_src, row, head, n, batch, v_stride, cols, dims_v, len_k, DV, TMA, EDGE)
+        if EDGE and MASK is not None:
+            v = tl.where(shown[:, None], v, 0.0)
+        elif EDGE and ZERO_TAIL:  # packed: past the end lies another sequence, and 0 x NaN is NaN
             v = tl.where((n + cols < len_k)[:, None], v, 0.0)
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["heads", "group", "len_q", "len_k", "tiles_m", "together"])
-def _prefill(q_src, k_src, v_src, o_src, lse_ptr, offsets_ptr, scale, heads, group, len_q, len_k, tiles_m, together,
-             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row, lse_batch, lse_head,
-             D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-             TMA: tl.constexpr, PACKED: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["heads", "group", "len_q", "len_k", "tiles_m", "together", "drop_bar"])
+def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, state_ptr, mods,
+             scale, heads, group, len_q, len_k, tiles_m, together, drop_bar, keep_scale,
+             q_strides, k_strides, v_strides, o_strides, lse_strides, map_strides,
+             D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+             LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
+             TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     # `together` heads go side by side, so that their K and V share L2; under a causal mask the longest rows go first
+    PACKED: tl.constexpr = q_offsets is not None
     index = tl.program_id(0)
     bundle = index // (together * tiles_m)
     within = index - bundle * together * tiles_m
@@ -91,59 +136,77 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, offsets_ptr, scale, heads, gro
     tile_m = within // width
     if RIGHT >= 0:
         tile_m = tiles_m - 1 - tile_m
-    batch = batch_head // heads
-    head = batch_head - batch * heads
-    start = batch * 0
+    b = batch_head // heads
+    head = batch_head - b * heads
+    start_q, len_q = sequence(q_offsets, q_used, b, len_q)
+    start_k, len_k = sequence(k_offsets, k_used, b, len_k)
+    batch = b
     if PACKED:
-        start = tl.load(offsets_ptr + batch)
-        len_q = tl.load(offsets_ptr + batch + 1) - start
-        len_k = len_q
-        batch = batch * 0
+        batch = b * 0
         if tile_m * BLOCK_M >= len_q:
             return
 
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)  # of this sequence's queries
     dims = tl.arange(0, BLOCK_D)
+    q_batch, q_head, q_row = q_strides
     if TMA:
-        q = q_src.load([batch, head, start + tile_m * BLOCK_M, 0]).reshape(BLOCK_M, BLOCK_D)
+        q = q_src.load([batch, head, start_q + tile_m * BLOCK_M, 0]).reshape(BLOCK_M, BLOCK_D)
     else:
         q_base = q_src + batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head
-        q = tl.load(q_base + (start + rows).to(tl.int64)[:, None] * q_row + dims[None, :], mask=(rows < len_q)[:, None] & (dims < D)[None, :], other=0.0)
+        q = tl.load(q_base + (start_q + rows).to(tl.int64)[:, None] * q_row + dims[None, :], mask=(rows < len_q)[:, None] & (dims < D)[None, :], other=0.0)
     kv_head = head // group
+    k_batch, k_head, k_row = k_strides
+    v_batch, v_head, v_row = v_strides
     if not TMA:
-        k_src += batch.to(tl.int64) * k_batch + kv_head.to(tl.int64) * k_head + start.to(tl.int64) * k_row
-        v_src += batch.to(tl.int64) * v_batch + kv_head.to(tl.int64) * v_head + start.to(tl.int64) * v_row
+        k_src += batch.to(tl.int64) * k_batch + kv_head.to(tl.int64) * k_head + start_k.to(tl.int64) * k_row
+        v_src += batch.to(tl.int64) * v_batch + kv_head.to(tl.int64) * v_head + start_k.to(tl.int64) * v_row
 
     shift = len_k - len_q
-    row_first, row_last = tile_m * BLOCK_M + shift, tile_m * BLOCK_M + BLOCK_M - 1 + shift
-    first, last = key_span(row_first, row_last, len_k, LEFT, RIGHT)
-    first = first // BLOCK_N * BLOCK_N
-    inner, outer = inner_span(row_first, row_last, len_k, LEFT, RIGHT, BLOCK_N)
-    if LEFT >= 0:  # where no tile is seen by all rows, one masked run over everything
-        whole = inner < outer
-        inner = tl.where(whole, inner, first)
-        outer = tl.where(whole, outer, first)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if TOP_LEFT:
+        shift = shift * 0
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    place, strides, scale = (batch, kv_head, start), (k_row, v_row), scale * LOG2E
-    if LEFT >= 0:
-        acc, top, total = _attend(acc, top, total, q, k_src, v_src, first, inner, rows + shift, len_k, place, strides, scale,
-                                  D, LEFT, RIGHT, BLOCK_N, TMA, True, PACKED, STAGES)  # fmt: skip
-    acc, top, total = _attend(acc, top, total, q, k_src, v_src, inner, outer, rows + shift, len_k, place, strides, scale,
-                              D, LEFT, RIGHT, BLOCK_N, TMA, False, PACKED, STAGES)  # fmt: skip
-    acc, top, total = _attend(acc, top, total, q, k_src, v_src, outer, last, rows + shift, len_k, place, strides, scale,
-                              D, LEFT, RIGHT, BLOCK_N, TMA, True, PACKED, STAGES)  # fmt: skip
+    place, strides, at = (batch, kv_head, start_k), (k_row, v_row), (b, head, shift, len_q, len_k)
+    dropout = (state_ptr, drop_bar, keep_scale, batch_head)
+    if SCORE is None:
+        scale = scale * LOG2E
+    if MASK is not None:
+        map_ptr += b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
+        part, whole = tl.load(map_ptr), tl.load(map_ptr + 1)
+        acc, top, total = _attend(acc, top, total, q, k_src, v_src, 0, part, map_ptr + 2, 1, rows, place, strides, scale, at,
+                                  mods, dropout, D, DV, LEFT, RIGHT, BLOCK_N, MASK, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
+        acc, top, total = _attend(acc, top, total, q, k_src, v_src, 0, whole, map_ptr + map_strides[2] - 1, -1, rows, place, strides, scale, at,
+                                  mods, dropout, D, DV, LEFT, RIGHT, BLOCK_N, MASK, SCORE, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
+    else:
+        row_first, row_last = tile_m * BLOCK_M + shift, tile_m * BLOCK_M + BLOCK_M - 1 + shift
+        first, last = key_span(row_first, row_last, len_k, LEFT, RIGHT)
+        first = first // BLOCK_N * BLOCK_N
+        inner, outer = inner_span(row_first, row_last, len_k, LEFT, RIGHT, BLOCK_N)
+        if LEFT >= 0:  # where no tile is seen by all rows, one masked run over everything
+            whole = inner < outer
+            inner = tl.where(whole, inner, first)
+            outer = tl.where(whole, outer, first)
+            acc, top, total = _attend(acc, top, total, q, k_src, v_src, first, (inner - first) // BLOCK_N, None, 0, rows, place, strides, scale, at,
+                                      mods, dropout, D, DV, LEFT, RIGHT, BLOCK_N, None, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
+        acc, top, total = _attend(acc, top, total, q, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, rows, place, strides, scale, at,
+                                  mods, dropout, D, DV, LEFT, RIGHT, BLOCK_N, None, SCORE, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
+        acc, top, total = _attend(acc, top, total, q, k_src, v_src, outer, tl.cdiv(last - outer, BLOCK_N), None, 0, rows, place, strides, scale, at,
+                                  mods, dropout, D, DV, LEFT, RIGHT, BLOCK_N, None, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
 
+    if sinks_ptr is not None:
+        acc, top, total = sink(acc, top, total, tl.load(sinks_ptr + head).to(tl.float32))
     out, lse = normalise(acc, top, total)
     out = out.to(q.dtype)
+    dims_v = tl.arange(0, BLOCK_DV)
     if TMA and not PACKED:  # a descriptor knows where a dense sequence ends, but not where a packed one does
-        o_src.store([batch, head, tile_m * BLOCK_M, 0], out.reshape(1, 1, BLOCK_M, BLOCK_D))
+        o_src.store([batch, head, tile_m * BLOCK_M, 0], out.reshape(1, 1, BLOCK_M, BLOCK_DV))
     else:
+        o_batch, o_head, o_row = o_strides
         o_base = o_src + batch.to(tl.int64) * o_batch + head.to(tl.int64) * o_head
-        tl.store(o_base + (start + rows).to(tl.int64)[:, None] * o_row + dims[None, :], out, mask=(rows < len_q)[:, None] & (dims < D)[None, :])
-    if LSE:
-        tl.store(lse_ptr + batch.to(tl.int64) * lse_batch + head.to(tl.int64) * lse_head + start + rows, lse, mask=rows < len_q)
+        tl.store(o_base + (start_q + rows).to(tl.int64)[:, None] * o_row + dims_v[None, :], out, mask=(rows < len_q)[:, None] & (dims_v < DV)[None, :])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + start_q + rows, lse, mask=rows < len_q)
 
 
 # ---- host
@@ -162,65 +225,66 @@ CANDIDATES = (
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
     """The candidates that fit the device, best first; those that leave rows or multiprocessors idle go last."""
-    size, width = p.dtype.itemsize, triton.next_power_of_2(p.dim)
+    size, width, width_v = p.dtype.itemsize, block(p.dim), block(p.value_dim)
 
     def fits(t: Tiles) -> bool:
-        shared = (t.m + 2 * t.stages * t.n) * width * size
-        registers = t.m * (width + t.n) // (32 * t.warps)  # accumulator and scores, of 255 a thread
+        shared = (t.m * max(width, width_v) + t.stages * t.n * (width + width_v)) * size
+        registers = t.m * (width_v + t.n) // (32 * t.warps)  # accumulator and scores, of 255 a thread
         return shared <= device.shared_memory and registers <= 192
 
     def idles(t: Tiles) -> bool:
         programs = p.batch * p.heads * -(-p.len_q // t.m)
         return t.m > 16 and (t.m >= 2 * p.len_q or (t.m > 64 and programs < device.sms))
 
-    return sorted(filter(fits, pick(CANDIDATES, width) if size == 2 else IEEE), key=idles)
+    fitting = filter(fits, pick(CANDIDATES, max(width, width_v)) if size == 2 or "tf32" in p.extras else IEEE)
+    if "batch_invariant" in p.extras:  # what is best must not depend on how much else there is to do
+        return list(fitting)
+    return sorted(fitting, key=idles)
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
-    """q, k, v as `ops.attention` passes them: dense, or packed with `offsets`."""
-    offsets, scale = x.q_offsets, x.scale
+    """q, k, v as `ops.attention` passes them: dense, or packed with offsets."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    packed = offsets is not None
+    out = torch.empty(*q.shape[:-1], p.value_dim, dtype=q.dtype, device=q.device)
+    packed = x.q_offsets is not None
     lse = None
     if return_lse:
         shape = (p.heads, p.tokens) if packed else (p.batch, p.heads, p.len_q)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return (out, lse) if return_lse else out
-    if p.len_k == 0:
+    if p.len_k == 0 or x.q_used is not None:  # rows that no program writes
         out.zero_()
-        return (out, lse.fill_(-torch.inf)) if return_lse else out
-    heads_first = [x.transpose(0, 1)[None] if packed else x.transpose(1, 2) for x in (q, k, v, out)]  # [batch, heads, len, dim]
-    width = triton.next_power_of_2(p.dim)
-    tma = _has_tma(q.device) and all(_describable(x) for x in heads_first[:3])
-    blocks = (tiles.m, tiles.n, tiles.n, tiles.m) if tma else (None,) * 4
-    if packed:
-        blocks = (*blocks[:3], None)
-    sources = [
-        x if rows is None else TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width]) for x, rows in zip(heads_first, blocks, strict=True)
-    ]
+        if return_lse:
+            lse.fill_(-torch.inf) if x.sinks is None or x.q_used is not None else lse.copy_(x.sinks.float().view(-1, 1).expand_as(lse))
+    if p.len_k == 0:
+        return (out, lse) if return_lse else out
+    heads_first = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch, heads, len, dim]
+    width, width_v = block(p.dim), block(p.value_dim)
+    tma = has_tma(q.device) and all(describable(t) for t in heads_first)
+    sources = heads_first
+    if tma:
+        blocks = ((tiles.m, width), (tiles.n, width), (tiles.n, width_v), (tiles.m, width_v))
+        sources = [TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, *b]) for t, b in zip(heads_first, blocks, strict=True)]
+        if packed:
+            sources[3] = heads_first[3]
     tiles_m = triton.cdiv(p.len_q, tiles.m)
     together = 1  # without a causal mask one head after the other: the fewest K and V in flight
-    if p.mask.right is not None:
+    left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
+    if right >= 0:
         together = max(1, min(p.batch * p.heads, L2_SHARE // (2 * p.len_k * p.dim * p.dtype.itemsize)))
-    strides = [s for x in heads_first for s in x.stride()[:3]]
     lse_strides = (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]
-    left, right = (-1 if side is None else side for side in (p.mask.left, p.mask.right))
+    sees, score, reads, found, map_strides = None, None, ((), ()), None, (0, 0, 0)
+    if isinstance(p.mask, Traced) or p.score is not None:
+        sees, score, reads = translated(p, x, q)
+    if sees is not None:
+        found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, False, q.device)
     _prefill[(tiles_m * p.batch * p.heads,)](
-        *sources, lse, offsets, scale, p.heads, p.group, p.len_q, p.len_k, tiles_m, together, *strides, *lse_strides,
-        D=p.dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_D=width, LEFT=left, RIGHT=right,
-        TMA=tma, PACKED=packed, LSE=return_lse, STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
+        *sources, lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.sinks, x.state, reads,
+        x.scale, p.heads, p.group, p.len_q, p.len_k, tiles_m, together, bar(x.drop), 1 / (1 - x.drop),
+        *(t.stride()[:3] for t in heads_first), lse_strides, map_strides,
+        D=p.dim, DV=p.value_dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_D=width, BLOCK_DV=width_v,
+        LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score,
+        TMA=tma, PRECISION=tf32(p), STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-def _has_tma(device: torch.device) -> bool:
-    """Hopper and later copy tiles by descriptor; the interpreter does so too."""
-    return device.type == "cpu" or (torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9)
-
-
-def _describable(x) -> bool:
-    """TMA wants a 16-byte aligned base and strides."""
-    size = x.element_size()
-    return x.data_ptr() % 16 == 0 and all(s * size % 16 == 0 for s in x.stride()[:3]) and x.stride(3) == 1
