@@ -60,13 +60,13 @@ def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> t
     work = torch.promote_types(q.dtype, torch.float32)
     (len_q, heads, _), len_k = q.shape, len(k)
     at = place(b, heads, len_q, len_k, q.device)
-    seen = p.mask.seen(at, x.mask).broadcast_to(1, heads, len_q, len_k)[0]
+    seen = torch.as_tensor(p.mask.seen(at, x.mask), device=q.device).broadcast_to(1, heads, len_q, len_k)[0]
     k, v = (t.to(work).repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     shown = seen.any(1).T[..., None]  # a key that nobody sees is padding, and may hold anything
     k, v = (torch.where(shown, t, 0.0) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.to(work), k) * x.scale
     if p.score is not None:
-        scores = p.score.run(scores[None], *at, *x.score)[0].to(work)
+        scores = torch.as_tensor(p.score.run(scores[None], *at, *x.score), device=q.device).broadcast_to(1, heads, len_q, len_k)[0].to(work)
     scores = scores.masked_fill(~seen, -torch.inf)
     if x.sinks is not None:
         scores = torch.cat([scores, x.sinks.to(work)[:, None, None].expand(heads, len_q, 1)], -1)
