@@ -1,15 +1,15 @@
 """Mask and score functions inside Triton kernels: each line of a traced text (`core/trace.py`) becomes a line of device code.
 
 A kernel takes the functions as constexpr arguments and calls them on a tile of places. `b, h, len_q, len_k` are scalars, `i` and `j`
-int32 tiles [M, 1] and [1, N], or transposed [1, M] and [N, 1]; `c` is `captured(tensors)` and `g` is `gradients(tensors, wanted)[0]`.
+int32 tiles [M, 1] and [1, N], or transposed [1, M] and [N, 1]; `c` is `captured(tensors)`, `g` the first of `gradients(tensors, wanted)`.
 
     MASK(b, h, i, j, len_q, len_k, c)                          -> bool [M, N]
     SCORE(s, b, h, i, j, len_q, len_k, c)                      -> float32 [M, N]
-    SCORE_GRAD(s, ds, b, h, i, j, len_q, len_k, c, g, I_AXIS)  -> float32 [M, N], the gradient by `s`; adds those of captured tensors to `g`
+    SCORE_GRAD(s, ds, b, h, i, j, len_q, len_k, c, g, I_AXIS)  -> float32 [M, N], the gradient by `s`; adds those by captured tensors to `g`
 
 Values stay as small as what they depend on: a slope of a head is a scalar, an id of a row [M, 1]. A captured tensor is never read
-outside of its sizes: what lies there reads as 0. So at places that do not exist a function may give anything, NaN included, and the
-kernel's `where` decides; `SCORE_GRAD` gives 0 wherever `ds` is 0. Floats are float32 throughout, whatever a tensor's dtype.
+outside of its sizes; what lies there reads as 0. At places past the ends a function may give anything, NaN included, and the kernel's
+`where` decides; `SCORE_GRAD` gives and adds 0 wherever `ds` is 0. All floats are float32, whatever the tensor's dtype.
 """
 
 import ast
@@ -26,12 +26,6 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.core.kernel import Unsupported
-
-INF = math.inf
-SPANS = {"bool": (0, 1), "uint8": (0, 255), "int8": (-128, 127), "int16": (-(1 << 15), (1 << 15) - 1), "int32": (-(1 << 31), (1 << 31) - 1)}
-LONG = (-(1 << 63), (1 << 63) - 1)
-MOST = 1 << 24  # tokens of a sequence, heads, sequences: products that may exceed an int32 then are int64
-TYPES = {"int8": "tl.int8", "uint8": "tl.uint8", "int16": "tl.int16", "int32": "tl.int32"}
 
 # ---- device: what Triton lacks
 
@@ -52,21 +46,6 @@ def _tanh_fast(x):
 
 
 @triton.jit
-def _sign(x):
-    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
-
-
-@triton.jit
-def _int_sign(x):
-    return tl.where(x > 0, 1, tl.where(x < 0, -1, 0))
-
-
-@triton.jit
-def _trunc(x):
-    return tl.where(x < 0.0, tl.ceil(x), tl.floor(x))
-
-
-@triton.jit
 def _round(x):
     """Halves go to the even neighbour."""
     low = tl.floor(x)
@@ -75,36 +54,33 @@ def _round(x):
 
 
 @triton.jit
-def _floor_divide(x, y):
-    """Python's: towards minus infinity, where the machine's goes towards 0."""
-    quotient = x // y
-    rest = x - quotient * y
-    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), quotient - 1, quotient)
-
-
-@triton.jit
 def _remainder(x, y):
-    """Python's: of the divisor's sign."""
+    """Python's, of the divisor's sign; the machine's has the sign of `x`."""
     rest = x % y
     return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
 
 
 # ---- host: the operators
-# name: (the value, its derivative by each argument), of arguments {0}, {1}, {2}, the value {o} and the value's gradient {d}
 
+INF = math.inf
+MOST = 1 << 24  # tokens of a sequence, heads, sequences: what may then exceed an int32 is an int64
+SPANS = {"uint8": (0, 255)} | {f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)}
+SHARED = "tl.where({{0}} == {{1}}, 0.5 * {{d}}, tl.where({{0}} {} {{1}}, {{d}}, 0.0))"  # torch halves a gradient between equals
+
+# name: the value, and its derivative by each argument, of arguments {0}, {1}, {2}, the value {o} and its gradient {d}
 FLOATS = {
     "add": ("{0} + {1}", "{d}", "{d}"),
     "sub": ("{0} - {1}", "{d}", "-{d}"),
     "mul": ("{0} * {1}", "{d} * {1}", "{d} * {0}"),
-    "over": ("{0} / {1}", "{d} / {1}", "-{d} * {o} / {1}"),
-    "div": ("tl.math.div_rn({0}, {1})", "tl.math.div_rn({d}, {1})", "-{d} * tl.math.div_rn({o}, {1})"),
+    "div_rn": ("tl.math.div_rn({0}, {1})", "tl.math.div_rn({d}, {1})", "-{d} * tl.math.div_rn({o}, {1})"),
+    "div_fast": ("{0} / {1}", "{d} / {1}", "-{d} * ({o} / {1})"),
     "neg": ("-{0}", "-{d}"),
-    "abs": ("tl.abs({0})", "{d} * _sign({0})"),
-    "minimum": ("tl.minimum({0}, {1})", *(f"tl.where({{0}} == {{1}}, 0.5 * {{d}}, tl.where({{0}} {sign} {{1}}, {{d}}, 0.0))" for sign in "<>")),
-    "maximum": ("tl.maximum({0}, {1})", *(f"tl.where({{0}} == {{1}}, 0.5 * {{d}}, tl.where({{0}} {sign} {{1}}, {{d}}, 0.0))" for sign in "><")),
+    "abs": ("tl.abs({0})", "tl.where({0} == 0.0, 0.0, tl.where({0} < 0.0, -{d}, {d}))"),
+    "minimum": ("tl.minimum({0}, {1})", SHARED.format("<"), SHARED.format(">")),
+    "maximum": ("tl.maximum({0}, {1})", SHARED.format(">"), SHARED.format("<")),
     "clamp_min": ("tl.maximum({0}, {1})", "tl.where({0} >= {1}, {d}, 0.0)", "tl.where({0} >= {1}, 0.0, {d})"),
     "clamp_max": ("tl.minimum({0}, {1})", "tl.where({0} <= {1}, {d}, 0.0)", "tl.where({0} <= {1}, 0.0, {d})"),
-    "where": ("tl.where({0}, {1}, {2})", None, "tl.where({0}, {d}, 0.0)", "tl.where({0}, 0.0, {d})"),
+    "where": ("tl.where({0}, {1}, {2})", "", "tl.where({0}, {d}, 0.0)", "tl.where({0}, 0.0, {d})"),
     "exp": ("tl.exp({0})", "{d} * {o}"),
     "exp2": ("tl.exp2({0})", "{d} * ({o} * 0.6931471805599453)"),
     "log": ("tl.log({0})", "{d} / {0}"),
@@ -113,75 +89,118 @@ FLOATS = {
     "rsqrt": ("tl.rsqrt({0})", "-0.5 * {d} * {o} / {0}"),
     "sin": ("tl.sin({0})", "{d} * tl.cos({0})"),
     "cos": ("tl.cos({0})", "-{d} * tl.sin({0})"),
-    "tanh": ("_tanh({0})", "{d} * (1.0 - {o} * {o})"),
+    "tanh_rn": ("_tanh({0})", "{d} * (1.0 - {o} * {o})"),
     "tanh_fast": ("_tanh_fast({0})", "{d} * (1.0 - {o} * {o})"),
     "sigmoid": ("tl.math.div_rn(1.0, 1.0 + tl.exp(-{0}))", "{d} * ({o} * (1.0 - {o}))"),
     "erf": ("tl.erf({0})", "{d} * (1.1283791670955126 * tl.exp(-{0} * {0}))"),
     "power": ("tl.exp2(tl.log2({0}) * {1})", "{d} * {1} * {o} / {0}", "{d} * {o} * tl.log({0})"),
     "floor": ("tl.floor({0})",),
     "ceil": ("tl.ceil({0})",),
-    "trunc": ("_trunc({0})",),
+    "trunc": ("tl.where({0} < 0.0, tl.ceil({0}), tl.floor({0}))",),
     "round": ("_round({0})",),
-    "sign": ("_sign({0})",),
+    "sign": ("tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))",),
 }
-INTS = {
-    **{name: (FLOATS[name][0],) for name in ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "clamp_min", "clamp_max", "where")},
-    "sign": ("_int_sign({0})",),
-    "floor_divide": ("_floor_divide({0}, {1})",),
-    "remainder": ("_remainder({0}, {1})",),
-    "divide": ("{0} // {1}",),
-    "fmod": ("{0} % {1}",),
-    "bitwise_and": ("{0} & {1}",),
-    "bitwise_or": ("{0} | {1}",),
-    "bitwise_xor": ("{0} ^ {1}",),
-    "bitwise_not": ("~{0}",),
-    "bitwise_left_shift": ("{0} << {1}",),
-    "bitwise_right_shift": ("{0} >> {1}",),
+FINITE = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "clamp_min", "clamp_max", "where", "tanh_rn", "tanh_fast", "sigmoid", "sin", "cos", "erf"}
+INTS = {name: FLOATS[name][0] for name in ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "clamp_min", "clamp_max", "where")} | {
+    "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))",
+    "floor_divide": "({0} - _remainder({0}, {1})) // {1}",
+    "remainder": "_remainder({0}, {1})",
+    "quotient": "{0} // {1}",  # the machine's, towards 0
+    "fmod": "{0} % {1}",
+    "bitwise_not": "~{0}",
+    **{f"bitwise_{name}": f"{{0}} {sign} {{1}}" for name, sign in (("and", "&"), ("or", "|"), ("xor", "^"), ("left_shift", "<<"), ("right_shift", ">>"))},
 }
-COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-FINITE = {
-    "add",
-    "sub",
-    "mul",
-    "neg",
-    "abs",
-    "minimum",
-    "maximum",
-    "clamp_min",
-    "clamp_max",
-    "where",
-    "tanh",
-    "tanh_fast",
-    "sigmoid",
-    "sin",
-    "cos",
-    "erf",
-    "floor",
-    "ceil",
+BOOLS = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "where": "tl.where({0}, {1}, {2})", "mul": "{0} & {1}", "add": "{0} | {1}"}
+COMPARE = {name: f"{{0}} {sign} {{1}}" for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))}
+# between what an int lies, of (lowest, highest) of each argument
+RANGES = {
+    "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
+    "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
+    "mul": lambda x, y: (min(a * b for a in x for b in y), max(a * b for a in x for b in y)),
+    "neg": lambda x: (-x[1], -x[0]),
+    "abs": lambda x: (max(x[0], -x[1], 0), max(-x[0], x[1])),
+    "where": lambda _, x, y: (min(x[0], y[0]), max(x[1], y[1])),
+    **dict.fromkeys(("minimum", "clamp_max"), lambda x, y: (min(x[0], y[0]), min(x[1], y[1]))),
+    **dict.fromkeys(("maximum", "clamp_min"), lambda x, y: (max(x[0], y[0]), max(x[1], y[1]))),
+    "floor_divide": lambda x, y: (min(x[0] // y[0], x[0] // y[1]), max(x[1] // y[0], x[1] // y[1])) if y[0] > 0 else SPANS["int64"],
+    "remainder": lambda x, y: (0, y[1] - 1) if y[0] > 0 else SPANS["int64"],
 }
-FINITE |= {"trunc", "round", "sign"}  # of finite arguments, finite values
-SAME = {"clone", "alias", "contiguous", "positive"}
-RISING = {"log": math.log, "log2": math.log2, "sqrt": math.sqrt, "floor": math.floor, "ceil": math.ceil, "trunc": math.trunc, "round": round}
-DERIVED = {  # operators made of others: f(operator, *arguments)
-    "rsub": lambda op, x, y: op("sub", y, x),
-    "square": lambda op, x: op("mul", x, x),
-    "reciprocal": lambda op, x: op("div", 1, x),
-    "absolute": lambda op, x: op("abs", x),
-    "relu": lambda op, x: op("where", op("gt", x, 0), x, 0),
-    "silu": lambda op, x: op("mul", x, op("sigmoid", x)),
-    "log1p": lambda op, x: op("log", op("add", x, 1)),
-    "expm1": lambda op, x: op("sub", op("exp", x), 1),
-    "log10": lambda op, x: op("mul", op("log2", x), math.log10(2)),
-    "masked_fill": lambda op, x, where, value: op("where", where, value, x),
-    "isnan": lambda op, x: op("ne", x, x),
-    "isinf": lambda op, x: op("eq", op("abs", x), INF),
-    "isneginf": lambda op, x: op("eq", x, -INF),
-    "isposinf": lambda op, x: op("eq", x, INF),
-    "__lshift__": lambda op, x, y: op("bitwise_left_shift", x, y),
-    "__rshift__": lambda op, x, y: op("bitwise_right_shift", x, y),
-    "__and__": lambda op, x, y: op("bitwise_and", x, y),
-    "__or__": lambda op, x, y: op("bitwise_or", x, y),
-    "__xor__": lambda op, x, y: op("bitwise_xor", x, y),
+
+
+def _div(p, x, y, rounding_mode=None):
+    x, y = _value(x), _value(y)
+    if rounding_mode and _kind(p.dtype) == "int":
+        return p.op("floor_divide" if rounding_mode == "floor" else "quotient", x, y)
+    loose = p.fast and "s" in x.by | y.by  # not where a place alone decides: a rounding must not put a distance into another bucket
+    if y.number and math.isfinite(y.number) and (loose or abs(math.frexp(y.number)[0]) == 0.5):
+        out = p.op("mul", x, 1 / y.number)
+    else:
+        out = p.op("div_fast" if loose else "div_rn", x, y)
+    return p.op(rounding_mode, out) if rounding_mode else out
+
+
+def _clamp(p, x, min=None, max=None):
+    x = x if min is None else p.op("clamp_min", x, min)
+    return x if max is None else p.op("clamp_max", x, max)
+
+
+def _pow(p, x, y):
+    x, y = _value(x), _value(y)
+    floats, power = _kind(p.dtype) == "float", y.number
+    if x.number == 2:
+        return p.op("exp2", y) if floats else p.op("bitwise_left_shift", 1, y)
+    if floats and x.number is not None and x.number > 0:
+        return p.op("exp2", p.op("mul", y, math.log2(x.number)))
+    if power in (0.5, -0.5):
+        return p.op("sqrt" if power > 0 else "rsqrt", x)
+    if power in range(1, 9):
+        return functools.reduce(lambda out, _: p.op("mul", out, x), range(int(power) - 1), x)
+    return p.op("div", 1, _pow(p, x, -power)) if power in range(-8, 0) else p.op("power", x, y)
+
+
+def _gelu(p, x, approximate="none"):
+    if approximate == "tanh":
+        inner = p.op("tanh", p.op("mul", p.op("add", x, p.op("mul", _pow(p, x, 3), 0.044715)), math.sqrt(2 / math.pi)))
+    else:
+        inner = p.op("erf", p.op("mul", x, math.sqrt(0.5)))
+    return p.op("mul", p.op("mul", x, 0.5), p.op("add", inner, 1))
+
+
+def _softplus(p, x, beta=1, threshold=20):
+    y = p.op("mul", x, beta)
+    tail = p.op("log1p", p.op("exp", p.op("neg", p.op("abs", y))))
+    return p.op("div", p.op("add", p.op("clamp_min", y, 0), tail), beta)
+
+
+DERIVED = {  # operators made of others
+    "div": _div,
+    "clamp": _clamp,
+    "pow": _pow,
+    "gelu": _gelu,
+    "softplus": _softplus,
+    "tanh": lambda p, x: p.op("tanh_fast" if p.fast else "tanh_rn", x),
+    "_to_copy": lambda p, x, **_: p.cast(_value(x)),
+    **dict.fromkeys(("clone", "alias"), lambda p, x, **_: x),
+    "detach": lambda p, x: replace(x, active=False),
+    "rsub": lambda p, x, y: p.op("sub", y, x),
+    "square": lambda p, x: p.op("mul", x, x),
+    "reciprocal": lambda p, x: p.op("div", 1, x),
+    "relu": lambda p, x: p.op("where", p.op("gt", x, 0), x, 0),
+    "silu": lambda p, x: p.op("mul", x, p.op("sigmoid", x)),
+    "log1p": lambda p, x: p.op("log", p.op("add", x, 1)),
+    "expm1": lambda p, x: p.op("sub", p.op("exp", x), 1),
+    "masked_fill": lambda p, x, where, value: p.op("where", where, value, x),
+    "isnan": lambda p, x: p.op("ne", x, x),
+    "isinf": lambda p, x: p.op("logical_or", p.op("eq", x, INF), p.op("eq", x, -INF)),
+    "isneginf": lambda p, x: p.op("eq", x, -INF),
+    **{f"__{name}__": lambda p, x, y, name=name: p.op(f"bitwise_{name}", x, y) for name in ("and", "or", "xor")},
+    "__lshift__": lambda p, x, y: p.op("bitwise_left_shift", x, y),
+    "__rshift__": lambda p, x, y: p.op("bitwise_right_shift", x, y),
+}
+OF_FLOATS = {  # where the int one is one instruction
+    "floor_divide": lambda p, x, y: _div(p, x, y, "floor"),
+    "remainder": lambda p, x, y: p.op("sub", x, p.op("mul", _div(p, x, y, "floor"), y)),
+    "fmod": lambda p, x, y: p.op("sub", x, p.op("mul", _div(p, x, y, "trunc"), y)),
 }
 
 # ---- host: one line after the other
@@ -189,19 +208,17 @@ DERIVED = {  # operators made of others: f(operator, *arguments)
 
 @dataclass(frozen=True, eq=False)
 class _Value:
-    """What is known of a value.
+    """A value of the text: its `code`, a name; `kind`, "float", "int" or "bool"; and `number`, of a constant.
 
-    code       its name.                                 kind     "float", "int" or "bool".      number   its value, of a constant.
-    by         which of b, h, i, j, s decide it.         finite   surely neither infinite nor NaN.
-    low, high  it surely lies between, and as an int that may need 64 bits is one: `wide`.
-    active     a gradient flows through it.
+    by   which of b, h, i, j, s decide it.     low, high   an int surely lies between.     finite   surely neither infinite nor NaN.
+    active   a gradient flows through it.
     """
 
     code: str
     kind: str
     by: frozenset = frozenset()
-    low: float = -INF
-    high: float = INF
+    low: int = SPANS["int64"][0]
+    high: int = SPANS["int64"][1]
     finite: bool = True
     active: bool = False
     number: float | None = None
@@ -212,81 +229,39 @@ class _Value:
 
     @property
     def wide(self) -> bool:
-        return self.kind == "int" and not (SPANS["int32"][0] <= self.low and self.high <= SPANS["int32"][1])
+        """An int64."""
+        return self.kind == "int" and not SPANS["int32"][0] <= self.low <= self.high <= SPANS["int32"][1]
 
     def as_(self, kind: str, wide: bool = False) -> str:
         """The code that gives it as another kind."""
         if self.number is not None:
             number = {"float": float, "int": int, "bool": bool}[kind](self.number)
-            return f"({number})" if math.isfinite(number) else f'float("{number}")'
-        if kind == "bool":
-            return self.code if self.kind == "bool" else f"({self.code} != 0)"
+            return f'float("{number}")' if not math.isfinite(number) else f"({number})" if number < 0 else repr(number)
         if self.kind == kind and (self.wide or not wide):
             return self.code
-        return f"tl.cast({self.code}, {'tl.float32' if kind == 'float' else 'tl.int64' if wide else 'tl.int32'})"
+        return f"({self.code} != 0)" if kind == "bool" else f"tl.cast({self.code}, {'tl.float32' if kind == 'float' else 'tl.int64' if wide else 'tl.int32'})"
 
 
 def _value(x) -> _Value:
     """A Python number as a value."""
     if isinstance(x, _Value):
         return x
-    return _Value(repr(x), _kind(type(x).__name__), low=-INF if x != x else x, high=INF if x != x else x, finite=math.isfinite(x), number=x)
+    return _Value("", _kind(type(x).__name__), low=int(x) if math.isfinite(x) else 0, high=int(x) if math.isfinite(x) else 0, finite=math.isfinite(x), number=x)
 
 
 def _kind(dtype: str) -> str:
     return "bool" if dtype == "bool" else "float" if "float" in dtype else "int"
 
 
-def _span(name: str, args: Sequence[_Value]) -> tuple[float, float]:
-    """Between what the operator's value lies."""
-    low, high = args[0].low, args[0].high
-    if name in RISING:  # a little more, as float32 rounds
-        low, high = low - 1e-4 * max(1, abs(low)), high + 1e-4 * max(1, abs(high))
-        return (
-            (RISING[name](low) if low > 0 or name not in ("log", "log2", "sqrt") else -INF, RISING[name](high) if 0 < high < INF else INF)
-            if low > -INF
-            else (-INF, INF)
-        )
-    if name == "neg":
-        return -high, -low
-    if name == "abs":
-        return (0 if low <= 0 <= high else min(abs(low), abs(high))), max(abs(low), abs(high))
-    if len(args) < 2:
-        return -INF, INF
-    low2, high2 = args[1].low, args[1].high
-    if name == "add":
-        return low + low2, high + high2
-    if name == "sub":
-        return low - high2, high - low2
-    if name == "mul":
-        products = [0 if 0 in (x, y) else x * y for x in (low, high) for y in (low2, high2)]
-        return min(products), max(products)
-    if name in ("minimum", "clamp_max"):
-        return min(low, low2), min(high, high2)
-    if name in ("maximum", "clamp_min"):
-        return max(low, low2), max(high, high2)
-    if name == "where":
-        return min(low2, args[2].low), max(high2, args[2].high)
-    if name == "bitwise_and" and max(low, low2) >= 0:
-        return 0, min(top for bottom, top in ((low, high), (low2, high2)) if bottom >= 0)
-    if low2 > 0 and name in ("floor_divide", "divide") and args[0].kind == args[1].kind == "int":
-        return min(low // low2, low // high2), max(high // low2, high // high2)
-    if low2 > 0 and name == "remainder" and args[0].kind == args[1].kind == "int":
-        return 0, high2 - 1
-    if name in ("div", "over") and args[1].number and args[1].number > 0:
-        return low / low2, high / low2
-    return -INF, INF
-
-
 class _Program:
-    """A text as lines of device code, forward and, where tensors are `wanted`, what is needed to go back."""
+    """A text as lines of device code, and the steps by which gradients go back."""
 
     def __init__(self, text: str, wanted: Sequence[bool] = (), fast: bool = False):
-        self.fast, self.lines, self.steps, self.count = fast, [], [], 0
+        self.fast, self.lines, self.steps = fast, [], []
         function = ast.parse(text).body[0]
-        names = ("b", "h", "i", "j", "len_q", "len_k")
-        self.values = {name: _Value(name, "int", frozenset({name} & set("bhij")), 0, MOST) for name in names}
-        self.values["s"] = _Value("s", "float", frozenset("s"), active=True)
+        _, *places = (argument.arg for argument in function.args.args[:7])
+        self.values = {name: _Value(name, "int", frozenset({name} & set("bhij")), 0, MOST) for name in places}
+        self.score = self.values["s"] = _Value("s", "float", frozenset("s"), active=True)
         self.captured, at, at_g = {}, 0, 0  # {name: (dtype, dimensions, its place in `c`, in `g` or None)}
         for n, argument in enumerate(function.args.args[7:]):
             dtype, _, ndim = argument.annotation.value.rstrip("]").partition("[")
@@ -296,190 +271,105 @@ class _Program:
         for line in function.body[:-1]:
             self.line, self.dtype = ast.unparse(line.value), line.annotation.value
             self.values[line.target.id] = _value(self.translate(line.value))
-        self.line, self.dtype = ast.unparse(function.body[-1]), "float32"
         self.out = _value(self.argument(function.body[-1].value))
 
     def refuse(self, why: str):
-        raise Unsupported(f"{why} in `{self.line}`")
+        raise Unsupported(f"{why} (`{self.line}`)")
 
     def translate(self, call: ast.Call):
         """The value of one line."""
         name = ast.unparse(call.func).split(".")[1]
-        name = name if name[0] == "_" else name.rstrip("_")  # in place: the text has a name for each state
+        name = name if name[0] == "_" else name.rstrip("_")  # in place is no matter: the text names each state
         if name == "index":
             return self.load(ast.unparse(call.args[0]), [_value(self.argument(x)) for x in call.args[1].elts])
         args, words = [self.argument(x) for x in call.args], {word.arg: self.argument(word.value) for word in call.keywords}
-        if not any(isinstance(x, _Value) and x.number is None for x in args):
-            return self.fold(call)
+        if not any(isinstance(x, _Value) and x.number is None for x in args):  # constants: torch computes them
+            known = {name: torch.tensor(v.number) for name, v in self.values.items() if v.number is not None}
+            return eval(ast.unparse(call), {"aten": torch.ops.aten, "torch": torch, "float": float, **known}).item()
         if name in ("full_like", "zeros_like", "ones_like"):
             return args[1] if name == "full_like" else int(name == "ones_like")
-        words.pop("dtype", None)
-        if "alpha" in words:
-            args[1] = self.op("mul", args[1], words.pop("alpha"))
-        special = getattr(self, f"op_{name.strip('_')}", None)
-        if words and special is None:
-            self.refuse(f"aten.{name} with {', '.join(words)} has no Triton form")
-        return special(*args, **words) if special else self.op(name, *args)
+        if name in ("add", "sub", "rsub") and (words or len(args) > 2):
+            scaled = name != "rsub"
+            args[scaled] = self.op("mul", args[scaled], words.pop("alpha") if words else args.pop())
+        return self.op(name, *args, **words)
 
     def argument(self, node):
         """A value, or what Python makes of it."""
         if isinstance(node, ast.Name):
             return self.load(node.id, []) if node.id in self.captured else self.values[node.id]
-        if isinstance(node, ast.List):
-            return [self.argument(x) for x in node.elts]
         return eval(ast.unparse(node), {"torch": torch, "float": float})
 
-    def fold(self, call: ast.Call):
-        """A line of constants, computed by torch."""
-        known = {name: torch.tensor(v.number) for name, v in self.values.items() if v.number is not None}
-        result = eval(ast.unparse(call), {"aten": torch.ops.aten, "torch": torch, "float": float, **known})
-        if result.numel() != 1:
-            self.refuse(f"a constant of {list(result.shape)} is not one value")
-        return result.item()
+    def emit(self, code: str, kind: str, *known, **also) -> _Value:
+        self.lines.append(f"v{len(self.lines)} = {code}")
+        return _Value(f"v{len(self.lines) - 1}", kind, *known, **also)
 
-    def emit(self, code: str, kind: str, **known) -> _Value:
-        name, self.count = f"v{self.count}", self.count + 1
-        self.lines.append(f"{name} = {code}")
-        return _Value(name, kind, **known)
-
-    # ---- operators
-
-    def op(self, name: str, *args) -> _Value:
+    def op(self, name: str, *args, **words) -> _Value:
         """The value of one operator, of the line's dtype."""
-        if name in DERIVED:
-            return DERIVED[name](self.op, *args)
+        kind = _kind(self.dtype)
+        derived = DERIVED.get(name) or (OF_FLOATS.get(name) if kind == "float" else None)
+        if derived:
+            return derived(self, *args, **words)
         args = [_value(x) for x in args]
-        by, kind = frozenset().union(*(x.by for x in args)), _kind(self.dtype)
-        if name in SAME or (kind == "int" and name in RISING):
+        if kind == "int" and name in ("floor", "ceil", "trunc", "round"):
             return args[0]
+        first, _, last = name.rpartition("_")
         if name in COMPARE:
-            kind = "float" if any(x.kind == "float" for x in args) else "bool" if all(x.kind == "bool" for x in args) else "int"
-            return self.emit(f"{args[0].as_(kind)} {COMPARE[name]} {args[1].as_(kind)}", "bool", by=by, low=0, high=1)
-        first, _, last = name.partition("_")
-        if first == "logical" or (first == "bitwise" and kind == "bool"):
-            codes, sign = [x.as_("bool") for x in args], {"and": "&", "or": "|", "xor": "^"}.get(last)
-            return self.emit(f"{codes[0]} {sign} {codes[1]}" if sign else f"~{codes[0]}", "bool", by=by, low=0, high=1)
-        if kind == "bool" and name == "where":
-            codes = [x.as_("bool") for x in args]
-            return self.emit(f"tl.where({', '.join(codes)})", "bool", by=by, low=0, high=1)
-        table = {"float": FLOATS, "int": INTS}.get(kind, {})
-        if name not in table:
-            self.refuse(f"aten.{name} of {self.dtype} has no Triton form")
-        return (self.float_op if kind == "float" else self.int_op)(name, args, by, *table[name])
-
-    def float_op(self, name: str, args, by, template: str, *derivatives) -> _Value:
-        codes = [x.as_("bool" if name == "where" and n == 0 else "float") for n, x in enumerate(args)]
-        finite, active = name in FINITE and all(x.finite for x in args), any(x.active for x in args) and bool(derivatives)
-        low, high = _span(name, args)
-        low, high = (-INF, INF) if math.isnan(low) or math.isnan(high) else (low, high)
-        out = self.emit(template.format(*codes), "float", by=by, low=low, high=high, finite=finite, active=active)
-        if active:
-            self.steps.append((out, name, args, codes, derivatives))
+            template, kind, wanted = COMPARE[name], "bool", next(k for k in ("float", "int", "bool") if any(x.kind == k for x in args))
+        elif kind == "bool" and last in BOOLS and first in ("logical", "bitwise", ""):
+            template, wanted = BOOLS[last], "bool"
+        else:
+            template, *derivatives = FLOATS.get(name, [""]) if kind == "float" else [INTS.get(name, "") if kind == "int" else ""]
+            wanted = kind
+        if not template or words:
+            self.refuse(f"aten.{name} of {self.dtype}{' with ' if words else ''}{', '.join(words)} has no Triton form")
+        by = frozenset().union(*(x.by for x in args))
+        if kind == "int":
+            return self.int_op(name, template, by, args)
+        codes = [x.as_("bool" if name == "where" and n == 0 else wanted) for n, x in enumerate(args)]
+        out = self.emit(template.format(*codes), kind, by)
+        if kind == "float":
+            active = any(x.active for x in args) and bool(derivatives)
+            out = replace(out, finite=name in FINITE and all(x.finite for x in args), active=active)
+            self.steps += [(out, name, args, codes, derivatives)] * active
         return out
 
-    def int_op(self, name: str, args, by, template: str) -> _Value:
+    def int_op(self, name: str, template: str, by, args) -> _Value:
         number = args[-1].number
-        power = number.bit_length() - 1 if isinstance(number, int) and number > 0 and number & (number - 1) == 0 else None
-        if name == "floor_divide" and power is not None:
-            template = f"{{0}} >> {power}"
-        elif name == "remainder" and power is not None:
-            template = f"{{0}} & {number - 1}"
+        if name in ("floor_divide", "remainder") and number and number > 0 and number & (number - 1) == 0:  # right for negative ones, too
+            template = f"{{0}} >> {number.bit_length() - 1}" if name == "floor_divide" else f"{{0}} & {number - 1}"
         elif name in ("floor_divide", "remainder") and args[0].low >= 0 and args[1].low > 0:
             template = "{0} // {1}" if name == "floor_divide" else "{0} % {1}"
-        low, high = _span(name, args)
-        least, most = SPANS.get(self.dtype, LONG)
-        fits = least <= low and high <= most
-        out = _Value("", "int", by, *((low, high) if fits else (least, most)))
-        wide = out.wide or any(x.wide for x in args)
-        code = template.format(*(x.as_("bool" if name == "where" and n == 0 else "int", wide) for n, x in enumerate(args)))
-        if not fits and self.dtype in TYPES:  # wraps around as torch's does
-            code = f"tl.cast(tl.cast({code}, {TYPES[self.dtype]}), tl.int32)"
-        elif wide and not out.wide:
-            code = f"tl.cast({code}, tl.int32)"
-        return self.emit(code, "int", by=by, low=out.low, high=out.high)
+        span = RANGES[name](*((x.low, x.high) for x in args)) if name in RANGES else SPANS["int64"]
+        wide = _Value("", "int", by, *self.fit(span)).wide or any(x.wide for x in args)
+        return self.narrow(template.format(*(x.as_("bool" if name == "where" and n == 0 else "int", wide) for n, x in enumerate(args))), wide, span, by)
 
-    def op_div(self, x, y, rounding_mode=None):
-        if rounding_mode and _kind(self.dtype) == "int":
-            return self.op({"floor": "floor_divide", "trunc": "divide"}[rounding_mode], x, y)
-        x, y = _value(x), _value(y)
-        loose = self.fast and "s" in x.by | y.by  # not of a place: a bucket's number must not change by a rounding
-        if y.number and math.isfinite(y.number) and (loose or math.frexp(y.number)[0] == 0.5):
-            out = self.op("mul", x, 1 / y.number)
-        else:
-            out = self.op("over" if loose else "div", x, y)
-        return self.op(rounding_mode, out) if rounding_mode else out
+    def fit(self, span) -> tuple:
+        """`span`, or all of the line's dtype where it would wrap around."""
+        least, most = SPANS.get(self.dtype, SPANS["int64"])
+        return span if least <= span[0] and span[1] <= most else (least, most)
 
-    def op_floor_divide(self, x, y):
-        return self.op("floor_divide", x, y) if _kind(self.dtype) == "int" else self.op_div(x, y, "floor")
+    def narrow(self, code: str, wide: bool, span, by) -> _Value:
+        """An int, wrapped around as torch's would be, in the fewest bits that hold it."""
+        fits = self.fit(span)
+        if fits != span and self.dtype in ("int8", "int16", "uint8"):
+            code, wide = f"tl.cast(tl.cast({code}, tl.{self.dtype}), tl.int32)", False
+        out = _Value("", "int", by, *fits)
+        return self.emit(f"tl.cast({code}, tl.int32)" if wide and not out.wide else code, "int", by, *fits)
 
-    def op_remainder(self, x, y):
-        return self.op("remainder", x, y) if _kind(self.dtype) == "int" else self.op("sub", x, self.op("mul", self.op_div(x, y, "floor"), y))
-
-    def op_fmod(self, x, y):
-        return self.op("fmod", x, y) if _kind(self.dtype) == "int" else self.op("sub", x, self.op("mul", self.op_div(x, y, "trunc"), y))
-
-    def op_clamp(self, x, min=None, max=None):
-        x = x if min is None else self.op("clamp_min", x, min)
-        return x if max is None else self.op("clamp_max", x, max)
-
-    def op_tanh(self, x):
-        return self.op("tanh_fast" if self.fast else "tanh", x)
-
-    def op_detach(self, x):
-        return replace(x, active=False)
-
-    def op_to_copy(self, x):
-        """A cast to the line's dtype; all floats are alike."""
-        x, kind = _value(x), _kind(self.dtype)
-        low, high = x.low, x.high
-        if x.kind == "float" and kind == "int":
-            low, high = (int(end + sign * 1e-4 * max(1, abs(end))) if math.isfinite(end) else sign * INF for end, sign in ((low, -1), (high, 1)))
-        least, most = SPANS.get(self.dtype, LONG)
-        fits = kind == "float" or (least <= low and high <= most)
-        if x.kind == kind and fits:
-            return x
-        out = _Value("", kind, x.by, *((low, high) if fits else (least, most)))
-        code = x.as_(kind, out.wide)
-        if not fits and self.dtype in TYPES:
-            code = f"tl.cast(tl.cast({x.code}, {TYPES[self.dtype]}), tl.int32)"
-        return self.emit(code, kind, by=x.by, low=out.low, high=out.high)
-
-    def op_pow(self, x, y):
-        x, y = _value(x), _value(y)
-        power = y.number
-        if x.number is not None and _kind(self.dtype) == "float" and x.number > 0:
-            return self.op("exp2", self.op("mul", y, math.log2(x.number)) if x.number != 2 else y)
-        if x.number == 2 and y.low >= 0:
-            return self.op("bitwise_left_shift", 1, y)
-        if power in (0.5, -0.5):
-            return self.op("sqrt" if power > 0 else "rsqrt", x)
-        if power is not None and power == int(power) and abs(power) <= 8:
-            out = functools.reduce(lambda a, _: self.op("mul", a, x), range(abs(int(power)) - 1), x) if power else 1
-            return out if power >= 0 else self.op_div(1, out)
-        return self.op("power", x, y)
-
-    def op_gelu(self, x, approximate="none"):
-        inner = self.op("mul", x, math.sqrt(0.5)) if approximate == "none" else self.op_pow(x, 3)
-        if approximate == "tanh":
-            inner = self.op_tanh(self.op("mul", self.op("add", x, self.op("mul", inner, 0.044715)), math.sqrt(2 / math.pi)))
-        else:
-            inner = self.op("erf", inner)
-        return self.op("mul", self.op("mul", x, 0.5), self.op("add", inner, 1.0))
-
-    def op_softplus(self, x, beta=1, threshold=20):
-        y = self.op("mul", x, beta)
-        out = self.op("add", self.op("clamp_min", y, 0.0), self.op("log", self.op("add", self.op("exp", self.op("neg", self.op("abs", y))), 1.0)))
-        return self.op_div(out, beta)
-
-    # ---- captured tensors
+    def cast(self, x: _Value) -> _Value:
+        """To the line's dtype; all floats are alike."""
+        kind = _kind(self.dtype)
+        if kind == "int" and (x.kind != "int" or self.fit((x.low, x.high)) != (x.low, x.high)):
+            span = (0, 1) if x.kind == "bool" else (x.low, x.high) if x.kind == "int" else SPANS["int64"]
+            wide = x.wide or (x.kind == "float" and self.dtype == "int64")
+            return self.narrow(x.as_("int", wide), wide, span, x.by)
+        return x if x.kind == kind else self.emit(x.as_(kind), kind, x.by)
 
     def load(self, name: str, indices: Sequence[_Value]) -> _Value:
-        """`name[indices]`; 0 where an index lies outside."""
-        if name not in self.captured:
-            self.refuse("a computed tensor is indexed, which has no Triton form")
-        dtype, ndim, at, at_g = self.captured[name]
+        """`name[indices]` of a captured tensor; 0 where an index lies outside."""
+        dtype, ndim, at, at_g = self.captured.get(name, ("", -1, 0, None))
         if ndim != len(indices) or any(x.kind != "int" for x in indices):
-            self.refuse(f"a tensor of {ndim} dimensions is read by {len(indices)} integers, which has no Triton form")
+            self.refuse("a tensor is not read at one place by integers, which has no Triton form")
         if (name, *indices) in self.values:
             return self.values[name, *indices]
         guards, places = [], []
@@ -490,20 +380,56 @@ class _Program:
                 guards.append(f"({x} >= 0)")
             guards.append(f"({x} < {size})")
             places.append((f"tl.cast({x}, tl.int64)", n))
-        guard = f"mask={self.emit(' & '.join(guards), 'bool').code}, " if guards else ""
-        code = f"tl.load({' + '.join([f'c[{at}]', *(f'{x} * c[{at + 1 + ndim + n}]' for x, n in places)])}{', ' + guard + 'other=0' if guards else ''})"
-        kind, by = _kind(dtype), frozenset().union(*(x.by for x in indices))
-        low, high = (-INF, INF) if kind == "float" else SPANS.get(dtype, LONG)
-        if kind == "bool":
-            code = f"{code} != 0"
-        elif kind == "float" or dtype in TYPES:
-            code = f"tl.cast({code}, {'tl.float32' if kind == 'float' else 'tl.int32'})"
-        out = self.emit(code, kind, by=by, low=low, high=high, finite=kind != "float", active=at_g is not None)
+        guard = f", mask={self.emit(' & '.join(guards), 'bool').code}" if guards else ""
+        code = f"tl.load({' + '.join([f'c[{at}]', *(f'{x} * c[{at + 1 + ndim + n}]' for x, n in places)])}{guard}{', other=0' if guards else ''})"
+        kind = _kind(dtype)
+        if dtype != "int64":
+            code = f"{code} != 0" if kind == "bool" else f"tl.cast({code}, {'tl.float32' if kind == 'float' else 'tl.int32' if dtype in SPANS else 'tl.int64'})"
+        by = frozenset().union(*(x.by for x in indices))
+        out = self.emit(code, kind, by, *SPANS.get(dtype, SPANS["int64"]), finite=kind != "float", active=at_g is not None)
         if out.active:
             where = " + ".join([f"g[{at_g}]", *(f"{x} * g[{at_g + 1 + n}]" for x, n in places)])
-            self.steps.append((out, "load", (), (), f"tl.atomic_add({where}, {{d}}, {guard}sem='relaxed')"))
+            self.steps.append((out, "load", (), (), f"tl.atomic_add({where}, {{d}}{guard}, sem='relaxed')"))
         self.values[name, *indices] = out
         return out
+
+    def backward(self) -> tuple[list[str], str]:
+        """The lines from the gradient `ds` of the result back to the tensors', and the name of that by `s`."""
+        lines, parts = [], {self.out: {"ij": ["ds"]}}  # {value: {the axes of a tile: tiles to be summed}}
+
+        def gather(value) -> str:
+            """A value's whole gradient, of its own shape."""
+            sums = []
+            for axes, tiles in parts.get(value, {}).items():
+                code = " + ".join(tiles)
+                if axes != value.axes:
+                    axis = {"i": ", 1 - I_AXIS, keep_dims=True", "j": ", I_AXIS, keep_dims=True", "": ""}[value.axes]
+                    code = f"tl.sum({code}{axis})"
+                sums.append(code)
+            if len(sums) == 1 and sums[0].isidentifier():
+                return sums[0]
+            lines.append(f"d{len(lines)} = {' + '.join(sums)}")
+            return f"d{len(lines) - 1}"
+
+        for out, name, args, codes, derivatives in reversed(self.steps):
+            if out not in parts:
+                continue
+            d = gather(out)
+            if name == "load":
+                lines.append(derivatives.format(d=d))
+                continue
+            for x, derivative in zip(args, derivatives, strict=True):
+                if not x.active:
+                    continue
+                code = derivative.format(*codes, o=out.code, d=d)
+                used = [y for m, y in [*enumerate(args), ("o", out)] if f"{{{m}}}" in derivative]
+                if not code.startswith("tl.where") and not all(y.finite and (name in FINITE or y.number) for y in used):
+                    code = f"tl.where({d} == 0.0, 0.0, {code})"  # hidden places: 0 times infinity is NaN
+                if not code.isidentifier():
+                    lines.append(f"d{len(lines)} = {code}")
+                    code = f"d{len(lines) - 1}"
+                parts.setdefault(x, {}).setdefault(out.axes, []).append(code)
+        return lines, gather(self.score) if self.score in parts else "tl.zeros_like(ds)"
 
 
 # ---- host: functions
@@ -520,31 +446,32 @@ def _function(name: str, parameters: str, lines: Sequence[str], out: str):
 
 
 def _tile(out: _Value, kind: str) -> str:
-    code = out.as_(kind)
-    return (
-        f"tl.full((i + j).shape, {code}, {'tl.int1' if kind == 'bool' else 'tl.float32'})"
-        if out.number is not None
-        else f"tl.broadcast_to({code}, (i + j).shape)"
-    )
+    if out.number is None:
+        return f"tl.broadcast_to({out.as_(kind)}, (i + j).shape)"
+    return f"tl.full((i + j).shape, {out.as_(kind)}, {'tl.int1' if kind == 'bool' else 'tl.float32'})"
 
 
 @functools.lru_cache(maxsize=1024)
 def mask_function(text: str):
-    """The device function `MASK` of a mask's text. Raises Unsupported where Triton has no form of an operator."""
+    """The device function MASK of a mask's text. Raises Unsupported when Triton has no form of an operator."""
     program = _Program(text)
     return _function("sees", "b, h, i, j, len_q, len_k, c", program.lines, _tile(program.out, "bool"))
 
 
 @functools.lru_cache(maxsize=1024)
-def score_functions(text: str, wanted: Sequence[bool] = (), fast: bool = False):
-    """The device functions `SCORE` and `SCORE_GRAD` of a score's text.
+def score_functions(text: str, wanted: tuple[bool, ...] = (), fast: bool = False):
+    """The device functions SCORE and SCORE_GRAD of a score's text.
 
-    wanted   which captured tensors get a gradient.
-    fast     what depends on the score may err by 2^-11 of it (tanh by the GPU's instruction): for half precision, on an NVIDIA GPU.
+    wanted   which captured tensors get a gradient; the same as for `gradients`.
+    fast     tanh may err by 2^-11 and a quotient by 2 ulp: for half precision. On an NVIDIA GPU; elsewhere it changes nothing.
     """
-    program = _Program(text, tuple(wanted), fast and not triton.knobs.runtime.interpret and torch.version.hip is None)
-    forward = _function("score", "s, b, h, i, j, len_q, len_k, c", program.lines, _tile(program.out, "float"))
-    return forward, None
+    program = _Program(text, wanted, fast and not triton.knobs.runtime.interpret and torch.version.hip is None)
+    place = "b, h, i, j, len_q, len_k, c"
+    back, ds = program.backward()
+    return (
+        _function("score", f"s, {place}", program.lines, _tile(program.out, "float")),
+        _function("score_grad", f"s, ds, {place}, g, I_AXIS: tl.constexpr", [*program.lines, *back], ds),
+    )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -563,9 +490,7 @@ def captured(tensors: Sequence[Tensor]) -> tuple:
 
 
 def gradients(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> tuple[tuple, list[Tensor | None]]:
-    """The argument `g` of a kernel, and a zeroed float32 tensor of each captured tensor's shape, or None where no gradient is wanted.
-
-    `g` holds the pointer and the strides of each of these tensors.
-    """
-    buffers = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) if want else None for t, want in zip(tensors, wanted, strict=True)]
+    """The argument `g` of a kernel, pointers and strides, and what it points to: zeroed float32 tensors of the captured ones' shapes, or None."""
+    want = [flag and t.dtype.is_floating_point for t, flag in zip(tensors, wanted, strict=True)]
+    buffers = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) if flag else None for t, flag in zip(tensors, want, strict=True)]
     return tuple(x for buffer in buffers if buffer is not None for x in (buffer, *buffer.stride())), buffers

@@ -1,0 +1,255 @@
+"""Mask and score functions translated for Triton, beside torch running the same text: values, gradients, both orientations, ragged edges."""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from judge import assert_as_good_as_torch
+from onchip.core import masks, scores
+from onchip.core.masks import Causal, MaskMod
+from onchip.core.scores import ScoreMod
+from onchip.core.trace import Place
+from onchip.kernels.attention import mods
+
+M, N = 16, 32
+BATCH, HEADS = 2, 3
+SIZES = ((16, 32), (11, 29), (5, 19), (1, 1))  # (len_q, len_k): whole tiles, ragged ones
+
+# ---- the smallest kernel that calls them
+
+
+@triton.jit
+def _tile(s_ptr, ds_ptr, out_ptr, b, h, len_q, len_k, c, g, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
+          M: tl.constexpr, N: tl.constexpr, I_AXIS: tl.constexpr):  # fmt: skip
+    i, j = tl.arange(0, M), tl.arange(0, N)
+    if I_AXIS == 0:
+        i, j = i[:, None], j[None, :]
+    else:
+        i, j = i[None, :], j[:, None]
+    at = i * N + j
+    s = tl.load(s_ptr + at)
+    if MASK is not None:
+        out = MASK(b, h, i, j, len_q, len_k, c).to(tl.float32)
+    elif SCORE_GRAD is not None:
+        out = SCORE_GRAD(s, tl.load(ds_ptr + at), b, h, i, j, len_q, len_k, c, g, I_AXIS)
+    else:
+        out = SCORE(s, b, h, i, j, len_q, len_k, c)
+    tl.store(out_ptr + at, out)
+
+
+def guarded(t):
+    """The same tensor, of the same strides, in the midst of values that must not be read."""
+    bad = torch.nan if t.is_floating_point() else True if t.dtype == torch.bool else torch.iinfo(t.dtype).max // 2
+    size = 1 + sum((n - 1) * abs(stride) for n, stride in zip(t.shape, t.stride(), strict=True))
+    memory = torch.full((size + 128,), bad, dtype=t.dtype, device=t.device)
+    view = memory.as_strided(t.shape, t.stride(), 64)
+    memory[64 : 64 + size] = t.as_strided((size,), (1,), t.storage_offset())
+    return view
+
+
+def place(len_q, len_k, b=1, h=2, device=None):
+    b, h = torch.tensor(b, device=device), torch.tensor(h, device=device)
+    return Place(b, h, torch.arange(len_q, device=device)[:, None], torch.arange(len_k, device=device), torch.tensor(len_q), torch.tensor(len_k))
+
+
+def tile(function, tensors, sizes, axis, s=None, ds=None, g=(), **which):
+    device = tensors[0].device if tensors else "cuda" if torch.cuda.is_available() else "cpu"
+    full = [torch.zeros(M, N, device=device) for _ in range(2)]
+    for whole, part in zip(full, (s, ds), strict=True):
+        if part is not None:
+            whole[: sizes[0], : sizes[1]] = part
+    out = torch.full((M, N), torch.nan, device=device)
+    arguments = {"MASK": None, "SCORE": None, "SCORE_GRAD": None} | {which["kind"]: function}
+    _tile[(1,)](*full, out, 1, 2, *sizes, mods.captured(tensors), g, **arguments, M=M, N=N, I_AXIS=axis)
+    return out[: sizes[0], : sizes[1]]
+
+
+# ---- what is run
+
+
+def _ids(*shape, high=4):
+    return torch.randint(0, high, shape).sort(-1).values
+
+
+def mask_cases():
+    blocks, ids, offsets = torch.rand(HEADS, 4, 8) < 0.5, _ids(32), torch.tensor([0, 9, 17, 30], dtype=torch.int32)
+    flags, table, small = torch.rand(BATCH, 32) < 0.7, torch.rand(32, 16).T < 0.5, offsets.to(torch.uint8)
+    return {
+        "chunked": masks.Chunked(4),
+        "chunked of 5": masks.Chunked(5),
+        "document": masks.Document(_ids(BATCH, 32)) & Causal(),
+        "document of all": masks.Document(_ids(32).int()) | masks.Window(2),
+        "windows": masks.Windows(torch.tensor([1, 3, 8]), torch.randint(0, 4, (BATCH, HEADS))),
+        "windows of sequences": masks.Windows(torch.tensor([[3], [6]], dtype=torch.int32), None, "top_left"),
+        "prefix": masks.Prefix(3),
+        "prefixes": masks.Prefix(torch.tensor([2, 7])),
+        "tree": masks.Tree.of(torch.tensor([-1, 0, 0, 1, 2])),
+        "trees": masks.Tree.of(torch.tensor([[-1, 0, 0, 1], [-1, 0, 1, 2]])),
+        "padding": masks.KeyPadding(torch.tensor([9, 14])),
+        "padding flags": masks.KeyPadding(flags),
+        "blocks": masks.Blocks(blocks, 4),
+        "blocks of 5x4": masks.Blocks(blocks, (5, 4)),
+        "dense": masks.Dense(torch.rand(BATCH, HEADS, 16, 32) < 0.5),
+        "dense of heads": masks.Dense(torch.rand(HEADS, 1, 32) < 0.5),
+        "causal": MaskMod(lambda b, h, i, j: i >= j),
+        "sliding": MaskMod(lambda b, h, i, j: (i >= j) & (i - j <= 5)),
+        "neighbourhood": MaskMod(lambda b, h, i, j: ((i // 6 - j // 6).abs() <= 1) & ((i % 6 - j % 6).abs() <= 2)),
+        "floor of negatives": MaskMod(lambda b, h, i, j: ((i - j) // 5 + (i - j) % 5 + (i - j) // 4 + (j - i) % 8 + (j - i) // -3) % 3 == 0),
+        "jagged": MaskMod(lambda b, h, i, j: (ids[i] == ids[j]) & (i - offsets[ids[i]] >= j - offsets[ids[j]])),
+        "checkerboard": MaskMod(lambda b, h, i, j: torch.logical_xor((i + j) % 2 == 0, h % 2 == 1)),
+        "where": MaskMod(lambda b, h, i, j: torch.where(h % 2 == 0, i - j < 5, True) & ~(j == 3)),
+        "transposed": MaskMod(lambda b, h, i, j: table[i, j]),
+        "backwards": MaskMod(lambda b, h, i, j: flags[b, i - j]),
+        "of heads alone": MaskMod(lambda b, h, i, j: (h == 2) | (b > 3)),
+        "everything": MaskMod(lambda b, h, i, j: torch.ones_like(i) > 0),
+        "large products": MaskMod(lambda b, h, i, j: (i * 100_000 * 100_000 + j) % 7 > 2),
+        "bits": MaskMod(lambda b, h, i, j: (((i ^ j) & 5) | (i << 1)) >> 1 != ~j + 9),
+        "bytes": MaskMod(lambda b, h, i, j: small[ids[i]] - small[ids[j]] < 128),
+        "of an int": MaskMod(lambda b, h, i, j: torch.logical_not(i % 3)),
+        "fmod": MaskMod(lambda b, h, i, j: (torch.fmod(i - j, 3) == -1) | (torch.div(i - j, 4, rounding_mode="trunc") == 0)),
+    }
+
+
+def score_cases():
+    slopes, bias, half = torch.rand(HEADS), torch.randn(HEADS, 32, 16).transpose(1, 2), torch.randn(BATCH, HEADS, dtype=torch.float16)
+    gate, table, wide = torch.randn(()), torch.randn(64), torch.randn(1, 32).expand(16, 32)
+    ids, positive = _ids(32), torch.rand(32) + 0.5
+    holes = torch.randn(16, 32).where(torch.rand(16, 32) < 0.7, torch.tensor(-torch.inf))
+    sides = torch.randn(32, HEADS)
+    of_math = (torch.exp, torch.exp2, torch.sigmoid, torch.erf, torch.sin, torch.cos, torch.relu, torch.nn.functional.silu, torch.nn.functional.softplus)
+    of_positive = (torch.log, torch.log2, torch.sqrt, torch.rsqrt, torch.reciprocal, torch.log1p)
+    return {
+        "softcap": scores.Softcap(2.0),
+        "alibi": scores.ALiBi(scores.ALiBi.slopes_of(HEADS)),
+        "alibi of sequences": scores.ALiBi(torch.rand(BATCH, HEADS), "linear"),
+        "relative": scores.RelativeBias(torch.randn(HEADS, 9)),
+        "buckets": scores.BucketBias(torch.randn(8, HEADS)),
+        "buckets back": scores.BucketBias(torch.randn(6, HEADS), 30, both=False),
+        "bias": scores.Bias(torch.randn(BATCH, HEADS, 16, 32)),
+        "bias of heads": scores.Bias(torch.randn(1, HEADS, 1, 32)),
+        "bias with holes": scores.Bias(holes),
+        "one bias": scores.Bias(torch.randn(1, 1, 1, 1)),
+        "chain": scores.chain(torch.randn(16, 1), [scores.ALiBi(torch.rand(HEADS)), lambda s, b, h, i, j: s * gate], 3.0),
+        "tanh": ScoreMod(lambda s, b, h, i, j: 3 * torch.tanh(s / 3) + slopes[h] * (i - j)),
+        "causal": ScoreMod(lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf"))),
+        "causal then": ScoreMod(lambda s, b, h, i, j: torch.where(i >= j, s * slopes[h], -float("inf")) * torch.exp(gate) + s * s),
+        "half": ScoreMod(lambda s, b, h, i, j: s * half[b, h] + half[b % 2, h].float() * s),
+        "transposed": ScoreMod(lambda s, b, h, i, j: s + bias[h, i, j]),
+        "expanded": ScoreMod(lambda s, b, h, i, j: s + wide[i, j] * gate),
+        "of rows": ScoreMod(lambda s, b, h, i, j: s * table[i] + table[j] * table[i] + table[i - j + 31] - table[i - 5]),
+        "without s": ScoreMod(lambda s, b, h, i, j: table[i] * slopes[h]),
+        "nothing": ScoreMod(lambda s, b, h, i, j: torch.full_like(s, 2.5)),
+        "documents": ScoreMod(lambda s, b, h, i, j: torch.where(ids[i] == ids[j], s, s - positive[i].log() * positive[j])),
+        "clamped": ScoreMod(lambda s, b, h, i, j: torch.clamp(s, -0.5, 0.7) + torch.clamp(s, max=sides[j, h]) + torch.maximum(s, sides[i, h - 1])),
+        "ties": ScoreMod(lambda s, b, h, i, j: torch.maximum(s, s * 1) + torch.minimum(s, s.abs()) + (s * 0).abs()),
+        "powers": ScoreMod(lambda s, b, h, i, j: s**2 + s**3 + 2.0**h + (s * s + 1) ** -0.5 + (s * s + 1) ** 1.5 + 3.0 ** (s / 9) + 1 / (s**2 + 1)),
+        "math": ScoreMod(lambda s, b, h, i, j: sum(f(s) for f in of_math)),
+        "positive": ScoreMod(lambda s, b, h, i, j: sum(f(s * s + positive[j]) for f in of_positive)),
+        "gelu": ScoreMod(lambda s, b, h, i, j: torch.nn.functional.gelu(s) + torch.nn.functional.gelu(s, approximate="tanh")),
+        "rounded": ScoreMod(lambda s, b, h, i, j: s.floor() + s.ceil() + (s * 4).round() + s.trunc() + s.sign() + torch.floor(i / 4) + (i / 2).round()),
+        "quotients": ScoreMod(lambda s, b, h, i, j: s / positive[j] + torch.div(s, 0.3, rounding_mode="floor") + s % 0.7 + torch.fmod(s, 0.9) + s / -4),
+        "cast": ScoreMod(lambda s, b, h, i, j: s + (s * 3).to(torch.int32) + (i > j) * s + (s > 0).float() + (j / 3).int() // 2),
+        "powers of places": ScoreMod(lambda s, b, h, i, j: s + torch.exp2(-((h + 1) * 8.0 / HEADS)) * (j - i) + 2 ** (i % 3) + (i - j) ** 2),
+        "alpha": ScoreMod(lambda s, b, h, i, j: torch.add(s, table[j], alpha=0.5) + torch.rsub(s, 1, alpha=3) - torch.sub(s, j, alpha=2)),
+        "masked fill": ScoreMod(lambda s, b, h, i, j: s.masked_fill(i < j, -3.0) + torch.where(torch.isinf(s) | torch.isnan(s), 0.0, s)),
+        "detached": ScoreMod(lambda s, b, h, i, j: s * s.detach() + s.square()),
+    }
+
+
+CASES = {"mask": list(mask_cases()), "score": list(score_cases())}
+
+
+@functools.cache
+def cases(kind):
+    torch.manual_seed(1)
+    return {"mask": mask_cases, "score": score_cases}[kind]()
+
+
+def traced(kind, name, device):
+    mod = cases(kind)[name]
+    static, tensors = mod.static(), [t.to(device) for t in mod.tensors]
+    return static, tensors, [guarded(t) for t in tensors]
+
+
+# ---- beside torch
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", CASES["mask"])
+def test_mask(name, axis, device):
+    static, tensors, inside = traced("mask", name, device)
+    for sizes in SIZES:
+        if sizes[1] < 5 and "tree" in name:
+            continue  # a tree of more nodes than there are keys
+        truth = static.seen(place(*sizes, device=device), tensors).expand(sizes)
+        ours = tile(mods.mask_function(static.text), inside, sizes, axis, kind="MASK")
+        assert torch.equal(ours, truth.float()), f"{static}, {sizes}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("name", CASES["score"])
+def test_score_and_gradients(name, axis, device):
+    """Gradients of every tensor and of none; a place whose score does not count (`ds` 0) adds nothing, be its score infinite."""
+    static, tensors, inside = traced("score", name, device)
+    wanted = tuple(t.is_floating_point() for t in tensors)
+    forward, backward = mods.score_functions(static.text, wanted)
+    _, alone = mods.score_functions(static.text)
+    for sizes in SIZES:
+        s, ds, at = torch.randn(sizes, device=device), torch.randn(sizes, device=device), place(*sizes, device=device)
+        low, truth = (reference(static, tensors, wanted, at, s, ds, dtype) for dtype in (torch.float32, torch.float64))
+        ds = ds.where(truth[0].isfinite(), 0)
+        g, buffers = mods.gradients(tensors, wanted)
+        ours = tile(forward, inside, sizes, axis, s, kind="SCORE")
+        ours_ds = tile(backward, inside, sizes, axis, s, ds, g, kind="SCORE_GRAD")
+        assert torch.equal(ours_ds, tile(alone, inside, sizes, axis, s, ds, kind="SCORE_GRAD"))
+        assert_as_good_as_torch(ours, low[0], truth[0], slack=4.0)
+        assert_as_good_as_torch(ours_ds, low[1], truth[1], slack=4.0)
+        for buffer, exact in zip((x for x in buffers if x is not None), truth[2:], strict=True):
+            torch.testing.assert_close(buffer.double(), exact, rtol=1e-5, atol=4e-7 * s.numel())
+
+
+def reference(static, tensors, wanted, at, s, ds, dtype):
+    """The score, and the gradients of `(score * ds).sum()` over the places where it is finite, by torch in `dtype`."""
+    leaves = [t.detach().to(dtype).clone().requires_grad_() if want else t for t, want in zip(tensors, wanted, strict=True)]
+    inputs = [s.to(dtype).requires_grad_(), *(x for x, want in zip(leaves, wanted, strict=True) if want)]
+    out = static.run(inputs[0].detach(), *at, *leaves).detach().expand(s.shape)
+    finite = out.isfinite()
+    at = at._replace(**{name: getattr(at, name).expand(s.shape)[finite] for name in "ij"})
+    total = (static.run(inputs[0][finite], *at, *leaves) * ds[finite]).sum()
+    grads = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True) if total.requires_grad else map(torch.zeros_like, inputs)
+    return [out, *grads]
+
+
+# ---- compiled
+
+
+def source(kind, function, tensors, g=(), size=64, axis=0, dtypes=None):
+    """`_tile` as it would be specialised for a launch."""
+    if not isinstance(_tile, JITFunction):
+        pytest.skip("TRITON_INTERPRET is set: @triton.jit made an interpreted function, which cannot be compiled")
+    pointers = {torch.float32: "*fp32", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8"}
+    types = dict.fromkeys(_tile.arg_names[:3], "*fp32") | dict.fromkeys(("b", "h", "len_q", "len_k"), "i32")
+    constexprs = {"M": size, "N": size, "I_AXIS": axis, "MASK": None, "SCORE": None, "SCORE_GRAD": None} | {kind: function}
+    aligned = {(n,): [["tt.divisibility", 16]] for n in range(3)}
+    for name, values in (("c", mods.captured(tensors)), ("g", g)):
+        number = _tile.arg_names.index(name)
+        types[name] = tuple(pointers[x.dtype] if isinstance(x, torch.Tensor) else "constexpr" if x == 1 else "i32" for x in values)
+        constexprs |= {(number, n): 1 for n, x in enumerate(values) if isinstance(x, int) and x == 1}
+        aligned |= {(number, n): [["tt.divisibility", 16]] for n, x in enumerate(values) if isinstance(x, torch.Tensor) or x % 16 == 0}
+    types = {name: types.get(name, "constexpr") for name in _tile.arg_names}
+    return ASTSource(_tile, types, constexprs, aligned)
+
+
+def ptx(kind, function, tensors, g=(), arch=90, **how):
+    return triton.compile(source(kind, function, tensors, g, **how), target=GPUTarget("cuda", arch, 32)).asm["ptx"]
