@@ -1,0 +1,137 @@
+"""`torch.nn.functional.scaled_dot_product_attention` on onchip's kernels: as a function, and as a patch that comes off again.
+
+>>> from onchip.integrations import sdpa
+>>> with sdpa.installed():
+...     model(x)
+
+Beside torch: `attn_mask` together with `is_causal` is refused on every device (torch refuses it on a GPU), nested tensors
+and a dropout of 1 are refused. A row that sees no key gives zeros, as torch gives since 2.5 (NaN before).
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from onchip.core.masks import Causal, Full, Mask
+from onchip.ops.attention import attention
+
+_before: dict[str, Any] = {}  # what `install` replaced; empty while nothing is installed
+
+
+def scaled_dot_product_attention(
+    query: Tensor,  # [..., heads, len_q, dim]
+    key: Tensor,  # [..., kv_heads, len_k, dim]
+    value: Tensor,  # [..., kv_heads, len_k, dim_v]
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`softmax(scale q k^T + attn_mask) v` `[..., heads, len_q, dim_v]`, with torch's arguments and their meanings.
+
+    attn_mask   bool (True: seen), float (added; it may have a gradient) or a `CausalBias`; it broadcasts over [..., heads, len_q, len_k].
+    is_causal   query i sees keys 0 to i: aligned to the top left.
+    enable_gqa  `heads` may be a multiple of `kv_heads`; without it leading dimensions broadcast.
+    """
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise ValueError("scaled_dot_product_attention: nested tensors; give their values and offsets to onchip.attention_packed")
+    lead, q, k, v = _four(query, key, value, enable_gqa)
+    mask, bias = _mask(attn_mask, is_causal, query.shape[-2], key.shape[-2])
+    if len(lead) > 2:
+        mask, bias = (_over(m, lead[:-1]) if isinstance(m, Tensor) else m for m in (mask, bias))
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = attention(q, k, v, mask=mask, bias=bias, scale=scale, dropout=dropout_p or None).transpose(1, 2)
+    return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
+
+
+def _mask(attn_mask: Tensor | None, is_causal: bool, len_q: int, len_k: int) -> tuple[Mask | Tensor, Tensor | None]:
+    """The arguments as (mask, bias)."""
+    if attn_mask is None:
+        return Causal("top_left") if is_causal else Full(), None
+    if is_causal:
+        raise ValueError("scaled_dot_product_attention: attn_mask beside is_causal=True; give one of them, a bool mask with its lower triangle for both")
+    if isinstance(attn_mask, CausalBias):
+        made_for = attn_mask.seq_len_q, attn_mask.seq_len_kv
+        if made_for != (len_q, len_k):
+            raise ValueError(f"scaled_dot_product_attention: attn_mask is a CausalBias of {made_for} queries and keys; these are {(len_q, len_k)}")
+        return Causal("top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"), None
+    if attn_mask.dtype == torch.bool:
+        return attn_mask, None
+    if not attn_mask.is_floating_point():
+        raise ValueError(f"scaled_dot_product_attention: attn_mask is {attn_mask.dtype}; give bool (True: seen) or a float tensor, which is added")
+    return Full(), attn_mask
+
+
+def _four(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
+    """The leading dimensions of the output, and query, key and value as `[batch, heads, len, dim]`."""
+    tensors = (query, key, value)
+    ranks = [t.ndim for t in tensors]
+    if min(ranks) < 2:
+        raise ValueError(f"scaled_dot_product_attention: query, key and value have {ranks} dimensions; each needs 2 at least")
+    heads, kv_heads, v_heads = (t.shape[-3] if t.ndim > 2 else 1 for t in tensors)
+    if not enable_gqa and len({heads, kv_heads, v_heads} - {1}) > 1:
+        raise ValueError(
+            f"scaled_dot_product_attention: query, key and value have {heads}, {kv_heads} and {v_heads} heads; make them equal, or enable_gqa=True"
+        )
+    most = heads if enable_gqa else max(heads, kv_heads, v_heads)
+    if kv_heads != v_heads:  # broadcast, or repeated as torch does
+        key, value = (t if n == 1 else t.repeat_interleave(most // n, -3) for t, n in ((key, kv_heads), (value, v_heads)))
+        kv_heads = v_heads = most
+    if ranks == [4, 4, 4] and query.shape[0] == key.shape[0] == value.shape[0] and (heads, key.shape[1], value.shape[1]) == (most, kv_heads, v_heads):
+        return query.shape[:2], query, key, value
+    batch = torch.broadcast_shapes(*(t.shape[:-3] for t in tensors))
+    q, k, v = (t.expand(*batch, n, *t.shape[-2:]).reshape(math.prod(batch), n, *t.shape[-2:]) for t, n in ((query, most), (key, kv_heads), (value, v_heads)))
+    return (*batch, most) if max(ranks) > 2 else (), q, k, v
+
+
+def _over(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
+    """A mask that broadcasts over [*batch, heads, len_q, len_k] as one over [prod(batch), heads, len_q, len_k]."""
+    if mask.ndim <= 3:
+        return mask
+    given = (1,) * (len(batch) + 3 - mask.ndim) + tuple(mask.shape)
+    if all(n == 1 for n in given[: len(batch)]):
+        return mask.reshape(given[len(batch) :])
+    return mask.expand(*batch, *given[len(batch) :]).reshape(math.prod(batch), *given[len(batch) :])
+
+
+# ---- the patch
+
+
+def install() -> None:
+    """Put `scaled_dot_product_attention` into `torch.nn.functional`, for whoever looks it up there from now on.
+
+    That is torch's own modules, transformers' "sdpa" and diffusers' "native", not names imported before. torch's fused
+    inference path of `nn.TransformerEncoder` and `nn.MultiheadAttention`, which goes round the function, is turned off.
+    What `torch.compile` compiled before keeps what it has.
+    """
+    if not _before:
+        _before.update(function=F.scaled_dot_product_attention, fastpath=torch.backends.mha.get_fastpath_enabled())
+        F.scaled_dot_product_attention = scaled_dot_product_attention
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
+def uninstall() -> None:
+    """Put torch's back."""
+    if _before:
+        F.scaled_dot_product_attention = _before["function"]
+        torch.backends.mha.set_fastpath_enabled(_before["fastpath"])
+        _before.clear()
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """`install` for the length of a `with` block; inside another install it changes nothing."""
+    outer = bool(_before)
+    install()
+    try:
+        yield
+    finally:
+        if not outer:
+            uninstall()
