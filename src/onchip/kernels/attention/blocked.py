@@ -10,6 +10,7 @@ too: forward the online softmax of FlashAttention (Dao et al., 2022, algorithm 1
 import functools
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -39,7 +40,7 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
     """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with offsets."""
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=_wide(q), device=q.device)
-    for part in _parts(p, x, q, k):
+    for part in _parts(p, x, q, k, _fuses(p, q)):
         if part.batch == slice(0, p.batch) and part.rows is None:  # all in one go: nothing to put together
             out, lse = _forward(p, x, part, part.queries(q), part.keys(k), part.keys(v))
             out, lse = out.transpose(1, 2), lse.contiguous()
@@ -48,6 +49,36 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
         for to, each in zip((part.queries(out), part.lse(lse)), result, strict=True):
             to.copy_(each)
     return (out, lse) if return_lse else out
+
+
+@torch.no_grad()
+def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands):
+    """Gradients of q, k, v, the sinks and each tensor that the score reads; None where one needs none. `d_lse` may be None."""
+    wide = _wide(q)
+    dq = q.new_zeros(q.shape)
+    dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (k, v))
+    d_sinks = None if x.sinks is None else torch.zeros(p.heads, dtype=wide, device=q.device)
+    d_score = [torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, wide), device=t.device) if t.requires_grad else None for t in x.score]
+    fused = _fuses(p, q) and d_lse is None and all(d is None for d in d_score)
+    for part in _parts(p, x, q, k, fused):
+        near, far, theirs, ours, d_near = part.queries(q), part.keys(k), part.keys(v), part.queries(out), part.queries(d_out.to(q.dtype))
+        row_lse, delta = part.lse(lse).to(wide), None
+        blind = row_lse == -torch.inf
+        if blind.any():  # their weights are 0; what they hold must not make 0 x NaN of that
+            near, d_near, row_lse = near.masked_fill(blind[..., None], 0.0), d_near.masked_fill(blind[..., None], 0.0), row_lse.masked_fill(blind, 0.0)
+        if not fused or x.sinks is not None:
+            delta = (d_near.to(wide) * ours).sum(-1)
+            if d_lse is not None:
+                delta -= part.lse(d_lse).masked_fill(blind, 0.0)
+        if x.sinks is not None:
+            d_sinks -= ((x.sinks.to(wide)[:, None] - row_lse).exp() * delta).sum((0, 2))
+        to = part.queries(dq), part.keys(dk), part.keys(dv)
+        if fused:
+            _fused_backward(p, x, part, near, far, theirs, ours, d_near, row_lse, to)
+        else:
+            _backward(p, x, part, near, far, theirs, d_near, row_lse, delta, to, d_score)
+    d_sinks = None if d_sinks is None else d_sinks.to(x.sinks.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype), d_sinks, tuple(None if d is None else d.to(t.dtype) for d, t in zip(d_score, x.score, strict=True))
 
 
 @torch.no_grad()
@@ -133,16 +164,16 @@ class _Tile(NamedTuple):
         return self._replace(keys=keys, at=self.at._replace(j=self.at.j[..., cols]), seen=seen)
 
 
-def _parts(p: Attention, x: Operands, q: Tensor, k: Tensor) -> Iterator[_Part]:
+def _parts(p: Attention, x: Operands, q: Tensor, k: Tensor, fused: bool) -> Iterator[_Part]:
     if x.q_offsets is not None:
         lengths = zip(_spans(x.q_offsets, x.q_used), _spans(x.k_offsets, x.k_used), strict=True)
         yield from (_Part(slice(b, b + 1), rows, cols, rows.stop - rows.start, cols.stop - cols.start) for b, (rows, cols) in enumerate(lengths))
         return
-    batch, len_q, heads, len_k = *q.shape[:3], k.shape[1]
-    alone = "batch_invariant" in p.extras or _reads(p, "b")  # then each has keys of its own
-    room = SCORES.get(q.device.type, MOST_SCORES) // (heads * max(1, min(len_q, ROWS) * min(len_k, COLS)))
-    step = 1 if alone else batch if _fuses(p, q) else max(1, room)
-    for b in range(0, batch, max(1, step)):
+    batch, len_q, len_k = *q.shape[:2], k.shape[1]
+    alone = "batch_invariant" in p.extras or _differs(p, "b")  # then each has keys of its own
+    room = SCORES.get(q.device.type, MOST_SCORES) // (p.heads * max(1, min(len_q, _rows(p, q.device)) * min(len_k, COLS)))
+    step = max(1, 1 if alone else batch if fused else room)
+    for b in range(0, batch, step):
         yield _Part(slice(b, min(b + step, batch)), None, None, len_q, len_k)
 
 
@@ -173,7 +204,7 @@ def _tiles(p: Attention, x: Operands, part: _Part, rows_each: int, device: torch
             yield _Tile(slice(start, stop), near, at, None if inside else band.seen(at), None)
             continue
         tile = _Tile(slice(start, stop), near, at, None, None)
-        seen = _at_tile(p.mask, x.mask, tile)
+        seen = _value(p.mask, _reads(p.mask, x.mask, at), at)
         by_head = seen.any(2)
         by_key = by_head.flatten(0, 1).any(0).expand(len(keys))
         found = by_key.nonzero()[:, 0]
@@ -195,6 +226,11 @@ def _tiles(p: Attention, x: Operands, part: _Part, rows_each: int, device: torch
         yield tile._replace(seen=seen.expand(*seen.shape[:2], stop - start, tile.at.j.shape[3]), shown=None if by_head.all() else by_head[..., None])
 
 
+def _rows(p: Attention, device: torch.device) -> int:
+    """Queries of a tile of our own products."""
+    return max(32, min(ROWS, SCORES.get(device.type, MOST_SCORES) // (COLS * p.heads)))
+
+
 def _hull(p: Attention) -> Band:
     return p.mask if isinstance(p.mask, Band) else p.mask.hull
 
@@ -202,21 +238,30 @@ def _hull(p: Attention) -> Band:
 # ---- masks and scores on a tile
 
 
-def _at_tile(traced: Traced, tensors: tuple[Tensor, ...], tile: _Tile, s: Tensor | None = None) -> Tensor:
-    """A mask's or score's value on a tile. Tensors read at the place itself, [.., i, j], are cut there, instead of looked up number by number."""
-    run, letters = _cutting(traced)
-    value = run(s, *tile.at, *(_cut(t, letters.get(n), tile.at) for n, t in enumerate(tensors)))
-    value = torch.as_tensor(value, device=tile.at.j.device)  # of a function that asks for no place
+def _reads(traced: Traced, tensors: tuple[Tensor, ...], at: Place) -> list[Tensor]:
+    """What the function reads at `at`: of a tensor read at the place itself, [.., i, j], only the part that lies there; others whole."""
+    _, letters = _cutting(traced)
+    return [_cut(t, letters[n], at) if n in letters else t for n, t in enumerate(tensors)]
+
+
+def _value(traced: Traced, reads: list[Tensor], at: Place, s: Tensor | None = None) -> Tensor:
+    """A mask's or score's value at `at`, of four dimensions."""
+    value = torch.as_tensor(_cutting(traced)[0](s, *at, *reads), device=at.j.device)  # a function may give True
     return value[(None,) * (4 - value.ndim)]
 
 
-def _cut(t: Tensor, letters: tuple[str, ...] | None, at: Place) -> Tensor:
+def _cut(t: Tensor, letters: tuple[str, ...], at: Place) -> Tensor:
     """The part of `t`, a dimension a letter, that lies at `at`, as [batch, heads, rows, keys]; a view where the numbers have no gap."""
-    if letters is None:
-        return t
     for dim, letter in enumerate(letters):
         t = _take(t, dim, _range(getattr(at, letter)))
     return t[tuple(slice(None) if letter in letters else None for letter in PLACE[:4])]
+
+
+def _add_cut(t: Tensor, letters: tuple[str, ...], at: Place, more: Tensor) -> None:
+    """`_cut`'s part of `t` grows by `more`."""
+    for dim, letter in enumerate(letters[:-1]):  # only keys have gaps, and they come last
+        t = _take(t, dim, _range(getattr(at, letter)))
+    _add(t, len(letters) - 1, _range(getattr(at, letters[-1])), more[tuple(slice(None) if letter in letters else 0 for letter in PLACE[:4])])
 
 
 def _range(numbers: Tensor) -> slice | Tensor:
@@ -238,7 +283,7 @@ def _add(t: Tensor, dim: int, keys: slice | Tensor, more: Tensor) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _cutting(traced: Traced):
-    """(the function, {n: the letters that tensor n is read at}) where such reads are left to `_cut`."""
+    """(the function, {n: the letters that tensor n is read at}): such reads, which would look up number by number, are left to `_cut`."""
     text, letters = traced.text, {}
     for read, name, inside in re.findall(r"(aten\.index\.Tensor\((c\d+), \[([bhij, ]+)\]\))", text):
         at = tuple(inside.split(", "))
@@ -249,7 +294,7 @@ def _cutting(traced: Traced):
 
 
 @functools.lru_cache(maxsize=1024)
-def _reads(p: Attention, letter: str) -> bool:
+def _differs(p: Attention, letter: str) -> bool:
     """Whether the mask or the score differs along a dimension of the Place."""
     return any(re.search(rf"\b{letter}\b", part.text.partition("\n")[2]) for part in (p.mask, p.score) if isinstance(part, Traced))
 
@@ -281,12 +326,12 @@ def _fuses(p: Attention, q: Tensor) -> bool:
 
 def _fused_rows(p: Attention, len_k: int) -> int:
     """Queries of a call with a mask, which is kept small."""
-    return max(32, min(FUSED_ROWS, FUSED_MASK // (max(1, len_k) * (p.heads if _reads(p, "h") else 1))))
+    return max(32, min(FUSED_ROWS, FUSED_MASK // (max(1, len_k) * (p.heads if _differs(p, "h") else 1))))
 
 
 def _fused_mask(p: Attention, x: Operands, tile: _Tile, dtype: torch.dtype) -> Tensor | None:
     """What torch's kernel adds to the scores: 0, the terms of the score, or -inf."""
-    term = None if p.score is None else _at_tile(p.score, x.score, tile, torch.zeros((), dtype=dtype)).to(dtype)
+    term = None if p.score is None else _value(p.score, _reads(p.score, x.score, tile.at), tile.at, torch.zeros(1, 1, 1, 1, dtype=dtype)).to(dtype)
     if tile.seen is None:
         return term
     if term is not None:
@@ -349,7 +394,7 @@ def _forward(p: Attention, x: Operands, part: _Part, q: Tensor, k: Tensor, v: Te
     lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
     if x.sinks is not None:
         lse.copy_(x.sinks[:, None])
-    rows = _fused_rows(p, part.len_k) if fuses else ROWS
+    rows = _fused_rows(p, part.len_k) if fuses else _rows(p, q.device)
     for tile in _tiles(p, x, part, rows, q.device):
         near, keys, values = q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v)
         out[:, :, tile.rows], lse[:, :, tile.rows] = (_fused if fuses else _online)(p, x, tile, near, keys, values)
@@ -371,7 +416,8 @@ def _online(p: Attention, x: Operands, tile: _Tile, q: Tensor, k: Tensor, v: Ten
         part = tile.columns(cols)
         if part is None:
             continue
-        scores = _scores(p, x, part, q @ k[:, :, cols].to(work).transpose(2, 3))
+        products = _ungrouped(q @ k[:, :, cols].to(work).transpose(2, 3), p)
+        scores = _hide(_scores(p, x, part, products), part)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         safe = new_top.masked_fill(new_top == -torch.inf, 0.0)  # a row that has seen nothing yet stays at zero
         weights, shrink = (scores - safe).exp_(), (top - safe).exp_()
@@ -384,11 +430,15 @@ def _online(p: Attention, x: Operands, tile: _Tile, q: Tensor, k: Tensor, v: Ten
     return out, (top + total.log())[..., 0]
 
 
-def _scores(p: Attention, x: Operands, tile: _Tile, products: Tensor) -> Tensor:
-    """The scores [batch, heads, rows, keys] of a tile, -inf where hidden, from its products, a group's heads side by side."""
-    scores = _ungrouped(products, p)
-    if p.score is not None:
-        scores = _at_tile(p.score, x.score, tile, scores).to(products.dtype).expand(scores.shape)
+def _scores(p: Attention, x: Operands, tile: _Tile, products: Tensor, reads: list[Tensor] | None = None) -> Tensor:
+    """The scores [batch, heads, rows, keys] of a tile, from its products."""
+    if p.score is None:
+        return products
+    reads = _reads(p.score, x.score, tile.at) if reads is None else reads
+    return _value(p.score, reads, tile.at, products).to(products.dtype).expand(products.shape)
+
+
+def _hide(scores: Tensor, tile: _Tile) -> Tensor:
     return scores if tile.seen is None else scores.masked_fill(~tile.seen, -torch.inf)
 
 
@@ -408,3 +458,98 @@ def _ungrouped(t: Tensor, p: Attention) -> Tensor:
 
 def _wide(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+# ---- backward
+
+
+def _fused_backward(p: Attention, x: Operands, part: _Part, q, k, v, out, d_out, lse, to) -> None:
+    """Adds to `to`, (dq, dk, dv), by torch's kernel. Its weights are exp(S - LSE), so an LSE that counts a sink is as good."""
+    dq, dk, dv = to
+    if how := _causal(p, part):
+        near = slice(how[0].start, how[0].stop)
+        found = _fused_gradients(x, None, q, k[:, :, near], v[:, :, near], out, d_out, lse, how[1])
+        for each, d in zip((dq, dk[:, :, near], dv[:, :, near]), found, strict=True):
+            each.copy_(d)
+        return
+    for tile in _tiles(p, x, part, _fused_rows(p, part.len_k), q.device):
+        mine = [t[:, :, tile.rows] for t in (out, d_out, lse)]
+        found = _fused_gradients(x, _fused_mask(p, x, tile, _wide(q)), q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v), *mine, False)
+        dq[:, :, tile.rows] = found[0]
+        for each, d in zip((dk, dv), found[1:], strict=True):
+            _add(each, 2, tile.keys, d)
+
+
+def _fused_gradients(x: Operands, mask: Tensor | None, q, k, v, out, d_out, lse, causal: bool):
+    q, k, v, out = (_even(t) for t in (q, k, v, out))
+    return fused_backward(d_out.contiguous(), q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=x.scale)
+
+
+def _backward(p: Attention, x: Operands, part: _Part, q, k, v, d_out, lse, delta, to, d_score) -> None:
+    """Adds to `to`, (dq, dk, dv), and to `d_score`, tile by tile."""
+    dq, dk, dv = to
+    work = _wide(q)
+    for tile in _tiles(p, x, part, _rows(p, q.device), q.device):
+        near, d_near = (_grouped(t[:, :, tile.rows].to(work), p) for t in (q, d_out))
+        near = near * x.scale
+        row_lse, row_delta = (t[:, :, tile.rows, None] for t in (lse, delta))
+        keys, values = tile.of_keys(k), tile.of_keys(v)
+        found = torch.zeros_like(near)
+        for start in range(0, keys.shape[2], COLS):
+            cols = slice(start, min(start + COLS, keys.shape[2]))
+            small = tile.columns(cols)
+            if small is None:
+                continue
+            key, value = (t[:, :, cols].to(work) for t in (keys, values))
+            scores, pull = _with_gradient(p, x, small, _ungrouped(near @ key.transpose(2, 3), p), d_score)
+            weights = (_hide(scores, small) - row_lse).exp_()
+            d_weights = _ungrouped(d_near @ value.transpose(2, 3), p)
+            if x.drop:
+                keeps = _keeps(p, x, small.at, work)
+                d_weights *= keeps
+                _add(dv, 2, small.keys, _grouped(weights * keeps, p).transpose(2, 3) @ d_near)
+            else:
+                _add(dv, 2, small.keys, _grouped(weights, p).transpose(2, 3) @ d_near)
+            d_scores = _grouped(pull(d_weights.sub_(row_delta).mul_(weights)), p)
+            found += d_scores @ key
+            _add(dk, 2, small.keys, d_scores.transpose(2, 3) @ near)
+        dq[:, :, tile.rows] = (found * x.scale).view(q.shape[0], p.heads, -1, q.shape[-1])
+
+
+def _with_gradient(p: Attention, x: Operands, tile: _Tile, products: Tensor, d_score: list[Tensor | None]):
+    """(the tile's scores, a function from their gradient to the products', which adds to `d_score` what the tensors get)."""
+    if p.score is None:
+        return products, lambda d: d
+    if all(d is None for d in d_score) and _is_sum(p.score.text):
+        return _scores(p, x, tile, products), lambda d: d
+    with torch.enable_grad():
+        products = products.requires_grad_()
+        reads = [t.detach().requires_grad_(d is not None) for t, d in zip(_reads(p.score, x.score, tile.at), d_score, strict=True)]
+        scores = _scores(p, x, tile, products, reads)
+
+    def pull(d: Tensor) -> Tensor:
+        if not scores.requires_grad:
+            return torch.zeros_like(d)
+        wanted = {n: t for n, t in enumerate(reads) if t.requires_grad}
+        with _one_order() if "deterministic" in p.extras else nullcontext():
+            d_products, *found = torch.autograd.grad(scores, [products, *wanted.values()], d, allow_unused=True)
+        letters = _cutting(p.score)[1]
+        for n, more in zip(wanted, found, strict=True):
+            if more is not None and n in letters:
+                _add_cut(d_score[n], letters[n], tile.at, more)
+            elif more is not None:
+                d_score[n] += more
+        return torch.zeros_like(d) if d_products is None else d_products
+
+    return scores.detach(), pull
+
+
+@contextmanager
+def _one_order():
+    """torch adds up the gradient of a look-up in any order, unless it is told not to."""
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
