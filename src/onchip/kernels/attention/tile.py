@@ -13,7 +13,6 @@ import triton.language as tl
 
 from onchip.core.masks import Band
 from onchip.core.philox import ROUNDS, threshold
-from onchip.core.trace import Traced
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -209,15 +208,6 @@ def mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
         MASK=sees, LEFT=left, RIGHT=right, TOP_LEFT=top_left, BLOCK_M=m, BLOCK_N=n, OF_KEYS=of_keys,
     )  # fmt: skip
     return found, (found.stride(0) * (batch > 1), found.stride(1) * (heads > 1), found.stride(2))
-
-
-def translated(p, x, q):
-    """The device functions of a problem's mask and score, None where it has none, and the tensors they read as kernel arguments."""
-    from onchip.kernels.attention import mods
-
-    sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
-    score = mods.score_functions(p.score.text, fast=fast(q))[0] if p.score is not None else None
-    return sees, score, (mods.captured(x.mask), mods.captured(x.score))
 
 
 def fast(q) -> bool:

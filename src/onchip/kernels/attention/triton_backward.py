@@ -3,10 +3,11 @@
     P = exp(S - LSE)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K    dK = scale dS^T Q,
     delta = rowsum(dO O) - dLSE
 
-A program takes a tile of keys, all queries stream past it, and dK and dV stay in registers; the heads of a group come one
-after the other, so grouped keys need no atomics. dQ is summed in memory in float32 by TMA reductions (Hopper and later: five
-products), or, where bits must be the same in every run or there is no TMA, by a second kernel with a tile of queries a
-program (seven products). Scores are held transposed, [keys, queries]: P^T and dS^T are then left operands in registers.
+One kernel takes a tile of keys, past which all queries stream; dK and dV stay in registers, and the heads of a group come one
+after the other. Another takes a tile of queries for dQ. Seven products instead of five, but nothing is summed in memory: no
+atomics, no float32 copy of dQ, the same bits in every run. (dQ summed by TMA reductions in the first kernel: five products,
+and 0.65 to 0.8 times the speed on an H200.) Heads too large for two sums in registers take dK and dV in two passes: eight products.
+Over keys, scores are held transposed, [keys, queries]: P^T and dS^T are then left operands in registers.
 """
 
 from typing import NamedTuple
@@ -39,9 +40,6 @@ from onchip.kernels.attention.tile import (
     tf32,
 )  # fmt: skip
 
-SCRATCH = 64 << 20  # bytes of float32 dQ above which heads go in several launches, so that it stays a small part of what is there anyway
-FEWEST = 1024  # programs that such a launch still has, several for each multiprocessor
-
 
 class Tiles(NamedTuple):
     """Queries and keys a tile, warps, and query tiles in flight."""
@@ -56,13 +54,13 @@ class Tiles(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Tiles of the kernel over keys, and of the one over queries; None: dQ is summed by the first."""
+    """(what is summed, tiles) of each pass over keys, and the tiles of the one over queries."""
 
-    keys: Tiles
-    queries: Tiles | None
+    keys: tuple[tuple[str, Tiles], ...]
+    queries: Tiles
 
     def __str__(self):
-        return f"{self.keys}; dQ " + ("summed in memory" if self.queries is None else f"by a second kernel, {self.queries}")
+        return "; ".join([*(f"{what} {tiles}" for what, tiles in self.keys), f"dQ {self.queries}"])
 
 
 # ---- device
@@ -121,12 +119,12 @@ def _visible(i, j, at, reads, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.
 
 
 @triton.jit
-def _past_keys(dk, dv, k, v, q_src, do_src, dq_src, lse_ptr, delta_ptr, first, count, tiles, step, n, place, strides, scale, at, reads, grads, dropout,
-               D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
-               SCORE_GRAD: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-               STAGES: tl.constexpr):  # fmt: skip
+def _past_keys(dk, dv, k, v, q_src, do_src, lse_ptr, delta_ptr, first, count, tiles, step, n, place, strides, scale, at, reads, grads, dropout,
+               D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, MASK: tl.constexpr,
+               SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, WHAT: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr, PACKED: tl.constexpr,
+               PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """dk and dv after `count` query tiles: from query `first` on, or those numbered at `tiles`, `step` apart. EDGE: they need the mask."""
-    batch, head, row, slot = place
+    batch, head, row = place
     b, h, _, len_q, len_k = at
     state_ptr, drop_bar, keep_scale, b_h = dropout
     j = (n + tl.arange(0, k.shape[0]))[:, None]
@@ -149,41 +147,38 @@ def _past_keys(dk, dv, k, v, q_src, do_src, dq_src, lse_ptr, delta_ptr, first, c
         if EDGE:
             seen = _visible(i, j, at, reads[0], LEFT, RIGHT, MASK)
             weights = tl.where(seen, weights, 0.0)
-        do = _rows(do_src, row, head, m, batch, strides[1], len_q, DV, BLOCK_M, v.shape[1], TMA, EDGE and PACKED)
-        d_weights = tl.dot(v, do.T, input_precision=PRECISION)
-        dropped = weights
+        do = _rows(do_src, row, head, m, batch, strides[1], len_q, DV, BLOCK_M, BLOCK_DV, TMA, EDGE and PACKED)
+        keep = True
         if state_ptr is not None:
             keep = kept(state_ptr, drop_bar, b_h, i, j)
-            dropped = tl.where(keep, weights * keep_scale, 0.0)
-            d_weights = tl.where(keep, d_weights * keep_scale, 0.0)
-        dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
-        delta = tl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
-        ds = weights * (d_weights - delta[None, :])
-        if EDGE and (MASK is not None or PACKED):  # 0 times what a hidden place holds may be NaN
-            ds = tl.where(seen, ds, 0.0)
-        if SCORE is not None:
-            ds = SCORE_GRAD(raw, ds, b, h, i, j, len_q, len_k, reads[1], grads, 1)
-        ds = ds.to(q.dtype)
-        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
-        if dq_src is not None:
-            keys = k
-            if EDGE and MASK is not None:
-                keys = tl.where((tl.max(seen.to(tl.int32), 1) > 0)[:, None], k, 0.0)
-            dq = tl.dot(ds.T, keys, input_precision=PRECISION)
-            dq_src.atomic_add([batch, slot, row + m, 0], dq.reshape(1, 1, BLOCK_M, k.shape[1]))
+        if WHAT != "dK":
+            dropped = weights
+            if state_ptr is not None:
+                dropped = tl.where(keep, weights * keep_scale, 0.0)
+            dv = tl.dot(dropped.to(do.dtype), do, dv, input_precision=PRECISION)
+        if WHAT != "dV":
+            d_weights = tl.dot(v, do.T, input_precision=PRECISION)
+            if state_ptr is not None:
+                d_weights = tl.where(keep, d_weights * keep_scale, 0.0)
+            delta = tl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
+            ds = weights * (d_weights - delta[None, :])
+            if EDGE and (MASK is not None or PACKED):  # 0 times what a hidden place holds may be NaN
+                ds = tl.where(seen, ds, 0.0)
+            if SCORE is not None:
+                ds = SCORE_GRAD(raw, ds, b, h, i, j, len_q, len_k, reads[1], grads, 1)
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["first_head", "launched", "heads", "kv_heads", "len_q", "len_k", "drop_bar"])
-def _keys(q_src, k_src, v_src, do_src, dq_src, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, state_ptr, reads, grads,
-          scale, first_head, launched, heads, kv_heads, len_q, len_k, total_q, drop_bar, keep_scale, q_strides, k_strides, v_strides, do_strides, dk_strides,
-          dv_strides, map_strides,
+@triton.jit(do_not_specialize=["heads", "kv_heads", "len_q", "len_k", "drop_bar"])
+def _keys(q_src, k_src, v_src, do_src, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, state_ptr, reads, grads,
+          scale, heads, kv_heads, len_q, len_k, total_q, drop_bar, keep_scale, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, map_strides,
           D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
           LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
-          TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dK and dV of one tile of keys of one key head, and with `dq_src` what the tile adds to dQ."""
+          WHAT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """dK and dV (or WHAT of the two) of one tile of keys of one key head."""
     PACKED: tl.constexpr = q_offsets is not None
-    b, kv_head = tl.program_id(1) // launched, first_head + tl.program_id(1) % launched
+    b, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
     start_q, len_q = sequence(q_offsets, q_used, b, len_q)
     start_k, len_k = sequence(k_offsets, k_used, b, len_k)
     n = tl.program_id(0) * BLOCK_N
@@ -196,9 +191,14 @@ def _keys(q_src, k_src, v_src, do_src, dq_src, dk_ptr, dv_ptr, lse_ptr, delta_pt
         k_src += batch.to(tl.int64) * k_strides[0] + kv_head.to(tl.int64) * k_strides[1] + start_k.to(tl.int64) * k_strides[2]
         v_src += batch.to(tl.int64) * v_strides[0] + kv_head.to(tl.int64) * v_strides[1] + start_k.to(tl.int64) * v_strides[2]
     k = _rows(k_src, start_k, kv_head, n, batch, k_strides[2], len_k, D, BLOCK_N, BLOCK_D, TMA, PACKED)
-    v = _rows(v_src, start_k, kv_head, n, batch, v_strides[2], len_k, DV, BLOCK_N, BLOCK_DV, TMA, PACKED)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    v = k  # dV does without
+    dk = 0.0
+    dv = 0.0
+    if WHAT != "dV":
+        v = _rows(v_src, start_k, kv_head, n, batch, v_strides[2], len_k, DV, BLOCK_N, BLOCK_DV, TMA, PACKED)
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if WHAT != "dK":
+        dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     shift = len_k - len_q
     if TOP_LEFT:
         shift = shift * 0
@@ -206,41 +206,42 @@ def _keys(q_src, k_src, v_src, do_src, dq_src, dk_ptr, dv_ptr, lse_ptr, delta_pt
     first, inner, outer, last = query_span(n, shift, len_q, len_k, LEFT, RIGHT, BLOCK_M, BLOCK_N, PACKED)
     for member in range(group):
         head = kv_head * group + member
-        place = (batch, head, start_q, head - first_head * group)
-        at = (b, head, shift, len_q, len_k)
+        place, at, strides = (batch, head, start_q), (b, head, shift, len_q, len_k), (q_strides[2], do_strides[2])
         dropout = (state_ptr, drop_bar, keep_scale, b * heads + head)
         stats = (batch * heads + head).to(tl.int64) * total_q + start_q
         q_at, do_at = q_src, do_src
         if not TMA:
             q_at += batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1] + start_q.to(tl.int64) * q_strides[2]
             do_at += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1] + start_q.to(tl.int64) * do_strides[2]
-        strides = (q_strides[2], do_strides[2])
         if MASK is not None:
             row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tl.program_id(0).to(tl.int64) * map_strides[2]
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, dq_src, lse_ptr + stats, delta_ptr + stats, 0, tl.load(row), row + 2, 1, n, place, strides, scale,
-                                at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, MASK, SCORE, SCORE_GRAD, TMA, True, PACKED, PRECISION,
+            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, lse_ptr + stats, delta_ptr + stats, 0, tl.load(row), row + 2, 1, n, place, strides, scale, at, reads,
+                                grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV, MASK, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PRECISION,
                                 STAGES)  # fmt: skip
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, dq_src, lse_ptr + stats, delta_ptr + stats, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, n,
-                                place, strides, scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, MASK, SCORE, SCORE_GRAD, TMA, False, PACKED,
-                                PRECISION, STAGES)  # fmt: skip
+            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, lse_ptr + stats, delta_ptr + stats, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, n, place,
+                                strides, scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV, MASK, SCORE, SCORE_GRAD, WHAT, TMA, False,
+                                PACKED, PRECISION, STAGES)  # fmt: skip
         else:
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, dq_src, lse_ptr + stats, delta_ptr + stats, first, (inner - first) // BLOCK_M, None, 0, n, place,
-                                strides, scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, None, SCORE, SCORE_GRAD, TMA, True, PACKED,
+            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, lse_ptr + stats, delta_ptr + stats, first, (inner - first) // BLOCK_M, None, 0, n, place, strides,
+                                scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV, None, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED,
                                 PRECISION, STAGES)  # fmt: skip
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, dq_src, lse_ptr + stats, delta_ptr + stats, inner, (outer - inner) // BLOCK_M, None, 0, n, place,
-                                strides, scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, None, SCORE, SCORE_GRAD, TMA, False, PACKED,
+            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, lse_ptr + stats, delta_ptr + stats, inner, (outer - inner) // BLOCK_M, None, 0, n, place, strides,
+                                scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV, None, SCORE, SCORE_GRAD, WHAT, TMA, False, PACKED,
                                 PRECISION, STAGES)  # fmt: skip
             if LEFT >= 0 or PACKED:
-                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, dq_src, lse_ptr + stats, delta_ptr + stats, outer, tl.cdiv(last - outer, BLOCK_M), None, 0, n,
-                                    place, strides, scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, None, SCORE, SCORE_GRAD, TMA, True,
+                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, lse_ptr + stats, delta_ptr + stats, outer, tl.cdiv(last - outer, BLOCK_M), None, 0, n, place,
+                                    strides, scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV, None, SCORE, SCORE_GRAD, WHAT, TMA, True,
                                     PACKED, PRECISION, STAGES)  # fmt: skip
     cols = n + tl.arange(0, BLOCK_N)
-    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    dk_ptr += batch.to(tl.int64) * dk_strides[0] + kv_head.to(tl.int64) * dk_strides[1]
-    dv_ptr += batch.to(tl.int64) * dv_strides[0] + kv_head.to(tl.int64) * dv_strides[1]
     at_k = (start_k + cols).to(tl.int64)[:, None]
-    tl.store(dk_ptr + at_k * dk_strides[2] + dims[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), mask=(cols < len_k)[:, None] & (dims < D)[None, :])
-    tl.store(dv_ptr + at_k * dv_strides[2] + dims_v[None, :], dv.to(dv_ptr.dtype.element_ty), mask=(cols < len_k)[:, None] & (dims_v < DV)[None, :])
+    if WHAT != "dV":
+        dims = tl.arange(0, BLOCK_D)
+        dk_ptr += batch.to(tl.int64) * dk_strides[0] + kv_head.to(tl.int64) * dk_strides[1]
+        tl.store(dk_ptr + at_k * dk_strides[2] + dims[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), mask=(cols < len_k)[:, None] & (dims < D)[None, :])
+    if WHAT != "dK":
+        dims_v = tl.arange(0, BLOCK_DV)
+        dv_ptr += batch.to(tl.int64) * dv_strides[0] + kv_head.to(tl.int64) * dv_strides[1]
+        tl.store(dv_ptr + at_k * dv_strides[2] + dims_v[None, :], dv.to(dv_ptr.dtype.element_ty), mask=(cols < len_k)[:, None] & (dims_v < DV)[None, :])
 
 
 @triton.jit
@@ -350,73 +351,75 @@ def _queries(q_src, k_src, v_src, do_src, dq_ptr, lse_ptr, delta_ptr, q_offsets,
 
 # ---- host
 
-SMALL = (Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
+# By head dimension up to, best first (H200, 2026-11-21, 4k tokens of 16k, bf16, full, TFLOP/s of the products done). Over keys at 64, 128x64 of 4 warps
+# makes 519, 64x64 309; at 128, 64x64 makes 480, 64x128 of 8 warps 436. Over queries at 64, 64x64 makes 627, 128x64 518; at 128, 623 and 498.
+SMALL = (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
 IEEE = (Tiles(32, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
 KEYS = (
-    (64, (Tiles(64, 128, 8, 2), *SMALL)),
-    (128, (Tiles(64, 128, 8, 2), *SMALL)),
-    (256, (Tiles(64, 64, 8, 1), Tiles(32, 64, 8, 2), *SMALL)),
-    (1024, SMALL[1:]),
+    (64, (Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2), *SMALL)),
+    (128, (Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), *SMALL)),
+    (1024, SMALL),
+)
+APART = (  # dK and dV in two passes
+    (256, (("dV", Tiles(64, 128, 8, 2)), ("dK", Tiles(32, 128, 8, 2)))),
 )
 QUERIES = (
-    (64, (Tiles(128, 64, 8, 2), *SMALL)),
-    (128, (Tiles(128, 64, 8, 2), *SMALL)),
-    (256, (Tiles(64, 64, 8, 1), *SMALL)),
-    (1024, SMALL[1:]),
+    (64, (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), *SMALL)),
+    (128, (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), *SMALL)),
+    (256, (Tiles(128, 32, 8, 2), Tiles(64, 32, 4, 2), *SMALL)),
+    (1024, SMALL),
 )
 
 
 def configs(p: Attention, device: Device) -> list[Plan]:
-    """The fastest tiles that fit; dQ is summed in memory where the sum may come in any order."""
-    size, width, width_v = p.dtype.itemsize, block(p.dim), block(p.value_dim)
-    half = size == 2 or "tf32" in p.extras
+    """The fastest tiles that fit, the same for every batch and length."""
+    width = max(block(p.dim), block(p.value_dim))
+    half = p.dtype.itemsize == 2 or "tf32" in p.extras
 
-    def fitting(ladder, over_keys: bool) -> list[Tiles]:
-        def fits(t: Tiles) -> bool:
-            still, moving = (t.n, t.m) if over_keys else (t.m, t.n)
-            shared = ((still + moving * t.stages) * (width + width_v) + t.m * t.n) * size + (4 * t.m * width if over_keys else 0)
-            registers = (still * (width + width_v) if over_keys else still * width) // (32 * t.warps) + 2 * t.m * t.n // (32 * t.warps)
-            return shared <= device.shared_memory and registers <= 224
+    def fits(t: Tiles, over_keys: bool, sums: int) -> bool:
+        still, moving = (t.n, t.m) if over_keys else (t.m, t.n)
+        shared = ((still + moving * t.stages) * 2 * width + t.m * t.n) * p.dtype.itemsize
+        registers = (still * width * sums + 2 * t.m * t.n) // (32 * t.warps)
+        return shared <= device.shared_memory and registers <= 224
 
-        tiles = pick(ladder, max(width, width_v)) if half else IEEE
-        return [t for t in tiles if fits(t)] or [tiles[-1]]
+    def first(tiles, over_keys: bool) -> Tiles:
+        return next((t for t in tiles if fits(t, over_keys, 1 + over_keys)), tiles[-1])
 
-    keys, queries = fitting(KEYS, True), fitting(QUERIES, False)
-    alone = device.kind == "cuda" and device.arch >= 90 and "deterministic" not in p.extras and half
-    return [Plan(t, None if alone else queries[0]) for t in keys]
+    if not half:
+        return [Plan((("dK, dV", first(IEEE, True)),), first(IEEE, False))]
+    queries = first(pick(QUERIES, width), False)
+    apart = next((passes for limit, passes in APART if limit // 2 < width <= limit), ())
+    if apart and all(fits(t, True, 1) for _, t in apart):
+        return [Plan(apart, queries)]
+    return [Plan((("dK, dV", first(pick(KEYS, width), True)),), queries)]
 
 
 def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
     q, k, v, d_out = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v, d_out))
     packed = x.q_offsets is not None
-    reads, (g, sums) = ((), mods.captured(x.score)), ((), [])
-    sees = score = score_grad = score_back = None
-    if isinstance(p.mask, Traced):
-        sees, reads = mods.mask_function(p.mask.text), (mods.captured(x.mask), reads[1])
-    if p.score is not None:
-        wanted = tuple(t.requires_grad for t in x.score)
-        g, sums = mods.gradients(x.score, wanted)
-        score, score_grad = mods.score_functions(p.score.text, wanted=wanted, fast=fast(q))
-        _, score_back = mods.score_functions(p.score.text, wanted=(False,) * len(wanted), fast=fast(q))
     new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (p.len_q, p.len_k) else torch.empty
     dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    wanted = tuple(t.requires_grad for t in x.score)
+    grads, sums = mods.gradients(x.score, wanted)
+    delta = None
     if q.numel() and k.numel():
         lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, dq, dk, dv, out)]  # [batch, heads, len, dim]
-        delta, lse2 = _statistics(p, lead[7], lead[3], lse, d_lse)
-        common = (x, reads, sees, score)
-        if plan.queries is None and has_tma(q.device) and all(describable(t) for t in lead[:4]) and p.dim % 4 == 0:
-            _over_keys(p, plan.keys, lead, delta, lse2, common, score_grad, g, True)
-        else:
-            _over_keys(p, plan.keys, lead, delta, lse2, common, score_grad, g, False)
-            _over_queries(p, plan.queries or plan.keys, lead, delta, lse2, common, score_back)
-    else:
-        delta = lse2 = None
+        *lead, delta, lse2 = *lead[:7], *_statistics(p, lead[7], lead[3], lse, d_lse)
+        sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
+        reads = mods.captured(x.mask), mods.captured(x.score)
+        for number, (what, tiles) in enumerate(plan.keys):  # what the score reads gets its gradient in the last pass, which computes dS
+            last = number == len(plan.keys) - 1
+            _over(p, tiles, what, lead, lse2, delta, x, sees, reads, wanted if last else _none(wanted), grads if last else ())
+        _over(p, plan.queries, "dQ", lead, lse2, delta, x, sees, reads, _none(wanted), ())
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
         d_sinks = torch.zeros_like(x.sinks) if delta is None else _sink_gradient(x.sinks, lse, delta.view(lse.shape))
-    d_score = tuple(s if s is None else s.to(t.dtype) for s, t in zip(sums, x.score, strict=True)) if x.score else ()
-    return dq, dk, dv, d_sinks, d_score
+    return dq, dk, dv, d_sinks, tuple(s if s is None else s.to(t.dtype) for s, t in zip(sums, x.score, strict=True))
+
+
+def _none(wanted: tuple[bool, ...]) -> tuple[bool, ...]:
+    return (False,) * len(wanted)
 
 
 def _statistics(p: Attention, out, d_out, lse, d_lse):
@@ -433,59 +436,31 @@ def _statistics(p: Attention, out, d_out, lse, d_lse):
     return delta, lse2
 
 
-def _describe(tensor, rows: int, width: int):
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, 1, rows, width])
-
-
-def _over_keys(p: Attention, t: Tiles, lead, delta, lse2, common, score_grad, g, sum_dq: bool) -> None:
-    """dK and dV, and with `sum_dq` dQ: some key heads a launch, so that its float32 sums stay small."""
-    x, reads, sees, score = common
-    q, k, v, d_out, dq, dk, dv, _ = lead
-    width, width_v, rows_q = block(p.dim), block(p.value_dim), q.shape[2]
+def _over(p: Attention, t: Tiles, what: str, lead, lse2, delta, x: Operands, sees, reads, wanted, grads) -> None:
+    """One pass: over queries for dQ, else over keys."""
+    q, *_, dq, dk, dv = lead
+    width, width_v, over_keys = block(p.dim), block(p.value_dim), what != "dQ"
     tma = has_tma(q.device) and all(describable(s) for s in lead[:4])
-    sources = (q, k, v, d_out)
+    sources = lead[:4]
     if tma:
         shapes = ((t.m, width), (t.n, width), (t.n, width_v), (t.m, width_v))
-        sources = tuple(_describe(s, *shape) for s, shape in zip(sources, shapes, strict=True))
-    found, map_strides = (None, (0, 0, 0)) if sees is None else mask_map(p, sees, reads[0], x, t.m, t.n, True, q.device)
+        sources = [TensorDescriptor(s, list(s.shape), list(s.stride()), [1, 1, *shape]) for s, shape in zip(sources, shapes, strict=True)]
+    score, score_grad = mods.score_functions(p.score.text, wanted=wanted, fast=fast(q)) if p.score is not None else (None, None)
+    found, map_strides = (None, (0, 0, 0)) if sees is None else mask_map(p, sees, reads[0], x, t.m, t.n, over_keys, q.device)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    tiles_n, each = triton.cdiv(p.len_k, t.n), p.kv_heads
-    if sum_dq and 4 * q.shape[0] * p.heads * rows_q * p.dim > SCRATCH:
-        each = min(each, max(1, triton.cdiv(FEWEST, tiles_n * p.batch)))
-    for first in range(0, p.kv_heads, each):
-        count = min(each, p.kv_heads - first)
-        sums = torch.zeros(q.shape[0], count * p.group, rows_q, p.dim, dtype=torch.float32, device=q.device) if sum_dq else None
-        _keys[(tiles_n, p.batch * count)](
-            *sources, _describe(sums, t.m, width) if sum_dq else None, dk, dv, lse2, delta,
-            x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.state, reads, g,
-            x.scale, first, count, p.heads, p.kv_heads, p.len_q, p.len_k, rows_q, bar(x.drop), 1 / (1 - x.drop),
-            *(s.stride()[:3] for s in (q, k, v, d_out, dk, dv)), map_strides,
-            D=p.dim, DV=p.value_dim, BLOCK_M=t.m, BLOCK_N=t.n, BLOCK_D=width, BLOCK_DV=width_v, LEFT=left, RIGHT=right, TOP_LEFT=top_left,
-            MASK=sees, SCORE=score, SCORE_GRAD=score_grad, TMA=tma, PRECISION=tf32(p), STAGES=t.stages, num_warps=t.warps, num_stages=t.stages,
-        )  # fmt: skip
-        if sum_dq:
-            torch.mul(sums, x.scale, out=dq[:, first * p.group : (first + count) * p.group])
-
-
-def _over_queries(p: Attention, t: Tiles, lead, delta, lse2, common, score_grad) -> None:
-    """dQ alone."""
-    x, reads, sees, score = common
-    q, k, v, d_out, dq, _, _, _ = lead
-    width, width_v = block(p.dim), block(p.value_dim)
-    tma = has_tma(q.device) and all(describable(s) for s in lead[:4])
-    sources = (q, k, v, d_out)
-    if tma:
-        shapes = ((t.m, width), (t.n, width), (t.n, width_v), (t.m, width_v))
-        sources = tuple(_describe(s, *shape) for s, shape in zip(sources, shapes, strict=True))
-    found, map_strides = (None, (0, 0, 0)) if sees is None else mask_map(p, sees, reads[0], x, t.m, t.n, False, q.device)
-    left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    _queries[(triton.cdiv(p.len_q, t.m), p.batch * p.heads)](
-        *sources, dq, lse2, delta, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.state, reads,
-        x.scale, p.heads, p.kv_heads, p.len_q, p.len_k, q.shape[2], bar(x.drop), 1 / (1 - x.drop),
-        *(s.stride()[:3] for s in (q, k, v, d_out, dq)), map_strides,
-        D=p.dim, DV=p.value_dim, BLOCK_M=t.m, BLOCK_N=t.n, BLOCK_D=width, BLOCK_DV=width_v, LEFT=left, RIGHT=right, TOP_LEFT=top_left,
-        MASK=sees, SCORE=score, SCORE_GRAD=score_grad, TMA=tma, PRECISION=tf32(p), STAGES=t.stages, num_warps=t.warps, num_stages=t.stages,
-    )  # fmt: skip
+    operands = (lse2, delta, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.state, reads)
+    sizes = (x.scale, p.heads, p.kv_heads, p.len_q, p.len_k, q.shape[2], bar(x.drop), 1 / (1 - x.drop), *(s.stride()[:3] for s in lead[:4]))
+    options = {
+        "D": p.dim, "DV": p.value_dim, "BLOCK_M": t.m, "BLOCK_N": t.n, "BLOCK_D": width, "BLOCK_DV": width_v,
+        "LEFT": left, "RIGHT": right, "TOP_LEFT": top_left, "MASK": sees, "SCORE": score, "SCORE_GRAD": score_grad,
+        "TMA": tma, "PRECISION": tf32(p), "STAGES": t.stages, "num_warps": t.warps, "num_stages": t.stages,
+    }  # fmt: skip
+    if over_keys:
+        grid = triton.cdiv(p.len_k, t.n), p.batch * p.kv_heads
+        _keys[grid](*sources, dk, dv, *operands, grads, *sizes, dk.stride()[:3], dv.stride()[:3], map_strides, WHAT=what, **options)
+    else:
+        grid = triton.cdiv(p.len_q, t.m), p.batch * p.heads
+        _queries[grid](*sources, dq, *operands, *sizes, dq.stride()[:3], map_strides, **options)
 
 
 def _sink_gradient(sinks, lse, delta):

@@ -18,6 +18,7 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
+from onchip.kernels.attention import mods
 from onchip.kernels.attention.tile import (
     LOG2E,
     band,
@@ -25,6 +26,7 @@ from onchip.kernels.attention.tile import (
     block,
     describable,
     ends,
+    fast,
     has_tma,
     inner_span,
     kept,
@@ -35,7 +37,6 @@ from onchip.kernels.attention.tile import (
     sequence,
     sink,
     tf32,
-    translated,
 )  # fmt: skip
 
 L2_SHARE = 32 << 20  # bytes of K and V that the programs in flight may spread over and still find in L2
@@ -274,10 +275,12 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     if right >= 0:
         together = max(1, min(p.batch * p.heads, L2_SHARE // (2 * p.len_k * p.dim * p.dtype.itemsize)))
     lse_strides = (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]
-    sees, score, reads, found, map_strides = None, None, ((), ()), None, (0, 0, 0)
-    if isinstance(p.mask, Traced) or p.score is not None:
-        sees, score, reads = translated(p, x, q)
-    if sees is not None:
+    sees, score, found, map_strides = None, None, None, (0, 0, 0)
+    reads = mods.captured(x.mask), mods.captured(x.score)
+    if p.score is not None:
+        score, _ = mods.score_functions(p.score.text, fast=fast(q))
+    if isinstance(p.mask, Traced):
+        sees = mods.mask_function(p.mask.text)
         found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, False, q.device)
     _prefill[(tiles_m * p.batch * p.heads,)](
         *sources, lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.sinks, x.state, reads,
