@@ -1,0 +1,92 @@
+"""`install`: the modules `flash_attn`, `flash_attn_interface` and `flash_attn.cute`, and their undo."""
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+HOME = "onchip.integrations.flash_attn"
+FA2, FA3, FA4 = "2.8.4", "3.0.0", "4.0.0"  # the versions whose functions these are
+OWN = {"flash_attn", "flash_attn_interface", "flash_attn_3"}  # what is taken away, children included, while ours stand there
+
+# name -> (our module or None for an empty package, version)
+MODULES = {
+    "flash_attn": ("fa2", FA2),
+    "flash_attn.flash_attn_interface": ("fa2", FA2),
+    "flash_attn.bert_padding": ("bert_padding", FA2),
+    "flash_attn.layers": (None, FA2),
+    "flash_attn.layers.rotary": ("rotary", FA2),
+    "flash_attn.ops": (None, FA2),
+    "flash_attn.ops.triton": (None, FA2),
+    "flash_attn.ops.triton.rotary": ("rotary", FA2),
+    "flash_attn_interface": ("fa3", FA3),
+    "flash_attn_3": (None, FA3),
+    "flash_attn_3.flash_attn_interface": ("fa3", FA3),
+    "flash_attn.cute": ("fa4", FA4),
+    "flash_attn.cute.interface": ("fa4", FA4),
+}
+
+_before: dict[str, ModuleType] = {}  # what stood there
+_ours: dict[str, ModuleType] = {}  # empty while nothing is installed
+
+
+def install() -> None:
+    """Put the modules into `sys.modules`, for whoever imports them from now on; names imported before keep what they have.
+
+    An installed flash-attn steps aside, all of its modules, until `uninstall`. A second `install` changes nothing. What libraries
+    found out about flash-attn before, and keep, is as they found it (transformers' `is_flash_attn_2_available` reads package metadata).
+    """
+    if _ours:
+        return
+    made = {name: _module(name, *what) for name, what in MODULES.items()}
+    _before.update({name: module for name, module in sys.modules.items() if name.partition(".")[0] in OWN})
+    for name in _before:
+        del sys.modules[name]
+    _ours.update(made)
+    sys.modules.update(made)
+    for name, module in made.items():
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(made[parent], child, module)
+
+
+def uninstall() -> None:
+    """Take the modules away and put back what stood there. Raises RuntimeError when someone replaced ours meanwhile, and then changes nothing."""
+    foreign = [name for name, module in _ours.items() if sys.modules.get(name) is not module]
+    if foreign:
+        raise RuntimeError(f"uninstall: {', '.join(foreign)} in sys.modules is no longer the module that install() put there; undo what came after it first")
+    for name in [name for name in sys.modules if name.partition(".")[0] in OWN] if _ours else ():
+        del sys.modules[name]
+    sys.modules.update(_before)
+    _before.clear()
+    _ours.clear()
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """`install` for the length of a `with` block; inside another install it changes nothing."""
+    outer = bool(_ours)
+    install()
+    try:
+        yield
+    finally:
+        if not outer:
+            uninstall()
+
+
+def _module(name: str, source: str | None, version: str) -> ModuleType:
+    """A module of that name with all that `source` has; a package where it has children."""
+    module = ModuleType(name)
+    if source is not None:
+        origin = importlib.import_module(f"{HOME}.{source}")
+        module.__dict__.update({key: value for key, value in vars(origin).items() if not (key.startswith("__") and key.endswith("__"))})
+        module.__doc__, module.__file__ = origin.__doc__, origin.__file__
+    is_package = any(other.startswith(f"{name}.") for other in MODULES)
+    module.__spec__ = ModuleSpec(name, None, origin=module.__dict__.get("__file__"), is_package=is_package)
+    module.__package__ = name if is_package else name.rpartition(".")[0]
+    if is_package:
+        module.__path__ = []
+    module.__version__ = version
+    return module
