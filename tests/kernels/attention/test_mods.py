@@ -1,6 +1,8 @@
 """Mask and score functions translated for Triton, beside torch running the same text: values, gradients, both orientations, ragged edges."""
 
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, compute_cache_key
 
 from judge import assert_as_good_as_torch
 from onchip.core import masks, scores
+from onchip.core.kernel import Unsupported
 from onchip.core.masks import Causal, MaskMod
 from onchip.core.scores import ScoreMod
 from onchip.core.trace import Place
@@ -155,6 +158,7 @@ def score_cases():
         "math": ScoreMod(lambda s, b, h, i, j: sum(f(s) for f in of_math)),
         "positive": ScoreMod(lambda s, b, h, i, j: sum(f(s * s + positive[j]) for f in of_positive)),
         "gelu": ScoreMod(lambda s, b, h, i, j: torch.nn.functional.gelu(s) + torch.nn.functional.gelu(s, approximate="tanh")),
+        "bent": ScoreMod(lambda s, b, h, i, j: torch.nn.functional.hardtanh(s) + torch.nn.functional.leaky_relu(s, 0.1) + torch.sgn(s) * torch.expm1(s)),
         "rounded": ScoreMod(lambda s, b, h, i, j: s.floor() + s.ceil() + (s * 4).round() + s.trunc() + s.sign() + torch.floor(i / 4) + (i / 2).round()),
         "quotients": ScoreMod(lambda s, b, h, i, j: s / positive[j] + torch.div(s, 0.3, rounding_mode="floor") + s % 0.7 + torch.fmod(s, 0.9) + s / -4),
         "cast": ScoreMod(lambda s, b, h, i, j: s + (s * 3).to(torch.int32) + (i > j) * s + (s > 0).float() + (j / 3).int() // 2),
@@ -234,7 +238,7 @@ def reference(static, tensors, wanted, at, s, ds, dtype):
 # ---- compiled
 
 
-def source(kind, function, tensors, g=(), size=64, axis=0, dtypes=None):
+def source(kind, function, tensors, g=(), size=64, axis=0):
     """`_tile` as it would be specialised for a launch."""
     if not isinstance(_tile, JITFunction):
         pytest.skip("TRITON_INTERPRET is set: @triton.jit made an interpreted function, which cannot be compiled")
@@ -253,3 +257,89 @@ def source(kind, function, tensors, g=(), size=64, axis=0, dtypes=None):
 
 def ptx(kind, function, tensors, g=(), arch=90, **how):
     return triton.compile(source(kind, function, tensors, g, **how), target=GPUTarget("cuda", arch, 32)).asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("mask", "document"), ("mask", "trees"), ("mask", "where"), ("score", "chain"), ("score", "buckets"), ("score", "math")]
+)
+def test_compiles(kind, name):
+    """As constexpr arguments, with a tuple of pointers and ints, both ways round."""
+    mod = cases(kind)[name]
+    if kind == "mask":
+        ptx("MASK", mods.mask_function(mod.static().text), mod.tensors, axis=1)
+        return
+    wanted = (True,) * len(mod.tensors)
+    forward, backward = mods.score_functions(mod.static().text, wanted)
+    ptx("SCORE", forward, mod.tensors)
+    ptx("SCORE_GRAD", backward, mod.tensors, mods.gradients(mod.tensors, wanted)[0], axis=1)
+
+
+def test_a_bias_is_read_and_its_gradient_added_in_vectors():
+    """A whole tile of a tensor whose sizes are multiples of 16: the guards leave 16 bytes a load."""
+    bias = scores.Bias(torch.randn(BATCH, HEADS, 64, 64, dtype=torch.float16))
+    forward, backward = mods.score_functions(bias.static().text, (True,))
+    base = ptx("SCORE", mods.score_functions(ScoreMod(lambda s, b, h, i, j: s + 1).static().text)[0], []).count("ld.global.v4.b32")
+    code = ptx("SCORE", forward, bias.tensors)
+    assert code.count("ld.global.v4.b32") == base + 64 * 64 * 2 // 16 // 128  # 128 threads
+    assert code.count("ld.global") == code.count("ld.global.v4.b32")
+    assert "atom.global.gpu.relaxed.add.v4.f32" in ptx("SCORE_GRAD", backward, bias.tensors, mods.gradients(bias.tensors, (True,))[0])
+
+
+def test_what_depends_on_a_head_is_one_load():
+    """ALiBi: one slope, and of each score a subtraction and a multiply-add, no cast."""
+    code = ptx("SCORE", mods.score_functions(scores.ALiBi(torch.rand(HEADS)).static().text)[0], [torch.rand(HEADS)])
+    assert code.count("ld.global.b32") == 1
+    assert code.count("fma.rn.f32") == 64 * 64 // 128
+    assert code.count("cvt.rn.f32") < 64 * 64 // 128
+
+
+def test_fast_is_for_scores_not_for_places():
+    """tanh by one instruction and quotients as products, but a bucket's number to the last bit."""
+    cap, buckets = (score.static().text for score in (scores.Softcap(30.0), scores.BucketBias(torch.randn(8, HEADS))))
+    assert "tanh.approx" in ptx("SCORE", mods.score_functions(cap, (), True)[0], [])
+    assert "tanh.approx" not in ptx("SCORE", mods.score_functions(cap)[0], [])
+    code = ptx("SCORE", mods.score_functions(buckets, (), True)[0], [torch.randn(8, HEADS)])
+    assert "div.rn.f32" in code and "div.full.f32" not in code
+
+
+def test_no_gradient_wanted_costs_nothing():
+    """The gradient by `s` of an added bias is `ds`; the bias is not even read."""
+    bias = scores.Bias(torch.randn(64, 64))
+    code = ptx("SCORE_GRAD", mods.score_functions(bias.static().text)[1], bias.tensors)
+    assert "atom" not in code and "add.f32" not in code
+
+
+# ---- caches, refusals
+
+
+def texts():
+    return [MaskMod(f).static().text for f in (lambda b, h, i, j: i >= j, lambda b, h, i, j: i > j)]
+
+
+def test_each_text_has_its_own_compiled_kernel():
+    """Triton's caches, of the process and on disk, tell two functions apart, and know one again in another process."""
+    sees = [mods.mask_function(text) for text in texts()]
+    assert mods.mask_function(texts()[0]) is sees[0]
+    keys = [source("MASK", function, []).hash() for function in sees]
+    assert keys[0] != keys[1]
+    assert len({compute_cache_key({}, [("constexpr", function)], {}) for function in sees}) == 2
+    script = "import sys; from onchip.kernels.attention import mods; print(mods.mask_function(sys.argv[1]).cache_key)"
+    again = subprocess.run([sys.executable, "-c", script, texts()[0]], capture_output=True, text=True, check=True)
+    assert again.stdout.strip() == sees[0].cache_key
+
+
+def test_refuses_in_words():
+    good, bad = texts()[0], ScoreMod(lambda s, b, h, i, j: s + torch.special.i0(s)).static().text
+    assert mods.refuses(good) is None
+    assert mods.refuses(bad) == "aten.i0 of float32 has no Triton form (`aten.i0.default(s)`)"
+    with pytest.raises(Unsupported, match="aten.i0"):
+        mods.score_functions(bad)
+
+
+def test_captured_and_gradients():
+    table, flags = torch.randn(3, 5, dtype=torch.float16).T, torch.rand(4) < 0.5
+    c = mods.captured([table, flags])
+    assert c[0] is table and c[1:5] == (5, 3, 1, 5) and c[5].dtype == torch.uint8 and c[6:] == (4, 1)
+    g, buffers = mods.gradients([flags, table, table], (True, False, True))
+    assert buffers[:2] == [None, None] and buffers[2].shape == (5, 3) and buffers[2].dtype == torch.float32
+    assert g[0] is buffers[2] and g[1:] == buffers[2].stride() and not buffers[2].any()

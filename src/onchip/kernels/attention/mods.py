@@ -63,7 +63,7 @@ def _remainder(x, y):
 # ---- host: the operators
 
 INF = math.inf
-MOST = 1 << 24  # tokens of a sequence, heads, sequences: what may then exceed an int32 is an int64
+MOST = 1 << 24  # tokens of a sequence, heads, sequences: what may then exceed an int32 is an int64, and a distance is exact in float32
 SPANS = {"uint8": (0, 255)} | {f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)}
 SHARED = "tl.where({{0}} == {{1}}, 0.5 * {{d}}, tl.where({{0}} {} {{1}}, {{d}}, 0.0))"  # torch halves a gradient between equals
 
@@ -103,16 +103,16 @@ FLOATS = {
 FINITE = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "clamp_min", "clamp_max", "where", "tanh_rn", "tanh_fast", "sigmoid", "sin", "cos", "erf"}
 INTS = {name: FLOATS[name][0] for name in ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "clamp_min", "clamp_max", "where")} | {
     "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))",
-    "floor_divide": "({0} - _remainder({0}, {1})) // {1}",
-    "remainder": "_remainder({0}, {1})",
-    "quotient": "{0} // {1}",  # the machine's, towards 0
-    "fmod": "{0} % {1}",
+    "div_floor": "({0} - _remainder({0}, {1})) // {1}",
+    "div_trunc": "{0} // {1}",
+    "mod_floor": "_remainder({0}, {1})",
+    "mod_trunc": "{0} % {1}",
     "bitwise_not": "~{0}",
     **{f"bitwise_{name}": f"{{0}} {sign} {{1}}" for name, sign in (("and", "&"), ("or", "|"), ("xor", "^"), ("left_shift", "<<"), ("right_shift", ">>"))},
 }
 BOOLS = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "where": "tl.where({0}, {1}, {2})", "mul": "{0} & {1}", "add": "{0} | {1}"}
 COMPARE = {name: f"{{0}} {sign} {{1}}" for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))}
-# between what an int lies, of (lowest, highest) of each argument
+# name: between what an int lies, of (lowest, highest) of each argument
 RANGES = {
     "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
     "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
@@ -122,21 +122,25 @@ RANGES = {
     "where": lambda _, x, y: (min(x[0], y[0]), max(x[1], y[1])),
     **dict.fromkeys(("minimum", "clamp_max"), lambda x, y: (min(x[0], y[0]), min(x[1], y[1]))),
     **dict.fromkeys(("maximum", "clamp_min"), lambda x, y: (max(x[0], y[0]), max(x[1], y[1]))),
-    "floor_divide": lambda x, y: (min(x[0] // y[0], x[0] // y[1]), max(x[1] // y[0], x[1] // y[1])) if y[0] > 0 else SPANS["int64"],
-    "remainder": lambda x, y: (0, y[1] - 1) if y[0] > 0 else SPANS["int64"],
+    "div_floor": lambda x, y: (min(x[0] // y[0], x[0] // y[1]), max(x[1] // y[0], x[1] // y[1])) if y[0] > 0 else (-max(-x[0], x[1]), max(-x[0], x[1])),
+    "mod_floor": lambda x, y: (min(y[0], 0), max(y[1], 0)),
 }
 
 
 def _div(p, x, y, rounding_mode=None):
     x, y = _value(x), _value(y)
     if rounding_mode and _kind(p.dtype) == "int":
-        return p.op("floor_divide" if rounding_mode == "floor" else "quotient", x, y)
+        return p.op(f"div_{rounding_mode}", x, y)
     loose = p.fast and "s" in x.by | y.by  # not where a place alone decides: a rounding must not put a distance into another bucket
     if y.number and math.isfinite(y.number) and (loose or abs(math.frexp(y.number)[0]) == 0.5):
         out = p.op("mul", x, 1 / y.number)
     else:
         out = p.op("div_fast" if loose else "div_rn", x, y)
     return p.op(rounding_mode, out) if rounding_mode else out
+
+
+def _mod(p, x, y, mode):
+    return p.op(f"mod_{mode}", x, y) if _kind(p.dtype) == "int" else p.op("sub", x, p.op("mul", _div(p, x, y, mode), y))
 
 
 def _clamp(p, x, min=None, max=None):
@@ -146,16 +150,15 @@ def _clamp(p, x, min=None, max=None):
 
 def _pow(p, x, y):
     x, y = _value(x), _value(y)
-    floats, power = _kind(p.dtype) == "float", y.number
+    if x.number is not None and x.number > 0 and _kind(p.dtype) == "float":
+        return p.op("exp2", y if x.number == 2 else p.op("mul", y, math.log2(x.number)))
     if x.number == 2:
-        return p.op("exp2", y) if floats else p.op("bitwise_left_shift", 1, y)
-    if floats and x.number is not None and x.number > 0:
-        return p.op("exp2", p.op("mul", y, math.log2(x.number)))
-    if power in (0.5, -0.5):
-        return p.op("sqrt" if power > 0 else "rsqrt", x)
-    if power in range(1, 9):
-        return functools.reduce(lambda out, _: p.op("mul", out, x), range(int(power) - 1), x)
-    return p.op("div", 1, _pow(p, x, -power)) if power in range(-8, 0) else p.op("power", x, y)
+        return p.op("bitwise_left_shift", 1, y)
+    if y.number in (0.5, -0.5):
+        return p.op("sqrt" if y.number > 0 else "rsqrt", x)
+    if y.number in range(1, 9):
+        return functools.reduce(lambda out, _: p.op("mul", out, x), range(int(y.number) - 1), x)
+    return p.op("div", 1, _pow(p, x, -y.number)) if y.number in range(-8, 0) else p.op("power", x, y)
 
 
 def _gelu(p, x, approximate="none"):
@@ -174,6 +177,9 @@ def _softplus(p, x, beta=1, threshold=20):
 
 DERIVED = {  # operators made of others
     "div": _div,
+    "floor_divide": lambda p, x, y: _div(p, x, y, "floor"),
+    "remainder": lambda p, x, y: _mod(p, x, y, "floor"),
+    "fmod": lambda p, x, y: _mod(p, x, y, "trunc"),
     "clamp": _clamp,
     "pow": _pow,
     "gelu": _gelu,
@@ -186,21 +192,21 @@ DERIVED = {  # operators made of others
     "square": lambda p, x: p.op("mul", x, x),
     "reciprocal": lambda p, x: p.op("div", 1, x),
     "relu": lambda p, x: p.op("where", p.op("gt", x, 0), x, 0),
+    "leaky_relu": lambda p, x, slope=0.01: p.op("where", p.op("gt", x, 0), x, p.op("mul", x, slope)),
+    "hardtanh": lambda p, x, least=-1, most=1: _clamp(p, x, least, most),
+    "sgn": lambda p, x: p.op("sign", x),
     "silu": lambda p, x: p.op("mul", x, p.op("sigmoid", x)),
     "log1p": lambda p, x: p.op("log", p.op("add", x, 1)),
     "expm1": lambda p, x: p.op("sub", p.op("exp", x), 1),
     "masked_fill": lambda p, x, where, value: p.op("where", where, value, x),
+    "full_like": lambda p, x, value, **_: value,
+    "zeros_like": lambda p, x, **_: 0,
+    "ones_like": lambda p, x, **_: 1,
     "isnan": lambda p, x: p.op("ne", x, x),
     "isinf": lambda p, x: p.op("logical_or", p.op("eq", x, INF), p.op("eq", x, -INF)),
     "isneginf": lambda p, x: p.op("eq", x, -INF),
-    **{f"__{name}__": lambda p, x, y, name=name: p.op(f"bitwise_{name}", x, y) for name in ("and", "or", "xor")},
     "__lshift__": lambda p, x, y: p.op("bitwise_left_shift", x, y),
     "__rshift__": lambda p, x, y: p.op("bitwise_right_shift", x, y),
-}
-OF_FLOATS = {  # where the int one is one instruction
-    "floor_divide": lambda p, x, y: _div(p, x, y, "floor"),
-    "remainder": lambda p, x, y: p.op("sub", x, p.op("mul", _div(p, x, y, "floor"), y)),
-    "fmod": lambda p, x, y: p.op("sub", x, p.op("mul", _div(p, x, y, "trunc"), y)),
 }
 
 # ---- host: one line after the other
@@ -210,8 +216,8 @@ OF_FLOATS = {  # where the int one is one instruction
 class _Value:
     """A value of the text: its `code`, a name; `kind`, "float", "int" or "bool"; and `number`, of a constant.
 
-    by   which of b, h, i, j, s decide it.     low, high   an int surely lies between.     finite   surely neither infinite nor NaN.
-    active   a gradient flows through it.
+    by     which of b, h, i, j, s decide it.           low, high, wide   between what an int lies, and whether it is an int64.
+    real   an int's code as a float, if it has one.    finite, active    surely neither infinite nor NaN; a gradient flows through it.
     """
 
     code: str
@@ -219,6 +225,8 @@ class _Value:
     by: frozenset = frozenset()
     low: int = SPANS["int64"][0]
     high: int = SPANS["int64"][1]
+    wide: bool = False
+    real: str = ""
     finite: bool = True
     active: bool = False
     number: float | None = None
@@ -227,26 +235,24 @@ class _Value:
     def axes(self) -> str:
         return "ij" if "s" in self.by else "".join(sorted(self.by & {"i", "j"}))
 
-    @property
-    def wide(self) -> bool:
-        """An int64."""
-        return self.kind == "int" and not SPANS["int32"][0] <= self.low <= self.high <= SPANS["int32"][1]
-
     def as_(self, kind: str, wide: bool = False) -> str:
         """The code that gives it as another kind."""
         if self.number is not None:
             number = {"float": float, "int": int, "bool": bool}[kind](self.number)
             return f'float("{number}")' if not math.isfinite(number) else f"({number})" if number < 0 else repr(number)
-        if self.kind == kind and (self.wide or not wide):
+        if self.kind == kind and self.wide >= wide:
             return self.code
-        return f"({self.code} != 0)" if kind == "bool" else f"tl.cast({self.code}, {'tl.float32' if kind == 'float' else 'tl.int64' if wide else 'tl.int32'})"
+        if kind == "float":
+            return self.real or f"tl.cast({self.code}, tl.float32)"
+        return f"({self.code} != 0)" if kind == "bool" else f"tl.cast({self.code}, {'tl.int64' if wide else 'tl.int32'})"
 
 
 def _value(x) -> _Value:
     """A Python number as a value."""
     if isinstance(x, _Value):
         return x
-    return _Value("", _kind(type(x).__name__), low=int(x) if math.isfinite(x) else 0, high=int(x) if math.isfinite(x) else 0, finite=math.isfinite(x), number=x)
+    whole = int(x) if math.isfinite(x) else 0
+    return _Value("", _kind(type(x).__name__), low=whole, high=whole, finite=math.isfinite(x), number=x)
 
 
 def _kind(dtype: str) -> str:
@@ -258,23 +264,23 @@ class _Program:
 
     def __init__(self, text: str, wanted: Sequence[bool] = (), fast: bool = False):
         self.fast, self.lines, self.steps = fast, [], []
-        function = ast.parse(text).body[0]
-        _, *places = (argument.arg for argument in function.args.args[:7])
-        self.values = {name: _Value(name, "int", frozenset({name} & set("bhij")), 0, MOST) for name in places}
+        *lines, last = ast.parse(text).body[0].body
+        names = ast.parse(text).body[0].args.args
+        self.values = {name.arg: _Value(name.arg, "int", frozenset({name.arg} & set("bhij")), 0, MOST) for name in names[1:7]}
         self.score = self.values["s"] = _Value("s", "float", frozenset("s"), active=True)
         self.captured, at, at_g = {}, 0, 0  # {name: (dtype, dimensions, its place in `c`, in `g` or None)}
-        for n, argument in enumerate(function.args.args[7:]):
-            dtype, _, ndim = argument.annotation.value.rstrip("]").partition("[")
+        for n, name in enumerate(names[7:]):
+            dtype, _, ndim = name.annotation.value.rstrip("]").partition("[")
             gets = n < len(wanted) and wanted[n] and _kind(dtype) == "float"
-            self.captured[argument.arg] = (dtype, int(ndim), at, at_g if gets else None)
+            self.captured[name.arg] = (dtype, int(ndim), at, at_g if gets else None)
             at, at_g = at + 1 + 2 * int(ndim), at_g + gets * (1 + int(ndim))
-        for line in function.body[:-1]:
+        for line in lines:
             self.line, self.dtype = ast.unparse(line.value), line.annotation.value
             self.values[line.target.id] = _value(self.translate(line.value))
-        self.out = _value(self.argument(function.body[-1].value))
+        self.out = _value(self.argument(last.value))
 
     def refuse(self, why: str):
-        raise Unsupported(f"{why} (`{self.line}`)")
+        raise Unsupported(f"{why} has no Triton form (`{self.line}`)")
 
     def translate(self, call: ast.Call):
         """The value of one line."""
@@ -286,8 +292,6 @@ class _Program:
         if not any(isinstance(x, _Value) and x.number is None for x in args):  # constants: torch computes them
             known = {name: torch.tensor(v.number) for name, v in self.values.items() if v.number is not None}
             return eval(ast.unparse(call), {"aten": torch.ops.aten, "torch": torch, "float": float, **known}).item()
-        if name in ("full_like", "zeros_like", "ones_like"):
-            return args[1] if name == "full_like" else int(name == "ones_like")
         if name in ("add", "sub", "rsub") and (words or len(args) > 2):
             scaled = name != "rsub"
             args[scaled] = self.op("mul", args[scaled], words.pop("alpha") if words else args.pop())
@@ -305,73 +309,67 @@ class _Program:
 
     def op(self, name: str, *args, **words) -> _Value:
         """The value of one operator, of the line's dtype."""
-        kind = _kind(self.dtype)
-        derived = DERIVED.get(name) or (OF_FLOATS.get(name) if kind == "float" else None)
-        if derived:
-            return derived(self, *args, **words)
-        args = [_value(x) for x in args]
+        if name in DERIVED:
+            return DERIVED[name](self, *args, **words)
+        args, kind, (first, _, last) = [_value(x) for x in args], _kind(self.dtype), name.rpartition("_")
         if kind == "int" and name in ("floor", "ceil", "trunc", "round"):
             return args[0]
-        first, _, last = name.rpartition("_")
+        wanted, derivatives = kind, []
         if name in COMPARE:
             template, kind, wanted = COMPARE[name], "bool", next(k for k in ("float", "int", "bool") if any(x.kind == k for x in args))
-        elif kind == "bool" and last in BOOLS and first in ("logical", "bitwise", ""):
-            template, wanted = BOOLS[last], "bool"
+        elif first == "logical" or kind == "bool":
+            template, kind, wanted = BOOLS.get(last, ""), "bool", "bool"
+        elif kind == "int":
+            template = INTS.get(name, "")
         else:
-            template, *derivatives = FLOATS.get(name, [""]) if kind == "float" else [INTS.get(name, "") if kind == "int" else ""]
-            wanted = kind
+            template, *derivatives = FLOATS.get(name, [""])
         if not template or words:
-            self.refuse(f"aten.{name} of {self.dtype}{' with ' if words else ''}{', '.join(words)} has no Triton form")
+            self.refuse(f"aten.{name} of {self.dtype}{' with ' if words else ''}{', '.join(words)}")
         by = frozenset().union(*(x.by for x in args))
         if kind == "int":
             return self.int_op(name, template, by, args)
         codes = [x.as_("bool" if name == "where" and n == 0 else wanted) for n, x in enumerate(args)]
-        out = self.emit(template.format(*codes), kind, by)
-        if kind == "float":
-            active = any(x.active for x in args) and bool(derivatives)
-            out = replace(out, finite=name in FINITE and all(x.finite for x in args), active=active)
-            self.steps += [(out, name, args, codes, derivatives)] * active
+        active, finite = any(x.active for x in args) and bool(derivatives), name in FINITE and all(x.finite for x in args)
+        out = self.emit(template.format(*codes), kind, by, finite=finite or kind == "bool", active=active)
+        self.steps += [(out, name, args, codes, derivatives)] * active
         return out
 
     def int_op(self, name: str, template: str, by, args) -> _Value:
         number = args[-1].number
-        if name in ("floor_divide", "remainder") and number and number > 0 and number & (number - 1) == 0:  # right for negative ones, too
-            template = f"{{0}} >> {number.bit_length() - 1}" if name == "floor_divide" else f"{{0}} & {number - 1}"
-        elif name in ("floor_divide", "remainder") and args[0].low >= 0 and args[1].low > 0:
-            template = "{0} // {1}" if name == "floor_divide" else "{0} % {1}"
-        span = RANGES[name](*((x.low, x.high) for x in args)) if name in RANGES else SPANS["int64"]
-        wide = _Value("", "int", by, *self.fit(span)).wide or any(x.wide for x in args)
-        return self.narrow(template.format(*(x.as_("bool" if name == "where" and n == 0 else "int", wide) for n, x in enumerate(args))), wide, span, by)
-
-    def fit(self, span) -> tuple:
-        """`span`, or all of the line's dtype where it would wrap around."""
-        least, most = SPANS.get(self.dtype, SPANS["int64"])
-        return span if least <= span[0] and span[1] <= most else (least, most)
-
-    def narrow(self, code: str, wide: bool, span, by) -> _Value:
-        """An int, wrapped around as torch's would be, in the fewest bits that hold it."""
-        fits = self.fit(span)
-        if fits != span and self.dtype in ("int8", "int16", "uint8"):
-            code, wide = f"tl.cast(tl.cast({code}, tl.{self.dtype}), tl.int32)", False
-        out = _Value("", "int", by, *fits)
-        return self.emit(f"tl.cast({code}, tl.int32)" if wide and not out.wide else code, "int", by, *fits)
+        if name in ("div_floor", "mod_floor") and number and number > 0 and number & (number - 1) == 0:  # right for negative ones, too
+            template = f"{{0}} >> {number.bit_length() - 1}" if name == "div_floor" else f"{{0}} & {number - 1}"
+        elif name in ("div_floor", "mod_floor") and args[0].low >= 0 and args[1].low > 0:
+            template = INTS[name.replace("floor", "trunc")]
+        all_of, wide = SPANS.get(self.dtype, SPANS["int64"]), any(x.wide for x in args) or name == "bitwise_left_shift"
+        span = RANGES[name](*((x.low, x.high) for x in args)) if name in RANGES else SPANS["int64" if wide else "int32"]
+        wraps = not all_of[0] <= span[0] <= span[1] <= all_of[1]
+        span = all_of if wraps else span
+        wide = wide or not SPANS["int32"][0] <= span[0] <= span[1] <= SPANS["int32"][1]
+        code = template.format(*(x.as_("bool" if name == "where" and n == 0 else "int", wide) for n, x in enumerate(args)))
+        if wraps and self.dtype in ("int8", "int16", "uint8"):
+            code = f"tl.cast(tl.cast({code}, tl.{self.dtype}), tl.int32)"
+        out = self.emit(code, "int", by, *span, wide)
+        if name in ("add", "sub", "neg", "abs") and out.axes == "ij" and -4 * MOST <= span[0] <= span[1] <= 4 * MOST:
+            # of i - j as a float the two small tiles are cast, not the large one; what nobody reads is compiled away
+            out = replace(out, real=self.emit(FLOATS[name][0].format(*(x.as_("float") for x in args)), "float").code)
+        return out
 
     def cast(self, x: _Value) -> _Value:
         """To the line's dtype; all floats are alike."""
-        kind = _kind(self.dtype)
-        if kind == "int" and (x.kind != "int" or self.fit((x.low, x.high)) != (x.low, x.high)):
-            span = (0, 1) if x.kind == "bool" else (x.low, x.high) if x.kind == "int" else SPANS["int64"]
-            wide = x.wide or (x.kind == "float" and self.dtype == "int64")
-            return self.narrow(x.as_("int", wide), wide, span, x.by)
-        return x if x.kind == kind else self.emit(x.as_(kind), kind, x.by)
+        kind, all_of = _kind(self.dtype), SPANS.get(self.dtype, SPANS["int64"])
+        if x.kind == kind and (kind != "int" or all_of[0] <= x.low <= x.high <= all_of[1]):
+            return x
+        if kind != "int":
+            return self.emit(x.as_(kind), kind, x.by)
+        wide = self.dtype == "int64" and x.kind == "float"
+        code, span = x.as_("int", wide), (0, 1) if x.kind == "bool" else all_of
+        return self.emit(f"tl.cast(tl.cast({code}, tl.{self.dtype}), tl.int{64 if wide else 32})", "int", x.by, *span, wide)
 
     def load(self, name: str, indices: Sequence[_Value]) -> _Value:
         """`name[indices]` of a captured tensor; 0 where an index lies outside."""
         dtype, ndim, at, at_g = self.captured.get(name, ("", -1, 0, None))
         if ndim != len(indices) or any(x.kind != "int" for x in indices):
-            self.refuse("a tensor is not read at one place by integers, which has no Triton form")
-        if (name, *indices) in self.values:
-            return self.values[name, *indices]
+            self.refuse("a tensor that is not read at one place by integers")
         guards, places = [], []
         for n in sorted(range(ndim), key=lambda n: len(indices[n].axes)):  # the smallest first, so that sums stay small
             x, size = indices[n].as_("int"), f"c[{at + 1 + n}]"
@@ -382,34 +380,29 @@ class _Program:
             places.append((f"tl.cast({x}, tl.int64)", n))
         guard = f", mask={self.emit(' & '.join(guards), 'bool').code}" if guards else ""
         code = f"tl.load({' + '.join([f'c[{at}]', *(f'{x} * c[{at + 1 + ndim + n}]' for x, n in places)])}{guard}{', other=0' if guards else ''})"
-        kind = _kind(dtype)
-        if dtype != "int64":
-            code = f"{code} != 0" if kind == "bool" else f"tl.cast({code}, {'tl.float32' if kind == 'float' else 'tl.int32' if dtype in SPANS else 'tl.int64'})"
-        by = frozenset().union(*(x.by for x in indices))
-        out = self.emit(code, kind, by, *SPANS.get(dtype, SPANS["int64"]), finite=kind != "float", active=at_g is not None)
+        kind, by, wide = _kind(dtype), frozenset().union(*(x.by for x in indices)), dtype not in SPANS or dtype == "int64"
+        code = f"{code} != 0" if kind == "bool" else f"tl.cast({code}, {'tl.float32' if kind == 'float' else 'tl.int64' if wide else 'tl.int32'})"
+        out = self.emit(code, kind, by, *SPANS.get(dtype, SPANS["int64"]), kind == "int" and wide, finite=kind != "float", active=at_g is not None)
         if out.active:
             where = " + ".join([f"g[{at_g}]", *(f"{x} * g[{at_g + 1 + n}]" for x, n in places)])
             self.steps.append((out, "load", (), (), f"tl.atomic_add({where}, {{d}}{guard}, sem='relaxed')"))
-        self.values[name, *indices] = out
         return out
 
     def backward(self) -> tuple[list[str], str]:
         """The lines from the gradient `ds` of the result back to the tensors', and the name of that by `s`."""
         lines, parts = [], {self.out: {"ij": ["ds"]}}  # {value: {the axes of a tile: tiles to be summed}}
 
+        def name_of(code: str) -> str:
+            if code.isidentifier():
+                return code
+            lines.append(f"d{len(lines)} = {code}")
+            return f"d{len(lines) - 1}"
+
         def gather(value) -> str:
             """A value's whole gradient, of its own shape."""
-            sums = []
-            for axes, tiles in parts.get(value, {}).items():
-                code = " + ".join(tiles)
-                if axes != value.axes:
-                    axis = {"i": ", 1 - I_AXIS, keep_dims=True", "j": ", I_AXIS, keep_dims=True", "": ""}[value.axes]
-                    code = f"tl.sum({code}{axis})"
-                sums.append(code)
-            if len(sums) == 1 and sums[0].isidentifier():
-                return sums[0]
-            lines.append(f"d{len(lines)} = {' + '.join(sums)}")
-            return f"d{len(lines) - 1}"
+            axis = {"i": ", 1 - I_AXIS, keep_dims=True", "j": ", I_AXIS, keep_dims=True"}.get(value.axes, "")
+            sums = [(axes, " + ".join(tiles)) for axes, tiles in parts[value].items()]
+            return name_of(" + ".join(code if axes == value.axes else f"tl.sum({code}{axis})" for axes, code in sums))
 
         for out, name, args, codes, derivatives in reversed(self.steps):
             if out not in parts:
@@ -417,18 +410,14 @@ class _Program:
             d = gather(out)
             if name == "load":
                 lines.append(derivatives.format(d=d))
-                continue
-            for x, derivative in zip(args, derivatives, strict=True):
+            for n, x in enumerate(args):
                 if not x.active:
                     continue
-                code = derivative.format(*codes, o=out.code, d=d)
-                used = [y for m, y in [*enumerate(args), ("o", out)] if f"{{{m}}}" in derivative]
+                code = derivatives[n].format(*codes, o=out.code, d=d)
+                used = [y for m, y in [*enumerate(args), ("o", out)] if f"{{{m}}}" in derivatives[n]]
                 if not code.startswith("tl.where") and not all(y.finite and (name in FINITE or y.number) for y in used):
-                    code = f"tl.where({d} == 0.0, 0.0, {code})"  # hidden places: 0 times infinity is NaN
-                if not code.isidentifier():
-                    lines.append(f"d{len(lines)} = {code}")
-                    code = f"d{len(lines) - 1}"
-                parts.setdefault(x, {}).setdefault(out.axes, []).append(code)
+                    code = f"tl.where({d} == 0.0, 0.0, {code})"  # where nothing counts, 0 times infinity would be NaN
+                parts.setdefault(x, {}).setdefault(out.axes, []).append(name_of(code))
         return lines, gather(self.score) if self.score in parts else "tl.zeros_like(ds)"
 
 
@@ -446,9 +435,7 @@ def _function(name: str, parameters: str, lines: Sequence[str], out: str):
 
 
 def _tile(out: _Value, kind: str) -> str:
-    if out.number is None:
-        return f"tl.broadcast_to({out.as_(kind)}, (i + j).shape)"
-    return f"tl.full((i + j).shape, {out.as_(kind)}, {'tl.int1' if kind == 'bool' else 'tl.float32'})"
+    return f"tl.broadcast_to(tl.cast({out.as_(kind)}, {'tl.int1' if kind == 'bool' else 'tl.float32'}), (i + j).shape)"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -466,12 +453,9 @@ def score_functions(text: str, wanted: tuple[bool, ...] = (), fast: bool = False
     fast     tanh may err by 2^-11 and a quotient by 2 ulp: for half precision. On an NVIDIA GPU; elsewhere it changes nothing.
     """
     program = _Program(text, wanted, fast and not triton.knobs.runtime.interpret and torch.version.hip is None)
-    place = "b, h, i, j, len_q, len_k, c"
-    back, ds = program.backward()
-    return (
-        _function("score", f"s, {place}", program.lines, _tile(program.out, "float")),
-        _function("score_grad", f"s, ds, {place}, g, I_AXIS: tl.constexpr", [*program.lines, *back], ds),
-    )
+    (back, ds), place = program.backward(), "b, h, i, j, len_q, len_k, c"
+    forward = _function("score", f"s, {place}", program.lines, _tile(program.out, "float"))
+    return forward, _function("score_grad", f"s, ds, {place}, g, I_AXIS: tl.constexpr", [*program.lines, *back], ds)
 
 
 @functools.lru_cache(maxsize=1024)
