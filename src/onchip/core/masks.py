@@ -1,8 +1,8 @@
 """Masks: which keys a query may see.
 
 A mask is one class with one meaning: `sees(at)`, written with torch operators on a `Place`. The oracle runs it on whole
-score matrices, the kernels translate it (`core/trace.py`). Masks that are a band of keys around each row (`Full`,
-`Causal`, `Window`) say so, and cost kernels two comparisons. `&` and `|` combine any of them.
+score matrices, the kernels translate it (`core/trace.py`). Masks that are a band of keys around each row (`core/bands.py`)
+say so, and cost kernels two comparisons. `&` and `|` combine any of them.
 """
 
 import functools
@@ -13,210 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.core.trace import Place, Traced, trace, trace_mod
+from onchip.core.bands import BANDS, Band, Causal, Full, Mask, Window, check_align, join, meet, parse
+from onchip.core.parts import alike, by_name, check_sizes, check_tensor, read, squeezed, trace_mod
+from onchip.core.trace import Place, Traced, trace
 
-ALIGN = ("bottom_right", "top_left")
-
-
-class Mask:
-    """Which keys a query sees. Subclasses give `sees`, and what tensors they read; `name` is how they are printed."""
-
-    @property
-    def name(self) -> str:
-        return type(self).__name__
-
-    def __str__(self):
-        return self.name
-
-    def sees(self, at: Place):
-        """Whether the query at `at` sees its key: a bool expression of torch operators."""
-        raise NotImplementedError
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors `sees` reads, in a fixed order."""
-        return ()
-
-    @property
-    def key(self) -> Any:
-        """What decides the mask's text, without its tensors: equal keys, equal texts."""
-        return (type(self), self.name, tuple(t.ndim for t in self.tensors))
-
-    @property
-    def hull(self) -> "Band":
-        """A band outside of which nothing is seen."""
-        return Full()
-
-    def static(self) -> "Band | Traced":
-        """The part of the mask that a Problem carries."""
-        return _static(ByKey(self.key, self))
-
-    def __and__(self, other: "Mask") -> "Mask":
-        return _combine(self, other, "&")
-
-    def __or__(self, other: "Mask") -> "Mask":
-        return _combine(self, other, "|")
+# ---- masks of masks
 
 
-# ---- bands
-
-
-@dataclass(frozen=True)
-class Band(Mask):
-    """Keys from `row - left` to `row + right`, each end unlimited when it is None.
-
-    `row` is the query's position among the keys: bottom right aligned (the last query at the last key), or with
-    align="top_left" the query's own number.
-    """
-
-    left = None
-    right = None
-    align = "bottom_right"
-
-    __str__ = Mask.__str__
-
-    @property
-    def hull(self) -> "Band":
-        return self
-
-    def static(self) -> "Band":
-        return self
-
-    def shift(self, len_q, len_k):
-        """The row of query 0."""
-        return len_k - len_q if self.align == "bottom_right" else 0
-
-    def sees(self, at: Place):
-        row = at.row if self.align == "bottom_right" else at.i
-        seen = at.j >= 0
-        if self.right is not None:
-            seen = at.j <= row + self.right
-        if self.left is not None:
-            inside = at.j >= row - self.left
-            seen = inside if self.right is None else seen & inside
-        return seen
-
-    def seen(self, at: Place, _tensors=()) -> Tensor:
-        """As of `Traced.seen`: `sees` on tensors that broadcast."""
-        return self.sees(at)
-
-    def dense(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """True where row `rows` sees key `cols`; the two are broadcast against each other."""
-        seen = torch.ones(torch.broadcast_shapes(rows.shape, cols.shape), dtype=torch.bool, device=rows.device)
-        if self.right is not None:
-            seen &= cols <= rows + self.right
-        if self.left is not None:
-            seen &= cols >= rows - self.left
-        return seen
-
-    def keys(self, first_row: int, last_row: int, len_k: int) -> range:
-        """The keys that any row of `[first_row, last_row]` sees: what a tile of queries has to load."""
-        start = 0 if self.left is None else max(0, first_row - self.left)
-        stop = len_k if self.right is None else min(len_k, last_row + self.right + 1)
-        return range(start, max(start, stop))
-
-    def area(self, len_q: int, len_k: int) -> int:
-        """How many (query, key) pairs are seen."""
-        rows = torch.arange(len_q) + self.shift(len_q, len_k)
-        first = torch.zeros_like(rows) if self.left is None else (rows - self.left).clamp(min=0)
-        last = torch.full_like(rows, len_k) if self.right is None else (rows + self.right + 1).clamp(max=len_k)
-        return int((last - first).clamp(min=0).sum())
-
-
-@dataclass(frozen=True)
-class Full(Band):
-    """Every query sees every key."""
-
-    __str__ = Mask.__str__
-
-
-@dataclass(frozen=True)
-class Causal(Band):
-    """A query sees the keys at and before its own position.
-
-    align   "bottom_right": the last query sees the last key (flash-attn 2.1 and later); "top_left": query i sees keys 0..i (torch's `is_causal`).
-    """
-
-    align: str = "bottom_right"
-    right = 0
-
-    __str__ = Mask.__str__
-
-    def __post_init__(self):
-        _check_align("Causal", self.align)
-
-    @property
-    def name(self) -> str:
-        return "Causal" if self.align == "bottom_right" else f"Causal({self.align})"
-
-
-@dataclass(frozen=True)
-class Window(Band):
-    """A query sees its own key, `left` keys before it and `right` after it; None: all of them.
-
-    `left` and `right` are integers, or for windows that differ integer tensors `[heads]`, `[batch, heads]` or `[batch, 1]`;
-    then it is no band any more, and `window(...)` of the tensors is what is built: `Window(Tensor)` gives a `Windows`.
-    """
-
-    left: int | None
-    right: int | None = 0
-    align: str = "bottom_right"
-
-    __str__ = Mask.__str__
-
-    def __new__(cls, left=None, right=0, align="bottom_right"):
-        return Windows(left, right, align) if isinstance(left, Tensor) or isinstance(right, Tensor) else object.__new__(cls)
-
-    def __post_init__(self):
-        _check_align("Window", self.align)
-        for side, keys in (("left", self.left), ("right", self.right)):
-            if keys is not None and keys < 0:
-                raise ValueError(f"Window: {side} {keys} is negative; it counts keys beside a query's own, so 0 or more, or None for all")
-
-    @property
-    def name(self) -> str:
-        rest = [] if self.right == 0 and self.align == "bottom_right" else [self.right]
-        rest += [] if self.align == "bottom_right" else [self.align]
-        return f"Window({', '.join(map(str, [self.left, *rest]))})"
-
-
-def _check_align(name: str, align: str) -> None:
-    if align not in ALIGN:
-        raise ValueError(f"{name}: align {align!r} is not one of {', '.join(ALIGN)}")
-
-
-def _meet(a: Band, b: Band) -> Band | None:
-    """The band that both see, when they align alike."""
+def combine(a: Mask, b: Any, sign: str) -> Mask:
+    """`a & b` or `a | b`: a band where it is one."""
+    b = as_mask(b)
     if isinstance(a, Full) or isinstance(b, Full):
-        return b if isinstance(a, Full) else a
-    if a.align != b.align:
-        return None
-    left, right = (min((x for x in ends if x is not None), default=None) for ends in ((a.left, b.left), (a.right, b.right)))
-    return Causal(a.align) if (left, right) == (None, 0) else Window(left, right, a.align)
-
-
-def _join(a: Band, b: Band) -> Band:
-    """A band that holds both."""
-    if isinstance(a, Full) or isinstance(b, Full) or a.align != b.align:
-        return Full()
-    left, right = (None if None in ends else max(ends) for ends in ((a.left, b.left), (a.right, b.right)))
-    if (left, right) == (None, None):
-        return Full()
-    return Causal(a.align) if (left, right) == (None, 0) else Window(left, right, a.align)
-
-
-def _combine(a: Mask, b: Mask, sign: str) -> Mask:
-    a, b = as_mask(a), as_mask(b)
-    if isinstance(a, Band) and isinstance(b, Band) and sign == "&" and (both := _meet(a, b)) is not None:
-        return both
-    if sign == "&" and (isinstance(a, Full) or isinstance(b, Full)):
-        return b if isinstance(a, Full) else a
-    if sign == "|" and (isinstance(a, Full) or isinstance(b, Full)):
-        return Full()
+        return Full() if sign == "|" else b if isinstance(a, Full) else a
+    if isinstance(a, Band) and isinstance(b, Band) and (one := (meet if sign == "&" else join)(a, b)) is not None:
+        return one
     return Both(a, b, sign)
-
-
-# ---- masks with a shape of their own
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,26 +45,37 @@ class Both(Mask):
         return f"({self.a.name} {self.sign} {self.b.name})"
 
     @property
-    def key(self):
-        return (self.sign, self.a.key, self.b.key)
-
-    @property
-    def tensors(self):
-        return (*self.a.tensors, *self.b.tensors)
-
-    @property
     def hull(self) -> Band:
         if self.sign == "|":
-            return _join(self.a.hull, self.b.hull)
-        return _meet(self.a.hull, self.b.hull) or self.a.hull
+            return join(self.a.hull, self.b.hull) or Full()
+        return meet(self.a.hull, self.b.hull) or self.a.hull
+
+    def fits(self, *sizes):
+        self.a.fits(*sizes)
+        self.b.fits(*sizes)
+
+    def parts(self):
+        (a, reads_a), (b, reads_b) = self.a.parts(), self.b.parts()
+        return _both(a, b, self.sign, self.name, self.hull), (*reads_a, *reads_b)
 
     def sees(self, at: Place):
         return self.a.sees(at) & self.b.sees(at) if self.sign == "&" else self.a.sees(at) | self.b.sees(at)
 
 
+@functools.lru_cache(maxsize=4096)
+def _both(a: Band | Traced, b: Band | Traced, sign: str, name: str, hull: Band) -> Traced:
+    """The text of two texts."""
+    one, two = (part.stand_ins() if isinstance(part, Traced) else [] for part in (a, b))
+    run = lambda at: a.seen(at, one) & b.seen(at, two) if sign == "&" else a.seen(at, one) | b.seen(at, two)  # noqa: E731
+    return Traced(name, trace(run, name, (*one, *two))[0], hull)
+
+
+# ---- masks with a shape of their own
+
+
 @dataclass(frozen=True, eq=False)
 class Windows(Mask):
-    """A `Window` of its own for each head and sequence: `left` and `right` are integers, None, or integer tensors `[heads]`, `[batch, heads]` or `[batch, 1]`."""
+    """A `Window` of its own for each head or sequence: `left` and `right` as of `Window`, or integer tensors `[heads]`, `[batch, heads]` or `[batch, 1]`."""
 
     left: Tensor | int | None
     right: Tensor | int | None = 0
@@ -262,19 +84,26 @@ class Windows(Mask):
     __str__ = Mask.__str__
 
     def __post_init__(self):
-        _check_align("Window", self.align)
+        check_align("Window", self.align)
         for side, size in (("left", self.left), ("right", self.right)):
-            if isinstance(size, Tensor) and (size.ndim not in (1, 2) or size.dtype.is_floating_point):
+            if not isinstance(size, Tensor):
+                Window(size)  # which says what is wrong with a number
+            elif size.ndim not in (1, 2) or size.dtype.is_floating_point or size.dtype == torch.bool:
                 raise ValueError(f"Window: {side} is {size.dtype} {list(size.shape)}; give an integer tensor [heads], [batch, heads] or [batch, 1]")
 
     @property
     def key(self):
-        sides = tuple((x.ndim, x.shape[-1] == 1) if isinstance(x, Tensor) else x for x in (self.left, self.right))
+        sides = tuple((x.ndim, x.shape[-1] == 1, x.dtype) if isinstance(x, Tensor) else x for x in (self.left, self.right))
         return (Windows, sides, self.align)
 
     @property
     def tensors(self):
         return tuple(x for x in (self.left, self.right) if isinstance(x, Tensor))
+
+    def fits(self, *sizes):
+        for side, size in (("left", self.left), ("right", self.right)):
+            if isinstance(size, Tensor):
+                check_sizes("Window", side, size, "h" if size.ndim == 1 else "bh" if size.shape[1] > 1 else "b*", sizes)
 
     @property
     def hull(self) -> Band:
@@ -306,6 +135,8 @@ class Chunked(Mask):
     size: int
 
     __str__ = Mask.__str__
+    key = property(by_name)
+    tensors = ()
 
     def __post_init__(self):
         if self.size < 1:
@@ -325,23 +156,27 @@ class Chunked(Mask):
 
 @dataclass(frozen=True, eq=False)
 class Document(Mask):
-    """A query sees the keys of its own document: `ids` integer `[batch, len_k]`, or `[len_k]` for all sequences alike; keys and queries bottom right aligned."""
+    """A query sees the keys of its own document: `ids` integer `[batch, len_k]`, or `[len_k]` for all sequences. The last query is at the last key."""
 
     ids: Tensor
 
     __str__ = Mask.__str__
+    key = property(by_name)
 
     def __post_init__(self):
-        _want(self, "ids", self.ids, (1, 2), integer=True)
+        check_tensor(self.name, "ids", self.ids, (1, 2), integer=True)
 
     @property
     def tensors(self):
         return (self.ids,)
 
+    def fits(self, *sizes):
+        check_sizes("Document", "ids", self.ids, "bj"[2 - self.ids.ndim :], sizes)
+
     def sees(self, at: Place):
-        if self.ids.ndim == 1:
-            return self.ids[at.row] == self.ids[at.j]
-        return self.ids[at.b, at.row] == self.ids[at.b, at.j]
+        row = torch.clamp(at.row, min=0)  # where queries outnumber keys, the first ones are before any document
+        one, two = (self.ids[row], self.ids[at.j]) if self.ids.ndim == 1 else (self.ids[at.b, row], self.ids[at.b, at.j])
+        return (one == two) & (at.row >= 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -351,6 +186,17 @@ class Prefix(Mask):
     length: int | Tensor
 
     __str__ = Mask.__str__
+    key = property(by_name)
+
+    def __post_init__(self):
+        if isinstance(self.length, Tensor):
+            check_tensor(self.name, "length", self.length, (1,), integer=True)
+        elif self.length < 0:
+            raise ValueError(f"Prefix: length {self.length} is negative; it counts the keys that all see, so 0 or more")
+
+    def fits(self, *sizes):
+        if isinstance(self.length, Tensor):
+            check_sizes("Prefix", "length", self.length, "b", sizes)
 
     @property
     def name(self) -> str:
@@ -375,16 +221,17 @@ class Tree(Mask):
     ancestors: Tensor
 
     __str__ = Mask.__str__
+    key = property(by_name)
 
     def __post_init__(self):
-        _want(self, "ancestors", self.ancestors, (2, 3))
+        check_tensor(self.name, "ancestors", self.ancestors, (2, 3))
         if self.ancestors.dtype != torch.bool or self.ancestors.shape[-1] != self.ancestors.shape[-2]:
             raise ValueError(f"Tree: ancestors are {self.ancestors.dtype} {list(self.ancestors.shape)}; give bool [nodes, nodes] or [batch, nodes, nodes]")
 
     @classmethod
     def of(cls, parents: Tensor) -> "Tree":
         """From `parents` `[nodes]` or `[batch, nodes]`: the index of each node's parent, which comes before it; -1 for a root."""
-        nodes = parents.shape[-1]
+        parents, nodes = parents.long(), parents.shape[-1]
         seen = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(*parents.shape, nodes).clone()
         at = parents.clone()
         for _ in range(nodes):
@@ -401,6 +248,9 @@ class Tree(Mask):
     def tensors(self):
         return (self.ancestors,)
 
+    def fits(self, *sizes):
+        check_sizes("Tree", "ancestors", self.ancestors, "b**"[3 - self.ancestors.ndim :], sizes)
+
     def sees(self, at: Place):
         nodes = self.ancestors.shape[-1]
         row, col = at.row - at.len_k + nodes, at.j - at.len_k + nodes  # numbers in the tree; negative: before it
@@ -416,15 +266,19 @@ class KeyPadding(Mask):
     valid: Tensor
 
     __str__ = Mask.__str__
+    key = property(by_name)
 
     def __post_init__(self):
-        _want(self, "valid", self.valid, (1, 2))
-        if (self.valid.ndim == 2) != (self.valid.dtype == torch.bool):
+        check_tensor(self.name, "valid", self.valid, (1, 2))
+        if (self.valid.ndim == 2) != (self.valid.dtype == torch.bool) or self.valid.dtype.is_floating_point:
             raise ValueError(f"KeyPadding: valid is {self.valid.dtype} {list(self.valid.shape)}; give integer lengths [batch] or bool [batch, len_k]")
 
     @property
     def tensors(self):
         return (self.valid,)
+
+    def fits(self, *sizes):
+        check_sizes("KeyPadding", "valid", self.valid, "bj"[: self.valid.ndim], sizes)
 
     def sees(self, at: Place):
         return at.j < self.valid[at.b] if self.valid.ndim == 1 else self.valid[at.b, at.j]
@@ -443,9 +297,11 @@ class Blocks(Mask):
     __str__ = Mask.__str__
 
     def __post_init__(self):
-        _want(self, "blocks", self.blocks, (2, 3, 4))
+        check_tensor(self.name, "blocks", self.blocks, (2, 3, 4))
         if self.blocks.dtype != torch.bool:
             raise ValueError(f"Blocks: blocks are {self.blocks.dtype}; give bool, True where a block of queries sees a block of keys")
+        if len(self.sizes) != 2 or min(self.sizes) < 1:
+            raise ValueError(f"Blocks: size {self.size} is not one or two positive numbers; give the tokens a side, or (queries, keys)")
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -457,15 +313,19 @@ class Blocks(Mask):
 
     @property
     def key(self):
-        return (Blocks, self.sizes, _alike(self.blocks))
+        return (Blocks, self.sizes, alike(self.blocks))
 
-    @functools.cached_property
+    @property
     def tensors(self):
-        return (_squeezed(self.blocks),)
+        return (squeezed(self.blocks),)
+
+    def fits(self, batch, heads, len_q, len_k):
+        rows, cols = self.sizes
+        check_sizes(self.name, "blocks", self.blocks, "bhij"[4 - self.blocks.ndim :], (batch, heads, -(-len_q // rows), -(-len_k // cols)), True)
 
     def sees(self, at: Place):
         rows, cols = self.sizes
-        return _at(self.tensors[0], _alike(self.blocks), at._replace(i=at.i // rows, j=at.j // cols))
+        return read(self.tensors[0], alike(self.blocks), at._replace(i=at.i // rows, j=at.j // cols))
 
 
 @dataclass(frozen=True, eq=False)
@@ -477,20 +337,23 @@ class Dense(Mask):
     __str__ = Mask.__str__
 
     def __post_init__(self):
-        _want(self, "mask", self.seen_by, (2, 3, 4))
+        check_tensor(self.name, "mask", self.seen_by, (2, 3, 4))
         if self.seen_by.dtype != torch.bool:
             raise ValueError(f"Dense: the mask is {self.seen_by.dtype}; give bool, True where a query sees a key (a float tensor goes to bias=)")
 
     @property
     def key(self):
-        return (Dense, _alike(self.seen_by))
+        return (Dense, alike(self.seen_by))
 
-    @functools.cached_property
+    @property
     def tensors(self):
-        return (_squeezed(self.seen_by),)
+        return (squeezed(self.seen_by),)
+
+    def fits(self, *sizes):
+        check_sizes("Dense", "the mask", self.seen_by, "bhij"[4 - self.seen_by.ndim :], sizes, True)
 
     def sees(self, at: Place):
-        return _at(self.tensors[0], _alike(self.seen_by), at)
+        return read(self.tensors[0], alike(self.seen_by), at)
 
 
 @dataclass(frozen=True, eq=False)
@@ -508,68 +371,15 @@ class MaskMod(Mask):
     def name(self) -> str:
         return getattr(self.function, "__name__", "mask_mod").strip("<>")
 
-    @property
-    def _traced(self):
-        return trace_mod(self.function, score=False)
-
-    @property
-    def key(self):
-        return (MaskMod, self.name, self._traced[0])
-
-    @property
-    def tensors(self):
-        return tuple(self._traced[1])
+    def parts(self):
+        text, tensors = trace_mod(self.function, score=False)
+        return Traced(self.name, text, Full()), tensors
 
     def sees(self, at: Place):
         return self.function(*at[:4])
 
 
-def _want(mask: Mask, name: str, tensor, ranks: tuple[int, ...], integer: bool = False) -> None:
-    kind = type(mask).__name__
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{kind}: {name} is a {type(tensor).__name__}; give a tensor")
-    if tensor.ndim not in ranks or (integer and (tensor.dtype.is_floating_point or tensor.dtype == torch.bool)):
-        wanted = f"{'an integer tensor' if integer else 'a tensor'} of {' or '.join(map(str, ranks))} dimensions"
-        raise ValueError(f"{kind}: {name} is {tensor.dtype} {list(tensor.shape)}; give {wanted}")
-
-
-def _alike(tensor: Tensor) -> str:
-    """Which of b, h, i, j a tensor that broadcasts over [batch, heads, len_q, len_k] depends on."""
-    return "".join(letter for letter, size in zip("bhij"[4 - tensor.ndim :], tensor.shape, strict=True) if size != 1)
-
-
-def _squeezed(tensor: Tensor) -> Tensor:
-    return tensor.squeeze() if 1 in tensor.shape else tensor
-
-
-def _at(tensor: Tensor, letters: str, at: Place):
-    """A broadcast tensor, squeezed, at a place."""
-    return tensor[tuple(getattr(at, letter) for letter in letters)] if letters else tensor
-
-
-# ---- what a Problem carries
-
-
-class ByKey:
-    """A mask or score that hashes by its key, so that its text is made once for all of that kind."""
-
-    def __init__(self, key, value):
-        self.key, self.value = key, value
-
-    def __hash__(self):
-        return hash(self.key)
-
-    def __eq__(self, other):
-        return self.key == other.key
-
-
-@functools.lru_cache(maxsize=4096)
-def _static(by_key: ByKey) -> Traced:
-    mask = by_key.value
-    text, tensors = trace(mask.sees, mask.name, mask.tensors)
-    assert len(tensors) == len(mask.tensors), f"{mask.name} reads a tensor that it does not list"
-    by_key.value = None  # the cache must not keep the tensors of the first mask alive
-    return Traced(mask.name, text, mask.hull)
+# ---- from what users give
 
 
 def as_mask(mask: Any) -> Mask:
@@ -578,17 +388,13 @@ def as_mask(mask: Any) -> Mask:
         return mask
     if isinstance(mask, Tensor):
         return Dense(mask)
-    if callable(mask):
+    if callable(mask) and not isinstance(mask, type):
         return MaskMod(mask)
-    raise TypeError(f"mask is a {type(mask).__name__}; give a Mask (Full(), Causal(), Window(512), ...), a bool tensor or a function mask_mod(b, h, i, j)")
+    kind = f"the class {mask.__name__}" if isinstance(mask, type) else f"a {type(mask).__name__}"
+    raise TypeError(f"mask is {kind}; give a Mask (Full(), Causal(), Window(512), ...), a bool tensor or a function mask_mod(b, h, i, j)")
 
 
-BANDS = (Full, Causal, Window)
-
-
-def parse(text: str) -> Band:
-    """The band whose `str` is `text`: how it passes through a compiled graph."""
-    name, _, rest = text.partition("(")
-    kind = next(mask for mask in BANDS if mask.__name__ == name)
-    words = [word.strip() for word in rest.rstrip(")").split(",") if word.strip()]
-    return kind(*(None if word == "None" else int(word) if word.lstrip("-").isdigit() else word for word in words))
+__all__ = [
+    "BANDS", "Band", "Blocks", "Both", "Causal", "Chunked", "Dense", "Document", "Full", "KeyPadding", "Mask", "MaskMod", "Prefix", "Tree", "Window", "Windows",
+    "as_mask", "combine", "parse",
+]  # fmt: skip

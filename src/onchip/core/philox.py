@@ -3,6 +3,8 @@
 The counter is (key, query, batch * heads + head, offset), the key the 64-bit seed; the first of the four words decides.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,17 +14,15 @@ WEYL = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 
 
-def philox(state: Tensor, c0: Tensor, c1: Tensor, c2: Tensor) -> Tensor:
-    """The first 32-bit word, as int64, of counters that broadcast; `state` int64 [2] holds seed and offset."""
-    seed, offset = state[0], state[1]
-    k0, k1 = seed & WORD, (seed >> 32) & WORD
-    c0, c1, c2, c3 = (c.long() & WORD for c in (c0, c1, c2, offset))
-    for _ in range(ROUNDS):
+def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor], rounds: int = ROUNDS) -> tuple[Tensor, ...]:
+    """The four 32-bit words, as int64, of a key of two words and a counter of four; int64 tensors that broadcast."""
+    (k0, k1), (c0, c1, c2, c3) = key, counter
+    for _ in range(rounds):
         high0, low0 = _product(MULTIPLIERS[0], c0)
         high1, low1 = _product(MULTIPLIERS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
-    return c0
+    return c0, c1, c2, c3
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,12 +41,16 @@ def threshold(p: float) -> int:
 
 def kept(p: float, state: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, heads: int) -> Tensor:
     """True where a weight stays; b, h, i, j broadcast as in a Place."""
-    return philox(state, j, i, b * heads + h) >= threshold(p)
+    seed, offset = state[0], state[1]
+    counter = tuple(word.long() & WORD for word in (j, i, b * heads + h, offset))
+    return philox((seed & WORD, (seed >> 32) & WORD), counter)[0] >= threshold(p)
 
 
 def draw(device: torch.device, seed: int | None, offset: int) -> Tensor:
     """The state: the given seed, or one of torch's generator of the device (no synchronisation)."""
-    state = torch.empty(2, dtype=torch.int64, device=device)
-    state[0].random_() if seed is None else state[0].fill_(seed)
-    state[1].fill_(offset)
+    if seed is None:
+        state = torch.randint(1 << 62, (2,), dtype=torch.int64, device=device)
+    else:
+        state = torch.full((2,), seed, dtype=torch.int64, device=device)
+    state[1] = offset
     return state

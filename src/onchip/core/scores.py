@@ -6,44 +6,29 @@ Several are applied in order. Gradients flow to the tensors that they read.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from onchip.core.masks import ByKey, _alike, _at, _squeezed
-from onchip.core.trace import Place, Traced, trace, trace_mod
+from onchip.core.parts import Part, alike, by_name, check_sizes, read, squeezed, trace_mod
+from onchip.core.trace import Place, Traced, trace
 
 
-class Score:
-    """A function of a score. Subclasses give `apply`, and what tensors they read."""
+class Score(Part):
+    """A function of a score. Subclasses give `apply`."""
 
-    @property
-    def name(self) -> str:
-        return type(self).__name__
-
-    def __str__(self):
-        return self.name
+    body = "apply"
 
     def apply(self, s, at: Place):
         """The new score: an expression of torch operators."""
         raise NotImplementedError
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors `apply` reads, in a fixed order."""
-        return ()
-
-    @property
-    def key(self) -> Any:
-        """What decides the text, without the tensors' contents: equal keys, equal texts."""
-        return (type(self), self.name, tuple((t.ndim, t.dtype) for t in self.tensors))
-
-    def static(self) -> Traced:
-        """The part that a Problem carries."""
-        return _static(ByKey(self.key, self))
+    def write(self, tensors=()):
+        text, tensors = trace(self.apply, self.name, tensors, score=True)
+        return Traced(self.name, text), tuple(tensors)
 
 
 @dataclass(frozen=True)
@@ -53,6 +38,8 @@ class Softcap(Score):
     cap: float
 
     __str__ = Score.__str__
+    key = property(by_name)
+    tensors = ()
 
     def __post_init__(self):
         if not self.cap > 0:
@@ -77,12 +64,13 @@ class ALiBi(Score):
     form: str = "absolute"
 
     __str__ = Score.__str__
+    key = property(by_name)
 
     def __post_init__(self):
         if self.form not in ("absolute", "linear"):
             raise ValueError(f"ALiBi: form {self.form!r} is not one of absolute, linear")
-        if self.slopes.ndim not in (1, 2):
-            raise ValueError(f"ALiBi: slopes are {list(self.slopes.shape)}; give [heads] or [batch, heads]")
+        if self.slopes.ndim not in (1, 2) or not self.slopes.dtype.is_floating_point:
+            raise ValueError(f"ALiBi: slopes are {self.slopes.dtype} {list(self.slopes.shape)}; give floats [heads] or [batch, heads]")
 
     @staticmethod
     def slopes_of(heads: int, device: torch.device | None = None) -> Tensor:
@@ -100,6 +88,9 @@ class ALiBi(Score):
     def tensors(self):
         return (self.slopes,)
 
+    def fits(self, *sizes):
+        check_sizes("ALiBi", "slopes", self.slopes, "bh"[2 - self.slopes.ndim :], sizes)
+
     def apply(self, s, at: Place):
         slope = self.slopes[at.h] if self.slopes.ndim == 1 else self.slopes[at.b, at.h]
         distance = at.j - at.row
@@ -116,10 +107,11 @@ class RelativeBias(Score):
     table: Tensor
 
     __str__ = Score.__str__
+    key = property(by_name)
 
     def __post_init__(self):
-        if self.table.ndim != 2 or self.table.shape[1] % 2 == 0:
-            raise ValueError(f"RelativeBias: table is {list(self.table.shape)}; give [heads, 2 reach + 1]")
+        if self.table.ndim != 2 or self.table.shape[1] % 2 == 0 or not self.table.dtype.is_floating_point:
+            raise ValueError(f"RelativeBias: table is {self.table.dtype} {list(self.table.shape)}; give floats [heads, 2 reach + 1]")
 
     @property
     def reach(self) -> int:
@@ -132,6 +124,9 @@ class RelativeBias(Score):
     @property
     def tensors(self):
         return (self.table,)
+
+    def fits(self, *sizes):
+        check_sizes("RelativeBias", "table", self.table, "h*", sizes)
 
     def apply(self, s, at: Place):
         return s + self.table[at.h, torch.clamp(at.j - at.row, -self.reach, self.reach) + self.reach]
@@ -149,6 +144,14 @@ class BucketBias(Score):
     both: bool = True
 
     __str__ = Score.__str__
+    key = property(by_name)
+
+    def __post_init__(self):
+        least = 4 if self.both else 2
+        if self.table.ndim != 2 or not self.table.dtype.is_floating_point or self.table.shape[0] < least or self.table.shape[0] % least:
+            raise ValueError(f"BucketBias: table is {self.table.dtype} {list(self.table.shape)}; give floats [buckets, heads], buckets a multiple of {least}")
+        if self.longest <= self.table.shape[0] // least:
+            raise ValueError(f"BucketBias: longest {self.longest} is not past the {self.table.shape[0] // least} exact buckets; give a larger distance")
 
     @property
     def name(self) -> str:
@@ -157,6 +160,9 @@ class BucketBias(Score):
     @property
     def tensors(self):
         return (self.table,)
+
+    def fits(self, *sizes):
+        check_sizes("BucketBias", "table", self.table, "*h", sizes)
 
     def apply(self, s, at: Place):
         buckets, distance = self.table.shape[0], at.j - at.row
@@ -188,18 +194,21 @@ class Bias(Score):
 
     @property
     def name(self) -> str:
-        return f"Bias({_alike(self.bias) or 'one'})"
+        return f"Bias({alike(self.bias) or 'one'})"
 
     @property
     def key(self):
-        return (Bias, _alike(self.bias), self.bias.dtype)
+        return (Bias, alike(self.bias), self.bias.dtype)
 
-    @functools.cached_property
+    @property
     def tensors(self):
-        return (_squeezed(self.bias),)
+        return (squeezed(self.bias),)
+
+    def fits(self, *sizes):
+        check_sizes("Bias", "bias", self.bias, "bhij"[4 - self.bias.ndim :], sizes, True)
 
     def apply(self, s, at: Place):
-        return s + _at(self.tensors[0], _alike(self.bias), at)
+        return s + read(self.tensors[0], alike(self.bias), at)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,17 +228,9 @@ class ScoreMod(Score):
     def name(self) -> str:
         return getattr(self.function, "__name__", "score_mod").strip("<>")
 
-    @property
-    def _traced(self):
-        return trace_mod(self.function, score=True)
-
-    @property
-    def key(self):
-        return (ScoreMod, self.name, self._traced[0])
-
-    @property
-    def tensors(self):
-        return tuple(self._traced[1])
+    def parts(self):
+        text, tensors = trace_mod(self.function, score=True)
+        return Traced(self.name, text), tensors
 
     def apply(self, s, at: Place):
         return self.function(s, *at[:4])
@@ -247,13 +248,13 @@ class Scores(Score):
     def name(self) -> str:
         return ", ".join(score.name for score in self.each)
 
-    @property
-    def key(self):
-        return (Scores, *(score.key for score in self.each))
+    def fits(self, *sizes):
+        for score in self.each:
+            score.fits(*sizes)
 
-    @property
-    def tensors(self):
-        return tuple(t for score in self.each for t in score.tensors)
+    def parts(self):
+        texts, reads = zip(*(score.parts() for score in self.each), strict=True)
+        return _chained(texts, self.name), tuple(t for tensors in reads for t in tensors)
 
     def apply(self, s, at: Place):
         for score in self.each:
@@ -261,8 +262,23 @@ class Scores(Score):
         return s
 
 
+@functools.lru_cache(maxsize=4096)
+def _chained(texts: tuple[Traced, ...], name: str) -> Traced:
+    """The text of several, one after the other."""
+    reads = [text.stand_ins() for text in texts]
+
+    def run(s, at: Place):
+        for text, tensors in zip(texts, reads, strict=True):
+            s = text.run(s, *at, *tensors)
+        return s
+
+    return Traced(name, trace(run, name, [t for tensors in reads for t in tensors], score=True)[0])
+
+
 def chain(bias: Tensor | None, score: Any, softcap: float | None) -> Score | None:
     """All that happens to a score, in the order bias, score functions, softcap; None when nothing does."""
+    if bias is None and score is None and not softcap:
+        return None
     each: list[Score] = [Bias(bias)] if bias is not None else []
     for one in score if isinstance(score, (list, tuple)) else () if score is None else (score,):
         if not isinstance(one, Score) and not callable(one):
@@ -270,18 +286,4 @@ def chain(bias: Tensor | None, score: Any, softcap: float | None) -> Score | Non
         each.append(one if isinstance(one, Score) else ScoreMod(one))
     if softcap:
         each.append(Softcap(float(softcap)))
-    return None if not each else each[0] if len(each) == 1 else Scores(tuple(each))
-
-
-def traced(score: Score | None) -> Sequence:
-    """(what the Problem carries or None, the tensors it reads)."""
-    return (None, ()) if score is None else (score.static(), score.tensors)
-
-
-@functools.lru_cache(maxsize=4096)
-def _static(by_key: ByKey) -> Traced:
-    score = by_key.value
-    text, tensors = trace(score.apply, score.name, score.tensors, score=True)
-    assert len(tensors) == len(score.tensors), f"{score.name} reads a tensor that it does not list"
-    by_key.value = None  # the cache must not keep the tensors of the first one alive
-    return Traced(score.name, text)
+    return each[0] if len(each) == 1 else Scores(tuple(each)) if each else None

@@ -6,6 +6,7 @@ torch runs it (`Traced.run`); a kernel translates it line by line. Tensors that 
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PLACE = ("b", "h", "i", "j", "len_q", "len_k")
-DROPPED = ("device", "layout", "pin_memory", "memory_format")  # keywords that say where a constant lies, not what it is
+DROPPED = ("device", "layout", "pin_memory", "memory_format")  # keywords that say where a value lies, not what it is
+
+aten = torch.ops.aten
+BRANCHES = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default)
+# of one place, though torch does not tag them as pointwise
+ELEMENTWISE = {"_to_copy", "alias", "clone", "detach", "floor_divide", "full_like", "leaky_relu", "ones_like", "zeros_like"}
 
 
 class Place(NamedTuple):
@@ -46,7 +52,7 @@ class Traced:
     """A function of a place (and a score) as text. `name` is what people read; equal texts are equal functions.
 
     text      "def run(s, b, h, i, j, len_q, len_k, c0: 'float32[2]', ...): ..." over `aten`; each line annotated with its dtype.
-    hull      what a mask certainly hides, as a band; see `masks.Band`. None for a score.
+    hull      what a mask certainly hides, as a band; see `bands.Band`. None for a score.
     """
 
     name: str
@@ -65,82 +71,150 @@ class Traced:
         """A mask's answer at `at`, a bool tensor that broadcasts over it."""
         return self.run(None, *at, *tensors)
 
+    def stand_ins(self) -> list[Tensor]:
+        """Tensors of the kinds that the text reads, without contents."""
+        kinds = re.findall(r"c\d+: '(\w+)\[(\d+)\]'", self.text.partition("\n")[0])
+        return [_stand_in((2,) * int(ndim), getattr(torch, dtype)) for dtype, ndim in kinds]
 
-def trace(function: Callable, name: str, tensors: Sequence[Tensor] = (), score: bool = False, device: torch.device | None = None) -> tuple[str, list[Tensor]]:
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(text: str) -> Callable:
+    space = {"aten": aten, "torch": torch}
+    exec(compile(text, "<onchip mod>", "exec"), space)
+    return space["run"]
+
+
+# ---- writing down
+
+
+def trace(function: Callable, name: str, tensors: Sequence[Tensor] = (), score: bool = False) -> tuple[str, list[Tensor]]:
     """The text of `function(at)`, or with `score` of `function(s, at)`, and the tensors it reads in order: `tensors` first, then others it closes over.
 
-    Raises TraceError when the function branches on a value, indexes a tensor in part, or gives something of another shape.
+    The places are meta tensors, so nothing is computed, on any device. What the function makes of captured tensors alone
+    (`table.exp()`) is computed, with its gradient, and read as one more tensor.
+    Raises TraceError when the function branches on a value, mixes places, or gives something of another shape or kind.
     """
-    device = device or next((t.device for t in tensors), torch.device("cpu"))
-    inputs = [torch.ones(1, 1, 1, 1, dtype=torch.float32, device=device)] if score else []
-    inputs += [torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device) for _ in PLACE]
-    names = ("s", *PLACE) if score else PLACE
-    recorder = _Recorder(dict(zip(map(id, inputs), names, strict=True)), list(tensors))
+    inputs = [_stand_in((1, 1, 1, 1), torch.float32)] if score else []
+    inputs += [_stand_in((1, 1, 1, 1), torch.int64) for _ in PLACE]
+    recorder = _Recorder(inputs, ("s", *PLACE) if score else PLACE, tensors)
     try:
-        with torch.no_grad(), recorder:
+        with recorder:
             at = Place(*inputs[-len(PLACE) :])
             out = function(inputs[0], at) if score else function(at)
-    except (RuntimeError, TypeError, IndexError) as error:
+        return recorder.finish(out, score), recorder.tensors
+    except (_CannotError, RuntimeError, TypeError, IndexError) as error:
         raise TraceError(f"{name}: the function cannot be traced: {error}; write it with torch operators on its arguments") from error
-    return recorder.finish(out, name, score), recorder.tensors
+
+
+class _CannotError(Exception):
+    """Why a function cannot be written down. No TypeError: Python would take one inside `a + b` for "try the other operand"."""
+
+
+def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
 class _Recorder(TorchDispatchMode):
     """Writes down every operator that runs inside."""
 
-    def __init__(self, names: dict[int, str], tensors: list[Tensor]):
+    def __init__(self, inputs: Sequence[Tensor], names: Sequence[str], tensors: Sequence[Tensor]):
         super().__init__()
-        self.names, self.tensors, self.lines = names, tensors, []
-        self.alive: list[Tensor] = []  # ids are only unique among the living
-        self.made: set[int] = set()
+        self.names, self.tensors, self.lines = dict(zip(map(id, inputs), names, strict=True)), list(tensors), []
+        self.scalars: set[int] = set()  # of `names`, what no place decides
+        self.alive = list(inputs)  # ids are only unique among the living
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
-            raise TypeError("it branches on, or takes the Python value of, one of its arguments (use torch.where)")
-        if func is torch.ops.aten.index.Tensor and (len(args[1]) != args[0].ndim or any(x is None for x in args[1])):
-            raise TypeError(f"a tensor of {args[0].ndim} dimensions is indexed by {len(args[1])}; index all of them at once")
-        # a tensor may be shorter than the place it is asked about here: only the kind of the answer matters
-        out = args[0].new_zeros(1, 1, 1, 1) if func is torch.ops.aten.index.Tensor else func(*args, **kwargs)
+        kwargs, name = kwargs or {}, func._schema.name.partition("::")[2]
+        read = _tensors((args, tuple(kwargs.values())))
+        placed = any(id(t) in self.names and id(t) not in self.scalars for t in read)
+        if func is aten.lift_fresh.default and args[0].numel() == 1:  # torch.tensor(3.0)
+            func, args, kwargs, read = aten.scalar_tensor.default, (args[0].item(),), {"dtype": args[0].dtype}, []
+        elif not placed and any(t.numel() != 1 for t in read):
+            return func(*args, **kwargs)  # of captured tensors alone: the result is one more of them
+        if func in BRANCHES:
+            raise _CannotError("it branches on, or takes the Python value of, one of its arguments (use torch.where)")
+        if func._schema.is_mutable:
+            raise _CannotError(f"{name} changes a tensor in place")
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _CannotError(f"{name} draws random numbers (for dropout, give dropout=)")
+        if placed and not (torch.Tag.pointwise in func.tags or func is aten.index.Tensor or name in ELEMENTWISE):
+            raise _CannotError(f"{name} mixes places or changes the shape; the function is of one place at a time")
+        out = self._run(func, name, args, kwargs)
         if not isinstance(out, Tensor):
             return out
-        self.alive.append(out)
-        if func is torch.ops.aten.lift_fresh.default:
-            return out
-        if not _depends(args, self.names) and out.ndim not in (0, 4):
-            return out  # a tensor made from captured ones alone: becomes a captured one itself
+        if out.numel() != 1:
+            if placed:
+                raise _CannotError(f"{name} gives {list(out.shape)}; a tensor of more than one element must be indexed by the place")
+            return func(*args, **kwargs)  # made from nothing, as torch.arange(8)
         keywords = "".join(f", {key}={_write(value, self._name)}" for key, value in kwargs.items() if key not in DROPPED and value is not None)
         line = f"{func}({', '.join(_write(arg, self._name) for arg in args)}{keywords})"
-        name = f"v{len(self.lines)}"
-        self.names[id(out)] = name
-        self.lines.append(f"    {name}: '{str(out.dtype).removeprefix('torch.')}' = {line}")
+        self.alive.append(out)
+        self.names[id(out)] = f"v{len(self.lines)}"
+        self.lines.append(f"    v{len(self.lines)}: '{_short(out.dtype)}' = {line}")
+        if not placed:
+            self.scalars.add(id(out))
         return out
+
+    def _run(self, func, name: str, args, kwargs):
+        """The operator on stand-ins: only the kind of its result matters."""
+        if func is aten.index.Tensor:
+            if len(args[1]) != args[0].ndim or any(x is None for x in args[1]):
+                raise _CannotError(f"a tensor of {args[0].ndim} dimensions is indexed by {len(args[1])}; index all of them at once")
+            if any(x.dtype == torch.bool for x in args[1]):
+                raise _CannotError("a tensor is indexed by a condition (use torch.where)")
+            return _stand_in((1, 1, 1, 1), args[0].dtype)
+        kwargs = {key: _meta(value) for key, value in kwargs.items() if key not in DROPPED}
+        if not _tensors(args):
+            kwargs["device"] = "meta"
+        try:
+            return func(*_meta(args), **kwargs)
+        except RuntimeError as error:
+            raise _CannotError(f"{name}: {error}") from error
 
     def _name(self, tensor: Tensor) -> str:
         if id(tensor) in self.names:
             return self.names[id(tensor)]
-        index = next((n for n, known in enumerate(self.tensors) if known is tensor), None)
+        index = next((n for n, known in enumerate(self.tensors) if known is tensor or _same_view(known, tensor)), None)
         if index is None:
             index = len(self.tensors)
             self.tensors.append(tensor)
         return f"c{index}"
 
-    def finish(self, out, name: str, score: bool) -> str:
-        if not isinstance(out, Tensor):
-            out_text = repr(out)
-            if not isinstance(out, (bool, int, float)):
-                raise TraceError(f"{name}: the function gives a {type(out).__name__}; it must give one value for one place")
+    def finish(self, out, score: bool) -> str:
+        """The text, when the function gave `out`."""
+        if not score and isinstance(out, bool):
+            self.lines, value = [f"    v0: 'bool' = aten.{'ge' if out else 'lt'}.Scalar(j, 0)"], "v0"
+        elif score and isinstance(out, (int, float)):
+            self.lines, value = [f"    v0: 'float32' = aten.full_like.default(s, {_write(float(out), self._name)})"], "v0"
+        elif not isinstance(out, Tensor):
+            raise _CannotError(f"it gives a {type(out).__name__} instead of one value for one place")
+        elif out.numel() != 1:
+            raise _CannotError(f"it gives {list(out.shape)} instead of one value for one place")
+        elif out.dtype.is_floating_point != score or (not score and out.dtype != torch.bool):
+            raise _CannotError(f"it gives {_short(out.dtype)} instead of {'a float' if score else 'a bool'}")
         else:
-            if out.numel() != 1:
-                raise TraceError(f"{name}: the function gives {list(out.shape)}; it must give one value for one place")
-            out_text = self._name(out)
-        kinds = [f"c{n}: '{str(t.dtype).removeprefix('torch.')}[{t.ndim}]'" for n, t in enumerate(self.tensors)]
-        return "\n".join([f"def run({', '.join(['s', *PLACE, *kinds])}):", *self.lines, f"    return {out_text}"])
+            value = self._name(out)
+        kinds = [f"c{n}: '{_short(t.dtype)}[{t.ndim}]'" for n, t in enumerate(self.tensors)]
+        return "\n".join([f"def run({', '.join(['s', *PLACE, *kinds])}):", *self.lines, f"    return {value}"])
 
 
-def _depends(args, names) -> bool:
-    """Whether a traced value is among the arguments."""
-    return any(_depends(arg, names) if isinstance(arg, (list, tuple)) else isinstance(arg, Tensor) and id(arg) in names for arg in args)
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    return a._base is not None and a._base is b._base and (a.shape, a.stride(), a.storage_offset()) == (b.shape, b.stride(), b.storage_offset())
+
+
+def _tensors(args) -> list[Tensor]:
+    return [t for arg in args for t in (_tensors(arg) if isinstance(arg, (list, tuple)) else [arg] if isinstance(arg, Tensor) else [])]
+
+
+def _meta(value):
+    """Tensors in it replaced by stand-ins."""
+    if isinstance(value, Tensor):
+        return value if value.is_meta else _stand_in(value.shape, value.dtype)
+    return type(value)(_meta(v) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _write(value, name: Callable[[Tensor], str]) -> str:
@@ -151,42 +225,3 @@ def _write(value, name: Callable[[Tensor], str]) -> str:
     if isinstance(value, float):
         return f"float('{value}')"
     return repr(value)
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(text: str) -> Callable:
-    space = {"aten": torch.ops.aten, "torch": torch}
-    exec(compile(text, "<onchip mod>", "exec"), space)
-    return space["run"]
-
-
-# ---- functions that users write
-
-_MODS: dict[Any, tuple[tuple, str, list[Tensor]]] = {}
-
-
-def captured(function: Callable) -> tuple:
-    """What a plain function reads beside its arguments, to see whether it still is what was traced."""
-    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-    code = getattr(function, "__code__", None)
-    shared = tuple(function.__globals__[n] for n in code.co_names if n in function.__globals__) if code else ()
-    return cells + shared + (getattr(function, "__defaults__", None),)
-
-
-def trace_mod(function: Callable, score: bool) -> tuple[str, list[Tensor]]:
-    """The text and tensors of a user's `mask_mod(b, h, i, j)` or `score_mod(s, b, h, i, j)`; traced again when what it closes over was rebound."""
-    reads = captured(function) if hasattr(function, "__closure__") else ()
-    known = _MODS.get(function)
-    if known and len(known[0]) == len(reads) and all(a is b for a, b in zip(known[0], reads, strict=True)):
-        return known[1], known[2]
-    name = getattr(function, "__name__", type(function).__name__)
-    call = (lambda s, at: function(s, *at[:4])) if score else (lambda at: function(*at[:4]))
-    device = next((read.device for read in reads if isinstance(read, Tensor)), None)
-    text, tensors = trace(call, name, (), score, device)
-    lost = [t for t in reads if isinstance(t, Tensor) and t.requires_grad and not any(t is known for known in tensors)]
-    if lost:
-        raise TraceError(f"{name}: a captured tensor {list(lost[0].shape)} needs a gradient but is not indexed directly; index it in the function")
-    if len(_MODS) > 4096:
-        _MODS.clear()
-    _MODS[function] = (reads, text, tensors)
-    return text, tensors
