@@ -9,7 +9,7 @@ int32 tiles [M, 1] and [1, N], or transposed [1, M] and [N, 1]; `c` is `captured
 
 Values stay as small as what they depend on: a slope of a head is a scalar, an id of a row [M, 1]. A captured tensor is never read
 outside of its sizes; what lies there reads as 0. At places past the ends a function may give anything, NaN included, and the kernel's
-`where` decides; `SCORE_GRAD` gives and adds 0 wherever `ds` is 0. All floats are float32, whatever the tensor's dtype.
+`where` decides; `SCORE_GRAD` gives and adds 0 wherever `ds` is 0, even if `s` is NaN there. All floats are float32, whatever the tensor's dtype.
 """
 
 import ast
@@ -217,7 +217,7 @@ class _Value:
     """A value of the text: its `code`, a name; `kind`, "float", "int" or "bool"; and `number`, of a constant.
 
     by     which of b, h, i, j, s decide it.           low, high, wide   between what an int lies, and whether it is an int64.
-    real   an int's code as a float, if it has one.    finite, active    surely neither infinite nor NaN; a gradient flows through it.
+    real   an int's code as a float, if it has one.    finite, active    neither infinite nor NaN; a gradient flows through it.
     """
 
     code: str
@@ -267,7 +267,7 @@ class _Program:
         *lines, last = ast.parse(text).body[0].body
         names = ast.parse(text).body[0].args.args
         self.values = {name.arg: _Value(name.arg, "int", frozenset({name.arg} & set("bhij")), 0, MOST) for name in names[1:7]}
-        self.score = self.values["s"] = _Value("s", "float", frozenset("s"), active=True)
+        self.score = self.values["s"] = _Value("s", "float", frozenset("s"), finite=False, active=True)
         self.captured, at, at_g = {}, 0, 0  # {name: (dtype, dimensions, its place in `c`, in `g` or None)}
         for n, name in enumerate(names[7:]):
             dtype, _, ndim = name.annotation.value.rstrip("]").partition("[")
