@@ -127,9 +127,10 @@ class _Recorder(TorchDispatchMode):
         kwargs, name = kwargs or {}, func._schema.name.partition("::")[2]
         read = _tensors((args, tuple(kwargs.values())))
         placed = any(id(t) in self.names and id(t) not in self.scalars for t in read)
+        elementwise = torch.Tag.pointwise in func.tags or func is aten.index.Tensor or name in ELEMENTWISE
         if func is aten.lift_fresh.default and args[0].numel() == 1:  # torch.tensor(3.0)
             func, args, kwargs, read = aten.scalar_tensor.default, (args[0].item(),), {"dtype": args[0].dtype}, []
-        elif not placed and any(t.numel() != 1 for t in read):
+        elif not placed and read and not (elementwise and all(t.numel() == 1 for t in read)):
             return func(*args, **kwargs)  # of captured tensors alone: the result is one more of them
         if func in BRANCHES:
             raise _CannotError("it branches on, or takes the Python value of, one of its arguments (use torch.where)")
@@ -137,7 +138,7 @@ class _Recorder(TorchDispatchMode):
             raise _CannotError(f"{name} changes a tensor in place")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _CannotError(f"{name} draws random numbers (for dropout, give dropout=)")
-        if placed and not (torch.Tag.pointwise in func.tags or func is aten.index.Tensor or name in ELEMENTWISE):
+        if placed and not elementwise:
             raise _CannotError(f"{name} mixes places or changes the shape; the function is of one place at a time")
         out = self._run(func, name, args, kwargs)
         if not isinstance(out, Tensor):
