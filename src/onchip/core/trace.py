@@ -20,6 +20,7 @@ DROPPED = ("device", "layout", "pin_memory", "memory_format")  # keywords that s
 
 aten = torch.ops.aten
 BRANCHES = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default)
+BRANCHED = "it branches on, or takes the Python value of, a tensor (use torch.where)"
 # of one place, though torch does not tag them as pointwise
 ELEMENTWISE = {"_to_copy", "alias", "clone", "detach", "floor_divide", "full_like", "leaky_relu", "ones_like", "zeros_like"}
 
@@ -103,7 +104,8 @@ def trace(function: Callable, name: str, tensors: Sequence[Tensor] = (), score: 
             out = function(inputs[0], at) if score else function(at)
         return recorder.finish(out, score), recorder.tensors
     except (_CannotError, RuntimeError, TypeError, IndexError) as error:
-        raise TraceError(f"{name}: the function cannot be traced: {error}; write it with torch operators on its arguments") from error
+        why = BRANCHED if "cannot be called on meta tensors" in str(error) else error
+        raise TraceError(f"{name}: the function cannot be traced: {why}; write it with torch operators on its arguments") from error
 
 
 class _CannotError(Exception):
@@ -128,12 +130,12 @@ class _Recorder(TorchDispatchMode):
         read = _tensors((args, tuple(kwargs.values())))
         placed = any(id(t) in self.names and id(t) not in self.scalars for t in read)
         elementwise = torch.Tag.pointwise in func.tags or func is aten.index.Tensor or name in ELEMENTWISE
+        if func in BRANCHES:
+            raise _CannotError(BRANCHED)
         if func is aten.lift_fresh.default and args[0].numel() == 1:  # torch.tensor(3.0)
             func, args, kwargs, read = aten.scalar_tensor.default, (args[0].item(),), {"dtype": args[0].dtype}, []
         elif not placed and read and not (elementwise and all(t.numel() == 1 for t in read)):
             return func(*args, **kwargs)  # of captured tensors alone: the result is one more of them
-        if func in BRANCHES:
-            raise _CannotError("it branches on, or takes the Python value of, one of its arguments (use torch.where)")
         if func._schema.is_mutable:
             raise _CannotError(f"{name} changes a tensor in place")
         if torch.Tag.nondeterministic_seeded in func.tags:
