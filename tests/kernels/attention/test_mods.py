@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
@@ -125,10 +126,10 @@ def mask_cases():
 def score_cases():
     slopes, bias, half = torch.rand(HEADS), torch.randn(HEADS, 32, 16).transpose(1, 2), torch.randn(BATCH, HEADS, dtype=torch.float16)
     gate, table, wide = torch.randn(()), torch.randn(64), torch.randn(1, 32).expand(16, 32)
-    ids, positive = _ids(32), torch.rand(32) + 0.5
+    ids, positive, single = _ids(32), torch.rand(32) + 0.5, torch.randn(1)
     holes = torch.randn(16, 32).where(torch.rand(16, 32) < 0.7, torch.tensor(-torch.inf))
     sides = torch.randn(32, HEADS)
-    of_math = (torch.exp, torch.exp2, torch.sigmoid, torch.erf, torch.sin, torch.cos, torch.relu, torch.nn.functional.silu, torch.nn.functional.softplus)
+    of_math = (torch.exp, torch.exp2, torch.sigmoid, torch.erf, torch.sin, torch.cos, torch.relu, F.silu, F.softplus)
     of_positive = (torch.log, torch.log2, torch.sqrt, torch.rsqrt, torch.reciprocal, torch.log1p)
     return {
         "softcap": scores.Softcap(2.0),
@@ -145,6 +146,7 @@ def score_cases():
         "tanh": ScoreMod(lambda s, b, h, i, j: 3 * torch.tanh(s / 3) + slopes[h] * (i - j)),
         "causal": ScoreMod(lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf"))),
         "causal then": ScoreMod(lambda s, b, h, i, j: torch.where(i >= j, s * slopes[h], -float("inf")) * torch.exp(gate) + s * s),
+        "one element": ScoreMod(lambda s, b, h, i, j: s * single + gate * single[0] * 2),
         "half": ScoreMod(lambda s, b, h, i, j: s * half[b, h] + half[b % 2, h].float() * s),
         "transposed": ScoreMod(lambda s, b, h, i, j: s + bias[h, i, j]),
         "expanded": ScoreMod(lambda s, b, h, i, j: s + wide[i, j] * gate),
@@ -157,8 +159,12 @@ def score_cases():
         "powers": ScoreMod(lambda s, b, h, i, j: s**2 + s**3 + 2.0**h + (s * s + 1) ** -0.5 + (s * s + 1) ** 1.5 + 3.0 ** (s / 9) + 1 / (s**2 + 1)),
         "math": ScoreMod(lambda s, b, h, i, j: sum(f(s) for f in of_math)),
         "positive": ScoreMod(lambda s, b, h, i, j: sum(f(s * s + positive[j]) for f in of_positive)),
-        "gelu": ScoreMod(lambda s, b, h, i, j: torch.nn.functional.gelu(s) + torch.nn.functional.gelu(s, approximate="tanh")),
-        "bent": ScoreMod(lambda s, b, h, i, j: torch.nn.functional.hardtanh(s) + torch.nn.functional.leaky_relu(s, 0.1) + torch.sgn(s) * torch.expm1(s)),
+        "gelu": ScoreMod(lambda s, b, h, i, j: F.gelu(s) + F.gelu(s, approximate="tanh")),
+        "bent": ScoreMod(
+            lambda s, b, h, i, j: (
+                F.hardtanh(s) + F.leaky_relu(s, 0.1) + torch.fmax(s, positive[i]) + torch.sgn(s) * torch.expm1(s) + torch.lerp(s, positive[j], 0.3)
+            )
+        ),
         "rounded": ScoreMod(lambda s, b, h, i, j: s.floor() + s.ceil() + (s * 4).round() + s.trunc() + s.sign() + torch.floor(i / 4) + (i / 2).round()),
         "quotients": ScoreMod(lambda s, b, h, i, j: s / positive[j] + torch.div(s, 0.3, rounding_mode="floor") + s % 0.7 + torch.fmod(s, 0.9) + s / -4),
         "cast": ScoreMod(lambda s, b, h, i, j: s + (s * 3).to(torch.int32) + (i > j) * s + (s > 0).float() + (j / 3).int() // 2),

@@ -198,6 +198,8 @@ DERIVED = {  # operators made of others
     "silu": lambda p, x: p.op("mul", x, p.op("sigmoid", x)),
     "log1p": lambda p, x: p.op("log", p.op("add", x, 1)),
     "expm1": lambda p, x: p.op("sub", p.op("exp", x), 1),
+    **{f"f{end}": lambda p, x, y, end=end: p.op(f"{end}imum", x, y) for end in ("max", "min")},
+    "lerp": lambda p, x, y, weight: p.op("add", x, p.op("mul", weight, p.op("sub", y, x))),
     "masked_fill": lambda p, x, where, value: p.op("where", where, value, x),
     "full_like": lambda p, x, value, **_: value,
     "zeros_like": lambda p, x, **_: 0,
@@ -366,12 +368,12 @@ class _Program:
         return self.emit(f"tl.cast(tl.cast({code}, tl.{self.dtype}), tl.int{64 if wide else 32})", "int", x.by, *span, wide)
 
     def load(self, name: str, indices: Sequence[_Value]) -> _Value:
-        """`name[indices]` of a captured tensor; 0 where an index lies outside."""
+        """`name[indices]` of a captured tensor, 0 where an index lies outside; or, of one that has a single element, without indices."""
         dtype, ndim, at, at_g = self.captured.get(name, ("", -1, 0, None))
-        if ndim != len(indices) or any(x.kind != "int" for x in indices):
+        if (indices and ndim != len(indices)) or any(x.kind != "int" for x in indices):
             self.refuse("a tensor that is not read at one place by integers")
         guards, places = [], []
-        for n in sorted(range(ndim), key=lambda n: len(indices[n].axes)):  # the smallest first, so that sums stay small
+        for n in sorted(range(len(indices)), key=lambda n: len(indices[n].axes)):  # the smallest first, so that sums stay small
             x, size = indices[n].as_("int"), f"c[{at + 1 + n}]"
             if indices[n].low < 0:
                 x = self.emit(f"tl.where({x} < 0, {x} + {size}, {x})", "int").code
