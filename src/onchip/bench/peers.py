@@ -6,15 +6,16 @@ import importlib.util
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from onchip.bench import ladder, meters, suite
-from onchip.bench.suite import Generate, Ladder, Overhead, Prompts, Tensors, Tiny
+from onchip.bench import data, ladder, meters, passes
+from onchip.bench.call import Call
+from onchip.bench.data import Prompts, Tensors, Tiny
+from onchip.bench.suite import Asked, Generate, Ladder, Overhead, Pass
 from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import SHORT, Attention, Operands, Problem, Rows
+from onchip.core.problem import SHORT, Attention, Operands, Rows
 from onchip.dispatch import record, select
 from onchip.ops.attention import attention, attention_packed, paged_attention
 from onchip.ops.fused import gated_act, rms_norm
@@ -22,14 +23,6 @@ from onchip.ops.fused import gated_act, rms_norm
 HALF = (torch.bfloat16, torch.float16)
 CACHE_GIB = 2.0  # for keys and values: several times what a row of "generate" needs, and leaves a GPU's memory to the peer
 LOOP = 500  # calls a reading of an Overhead row: more would fill the launch queue of a GPU, which holds 1,024
-
-
-class Call(NamedTuple):
-    """What is timed: (time of `run` - time of `minus`) / `count` seconds. `run` returns what can be checked."""
-
-    run: Callable
-    minus: Callable | None = None
-    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -55,11 +48,11 @@ class Peer:
         except ModuleNotFoundError:  # the parent of a dotted name
             return False
 
-    def why_not(self, problem: Problem | Generate | Overhead | Ladder, device: torch.device) -> str | None:
+    def why_not(self, problem: Asked, device: torch.device) -> str | None:
         return next((why for rule in self.rules if (why := rule(problem, device))), None)
 
 
-def contenders(problem: Problem | Generate | Overhead | Ladder, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
+def contenders(problem: Asked, device: torch.device) -> tuple[list[Peer], dict[str, str]]:
     """Those who take this row, ours first, and the reasons of the others that are installed."""
     reasons = {peer: peer.why_not(problem, device) for peer in PEERS if isinstance(problem, peer.kind) and peer.installed}
     return [peer for peer, why in reasons.items() if why is None], {peer.name: why for peer, why in reasons.items() if why}
@@ -82,7 +75,7 @@ def _op(name: str) -> Callable:
     return lambda p, _device: None if p.op == name else f"no {p.op}"
 
 
-def _half(p: Attention, _device) -> str | None:
+def _half(p: Attention | Pass, _device) -> str | None:
     return None if p.dtype in HALF else f"no {SHORT[p.dtype]}"
 
 
@@ -279,7 +272,7 @@ def _flashinfer(tensor_cores: bool) -> Callable[[Tensors], Call]:
 
 
 def _transformers(inputs: Prompts) -> Call:
-    model = suite.packaged_model(inputs.problem.dtype, inputs.device)
+    model = data.packaged_model(inputs.problem.dtype, inputs.device)
 
     def go(new: int):
         prompts = inputs.draw()
@@ -291,12 +284,14 @@ def _transformers(inputs: Prompts) -> Call:
 
 
 GPU_PREFILL = (_on("cuda"), _op("prefill"), _half)
+GPU_PASS = (_on("cuda"), _half)
 GPU_DECODE = (_on("cuda"), _op("decode"), _half)
 PEERS = (  # ours first, for its output is what the others are compared with
     Peer("onchip", Attention, _onchip),
     Peer("onchip", Generate, _onchip_generate),
     Peer("onchip", Overhead, _onchip_overhead),
     Peer("onchip", Ladder, _onchip),
+    Peer("onchip", Pass, passes.onchip),
     *(Peer(name, Ladder, _rung(rung)) for name, rung in ladder.RUNGS.items()),
     Peer("onchip kernel alone", Overhead, _kernel_alone, (_op("call"),)),
     Peer("cuDNN (torch)", Attention, _sdpa("CUDNN_ATTENTION"), (*GPU_PREFILL, _sdpa_takes)),
@@ -306,6 +301,12 @@ PEERS = (  # ours first, for its output is what the others are compared with
     Peer("FlashInfer (CUDA cores)", Attention, _flashinfer(False), GPU_DECODE, "flashinfer", "flashinfer-python"),
     Peer("torch SDPA", Attention, _sdpa(None), (_on("cpu"), _sdpa_takes)),
     Peer("torch SDPA, dense keys", Attention, _sdpa_decode, (_op("decode"),)),
+    Peer("cuDNN (torch)", Pass, passes.sdpa("CUDNN_ATTENTION"), (*GPU_PASS, passes.sdpa_takes)),
+    Peer("FlashAttention-2 (torch)", Pass, passes.sdpa("FLASH_ATTENTION"), (*GPU_PASS, passes.sdpa_takes)),
+    Peer("FlashAttention-4", Pass, passes.fa4, (*GPU_PASS, passes.no_mod), "flash_attn.cute", "flash-attn-4"),
+    Peer("torch SDPA", Pass, passes.sdpa(None), (_on("cpu"), passes.sdpa_takes)),
+    Peer("FlexAttention", Pass, passes.flex(True), (_on("cuda"), passes.flex_takes)),
+    Peer("FlexAttention, eager", Pass, passes.flex(False), (_on("cpu"), passes.flex_takes)),
     Peer("torch", Overhead, _torch_tiny, (_op("call"), _no_paged_keys)),
     Peer("transformers", Generate, _transformers, (), "transformers", "transformers"),
 )

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from onchip.bench import bars
+
 # Ours is the first. Each has a contrast of 3.5 or more with the white figures in the bars, and stands out from both grounds.
 COLOURS = ("#0077bb", "#d2601a", "#00897b", "#7a5cc4", "#c2185b", "#8a6d00", "#707070")
 STYLE = """
@@ -56,6 +58,8 @@ def notes(row: dict) -> list[str]:
         found.append(f"goal: under {duration(row['goal'])}, {'met' if ours < row['goal'] else 'missed'}")
     if ours and alone:
         found.append(f"{duration(max(0.0, ours - alone))} over the kernel alone")
+    for name, held in row.get("memory", {}).get("held", {}).items():
+        found.append(f"{name} holds {quantity(held, 'B')}, {held / row['memory']['ideal']:.2f}x of inputs, output, gradients and LSE")
     return found + [f"{name}: {text}" for name, text in row["error"].items()]
 
 
@@ -68,6 +72,7 @@ def publish(result: dict, path: Path, listing: Table, plot: str, text: str) -> N
     """Print a suite's table and its notes, and write its plot and its page."""
     console = Console(width=None if Console().is_terminal else 200)
     console.print(listing)
+    console.print(bars.table(result.get("summary", [])))
     for row in result["rows"]:
         for note in notes(row):
             console.print(f"{row['problem']}: {note}", markup=False, highlight=False)
@@ -84,8 +89,11 @@ def table(result: dict) -> Table:
     for name, where in (("problem", "left"), ("kernel", "left"), ("time", "right"), ("rate", "right"), ("% of floor", "right"), ("best peer", "left")):
         made.add_column(name, justify=where, overflow="fold")
     made.add_column("ratio", justify="right")
+    modded = any(row.get("over_plain") for row in result["rows"])
+    if modded:
+        made.add_column("over plain", justify="right")
     for row in result["rows"]:
-        made.add_row(row["problem"], row["kernel"] or "", *_cells(row))
+        made.add_row(row["problem"], row["kernel"] or "", *_cells(row), *([_over_plain(row)] if modded else []))
     return made
 
 
@@ -95,6 +103,15 @@ def _cells(row: dict) -> list[str]:
     best = f"{s.best} {duration(row['seconds'][s.best])}" if s.best else ""
     rate = quantity(s.rate, row["rate"]["unit"]) if s.rate else ""
     return [duration(s.seconds), rate, f"{s.percent:.0f}" if s.percent is not None else "", best, f"{s.ratio:.2f}x" if s.ratio is not None else ""]
+
+
+def _over_plain(row: dict) -> str:
+    """The time over that of the plain kernel; of a mask, which hides pairs, also the time a pair."""
+    over = row.get("over_plain")
+    if not over:
+        return ""
+    same = abs(over["a pair"] / over["time"] - 1) < 1e-6
+    return f"{over['time']:.2f}x" if same else f"{over['time']:.2f}x, {over['a pair']:.2f}x a pair"
 
 
 def duration(seconds: float | None) -> str:
@@ -169,9 +186,9 @@ def _panel(title: str, rows: list[dict], colours: dict[str, str]) -> str:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(_text(LEFT - 6, y + 4, f"{i * axis.step / axis.size:.4g}", "soft", "end"))
     each = (WIDTH - LEFT) / len(rows)
-    for i, (row, bars, floor) in enumerate(zip(rows, values, floors, strict=True)):
+    for i, (row, heights, floor) in enumerate(zip(rows, values, floors, strict=True)):
         left = LEFT + i * each
-        parts += _bars(bars, colours, (left, each), axis)
+        parts += _bars(heights, colours, (left, each), axis)
         if floor:
             y = axis.y(floor)
             parts.append(f'<line class="floor" x1="{left + 0.06 * each:.1f}" x2="{left + 0.94 * each:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -279,9 +296,20 @@ def document(result: dict, plot: str, about: str, columns: list[str], rows: list
             f"<h2>All rows</h2><p>{html.escape(about)}</p>",
             f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>',
             *rows,
-            "</tbody></table></div></body></html>\n",
+            "</tbody></table></div>",
+            *_together(result.get("summary", [])),
+            "</body></html>\n",
         ]
     )
+
+
+def _together(lines: list[dict]) -> list[str]:
+    """The summary as a table of the page."""
+    if not lines:
+        return []
+    names = "".join(f"<th>{name}</th>" for name in bars.Bar._fields)
+    rows = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in bars.cells(line)) + "</tr>" for line in lines]
+    return ["<h2>Summary</h2>", f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>', *rows, "</tbody></table></div>"]
 
 
 def _page_row(row: dict, colours: dict[str, str]) -> str:
@@ -295,5 +323,6 @@ def _page_row(row: dict, colours: dict[str, str]) -> str:
             cells.append(f"<td{kind}></td>")
     _, rate, percent, _, ratio = _cells(row)
     cells += [f"<td>{rate}</td><td>{percent}</td><td>{ratio}</td>"]
-    words = (f"{row['kernel'] or ''} {row['config'] or ''}", "; ".join([*notes(row), row["timed_by"] or ""]))
+    over = [f"{_over_plain(row)} of the plain kernel's time"] if _over_plain(row) else []
+    words = (f"{row['kernel'] or ''} {row['config'] or ''}", "; ".join([*over, *notes(row), row["timed_by"] or ""]))
     return "<tr>" + "".join(cells + [f'<td class="words">{html.escape(text)}</td>' for text in words]) + "</tr>"

@@ -18,14 +18,16 @@ import torch
 from rich.console import Console
 
 import onchip
-from onchip.bench import ladder, ladder_report, meters, report, suite
-from onchip.bench.peers import Call, Peer, contenders, versions
+from onchip.bench import bars, data, ladder, ladder_report, meters, report, suite, warm
+from onchip.bench.call import Call
+from onchip.bench.peers import Peer, contenders, versions
 from onchip.core import device as devices
 from onchip.core import settings
 from onchip.core.device import Device
 from onchip.core.kernel import Unsupported
 from onchip.core.masks import Mask
 from onchip.core.problem import SHORT, Attention
+from onchip.core.trace import Traced
 from onchip.dispatch import record
 
 RESULTS = Path("benchmarks/results")
@@ -52,6 +54,7 @@ class Effort:
     budget: float
 
 
+MATHS = ("prefill", "forward", "backward", "step")  # whose rate counts FLOP; that of all others bytes
 FULL, QUICK = Effort(5, 0.4), Effort(3, 0.1)
 
 
@@ -61,7 +64,7 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
     `only` keeps the rows whose problem or plot has that text in its name; their files are named `<suite>-<only>`, so that
     a part never replaces the whole. Returns the path of the JSON file, which is rewritten after each row.
     """
-    rows = [row for row in suite.rows(suite_name, device, quick) if only.lower() in f"{row.group} {row.problem}".lower()]
+    rows = suite.rows(suite_name, device, quick, only)
     if not rows:
         raise ValueError(f"suite {suite_name!r} has no row with {only!r} in it on {device.type}; leave --only out to run them all")
     progress = Console(stderr=True, highlight=False)
@@ -70,9 +73,13 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
         result = {"suite": suite_name, "device": _describe(device, facts), **_origin(), "quick": quick, "rows": []}
         path = Path(out) / result["device"]["slug"] / f"{_slug(f'{suite_name} {only}')}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
+        if suite_name in warm.SUITES and device.type == "cuda":
+            warm.compile_rows(suite_name, device, only, quick)
         for number, row in enumerate(rows, 1):
             progress.print(f"{number}/{len(rows)} {row.problem}", markup=False)
             result["rows"].append(measure(row, device, facts, QUICK if quick else FULL))
+            result["rows"][-1]["over_plain"] = bars.over_plain(result["rows"][-1], result["rows"])
+            result["summary"] = bars.summary(result["rows"])
             path.write_text(json.dumps(result, indent=1) + "\n")
     REPORTS.get(suite_name, report).write(result, path)
     return path
@@ -89,16 +96,19 @@ def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort)
     errors = entry["error"]
     found, entry["refused"] = contenders(row.problem, device)
     with noted(errors, "row"):  # what all contenders need: memory for the inputs, above all
-        inputs = suite.inputs(row, device)
+        inputs = data.inputs(row, device)
         _weigh(entry, inputs, facts)
         calls = _checked(found, inputs, entry)
         if isinstance(row.problem, suite.Ladder):
             _account(entry, calls, inputs.problem, device)
+        if isinstance(row.problem, suite.Pass) and row.problem.op == "step":
+            _hold(entry, calls, inputs, device)
         clock = HostClock(device) if inputs.on_host or device.type == "cpu" else DeviceClock(device)
         guesses = guess(calls, clock, errors)
         entry["timed_by"] = clock.name
-        if isinstance(clock, DeviceClock) and guesses and min(guesses.values()) < SHORT_CALL:
-            copies = [suite.inputs(row, device) for _ in range(_copies(inputs, device) - 1)]
+        graphs = isinstance(clock, DeviceClock) and not isinstance(row.problem, suite.Pass)  # autograd chooses its own stream
+        if graphs and guesses and min(guesses.values()) < SHORT_CALL:
+            copies = [data.inputs(row, device) for _ in range(_copies(inputs, device) - 1)]
             calls = _captured([peer for peer in found if peer.name in guesses], calls, copies, errors)
             guesses = guess(calls, clock, errors)
             entry["timed_by"] = f"CUDA graph over {len(copies) + 1} sets of inputs"
@@ -118,7 +128,7 @@ def _weigh(entry: dict, inputs, facts: Device) -> None:
     if p.op == "generate":
         entry["rate"] = {"unit": "token/s", "amount": p.batch * (p.prompt if p.phase == "prefill" else 1)}
     else:
-        entry["rate"] = {"unit": "FLOP/s", "amount": cost.flops} if p.op == "prefill" else {"unit": "B/s", "amount": cost.bytes}
+        entry["rate"] = {"unit": "FLOP/s", "amount": cost.flops} if p.op in MATHS else {"unit": "B/s", "amount": cost.bytes}
 
 
 def _checked(found: list[Peer], inputs, entry: dict) -> dict[str, Call]:
@@ -151,6 +161,14 @@ def _account(entry: dict, calls: dict[str, Call], p: Attention, device: torch.de
             entry["moved"][name]["counted"], entry["moved"][name]["why"] = meters.count(name, p, device)
 
 
+def _hold(entry: dict, calls: dict[str, Call], inputs: data.Trained, device: torch.device) -> None:
+    """The most memory that each contender holds in a step, what it was given included, and what it cannot do without."""
+    entry["memory"] = {"ideal": inputs.ideal, "held": {}}
+    for name, call in calls.items():
+        with noted(entry["error"], name):
+            entry["memory"]["held"][name] = inputs.given + meters.peak(call.run, device)
+
+
 def _copies(inputs, device: torch.device) -> int:
     """Sets of inputs that together are three times the L2 cache, so that none is found there when its turn comes again."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
@@ -175,7 +193,7 @@ def capture(calls: list[Call]) -> Call:
             output = call.run()
     output.fill_(torch.nan)
     graph.replay()
-    if not suite.distance(output, expected) < 1e-2:
+    if not data.distance(output, expected) < 1e-2:
         raise RuntimeError("its CUDA graph does not give the result of the plain call: it launches on a stream of its own")
 
     def replay(_alive=(calls, output)):  # a graph owns neither its inputs nor the scratch memory of a plan
@@ -294,7 +312,7 @@ def plain(value):
     """A Problem, or a value in one, as JSON holds it."""
     if isinstance(value, tuple):
         return {name: plain(part) for name, part in value._asdict().items()} if hasattr(value, "_asdict") else [plain(part) for part in value]
-    return SHORT[value] if isinstance(value, torch.dtype) else str(value) if isinstance(value, Mask) else value
+    return SHORT[value] if isinstance(value, torch.dtype) else str(value) if isinstance(value, (Mask, Traced)) else value
 
 
 def _measured(device: torch.device) -> Device:

@@ -1,26 +1,22 @@
-"""The suites: lists of Problems, and fresh random inputs for each one."""
+"""The suites: lists of Problems, and of questions about them that `onchip bench` asks."""
 
-import functools
-import importlib.util
-import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from onchip.bench import mods
 from onchip.core.masks import Causal, Full, Mask, Window
-from onchip.core.problem import SHORT, Attention, Cost, Operands, Problem, Rows
-from onchip.dispatch import OPS
-from onchip.kernels.attention import reference
-from onchip.models import gguf, weights
-from onchip.ops.attention import PagedKV
+from onchip.core.problem import SHORT, Attention, Problem, Rows
+from onchip.core.trace import Traced
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOKENS, HIDDEN = 16_384, 2_048  # of the prefill rows on a GPU: batch x length, heads x dim
-SAMPLE = 64  # queries of one sequence that are held against the reference
 GOAL = 5e-6  # seconds one warm `select` may take
+POWERS = tuple(1 << i for i in range(6, 14)) * 2  # lengths of packed sequences
+DRAWN = tuple(map(random.Random(3).randint, [64] * 8, [8192] * 8))
 
 
 class Generate(NamedTuple):
@@ -57,11 +53,32 @@ class Ladder(NamedTuple):
         return f"{self.op}: {self.inner}"
 
 
+class Pass(NamedTuple):
+    """One pass of attention as a model in training makes it: "forward", "backward", or "step" (both, and the memory they hold).
+
+    `inner` is without the mod, which is one of `bench/mods.py` by name; empty: the plain Problem is all that is asked.
+    """
+
+    op: str
+    inner: Attention
+    mod: str = ""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    def __str__(self):
+        return str(self.inner._replace(op=self.op, mask=Traced(self.mod, "") if self.mod else self.inner.mask))
+
+
+Asked = Problem | Generate | Overhead | Ladder | Pass
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of a suite: what is asked, the plot it is in and its place there, and the lengths of packed sequences."""
 
-    problem: Problem | Generate | Overhead | Ladder
+    problem: Asked
     group: str
     x: str
     lengths: tuple[int, ...] = ()
@@ -70,11 +87,11 @@ class Row:
 # ---- rows
 
 
-def rows(suite: str, device: torch.device, quick: bool = False) -> list[Row]:
-    """The rows of a suite for this kind of device; ValueError when there is no such suite."""
+def rows(suite: str, device: torch.device, quick: bool = False, only: str = "") -> list[Row]:
+    """The rows of a suite for this kind of device, of those with `only` in the name of their plot or problem; ValueError when there is no such suite."""
     if suite not in SUITES:
         raise ValueError(f"no suite named {suite!r}; the suites are {', '.join(SUITES)}")
-    return SUITES[suite](device, quick)
+    return [row for row in SUITES[suite](device, quick) if only.lower() in f"{row.group} {row.problem}".lower()]
 
 
 def _attention(device: torch.device, quick: bool) -> list[Row]:
@@ -90,9 +107,8 @@ def _attention(device: torch.device, quick: bool) -> list[Row]:
         found.append(_prefill((batch, n), (32, 8, 128), "prefill d128 causal, 32 heads over 8"))
     found.append(_prefill((4, 4096), (20, 20, 96), "prefill, other shapes", "d96 4k"))
     found.append(_prefill((1, TOKENS), (16, 16, 128), "prefill, other shapes", "window 1k", Window(1024)))
-    lengths = tuple(1 << i for i in range(6, 14)) * 2
-    packed = Attention("prefill", len(lengths), max(lengths), max(lengths), 16, 16, 128, BF16, Causal(), "packed", 0, sum(lengths))
-    found.append(Row(packed, "prefill, other shapes", "packed 64..8k", lengths))
+    found.append(_prefill((4, 8192), (16, 16, 128), "prefill, other shapes", "4 x 8k"))
+    found += [Row(_packed(lengths), "prefill, other shapes", x, lengths) for x, lengths in (("packed 64..8k", POWERS), ("packed, drawn", DRAWN))]
     for n, heads in ((512, 16), (2048, 8)):
         found.append(_prefill((1, n), (heads, heads, 128), "prefill d128 causal, one short sequence"))
     return found + _decode_gpu(quick)
@@ -119,6 +135,10 @@ def _decode_gpu(quick: bool) -> list[Row]:
 def _prefill(shape: tuple, heads: tuple, group: str, x: str = "", mask: Mask = Causal(), dtype: torch.dtype = BF16) -> Row:
     """`shape` is (batch, len), `heads` (heads, kv_heads, dim)."""
     return Row(Attention("prefill", shape[0], shape[1], shape[1], *heads, dtype, mask), group, x or _short(shape[1]))
+
+
+def _packed(lengths: tuple[int, ...]) -> Attention:
+    return Attention("prefill", len(lengths), max(lengths), max(lengths), 16, 16, 128, BF16, Causal(), "packed", 0, sum(lengths))
 
 
 def _decode(shape: tuple, heads: tuple, group: str, x: str = "", page: int = 16, dtype: torch.dtype = BF16) -> Row:
@@ -153,177 +173,42 @@ def _io(device: torch.device, quick: bool) -> list[Row]:
     return [Row(Ladder("ladder", Attention("prefill", batch, n, n, heads, heads, 64, dtype, Full())), group, _short(n)) for n in lengths]
 
 
-SUITES: dict[str, Callable[[torch.device, bool], list[Row]]] = {"attention": _attention, "generate": _generate, "dispatch": _dispatch, "io": _io}
+def _backward(device: torch.device, quick: bool) -> list[Row]:
+    if device.type == "cpu":
+        found = [_pass("backward", row) for row in _attention_cpu(quick) if row.problem.op == "prefill"]
+        return [*found, Row(Pass("step", Attention("prefill", 1, 2048, 2048, 4, 4, 64, FP32, Causal())), "forward and backward", "2k")]
+    rows = [row for row in _attention(device, quick) if row.problem.op == "prefill"]
+    grid = [row for row in rows if row.group.endswith((" full", " causal"))]
+    others = [row for row in rows if row.x in ("window 1k", "4 x 8k", "packed 64..8k", "packed, drawn")]
+    grouped = _prefill((2, 8192), (32, 4, 128), "prefill d128 causal, 32 heads over 4")
+    long = Row(Pass("step", Attention("prefill", 1, 65_536, 65_536, 16, 16, 128, BF16, Causal())), "forward and backward", "64k")
+    return [*(_pass("backward", row) for row in [*grid, grouped, *others]), long]
+
+
+def _pass(op: str, row: Row) -> Row:
+    """The row of a forward pass as one of another pass."""
+    return Row(Pass(op, row.problem), row.group.replace("prefill", op), row.x, row.lengths)
+
+
+def _mods(device: torch.device, quick: bool) -> list[Row]:
+    names = {"the price of a mod": mods.PRICE, "attention-gym": mods.GYM}
+    return [row for title, found in names.items() for row in _modded(device, title, list(found)[:3] if quick else list(found))]
+
+
+def _gym(device: torch.device, quick: bool) -> list[Row]:
+    return _modded(device, "attention-gym, the rest", ["plain", *mods.REST][: 3 if quick else None])
+
+
+def _modded(device: torch.device, title: str, names: list[str]) -> list[Row]:
+    shape = (1, 512, 512, 4, 4, 64, FP32) if device.type == "cpu" else (2, 8192, 8192, 16, 16, 128, BF16)
+    p = Attention("prefill", *shape, Full())
+    return [Row(Pass(op, mods.sizes(name, p), name), f"{title}, {op}", name) for op in ("forward", "backward") for name in names]
+
+
+SUITES: dict[str, Callable[[torch.device, bool], list[Row]]] = {
+    "attention": _attention, "backward": _backward, "mods": _mods, "gym": _gym, "generate": _generate, "dispatch": _dispatch, "io": _io,
+}  # fmt: skip
 
 
 def _short(n: int) -> str:
     return f"{n >> 10}k" if n >= 1024 and n % 1024 == 0 else str(n)
-
-
-# ---- inputs
-
-
-@dataclass(frozen=True, eq=False)
-class Tensors:
-    """Random inputs of an attention Problem, `[batch, len, heads, dim]`, or without batch when `offsets` says they are packed."""
-
-    problem: Attention
-    q: Tensor
-    k: Tensor | None = None
-    v: Tensor | None = None
-    offsets: Tensor | None = None
-    cache: PagedKV | None = None
-    lengths: tuple[int, ...] = ()
-    on_host = False  # time it where it runs, not by the host's clock
-
-    @property
-    def tolerance(self) -> float:
-        return 2e-2 if self.problem.dtype.itemsize == 2 else 1e-3
-
-    @property
-    def cost(self) -> Cost:
-        """That of the Problem; for packed sequences that of the lengths they really have."""
-        of = OPS[self.problem.op].cost
-        each = [of(self.problem._replace(batch=1, len_q=n, len_k=n, keys="dense", tokens=0)) for n in self.lengths]
-        return functools.reduce(Cost.__add__, each) if each else of(self.problem)
-
-    def error(self, output: Tensor, ours: Tensor | None) -> float:
-        """||output - truth|| / ||truth||: against the float32 reference on one sequence's last queries, and against `ours` in full; the larger."""
-        to_truth = distance(self._sample(output), self._truth)
-        return to_truth if ours is None else _larger(to_truth, distance(output, ours))
-
-    @functools.cached_property
-    def _truth(self) -> Tensor:
-        if self.cache is not None:
-            pages, length = self.cache.page_table[-1].long(), int(self.cache.lengths[-1])
-            k, v = (pool[pages].flatten(0, 1)[:length] for pool in (self.cache.k, self.cache.v))
-        else:
-            k, v = ((x[-self.lengths[-1] :] if self.lengths else x[-1]) for x in (self.k, self.v))
-        return reference.one(self.problem, 0, self._sample(self.q).float(), k, v, Operands(self.problem.dim**-0.5))[0]
-
-    def _sample(self, x: Tensor) -> Tensor:
-        """The last queries of the last sequence, `[queries, heads, dim]`; masks align bottom right, so these are a Problem of their own."""
-        queries = self.lengths[-1] if self.lengths else self.problem.len_q
-        return (x if self.lengths else x[-1])[-min(SAMPLE, queries) :]
-
-
-@dataclass(frozen=True, eq=False)
-class Prompts:
-    """Random token ids, new ones for each call, so that no cache of prefixes can answer."""
-
-    problem: Generate
-    device: torch.device
-    on_host = True
-
-    @property
-    def tolerance(self) -> float:
-        return 1.0 if self.problem.dtype.itemsize == 2 else 0.1  # nats; a wrong token is off by several
-
-    @property
-    def cost(self) -> Cost:
-        return _model_cost(self.problem)
-
-    def draw(self) -> list[list[int]]:
-        return torch.randint(1000, 40_000, (self.problem.batch, self.problem.prompt)).tolist()
-
-    def error(self, output: tuple, _ours) -> float | None:
-        """The most by which transformers' best next token beats the one chosen, in nats; None without transformers."""
-        if importlib.util.find_spec("transformers") is None:
-            return None
-        prompts, new = (torch.tensor(x, device=self.device) for x in output)
-        logits = packaged_model(self.problem.dtype, self.device)(torch.cat([prompts, new], 1), logits_to_keep=new.shape[1] + 1).logits[:, :-1].float()
-        return (logits.amax(-1) - logits.gather(2, new[..., None])[..., 0]).max().item()
-
-
-@dataclass(frozen=True, eq=False)
-class Tiny:
-    """Tensors so small that only the path to the kernel costs anything."""
-
-    problem: Overhead
-    device: torch.device
-    args: tuple  # of the public function
-    on_host = True
-    cost = None
-    tolerance = 0.0
-
-    def error(self, _output, _ours) -> float:
-        return 0.0
-
-
-def inputs(row: Row, device: torch.device) -> Tensors | Prompts | Tiny:
-    """Fresh random inputs for one row."""
-    if isinstance(row.problem, Generate):
-        return Prompts(row.problem, device)
-    if isinstance(row.problem, Overhead):
-        return Tiny(row.problem, device, _tiny(row.problem.inner, device))
-    if isinstance(row.problem, Ladder):
-        return _tensors(row.problem.inner, (), device)
-    return _tensors(row.problem, row.lengths, device)
-
-
-def _tensors(p: Attention, lengths: tuple[int, ...], device: torch.device) -> Tensors:
-    draw = functools.partial(torch.randn, dtype=p.dtype, device=device)
-    if p.keys == "paged":
-        each = p.len_k // p.page
-        k, v = (draw(p.batch * each, p.page, p.kv_heads, p.dim) for _ in range(2))
-        table = torch.randperm(p.batch * each, device=device).view(p.batch, each).int()
-        cache = PagedKV(k, v, table, torch.full((p.batch,), p.len_k, dtype=torch.int32, device=device))
-        return Tensors(p, draw(p.batch, p.len_q, p.heads, p.dim), cache=cache)
-    if p.keys == "packed":
-        offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        return Tensors(p, draw(p.tokens, p.heads, p.dim), *(draw(p.tokens, p.kv_heads, p.dim) for _ in range(2)), offsets=offsets, lengths=lengths)
-    return Tensors(p, draw(p.batch, p.len_q, p.heads, p.dim), *(draw(p.batch, p.len_k, p.kv_heads, p.dim) for _ in range(2)))
-
-
-def _tiny(p: Attention | Rows, device: torch.device) -> tuple:
-    if isinstance(p, Attention):
-        made = _tensors(p, (), device)
-        return (made.q, made.cache) if p.keys == "paged" else (made.q, made.k, made.v)
-    if p.op == "rms_norm":
-        return tuple(torch.randn(*shape, dtype=p.dtype, device=device) for shape in ((p.rows, p.width), (p.width,)))
-    return (torch.randn(p.rows, 2 * p.width, dtype=p.dtype, device=device),)
-
-
-def distance(x: Tensor, truth: Tensor) -> float:
-    """||x - truth|| / ||truth||, in float32."""
-    truth = truth.float()
-    return ((x.float() - truth).norm() / truth.norm()).item()
-
-
-def _larger(a: float, b: float) -> float:
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
-
-
-# ---- the packaged model
-
-
-@functools.lru_cache(maxsize=1)
-def packaged_model(dtype: torch.dtype, device: torch.device):
-    """The packaged model in transformers, its weights unpacked to `dtype`: the truth for tokens, and a peer."""
-    import transformers
-
-    # Since 5.17 transformers leaves the weights in GGUF blocks unless asked; before, it had no such class and always unpacked.
-    unpack = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
-    file = weights.locate(None)
-    model = transformers.AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=dtype, **unpack)
-    return model.eval().to(device)
-
-
-@functools.cache
-def _widths() -> tuple[int, int, int, int]:
-    """Weights in all, those of the (tied) embedding, and the columns of q and of k and v summed over layers."""
-    sizes = {name: math.prod(tensor.shape) for name, tensor in gguf.read(weights.locate(None)).tensors.items()}
-    hidden = sizes["output_norm.weight"]
-    q, kv = (sum(n for name, n in sizes.items() if name.endswith(ends)) // hidden for ends in (("attn_q.weight",), ("attn_k.weight", "attn_v.weight")))
-    return sum(sizes.values()), sizes["token_embd.weight"], q, kv
-
-
-def _model_cost(p: Generate) -> Cost:
-    """Weights read once a step, keys and values written (prefill) or read (decode) once; only last positions meet the vocabulary."""
-    stored, embedding, q_cols, kv_cols = _widths()
-    size = p.dtype.itemsize
-    if p.phase == "prefill":
-        flops = 2 * (stored - embedding) * p.prompt + 2 * embedding + 4 * q_cols * Causal().area(p.prompt, p.prompt)
-        return Cost(p.batch * flops, size * (stored + p.batch * p.prompt * kv_cols))
-    keys = p.prompt + p.new // 2  # of the middle step
-    return Cost(p.batch * (2 * stored + 4 * q_cols * keys), size * (stored + p.batch * keys * kv_cols))

@@ -1,0 +1,58 @@
+"""Compile what a suite needs in several processes at once, so that the one that times finds it in the caches of Triton and Inductor.
+
+`python -m onchip.bench.warm SUITE DEVICE ONLY QUICK PART PARTS` runs every call of its part of the rows once.
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+import torch
+from rich.console import Console
+
+SUITES = ("backward", "mods", "gym")  # that compile for minutes: each mod is a kernel of its own, for onchip and for FlexAttention
+COMPILED = ("onchip", "FlexAttention")  # the contenders whose kernels stay on disk
+MOST = 8  # processes; each one holds a row's inputs on the GPU, a few GB
+LIMIT = 240  # seconds; what is not compiled by then compiles when its turn comes
+
+
+def compile_rows(suite: str, device: torch.device, only: str, quick: bool) -> None:
+    """Run every row of a suite once, untimed, in as many processes as there are cores for."""
+    start, parts = time.perf_counter(), max(1, min(MOST, (os.cpu_count() or 2) // 2))
+    alone = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "onchip.bench.warm", suite, str(device), only, str(int(quick))]
+    quiet = subprocess.DEVNULL
+    workers = [subprocess.Popen([*command, str(part), str(parts)], env=alone, stdout=quiet, stderr=quiet) for part in range(parts)]
+    try:
+        for worker in workers:
+            worker.wait(max(0.1, start + LIMIT - time.perf_counter()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    Console(stderr=True, highlight=False).print(f"compiled in {parts} processes, {time.perf_counter() - start:.0f} s")
+
+
+def _part(suite_name: str, device_name: str, only: str, quick: str, part: str, parts: str) -> None:
+    from onchip.bench import data, suite
+    from onchip.bench.peers import contenders
+    from onchip.bench.run import noted
+
+    device = torch.device(device_name)
+    rows = suite.rows(suite_name, device, quick == "1", only)
+    with torch.no_grad(), torch.cuda.device(device):
+        for row in rows[int(part) :: int(parts)]:
+            with noted({}, "row"):
+                made = data.inputs(row, device)
+                for peer in contenders(row.problem, device)[0]:
+                    if peer.name in COMPILED:
+                        with noted({}, peer.name):
+                            peer.prepare(made).run()
+            del made
+
+
+if __name__ == "__main__":
+    _part(*sys.argv[1:])
