@@ -17,6 +17,7 @@ import functools
 import hashlib
 import linecache
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -458,6 +459,22 @@ def score_functions(text: str, wanted: tuple[bool, ...] = (), fast: bool = False
     (back, ds), place = program.backward(), "b, h, i, j, len_q, len_k, c"
     forward = _function("score", f"s, {place}", program.lines, _tile(program.out, "float"))
     return forward, _function("score_grad", f"s, ds, {place}, g, I_AXIS: tl.constexpr", [*program.lines, *back], ds)
+
+
+IDENTITY = "def run(s, b, h, i, j, len_q, len_k):\n    return s"  # the score function of a scale that is not positive
+FIRST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\(s, float\('([^']+)'\)\)(?=\n)")
+LAST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\((\w+), float\('([^']+)'\)\)\n    return (v\d+)$")
+
+
+@functools.lru_cache(maxsize=1024)
+def fold(text: str) -> tuple[str, float, float]:
+    """`score(s) = after * inner(before * s)`: the text of `inner` and the two factors, which a kernel multiplies into its own (a softcap is then one tanh)."""
+    before = after = 1.0
+    if (found := FIRST.search(text)) and len(re.findall(r"\bs\b", text)) == 2 and float(found[2]) > 0:
+        before, text = float(found[2]), re.sub(rf"\b{found[1]}\b", "s", text[: found.start()] + text[found.end() :])
+    if (found := LAST.search(text)) and found[1] == found[4] and text.count(f"{found[1]}:") == 1 and float(found[3]) > 0:
+        after, text = float(found[3]), text[: found.start()] + f"\n    return {found[2]}"
+    return text, before, after
 
 
 @functools.lru_cache(maxsize=1024)

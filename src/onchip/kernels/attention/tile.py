@@ -17,6 +17,7 @@ from onchip.core.philox import ROUNDS, threshold
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
+CHUNK = 8  # tiles that one program of a mask's map looks at, a microsecond or less each
 
 
 @triton.jit
@@ -48,7 +49,8 @@ def inner_span(row_first, row_last, len_k, LEFT: tl.constexpr, RIGHT: tl.constex
 def query_span(n, shift, len_q, len_k, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr):
     """The queries that see some key of [n, n + BLOCK_N), in tiles: [first, last), of which [inner, outer) need no mask.
 
-    Queries past the end of a dense sequence need none either: their LSE reads as +inf.
+    Queries past the end of a dense sequence need none either: their LSE reads as +inf. In a packed batch other sequences lie
+    there, and the tile that holds them comes after `outer`.
     """
     first = 0
     inner = 0
@@ -64,6 +66,8 @@ def query_span(n, shift, len_q, len_k, LEFT: tl.constexpr, RIGHT: tl.constexpr, 
         outer = tl.minimum(outer, tl.maximum(n + LEFT + 1 - shift, 0) // BLOCK_M * BLOCK_M)
     last = tl.maximum(last, first)
     end = tl.cdiv(last, BLOCK_M) * BLOCK_M
+    if PACKED:
+        end = tl.maximum(first, tl.minimum(end, len_q // BLOCK_M * BLOCK_M))
     inner = tl.minimum(tl.maximum(inner, first), end)
     outer = tl.minimum(tl.maximum(outer, inner), end)
     if n + BLOCK_N > len_k:  # the last keys: every tile needs the mask
@@ -135,48 +139,56 @@ def sequence(offsets_ptr, used_ptr, batch, length):
 
 
 @triton.jit
-def _map(map_ptr, q_offsets, k_offsets, q_used, k_used, captured, heads, len_q, len_k, tiles, width,
-         MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
-         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr):  # fmt: skip
-    """The row of the map of one tile of queries (OF_KEYS: of keys): how many tiles it meets in part and in whole, then their
-    numbers, those in part from the front and those in whole from the back. [LEFT, RIGHT] is the mask's hull."""
-    outer, batch, head = tl.program_id(0), tl.program_id(1) // heads, tl.program_id(1) % heads
+def _classify(kind_ptr, q_offsets, k_offsets, q_used, k_used, captured, heads, len_q, len_k, outers, inners,
+              MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
+    """What a mask shows of CHUNK tiles in a row: 0 nothing, 1 a part, 2 all of each; int8 [batch, heads, outer, inner]. [LEFT, RIGHT] is its hull."""
+    outer, batch, head = tl.program_id(0), tl.program_id(2) // heads, tl.program_id(2) % heads
     _, len_q = sequence(q_offsets, q_used, batch, len_q)
     _, len_k = sequence(k_offsets, k_used, batch, len_k)
     shift = len_k - len_q
     if TOP_LEFT:
         shift = shift * 0
-    map_ptr += (tl.program_id(1).to(tl.int64) * tiles + outer) * width
-    if OF_KEYS:
-        last = len_q
-        first = tl.maximum(outer * BLOCK_N - RIGHT - shift, 0) if RIGHT >= 0 else 0
-        if LEFT >= 0:
-            last = tl.minimum(len_q, tl.maximum(outer * BLOCK_N + BLOCK_N + LEFT - shift, 0))
-        first = first // BLOCK_M
-        last = tl.where(outer * BLOCK_N < len_k, tl.cdiv(last, BLOCK_M), 0)
-    else:
-        first, last = key_span(outer * BLOCK_M + shift, outer * BLOCK_M + BLOCK_M - 1 + shift, len_k, LEFT, RIGHT)
-        first = first // BLOCK_N
-        last = tl.where(outer * BLOCK_M < len_q, tl.cdiv(last, BLOCK_N), 0)
-    part = 0
-    whole = 0
-    for inner in range(first, last):
+    kind_ptr += (tl.program_id(2).to(tl.int64) * outers + outer) * inners
+    start = tl.program_id(1) * CHUNK
+    for inner in range(start, tl.minimum(start + CHUNK, inners)):
         tile_m = inner if OF_KEYS else outer
         tile_n = outer if OF_KEYS else inner
-        i = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-        j = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-        real = (i < len_q) & (j < len_k)
-        seen = MASK(batch, head, i, j, len_q, len_k, captured) & real
-        count = tl.sum(tl.sum(seen.to(tl.int32), 1), 0)
-        rows = BLOCK_M  # a whole tile has nothing to hide; rows past the end hide nothing where they are never stored
-        if not OF_KEYS:
-            rows = tl.minimum(len_q - tile_m * BLOCK_M, BLOCK_M)
-        if count == rows * BLOCK_N:
-            whole += 1
-            tl.store(map_ptr + width - whole, inner)
-        elif count > 0:
-            tl.store(map_ptr + 2 + part, inner)
-            part += 1
+        m, n = tile_m * BLOCK_M, tile_n * BLOCK_N
+        possible = (m < len_q) & (n < len_k)
+        if RIGHT >= 0:
+            possible = possible & (n <= m + BLOCK_M - 1 + shift + RIGHT)
+        if LEFT >= 0:
+            possible = possible & (n + BLOCK_N - 1 >= m + shift - LEFT)
+        kind = 0
+        if possible:
+            i = (m + tl.arange(0, BLOCK_M))[:, None]
+            j = (n + tl.arange(0, BLOCK_N))[None, :]
+            seen = MASK(batch, head, i, j, len_q, len_k, captured) & (i < len_q) & (j < len_k)
+            count = tl.sum(tl.sum(seen.to(tl.int32), 1), 0)
+            rows = BLOCK_M  # a whole tile has nothing to hide; rows past the end hide nothing where they are never stored
+            if not OF_KEYS:
+                rows = tl.minimum(len_q - m, BLOCK_M)
+            kind = tl.where(count == rows * BLOCK_N, 2, tl.where(count > 0, 1, 0))
+        tl.store(kind_ptr + inner, kind.to(tl.int8))
+
+
+@triton.jit
+def _collect(map_ptr, kind_ptr, inners, BLOCK: tl.constexpr):
+    """A row of the map: how many tiles are seen in part and in whole, then their numbers, those in part from the front, those in whole from the back."""
+    row = tl.program_id(0).to(tl.int64)
+    map_ptr += row * (2 + inners)
+    kind_ptr += row * inners
+    part = 0
+    whole = 0
+    for start in range(0, inners, BLOCK):
+        inner = start + tl.arange(0, BLOCK)
+        kind = tl.load(kind_ptr + inner, mask=inner < inners, other=0)
+        in_part, in_whole = (kind == 1).to(tl.int32), (kind == 2).to(tl.int32)
+        tl.store(map_ptr + 2 + part + tl.cumsum(in_part, 0) - 1, inner, mask=in_part == 1)
+        tl.store(map_ptr + 2 + inners - whole - tl.cumsum(in_whole, 0), inner, mask=in_whole == 1)
+        part += tl.sum(in_part, 0)
+        whole += tl.sum(in_whole, 0)
     tl.store(map_ptr, part)
     tl.store(map_ptr + 1, whole)
 
@@ -196,17 +208,19 @@ def page_slots(table_ptr, first, cols, last, PAGE: tl.constexpr, BLOCK_N: tl.con
 
 def mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     """The tiles of `m` queries and `n` keys that a mask which is no band shows, for each tile of queries (or of keys), int32
-    [batch or 1, heads or 1, tiles, 2 + most tiles], and its strides; see `_map`."""
+    [batch or 1, heads or 1, tiles, 2 + most tiles], and its strides; see `_collect`."""
     tiles_m, tiles_n = triton.cdiv(p.len_q, m), triton.cdiv(p.len_k, n)
     outer, inner = (tiles_n, tiles_m) if of_keys else (tiles_m, tiles_n)
     batch = p.batch if p.keys == "packed" or reads(p.mask.text, "b") else 1
     heads = p.heads if reads(p.mask.text, "h") else 1
     found = torch.empty((batch, heads, outer, 2 + inner), dtype=torch.int32, device=device)
+    kinds = torch.empty((batch, heads, outer, inner), dtype=torch.int8, device=device)
     left, right, top_left = ends(p.mask.hull)
-    _map[(outer, batch * heads)](
-        found, x.q_offsets, x.k_offsets, x.q_used, x.k_used, captured, heads, p.len_q, p.len_k, outer, 2 + inner,
-        MASK=sees, LEFT=left, RIGHT=right, TOP_LEFT=top_left, BLOCK_M=m, BLOCK_N=n, OF_KEYS=of_keys,
+    _classify[(outer, triton.cdiv(inner, CHUNK), batch * heads)](
+        kinds, x.q_offsets, x.k_offsets, x.q_used, x.k_used, captured, heads, p.len_q, p.len_k, outer, inner,
+        MASK=sees, LEFT=left, RIGHT=right, TOP_LEFT=top_left, BLOCK_M=m, BLOCK_N=n, OF_KEYS=of_keys, CHUNK=CHUNK,
     )  # fmt: skip
+    _collect[(batch * heads * outer,)](found, kinds, inner, BLOCK=min(1024, triton.next_power_of_2(inner)))
     return found, (found.stride(0) * (batch > 1), found.stride(1) * (heads > 1), found.stride(2))
 
 

@@ -119,11 +119,15 @@ def _visible(i, j, at, reads, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.
 
 
 @triton.jit
-def _past_keys(dk, dv, k, v, q_src, do_src, lse_ptr, delta_ptr, first, count, tiles, step, n, place, strides, scale, at, reads, grads, dropout,
-               D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, MASK: tl.constexpr,
-               SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, WHAT: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr, PACKED: tl.constexpr,
-               PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dk and dv after `count` query tiles: from query `first` on, or those numbered at `tiles`, `step` apart. EDGE: they need the mask."""
+def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, call, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, WHAT: tl.constexpr,
+               TMA: tl.constexpr, EDGE: tl.constexpr, ZERO: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+               STAGES: tl.constexpr):  # fmt: skip
+    """dk and dv after `count` query tiles: from query `first` on, or those numbered at `tiles`, `step` apart.
+
+    EDGE: they need the mask.      ZERO: past the last query anything may lie, NaN included.
+    """
+    lse_ptr, delta_ptr, n, place, strides, scale, gain, at, reads, grads, dropout = call
     batch, head, row = place
     b, h, _, len_q, len_k = at
     state_ptr, drop_bar, keep_scale, b_h = dropout
@@ -136,18 +140,18 @@ def _past_keys(dk, dv, k, v, q_src, do_src, lse_ptr, delta_ptr, first, count, ti
         m = tl.multiple_of(m, BLOCK_M)
         rows = m + tl.arange(0, BLOCK_M)
         i = rows[None, :]
-        q = _rows(q_src, row, head, m, batch, strides[0], len_q, D, BLOCK_M, k.shape[1], TMA, EDGE and PACKED)
+        q = _rows(q_src, row, head, m, batch, strides[0], len_q, D, BLOCK_M, k.shape[1], TMA, ZERO)
         lse = tl.load(lse_ptr + rows, mask=rows < len_q, other=float("inf"))
         scores = tl.dot(k, q.T, input_precision=PRECISION)  # [N, M]
         if SCORE is not None:
             raw = scores * scale
-            weights = tl.math.exp2(SCORE(raw, b, h, i, j, len_q, len_k, reads[1]) * LOG2E - lse[None, :])
+            weights = tl.math.exp2(SCORE(raw, b, h, i, j, len_q, len_k, reads[1]) * gain - lse[None, :])
         else:
-            weights = tl.math.exp2(scores * (scale * LOG2E) - lse[None, :])
+            weights = tl.math.exp2(scores * scale - lse[None, :])
         if EDGE:
             seen = _visible(i, j, at, reads[0], LEFT, RIGHT, MASK)
             weights = tl.where(seen, weights, 0.0)
-        do = _rows(do_src, row, head, m, batch, strides[1], len_q, DV, BLOCK_M, BLOCK_DV, TMA, EDGE and PACKED)
+        do = _rows(do_src, row, head, m, batch, strides[1], len_q, DV, BLOCK_M, BLOCK_DV, TMA, ZERO)
         keep = True
         if state_ptr is not None:
             keep = kept(state_ptr, drop_bar, b_h, i, j)
@@ -172,8 +176,8 @@ def _past_keys(dk, dv, k, v, q_src, do_src, lse_ptr, delta_ptr, first, count, ti
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "len_q", "len_k", "drop_bar"])
 def _keys(q_src, k_src, v_src, do_src, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, state_ptr, reads, grads,
-          scale, heads, kv_heads, len_q, len_k, total_q, drop_bar, keep_scale, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, map_strides,
-          D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+          scale, gain, heads, kv_heads, len_q, len_k, total_q, drop_bar, keep_scale, q_strides, k_strides, v_strides, do_strides,
+          dk_strides, dv_strides, map_strides, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
           LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
           WHAT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """dK and dV (or WHAT of the two) of one tile of keys of one key head."""
@@ -190,18 +194,21 @@ def _keys(q_src, k_src, v_src, do_src, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_off
     if not TMA:
         k_src += batch.to(tl.int64) * k_strides[0] + kv_head.to(tl.int64) * k_strides[1] + start_k.to(tl.int64) * k_strides[2]
         v_src += batch.to(tl.int64) * v_strides[0] + kv_head.to(tl.int64) * v_strides[1] + start_k.to(tl.int64) * v_strides[2]
-    k = _rows(k_src, start_k, kv_head, n, batch, k_strides[2], len_k, D, BLOCK_N, BLOCK_D, TMA, PACKED)
+    k = _rows(k_src, start_k, kv_head, n, batch, k_strides[2], len_k, D, BLOCK_N, BLOCK_D, TMA, False)
     v = k  # dV does without
     dk = 0.0
     dv = 0.0
     if WHAT != "dV":
-        v = _rows(v_src, start_k, kv_head, n, batch, v_strides[2], len_k, DV, BLOCK_N, BLOCK_DV, TMA, PACKED)
+        v = _rows(v_src, start_k, kv_head, n, batch, v_strides[2], len_k, DV, BLOCK_N, BLOCK_DV, TMA, False)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if WHAT != "dK":
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     shift = len_k - len_q
     if TOP_LEFT:
         shift = shift * 0
+    factor = scale
+    if SCORE is None:
+        factor = scale * LOG2E
     group = heads // kv_heads
     first, inner, outer, last = query_span(n, shift, len_q, len_k, LEFT, RIGHT, BLOCK_M, BLOCK_N, PACKED)
     for member in range(group):
@@ -213,31 +220,29 @@ def _keys(q_src, k_src, v_src, do_src, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_off
         if not TMA:
             q_at += batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1] + start_q.to(tl.int64) * q_strides[2]
             do_at += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1] + start_q.to(tl.int64) * do_strides[2]
+        call = (lse_ptr + stats, delta_ptr + stats, n, place, strides, factor, gain * LOG2E, at, reads, grads, dropout)
         if MASK is not None:
             row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tl.program_id(0).to(tl.int64) * map_strides[2]
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, lse_ptr + stats, delta_ptr + stats, 0, tl.load(row), row + 2, 1, n, place, strides, scale, at, reads,
-                                grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV, MASK, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PRECISION,
-                                STAGES)  # fmt: skip
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, lse_ptr + stats, delta_ptr + stats, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, n, place,
-                                strides, scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV, MASK, SCORE, SCORE_GRAD, WHAT, TMA, False,
-                                PACKED, PRECISION, STAGES)  # fmt: skip
+            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row), row + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                                MASK, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
+            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                                MASK, SCORE, SCORE_GRAD, WHAT, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
         else:
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, lse_ptr + stats, delta_ptr + stats, first, (inner - first) // BLOCK_M, None, 0, n, place, strides,
-                                scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV, None, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED,
-                                PRECISION, STAGES)  # fmt: skip
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, lse_ptr + stats, delta_ptr + stats, inner, (outer - inner) // BLOCK_M, None, 0, n, place, strides,
-                                scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV, None, SCORE, SCORE_GRAD, WHAT, TMA, False, PACKED,
-                                PRECISION, STAGES)  # fmt: skip
+            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, first, (inner - first) // BLOCK_M, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                                None, SCORE, SCORE_GRAD, WHAT, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
+            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, inner, (outer - inner) // BLOCK_M, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                                None, SCORE, SCORE_GRAD, WHAT, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
             if LEFT >= 0 or PACKED:
-                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, lse_ptr + stats, delta_ptr + stats, outer, tl.cdiv(last - outer, BLOCK_M), None, 0, n, place,
-                                    strides, scale, at, reads, grads, dropout, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV, None, SCORE, SCORE_GRAD, WHAT, TMA, True,
-                                    PACKED, PRECISION, STAGES)  # fmt: skip
+                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, outer, tl.cdiv(last - outer, BLOCK_M), None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                                    None, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
     cols = n + tl.arange(0, BLOCK_N)
     at_k = (start_k + cols).to(tl.int64)[:, None]
     if WHAT != "dV":
         dims = tl.arange(0, BLOCK_D)
         dk_ptr += batch.to(tl.int64) * dk_strides[0] + kv_head.to(tl.int64) * dk_strides[1]
-        tl.store(dk_ptr + at_k * dk_strides[2] + dims[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), mask=(cols < len_k)[:, None] & (dims < D)[None, :])
+        tl.store(
+            dk_ptr + at_k * dk_strides[2] + dims[None, :], (dk * (scale * gain)).to(dk_ptr.dtype.element_ty), mask=(cols < len_k)[:, None] & (dims < D)[None, :]
+        )
     if WHAT != "dK":
         dims_v = tl.arange(0, BLOCK_DV)
         dv_ptr += batch.to(tl.int64) * dv_strides[0] + kv_head.to(tl.int64) * dv_strides[1]
@@ -245,11 +250,11 @@ def _keys(q_src, k_src, v_src, do_src, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_off
 
 
 @triton.jit
-def _past_queries(dq, q, do, lse, delta, k_src, v_src, first, count, tiles, step, rows, place, strides, scale, at, reads, dropout,
-                  D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
-                  SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
-                  STAGES: tl.constexpr):  # fmt: skip
+def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, call, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+                  BLOCK_N: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
+                  TMA: tl.constexpr, EDGE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """dq after `count` key tiles: from key `first` on, or those numbered at `tiles`, `step` apart. EDGE: they need the mask."""
+    lse, delta, rows, place, strides, scale, gain, at, reads, dropout = call
     batch, head, row = place
     b, h, _, len_q, len_k = at
     state_ptr, drop_bar, keep_scale, b_h = dropout
@@ -265,9 +270,9 @@ def _past_queries(dq, q, do, lse, delta, k_src, v_src, first, count, tiles, step
         scores = tl.dot(q, k.T, input_precision=PRECISION)  # [M, N]
         if SCORE is not None:
             raw = scores * scale
-            weights = tl.math.exp2(SCORE(raw, b, h, i, j, len_q, len_k, reads[1]) * LOG2E - lse[:, None])
+            weights = tl.math.exp2(SCORE(raw, b, h, i, j, len_q, len_k, reads[1]) * gain - lse[:, None])
         else:
-            weights = tl.math.exp2(scores * (scale * LOG2E) - lse[:, None])
+            weights = tl.math.exp2(scores * scale - lse[:, None])
         v = _rows(v_src, row, head, n, batch, strides[1], len_k, DV, BLOCK_N, do.shape[1], TMA, EDGE and PACKED)
         d_weights = tl.dot(do, v.T, input_precision=PRECISION)
         if state_ptr is not None:
@@ -286,7 +291,7 @@ def _past_queries(dq, q, do, lse, delta, k_src, v_src, first, count, tiles, step
 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "len_q", "len_k", "drop_bar"])
 def _queries(q_src, k_src, v_src, do_src, dq_ptr, lse_ptr, delta_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, state_ptr, reads,
-             scale, heads, kv_heads, len_q, len_k, total_q, drop_bar, keep_scale, q_strides, k_strides, v_strides, do_strides, dq_strides, map_strides,
+             scale, gain, heads, kv_heads, len_q, len_k, total_q, drop_bar, keep_scale, q_strides, k_strides, v_strides, do_strides, dq_strides, map_strides,
              D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
              LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
              TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
@@ -322,12 +327,16 @@ def _queries(q_src, k_src, v_src, do_src, dq_ptr, lse_ptr, delta_ptr, q_offsets,
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     place, strides, at = (batch, kv_head, start_k), (k_strides[2], v_strides[2]), (b, head, shift, len_q, len_k)
     dropout = (state_ptr, drop_bar, keep_scale, b * heads + head)
+    factor = scale
+    if SCORE is None:
+        factor = scale * LOG2E
+    call = (lse, delta, rows, place, strides, factor, gain * LOG2E, at, reads, dropout)
     if MASK is not None:
         row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
-        dq = _past_queries(dq, q, do, lse, delta, k_src, v_src, 0, tl.load(row), row + 2, 1, rows, place, strides, scale, at, reads, dropout,
-                           D, DV, LEFT, RIGHT, BLOCK_N, MASK, SCORE, SCORE_GRAD, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
-        dq = _past_queries(dq, q, do, lse, delta, k_src, v_src, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, rows, place, strides, scale, at, reads,
-                           dropout, D, DV, LEFT, RIGHT, BLOCK_N, MASK, SCORE, SCORE_GRAD, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
+        dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row), row + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                           MASK, SCORE, SCORE_GRAD, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
+        dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                           MASK, SCORE, SCORE_GRAD, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
     else:
         row_first, row_last = m + shift, m + BLOCK_M - 1 + shift
         first, last = key_span(row_first, row_last, len_k, LEFT, RIGHT)
@@ -337,22 +346,23 @@ def _queries(q_src, k_src, v_src, do_src, dq_ptr, lse_ptr, delta_ptr, q_offsets,
             whole = inner < outer
             inner = tl.where(whole, inner, first)
             outer = tl.where(whole, outer, first)
-            dq = _past_queries(dq, q, do, lse, delta, k_src, v_src, first, (inner - first) // BLOCK_N, None, 0, rows, place, strides, scale, at, reads, dropout,
-                               D, DV, LEFT, RIGHT, BLOCK_N, None, SCORE, SCORE_GRAD, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
-        dq = _past_queries(dq, q, do, lse, delta, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, rows, place, strides, scale, at, reads, dropout,
-                           D, DV, LEFT, RIGHT, BLOCK_N, None, SCORE, SCORE_GRAD, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
-        dq = _past_queries(dq, q, do, lse, delta, k_src, v_src, outer, tl.cdiv(last - outer, BLOCK_N), None, 0, rows, place, strides, scale, at, reads, dropout,
-                           D, DV, LEFT, RIGHT, BLOCK_N, None, SCORE, SCORE_GRAD, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
+            dq = _past_queries(dq, q, do, k_src, v_src, first, (inner - first) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                               None, SCORE, SCORE_GRAD, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
+        dq = _past_queries(dq, q, do, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                           None, SCORE, SCORE_GRAD, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
+        dq = _past_queries(dq, q, do, k_src, v_src, outer, tl.cdiv(last - outer, BLOCK_N), None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                           None, SCORE, SCORE_GRAD, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
     dims = tl.arange(0, BLOCK_D)
     dq_ptr += batch.to(tl.int64) * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
     place = (start_q + rows).to(tl.int64)[:, None] * dq_strides[2] + dims[None, :]
-    tl.store(dq_ptr + place, (dq * scale).to(dq_ptr.dtype.element_ty), mask=(rows < len_q)[:, None] & (dims < D)[None, :])
+    tl.store(dq_ptr + place, (dq * (scale * gain)).to(dq_ptr.dtype.element_ty), mask=(rows < len_q)[:, None] & (dims < D)[None, :])
 
 
 # ---- host
 
-# By head dimension up to, best first (H200, 2026-11-21, 4k tokens of 16k, bf16, full, TFLOP/s of the products done). Over keys at 64, 128x64 of 4 warps
-# makes 519, 64x64 309; at 128, 64x64 makes 480, 64x128 of 8 warps 436. Over queries at 64, 64x64 makes 627, 128x64 518; at 128, 623 and 498.
+# By head dimension up to, best first (H200, 2026-11-21, 4k of 16k tokens, bf16, no mask, TFLOP/s of the products done). Over keys at 64, 128x64 of
+# 4 warps makes 519, 64x64 309; at 128, 64x64 makes 480, 64x128 of 8 warps 436. Over queries at 64, 64x64 makes 627, 128x64 518; at 128, 623 and 498;
+# at 256, 128x32 with 3 stages makes 577, with 2 stages 436.
 SMALL = (Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
 IEEE = (Tiles(32, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
 KEYS = (
@@ -360,13 +370,11 @@ KEYS = (
     (128, (Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), *SMALL)),
     (1024, SMALL),
 )
-APART = (  # dK and dV in two passes
-    (256, (("dV", Tiles(64, 128, 8, 2)), ("dK", Tiles(32, 128, 8, 2)))),
-)
+APART = (("dV", Tiles(64, 128, 8, 2)), ("dK", Tiles(32, 128, 8, 2)))  # at 256, in two passes: 512 and 399, in one 246
 QUERIES = (
     (64, (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), *SMALL)),
     (128, (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), *SMALL)),
-    (256, (Tiles(128, 32, 8, 2), Tiles(64, 32, 4, 2), *SMALL)),
+    (256, (Tiles(128, 32, 8, 3), Tiles(128, 32, 8, 2), Tiles(64, 32, 4, 2), *SMALL)),
     (1024, SMALL),
 )
 
@@ -376,22 +384,21 @@ def configs(p: Attention, device: Device) -> list[Plan]:
     width = max(block(p.dim), block(p.value_dim))
     half = p.dtype.itemsize == 2 or "tf32" in p.extras
 
-    def fits(t: Tiles, over_keys: bool, sums: int) -> bool:
-        still, moving = (t.n, t.m) if over_keys else (t.m, t.n)
-        shared = ((still + moving * t.stages) * 2 * width + t.m * t.n) * p.dtype.itemsize
-        registers = (still * width * sums + 2 * t.m * t.n) // (32 * t.warps)
+    def fits(t: Tiles, what: str) -> bool:
+        still, moving = (t.m, t.n) if what == "dQ" else (t.n, t.m)
+        shared = (still * (1 if what == "dV" else 2) + 2 * moving * t.stages) * width * p.dtype.itemsize
+        registers = (still * width * (2 if what == "dK, dV" else 1) + 2 * t.m * t.n) // (32 * t.warps)
         return shared <= device.shared_memory and registers <= 224
 
-    def first(tiles, over_keys: bool) -> Tiles:
-        return next((t for t in tiles if fits(t, over_keys, 1 + over_keys)), tiles[-1])
+    def first(tiles, what: str) -> Tiles:
+        return next((t for t in tiles if fits(t, what)), tiles[-1])
 
     if not half:
-        return [Plan((("dK, dV", first(IEEE, True)),), first(IEEE, False))]
-    queries = first(pick(QUERIES, width), False)
-    apart = next((passes for limit, passes in APART if limit // 2 < width <= limit), ())
-    if apart and all(fits(t, True, 1) for _, t in apart):
-        return [Plan(apart, queries)]
-    return [Plan((("dK, dV", first(pick(KEYS, width), True)),), queries)]
+        return [Plan((("dK, dV", first(IEEE, "dK, dV")),), first(IEEE, "dQ"))]
+    queries = first(pick(QUERIES, width), "dQ")
+    if 128 < width <= 256 and all(fits(t, what) for what, t in APART):
+        return [Plan(APART, queries)]
+    return [Plan((("dK, dV", first(pick(KEYS, width), "dK, dV")),), queries)]
 
 
 def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operands):
@@ -445,11 +452,15 @@ def _over(p: Attention, t: Tiles, what: str, lead, lse2, delta, x: Operands, see
     if tma:
         shapes = ((t.m, width), (t.n, width), (t.n, width_v), (t.m, width_v))
         sources = [TensorDescriptor(s, list(s.shape), list(s.stride()), [1, 1, *shape]) for s, shape in zip(sources, shapes, strict=True)]
-    score, score_grad = mods.score_functions(p.score.text, wanted=wanted, fast=fast(q)) if p.score is not None else (None, None)
+    scale, gain, score, score_grad = x.scale, 1.0, None, None
+    if p.score is not None:  # gradients of what the score reads are of the whole score; all others carry its factors at the end
+        text, before, gain = (p.score.text, 1.0, 1.0) if any(wanted) else mods.fold(p.score.text)
+        scale *= before
+        score, score_grad = mods.score_functions(text, wanted=wanted, fast=fast(q))
     found, map_strides = (None, (0, 0, 0)) if sees is None else mask_map(p, sees, reads[0], x, t.m, t.n, over_keys, q.device)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     operands = (lse2, delta, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.state, reads)
-    sizes = (x.scale, p.heads, p.kv_heads, p.len_q, p.len_k, q.shape[2], bar(x.drop), 1 / (1 - x.drop), *(s.stride()[:3] for s in lead[:4]))
+    sizes = (scale, gain, p.heads, p.kv_heads, p.len_q, p.len_k, q.shape[2], bar(x.drop), 1 / (1 - x.drop), *(s.stride()[:3] for s in lead[:4]))
     options = {
         "D": p.dim, "DV": p.value_dim, "BLOCK_M": t.m, "BLOCK_N": t.n, "BLOCK_D": width, "BLOCK_DV": width_v,
         "LEFT": left, "RIGHT": right, "TOP_LEFT": top_left, "MASK": sees, "SCORE": score, "SCORE_GRAD": score_grad,

@@ -75,17 +75,18 @@ def _tile(src, row, head, first, batch, stride, cols, dims, last, dim, TMA: tl.c
 
 
 @triton.jit
-def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, rows, place, strides, scale, at, mods, dropout,
-            D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
-            TMA: tl.constexpr, EDGE: tl.constexpr, ZERO_TAIL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """acc, top and total after `count` key tiles: those from key `first` on, or those numbered at `tiles`, `step` apart. EDGE: they need the mask."""
+def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+            BLOCK_N: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr, PACKED: tl.constexpr,
+            PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """acc, top and total after `count` key tiles: from key `first` on, or those numbered at `tiles`, `step` apart. EDGE: they need the mask."""
+    rows, place, strides, scale, gain, at, reads, dropout = call
     cols = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, q.shape[1])
     dims_v = tl.arange(0, acc.shape[1])
     batch, head, row = place
     b, h, shift, len_q, len_k = at
     k_stride, v_stride = strides
-    mask_reads, score_reads = mods
+    mask_reads, score_reads = reads
     state_ptr, drop_bar, keep_scale, b_h = dropout
     for t in tl.range(0, count, num_stages=STAGES):
         if tiles is not None:
@@ -101,7 +102,7 @@ def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, rows, p
         factor = scale
         if SCORE is not None:
             scores = SCORE(scores * scale, b, h, rows[:, None], (n + cols)[None, :], len_q, len_k, score_reads)
-            factor = LOG2E
+            factor = gain
         if EDGE:
             if MASK is not None:
                 scores = tl.where(seen, scores, float("-inf"))
@@ -114,15 +115,15 @@ def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, rows, p
         v = _tile(v_src, row, head, n, batch, v_stride, cols, dims_v, len_k, DV, TMA, EDGE)
         if EDGE and MASK is not None:
             v = tl.where(shown[:, None], v, 0.0)
-        elif EDGE and ZERO_TAIL:  # packed: past the end lies another sequence, and 0 x NaN is NaN
+        elif EDGE and PACKED:  # packed: past the end lies another sequence, and 0 x NaN is NaN
             v = tl.where((n + cols < len_k)[:, None], v, 0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, top, total
 
 
 @triton.jit(do_not_specialize=["heads", "group", "len_q", "len_k", "tiles_m", "together", "drop_bar"])
-def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, state_ptr, mods,
-             scale, heads, group, len_q, len_k, tiles_m, together, drop_bar, keep_scale,
+def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, state_ptr, reads,
+             scale, gain, heads, group, len_q, len_k, tiles_m, together, drop_bar, keep_scale,
              q_strides, k_strides, v_strides, o_strides, lse_strides, map_strides,
              D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
              LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
@@ -170,15 +171,17 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
     total = tl.zeros([BLOCK_M], tl.float32)
     place, strides, at = (batch, kv_head, start_k), (k_row, v_row), (b, head, shift, len_q, len_k)
     dropout = (state_ptr, drop_bar, keep_scale, batch_head)
+    gain = gain * LOG2E
     if SCORE is None:
         scale = scale * LOG2E
+    call = (rows, place, strides, scale, gain, at, reads, dropout)
     if MASK is not None:
         map_ptr += b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
         part, whole = tl.load(map_ptr), tl.load(map_ptr + 1)
-        acc, top, total = _attend(acc, top, total, q, k_src, v_src, 0, part, map_ptr + 2, 1, rows, place, strides, scale, at,
-                                  mods, dropout, D, DV, LEFT, RIGHT, BLOCK_N, MASK, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
-        acc, top, total = _attend(acc, top, total, q, k_src, v_src, 0, whole, map_ptr + map_strides[2] - 1, -1, rows, place, strides, scale, at,
-                                  mods, dropout, D, DV, LEFT, RIGHT, BLOCK_N, MASK, SCORE, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
+        acc, top, total = _attend(acc, top, total, q, k_src, v_src, 0, part, map_ptr + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                                  MASK, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
+        acc, top, total = _attend(acc, top, total, q, k_src, v_src, 0, whole, map_ptr + map_strides[2] - 1, -1, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                                  MASK, SCORE, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
     else:
         row_first, row_last = tile_m * BLOCK_M + shift, tile_m * BLOCK_M + BLOCK_M - 1 + shift
         first, last = key_span(row_first, row_last, len_k, LEFT, RIGHT)
@@ -188,12 +191,12 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
             whole = inner < outer
             inner = tl.where(whole, inner, first)
             outer = tl.where(whole, outer, first)
-            acc, top, total = _attend(acc, top, total, q, k_src, v_src, first, (inner - first) // BLOCK_N, None, 0, rows, place, strides, scale, at,
-                                      mods, dropout, D, DV, LEFT, RIGHT, BLOCK_N, None, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
-        acc, top, total = _attend(acc, top, total, q, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, rows, place, strides, scale, at,
-                                  mods, dropout, D, DV, LEFT, RIGHT, BLOCK_N, None, SCORE, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
-        acc, top, total = _attend(acc, top, total, q, k_src, v_src, outer, tl.cdiv(last - outer, BLOCK_N), None, 0, rows, place, strides, scale, at,
-                                  mods, dropout, D, DV, LEFT, RIGHT, BLOCK_N, None, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
+            acc, top, total = _attend(acc, top, total, q, k_src, v_src, first, (inner - first) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                                      None, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
+        acc, top, total = _attend(acc, top, total, q, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                                  None, SCORE, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
+        acc, top, total = _attend(acc, top, total, q, k_src, v_src, outer, tl.cdiv(last - outer, BLOCK_N), None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                                  None, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
 
     if sinks_ptr is not None:
         acc, top, total = sink(acc, top, total, tl.load(sinks_ptr + head).to(tl.float32))
@@ -222,6 +225,8 @@ CANDIDATES = (
     (128, (Tiles(128, 64, 4, 2), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3), *SMALL)),
     (256, (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 3), *SMALL)),
 )
+# A window's tiles are mostly edges: short ones waste less of them (16k tokens, Window(1024), TFLOP/s: at 64, 364 and 342; at 128, 417 and 334).
+WINDOW = ((64, Tiles(64, 64, 4, 2)), (128, Tiles(64, 64, 4, 3)))
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -237,7 +242,10 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
         programs = p.batch * p.heads * -(-p.len_q // t.m)
         return t.m > 16 and (t.m >= 2 * p.len_q or (t.m > 64 and programs < device.sms))
 
-    fitting = filter(fits, pick(CANDIDATES, max(width, width_v)) if size == 2 or "tf32" in p.extras else IEEE)
+    candidates = pick(CANDIDATES, max(width, width_v)) if size == 2 or "tf32" in p.extras else IEEE
+    if ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)[0] >= 0 and max(width, width_v) <= 128 and candidates is not IEEE:
+        candidates = (pick(WINDOW, max(width, width_v)), *candidates)
+    fitting = filter(fits, candidates)
     if "batch_invariant" in p.extras:  # what is best must not depend on how much else there is to do
         return list(fitting)
     return sorted(fitting, key=idles)
@@ -277,14 +285,17 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     lse_strides = (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]
     sees, score, found, map_strides = None, None, None, (0, 0, 0)
     reads = mods.captured(x.mask), mods.captured(x.score)
-    if p.score is not None:
-        score, _ = mods.score_functions(p.score.text, fast=fast(q))
+    scale, gain = x.scale, 1.0
+    if p.score is not None or scale <= 0:  # the plain kernel takes the largest score before it scales
+        text, before, gain = mods.fold(p.score.text if p.score is not None else mods.IDENTITY)
+        scale *= before
+        score, _ = mods.score_functions(text, fast=fast(q))
     if isinstance(p.mask, Traced):
         sees = mods.mask_function(p.mask.text)
         found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, False, q.device)
     _prefill[(tiles_m * p.batch * p.heads,)](
         *sources, lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.sinks, x.state, reads,
-        x.scale, p.heads, p.group, p.len_q, p.len_k, tiles_m, together, bar(x.drop), 1 / (1 - x.drop),
+        scale, gain, p.heads, p.group, p.len_q, p.len_k, tiles_m, together, bar(x.drop), 1 / (1 - x.drop),
         *(t.stride()[:3] for t in heads_first), lse_strides, map_strides,
         D=p.dim, DV=p.value_dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_D=width, BLOCK_DV=width_v,
         LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score,
