@@ -24,6 +24,12 @@ def longhand(q, k, v, bias, scale=None):
     return torch.einsum("bhqk,bkhd->bqhd", weights, v), lse
 
 
+def torchs(q, k, v, bias, scale=None):
+    """The same by torch's own attention; the LSE is the formula's."""
+    out = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=bias, scale=scale)
+    return out.transpose(1, 2), longhand(q, k, v, bias, scale)[1]
+
+
 DENSE = {
     "LowerTriangularMask": lambda: ab.LowerTriangularMask(),
     "LowerTriangularFromBottomRightMask": lambda: ab.LowerTriangularFromBottomRightMask(),
@@ -46,23 +52,24 @@ BLOCKS = {
 }
 
 
-def check(inputs, bias, matrix, dtype=torch.float32, **keywords):
-    """Output, LSE and gradients, those of a bias that is a tensor too, beside the formula in `dtype` and in float64."""
+def check(inputs, bias, matrix, **keywords):
+    """Output, LSE and gradients, those of a bias that is a tensor too, beside the formula and torch in float32 and the formula in float64."""
     results = []
-    for ours, kind in ((True, dtype), (False, dtype), (False, torch.float64)):
-        tensors = [x.detach().to(kind).requires_grad_() for x in inputs]
-        given = bias if ours else matrix
+    for function, given, dtype in (
+        (xf.memory_efficient_attention_forward_requires_grad, bias, torch.float32),
+        (longhand, matrix, torch.float32),
+        (torchs, matrix, torch.float32),
+        (longhand, matrix, torch.float64),
+    ):
+        tensors = [x.detach().to(dtype).requires_grad_() for x in inputs]
         if isinstance(given, torch.Tensor) and given.requires_grad:
-            tensors.append(given := given.detach().to(kind).requires_grad_())
-        function = xf.memory_efficient_attention_forward_requires_grad if ours else longhand
+            tensors.append(given := given.detach().to(dtype).requires_grad_())
         out, lse = function(*tensors[:3], given, **keywords)
-        wanted = [t for t in tensors if t.requires_grad]
-        weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(kind)
-        grads = torch.autograd.grad([out, lse.masked_fill(lse == -torch.inf, 0.0)], wanted, [weight, lse.detach().clamp(min=-1.0) * 0 + 1], allow_unused=True)
-        results.append([out, lse, *grads])
-    for n, (mine, low, truth) in enumerate(zip(*results, strict=True)):
-        assert mine.shape == truth.shape
-        assert_as_good_as_torch(mine.detach(), low.detach().to(mine.dtype), truth.detach(), 3.0 if n > 1 else 2.0)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(dtype)
+        results.append([out.detach(), lse.detach(), *torch.autograd.grad(out, tensors, weight)])
+    for n, (ours, *low, truth) in enumerate(zip(*results, strict=True)):
+        assert ours.shape == truth.shape
+        assert_as_good_as_torch(ours, tuple(low), truth, 3.0 if n > 1 else 2.0)
 
 
 @pytest.mark.parametrize("sizes", [(7, 7), (3, 9), (1, 1), (9, 5)], ids=str)

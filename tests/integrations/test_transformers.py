@@ -1,0 +1,386 @@
+"""`attn_implementation="onchip"` beside "sdpa" (or "eager", where sdpa cannot) on tiny random models: logits, gradients, training, generation."""
+
+import copy
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GenerationConfig,
+    GptOssConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    Qwen3Config,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+    masking_utils,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import onchip
+from onchip.core.masks import Causal, Full, KeyPadding, Window
+from onchip.integrations import transformers as integration
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2}
+ENCODER = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ALTERNATING = ["sliding_attention", "full_attention"]
+SIZES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+DECODERS = {  # name: (config, what it is compared with)
+    "llama": (lambda: LlamaConfig(**GROUPED), "sdpa"),
+    "qwen3": (lambda: Qwen3Config(**GROUPED), "sdpa"),
+    "mistral": (lambda: MistralConfig(**GROUPED, sliding_window=6), "sdpa"),
+    "gemma2": (lambda: Gemma2Config(**GROUPED, sliding_window=6, attn_logit_softcapping=5.0), "eager"),  # softcap
+    "gemma3": (lambda: Gemma3TextConfig(**GROUPED, sliding_window=6, layer_types=ALTERNATING), "sdpa"),
+    "gpt_oss": (lambda: GptOssConfig(**GROUPED, sliding_window=6, layer_types=ALTERNATING, num_local_experts=2, num_experts_per_tok=1), "eager"),  # sinks
+    "llama4": (lambda: Llama4TextConfig(**GROUPED, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=4), "sdpa"),
+}
+LEFT, RIGHT = torch.tensor([[1] * 11, [0] * 4 + [1] * 7]), torch.tensor([[1] * 11, [1] * 7 + [0] * 4])
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    integration.install()
+    yield
+    integration.uninstall()
+
+
+def decoder(name):
+    torch.manual_seed(1)
+    config, other = DECODERS[name]
+    return AutoModelForCausalLM.from_config(config(), attn_implementation=other).eval(), other
+
+
+def tokens(*shape):
+    return torch.randint(3, 64, shape)
+
+
+def both(model, other, call):
+    """`call(model)` with the other implementation and with ours, and the masks of ours."""
+    model.set_attn_implementation(other)
+    theirs = call(model)
+    model.set_attn_implementation("onchip")
+    with onchip.record() as decisions:
+        ours = call(model)
+    assert decisions
+    return theirs, ours, [str(d.problem.mask) for d in decisions if d.problem.op == "prefill"]
+
+
+def same_gradients(model, other, call):
+    """Losses and gradients of every parameter agree."""
+
+    def run(model):
+        model.zero_grad()
+        loss = call(model).loss
+        loss.backward()
+        return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    theirs, ours, _ = both(model.train(), other, run)
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+# ---- decoders
+
+
+@pytest.mark.parametrize("padding", [None, LEFT, RIGHT], ids=["whole", "left", "right"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits_and_gradients(name, padding):
+    model, other = decoder(name)
+    ids = tokens(2, 11)
+    theirs, ours, masks = both(model, other, lambda m: m(ids, attention_mask=padding).logits)
+    real = torch.ones(2, 11, dtype=torch.bool) if padding is None else padding.bool()
+    torch.testing.assert_close(ours[real], theirs[real])
+    assert not any("Dense" in mask for mask in masks)
+    judged = real & torch.nn.functional.pad(real[:, :-1], (1, 0))  # not what padding predicts: to its rows eager gives a mean, sdpa and we zeros
+    same_gradients(model, other, lambda m: m(ids, attention_mask=padding, labels=ids.masked_fill(~judged, -100)))
+
+
+@pytest.mark.parametrize(
+    ("name", "masks"), [("llama", ["Causal(top_left)"] * 2), ("gemma3", ["Window(5)", "Causal(top_left)"]), ("mistral", ["Window(5)"] * 2)]
+)
+def test_what_is_plain_runs_as_a_band(name, masks):
+    assert both(*decoder(name), lambda m: m(tokens(2, 11)).logits)[2] == masks
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_generation(name, cache):
+    ids = tokens(2, 11)
+    call = lambda m: m.generate(ids, attention_mask=LEFT, max_new_tokens=10, do_sample=False, cache_implementation=cache)  # noqa: E731
+    theirs, ours, _ = both(*decoder(name), call)
+    assert torch.equal(ours, theirs) and ours.shape[1] > 12
+
+
+def test_generation_goes_on_from_a_cache_with_many_tokens_at_once():
+    ids = tokens(2, 11)
+
+    def call(model):
+        past = model(ids[:, :4], use_cache=True).past_key_values
+        return model(ids[:, 4:], past_key_values=past).logits
+
+    theirs, ours, masks = both(*decoder("gemma3"), call)
+    torch.testing.assert_close(ours, theirs)
+    assert masks[2:] == ["Window(5)", "Causal"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_cache_of_continuous_batching(name):
+    """`generate_batch` beside `generate`, one prompt after the other."""
+    model, _ = decoder(name)
+    prompts = [tokens(n).tolist() for n in (5, 11, 3)]
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    one_by_one = [model.generate(torch.tensor([p]), attention_mask=torch.ones(1, len(p)), **how)[0, len(p) :].tolist() for p in prompts]
+    for implementation in integration.NAMES:
+        model.set_attn_implementation(implementation)
+        with onchip.record() as decisions:
+            found = model.generate_batch(prompts, generation_config=GenerationConfig(**how), progress_bar=False)
+        assert sorted(r.generated_tokens for r in found.values()) == sorted(one_by_one)
+        assert {d.problem.keys for d in decisions} == {"packed"}
+
+
+# ---- packed batches
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "two rows"])
+def test_documents_laid_end_to_end(name, how):
+    model, other = decoder(name)
+    lengths, ids = (5, 9, 1, 4), tokens(1, 19)
+    places = torch.cat([torch.arange(n) for n in lengths])[None]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+    given = {"position_ids": places}
+    if how == "cu_seq_lens":
+        given.update(cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=9, max_length_k=9)
+    if how == "two rows":
+        ids, given = torch.cat([ids, ids.flip(1)]), {"position_ids": torch.cat([places, places.roll(4, 1)])}
+    theirs = torch.cat([model(part).logits for part in ids[:1].split(lengths, 1)], 1)
+    model.set_attn_implementation("onchip")
+    with onchip.record() as decisions:
+        ours = model(ids, **given, use_cache=False).logits[:1]
+    torch.testing.assert_close(ours, theirs)
+    assert {d.problem.keys for d in decisions} == {"dense" if how == "two rows" else "packed"}
+    same_gradients(model, other, lambda m: m(ids, labels=ids, use_cache=False, position_ids=given["position_ids"]))
+
+
+# ---- encoders and encoder-decoders
+
+
+@pytest.mark.parametrize("padding", [None, LEFT, RIGHT], ids=["whole", "left", "right"])
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_encoders(kind, padding):
+    if kind == "bert":
+        model = BertForMaskedLM._from_config(BertConfig(**ENCODER), attn_implementation="sdpa").eval()
+    else:
+        config = ModernBertConfig(**SMALL, local_attention=4, layer_types=["full_attention", "sliding_attention"], reference_compile=False)
+        model = ModernBertForMaskedLM._from_config(config, attn_implementation="sdpa").eval()
+    ids = tokens(2, 11)
+    theirs, ours, masks = both(model, "sdpa", lambda m: m(ids, attention_mask=padding).logits)
+    real = torch.ones(2, 11, dtype=torch.bool) if padding is None else padding.bool()
+    torch.testing.assert_close(ours[real], theirs[real])
+    assert masks[0] == ("Full" if padding is None else "KeyPadding") and not any("Dense" in mask for mask in masks)
+    same_gradients(model, "sdpa", lambda m: m(ids, attention_mask=padding, labels=ids.masked_fill(~real, -100)))
+
+
+def whisper():
+    config = WhisperConfig(**SIZES, vocab_size=64, encoder_ffn_dim=48, decoder_ffn_dim=48, num_mel_bins=8, max_source_positions=20, max_target_positions=40)
+    config.pad_token_id, config.bos_token_id, config.eos_token_id, config.decoder_start_token_id = 0, 1, 2, 1
+    return WhisperForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+
+
+def test_whisper():
+    model, sound, labels = whisper(), torch.randn(2, 8, 40), tokens(2, 7)
+    theirs, ours, masks = both(model, "sdpa", lambda m: m(sound, labels=labels).logits)
+    torch.testing.assert_close(ours, theirs)
+    assert masks == ["Full"] * 2 + ["Causal(top_left)", "Full"] * 2
+    same_gradients(model, "sdpa", lambda m: m(sound, labels=labels))
+    for cache in ("dynamic", "static"):
+        config = GenerationConfig(max_new_tokens=10, do_sample=False, cache_implementation=cache, decoder_start_token_id=1, eos_token_id=2, pad_token_id=0)
+        theirs, ours, _ = both(model, "sdpa", lambda m: super(WhisperForConditionalGeneration, m).generate(sound, generation_config=config))  # noqa: B023
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("padding", [None, RIGHT], ids=["whole", "right"])
+def test_a_position_bias(padding):
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration._from_config(config, attn_implementation="sdpa").eval()
+    ids, labels = tokens(2, 11), tokens(2, 6)
+    theirs, ours, _ = both(model, "sdpa", lambda m: m(ids, attention_mask=padding, labels=labels).logits)
+    torch.testing.assert_close(ours, theirs)
+    same_gradients(model, "sdpa", lambda m: m(ids, attention_mask=padding, labels=labels))
+
+
+# ---- training
+
+
+def batch_for(model, step):
+    torch.manual_seed(step)
+    if isinstance(model, WhisperForConditionalGeneration):
+        return {"input_features": torch.randn(2, 8, 40), "labels": tokens(2, 7)}
+    ids, padding = tokens(2, 11), (LEFT, RIGHT)[step % 2]
+    return {"input_ids": ids, "attention_mask": padding, "labels": ids.masked_fill(padding == 0, -100)}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3", "bert", "whisper"])
+def test_fifty_steps_of_training(name):
+    """The same losses and the same weights as with sdpa: in float64, in which neither's rounding is seen."""
+    torch.manual_seed(1)
+    if name in DECODERS:
+        first, _ = decoder(name)
+    else:
+        first = whisper() if name == "whisper" else BertForMaskedLM._from_config(BertConfig(**ENCODER), attn_implementation="sdpa")
+    losses, models = [], []
+    for implementation in ("sdpa", "onchip"):
+        model = copy.deepcopy(first).double().train()
+        model.set_attn_implementation(implementation)
+        optimizer, history = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        for step in range(50):
+            batch = {name: x.double() if x.is_floating_point() else x for name, x in batch_for(model, step).items()}
+            loss = model(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            history.append(loss.item())
+        losses.append(torch.tensor(history))
+        models.append(dict(model.named_parameters()))
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-6, rtol=0)
+    torch.testing.assert_close(models[1], models[0], atol=1e-5, rtol=0)
+    assert losses[0][-1] != losses[0][0]
+
+
+def test_dropout_only_in_training():
+    config = LlamaConfig(**GROUPED, attention_dropout=0.5)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="onchip").eval()
+    ids = tokens(2, 11)
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    model.train()
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers(reentrant):
+    model, other = decoder("gemma3")
+    ids = tokens(2, 11)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    same_gradients(model, other, lambda m: m(ids, attention_mask=LEFT, labels=ids, use_cache=False))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_under_compile():
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**GROUPED, "num_hidden_layers": 1}), attn_implementation="sdpa").eval()
+    ids = tokens(2, 11)
+    expected = model(ids, attention_mask=LEFT).logits
+    model.set_attn_implementation("onchip")
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(ids, attention_mask=LEFT).logits, expected)
+
+
+# ---- the mask function
+
+
+def overlay(b, h, i, j):
+    return j != i - 1
+
+
+SEQUENCES = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 1, 1, 1]])
+PLACES = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2]])
+FUNCTIONS = {
+    "causal": (masking_utils.causal_mask_function, True),
+    "full": (masking_utils.bidirectional_mask_function, True),
+    "window": (masking_utils.sliding_window_causal_mask_function(3), True),
+    "window to both sides": (masking_utils.sliding_window_bidirectional_mask_function(2), True),
+    "chunks": (masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 2])), True),
+    "packed": (masking_utils.packed_sequence_compatibility_function(masking_utils.causal_mask_function, PLACES, SEQUENCES), True),
+    "packed window": (masking_utils.packed_sequence_compatibility_function(masking_utils.sliding_window_causal_mask_function(3), PLACES, SEQUENCES), True),
+    "packed chunks": (
+        masking_utils.packed_sequence_compatibility_function(
+            masking_utils.chunked_causal_mask_function(2, torch.zeros(2, dtype=torch.int64)), PLACES, SEQUENCES
+        ),
+        False,
+    ),
+    "or": (masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.sliding_window_bidirectional_overlay(2)), True),
+    "of a user": (masking_utils.and_masks(masking_utils.causal_mask_function, overlay), False),
+}
+SPANS = {"square": (9, 9, 0, 0), "goes on": (4, 9, 5, 0), "sliding cache": (4, 9, 9, 4), "static cache": (5, 9, 0, 0), "static cache, goes on": (3, 9, 4, 0)}
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right", "short"])
+@pytest.mark.parametrize("span", SPANS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_mask_is_the_dense_one(name, span, padding):
+    function, known = FUNCTIONS[name]
+    len_q, len_k, row, start = SPANS[span]
+    if "packed" in name and span != "square":
+        return
+    given = None
+    if padding:
+        given = torch.ones(2, start + len_k - 2 * (padding == "short"), dtype=torch.bool)
+        given[1, slice(0, start + 2) if padding == "left" else slice(start + len_k - 3, None)] = False
+    asked = {"batch_size": 2, "q_length": len_q, "kv_length": len_k, "q_offset": row, "kv_offset": start, "mask_function": function, "attention_mask": given}
+    dense = masking_utils.sdpa_mask(**asked, allow_is_causal_skip=False)
+    mask = integration.mask(**asked, allow_is_causal_skip=False)
+    if not isinstance(mask, integration.LazyMask):
+        assert not known or (name == "chunks" and "static" in span) or span == "static cache, goes on"  # no band and no document ends there
+        return
+    assert known and mask.shape == dense.shape and mask.dtype == torch.bool
+    q, k = torch.randn(2, len_q, 1, 8), torch.randn(2, len_k, 1, 8)
+    torch.testing.assert_close(onchip.attention(q, k, k, mask=mask.seen), onchip.attention(q, k, k, mask=dense))
+    assert torch.equal(mask & True, dense) and torch.equal(mask[..., :3], dense[..., :3]) and torch.equal(torch.cat([mask, mask], -1)[..., len_k:], dense)
+
+
+def test_as_little_as_possible():
+    asked = {"batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": masking_utils.causal_mask_function}
+    assert integration.mask(**asked) is None
+    assert integration.mask(**asked, attention_mask=torch.ones(2, 9, dtype=torch.bool)) is None
+    assert integration.mask(**{**asked, "mask_function": masking_utils.sliding_window_causal_mask_function(9)}, local_size=9) is None
+    window = integration.mask(**{**asked, "mask_function": masking_utils.sliding_window_causal_mask_function(4)}, local_size=4)
+    assert window.seen == Window(3) and window.documents is None
+    full = {**asked, "mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
+    assert integration.mask(**full, allow_is_bidirectional_skip=True) is None and integration.mask(**full).seen == Full()
+    static = {**asked, "kv_length": 20, "q_offset": torch.tensor(0), "attention_mask": torch.ones(2, 9, dtype=torch.bool)}
+    assert integration.mask(**static) is None
+    padded = integration.mask(**asked, attention_mask=RIGHT[:, 2:].bool())
+    assert padded.seen.a == Causal() and isinstance(padded.seen.b, KeyPadding)
+    one = integration.mask(**{**asked, "q_length": 1, "q_offset": 8}, attention_mask=RIGHT[:, 2:].bool())
+    assert type(one) is torch.Tensor and one.shape == (2, 1, 1, 9)
+
+
+# ---- the function alone
+
+
+class Module(torch.nn.Module):
+    is_causal = True
+    layer_idx = 0
+
+
+def test_masks_of_callers():
+    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 9, 16)
+    seen = torch.rand(2, 1, 5, 9) > 0.3
+    plain, weights = integration.attention_forward(Module(), q, k, k, seen, scaling=0.2)
+    assert plain.shape == (2, 5, 4, 16) and weights is None
+    added = torch.zeros(2, 1, 5, 9).masked_fill(~seen, torch.finfo(torch.float32).min)
+    torch.testing.assert_close(integration.attention_forward(Module(), q, k, k, added, scaling=0.2)[0], plain)
+    torch.testing.assert_close(integration.attention_forward(Module(), q[:1], k, k, seen, scaling=0.2)[0][0], plain[0])
+    for bad, words in ((seen[:, 0, 0], r"attention_mask is torch.bool \[2, 9\]"), (None, "output_attentions")):
+        with pytest.raises(ValueError, match=words):
+            integration.attention_forward(Module(), q, k, k, bad, output_attentions=bad is None)
+
+
+def test_names_are_there_and_go_again():
+    integration.install()
+    assert set(integration.NAMES) <= set(ALL_ATTENTION_FUNCTIONS.valid_keys())
+    integration.uninstall()
+    assert not set(integration.NAMES) & set(ALL_ATTENTION_FUNCTIONS.valid_keys())
+    assert not set(integration.NAMES) & set(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.valid_keys())
+    assert "closure" not in integration.ContinuousBatchingManager.switch_to_cb_friendly_attn.__qualname__
+    with pytest.raises(ValueError, match="onchip"):
+        AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED), attn_implementation="onchip")
+    integration.uninstall()
