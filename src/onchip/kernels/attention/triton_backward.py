@@ -177,7 +177,8 @@ def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, call, D: 
 @triton.jit(do_not_specialize=["heads", "kv_heads", "len_q", "len_k", "drop_bar"])
 def _keys(q_src, k_src, v_src, do_src, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, state_ptr, reads, grads,
           scale, gain, heads, kv_heads, len_q, len_k, total_q, drop_bar, keep_scale, q_strides, k_strides, v_strides, do_strides,
-          dk_strides, dv_strides, map_strides, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+          dk_strides, dv_strides, map_strides,
+          D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
           LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
           WHAT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """dK and dV (or WHAT of the two) of one tile of keys of one key head."""

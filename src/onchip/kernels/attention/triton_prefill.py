@@ -128,7 +128,7 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
              D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
              LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
              TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    # `together` heads go side by side, so that their K and V share L2; under a causal mask the longest rows go first
+    # `together` heads go side by side, so that their K and V share L2; under a causal mask, or any that may be like one, the longest rows go first
     PACKED: tl.constexpr = q_offsets is not None
     index = tl.program_id(0)
     bundle = index // (together * tiles_m)
@@ -136,7 +136,7 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
     width = tl.minimum(together, tl.num_programs(0) // tiles_m - bundle * together)
     batch_head = bundle * together + within % width
     tile_m = within // width
-    if RIGHT >= 0:
+    if RIGHT >= 0 or MASK is not None:
         tile_m = tiles_m - 1 - tile_m
     b = batch_head // heads
     head = batch_head - b * heads
@@ -280,7 +280,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     tiles_m = triton.cdiv(p.len_q, tiles.m)
     together = 1  # without a causal mask one head after the other: the fewest K and V in flight
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    if right >= 0:
+    if right >= 0 or isinstance(p.mask, Traced):
         together = max(1, min(p.batch * p.heads, L2_SHARE // (2 * p.len_k * p.dim * p.dtype.itemsize)))
     lse_strides = (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]
     sees, score, found, map_strides = None, None, None, (0, 0, 0)
