@@ -19,6 +19,7 @@ PLACE = ("b", "h", "i", "j", "len_q", "len_k")
 DROPPED = ("device", "layout", "pin_memory", "memory_format")  # keywords that say where a value lies, not what it is
 
 aten = torch.ops.aten
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 BRANCHES = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default)
 BRANCHED = "it branches on, or takes the Python value of, a tensor (use torch.where)"
 # of one place, though torch does not tag them as pointwise
@@ -127,6 +128,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func._schema.name.partition("::")[2]
+        if func.has_kernel_for_dispatch_key(COMPOSITE):  # autograd has not taken it apart: inference mode, or inside an operator
+            with self:
+                return func.decompose(*args, **kwargs)
         read = _tensors((args, tuple(kwargs.values())))
         placed = any(id(t) in self.names and id(t) not in self.scalars for t in read)
         elementwise = torch.Tag.pointwise in func.tags or func is aten.index.Tensor or name in ELEMENTWISE

@@ -1,29 +1,16 @@
 """Exact attention over dense, packed and paged keys, forward and backward."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from onchip.core import philox, scores
-from onchip.core.masks import Band, Causal, Full, Mask, as_mask
-from onchip.core.problem import Attention, Dropout, Operands
-from onchip.dispatch import select
-
-
-class PagedKV(NamedTuple):
-    """Keys and values of many sequences in pages of one pool (vLLM's PagedAttention, Kwon et al., 2023).
-
-    k, v         [pages, page, kv_heads, dim]; slots that no sequence uses may hold anything, NaN included.
-    page_table   [batch, most pages] int32: the pages of each sequence in order; entries past its length are not read.
-    lengths      [batch] int32: keys of each sequence, those of the current queries included.
-    """
-
-    k: Tensor
-    v: Tensor
-    page_table: Tensor
-    lengths: Tensor
+from onchip.core.masks import Causal, Full, Mask
+from onchip.core.problem import Dropout, Operands
+from onchip.core.scores import chain
+from onchip.ops import attend, registered
+from onchip.ops.attend import How, PagedKV
 
 
 def attention(
@@ -64,12 +51,11 @@ def attention(
     """
     q, k, v = _cast(q, k, v)
     _check("attention", q, k, v, rank=4)
-    batch, len_q, heads, dim = q.shape
-    if k.shape[0] != batch:
-        raise ValueError(f"attention: k has batch {k.shape[0]}, q has {batch}; they must be equal")
-    how = _How(mask, scale, scores.chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
-    sizes = (batch, len_q, k.shape[1], heads, k.shape[2], dim, q.dtype)
-    return _attend(how, sizes, ("dense", 0, 0, 0, _dim_v(q, v)), q, k, v, Operands(_scale(scale, dim)), return_lse)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"attention: k has batch {k.shape[0]}, q has {q.shape[0]}; they must be equal")
+    how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
+    run = registered.attend if registered.in_graph(kernel, q, k, v) else attend.attend
+    return run(how, attend.dense_sizes(q, k, v), q, k, v, Operands(_scale(scale, q)), return_lse)
 
 
 def attention_packed(
@@ -106,26 +92,19 @@ def attention_packed(
     """
     q, k, v = _cast(q, k, v)
     _check("attention_packed", q, k, v, rank=3)
-    k_offsets = q_offsets if k_offsets is None else k_offsets
-    for name, offsets in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
-        if offsets.dtype != torch.int32 or offsets.ndim != 1 or len(offsets) < 2:
-            raise ValueError(f"attention_packed: {name} are {offsets.dtype} {list(offsets.shape)}; give int32 [batch + 1]")
-    batch = len(q_offsets) - 1
-    if len(k_offsets) != batch + 1:
-        raise ValueError(f"attention_packed: k_offsets are of {len(k_offsets) - 1} sequences, q_offsets of {batch}; they must be as many")
-    if k_offsets is q_offsets and len(k) != len(q):
+    if k_offsets is None and len(k) != len(q):
         raise ValueError(f"attention_packed: k has {len(k)} tokens, q has {len(q)}; they must be equal, or give k_offsets")
+    k_offsets = q_offsets if k_offsets is None else k_offsets
     q_used, k_used = used if isinstance(used, tuple) else (used, used)
-    for lengths in (q_used, k_used):
-        if lengths is not None and (lengths.dtype != torch.int32 or lengths.shape != (batch,)):
-            raise ValueError(f"attention_packed: used is {lengths.dtype} {list(lengths.shape)}; give int32 [{batch}]")
-    if longest is None:
-        longest = tuple(int(offsets.diff().max()) for offsets in (q_offsets, k_offsets))
+    _check_offsets(q, q_offsets, k_offsets, q_used, k_used)
     longest_q, longest_k = longest if isinstance(longest, tuple) else (longest, longest)
-    how = _How(mask, scale, scores.chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
-    sizes = (batch, longest_q, longest_k, q.shape[1], k.shape[1], q.shape[2], q.dtype)
-    rest = ("packed", 0, len(q), 0 if len(k) == len(q) else len(k), _dim_v(q, v))
-    return _attend(how, sizes, rest, q, k, v, Operands(_scale(scale, q.shape[2]), q_offsets, k_offsets, q_used, k_used), return_lse)
+    how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
+    x = Operands(_scale(scale, q), q_offsets, k_offsets, q_used, k_used)
+    run = registered.attend
+    if not registered.in_graph(kernel, q, k, v):
+        run = attend.attend
+        longest_q, longest_k = (attend.longest_of(o) if n is None else n for n, o in ((longest_q, q_offsets), (longest_k, k_offsets)))
+    return run(how, attend.packed_sizes(q, k, v, len(q_offsets) - 1, longest_q, longest_k), q, k, v, x, return_lse)
 
 
 def paged_attention(
@@ -147,20 +126,19 @@ def paged_attention(
     2023); the heads of a group, and the queries, share each key that is read. Lengths are read on the device, so the
     call can be captured in a CUDA graph. Returns as `attention` does; arguments and errors as there.
     """
+    if torch.is_autocast_enabled(q.device.type):
+        q = q.to(cache.k.dtype)
     _check("paged_attention", q, cache.k, cache.v, rank=4)
-    batch, len_q, heads, dim = q.shape
-    page, kv_heads = cache.k.shape[1:3]
-    table = cache.page_table
-    if table.dtype != torch.int32 or table.ndim != 2 or table.shape[0] != batch:
-        raise ValueError(f"paged_attention: page_table is {table.dtype} {list(table.shape)}; give int32 [{batch}, most pages]")
-    if cache.lengths.dtype != torch.int32 or cache.lengths.shape != (batch,):
-        raise ValueError(f"paged_attention: lengths are {cache.lengths.dtype} {list(cache.lengths.shape)}; give int32 [{batch}]")
-    how = _How(mask, scale, scores.chain(bias, score, softcap), sinks, None, False, False, kernel)
-    sizes = (batch, len_q, table.shape[1] * page, heads, kv_heads, dim, q.dtype)
-    problem, x = _problem("decode", how, sizes, ("paged", page, 0, 0, _dim_v(q, cache.v)), Operands(_scale(scale, dim)), q)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, cache.k, cache.v, sinks, *x.score)):
-        kernel = "reference"  # gradients through a cache: through the plain formula
-    return select(problem, q.device, kernel).launch(q, cache, x, return_lse)
+    batch, pages = q.shape[0], cache.page_table
+    if pages.dtype != torch.int32 or pages.ndim != 2 or pages.shape[0] != batch or pages.device != q.device:
+        raise ValueError(f"paged_attention: page_table is {_kind(pages)}; give int32 [{batch}, most pages] on {q.device}")
+    if cache.lengths.dtype != torch.int32 or cache.lengths.shape != (batch,) or cache.lengths.device != q.device:
+        raise ValueError(f"paged_attention: lengths are {_kind(cache.lengths)}; give int32 [{batch}] on {q.device}")
+    how, x = How(mask, chain(bias, score, softcap), sinks, None, False, False, kernel), Operands(_scale(scale, q))
+    sizes = attend.paged_sizes(q, cache.k, cache.v, pages.shape[1])
+    if registered.in_graph(kernel, q, cache.k, cache.v) or (kernel != "reference" and _paged_grad(how, q, cache)):
+        return registered.attend_paged(how, sizes, q, cache, x, return_lse)
+    return attend.attend_paged(how, sizes, q, cache, x, return_lse)
 
 
 def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -171,71 +149,19 @@ def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """
     if not states:
         raise ValueError("merge: states is empty; give at least one (output, LSE) pair")
+    for n, (out, lse) in enumerate(states):
+        if out.shape != states[0][0].shape or lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
+            raise ValueError(f"merge: part {n} has an output {list(out.shape)} and LSE {list(lse.shape)}; give [..., len, heads, dim] and [..., heads, len]")
     lse = torch.stack([part for _, part in states])
-    total = torch.logsumexp(lse, 0)
-    weights = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp()
-    out = sum(w.transpose(-1, -2).unsqueeze(-1) * o for w, (o, _) in zip(weights, states, strict=True))
-    return out.to(states[0][0].dtype), total
+    peak = lse.detach().amax(0)
+    parts = (lse - peak.masked_fill(peak == -torch.inf, 0.0)).exp()  # 0 where a part sees nothing
+    total = parts.sum(0)
+    some = total.where(total > 0, 1.0)
+    out = sum((part / some).transpose(-1, -2).unsqueeze(-1) * out for part, (out, _) in zip(parts, states, strict=True))
+    return out.to(states[0][0].dtype), (some.log() + peak).where(total > 0, -torch.inf)
 
 
-# ---- from arguments to a Problem
-
-
-class _How(NamedTuple):
-    """The arguments that say what is computed."""
-
-    mask: Any
-    scale: float | None
-    score: scores.Score | None
-    sinks: Tensor | None
-    dropout: float | Dropout | None
-    deterministic: bool
-    batch_invariant: bool
-    kernel: str
-
-
-def _attend(how: _How, sizes: tuple, rest: tuple, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
-    problem, x = _problem("prefill", how, sizes, rest, x, q)
-    if torch.is_grad_enabled() and how.kernel != "reference" and any(t is not None and t.requires_grad for t in (q, k, v, how.sinks, *x.score)):
-        out, lse = _Attend.apply(problem, how.kernel, x, q, k, v, how.sinks, *x.score)
-        return (out, lse) if return_lse else out
-    return select(problem, q.device, how.kernel).launch(q, k, v, x, return_lse)
-
-
-def _problem(op: str, how: _How, sizes: tuple, rest: tuple, x: Operands, q: Tensor) -> tuple[Attention, Operands]:
-    """The Problem and the operands of a call."""
-    mask, score, extras = how.mask, None, ()
-    if not isinstance(mask, Band):
-        mask = as_mask(mask)
-        x = x._replace(mask=mask.tensors)
-        mask = mask.static()
-    if how.score is not None:
-        score = how.score.static()
-        x = x._replace(score=how.score.tensors)
-    if how.sinks is not None:
-        if how.sinks.shape != (sizes[3],):
-            raise ValueError(f"sinks are {list(how.sinks.shape)}; give one logit a query head, [{sizes[3]}]")
-        x = x._replace(sinks=how.sinks)
-        extras += ("sinks",)
-    if how.dropout:
-        drop = how.dropout if isinstance(how.dropout, Dropout) else Dropout(float(how.dropout))
-        if not 0 <= drop.p < 1:
-            raise ValueError(f"dropout {drop.p} is not a probability below 1; give 0 <= p < 1")
-        if drop.p:
-            x = x._replace(drop=drop.p, state=philox.draw(q.device, drop.seed, drop.offset))
-            extras += ("dropout",)
-    if how.deterministic or torch.are_deterministic_algorithms_enabled():
-        extras += ("deterministic",)
-    if how.batch_invariant:
-        extras += ("batch_invariant",)
-    if x.q_used is not None or x.k_used is not None:
-        extras += ("used",)
-    if q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        extras += ("tf32",)
-    for tensor in (*x.mask, *x.score):
-        if tensor.device != q.device and tensor.ndim:
-            raise ValueError(f"a tensor {list(tensor.shape)} of the mask or score is on {tensor.device}, q on {q.device}; move them to one device")
-    return Attention(op, *sizes, mask, *rest, score, tuple(sorted(extras))), x
+# ---- checks
 
 
 def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,12 +172,8 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _scale(scale: float | None, dim: int) -> float:
-    return dim**-0.5 if scale is None else float(scale)
-
-
-def _dim_v(q: Tensor, v: Tensor) -> int:
-    return 0 if v.shape[-1] == q.shape[-1] else v.shape[-1]
+def _scale(scale: float | None, q: Tensor) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
@@ -266,42 +188,33 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
         raise ValueError(f"{name}: {q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{name}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; cast them to one dtype")
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"{name}: q, k, v are {q.dtype}; give floats")
     if not q.device == k.device == v.device:
         raise ValueError(f"{name}: q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
 
 
-# ---- gradients
-
-FAMILY = {"triton_prefill": "triton_backward"}  # the kernel of the backward pass that goes with one of the forward pass asked for by name
-
-
-class _Attend(torch.autograd.Function):
-    """Attention with a backward pass that computes the weights again from q, k and LSE (FlashAttention, Dao et al., 2022, algorithm 4)."""
-
-    @staticmethod
-    def forward(ctx, problem: Attention, kernel: str, x: Operands, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *score: Tensor):
-        out, lse = select(problem, q.device, kernel).launch(q, k, v, x, True)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *score)
-        ctx.problem, ctx.kernel, ctx.x = problem, kernel, x._replace(sinks=None, score=())
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, d_out, d_lse):
-        if torch.is_grad_enabled() and any(d is not None and d.requires_grad for d in (d_out, d_lse)):
-            raise NotImplementedError("attention: gradients of gradients; kernel='reference' has them")
-        q, k, v, out, lse, sinks, *score = ctx.saved_tensors
-        if d_out is None:
-            d_out = torch.zeros_like(out)
-        grads = attention_backward(ctx.problem, ctx.kernel, ctx.x._replace(sinks=sinks, score=tuple(score)), q, k, v, out, lse, d_out, d_lse)
-        return None, None, None, *grads[:4], *grads[4]
+def _check_offsets(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_used: Tensor | None, k_used: Tensor | None) -> None:
+    """What says where the sequences of a packed batch lie."""
+    for name, offsets in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
+        if offsets.dtype != torch.int32 or offsets.ndim != 1 or len(offsets) < 2 or offsets.device != q.device:
+            raise ValueError(f"attention_packed: {name} are {_kind(offsets)}; give int32 [batch + 1] on {q.device}")
+    batch = len(q_offsets) - 1
+    if len(k_offsets) != batch + 1:
+        raise ValueError(f"attention_packed: k_offsets are of {len(k_offsets) - 1} sequences, q_offsets of {batch}; they must be as many")
+    for lengths in (q_used, k_used):
+        if lengths is not None and (lengths.dtype != torch.int32 or lengths.shape != (batch,) or lengths.device != q.device):
+            raise ValueError(f"attention_packed: used is {_kind(lengths)}; give int32 [{batch}] on {q.device}")
 
 
-def attention_backward(problem: Attention, kernel: str, x: Operands, q, k, v, out, lse, d_out, d_lse=None):
-    """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `problem`, `x`; `kernel` is the forward's, by name or "auto"."""
-    extras = problem.extras + (("score_grad",) if any(t.requires_grad for t in x.score) else ())
-    problem = problem._replace(op="backward", extras=tuple(sorted(extras)))
-    return select(problem, q.device, FAMILY.get(kernel, kernel)).launch(q, k, v, out, lse, d_out, d_lse, x)
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+def _paged_grad(how: How, q: Tensor, cache: PagedKV) -> bool:
+    """Whether a call over a cache needs gradients."""
+    reads = () if how.score is None else how.score.tensors
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, cache.k, cache.v, how.sinks, *reads))
 
 
 __all__ = ["Dropout", "PagedKV", "attention", "attention_packed", "merge", "paged_attention"]

@@ -1,0 +1,217 @@
+"""From the arguments of an attention call to a Problem and a launch, with gradients: what eager calls do."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from onchip.core import philox
+from onchip.core.masks import Band, as_mask
+from onchip.core.problem import Attention, Dropout, Operands
+from onchip.core.scores import Score
+from onchip.dispatch import select
+
+FAMILY = {"triton_prefill": "triton_backward"}  # the kernel of the backward pass that goes with one of the forward pass asked for by name
+PLAIN = (Tensor, torch.nn.Parameter)
+TWICE = "attention: gradients of gradients are not implemented; kernel='reference' has them"
+
+
+class PagedKV(NamedTuple):
+    """Keys and values of many sequences in pages of one pool (vLLM's PagedAttention, Kwon et al., 2023).
+
+    k, v         [pages, page, kv_heads, dim]; slots that no sequence uses may hold anything, NaN included.
+    page_table   [batch, most pages] int32: the pages of each sequence in order; entries past its length are not read.
+    lengths      [batch] int32: keys of each sequence, those of the current queries included.
+    """
+
+    k: Tensor
+    v: Tensor
+    page_table: Tensor
+    lengths: Tensor
+
+
+class How(NamedTuple):
+    """The arguments that say what is computed. `score`: bias, score functions and softcap in one."""
+
+    mask: Any
+    score: Score | None
+    sinks: Tensor | None
+    dropout: float | Dropout | None
+    deterministic: bool
+    batch_invariant: bool
+    kernel: str
+
+
+class Sizes(NamedTuple):
+    """What a Problem takes from the shapes: its fields from `batch` to `dtype`, and from `keys` to `dim_v`."""
+
+    dims: tuple  # batch, len_q, len_k, heads, kv_heads, dim, dtype
+    keys: tuple  # keys, page, tokens, tokens_k, dim_v
+
+
+def dense_sizes(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
+    batch, len_q, heads, dim = q.shape
+    return Sizes((batch, len_q, k.shape[1], heads, k.shape[2], dim, q.dtype), ("dense", 0, 0, 0, dim_v(q, v)))
+
+
+def packed_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: int, longest_q: int, longest_k: int) -> Sizes:
+    tokens, heads, dim = q.shape
+    return Sizes((sequences, longest_q, longest_k, heads, k.shape[1], dim, q.dtype), ("packed", 0, tokens, 0 if len(k) == tokens else len(k), dim_v(q, v)))
+
+
+def paged_sizes(q: Tensor, k: Tensor, v: Tensor, pages: int) -> Sizes:
+    batch, len_q, heads, dim = q.shape
+    _, page, kv_heads, _ = k.shape
+    return Sizes((batch, len_q, pages * page, heads, kv_heads, dim, q.dtype), ("paged", page, 0, 0, dim_v(q, v)))
+
+
+def dim_v(q: Tensor, v: Tensor) -> int:
+    """Of the values, where it is not q's."""
+    return 0 if v.shape[-1] == q.shape[-1] else v.shape[-1]
+
+
+def longest_of(offsets: Tensor) -> int:
+    """Of the sequences; waits for the device."""
+    return int(offsets.diff().max())
+
+
+def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
+    """The launch of a dense or packed call, recorded for autograd where a tensor needs a gradient."""
+    if how.dropout:
+        x = drawn(how.dropout, q, x)
+    problem, x = problem_of("prefill", how, sizes, x, q)
+    if how.kernel == "reference":  # torch's own derivatives, of any order and kind
+        return select(problem, q.device, "reference").launch(q, k, v, x, return_lse)
+    if torch.is_grad_enabled() and needs_grad(q, k, v, x):
+        out, lse = Attend.apply(problem, how.kernel, x, q, k, v, x.sinks, *x.score)
+        return (out, lse) if return_lse else out
+    if forward_ad._current_level >= 0:
+        refuse_tangents(q, k, v, x.sinks, *x.score)
+    return select(problem, q.device, how.kernel).launch(q, k, v, x, return_lse)
+
+
+def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
+    """The launch of a call over a paged cache. Gradients: by the operator of `ops/registered.py`, or the reference's own."""
+    problem, x = problem_of("decode", how, sizes, x, q)
+    return select(problem, q.device, how.kernel).launch(q, cache, x, return_lse)
+
+
+def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor) -> tuple[Attention, Operands]:
+    """The Problem and the operands of a call; dropout is in `x` already."""
+    mask, score, extras = how.mask, None, ()
+    if not isinstance(mask, Band):
+        mask = as_mask(mask)
+        mask.fits(*_needs(sizes))
+        mask, reads = mask.parts()
+        x = x._replace(mask=_on(q, "mask", reads))
+    if how.score is not None:
+        how.score.fits(*_needs(sizes))
+        score, reads = how.score.parts()
+        x = x._replace(score=_on(q, "score", reads))
+    if how.sinks is not None:
+        check_sinks(how.sinks, sizes.dims[3], q)
+        x = x._replace(sinks=how.sinks)
+        extras += ("sinks",)
+    if x.drop:
+        extras += ("dropout",)
+    if how.deterministic or torch.are_deterministic_algorithms_enabled():
+        extras += ("deterministic",)
+    if how.batch_invariant:
+        extras += ("batch_invariant",)
+    if x.q_used is not None or x.k_used is not None:
+        extras += ("used",)
+    if q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        extras += ("tf32",)
+    return Attention(op, *sizes.dims, mask, *sizes.keys, score, tuple(sorted(extras)) if extras else ()), x
+
+
+def _needs(sizes: Sizes) -> tuple[int, int, int, int]:
+    """The least sizes of a tensor of a mask or score: (batch, heads, len_q, len_k); the keys of a paged call are known on the device only."""
+    batch, len_q, len_k, heads, *_ = sizes.dims
+    return batch, heads, len_q, 0 if sizes.keys[0] == "paged" else len_k
+
+
+def _on(q: Tensor, what: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors on q's device: single numbers are moved, others have to be there."""
+    for tensor in tensors:
+        if tensor.device != q.device and tensor.ndim:
+            raise ValueError(f"attention: a tensor {list(tensor.shape)} of the {what} is on {tensor.device}, q on {q.device}; move them to one device")
+    return tuple(t if t.ndim else t.to(q.device) for t in tensors)
+
+
+def check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
+    if sinks.shape != (heads,) or not sinks.dtype.is_floating_point or sinks.device != q.device:
+        given = f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
+        raise ValueError(f"attention: sinks are {given}; give floats, one logit a query head, [{heads}] on {q.device}")
+
+
+def drawn(dropout: float | Dropout, q: Tensor, x: Operands) -> Operands:
+    """`x` with the probability, and the seed of this call's random numbers."""
+    p, seed, offset = dropout if isinstance(dropout, Dropout) else Dropout(float(dropout))
+    if not 0 <= p < 1:
+        raise ValueError(f"attention: dropout {p} is not a probability below 1; give 0 <= p < 1")
+    if not (0 <= (seed or 0) < 1 << 63 and 0 <= offset < 1 << 32):
+        raise ValueError(f"attention: dropout has seed {seed} and offset {offset}; give a seed of 63 bits or None, and an offset of 32 bits")
+    return x._replace(drop=p, state=philox.draw(q.device, seed, offset)) if p else x
+
+
+def needs_grad(q: Tensor, k: Tensor, v: Tensor, x: Operands) -> bool:
+    return q.requires_grad or k.requires_grad or v.requires_grad or (x.sinks is not None and x.sinks.requires_grad) or any(t.requires_grad for t in x.score)
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raises where forward-mode differentiation goes through."""
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError("attention: forward-mode derivatives (jvp) are not implemented; kernel='reference' has them, or use reverse mode")
+
+
+# ---- gradients
+
+
+class Attend(torch.autograd.Function):
+    """Attention with a backward pass that computes the weights again from q, k and LSE (FlashAttention, Dao et al., 2022, algorithm 4)."""
+
+    @staticmethod
+    def forward(ctx, problem: Attention, kernel: str, x: Operands, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *score: Tensor):
+        out, lse = select(problem, q.device, kernel).launch(q, k, v, x, True)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *score)
+        ctx.problem, ctx.kernel, ctx.x = problem, kernel, x._replace(sinks=None, score=())
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, d_out, d_lse):
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError("attention: a batch of backward passes at once (is_grads_batched) is not implemented; kernel='reference' has it")
+        q, k, v, out, lse, sinks, *score = ctx.saved_tensors
+        with torch.no_grad():
+            d_out = torch.zeros_like(out) if d_out is None else d_out
+            grads = attention_backward(ctx.problem, ctx.kernel, ctx.x._replace(sinks=sinks, score=tuple(score)), q, k, v, out, lse, d_out, d_lse)
+        grads = (*grads[:4], *grads[4])
+        if torch.is_grad_enabled():  # create_graph: whoever goes on through these gradients shall know
+            grads = _Once.apply(next(t for t in (q, k, v, sinks, *score) if t is not None and t.requires_grad), *grads)
+        return None, None, None, *grads
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError("attention: forward-mode derivatives (jvp) are not implemented; kernel='reference' has them, or use reverse mode")
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that have none themselves."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, *grads: Tensor | None):
+        return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(TWICE)
+
+
+def attention_backward(problem: Attention, kernel: str, x: Operands, q, k, v, out, lse, d_out, d_lse=None):
+    """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `problem`, `x`; `kernel` is the forward's, by name or "auto"."""
+    extras = problem.extras + (("score_grad",) if any(t.requires_grad for t in x.score) else ())
+    problem = problem._replace(op="backward", extras=tuple(sorted(extras)))
+    return select(problem, q.device, FAMILY.get(kernel, kernel)).launch(q, k, v, out, lse, d_out, d_lse, x)
