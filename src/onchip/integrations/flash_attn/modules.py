@@ -6,37 +6,38 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 HOME = "onchip.integrations.flash_attn"
 FA2, FA3, FA4 = "2.8.4", "3.0.0", "4.0.0"  # the versions whose functions these are
 OWN = {"flash_attn", "flash_attn_interface", "flash_attn_3"}  # what is taken away, children included, while ours stand there
 
-# name -> (our module or None for an empty package, version)
-MODULES = {
-    "flash_attn": ("fa2", FA2),
-    "flash_attn.flash_attn_interface": ("fa2", FA2),
-    "flash_attn.bert_padding": ("bert_padding", FA2),
-    "flash_attn.layers": (None, FA2),
-    "flash_attn.layers.rotary": ("rotary", FA2),
-    "flash_attn.ops": (None, FA2),
-    "flash_attn.ops.triton": (None, FA2),
-    "flash_attn.ops.triton.rotary": ("rotary", FA2),
-    "flash_attn_interface": ("fa3", FA3),
-    "flash_attn_3": (None, FA3),
-    "flash_attn_3.flash_attn_interface": ("fa3", FA3),
-    "flash_attn.cute": ("fa4", FA4),
-    "flash_attn.cute.interface": ("fa4", FA4),
+MODULES = {  # name -> (our modules whose names it has, version)
+    "flash_attn": (["fa2"], FA2),
+    "flash_attn.flash_attn_interface": (["fa2", "fa2_private"], FA2),
+    "flash_attn.bert_padding": (["bert_padding"], FA2),
+    "flash_attn.layers": ([], FA2),
+    "flash_attn.layers.rotary": (["rotary"], FA2),
+    "flash_attn.ops": ([], FA2),
+    "flash_attn.ops.triton": ([], FA2),
+    "flash_attn.ops.triton.rotary": (["rotary"], FA2),
+    "flash_attn_interface": (["fa3", "fa3_private"], FA3),
+    "flash_attn_3": (["fa3", "fa3_private"], FA3),
+    "flash_attn_3.flash_attn_interface": (["fa3", "fa3_private"], FA3),
+    "flash_attn.cute": (["fa4"], FA4),
+    "flash_attn.cute.interface": (["fa4", "fa4_private"], FA4),
 }
 
 _before: dict[str, ModuleType] = {}  # what stood there
 _ours: dict[str, ModuleType] = {}  # empty while nothing is installed
+_libraries: list[Any] = []  # operators live as long as these
 
 
 def install() -> None:
-    """Put the modules into `sys.modules`, for whoever imports them from now on; names imported before keep what they have.
+    """Put the modules into `sys.modules`, for whoever imports them from now on, and the operators into `torch.ops.flash_attn_3`.
 
-    An installed flash-attn steps aside, all of its modules, until `uninstall`. A second `install` changes nothing. What libraries
-    found out about flash-attn before, and keep, is as they found it (transformers' `is_flash_attn_2_available` reads package metadata).
+    An installed flash-attn steps aside, all of its modules, until `uninstall`. A second `install` changes nothing. Names imported
+    before keep what they have, and so does what libraries found out before (transformers asks the metadata of packages, not modules).
     """
     if _ours:
         return
@@ -50,6 +51,7 @@ def install() -> None:
         parent, _, child = name.rpartition(".")
         if parent:
             setattr(made[parent], child, module)
+    _libraries.append(importlib.import_module(f"{HOME}.fa3_private").register())
 
 
 def uninstall() -> None:
@@ -60,6 +62,9 @@ def uninstall() -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] in OWN] if _ours else ():
         del sys.modules[name]
     sys.modules.update(_before)
+    for library in filter(None, _libraries):
+        library._destroy()
+    _libraries.clear()
     _before.clear()
     _ours.clear()
 
@@ -76,10 +81,10 @@ def installed() -> Iterator[None]:
             uninstall()
 
 
-def _module(name: str, source: str | None, version: str) -> ModuleType:
-    """A module of that name with all that `source` has; a package where it has children."""
+def _module(name: str, sources: list[str], version: str) -> ModuleType:
+    """A module of that name with all that `sources` have; a package where it has children."""
     module = ModuleType(name)
-    if source is not None:
+    for source in reversed(sources):  # the first one's text and file stay
         origin = importlib.import_module(f"{HOME}.{source}")
         module.__dict__.update({key: value for key, value in vars(origin).items() if not (key.startswith("__") and key.endswith("__"))})
         module.__doc__, module.__file__ = origin.__doc__, origin.__file__
