@@ -18,6 +18,7 @@ from onchip.models import gguf, weights
 from onchip.ops.attention import PagedKV, attention
 
 SAMPLE = 64  # queries of one sequence that are held against the reference
+MODDED = 4  # heads of a mod that are; their scores fill 20 GB at 8k, with all that torch keeps for the gradients
 DENSE = 1 << 29  # scores of a head group that the reference may hold at once: 2 GiB of float32, several times
 PASSES = {"forward": ("prefill",), "backward": ("backward",), "step": ("prefill", "backward")}  # {what is asked: its operators}
 
@@ -114,9 +115,10 @@ class Trained:
 
     @property
     def _heads(self) -> tuple[int, int]:
-        """Query and key heads of the part that is held against the reference: those of one group, or with a mod all."""
+        """Query and key heads of the part that is held against the reference: those of one group, or with a mod a few, for it may tell them apart."""
         p = self.problem.inner
-        return (p.heads, p.kv_heads) if self.problem.mod else (p.group, 1)
+        groups = min(MODDED, p.kv_heads) if self.problem.mod else 1
+        return groups * p.group, groups
 
     @property
     def _rows(self) -> int:
@@ -135,7 +137,8 @@ class Trained:
         parts = [(x[-self.lengths[-1] :] if self.lengths else x[0])[None].float() for x in (self.q, self.k, self.v, self.d_out)]
         q, d_out = (parts[n][:, -self._rows :, :heads] for n in (0, 3))
         leaves = [x.detach().requires_grad_(op != "forward") for x in (q, parts[1][:, :, :kv_heads], parts[2][:, :, :kv_heads])]
-        how = {"mask": self.problem.inner.mask, "kernel": "reference", "sinks": self.mod.sinks, **self.mod.arguments}
+        how = {"mask": self.problem.inner.mask, "kernel": "reference", "sinks": None if self.mod.sinks is None else self.mod.sinks[:heads]}
+        how |= self.mod.functions
         with torch.set_grad_enabled(op != "forward"):
             out = attention(*leaves, **how)
         grads = () if op == "forward" else torch.autograd.grad(out, leaves, d_out)

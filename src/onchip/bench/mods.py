@@ -48,8 +48,13 @@ class Mod:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keywords of `onchip.attention`, but for the sinks."""
+        return self.own or self.functions
+
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The same from the functions alone, which take part of the sequences and heads as well."""
         given = {"mask": MaskMod(self.mask) if self.mask else None, "score": ScoreMod(self.score) if self.score else None}
-        return self.own or {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import torch
 from rich.console import Console
 
 SUITES = ("backward", "mods", "gym")  # that compile for minutes: each mod is a kernel of its own, for onchip and for FlexAttention
-COMPILED = ("onchip", "FlexAttention")  # the contenders whose kernels stay on disk
+KEPT = {"onchip": "", "FlexAttention": "", "FlashAttention-4": "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"}  # whose kernels stay on disk, and the switch for it
 MOST = 8  # processes; each one holds a row's inputs on the GPU, a few GB
 LIMIT = 240  # seconds; what is not compiled by then compiles when its turn comes
 
@@ -42,16 +43,16 @@ def _part(suite_name: str, device_name: str, only: str, quick: str, part: str, p
     from onchip.bench.run import noted
 
     device = torch.device(device_name)
+    kept = [name for name, switch in KEPT.items() if not switch or os.environ.get(switch) == "1"]
     rows = suite.rows(suite_name, device, quick == "1", only)
-    with torch.no_grad(), torch.cuda.device(device):
+    with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for row in rows[int(part) :: int(parts)]:
             with noted({}, "row"):
                 made = data.inputs(row, device)
                 for peer in contenders(row.problem, device)[0]:
-                    if peer.name in COMPILED:
+                    if peer.name in kept:
                         with noted({}, peer.name):
                             peer.prepare(made).run()
-            del made
 
 
 if __name__ == "__main__":
