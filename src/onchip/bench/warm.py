@@ -15,7 +15,7 @@ from rich.console import Console
 SUITES = ("backward", "mods", "gym")  # that compile for minutes: each mod is a kernel of its own, for onchip and for FlexAttention
 KEPT = {"onchip": "", "FlexAttention": "", "FlashAttention-4": "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"}  # whose kernels stay on disk, and the switch for it
 MOST = 8  # processes; each one holds a row's inputs on the GPU, a few GB
-LIMIT = 240  # seconds; what is not compiled by then compiles when its turn comes
+LIMIT = 120  # seconds; what is not compiled by then compiles when its turn comes
 
 
 def compile_rows(suite: str, device: torch.device, only: str, quick: bool) -> None:
