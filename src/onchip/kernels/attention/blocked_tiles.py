@@ -1,0 +1,240 @@
+"""What `blocked.py` computes on: the sequences of a call, their tiles, and masks and scores cut to a tile.
+
+A tile is some queries and the keys that any of them sees; what none of them sees is never touched.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.core.masks import Band
+from onchip.core.problem import Attention, Operands
+from onchip.core.trace import PLACE, Place, Traced
+
+BLOCK = 128  # queries that are looked at together to see whether a mask is sparse
+SPARSE = 0.75  # a tile goes in blocks when they see less than this part of what it sees; the more calls cost about a tenth
+
+
+class Part(NamedTuple):
+    """Sequences of equal lengths that go together: a few of a dense batch, or one of a packed one.
+
+    batch    their numbers.     rows, cols   tokens of a packed batch, None of a dense one.     origin   the number of the first key at hand.
+    """
+
+    batch: slice
+    rows: slice | None
+    cols: slice | None
+    len_q: int
+    len_k: int
+    origin: int = 0
+
+    def queries(self, t: Tensor) -> Tensor:
+        """What is of these sequences in `t`, laid out as q is: [batch, heads, len_q, dim]."""
+        return (t[self.batch] if self.rows is None else t[self.rows][None]).transpose(1, 2)
+
+    def keys(self, t: Tensor) -> Tensor:
+        """The same, of what is laid out as k is."""
+        return (t[self.batch] if self.cols is None else t[self.cols][None]).transpose(1, 2)
+
+    def lse(self, t: Tensor) -> Tensor:
+        """The same, of what is laid out as LSE is: [batch, heads, len_q]."""
+        return t[self.batch] if self.rows is None else t[None, :, self.rows]
+
+
+class Tile(NamedTuple):
+    """Some queries, and the keys that any of them sees.
+
+    keys     where they lie: a slice, or their numbers when there are gaps.        at   the place of each.
+    seen     bool [.., .., rows, keys], which broadcasts over batch and heads; None: every row sees every key.
+    shown    bool [.., .., keys, 1], which broadcasts over batch and kv_heads: False where no row of this sequence and head sees
+             a key that others see; None: there is no such key.
+    """
+
+    rows: slice
+    keys: slice | Tensor
+    at: Place
+    seen: Tensor | None = None
+    shown: Tensor | None = None
+
+    def of_keys(self, t: Tensor) -> Tensor:
+        """The tile's keys of `t` [batch, kv_heads, keys, dim]. What no row sees may hold anything, so it becomes 0."""
+        t = take(t, 2, self.keys)
+        return t if self.shown is None else torch.where(self.shown, t, 0.0)
+
+    def columns(self, cols: slice) -> "Tile | None":
+        """A part of the tile's keys; None when no row sees one."""
+        keys = slice(self.keys.start + cols.start, self.keys.start + cols.stop) if isinstance(self.keys, slice) else self.keys[cols]
+        seen = None if self.seen is None else self.seen[..., cols]
+        if seen is not None and not seen.any():
+            return None
+        return Tile(self.rows, keys, self.at._replace(j=self.at.j[..., cols]), None if seen is None or seen.all() else seen)
+
+
+# ---- from a call to its tiles
+
+
+def parts(p: Attention, x: Operands, q: Tensor, k: Tensor, most: int) -> list[Part]:
+    """The sequences, `most` of a dense batch at once; one by one where a mask or score tells them apart, for then each has keys of its own."""
+    if x.q_offsets is not None:
+        lengths = zip(_spans(x.q_offsets, x.q_used), _spans(x.k_offsets, x.k_used), strict=True)
+        return [Part(slice(b, b + 1), rows, cols, rows.stop - rows.start, cols.stop - cols.start) for b, (rows, cols) in enumerate(lengths)]
+    batch, len_q, len_k = *q.shape[:2], k.shape[1]
+    step = 1 if "batch_invariant" in p.extras or differs(p, "b") else max(1, most)
+    return [Part(slice(b, min(b + step, batch)), None, None, len_q, len_k) for b in range(0, batch, step)]
+
+
+def _spans(offsets: Tensor, used: Tensor | None) -> list[slice]:
+    """The tokens of each sequence of a packed batch."""
+    bounds = offsets.tolist()
+    lengths = [b - a for a, b in pairwise(bounds)] if used is None else used.tolist()
+    return [slice(a, a + n) for a, n in zip(bounds, lengths, strict=False)]
+
+
+def tiles(p: Attention, x: Operands, part: Part, most: int, device: torch.device) -> Iterator[Tile]:
+    """Tiles of at most so many queries, without those that see no key."""
+    band = hull(p)
+    shift = band.shift(part.len_q, part.len_k)
+    count = lambda first, last, *shape: torch.arange(first, last, device=device).view(shape)  # noqa: E731
+    lengths = (torch.full((1, 1, 1, 1), n, device=device) for n in (part.len_q, part.len_k))
+    whole = Place(count(part.batch.start, part.batch.stop, -1, 1, 1, 1), count(0, p.heads, 1, -1, 1, 1), None, None, *lengths)
+    for start in range(0, part.len_q, most):
+        stop = min(start + most, part.len_q)
+        first, last = start + shift, stop + shift - 1
+        keys = band.keys(first, last, part.len_k)
+        if not keys:
+            continue
+        at = whole._replace(i=count(start, stop, 1, 1, -1, 1), j=count(keys.start, keys.stop, 1, 1, 1, -1))
+        tile = Tile(slice(start, stop), slice(keys.start - part.origin, keys.stop - part.origin), at)
+        if isinstance(p.mask, Traced):
+            seen = value(p.mask, reads(p.mask, x.mask, at), at)
+            yield from _narrowed(p, tile, seen.expand(*seen.shape[:2], stop - start, len(keys)))
+        else:  # any key of the range is seen by some row
+            inside = (band.right is None or keys.stop - 1 <= first + band.right) and (band.left is None or keys.start >= last - band.left)
+            yield tile if inside else tile._replace(seen=band.seen(at))
+
+
+def _narrowed(p: Attention, tile: Tile, seen: Tensor) -> Iterator[Tile]:
+    """The tile without the keys that none of its rows sees; in blocks of rows where these see less than the whole does."""
+    by_block = torch.stack([block.any(2) for block in seen.split(BLOCK, 2)], 2)  # [batch, heads, blocks, keys]
+    by_key = by_block.flatten(0, 1).any(0)
+    found = by_key.any(0).nonzero()[:, 0]
+    if not len(found):
+        return
+    if len(by_key) > 1 and by_key.sum() < SPARSE * len(by_key) * len(found):
+        for start in range(0, seen.shape[2], BLOCK):
+            rows = slice(tile.rows.start + start, min(tile.rows.start + start + BLOCK, tile.rows.stop))
+            near = slice(start, start + BLOCK)
+            yield from _narrowed(p, tile._replace(rows=rows, at=tile.at._replace(i=tile.at.i[:, :, near])), seen[:, :, near])
+        return
+    low, high = int(found[0]), int(found[-1]) + 1
+    gaps = high - low > len(found)
+    near = found if gaps else slice(low, high)
+    keys = found + tile.keys.start if gaps else slice(tile.keys.start + low, tile.keys.start + high)
+    tile = tile._replace(keys=keys, at=tile.at._replace(j=tile.at.j[..., near]))
+    seen, by_head = take(seen, 3, near), take(by_block.any(2), 2, near)
+    if seen.all():
+        yield tile
+        return
+    if by_head.shape[1] > 1:
+        by_head = by_head.unflatten(1, (p.kv_heads, p.group)).any(2)
+    yield tile._replace(seen=seen, shown=None if by_head.all() else by_head[..., None])
+
+
+def hull(p: Attention) -> Band:
+    """The band around the mask."""
+    return p.mask.hull if isinstance(p.mask, Traced) else p.mask
+
+
+def take(t: Tensor, dim: int, keys: slice | Tensor) -> Tensor:
+    return t.narrow(dim, keys.start, keys.stop - keys.start) if isinstance(keys, slice) else t.index_select(dim, keys)
+
+
+def add(t: Tensor, dim: int, keys: slice | Tensor, more: Tensor) -> None:
+    """`take`'s part of `t` grows by `more`."""
+    if isinstance(keys, slice):
+        t.narrow(dim, keys.start, keys.stop - keys.start).add_(more)
+    else:
+        t.index_add_(dim, keys, more.to(t.dtype))
+
+
+# ---- masks and scores on a tile
+
+
+def value(traced: Traced, tensors: list[Tensor], at: Place, s: Tensor | None = None) -> Tensor:
+    """A mask's or score's value at `at`, of four dimensions; `tensors` as `reads` gives them."""
+    found = cutting(traced)[0](s, *at, *tensors)
+    return found[(None,) * (4 - found.ndim)]
+
+
+def reads(traced: Traced, tensors: tuple[Tensor, ...], at: Place) -> list[Tensor]:
+    """What the function reads at `at`: of a tensor read at the place itself, [.., i, j], only what lies there; others whole."""
+    letters = cutting(traced)[1]
+    return [_cut(t, letters[n], at) if n in letters else t for n, t in enumerate(tensors)]
+
+
+def _cut(t: Tensor, letters: tuple[str, ...], at: Place) -> Tensor:
+    """The part of `t`, a dimension a letter, that lies at `at`, as [batch, heads, rows, keys]; a view where the numbers have no gap."""
+    for dim, letter in enumerate(letters):
+        t = take(t, dim, _range(getattr(at, letter)))
+    return t[tuple(slice(None) if letter in letters else None for letter in PLACE[:4])]
+
+
+def add_read(t: Tensor, letters: tuple[str, ...] | None, at: Place, more: Tensor) -> None:
+    """What `reads` takes of `t` grows by `more`."""
+    if letters is None:
+        t += more
+        return
+    for dim, letter in enumerate(letters[:-1]):  # only keys have gaps, and they come last
+        t = take(t, dim, _range(getattr(at, letter)))
+    add(t, len(letters) - 1, _range(getattr(at, letters[-1])), more[tuple(slice(None) if letter in letters else 0 for letter in PLACE[:4])])
+
+
+def _range(numbers: Tensor) -> slice | Tensor:
+    numbers = numbers.flatten()
+    first, last = int(numbers[0]), int(numbers[-1])
+    return slice(first, last + 1) if last + 1 - first == len(numbers) else numbers
+
+
+@functools.lru_cache(maxsize=1024)
+def cutting(traced: Traced) -> tuple[Callable, dict[int, tuple[str, ...]]]:
+    """(the function, {n: the letters that tensor n is read at}) where a read at the place itself is left to `reads`.
+
+    A view costs nothing, the look-up of 1M numbers 3 ms, and its gradient a tensor of the whole's size in each tile.
+    """
+    text, letters = traced.text, {}
+    for read, name, inside in re.findall(r"(aten\.index\.Tensor\((c\d+), \[([bhij, ]+)\]\))", text):
+        at = tuple(inside.split(", "))
+        if len(re.findall(rf"\b{name}\b", text)) == 2 and list(at) == sorted(set(at)):  # once in the head of the text, once here
+            text = text.replace(read, name)
+            letters[int(name[1:])] = at
+    return Traced(traced.name, text).run, letters
+
+
+@functools.lru_cache(maxsize=1024)
+def differs(p: Attention, letter: str) -> bool:
+    """Whether the mask or the score differs along a dimension of the Place."""
+    texts = [part.text.partition("\n")[2] for part in (p.mask, p.score) if isinstance(part, Traced)]
+    return any(re.search(rf"\b{letter}\b", text) for text in texts)
+
+
+@functools.lru_cache(maxsize=1024)
+def is_sum(score: Traced) -> bool:
+    """Whether a score is `s` and terms that do not depend on it."""
+    now, gone = "s", set()
+    *lines, last = score.text.splitlines()[1:]
+    for line in lines:
+        name, _, expression = line.strip().partition(": ")
+        words = re.findall(r"\w+", expression)
+        if gone & set(words) or words.count(now) > 1:
+            return False
+        if now in words:
+            if not re.search(rf"= aten\.(add\.\w+\(({now}, |\w+, {now}\))|sub\.\w+\({now}, )", expression):
+                return False
+            gone.add(now)
+            now = name
+    return last.strip() == f"return {now}"
