@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core import scores
-from onchip.core.masks import Band, Causal, Full, Mask, Window
-from onchip.core.problem import Attention, Dropout, Operands
-from onchip.core.scores import ALiBi, Score, Softcap
+from onchip.core.bands import Band, Causal, Full, Mask, Window
+from onchip.core.parts import by_name, check_sizes
+from onchip.core.problem import Dropout, Operands
+from onchip.core.scores import ALiBi, Score, Softcap, chain
 from onchip.core.trace import Place
-from onchip.ops.attention import attention, attention_backward, attention_packed
+from onchip.ops.attend import How, attention_backward, dense_sizes, longest_of, packed_sizes, problem_of
+from onchip.ops.attention import attention, attention_packed
 
 FP8 = torch.float8_e4m3fn
 
@@ -55,20 +56,15 @@ def gradients(call: Call, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
 
     state   int64 `[2]`: seed and offset of the forward call's dropout.
     """
-    score = scores.chain(None, list(call.score), None)
-    drop = call.dropout.p if call.dropout else 0.0
-    x = Operands(call.scale or q.shape[-1] ** -0.5, mask=call.mask.tensors, score=score.tensors if score else (), sinks=call.sinks, drop=drop, state=state)
-    dim_v = 0 if v.shape[-1] == q.shape[-1] else v.shape[-1]
-    extras = {"deterministic": call.deterministic, "dropout": drop, "sinks": call.sinks is not None}
+    how = How(call.mask, chain(None, list(call.score), None), call.sinks, None, call.deterministic, False, "auto")
+    x = Operands(call.scale or q.shape[-1] ** -0.5, drop=call.dropout.p if call.dropout else 0.0, state=state)
     if lengths is None:
-        sizes, keys = (q.shape[0], q.shape[1], k.shape[1]), ("dense", 0, 0, 0, dim_v)
+        sizes = dense_sizes(q, k, v)
     else:
-        longest = lengths.longest or tuple(int(offsets.diff().max()) for offsets in (lengths.q, lengths.k))
-        sizes, keys = (len(lengths.q) - 1, *longest), ("packed", 0, len(q), 0 if len(k) == len(q) else len(k), dim_v)
+        longest = lengths.longest or (longest_of(lengths.q), longest_of(lengths.k))
+        sizes = packed_sizes(q, k, v, len(lengths.q) - 1, *longest)
         x = x._replace(q_offsets=lengths.q, k_offsets=lengths.k, q_used=lengths.used[0], k_used=lengths.used[1])
-        extras["used"] = lengths.used != (None, None)
-    names = tuple(name for name, asked in extras.items() if asked)
-    problem = Attention("prefill", *sizes, q.shape[-2], k.shape[-2], q.shape[-1], q.dtype, call.mask.static(), *keys, score.static() if score else None, names)
+    problem, x = problem_of("prefill", how, sizes, x, q)
     return attention_backward(problem, "auto", x, q, k, v, out, lse, d_out, d_lse)[:4]
 
 
@@ -83,6 +79,8 @@ class Between(Mask):
     right: int | None
 
     __str__ = Mask.__str__
+    key = property(by_name)
+    tensors = ()
 
     @property
     def name(self) -> str:
@@ -104,6 +102,8 @@ class SameChunk(Mask):
     size: int
 
     __str__ = Mask.__str__
+    key = property(by_name)
+    tensors = ()
 
     @property
     def name(self) -> str:
@@ -150,10 +150,14 @@ class Descale(Score):
     factors: Tensor
 
     __str__ = Score.__str__
+    key = property(by_name)
 
     @property
     def tensors(self):
         return (self.factors,)
+
+    def fits(self, *sizes):
+        check_sizes("Descale", "factors", self.factors, "bh", sizes)
 
     def apply(self, s, at: Place):
         return s * self.factors[at.b, at.h]

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core import device as devices
-from onchip.core import scores
-from onchip.core.masks import Band
-from onchip.core.problem import Attention
+from onchip.core.problem import Attention, Operands
+from onchip.core.scores import chain
 from onchip.dispatch import OPS
 from onchip.integrations.flash_attn.call import Call, Lengths, run
 from onchip.integrations.flash_attn.rotary import at, rotate, sequence_of
-from onchip.ops.attention import PagedKV, paged_attention
+from onchip.ops.attend import How, PagedKV, Sizes, dim_v, problem_of
+from onchip.ops.attention import paged_attention
 
 DECODE = 16  # queries a sequence that the decode kernels take at most
 PAGE = 1024  # tokens a page that they take at most
@@ -190,13 +190,11 @@ def _needs_gradient(call: Call, q: Tensor, cache: Cache) -> bool:
 
 
 def _problem(call: Call, q: Tensor, cache: Cache, page: int) -> Attention:
-    """What `paged_attention` would ask for, as far as kernels look at it."""
-    (batch, len_q, heads, dim), dim_v = q.shape, cache.v.shape[-1]
-    mask = call.mask if isinstance(call.mask, Band) else call.mask.static()
-    score = scores.chain(None, list(call.score), None)
-    extras = ("sinks",) if call.sinks is not None else ()
-    sizes = batch, len_q, cache.capacity, heads, cache.k.shape[2], dim, q.dtype
-    return Attention("decode", *sizes, mask, "paged", page, dim_v=0 if dim_v == dim else dim_v, score=score and score.static(), extras=extras)
+    """What `paged_attention` will ask for."""
+    how = How(call.mask, chain(None, list(call.score), None), call.sinks, None, False, False, "auto")
+    keys = "paged", page, 0, 0, dim_v(q, cache.v)
+    sizes = Sizes((q.shape[0], q.shape[1], -(-cache.capacity // page) * page, q.shape[2], cache.k.shape[2], q.shape[3], q.dtype), keys)
+    return problem_of("decode", how, sizes, Operands(1.0), q)[0]
 
 
 @functools.lru_cache(maxsize=1 << 12)
