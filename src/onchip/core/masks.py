@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.bands import BANDS, Band, Causal, Full, Mask, Window, check_align, join, meet, parse
-from onchip.core.parts import alike, by_name, check_sizes, check_tensor, read, squeezed, trace_mod
+from onchip.core.parts import alike, by_name, check_sizes, check_tensor, name_of, read, squeezed, trace_mod
 from onchip.core.trace import Place, Traced, trace
 
 # ---- masks of masks
@@ -369,7 +369,7 @@ class MaskMod(Mask):
 
     @property
     def name(self) -> str:
-        return getattr(self.function, "__name__", "mask_mod").strip("<>")
+        return name_of(self.function)
 
     def parts(self):
         text, tensors = trace_mod(self.function, score=False)

@@ -104,7 +104,13 @@ def trace_mod(function: Callable, score: bool) -> tuple[str, tuple[Tensor, ...]]
     other such functions and tuples of these; a function that reads anything else (an attribute of an object) is traced in every call.
     """
     call = (lambda s, at: function(s, *at[:4])) if score else (lambda at: function(*at[:4]))
-    return recall((score,), function, lambda: trace(call, getattr(function, "__name__", type(function).__name__), (), score))
+    return recall((score,), function, lambda: trace(call, name_of(function), (), score))
+
+
+def name_of(function: Callable) -> str:
+    """A function's own name, or the class of another callable. (`__name__` of a method is more than torch.compile of torch 2.11 can follow.)"""
+    code = getattr(function, "__code__", None)
+    return type(function).__name__ if code is None else code.co_name.strip("<>")
 
 
 def recall(head: tuple, reads, write: Callable[[], tuple[Any, Sequence[Tensor]]]) -> tuple[Any, tuple[Tensor, ...]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.core.parts import Part, alike, by_name, check_sizes, read, squeezed, trace_mod
+from onchip.core.parts import Part, alike, by_name, check_sizes, name_of, read, squeezed, trace_mod
 from onchip.core.trace import Place, Traced, trace
 
 
@@ -226,7 +226,7 @@ class ScoreMod(Score):
 
     @property
     def name(self) -> str:
-        return getattr(self.function, "__name__", "score_mod").strip("<>")
+        return name_of(self.function)
 
     def parts(self):
         text, tensors = trace_mod(self.function, score=True)

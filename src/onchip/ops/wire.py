@@ -41,9 +41,10 @@ def pack(part: Any, tensors: list[Tensor], like: Tensor) -> str:
     if isinstance(part, bool):
         return "true" if part else "false"
     if isinstance(part, (int, torch.SymInt)):
-        return str(int(part))
-    if isinstance(part, float):
-        return "NaN" if part != part else "Infinity" if part == float("inf") else "-Infinity" if part == -float("inf") else repr(part)
+        return "-" + pack(-part, tensors, like) if part < 0 else str(len(range(int(part))))  # of a symbol, a length makes torch.compile decide
+    if isinstance(part, (float, torch.SymFloat)):
+        number = float.fromhex(part.hex() if isinstance(part, float) else float(part).hex())  # and so does this
+        return "NaN" if number != number else "Infinity" if number == float("inf") else "-Infinity" if number == -float("inf") else str(number)
     if isinstance(part, str):
         return '"' + part.replace("\\", "\\\\").replace('"', '\\"') + '"'
     if isinstance(part, Tensor):
@@ -87,10 +88,13 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.__name__
+        name = "__getitem__" if name == "getitem" else name  # operator.getitem, of an export
         if not self.reads(args) and not self.reads(list(kwargs.values())):
             return func(*args, **kwargs)
         if name[-1:] == "_" and name[-2:] != "__":
             raise TraceError(f"a mask or score function cannot be traced: {name} changes a tensor in place; write it with torch operators on its arguments")
+        if name == "__getitem__":
+            args = _selected(*args)
         out = args[0].new_zeros(1, 1, 1, 1) if name == "__getitem__" else func(*args, **kwargs)
         if not isinstance(out, Tensor):
             return out
@@ -130,6 +134,15 @@ class _Calls(TorchFunctionMode):
         if isinstance(value, (tuple, list)):
             return "[" + ", ".join([self.write(one) for one in value]) + "]"
         return pack(value, self.tensors, self.known[0])
+
+
+def _selected(tensor: Tensor, index) -> tuple[Tensor, tuple]:
+    """`tensor[index]` with what the index says in numbers done, in the graph, so that only places are left to index by."""
+    index = index if isinstance(index, tuple) else (index,)
+    places = tuple([x for x in index if isinstance(x, Tensor)])
+    if len(places) < len(index):
+        tensor = tensor[tuple([slice(None) if isinstance(x, Tensor) else x for x in index])]
+    return tensor, places
 
 
 # ---- building
@@ -250,7 +263,7 @@ def _function(name: str):
     """A function that torch lets modes see, by name. No other: a text may come from a file."""
     space, _, word = name.partition(".")
     owner = {"torch": torch, "functional": functional, "Tensor": torch.Tensor}[space]
-    found = getattr(owner, word, None) or getattr(torch.special, word.removeprefix("special_"), None)
+    found = getattr(owner, word, None) or getattr(owner, f"__{word}__", None) or getattr(torch.special, word.removeprefix("special_"), None)
     if found is None or not any(found is one for ones in torch.overrides.get_overridable_functions().values() for one in ones):
         raise TraceError(f"a mask or score function cannot be traced: it calls {name}; write it with torch operators on its arguments")
     return found
