@@ -163,7 +163,7 @@ def cache_case(device, kind, lengths, capacity=24, heads=2, dim=8):
     keys = [tensors(device, (n, heads, dim), (n, heads, dim)) for n in lengths]
     if kind.startswith("paged"):
         room = [[pad(t, (0, 0, 0, 0, 0, capacity - len(t)), value=torch.nan) for t in one] for one in keys]
-        (k, v), table = paged([[one[i] for one in room] for i in (0, 1)], page=4, device=device)
+        (k, v), table = paged([[one[i] for one in room] for i in (0, 1)], page=3 if kind == "paged by 3" else 4, device=device)
         table = table[:, :-1].contiguous()
         return k, v, {"block_table": table}, lambda b: tuple(pool[table[b].long()].flatten(0, 1) for pool in (k, v))
     rows = {"indexed": [3, 0, 5, 2], "sliced": range(4), "dense": range(4)}[kind]
@@ -175,7 +175,7 @@ def cache_case(device, kind, lengths, capacity=24, heads=2, dim=8):
     return k, v, extra, lambda b: (k[rows[b]], v[rows[b]])
 
 
-@pytest.mark.parametrize("kind", ["dense", "indexed", "sliced", "paged"])
+@pytest.mark.parametrize("kind", ["dense", "indexed", "sliced", "paged", "paged by 3"])
 @pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": True, "window": (4, 0)}, {"causal": True, "softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("len_q", [1, 3, 20])
 def test_cache(device, kind, how, len_q):

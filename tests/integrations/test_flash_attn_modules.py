@@ -251,6 +251,29 @@ def test_version_4s_passes(device):
         close(ours, want)
 
 
+# ---- in compiled graphs
+
+
+def test_compiled_without_a_break(device):
+    q, k, v = tensors(device, (2, 3, 4, 16), (2, 8, 2, 16), (2, 8, 2, 16))
+    new, used = k[:, :1] * 2, torch.tensor([5, 3], dtype=torch.int32, device=device)
+    cu_q, cu_k = offsets([3, 3], device), offsets([8, 8], device)
+
+    def step(q, k, v, new, used):
+        k, v = k.clone(), v.clone()
+        return fa2.flash_attn_with_kvcache(q, k, v, new, new, cache_seqlens=used, causal=True)
+
+    calls = [
+        (lambda q, k, v: fa2.flash_attn_func(q, k, v, causal=True, window_size=(3, 0), softcap=3.0, alibi_slopes=q[0, 0, :, 0]), q, k, v),
+        (lambda q, k, v: fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 3, 8, causal=True), q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)),
+        (lambda q, k, v: fa3.flash_attn_func(q, k, v, causal=True, attention_chunk=4), q, k, v),
+        (lambda q, k, v: fa4.flash_attn_func(q, k, v, window_size=(None, -2), return_lse=True)[0], q, k, v),
+        (step, q, k, v, new, used),
+    ]
+    for function, *arguments in calls:
+        close(torch.compile(function, backend="aot_eager", fullgraph=True)(*arguments), function(*arguments))
+
+
 # ---- padding and rotation
 
 

@@ -1,12 +1,11 @@
 """Attention over a cache of keys and values, dense or in pages, and the append to it: what flash-attn's `with_kvcache` functions share.
 
 Nothing here waits for the device. A dense cache is read where it lies: a sequence's row, its left padding and how much of it
-is used are an offset and a length. Few queries without a score function go to the decode kernels, which cut one sequence's
-keys among many blocks; a dense cache is for them a pool whose pages lie in order. Else the queries go as packed ones do, over
-the dense cache in place or over pages gathered into one.
+is used are an offset and a length. Few queries go to the decode kernels, which cut one sequence's keys among many blocks; a dense
+cache is for them a pool whose pages lie in order. Else the queries go as packed ones do, over the dense cache in place or over
+pages gathered into one.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -14,17 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.core import device as devices
-from onchip.core.problem import Attention, Operands
-from onchip.core.scores import chain
-from onchip.dispatch import OPS
 from onchip.integrations.flash_attn.call import Call, Lengths, run
 from onchip.integrations.flash_attn.rotary import at, rotate, sequence_of
-from onchip.ops.attend import How, PagedKV, Sizes, dim_v, problem_of
-from onchip.ops.attention import paged_attention
+from onchip.ops.attention import PagedKV, paged_attention
 
-DECODE = 16  # queries a sequence that the decode kernels take at most
-PAGE = 1024  # tokens a page that they take at most
+DECODE, ROWS, PAGE = 16, 64, 1024  # what the decode kernels take at most: queries a sequence, queries times heads of a group, tokens a page
 
 
 class Cache(NamedTuple):
@@ -159,49 +152,30 @@ def attend(call: Call, q: Tensor, cache: Cache, return_lse: bool, cu_seqlens_q: 
 
 
 def _as_pages(call: Call, q: Tensor, cache: Cache) -> PagedKV | None:
-    """The cache as the decode kernels read it; None where none of them is the better choice."""
-    if q.shape[1] > DECODE or q.shape[1] == 0 or call.dropout or cache.k.dtype != q.dtype or _needs_gradient(call, q, cache):
+    """The cache as the decode kernels read it; None where they do not take it."""
+    len_q, heads = q.shape[1:3]
+    if not 0 < len_q <= DECODE or len_q * heads > ROWS * cache.k.shape[2] or not cache.k.numel() or cache.k.dtype != q.dtype:
+        return None
+    if call.dropout or _needs_gradient(call, q, cache):
         return None
     if cache.table is not None:
-        if cache.leftpad is not None:
+        page = cache.k.shape[1]
+        if cache.leftpad is not None or page & (page - 1) or page > PAGE:
             return None
-        page, table = cache.k.shape[1], lambda: cache.pages
-        pool = cache.k, cache.v
-    else:
-        rows, same = _row(cache.k), _row(cache.v)
-        if rows is None or rows != same:
-            return None
-        both = math.gcd(rows, cache.capacity)
-        page = 1 if cache.leftpad is not None else min(both & -both, PAGE)  # the largest power of two that divides both
-        pool = tuple(_line(x, rows).unflatten(0, (-1, page)) for x in (cache.k, cache.v)) if cache.k.numel() else ()
-
-        def table():
-            start = cache.rows * (rows // page)
-            start = start if cache.leftpad is None else start + cache.leftpad
-            return start[:, None] + torch.arange(-(-cache.capacity // page), dtype=torch.int32, device=q.device)
-
-    if not pool or not cache.capacity or not _streams(_problem(call, q, cache, page), q.device):
+        return PagedKV(cache.k, cache.v, cache.pages.contiguous(), cache.lengths)
+    rows, same = _row(cache.k), _row(cache.v)
+    if rows is None or rows != same:
         return None
-    return PagedKV(*pool, table().contiguous(), cache.lengths)
+    both = math.gcd(rows, cache.capacity)
+    page = 1 if cache.leftpad is not None else min(both & -both, PAGE)  # the largest power of two that divides both
+    pool = (_line(x, rows).unflatten(0, (-1, page)) for x in (cache.k, cache.v))
+    start = cache.rows * (rows // page) if cache.leftpad is None else cache.rows * rows + cache.leftpad
+    table = start[:, None] + torch.arange(cache.capacity // page, dtype=torch.int32, device=q.device)
+    return PagedKV(*pool, table, cache.lengths)
 
 
 def _needs_gradient(call: Call, q: Tensor, cache: Cache) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, cache.k, cache.v, call.sinks))
-
-
-def _problem(call: Call, q: Tensor, cache: Cache, page: int) -> Attention:
-    """What `paged_attention` will ask for."""
-    how = How(call.mask, chain(None, list(call.score), None), call.sinks, None, False, False, "auto")
-    keys = "paged", page, 0, 0, dim_v(q, cache.v)
-    sizes = Sizes((q.shape[0], q.shape[1], -(-cache.capacity // page) * page, q.shape[2], cache.k.shape[2], q.shape[3], q.dtype), keys)
-    return problem_of("decode", how, sizes, Operands(1.0), q)[0]
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _streams(problem: Attention, device: torch.device) -> bool:
-    """Whether a decode kernel made for the device takes the call: a GPU's portable one is slower than its prefill kernels."""
-    facts = devices.of(device)
-    return any((device.type == "cpu" or not kernel.portable) and not kernel.refuses(problem, facts) for kernel in OPS["decode"].kernels)
 
 
 def _row(x: Tensor) -> int | None:
