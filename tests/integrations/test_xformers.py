@@ -48,6 +48,7 @@ BLOCKS = {
     "BlockDiagonalLocalAttentionPaddedKeysMask": lambda: ab.BlockDiagonalPaddedKeysMask.from_seqlens(Q, 8, K).make_local_attention(2, 1),
     "BlockDiagonalCausalLocalAttentionPaddedKeysMask": lambda: ab.BlockDiagonalCausalLocalAttentionPaddedKeysMask.from_seqlens_local(Q, 8, K, 3),
     "BlockDiagonalGappyKeysMask": lambda: ab.BlockDiagonalGappyKeysMask.from_seqlens(Q, [1, 7, 12, 20], K),
+    "BlockDiagonalGappyKeysMask that share keys": lambda: ab.BlockDiagonalGappyKeysMask.from_seqlens(Q, [9, 2, 4, 20], K),
     "BlockDiagonalCausalWithOffsetGappyKeysMask": lambda: ab.BlockDiagonalCausalWithOffsetGappyKeysMask.from_seqlens(Q, [1, 7, 12, 20], K),
 }
 

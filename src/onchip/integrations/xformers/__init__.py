@@ -136,9 +136,12 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, bias: Any, how: dict[str, Any]):
         raise ValueError(f"memory_efficient_attention: query is {list(q.shape)}, key {list(k.shape)}; with this {name} give {sizes}")
     if q_info.seqstart.device != q.device:
         raise ValueError(f"memory_efficient_attention: the {name} is on {q_info.seqstart.device}, query on {q.device}; move it with attn_bias.to(device)")
-    used = None if getattr(k_info, "seqlen", None) is None else (None, k_info.seqlen)
-    offsets = q_info.seqstart, None if k_info is q_info else k_info.seqstart
-    out = attention_packed(q[0], k[0], v[0], *offsets, longest=(q_info.max_seqlen, k_info.max_seqlen), used=used, mask=seen, **how)
+    k_offsets, used = (None if k_info is q_info else k_info.seqstart), getattr(k_info, "seqlen", None)
+    if used is not None and torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):  # blocks may share keys, whose gradients add up
+        k, v = (torch.cat([x[:, start:stop] for start, stop in k_info.intervals()], 1) for x in (k, v))
+        k_offsets, used = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0)), None
+    how = {"longest": (q_info.max_seqlen, k_info.max_seqlen), "used": None if used is None else (None, used), "mask": seen, **how}
+    out = attention_packed(q[0], k[0], v[0], q_info.seqstart, k_offsets, **how)
     return (out[0][None], out[1][None]) if how["return_lse"] else out[None]
 
 
