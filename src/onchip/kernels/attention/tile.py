@@ -7,6 +7,8 @@ aligned to the bottom right. Any other mask is a function MASK(b, h, i, j, len_q
 
 import math
 import re
+import weakref
+from collections import OrderedDict
 
 import torch
 import triton
@@ -14,6 +16,7 @@ import triton.language as tl
 
 from onchip.core.masks import Band
 from onchip.core.philox import ROUNDS, threshold
+from onchip.core.trace import Traced
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -207,9 +210,33 @@ def page_slots(table_ptr, first, cols, last, PAGE: tl.constexpr, BLOCK_N: tl.con
 # ---- host
 
 
+_maps: OrderedDict = OrderedDict()
+MAPS = 64  # maps that are remembered: the layers of a model share one
+
+
 def mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     """The tiles of `m` queries and `n` keys that a mask which is no band shows, for each tile of queries (or of keys), int32
-    [batch or 1, heads or 1, tiles, 2 + most tiles], and its strides; see `_collect`."""
+    [batch or 1, heads or 1, tiles, 2 + most tiles], and its strides; see `_collect`.
+
+    Remembered for as long as the tensors it was made from live unchanged: torch counts what writes to a tensor, except a foreign
+    kernel, after which `torch.autograd.graph.increment_version(tensor)` says so. Inside a CUDA graph it is made anew.
+    """
+    tensors = [t for t in (*x.mask, x.q_offsets, x.k_offsets, x.q_used, x.k_used) if t is not None]
+    if any(t.is_inference() for t in tensors) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return _mask_map(p, sees, captured, x, m, n, of_keys, device)
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (p.mask.text, m, n, of_keys, p.batch, p.heads, p.len_q, p.len_k, device, stream, tuple((id(t), t._version) for t in tensors))
+    known = _maps.get(key)
+    if known is None or any(ref() is not t for ref, t in zip(known[0], tensors, strict=True)):
+        known = [weakref.ref(t) for t in tensors], _mask_map(p, sees, captured, x, m, n, of_keys, device)
+        _maps[key] = known
+        while len(_maps) > MAPS:
+            _maps.popitem(last=False)
+    _maps.move_to_end(key)
+    return known[1]
+
+
+def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     tiles_m, tiles_n = triton.cdiv(p.len_q, m), triton.cdiv(p.len_k, n)
     outer, inner = (tiles_n, tiles_m) if of_keys else (tiles_m, tiles_n)
     batch = p.batch if p.keys == "packed" or reads(p.mask.text, "b") else 1
@@ -234,6 +261,11 @@ def fast(q) -> bool:
 def reads(text: str, name: str) -> bool:
     """Whether a text uses one of its arguments."""
     return re.search(rf"\b{name}\b", text.partition("):\n")[2]) is not None
+
+
+def hides_keys(mask: Traced) -> bool:
+    """Whether a mask may hide padding, keys that nobody sees: their values then count as 0, whatever they hold, at the price of a pass through registers."""
+    return re.search(r"\b(KeyPadding|Dense)\b", mask.name) is not None
 
 
 def ends(band: Band) -> tuple[int, int, bool]:

@@ -3,9 +3,9 @@
     P = exp(S - LSE)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K    dK = scale dS^T Q,
     delta = rowsum(dO O) - dLSE
 
-One kernel takes a tile of keys, past which all queries stream; dK and dV stay in registers, and the heads of a group come one
-after the other. Another takes a tile of queries for dQ. Seven products instead of five, but nothing is summed in memory: no
-atomics, no float32 copy of dQ, the same bits in every run. (dQ summed by TMA reductions in the first kernel: five products,
+Some programs take a tile of keys, past which all queries stream; dK and dV stay in registers, and the heads of a group come one
+after the other. Others take a tile of queries for dQ. Seven products instead of five, but nothing is summed in memory: no
+atomics, no float32 copy of dQ, the same bits in every run. (dQ summed by TMA reductions in the first ones: five products,
 and 0.65 to 0.8 times the speed on an H200.) Heads too large for two sums in registers take dK and dV in two passes: eight products.
 Over keys, scores are held transposed, [keys, queries]: P^T and dS^T are then left operands in registers.
 """
@@ -31,6 +31,7 @@ from onchip.kernels.attention.tile import (
     ends,
     fast,
     has_tma,
+    hides_keys,
     inner_span,
     kept,
     key_span,
@@ -178,86 +179,88 @@ def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, call, D: 
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["heads", "kv_heads", "len_q", "len_k", "drop_bar"])
-def _keys(q_src, k_src, v_src, do_src, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, state_ptr, reads, grads,
-          scale, gain, heads, kv_heads, len_q, len_k, total_q, drop_bar, keep_scale, q_strides, k_strides, v_strides, do_strides,
-          dk_strides, dv_strides, map_strides,
+@triton.jit
+def _keys(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides, reads, grads, tile_n, index,
           D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
           LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
           WHAT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dK and dV (or WHAT of the two) of one tile of keys of one key head."""
+    """dK and dV (or WHAT of the two) of one tile of keys of key head `index`, counted through the batch."""
+    q_src, k_src, v_src, do_src = sources
+    dk_ptr, dv_ptr, _ = outs
+    lse_ptr, delta_ptr, total_q, state_ptr = stats
+    q_offsets, k_offsets, q_used, k_used = lengths
+    scale, gain, heads, kv_heads, len_q, len_k, drop_bar, keep_scale = sizes
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, _ = strides
     PACKED: tl.constexpr = q_offsets is not None
-    b, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
+    b, kv_head = index // kv_heads, index % kv_heads
     start_q, len_q = sequence(q_offsets, q_used, b, len_q)
     start_k, len_k = sequence(k_offsets, k_used, b, len_k)
-    n = tl.program_id(0) * BLOCK_N
+    n = tile_n * BLOCK_N
     batch = b
     if PACKED:
         batch = b * 0
-        if n >= len_k:
-            return
-    if not TMA:
-        k_src += batch.to(tl.int64) * k_strides[0] + kv_head.to(tl.int64) * k_strides[1] + start_k.to(tl.int64) * k_strides[2]
-        v_src += batch.to(tl.int64) * v_strides[0] + kv_head.to(tl.int64) * v_strides[1] + start_k.to(tl.int64) * v_strides[2]
-    k = _rows(k_src, start_k, kv_head, n, batch, k_strides[2], len_k, D, BLOCK_N, BLOCK_D, TMA, False)
-    v = k  # dV does without
-    dk = 0.0
-    dv = 0.0
-    if WHAT != "dV":
-        v = _rows(v_src, start_k, kv_head, n, batch, v_strides[2], len_k, DV, BLOCK_N, BLOCK_DV, TMA, False)
-        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    if WHAT != "dK":
-        dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    shift = len_k - len_q
-    if TOP_LEFT:
-        shift = shift * 0
-    factor = scale
-    if SCORE is None:
-        factor = scale * LOG2E
-    group = heads // kv_heads
-    first, inner, outer, last = query_span(n, shift, len_q, len_k, LEFT, RIGHT, BLOCK_M, BLOCK_N, PACKED)
-    for member in range(group):
-        head = kv_head * group + member
-        place, at, strides = (batch, head, start_q), (b, head, shift, len_q, len_k), (q_strides[2], do_strides[2])
-        dropout = (state_ptr, drop_bar, keep_scale, b * heads + head)
-        stats = (batch * heads + head).to(tl.int64) * total_q + start_q
-        q_at, do_at = q_src, do_src
+    if n < len_k:
         if not TMA:
-            q_at += batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1] + start_q.to(tl.int64) * q_strides[2]
-            do_at += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1] + start_q.to(tl.int64) * do_strides[2]
-        call = (lse_ptr + stats, delta_ptr + stats, n, place, strides, factor, gain * LOG2E, at, reads, grads, dropout)
-        if MASK is not None:
-            row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tl.program_id(0).to(tl.int64) * map_strides[2]
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row), row + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
-                                MASK, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
-                                MASK, SCORE, SCORE_GRAD, WHAT, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
-        else:
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, first, (inner - first) // BLOCK_M, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
-                                None, SCORE, SCORE_GRAD, WHAT, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
-            dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, inner, (outer - inner) // BLOCK_M, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
-                                None, SCORE, SCORE_GRAD, WHAT, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
-            if LEFT >= 0 or PACKED:
-                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, outer, tl.cdiv(last - outer, BLOCK_M), None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
-                                    None, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
-    cols = n + tl.arange(0, BLOCK_N)
-    at_k = (start_k + cols).to(tl.int64)[:, None]
-    if WHAT != "dV":
-        dims = tl.arange(0, BLOCK_D)
-        dk_ptr += batch.to(tl.int64) * dk_strides[0] + kv_head.to(tl.int64) * dk_strides[1]
-        tl.store(
-            dk_ptr + at_k * dk_strides[2] + dims[None, :], (dk * (scale * gain)).to(dk_ptr.dtype.element_ty), mask=(cols < len_k)[:, None] & (dims < D)[None, :]
-        )
-    if WHAT != "dK":
-        dims_v = tl.arange(0, BLOCK_DV)
-        dv_ptr += batch.to(tl.int64) * dv_strides[0] + kv_head.to(tl.int64) * dv_strides[1]
-        tl.store(dv_ptr + at_k * dv_strides[2] + dims_v[None, :], dv.to(dv_ptr.dtype.element_ty), mask=(cols < len_k)[:, None] & (dims_v < DV)[None, :])
+            k_src += batch.to(tl.int64) * k_strides[0] + kv_head.to(tl.int64) * k_strides[1] + start_k.to(tl.int64) * k_strides[2]
+            v_src += batch.to(tl.int64) * v_strides[0] + kv_head.to(tl.int64) * v_strides[1] + start_k.to(tl.int64) * v_strides[2]
+        k = _rows(k_src, start_k, kv_head, n, batch, k_strides[2], len_k, D, BLOCK_N, BLOCK_D, TMA, False)
+        v = k  # dV does without
+        dk = 0.0
+        dv = 0.0
+        if WHAT != "dV":
+            v = _rows(v_src, start_k, kv_head, n, batch, v_strides[2], len_k, DV, BLOCK_N, BLOCK_DV, TMA, False)
+            dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        if WHAT != "dK":
+            dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        shift = len_k - len_q
+        if TOP_LEFT:
+            shift = shift * 0
+        factor = scale
+        if SCORE is None:
+            factor = scale * LOG2E
+        group = heads // kv_heads
+        first, inner, outer, last = query_span(n, shift, len_q, len_k, LEFT, RIGHT, BLOCK_M, BLOCK_N, PACKED)
+        for member in range(group):
+            head = kv_head * group + member
+            at, rows = (b, head, shift, len_q, len_k), (batch * heads + head).to(tl.int64) * total_q + start_q
+            q_at, do_at = q_src, do_src
+            if not TMA:
+                q_at += batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1] + start_q.to(tl.int64) * q_strides[2]
+                do_at += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1] + start_q.to(tl.int64) * do_strides[2]
+            call = (lse_ptr + rows, delta_ptr + rows, n, (batch, head, start_q), (q_strides[2], do_strides[2]), factor, gain * LOG2E, at, reads, grads,
+                    (state_ptr, drop_bar, keep_scale, b * heads + head))  # fmt: skip
+            if MASK is not None:
+                row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_n.to(tl.int64) * map_strides[2]
+                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row), row + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                                    MASK, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
+                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                                    MASK, SCORE, SCORE_GRAD, WHAT, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
+            else:
+                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, first, (inner - first) // BLOCK_M, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                                    None, SCORE, SCORE_GRAD, WHAT, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
+                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, inner, (outer - inner) // BLOCK_M, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                                    None, SCORE, SCORE_GRAD, WHAT, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
+                if LEFT >= 0 or PACKED:
+                    dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, outer, tl.cdiv(last - outer, BLOCK_M), None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M,
+                                        BLOCK_DV, None, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
+        cols = n + tl.arange(0, BLOCK_N)
+        at_k = (start_k + cols).to(tl.int64)[:, None]
+        if WHAT != "dV":
+            dims = tl.arange(0, BLOCK_D)
+            dk = (dk * (scale * gain)).to(dk_ptr.dtype.element_ty)
+            dk_ptr += batch.to(tl.int64) * dk_strides[0] + kv_head.to(tl.int64) * dk_strides[1]
+            tl.store(dk_ptr + at_k * dk_strides[2] + dims[None, :], dk, mask=(cols < len_k)[:, None] & (dims < D)[None, :])
+        if WHAT != "dK":
+            dims_v = tl.arange(0, BLOCK_DV)
+            dv_ptr += batch.to(tl.int64) * dv_strides[0] + kv_head.to(tl.int64) * dv_strides[1]
+            tl.store(dv_ptr + at_k * dv_strides[2] + dims_v[None, :], dv.to(dv_ptr.dtype.element_ty), mask=(cols < len_k)[:, None] & (dims_v < DV)[None, :])
 
 
 @triton.jit
 def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, call, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                   BLOCK_N: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
-                  TMA: tl.constexpr, EDGE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                  TMA: tl.constexpr, EDGE: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+                  STAGES: tl.constexpr):  # fmt: skip
     """dq after `count` key tiles: from key `first` on, or those numbered at `tiles`, `step` apart. EDGE: they need the mask."""
     lse, delta, rows, place, strides, scale, gain, at, reads, dropout = call
     batch, head, row = place
@@ -290,7 +293,7 @@ def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, call, D: t
         if EDGE:
             seen = _visible(i, j, at, reads[0], LEFT, RIGHT, MASK)
             ds = tl.where(seen, ds, 0.0)
-            if MASK is not None:
+            if PADDED:
                 k = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], k, 0.0)
         if SCORE is not None:
             ds = SCORE_GRAD(raw, ds, b, h, i, j, len_q, len_k, reads[1], (), 0)
@@ -298,18 +301,20 @@ def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, call, D: t
     return dq
 
 
-@triton.jit(do_not_specialize=["heads", "kv_heads", "len_q", "len_k", "drop_bar"])
-def _queries(q_src, k_src, v_src, do_src, dq_ptr, lse_ptr, delta_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, state_ptr, reads,
-             scale, gain, heads, kv_heads, len_q, len_k, total_q, drop_bar, keep_scale, q_strides, k_strides, v_strides, do_strides, dq_strides, map_strides,
+@triton.jit
+def _queries(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides, reads, tile_m, index,
              D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
              LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
-             TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dQ of one tile of queries."""
+             PADDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """dQ of one tile of queries of head `index`, counted through the batch."""
+    q_src, k_src, v_src, do_src = sources
+    _, _, dq_ptr = outs
+    lse_ptr, delta_ptr, total_q, state_ptr = stats
+    q_offsets, k_offsets, q_used, k_used = lengths
+    scale, gain, heads, kv_heads, len_q, len_k, drop_bar, keep_scale = sizes
+    q_strides, k_strides, v_strides, do_strides, _, _, dq_strides = strides
     PACKED: tl.constexpr = q_offsets is not None
-    tile_m = tl.program_id(0)
-    if RIGHT >= 0:  # the longest rows first
-        tile_m = tl.num_programs(0) - 1 - tile_m
-    b, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    b, head = index // heads, index % heads
     kv_head = head // (heads // kv_heads)
     start_q, len_q = sequence(q_offsets, q_used, b, len_q)
     start_k, len_k = sequence(k_offsets, k_used, b, len_k)
@@ -317,54 +322,72 @@ def _queries(q_src, k_src, v_src, do_src, dq_ptr, lse_ptr, delta_ptr, q_offsets,
     batch = b
     if PACKED:
         batch = b * 0
-        if m >= len_q:
-            return
-    if not TMA:
-        q_src += batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1] + start_q.to(tl.int64) * q_strides[2]
-        do_src += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1] + start_q.to(tl.int64) * do_strides[2]
-        k_src += batch.to(tl.int64) * k_strides[0] + kv_head.to(tl.int64) * k_strides[1] + start_k.to(tl.int64) * k_strides[2]
-        v_src += batch.to(tl.int64) * v_strides[0] + kv_head.to(tl.int64) * v_strides[1] + start_k.to(tl.int64) * v_strides[2]
-    q = _rows(q_src, start_q, head, m, batch, q_strides[2], len_q, D, BLOCK_M, BLOCK_D, TMA, False)
-    do = _rows(do_src, start_q, head, m, batch, do_strides[2], len_q, DV, BLOCK_M, BLOCK_DV, TMA, False)
-    rows = m + tl.arange(0, BLOCK_M)
-    stats = (batch * heads + head).to(tl.int64) * total_q + start_q + rows
-    lse = tl.load(lse_ptr + stats, mask=rows < len_q, other=float("inf"))
-    delta = tl.load(delta_ptr + stats, mask=rows < len_q, other=0.0)
-    shift = len_k - len_q
-    if TOP_LEFT:
-        shift = shift * 0
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    place, strides, at = (batch, kv_head, start_k), (k_strides[2], v_strides[2]), (b, head, shift, len_q, len_k)
-    dropout = (state_ptr, drop_bar, keep_scale, b * heads + head)
-    factor = scale
-    if SCORE is None:
-        factor = scale * LOG2E
-    call = (lse, delta, rows, place, strides, factor, gain * LOG2E, at, reads, dropout)
-    if MASK is not None:
-        row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
-        dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row), row + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                           MASK, SCORE, SCORE_GRAD, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
-        dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                           MASK, SCORE, SCORE_GRAD, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
-    else:
-        row_first, row_last = m + shift, m + BLOCK_M - 1 + shift
-        first, last = key_span(row_first, row_last, len_k, LEFT, RIGHT)
-        first = first // BLOCK_N * BLOCK_N
-        inner, outer = inner_span(row_first, row_last, len_k, LEFT, RIGHT, BLOCK_N)
-        if LEFT >= 0:
-            whole = inner < outer
-            inner = tl.where(whole, inner, first)
-            outer = tl.where(whole, outer, first)
-            dq = _past_queries(dq, q, do, k_src, v_src, first, (inner - first) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                               None, SCORE, SCORE_GRAD, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
-        dq = _past_queries(dq, q, do, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                           None, SCORE, SCORE_GRAD, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
-        dq = _past_queries(dq, q, do, k_src, v_src, outer, tl.cdiv(last - outer, BLOCK_N), None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                           None, SCORE, SCORE_GRAD, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
-    dims = tl.arange(0, BLOCK_D)
-    dq_ptr += batch.to(tl.int64) * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
-    place = (start_q + rows).to(tl.int64)[:, None] * dq_strides[2] + dims[None, :]
-    tl.store(dq_ptr + place, (dq * (scale * gain)).to(dq_ptr.dtype.element_ty), mask=(rows < len_q)[:, None] & (dims < D)[None, :])
+    if m < len_q:
+        if not TMA:
+            q_src += batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1] + start_q.to(tl.int64) * q_strides[2]
+            do_src += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1] + start_q.to(tl.int64) * do_strides[2]
+            k_src += batch.to(tl.int64) * k_strides[0] + kv_head.to(tl.int64) * k_strides[1] + start_k.to(tl.int64) * k_strides[2]
+            v_src += batch.to(tl.int64) * v_strides[0] + kv_head.to(tl.int64) * v_strides[1] + start_k.to(tl.int64) * v_strides[2]
+        q = _rows(q_src, start_q, head, m, batch, q_strides[2], len_q, D, BLOCK_M, BLOCK_D, TMA, False)
+        do = _rows(do_src, start_q, head, m, batch, do_strides[2], len_q, DV, BLOCK_M, BLOCK_DV, TMA, False)
+        rows = m + tl.arange(0, BLOCK_M)
+        at_row = (batch * heads + head).to(tl.int64) * total_q + start_q + rows
+        lse = tl.load(lse_ptr + at_row, mask=rows < len_q, other=float("inf"))
+        delta = tl.load(delta_ptr + at_row, mask=rows < len_q, other=0.0)
+        shift = len_k - len_q
+        if TOP_LEFT:
+            shift = shift * 0
+        dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        factor = scale
+        if SCORE is None:
+            factor = scale * LOG2E
+        call = (lse, delta, rows, (batch, kv_head, start_k), (k_strides[2], v_strides[2]), factor, gain * LOG2E, (b, head, shift, len_q, len_k), reads,
+                (state_ptr, drop_bar, keep_scale, b * heads + head))  # fmt: skip
+        if MASK is not None:
+            row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
+            dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row), row + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                               MASK, SCORE, SCORE_GRAD, TMA, True, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
+            dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                               MASK, SCORE, SCORE_GRAD, TMA, False, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
+        else:
+            row_first, row_last = m + shift, m + BLOCK_M - 1 + shift
+            first, last = key_span(row_first, row_last, len_k, LEFT, RIGHT)
+            first = first // BLOCK_N * BLOCK_N
+            inner, outer = inner_span(row_first, row_last, len_k, LEFT, RIGHT, BLOCK_N)
+            if LEFT >= 0:
+                whole = inner < outer
+                inner = tl.where(whole, inner, first)
+                outer = tl.where(whole, outer, first)
+                dq = _past_queries(dq, q, do, k_src, v_src, first, (inner - first) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                                   None, SCORE, SCORE_GRAD, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
+            dq = _past_queries(dq, q, do, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                               None, SCORE, SCORE_GRAD, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
+            dq = _past_queries(dq, q, do, k_src, v_src, outer, tl.cdiv(last - outer, BLOCK_N), None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                               None, SCORE, SCORE_GRAD, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
+        dims = tl.arange(0, BLOCK_D)
+        dq_ptr += batch.to(tl.int64) * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
+        at_q = (start_q + rows).to(tl.int64)[:, None] * dq_strides[2] + dims[None, :]
+        tl.store(dq_ptr + at_q, (dq * (scale * gain)).to(dq_ptr.dtype.element_ty), mask=(rows < len_q)[:, None] & (dims < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["sizes", "tiles_n", "tiles_m", "over_keys"])
+def _backward(k_side, q_side, outs, stats, lengths, sizes, strides, k_map, k_map_strides, q_map, q_map_strides, reads, grads, tiles_n, tiles_m, over_keys,
+              D: tl.constexpr, DV: tl.constexpr, KM: tl.constexpr, KN: tl.constexpr, QM: tl.constexpr, QN: tl.constexpr,
+              BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+              MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, SCORE_BACK: tl.constexpr, WHAT: tl.constexpr, PADDED: tl.constexpr,
+              TMA: tl.constexpr, PRECISION: tl.constexpr, K_STAGES: tl.constexpr, Q_STAGES: tl.constexpr):  # fmt: skip
+    """The first `over_keys` programs take a tile of keys each, the others one of queries: neither waits for the last of the other."""
+    program = tl.program_id(0)
+    if program < over_keys:
+        _keys(k_side, outs, stats, lengths, sizes, strides, k_map, k_map_strides, reads, grads, program % tiles_n, program // tiles_n,
+              D, DV, KM, KN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_GRAD, WHAT, TMA, PRECISION, K_STAGES)  # fmt: skip
+    elif Q_STAGES > 0:
+        program -= over_keys
+        tile_m = program % tiles_m
+        if RIGHT >= 0 or MASK is not None:  # the longest rows first
+            tile_m = tiles_m - 1 - tile_m
+        _queries(q_side, outs, stats, lengths, sizes, strides, q_map, q_map_strides, reads, tile_m, program // tiles_m,
+                 D, DV, QM, QN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_BACK, PADDED, TMA, PRECISION, Q_STAGES)  # fmt: skip
 
 
 # ---- host
@@ -379,7 +402,7 @@ KEYS = (
     (128, (Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), *SMALL)),
     (1024, SMALL),
 )
-APART = (("dV", Tiles(64, 128, 8, 2)), ("dK", Tiles(32, 128, 8, 2)))  # at 256, in two passes: 512 and 399, in one 246
+APART = (("dV", Tiles(64, 128, 8, 2)), ("dK", Tiles(32, 128, 8, 3)))  # at 256, in two passes: 520 and 432, in one 246
 QUERIES = (
     (64, (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), *SMALL)),
     (128, (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), *SMALL)),
@@ -420,22 +443,18 @@ def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operand
     grads, sums = mods.gradients(x.score, wanted)
     delta = None
     if q.numel() and k.numel():
-        lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, dq, dk, dv, out)]  # [batch, heads, len, dim]
+        lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, dk, dv, dq, out)]  # [batch, heads, len, dim]
         *lead, delta, lse2 = *lead[:7], *_statistics(p, lead[7], lead[3], lse, d_lse)
         sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
         reads = mods.captured(x.mask), mods.captured(x.score)
-        for number, (what, tiles) in enumerate(plan.keys):  # what the score reads gets its gradient in the last pass, which computes dS
-            last = number == len(plan.keys) - 1
-            _over(p, tiles, what, lead, lse2, delta, x, sees, reads, wanted if last else _none(wanted), grads if last else ())
-        _over(p, plan.queries, "dQ", lead, lse2, delta, x, sees, reads, _none(wanted), ())
+        *apart, last = plan.keys
+        for one in apart:
+            _over(p, one, None, lead, lse2, delta, x, sees, reads, (False,) * len(wanted), ())
+        _over(p, last, plan.queries, lead, lse2, delta, x, sees, reads, wanted, grads)  # what the score reads gets its gradient where dS is computed
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
         d_sinks = torch.zeros_like(x.sinks) if delta is None else _sink_gradient(x.sinks, lse, delta.view(lse.shape))
     return dq, dk, dv, d_sinks, tuple(s if s is None else s.to(t.dtype) for s, t in zip(sums, x.score, strict=True))
-
-
-def _none(wanted: tuple[bool, ...]) -> tuple[bool, ...]:
-    return (False,) * len(wanted)
 
 
 def _statistics(p: Attention, out, d_out, lse, d_lse):
@@ -452,35 +471,45 @@ def _statistics(p: Attention, out, d_out, lse, d_lse):
     return delta, lse2
 
 
-def _over(p: Attention, t: Tiles, what: str, lead, lse2, delta, x: Operands, sees, reads, wanted, grads) -> None:
-    """One pass: over queries for dQ, else over keys."""
-    q, *_, dq, dk, dv = lead
-    width, width_v, over_keys = block(p.dim), block(p.value_dim), what != "dQ"
-    tma = has_tma(q.device) and all(describable(s) for s in lead[:4])
-    sources = lead[:4]
+def _over(p: Attention, over_keys: tuple[str, Tiles], over_queries: Tiles | None, lead, lse2, delta, x: Operands, sees, reads, wanted, grads) -> None:
+    """One launch: a pass over keys and, with tiles for it, the one over queries."""
+    what, keys = over_keys
+    queries = over_queries or keys
+    q = lead[0]
+    width, width_v = block(p.dim), block(p.value_dim)
+    tma = has_tma(q.device) and all(describable(t) for t in lead[:4])
+    k_side = q_side = tuple(lead[:4])
     if tma:
-        shapes = ((t.m, width), (t.n, width), (t.n, width_v), (t.m, width_v))
-        sources = [TensorDescriptor(s, list(s.shape), list(s.stride()), [1, 1, *shape]) for s, shape in zip(sources, shapes, strict=True)]
-    scale, gain, score, score_grad = x.scale, 1.0, None, None
+        k_side = _described(lead, keys, width, width_v)
+        q_side = k_side if (queries.m, queries.n) == (keys.m, keys.n) else _described(lead, queries, width, width_v)
+    scale, gain, score, score_grad, score_back = x.scale, 1.0, None, None, None
     if p.score is not None:  # gradients of what the score reads are of the whole score; all others carry its factors at the end
         text, before, gain = (p.score.text, 1.0, 1.0) if any(wanted) else mods.fold(p.score.text)
         scale *= before
         score, score_grad = mods.score_functions(text, wanted=wanted, fast=fast(q))
-    found, map_strides = (None, (0, 0, 0)) if sees is None else mask_map(p, sees, reads[0], x, t.m, t.n, over_keys, q.device)
+        _, score_back = mods.score_functions(text, wanted=(False,) * len(wanted), fast=fast(q))
+    maps = [(None, (0, 0, 0))] * 2
+    if sees is not None:
+        maps[0] = mask_map(p, sees, reads[0], x, keys.m, keys.n, True, q.device)
+        if over_queries:
+            maps[1] = mask_map(p, sees, reads[0], x, queries.m, queries.n, False, q.device)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    operands = (lse2, delta, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.state, reads)
-    sizes = (scale, gain, p.heads, p.kv_heads, p.len_q, p.len_k, q.shape[2], bar(x.drop), 1 / (1 - x.drop), *(s.stride()[:3] for s in lead[:4]))
-    options = {
-        "D": p.dim, "DV": p.value_dim, "BLOCK_M": t.m, "BLOCK_N": t.n, "BLOCK_D": width, "BLOCK_DV": width_v,
-        "LEFT": left, "RIGHT": right, "TOP_LEFT": top_left, "MASK": sees, "SCORE": score, "SCORE_GRAD": score_grad,
-        "TMA": tma, "PRECISION": tf32(p), "STAGES": t.stages, "num_warps": t.warps, "num_stages": t.stages,
-    }  # fmt: skip
-    if over_keys:
-        grid = triton.cdiv(p.len_k, t.n), p.batch * p.kv_heads
-        _keys[grid](*sources, dk, dv, *operands, grads, *sizes, dk.stride()[:3], dv.stride()[:3], map_strides, WHAT=what, **options)
-    else:
-        grid = triton.cdiv(p.len_q, t.m), p.batch * p.heads
-        _queries[grid](*sources, dq, *operands, *sizes, dq.stride()[:3], map_strides, **options)
+    tiles_n, tiles_m = triton.cdiv(p.len_k, keys.n), triton.cdiv(p.len_q, queries.m)
+    first = tiles_n * p.batch * p.kv_heads
+    _backward[(first + (tiles_m * p.batch * p.heads if over_queries else 0),)](
+        k_side, q_side, tuple(lead[4:]), (lse2, delta, q.shape[2], x.state), (x.q_offsets, x.k_offsets, x.q_used, x.k_used),
+        (scale, gain, p.heads, p.kv_heads, p.len_q, p.len_k, bar(x.drop), 1 / (1 - x.drop)),
+        tuple(t.stride()[:3] for t in lead), *maps[0], *maps[1], reads, grads, tiles_n, tiles_m, first,
+        D=p.dim, DV=p.value_dim, KM=keys.m, KN=keys.n, QM=queries.m, QN=queries.n, BLOCK_D=width, BLOCK_DV=width_v,
+        LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, SCORE_BACK=score_back, WHAT=what,
+        PADDED=sees is not None and hides_keys(p.mask), TMA=tma, PRECISION=tf32(p), K_STAGES=keys.stages,
+        Q_STAGES=queries.stages if over_queries else 0, num_warps=keys.warps, num_stages=keys.stages,
+    )  # fmt: skip
+
+
+def _described(lead, t: Tiles, width: int, width_v: int) -> tuple[TensorDescriptor, ...]:
+    shapes = ((t.m, width), (t.n, width), (t.n, width_v), (t.m, width_v))
+    return tuple(TensorDescriptor(s, list(s.shape), list(s.stride()), [1, 1, *shape]) for s, shape in zip(lead[:4], shapes, strict=True))
 
 
 def _sink_gradient(sinks, lse, delta):

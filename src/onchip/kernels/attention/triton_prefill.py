@@ -28,6 +28,7 @@ from onchip.kernels.attention.tile import (
     ends,
     fast,
     has_tma,
+    hides_keys,
     inner_span,
     kept,
     key_span,
@@ -76,8 +77,8 @@ def _tile(src, row, head, first, batch, stride, cols, dims, last, dim, TMA: tl.c
 
 @triton.jit
 def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-            BLOCK_N: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr, PACKED: tl.constexpr,
-            PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+            BLOCK_N: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr, PADDED: tl.constexpr,
+            PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """acc, top and total after `count` key tiles: from key `first` on, or those numbered at `tiles`, `step` apart. EDGE: they need the mask."""
     rows, place, strides, scale, gain, at, reads, dropout = call
     cols = tl.arange(0, BLOCK_N)
@@ -99,9 +100,8 @@ def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D
             n = first + t * BLOCK_N
         n = tl.multiple_of(n, BLOCK_N)
         k = _tile(k_src, row, head, n, batch, k_stride, cols, dims, len_k, D, TMA, EDGE)
-        if MASK is not None and EDGE:  # a key that no row sees is padding, and may hold anything: so may its value
+        if MASK is not None and EDGE:
             seen = MASK(b, h, rows[:, None], (n + cols)[None, :], len_q, len_k, mask_reads) & (n + cols < len_k)[None, :]
-            shown = tl.max(seen.to(tl.int32), 0) > 0
         scores = tl.dot(q, k.T, input_precision=PRECISION)  # [M, N]
         factor = scale
         if SCORE is not None:
@@ -117,9 +117,9 @@ def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D
             weights = tl.where(kept(state_ptr, drop_bar, b_h, rows[:, None], (n + cols)[None, :]), weights * keep_scale, 0.0)
         acc = acc * shrink[:, None]
         v = _tile(v_src, row, head, n, batch, v_stride, cols, dims_v, len_k, DV, TMA, EDGE)
-        if EDGE and MASK is not None:
-            v = tl.where(shown[:, None], v, 0.0)
-        elif EDGE and PACKED:  # packed: past the end lies another sequence, and 0 x NaN is NaN
+        if EDGE and PADDED:  # 0 x NaN is NaN: a key that no row sees may hold anything
+            v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
+        elif EDGE and PACKED:  # and so may what lies past the end
             v = tl.where((n + cols < len_k)[:, None], v, 0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, top, total
@@ -131,7 +131,7 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
              q_strides, k_strides, v_strides, o_strides, lse_strides, map_strides,
              D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
              LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
-             TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+             PADDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     # `together` heads go side by side, so that their K and V share L2; under a causal mask, or any that may be like one, the longest rows go first
     PACKED: tl.constexpr = q_offsets is not None
     index = tl.program_id(0)
@@ -183,9 +183,9 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
         map_ptr += b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
         part, whole = tl.load(map_ptr), tl.load(map_ptr + 1)
         acc, top, total = _attend(acc, top, total, q, k_src, v_src, 0, part, map_ptr + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                                  MASK, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
+                                  MASK, SCORE, TMA, True, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
         acc, top, total = _attend(acc, top, total, q, k_src, v_src, 0, whole, map_ptr + map_strides[2] - 1, -1, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                                  MASK, SCORE, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
+                                  MASK, SCORE, TMA, False, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
     else:
         row_first, row_last = tile_m * BLOCK_M + shift, tile_m * BLOCK_M + BLOCK_M - 1 + shift
         first, last = key_span(row_first, row_last, len_k, LEFT, RIGHT)
@@ -196,11 +196,11 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
             inner = tl.where(whole, inner, first)
             outer = tl.where(whole, outer, first)
             acc, top, total = _attend(acc, top, total, q, k_src, v_src, first, (inner - first) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                                      None, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
+                                      None, SCORE, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
         acc, top, total = _attend(acc, top, total, q, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                                  None, SCORE, TMA, False, PACKED, PRECISION, STAGES)  # fmt: skip
+                                  None, SCORE, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
         acc, top, total = _attend(acc, top, total, q, k_src, v_src, outer, tl.cdiv(last - outer, BLOCK_N), None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                                  None, SCORE, TMA, True, PACKED, PRECISION, STAGES)  # fmt: skip
+                                  None, SCORE, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
 
     if sinks_ptr is not None:
         acc, top, total = sink(acc, top, total, tl.load(sinks_ptr + head).to(tl.float32))
@@ -307,7 +307,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
         scale, gain, p.heads, p.group, p.len_q, p.len_k, tiles_m, together, bar(x.drop), 1 / (1 - x.drop),
         *(t.stride()[:3] for t in heads_first), lse_strides, map_strides,
         D=p.dim, DV=p.value_dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_D=width, BLOCK_DV=width_v,
-        LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score,
+        LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, PADDED=sees is not None and hides_keys(p.mask),
         TMA=tma, PRECISION=tf32(p), STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return (out, lse) if return_lse else out
