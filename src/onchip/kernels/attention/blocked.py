@@ -8,6 +8,7 @@ softmax of FlashAttention (Dao et al., 2022, algorithm 1), backward the weights 
 """
 
 import functools
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 
@@ -19,9 +20,9 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Place, Traced
 from onchip.kernels.attention.blocked_tiles import Part, Tile, add, add_read, cutting, differs, hull, is_sum, parts, reads, tiles, value
 
-ROWS, COLS = 256, 512  # a tile of our own products
-SCORES = {"cpu": 1 << 21}  # scores of such a tile, all sequences and heads together: 8 MiB in float32, which a CPU's cache holds
-MOST_SCORES = 1 << 25  # on a GPU, where a launch costs more than a miss
+TILE = {"cpu": (128, 256)}  # rows and keys of a tile of our own products; on a CPU 64 to 512 of either are within a tenth
+MOST_TILE = (512, 1024)  # on a GPU, where a launch costs more than a miss
+SCORES = 64  # tiles, of all sequences and heads, that go together
 FUSED_ROWS = (64, 768)  # queries of a masked call of torch's kernel, from few (windows) to many (it packs the keys anew in each call)
 FUSED_MASK = 1 << 22  # elements of the mask of such a call
 FUSED_CAUSAL = range(129, 1025)  # lengths at which tiles beat torch's causal mask: it computes what is hidden within 512 keys
@@ -38,10 +39,10 @@ fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with offsets."""
     if q.is_cpu and (how := _one_call(p)):
-        out, lse = _fused(p, x, None, *(_quick(t).transpose(1, 2) for t in (q, k[:, how[0]], v[:, how[0]])), how[1])
-        out = out.to(q.dtype).transpose(1, 2)
+        out, lse = _fused(p, x, None, *(_fit(t, p).transpose(1, 2) for t in (q, k[:, how[0]], v[:, how[0]])), how[1])
+        out = out[..., : p.value_dim].to(q.dtype).transpose(1, 2)
         return (out, lse.contiguous()) if return_lse else out
-    every = parts(p, x, q, k, p.batch if _fuses(p, q.device) else _sequences(p, q, k))
+    every = parts(p, x, q, k, p.batch if _fuses(p, q.device) else SCORES // p.heads)
     results = (_forward(p, x, part, part.queries(q), part.keys(k), part.keys(v)) for part in every)
     if len(every) == 1 and x.q_offsets is None:  # nothing to put together
         out, lse = next(results)
@@ -58,13 +59,13 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
 def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """Gradients of q, k, v, the sinks and each tensor that the score reads; None where one needs none. `d_lse` may be None."""
     if q.is_cpu and d_lse is None and x.sinks is None and _one_call(p):
-        each = (_quick(t).transpose(1, 2) for t in (q, k, v, out, d_out.to(q.dtype)))
+        each = (_fit(t, p).transpose(1, 2) for t in (q, k, v, out, d_out.to(q.dtype)))
         return *(d.to(q.dtype).transpose(1, 2) for d in _fused_backward(p, x, _whole(p), *each, lse)), None, ()
     wide = _wide(q)
     d_sinks = None if x.sinks is None else torch.zeros(p.heads, dtype=wide, device=q.device)
     d_score = [torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, wide), device=t.device) if t.requires_grad else None for t in x.score]
     fused = _fuses(p, q.device) and d_lse is None and all(d is None for d in d_score)
-    every = parts(p, x, q, k, p.batch if fused else _sequences(p, q, k))
+    every = parts(p, x, q, k, p.batch if fused else SCORES // p.heads)
     results = (_gradients(p, x, part, fused, q, k, v, out, lse, d_out, d_lse, d_sinks, d_score) for part in every)
     if len(every) == 1 and x.q_offsets is None:
         grads = [d.to(t.dtype).transpose(1, 2) for d, t in zip(next(results), (q, k, v), strict=True)]
@@ -109,22 +110,23 @@ def _gather(pool: Tensor, pages: Tensor) -> Tensor:
 def _forward(p: Attention, x: Operands, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q `[batch, heads, len_q, dim]`, k and v `[batch, kv_heads, keys, dim]` -> the output like q, LSE `[batch, heads, len_q]`."""
     dtype, fused = q.dtype, _fuses(p, q.device)
-    q, k, v = (_quick(t) if fused else t.to(_wide(t)) for t in (q, k, v))
+    q, k, v = (_fit(t, p) if fused else t.to(_wide(t)) for t in (q, k, v))
     if fused and (how := _unmasked(p, part)):
         out, lse = _fused(p, x, None, q, k[:, :, how[0]], v[:, :, how[0]], how[1])
-        return out.to(dtype), lse
-    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
+        return out[..., : p.value_dim].to(dtype), lse
+    out = torch.zeros(*q.shape[:-1], p.value_dim, dtype=dtype, device=q.device)
     lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
     if x.sinks is not None:
         lse.copy_(x.sinks[:, None])
-    for tile in tiles(p, x, part, _fused_rows(p, part.len_k) if fused else _rows(p, q), q.device):
+    for tile in tiles(p, x, part, _fused_rows(p, part.len_k) if fused else _tile(q)[0], q.device):
         near, keys, values = q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v)
-        out[:, :, tile.rows], lse[:, :, tile.rows] = (_fused if fused else _online)(p, x, tile, near, keys, values)
+        found, lse[:, :, tile.rows] = (_fused if fused else _online)(p, x, tile, near, keys, values)
+        out[:, :, tile.rows] = found[..., : p.value_dim]
     return out, lse
 
 
 def _online(p: Attention, x: Operands, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """One tile of queries over its keys, COLS at a time."""
+    """One tile of queries over its keys, some at a time."""
     batch, heads, rows, _ = q.shape
     q = _grouped(q * x.scale, p)
     acc = q.new_zeros(*q.shape[:3], v.shape[-1])
@@ -132,11 +134,7 @@ def _online(p: Attention, x: Operands, tile: Tile, q: Tensor, k: Tensor, v: Tens
     if x.sinks is not None:
         top.copy_(x.sinks[:, None, None])
     total = (top > -torch.inf).to(q.dtype)
-    for start in range(0, k.shape[2], COLS):
-        cols = slice(start, min(start + COLS, k.shape[2]))
-        part = tile.columns(cols)
-        if part is None:
-            continue
+    for cols, part in _columns(tile, k):
         scores = _hide(_scores(p, x, part, _ungrouped(q @ k[:, :, cols].transpose(2, 3), p)), part)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         safe = new_top.masked_fill(new_top == -torch.inf, 0.0)  # a row that has seen nothing yet stays at zero
@@ -176,14 +174,17 @@ def _ungrouped(t: Tensor, p: Attention) -> Tensor:
     return t.reshape(t.shape[0], p.heads, t.shape[2] // p.group, t.shape[3])
 
 
-def _rows(p: Attention, q: Tensor) -> int:
-    """Queries of a tile of our own products."""
-    return max(32, min(ROWS, SCORES.get(q.device.type, MOST_SCORES) // (COLS * p.heads)))
+def _tile(q: Tensor) -> tuple[int, int]:
+    return TILE.get(q.device.type, MOST_TILE)
 
 
-def _sequences(p: Attention, q: Tensor, k: Tensor) -> int:
-    """Sequences of a dense batch whose tiles go together."""
-    return SCORES.get(q.device.type, MOST_SCORES) // (p.heads * max(1, min(q.shape[1], _rows(p, q)) * min(k.shape[1], COLS)))
+def _columns(tile: Tile, keys: Tensor) -> Iterator[tuple[slice, Tile]]:
+    """The parts of a tile's keys that a row sees."""
+    step = _tile(keys)[1]
+    for start in range(0, keys.shape[2], step):
+        cols = slice(start, min(start + step, keys.shape[2]))
+        if (part := tile.columns(cols)) is not None:
+            yield cols, part
 
 
 def _wide(t: Tensor) -> torch.dtype:
@@ -209,23 +210,19 @@ def _gradients(p: Attention, x: Operands, part: Part, fused: bool, q, k, v, out,
     if x.sinks is not None:
         d_sinks -= ((x.sinks.to(wide)[:, None] - lse).exp() * delta).sum((0, 2))
     if fused:
-        return _fused_backward(p, x, part, *(_quick(t) for t in (q, k, v, out, d_out)), lse)
+        return _fused_backward(p, x, part, *(_fit(t, p) for t in (q, k, v, out, d_out)), lse)
     return _backward(p, x, part, *(t.to(wide) for t in (q, k, v, d_out)), lse, delta, d_score)
 
 
 def _backward(p: Attention, x: Operands, part: Part, q, k, v, d_out, lse, delta, d_score) -> tuple[Tensor, Tensor, Tensor]:
     """By our own products, tile by tile; adds to `d_score`."""
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    for tile in tiles(p, x, part, _rows(p, q), q.device):
+    for tile in tiles(p, x, part, _tile(q)[0], q.device):
         near, d_near = _grouped(q[:, :, tile.rows] * x.scale, p), _grouped(d_out[:, :, tile.rows], p)
         row_lse, row_delta = (t[:, :, tile.rows, None] for t in (lse, delta))
         keys, values = tile.of_keys(k), tile.of_keys(v)
         found = torch.zeros_like(near)
-        for start in range(0, keys.shape[2], COLS):
-            cols = slice(start, min(start + COLS, keys.shape[2]))
-            small = tile.columns(cols)
-            if small is None:
-                continue
+        for cols, small in _columns(tile, keys):
             scores, pull = _with_gradient(p, x, small, _ungrouped(near @ keys[:, :, cols].transpose(2, 3), p), d_score)
             weights = kept_weights = (_hide(scores, small) - row_lse).exp_()
             d_weights = _ungrouped(d_near @ values[:, :, cols].transpose(2, 3), p)
@@ -278,8 +275,8 @@ def _one_order():
 
 
 def _fuses(p: Attention, device: torch.device) -> bool:
-    """Whether torch's CPU kernel computes this: no dropout, values as wide as keys, and scores that are sums, whose terms it takes as a mask of floats."""
-    return device.type == "cpu" and not p.dim_v and "dropout" not in p.extras and (p.score is None or is_sum(p.score))
+    """Whether torch's CPU kernel computes this: no dropout, and scores that are sums, whose terms it takes as a mask of floats."""
+    return device.type == "cpu" and "dropout" not in p.extras and (p.score is None or is_sum(p.score))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -356,20 +353,23 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
         d_near, near, out_near, lse_near = (t[:, :, rows] for t in (d_out, q, out, lse))
         return fused_backward(d_near, near, k, v, out_near, lse_near, 0.0, causal, attn_mask=mask, scale=x.scale)
 
+    def fitting(dq: Tensor, dk: Tensor, dv: Tensor):
+        return dq[..., : p.dim], dk[..., : p.dim], dv[..., : p.value_dim]
+
     if how := _unmasked(p, part):
         found = run(slice(None), k[:, :, how[0]], v[:, :, how[0]], None, how[1])
         pad = (0, 0, how[0].start, part.len_k - how[0].stop)
-        return found if not any(pad) else (found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
+        return fitting(*found) if not any(pad) else fitting(found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros(t.shape, dtype=_wide(t)) for t in (k, v))
     for tile in tiles(p, x, part, _fused_rows(p, part.len_k), q.device):
         found = run(tile.rows, tile.of_keys(k), tile.of_keys(v), _fused_mask(p, x, tile, q.dtype), False)
         if tile.rows == slice(0, part.len_q) and isinstance(tile.keys, slice) and tile.keys == slice(0, part.len_k):
-            return found
+            return fitting(*found)
         dq[:, :, tile.rows] = found[0]
         add(dk, 2, tile.keys, found[1])
         add(dv, 2, tile.keys, found[2])
-    return dq, dk, dv
+    return fitting(dq, dk, dv)
 
 
 def _even(t: Tensor) -> Tensor:
@@ -377,6 +377,9 @@ def _even(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _quick(t: Tensor) -> Tensor:
-    """Half precision goes as float32: torch's kernel takes 3 times as long for its forward pass with a mask, 15 times for the backward."""
-    return t.float() if t.dtype == torch.float16 else t
+def _fit(t: Tensor, p: Attention) -> Tensor:
+    """As torch's kernel takes it: keys and values of one width, and no half precision, of which a forward pass with a mask takes 3 times as
+    long as of float32, a backward pass 15 times."""
+    t = t.float() if t.dtype == torch.float16 else t
+    width = max(p.dim, p.value_dim)
+    return t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1]))
