@@ -164,6 +164,8 @@ REFUSED = {
     "gather_kv_indices is of": lambda q, k, v: fa4.flash_attn_varlen_func(q, k, v, gather_kv_indices=q),
     "onchip.attention(q, k, v, score=": lambda q, k, v: fa4.flash_attn_func(q, k, v, block_sparse_tensors=(q,)),
     "cu_seqlens_k with page_table": lambda q, k, v: fa4.flash_attn_varlen_func(q, k, v, page_table=q, cu_seqlens_k=q),
+    "q is torch.float8_e4m3fn": lambda q, k, v: fa4.flash_attn_func(*(t.to(torch.float8_e4m3fn) for t in (q, k, v))),
+    "take float8_e4m3fn, these bfloat16": lambda q, k, v: fa2.flash_attn_with_kvcache(*(t.to(torch.float8_e4m3fn) for t in (q, k, v))),
     "float8 is in flash_attn_interface": lambda q, k, v: fa4_private._flash_attn_fwd(q, k, v, k_descale=q),
     "gather_kv_indices is not in onchip": lambda q, k, v: fa4_private._flash_attn_bwd_sparse_mla(q, k, v),
     "rng_state is None": lambda q, k, v: fa2_private._flash_attn_backward(q, q, k, v, q, q, q, k, v, 0.1, 1.0, False, -1, -1, 0.0, None, False),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.bands import Band, Causal, Full, Mask, Window
+from onchip.core.kernel import Unsupported
 from onchip.core.parts import by_name, check_sizes
 from onchip.core.problem import Dropout, Operands
 from onchip.core.scores import ALiBi, Score, Softcap, chain
@@ -43,12 +44,18 @@ class Lengths(NamedTuple):
 
 def run(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None = None, return_lse: bool = False) -> tuple[Tensor, Tensor | None]:
     """(out, LSE or None) of dense `[batch, len, heads, dim]`, or with `lengths` of packed `[tokens, heads, dim]`."""
+    wide_enough(q)
     if lengths is None:
         result = attention(q, k, v, return_lse=return_lse, **call.keywords)
     else:
         used = lengths.used if lengths.used != (None, None) else None
         result = attention_packed(q, k, v, lengths.q, lengths.k, longest=lengths.longest, used=used, return_lse=return_lse, **call.keywords)
     return result if return_lse else (result, None)
+
+
+def wide_enough(q: Tensor) -> None:
+    if q.dtype.itemsize == 1:
+        raise Unsupported(f"flash_attn: q is {q.dtype}; FlashAttention-3's functions (flash_attn_interface) take float8_e4m3fn, these bfloat16 and wider")
 
 
 def gradients(call: Call, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lengths: Lengths | None, state: Tensor | None, d_lse=None):

@@ -123,7 +123,7 @@ def flash_attn_with_kvcache(
 
     New keys and values are written to the cache in place, from `cache_seqlens` on, the keys rotated; then the queries see the cache.
     Queries are rotated from `cache_seqlens` on, or without a causal mask or window all as at `cache_seqlens`. With `block_table` lengths
-    are compared with its width, as flash-attn does, which waits for the device (not while a CUDA graph is captured).
+    are compared with its width, as flash-attn does, which waits for the device (not in compiled graphs, nor while a CUDA graph is captured).
     """
     name, new = "flash_attn_with_kvcache", 0 if k is None else k.shape[1]
     agree(name, k, v, rotary_cos, rotary_sin, cache_seqlens)
@@ -146,7 +146,7 @@ def flash_attn_with_kvcache(
 
 
 def _fits(cache: Cache, new: int) -> None:
-    if cache.used.is_cuda and torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_compiling() or (cache.used.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     longest = int(cache.used.max())
     if longest > cache.capacity:  # a RuntimeError, as flash-attn's

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.integrations.flash_attn.call import Call, Lengths, run
+from onchip.integrations.flash_attn.call import Call, Lengths, run, wide_enough
 from onchip.integrations.flash_attn.rotary import at, rotate, sequence_of
 from onchip.ops.attention import PagedKV, paged_attention
 
@@ -129,6 +129,7 @@ def attend(call: Call, q: Tensor, cache: Cache, return_lse: bool, cu_seqlens_q: 
 
     LSE is laid out as `attention`'s and `attention_packed`'s. `longest` None: read from the offsets, which waits for the device.
     """
+    wide_enough(q)
     batch, packed = len(cache.used), q.ndim == 3
     even = packed and longest is not None and len(q) == batch * longest  # then no sequence has fewer queries
     if even or not packed:
