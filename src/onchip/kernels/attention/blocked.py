@@ -26,6 +26,7 @@ SCORES = 64  # tiles, of all sequences and heads, that go together
 FUSED_ROWS = (64, 768)  # queries of a masked call of torch's kernel, from few (windows) to many (it packs the keys anew in each call)
 FUSED_MASK = 1 << 22  # elements of the mask of such a call
 FUSED_CAUSAL = range(129, 1025)  # lengths at which tiles beat torch's causal mask: it computes what is hidden within 512 keys
+FUSED_FEW = 256  # queries up to which torch's backward pass is faster in float32 than in bfloat16: 128 take 1.2 and 2.2 ms, 512 17.6 and 13.0
 INFINITY = {torch.bfloat16: (torch.int16, -1 << 7), torch.float32: (torch.int32, -1 << 23), torch.float64: (torch.int64, -1 << 52)}  # the bits of -inf
 
 fused_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -59,7 +60,7 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
 def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """Gradients of q, k, v, the sinks and each tensor that the score reads; None where one needs none. `d_lse` may be None."""
     if q.is_cpu and d_lse is None and x.sinks is None and _one_call(p):
-        each = (_fit(t, p).transpose(1, 2) for t in (q, k, v, out, d_out.to(q.dtype)))
+        each = (t.transpose(1, 2) for t in (q, k, v, out, d_out.to(q.dtype)))
         return *(d.to(q.dtype).transpose(1, 2) for d in _fused_backward(p, x, _whole(p), *each, lse)), None, ()
     wide = _wide(q)
     d_sinks = None if x.sinks is None else torch.zeros(p.heads, dtype=wide, device=q.device)
@@ -210,7 +211,7 @@ def _gradients(p: Attention, x: Operands, part: Part, fused: bool, q, k, v, out,
     if x.sinks is not None:
         d_sinks -= ((x.sinks.to(wide)[:, None] - lse).exp() * delta).sum((0, 2))
     if fused:
-        return _fused_backward(p, x, part, *(_fit(t, p) for t in (q, k, v, out, d_out)), lse)
+        return _fused_backward(p, x, part, q, k, v, out, d_out, lse)
     return _backward(p, x, part, *(t.to(wide) for t in (q, k, v, d_out)), lse, delta, d_score)
 
 
@@ -347,7 +348,11 @@ def _fused(p: Attention, x: Operands, tile: Tile | None, q: Tensor, k: Tensor, v
 
 def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, lse) -> tuple[Tensor, Tensor, Tensor]:
     """Its weights are exp(S - LSE), so an LSE that counts a sink is as good."""
-    q, k, v, out, d_out = _even(q), _even(k), _even(v), _even(out), d_out.contiguous()
+    how = _unmasked(p, part)
+    rows_each = _fused_rows(p, part.len_k)
+    few = min(part.len_q, part.len_q if how else rows_each) <= FUSED_FEW
+    q, k, v, out, d_out = (_even(_fit(t, p, few)) for t in (q, k, v, out, d_out))
+    d_out = d_out.contiguous()
 
     def run(rows: slice, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool):
         d_near, near, out_near, lse_near = (t[:, :, rows] for t in (d_out, q, out, lse))
@@ -356,13 +361,13 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
     def fitting(dq: Tensor, dk: Tensor, dv: Tensor):
         return dq[..., : p.dim], dk[..., : p.dim], dv[..., : p.value_dim]
 
-    if how := _unmasked(p, part):
+    if how:
         found = run(slice(None), k[:, :, how[0]], v[:, :, how[0]], None, how[1])
         pad = (0, 0, how[0].start, part.len_k - how[0].stop)
         return fitting(*found) if not any(pad) else fitting(found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros(t.shape, dtype=_wide(t)) for t in (k, v))
-    for tile in tiles(p, x, part, _fused_rows(p, part.len_k), q.device):
+    for tile in tiles(p, x, part, rows_each, q.device):
         found = run(tile.rows, tile.of_keys(k), tile.of_keys(v), _fused_mask(p, x, tile, q.dtype), False)
         if tile.rows == slice(0, part.len_q) and isinstance(tile.keys, slice) and tile.keys == slice(0, part.len_k):
             return fitting(*found)
@@ -377,9 +382,9 @@ def _even(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _fit(t: Tensor, p: Attention) -> Tensor:
-    """As torch's kernel takes it: keys and values of one width, and no half precision, of which a forward pass with a mask takes 3 times as
-    long as of float32, a backward pass 15 times."""
-    t = t.float() if t.dtype == torch.float16 else t
+def _fit(t: Tensor, p: Attention, few: bool = False) -> Tensor:
+    """As torch's kernel takes it: keys and values of one width; no half precision, of which a forward pass with a mask takes 3 times as long as
+    of float32 and a backward pass 15 times; and no bfloat16 in a backward pass of few queries."""
+    t = t.float() if t.dtype == torch.float16 or (few and t.dtype == torch.bfloat16) else t
     width = max(p.dim, p.value_dim)
     return t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1]))
