@@ -15,7 +15,7 @@ from torch import Tensor
 
 from onchip.core.bands import BANDS, Band, Causal, Full, Mask, Window, check_align, join, meet, parse
 from onchip.core.parts import alike, by_name, check_sizes, check_tensor, name_of, read, squeezed, trace_mod
-from onchip.core.trace import Place, Traced, trace
+from onchip.core.trace import Place, Traced, trace, untouched
 
 # ---- masks of masks
 
@@ -67,7 +67,8 @@ def _both(a: Band | Traced, b: Band | Traced, sign: str, name: str, hull: Band) 
     """The text of two texts."""
     one, two = (part.stand_ins() if isinstance(part, Traced) else [] for part in (a, b))
     run = lambda at: a.seen(at, one) & b.seen(at, two) if sign == "&" else a.seen(at, one) | b.seen(at, two)  # noqa: E731
-    return Traced(name, trace(run, name, (*one, *two))[0], hull)
+    with untouched():
+        return Traced(name, trace(run, name, (*one, *two))[0], hull)
 
 
 # ---- masks with a shape of their own

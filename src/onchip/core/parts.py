@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.core.trace import Place, Traced, TraceError, trace
+from onchip.core.trace import Place, Traced, TraceError, stand_in, trace, untouched
 
 WORDS = {"b": "batch", "h": "heads", "i": "len_q", "j": "len_k", "*": "any"}
 
@@ -53,6 +53,11 @@ class Part:
             return _written(_ByKey(key, self)), self.tensors
         return recall((type(self),), (getattr(type(self), self.body), *sorted(vars(self).items())), self.write)
 
+    def ghost(self) -> "Part":
+        """A copy with stand-ins for tensors: enough for its text."""
+        fields = (getattr(self, field) for field in type(self).__match_args__)
+        return type(self)(*(stand_in(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in fields))
+
     def write(self, tensors: Sequence[Tensor] = ()) -> tuple[Traced, tuple[Tensor, ...]]:
         """The text, made anew, and the tensors it reads: `tensors` first."""
         raise NotImplementedError
@@ -79,8 +84,11 @@ class _ByKey:
 @functools.lru_cache(maxsize=4096)
 def _written(by_key: _ByKey) -> Traced:
     part, by_key.part = by_key.part, None  # the cache must not keep the tensors of the first one alive
-    static, tensors = part.write(part.tensors)
-    if len(tensors) != len(part.tensors):
+    with untouched():
+        ghost = part.ghost()
+        listed = ghost.tensors
+        static, tensors = ghost.write(listed)
+    if len(tensors) != len(listed):
         raise TraceError(f"{part.name} reads a tensor that its `tensors` do not list")
     return static
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.parts import Part, alike, by_name, check_sizes, name_of, read, squeezed, trace_mod
-from onchip.core.trace import Place, Traced, trace
+from onchip.core.trace import Place, Traced, trace, untouched
 
 
 class Score(Part):
@@ -272,7 +272,8 @@ def _chained(texts: tuple[Traced, ...], name: str) -> Traced:
             s = text.run(s, *at, *tensors)
         return s
 
-    return Traced(name, trace(run, name, [t for tensors in reads for t in tensors], score=True)[0])
+    with untouched():
+        return Traced(name, trace(run, name, [t for tensors in reads for t in tensors], score=True)[0])
 
 
 def chain(bias: Tensor | None, score: Any, softcap: float | None) -> Score | None:

@@ -7,13 +7,15 @@ torch runs it (`Traced.run`); a kernel translates it line by line. Tensors that 
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 PLACE = ("b", "h", "i", "j", "len_q", "len_k")
 DROPPED = ("device", "layout", "pin_memory", "memory_format")  # keywords that say where a value lies, not what it is
@@ -76,7 +78,7 @@ class Traced:
     def stand_ins(self) -> list[Tensor]:
         """Tensors of the kinds that the text reads, without contents."""
         kinds = re.findall(r"c\d+: '(\w+)\[(\d+)\]'", self.text.partition("\n")[0])
-        return [_stand_in((2,) * int(ndim), getattr(torch, dtype)) for dtype, ndim in kinds]
+        return [stand_in((2,) * int(ndim), getattr(torch, dtype)) for dtype, ndim in kinds]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -96,8 +98,8 @@ def trace(function: Callable, name: str, tensors: Sequence[Tensor] = (), score: 
     (`table.exp()`) is computed, with its gradient, and read as one more tensor.
     Raises TraceError when the function branches on a value, mixes places, or gives something of another shape or kind.
     """
-    inputs = [_stand_in((1, 1, 1, 1), torch.float32)] if score else []
-    inputs += [_stand_in((1, 1, 1, 1), torch.int64) for _ in PLACE]
+    inputs = [stand_in((1, 1, 1, 1), torch.float32)] if score else []
+    inputs += [stand_in((1, 1, 1, 1), torch.int64) for _ in PLACE]
     recorder = _Recorder(inputs, ("s", *PLACE) if score else PLACE, tensors)
     try:
         with recorder:
@@ -109,11 +111,26 @@ def trace(function: Callable, name: str, tensors: Sequence[Tensor] = (), score: 
         raise TraceError(f"{name}: the function cannot be traced: {why}; write it with torch operators on its arguments") from error
 
 
+def _dispatch_state() -> tuple:
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+with ThreadPoolExecutor(1) as fresh:  # a thread starts with the state that no compiler, transform or mode has touched
+    UNTOUCHED = fresh.submit(_dispatch_state).result()
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Inside, torch dispatches as at its start, so that a text is the same wherever it is made: in inference mode, in an operator, under torch.func."""
+    with torch.inference_mode(False), _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*UNTOUCHED):
+        yield
+
+
 class _CannotError(Exception):
     """Why a function cannot be written down. No TypeError: Python would take one inside `a + b` for "try the other operand"."""
 
 
-def _stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
@@ -169,7 +186,7 @@ class _Recorder(TorchDispatchMode):
                 raise _CannotError(f"a tensor of {args[0].ndim} dimensions is indexed by {len(args[1])}; index all of them at once")
             if any(x.dtype == torch.bool for x in args[1]):
                 raise _CannotError("a tensor is indexed by a condition (use torch.where)")
-            return _stand_in((1, 1, 1, 1), args[0].dtype)
+            return stand_in((1, 1, 1, 1), args[0].dtype)
         kwargs = {key: _meta(value) for key, value in kwargs.items() if key not in DROPPED}
         if not _tensors(args):
             kwargs["device"] = "meta"
@@ -216,7 +233,7 @@ def _tensors(args) -> list[Tensor]:
 def _meta(value):
     """Tensors in it replaced by stand-ins."""
     if isinstance(value, Tensor):
-        return value if value.is_meta else _stand_in(value.shape, value.dtype)
+        return value if value.is_meta else stand_in(value.shape, value.dtype)
     return type(value)(_meta(v) for v in value) if isinstance(value, (list, tuple)) else value
 
 

@@ -11,10 +11,11 @@ from onchip.core.masks import Band, as_mask
 from onchip.core.problem import Attention, Dropout, Operands
 from onchip.core.scores import Score
 from onchip.dispatch import select
+from onchip.ops import wire
 
 FAMILY = {"triton_prefill": "triton_backward"}  # the kernel of the backward pass that goes with one of the forward pass asked for by name
-PLAIN = (Tensor, torch.nn.Parameter)
 TWICE = "attention: gradients of gradients are not implemented; kernel='reference' has them"
+FORWARD = "attention: forward-mode derivatives (jvp) are not implemented; kernel='reference' has them, or use reverse mode"
 
 
 class PagedKV(NamedTuple):
@@ -78,6 +79,8 @@ def longest_of(offsets: Tensor) -> int:
 
 def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """The launch of a dense or packed call, recorded for autograd where a tensor needs a gradient."""
+    if torch._C._are_functorch_transforms_active():
+        how = spelt_out(how, q)
     if how.dropout:
         x = drawn(how.dropout, q, x)
     problem, x = problem_of("prefill", how, sizes, x, q)
@@ -93,8 +96,18 @@ def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands,
 
 def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
     """The launch of a call over a paged cache. Gradients: by the operator of `ops/registered.py`, or the reference's own."""
+    if torch._C._are_functorch_transforms_active():
+        how = spelt_out(how, q)
     problem, x = problem_of("decode", how, sizes, x, q)
     return select(problem, q.device, how.kernel).launch(q, cache, x, return_lse)
+
+
+def spelt_out(how: How, q: Tensor) -> How:
+    """The same call, with a user's functions written down: under torch.func, what they capture is not what a dispatch mode sees."""
+    reads: list[Tensor] = []
+    mask = how.mask if isinstance(how.mask, Band) else as_mask(how.mask)
+    mask, score = wire.build(wire.pack((mask, how.score), reads, q), reads)
+    return how._replace(mask=mask, score=score)
 
 
 def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor) -> tuple[Attention, Operands]:
@@ -163,7 +176,7 @@ def needs_grad(q: Tensor, k: Tensor, v: Tensor, x: Operands) -> bool:
 def refuse_tangents(*tensors: Tensor | None) -> None:
     """Raises where forward-mode differentiation goes through."""
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise NotImplementedError("attention: forward-mode derivatives (jvp) are not implemented; kernel='reference' has them, or use reverse mode")
+        raise NotImplementedError(FORWARD)
 
 
 # ---- gradients
@@ -182,7 +195,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out, d_lse):
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() or any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in (d_out, d_lse)):
             raise NotImplementedError("attention: a batch of backward passes at once (is_grads_batched) is not implemented; kernel='reference' has it")
         q, k, v, out, lse, sinks, *score = ctx.saved_tensors
         with torch.no_grad():
@@ -195,7 +208,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, *tangents):
-        raise NotImplementedError("attention: forward-mode derivatives (jvp) are not implemented; kernel='reference' has them, or use reverse mode")
+        raise NotImplementedError(FORWARD)
 
 
 class _Once(torch.autograd.Function):

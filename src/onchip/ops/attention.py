@@ -9,7 +9,7 @@ from torch import Tensor
 from onchip.core.masks import Causal, Full, Mask
 from onchip.core.problem import Dropout, Operands
 from onchip.core.scores import chain
-from onchip.ops import attend, registered
+from onchip.ops import attend, graph
 from onchip.ops.attend import How, PagedKV
 
 
@@ -54,7 +54,7 @@ def attention(
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"attention: k has batch {k.shape[0]}, q has {q.shape[0]}; they must be equal")
     how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
-    run = registered.attend if registered.in_graph(kernel, q, k, v) else attend.attend
+    run = graph.attend if graph.in_graph(kernel, q, k, v) else attend.attend
     return run(how, attend.dense_sizes(q, k, v), q, k, v, Operands(_scale(scale, q)), return_lse)
 
 
@@ -100,8 +100,8 @@ def attention_packed(
     longest_q, longest_k = longest if isinstance(longest, tuple) else (longest, longest)
     how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
     x = Operands(_scale(scale, q), q_offsets, k_offsets, q_used, k_used)
-    run = registered.attend
-    if not registered.in_graph(kernel, q, k, v):
+    run = graph.attend
+    if not graph.in_graph(kernel, q, k, v):
         run = attend.attend
         longest_q, longest_k = (attend.longest_of(o) if n is None else n for n, o in ((longest_q, q_offsets), (longest_k, k_offsets)))
     return run(how, attend.packed_sizes(q, k, v, len(q_offsets) - 1, longest_q, longest_k), q, k, v, x, return_lse)
@@ -126,7 +126,7 @@ def paged_attention(
     2023); the heads of a group, and the queries, share each key that is read. Lengths are read on the device, so the
     call can be captured in a CUDA graph. Returns as `attention` does; arguments and errors as there.
     """
-    if torch.is_autocast_enabled(q.device.type):
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q = q.to(cache.k.dtype)
     _check("paged_attention", q, cache.k, cache.v, rank=4)
     batch, pages = q.shape[0], cache.page_table
@@ -136,8 +136,8 @@ def paged_attention(
         raise ValueError(f"paged_attention: lengths are {_kind(cache.lengths)}; give int32 [{batch}] on {q.device}")
     how, x = How(mask, chain(bias, score, softcap), sinks, None, False, False, kernel), Operands(_scale(scale, q))
     sizes = attend.paged_sizes(q, cache.k, cache.v, pages.shape[1])
-    if registered.in_graph(kernel, q, cache.k, cache.v) or (kernel != "reference" and _paged_grad(how, q, cache)):
-        return registered.attend_paged(how, sizes, q, cache, x, return_lse)
+    if graph.in_graph(kernel, q, cache.k, cache.v) or (kernel != "reference" and _paged_grad(how, q, cache)):
+        return graph.attend_paged(how, sizes, q, cache, x, return_lse)
     return attend.attend_paged(how, sizes, q, cache, x, return_lse)
 
 
@@ -166,7 +166,7 @@ def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v in autocast's dtype where it is on."""
-    if torch.is_autocast_enabled(q.device.type) and q.is_floating_point() and q.dtype != torch.float64:
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type) and q.is_floating_point() and q.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(q.device.type)
         return q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v

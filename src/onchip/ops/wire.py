@@ -18,7 +18,7 @@ from onchip.core import bands, masks, scores
 from onchip.core.bands import Mask
 from onchip.core.parts import Part
 from onchip.core.scores import Score
-from onchip.core.trace import DROPPED, PLACE, Place, TraceError
+from onchip.core.trace import DROPPED, PLACE, Place, TraceError, stand_in
 
 KINDS = {
     kind.__name__: kind
@@ -218,6 +218,9 @@ class _Written:
     @property
     def key(self):
         return (type(self), self.calls, tuple((t.ndim, t.dtype, t.numel() == 1) for t in self.reads))
+
+    def ghost(self):
+        return type(self)(self.calls, tuple(stand_in(t.shape, t.dtype) for t in self.reads))
 
     def run(self, s, at: Place):
         """The calls again."""

@@ -1,0 +1,56 @@
+"""The way to the registered operators: when a call takes it, and what it packs."""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from onchip.core.masks import Band, as_mask
+from onchip.core.problem import Operands
+from onchip.ops import transforms, wire
+from onchip.ops.attend import How, PagedKV, Sizes, check_sinks, drawn, refuse_tangents
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def in_graph(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether something watches that must see one operator: a compiler, a dispatch mode, torch.func, a subclass of Tensor."""
+    if torch.compiler.is_compiling():
+        return True
+    if torch._C._are_functorch_transforms_active():
+        return kernel != "reference"
+    return torch._C._len_torch_dispatch_stack() > 0 or q.is_meta or not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN)
+
+
+def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
+    """As `attend.attend`, through the operator. `sizes` may hold symbols, and None for lengths that are read from the offsets."""
+    if how.dropout:
+        x = drawn(how.dropout, q, x)
+    longest = (None, None) if x.q_offsets is None else sizes.dims[1:3]
+    text, reads = _packed(how, sizes, q, k, v, x)
+    run = torch.ops.onchip.attention
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # a compiler cannot follow the functions there
+        run = transforms.attention
+    out, lse = run(q, k, v, reads, *longest, x.drop, x.scale, text)
+    return (out, lse) if return_lse else out
+
+
+def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
+    """As `attend.attend_paged`, through the operator."""
+    text, reads = _packed(how, sizes, q, cache.k, cache.v, x)
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("paged_attention: torch.func transforms are not implemented; use kernel='reference'")
+    out, lse = torch.ops.onchip.paged_attention(q, *cache, reads, x.scale, text)
+    return (out, lse) if return_lse else out
+
+
+def _packed(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> tuple[str, list[Tensor]]:
+    """The text of a call, and the tensors in it."""
+    if how.sinks is not None:
+        check_sinks(how.sinks, sizes.dims[3], q)
+    mask = how.mask if isinstance(how.mask, Band) else as_mask(how.mask)
+    reads: list[Tensor] = []
+    offsets = (x.q_offsets, x.k_offsets, x.q_used, x.k_used, x.state)
+    text = wire.pack((mask, how.score, how.sinks, *offsets, how.deterministic, how.batch_invariant, how.kernel), reads, q)
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        refuse_tangents(q, k, v, *reads)
+    return text, reads

@@ -1,0 +1,130 @@
+"""Attention under torch.func: grad, vmap and what is made of them.
+
+The mapped dimension of a vmap joins the batch. Where that would mean something else, an error says so.
+"""
+
+import re
+
+import torch
+from torch import Tensor
+
+from onchip.core.trace import Traced
+from onchip.ops import registered, wire
+from onchip.ops.attend import FORWARD, TWICE
+
+BATCHED = "; give the mapped dimension as the batch, or use kernel='reference'"
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, reads: list[Tensor], *rest) -> tuple[Tensor, Tensor]:
+    """As the operator `onchip::attention`, which itself cannot be transformed."""
+    return _Attention.apply(rest, q, k, v, *reads)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(rest, q, k, v, *reads):
+        return torch.ops.onchip.attention(q, k, v, list(reads), *rest)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.rest, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, d_out, d_lse):
+        if d_out is None and d_lse is None:
+            return (None,) * len(ctx.needs_input_grad)
+        *tensors, out, lse = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[1:]
+        found = iter(_Backward.apply((*ctx.rest, wanted), out, lse, d_out, d_lse, *tensors))
+        return None, *(next(found) if want else None for want in wanted)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(FORWARD)
+
+    @staticmethod
+    def vmap(info, dims, rest, *tensors):
+        tensors = _folded(info, dims[1:], 3, tensors, *rest)
+        return tuple(_unfolded(info, t) for t in _Attention.apply(rest, *tensors)), (0, 0)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(rest, out, lse, d_out, d_lse, q, k, v, *reads):
+        *rest, wanted = rest
+        return tuple(torch.ops.onchip.attention_backward(q, k, v, list(reads), *rest, out, lse, d_out, d_lse, list(wanted)))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(TWICE)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(FORWARD)
+
+    @staticmethod
+    def vmap(info, dims, rest, *tensors):
+        *call, wanted = rest
+        _refuse_gradients(wanted)
+        tensors = _folded(info, dims[1:], 7, tensors, *call)
+        grads = _Backward.apply(rest, *tensors)
+        return tuple(_unfolded(info, t) for t in grads), (0,) * len(grads)
+
+
+# torch.compile over torch.func.vmap meets the operators themselves; over torch.func.grad it meets what torch has no way through
+
+
+@registered.forward.register_vmap
+def _(info, dims, q, k, v, reads, *rest):
+    tensors = _folded(info, (*dims[:3], *dims[3]), 3, (q, k, v, *reads), *rest)
+    return tuple(_unfolded(info, t) for t in torch.ops.onchip.attention(*tensors[:3], tensors[3:], *rest)), (0, 0)
+
+
+@registered.backward.register_vmap
+def _(info, dims, q, k, v, reads, longest_q, longest_k, drop, scale, how, out, lse, d_out, d_lse, wanted):
+    call = (longest_q, longest_k, drop, scale, how)
+    _refuse_gradients(wanted)
+    out, lse, d_out, d_lse, q, k, v, *reads = _folded(info, (*dims[9:13], *dims[:3], *dims[3]), 7, (out, lse, d_out, d_lse, q, k, v, *reads), *call)
+    grads = torch.ops.onchip.attention_backward(q, k, v, reads, *call, out, lse, d_out, d_lse, wanted)
+    return [_unfolded(info, t) for t in grads], [0] * len(grads)
+
+
+def _refuse_gradients(wanted) -> None:
+    if any(wanted[3:]):
+        raise NotImplementedError(f"attention: torch.func.vmap over gradients of sinks, or of what the score reads, is not implemented{BATCHED}")
+
+
+def _folded(info, dims, count: int, tensors, longest_q, longest_k, drop: float, scale: float, how: str) -> list[Tensor | None]:
+    """The tensors, the first `count` with the mapped dimension in front of the batch, as one."""
+    mask, score, _, offsets, *_ = wire.build(how, list(tensors[count:]))
+    rules = (
+        (all(dim is None for dim in dims[count:]), "over sinks, or over what the mask or score reads,"),
+        (not _reads_batch(mask) and not _reads_batch(score), "of a mask or score that reads the batch index"),
+        (drop == 0, "with dropout"),
+        (offsets is None, "of packed sequences"),
+    )
+    why = next((why for fine, why in rules if not fine), None)
+    if why:
+        raise NotImplementedError(f"attention: torch.func.vmap {why} is not implemented{BATCHED}")
+    return [*(_fold(info, t, dim) for t, dim in zip(tensors[:count], dims[:count], strict=True)), *tensors[count:]]
+
+
+def _reads_batch(part) -> bool:
+    static = None if part is None else part.static()
+    return isinstance(static, Traced) and re.search(r"\bb\b", static.text.partition("\n")[2]) is not None
+
+
+def _fold(info, t: Tensor | None, dim: int | None) -> Tensor | None:
+    if t is None:
+        return None
+    return (t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)).flatten(0, 1)
+
+
+def _unfolded(info, t: Tensor) -> Tensor:
+    return t.unflatten(0, (info.batch_size, t.shape[0] // info.batch_size))
