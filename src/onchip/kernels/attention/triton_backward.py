@@ -371,7 +371,8 @@ def _queries(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides
 
 
 @triton.jit(do_not_specialize=["sizes", "tiles_n", "tiles_m", "over_keys"])
-def _backward(k_side, q_side, outs, stats, lengths, sizes, strides, k_map, k_map_strides, q_map, q_map_strides, reads, grads, tiles_n, tiles_m, over_keys,
+def _backward(q_by_k, k_by_k, v_by_k, do_by_k, q_by_q, k_by_q, v_by_q, do_by_q, outs, stats, lengths, sizes, strides,
+              k_map, k_map_strides, q_map, q_map_strides, reads, grads, tiles_n, tiles_m, over_keys,
               D: tl.constexpr, DV: tl.constexpr, KM: tl.constexpr, KN: tl.constexpr, QM: tl.constexpr, QN: tl.constexpr,
               BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
               MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, SCORE_BACK: tl.constexpr, WHAT: tl.constexpr, PADDED: tl.constexpr,
@@ -379,14 +380,14 @@ def _backward(k_side, q_side, outs, stats, lengths, sizes, strides, k_map, k_map
     """The first `over_keys` programs take a tile of keys each, the others one of queries: neither waits for the last of the other."""
     program = tl.program_id(0)
     if program < over_keys:
-        _keys(k_side, outs, stats, lengths, sizes, strides, k_map, k_map_strides, reads, grads, program % tiles_n, program // tiles_n,
-              D, DV, KM, KN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_GRAD, WHAT, TMA, PRECISION, K_STAGES)  # fmt: skip
+        _keys((q_by_k, k_by_k, v_by_k, do_by_k), outs, stats, lengths, sizes, strides, k_map, k_map_strides, reads, grads,
+              program % tiles_n, program // tiles_n, D, DV, KM, KN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_GRAD, WHAT, TMA, PRECISION, K_STAGES)  # fmt: skip
     elif Q_STAGES > 0:
         program -= over_keys
         tile_m = program % tiles_m
         if RIGHT >= 0 or MASK is not None:  # the longest rows first
             tile_m = tiles_m - 1 - tile_m
-        _queries(q_side, outs, stats, lengths, sizes, strides, q_map, q_map_strides, reads, tile_m, program // tiles_m,
+        _queries((q_by_q, k_by_q, v_by_q, do_by_q), outs, stats, lengths, sizes, strides, q_map, q_map_strides, reads, tile_m, program // tiles_m,
                  D, DV, QM, QN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_BACK, PADDED, TMA, PRECISION, Q_STAGES)  # fmt: skip
 
 
@@ -497,7 +498,7 @@ def _over(p: Attention, over_keys: tuple[str, Tiles], over_queries: Tiles | None
     tiles_n, tiles_m = triton.cdiv(p.len_k, keys.n), triton.cdiv(p.len_q, queries.m)
     first = tiles_n * p.batch * p.kv_heads
     _backward[(first + (tiles_m * p.batch * p.heads if over_queries else 0),)](
-        k_side, q_side, tuple(lead[4:]), (lse2, delta, q.shape[2], x.state), (x.q_offsets, x.k_offsets, x.q_used, x.k_used),
+        *k_side, *q_side, tuple(lead[4:]), (lse2, delta, q.shape[2], x.state), (x.q_offsets, x.k_offsets, x.q_used, x.k_used),
         (scale, gain, p.heads, p.kv_heads, p.len_q, p.len_k, bar(x.drop), 1 / (1 - x.drop)),
         tuple(t.stride()[:3] for t in lead), *maps[0], *maps[1], reads, grads, tiles_n, tiles_m, first,
         D=p.dim, DV=p.value_dim, KM=keys.m, KN=keys.n, QM=queries.m, QN=queries.n, BLOCK_D=width, BLOCK_DV=width_v,

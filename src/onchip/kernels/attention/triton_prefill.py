@@ -231,9 +231,9 @@ CANDIDATES = (
 )
 # A window's tiles are mostly edges: short ones waste less of them (16k tokens, Window(1024), TFLOP/s: at 64, 364 and 342; at 128, 417 and 334).
 WINDOW = ((64, Tiles(64, 64, 4, 2)), (128, Tiles(64, 64, 4, 3)))
-# At 128 a score leaves fewer registers to the tile (8k tokens, ms: ALiBi 1.12 and 1.19, plain 1.02); one that reads a value for each place fewer yet (a bias
-# [heads, 8k, 8k]: 128x64 with 8 warps 2.62, 64x64 3.32, 128x64 with 4 warps 3.96, plain 2.02).
-SCORED, READING = Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3)
+# At 128 a score that reads a value for each place needs registers (a bias [heads, 8k, 8k], ms: 128x64 with 8 warps 2.62, 64x64 3.32, 128x64 with 4
+# warps 3.96, plain 2.02).
+READING = Tiles(128, 64, 8, 3)
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -252,8 +252,8 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     candidates = pick(CANDIDATES, max(width, width_v)) if size == 2 or "tf32" in p.extras else IEEE
     if ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)[0] >= 0 and max(width, width_v) <= 128 and candidates is not IEEE:
         candidates = (pick(WINDOW, max(width, width_v)), *candidates)
-    elif p.score is not None and max(width, width_v) == 128 and candidates is not IEEE:
-        candidates = (READING if mods.reads_pairs(p.score.text) else SCORED, *candidates)
+    elif p.score is not None and max(width, width_v) == 128 and candidates is not IEEE and mods.reads_pairs(p.score.text):
+        candidates = (READING, *candidates)
     fitting = filter(fits, candidates)
     if "batch_invariant" in p.extras:  # what is best must not depend on how much else there is to do
         return list(fitting)
