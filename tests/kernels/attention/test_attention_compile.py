@@ -1,5 +1,6 @@
 """The attention kernels compiled for GPUs that are not here: spills, and the instructions that make them fast."""
 
+import itertools
 import re
 
 import pytest
@@ -7,39 +8,81 @@ import torch
 
 pytest.importorskip("triton")
 
-from offline import compile_for
-from onchip.core import device as devices
-from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import Attention
-from onchip.kernels.attention import triton_decode, triton_prefill
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from offline import Facts, _amd, _nvidia
+from onchip.core import device as devices
+from onchip.core import masks, scores
+from onchip.core.masks import Causal, Full, Window
+from onchip.core.problem import Attention, Operands
+from onchip.kernels.attention import DECODE, triton_decode, triton_prefill
+from onchip.ops.attention import PagedKV
+
+BF16, FP32 = torch.bfloat16, torch.float32
 GPU = {"sm_80": devices.gpu("A100"), "sm_90": devices.gpu("H200"), "gfx942": devices.gpu("MI300X")}
-PREFILL_STRIDES = ("q_batch", "q_head", "q_row", "k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row", "o_batch", "o_head", "o_row")
-DECODE_STRIDES = ("q_batch", "q_row", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
+
+
+# ---- what a launch compiles
+
+
+def meta(*shape, dtype=BF16):
+    """A tensor without memory: a launch looks at its kind alone."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launched(module, arch: str, p: Attention, *inputs):
+    """The first configuration of `p` on `arch`, and what each kernel that a launch starts becomes there, {name: Facts}; with LSE, and TMA if `arch` has it."""
+    if not isinstance(triton_decode._partial, JITFunction):
+        pytest.skip("TRITON_INTERPRET is set: @triton.jit made an interpreted function, which cannot be compiled")
+    calls, how = [], module.configs(p, GPU[arch])[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "run", lambda kernel, *args, grid, warmup, **rest: calls.append((kernel, args, rest)))
+        patch.setattr(module, "fast", lambda q: arch != "gfx942" and q.dtype != FP32)
+        patch.setattr(module, "has_tma", lambda device: arch == "sm_90", raising=False)
+        module.launch(p, how, *inputs, True)
+    return how, {kernel.__name__: compiled(kernel, args, rest, arch) for kernel, args, rest in calls}
+
+
+def compiled(kernel, args, rest, arch: str) -> Facts:
+    """A kernel compiled as Triton would for these arguments."""
+    amd = arch.startswith("gfx")
+    target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    backend = make_backend(target)
+    bound, kinds, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **rest)
+    options, signature, constexprs, attrs = kernel._pack_args(backend, rest | {"debug": False}, bound, kinds, options)
+    return (_amd if amd else _nvidia)(triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__), arch)
+
+
+def static(p: Attention, x: Operands, mask=None, score=None):
+    """A Problem and its operands with a mask and a score."""
+    if mask is not None:
+        p, x = p._replace(mask=mask.static()), x._replace(mask=mask.tensors)
+    if score is not None:
+        p, x = p._replace(score=score.static()), x._replace(score=score.tensors)
+    return p, x
 
 
 def prefill(arch, dim, mask, packed=False):
-    """The first configuration for long sequences in bf16, and what it becomes on `arch`; with LSE, and TMA where a launch would use it."""
-    fn = triton_prefill._prefill
-    tiles = triton_prefill.configs(Attention("prefill", 4, 4096, 4096, 32, 8, dim, torch.bfloat16, mask), GPU[arch])[0]
-    tma = arch == "sm_90"
-    left, right = (-1 if side is None else side for side in (mask.left, mask.right))
-    constexprs = {"D": dim, "BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_D": dim, "LEFT": left, "RIGHT": right, "TMA": tma}
-    constexprs |= {"PACKED": packed, "LSE": True, "STAGES": tiles.stages, **({} if packed else {"offsets_ptr": None})}
-    signature = dict.fromkeys(fn.arg_names, "i32") | {"scale": "fp32", "offsets_ptr": "*i32", "lse_ptr": "*fp32"}
-    for name, rows in (("q", tiles.m), ("k", tiles.n), ("v", tiles.n), ("o", None if packed else tiles.m)):
-        signature[f"{name}_src"] = f"tensordesc<bf16[1, 1, {rows}, {dim}]>" if tma and rows else "*bf16"
-    return tiles, compile_for(fn, signature, constexprs, arch, tiles.warps, tiles.stages, PREFILL_STRIDES)
+    """Four sequences of 4096 tokens in bf16, 4 heads a group."""
+    rest = ("packed", 0, 16384) if packed else ()
+    p = Attention("prefill", 4, 4096, 4096, 32, 8, dim, BF16, mask, *rest)
+    tokens = (16384,) if packed else (4, 4096)
+    offsets = meta(5, dtype=torch.int32) if packed else None
+    tiles, facts = launched(triton_prefill, arch, p, *(meta(*tokens, heads, dim) for heads in (32, 8, 8)), Operands(dim**-0.5, offsets, offsets))
+    return tiles, facts["_prefill"]
 
 
-def decode(arch, dim, page=16):
-    """The first configuration of `_partial` for 32 sequences of 4096 keys in bf16, 4 heads a group, and what it becomes on `arch`."""
-    fn = triton_decode._partial
-    how = triton_decode.configs(Attention("decode", 32, 1, 4096, 32, 8, dim, torch.bfloat16, Causal(), "paged", page), GPU[arch])[0]
-    constexprs = {"D": dim, "ROWS": 16, "BLOCK_N": how.n, "BLOCK_D": dim, "PAGE": page, "LEFT": -1, "RIGHT": -1, "STAGES": how.stages}
-    signature = dict.fromkeys(fn.arg_names, "i32") | dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16") | dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
-    signature |= {"scale": "fp32", "o_ptr": "*fp32", "lse_ptr": "*fp32"}
-    return how, compile_for(fn, signature, constexprs, arch, how.warps, how.stages, DECODE_STRIDES)
+def decode(arch, dim, page=16, heads=(32, 8), len_q=1, dtype=BF16, dim_v=0, extras=(), **mod):
+    """32 sequences of 4096 keys."""
+    p = Attention("decode", 32, len_q, 4096, *heads, dim, dtype, Causal(), "paged", page, dim_v=dim_v, extras=extras)
+    p, x = static(p, Operands(dim**-0.5), **mod)
+    ints = {"dtype": torch.int32}
+    cache = PagedKV(*(meta(8192, page, p.kv_heads, d, dtype=dtype) for d in (dim, p.value_dim)), meta(32, 4096 // page, **ints), meta(32, **ints))
+    how, facts = launched(triton_decode, arch, p, meta(32, len_q, p.heads, dim, dtype=dtype), cache, x)
+    return how, facts["_partial"], facts["_merge"]
 
 
 # ---- prefill
@@ -97,21 +140,87 @@ def test_every_gpu_has_tiles_that_fit(name, dtype, dim):
 @pytest.mark.parametrize(("arch", "dim"), [("sm_80", 64), ("sm_80", 128), ("sm_90", 128)])
 def test_decode_nvidia(arch, dim):
     """Pages come through cp.async, 16 bytes a thread, so that tiles in flight cost no registers."""
-    how, facts = decode(arch, dim)
+    how, facts, _ = decode(arch, dim)
     assert facts.spills == 0, str(how)
     assert "cp.async.cg" in facts.ptx and "mma.sync" in facts.ptx
     assert 2 * facts.shared <= GPU[arch].shared_memory  # two programs a multiprocessor
 
 
+@pytest.mark.parametrize(("arch", "dim", "registers"), [("sm_80", 64, 80), ("sm_80", 128, 80), ("sm_90", 64, 105), ("sm_90", 128, 154)])
+def test_what_decode_can_do_costs_a_plain_problem_nothing(arch, dim, registers):
+    """As many registers as before the kernel knew of masks, scores and sinks."""
+    _, facts, merge = decode(arch, dim)
+    assert facts.registers <= registers and merge.registers <= 22
+
+
+@pytest.mark.parametrize("mask", [None, Window(4095)], ids=["all", "window"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_decode_softcap_d256(arch, mask):
+    """Gemma 2: the cap is one instruction a score, and nothing spills."""
+    how, facts, _ = decode(arch, 256, heads=(8, 4), score=scores.Softcap(50.0), mask=mask)
+    assert facts.spills == 0, str(how)
+    assert "tanh.approx" in facts.ptx and "cp.async.cg" in facts.ptx
+    assert facts.registers * 32 * how.warps * 2 <= 1 << 16  # two programs a multiprocessor
+    assert 2 * facts.shared <= GPU[arch].shared_memory
+
+
+MODS = {
+    "alibi": {"score": scores.ALiBi(meta(32, dtype=FP32))},
+    "bias": {"score": scores.Bias(meta(32, 32, 1, 4096))},
+    "padding": {"mask": masks.KeyPadding(meta(32, dtype=torch.int32))},
+    "document": {"mask": masks.Document(meta(32, 4096, dtype=torch.int32))},
+    "tree": {"mask": masks.Tree(meta(8, 8, dtype=torch.bool)), "len_q": 8},
+}
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_decode_mods(name):
+    how, facts, _ = decode("sm_90", 128, **MODS[name])
+    assert facts.spills <= 256, f"{how}: {facts.spills} bytes"
+    assert "cp.async.cg" in facts.ptx and "mma.sync" in facts.ptx
+
+
+@pytest.mark.parametrize(("arch", "dim", "dim_v", "heads", "dtype"), [
+    ("sm_90", 64, 256, 32, BF16), ("sm_90", 192, 128, 64, BF16), ("sm_80", 576, 512, 16, BF16), ("sm_90", 576, 512, 64, BF16),
+    ("sm_90", 256, 0, 16, FP32), ("gfx942", 576, 512, 16, BF16),
+])  # fmt: skip
+def test_decode_wide(arch, dim, dim_v, heads, dtype):
+    """Values of another width than keys, and the latent keys of DeepSeek."""
+    how, facts, _ = decode(arch, dim, heads=(heads, 1), dim_v=dim_v, dtype=dtype)
+    assert facts.spills <= 256, f"{how}: {facts.spills} bytes"
+    assert facts.shared <= GPU[arch].shared_memory
+
+
+@pytest.mark.parametrize("name", devices.GPUS)
+def test_every_gpu_has_a_split_that_fits(name):
+    """Queries and weights once, and the keys and values in flight; on AMD queries are in registers by the time that keys come."""
+    gpu = devices.gpu(name)
+    for (dim, dim_v), dtype, len_q, batch in itertools.product(((8, 0), (256, 0), (192, 128), (512, 0), (576, 512)), (BF16, FP32), (1, 4), (1, 32, 1024)):
+        p = Attention("decode", batch, len_q, 8192, 16, 1, dim, dtype, Causal(), "paged", 16, dim_v=dim_v)
+        if DECODE.kernel("triton_decode").refuses(p, gpu):
+            assert dim > 512 and dtype == FP32
+            continue
+        for extras in ((), ("batch_invariant",)):
+            (how,) = triton_decode.configs(p._replace(extras=extras), gpu)
+            rows, _ = triton_decode.row_tiles(p)
+            width, width_v = triton_decode.block(p.dim), triton_decode.block(p.value_dim)
+            once = rows * (width + how.n)
+            tiles = how.n * (how.stages - 1) * (width + width_v) if how.stages > 1 else how.n * max(width, width_v)
+            assert (max(once, tiles) if gpu.kind == "hip" else once + tiles) * dtype.itemsize <= gpu.shared_memory
+
+
+def test_decode_tf32():
+    _, facts, _ = decode("sm_90", 128, dtype=FP32, extras=("tf32",))
+    assert "tf32" in facts.ptx and facts.spills == 0
+    assert "tf32" not in decode("sm_90", 64, dtype=FP32)[1].ptx
+
+
 def test_decode_gfx942():
-    how, facts = decode("gfx942", 128)
+    how, facts, _ = decode("gfx942", 128)
     assert re.search(r"vgpr_spill_count:\s+0\b", facts.ptx) and "mfma" in facts.ptx and facts.vector_loads, str(how)
     assert facts.shared <= GPU["gfx942"].shared_memory
 
 
 def test_merge_reads_shares_in_vectors():
-    fn = triton_decode._merge
-    constexprs = {"D": 128, "ROWS": 16, "BLOCK_D": 128, "SPLITS": 8, "LSE": True}
-    signature = dict.fromkeys(fn.arg_names, "i32") | {"part_ptr": "*fp32", "part_lse_ptr": "*fp32", "o_ptr": "*bf16", "lse_ptr": "*fp32"}
-    facts = compile_for(fn, signature, constexprs, "sm_90", num_warps=2, aligned=("o_batch", "o_row", "o_head"))
+    _, _, facts = decode("sm_90", 128, heads=(4, 4))
     assert facts.spills == 0 and facts.vector_loads

@@ -1,14 +1,17 @@
-"""Every decode kernel of the menu against float64: page and group sizes, ragged lengths, many queries, and NaN wherever nobody may look."""
+"""Every decode kernel of the menu against float64: page and group sizes, ragged lengths, many queries, masks and scores, and NaN wherever nobody may look."""
 
 import pytest
 import torch
 
 import onchip
 from judge import assert_as_good_as_torch, poisoned
-from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import Attention
+from onchip.core import masks
+from onchip.core.masks import Band, Causal, Full, Window, as_mask
+from onchip.core.problem import Attention, Operands
+from onchip.core.scores import ALiBi, BucketBias, RelativeBias, chain
 from onchip.dispatch import select
 from onchip.kernels.attention import DECODE
+from onchip.kernels.attention.reference import place
 from onchip.ops.attention import PagedKV
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -22,10 +25,10 @@ def edges(page: int) -> tuple[int, ...]:
     return tuple(sorted({0, 1, page - 1, page, page + 1, 2 * page + 3}))
 
 
-def case(lengths, page=16, len_q=1, mask=Causal(), dim=16, dtype=FP32, heads=(2, 1)):
+def case(lengths, page=16, len_q=1, mask=Causal(), dim=16, dtype=FP32, heads=(2, 1), dim_v=0):
     """A Problem and the lengths of its sequences; the page table has a column to spare."""
     columns = -(-max(lengths) // page) + 1
-    return Attention("decode", len(lengths), len_q, columns * page, *heads, dim, dtype, mask, "paged", page), tuple(lengths)
+    return Attention("decode", len(lengths), len_q, columns * page, *heads, dim, dtype, mask, "paged", page, dim_v=dim_v), tuple(lengths)
 
 
 def rows(cases, kernels=DECODE.kernels):
@@ -40,47 +43,72 @@ def paged(p: Attention, lengths, device) -> PagedKV:
     """Sequences on shuffled pages of a pool. Free pages, slots past a sequence's end, and the pages that spare entries of the table name hold NaN."""
     used = [-(-n // p.page) for n in lengths]
     pages = torch.randperm(sum(used) + 3)
-    k, v = (poisoned((len(pages), p.page, p.kv_heads, p.dim), p.dtype, device) for _ in range(2))
+    k, v = (poisoned((len(pages), p.page, p.kv_heads, dim), p.dtype, device) for dim in (p.dim, p.value_dim))
     table = torch.full((p.batch, p.len_k // p.page), int(pages[-1]), dtype=torch.int32)
     for i, (n, own) in enumerate(zip(lengths, pages[: sum(used)].split(used), strict=True)):
         table[i, : len(own)] = own
-        slots = (own[:, None] * p.page + torch.arange(p.page)).flatten()[:n].to(device)
+        slots = slots_of(p, own, n).to(device)
         for pool in (k, v):
-            pool.view(-1, p.kv_heads, p.dim)[slots] = torch.randn(n, p.kv_heads, p.dim, device=device).to(p.dtype)
+            pool.flatten(0, 1)[slots] = torch.randn(n, p.kv_heads, pool.shape[-1], device=device).to(p.dtype)
     return PagedKV(k, v, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device))
+
+
+def slots_of(p: Attention, pages, n: int):
+    """Where the first `n` keys on `pages` lie in the pool."""
+    return (pages[:, None].long() * p.page + torch.arange(p.page, device=pages.device)).flatten()[:n]
 
 
 def queries(p: Attention, device):
     return torch.randn(p.batch, p.len_q, p.heads, p.dim, device=device).to(p.dtype)
 
 
-def torch_attention(p: Attention, q, cache: PagedKV):
-    """torch's own attention in the same dtype, over the keys of each sequence in order; rows that see none are 0."""
-    out = torch.zeros_like(q)
-    for i, n in enumerate(cache.lengths.tolist()):
-        pages = cache.page_table[i, : -(-n // p.page)].long()
-        k, v = (pool[pages].flatten(0, 1)[:n].transpose(0, 1)[None] for pool in (cache.k, cache.v))
-        rows, cols = torch.arange(n - p.len_q, n, device=q.device)[:, None], torch.arange(n, device=q.device)
-        if n:
-            theirs = torch.nn.functional.scaled_dot_product_attention(q[i].transpose(0, 1)[None], k, v, attn_mask=p.mask.dense(rows, cols), enable_gqa=True)
-            out[i] = theirs[0].transpose(0, 1).nan_to_num(0.0)
-    return out
+def torch_attention(p: Attention, q, cache: PagedKV, how: dict):
+    """torch's own attention in the same dtype over the keys of each sequence in order, and its LSE: rows that see none are 0 and -inf.
+
+    By its fused kernel where that has a name for it, else by softmax between two products.
+    """
+    mask, score, sinks = as_mask(how["mask"]), chain(how.get("bias"), how.get("score"), how.get("softcap")), how.get("sinks")
+    out, lse = q.new_zeros(*q.shape[:-1], p.value_dim), torch.full((p.batch, p.heads, p.len_q), -torch.inf, device=q.device)
+    for b, n in enumerate(cache.lengths.tolist()):
+        pages = cache.page_table[b, : -(-n // p.page)]
+        k, v = (pool.flatten(0, 1)[slots_of(p, pages, n)].transpose(0, 1).repeat_interleave(p.group, 0) for pool in (cache.k, cache.v))
+        at = place(b, p.heads, p.len_q, n, q.device)
+        seen = mask.static().seen(at, mask.tensors).broadcast_to(1, p.heads, p.len_q, n)
+        heads_first = [q[b].transpose(0, 1)[None], *(t.where(seen[0].any(1)[..., None], 0.0)[None] for t in (k, v))]
+        if n and score is None and sinks is None and not p.dim_v and q.device.type == "cpu":
+            bias = torch.zeros_like(seen, dtype=p.dtype).masked_fill(~seen, -torch.inf)
+            theirs, theirs_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, attn_mask=bias, scale=how.get("scale"))
+        else:
+            q_h, k_h, v_h = heads_first
+            scores = (q_h @ k_h.transpose(2, 3)) * (p.dim**-0.5 if how.get("scale") is None else how["scale"])
+            if score is not None:
+                scores = score.static().run(scores.float(), *at, *score.tensors).broadcast_to(seen.shape)
+            scores = scores.float().masked_fill(~seen, -torch.inf)
+            column = [] if sinks is None else [sinks.float().view(1, -1, 1, 1).expand(1, -1, p.len_q, 1)]
+            scores = torch.cat([scores, *column], -1)
+            theirs, theirs_lse = scores.softmax(-1)[..., :n].to(p.dtype) @ v_h, scores.logsumexp(-1)
+        blind = ~seen[0].any(-1)
+        out[b] = theirs[0].masked_fill(blind[..., None], 0.0).transpose(0, 1)
+        lse[b] = theirs_lse[0] if sinks is not None else theirs_lse[0].masked_fill(blind, -torch.inf)
+    return out, lse
 
 
-def check(kernel, p: Attention, q, cache: PagedKV):
-    """The kernel's output and LSE against float64, beside the reference in the problem's dtype; the output is right without LSE too."""
-    how = {"mask": p.mask, "return_lse": True}
-    truth, truth_lse = onchip.paged_attention(q.double(), cache._replace(k=cache.k.double(), v=cache.v.double()), kernel="reference", **how)
-    low, low_lse = onchip.paged_attention(q, cache, kernel="reference", **how)
+def check(kernel, p: Attention, q, cache: PagedKV, **how):
+    """The kernel's output and LSE against float64, beside torch and the reference in the problem's dtype; the output is right without LSE too."""
+    how = {"mask": p.mask} | how
+    truth, truth_lse = onchip.paged_attention(q.double(), cache._replace(k=cache.k.double(), v=cache.v.double()), kernel="reference", return_lse=True, **how)
+    low, low_lse = onchip.paged_attention(q, cache, kernel="reference", return_lse=True, **how)
+    torchs, torchs_lse = torch_attention(p, q, cache, how)
     with onchip.record() as decisions:
-        out, lse = onchip.paged_attention(q, cache, kernel=kernel, **how)
-    alone = onchip.paged_attention(q, cache, mask=p.mask, kernel=kernel)
-    assert [(d.problem, d.kernel.name) for d in decisions] == [(p, kernel)]
-    assert out.dtype == p.dtype and out.shape == q.shape
+        out, lse = onchip.paged_attention(q, cache, kernel=kernel, return_lse=True, **how)
+    alone = onchip.paged_attention(q, cache, kernel=kernel, **how)
+    assert [(d.problem._replace(mask=p.mask, score=None, extras=()), d.kernel.name) for d in decisions] == [(p, kernel)]
+    assert not isinstance(how["mask"], Band) or decisions[0].problem.mask == how["mask"]
+    assert out.dtype == p.dtype and out.shape == (*q.shape[:-1], p.value_dim)
     assert lse.dtype == FP32 and lse.shape == (p.batch, p.heads, p.len_q)
     for ours in (out, alone):
-        assert_as_good_as_torch(ours, (low, torch_attention(p, q, cache)), truth)
-    assert_as_good_as_torch(lse, low_lse, truth_lse)
+        assert_as_good_as_torch(ours, (low, torchs), truth)
+    assert_as_good_as_torch(lse, (low_lse, torchs_lse), truth_lse)
     return out, lse
 
 
@@ -106,12 +134,16 @@ PAGES = [case([n for n in edges(page) if n <= LIMIT], page, mask=mask) for page 
 PRIMES = [case([63, 127, 211, 1], mask=mask) for mask in (Causal(), Window(100))]
 LONG = [case([1000, 1, 513], page, mask=mask) for page in (1, 16, 256) for mask in (Causal(), Window(300))]
 MANY = [case([0, 1, 17, 70], len_q=n, mask=mask) for n in (2, 3, 7, 16) for mask in (Full(), Causal(), Window(9))]
+BANDS = [case([0, 1, 17, 70], len_q=n, mask=mask) for n in (1, 5) for mask in (Causal("top_left"), Window(4, 3), Window(None, 2), Window(2, 30, "top_left"))]
 DIMS = [case([33, 80], dim=dim, dtype=dtype) for dim in (16, 64, 80, 128, 256) for dtype in (FP32, BF16, FP16)]
+DIMS += [case([33, 80], dim=dim, len_q=2, dtype=dtype) for dim, dtype in ((8, FP32), (9, BF16), (33, FP32), (100, FP16), (192, BF16), (320, FP32), (512, BF16))]
+VALUES = [case([33, 0, 80], dim=dim, dim_v=dim_v, dtype=dtype) for dim, dim_v in ((64, 256), (192, 128), (40, 8), (8, 72)) for dtype in (FP32, BF16)]
+VALUES += [case([33, 80], dim=576, dim_v=512, dtype=dtype, heads=(heads, 1)) for dtype, heads in ((BF16, 16), (FP16, 40))]
 GROUPS = [case([33, 80], heads=heads, dim=32) for heads in ((1, 1), (3, 3), (9, 3), (16, 1), (10, 2))]
 GROUPS += [case([33, 80], heads=(8, 2), len_q=16, dim=32), case([33], heads=(64, 1), dim=32)]
 
 
-@pytest.mark.parametrize(("kernel", "problem", "lengths"), rows(PAGES + PRIMES + LONG + MANY + DIMS + GROUPS))
+@pytest.mark.parametrize(("kernel", "problem", "lengths"), rows(PAGES + PRIMES + LONG + MANY + BANDS + DIMS + VALUES + GROUPS))
 def test_paged(kernel, problem, lengths, device):
     check(kernel, problem, queries(problem, device), paged(problem, lengths, device))
 
@@ -124,6 +156,144 @@ def test_rows_that_see_no_key(kernel, problem, lengths, device):
     assert not out[0].any() and (lse[0] == -torch.inf).all()
     assert not out[1, :blind].any() and (lse[1, :, :blind] == -torch.inf).all()
     assert lse[1, :, blind:].isfinite().all() and lse[2].isfinite().all()
+
+
+@pytest.mark.parametrize(("kernel", "problem", "lengths"), rows([case([40, 7]), case([40, 7], len_q=3)]))
+@pytest.mark.parametrize("scale", [0.7, 0.0, -0.4])
+def test_scale(kernel, problem, lengths, scale, device):
+    check(kernel, problem, queries(problem, device), paged(problem, lengths, device), scale=scale)
+
+
+# ---- masks, scores, sinks
+
+BATCH, HEADS, KEYS = 4, 4, 96  # of every case below
+LENGTHS = [70, 0, 33, 3]
+LOW = {"dtype": BF16, "dim": 64}
+
+
+def mods(len_q: int, **sizes):
+    return case(LENGTHS, len_q=len_q, heads=(HEADS, 2), **sizes)
+
+
+def ids(device, *shape):
+    """Documents: 0, 0, 1, 1, 1, 2, ..."""
+    return torch.randint(0, 5, shape, device=device).sort(-1).values
+
+
+def parents(device, *shape):
+    """A tree of four drafted tokens."""
+    return torch.tensor([-1, 0, 0, 1], device=device).expand(*shape, 4)
+
+
+def flips(device, *shape):
+    return torch.rand(shape, device=device) < 0.7
+
+
+MASKS = {  # {name: a device -> a mask}
+    "documents": lambda at: masks.Document(ids(at, BATCH, KEYS)),
+    "documents, causal": lambda at: masks.Document(ids(at, KEYS)) & Causal(),
+    "chunked": lambda at: masks.Chunked(16),
+    "chunked or near": lambda at: masks.Chunked(16) | Window(9),
+    "padding": lambda at: masks.KeyPadding(torch.tensor([50, 0, 33, 2], device=at)),
+    "padding on both sides": lambda at: masks.KeyPadding(flips(at, BATCH, KEYS)) & Causal(),
+    "windows of heads": lambda at: Window(torch.tensor([0, 3, 20, 90], device=at)),
+    "windows of sequences": lambda at: Window(torch.tensor([[30], [1], [0], [9]], device=at), 2),
+    "prefixes": lambda at: masks.Prefix(torch.tensor([30, 1, 0, 9], device=at)) & masks.Document(ids(at, KEYS)),
+    "dense": lambda at: masks.Dense(flips(at, BATCH, HEADS, 1, KEYS)),
+    "top left": lambda at: Window(40, 20, "top_left") & masks.KeyPadding(flips(at, BATCH, KEYS)),
+    "function": lambda at: lambda b, h, i, j: (i + j + h) % 3 != 0,
+    "nothing": lambda at: lambda b, h, i, j: j < 0,
+}
+TREES = {"tree": lambda at: masks.Tree.of(parents(at)), "trees": lambda at: masks.Tree.of(parents(at, BATCH)) & masks.KeyPadding(flips(at, BATCH, KEYS))}
+
+
+def relative(at):
+    """What a user writes, over a tensor of each head."""
+    table = torch.randn(HEADS, KEYS, device=at)
+    return lambda s, b, h, i, j: s + table[h, j] * (i + 1)
+
+
+SCORES = {  # {name: a device -> arguments}
+    "softcap": lambda at: {"softcap": 2.0},
+    "alibi": lambda at: {"score": ALiBi(ALiBi.slopes_of(HEADS, at))},
+    "alibi of sequences": lambda at: {"score": ALiBi(torch.rand(BATCH, HEADS, device=at), "linear"), "mask": Full()},
+    "linear alibi": lambda at: {"score": ALiBi(ALiBi.slopes_of(HEADS, at), "linear"), "mask": Window(20)},
+    "relative bias": lambda at: {"score": RelativeBias(torch.randn(HEADS, 17, device=at)), "mask": Causal("top_left")},
+    "buckets": lambda at: {"score": BucketBias(torch.randn(8, HEADS, device=at), 40, both=False)},
+    "function": lambda at: {"score": relative(at)},
+    "heads alone": lambda at: {"score": lambda s, b, h, i, j: torch.where(h % 2 == 0, s, -s) * (h + b)},
+    "bias": lambda at: {"bias": torch.randn(BATCH, HEADS, 1, KEYS, device=at)},
+    "bias with holes": lambda at: {"bias": torch.randn(1, HEADS, 1, KEYS, device=at).masked_fill(~flips(at, KEYS), -torch.inf)},
+    "all of them": lambda at: {
+        "bias": torch.randn(BATCH, 1, 1, KEYS, device=at),
+        "score": [ALiBi(ALiBi.slopes_of(HEADS, at)), relative(at)],
+        "softcap": 3.0,
+        "mask": masks.Document(ids(at, KEYS)) | Window(5),
+        "sinks": torch.randn(HEADS, device=at),
+    },
+}
+
+
+@pytest.mark.parametrize(("kernel", "problem", "lengths"), rows([mods(1), mods(4)]))
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(kernel, problem, lengths, name, device):
+    check(kernel, problem, queries(problem, device), paged(problem, lengths, device), mask=MASKS[name](device))
+
+
+@pytest.mark.parametrize(("kernel", "problem", "lengths"), rows([mods(4), mods(4, page=1, dim=64, dim_v=32, dtype=BF16)]))
+@pytest.mark.parametrize("name", TREES)
+def test_trees(kernel, problem, lengths, name, device):
+    """Drafted tokens at the end of the keys, and sequences that are shorter than the tree."""
+    check(kernel, problem, queries(problem, device), paged(problem, lengths, device), mask=TREES[name](device))
+
+
+@pytest.mark.parametrize(("kernel", "problem", "lengths"), rows([mods(1), mods(3, **LOW)]))
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(kernel, problem, lengths, name, device):
+    check(kernel, problem, queries(problem, device), paged(problem, lengths, device), **SCORES[name](device))
+
+
+@pytest.mark.parametrize(("kernel", "problem", "lengths"), rows([mods(1), mods(3, mask=Window(9)), mods(2, **LOW), mods(1, dim=24, dim_v=40)]))
+@pytest.mark.parametrize("kind", ["float32", "of the problem's dtype", "a column", "no sink for some"])
+def test_sinks(kernel, problem, lengths, kind, device):
+    """LSE includes them; a row that sees no key gives 0 and the sink."""
+    sinks = torch.randn(HEADS, 3, device=device)[:, 0]
+    if kind == "of the problem's dtype":
+        sinks = sinks.to(problem.dtype)
+    elif kind == "no sink for some":
+        sinks[::2] = -torch.inf
+    sinks = sinks if kind == "a column" else sinks.contiguous()
+    out, lse = check(kernel, problem, queries(problem, device), paged(problem, lengths, device), sinks=sinks)
+    assert not out[1].any() and torch.equal(lse[1], sinks.float()[:, None].expand(-1, problem.len_q))
+
+
+@pytest.mark.parametrize(("kernel", "problem", "lengths"), rows([mods(1, mask=Window(9)), mods(3, mask=Window(9), page=4)]))
+def test_keys_before_a_window_may_be_gone(kernel, problem, lengths, device):
+    """Their slots hold NaN, and the entries of their pages name none."""
+    p, q, cache = problem, queries(problem, device), paged(problem, lengths, device)
+    clean = onchip.paged_attention(q, cache, mask=p.mask, kernel=kernel, return_lse=True)
+    for b, n in enumerate(lengths):
+        gone = max(0, n - p.len_q - p.mask.left)
+        slots = slots_of(p, cache.page_table[b], gone)
+        for pool in (cache.k, cache.v):
+            pool.flatten(0, 1)[slots] = torch.nan
+        cache.page_table[b, : gone // p.page] = -1
+    for ours, before in zip(onchip.paged_attention(q, cache, mask=p.mask, kernel=kernel, return_lse=True), clean, strict=True):
+        assert torch.equal(ours, before)
+
+
+@pytest.mark.parametrize(("kernel", "problem", "lengths"), rows([mods(1), mods(4, mask=Full())]))
+def test_keys_that_no_row_sees_may_hold_nan(kernel, problem, lengths, device):
+    p, q, cache = problem, queries(problem, device), paged(problem, lengths, device)
+    valid = flips(device, BATCH, KEYS)
+    how = {"mask": masks.KeyPadding(valid) & p.mask, "softcap": 4.0, "return_lse": True, "kernel": kernel}
+    clean = onchip.paged_attention(q, cache, **how)
+    for b, n in enumerate(lengths):
+        slots = slots_of(p, cache.page_table[b], n)[~valid[b, :n]]
+        for pool in (cache.k, cache.v):
+            pool.flatten(0, 1)[slots] = torch.nan
+    for ours, before in zip(onchip.paged_attention(q, cache, **how), clean, strict=True):
+        assert torch.equal(ours, before)
 
 
 # ---- storage
@@ -180,17 +350,17 @@ TRITON = DECODE.kernel("triton_decode")
 @pytest.mark.gpu
 @pytest.mark.parametrize("splits", [1, 2, 3, 16])
 @pytest.mark.parametrize("tile", [16, 64])
-@pytest.mark.parametrize("mask", [Causal(), Window(50)], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), Window(50), masks.Chunked(120)], ids=str)
 def test_any_split_is_right(splits, tile, mask, device):
     """More shares than tiles leave some shares without a key; a tile may hold many pages, or be part of one."""
     from onchip.kernels.attention.triton_decode import Split
 
     for page in (4, 32):
-        p, lengths = case([0, 201], page, len_q=2, mask=mask)
+        p, lengths = case([0, 201], page, len_q=2, mask=mask.static())
         q, cache = queries(p, device), paged(p, lengths, device)
         truth = onchip.paged_attention(q.double(), cache._replace(k=cache.k.double(), v=cache.v.double()), mask=mask, return_lse=True, kernel="reference")
         low = onchip.paged_attention(q, cache, mask=mask, return_lse=True, kernel="reference")
-        ours = TRITON.load()(p, Split(tile, splits, 4, 2), q, cache, p.dim**-0.5, True)
+        ours = TRITON.load()(p, Split(tile, splits, 4, 2), q, cache, Operands(p.dim**-0.5), True)
         for mine, torchs, true in zip(ours, low, truth, strict=True):
             assert_as_good_as_torch(mine, torchs, true)
 
@@ -204,7 +374,30 @@ def test_the_choice_depends_on_the_problem_alone(device):
     for new in (lengths, (48, 0, 17)):
         cache.lengths.copy_(torch.tensor(new, dtype=torch.int32))
         expected = onchip.paged_attention(q, cache, kernel="reference")
-        torch.testing.assert_close(launch(q, cache, p.dim**-0.5, False), expected)
+        torch.testing.assert_close(launch(q, cache, Operands(p.dim**-0.5), False), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [Causal(), Window(700), masks.Chunked(300)], ids=str)
+def test_batch_invariant_bits_do_not_depend_on_the_batch(mask, device):
+    """A sequence alone, among others, and with a wider page table."""
+    p, lengths = case([1300, 40, 0, 513], 64, len_q=2, mask=mask.static(), heads=(4, 2))
+    q, cache = queries(p, device), paged(p, lengths, device)
+    sinks = torch.randn(p.heads, device=device)
+
+    def run(rows, columns):
+        problem = p._replace(batch=len(rows), len_k=columns * p.page, extras=("batch_invariant", "sinks"))
+        table = torch.nn.functional.pad(cache.page_table[rows], (0, 99), value=-1)[:, :columns].contiguous()
+        return select(problem, device, TRITON.name).launch(q[rows], PagedKV(cache.k, cache.v, table, cache.lengths[rows]), Operands(0.2, sinks=sinks), True)
+
+    out, lse = run([0, 1, 2, 3], p.len_k // p.page)
+    expected = onchip.paged_attention(q, cache, mask=mask, scale=0.2, sinks=sinks, return_lse=True, kernel="reference")
+    for ours, theirs in zip((out, lse), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for b, n in enumerate(lengths):
+        for columns in (max(1, -(-n // p.page)), 60):
+            alone, alone_lse = run([b], columns)
+            assert torch.equal(alone[0], out[b]) and torch.equal(alone_lse[0], lse[b])
 
 
 # ---- large, against torch

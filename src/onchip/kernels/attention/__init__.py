@@ -59,6 +59,11 @@ def _rows_of_a_group(p: Attention) -> str | None:
     return f"{p.len_q} queries x {p.group} heads a group = {rows} rows, of at most 64" if rows > 64 else None
 
 
+def _float32_of_a_row(p: Attention) -> str | None:
+    wide = p.dtype == torch.float32 and p.dim > 512  # 16 queries and 16 keys of 1024 are 128 KiB: not every GPU has as much shared memory
+    return f"float32 of dim {p.dim}, of at most 512" if wide else None
+
+
 def _only(*known: str):
     """No extra but these."""
 
@@ -125,15 +130,14 @@ DECODE = Op(
             GPUS,
             {
                 "dtype": FLOATS,
-                "dim": range(16, 257),
-                "dim_v": (0,),
-                "mask": BANDS,
-                "score": (None,),
+                "dim": range(8, 577),
+                "value_dim": range(8, 513),
+                "mask": MASKS,
                 "keys": ("paged",),
                 "len_q": range(1, 17),
                 "page": [1 << i for i in range(11)],
             },
-            also=(_rows_of_a_group, _only("tf32")),
+            also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",)}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),
