@@ -186,13 +186,19 @@ def test_parts_merge_to_the_whole(groups, stacked):
     assert xf.merge_attentions(outs, lses, write_lse=False)[1] is None
 
 
-def test_parts_are_float32_and_merge_into_any_dtype():
+def test_parts_merge_into_any_dtype():
     q, k, v = (torch.randn(2, n, 3, 16, dtype=torch.bfloat16) for n in (5, 12, 12))
     out, lse = xf.memory_efficient_attention_partial(q, k, v)
-    assert out.dtype == lse.dtype == torch.float32
-    assert xf.memory_efficient_attention_partial(q, k, v, output_dtype=torch.bfloat16)[0].dtype == torch.bfloat16
-    assert xf.merge_attentions([out], [lse], output_dtype=torch.bfloat16)[0].dtype == torch.bfloat16
-    assert xf.merge_attentions([out.bfloat16()], [lse], output_dtype=torch.float32)[0].dtype == torch.float32
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert xf.memory_efficient_attention_partial(q, k, v, output_dtype=torch.float32)[0].dtype == torch.float32
+    assert xf.merge_attentions([out.float()], [lse], output_dtype=torch.bfloat16)[0].dtype == torch.bfloat16
+    assert xf.merge_attentions([out], [lse], output_dtype=torch.float32)[0].dtype == torch.float32
+
+
+def test_keys_may_reach_past_the_last_block():
+    bias = BLOCKS["BlockDiagonalPaddedKeysMask"]()
+    q, k = torch.randn(1, 10, 2, 16), torch.randn(1, 40, 2, 16)
+    assert torch.equal(xf.memory_efficient_attention(q, k, k, bias), xf.memory_efficient_attention(q, k[:, :24], k[:, :24], bias))
 
 
 def test_backward_function():

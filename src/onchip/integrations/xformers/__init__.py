@@ -60,9 +60,8 @@ def memory_efficient_attention_forward_requires_grad(query, key, value, attn_bia
 
 
 def memory_efficient_attention_partial(query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None):
-    """(output, LSE) over a part of the keys, for `merge_attentions`; the output is float32 unless `output_dtype` says else. Both have gradients."""
-    dtype = output_dtype or torch.promote_types(query.dtype, torch.float32)
-    return memory_efficient_attention_forward_requires_grad(query, key, value, attn_bias, p, scale, op=op, output_dtype=dtype)
+    """(output, LSE) over a part of the keys, for `merge_attentions`; in query's dtype unless `output_dtype` says else. Both have gradients."""
+    return memory_efficient_attention_forward_requires_grad(query, key, value, attn_bias, p, scale, op=op, output_dtype=output_dtype)
 
 
 def memory_efficient_attention_backward(grad, output, lse, query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None):
@@ -131,7 +130,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, bias: Any, how: dict[str, Any]):
     """Attention in the blocks of `bias`, laid end to end in a batch of one."""
     seen, q_info, k_info = band(bias), bias.q_seqinfo, bias.k_seqinfo
     name = type(bias).__name__
-    if len(q) != 1 or len(k) != 1 or (q.shape[1], k.shape[1]) != (q_info.seqstart_py[-1], k_info.seqstart_py[-1]):
+    if len(q) != 1 or len(k) != 1 or q.shape[1] != q_info.seqstart_py[-1] or k.shape[1] < k_info.seqstart_py[-1]:
         sizes = f"[1, {q_info.seqstart_py[-1]}, ...] and [1, {k_info.seqstart_py[-1]}, ...]"
         raise ValueError(f"memory_efficient_attention: query is {list(q.shape)}, key {list(k.shape)}; with this {name} give {sizes}")
     if q_info.seqstart.device != q.device:
