@@ -110,6 +110,12 @@ def test_varlen_with_and_without_pages(device, how):
     again, lse_again, _ = fa2.flash_attn_varlen_func(q, *pool, cu_q, cu_k, 9, 12, return_attn_probs=True, block_table=table, **arguments)
     close(again, out)
     close(lse_again, lse)
+    ours, theirs = ([t.clone().requires_grad_() for t in pair] for pair in ((q, pool[0]), (q, k)))
+    through_pages = fa2.flash_attn_varlen_func(*ours, pool[1], cu_q, cu_k, 9, 12, block_table=table, **arguments)
+    dq, d_pool = torch.autograd.grad(through_pages.sum(), ours)
+    dq_packed, dk = torch.autograd.grad(fa2.flash_attn_varlen_func(*theirs, v, cu_q, cu_k, 9, 12, **arguments).sum(), theirs)
+    close(dq, dq_packed)
+    close(torch.cat([d_pool[row.long()].flatten(0, 1)[:n] for row, n in zip(table, lens_k, strict=True)]), dk)
 
 
 def paged(sequences, page, device):

@@ -196,7 +196,8 @@ def _flat(cache: Cache, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     k, v, row = cache.k, cache.v, cache.rows
     if cache.table is not None:
         pages = cache.pages.long()
-        k, v = (_plain(x)[pages].view(x.dtype).flatten(1, 2) for x in (k, v))
+        k, v = (_plain(x)[pages].flatten(1, 2) for x in (k, v))
+        k, v = (x.view(pool.dtype) if x.dtype != pool.dtype else x for x, pool in ((k, cache.k), (v, cache.v)))  # a view of a dtype has no gradient
         row = torch.arange(len(cache.used), dtype=torch.int32, device=k.device)
     rows = _row(k)
     if rows is None or rows != _row(v) or k.requires_grad or v.requires_grad:
