@@ -33,7 +33,10 @@ def cost(p: Attention) -> Cost:
 
 
 def backward_cost(p: Attention) -> Cost:
-    """Five products where the forward pass has two (the scores again, dV, dP, dQ, dK); q, k, v, the output and its gradient read, LSE too, three gradients written."""
+    """Five products where the forward pass has two: the scores again, dV, dP, dQ, dK.
+
+    q, k, v, the output and its gradient, and LSE are read; three gradients are written.
+    """
     size, both = p.dtype.itemsize, p.dim + p.value_dim
     pairs, queries, keys = _counts(p)
     moved = 2 * size * both * (queries * p.heads + keys * p.kv_heads) + 4 * queries * p.heads

@@ -3,6 +3,8 @@
 Gradients are torch's own, through the same lines.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -60,13 +62,16 @@ def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> t
     work = torch.promote_types(q.dtype, torch.float32)
     (len_q, heads, _), len_k = q.shape, len(k)
     at = place(b, heads, len_q, len_k, q.device)
-    seen = torch.as_tensor(p.mask.seen(at, x.mask), device=q.device).broadcast_to(1, heads, len_q, len_k)[0]
+    seen = torch.zeros(1, heads, len_q, len_k, dtype=torch.bool, device=q.device)
+    if len_q and len_k:  # a mask may read what is not there for a query without keys
+        seen = p.mask.seen(at, x.mask).broadcast_to(seen.shape)
+    seen = seen[0]
     k, v = (t.to(work).repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     shown = seen.any(1).T[..., None]  # a key that nobody sees is padding, and may hold anything
     k, v = (torch.where(shown, t, 0.0) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.to(work), k) * x.scale
-    if p.score is not None:
-        scores = torch.as_tensor(p.score.run(scores[None], *at, *x.score), device=q.device).broadcast_to(1, heads, len_q, len_k)[0].to(work)
+    if p.score is not None and len_q and len_k:
+        scores = p.score.run(scores[None], *at, *x.score).broadcast_to(1, heads, len_q, len_k)[0].to(work)
     scores = scores.masked_fill(~seen, -torch.inf)
     if x.sinks is not None:
         scores = torch.cat([scores, x.sinks.to(work)[:, None, None].expand(heads, len_q, 1)], -1)
@@ -89,7 +94,7 @@ def place(b: int, heads: int, len_q: int, len_k: int, device: torch.device) -> P
 def spans(offsets: Tensor, used: Tensor | None) -> list[slice]:
     """The tokens of each sequence of a packed batch."""
     bounds = offsets.tolist()
-    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)] if used is None else used.tolist()
+    lengths = [b - a for a, b in pairwise(bounds)] if used is None else used.tolist()
     return [slice(a, a + n) for a, n in zip(bounds, lengths, strict=False)]
 
 

@@ -54,14 +54,22 @@ class Tiles(NamedTuple):
         return f"{self.m}x{self.n} tiles, {self.warps} warps, {self.stages} stages"
 
 
-class Plan(NamedTuple):
-    """(what is summed, tiles) of each pass over keys, and the tiles of the one over queries."""
+class Launch(NamedTuple):
+    """What a launch sums over keys ("dK, dV", one of the two, or nothing), the tiles for that, and those for dQ, or None."""
 
-    keys: tuple[tuple[str, Tiles], ...]
-    queries: Tiles
+    what: str
+    keys: Tiles | None
+    queries: Tiles | None
 
     def __str__(self):
-        return "; ".join([*(f"{what} {tiles}" for what, tiles in self.keys), f"dQ {self.queries}"])
+        return " beside ".join([f"{self.what} {self.keys}"] * bool(self.what) + [f"dQ {self.queries}"] * (self.queries is not None))
+
+
+class Plan(tuple):
+    """Launches, one after the other."""
+
+    def __str__(self):
+        return "; ".join(map(str, self))
 
 
 # ---- device
@@ -379,16 +387,19 @@ def _backward(q_by_k, k_by_k, v_by_k, do_by_k, q_by_q, k_by_q, v_by_q, do_by_q, 
               TMA: tl.constexpr, PRECISION: tl.constexpr, K_STAGES: tl.constexpr, Q_STAGES: tl.constexpr):  # fmt: skip
     """The first `over_keys` programs take a tile of keys each, the others one of queries: neither waits for the last of the other."""
     program = tl.program_id(0)
-    if program < over_keys:
-        _keys((q_by_k, k_by_k, v_by_k, do_by_k), outs, stats, lengths, sizes, strides, k_map, k_map_strides, reads, grads,
-              program % tiles_n, program // tiles_n, D, DV, KM, KN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_GRAD, WHAT, TMA, PRECISION, K_STAGES)  # fmt: skip
-    elif Q_STAGES > 0:
-        program -= over_keys
-        tile_m = program % tiles_m
-        if RIGHT >= 0 or MASK is not None:  # the longest rows first
-            tile_m = tiles_m - 1 - tile_m
-        _queries((q_by_q, k_by_q, v_by_q, do_by_q), outs, stats, lengths, sizes, strides, q_map, q_map_strides, reads, tile_m, program // tiles_m,
-                 D, DV, QM, QN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_BACK, PADDED, TMA, PRECISION, Q_STAGES)  # fmt: skip
+    if WHAT != "":  # noqa: SIM102 (decided when compiled, the next when run)
+        if program < over_keys:
+            _keys((q_by_k, k_by_k, v_by_k, do_by_k), outs, stats, lengths, sizes, strides, k_map, k_map_strides, reads, grads,
+                  program % tiles_n, program // tiles_n, D, DV, KM, KN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT,
+                  MASK, SCORE, SCORE_GRAD, WHAT, TMA, PRECISION, K_STAGES)  # fmt: skip
+    if Q_STAGES > 0:  # noqa: SIM102
+        if program >= over_keys:
+            tile_m = (program - over_keys) % tiles_m
+            index = (program - over_keys) // tiles_m
+            if RIGHT >= 0 or MASK is not None:  # the longest rows first
+                tile_m = tiles_m - 1 - tile_m
+            _queries((q_by_q, k_by_q, v_by_q, do_by_q), outs, stats, lengths, sizes, strides, q_map, q_map_strides, reads, tile_m, index,
+                     D, DV, QM, QN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_BACK, PADDED, TMA, PRECISION, Q_STAGES)  # fmt: skip
 
 
 # ---- host
@@ -403,13 +414,15 @@ KEYS = (
     (128, (Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), *SMALL)),
     (1024, SMALL),
 )
-APART = (("dV", Tiles(64, 128, 8, 2)), ("dK", Tiles(32, 128, 8, 3)))  # at 256, in two passes: 520 and 432, in one 246
 QUERIES = (
     (64, (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), *SMALL)),
     (128, (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), *SMALL)),
     (256, (Tiles(128, 32, 8, 3), Tiles(128, 32, 8, 2), Tiles(64, 32, 4, 2), *SMALL)),
     (1024, SMALL),
 )
+# At 256 dK and dV fit in registers one at a time (520 and 432, both at once 246). Passes beside each other in one launch fill each other's tail: at 128,
+# 431 TFLOP/s instead of 371, at 256, 333 instead of 299. At 64 they spill together: 369 instead of 391.
+DV, DK = Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 3)
 
 
 def configs(p: Attention, device: Device) -> list[Plan]:
@@ -426,12 +439,12 @@ def configs(p: Attention, device: Device) -> list[Plan]:
     def first(tiles, what: str) -> Tiles:
         return next((t for t in tiles if fits(t, what)), tiles[-1])
 
-    if not half:
-        return [Plan((("dK, dV", first(IEEE, "dK, dV")),), first(IEEE, "dQ"))]
-    queries = first(pick(QUERIES, width), "dQ")
-    if 128 < width <= 256 and all(fits(t, what) for what, t in APART):
-        return [Plan(APART, queries)]
-    return [Plan((("dK, dV", first(pick(KEYS, width), "dK, dV")),), queries)]
+    keys, queries = (first(pick(ladder, width) if half else IEEE, what) for ladder, what in ((KEYS, "dK, dV"), (QUERIES, "dQ")))
+    if half and 128 < width <= 256 and fits(DV, "dV") and fits(DK, "dK") and queries.warps == DK.warps:
+        return [Plan((Launch("dV", DV, None), Launch("dK", DK, queries)))]
+    if half and width == 128 and keys.warps == queries.warps:
+        return [Plan((Launch("dK, dV", keys, queries),))]
+    return [Plan((Launch("dK, dV", keys, None), Launch("", None, queries)))]
 
 
 def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operands):
@@ -448,10 +461,9 @@ def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operand
         *lead, delta, lse2 = *lead[:7], *_statistics(p, lead[7], lead[3], lse, d_lse)
         sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
         reads = mods.captured(x.mask), mods.captured(x.score)
-        *apart, last = plan.keys
-        for one in apart:
-            _over(p, one, None, lead, lse2, delta, x, sees, reads, (False,) * len(wanted), ())
-        _over(p, last, plan.queries, lead, lse2, delta, x, sees, reads, wanted, grads)  # what the score reads gets its gradient where dS is computed
+        for one in plan:  # what the score reads gets its gradient where dS is computed over keys
+            wants = "dK" in one.what
+            _over(p, one, lead, lse2, delta, x, sees, reads, wanted if wants else (False,) * len(wanted), grads if wants else ())
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
         d_sinks = torch.zeros_like(x.sinks) if delta is None else _sink_gradient(x.sinks, lse, delta.view(lse.shape))
@@ -472,10 +484,9 @@ def _statistics(p: Attention, out, d_out, lse, d_lse):
     return delta, lse2
 
 
-def _over(p: Attention, over_keys: tuple[str, Tiles], over_queries: Tiles | None, lead, lse2, delta, x: Operands, sees, reads, wanted, grads) -> None:
-    """One launch: a pass over keys and, with tiles for it, the one over queries."""
-    what, keys = over_keys
-    queries = over_queries or keys
+def _over(p: Attention, how: Launch, lead, lse2, delta, x: Operands, sees, reads, wanted, grads) -> None:
+    """One launch."""
+    keys, queries = how.keys or how.queries, how.queries or how.keys
     q = lead[0]
     width, width_v = block(p.dim), block(p.value_dim)
     tma = has_tma(q.device) and all(describable(t) for t in lead[:4])
@@ -489,22 +500,22 @@ def _over(p: Attention, over_keys: tuple[str, Tiles], over_queries: Tiles | None
         scale *= before
         score, score_grad = mods.score_functions(text, wanted=wanted, fast=fast(q))
         _, score_back = mods.score_functions(text, wanted=(False,) * len(wanted), fast=fast(q))
-    maps = [(None, (0, 0, 0))] * 2
-    if sees is not None:
-        maps[0] = mask_map(p, sees, reads[0], x, keys.m, keys.n, True, q.device)
-        if over_queries:
-            maps[1] = mask_map(p, sees, reads[0], x, queries.m, queries.n, False, q.device)
+    k_map = q_map = None, (0, 0, 0)
+    if sees is not None and how.keys:
+        k_map = mask_map(p, sees, reads[0], x, keys.m, keys.n, True, q.device)
+    if sees is not None and how.queries:
+        q_map = mask_map(p, sees, reads[0], x, queries.m, queries.n, False, q.device)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     tiles_n, tiles_m = triton.cdiv(p.len_k, keys.n), triton.cdiv(p.len_q, queries.m)
-    first = tiles_n * p.batch * p.kv_heads
-    _backward[(first + (tiles_m * p.batch * p.heads if over_queries else 0),)](
+    first = tiles_n * p.batch * p.kv_heads if how.keys else 0
+    _backward[(first + (tiles_m * p.batch * p.heads if how.queries else 0),)](
         *k_side, *q_side, tuple(lead[4:]), (lse2, delta, q.shape[2], x.state), (x.q_offsets, x.k_offsets, x.q_used, x.k_used),
         (scale, gain, p.heads, p.kv_heads, p.len_q, p.len_k, bar(x.drop), 1 / (1 - x.drop)),
-        tuple(t.stride()[:3] for t in lead), *maps[0], *maps[1], reads, grads, tiles_n, tiles_m, first,
+        tuple(t.stride()[:3] for t in lead), *k_map, *q_map, reads, grads, tiles_n, tiles_m, first,
         D=p.dim, DV=p.value_dim, KM=keys.m, KN=keys.n, QM=queries.m, QN=queries.n, BLOCK_D=width, BLOCK_DV=width_v,
-        LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, SCORE_BACK=score_back, WHAT=what,
+        LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, SCORE_BACK=score_back, WHAT=how.what,
         PADDED=sees is not None and hides_keys(p.mask), TMA=tma, PRECISION=tf32(p), K_STAGES=keys.stages,
-        Q_STAGES=queries.stages if over_queries else 0, num_warps=keys.warps, num_stages=keys.stages,
+        Q_STAGES=queries.stages if how.queries else 0, num_warps=keys.warps, num_stages=keys.stages,
     )  # fmt: skip
 
 

@@ -303,7 +303,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
         sees = mods.mask_function(p.mask.text)
         found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, False, q.device)
     _prefill[(tiles_m * p.batch * p.heads,)](
-        *sources, lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.sinks, x.state, reads,
+        *sources, lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.sinks if x.sinks is None else x.sinks.contiguous(), x.state, reads,
         scale, gain, p.heads, p.group, p.len_q, p.len_k, tiles_m, together, bar(x.drop), 1 / (1 - x.drop),
         *(t.stride()[:3] for t in heads_first), lse_strides, map_strides,
         D=p.dim, DV=p.value_dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_D=width, BLOCK_DV=width_v,
