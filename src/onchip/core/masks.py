@@ -88,7 +88,7 @@ class Windows(Mask):
         check_align("Window", self.align)
         for side, size in (("left", self.left), ("right", self.right)):
             if not isinstance(size, Tensor):
-                Window(size)  # which says what is wrong with a number
+                Window(**{"left": None, side: size})  # which says what is wrong with a number
             elif size.ndim not in (1, 2) or size.dtype.is_floating_point or size.dtype == torch.bool:
                 raise ValueError(f"Window: {side} is {size.dtype} {list(size.shape)}; give an integer tensor [heads], [batch, heads] or [batch, 1]")
 
@@ -208,8 +208,7 @@ class Prefix(Mask):
         return (self.length,) if isinstance(self.length, Tensor) else ()
 
     def sees(self, at: Place):
-        length = self.length[at.b] if isinstance(self.length, Tensor) else self.length
-        return (at.j <= at.row) | (at.j < length)
+        return (at.j <= at.row) | (at.j < (self.length[at.b] if isinstance(self.length, Tensor) else self.length))
 
 
 @dataclass(frozen=True, eq=False)
@@ -396,6 +395,6 @@ def as_mask(mask: Any) -> Mask:
 
 
 __all__ = [
-    "BANDS", "Band", "Blocks", "Both", "Causal", "Chunked", "Dense", "Document", "Full", "KeyPadding", "Mask", "MaskMod", "Prefix", "Tree", "Window", "Windows",
-    "as_mask", "combine", "parse",
+    "BANDS", "Band", "Blocks", "Both", "Causal", "Chunked", "Dense", "Document", "Full", "KeyPadding", "Mask", "MaskMod", "Prefix", "Tree", "Window",
+    "Windows", "as_mask", "combine", "parse",
 ]  # fmt: skip

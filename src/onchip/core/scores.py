@@ -38,7 +38,7 @@ class Softcap(Score):
     cap: float
 
     __str__ = Score.__str__
-    key = property(by_name)
+    key = property(lambda self: (Softcap, self.cap))  # the name has six digits
     tensors = ()
 
     def __post_init__(self):
@@ -282,8 +282,9 @@ def chain(bias: Tensor | None, score: Any, softcap: float | None) -> Score | Non
         return None
     each: list[Score] = [Bias(bias)] if bias is not None else []
     for one in score if isinstance(score, (list, tuple)) else () if score is None else (score,):
-        if not isinstance(one, Score) and not callable(one):
-            raise TypeError(f"score is a {type(one).__name__}; give a function score_mod(s, b, h, i, j), a Score (ALiBi(...), Softcap(30.0)) or a list of them")
+        if not isinstance(one, Score) and (not callable(one) or isinstance(one, type)):
+            kind = f"the class {one.__name__}" if isinstance(one, type) else f"a {type(one).__name__}"
+            raise TypeError(f"score is {kind}; give a function score_mod(s, b, h, i, j), a Score (ALiBi(...), Softcap(30.0)) or a list of them")
         each.append(one if isinstance(one, Score) else ScoreMod(one))
     if softcap:
         each.append(Softcap(float(softcap)))
