@@ -128,7 +128,7 @@ def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor) -> tuple
         extras += ("sinks",)
     if x.drop:
         extras += ("dropout",)
-    if how.deterministic or torch.are_deterministic_algorithms_enabled():
+    if how.deterministic:
         extras += ("deterministic",)
     if how.batch_invariant:
         extras += ("batch_invariant",)
@@ -225,6 +225,6 @@ class _Once(torch.autograd.Function):
 
 def attention_backward(problem: Attention, kernel: str, x: Operands, q, k, v, out, lse, d_out, d_lse=None):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `problem`, `x`; `kernel` is the forward's, by name or "auto"."""
-    extras = problem.extras + (("score_grad",) if any(t.requires_grad for t in x.score) else ())
+    extras = {*problem.extras, *(["score_grad"] * any(t.requires_grad for t in x.score)), *(["deterministic"] * torch.are_deterministic_algorithms_enabled())}
     problem = problem._replace(op="backward", extras=tuple(sorted(extras)))
     return select(problem, q.device, FAMILY.get(kernel, kernel)).launch(q, k, v, out, lse, d_out, d_lse, x)
