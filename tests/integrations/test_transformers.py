@@ -298,17 +298,15 @@ FUNCTIONS = {
     "window": (masking_utils.sliding_window_causal_mask_function(3), True),
     "window to both sides": (masking_utils.sliding_window_bidirectional_mask_function(2), True),
     "chunks": (masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 2])), True),
-    "packed": (masking_utils.packed_sequence_compatibility_function(masking_utils.causal_mask_function, PLACES, SEQUENCES), True),
-    "packed window": (masking_utils.packed_sequence_compatibility_function(masking_utils.sliding_window_causal_mask_function(3), PLACES, SEQUENCES), True),
-    "packed chunks": (
-        masking_utils.packed_sequence_compatibility_function(
-            masking_utils.chunked_causal_mask_function(2, torch.zeros(2, dtype=torch.int64)), PLACES, SEQUENCES
-        ),
-        False,
-    ),
     "or": (masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.sliding_window_bidirectional_overlay(2)), True),
     "of a user": (masking_utils.and_masks(masking_utils.causal_mask_function, overlay), False),
 }
+if packed := getattr(masking_utils, "packed_sequence_compatibility_function", None):  # of late 5.x
+    FUNCTIONS |= {
+        "packed": (packed(masking_utils.causal_mask_function, PLACES, SEQUENCES), True),
+        "packed window": (packed(masking_utils.sliding_window_causal_mask_function(3), PLACES, SEQUENCES), True),
+        "packed chunks": (packed(masking_utils.chunked_causal_mask_function(2, torch.zeros(2, dtype=torch.int64)), PLACES, SEQUENCES), False),
+    }
 SPANS = {"square": (9, 9, 0, 0), "goes on": (4, 9, 5, 0), "sliding cache": (4, 9, 9, 4), "static cache": (5, 9, 0, 0), "static cache, goes on": (3, 9, 4, 0)}
 
 

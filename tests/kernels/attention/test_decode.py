@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import onchip
-from judge import assert_as_good_as_torch, poisoned
+from judge import assert_as_good_as_torch, hardware, poisoned
 from onchip.core import masks
 from onchip.core.masks import Band, Causal, Full, Window, as_mask
 from onchip.core.problem import Attention, Operands
@@ -107,8 +107,8 @@ def check(kernel, p: Attention, q, cache: PagedKV, **how):
     assert out.dtype == p.dtype and out.shape == (*q.shape[:-1], p.value_dim)
     assert lse.dtype == FP32 and lse.shape == (p.batch, p.heads, p.len_q)
     for ours in (out, alone):
-        assert_as_good_as_torch(ours, (low, torchs), truth)
-    assert_as_good_as_torch(lse, (low_lse, torchs_lse), truth_lse)
+        assert_as_good_as_torch(ours, (low, torchs, *hardware(truth, p.dtype, q.device)), truth)
+    assert_as_good_as_torch(lse, (low_lse, torchs_lse, *hardware(truth_lse, p.dtype, q.device)), truth_lse)
     return out, lse
 
 
