@@ -1,0 +1,309 @@
+"""What is `blocked`'s own: which keys a tile touches, what goes to torch's kernel, what may hold NaN, and the same bits again."""
+
+import pytest
+import torch
+
+import onchip
+from judge import assert_as_good_as_torch
+from onchip.core import masks
+from onchip.core.masks import Causal, Full, Window, as_mask
+from onchip.core.problem import Attention, Dropout, Operands
+from onchip.core.scores import ALiBi, Bias, BucketBias, RelativeBias, ScoreMod, Softcap, chain
+from onchip.kernels.attention import blocked, blocked_tiles
+from onchip.kernels.attention.blocked_tiles import Part, cutting, is_sum, reads, tiles
+from onchip.kernels.attention.reference import place
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NAN = float("nan")
+
+
+def qkv(len_q, len_k=None, heads=(4, 2), dim=16, dim_v=None, dtype=FP32, batch=2):
+    len_k = len_q if len_k is None else len_k
+    shapes = ((len_q, heads[0], dim), (len_k, heads[1], dim), (len_k, heads[1], dim_v or dim))
+    return [torch.randn(batch, *shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def gradients(inputs, d_out=None, **how):
+    """Output, LSE and gradients."""
+    out, lse = onchip.attention(*inputs[:3], return_lse=True, kernel=how.pop("kernel", "blocked"), **how)
+    return out, lse, *torch.autograd.grad(out, inputs, torch.ones_like(out) if d_out is None else d_out)
+
+
+def problem(mask, len_q, len_k, heads=(4, 2), **more):
+    return Attention("prefill", 1, len_q, len_k, *heads, 16, FP32, mask, **more)
+
+
+# ---- tiles
+
+
+def holes(len_q, len_k):
+    """A mask of which whole stretches of keys are hidden from everybody, and some from the rows of a tile."""
+    blocks = torch.rand(-(-len_q // 16), -(-len_k // 16)) < 0.3
+    blocks[:, 1] = blocks[0] = False
+    return masks.Blocks(blocks, 16)
+
+
+SHAPES = ((200, 200), (37, 200), (200, 37), (1, 50))
+MASKS = {
+    "Full": lambda m, n: Full(),
+    "Causal": lambda m, n: Causal(),
+    "Causal top left": lambda m, n: Causal("top_left"),
+    "Window": lambda m, n: Window(20, 7),
+    "Window ahead": lambda m, n: Window(None, 3),
+    "Blocks": holes,
+    "Blocks of heads": lambda m, n: masks.Blocks(torch.rand(4, -(-m // 16), -(-n // 16)) < 0.2, 16),
+    "Document": lambda m, n: masks.Document(torch.arange(n) // 40),
+    "Chunked": lambda m, n: masks.Chunked(30),
+    "Dense": lambda m, n: masks.Dense(torch.rand(m, n) < 0.05),
+    "nothing": lambda m, n: masks.Dense(torch.zeros(m, n, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize(("len_q", "len_k"), SHAPES)
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("most", [16, 50, 1000])
+def test_tiles_hold_what_is_seen_and_no_more_keys(name, len_q, len_k, most, monkeypatch):
+    """Together they are the mask; in each, every key is seen by some row, and no row comes twice."""
+    monkeypatch.setattr(blocked_tiles, "BLOCK", 32)
+    mask = MASKS[name](len_q, len_k)
+    p = problem(mask.static(), len_q, len_k)
+    whole = mask.static().seen(place(0, 4, len_q, len_k, torch.device("cpu")), mask.tensors).broadcast_to(1, 4, len_q, len_k)
+    found = torch.zeros_like(whole)
+    rows_done = []
+    for tile in tiles(p, Operands(1.0, mask=mask.tensors), Part(slice(0, 1), None, None, len_q, len_k), most, torch.device("cpu")):
+        rows = torch.arange(len_q)[tile.rows]
+        keys = torch.arange(len_k)[tile.keys]
+        assert torch.equal(tile.at.i.flatten(), rows) and torch.equal(tile.at.j.flatten(), keys) and len(rows) <= most
+        seen = torch.ones((), dtype=torch.bool) if tile.seen is None else tile.seen
+        seen = seen.broadcast_to(1, 4, len(rows), len(keys))
+        assert seen.any(2).any(1).all(), "a key that no row sees"
+        assert tile.seen is None or not tile.seen.all()
+        found[:, :, tile.rows, keys] = seen
+        rows_done += rows.tolist()
+    assert torch.equal(found, whole)
+    assert len(rows_done) == len(set(rows_done))
+
+
+def test_sparse_masks_go_in_blocks(monkeypatch):
+    """A block-diagonal mask costs what its area costs, a dense one a call a tile."""
+    calls = []
+    monkeypatch.setattr(blocked, "fused_forward", lambda q, k, v, *rest, **more: calls.append(q.shape[2] * k.shape[2]) or forward(q, k, v, *rest, **more))
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    inputs = qkv(1024, batch=1)
+    onchip.attention(*inputs, mask=masks.Document(torch.arange(1024) // 128), kernel="blocked")
+    assert sum(calls) == 8 * 128 * 128
+    calls.clear()
+    onchip.attention(*inputs, mask=torch.rand(1024, 1024) < 0.5, kernel="blocked")
+    assert sum(calls) == 1024 * 1024 and len(calls) == 2
+    calls.clear()
+    onchip.attention(*inputs, mask=Window(63), kernel="blocked")
+    assert sum(calls) <= 1024 * (64 + 64)
+
+
+def test_hidden_tiles_of_our_own_products_are_skipped(monkeypatch):
+    """Of 64 tiles of a checkerboard that many rows share, the hidden half costs nothing, forward and backward."""
+    seen = []
+    hide = blocked._hide
+    monkeypatch.setattr(blocked, "_hide", lambda scores, tile: seen.append(scores.shape[2:]) or hide(scores, tile))
+    monkeypatch.setitem(blocked.TILE, "cpu", (64, 64))
+    blocks = (torch.arange(8)[:, None] + torch.arange(8)) % 2 == 0
+    gradients(qkv(512), mask=masks.Blocks(blocks, 64), softcap=5.0)
+    assert sum(rows * keys for rows, keys in seen) == 2 * 512 * 512 // 2
+
+
+def test_tensors_read_at_the_place_are_views_of_it():
+    at = place(0, 4, 10, 12, torch.device("cpu"))
+    at = at._replace(i=at.i[:, :, 3:6], j=at.j[..., 2:9])
+    dense, bias = masks.Dense(torch.rand(4, 10, 12) < 0.5), Bias(torch.randn(2, 1, 10, 12))
+    for part in (dense, bias, chain(torch.randn(10, 12), lambda s, b, h, i, j: s * 2, None)):
+        (tensor,), static = part.tensors, part.static()
+        (cut,) = reads(static, part.tensors, at)
+        assert cut.shape[2:] == (3, 7) and cut.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    table = torch.randn(4, 30)
+    for mod in (
+        RelativeBias(torch.randn(4, 9)),
+        ScoreMod(lambda s, b, h, i, j: s + table[h, i + j]),
+        ScoreMod(lambda s, b, h, i, j: s * table[h, i] + table[h, j]),
+    ):
+        assert not cutting(mod.static())[1], "a look-up elsewhere, or twice, stays one"
+
+
+def test_sums_are_found():
+    table = torch.randn(4, 30)
+    sums = (Bias(torch.randn(10, 12)), ALiBi(torch.rand(4)), ALiBi(torch.rand(4), "linear"), RelativeBias(torch.randn(4, 9)), BucketBias(torch.randn(8, 4)))
+    sums += (chain(torch.randn(10, 12), [lambda s, b, h, i, j: s - (i - j).abs()], None), ScoreMod(lambda s, b, h, i, j: table[h, j] + s + 3))
+    others = (Softcap(3.0), ScoreMod(lambda s, b, h, i, j: s * 2), ScoreMod(lambda s, b, h, i, j: s + s * 0), ScoreMod(lambda s, b, h, i, j: table[h, i] - s))
+    others += (
+        chain(torch.randn(10, 12), None, 3.0),
+        ScoreMod(lambda s, b, h, i, j: torch.where(i > j, s, 0.0)),
+        ScoreMod(lambda s, b, h, i, j: table[h, i] + 0 * j),
+    )
+    assert all(is_sum(part.static()) for part in sums) and not any(is_sum(part.static()) for part in others)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
+def test_masks_of_torchs_kernel(dtype):
+    seen = torch.rand(1, 1, 30, 70) < 0.5
+    tile = blocked_tiles.Tile(slice(0, 30), slice(0, 70), place(0, 4, 30, 70, torch.device("cpu")), seen)
+    found = blocked._fused_mask(problem(Full(), 30, 70), Operands(1.0), tile, dtype)
+    assert found.dtype == dtype and torch.equal(found, torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf))
+
+
+def test_what_goes_to_torchs_kernel(monkeypatch):
+    """Everything but dropout and scores that are no sum; of the gradients also not those of LSE and of what scores read."""
+    forward, backward = [], []
+    monkeypatch.setattr(blocked, "_online", lambda *args, run=blocked._online: forward.append(1) or run(*args))
+    monkeypatch.setattr(blocked, "_backward", lambda *args, run=blocked._backward: backward.append(1) or run(*args))
+    inputs = qkv(40, dim_v=24)
+    bias = torch.randn(40, 40)
+    for how in ({}, {"mask": Causal()}, {"mask": torch.rand(40, 40) < 0.5}, {"bias": bias}, {"sinks": torch.randn(4)}, {"score": ALiBi(torch.rand(4))}):
+        gradients(inputs, **how)
+        assert not forward and not backward, how
+    for how in ({"softcap": 3.0}, {"dropout": 0.1}):
+        gradients(inputs, **how)
+        assert forward and backward, how
+        forward.clear(), backward.clear()
+    gradients([*inputs, bias.requires_grad_()], bias=bias)
+    assert not forward and backward
+    backward.clear()
+    lse = onchip.attention(*inputs, kernel="blocked", return_lse=True)[1]
+    torch.autograd.grad(lse.sum(), inputs)
+    assert not forward and backward
+
+
+# ---- what may hold NaN
+
+HIDING = {
+    "KeyPadding": lambda n: masks.KeyPadding(torch.tensor([n - 9, n // 2])),
+    "KeyPadding flags": lambda n: masks.KeyPadding(torch.rand(2, n) < 0.7),
+    "Document": lambda n: Causal() & masks.KeyPadding(torch.arange(n) % 7 != torch.tensor([[3], [5]])),
+    "Dense": lambda n: (torch.rand(n, n) < 0.5) & (torch.rand(n) < 0.5),
+    "Dense of heads": lambda n: (torch.rand(4, n, n) < 0.5) & (torch.rand(2, 1, n) < 0.5).repeat_interleave(2, 0),
+    "Blocks": lambda n: holes(n, n),
+    "function": lambda n: lambda b, h, i, j: (j // 3) % 2 == b,
+}
+
+
+@pytest.mark.parametrize("how", [{}, {"softcap": 4.0}, {"sinks": torch.ones(4)}, {"bias": torch.ones(1, 300)}], ids=["torch's", "ours", "sinks", "bias"])
+@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize("n", [40, 300])
+def test_keys_that_no_query_sees_may_hold_anything(name, n, how):
+    mask = as_mask(HIDING[name](n))
+    seen = mask.static().seen(place(0, 4, n, n, torch.device("cpu"))._replace(b=torch.arange(2)[:, None, None, None]), mask.tensors)
+    hidden = ~seen.expand(2, 4, n, n).unflatten(1, (2, 2)).any(2).any(2).transpose(1, 2)  # [batch, keys, kv_heads]
+    assert hidden.any() and not hidden.all()
+    how = {name: t[..., :n] if name == "bias" else t for name, t in how.items()}
+    q, k, v = qkv(n)
+    clean = gradients([q, k, v], mask=mask, **how)
+    k, v = (t.detach().masked_fill(hidden[..., None], NAN).requires_grad_() for t in (k, v))
+    for ours, expected in zip(gradients([q, k, v], mask=mask, **how), clean, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("how", [{}, {"softcap": 4.0}], ids=["torch's", "ours"])
+def test_rows_that_see_nothing(how):
+    """They give 0 and -inf, get no gradient, and what they hold (and their gradient) is of no consequence."""
+    seen = torch.rand(60, 60) < 0.5
+    seen[[3, 40]] = False
+    q, k, v = qkv(60)
+    d_out = torch.randn_like(q)
+    clean = gradients([q, k, v], d_out, mask=seen, **how)
+    q = q.detach().clone()
+    q[:, [3, 40]] = d_out[:, [3, 40]] = NAN
+    out, lse, dq, dk, dv = gradients([q.requires_grad_(), k, v], d_out, mask=seen, **how)
+    assert not out[:, [3, 40]].any() and (lse[..., [3, 40]] == -torch.inf).all() and not dq[:, [3, 40]].any()
+    for ours, expected in zip((out, lse, dq, dk, dv), clean, strict=True):
+        assert torch.equal(ours, expected)
+
+
+# ---- dtypes and layouts
+
+
+@pytest.mark.parametrize("mask", [Full(), Window(30), masks.Dense(torch.rand(200, 200) < 0.3)], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("dim_v", [8, 16, 40])
+def test_gradients(mask, dtype, dim_v):
+    """Beside torch's own attention in the same dtype."""
+    inputs = qkv(200, dim_v=dim_v, dtype=dtype)
+    d_out = torch.randn(2, 200, 4, dim_v).to(dtype)
+    truth = gradients([t.detach().double().requires_grad_() for t in inputs], d_out.double(), mask=mask, kernel="reference")
+    seen = mask.static().seen(place(0, 4, 200, 200, torch.device("cpu")), mask.tensors)
+    theirs = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in inputs), attn_mask=seen.expand(1, 1, 200, 200), enable_gqa=True)
+    low = (theirs.transpose(1, 2), *torch.autograd.grad(theirs.transpose(1, 2), inputs, d_out))
+    out, _, *grads = gradients(inputs, d_out, mask=mask)
+    for ours, torchs, exact, slack in zip((out, *grads), low, (truth[0], *truth[2:]), (2, 3, 3, 3), strict=True):
+        assert ours.dtype == dtype
+        assert_as_good_as_torch(ours, torchs, exact, slack)
+
+
+@pytest.mark.parametrize("how", [{}, {"mask": Causal()}, {"mask": Window(9)}, {"softcap": 4.0}], ids=str)
+def test_gradients_of_any_layout(how):
+    """An output's gradient may be expanded or transposed; q, k and v may have any strides."""
+    inputs = qkv(50)
+    expected = gradients(inputs, torch.ones(2, 50, 4, 16), **how)
+    for d_out in (torch.ones(()).expand(2, 50, 4, 16), torch.ones(16, 4, 50, 2).permute(3, 2, 1, 0)):
+        for ours, plain in zip(gradients(inputs, d_out, **how), expected, strict=True):
+            torch.testing.assert_close(ours, plain)
+    turned = [t.detach().transpose(1, 3).contiguous().transpose(1, 3).requires_grad_() for t in inputs]
+    for ours, plain in zip(gradients(turned, **how), expected, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+# ---- run after run
+
+EVERYTHING = {
+    "torch's": {},
+    "window": {"mask": Window(40)},
+    "dense": {"mask": torch.rand(300, 300) < 0.3},
+    "blocks": {"mask": masks.Blocks(torch.rand(10, 10) < 0.4, 32), "sinks": torch.randn(4)},
+    "softcap": {"softcap": 3.0, "mask": Causal()},
+    "dropout": {"dropout": Dropout(0.2, 5)},
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_the_same_bits_again(name, dtype):
+    """Gradients too, of two threads, with a table that every score reads."""
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(2)
+    inputs = [*qkv(300, dtype=dtype), torch.randn(4, 5, requires_grad=True)]
+    table = inputs[3]
+    how = EVERYTHING[name] | {"score": lambda s, b, h, i, j: s + table[h, (i - j) % 5], "deterministic": True}
+    first, again = gradients(inputs, **how), gradients(inputs, **how)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    plain, more = (gradients(inputs[:3], **EVERYTHING[name], deterministic=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(plain, more, strict=True))
+
+
+@pytest.mark.parametrize("name", ["torch's", "window", "dense", "softcap"])
+def test_a_row_does_not_depend_on_its_neighbours(name):
+    inputs = qkv(300, batch=5)
+    together = gradients(inputs, batch_invariant=True, **EVERYTHING[name])
+    alone = gradients([t[2:3] for t in inputs], batch_invariant=True, **EVERYTHING[name])
+    assert all(torch.equal(a[2:3], b) for a, b in zip(together, alone, strict=True))
+
+
+def test_gradients_only_where_they_are_wanted():
+    q, k, v = qkv(20)
+    wanted, other = torch.randn(20, 20, requires_grad=True), torch.randn(4)
+    p = Attention("backward", 2, 20, 20, 4, 2, 16, FP32, score=chain(wanted, lambda s, b, h, i, j: s * other[h], None).static())
+    x = Operands(0.25, score=chain(wanted, lambda s, b, h, i, j: s * other[h], None).tensors)
+    out, lse = blocked.prefill(p, None, q, k, v, x, True)
+    *grads, d_sinks, d_score = blocked.backward(p, None, q, k, v, out, lse, torch.ones_like(out), None, x)
+    assert d_sinks is None and d_score[0].shape == (20, 20) and d_score[1] is None
+    assert not any(t.requires_grad for t in (out, lse, *grads, d_score[0]))
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5), (2, 0, 5), (2, 5, 0), (2, 0, 0)])
+@pytest.mark.parametrize("how", [{}, {"mask": Causal()}, {"softcap": 3.0}, {"sinks": torch.ones(4)}, {"mask": Window(2), "dropout": 0.5}], ids=str)
+def test_nothing_to_see(sizes, how):
+    batch, len_q, len_k = sizes
+    inputs = qkv(len_q, len_k, batch=batch)
+    if not batch:
+        found = gradients(inputs, **how)
+        assert [t.shape for t in found] == [inputs[0].shape, (0, 4, 5), *(t.shape for t in inputs)]
+        return
+    for ours, expected in zip(gradients(inputs, **how), gradients(inputs, kernel="reference", **how), strict=True):
+        assert torch.equal(ours, expected)
