@@ -363,7 +363,8 @@ def test_masks_of_callers():
     q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 9, 16)
     seen = torch.rand(2, 1, 5, 9) > 0.3
     plain, weights = integration.attention_forward(Module(), q, k, k, seen, scaling=0.2)
-    assert plain.shape == (2, 5, 4, 16) and weights is None
+    assert plain.shape == (2, 5, 4, 16) and plain.is_contiguous() and weights is None
+    assert integration.attention_forward(Module(), q[:, :2], k, k, None)[0].is_contiguous()
     added = torch.zeros(2, 1, 5, 9).masked_fill(~seen, torch.finfo(torch.float32).min)
     torch.testing.assert_close(integration.attention_forward(Module(), q, k, k, added, scaling=0.2)[0], plain)
     torch.testing.assert_close(integration.attention_forward(Module(), q[:1], k, k, seen, scaling=0.2)[0][0], plain[0])

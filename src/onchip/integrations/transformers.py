@@ -200,7 +200,7 @@ def attention_forward(
         batch = max(len(query), len(key))
         query, key, value = (x.expand(batch, *x.shape[1:]) for x in (query, key, value))
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return attention(query, key, value, mask=seen, bias=bias, **common), None
+    return attention(query, key, value, mask=seen, bias=bias, **common).contiguous(), None  # models view it
 
 
 def _window(causal: bool, how: dict[str, Any]) -> Band:
@@ -217,7 +217,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, seen: Band, how: dict[str
     longest = how.get("max_length_q"), how.get("max_length_k")
     longest = None if None in longest else tuple(map(int, longest))
     tokens = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention_packed(*tokens, *offsets, longest=longest, mask=seen, **common)[None], None
+    return attention_packed(*tokens, *offsets, longest=longest, mask=seen, **common)[None].contiguous(), None
 
 
 # ---- names
