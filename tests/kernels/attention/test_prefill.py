@@ -8,7 +8,7 @@ import torch
 import onchip
 from judge import assert_as_good_as_torch
 from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import Attention
+from onchip.core.problem import Attention, Operands
 from onchip.dispatch import select
 from onchip.kernels.attention import PREFILL
 
@@ -49,13 +49,18 @@ def check(kernel, p: Attention, q, k, v):
     with onchip.record() as decisions:
         out, lse = onchip.attention(q, k, v, mask=p.mask, return_lse=True, kernel=kernel)
         alone = onchip.attention(q, k, v, mask=p.mask, kernel=kernel)
-    assert [(d.problem, d.kernel.name) for d in decisions] == [(p, kernel)] * 2
+    assert [(d.problem._replace(extras=()), d.kernel.name) for d in decisions] == [(p, kernel)] * 2
     assert out.dtype == p.dtype and out.shape == (p.batch, p.len_q, p.heads, p.dim)
     assert lse.dtype == FP32 and lse.shape == (p.batch, p.heads, p.len_q)
     for ours in (out, alone):
         assert_as_good_as_torch(ours, low, truth)
-    assert_as_good_as_torch(lse, low_lse, truth_lse)
+    assert_as_good_as_torch(lse, low_lses(p, kernel, low_lse, truth_lse), truth_lse)
     return out, lse
+
+
+def low_lses(p: Attention, kernel: str, low_lse, truth_lse):
+    """What LSE may err: as the reference does, and of torch's CPU kernel, whose exponentials have few digits in bfloat16, 2^-14."""
+    return (low_lse, truth_lse + 2**-14) if kernel == "blocked" and p.dtype == BF16 else low_lse
 
 
 # ---- the oracle
@@ -187,11 +192,11 @@ def test_packed(kernel, lengths, problem, device):
     with onchip.record() as decisions:
         out, lse = onchip.attention_packed(q, k, v, offsets, longest=p.len_q, kernel=kernel, **how)
     alone = onchip.attention_packed(q, k, v, offsets, longest=p.len_q, mask=p.mask, kernel=kernel)
-    assert decisions[0].problem == p
+    assert decisions[0].problem._replace(extras=()) == p
     assert out.shape == q.shape and lse.shape == (p.heads, p.tokens) and lse.dtype == FP32
     for ours in (out, alone):
         assert_as_good_as_torch(ours, low, truth)
-    assert_as_good_as_torch(lse, low_lse, truth_lse)
+    assert_as_good_as_torch(lse, low_lses(p, kernel, low_lse, truth_lse), truth_lse)
 
 
 @pytest.mark.parametrize("longest", [67, 200])
@@ -200,7 +205,7 @@ def test_packed_is_each_sequence_alone(kernel, problem, longest, device):
     """`longest` may be an upper bound."""
     q, k, v = flat(problem, device)
     offsets = offsets_of(LENGTHS[0], device)
-    out = onchip.attention_packed(q, k, v, offsets, longest=longest, kernel=kernel)
+    out = onchip.attention_packed(q, k, v, offsets, longest=longest, mask=Causal(), kernel=kernel)
     for a, b in pairwise(offsets.tolist()):
         one = onchip.attention(*(x[None, a:b] for x in (q, k, v)), mask=Causal(), kernel="reference")[0]
         torch.testing.assert_close(out[a:b], one)
@@ -225,8 +230,9 @@ def test_packed_slices_of_one_qkv(kernel, problem, device):
     p = problem
     qkv = torch.randn(p.tokens, p.heads + 2 * p.kv_heads, p.dim, device=device)
     q, k, v = qkv.split((p.heads, p.kv_heads, p.kv_heads), 1)
-    out = onchip.attention_packed(q, k, v, offsets_of([40, 7], device), longest=40, kernel=kernel)
-    expected = onchip.attention_packed(q, k, v, offsets_of([40, 7], device), longest=40, kernel="reference")
+    how = {"longest": 40, "mask": p.mask}
+    out = onchip.attention_packed(q, k, v, offsets_of([40, 7], device), kernel=kernel, **how)
+    expected = onchip.attention_packed(q, k, v, offsets_of([40, 7], device), kernel="reference", **how)
     torch.testing.assert_close(out, expected)
 
 
@@ -259,7 +265,7 @@ def test_every_tile_is_right(problem, device):
     configs = TRITON.configs(p, decision.device)
     assert len(configs) > 1
     for tiles in configs:
-        assert_as_good_as_torch(TRITON.load()(p, tiles, q, k, v, None, p.dim**-0.5, False), low, truth)
+        assert_as_good_as_torch(TRITON.load()(p, tiles, q, k, v, Operands(p.dim**-0.5), False), low, truth)
 
 
 # ---- large, against torch
