@@ -5,7 +5,7 @@ import torch
 
 import onchip
 from onchip.core import device as devices
-from onchip.core.masks import Causal, Full, Window
+from onchip.core.masks import Causal, Document, Full, Window
 
 N = 16_384
 ALLOWED = 32 << 20  # bytes; booleans for all pairs, the smallest buffer of that size, take 64 MiB or more in every test here
@@ -35,28 +35,69 @@ def test_the_measure_sees_the_reference():
     assert peak(lambda: onchip.attention(*inputs, kernel="reference")) >= 2 * 4 * n * n
 
 
-@pytest.mark.parametrize("mask", [Full(), Causal(), Window(1000)], ids=str)
+def step(inputs, **how):
+    """Forward and backward."""
+    out = onchip.attention(*inputs, kernel="blocked", **how)
+    return torch.autograd.grad(out, inputs, torch.ones(()).expand(out.shape))
+
+
+BANDS = (Full(), Causal(), Window(1000))
+IDS = torch.arange(N) // 3000
+
+
+@pytest.mark.parametrize(
+    "mask", [*BANDS, Document(IDS) & Causal(), lambda b, h, i, j: (i - j) % 7 == 0], ids=["full", "causal", "window", "document", "function"]
+)
 def test_blocked(mask):
     inputs = qkv()
     assert peak(lambda: onchip.attention(*inputs, mask=mask, kernel="blocked")) < ALLOWED
 
 
-@pytest.mark.parametrize("mask", [Full(), Causal(), Window(1000)], ids=str)
-def test_blocked_with_lse(mask):
-    inputs = qkv(N // 4)  # a quarter of the rows: the whole takes 10 s
-    assert peak(lambda: onchip.attention(*inputs, mask=mask, return_lse=True, kernel="blocked")) < ALLOWED
+@pytest.mark.parametrize("mask", [*BANDS, Document(IDS) & Causal()], ids=["full", "causal", "window", "document"])
+def test_blocked_backward(mask):
+    """torch's kernel computes the tiles: the weights are there again in parts."""
+    inputs = [t.requires_grad_() for t in qkv()]
+    assert peak(lambda: step(inputs, mask=mask)) < ALLOWED
+
+
+FEW = N // 8  # rows: the whole takes long; a boolean a pair still takes 32 MiB
+TABLE = torch.randn(1, 2 * N, requires_grad=True)
+OURS = {
+    "softcap": {"softcap": 20.0},
+    "softcap, window": {"softcap": 20.0, "mask": Window(1000)},
+    "dropout": {"dropout": 0.1, "mask": Window(1000)},
+    "a table that learns": {"score": lambda s, b, h, i, j: s + TABLE[h, i + j]},
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_blocked_of_our_own_products(name):
+    inputs = [t.requires_grad_() for t in qkv(FEW)]
+    assert peak(lambda: onchip.attention(*(t.detach() for t in inputs), return_lse=True, kernel="blocked", **OURS[name])) < ALLOWED
+    assert peak(lambda: step(inputs, **OURS[name])) < ALLOWED
 
 
 def test_blocked_with_fewer_queries_than_keys():
     """The path whose tiles take a slice of the mask."""
-    inputs = qkv(N // 2)
-    assert peak(lambda: onchip.attention(*inputs, mask=Causal(), kernel="blocked")) < ALLOWED
+    inputs = [t.requires_grad_() for t in qkv(N // 2)]
+    assert peak(lambda: step(inputs, mask=Causal())) < ALLOWED
+
+
+def test_blocked_of_a_matrix_that_is_there():
+    """A mask and a bias for all pairs, 80 MiB, are not copied; of the bias's gradient, 64 MiB, there is one."""
+    n = N // 4
+    inputs = [t.requires_grad_() for t in qkv(n, n)]
+    mask, bias = torch.rand(n, n) < 0.5, torch.randn(n, n)
+    assert peak(lambda: step(inputs, mask=mask, bias=bias)) < ALLOWED
+    learns = [*inputs, bias.requires_grad_()]
+    assert peak(lambda: torch.autograd.grad(onchip.attention(*inputs, mask=mask, bias=bias, kernel="blocked").sum(), learns)) < bias.nbytes + ALLOWED
 
 
 def test_blocked_packed():
-    q, k, v = (x[0] for x in qkv())
+    q, k, v = (x[0].requires_grad_() for x in qkv())
     offsets = torch.tensor([0, 384, N], dtype=torch.int32)
-    assert peak(lambda: onchip.attention_packed(q, k, v, offsets, longest=N - 384, kernel="blocked")) < ALLOWED
+    how = {"longest": N - 384, "mask": Causal(), "kernel": "blocked"}
+    assert peak(lambda: torch.autograd.grad(onchip.attention_packed(q, k, v, offsets, **how).sum(), (q, k, v))) < ALLOWED
 
 
 @pytest.mark.gpu

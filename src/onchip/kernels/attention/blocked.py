@@ -18,7 +18,7 @@ from torch import Tensor
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Place, Traced
-from onchip.kernels.attention.blocked_tiles import Part, Tile, add, add_read, cutting, differs, hull, is_sum, parts, reads, tiles, value
+from onchip.kernels.attention.blocked_tiles import Part, Tile, add, add_read, cutting, differs, hull, is_sum, parts, reads, run, tiles, value
 
 TILE = {"cpu": (128, 256)}  # rows and keys of a tile of our own products; on a CPU 64 to 512 of either are within a tenth
 MOST_TILE = (512, 1024)  # on a GPU, where a launch costs more than a miss
@@ -154,7 +154,7 @@ def _scores(p: Attention, x: Operands, tile: Tile, products: Tensor, tensors: li
     if p.score is None:
         return products
     tensors = reads(p.score, x.score, tile.at) if tensors is None else tensors
-    return value(p.score, tensors, tile.at, products).to(products.dtype).expand(products.shape)
+    return run(p.score, tensors, tile.at, products).to(products.dtype).expand(products.shape)
 
 
 def _hide(scores: Tensor, tile: Tile) -> Tensor:
@@ -322,7 +322,7 @@ def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype) -> Te
         bits, infinity = INFINITY[dtype]
         return tile.seen.to(bits).sub_(1).bitwise_and_(infinity).view(dtype)  # 30 times as fast as torch.where
     wide = torch.promote_types(dtype, torch.float32)
-    term = value(p.score, reads(p.score, x.score, tile.at), tile.at, torch.zeros(1, 1, 1, 1, dtype=wide)).to(wide)
+    term = value(p.score, x.score, tile.at, torch.zeros(1, 1, 1, 1, dtype=wide)).to(wide)
     return term if tile.seen is None else torch.where(tile.seen, term, -torch.inf)
 
 
@@ -354,7 +354,7 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
     q, k, v, out, d_out = (_even(_fit(t, p, few)) for t in (q, k, v, out, d_out))
     d_out = d_out.contiguous()
 
-    def run(rows: slice, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool):
+    def call(rows: slice, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool):
         d_near, near, out_near, lse_near = (t[:, :, rows] for t in (d_out, q, out, lse))
         return fused_backward(d_near, near, k, v, out_near, lse_near, 0.0, causal, attn_mask=mask, scale=x.scale)
 
@@ -362,13 +362,13 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
         return dq[..., : p.dim], dk[..., : p.dim], dv[..., : p.value_dim]
 
     if how:
-        found = run(slice(None), k[:, :, how[0]], v[:, :, how[0]], None, how[1])
+        found = call(slice(None), k[:, :, how[0]], v[:, :, how[0]], None, how[1])
         pad = (0, 0, how[0].start, part.len_k - how[0].stop)
         return fitting(*found) if not any(pad) else fitting(found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
     dq = torch.zeros_like(q)
     dk, dv = (torch.zeros(t.shape, dtype=_wide(t)) for t in (k, v))
     for tile in tiles(p, x, part, rows_each, q.device):
-        found = run(tile.rows, tile.of_keys(k), tile.of_keys(v), _fused_mask(p, x, tile, q.dtype), False)
+        found = call(tile.rows, tile.of_keys(k), tile.of_keys(v), _fused_mask(p, x, tile, q.dtype), False)
         if tile.rows == slice(0, part.len_q) and isinstance(tile.keys, slice) and tile.keys == slice(0, part.len_k):
             return fitting(*found)
         dq[:, :, tile.rows] = found[0]

@@ -17,6 +17,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import PLACE, Place, Traced
 
 BLOCK = 128  # queries that are looked at together to see whether a mask is sparse
+PLACES = 1 << 18  # that a function is computed at in one go: 2 MiB a number
 SPARSE = 0.75  # a tile goes in blocks when they see less than this part of what it sees; the more calls cost about a tenth
 
 
@@ -111,8 +112,7 @@ def tiles(p: Attention, x: Operands, part: Part, most: int, device: torch.device
         at = whole._replace(i=count(start, stop, 1, 1, -1, 1), j=count(keys.start, keys.stop, 1, 1, 1, -1))
         tile = Tile(slice(start, stop), slice(keys.start - part.origin, keys.stop - part.origin), at)
         if isinstance(p.mask, Traced):
-            seen = value(p.mask, reads(p.mask, x.mask, at), at)
-            yield from _narrowed(p, tile, seen.expand(*seen.shape[:2], stop - start, len(keys)))
+            yield from _narrowed(p, tile, value(p.mask, x.mask, at))
         else:  # any key of the range is seen by some row
             inside = (band.right is None or keys.stop - 1 <= first + band.right) and (band.left is None or keys.start >= last - band.left)
             yield tile if inside else tile._replace(seen=band.seen(at))
@@ -165,7 +165,23 @@ def add(t: Tensor, dim: int, keys: slice | Tensor, more: Tensor) -> None:
 # ---- masks and scores on a tile
 
 
-def value(traced: Traced, tensors: list[Tensor], at: Place, s: Tensor | None = None) -> Tensor:
+def value(traced: Traced, tensors: tuple[Tensor, ...], at: Place, *s: Tensor) -> Tensor:
+    """A mask's or score's value [.., .., rows, keys] at `at`, some keys at a time: what comes between takes 8 bytes a place."""
+    rows, keys = at.i.shape[2], at.j.shape[3]
+    step = max(1, PLACES // rows)
+    whole = None
+    for start in range(0, keys, step):
+        near = at._replace(j=at.j[..., start : start + step])
+        found = run(traced, reads(traced, tensors, near), near, *s)
+        found = found.expand(*found.shape[:2], rows, near.j.shape[3])
+        if keys <= step:
+            return found
+        whole = found.new_empty(*found.shape[:3], keys) if whole is None else whole
+        whole[..., start : start + step] = found
+    return whole
+
+
+def run(traced: Traced, tensors: list[Tensor], at: Place, s: Tensor | None = None) -> Tensor:
     """A mask's or score's value at `at`, of four dimensions; `tensors` as `reads` gives them."""
     found = cutting(traced)[0](s, *at, *tensors)
     return found[(None,) * (4 - found.ndim)]
