@@ -5,7 +5,6 @@ aligned to the bottom right. Any other mask is a function MASK(b, h, i, j, len_q
 `mods.py`, and a map of the tiles in which it shows something; so is a score, SCORE(s, b, h, i, j, len_q, len_k, captured).
 """
 
-import math
 import re
 import weakref
 from collections import OrderedDict
@@ -241,8 +240,7 @@ def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     outer, inner = (tiles_n, tiles_m) if of_keys else (tiles_m, tiles_n)
     batch = p.batch if p.keys == "packed" or reads(p.mask.text, "b") else 1
     heads = p.heads if reads(p.mask.text, "h") else 1
-    shape = batch, heads, outer, 2 + inner
-    found = torch.empty(math.prod(shape) + 1, dtype=torch.int32, device=device)[:-1].view(shape)  # kernels read one number ahead
+    found = torch.empty((batch, heads, outer, 2 + inner), dtype=torch.int32, device=device)
     kinds = torch.empty((batch, heads, outer, inner), dtype=torch.int8, device=device)
     left, right, top_left = ends(p.mask.hull)
     _classify[(outer, triton.cdiv(inner, CHUNK), batch * heads)](

@@ -141,13 +141,9 @@ def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, call, D: 
     b, h, _, len_q, len_k = at
     state_ptr, drop_bar, keep_scale, b_h = dropout
     j = (n + tl.arange(0, k.shape[0]))[:, None]
-    upcoming = 0
-    if tiles is not None:
-        upcoming = tl.load(tiles)
     for t in tl.range(0, count, num_stages=STAGES):
         if tiles is not None:
-            m = upcoming * BLOCK_M
-            upcoming = tl.load(tiles + (t + 1) * step)  # ahead of its use, else every tile waits for its number
+            m = tl.load(tiles + t * step) * BLOCK_M
         else:
             m = first + t * BLOCK_M
         m = tl.multiple_of(m, BLOCK_M)
@@ -275,13 +271,9 @@ def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, call, D: t
     b, h, _, len_q, len_k = at
     state_ptr, drop_bar, keep_scale, b_h = dropout
     i = rows[:, None]
-    upcoming = 0
-    if tiles is not None:
-        upcoming = tl.load(tiles)
     for t in tl.range(0, count, num_stages=STAGES):
         if tiles is not None:
-            n = upcoming * BLOCK_N
-            upcoming = tl.load(tiles + (t + 1) * step)  # ahead of its use, else every tile waits for its number
+            n = tl.load(tiles + t * step) * BLOCK_N
         else:
             n = first + t * BLOCK_N
         n = tl.multiple_of(n, BLOCK_N)

@@ -89,13 +89,9 @@ def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D
     k_stride, v_stride = strides
     mask_reads, score_reads = reads
     state_ptr, drop_bar, keep_scale, b_h = dropout
-    upcoming = 0
-    if tiles is not None:
-        upcoming = tl.load(tiles)
     for t in tl.range(0, count, num_stages=STAGES):
         if tiles is not None:
-            n = upcoming * BLOCK_N
-            upcoming = tl.load(tiles + (t + 1) * step)  # ahead of its use, else every tile waits for its number
+            n = tl.load(tiles + t * step) * BLOCK_N
         else:
             n = first + t * BLOCK_N
         n = tl.multiple_of(n, BLOCK_N)
