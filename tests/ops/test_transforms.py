@@ -1,0 +1,272 @@
+"""Attention under torch.func, checkpointing, dispatch modes, and derivatives of other kinds: right, or refused in one sentence."""
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import onchip
+from onchip import Causal, Document, Dropout, PagedKV
+
+MAPPED, BATCH, LEN, HEADS, KV_HEADS, DIM = 3, 2, 6, 4, 2, 8
+IDS = torch.tensor([[0, 0, 1, 1, 2, 2]] * BATCH)
+OFFSETS = torch.tensor([0, 2, LEN], dtype=torch.int32)
+TWICE = "attention: gradients of gradients are not implemented; kernel='reference' has them"
+FORWARD = r"attention: forward-mode derivatives \(jvp\) are not implemented; kernel='reference' has them, or use reverse mode"
+BATCHED = "; give the mapped dimension as the batch, or use kernel='reference'"
+
+
+@pytest.fixture
+def qkv():
+    return [torch.randn(MAPPED, BATCH, LEN, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
+def attend(q, k, v, mask=Causal(), **keywords):
+    return onchip.attention(q, k, v, mask=mask, **keywords)
+
+
+def loss(*args, **keywords):
+    return attend(*args, **keywords).square().sum()
+
+
+def one_by_one(qkv, **keywords):
+    return torch.stack([attend(*each, **keywords) for each in zip(*qkv, strict=True)])
+
+
+def plain_grad(function, *tensors):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    return torch.autograd.grad(function(*leaves), leaves)
+
+
+# ---- vmap
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{}, {"mask": Document(IDS[0])}, {"mask": lambda b, h, i, j: i - j < 3}, {"bias": torch.randn(1, HEADS, LEN, LEN), "sinks": torch.randn(HEADS)}],
+    ids=["causal", "document", "function", "bias and sinks"],
+)
+def test_vmap(qkv, keywords):
+    torch.testing.assert_close(vmap(lambda *x: attend(*x, **keywords))(*qkv), one_by_one(qkv, **keywords))
+
+
+def test_vmap_over_some_and_over_another_dimension(qkv):
+    q, k, v = qkv
+    expected = one_by_one([q, *(t[:1].expand_as(t) for t in (k, v))])
+    torch.testing.assert_close(vmap(attend, in_dims=(0, None, None))(q, k[0], v[0]), expected)
+    torch.testing.assert_close(vmap(attend, in_dims=(2, None, None), out_dims=3)(q.movedim(0, 2), k[0], v[0]).movedim(3, 0), expected)
+
+
+def test_vmap_in_vmap_and_lse(qkv):
+    twice = [torch.stack([t, t + 1]) for t in qkv]
+    found = vmap(vmap(lambda *x: attend(*x, return_lse=True)))(*twice)
+    for n in range(2):
+        torch.testing.assert_close(found[0][n], one_by_one([t[n] for t in twice]))
+    assert found[1].shape == (2, MAPPED, BATCH, HEADS, LEN)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"mask": Document(IDS)}, "of a mask or score that reads the batch index"),
+        ({"mask": lambda b, h, i, j: i - j < b + 1}, "of a mask or score that reads the batch index"),
+        ({"bias": torch.randn(BATCH, 1, LEN, LEN)}, "of a mask or score that reads the batch index"),
+        ({"dropout": Dropout(0.5, 3)}, "with dropout"),
+    ],
+    ids=["document", "function", "bias", "dropout"],
+)
+def test_vmap_where_the_batch_means_something(qkv, keywords, words):
+    with pytest.raises(NotImplementedError, match=f"^attention: torch.func.vmap {words} is not implemented{BATCHED}$"):
+        vmap(lambda *x: attend(*x, **keywords))(*qkv)
+    if "dropout" not in keywords:
+        torch.testing.assert_close(vmap(lambda *x: attend(*x, kernel="reference", **keywords))(*qkv), one_by_one(qkv, **keywords))
+
+
+def test_vmap_over_what_is_read_and_over_other_layouts(qkv):
+    q, k, v = qkv
+    with pytest.raises(NotImplementedError, match=f"vmap over sinks, or over what the mask or score reads, is not implemented{BATCHED}"):
+        vmap(lambda *x: attend(*x[:3], sinks=x[3]))(*qkv, torch.randn(MAPPED, HEADS))
+    with pytest.raises(NotImplementedError, match=f"vmap of packed sequences is not implemented{BATCHED}"):
+        vmap(lambda *x: onchip.attention_packed(*x, OFFSETS))(q[:, 0], k[:, 0], v[:, 0])
+    cache = PagedKV(k[0], v[0], torch.zeros(BATCH, 1, dtype=torch.int32), torch.full((BATCH,), 3, dtype=torch.int32))
+    with pytest.raises(NotImplementedError, match=r"paged_attention: torch.func transforms are not implemented; use kernel='reference'"):
+        vmap(lambda q: onchip.paged_attention(q, cache))(q)
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(lambda *x: attend(*x, dropout=0.5))(*qkv)
+
+
+# ---- gradients
+
+
+def test_grad(qkv):
+    first = [t[0] for t in qkv]
+    torch.testing.assert_close(grad(loss, argnums=(0, 1, 2))(*first), plain_grad(loss, *first))
+    bias, sinks = torch.randn(1, HEADS, LEN, LEN), torch.randn(HEADS)
+    function = lambda b, s: loss(*first, bias=b, sinks=s, score=lambda s, b, h, i, j: s + sinks[h])  # noqa: E731
+    torch.testing.assert_close(grad(function, argnums=(0, 1))(bias, sinks), plain_grad(function, bias, sinks))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_grad_of_what_a_function_captures(qkv, kernel):
+    """A captured tensor is wrapped by torch.func, and must not be mistaken for what is inside."""
+    first, table = [t[0] for t in qkv], torch.randn(HEADS, LEN)
+    function = lambda t: loss(*first, score=lambda s, b, h, i, j: s + t.exp()[h, (i - j).abs()], kernel=kernel)  # noqa: E731
+    torch.testing.assert_close(grad(function)(table), *plain_grad(function, table))
+
+
+def test_grads_of_samples_and_of_all(qkv):
+    found = vmap(grad(loss, argnums=(0, 1, 2)))(*qkv)
+    for n in range(MAPPED):
+        torch.testing.assert_close([t[n] for t in found], list(plain_grad(loss, *(t[n] for t in qkv))))
+    of_all = grad(lambda *x: vmap(attend)(*x).square().sum(), argnums=(0, 1, 2))(*qkv)
+    torch.testing.assert_close(of_all, found)
+    with pytest.raises(NotImplementedError, match=r"torch.func.vmap over gradients of sinks, or of what the score reads, is not implemented"):
+        vmap(grad(lambda s, *x: loss(*x, sinks=s)), in_dims=(None, 0, 0, 0))(torch.randn(HEADS), *qkv)
+
+
+def test_jacobians(qkv):
+    q, k, v = (t[0, :1, :3] for t in qkv)
+    torch.testing.assert_close(jacrev(attend)(q, k, v), jacrev(lambda *x: attend(*x, kernel="reference"))(q, k, v))
+    out, pull = vjp(lambda q: attend(q, k, v, return_lse=True)[1], q)
+    torch.testing.assert_close(pull(torch.ones_like(out)), vjp(lambda q: attend(q, k, v, return_lse=True, kernel="reference")[1], q)[1](torch.ones_like(out)))
+
+
+def test_functional_call():
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.randn(HEADS, LEN, LEN))
+
+        def forward(self, q, k, v):
+            return loss(q, k, v, bias=self.bias)
+
+    module, inputs = Module(), [torch.randn(BATCH, LEN, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    found = grad(lambda bias: functional_call(module, {"bias": bias}, tuple(inputs)))(module.bias.detach())
+    module(*inputs).backward()
+    torch.testing.assert_close(found, module.bias.grad)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "blocked"])
+def test_gradients_of_gradients_are_refused(qkv, kernel):
+    q, k, v = (t[0] for t in qkv)
+    for function in (lambda q: attend(q, k, v, kernel=kernel).sum(), lambda q: loss(q, k, v, kernel=kernel)):
+        leaf = q.clone().requires_grad_()
+        (first,) = torch.autograd.grad(function(leaf), leaf, create_graph=True)
+        torch.testing.assert_close(first.detach(), *plain_grad(function, q))
+        with pytest.raises(NotImplementedError, match=TWICE):
+            torch.autograd.grad(first.sum(), leaf)
+        with pytest.raises(NotImplementedError, match=TWICE):
+            grad(lambda q, function=function: grad(function)(q).sum())(q)
+
+
+def test_gradients_of_gradients_of_the_reference():
+    q, k, v = (torch.randn(1, 3, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    assert torch.autograd.gradgradcheck(lambda *x: attend(*x, kernel="reference"), (q, k, v))
+
+
+def test_forward_mode_is_refused(qkv):
+    q, k, v = (t[0] for t in qkv)
+    sinks = torch.randn(HEADS)
+    for call in (
+        lambda: jvp(lambda q: attend(q, k, v), (q,), (q,)),
+        lambda: jvp(lambda s: attend(q, k, v, sinks=s), (sinks,), (sinks,)),
+        lambda: hessian(lambda q: loss(q, k, v))(q),
+    ):
+        with pytest.raises(NotImplementedError, match=FORWARD):
+            call()
+    for needs in (False, True):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=FORWARD):
+            attend(forward_ad.make_dual(q.clone().requires_grad_(needs), q), k, v)
+    tangent = jvp(lambda q: attend(q, k, v, kernel="reference"), (q,), (k.repeat_interleave(2, 2),))[1]
+    step = 1e-3 * k.repeat_interleave(2, 2)
+    torch.testing.assert_close(tangent, (attend(q + step, k, v) - attend(q - step, k, v)) / 2e-3, rtol=1e-2, atol=1e-2)
+    assert jvp(lambda x: attend(q, k, v).sum() * x, (torch.ones(()),), (torch.ones(()),))[1] == attend(q, k, v).sum()  # nothing goes through
+
+
+def test_a_batch_of_backward_passes_is_refused(qkv):
+    q, k, v = (t[0] for t in qkv)
+    leaf = q.clone().requires_grad_()
+    out = attend(leaf, k, v)
+    with pytest.raises(NotImplementedError, match=r"a batch of backward passes at once \(is_grads_batched\) is not implemented; kernel='reference' has it"):
+        torch.autograd.grad(out, leaf, torch.stack([out.detach()] * 2), is_grads_batched=True)
+
+
+# ---- torch.compile over torch.func
+
+
+def test_compiled_vmap(qkv):
+    bias = torch.randn(1, HEADS, LEN, LEN)
+    function = lambda *x: vmap(lambda *y: attend(*y, mask=Document(IDS[0]) & (lambda b, h, i, j: i - j < 4), bias=bias))(*x)  # noqa: E731
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*qkv), function(*qkv))
+    torch.testing.assert_close(plain_grad(lambda *x: compiled(*x).square().sum(), *qkv), plain_grad(lambda *x: function(*x).square().sum(), *qkv))
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize("dropout", [None, 0.4, Dropout(0.4, 3)], ids=str)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_draw_the_same_numbers_again(qkv, dropout, compiled, reentrant):
+    if compiled and reentrant:
+        pytest.skip("torch.compile takes use_reentrant=False")
+    sinks = torch.randn(HEADS)
+
+    def run(wrap):
+        inputs = [t[0].clone().requires_grad_() for t in qkv] + [sinks.clone().requires_grad_()]
+        function = wrap(lambda q, k, v, s: attend(q.sin(), k, v, dropout=dropout, sinks=s).square())
+        torch.manual_seed(7)
+        out = function(*inputs)
+        out.sum().backward()
+        return [out, *(t.grad for t in inputs)]
+
+    def kept(function):
+        through = lambda *x: checkpoint(function, *x, use_reentrant=reentrant)  # noqa: E731
+        return torch.compile(through, fullgraph=True, backend="aot_eager") if compiled else through
+
+    torch.testing.assert_close(run(kept), run(lambda function: function))
+
+
+def test_a_selective_checkpoint_sees_the_operator(qkv):
+    """And may keep its results."""
+    seen = []
+
+    def policy(_, op, *args, **keywords):
+        seen.append(op)
+        return CheckpointPolicy.MUST_SAVE if op == torch.ops.onchip.attention.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+    inputs = [t[0].clone().requires_grad_() for t in qkv]
+    with onchip.record() as decisions:
+        out = checkpoint(lambda q, k, v: attend(q.sin(), k, v), *inputs, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
+        out.sum().backward()
+    assert torch.ops.onchip.attention.default in seen and [d.problem.op for d in decisions] == ["prefill", "backward"]
+    expected = plain_grad(lambda q, k, v: attend(q.sin(), k, v).sum(), *(t[0] for t in qkv))
+    torch.testing.assert_close(tuple(t.grad for t in inputs), expected)
+
+
+# ---- modes and tensors without contents
+
+
+def test_fake_and_meta_tensors():
+    with FakeTensorMode():
+        q, k, v = (torch.randn(BATCH, LEN, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        v = torch.cat([v, v], -1)
+        out, lse = attend(q, k, v, dropout=0.1, bias=torch.randn(LEN, LEN), return_lse=True)
+        assert out.shape == (BATCH, LEN, HEADS, 2 * DIM) and lse.shape == (BATCH, HEADS, LEN) and lse.dtype == torch.float32
+        offsets = torch.tensor([0, LEN], dtype=torch.int32)
+        assert onchip.attention_packed(q[0], k[0], v[0], offsets).shape == (LEN, HEADS, 2 * DIM)
+    q, k, v = (torch.randn(BATCH, LEN, heads, DIM, device="meta", dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    assert attend(q, k, v).is_meta and attend(q, k, v).dtype == torch.bfloat16
+
+
+def test_make_fx(qkv):
+    q, k, v = (t[0] for t in qkv)
+    table = torch.randn(HEADS, LEN)
+    function = lambda q, k, v: attend(q, k, v, score=lambda s, b, h, i, j: s + table[h, j], bias=torch.zeros(LEN, LEN))  # noqa: E731
+    graph = make_fx(function)(q, k, v)
+    assert [node.target for node in graph.graph.nodes if "onchip" in str(node.target)] == [torch.ops.onchip.attention.default]
+    torch.testing.assert_close(graph(q, k, v), function(q, k, v))
