@@ -285,6 +285,20 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
     assert all(torch.equal(a[2:3], b) for a, b in zip(together, alone, strict=True))
 
 
+BANDS = [Full(), Causal(), Causal("top_left"), *(Window(a, b, align) for a in (0, 1, 3, None) for b in (0, 2, None) for align in ("bottom_right", "top_left"))]
+
+
+@pytest.mark.parametrize("mask", BANDS, ids=str)
+@pytest.mark.parametrize("how", [{}, {"softcap": 3.0}], ids=["torch's", "ours"])
+def test_every_small_size(mask, how):
+    """Where a band holds all keys, some, or none: one off shows."""
+    for len_q in range(1, 5):
+        for len_k in range(1, 5):
+            inputs = qkv(len_q, len_k, batch=1)
+            for ours, expected in zip(gradients(inputs, mask=mask, **how), gradients(inputs, mask=mask, kernel="reference", **how), strict=True):
+                torch.testing.assert_close(ours, expected)
+
+
 def test_gradients_only_where_they_are_wanted():
     q, k, v = qkv(20)
     wanted, other = torch.randn(20, 20, requires_grad=True), torch.randn(4)
