@@ -193,12 +193,11 @@ def test_modules_of_torch(name, training):
     torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_under_compile():
     q, k, v = (torch.randn(2, 3, 7, 16) for _ in range(3))
     function = lambda q, k, v: F.scaled_dot_product_attention(2 * q, k, v, is_causal=True) + 1  # noqa: E731
     expected = function(q, k, v)
     torch._dynamo.reset()
     with sdpa.installed(), onchip.record() as decisions:
-        torch.testing.assert_close(torch.compile(function, backend="aot_eager")(q, k, v), expected)
+        torch.testing.assert_close(torch.compile(function, backend="aot_eager", fullgraph=True)(q, k, v), expected)
     assert decisions

@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GenerationConfig,
@@ -34,6 +35,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2}
 ENCODER = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ALTERNATING = ["sliding_attention", "full_attention"]
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "first_k_dense_replace": 2}
 SIZES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
 DECODERS = {  # name: (config, what it is compared with)
     "llama": (lambda: LlamaConfig(**GROUPED), "sdpa"),
@@ -42,6 +44,7 @@ DECODERS = {  # name: (config, what it is compared with)
     "gemma2": (lambda: Gemma2Config(**GROUPED, sliding_window=6, attn_logit_softcapping=5.0), "eager"),  # softcap
     "gemma3": (lambda: Gemma3TextConfig(**GROUPED, sliding_window=6, layer_types=ALTERNATING), "sdpa"),
     "gpt_oss": (lambda: GptOssConfig(**GROUPED, sliding_window=6, layer_types=ALTERNATING, num_local_experts=2, num_experts_per_tok=1), "eager"),  # sinks
+    "deepseek": (lambda: DeepseekV3Config(**{**GROUPED, "num_key_value_heads": 4, "head_dim": 8}, **LATENT), "sdpa"),
     "llama4": (lambda: Llama4TextConfig(**GROUPED, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=4), "sdpa"),
 }
 LEFT, RIGHT = torch.tensor([[1] * 11, [0] * 4 + [1] * 7]), torch.tensor([[1] * 11, [1] * 7 + [0] * 4])
@@ -273,14 +276,14 @@ def test_checkpointed_layers(reentrant):
     same_gradients(model, other, lambda m: m(ids, attention_mask=LEFT, labels=ids, use_cache=False))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_under_compile():
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**GROUPED, "num_hidden_layers": 1}), attn_implementation="sdpa").eval()
     ids = tokens(2, 11)
     expected = model(ids, attention_mask=LEFT).logits
     model.set_attn_implementation("onchip")
     torch._dynamo.reset()
-    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(ids, attention_mask=LEFT).logits, expected)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids, attention_mask=LEFT, use_cache=False).logits, expected)
 
 
 # ---- the mask function
@@ -292,6 +295,7 @@ def overlay(b, h, i, j):
 
 SEQUENCES = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 1, 1, 1]])
 PLACES = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2]])
+IMAGES = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, 1, 1, -1, -1, -1], [0, 0, -1, -1, -1, -1, -1, -1, 1, 1, 1, 2, 2]])
 FUNCTIONS = {
     "causal": (masking_utils.causal_mask_function, True),
     "full": (masking_utils.bidirectional_mask_function, True),
@@ -299,6 +303,7 @@ FUNCTIONS = {
     "window to both sides": (masking_utils.sliding_window_bidirectional_mask_function(2), True),
     "chunks": (masking_utils.chunked_causal_mask_function(4, torch.tensor([0, 2])), True),
     "or": (masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.sliding_window_bidirectional_overlay(2)), True),
+    "images": (masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(IMAGES)), True),
     "of a user": (masking_utils.and_masks(masking_utils.causal_mask_function, overlay), False),
 }
 if packed := getattr(masking_utils, "packed_sequence_compatibility_function", None):  # of late 5.x
@@ -326,7 +331,7 @@ def test_a_mask_is_the_dense_one(name, span, padding):
     dense = masking_utils.sdpa_mask(**asked, allow_is_causal_skip=False)
     mask = integration.mask(**asked, allow_is_causal_skip=False)
     if not isinstance(mask, integration.LazyMask):
-        assert not known or (name == "chunks" and "static" in span) or span == "static cache, goes on"  # no band and no document ends there
+        assert not known or (name in ("chunks", "images") and "static" in span) or span == "static cache, goes on"  # no band and no document ends there
         return
     assert known and mask.shape == dense.shape and mask.dtype == torch.bool
     q, k = torch.randn(2, len_q, 1, 8), torch.randn(2, len_k, 1, 8)

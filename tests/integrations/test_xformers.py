@@ -217,6 +217,14 @@ def test_dropout_drops():
     assert abs(out.mean() - 1) < 0.01 and out.std() > 0.01
 
 
+@pytest.mark.parametrize("name", ["LowerTriangularMask", "BlockDiagonalCausalMask"])
+def test_under_compile(name):
+    bias, inputs = {**DENSE, **BLOCKS}[name](), [torch.randn(1, n, 2, 16) for n in ((10, 15, 15) if name in BLOCKS else (7, 7, 7))]
+    function = lambda q, k, v: xf.memory_efficient_attention(q, k, v, bias)  # noqa: E731
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(function, backend="aot_eager", fullgraph=True)(*inputs), function(*inputs))
+
+
 # ---- refusals
 
 

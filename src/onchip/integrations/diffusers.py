@@ -12,8 +12,10 @@ Stable Diffusion 3 call torch themselves: `use` sees to both, for one model, `on
 import functools
 from typing import Any
 
+import torch.nn.functional as F
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from onchip.integrations import sdpa
 
@@ -73,7 +75,7 @@ def uninstall() -> None:
 
 
 def use(model: nn.Module) -> None:
-    """Run every attention processor of `model` on onchip: by the backend where it knows one, else with torch's function replaced while it runs."""
+    """Run every attention processor of `model` on onchip: by the backend where it knows one, else in place of torch's function while it runs."""
     install()
     for processor in _processors(model):
         if hasattr(processor, "_attention_backend"):
@@ -96,13 +98,21 @@ def _processors(model: nn.Module) -> list[Any]:
     return list({id(p): p for p in found if callable(p)}.values())
 
 
+class _Ours(TorchFunctionMode):
+    """Torch's attention is ours inside, in this thread."""
+
+    def __torch_function__(self, function, types, args=(), keywords=None):
+        ours = sdpa.scaled_dot_product_attention if function is F.scaled_dot_product_attention else function
+        return ours(*args, **(keywords or {}))
+
+
 @functools.cache
 def _patched(kind: type) -> type:
-    """A processor's class whose call finds our attention in `torch.nn.functional`; the signature stays, which diffusers reads."""
+    """A processor's class whose calls of torch's attention come to ours; the signature stays, which diffusers reads."""
 
     @functools.wraps(kind.__call__)
     def call(self, *args, **keywords):
-        with sdpa.installed():
+        with _Ours():
             return kind.__call__(self, *args, **keywords)
 
     return type(kind.__name__, (kind,), {"__call__": call, "_onchip_of": kind})

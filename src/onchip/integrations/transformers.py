@@ -129,6 +129,9 @@ def _read(function: Callable, span: Span) -> Mask | None:
             return Document((torch.arange(span.start, span.start + span.len_k, device=skip.device) - skip[:, None]) // size)
         case "packed_sequence_mask_function", {"packed_sequence_mask": Tensor() as ids} if span.len_q == span.len_k:
             return Document(ids)
+        case "blockwise_overlay", {"block_sequence_ids": Tensor() as ids} if span.at_end:  # text, of ids below 0, sees itself: it does in what this is put over
+            ids = _reach(ids, span.start, span.len_k)
+            return Document(torch.where(ids < 0, -1 - torch.arange(span.len_k, device=ids.device), ids))
         case "remap_positions_for_packed_sequence", {"mask_function": inner} if span.len_q == span.len_k:
             seen = _read(inner, span)  # inside a document positions differ as places do
             return seen if isinstance(seen, Band) else None
