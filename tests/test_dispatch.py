@@ -9,14 +9,19 @@ import onchip
 from onchip import dispatch
 from onchip.core.device import GPUS
 from onchip.core.kernel import Kernel
-from onchip.core.masks import Causal, Full, Window
+from onchip.core.masks import Causal, Document, Full, Window
 from onchip.core.problem import Attention, Rows
+from onchip.core.scores import Softcap
 from onchip.dispatch import OPS, select
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 H200, CPU = GPUS["H200"], torch.device("cpu")
 PREFILL = Attention("prefill", 4, 4096, 4096, 32, 8, 128, BF16, Window(512))
+BACKWARD = PREFILL._replace(op="backward")
+WIDE = PREFILL._replace(dim=600, dim_v=128)
 DECODE = Attention("decode", 32, 1, 4096, 32, 8, 128, BF16, Causal(), "paged", 16)
+
+DOCUMENT, CAPPED = Document(torch.zeros(4, dtype=torch.int64)).static(), Softcap(30.0).static()
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +53,13 @@ def qkv(n=8, dtype=FP32):
 def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     assert select(PREFILL, H200).kernel.name == "triton_prefill" and select(PREFILL, H200).refused == ()
     assert select(DECODE, H200).kernel.name == "triton_decode"
-    wide = select(PREFILL._replace(dim=512), H200)
+    assert select(BACKWARD, H200).kernel.name == "triton_backward"
+    wide = select(WIDE, H200)
     assert wide.kernel.name == "blocked"
-    assert wide.refused == (("triton_prefill", ("dim 512 is not in 16..256",)),)
-    learning = select(PREFILL._replace(grad=True, dtype=FP64), H200)
-    assert learning.kernel.name == "reference"
-    assert learning.refused == (
-        ("triton_prefill", ("dtype fp64 is not one of bf16, fp16, fp32", "grad True is not False")),
-        ("blocked", ("grad True is not False",)),
-    )
+    assert wide.refused == (("triton_prefill", ("dim 600 is not in 8..576",)),)
+    learning = select(BACKWARD._replace(dtype=FP64, extras=("unheard of",)), H200)
+    assert learning.kernel.name == "blocked"
+    assert learning.refused == (("triton_backward", ("dtype fp64 is not one of bf16, fp16, fp32", "no unheard of")),)
     on_cpu = select(PREFILL, plain_cpu)
     assert on_cpu.kernel.name == "blocked" and on_cpu.refused == (("triton_prefill", ("runs on NVIDIA sm_80 and AMD gfx942, this is a CPU",)),)
 
@@ -69,10 +72,10 @@ def test_a_named_kernel_runs():
 def test_a_named_kernel_never_falls_back():
     """Every reason at once, and the way out."""
     with pytest.raises(onchip.Unsupported) as error:
-        select(PREFILL._replace(dim=300, dtype=FP64), H200, "triton_prefill")
+        select(WIDE._replace(dtype=FP64), H200, "triton_prefill")
     assert str(error.value) == (
-        "prefill: kernel='triton_prefill' refused prefill B4 q4096 k4096 h32/8 d300 fp64 Window(512): dtype fp64 is not one of bf16, fp16, fp32; "
-        "dim 300 is not in 16..256. Leave kernel='auto' (blocked accepts this)"
+        "prefill: kernel='triton_prefill' refused prefill B4 q4096 k4096 h32/8 d600/128 fp64 Window(512): dtype fp64 is not one of bf16, fp16, fp32; "
+        "dim 600 is not in 8..576. Leave kernel='auto' (blocked accepts this)"
     )
 
 
@@ -91,7 +94,7 @@ def test_no_kernel_has_that_name():
 
 
 def test_no_kernel_takes_it():
-    nothing = PREFILL._replace(keys="paged", dim=300)
+    nothing = WIDE._replace(keys="paged")
     with pytest.raises(onchip.Unsupported) as error:
         select(nothing, H200)
     for kernel in OPS["prefill"].kernels:
@@ -104,14 +107,13 @@ def test_no_kernel_takes_it():
 
 
 def test_strict_turns_a_portable_fallback_on_a_gpu_into_an_error(monkeypatch):
-    wide = PREFILL._replace(dim=512)
-    assert select(wide, H200).kernel.portable
+    assert select(WIDE, H200).kernel.portable
     monkeypatch.setenv("ONCHIP_STRICT", "1")
     dispatch.forget()
     with pytest.raises(onchip.Unsupported) as error:
-        select(wide, H200)
+        select(WIDE, H200)
     assert str(error.value) == (
-        f"prefill: ONCHIP_STRICT is set and only the portable kernel blocked takes {wide} on H200: triton_prefill: dim 512 is not in 16..256"
+        f"prefill: ONCHIP_STRICT is set and only the portable kernel blocked takes {WIDE} on H200: triton_prefill: dim 600 is not in 8..576"
     )
 
 
@@ -120,13 +122,13 @@ def test_strict_leaves_everything_else_alone(monkeypatch, plain_cpu):
     monkeypatch.setenv("ONCHIP_STRICT", "1")
     assert select(PREFILL, H200).kernel.name == "triton_prefill"
     assert select(PREFILL, plain_cpu).kernel.name == "blocked"
-    assert select(PREFILL._replace(dim=512), H200, "blocked").kernel.name == "blocked"
+    assert select(WIDE, H200, "blocked").kernel.name == "blocked"
 
 
 def test_strict_with_a_bad_value(monkeypatch):
     monkeypatch.setenv("ONCHIP_STRICT", "perhaps")
     with pytest.raises(ValueError, match="ONCHIP_STRICT='perhaps' is not a truth value"):
-        select(PREFILL._replace(dim=512), H200)
+        select(WIDE, H200)
 
 
 # ---- warm
@@ -153,7 +155,9 @@ def test_what_a_decision_holds_is_made_once():
 
 
 def test_every_field_of_a_problem_counts():
-    variants = [PREFILL, PREFILL._replace(mask=Window(511)), PREFILL._replace(mask=Causal()), PREFILL._replace(len_k=4097), PREFILL._replace(grad=True)]
+    texts = [dict(zip(("mask", "score"), pair, strict=True)) for pair in ((DOCUMENT, None), (DOCUMENT, CAPPED), (Causal(), CAPPED))]
+    fields = [{"mask": Window(511)}, {"mask": Causal()}, {"len_k": 4097}, {"dim_v": 64}, {"extras": ("sinks",)}, {"extras": ("dropout", "sinks")}, *texts]
+    variants = [PREFILL, *(PREFILL._replace(**changed) for changed in fields)]
     assert len({id(select(p, H200)) for p in variants}) == len(variants)
     assert select(PREFILL, GPUS["A100"]) is not select(PREFILL, H200)
 
@@ -217,9 +221,9 @@ def test_explain_a_call_bound_by_memory():
 
 
 def test_explain_says_why_not():
-    text = onchip.explain(PREFILL._replace(dim=512, dtype=FP64), device=GPUS["A100"])
+    text = onchip.explain(WIDE._replace(dtype=FP64), device=GPUS["A100"])
     assert "  runs   blocked          kernels/attention/blocked.py\n" in text
-    assert text.endswith("  not    triton_prefill   dtype fp64 is not one of bf16, fp16, fp32; dim 512 is not in 16..256")
+    assert text.endswith("  not    triton_prefill   dtype fp64 is not one of bf16, fp16, fp32; dim 600 is not in 8..576")
 
 
 def test_explain_a_function(plain_cpu):
@@ -238,6 +242,20 @@ def test_explain_a_function(plain_cpu):
     heads = [line for line in text.split("\n") if not line.startswith(" ")]
     assert heads == ["prefill B1 q8 k8 h2/2 d16 fp32 Causal, on CPU", "prefill B1 q8 k8 h2/2 d16 fp32 Full, on CPU"]
     assert text.count("runs   blocked") == 2 and text.count("not    triton_prefill") == 2
+
+
+def test_explain_gradients_and_compiled_calls(plain_cpu):
+    """Whichever way a call takes, what ran is told, the backward pass too."""
+    q, k, v = (t.requires_grad_() for t in qkv())
+
+    def train(attention):
+        attention(q, k, v).sum().backward()
+
+    compiled = torch.compile(lambda q, k, v: onchip.attention(q, k, v), fullgraph=True, backend="aot_eager")
+    for attention in (onchip.attention, compiled):
+        lines = onchip.explain(train, attention).split("\n")
+        assert [line for line in lines if not line.startswith(" ")] == [f"{op} B1 q8 k8 h2/2 d16 fp32 Full, on CPU" for op in ("prefill", "backward")]
+        assert sum(line.startswith("  runs   blocked ") for line in lines) == 2
 
 
 def test_explain_the_public_function():

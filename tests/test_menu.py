@@ -9,16 +9,20 @@ import torch
 from onchip.core import device as devices
 from onchip.core.device import GPUS, Device
 from onchip.core.kernel import _is_types
-from onchip.core.masks import Causal, Full, Mask, Window
-from onchip.core.problem import Attention, Rope, Rows
+from onchip.core.masks import Causal, Document, Full, Mask, Window
+from onchip.core.problem import EXTRAS, Attention, Rope, Rows
+from onchip.core.scores import ALiBi, ScoreMod
+from onchip.core.trace import Traced
 from onchip.dispatch import OPS
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 H200 = GPUS["H200"]
 CPU = Device("CPU", "cpu", 0, 2, 1 << 20, 32 << 20, 1 << 34, 1e10, {FP32: 1e11}, "by hand")
 
+DOCUMENT, ALIBI = Document(torch.zeros(4, dtype=torch.int64)).static(), ALiBi(torch.ones(8)).static()
 TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "prefill": Attention("prefill", 2, 1000, 1000, 8, 2, 64, BF16, Causal()),
+    "backward": Attention("backward", 2, 1000, 1000, 8, 2, 64, BF16, Causal()),
     "decode": Attention("decode", 2, 1, 1024, 4, 2, 64, BF16, Causal(), "paged", 16),
     "rms_norm": Rows("rms_norm", 63, 4096, BF16, "residual"),
     "gated_act": Rows("gated_act", 63, 4096, BF16, "silu"),
@@ -43,7 +47,6 @@ def outside(field: str, allowed) -> list:
         "dtype": [torch.float64, torch.int8],
         "mask": [Odd()],
         "keys": ["ring"],
-        "grad": [True],
         "page": [0, 3, 4096],
         "variant": ["relu"],
         "layout": ["gptj"],
@@ -55,7 +58,14 @@ def inside(allowed) -> list:
     """Values that a claim admits: all of a few, the ends of a range."""
     if isinstance(allowed, range):
         return [allowed.start, allowed[-1]]
-    return [{Full: Full(), Causal: Causal(), Window: Window(7)}[kind] for kind in allowed] if _is_types(allowed) else list(allowed)
+    return [{Full: Full(), Causal: Causal(), Window: Window(7), Traced: DOCUMENT}[kind] for kind in allowed] if _is_types(allowed) else list(allowed)
+
+
+def with_field(problem, field: str, value):
+    """The Problem with one field changed, and no other that a claim is about: `dim` is that of queries and keys, `value_dim` that of values."""
+    if field == "value_dim":
+        return problem._replace(dim_v=value)
+    return problem._replace(**{field: value}, **({"dim_v": problem.value_dim} if field == "dim" and isinstance(problem, Attention) else {}))
 
 
 # ---- rows
@@ -99,13 +109,13 @@ def test_a_row_takes_the_typical_problem_on_every_gpu(op, kernel, name):
 
 @pytest.mark.parametrize(("op", "kernel", "field"), CLAIMS)
 def test_a_claim_is_about_a_field(op, kernel, field):
-    assert field in type(TYPICAL[op.name])._fields
+    assert field in type(TYPICAL[op.name])._fields or (field == "value_dim" and isinstance(TYPICAL[op.name], Attention))
 
 
 @pytest.mark.parametrize(("op", "kernel", "field"), CLAIMS)
 def test_what_a_claim_admits_is_taken(op, kernel, field):
     for value in inside(kernel.accepts[field]):
-        assert kernel.refuses(TYPICAL[op.name]._replace(**{field: value}), H200) == []
+        assert kernel.refuses(with_field(TYPICAL[op.name], field, value), H200) == []
 
 
 @pytest.mark.parametrize(("op", "kernel", "field"), CLAIMS)
@@ -113,21 +123,55 @@ def test_what_a_claim_leaves_out_is_refused_in_words(op, kernel, field):
     values = outside(field, kernel.accepts[field])
     assert values
     for value in values:
-        (reason,) = kernel.refuses(TYPICAL[op.name]._replace(**{field: value}), H200)
+        (reason,) = kernel.refuses(with_field(TYPICAL[op.name], field, value), H200)
         assert reason.startswith(f"{field} ") and " is not " in reason and "<" not in reason and "torch.bf" not in reason
 
 
 def test_refusals_by_hand():
     """What a user reads."""
     kernel = OPS["prefill"].kernel("triton_prefill")
-    p = TYPICAL["prefill"]._replace(dtype=FP64, dim=300, mask=Odd(), grad=True)
+    p = TYPICAL["prefill"]._replace(dtype=FP64, dim=600, dim_v=4, mask=Odd(), extras=("dropout", "score_grad", "sinks"))
     assert kernel.refuses(p, GPUS["A100"]) == [
         "dtype fp64 is not one of bf16, fp16, fp32",
-        "dim 300 is not in 16..256",
-        "mask Odd is not one of Full, Causal, Window",
-        "grad True is not False",
+        "dim 600 is not in 8..576",
+        "value_dim 4 is not in 8..512",
+        "mask Odd is not one of Full, Causal, Window, Traced",
+        "no score_grad",
     ]
     assert kernel.refuses(TYPICAL["prefill"], CPU) == ["runs on NVIDIA sm_80 and AMD gfx942, this is a CPU"]
+
+
+ALSO = {  # what each kernel of a GPU takes beside the fields that it names
+    "triton_prefill": {"batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"},
+    "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
+    "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
+}
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize(("op", "kernel"), [row for row in ROWS if isinstance(TYPICAL[row.values[0].name], Attention)])
+def test_extras(op, kernel, extra):
+    """Each by itself is taken, or refused by its name; plain torch takes all."""
+    takes = kernel.portable or extra in ALSO[kernel.name]
+    assert kernel.refuses(TYPICAL[op.name]._replace(extras=(extra,)), H200) == ([] if takes else [f"no {extra}"])
+
+
+def test_gradients_of_reads_come_in_any_order():
+    p = TYPICAL["backward"]._replace(score=ALIBI, extras=("deterministic", "score_grad"))
+    (reason,) = OPS["backward"].kernel("triton_backward").refuses(p, H200)
+    assert reason == "gradients of what the score reads are summed in any order, so not deterministic"
+    assert OPS["backward"].kernel("blocked").refuses(p, H200) == []
+
+
+@pytest.mark.parametrize("op", ["prefill", "backward", "decode"])
+def test_texts_that_have_no_triton_form(op):
+    pytest.importorskip("triton")
+    kernel = OPS[op].kernels[0]
+    assert kernel.refuses(TYPICAL[op]._replace(mask=DOCUMENT, score=ALIBI), H200) == []
+    odd = ScoreMod(lambda s, b, h, i, j: torch.special.bessel_j0(s)).static()
+    (reason,) = kernel.refuses(TYPICAL[op]._replace(score=odd), H200)
+    assert "bessel_j0" in reason and "no Triton form" in reason
+    assert OPS[op].kernel("blocked").refuses(TYPICAL[op]._replace(score=odd), H200) == []
 
 
 @pytest.mark.parametrize(("op", "kernel"), ROWS)
@@ -162,14 +206,15 @@ def test_decode_takes_at_most_64_rows(len_q, heads, reasons):
 
 VARIED = {
     "batch": 3, "len_q": 5, "len_k": 999, "heads": 16, "kv_heads": 1, "dim": 80, "rows": 64, "width": 4095, "tokens": 64, "rotary_dim": 32,
-    "dtype": torch.float16, "mask": Window(9), "page": 32, "variant": "gelu", "layout": "interleaved", "norm": True, "append": False, "grad": True,
+    "dtype": torch.float16, "mask": Window(9), "page": 32, "variant": "gelu", "layout": "interleaved", "norm": True, "append": False,
+    "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("problem", TYPICAL.values(), ids=str)
 def test_a_problem_is_its_text(problem):
     """Problems that differ in any one or two fields that mean something differ in their text, which is their test id and benchmark row."""
-    unused = {"op", "keys", *(("page", "tokens") if problem.op == "prefill" else ("tokens",) if problem.op == "decode" else ())}
+    unused = {"op", "keys"} | ({"page", "tokens", "tokens_k"} - ({"page"} if problem.op == "decode" else set()) if isinstance(problem, Attention) else set())
     fields = [field for field in problem._fields if field not in unused]
     changed = [dict.fromkeys(chosen) for size in (0, 1, 2) for chosen in itertools.combinations(fields, size)]
     problems = [problem._replace(**{field: VARIED[field] for field in chosen}) for chosen in changed]
@@ -179,22 +224,22 @@ def test_a_problem_is_its_text(problem):
 def test_problems_of_different_storage_differ_in_their_text():
     dense = TYPICAL["prefill"]
     packed = dense._replace(keys="packed", tokens=1500)
-    problems = [dense, packed, packed._replace(tokens=1501), TYPICAL["decode"], *TYPICAL.values()]
+    problems = [dense, packed, packed._replace(tokens=1501), packed._replace(tokens_k=1600), TYPICAL["decode"], *TYPICAL.values()]
     assert len({str(p) for p in problems}) == len(set(problems))
 
 
 def test_texts_by_hand():
     assert [str(p) for p in TYPICAL.values()] == [
         "prefill B2 q1000 k1000 h8/2 d64 bf16 Causal",
+        "backward B2 q1000 k1000 h8/2 d64 bf16 Causal",
         "decode B2 q1 k1024 h4/2 d64 bf16 Causal page 16",
         "rms_norm 63x4096 bf16 residual",
         "gated_act 63x4096 bf16 silu",
         "rope_append T63 h8/2 d64 r64 bf16 neox append",
         "sample 8x49152 bf16",
     ]
-    assert (
-        str(Attention("prefill", 2, 70, 70, 4, 4, 16, FP32, Full(), "packed", 0, 100, True)) == "prefill B2 q70 k70 h4/4 d16 fp32 Full packed 100 tokens grad"
-    )
+    full = Attention("backward", 2, 70, 80, 4, 4, 16, FP32, DOCUMENT, "packed", 0, 100, 120, 8, ALIBI, ("dropout", "sinks"))
+    assert str(full) == "backward B2 q70 k80 h4/4 d16/8 fp32 Document packed 100/120 tokens ALiBi dropout sinks"
 
 
 # ---- costs
@@ -210,6 +255,25 @@ def test_costs_of_attention_by_hand():
     assert OPS["prefill"].cost(packed) == (4 * 2 * 4 * 16 * 10, 2 * 16 * (2 * 8 * 4 + 2 * 8 * 2) + 4 * 8 * 4)
     paged = Attention("decode", 2, 1, 64, 4, 2, 16, FP32, Window(9), "paged", 16)  # 10 keys of 64 are read
     assert OPS["decode"].cost(paged) == (4 * 2 * 4 * 16 * 10, 4 * 16 * 2 * (2 * 4 + 2 * 10 * 2) + 4 * 2 * 4)
+
+
+def test_costs_of_wide_values_and_of_masks_by_hand():
+    """A text costs what the band around it costs; values have a width of their own; keys that no band reaches are not read."""
+    p = Attention("prefill", 1, 4, 10, 2, 1, 16, FP32, Full(), dim_v=8)
+    assert OPS["prefill"].cost(p) == (2 * 2 * (16 + 8) * 40, 4 * (16 + 8) * (4 * 2 + 10) + 4 * 4 * 2)
+    assert OPS["prefill"].cost(p._replace(mask=DOCUMENT)) == OPS["prefill"].cost(p)
+    assert OPS["prefill"].cost(p._replace(mask=(Window(1) & Document(torch.zeros(10).int())).static())) == OPS["prefill"].cost(p._replace(mask=Window(1)))
+    assert OPS["prefill"].cost(p._replace(mask=Window(1))) == (2 * 2 * (16 + 8) * 8, 4 * (16 + 8) * (4 * 2 + 5) + 4 * 4 * 2)
+    packed = Attention("prefill", 2, 6, 9, 4, 2, 16, BF16, Full(), "packed", 0, 8, 14)  # as if of 4 queries and 7 keys each
+    assert OPS["prefill"].cost(packed) == (4 * 2 * 4 * 16 * 28, 2 * 16 * 2 * (8 * 4 + 14 * 2) + 4 * 8 * 4)
+
+
+def test_costs_of_gradients_by_hand():
+    """Five products where the forward pass has two; what it read, and the output's gradient, are read, three gradients written."""
+    p = Attention("backward", 1, 4, 10, 2, 1, 16, FP32, Full(), dim_v=8)
+    assert OPS["backward"].cost(p) == (2 * 2 * (3 * 16 + 2 * 8) * 40, 4 * 2 * (16 + 8) * (4 * 2 + 10) + 4 * 4 * 2)
+    square = TYPICAL["backward"]
+    assert OPS["backward"].cost(square).flops == 2.5 * OPS["prefill"].cost(square).flops
 
 
 def test_costs_of_rows_by_hand():

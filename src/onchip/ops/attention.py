@@ -46,6 +46,7 @@ def attention(
 
     `heads` is a multiple of `kv_heads` (grouped-query attention). Inputs may be strided or expanded; the last dimension should be
     contiguous (else it is copied). Under autocast q, k and v are cast. Gradients of gradients: kernel="reference" only.
+    torch.compile, torch.export and torch.func see one operator, `onchip::attention`; masks and functions may be made inside or outside.
 
     Raises ValueError or TypeError for arguments that disagree, `Unsupported` when `kernel` names one that refuses.
     """
