@@ -293,8 +293,8 @@ def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, call, D: t
         if EDGE:
             seen = _visible(i, j, at, reads[0], LEFT, RIGHT, MASK)
             ds = tl.where(seen, ds, 0.0)
-            if PADDED:
-                k = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], k, 0.0)
+            if PADDED:  # 0 x NaN is NaN: a hidden key may hold anything, and one that is seen has spoilt its row of `ds` already
+                k = tl.where(tl.abs(k.to(tl.float32)) < float("inf"), k, 0.0)
         if SCORE is not None:
             ds = SCORE_GRAD(raw, ds, b, h, i, j, len_q, len_k, reads[1], (), 0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
