@@ -112,6 +112,7 @@ def install() -> None:
     What `torch.compile` compiled before keeps what it has.
     """
     if not _before:
+        torch.overrides.get_overridable_functions()  # torch lists its functions once, when first asked: with its own in place
         _before.update(function=F.scaled_dot_product_attention, fastpath=torch.backends.mha.get_fastpath_enabled())
         F.scaled_dot_product_attention = scaled_dot_product_attention
         torch.backends.mha.set_fastpath_enabled(False)
