@@ -277,6 +277,17 @@ def test_the_same_bits_again(name, dtype):
     assert all(torch.equal(a, b) for a, b in zip(plain, more, strict=True))
 
 
+def test_look_ups_add_up_in_one_order(monkeypatch):
+    """Which shows in the bits only now and then, so the switch is looked at."""
+    torch.use_deterministic_algorithms(False)
+    modes, grad = [], torch.autograd.grad
+    inputs = [*qkv(20), torch.randn(4, 5, requires_grad=True)]
+    out = onchip.attention(*inputs[:3], score=lambda s, b, h, i, j: s + inputs[3][h, (i - j) % 5], kernel="blocked")
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args, **more: modes.append(torch.are_deterministic_algorithms_enabled()) or grad(*args, **more))
+    torch.autograd.grad(out.sum(), inputs)
+    assert modes == [False, True] and not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("name", ["torch's", "window", "dense", "softcap"])
 def test_a_row_does_not_depend_on_its_neighbours(name):
     inputs = qkv(300, batch=5)
