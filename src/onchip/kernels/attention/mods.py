@@ -503,6 +503,12 @@ def reads_pairs(text: str) -> bool:
     return any({"i", "j"} <= set(re.findall(r"\w+", indices)) for indices in re.findall(r"aten\.index\.Tensor\(\w+, \[([^\]]*)\]", text))
 
 
+@functools.lru_cache(maxsize=1024)
+def gathers(text: str) -> bool:
+    """Whether a text reads at a place it has computed, as a table of distances is."""
+    return any(re.search(r"\bv\d+\b", indices) for indices in re.findall(r"aten\.index\.Tensor\(\w+, \[([^\]]*)\]", text))
+
+
 def captured(tensors: Sequence[Tensor]) -> tuple:
     """The argument `c` of a kernel: for each tensor its pointer, its sizes and its strides, in one flat tuple."""
     return tuple(x for t in tensors for x in (t.view(torch.uint8) if t.dtype == torch.bool else t, *t.shape, *t.stride()))

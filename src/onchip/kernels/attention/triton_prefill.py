@@ -230,6 +230,7 @@ WINDOW = ((64, Tiles(64, 64, 4, 2)), (128, Tiles(64, 64, 4, 3)))
 # At 128 a score that reads a value for each place needs registers (a bias [heads, 8k, 8k], ms: 128x64 with 8 warps 2.62, 64x64 3.32, 128x64 with 4
 # warps 3.96, plain 2.02).
 READING = Tiles(128, 64, 8, 3)
+GATHERING = Tiles(64, 64, 4, 3)  # and one that looks up what it has computed (a table of distances: 3.1 ms, 128x64 with 4 warps 6.5)
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -248,8 +249,11 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     candidates = pick(CANDIDATES, max(width, width_v)) if size == 2 or "tf32" in p.extras else IEEE
     if ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)[0] >= 0 and max(width, width_v) <= 128 and candidates is not IEEE:
         candidates = (pick(WINDOW, max(width, width_v)), *candidates)
-    elif p.score is not None and max(width, width_v) == 128 and candidates is not IEEE and mods.reads_pairs(p.score.text):
-        candidates = (READING, *candidates)
+    elif p.score is not None and max(width, width_v) == 128 and candidates is not IEEE:
+        if mods.reads_pairs(p.score.text):
+            candidates = (READING, *candidates)
+        elif mods.gathers(p.score.text) or isinstance(p.mask, Traced):
+            candidates = (GATHERING, *candidates)
     fitting = filter(fits, candidates)
     if "batch_invariant" in p.extras:  # what is best must not depend on how much else there is to do
         return list(fitting)
