@@ -344,8 +344,8 @@ def test_explain_decode(run):
 
 
 def test_explain_says_why_not(run):
-    _, out, _ = run("explain", "attention", "--dim", 512, "--window", 100, "--gpu", "A100")
-    assert "Window(100)" in out and "  runs   blocked" in out and "  not    triton_prefill   dim 512 is not in 16..256" in out
+    _, out, _ = run("explain", "attention", "--dim", 640, "--window", 100, "--gpu", "A100")
+    assert "Window(100)" in out and "  runs   blocked" in out and "  not    triton_prefill   dim 640 is not in 8..576" in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -367,9 +367,9 @@ def test_explain_this_machine(run, monkeypatch):
         (("--heads", 32, "--kv-heads", 5), "--heads 32 is not a multiple of --kv-heads 5"),
         (("--kv-heads", 0), "--kv-heads 0 is not positive"),
         (("--page", 0), "--page 0 is not positive"),
-        (("--window", -1), "Window: size -1 is negative"),
+        (("--window", -1), "Window: left -1 is negative"),
         (("--kernel", "flash"), "no kernel is named 'flash'"),
-        (("--kernel", "triton_prefill", "--dim", 300, "--gpu", "H200"), "dim 300 is not in 16..256"),
+        (("--kernel", "triton_prefill", "--dim", 600, "--gpu", "H200"), "dim 600 is not in 8..576"),
     ],
 )
 def test_explain_mistakes(run, args, words):
@@ -381,7 +381,7 @@ def test_a_setting_that_does_not_parse(run, monkeypatch):
 
     monkeypatch.setenv("ONCHIP_STRICT", "perhaps")
     dispatch.forget()
-    refused(run("explain", "attention", "--dim", 512, "--gpu", "H200"), "ONCHIP_STRICT='perhaps' is not a truth value; use 1 or 0")
+    refused(run("explain", "attention", "--dim", 640, "--gpu", "H200"), "ONCHIP_STRICT='perhaps' is not a truth value; use 1 or 0")
 
 
 # ---- doctor

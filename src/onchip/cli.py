@@ -255,6 +255,7 @@ def _typical() -> list:
     bf16, causal = torch.bfloat16, onchip.Causal()
     return [
         Attention("prefill", 1, 4096, 4096, 32, 8, 128, bf16, causal),
+        Attention("backward", 1, 4096, 4096, 32, 8, 128, bf16, causal),
         Attention("decode", 8, 1, 4096, 32, 8, 128, bf16, causal, "paged", 16),
         Rows("rms_norm", 4096, 4096, bf16),
         Rows("gated_act", 4096, 14336, bf16, "silu"),

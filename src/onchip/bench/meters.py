@@ -5,7 +5,6 @@
 
 import csv
 import functools
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from onchip.core import settings
 from onchip.core.problem import DTYPES, SHORT, Attention
 
 SPARE = 0.8  # of a host's free memory may be asked for: when the last of it goes, Linux ends a process, and it may be this one
@@ -35,7 +35,7 @@ def peak(run: Callable, device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # some builds of torch announce each profile on the error stream
+    settings.unless_set("KINETO_LOG_LEVEL", "99")  # some builds of torch announce each profile on the error stream
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         output = run()
     # every allocation and release, in their order; `profile.events()` leaves those out that an operator made

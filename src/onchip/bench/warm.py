@@ -12,8 +12,10 @@ from contextlib import nullcontext
 import torch
 from rich.console import Console
 
+from onchip.core import settings
+
 SUITES = ("backward", "mods", "gym")  # that compile for minutes: each mod is a kernel of its own, for onchip and for FlexAttention
-KEPT = {"onchip": "", "FlexAttention": "", "FlashAttention-4": "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"}  # whose kernels stay on disk, and the switch for it
+KEPT = {"onchip": None, "FlexAttention": None, "FlashAttention-4": settings.FA4_CACHE}  # whose kernels stay on disk, and the switch for it
 MOST = 8  # processes; each one holds a row's inputs on the GPU, a few GB
 LIMIT = 120  # seconds; what is not compiled by then compiles when its turn comes
 
@@ -21,7 +23,7 @@ LIMIT = 120  # seconds; what is not compiled by then compiles when its turn come
 def compile_rows(suite: str, device: torch.device, only: str, quick: bool) -> None:
     """Run every row of a suite once, untimed, in as many processes as there are cores for."""
     start, parts = time.perf_counter(), max(1, min(MOST, (os.cpu_count() or 2) // 2))
-    alone = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    alone = settings.of_child(TORCHINDUCTOR_COMPILE_THREADS="1", OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "onchip.bench.warm", suite, str(device), only, str(int(quick))]
     quiet = subprocess.DEVNULL
     workers = [subprocess.Popen([*command, str(part), str(parts)], env=alone, stdout=quiet, stderr=quiet) for part in range(parts)]
@@ -43,7 +45,7 @@ def _part(suite_name: str, device_name: str, only: str, quick: str, part: str, p
     from onchip.bench.run import noted
 
     device = torch.device(device_name)
-    kept = [name for name, switch in KEPT.items() if not switch or os.environ.get(switch) == "1"]
+    kept = [name for name, switch in KEPT.items() if switch is None or switch.read()]
     rows = suite.rows(suite_name, device, quick == "1", only)
     with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         for row in rows[int(part) :: int(parts)]:

@@ -36,9 +36,25 @@ TRITON_CACHE = Setting(
 )
 INTERPRET = Setting("TRITON_INTERPRET", bool, False, "Triton's own: run Triton kernels in its interpreter, so that a CPU counts as a GPU (slow; for tests).")
 HF_HOME = Setting("HF_HOME", Path, Path.home() / ".cache" / "huggingface", "Hugging Face's own: where models named like owner/name are looked up.")
+FA4_CACHE = Setting(
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
+    bool,
+    False,
+    "FlashAttention-4's own: its kernels stay on disk, so that `onchip bench` compiles them ahead.",
+)
 COMMIT = Setting("GIT_COMMIT", str, "", "The commit that benchmark results name where git cannot say: in an exported tree.")
 
-SETTINGS = (STRICT, INTERPRET, TRITON_CACHE, HF_HOME, COMMIT)
+SETTINGS = (STRICT, INTERPRET, TRITON_CACHE, HF_HOME, FA4_CACHE, COMMIT)
+
+
+def of_child(**changed: str) -> dict[str, str]:
+    """The environment of a process to be started, with some variables changed."""
+    return {**os.environ, **changed}
+
+
+def unless_set(name: str, value: str) -> None:
+    """Set a variable that another library reads, where the user has not."""
+    os.environ.setdefault(name, value)
 
 
 def table() -> str:
