@@ -258,7 +258,7 @@ def small_tiles(rows=16, keys=24):
     """So that a short sequence is of many tiles."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(blocked.TILE, "cpu", (rows, keys))
-        patch.setattr(blocked, "FUSED_ROWS", dict.fromkeys(blocked.FUSED_ROWS, (32, 48)))
+        patch.setattr(blocked, "FUSED_ROWS", (32, 48))
         patch.setattr(blocked, "FUSED_CAUSAL", range(20, 1000))
         patch.setattr(blocked_tiles, "BLOCK", 16)
         yield

@@ -18,17 +18,14 @@ from torch import Tensor
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Place, Traced
-from onchip.kernels.attention.blocked_tiles import Part, Tile, add, add_read, any_of, cutting, differs, hull, is_sum, parts, reads, run, tiles, value
+from onchip.kernels.attention.blocked_tiles import Part, Tile, add, add_read, cutting, differs, hull, is_sum, parts, reads, run, tiles, value
 
 TILE = {"cpu": (128, 256)}  # rows and keys of a tile of our own products; on a CPU 64 to 512 of either are within a tenth
 MOST_TILE = (512, 1024)  # on a GPU, where a launch costs more than a miss
-TOGETHER = 64  # tiles, of all sequences and heads, that go together
-
-# Queries of a masked call of torch's kernel, at least and at most: few for windows; many otherwise, because each call packs the keys
-# anew and the gradients of its keys have to be added up (2,048 tokens backward in bfloat16: in tiles of 256 300 ms, of 1,024 228).
-FUSED_ROWS = {"prefill": (64, 768), "decode": (64, 768), "backward": (64, 2048)}
+SCORES = 64  # tiles, of all sequences and heads, that go together
+FUSED_ROWS = (64, 768)  # queries of a masked call of torch's kernel, from few (windows) to many (it packs the keys anew in each call)
 FUSED_MASK = 1 << 22  # elements of the mask of such a call
-FUSED_CAUSAL = range(129, 1025)  # lengths at which tiles beat torch's causal mask, which computes what is hidden within 512 keys; not bfloat16's backward
+FUSED_CAUSAL = range(129, 1025)  # lengths at which tiles beat torch's causal mask: it computes what is hidden within 512 keys
 FUSED_FEW = 256  # queries up to which torch's backward pass is faster in float32 than in bfloat16: 128 take 1.2 and 2.2 ms, 512 17.6 and 13.0
 INFINITY = {torch.bfloat16: (torch.int16, -1 << 7), torch.float32: (torch.int32, -1 << 23), torch.float64: (torch.int64, -1 << 52)}  # the bits of -inf
 
@@ -46,7 +43,7 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
         out, lse = _fused(p, x, None, *(_fit(t, p).transpose(1, 2) for t in (q, k[:, how[0]], v[:, how[0]])), how[1])
         out = out[..., : p.value_dim].to(q.dtype).transpose(1, 2)
         return (out, lse.contiguous()) if return_lse else out
-    every = parts(p, x, q, k, p.batch if _fuses(p, q.device) else TOGETHER // p.heads)
+    every = parts(p, x, q, k, p.batch if _fuses(p, q.device) else SCORES // p.heads)
     results = (_forward(p, x, part, part.queries(q), part.keys(k), part.keys(v)) for part in every)
     if len(every) == 1 and x.q_offsets is None:  # nothing to put together
         out, lse = next(results)
@@ -69,7 +66,7 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
     d_sinks = None if x.sinks is None else torch.zeros(p.heads, dtype=wide, device=q.device)
     d_score = [torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, wide), device=t.device) if t.requires_grad else None for t in x.score]
     fused = _fuses(p, q.device) and d_lse is None and all(d is None for d in d_score)
-    every = parts(p, x, q, k, p.batch if fused else TOGETHER // p.heads)
+    every = parts(p, x, q, k, p.batch if fused else SCORES // p.heads)
     results = (_gradients(p, x, part, fused, q, k, v, out, lse, d_out, d_lse, d_sinks, d_score) for part in every)
     if len(every) == 1 and x.q_offsets is None:
         grads = [d.to(t.dtype).transpose(1, 2) for d, t in zip(next(results), (q, k, v), strict=True)]
@@ -310,18 +307,16 @@ def _unmasked(p: Attention, part: Part) -> tuple[slice, bool] | None:
     near = slice(keys.start - part.origin, keys.stop - part.origin)
     if p.mask.right is None or p.mask.right + shift >= keys.stop - 1:
         return near, False
-    tiled = part.len_q in FUSED_CAUSAL and (p.op, p.dtype) != ("backward", torch.bfloat16)
-    return (near, True) if p.mask.right == shift == keys.start == 0 and not tiled else None
+    return (near, True) if p.mask.right == shift == keys.start == 0 and part.len_q not in FUSED_CAUSAL else None
 
 
 def _fused_rows(p: Attention, len_k: int) -> int:
     """Queries of a call with a mask: more for long rows of keys, as far as the mask stays small."""
     band = hull(p)
     bounded = band.left is not None and band.right is not None
-    least, largest = FUSED_ROWS[p.op]
-    rows = min(len_k, band.left + band.right + 1) // 4 if bounded else largest if isinstance(p.mask, Traced) else len_k // 4
+    rows = min(len_k, band.left + band.right + 1) // 4 if bounded else FUSED_ROWS[1] if isinstance(p.mask, Traced) else len_k // 4
     most = FUSED_MASK // (max(1, len_k) * (p.heads if differs(p, "h") else 1))
-    return max(32, min(max(rows, least), largest, most))
+    return max(32, min(max(rows, FUSED_ROWS[0]), FUSED_ROWS[1], most))
 
 
 def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype) -> Tensor | None:
@@ -346,7 +341,7 @@ def _fused(p: Attention, x: Operands, tile: Tile | None, q: Tensor, k: Tensor, v
     if together:
         out, lse = out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
     if mask is not None:
-        blind = mask.amax(-1) == -torch.inf if p.score is not None else ~any_of(tile.seen, -1)
+        blind = mask.amax(-1) == -torch.inf
         if blind.any():
             lse, out = lse.masked_fill(blind, -torch.inf), out.masked_fill(blind[..., None], 0.0)
     if x.sinks is not None:
