@@ -210,6 +210,7 @@ def run(c: Case, kernel: str, made: dict, dtype: torch.dtype | None = None, roun
         d_lse = (d_lse + error.masked_fill(lse == -torch.inf, 0.0)) * off
         d_out = d_out * off.transpose(-1, -2)[..., None]
         lse = lse + torch.finfo(FP32).eps * (1 + known.abs())
+        out = out * off.transpose(-1, -2)[..., None]  # scores as large as LSE, rounded in base 2
     pairs = [(out, d_out)] + [(lse, d_lse)] * (c.gradients or rounded)
     pairs = [pair for pair in pairs if pair[0].requires_grad]
     found = torch.autograd.grad([r for r, _ in pairs], [leaves[n] for n in graded], [d for _, d in pairs], allow_unused=True)
