@@ -62,6 +62,17 @@ def test_a_variable_that_is_rebound_counts(traces):
     assert run(mod) == first and len(traces) == 2
 
 
+def test_a_list_or_dict_counts_by_what_it_holds(traces):
+    widths, names = [1, 2], {"left": 3}
+    mod = lambda b, h, i, j: (i - j < widths[0]) & (j - i < names["left"])  # noqa: E731
+    first = run(mod)
+    assert run(mod) == first and len(traces) == 1
+    widths[0] = 2
+    second = run(mod)
+    names["left"] = 4
+    assert len({first, second, run(mod)}) == 3 == len(traces)
+
+
 def test_a_global_that_is_rebound_counts(traces, monkeypatch):
     mod = lambda b, h, i, j: i - j < BACK  # noqa: E731
     first = run(mod)
@@ -132,12 +143,7 @@ def test_what_reads_an_object_is_traced_in_every_call(traces):
     assert run(holder.score, True) != first and trace_mod(holder.score, True)[1][0] is holder.table
     first = run(holder)
     holder.width = 3
-    assert run(holder) != first
-    values = [1]
-    mod = lambda b, h, i, j: i - j < values[0]  # noqa: E731
-    first = run(mod)
-    values[0] = 2
-    assert run(mod) != first and parts._MODS == {}
+    assert run(holder) != first and parts._MODS == {}
 
 
 def test_a_tensor_made_inside_is_new_in_every_call():

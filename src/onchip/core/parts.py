@@ -109,7 +109,7 @@ def trace_mod(function: Callable, score: bool) -> tuple[str, tuple[Tensor, ...]]
     """The text and tensors of a user's `mask_mod(b, h, i, j)` or `score_mod(s, b, h, i, j)`.
 
     Functions of the same code over alike captures share a text, also when each call makes a new one. Captured are tensors, numbers,
-    other such functions and tuples of these; a function that reads anything else (an attribute of an object) is traced in every call.
+    other such functions, and tuples, lists and dicts of these; a function that reads anything else (an attribute of an object) is traced in every call.
     """
     call = (lambda s, at: function(s, *at[:4])) if score else (lambda at: function(*at[:4]))
     return recall((score,), function, lambda: trace(call, name_of(function), (), score))
@@ -150,8 +150,10 @@ def _made_of(value, captures: list[Tensor], above: list) -> Hashable:
         return (value.dtype, tuple(value.shape), value.device)
     if isinstance(value, ATOMS):
         return (type(value), value)
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return (type(value), *(_made_of(v, captures, above) for v in value))
+    if isinstance(value, dict):
+        return (type(value), *(_made_of(item, captures, above) for item in value.items()))
     if isinstance(value, functools.partial):
         return ("partial", *(_made_of(v, captures, above) for v in (value.func, value.args, tuple(sorted(value.keywords.items())))))
     module = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or ""

@@ -65,13 +65,14 @@ def static(p: Attention, x: Operands, mask=None, score=None):
     return p, x
 
 
-def prefill(arch, dim, mask, packed=False):
+def prefill(arch, dim, mask, packed=False, **mod):
     """Four sequences of 4096 tokens in bf16, 4 heads a group."""
     rest = ("packed", 0, 16384) if packed else ()
     p = Attention("prefill", 4, 4096, 4096, 32, 8, dim, BF16, mask, *rest)
     tokens = (16384,) if packed else (4, 4096)
     offsets = meta(5, dtype=torch.int32) if packed else None
-    tiles, facts = launched(triton_prefill, arch, p, *(meta(*tokens, heads, dim) for heads in (32, 8, 8)), Operands(dim**-0.5, offsets, offsets))
+    p, x = static(p, Operands(dim**-0.5, offsets, offsets), **mod)
+    tiles, facts = launched(triton_prefill, arch, p, *(meta(*tokens, heads, dim) for heads in (32, 8, 8)), x)
     return tiles, facts["_prefill"]
 
 
@@ -118,6 +119,14 @@ def test_prefill_gfx942():
     tiles, facts = prefill("gfx942", 64, Causal())
     assert facts.shared <= GPU["gfx942"].shared_memory, str(tiles)
     assert re.search(r"vgpr_spill_count:\s+0\b", facts.ptx) and "mfma" in facts.ptx and facts.vector_loads
+
+
+def test_what_a_score_reads_a_pair_has_room():
+    """Tables by query and key travel through shared memory beside K and V: with four of them the tiles are smaller."""
+    tables = [meta(4, 4096, 4096, dtype=torch.int32) for _ in range(4)]
+    edges = scores.chain(None, lambda s, b, h, i, j: s + sum(t[b, i, j] for t in tables), None)
+    tiles, facts = prefill("sm_90", 128, Full(), score=edges)
+    assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -498,9 +498,11 @@ def refuses(text: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def reads_pairs(text: str) -> bool:
-    """Whether a text reads a value of its own for each query and key side by side, as a bias does."""
-    return any({"i", "j"} <= set(re.findall(r"\w+", indices)) for indices in re.findall(r"aten\.index\.Tensor\(\w+, \[([^\]]*)\]", text))
+def pair_bytes(text: str) -> int:
+    """Bytes that a text reads for each query and key side by side, as a bias does: its tiles lie in shared memory while they are on their way."""
+    sizes = {name: getattr(torch, dtype).itemsize for name, dtype in re.findall(r"(c\d+): '(\w+)\[", text)}
+    reads = re.findall(r"aten\.index\.Tensor\((c\d+), \[([^\]]*)\]", text)
+    return sum(sizes[name] for name, indices in reads if {"i", "j"} <= set(re.findall(r"\w+", indices)))
 
 
 @functools.lru_cache(maxsize=1024)

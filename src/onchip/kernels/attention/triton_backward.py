@@ -421,10 +421,11 @@ def configs(p: Attention, device: Device) -> list[Plan]:
     """The fastest tiles that fit, the same for every batch and length."""
     width = max(block(p.dim), block(p.value_dim))
     half = p.dtype.itemsize == 2 or "tf32" in p.extras
+    pairs = sum(mods.pair_bytes(part.text) for part in (p.mask, p.score) if isinstance(part, Traced))
 
     def fits(t: Tiles, what: str) -> bool:
         still, moving = (t.m, t.n) if what == "dQ" else (t.n, t.m)
-        shared = (still * (1 if what == "dV" else 2) + 2 * moving * t.stages) * width * p.dtype.itemsize
+        shared = (still * (1 if what == "dV" else 2) + 2 * moving * t.stages) * width * p.dtype.itemsize + (t.stages - 1) * t.m * t.n * pairs
         registers = (still * width * (2 if what == "dK, dV" else 1) + 2 * t.m * t.n) // (32 * t.warps)
         return shared <= device.shared_memory and registers <= 224
 
