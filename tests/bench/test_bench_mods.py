@@ -91,9 +91,10 @@ def test_cost_counts_what_is_seen_and_what_is_read():
 
 def test_every_mod_has_its_row():
     asked = [row.problem for name in ("mods", "gym") for row in suite.rows(name, GPU)]
-    assert {(p.op, p.mod) for p in asked} == {(op, name) for op in ("forward", "backward") for name in mods.MODS}
+    assert {(p.op, p.mod) for p in asked} == {(op, name) for op in ("forward", "backward") for name in mods.MODS if name not in mods.DENSE}
     assert all(p.inner.batch * p.inner.len_q == 16_384 and p.inner.len_q == 8192 for p in asked)
     assert suite.rows("gym", GPU)[0].problem.mod == "plain"  # what the others are measured by
+    assert set(mods.DENSE) < {row.problem.mod for row in suite.rows("sdpa", CPU)}
 
 
 @plain_torch

@@ -355,6 +355,22 @@ def activation(_size: Size) -> Mod:
     return Mod(score=lambda s, b, h, i, j: torch.log(F.gelu(s) + 1.0))
 
 
+# ---- tensors of all pairs, which torch's own attention takes as well
+
+
+def bool_mask(size: Size) -> Mod:
+    """Half of the keys of each query, drawn at random, and the first."""
+    seen = torch.rand(size.rows, size.cols, device=size.device) < 0.5
+    seen[:, 0] = True
+    return Mod(lambda b, h, i, j: seen[i, j], own={"mask": seen})
+
+
+def float_mask(size: Size) -> Mod:
+    bias = torch.randn(size.rows, size.cols, device=size.device, dtype=size.dtype)
+    return Mod(score=lambda s, b, h, i, j: s + bias[i, j], own={"bias": bias})
+
+
+DENSE = {"bool mask": bool_mask, "float mask": float_mask}
 PRICE = {"plain": plain, "softcap": softcap, "ALiBi": alibi_both, "sinks": sinks, "bias [B,H,N,N]": bias_full, "bias [H,1,N]": bias_of_keys}
 GYM = {
     "causal": causal, "sliding window": sliding_window, "prefix LM": prefix_lm, "document": document, "dilated window": dilated_window,
@@ -367,4 +383,4 @@ REST = {
     "spatial head": spatial_head, "temporal head": temporal_head, "video sparse": video_sparse, "sandwich": sandwich,
     "graph distance": graph_distance, "graph edges": graph_edges, "activation": activation,
 }  # fmt: skip
-MODS: dict[str, Callable[[Size], Mod]] = {**PRICE, **GYM, **REST}
+MODS: dict[str, Callable[[Size], Mod]] = {**PRICE, **GYM, **REST, **DENSE}

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.bench import mods
 from onchip.bench.call import Call
 from onchip.bench.data import Trained
 from onchip.bench.suite import Pass
@@ -58,9 +59,11 @@ def sdpa(backend: str | None) -> Callable[[Trained], Call]:
 
         p = i.problem.inner
 
+        given = i.mod.own.get("mask", i.mod.own.get("bias"))
+
         def attend(q, k, v):
             with sdpa_kernel(getattr(SDPBackend, backend)) if backend else nullcontext():
-                return F.scaled_dot_product_attention(q, k, v, is_causal=isinstance(p.mask, Causal), enable_gqa=p.group > 1)
+                return F.scaled_dot_product_attention(q, k, v, given, is_causal=isinstance(p.mask, Causal), enable_gqa=p.group > 1)
 
         return through(i, attend, _heads_first)
 
@@ -71,6 +74,8 @@ def sdpa_takes(p: Pass, _device) -> str | None:
     inner = p.inner
     if inner.keys != "dense":
         return "no packed keys"
+    if p.mod in mods.DENSE:
+        return None
     if p.mod or not isinstance(inner.mask, (Full, Causal)):
         return f"{p.mod or inner.mask} only as a dense mask"
     return "aligns Causal to the top left" if isinstance(inner.mask, Causal) and inner.len_q != inner.len_k else None
@@ -90,6 +95,8 @@ def fa4(i: Trained) -> Call:
 def flex_takes(p: Pass, device) -> str | None:
     if not p.mod:
         return "asked for mods only"
+    if p.mod in mods.DENSE:
+        return f"has no {p.mod} but as a function"
     return "no gradients on a CPU" if device.type == "cpu" and p.op != "forward" else None
 
 

@@ -195,6 +195,22 @@ def _mods(device: torch.device, quick: bool) -> list[Row]:
     return [row for title, found in names.items() for row in _modded(device, title, list(found)[:3] if quick else list(found))]
 
 
+def _sdpa(device: torch.device, quick: bool) -> list[Row]:
+    """All that torch's attention has, on a CPU: its masks are tensors of all pairs."""
+    if device.type != "cpu":
+        return []
+    kinds = {"full": (4, Full(), ""), "causal": (4, Causal(), ""), "grouped causal": (2, Causal(), "")} | {name: (4, Full(), name) for name in mods.DENSE}
+    found = []
+    for op in ("forward", "backward"):
+        for name, (kv_heads, mask, mod) in kinds.items():
+            for dtype in (FP32, BF16):
+                for dim in (64, 128):
+                    for n in (256, 1024) if quick else (256, 1024, 2048, 4096):
+                        p = Attention("prefill", 1, n, n, 4, kv_heads, dim, dtype, mask)
+                        found.append(Row(Pass(op, p, mod), f"{op}, {name}, {SHORT[dtype]}, d{dim}", _short(n)))
+    return found
+
+
 def _gym(device: torch.device, quick: bool) -> list[Row]:
     return _modded(device, "attention-gym, the rest", ["plain", *mods.REST][: 3 if quick else None])
 
@@ -206,7 +222,7 @@ def _modded(device: torch.device, title: str, names: list[str]) -> list[Row]:
 
 
 SUITES: dict[str, Callable[[torch.device, bool], list[Row]]] = {
-    "attention": _attention, "backward": _backward, "mods": _mods, "gym": _gym, "generate": _generate, "dispatch": _dispatch, "io": _io,
+    "attention": _attention, "backward": _backward, "mods": _mods, "gym": _gym, "sdpa": _sdpa, "generate": _generate, "dispatch": _dispatch, "io": _io,
 }  # fmt: skip
 
 

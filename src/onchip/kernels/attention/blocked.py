@@ -17,16 +17,34 @@ from torch import Tensor
 
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands
-from onchip.core.trace import Place, Traced
-from onchip.kernels.attention.blocked_tiles import Part, Tile, add, add_read, cutting, differs, hull, is_sum, parts, reads, run, tiles, value
+from onchip.core.trace import Place, Traced, untouched
+from onchip.kernels.attention.blocked_tiles import (
+    Part,
+    Tile,
+    add,
+    add_read,
+    bias,
+    bias_dtype,
+    cutting,
+    differs,
+    hull,
+    is_sum,
+    parts,
+    reads,
+    run,
+    take,
+    tiles,
+    value,
+)
 
 TILE = {"cpu": (128, 256)}  # rows and keys of a tile of our own products; on a CPU 64 to 512 of either are within a tenth
 MOST_TILE = (512, 1024)  # on a GPU, where a launch costs more than a miss
 SCORES = 64  # tiles, of all sequences and heads, that go together
-FUSED_ROWS = (64, 768)  # queries of a masked call of torch's kernel, from few (windows) to many (it packs the keys anew in each call)
+FUSED_ROWS = (64, 768)  # queries of a call of torch's kernel with a band, from few (windows) to many (it packs the keys anew in each call)
+FUSED_TRACED = 2048  # of one with another mask, at most
 FUSED_MASK = 1 << 22  # elements of the mask of such a call
-FUSED_CAUSAL = range(129, 1025)  # lengths at which tiles beat torch's causal mask: it computes what is hidden within 512 keys
-FUSED_FEW = 256  # queries up to which torch's backward pass is faster in float32 than in bfloat16: 128 take 1.2 and 2.2 ms, 512 17.6 and 13.0
+FUSED_CAUSAL = range(257, 769)  # lengths at which tiles beat torch's causal mask: it computes what is hidden within 512 keys; 512 take 1.9 and 1.5 ms
+FUSED_FEW = 128  # queries up to which torch's backward pass is faster in float32 than in bfloat16: 128 take 0.5 and 0.9 ms, 256 2.1 and 2.1
 INFINITY = {torch.bfloat16: (torch.int16, -1 << 7), torch.float32: (torch.int32, -1 << 23), torch.float64: (torch.int64, -1 << 52)}  # the bits of -inf
 
 fused_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -40,8 +58,9 @@ fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with offsets."""
     if q.is_cpu and (how := _one_call(p)):
-        out, lse = _fused(p, x, None, *(_fit(t, p).transpose(1, 2) for t in (q, k[:, how[0]], v[:, how[0]])), how[1])
-        out = out[..., : p.value_dim].to(q.dtype).transpose(1, 2)
+        each = (_fit(t, p).transpose(1, 2) for t in (q, take(k, 1, how[0]), take(v, 1, how[0])))
+        out, lse = _fused(p, x, _bias(p, x, _whole(p), q.dtype), *each, how[1])
+        out = _narrow(out, p.value_dim).to(q.dtype).transpose(1, 2)
         return (out, lse.contiguous()) if return_lse else out
     every = parts(p, x, q, k, p.batch if _fuses(p, q.device) else SCORES // p.heads)
     results = (_forward(p, x, part, part.queries(q), part.keys(k), part.keys(v)) for part in every)
@@ -61,7 +80,7 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
     """Gradients of q, k, v, the sinks and each tensor that the score reads; None where one needs none. `d_lse` may be None."""
     if q.is_cpu and d_lse is None and x.sinks is None and _one_call(p):
         each = (t.transpose(1, 2) for t in (q, k, v, out, d_out.to(q.dtype)))
-        return *(d.to(q.dtype).transpose(1, 2) for d in _fused_backward(p, x, _whole(p), *each, lse)), None, ()
+        return *(d.to(q.dtype).transpose(1, 2) for d in _fused_backward(p, x, _whole(p), *each, lse)), None, (None,) * len(x.score)
     wide = _wide(q)
     d_sinks = None if x.sinks is None else torch.zeros(p.heads, dtype=wide, device=q.device)
     d_score = [torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, wide), device=t.device) if t.requires_grad else None for t in x.score]
@@ -118,17 +137,23 @@ def _forward(p: Attention, x: Operands, part: Part, q: Tensor, k: Tensor, v: Ten
     dtype, fused = q.dtype, _fuses(p, q.device)
     q, k, v = (_fit(t, p) if fused else t.to(_wide(t)) for t in (q, k, v))
     if fused and (how := _unmasked(p, part)):
-        out, lse = _fused(p, x, None, q, k[:, :, how[0]], v[:, :, how[0]], how[1])
-        return out[..., : p.value_dim].to(dtype), lse
-    out = torch.zeros(*q.shape[:-1], p.value_dim, dtype=dtype, device=q.device)
+        out, lse = _fused(p, x, _bias(p, x, part, q.dtype), q, take(k, 2, how[0]), take(v, 2, how[0]), how[1])
+        return _narrow(out, p.value_dim).to(dtype), lse
+    out = lse = None
+    for tile in _fused_tiles(p, x, part, q.dtype) if fused else tiles(p, x, part, _tile(q)[0], q.device):
+        near = q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v)
+        found, found_lse = _fused(p, x, _fused_mask(p, x, tile, q.dtype), *near) if fused else _online(p, x, tile, *near)
+        if tile.rows == slice(0, part.len_q):
+            return _narrow(found, p.value_dim).to(dtype), found_lse
+        out, lse = (out, lse) if out is not None else _nothing(p, x, q, dtype)
+        out[:, :, tile.rows], lse[:, :, tile.rows] = _narrow(found, p.value_dim), found_lse
+    return (out, lse) if out is not None else _nothing(p, x, q, dtype)
+
+
+def _nothing(p: Attention, x: Operands, q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Output and LSE of rows that see no key."""
     lse = torch.full(q.shape[:3], -torch.inf, dtype=_wide(q), device=q.device)
-    if x.sinks is not None:
-        lse.copy_(x.sinks[:, None])
-    for tile in tiles(p, x, part, _fused_rows(p, part.len_k) if fused else _tile(q)[0], q.device):
-        near, keys, values = q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v)
-        found, lse[:, :, tile.rows] = (_fused if fused else _online)(p, x, tile, near, keys, values)
-        out[:, :, tile.rows] = found[..., : p.value_dim]
-    return out, lse
+    return torch.zeros(*q.shape[:-1], p.value_dim, dtype=dtype, device=q.device), lse if x.sinks is None else lse.copy_(x.sinks[:, None])
 
 
 def _online(p: Attention, x: Operands, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,7 +247,7 @@ def _gradients(p: Attention, x: Operands, part: Part, fused: bool, q, k, v, out,
 
 def _backward(p: Attention, x: Operands, part: Part, q, k, v, d_out, lse, delta, d_score) -> tuple[Tensor, Tensor, Tensor]:
     """By our own products, tile by tile; adds to `d_score`."""
-    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    dq, dk, dv = _zeros(q, k, v)
     for tile in tiles(p, x, part, _tile(q)[0], q.device):
         near, d_near = _grouped(q[:, :, tile.rows] * x.scale, p), _grouped(d_out[:, :, tile.rows], p)
         row_lse, row_delta = (t[:, :, tile.rows, None] for t in (lse, delta))
@@ -296,54 +321,109 @@ def _whole(p: Attention) -> Part:
 
 
 def _unmasked(p: Attention, part: Part) -> tuple[slice, bool] | None:
-    """(the keys that are seen, whether row i sees the first i + 1 of them and not all) where torch's kernel needs no mask; else None."""
-    if isinstance(p.mask, Traced) or p.score is not None or not part.len_q or not part.len_k:
+    """(the keys that are seen, whether row i sees the first i + 1 of them and not all) where torch's kernel needs no mask, but a bias as it is; else None."""
+    if isinstance(p.mask, Traced) or not part.len_q or not part.len_k:
+        return None
+    unlimited = p.mask.left is p.mask.right is None
+    if p.score is not None and not (unlimited and part.origin == 0 and _takes_bias(p)):
         return None
     shift = p.mask.shift(part.len_q, part.len_k)
     last = shift + part.len_q - 1
     keys = p.mask.keys(shift, last, part.len_k)
-    if shift < 0 or (p.mask.left is not None and p.mask.left < last - keys.start):
+    if (shift < 0 and not unlimited) or (p.mask.left is not None and p.mask.left < last - keys.start):
         return None
     near = slice(keys.start - part.origin, keys.stop - part.origin)
     if p.mask.right is None or p.mask.right + shift >= keys.stop - 1:
         return near, False
-    return (near, True) if p.mask.right == shift == keys.start == 0 and part.len_q not in FUSED_CAUSAL else None
+    tiled = part.len_q in FUSED_CAUSAL and (p.op, p.dtype) != ("backward", torch.bfloat16)
+    return (near, True) if p.mask.right == shift == keys.start == 0 and not tiled else None
+
+
+def _takes_bias(p: Attention) -> bool:
+    """Whether torch's kernel reads the score's tensor itself."""
+    kinds = {torch.float32: (torch.float32,), torch.bfloat16: (torch.bfloat16, torch.float32)}
+    return bias_dtype(p.score) in kinds.get(p.dtype, ()) and "score_grad" not in p.extras
 
 
 def _fused_rows(p: Attention, len_k: int) -> int:
     """Queries of a call with a mask: more for long rows of keys, as far as the mask stays small."""
-    band = hull(p)
+    band, each = hull(p), 1 if p.score is None else 2  # a score's terms, and those that count
+    most = FUSED_MASK // (max(1, len_k) * (p.heads if differs(p, "h") else 1) * each)
     bounded = band.left is not None and band.right is not None
-    rows = min(len_k, band.left + band.right + 1) // 4 if bounded else FUSED_ROWS[1] if isinstance(p.mask, Traced) else len_k // 4
-    most = FUSED_MASK // (max(1, len_k) * (p.heads if differs(p, "h") else 1))
+    if isinstance(p.mask, Traced) and not bounded:
+        return max(32, min(FUSED_TRACED, most))
+    rows = (min(len_k, band.left + band.right + 1) if bounded else len_k) // 4
     return max(32, min(max(rows, FUSED_ROWS[0]), FUSED_ROWS[1], most))
+
+
+def _fused_tiles(p: Attention, x: Operands, part: Part, dtype: torch.dtype) -> Iterator[Tile]:
+    """The tiles of calls of torch's kernel; those of a band with what it adds to the scores."""
+    most = _fused_rows(p, part.len_k)
+    if isinstance(p.mask, Traced) or p.score is not None:
+        yield from tiles(p, x, part, most, torch.device("cpu"))
+        return
+    shift = p.mask.shift(part.len_q, part.len_k)
+    found = []  # (rows, keys, the place of its first key beside its first row)
+    for start in range(0, part.len_q, most):
+        stop = min(start + most, part.len_q)
+        if keys := p.mask.keys(start + shift, stop + shift - 1, part.len_k):
+            found.append((slice(start, stop), keys, keys.start - start - shift))
+    if not found:
+        return
+    least = min(at for *_, at in found)
+    width = max(at + len(keys) for _, keys, at in found) - least
+    mask = _staircase(p.mask.left, p.mask.right, min(most, part.len_q), least, width, dtype)
+    for rows, keys, at in found:
+        near = slice(keys.start - part.origin, keys.stop - part.origin)
+        yield Tile(rows, near, None, added=mask[:, :, : rows.stop - rows.start, at - least : at - least + len(keys)])
+
+
+@functools.lru_cache(maxsize=2)  # of 16 MiB at most
+def _staircase(left: int | None, right: int | None, rows: int, first: int, width: int, dtype: torch.dtype) -> Tensor:
+    """What torch's kernel adds for a band, for `rows` rows and the keys from `first` beside the first row's own: each tile takes a part of it."""
+    with untouched():
+        mask = torch.full((1, 1, rows, width), -torch.inf, dtype=dtype)
+        if left is None:
+            return mask.triu_(right - first + 1)
+        before = -left - first - 1
+        return mask.tril_(before) if right is None else mask.triu(right - first + 1).add_(mask.tril_(before))
+
+
+def _bias(p: Attention, x: Operands, part: Part, dtype: torch.dtype) -> Tensor | None:
+    """A score that `_unmasked` lets pass, as torch's kernel takes it beside q, k and v of `dtype`."""
+    if p.score is None:
+        return None
+    found = bias(p, x, part)
+    found = found if found.stride(-1) in (0, 1) else found.contiguous()
+    return found if found.dtype == torch.float32 else found.to(dtype)
 
 
 def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype) -> Tensor | None:
     """What torch's kernel adds to the scores: 0, the terms of the score, or -inf."""
+    if tile.added is not None:
+        return tile.added
     if p.score is None:
         if tile.seen is None:
             return None
         bits, infinity = INFINITY[dtype]
-        return tile.seen.to(bits).sub_(1).bitwise_and_(infinity).view(dtype)  # 30 times as fast as torch.where
+        found = tile.seen.to(bits)
+        return torch.add(torch.tensor([infinity], dtype=bits), found, alpha=-infinity, out=found).view(dtype)  # 30 times as fast as torch.where
     wide = torch.promote_types(dtype, torch.float32)
     term = value(p.score, x.score, tile.at, torch.zeros(1, 1, 1, 1, dtype=wide)).to(wide)
     return term if tile.seen is None else torch.where(tile.seen, term, -torch.inf)
 
 
-def _fused(p: Attention, x: Operands, tile: Tile | None, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Output and LSE of q, k, v [batch, heads, .., dim]. torch's kernel gives a row that sees no key 0 and LSE 0."""
-    mask = None if tile is None else _fused_mask(p, x, tile, q.dtype)
+def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Output and LSE of q, k, v [batch, heads, .., dim]; `mask` is added to the scores."""
     batch, heads, rows, dim = q.shape
     together = rows == 1 and (mask is None or mask.shape[1] == 1)  # the heads of a group are rows of one product
     q = _grouped(q, p) if together else q
     out, lse = fused_forward(_even(q), _even(k), _even(v), 0.0, causal, attn_mask=mask, scale=x.scale)
     if together:
         out, lse = out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
-    if mask is not None:
-        blind = mask.amax(-1) == -torch.inf
-        if blind.any():
-            lse, out = lse.masked_fill(blind, -torch.inf), out.masked_fill(blind[..., None], 0.0)
+    if mask is not None and not (some := lse.abs() > 0).all():  # torch's kernel gives a row that sees no key 0 and LSE 0, or NaN if it holds NaN
+        blind = ~some & (mask.amax(-1) == -torch.inf)
+        lse, out = lse.masked_fill(blind, -torch.inf), out.masked_fill(blind[..., None], 0.0)
     if x.sinks is not None:
         total = torch.logaddexp(lse, x.sinks.to(lse.dtype)[:, None])
         out = (out * (lse - total.masked_fill(total == -torch.inf, 0.0)).exp()[..., None]).to(q.dtype)
@@ -354,32 +434,38 @@ def _fused(p: Attention, x: Operands, tile: Tile | None, q: Tensor, k: Tensor, v
 def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, lse) -> tuple[Tensor, Tensor, Tensor]:
     """Its weights are exp(S - LSE), so an LSE that counts a sink is as good."""
     how = _unmasked(p, part)
-    rows_each = _fused_rows(p, part.len_k)
-    few = min(part.len_q, part.len_q if how else rows_each) <= FUSED_FEW
+    few = min(part.len_q, part.len_q if how else _fused_rows(p, part.len_k)) <= FUSED_FEW
     q, k, v, out, d_out = (_even(_fit(t, p, few)) for t in (q, k, v, out, d_out))
     d_out = d_out.contiguous()
 
-    def call(rows: slice, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool):
-        d_near, near, out_near, lse_near = (t[:, :, rows] for t in (d_out, q, out, lse))
-        return fused_backward(d_near, near, k, v, out_near, lse_near, 0.0, causal, attn_mask=mask, scale=x.scale)
-
     def fitting(dq: Tensor, dk: Tensor, dv: Tensor):
-        return dq[..., : p.dim], dk[..., : p.dim], dv[..., : p.value_dim]
+        return _narrow(dq, p.dim), _narrow(dk, p.dim), _narrow(dv, p.value_dim)
 
     if how:
-        found = call(slice(None), k[:, :, how[0]], v[:, :, how[0]], None, how[1])
+        near = (take(k, 2, how[0]), take(v, 2, how[0]))
+        found = fused_backward(d_out, q, *near, out, lse, 0.0, how[1], attn_mask=_bias(p, x, part, q.dtype), scale=x.scale)
         pad = (0, 0, how[0].start, part.len_k - how[0].stop)
         return fitting(*found) if not any(pad) else fitting(found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
-    dq = torch.zeros_like(q)
-    dk, dv = (torch.zeros(t.shape, dtype=_wide(t)) for t in (k, v))
-    for tile in tiles(p, x, part, rows_each, q.device):
-        found = call(tile.rows, tile.of_keys(k), tile.of_keys(v), _fused_mask(p, x, tile, q.dtype), False)
+    grads = None
+    for tile in _fused_tiles(p, x, part, q.dtype):
+        near = (d_out[:, :, tile.rows], q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v), out[:, :, tile.rows], lse[:, :, tile.rows])
+        found = fused_backward(*near, 0.0, False, attn_mask=_fused_mask(p, x, tile, q.dtype), scale=x.scale)
         if tile.rows == slice(0, part.len_q) and isinstance(tile.keys, slice) and tile.keys == slice(0, part.len_k):
             return fitting(*found)
-        dq[:, :, tile.rows] = found[0]
-        add(dk, 2, tile.keys, found[1])
-        add(dv, 2, tile.keys, found[2])
-    return fitting(dq, dk, dv)
+        grads = grads or _zeros(q, k, v)
+        grads[0][:, :, tile.rows] = found[0]
+        add(grads[1], 2, tile.keys, found[1])
+        add(grads[2], 2, tile.keys, found[2])
+    return fitting(*(grads or _zeros(q, k, v)))
+
+
+def _zeros(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where dq, dk and dv are put together; of a key's, many tiles add up."""
+    return tuple(torch.zeros(t.shape, dtype=q.dtype if t is q else _wide(t), device=t.device) for t in (q, k, v))
+
+
+def _narrow(t: Tensor, width: int) -> Tensor:
+    return t if t.shape[-1] == width else t[..., :width]
 
 
 def _even(t: Tensor) -> Tensor:
@@ -387,9 +473,9 @@ def _even(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _fit(t: Tensor, p: Attention, few: bool = False) -> Tensor:
+def _fit(t: Tensor, p: Attention, wide: bool = False) -> Tensor:
     """As torch's kernel takes it: keys and values of one width; no half precision, of which a forward pass with a mask takes 3 times as long as
-    of float32 and a backward pass 15 times; and no bfloat16 in a backward pass of few queries."""
-    t = t.float() if t.dtype == torch.float16 or (few and t.dtype == torch.bfloat16) else t
+    of float32 and a backward pass 15 times; and with `wide` no bfloat16."""
+    t = t.float() if t.dtype == torch.float16 or (wide and t.dtype == torch.bfloat16) else t
     width = max(p.dim, p.value_dim)
     return t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1]))
