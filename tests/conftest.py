@@ -16,8 +16,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_collection_modifyitems(items):
     on_gpu = torch.cuda.is_available()
+    on_hopper = on_gpu and torch.cuda.get_device_capability()[0] == 9
     for item in items:
-        if item.get_closest_marker("large") and not on_gpu:
+        if item.get_closest_marker("hopper") and not on_hopper:
+            item.add_marker(pytest.mark.skip(reason="for Hopper: needs an H100 or H200"))
+        elif item.get_closest_marker("large") and not on_gpu:
             item.add_marker(pytest.mark.skip(reason="too large for the interpreter: needs a GPU"))
         elif item.get_closest_marker("gpu") and not (on_gpu or INTERPRET):
             item.add_marker(pytest.mark.skip(reason="a GPU kernel: needs a GPU or TRITON_INTERPRET=1"))

@@ -28,6 +28,7 @@ class Facts:
     registers   of one thread.                      spills   bytes a thread spills (loads and stores), 0 when all is in registers.
     shared      bytes of shared memory a block.     wgmma, tma_loads   how many such instructions the code holds.
     ptx         the assembly: PTX, or amdgcn for an AMD GPU.
+    serialized  whether ptxas says that it waits for each wgmma.
     """
 
     registers: int
@@ -36,6 +37,7 @@ class Facts:
     wgmma: int
     tma_loads: int
     ptx: str
+    serialized: bool = False
 
     @property
     def vector_loads(self) -> int:
@@ -76,7 +78,7 @@ def _nvidia(compiled, arch: str) -> Facts:
     spills = sum(int(size) for size in re.findall(r"(\d+) bytes spill", log))
     wgmma = len(re.findall(r"wgmma\.mma_async", ptx))
     tma_loads = len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx))
-    return Facts(registers, spills, compiled.metadata.shared, wgmma, tma_loads, ptx)
+    return Facts(registers, spills, compiled.metadata.shared, wgmma, tma_loads, ptx, "serializ" in log)
 
 
 def _ptxas(ptx: str, arch: str) -> str:

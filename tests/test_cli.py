@@ -173,7 +173,7 @@ def test_a_prompt_longer_than_the_context(generate):
         ("--seed", 2**70, "seed is"),
         ("--stop", "", "stop is"),
         ("--dtype", "int4", "dtype 'int4' is not one of bf16, fp16, fp32"),
-        ("--kernel", "flash", "kernel 'flash' does not exist; attention has triton_prefill, blocked, reference, triton_decode, or leave auto"),
+        ("--kernel", "flash", "kernel 'flash' does not exist; attention has hopper_prefill, triton_prefill, blocked, reference, triton_decode, or leave auto"),
         ("--device", "cuda:99", "device 'cuda:99' is not there"),
         ("--device", "tpu", "device 'tpu' is not a device; give cpu, cuda or cuda:N"),
         ("--cache-gib", 1e-9, "holds no page of 16 tokens"),
@@ -325,7 +325,8 @@ def test_explain_for_every_gpu(run, name):
     assert code == 0 and err == ""
     lines = out.splitlines()
     assert lines[0] == f"prefill B4 q4096 k4096 h32/8 d128 bf16 Causal, on {name}"
-    assert lines[1].startswith("  runs   triton_prefill   kernels/attention/triton_prefill.py   ") and "tiles" in lines[1]
+    kernel = "hopper_prefill" if name in ("H100", "H200") else "triton_prefill"
+    assert lines[1].startswith(f"  runs   {kernel}   kernels/attention/{kernel}.py   ") and "tiles" in lines[1]
     gpu = GPUS[name]
     flops = 4 * 4 * 32 * 128 * 4096 * 4097 // 2
     assert f"{flops / 1e9:.1f} GFLOP" in lines[2] and "bound by math" in lines[2] and gpu.source in lines[2]

@@ -51,21 +51,26 @@ def qkv(n=8, dtype=FP32):
 
 
 def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
-    assert select(PREFILL, H200).kernel.name == "triton_prefill" and select(PREFILL, H200).refused == ()
+    assert select(PREFILL, H200).kernel.name == "hopper_prefill" and select(PREFILL, H200).refused == ()
+    older = select(PREFILL, GPUS["A100"])
+    assert older.kernel.name == "triton_prefill" and older.refused == (("hopper_prefill", ("needs NVIDIA sm_90 alone, A100 is 80",)),)
     assert select(DECODE, H200).kernel.name == "triton_decode"
     assert select(BACKWARD, H200).kernel.name == "triton_backward"
     wide = select(WIDE, H200)
     assert wide.kernel.name == "blocked"
-    assert wide.refused == (("triton_prefill", ("dim 600 is not in 8..576",)),)
+    assert wide.refused == (("hopper_prefill", ("dim 600 is not in 8..256 by 8",)), ("triton_prefill", ("dim 600 is not in 8..576",)))
     learning = select(BACKWARD._replace(dtype=FP64, extras=("unheard of",)), H200)
     assert learning.kernel.name == "blocked"
     assert learning.refused == (("triton_backward", ("dtype fp64 is not one of bf16, fp16, fp32", "no unheard of")),)
     on_cpu = select(PREFILL, plain_cpu)
-    assert on_cpu.kernel.name == "blocked" and on_cpu.refused == (("triton_prefill", ("runs on NVIDIA sm_80 and AMD gfx942, this is a CPU",)),)
+    assert on_cpu.kernel.name == "blocked" and on_cpu.refused == (
+        ("hopper_prefill", ("runs on NVIDIA sm_90 alone, this is a CPU",)),
+        ("triton_prefill", ("runs on NVIDIA sm_80 and AMD gfx942, this is a CPU",)),
+    )
 
 
 def test_a_named_kernel_runs():
-    for name in ("triton_prefill", "blocked", "reference"):
+    for name in ("hopper_prefill", "triton_prefill", "blocked", "reference"):
         assert select(PREFILL, H200, name).kernel.name == name
 
 
@@ -87,7 +92,9 @@ def test_a_named_kernel_refuses_a_cpu(plain_cpu):
 
 
 def test_no_kernel_has_that_name():
-    with pytest.raises(onchip.Unsupported, match=r"prefill: no kernel is named 'flash'; it has triton_prefill, blocked, reference, or leave kernel='auto'"):
+    with pytest.raises(
+        onchip.Unsupported, match=r"prefill: no kernel is named 'flash'; it has hopper_prefill, triton_prefill, blocked, reference, or leave kernel='auto'"
+    ):
         select(PREFILL, H200, "flash")
     with pytest.raises(onchip.Unsupported, match="no kernel is named 'triton_decode'"):
         select(PREFILL, H200, "triton_decode")
@@ -113,14 +120,15 @@ def test_strict_turns_a_portable_fallback_on_a_gpu_into_an_error(monkeypatch):
     with pytest.raises(onchip.Unsupported) as error:
         select(WIDE, H200)
     assert str(error.value) == (
-        f"prefill: ONCHIP_STRICT is set and only the portable kernel blocked takes {WIDE} on H200: triton_prefill: dim 600 is not in 8..576"
+        f"prefill: ONCHIP_STRICT is set and only the portable kernel blocked takes {WIDE} on H200: hopper_prefill: dim 600 is not in 8..256 by 8. "
+        "triton_prefill: dim 600 is not in 8..576"
     )
 
 
 def test_strict_leaves_everything_else_alone(monkeypatch, plain_cpu):
     """A GPU's own kernel, a CPU, and a kernel that was asked for by name."""
     monkeypatch.setenv("ONCHIP_STRICT", "1")
-    assert select(PREFILL, H200).kernel.name == "triton_prefill"
+    assert select(PREFILL, H200).kernel.name == "hopper_prefill"
     assert select(PREFILL, plain_cpu).kernel.name == "blocked"
     assert select(WIDE, H200, "blocked").kernel.name == "blocked"
 
@@ -208,7 +216,7 @@ def test_explain_by_hand():
     assert seconds == flops / 989.4e12
     lines = str(select(PREFILL, H200)).split("\n")
     assert lines[0] == "prefill B4 q4096 k4096 h32/8 d128 bf16 Window(512), on H200"
-    assert re.fullmatch(r"  runs   triton_prefill   kernels/attention/triton_prefill.py   \d+x\d+ tiles, \d warps, \d stages", lines[1])
+    assert re.fullmatch(r"  runs   hopper_prefill   kernels/attention/hopper_prefill.py   \d+x\d+ tiles, \d warpgroups, \d stages, in blocks", lines[1])
     expected = f"  floor  {seconds * 1e6:.1f} us, bound by math: {flops / 1e9:.1f} GFLOP, {moved / 1e6:.1f} MB, {flops / moved:.0f} flop/byte (NVIDIA H200"
     assert lines[2].startswith(expected) and "130.5 us" in lines[2] and "129.1 GFLOP" in lines[2]
     assert len(lines) == 3

@@ -90,7 +90,8 @@ def of(device: torch.device) -> Device:
             return Device(found.name, "hip" if hip else "cuda", arch, found.multi_processor_count, shared, found.L2_cache_size, found.total_memory, *measured)
         return replace(known, name=found.name, sms=found.multi_processor_count, memory=found.total_memory)
     if device.type == "cpu" and settings.INTERPRET.read():
-        return replace(GPUS["H200"], name="Triton interpreter", source="the interpreter stands in for an H200")
+        facts = {"name": "Triton interpreter", "source": "the interpreter stands in for an H200"}
+        return replace(GPUS["H200"], arch=89, **facts)  # but not for what Gluon is compiled for
     if device.type == "cpu":
         return Device("CPU", "cpu", 0, torch.get_num_threads(), 1 << 20, 32 << 20, _memory_of_host(), *measure(device))
     raise ValueError(f"device {device.type!r}: onchip runs on cuda (NVIDIA, AMD) and cpu")

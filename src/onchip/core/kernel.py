@@ -21,7 +21,7 @@ class Kernel:
 
     entry     "module:function"; imported when first launched. The function takes (problem, config, *inputs).
               A module with a function `configs(problem, device)` gets its first element as `config`, else None.
-    arch      {device kind: least arch}; empty: any device torch has.
+    arch      {device kind: least arch, or (the only one,)}; empty: any device torch has.
     accepts   {field of the Problem: the values it may have}; for a class, instances of it.
     also      functions problem -> reason or None, for what no single field can say.
     portable  plain torch: on a GPU a slow fallback, which ONCHIP_STRICT turns into an error.
@@ -29,7 +29,7 @@ class Kernel:
 
     name: str
     entry: str
-    arch: Mapping[str, int] = field(default_factory=dict)
+    arch: Mapping[str, int | tuple[int]] = field(default_factory=dict)
     accepts: Mapping[str, object] = field(default_factory=dict)
     also: Sequence[Callable[[Problem], str | None]] = ()
     portable: bool = False
@@ -47,7 +47,7 @@ class Kernel:
         reasons = []
         if self.arch and device.kind not in self.arch:
             reasons.append(f"runs on {' and '.join(_arch(k, a) for k, a in self.arch.items())}, this is a {device.name}")
-        elif self.arch and device.arch < self.arch[device.kind]:
+        elif self.arch and not _runs(self.arch[device.kind], device.arch):
             reasons.append(f"needs {_arch(device.kind, self.arch[device.kind])}, {device.name} is {device.arch}")
         elif self.needs_triton and importlib.util.find_spec("triton") is None:
             reasons.append("needs the package triton")
@@ -91,7 +91,13 @@ def _is_types(allowed) -> bool:
     return isinstance(allowed, type) or (isinstance(allowed, tuple) and all(isinstance(a, type) for a in allowed))
 
 
-def _arch(kind: str, arch: int) -> str:
+def _runs(wanted: int | tuple[int], arch: int) -> bool:
+    return arch in wanted if isinstance(wanted, tuple) else arch >= wanted
+
+
+def _arch(kind: str, arch: int | tuple[int]) -> str:
+    if isinstance(arch, tuple):
+        return f"{_arch(kind, arch[0])} alone"
     return f"NVIDIA sm_{arch}" if kind == "cuda" else f"AMD gfx{arch}"
 
 

@@ -81,6 +81,11 @@ class Traced:
         return [stand_in((2,) * int(ndim), getattr(torch, dtype)) for dtype, ndim in kinds]
 
 
+def hides_keys(mask: Any) -> bool:
+    """Whether a mask may hide padding, keys that nobody sees: their values then count as 0, whatever they hold."""
+    return isinstance(mask, Traced) and re.search(r"\b(KeyPadding|Dense)\b", mask.name) is not None
+
+
 @functools.lru_cache(maxsize=1024)
 def _compiled(text: str) -> Callable:
     space = {"aten": aten, "torch": torch}

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from offline import Facts, _amd, _nvidia
@@ -18,7 +19,7 @@ from onchip.core import device as devices
 from onchip.core import masks, scores
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention import DECODE, triton_decode, triton_prefill
+from onchip.kernels.attention import DECODE, hopper_prefill, tile, triton_decode, triton_prefill
 from onchip.ops.attention import PagedKV
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -40,7 +41,8 @@ def launched(module, arch: str, p: Attention, *inputs):
     calls, how = [], module.configs(p, GPU[arch])[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", lambda kernel, *args, grid, warmup, **rest: calls.append((kernel, args, rest)))
-        patch.setattr(module, "fast", lambda q: arch != "gfx942" and q.dtype != FP32)
+        for one in (tile, module):
+            patch.setattr(one, "fast", lambda q: arch != "gfx942" and q.dtype != FP32, raising=False)
         patch.setattr(module, "has_tma", lambda device: arch == "sm_90", raising=False)
         module.launch(p, how, *inputs, True)
     return how, {kernel.__name__: compiled(kernel, args, rest, arch) for kernel, args, rest in calls}
@@ -53,7 +55,10 @@ def compiled(kernel, args, rest, arch: str) -> Facts:
     backend = make_backend(target)
     bound, kinds, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **rest)
     options, signature, constexprs, attrs = kernel._pack_args(backend, rest | {"debug": False}, bound, kinds, options)
-    return (_amd if amd else _nvidia)(triton.compile(ASTSource(kernel, signature, constexprs, attrs), target=target, options=options.__dict__), arch)
+    return (_amd if amd else _nvidia)(
+        triton.compile((GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs), target=target, options=options.__dict__),
+        arch,
+    )
 
 
 def static(p: Attention, x: Operands, mask=None, score=None):
@@ -65,14 +70,14 @@ def static(p: Attention, x: Operands, mask=None, score=None):
     return p, x
 
 
-def prefill(arch, dim, mask, packed=False, **mod):
+def prefill(arch, dim, band, packed=False, module=triton_prefill, len_q=4096, **mod):
     """Four sequences of 4096 tokens in bf16, 4 heads a group."""
-    rest = ("packed", 0, 16384) if packed else ()
-    p = Attention("prefill", 4, 4096, 4096, 32, 8, dim, BF16, mask, *rest)
-    tokens = (16384,) if packed else (4, 4096)
+    rest = ("packed", 0, 4 * len_q) if packed else ()
+    p = Attention("prefill", 4, len_q, len_q, 32, 8, dim, BF16, band, *rest)
+    tokens = (4 * len_q,) if packed else (4, len_q)
     offsets = meta(5, dtype=torch.int32) if packed else None
     p, x = static(p, Operands(dim**-0.5, offsets, offsets), **mod)
-    tiles, facts = launched(triton_prefill, arch, p, *(meta(*tokens, heads, dim) for heads in (32, 8, 8)), x)
+    tiles, facts = launched(module, arch, p, *(meta(*tokens, heads, dim) for heads in (32, 8, 8)), x)
     return tiles, facts["_prefill"]
 
 
@@ -141,6 +146,36 @@ def test_every_gpu_has_tiles_that_fit(name, dtype, dim):
         for tiles in found:
             assert (tiles.m + 2 * tiles.stages * tiles.n) * dim * dtype.itemsize <= gpu.shared_memory
         assert found[0].m <= max(16, 2 * len_q)
+
+
+# ---- prefill on Hopper
+
+HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of them outside of the loops that matter
+    "d64": (64, False, {}, 200),
+    "d64 short causal": (64, False, {"band": Causal(), "len_q": 1024}, 0),
+    "d128": (128, False, {}, 0),
+    "d128 causal": (128, False, {"band": Causal()}, 0),
+    "d128 causal, short": (128, False, {"band": Causal(), "len_q": 1024}, 0),
+    "d128 window": (128, False, {"band": Window(1024)}, 0),
+    "d128 packed": (128, True, {"band": Causal()}, 0),
+    "d128 softcap": (128, False, {"band": Causal(), "score": scores.Softcap(30.0)}, 0),
+    "d128 ALiBi": (128, False, {"band": Causal(), "score": scores.ALiBi(meta(32, dtype=FP32))}, 100),
+    "d128 document": (128, False, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, 220),
+    "d256": (256, False, {}, 0),
+    "d256 causal": (256, False, {"band": Causal()}, 60),
+}
+
+
+@pytest.mark.parametrize(("dim", "packed", "how", "most"), HOPPER.values(), ids=HOPPER)
+def test_hopper_prefill(dim, packed, how, most):
+    """Every product on wgmma, every tile through TMA, no wait for a product that ptxas adds, and the copying warp gives its registers away."""
+    tiles, facts = prefill("sm_90", dim, packed=packed, module=hopper_prefill, **{"band": Full(), **how})
+    assert facts.spills <= most, f"{tiles}: {facts.spills} bytes"
+    assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
+    steps = (dim // 16) + (tiles.n // 16)  # of one tile of scores, and of one of the output
+    assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and "mma.sync" not in facts.ptx
+    assert facts.tma_loads and "cp.async.cg" not in facts.ptx and (packed or "cp.async.bulk.tensor.4d.global" in facts.ptx)
+    assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 
 # ---- decode

@@ -7,6 +7,7 @@ import torch
 
 import onchip
 from judge import assert_as_good_as_torch
+from onchip.core.device import GPUS
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention, Operands
 from onchip.dispatch import select
@@ -14,6 +15,7 @@ from onchip.kernels.attention import PREFILL
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN = float("nan")
+HOPPER = [kernel for kernel in PREFILL.kernels if isinstance(kernel.arch.get("cuda"), tuple)]
 LIMIT = 300  # the longest sequence that the interpreter gets
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:All-NaN slice")  # numpy's, of the interpreter
@@ -29,9 +31,13 @@ def packed(lengths, mask=Causal(), dim=64, dtype=FP32, heads=(2, 1)) -> Attentio
 
 
 def rows(problems, kernels=PREFILL.kernels):
-    """One case a kernel and problem, with the marks of where it can run."""
+    """One case a kernel and problem, with the marks of where it can run; those for one architecture, of what they accept there."""
     for problem in problems:
         for kernel in kernels:
+            if kernel in HOPPER:
+                if not kernel.refuses(problem, GPUS["H200"]):
+                    yield pytest.param(kernel.name, problem, marks=[pytest.mark.gpu, pytest.mark.hopper], id=f"{problem}-{kernel.name}")
+                continue
             marks = [pytest.mark.gpu] * kernel.needs_triton + [pytest.mark.large] * (kernel.needs_triton and max(problem.len_q, problem.len_k) > LIMIT)
             yield pytest.param(kernel.name, problem, marks=marks, id=f"{problem}-{kernel.name}")
 
@@ -278,10 +284,13 @@ LARGE += [dense(1024, 8192, Causal(), 128, BF16, (8, 2)), dense(4096, mask=Causa
 
 @pytest.mark.gpu
 @pytest.mark.large
+@pytest.mark.parametrize("kernel", ["triton_prefill", pytest.param("hopper_prefill", marks=pytest.mark.hopper)])
 @pytest.mark.parametrize("problem", LARGE, ids=str)
-def test_large(problem, device):
+def test_large(problem, kernel, device):
     """Against torch's SDPA in float32, beside torch's in the same dtype."""
     p = problem
+    if kernel == "hopper_prefill" and PREFILL.kernel(kernel).refuses(p, GPUS["H200"]):
+        pytest.skip("the menu gives it to another kernel")
     q, k, v = tensors(p, device)
 
     def theirs(dtype):
@@ -290,16 +299,17 @@ def test_large(problem, device):
         return torch.nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=mask, enable_gqa=True).transpose(1, 2)
 
     truth = theirs(FP32) if p.dtype != FP32 else theirs(FP64)
-    assert_as_good_as_torch(onchip.attention(q, k, v, mask=p.mask, kernel="triton_prefill"), theirs(p.dtype), truth)
+    assert_as_good_as_torch(onchip.attention(q, k, v, mask=p.mask, kernel=kernel), theirs(p.dtype), truth)
 
 
 @pytest.mark.gpu
 @pytest.mark.large
-def test_large_window(device):
+@pytest.mark.parametrize("kernel", ["triton_prefill", pytest.param("hopper_prefill", marks=pytest.mark.hopper)])
+def test_large_window(kernel, device):
     """The rows of one window, cut out, against the reference."""
     p = dense(16384, mask=Window(1024), dim=128, dtype=BF16, heads=(8, 2))
     q, k, v = tensors(p, device)
-    out = onchip.attention(q, k, v, mask=p.mask, kernel="triton_prefill")
+    out = onchip.attention(q, k, v, mask=p.mask, kernel=kernel)
     for stop in (1, 1000, 1025, 8192, 16384):
         rows, keys = slice(max(0, stop - 64), stop), slice(max(0, stop - 64 - 1024), stop)
         part = [x[:, s] for x, s in ((q, rows), (k, keys), (v, keys))]

@@ -322,6 +322,18 @@ def test_triton(c, device):
     check(c, "triton_prefill", device)
 
 
+@pytest.mark.gpu
+@pytest.mark.hopper
+@settings(max_examples=1000, **QUIET)
+@given(c=cases(300, (8, 16, 24, 40, 64, 128)), half=st.sampled_from((BF16, torch.float16)))
+def test_hopper(c, half, device):
+    """What the menu gives it; the gradients are another kernel's."""
+    c = c._replace(dtype=half, drop=0.0, gradients=False)
+    with contextlib.suppress(onchip.Unsupported), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", lambda outs, leaves, *rest, **more: [None] * len(leaves))
+        check(c, "hopper_prefill", device)
+
+
 # ---- finite differences
 
 EXACT = {

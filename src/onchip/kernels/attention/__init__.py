@@ -7,7 +7,7 @@ import torch
 from onchip.core.kernel import Kernel, Op
 from onchip.core.masks import BANDS, Band
 from onchip.core.problem import Attention, Cost
-from onchip.core.trace import Traced
+from onchip.core.trace import Traced, hides_keys
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
@@ -91,10 +91,30 @@ def _translates(p: Attention) -> str | None:
     return next((why for text in texts if (why := refuses(text))), None)
 
 
+def _may_hide_padding(p: Attention) -> str | None:
+    return f"values that {p.mask} hides may be NaN" if hides_keys(p.mask) else None
+
+
+def _slower_on_hopper(p: Attention) -> str | None:
+    """What `triton_prefill` does faster on an H200."""
+    if p.score is not None and importlib.import_module("onchip.kernels.attention.mods").pair_bytes(p.score.text):
+        return "a score reads a value for each query and key: triton_prefill is faster"
+    if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and not (isinstance(p.mask, Band) and p.mask.right is None):
+        return f"dim {p.dim} under a mask, {p.len_q} queries, of at most 1024: triton_prefill is faster"
+    return None
+
+
 PREFILL = Op(
     "prefill",
     cost,
     (
+        Kernel(
+            "hopper_prefill",
+            "onchip.kernels.attention.hopper_prefill:launch",
+            {"cuda": (90,)},
+            {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
+            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _slower_on_hopper, _translates),
+        ),
         Kernel(
             "triton_prefill",
             "onchip.kernels.attention.triton_prefill:launch",

@@ -192,7 +192,7 @@ DERIVED = {  # operators made of others
     "pow": _pow,
     "gelu": _gelu,
     "softplus": _softplus,
-    "tanh": lambda p, x: p.op("tanh_fast" if p.fast else "tanh_rn", x),
+    "tanh": lambda p, x: p.op("tanh_fast" if p.fast and "s" in x.by else "tanh_rn", x),
     "_to_copy": lambda p, x, **_: p.cast(_value(x)),
     **dict.fromkeys(("clone", "alias"), lambda p, x, **_: x),
     "detach": lambda p, x: replace(x, active=False),

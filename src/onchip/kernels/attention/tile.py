@@ -16,10 +16,12 @@ import triton.language as tl
 from onchip.core.masks import Band
 from onchip.core.philox import ROUNDS, threshold
 from onchip.core.trace import Traced
+from onchip.kernels.attention import mods
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
+L2_SHARE = 32 << 20  # bytes of K and V that the programs in flight may spread over and still find in L2
 CHUNK = 8  # tiles that one program of a mask's map looks at, a microsecond or less each
 
 
@@ -251,6 +253,46 @@ def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     return found, (found.stride(0) * (batch > 1), found.stride(1) * (heads > 1), found.stride(2))
 
 
+def outputs(p, x, q, return_lse: bool):
+    """Output and LSE (or None) of a forward pass, empty; where some rows have no keys or are not used, filled for those."""
+    packed = x.q_offsets is not None
+    out = torch.empty(*q.shape[:-1], p.value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty((p.heads, p.tokens) if packed else (p.batch, p.heads, p.len_q), dtype=torch.float32, device=q.device) if return_lse else None
+    if p.len_k == 0 or x.q_used is not None:
+        out.zero_()
+    if return_lse and (p.len_k == 0 or x.q_used is not None):
+        lse.fill_(-torch.inf)
+        if p.len_k == 0 and x.sinks is not None:  # a query without keys has its sink alone
+            sinks = x.sinks.float().view(-1, 1).expand_as(lse)
+            lse = sinks.clone() if x.q_used is None else torch.where(_used(x, p.tokens), sinks, lse)
+    return out, lse
+
+
+def _used(x, tokens: int):
+    """Which tokens of a packed batch are queries, bool [tokens]."""
+    places = torch.arange(tokens, device=x.q_offsets.device)
+    batch = (torch.searchsorted(x.q_offsets, places, right=True) - 1).clamp(max=len(x.q_used) - 1)
+    return places - x.q_offsets[batch] < x.q_used[batch]
+
+
+def device_functions(p, x, q):
+    """Mask and score of a forward pass as device functions (or None), what they read, and the factors of a score before and after its function."""
+    sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
+    reads = mods.captured(x.mask), mods.captured(x.score)
+    if p.score is None and x.scale > 0:
+        return sees, None, reads, 1.0, x.scale
+    text, before, gain = mods.fold(p.score.text if p.score is not None else mods.IDENTITY)  # a plain kernel takes the largest score before it scales
+    score, _ = mods.score_functions(text, fast=fast(q))
+    return sees, score, reads, x.scale * before, gain
+
+
+def together(p) -> int:
+    """Heads whose programs go side by side, so that their K and V share L2; without a causal mask one: the fewest K and V in flight."""
+    if isinstance(p.mask, Band) and p.mask.right is None:
+        return 1
+    return max(1, min(p.batch * p.heads, L2_SHARE // (2 * p.len_k * p.dim * p.dtype.itemsize)))
+
+
 def fast(q) -> bool:
     """Whether the hardware's approximate tanh will do: it errs by 2^-11, like half precision; the interpreter has none."""
     return q.is_cuda and torch.version.hip is None and q.dtype != torch.float32
@@ -259,11 +301,6 @@ def fast(q) -> bool:
 def reads(text: str, name: str) -> bool:
     """Whether a text uses one of its arguments."""
     return re.search(rf"\b{name}\b", text.partition("):\n")[2]) is not None
-
-
-def hides_keys(mask: Traced) -> bool:
-    """Whether a mask may hide padding, keys that nobody sees: their values then count as 0, whatever they hold, at the price of a pass through registers."""
-    return re.search(r"\b(KeyPadding|Dense)\b", mask.name) is not None
 
 
 def ends(band: Band) -> tuple[int, int, bool]:

@@ -21,7 +21,7 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
-from onchip.core.trace import Traced
+from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.tile import (
     LOG2E,
@@ -31,7 +31,6 @@ from onchip.kernels.attention.tile import (
     ends,
     fast,
     has_tma,
-    hides_keys,
     inner_span,
     kept,
     key_span,
@@ -507,7 +506,7 @@ def _over(p: Attention, how: Launch, lead, lse2, delta, x: Operands, sees, reads
         tuple(t.stride()[:3] for t in lead), *k_map, *q_map, reads, grads, tiles_n, tiles_m, first,
         D=p.dim, DV=p.value_dim, KM=keys.m, KN=keys.n, QM=queries.m, QN=queries.n, BLOCK_D=width, BLOCK_DV=width_v,
         LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, SCORE_BACK=score_back, WHAT=how.what,
-        PADDED=sees is not None and hides_keys(p.mask), TMA=tma, PRECISION=tf32(p), K_STAGES=keys.stages,
+        PADDED=hides_keys(p.mask), TMA=tma, PRECISION=tf32(p), K_STAGES=keys.stages,
         Q_STAGES=queries.stages if how.queries else 0, num_warps=keys.warps, num_stages=keys.stages,
     )  # fmt: skip
 

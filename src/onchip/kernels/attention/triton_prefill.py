@@ -8,7 +8,6 @@ stride is not a multiple of 16 bytes, through pointers.
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -17,7 +16,7 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
-from onchip.core.trace import Traced
+from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.tile import (
     LOG2E,
@@ -25,22 +24,21 @@ from onchip.kernels.attention.tile import (
     bar,
     block,
     describable,
+    device_functions,
     ends,
-    fast,
     has_tma,
-    hides_keys,
     inner_span,
     kept,
     key_span,
     mask_map,
     normalise,
     online_softmax,
+    outputs,
     sequence,
     sink,
     tf32,
+    together,
 )  # fmt: skip
-
-L2_SHARE = 32 << 20  # bytes of K and V that the programs in flight may spread over and still find in L2
 
 
 class Tiles(NamedTuple):
@@ -99,16 +97,14 @@ def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D
         if MASK is not None and EDGE:
             seen = MASK(b, h, rows[:, None], (n + cols)[None, :], len_q, len_k, mask_reads) & (n + cols < len_k)[None, :]
         scores = tl.dot(q, k.T, input_precision=PRECISION)  # [M, N]
-        factor = scale
         if SCORE is not None:
             scores = SCORE(scores * scale, b, h, rows[:, None], (n + cols)[None, :], len_q, len_k, score_reads)
-            factor = gain
         if EDGE:
             if MASK is not None:
                 scores = tl.where(seen, scores, float("-inf"))
             else:
                 scores = band(scores, rows + shift, n + cols, len_k, LEFT, RIGHT)
-        weights, shrink, top, total = online_softmax(scores, top, total, factor, EDGE or SCORE is not None)
+        weights, shrink, top, total = online_softmax(scores, top, total, gain, EDGE or SCORE is not None)
         if state_ptr is not None:
             weights = tl.where(kept(state_ptr, drop_bar, b_h, rows[:, None], (n + cols)[None, :]), weights * keep_scale, 0.0)
         acc = acc * shrink[:, None]
@@ -171,10 +167,7 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
     total = tl.zeros([BLOCK_M], tl.float32)
     place, strides, at = (batch, kv_head, start_k), (k_row, v_row), (b, head, shift, len_q, len_k)
     dropout = (state_ptr, drop_bar, keep_scale, batch_head)
-    gain = gain * LOG2E
-    if SCORE is None:
-        scale = scale * LOG2E
-    call = (rows, place, strides, scale, gain, at, reads, dropout)
+    call = (rows, place, strides, scale, gain * LOG2E, at, reads, dropout)
     if MASK is not None:
         map_ptr += b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
         part, whole = tl.load(map_ptr), tl.load(map_ptr + 1)
@@ -264,19 +257,9 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     """q, k, v as `ops.attention` passes them: dense, or packed with offsets."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    out = torch.empty(*q.shape[:-1], p.value_dim, dtype=q.dtype, device=q.device)
     packed = x.q_offsets is not None
-    lse = None
-    if return_lse:
-        shape = (p.heads, p.tokens) if packed else (p.batch, p.heads, p.len_q)
-        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
-        return (out, lse) if return_lse else out
-    if p.len_k == 0 or x.q_used is not None:  # rows that no program writes
-        out.zero_()
-        if return_lse:
-            lse.fill_(-torch.inf) if x.sinks is None or x.q_used is not None else lse.copy_(x.sinks.float().view(-1, 1).expand_as(lse))
-    if p.len_k == 0:
+    out, lse = outputs(p, x, q, return_lse)
+    if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
     heads_first = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch, heads, len, dim]
     width, width_v = block(p.dim), block(p.value_dim)
@@ -288,27 +271,18 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
         if packed:
             sources[3] = heads_first[3]
     tiles_m = triton.cdiv(p.len_q, tiles.m)
-    together = 1  # without a causal mask one head after the other: the fewest K and V in flight
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    if right >= 0 or isinstance(p.mask, Traced):
-        together = max(1, min(p.batch * p.heads, L2_SHARE // (2 * p.len_k * p.dim * p.dtype.itemsize)))
     lse_strides = (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]
-    sees, score, found, map_strides = None, None, None, (0, 0, 0)
-    reads = mods.captured(x.mask), mods.captured(x.score)
-    scale, gain = x.scale, 1.0
-    if p.score is not None or scale <= 0:  # the plain kernel takes the largest score before it scales
-        text, before, gain = mods.fold(p.score.text if p.score is not None else mods.IDENTITY)
-        scale *= before
-        score, _ = mods.score_functions(text, fast=fast(q))
-    if isinstance(p.mask, Traced):
-        sees = mods.mask_function(p.mask.text)
+    sees, score, reads, scale, gain = device_functions(p, x, q)
+    found, map_strides = None, (0, 0, 0)
+    if sees is not None:
         found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, False, q.device)
     _prefill[(tiles_m * p.batch * p.heads,)](
         *sources, lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.sinks if x.sinks is None else x.sinks.contiguous(), x.state, reads,
-        scale, gain, p.heads, p.group, p.len_q, p.len_k, tiles_m, together, bar(x.drop), 1 / (1 - x.drop),
+        scale, gain, p.heads, p.group, p.len_q, p.len_k, tiles_m, together(p), bar(x.drop), 1 / (1 - x.drop),
         *(t.stride()[:3] for t in heads_first), lse_strides, map_strides,
         D=p.dim, DV=p.value_dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_D=width, BLOCK_DV=width_v,
-        LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, PADDED=sees is not None and hides_keys(p.mask),
+        LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, PADDED=hides_keys(p.mask),
         TMA=tma, PRECISION=tf32(p), STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -1,0 +1,522 @@
+"""Attention of many queries on Hopper: o = softmax(scale q k^T + mask) v, warp-specialised as FlashAttention-3 (Shah et al., 2024).
+
+One warp copies (TMA): Q once a tile, K and V round two rings. Two or three warpgroups compute, 64 rows each, in step with nobody but
+the copies: the products of key tile j's scores and of tile j - 1's output are both started before the softmax of tile j, which runs
+beside the latter. The output is scaled anew only where a maximum grew by more than 2^8 (Dao, FlashAttention-4): rarely.
+A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+
+from onchip.core.device import Device
+from onchip.core.kernel import pick
+from onchip.core.masks import Band
+from onchip.core.problem import Attention, Operands
+from onchip.core.trace import Traced
+from onchip.kernels.attention.tile import describable, device_functions, ends, inner_span, key_span, mask_map, outputs, sequence, together
+from onchip.kernels.hopper import (
+    advance,
+    describe,
+    fence_async_shared,
+    fill,
+    gl,
+    gluon,
+    mbarrier,
+    release,
+    release_after,
+    ring,
+    scale_rows,
+    take_turn,
+    tma,
+    tma_store,
+    turn_over,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+GROWTH = gl.constexpr(8.0)  # weights of up to 2^8 cost a half-precision product no digits, and a float32 sum none that count
+
+
+class Tiles(NamedTuple):
+    """Warpgroups of 64 queries, keys a tile, key tiles in flight, and how tiles of queries are given out.
+
+    order   "blocks": a block each, the longest first; "turns": to as many blocks as there are multiprocessors, in turns, so that the next
+            tile's copies run beside the last one's end; "pairs": in turns, a long one under a causal mask always with the short one that makes it even.
+    """
+
+    groups: int
+    n: int
+    stages: int
+    order: str
+    sms: int = 132
+
+    def __str__(self):
+        return f"{64 * self.groups}x{self.n} tiles, {self.groups} warpgroups, {self.stages} stages, in {self.order}"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the device code is compiled for, beside mask and score."""
+
+    groups: int
+    n: int  # keys a tile
+    stages: int
+    pairs: bool
+    left: int
+    right: int
+    top_left: bool
+    packed: bool
+    mapped: bool
+    dim_v: int
+    share: bool  # whether the output leaves through the queries' buffer
+    lazily: int  # values that are scaled together, or not; 0: always all
+
+    @property
+    def m(self):
+        return 64 * self.groups
+
+
+# ---- device: what there is to do
+
+
+@gluon.jit
+def _place(turn, sizes, lengths, C: gl.constexpr):
+    """The tile of this program's `turn`: its sequence, head, rows, and whether there is one.
+
+    `together` heads go side by side, so that their K and V share L2; where rows differ in length the longest go first.
+    """
+    tiles, tiles_m, together, heads, _, len_q, len_k, batch_heads = sizes
+    q_offsets, k_offsets, q_used, k_used = lengths
+    second = turn % 2
+    if C.pairs:
+        turn = turn // 2
+    t = turn * gl.num_programs(0) + gl.program_id(0)
+    there = t < tiles
+    bundle = t // (together * tiles_m)
+    within = t - bundle * together * tiles_m
+    width = gl.maximum(gl.minimum(together, batch_heads - bundle * together), 1)
+    batch_head = bundle * together + within % width
+    tile_m = within // width
+    if C.pairs:
+        last = gl.cdiv(len_q, C.m) - 1
+        there = there & ((second == 0) | (tile_m != last - tile_m))
+        tile_m = gl.where(second == 0, last - tile_m, tile_m)
+    elif C.right >= 0 or C.mapped:
+        tile_m = tiles_m - 1 - tile_m
+    b = gl.where(there, batch_head // heads, 0)
+    head = batch_head - batch_head // heads * heads
+    start_q, len_q = sequence(q_offsets, q_used, b, len_q)
+    start_k, len_k = sequence(k_offsets, k_used, b, len_k)
+    return b, head, tile_m, start_q, len_q, start_k, len_k, there & (tile_m * C.m < len_q)
+
+
+@gluon.jit
+def _turns(sizes, C: gl.constexpr):
+    """Turns of this program."""
+    turns = gl.cdiv(sizes[0] - gl.program_id(0), gl.num_programs(0))
+    if C.pairs:
+        turns = turns * 2
+    return turns
+
+
+@gluon.jit
+def _steps(place, map_ptr, map_strides, C: gl.constexpr):
+    """The key tiles of a tile of queries: the first; how many more need the mask, how many do not, how many do again; and the row of the map.
+
+    One at least, so that a row that sees nothing comes to its end too.
+    """
+    N: gl.constexpr = C.n
+    b, head, tile_m, _, len_q, _, len_k, _ = place
+    row = tile_m  # without a map nobody looks
+    if C.mapped:
+        row = map_ptr + b.to(gl.int64) * map_strides[0] + head.to(gl.int64) * map_strides[1] + tile_m.to(gl.int64) * map_strides[2]
+        part = gl.load(row)
+        whole = gl.load(row + 1)
+        top = gl.where(part > 0, gl.load(row + 2), gl.where(whole > 0, gl.load(row + map_strides[2] - 1), 0))
+        masked = gl.maximum(part - 1, 0)
+        bare = gl.where(part > 0, whole, gl.maximum(whole - 1, 0))
+        low = part * 0
+    else:
+        shift = len_k - len_q
+        if C.top_left:
+            shift = shift * 0
+        row_first, row_last = tile_m * C.m + shift, tile_m * C.m + C.m - 1 + shift
+        first, last = key_span(row_first, row_last, len_k, C.left, C.right)
+        inner, outer = inner_span(row_first, row_last, len_k, C.left, C.right, N)
+        first = first // N
+        top = gl.maximum(gl.cdiv(last, N) - 1, first)
+        inner = gl.minimum(gl.maximum(inner // N, first), top)
+        outer = gl.minimum(gl.maximum(outer // N, inner), top)
+        masked = top - outer
+        bare = outer - inner
+        low = inner - first
+    return top, masked, bare, low, row
+
+
+@gluon.jit
+def _tile_at(x, steps, map_strides, C: gl.constexpr):
+    """The key tile of step `x`; the first step is 0."""
+    top, _, _, _, row = steps
+    if C.mapped:
+        part = gl.load(row)
+        where = gl.where(x < part, row + 2 + x, row + map_strides[2] - 1 - (x - part))
+        tile = gl.load(where)
+    else:
+        tile = top - x
+    return tile
+
+
+# ---- device: the copying warp
+
+
+@gluon.jit
+def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
+    N: gl.constexpr = C.n
+    GROUPS: gl.constexpr = C.groups
+    READERS: gl.constexpr = 128 * C.groups + 32
+    q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
+    for turn in range(_turns(sizes, C)):
+        place = _place(turn, sizes, lengths, C)
+        b, head, tile_m, start_q, _, start_k, _, there = place
+        if there:
+            steps = _steps(place, map_ptr, map_strides, C)
+            top, masked, bare, low, _row = steps  # `_` is of another type already
+            batch = b
+            if C.packed:
+                batch = b * 0
+            kv_head = head // sizes[4]
+            n = start_k + top * N
+            for group in gl.static_range(GROUPS):  # the first queries and keys first
+                q_at = fill(q_ring, q_at, q_desc, [batch, head, start_q + tile_m * C.m + group * 64, 0], C.groups, 0, 0)
+                if group == 0:
+                    k_at = fill(k_ring, k_at, k_desc, [batch, kv_head, n, 0], C.stages, 10, READERS)
+            for x in range(1, 1 + masked + bare + low):
+                after = start_k + _tile_at(x, steps, map_strides, C) * N
+                k_at = fill(k_ring, k_at, k_desc, [batch, kv_head, after, 0], C.stages, 10, READERS)
+                v_at = fill(v_ring, v_at, v_desc, [batch, kv_head, n, 0], C.stages, 10 + C.stages, READERS)
+                n = after
+            v_at = fill(v_ring, v_at, v_desc, [batch, kv_head, n, 0], C.stages, 10 + C.stages, READERS)
+
+
+# ---- device: a computing warpgroup
+
+
+@gluon.jit
+def _scored(scores, n, call, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """What happens to a score before the mask."""
+    N: gl.constexpr = C.n
+    if SCORE is not None:
+        rows, _, b, h, len_q, len_k, scale, _, _, reads = call
+        cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads)
+    return scores
+
+
+@gluon.jit
+def _hidden(scores, n, call, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """Scores with -inf where the mask hides the key."""
+    N: gl.constexpr = C.n
+    rows, shift, b, h, len_q, len_k, _, _, reads, _ = call
+    cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    if MASK is not None:
+        seen = MASK(b, h, rows[:, None], cols[None, :], len_q, len_k, reads) & (cols < len_k)[None, :]
+    elif C.right >= 0:
+        seen = cols[None, :] < gl.minimum(rows + (shift + C.right + 1), len_k)[:, None]
+    else:
+        seen = (cols < len_k)[None, :]
+    if MASK is None and C.left >= 0:
+        seen = seen & (cols[None, :] >= (rows + (shift - C.left))[:, None])
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def _softmax(scores, top, factor, MAY_BE_EMPTY: gl.constexpr, C: gl.constexpr):
+    """One step of the online softmax, in base 2: the weights, what shrinks all before, the new maximum, and sums that stay in a thread, [64, 8].
+
+    The four threads of a row meet once, at the end.
+    """
+    N: gl.constexpr = C.n
+    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
+    if C.lazily > 0:
+        new_top = gl.where(new_top - top > GROWTH, new_top, top)
+    base = new_top
+    if MAY_BE_EMPTY:  # a row that has seen no key yet: -inf minus -inf is NaN
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = gl.exp2(scores * factor - base[:, None])
+    return weights, gl.exp2(top - base), new_top, gl.sum(weights.reshape([64, N // 8, 8]), 1)
+
+
+@gluon.jit
+def _clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
+    """Values of keys from `n` on, waited for, with 0 behind the last key: another sequence lies there, and 0 times NaN is NaN."""
+    values, full, _ = v_ring
+    N: gl.constexpr = C.n
+    if n + N > len_k:
+        mbarrier.wait(full.index(vi), vp)
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        real = n + gl.arange(0, N, layout=gl.SliceLayout(1, layout)) < len_k
+        tile = values.index(vi).reshape([N, values.shape[-1]])
+        tile.store(gl.where(real[:, None], tile.load(layout), 0.0).to(values.dtype))
+        fence_async_shared()
+
+
+@gluon.jit
+def _more(state, count, x, q, k_ring, v_ring, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr,
+          GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
+    """`count` further key tiles from step `x` on. EDGE: they need the mask."""
+    N: gl.constexpr = C.n
+    weights, acc, top, total, ki, kp, vi, vp = state
+    keys, k_full, _ = k_ring
+    values, v_full, _ = v_ring
+    READERS: gl.constexpr = 128 * C.groups + 32
+    for t in range(count):
+        mbarrier.wait(k_full.index(ki), kp)
+        take_turn(GROUP, C.groups)
+        zeros = gl.zeros([64, N], gl.float32, s_layout)
+        scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(vi), vp)
+        acc = warpgroup_mma(weights, values.index(vi).reshape([N, values.shape[-1]]), acc, is_async=True)
+        turn_over(GROUP, C.groups)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        n = 0
+        if EDGE or SCORE is not None:
+            n = _tile_at(x + t, steps, map_strides, C) * N
+        scores = _scored(scores, n, call, SCORE, C, s_layout)
+        if EDGE:
+            scores = _hidden(scores, n, call, MASK, C, s_layout)
+        p, shrink, top, sums = _softmax(scores, top, call[7], EDGE or SCORE is not None, C)
+        release_after(sums, k_ring, ki, 10, READERS)
+        ki, kp = advance(ki, kp, C.stages)
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+        p = gl.convert_layout(p.to(weights.dtype), p_layout)
+        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        release(v_ring, vi, 10 + C.stages, READERS)
+        vi, vp = advance(vi, vp, C.stages)
+        if C.packed and C.mapped and EDGE:
+            _clear(v_ring, vi, vp, n, call[5], C)
+        acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
+        weights = p
+    return weights, acc, top, total, ki, kp, vi, vp
+
+
+@gluon.jit
+def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse_ptr, lse_strides, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
+            MASK: gl.constexpr, SCORE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    """The output of 64 queries, and the cursors after it; LSE is stored."""
+    N: gl.constexpr = C.n
+    keys, k_full, _ = k_ring
+    values, v_full, _ = v_ring
+    DV: gl.constexpr = values.shape[-1]
+    READERS: gl.constexpr = 128 * C.groups + 32
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    b, head, tile_m, start_q, len_q, _, len_k, _ = place
+    ki, kp, vi, vp = cursors
+    steps = _steps(place, map_ptr, map_strides, C)
+    first, masked, bare, low, _ = steps
+    rows = tile_m * C.m + GROUP * 64 + gl.arange(0, 64, layout=row_layout)
+    shift = len_k - len_q
+    if C.top_left:
+        shift = shift * 0
+    call = (rows, shift, b, head, len_q, len_k, scale, gain, reads[0], reads[1])
+
+    mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
+    take_turn(GROUP, C.groups)
+    zeros = gl.zeros([64, N], gl.float32, s_layout)
+    scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    turn_over(GROUP, C.groups)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    release(k_ring, ki, 10, READERS)
+    ki, kp = advance(ki, kp, C.stages)
+    scores = _scored(scores, first * N, call, SCORE, C, s_layout)
+    scores = _hidden(scores, first * N, call, MASK, C, s_layout)
+    p, _, top, total = _softmax(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, True, C)
+    weights = gl.convert_layout(p.to(DTYPE), p_layout)
+    if C.packed:
+        _clear(v_ring, vi, vp, first * N, len_k, C)
+    state = (weights, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
+    if C.right >= 0 or C.mapped:
+        state = _more(state, masked, 1, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, True, C, GROUP, s_layout, p_layout)
+    state = _more(state, bare, 1 + masked, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, False, C, GROUP, s_layout, p_layout)
+    if C.left >= 0 and not C.mapped:
+        state = _more(state, low, 1 + masked + bare, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, True, C, GROUP, s_layout, p_layout)
+    weights, acc, top, total, ki, kp, vi, vp = state
+
+    mbarrier.wait(v_full.index(vi), vp)
+    acc = warpgroup_mma(weights, values.index(vi).reshape([N, DV]), acc, is_async=True)
+    total = gl.convert_layout(gl.sum(total, 1), row_layout)
+    shrink = gl.full([64], 1.0, gl.float32, row_layout)
+    if sinks_ptr is not None:  # one more logit, which weighs nothing
+        logit = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+        new_top = gl.maximum(top, logit)
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink = gl.exp2(top - base)
+        total = total * shrink + gl.exp2(logit - base)
+        top = new_top
+    if lse_ptr is not None:
+        batch = b.to(gl.int64)
+        if C.packed:
+            batch = batch * 0
+        at = lse_ptr + batch * lse_strides[0] + head.to(gl.int64) * lse_strides[1] + start_q + rows
+        gl.store(at, (top + gl.log2(total)) * LN2, mask=rows < len_q)
+    inverse = gl.where(total == 0.0, 0.0, shrink / total)
+    acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+    release(v_ring, vi, 10 + C.stages, READERS)
+    vi, vp = advance(vi, vp, C.stages)
+    return acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None], ki, kp, vi, vp
+
+
+@gluon.jit
+def _compute(outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads,
+             MASK: gl.constexpr, SCORE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    o_desc, o_ptr, o_strides, o_buffers = outs
+    q_ring, k_ring, v_ring = rings
+    queries, q_full, q_empty = q_ring
+    DV: gl.constexpr = v_ring[0].shape[-1]
+    q = queries.index(GROUP).reshape([64, queries.shape[-1]])
+    buffer = o_buffers.index(GROUP)
+    qp, ki, kp, vi, vp = 0, 0, 0, 0, 0
+    if GROUP == 1:  # so that the first goes first
+        turn_over(GROUP, C.groups)
+    for turn in range(_turns(sizes, C)):
+        place = _place(turn, sizes, lengths, C)
+        b, head, tile_m, start_q, len_q, _, _, there = place
+        if there:
+            mbarrier.wait(q_full.index(GROUP), qp)
+            acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, sinks_ptr, lse_ptr, lse_strides, scale, gain, map_ptr, map_strides,
+                                          reads, queries.dtype, MASK, SCORE, C, GROUP)  # fmt: skip
+            if not C.share:
+                mbarrier.arrive(q_empty.index(GROUP), count=1)
+                tma.store_wait(0)  # the tile before has left
+            buffer.reshape([64, DV]).store(acc.to(queries.dtype))
+            row = tile_m * C.m + GROUP * 64
+            if C.packed:  # the copy engine does not know where a sequence ends
+                layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+                rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+                dims = gl.arange(0, DV, layout=gl.SliceLayout(0, layout))
+                at = o_ptr + head.to(gl.int64) * o_strides[1] + (start_q + rows).to(gl.int64)[:, None] * o_strides[2] + dims[None, :]
+                gl.store(at, buffer.reshape([64, DV]).load(layout), mask=(rows < len_q)[:, None] & (dims < C.dim_v)[None, :])
+            else:
+                fence_async_shared()
+                tma_store(o_desc, [b, head, row, 0], buffer)
+            if C.share:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(GROUP), count=1)
+            qp ^= 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads"])
+def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, reads, scale, gain,
+             tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides,
+             MASK: gl.constexpr, SCORE: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    q_ring = ring(q_desc, C.groups, 1)
+    k_ring = ring(k_desc, C.stages, C.groups)
+    v_ring = ring(v_desc, C.stages, C.groups)
+    o_buffers = q_ring[0]
+    if not C.share:
+        o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
+    fence_async_shared()
+    sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads)
+    lengths = (q_offsets, k_offsets, q_used, k_used)
+    outs, rings, gain = (o_desc, o_ptr, o_strides, o_buffers), (q_ring, k_ring, v_ring), gain * LOG2E
+    if C.groups == 1:
+        gl.warp_specialize(
+            [
+                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 0)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_ptr, map_strides, C)),
+            ],
+            [1],
+            [24],
+        )
+    elif C.groups == 2:
+        gl.warp_specialize(
+            [
+                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 0)),
+                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 1)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_ptr, map_strides, C)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 0)),
+                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 1)),
+                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 2)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_ptr, map_strides, C)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
+
+
+# ---- host
+
+# Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for more than a plain dense problem.)
+TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
+LONG_64 = (3, 128, 2)
+LAZILY = ((64, 0), (256, 64))
+SHORT = 1024  # queries
+PAIRED = 4096  # tokens up to which a causal problem's tiles go in pairs: beyond, giving out the longest first evens them out as well
+
+
+def configs(p: Attention, device: Device) -> list[Tiles]:
+    """The tiles of the head dimension; half of them where they are too few for the device. Rows of equal length come in turns, short causal ones in pairs."""
+    width, mask = max(block(p.dim), block(p.value_dim)), p.mask
+    alike = isinstance(mask, Band) and p.keys == "dense" and mask.left is None
+    groups, n, stages = pick(TILES, width)
+    if width == 64 and alike and mask.right is None and p.score is None and p.len_q > SHORT:
+        groups, n, stages = LONG_64
+    order = "blocks"
+    if alike and mask.right is None:
+        order = "turns"
+    elif alike and mask.right == 0 and p.len_q == p.len_k <= PAIRED:
+        order = "pairs"
+    if "batch_invariant" not in p.extras and p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
+        groups, order = 1, "blocks"
+    return [Tiles(groups, n, stages, order, device.sms)]
+
+
+def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
+    """q, k, v as `ops.attention` passes them: dense, or packed with offsets."""
+    packed = x.q_offsets is not None
+    out, lse = outputs(p, x, q, return_lse)
+    if out.numel() == 0 or p.len_k == 0:
+        return (out, lse) if return_lse else out
+    first = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch, heads, len, dim]
+    first = [t if describable(t) else t.contiguous() for t in first]
+    width, width_v = block(p.dim), block(p.value_dim)
+    left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
+    shape = Shape(tiles.groups, tiles.n, tiles.stages, tiles.order == "pairs", left, right, top_left, packed, isinstance(p.mask, Traced), p.value_dim,
+                  width == width_v == 256, pick(LAZILY, width_v))  # fmt: skip
+    blocks = ((64, width), (tiles.n, width), (tiles.n, width_v), (64, width_v))
+    tiles_m = triton.cdiv(p.len_q, shape.m)
+    if shape.pairs:
+        tiles_m = triton.cdiv(tiles_m, 2)
+    sees, score, reads, scale, gain = device_functions(p, x, q)
+    found, map_strides = None, (0, 0, 0)
+    if shape.mapped:
+        found, map_strides = mask_map(p, sees, reads[0], x, shape.m, tiles.n, False, q.device)
+    count = tiles_m * p.batch * p.heads
+    grid = count if tiles.order == "blocks" else min(count, tiles.sms)
+    _prefill[(grid,)](
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), first[3], lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found,
+        x.sinks if x.sinks is None else x.sinks.contiguous(), reads, scale, gain, count, tiles_m, together(p), p.heads, p.group, p.len_q, p.len_k,
+        p.batch * p.heads, first[3].stride()[:3], (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides,
+        MASK=sees, SCORE=score, C=shape, num_warps=4,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def block(dim: int) -> int:
+    """The columns that hold a head."""
+    return max(64, triton.next_power_of_2(dim))

@@ -1,0 +1,126 @@
+"""What every Hopper kernel in Gluon is made of: names that Triton's releases spell differently, rings of buffers, barriers.
+
+A ring is `(buffers, full, empty)`: STAGES buffers in shared memory, an mbarrier for each that a TMA copy has filled it and one
+that every reader has let it go. A cursor `(index, phase)` walks round it; the phase flips with every turn.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed the two
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@gluon.jit
+def ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """A ring of STAGES buffers for the tiles of `desc`, which READERS partitions read."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout), full, empty  # noqa: RUF005 (device code)
+
+
+@gluon.jit
+def advance(index, phase, STAGES: gl.constexpr):
+    """The cursor's next place."""
+    if STAGES == 1:
+        phase = phase ^ 1
+    else:
+        index = index + 1
+        wrap = index == STAGES
+        index = gl.where(wrap, 0, index)
+        phase = gl.where(wrap, phase ^ 1, phase)
+    return index, phase
+
+
+@gluon.jit
+def release(ring, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Let a buffer of a ring with hardware barriers go: those from BARRIER on, at which THREADS meet, all readers and the copying warp's 32.
+
+    (Triton makes the warps of a partition wait for each other before each arrival at an mbarrier; here nobody waits.)
+    """
+    gl.inline_asm_elementwise("bar.arrive $1, $2; mov.u32 $0, 0;", "=r,r,r", [index + BARRIER, index * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def release_after(sums, ring, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """`release` by 128 threads of four `sums` each, none negative, not before they are there.
+
+    ptxas keeps barriers and waits for products in order, but lets a computation that neither needs sink below them: without this the softmax
+    would run after the product beside which it belongs.
+    """
+    code: gl.constexpr = """{ .reg .b32 t, u; mov.b32 t, $4; mov.b32 u, $5; or.b32 t, t, u; mov.b32 u, $6; or.b32 t, t, u; mov.b32 u, $7; or.b32 t, t, u;
+        shr.u32 t, t, 31; add.u32 t, t, $8; bar.arrive t, $12; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }"""
+    kinds: gl.constexpr = "=r,=r,=r,=r,f,f,f,f,r,r,r,r,r,r,r,r"
+    gl.inline_asm_elementwise(code, kinds, [sums, index + BARRIER, index * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.jit
+def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Start a copy into the next buffer once it is free; returns the cursor's next place. BARRIER 0: the ring's mbarriers say when."""
+    buffers, full, empty = ring
+    index, phase, used = cursor
+    if BARRIER == 0:
+        mbarrier.wait(empty.index(index), phase ^ 1)
+    elif used >= STAGES:
+        gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [index + BARRIER, index * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=1)
+    mbarrier.expect(full.index(index), desc.block_type.nbytes)
+    tma_load(desc, at, full.index(index), buffers.index(index))
+    index, phase = advance(index, phase, STAGES)
+    return index, phase, used + 1
+
+
+@gluon.jit
+def take_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Of two warpgroups, wait until the other has started its products (FlashAttention-3's ping-pong)."""
+    if GROUPS == 2:
+        code: gl.constexpr = "bar.sync 8, 256; mov.u32 $0, 0;" if GROUP == 0 else "bar.sync 9, 256; mov.u32 $0, 0;"
+        gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def turn_over(GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Now the other may start its products."""
+    if GROUPS == 2:
+        code: gl.constexpr = "bar.arrive 9, 256; mov.u32 $0, 0;" if GROUP == 0 else "bar.arrive 8, 256; mov.u32 $0, 0;"
+        gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+def _products(n: int) -> tuple[gl.constexpr, gl.constexpr]:
+    """PTX: n values times n factors in place, past it where no thread of the warp has a factor but 1 (the first and third say it: a thread has two rows)."""
+    each = " ".join(f"mul.f32 ${x}, ${x}, ${2 * n + x};" for x in range(n))
+    code = f"""{{ .reg .pred p; .reg .pred q; setp.neu.f32 p, ${2 * n}, 0f3F800000; setp.neu.f32 q, ${2 * n + 2}, 0f3F800000; or.pred p, p, q;
+        vote.sync.any.pred p, p, 0xffffffff; @!p bra SKIP; {each} SKIP: }}"""
+    return gl.constexpr(code), gl.constexpr(",".join(["=f"] * n + [str(x) for x in range(n)] + ["f"] * n))
+
+
+PRODUCTS, OPERANDS = _products(64)
+
+
+@gluon.jit
+def scale_rows(acc, factor, TOGETHER: gl.constexpr):
+    """acc * factor[:, None]. TOGETHER: values of a thread that are multiplied, or, where all factors of a warp are 1, left alone; 0: no look."""
+    gl.static_assert(TOGETHER == 0 or TOGETHER == 64)
+    if TOGETHER == 0:
+        acc = acc * factor[:, None]
+    else:
+        acc = gl.inline_asm_elementwise(PRODUCTS, OPERANDS, [acc, factor[:, None]], dtype=gl.float32, is_pure=True, pack=64)
+    return acc
+
+
+def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
+    """Tiles of `rows` x `cols` of [batch, heads, len, dim]; what lies outside reads as 0 and is not written."""
+    block = [1, 1, rows, cols]
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[t.dtype]))
+
+
+__all__ = [
+    "DTYPES", "TensorDescriptor", "advance", "describe", "fence_async_shared", "fill", "gl", "gluon", "mbarrier", "release", "release_after", "ring",
+    "scale_rows", "take_turn", "tma", "tma_load", "tma_store", "turn_over", "warpgroup_mma", "warpgroup_mma_wait",
+]  # fmt: skip
