@@ -70,7 +70,11 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"attention: dropout 1.0 is not a probability below 1; give 0 <= p < 1", ValueError, {"dropout": 1}),
         (r"attention: dropout -0.5 is not a probability", ValueError, {"dropout": onchip.Dropout(-0.5)}),
         (r"attention: dropout has seed -1 and offset 0; give a seed of 63 bits or None", ValueError, {"dropout": onchip.Dropout(0.5, -1)}),
-        (r"prefill: no kernel is named 'flash'; it has triton_prefill, blocked, reference, or leave kernel='auto'", onchip.Unsupported, {"kernel": "flash"}),
+        (
+            r"prefill: no kernel is named 'flash'; it has hopper_prefill, triton_prefill, blocked, reference, or leave kernel='auto'",
+            onchip.Unsupported,
+            {"kernel": "flash"},
+        ),
     ],
 )
 def test_arguments_that_mean_nothing(words, error, keywords, graph, monkeypatch):

@@ -1,0 +1,677 @@
+"""A Hopper GPU that runs Gluon kernels on a CPU: their text as it is, on torch tensors, with the asynchronous units as late as we like.
+
+    kernel = Emulator("slow loads", seed=0).load("onchip.kernels.hopper", "onchip.kernels.attention.hopper_prefill")
+    kernel.launch(...)
+
+`load` executes the modules' own sources with stand-ins for triton and Gluon. Programs run one after the other, and the partitions of a
+program as threads of which one runs at a time, until it waits. Time is virtual: copies and products take a random while of it, by the
+seed, so a run can be repeated, and a deadlock shows when nobody can go on and nothing is under way, however busy the machine. MODES say
+what lags behind; each is worth a run, because a slow unit hides the races of the others.
+
+What protects memory is emulated, so that a mistake in it shows as a wrong result or a Fault. From the moment a TMA copy is issued its
+buffer holds NaN, until the copy lands; a TMA store reads shared memory late; a product reads its operands when it is issued or not before
+it is waited for; mbarriers count arrivals and bytes, named barriers the threads of partitions. Layouts, registers and the divergence of
+threads are not emulated: what compiles is for the compiler to say.
+"""
+
+import builtins
+import heapq
+import importlib.util
+import itertools
+import math
+import operator
+import random
+import re
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+MODES = ("slow products", "slow loads", "slow stores")
+SHARED = 227 << 10  # bytes of shared memory a program may have
+LATE, SOON = (0.0, 300.0), 3.0  # how long the slow unit takes, one or the other; and the longest of the others
+PACES = (0.1, 1.0, 10.0)  # of partitions, so that one may get ahead of another
+
+
+class Fault(Exception):
+    """What a GPU would punish with a hang or a wrong result."""
+
+
+class Deadlock(Fault):
+    """Every partition waits, and nothing is under way."""
+
+
+class Stopped(Exception):
+    """Ends the partitions that are left when one has failed."""
+
+
+# ---- values
+
+
+def raw(x) -> torch.Tensor:
+    """A value, or a Python number, as a torch tensor."""
+    if isinstance(x, (Tensor, Product)):
+        return x.values
+    if isinstance(x, bool):
+        return torch.tensor(x)
+    if isinstance(x, int):
+        return torch.tensor(x, dtype=torch.int32 if -(1 << 31) <= x < 1 << 31 else torch.int64)
+    if isinstance(x, float):
+        return torch.tensor(x, dtype=torch.float32)
+    raise TypeError(f"a {type(x).__name__} is no value")
+
+
+def lift(function: Callable) -> Callable:
+    """A function of torch tensors as one of values."""
+    return lambda *args: Tensor(function(*map(raw, args)))
+
+
+class Tensor:
+    """A tile or a scalar, which nothing changes in place; its layout is no matter."""
+
+    type = SimpleNamespace(layout=None)
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values
+
+    dtype = property(lambda self: self.values.dtype)
+    shape = property(lambda self: list(self.values.shape))
+
+    def to(self, dtype):
+        return Tensor(self.values.to(dtype))
+
+    def reshape(self, shape):
+        return Tensor(self.values.reshape(shape))
+
+    def __getitem__(self, index):
+        return Tensor(self.values[index])
+
+    def __bool__(self):
+        return bool(self.values)
+
+    def __index__(self):
+        return int(self.values)
+
+    def __neg__(self):
+        return Tensor(-self.values)
+
+    def __invert__(self):
+        return Tensor(~self.values)
+
+
+def _quotient(x, y):
+    return torch.div(x, y, rounding_mode="trunc")  # as in C
+
+
+BINARY = {name: getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "lshift", "rshift")}
+BINARY |= {"and": operator.and_, "or": operator.or_, "xor": operator.xor, "floordiv": _quotient, "mod": torch.fmod}
+for _name, _function in BINARY.items():
+    setattr(Tensor, f"__{_name}__", lift(_function))
+    setattr(Tensor, f"__r{_name}__", lift(lambda x, y, f=_function: f(y, x)))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Tensor, f"__{_name}__", lift(getattr(operator, _name)))
+
+
+def _largest(x: Tensor, axis: int) -> Tensor:
+    return Tensor(torch.where(raw(x).isnan(), -torch.inf, raw(x)).amax(axis))  # a maximum on a GPU passes over NaN
+
+
+def _where(condition, x, y):
+    if isinstance(x, Pointer):
+        return Pointer(x.memory, x.written, torch.where(raw(condition), x.places, y.places))
+    return Tensor(torch.where(raw(condition), raw(x), raw(y)))
+
+
+class Pointer:
+    """Places in the memory of a tensor, in elements from where it begins."""
+
+    def __init__(self, memory: torch.Tensor, written: torch.Tensor, places=0):
+        self.memory, self.written, self.places = memory, written, places
+
+    def __add__(self, offset):
+        return Pointer(self.memory, self.written, self.places + raw(offset).long())
+
+    def __sub__(self, offset):
+        return Pointer(self.memory, self.written, self.places - raw(offset).long())
+
+    def chosen(self, mask) -> tuple[torch.Tensor, torch.Tensor]:
+        """The places that a mask leaves, and where they are among all."""
+        places = torch.as_tensor(self.places)
+        mask = torch.tensor(True) if mask is None else raw(mask)
+        places, mask = torch.broadcast_tensors(places, mask)
+        chosen = places[mask]
+        if chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(self.memory):
+            raise Fault(f"places {int(chosen.min())} to {int(chosen.max())} of a memory of {len(self.memory)} elements")
+        return chosen, mask
+
+
+def load(pointer: Pointer, mask=None, other=0) -> Tensor:
+    chosen, mask = pointer.chosen(mask)
+    values = torch.full(mask.shape, other, dtype=pointer.memory.dtype)
+    values[mask] = pointer.memory[chosen]
+    return Tensor(values)
+
+
+def store(pointer: Pointer, value, mask=None) -> None:
+    chosen, mask = pointer.chosen(mask)
+    _once(pointer.written[chosen])
+    pointer.memory[chosen] = raw(value).to(pointer.memory.dtype).broadcast_to(mask.shape)[mask]
+    pointer.written[chosen] = True
+
+
+def _once(written: torch.Tensor) -> None:
+    """Work that is done twice gives the same result; this is where it shows."""
+    if written.any():
+        raise Fault(f"{int(written.sum())} elements of a result are written twice")
+
+
+# ---- time
+
+
+class Partition(threading.Thread):
+    """Some warps of a program, at work or waiting until `ready()`."""
+
+    def __init__(self, clock: "Clock", name: str, threads: int, work: Callable[[], None]):
+        super().__init__(name=name, daemon=True)
+        self.clock, self.threads, self.work, self.pace = clock, threads, work, clock.random.choice(PACES)
+        self.go, self.ready, self.waits_for = threading.Semaphore(0), lambda: True, "its start"
+        self.done, self.stopped, self.error = False, False, None
+        self.products, self.stores, self.unfenced = [], [], set()  # issued and not waited for, oldest first; addresses written and not fenced
+
+    def run(self):
+        try:
+            self.park()
+            self.work()
+            if self.products or self.stores:
+                raise Fault(f"{self.name} ends with {len(self.products)} products and {len(self.stores)} stores that it did not wait for")
+        except Stopped:
+            pass
+        except Exception as error:
+            self.error = error
+        self.done = True
+        self.clock.back.release()
+
+    def park(self):
+        """Until the clock says go."""
+        self.go.acquire()
+        if self.stopped:
+            raise Stopped
+
+
+class Clock:
+    """What happens when, in one program: partitions that can go on do, then the next event comes."""
+
+    def __init__(self, seed: str):
+        self.random, self.now, self.running = random.Random(seed), 0.0, None
+        self.events, self.order, self.partitions, self.back = [], itertools.count(), [], threading.Semaphore(0)
+
+    def start(self, name: str, threads: int, work: Callable[[], None]) -> Partition:
+        partition = Partition(self, name, threads, work)
+        self.partitions.append(partition)
+        partition.start()
+        return partition
+
+    def run(self) -> None:
+        """Until every partition is done. Raises what one of them raises."""
+        try:
+            while live := [p for p in self.partitions if not p.done]:
+                if able := [p for p in live if p.ready()]:
+                    self.resume(self.random.choice(able))
+                elif self.events:
+                    self.now, _, action = heapq.heappop(self.events)
+                    action()
+                else:
+                    raise Deadlock("; ".join(f"{p.name} waits for {p.waits_for}" for p in live))
+        finally:
+            for partition in self.partitions:
+                partition.stopped = True
+                partition.go.release()
+                partition.join()
+        if self.events:
+            raise Fault("the program ends while copies are under way")
+
+    def resume(self, partition: Partition) -> None:
+        self.running = partition
+        partition.go.release()
+        self.back.acquire()
+        if partition.error:
+            raise partition.error
+
+    def after(self, delay: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (self.now + delay, next(self.order), action))
+
+    def until(self, ready: Callable[[], bool], what: str) -> None:
+        """The running partition waits."""
+        here = self.running
+        here.ready, here.waits_for = ready, what
+        self.back.release()
+        here.park()
+
+    def sleep(self, delay: float) -> None:
+        end = self.now + delay
+        self.after(delay, lambda: None)
+        self.until(lambda: self.now >= end, "an instruction")
+
+
+# ---- shared memory and barriers
+
+
+class Shared:
+    """A part of shared memory."""
+
+    def __init__(self, emulator: "Emulator", values: torch.Tensor):
+        self.emulator, self.values = emulator, values
+
+    dtype = property(lambda self: self.values.dtype)
+    shape = property(lambda self: list(self.values.shape))
+
+    def index(self, i):
+        i = operator.index(i)
+        if not 0 <= i < len(self.values):
+            raise Fault(f"buffer {i} of {len(self.values)}")
+        return Shared(self.emulator, self.values[i])
+
+    def reshape(self, shape):
+        return Shared(self.emulator, self.values.view(shape))
+
+    def permute(self, order):
+        return Shared(self.emulator, self.values.permute(order))
+
+    def store(self, value: Tensor):
+        self.values.copy_(raw(value))
+        self.emulator.clock.running.unfenced.add(self.values.data_ptr())
+
+    def load(self, layout=None):
+        return Tensor(self.values.clone())
+
+    def check_fenced(self):
+        """The asynchronous units see what threads have written only past a fence."""
+        if self.values.data_ptr() in self.emulator.clock.running.unfenced:
+            raise Fault("a product or a TMA store reads what was written before fence_async_shared()")
+
+
+class Barrier:
+    """An mbarrier: a phase is complete when all have arrived and all bytes they announced are there."""
+
+    def __init__(self):
+        self.count = self.pending = self.bytes = self.phases = 0
+
+    def arrive(self, count: int, announced: int = 0):
+        if count > self.pending:
+            raise Fault(f"{count} arrivals at a barrier that expects {self.pending} more of {self.count}")
+        self.pending -= count
+        self.add(announced)
+
+    def add(self, announced: int):
+        self.bytes += announced
+        if self.pending == 0 and self.bytes == 0:
+            self.phases += 1
+            self.pending = self.count
+
+    def passed(self, parity: int) -> bool:
+        return self.phases % 2 != parity
+
+
+class Barriers:
+    """An array of mbarriers."""
+
+    def __init__(self, n: int):
+        self.barriers = [Barrier() for _ in range(n)]
+
+    def index(self, i) -> Barrier:
+        return self.barriers[operator.index(i)]
+
+
+class NamedBarrier:
+    """One of the 16 hardware barriers of a program."""
+
+    def __init__(self):
+        self.turns, self.expected, self.arrived = 0, 0, []
+
+    def arrive(self, partition: Partition, threads: int):
+        if partition in self.arrived:
+            raise Fault(f"{partition.name} arrives twice at a named barrier")
+        if self.arrived and threads != self.expected:
+            raise Fault(f"{partition.name} arrives at a named barrier of {threads} threads, where others await {self.expected}")
+        self.expected = threads
+        self.arrived.append(partition)
+        here = sum(p.threads for p in self.arrived)
+        if here > threads:
+            raise Fault(f"{here} threads at a named barrier of {threads}")
+        if here == threads:
+            self.turns, self.arrived = self.turns + 1, []
+
+
+class Descriptor:
+    """TensorDescriptor: tiles of a tensor in global memory, as TMA sees them."""
+
+    def __init__(self, base: torch.Tensor, shape, strides, block_shape, layout):
+        size = base.element_size()
+        if base.data_ptr() % 16 or any(stride * size % 16 for stride in strides[:-1]) or strides[-1] != 1:
+            raise Fault(f"TMA takes no tensor of strides {list(strides)} at {base.data_ptr():x}")
+        if max(block_shape) > 256:
+            raise Fault(f"TMA takes no tile of {block_shape}")
+        self.base, self.layout, self.dtype = base, layout, base.dtype
+        self.block_type = SimpleNamespace(shape=list(block_shape), nbytes=size * math.prod(block_shape))
+
+    def cut(self, at) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """The part of the tile at `at` that lies in the tensor: where in the tile, and where in the tensor."""
+        inner, outer = [], []
+        for start, size, length in zip(map(operator.index, at), self.block_type.shape, self.base.shape, strict=True):
+            first = max(start, 0)
+            last = max(first, min(start + size, length))
+            inner.append(slice(first - start, last - start))
+            outer.append(slice(first, last))
+        return tuple(inner), tuple(outer)
+
+
+class Product:
+    """An asynchronous product on its way."""
+
+    def __init__(self, a, compute: Callable[[], torch.Tensor]):
+        self.a, self.compute, self.result = a, compute, None
+
+    def finish(self):
+        if self.result is None:
+            self.result = Tensor(self.compute())
+
+    @property
+    def values(self):
+        raise Fault("a product is used before it was waited for")
+
+
+# ---- the device
+
+
+class Layout:
+    """Any layout: kernels ask one for its parent, no more."""
+
+    def __init__(self, *args, parent=None, **kwargs):
+        self.parent = parent
+
+    get_default_for = classmethod(lambda cls, *args: cls())
+
+
+class BarrierLayout(Layout):
+    """Marks the shared memory that holds mbarriers."""
+
+
+class Kernel:
+    """A device function: called by others, or started on a grid."""
+
+    def __init__(self, emulator: "Emulator", function: Callable):
+        self.emulator, self.function, self.__name__ = emulator, function, function.__name__
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.emulator.start(self.function, grid, args, kwargs)
+
+
+class Emulator:
+    """One GPU, of which `mode` names the slow unit."""
+
+    def __init__(self, mode: str, seed: int = 0):
+        self.mode, self.seed = mode, seed
+        self.programs, self.program, self.clock, self.named, self.shared, self.written = 1, 0, None, {}, 0, {}
+
+    # host
+
+    def load(self, *names: str, edits: Sequence[tuple[str, str]] = ()) -> ModuleType:
+        """The last of some modules, their sources executed in order on this GPU; (old, new) are put into whichever holds `old`."""
+        texts = {name: Path(importlib.util.find_spec(name).origin).read_text() for name in names}
+        for old, new in edits:
+            found = [name for name, text in texts.items() if old in text]
+            if len(found) != 1 or texts[found[0]].count(old) != 1:
+                raise LookupError(f"{old!r} is to stand once in {', '.join(names)}; it stands in {found or 'none'}")
+            texts[found[0]] = texts[found[0]].replace(old, new)
+        loaded = self.stand_ins()
+        for name, text in texts.items():
+            module = loaded[name] = ModuleType(name)
+            module.__builtins__ = vars(builtins) | {"__import__": lambda *args: _import(loaded, *args)}
+            exec(compile(text, importlib.util.find_spec(name).origin, "exec"), vars(module))
+        return module
+
+    def start(self, function: Callable, grid: tuple, args: tuple, kwargs: dict) -> None:
+        """A launch: the programs one after the other."""
+        warps = kwargs.pop("num_warps", 4)
+        (self.programs,), self.written = grid, {}
+        args = [self.argument(x) for x in args]
+        for program in range(self.programs):
+            self.program, self.clock, self.named, self.shared = program, Clock(f"{self.mode} {self.seed} {program}"), {}, 0
+            self.clock.start("the program", 32 * warps, partial(function, *args, **kwargs))
+            self.clock.run()
+
+    def argument(self, x):
+        """What the device sees of an argument that is no constant."""
+        if isinstance(x, tuple):
+            return tuple(map(self.argument, x))
+        if isinstance(x, torch.Tensor):
+            count = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+            memory = x.as_strided((count,), (1,))
+            return Pointer(memory, self.marks(memory))
+        return Tensor(raw(x)) if isinstance(x, (int, float)) else x
+
+    def marks(self, x: torch.Tensor) -> torch.Tensor:
+        """Which elements this launch has written."""
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in self.written:
+            self.written[storage.data_ptr()] = torch.zeros(storage.nbytes() // x.element_size(), dtype=torch.bool)
+        return self.written[storage.data_ptr()].as_strided(x.shape, x.stride(), x.storage_offset())
+
+    # time
+
+    def pause(self) -> None:
+        here = self.clock.running
+        self.clock.sleep(here.pace * self.clock.random.random())
+
+    def delay(self, slow: str) -> float:
+        """Of a copy that `slow` mode makes late."""
+        return self.clock.random.choice(LATE) if self.mode == slow else SOON * self.clock.random.random()
+
+    # mbarriers
+
+    def init(self, barrier: Barrier, count: int):
+        barrier.count = barrier.pending = count
+
+    def arrive(self, barrier: Barrier, count: int = 1):
+        self.pause()
+        barrier.arrive(count)
+
+    def expect(self, barrier: Barrier, nbytes: int):
+        barrier.arrive(1, nbytes)
+
+    def wait(self, barrier: Barrier, phase):
+        self.pause()
+        parity = operator.index(phase)
+        state = f"after {barrier.phases} phases, {barrier.pending} of {barrier.count} to come"
+        self.clock.until(lambda: barrier.passed(parity), f"phase {parity} of an mbarrier {state}")
+
+    # copies
+
+    def tma_load(self, descriptor: Descriptor, at, barrier: Barrier, buffer: Shared):
+        inner, outer = descriptor.cut(at)
+        buffer.values.fill_(torch.nan)
+
+        def land():
+            buffer.values.zero_()
+            buffer.values[inner] = descriptor.base[outer]
+            barrier.add(-descriptor.block_type.nbytes)
+
+        self.clock.after(self.delay("slow loads"), land)
+
+    def tma_store(self, descriptor: Descriptor, at, buffer: Shared):
+        buffer.check_fenced()
+        inner, outer = descriptor.cut(at)
+        landed = threading.Event()
+        self.clock.running.stores.append(landed)
+
+        def land():
+            written = self.marks(descriptor.base)
+            _once(written[outer])
+            descriptor.base[outer] = buffer.values[inner]
+            written[outer] = True
+            landed.set()
+
+        self.clock.after(self.delay("slow stores"), land)
+
+    def store_wait(self, pendings: int):
+        self.pause()
+        stores = self.clock.running.stores
+        while len(stores) > pendings:
+            self.clock.until(stores.pop(0).is_set, "a store")
+
+    def fence(self, cluster=False):
+        self.clock.running.unfenced.clear()
+
+    # products
+
+    def multiply(self, a, b: Shared, acc: Tensor, use_acc=True, is_async=False):
+        self.pause()
+        if a.dtype != b.dtype:
+            raise Fault(f"a product of {a.dtype} and {b.dtype}")
+        start = raw(acc) if use_acc else 0.0
+        for operand in (a, b):
+            if isinstance(operand, Shared):
+                operand.check_fenced()
+        product = Product(a, lambda: start + a.values.float() @ b.values.float())
+        if self.mode == "slow loads":
+            product.finish()
+        self.clock.running.products.append(product)
+        return product if is_async else self.wait_for_products(0, [product, a])[0]
+
+    def wait_for_products(self, num_outstanding=0, deps=()):
+        self.pause()
+        products = self.clock.running.products
+        while len(products) > num_outstanding:
+            if self.mode == "slow products":  # who frees an operand too early has time to see it overwritten
+                self.clock.sleep(self.clock.random.choice(LATE))
+            product = products.pop(0)
+            product.finish()
+            if isinstance(product.a, Tensor) and not any(x is product.a for x in deps):
+                raise Fault("registers that a product reads do not go through the wait for it, so they may be used again before")
+        if any(x is product for x in deps for product in products):
+            raise Fault("a product is used that this wait is not for")
+        deps = [x.result if isinstance(x, Product) else x for x in deps]
+        return deps[0] if len(deps) == 1 else tuple(deps)
+
+    # inline assembly
+
+    def assembly(self, code: str, constraints: str, args: list, dtype=None, is_pure=True, pack=1):
+        """What the kernels say in PTX: an arrival at a named barrier, or a product of rows."""
+        inputs = {f"${pack * (n + 1)}": x for n, x in enumerate(args)}  # $0 and on are the results, `pack` of them
+        if found := re.match(r"bar\.(sync|arrive) (\S+), (\S+);", code):
+            return self.meet(found[1], *(operator.index(inputs[x]) if x in inputs else int(x) for x in found.groups()[1:]))
+        if found := re.search(r"shr\.u32 t, t, 31; add\.u32 t, t, (\S+); bar\.arrive t, (\S+);", code):
+            if (raw(args[0]) < 0).any():  # its sign is part of the barrier's number, so that it is there before
+                raise Fault("a negative value leads to another barrier")
+            return self.meet("arrive", *(operator.index(inputs[x]) for x in found.groups()))
+        if re.search(r"mul\.f32 \$0, \$0, \$\d+; mul\.f32 \$1, ", code):
+            return args[0] * args[1]
+        raise NotImplementedError(f"no emulation of {code!r}")
+
+    def meet(self, how: str, number: int, threads: int) -> Tensor:
+        self.pause()
+        if not 0 <= number < 16 or threads % 32:
+            raise Fault(f"named barrier {number} of {threads} threads")
+        barrier = self.named.setdefault(number, NamedBarrier())
+        turn = barrier.turns
+        barrier.arrive(self.clock.running, threads)
+        if how == "sync":
+            self.clock.until(lambda: barrier.turns > turn, f"named barrier {number}")
+        return Tensor(torch.tensor(0, dtype=torch.int32))
+
+    # programs
+
+    def specialise(self, functions: list, warps: list[int], registers: list[int]):
+        """Partitions: the first has the program's own warps."""
+        main = self.clock.running
+        threads = [main.threads, *(32 * n for n in warps)]
+        parts = []
+        for n, ((function, args), count) in enumerate(zip(functions, threads, strict=True)):
+            parts.append(self.clock.start(f"partition {n} ({function.__name__})", count, partial(function, *args)))
+        self.clock.until(lambda: all(part.done for part in parts), "its partitions")
+
+    def allocate(self, dtype: torch.dtype, shape: list[int], layout: Layout):
+        self.shared += math.prod(shape) * dtype.itemsize
+        if self.shared > SHARED:
+            raise Fault(f"{self.shared} bytes of shared memory, of at most {SHARED}")
+        if isinstance(layout, BarrierLayout):
+            return Barriers(shape[0])
+        return Shared(self, torch.full(shape, torch.nan, dtype=dtype))
+
+    # the modules
+
+    def stand_ins(self) -> dict[str, object]:
+        """What a kernel's source imports and gets from here."""
+        language = self.language()
+        mbarrier = SimpleNamespace(init=self.init, arrive=self.arrive, expect=self.expect, wait=self.wait, MBarrierLayout=BarrierLayout)
+        tma = SimpleNamespace(async_copy_global_to_shared=self.tma_load, async_copy_shared_to_global=self.tma_store, store_wait=self.store_wait)
+        products = {"warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait_for_products}
+        hopper = SimpleNamespace(fence_async_shared=self.fence, mbarrier=mbarrier, tma=tma, **products)
+        gluon = SimpleNamespace(jit=self.jit, language=language)
+        sizes = {"cdiv": lambda a, b: -(-a // b), "next_power_of_2": lambda n: 1 << (n - 1).bit_length()}
+        triton = SimpleNamespace(jit=self.jit, language=language, knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)), **sizes)
+        return {
+            "triton": triton,
+            "triton.language": language,
+            "triton.experimental.gluon": gluon,
+            "triton.experimental.gluon.language": language,
+            "triton.experimental.gluon.language.nvidia.hopper": hopper,
+            "triton.experimental.gluon.nvidia.hopper": SimpleNamespace(TensorDescriptor=Descriptor),
+        }
+
+    def jit(self, function: Callable | None = None, **options):
+        return Kernel(self, function) if function else lambda function: Kernel(self, function)
+
+    def language(self) -> SimpleNamespace:
+        """Gluon's language, and Triton's as far as they agree."""
+        dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "int8", "int16", "int32", "int64", "uint8")}
+        layouts = ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "DotOperandLayout")
+        return SimpleNamespace(
+            **dtypes,
+            **dict.fromkeys(layouts, Layout),
+            int1=torch.bool,
+            constexpr=lambda value: value,
+            static_assert=_static_assert,
+            static_range=range,
+            where=_where,
+            minimum=lift(torch.fmin),
+            maximum=lift(torch.fmax),
+            abs=lift(torch.abs),
+            exp2=lift(torch.exp2),
+            log2=lift(torch.log2),
+            cdiv=lift(lambda x, y: _quotient(x + y - 1, y)),
+            max=_largest,
+            sum=lambda x, axis: Tensor(raw(x).sum(axis, dtype=raw(x).dtype)),
+            cast=lambda x, dtype: Tensor(raw(x).to(dtype)),
+            broadcast_to=lambda x, shape: Tensor(raw(x).broadcast_to(shape)),
+            convert_layout=lambda x, layout: x,
+            arange=lambda start, stop, layout=None: Tensor(torch.arange(start, stop, dtype=torch.int32)),
+            full=lambda shape, value, dtype, layout=None: Tensor(torch.full(shape, value, dtype=dtype)),
+            zeros=lambda shape, dtype, layout=None: Tensor(torch.zeros(shape, dtype=dtype)),
+            load=load,
+            store=store,
+            program_id=lambda axis: Tensor(raw(self.program)),
+            num_programs=lambda axis: Tensor(raw(self.programs)),
+            allocate_shared_memory=self.allocate,
+            inline_asm_elementwise=self.assembly,
+            warp_specialize=self.specialise,
+        )
+
+
+def _static_assert(condition, message=""):
+    assert condition, message
+
+
+def _import(loaded: dict[str, object], name: str, space=None, local=None, names=(), level=0):
+    """`import`, which finds what is loaded or stood in for first."""
+    if names and all(f"{name}.{part}" in loaded for part in names):
+        return SimpleNamespace(**{part: loaded[f"{name}.{part}"] for part in names})
+    if name in loaded:
+        return loaded[name if names else name.partition(".")[0]]
+    return builtins.__import__(name, space, local, names, level)

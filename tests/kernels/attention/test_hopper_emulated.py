@@ -1,0 +1,297 @@
+"""The Hopper kernel on a CPU: its sources as they are, in each timing of an emulator of Gluon; and with bugs planted, each of which must show."""
+
+import os
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import onchip
+from gluon_emulator import MODES, Deadlock, Emulator, Fault
+from judge import assert_as_good_as_torch
+from onchip.core.masks import Causal, Document, Full, Window
+from onchip.core.problem import Operands
+from onchip.core.scores import ALiBi, Softcap, chain
+from onchip.kernels.attention.reference import place, spans
+from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
+
+BF16, FP16 = torch.bfloat16, torch.float16
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
+
+SMS = 3  # multiprocessors: few, so that a program gets several tiles
+SOURCES = [f"onchip.kernels.{name}" for name in ("attention.mods", "attention.tile", "hopper", "attention.hopper_prefill")]
+
+
+class Case(NamedTuple):
+    """A call and the tiles it is run with. `lengths` and `used`: of a packed batch, queries and keys alike or (queries, keys)."""
+
+    tiles: tuple[int, int, int, str]  # groups, keys a tile, stages, order
+    len_q: int = 0
+    len_k: int = 0
+    mask: Any = Causal()
+    dim: int = 64
+    dtype: torch.dtype = BF16
+    heads: tuple[int, int] = (2, 1)
+    batch: int = 1
+    lengths: tuple | None = None
+    used: tuple | None = None
+    sinks: bool = False
+    score: Any = None
+    dim_v: int = 0
+
+    def __str__(self):
+        changed = [f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults.get(name)]
+        return " ".join(changed).replace("torch.", "")
+
+    @property
+    def packed(self) -> bool:
+        return self.lengths is not None
+
+
+class Call(NamedTuple):
+    """The tensors of a case."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    offsets: tuple = ()
+    used: tuple | None = None
+    sinks: torch.Tensor | None = None
+
+
+def call_of(c: Case) -> Call:
+    """Random tensors; rows that no sequence uses hold NaN, and so does what lies behind the last one."""
+    heads, dims = (c.heads[0], c.heads[1], c.heads[1]), (c.dim, c.dim, c.dim_v or c.dim)
+    sinks = torch.randn(c.heads[0]) if c.sinks else None
+    if not c.packed:
+        lengths = (c.len_q, c.len_k, c.len_k)
+        q, k, v = (torch.randn(c.batch, n, h, d).to(c.dtype) for n, h, d in zip(lengths, heads, dims, strict=True))
+        return Call(q, k, v, sinks=sinks)
+    lengths, used = both(c.lengths), both(c.used or c.lengths)
+    q, k, v = (rows(*of, h, d, c.dtype) for of, h, d in zip(zip(lengths[[0, 1, 1]], used[[0, 1, 1]], strict=True), heads, dims, strict=True))
+    return Call(q, k, v, tuple(offsets(n) for n in lengths), tuple(n.int() for n in used) if c.used else None, sinks)
+
+
+def both(lengths: tuple) -> torch.Tensor:
+    """[2, sequences]: queries and keys."""
+    return torch.tensor(lengths if isinstance(lengths[0], tuple) else (lengths, lengths))
+
+
+def offsets(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths.tolist())], dtype=torch.int32)
+
+
+def rows(lengths, used, heads: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """A packed tensor: of each sequence the used rows are random, the others NaN; 70 more of those lie behind it."""
+    parts = [torch.full((n, heads, dim), torch.nan) for n in [*lengths.tolist(), 70]]
+    for part, n in zip(parts, used.tolist(), strict=False):
+        part[:n] = torch.randn(n, heads, dim)
+    return torch.cat(parts).to(dtype)[:-70]
+
+
+def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
+    """Output and LSE of the kernel."""
+    kernel = Emulator(mode, seed).load(*SOURCES, edits=edits)
+    kernel.mask_map = mask_map
+    if c.packed:
+        sizes = packed_sizes(call.q, call.k, call.v, both(c.lengths).shape[1], *both(c.lengths).amax(1).tolist())
+    else:
+        sizes = dense_sizes(call.q, call.k, call.v)
+    x = Operands(c.dim**-0.5, *call.offsets, *(call.used or ()))
+    p, x = problem_of("prefill", How(c.mask, chain(None, c.score, None), call.sinks, None, False, False, "hopper_prefill"), sizes, x, call.q)
+    return kernel.launch(p, kernel.Tiles(*c.tiles, sms=SMS), call.q, call.k, call.v, x, True)
+
+
+def mask_map(p, _sees, _captured, x: Operands, m: int, n: int, *_):
+    """`tile.mask_map` of a mask that is the same for all heads, in plain torch."""
+    found = torch.full((p.batch, -(-p.len_q // m), 2 - (-p.len_k // n)), -1, dtype=torch.int32)
+    queries = [p.len_q] * p.batch if x.q_offsets is None else [s.stop - s.start for s in spans(x.q_offsets, x.q_used)]
+    keys = [p.len_k] * p.batch if x.k_offsets is None else [s.stop - s.start for s in spans(x.k_offsets, x.k_used)]
+    for b, (len_q, len_k) in enumerate(zip(queries, keys, strict=True)):
+        seen = p.mask.seen(place(b, 1, len_q, len_k, torch.device("cpu")), x.mask)[0, 0] if len_q and len_k else torch.zeros(len_q, len_k)
+        for row, line in zip(found[b], seen.split(m), strict=False):
+            tiles = line.split(n, 1)
+            whole = [j for j, tile in enumerate(tiles) if tile.all() and tile.shape[1] == n]
+            part = [j for j, tile in enumerate(tiles) if tile.any() and j not in whole]
+            row[:2] = torch.tensor([len(part), len(whole)])
+            row[2 : 2 + len(part)] = torch.tensor(part)
+            row[len(row) - len(whole) :] = torch.tensor(whole[::-1])
+    return found, (found.stride(0), 0, found.stride(1))
+
+
+def reference(c: Case, call: Call, dtype: torch.dtype):
+    """The same of the reference, on the tensors in `dtype`."""
+    q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
+    how = {"mask": c.mask, "score": c.score, "sinks": call.sinks, "return_lse": True, "kernel": "reference"}
+    if not c.packed:
+        return onchip.attention(q, k, v, **how)
+    return onchip.attention_packed(q, k, v, *call.offsets, longest=tuple(both(c.lengths).amax(1).tolist()), used=call.used, **how)
+
+
+def check(c: Case, call: Call, result) -> None:
+    """Output and LSE against float64, beside the reference in the case's dtype."""
+    for ours, low, truth in zip(result, reference(c, call, c.dtype), reference(c, call, torch.float64), strict=True):
+        assert_as_good_as_torch(ours, low, truth)
+
+
+# ---- as it is
+
+DENSE = [
+    Case((1, 64, 2, "blocks"), 130, 130),
+    Case((2, 64, 2, "pairs"), 300, 300),
+    Case((3, 128, 2, "pairs"), 400, 400, heads=(1, 1)),
+    Case((2, 128, 2, "pairs"), 260, 260, dim=128, heads=(4, 2)),
+    Case((2, 64, 2, "pairs"), 140, 140, dim=256, heads=(1, 1)),
+    Case((3, 128, 2, "turns"), 200, 330, Full(), heads=(1, 1), batch=2),
+    Case((2, 128, 2, "turns"), 70, 400, Full(), dim=128, dtype=FP16),
+    Case((1, 64, 1, "turns"), 1, 200, Full(), heads=(8, 1)),
+    Case((2, 64, 3, "blocks"), 200, 330, dtype=FP16),
+    Case((2, 64, 3, "blocks"), 330, 150),
+    Case((2, 64, 3, "turns"), 300, 300, Window(100)),
+    Case((2, 32, 2, "blocks"), 200, 150, Window(40, 30), heads=(3, 3), batch=2),
+    Case((1, 64, 2, "blocks"), 190, 190, Window(None, 20)),
+    Case((2, 64, 2, "blocks"), 150, 200, Causal(align="top_left")),
+    Case((2, 64, 2, "turns"), 130, 130, dim=40),
+    Case((2, 64, 2, "pairs"), 200, 200, dim=128, dim_v=64),
+    Case((2, 64, 2, "turns"), 200, 200, sinks=True),
+    Case((2, 64, 2, "blocks"), 200, 90, sinks=True, dtype=FP16),
+]
+PACKED = [
+    Case((2, 128, 3, "blocks"), lengths=(70, 0, 5, 300)),
+    Case((2, 128, 2, "blocks"), lengths=(30, 260, 1), mask=Full(), dim=128, heads=(4, 2)),
+    Case((2, 64, 2, "blocks"), lengths=(200, 0, 130), used=(150, 0, 1), mask=Full()),
+    Case((2, 64, 2, "blocks"), lengths=(200, 3, 130), used=(131, 0, 130), mask=Window(50), dtype=FP16),
+    Case((2, 64, 2, "blocks"), lengths=((20, 90, 0), (150, 40, 7)), sinks=True),
+    Case((2, 64, 2, "blocks"), lengths=(100, 70), dim=256, heads=(1, 1)),
+]
+MODS = [
+    Case((2, 64, 2, "blocks"), 200, 200, Causal() & Document(torch.arange(200) // 60)),
+    Case((2, 64, 2, "blocks"), lengths=(130, 0, 200), used=(90, 0, 150), mask=Document(torch.arange(200) // 60)),
+    Case((2, 64, 2, "turns"), 130, 200, Full(), score=Softcap(2.0)),
+    Case((2, 64, 2, "blocks"), 130, 130, score=ALiBi(torch.tensor([0.5, 0.25]))),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", DENSE + PACKED + MODS, ids=str)
+def test_emulated(case, mode):
+    call = call_of(case)
+    check(case, call, emulated(case, call, mode))
+
+
+@pytest.mark.parametrize("case", [DENSE[0], DENSE[1], PACKED[3]], ids=str)
+def test_the_same_bits_in_any_order(case):
+    call = call_of(case)
+    first, *others = (emulated(case, call, mode, seed) for mode in MODES for seed in range(2))
+    for other in others:
+        assert torch.equal(first[0], other[0]) and torch.equal(first[1], other[1])
+
+
+@pytest.mark.parametrize("case", [Case((2, 64, 2, "blocks"), 200, 70), Case((1, 64, 2, "blocks"), lengths=((150, 9), (0, 9)))], ids=str)
+def test_rows_that_see_no_key(case):
+    out, lse = emulated(case, call_of(case), "slow loads")
+    out, blind = (out, 150) if case.packed else (out[0], 130)
+    assert not out[:blind].any() and (lse[..., :blind] == -torch.inf).all()
+    assert lse[..., blind:].isfinite().all()
+
+
+# ---- with a bug
+
+
+class Bug(NamedTuple):
+    """What is wrong, a case in which it shows, and how the sources differ: (text, what stands there instead)."""
+
+    what: str
+    case: Case
+    edits: tuple[tuple[str, str], ...]
+
+
+FULL = Case((2, 64, 2, "turns"), 260, 400, Full(), heads=(1, 1))
+SHORT = Case((1, 64, 2, "turns"), 60, 60, Full(), heads=(24, 1))  # many tiles of one step
+CAUSAL = Case((2, 64, 2, "blocks"), 200, 330)
+PAIRS = Case((2, 64, 2, "pairs"), 300, 300)
+WINDOW = Case((2, 64, 2, "turns"), 200, 300, Window(100))
+WIDE = Case((2, 64, 2, "turns"), 70, 130, Full(), dim=256, heads=(9, 1))
+NEIGHBOUR = Case((2, 64, 2, "blocks"), lengths=(100, 70), used=(90, 70), mask=Full())
+
+WAIT_FOR_SCORES = "        scores = warpgroup_mma_wait(1, deps=[scores])\n"
+RELEASE_KEYS = "        release_after(sums, k_ring, ki, 10, READERS)\n"
+WAIT_FOR_OUTPUT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])\n        release(v_ring, vi, 10 + C.stages, READERS)\n"
+RELEASE_VALUES = "        release(v_ring, vi, 10 + C.stages, READERS)\n"
+RELEASE_QUERIES = "                mbarrier.arrive(q_empty.index(GROUP), count=1)\n"
+LEFT_BEFORE = "                tma.store_wait(0)  # the tile before has left\n"
+LOW = "low, 1 + masked + bare, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, "
+ATTEND = "            acc, ki, kp, vi, vp = _attend("
+BUGS = [
+    Bug("K is released before its product is waited for", FULL, (
+        (WAIT_FOR_SCORES, "        release(k_ring, ki, 10, READERS)\n" + WAIT_FOR_SCORES),
+        (RELEASE_KEYS, ""),
+    )),
+    Bug("V is released before its product is waited for", FULL, ((WAIT_FOR_OUTPUT, RELEASE_VALUES + WAIT_FOR_OUTPUT.replace(RELEASE_VALUES, "")),)),
+    Bug("V is released twice", FULL, ((WAIT_FOR_OUTPUT, WAIT_FOR_OUTPUT + RELEASE_VALUES),)),
+    Bug("K is never released", FULL, ((RELEASE_KEYS, ""),)),
+    Bug("V is not waited for", FULL, (
+        ("        mbarrier.wait(v_full.index(vi), vp)\n        acc = warpgroup_mma(", "        acc = warpgroup_mma("),
+    )),
+    Bug("scores are not waited for", FULL, ((WAIT_FOR_SCORES, ""),)),
+    Bug("the output is scaled while its product is under way", FULL, ((WAIT_FOR_OUTPUT, RELEASE_VALUES),)),
+    Bug("weights do not go through the wait", FULL, (
+        (WAIT_FOR_OUTPUT, WAIT_FOR_OUTPUT.replace("acc, weights =", "acc =").replace("[acc, weights]", "[acc]")),
+    )),
+    Bug("the copier takes the wrong phase", FULL, (("mbarrier.wait(empty.index(index), phase ^ 1)", "mbarrier.wait(empty.index(index), phase)"),)),
+    Bug("the copier takes a buffer for free once too often", FULL, (("elif used >= STAGES:", "elif used > STAGES:"),)),
+    Bug("the copier announces half of the bytes", FULL, (("desc.block_type.nbytes", "desc.block_type.nbytes // 2"),)),
+    Bug("the copier counts itself out", FULL, (("+ 32\n    q_at", "\n    q_at"),)),
+    Bug("the phase does not flip where a ring wraps", FULL, (("gl.where(wrap, phase ^ 1, phase)", "phase"),)),
+    Bug("the phase of Q is not flipped", SHORT, (("            qp ^= 1\n", ""),)),
+    Bug("Q is released before it is used", SHORT, ((ATTEND, RELEASE_QUERIES[4:] + ATTEND), (RELEASE_QUERIES + LEFT_BEFORE, LEFT_BEFORE))),
+    Bug("the output's buffer is rewritten before it has left", SHORT, ((LEFT_BEFORE, ""),)),
+    Bug("the queries' buffer is given back before the output in it has left", WIDE, (("                tma.store_wait(0)\n", ""),)),
+    Bug("the last output is not waited for", FULL, (("            qp ^= 1\n    tma.store_wait(0)\n", "            qp ^= 1\n"),)),
+    Bug("the output leaves without a fence", FULL, (("                fence_async_shared()\n                tma_store(", "                tma_store("),)),
+    Bug("the turn is never handed over", FULL, (("        turn_over(GROUP, C.groups)\n" + WAIT_FOR_SCORES, WAIT_FOR_SCORES),)),
+    Bug("nobody goes first", FULL, (("        turn_over(GROUP, C.groups)\n    for turn in", "        pass\n    for turn in"),)),
+    Bug("both warpgroups take the first one's queries", FULL, (("queries.index(GROUP)", "queries.index(0)"),)),
+    Bug("a causal mask off by one", CAUSAL, (("(shift + C.right + 1)", "(shift + C.right + 2)"),)),
+    Bug("a window off by one", WINDOW, (("(shift - C.left)", "(shift - C.left + 1)"),)),
+    Bug("the window's end is taken for whole tiles", WINDOW, ((LOW + "True", LOW + "False"),)),
+    Bug("one tile too many goes without the mask", CAUSAL, (
+        ("masked = top - outer", "masked = gl.maximum(top - outer - 1, 0)"),
+        ("bare = outer - inner", "bare = top - inner - masked"),
+    )),
+    Bug("the sum does not shrink", FULL, (("total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]", "total = total"),)),
+    Bug("the output does not shrink", FULL, (("        acc = scale_rows(", "        scale_rows("),)),
+    Bug("values of the next sequence are not cleared", NEIGHBOUR, (("    if n + N > len_k:\n        mbarrier", "    if n < 0:\n        mbarrier"),)),
+    Bug("cleared values are read without a fence", NEIGHBOUR, (("0.0).to(values.dtype))\n        fence_async_shared()\n", "0.0).to(values.dtype))\n"),)),
+    Bug("the middle one of the pairs is done twice", PAIRS, (("there = there & ((second == 0) | (tile_m != last - tile_m))", "pass"),)),
+    Bug("only the long ones of the pairs are done", PAIRS, (("        turns = turns * 2\n", "        pass\n"),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+def test_a_planted_bug_shows(bug):
+    """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
+    call = call_of(bug.case)
+    for mode in MODES:
+        try:
+            check(bug.case, call, emulated(bug.case, call, mode, edits=bug.edits))
+        except (Fault, AssertionError):
+            return
+    pytest.fail(f"nobody noticed that {bug.what}")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", [FULL, SHORT, CAUSAL, PAIRS, WINDOW, WIDE, NEIGHBOUR], ids=str)
+def test_without_the_bug(case, mode):
+    test_emulated(case, mode)
+
+
+def test_a_bug_must_find_its_place():
+    with pytest.raises(LookupError, match="stands in none"):
+        Emulator(MODES[0]).load(*SOURCES, edits=[("no such text", "")])
+
+
+def test_a_deadlock_says_who_waits_for_what():
+    with pytest.raises(Deadlock, match=r"_copy.* waits for named barrier 1[01]"):
+        emulated(FULL, call_of(FULL), MODES[0], edits=[(RELEASE_KEYS, "")])
