@@ -26,7 +26,8 @@ __all__ = [*_HOME, "__version__"]
 def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module 'onchip' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value = getattr(importlib.import_module(_HOME[name]), name)  # the next look-up does not come here
+    return value
 
 
 def __dir__():
