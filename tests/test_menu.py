@@ -9,7 +9,7 @@ import torch
 from onchip.core import device as devices
 from onchip.core.device import GPUS, Device
 from onchip.core.kernel import _is_types
-from onchip.core.masks import Causal, Document, Full, Mask, Window
+from onchip.core.masks import Causal, Document, Full, KeyPadding, Mask, Window
 from onchip.core.problem import EXTRAS, Attention, Rope, Rows
 from onchip.core.scores import ALiBi, ScoreMod
 from onchip.core.trace import Traced
@@ -166,6 +166,22 @@ def test_gradients_of_reads_come_in_any_order():
     (reason,) = OPS["backward"].kernel("triton_backward").refuses(p, H200)
     assert reason == "gradients of what the score reads are summed in any order, so not deterministic"
     assert OPS["backward"].kernel("blocked").refuses(p, H200) == []
+
+
+def test_what_hopper_leaves_to_triton():
+    pytest.importorskip("triton")
+    kernel, p = OPS["prefill"].kernel("hopper_prefill"), TYPICAL["prefill"]
+    table = torch.zeros(8, 1000, 1000)
+    pairs, look_up = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, i, j], lambda s, b, h, i, j: s + table[h, (i - j).abs(), 0]))
+    padded = KeyPadding(torch.ones(2, dtype=torch.int32)).static()
+    for changed, reason in (
+        ({"score": pairs}, "a score reads a value for each query and key: triton_prefill is faster"),
+        ({"score": look_up}, "a score looks values up at places that it computes: not measured"),
+        ({"len_q": 1025, "len_k": 1025}, "dim 64 under a mask, 1025 queries, of at most 1024: triton_prefill is faster"),
+        ({"mask": padded}, f"values that {padded} hides may be NaN"),
+    ):
+        assert kernel.refuses(p._replace(**changed), H200) == [reason]
+    assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
 
 
 @pytest.mark.parametrize("op", ["prefill", "backward", "decode"])

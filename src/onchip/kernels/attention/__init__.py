@@ -96,9 +96,12 @@ def _may_hide_padding(p: Attention) -> str | None:
 
 
 def _slower_on_hopper(p: Attention) -> str | None:
-    """What `triton_prefill` does faster on an H200."""
-    if p.score is not None and importlib.import_module("onchip.kernels.attention.mods").pair_bytes(p.score.text):
+    """What `triton_prefill` does faster on an H200, or has not been measured there."""
+    mods = importlib.import_module("onchip.kernels.attention.mods") if p.score is not None else None
+    if mods and mods.pair_bytes(p.score.text):
         return "a score reads a value for each query and key: triton_prefill is faster"
+    if mods and mods.gathers(p.score.text):
+        return "a score looks values up at places that it computes: not measured"
     if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and not (isinstance(p.mask, Band) and p.mask.right is None):
         return f"dim {p.dim} under a mask, {p.len_q} queries, of at most 1024: triton_prefill is faster"
     return None
