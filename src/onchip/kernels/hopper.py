@@ -40,7 +40,7 @@ def advance(index, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def release(ring, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def release(index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Let a buffer of a ring with hardware barriers go: those from BARRIER on, at which THREADS meet, all readers and the copying warp's 32.
 
     (Triton makes the warps of a partition wait for each other before each arrival at an mbarrier; here nobody waits.)
@@ -49,7 +49,7 @@ def release(ring, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def release_after(sums, ring, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def release_after(sums, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """`release` by 128 threads of four `sums` each, none negative, not before they are there.
 
     ptxas keeps barriers and waits for products in order, but lets a computation that neither needs sink below them: without this the softmax

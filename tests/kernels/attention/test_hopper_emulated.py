@@ -216,16 +216,16 @@ WIDE = Case((2, 64, 2, "turns"), 70, 130, Full(), dim=256, heads=(9, 1))
 NEIGHBOUR = Case((2, 64, 2, "blocks"), lengths=(100, 70), used=(90, 70), mask=Full())
 
 WAIT_FOR_SCORES = "        scores = warpgroup_mma_wait(1, deps=[scores])\n"
-RELEASE_KEYS = "        release_after(sums, k_ring, ki, 10, READERS)\n"
-WAIT_FOR_OUTPUT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])\n        release(v_ring, vi, 10 + C.stages, READERS)\n"
-RELEASE_VALUES = "        release(v_ring, vi, 10 + C.stages, READERS)\n"
+RELEASE_KEYS = "        release_after(sums, ki, 10, READERS)\n"
+WAIT_FOR_OUTPUT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])\n        release(vi, 10 + C.stages, READERS)\n"
+RELEASE_VALUES = "        release(vi, 10 + C.stages, READERS)\n"
 RELEASE_QUERIES = "                mbarrier.arrive(q_empty.index(GROUP), count=1)\n"
 LEFT_BEFORE = "                tma.store_wait(0)  # the tile before has left\n"
 LOW = "low, 1 + masked + bare, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, "
 ATTEND = "            acc, ki, kp, vi, vp = _attend("
 BUGS = [
     Bug("K is released before its product is waited for", FULL, (
-        (WAIT_FOR_SCORES, "        release(k_ring, ki, 10, READERS)\n" + WAIT_FOR_SCORES),
+        (WAIT_FOR_SCORES, "        release(ki, 10, READERS)\n" + WAIT_FOR_SCORES),
         (RELEASE_KEYS, ""),
     )),
     Bug("V is released before its product is waited for", FULL, ((WAIT_FOR_OUTPUT, RELEASE_VALUES + WAIT_FOR_OUTPUT.replace(RELEASE_VALUES, "")),)),

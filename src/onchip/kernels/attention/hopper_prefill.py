@@ -47,13 +47,14 @@ class Tiles(NamedTuple):
 
     order   "blocks": a block each, the longest first; "turns": to as many blocks as there are multiprocessors, in turns, so that the next
             tile's copies run beside the last one's end; "pairs": in turns, a long one under a causal mask always with the short one that makes it even.
+    sms     multiprocessors to give out to, unless in "blocks".
     """
 
     groups: int
     n: int
     stages: int
     order: str
-    sms: int = 132
+    sms: int
 
     def __str__(self):
         return f"{64 * self.groups}x{self.n} tiles, {self.groups} warpgroups, {self.stages} stages, in {self.order}"
@@ -290,12 +291,12 @@ def _more(state, count, x, q, k_ring, v_ring, call, steps, map_strides, MASK: gl
         if EDGE:
             scores = _hidden(scores, n, call, MASK, C, s_layout)
         p, shrink, top, sums = _softmax(scores, top, call[7], EDGE or SCORE is not None, C)
-        release_after(sums, k_ring, ki, 10, READERS)
+        release_after(sums, ki, 10, READERS)
         ki, kp = advance(ki, kp, C.stages)
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
         p = gl.convert_layout(p.to(weights.dtype), p_layout)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
-        release(v_ring, vi, 10 + C.stages, READERS)
+        release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
         if C.packed and C.mapped and EDGE:
             _clear(v_ring, vi, vp, n, call[5], C)
@@ -333,7 +334,7 @@ def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse_ptr, lse_strides, 
     scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
     turn_over(GROUP, C.groups)
     scores = warpgroup_mma_wait(0, deps=[scores])
-    release(k_ring, ki, 10, READERS)
+    release(ki, 10, READERS)
     ki, kp = advance(ki, kp, C.stages)
     scores = _scored(scores, first * N, call, SCORE, C, s_layout)
     scores = _hidden(scores, first * N, call, MASK, C, s_layout)
@@ -368,7 +369,7 @@ def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse_ptr, lse_strides, 
         gl.store(at, (top + gl.log2(total)) * LN2, mask=rows < len_q)
     inverse = gl.where(total == 0.0, 0.0, shrink / total)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
-    release(v_ring, vi, 10 + C.stages, READERS)
+    release(vi, 10 + C.stages, READERS)
     vi, vp = advance(vi, vp, C.stages)
     return acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None], ki, kp, vi, vp
 
