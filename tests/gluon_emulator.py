@@ -86,6 +86,9 @@ class Tensor:
     def reshape(self, shape):
         return Tensor(self.values.reshape(shape))
 
+    def permute(self, order):
+        return Tensor(self.values.permute(order))
+
     def __getitem__(self, index):
         return Tensor(self.values[index])
 
@@ -280,6 +283,9 @@ class Shared:
     def permute(self, order):
         return Shared(self.emulator, self.values.permute(order))
 
+    def slice(self, start, length: int, dim: int = 0):
+        return Shared(self.emulator, self.values.narrow(dim, operator.index(start), length))
+
     def store(self, value: Tensor):
         self.values.copy_(raw(value))
         self.emulator.clock.running.unfenced.add(self.values.data_ptr())
@@ -359,6 +365,8 @@ class Descriptor:
 
     def cut(self, at) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """The part of the tile at `at` that lies in the tensor: where in the tile, and where in the tensor."""
+        if operator.index(at[-1]) * self.base.element_size() % 16:
+            raise Fault(f"TMA takes no tile from column {operator.index(at[-1])} of {self.dtype}")
         inner, outer = [], []
         for start, size, length in zip(map(operator.index, at), self.block_type.shape, self.base.shape, strict=True):
             first = max(start, 0)
@@ -519,6 +527,18 @@ class Emulator:
 
         self.clock.after(self.delay("slow stores"), land)
 
+    def tma_add(self, descriptor: Descriptor, at, buffer: Shared):
+        buffer.check_fenced()
+        inner, outer = descriptor.cut(at)
+        landed = threading.Event()
+        self.clock.running.stores.append(landed)
+
+        def land():
+            descriptor.base[outer] += buffer.values[inner]
+            landed.set()
+
+        self.clock.after(self.delay("slow stores"), land)
+
     def store_wait(self, pendings: int):
         self.pause()
         stores = self.clock.running.stores
@@ -610,7 +630,8 @@ class Emulator:
         """What a kernel's source imports and gets from here."""
         language = self.language()
         mbarrier = SimpleNamespace(init=self.init, arrive=self.arrive, expect=self.expect, wait=self.wait, MBarrierLayout=BarrierLayout)
-        tma = SimpleNamespace(async_copy_global_to_shared=self.tma_load, async_copy_shared_to_global=self.tma_store, store_wait=self.store_wait)
+        copies = {"async_copy_global_to_shared": self.tma_load, "async_copy_shared_to_global": self.tma_store, "async_atomic_add": self.tma_add}
+        tma = SimpleNamespace(store_wait=self.store_wait, **copies)
         products = {"warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait_for_products}
         hopper = SimpleNamespace(fence_async_shared=self.fence, mbarrier=mbarrier, tma=tma, **products)
         gluon = SimpleNamespace(jit=self.jit, language=language)
@@ -621,6 +642,8 @@ class Emulator:
             "triton.language": language,
             "triton.experimental.gluon": gluon,
             "triton.experimental.gluon.language": language,
+            "triton.experimental.gluon.language._core": SimpleNamespace(builtin=lambda function: function),
+            "triton._C.libtriton": SimpleNamespace(ir=None),
             "triton.experimental.gluon.language.nvidia.hopper": hopper,
             "triton.experimental.gluon.nvidia.hopper": SimpleNamespace(TensorDescriptor=Descriptor),
         }

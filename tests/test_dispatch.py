@@ -55,13 +55,16 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     older = select(PREFILL, GPUS["A100"])
     assert older.kernel.name == "triton_prefill" and older.refused == (("hopper_prefill", ("needs NVIDIA sm_90 alone, A100 is 80",)),)
     assert select(DECODE, H200).kernel.name == "triton_decode"
-    assert select(BACKWARD, H200).kernel.name == "triton_backward"
+    assert select(BACKWARD, H200).kernel.name == "hopper_backward"
     wide = select(WIDE, H200)
     assert wide.kernel.name == "blocked"
     assert wide.refused == (("hopper_prefill", ("dim 600 is not in 8..256 by 8",)), ("triton_prefill", ("dim 600 is not in 8..576",)))
     learning = select(BACKWARD._replace(dtype=FP64, extras=("unheard of",)), H200)
     assert learning.kernel.name == "blocked"
-    assert learning.refused == (("triton_backward", ("dtype fp64 is not one of bf16, fp16, fp32", "no unheard of")),)
+    assert learning.refused == (
+        ("hopper_backward", ("dtype fp64 is not one of bf16, fp16", "no unheard of")),
+        ("triton_backward", ("dtype fp64 is not one of bf16, fp16, fp32", "no unheard of")),
+    )
     on_cpu = select(PREFILL, plain_cpu)
     assert on_cpu.kernel.name == "blocked" and on_cpu.refused == (
         ("hopper_prefill", ("runs on NVIDIA sm_90 alone, this is a CPU",)),

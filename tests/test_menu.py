@@ -148,6 +148,7 @@ def test_refusals_by_hand():
 ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "hopper_prefill": {"batch_invariant", "deterministic", "sinks", "used"},
     "triton_prefill": {"batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"},
+    "hopper_backward": {"sinks", "used"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
     "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
 }
@@ -181,6 +182,11 @@ def test_what_hopper_leaves_to_triton():
         ({"mask": padded}, f"values that {padded} hides may be NaN"),
     ):
         assert kernel.refuses(p._replace(**changed), H200) == [reason]
+    assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
+    kernel, p = OPS["backward"].kernel("hopper_backward"), TYPICAL["backward"]
+    assert kernel.refuses(p._replace(score=pairs), H200) == ["a score reads a value for each query and key: triton_backward is faster"]
+    assert kernel.refuses(p._replace(score=look_up), H200) == ["a score looks values up at places that it computes: not measured"]
+    assert kernel.refuses(p._replace(dim=256), H200) == ["dim 256 is not in 8..128 by 8", "value_dim 256 is not in 8..128 by 8"]
     assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
 
 

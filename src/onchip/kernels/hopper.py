@@ -5,14 +5,26 @@ that every reader has let it go. A cursor `(index, phase)` walks round it; the p
 """
 
 import torch
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed the two
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@builtin
+def _tma_add(tensor_desc, coord, src, _semantic=None):
+    """Triton 3.6 has the instruction (cp.reduce.async.bulk.tensor), and no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
 
 
 @gluon.jit
@@ -77,6 +89,26 @@ def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, TH
 
 
 @gluon.jit
+def fill_both(ring, cursor, desc, at, row_desc, row_at, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """`fill` of a ring whose buffers are pairs: a tile, and a row that goes with it."""
+    tiles, rows, full = ring
+    index, phase, used = cursor
+    if used >= STAGES:
+        gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [index + BARRIER, index * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=1)
+    mbarrier.expect(full.index(index), desc.block_type.nbytes + row_desc.block_type.nbytes)
+    tma_load(desc, at, full.index(index), tiles.index(index))
+    tma_load(row_desc, row_at, full.index(index), rows.index(index))
+    index, phase = advance(index, phase, STAGES)
+    return index, phase, used + 1
+
+
+@gluon.jit
+def meet():
+    """Two computing warpgroups wait for each other, and see what the other has written."""
+    gl.inline_asm_elementwise("bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def take_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
     """Of two warpgroups, wait until the other has started its products (FlashAttention-3's ping-pong)."""
     if GROUPS == 2:
@@ -115,12 +147,18 @@ def scale_rows(acc, factor, TOGETHER: gl.constexpr):
 
 
 def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """Tiles of `rows` x `cols` of [batch, heads, len, dim]; what lies outside reads as 0 and is not written."""
-    block = [1, 1, rows, cols]
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, gl.NVMMASharedLayout.get_default_for(block, DTYPES[t.dtype]))
+    """Tiles of `rows` x `cols` of the last two dimensions, as of [batch, heads, len, dim]; what lies outside reads as 0 and is not written."""
+    tile = [1] * (t.dim() - 2) + [rows, cols]
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), tile, gl.NVMMASharedLayout.get_default_for(tile, DTYPES[t.dtype]))
+
+
+def block(dim: int) -> int:
+    """The columns that hold a head."""
+    return max(64, 1 << (dim - 1).bit_length())
 
 
 __all__ = [
-    "DTYPES", "TensorDescriptor", "advance", "describe", "fence_async_shared", "fill", "gl", "gluon", "mbarrier", "release", "release_after", "ring",
-    "scale_rows", "take_turn", "tma", "tma_load", "tma_store", "turn_over", "warpgroup_mma", "warpgroup_mma_wait",
+    "DTYPES", "TensorDescriptor", "advance", "block", "describe", "fence_async_shared", "fill", "fill_both", "gl", "gluon", "mbarrier", "meet",
+    "release", "release_after", "ring", "scale_rows", "take_turn", "tma", "tma_add", "tma_load", "tma_store", "turn_over", "warpgroup_mma",
+    "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from onchip.core import device as devices
 from onchip.core import masks, scores
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention import DECODE, hopper_prefill, tile, triton_decode, triton_prefill
+from onchip.kernels.attention import DECODE, hopper_backward, hopper_prefill, tile, triton_decode, triton_prefill
 from onchip.ops.attention import PagedKV
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -34,7 +34,7 @@ def meta(*shape, dtype=BF16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launched(module, arch: str, p: Attention, *inputs):
+def launched(module, arch: str, p: Attention, *inputs, returns=(True,)):
     """The first configuration of `p` on `arch`, and what each kernel that a launch starts becomes there, {name: Facts}; with LSE, and TMA if `arch` has it."""
     if not isinstance(triton_decode._partial, JITFunction):
         pytest.skip("TRITON_INTERPRET is set: @triton.jit made an interpreted function, which cannot be compiled")
@@ -44,7 +44,7 @@ def launched(module, arch: str, p: Attention, *inputs):
         for one in (tile, module):
             patch.setattr(one, "fast", lambda q: arch != "gfx942" and q.dtype != FP32, raising=False)
         patch.setattr(module, "has_tma", lambda device: arch == "sm_90", raising=False)
-        module.launch(p, how, *inputs, True)
+        module.launch(p, how, *inputs, *returns)
     return how, {kernel.__name__: compiled(kernel, args, rest, arch) for kernel, args, rest in calls}
 
 
@@ -175,6 +175,33 @@ def test_hopper_prefill(dim, packed, how, most):
     steps = (dim // 16) + (tiles.n // 16)  # of one tile of scores, and of one of the output
     assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and "mma.sync" not in facts.ptx
     assert facts.tma_loads and "cp.async.cg" not in facts.ptx and (packed or "cp.async.bulk.tensor.4d.global" in facts.ptx)
+    assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+
+
+BACKWARD = {  # head dimension, packed, and bytes that ptxas may spill, stores and loads together
+    "d64 full": (64, False, Full(), 196),
+    "d64 causal": (64, False, Causal(), 264),
+    "d128 full": (128, False, Full(), 60),
+    "d128 causal": (128, False, Causal(), 136),
+    "d128 packed": (128, True, Causal(), 460),
+}
+
+
+@pytest.mark.parametrize(("dim", "packed", "band", "most"), BACKWARD.values(), ids=BACKWARD)
+def test_hopper_backward(dim, packed, band, most):
+    """Five products a tile on wgmma, everything through TMA, dQ by its reductions, and no product that ptxas waits for on its own."""
+    tokens = (4 * 4096,) if packed else (4, 4096)
+    p = Attention("backward", 4, 4096, 4096, 32, 8, dim, BF16, band, *(("packed", 0, 4 * 4096) if packed else ()))
+    offsets = meta(5, dtype=torch.int32) if packed else None
+    q, k, v = (meta(*tokens, heads, dim) for heads in (32, 8, 8))
+    lse = meta(32, 4 * 4096, dtype=FP32) if packed else meta(4, 32, 4096, dtype=FP32)
+    tiles, found = launched(hopper_backward, "sm_90", p, q, k, v, q, lse, q, None, Operands(dim**-0.5, offsets, offsets), returns=())
+    facts = found["_backward"]
+    assert facts.spills <= most, f"{tiles}: {facts.spills} bytes"
+    assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
+    steps = dim // 16 + dim // 16 + 2 * (tiles.m // 16) + tiles.n // 16  # of the scores, dP, dV and dK, and dQ
+    assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * 2 * steps and "mma.sync" not in facts.ptx
+    assert "cp.reduce.async.bulk.tensor.3d" in facts.ptx and "cp.async.cg" not in facts.ptx
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 

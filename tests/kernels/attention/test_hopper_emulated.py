@@ -241,7 +241,7 @@ BUGS = [
     )),
     Bug("the copier takes the wrong phase", FULL, (("mbarrier.wait(empty.index(index), phase ^ 1)", "mbarrier.wait(empty.index(index), phase)"),)),
     Bug("the copier takes a buffer for free once too often", FULL, (("elif used >= STAGES:", "elif used > STAGES:"),)),
-    Bug("the copier announces half of the bytes", FULL, (("desc.block_type.nbytes", "desc.block_type.nbytes // 2"),)),
+    Bug("the copier announces half of the bytes", FULL, (("full.index(index), desc.block_type.nbytes)", "full.index(index), desc.block_type.nbytes // 2)"),)),
     Bug("the copier counts itself out", FULL, (("+ 32\n    q_at", "\n    q_at"),)),
     Bug("the phase does not flip where a ring wraps", FULL, (("gl.where(wrap, phase ^ 1, phase)", "phase"),)),
     Bug("the phase of Q is not flipped", SHORT, (("            qp ^= 1\n", ""),)),

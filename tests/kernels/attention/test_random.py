@@ -327,11 +327,15 @@ def test_triton(c, device):
 @settings(max_examples=1000, **QUIET)
 @given(c=cases(300, (8, 16, 24, 40, 64, 128)), half=st.sampled_from((BF16, torch.float16)))
 def test_hopper(c, half, device):
-    """What the menu gives it; the gradients are another kernel's."""
+    """What the menu gives it: first with the gradients of its backward kernel, or, where there is none, without."""
+    torch.use_deterministic_algorithms(False)
     c = c._replace(dtype=half, drop=0.0, gradients=False)
-    with contextlib.suppress(onchip.Unsupported), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.autograd, "grad", lambda outs, leaves, *rest, **more: [None] * len(leaves))
+    try:
         check(c, "hopper_prefill", device)
+    except onchip.Unsupported:
+        with contextlib.suppress(onchip.Unsupported), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.autograd, "grad", lambda outs, leaves, *rest, **more: [None] * len(leaves))
+            check(c, "hopper_prefill", device)
 
 
 # ---- finite differences

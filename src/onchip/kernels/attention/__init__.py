@@ -107,6 +107,16 @@ def _slower_on_hopper(p: Attention) -> str | None:
     return None
 
 
+def _slower_backward_on_hopper(p: Attention) -> str | None:
+    """What `triton_backward` does faster on an H200, or has not been measured there."""
+    mods = importlib.import_module("onchip.kernels.attention.mods") if p.score is not None else None
+    if mods and mods.pair_bytes(p.score.text):
+        return "a score reads a value for each query and key: triton_backward is faster"
+    if mods and mods.gathers(p.score.text):
+        return "a score looks values up at places that it computes: not measured"
+    return None
+
+
 PREFILL = Op(
     "prefill",
     cost,
@@ -134,6 +144,13 @@ BACKWARD = Op(
     "backward",
     backward_cost,
     (
+        Kernel(
+            "hopper_backward",
+            "onchip.kernels.attention.hopper_backward:launch",
+            {"cuda": (90,)},
+            {"dtype": HALF, "dim": range(8, 129, 8), "value_dim": range(8, 129, 8), "mask": MASKS, "keys": ("dense", "packed")},
+            also=(_only("sinks", "used"), _may_hide_padding, _slower_backward_on_hopper, _translates),
+        ),
         Kernel(
             "triton_backward",
             "onchip.kernels.attention.triton_backward:launch",

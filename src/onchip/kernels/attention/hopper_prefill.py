@@ -19,6 +19,7 @@ from onchip.core.trace import Traced
 from onchip.kernels.attention.tile import describable, device_functions, ends, inner_span, key_span, mask_map, outputs, sequence, together
 from onchip.kernels.hopper import (
     advance,
+    block,
     describe,
     fence_async_shared,
     fill,
@@ -516,8 +517,3 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
         MASK=sees, SCORE=score, C=shape, num_warps=4,
     )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-def block(dim: int) -> int:
-    """The columns that hold a head."""
-    return max(64, triton.next_power_of_2(dim))

@@ -23,6 +23,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import mods
+from onchip.kernels.attention.statistics import sink_gradient, statistics
 from onchip.kernels.attention.tile import (
     LOG2E,
     bar,
@@ -72,29 +73,6 @@ class Plan(tuple):
 
 
 # ---- device
-
-
-@triton.jit
-def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, heads, len_q, o_strides, do_strides, lse_strides, dlse_strides,
-           DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    """delta = rowsum(dO O) - dLSE, and LSE in base 2, +inf for a row that saw nothing, so that its weights are 0: [batch, heads, len_q]."""
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_DV)
-    inside = (rows < len_q)[:, None] & (dims < DV)[None, :]
-    o_ptr += batch.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1]
-    do_ptr += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1]
-    o = tl.load(o_ptr + rows.to(tl.int64)[:, None] * o_strides[2] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-    do = tl.load(do_ptr + rows.to(tl.int64)[:, None] * do_strides[2] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-    delta = tl.sum(o * do, 1)
-    lse = tl.load(lse_ptr + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + rows, mask=rows < len_q, other=float("-inf"))
-    if dlse_ptr is not None:
-        place = batch.to(tl.int64) * dlse_strides[0] + head.to(tl.int64) * dlse_strides[1] + rows.to(tl.int64) * dlse_strides[2]
-        delta -= tl.load(dlse_ptr + place, mask=rows < len_q, other=0.0).to(tl.float32)
-    empty = lse == float("-inf")
-    at = tl.program_id(1).to(tl.int64) * len_q + rows
-    tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=rows < len_q)
-    tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * LOG2E), mask=rows < len_q)
 
 
 @triton.jit
@@ -450,7 +428,7 @@ def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operand
     delta = None
     if q.numel() and k.numel():
         lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, dk, dv, dq, out)]  # [batch, heads, len, dim]
-        *lead, delta, lse2 = *lead[:7], *_statistics(p, lead[7], lead[3], lse, d_lse)
+        *lead, delta, lse2 = *lead[:7], *statistics(p, lead[7], lead[3], lse, d_lse, LOG2E.value)
         sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
         reads = mods.captured(x.mask), mods.captured(x.score)
         for one in plan:  # what the score reads gets its gradient where dS is computed over keys
@@ -458,22 +436,8 @@ def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operand
             _over(p, one, lead, lse2, delta, x, sees, reads, wanted if wants else (False,) * len(wanted), grads if wants else ())
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
-        d_sinks = torch.zeros_like(x.sinks) if delta is None else _sink_gradient(x.sinks, lse, delta.view(lse.shape))
+        d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta.view(lse.shape))
     return dq, dk, dv, d_sinks, tuple(s if s is None else s.to(t.dtype) for s, t in zip(sums, x.score, strict=True))
-
-
-def _statistics(p: Attention, out, d_out, lse, d_lse):
-    """delta and LSE in base 2, float32 [batch, heads, len_q] ([heads, tokens] of a packed problem)."""
-    batch, heads, len_q, _ = out.shape
-    delta, lse2 = (torch.empty(batch, heads, len_q, dtype=torch.float32, device=out.device) for _ in range(2))
-    lse = lse.view(batch, heads, len_q)
-    d_lse = d_lse if d_lse is None else d_lse.view(batch, heads, len_q) if d_lse.is_contiguous() else d_lse.reshape(batch, heads, len_q)
-    rows = 64 if p.value_dim <= 128 else 16
-    _delta[(triton.cdiv(len_q, rows), batch * heads)](
-        out, d_out, lse, d_lse, delta, lse2, heads, len_q, out.stride()[:3], d_out.stride()[:3], lse.stride()[:2],
-        (0, 0, 0) if d_lse is None else d_lse.stride(), DV=p.value_dim, BLOCK_M=rows, BLOCK_DV=block(p.value_dim),
-    )  # fmt: skip
-    return delta, lse2
 
 
 def _over(p: Attention, how: Launch, lead, lse2, delta, x: Operands, sees, reads, wanted, grads) -> None:
@@ -514,10 +478,3 @@ def _over(p: Attention, how: Launch, lead, lse2, delta, x: Operands, sees, reads
 def _described(lead, t: Tiles, width: int, width_v: int) -> tuple[TensorDescriptor, ...]:
     shapes = ((t.m, width), (t.n, width), (t.n, width_v), (t.m, width_v))
     return tuple(TensorDescriptor(s, list(s.shape), list(s.stride()), [1, 1, *shape]) for s, shape in zip(lead[:4], shapes, strict=True))
-
-
-def _sink_gradient(sinks, lse, delta):
-    """-sum over rows of exp(sink - LSE) delta, in float32, in sinks' dtype."""
-    lse, delta = (s.view(-1, len(sinks), s.shape[-1]) for s in (lse, delta))  # [batch or 1, heads, rows]
-    weight = torch.where(lse == -torch.inf, 0.0, (sinks.float()[:, None] - lse).exp())
-    return -(weight * torch.where(lse == -torch.inf, 0.0, delta)).sum((0, 2)).to(sinks.dtype)

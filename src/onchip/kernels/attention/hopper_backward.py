@@ -1,0 +1,486 @@
+"""Gradients of attention on Hopper: a block takes a tile of keys, past which all queries stream; five products, warp-specialised.
+
+    S^T = K Q^T    P^T = exp(S^T - LSE)    dV += P^T dO    dP^T = V dO^T    dS^T = P^T (dP^T - delta)    dK += dS^T Q    dQ += dS K
+
+One warp copies (TMA): K and V once, Q with LSE and dO with delta round two rings. Two warpgroups compute, 64 keys each. Scores are held
+transposed, so that P^T and dS^T are left operands in registers; dS goes through shared memory as well, from where each warpgroup makes
+half of dQ, which the copy engine adds to a float32 tensor: in any order, so its last bits differ from run to run.
+LSE and delta are what the sums S and dP start from, negated, so that neither is subtracted again.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+
+from onchip.core.device import Device
+from onchip.core.kernel import pick
+from onchip.core.masks import Band
+from onchip.core.problem import Attention, Operands
+from onchip.core.trace import Traced
+from onchip.kernels.attention import mods
+from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
+from onchip.kernels.attention.tile import describable, ends, fast, mask_map, query_span, sequence, together
+from onchip.kernels.hopper import (
+    advance,
+    block,
+    describe,
+    fence_async_shared,
+    fill_both,
+    gl,
+    gluon,
+    mbarrier,
+    meet,
+    release,
+    ring,
+    tma,
+    tma_add,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2E = math.log2(math.e)
+PHASES = gl.constexpr(4)  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin
+QUERIES_LET_GO, OUTPUTS_LET_GO = gl.constexpr(10), gl.constexpr(12)  # hardware barriers of the two rings, one a stage
+
+
+class Tiles(NamedTuple):
+    """Queries and keys a tile, query tiles in flight, and the float32 copies of dQ that are held at once, in shares of the whole."""
+
+    m: int
+    n: int
+    stages: int
+    shares: int
+
+    def __str__(self):
+        return f"{self.m}x{self.n} tiles, 2 warpgroups, {self.stages} stages, {self.shares} launches"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the device code is compiled for, beside mask and score."""
+
+    m: int
+    n: int
+    stages: int
+    left: int
+    right: int
+    top_left: bool
+    packed: bool
+    mapped: bool
+    dim: int
+    dim_v: int
+
+
+# ---- device: what there is to do
+
+
+@gluon.jit
+def _place(sizes, lengths, C: gl.constexpr):
+    """This program's tile of keys: its sequence, key head, number, rows, and how far queries and keys are apart.
+
+    `together` heads go side by side; under a causal mask the first keys, which most queries see, come first.
+    """
+    tiles_n, together, first_head, batch_heads, _, kv_heads, len_q, len_k = sizes
+    q_offsets, k_offsets, q_used, k_used = lengths
+    t = gl.program_id(0)
+    bundle = t // (together * tiles_n)
+    within = t - bundle * together * tiles_n
+    width = gl.maximum(gl.minimum(together, batch_heads - bundle * together), 1)
+    tile_n = within // width
+    index = first_head + bundle * together + within % width
+    b, kv_head = index // kv_heads, index % kv_heads
+    start_q, len_q = sequence(q_offsets, q_used, b, len_q)
+    start_k, len_k = sequence(k_offsets, k_used, b, len_k)
+    shift = len_k - len_q
+    if C.top_left:
+        shift = shift * 0
+    return b, kv_head, tile_n, start_q, len_q, start_k, len_k, shift
+
+
+@gluon.jit
+def _steps(place, head, map_ptr, map_strides, C: gl.constexpr):
+    """The query tiles of a tile of keys, in one head: how many need the mask, how many do not, how many do again; the first; and the row of the map."""
+    M: gl.constexpr = C.m
+    b, _, tile_n, _, len_q, _, len_k, shift = place
+    row = tile_n  # without a map nobody looks
+    if C.mapped:
+        row = map_ptr + b.to(gl.int64) * map_strides[0] + head.to(gl.int64) * map_strides[1] + tile_n.to(gl.int64) * map_strides[2]
+        before = gl.load(row)
+        bare = gl.load(row + 1)
+        after = before * 0
+        first = before * 0
+    else:
+        first, inner, outer, last = query_span(tile_n * C.n, shift, len_q, len_k, C.left, C.right, C.m, C.n, C.packed)
+        before = (inner - first) // M
+        bare = (outer - inner) // M
+        after = gl.cdiv(last - outer, M)
+        first = first // M
+    return before, bare, after, first, row
+
+
+@gluon.jit
+def _tile_at(x, steps, map_strides, C: gl.constexpr):
+    """The query tile of step `x`."""
+    before, _, _, first, row = steps
+    if C.mapped:
+        tile = gl.load(gl.where(x < before, row + 2 + x, row + map_strides[2] - 1 - (x - before)))
+    else:
+        tile = first + x
+    return tile
+
+
+# ---- device: the copying warp
+
+
+@gluon.jit
+def _copy(descs, still, q_ring, do_ring, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
+    k_tile, v_tile, k_full, v_full = still
+    place = _place(sizes, lengths, C)
+    b, kv_head, tile_n, start_q, _, start_k, len_k, _ = place
+    if tile_n * C.n < len_k:
+        heads, kv_heads = sizes[4], sizes[5]
+        group = heads // kv_heads
+        batch = b
+        if C.packed:
+            batch = b * 0
+        mbarrier.expect(k_full, k_desc.block_type.nbytes)
+        tma_load(k_desc, [batch, kv_head, start_k + tile_n * C.n, 0], k_full, k_tile)
+        mbarrier.expect(v_full, v_desc.block_type.nbytes)
+        tma_load(v_desc, [batch, kv_head, start_k + tile_n * C.n, 0], v_full, v_tile)
+        q_at, do_at = (0, 0, 0), (0, 0, 0)
+        for member in range(group):
+            head = kv_head * group + member
+            steps = _steps(place, head, map_ptr, map_strides, C)
+            before, bare, after, _first, _row = steps  # `_` is of another type already
+            for x in range(before + bare + after):
+                m = start_q + _tile_at(x, steps, map_strides, C) * C.m
+                row = batch * heads + head
+                late = m * 0
+                if C.packed:
+                    late = m % PHASES
+                    row = late * heads + head
+                q_at = fill_both(q_ring, q_at, q_desc, [batch, head, m, 0], lse_desc, [row, m - late], C.stages, QUERIES_LET_GO, 288)
+                do_at = fill_both(do_ring, do_at, do_desc, [batch, head, m, 0], delta_desc, [row, m - late], C.stages, OUTPUTS_LET_GO, 288)
+
+
+# ---- device: a computing warpgroup
+
+
+@gluon.jit
+def _clear(tile, count, ROWS: gl.constexpr, GROUP: gl.constexpr):
+    """Rows from `count` on are 0 in a tile that both warpgroups clear: another sequence lies there, and 0 times NaN is NaN."""
+    half: gl.constexpr = ROWS // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    mine = tile.slice(GROUP * half, half, dim=0)
+    real = GROUP * half + gl.arange(0, half, layout=gl.SliceLayout(1, layout)) < count
+    mine.store(gl.where(real[:, None], mine.load(layout), 0.0).to(tile.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def _start(zeros, values, col: gl.constexpr):
+    """What sums over [keys, queries] begin with, so that `values` [queries] are taken off."""
+    return zeros - values.reshape([zeros.shape[1]]).load(col)[None, :]
+
+
+@gluon.jit
+def _scores(k, queries, lses, index, SCORE: gl.constexpr, M: gl.constexpr, layout: gl.constexpr):
+    """K Q^T - LSE, started; LSE is in units of the scores. Before a function of them, K Q^T."""
+    zeros = gl.zeros([64, M], gl.float32, layout)
+    q = queries.index(index).reshape([M, queries.shape[-1]]).permute((1, 0))
+    if SCORE is None:
+        s = warpgroup_mma(k, q, _start(zeros, lses.index(index), gl.SliceLayout(0, layout)), is_async=True)
+    else:
+        s = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
+    return s
+
+
+@gluon.jit
+def _outputs(v, outputs, deltas, index, M: gl.constexpr, layout: gl.constexpr):
+    """V dO^T - delta, started."""
+    do = outputs.index(index).reshape([M, outputs.shape[-1]]).permute((1, 0))
+    return warpgroup_mma(v, do, _start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout)), is_async=True)
+
+
+@gluon.jit
+def _seen(m, j, place, h, reads, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """Whether queries from `m` on see keys `j`: [keys, queries]."""
+    b, _, _, _, len_q, _, len_k, shift = place
+    i = (m + gl.arange(0, C.m, layout=gl.SliceLayout(0, layout)))[None, :]
+    seen = j < len_k
+    if MASK is not None:
+        seen = seen & MASK(b, h, i, j, len_q, len_k, reads)
+    elif C.right >= 0:
+        seen = seen & (j <= i + (shift + C.right))
+    if C.packed or MASK is not None:
+        seen = seen & (i < len_q)
+    if MASK is None and C.left >= 0:
+        seen = seen & (j >= i + (shift - C.left))
+    return seen
+
+
+@gluon.jit
+def _weights(s, m, h, lses, index, call, place, MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, EDGE: gl.constexpr,
+             C: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """P^T, and P^T times the derivative of the score. EDGE: they need the mask."""
+    scale, gain, reads, _ = call
+    b, _, tile_n, _, len_q, _, len_k, _ = place
+    col: gl.constexpr = gl.SliceLayout(0, layout)
+    i = (m + gl.arange(0, C.m, layout=col))[None, :]
+    j = (tile_n * C.n + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))[:, None]
+    if SCORE is not None:
+        s = s * scale
+        p = gl.exp2(SCORE(s, b, h, i, j, len_q, len_k, reads[1]) * gain - lses.index(index).reshape([C.m]).load(col)[None, :])
+    else:
+        p = gl.exp2(s * scale)
+    if EDGE:
+        seen = _seen(m, j, place, h, reads[0], MASK, C, layout)
+        p = gl.where(seen, p, 0.0)
+    sloped = p
+    if SCORE is not None:
+        sloped = SCORE_GRAD(s, p, b, h, i, j, len_q, len_k, reads[1], (), 1)
+        if EDGE:
+            sloped = gl.where(seen, sloped, 0.0)
+    return p, sloped
+
+
+@gluon.jit
+def _add(dq, dq_desc, buffer, row, m, start_q, C: gl.constexpr, GROUP: gl.constexpr):
+    """Half of dQ to the sums in global memory; a thread's 8 of 32 columns side by side."""
+    tma.store_wait(0)
+    ROWS: gl.constexpr = dq.shape[0]
+    COLS: gl.constexpr = dq.shape[1]
+    buffer.reshape([ROWS, COLS]).store(dq.reshape([ROWS, COLS // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, COLS]))
+    fence_async_shared()
+    if C.m == 64:
+        tma_add(dq_desc, [row, start_q + m, GROUP * COLS], buffer)
+    else:
+        tma_add(dq_desc, [row, start_q + m + GROUP * 64, 0], buffer)
+
+
+@gluon.jit
+def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, row,
+          MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
+          s_layout: gl.constexpr, p_layout: gl.constexpr, dq_layout: gl.constexpr):  # fmt: skip
+    """`count` further query tiles from step `x` on. EDGE: they need the mask."""
+    dk, dv, index, phase, turn = state
+    queries, lses, q_full = q_ring
+    outputs, deltas, do_full = do_ring
+    M: gl.constexpr = C.m
+    D: gl.constexpr = queries.shape[-1]
+    HALF: gl.constexpr = D // 2
+    k = still[0].reshape([C.n, D])
+    v = still[1].reshape([C.n, outputs.shape[-1]])
+    for t in range(count):
+        m = _tile_at(x + t, steps, map_strides, C) * M
+        q = queries.index(index).reshape([M, D])
+        do = outputs.index(index).reshape([M, outputs.shape[-1]])
+        mbarrier.wait(q_full.index(index), phase)
+        s = _scores(k.slice(GROUP * 64, 64, dim=0), queries, lses, index, SCORE, M, s_layout)
+        mbarrier.wait(do_full.index(index), phase)
+        if EDGE and C.packed:  # noqa: SIM102 (one is a constant of the compiler's)
+            if m + M > place[4]:  # the end of a sequence; what the scores begin with is hidden
+                _clear(q, place[4] - m, M, GROUP)
+                _clear(do, place[4] - m, M, GROUP)
+                meet()
+        dp = _outputs(v.slice(GROUP * 64, 64, dim=0), outputs, deltas, index, M, s_layout)
+        s = warpgroup_mma_wait(1, deps=[s])
+        p, sloped = _weights(s, m, h, lses, index, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
+        weights = gl.convert_layout(p.to(queries.dtype), p_layout)
+        dv = warpgroup_mma(weights, do, dv, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        ds = (sloped * dp).to(queries.dtype)
+        shared = buffers[0].index(turn % 2)
+        shared.slice(GROUP * 64, 64, dim=0).store(ds)
+        fence_async_shared()
+        left = gl.convert_layout(ds, p_layout)
+        dk = warpgroup_mma(left, q, dk, is_async=True)
+        meet()
+        if M == 64:  # half the columns
+            none = gl.zeros([64, HALF], gl.float32, dq_layout)
+            dq = warpgroup_mma(shared.permute((1, 0)), k.slice(GROUP * HALF, HALF, dim=1), none, use_acc=False, is_async=True)
+        else:  # half the rows
+            none = gl.zeros([64, D], gl.float32, dq_layout)
+            dq = warpgroup_mma(shared.slice(GROUP * 64, 64, dim=1).permute((1, 0)), k, none, use_acc=False, is_async=True)
+        dv, weights = warpgroup_mma_wait(2, deps=[dv, weights])
+        release(index, OUTPUTS_LET_GO, 288)
+        dk, left = warpgroup_mma_wait(1, deps=[dk, left])
+        release(index, QUERIES_LET_GO, 288)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        _add(dq, dq_desc, buffers[1].index(GROUP), row, m, place[3], C, GROUP)
+        index, phase = advance(index, phase, C.stages)
+        turn += 1
+    return dk, dv, index, phase, turn
+
+
+@gluon.jit
+def _store(ptr, strides, acc, place, DTYPE: gl.constexpr, DIM: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
+    """The gradients of a warpgroup's keys."""
+    b, kv_head, tile_n, _, _, start_k, len_k, _ = place
+    batch = b.to(gl.int64)
+    if C.packed:
+        batch = batch * 0
+    layout: gl.constexpr = acc.type.layout
+    keys = tile_n * C.n + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    dims = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+    at = ptr + batch * strides[0] + kv_head.to(gl.int64) * strides[1] + (start_k + keys).to(gl.int64)[:, None] * strides[2] + dims[None, :]
+    gl.store(at, acc.to(DTYPE), mask=(keys < len_k)[:, None] & (dims < DIM)[None, :])
+
+
+@gluon.jit
+def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, lengths, map_ptr, map_strides,
+             MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+    dk_ptr, dv_ptr, dk_strides, dv_strides = outs
+    place = _place(sizes, lengths, C)
+    b, kv_head, tile_n, _, _, _, len_k, _ = place
+    k_tile, v_tile, k_full, v_full = still
+    queries = q_ring[0]
+    M: gl.constexpr = C.m
+    N: gl.constexpr = C.n
+    D: gl.constexpr = queries.shape[-1]
+    DV: gl.constexpr = do_ring[0].shape[-1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
+    k_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    v_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
+    DQ_COLS: gl.constexpr = D // 2 if M == 64 else D
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DQ_COLS, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=k_layout, k_width=2)
+    if tile_n * N < len_k:
+        group = sizes[4] // sizes[5]
+        rows = kv_head * 0  # of the sums: that of head 0
+        if not C.packed:
+            rows = (b * sizes[5] - sizes[2]) * group
+        mbarrier.wait(k_full, 0)
+        mbarrier.wait(v_full, 0)
+        if C.packed:  # noqa: SIM102 (as above)
+            if tile_n * N + N > len_k:
+                _clear(k_tile.reshape([N, D]), len_k - tile_n * N, N, GROUP)
+                _clear(v_tile.reshape([N, DV]), len_k - tile_n * N, N, GROUP)
+                meet()
+        state = gl.zeros([64, D], gl.float32, k_layout), gl.zeros([64, DV], gl.float32, v_layout), 0, 0, 0
+        for member in range(group):
+            h = kv_head * group + member
+            steps = _steps(place, h, map_ptr, map_strides, C)
+            before, bare, after, _f, _r = steps
+            state = _more(state, before, 0, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
+                          MASK, SCORE, SCORE_GRAD, True, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
+            state = _more(state, bare, before, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
+                          MASK, SCORE, SCORE_GRAD, False, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
+            if (C.left >= 0 or C.packed) and not C.mapped:
+                state = _more(state, after, before + bare, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
+                              MASK, SCORE, SCORE_GRAD, True, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
+        dk, dv, _, _, _ = state
+        _store(dv_ptr, dv_strides, dv, place, queries.dtype, C.dim_v, C, GROUP)
+        _store(dk_ptr, dk_strides, dk * call[3], place, queries.dtype, C.dim, C, GROUP)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tiles_n", "together", "first_head", "batch_heads", "heads", "kv_heads", "len_q", "len_k"])
+def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_ptr, dv_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, reads,
+              scale, gain, factor, tiles_n, together, first_head, batch_heads, heads, kv_heads, len_q, len_k, dk_strides, dv_strides, map_strides,
+              MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    queries, q_full, _ = ring(q_desc, C.stages, 2)
+    outputs, do_full, _ = ring(do_desc, C.stages, 2)
+    lses = gl.allocate_shared_memory(lse_desc.dtype, [C.stages] + lse_desc.block_type.shape, lse_desc.layout)  # noqa: RUF005 (device code)
+    deltas = gl.allocate_shared_memory(lse_desc.dtype, [C.stages] + lse_desc.block_type.shape, lse_desc.layout)  # noqa: RUF005 (device code)
+    k_tile = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_type.shape, k_desc.layout)
+    v_tile = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
+    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.n, C.m], q_desc.dtype)
+    ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2, C.n, C.m], ds_layout)
+    dq_buffers = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)  # noqa: RUF005 (device code)
+    still_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(still_full.index(0), count=1)
+    mbarrier.init(still_full.index(1), count=1)
+    fence_async_shared()
+    sizes, lengths = (tiles_n, together, first_head, batch_heads, heads, kv_heads, len_q, len_k), (q_offsets, k_offsets, q_used, k_used)
+    still = (k_tile, v_tile, still_full.index(0), still_full.index(1))
+    q_ring, do_ring, buffers = (queries, lses, q_full), (outputs, deltas, do_full), (ds_buffers, dq_buffers)
+    call, outs = (scale, gain, reads, factor), (dk_ptr, dv_ptr, dk_strides, dv_strides)
+    descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
+    gl.warp_specialize(
+        [
+            (_compute, (outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
+            (_compute, (outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
+            (_copy, (descs, still, q_ring, do_ring, sizes, lengths, map_ptr, map_strides, C)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
+
+
+# ---- host
+
+# Queries and keys a tile, and stages, by head dimension up to.
+TILES = ((64, (128, 128, 2)), (128, (64, 128, 2)))
+WAVES = 32  # blocks for each multiprocessor that a launch should have before there is a second one
+
+
+def configs(p: Attention, device: Device) -> list[Tiles]:
+    """The tiles of the head dimension. Long problems go in several launches, a share of the heads each: the fewer float32 copies of dQ there are at once."""
+    m, n, stages = pick(TILES, max(p.dim, p.value_dim))
+    blocks = triton.cdiv(p.len_k, n) * p.batch * p.kv_heads
+    return [Tiles(m, n, stages, max(1, blocks // (WAVES * device.sms)))]
+
+
+def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
+    """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
+    packed = x.q_offsets is not None
+    new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (p.len_q, p.len_k) else torch.empty
+    dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    delta = None
+    if q.numel() and k.numel():
+        lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, out, dq, dk, dv)]  # [batch, heads, len, dim]
+        lead = [t if describable(t) else t.contiguous() for t in lead[:4]] + lead[4:]
+        sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
+        score = score_grad = None
+        before, gain = x.scale, 1.0
+        unit = 1 / (x.scale or 1.0)  # LSE in units of the scores
+        if p.score is not None or x.scale <= 0:  # LSE over a negative scale is no place to start from
+            text, factor, gain = mods.fold(p.score.text if p.score is not None else mods.IDENTITY)
+            score, score_grad = mods.score_functions(text, wanted=(False,) * len(x.score), fast=fast(q))
+            before, unit = x.scale * factor, LOG2E
+        delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, unit, tiles.m)  # rows that fill up a tile see nothing
+        _over(p, tiles, lead, lses, delta, x, sees, score, score_grad, before, gain)
+    d_sinks = None
+    if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
+        d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta[..., : lse.shape[-1]])
+    return dq, dk, dv, d_sinks, (None,) * len(x.score)
+
+
+def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, score, score_grad, before: float, gain: float) -> None:
+    """The launches: a share of the key heads each."""
+    q, k, v, d_out, _, dq, dk, dv = lead
+    packed = x.q_offsets is not None
+    width, width_v = block(p.dim), block(p.value_dim)
+    left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
+    shape = Shape(tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim)
+    reads = mods.captured(x.mask), mods.captured(x.score)
+    found, map_strides = None, (0, 0, 0)
+    if sees is not None:
+        found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, True, q.device)
+    rows = q.shape[2]
+    every = p.batch * p.kv_heads
+    at_once = triton.cdiv(every, 1 if packed else tiles.shares)  # (a packed batch has its tokens side by side, not its sequences)
+    kinds = describe(q, tiles.m, width), describe(k, tiles.n, width), describe(v, tiles.n, width_v), describe(d_out, tiles.m, width_v)
+    stats = [describe(_from_each_phase(t[0]) if packed else t.view(-1, t.shape[-1]), 1, tiles.m) for t in (lses, delta)]
+    tiles_n = triton.cdiv(p.len_k, tiles.n)
+    half = (tiles.m, width // 2) if tiles.m == 64 else (64, width)
+    for first in range(0, every, at_once):
+        count = min(at_once, every - first)
+        sums = torch.zeros(p.heads if packed else count * p.group, rows, width, dtype=torch.float32, device=q.device)
+        _backward[(tiles_n * count,)](
+            *kinds, *stats, describe(sums, *half), dk, dv, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
+            before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain, tiles_n, together(p), first, count, p.heads, p.kv_heads,
+            p.len_q, p.len_k, dk.stride()[:3], dv.stride()[:3], map_strides, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
+        )  # fmt: skip
+        finish(sums, dq, before * gain, first * p.group)
+
+
+def _from_each_phase(t):
+    """Rows [heads, tokens] from token 0, 1, 2 and 3 on, one below the other, each at multiples of 16 bytes: [4 heads, tokens]."""
+    return torch.cat([torch.nn.functional.pad(t[:, late:], (0, late)) for late in range(PHASES)])

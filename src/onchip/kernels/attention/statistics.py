@@ -1,0 +1,79 @@
+"""What every backward kernel needs before it starts and after: delta = rowsum(dO O) - dLSE of each query, dQ out of its float32 sums, the sinks' gradient."""
+
+import torch
+import triton
+import triton.language as tl
+
+from onchip.kernels.attention.tile import block
+
+
+@triton.jit
+def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, heads, len_q, pitch, unit, o_strides, do_strides, lse_strides, dlse_strides,
+           DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
+    """delta = rowsum(dO O) - dLSE, and LSE in another unit, +inf for a row that saw nothing, so that its weights are 0: [batch, heads, pitch]."""
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_DV)
+    inside = (rows < len_q)[:, None] & (dims < DV)[None, :]
+    o_ptr += batch.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1]
+    do_ptr += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1]
+    o = tl.load(o_ptr + rows.to(tl.int64)[:, None] * o_strides[2] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    do = tl.load(do_ptr + rows.to(tl.int64)[:, None] * do_strides[2] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    delta = tl.sum(o * do, 1)
+    lse = tl.load(lse_ptr + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + rows, mask=rows < len_q, other=float("-inf"))
+    if dlse_ptr is not None:
+        place = batch.to(tl.int64) * dlse_strides[0] + head.to(tl.int64) * dlse_strides[1] + rows.to(tl.int64) * dlse_strides[2]
+        delta -= tl.load(dlse_ptr + place, mask=rows < len_q, other=0.0).to(tl.float32)
+    empty = lse == float("-inf")
+    at = tl.program_id(1).to(tl.int64) * pitch + rows
+    tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=rows < pitch)
+    tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * unit), mask=rows < pitch)
+
+
+@triton.jit
+def _finish(sums_ptr, dq_ptr, factor, first, heads, len_q, sums_strides, dq_strides, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """dQ = factor times its float32 sums, whose columns lie as the tensor cores' threads hold them: see `finish`."""
+    batch, head = (first + tl.program_id(1)) // heads, (first + tl.program_id(1)) % heads
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    held = tl.arange(0, BLOCK_D)
+    there = (rows < len_q)[:, None]
+    sums_ptr += tl.program_id(1).to(tl.int64) * sums_strides[0]
+    dq_ptr += batch.to(tl.int64) * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
+    sums = tl.load(sums_ptr + rows.to(tl.int64)[:, None] * sums_strides[1] + held[None, :], mask=there, other=0.0) * factor
+    sums = tl.reshape(tl.permute(tl.reshape(sums, [BLOCK_M, BLOCK_D // 32, 4, 4, 2]), (0, 1, 3, 2, 4)), [BLOCK_M, BLOCK_D])
+    tl.store(dq_ptr + rows.to(tl.int64)[:, None] * dq_strides[2] + dims[None, :], sums.to(dq_ptr.dtype.element_ty), mask=there & (dims < D)[None, :])
+
+
+def statistics(p, out, d_out, lse, d_lse, unit: float, tile: int = 1):
+    """delta and LSE times `unit`, float32 [batch, heads, rows] of `out` and `d_out` [batch, heads, rows, dim]; rows are filled up to whole tiles,
+    with rows that see nothing."""
+    batch, heads, len_q, _ = out.shape
+    pitch = triton.cdiv(len_q, tile) * tile
+    delta, scaled = (torch.empty(batch, heads, pitch, dtype=torch.float32, device=out.device) for _ in range(2))
+    lse = lse.view(batch, heads, len_q)
+    d_lse = d_lse if d_lse is None else d_lse.view(batch, heads, len_q) if d_lse.is_contiguous() else d_lse.reshape(batch, heads, len_q)
+    rows = 64 if p.value_dim <= 128 else 16
+    _delta[(triton.cdiv(pitch, rows), batch * heads)](
+        out, d_out, lse, d_lse, delta, scaled, heads, len_q, pitch, unit, out.stride()[:3], d_out.stride()[:3], lse.stride()[:2],
+        (0, 0, 0) if d_lse is None else d_lse.stride(), DV=p.value_dim, BLOCK_M=rows, BLOCK_DV=block(p.value_dim),
+    )  # fmt: skip
+    return delta, scaled
+
+
+def finish(sums, dq, factor: float, first: int) -> None:
+    """factor times sums, float32 [heads, rows, columns], as the heads from `first` on, counted through the batch, of dq [batch, heads, rows, dim].
+
+    Of 32 columns a thread of a tensor core's sum holds 2 in each 8; in `sums` the 8 of a thread lie side by side, so that it writes them at once.
+    """
+    count, rows, columns = sums.shape
+    _finish[(triton.cdiv(rows, 4096 // columns), count)](
+        sums, dq, factor, first, dq.shape[1], rows, sums.stride()[:2], dq.stride()[:3], D=dq.shape[3], BLOCK_M=4096 // columns, BLOCK_D=columns
+    )  # fmt: skip
+
+
+def sink_gradient(sinks, lse, delta):
+    """-sum over rows of exp(sink - LSE) delta, in float32, in sinks' dtype."""
+    lse, delta = (s.reshape(-1, len(sinks), s.shape[-1]) for s in (lse, delta))  # [batch or 1, heads, rows]
+    weight = torch.where(lse == -torch.inf, 0.0, (sinks.float()[:, None] - lse).exp())
+    return -(weight * torch.where(lse == -torch.inf, 0.0, delta)).sum((0, 2)).to(sinks.dtype)

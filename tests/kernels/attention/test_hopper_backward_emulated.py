@@ -1,0 +1,184 @@
+"""The Hopper backward kernel on a CPU, as `test_hopper_emulated.py` runs the forward one: in each timing, and with bugs planted."""
+
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from test_hopper_emulated import FP16, Call, Case, both, call_of, mask_map
+
+import onchip
+from gluon_emulator import MODES, Emulator, Fault
+from judge import assert_as_good_as_torch
+from onchip.core.masks import Causal, Document, Full, Window
+from onchip.core.problem import Operands
+from onchip.core.scores import ALiBi, Softcap, chain
+from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
+
+SOURCES = [f"onchip.kernels.{name}" for name in ("attention.mods", "attention.tile", "hopper", "attention.hopper_backward")]
+
+
+def statistics(_p, out, d_out, lse, d_lse, unit, tile):
+    """`statistics.statistics` in plain torch."""
+    rows = out.shape[2]
+    delta = (out.float() * d_out.float()).sum(-1) - (0 if d_lse is None else d_lse.view(out.shape[:3]))
+    lse = lse.view(out.shape[:3])
+    empty, pad = lse == -torch.inf, -rows % tile
+    delta, lse = torch.where(empty, 0.0, delta), torch.where(empty, torch.inf, lse * unit)
+    return torch.nn.functional.pad(delta, (0, pad)), torch.nn.functional.pad(lse, (0, pad), value=torch.inf)
+
+
+def finish(sums, dq, factor, first):
+    """`statistics.finish` in plain torch."""
+    heads, rows, columns = sums.shape
+    plain = sums.view(heads, rows, columns // 32, 4, 4, 2).transpose(3, 4).reshape(heads, rows, columns)[..., : dq.shape[3]]
+    for n, head in enumerate(plain, first):
+        dq[n // dq.shape[1], n % dq.shape[1]] = (head * factor).to(dq.dtype)
+
+
+def forward(c: Case, call: Call, dtype: torch.dtype):
+    """Output, LSE and the leaves of the reference in `dtype`."""
+    leaves = [x.to(dtype, copy=True).requires_grad_() for x in (call.q, call.k, call.v, *([call.sinks] if c.sinks else []))]
+    how = {"mask": c.mask, "score": c.score, "sinks": leaves[3] if c.sinks else None, "return_lse": True, "kernel": "reference"}
+    if not c.packed:
+        return *onchip.attention(*leaves[:3], **how), leaves
+    return *onchip.attention_packed(*leaves[:3], *call.offsets, longest=tuple(both(c.lengths).amax(1).tolist()), used=call.used, **how), leaves
+
+
+def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), shares=1):
+    """The gradients of the kernel."""
+    kernel = Emulator(mode, seed).load(*SOURCES, edits=edits)
+    kernel.mask_map, kernel.statistics, kernel.finish = mask_map_of_keys, statistics, finish
+    sizes = (
+        packed_sizes(call.q, call.k, call.v, both(c.lengths).shape[1], *both(c.lengths).amax(1).tolist()) if c.packed else dense_sizes(call.q, call.k, call.v)
+    )
+    x = Operands(c.dim**-0.5, *call.offsets, *(call.used or ()))
+    p, x = problem_of("backward", How(c.mask, chain(None, c.score, None), call.sinks, None, False, False, "hopper_backward"), sizes, x, call.q)
+    out, lse = (t.detach() for t in forward(c, call, torch.float64)[:2])
+    groups, n, stages, _ = c.tiles
+    dq, dk, dv, d_sinks, _ = kernel.launch(
+        p, kernel.Tiles(64 * groups, n, stages, shares), call.q, call.k, call.v, out.to(c.dtype), lse.float(), d_out, d_lse, x
+    )
+    return [dq, dk, dv] + [d_sinks] * c.sinks
+
+
+def mask_map_of_keys(p, _sees, _captured, x: Operands, m: int, n: int, of_keys: bool, _device):
+    """The map of the same mask with queries and keys the other way round."""
+    assert of_keys
+    found, _ = mask_map(p, None, None, x, 1, 1, False, None)
+    batch, rows, keys = found.shape[0], found.shape[1], found.shape[2] - 2
+    shown = torch.zeros(batch, -(-rows // m) * m, -(-keys // n) * n, dtype=torch.bool)
+    for b in range(batch):
+        for i, row in enumerate(found[b].tolist()):
+            for j in row[2 : 2 + max(row[0], 0)] + row[len(row) - max(row[1], 0) :]:
+                shown[b, i, j] = True
+    tiles = shown.view(batch, -(-rows // m), m, -(-keys // n), n).transpose(2, 3).flatten(3)
+    result = torch.full((batch, tiles.shape[2], 2 + tiles.shape[1]), -1, dtype=torch.int32)
+    for b in range(batch):
+        for key, row in enumerate(result[b]):
+            whole = [t for t in range(tiles.shape[1]) if tiles[b, t, key].all()]
+            part = [t for t in range(tiles.shape[1]) if tiles[b, t, key].any() and t not in whole]
+            row[:2] = torch.tensor([len(part), len(whole)])
+            row[2 : 2 + len(part)] = torch.tensor(part)
+            row[len(row) - len(whole) :] = torch.tensor(whole[::-1])
+    return result, (result.stride(0), 0, result.stride(1))
+
+
+def check(c: Case, mode: str, edits=(), shares=1) -> None:
+    """Gradients of output and LSE against float64, beside the reference in the case's dtype."""
+    torch.manual_seed(0)
+    call = call_of(c)
+    d_out = torch.randn(*call.q.shape[:-1], c.dim_v or c.dim).to(c.dtype)
+    truths = gradients(c, call, d_out, torch.float64)
+    lows = gradients(c, call, d_out, c.dtype)
+    d_lse = torch.ones_like(forward(c, call, torch.float64)[1]).float()
+    for ours, low, truth in zip(emulated(c, call, d_out, d_lse, mode, edits=edits, shares=shares), lows, truths, strict=True):
+        assert_as_good_as_torch(ours, low, truth, 3)
+
+
+def gradients(c: Case, call: Call, d_out, dtype):
+    out, lse, leaves = forward(c, call, dtype)
+    seen = lse != -torch.inf
+    return torch.autograd.grad([out, lse[seen].sum()], leaves, [d_out.to(out.dtype), torch.ones((), dtype=lse.dtype)])
+
+
+CASES = [
+    Case((1, 128, 2, ""), 200, 200, heads=(2, 1)),
+    Case((2, 128, 2, ""), 200, 200, Full(), heads=(2, 2), batch=2),
+    Case((1, 128, 2, ""), 130, 190, dim=128, heads=(1, 1)),
+    Case((1, 128, 2, ""), 190, 130, Full(), dim=128, dtype=FP16, heads=(1, 1)),
+    Case((2, 128, 2, ""), 330, 150),
+    Case((1, 128, 2, ""), 300, 300, Window(100), dim=96),
+    Case((2, 128, 2, ""), 400, 300, Window(40, 30), heads=(4, 2), batch=2),
+    Case((1, 128, 2, ""), 150, 200, Causal(align="top_left"), dim=40),
+    Case((1, 128, 2, ""), 100, 100, dim=128, dim_v=64, sinks=True),
+    Case((1, 128, 2, ""), lengths=(70, 0, 5, 150)),
+    Case((2, 128, 2, ""), lengths=(200, 3, 130), used=(131, 0, 130), mask=Window(50), dtype=FP16),
+    Case((1, 128, 2, ""), lengths=((20, 90, 0), (150, 40, 7)), sinks=True),
+    Case((1, 128, 2, ""), 200, 200, Causal() & Document(torch.arange(200) // 60)),
+    Case((1, 128, 2, ""), 130, 200, Full(), score=Softcap(2.0)),
+    Case((2, 128, 2, ""), 130, 130, score=ALiBi(torch.tensor([0.5, 0.25]))),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_emulated(case, mode):
+    check(case, mode)
+
+
+@pytest.mark.parametrize("shares", [2, 3])
+def test_in_several_launches(shares):
+    check(Case((2, 128, 2, ""), 200, 200, heads=(4, 2), batch=2), MODES[0], shares=shares)
+
+
+class Bug(NamedTuple):
+    """What is wrong, a case in which it shows, and how the sources differ."""
+
+    what: str
+    case: Case
+    edits: tuple[tuple[str, str], ...]
+
+
+FULL = Case((1, 128, 2, ""), 400, 260, Full(), heads=(4, 4))
+WINDOW = Case((1, 128, 2, ""), 300, 300, Window(100))
+PACKED = Case((1, 128, 2, ""), lengths=(70, 5, 150), used=(60, 5, 100), mask=Full())
+WAIT_FOR_DV = "        dv, weights = warpgroup_mma_wait(2, deps=[dv, weights])\n"
+LET_OUTPUTS_GO = "        release(index, OUTPUTS_LET_GO, 288)\n"
+WAIT_FOR_DK = "        dk, left = warpgroup_mma_wait(1, deps=[dk, left])\n"
+LET_QUERIES_GO = "        release(index, QUERIES_LET_GO, 288)\n"
+DELTA = "_start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout))"
+BUGS = [
+    Bug("dO is never released", FULL, ((LET_OUTPUTS_GO, ""),)),
+    Bug("P goes not through the wait for dV", FULL, ((WAIT_FOR_DV, "        dv = warpgroup_mma_wait(2, deps=[dv])\n"),)),
+    Bug("Q is released before dK is there", FULL, ((WAIT_FOR_DK + LET_QUERIES_GO, LET_QUERIES_GO + WAIT_FOR_DK),)),
+    Bug("Q is never released", FULL, ((LET_QUERIES_GO, ""),)),
+    Bug("Q is not waited for", FULL, (("        mbarrier.wait(q_full.index(index), phase)\n", ""),)),
+    Bug("dO is not waited for", FULL, (("        mbarrier.wait(do_full.index(index), phase)\n", ""),)),
+    Bug("K is not waited for", FULL, (("        mbarrier.wait(k_full, 0)\n", ""),)),
+    Bug("the warpgroups do not meet before dQ", FULL, (("        dk = warpgroup_mma(left, q, dk, is_async=True)\n        meet()\n",
+                                                        "        dk = warpgroup_mma(left, q, dk, is_async=True)\n"),)),
+    Bug("dS has one buffer", FULL, (("buffers[0].index(turn % 2)", "buffers[0].index(turn * 0)"),)),
+    Bug("dS is read without a fence", FULL, (("store(ds)\n        fence_async_shared()\n", "store(ds)\n"),)),
+    Bug("dQ's buffer is rewritten before it has left", FULL, (("    tma.store_wait(0)\n    ROWS", "    ROWS"),)),
+    Bug("the last dQ is not waited for", FULL, (("    tma.store_wait(0)\n\n\n@gluon.jit(do_not", "\n\n@gluon.jit(do_not"),)),
+    Bug("dQ lies in another order", FULL, ((".permute((0, 1, 3, 2, 4))", ""),)),
+    Bug("delta is left out", FULL, ((DELTA, "gl.zeros([64, M], gl.float32, layout)"),)),
+    Bug("a causal mask off by one", Case((1, 128, 2, ""), 200, 200), (("(shift + C.right)", "(shift + C.right + 1)"),)),
+    Bug("a window off by one", WINDOW, (("(shift - C.left)", "(shift - C.left + 1)"),)),
+    Bug("queries of the next sequence are not cleared", PACKED, (("            if m + M > place[4]:", "            if m < 0:"),)),
+    Bug("keys of the next sequence are not cleared", PACKED, (("            if tile_n * N + N > len_k:", "            if tile_n < 0:"),)),
+    Bug("a sequence's LSE is taken from a multiple of four", PACKED, (("late = m % PHASES", "late = m % 1"),)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+def test_a_planted_bug_shows(bug):
+    for mode in MODES:
+        try:
+            check(bug.case, mode, edits=bug.edits)
+        except (Fault, AssertionError):
+            return
+    pytest.fail(f"nobody noticed that {bug.what}")
