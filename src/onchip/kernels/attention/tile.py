@@ -211,30 +211,37 @@ def page_slots(table_ptr, first, cols, last, PAGE: tl.constexpr, BLOCK_N: tl.con
 # ---- host
 
 
-_maps: OrderedDict = OrderedDict()
-MAPS = 64  # maps that are remembered: the layers of a model share one
+_made: OrderedDict = OrderedDict()
+REMEMBERED = 64  # the layers of a model share one
+
+
+def remembered(what: tuple, tensors, device, make):
+    """What `make()` gives: made once for a `what` and `tensors` that live unchanged.
+
+    torch counts what writes to a tensor, except a foreign kernel, after which `torch.autograd.graph.increment_version(tensor)` says so.
+    Inside a CUDA graph, and of tensors of inference mode, which count nothing, it is made anew.
+    """
+    tensors = [t for t in tensors if t is not None]
+    if any(t.is_inference() for t in tensors) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return make()
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (*what, device, stream, tuple((id(t), t._version) for t in tensors))
+    known = _made.get(key)
+    if known is None or any(ref() is not t for ref, t in zip(known[0], tensors, strict=True)):
+        known = [weakref.ref(t) for t in tensors], make()
+        _made[key] = known
+        while len(_made) > REMEMBERED:
+            _made.popitem(last=False)
+    _made.move_to_end(key)
+    return known[1]
 
 
 def mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     """The tiles of `m` queries and `n` keys that a mask which is no band shows, for each tile of queries (or of keys), int32
-    [batch or 1, heads or 1, tiles, 2 + most tiles], and its strides; see `_collect`.
-
-    Remembered for as long as the tensors it was made from live unchanged: torch counts what writes to a tensor, except a foreign
-    kernel, after which `torch.autograd.graph.increment_version(tensor)` says so. Inside a CUDA graph it is made anew.
-    """
-    tensors = [t for t in (*x.mask, x.q_offsets, x.k_offsets, x.q_used, x.k_used) if t is not None]
-    if any(t.is_inference() for t in tensors) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return _mask_map(p, sees, captured, x, m, n, of_keys, device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (p.mask.text, m, n, of_keys, p.batch, p.heads, p.len_q, p.len_k, device, stream, tuple((id(t), t._version) for t in tensors))
-    known = _maps.get(key)
-    if known is None or any(ref() is not t for ref, t in zip(known[0], tensors, strict=True)):
-        known = [weakref.ref(t) for t in tensors], _mask_map(p, sees, captured, x, m, n, of_keys, device)
-        _maps[key] = known
-        while len(_maps) > MAPS:
-            _maps.popitem(last=False)
-    _maps.move_to_end(key)
-    return known[1]
+    [batch or 1, heads or 1, tiles, 2 + most tiles], and its strides; see `_collect`. It is `remembered`."""
+    what = ("map", p.mask.text, m, n, of_keys, p.batch, p.heads, p.len_q, p.len_k)
+    tensors = (*x.mask, x.q_offsets, x.k_offsets, x.q_used, x.k_used)
+    return remembered(what, tensors, device, lambda: _mask_map(p, sees, captured, x, m, n, of_keys, device))
 
 
 def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
