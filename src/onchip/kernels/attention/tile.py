@@ -22,6 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 L2_SHARE = 32 << 20  # bytes of K and V that the programs in flight may spread over and still find in L2
+LISTED = 64  # tiles of a packed batch that a program sorts, each against as many at once
 CHUNK = 8  # tiles that one program of a mask's map looks at, a microsecond or less each
 
 
@@ -198,6 +199,56 @@ def _collect(map_ptr, kind_ptr, inners, BLOCK: tl.constexpr):
     tl.store(map_ptr + 1, whole)
 
 
+@triton.jit(do_not_specialize=["bound", "most"])
+def _number(found_ptr, offsets, other_offsets, used, other_used, bound, most, BEFORE: tl.constexpr, AFTER: tl.constexpr, TOP_LEFT: tl.constexpr,
+            TOKENS: tl.constexpr, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Sequence, tile and work of the tiles of one sequence, at most `most`, behind those of the sequences before it; int32 [3, bound].
+
+    A tile's work is what its tokens see of the other side, queries or keys: from BEFORE the first to AFTER the last, -1 is no limit.
+    """
+    b = tl.program_id(0)
+    start = 0
+    for first in range(0, b, BLOCK):
+        others = first + tl.arange(0, BLOCK)
+        _, length = sequence(offsets, used, tl.minimum(others, b), 0)
+        start += tl.sum(tl.where(others < b, tl.minimum(tl.cdiv(length, TOKENS), most), 0), 0)
+    _, length = sequence(offsets, used, b, 0)
+    _, other = sequence(other_offsets, other_used, b, 0)
+    tiles = tl.minimum(tl.cdiv(length, TOKENS), most)
+    shift = other - length
+    if TOP_LEFT:
+        shift = shift * 0
+    for first in range(0, tiles, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tile = at
+        if LAST_FIRST:
+            tile = tiles - 1 - at
+        row = tile * TOKENS + shift
+        begin, end = key_span(row, row + TOKENS - 1, other, BEFORE, AFTER)
+        to = found_ptr + start + at
+        there = (at < tiles) & (start + at < bound)
+        tl.store(to, at * 0 + b, mask=there)
+        tl.store(to + bound, tile, mask=there)
+        tl.store(to + 2 * bound, at * 0 + tl.maximum(end - begin, 0), mask=there)
+
+
+@triton.jit(do_not_specialize=["bound"])
+def _rank(tiles_ptr, found_ptr, bound, BLOCK: tl.constexpr):
+    """(sequence, tile) as found by `_number`, sorted: a tile's place is the number of those with more work, or as much and an earlier place."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    work = tl.load(found_ptr + 2 * bound + at, mask=at < bound, other=-1)
+    rank = at * 0
+    for first in range(0, bound, BLOCK):
+        others = first + tl.arange(0, BLOCK)
+        works = tl.load(found_ptr + 2 * bound + others, mask=others < bound, other=-2)
+        before = (works[None, :] > work[:, None]) | ((works[None, :] == work[:, None]) & (others[None, :] < at[:, None]))
+        rank += tl.sum(before.to(tl.int32), 1)
+    b = tl.load(found_ptr + at, mask=at < bound, other=-1)
+    tile = tl.load(found_ptr + bound + at, mask=at < bound, other=0)
+    tl.store(tiles_ptr + 2 * rank, b, mask=at < bound)
+    tl.store(tiles_ptr + 2 * rank + 1, tl.maximum(tile, 0), mask=at < bound)
+
+
 @triton.jit
 def page_slots(table_ptr, first, cols, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The page (int64) and the slot in it of keys `cols` = first + arange(BLOCK_N); only those below `last` are looked up."""
@@ -212,7 +263,7 @@ def page_slots(table_ptr, first, cols, last, PAGE: tl.constexpr, BLOCK_N: tl.con
 
 
 _made: OrderedDict = OrderedDict()
-REMEMBERED = 64  # the layers of a model share one
+REMEMBERED = 64  # maps and lists: the layers of a model share one
 
 
 def remembered(what: tuple, tensors, device, make):
@@ -258,6 +309,33 @@ def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     )  # fmt: skip
     _collect[(batch * heads * outer,)](found, kinds, inner, BLOCK=min(1024, triton.next_power_of_2(inner)))
     return found, (found.stride(0) * (batch > 1), found.stride(1) * (heads > 1), found.stride(2))
+
+
+def sequence_tiles(p, x, block: int, of_keys: bool = False):
+    """The tiles of `block` queries (or keys) of a packed batch, int32 [bound, 2] of (sequence, tile), those with most work first.
+
+    The host knows `bound` from sizes alone; behind the last tile come (-1, 0). Work is counted by the band around the mask. Of tiles with as much
+    the later queries (the earlier keys) go first: they see more where a mask that is no band is like a causal one. It is `remembered`.
+    """
+    left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
+    tokens, longest, before, after = p.tokens, p.len_q, left, right
+    lengths = (x.q_offsets, x.k_offsets, x.q_used, x.k_used)
+    if of_keys:  # which see queries from the other end of the band
+        tokens, longest, before, after = p.tokens_k or p.tokens, p.len_k, right, left
+        lengths = (x.k_offsets, x.q_offsets, x.k_used, x.q_used)
+    most = triton.cdiv(longest, block)
+    bound = min(tokens // block + p.batch, most * p.batch)
+    how = {"BEFORE": before, "AFTER": after, "TOP_LEFT": top_left, "TOKENS": block, "LAST_FIRST": not of_keys}
+    return remembered(("tiles", bound, most, *how.values()), lengths, x.q_offsets.device, lambda: _sequence_tiles(lengths, bound, most, how))
+
+
+def _sequence_tiles(lengths, bound: int, most: int, how: dict):
+    offsets = lengths[0]
+    found = offsets.new_full((3, bound), -1)
+    tiles = offsets.new_empty((bound, 2))
+    _number[(len(offsets) - 1,)](found, *lengths, bound, most, **how, BLOCK=LISTED)
+    _rank[(triton.cdiv(bound, LISTED),)](tiles, found, bound, BLOCK=LISTED)
+    return tiles
 
 
 def outputs(p, x, q, return_lse: bool):
