@@ -371,11 +371,14 @@ def device_functions(p, x, q):
     return sees, score, reads, x.scale * before, gain
 
 
-def together(p) -> int:
-    """Heads whose programs go side by side, so that their K and V share L2; without a causal mask one: the fewest K and V in flight."""
+def together(p, keys: int = 0) -> int:
+    """Heads whose programs go side by side, so that their K and V share L2; without a causal mask one: the fewest K and V in flight.
+
+    keys   that a head has in flight, where they are not one sequence's.
+    """
     if isinstance(p.mask, Band) and p.mask.right is None:
         return 1
-    return max(1, min(p.batch * p.heads, L2_SHARE // (2 * p.len_k * p.dim * p.dtype.itemsize)))
+    return max(1, min(p.batch * p.heads, L2_SHARE // (2 * (keys or p.len_k) * p.dim * p.dtype.itemsize)))
 
 
 def fast(q) -> bool:
