@@ -164,6 +164,7 @@ PACKED = [
     Case((2, 64, 2, "blocks"), lengths=(200, 3, 130), used=(131, 0, 130), mask=Window(50), dtype=FP16),
     Case((2, 64, 2, "blocks"), lengths=((20, 90, 0), (150, 40, 7)), sinks=True),
     Case((2, 64, 2, "blocks"), lengths=(100, 70), dim=256, heads=(1, 1)),
+    Case((1, 64, 2, "turns"), lengths=(70, 0, 5, 200), heads=(4, 2)),
 ]
 MODS = [
     Case((2, 64, 2, "blocks"), 200, 200, Causal() & Document(torch.arange(200) // 60)),
@@ -213,6 +214,7 @@ CAUSAL = Case((2, 64, 2, "blocks"), 200, 330)
 PAIRS = Case((2, 64, 2, "pairs"), 300, 300)
 WINDOW = Case((2, 64, 2, "turns"), 200, 300, Window(100))
 WIDE = Case((2, 64, 2, "turns"), 70, 130, Full(), dim=256, heads=(9, 1))
+UNEVEN = Case((1, 64, 2, "blocks"), lengths=(70, 0, 5, 200))
 NEIGHBOUR = Case((2, 64, 2, "blocks"), lengths=(100, 70), used=(90, 70), mask=Full())
 
 WAIT_FOR_SCORES = "        scores = warpgroup_mma_wait(1, deps=[scores])\n"
@@ -264,6 +266,9 @@ BUGS = [
     Bug("the output does not shrink", FULL, (("        acc = scale_rows(", "        scale_rows("),)),
     Bug("values of the next sequence are not cleared", NEIGHBOUR, (("    if n + N > len_k:\n        mbarrier", "    if n < 0:\n        mbarrier"),)),
     Bug("cleared values are read without a fence", NEIGHBOUR, (("0.0).to(values.dtype))\n        fence_async_shared()\n", "0.0).to(values.dtype))\n"),)),
+    Bug("a place of the list without a tile is taken for one", UNEVEN, (("there = b >= 0", "there = b >= -1"),)),
+    Bug("all sequences are listed from the first place on", UNEVEN, (("        start += tl.sum(", "        tl.sum("),)),
+    Bug("two tiles of as much work have one place", UNEVEN, (("others[None, :] < at[:, None]", "others[None, :] < 0"),)),
     Bug("the middle one of the pairs is done twice", PAIRS, (("there = there & ((second == 0) | (tile_m != last - tile_m))", "pass"),)),
     Bug("only the long ones of the pairs are done", PAIRS, (("        turns = turns * 2\n", "        pass\n"),)),
 ]  # fmt: skip
@@ -282,7 +287,7 @@ def test_a_planted_bug_shows(bug):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", [FULL, SHORT, CAUSAL, PAIRS, WINDOW, WIDE, NEIGHBOUR], ids=str)
+@pytest.mark.parametrize("case", [FULL, SHORT, CAUSAL, PAIRS, WINDOW, WIDE, UNEVEN, NEIGHBOUR], ids=str)
 def test_without_the_bug(case, mode):
     test_emulated(case, mode)
 

@@ -16,7 +16,7 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention.tile import describable, device_functions, ends, inner_span, key_span, mask_map, outputs, sequence, together
+from onchip.kernels.attention.tile import describable, device_functions, ends, inner_span, key_span, mask_map, outputs, sequence, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
     block,
@@ -90,10 +90,11 @@ class Shape:
 def _place(turn, sizes, lengths, C: gl.constexpr):
     """The tile of this program's `turn`: its sequence, head, rows, and whether there is one.
 
-    `together` heads go side by side, so that their K and V share L2; where rows differ in length the longest go first.
+    `together` heads go side by side, so that their K and V share L2; where rows differ in length the longest go first. A packed problem's
+    are `listed` for all sequences, in `tiles_m` places.
     """
     tiles, tiles_m, together, heads, _, len_q, len_k, batch_heads = sizes
-    q_offsets, k_offsets, q_used, k_used = lengths
+    listed, q_offsets, k_offsets, q_used, k_used = lengths
     second = turn % 2
     if C.pairs:
         turn = turn // 2
@@ -108,13 +109,21 @@ def _place(turn, sizes, lengths, C: gl.constexpr):
         last = gl.cdiv(len_q, C.m) - 1
         there = there & ((second == 0) | (tile_m != last - tile_m))
         tile_m = gl.where(second == 0, last - tile_m, tile_m)
-    elif C.right >= 0 or C.mapped:
+    elif not C.packed and (C.right >= 0 or C.mapped):
         tile_m = tiles_m - 1 - tile_m
-    b = gl.where(there, batch_head // heads, 0)
-    head = batch_head - batch_head // heads * heads
+    if C.packed:
+        head = batch_head
+        listed += 2 * tile_m
+        b, tile_m = gl.load(listed), gl.load(listed + 1)
+        there = b >= 0
+        b = gl.maximum(b, 0)
+    else:
+        b = gl.where(there, batch_head // heads, 0)
+        head = batch_head - batch_head // heads * heads
+        there = there & (tile_m * C.m < len_q)
     start_q, len_q = sequence(q_offsets, q_used, b, len_q)
     start_k, len_k = sequence(k_offsets, k_used, b, len_k)
-    return b, head, tile_m, start_q, len_q, start_k, len_k, there & (tile_m * C.m < len_q)
+    return b, head, tile_m, start_q, len_q, start_k, len_k, there
 
 
 @gluon.jit
@@ -416,7 +425,7 @@ def _compute(outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, l
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads"])
-def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, reads, scale, gain,
+def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, reads, scale, gain,
              tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides,
              MASK: gl.constexpr, SCORE: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups, 1)
@@ -427,7 +436,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, q_offsets, k_offset
         o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
     fence_async_shared()
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads)
-    lengths = (q_offsets, k_offsets, q_used, k_used)
+    lengths = (listed, q_offsets, k_offsets, q_used, k_used)
     outs, rings, gain = (o_desc, o_ptr, o_strides, o_buffers), (q_ring, k_ring, v_ring), gain * LOG2E
     if C.groups == 1:
         gl.warp_specialize(
@@ -501,19 +510,22 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     shape = Shape(tiles.groups, tiles.n, tiles.stages, tiles.order == "pairs", left, right, top_left, packed, isinstance(p.mask, Traced), p.value_dim,
                   width == width_v == 256, pick(LAZILY, width_v))  # fmt: skip
     blocks = ((64, width), (tiles.n, width), (tiles.n, width_v), (64, width_v))
-    tiles_m = triton.cdiv(p.len_q, shape.m)
+    listed, tiles_m, batch_heads, side_by_side = None, triton.cdiv(p.len_q, shape.m), p.batch * p.heads, together(p)
     if shape.pairs:
         tiles_m = triton.cdiv(tiles_m, 2)
+    if packed:  # one list for all sequences
+        listed = sequence_tiles(p, x, shape.m)
+        tiles_m, batch_heads, side_by_side = len(listed), p.heads, together(p, p.tokens_k or p.tokens)
     sees, score, reads, scale, gain = device_functions(p, x, q)
     found, map_strides = None, (0, 0, 0)
     if shape.mapped:
         found, map_strides = mask_map(p, sees, reads[0], x, shape.m, tiles.n, False, q.device)
-    count = tiles_m * p.batch * p.heads
+    count = tiles_m * batch_heads
     grid = count if tiles.order == "blocks" else min(count, tiles.sms)
     _prefill[(grid,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), first[3], lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found,
-        x.sinks if x.sinks is None else x.sinks.contiguous(), reads, scale, gain, count, tiles_m, together(p), p.heads, p.group, p.len_q, p.len_k,
-        p.batch * p.heads, first[3].stride()[:3], (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides,
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), first[3], lse, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found,
+        x.sinks if x.sinks is None else x.sinks.contiguous(), reads, scale, gain, count, tiles_m, side_by_side, p.heads, p.group, p.len_q, p.len_k,
+        batch_heads, first[3].stride()[:3], (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides,
         MASK=sees, SCORE=score, C=shape, num_warps=4,
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -22,6 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 L2_SHARE = 32 << 20  # bytes of K and V that the programs in flight may spread over and still find in L2
+LISTED = 64  # tiles of a packed batch that a program sorts, each against as many at once
 CHUNK = 8  # tiles that one program of a mask's map looks at, a microsecond or less each
 
 
@@ -198,6 +199,56 @@ def _collect(map_ptr, kind_ptr, inners, BLOCK: tl.constexpr):
     tl.store(map_ptr + 1, whole)
 
 
+@triton.jit(do_not_specialize=["bound", "most"])
+def _number(found_ptr, offsets, other_offsets, used, other_used, bound, most, BEFORE: tl.constexpr, AFTER: tl.constexpr, TOP_LEFT: tl.constexpr,
+            TOKENS: tl.constexpr, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Sequence, tile and work of the tiles of one sequence, at most `most`, behind those of the sequences before it; int32 [3, bound].
+
+    A tile's work is what its tokens see of the other side, queries or keys: from BEFORE the first to AFTER the last, -1 is no limit.
+    """
+    b = tl.program_id(0)
+    start = 0
+    for first in range(0, b, BLOCK):
+        others = first + tl.arange(0, BLOCK)
+        _, length = sequence(offsets, used, tl.minimum(others, b), 0)
+        start += tl.sum(tl.where(others < b, tl.minimum(tl.cdiv(length, TOKENS), most), 0), 0)
+    _, length = sequence(offsets, used, b, 0)
+    _, other = sequence(other_offsets, other_used, b, 0)
+    tiles = tl.minimum(tl.cdiv(length, TOKENS), most)
+    shift = other - length
+    if TOP_LEFT:
+        shift = shift * 0
+    for first in range(0, tiles, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tile = at
+        if LAST_FIRST:
+            tile = tiles - 1 - at
+        row = tile * TOKENS + shift
+        begin, end = key_span(row, row + TOKENS - 1, other, BEFORE, AFTER)
+        to = found_ptr + start + at
+        there = (at < tiles) & (start + at < bound)
+        tl.store(to, at * 0 + b, mask=there)
+        tl.store(to + bound, tile, mask=there)
+        tl.store(to + 2 * bound, at * 0 + tl.maximum(end - begin, 0), mask=there)
+
+
+@triton.jit(do_not_specialize=["bound"])
+def _rank(tiles_ptr, found_ptr, bound, BLOCK: tl.constexpr):
+    """(sequence, tile) as found by `_number`, sorted: a tile's place is the number of those with more work, or as much and an earlier place."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    work = tl.load(found_ptr + 2 * bound + at, mask=at < bound, other=-1)
+    rank = at * 0
+    for first in range(0, bound, BLOCK):
+        others = first + tl.arange(0, BLOCK)
+        works = tl.load(found_ptr + 2 * bound + others, mask=others < bound, other=-2)
+        before = (works[None, :] > work[:, None]) | ((works[None, :] == work[:, None]) & (others[None, :] < at[:, None]))
+        rank += tl.sum(before.to(tl.int32), 1)
+    b = tl.load(found_ptr + at, mask=at < bound, other=-1)
+    tile = tl.load(found_ptr + bound + at, mask=at < bound, other=0)
+    tl.store(tiles_ptr + 2 * rank, b, mask=at < bound)
+    tl.store(tiles_ptr + 2 * rank + 1, tl.maximum(tile, 0), mask=at < bound)
+
+
 @triton.jit
 def page_slots(table_ptr, first, cols, last, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The page (int64) and the slot in it of keys `cols` = first + arange(BLOCK_N); only those below `last` are looked up."""
@@ -211,30 +262,37 @@ def page_slots(table_ptr, first, cols, last, PAGE: tl.constexpr, BLOCK_N: tl.con
 # ---- host
 
 
-_maps: OrderedDict = OrderedDict()
-MAPS = 64  # maps that are remembered: the layers of a model share one
+_made: OrderedDict = OrderedDict()
+REMEMBERED = 64  # maps and lists: the layers of a model share one
+
+
+def remembered(what: tuple, tensors, device, make):
+    """What `make()` gives: made once for a `what` and `tensors` that live unchanged.
+
+    torch counts what writes to a tensor, except a foreign kernel, after which `torch.autograd.graph.increment_version(tensor)` says so.
+    Inside a CUDA graph, and of tensors of inference mode, which count nothing, it is made anew.
+    """
+    tensors = [t for t in tensors if t is not None]
+    if any(t.is_inference() for t in tensors) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return make()
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (*what, device, stream, tuple((id(t), t._version) for t in tensors))
+    known = _made.get(key)
+    if known is None or any(ref() is not t for ref, t in zip(known[0], tensors, strict=True)):
+        known = [weakref.ref(t) for t in tensors], make()
+        _made[key] = known
+        while len(_made) > REMEMBERED:
+            _made.popitem(last=False)
+    _made.move_to_end(key)
+    return known[1]
 
 
 def mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     """The tiles of `m` queries and `n` keys that a mask which is no band shows, for each tile of queries (or of keys), int32
-    [batch or 1, heads or 1, tiles, 2 + most tiles], and its strides; see `_collect`.
-
-    Remembered for as long as the tensors it was made from live unchanged: torch counts what writes to a tensor, except a foreign
-    kernel, after which `torch.autograd.graph.increment_version(tensor)` says so. Inside a CUDA graph it is made anew.
-    """
-    tensors = [t for t in (*x.mask, x.q_offsets, x.k_offsets, x.q_used, x.k_used) if t is not None]
-    if any(t.is_inference() for t in tensors) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return _mask_map(p, sees, captured, x, m, n, of_keys, device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (p.mask.text, m, n, of_keys, p.batch, p.heads, p.len_q, p.len_k, device, stream, tuple((id(t), t._version) for t in tensors))
-    known = _maps.get(key)
-    if known is None or any(ref() is not t for ref, t in zip(known[0], tensors, strict=True)):
-        known = [weakref.ref(t) for t in tensors], _mask_map(p, sees, captured, x, m, n, of_keys, device)
-        _maps[key] = known
-        while len(_maps) > MAPS:
-            _maps.popitem(last=False)
-    _maps.move_to_end(key)
-    return known[1]
+    [batch or 1, heads or 1, tiles, 2 + most tiles], and its strides; see `_collect`. It is `remembered`."""
+    what = ("map", p.mask.text, m, n, of_keys, p.batch, p.heads, p.len_q, p.len_k)
+    tensors = (*x.mask, x.q_offsets, x.k_offsets, x.q_used, x.k_used)
+    return remembered(what, tensors, device, lambda: _mask_map(p, sees, captured, x, m, n, of_keys, device))
 
 
 def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
@@ -251,6 +309,33 @@ def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     )  # fmt: skip
     _collect[(batch * heads * outer,)](found, kinds, inner, BLOCK=min(1024, triton.next_power_of_2(inner)))
     return found, (found.stride(0) * (batch > 1), found.stride(1) * (heads > 1), found.stride(2))
+
+
+def sequence_tiles(p, x, block: int, of_keys: bool = False):
+    """The tiles of `block` queries (or keys) of a packed batch, int32 [bound, 2] of (sequence, tile), those with most work first.
+
+    The host knows `bound` from sizes alone; behind the last tile come (-1, 0). Work is counted by the band around the mask. Of tiles with as much
+    the later queries (the earlier keys) go first: they see more where a mask that is no band is like a causal one. It is `remembered`.
+    """
+    left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
+    tokens, longest, before, after = p.tokens, p.len_q, left, right
+    lengths = (x.q_offsets, x.k_offsets, x.q_used, x.k_used)
+    if of_keys:  # which see queries from the other end of the band
+        tokens, longest, before, after = p.tokens_k or p.tokens, p.len_k, right, left
+        lengths = (x.k_offsets, x.q_offsets, x.k_used, x.q_used)
+    most = triton.cdiv(longest, block)
+    bound = min(tokens // block + p.batch, most * p.batch)
+    how = {"BEFORE": before, "AFTER": after, "TOP_LEFT": top_left, "TOKENS": block, "LAST_FIRST": not of_keys}
+    return remembered(("tiles", bound, most, *how.values()), lengths, x.q_offsets.device, lambda: _sequence_tiles(lengths, bound, most, how))
+
+
+def _sequence_tiles(lengths, bound: int, most: int, how: dict):
+    offsets = lengths[0]
+    found = offsets.new_full((3, bound), -1)
+    tiles = offsets.new_empty((bound, 2))
+    _number[(len(offsets) - 1,)](found, *lengths, bound, most, **how, BLOCK=LISTED)
+    _rank[(triton.cdiv(bound, LISTED),)](tiles, found, bound, BLOCK=LISTED)
+    return tiles
 
 
 def outputs(p, x, q, return_lse: bool):
@@ -286,11 +371,14 @@ def device_functions(p, x, q):
     return sees, score, reads, x.scale * before, gain
 
 
-def together(p) -> int:
-    """Heads whose programs go side by side, so that their K and V share L2; without a causal mask one: the fewest K and V in flight."""
+def together(p, keys: int = 0) -> int:
+    """Heads whose programs go side by side, so that their K and V share L2; without a causal mask one: the fewest K and V in flight.
+
+    keys   that a head has in flight, where they are not one sequence's.
+    """
     if isinstance(p.mask, Band) and p.mask.right is None:
         return 1
-    return max(1, min(p.batch * p.heads, L2_SHARE // (2 * p.len_k * p.dim * p.dtype.itemsize)))
+    return max(1, min(p.batch * p.heads, L2_SHARE // (2 * (keys or p.len_k) * p.dim * p.dtype.itemsize)))
 
 
 def fast(q) -> bool:

@@ -1,0 +1,103 @@
+"""What the attention kernels share: the list of a packed batch's tiles, and the memory of what is made from tensors."""
+
+import random
+from itertools import accumulate
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from onchip.core.masks import Causal, Document, Full, Window
+from onchip.core.problem import Attention, Operands
+from onchip.kernels.attention.tile import remembered, sequence_tiles
+
+# ---- tiles of a packed batch
+
+MASKS = [
+    Full(),
+    Causal(),
+    Causal(align="top_left"),
+    Window(70),
+    Window(40, 30),
+    Window(None, 20, "top_left"),
+    Document(torch.zeros(700, dtype=torch.int32)) & Causal(),
+]
+
+
+def packed(lengths: list[tuple[int, int]], used, mask, device) -> tuple[Attention, Operands]:
+    """A Problem of sequences of (queries, keys), of which `used` are used, and its lengths on the device."""
+    ints = {"dtype": torch.int32, "device": device}
+    len_q, len_k = zip(*lengths, strict=True)
+    offsets = [torch.tensor([0, *accumulate(n)], **ints) for n in (len_q, len_k)]
+    static, _ = mask.parts()
+    p = Attention("prefill", len(lengths), max(len_q), max(len_k), 2, 2, 64, torch.bfloat16, static, "packed", 0, sum(len_q), sum(len_k))
+    return p, Operands(1.0, *offsets, *(torch.tensor(n, **ints) for n in zip(*used, strict=True)) if used else ())
+
+
+def listed(lengths, mask, block: int, of_keys: bool) -> list[tuple[int, int]]:
+    """What the list is to hold: tiles in order of sequences, later queries or earlier keys first, then sorted by what whole tiles see."""
+    band, found = mask.hull, []
+    for b, (len_q, len_k) in enumerate(lengths):
+        rows, keys = torch.arange(len_q) + band.shift(len_q, len_k), torch.arange(len_k)
+        if of_keys:
+            found += [(int(band.dense(rows[:, None], n + torch.arange(block)).any(1).sum()), b, n // block) for n in range(0, len_k, block)]
+        else:
+            tiles = range(0, len_q, block)
+            found += [(int(band.dense(rows[m] + torch.arange(block)[:, None], keys).any(0).sum()), b, m // block) for m in reversed(tiles)]
+    return [(b, tile) for _, b, tile in sorted(found, key=lambda tile: -tile[0])]
+
+
+def drawn(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]] | None]:
+    """Lengths of 1 to 90 sequences, some of them 0, and, of every second batch, how much of each is used."""
+    r = random.Random(seed)
+    n = r.choice((1, 4, 90))
+    most = 64 if n == 90 else 700
+    lengths = [(r.choice((0, 1, r.randint(1, most))), r.choice((0, 1, r.randint(1, most)))) for _ in range(n)]
+    lengths[0] = (most, r.randint(1, most))
+    return lengths, [(r.randint(0, q), r.randint(0, k)) for q, k in lengths] if seed % 2 else None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_tiles_of_a_packed_batch(mask, of_keys, device):
+    """All of them once, those that see most first; the work that counts is what the used part of one side sees of the other's."""
+    for seed in range(6):
+        lengths, used = drawn(seed)
+        p, x = packed(lengths, used, mask, device)
+        for block in (32, 128):
+            found, expected = sequence_tiles(p, x, block, of_keys), listed(used or lengths, mask, block, of_keys)
+            assert found.dtype == torch.int32 and len(found) <= sum(n[of_keys] for n in lengths) // block + len(lengths)
+            assert list(map(tuple, found.tolist())) == expected + [(-1, 0)] * (len(found) - len(expected))
+
+
+@pytest.mark.gpu
+def test_equal_sequences_leave_no_place_empty(device):
+    p, x = packed([(128, 128)] * 3, None, Full(), device)
+    assert sequence_tiles(p, x, 64).tolist() == [[0, 1], [0, 0], [1, 1], [1, 0], [2, 1], [2, 0]]
+
+
+@pytest.mark.gpu
+def test_a_list_stays_in_its_place_whatever_lengths_say(device):
+    """Of sequences longer than the call promised, the tiles that it promised."""
+    p, x = packed([(64, 64), (300, 300), (64, 64)], None, Full(), device)
+    assert sequence_tiles(p._replace(len_q=128), x, 64).tolist() == [[1, 1], [1, 0], [0, 0], [2, 0], *[[-1, 0]] * 2]
+
+
+# ---- memory
+
+
+def test_remembered_until_a_tensor_changes():
+    """By torch's count of writes; one tensor in another's place is another tensor; what inference mode made counts nothing."""
+    made, tensor = [], torch.zeros(3)
+
+    def ask(what="a", of=tensor):
+        return remembered((what,), (of, None), tensor.device, lambda: made.append(what) or len(made))
+
+    assert [ask(), ask(), ask("b"), ask("b"), ask()] == [1, 1, 2, 2, 1]
+    tensor += 1
+    assert [ask(), ask(), ask(of=tensor.clone()), ask()] == [3, 3, 4, 3]
+    with torch.inference_mode():
+        blank = torch.zeros(3)
+    assert [ask(of=blank), ask(of=blank)] == [5, 6]
