@@ -22,7 +22,7 @@ CPU = Device("CPU", "cpu", 0, 2, 1 << 20, 32 << 20, 1 << 34, 1e10, {FP32: 1e11},
 DOCUMENT, ALIBI = Document(torch.zeros(4, dtype=torch.int64)).static(), ALiBi(torch.ones(8)).static()
 TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "prefill": Attention("prefill", 2, 1000, 1000, 8, 2, 64, BF16, Causal()),
-    "backward": Attention("backward", 2, 1000, 1000, 8, 2, 64, BF16, Causal()),
+    "backward": Attention("backward", 64, 1000, 1000, 8, 2, 64, BF16, Causal()),
     "decode": Attention("decode", 2, 1, 1024, 4, 2, 64, BF16, Causal(), "paged", 16),
     "rms_norm": Rows("rms_norm", 63, 4096, BF16, "residual"),
     "gated_act": Rows("gated_act", 63, 4096, BF16, "silu"),
@@ -186,6 +186,9 @@ def test_what_hopper_leaves_to_triton():
     kernel, p = OPS["backward"].kernel("hopper_backward"), TYPICAL["backward"]
     assert kernel.refuses(p._replace(score=pairs), H200) == ["a score reads a value for each query and key: triton_backward is faster"]
     assert kernel.refuses(p._replace(score=look_up), H200) == ["a score looks values up at places that it computes: not measured"]
+    assert kernel.refuses(p._replace(batch=2), H200) == [
+        "2e+07 pairs of a query and a key, of at least 3e+08: two more launches cost what the faster kernel saves"
+    ]
     assert kernel.refuses(p._replace(dim=256), H200) == ["dim 256 is not in 8..128 by 8", "value_dim 256 is not in 8..128 by 8"]
     assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
 
@@ -262,7 +265,7 @@ def test_problems_of_different_storage_differ_in_their_text():
 def test_texts_by_hand():
     assert [str(p) for p in TYPICAL.values()] == [
         "prefill B2 q1000 k1000 h8/2 d64 bf16 Causal",
-        "backward B2 q1000 k1000 h8/2 d64 bf16 Causal",
+        "backward B64 q1000 k1000 h8/2 d64 bf16 Causal",
         "decode B2 q1 k1024 h4/2 d64 bf16 Causal page 16",
         "rms_norm 63x4096 bf16 residual",
         "gated_act 63x4096 bf16 silu",

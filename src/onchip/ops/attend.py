@@ -13,10 +13,8 @@ from onchip.core.scores import Score
 from onchip.dispatch import select
 from onchip.ops import wire
 
-FAMILY = {
-    "triton_prefill": "triton_backward",
-    "hopper_prefill": "hopper_backward",
-}  # the kernel of the backward pass that goes with one of the forward pass asked for by name
+# The kernel of the backward pass that goes with one of the forward pass asked for by name.
+FAMILY = {"triton_prefill": "triton_backward", "hopper_prefill": "auto"}
 TWICE = "attention: gradients of gradients are not implemented; kernel='reference' has them"
 FORWARD = "attention: forward-mode derivatives (jvp) are not implemented; kernel='reference' has them, or use reverse mode"
 
