@@ -513,28 +513,30 @@ class Emulator:
         self.clock.after(self.delay("slow loads"), land)
 
     def tma_store(self, descriptor: Descriptor, at, buffer: Shared):
-        buffer.check_fenced()
-        inner, outer = descriptor.cut(at)
-        landed = threading.Event()
-        self.clock.running.stores.append(landed)
+        written = self.marks(descriptor.base)
 
-        def land():
-            written = self.marks(descriptor.base)
+        def put(outer, values):
             _once(written[outer])
-            descriptor.base[outer] = buffer.values[inner]
+            descriptor.base[outer] = values
             written[outer] = True
-            landed.set()
 
-        self.clock.after(self.delay("slow stores"), land)
+        self.leave(descriptor, at, buffer, put)
 
     def tma_add(self, descriptor: Descriptor, at, buffer: Shared):
+        def put(outer, values):
+            descriptor.base[outer] += values
+
+        self.leave(descriptor, at, buffer, put)
+
+    def leave(self, descriptor: Descriptor, at, buffer: Shared, put: Callable):
+        """A buffer's way to global memory, where `put` lets it land."""
         buffer.check_fenced()
         inner, outer = descriptor.cut(at)
         landed = threading.Event()
         self.clock.running.stores.append(landed)
 
         def land():
-            descriptor.base[outer] += buffer.values[inner]
+            put(outer, buffer.values[inner])
             landed.set()
 
         self.clock.after(self.delay("slow stores"), land)

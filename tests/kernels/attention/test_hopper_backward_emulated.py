@@ -146,9 +146,9 @@ FULL = Case((1, 128, 2, ""), 400, 260, Full(), heads=(4, 4))
 WINDOW = Case((1, 128, 2, ""), 300, 300, Window(100))
 PACKED = Case((1, 128, 2, ""), lengths=(70, 5, 150), used=(60, 5, 100), mask=Full())
 WAIT_FOR_DV = "        dv, weights = warpgroup_mma_wait(2, deps=[dv, weights])\n"
-LET_OUTPUTS_GO = "        release(index, OUTPUTS_LET_GO, 288)\n"
+LET_OUTPUTS_GO = "        release(index, OUTPUTS_LET_GO, READERS)\n"
 WAIT_FOR_DK = "        dk, left = warpgroup_mma_wait(1, deps=[dk, left])\n"
-LET_QUERIES_GO = "        release(index, QUERIES_LET_GO, 288)\n"
+LET_QUERIES_GO = "        release(index, QUERIES_LET_GO, READERS)\n"
 DELTA = "_start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout))"
 BUGS = [
     Bug("dO is never released", FULL, ((LET_OUTPUTS_GO, ""),)),

@@ -44,6 +44,7 @@ from onchip.kernels.hopper import (
 
 LOG2E = math.log2(math.e)
 PHASES = gl.constexpr(4)  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin
+READERS = gl.constexpr(288)  # threads at a release: of two warpgroups and the copying warp
 QUERIES_LET_GO, OUTPUTS_LET_GO = gl.constexpr(10), gl.constexpr(12)  # hardware barriers of the two rings, one a stage
 
 
@@ -164,8 +165,8 @@ def _copy(descs, still, q_ring, do_ring, sizes, lengths, map_ptr, map_strides, C
                 if C.packed:
                     late = m % PHASES
                     row = late * heads + head
-                q_at = fill_both(q_ring, q_at, q_desc, [batch, head, m, 0], lse_desc, [row, m - late], C.stages, QUERIES_LET_GO, 288)
-                do_at = fill_both(do_ring, do_at, do_desc, [batch, head, m, 0], delta_desc, [row, m - late], C.stages, OUTPUTS_LET_GO, 288)
+                q_at = fill_both(q_ring, q_at, q_desc, [batch, head, m, 0], lse_desc, [row, m - late], C.stages, QUERIES_LET_GO, READERS)
+                do_at = fill_both(do_ring, do_at, do_desc, [batch, head, m, 0], delta_desc, [row, m - late], C.stages, OUTPUTS_LET_GO, READERS)
 
 
 # ---- device: a computing warpgroup
@@ -308,9 +309,9 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
             none = gl.zeros([64, D], gl.float32, dq_layout)
             dq = warpgroup_mma(shared.slice(GROUP * 64, 64, dim=1).permute((1, 0)), k, none, use_acc=False, is_async=True)
         dv, weights = warpgroup_mma_wait(2, deps=[dv, weights])
-        release(index, OUTPUTS_LET_GO, 288)
+        release(index, OUTPUTS_LET_GO, READERS)
         dk, left = warpgroup_mma_wait(1, deps=[dk, left])
-        release(index, QUERIES_LET_GO, 288)
+        release(index, QUERIES_LET_GO, READERS)
         dq = warpgroup_mma_wait(0, deps=[dq])
         _add(dq, dq_desc, buffers[1].index(GROUP), row, m, place[3], C, GROUP)
         index, phase = advance(index, phase, C.stages)
@@ -417,7 +418,7 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk
 
 # Queries and keys a tile, and stages, by head dimension up to.
 TILES = ((64, (128, 128, 2)), (128, (64, 128, 2)))
-WAVES = 32  # blocks for each multiprocessor that a launch should have before there is a second one
+WAVES = 16  # blocks for each multiprocessor that a launch should have before there is a second one
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -470,9 +471,10 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
     stats = [describe(_from_each_phase(t[0]) if packed else t.view(-1, t.shape[-1]), 1, tiles.m) for t in (lses, delta)]
     tiles_n = triton.cdiv(p.len_k, tiles.n)
     half = (tiles.m, width // 2) if tiles.m == 64 else (64, width)
+    held = torch.empty(p.heads if packed else at_once * p.group, rows, width, dtype=torch.float32, device=q.device)
     for first in range(0, every, at_once):
         count = min(at_once, every - first)
-        sums = torch.zeros(p.heads if packed else count * p.group, rows, width, dtype=torch.float32, device=q.device)
+        sums = held[: p.heads if packed else count * p.group].zero_()
         _backward[(tiles_n * count,)](
             *kinds, *stats, describe(sums, *half), dk, dv, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
             before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain, tiles_n, together(p), first, count, p.heads, p.kv_heads,

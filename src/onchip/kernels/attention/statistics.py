@@ -36,11 +36,10 @@ def _finish(sums_ptr, dq_ptr, factor, first, heads, len_q, sums_strides, dq_stri
     batch, head = (first + tl.program_id(1)) // heads, (first + tl.program_id(1)) % heads
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    held = tl.arange(0, BLOCK_D)
     there = (rows < len_q)[:, None]
     sums_ptr += tl.program_id(1).to(tl.int64) * sums_strides[0]
     dq_ptr += batch.to(tl.int64) * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
-    sums = tl.load(sums_ptr + rows.to(tl.int64)[:, None] * sums_strides[1] + held[None, :], mask=there, other=0.0) * factor
+    sums = tl.load(sums_ptr + rows.to(tl.int64)[:, None] * sums_strides[1] + dims[None, :], mask=there, other=0.0) * factor
     sums = tl.reshape(tl.permute(tl.reshape(sums, [BLOCK_M, BLOCK_D // 32, 4, 4, 2]), (0, 1, 3, 2, 4)), [BLOCK_M, BLOCK_D])
     tl.store(dq_ptr + rows.to(tl.int64)[:, None] * dq_strides[2] + dims[None, :], sums.to(dq_ptr.dtype.element_ty), mask=there & (dims < D)[None, :])
 
