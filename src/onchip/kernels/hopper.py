@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed the two
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+as_other = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
@@ -61,6 +62,12 @@ def release(index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def join(index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Wait until THREADS, these among them, are at hardware barrier BARRIER + `index`, and see what they have written."""
+    gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [index + BARRIER, index * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def release_after(sums, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """`release` by 128 threads of four `sums` each, none negative, not before they are there.
 
@@ -81,7 +88,7 @@ def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, TH
     if BARRIER == 0:
         mbarrier.wait(empty.index(index), phase ^ 1)
     elif used >= STAGES:
-        gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [index + BARRIER, index * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=1)
+        join(index, BARRIER, THREADS)
     mbarrier.expect(full.index(index), desc.block_type.nbytes)
     tma_load(desc, at, full.index(index), buffers.index(index))
     index, phase = advance(index, phase, STAGES)
@@ -94,18 +101,12 @@ def fill_both(ring, cursor, desc, at, row_desc, row_at, STAGES: gl.constexpr, BA
     tiles, rows, full = ring
     index, phase, used = cursor
     if used >= STAGES:
-        gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [index + BARRIER, index * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=1)
+        join(index, BARRIER, THREADS)
     mbarrier.expect(full.index(index), desc.block_type.nbytes + row_desc.block_type.nbytes)
     tma_load(desc, at, full.index(index), tiles.index(index))
     tma_load(row_desc, row_at, full.index(index), rows.index(index))
     index, phase = advance(index, phase, STAGES)
     return index, phase, used + 1
-
-
-@gluon.jit
-def meet():
-    """Two computing warpgroups wait for each other, and see what the other has written."""
-    gl.inline_asm_elementwise("bar.sync 9, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -158,7 +159,7 @@ def block(dim: int) -> int:
 
 
 __all__ = [
-    "DTYPES", "TensorDescriptor", "advance", "block", "describe", "fence_async_shared", "fill", "fill_both", "gl", "gluon", "mbarrier", "meet",
+    "DTYPES", "TensorDescriptor", "advance", "as_other", "block", "describe", "fence_async_shared", "fill", "fill_both", "gl", "gluon", "join", "mbarrier",
     "release", "release_after", "ring", "scale_rows", "take_turn", "tma", "tma_add", "tma_load", "tma_store", "turn_over", "warpgroup_mma",
     "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -179,11 +179,11 @@ def test_hopper_prefill(dim, packed, how, most):
 
 
 BACKWARD = {  # head dimension, packed, and bytes that ptxas may spill, stores and loads together
-    "d64 full": (64, False, Full(), 196),
-    "d64 causal": (64, False, Causal(), 264),
-    "d128 full": (128, False, Full(), 60),
-    "d128 causal": (128, False, Causal(), 136),
-    "d128 packed": (128, True, Causal(), 460),
+    "d64 full": (64, False, Full(), 244),
+    "d64 causal": (64, False, Causal(), 376),
+    "d128 full": (128, False, Full(), 180),
+    "d128 causal": (128, False, Causal(), 268),
+    "d128 packed": (128, True, Causal(), 668),
 }
 
 
@@ -200,7 +200,8 @@ def test_hopper_backward(dim, packed, band, most):
     assert facts.spills <= most, f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     steps = dim // 16 + dim // 16 + 2 * (tiles.m // 16) + tiles.n // 16  # of the scores, dP, dV and dK, and dQ
-    assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * 2 * steps and "mma.sync" not in facts.ptx
+    in_loops = facts.wgmma - 2 * (tiles.n // 16)  # each warpgroup adds a tile's last dQ behind them
+    assert in_loops % (2 * steps) == 0 and in_loops >= 2 * 2 * steps and "mma.sync" not in facts.ptx
     assert "cp.reduce.async.bulk.tensor.3d" in facts.ptx and "cp.async.cg" not in facts.ptx
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
 

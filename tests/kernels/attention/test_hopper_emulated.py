@@ -20,7 +20,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 
 SMS = 3  # multiprocessors: few, so that a program gets several tiles
-SOURCES = [f"onchip.kernels.{name}" for name in ("attention.mods", "attention.tile", "hopper", "attention.hopper_prefill")]
+SOURCES = [f"onchip.kernels.{name}" for name in ("attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_prefill")]
 
 
 class Case(NamedTuple):
@@ -266,10 +266,10 @@ BUGS = [
     Bug("the output does not shrink", FULL, (("        acc = scale_rows(", "        scale_rows("),)),
     Bug("values of the next sequence are not cleared", NEIGHBOUR, (("    if n + N > len_k:\n        mbarrier", "    if n < 0:\n        mbarrier"),)),
     Bug("cleared values are read without a fence", NEIGHBOUR, (("0.0).to(values.dtype))\n        fence_async_shared()\n", "0.0).to(values.dtype))\n"),)),
-    Bug("a place of the list without a tile is taken for one", UNEVEN, (("there = b >= 0", "there = b >= -1"),)),
+    Bug("a place of the list without a tile is taken for one", UNEVEN, (("(b >= 0)", "(b >= -1)"),)),
     Bug("all sequences are listed from the first place on", UNEVEN, (("        start += tl.sum(", "        tl.sum("),)),
     Bug("two tiles of as much work have one place", UNEVEN, (("others[None, :] < at[:, None]", "others[None, :] < 0"),)),
-    Bug("the middle one of the pairs is done twice", PAIRS, (("there = there & ((second == 0) | (tile_m != last - tile_m))", "pass"),)),
+    Bug("the middle one of the pairs is done twice", PAIRS, (("there = there & ((second == 0) | (tile != last - tile))", "pass"),)),
     Bug("only the long ones of the pairs are done", PAIRS, (("        turns = turns * 2\n", "        pass\n"),)),
 ]  # fmt: skip
 

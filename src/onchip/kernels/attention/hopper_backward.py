@@ -1,10 +1,11 @@
-"""Gradients of attention on Hopper: a block takes a tile of keys, past which all queries stream; five products, warp-specialised.
+"""Gradients of attention on Hopper: a tile of keys stays, past which all queries stream; five products, warp-specialised.
 
     S^T = K Q^T    P^T = exp(S^T - LSE)    dV += P^T dO    dP^T = V dO^T    dS^T = P^T (dP^T - delta)    dK += dS^T Q    dQ += dS K
 
-One warp copies (TMA): K and V once, Q with LSE and dO with delta round two rings. Two warpgroups compute, 64 keys each. Scores are held
-transposed, so that P^T and dS^T are left operands in registers; dS goes through shared memory as well, from where each warpgroup makes
-half of dQ, which the copy engine adds to a float32 tensor: in any order, so its last bits differ from run to run.
+One warp copies (TMA): K and V once, Q with LSE and dO with delta round two rings. Two warpgroups compute, 64 keys each, in turns, so that
+one has products while the other has exponentials. Scores are held transposed, so that P^T and dS^T are left operands in registers. dS goes
+through shared memory as well, and of the tile before, which nobody waits for, each warpgroup makes half of dQ; the copy engine adds it to
+a float32 tensor: in any order, so its last bits differ from run to run.
 LSE and delta are what the sums S and dP start from, negated, so that neither is subtracted again.
 """
 
@@ -21,23 +22,28 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
+from onchip.kernels.attention.hopper_tiles import count_turns, locate
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
-from onchip.kernels.attention.tile import describable, ends, fast, mask_map, query_span, sequence, together
+from onchip.kernels.attention.tile import describable, ends, fast, mask_map, query_span, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
+    as_other,
     block,
     describe,
     fence_async_shared,
     fill_both,
     gl,
     gluon,
+    join,
     mbarrier,
-    meet,
     release,
     ring,
+    take_turn,
     tma,
     tma_add,
     tma_load,
+    tma_store,
+    turn_over,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -45,19 +51,27 @@ from onchip.kernels.hopper import (
 LOG2E = math.log2(math.e)
 PHASES = gl.constexpr(4)  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin
 READERS = gl.constexpr(288)  # threads at a release: of two warpgroups and the copying warp
-QUERIES_LET_GO, OUTPUTS_LET_GO = gl.constexpr(10), gl.constexpr(12)  # hardware barriers of the two rings, one a stage
+# Hardware barriers: that a warpgroup's dS lies in shared memory, two each; that K and V are done with; for both to meet; of the two rings, one a stage.
+WRITTEN, KEYS_LET_GO, MEETING, QUERIES_LET_GO, OUTPUTS_LET_GO = gl.constexpr(4), gl.constexpr(10), gl.constexpr(11), gl.constexpr(12), gl.constexpr(14)
+BUFFERS = gl.constexpr(3)  # of dS: one is written while the other warpgroup, up to a tile behind or ahead, reads its neighbour
+NOWHERE = gl.constexpr(1 << 30)  # a row past the end of every tensor, where nothing is added
 
 
 class Tiles(NamedTuple):
-    """Queries and keys a tile, query tiles in flight, and the float32 copies of dQ that are held at once, in shares of the whole."""
+    """Queries and keys a tile, query tiles in flight, how tiles are given out (as in `hopper_prefill.Tiles`), and the launches, a share of the heads each.
+
+    The more launches, the fewer float32 copies of dQ there are at once.
+    """
 
     m: int
     n: int
     stages: int
     shares: int
+    order: str
+    sms: int
 
     def __str__(self):
-        return f"{self.m}x{self.n} tiles, 2 warpgroups, {self.stages} stages, {self.shares} launches"
+        return f"{self.m}x{self.n} tiles, 2 warpgroups, {self.stages} stages, in {self.order}, {self.shares} launches"
 
 
 @dataclass(frozen=True)
@@ -74,32 +88,25 @@ class Shape:
     mapped: bool
     dim: int
     dim_v: int
+    pairs = False
+
+    @property
+    def partners(self):
+        """Warpgroups that take turns at their products. (Those of a packed batch meet at the end of each sequence anyway; without turns they are faster.)"""
+        return 1 if self.packed else 2
 
 
 # ---- device: what there is to do
 
 
 @gluon.jit
-def _place(sizes, lengths, C: gl.constexpr):
-    """This program's tile of keys: its sequence, key head, number, rows, and how far queries and keys are apart.
-
-    `together` heads go side by side; under a causal mask the first keys, which most queries see, come first.
-    """
-    tiles_n, together, first_head, batch_heads, _, kv_heads, len_q, len_k = sizes
-    q_offsets, k_offsets, q_used, k_used = lengths
-    t = gl.program_id(0)
-    bundle = t // (together * tiles_n)
-    within = t - bundle * together * tiles_n
-    width = gl.maximum(gl.minimum(together, batch_heads - bundle * together), 1)
-    tile_n = within // width
-    index = first_head + bundle * together + within % width
-    b, kv_head = index // kv_heads, index % kv_heads
-    start_q, len_q = sequence(q_offsets, q_used, b, len_q)
-    start_k, len_k = sequence(k_offsets, k_used, b, len_k)
+def _place(turn, sizes, lengths, C: gl.constexpr):
+    """The tile of keys of this program's `turn`: its sequence, key head, number, rows, and how far queries and keys are apart; and whether there is one."""
+    b, kv_head, tile_n, start_q, len_q, start_k, len_k, there = locate(turn, sizes, lengths, True, C)
     shift = len_k - len_q
     if C.top_left:
         shift = shift * 0
-    return b, kv_head, tile_n, start_q, len_q, start_k, len_k, shift
+    return (b, kv_head, tile_n, start_q, len_q, start_k, len_k, shift), there
 
 
 @gluon.jit
@@ -140,33 +147,47 @@ def _tile_at(x, steps, map_strides, C: gl.constexpr):
 @gluon.jit
 def _copy(descs, still, q_ring, do_ring, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
-    k_tile, v_tile, k_full, v_full = still
-    place = _place(sizes, lengths, C)
-    b, kv_head, tile_n, start_q, _, start_k, len_k, _ = place
-    if tile_n * C.n < len_k:
-        heads, kv_heads = sizes[4], sizes[5]
-        group = heads // kv_heads
-        batch = b
-        if C.packed:
-            batch = b * 0
-        mbarrier.expect(k_full, k_desc.block_type.nbytes)
-        tma_load(k_desc, [batch, kv_head, start_k + tile_n * C.n, 0], k_full, k_tile)
-        mbarrier.expect(v_full, v_desc.block_type.nbytes)
-        tma_load(v_desc, [batch, kv_head, start_k + tile_n * C.n, 0], v_full, v_tile)
-        q_at, do_at = (0, 0, 0), (0, 0, 0)
-        for member in range(group):
-            head = kv_head * group + member
-            steps = _steps(place, head, map_ptr, map_strides, C)
-            before, bare, after, _first, _row = steps  # `_` is of another type already
-            for x in range(before + bare + after):
-                m = start_q + _tile_at(x, steps, map_strides, C) * C.m
-                row = batch * heads + head
-                late = m * 0
-                if C.packed:
-                    late = m % PHASES
-                    row = late * heads + head
-                q_at = fill_both(q_ring, q_at, q_desc, [batch, head, m, 0], lse_desc, [row, m - late], C.stages, QUERIES_LET_GO, READERS)
-                do_at = fill_both(do_ring, do_at, do_desc, [batch, head, m, 0], delta_desc, [row, m - late], C.stages, OUTPUTS_LET_GO, READERS)
+    heads, group = sizes[3] * sizes[4], sizes[4]
+    q_at, do_at, tiles = (0, 0, 0), (0, 0, 0), 0
+    for turn in range(count_turns(sizes, C)):
+        place, there = _place(turn, sizes, lengths, C)
+        b, kv_head, tile_n, start_q, _, start_k, _, _ = place
+        if there:
+            batch = b
+            if C.packed:
+                batch = b * 0
+            keys = [batch, kv_head, start_k + tile_n * C.n, 0]
+            copied = 0
+            for member in range(group):
+                head = kv_head * group + member
+                steps = _steps(place, head, map_ptr, map_strides, C)
+                before, bare, after, _first, _row = steps  # `_` is of another type already
+                for x in range(before + bare + after):
+                    m = start_q + _tile_at(x, steps, map_strides, C) * C.m
+                    row = batch * heads + head
+                    late = m * 0
+                    if C.packed:
+                        late = m % PHASES
+                        row = late * heads + head
+                    q_at = fill_both(q_ring, q_at, q_desc, [batch, head, m, 0], lse_desc, [row, m - late], C.stages, QUERIES_LET_GO, READERS)
+                    if copied == 0:  # the tile before is still in use, but its rings are not
+                        _copy_keys(still, k_desc, v_desc, keys, tiles)
+                        copied = 1
+                    do_at = fill_both(do_ring, do_at, do_desc, [batch, head, m, 0], delta_desc, [row, m - late], C.stages, OUTPUTS_LET_GO, READERS)
+            if copied == 0:
+                _copy_keys(still, k_desc, v_desc, keys, tiles)
+            tiles += 1
+
+
+@gluon.jit
+def _copy_keys(still, k_desc, v_desc, at, tiles):
+    """K and V of this program's tile number `tiles`, once those before it are done with."""
+    k_tile, v_tile, full = still
+    if tiles > 0:
+        join(0, KEYS_LET_GO, READERS)
+    mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+    tma_load(k_desc, at, full, k_tile)
+    tma_load(v_desc, at, full, v_tile)
 
 
 # ---- device: a computing warpgroup
@@ -251,17 +272,34 @@ def _weights(s, m, h, lses, index, call, place, MASK: gl.constexpr, SCORE: gl.co
 
 
 @gluon.jit
-def _add(dq, dq_desc, buffer, row, m, start_q, C: gl.constexpr, GROUP: gl.constexpr):
+def _queries(buffers, step, k, C: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
+    """dS K of the tile before, this warpgroup's half of it, started."""
+    ds = buffers.index((step + (BUFFERS - 1)) % BUFFERS)
+    D: gl.constexpr = k.shape[1]
+    if C.m == 64:  # half the columns
+        none = gl.zeros([64, D // 2], gl.float32, layout)
+        dq = warpgroup_mma(ds.permute((1, 0)), k.slice(GROUP * (D // 2), D // 2, dim=1), none, use_acc=False, is_async=True)
+    else:  # half the rows
+        none = gl.zeros([64, D], gl.float32, layout)
+        dq = warpgroup_mma(ds.slice(GROUP * 64, 64, dim=1).permute((1, 0)), k, none, use_acc=False, is_async=True)
+    return dq
+
+
+@gluon.jit
+def _add(dq, desc, buffer, row, m, place, C: gl.constexpr, GROUP: gl.constexpr):
     """Half of dQ to the sums in global memory; a thread's 8 of 32 columns side by side."""
-    tma.store_wait(0)
     ROWS: gl.constexpr = dq.shape[0]
     COLS: gl.constexpr = dq.shape[1]
+    first = m
+    if C.m != 64:
+        first += GROUP * 64
+    if C.packed:  # the rows of the next sequence; not even 0 times what is NaN here
+        mine = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, dq.type.layout)) < place[4]
+        dq = gl.where(mine[:, None], dq, 0.0)
+    tma.store_wait(0)
     buffer.reshape([ROWS, COLS]).store(dq.reshape([ROWS, COLS // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, COLS]))
     fence_async_shared()
-    if C.m == 64:
-        tma_add(dq_desc, [row, start_q + m, GROUP * COLS], buffer)
-    else:
-        tma_add(dq_desc, [row, start_q + m + GROUP * 64, 0], buffer)
+    tma_add(desc, [row, place[3] + first, GROUP * COLS if C.m == 64 else 0], buffer)
 
 
 @gluon.jit
@@ -269,12 +307,12 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
           MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
           s_layout: gl.constexpr, p_layout: gl.constexpr, dq_layout: gl.constexpr):  # fmt: skip
     """`count` further query tiles from step `x` on. EDGE: they need the mask."""
-    dk, dv, index, phase, turn = state
+    dk, dv, index, phase, step, row_before, m_before = state
     queries, lses, q_full = q_ring
     outputs, deltas, do_full = do_ring
+    written, dq_buffer = buffers
     M: gl.constexpr = C.m
     D: gl.constexpr = queries.shape[-1]
-    HALF: gl.constexpr = D // 2
     k = still[0].reshape([C.n, D])
     v = still[1].reshape([C.n, outputs.shape[-1]])
     for t in range(count):
@@ -282,65 +320,69 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
         q = queries.index(index).reshape([M, D])
         do = outputs.index(index).reshape([M, outputs.shape[-1]])
         mbarrier.wait(q_full.index(index), phase)
-        s = _scores(k.slice(GROUP * 64, 64, dim=0), queries, lses, index, SCORE, M, s_layout)
-        mbarrier.wait(do_full.index(index), phase)
         if EDGE and C.packed:  # noqa: SIM102 (one is a constant of the compiler's)
             if m + M > place[4]:  # the end of a sequence; what the scores begin with is hidden
+                mbarrier.wait(do_full.index(index), phase)
                 _clear(q, place[4] - m, M, GROUP)
                 _clear(do, place[4] - m, M, GROUP)
-                meet()
+                join(0, MEETING, 256)
+        take_turn(GROUP, C.partners)
+        s = _scores(k.slice(GROUP * 64, 64, dim=0), queries, lses, index, SCORE, M, s_layout)
+        mbarrier.wait(do_full.index(index), phase)
         dp = _outputs(v.slice(GROUP * 64, 64, dim=0), outputs, deltas, index, M, s_layout)
+        turn_over(GROUP, C.partners)
         s = warpgroup_mma_wait(1, deps=[s])
         p, sloped = _weights(s, m, h, lses, index, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
         weights = gl.convert_layout(p.to(queries.dtype), p_layout)
         dv = warpgroup_mma(weights, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
+        if EDGE and C.packed:  # the delta of the next sequence
+            dp = gl.where((m + gl.arange(0, M, layout=gl.SliceLayout(0, s_layout)) < place[4])[None, :], dp, 0.0)
         ds = (sloped * dp).to(queries.dtype)
-        shared = buffers[0].index(turn % 2)
-        shared.slice(GROUP * 64, 64, dim=0).store(ds)
+        join((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)
+        written.index(step % BUFFERS).slice(GROUP * 64, 64, dim=0).store(ds)
         fence_async_shared()
+        release(step % 2, WRITTEN + 2 * GROUP, 256)
         left = gl.convert_layout(ds, p_layout)
+        dq = _queries(written, step, k, C, GROUP, dq_layout)
         dk = warpgroup_mma(left, q, dk, is_async=True)
-        meet()
-        if M == 64:  # half the columns
-            none = gl.zeros([64, HALF], gl.float32, dq_layout)
-            dq = warpgroup_mma(shared.permute((1, 0)), k.slice(GROUP * HALF, HALF, dim=1), none, use_acc=False, is_async=True)
-        else:  # half the rows
-            none = gl.zeros([64, D], gl.float32, dq_layout)
-            dq = warpgroup_mma(shared.slice(GROUP * 64, 64, dim=1).permute((1, 0)), k, none, use_acc=False, is_async=True)
-        dv, weights = warpgroup_mma_wait(2, deps=[dv, weights])
+        dv, weights, dq = warpgroup_mma_wait(1, deps=[dv, weights, dq])
         release(index, OUTPUTS_LET_GO, READERS)
-        dk, left = warpgroup_mma_wait(1, deps=[dk, left])
+        _add(dq, dq_desc, dq_buffer, row_before, m_before, place, C, GROUP)
+        dk, left = warpgroup_mma_wait(0, deps=[dk, left])
         release(index, QUERIES_LET_GO, READERS)
-        dq = warpgroup_mma_wait(0, deps=[dq])
-        _add(dq, dq_desc, buffers[1].index(GROUP), row, m, place[3], C, GROUP)
         index, phase = advance(index, phase, C.stages)
-        turn += 1
-    return dk, dv, index, phase, turn
+        step, row_before, m_before = step + 1, row, m
+    return dk, dv, index, phase, step, row_before, m_before
 
 
 @gluon.jit
-def _store(ptr, strides, acc, place, DTYPE: gl.constexpr, DIM: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
-    """The gradients of a warpgroup's keys."""
+def _store(desc, ptr, strides, acc, buffer, place, DIM: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
+    """The gradients of a warpgroup's keys, by way of `buffer`."""
     b, kv_head, tile_n, _, _, start_k, len_k, _ = place
-    batch = b.to(gl.int64)
-    if C.packed:
-        batch = batch * 0
-    layout: gl.constexpr = acc.type.layout
-    keys = tile_n * C.n + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-    dims = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
-    at = ptr + batch * strides[0] + kv_head.to(gl.int64) * strides[1] + (start_k + keys).to(gl.int64)[:, None] * strides[2] + dims[None, :]
-    gl.store(at, acc.to(DTYPE), mask=(keys < len_k)[:, None] & (dims < DIM)[None, :])
+    n = tile_n * C.n + GROUP * 64
+    tma.store_wait(0)  # what was in it has left
+    shared = as_other(buffer, desc.dtype, desc.block_type.shape, desc.layout)
+    flat = shared.reshape([64, acc.shape[1]])
+    flat.store(acc.to(desc.dtype))
+    if C.packed:  # the copy engine does not know where a sequence ends
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        keys = n + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        dims = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+        at = ptr + kv_head.to(gl.int64) * strides[1] + (start_k + keys).to(gl.int64)[:, None] * strides[2] + dims[None, :]
+        gl.store(at, flat.load(layout), mask=(keys < len_k)[:, None] & (dims < DIM)[None, :])
+    else:
+        fence_async_shared()
+        tma_store(desc, [b, kv_head, n, 0], shared)
 
 
 @gluon.jit
 def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, lengths, map_ptr, map_strides,
              MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    dk_ptr, dv_ptr, dk_strides, dv_strides = outs
-    place = _place(sizes, lengths, C)
-    b, kv_head, tile_n, _, _, _, len_k, _ = place
-    k_tile, v_tile, k_full, v_full = still
+    dk_desc, dv_desc, dk_ptr, dv_ptr, dk_strides, dv_strides = outs
+    k_tile, v_tile, full = still
     queries = q_ring[0]
+    group = sizes[4]
     M: gl.constexpr = C.m
     N: gl.constexpr = C.n
     D: gl.constexpr = queries.shape[-1]
@@ -351,39 +393,54 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, length
     DQ_COLS: gl.constexpr = D // 2 if M == 64 else D
     dq_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DQ_COLS, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=k_layout, k_width=2)
-    if tile_n * N < len_k:
-        group = sizes[4] // sizes[5]
-        rows = kv_head * 0  # of the sums: that of head 0
-        if not C.packed:
-            rows = (b * sizes[5] - sizes[2]) * group
-        mbarrier.wait(k_full, 0)
-        mbarrier.wait(v_full, 0)
-        if C.packed:  # noqa: SIM102 (as above)
-            if tile_n * N + N > len_k:
-                _clear(k_tile.reshape([N, D]), len_k - tile_n * N, N, GROUP)
-                _clear(v_tile.reshape([N, DV]), len_k - tile_n * N, N, GROUP)
-                meet()
-        state = gl.zeros([64, D], gl.float32, k_layout), gl.zeros([64, DV], gl.float32, v_layout), 0, 0, 0
-        for member in range(group):
-            h = kv_head * group + member
-            steps = _steps(place, h, map_ptr, map_strides, C)
-            before, bare, after, _f, _r = steps
-            state = _more(state, before, 0, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
-                          MASK, SCORE, SCORE_GRAD, True, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
-            state = _more(state, bare, before, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
-                          MASK, SCORE, SCORE_GRAD, False, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
-            if (C.left >= 0 or C.packed) and not C.mapped:
-                state = _more(state, after, before + bare, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
+    written, dq_buffer = buffers
+    index, phase, step, tiles = 0, 0, 0, 0
+    release(1, WRITTEN + 2 * GROUP, 256)
+    if GROUP == 1:  # so that the first goes first
+        turn_over(GROUP, C.partners)
+    for turn in range(count_turns(sizes, C)):
+        place, there = _place(turn, sizes, lengths, C)
+        b, kv_head, tile_n, _, _, _, len_k, _ = place
+        if there:
+            batch = b
+            if C.packed:
+                batch = b * 0
+            rows = (batch * sizes[3] - sizes[8]) * group  # of the sums: that of head 0
+            mbarrier.wait(full, tiles % 2)
+            if C.packed:  # noqa: SIM102 (one is a constant of the compiler's)
+                if tile_n * N + N > len_k:
+                    _clear(k_tile.reshape([N, D]), len_k - tile_n * N, N, GROUP)
+                    _clear(v_tile.reshape([N, DV]), len_k - tile_n * N, N, GROUP)
+                    join(0, MEETING, 256)
+            state = gl.zeros([64, D], gl.float32, k_layout), gl.zeros([64, DV], gl.float32, v_layout), index, phase, step, rows, rows * 0 + NOWHERE
+            for member in range(group):
+                h = kv_head * group + member
+                steps = _steps(place, h, map_ptr, map_strides, C)
+                before, bare, after, _f, _r = steps
+                state = _more(state, before, 0, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
                               MASK, SCORE, SCORE_GRAD, True, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
-        dk, dv, _, _, _ = state
-        _store(dv_ptr, dv_strides, dv, place, queries.dtype, C.dim_v, C, GROUP)
-        _store(dk_ptr, dk_strides, dk * call[3], place, queries.dtype, C.dim, C, GROUP)
+                state = _more(state, bare, before, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
+                              MASK, SCORE, SCORE_GRAD, False, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
+                if (C.left >= 0 or C.packed) and not C.mapped:
+                    state = _more(state, after, before + bare, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
+                                  MASK, SCORE, SCORE_GRAD, True, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
+            dk, dv, index, phase, step, row, m = state
+            join((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)  # one step more, of dQ alone
+            release(step % 2, WRITTEN + 2 * GROUP, 256)
+            dq = warpgroup_mma_wait(0, deps=[_queries(written, step, k_tile.reshape([N, D]), C, GROUP, dq_layout)])
+            step += 1
+            release(0, KEYS_LET_GO, READERS)
+            tiles += 1
+            _add(dq, dq_desc, dq_buffer, row, m, place, C, GROUP)
+            _store(dv_desc, dv_ptr, dv_strides, dv, dq_buffer, place, C.dim_v, C, GROUP)
+            _store(dk_desc, dk_ptr, dk_strides, dk * call[3], dq_buffer, place, C.dim, C, GROUP)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles_n", "together", "first_head", "batch_heads", "heads", "kv_heads", "len_q", "len_k"])
-def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_ptr, dv_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, reads,
-              scale, gain, factor, tiles_n, together, first_head, batch_heads, heads, kv_heads, len_q, len_k, dk_strides, dv_strides, map_strides,
+@gluon.jit(do_not_specialize=["tiles", "tiles_n", "together", "kv_heads", "group", "len_q", "len_k", "batch_heads", "first"])
+def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr,
+              listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, tiles, tiles_n, together, kv_heads, group,
+              len_q, len_k, batch_heads, first, dk_strides, dv_strides, map_strides,
               MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
     queries, q_full, _ = ring(q_desc, C.stages, 2)
     outputs, do_full, _ = ring(do_desc, C.stages, 2)
@@ -392,21 +449,21 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk
     k_tile = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_type.shape, k_desc.layout)
     v_tile = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([C.n, C.m], q_desc.dtype)
-    ds_buffers = gl.allocate_shared_memory(q_desc.dtype, [2, C.n, C.m], ds_layout)
+    written = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, C.n, C.m], ds_layout)
     dq_buffers = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)  # noqa: RUF005 (device code)
-    still_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(still_full.index(0), count=1)
-    mbarrier.init(still_full.index(1), count=1)
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
     fence_async_shared()
-    sizes, lengths = (tiles_n, together, first_head, batch_heads, heads, kv_heads, len_q, len_k), (q_offsets, k_offsets, q_used, k_used)
-    still = (k_tile, v_tile, still_full.index(0), still_full.index(1))
-    q_ring, do_ring, buffers = (queries, lses, q_full), (outputs, deltas, do_full), (ds_buffers, dq_buffers)
-    call, outs = (scale, gain, reads, factor), (dk_ptr, dv_ptr, dk_strides, dv_strides)
+    sizes = (tiles, tiles_n, together, kv_heads, group, len_q, len_k, batch_heads, first)
+    lengths, still = (listed, q_offsets, k_offsets, q_used, k_used), (k_tile, v_tile, full.index(0))
+    q_ring, do_ring = (queries, lses, q_full), (outputs, deltas, do_full)
+    call, outs = (scale, gain, reads, factor), (dk_desc, dv_desc, dk_ptr, dv_ptr, dk_strides, dv_strides)
     descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
+    mine, others = (written, dq_buffers.index(0)), (written, dq_buffers.index(1))
     gl.warp_specialize(
         [
-            (_compute, (outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
-            (_compute, (outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
+            (_compute, (outs, dq_desc, still, q_ring, do_ring, mine, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
+            (_compute, (outs, dq_desc, still, q_ring, do_ring, others, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
             (_copy, (descs, still, q_ring, do_ring, sizes, lengths, map_ptr, map_strides, C)),
         ],
         [4, 1],
@@ -422,10 +479,11 @@ WAVES = 16  # blocks for each multiprocessor that a launch should have before th
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
-    """The tiles of the head dimension. Long problems go in several launches, a share of the heads each: the fewer float32 copies of dQ there are at once."""
+    """The tiles of the head dimension. Long problems go in several launches."""
     m, n, stages = pick(TILES, max(p.dim, p.value_dim))
-    blocks = triton.cdiv(p.len_k, n) * p.batch * p.kv_heads
-    return [Tiles(m, n, stages, max(1, blocks // (WAVES * device.sms)))]
+    keys = p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens
+    alike = isinstance(p.mask, Band) and p.keys == "dense" and p.mask.left is p.mask.right is None
+    return [Tiles(m, n, stages, max(1, keys // n * p.kv_heads // (WAVES * device.sms)), "turns" if alike else "blocks", device.sms)]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
@@ -457,28 +515,32 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
     """The launches: a share of the key heads each."""
     q, k, v, d_out, _, dq, dk, dv = lead
     packed = x.q_offsets is not None
-    width, width_v = block(p.dim), block(p.value_dim)
+    width_v = block(p.value_dim)
+    width = max(block(p.dim), width_v)  # dV leaves through a buffer as wide as half of dQ
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     shape = Shape(tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim)
     reads = mods.captured(x.mask), mods.captured(x.score)
     found, map_strides = None, (0, 0, 0)
     if sees is not None:
         found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, True, q.device)
-    rows = q.shape[2]
-    every = p.batch * p.kv_heads
-    at_once = triton.cdiv(every, 1 if packed else tiles.shares)  # (a packed batch has its tokens side by side, not its sequences)
     kinds = describe(q, tiles.m, width), describe(k, tiles.n, width), describe(v, tiles.n, width_v), describe(d_out, tiles.m, width_v)
+    grads = describe(dk, 64, width), describe(dv, 64, width_v)
     stats = [describe(_from_each_phase(t[0]) if packed else t.view(-1, t.shape[-1]), 1, tiles.m) for t in (lses, delta)]
-    tiles_n = triton.cdiv(p.len_k, tiles.n)
+    listed, tiles_n, every, side_by_side = None, triton.cdiv(p.len_k, tiles.n), p.batch * p.kv_heads, together(p, 3 * p.len_k)
+    if packed:  # one list for all sequences
+        listed = sequence_tiles(p, x, tiles.n, of_keys=True)
+        tiles_n, every, side_by_side = len(listed), p.kv_heads, together(p, 3 * (p.tokens_k or p.tokens))
+    at_once = triton.cdiv(every, tiles.shares)
     half = (tiles.m, width // 2) if tiles.m == 64 else (64, width)
-    held = torch.empty(p.heads if packed else at_once * p.group, rows, width, dtype=torch.float32, device=q.device)
+    held = torch.empty(at_once * p.group, q.shape[2], width, dtype=torch.float32, device=q.device)
     for first in range(0, every, at_once):
         count = min(at_once, every - first)
-        sums = held[: p.heads if packed else count * p.group].zero_()
-        _backward[(tiles_n * count,)](
-            *kinds, *stats, describe(sums, *half), dk, dv, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
-            before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain, tiles_n, together(p), first, count, p.heads, p.kv_heads,
-            p.len_q, p.len_k, dk.stride()[:3], dv.stride()[:3], map_strides, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
+        sums = held[: count * p.group].zero_()
+        grid = tiles_n * count
+        _backward[(grid if tiles.order == "blocks" else min(grid, tiles.sms),)](
+            *kinds, *stats, describe(sums, *half), *grads, dk, dv, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
+            before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain, grid, tiles_n, side_by_side, p.kv_heads, p.group, p.len_q, p.len_k,
+            count, first, dk.stride()[:3], dv.stride()[:3], map_strides, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip
         finish(sums, dq, before * gain, first * p.group)
 
