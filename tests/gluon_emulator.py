@@ -70,18 +70,21 @@ def lift(function: Callable) -> Callable:
 
 
 class Tensor:
-    """A tile or a scalar, which nothing changes in place; its layout is no matter."""
+    """A tile or a scalar, which nothing changes in place; its layout matters only to instructions that see several registers of a thread, `threads`."""
 
     type = SimpleNamespace(layout=None)
 
-    def __init__(self, values: torch.Tensor):
-        self.values = values
+    def __init__(self, values: torch.Tensor, threads: "Linear | None" = None):
+        self.values, self.threads = values, threads
 
     dtype = property(lambda self: self.values.dtype)
     shape = property(lambda self: list(self.values.shape))
 
-    def to(self, dtype):
-        return Tensor(self.values.to(dtype))
+    def to(self, dtype, bitcast=False):
+        return Tensor(self.values.view(dtype) if bitcast else self.values.to(dtype))
+
+    def permute(self, order):
+        return Tensor(self.values.permute(order))
 
     def reshape(self, shape):
         return Tensor(self.values.reshape(shape))
@@ -280,17 +283,37 @@ class Shared:
     def permute(self, order):
         return Shared(self.emulator, self.values.permute(order))
 
+    def slice(self, start, length, dim=0):
+        return Shared(self.emulator, self.values.narrow(dim, start, length))
+
+    def _reinterpret(self, dtype, shape, layout):
+        return Shared(self.emulator, self.values.view(dtype).view(shape))
+
     def store(self, value: Tensor):
         self.values.copy_(raw(value))
-        self.emulator.clock.running.unfenced.add(self.values.data_ptr())
+        self.emulator.clock.running.unfenced.add(self.span)
 
     def load(self, layout=None):
-        return Tensor(self.values.clone())
+        return Tensor(self.values.clone(), layout if isinstance(layout, Linear) else None)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Addresses from the first byte to behind the last."""
+        last = sum((size - 1) * stride for size, stride in zip(self.values.shape, self.values.stride(), strict=True))
+        start = self.values.data_ptr()
+        return start, start + (last + 1) * self.values.element_size()
 
     def check_fenced(self):
-        """The asynchronous units see what threads have written only past a fence."""
-        if self.values.data_ptr() in self.emulator.clock.running.unfenced:
-            raise Fault("a product or a TMA store reads what was written before fence_async_shared()")
+        """The asynchronous units see what threads have written only past a fence, by the threads that wrote."""
+        start, end = self.span
+        for partition in self.emulator.clock.partitions:
+            if any(first < end and start < last for first, last in partition.unfenced):
+                raise Fault("a product or a TMA store reads what was written before fence_async_shared()")
+
+    def check_major(self, dim: int):
+        """Of bytes, wgmma takes operands whose summed dimension is contiguous."""
+        if self.dtype.itemsize == 1 and self.values.stride(dim) != 1:
+            raise Fault("a product sums bytes over a dimension that is not contiguous")
 
 
 class Barrier:
@@ -393,6 +416,23 @@ class Layout:
         self.parent = parent
 
     get_default_for = classmethod(lambda cls, *args: cls())
+
+
+class Linear(Layout):
+    """DistributedLinearLayout: where the bits of a register's, a lane's and a warp's number lead."""
+
+    def __init__(self, reg_bases, lane_bases, warp_bases, block_bases, shape):
+        super().__init__()
+        self.shape = list(shape)
+        registers, lanes, warps = (self.reach(bases) for bases in (reg_bases, lane_bases, warp_bases))
+        self.places = (warps[:, None, None] ^ lanes[:, None] ^ registers).flatten(0, 1)  # [threads, registers], into the flat tensor
+
+    def reach(self, bases) -> torch.Tensor:
+        """Places of 0, 1, ...: a number's are those of its bits together."""
+        places = torch.zeros(1, dtype=torch.int64)
+        for at in bases:
+            places = torch.cat([places, places ^ sum(x * math.prod(self.shape[dim + 1 :]) for dim, x in enumerate(at))])
+        return places
 
 
 class BarrierLayout(Layout):
@@ -535,9 +575,10 @@ class Emulator:
         if a.dtype != b.dtype:
             raise Fault(f"a product of {a.dtype} and {b.dtype}")
         start = raw(acc) if use_acc else 0.0
-        for operand in (a, b):
+        for operand, dim in ((a, 1), (b, 0)):
             if isinstance(operand, Shared):
                 operand.check_fenced()
+                operand.check_major(dim)
         product = Product(a, lambda: start + a.values.float() @ b.values.float())
         if self.mode == "slow loads":
             product.finish()
@@ -552,7 +593,8 @@ class Emulator:
                 self.clock.sleep(self.clock.random.choice(LATE))
             product = products.pop(0)
             product.finish()
-            if isinstance(product.a, Tensor) and not any(x is product.a for x in deps):
+            wide = isinstance(product.a, Tensor) and product.a.dtype.itemsize > 1  # Triton 3.6 takes no bytes through a wait
+            if wide and not any(x is product.a for x in deps):
                 raise Fault("registers that a product reads do not go through the wait for it, so they may be used again before")
         if any(x is product for x in deps for product in products):
             raise Fault("a product is used that this wait is not for")
@@ -572,6 +614,11 @@ class Emulator:
             return self.meet("arrive", *(operator.index(inputs[x]) for x in found.groups()))
         if re.search(r"mul\.f32 \$0, \$0, \$\d+; mul\.f32 \$1, ", code):
             return args[0] * args[1]
+        if code.startswith("prmt.b32 $0"):
+            return _shuffled(args[0], code)
+        if found := re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32 a, \$2, \$1; cvt\.rn\.satfinite\.e4m3x2\.f32 b, \$4, \$3; mov\.b32 \$0, {a, b};", code):
+            values = torch.stack([raw(x) for x in args], -1).clamp(-448, 448)
+            return Tensor(values.to(torch.float8_e4m3fn).view(torch.int32)[..., 0])
         raise NotImplementedError(f"no emulation of {code!r}")
 
     def meet(self, how: str, number: int, threads: int) -> Tensor:
@@ -635,6 +682,11 @@ class Emulator:
         return SimpleNamespace(
             **dtypes,
             **dict.fromkeys(layouts, Layout),
+            float8e4nv=torch.float8_e4m3fn,
+            shared_memory_descriptor=Shared,
+            DistributedLinearLayout=Linear,
+            join=lambda x, y: Tensor(torch.stack([raw(x), raw(y)], -1)),
+            split=lambda x: tuple(map(Tensor, raw(x).unbind(-1))),
             int1=torch.bool,
             constexpr=lambda value: value,
             static_assert=_static_assert,
@@ -662,6 +714,16 @@ class Emulator:
             inline_asm_elementwise=self.assembly,
             warp_specialize=self.specialise,
         )
+
+
+def _shuffled(x: Tensor, code: str) -> Tensor:
+    """Two byte permutations of two registers, each of two 16-bit elements that a thread holds."""
+    places = x.threads.places
+    registers = raw(x).flatten()[places].contiguous().view(torch.uint8).view(len(places), -1, 8)  # [threads, pairs of registers, bytes]
+    order = [int(digit) for digits in re.findall(r"prmt\.b32 \$\d, \$2, \$3, 0x(\d+);", code) for digit in reversed(digits)]
+    values = torch.empty(raw(x).numel(), dtype=raw(x).dtype)
+    values[places] = registers[..., order].contiguous().view(len(places), -1).view(raw(x).dtype)
+    return Tensor(values.view(raw(x).shape))
 
 
 def _static_assert(condition, message=""):
