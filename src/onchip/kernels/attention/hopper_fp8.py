@@ -20,7 +20,7 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import Scales
-from onchip.kernels.attention.hopper_prefill import _hidden, _place, _steps, _turns
+from onchip.kernels.attention.hopper_tiles import count_turns, hide, key_steps, locate
 from onchip.kernels.attention.tile import describable, ends, together
 from onchip.kernels.hopper import (
     advance,
@@ -112,11 +112,11 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, C: gl.
     N: gl.constexpr = C.n
     GROUPS: gl.constexpr = C.groups
     q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
-    for turn in range(_turns(sizes, C)):
-        place = _place(turn, sizes, lengths, C)
+    for turn in range(count_turns(sizes, C)):
+        place = locate(turn, sizes, lengths, C)
         b, head, tile_m, _, _, _, _, there = place
         if there:
-            steps = _steps(place, None, (0, 0, 0), C)
+            steps = key_steps(place, None, (0, 0, 0), C)
             top, masked, bare, low, _row = steps  # `_` is of another type already
             kv_head = head // sizes[4]
             n = top * N
@@ -137,10 +137,10 @@ def _transpose(v_ring, t_ring, sizes, lengths, C: gl.constexpr):
     turned, t_full = t_ring
     LAYOUT: gl.constexpr = C.pairs_of_v
     vi, vp, used = 0, 0, 0
-    for turn in range(_turns(sizes, C)):
-        place = _place(turn, sizes, lengths, C)
+    for turn in range(count_turns(sizes, C)):
+        place = locate(turn, sizes, lengths, C)
         if place[7]:
-            _, masked, bare, low, _ = _steps(place, None, (0, 0, 0), C)
+            _, masked, bare, low, _ = key_steps(place, None, (0, 0, 0), C)
             for _x in range(1 + masked + bare + low):
                 mbarrier.wait(v_full.index(vi), vp)
                 reclaim(vi, used, C.stages, 10 + C.stages, C.turners)
@@ -218,7 +218,7 @@ def _more(state, count, n, q, k_ring, t_ring, factor, call, EDGE: gl.constexpr, 
         if C.each_k == 1:
             scores = scores * k_scale
         if EDGE:
-            scores = _hidden(scores, at, call, None, C, s_layout)
+            scores = hide(scores, at, call, None, C, s_layout)
         p, shrink, top, sums = _softmax(scores, top, factor, k_scale, v_scale, EDGE, C)
         release_after(sums, ki, 10, C.readers)
         ki, kp = advance(ki, kp, C.stages)
@@ -244,7 +244,7 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     b, head, tile_m, _, len_q, _, len_k, _ = place
     ki, kp, vi, vp = cursors
-    steps = _steps(place, None, (0, 0, 0), C)
+    steps = key_steps(place, None, (0, 0, 0), C)
     first, masked, bare, low, _ = steps
     rows = tile_m * C.m + GROUP * 64 + gl.arange(0, 64, layout=row_layout)
     shift = len_k - len_q
@@ -273,7 +273,7 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     ki, kp = advance(ki, kp, C.stages)
     if C.each_k == 1:
         scores = scores * k_scale
-    scores = _hidden(scores, first * N, call, None, C, s_layout)
+    scores = hide(scores, first * N, call, None, C, s_layout)
     weights, _, top, total = _softmax(scores, gl.full([64], float("-inf"), gl.float32, row_layout), factor, k_scale, v_scale, True, C)
     state, n = (as_words(in_order(weights)), gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp), (first - 1) * N
     if C.right >= 0:
@@ -307,8 +307,8 @@ def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, sc
     qp, ki, kp, vi, vp = 0, 0, 0, 0, 0
     if GROUP == 1:  # so that the first goes first
         turn_over(GROUP, C.groups)
-    for turn in range(_turns(sizes, C)):
-        place = _place(turn, sizes, lengths, C)
+    for turn in range(count_turns(sizes, C)):
+        place = locate(turn, sizes, lengths, C)
         b, head, tile_m, _, _, _, _, there = place
         if there:
             mbarrier.wait(q_full.index(GROUP), qp)

@@ -16,7 +16,8 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention.tile import describable, device_functions, ends, inner_span, key_span, mask_map, outputs, sequence, together
+from onchip.kernels.attention.hopper_tiles import count_turns, hide, key_steps, locate, tile_at
+from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, together
 from onchip.kernels.hopper import (
     advance,
     describe,
@@ -82,96 +83,6 @@ class Shape:
         return 64 * self.groups
 
 
-# ---- device: what there is to do
-
-
-@gluon.jit
-def _place(turn, sizes, lengths, C: gl.constexpr):
-    """The tile of this program's `turn`: its sequence, head, rows, and whether there is one.
-
-    `together` heads go side by side, so that their K and V share L2; where rows differ in length the longest go first.
-    """
-    tiles, tiles_m, together, heads, _, len_q, len_k, batch_heads = sizes
-    q_offsets, k_offsets, q_used, k_used = lengths
-    second = turn % 2
-    if C.pairs:
-        turn = turn // 2
-    t = turn * gl.num_programs(0) + gl.program_id(0)
-    there = t < tiles
-    bundle = t // (together * tiles_m)
-    within = t - bundle * together * tiles_m
-    width = gl.maximum(gl.minimum(together, batch_heads - bundle * together), 1)
-    batch_head = bundle * together + within % width
-    tile_m = within // width
-    if C.pairs:
-        last = gl.cdiv(len_q, C.m) - 1
-        there = there & ((second == 0) | (tile_m != last - tile_m))
-        tile_m = gl.where(second == 0, last - tile_m, tile_m)
-    elif C.right >= 0 or C.mapped:
-        tile_m = tiles_m - 1 - tile_m
-    b = gl.where(there, batch_head // heads, 0)
-    head = batch_head - batch_head // heads * heads
-    start_q, len_q = sequence(q_offsets, q_used, b, len_q)
-    start_k, len_k = sequence(k_offsets, k_used, b, len_k)
-    return b, head, tile_m, start_q, len_q, start_k, len_k, there & (tile_m * C.m < len_q)
-
-
-@gluon.jit
-def _turns(sizes, C: gl.constexpr):
-    """Turns of this program."""
-    turns = gl.cdiv(sizes[0] - gl.program_id(0), gl.num_programs(0))
-    if C.pairs:
-        turns = turns * 2
-    return turns
-
-
-@gluon.jit
-def _steps(place, map_ptr, map_strides, C: gl.constexpr):
-    """The key tiles of a tile of queries: the first; how many more need the mask, how many do not, how many do again; and the row of the map.
-
-    One at least, so that a row that sees nothing comes to its end too.
-    """
-    N: gl.constexpr = C.n
-    b, head, tile_m, _, len_q, _, len_k, _ = place
-    row = tile_m  # without a map nobody looks
-    if C.mapped:
-        row = map_ptr + b.to(gl.int64) * map_strides[0] + head.to(gl.int64) * map_strides[1] + tile_m.to(gl.int64) * map_strides[2]
-        part = gl.load(row)
-        whole = gl.load(row + 1)
-        top = gl.where(part > 0, gl.load(row + 2), gl.where(whole > 0, gl.load(row + map_strides[2] - 1), 0))
-        masked = gl.maximum(part - 1, 0)
-        bare = gl.where(part > 0, whole, gl.maximum(whole - 1, 0))
-        low = part * 0
-    else:
-        shift = len_k - len_q
-        if C.top_left:
-            shift = shift * 0
-        row_first, row_last = tile_m * C.m + shift, tile_m * C.m + C.m - 1 + shift
-        first, last = key_span(row_first, row_last, len_k, C.left, C.right)
-        inner, outer = inner_span(row_first, row_last, len_k, C.left, C.right, N)
-        first = first // N
-        top = gl.maximum(gl.cdiv(last, N) - 1, first)
-        inner = gl.minimum(gl.maximum(inner // N, first), top)
-        outer = gl.minimum(gl.maximum(outer // N, inner), top)
-        masked = top - outer
-        bare = outer - inner
-        low = inner - first
-    return top, masked, bare, low, row
-
-
-@gluon.jit
-def _tile_at(x, steps, map_strides, C: gl.constexpr):
-    """The key tile of step `x`; the first step is 0."""
-    top, _, _, _, row = steps
-    if C.mapped:
-        part = gl.load(row)
-        where = gl.where(x < part, row + 2 + x, row + map_strides[2] - 1 - (x - part))
-        tile = gl.load(where)
-    else:
-        tile = top - x
-    return tile
-
-
 # ---- device: the copying warp
 
 
@@ -181,11 +92,11 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_pt
     GROUPS: gl.constexpr = C.groups
     READERS: gl.constexpr = 128 * C.groups + 32
     q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
-    for turn in range(_turns(sizes, C)):
-        place = _place(turn, sizes, lengths, C)
+    for turn in range(count_turns(sizes, C)):
+        place = locate(turn, sizes, lengths, C)
         b, head, tile_m, start_q, _, start_k, _, there = place
         if there:
-            steps = _steps(place, map_ptr, map_strides, C)
+            steps = key_steps(place, map_ptr, map_strides, C)
             top, masked, bare, low, _row = steps  # `_` is of another type already
             batch = b
             if C.packed:
@@ -197,7 +108,7 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_pt
                 if group == 0:
                     k_at = fill(k_ring, k_at, k_desc, [batch, kv_head, n, 0], C.stages, 10, READERS)
             for x in range(1, 1 + masked + bare + low):
-                after = start_k + _tile_at(x, steps, map_strides, C) * N
+                after = start_k + tile_at(x, steps, map_strides, C) * N
                 k_at = fill(k_ring, k_at, k_desc, [batch, kv_head, after, 0], C.stages, 10, READERS)
                 v_at = fill(v_ring, v_at, v_desc, [batch, kv_head, n, 0], C.stages, 10 + C.stages, READERS)
                 n = after
@@ -216,23 +127,6 @@ def _scored(scores, n, call, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.co
         cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
         scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads)
     return scores
-
-
-@gluon.jit
-def _hidden(scores, n, call, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
-    """Scores with -inf where the mask hides the key."""
-    N: gl.constexpr = C.n
-    rows, shift, b, h, len_q, len_k, _, _, reads, _ = call
-    cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-    if MASK is not None:
-        seen = MASK(b, h, rows[:, None], cols[None, :], len_q, len_k, reads) & (cols < len_k)[None, :]
-    elif C.right >= 0:
-        seen = cols[None, :] < gl.minimum(rows + (shift + C.right + 1), len_k)[:, None]
-    else:
-        seen = (cols < len_k)[None, :]
-    if MASK is None and C.left >= 0:
-        seen = seen & (cols[None, :] >= (rows + (shift - C.left))[:, None])
-    return gl.where(seen, scores, float("-inf"))
 
 
 @gluon.jit
@@ -286,10 +180,10 @@ def _more(state, count, x, q, k_ring, v_ring, call, steps, map_strides, MASK: gl
         scores = warpgroup_mma_wait(1, deps=[scores])
         n = 0
         if EDGE or SCORE is not None:
-            n = _tile_at(x + t, steps, map_strides, C) * N
+            n = tile_at(x + t, steps, map_strides, C) * N
         scores = _scored(scores, n, call, SCORE, C, s_layout)
         if EDGE:
-            scores = _hidden(scores, n, call, MASK, C, s_layout)
+            scores = hide(scores, n, call, MASK, C, s_layout)
         p, shrink, top, sums = _softmax(scores, top, call[7], EDGE or SCORE is not None, C)
         release_after(sums, ki, 10, READERS)
         ki, kp = advance(ki, kp, C.stages)
@@ -320,7 +214,7 @@ def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse_ptr, lse_strides, 
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     b, head, tile_m, start_q, len_q, _, len_k, _ = place
     ki, kp, vi, vp = cursors
-    steps = _steps(place, map_ptr, map_strides, C)
+    steps = key_steps(place, map_ptr, map_strides, C)
     first, masked, bare, low, _ = steps
     rows = tile_m * C.m + GROUP * 64 + gl.arange(0, 64, layout=row_layout)
     shift = len_k - len_q
@@ -337,7 +231,7 @@ def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse_ptr, lse_strides, 
     release(ki, 10, READERS)
     ki, kp = advance(ki, kp, C.stages)
     scores = _scored(scores, first * N, call, SCORE, C, s_layout)
-    scores = _hidden(scores, first * N, call, MASK, C, s_layout)
+    scores = hide(scores, first * N, call, MASK, C, s_layout)
     p, _, top, total = _softmax(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, True, C)
     weights = gl.convert_layout(p.to(DTYPE), p_layout)
     if C.packed:
@@ -386,8 +280,8 @@ def _compute(outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, l
     qp, ki, kp, vi, vp = 0, 0, 0, 0, 0
     if GROUP == 1:  # so that the first goes first
         turn_over(GROUP, C.groups)
-    for turn in range(_turns(sizes, C)):
-        place = _place(turn, sizes, lengths, C)
+    for turn in range(count_turns(sizes, C)):
+        place = locate(turn, sizes, lengths, C)
         b, head, tile_m, start_q, len_q, _, _, there = place
         if there:
             mbarrier.wait(q_full.index(GROUP), qp)

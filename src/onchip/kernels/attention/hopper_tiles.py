@@ -1,0 +1,111 @@
+"""What a program of a Hopper kernel has to do: the tiles of queries that are its turns, the key tiles of each, and the mask of scores in registers.
+
+`C` is the kernel's `Shape`. `sizes`: tiles, tiles of a head, heads side by side, heads, heads that share K and V, len_q, len_k, batch x heads.
+"""
+
+from onchip.kernels.attention.tile import inner_span, key_span, sequence
+from onchip.kernels.hopper import gl, gluon
+
+
+@gluon.jit
+def locate(turn, sizes, lengths, C: gl.constexpr):
+    """The tile of this program's `turn`: its sequence, head, rows, and whether there is one.
+
+    `together` heads go side by side, so that their K and V share L2; where rows differ in length the longest go first.
+    """
+    tiles, tiles_m, together, heads, _, len_q, len_k, batch_heads = sizes
+    q_offsets, k_offsets, q_used, k_used = lengths
+    second = turn % 2
+    if C.pairs:
+        turn = turn // 2
+    t = turn * gl.num_programs(0) + gl.program_id(0)
+    there = t < tiles
+    bundle = t // (together * tiles_m)
+    within = t - bundle * together * tiles_m
+    width = gl.maximum(gl.minimum(together, batch_heads - bundle * together), 1)
+    batch_head = bundle * together + within % width
+    tile_m = within // width
+    if C.pairs:
+        last = gl.cdiv(len_q, C.m) - 1
+        there = there & ((second == 0) | (tile_m != last - tile_m))
+        tile_m = gl.where(second == 0, last - tile_m, tile_m)
+    elif C.right >= 0 or C.mapped:
+        tile_m = tiles_m - 1 - tile_m
+    b = gl.where(there, batch_head // heads, 0)
+    head = batch_head - batch_head // heads * heads
+    start_q, len_q = sequence(q_offsets, q_used, b, len_q)
+    start_k, len_k = sequence(k_offsets, k_used, b, len_k)
+    return b, head, tile_m, start_q, len_q, start_k, len_k, there & (tile_m * C.m < len_q)
+
+
+@gluon.jit
+def count_turns(sizes, C: gl.constexpr):
+    """Turns of this program."""
+    turns = gl.cdiv(sizes[0] - gl.program_id(0), gl.num_programs(0))
+    if C.pairs:
+        turns = turns * 2
+    return turns
+
+
+@gluon.jit
+def key_steps(place, map_ptr, map_strides, C: gl.constexpr):
+    """The key tiles of a tile of queries: the first; how many more need the mask, how many do not, how many do again; and the row of the map.
+
+    One at least, so that a row that sees nothing comes to its end too.
+    """
+    N: gl.constexpr = C.n
+    b, head, tile_m, _, len_q, _, len_k, _ = place
+    row = tile_m  # without a map nobody looks
+    if C.mapped:
+        row = map_ptr + b.to(gl.int64) * map_strides[0] + head.to(gl.int64) * map_strides[1] + tile_m.to(gl.int64) * map_strides[2]
+        part = gl.load(row)
+        whole = gl.load(row + 1)
+        top = gl.where(part > 0, gl.load(row + 2), gl.where(whole > 0, gl.load(row + map_strides[2] - 1), 0))
+        masked = gl.maximum(part - 1, 0)
+        bare = gl.where(part > 0, whole, gl.maximum(whole - 1, 0))
+        low = part * 0
+    else:
+        shift = len_k - len_q
+        if C.top_left:
+            shift = shift * 0
+        row_first, row_last = tile_m * C.m + shift, tile_m * C.m + C.m - 1 + shift
+        first, last = key_span(row_first, row_last, len_k, C.left, C.right)
+        inner, outer = inner_span(row_first, row_last, len_k, C.left, C.right, N)
+        first = first // N
+        top = gl.maximum(gl.cdiv(last, N) - 1, first)
+        inner = gl.minimum(gl.maximum(inner // N, first), top)
+        outer = gl.minimum(gl.maximum(outer // N, inner), top)
+        masked = top - outer
+        bare = outer - inner
+        low = inner - first
+    return top, masked, bare, low, row
+
+
+@gluon.jit
+def tile_at(x, steps, map_strides, C: gl.constexpr):
+    """The key tile of step `x`; the first step is 0."""
+    top, _, _, _, row = steps
+    if C.mapped:
+        part = gl.load(row)
+        where = gl.where(x < part, row + 2 + x, row + map_strides[2] - 1 - (x - part))
+        tile = gl.load(where)
+    else:
+        tile = top - x
+    return tile
+
+
+@gluon.jit
+def hide(scores, n, call, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """Scores with -inf where the mask hides the key."""
+    N: gl.constexpr = C.n
+    rows, shift, b, h, len_q, len_k, _, _, reads, _ = call
+    cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    if MASK is not None:
+        seen = MASK(b, h, rows[:, None], cols[None, :], len_q, len_k, reads) & (cols < len_k)[None, :]
+    elif C.right >= 0:
+        seen = cols[None, :] < gl.minimum(rows + (shift + C.right + 1), len_k)[:, None]
+    else:
+        seen = (cols < len_k)[None, :]
+    if MASK is None and C.left >= 0:
+        seen = seen & (cols[None, :] >= (rows + (shift - C.left))[:, None])
+    return gl.where(seen, scores, float("-inf"))
