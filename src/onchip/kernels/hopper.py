@@ -12,10 +12,10 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed the two
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed these
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 as_other = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
 
 
 @builtin
@@ -62,7 +62,7 @@ def release(index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def join(index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+def arrive_and_wait(index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Wait until THREADS, these among them, are at hardware barrier BARRIER + `index`, and see what they have written."""
     gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [index + BARRIER, index * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -88,7 +88,7 @@ def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, TH
     if BARRIER == 0:
         mbarrier.wait(empty.index(index), phase ^ 1)
     elif used >= STAGES:
-        join(index, BARRIER, THREADS)
+        arrive_and_wait(index, BARRIER, THREADS)
     mbarrier.expect(full.index(index), desc.block_type.nbytes)
     tma_load(desc, at, full.index(index), buffers.index(index))
     index, phase = advance(index, phase, STAGES)
@@ -101,12 +101,19 @@ def fill_both(ring, cursor, desc, at, row_desc, row_at, STAGES: gl.constexpr, BA
     tiles, rows, full = ring
     index, phase, used = cursor
     if used >= STAGES:
-        join(index, BARRIER, THREADS)
+        arrive_and_wait(index, BARRIER, THREADS)
     mbarrier.expect(full.index(index), desc.block_type.nbytes + row_desc.block_type.nbytes)
     tma_load(desc, at, full.index(index), tiles.index(index))
     tma_load(row_desc, row_at, full.index(index), rows.index(index))
     index, phase = advance(index, phase, STAGES)
     return index, phase, used + 1
+
+
+@gluon.jit
+def reclaim(index, used, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Wait until a buffer of a ring with hardware barriers is free, of which `used` were filled before: `fill` for a partition that writes itself."""
+    if used >= STAGES:
+        arrive_and_wait(index, BARRIER, THREADS)
 
 
 @gluon.jit
@@ -147,6 +154,77 @@ def scale_rows(acc, factor, TOGETHER: gl.constexpr):
     return acc
 
 
+@gluon.jit
+def transpose_bytes(tile, out, LAYOUT: gl.constexpr):
+    """Put a tile of bytes [n, dim] into `out` [dim, n], both in shared memory, in another order (`byte_pairs` makes LAYOUT):
+
+        column 16 K + 4 t + 2 i + b holds row 16 K + 8 i + 2 t + b       t < 4; b, i, e < 2; g < 8
+        row 16 D + 8 e + g holds column 16 D + 2 g + e
+
+    so that a warp moves 16 bytes a thread at once, without a shuffle or a bank conflict: pairs of columns are the 16-bit elements of ldmatrix.trans,
+    which leaves 4 rows of 2 columns in a thread; two byte permutations make of them 4 rows of each column, a line of stmatrix. The order of columns
+    is that in which a product's accumulator, turned into bytes in place, is the first operand of another (`in_order`).
+    """
+    N: gl.constexpr = tile.shape[0]
+    DIM: gl.constexpr = tile.shape[1]
+    FROM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128 if DIM >= 128 else DIM, element_bitwidth=16, rank=2)
+    TO: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128 if N >= 128 else N, element_bitwidth=16, rank=2)
+    code: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"
+    ROWS: gl.constexpr = LAYOUT.shape[0]
+    tile = as_other(tile, gl.int16, [N, DIM // 2], FROM)
+    out = as_other(out, gl.int16, [DIM, N // 2], TO)
+    for row in gl.static_range(0, N, ROWS):
+        pairs = tile.slice(row, ROWS, 0).load(LAYOUT)
+        pairs = gl.inline_asm_elementwise(code, "=&r,=&r,r,r", [pairs], dtype=gl.int16, is_pure=True, pack=4)  # the bits of rows i and b now mean e and i
+        pairs = pairs.reshape([ROWS // 16, 2, 8, DIM // 16, 8]).permute((3, 1, 4, 0, 2)).reshape([DIM, ROWS // 2])
+        out.slice(row // 2, ROWS // 2, 1).store(pairs)
+
+
+@gluon.jit
+def in_order(x):
+    """Columns of an accumulator in the order of `transpose_bytes`: a thread keeps its own."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    return x.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])
+
+
+@gluon.jit
+def as_words(x):
+    """Values in e4m3, rounded, four columns of a thread in an int32: single bytes that go round a loop are taken apart and put together anew."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    code: gl.constexpr = """{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"""
+    even, odd = gl.split(x.reshape([M, N // 4, 2, 2]))
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    return gl.inline_asm_elementwise(code, "=r,f,f,f,f", [x0, x1, x2, x3], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def as_bytes(words):
+    """The e4m3 values of `as_words`: no instruction."""
+    x0 = words.to(gl.int8).to(gl.float8e4nv, bitcast=True)
+    x1 = (words >> 8).to(gl.int8).to(gl.float8e4nv, bitcast=True)
+    x2 = (words >> 16).to(gl.int8).to(gl.float8e4nv, bitcast=True)
+    x3 = (words >> 24).to(gl.int8).to(gl.float8e4nv, bitcast=True)
+    return gl.join(gl.join(x0, x2), gl.join(x1, x3)).reshape([words.shape[0], 4 * words.shape[1]])
+
+
+@gluon.jit
+def columns_back(x):
+    """Columns that are rows of `transpose_bytes`'s result, in their old order: a thread keeps its own."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    return x.reshape([M, N // 16, 2, 8]).permute((0, 1, 3, 2)).reshape([M, N])
+
+
+def byte_pairs(n: int, dim: int, warps: int) -> gl.DistributedLinearLayout:
+    """The layout of `transpose_bytes` for a tile [n, dim] of bytes: int16 [n, dim // 2] as ldmatrix.trans leaves it."""
+    rest = [[0, 1 << bit] for bit in range(3, dim.bit_length() - 2)] + [[1 << bit, 0] for bit in range(4, n.bit_length() - 1)]
+    mine = len(rest) - (warps.bit_length() - 1)
+    return gl.DistributedLinearLayout([[1, 0], [8, 0], *rest[:mine]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], rest[mine:], [], [n, dim // 2])
+
+
 def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
     """Tiles of `rows` x `cols` of the last two dimensions, as of [batch, heads, len, dim]; what lies outside reads as 0 and is not written."""
     tile = [1] * (t.dim() - 2) + [rows, cols]
@@ -159,7 +237,7 @@ def block(dim: int) -> int:
 
 
 __all__ = [
-    "DTYPES", "TensorDescriptor", "advance", "as_other", "block", "describe", "fence_async_shared", "fill", "fill_both", "gl", "gluon", "join", "mbarrier",
-    "release", "release_after", "ring", "scale_rows", "take_turn", "tma", "tma_add", "tma_load", "tma_store", "turn_over", "warpgroup_mma",
-    "warpgroup_mma_wait",
+    "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_other", "as_words", "block", "byte_pairs", "columns_back", "describe",
+    "fence_async_shared", "fill", "fill_both", "gl", "gluon", "in_order", "mbarrier", "reclaim", "release", "release_after", "ring", "scale_rows",
+    "take_turn", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

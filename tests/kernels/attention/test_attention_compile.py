@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from onchip.core import device as devices
 from onchip.core import masks, scores
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention import DECODE, hopper_backward, hopper_prefill, tile, triton_decode, triton_prefill
+from onchip.core.scales import Scales
+from onchip.kernels.attention import DECODE, hopper_backward, hopper_fp8, hopper_prefill, tile, triton_decode, triton_prefill
 from onchip.ops.attention import PagedKV
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -203,6 +205,34 @@ def test_hopper_backward(dim, packed, band, most):
     in_loops = facts.wgmma - 2 * (tiles.n // 16)  # each warpgroup adds a tile's last dQ behind them
     assert in_loops % (2 * steps) == 0 and in_loops >= 2 * 2 * steps and "mma.sync" not in facts.ptx
     assert "cp.reduce.async.bulk.tensor.3d" in facts.ptx and "cp.async.cg" not in facts.ptx
+    assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+
+
+def prefill_fp8(dim, mask, share=0):
+    """Four sequences of 4096 tokens in e4m3; `share`: keys and values that share a scale."""
+    n = {0: 1, 1: 4096, 128: 32}[share]
+    scales = Scales(*(meta(4, heads, n, dtype=FP32) for heads in (32, 8, 8)))
+    module = SimpleNamespace(configs=hopper_fp8.configs, launch=lambda *args: hopper_fp8.launch(*args, scales))
+    p = Attention("prefill", 4, 4096, 4096, 32, 8, dim, torch.float8_e4m3fn, mask)
+    inputs = (meta(4, 4096, heads, dim, dtype=p.dtype) for heads in (32, 8, 8))
+    tiles, facts = launched(module, "sm_90", p, *inputs, Operands(dim**-0.5))
+    return tiles, facts["_prefill_fp8"]
+
+
+@pytest.mark.parametrize("share", [0, 128])
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(1024)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hopper_fp8(dim, mask, share):
+    """Both products in e4m3; V turned by whole matrices, two byte permutations for two registers; weights packed by the conversion alone."""
+    tiles, facts = prefill_fp8(dim, mask, share)
+    assert facts.spills <= (0 if dim < 256 else 150), f"{tiles}: {facts.spills} bytes"
+    assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
+    steps = dim // 32 + tiles.n // 32  # of one tile of scores, and of one of the output
+    assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and facts.ptx.count(".f32.e4m3.e4m3 ") == facts.wgmma
+    turned = tiles.n * dim // (512 * tiles.helpers)  # of 512 bytes by each helping warp
+    assert facts.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans") == turned
+    assert facts.ptx.count("stmatrix.sync.aligned.m8n8.x4.shared") == turned
+    assert facts.ptx.count("prmt.b32") == 4 * turned
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 

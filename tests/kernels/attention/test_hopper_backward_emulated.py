@@ -164,7 +164,7 @@ WAIT_FOR_DK = "        dk, left = warpgroup_mma_wait(0, deps=[dk, left])\n"
 LET_QUERIES_GO = "        release(index, QUERIES_LET_GO, READERS)\n"
 LET_KEYS_GO = "            release(0, KEYS_LET_GO, READERS)\n"
 DELTA = "_start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout))"
-WAIT_FOR_OTHER = "        join((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)\n"
+WAIT_FOR_OTHER = "        arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)\n"
 LAST_PRODUCT = "            dq = warpgroup_mma_wait(0, deps=["
 BUGS = [
     Bug("dO is never released", FULL, ((LET_OUTPUTS_GO, ""),)),
@@ -187,7 +187,7 @@ BUGS = [
     Bug("dV's buffer is rewritten before it has left", FULL, (("    tma.store_wait(0)  # what was in it has left\n", ""),)),
     Bug("dV leaves without a fence", FULL, (("    else:\n        fence_async_shared()\n        tma_store", "    else:\n        tma_store"),)),
     Bug("the last dK is not waited for", FULL, (("    tma.store_wait(0)\n\n\n@gluon.jit(do_not", "\n\n@gluon.jit(do_not"),)),
-    Bug("dQ lies in another order", FULL, ((".permute((0, 1, 3, 2, 4))", ""),)),
+    Bug("dQ lies in another order", FULL, ((".permute((0, 1, 3, 2, 4)).reshape([ROWS, COLS]))", ".reshape([ROWS, COLS]))"),)),
     Bug("delta is left out", FULL, ((DELTA, "gl.zeros([64, M], gl.float32, layout)"),)),
     Bug("a causal mask off by one", Case((1, 128, 2, ""), 200, 200), (("(shift + C.right)", "(shift + C.right + 1)"),)),
     Bug("a window off by one", WINDOW, (("i + (shift - C.left)", "i + (shift - C.left + 1)"),)),

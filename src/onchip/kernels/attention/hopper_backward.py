@@ -27,6 +27,7 @@ from onchip.kernels.attention.statistics import finish, sink_gradient, statistic
 from onchip.kernels.attention.tile import describable, ends, fast, mask_map, query_span, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
+    arrive_and_wait,
     as_other,
     block,
     describe,
@@ -34,7 +35,6 @@ from onchip.kernels.hopper import (
     fill_both,
     gl,
     gluon,
-    join,
     mbarrier,
     release,
     ring,
@@ -184,7 +184,7 @@ def _copy_keys(still, k_desc, v_desc, at, tiles):
     """K and V of this program's tile number `tiles`, once those before it are done with."""
     k_tile, v_tile, full = still
     if tiles > 0:
-        join(0, KEYS_LET_GO, READERS)
+        arrive_and_wait(0, KEYS_LET_GO, READERS)
     mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     tma_load(k_desc, at, full, k_tile)
     tma_load(v_desc, at, full, v_tile)
@@ -325,7 +325,7 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
                 mbarrier.wait(do_full.index(index), phase)
                 _clear(q, place[4] - m, M, GROUP)
                 _clear(do, place[4] - m, M, GROUP)
-                join(0, MEETING, 256)
+                arrive_and_wait(0, MEETING, 256)
         take_turn(GROUP, C.partners)
         s = _scores(k.slice(GROUP * 64, 64, dim=0), queries, lses, index, SCORE, M, s_layout)
         mbarrier.wait(do_full.index(index), phase)
@@ -339,7 +339,7 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
         if EDGE and C.packed:  # the delta of the next sequence
             dp = gl.where((m + gl.arange(0, M, layout=gl.SliceLayout(0, s_layout)) < place[4])[None, :], dp, 0.0)
         ds = (sloped * dp).to(queries.dtype)
-        join((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)
+        arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)
         written.index(step % BUFFERS).slice(GROUP * 64, 64, dim=0).store(ds)
         fence_async_shared()
         release(step % 2, WRITTEN + 2 * GROUP, 256)
@@ -411,7 +411,7 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, length
                 if tile_n * N + N > len_k:
                     _clear(k_tile.reshape([N, D]), len_k - tile_n * N, N, GROUP)
                     _clear(v_tile.reshape([N, DV]), len_k - tile_n * N, N, GROUP)
-                    join(0, MEETING, 256)
+                    arrive_and_wait(0, MEETING, 256)
             state = gl.zeros([64, D], gl.float32, k_layout), gl.zeros([64, DV], gl.float32, v_layout), index, phase, step, rows, rows * 0 + NOWHERE
             for member in range(group):
                 h = kv_head * group + member
@@ -425,7 +425,7 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, length
                     state = _more(state, after, before + bare, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
                                   MASK, SCORE, SCORE_GRAD, True, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
             dk, dv, index, phase, step, row, m = state
-            join((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)  # one step more, of dQ alone
+            arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)  # one step more, of dQ alone
             release(step % 2, WRITTEN + 2 * GROUP, 256)
             dq = warpgroup_mma_wait(0, deps=[_queries(written, step, k_tile.reshape([N, D]), C, GROUP, dq_layout)])
             step += 1

@@ -1,0 +1,428 @@
+"""Attention of many queries in e4m3 on Hopper: o = softmax(scale q k^T + mask) v, 8 bits in and bf16 out, warp-specialised as `hopper_prefill.py`.
+
+What differs, after FlashAttention-3 (Shah et al., 2024):
+- wgmma takes 8-bit operands only where the summed dimension is contiguous. A partition of its own turns each tile of V round in shared memory, its keys
+  in the order in which a thread holds the weights: the accumulator of the scores becomes the operand of the second product without a shuffle.
+- Weights are 2^8 exp(score - maximum), and the maximum is raised only once it grew by more than 2^0.8: they stay below 448, the largest of e4m3, and
+  weights down to 2^-14 of the largest keep all of their digits. Sums are of weights before rounding.
+- Scales of a head are part of the softmax's factor and of the output's; of 128 keys, of a tile's factor; of a token, columns of scores and weights.
+
+Reads q, k, v once a tile of queries; exponentials take as long as both products: 128 x 128 of them 1,024 cycles, and the products at d128 1,024.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+
+from onchip.core.device import Device
+from onchip.core.kernel import pick
+from onchip.core.problem import Attention, Operands
+from onchip.core.scales import Scales
+from onchip.kernels.attention.hopper_tiles import count_turns, hide, key_steps, locate
+from onchip.kernels.attention.tile import describable, ends, together
+from onchip.kernels.hopper import (
+    advance,
+    as_bytes,
+    as_words,
+    byte_pairs,
+    columns_back,
+    describe,
+    fence_async_shared,
+    fill,
+    gl,
+    gluon,
+    in_order,
+    mbarrier,
+    reclaim,
+    release,
+    release_after,
+    ring,
+    scale_rows,
+    take_turn,
+    tma,
+    tma_store,
+    transpose_bytes,
+    turn_over,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+RAISED = gl.constexpr(8.0)  # log2 of what weights are multiplied by
+GROWTH = gl.constexpr(0.8)  # of a maximum that is not followed: 2^8.8 = 446
+
+
+class Tiles(NamedTuple):
+    """Warpgroups of 64 queries, keys a tile, key tiles in flight, how tiles of queries are given out (see `hopper_prefill.Tiles`); warps that transpose V."""
+
+    groups: int
+    n: int
+    stages: int
+    order: str
+    sms: int
+    helpers: int
+
+    def __str__(self):
+        return f"{64 * self.groups}x{self.n} tiles, {self.groups} warpgroups, {self.stages} stages, in {self.order}, {self.helpers} warps transpose"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the device code is compiled for."""
+
+    groups: int
+    n: int  # keys a tile
+    stages: int
+    pairs: bool
+    left: int
+    right: int
+    top_left: bool
+    helpers: int
+    each_k: int  # keys that share a scale; 0: all
+    each_v: int
+    pairs_of_v: gl.DistributedLinearLayout
+    registers: tuple[int, int]  # of a computing thread, but for the first warpgroup's, and of a helping one
+    lazily: int  # values that are scaled together, or not; 0: always all
+    packed: bool = False
+    mapped: bool = False
+
+    @property
+    def m(self):
+        return 64 * self.groups
+
+    @property
+    def readers(self):
+        """Threads at a barrier of K: who computes, and the warp that copies."""
+        return 128 * self.groups + 32
+
+    @property
+    def turners(self):
+        """Threads at a barrier of V: who computes, and who transposes."""
+        return 128 * self.groups + 32 * self.helpers
+
+
+# ---- device: the copying warp, and those that transpose
+
+
+@gluon.jit
+def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, C: gl.constexpr):
+    N: gl.constexpr = C.n
+    GROUPS: gl.constexpr = C.groups
+    q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
+    for turn in range(count_turns(sizes, C)):
+        place = locate(turn, sizes, lengths, False, C)
+        b, head, tile_m, _, _, _, _, there = place
+        if there:
+            steps = key_steps(place, None, (0, 0, 0), C)
+            top, masked, bare, low, _row = steps  # `_` is of another type already
+            kv_head = head // sizes[4]
+            n = top * N
+            for group in gl.static_range(GROUPS):  # the first queries and keys first
+                q_at = fill(q_ring, q_at, q_desc, [b, head, tile_m * C.m + group * 64, 0], C.groups, 0, 0)
+                if group == 0:
+                    k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.stages, 10, C.readers)
+            v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n, 0], C.stages, 0, 0)
+            for _x in range(masked + bare + low):
+                n -= N
+                k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.stages, 10, C.readers)
+                v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n, 0], C.stages, 0, 0)
+
+
+@gluon.jit
+def _transpose(v_ring, t_ring, sizes, lengths, C: gl.constexpr):
+    values, v_full, v_empty = v_ring
+    turned, t_full = t_ring
+    LAYOUT: gl.constexpr = C.pairs_of_v
+    vi, vp, used = 0, 0, 0
+    for turn in range(count_turns(sizes, C)):
+        place = locate(turn, sizes, lengths, False, C)
+        if place[7]:
+            _, masked, bare, low, _ = key_steps(place, None, (0, 0, 0), C)
+            for _x in range(1 + masked + bare + low):
+                mbarrier.wait(v_full.index(vi), vp)
+                reclaim(vi, used, C.stages, 10 + C.stages, C.turners)
+                transpose_bytes(values.index(vi).reshape([C.n, values.shape[-1]]), turned.index(vi), LAYOUT)
+                fence_async_shared()
+                mbarrier.arrive(t_full.index(vi), count=1)
+                mbarrier.arrive(v_empty.index(vi), count=1)
+                vi, vp = advance(vi, vp, C.stages)
+                used += 1
+
+
+# ---- device: a computing warpgroup
+
+
+@gluon.jit
+def _scale_at(scale, n, EACH: gl.constexpr, N: gl.constexpr, len_k, layout: gl.constexpr):
+    """Of the keys from `n` on: one each [1, N], or one of them all. `scale`: where a head's begin, and their stride."""
+    found = 1.0
+    if EACH == 1:
+        cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        found = gl.load(scale[0] + cols * scale[1], mask=cols < len_k, other=1.0)[None, :]
+    elif EACH > 1:
+        found = gl.load(scale[0] + n // EACH * scale[1])
+    return found
+
+
+@gluon.jit
+def _softmax(scores, top, factor, k_scale, v_scale, MAY_BE_EMPTY: gl.constexpr, C: gl.constexpr):
+    """One step of the online softmax, in base 2: weights times 2^RAISED and V's scale in e4m3, what shrinks all before, the new maximum, and sums that stay
+    in a thread, [64, 8].
+    """
+    N: gl.constexpr = C.n
+    if C.each_k > 1:
+        factor = factor * k_scale
+    most = gl.max(gl.max(scores.reshape([64, N // 8, 8]), 1), 1)  # in four chains instead of two
+    new_top = gl.maximum(top, gl.convert_layout(most, top.type.layout) * factor)
+    new_top = gl.where(new_top - top > GROWTH, new_top, top)
+    base = new_top
+    if MAY_BE_EMPTY:  # a row that has seen no key yet: -inf minus -inf is NaN
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink = gl.exp2(top - base)
+    base = base - RAISED
+    if C.each_v > 1:
+        base = base - gl.log2(v_scale)
+    weights = gl.exp2(scores * factor[:, None] - base[:, None])
+    sums = gl.sum(weights.reshape([64, N // 8, 8]), 1)
+    if C.each_v == 1:
+        weights = weights * v_scale
+    elif C.each_v > 1:
+        sums = sums * (1.0 / v_scale)
+    return weights, shrink, new_top, sums
+
+
+@gluon.jit
+def _more(state, count, n, q, k_ring, t_ring, factor, call, EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
+          s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
+    """`count` further key tiles, down from key `n`. EDGE: they need the mask."""
+    N: gl.constexpr = C.n
+    weights, acc, top, total, ki, kp, vi, vp = state
+    keys, k_full, _ = k_ring
+    turned, t_full = t_ring
+    for t in range(count):
+        at = n - t * N
+        k_scale = _scale_at(call[6], at, C.each_k, N, call[5], s_layout)
+        p = gl.convert_layout(as_bytes(weights), p_layout)
+        mbarrier.wait(k_full.index(ki), kp)
+        take_turn(GROUP, C.groups)
+        zeros = gl.zeros([64, N], gl.float32, s_layout)
+        scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(t_full.index(vi), vp)
+        acc = warpgroup_mma(p, turned.index(vi).permute((1, 0)), acc, is_async=True)
+        turn_over(GROUP, C.groups)
+        v_scale = _scale_at(call[7], at, C.each_v, N, call[5], s_layout)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        if C.each_k == 1:
+            scores = scores * k_scale
+        if EDGE:
+            scores = hide(scores, at, call, None, C, s_layout)
+        p, shrink, top, sums = _softmax(scores, top, factor, k_scale, v_scale, EDGE, C)
+        release_after(sums, ki, 10, C.readers)
+        ki, kp = advance(ki, kp, C.stages)
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        release(vi, 10 + C.stages, C.turners)
+        vi, vp = advance(vi, vp, C.stages)
+        weights = as_words(in_order(p))  # not before: ptxas would put these where the product under way reads the last ones, and wait for each product
+        acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
+    return weights, acc, top, total, ki, kp, vi, vp
+
+
+@gluon.jit
+def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
+    """The output of 64 queries, and the cursors after it; LSE is stored."""
+    N: gl.constexpr = C.n
+    keys, k_full, _ = k_ring
+    turned, t_full = t_ring
+    DV: gl.constexpr = turned.shape[1]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 32])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 32])
+    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=4)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    b, head, tile_m, _, len_q, _, len_k, _ = place
+    ki, kp, vi, vp = cursors
+    steps = key_steps(place, None, (0, 0, 0), C)
+    first, masked, bare, low, _ = steps
+    rows = tile_m * C.m + GROUP * 64 + gl.arange(0, 64, layout=row_layout)
+    shift = len_k - len_q
+    if C.top_left:
+        shift = shift * 0
+
+    q_scale, k_scale, v_scale, v_most, strides, each_q = scales
+    q_strides, k_strides, v_strides, most_strides = strides
+    kv_head = head // sizes[4]
+    factor = gl.load(q_scale + b * q_strides[0] + head * q_strides[1] + rows // each_q * q_strides[2], mask=rows < len_q, other=0.0) * scale
+    k_scales = (k_scale + b * k_strides[0] + kv_head * k_strides[1], k_strides[2])
+    v_scales = (v_scale + b * v_strides[0] + kv_head * v_strides[1], v_strides[2])
+    if C.each_k == 0:
+        factor = factor * gl.load(k_scales[0])
+    call = (rows, shift, b, head, len_q, len_k, k_scales, v_scales, (), ())
+
+    k_scale = _scale_at(k_scales, first * N, C.each_k, N, len_k, s_layout)
+    v_scale = _scale_at(v_scales, first * N, C.each_v, N, len_k, s_layout)
+    mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
+    take_turn(GROUP, C.groups)
+    zeros = gl.zeros([64, N], gl.float32, s_layout)
+    scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    turn_over(GROUP, C.groups)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    release(ki, 10, C.readers)
+    ki, kp = advance(ki, kp, C.stages)
+    if C.each_k == 1:
+        scores = scores * k_scale
+    scores = hide(scores, first * N, call, None, C, s_layout)
+    weights, _, top, total = _softmax(scores, gl.full([64], float("-inf"), gl.float32, row_layout), factor, k_scale, v_scale, True, C)
+    state, n = (as_words(in_order(weights)), gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp), (first - 1) * N
+    if C.right >= 0:
+        state = _more(state, masked, n, q, k_ring, t_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+        n -= masked * N
+    state = _more(state, bare, n, q, k_ring, t_ring, factor, call, False, C, GROUP, s_layout, p_layout)
+    if C.left >= 0:
+        state = _more(state, low, n - bare * N, q, k_ring, t_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+    weights, acc, top, total, ki, kp, vi, vp = state
+
+    mbarrier.wait(t_full.index(vi), vp)
+    acc = warpgroup_mma(gl.convert_layout(as_bytes(weights), p_layout), turned.index(vi).permute((1, 0)), acc, is_async=True)
+    total = gl.convert_layout(gl.sum(total, 1), row_layout)
+    if lse_ptr is not None:
+        at = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1] + rows
+        gl.store(at, (top + (gl.log2(total) - RAISED)) * LN2, mask=rows < len_q)
+    most = gl.load(v_most + b * most_strides[0] + kv_head * most_strides[1])
+    inverse = gl.where(total == 0.0, 0.0, most / total)
+    acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+    release(vi, 10 + C.stages, C.turners)
+    vi, vp = advance(vi, vp, C.stages)
+    return columns_back(acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]), ki, kp, vi, vp
+
+
+@gluon.jit
+def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C: gl.constexpr, GROUP: gl.constexpr):
+    queries, q_full, q_empty = q_ring
+    DV: gl.constexpr = t_ring[0].shape[1]
+    q = queries.index(GROUP).reshape([64, queries.shape[-1]])
+    buffer = o_buffers.index(GROUP)
+    qp, ki, kp, vi, vp = 0, 0, 0, 0, 0
+    if GROUP == 1:  # so that the first goes first
+        turn_over(GROUP, C.groups)
+    for turn in range(count_turns(sizes, C)):
+        place = locate(turn, sizes, lengths, False, C)
+        b, head, tile_m, _, _, _, _, there = place
+        if there:
+            mbarrier.wait(q_full.index(GROUP), qp)
+            acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, C, GROUP)
+            mbarrier.arrive(q_empty.index(GROUP), count=1)
+            tma.store_wait(0)  # the tile before has left
+            buffer.reshape([64, DV]).store(acc.to(buffer.dtype))
+            fence_async_shared()
+            tma_store(o_desc, [b, head, tile_m * C.m + GROUP * 64, 0], buffer)
+            qp ^= 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads", "each_q"])
+def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale, k_scale, v_scale, v_most, scale, each_q,
+                 tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, lse_strides, scale_strides, C: gl.constexpr):  # fmt: skip
+    DV: gl.constexpr = v_desc.block_type.shape[3]
+    q_ring = ring(q_desc, C.groups, 1)
+    k_ring = ring(k_desc, C.stages, C.groups)
+    v_ring = ring(v_desc, C.stages, 1)
+    STAGES: gl.constexpr = C.stages
+    t_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(t_full.index(stage), count=1)
+    t_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128 if C.n >= 128 else C.n, element_bitwidth=8, rank=2)
+    t_ring = (gl.allocate_shared_memory(v_desc.dtype, [C.stages, DV, C.n], t_layout), t_full)
+    o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
+    fence_async_shared()
+    sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
+    lengths = (None, None, None, None, None)
+    scales = (q_scale, k_scale, v_scale, v_most, scale_strides, each_q)
+    scale = scale * LOG2E
+    if C.groups == 1:
+        gl.warp_specialize(
+            [
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
+                (_transpose, (v_ring, t_ring, sizes, lengths, C)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, C)),
+            ],
+            [C.helpers, 1],
+            [C.registers[1], 24],
+        )
+    elif C.groups == 2:
+        gl.warp_specialize(
+            [
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 1)),
+                (_transpose, (v_ring, t_ring, sizes, lengths, C)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, C)),
+            ],
+            [4, C.helpers, 1],
+            [C.registers[0], C.registers[1], 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 1)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 2)),
+                (_transpose, (v_ring, t_ring, sizes, lengths, C)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, C)),
+            ],
+            [4, 4, C.helpers, 1],
+            [C.registers[0], C.registers[0], C.registers[1], 24],
+        )
+
+
+# ---- host
+
+TILES = ((64, (2, 128, 3, 4)), (128, (2, 128, 2, 4)), (256, (2, 64, 2, 2)))  # groups, keys a tile, stages and helpers, by head dimension up to
+LAZILY = ((64, 0), (256, 64))
+REGISTERS = {(1, 2): (0, 72), (1, 4): (0, 56), (2, 2): (216, 72), (2, 4): (216, 56), (3, 2): (144, 72), (3, 4): (136, 56)}  # by groups and helpers
+
+
+def configs(p: Attention, device: Device) -> list[Tiles]:
+    """The tiles of the head dimension, given out as `hopper_prefill.configs` does."""
+    groups, n, stages, helpers = pick(TILES, p.dim)
+    order = "blocks"
+    if p.mask.right is None and p.mask.left is None:
+        order = "turns"
+    elif p.mask.left is None and p.mask.right == 0 and p.len_q == p.len_k <= 4096:
+        order = "pairs"
+    if p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
+        groups, order = 1, "blocks"
+    return [Tiles(groups, n, stages, order, device.sms, helpers)]
+
+
+def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, scales: Scales):
+    """q, k, v float8_e4m3fn [batch, len, heads, dim], dense; comes back in bfloat16."""
+    out = torch.empty(*q.shape[:-1], p.value_dim, dtype=torch.bfloat16, device=q.device)
+    lse = torch.empty(p.batch, p.heads, p.len_q, dtype=torch.float32, device=q.device) if return_lse else None
+    if out.numel() == 0:
+        return (out, lse) if return_lse else out
+    first = [t.transpose(1, 2) for t in (q, k, v, out)]  # [batch, heads, len, dim]
+    first = [t if describable(t) else t.contiguous() for t in first]
+    left, right, top_left = ends(p.mask)
+    each_q, each_k, each_v = Scales.share(scales.q, p.len_q), Scales.share(scales.k, p.len_k), Scales.share(scales.v, p.len_k)
+    assert all(each <= 1 or each % tiles.n == 0 for each in (each_k, each_v)), f"a tile of {tiles.n} keys has one scale"
+    factors = [s.expand(p.batch, heads, -1) for s, heads in zip(scales, (p.heads, p.kv_heads, p.kv_heads), strict=True)]
+    most = factors[2].amax(-1) if each_v else factors[2][..., 0]
+    if each_v:
+        factors[2] = factors[2] / most[..., None]
+    rows = min(tiles.n, 4096 * tiles.helpers // p.value_dim)  # of V that the helpers hold at once: 32 registers a thread
+    shape = Shape(tiles.groups, tiles.n, tiles.stages, tiles.order == "pairs", left, right, top_left, tiles.helpers, each_k, each_v,
+                  byte_pairs(rows, p.value_dim, tiles.helpers), REGISTERS[tiles.groups, tiles.helpers], pick(LAZILY, p.value_dim))  # fmt: skip
+    blocks = ((64, p.dim), (tiles.n, p.dim), (tiles.n, p.value_dim), (64, p.value_dim))
+    tiles_m = triton.cdiv(p.len_q, shape.m)
+    if shape.pairs:
+        tiles_m = triton.cdiv(tiles_m, 2)
+    count = tiles_m * p.batch * p.heads
+    grid = count if tiles.order == "blocks" else min(count, tiles.sms)
+    _prefill_fp8[(grid,)](
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), lse, *factors, most, x.scale, each_q or p.len_q, count, tiles_m, together(p),
+        p.heads, p.group, p.len_q, p.len_k, p.batch * p.heads, (0, 0) if lse is None else lse.stride()[:2],
+        tuple(tuple(t.stride()) for t in (*factors, most)), C=shape, num_warps=4,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out

@@ -1,0 +1,98 @@
+"""Queries, keys or values in e4m3: y = x R / scale, with scale = max |x R| / 448 over the tokens that share it, and R a rotation of random signs, or none.
+
+A program takes 128 tokens of a head: x is read once and y written once, but for a scale of a whole head, whose maximum needs a pass of its own.
+R is diag(signs) H / sqrt(dim); the Walsh-Hadamard matrix H is +-1, exact in bf16, so that a product on the tensor cores rounds its sums alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from onchip.core.scales import BLOCK, LARGEST
+
+MOST = tl.constexpr(LARGEST)
+
+
+# ---- device
+
+
+@triton.jit
+def _hadamard(D: tl.constexpr):
+    """H [D, D]: -1 where the numbers of row and column have an odd number of bits in common."""
+    i = tl.arange(0, D)
+    bits = i[:, None] & i[None, :]
+    bits = bits ^ (bits >> 4)
+    bits = bits ^ (bits >> 2)
+    bits = (bits ^ (bits >> 1)) & 1
+    return (1.0 - 2.0 * bits.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _rows(x_ptr, signs_ptr, tokens, cols, row_stride, length, D: tl.constexpr, H):
+    """Rows of x, D columns, times the signs and H; signs_ptr None: as they are."""
+    x = tl.load(x_ptr + tokens.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=(tokens < length)[:, None], other=0.0)
+    if signs_ptr is not None:
+        x = x.to(tl.float32) * tl.load(signs_ptr + cols)[None, :]
+        x = tl.dot(x.to(tl.bfloat16), H)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _quantise(x_ptr, y_ptr, scale_ptr, signs_ptr, length, heads, x_strides, y_strides, DIM: tl.constexpr, SHARE: tl.constexpr, MEASURE: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """SHARE: tokens that share a scale, 0: all; MEASURE: only raise the head's maximum, in scale_ptr."""
+    D: tl.constexpr = min(DIM, 128)
+    tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tokens, cols = tile * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
+    x_ptr += batch.to(tl.int64) * x_strides[0] + head.to(tl.int64) * x_strides[2]
+    y_ptr += batch.to(tl.int64) * y_strides[0] + head.to(tl.int64) * y_strides[2]
+    H = None
+    if signs_ptr is not None:
+        H = _hadamard(D)
+    low = _rows(x_ptr, signs_ptr, tokens, cols, x_strides[1], length, D, H)
+    high = low
+    if DIM > 128:  # H of 2 D is [[H, H], [H, -H]]
+        high = _rows(x_ptr, signs_ptr, tokens, D + cols, x_strides[1], length, D, H)
+        if signs_ptr is not None:
+            low, high = low + high, low - high
+    if signs_ptr is not None:
+        low, high = low * DIM**-0.5, high * DIM**-0.5
+    most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))  # [BLOCK]
+    row = batch * heads + head
+    if MEASURE:
+        tl.atomic_max(scale_ptr + row, tl.max(most, 0))  # none is negative
+    else:
+        if SHARE == 1:
+            most = most / MOST
+            most = tl.where(most == 0, 1.0, most)
+            tl.store(scale_ptr + row.to(tl.int64) * length + tokens, most, mask=tokens < length)
+            scale = most[:, None]
+        elif SHARE > 1:
+            scale = tl.max(most, 0) / MOST
+            scale = tl.where(scale == 0, 1.0, scale)
+            tl.store(scale_ptr + row.to(tl.int64) * tl.cdiv(length, BLOCK) + tile, scale)
+        else:
+            scale = tl.load(scale_ptr + row) / MOST
+            scale = tl.where(scale == 0, 1.0, scale)
+        at = y_ptr + tokens.to(tl.int64)[:, None] * y_strides[1] + cols[None, :]
+        tl.store(at, (low / scale).to(tl.float8e4nv), mask=(tokens < length)[:, None])
+        if DIM > 128:
+            tl.store(at + D, (high / scale).to(tl.float8e4nv), mask=(tokens < length)[:, None])
+
+
+# ---- host
+
+
+def launch(x: torch.Tensor, share: int, signs: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`core.scales.quantised` on a GPU: x [batch, len, heads, dim] in bfloat16, dim 64, 128 or 256; signs float32 [dim]."""
+    batch, length, heads, dim = x.shape
+    assert share in (0, 1, BLOCK) and dim in (64, 128, 256) and x.stride(3) == 1
+    y = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    tiles = triton.cdiv(length, BLOCK)
+    n = {0: 1, 1: length, BLOCK: tiles}[share]
+    scale = torch.zeros(batch, heads, n, device=x.device)
+    for measure in (True, False) if share == 0 else (False,):
+        _quantise[(tiles, heads, batch)](
+            x, y, scale, signs, length, heads, x.stride()[:3], y.stride()[:3], DIM=dim, SHARE=share, MEASURE=measure, BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return y, scale if share else torch.where(scale == 0, 1.0, scale / LARGEST)

@@ -1,0 +1,144 @@
+"""Attention in e4m3: the Hopper kernel on a CPU, in each timing of the emulator of Gluon, judged by float64 on what the inputs stand for."""
+
+import os
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from gluon_emulator import MODES, Emulator, Fault
+from judge import assert_as_good_as_torch
+from onchip.core.masks import Causal, Full, Window
+from onchip.core.problem import Attention, Operands
+from onchip.core.scales import Scales
+
+E4M3 = torch.float8_e4m3fn
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
+SOURCES = [f"onchip.kernels.{name}" for name in ("attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_fp8")]
+SMS = 3  # multiprocessors: few, so that a program gets several tiles
+
+
+class Case(NamedTuple):
+    """A call and the tiles it is run with. `shared`: how many tokens share a scale of q, k and v; 0: all."""
+
+    tiles: tuple[int, int, int, str]  # groups, keys a tile, stages, order
+    len_q: int
+    len_k: int
+    mask: Any = Causal()
+    dim: int = 64
+    heads: tuple[int, int] = (2, 1)
+    batch: int = 1
+    shared: tuple[int, int, int] = (0, 0, 0)
+    helpers: int = 2
+
+    def __str__(self):
+        return " ".join(f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults.get(name))
+
+
+class Call(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scales: Scales
+
+
+def call_of(c: Case) -> Call:
+    """Random numbers in e4m3, and scales about 0.1."""
+    lengths, heads = (c.len_q, c.len_k, c.len_k), (c.heads[0], c.heads[1], c.heads[1])
+    tensors = (torch.randn(c.batch, n, h, c.dim).mul(10).to(E4M3) for n, h in zip(lengths, heads, strict=True))
+    scales = (0.05 + 0.1 * torch.rand(c.batch, h, -(-n // each) if each else 1) for n, h, each in zip(lengths, heads, c.shared, strict=True))
+    return Call(*tensors, Scales(*scales))
+
+
+def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
+    """Output and LSE of the kernel."""
+    kernel = Emulator(mode, seed).load(*SOURCES, edits=edits)
+    p = Attention("prefill", c.batch, c.len_q, c.len_k, *c.heads, c.dim, E4M3, c.mask)
+    return kernel.launch(p, kernel.Tiles(*c.tiles, SMS, c.helpers), *call[:3], Operands(c.dim**-0.5), True, call.scales)
+
+
+def plain(c: Case, call: Call, dtype: torch.dtype):
+    """The same in plain torch. In float32 weights are rounded to e4m3, as the kernel's are, and the output to bfloat16."""
+    group = c.heads[0] // c.heads[1]
+    q, k, v = (x.to(dtype).transpose(1, 2) for x in call[:3])
+    q_scale, k_scale, v_scale = (Scales.of_tokens(s, x.shape[2]).to(dtype)[..., None] for s, x in zip(call.scales, (q, k, v), strict=True))
+    k, v, v_scale = ((x * s).repeat_interleave(group, 1) for x, s in ((k, k_scale), (v, 1), (v_scale, 1)))
+    scores = (q * q_scale) @ k.transpose(2, 3) * c.dim**-0.5
+    ahead = torch.arange(c.len_k) - torch.arange(c.len_q)[:, None] - (c.len_k - c.len_q)
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if c.mask.right is not None:
+        hidden |= ahead > c.mask.right
+    if c.mask.left is not None:
+        hidden |= -ahead > c.mask.left
+    scores = scores.masked_fill(hidden, -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True).clamp(min=-1e30)).exp() * 256
+    total, most = weights.sum(-1, keepdim=True), v_scale.amax(2, keepdim=True)
+    weights = weights * (v_scale / most).transpose(2, 3)
+    if dtype == torch.float32:
+        weights = weights.to(E4M3).float()
+    out = (weights @ v * (most / total)).nan_to_num(0.0).transpose(1, 2)
+    return out.bfloat16() if dtype == torch.float32 else out, scores.logsumexp(-1)
+
+
+def check(c: Case, call: Call, result) -> None:
+    for ours, low, truth in zip(result, plain(c, call, torch.float32), plain(c, call, torch.float64), strict=True):
+        assert_as_good_as_torch(ours, low, truth)
+
+
+CASES = [
+    Case((2, 128, 2, "turns"), 300, 300, Full()),
+    Case((2, 128, 2, "pairs"), 300, 300, heads=(1, 1)),
+    Case((2, 128, 3, "blocks"), 200, 390, dim=128, helpers=4),
+    Case((2, 64, 2, "pairs"), 140, 140, dim=256, heads=(1, 1)),
+    Case((3, 128, 2, "turns"), 200, 330, Full(), batch=2),
+    Case((1, 128, 2, "turns"), 1, 200, Full(), heads=(8, 1)),
+    Case((2, 64, 2, "blocks"), 330, 150),
+    Case((2, 128, 2, "turns"), 300, 500, Window(100), dim=128, heads=(1, 1)),
+    Case((2, 64, 2, "blocks"), 200, 150, Window(40, 30), heads=(3, 3)),
+    Case((2, 128, 2, "turns"), 70, 300, Full(), dim=128, shared=(128, 128, 128)),
+    Case((2, 128, 2, "blocks"), 200, 300, shared=(1, 128, 0)),
+    Case((2, 64, 2, "turns"), 130, 200, Full(), shared=(1, 1, 1)),
+    Case((2, 128, 2, "blocks"), 200, 200, shared=(0, 1, 128), helpers=4),
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_emulated(case, mode):
+    call = call_of(case)
+    check(case, call, emulated(case, call, mode))
+
+
+# ---- with a bug
+
+WAIT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])\n"
+FENCE, TELL = "                fence_async_shared()\n", "                mbarrier.arrive(t_full"
+RELEASE = "        release(vi, 10 + C.stages, C.turners)\n"
+FULL = Case((2, 128, 2, "turns"), 260, 700, Full(), heads=(1, 1))
+BUGS = {  # what is wrong, and how the sources differ
+    "V is let go by the transposing warps before it is turned": (
+        ("                mbarrier.arrive(v_empty.index(vi), count=1)\n", ""),
+        ("                reclaim(vi,", "                mbarrier.arrive(v_empty.index(vi), count=1)\n                reclaim(vi,"),
+    ),
+    "V is turned before it is there": (("                mbarrier.wait(v_full.index(vi), vp)\n", ""),),
+    "turned tiles are not waited for": (("        mbarrier.wait(t_full.index(vi), vp)\n        acc = ", "        acc = "),),
+    "turned tiles are written while they are read": (("                reclaim(vi, used, C.stages, 10 + C.stages, C.turners)\n", ""),),
+    "a turned tile is let go before its product is waited for": ((WAIT + RELEASE, RELEASE + WAIT),),
+    "turned tiles are read without a fence": ((FENCE + TELL, TELL),),
+    "the bytes of a column are those of its neighbour": (("0x6420", "0x7531"),),
+    "keys keep their order": (("return x.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])", "return x"),),
+    "the output's columns keep the order of bytes": (("return x.reshape([M, N // 16, 2, 8]).permute((0, 1, 3, 2)).reshape([M, N])", "return x"),),
+    "weights outgrow e4m3": (("GROWTH = gl.constexpr(0.8)", "GROWTH = gl.constexpr(8.0)"),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_shows(bug):
+    """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
+    call = call_of(FULL)
+    for mode in MODES:
+        try:
+            check(FULL, call, emulated(FULL, call, mode, edits=BUGS[bug]))
+        except (Fault, AssertionError):
+            return
+    pytest.fail(f"nobody noticed that {bug}")

@@ -1,0 +1,59 @@
+"""Quantising to e4m3: the rotation, the scales, and the kernel against plain torch."""
+
+import pytest
+import torch
+
+from judge import assert_as_good_as_torch
+from onchip.core.scales import LARGEST, Scales, quantised, rotate
+from onchip.kernels.attention import quantise
+
+SHARES = (0, 1, 128)
+
+
+def signs_of(dim: int, device) -> torch.Tensor:
+    return torch.randint(0, 2, (dim,), device=device).mul(2).sub(1).float()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_rotation_changes_no_product(dim):
+    q, k, signs = torch.randn(3, 5, dim), torch.randn(3, 7, dim), signs_of(dim, "cpu")
+    assert torch.allclose(rotate(q, signs) @ rotate(k, signs).mT, q @ k.mT, atol=1e-4)
+
+
+def test_a_rotation_spreads_a_large_channel():
+    x = torch.randn(100, 128)
+    x[:, 5] *= 100
+    assert rotate(x, signs_of(128, "cpu")).abs().max() < x.abs().max() / 5
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("length", [1, 128, 300])
+def test_quantised(share, length):
+    x = torch.randn(2, length, 3, 64) * torch.rand(2, length, 3, 1)
+    x[0, 0, 1] = 0
+    y, scale = quantised(x, share)
+    assert scale.shape == (2, 3, {0: 1, 1: length, 128: -(-length // 128)}[share])
+    back = y.float() * Scales.of_tokens(scale, length).transpose(1, 2)[..., None]
+    assert (back - x).abs().max() <= x.abs().max() * 2**-4 and (scale > 0).all()
+    assert y.float().abs().amax((1, 3)).max() == LARGEST
+
+
+def test_scales_of_an_odd_length_are_refused():
+    with pytest.raises(ValueError, match="scales of 7 for 300 tokens; accepted are 1, 3"):
+        Scales.share(torch.ones(1, 1, 7), 300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("length", "dim"), [(1, 64), (200, 64), (130, 128), (129, 256)])
+def test_kernel(length, dim, share, rotated, device):
+    """Scales, and values of which both rounded the same number: they may differ by one rounding where the sums differ."""
+    x = torch.randn(2, length, 2, dim, device=device).bfloat16()
+    x[0, 0, 1] = 0
+    signs = signs_of(dim, device) if rotated else None
+    (y, scale), (y_low, scale_low), (y_true, scale_true) = quantise.launch(x, share, signs), quantised(x, share, signs), quantised(x.double(), share, signs)
+    assert torch.allclose(scale, scale_true, rtol=1e-5) and torch.allclose(scale_low, scale_true, rtol=1e-5)
+    each = Scales.of_tokens(scale, length).transpose(1, 2)[..., None]
+    assert_as_good_as_torch(y.float() * each, y_low.float() * each, y_true.double() * each)
+    assert (y.float() != y_low.float()).float().mean() < 1e-2
