@@ -173,7 +173,11 @@ def test_a_prompt_longer_than_the_context(generate):
         ("--seed", 2**70, "seed is"),
         ("--stop", "", "stop is"),
         ("--dtype", "int4", "dtype 'int4' is not one of bf16, fp16, fp32"),
-        ("--kernel", "flash", "kernel 'flash' does not exist; attention has hopper_prefill, triton_prefill, blocked, reference, triton_decode, or leave auto"),
+        (
+            "--kernel",
+            "flash",
+            "kernel 'flash' does not exist; attention has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, triton_decode, or leave auto",
+        ),
         ("--device", "cuda:99", "device 'cuda:99' is not there"),
         ("--device", "tpu", "device 'tpu' is not a device; give cpu, cuda or cuda:N"),
         ("--cache-gib", 1e-9, "holds no page of 16 tokens"),

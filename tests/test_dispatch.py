@@ -53,12 +53,19 @@ def qkv(n=8, dtype=FP32):
 def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     assert select(PREFILL, H200).kernel.name == "hopper_prefill" and select(PREFILL, H200).refused == ()
     older = select(PREFILL, GPUS["A100"])
-    assert older.kernel.name == "triton_prefill" and older.refused == (("hopper_prefill", ("needs NVIDIA sm_90 alone, A100 is 80",)),)
+    assert older.kernel.name == "triton_prefill" and older.refused == (
+        ("hopper_prefill", ("needs NVIDIA sm_90 alone, A100 is 80",)),
+        ("hopper_fp8", ("needs NVIDIA sm_90 alone, A100 is 80", "dtype bf16 is not e4m3")),
+    )
     assert select(DECODE, H200).kernel.name == "triton_decode"
     assert select(BACKWARD, H200).kernel.name == "hopper_backward"
     wide = select(WIDE, H200)
     assert wide.kernel.name == "blocked"
-    assert wide.refused == (("hopper_prefill", ("dim 600 is not in 8..256 by 8",)), ("triton_prefill", ("dim 600 is not in 8..576",)))
+    assert wide.refused == (
+        ("hopper_prefill", ("dim 600 is not in 8..256 by 8",)),
+        ("hopper_fp8", ("dtype bf16 is not e4m3", "dim 600 is not one of 64, 128, 256", "values of dim 128 beside queries of dim 600")),
+        ("triton_prefill", ("dim 600 is not in 8..576",)),
+    )
     learning = select(BACKWARD._replace(dtype=FP64, extras=("unheard of",)), H200)
     assert learning.kernel.name == "blocked"
     assert learning.refused == (
@@ -68,6 +75,7 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     on_cpu = select(PREFILL, plain_cpu)
     assert on_cpu.kernel.name == "blocked" and on_cpu.refused == (
         ("hopper_prefill", ("runs on NVIDIA sm_90 alone, this is a CPU",)),
+        ("hopper_fp8", ("runs on NVIDIA sm_90 alone, this is a CPU", "dtype bf16 is not e4m3")),
         ("triton_prefill", ("runs on NVIDIA sm_80 and AMD gfx942, this is a CPU",)),
     )
 
@@ -96,7 +104,8 @@ def test_a_named_kernel_refuses_a_cpu(plain_cpu):
 
 def test_no_kernel_has_that_name():
     with pytest.raises(
-        onchip.Unsupported, match=r"prefill: no kernel is named 'flash'; it has hopper_prefill, triton_prefill, blocked, reference, or leave kernel='auto'"
+        onchip.Unsupported,
+        match=r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, or leave kernel='auto'",
     ):
         select(PREFILL, H200, "flash")
     with pytest.raises(onchip.Unsupported, match="no kernel is named 'triton_decode'"):
@@ -124,7 +133,7 @@ def test_strict_turns_a_portable_fallback_on_a_gpu_into_an_error(monkeypatch):
         select(WIDE, H200)
     assert str(error.value) == (
         f"prefill: ONCHIP_STRICT is set and only the portable kernel blocked takes {WIDE} on H200: hopper_prefill: dim 600 is not in 8..256 by 8. "
-        "triton_prefill: dim 600 is not in 8..576"
+        "hopper_fp8: dtype bf16 is not e4m3; dim 600 is not one of 64, 128, 256; values of dim 128 beside queries of dim 600. triton_prefill: dim 600 is not in 8..576"
     )
 
 

@@ -13,7 +13,7 @@ _NAMES = {
     "onchip.core.problem": ("Dropout",),
     "onchip.core.kernel": ("Unsupported",),
     "onchip.dispatch": ("explain", "record"),
-    "onchip.ops.attention": ("PagedKV", "attention", "attention_packed", "merge", "paged_attention"),
+    "onchip.ops.attention": ("PagedKV", "Quantised", "attention", "attention_packed", "merge", "paged_attention", "quantise", "random_signs"),
     "onchip.ops.fused": ("Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.engine.llm": ("LLM",),

@@ -163,11 +163,12 @@ def attention(
     import torch
 
     from onchip.core import device as devices
-    from onchip.core.problem import DTYPES, Attention
+    from onchip.core.problem import SHORT, Attention
     from onchip.dispatch import select
 
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    dtypes = {name: dtype for dtype, name in SHORT.items()}
+    if dtype not in dtypes:
+        raise ValueError(f"--dtype {dtype!r} is not one of {', '.join(dtypes)}")
     kv_heads, keys = heads if kv_heads is None else kv_heads, len_ if keys is None else keys
     sizes = {"--batch": batch, "--len": len_, "--keys": keys, "--heads": heads, "--kv-heads": kv_heads, "--dim": dim, "--page": page}
     for name, size in sizes.items():
@@ -176,7 +177,7 @@ def attention(
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} is not a multiple of --kv-heads {kv_heads}")
     mask = onchip.Window(window) if window is not None else onchip.Causal() if causal else onchip.Full()
-    problem = Attention("prefill", batch, len_, keys, heads, kv_heads, dim, DTYPES[dtype], mask)
+    problem = Attention("prefill", batch, len_, keys, heads, kv_heads, dim, dtypes[dtype], mask)
     if page is not None:
         problem = problem._replace(op="decode", keys="paged", page=page)
     here = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -261,6 +262,7 @@ def _typical() -> list:
         Rows("gated_act", 4096, 14336, bf16, "silu"),
         Rope("rope_append", 4096, 32, 8, 128, 128, bf16, "neox", False, True),
         Rows("sample", 8, 128256, bf16),
+        Rows("quantise", 4096 * 32, 128, bf16, "block"),
     ]
 
 

@@ -15,9 +15,9 @@ from onchip.bench.call import Call
 from onchip.bench.data import Prompts, Tensors, Tiny
 from onchip.bench.suite import Asked, Generate, Ladder, Overhead, Pass
 from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import SHORT, Attention, Operands, Rows
+from onchip.core.problem import E4M3, SHORT, Attention, Operands, Rows
 from onchip.dispatch import record, select
-from onchip.ops.attention import attention, attention_packed, paged_attention
+from onchip.ops.attention import attention, attention_packed, paged_attention, quantise, random_signs
 from onchip.ops.fused import gated_act, rms_norm
 
 HALF = (torch.bfloat16, torch.float16)
@@ -75,6 +75,10 @@ def _op(name: str) -> Callable:
     return lambda p, _device: None if p.op == name else f"no {p.op}"
 
 
+def _e4m3(p: Attention, _device) -> str | None:
+    return None if p.dtype == E4M3 else "beside e4m3 only"
+
+
 def _half(p: Attention | Pass, _device) -> str | None:
     return None if p.dtype in HALF else f"no {SHORT[p.dtype]}"
 
@@ -86,9 +90,18 @@ def _onchip(inputs: Tensors) -> Call:
     p, i = inputs.problem, inputs
     if p.keys == "paged":
         return Call(lambda: paged_attention(i.q, i.cache, mask=p.mask))
+    if p.dtype == E4M3:
+        quantised = quantise(i.q, i.k, i.v, share="head", rotation=random_signs(p.dim, device=i.q.device))
+        return Call(lambda: attention(*quantised, mask=p.mask))
     if p.keys == "packed":
         return Call(lambda: attention_packed(i.q, i.k, i.v, i.offsets, longest=p.len_q, mask=p.mask))
     return Call(lambda: attention(i.q, i.k, i.v, mask=p.mask))
+
+
+def _onchip_bf16(inputs: Tensors) -> Call:
+    """What quantising is to beat."""
+    i = inputs
+    return Call(lambda: attention(i.q, i.k, i.v, mask=i.problem.mask))
 
 
 def _onchip_generate(inputs: Prompts) -> Call:
@@ -288,6 +301,7 @@ GPU_PASS = (_on("cuda"), _half)
 GPU_DECODE = (_on("cuda"), _op("decode"), _half)
 PEERS = (  # ours first, for its output is what the others are compared with
     Peer("onchip", Attention, _onchip),
+    Peer("onchip, bf16", Attention, _onchip_bf16, (_e4m3,)),
     Peer("onchip", Generate, _onchip_generate),
     Peer("onchip", Overhead, _onchip_overhead),
     Peer("onchip", Ladder, _onchip),

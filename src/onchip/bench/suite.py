@@ -9,7 +9,7 @@ import torch
 
 from onchip.bench import mods
 from onchip.core.masks import Causal, Full, Mask, Window
-from onchip.core.problem import SHORT, Attention, Problem, Rows
+from onchip.core.problem import E4M3, SHORT, Attention, Problem, Rows
 from onchip.core.trace import Traced
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -109,6 +109,10 @@ def _attention(device: torch.device, quick: bool) -> list[Row]:
     found.append(_prefill((1, TOKENS), (16, 16, 128), "prefill, other shapes", "window 1k", Window(1024)))
     found.append(_prefill((4, 8192), (16, 16, 128), "prefill, other shapes", "4 x 8k"))
     found += [Row(_packed(lengths), "prefill, other shapes", x, lengths) for x, lengths in (("packed 64..8k", POWERS), ("packed, drawn", DRAWN))]
+    for dim, n in ((128, TOKENS),) if quick else ((128, 4096), (128, TOKENS), (64, TOKENS), (256, TOKENS)):
+        for mask in (Full(), Causal()):
+            heads = (HIDDEN // dim, HIDDEN // dim, dim)
+            found.append(_prefill((TOKENS // n, n), heads, "prefill e4m3", f"d{dim} {type(mask).__name__.lower()} {_short(n)}", mask, E4M3))
     for n, heads in ((512, 16), (2048, 8)):
         found.append(_prefill((1, n), (heads, heads, 128), "prefill d128 causal, one short sequence"))
     return found + _decode_gpu(quick)

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from onchip.core.masks import Band, Full
+from onchip.core.scales import Scales
 from onchip.core.trace import Traced
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 DTYPES = {name: dtype for dtype, name in SHORT.items()}
+E4M3 = torch.float8_e4m3fn
+SHORT[E4M3] = "e4m3"
 
 
 class Cost(NamedTuple):
@@ -104,6 +107,7 @@ class Operands(NamedTuple):
     q_offsets, k_offsets   int32 [batch + 1] of a packed problem; q_used, k_used: int32 [batch] or None.
     mask, score    the tensors that the mask's and the score's text reads.        sinks   [heads].
     drop, state    the probability, and int64 [2] on the device: seed and offset.
+    scales         of q, k and v in e4m3.
     """
 
     scale: float
@@ -116,10 +120,11 @@ class Operands(NamedTuple):
     sinks: Tensor | None = None
     drop: float = 0.0
     state: Tensor | None = None
+    scales: Scales | None = None
 
 
 class Rows(NamedTuple):
-    """An operator on the rows of a matrix: `rms_norm`, `gated_act` or `sample`; `variant` names its form ("residual", "silu")."""
+    """An operator on the rows of a matrix: `rms_norm`, `gated_act`, `sample` or `quantise`; `variant` names its form ("residual", "silu", "block")."""
 
     op: str
     rows: int

@@ -1,11 +1,14 @@
-"""What the numbers of quantised queries, keys and values are to be multiplied by."""
+"""Numbers in e4m3, and the factors that they are to be multiplied by."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK = 128  # tokens that may share a scale
+LARGEST = 448.0  # of e4m3
+SHARES = {"head": 0, "block": BLOCK, "token": 1}  # tokens that share a scale; 0: all
 
 
 class Scales(NamedTuple):
@@ -37,7 +40,20 @@ class Scales(NamedTuple):
         return scale.repeat_interleave(each, -1)[..., :length] if each > 1 else scale.expand(*scale.shape[:-1], length)
 
 
-LARGEST = 448.0  # of e4m3
+class Quantised(NamedTuple):
+    """Queries, keys or values in e4m3: `values * scale`. As `quantise` makes them, or from a cache or a checkpoint.
+
+    values   float8_e4m3fn [batch, len, heads, dim].
+    scale    float32 [batch, heads, n], positive; n 1: one for all tokens of a head; ceil(len / 128): one for each 128 in a row; len: one for each
+             token. Sizes of 1 are broadcast: [1, 1, 1] is one for the tensor.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def dequantised(self) -> Tensor:
+        """In float32."""
+        return self.values.float() * Scales.of_tokens(self.scale, self.values.shape[1]).transpose(1, 2)[..., None]
 
 
 def rotate(x: Tensor, signs: Tensor) -> Tensor:
@@ -64,3 +80,10 @@ def quantised(x: Tensor, share: int, signs: Tensor | None = None) -> tuple[Tenso
     scale = torch.where(most == 0, 1.0, most / LARGEST)
     each = Scales.of_tokens(scale, length).transpose(1, 2)[..., None]
     return (x / each).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
+
+
+def from_e4m3(prefill: Callable, p, q: Tensor, k: Tensor, v: Tensor, x, return_lse: bool):
+    """What a kernel's `prefill`, run in float32, makes of q, k and v in e4m3: bfloat16, and LSE."""
+    q, k, v = (Quantised(t, scale).dequantised() for t, scale in zip((q, k, v), x.scales, strict=True))
+    out, lse = prefill(p._replace(dtype=torch.float32), None, q, k, v, x._replace(scales=None), True)
+    return (out.bfloat16(), lse) if return_lse else out.bfloat16()

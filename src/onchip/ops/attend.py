@@ -8,7 +8,8 @@ from torch.autograd import forward_ad
 
 from onchip.core import philox
 from onchip.core.masks import Band, as_mask
-from onchip.core.problem import Attention, Dropout, Operands
+from onchip.core.problem import Attention, Dropout, Operands, Rows
+from onchip.core.scales import SHARES
 from onchip.core.scores import Score
 from onchip.dispatch import select
 from onchip.ops import wire
@@ -180,6 +181,13 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         raise NotImplementedError(FORWARD)
 
 
+def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Values in e4m3, and their scales: see `attention.quantise`."""
+    batch, length, heads, dim = x.shape
+    problem = Rows("quantise", batch * length * heads, dim, x.dtype, share + " rotated" * (signs is not None))
+    return select(problem, x.device).launch(x, SHARES[share], signs)
+
+
 # ---- gradients
 
 
@@ -227,5 +235,7 @@ class _Once(torch.autograd.Function):
 def attention_backward(problem: Attention, kernel: str, x: Operands, q, k, v, out, lse, d_out, d_lse=None):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `problem`, `x`; `kernel` is the forward's, by name or "auto"."""
     extras = {*problem.extras, *(["score_grad"] * any(t.requires_grad for t in x.score)), *(["deterministic"] * torch.are_deterministic_algorithms_enabled())}
+    if x.scales is not None:
+        raise NotImplementedError("attention: queries, keys and values in e4m3 have no backward pass; give bfloat16 tensors to train")
     problem = problem._replace(op="backward", extras=tuple(sorted(extras)))
     return select(problem, q.device, FAMILY.get(kernel, kernel)).launch(q, k, v, out, lse, d_out, d_lse, x)

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from onchip.core.masks import Causal, Full, Mask
-from onchip.core.problem import Dropout, Operands
+from onchip.core.problem import E4M3, Dropout, Operands
+from onchip.core.scales import SHARES, Quantised, Scales
 from onchip.core.scores import chain
 from onchip.ops import attend, graph
 from onchip.ops.attend import How, PagedKV
 
 
 def attention(
-    q: Tensor,  # [batch, len_q, heads, dim]
-    k: Tensor,  # [batch, len_k, kv_heads, dim]
-    v: Tensor,  # [batch, len_k, kv_heads, dim_v]
+    q: Tensor | Quantised,  # [batch, len_q, heads, dim]
+    k: Tensor | Quantised,  # [batch, len_k, kv_heads, dim]
+    v: Tensor | Quantised,  # [batch, len_k, kv_heads, dim_v]
     *,
     mask: Mask | Tensor | Callable = Full(),
     scale: float | None = None,
@@ -44,19 +45,22 @@ def attention(
     deterministic   the same gradients, bit by bit, in every run.      batch_invariant   a row's bits do not depend on its neighbours.
     kernel    one by name: it runs or raises. Gradients then come from the same family of kernels.
 
+    q, k and v may be `Quantised`, all three (see `quantise`): products in e4m3 on a Hopper GPU, the output bfloat16, no gradients.
     `heads` is a multiple of `kv_heads` (grouped-query attention). Inputs may be strided or expanded; the last dimension should be
     contiguous (else it is copied). Under autocast q, k and v are cast. Gradients of gradients: kernel="reference" only.
     torch.compile, torch.export and torch.func see one operator, `onchip::attention`; masks and functions may be made inside or outside.
 
     Raises ValueError or TypeError for arguments that disagree, `Unsupported` when `kernel` names one that refuses.
     """
-    q, k, v = _cast(q, k, v)
-    _check("attention", q, k, v, rank=4)
+    q, k, v, scales = _taken_apart(q, k, v)
+    _check("attention", q, k, v, rank=4, scaled=scales is not None)
+    if scales is not None:
+        _check_scales(q, k, v, scales)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"attention: k has batch {k.shape[0]}, q has {q.shape[0]}; they must be equal")
     how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
     run = graph.attend if graph.in_graph(kernel, q, k, v) else attend.attend
-    return run(how, attend.dense_sizes(q, k, v), q, k, v, Operands(_scale(scale, q)), return_lse)
+    return run(how, attend.dense_sizes(q, k, v), q, k, v, Operands(_scale(scale, q), scales=scales), return_lse)
 
 
 def attention_packed(
@@ -162,6 +166,38 @@ def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return out.to(states[0][0].dtype), (some.log() + peak).where(total > 0, -torch.inf)
 
 
+def quantise(
+    q: Tensor,  # [batch, len_q, heads, dim]
+    k: Tensor,  # [batch, len_k, kv_heads, dim]
+    v: Tensor,  # [batch, len_k, kv_heads, dim_v]
+    *,
+    share: str = "block",
+    rotation: Tensor | None = None,
+) -> tuple[Quantised, Quantised, Quantised]:
+    """q, k and v in e4m3 for `attention`, each with scales max |x| / 448, after FlashAttention-3 (Shah et al., 2024, section 3.3).
+
+    share      what shares a scale: "head" (all tokens of it), "block" (128 tokens) or "token".
+    rotation   random signs, float32 [dim], see `random_signs`: q and k are multiplied by diag(signs) H / sqrt(dim) with H the Walsh-Hadamard
+               matrix, which changes no score, and spreads what is large in few channels over all (dim a power of two).
+
+    Raises ValueError for a share or signs that do not fit.
+    """
+    if share not in SHARES:
+        raise ValueError(f"quantise: share is {share!r}; give one of {', '.join(map(repr, SHARES))}")
+    dim = q.shape[-1]
+    if rotation is not None and (rotation.shape != (dim,) or dim & (dim - 1)):
+        raise ValueError(f"quantise: rotation is {list(rotation.shape)} for head dimension {dim}; give signs [{dim}], of a power of two, or None")
+    _check("quantise", q, k, v, rank=4)
+    run = torch.ops.onchip.quantise if graph.in_graph("auto", q, k, v) else attend.quantise
+    return tuple(Quantised(*run(x, share, signs)) for x, signs in ((q, rotation), (k, rotation), (v, None)))
+
+
+def random_signs(dim: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
+    """+1 and -1, float32 [dim], the same for the same seed on every device: the rotation of `quantise`."""
+    drawn = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(seed))
+    return (2.0 * drawn - 1.0).to(device)
+
+
 # ---- checks
 
 
@@ -173,11 +209,32 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def _taken_apart(q, k, v) -> tuple[Tensor, Tensor, Tensor, Scales | None]:
+    """Tensors, cast, and the scales of quantised ones."""
+    if not any(isinstance(t, Quantised) for t in (q, k, v)):
+        return *_cast(q, k, v), None
+    plain = [name for name, t in (("q", q), ("k", k), ("v", v)) if not isinstance(t, Quantised)]
+    if plain:
+        raise TypeError(f"attention: of q, k, v, {' and '.join(plain)} not Quantised; give all three as onchip.quantise makes them, or plain tensors")
+    return q.values, k.values, v.values, Scales(q.scale, k.scale, v.scale)
+
+
+def _check_scales(q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> None:
+    """Whether quantised tensors and their scales go together."""
+    for name, t, scale in zip("qkv", (q, k, v), scales, strict=True):
+        batch, length, heads, _ = t.shape
+        if t.dtype != E4M3:
+            raise ValueError(f"attention: {name} is Quantised with values in {t.dtype}; give torch.float8_e4m3fn")
+        if scale.dtype != torch.float32 or scale.ndim != 3 or scale.shape[0] not in (1, batch) or scale.shape[1] not in (1, heads) or scale.device != t.device:
+            raise ValueError(f"attention: the scale of {name} is {_kind(scale)}; give float32 [{batch} or 1, {heads} or 1, n] on {t.device}")
+        Scales.share(scale, length)
+
+
 def _scale(scale: float | None, q: Tensor) -> float:
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
+def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool = False) -> None:
     """The ways in which q, k and v may disagree, each with the way out."""
     if q.ndim != rank or k.ndim != rank or v.ndim != rank:
         raise ValueError(f"{name}: q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions; each needs {rank}")
@@ -191,6 +248,8 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int) -> None:
         raise ValueError(f"{name}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; cast them to one dtype")
     if not q.dtype.is_floating_point:
         raise ValueError(f"{name}: q, k, v are {q.dtype}; give floats")
+    if q.dtype.itemsize == 1 and not scaled:
+        raise ValueError(f"{name}: q, k, v are {q.dtype} without scales; give them to attention as onchip.Quantised(values, scale)")
     if not q.device == k.device == v.device:
         raise ValueError(f"{name}: q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
 
@@ -218,4 +277,4 @@ def _paged_grad(how: How, q: Tensor, cache: PagedKV) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, cache.k, cache.v, how.sinks, *reads))
 
 
-__all__ = ["Dropout", "PagedKV", "attention", "attention_packed", "merge", "paged_attention"]
+__all__ = ["Dropout", "PagedKV", "Quantised", "attention", "attention_packed", "merge", "paged_attention", "quantise", "random_signs"]

@@ -2,6 +2,7 @@
 
     onchip::attention, onchip::paged_attention                      -> output, LSE
     onchip::attention_backward, onchip::paged_attention_backward    -> the gradients that are wanted, of q, k, v and `reads` in order
+    onchip::quantise                                                -> values in e4m3, scales
 
 `how` is JSON (`ops/wire.py`) of all that makes a call but q, k, v and numbers; `reads` are the tensors in it. An eager call steps
 round these operators, as the boundary costs about 60 us.
@@ -10,12 +11,13 @@ round these operators, as the boundary costs about 60 us.
 import torch
 from torch import Tensor
 
-from onchip.core.problem import Attention, Operands
+from onchip.core.problem import E4M3, Attention, Operands
+from onchip.core.scales import BLOCK, Scales
 from onchip.dispatch import select
 from onchip.ops import wire
-from onchip.ops.attend import TWICE, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_sizes, problem_of
+from onchip.ops.attend import TWICE, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_sizes, problem_of, quantise
 
-FIELDS = ("mask", "score", "sinks", "q_offsets", "k_offsets", "q_used", "k_used", "state", "deterministic", "batch_invariant", "kernel")  # of `how`
+FIELDS = ("mask", "score", "sinks", "q_offsets", "k_offsets", "q_used", "k_used", "state", "scales", "deterministic", "batch_invariant", "kernel")  # of `how`
 SCORE, SINKS = FIELDS.index("score"), FIELDS.index("sinks")
 GRADIENTS = torch._C.DispatchKey.AutogradFunctionality
 
@@ -71,13 +73,13 @@ def paged_backward(
 
 def _call(q, k, v, reads, longest_q, longest_k, drop, scale, how) -> tuple[Attention, Operands, str]:
     """The Problem, the operands and the kernel asked for, of a dense or packed call."""
-    mask, score, sinks, *offsets, state, deterministic, batch_invariant, kernel = wire.build(how, reads)
+    mask, score, sinks, *offsets, state, scales, deterministic, batch_invariant, kernel = wire.build(how, reads)
     if offsets[0] is None:
         sizes = dense_sizes(q, k, v)
     else:
         longest = (longest_of(given) if known is None else known for known, given in zip((longest_q, longest_k), offsets[:2], strict=True))
         sizes = packed_sizes(q, k, v, len(offsets[0]) - 1, *longest)
-    x = Operands(scale, *offsets, drop=drop, state=state)
+    x = Operands(scale, *offsets, drop=drop, state=state, scales=scales and Scales(*scales))
     return *problem_of("prefill", How(mask, score, sinks, None, deterministic, batch_invariant, kernel), sizes, x, q), kernel
 
 
@@ -97,17 +99,28 @@ def _given(inputs, grads, d_score, how: str, wanted: list[bool]) -> list[Tensor]
     return [found[n].to(tensor.dtype).contiguous() for n, (tensor, want) in enumerate(zip(inputs, wanted, strict=True)) if want]
 
 
+@torch.library.custom_op("onchip::quantise", mutates_args=())
+def quantised(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
+    return quantise(x, share, signs)
+
+
 # ---- what compilers have to know: shapes
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *_rest) -> tuple[Tensor, Tensor]:
-    """The output as q, but as wide as v; LSE with the heads before the queries."""
+    """The output as q, but as wide as v, and bfloat16 for e4m3; LSE with the heads before the queries."""
     lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse
+    return q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.bfloat16 if q.dtype == E4M3 else q.dtype), lse
 
 
 forward.register_fake(_shapes)
 paged_forward.register_fake(_shapes)
+
+
+@quantised.register_fake
+def _(x, share, signs):
+    batch, length, heads, _ = x.shape
+    return x.new_empty(x.shape, dtype=E4M3), x.new_empty(batch, heads, {"head": 1, "block": -(-length // BLOCK), "token": length}[share], dtype=torch.float32)
 
 
 @backward.register_fake

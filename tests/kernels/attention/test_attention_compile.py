@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,10 +211,9 @@ def prefill_fp8(dim, mask, share=0):
     """Four sequences of 4096 tokens in e4m3; `share`: keys and values that share a scale."""
     n = {0: 1, 1: 4096, 128: 32}[share]
     scales = Scales(*(meta(4, heads, n, dtype=FP32) for heads in (32, 8, 8)))
-    module = SimpleNamespace(configs=hopper_fp8.configs, launch=lambda *args: hopper_fp8.launch(*args, scales))
     p = Attention("prefill", 4, 4096, 4096, 32, 8, dim, torch.float8_e4m3fn, mask)
     inputs = (meta(4, 4096, heads, dim, dtype=p.dtype) for heads in (32, 8, 8))
-    tiles, facts = launched(module, "sm_90", p, *inputs, Operands(dim**-0.5))
+    tiles, facts = launched(hopper_fp8, "sm_90", p, *inputs, Operands(dim**-0.5, scales=scales))
     return tiles, facts["_prefill_fp8"]
 
 

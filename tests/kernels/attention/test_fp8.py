@@ -54,7 +54,7 @@ def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
     """Output and LSE of the kernel."""
     kernel = Emulator(mode, seed).load(*SOURCES, edits=edits)
     p = Attention("prefill", c.batch, c.len_q, c.len_k, *c.heads, c.dim, E4M3, c.mask)
-    return kernel.launch(p, kernel.Tiles(*c.tiles, SMS, c.helpers), *call[:3], Operands(c.dim**-0.5), True, call.scales)
+    return kernel.launch(p, kernel.Tiles(*c.tiles, SMS, c.helpers), *call[:3], Operands(c.dim**-0.5, scales=call.scales), True)
 
 
 def plain(c: Case, call: Call, dtype: torch.dtype):

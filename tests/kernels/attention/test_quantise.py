@@ -52,7 +52,11 @@ def test_kernel(length, dim, share, rotated, device):
     x = torch.randn(2, length, 2, dim, device=device).bfloat16()
     x[0, 0, 1] = 0
     signs = signs_of(dim, device) if rotated else None
-    (y, scale), (y_low, scale_low), (y_true, scale_true) = quantise.launch(x, share, signs), quantised(x, share, signs), quantised(x.double(), share, signs)
+    (y, scale), (y_low, scale_low), (y_true, scale_true) = (
+        quantise.launch(None, None, x, share, signs),
+        quantised(x, share, signs),
+        quantised(x.double(), share, signs),
+    )
     assert torch.allclose(scale, scale_true, rtol=1e-5) and torch.allclose(scale_low, scale_true, rtol=1e-5)
     each = Scales.of_tokens(scale, length).transpose(1, 2)[..., None]
     assert_as_good_as_torch(y.float() * each, y_low.float() * each, y_true.double() * each)

@@ -6,7 +6,7 @@ import torch
 
 from onchip.core.kernel import Kernel, Op
 from onchip.core.masks import BANDS, Band
-from onchip.core.problem import Attention, Cost
+from onchip.core.problem import E4M3, Attention, Cost, Rows
 from onchip.core.trace import Traced, hides_keys
 
 HALF = (torch.bfloat16, torch.float16)
@@ -29,7 +29,7 @@ def cost(p: Attention) -> Cost:
     """
     size, both = p.dtype.itemsize, p.dim + p.value_dim
     pairs, queries, keys = _counts(p)
-    moved = size * both * (queries * p.heads + keys * p.kv_heads) + 4 * queries * p.heads
+    moved = size * (p.dim * queries * p.heads + both * keys * p.kv_heads) + max(2, size) * p.value_dim * queries * p.heads + 4 * queries * p.heads
     return Cost(2 * pairs * p.heads * both, moved)
 
 
@@ -42,6 +42,12 @@ def backward_cost(p: Attention) -> Cost:
     pairs, queries, keys = _counts(p)
     moved = 2 * size * both * (queries * p.heads + keys * p.kv_heads) + 4 * queries * p.heads
     return Cost(2 * pairs * p.heads * (3 * p.dim + 2 * p.value_dim), moved)
+
+
+def quantise_cost(p: Rows) -> Cost:
+    """Every number is read and a byte of it written, a scale of the whole head reads it twice; a rotation adds and subtracts log2(dim) times."""
+    reads = 2 if "head" in p.variant else 1
+    return Cost((2 + p.width.bit_length()) * p.rows * p.width, (reads * p.dtype.itemsize + 1) * p.rows * p.width)
 
 
 def _counts(p: Attention) -> tuple[int, int, int]:
@@ -92,6 +98,10 @@ def _translates(p: Attention) -> str | None:
     return next((why for text in texts if (why := refuses(text))), None)
 
 
+def _one_width(p: Attention) -> str | None:
+    return f"values of dim {p.dim_v} beside queries of dim {p.dim}" if p.dim_v else None
+
+
 def _may_hide_padding(p: Attention) -> str | None:
     return f"values that {p.mask} hides may be NaN" if hides_keys(p.mask) else None
 
@@ -131,6 +141,13 @@ PREFILL = Op(
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
             also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _slower_on_hopper, _translates),
+        ),
+        Kernel(
+            "hopper_fp8",
+            "onchip.kernels.attention.hopper_fp8:launch",
+            {"cuda": (90,)},
+            {"dtype": (E4M3,), "dim": (64, 128, 256), "mask": BANDS, "keys": ("dense",), "score": (None,)},
+            also=(_one_width, _only()),
         ),
         Kernel(
             "triton_prefill",
@@ -191,4 +208,13 @@ DECODE = Op(
     ),
 )
 
-OPS = (PREFILL, BACKWARD, DECODE)
+QUANTISE = Op(
+    "quantise",
+    quantise_cost,
+    (
+        Kernel("triton_quantise", "onchip.kernels.attention.quantise:launch", {"cuda": 89}, {"dtype": (torch.bfloat16,), "width": (64, 128, 256)}),
+        Kernel("reference", "onchip.kernels.attention.reference:quantise", portable=True),
+    ),
+)
+
+OPS = (PREFILL, BACKWARD, DECODE, QUANTISE)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands
+from onchip.core.scales import from_e4m3
 from onchip.core.trace import Place, Traced, untouched
 from onchip.kernels.attention.blocked_tiles import (
     Part,
@@ -57,6 +58,8 @@ fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 @torch.no_grad()
 def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with offsets."""
+    if x.scales is not None:
+        return from_e4m3(prefill, p, q, k, v, x, return_lse)
     if q.is_cpu and (how := _one_call(p)):
         each = (_fit(t, p).transpose(1, 2) for t in (q, take(k, 1, how[0]), take(v, 1, how[0])))
         out, lse = _fused(p, x, _bias(p, x, _whole(p), q.dtype), *each, how[1])

@@ -378,7 +378,7 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale, k_scale, v_sc
 
 # ---- host
 
-TILES = ((64, (2, 128, 3, 4)), (128, (2, 128, 2, 4)), (256, (2, 64, 2, 2)))  # groups, keys a tile, stages and helpers, by head dimension up to
+TILES = ((64, (2, 128, 3, 4)), (128, (2, 128, 3, 4)), (256, (2, 64, 2, 2)))  # groups, keys a tile, stages and helpers, by head dimension up to
 LAZILY = ((64, 0), (256, 64))
 REGISTERS = {(1, 2): (0, 72), (1, 4): (0, 56), (2, 2): (216, 72), (2, 4): (216, 56), (3, 2): (144, 72), (3, 4): (136, 56)}  # by groups and helpers
 
@@ -396,12 +396,14 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     return [Tiles(groups, n, stages, order, device.sms, helpers)]
 
 
-def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, scales: Scales):
-    """q, k, v float8_e4m3fn [batch, len, heads, dim], dense; comes back in bfloat16."""
+def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
+    """q, k, v float8_e4m3fn [batch, len, heads, dim], dense, with `x.scales`; comes back in bfloat16."""
+    scales = x.scales
     out = torch.empty(*q.shape[:-1], p.value_dim, dtype=torch.bfloat16, device=q.device)
     lse = torch.empty(p.batch, p.heads, p.len_q, dtype=torch.float32, device=q.device) if return_lse else None
-    if out.numel() == 0:
-        return (out, lse) if return_lse else out
+    if out.numel() == 0 or p.len_k == 0:
+        out.zero_()
+        return (out, lse.fill_(-torch.inf)) if return_lse else out
     first = [t.transpose(1, 2) for t in (q, k, v, out)]  # [batch, heads, len, dim]
     first = [t if describable(t) else t.contiguous() for t in first]
     left, right, top_left = ends(p.mask)

@@ -83,10 +83,10 @@ def _quantise(x_ptr, y_ptr, scale_ptr, signs_ptr, length, heads, x_strides, y_st
 # ---- host
 
 
-def launch(x: torch.Tensor, share: int, signs: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def launch(_p, _config, x: torch.Tensor, share: int, signs: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """`core.scales.quantised` on a GPU: x [batch, len, heads, dim] in bfloat16, dim 64, 128 or 256; signs float32 [dim]."""
+    x = x if x.stride(3) == 1 else x.contiguous()
     batch, length, heads, dim = x.shape
-    assert share in (0, 1, BLOCK) and dim in (64, 128, 256) and x.stride(3) == 1
     y = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     tiles = triton.cdiv(length, BLOCK)
     n = {0: 1, 1: length, BLOCK: tiles}[share]

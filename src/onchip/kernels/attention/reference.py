@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from onchip.core.philox import kept
-from onchip.core.problem import Attention, Operands
+from onchip.core.problem import Attention, Operands, Rows
+from onchip.core.scales import from_e4m3, quantised
 from onchip.core.trace import Place
 
 
 def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with offsets."""
+    if x.scales is not None:
+        return from_e4m3(prefill, p, q, k, v, x, return_lse)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = torch.full(_lse_shape(q), -torch.inf, dtype=_lse_dtype(q), device=q.device)
     if x.q_offsets is None:
@@ -81,6 +84,11 @@ def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> t
         weights = weights * kept(x.drop, x.state, at.b, at.h, at.i, at.j, heads)[0] / (1 - x.drop)
     out = torch.einsum("hqk,khd->qhd", weights, v)
     return out.to(q.dtype), lse if work == torch.float64 else lse.float()
+
+
+def quantise(_p: Rows, _config, x: Tensor, share: int, signs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`core.scales.quantised`, in the menu's form."""
+    return quantised(x, share, signs)
 
 
 def place(b: int, heads: int, len_q: int, len_k: int, device: torch.device) -> Place:

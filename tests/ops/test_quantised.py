@@ -1,0 +1,121 @@
+"""Attention over quantised queries, keys and values, judged by float64 on the numbers that they stand for."""
+
+import pytest
+import torch
+
+import onchip
+from onchip import Causal, Full, Quantised, Window
+from onchip.core.device import gpu, of
+from onchip.core.problem import E4M3, Attention
+from onchip.core.scales import SHARES
+from onchip.dispatch import select
+from onchip.kernels.attention import PREFILL
+
+STEP = 2**-3  # from one number of e4m3 to the next, at most, as part of it
+
+
+def inputs(device, len_q=300, len_k=300, heads=4, kv_heads=2, dim=64, dtype=torch.bfloat16):
+    return [torch.randn(2, n, h, dim, device=device, dtype=dtype) for n, h in ((len_q, heads), (len_k, kv_heads), (len_k, kv_heads))]
+
+
+def rms(x: torch.Tensor) -> float:
+    return x.double().pow(2).mean().sqrt().item()
+
+
+def exact(quantised, **how):
+    """Of the numbers that they stand for, in float64."""
+    return onchip.attention(*(t.dequantised().double() for t in quantised), kernel="reference", return_lse=True, **how)
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(100)], ids=str)
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_on_any_device(kernel, share, mask, device):
+    torch.manual_seed(0)
+    quantised = onchip.quantise(*inputs(device, len_q=200), share=share, rotation=onchip.random_signs(64, device=device))
+    out, lse = onchip.attention(*quantised, mask=mask, kernel=kernel, return_lse=True)
+    truth, true_lse = exact(quantised, mask=mask)
+    weights = rms(truth) * STEP / 3 if of(device).arch == 90 and kernel == "auto" else 0.0  # of which each is rounded to e4m3 as well
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    assert rms(out - truth) <= rms(truth.bfloat16() - truth) * 1.1 + weights
+    assert (lse - true_lse).abs().max() <= 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(("len_q", "len_k", "dim"), [(1, 300, 128), (300, 1, 64), (129, 1000, 128), (1000, 1000, 256), (777, 500, 64)])
+def test_odd_sizes(len_q, len_k, dim, share, device):
+    if of(device).arch != 90:
+        pytest.skip("the kernel is Hopper's")
+    torch.manual_seed(0)
+    quantised = onchip.quantise(*inputs(device, len_q, len_k, dim=dim), share=share)
+    with onchip.record() as ran:
+        out, lse = onchip.attention(*quantised, mask=Causal(), return_lse=True)
+    assert "hopper_fp8" in str(ran)
+    truth, true_lse = exact(quantised, mask=Causal())
+    assert rms(out - truth) <= rms(truth) * STEP / 3 and torch.equal(lse.isfinite(), true_lse.isfinite())
+    again = onchip.attention(*quantised, mask=Causal())
+    assert torch.equal(out, again)
+
+
+def test_a_rotation_keeps_outliers_from_the_others():
+    """Channels that are large in every query and key (FlashAttention-3, section 3.3): without the rotation the others have few digits left."""
+    torch.manual_seed(0)
+    q, k, v = inputs("cpu", dim=128, dtype=torch.float32)
+    large = 1 + 30 * (torch.rand(128) < 0.03)
+    q, k = q * large.sqrt(), k * large.sqrt()
+    truth = onchip.attention(q, k, v, scale=0.02)
+    plain, rotated = (rms(onchip.attention(*onchip.quantise(q, k, v, share="head", rotation=r), scale=0.02) - truth) for r in (None, onchip.random_signs(128)))
+    assert rotated < 0.8 * plain
+
+
+def test_one_scale_for_a_tensor():
+    q, k, v = (Quantised(t.to(E4M3), torch.full((1, 1, 1), 0.5)) for t in inputs("cpu"))
+    out = onchip.attention(q, k, v, kernel="blocked")
+    assert torch.equal(out, onchip.attention(*(t.values.float() / 2 for t in (q, k, v)), kernel="blocked").bfloat16())
+
+
+def test_torch_compile():
+    signs = onchip.random_signs(64)
+    call = lambda q, k, v: onchip.attention(*onchip.quantise(q, k, v, rotation=signs), mask=Causal())  # noqa: E731
+    tensors = inputs("cpu")
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), call(*tensors))
+
+
+def test_what_runs():
+    hopper, p = gpu("H200"), Attention("prefill", 1, 4096, 4096, 16, 16, 128, E4M3)
+    assert select(p, hopper).kernel.name == "hopper_fp8" and select(p, gpu("A100")).kernel.name == "blocked"
+    assert PREFILL.kernel("hopper_fp8").refuses(p._replace(dim=96), hopper) == ["dim 96 is not one of 64, 128, 256"]
+    assert select(p, hopper).floor.seconds == pytest.approx(select(p._replace(dtype=torch.bfloat16), hopper).floor.seconds / 2)
+
+
+def packed(q, k, v):
+    return onchip.attention_packed(*(t.values[0] for t in (q, k, v)), torch.tensor([0, 300], dtype=torch.int32))
+
+
+def trained(q, k, v):
+    onchip.attention(q, k, v, bias=torch.zeros(1, 300, requires_grad=True)).sum().backward()
+
+
+def again(q, k, v, **how):
+    return onchip.quantise(*(t.dequantised() for t in (q, k, v)), **how)
+
+
+BAD = {
+    "no scales": (lambda q, k, v: onchip.attention(q.values, k.values, v.values), ValueError, "without scales; give them to attention as onchip.Quantised"),
+    "one is plain": (lambda q, k, v: onchip.attention(q, k.values, v), TypeError, "of q, k, v, k not Quantised; give all three"),
+    "values of another kind": (lambda *qkv: onchip.attention(*(Quantised(t.values.half(), t.scale) for t in qkv)), ValueError, "values in torch.float16"),
+    "too few scales": (lambda q, k, v: onchip.attention(q, k._replace(scale=k.scale[..., :2]), v), ValueError, "scales of 2 for 300 tokens"),
+    "scales in bf16": (lambda q, k, v: onchip.attention(q, k, v._replace(scale=v.scale.bfloat16())), ValueError, "scale of v is torch.bfloat16"),
+    "a backward pass": (trained, NotImplementedError, "no backward pass"),
+    "another share": (lambda *qkv: again(*qkv, share="row"), ValueError, "'row'; give one of 'head', 'block', 'token'"),
+    "signs of another size": (lambda *qkv: again(*qkv, rotation=torch.ones(32)), ValueError, r"signs \[64\]"),
+    "a packed call": (packed, ValueError, "without scales"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "text"), BAD.values(), ids=BAD)
+def test_bad_input(call, error, text):
+    with pytest.raises(error, match=text):
+        call(*onchip.quantise(*inputs("cpu"), share="token"))
