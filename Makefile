@@ -1,6 +1,6 @@
 # make demo    set up and let SmolLM2 answer a prompt        make test    set up and run the tests
 # make lint    ruff's check and format check                 make gpu-test    the kernel tests on this machine's GPU
-# make wheel       build the wheel into dist/
+# make wheel   build the wheel into dist/                    make newest      compile the Hopper kernels by the newest Triton, for a GPU that is not here
 
 # the first Python that runs and is 3.11 or later
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -10,7 +10,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 
-.PHONY: demo test lint wheel gpu-test clean
+.PHONY: demo test lint wheel gpu-test newest clean
 
 demo: .venv/.demo
 	$(BIN)/onchip generate "$(PROMPT)" $(SAMPLING)
@@ -21,6 +21,9 @@ test: .venv/.test
 
 gpu-test: .venv/.test
 	$(BIN)/python -m pytest -q -m gpu
+
+newest: .venv/.newest
+	PYTHONPATH=.venv/newest $(BIN)/python -m pytest -q -n auto tests/kernels/attention/test_attention_compile.py -k hopper
 
 lint: .venv/.test
 	$(BIN)/ruff check .
@@ -51,4 +54,8 @@ endif
 
 .venv/.test: .venv/.demo
 	$(PIP) install -e ".[test]"
+	@touch $@
+
+.venv/.newest: .venv/.test
+	$(PIP) install --target .venv/newest --no-deps triton==3.9.0
 	@touch $@

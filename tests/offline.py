@@ -14,10 +14,13 @@ from pathlib import Path
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
+NEWEST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)  # `make newest`
+OPTIONS = ["--regAllocOptLevel=2"] if NEWEST else []  # as Triton's own call has it
 VECTOR_LOAD = re.compile(r"ld\.global[.\w:]*\.(v4\.b32|v2\.b64|v8\.b32|v4\.b64)|global_load_dwordx4|buffer_load_dwordx4")
 
 
@@ -87,7 +90,7 @@ def _ptxas(ptx: str, arch: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.ptx")
         file.write_text(ptx)
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={target}", str(file), "-o", str(file.with_suffix(".cubin"))]
+        command = [get_ptxas(int(re.search(r"\d+", arch)[0])).path, "-v", *OPTIONS, f"--gpu-name={target}", str(file), "-o", str(file.with_suffix(".cubin"))]
         run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"ptxas refused the kernel for {arch} ({target}): {(run.stdout + run.stderr).strip()}")

@@ -133,7 +133,8 @@ def test_strict_turns_a_portable_fallback_on_a_gpu_into_an_error(monkeypatch):
         select(WIDE, H200)
     assert str(error.value) == (
         f"prefill: ONCHIP_STRICT is set and only the portable kernel blocked takes {WIDE} on H200: hopper_prefill: dim 600 is not in 8..256 by 8. "
-        "hopper_fp8: dtype bf16 is not e4m3; dim 600 is not one of 64, 128, 256; values of dim 128 beside queries of dim 600. triton_prefill: dim 600 is not in 8..576"
+        "hopper_fp8: dtype bf16 is not e4m3; dim 600 is not one of 64, 128, 256; values of dim 128 beside queries of dim 600. "
+        "triton_prefill: dim 600 is not in 8..576"
     )
 
 
