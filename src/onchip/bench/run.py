@@ -32,7 +32,7 @@ from onchip.dispatch import record
 
 RESULTS = Path("benchmarks/results")
 REPORTS = {"io": ladder_report}  # the suites that have tables and plots of their own
-FLUSH = 1 << 30  # bytes read before a reading: many times any L2, and about 0.25 ms in which the host queues the call
+FLUSH, FLUSHES = 1 << 30, 4  # bytes read before a reading, and how often: many times any L2, and about 1 ms in which the host queues the call
 SHORT_CALL = 50e-6  # seconds; below, the gap between launches shows, and the calls go into a CUDA graph
 GRAPH_CALLS, MOST_COPIES = 20, 32  # calls a graph at least, and sets of inputs that they go round
 SHORT_READING = 2e-4  # seconds; below, one reading of the host's clock spans several calls
@@ -224,7 +224,7 @@ class HostClock:
 class DeviceClock:
     """Seconds of a call by CUDA events, L2 flushed.
 
-    FLUSH bytes are read first (not written: dirty lines would be written back while the call runs): none of the inputs is
+    FLUSH bytes are read first, FLUSHES times (not written: dirty lines would be written back while the call runs): none of the inputs is
     then in L2, and the host has queued the call before the first event fires, so that launch time does not count.
     """
 
@@ -235,7 +235,8 @@ class DeviceClock:
 
     def read(self, run: Callable) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flush.sum()
+        for _ in range(FLUSHES):
+            self.flush.sum()
         start.record()
         run()
         stop.record()
