@@ -199,8 +199,9 @@ def test_what_hopper_leaves_to_triton():
     assert kernel.refuses(p._replace(score=pairs), H200) == ["a score reads a value for each query and key: triton_backward is faster"]
     assert kernel.refuses(p._replace(score=look_up), H200) == ["a score looks values up at places that it computes: not measured"]
     assert kernel.refuses(p._replace(batch=2), H200) == [
-        "2e+07 pairs of a query and a key, of at least 3e+08: two more launches cost what the faster kernel saves"
+        "2e+07 pairs of a query and a key, of at least 1e+08: two more launches cost what the faster kernel saves"
     ]
+    assert kernel.refuses(p._replace(batch=300), H200) == ["600000 keys x heads, of at most 524288: several launches, not run yet"]
     assert kernel.refuses(p._replace(dim=256), H200) == ["dim 256 is not in 8..128 by 8", "value_dim 256 is not in 8..128 by 8"]
     assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
 

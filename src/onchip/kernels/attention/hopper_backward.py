@@ -412,7 +412,7 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, length
                     _clear(k_tile.reshape([N, D]), len_k - tile_n * N, N, GROUP)
                     _clear(v_tile.reshape([N, DV]), len_k - tile_n * N, N, GROUP)
                     arrive_and_wait(0, MEETING, 256)
-            state = gl.zeros([64, D], gl.float32, k_layout), gl.zeros([64, DV], gl.float32, v_layout), index, phase, step, rows, rows * 0 + NOWHERE
+            state = gl.zeros([64, D], gl.float32, k_layout), gl.zeros([64, DV], gl.float32, v_layout), index, phase, step, rows + kv_head * group, rows * 0 + NOWHERE
             for member in range(group):
                 h = kv_head * group + member
                 steps = _steps(place, h, map_ptr, map_strides, C)
@@ -492,7 +492,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
     new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (p.len_q, p.len_k) else torch.empty
     dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     delta = None
-    if q.numel() and k.numel():
+    if q.numel():
         lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, out, dq, dk, dv)]  # [batch, heads, len, dim]
         lead = [t if describable(t) else t.contiguous() for t in lead[:4]] + lead[4:]
         sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
@@ -504,7 +504,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
             score, score_grad = mods.score_functions(text, wanted=(False,) * len(x.score), fast=fast(q))
             before, unit = x.scale * factor, LOG2E
         delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, unit, tiles.m)  # rows that fill up a tile see nothing
-        _over(p, tiles, lead, lses, delta, x, sees, score, score_grad, before, gain)
+        if k.numel():
+            _over(p, tiles, lead, lses, delta, x, sees, score, score_grad, before, gain)
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
         d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta[..., : lse.shape[-1]])
