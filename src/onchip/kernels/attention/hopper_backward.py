@@ -412,7 +412,8 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, length
                     _clear(k_tile.reshape([N, D]), len_k - tile_n * N, N, GROUP)
                     _clear(v_tile.reshape([N, DV]), len_k - tile_n * N, N, GROUP)
                     arrive_and_wait(0, MEETING, 256)
-            state = gl.zeros([64, D], gl.float32, k_layout), gl.zeros([64, DV], gl.float32, v_layout), index, phase, step, rows + kv_head * group, rows * 0 + NOWHERE
+            dk, dv = gl.zeros([64, D], gl.float32, k_layout), gl.zeros([64, DV], gl.float32, v_layout)
+            state = dk, dv, index, phase, step, rows * 0, rows * 0 + NOWHERE
             for member in range(group):
                 h = kv_head * group + member
                 steps = _steps(place, h, map_ptr, map_strides, C)
