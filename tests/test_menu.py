@@ -206,6 +206,21 @@ def test_what_hopper_leaves_to_triton():
     assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
 
 
+@pytest.mark.parametrize(("op", "name"), [("prefill", "hopper_prefill"), ("prefill", "hopper_fp8"), ("backward", "hopper_backward")])
+def test_multiprocessors_left_to_others(op, name, monkeypatch):
+    pytest.importorskip("triton")
+    kernel = OPS[op].kernel(name)
+    p = typical(OPS[op], kernel)._replace(len_k=1001)  # tiles differ in work: blocks, where nothing is left
+    (tiles,) = kernel.configs(p, H200)
+    assert (tiles.order, tiles.sms) == ("blocks", 132)
+    monkeypatch.setenv("ONCHIP_SM_MARGIN", "12")
+    (tiles,) = kernel.configs(p, H200)
+    assert (tiles.order, tiles.sms) == ("turns", 120)
+    monkeypatch.setenv("ONCHIP_SM_MARGIN", "132")
+    with pytest.raises(ValueError, match="ONCHIP_SM_MARGIN=132 of the 132 multiprocessors of H200; give 0 to 131"):
+        kernel.configs(p, H200)
+
+
 @pytest.mark.parametrize("op", ["prefill", "backward", "decode"])
 def test_texts_that_have_no_triton_form(op):
     pytest.importorskip("triton")

@@ -42,9 +42,12 @@ FA4_CACHE = Setting(
     False,
     "FlashAttention-4's own: its kernels stay on disk, so that `onchip bench` compiles them ahead.",
 )
+SM_MARGIN = Setting(
+    "ONCHIP_SM_MARGIN", int, 0, "Multiprocessors that Hopper's attention kernels leave to others, communication above all; read when a problem first comes."
+)
 COMMIT = Setting("GIT_COMMIT", str, "", "The commit that benchmark results name where git cannot say: in an exported tree.")
 
-SETTINGS = (STRICT, INTERPRET, TRITON_CACHE, HF_HOME, FA4_CACHE, COMMIT)
+SETTINGS = (STRICT, SM_MARGIN, INTERPRET, TRITON_CACHE, HF_HOME, FA4_CACHE, COMMIT)
 
 
 def of_child(**changed: str) -> dict[str, str]:

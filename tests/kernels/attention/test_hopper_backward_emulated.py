@@ -119,6 +119,8 @@ CASES = [
     Case((1, 128, 2, "blocks"), lengths=((20, 90, 0), (150, 40, 7)), sinks=True),
     Case((1, 128, 2, "blocks"), lengths=((20, 9), (0, 0)), sinks=True),
     Case((1, 128, 2, "blocks"), 200, 200, Causal() & Document(torch.arange(200) // 60)),
+    Case((1, 128, 2, "turns"), lengths=(70, 0, 5, 200), heads=(4, 2)),
+    Case((1, 128, 2, "turns"), 300, 300, Causal() & Document(torch.arange(300) // 60)),
     Case((1, 128, 2, "turns"), 130, 200, Full(), score=Softcap(2.0)),
     Case((2, 128, 2, "blocks"), 130, 130, score=ALiBi(torch.tensor([0.5, 0.25]))),
 ]

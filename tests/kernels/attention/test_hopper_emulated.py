@@ -167,6 +167,7 @@ PACKED = [
     Case((1, 64, 2, "turns"), lengths=(70, 0, 5, 200), heads=(4, 2)),
 ]
 MODS = [
+    Case((1, 64, 2, "turns"), 300, 300, Causal() & Document(torch.arange(300) // 60)),
     Case((2, 64, 2, "blocks"), 200, 200, Causal() & Document(torch.arange(200) // 60)),
     Case((2, 64, 2, "blocks"), lengths=(130, 0, 200), used=(90, 0, 150), mask=Document(torch.arange(200) // 60)),
     Case((2, 64, 2, "turns"), 130, 200, Full(), score=Softcap(2.0)),

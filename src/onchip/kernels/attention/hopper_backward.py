@@ -22,7 +22,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
-from onchip.kernels.attention.hopper_tiles import count_turns, locate
+from onchip.kernels.attention.hopper_tiles import count_turns, given_out, locate
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
 from onchip.kernels.attention.tile import describable, ends, fast, mask_map, query_span, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -484,7 +484,8 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     m, n, stages = pick(TILES, max(p.dim, p.value_dim))
     keys = p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens
     alike = isinstance(p.mask, Band) and p.keys == "dense" and p.mask.left is p.mask.right is None
-    return [Tiles(m, n, stages, max(1, keys // n * p.kv_heads // (WAVES * device.sms)), "turns" if alike else "blocks", device.sms)]
+    shares = max(1, keys // n * p.kv_heads // (WAVES * device.sms))
+    return [Tiles(m, n, stages, shares, *given_out("turns" if alike else "blocks", device))]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):

@@ -20,7 +20,7 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import Scales
-from onchip.kernels.attention.hopper_tiles import count_turns, hide, key_steps, locate
+from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hide, key_steps, locate
 from onchip.kernels.attention.tile import describable, ends, together
 from onchip.kernels.hopper import (
     advance,
@@ -393,7 +393,7 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
         order = "pairs"
     if p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
         groups, order = 1, "blocks"
-    return [Tiles(groups, n, stages, order, device.sms, helpers)]
+    return [Tiles(groups, n, stages, *given_out(order, device), helpers)]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):

@@ -16,7 +16,7 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention.hopper_tiles import count_turns, hide, key_steps, locate, tile_at
+from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hide, key_steps, locate, tile_at
 from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -379,7 +379,7 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
         order = "pairs"
     if "batch_invariant" not in p.extras and p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
         groups, order = 1, "blocks"
-    return [Tiles(groups, n, stages, order, device.sms)]
+    return [Tiles(groups, n, stages, *given_out(order, device))]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):

@@ -4,8 +4,18 @@
 first of these.
 """
 
+from onchip.core import settings
+from onchip.core.device import Device
 from onchip.kernels.attention.tile import inner_span, key_span, sequence
 from onchip.kernels.hopper import gl, gluon
+
+
+def given_out(order: str, device: Device) -> tuple[str, int]:
+    """How tiles are given out, and to how many multiprocessors. Where some are left to others, blocks become turns, which keep to their own."""
+    left = settings.SM_MARGIN.read()
+    if not 0 <= left < device.sms:
+        raise ValueError(f"{settings.SM_MARGIN.name}={left} of the {device.sms} multiprocessors of {device.name}; give 0 to {device.sms - 1}")
+    return "turns" if left and order == "blocks" else order, device.sms - left
 
 
 @gluon.jit
