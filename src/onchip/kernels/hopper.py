@@ -4,6 +4,8 @@ A ring is `(buffers, full, empty)`: STAGES buffers in shared memory, an mbarrier
 that every reader has let it go. A cursor `(index, phase)` walks round it; the phase flips with every turn.
 """
 
+import functools
+
 import torch
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -228,7 +230,12 @@ def byte_pairs(n: int, dim: int, warps: int) -> gl.DistributedLinearLayout:
 def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
     """Tiles of `rows` x `cols` of the last two dimensions, as of [batch, heads, len, dim]; what lies outside reads as 0 and is not written."""
     tile = [1] * (t.dim() - 2) + [rows, cols]
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), tile, gl.NVMMASharedLayout.get_default_for(tile, DTYPES[t.dtype]))
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), tile, _layout(tuple(tile), t.dtype))
+
+
+@functools.lru_cache
+def _layout(tile: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(tile), DTYPES[dtype])
 
 
 def block(dim: int) -> int:
