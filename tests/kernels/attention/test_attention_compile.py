@@ -180,10 +180,10 @@ def test_hopper_prefill(dim, packed, how, most):
 
 
 BACKWARD = {  # head dimension, packed, and bytes that ptxas may spill, stores and loads together
-    "d64 full": (64, False, Full(), 244),
-    "d64 causal": (64, False, Causal(), 376),
-    "d128 full": (128, False, Full(), 184),
-    "d128 causal": (128, False, Causal(), 272),
+    "d64 full": (64, False, Full(), 252),
+    "d64 causal": (64, False, Causal(), 352),
+    "d128 full": (128, False, Full(), 180),
+    "d128 causal": (128, False, Causal(), 236),
     "d128 packed": (128, True, Causal(), 668),
 }
 

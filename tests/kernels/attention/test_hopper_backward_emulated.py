@@ -186,7 +186,7 @@ BUGS = [
     Bug("nobody begins", FULL, (("    if GROUP == 1:  # so that the first goes first", "    if GROUP == 2:"),)),
     Bug("dS has two buffers", FULL, (("BUFFERS = gl.constexpr(3)", "BUFFERS = gl.constexpr(2)"),)),
     Bug("dS is read without a fence", FULL, (("store(ds)\n        fence_async_shared()\n", "store(ds)\n"),)),
-    Bug("dQ's buffer is rewritten before it has left", FULL, (("    tma.store_wait(0)\n    buffer.reshape", "    buffer.reshape"),)),
+    Bug("dQ's buffer is rewritten before it has left", FULL, (("        tma.store_wait(0)\n        buffer.reshape", "        buffer.reshape"),)),
     Bug("dV's buffer is rewritten before it has left", FULL, (("    tma.store_wait(0)  # what was in it has left\n", ""),)),
     Bug("dV leaves without a fence", FULL, (("    else:\n        fence_async_shared()\n        tma_store", "    else:\n        tma_store"),)),
     Bug("the last dK is not waited for", FULL, (("    tma.store_wait(0)\n\n\n@gluon.jit(do_not", "\n\n@gluon.jit(do_not"),)),

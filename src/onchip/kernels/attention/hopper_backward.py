@@ -54,7 +54,7 @@ READERS = gl.constexpr(288)  # threads at a release: of two warpgroups and the c
 # Hardware barriers: that a warpgroup's dS lies in shared memory, two each; that K and V are done with; for both to meet; of the two rings, one a stage.
 WRITTEN, KEYS_LET_GO, MEETING, QUERIES_LET_GO, OUTPUTS_LET_GO = gl.constexpr(4), gl.constexpr(10), gl.constexpr(11), gl.constexpr(12), gl.constexpr(14)
 BUFFERS = gl.constexpr(3)  # of dS: one is written while the other warpgroup, up to a tile behind or ahead, reads its neighbour
-NOWHERE = gl.constexpr(1 << 30)  # a row past the end of every tensor, where nothing is added
+NOWHERE = gl.constexpr(1 << 30)  # the row of the tile before the first, of which there is nothing to add
 
 
 class Tiles(NamedTuple):
@@ -296,10 +296,11 @@ def _add(dq, desc, buffer, row, m, place, C: gl.constexpr, GROUP: gl.constexpr):
     if C.packed:  # the rows of the next sequence; not even 0 times what is NaN here
         mine = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, dq.type.layout)) < place[4]
         dq = gl.where(mine[:, None], dq, 0.0)
-    tma.store_wait(0)
-    buffer.reshape([ROWS, COLS]).store(dq.reshape([ROWS, COLS // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, COLS]))
-    fence_async_shared()
-    tma_add(desc, [row, place[3] + first, GROUP * COLS if C.m == 64 else 0], buffer)
+    if m < NOWHERE:
+        tma.store_wait(0)
+        buffer.reshape([ROWS, COLS]).store(dq.reshape([ROWS, COLS // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, COLS]))
+        fence_async_shared()
+        tma_add(desc, [row, place[3] + first, GROUP * COLS if C.m == 64 else 0], buffer)
 
 
 @gluon.jit
