@@ -123,6 +123,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    batch_invariant: bool = False,
     kernel: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` of the last `len_q` tokens of each sequence (1 to 16) over its keys in a paged cache.
@@ -139,7 +140,7 @@ def paged_attention(
         raise ValueError(f"paged_attention: page_table is {_kind(pages)}; give int32 [{batch}, most pages] on {q.device}")
     if cache.lengths.dtype != torch.int32 or cache.lengths.shape != (batch,) or cache.lengths.device != q.device:
         raise ValueError(f"paged_attention: lengths are {_kind(cache.lengths)}; give int32 [{batch}] on {q.device}")
-    how, x = How(mask, chain(bias, score, softcap), sinks, None, False, False, kernel), Operands(_scale(scale, q))
+    how, x = How(mask, chain(bias, score, softcap), sinks, None, False, batch_invariant, kernel), Operands(_scale(scale, q))
     sizes = attend.paged_sizes(q, cache.k, cache.v, pages.shape[1])
     if graph.in_graph(kernel, q, cache.k, cache.v) or (kernel != "reference" and _paged_grad(how, q, cache)):
         return graph.attend_paged(how, sizes, q, cache, x, return_lse)

@@ -84,9 +84,9 @@ def _call(q, k, v, reads, longest_q, longest_k, drop, scale, how) -> tuple[Atten
 
 
 def _paged_call(q, k, v, page_table, reads, scale, how) -> tuple[Attention, Operands, str]:
-    mask, score, sinks, *_, kernel = wire.build(how, reads)
+    mask, score, sinks, *_, batch_invariant, kernel = wire.build(how, reads)
     sizes = paged_sizes(q, k, v, page_table.shape[1])
-    return *problem_of("decode", How(mask, score, sinks, None, False, False, kernel), sizes, Operands(scale), q), kernel
+    return *problem_of("decode", How(mask, score, sinks, None, False, batch_invariant, kernel), sizes, Operands(scale), q), kernel
 
 
 def _given(inputs, grads, d_score, how: str, wanted: list[bool]) -> list[Tensor]:

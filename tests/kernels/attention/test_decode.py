@@ -408,6 +408,17 @@ LARGE += [case([131072], dim=128, dtype=BF16, heads=(32, 8)), case([1024, 1, 777
 LARGE += [case([4096, 100], len_q=16, dim=128, dtype=BF16, heads=(32, 8)), case([8192] * 4, dim=128, dtype=BF16, heads=(32, 8), mask=Window(1000))]
 
 
+def test_a_row_of_the_public_call_does_not_depend_on_the_batch(device):
+    p, lengths = case([40, 300, 7, 120], dim=64, heads=(4, 2))
+    q, cache = queries(p, device), paged(p, lengths, device)
+    together = onchip.paged_attention(q, cache, batch_invariant=True)
+    with onchip.record() as ran:
+        for row in range(4):
+            alone = cache._replace(page_table=cache.page_table[row : row + 1], lengths=cache.lengths[row : row + 1])
+            assert torch.equal(onchip.paged_attention(q[row : row + 1], alone, batch_invariant=True)[0], together[row])
+    assert all("batch_invariant" in str(decision.problem) for decision in ran)
+
+
 @pytest.mark.gpu
 @pytest.mark.large
 @pytest.mark.parametrize(("problem", "lengths"), LARGE, ids=[f"{p}-{n[0]}x{len(n)}" for p, n in LARGE])
