@@ -159,7 +159,7 @@ def test_refusals_by_hand():
 ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "hopper_prefill": {"batch_invariant", "deterministic", "sinks", "used"},
     "triton_prefill": {"batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"},
-    "hopper_fp8": set(),
+    "hopper_fp8": {"deterministic"},
     "hopper_backward": {"sinks", "used"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
     "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
@@ -201,7 +201,10 @@ def test_what_hopper_leaves_to_triton():
     assert kernel.refuses(p._replace(batch=2), H200) == [
         "2e+07 pairs of a query and a key, of at least 1e+08: two more launches cost what the faster kernel saves"
     ]
-    assert kernel.refuses(p._replace(batch=300), H200) == ["600000 keys x heads, of at most 524288: several launches, not run yet"]
+    most, more = (p._replace(batch=1, len_q=4096, len_k=n) for n in (262_144, 262_145))  # times 2 key heads
+    for name in ("H200", "H100"):
+        assert kernel.refuses(most, GPUS[name]) == [] and kernel.configs(most, replace(GPUS[name], sms=78))[0].shares == 1
+    assert kernel.refuses(more, H200) == ["524290 keys x heads, of at most 524288: several launches, not run yet"] and kernel.configs(more, H200)[0].shares == 2
     assert kernel.refuses(p._replace(dim=256), H200) == ["dim 256 is not in 8..128 by 8", "value_dim 256 is not in 8..128 by 8"]
     assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
 
@@ -249,7 +252,7 @@ def test_an_older_device_is_refused_in_words(op, kernel, device, words):
     elif kernel.arch == {"cuda": 80, "hip": 942}:
         assert reasons == [words]
     else:
-        assert not kernel.needs_triton or (kernel.name == "triton_quantise" and device.name in reasons[0])
+        assert (device.name in reasons[0]) if kernel.name == "triton_quantise" else reasons == []
 
 
 def test_triton_not_installed(monkeypatch):

@@ -75,12 +75,47 @@ def test_one_scale_for_a_tensor():
     assert torch.equal(out, onchip.attention(*(t.values.float() / 2 for t in (q, k, v)), kernel="blocked").bfloat16())
 
 
-def test_torch_compile():
+@pytest.mark.parametrize("share", SHARES)
+def test_torch_compile(share):
+    """By inductor, which believes what the operator says of its strides; of the layout that models have."""
     signs = onchip.random_signs(64)
-    call = lambda q, k, v: onchip.attention(*onchip.quantise(q, k, v, rotation=signs), mask=Causal())  # noqa: E731
-    tensors = inputs("cpu")
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*tensors), call(*tensors))
+    call = lambda q, k, v: onchip.attention(*onchip.quantise(q, k, v, share=share, rotation=signs), mask=Causal())  # noqa: E731
+    tensors = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs("cpu")]
+    assert torch.equal(torch.compile(call, fullgraph=True, backend="aot_eager")(*tensors), call(*tensors))
+    for x in tensors:
+        torch.library.opcheck(torch.ops.onchip.quantise.default, (x, share, None), test_utils=("test_schema", "test_faketensor"))
+
+
+def test_training_is_refused():
+    """Forward is as always; a gradient is not dropped in silence, whoever asks for it."""
+    q, k, v = (t.requires_grad_() for t in inputs("cpu"))
+    call = lambda q, k, v: onchip.attention(*onchip.quantise(q, k, v))  # noqa: E731
+    learnt = [Quantised(t.values.detach(), t.scale.detach().requires_grad_()) for t in onchip.quantise(q, k, v)]
+    for out in (call(q, k, v), onchip.attention(*learnt)):
+        assert out.requires_grad
+        with pytest.raises(NotImplementedError, match="no backward pass; give bfloat16 tensors to train"):
+            out.sum().backward()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no backward pass; give bfloat16 tensors to train"):  # it asks for both passes at once
+        torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_no_tokens(share):
+    q, k, v = (torch.randn(2, n, 2, 64) for n in (5, 0, 0))
+    out, lse = onchip.attention(*onchip.quantise(q, k, v, share=share), return_lse=True)
+    assert not out.any() and (lse == -torch.inf).all()
+    assert onchip.attention(*onchip.quantise(k, q, q, share=share)).shape == (2, 0, 2, 64)
+
+
+def test_under_autocast_and_other_defaults():
+    q, k, v = (t.float() for t in inputs("cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(onchip.quantise(q, k.bfloat16(), v)[1].values, onchip.quantise(*(t.bfloat16() for t in (q, k, v)))[1].values)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert onchip.random_signs(64).dtype == onchip.quantise(q, k, v)[0].scale.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_what_runs():
@@ -90,8 +125,12 @@ def test_what_runs():
     assert select(p, hopper).floor.seconds == pytest.approx(select(p._replace(dtype=torch.bfloat16), hopper).floor.seconds / 2)
 
 
-def packed(q, k, v):
-    return onchip.attention_packed(*(t.values[0] for t in (q, k, v)), torch.tensor([0, 300], dtype=torch.int32))
+def packed(*qkv):
+    return onchip.attention_packed(*qkv, torch.tensor([0, 300], dtype=torch.int32))
+
+
+def paged(q, k, v):
+    return onchip.paged_attention(q, onchip.PagedKV(k.values, v.values, torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)))
 
 
 def trained(q, k, v):
@@ -111,7 +150,14 @@ BAD = {
     "a backward pass": (trained, NotImplementedError, "no backward pass"),
     "another share": (lambda *qkv: again(*qkv, share="row"), ValueError, "'row'; give one of 'head', 'block', 'token'"),
     "signs of another size": (lambda *qkv: again(*qkv, rotation=torch.ones(32)), ValueError, r"signs \[64\]"),
-    "a packed call": (packed, ValueError, "without scales"),
+    "a packed call": (packed, TypeError, r"attention_packed: q is Quantised; give a tensor \(attention alone"),
+    "values of a packed call": (lambda *qkv: packed(*(t.values[0] for t in qkv)), ValueError, "without scales"),
+    "a paged call": (paged, TypeError, "paged_attention: q is Quantised"),
+    "quantised twice": (onchip.quantise, TypeError, "quantise: q is Quantised"),
+    "a number for a scale": (lambda q, k, v: onchip.attention(q, k, Quantised(v.values, 0.5)), TypeError, "v.scale not tensors"),
+    "a scale of 0": (lambda q, k, v: onchip.attention(q, k, v._replace(scale=0 * v.scale)), ValueError, "a scale of v is 0; all are to be positive"),
+    "several batches": (lambda q, k, v: onchip.quantise(q.values.float()[:1], k.values.float(), v.values.float()), ValueError, "k has batch 2, q has 1"),
+    "a list of signs": (lambda *qkv: again(*qkv, rotation=[1.0] * 64), ValueError, "rotation is list"),
 }
 
 

@@ -99,7 +99,7 @@ def _onchip(inputs: Tensors) -> Call:
 
 
 def _onchip_bf16(inputs: Tensors) -> Call:
-    """What quantising is to beat."""
+    """What attention over numbers quantised beforehand is to beat."""
     i = inputs
     return Call(lambda: attention(i.q, i.k, i.v, mask=i.problem.mask))
 

@@ -49,8 +49,7 @@ class Device:
 
 def _gpu(name, kind, arch, sms, shared_kib, l2_mb, memory_gb, gb_s, half_tflops, fp32_tflops, source) -> Device:
     peaks = {BF16: half_tflops * 1e12, FP16: half_tflops * 1e12, FP32: fp32_tflops * 1e12}
-    if arch >= 89:  # 8 bits at twice the rate of 16, where tensor cores take them
-        peaks[E4M3] = 2 * peaks[BF16]
+    peaks[E4M3] = peaks[BF16] * (2 if kind == "cuda" and arch >= 89 else 1)  # elsewhere numbers of 16 bits are made of them
     return Device(name, kind, arch, sms, shared_kib << 10, l2_mb << 20, int(memory_gb * 1e9), gb_s * 1e9, peaks, source)
 
 

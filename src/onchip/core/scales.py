@@ -1,6 +1,5 @@
 """Numbers in e4m3, and the factors that they are to be multiplied by."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 BLOCK = 128  # tokens that may share a scale
 LARGEST = 448.0  # of e4m3
+SMALLEST = 2.0**-50  # the scale of tokens that are 0: products of three are still numbers
 SHARES = {"head": 0, "block": BLOCK, "token": 1}  # tokens that share a scale; 0: all
 
 
@@ -76,14 +76,9 @@ def quantised(x: Tensor, share: int, signs: Tensor | None = None) -> tuple[Tenso
     length = x.shape[1]
     most = x.abs().amax(-1).transpose(1, 2)  # [batch, heads, len]
     if share != 1:
-        most = torch.stack([part.amax(-1) for part in most.split(share or length, -1)], -1)
-    scale = torch.where(most == 0, 1.0, most / LARGEST)
+        parts = most.split(share or length, -1) if length else [most.new_zeros(*most.shape[:2], 1)] * (share == 0)
+        most = torch.stack([part.amax(-1) for part in parts], -1) if parts else most
+    scale = most / LARGEST
+    scale = torch.where(scale == 0, SMALLEST, scale)
     each = Scales.of_tokens(scale, length).transpose(1, 2)[..., None]
     return (x / each).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
-
-
-def from_e4m3(prefill: Callable, p, q: Tensor, k: Tensor, v: Tensor, x, return_lse: bool):
-    """What a kernel's `prefill`, run in float32, makes of q, k and v in e4m3: bfloat16, and LSE."""
-    q, k, v = (Quantised(t, scale).dequantised() for t, scale in zip((q, k, v), x.scales, strict=True))
-    out, lse = prefill(p._replace(dtype=torch.float32), None, q, k, v, x._replace(scales=None), True)
-    return (out.bfloat16(), lse) if return_lse else out.bfloat16()

@@ -17,6 +17,7 @@ from onchip.ops import wire
 # The kernel of the backward pass that goes with one of the forward pass asked for by name.
 FAMILY = {"triton_prefill": "triton_backward", "hopper_prefill": "auto"}
 TWICE = "attention: gradients of gradients are not implemented; kernel='reference' has them"
+UNTRAINED = "attention: queries, keys and values in e4m3 have no backward pass; give bfloat16 tensors to train"
 FORWARD = "attention: forward-mode derivatives (jvp) are not implemented; kernel='reference' has them, or use reverse mode"
 
 
@@ -89,7 +90,7 @@ def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands,
     if how.kernel == "reference":  # torch's own derivatives, of any order and kind
         return select(problem, q.device, "reference").launch(q, k, v, x, return_lse)
     if torch.is_grad_enabled() and needs_grad(q, k, v, x):
-        out, lse = Attend.apply(problem, how.kernel, x, q, k, v, x.sinks, *x.score)
+        out, lse = Attend.apply(problem, how.kernel, x, q, k, v, x.sinks, *x.score, *(x.scales or ()))
         return (out, lse) if return_lse else out
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, x.sinks, *x.score)
@@ -172,7 +173,9 @@ def drawn(dropout: float | Dropout, q: Tensor, x: Operands) -> Operands:
 
 
 def needs_grad(q: Tensor, k: Tensor, v: Tensor, x: Operands) -> bool:
-    return q.requires_grad or k.requires_grad or v.requires_grad or (x.sinks is not None and x.sinks.requires_grad) or any(t.requires_grad for t in x.score)
+    if q.requires_grad or k.requires_grad or v.requires_grad or (x.sinks is not None and x.sinks.requires_grad):
+        return True
+    return any(t.requires_grad for t in x.score) or (x.scales is not None and any(t.requires_grad for t in x.scales))
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
@@ -183,9 +186,23 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
     """Values in e4m3, and their scales: see `attention.quantise`."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Quantise.apply(x, share, signs)
     batch, length, heads, dim = x.shape
     problem = Rows("quantise", batch * length * heads, dim, x.dtype, share + " rotated" * (signs is not None))
     return select(problem, x.device).launch(x, SHARES[share], signs)
+
+
+class _Quantise(torch.autograd.Function):
+    """Whose gradient is asked for in vain."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, share: str, signs: Tensor | None):
+        return quantise(x, share, signs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(UNTRAINED)
 
 
 # ---- gradients
@@ -236,6 +253,6 @@ def attention_backward(problem: Attention, kernel: str, x: Operands, q, k, v, ou
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `problem`, `x`; `kernel` is the forward's, by name or "auto"."""
     extras = {*problem.extras, *(["score_grad"] * any(t.requires_grad for t in x.score)), *(["deterministic"] * torch.are_deterministic_algorithms_enabled())}
     if x.scales is not None:
-        raise NotImplementedError("attention: queries, keys and values in e4m3 have no backward pass; give bfloat16 tensors to train")
+        raise NotImplementedError(UNTRAINED)
     problem = problem._replace(op="backward", extras=tuple(sorted(extras)))
     return select(problem, q.device, FAMILY.get(kernel, kernel)).launch(q, k, v, out, lse, d_out, d_lse, x)

@@ -45,7 +45,8 @@ def attention(
     deterministic   the same gradients, bit by bit, in every run.      batch_invariant   a row's bits do not depend on its neighbours.
     kernel    one by name: it runs or raises. Gradients then come from the same family of kernels.
 
-    q, k and v may be `Quantised`, all three (see `quantise`): products in e4m3 on a Hopper GPU, the output bfloat16, no gradients.
+    q, k and v may be `Quantised`, all three (see `quantise`): the output is bfloat16, without gradients. Products are in e4m3 on a Hopper GPU, for
+    head dimension 64, 128 or 256, Full, Causal and Window, and nothing else asked for; elsewhere plain torch computes in float32.
     `heads` is a multiple of `kv_heads` (grouped-query attention). Inputs may be strided or expanded; the last dimension should be
     contiguous (else it is copied). Under autocast q, k and v are cast. Gradients of gradients: kernel="reference" only.
     torch.compile, torch.export and torch.func see one operator, `onchip::attention`; masks and functions may be made inside or outside.
@@ -95,6 +96,7 @@ def attention_packed(
     used      int32 [batch]: how many tokens of each sequence are used, for queries and keys alike or (queries, keys); the rest may hold
               anything, NaN included, and gives 0 and LSE -inf.
     """
+    _plain("attention_packed", q, k, v)
     q, k, v = _cast(q, k, v)
     _check("attention_packed", q, k, v, rank=3)
     if k_offsets is None and len(k) != len(q):
@@ -132,6 +134,7 @@ def paged_attention(
     2023); the heads of a group, and the queries, share each key that is read. Lengths are read on the device, so the
     call can be captured in a CUDA graph. Returns as `attention` does; arguments and errors as there.
     """
+    _plain("paged_attention", q)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q = q.to(cache.k.dtype)
     _check("paged_attention", q, cache.k, cache.v, rank=4)
@@ -183,20 +186,27 @@ def quantise(
 
     Raises ValueError for a share or signs that do not fit.
     """
-    if share not in SHARES:
+    if share not in tuple(SHARES):
         raise ValueError(f"quantise: share is {share!r}; give one of {', '.join(map(repr, SHARES))}")
-    dim = q.shape[-1]
-    if rotation is not None and (rotation.shape != (dim,) or dim & (dim - 1)):
-        raise ValueError(f"quantise: rotation is {list(rotation.shape)} for head dimension {dim}; give signs [{dim}], of a power of two, or None")
+    _plain("quantise", q, k, v)
+    q, k, v = _cast(q, k, v)
     _check("quantise", q, k, v, rank=4)
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"quantise: k has batch {k.shape[0]}, q has {q.shape[0]}; they must be equal")
+    dim = q.shape[-1]
+    if rotation is not None:
+        if not isinstance(rotation, Tensor) or rotation.shape != (dim,) or dim & (dim - 1):
+            given = list(rotation.shape) if isinstance(rotation, Tensor) else type(rotation).__name__
+            raise ValueError(f"quantise: rotation is {given} for head dimension {dim}; give signs [{dim}], of a power of two, or None")
+        rotation = rotation.to(q.device, torch.float32).contiguous()
     run = torch.ops.onchip.quantise if graph.in_graph("auto", q, k, v) else attend.quantise
     return tuple(Quantised(*run(x, share, signs)) for x, signs in ((q, rotation), (k, rotation), (v, None)))
 
 
 def random_signs(dim: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
-    """+1 and -1, float32 [dim], the same for the same seed on every device: the rotation of `quantise`."""
-    drawn = torch.randint(0, 2, (dim,), generator=torch.Generator().manual_seed(seed))
-    return (2.0 * drawn - 1.0).to(device)
+    """+1 and -1, float32 [dim], the same for the same seed on every device: the rotation of `quantise`. Made once, outside of what is compiled."""
+    drawn = torch.randint(0, 2, (dim,), generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return (2 * drawn - 1).to(device, torch.float32)
 
 
 # ---- checks
@@ -210,13 +220,24 @@ def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def _plain(name: str, *tensors: Tensor) -> None:
+    """Raises where a tensor is something else; only `attention` takes quantised ones."""
+    for given, t in zip("qkv", tensors, strict=False):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: {given} is {type(t).__name__}; give a tensor" + " (attention alone takes quantised ones)" * isinstance(t, Quantised))
+
+
 def _taken_apart(q, k, v) -> tuple[Tensor, Tensor, Tensor, Scales | None]:
     """Tensors, cast, and the scales of quantised ones."""
     if not any(isinstance(t, Quantised) for t in (q, k, v)):
+        _plain("attention", q, k, v)
         return *_cast(q, k, v), None
     plain = [name for name, t in (("q", q), ("k", k), ("v", v)) if not isinstance(t, Quantised)]
     if plain:
         raise TypeError(f"attention: of q, k, v, {' and '.join(plain)} not Quantised; give all three as onchip.quantise makes them, or plain tensors")
+    odd = [f"{name}.{field}" for name, t in (("q", q), ("k", k), ("v", v)) for field in t._fields if not isinstance(getattr(t, field), Tensor)]
+    if odd:
+        raise TypeError(f"attention: {' and '.join(odd)} not tensors; give Quantised(values, scale) as onchip.quantise makes it")
     return q.values, k.values, v.values, Scales(q.scale, k.scale, v.scale)
 
 

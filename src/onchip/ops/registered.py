@@ -15,7 +15,7 @@ from onchip.core.problem import E4M3, Attention, Operands
 from onchip.core.scales import BLOCK, Scales
 from onchip.dispatch import select
 from onchip.ops import wire
-from onchip.ops.attend import TWICE, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_sizes, problem_of, quantise
+from onchip.ops.attend import TWICE, UNTRAINED, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_sizes, problem_of, quantise
 
 FIELDS = ("mask", "score", "sinks", "q_offsets", "k_offsets", "q_used", "k_used", "state", "scales", "deterministic", "batch_invariant", "kernel")  # of `how`
 SCORE, SINKS = FIELDS.index("score"), FIELDS.index("sinks")
@@ -101,7 +101,8 @@ def _given(inputs, grads, d_score, how: str, wanted: list[bool]) -> list[Tensor]
 
 @torch.library.custom_op("onchip::quantise", mutates_args=())
 def quantised(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
-    return quantise(x, share, signs)
+    values, scale = quantise(x, share, signs)
+    return values.contiguous(), scale.contiguous()
 
 
 # ---- what compilers have to know: shapes
@@ -167,10 +168,15 @@ def _back_paged(ctx, d_out, d_lse):
     return (*grads[:3], None, None, grads[3:], *(None for _ in ctx.rest))
 
 
+def _refuse_training(ctx, *_):
+    raise NotImplementedError(UNTRAINED)
+
+
 def _refuse_twice(ctx, *_):
     raise NotImplementedError(TWICE)
 
 
+quantised.register_autograd(_refuse_training)
 forward.register_autograd(_back, setup_context=_keep)
 paged_forward.register_autograd(_back_paged, setup_context=_keep_paged)
 backward.register_autograd(_refuse_twice)

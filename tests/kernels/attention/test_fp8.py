@@ -10,7 +10,7 @@ from gluon_emulator import MODES, Emulator, Fault
 from judge import assert_as_good_as_torch
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention, Operands
-from onchip.core.scales import Scales
+from onchip.core.scales import SMALLEST, Scales
 
 E4M3 = torch.float8_e4m3fn
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
@@ -30,6 +30,7 @@ class Case(NamedTuple):
     batch: int = 1
     shared: tuple[int, int, int] = (0, 0, 0)
     helpers: int = 2
+    scale: float | None = None
 
     def __str__(self):
         return " ".join(f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults.get(name))
@@ -54,7 +55,11 @@ def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
     """Output and LSE of the kernel."""
     kernel = Emulator(mode, seed).load(*SOURCES, edits=edits)
     p = Attention("prefill", c.batch, c.len_q, c.len_k, *c.heads, c.dim, E4M3, c.mask)
-    return kernel.launch(p, kernel.Tiles(*c.tiles, SMS, c.helpers), *call[:3], Operands(c.dim**-0.5, scales=call.scales), True)
+    return kernel.launch(p, kernel.Tiles(*c.tiles, SMS, c.helpers), *call[:3], Operands(factor(c), scales=call.scales), True)
+
+
+def factor(c: Case) -> float:
+    return c.dim**-0.5 if c.scale is None else c.scale
 
 
 def plain(c: Case, call: Call, dtype: torch.dtype):
@@ -63,8 +68,8 @@ def plain(c: Case, call: Call, dtype: torch.dtype):
     q, k, v = (x.to(dtype).transpose(1, 2) for x in call[:3])
     q_scale, k_scale, v_scale = (Scales.of_tokens(s, x.shape[2]).to(dtype)[..., None] for s, x in zip(call.scales, (q, k, v), strict=True))
     k, v, v_scale = ((x * s).repeat_interleave(group, 1) for x, s in ((k, k_scale), (v, 1), (v_scale, 1)))
-    scores = (q * q_scale) @ k.transpose(2, 3) * c.dim**-0.5
-    ahead = torch.arange(c.len_k) - torch.arange(c.len_q)[:, None] - (c.len_k - c.len_q)
+    scores = (q * q_scale) @ k.transpose(2, 3) * factor(c)
+    ahead = torch.arange(c.len_k) - torch.arange(c.len_q)[:, None] - c.mask.shift(c.len_q, c.len_k)
     hidden = torch.zeros_like(ahead, dtype=torch.bool)
     if c.mask.right is not None:
         hidden |= ahead > c.mask.right
@@ -99,6 +104,12 @@ CASES = [
     Case((2, 128, 2, "blocks"), 200, 300, shared=(1, 128, 0)),
     Case((2, 64, 2, "turns"), 130, 200, Full(), shared=(1, 1, 1)),
     Case((2, 128, 2, "blocks"), 200, 200, shared=(0, 1, 128), helpers=4),
+    Case((2, 128, 2, "blocks"), 700, 200, Window(10, align="top_left"), shared=(128, 128, 128)),
+    Case((2, 64, 2, "blocks"), 150, 200, Causal(align="top_left"), shared=(0, 128, 1)),
+    Case((2, 64, 2, "blocks"), 130, 1, Full(), shared=(1, 0, 1)),
+    Case((2, 128, 2, "turns"), 130, 300, Full(), scale=-0.125),
+    Case((2, 128, 2, "blocks"), 200, 300, shared=(1, 128, 0), scale=-0.01),
+    Case((2, 128, 2, "turns"), 130, 300, Full(), shared=(128, 128, 1), scale=0.0),
 ]
 
 
@@ -109,12 +120,29 @@ def test_emulated(case, mode):
     check(case, call, emulated(case, call, mode))
 
 
+@pytest.mark.parametrize("spread", [1.0, 1e-5])
+@pytest.mark.parametrize("share", [128, 1])
+def test_tokens_of_zeros(share, spread):
+    """They take no digits from the others, however small these are; nor does a scale of 0."""
+    c = Case((2, 128, 2, "turns"), 130, 300, Full(), shared=(share, share, share))
+    call = call_of(c)
+    call = call._replace(scales=Scales(*(s * spread for s in call.scales)))
+    last = slice(256, None) if share == 128 else slice(299, None)
+    for x, scale in zip(call[1:3], call.scales[1:], strict=True):
+        x[:, last] = 0
+        scale[:, :, -1] = SMALLEST
+    check(c, call, emulated(c, call, MODES[0]))
+    call.scales.v[:, :, -1] = call.scales.q[:, :, 0] = 0
+    out, lse = emulated(c, call, MODES[0])
+    assert out.isfinite().all() and lse.isfinite().all()
+
+
 # ---- with a bug
 
 WAIT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])\n"
 FENCE, TELL = "                fence_async_shared()\n", "                mbarrier.arrive(t_full"
 RELEASE = "        release(vi, 10 + C.stages, C.turners)\n"
-FULL = Case((2, 128, 2, "turns"), 260, 700, Full(), heads=(1, 1))
+FULL = Case((2, 128, 2, "turns"), 260, 700, Full(), heads=(1, 1), shared=(0, 128, 128))
 BUGS = {  # what is wrong, and how the sources differ
     "V is let go by the transposing warps before it is turned": (
         ("                mbarrier.arrive(v_empty.index(vi), count=1)\n", ""),
@@ -128,6 +156,8 @@ BUGS = {  # what is wrong, and how the sources differ
     "the bytes of a column are those of its neighbour": (("0x6420", "0x7531"),),
     "keys keep their order": (("return x.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])", "return x"),),
     "the output's columns keep the order of bytes": (("return x.reshape([M, N // 16, 2, 8]).permute((0, 1, 3, 2)).reshape([M, N])", "return x"),),
+    "the scale of a block is its neighbour's": (("len_k - 1, 0)) // EACH", "len_k - 1, 0)) // EACH * 0"),),
+    "V's largest scale is left out": (("inverse = gl.where(total == 0.0, 0.0, most / total)", "inverse = gl.where(total == 0.0, 0.0, 1 / total)"),),
     "weights outgrow e4m3": (("GROWTH = gl.constexpr(0.8)", "GROWTH = gl.constexpr(8.0)"),),
 }  # fmt: skip
 

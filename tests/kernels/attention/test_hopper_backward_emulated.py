@@ -137,6 +137,22 @@ def test_in_several_launches(shares):
     check(Case((2, 128, 2, ""), 200, 200, heads=(4, 2), batch=2), MODES[0], shares=shares)
 
 
+@pytest.mark.parametrize("lengths", [((0, 0), (30, 20)), ((30, 20), (0, 0))])
+def test_nobody_to_attend(lengths, monkeypatch):
+    """Without queries, or keys, gradients are 0, though the bounds on lengths are not."""
+    c = Case((1, 128, 2, "blocks"), lengths=lengths)
+    call = call_of(c)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(shape[0] if len(shape) == 1 else shape, torch.nan, **how))
+    kernel = Emulator(MODES[0], 0).load(*SOURCES)
+    kernel.statistics = statistics
+    p, x = problem_of(
+        "backward", How(c.mask, None, None, None, False, False, ""), packed_sizes(call.q, call.k, call.v, 2, 64, 64), Operands(0.2, *call.offsets), call.q
+    )
+    out, lse = torch.zeros_like(call.q), torch.full((call.q.shape[1], len(call.q)), -torch.inf)
+    grads = kernel.launch(p, kernel.Tiles(64, 128, 2, 1, "blocks", 2), call.q, call.k, call.v, out, lse, out, None, x)
+    assert all(not grad.any() for grad in grads[:3])
+
+
 def test_nan_stays_in_its_sequence():
     torch.manual_seed(0)
     c = Case((1, 128, 2, "blocks"), lengths=(70, 90, 60))

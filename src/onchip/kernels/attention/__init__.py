@@ -151,7 +151,7 @@ PREFILL = Op(
             "onchip.kernels.attention.hopper_fp8:launch",
             {"cuda": (90,)},
             {"dtype": (E4M3,), "dim": (64, 128, 256), "mask": BANDS, "keys": ("dense",), "score": (None,)},
-            also=(_one_width, _only()),
+            also=(_one_width, _only("deterministic")),
         ),
         Kernel(
             "triton_prefill",

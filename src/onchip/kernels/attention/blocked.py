@@ -17,7 +17,6 @@ from torch import Tensor
 
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands
-from onchip.core.scales import from_e4m3
 from onchip.core.trace import Place, Traced, untouched
 from onchip.kernels.attention.blocked_tiles import (
     Part,
@@ -37,6 +36,7 @@ from onchip.kernels.attention.blocked_tiles import (
     tiles,
     value,
 )
+from onchip.kernels.attention.dequantised import prefill_from_e4m3
 
 TILE = {"cpu": (128, 256)}  # rows and keys of a tile of our own products; on a CPU 64 to 512 of either are within a tenth
 MOST_TILE = (512, 1024)  # on a GPU, where a launch costs more than a miss
@@ -59,7 +59,7 @@ fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with offsets."""
     if x.scales is not None:
-        return from_e4m3(prefill, p, q, k, v, x, return_lse)
+        return prefill_from_e4m3(prefill, p, q, k, v, x, return_lse)
     if q.is_cpu and (how := _one_call(p)):
         each = (_fit(t, p).transpose(1, 2) for t in (q, take(k, 1, how[0]), take(v, 1, how[0])))
         out, lse = _fused(p, x, _bias(p, x, _whole(p), q.dtype), *each, how[1])

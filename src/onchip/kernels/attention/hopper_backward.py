@@ -477,7 +477,7 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk
 
 # Queries and keys a tile, and stages, by head dimension up to.
 TILES = ((64, (128, 128, 2)), (128, (64, 128, 2)))
-WAVES = 16  # blocks for each multiprocessor that a launch should have before there is a second one
+MOST = 1 << 19  # keys times heads whose gradients go in one launch
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -485,14 +485,14 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     m, n, stages = pick(TILES, max(p.dim, p.value_dim))
     keys = p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens
     alike = isinstance(p.mask, Band) and p.keys == "dense" and p.mask.left is p.mask.right is None
-    shares = max(1, keys // n * p.kv_heads // (WAVES * device.sms))
+    shares = max(1, triton.cdiv(keys * p.kv_heads, MOST))
     return [Tiles(m, n, stages, shares, *given_out("turns" if alike else "blocks", device))]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
     packed = x.q_offsets is not None
-    new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (p.len_q, p.len_k) else torch.empty
+    new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (q.numel(), k.numel()) else torch.empty
     dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     delta = None
     if q.numel():

@@ -4,7 +4,8 @@ What differs, after FlashAttention-3 (Shah et al., 2024):
 - wgmma takes 8-bit operands only where the summed dimension is contiguous. A partition of its own turns each tile of V round in shared memory, its keys
   in the order in which a thread holds the weights: the accumulator of the scores becomes the operand of the second product without a shuffle.
 - Weights are 2^8 exp(score - maximum), and the maximum is raised only once it grew by more than 2^0.8: they stay below 448, the largest of e4m3, and
-  weights down to 2^-14 of the largest keep all of their digits. Sums are of weights before rounding.
+  weights down to 2^-14 of the largest keep all of their digits (with V's scales of blocks or tokens, times what is left of the largest). Sums are
+  of weights before rounding.
 - Scales of a head are part of the softmax's factor and of the output's; of 128 keys, of a tile's factor; of a token, columns of scores and weights.
 
 Reads q, k, v once a tile of queries; exponentials take as long as both products: 128 x 128 of them 1,024 cycles, and the products at d128 1,024.
@@ -19,7 +20,7 @@ import triton
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
-from onchip.core.scales import Scales
+from onchip.core.scales import SMALLEST, Scales
 from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hide, key_steps, locate
 from onchip.kernels.attention.tile import describable, ends, together
 from onchip.kernels.hopper import (
@@ -52,6 +53,7 @@ from onchip.kernels.hopper import (
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 RAISED = gl.constexpr(8.0)  # log2 of what weights are multiplied by
+LEAST = gl.constexpr(1e-36)  # of a score's factor: 0 times the -inf of a key that is hidden is NaN
 GROWTH = gl.constexpr(0.8)  # of a maximum that is not followed: 2^8.8 = 446
 
 
@@ -163,7 +165,7 @@ def _scale_at(scale, n, EACH: gl.constexpr, N: gl.constexpr, len_k, layout: gl.c
         cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
         found = gl.load(scale[0] + cols * scale[1], mask=cols < len_k, other=1.0)[None, :]
     elif EACH > 1:
-        found = gl.load(scale[0] + n // EACH * scale[1])
+        found = gl.load(scale[0] + gl.minimum(n, gl.maximum(len_k - 1, 0)) // EACH * scale[1])  # a row that sees nothing may begin past the last key
     return found
 
 
@@ -174,7 +176,7 @@ def _softmax(scores, top, factor, k_scale, v_scale, MAY_BE_EMPTY: gl.constexpr, 
     """
     N: gl.constexpr = C.n
     if C.each_k > 1:
-        factor = factor * k_scale
+        factor = gl.maximum(factor * k_scale, LEAST)
     most = gl.max(gl.max(scores.reshape([64, N // 8, 8]), 1), 1)  # in four chains instead of two
     new_top = gl.maximum(top, gl.convert_layout(most, top.type.layout) * factor)
     new_top = gl.where(new_top - top > GROWTH, new_top, top)
@@ -259,6 +261,7 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     v_scales = (v_scale + b * v_strides[0] + kv_head * v_strides[1], v_strides[2])
     if C.each_k == 0:
         factor = factor * gl.load(k_scales[0])
+    factor = gl.maximum(factor, LEAST)
     call = (rows, shift, b, head, len_q, len_k, k_scales, v_scales, (), ())
 
     k_scale = _scale_at(k_scales, first * N, C.each_k, N, len_k, s_layout)
@@ -410,9 +413,12 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     each_q, each_k, each_v = Scales.share(scales.q, p.len_q), Scales.share(scales.k, p.len_k), Scales.share(scales.v, p.len_k)
     assert all(each <= 1 or each % tiles.n == 0 for each in (each_k, each_v)), f"a tile of {tiles.n} keys has one scale"
     factors = [s.expand(p.batch, heads, -1) for s, heads in zip(scales, (p.heads, p.kv_heads, p.kv_heads), strict=True)]
-    most = factors[2].amax(-1) if each_v else factors[2][..., 0]
-    if each_v:
-        factors[2] = factors[2] / most[..., None]
+    most = (factors[2].amax(-1) if each_v else factors[2][..., 0]).clamp(min=SMALLEST)
+    if each_v:  # keys whose values are 2^-40 of the largest add nothing that shows
+        factors[2] = (factors[2] / most[..., None]).clamp(min=2**-40)
+    scale = x.scale
+    if scale < 0:  # the largest score is taken before it is scaled
+        first[0], scale = (first[0].view(torch.uint8) ^ 0x80).view(q.dtype), -scale
     rows = min(tiles.n, 4096 * tiles.helpers // p.value_dim)  # of V that the helpers hold at once: 32 registers a thread
     shape = Shape(tiles.groups, tiles.n, tiles.stages, tiles.order == "pairs", left, right, top_left, tiles.helpers, each_k, each_v,
                   byte_pairs(rows, p.value_dim, tiles.helpers), REGISTERS[tiles.groups, tiles.helpers], pick(LAZILY, p.value_dim))  # fmt: skip
@@ -423,7 +429,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     count = tiles_m * p.batch * p.heads
     grid = count if tiles.order == "blocks" else min(count, tiles.sms)
     _prefill_fp8[(grid,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), lse, *factors, most, x.scale, each_q or p.len_q, count, tiles_m, together(p),
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), lse, *factors, most, scale, each_q or p.len_q, count, tiles_m, together(p),
         p.heads, p.group, p.len_q, p.len_k, p.batch * p.heads, (0, 0) if lse is None else lse.stride()[:2],
         tuple(tuple(t.stride()) for t in (*factors, most)), C=shape, num_warps=4,
     )  # fmt: skip

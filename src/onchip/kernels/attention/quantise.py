@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from onchip.core.scales import BLOCK, LARGEST
+from onchip.core.scales import BLOCK, LARGEST, SMALLEST, quantised
 
-MOST = tl.constexpr(LARGEST)
+MOST, LEAST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 
 
 # ---- device
@@ -64,16 +64,16 @@ def _quantise(x_ptr, y_ptr, scale_ptr, signs_ptr, length, heads, x_strides, y_st
     else:
         if SHARE == 1:
             most = most / MOST
-            most = tl.where(most == 0, 1.0, most)
+            most = tl.where(most == 0, LEAST, most)
             tl.store(scale_ptr + row.to(tl.int64) * length + tokens, most, mask=tokens < length)
             scale = most[:, None]
         elif SHARE > 1:
             scale = tl.max(most, 0) / MOST
-            scale = tl.where(scale == 0, 1.0, scale)
+            scale = tl.where(scale == 0, LEAST, scale)
             tl.store(scale_ptr + row.to(tl.int64) * tl.cdiv(length, BLOCK) + tile, scale)
         else:
             scale = tl.load(scale_ptr + row) / MOST
-            scale = tl.where(scale == 0, 1.0, scale)
+            scale = tl.where(scale == 0, LEAST, scale)
         at = y_ptr + tokens.to(tl.int64)[:, None] * y_strides[1] + cols[None, :]
         tl.store(at, (low / scale).to(tl.float8e4nv), mask=(tokens < length)[:, None])
         if DIM > 128:
@@ -85,14 +85,16 @@ def _quantise(x_ptr, y_ptr, scale_ptr, signs_ptr, length, heads, x_strides, y_st
 
 def launch(_p, _config, x: torch.Tensor, share: int, signs: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """`core.scales.quantised` on a GPU: x [batch, len, heads, dim] in bfloat16, dim 64, 128 or 256; signs float32 [dim]."""
+    if x.numel() == 0:
+        return quantised(x, share, signs)
     x = x if x.stride(3) == 1 else x.contiguous()
     batch, length, heads, dim = x.shape
     y = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     tiles = triton.cdiv(length, BLOCK)
     n = {0: 1, 1: length, BLOCK: tiles}[share]
-    scale = torch.zeros(batch, heads, n, device=x.device)
+    scale = torch.zeros(batch, heads, n, dtype=torch.float32, device=x.device)
     for measure in (True, False) if share == 0 else (False,):
         _quantise[(tiles, heads, batch)](
             x, y, scale, signs, length, heads, x.stride()[:3], y.stride()[:3], DIM=dim, SHARE=share, MEASURE=measure, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
-    return y, scale if share else torch.where(scale == 0, 1.0, scale / LARGEST)
+    return y, scale if share else torch.where(scale / LARGEST == 0, SMALLEST, scale / LARGEST)

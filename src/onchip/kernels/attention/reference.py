@@ -10,14 +10,15 @@ from torch import Tensor
 
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, Rows
-from onchip.core.scales import from_e4m3, quantised
+from onchip.core.scales import quantised
 from onchip.core.trace import Place
+from onchip.kernels.attention.dequantised import prefill_from_e4m3
 
 
 def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with offsets."""
     if x.scales is not None:
-        return from_e4m3(prefill, p, q, k, v, x, return_lse)
+        return prefill_from_e4m3(prefill, p, q, k, v, x, return_lse)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = torch.full(_lse_shape(q), -torch.inf, dtype=_lse_dtype(q), device=q.device)
     if x.q_offsets is None:

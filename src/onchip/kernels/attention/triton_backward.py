@@ -421,7 +421,7 @@ def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operand
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
     q, k, v, d_out = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v, d_out))
     packed = x.q_offsets is not None
-    new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (p.len_q, p.len_k) else torch.empty
+    new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (q.numel(), k.numel()) else torch.empty
     dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     wanted = tuple(t.requires_grad for t in x.score)
     grads, sums = mods.gradients(x.score, wanted)
