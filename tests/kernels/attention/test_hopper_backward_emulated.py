@@ -132,9 +132,18 @@ def test_emulated(case, mode):
     check(case, mode)
 
 
+SHARED = [
+    Case((2, 128, 2, "blocks"), 200, 200, heads=(4, 2), batch=2),
+    Case((1, 128, 2, "turns"), 200, 200, Full(), dim=128, heads=(3, 3)),
+    Case((1, 128, 2, "blocks"), lengths=(70, 0, 150), heads=(6, 3)),
+    Case((1, 128, 2, "blocks"), 200, 200, Causal() & Document(torch.arange(200) // 60), heads=(4, 4)),
+]
+
+
 @pytest.mark.parametrize("shares", [2, 3])
-def test_in_several_launches(shares):
-    check(Case((2, 128, 2, ""), 200, 200, heads=(4, 2), batch=2), MODES[0], shares=shares)
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_in_several_launches(case, shares):
+    check(case, MODES[0], shares=shares)
 
 
 @pytest.mark.parametrize("lengths", [((0, 0), (30, 20)), ((30, 20), (0, 0))])
