@@ -10,11 +10,10 @@ round these operators, as the boundary costs about 60 us.
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from onchip.core.problem import E4M3, Attention, Operands
 from onchip.core.scales import BLOCK, Scales
-from onchip.dispatch import OPS, select
+from onchip.dispatch import select
 from onchip.ops import wire
 from onchip.ops.attend import TWICE, UNTRAINED, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_sizes, problem_of, quantise
 
@@ -133,28 +132,6 @@ def _(q, k, v, reads, longest_q, longest_k, drop, scale, how, out, lse, d_out, d
 @paged_backward.register_fake
 def _(q, k, v, page_table, lengths, reads, scale, how, d_out, d_lse, wanted):
     return [t.new_empty(t.shape) for t, want in zip((q, k, v, *reads), wanted, strict=True) if want]
-
-
-# ---- what torch.utils.flop_counter counts: the arithmetic of what a mask shows
-
-
-def _flops(problem: Attention) -> int:
-    return int(OPS[problem.op].cost(problem).flops)
-
-
-@register_flop_formula(torch.ops.onchip.attention, get_raw=True)
-def _(*args, **_):
-    return _flops(_call(*args)[0])
-
-
-@register_flop_formula(torch.ops.onchip.attention_backward, get_raw=True)
-def _(*args, **_):
-    return _flops(_call(*args[:9])[0]._replace(op="backward"))
-
-
-@register_flop_formula(torch.ops.onchip.paged_attention, get_raw=True)
-def _(q, k, v, page_table, _lengths, reads, scale, how, **_):
-    return _flops(_paged_call(q, k, v, page_table, reads, scale, how)[0])
 
 
 # ---- derivatives
