@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 BLOCK = 128  # tokens that may share a scale
@@ -12,10 +11,7 @@ SHARES = {"head": 0, "block": BLOCK, "token": 1}  # tokens that share a scale; 0
 
 
 class Scales(NamedTuple):
-    """Float32 factors, positive, of queries [batch, heads, n], keys and values [batch, kv_heads, n]; sizes of 1 are broadcast.
-
-    n   1: a scale for all tokens of a head; ceil(len / 128): one for each 128 tokens in a row; len: each token has its own.
-    """
+    """Those of quantised queries, keys and values, as `Quantised` has them."""
 
     q: Tensor
     k: Tensor
@@ -54,31 +50,3 @@ class Quantised(NamedTuple):
     def dequantised(self) -> Tensor:
         """In float32."""
         return self.values.float() * Scales.of_tokens(self.scale, self.values.shape[1]).transpose(1, 2)[..., None]
-
-
-def rotate(x: Tensor, signs: Tensor) -> Tensor:
-    """`x * signs` [..., dim] times the Walsh-Hadamard matrix / sqrt(dim), in float32: orthogonal, so that products of two rotated rows stay the same,
-    while a large channel is spread over all (incoherent processing, Chee et al., 2023). `signs`: +-1 [dim], the same for queries and keys.
-    """
-    dim = x.shape[-1]
-    x = x.float() * signs
-    step = 1
-    while step < dim:
-        pairs = x.view(*x.shape[:-1], dim // (2 * step), 2, step)
-        x = torch.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2).view(x.shape)
-        step *= 2
-    return x * dim**-0.5
-
-
-def quantised(x: Tensor, share: int, signs: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [batch, len, heads, dim] in e4m3, rotated where there are `signs`, and its scales for `share` tokens each (0: all), [batch, heads, n]."""
-    x = x.float() if signs is None else rotate(x, signs)
-    length = x.shape[1]
-    most = x.abs().amax(-1).transpose(1, 2)  # [batch, heads, len]
-    if share != 1:
-        parts = most.split(share or length, -1) if length else [most.new_zeros(*most.shape[:2], 1)] * (share == 0)
-        most = torch.stack([part.amax(-1) for part in parts], -1) if parts else most
-    scale = most / LARGEST
-    scale = torch.where(scale == 0, SMALLEST, scale)
-    each = Scales.of_tokens(scale, length).transpose(1, 2)[..., None]
-    return (x / each).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale

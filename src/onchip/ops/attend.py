@@ -190,7 +190,7 @@ def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tenso
         return _Quantise.apply(x, share, signs)
     batch, length, heads, dim = x.shape
     problem = Rows("quantise", batch * length * heads, dim, x.dtype, share + " rotated" * (signs is not None))
-    return select(problem, x.device).launch(x, SHARES[share], signs)
+    return select(problem, x.device, "auto" if x.numel() else "reference").launch(x, SHARES[share], signs)  # no launch of nothing
 
 
 class _Quantise(torch.autograd.Function):

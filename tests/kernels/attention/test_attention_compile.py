@@ -151,6 +151,12 @@ def test_every_gpu_has_tiles_that_fit(name, dtype, dim):
 
 # ---- prefill on Hopper
 
+
+def allowed(most: int) -> int:
+    """Bytes of spills; by the newest Triton's ptxas several times as many, most of them the backward kernel's."""
+    return max(most, 2400) if NEWEST else most
+
+
 HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of them outside of the loops that matter; the newest ptxas spills more
     "d64": (64, False, {}, 200),
     "d64 short causal": (64, False, {"band": Causal(), "len_q": 1024}, 0),
@@ -171,7 +177,7 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
 def test_hopper_prefill(dim, packed, how, most):
     """Every product on wgmma, every tile through TMA, no wait for a product that ptxas adds, and the copying warp gives its registers away."""
     tiles, facts = prefill("sm_90", dim, packed=packed, module=hopper_prefill, **{"band": Full(), **how})
-    assert NEWEST or facts.spills <= most, f"{tiles}: {facts.spills} bytes"
+    assert facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     steps = (dim // 16) + (tiles.n // 16)  # of one tile of scores, and of one of the output
     assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and "mma.sync" not in facts.ptx
@@ -198,7 +204,7 @@ def test_hopper_backward(dim, packed, band, most):
     lse = meta(32, 4 * 4096, dtype=FP32) if packed else meta(4, 32, 4096, dtype=FP32)
     tiles, found = launched(hopper_backward, "sm_90", p, q, k, v, q, lse, q, None, Operands(dim**-0.5, offsets, offsets), returns=())
     facts = found["_backward"]
-    assert NEWEST or facts.spills <= most, f"{tiles}: {facts.spills} bytes"
+    assert facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     steps = dim // 16 + dim // 16 + 2 * (tiles.m // 16) + tiles.n // 16  # of the scores, dP, dV and dK, and dQ
     in_loops = facts.wgmma - 2 * (tiles.n // 16)  # each warpgroup adds a tile's last dQ behind them
@@ -223,7 +229,7 @@ def prefill_fp8(dim, mask, share=0):
 def test_hopper_fp8(dim, mask, share):
     """Both products in e4m3; V turned by whole matrices, two byte permutations for two registers; weights packed by the conversion alone."""
     tiles, facts = prefill_fp8(dim, mask, share)
-    assert NEWEST or facts.spills <= (0 if dim < 256 else 150), f"{tiles}: {facts.spills} bytes"
+    assert facts.spills <= allowed(0 if dim < 256 else 150), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     steps = dim // 32 + tiles.n // 32  # of one tile of scores, and of one of the output
     assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and facts.ptx.count(".f32.e4m3.e4m3 ") == facts.wgmma

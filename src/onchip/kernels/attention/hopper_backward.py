@@ -22,7 +22,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, locate
+from onchip.kernels.attention.hopper_tiles import count_turns, given_out, locate, map_entry, map_row, order_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
 from onchip.kernels.attention.tile import describable, ends, fast, mask_map, query_span, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -58,7 +58,7 @@ NOWHERE = gl.constexpr(1 << 30)  # the row of the tile before the first, of whic
 
 
 class Tiles(NamedTuple):
-    """Queries and keys a tile, query tiles in flight, how tiles are given out (as in `hopper_prefill.Tiles`), and the launches, a share of the heads each.
+    """Queries and keys a tile, query tiles in flight, how tiles are given out ("turns" or "blocks" of `order_of`), and the launches, a share of the heads each.
 
     The more launches, the fewer float32 copies of dQ there are at once.
     """
@@ -88,7 +88,7 @@ class Shape:
     mapped: bool
     dim: int
     dim_v: int
-    pairs = False
+    pairs = False  # as `locate` asks: no tile of keys comes with another
 
     @property
     def partners(self):
@@ -116,7 +116,7 @@ def _steps(place, head, map_ptr, map_strides, C: gl.constexpr):
     b, _, tile_n, _, len_q, _, len_k, shift = place
     row = tile_n  # without a map nobody looks
     if C.mapped:
-        row = map_ptr + b.to(gl.int64) * map_strides[0] + head.to(gl.int64) * map_strides[1] + tile_n.to(gl.int64) * map_strides[2]
+        row = map_row(map_ptr, map_strides, b, head, tile_n)
         before = gl.load(row)
         bare = gl.load(row + 1)
         after = before * 0
@@ -135,7 +135,7 @@ def _tile_at(x, steps, map_strides, C: gl.constexpr):
     """The query tile of step `x`."""
     before, _, _, first, row = steps
     if C.mapped:
-        tile = gl.load(gl.where(x < before, row + 2 + x, row + map_strides[2] - 1 - (x - before)))
+        tile = map_entry(x, before, row, map_strides)
     else:
         tile = first + x
     return tile
@@ -477,16 +477,15 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk
 
 # Queries and keys a tile, and stages, by head dimension up to.
 TILES = ((64, (128, 128, 2)), (128, (64, 128, 2)))
-MOST = 1 << 19  # keys times heads whose gradients go in one launch
+MOST = 1 << 19  # keys times heads whose gradients go in one launch; the menu has the same
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension. Long problems go in several launches."""
     m, n, stages = pick(TILES, max(p.dim, p.value_dim))
     keys = p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens
-    alike = isinstance(p.mask, Band) and p.keys == "dense" and p.mask.left is p.mask.right is None
     shares = max(1, triton.cdiv(keys * p.kv_heads, MOST))
-    return [Tiles(m, n, stages, shares, *given_out("turns" if alike else "blocks", device))]
+    return [Tiles(m, n, stages, shares, *given_out("turns" if order_of(p) == "turns" else "blocks", device))]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):

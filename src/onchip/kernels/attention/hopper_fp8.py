@@ -21,7 +21,7 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import SMALLEST, Scales
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hide, key_steps, locate
+from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hide, key_steps, locate, order_of
 from onchip.kernels.attention.tile import describable, ends, together
 from onchip.kernels.hopper import (
     advance,
@@ -58,7 +58,7 @@ GROWTH = gl.constexpr(0.8)  # of a maximum that is not followed: 2^8.8 = 446
 
 
 class Tiles(NamedTuple):
-    """Warpgroups of 64 queries, keys a tile, key tiles in flight, how tiles of queries are given out (see `hopper_prefill.Tiles`); warps that transpose V."""
+    """Warpgroups of 64 queries, keys a tile, key tiles in flight, how tiles of queries are given out (`order_of`), and to whom; warps that transpose V."""
 
     groups: int
     n: int
@@ -387,13 +387,8 @@ REGISTERS = {(1, 2): (0, 72), (1, 4): (0, 56), (2, 2): (216, 72), (2, 4): (216, 
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
-    """The tiles of the head dimension, given out as `hopper_prefill.configs` does."""
-    groups, n, stages, helpers = pick(TILES, p.dim)
-    order = "blocks"
-    if p.mask.right is None and p.mask.left is None:
-        order = "turns"
-    elif p.mask.left is None and p.mask.right == 0 and p.len_q == p.len_k <= 4096:
-        order = "pairs"
+    """The tiles of the head dimension; half of them where they are too few for the device."""
+    (groups, n, stages, helpers), order = pick(TILES, p.dim), order_of(p)
     if p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
         groups, order = 1, "blocks"
     return [Tiles(groups, n, stages, *given_out(order, device), helpers)]

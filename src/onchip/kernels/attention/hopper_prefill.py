@@ -16,7 +16,7 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hide, key_steps, locate, tile_at
+from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hide, key_steps, locate, order_of, tile_at
 from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -47,8 +47,7 @@ GROWTH = gl.constexpr(8.0)  # weights of up to 2^8 cost a half-precision product
 class Tiles(NamedTuple):
     """Warpgroups of 64 queries, keys a tile, key tiles in flight, and how tiles of queries are given out.
 
-    order   "blocks": a block each, the longest first; "turns": to as many blocks as there are multiprocessors, in turns, so that the next
-            tile's copies run beside the last one's end; "pairs": in turns, a long one under a causal mask always with the short one that makes it even.
+    order   as `hopper_tiles.order_of` says.
     sms     multiprocessors to give out to, unless in "blocks".
     """
 
@@ -362,21 +361,14 @@ TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
 LONG_64 = (3, 128, 2)
 LAZILY = ((64, 0), (256, 64))
 SHORT = 1024  # queries
-PAIRED = 4096  # tokens up to which a causal problem's tiles go in pairs: beyond, giving out the longest first evens them out as well
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
-    """The tiles of the head dimension; half of them where they are too few for the device. Rows of equal length come in turns, short causal ones in pairs."""
-    width, mask = max(block(p.dim), block(p.value_dim)), p.mask
-    alike = isinstance(mask, Band) and p.keys == "dense" and mask.left is None
+    """The tiles of the head dimension; half of them where they are too few for the device."""
+    width, order = max(block(p.dim), block(p.value_dim)), order_of(p)
     groups, n, stages = pick(TILES, width)
-    if width == 64 and alike and mask.right is None and p.score is None and p.len_q > SHORT:
+    if width == 64 and order == "turns" and p.score is None and p.len_q > SHORT:
         groups, n, stages = LONG_64
-    order = "blocks"
-    if alike and mask.right is None:
-        order = "turns"
-    elif alike and mask.right == 0 and p.len_q == p.len_k <= PAIRED:
-        order = "pairs"
     if "batch_invariant" not in p.extras and p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
         groups, order = 1, "blocks"
     return [Tiles(groups, n, stages, *given_out(order, device))]

@@ -6,8 +6,24 @@ first of these.
 
 from onchip.core import settings
 from onchip.core.device import Device
+from onchip.core.masks import Band
+from onchip.core.problem import Attention
 from onchip.kernels.attention.tile import inner_span, key_span, sequence
 from onchip.kernels.hopper import gl, gluon
+
+PAIRED = 4096  # tokens up to which a causal problem's tiles go in pairs: beyond, giving out the longest first evens them out as well
+
+
+def order_of(p: Attention) -> str:
+    """How the tiles of queries are given out: "turns", to as many blocks as there are multiprocessors, so that the next tile's copies run beside the
+    last one's end, where all have as much to do; "pairs", in turns, a long one always with the short one that makes it even, of a short causal problem;
+    else "blocks", a block each, the longest first.
+    """
+    if not isinstance(p.mask, Band) or p.keys != "dense" or p.mask.left is not None:
+        return "blocks"
+    if p.mask.right is None:
+        return "turns"
+    return "pairs" if p.mask.right == 0 and p.len_q == p.len_k <= PAIRED else "blocks"
 
 
 def given_out(order: str, device: Device) -> tuple[str, int]:
@@ -69,6 +85,18 @@ def count_turns(sizes, C: gl.constexpr):
 
 
 @gluon.jit
+def map_row(map_ptr, map_strides, b, head, tile):
+    """Where the mask's map tells of a tile: how many others it sees in part and in whole, and which (`tile.mask_map`)."""
+    return map_ptr + b.to(gl.int64) * map_strides[0] + head.to(gl.int64) * map_strides[1] + tile.to(gl.int64) * map_strides[2]
+
+
+@gluon.jit
+def map_entry(x, part, row, map_strides):
+    """The tile number `x` of a row of the map: those seen in `part` come first, the whole ones stand at its end."""
+    return gl.load(gl.where(x < part, row + 2 + x, row + map_strides[2] - 1 - (x - part)))
+
+
+@gluon.jit
 def key_steps(place, map_ptr, map_strides, C: gl.constexpr):
     """The key tiles of a tile of queries: the first; how many more need the mask, how many do not, how many do again; and the row of the map.
 
@@ -78,7 +106,7 @@ def key_steps(place, map_ptr, map_strides, C: gl.constexpr):
     b, head, tile_m, _, len_q, _, len_k, _ = place
     row = tile_m  # without a map nobody looks
     if C.mapped:
-        row = map_ptr + b.to(gl.int64) * map_strides[0] + head.to(gl.int64) * map_strides[1] + tile_m.to(gl.int64) * map_strides[2]
+        row = map_row(map_ptr, map_strides, b, head, tile_m)
         part = gl.load(row)
         whole = gl.load(row + 1)
         top = gl.where(part > 0, gl.load(row + 2), gl.where(whole > 0, gl.load(row + map_strides[2] - 1), 0))
@@ -107,9 +135,7 @@ def tile_at(x, steps, map_strides, C: gl.constexpr):
     """The key tile of step `x`; the first step is 0."""
     top, _, _, _, row = steps
     if C.mapped:
-        part = gl.load(row)
-        where = gl.where(x < part, row + 2 + x, row + map_strides[2] - 1 - (x - part))
-        tile = gl.load(where)
+        tile = map_entry(x, gl.load(row), row, map_strides)
     else:
         tile = top - x
     return tile

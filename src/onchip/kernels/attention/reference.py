@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, Rows
-from onchip.core.scales import quantised
+from onchip.core.scales import LARGEST, SMALLEST, Scales
 from onchip.core.trace import Place
 from onchip.kernels.attention.dequantised import prefill_from_e4m3
 
@@ -87,9 +87,32 @@ def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> t
     return out.to(q.dtype), lse if work == torch.float64 else lse.float()
 
 
+def rotate(x: Tensor, signs: Tensor) -> Tensor:
+    """`x * signs` [..., dim] times the Walsh-Hadamard matrix / sqrt(dim), in float32: orthogonal, so that products of two rotated rows stay the same,
+    while a large channel is spread over all (incoherent processing, Chee et al., 2023). `signs`: +-1 [dim], the same for queries and keys.
+    """
+    dim = x.shape[-1]
+    x = x.float() * signs
+    step = 1
+    while step < dim:
+        pairs = x.view(*x.shape[:-1], dim // (2 * step), 2, step)
+        x = torch.stack([pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]], -2).view(x.shape)
+        step *= 2
+    return x * dim**-0.5
+
+
 def quantise(_p: Rows, _config, x: Tensor, share: int, signs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`core.scales.quantised`, in the menu's form."""
-    return quantised(x, share, signs)
+    """x [batch, len, heads, dim] in e4m3, rotated where there are `signs`, and its scales for `share` tokens each (0: all), [batch, heads, n]."""
+    x = x.float() if signs is None else rotate(x, signs)
+    length = x.shape[1]
+    most = x.abs().amax(-1).transpose(1, 2)  # [batch, heads, len]
+    if share != 1:
+        parts = most.split(share or length, -1) if length else [most.new_zeros(*most.shape[:2], 1)] * (share == 0)
+        most = torch.stack([part.amax(-1) for part in parts], -1) if parts else most
+    scale = most / LARGEST
+    scale = torch.where(scale == 0, SMALLEST, scale)
+    each = Scales.of_tokens(scale, length).transpose(1, 2)[..., None]
+    return (x / each).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
 
 
 def place(b: int, heads: int, len_q: int, len_k: int, device: torch.device) -> Place:
