@@ -720,7 +720,7 @@ class Emulator:
             cdiv=lift(lambda x, y: _quotient(x + y - 1, y)),
             max=_largest,
             sum=lambda x, axis: Tensor(raw(x).sum(axis, dtype=raw(x).dtype)),
-            cast=lambda x, dtype: Tensor(raw(x).to(dtype)),
+            cast=lambda x, dtype, bitcast=False: x.to(dtype, bitcast) if isinstance(x, Tensor) else Tensor(raw(x).to(dtype)),
             broadcast_to=lambda x, shape: Tensor(raw(x).broadcast_to(shape)),
             convert_layout=lambda x, layout: x,
             arange=lambda start, stop, layout=None: Tensor(torch.arange(start, stop, dtype=torch.int32)),

@@ -10,9 +10,9 @@ import torch
 import onchip
 from gluon_emulator import MODES, Deadlock, Emulator, Fault
 from judge import assert_as_good_as_torch
-from onchip.core.masks import Causal, Document, Full, Window
+from onchip.core.masks import Causal, Document, Full, MaskMod, Window
 from onchip.core.problem import Operands
-from onchip.core.scores import ALiBi, Softcap, chain
+from onchip.core.scores import ALiBi, Bias, Softcap, chain
 from onchip.kernels.attention.reference import place, spans
 from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
 
@@ -172,6 +172,8 @@ MODS = [
     Case((2, 64, 2, "blocks"), lengths=(130, 0, 200), used=(90, 0, 150), mask=Document(torch.arange(200) // 60)),
     Case((2, 64, 2, "turns"), 130, 200, Full(), score=Softcap(2.0)),
     Case((2, 64, 2, "blocks"), 130, 130, score=ALiBi(torch.tensor([0.5, 0.25]))),
+    Case((2, 64, 2, "blocks"), 150, 150, Causal() & Document(torch.arange(150) // 40), heads=(2, 1), score=Bias(torch.randn(2, 1, 150))),
+    Case((2, 64, 2, "turns"), 130, 170, MaskMod(lambda b, h, i, j: (i // 9 % 5 - j // 7 % 6).abs() < 2), score=Bias(torch.randn(2, 130, 1).bfloat16())),
 ]
 
 
@@ -215,6 +217,7 @@ CAUSAL = Case((2, 64, 2, "blocks"), 200, 330)
 PAIRS = Case((2, 64, 2, "pairs"), 300, 300)
 WINDOW = Case((2, 64, 2, "turns"), 200, 300, Window(100))
 WIDE = Case((2, 64, 2, "turns"), 70, 130, Full(), dim=256, heads=(9, 1))
+SPLIT = MODS[-2]
 UNEVEN = Case((1, 64, 2, "blocks"), lengths=(70, 0, 5, 200))
 NEIGHBOUR = Case((2, 64, 2, "blocks"), lengths=(100, 70), used=(90, 70), mask=Full())
 
@@ -224,7 +227,7 @@ WAIT_FOR_OUTPUT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weigh
 RELEASE_VALUES = "        release(vi, 10 + C.stages, READERS)\n"
 RELEASE_QUERIES = "                mbarrier.arrive(q_empty.index(GROUP), count=1)\n"
 LEFT_BEFORE = "                tma.store_wait(0)  # the tile before has left\n"
-LOW = "low, 1 + masked + bare, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, "
+LOW = "low, 1 + masked + bare, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, KEYS, "
 ATTEND = "            acc, ki, kp, vi, vp = _attend("
 BUGS = [
     Bug("K is released before its product is waited for", FULL, (
@@ -253,7 +256,7 @@ BUGS = [
     Bug("the queries' buffer is given back before the output in it has left", WIDE, (("                tma.store_wait(0)\n", ""),)),
     Bug("the last output is not waited for", FULL, (("            qp ^= 1\n    tma.store_wait(0)\n", "            qp ^= 1\n"),)),
     Bug("the output leaves without a fence", FULL, (("                fence_async_shared()\n                tma_store(", "                tma_store("),)),
-    Bug("the turn is never handed over", FULL, (("        turn_over(GROUP, C.groups)\n" + WAIT_FOR_SCORES, WAIT_FOR_SCORES),)),
+    Bug("the turn is never handed over", FULL, (("        turn_over(GROUP, C.groups)\n        n = 0\n", "        n = 0\n"),)),
     Bug("nobody goes first", FULL, (("        turn_over(GROUP, C.groups)\n    for turn in", "        pass\n    for turn in"),)),
     Bug("both warpgroups take the first one's queries", FULL, (("queries.index(GROUP)", "queries.index(0)"),)),
     Bug("a causal mask off by one", CAUSAL, (("(shift + C.right + 1)", "(shift + C.right + 2)"),)),
@@ -267,6 +270,9 @@ BUGS = [
     Bug("the output does not shrink", FULL, (("        acc = scale_rows(", "        scale_rows("),)),
     Bug("values of the next sequence are not cleared", NEIGHBOUR, (("    if n + N > len_k:\n        mbarrier", "    if n < 0:\n        mbarrier"),)),
     Bug("cleared values are read without a fence", NEIGHBOUR, (("0.0).to(values.dtype))\n        fence_async_shared()\n", "0.0).to(values.dtype))\n"),)),
+    Bug("what keys decide is that of the first tile", SPLIT, (("        j = n + gl.arange(0, C.n, layout", "        j = gl.arange(0, C.n, layout"),)),
+    Bug("what rows decide is that of the first warpgroup", SPLIT, (("of_rows(rows, b, head,", "of_rows(rows - GROUP * 64, b, head,"),)),
+    Bug("what keys decide of another head", SPLIT, (("known = KEYS(call[2], call[3]", "known = KEYS(call[2], call[3] * 0"),)),
     Bug("a place of the list without a tile is taken for one", UNEVEN, (("(b >= 0)", "(b >= -1)"),)),
     Bug("all sequences are listed from the first place on", UNEVEN, (("        start += tl.sum(", "        tl.sum("),)),
     Bug("two tiles of as much work have one place", UNEVEN, (("others[None, :] < at[:, None]", "others[None, :] < 0"),)),

@@ -23,12 +23,35 @@ from onchip.core.masks import Causal, MaskMod
 from onchip.core.scores import ScoreMod
 from onchip.core.trace import Place
 from onchip.kernels.attention import mods
+from onchip.kernels.attention.mods import _erf_fast, _real
 
 M, N = 16, 32
 BATCH, HEADS = 2, 3
 SIZES = ((16, 32), (11, 29), (5, 19), (1, 1))  # (len_q, len_k): whole tiles, ragged ones
 
 # ---- the smallest kernel that calls them
+
+
+@triton.jit
+def _hand(x, j):
+    return x[None, :]
+
+
+@triton.jit
+def _split_tile(s_ptr, out_ptr, b, h, len_q, len_k, c, ROWS: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
+                M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    i, j = tl.arange(0, M), tl.arange(0, N)
+    r, k = (), ()
+    if ROWS is not None:
+        r = ROWS(b, h, i, len_q, len_k, (c, c))
+    if KEYS is not None:
+        k = KEYS(b, h, j, len_q, len_k, (c, c))
+    i, j = i[:, None], j[None, :]
+    if MASK is not None:
+        out = MASK(b, h, i, j, len_q, len_k, c, (r, k), _hand).to(tl.float32)
+    else:
+        out = SCORE(tl.load(s_ptr + i * N + j), b, h, i, j, len_q, len_k, c, (r, k), _hand)
+    tl.store(out_ptr + i * N + j, out)
 
 
 @triton.jit
@@ -72,6 +95,9 @@ def tile(function, tensors, sizes, axis, s=None, ds=None, g=(), **which):
         if part is not None:
             whole[: sizes[0], : sizes[1]] = part
     out = torch.full((M, N), torch.nan, device=device)
+    if which["kind"] == "split":
+        _split_tile[(1,)](full[0], out, 1, 2, *sizes, mods.captured(tensors), *function, M=M, N=N)
+        return out[: sizes[0], : sizes[1]]
     arguments = {"MASK": None, "SCORE": None, "SCORE_GRAD": None} | {which["kind"]: function}
     _tile[(1,)](*full, out, 1, 2, *sizes, mods.captured(tensors), g, **arguments, M=M, N=N, I_AXIS=axis)
     return out[: sizes[0], : sizes[1]]
@@ -204,6 +230,8 @@ def test_mask(name, axis, device):
         truth = static.seen(place(*sizes, device=device), tensors).expand(sizes)
         ours = tile(mods.mask_function(static.text), inside, sizes, axis, kind="MASK")
         assert torch.equal(ours, truth.float()), f"{static}, {sizes}"
+        if axis == 0:
+            assert torch.equal(tile(mods.split_functions(static.text, None), inside, sizes, axis, kind="split"), truth.float()), f"{static}, {sizes}"
 
 
 @pytest.mark.gpu
@@ -221,6 +249,8 @@ def test_score_and_gradients(name, axis, device):
         ds = ds.where(truth[0].isfinite(), 0)
         g, buffers = mods.gradients(tensors, wanted)
         ours = tile(forward, inside, sizes, axis, s, kind="SCORE")
+        if axis == 0:
+            assert torch.equal(ours, tile(mods.split_functions(None, static.text), inside, sizes, axis, s, kind="split"))
         ours_ds = tile(backward, inside, sizes, axis, s, ds, g, kind="SCORE_GRAD")
         assert torch.equal(ours_ds, tile(alone, inside, sizes, axis, s, ds, kind="SCORE_GRAD"))
         assert_as_good_as_torch(ours, low[0], truth[0], slack=4.0)
@@ -239,6 +269,34 @@ def reference(static, tensors, wanted, at, s, ds, dtype):
     total = (static.run(inputs[0][finite], *at, *leaves) * ds[finite]).sum()
     grads = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True) if total.requires_grad else map(torch.zeros_like, inputs)
     return [out, *grads]
+
+
+def test_what_rows_and_keys_decide_alone():
+    """Ids of documents are looked up once a row and once a key; a distance, which takes both, is not worth handing round."""
+    if not isinstance(_tile, JITFunction):
+        pytest.skip("TRITON_INTERPRET is set: an interpreted function has no source to look at")
+    rows, keys, sees, _ = mods.split_functions(cases("mask")["document of all"].static().text, None)
+    assert all("tl.load" in part.src for part in (rows, keys)) and "tl.load" not in sees.src
+    rows, keys, _, score = mods.split_functions(None, cases("score")["alibi"].static().text)
+    assert rows is None and keys is None and "_real(j)" in score.src
+
+
+@pytest.mark.gpu
+def test_what_is_made_of_simpler_instructions(device):
+    """Whole numbers become floats by putting bits together, up to the most tokens that a sequence may have; the fast erf is a polynomial."""
+    x = torch.tensor([0, 1, 2, 1023, 1 << 20, mods.MOST - 1, mods.MOST, 12345], dtype=torch.int32, device=device)
+    y = torch.linspace(-6, 6, 4096, device=device)
+    real, erf = torch.empty(8, device=device), torch.empty_like(y)
+    _instructions[(1,)](x, y, real, erf)
+    assert torch.equal(real, x.float())
+    torch.testing.assert_close(erf.double(), torch.erf(y.double()), rtol=0, atol=5e-5)
+
+
+@triton.jit
+def _instructions(x_ptr, y_ptr, real_ptr, erf_ptr):
+    i, j = tl.arange(0, 8), tl.arange(0, 4096)
+    tl.store(real_ptr + i, _real(tl.load(x_ptr + i)))
+    tl.store(erf_ptr + j, _erf_fast(tl.load(y_ptr + j)))
 
 
 # ---- compiled

@@ -220,7 +220,7 @@ def _more(state, count, n, q, k_ring, t_ring, factor, call, EDGE: gl.constexpr, 
         if C.each_k == 1:
             scores = scores * k_scale
         if EDGE:
-            scores = hide(scores, at, call, None, C, s_layout)
+            scores = hide(scores, at, call, (), None, C, s_layout)
         p, shrink, top, sums = _softmax(scores, top, factor, k_scale, v_scale, EDGE, C)
         release_after(sums, ki, 10, C.readers)
         ki, kp = advance(ki, kp, C.stages)
@@ -262,7 +262,7 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     if C.each_k == 0:
         factor = factor * gl.load(k_scales[0])
     factor = gl.maximum(factor, LEAST)
-    call = (rows, shift, b, head, len_q, len_k, k_scales, v_scales, (), ())
+    call = (rows, shift, b, head, len_q, len_k, k_scales, v_scales, (), (), ())
 
     k_scale = _scale_at(k_scales, first * N, C.each_k, N, len_k, s_layout)
     v_scale = _scale_at(v_scales, first * N, C.each_v, N, len_k, s_layout)
@@ -276,7 +276,7 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     ki, kp = advance(ki, kp, C.stages)
     if C.each_k == 1:
         scores = scores * k_scale
-    scores = hide(scores, first * N, call, None, C, s_layout)
+    scores = hide(scores, first * N, call, (), None, C, s_layout)
     weights, _, top, total = _softmax(scores, gl.full([64], float("-inf"), gl.float32, row_layout), factor, k_scale, v_scale, True, C)
     state, n = (as_words(in_order(weights)), gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp), (first - 1) * N
     if C.right >= 0:

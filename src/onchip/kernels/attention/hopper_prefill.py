@@ -16,7 +16,8 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hide, key_steps, locate, order_of, tile_at
+from onchip.kernels.attention import mods
+from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hand, hide, key_steps, locate, of_keys, of_rows, order_of, tile_at
 from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -119,13 +120,13 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_pt
 
 
 @gluon.jit
-def _scored(scores, n, call, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+def _scored(scores, n, call, keys, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """What happens to a score before the mask."""
     N: gl.constexpr = C.n
     if SCORE is not None:
-        rows, _, b, h, len_q, len_k, scale, _, _, reads = call
+        rows, _, b, h, len_q, len_k, scale, _, _, reads, known = call
         cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-        scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads)
+        scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand)
     return scores
 
 
@@ -161,8 +162,8 @@ def _clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
 
 
 @gluon.jit
-def _more(state, count, x, q, k_ring, v_ring, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr,
-          GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
+def _more(state, count, x, q, k_ring, v_ring, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr, EDGE: gl.constexpr,
+          C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
     """`count` further key tiles from step `x` on. EDGE: they need the mask."""
     N: gl.constexpr = C.n
     weights, acc, top, total, ki, kp, vi, vp = state
@@ -177,13 +178,15 @@ def _more(state, count, x, q, k_ring, v_ring, call, steps, map_strides, MASK: gl
         mbarrier.wait(v_full.index(vi), vp)
         acc = warpgroup_mma(weights, values.index(vi).reshape([N, values.shape[-1]]), acc, is_async=True)
         turn_over(GROUP, C.groups)
-        scores = warpgroup_mma_wait(1, deps=[scores])
         n = 0
-        if EDGE or SCORE is not None:
+        of = ()
+        if EDGE or SCORE is not None:  # beside the product
             n = tile_at(x + t, steps, map_strides, C) * N
-        scores = _scored(scores, n, call, SCORE, C, s_layout)
+            of = of_keys(n, call, KEYS, C)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        scores = _scored(scores, n, call, of, SCORE, C, s_layout)
         if EDGE:
-            scores = hide(scores, n, call, MASK, C, s_layout)
+            scores = hide(scores, n, call, of, MASK, C, s_layout)
         p, shrink, top, sums = _softmax(scores, top, call[7], EDGE or SCORE is not None, C)
         release_after(sums, ki, 10, READERS)
         ki, kp = advance(ki, kp, C.stages)
@@ -200,8 +203,8 @@ def _more(state, count, x, q, k_ring, v_ring, call, steps, map_strides, MASK: gl
 
 
 @gluon.jit
-def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse_ptr, lse_strides, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
-            MASK: gl.constexpr, SCORE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
+            MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """The output of 64 queries, and the cursors after it; LSE is stored."""
     N: gl.constexpr = C.n
     keys, k_full, _ = k_ring
@@ -214,34 +217,36 @@ def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse_ptr, lse_strides, 
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     b, head, tile_m, start_q, len_q, _, len_k, _ = place
     ki, kp, vi, vp = cursors
+    lse_ptr, lse_strides = lse
     steps = key_steps(place, map_ptr, map_strides, C)
     first, masked, bare, low, _ = steps
     rows = tile_m * C.m + GROUP * 64 + gl.arange(0, 64, layout=row_layout)
     shift = len_k - len_q
     if C.top_left:
         shift = shift * 0
-    call = (rows, shift, b, head, len_q, len_k, scale, gain, reads[0], reads[1])
+    call = (rows, shift, b, head, len_q, len_k, scale, gain, reads[0], reads[1], of_rows(rows, b, head, len_q, len_k, reads, ROWS))
 
     mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
     take_turn(GROUP, C.groups)
     zeros = gl.zeros([64, N], gl.float32, s_layout)
     scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
     turn_over(GROUP, C.groups)
+    of = of_keys(first * N, call, KEYS, C)
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(ki, 10, READERS)
     ki, kp = advance(ki, kp, C.stages)
-    scores = _scored(scores, first * N, call, SCORE, C, s_layout)
-    scores = hide(scores, first * N, call, MASK, C, s_layout)
+    scores = _scored(scores, first * N, call, of, SCORE, C, s_layout)
+    scores = hide(scores, first * N, call, of, MASK, C, s_layout)
     p, _, top, total = _softmax(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, True, C)
     weights = gl.convert_layout(p.to(DTYPE), p_layout)
     if C.packed:
         _clear(v_ring, vi, vp, first * N, len_k, C)
     state = (weights, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
     if C.right >= 0 or C.mapped:
-        state = _more(state, masked, 1, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, True, C, GROUP, s_layout, p_layout)
-    state = _more(state, bare, 1 + masked, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, False, C, GROUP, s_layout, p_layout)
+        state = _more(state, masked, 1, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
+    state = _more(state, bare, 1 + masked, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, KEYS, False, C, GROUP, s_layout, p_layout)
     if C.left >= 0 and not C.mapped:
-        state = _more(state, low, 1 + masked + bare, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, True, C, GROUP, s_layout, p_layout)
+        state = _more(state, low, 1 + masked + bare, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
     weights, acc, top, total, ki, kp, vi, vp = state
 
     mbarrier.wait(v_full.index(vi), vp)
@@ -269,8 +274,8 @@ def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse_ptr, lse_strides, 
 
 
 @gluon.jit
-def _compute(outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads,
-             MASK: gl.constexpr, SCORE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _compute(outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads,
+             MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     o_desc, o_ptr, o_strides, o_buffers = outs
     q_ring, k_ring, v_ring = rings
     queries, q_full, q_empty = q_ring
@@ -285,8 +290,8 @@ def _compute(outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, l
         b, head, tile_m, start_q, len_q, _, _, there = place
         if there:
             mbarrier.wait(q_full.index(GROUP), qp)
-            acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, sinks_ptr, lse_ptr, lse_strides, scale, gain, map_ptr, map_strides,
-                                          reads, queries.dtype, MASK, SCORE, C, GROUP)  # fmt: skip
+            acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, sinks_ptr, lse, scale, gain, map_ptr, map_strides,
+                                          reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
             if not C.share:
                 mbarrier.arrive(q_empty.index(GROUP), count=1)
                 tma.store_wait(0)  # the tile before has left
@@ -311,7 +316,7 @@ def _compute(outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, l
 @gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads"])
 def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, reads, scale, gain,
              tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides,
-             MASK: gl.constexpr, SCORE: gl.constexpr, C: gl.constexpr):  # fmt: skip
+             MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups, 1)
     k_ring = ring(k_desc, C.stages, C.groups)
     v_ring = ring(v_desc, C.stages, C.groups)
@@ -321,11 +326,11 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, listed, q_offsets, 
     fence_async_shared()
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
-    outs, rings, gain = (o_desc, o_ptr, o_strides, o_buffers), (q_ring, k_ring, v_ring), gain * LOG2E
+    outs, rings, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (q_ring, k_ring, v_ring), (lse_ptr, lse_strides), gain * LOG2E
     if C.groups == 1:
         gl.warp_specialize(
             [
-                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 0)),
+                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
                 (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_ptr, map_strides, C)),
             ],
             [1],
@@ -334,8 +339,8 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, listed, q_offsets, 
     elif C.groups == 2:
         gl.warp_specialize(
             [
-                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 0)),
-                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 1)),
+                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
+                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 1)),
                 (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_ptr, map_strides, C)),
             ],
             [4, 1],
@@ -344,9 +349,9 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, listed, q_offsets, 
     else:
         gl.warp_specialize(
             [
-                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 0)),
-                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 1)),
-                (_compute, (outs, rings, sinks_ptr, lse_ptr, lse_strides, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, C, 2)),
+                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
+                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 1)),
+                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 2)),
                 (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_ptr, map_strides, C)),
             ],
             [4, 4, 1],
@@ -393,16 +398,16 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, shape.m)
         tiles_m, batch_heads, side_by_side = len(listed), p.heads, together(p, p.tokens_k or p.tokens)
-    sees, score, reads, scale, gain = device_functions(p, x, q)
+    (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, mods.split_functions)
     found, map_strides = None, (0, 0, 0)
     if shape.mapped:
-        found, map_strides = mask_map(p, sees, reads[0], x, shape.m, tiles.n, False, q.device)
+        found, map_strides = mask_map(p, mods.mask_function(p.mask.text), reads[0], x, shape.m, tiles.n, False, q.device)
     count = tiles_m * batch_heads
     grid = count if tiles.order == "blocks" else min(count, tiles.sms)
     _prefill[(grid,)](
         *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), first[3], lse, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found,
         x.sinks if x.sinks is None else x.sinks.contiguous(), reads, scale, gain, count, tiles_m, side_by_side, p.heads, p.group, p.len_q, p.len_k,
         batch_heads, first[3].stride()[:3], (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides,
-        MASK=sees, SCORE=score, C=shape, num_warps=4,
+        MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4,
     )  # fmt: skip
     return (out, lse) if return_lse else out

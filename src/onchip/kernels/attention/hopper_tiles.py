@@ -142,13 +142,38 @@ def tile_at(x, steps, map_strides, C: gl.constexpr):
 
 
 @gluon.jit
-def hide(scores, n, call, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
-    """Scores with -inf where the mask hides the key."""
+def hand(x, j):
+    """Values of keys [N], one in each thread, to where a tile has its columns `j` [1, N]."""
+    return gl.convert_layout(x, gl.SliceLayout(0, j.type.layout))[None, :]
+
+
+@gluon.jit
+def of_rows(rows, b, h, len_q, len_k, reads, ROWS: gl.constexpr):
+    """What mask and score make of the rows alone (`mods.split_functions`): once, instead of for each tile of keys."""
+    known = ()
+    if ROWS is not None:
+        known = ROWS(b, h, rows, len_q, len_k, reads)
+    return known
+
+
+@gluon.jit
+def of_keys(n, call, KEYS: gl.constexpr, C: gl.constexpr):
+    """What they make of the keys alone: in the scores' layout each thread would make it for a quarter of all columns."""
+    known = ()
+    if KEYS is not None:
+        j = n + gl.arange(0, C.n, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        known = KEYS(call[2], call[3], j, call[4], call[5], (call[8], call[9]))
+    return known
+
+
+@gluon.jit
+def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """Scores with -inf where the mask hides the key. `keys`: from `of_keys`."""
     N: gl.constexpr = C.n
-    rows, shift, b, h, len_q, len_k, _, _, reads, _ = call
+    rows, shift, b, h, len_q, len_k, _, _, reads, _, known = call
     cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
     if MASK is not None:
-        seen = MASK(b, h, rows[:, None], cols[None, :], len_q, len_k, reads) & (cols < len_k)[None, :]
+        seen = MASK(b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand) & (cols < len_k)[None, :]
     elif C.right >= 0:
         seen = cols[None, :] < gl.minimum(rows + (shift + C.right + 1), len_k)[:, None]
     else:

@@ -7,6 +7,12 @@ int32 tiles [M, 1] and [1, N], or transposed [1, M] and [N, 1]; `c` is `captured
     SCORE(s, b, h, i, j, len_q, len_k, c)                      -> float32 [M, N]
     SCORE_GRAD(s, ds, b, h, i, j, len_q, len_k, c, g, I_AXIS)  -> float32 [M, N], the gradient by `s`; adds those by captured tensors to `g`
 
+A kernel can have what rows or columns alone decide made once each (`split_functions`), which it then gives to the functions as `known`, (r, k):
+
+    ROWS(b, h, i, len_q, len_k, (c of the mask, c of the score)) -> r, with i [M]
+    KEYS(b, h, j, len_q, len_k, (c of the mask, c of the score)) -> k, with j [N], one in each thread
+    MASK(b, h, i, j, len_q, len_k, c, known, HAND), SCORE(s, b, h, i, j, len_q, len_k, c, known, HAND), where HAND(x, j) brings x [N] to the columns j [1, N]
+
 Values stay as small as what they depend on: a slope of a head is a scalar, an id of a row [M, 1]. A captured tensor is never read
 outside of its sizes; what lies there reads as 0. At places past the ends a function may give anything, NaN included, and the kernel's
 `where` decides; `SCORE_GRAD` gives and adds 0 wherever `ds` is 0, even if `s` is NaN there. All floats are float32, whatever the tensor's dtype.
@@ -47,6 +53,28 @@ def _tanh_fast(x):
 
 
 @triton.jit
+def _erf_fast(x):
+    """To 2e-5: an odd polynomial up to 3, beyond which erf is 1 to as much."""
+    x = tl.minimum(tl.maximum(x, -3.0), 3.0)
+    square = x * x
+    out = ((4.07420799e-08 * square - 1.94482163e-06) * square + 4.10605062e-05) * square - 0.00051103672
+    out = ((out * square + 0.0042354269) * square - 0.0251028594) * square + 0.111079335
+    return x * ((out * square - 0.375314862) * square + 1.12826848)
+
+
+@triton.jit
+def _log2_fast(x):
+    """The instruction: to 2^-22 of 1, or relatively."""
+    return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _real(x):
+    """An int of 0 to 2^23 - 1 as a float: its bits are those of 2^23 + x. The instruction for it has a quarter of an addition's rate, or less."""
+    return tl.cast(x + 0x4B000000, tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
 def _gather(pointer, inside):
     """float32 values that lie anywhere. A plain load here is copied ahead through shared memory, 4 bytes at a time, and takes three times as long."""
     code: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
@@ -71,7 +99,7 @@ def _remainder(x, y):
 # ---- host: the operators
 
 INF = math.inf
-MOST = 1 << 24  # tokens of a sequence, heads, sequences: what may then exceed an int32 is an int64, and a distance is exact in float32
+MOST = (1 << 23) - 1  # tokens of a sequence, heads, sequences: what may then exceed an int32 is an int64, and a distance is exact in float32
 SPANS = {"uint8": (0, 255)} | {f"int{bits}": (-(1 << bits - 1), (1 << bits - 1) - 1) for bits in (8, 16, 32, 64)}
 SHARED = "tl.where({{0}} == {{1}}, 0.5 * {{d}}, tl.where({{0}} {} {{1}}, {{d}}, 0.0))"  # torch halves a gradient between equals
 
@@ -91,8 +119,10 @@ FLOATS = {
     "where": ("tl.where({0}, {1}, {2})", "", "tl.where({0}, {d}, 0.0)", "tl.where({0}, 0.0, {d})"),
     "exp": ("tl.exp({0})", "{d} * {o}"),
     "exp2": ("tl.exp2({0})", "{d} * ({o} * 0.6931471805599453)"),
-    "log": ("tl.log({0})", "{d} / {0}"),
-    "log2": ("tl.log2({0})", "{d} * 1.4426950408889634 / {0}"),
+    "log_rn": ("tl.log({0})", "{d} / {0}"),
+    "log_fast": ("0.6931471805599453 * _log2_fast({0})", "{d} / {0}"),
+    "log2_rn": ("tl.log2({0})", "{d} * 1.4426950408889634 / {0}"),
+    "log2_fast": ("_log2_fast({0})", "{d} * 1.4426950408889634 / {0}"),
     "sqrt": ("tl.sqrt_rn({0})", "{d} * 0.5 / {o}"),
     "rsqrt": ("tl.rsqrt({0})", "-0.5 * {d} * {o} / {0}"),
     "sin": ("tl.sin({0})", "{d} * tl.cos({0})"),
@@ -100,7 +130,8 @@ FLOATS = {
     "tanh_rn": ("_tanh({0})", "{d} * (1.0 - {o} * {o})"),
     "tanh_fast": ("_tanh_fast({0})", "{d} * (1.0 - {o} * {o})"),
     "sigmoid": ("tl.math.div_rn(1.0, 1.0 + tl.exp(-{0}))", "{d} * ({o} * (1.0 - {o}))"),
-    "erf": ("tl.erf({0})", "{d} * (1.1283791670955126 * tl.exp(-{0} * {0}))"),
+    "erf_rn": ("tl.erf({0})", "{d} * (1.1283791670955126 * tl.exp(-{0} * {0}))"),
+    "erf_fast": ("_erf_fast({0})", "{d} * (1.1283791670955126 * tl.exp(-{0} * {0}))"),
     "power": ("tl.exp2(tl.log2({0}) * {1})", "{d} * {1} * {o} / {0}", "{d} * {o} * tl.log({0})"),
     "floor": ("tl.floor({0})",),
     "ceil": ("tl.ceil({0})",),
@@ -108,8 +139,9 @@ FLOATS = {
     "round": ("_round({0})",),
     "sign": ("tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))",),
 }
-FINITE = {"add", "sub", "mul", "neg", "abs", "minimum", "maximum", "clamp_min", "clamp_max", "where", "tanh_rn", "tanh_fast", "sigmoid", "sin", "cos", "erf"}
-INTS = {name: FLOATS[name][0] for name in ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "clamp_min", "clamp_max", "where")} | {
+BOTH = ("add", "sub", "mul", "neg", "abs", "minimum", "maximum", "clamp_min", "clamp_max", "where")
+FINITE = {*BOTH, "tanh_rn", "tanh_fast", "sigmoid", "sin", "cos", "erf_rn", "erf_fast"}
+INTS = {name: FLOATS[name][0] for name in BOTH} | {
     "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0))",
     "div_floor": "({0} - _remainder({0}, {1})) // {1}",
     "div_trunc": "{0} // {1}",
@@ -120,7 +152,7 @@ INTS = {name: FLOATS[name][0] for name in ("add", "sub", "mul", "neg", "abs", "m
 }
 BOOLS = {"and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "where": "tl.where({0}, {1}, {2})", "mul": "{0} & {1}", "add": "{0} | {1}"}
 COMPARE = {name: f"{{0}} {sign} {{1}}" for name, sign in (("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))}
-# name: between what an int lies, of (lowest, highest) of each argument
+# name: between what an int lies, of (lowest, highest) of each argument; None: all that its type holds
 RANGES = {
     "add": lambda x, y: (x[0] + y[0], x[1] + y[1]),
     "sub": lambda x, y: (x[0] - y[1], x[1] - y[0]),
@@ -132,6 +164,9 @@ RANGES = {
     **dict.fromkeys(("maximum", "clamp_min"), lambda x, y: (max(x[0], y[0]), max(x[1], y[1]))),
     "div_floor": lambda x, y: (min(x[0] // y[0], x[0] // y[1]), max(x[1] // y[0], x[1] // y[1])) if y[0] > 0 else (-max(-x[0], x[1]), max(-x[0], x[1])),
     "mod_floor": lambda x, y: (min(y[0], 0), max(y[1], 0)),
+    "bitwise_and": lambda x, y: (0, min(top for low, top in (x, y) if low >= 0)) if max(x[0], y[0]) >= 0 else None,
+    **dict.fromkeys(("bitwise_or", "bitwise_xor"), lambda x, y: (0, (1 << max(x[1], y[1]).bit_length()) - 1) if min(x[0], y[0]) >= 0 else None),
+    "bitwise_right_shift": lambda x, y: (x[0] >> y[0], x[1] >> y[0]) if x[0] >= 0 and 0 <= y[0] == y[1] < 64 else None,
 }
 
 
@@ -192,7 +227,7 @@ DERIVED = {  # operators made of others
     "pow": _pow,
     "gelu": _gelu,
     "softplus": _softplus,
-    "tanh": lambda p, x: p.op("tanh_fast" if p.fast and "s" in x.by else "tanh_rn", x),
+    **{name: lambda p, x, name=name: p.op(f"{name}_{'fast' if p.fast and 's' in x.by else 'rn'}", x) for name in ("tanh", "erf", "log", "log2")},
     "_to_copy": lambda p, x, **_: p.cast(_value(x)),
     **dict.fromkeys(("clone", "alias"), lambda p, x, **_: x),
     "detach": lambda p, x: replace(x, active=False),
@@ -253,7 +288,8 @@ class _Value:
         if self.kind == kind and self.wide >= wide:
             return self.code
         if kind == "float":
-            return self.real or f"tl.cast({self.code}, tl.float32)"
+            small = self.kind == "int" and not self.wide and 0 <= self.low <= self.high < 1 << 23
+            return self.real or (f"_real({self.code})" if small else f"tl.cast({self.code}, tl.float32)")
         return f"({self.code} != 0)" if kind == "bool" else f"tl.cast({self.code}, {'tl.int64' if wide else 'tl.int32'})"
 
 
@@ -273,7 +309,7 @@ class _Program:
     """A text as lines of device code, and the steps by which gradients go back."""
 
     def __init__(self, text: str, wanted: Sequence[bool] = (), fast: bool = False):
-        self.fast, self.lines, self.steps = fast, [], []
+        self.fast, self.lines, self.kinds, self.steps = fast, [], {}, []
         *lines, last = ast.parse(text).body[0].body
         names = ast.parse(text).body[0].args.args
         self.values = {name.arg: _Value(name.arg, "int", frozenset({name.arg} & set("bhij")), 0, MOST) for name in names[1:7]}
@@ -314,8 +350,10 @@ class _Program:
         return eval(ast.unparse(node), {"torch": torch, "float": float})
 
     def emit(self, code: str, kind: str, *known, **also) -> _Value:
-        self.lines.append(f"v{len(self.lines)} = {code}")
-        return _Value(f"v{len(self.lines) - 1}", kind, *known, **also)
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {code}")
+        self.kinds[name] = kind
+        return _Value(name, kind, *known, **also)
 
     def op(self, name: str, *args, **words) -> _Value:
         """The value of one operator, of the line's dtype."""
@@ -351,7 +389,7 @@ class _Program:
         elif name in ("div_floor", "mod_floor") and args[0].low >= 0 and args[1].low > 0:
             template = INTS[name.replace("floor", "trunc")]
         all_of, wide = SPANS.get(self.dtype, SPANS["int64"]), any(x.wide for x in args) or name == "bitwise_left_shift"
-        span = RANGES[name](*((x.low, x.high) for x in args)) if name in RANGES else SPANS["int64" if wide else "int32"]
+        span = RANGES.get(name, lambda *_: None)(*((x.low, x.high) for x in args)) or SPANS["int64" if wide else "int32"]
         wraps = not all_of[0] <= span[0] <= span[1] <= all_of[1]
         span = all_of if wraps else span
         wide = wide or not SPANS["int32"][0] <= span[0] <= span[1] <= SPANS["int32"][1]
@@ -400,6 +438,31 @@ class _Program:
             where = " + ".join([f"g[{at_g}]", *(f"{x} * g[{at_g + 1 + n}]" for x, n in places)])
             self.steps.append((out, "load", (), (), f"tl.atomic_add({where}, {{d}}{guard}, sem='relaxed')"))
         return out
+
+    def split(self, rows: int, keys: int) -> tuple[dict, list[str]]:
+        """{"i": (lines that the rows alone decide, what of them the others use), "j": (the same of the keys)}, and the others.
+
+        Those find it in `known`, from `rows` and `keys` on. What costs no more than handing its values over (a key's go through shared memory) stays there.
+        """
+        names, codes = zip(*(line.split(" = ", 1) for line in self.lines), strict=True) if self.lines else ((), ())
+        uses = [set(re.findall(r"\b(?:v\d+|[sij])\b", code)) for code in codes]
+        by, live = {}, {self.out.code}
+        for name, used in zip(names, uses, strict=True):
+            by[name] = set().union(*(by.get(x, {x} & set("sij")) for x in used))
+        for name, used in zip(reversed(names), reversed(uses), strict=True):
+            live |= used if name in live else set()
+        of, left, back = {"i": ([], []), "j": ([], [])}, [n for n, name in enumerate(names) if name in live], []
+        for axis, first, form in (("i", rows, "known[0][{}][:, None]"), ("j", keys, "HAND(known[1][{}], j)")):
+            mine = [n for n in left if by[names[n]] == {axis}]
+            used = set().union({self.out.code}, *(uses[n] for n in left if n not in mine))
+            handed = [names[n] for n in mine if names[n] in used]
+            if handed and (any("tl.load" in codes[n] for n in mine) or len(mine) >= 4 * len(handed)):
+                alone = [n for n in left if not by[names[n]]]  # values of no place, which everybody makes
+                ints = [f"tl.cast({name}, tl.int32)" if self.kinds[name] == "bool" else name for name in handed]
+                of[axis] = [self.lines[n] for n in sorted(alone + mine)], ints
+                back += [f"{name} = {form.format(first + n)}{' != 0' if self.kinds[name] == 'bool' else ''}" for n, name in enumerate(handed)]
+                left = [n for n in left if n not in mine]
+        return of, back + [self.lines[n] for n in left]
 
     def backward(self) -> tuple[list[str], str]:
         """The lines from the gradient `ds` of the result back to the tensors', and the name of that by `s`."""
@@ -465,10 +528,35 @@ def score_functions(text: str, wanted: tuple[bool, ...] = (), fast: bool = False
     wanted   which captured tensors get a gradient; the same as for `gradients`.
     fast     tanh may err by 2^-11 and a quotient by 2 ulp: for half precision. On an NVIDIA GPU; elsewhere it changes nothing.
     """
-    program = _Program(text, wanted, fast and not triton.knobs.runtime.interpret and torch.version.hip is None)
+    program = _Program(text, wanted, fast and _on_nvidia())
     (back, ds), place = program.backward(), "b, h, i, j, len_q, len_k, c"
     forward = _function("score", f"s, {place}", program.lines, _tile(program.out, "float"))
     return forward, _function("score_grad", f"s, ds, {place}, g, I_AXIS: tl.constexpr", [*program.lines, *back], ds)
+
+
+def functions(mask: str | None, score: str | None, fast: bool = False):
+    """The device functions MASK and SCORE of a mask's and a score's text, None without one."""
+    return mask and mask_function(mask), score and score_functions(score, fast=fast)[0]
+
+
+@functools.lru_cache(maxsize=1024)
+def split_functions(mask: str | None, score: str | None, fast: bool = False):
+    """The device functions ROWS, KEYS, MASK and SCORE, the latter two with `known`, of a mask's and a score's text. None: no text; nothing worth it."""
+    lines, over, found, place = {"i": [], "j": []}, {"i": [], "j": []}, [], "b, h, i, j, len_q, len_k, c, known, HAND: tl.constexpr"
+    for text, name, parameters, kind in ((mask, "sees", place, "bool"), (score, "score", f"s, {place}", "float")):
+        program = _Program(text, (), fast and _on_nvidia()) if text is not None else None
+        if program:
+            of, late = program.split(len(over["i"]), len(over["j"]))
+            for axis, (early, handed) in of.items():  # side by side in one function: names and captured tensors of their own
+                lines[axis] += [re.sub(r"\bv(?=\d)", name, re.sub(r"\bc\[", f"c[{len(found)}][", line)) for line in early]
+                over[axis] += [re.sub(r"\bv(?=\d)", name, code) for code in handed]
+        found.append(_function(name, parameters, late, _tile(program.out, kind)) if program else None)
+    ahead = ((name, axis) for name, axis in (("rows", "i"), ("keys", "j")))
+    return *(_function(name, f"b, h, {x}, len_q, len_k, c", lines[x], f"({', '.join(over[x])},)") if over[x] else None for name, x in ahead), *found
+
+
+def _on_nvidia() -> bool:
+    return not triton.knobs.runtime.interpret and torch.version.hip is None
 
 
 IDENTITY = "def run(s, b, h, i, j, len_q, len_k):\n    return s"  # the score function of a scale that is not positive

@@ -360,15 +360,14 @@ def _used(x, tokens: int):
     return places - x.q_offsets[batch] < x.q_used[batch]
 
 
-def device_functions(p, x, q):
-    """Mask and score of a forward pass as device functions (or None), what they read, and the factors of a score before and after its function."""
-    sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
-    reads = mods.captured(x.mask), mods.captured(x.score)
-    if p.score is None and x.scale > 0:
-        return sees, None, reads, 1.0, x.scale
-    text, before, gain = mods.fold(p.score.text if p.score is not None else mods.IDENTITY)  # a plain kernel takes the largest score before it scales
-    score, _ = mods.score_functions(text, fast=fast(q))
-    return sees, score, reads, x.scale * before, gain
+def device_functions(p, x, q, make=mods.functions):
+    """What `make` makes of the mask's and the score's text (or None), what these read, and the factors of a score before and after its function."""
+    text, scale, gain = None, 1.0, x.scale
+    if p.score is not None or x.scale <= 0:  # a plain kernel takes the largest score before it scales
+        text, before, gain = mods.fold(p.score.text if p.score is not None else mods.IDENTITY)
+        scale = x.scale * before
+    made = make(p.mask.text if isinstance(p.mask, Traced) else None, text, fast(q))
+    return made, (mods.captured(x.mask), mods.captured(x.score)), scale, gain
 
 
 def together(p, keys: int = 0) -> int:

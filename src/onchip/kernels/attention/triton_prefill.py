@@ -273,7 +273,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     tiles_m = triton.cdiv(p.len_q, tiles.m)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     lse_strides = (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]
-    sees, score, reads, scale, gain = device_functions(p, x, q)
+    (sees, score), reads, scale, gain = device_functions(p, x, q)
     found, map_strides = None, (0, 0, 0)
     if sees is not None:
         found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, False, q.device)
