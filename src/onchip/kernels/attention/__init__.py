@@ -14,7 +14,6 @@ FLOATS = (*HALF, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
 MASKS = (*BANDS, Traced)
 FEW = 1e8  # pairs of a query and a key
-MOST = 1 << 19  # keys times heads whose gradients go in one launch
 
 
 def area(p: Attention, len_q: int, len_k: int) -> int:
@@ -124,9 +123,6 @@ def _slower_backward_on_hopper(p: Attention) -> str | None:
     pairs = p.batch * p.heads * p.len_q * p.len_k
     if pairs < FEW:  # 8 heads of 2,048: 53 TFLOP/s there, 34 here, both with the launch; 256 of 1,024, causal, without it: 290 and 315
         return f"{pairs:.0e} pairs of a query and a key, of at least {FEW:.0e}: two more launches cost what the faster kernel saves"
-    keys = (p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens) * p.kv_heads
-    if keys > MOST:
-        return f"{keys} keys x heads, of at most {MOST}: several launches, not run yet"
     mods = importlib.import_module("onchip.kernels.attention.mods") if p.score is not None else None
     if mods and mods.pair_bytes(p.score.text):
         return "a score reads a value for each query and key: triton_backward is faster"

@@ -442,7 +442,7 @@ class _Program:
     def split(self, rows: int, keys: int) -> tuple[dict, list[str]]:
         """{"i": (lines that the rows alone decide, what of them the others use), "j": (the same of the keys)}, and the others.
 
-        Those find it in `known`, from `rows` and `keys` on. What costs no more than handing its values over (a key's go through shared memory) stays there.
+        Those find it in `known`, from `rows` and `keys` on. What reads nothing and is short stays: knowing a tile's places saves ptxas more.
         """
         names, codes = zip(*(line.split(" = ", 1) for line in self.lines), strict=True) if self.lines else ((), ())
         uses = [set(re.findall(r"\b(?:v\d+|[sij])\b", code)) for code in codes]
@@ -456,7 +456,7 @@ class _Program:
             mine = [n for n in left if by[names[n]] == {axis}]
             used = set().union({self.out.code}, *(uses[n] for n in left if n not in mine))
             handed = [names[n] for n in mine if names[n] in used]
-            if handed and (any("tl.load" in codes[n] for n in mine) or len(mine) >= 4 * len(handed)):
+            if any("tl.load" in codes[n] for n in mine) or len(mine) > 10 * len(handed):
                 alone = [n for n in left if not by[names[n]]]  # values of no place, which everybody makes
                 ints = [f"tl.cast({name}, tl.int32)" if self.kinds[name] == "bool" else name for name in handed]
                 of[axis] = [self.lines[n] for n in sorted(alone + mine)], ints
