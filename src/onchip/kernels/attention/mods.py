@@ -13,6 +13,8 @@ A kernel can have what rows or columns alone decide made once each (`split_funct
     KEYS(b, h, j, len_q, len_k, (c of the mask, c of the score)) -> k, with j [N], one in each thread
     MASK(b, h, i, j, len_q, len_k, c, known, HAND), SCORE(s, b, h, i, j, len_q, len_k, c, known, HAND), where HAND(x, j) brings x [N] to the columns j [1, N]
 
+and so what a score reads at [.., i, j] (`pair_tile`), copied tile by tile: with `tiled` it is float32 [M, N] in `known`, (r, k, tile).
+
 Values stay as small as what they depend on: a slope of a head is a scalar, an id of a row [M, 1]. A captured tensor is never read
 outside of its sizes; what lies there reads as 0. At places past the ends a function may give anything, NaN included, and the kernel's
 `where` decides; `SCORE_GRAD` gives and adds 0 wherever `ds` is 0, even if `s` is NaN there. All floats are float32, whatever the tensor's dtype.
@@ -33,6 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.core.kernel import Unsupported
+from onchip.kernels.attention.pairs import pair_tile
 
 # ---- device: what Triton lacks
 
@@ -308,8 +311,9 @@ def _kind(dtype: str) -> str:
 class _Program:
     """A text as lines of device code, and the steps by which gradients go back."""
 
-    def __init__(self, text: str, wanted: Sequence[bool] = (), fast: bool = False):
+    def __init__(self, text: str, wanted: Sequence[bool] = (), fast: bool = False, tiled: bool = False):
         self.fast, self.lines, self.kinds, self.steps = fast, [], {}, []
+        self.tile = pair_tile(text) if tiled else None  # what it finds in `t`
         *lines, last = ast.parse(text).body[0].body
         names = ast.parse(text).body[0].args.args
         self.values = {name.arg: _Value(name.arg, "int", frozenset({name.arg} & set("bhij")), 0, MOST) for name in names[1:7]}
@@ -415,6 +419,8 @@ class _Program:
 
     def load(self, name: str, indices: Sequence[_Value]) -> _Value:
         """`name[indices]` of a captured tensor, 0 where an index lies outside; or, of one that has a single element, without indices."""
+        if self.tile and name == f"c{self.tile.tensor}" and indices:
+            return _Value("t", "float", frozenset("bhij"), finite=False)
         dtype, ndim, at, at_g = self.captured.get(name, ("", -1, 0, None))
         if (indices and ndim != len(indices)) or any(x.kind != "int" for x in indices):
             self.refuse("a tensor that is not read at one place by integers")
@@ -445,10 +451,10 @@ class _Program:
         Those find it in `known`, from `rows` and `keys` on. What costs no more than handing its values over (a key's go through shared memory) stays there.
         """
         names, codes = zip(*(line.split(" = ", 1) for line in self.lines), strict=True) if self.lines else ((), ())
-        uses = [set(re.findall(r"\b(?:v\d+|[sij])\b", code)) for code in codes]
+        uses = [set(re.findall(r"\b(?:v\d+|[sijt])\b", code)) for code in codes]
         by, live = {}, {self.out.code}
         for name, used in zip(names, uses, strict=True):
-            by[name] = set().union(*(by.get(x, {x} & set("sij")) for x in used))
+            by[name] = set().union(*(by.get(x, {x} & set("sijt")) for x in used))
         for name, used in zip(reversed(names), reversed(uses), strict=True):
             live |= used if name in live else set()
         of, left, back = {"i": ([], []), "j": ([], [])}, [n for n, name in enumerate(names) if name in live], []
@@ -462,6 +468,7 @@ class _Program:
                 of[axis] = [self.lines[n] for n in sorted(alone + mine)], ints
                 back += [f"{name} = {form.format(first + n)}{' != 0' if self.kinds[name] == 'bool' else ''}" for n, name in enumerate(handed)]
                 left = [n for n in left if n not in mine]
+        back = ["t = known[2]", *back] if self.tile else back
         return of, back + [self.lines[n] for n in left]
 
     def backward(self) -> tuple[list[str], str]:
@@ -540,11 +547,11 @@ def functions(mask: str | None, score: str | None, fast: bool = False):
 
 
 @functools.lru_cache(maxsize=1024)
-def split_functions(mask: str | None, score: str | None, fast: bool = False):
+def split_functions(mask: str | None, score: str | None, fast: bool = False, tiled: bool = False):
     """The device functions ROWS, KEYS, MASK and SCORE, the latter two with `known`, of a mask's and a score's text. None: no text; nothing worth it."""
     lines, over, found, place = {"i": [], "j": []}, {"i": [], "j": []}, [], "b, h, i, j, len_q, len_k, c, known, HAND: tl.constexpr"
     for text, name, parameters, kind in ((mask, "sees", place, "bool"), (score, "score", f"s, {place}", "float")):
-        program = _Program(text, (), fast and _on_nvidia()) if text is not None else None
+        program = _Program(text, (), fast and _on_nvidia(), tiled and name == "score") if text is not None else None
         if program:
             of, late = program.split(len(over["i"]), len(over["j"]))
             for axis, (early, handed) in of.items():  # side by side in one function: names and captured tensors of their own
