@@ -25,7 +25,7 @@ from onchip.core.scores import ScoreMod
 from onchip.core.trace import Place
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.mods import _erf_fast, _real
-from onchip.kernels.attention.pairs import pair_tile
+from onchip.kernels.attention.texts import pair_tile
 
 M, N = 16, 32
 BATCH, HEADS = 2, 3

@@ -35,7 +35,11 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.core.kernel import Unsupported
-from onchip.kernels.attention.pairs import pair_tile
+from onchip.kernels.attention.texts import IDENTITY as IDENTITY
+from onchip.kernels.attention.texts import fold as fold
+from onchip.kernels.attention.texts import gathers as gathers
+from onchip.kernels.attention.texts import pair_bytes as pair_bytes
+from onchip.kernels.attention.texts import pair_tile as pair_tile
 
 # ---- device: what Triton lacks
 
@@ -566,22 +570,6 @@ def _on_nvidia() -> bool:
     return not triton.knobs.runtime.interpret and torch.version.hip is None
 
 
-IDENTITY = "def run(s, b, h, i, j, len_q, len_k):\n    return s"  # the score function of a scale that is not positive
-FIRST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\(s, float\('([^']+)'\)\)(?=\n)")
-LAST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\((\w+), float\('([^']+)'\)\)\n    return (v\d+)$")
-
-
-@functools.lru_cache(maxsize=1024)
-def fold(text: str) -> tuple[str, float, float]:
-    """`score(s) = after * inner(before * s)`: the text of `inner` and the two factors, which a kernel multiplies into its own (a softcap is then one tanh)."""
-    before = after = 1.0
-    if (found := FIRST.search(text)) and len(re.findall(r"\bs\b", text)) == 2 and float(found[2]) > 0:
-        before, text = float(found[2]), re.sub(rf"\b{found[1]}\b", "s", text[: found.start()] + text[found.end() :])
-    if (found := LAST.search(text)) and found[1] == found[4] and text.count(f"{found[1]}:") == 1 and float(found[3]) > 0:
-        after, text = float(found[3]), text[: found.start()] + f"\n    return {found[2]}"
-    return text, before, after
-
-
 @functools.lru_cache(maxsize=1024)
 def refuses(text: str) -> str | None:
     """Why Triton cannot run this text, in one sentence; None when it can."""
@@ -590,20 +578,6 @@ def refuses(text: str) -> str | None:
     except Unsupported as why:
         return str(why)
     return None
-
-
-@functools.lru_cache(maxsize=1024)
-def pair_bytes(text: str) -> int:
-    """Bytes that a text reads for each query and key side by side, as a bias does: its tiles lie in shared memory while they are on their way."""
-    sizes = {name: getattr(torch, dtype).itemsize for name, dtype in re.findall(r"(c\d+): '(\w+)\[", text)}
-    reads = re.findall(r"aten\.index\.Tensor\((c\d+), \[([^\]]*)\]", text)
-    return sum(sizes[name] for name, indices in reads if {"i", "j"} <= set(re.findall(r"\w+", indices)))
-
-
-@functools.lru_cache(maxsize=1024)
-def gathers(text: str) -> bool:
-    """Whether a text reads at a place it has computed, as a table of distances is."""
-    return any(re.search(r"\bv\d+\b", indices) for indices in re.findall(r"aten\.index\.Tensor\(\w+, \[([^\]]*)\]", text))
 
 
 def captured(tensors: Sequence[Tensor]) -> tuple:
