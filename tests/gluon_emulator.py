@@ -631,6 +631,8 @@ class Emulator:
             return self.meet("arrive", *(operator.index(inputs[x]) for x in found.groups()))
         if re.search(r"mul\.f32 \$0, \$0, \$\d+; mul\.f32 \$1, ", code):
             return args[0] * args[1]
+        if code == "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;":
+            return args[0].to(torch.float32)
         if code.startswith("prmt.b32 $0"):
             return _shuffled(args[0], code)
         if found := re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32 a, \$2, \$1; cvt\.rn\.satfinite\.e4m3x2\.f32 b, \$4, \$3; mov\.b32 \$0, {a, b};", code):

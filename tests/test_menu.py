@@ -184,17 +184,23 @@ def test_gradients_of_reads_come_in_any_order():
 def test_what_hopper_leaves_to_triton():
     pytest.importorskip("triton")
     kernel, p = OPS["prefill"].kernel("hopper_prefill"), TYPICAL["prefill"]
-    table = torch.zeros(8, 1000, 1000)
+    table, flags = torch.zeros(8, 1000, 1000), torch.zeros(1000, 1000, dtype=torch.int32)
     pairs, look_up = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, i, j], lambda s, b, h, i, j: s + table[h, (i - j).abs(), 0]))
+    turned, group = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, j, i], lambda s, b, h, i, j: s + table[h // 2, i, j]))
+    both, counts = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, i, j] * flags[i, j], lambda s, b, h, i, j: s + flags[i, j]))
+    many = "a score reads more for each query and key than one float tensor at [.., i, j]: triton_prefill is faster"
     padded = KeyPadding(torch.ones(2, dtype=torch.int32)).static()
     for changed, reason in (
-        ({"score": pairs}, "a score reads a value for each query and key: triton_prefill is faster"),
+        *(({"score": score}, many) for score in (turned, group, both, counts)),
+        ({"score": pairs, "len_k": 1001}, "a score reads rows of 1001 in fp32, of a multiple of 16 bytes: triton_prefill is faster"),
+        ({"score": pairs, "dim": 256}, "a score reads fp32 for each query and key beside heads of 256, of at most 128: no room for tiles of it"),
         ({"score": look_up}, "a score looks values up at places that it computes: not measured"),
         ({"len_q": 1025, "len_k": 1025}, "dim 64 under a mask, 1025 queries, of at most 1024: triton_prefill is faster"),
         ({"mask": padded}, f"values that {padded} hides may be NaN"),
     ):
         assert kernel.refuses(p._replace(**changed), H200) == [reason]
     assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
+    assert kernel.refuses(p._replace(score=pairs, keys="packed", tokens=4000), H200) == []
     kernel, p = OPS["backward"].kernel("hopper_backward"), TYPICAL["backward"]
     assert kernel.refuses(p._replace(score=pairs), H200) == ["a score reads a value for each query and key: triton_backward is faster"]
     assert kernel.refuses(p._replace(score=look_up), H200) == ["a score looks values up at places that it computes: not measured"]

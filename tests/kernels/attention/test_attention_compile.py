@@ -20,7 +20,7 @@ from onchip.core import masks, scores
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import Scales
-from onchip.kernels.attention import DECODE, hopper_backward, hopper_fp8, hopper_prefill, tile, triton_decode, triton_prefill
+from onchip.kernels.attention import DECODE, PREFILL, hopper_backward, hopper_fp8, hopper_prefill, tile, triton_decode, triton_prefill
 from onchip.ops.attention import PagedKV
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -170,6 +170,12 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d128 document": (128, False, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, 220),
     "d256": (256, False, {}, 0),
     "d256 causal": (256, False, {"band": Causal()}, 60),
+    "d64 bias": (64, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 0),
+    "d128 bias": (128, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 100),
+    "d128 bias, causal": (128, False, {"band": Causal(), "score": scores.Bias(meta(32, 4096, 4096))}, 40),
+    "d128 bias, packed": (128, True, {"band": Causal(), "score": scores.Bias(meta(4, 1, 4096, 4096))}, 40),
+    "d128 bias in fp32": (128, False, {"score": scores.Bias(meta(4096, 4096, dtype=FP32))}, 0),
+    "d256 bias": (256, False, {"score": scores.Bias(meta(4096, 4096))}, 60),
 }
 
 
@@ -183,6 +189,33 @@ def test_hopper_prefill(dim, packed, how, most):
     assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and "mma.sync" not in facts.ptx
     assert facts.tma_loads and "cp.async.cg" not in facts.ptx and (packed or "cp.async.bulk.tensor.4d.global" in facts.ptx)
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+    assert max(int(number) for number in re.findall(r"bar(?:rier)?\.sync\s+(\d+)(?:, 128)?;", facts.ptx)) < 6  # hardware barriers: the rest is ours
+
+
+@pytest.mark.parametrize(("dim", "dim_v"), itertools.product((64, 128, 256), repeat=2))
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_hopper_has_room_for_a_bias(dim, dim_v, dtype):
+    """Beside queries, output, keys and values, with 3 KiB left for barriers; what has none the menu leaves to Triton."""
+    p, _ = static(Attention("prefill", 4, 4096, 4096, 32, 8, dim, BF16, dim_v=dim_v), Operands(1.0), score=scores.Bias(meta(4096, 4096, dtype=dtype)))
+    refusals = PREFILL.kernel("hopper_prefill").refuses(p, GPU["sm_90"])
+    assert len(refusals) == (dtype == FP32 and max(dim, dim_v) == 256)
+    (tiles,) = hopper_prefill.configs(p, GPU["sm_90"])
+    output = 0 if dim == dim_v >= 128 else dim_v
+    shared = 2 * 64 * tiles.groups * (dim + output) + 2 * tiles.stages * tiles.n * (dim + dim_v) + tiles.stages * 64 * tiles.groups * tiles.n * dtype.itemsize
+    assert shared + (3 << 10) <= GPU["sm_90"].shared_memory
+
+
+@pytest.mark.parametrize(("dtype", "widening"), [(BF16, "and.b32 %r\\d+, %r\\d+, 0xffff0000;"), (torch.float16, "cvt.f32.f16")], ids=["bf16", "fp16"])
+def test_hopper_takes_a_bias_by_matrices(dtype, widening):
+    """Of a tile of 64 x 128 in 128 threads 8 loads of four matrices, and of each value an instruction that widens it and a multiply-add."""
+    _, plain = prefill("sm_90", 128, module=hopper_prefill, band=Full())
+    _, facts = prefill("sm_90", 128, module=hopper_prefill, band=Full(), score=scores.Bias(meta(4, 32, 4096, 4096, dtype=dtype)))
+    count = [f.ptx.count("ldmatrix.sync.aligned.m8n8.x4") for f in (plain, facts)]
+    assert count[1] - count[0] == 8 * 2 * 2  # two warpgroups, the first tile and the others
+    assert len(re.findall(widening, facts.ptx)) == 64 * 2 * 2 // (2 if dtype == BF16 else 1)  # beside a shift of bf16's other half
+    assert facts.ptx.count("ld.global") == plain.ptx.count("ld.global")
+    assert facts.ptx.count("fma.rn.f32") - plain.ptx.count("fma.rn.f32") == 64 * 2 * 2
+    assert facts.tma_loads - plain.tma_loads == 2 * 2 * 2  # a box of 64 columns for each half of a tile
 
 
 BACKWARD = {  # head dimension, packed, and bytes that ptxas may spill, stores and loads together

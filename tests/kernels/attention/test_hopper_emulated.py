@@ -12,7 +12,7 @@ from gluon_emulator import MODES, Deadlock, Emulator, Fault
 from judge import assert_as_good_as_torch
 from onchip.core.masks import Causal, Document, Full, MaskMod, Window
 from onchip.core.problem import Operands
-from onchip.core.scores import ALiBi, Bias, Softcap, chain
+from onchip.core.scores import ALiBi, Bias, ScoreMod, Softcap, chain
 from onchip.kernels.attention.reference import place, spans
 from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
 
@@ -177,8 +177,41 @@ MODS = [
 ]
 
 
+def bias(*shape, dtype=BF16, causal=False, inside=None, expand=None):
+    """A bias, of which what a causal mask hides, and with `inside` what lies outside of so many queries and keys of each sequence, is NaN; 64 columns
+    of NaN lie behind it."""
+    values = torch.full((*shape[:-1], shape[-1] + 64), torch.nan)[..., : shape[-1]]
+    values.copy_(torch.randn(shape))
+    if causal:
+        i, j = torch.arange(shape[-2])[:, None], torch.arange(shape[-1])
+        values.masked_fill_(j > i + shape[-1] - shape[-2], torch.nan)
+    for one, (rows, cols) in zip(values if inside else (), inside or (), strict=True):
+        one[..., rows:, :], one[..., cols:] = torch.nan, torch.nan
+    values = torch.empty_strided(values.shape, values.stride(), dtype=dtype).copy_(values) if dtype != torch.float32 else values
+    return Bias(values if expand is None else values.expand(expand))
+
+
+SWAPPED, TWICE = torch.randn(2, 3, 72, 136).to(BF16), torch.randn(136, 136).to(FP16)
+TILED = [  # which a third ring brings
+    Case((2, 64, 2, "turns"), 200, 264, Full(), batch=2, score=bias(2, 2, 200, 264)),
+    Case((2, 128, 2, "blocks"), 72, 400, dim=128, heads=(4, 2), score=bias(1, 4, 72, 400, dtype=FP16, causal=True)),
+    Case((2, 64, 2, "pairs"), 300, 300, dim=128, heads=(4, 1), score=bias(300, 300, causal=True)),
+    Case((2, 64, 2, "turns"), 130, 77, Full(), batch=2, score=bias(2, 1, 130, 77)),
+    Case((1, 64, 2, "turns"), 130, 200, Full(), batch=2, score=bias(130, 200, expand=(2, 2, 130, 200))),
+    Case((2, 64, 2, "turns"), 70, 136, Full(), batch=2, score=bias(2, 1, 1, 136, expand=(2, 2, 70, 136))),
+    Case((2, 64, 2, "turns"), 72, 136, Full(), batch=3, score=ScoreMod(lambda s, b, h, i, j: s * 0.5 + SWAPPED[h, b, i, j] * (i * 0.01))),
+    Case((2, 64, 2, "blocks"), 136, 136, score=chain(None, lambda s, b, h, i, j: (s + TWICE[i, j]) * TWICE[i, j].abs(), 2.0)),
+    Case((2, 64, 2, "turns"), 136, 200, Full(), score=chain(None, bias(2, 136, 200, dtype=torch.float32), 2.0), sinks=True),
+    Case((2, 32, 2, "blocks"), 136, 200, Window(50), score=bias(2, 136, 200)),
+    Case((2, 64, 2, "blocks"), 200, 200, Causal() & Document(torch.arange(200) // 60), score=bias(2, 200, 200, causal=True)),
+    Case((2, 64, 2, "pairs"), 136, 136, dim=256, heads=(1, 1), score=bias(136, 136, causal=True)),
+    Case((2, 64, 2, "blocks"), lengths=(70, 0, 5, 200), score=bias(4, 2, 200, 200, inside=((70, 70), (0, 0), (5, 5), (200, 200)))),
+    Case((2, 64, 2, "blocks"), lengths=((20, 90, 8), (150, 40, 7)), mask=Full(), score=bias(3, 1, 90, 152, inside=((20, 150), (90, 40), (8, 7)))),
+]
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", DENSE + PACKED + MODS, ids=str)
+@pytest.mark.parametrize("case", DENSE + PACKED + MODS + TILED, ids=str)
 def test_emulated(case, mode):
     call = call_of(case)
     check(case, call, emulated(case, call, mode))
@@ -227,7 +260,7 @@ WAIT_FOR_OUTPUT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weigh
 RELEASE_VALUES = "        release(vi, 10 + C.stages, READERS)\n"
 RELEASE_QUERIES = "                mbarrier.arrive(q_empty.index(GROUP), count=1)\n"
 LEFT_BEFORE = "                tma.store_wait(0)  # the tile before has left\n"
-LOW = "low, 1 + masked + bare, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, KEYS, "
+LOW = "low, 1 + masked + bare, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, "
 ATTEND = "            acc, ki, kp, vi, vp = _attend("
 BUGS = [
     Bug("K is released before its product is waited for", FULL, (
@@ -256,7 +289,7 @@ BUGS = [
     Bug("the queries' buffer is given back before the output in it has left", WIDE, (("                tma.store_wait(0)\n", ""),)),
     Bug("the last output is not waited for", FULL, (("            qp ^= 1\n    tma.store_wait(0)\n", "            qp ^= 1\n"),)),
     Bug("the output leaves without a fence", FULL, (("                fence_async_shared()\n                tma_store(", "                tma_store("),)),
-    Bug("the turn is never handed over", FULL, (("        turn_over(GROUP, C.groups)\n        n = 0\n", "        n = 0\n"),)),
+    Bug("the turn is never handed over", FULL, (("        turn_over(GROUP, C.groups)\n        tile = ", "        tile = "),)),
     Bug("nobody goes first", FULL, (("        turn_over(GROUP, C.groups)\n    for turn in", "        pass\n    for turn in"),)),
     Bug("both warpgroups take the first one's queries", FULL, (("queries.index(GROUP)", "queries.index(0)"),)),
     Bug("a causal mask off by one", CAUSAL, (("(shift + C.right + 1)", "(shift + C.right + 2)"),)),
@@ -278,6 +311,24 @@ BUGS = [
     Bug("two tiles of as much work have one place", UNEVEN, (("others[None, :] < at[:, None]", "others[None, :] < 0"),)),
     Bug("the middle one of the pairs is done twice", PAIRS, (("there = there & ((second == 0) | (tile != last - tile))", "pass"),)),
     Bug("only the long ones of the pairs are done", PAIRS, (("        turns = turns * 2\n", "        pass\n"),)),
+]  # fmt: skip
+
+READ = "        tile = _tile(t_ring, ki, kp, C, s_layout)\n        n = 0"
+RELEASE_TILE = "            release_after(sums, ki, 14 - 8 * GROUP, 160)\n"
+BUGS += [
+    Bug("the third ring is not waited for", TILED[0], (("        mbarrier.wait(full.index(index), phase)\n        tile = ", "        tile = "),)),
+    Bug("the third ring is released before it is read", TILED[0], (
+        (READ, RELEASE_TILE.replace("release_after(sums", "release(ki").replace("ki, ki", "ki")[4:] + READ), (RELEASE_TILE, "            pass\n"),
+    )),
+    Bug("the third ring is never released", TILED[0], ((RELEASE_TILE, "            pass\n"),)),
+    Bug("another buffer of the third ring is released first", TILED[0], (("release_after(total, ti,", "release_after(total, ki,"),)),
+    Bug("both warpgroups take the first one's tile", TILED[0], (("rings[3 + GROUP]", "rings[3]"),)),
+    Bug("both warpgroups' tiles are the first one's", TILED[0], (("(tile_m * C.m + group * 64) * steps[2], n]", "tile_m * C.m * steps[2], n]"),)),
+    Bug("a tile is that of the keys before", TILED[0], (("place, after - start_k, C)", "place, n - start_k, C)"),)),
+    Bug("a packed batch's keys are counted from its beginning", TILED[-1], (("place, n - start_k, C)", "place, n, C)"),)),
+    Bug("what one dimension repeats is looked for further on", TILED[3], (("head * steps[1]", "head"),)),
+    Bug("a row that is repeated is looked for further on", TILED[5], (("+ group * 64) * steps[2], n]", "+ group * 64), n]"),)),
+    Bug("all sequences read the first one's", TILED[3], (("[b * steps[0], head", "[b * 0, head"),)),
 ]  # fmt: skip
 
 

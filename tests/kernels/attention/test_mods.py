@@ -1,6 +1,7 @@
 """Mask and score functions translated for Triton, beside torch running the same text: values, gradients, both orientations, ragged edges."""
 
 import functools
+import linecache
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ from onchip.core.scores import ScoreMod
 from onchip.core.trace import Place
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.mods import _erf_fast, _real
+from onchip.kernels.attention.texts import pair_tile
 
 M, N = 16, 32
 BATCH, HEADS = 2, 3
@@ -398,6 +400,27 @@ def test_refuses_in_words():
     assert mods.refuses(bad) == "aten.i0 of float32 has no Triton form (`aten.i0.default(s)`)"
     with pytest.raises(Unsupported, match="i0"):
         mods.score_functions(bad)
+
+
+def test_what_can_be_copied_by_tiles():
+    """One float tensor at [.., i, j], b and h before them in any order; nothing else is read by query and key."""
+    table, half, flags = torch.randn(2, 3, 8, 8), torch.randn(8, 8, dtype=torch.float16), torch.ones(8, 8, dtype=torch.int32)
+    for function, found in (
+        (lambda s, b, h, i, j: s + table[b, h, i, j], (0, "bh", torch.float32)),
+        (lambda s, b, h, i, j: s * table[h, b, i, j] + table[h, b, i, j], (0, "hb", torch.float32)),
+        (lambda s, b, h, i, j: s * table[0, 0, 0, 0] + half[i, j], (1, "", torch.float16)),
+        (lambda s, b, h, i, j: s + table[b, h, i, j] + half[i, j], None),
+        (lambda s, b, h, i, j: s + table[b, h, i, j] + table[b, h, i, i], None),
+        (lambda s, b, h, i, j: s + table[b, h, j, i], None),
+        (lambda s, b, h, i, j: s + table[b, h // 2, i, j], None),
+        (lambda s, b, h, i, j: s + table[b, h, i, j - 1], None),
+        (lambda s, b, h, i, j: s + flags[i, j], None),
+    ):
+        assert pair_tile(ScoreMod(function).static().text) == found
+    assert pair_tile(scores.Bias(table[:1]).static().text) == (0, "h", torch.float32)
+    *_, forward = mods.split_functions(None, scores.Bias(half).static().text, tiled=True)
+    source = "".join(linecache.getlines(forward.fn.__code__.co_filename))
+    assert "tl.load" not in source and "t = known[2]\n    v0 = s + t" in source
 
 
 def test_captured_and_gradients():

@@ -6,7 +6,7 @@ import torch
 
 from onchip.core.kernel import Kernel, Op
 from onchip.core.masks import BANDS, Band
-from onchip.core.problem import E4M3, Attention, Cost, Rows
+from onchip.core.problem import E4M3, SHORT, Attention, Cost, Rows
 from onchip.core.trace import Traced, hides_keys
 
 HALF = (torch.bfloat16, torch.float16)
@@ -110,7 +110,13 @@ def _slower_on_hopper(p: Attention) -> str | None:
     """What `triton_prefill` does faster on an H200, or has not been measured there."""
     mods = importlib.import_module("onchip.kernels.attention.mods") if p.score is not None else None
     if mods and mods.pair_bytes(p.score.text):
-        return "a score reads a value for each query and key: triton_prefill is faster"
+        tile = mods.pair_tile(p.score.text)
+        if tile is None:
+            return "a score reads more for each query and key than one float tensor at [.., i, j]: triton_prefill is faster"
+        if p.len_k * tile.dtype.itemsize % 16:  # of a tensor that is contiguous; a copy costs more than it saves
+            return f"a score reads rows of {p.len_k} in {SHORT[tile.dtype]}, of a multiple of 16 bytes: triton_prefill is faster"
+        if tile.dtype == torch.float32 and max(p.dim, p.value_dim) > 128:
+            return f"a score reads fp32 for each query and key beside heads of {max(p.dim, p.value_dim)}, of at most 128: no room for tiles of it"
     if mods and mods.gathers(p.score.text):
         return "a score looks values up at places that it computes: not measured"
     if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and not (isinstance(p.mask, Band) and p.mask.right is None):

@@ -1,11 +1,13 @@
 """Attention of many queries on Hopper: o = softmax(scale q k^T + mask) v, warp-specialised as FlashAttention-3 (Shah et al., 2024).
 
-One warp copies (TMA): Q once a tile, K and V round two rings. Two or three warpgroups compute, 64 rows each, in step with nobody but
-the copies: the products of key tile j's scores and of tile j - 1's output are both started before the softmax of tile j, which runs
-beside the latter. The output is scaled anew only where a maximum grew by more than 2^8 (Dao, FlashAttention-4): rarely.
+One warp copies (TMA): Q once a tile, K and V round two rings, and round a third what a score reads of each query and key (a bias).
+Two or three warpgroups compute, 64 rows each, in step with nobody but the copies: the products of key tile j's scores and of tile
+j - 1's output are both started before the softmax of tile j, which runs beside the latter. The output is scaled anew only where a maximum grew
+by more than 2^8 (Dao, FlashAttention-4): rarely.
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hand, hide, key_steps, locate, of_keys, of_rows, order_of, tile_at
+from onchip.kernels.attention.texts import PairTile, pair_tile
 from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -38,6 +41,7 @@ from onchip.kernels.hopper import (
     turn_over,
     warpgroup_mma,
     warpgroup_mma_wait,
+    widened,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -88,11 +92,28 @@ class Shape:
 
 
 @gluon.jit
-def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
+def _fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
+    """What a score reads of a tile of queries and the keys from `n` on.
+
+    A ring for each warpgroup, so that none waits for what the other has not let go: that is half a tile's time more for memory to answer. Barriers 14
+    and 15 let the first one's buffers go, 6 and 7 the second one's.
+    """
+    GROUPS: gl.constexpr = C.groups
+    b, head, tile_m, _, _, _, _, _ = place
+    after = cursor
+    for group in gl.static_range(GROUPS):
+        at = [b * steps[0], head * steps[1], (tile_m * C.m + group * 64) * steps[2], n]
+        after = fill(rings[3 + group], cursor, desc, at, C.stages, 14 - 8 * group, 160)
+    return after
+
+
+@gluon.jit
+def _copy(q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
     N: gl.constexpr = C.n
     GROUPS: gl.constexpr = C.groups
+    q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
     READERS: gl.constexpr = 128 * C.groups + 32
-    q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
+    q_at, k_at, v_at, t_at = (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)
     for turn in range(count_turns(sizes, C)):
         place = locate(turn, sizes, lengths, False, C)
         b, head, tile_m, start_q, _, start_k, _, there = place
@@ -104,12 +125,16 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_pt
                 batch = b * 0
             kv_head = head // sizes[4]
             n = start_k + top * N
+            if t_desc is not None:  # from memory, not L2; and queries may have to wait until an output has left
+                t_at = _fill_tiles(rings, t_at, t_desc, t_steps, place, n - start_k, C)
             for group in gl.static_range(GROUPS):  # the first queries and keys first
                 q_at = fill(q_ring, q_at, q_desc, [batch, head, start_q + tile_m * C.m + group * 64, 0], C.groups, 0, 0)
                 if group == 0:
                     k_at = fill(k_ring, k_at, k_desc, [batch, kv_head, n, 0], C.stages, 10, READERS)
             for x in range(1, 1 + masked + bare + low):
                 after = start_k + tile_at(x, steps, map_strides, C) * N
+                if t_desc is not None:
+                    t_at = _fill_tiles(rings, t_at, t_desc, t_steps, place, after - start_k, C)
                 k_at = fill(k_ring, k_at, k_desc, [batch, kv_head, after, 0], C.stages, 10, READERS)
                 v_at = fill(v_ring, v_at, v_desc, [batch, kv_head, n, 0], C.stages, 10 + C.stages, READERS)
                 n = after
@@ -120,13 +145,27 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_pt
 
 
 @gluon.jit
-def _scored(scores, n, call, keys, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+def _tile(t_ring, index, phase, C: gl.constexpr, layout: gl.constexpr):
+    """What the score reads of these queries and keys, waited for, in the layout of the scores; None where it reads nothing."""
+    tile = t_ring
+    if t_ring is not None:
+        tiles, full, _ = t_ring
+        mbarrier.wait(full.index(index), phase)
+        tile = widened(tiles.index(index).reshape([64, C.n]).load(layout))
+    return tile
+
+
+@gluon.jit
+def _scored(scores, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """What happens to a score before the mask."""
     N: gl.constexpr = C.n
     if SCORE is not None:
         rows, _, b, h, len_q, len_k, scale, _, _, reads, known = call
         cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-        scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand)
+        if tile is not None:
+            scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys, tile), hand)
+        else:
+            scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand)
     return scores
 
 
@@ -162,8 +201,8 @@ def _clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
 
 
 @gluon.jit
-def _more(state, count, x, q, k_ring, v_ring, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr, EDGE: gl.constexpr,
-          C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
+def _more(state, count, x, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr,
+          EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
     """`count` further key tiles from step `x` on. EDGE: they need the mask."""
     N: gl.constexpr = C.n
     weights, acc, top, total, ki, kp, vi, vp = state
@@ -178,17 +217,20 @@ def _more(state, count, x, q, k_ring, v_ring, call, steps, map_strides, MASK: gl
         mbarrier.wait(v_full.index(vi), vp)
         acc = warpgroup_mma(weights, values.index(vi).reshape([N, values.shape[-1]]), acc, is_async=True)
         turn_over(GROUP, C.groups)
+        tile = _tile(t_ring, ki, kp, C, s_layout)
         n = 0
         of = ()
         if EDGE or SCORE is not None:  # beside the product
             n = tile_at(x + t, steps, map_strides, C) * N
             of = of_keys(n, call, KEYS, C)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        scores = _scored(scores, n, call, of, SCORE, C, s_layout)
+        scores = _scored(scores, n, call, of, tile, SCORE, C, s_layout)
         if EDGE:
             scores = hide(scores, n, call, of, MASK, C, s_layout)
         p, shrink, top, sums = _softmax(scores, top, call[7], EDGE or SCORE is not None, C)
         release_after(sums, ki, 10, READERS)
+        if t_ring is not None:
+            release_after(sums, ki, 14 - 8 * GROUP, 160)
         ki, kp = advance(ki, kp, C.stages)
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
         p = gl.convert_layout(p.to(weights.dtype), p_layout)
@@ -203,7 +245,7 @@ def _more(state, count, x, q, k_ring, v_ring, call, steps, map_strides, MASK: gl
 
 
 @gluon.jit
-def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
+def _attend(place, cursors, q, k_ring, v_ring, t_ring, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
             MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """The output of 64 queries, and the cursors after it; LSE is stored."""
     N: gl.constexpr = C.n
@@ -231,22 +273,26 @@ def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse, scale, gain, map_
     zeros = gl.zeros([64, N], gl.float32, s_layout)
     scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
     turn_over(GROUP, C.groups)
+    tile = _tile(t_ring, ki, kp, C, s_layout)
+    ti = ki
     of = of_keys(first * N, call, KEYS, C)
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(ki, 10, READERS)
     ki, kp = advance(ki, kp, C.stages)
-    scores = _scored(scores, first * N, call, of, SCORE, C, s_layout)
+    scores = _scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
     scores = hide(scores, first * N, call, of, MASK, C, s_layout)
     p, _, top, total = _softmax(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, True, C)
+    if t_ring is not None:
+        release_after(total, ti, 14 - 8 * GROUP, 160)
     weights = gl.convert_layout(p.to(DTYPE), p_layout)
     if C.packed:
         _clear(v_ring, vi, vp, first * N, len_k, C)
     state = (weights, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
     if C.right >= 0 or C.mapped:
-        state = _more(state, masked, 1, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
-    state = _more(state, bare, 1 + masked, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, KEYS, False, C, GROUP, s_layout, p_layout)
+        state = _more(state, masked, 1, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
+    state = _more(state, bare, 1 + masked, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, False, C, GROUP, s_layout, p_layout)
     if C.left >= 0 and not C.mapped:
-        state = _more(state, low, 1 + masked + bare, q, k_ring, v_ring, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
+        state = _more(state, low, 1 + masked + bare, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
     weights, acc, top, total, ki, kp, vi, vp = state
 
     mbarrier.wait(v_full.index(vi), vp)
@@ -277,7 +323,7 @@ def _attend(place, cursors, q, k_ring, v_ring, sinks_ptr, lse, scale, gain, map_
 def _compute(outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     o_desc, o_ptr, o_strides, o_buffers = outs
-    q_ring, k_ring, v_ring = rings
+    q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
     queries, q_full, q_empty = q_ring
     DV: gl.constexpr = v_ring[0].shape[-1]
     q = queries.index(GROUP).reshape([64, queries.shape[-1]])
@@ -290,7 +336,7 @@ def _compute(outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, 
         b, head, tile_m, start_q, len_q, _, _, there = place
         if there:
             mbarrier.wait(q_full.index(GROUP), qp)
-            acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, sinks_ptr, lse, scale, gain, map_ptr, map_strides,
+            acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], sinks_ptr, lse, scale, gain, map_ptr, map_strides,
                                           reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
             if not C.share:
                 mbarrier.arrive(q_empty.index(GROUP), count=1)
@@ -314,24 +360,30 @@ def _compute(outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, 
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads"])
-def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, reads, scale, gain,
-             tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides,
+def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, reads, scale, gain,
+             tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups, 1)
     k_ring = ring(k_desc, C.stages, C.groups)
     v_ring = ring(v_desc, C.stages, C.groups)
+    rings = (q_ring, k_ring, v_ring, t_desc, t_desc, t_desc)  # one for each warpgroup, or None
+    if t_desc is not None:
+        t_ring = ring(t_desc, C.stages, 1)
+        rings = (q_ring, k_ring, v_ring, t_ring)
+        if C.groups == 2:
+            rings = (q_ring, k_ring, v_ring, t_ring, ring(t_desc, C.stages, 1))
     o_buffers = q_ring[0]
     if not C.share:
         o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
     fence_async_shared()
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
-    outs, rings, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (q_ring, k_ring, v_ring), (lse_ptr, lse_strides), gain * LOG2E
+    outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, lse_strides), gain * LOG2E
     if C.groups == 1:
         gl.warp_specialize(
             [
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
-                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_ptr, map_strides, C)),
+                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C)),
             ],
             [1],
             [24],
@@ -341,7 +393,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, listed, q_offsets, 
             [
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 1)),
-                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_ptr, map_strides, C)),
+                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C)),
             ],
             [4, 1],
             [240, 24],
@@ -352,7 +404,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, listed, q_offsets, 
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 1)),
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 2)),
-                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, map_ptr, map_strides, C)),
+                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -365,6 +417,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, o_ptr, lse_ptr, listed, q_offsets, 
 TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
 LONG_64 = (3, 128, 2)
 LAZILY = ((64, 0), (256, 64))
+TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
 SHORT = 1024  # queries
 
 
@@ -374,23 +427,50 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     groups, n, stages = pick(TILES, width)
     if width == 64 and order == "turns" and p.score is None and p.len_q > SHORT:
         groups, n, stages = LONG_64
+    if tile := tile_of(p):
+        n, stages = n * 2 // tile.dtype.itemsize, TILED
     if "batch_invariant" not in p.extras and p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
         groups, order = 1, "blocks"
     return [Tiles(groups, n, stages, *given_out(order, device))]
 
 
+def tile_of(p: Attention) -> PairTile | None:
+    """What the third ring brings."""
+    return p.score and pair_tile(p.score.text)
+
+
+def pair_view(t, axes: str):
+    """A tensor of `axes` and i, j as TMA describes it, [batch or 1, heads or 1, i, j], and how far a sequence, a head and a query are in its dimensions.
+
+    What one dimension repeats is taken once, of rows 64. A layout that TMA does not know (rows of no multiple of 16 bytes, a base that is not aligned)
+    is copied.
+    """
+    if axes == "hb":
+        t = t.transpose(0, 1)
+    for n, axis in enumerate("bh"):
+        if axis not in axes or t.stride(n) == 0:
+            t = (t.select(n, 0) if axis in axes else t).unsqueeze(n)
+    steps = (int(t.shape[0] > 1), int(t.shape[1] > 1), int(t.stride(2) > 0))
+    if not steps[2]:
+        t = t[:, :, :64]
+    if not describable(t):
+        unit = 16 // t.element_size()
+        t = t.new_empty((*t.shape[:3], triton.cdiv(t.shape[3], unit) * unit))[..., : t.shape[3]].copy_(t)
+    return t, steps
+
+
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
-    """q, k, v as `ops.attention` passes them: dense, or packed with offsets."""
+    """q, k, v as `ops.attention` passes them: dense, or packed with offsets. What the third ring brings is copied first where `pair_view` says so."""
     packed = x.q_offsets is not None
     out, lse = outputs(p, x, q, return_lse)
     if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
     first = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch, heads, len, dim]
     first = [t if describable(t) else t.contiguous() for t in first]
-    width, width_v = block(p.dim), block(p.value_dim)
+    width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     shape = Shape(tiles.groups, tiles.n, tiles.stages, tiles.order == "pairs", left, right, top_left, packed, isinstance(p.mask, Traced), p.value_dim,
-                  width == width_v == 256, pick(LAZILY, width_v))  # fmt: skip
+                  width == width_v >= (128 if tile else 256), pick(LAZILY, width_v))  # fmt: skip
     blocks = ((64, width), (tiles.n, width), (tiles.n, width_v), (64, width_v))
     listed, tiles_m, batch_heads, side_by_side = None, triton.cdiv(p.len_q, shape.m), p.batch * p.heads, together(p)
     if shape.pairs:
@@ -398,16 +478,21 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, shape.m)
         tiles_m, batch_heads, side_by_side = len(listed), p.heads, together(p, p.tokens_k or p.tokens)
-    (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, mods.split_functions)
+    make = functools.partial(mods.split_functions, tiled=tile is not None)
+    (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
+    pairs = steps = None
+    if tile:
+        pairs, steps = pair_view(x.score[tile.tensor], tile.axes)
+        pairs = describe(pairs, 64, tiles.n)
     found, map_strides = None, (0, 0, 0)
     if shape.mapped:
         found, map_strides = mask_map(p, mods.mask_function(p.mask.text), reads[0], x, shape.m, tiles.n, False, q.device)
     count = tiles_m * batch_heads
     grid = count if tiles.order == "blocks" else min(count, tiles.sms)
     _prefill[(grid,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), first[3], lse, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found,
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, first[3], lse, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found,
         x.sinks if x.sinks is None else x.sinks.contiguous(), reads, scale, gain, count, tiles_m, side_by_side, p.heads, p.group, p.len_q, p.len_k,
-        batch_heads, first[3].stride()[:3], (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides,
+        batch_heads, first[3].stride()[:3], (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4,
     )  # fmt: skip
     return (out, lse) if return_lse else out

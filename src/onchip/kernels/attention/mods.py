@@ -13,6 +13,8 @@ A kernel can have what rows or columns alone decide made once each (`split_funct
     KEYS(b, h, j, len_q, len_k, (c of the mask, c of the score)) -> k, with j [N], one in each thread
     MASK(b, h, i, j, len_q, len_k, c, known, HAND), SCORE(s, b, h, i, j, len_q, len_k, c, known, HAND), where HAND(x, j) brings x [N] to the columns j [1, N]
 
+and so what a score reads at [.., i, j] (`pair_tile`), copied tile by tile: with `tiled` it is float32 [M, N] in `known`, (r, k, tile).
+
 Values stay as small as what they depend on: a slope of a head is a scalar, an id of a row [M, 1]. A captured tensor is never read
 outside of its sizes; what lies there reads as 0. At places past the ends a function may give anything, NaN included, and the kernel's
 `where` decides; `SCORE_GRAD` gives and adds 0 wherever `ds` is 0, even if `s` is NaN there. All floats are float32, whatever the tensor's dtype.
@@ -33,6 +35,11 @@ import triton.language as tl
 from torch import Tensor
 
 from onchip.core.kernel import Unsupported
+from onchip.kernels.attention.texts import IDENTITY as IDENTITY
+from onchip.kernels.attention.texts import fold as fold
+from onchip.kernels.attention.texts import gathers as gathers
+from onchip.kernels.attention.texts import pair_bytes as pair_bytes
+from onchip.kernels.attention.texts import pair_tile as pair_tile
 
 # ---- device: what Triton lacks
 
@@ -308,8 +315,9 @@ def _kind(dtype: str) -> str:
 class _Program:
     """A text as lines of device code, and the steps by which gradients go back."""
 
-    def __init__(self, text: str, wanted: Sequence[bool] = (), fast: bool = False):
+    def __init__(self, text: str, wanted: Sequence[bool] = (), fast: bool = False, tiled: bool = False):
         self.fast, self.lines, self.kinds, self.steps = fast, [], {}, []
+        self.tile = pair_tile(text) if tiled else None  # what it finds in `t`
         *lines, last = ast.parse(text).body[0].body
         names = ast.parse(text).body[0].args.args
         self.values = {name.arg: _Value(name.arg, "int", frozenset({name.arg} & set("bhij")), 0, MOST) for name in names[1:7]}
@@ -415,6 +423,8 @@ class _Program:
 
     def load(self, name: str, indices: Sequence[_Value]) -> _Value:
         """`name[indices]` of a captured tensor, 0 where an index lies outside; or, of one that has a single element, without indices."""
+        if self.tile and name == f"c{self.tile.tensor}" and indices:
+            return _Value("t", "float", frozenset("bhij"), finite=False)
         dtype, ndim, at, at_g = self.captured.get(name, ("", -1, 0, None))
         if (indices and ndim != len(indices)) or any(x.kind != "int" for x in indices):
             self.refuse("a tensor that is not read at one place by integers")
@@ -445,10 +455,10 @@ class _Program:
         Those find it in `known`, from `rows` and `keys` on. What reads nothing and is short stays: knowing a tile's places saves ptxas more.
         """
         names, codes = zip(*(line.split(" = ", 1) for line in self.lines), strict=True) if self.lines else ((), ())
-        uses = [set(re.findall(r"\b(?:v\d+|[sij])\b", code)) for code in codes]
+        uses = [set(re.findall(r"\b(?:v\d+|[sijt])\b", code)) for code in codes]
         by, live = {}, {self.out.code}
         for name, used in zip(names, uses, strict=True):
-            by[name] = set().union(*(by.get(x, {x} & set("sij")) for x in used))
+            by[name] = set().union(*(by.get(x, {x} & set("sijt")) for x in used))
         for name, used in zip(reversed(names), reversed(uses), strict=True):
             live |= used if name in live else set()
         of, left, back = {"i": ([], []), "j": ([], [])}, [n for n, name in enumerate(names) if name in live], []
@@ -462,6 +472,7 @@ class _Program:
                 of[axis] = [self.lines[n] for n in sorted(alone + mine)], ints
                 back += [f"{name} = {form.format(first + n)}{' != 0' if self.kinds[name] == 'bool' else ''}" for n, name in enumerate(handed)]
                 left = [n for n in left if n not in mine]
+        back = ["t = known[2]", *back] if self.tile else back
         return of, back + [self.lines[n] for n in left]
 
     def backward(self) -> tuple[list[str], str]:
@@ -540,11 +551,11 @@ def functions(mask: str | None, score: str | None, fast: bool = False):
 
 
 @functools.lru_cache(maxsize=1024)
-def split_functions(mask: str | None, score: str | None, fast: bool = False):
+def split_functions(mask: str | None, score: str | None, fast: bool = False, tiled: bool = False):
     """The device functions ROWS, KEYS, MASK and SCORE, the latter two with `known`, of a mask's and a score's text. None: no text; nothing worth it."""
     lines, over, found, place = {"i": [], "j": []}, {"i": [], "j": []}, [], "b, h, i, j, len_q, len_k, c, known, HAND: tl.constexpr"
     for text, name, parameters, kind in ((mask, "sees", place, "bool"), (score, "score", f"s, {place}", "float")):
-        program = _Program(text, (), fast and _on_nvidia()) if text is not None else None
+        program = _Program(text, (), fast and _on_nvidia(), tiled and name == "score") if text is not None else None
         if program:
             of, late = program.split(len(over["i"]), len(over["j"]))
             for axis, (early, handed) in of.items():  # side by side in one function: names and captured tensors of their own
@@ -559,22 +570,6 @@ def _on_nvidia() -> bool:
     return not triton.knobs.runtime.interpret and torch.version.hip is None
 
 
-IDENTITY = "def run(s, b, h, i, j, len_q, len_k):\n    return s"  # the score function of a scale that is not positive
-FIRST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\(s, float\('([^']+)'\)\)(?=\n)")
-LAST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\((\w+), float\('([^']+)'\)\)\n    return (v\d+)$")
-
-
-@functools.lru_cache(maxsize=1024)
-def fold(text: str) -> tuple[str, float, float]:
-    """`score(s) = after * inner(before * s)`: the text of `inner` and the two factors, which a kernel multiplies into its own (a softcap is then one tanh)."""
-    before = after = 1.0
-    if (found := FIRST.search(text)) and len(re.findall(r"\bs\b", text)) == 2 and float(found[2]) > 0:
-        before, text = float(found[2]), re.sub(rf"\b{found[1]}\b", "s", text[: found.start()] + text[found.end() :])
-    if (found := LAST.search(text)) and found[1] == found[4] and text.count(f"{found[1]}:") == 1 and float(found[3]) > 0:
-        after, text = float(found[3]), text[: found.start()] + f"\n    return {found[2]}"
-    return text, before, after
-
-
 @functools.lru_cache(maxsize=1024)
 def refuses(text: str) -> str | None:
     """Why Triton cannot run this text, in one sentence; None when it can."""
@@ -583,20 +578,6 @@ def refuses(text: str) -> str | None:
     except Unsupported as why:
         return str(why)
     return None
-
-
-@functools.lru_cache(maxsize=1024)
-def pair_bytes(text: str) -> int:
-    """Bytes that a text reads for each query and key side by side, as a bias does: its tiles lie in shared memory while they are on their way."""
-    sizes = {name: getattr(torch, dtype).itemsize for name, dtype in re.findall(r"(c\d+): '(\w+)\[", text)}
-    reads = re.findall(r"aten\.index\.Tensor\((c\d+), \[([^\]]*)\]", text)
-    return sum(sizes[name] for name, indices in reads if {"i", "j"} <= set(re.findall(r"\w+", indices)))
-
-
-@functools.lru_cache(maxsize=1024)
-def gathers(text: str) -> bool:
-    """Whether a text reads at a place it has computed, as a table of distances is."""
-    return any(re.search(r"\bv\d+\b", indices) for indices in re.findall(r"aten\.index\.Tensor\(\w+, \[([^\]]*)\]", text))
 
 
 def captured(tensors: Sequence[Tensor]) -> tuple:

@@ -1,0 +1,61 @@
+"""What a kernel makes of a score's text (`core/trace.py`) before it is translated: factors it takes over, and what the text reads. Imports no DSL."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import torch
+
+IDENTITY = "def run(s, b, h, i, j, len_q, len_k):\n    return s"  # the score function of a scale that is not positive
+FIRST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\(s, float\('([^']+)'\)\)(?=\n)")
+LAST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\((\w+), float\('([^']+)'\)\)\n    return (v\d+)$")
+
+
+@functools.lru_cache(maxsize=1024)
+def fold(text: str) -> tuple[str, float, float]:
+    """`score(s) = after * inner(before * s)`: the text of `inner` and the two factors, which a kernel multiplies into its own (a softcap is then one tanh)."""
+    before = after = 1.0
+    if (found := FIRST.search(text)) and len(re.findall(r"\bs\b", text)) == 2 and float(found[2]) > 0:
+        before, text = float(found[2]), re.sub(rf"\b{found[1]}\b", "s", text[: found.start()] + text[found.end() :])
+    if (found := LAST.search(text)) and found[1] == found[4] and text.count(f"{found[1]}:") == 1 and float(found[3]) > 0:
+        after, text = float(found[3]), text[: found.start()] + f"\n    return {found[2]}"
+    return text, before, after
+
+
+@functools.lru_cache(maxsize=1024)
+def pair_bytes(text: str) -> int:
+    """Bytes that a text reads for each query and key side by side, as a bias does: its tiles lie in shared memory while they are on their way."""
+    sizes = {name: getattr(torch, dtype).itemsize for name, dtype in re.findall(r"(c\d+): '(\w+)\[", text)}
+    reads = re.findall(r"aten\.index\.Tensor\((c\d+), \[([^\]]*)\]", text)
+    return sum(sizes[name] for name, indices in reads if {"i", "j"} <= set(re.findall(r"\w+", indices)))
+
+
+@functools.lru_cache(maxsize=1024)
+def gathers(text: str) -> bool:
+    """Whether a text reads at a place it has computed, as a table of distances is."""
+    return any(re.search(r"\bv\d+\b", indices) for indices in re.findall(r"aten\.index\.Tensor\(\w+, \[([^\]]*)\]", text))
+
+
+class PairTile(NamedTuple):
+    """What a text reads for each query and key, where that is one float tensor at [.., i, j]: tiles of it can be copied.
+
+    tensor    its number among the captured ones.      axes   which of b and h come before i and j, and in which order.
+    """
+
+    tensor: int
+    axes: str
+    dtype: torch.dtype
+
+
+@functools.lru_cache(maxsize=1024)
+def pair_tile(text: str) -> PairTile | None:
+    """None where there is no such tensor, or more is read by query and key."""
+    reads = {read for read in re.findall(r"aten\.index\.Tensor\((c\d+), \[([^\]]*)\]", text) if {"i", "j"} <= set(re.findall(r"\w+", read[1]))}
+    if len(reads) != 1:
+        return None
+    ((name, indices),) = reads
+    axes, dtype = indices.removesuffix("i, j").replace(", ", ""), re.search(rf"{name}: '(\w+)\[", text)[1]
+    others = len(re.findall(rf"aten\.index\.Tensor\({name}, ", text)) - text.count(f"aten.index.Tensor({name}, [{indices}])")
+    if axes not in ("", "b", "h", "bh", "hb") or dtype not in ("bfloat16", "float16", "float32") or others:
+        return None
+    return PairTile(int(name[1:]), axes, getattr(torch, dtype))
