@@ -638,6 +638,9 @@ class Emulator:
         if found := re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32 a, \$2, \$1; cvt\.rn\.satfinite\.e4m3x2\.f32 b, \$4, \$3; mov\.b32 \$0, {a, b};", code):
             values = torch.stack([raw(x) for x in args], -1).clamp(-448, 448)
             return Tensor(values.to(torch.float8_e4m3fn).view(torch.int32)[..., 0])
+        if found := re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", code):
+            halves = torch.stack([raw(x) for x in args], -1).to({"bf16": torch.bfloat16, "f16": torch.float16}[found[1]])
+            return Tensor(halves.view(torch.int32)[..., 0])
         raise NotImplementedError(f"no emulation of {code!r}")
 
     def meet(self, how: str, number: int, threads: int) -> Tensor:

@@ -202,6 +202,24 @@ def in_order(x):
 
 
 @gluon.jit
+def as_pairs(x, DTYPE: gl.constexpr):
+    """Values in half precision, rounded, two columns of a thread in an int32: halves that go from one loop to another are taken apart and put together anew."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    even, odd = gl.split(x.reshape([M, N // 2, 2]))
+    return gl.inline_asm_elementwise(code, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def as_halves(words, DTYPE: gl.constexpr):
+    """The values of `as_pairs`: no instruction."""
+    even = words.to(gl.int16).to(DTYPE, bitcast=True)
+    odd = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    return gl.join(even, odd).reshape([words.shape[0], 2 * words.shape[1]])
+
+
+@gluon.jit
 def as_words(x):
     """Values in e4m3, rounded, four columns of a thread in an int32: single bytes that go round a loop are taken apart and put together anew."""
     M: gl.constexpr = x.shape[0]
@@ -255,7 +273,7 @@ def block(dim: int) -> int:
 
 
 __all__ = [
-    "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_other", "as_words", "block", "byte_pairs", "columns_back", "describe",
+    "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs", "columns_back", "describe",
     "fence_async_shared", "fill", "fill_both", "gl", "gluon", "in_order", "mbarrier", "reclaim", "release", "release_after", "ring", "scale_rows",
     "take_turn", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "warpgroup_mma", "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

@@ -271,7 +271,7 @@ BUGS = [
     Bug("V is released twice", FULL, ((WAIT_FOR_OUTPUT, WAIT_FOR_OUTPUT + RELEASE_VALUES),)),
     Bug("K is never released", FULL, ((RELEASE_KEYS, ""),)),
     Bug("V is not waited for", FULL, (
-        ("        mbarrier.wait(v_full.index(vi), vp)\n        acc = warpgroup_mma(", "        acc = warpgroup_mma("),
+        ("        mbarrier.wait(v_full.index(vi), vp)\n        weights =", "        weights ="),
     )),
     Bug("scores are not waited for", FULL, ((WAIT_FOR_SCORES, ""),)),
     Bug("the output is scaled while its product is under way", FULL, ((WAIT_FOR_OUTPUT, RELEASE_VALUES),)),

@@ -24,6 +24,8 @@ from onchip.kernels.attention.texts import PairTile, pair_tile
 from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
+    as_halves,
+    as_pairs,
     block,
     describe,
     fence_async_shared,
@@ -205,7 +207,7 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, call, steps, map_strides, 
           EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
     """`count` further key tiles from step `x` on. EDGE: they need the mask."""
     N: gl.constexpr = C.n
-    weights, acc, top, total, ki, kp, vi, vp = state
+    words, acc, top, total, ki, kp, vi, vp = state
     keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
     READERS: gl.constexpr = 128 * C.groups + 32
@@ -215,6 +217,7 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, call, steps, map_strides, 
         zeros = gl.zeros([64, N], gl.float32, s_layout)
         scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(vi), vp)
+        weights = gl.convert_layout(as_halves(words, values.dtype), p_layout)
         acc = warpgroup_mma(weights, values.index(vi).reshape([N, values.shape[-1]]), acc, is_async=True)
         turn_over(GROUP, C.groups)
         tile = _tile(t_ring, ki, kp, C, s_layout)
@@ -233,15 +236,14 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, call, steps, map_strides, 
             release_after(sums, ki, 14 - 8 * GROUP, 160)
         ki, kp = advance(ki, kp, C.stages)
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
-        p = gl.convert_layout(p.to(weights.dtype), p_layout)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
         release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
         if C.packed and C.mapped and EDGE:
             _clear(v_ring, vi, vp, n, call[5], C)
         acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
-        weights = p
-    return weights, acc, top, total, ki, kp, vi, vp
+        words = as_pairs(p, values.dtype)
+    return words, acc, top, total, ki, kp, vi, vp
 
 
 @gluon.jit
@@ -284,18 +286,18 @@ def _attend(place, cursors, q, k_ring, v_ring, t_ring, sinks_ptr, lse, scale, ga
     p, _, top, total = _softmax(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, True, C)
     if t_ring is not None:
         release_after(total, ti, 14 - 8 * GROUP, 160)
-    weights = gl.convert_layout(p.to(DTYPE), p_layout)
     if C.packed:
         _clear(v_ring, vi, vp, first * N, len_k, C)
-    state = (weights, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
+    state = (as_pairs(p, DTYPE), gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
     if C.right >= 0 or C.mapped:
         state = _more(state, masked, 1, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
     state = _more(state, bare, 1 + masked, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, False, C, GROUP, s_layout, p_layout)
     if C.left >= 0 and not C.mapped:
         state = _more(state, low, 1 + masked + bare, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
-    weights, acc, top, total, ki, kp, vi, vp = state
+    words, acc, top, total, ki, kp, vi, vp = state
 
     mbarrier.wait(v_full.index(vi), vp)
+    weights = gl.convert_layout(as_halves(words, DTYPE), p_layout)
     acc = warpgroup_mma(weights, values.index(vi).reshape([N, DV]), acc, is_async=True)
     total = gl.convert_layout(gl.sum(total, 1), row_layout)
     shrink = gl.full([64], 1.0, gl.float32, row_layout)
