@@ -70,16 +70,14 @@ def arrive_and_wait(index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def release_after(sums, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """`release` by 128 threads of four `sums` each, none negative, not before they are there.
+def release_after(shrink, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """`release` by threads of two values of `shrink` each, none negative, not before they are there.
 
-    ptxas keeps barriers and waits for products in order, but lets a computation that neither needs sink below them: without this the softmax
-    would run after the product beside which it belongs.
+    ptxas keeps barriers and waits for products in order, but lets a computation that neither needs sink below them.
     """
-    code: gl.constexpr = """{ .reg .b32 t, u; mov.b32 t, $4; mov.b32 u, $5; or.b32 t, t, u; mov.b32 u, $6; or.b32 t, t, u; mov.b32 u, $7; or.b32 t, t, u;
-        shr.u32 t, t, 31; add.u32 t, t, $8; bar.arrive t, $12; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }"""
-    kinds: gl.constexpr = "=r,=r,=r,=r,f,f,f,f,r,r,r,r,r,r,r,r"
-    gl.inline_asm_elementwise(code, kinds, [sums, index + BARRIER, index * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=4)
+    code: gl.constexpr = """{ .reg .b32 t, u; mov.b32 t, $2; mov.b32 u, $3; or.b32 t, t, u; shr.u32 t, t, 31; add.u32 t, t, $4; bar.arrive t, $6;
+        mov.u32 $0, 0; mov.u32 $1, 0; }"""
+    gl.inline_asm_elementwise(code, "=r,=r,f,f,r,r,r,r", [shrink, index + BARRIER, index * 0 + THREADS], dtype=gl.int32, is_pure=False, pack=2)
 
 
 @gluon.jit
@@ -206,7 +204,7 @@ def as_pairs(x, DTYPE: gl.constexpr):
     """Values in half precision, rounded, two columns of a thread in an int32: halves that go from one loop to another are taken apart and put together anew."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"  # noqa: SIM300 (DTYPE varies)
     even, odd = gl.split(x.reshape([M, N // 2, 2]))
     return gl.inline_asm_elementwise(code, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -273,7 +271,8 @@ def block(dim: int) -> int:
 
 
 __all__ = [
-    "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs", "columns_back", "describe",
-    "fence_async_shared", "fill", "fill_both", "gl", "gluon", "in_order", "mbarrier", "reclaim", "release", "release_after", "ring", "scale_rows",
-    "take_turn", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "warpgroup_mma", "warpgroup_mma_wait", "widened",
+    "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
+    "columns_back", "describe", "fence_async_shared", "fill", "fill_both", "gl", "gluon", "in_order", "mbarrier", "reclaim", "release", "release_after",
+    "ring", "scale_rows", "take_turn", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "warpgroup_mma", "warpgroup_mma_wait",
+    "widened",
 ]  # fmt: skip

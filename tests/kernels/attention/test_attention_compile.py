@@ -158,7 +158,8 @@ def allowed(most: int) -> int:
 
 
 HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of them outside of the loops that matter; the newest ptxas spills more
-    "d64": (64, False, {}, 200),
+    "d64": (64, False, {}, 0),
+    "d64 causal": (64, False, {"band": Causal(), "len_q": 16384}, 0),
     "d64 short causal": (64, False, {"band": Causal(), "len_q": 1024}, 0),
     "d128": (128, False, {}, 0),
     "d128 causal": (128, False, {"band": Causal()}, 0),
@@ -166,16 +167,16 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d128 window": (128, False, {"band": Window(1024)}, 0),
     "d128 packed": (128, True, {"band": Causal()}, 0),
     "d128 softcap": (128, False, {"band": Causal(), "score": scores.Softcap(30.0)}, 0),
-    "d128 ALiBi": (128, False, {"band": Causal(), "score": scores.ALiBi(meta(32, dtype=FP32))}, 100),
-    "d128 document": (128, False, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, 220),
+    "d128 ALiBi": (128, False, {"band": Causal(), "score": scores.ALiBi(meta(32, dtype=FP32))}, 16),
+    "d128 document": (128, False, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, 312),
     "d256": (256, False, {}, 0),
-    "d256 causal": (256, False, {"band": Causal()}, 60),
+    "d256 causal": (256, False, {"band": Causal()}, 16),
     "d64 bias": (64, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 0),
-    "d128 bias": (128, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 100),
-    "d128 bias, causal": (128, False, {"band": Causal(), "score": scores.Bias(meta(32, 4096, 4096))}, 40),
-    "d128 bias, packed": (128, True, {"band": Causal(), "score": scores.Bias(meta(4, 1, 4096, 4096))}, 40),
+    "d128 bias": (128, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 148),
+    "d128 bias, causal": (128, False, {"band": Causal(), "score": scores.Bias(meta(32, 4096, 4096))}, 0),
+    "d128 bias, packed": (128, True, {"band": Causal(), "score": scores.Bias(meta(4, 1, 4096, 4096))}, 0),
     "d128 bias in fp32": (128, False, {"score": scores.Bias(meta(4096, 4096, dtype=FP32))}, 0),
-    "d256 bias": (256, False, {"score": scores.Bias(meta(4096, 4096))}, 60),
+    "d256 bias": (256, False, {"score": scores.Bias(meta(4096, 4096))}, 52),
 }
 
 
@@ -222,7 +223,7 @@ BACKWARD = {  # head dimension, packed, and bytes that ptxas may spill, stores a
     "d64 full": (64, False, Full(), 252),
     "d64 causal": (64, False, Causal(), 352),
     "d128 full": (128, False, Full(), 260),
-    "d128 causal": (128, False, Causal(), 408),
+    "d128 causal": (128, False, Causal(), 340),
     "d128 packed": (128, True, Causal(), 456),
 }
 

@@ -139,7 +139,7 @@ def test_tokens_of_zeros(share, spread):
 
 # ---- with a bug
 
-WAIT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])\n"
+WAIT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up\n"
 FENCE, TELL = "                fence_async_shared()\n", "                mbarrier.arrive(t_full"
 RELEASE = "        release(vi, 10 + C.stages, C.turners)\n"
 FULL = Case((2, 128, 2, "turns"), 260, 700, Full(), heads=(1, 1), shared=(0, 128, 128))

@@ -121,9 +121,8 @@ CASES = [
     Case((1, 128, 2, "blocks"), 200, 200, Causal() & Document(torch.arange(200) // 60)),
     Case((1, 128, 2, "turns"), lengths=(70, 0, 5, 200), heads=(4, 2)),
     Case((1, 128, 2, "turns"), 300, 300, Causal() & Document(torch.arange(300) // 60)),
-    Case((1, 128, 2, "pairs"), 500, 500, dim=128, heads=(2, 1), batch=2),
+    Case((1, 128, 2, "turns"), 500, 500, dim=128, heads=(2, 1), batch=2),
     Case((1, 128, 2, "blocks"), 700, 700, Window(330), heads=(1, 1)),
-    Case((1, 128, 2, "pairs"), 300, 300, dim=128, heads=(1, 1)),
     Case((1, 128, 2, "turns"), 130, 200, Full(), score=Softcap(2.0)),
     Case((2, 128, 2, "blocks"), 130, 130, score=ALiBi(torch.tensor([0.5, 0.25]))),
 ]
@@ -190,7 +189,7 @@ FULL = Case((1, 128, 2, "turns"), 400, 260, Full(), heads=(4, 4))
 WINDOW = Case((1, 128, 2, "blocks"), 300, 300, Window(100))
 PACKED = Case((1, 128, 2, "blocks"), lengths=(70, 5, 150), used=(60, 5, 100), mask=Full())
 WIDE = Case((1, 128, 2, "blocks"), 700, 700, Window(330), heads=(1, 1))  # has tiles that it shows whole
-PAIRS = Case((1, 128, 2, "pairs"), 500, 500, dim=128, heads=(3, 3))
+TURNS = Case((1, 128, 2, "turns"), 500, 500, dim=128, heads=(3, 3))
 WAIT_FOR_DV = "        dv, weights, dq = warpgroup_mma_wait(1, deps=[dv, weights, dq])\n"
 LET_OUTPUTS_GO = "        release(index, OUTPUTS_LET_GO, READERS)\n"
 WAIT_FOR_DK = "        dk, left = warpgroup_mma_wait(0, deps=[dk, left])\n"
@@ -225,8 +224,8 @@ BUGS = [
     Bug("a causal mask off by one", Case((1, 128, 2, ""), 200, 200), (("(shift + C.right)", "(shift + C.right + 1)"),)),
     Bug("a window off by one", WINDOW, (("i + (shift - C.left)", "i + (shift - C.left + 1)"),)),
     Bug("tiles past a window's whole ones are taken from behind its start", WIDE, (("gl.where(x < masked, bare, before - masked)", "0"),)),
-    Bug("the tile after next is taken", PAIRS, (("_place(turn + 1, sizes", "_place(turn + 2, sizes"),)),
-    Bug("the next tile is the same one", PAIRS, (("            place, there = later, there_later\n", "            pass\n"),)),
+    Bug("the tile after next is taken", TURNS, (("_place(turn + 1, sizes", "_place(turn + 2, sizes"),)),
+    Bug("the next tile is the same one", TURNS, (("            place, there = later, there_later\n", "            pass\n"),)),
     Bug("queries of the next sequence are not cleared", PACKED, (("            if m + M > place[4]:", "            if m < 0:"),)),
     Bug("keys of the next sequence are not cleared", PACKED, (("            if tile_n * N + N > len_k:", "            if tile_n < 0:"),)),
     Bug("a sequence's LSE is taken from a multiple of four", PACKED, (("late = m % PHASES", "late = m % 1"),)),

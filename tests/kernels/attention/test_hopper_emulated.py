@@ -255,9 +255,10 @@ UNEVEN = Case((1, 64, 2, "blocks"), lengths=(70, 0, 5, 200))
 NEIGHBOUR = Case((2, 64, 2, "blocks"), lengths=(100, 70), used=(90, 70), mask=Full())
 
 WAIT_FOR_SCORES = "        scores = warpgroup_mma_wait(1, deps=[scores])\n"
-RELEASE_KEYS = "        release_after(sums, ki, 10, READERS)\n"
-WAIT_FOR_OUTPUT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])\n        release(vi, 10 + C.stages, READERS)\n"
+RELEASE_KEYS = "        release_after(shrink, ki, 10, READERS)\n"
 RELEASE_VALUES = "        release(vi, 10 + C.stages, READERS)\n"
+ALL_BUT_DONE = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done"
+WAIT_FOR_OUTPUT = ALL_BUT_DONE + ": its first operand is read from registers, which held the warps up\n" + RELEASE_VALUES
 RELEASE_QUERIES = "                mbarrier.arrive(q_empty.index(GROUP), count=1)\n"
 LEFT_BEFORE = "                tma.store_wait(0)  # the tile before has left\n"
 LOW = "low, 1 + masked + bare, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, "
@@ -314,14 +315,14 @@ BUGS = [
 ]  # fmt: skip
 
 READ = "        tile = _tile(t_ring, ki, kp, C, s_layout)\n        n = 0"
-RELEASE_TILE = "            release_after(sums, ki, 14 - 8 * GROUP, 160)\n"
+RELEASE_TILE = "            release_after(shrink, ki, 14 - 8 * GROUP, 160)\n"
 BUGS += [
     Bug("the third ring is not waited for", TILED[0], (("        mbarrier.wait(full.index(index), phase)\n        tile = ", "        tile = "),)),
     Bug("the third ring is released before it is read", TILED[0], (
-        (READ, RELEASE_TILE.replace("release_after(sums", "release(ki").replace("ki, ki", "ki")[4:] + READ), (RELEASE_TILE, "            pass\n"),
+        (READ, RELEASE_TILE.replace("release_after(shrink, ", "release(")[4:] + READ), (RELEASE_TILE, "            pass\n"),
     )),
     Bug("the third ring is never released", TILED[0], ((RELEASE_TILE, "            pass\n"),)),
-    Bug("another buffer of the third ring is released first", TILED[0], (("release_after(total, ti,", "release_after(total, ki,"),)),
+    Bug("another buffer of the third ring is released first", TILED[0], (("release_after(shrink, ti,", "release_after(shrink, ki,"),)),
     Bug("both warpgroups take the first one's tile", TILED[0], (("rings[3 + GROUP]", "rings[3]"),)),
     Bug("both warpgroups' tiles are the first one's", TILED[0], (("(tile_m * C.m + group * 64) * steps[2], n]", "tile_m * C.m * steps[2], n]"),)),
     Bug("a tile is that of the keys before", TILED[0], (("place, after - start_k, C)", "place, n - start_k, C)"),)),

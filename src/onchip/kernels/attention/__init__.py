@@ -119,8 +119,10 @@ def _slower_on_hopper(p: Attention) -> str | None:
             return f"a score reads fp32 for each query and key beside heads of {max(p.dim, p.value_dim)}, of at most 128: no room for tiles of it"
     if mods and mods.gathers(p.score.text):
         return "a score looks values up at places that it computes: not measured"
-    if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and not (isinstance(p.mask, Band) and p.mask.right is None):
-        return f"dim {p.dim} under a mask, {p.len_q} queries, of at most 1024: triton_prefill is faster"
+    band = p.mask if isinstance(p.mask, Band) else None
+    plain = band and (band.right is None or (band.left is None and p.keys == "dense" and p.score is None))
+    if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and not plain:
+        return f"dim {p.dim} under such a mask, {p.len_q} queries, of at most 1024: triton_prefill is faster"
     return None
 
 

@@ -170,10 +170,8 @@ def _scale_at(scale, n, EACH: gl.constexpr, N: gl.constexpr, len_k, layout: gl.c
 
 
 @gluon.jit
-def _softmax(scores, top, factor, k_scale, v_scale, MAY_BE_EMPTY: gl.constexpr, C: gl.constexpr):
-    """One step of the online softmax, in base 2: weights times 2^RAISED and V's scale in e4m3, what shrinks all before, the new maximum, and sums that stay
-    in a thread, [64, 8].
-    """
+def _top(scores, top, factor, k_scale, MAY_BE_EMPTY: gl.constexpr, C: gl.constexpr):
+    """The first half of a step of the online softmax, in base 2: the new maximum, what is taken off the scores, what shrinks all before, and the factor."""
     N: gl.constexpr = C.n
     if C.each_k > 1:
         factor = gl.maximum(factor * k_scale, LEAST)
@@ -183,7 +181,13 @@ def _softmax(scores, top, factor, k_scale, v_scale, MAY_BE_EMPTY: gl.constexpr, 
     base = new_top
     if MAY_BE_EMPTY:  # a row that has seen no key yet: -inf minus -inf is NaN
         base = gl.where(new_top == float("-inf"), 0.0, new_top)
-    shrink = gl.exp2(top - base)
+    return new_top, base, gl.exp2(top - base), factor
+
+
+@gluon.jit
+def _weigh(scores, base, factor, v_scale, C: gl.constexpr):
+    """The other half: weights times 2^RAISED and V's scale in e4m3, four to a word, and sums that stay in a thread, [64, 8]."""
+    N: gl.constexpr = C.n
     base = base - RAISED
     if C.each_v > 1:
         base = base - gl.log2(v_scale)
@@ -193,7 +197,7 @@ def _softmax(scores, top, factor, k_scale, v_scale, MAY_BE_EMPTY: gl.constexpr, 
         weights = weights * v_scale
     elif C.each_v > 1:
         sums = sums * (1.0 / v_scale)
-    return weights, shrink, new_top, sums
+    return as_words(in_order(weights)), sums
 
 
 @gluon.jit
@@ -221,15 +225,15 @@ def _more(state, count, n, q, k_ring, t_ring, factor, call, EDGE: gl.constexpr, 
             scores = scores * k_scale
         if EDGE:
             scores = hide(scores, at, call, (), None, C, s_layout)
-        p, shrink, top, sums = _softmax(scores, top, factor, k_scale, v_scale, EDGE, C)
-        release_after(sums, ki, 10, C.readers)
+        top, base, shrink, each = _top(scores, top, factor, k_scale, EDGE, C)
+        release_after(shrink, ki, 10, C.readers)
         ki, kp = advance(ki, kp, C.stages)
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
-        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, C.turners)
         vi, vp = advance(vi, vp, C.stages)
-        weights = as_words(in_order(p))  # not before: ptxas would put these where the product under way reads the last ones, and wait for each product
         acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
+        weights, sums = _weigh(scores, base, each, v_scale, C)
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
     return weights, acc, top, total, ki, kp, vi, vp
 
 
@@ -277,8 +281,9 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     if C.each_k == 1:
         scores = scores * k_scale
     scores = hide(scores, first * N, call, (), None, C, s_layout)
-    weights, _, top, total = _softmax(scores, gl.full([64], float("-inf"), gl.float32, row_layout), factor, k_scale, v_scale, True, C)
-    state, n = (as_words(in_order(weights)), gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp), (first - 1) * N
+    top, base, _shrink, each = _top(scores, gl.full([64], float("-inf"), gl.float32, row_layout), factor, k_scale, True, C)
+    weights, total = _weigh(scores, base, each, v_scale, C)
+    state, n = (weights, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp), (first - 1) * N
     if C.right >= 0:
         state = _more(state, masked, n, q, k_ring, t_ring, factor, call, True, C, GROUP, s_layout, p_layout)
         n -= masked * N

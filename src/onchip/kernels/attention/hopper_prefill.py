@@ -2,8 +2,9 @@
 
 One warp copies (TMA): Q once a tile, K and V round two rings, and round a third what a score reads of each query and key (a bias).
 Two or three warpgroups compute, 64 rows each, in step with nobody but the copies: the products of key tile j's scores and of tile
-j - 1's output are both started before the softmax of tile j, which runs beside the latter. The output is scaled anew only where a maximum grew
-by more than 2^8 (Dao, FlashAttention-4): rarely.
+j - 1's output are both started before the softmax of tile j. Its maxima are found while the latter ends; its exponentials after that, beside the
+other warpgroup's products, so that weights are packed where the last ones lay. The output is scaled anew only where a maximum grew by more than
+2^8 (Dao, FlashAttention-4): rarely.
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
 """
 
@@ -172,20 +173,23 @@ def _scored(scores, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, l
 
 
 @gluon.jit
-def _softmax(scores, top, factor, MAY_BE_EMPTY: gl.constexpr, C: gl.constexpr):
-    """One step of the online softmax, in base 2: the weights, what shrinks all before, the new maximum, and sums that stay in a thread, [64, 8].
-
-    The four threads of a row meet once, at the end.
-    """
-    N: gl.constexpr = C.n
+def _top(scores, top, factor, MAY_BE_EMPTY: gl.constexpr, C: gl.constexpr):
+    """The first half of a step of the online softmax, in base 2: the new maximum, what is subtracted from the scores, and what shrinks all before."""
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
     if C.lazily > 0:
         new_top = gl.where(new_top - top > GROWTH, new_top, top)
     base = new_top
     if MAY_BE_EMPTY:  # a row that has seen no key yet: -inf minus -inf is NaN
         base = gl.where(new_top == float("-inf"), 0.0, new_top)
+    return new_top, base, gl.exp2(top - base)
+
+
+@gluon.jit
+def _weigh(scores, base, factor, DTYPE: gl.constexpr, C: gl.constexpr):
+    """The other half: the weights, two to a word, and sums that stay in a thread, [64, 8]. The four threads of a row meet once, at the end."""
+    N: gl.constexpr = C.n
     weights = gl.exp2(scores * factor - base[:, None])
-    return weights, gl.exp2(top - base), new_top, gl.sum(weights.reshape([64, N // 8, 8]), 1)
+    return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
 
 
 @gluon.jit
@@ -230,19 +234,19 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, call, steps, map_strides, 
         scores = _scored(scores, n, call, of, tile, SCORE, C, s_layout)
         if EDGE:
             scores = hide(scores, n, call, of, MASK, C, s_layout)
-        p, shrink, top, sums = _softmax(scores, top, call[7], EDGE or SCORE is not None, C)
-        release_after(sums, ki, 10, READERS)
+        top, base, shrink = _top(scores, top, call[7], EDGE or SCORE is not None, C)
+        release_after(shrink, ki, 10, READERS)
         if t_ring is not None:
-            release_after(sums, ki, 14 - 8 * GROUP, 160)
+            release_after(shrink, ki, 14 - 8 * GROUP, 160)
         ki, kp = advance(ki, kp, C.stages)
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
-        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
         if C.packed and C.mapped and EDGE:
             _clear(v_ring, vi, vp, n, call[5], C)
         acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
-        words = as_pairs(p, values.dtype)
+        words, sums = _weigh(scores, base, call[7], values.dtype, C)
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
     return words, acc, top, total, ki, kp, vi, vp
 
 
@@ -283,12 +287,13 @@ def _attend(place, cursors, q, k_ring, v_ring, t_ring, sinks_ptr, lse, scale, ga
     ki, kp = advance(ki, kp, C.stages)
     scores = _scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
     scores = hide(scores, first * N, call, of, MASK, C, s_layout)
-    p, _, top, total = _softmax(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, True, C)
+    top, base, shrink = _top(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, True, C)
     if t_ring is not None:
-        release_after(total, ti, 14 - 8 * GROUP, 160)
+        release_after(shrink, ti, 14 - 8 * GROUP, 160)
+    words, total = _weigh(scores, base, gain, DTYPE, C)
     if C.packed:
         _clear(v_ring, vi, vp, first * N, len_k, C)
-    state = (as_pairs(p, DTYPE), gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
+    state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
     if C.right >= 0 or C.mapped:
         state = _more(state, masked, 1, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
     state = _more(state, bare, 1 + masked, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, False, C, GROUP, s_layout, p_layout)
@@ -415,7 +420,8 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
 
 # ---- host
 
-# Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for more than a plain dense problem.)
+# Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for more than a plain dense problem;
+# and the pairs of a short causal one are more even in smaller tiles.)
 TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
 LONG_64 = (3, 128, 2)
 LAZILY = ((64, 0), (256, 64))
@@ -427,7 +433,8 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
     width, order = max(block(p.dim), block(p.value_dim)), order_of(p)
     groups, n, stages = pick(TILES, width)
-    if width == 64 and order == "turns" and p.score is None and p.len_q > SHORT:
+    plain = p.score is None and p.keys == "dense" and isinstance(p.mask, Band) and p.mask.left is None
+    if width == 64 and plain and order != "pairs" and p.len_q > SHORT:
         groups, n, stages = LONG_64
     if tile := tile_of(p):
         n, stages = n * 2 // tile.dtype.itemsize, TILED
