@@ -172,6 +172,8 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d256": (256, False, {}, 0),
     "d256 causal": (256, False, {"band": Causal()}, 16),
     "d64 bias": (64, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 0),
+    "d128 heads alone": (128, False, {"mask": masks.MaskMod(lambda b, h, i, j: h == 2), "score": scores.ScoreMod(lambda s, b, h, i, j: h.float())}, 300),
+    "d128 activation": (128, False, {"score": scores.ScoreMod(lambda s, b, h, i, j: torch.log(torch.nn.functional.gelu(s) + 1.0))}, 0),
     "d128 bias": (128, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 148),
     "d128 bias, causal": (128, False, {"band": Causal(), "score": scores.Bias(meta(32, 4096, 4096))}, 0),
     "d128 bias, packed": (128, True, {"band": Causal(), "score": scores.Bias(meta(4, 1, 4096, 4096))}, 0),
@@ -196,7 +198,7 @@ def test_hopper_prefill(dim, packed, how, most):
 @pytest.mark.parametrize(("dim", "dim_v"), itertools.product((64, 128, 256), repeat=2))
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_hopper_has_room_for_a_bias(dim, dim_v, dtype):
-    """Beside queries, output, keys and values, with 3 KiB left for barriers; what has none the menu leaves to Triton."""
+    """Beside queries, output, keys and values, with 3 KiB left for barriers; what has not been measured the menu leaves to Triton."""
     p, _ = static(Attention("prefill", 4, 4096, 4096, 32, 8, dim, BF16, dim_v=dim_v), Operands(1.0), score=scores.Bias(meta(4096, 4096, dtype=dtype)))
     refusals = PREFILL.kernel("hopper_prefill").refuses(p, GPU["sm_90"])
     assert len(refusals) == (dtype == FP32 and max(dim, dim_v) == 256)

@@ -165,6 +165,7 @@ PACKED = [
     Case((2, 64, 2, "blocks"), lengths=((20, 90, 0), (150, 40, 7)), sinks=True),
     Case((2, 64, 2, "blocks"), lengths=(100, 70), dim=256, heads=(1, 1)),
     Case((1, 64, 2, "turns"), lengths=(70, 0, 5, 200), heads=(4, 2)),
+    Case((2, 64, 2, "turns"), lengths=(100, 70, 200), dim=256, heads=(2, 1)),
 ]
 MODS = [
     Case((1, 64, 2, "turns"), 300, 300, Causal() & Document(torch.arange(300) // 60)),
@@ -206,6 +207,7 @@ TILED = [  # which a third ring brings
     Case((2, 64, 2, "blocks"), 200, 200, Causal() & Document(torch.arange(200) // 60), score=bias(2, 200, 200, causal=True)),
     Case((2, 64, 2, "pairs"), 136, 136, dim=256, heads=(1, 1), score=bias(136, 136, causal=True)),
     Case((2, 64, 2, "blocks"), lengths=(70, 0, 5, 200), score=bias(4, 2, 200, 200, inside=((70, 70), (0, 0), (5, 5), (200, 200)))),
+    Case((2, 64, 2, "turns"), lengths=(100, 70, 200), dim=128, score=bias(3, 2, 200, 200)),
     Case((2, 64, 2, "blocks"), lengths=((20, 90, 8), (150, 40, 7)), mask=Full(), score=bias(3, 1, 90, 152, inside=((20, 150), (90, 40), (8, 7)))),
 ]
 
@@ -290,6 +292,9 @@ BUGS = [
     Bug("the queries' buffer is given back before the output in it has left", WIDE, (("                tma.store_wait(0)\n", ""),)),
     Bug("the last output is not waited for", FULL, (("            qp ^= 1\n    tma.store_wait(0)\n", "            qp ^= 1\n"),)),
     Bug("the output leaves without a fence", FULL, (("                fence_async_shared()\n                tma_store(", "                tma_store("),)),
+    Bug("a packed output's buffer is filled again without a fence", PACKED[-1], (
+        ("                if C.share:  # before the copy engine fills it again\n", "                if C.m < 0:\n"),
+    )),
     Bug("the turn is never handed over", FULL, (("        turn_over(GROUP, C.groups)\n        tile = ", "        tile = "),)),
     Bug("nobody goes first", FULL, (("        turn_over(GROUP, C.groups)\n    for turn in", "        pass\n    for turn in"),)),
     Bug("both warpgroups take the first one's queries", FULL, (("queries.index(GROUP)", "queries.index(0)"),)),

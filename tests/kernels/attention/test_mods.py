@@ -40,19 +40,19 @@ def _hand(x, j):
 
 
 @triton.jit
-def _split_tile(s_ptr, out_ptr, b, h, len_q, len_k, c, ROWS: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
+def _split_tile(s_ptr, out_ptr, b, h, len_q, len_k, captured, ROWS: tl.constexpr, KEYS: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
                 M: tl.constexpr, N: tl.constexpr):  # fmt: skip
     i, j = tl.arange(0, M), tl.arange(0, N)
     r, k = (), ()
     if ROWS is not None:
-        r = ROWS(b, h, i, len_q, len_k, (c, c))
+        r = ROWS(b, h, i, len_q, len_k, captured)
     if KEYS is not None:
-        k = KEYS(b, h, j, len_q, len_k, (c, c))
+        k = KEYS(b, h, j, len_q, len_k, captured)
     i, j = i[:, None], j[None, :]
     if MASK is not None:
-        out = MASK(b, h, i, j, len_q, len_k, c, (r, k), _hand).to(tl.float32)
+        out = MASK(b, h, i, j, len_q, len_k, captured[0], (r, k), _hand).to(tl.float32)
     else:
-        out = SCORE(tl.load(s_ptr + i * N + j), b, h, i, j, len_q, len_k, c, (r, k), _hand)
+        out = SCORE(tl.load(s_ptr + i * N + j), b, h, i, j, len_q, len_k, captured[1], (r, k), _hand)
     tl.store(out_ptr + i * N + j, out)
 
 
@@ -98,7 +98,7 @@ def tile(function, tensors, sizes, axis, s=None, ds=None, g=(), **which):
             whole[: sizes[0], : sizes[1]] = part
     out = torch.full((M, N), torch.nan, device=device)
     if which["kind"] == "split":
-        _split_tile[(1,)](full[0], out, 1, 2, *sizes, mods.captured(tensors), *function, M=M, N=N)
+        _split_tile[(1,)](full[0], out, 1, 2, *sizes, (mods.captured(tensors),) * 2, *function, M=M, N=N)
         return out[: sizes[0], : sizes[1]]
     arguments = {"MASK": None, "SCORE": None, "SCORE_GRAD": None} | {which["kind"]: function}
     _tile[(1,)](*full, out, 1, 2, *sizes, mods.captured(tensors), g, **arguments, M=M, N=N, I_AXIS=axis)
@@ -147,6 +147,7 @@ def mask_cases():
         "bits": MaskMod(lambda b, h, i, j: (((i ^ j) & 5) | (i << 1)) >> 1 != ~j + 9),
         "bytes": MaskMod(lambda b, h, i, j: small[ids[i]] - small[ids[j]] < 128),
         "of an int": MaskMod(lambda b, h, i, j: torch.logical_not(i % 3)),
+        "narrow differences": MaskMod(lambda b, h, i, j: (small[ids[i]] - small[ids[j]]).float() < 128.0),
         "fmod": MaskMod(lambda b, h, i, j: (torch.fmod(i - j, 3) == -1) | (torch.div(i - j, 4, rounding_mode="trunc") == 0)),
     }
 
@@ -273,6 +274,20 @@ def reference(static, tensors, wanted, at, s, ds, dtype):
     return [out, *grads]
 
 
+@pytest.mark.gpu
+def test_a_mask_and_a_score_side_by_side(device):
+    """Each finds its own tensors, and its own part of what rows and keys decide alone."""
+    ids, bias = _ids(32).int().to(device), torch.randn(32, device=device)
+    mask, score = masks.Document(ids).static(), ScoreMod(lambda s, b, h, i, j: s + bias[j]).static()
+    s, out = torch.randn(M, N, device=device), torch.full((2, M, N), torch.nan, device=device)
+    rows, keys, sees, adds = mods.split_functions(mask.text, score.text)
+    captured = mods.captured((ids,)), mods.captured((bias,))
+    for n, function in enumerate(((rows, keys, sees, None), (rows, keys, None, adds))):
+        _split_tile[(1,)](s, out[n], 1, 2, M, N, captured, *function, M=M, N=N)
+    assert torch.equal(out[0].bool(), mask.seen(place(M, N, device=device), (ids,)).expand(M, N))
+    assert torch.equal(out[1], s + bias)
+
+
 def test_what_rows_and_keys_decide_alone():
     """Ids of documents are looked up once a row and once a key; a distance, which takes both, is not worth handing round."""
     if not isinstance(_tile, JITFunction):
@@ -292,6 +307,10 @@ def test_what_is_made_of_simpler_instructions(device):
     _instructions[(1,)](x, y, real, erf)
     assert torch.equal(real, x.float())
     torch.testing.assert_close(erf.double(), torch.erf(y.double()), rtol=0, atol=5e-5)
+    assert erf.abs().max() <= 1 and torch.equal(erf[y.abs() >= 3], y[y.abs() >= 3].sign())  # so that gelu of what is very negative is 0
+    y[:3] = torch.tensor([-torch.inf, torch.nan, torch.inf])
+    _instructions[(1,)](x, y, real, erf)
+    assert erf[:3].tolist()[::2] == [-1, 1] and erf[1].isnan()
 
 
 @triton.jit

@@ -108,21 +108,21 @@ def _may_hide_padding(p: Attention) -> str | None:
 
 def _slower_on_hopper(p: Attention) -> str | None:
     """What `triton_prefill` does faster on an H200, or has not been measured there."""
-    mods = importlib.import_module("onchip.kernels.attention.mods") if p.score is not None else None
-    if mods and mods.pair_bytes(p.score.text):
-        tile = mods.pair_tile(p.score.text)
+    texts = importlib.import_module("onchip.kernels.attention.texts")
+    if p.score is not None and texts.pair_bytes(p.score.text):
+        tile = texts.pair_tile(p.score.text)
         if tile is None:
             return "a score reads more for each query and key than one float tensor at [.., i, j]: triton_prefill is faster"
         if p.len_k * tile.dtype.itemsize % 16:  # of a tensor that is contiguous; a copy costs more than it saves
             return f"a score reads rows of {p.len_k} in {SHORT[tile.dtype]}, of a multiple of 16 bytes: triton_prefill is faster"
         if tile.dtype == torch.float32 and max(p.dim, p.value_dim) > 128:
-            return f"a score reads fp32 for each query and key beside heads of {max(p.dim, p.value_dim)}, of at most 128: no room for tiles of it"
-    if mods and mods.gathers(p.score.text):
+            return f"a score reads fp32 for each query and key beside heads of {max(p.dim, p.value_dim)}, of at most 128: not measured"
+    if p.score is not None and texts.gathers(p.score.text):
         return "a score looks values up at places that it computes: not measured"
     band = p.mask if isinstance(p.mask, Band) else None
     plain = band and (band.right is None or (band.left is None and p.keys == "dense" and p.score is None))
     if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and not plain:
-        return f"dim {p.dim} under such a mask, {p.len_q} queries, of at most 1024: triton_prefill is faster"
+        return f"dim {p.dim} under such a mask, {p.len_q} queries, of at most 1024: triton_prefill was faster when both were measured"
     return None
 
 
@@ -131,10 +131,10 @@ def _slower_backward_on_hopper(p: Attention) -> str | None:
     pairs = p.batch * p.heads * p.len_q * p.len_k
     if pairs < FEW:  # 8 heads of 2,048: 53 TFLOP/s there, 34 here, both with the launch; 256 of 1,024, causal, without it: 290 and 315
         return f"{pairs:.0e} pairs of a query and a key, of at least {FEW:.0e}: two more launches cost what the faster kernel saves"
-    mods = importlib.import_module("onchip.kernels.attention.mods") if p.score is not None else None
-    if mods and mods.pair_bytes(p.score.text):
+    texts = importlib.import_module("onchip.kernels.attention.texts")
+    if p.score is not None and texts.pair_bytes(p.score.text):
         return "a score reads a value for each query and key: triton_backward is faster"
-    if mods and mods.gathers(p.score.text):
+    if p.score is not None and texts.gathers(p.score.text):
         return "a score looks values up at places that it computes: not measured"
     return None
 

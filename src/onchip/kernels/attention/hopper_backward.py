@@ -21,7 +21,7 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention import mods
+from onchip.kernels.attention import mods, texts
 from onchip.kernels.attention.hopper_tiles import count_turns, given_out, locate, map_entry, map_row, order_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
 from onchip.kernels.attention.tile import describable, ends, fast, mask_map, query_span, sequence_tiles, together
@@ -516,7 +516,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
         before, gain = x.scale, 1.0
         unit = 1 / (x.scale or 1.0)  # LSE in units of the scores
         if p.score is not None or x.scale <= 0:  # LSE over a negative scale is no place to start from
-            text, factor, gain = mods.fold(p.score.text if p.score is not None else mods.IDENTITY)
+            text, factor, gain = texts.fold(p.score.text if p.score is not None else texts.IDENTITY)
             score, score_grad = mods.score_functions(text, wanted=(False,) * len(x.score), fast=fast(q))
             before, unit = x.scale * factor, LOG2E
         delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, unit, tiles.m)  # rows that fill up a tile see nothing

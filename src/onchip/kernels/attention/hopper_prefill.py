@@ -356,6 +356,8 @@ def _compute(outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, 
                 dims = gl.arange(0, DV, layout=gl.SliceLayout(0, layout))
                 at = o_ptr + head.to(gl.int64) * o_strides[1] + (start_q + rows).to(gl.int64)[:, None] * o_strides[2] + dims[None, :]
                 gl.store(at, buffer.reshape([64, DV]).load(layout), mask=(rows < len_q)[:, None] & (dims < C.dim_v)[None, :])
+                if C.share:  # before the copy engine fills it again
+                    fence_async_shared()
             else:
                 fence_async_shared()
                 tma_store(o_desc, [b, head, row, 0], buffer)
@@ -373,7 +375,8 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
     q_ring = ring(q_desc, C.groups, 1)
     k_ring = ring(k_desc, C.stages, C.groups)
     v_ring = ring(v_desc, C.stages, C.groups)
-    rings = (q_ring, k_ring, v_ring, t_desc, t_desc, t_desc)  # one for each warpgroup, or None
+    gl.static_assert(t_desc is None or C.groups < 3)
+    rings = (q_ring, k_ring, v_ring, None, None, None)  # and, of what a score reads, one for each warpgroup
     if t_desc is not None:
         t_ring = ring(t_desc, C.stages, 1)
         rings = (q_ring, k_ring, v_ring, t_ring)

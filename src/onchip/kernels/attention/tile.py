@@ -16,7 +16,7 @@ import triton.language as tl
 from onchip.core.masks import Band
 from onchip.core.philox import ROUNDS, threshold
 from onchip.core.trace import Traced
-from onchip.kernels.attention import mods
+from onchip.kernels.attention import mods, texts
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -364,7 +364,7 @@ def device_functions(p, x, q, make=mods.functions):
     """What `make` makes of the mask's and the score's text (or None), what these read, and the factors of a score before and after its function."""
     text, scale, gain = None, 1.0, x.scale
     if p.score is not None or x.scale <= 0:  # a plain kernel takes the largest score before it scales
-        text, before, gain = mods.fold(p.score.text if p.score is not None else mods.IDENTITY)
+        text, before, gain = texts.fold(p.score.text if p.score is not None else texts.IDENTITY)
         scale = x.scale * before
     made = make(p.mask.text if isinstance(p.mask, Traced) else None, text, fast(q))
     return made, (mods.captured(x.mask), mods.captured(x.score)), scale, gain

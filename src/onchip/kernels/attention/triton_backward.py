@@ -22,7 +22,7 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, hides_keys
-from onchip.kernels.attention import mods
+from onchip.kernels.attention import mods, texts
 from onchip.kernels.attention.statistics import sink_gradient, statistics
 from onchip.kernels.attention.tile import (
     LOG2E,
@@ -398,7 +398,7 @@ def configs(p: Attention, device: Device) -> list[Plan]:
     """The fastest tiles that fit, the same for every batch and length."""
     width = max(block(p.dim), block(p.value_dim))
     half = p.dtype.itemsize == 2 or "tf32" in p.extras
-    pairs = sum(mods.pair_bytes(part.text) for part in (p.mask, p.score) if isinstance(part, Traced))
+    pairs = sum(texts.pair_bytes(part.text) for part in (p.mask, p.score) if isinstance(part, Traced))
 
     def fits(t: Tiles, what: str) -> bool:
         still, moving = (t.m, t.n) if what == "dQ" else (t.n, t.m)
@@ -452,7 +452,7 @@ def _over(p: Attention, how: Launch, lead, lse2, delta, x: Operands, sees, reads
         q_side = k_side if (queries.m, queries.n) == (keys.m, keys.n) else _described(lead, queries, width, width_v)
     scale, gain, score, score_grad, score_back = x.scale, 1.0, None, None, None
     if p.score is not None:  # gradients of what the score reads are of the whole score; all others carry its factors at the end
-        text, before, gain = (p.score.text, 1.0, 1.0) if any(wanted) else mods.fold(p.score.text)
+        text, before, gain = (p.score.text, 1.0, 1.0) if any(wanted) else texts.fold(p.score.text)
         scale *= before
         score, score_grad = mods.score_functions(text, wanted=wanted, fast=fast(q))
         _, score_back = mods.score_functions(text, wanted=(False,) * len(wanted), fast=fast(q))

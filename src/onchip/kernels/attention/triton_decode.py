@@ -16,7 +16,7 @@ from onchip.core.device import Device
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention import mods
+from onchip.kernels.attention import mods, texts
 from onchip.kernels.attention.tile import LN2, LOG2E, band, block, ends, fast, key_span, normalise, online_softmax, page_slots, tf32
 
 
@@ -204,7 +204,7 @@ def launch(p: Attention, how: Split, q, cache, x: Operands, return_lse: bool):
     sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
     scale, gain, score = x.scale, 1.0, None
     if p.score is not None or scale <= 0:  # the plain kernel takes the largest score before it scales
-        text, before, gain = mods.fold(p.score.text if p.score is not None else mods.IDENTITY)
+        text, before, gain = texts.fold(p.score.text if p.score is not None else texts.IDENTITY)
         scale *= before
         score, _ = mods.score_functions(text, fast=fast(q))
     _partial[(programs * tiles, how.splits)](

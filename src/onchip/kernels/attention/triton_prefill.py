@@ -17,7 +17,7 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, hides_keys
-from onchip.kernels.attention import mods
+from onchip.kernels.attention import texts
 from onchip.kernels.attention.tile import (
     LOG2E,
     band,
@@ -229,7 +229,7 @@ GATHERING = Tiles(64, 64, 4, 3)  # and one that looks up what it has computed (a
 def configs(p: Attention, device: Device) -> list[Tiles]:
     """The candidates that fit the device, best first; those that leave rows or multiprocessors idle go last."""
     size, width, width_v = p.dtype.itemsize, block(p.dim), block(p.value_dim)
-    pairs = sum(mods.pair_bytes(part.text) for part in (p.mask, p.score) if isinstance(part, Traced))
+    pairs = sum(texts.pair_bytes(part.text) for part in (p.mask, p.score) if isinstance(part, Traced))
 
     def fits(t: Tiles) -> bool:
         shared = (t.m * max(width, width_v) + t.stages * t.n * (width + width_v)) * size + (t.stages - 1) * t.m * t.n * pairs
@@ -244,9 +244,9 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     if ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)[0] >= 0 and max(width, width_v) <= 128 and candidates is not IEEE:
         candidates = (pick(WINDOW, max(width, width_v)), *candidates)
     elif p.score is not None and max(width, width_v) == 128 and candidates is not IEEE:
-        if mods.pair_bytes(p.score.text):
+        if texts.pair_bytes(p.score.text):
             candidates = (READING, Tiles(64, 64, 4, 2), *candidates)  # the second where many tables leave no room for the first
-        elif mods.gathers(p.score.text) or isinstance(p.mask, Traced):
+        elif texts.gathers(p.score.text) or isinstance(p.mask, Traced):
             candidates = (GATHERING, *candidates)
     fitting = filter(fits, candidates)
     if "batch_invariant" in p.extras:  # what is best must not depend on how much else there is to do
