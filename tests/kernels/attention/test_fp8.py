@@ -14,7 +14,9 @@ from onchip.core.scales import SMALLEST, Scales
 
 E4M3 = torch.float8_e4m3fn
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
-SOURCES = [f"onchip.kernels.{name}" for name in ("attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_fp8")]
+SOURCES = [
+    f"onchip.kernels.{name}" for name in ("attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_fp8")
+]
 SMS = 3  # multiprocessors: few, so that a program gets several tiles
 
 

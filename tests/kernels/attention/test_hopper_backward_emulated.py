@@ -17,7 +17,10 @@ from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 
-SOURCES = [f"onchip.kernels.{name}" for name in ("attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_backward")]
+SOURCES = [
+    f"onchip.kernels.{name}"
+    for name in ("attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_backward")
+]
 
 
 def statistics(_p, out, d_out, lse, d_lse, unit, tile):

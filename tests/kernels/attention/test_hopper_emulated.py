@@ -20,7 +20,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 
 SMS = 3  # multiprocessors: few, so that a program gets several tiles
-SOURCES = [f"onchip.kernels.{name}" for name in ("attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_prefill")]
+SOURCES = [
+    f"onchip.kernels.{name}" for name in ("attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_prefill")
+]
 
 
 class Case(NamedTuple):
