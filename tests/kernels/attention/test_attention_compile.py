@@ -172,7 +172,7 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d256": (256, False, {}, 0),
     "d256 causal": (256, False, {"band": Causal()}, 16),
     "d64 bias": (64, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 0),
-    "d128 heads alone": (128, False, {"mask": masks.MaskMod(lambda b, h, i, j: h == 2), "score": scores.ScoreMod(lambda s, b, h, i, j: h.float())}, 300),
+    "d128 heads alone": (128, False, {"mask": masks.MaskMod(lambda b, h, i, j: h == 2), "score": scores.ScoreMod(lambda s, b, h, i, j: h.float())}, 0),
     "d128 activation": (128, False, {"score": scores.ScoreMod(lambda s, b, h, i, j: torch.log(torch.nn.functional.gelu(s) + 1.0))}, 0),
     "d128 bias": (128, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 148),
     "d128 bias, causal": (128, False, {"band": Causal(), "score": scores.Bias(meta(32, 4096, 4096))}, 0),

@@ -322,7 +322,7 @@ BUGS = [
 ]  # fmt: skip
 
 READ = "        tile = _tile(t_ring, ki, kp, C, s_layout)\n        n = 0"
-RELEASE_TILE = "            release_after(shrink, ki, 14 - 8 * GROUP, 160)\n"
+RELEASE_TILE = "            release_after(shrink, ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)\n"
 BUGS += [
     Bug("the third ring is not waited for", TILED[0], (("        mbarrier.wait(full.index(index), phase)\n        tile = ", "        tile = "),)),
     Bug("the third ring is released before it is read", TILED[0], (

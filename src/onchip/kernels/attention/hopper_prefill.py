@@ -49,6 +49,8 @@ from onchip.kernels.hopper import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+# Of the third ring: the hardware barriers at which the first warpgroup lets its buffers go, 14 and 15 (the second one's lie 8 below), and who meets there.
+PAIRS_LET_GO, ONE_GROUP = gl.constexpr(14), gl.constexpr(128 + 32)
 GROWTH = gl.constexpr(8.0)  # weights of up to 2^8 cost a half-precision product no digits, and a float32 sum none that count
 
 
@@ -98,15 +100,14 @@ class Shape:
 def _fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
     """What a score reads of a tile of queries and the keys from `n` on.
 
-    A ring for each warpgroup, so that none waits for what the other has not let go: that is half a tile's time more for memory to answer. Barriers 14
-    and 15 let the first one's buffers go, 6 and 7 the second one's.
+    A ring for each warpgroup, so that none waits for what the other has not let go: that is half a tile's time more for memory to answer.
     """
     GROUPS: gl.constexpr = C.groups
     b, head, tile_m, _, _, _, _, _ = place
     after = cursor
     for group in gl.static_range(GROUPS):
         at = [b * steps[0], head * steps[1], (tile_m * C.m + group * 64) * steps[2], n]
-        after = fill(rings[3 + group], cursor, desc, at, C.stages, 14 - 8 * group, 160)
+        after = fill(rings[3 + group], cursor, desc, at, C.stages, PAIRS_LET_GO - 8 * group, ONE_GROUP)
     return after
 
 
@@ -237,7 +238,7 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, call, steps, map_strides, 
         top, base, shrink = _top(scores, top, call[7], EDGE or SCORE is not None, C)
         release_after(shrink, ki, 10, READERS)
         if t_ring is not None:
-            release_after(shrink, ki, 14 - 8 * GROUP, 160)
+            release_after(shrink, ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
         ki, kp = advance(ki, kp, C.stages)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, READERS)
@@ -289,7 +290,7 @@ def _attend(place, cursors, q, k_ring, v_ring, t_ring, sinks_ptr, lse, scale, ga
     scores = hide(scores, first * N, call, of, MASK, C, s_layout)
     top, base, shrink = _top(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, True, C)
     if t_ring is not None:
-        release_after(shrink, ti, 14 - 8 * GROUP, 160)
+        release_after(shrink, ti, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
     words, total = _weigh(scores, base, gain, DTYPE, C)
     if C.packed:
         _clear(v_ring, vi, vp, first * N, len_k, C)

@@ -62,7 +62,7 @@ def locate(turn, sizes, lengths, OF_KEYS: gl.constexpr, C: gl.constexpr):
         tile = places - 1 - tile
     if C.packed:
         head = batch_head
-        listed += 2 * gl.minimum(tile, places - 1)
+        listed += 2 * tile
         b, tile = gl.load(listed), gl.load(listed + 1)
         there = there & (b >= 0)
         b = gl.maximum(b, 0)
