@@ -23,14 +23,17 @@ SOURCES = [
 ]
 
 
-def statistics(_p, out, d_out, lse, d_lse, unit, tile):
+def statistics(_p, out, d_out, lse, d_lse, unit, tile, phases=1):
     """`statistics.statistics` in plain torch."""
     rows = out.shape[2]
     delta = (out.float() * d_out.float()).sum(-1) - (0 if d_lse is None else d_lse.view(out.shape[:3]))
     lse = lse.view(out.shape[:3])
     empty, pad = lse == -torch.inf, -rows % tile
     delta, lse = torch.where(empty, 0.0, delta), torch.where(empty, torch.inf, lse * unit)
-    return torch.nn.functional.pad(delta, (0, pad)), torch.nn.functional.pad(lse, (0, pad), value=torch.inf)
+    later = [
+        (torch.nn.functional.pad(delta, (0, pad + n))[..., n:], torch.nn.functional.pad(lse, (0, pad + n), value=torch.inf)[..., n:]) for n in range(phases)
+    ]
+    return tuple(torch.cat(kind, 1) for kind in zip(*later, strict=True))
 
 
 def finish(sums, dq, factor, first):

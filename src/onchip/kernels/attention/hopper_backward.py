@@ -49,7 +49,8 @@ from onchip.kernels.hopper import (
 )
 
 LOG2E = math.log2(math.e)
-PHASES = gl.constexpr(4)  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin
+LATE = 4  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin: LSE and delta lie four times in memory, each a row later
+PHASES = gl.constexpr(LATE)
 READERS = gl.constexpr(288)  # threads at a release: of two warpgroups and the copying warp
 # Hardware barriers: that a warpgroup's dS lies in shared memory, two each; that K and V are done with; for both to meet; of the two rings, one a stage.
 WRITTEN, KEYS_LET_GO, MEETING, QUERIES_LET_GO, OUTPUTS_LET_GO = gl.constexpr(4), gl.constexpr(10), gl.constexpr(11), gl.constexpr(12), gl.constexpr(14)
@@ -519,12 +520,12 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
             text, factor, gain = texts.fold(p.score.text if p.score is not None else texts.IDENTITY)
             score, score_grad = mods.score_functions(text, wanted=(False,) * len(x.score), fast=fast(q))
             before, unit = x.scale * factor, LOG2E
-        delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, unit, tiles.m)  # rows that fill up a tile see nothing
+        delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, unit, tiles.m, LATE if packed else 1)  # rows that fill up a tile see nothing
         if k.numel():
             _over(p, tiles, lead, lses, delta, x, sees, score, score_grad, before, gain)
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
-        d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta[..., : lse.shape[-1]])
+        d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta[:, : len(x.sinks), : lse.shape[-1]])
     return dq, dk, dv, d_sinks, (None,) * len(x.score)
 
 
@@ -542,7 +543,7 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
         found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, True, q.device)
     kinds = describe(q, tiles.m, width), describe(k, tiles.n, width), describe(v, tiles.n, width_v), describe(d_out, tiles.m, width_v)
     grads = describe(dk, 64, width), describe(dv, 64, width_v)
-    stats = [describe(_from_each_phase(t[0]) if packed else t.view(-1, t.shape[-1]), 1, tiles.m) for t in (lses, delta)]
+    stats = [describe(t.view(-1, t.shape[-1]), 1, tiles.m) for t in (lses, delta)]
     listed, tiles_n, every, side_by_side = None, triton.cdiv(p.len_k, tiles.n), p.batch * p.kv_heads, together(p, 3 * p.len_k)
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
@@ -560,8 +561,3 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
             count, first, dk.stride()[:3], dv.stride()[:3], map_strides, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip
         finish(sums, dq, before * gain, first * p.group)
-
-
-def _from_each_phase(t):
-    """Rows [heads, tokens] from token 0, 1, 2 and 3 on, one below the other, each at multiples of 16 bytes: [4 heads, tokens]."""
-    return torch.cat([torch.nn.functional.pad(t[:, late:], (0, late)) for late in range(PHASES)])

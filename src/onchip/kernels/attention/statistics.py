@@ -9,8 +9,11 @@ from onchip.kernels.attention.tile import block
 
 @triton.jit
 def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, heads, len_q, pitch, unit, o_strides, do_strides, lse_strides, dlse_strides,
-           DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):  # fmt: skip
-    """delta = rowsum(dO O) - dLSE, and LSE in another unit, +inf for a row that saw nothing, so that its weights are 0: [batch, heads, pitch]."""
+           DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PHASES: tl.constexpr):  # fmt: skip
+    """delta = rowsum(dO O) - dLSE, and LSE in another unit, +inf for a row that saw nothing, so that its weights are 0: [batch, heads, pitch].
+
+    PHASES: of a single batch, how many times each is written, [PHASES, heads, pitch], every time from a row later on.
+    """
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_DV)
@@ -25,9 +28,11 @@ def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, heads, len_q, 
         place = batch.to(tl.int64) * dlse_strides[0] + head.to(tl.int64) * dlse_strides[1] + rows.to(tl.int64) * dlse_strides[2]
         delta -= tl.load(dlse_ptr + place, mask=rows < len_q, other=0.0).to(tl.float32)
     empty = lse == float("-inf")
-    at = tl.program_id(1).to(tl.int64) * pitch + rows
-    tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=rows < pitch)
-    tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * unit), mask=rows < pitch)
+    for late in tl.static_range(PHASES):
+        at = (late * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * pitch + rows - late
+        there = (rows >= late) & (rows < pitch + late)
+        tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=there)
+        tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * unit), mask=there)
 
 
 @triton.jit
@@ -44,18 +49,19 @@ def _finish(sums_ptr, dq_ptr, factor, first, heads, len_q, sums_strides, dq_stri
     tl.store(dq_ptr + rows.to(tl.int64)[:, None] * dq_strides[2] + dims[None, :], sums.to(dq_ptr.dtype.element_ty), mask=there & (dims < D)[None, :])
 
 
-def statistics(p, out, d_out, lse, d_lse, unit: float, tile: int = 1):
+def statistics(p, out, d_out, lse, d_lse, unit: float, tile: int = 1, phases: int = 1):
     """delta and LSE times `unit`, float32 [batch, heads, rows] of `out` and `d_out` [batch, heads, rows, dim]; rows are filled up to whole tiles,
-    with rows that see nothing."""
+    with rows that see nothing. `phases` of a batch of one: [1, phases * heads, rows], the heads once from row 0 on, once from row 1, and so on."""
     batch, heads, len_q, _ = out.shape
     pitch = triton.cdiv(len_q, tile) * tile
-    delta, scaled = (torch.empty(batch, heads, pitch, dtype=torch.float32, device=out.device) for _ in range(2))
+    delta, scaled = (torch.empty(batch, phases * heads, pitch, dtype=torch.float32, device=out.device) for _ in range(2))
     lse = lse.view(batch, heads, len_q)
     d_lse = d_lse if d_lse is None else d_lse.view(batch, heads, len_q) if d_lse.is_contiguous() else d_lse.reshape(batch, heads, len_q)
     rows = 64 if p.value_dim <= 128 else 16
-    _delta[(triton.cdiv(pitch, rows), batch * heads)](
+    _delta[(triton.cdiv(pitch + phases - 1, rows), batch * heads)](
         out, d_out, lse, d_lse, delta, scaled, heads, len_q, pitch, unit, out.stride()[:3], d_out.stride()[:3], lse.stride()[:2],
         (0, 0, 0) if d_lse is None else d_lse.stride(), DV=p.value_dim, BLOCK_M=rows, BLOCK_DV=block(p.value_dim),
+        PHASES=phases,
     )  # fmt: skip
     return delta, scaled
 
