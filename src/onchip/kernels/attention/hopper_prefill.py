@@ -20,7 +20,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hand, hide, key_steps, locate, of_keys, of_rows, order_of, tile_at
+from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hand, hide, key_steps, locate, of_keys, of_rows, order_of, page_places, tile_at
 from onchip.kernels.attention.texts import PairTile, pair_tile
 from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -31,6 +31,7 @@ from onchip.kernels.hopper import (
     describe,
     fence_async_shared,
     fill,
+    fill_parts,
     gl,
     gluon,
     mbarrier,
@@ -82,6 +83,7 @@ class Shape:
     top_left: bool
     packed: bool
     mapped: bool
+    page: int  # keys a page, a power of two from 8 on; 0: no pages
     dim_v: int
     share: bool  # whether the output leaves through the queries' buffer
     lazily: int  # values that are scaled together, or not; 0: always all
@@ -89,6 +91,16 @@ class Shape:
     @property
     def m(self):
         return 64 * self.groups
+
+    @property
+    def parts(self):
+        """Pages that hold a tile of keys."""
+        return max(1, self.n // self.page) if self.page else 1
+
+    @property
+    def clears(self):
+        """Whether behind a sequence's keys lies what is not 0, and may be NaN."""
+        return self.packed or self.page > 0
 
 
 # ---- device: the copying warp
@@ -111,11 +123,22 @@ def _fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
 
 
 @gluon.jit
-def _copy(q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
+def _fill_keys(ring, cursor, desc, table, place, at, n, BARRIER: gl.constexpr, C: gl.constexpr):
+    """A tile of keys, or of values, from `n` on. Page numbers are asked for before the wait for a buffer, so that they come meanwhile: the wait is for
+    what the warpgroups did with the tile before the last, which is the longer one."""
+    READERS: gl.constexpr = 128 * C.groups + 32
+    if C.page > 0:
+        after = fill_parts(ring, cursor, desc, page_places(table, place, at[1], n, C), C.stages, BARRIER, READERS)
+    else:
+        after = fill(ring, cursor, desc, [at[0], at[1], n, 0], C.stages, BARRIER, READERS)
+    return after
+
+
+@gluon.jit
+def _copy(q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C: gl.constexpr):
     N: gl.constexpr = C.n
     GROUPS: gl.constexpr = C.groups
     q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
-    READERS: gl.constexpr = 128 * C.groups + 32
     q_at, k_at, v_at, t_at = (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)
     for turn in range(count_turns(sizes, C)):
         place = locate(turn, sizes, lengths, False, C)
@@ -133,15 +156,15 @@ def _copy(q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_pt
             for group in gl.static_range(GROUPS):  # the first queries and keys first
                 q_at = fill(q_ring, q_at, q_desc, [batch, head, start_q + tile_m * C.m + group * 64, 0], C.groups, 0, 0)
                 if group == 0:
-                    k_at = fill(k_ring, k_at, k_desc, [batch, kv_head, n, 0], C.stages, 10, READERS)
+                    k_at = _fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), n, 10, C)
             for x in range(1, 1 + masked + bare + low):
                 after = start_k + tile_at(x, steps, map_strides, C) * N
                 if t_desc is not None:
                     t_at = _fill_tiles(rings, t_at, t_desc, t_steps, place, after - start_k, C)
-                k_at = fill(k_ring, k_at, k_desc, [batch, kv_head, after, 0], C.stages, 10, READERS)
-                v_at = fill(v_ring, v_at, v_desc, [batch, kv_head, n, 0], C.stages, 10 + C.stages, READERS)
+                k_at = _fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), after, 10, C)
+                v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
                 n = after
-            v_at = fill(v_ring, v_at, v_desc, [batch, kv_head, n, 0], C.stages, 10 + C.stages, READERS)
+            v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
 
 
 # ---- device: a computing warpgroup
@@ -194,7 +217,7 @@ def _weigh(scores, base, factor, DTYPE: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
-    """Values of keys from `n` on, waited for, with 0 behind the last key: another sequence lies there, and 0 times NaN is NaN."""
+    """Values of keys from `n` on, waited for, with 0 behind the last key: another sequence lies there, or what was in its page, and 0 times NaN is NaN."""
     values, full, _ = v_ring
     N: gl.constexpr = C.n
     if n + N > len_k:
@@ -242,7 +265,7 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, call, steps, map_strides, 
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
-        if C.packed and C.mapped and EDGE:
+        if C.clears and C.mapped and EDGE:
             _clear(v_ring, vi, vp, n, call[5], C)
         acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
         words, sums = _weigh(scores, base, call[7], values.dtype, C)
@@ -291,7 +314,7 @@ def _attend(place, cursors, q, k_ring, v_ring, t_ring, sinks_ptr, lse, scale, ga
     if t_ring is not None:
         release_after(shrink, ti, 14 - 8 * GROUP, 160)
     words, total = _weigh(scores, base, gain, DTYPE, C)
-    if C.packed:
+    if C.clears:
         _clear(v_ring, vi, vp, first * N, len_k, C)
     state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
     if C.right >= 0 or C.mapped:
@@ -367,12 +390,12 @@ def _compute(outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, 
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads"])
-def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, reads, scale, gain,
-             tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides, t_steps,
+def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr, reads,
+             scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups, 1)
-    k_ring = ring(k_desc, C.stages, C.groups)
-    v_ring = ring(v_desc, C.stages, C.groups)
+    k_ring = ring(k_desc, C.stages, C.groups, C.parts)
+    v_ring = ring(v_desc, C.stages, C.groups, C.parts)
     rings = (q_ring, k_ring, v_ring, t_desc, t_desc, t_desc)  # one for each warpgroup, or None
     if t_desc is not None:
         t_ring = ring(t_desc, C.stages, 1)
@@ -390,7 +413,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
         gl.warp_specialize(
             [
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
-                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C)),
+                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C)),
             ],
             [1],
             [24],
@@ -400,7 +423,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
             [
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 1)),
-                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C)),
+                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C)),
             ],
             [4, 1],
             [240, 24],
@@ -411,7 +434,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 1)),
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 2)),
-                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C)),
+                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -468,7 +491,12 @@ def pair_view(t, axes: str):
     return t, steps
 
 
-def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
+def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
+    """The same over a PagedKV, as `ops.attention.paged_attention` passes them. Lengths are read on the device: a CUDA graph may capture the call."""
+    return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)
+
+
+def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
     """q, k, v as `ops.attention` passes them: dense, or packed with offsets. What the third ring brings is copied first where `pair_view` says so."""
     packed = x.q_offsets is not None
     out, lse = outputs(p, x, q, return_lse)
@@ -478,9 +506,10 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     first = [t if describable(t) else t.contiguous() for t in first]
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    shape = Shape(tiles.groups, tiles.n, tiles.stages, tiles.order == "pairs", left, right, top_left, packed, isinstance(p.mask, Traced), p.value_dim,
+    shape = Shape(tiles.groups, tiles.n, tiles.stages, tiles.order == "pairs", left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
                   width == width_v >= (128 if tile else 256), pick(LAZILY, width_v))  # fmt: skip
-    blocks = ((64, width), (tiles.n, width), (tiles.n, width_v), (64, width_v))
+    rows = tiles.n // shape.parts
+    blocks = ((64, width), (rows, width), (rows, width_v), (64, width_v))
     listed, tiles_m, batch_heads, side_by_side = None, triton.cdiv(p.len_q, shape.m), p.batch * p.heads, together(p)
     if shape.pairs:
         tiles_m = triton.cdiv(tiles_m, 2)
@@ -499,9 +528,10 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     count = tiles_m * batch_heads
     grid = count if tiles.order == "blocks" else min(count, tiles.sms)
     _prefill[(grid,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, first[3], lse, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found,
-        x.sinks if x.sinks is None else x.sinks.contiguous(), reads, scale, gain, count, tiles_m, side_by_side, p.heads, p.group, p.len_q, p.len_k,
-        batch_heads, first[3].stride()[:3], (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides, steps,
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, first[3], lse, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used,
+        page_table if page_table is None else (page_table, page_table.stride(0)), found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads,
+        scale, gain, count, tiles_m, side_by_side, p.heads, p.group, p.len_q, p.len_k, batch_heads, first[3].stride()[:3],
+        (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4,
     )  # fmt: skip
     return (out, lse) if return_lse else out

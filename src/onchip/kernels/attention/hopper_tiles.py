@@ -85,6 +85,27 @@ def count_turns(sizes, C: gl.constexpr):
 
 
 @gluon.jit
+def page_places(table, place, kv_head, n, C: gl.constexpr):
+    """Where a tile of keys from `n` on lies in a pool [pages, kv_heads, page, dim]: one place in a page, or one in each of its pages.
+
+    Outside of the pool, where TMA reads 0, for a page of which the tile's rows see nothing: the table may say anything there.
+    """
+    entries, columns = table
+    b, _, tile_m, _, len_q, _, len_k, _ = place
+    first = 0
+    if C.left >= 0:
+        first, _ = key_span(tile_m * C.m + (0 if C.top_left else len_k - len_q), 0, len_k, C.left, -1)
+    PARTS: gl.constexpr = C.parts
+    ROWS: gl.constexpr = C.n // PARTS
+    places = ()
+    for part in gl.static_range(PARTS):
+        at = n + part * ROWS
+        page = gl.load(entries + (b * columns + at // C.page), mask=(at < len_k) & (at + ROWS > first), other=-1)
+        places += ([page, kv_head, at % C.page, 0],)
+    return places
+
+
+@gluon.jit
 def map_row(map_ptr, map_strides, b, head, tile):
     """Where the mask's map tells of a tile: how many others it sees in part and in whole, and which (`tile.mask_map`)."""
     return map_ptr + b.to(gl.int64) * map_strides[0] + head.to(gl.int64) * map_strides[1] + tile.to(gl.int64) * map_strides[2]
