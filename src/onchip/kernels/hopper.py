@@ -98,17 +98,19 @@ def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, TH
 
 
 @gluon.jit
-def fill_parts(ring, cursor, desc, places, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """`fill` of a buffer of several tiles [1, 1, rows, columns], one from each of `places`."""
+def fill_pages(ring, cursor, desc, pages, head, slot, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """`fill` of a buffer of one or more tiles of a pool [pages, heads, slots, dim], the first from page `pages[0]`; a lane of the warp holds each."""
     buffers, full, _ = ring
     index, phase, used = cursor
-    PARTS: gl.constexpr = len(places)
     ROWS: gl.constexpr = desc.block_type.shape[2]
+    PARTS: gl.constexpr = buffers.shape[3] // ROWS
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     if used >= STAGES:
         arrive_and_wait(index, BARRIER, THREADS)
     mbarrier.expect(full.index(index), PARTS * desc.block_type.nbytes)
     for part in gl.static_range(PARTS):
-        tma_load(desc, places[part], full.index(index), buffers.index(index).slice(part * ROWS, ROWS, 2))
+        page = gl.sum(gl.where(lane == part, pages, 0), 0)  # one instruction: redux
+        tma_load(desc, [page, head, slot, 0], full.index(index), buffers.index(index).slice(part * ROWS, ROWS, 2))
     index, phase = advance(index, phase, STAGES)
     return index, phase, used + 1
 
@@ -290,7 +292,7 @@ def block(dim: int) -> int:
 
 __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
-    "columns_back", "describe", "fence_async_shared", "fill", "fill_both", "fill_parts", "gl", "gluon", "in_order", "mbarrier", "reclaim", "release",
+    "columns_back", "describe", "fence_async_shared", "fill", "fill_both", "fill_pages", "gl", "gluon", "in_order", "mbarrier", "reclaim", "release",
     "release_after", "ring", "scale_rows", "take_turn", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "warpgroup_mma",
     "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

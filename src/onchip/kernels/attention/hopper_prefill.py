@@ -20,7 +20,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hand, hide, key_steps, locate, of_keys, of_rows, order_of, page_places, tile_at
+from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hand, hide, key_steps, locate, of_keys, of_rows, order_of, pages_of, tile_at
 from onchip.kernels.attention.texts import PairTile, pair_tile
 from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -31,7 +31,7 @@ from onchip.kernels.hopper import (
     describe,
     fence_async_shared,
     fill,
-    fill_parts,
+    fill_pages,
     gl,
     gluon,
     mbarrier,
@@ -124,11 +124,10 @@ def _fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
 
 @gluon.jit
 def _fill_keys(ring, cursor, desc, table, place, at, n, BARRIER: gl.constexpr, C: gl.constexpr):
-    """A tile of keys, or of values, from `n` on. Page numbers are asked for before the wait for a buffer, so that they come meanwhile: the wait is for
-    what the warpgroups did with the tile before the last, which is the longer one."""
+    """A tile of keys, or of values, from `n` on. Its pages are looked up before the wait for a buffer, which is the longer one."""
     READERS: gl.constexpr = 128 * C.groups + 32
     if C.page > 0:
-        after = fill_parts(ring, cursor, desc, page_places(table, place, at[1], n, C), C.stages, BARRIER, READERS)
+        after = fill_pages(ring, cursor, desc, pages_of(table, place, n, C), at[1], n % C.page, C.stages, BARRIER, READERS)
     else:
         after = fill(ring, cursor, desc, [at[0], at[1], n, 0], C.stages, BARRIER, READERS)
     return after
@@ -409,6 +408,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
     outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, lse_strides), gain * LOG2E
+    COPIER: gl.constexpr = 40 if C.parts > 1 else 24  # registers; with fewer, many page numbers spill up to 330 bytes
     if C.groups == 1:
         gl.warp_specialize(
             [
@@ -416,7 +416,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
                 (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C)),
             ],
             [1],
-            [24],
+            [COPIER],
         )
     elif C.groups == 2:
         gl.warp_specialize(
@@ -426,7 +426,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
                 (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C)),
             ],
             [4, 1],
-            [240, 24],
+            [(504 - COPIER) // 2, COPIER],
         )
     else:
         gl.warp_specialize(

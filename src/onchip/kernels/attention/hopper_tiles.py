@@ -85,11 +85,9 @@ def count_turns(sizes, C: gl.constexpr):
 
 
 @gluon.jit
-def page_places(table, place, kv_head, n, C: gl.constexpr):
-    """Where a tile of keys from `n` on lies in a pool [pages, kv_heads, page, dim]: one place in a page, or one in each of its pages.
-
-    Outside of the pool, where TMA reads 0, for a page of which the tile's rows see nothing: the table may say anything there.
-    """
+def pages_of(table, place, n, C: gl.constexpr):
+    """The pages of a tile of keys from `n` on, in order, one in each lane of a warp: -1, where TMA reads 0, for those of which the tile of queries
+    sees nothing, since the table may say anything there, and where the tile has no more."""
     entries, columns = table
     b, _, tile_m, _, len_q, _, len_k, _ = place
     first = 0
@@ -97,12 +95,10 @@ def page_places(table, place, kv_head, n, C: gl.constexpr):
         first, _ = key_span(tile_m * C.m + (0 if C.top_left else len_k - len_q), 0, len_k, C.left, -1)
     PARTS: gl.constexpr = C.parts
     ROWS: gl.constexpr = C.n // PARTS
-    places = ()
-    for part in gl.static_range(PARTS):
-        at = n + part * ROWS
-        page = gl.load(entries + (b * columns + at // C.page), mask=(at < len_k) & (at + ROWS > first), other=-1)
-        places += ([page, kv_head, at % C.page, 0],)
-    return places
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    at = n + lane * ROWS
+    there = (lane < PARTS) & (at < len_k) & (at + ROWS > first)
+    return gl.load(entries + (b * columns + at // C.page), mask=there, other=-1)
 
 
 @gluon.jit
