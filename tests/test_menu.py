@@ -162,6 +162,7 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "hopper_fp8": {"deterministic"},
     "hopper_backward": {"sinks", "used"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
+    "hopper_paged": {"batch_invariant", "deterministic", "sinks"},
     "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
 }
 
@@ -188,7 +189,7 @@ def test_what_hopper_leaves_to_triton():
     pairs, look_up = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, i, j], lambda s, b, h, i, j: s + table[h, (i - j).abs(), 0]))
     turned, group = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, j, i], lambda s, b, h, i, j: s + table[h // 2, i, j]))
     both, counts = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, i, j] * flags[i, j], lambda s, b, h, i, j: s + flags[i, j]))
-    many = "a score reads more for each query and key than one float tensor at [.., i, j]: triton_prefill is faster"
+    many = "a score reads more for each query and key than one float tensor at [.., i, j]: slow"
     padded = KeyPadding(torch.ones(2, dtype=torch.int32)).static()
     for changed, reason in (
         *(({"score": score}, many) for score in (turned, group, both, counts)),
