@@ -408,7 +408,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
     outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, lse_strides), gain * LOG2E
-    COPIER: gl.constexpr = 40 if C.parts > 1 else 24  # registers; with fewer, many page numbers spill up to 330 bytes
+    COPIER: gl.constexpr = 40 if C.parts > 1 and not C.mapped else 24  # registers: many pages want more, and warpgroups with a map spill for each they lack
     if C.groups == 1:
         gl.warp_specialize(
             [
