@@ -284,7 +284,7 @@ BUGS = [
     Bug("the copier takes the wrong phase", FULL, (("mbarrier.wait(empty.index(index), phase ^ 1)", "mbarrier.wait(empty.index(index), phase)"),)),
     Bug("the copier takes a buffer for free once too often", FULL, (("elif used >= STAGES:", "elif used > STAGES:"),)),
     Bug("the copier announces half of the bytes", FULL, (("full.index(index), desc.block_type.nbytes)", "full.index(index), desc.block_type.nbytes // 2)"),)),
-    Bug("the copier counts itself out", FULL, (("+ 32\n    q_at", "\n    q_at"),)),
+    Bug("the copier counts itself out", FULL, (("+ 32\n    if C.page", "\n    if C.page"),)),
     Bug("the phase does not flip where a ring wraps", FULL, (("gl.where(wrap, phase ^ 1, phase)", "phase"),)),
     Bug("the phase of Q is not flipped", SHORT, (("            qp ^= 1\n", ""),)),
     Bug("Q is released before it is used", SHORT, ((ATTEND, RELEASE_QUERIES[4:] + ATTEND), (RELEASE_QUERIES + LEFT_BEFORE, LEFT_BEFORE))),
