@@ -5,6 +5,7 @@ Two or three warpgroups compute, 64 rows each, in step with nobody but the copie
 j - 1's output are both started before the softmax of tile j. Its maxima are found while the latter ends; its exponentials after that, beside the
 other warpgroup's products, so that weights are packed where the last ones lay. The output is scaled anew only where a maximum grew by more than
 2^8 (Dao, FlashAttention-4): rarely.
+Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of a page, or of a tile within one; its number waits in a lane of the copying warp.
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
 """
 
@@ -491,11 +492,6 @@ def pair_view(t, axes: str):
     return t, steps
 
 
-def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
-    """The same over a PagedKV, as `ops.attention.paged_attention` passes them. Lengths are read on the device: a CUDA graph may capture the call."""
-    return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)
-
-
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
     """q, k, v as `ops.attention` passes them: dense, or packed with offsets. What the third ring brings is copied first where `pair_view` says so."""
     packed = x.q_offsets is not None
@@ -535,3 +531,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
+    """`launch` over a PagedKV, as `ops.attention.paged_attention` passes them. Lengths are read on the device: a CUDA graph may capture the call."""
+    return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)
