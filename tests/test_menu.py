@@ -13,7 +13,7 @@ from onchip.core.masks import Causal, Document, Full, KeyPadding, Mask, Window
 from onchip.core.problem import E4M3, EXTRAS, Attention, Rope, Rows
 from onchip.core.scores import ALiBi, ScoreMod
 from onchip.core.trace import Traced
-from onchip.dispatch import OPS
+from onchip.dispatch import OPS, select
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 H200 = GPUS["H200"]
@@ -162,6 +162,7 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "hopper_fp8": {"deterministic"},
     "hopper_backward": {"sinks", "used"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
+    "hopper_paged": {"batch_invariant", "deterministic", "sinks"},
     "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
 }
 
@@ -188,7 +189,7 @@ def test_what_hopper_leaves_to_triton():
     pairs, look_up = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, i, j], lambda s, b, h, i, j: s + table[h, (i - j).abs(), 0]))
     turned, group = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, j, i], lambda s, b, h, i, j: s + table[h // 2, i, j]))
     both, counts = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, i, j] * flags[i, j], lambda s, b, h, i, j: s + flags[i, j]))
-    many = "a score reads more for each query and key than one float tensor at [.., i, j]: triton_prefill is faster"
+    many = "a score reads more for each query and key than one float tensor at [.., i, j]: slow"
     padded = KeyPadding(torch.ones(2, dtype=torch.int32)).static()
     for changed, reason in (
         *(({"score": score}, many) for score in (turned, group, both, counts)),
@@ -275,6 +276,24 @@ def test_triton_not_installed(monkeypatch):
 def test_decode_takes_at_most_64_rows(len_q, heads, reasons):
     p = TYPICAL["decode"]._replace(len_q=len_q, heads=heads)
     assert OPS["decode"].kernel("triton_decode").refuses(p, H200) == reasons
+
+
+def test_who_takes_many_queries_over_pages():
+    """On Hopper a kernel of its own, also a few queries where they are too many rows for `triton_decode`; elsewhere plain torch."""
+    p = TYPICAL["decode"]
+    for len_q, heads, page, gpu, name in (
+        (16, 8, 16, "H200", "triton_decode"),
+        (16, 10, 16, "H200", "hopper_paged"),
+        (17, 4, 16, "H200", "hopper_paged"),
+        (8192, 4, 1024, "H100", "hopper_paged"),
+        (17, 4, 16, "A100", "blocked"),
+        (17, 4, 4, "H200", "blocked"),
+    ):
+        decision = select(p._replace(len_q=len_q, heads=heads, page=page), GPUS[gpu])
+        assert decision.kernel.name == name
+    kernel = OPS["decode"].kernel("hopper_paged")
+    assert kernel.refuses(p._replace(page=4), H200) == ["page 4 is not one of 8, 16, 32, 64, 128, 256, 512, 1024"]
+    assert kernel.refuses(p._replace(mask=KeyPadding(torch.ones(2, dtype=torch.int32)).static()), H200)[0].endswith("hides may be NaN")
 
 
 # ---- Problems

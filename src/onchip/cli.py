@@ -155,7 +155,7 @@ def attention(
     dtype: str = "bf16",
     causal: Annotated[bool, typer.Option("--causal", help="a query sees the keys up to its own")] = False,
     window: Annotated[int | None, typer.Option(help="a query sees its own key and this many before it")] = None,
-    page: Annotated[int | None, typer.Option(help="keys are paged, this many a page: a decode with --len 1 to 16 queries over --keys")] = None,
+    page: Annotated[int | None, typer.Option(help="keys are paged, this many a page: --len queries over --keys")] = None,
     kernel: str = "auto",
     gpu: Annotated[str | None, typer.Option(help="a GPU of the table, whatever this machine has; default: this machine")] = None,
 ) -> None:

@@ -31,14 +31,16 @@ tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
 
 
 @gluon.jit
-def ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """A ring of STAGES buffers for the tiles of `desc`, which READERS partitions read."""
+def ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1):
+    """A ring of STAGES buffers for the tiles of `desc`, which READERS partitions read; of PARTS tiles each, one below the other."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=READERS)
-    return gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout), full, empty  # noqa: RUF005 (device code)
+    ROWS: gl.constexpr = PARTS * desc.block_type.shape[-2]
+    SHAPE: gl.constexpr = [STAGES] + desc.block_type.shape[:-2] + [ROWS, desc.block_type.shape[-1]]  # noqa: RUF005 (device code)
+    return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout), full, empty
 
 
 @gluon.jit
@@ -91,6 +93,24 @@ def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, TH
         arrive_and_wait(index, BARRIER, THREADS)
     mbarrier.expect(full.index(index), desc.block_type.nbytes)
     tma_load(desc, at, full.index(index), buffers.index(index))
+    index, phase = advance(index, phase, STAGES)
+    return index, phase, used + 1
+
+
+@gluon.jit
+def fill_pages(ring, cursor, desc, pages, head, slot, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """`fill` of a buffer of one or more tiles of a pool [pages, heads, slots, dim], the first from page `pages[0]`; a lane of the warp holds each."""
+    buffers, full, _ = ring
+    index, phase, used = cursor
+    ROWS: gl.constexpr = desc.block_type.shape[2]
+    PARTS: gl.constexpr = buffers.shape[3] // ROWS
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    if used >= STAGES:
+        arrive_and_wait(index, BARRIER, THREADS)
+    mbarrier.expect(full.index(index), PARTS * desc.block_type.nbytes)
+    for part in gl.static_range(PARTS):
+        page = gl.sum(gl.where(lane == part, pages, 0), 0)  # one instruction: redux
+        tma_load(desc, [page, head, slot, 0], full.index(index), buffers.index(index).slice(part * ROWS, ROWS, 2))
     index, phase = advance(index, phase, STAGES)
     return index, phase, used + 1
 
@@ -272,7 +292,7 @@ def block(dim: int) -> int:
 
 __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
-    "columns_back", "describe", "fence_async_shared", "fill", "fill_both", "gl", "gluon", "in_order", "mbarrier", "reclaim", "release", "release_after",
-    "ring", "scale_rows", "take_turn", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "warpgroup_mma", "warpgroup_mma_wait",
-    "widened",
+    "columns_back", "describe", "fence_async_shared", "fill", "fill_both", "fill_pages", "gl", "gluon", "in_order", "mbarrier", "reclaim", "release",
+    "release_after", "ring", "scale_rows", "take_turn", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "warpgroup_mma",
+    "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

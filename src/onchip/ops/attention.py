@@ -128,10 +128,11 @@ def paged_attention(
     batch_invariant: bool = False,
     kernel: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of the last `len_q` tokens of each sequence (1 to 16) over its keys in a paged cache.
+    """`attention` of the last `len_q` tokens of each sequence over its keys in a paged cache: a step of decoding, or a chunk of a prefill.
 
-    The keys of one sequence are read by several blocks at once and merged by their LSE (Flash-Decoding, Dao et al.,
-    2023); the heads of a group, and the queries, share each key that is read. Lengths are read on the device, so the
+    Of up to 16 queries the keys of one sequence are read by several blocks at once and merged by their LSE (Flash-Decoding, Dao et al.,
+    2023); the heads of a group, and the queries, share each key that is read. More take a Hopper GPU, bf16 or fp16, head dimension 8 to 256 by 8 and
+    pages of 8 to 1,024 tokens, a power of two; elsewhere plain torch computes. Lengths are read on the device, so the
     call can be captured in a CUDA graph. Returns as `attention` does; arguments and errors as there.
     """
     _plain("paged_attention", q)

@@ -109,7 +109,9 @@ def mask_map(p, _sees, _captured, x: Operands, m: int, n: int, *_):
     """`tile.mask_map` of a mask that is the same for all heads, in plain torch."""
     found = torch.full((p.batch, -(-p.len_q // m), 2 - (-p.len_k // n)), -1, dtype=torch.int32)
     queries = [p.len_q] * p.batch if x.q_offsets is None else [s.stop - s.start for s in spans(x.q_offsets, x.q_used)]
-    keys = [p.len_k] * p.batch if x.k_offsets is None else [s.stop - s.start for s in spans(x.k_offsets, x.k_used)]
+    keys = [p.len_k] * p.batch if x.k_used is None else x.k_used.tolist()
+    if x.k_offsets is not None:
+        keys = [s.stop - s.start for s in spans(x.k_offsets, x.k_used)]
     for b, (len_q, len_k) in enumerate(zip(queries, keys, strict=True)):
         seen = p.mask.seen(place(b, 1, len_q, len_k, torch.device("cpu")), x.mask)[0, 0] if len_q and len_k else torch.zeros(len_q, len_k)
         for row, line in zip(found[b], seen.split(m), strict=False):
@@ -286,7 +288,7 @@ BUGS = [
     Bug("the copier takes the wrong phase", FULL, (("mbarrier.wait(empty.index(index), phase ^ 1)", "mbarrier.wait(empty.index(index), phase)"),)),
     Bug("the copier takes a buffer for free once too often", FULL, (("elif used >= STAGES:", "elif used > STAGES:"),)),
     Bug("the copier announces half of the bytes", FULL, (("full.index(index), desc.block_type.nbytes)", "full.index(index), desc.block_type.nbytes // 2)"),)),
-    Bug("the copier counts itself out", FULL, (("+ 32\n    q_at", "\n    q_at"),)),
+    Bug("the copier counts itself out", FULL, (("+ 32\n    if C.page", "\n    if C.page"),)),
     Bug("the phase does not flip where a ring wraps", FULL, (("gl.where(wrap, phase ^ 1, phase)", "phase"),)),
     Bug("the phase of Q is not flipped", SHORT, (("            qp ^= 1\n", ""),)),
     Bug("Q is released before it is used", SHORT, ((ATTEND, RELEASE_QUERIES[4:] + ATTEND), (RELEASE_QUERIES + LEFT_BEFORE, LEFT_BEFORE))),

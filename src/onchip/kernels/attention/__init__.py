@@ -106,19 +106,24 @@ def _may_hide_padding(p: Attention) -> str | None:
     return f"values that {p.mask} hides may be NaN" if hides_keys(p.mask) else None
 
 
-def _slower_on_hopper(p: Attention) -> str | None:
-    """What `triton_prefill` does faster on an H200, or has not been measured there."""
+def _score_on_hopper(p: Attention) -> str | None:
+    """What a score may not read there."""
+    if p.score is None:
+        return None
     texts = importlib.import_module("onchip.kernels.attention.texts")
-    if p.score is not None and texts.pair_bytes(p.score.text):
-        tile = texts.pair_tile(p.score.text)
-        if tile is None:
-            return "a score reads more for each query and key than one float tensor at [.., i, j]: triton_prefill is faster"
-        if p.len_k * tile.dtype.itemsize % 16:  # of a tensor that is contiguous; a copy costs more than it saves
-            return f"a score reads rows of {p.len_k} in {SHORT[tile.dtype]}, of a multiple of 16 bytes: triton_prefill is faster"
-        if tile.dtype == torch.float32 and max(p.dim, p.value_dim) > 128:
-            return f"a score reads fp32 for each query and key beside heads of {max(p.dim, p.value_dim)}, of at most 128: not measured"
-    if p.score is not None and texts.gathers(p.score.text):
-        return "a score looks values up at places that it computes: not measured"
+    tile = texts.pair_tile(p.score.text)
+    if texts.pair_bytes(p.score.text) and tile is None:
+        return "a score reads more for each query and key than one float tensor at [.., i, j]: slow"
+    if tile and tile.dtype == torch.float32 and max(p.dim, p.value_dim) > 128:
+        return f"a score reads fp32 for each query and key beside heads of {max(p.dim, p.value_dim)}, of at most 128: no room for tiles of it"
+    return "a score looks values up at places that it computes: not measured" if texts.gathers(p.score.text) else None
+
+
+def _slower_on_hopper(p: Attention) -> str | None:
+    """What `triton_prefill` does faster on an H200."""
+    tile = p.score and importlib.import_module("onchip.kernels.attention.texts").pair_tile(p.score.text)
+    if tile and p.len_k * tile.dtype.itemsize % 16:  # of a tensor that is contiguous; a copy costs more than it saves
+        return f"a score reads rows of {p.len_k} in {SHORT[tile.dtype]}, of a multiple of 16 bytes: triton_prefill is faster"
     band = p.mask if isinstance(p.mask, Band) else None
     plain = band and (band.right is None or (band.left is None and p.keys == "dense" and p.score is None))
     if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and not plain:
@@ -148,7 +153,7 @@ PREFILL = Op(
             "onchip.kernels.attention.hopper_prefill:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _slower_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _score_on_hopper, _slower_on_hopper, _translates),
         ),
         Kernel(
             "hopper_fp8",
@@ -210,6 +215,21 @@ DECODE = Op(
                 "page": [1 << i for i in range(11)],
             },
             also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
+        ),
+        Kernel(
+            "hopper_paged",
+            "onchip.kernels.attention.hopper_prefill:launch_paged",
+            {"cuda": (90,)},
+            {
+                "dtype": HALF,
+                "dim": range(8, 257, 8),
+                "value_dim": range(8, 257, 8),
+                "mask": MASKS,
+                "keys": ("paged",),
+                "len_q": range(1, 1 << 20),
+                "page": [1 << i for i in range(3, 11)],  # rows of shared memory are swizzled by eights
+            },
+            also=(_only("batch_invariant", "deterministic", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",)}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),

@@ -5,6 +5,7 @@ Two or three warpgroups compute, 64 rows each, in step with nobody but the copie
 j - 1's output are both started before the softmax of tile j. Its maxima are found while the latter ends; its exponentials after that, beside the
 other warpgroup's products, so that weights are packed where the last ones lay. The output is scaled anew only where a maximum grew by more than
 2^8 (Dao, FlashAttention-4): rarely.
+Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of a page, or of a tile within one; its number waits in a lane of the copying warp.
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
 """
 
@@ -20,7 +21,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hand, hide, key_steps, locate, of_keys, of_rows, order_of, tile_at
+from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hand, hide, key_steps, locate, of_keys, of_rows, order_of, pages_of, tile_at
 from onchip.kernels.attention.texts import PairTile, pair_tile
 from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -31,6 +32,7 @@ from onchip.kernels.hopper import (
     describe,
     fence_async_shared,
     fill,
+    fill_pages,
     gl,
     gluon,
     mbarrier,
@@ -84,6 +86,7 @@ class Shape:
     top_left: bool
     packed: bool
     mapped: bool
+    page: int  # keys a page, a power of two from 8 on; 0: no pages
     dim_v: int
     share: bool  # whether the output leaves through the queries' buffer
     lazily: int  # values that are scaled together, or not; 0: always all
@@ -91,6 +94,16 @@ class Shape:
     @property
     def m(self):
         return 64 * self.groups
+
+    @property
+    def parts(self):
+        """Pages that hold a tile of keys."""
+        return max(1, self.n // self.page) if self.page else 1
+
+    @property
+    def clears(self):
+        """Whether behind a sequence's keys lies what is not 0, and may be NaN."""
+        return self.packed or self.page > 0
 
 
 # ---- device: the copying warp
@@ -112,11 +125,21 @@ def _fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
 
 
 @gluon.jit
-def _copy(q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
+def _fill_keys(ring, cursor, desc, table, place, at, n, BARRIER: gl.constexpr, C: gl.constexpr):
+    """A tile of keys, or of values, from `n` on. Its pages are looked up before the wait for a buffer, which is the longer one."""
+    READERS: gl.constexpr = 128 * C.groups + 32
+    if C.page > 0:
+        after = fill_pages(ring, cursor, desc, pages_of(table, place, n, C), at[1], n % C.page, C.stages, BARRIER, READERS)
+    else:
+        after = fill(ring, cursor, desc, [at[0], at[1], n, 0], C.stages, BARRIER, READERS)
+    return after
+
+
+@gluon.jit
+def _copy(q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C: gl.constexpr):
     N: gl.constexpr = C.n
     GROUPS: gl.constexpr = C.groups
     q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
-    READERS: gl.constexpr = 128 * C.groups + 32
     q_at, k_at, v_at, t_at = (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)
     for turn in range(count_turns(sizes, C)):
         place = locate(turn, sizes, lengths, False, C)
@@ -134,15 +157,15 @@ def _copy(q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_pt
             for group in gl.static_range(GROUPS):  # the first queries and keys first
                 q_at = fill(q_ring, q_at, q_desc, [batch, head, start_q + tile_m * C.m + group * 64, 0], C.groups, 0, 0)
                 if group == 0:
-                    k_at = fill(k_ring, k_at, k_desc, [batch, kv_head, n, 0], C.stages, 10, READERS)
+                    k_at = _fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), n, 10, C)
             for x in range(1, 1 + masked + bare + low):
                 after = start_k + tile_at(x, steps, map_strides, C) * N
                 if t_desc is not None:
                     t_at = _fill_tiles(rings, t_at, t_desc, t_steps, place, after - start_k, C)
-                k_at = fill(k_ring, k_at, k_desc, [batch, kv_head, after, 0], C.stages, 10, READERS)
-                v_at = fill(v_ring, v_at, v_desc, [batch, kv_head, n, 0], C.stages, 10 + C.stages, READERS)
+                k_at = _fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), after, 10, C)
+                v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
                 n = after
-            v_at = fill(v_ring, v_at, v_desc, [batch, kv_head, n, 0], C.stages, 10 + C.stages, READERS)
+            v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
 
 
 # ---- device: a computing warpgroup
@@ -195,7 +218,7 @@ def _weigh(scores, base, factor, DTYPE: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def _clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
-    """Values of keys from `n` on, waited for, with 0 behind the last key: another sequence lies there, and 0 times NaN is NaN."""
+    """Values of keys from `n` on, waited for, with 0 behind the last key: another sequence lies there, or what was in its page, and 0 times NaN is NaN."""
     values, full, _ = v_ring
     N: gl.constexpr = C.n
     if n + N > len_k:
@@ -243,7 +266,7 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, call, steps, map_strides, 
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
-        if C.packed and C.mapped and EDGE:
+        if C.clears and C.mapped and EDGE:
             _clear(v_ring, vi, vp, n, call[5], C)
         acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
         words, sums = _weigh(scores, base, call[7], values.dtype, C)
@@ -292,7 +315,7 @@ def _attend(place, cursors, q, k_ring, v_ring, t_ring, sinks_ptr, lse, scale, ga
     if t_ring is not None:
         release_after(shrink, ti, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
     words, total = _weigh(scores, base, gain, DTYPE, C)
-    if C.packed:
+    if C.clears:
         _clear(v_ring, vi, vp, first * N, len_k, C)
     state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
     if C.right >= 0 or C.mapped:
@@ -370,12 +393,12 @@ def _compute(outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, 
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads"])
-def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, reads, scale, gain,
-             tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides, t_steps,
+def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr, reads,
+             scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups, 1)
-    k_ring = ring(k_desc, C.stages, C.groups)
-    v_ring = ring(v_desc, C.stages, C.groups)
+    k_ring = ring(k_desc, C.stages, C.groups, C.parts)
+    v_ring = ring(v_desc, C.stages, C.groups, C.parts)
     gl.static_assert(t_desc is None or C.groups < 3)
     rings = (q_ring, k_ring, v_ring, None, None, None)  # and, of what a score reads, one for each warpgroup
     if t_desc is not None:
@@ -390,24 +413,25 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
     outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, lse_strides), gain * LOG2E
+    COPIER: gl.constexpr = 40 if C.parts > 1 and not C.mapped else 24  # registers: many pages want more, and warpgroups with a map spill for each they lack
     if C.groups == 1:
         gl.warp_specialize(
             [
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
-                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C)),
+                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C)),
             ],
             [1],
-            [24],
+            [COPIER],
         )
     elif C.groups == 2:
         gl.warp_specialize(
             [
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 1)),
-                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C)),
+                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C)),
             ],
             [4, 1],
-            [240, 24],
+            [(504 - COPIER) // 2, COPIER],
         )
     else:
         gl.warp_specialize(
@@ -415,7 +439,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 1)),
                 (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 2)),
-                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, map_ptr, map_strides, C)),
+                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -472,7 +496,7 @@ def pair_view(t, axes: str):
     return t, steps
 
 
-def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
+def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
     """q, k, v as `ops.attention` passes them: dense, or packed with offsets. What the third ring brings is copied first where `pair_view` says so."""
     packed = x.q_offsets is not None
     out, lse = outputs(p, x, q, return_lse)
@@ -482,9 +506,10 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     first = [t if describable(t) else t.contiguous() for t in first]
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    shape = Shape(tiles.groups, tiles.n, tiles.stages, tiles.order == "pairs", left, right, top_left, packed, isinstance(p.mask, Traced), p.value_dim,
+    shape = Shape(tiles.groups, tiles.n, tiles.stages, tiles.order == "pairs", left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
                   width == width_v >= (128 if tile else 256), pick(LAZILY, width_v))  # fmt: skip
-    blocks = ((64, width), (tiles.n, width), (tiles.n, width_v), (64, width_v))
+    k_rows = tiles.n // shape.parts
+    blocks = ((64, width), (k_rows, width), (k_rows, width_v), (64, width_v))
     listed, tiles_m, batch_heads, side_by_side = None, triton.cdiv(p.len_q, shape.m), p.batch * p.heads, together(p)
     if shape.pairs:
         tiles_m = triton.cdiv(tiles_m, 2)
@@ -503,9 +528,15 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     count = tiles_m * batch_heads
     grid = count if tiles.order == "blocks" else min(count, tiles.sms)
     _prefill[(grid,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, first[3], lse, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found,
-        x.sinks if x.sinks is None else x.sinks.contiguous(), reads, scale, gain, count, tiles_m, side_by_side, p.heads, p.group, p.len_q, p.len_k,
-        batch_heads, first[3].stride()[:3], (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides, steps,
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, first[3], lse, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used,
+        page_table if page_table is None else (page_table, page_table.stride(0)), found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads,
+        scale, gain, count, tiles_m, side_by_side, p.heads, p.group, p.len_q, p.len_k, batch_heads, first[3].stride()[:3],
+        (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
+    """`launch` over a PagedKV, as `ops.attention.paged_attention` passes them. Lengths are read on the device: a CUDA graph may capture the call."""
+    return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)

@@ -85,6 +85,23 @@ def count_turns(sizes, C: gl.constexpr):
 
 
 @gluon.jit
+def pages_of(table, place, n, C: gl.constexpr):
+    """The pages of a tile of keys from `n` on, in order, one in each lane of a warp: -1, where TMA reads 0, for those of which the tile of queries
+    sees nothing, since the table may say anything there, and where the tile has no more."""
+    entries, columns = table
+    b, _, tile_m, _, len_q, _, len_k, _ = place
+    first = 0
+    if C.left >= 0:
+        first, _ = key_span(tile_m * C.m + (0 if C.top_left else len_k - len_q), 0, len_k, C.left, -1)
+    PARTS: gl.constexpr = C.parts
+    ROWS: gl.constexpr = C.n // PARTS
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    at = n + lane * ROWS
+    there = (lane < PARTS) & (at < len_k) & (at + ROWS > first)
+    return gl.load(entries + (b * columns + at // C.page), mask=there, other=-1)
+
+
+@gluon.jit
 def map_row(map_ptr, map_strides, b, head, tile):
     """Where the mask's map tells of a tile: how many others it sees in part and in whole, and which (`tile.mask_map`)."""
     return map_ptr + b.to(gl.int64) * map_strides[0] + head.to(gl.int64) * map_strides[1] + tile.to(gl.int64) * map_strides[2]

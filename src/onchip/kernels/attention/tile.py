@@ -134,13 +134,13 @@ def kept(state_ptr, bar, b_h, i, j):
 
 @triton.jit
 def sequence(offsets_ptr, used_ptr, batch, length):
-    """The first token of sequence `batch` of a packed batch, and its length; of a dense one 0 and `length`."""
+    """The first token of sequence `batch` of a packed batch, and its length; of a dense one 0 and `length`, of a paged one 0 and what is used."""
     start = batch * 0
     if offsets_ptr is not None:
         start = tl.load(offsets_ptr + batch)
         length = tl.load(offsets_ptr + batch + 1) - start
-        if used_ptr is not None:
-            length = tl.load(used_ptr + batch)
+    if used_ptr is not None:
+        length = tl.load(used_ptr + batch)
     return start, length
 
 
@@ -298,7 +298,7 @@ def mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
 def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     tiles_m, tiles_n = triton.cdiv(p.len_q, m), triton.cdiv(p.len_k, n)
     outer, inner = (tiles_n, tiles_m) if of_keys else (tiles_m, tiles_n)
-    batch = p.batch if p.keys == "packed" or reads(p.mask.text, "b") else 1
+    batch = p.batch if p.keys != "dense" or reads(p.mask.text, "b") else 1
     heads = p.heads if reads(p.mask.text, "h") else 1
     found = torch.empty((batch, heads, outer, 2 + inner), dtype=torch.int32, device=device)
     kinds = torch.empty((batch, heads, outer, inner), dtype=torch.int8, device=device)
