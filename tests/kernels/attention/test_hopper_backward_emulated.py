@@ -17,7 +17,8 @@ from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 
-SOURCES = [f"onchip.kernels.{name}" for name in ("attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_backward")]
+MODULES = ("mods", "tile", "hopper_tiles", "hopper_backward_tiles", "hopper_backward_wide", "hopper_backward")
+SOURCES = ["onchip.kernels.hopper", *(f"onchip.kernels.attention.{name}" for name in MODULES)]
 
 
 def statistics(_p, out, d_out, lse, d_lse, unit, tile):
@@ -50,7 +51,8 @@ def forward(c: Case, call: Call, dtype: torch.dtype):
 def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), shares=1):
     """The gradients of the kernel."""
     kernel = Emulator(mode, seed).load(*SOURCES, edits=edits)
-    kernel.mask_map, kernel.statistics, kernel.finish = mask_map_of_keys, statistics, finish
+    kernel.mask_map, kernel.statistics, kernel.finish = mask_map_of_either, statistics, finish
+    kernel.hopper_backward_wide.mask_map = mask_map_of_either
     sizes = (
         packed_sizes(call.q, call.k, call.v, both(c.lengths).shape[1], *both(c.lengths).amax(1).tolist()) if c.packed else dense_sizes(call.q, call.k, call.v)
     )
@@ -58,15 +60,17 @@ def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), sha
     p, x = problem_of("backward", How(c.mask, chain(None, c.score, None), call.sinks, None, False, False, "hopper_backward"), sizes, x, call.q)
     out, lse = (t.detach() for t in forward(c, call, torch.float64)[:2])
     groups, n, stages, order = c.tiles
-    dq, dk, dv, d_sinks, _ = kernel.launch(
-        p, kernel.Tiles(64 * groups, n, stages, shares, order, 2), call.q, call.k, call.v, out.to(c.dtype), lse.float(), d_out, d_lse, x
-    )
+    tiles = kernel.Tiles(64 * groups, n, stages, shares, order, 2)
+    if max(c.dim, c.dim_v) > 128:
+        tiles = kernel.hopper_backward_wide.Tiles(order, 2)
+    dq, dk, dv, d_sinks, _ = kernel.launch(p, tiles, call.q, call.k, call.v, out.to(c.dtype), lse.float(), d_out, d_lse, x)
     return [dq, dk, dv] + [d_sinks] * c.sinks
 
 
-def mask_map_of_keys(p, _sees, _captured, x: Operands, m: int, n: int, of_keys: bool, _device):
-    """The map of the same mask with queries and keys the other way round."""
-    assert of_keys
+def mask_map_of_either(p, _sees, _captured, x: Operands, m: int, n: int, of_keys: bool, _device):
+    """The map of the same mask, for tiles of keys with queries and keys the other way round."""
+    if not of_keys:
+        return mask_map(p, None, None, x, m, n, False, None)
     found, _ = mask_map(p, None, None, x, 1, 1, False, None)
     batch, rows, keys = found.shape[0], found.shape[1], found.shape[2] - 2
     shown = torch.zeros(batch, -(-rows // m) * m, -(-keys // n) * n, dtype=torch.bool)

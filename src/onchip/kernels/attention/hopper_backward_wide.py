@@ -329,6 +329,8 @@ def _compute(out, descs, own, ring, stats, call, sizes, lengths, map_ptr, map_st
                 acc, index, phase = _more(acc, index, phase, bare, masked, steps, map_strides, tiles_of, ring, rows, call, place, h,
                                           MASK, SCORE, SCORE_GRAD, False, C, GROUP, s_layout, p_layout)  # fmt: skip
             send(out_desc, out_ptr, out_strides, acc * factor, firsts.index(GROUP), place, C.dim, C, GROUP)  # its own rows: nobody else reads them
+            if C.packed:  # the buffer was read by threads: the next copy into it comes after
+                fence_async_shared()
             tma.store_wait(0)
             release(0, OWN_LET_GO, READERS)
             tiles += 1
