@@ -406,7 +406,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
             text, factor, gain = mods.fold(p.score.text if p.score is not None else mods.IDENTITY)
             score, score_grad = mods.score_functions(text, wanted=(False,) * len(x.score), fast=fast(q))
             before, unit = x.scale * factor, LOG2E
-        delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, unit, int(hopper_backward_wide.STREAM) if _wide(p) else tiles.m)  # rows that fill up a tile see nothing
+        rows = int(hopper_backward_wide.STREAM) if _wide(p) else tiles.m
+        delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, unit, rows)  # rows that fill up a tile see nothing
         if k.numel():
             over = hopper_backward_wide.passes if _wide(p) else _over
             over(p, tiles, lead, lses, delta, x, sees, score, score_grad, before, gain)

@@ -7,22 +7,23 @@
 A tile of 128 rows (keys or queries) stays, 64 to each of two warpgroups, whose sums [64, 256] take 128 registers a thread; the other side streams past,
 64 at a time. Nothing goes from one warpgroup to the other, nothing is added up in memory, and the same bits come in every run.
 
-Why not five products: a warpgroup cannot hold both sums of 64 keys (256 registers a thread). With half the columns of each, a step of 64 x 64 at 256 has
-these floors, in cycles of a multiprocessor:
+Why not five products: a warpgroup cannot hold dV and dK of 64 keys (256 registers a thread). Of what it could hold, a step of 64 x 64 at 256 has these
+floors, in cycles:
 
-                                            tensor cores   shared memory   L2, at 28 bytes a cycle
-    each warpgroup makes S and dP               3,584          4,608           4,700
-    one makes S and dV, the other dP and dK     2,560          3,650           4,700
-    three passes                                4,096          4,096           2,900
+                                                       tensor cores   shared memory   L2, at 28 bytes a cycle
+    each warpgroup all of S and dP, half of the rest       3,584          4,608           4,680
+    one warpgroup S, P and dV, the other dP, dS and dK     2,560          3,650           4,680
+    three passes                                           4,096          4,096           3,510
 
-of which L2's are those of 64 KB of Q and dO for 64 KB of dQ to be added up; at 128, adding up ran at 1.9 TB/s at most, which would be 7,200. Three
-passes keep tensor cores and shared memory evenly busy, as the forward kernel at 256 does (1,024 cycles a product and 64 KB copied of 128 x 64).
+L2's of the first two are 64 KB of Q and dO, and 64 KB of dQ to be added up: of that no kernel at 128 does more than 2 TB/s, here 6,900 cycles. The passes
+read alone, and keep tensor cores and shared memory evenly busy, as the forward kernel does at 256, where 90% of either are reached.
+Shared memory, 225 KB: the tiles that stay, 128 KB, through which the gradient leaves; and a ring of three tiles, of which a step takes two: the first for
+dP, done with half a step earlier, so that both copies have more than half a step's time.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 import triton
 
 from onchip.core.device import Device
@@ -77,7 +78,6 @@ class Tiles(NamedTuple):
 
     def __str__(self):
         return f"dV, dK, dQ a pass each, 128x64 tiles, 2 warpgroups, in {self.order}"
-
 
 
 @dataclass(frozen=True)
@@ -137,17 +137,17 @@ def _fill(ring, cursor, desc, at, row_desc, row_at, C: gl.constexpr):
 def _copy_own(descs, own, batch, head, row, tiles, C: gl.constexpr):
     """This program's tile number `tiles` that stays, once those before it are done with."""
     own_desc, own_v_desc, _, _, _, _ = descs
-    firsts, seconds, full = own
+    firsts, seconds, own_full = own
     if tiles > 0:
         arrive_and_wait(0, OWN_LET_GO, READERS)
     if C.slopes:
-        mbarrier.expect(full, 2 * own_desc.block_type.nbytes + 2 * own_v_desc.block_type.nbytes)
+        mbarrier.expect(own_full, 2 * own_desc.block_type.nbytes + 2 * own_v_desc.block_type.nbytes)
         for group in gl.static_range(2):
-            tma_load(own_v_desc, [batch, head, row + group * 64, 0], full, seconds.index(group))
+            tma_load(own_v_desc, [batch, head, row + group * 64, 0], own_full, seconds.index(group))
     else:
-        mbarrier.expect(full, 2 * own_desc.block_type.nbytes)
+        mbarrier.expect(own_full, 2 * own_desc.block_type.nbytes)
     for group in gl.static_range(2):
-        tma_load(own_desc, [batch, head, row + group * 64, 0], full, firsts.index(group))
+        tma_load(own_desc, [batch, head, row + group * 64, 0], own_full, firsts.index(group))
 
 
 @gluon.jit
@@ -300,7 +300,7 @@ def _more(acc, index, phase, count, x, steps, map_strides, own, ring, stats, cal
 def _compute(out, descs, own, ring, stats, call, sizes, lengths, map_ptr, map_strides,
              MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     out_desc, out_ptr, out_strides, factor = out
-    firsts, seconds, full = own
+    firsts, seconds, own_full = own
     v_desc = descs[3]
     COLS: gl.constexpr = out_desc.block_type.shape[-1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, STREAM, 16])
@@ -312,13 +312,13 @@ def _compute(out, descs, own, ring, stats, call, sizes, lengths, map_ptr, map_st
         mine_v = seconds.index(GROUP).reshape([64, seconds.shape[-1]])
     tiles_of = (mine, mine_v, v_desc)
     index, phase, tiles = 0, 0, 0
-    if GROUP == 1:  # so that the first goes first
+    if GROUP == 1:  # the first begins
         turn_over(GROUP, C.partners)
     for turn in range(count_turns(sizes, C)):
         place, there = place_of(turn, sizes, lengths, C)
         if there:
             rows = _statistics(stats, place, sizes, C, GROUP, s_layout)
-            mbarrier.wait(full, tiles % 2)
+            mbarrier.wait(own_full, tiles % 2)
             acc = gl.zeros([64, COLS], gl.float32, acc_layout)
             for member in range(sizes[4] if C.of_keys else 1):
                 h = place[1] * sizes[4] + member if C.of_keys else place[1]
@@ -386,7 +386,6 @@ def passes(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, sco
     wide_q, wide_k, wide_v, wide_do = describe(q, 64, WIDTH), describe(k, 64, WIDTH), describe(v, 64, width_v), describe(d_out, 64, width_v)
     stats = [describe(from_each_phase(t[0]) if packed else t.view(-1, t.shape[-1]), 1, int(STREAM)) for t in (lses, delta)]
     reads = mods.captured(x.mask), mods.captured(x.score)
-    factor = before * gain
     keys, queries = (wide_k, wide_v, wide_q, wide_do), (wide_q, wide_do, wide_k, wide_v)
     for of_keys, slopes, descs, out, width, dim, factor in (
         (True, False, keys, dv, width_v, p.value_dim, 1.0),
@@ -398,14 +397,15 @@ def passes(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, sco
         found, map_strides = None, (0, 0, 0)
         if sees is not None:
             found, map_strides = mask_map(p, sees, reads[0], x, shape.m, shape.n, of_keys, q.device)
-        heads, length, tokens = (p.kv_heads, p.len_k, p.tokens_k or p.tokens) if of_keys else (p.heads, p.len_q, p.tokens)
-        listed, places, every, side_by_side = None, triton.cdiv(length, int(STAY)), p.batch * heads, together(p)
+        heads, length = (p.kv_heads, p.len_k) if of_keys else (p.heads, p.len_q)
+        streaming = (p.tokens or p.len_q) * p.group if of_keys else p.tokens_k or p.tokens or p.len_k
+        listed, places, every = None, triton.cdiv(length, int(STAY)), p.batch * heads
         if packed:  # one list for all sequences
             listed = sequence_tiles(p, x, int(STAY), of_keys=of_keys)
-            places, every, side_by_side = len(listed), heads, together(p, tokens)
+            places, every = len(listed), heads
         grid = places * every
         _backward_pass[(grid if tiles.order == "blocks" else min(grid, tiles.sms),)](
             *descs, *stats, describe(out, 64, width), out, lses, delta, lses.shape[-1], listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
-            before * (LOG2E if score is None else 1.0), gain * LOG2E, factor, grid, places, side_by_side, heads, p.group, p.len_q, p.len_k,
+            before * (LOG2E if score is None else 1.0), gain * LOG2E, factor, grid, places, together(p, streaming), heads, p.group, p.len_q, p.len_k,
             every, out.stride()[:3], map_strides, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip
