@@ -266,7 +266,10 @@ LET_SECOND_GO = "        release(second, SLOTS_LET_GO, READERS)\n"
 WAIT_FOR_SECOND = "            mbarrier.wait(full.index(second), second_phase)\n"
 LEAVE = "            tma.store_wait(0)\n"
 LET_OWN_GO = "            release(0, OWN_LET_GO, READERS)\n"
+LET_OWN_V_GO = "                release(0, OWN_V_LET_GO, READERS)\n"
+ZERO = "            acc = gl.zeros([64, COLS], gl.float32, acc_layout)\n"
 WAIT_FOR_OWN = "    if tiles > 0:\n        arrive_and_wait(0, OWN_LET_GO, READERS)\n"
+UNSEEN = Case(IN_TURNS, 130, 400, Causal(align="top_left"), dim=256, heads=(1, 1))  # nothing streams past the last keys, whose copy waits for nothing else
 THEN = "stats, C)\n                        cursor = _fill(ring, cursor, far_desc"
 APART_TURNS = Case(IN_TURNS, lengths=(70, 0, 5, 200), heads=(4, 2), dim=256)
 BUGS += [
@@ -281,6 +284,8 @@ BUGS += [
     Bug("the tile that stays is not waited for", APART, (("            mbarrier.wait(own_full, tiles % 2)\n", ""),)),
     Bug("the next tile that stays is not waited for", APART, (("mbarrier.wait(own_full, tiles % 2)", "mbarrier.wait(own_full, 0)"),)),
     Bug("the tile that stays is overwritten in use", APART, ((WAIT_FOR_OWN, ""), (LET_OWN_GO, ""))),
+    Bug("the V that stays is not waited for", APART, (("                mbarrier.wait(own_v_full, tiles % 2)\n", "                pass\n"),)),
+    Bug("the V that stays is let go at once", UNSEEN, ((LET_OWN_V_GO, "                pass\n"), (ZERO, f"            if C.slopes:\n{LET_OWN_V_GO}{ZERO}"))),
     Bug("the tile that stays is let go before its gradient has left", APART, ((LEAVE + LET_OWN_GO, LET_OWN_GO + LEAVE),)),
     Bug("both warpgroups take the same keys", APART, (("    mine = firsts.index(GROUP)", "    mine = firsts.index(0)"),)),
     Bug("both warpgroups take the same values", APART, (("mine_v = seconds.index(GROUP)", "mine_v = seconds.index(0)"),)),

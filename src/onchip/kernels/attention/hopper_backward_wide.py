@@ -66,8 +66,8 @@ from onchip.kernels.hopper import (
 LOG2E = 1.4426950408889634
 STAY, STREAM = gl.constexpr(128), gl.constexpr(64)  # rows of a tile that stays, and of one that streams past
 WIDTH = 256  # columns of shared memory that hold a head
-# Hardware barriers: that the tile that stays is done with; for both warpgroups to meet; and of the ring, one a slot.
-OWN_LET_GO, MEETING, SLOTS_LET_GO = gl.constexpr(10), gl.constexpr(11), gl.constexpr(12)
+# Hardware barriers: that what stays is done with; for both warpgroups to meet; of the ring, one a slot, of which three leave one for the V (dO) that stays.
+OWN_LET_GO, MEETING, SLOTS_LET_GO, OWN_V_LET_GO = gl.constexpr(10), gl.constexpr(11), gl.constexpr(12), gl.constexpr(15)
 
 
 class Tiles(NamedTuple):
@@ -135,17 +135,18 @@ def _fill(ring, cursor, desc, at, row_desc, row_at, C: gl.constexpr):
 
 @gluon.jit
 def _copy_own(descs, own, batch, head, row, tiles, C: gl.constexpr):
-    """This program's tile number `tiles` that stays, once those before it are done with."""
+    """This program's tile number `tiles` that stays, once those before it are done with: K (Q) when their gradient has left, V (dO) before."""
     own_desc, own_v_desc, _, _, _, _ = descs
-    firsts, seconds, own_full = own
+    firsts, seconds, own_full, own_v_full = own
+    if C.slopes:
+        if tiles > 0:
+            arrive_and_wait(0, OWN_V_LET_GO, READERS)
+        mbarrier.expect(own_v_full, 2 * own_v_desc.block_type.nbytes)
+        for group in gl.static_range(2):
+            tma_load(own_v_desc, [batch, head, row + group * 64, 0], own_v_full, seconds.index(group))
     if tiles > 0:
         arrive_and_wait(0, OWN_LET_GO, READERS)
-    if C.slopes:
-        mbarrier.expect(own_full, 2 * own_desc.block_type.nbytes + 2 * own_v_desc.block_type.nbytes)
-        for group in gl.static_range(2):
-            tma_load(own_v_desc, [batch, head, row + group * 64, 0], own_full, seconds.index(group))
-    else:
-        mbarrier.expect(own_full, 2 * own_desc.block_type.nbytes)
+    mbarrier.expect(own_full, 2 * own_desc.block_type.nbytes)
     for group in gl.static_range(2):
         tma_load(own_desc, [batch, head, row + group * 64, 0], own_full, firsts.index(group))
 
@@ -300,7 +301,7 @@ def _more(acc, index, phase, count, x, steps, map_strides, own, ring, stats, cal
 def _compute(out, descs, own, ring, stats, call, sizes, lengths, map_ptr, map_strides,
              MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     out_desc, out_ptr, out_strides, factor = out
-    firsts, seconds, own_full = own
+    firsts, seconds, own_full, own_v_full = own
     v_desc = descs[3]
     COLS: gl.constexpr = out_desc.block_type.shape[-1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, STREAM, 16])
@@ -319,6 +320,8 @@ def _compute(out, descs, own, ring, stats, call, sizes, lengths, map_ptr, map_st
         if there:
             rows = _statistics(stats, place, sizes, C, GROUP, s_layout)
             mbarrier.wait(own_full, tiles % 2)
+            if C.slopes:
+                mbarrier.wait(own_v_full, tiles % 2)
             acc = gl.zeros([64, COLS], gl.float32, acc_layout)
             for member in range(sizes[4] if C.of_keys else 1):
                 h = place[1] * sizes[4] + member if C.of_keys else place[1]
@@ -328,6 +331,8 @@ def _compute(out, descs, own, ring, stats, call, sizes, lengths, map_ptr, map_st
                                           MASK, SCORE, SCORE_GRAD, True, C, GROUP, s_layout, p_layout)  # fmt: skip
                 acc, index, phase = _more(acc, index, phase, bare, masked, steps, map_strides, tiles_of, ring, rows, call, place, h,
                                           MASK, SCORE, SCORE_GRAD, False, C, GROUP, s_layout, p_layout)  # fmt: skip
+            if C.slopes:
+                release(0, OWN_V_LET_GO, READERS)
             send(out_desc, out_ptr, out_strides, acc * factor, firsts.index(GROUP), place, C.dim, C, GROUP)  # its own rows: nobody else reads them
             if C.packed:  # the buffer was read by threads: the next copy into it comes after
                 fence_async_shared()
@@ -349,14 +354,16 @@ def _backward_pass(own_desc, own_v_desc, far_desc, far_v_desc, lse_desc, delta_d
     seconds = firsts
     if C.slopes:
         seconds = gl.allocate_shared_memory(own_v_desc.dtype, [2] + own_v_desc.block_type.shape, own_v_desc.layout)  # noqa: RUF005 (device code)
-    own_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    own_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(own_full.index(0), count=1)
+    mbarrier.init(own_full.index(1), count=1)
     SLOTS: gl.constexpr = C.slots
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
     fence_async_shared()
     sizes = (tiles, places, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
-    lengths, own, ring = (listed, q_offsets, k_offsets, q_used, k_used), (firsts, seconds, own_full.index(0)), (slots, rows, full)
+    lengths, ring = (listed, q_offsets, k_offsets, q_used, k_used), (slots, rows, full)
+    own = (firsts, seconds, own_full.index(0), own_full.index(1))
     descs = (own_desc, own_v_desc, far_desc, far_v_desc, lse_desc, delta_desc)
     call, out, stats = (scale, gain, reads, factor), (out_desc, out_ptr, out_strides, factor), (lse_ptr, delta_ptr, pitch)
     gl.warp_specialize(
