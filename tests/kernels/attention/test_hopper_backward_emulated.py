@@ -296,7 +296,7 @@ BUGS += [
     Bug("dQ forgets the tiles behind those that need no mask", APART_CAUSAL, (("masked = before + last - outer", "masked = before"),)),
     Bug("dQ takes tiles behind a window's whole ones from before", APART_WINDOW, (("gl.where(x < masked, bare, before - masked)", "0"),)),
     Bug("rows of the next sequence are not cleared", APART_PACKED, (("                clear(last, length - other, STREAM, GROUP)\n", ""),)),
-    Bug("dP of the next sequence is used", APART_PACKED, (("                p = gl.where(there[None, :], p, 0.0)\n", ""),)),
+    Bug("dP of the next sequence is used", APART_PACKED, (("                terms = gl.where(there[None, :], terms, 0.0)\n", ""),)),
     Bug("beyond 128, a sequence's LSE is taken from a multiple of four", APART_PACKED, (("late = at % PHASES", "late = at % 1"),)),
     Bug("what left by threads is overwritten without a fence", APART_TURNS, ((f"    fence_async_shared()\n{LEAVE}", f"    pass\n{LEAVE}"),)),
 ]  # fmt: skip

@@ -9,7 +9,6 @@ a float32 tensor: in any order, so its last bits differ from run to run.
 LSE and delta are what the sums S and dP start from, negated, so that neither is subtracted again.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import hopper_backward_wide, mods
 from onchip.kernels.attention.hopper_backward_tiles import (
+    LOG2E,
     PHASES,
     READERS,
     clear,
@@ -58,7 +58,6 @@ from onchip.kernels.hopper import (
     warpgroup_mma_wait,
 )
 
-LOG2E = math.log2(math.e)
 # Hardware barriers: that a warpgroup's dS lies in shared memory, two each; that K and V are done with; for both to meet; of the two rings, one a stage.
 WRITTEN, KEYS_LET_GO, MEETING, QUERIES_LET_GO, OUTPUTS_LET_GO = gl.constexpr(4), gl.constexpr(10), gl.constexpr(11), gl.constexpr(12), gl.constexpr(14)
 BUFFERS = gl.constexpr(3)  # of dS: one is written while the other warpgroup, up to a tile behind or ahead, reads its neighbour

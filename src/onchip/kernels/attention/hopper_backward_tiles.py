@@ -3,12 +3,15 @@
 A tile's rows are keys (`C.of_keys`), past which queries stream, or queries, past which keys do; `C` is the kernel's `Shape`. In registers rows are first.
 """
 
+import math
+
 import torch
 
 from onchip.kernels.attention.hopper_tiles import locate, map_entry, map_row
 from onchip.kernels.attention.tile import inner_span, key_span, query_span
 from onchip.kernels.hopper import as_other, fence_async_shared, gl, gluon, tma, tma_store
 
+LOG2E = math.log2(math.e)
 PHASES = gl.constexpr(4)  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin
 READERS = gl.constexpr(288)  # threads at a release: of two warpgroups and the copying warp
 

@@ -15,10 +15,10 @@ floors, in cycles:
     one warpgroup S, P and dV, the other dP, dS and dK     2,560          3,650           4,680
     three passes                                           4,096          4,096           3,510
 
-L2's of the first two are 64 KB of Q and dO, and 64 KB of dQ to be added up: of that no kernel at 128 does more than 2 TB/s, here 6,900 cycles. The passes
-read alone, and keep tensor cores and shared memory evenly busy, as the forward kernel does at 256, where 90% of either are reached.
+L2's of the first two are 64 KB of Q and dO, and 64 KB of dQ to be added up: of that no kernel at 128 was seen to do more than 2 TB/s, here 6,900 cycles.
+The passes only read, and keep tensor cores and shared memory evenly busy, as the forward kernel does, which makes 780 TFLOP/s at 256: 490 here, at best.
 Shared memory, 225 KB: the tiles that stay, 128 KB, through which the gradient leaves; and a ring of three tiles, of which a step takes two: the first for
-dP, done with half a step earlier, so that both copies have more than half a step's time.
+dP, done with half a step earlier, so that each copy has half a step's time or more. A thread spills nothing in the loops.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.hopper_backward_tiles import (
+    LOG2E,
     PHASES,
     READERS,
     clear,
@@ -63,7 +64,6 @@ from onchip.kernels.hopper import (
     warpgroup_mma_wait,
 )
 
-LOG2E = 1.4426950408889634
 STAY, STREAM = gl.constexpr(128), gl.constexpr(64)  # rows of a tile that stays, and of one that streams past
 WIDTH = 256  # columns of shared memory that hold a head
 # Hardware barriers: that what stays is done with; for both warpgroups to meet; of the ring, one a slot, of which three leave one for the V (dO) that stays.
@@ -245,7 +245,7 @@ def _more(acc, index, phase, count, x, steps, map_strides, own, ring, stats, cal
           s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
     """`count` further tiles of the other side from step `x` on. EDGE: they need the mask."""
     mine, mine_v, v_desc = own
-    slots, rows, full = ring
+    slots, rows, full = ring  # a step takes two slots: with dS those of dO (V) and Q (K), else of Q and dO
     lses, deltas = stats
     if C.of_keys:
         lses, deltas = rows, rows
@@ -277,19 +277,19 @@ def _more(acc, index, phase, count, x, steps, map_strides, own, ring, stats, cal
             dp = warpgroup_mma_wait(1, deps=[dp])
             release(first, SLOTS_LET_GO, READERS)
             s = warpgroup_mma_wait(0, deps=[s])
-            p, sloped = weights(s, other, h, lses, second, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
-            p = sloped * dp
+            _p, sloped = weights(s, other, h, lses, second, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
+            terms = sloped * dp
             if EDGE and C.packed:  # what the next sequence's rows make of it may be NaN
                 there = other + gl.arange(0, STREAM, layout=gl.SliceLayout(0, s_layout)) < length
-                p = gl.where(there[None, :], p, 0.0)
+                terms = gl.where(there[None, :], terms, 0.0)
         else:
             s = _scores(mine, far, lses, first, SCORE, C, s_layout)
             turn_over(GROUP, C.partners)
             s = warpgroup_mma_wait(0, deps=[s])
-            p, _sloped = weights(s, other, h, lses, first, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
+            terms, _sloped = weights(s, other, h, lses, first, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
             release(first, SLOTS_LET_GO, READERS)
             mbarrier.wait(full.index(second), second_phase)
-        left = gl.convert_layout(p.to(slots.dtype), p_layout)
+        left = gl.convert_layout(terms.to(slots.dtype), p_layout)
         acc = warpgroup_mma(left, last, acc, is_async=True)
         acc, left = warpgroup_mma_wait(0, deps=[acc, left])
         release(second, SLOTS_LET_GO, READERS)
@@ -381,6 +381,7 @@ def _backward_pass(own_desc, own_v_desc, far_desc, far_v_desc, lse_desc, delta_d
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
+    """The same tiles for all: those in which the sum, scores and dP of a warpgroup fill its registers, and two sides of 128 rows its shared memory."""
     return [Tiles(*given_out("turns" if order_of(p) == "turns" else "blocks", device))]
 
 
