@@ -215,7 +215,8 @@ def test_what_hopper_leaves_to_triton():
     for name in ("H200", "H100"):
         assert kernel.refuses(most, GPUS[name]) == [] and kernel.configs(most, replace(GPUS[name], sms=78))[0].shares == 1
     assert kernel.refuses(more, H200) == [] and kernel.configs(more, H200)[0].shares == 2
-    assert kernel.refuses(p._replace(dim=256), H200) == ["dim 256 is not in 8..128 by 8", "value_dim 256 is not in 8..128 by 8"]
+    assert kernel.refuses(p._replace(dim=256), H200) == [] and "a pass each" in str(kernel.configs(p._replace(dim=256), H200)[0])
+    assert kernel.refuses(p._replace(dim=264), H200) == ["dim 264 is not in 8..256 by 8", "value_dim 264 is not in 8..256 by 8"]
     assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
 
 

@@ -46,7 +46,11 @@ def launched(module, arch: str, p: Attention, *inputs, returns=(True,), entry="l
             patch.setattr(one, "fast", lambda q: arch != "gfx942" and q.dtype != FP32, raising=False)
         patch.setattr(module, "has_tma", lambda device: arch == "sm_90", raising=False)
         getattr(module, entry)(p, how, *inputs, *returns)
-    return how, {kernel.__name__: compiled(kernel, args, rest, arch) for kernel, args, rest in calls}
+    found = {}
+    for kernel, args, rest in calls:  # one that is started again counts its starts
+        again = sum(name.partition(" ")[0] == kernel.__name__ for name in found)
+        found[f"{kernel.__name__} {again + 1}" if again else kernel.__name__] = compiled(kernel, args, rest, arch)
+    return how, found
 
 
 def compiled(kernel, args, rest, arch: str) -> Facts:
@@ -263,15 +267,20 @@ BACKWARD = {  # head dimension, packed, and bytes that ptxas may spill, stores a
 }
 
 
+def backward(dim, packed, band, dim_v=0):
+    """Four sequences of 4096 tokens in bf16, 4 heads a group."""
+    tokens = (4 * 4096,) if packed else (4, 4096)
+    p = Attention("backward", 4, 4096, 4096, 32, 8, dim, BF16, band, *(("packed", 0, 4 * 4096) if packed else ()), dim_v=dim_v)
+    offsets = meta(5, dtype=torch.int32) if packed else None
+    q, k, v, out = (meta(*tokens, heads, d) for heads, d in ((32, dim), (8, dim), (8, p.value_dim), (32, p.value_dim)))
+    lse = meta(32, 4 * 4096, dtype=FP32) if packed else meta(4, 32, 4096, dtype=FP32)
+    return launched(hopper_backward, "sm_90", p, q, k, v, out, lse, out, None, Operands(dim**-0.5, offsets, offsets), returns=())
+
+
 @pytest.mark.parametrize(("dim", "packed", "band", "most"), BACKWARD.values(), ids=BACKWARD)
 def test_hopper_backward(dim, packed, band, most):
     """Five products a tile on wgmma, everything through TMA, dQ by its reductions, and no product that ptxas waits for on its own."""
-    tokens = (4 * 4096,) if packed else (4, 4096)
-    p = Attention("backward", 4, 4096, 4096, 32, 8, dim, BF16, band, *(("packed", 0, 4 * 4096) if packed else ()))
-    offsets = meta(5, dtype=torch.int32) if packed else None
-    q, k, v = (meta(*tokens, heads, dim) for heads in (32, 8, 8))
-    lse = meta(32, 4 * 4096, dtype=FP32) if packed else meta(4, 32, 4096, dtype=FP32)
-    tiles, found = launched(hopper_backward, "sm_90", p, q, k, v, q, lse, q, None, Operands(dim**-0.5, offsets, offsets), returns=())
+    tiles, found = backward(dim, packed, band)
     facts = found["_backward"]
     assert facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
@@ -280,6 +289,30 @@ def test_hopper_backward(dim, packed, band, most):
     assert in_loops % (2 * steps) == 0 and in_loops >= 2 * 2 * steps and "mma.sync" not in facts.ptx
     assert "cp.reduce.async.bulk.tensor.3d" in facts.ptx and "cp.async.cg" not in facts.ptx
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+
+
+WIDE = {  # head dimension, that of values, packed, and bytes that the passes of dV, dK and dQ may spill, all of them outside of the loops
+    "d256 full": (256, 256, False, Full(), (0, 80, 40)),
+    "d256 causal": (256, 256, False, Causal(), (0, 36, 56)),
+    "d256 window": (256, 256, False, Window(1024), (0, 92, 56)),
+    "d256 packed": (256, 256, True, Causal(), (0, 280, 128)),
+    "d192 and 128": (192, 128, False, Causal(), (0, 0, 64)),
+}
+
+
+@pytest.mark.parametrize(("dim", "dim_v", "packed", "band", "most"), WIDE.values(), ids=WIDE)
+def test_hopper_backward_in_passes(dim, dim_v, packed, band, most):
+    """Eight products of a tile in three passes; everything through TMA, nothing summed in memory, no product that ptxas waits for on its own."""
+    _, found = backward(dim, packed, band, dim_v)
+    passes = [facts for name, facts in found.items() if name.startswith("_backward_pass")]
+    in_dp = (0, dim_v // 16, dim_v // 16)
+    for facts, spills, more in zip(passes, most, in_dp, strict=True):
+        assert facts.spills <= allowed(spills)
+        assert facts.shared <= GPU["sm_90"].shared_memory
+        assert facts.wgmma == 2 * 2 * (256 // 16 + more + 64 // 16)  # of two warpgroups, in loops with and without a mask
+        assert "mma.sync" not in facts.ptx and "cp.async.cg" not in facts.ptx and "cp.reduce" not in facts.ptx
+        assert facts.tma_loads and (packed or "cp.async.bulk.tensor.4d.global" in facts.ptx)
+        assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 
 def prefill_fp8(dim, mask, share=0):

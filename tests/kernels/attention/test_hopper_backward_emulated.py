@@ -17,10 +17,8 @@ from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 
-SOURCES = [
-    f"onchip.kernels.{name}"
-    for name in ("attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_backward")
-]
+MODULES = ("texts", "mods", "tile", "hopper_tiles", "hopper_backward_tiles", "hopper_backward_wide", "hopper_backward")
+SOURCES = ["onchip.kernels.hopper", *(f"onchip.kernels.attention.{name}" for name in MODULES)]
 
 
 def statistics(_p, out, d_out, lse, d_lse, unit, tile, phases=1):
@@ -56,7 +54,8 @@ def forward(c: Case, call: Call, dtype: torch.dtype):
 def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), shares=1):
     """The gradients of the kernel."""
     kernel = Emulator(mode, seed).load(*SOURCES, edits=edits)
-    kernel.mask_map, kernel.statistics, kernel.finish = mask_map_of_keys, statistics, finish
+    kernel.mask_map, kernel.statistics, kernel.finish = mask_map_of_either, statistics, finish
+    kernel.hopper_backward_wide.mask_map = mask_map_of_either
     sizes = (
         packed_sizes(call.q, call.k, call.v, both(c.lengths).shape[1], *both(c.lengths).amax(1).tolist()) if c.packed else dense_sizes(call.q, call.k, call.v)
     )
@@ -64,15 +63,17 @@ def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), sha
     p, x = problem_of("backward", How(c.mask, chain(None, c.score, None), call.sinks, None, False, False, "hopper_backward"), sizes, x, call.q)
     out, lse = (t.detach() for t in forward(c, call, torch.float64)[:2])
     groups, n, stages, order = c.tiles
-    dq, dk, dv, d_sinks, _ = kernel.launch(
-        p, kernel.Tiles(64 * groups, n, stages, shares, order, 2), call.q, call.k, call.v, out.to(c.dtype), lse.float(), d_out, d_lse, x
-    )
+    tiles = kernel.Tiles(64 * groups, n, stages, shares, order, 2)
+    if max(c.dim, c.dim_v) > 128:
+        tiles = kernel.hopper_backward_wide.Tiles(order, 2)
+    dq, dk, dv, d_sinks, _ = kernel.launch(p, tiles, call.q, call.k, call.v, out.to(c.dtype), lse.float(), d_out, d_lse, x)
     return [dq, dk, dv] + [d_sinks] * c.sinks
 
 
-def mask_map_of_keys(p, _sees, _captured, x: Operands, m: int, n: int, of_keys: bool, _device):
-    """The map of the same mask with queries and keys the other way round."""
-    assert of_keys
+def mask_map_of_either(p, _sees, _captured, x: Operands, m: int, n: int, of_keys: bool, _device):
+    """The map of the same mask, for tiles of keys with queries and keys the other way round."""
+    if not of_keys:
+        return mask_map(p, None, None, x, m, n, False, None)
     found, _ = mask_map(p, None, None, x, 1, 1, False, None)
     batch, rows, keys = found.shape[0], found.shape[1], found.shape[2] - 2
     shown = torch.zeros(batch, -(-rows // m) * m, -(-keys // n) * n, dtype=torch.bool)
@@ -132,6 +133,26 @@ CASES = [
     Case((1, 128, 2, "turns"), 130, 200, Full(), score=Softcap(2.0)),
     Case((2, 128, 2, "blocks"), 130, 130, score=ALiBi(torch.tensor([0.5, 0.25]))),
 ]
+BLOCKS, IN_TURNS = (2, 64, 3, "blocks"), (2, 64, 3, "turns")  # of heads beyond 128 all else is given
+CASES += [
+    Case(BLOCKS, 200, 200, dim=256),
+    Case(IN_TURNS, 150, 300, Full(), dim=256, dtype=FP16, heads=(2, 2)),
+    Case(BLOCKS, 130, 190, dim=192, dim_v=128, batch=2),
+    Case(IN_TURNS, 300, 150, Full(), dim_v=200, heads=(1, 1), batch=2),
+    Case(IN_TURNS, 400, 300, Window(40, 30), dim=160, heads=(4, 2), batch=2),
+    Case(BLOCKS, 700, 700, Window(330), heads=(1, 1), dim=256),
+    Case(BLOCKS, 150, 200, Causal(align="top_left"), dim=136),
+    Case(BLOCKS, 100, 100, dim=256, dim_v=64, sinks=True),
+    Case(BLOCKS, lengths=(70, 0, 5, 150), dim=256),
+    Case(BLOCKS, lengths=(200, 3, 130), used=(131, 0, 130), mask=Window(50), dtype=FP16, dim=256),
+    Case(BLOCKS, lengths=((20, 90, 0), (150, 40, 7)), sinks=True, dim=192, dim_v=128),
+    Case(BLOCKS, lengths=((20, 9), (0, 0)), sinks=True, dim=256),
+    Case(IN_TURNS, lengths=(70, 0, 5, 200), heads=(4, 2), dim=256),
+    Case(BLOCKS, 200, 200, Causal() & Document(torch.arange(200) // 60), dim=256),
+    Case(IN_TURNS, 300, 300, Causal() & Document(torch.arange(300) // 60), dim=192, dim_v=128),
+    Case(IN_TURNS, 130, 200, Full(), score=Softcap(2.0), dim=256),
+    Case(BLOCKS, 130, 130, score=ALiBi(torch.tensor([0.5, 0.25])), dim=256),
+]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -170,9 +191,10 @@ def test_nobody_to_attend(lengths, monkeypatch):
     assert all(not grad.any() for grad in grads[:3])
 
 
-def test_nan_stays_in_its_sequence():
+@pytest.mark.parametrize("dim", [64, 256])
+def test_nan_stays_in_its_sequence(dim):
     torch.manual_seed(0)
-    c = Case((1, 128, 2, "blocks"), lengths=(70, 90, 60))
+    c = Case((1, 128, 2, "blocks"), lengths=(70, 90, 60), dim=dim)
     call = call_of(c)
     for t in (call.q, call.k, call.v):
         t[70:160] = torch.nan
@@ -196,12 +218,12 @@ WINDOW = Case((1, 128, 2, "blocks"), 300, 300, Window(100))
 PACKED = Case((1, 128, 2, "blocks"), lengths=(70, 5, 150), used=(60, 5, 100), mask=Full())
 WIDE = Case((1, 128, 2, "blocks"), 700, 700, Window(330), heads=(1, 1))  # has tiles that it shows whole
 TURNS = Case((1, 128, 2, "turns"), 500, 500, dim=128, heads=(3, 3))
-WAIT_FOR_DV = "        dv, weights, dq = warpgroup_mma_wait(1, deps=[dv, weights, dq])\n"
+WAIT_FOR_DV = "        dv, left_p, dq = warpgroup_mma_wait(1, deps=[dv, left_p, dq])\n"
 LET_OUTPUTS_GO = "        release(index, OUTPUTS_LET_GO, READERS)\n"
 WAIT_FOR_DK = "        dk, left = warpgroup_mma_wait(0, deps=[dk, left])\n"
 LET_QUERIES_GO = "        release(index, QUERIES_LET_GO, READERS)\n"
 LET_KEYS_GO = "            release(0, KEYS_LET_GO, READERS)\n"
-DELTA = "_start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout))"
+DELTA = "start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout))"
 WAIT_FOR_OTHER = "        arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)\n"
 LAST_PRODUCT = "            dq = warpgroup_mma_wait(0, deps=["
 BUGS = [
@@ -230,11 +252,56 @@ BUGS = [
     Bug("a causal mask off by one", Case((1, 128, 2, ""), 200, 200), (("(shift + C.right)", "(shift + C.right + 1)"),)),
     Bug("a window off by one", WINDOW, (("i + (shift - C.left)", "i + (shift - C.left + 1)"),)),
     Bug("tiles past a window's whole ones are taken from behind its start", WIDE, (("gl.where(x < masked, bare, before - masked)", "0"),)),
-    Bug("the tile after next is taken", TURNS, (("_place(turn + 1, sizes", "_place(turn + 2, sizes"),)),
+    Bug("the tile after next is taken", TURNS, (("place_of(turn + 1, sizes", "place_of(turn + 2, sizes"),)),
     Bug("the next tile is the same one", TURNS, (("            place, there = later, there_later\n", "            pass\n"),)),
     Bug("queries of the next sequence are not cleared", PACKED, (("            if m + M > place[4]:", "            if m < 0:"),)),
     Bug("keys of the next sequence are not cleared", PACKED, (("            if tile_n * N + N > len_k:", "            if tile_n < 0:"),)),
     Bug("a sequence's LSE is taken from a multiple of four", PACKED, (("late = m % PHASES", "late = m % 1"),)),
+]  # fmt: skip
+
+APART = Case(IN_TURNS, 260, 200, Full(), dim=256, heads=(4, 2))
+APART_CAUSAL, APART_WINDOW = Case(BLOCKS, 300, 300, dim=256), Case(BLOCKS, 700, 700, Window(330), dim=256, heads=(1, 1))
+APART_PACKED = PACKED._replace(dim=256)
+WAIT_FOR_DP = "            dp = warpgroup_mma_wait(1, deps=[dp])\n"
+LET_FIRST_GO = "            release(first, SLOTS_LET_GO, READERS)\n"
+WAIT_FOR_SUM = "        acc, left = warpgroup_mma_wait(0, deps=[acc, left])\n"
+LET_SECOND_GO = "        release(second, SLOTS_LET_GO, READERS)\n"
+WAIT_FOR_SECOND = "            mbarrier.wait(full.index(second), second_phase)\n"
+LEAVE = "            tma.store_wait(0)\n"
+LET_OWN_GO = "            release(0, OWN_LET_GO, READERS)\n"
+LET_OWN_V_GO = "                release(0, OWN_V_LET_GO, READERS)\n"
+ZERO = "            acc = gl.zeros([64, COLS], gl.float32, acc_layout)\n"
+WAIT_FOR_OWN = "    if tiles > 0:\n        arrive_and_wait(0, OWN_LET_GO, READERS)\n"
+UNSEEN = Case(IN_TURNS, 130, 400, Causal(align="top_left"), dim=256, heads=(1, 1))  # nothing streams past the last keys, whose copy waits for nothing else
+THEN = "stats, C)\n                        cursor = _fill(ring, cursor, far_desc"
+APART_TURNS = Case(IN_TURNS, lengths=(70, 0, 5, 200), heads=(4, 2), dim=256)
+BUGS += [
+    Bug("dO and V are released before dP is there", APART, ((WAIT_FOR_DP + LET_FIRST_GO, LET_FIRST_GO + WAIT_FOR_DP),)),
+    Bug("dO and V are never released", APART, ((WAIT_FOR_DP + LET_FIRST_GO, WAIT_FOR_DP),)),
+    Bug("a ring's second tile is released before the sum is there", APART, ((WAIT_FOR_SUM + LET_SECOND_GO, LET_SECOND_GO + WAIT_FOR_SUM),)),
+    Bug("a ring's second tile is never released", APART, ((LET_SECOND_GO, ""),)),
+    Bug("dS goes not through the wait for the sum", APART, ((WAIT_FOR_SUM, "        acc = warpgroup_mma_wait(0, deps=[acc])\n"),)),
+    Bug("a ring's first tile is not waited for", APART, (("        mbarrier.wait(full.index(first), first_phase)\n", ""),)),
+    Bug("Q and K are not waited for", APART, ((f"{WAIT_FOR_SECOND}            s = _scores", "            s = _scores"),)),
+    Bug("dO is not waited for in dV's pass", APART, ((f"{WAIT_FOR_SECOND}        left = ", "        left = "),)),
+    Bug("the tile that stays is not waited for", APART, (("            mbarrier.wait(own_full, tiles % 2)\n", ""),)),
+    Bug("the next tile that stays is not waited for", APART, (("mbarrier.wait(own_full, tiles % 2)", "mbarrier.wait(own_full, 0)"),)),
+    Bug("the tile that stays is overwritten in use", APART, ((WAIT_FOR_OWN, ""), (LET_OWN_GO, ""))),
+    Bug("the V that stays is not waited for", APART, (("                mbarrier.wait(own_v_full, tiles % 2)\n", "                pass\n"),)),
+    Bug("the V that stays is let go at once", UNSEEN, ((LET_OWN_V_GO, "                pass\n"), (ZERO, f"            if C.slopes:\n{LET_OWN_V_GO}{ZERO}"))),
+    Bug("the tile that stays is let go before its gradient has left", APART, ((LEAVE + LET_OWN_GO, LET_OWN_GO + LEAVE),)),
+    Bug("both warpgroups take the same keys", APART, (("    mine = firsts.index(GROUP)", "    mine = firsts.index(0)"),)),
+    Bug("both warpgroups take the same values", APART, (("mine_v = seconds.index(GROUP)", "mine_v = seconds.index(0)"),)),
+    Bug("the other heads of a group are left out", APART, (("sizes[4] if C.of_keys else 1)", "1)"), ("start_q, group\n", "start_q, group * 0 + 1\n"))),
+    Bug("LSE and delta change places", APART, ((f"delta_desc, {THEN}", f"lse_desc, {THEN}"),)),
+    Bug("dQ forgets delta", APART, (("zeros - values[:, None]", "zeros - 0 * values[:, None]"),)),
+    Bug("nobody begins beyond 128", APART, (("    if GROUP == 1:  # the first begins\n", "    if GROUP == 2:\n"),)),
+    Bug("dQ forgets the tiles behind those that need no mask", APART_CAUSAL, (("masked = before + last - outer", "masked = before"),)),
+    Bug("dQ takes tiles behind a window's whole ones from before", APART_WINDOW, (("gl.where(x < masked, bare, before - masked)", "0"),)),
+    Bug("rows of the next sequence are not cleared", APART_PACKED, (("                clear(last, length - other, STREAM, GROUP)\n", ""),)),
+    Bug("dP of the next sequence is used", APART_PACKED, (("                terms = gl.where(there[None, :], terms, 0.0)\n", ""),)),
+    Bug("beyond 128, a sequence's LSE is taken from a multiple of four", APART_PACKED, (("late = at % PHASES", "late = at % 1"),)),
+    Bug("what left by threads is overwritten without a fence", APART_TURNS, ((f"    fence_async_shared()\n{LEAVE}", f"    pass\n{LEAVE}"),)),
 ]  # fmt: skip
 
 

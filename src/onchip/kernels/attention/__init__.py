@@ -182,7 +182,7 @@ BACKWARD = Op(
             "hopper_backward",
             "onchip.kernels.attention.hopper_backward:launch",
             {"cuda": (90,)},
-            {"dtype": HALF, "dim": range(8, 129, 8), "value_dim": range(8, 129, 8), "mask": MASKS, "keys": ("dense", "packed")},
+            {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
             also=(_only("sinks", "used"), _may_hide_padding, _slower_backward_on_hopper, _translates),
         ),
         Kernel(

@@ -9,7 +9,6 @@ a float32 tensor: in any order, so its last bits differ from run to run.
 LSE and delta are what the sums S and dP start from, negated, so that neither is subtracted again.
 """
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,14 +20,26 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention import mods, texts
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, locate, map_entry, map_row, order_of
+from onchip.kernels.attention import hopper_backward_wide, mods, texts
+from onchip.kernels.attention.hopper_backward_tiles import (
+    LATE,
+    LOG2E,
+    PHASES,
+    READERS,
+    clear,
+    place_of,
+    send,
+    start,
+    step_tile,
+    steps_of,
+    weights,
+)
+from onchip.kernels.attention.hopper_tiles import count_turns, given_out, order_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
-from onchip.kernels.attention.tile import describable, ends, fast, mask_map, query_span, sequence_tiles, together
+from onchip.kernels.attention.tile import describable, ends, fast, mask_map, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
     arrive_and_wait,
-    as_other,
     block,
     describe,
     fence_async_shared,
@@ -42,16 +53,11 @@ from onchip.kernels.hopper import (
     tma,
     tma_add,
     tma_load,
-    tma_store,
     turn_over,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-LOG2E = math.log2(math.e)
-LATE = 4  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin: LSE and delta lie four times in memory, each a row later
-PHASES = gl.constexpr(LATE)
-READERS = gl.constexpr(288)  # threads at a release: of two warpgroups and the copying warp
 # Hardware barriers: that a warpgroup's dS lies in shared memory, two each; that K and V are done with; for both to meet; of the two rings, one a stage.
 WRITTEN, KEYS_LET_GO, MEETING, QUERIES_LET_GO, OUTPUTS_LET_GO = gl.constexpr(4), gl.constexpr(10), gl.constexpr(11), gl.constexpr(12), gl.constexpr(14)
 BUFFERS = gl.constexpr(3)  # of dS: one is written while the other warpgroup, up to a tile behind or ahead, reads its neighbour
@@ -89,6 +95,7 @@ class Shape:
     mapped: bool
     dim: int
     dim_v: int
+    of_keys = True
     pairs = False  # as `locate` asks: no tile of keys comes with another (2 to 6% slower at 64, no faster at 128)
 
     @property
@@ -102,56 +109,6 @@ class Shape:
         return not self.packed and self.dim > 64
 
 
-# ---- device: what there is to do
-
-
-@gluon.jit
-def _place(turn, sizes, lengths, C: gl.constexpr):
-    """The tile of keys of this program's `turn`: its sequence, key head, number, rows, and how far queries and keys are apart; and whether there is one."""
-    b, kv_head, tile_n, start_q, len_q, start_k, len_k, there = locate(turn, sizes, lengths, True, C)
-    shift = len_k - len_q
-    if C.top_left:
-        shift = shift * 0
-    return (b, kv_head, tile_n, start_q, len_q, start_k, len_k, shift), there
-
-
-@gluon.jit
-def _steps(place, head, map_ptr, map_strides, C: gl.constexpr):
-    """The query tiles of a tile of keys, in one head: how many need the mask, how many do not; how the steps find them; and the row of the map.
-
-    Those that need it come first, at both ends of the others, so that there is one loop for them.
-    """
-    M: gl.constexpr = C.m
-    b, _, tile_n, _, len_q, _, len_k, shift = place
-    row = tile_n  # without a map nobody looks
-    if C.mapped:
-        row = map_row(map_ptr, map_strides, b, head, tile_n)
-        masked = gl.load(row)
-        bare = gl.load(row + 1)
-        first = masked * 0
-        before = masked
-    else:
-        first, inner, outer, last = query_span(tile_n * C.n, shift, len_q, len_k, C.left, C.right, C.m, C.n, C.packed)
-        before = (inner - first) // M
-        bare = (outer - inner) // M
-        masked = before + gl.cdiv(last - outer, M)
-        first = first // M
-    return masked, bare, before, first, row
-
-
-@gluon.jit
-def _tile_at(x, steps, map_strides, C: gl.constexpr):
-    """The query tile of step `x`."""
-    masked, bare, before, first, row = steps
-    if C.mapped:
-        tile = map_entry(x, masked, row, map_strides)
-    elif C.left >= 0 or C.packed:
-        tile = first + x + gl.where(x < before, 0, gl.where(x < masked, bare, before - masked))
-    else:
-        tile = first + x
-    return tile
-
-
 # ---- device: the copying warp
 
 
@@ -161,7 +118,7 @@ def _copy(descs, still, q_ring, do_ring, sizes, lengths, map_ptr, map_strides, C
     heads, group = sizes[3] * sizes[4], sizes[4]
     q_at, do_at, tiles = (0, 0, 0), (0, 0, 0), 0
     for turn in range(count_turns(sizes, C)):
-        place, there = _place(turn, sizes, lengths, C)
+        place, there = place_of(turn, sizes, lengths, C)
         b, kv_head, tile_n, start_q, _, start_k, _, _ = place
         if there:
             batch = b
@@ -171,10 +128,10 @@ def _copy(descs, still, q_ring, do_ring, sizes, lengths, map_ptr, map_strides, C
             copied = 0
             for member in range(group):
                 head = kv_head * group + member
-                steps = _steps(place, head, map_ptr, map_strides, C)
+                steps = steps_of(place, head, map_ptr, map_strides, C)
                 masked, bare, _before, _first, _row = steps  # `_` is of another type already
                 for x in range(masked + bare):
-                    m = start_q + _tile_at(x, steps, map_strides, C) * C.m
+                    m = start_q + step_tile(x, steps, map_strides, C) * C.m
                     row = batch * heads + head
                     late = m * 0
                     if C.packed:
@@ -205,29 +162,12 @@ def _copy_keys(still, k_desc, v_desc, at, tiles):
 
 
 @gluon.jit
-def _clear(tile, count, ROWS: gl.constexpr, GROUP: gl.constexpr):
-    """Rows from `count` on are 0 in a tile that both warpgroups clear: another sequence lies there, and 0 times NaN is NaN."""
-    half: gl.constexpr = ROWS // 2
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    mine = tile.slice(GROUP * half, half, dim=0)
-    real = GROUP * half + gl.arange(0, half, layout=gl.SliceLayout(1, layout)) < count
-    mine.store(gl.where(real[:, None], mine.load(layout), 0.0).to(tile.dtype))
-    fence_async_shared()
-
-
-@gluon.jit
-def _start(zeros, values, col: gl.constexpr):
-    """What sums over [keys, queries] begin with, so that `values` [queries] are taken off."""
-    return zeros - values.reshape([zeros.shape[1]]).load(col)[None, :]
-
-
-@gluon.jit
 def _scores(k, queries, lses, index, SCORE: gl.constexpr, M: gl.constexpr, layout: gl.constexpr):
     """K Q^T - LSE, started; LSE is in units of the scores. Before a function of them, K Q^T."""
     zeros = gl.zeros([64, M], gl.float32, layout)
     q = queries.index(index).reshape([M, queries.shape[-1]]).permute((1, 0))
     if SCORE is None:
-        s = warpgroup_mma(k, q, _start(zeros, lses.index(index), gl.SliceLayout(0, layout)), is_async=True)
+        s = warpgroup_mma(k, q, start(zeros, lses.index(index), gl.SliceLayout(0, layout)), is_async=True)
     else:
         s = warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
     return s
@@ -237,49 +177,7 @@ def _scores(k, queries, lses, index, SCORE: gl.constexpr, M: gl.constexpr, layou
 def _outputs(v, outputs, deltas, index, M: gl.constexpr, layout: gl.constexpr):
     """V dO^T - delta, started."""
     do = outputs.index(index).reshape([M, outputs.shape[-1]]).permute((1, 0))
-    return warpgroup_mma(v, do, _start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout)), is_async=True)
-
-
-@gluon.jit
-def _seen(m, j, place, h, reads, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
-    """Whether queries from `m` on see keys `j`: [keys, queries]."""
-    b, _, _, _, len_q, _, len_k, shift = place
-    i = (m + gl.arange(0, C.m, layout=gl.SliceLayout(0, layout)))[None, :]
-    seen = j < len_k
-    if MASK is not None:
-        seen = seen & MASK(b, h, i, j, len_q, len_k, reads)
-    elif C.right >= 0:
-        seen = seen & (j <= i + (shift + C.right))
-    if C.packed or MASK is not None:
-        seen = seen & (i < len_q)
-    if MASK is None and C.left >= 0:
-        seen = seen & (j >= i + (shift - C.left))
-    return seen
-
-
-@gluon.jit
-def _weights(s, m, h, lses, index, call, place, MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, EDGE: gl.constexpr,
-             C: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):  # fmt: skip
-    """P^T, and P^T times the derivative of the score. EDGE: they need the mask."""
-    scale, gain, reads, _ = call
-    b, _, tile_n, _, len_q, _, len_k, _ = place
-    col: gl.constexpr = gl.SliceLayout(0, layout)
-    i = (m + gl.arange(0, C.m, layout=col))[None, :]
-    j = (tile_n * C.n + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))[:, None]
-    if SCORE is not None:
-        s = s * scale
-        p = gl.exp2(SCORE(s, b, h, i, j, len_q, len_k, reads[1]) * gain - lses.index(index).reshape([C.m]).load(col)[None, :])
-    else:
-        p = gl.exp2(s * scale)
-    if EDGE:
-        seen = _seen(m, j, place, h, reads[0], MASK, C, layout)
-        p = gl.where(seen, p, 0.0)
-    sloped = p
-    if SCORE is not None:
-        sloped = SCORE_GRAD(s, p, b, h, i, j, len_q, len_k, reads[1], (), 1)
-        if EDGE:
-            sloped = gl.where(seen, sloped, 0.0)
-    return p, sloped
+    return warpgroup_mma(v, do, start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout)), is_async=True)
 
 
 @gluon.jit
@@ -328,15 +226,15 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
     k = still[0].reshape([C.n, D])
     v = still[1].reshape([C.n, outputs.shape[-1]])
     for t in range(count):
-        m = _tile_at(x + t, steps, map_strides, C) * M
+        m = step_tile(x + t, steps, map_strides, C) * M
         q = queries.index(index).reshape([M, D])
         do = outputs.index(index).reshape([M, outputs.shape[-1]])
         mbarrier.wait(q_full.index(index), phase)
         if EDGE and C.packed:  # noqa: SIM102 (one is a constant of the compiler's)
             if m + M > place[4]:  # the end of a sequence; what the scores begin with is hidden
                 mbarrier.wait(do_full.index(index), phase)
-                _clear(q, place[4] - m, M, GROUP)
-                _clear(do, place[4] - m, M, GROUP)
+                clear(q, place[4] - m, M, GROUP)
+                clear(do, place[4] - m, M, GROUP)
                 arrive_and_wait(0, MEETING, 256)
         take_turn(GROUP, C.partners)
         s = _scores(k.slice(GROUP * 64, 64, dim=0), queries, lses, index, SCORE, M, s_layout)
@@ -344,9 +242,9 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
         dp = _outputs(v.slice(GROUP * 64, 64, dim=0), outputs, deltas, index, M, s_layout)
         turn_over(GROUP, C.partners)
         s = warpgroup_mma_wait(1, deps=[s])
-        p, sloped = _weights(s, m, h, lses, index, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
-        weights = gl.convert_layout(p.to(queries.dtype), p_layout)
-        dv = warpgroup_mma(weights, do, dv, is_async=True)
+        p, sloped = weights(s, m, h, lses, index, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
+        left_p = gl.convert_layout(p.to(queries.dtype), p_layout)
+        dv = warpgroup_mma(left_p, do, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         if EDGE and C.packed:  # the delta of the next sequence
             dp = gl.where((m + gl.arange(0, M, layout=gl.SliceLayout(0, s_layout)) < place[4])[None, :], dp, 0.0)
@@ -358,7 +256,7 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
         left = gl.convert_layout(ds, p_layout)
         dq = _queries(written, step, k, C, GROUP, dq_layout)
         dk = warpgroup_mma(left, q, dk, is_async=True)
-        dv, weights, dq = warpgroup_mma_wait(1, deps=[dv, weights, dq])
+        dv, left_p, dq = warpgroup_mma_wait(1, deps=[dv, left_p, dq])
         release(index, OUTPUTS_LET_GO, READERS)
         _add(dq, dq_desc, dq_buffer, row_before, m_before, place, C, GROUP)
         dk, left = warpgroup_mma_wait(0, deps=[dk, left])
@@ -366,26 +264,6 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
         index, phase = advance(index, phase, C.stages)
         step, row_before, m_before = step + 1, row, m
     return dk, dv, index, phase, step, row_before, m_before
-
-
-@gluon.jit
-def _store(desc, ptr, strides, acc, buffer, place, DIM: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
-    """The gradients of a warpgroup's keys, by way of `buffer`."""
-    b, kv_head, tile_n, _, _, start_k, len_k, _ = place
-    n = tile_n * C.n + GROUP * 64
-    tma.store_wait(0)  # what was in it has left
-    shared = as_other(buffer, desc.dtype, desc.block_type.shape, desc.layout)
-    flat = shared.reshape([64, acc.shape[1]])
-    flat.store(acc.to(desc.dtype))
-    if C.packed:  # the copy engine does not know where a sequence ends
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        keys = n + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        dims = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
-        at = ptr + kv_head.to(gl.int64) * strides[1] + (start_k + keys).to(gl.int64)[:, None] * strides[2] + dims[None, :]
-        gl.store(at, flat.load(layout), mask=(keys < len_k)[:, None] & (dims < DIM)[None, :])
-    else:
-        fence_async_shared()
-        tma_store(desc, [b, kv_head, n, 0], shared)
 
 
 @gluon.jit
@@ -411,12 +289,12 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, length
     if GROUP == 1:  # so that the first goes first
         turn_over(GROUP, C.partners)
     if C.ahead:
-        place, there = _place(0, sizes, lengths, C)
+        place, there = place_of(0, sizes, lengths, C)
     for turn in range(count_turns(sizes, C)):
         if C.ahead:  # beside the copy of K and V: it is four divisions
-            later, there_later = _place(turn + 1, sizes, lengths, C)
+            later, there_later = place_of(turn + 1, sizes, lengths, C)
         else:
-            place, there = _place(turn, sizes, lengths, C)
+            place, there = place_of(turn, sizes, lengths, C)
         b, kv_head, tile_n, _, _, _, len_k, _ = place
         if there:
             batch = b
@@ -426,14 +304,14 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, length
             mbarrier.wait(full, tiles % 2)
             if C.packed:  # noqa: SIM102 (one is a constant of the compiler's)
                 if tile_n * N + N > len_k:
-                    _clear(k_tile.reshape([N, D]), len_k - tile_n * N, N, GROUP)
-                    _clear(v_tile.reshape([N, DV]), len_k - tile_n * N, N, GROUP)
+                    clear(k_tile.reshape([N, D]), len_k - tile_n * N, N, GROUP)
+                    clear(v_tile.reshape([N, DV]), len_k - tile_n * N, N, GROUP)
                     arrive_and_wait(0, MEETING, 256)
             dk, dv = gl.zeros([64, D], gl.float32, k_layout), gl.zeros([64, DV], gl.float32, v_layout)
             state = dk, dv, index, phase, step, rows * 0, rows * 0 + NOWHERE
             for member in range(group):
                 h = kv_head * group + member
-                steps = _steps(place, h, map_ptr, map_strides, C)
+                steps = steps_of(place, h, map_ptr, map_strides, C)
                 masked, bare, _b, _f, _r = steps
                 state = _more(state, masked, 0, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
                               MASK, SCORE, SCORE_GRAD, True, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
@@ -447,8 +325,8 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, length
             release(0, KEYS_LET_GO, READERS)
             tiles += 1
             _add(dq, dq_desc, dq_buffer, row, m, place, C, GROUP)
-            _store(dv_desc, dv_ptr, dv_strides, dv, dq_buffer, place, C.dim_v, C, GROUP)
-            _store(dk_desc, dk_ptr, dk_strides, dk * call[3], dq_buffer, place, C.dim, C, GROUP)
+            send(dv_desc, dv_ptr, dv_strides, dv, dq_buffer, place, C.dim_v, C, GROUP)
+            send(dk_desc, dk_ptr, dk_strides, dk * call[3], dq_buffer, place, C.dim, C, GROUP)
         if C.ahead:
             place, there = later, there_later
     tma.store_wait(0)
@@ -495,12 +373,19 @@ TILES = ((64, (128, 128, 2)), (128, (64, 128, 2)))
 MOST = 1 << 19  # keys times heads whose gradients go in one launch
 
 
-def configs(p: Attention, device: Device) -> list[Tiles]:
+def configs(p: Attention, device: Device) -> list[Tiles | hopper_backward_wide.Tiles]:
     """The tiles of the head dimension. Long problems go in several launches."""
+    if _wide(p):
+        return hopper_backward_wide.configs(p, device)
     m, n, stages = pick(TILES, max(p.dim, p.value_dim))
     keys = p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens
     shares = max(1, triton.cdiv(keys * p.kv_heads, MOST))
     return [Tiles(m, n, stages, shares, *given_out("turns" if order_of(p) == "turns" else "blocks", device))]
+
+
+def _wide(p: Attention) -> bool:
+    """Whether a warpgroup's registers do not hold dK and dV of its keys."""
+    return max(p.dim, p.value_dim) > TILES[-1][0]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
@@ -520,9 +405,11 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
             text, factor, gain = texts.fold(p.score.text if p.score is not None else texts.IDENTITY)
             score, score_grad = mods.score_functions(text, wanted=(False,) * len(x.score), fast=fast(q))
             before, unit = x.scale * factor, LOG2E
-        delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, unit, tiles.m, LATE if packed else 1)  # rows that fill up a tile see nothing
+        rows = int(hopper_backward_wide.STREAM) if _wide(p) else tiles.m
+        delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, unit, rows, LATE if packed else 1)  # rows that fill up a tile see nothing
         if k.numel():
-            _over(p, tiles, lead, lses, delta, x, sees, score, score_grad, before, gain)
+            over = hopper_backward_wide.passes if _wide(p) else _over
+            over(p, tiles, lead, lses, delta, x, sees, score, score_grad, before, gain)
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
         d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta[:, : len(x.sinks), : lse.shape[-1]])

@@ -1,0 +1,178 @@
+"""What the Hopper backward kernels do to a tile: which others it needs, where they lie, its weights and their slopes in registers, the way out.
+
+A tile's rows are keys (`C.of_keys`), past which queries stream, or queries, past which keys do; `C` is the kernel's `Shape`. In registers rows are first.
+"""
+
+import math
+
+from onchip.kernels.attention.hopper_tiles import locate, map_entry, map_row
+from onchip.kernels.attention.tile import inner_span, key_span, query_span
+from onchip.kernels.hopper import as_other, fence_async_shared, gl, gluon, tma, tma_store
+
+LOG2E = math.log2(math.e)
+LATE = 4  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin: LSE and delta lie four times in memory, each a row later
+PHASES = gl.constexpr(LATE)
+READERS = gl.constexpr(288)  # threads at a release: of two warpgroups and the copying warp
+
+
+# ---- device: what there is to do
+
+
+@gluon.jit
+def place_of(turn, sizes, lengths, C: gl.constexpr):
+    """The tile of this program's `turn`: its sequence, head, number, rows, and how far queries and keys are apart; and whether there is one."""
+    b, head, tile, start_q, len_q, start_k, len_k, there = locate(turn, sizes, lengths, C.of_keys, C)
+    shift = len_k - len_q
+    if C.top_left:
+        shift = shift * 0
+    return (b, head, tile, start_q, len_q, start_k, len_k, shift), there
+
+
+@gluon.jit
+def steps_of(place, head, map_ptr, map_strides, C: gl.constexpr):
+    """The tiles that stream past a tile, in one query head: how many need the mask, how many do not; how the steps find them; and the row of the map.
+
+    Those that need it come first, at both ends of the others, so that there is one loop for them.
+    """
+    M: gl.constexpr = C.m
+    b, _, tile, _, len_q, _, len_k, shift = place
+    row = tile  # without a map nobody looks
+    if C.mapped:
+        row = map_row(map_ptr, map_strides, b, head, tile)
+        masked = gl.load(row)
+        bare = gl.load(row + 1)
+        first = masked * 0
+        before = masked
+    elif C.of_keys:
+        first, inner, outer, last = query_span(tile * C.n, shift, len_q, len_k, C.left, C.right, C.m, C.n, C.packed)
+        before = (inner - first) // M
+        bare = (outer - inner) // M
+        masked = before + gl.cdiv(last - outer, M)
+        first = first // M
+    else:
+        N: gl.constexpr = C.n
+        row_first, row_last = tile * M + shift, tile * M + M - 1 + shift
+        first, last = key_span(row_first, row_last, len_k, C.left, C.right)
+        inner, outer = inner_span(row_first, row_last, len_k, C.left, C.right, N)
+        first = first // N
+        last = gl.maximum(gl.cdiv(last, N), first)
+        inner = gl.minimum(gl.maximum(inner // N, first), last)
+        outer = gl.minimum(gl.maximum(outer // N, inner), last)
+        before = inner - first
+        bare = outer - inner
+        masked = before + last - outer
+    return masked, bare, before, first, row
+
+
+@gluon.jit
+def step_tile(x, steps, map_strides, C: gl.constexpr):
+    """The tile of step `x`."""
+    masked, bare, before, first, row = steps
+    if C.mapped:
+        tile = map_entry(x, masked, row, map_strides)
+    elif C.left >= 0 or C.packed or not C.of_keys:
+        tile = first + x + gl.where(x < before, 0, gl.where(x < masked, bare, before - masked))
+    else:
+        tile = first + x
+    return tile
+
+
+# ---- device: a warpgroup
+
+
+@gluon.jit
+def clear(tile, count, ROWS: gl.constexpr, GROUP: gl.constexpr):
+    """Rows from `count` on are 0 in a tile that both warpgroups clear: another sequence lies there, and 0 times NaN is NaN."""
+    half: gl.constexpr = ROWS // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    mine = tile.slice(GROUP * half, half, dim=0)
+    real = GROUP * half + gl.arange(0, half, layout=gl.SliceLayout(1, layout)) < count
+    mine.store(gl.where(real[:, None], mine.load(layout), 0.0).to(tile.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
+def start(zeros, values, col: gl.constexpr):
+    """What sums over [keys, queries] begin with, so that `values` [queries] are taken off."""
+    return zeros - values.reshape([zeros.shape[1]]).load(col)[None, :]
+
+
+@gluon.jit
+def _of_columns(other, C: gl.constexpr, layout: gl.constexpr):
+    """The queries, or keys, that are the columns of a tile of scores, from `other` on."""
+    return (other + gl.arange(0, C.m if C.of_keys else C.n, layout=gl.SliceLayout(0, layout)))[None, :]
+
+
+@gluon.jit
+def _seen(rows, other, place, h, reads, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """Which scores the mask shows."""
+    b, _, _, _, len_q, _, len_k, shift = place
+    if C.of_keys:
+        i, j = _of_columns(other, C, layout), rows
+    else:
+        i, j = rows, _of_columns(other, C, layout)
+    seen = j < len_k
+    if MASK is not None:
+        seen = seen & MASK(b, h, i, j, len_q, len_k, reads)
+    elif C.right >= 0:
+        seen = seen & (j <= i + (shift + C.right))
+    if C.of_keys and (C.packed or MASK is not None):
+        seen = seen & (i < len_q)
+    if MASK is None and C.left >= 0:
+        seen = seen & (j >= i + (shift - C.left))
+    return seen
+
+
+@gluon.jit
+def weights(s, other, h, lses, index, call, place, MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, EDGE: gl.constexpr,
+            C: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+    """P, and P times the derivative of the score. EDGE: they need the mask. `s` is less LSE already, unless a function of the scores is in between;
+    `lses` are in shared memory, buffer `index`, where rows are keys, else in registers."""
+    scale, gain, reads, _ = call
+    b, _, tile, _, len_q, _, len_k, _ = place
+    i = _of_columns(other, C, layout)
+    rows = (tile * (C.n if C.of_keys else C.m) + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))[:, None]
+    j = rows
+    if not C.of_keys:
+        i, j = j, i
+    if SCORE is not None:
+        s = s * scale
+        scored = SCORE(s, b, h, i, j, len_q, len_k, reads[1]) * gain
+        if C.of_keys:
+            p = gl.exp2(scored - lses.index(index).reshape([C.m]).load(gl.SliceLayout(0, layout))[None, :])
+        else:
+            p = gl.exp2(scored - lses[:, None])
+    else:
+        p = gl.exp2(s * scale)
+    if EDGE:
+        seen = _seen(rows, other, place, h, reads[0], MASK, C, layout)
+        p = gl.where(seen, p, 0.0)
+    sloped = p
+    if SCORE is not None:
+        sloped = SCORE_GRAD(s, p, b, h, i, j, len_q, len_k, reads[1], (), 1)
+        if EDGE:
+            sloped = gl.where(seen, sloped, 0.0)
+    return p, sloped
+
+
+@gluon.jit
+def send(desc, ptr, strides, acc, buffer, place, DIM: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
+    """The gradients of a warpgroup's rows, by way of `buffer`."""
+    b, head, tile, start_q, len_q, start_k, len_k, _ = place
+    if C.of_keys:
+        first, begin, length = tile * C.n + GROUP * 64, start_k, len_k
+    else:
+        first, begin, length = tile * C.m + GROUP * 64, start_q, len_q
+    tma.store_wait(0)  # what was in it has left
+    shared = as_other(buffer, desc.dtype, desc.block_type.shape, desc.layout)
+    flat = shared.reshape([64, acc.shape[1]])
+    flat.store(acc.to(desc.dtype))
+    if C.packed:  # the copy engine does not know where a sequence ends
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        dims = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+        at = ptr + head.to(gl.int64) * strides[1] + (begin + rows).to(gl.int64)[:, None] * strides[2] + dims[None, :]
+        gl.store(at, flat.load(layout), mask=(rows < length)[:, None] & (dims < DIM)[None, :])
+    else:
+        fence_async_shared()
+        tma_store(desc, [b, head, first, 0], shared)
