@@ -119,7 +119,10 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 def _largest(x: Tensor, axis: int) -> Tensor:
-    return Tensor(torch.where(raw(x).isnan(), -torch.inf, raw(x)).amax(axis))  # a maximum on a GPU passes over NaN
+    values = raw(x)
+    if values.is_floating_point():  # a maximum on a GPU passes over NaN
+        values = torch.where(values.isnan(), -torch.inf, values)
+    return Tensor(values.amax(axis))
 
 
 def _where(condition, x, y):
@@ -136,6 +139,9 @@ class Pointer:
 
     def __add__(self, offset):
         return Pointer(self.memory, self.written, self.places + raw(offset).long())
+
+    def to(self, _dtype):
+        return self
 
     def __sub__(self, offset):
         return Pointer(self.memory, self.written, self.places - raw(offset).long())
@@ -163,6 +169,13 @@ def store(pointer: Pointer, value, mask=None) -> None:
     _once(pointer.written[chosen])
     pointer.memory[chosen] = raw(value).to(pointer.memory.dtype).broadcast_to(mask.shape)[mask]
     pointer.written[chosen] = True
+
+
+def count(pointer: Pointer) -> Tensor:
+    """An atomic addition of 1: what stood there before."""
+    (place,), _ = pointer.chosen(None)
+    pointer.memory[place] += 1
+    return Tensor(pointer.memory[place] - 1)
 
 
 def _once(written: torch.Tensor) -> None:
@@ -633,6 +646,10 @@ class Emulator:
             return args[0] * args[1]
         if code == "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;":
             return args[0].to(torch.float32)
+        if "atom.relaxed.gpu.global.add.u32 t, [$1], 1;" in code:
+            return count(*args)
+        if code == "redux.sync.or.b32 $0, $1, 0xffffffff;":
+            return args[0]
         if code.startswith("prmt.b32 $0"):
             return _shuffled(args[0], code)
         if found := re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32 a, \$2, \$1; cvt\.rn\.satfinite\.e4m3x2\.f32 b, \$4, \$3; mov\.b32 \$0, {a, b};", code):
@@ -671,7 +688,7 @@ class Emulator:
             raise Fault(f"{self.shared} bytes of shared memory, of at most {SHARED}")
         if isinstance(layout, BarrierLayout):
             return Barriers(shape[0])
-        return Shared(self, torch.full(shape, torch.nan, dtype=dtype))
+        return Shared(self, torch.full(shape, torch.nan if dtype.is_floating_point else -1, dtype=dtype))
 
     # the modules
 
@@ -703,7 +720,7 @@ class Emulator:
     def language(self) -> SimpleNamespace:
         """Gluon's language, and Triton's as far as they agree."""
         dtypes = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "int8", "int16", "int32", "int64", "uint8")}
-        layouts = ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "DotOperandLayout")
+        layouts = ("SwizzledSharedLayout", "SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "DotOperandLayout")
         return SimpleNamespace(
             **dtypes,
             **dict.fromkeys(layouts, Layout),
@@ -729,10 +746,11 @@ class Emulator:
             broadcast_to=lambda x, shape: Tensor(raw(x).broadcast_to(shape)),
             convert_layout=lambda x, layout: x,
             arange=lambda start, stop, layout=None: Tensor(torch.arange(start, stop, dtype=torch.int32)),
-            full=lambda shape, value, dtype, layout=None: Tensor(torch.full(shape, value, dtype=dtype)),
+            full=lambda shape, value, dtype, layout=None: Tensor(raw(value).to(dtype).expand(shape)),
             zeros=lambda shape, dtype, layout=None: Tensor(torch.zeros(shape, dtype=dtype)),
             load=load,
             store=store,
+            to_tensor=lambda x: Tensor(raw(x)),
             program_id=lambda axis: Tensor(raw(self.program)),
             num_programs=lambda axis: Tensor(raw(self.programs)),
             allocate_shared_memory=self.allocate,

@@ -137,19 +137,90 @@ def reclaim(index, used, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: g
 
 
 @gluon.jit
+def uniform(x):
+    """An int32 that is the same in all threads, in a register of the warp, as what comes from arguments is: of these there are others than a thread's,
+    and a copy's coordinates have to be there."""
+    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def message(READERS: gl.constexpr):
+    """Two places for 8 numbers that the copying warp tells READERS other partitions, so that each is not made by all of them."""
+    numbers = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(2):
+        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(empty.index(place), count=READERS)
+    return numbers, full, empty
+
+
+@gluon.jit
+def tell(message, turn, values):
+    """The `turn`-th message, a tuple of int32."""
+    numbers, full, empty = message
+    index = turn % 2
+    mbarrier.wait(empty.index(index), turn // 2 % 2 ^ 1)
+    for n in gl.static_range(len(values)):
+        numbers.index(8 * index + n).store(gl.full([1], values[n], gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(full.index(index), count=1)
+
+
+@gluon.jit
+def hear(message, turn, N: gl.constexpr, WARPS: gl.constexpr):
+    """Number N of the `turn`-th message, in a partition of WARPS warps; the first is waited for, behind the last comes `forget`."""
+    numbers, full, _ = message
+    index = turn % 2
+    if N == 0:
+        mbarrier.wait(full.index(index), turn // 2 % 2)
+    return uniform(gl.max(numbers.index(8 * index + N).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0))  # of one
+
+
+@gluon.jit
+def forget(message, turn):
+    """This partition has heard what it wants of the `turn`-th message."""
+    _, _, empty = message
+    mbarrier.arrive(empty.index(turn % 2), count=1)
+
+
+@gluon.jit
+def draw(counter, tiles):
+    """The next of `tiles` for this program, in its copying warp; `tiles` and more: there is none."""
+    tile = tiles
+    if counter is not None:
+        # In PTX: Triton's own atomic_add of a scalar goes by shared memory, and cost 240 bytes of spills.
+        code: gl.constexpr = """{ .reg .pred p; .reg .u32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; mov.u32 t, 0;
+            @p atom.relaxed.gpu.global.add.u32 t, [$1], 1; redux.sync.or.b32 $0, t, 0xffffffff; }"""
+        tile = gl.num_programs(0) + gl.inline_asm_elementwise(code, "=r,l", [counter.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+    return tile
+
+
+TURNS = gl.constexpr((8, 9, 7))  # hardware barriers at which a warpgroup waits for its turn, with the one that goes before
+
+
+@gluon.jit
 def take_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """Of two warpgroups, wait until the other has started its products (FlashAttention-3's ping-pong)."""
-    if GROUPS == 2:
-        code: gl.constexpr = "bar.sync 8, 256; mov.u32 $0, 0;" if GROUP == 0 else "bar.sync 9, 256; mov.u32 $0, 0;"
+    """Of two or three warpgroups, wait until the one before has started its products (FlashAttention-3's ping-pong)."""
+    if GROUPS > 1:
+        MINE: gl.constexpr = TURNS[GROUP]
+        code: gl.constexpr = f"bar.sync {MINE}, 256; mov.u32 $0, 0;"
         gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def turn_over(GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """Now the other may start its products."""
-    if GROUPS == 2:
-        code: gl.constexpr = "bar.arrive 9, 256; mov.u32 $0, 0;" if GROUP == 0 else "bar.arrive 8, 256; mov.u32 $0, 0;"
+    """Now the next may start its products."""
+    if GROUPS > 1:
+        NEXT: gl.constexpr = TURNS[(GROUP + 1) % GROUPS]
+        code: gl.constexpr = f"bar.arrive {NEXT}, 256; mov.u32 $0, 0;"
         gl.inline_asm_elementwise(code, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def first_turn(GROUP: gl.constexpr, GROUPS: gl.constexpr):
+    """Before all turns: the first warpgroup goes first."""
+    if GROUP == GROUPS - 1:
+        turn_over(GROUP, GROUPS)
 
 
 def _products(n: int) -> tuple[gl.constexpr, gl.constexpr]:
@@ -292,7 +363,7 @@ def block(dim: int) -> int:
 
 __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
-    "columns_back", "describe", "fence_async_shared", "fill", "fill_both", "fill_pages", "gl", "gluon", "in_order", "mbarrier", "reclaim", "release",
-    "release_after", "ring", "scale_rows", "take_turn", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "warpgroup_mma",
-    "warpgroup_mma_wait", "widened",
+    "columns_back", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order",
+    "mbarrier", "message", "reclaim", "release", "release_after", "ring", "scale_rows", "take_turn", "tell", "tma", "tma_add", "tma_load", "tma_store",
+    "transpose_bytes", "turn_over", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

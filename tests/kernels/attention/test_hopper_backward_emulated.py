@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_hopper_emulated import FP16, Call, Case, both, call_of, mask_map
+from test_hopper_emulated import EACH, FEW, FP16, Call, Case, both, call_of, mask_map
 
 import onchip
 from gluon_emulator import MODES, Emulator, Fault
@@ -62,10 +62,10 @@ def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), sha
     x = Operands(c.dim**-0.5, *call.offsets, *(call.used or ()))
     p, x = problem_of("backward", How(c.mask, chain(None, c.score, None), call.sinks, None, False, False, "hopper_backward"), sizes, x, call.q)
     out, lse = (t.detach() for t in forward(c, call, torch.float64)[:2])
-    groups, n, stages, order = c.tiles
-    tiles = kernel.Tiles(64 * groups, n, stages, shares, order, 2)
+    groups, n, stages, programs = c.tiles
+    tiles = kernel.Tiles(64 * groups, n, stages, shares, programs)
     if max(c.dim, c.dim_v) > 128:
-        tiles = kernel.hopper_backward_wide.Tiles(order, 2)
+        tiles = kernel.hopper_backward_wide.Tiles(programs)
     dq, dk, dv, d_sinks, _ = kernel.launch(p, tiles, call.q, call.k, call.v, out.to(c.dtype), lse.float(), d_out, d_lse, x)
     return [dq, dk, dv] + [d_sinks] * c.sinks
 
@@ -112,46 +112,46 @@ def gradients(c: Case, call: Call, d_out, dtype):
 
 
 CASES = [
-    Case((1, 128, 2, "blocks"), 200, 200, heads=(2, 1)),
-    Case((2, 128, 2, "turns"), 200, 200, Full(), heads=(2, 2), batch=2),
-    Case((1, 128, 2, "blocks"), 130, 190, dim=128, heads=(1, 1)),
-    Case((1, 128, 2, "turns"), 190, 130, Full(), dim=128, dtype=FP16, heads=(1, 1)),
-    Case((2, 128, 2, "blocks"), 330, 150),
-    Case((1, 128, 2, "turns"), 300, 300, Window(100), dim=96),
-    Case((2, 128, 2, "turns"), 400, 300, Window(40, 30), heads=(4, 2), batch=2),
-    Case((1, 128, 2, "blocks"), 150, 200, Causal(align="top_left"), dim=40),
-    Case((1, 128, 2, "blocks"), 100, 100, dim=128, dim_v=64, sinks=True),
-    Case((1, 128, 2, "blocks"), lengths=(70, 0, 5, 150)),
-    Case((2, 128, 2, "blocks"), lengths=(200, 3, 130), used=(131, 0, 130), mask=Window(50), dtype=FP16),
-    Case((1, 128, 2, "blocks"), lengths=((20, 90, 0), (150, 40, 7)), sinks=True),
-    Case((1, 128, 2, "blocks"), lengths=((20, 9), (0, 0)), sinks=True),
-    Case((1, 128, 2, "blocks"), 200, 200, Causal() & Document(torch.arange(200) // 60)),
-    Case((1, 128, 2, "turns"), lengths=(70, 0, 5, 200), heads=(4, 2)),
-    Case((1, 128, 2, "turns"), 300, 300, Causal() & Document(torch.arange(300) // 60)),
-    Case((1, 128, 2, "turns"), 500, 500, dim=128, heads=(2, 1), batch=2),
-    Case((1, 128, 2, "blocks"), 700, 700, Window(330), heads=(1, 1)),
-    Case((1, 128, 2, "turns"), 130, 200, Full(), score=Softcap(2.0)),
-    Case((2, 128, 2, "blocks"), 130, 130, score=ALiBi(torch.tensor([0.5, 0.25]))),
+    Case((1, 128, 2, EACH), 200, 200, heads=(2, 1)),
+    Case((2, 128, 2, FEW), 200, 200, Full(), heads=(2, 2), batch=2),
+    Case((1, 128, 2, EACH), 130, 190, dim=128, heads=(1, 1)),
+    Case((1, 128, 2, FEW), 190, 130, Full(), dim=128, dtype=FP16, heads=(1, 1)),
+    Case((2, 128, 2, EACH), 330, 150),
+    Case((1, 128, 2, FEW), 300, 300, Window(100), dim=96),
+    Case((2, 128, 2, FEW), 400, 300, Window(40, 30), heads=(4, 2), batch=2),
+    Case((1, 128, 2, EACH), 150, 200, Causal(align="top_left"), dim=40),
+    Case((1, 128, 2, EACH), 100, 100, dim=128, dim_v=64, sinks=True),
+    Case((1, 128, 2, EACH), lengths=(70, 0, 5, 150)),
+    Case((2, 128, 2, EACH), lengths=(200, 3, 130), used=(131, 0, 130), mask=Window(50), dtype=FP16),
+    Case((1, 128, 2, EACH), lengths=((20, 90, 0), (150, 40, 7)), sinks=True),
+    Case((1, 128, 2, EACH), lengths=((20, 9), (0, 0)), sinks=True),
+    Case((1, 128, 2, EACH), 200, 200, Causal() & Document(torch.arange(200) // 60)),
+    Case((1, 128, 2, FEW), lengths=(70, 0, 5, 200), heads=(4, 2)),
+    Case((1, 128, 2, FEW), 300, 300, Causal() & Document(torch.arange(300) // 60)),
+    Case((1, 128, 2, FEW), 500, 500, dim=128, heads=(2, 1), batch=2),
+    Case((1, 128, 2, EACH), 700, 700, Window(330), heads=(1, 1)),
+    Case((1, 128, 2, FEW), 130, 200, Full(), score=Softcap(2.0)),
+    Case((2, 128, 2, EACH), 130, 130, score=ALiBi(torch.tensor([0.5, 0.25]))),
 ]
-BLOCKS, IN_TURNS = (2, 64, 3, "blocks"), (2, 64, 3, "turns")  # of heads beyond 128 all else is given
+APIECE, DRAWN = (2, 64, 3, EACH), (2, 64, 3, FEW)  # of heads beyond 128 all else is given
 CASES += [
-    Case(BLOCKS, 200, 200, dim=256),
-    Case(IN_TURNS, 150, 300, Full(), dim=256, dtype=FP16, heads=(2, 2)),
-    Case(BLOCKS, 130, 190, dim=192, dim_v=128, batch=2),
-    Case(IN_TURNS, 300, 150, Full(), dim_v=200, heads=(1, 1), batch=2),
-    Case(IN_TURNS, 400, 300, Window(40, 30), dim=160, heads=(4, 2), batch=2),
-    Case(BLOCKS, 700, 700, Window(330), heads=(1, 1), dim=256),
-    Case(BLOCKS, 150, 200, Causal(align="top_left"), dim=136),
-    Case(BLOCKS, 100, 100, dim=256, dim_v=64, sinks=True),
-    Case(BLOCKS, lengths=(70, 0, 5, 150), dim=256),
-    Case(BLOCKS, lengths=(200, 3, 130), used=(131, 0, 130), mask=Window(50), dtype=FP16, dim=256),
-    Case(BLOCKS, lengths=((20, 90, 0), (150, 40, 7)), sinks=True, dim=192, dim_v=128),
-    Case(BLOCKS, lengths=((20, 9), (0, 0)), sinks=True, dim=256),
-    Case(IN_TURNS, lengths=(70, 0, 5, 200), heads=(4, 2), dim=256),
-    Case(BLOCKS, 200, 200, Causal() & Document(torch.arange(200) // 60), dim=256),
-    Case(IN_TURNS, 300, 300, Causal() & Document(torch.arange(300) // 60), dim=192, dim_v=128),
-    Case(IN_TURNS, 130, 200, Full(), score=Softcap(2.0), dim=256),
-    Case(BLOCKS, 130, 130, score=ALiBi(torch.tensor([0.5, 0.25])), dim=256),
+    Case(APIECE, 200, 200, dim=256),
+    Case(DRAWN, 150, 300, Full(), dim=256, dtype=FP16, heads=(2, 2)),
+    Case(APIECE, 130, 190, dim=192, dim_v=128, batch=2),
+    Case(DRAWN, 300, 150, Full(), dim_v=200, heads=(1, 1), batch=2),
+    Case(DRAWN, 400, 300, Window(40, 30), dim=160, heads=(4, 2), batch=2),
+    Case(APIECE, 700, 700, Window(330), heads=(1, 1), dim=256),
+    Case(APIECE, 150, 200, Causal(align="top_left"), dim=136),
+    Case(APIECE, 100, 100, dim=256, dim_v=64, sinks=True),
+    Case(APIECE, lengths=(70, 0, 5, 150), dim=256),
+    Case(APIECE, lengths=(200, 3, 130), used=(131, 0, 130), mask=Window(50), dtype=FP16, dim=256),
+    Case(APIECE, lengths=((20, 90, 0), (150, 40, 7)), sinks=True, dim=192, dim_v=128),
+    Case(APIECE, lengths=((20, 9), (0, 0)), sinks=True, dim=256),
+    Case(DRAWN, lengths=(70, 0, 5, 200), heads=(4, 2), dim=256),
+    Case(APIECE, 200, 200, Causal() & Document(torch.arange(200) // 60), dim=256),
+    Case(DRAWN, 300, 300, Causal() & Document(torch.arange(300) // 60), dim=192, dim_v=128),
+    Case(DRAWN, 130, 200, Full(), score=Softcap(2.0), dim=256),
+    Case(APIECE, 130, 130, score=ALiBi(torch.tensor([0.5, 0.25])), dim=256),
 ]
 
 
@@ -162,10 +162,10 @@ def test_emulated(case, mode):
 
 
 SHARED = [
-    Case((2, 128, 2, "blocks"), 200, 200, heads=(4, 2), batch=2),
-    Case((1, 128, 2, "turns"), 200, 200, Full(), dim=128, heads=(3, 3)),
-    Case((1, 128, 2, "blocks"), lengths=(70, 0, 150), heads=(6, 3)),
-    Case((1, 128, 2, "blocks"), 200, 200, Causal() & Document(torch.arange(200) // 60), heads=(4, 4)),
+    Case((2, 128, 2, EACH), 200, 200, heads=(4, 2), batch=2),
+    Case((1, 128, 2, FEW), 200, 200, Full(), dim=128, heads=(3, 3)),
+    Case((1, 128, 2, EACH), lengths=(70, 0, 150), heads=(6, 3)),
+    Case((1, 128, 2, EACH), 200, 200, Causal() & Document(torch.arange(200) // 60), heads=(4, 4)),
 ]
 
 
@@ -178,7 +178,7 @@ def test_in_several_launches(case, shares):
 @pytest.mark.parametrize("lengths", [((0, 0), (30, 20)), ((30, 20), (0, 0))])
 def test_nobody_to_attend(lengths, monkeypatch):
     """Without queries, or keys, gradients are 0, though the bounds on lengths are not."""
-    c = Case((1, 128, 2, "blocks"), lengths=lengths)
+    c = Case((1, 128, 2, EACH), lengths=lengths)
     call = call_of(c)
     monkeypatch.setattr(torch, "empty", lambda *shape, **how: torch.full(shape[0] if len(shape) == 1 else shape, torch.nan, **how))
     kernel = Emulator(MODES[0], 0).load(*SOURCES)
@@ -187,14 +187,14 @@ def test_nobody_to_attend(lengths, monkeypatch):
         "backward", How(c.mask, None, None, None, False, False, ""), packed_sizes(call.q, call.k, call.v, 2, 64, 64), Operands(0.2, *call.offsets), call.q
     )
     out, lse = torch.zeros_like(call.q), torch.full((call.q.shape[1], len(call.q)), -torch.inf)
-    grads = kernel.launch(p, kernel.Tiles(64, 128, 2, 1, "blocks", 2), call.q, call.k, call.v, out, lse, out, None, x)
+    grads = kernel.launch(p, kernel.Tiles(64, 128, 2, 1, EACH), call.q, call.k, call.v, out, lse, out, None, x)
     assert all(not grad.any() for grad in grads[:3])
 
 
 @pytest.mark.parametrize("dim", [64, 256])
 def test_nan_stays_in_its_sequence(dim):
     torch.manual_seed(0)
-    c = Case((1, 128, 2, "blocks"), lengths=(70, 90, 60), dim=dim)
+    c = Case((1, 128, 2, EACH), lengths=(70, 90, 60), dim=dim)
     call = call_of(c)
     for t in (call.q, call.k, call.v):
         t[70:160] = torch.nan
@@ -213,11 +213,12 @@ class Bug(NamedTuple):
     edits: tuple[tuple[str, str], ...]
 
 
-FULL = Case((1, 128, 2, "turns"), 400, 260, Full(), heads=(4, 4))
-WINDOW = Case((1, 128, 2, "blocks"), 300, 300, Window(100))
-PACKED = Case((1, 128, 2, "blocks"), lengths=(70, 5, 150), used=(60, 5, 100), mask=Full())
-WIDE = Case((1, 128, 2, "blocks"), 700, 700, Window(330), heads=(1, 1))  # has tiles that it shows whole
-TURNS = Case((1, 128, 2, "turns"), 500, 500, dim=128, heads=(3, 3))
+FULL = Case((1, 128, 2, FEW), 400, 260, Full(), heads=(4, 4))
+WINDOW = Case((1, 128, 2, EACH), 300, 300, Window(100))
+PACKED = Case((1, 128, 2, EACH), lengths=(70, 5, 150), used=(60, 5, 100), mask=Full())
+WIDE = Case((1, 128, 2, EACH), 700, 700, Window(330), heads=(1, 1))  # has tiles that it shows whole
+TURNS = Case((1, 128, 2, FEW), 500, 500, dim=128, heads=(3, 3))
+HIDDEN = Case((1, 128, 2, FEW), lengths=(70, 0, 5, 200), mask=Full(), heads=(8, 4))  # of each head, the last places of the list have no tiles
 WAIT_FOR_DV = "        dv, left_p, dq = warpgroup_mma_wait(1, deps=[dv, left_p, dq])\n"
 LET_OUTPUTS_GO = "        release(index, OUTPUTS_LET_GO, READERS)\n"
 WAIT_FOR_DK = "        dk, left = warpgroup_mma_wait(0, deps=[dk, left])\n"
@@ -225,6 +226,10 @@ LET_QUERIES_GO = "        release(index, QUERIES_LET_GO, READERS)\n"
 LET_KEYS_GO = "            release(0, KEYS_LET_GO, READERS)\n"
 DELTA = "start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout))"
 WAIT_FOR_OTHER = "        arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)\n"
+MAY_TELL = "    mbarrier.wait(empty.index(index), turn // 2 % 2 ^ 1)\n"
+IS_TOLD = "    if N == 0:\n        mbarrier.wait(full.index(index), turn // 2 % 2)\n"
+IS_HEARD = "    mbarrier.arrive(empty.index(turn % 2), count=1)\n"
+TELL = "        tell(message, turn, (number,))\n        turn += 1\n"
 LAST_PRODUCT = "            dq = warpgroup_mma_wait(0, deps=["
 BUGS = [
     Bug("dO is never released", FULL, ((LET_OUTPUTS_GO, ""),)),
@@ -240,7 +245,7 @@ BUGS = [
     Bug("the last dQ of a tile is left out", FULL, (("            _add(dq, dq_desc, dq_buffer, row, m, place, C, GROUP)\n", ""),)),
     Bug("the other's dS is not waited for", FULL, ((WAIT_FOR_OTHER, ""),)),
     Bug("the other's last dS is not waited for", FULL, ((f"    {WAIT_FOR_OTHER[:-1]}  # one", "            # one"),)),
-    Bug("nobody begins", FULL, (("    if GROUP == 1:  # so that the first goes first", "    if GROUP == 2:"),)),
+    Bug("nobody begins", FULL, (("256)\n    first_turn(GROUP, C.partners)\n", "256)\n"),)),
     Bug("dS has two buffers", FULL, (("BUFFERS = gl.constexpr(3)", "BUFFERS = gl.constexpr(2)"),)),
     Bug("dS is read without a fence", FULL, (("store(ds)\n        fence_async_shared()\n", "store(ds)\n"),)),
     Bug("dQ's buffer is rewritten before it has left", FULL, (("        tma.store_wait(0)\n        buffer.reshape", "        buffer.reshape"),)),
@@ -249,18 +254,23 @@ BUGS = [
     Bug("the last dK is not waited for", FULL, (("    tma.store_wait(0)\n\n\n@gluon.jit(do_not", "\n\n@gluon.jit(do_not"),)),
     Bug("dQ lies in another order", FULL, ((".permute((0, 1, 3, 2, 4)).reshape([ROWS, COLS]))", ".reshape([ROWS, COLS]))"),)),
     Bug("delta is left out", FULL, ((DELTA, "gl.zeros([64, M], gl.float32, layout)"),)),
-    Bug("a causal mask off by one", Case((1, 128, 2, ""), 200, 200), (("(shift + C.right)", "(shift + C.right + 1)"),)),
+    Bug("a causal mask off by one", Case((1, 128, 2, EACH), 200, 200), (("(shift + C.right)", "(shift + C.right + 1)"),)),
     Bug("a window off by one", WINDOW, (("i + (shift - C.left)", "i + (shift - C.left + 1)"),)),
     Bug("tiles past a window's whole ones are taken from behind its start", WIDE, (("gl.where(x < masked, bare, before - masked)", "0"),)),
-    Bug("the tile after next is taken", TURNS, (("place_of(turn + 1, sizes", "place_of(turn + 2, sizes"),)),
-    Bug("the next tile is the same one", TURNS, (("            place, there = later, there_later\n", "            pass\n"),)),
+    Bug("another tile is told than is copied", TURNS, (("values[n], gl.int32", "values[n] + 1, gl.int32"),)),
+    Bug("a tile is drawn twice", TURNS, (("gl.num_programs(0) + gl.inline_asm", "gl.num_programs(0) - 1 + gl.inline_asm"),)),
+    Bug("the next tile is told before the one before was heard", HIDDEN, ((MAY_TELL, ""),)),
+    Bug("the next tile is not waited for", HIDDEN, ((IS_TOLD, ""),)),
+    Bug("nobody says that the next tile was heard", TURNS, ((IS_HEARD, "    pass\n"),)),
+    Bug("the end is never told", TURNS, ((f"{TELL}\n\n@gluon.jit\ndef _copy_keys", f"        if number < sizes[0]:\n    {TELL}\n\n@gluon.jit\ndef _copy_keys"),)),
     Bug("queries of the next sequence are not cleared", PACKED, (("            if m + M > place[4]:", "            if m < 0:"),)),
     Bug("keys of the next sequence are not cleared", PACKED, (("            if tile_n * N + N > len_k:", "            if tile_n < 0:"),)),
     Bug("a sequence's LSE is taken from a multiple of four", PACKED, (("late = m % PHASES", "late = m % 1"),)),
 ]  # fmt: skip
 
-APART = Case(IN_TURNS, 260, 200, Full(), dim=256, heads=(4, 2))
-APART_CAUSAL, APART_WINDOW = Case(BLOCKS, 300, 300, dim=256), Case(BLOCKS, 700, 700, Window(330), dim=256, heads=(1, 1))
+APART = Case(DRAWN, 260, 200, Full(), dim=256, heads=(4, 2))
+APART_CAUSAL, APART_WINDOW = Case(APIECE, 300, 300, dim=256), Case(APIECE, 700, 700, Window(330), dim=256, heads=(1, 1))
+APART_EACH = Case(APIECE, 130, 130, Full(), dim=256, heads=(12, 12))  # V comes late by itself where it is the first of a program
 APART_PACKED = PACKED._replace(dim=256)
 WAIT_FOR_DP = "            dp = warpgroup_mma_wait(1, deps=[dp])\n"
 LET_FIRST_GO = "            release(first, SLOTS_LET_GO, READERS)\n"
@@ -272,9 +282,9 @@ LET_OWN_GO = "            release(0, OWN_LET_GO, READERS)\n"
 LET_OWN_V_GO = "                release(0, OWN_V_LET_GO, READERS)\n"
 ZERO = "            acc = gl.zeros([64, COLS], gl.float32, acc_layout)\n"
 WAIT_FOR_OWN = "    if tiles > 0:\n        arrive_and_wait(0, OWN_LET_GO, READERS)\n"
-UNSEEN = Case(IN_TURNS, 130, 400, Causal(align="top_left"), dim=256, heads=(1, 1))  # nothing streams past the last keys, whose copy waits for nothing else
+UNSEEN = Case(DRAWN, 130, 400, Causal(align="top_left"), dim=256, heads=(1, 1))  # nothing streams past the last keys, whose copy waits for nothing else
 THEN = "stats, C)\n                        cursor = _fill(ring, cursor, far_desc"
-APART_TURNS = Case(IN_TURNS, lengths=(70, 0, 5, 200), heads=(4, 2), dim=256)
+APART_TURNS = HIDDEN._replace(tiles=DRAWN, dim=256)
 BUGS += [
     Bug("dO and V are released before dP is there", APART, ((WAIT_FOR_DP + LET_FIRST_GO, LET_FIRST_GO + WAIT_FOR_DP),)),
     Bug("dO and V are never released", APART, ((WAIT_FOR_DP + LET_FIRST_GO, WAIT_FOR_DP),)),
@@ -287,7 +297,7 @@ BUGS += [
     Bug("the tile that stays is not waited for", APART, (("            mbarrier.wait(own_full, tiles % 2)\n", ""),)),
     Bug("the next tile that stays is not waited for", APART, (("mbarrier.wait(own_full, tiles % 2)", "mbarrier.wait(own_full, 0)"),)),
     Bug("the tile that stays is overwritten in use", APART, ((WAIT_FOR_OWN, ""), (LET_OWN_GO, ""))),
-    Bug("the V that stays is not waited for", APART, (("                mbarrier.wait(own_v_full, tiles % 2)\n", "                pass\n"),)),
+    Bug("the V that stays is not waited for", APART_EACH, (("                mbarrier.wait(own_v_full, tiles % 2)\n", "                pass\n"),)),
     Bug("the V that stays is let go at once", UNSEEN, ((LET_OWN_V_GO, "                pass\n"), (ZERO, f"            if C.slopes:\n{LET_OWN_V_GO}{ZERO}"))),
     Bug("the tile that stays is let go before its gradient has left", APART, ((LEAVE + LET_OWN_GO, LET_OWN_GO + LEAVE),)),
     Bug("both warpgroups take the same keys", APART, (("    mine = firsts.index(GROUP)", "    mine = firsts.index(0)"),)),
@@ -295,12 +305,18 @@ BUGS += [
     Bug("the other heads of a group are left out", APART, (("sizes[4] if C.of_keys else 1)", "1)"), ("start_q, group\n", "start_q, group * 0 + 1\n"))),
     Bug("LSE and delta change places", APART, ((f"delta_desc, {THEN}", f"lse_desc, {THEN}"),)),
     Bug("dQ forgets delta", APART, (("zeros - values[:, None]", "zeros - 0 * values[:, None]"),)),
-    Bug("nobody begins beyond 128", APART, (("    if GROUP == 1:  # the first begins\n", "    if GROUP == 2:\n"),)),
+    Bug("nobody begins beyond 128", APART, (("0, 0, 0\n    first_turn(GROUP, C.partners)\n", "0, 0, 0\n"),)),
     Bug("dQ forgets the tiles behind those that need no mask", APART_CAUSAL, (("masked = before + last - outer", "masked = before"),)),
     Bug("dQ takes tiles behind a window's whole ones from before", APART_WINDOW, (("gl.where(x < masked, bare, before - masked)", "0"),)),
     Bug("rows of the next sequence are not cleared", APART_PACKED, (("                clear(last, length - other, STREAM, GROUP)\n", ""),)),
     Bug("dP of the next sequence is used", APART_PACKED, (("                terms = gl.where(there[None, :], terms, 0.0)\n", ""),)),
     Bug("beyond 128, a sequence's LSE is taken from a multiple of four", APART_PACKED, (("late = at % PHASES", "late = at % 1"),)),
+    Bug("beyond 128, another tile is told than is copied", APART_TURNS, (("values[n], gl.int32", "values[n] + 1, gl.int32"),)),
+    Bug("beyond 128, a tile is drawn twice", APART_TURNS, (("gl.num_programs(0) + gl.inline_asm", "gl.num_programs(0) - 1 + gl.inline_asm"),)),
+    Bug("beyond 128, the next tile is told before the one before was heard", APART_TURNS, ((MAY_TELL, ""),)),
+    Bug("beyond 128, the next tile is not waited for", APART_TURNS, ((IS_TOLD, ""),)),
+    Bug("beyond 128, nobody says that the next tile was heard", APART_TURNS, ((IS_HEARD, "    pass\n"),)),
+    Bug("beyond 128, the end is never told", APART_TURNS, ((f"{TELL}\n\n# ----", f"        if number < sizes[0]:\n    {TELL}\n\n# ----"),)),
     Bug("what left by threads is overwritten without a fence", APART_TURNS, ((f"    fence_async_shared()\n{LEAVE}", f"    pass\n{LEAVE}"),)),
 ]  # fmt: skip
 

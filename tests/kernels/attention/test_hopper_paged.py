@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from test_decode import case, check, paged, queries
-from test_hopper_emulated import SMS, SOURCES, mask_map
+from test_hopper_emulated import EACH, FEW, SOURCES, mask_map
 
 import onchip
 from gluon_emulator import MODES, Emulator, Fault
@@ -28,7 +28,7 @@ emulates = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 class Case(NamedTuple):
     """A call and the tiles it is run with."""
 
-    tiles: tuple[int, int, int, str]  # groups, keys a tile, stages, order
+    tiles: tuple[int, int, int, int]  # groups, keys a tile, stages, programs
     page: int
     lengths: tuple[int, ...]
     len_q: int
@@ -80,7 +80,7 @@ def emulated(c: Case, call, mode: str, seed=0, edits=()):
     how = How(c.mask, chain(None, c.score, None), sinks, None, False, False, KERNEL.name)
     p, x = problem_of("decode", how, paged_sizes(q, cache.k, cache.v, cache.page_table.shape[1]), Operands(c.dim**-0.5), q)
     assert KERNEL.refuses(p, GPUS["H200"]) == []
-    return kernel.launch_paged(p, kernel.Tiles(*c.tiles, sms=SMS), q, cache, x, True)
+    return kernel.launch_paged(p, kernel.Tiles(*c.tiles), q, cache, x, True)
 
 
 def judge(c: Case, call, result) -> None:
@@ -100,25 +100,25 @@ def judge(c: Case, call, result) -> None:
 
 UNEVEN = (200, 0, 61, 131)
 CASES = [
-    *(Case((2, n, 2, "blocks"), page, UNEVEN, 70) for n in (64, 128) for page in (8, 16, 64, 128, 256)),
-    Case((2, 64, 3, "blocks"), 16, (300, 20, 170), 100, Full(), heads=(4, 2)),
-    Case((2, 64, 2, "turns"), 16, (128, 64, 144), 130, Full(), spare=0),
-    Case((1, 64, 2, "blocks"), 8, (100, 40), 64, heads=(3, 3), dtype=FP16),
-    Case((1, 128, 1, "blocks"), 32, (256, 7), 17, dim=128),
-    Case((2, 64, 2, "blocks"), 16, (400, 90, 33), 70, Window(50)),
-    Case((2, 64, 2, "blocks"), 128, (400, 90, 33), 140, Window(50, 20), heads=(4, 2)),
-    Case((2, 64, 2, "blocks"), 1024, (900, 1030), 70, Window(300)),
-    Case((2, 64, 2, "blocks"), 16, (150, 90), 100, Causal("top_left")),
-    Case((2, 64, 2, "blocks"), 16, (150, 0, 20), 100, sinks=True),
-    Case((2, 64, 2, "blocks"), 8, (90, 70), 70, dim=256, heads=(1, 1)),
-    Case((2, 128, 2, "blocks"), 16, (130, 90), 70, dim=128, dim_v=64),
-    Case((2, 64, 2, "blocks"), 16, (130, 90), 70, dim=40),
-    Case((2, 64, 2, "blocks"), 16, (90, 30), 70, score=Softcap(2.0)),
-    Case((2, 64, 2, "blocks"), 128, (90, 30), 70, score=ALiBi(torch.tensor([0.5, 0.25]))),
-    Case((2, 64, 2, "blocks"), 16, (136, 30), 70, score=Bias(torch.randn(2, 2, 70, 136).to(BF16))),
-    Case((2, 64, 2, "blocks"), 16, UNEVEN, 70, Chunked(40)),
-    Case((2, 64, 2, "blocks"), 64, (210, 100), 70, Causal() & Document(torch.arange(256) // 60)),
-    Case((2, 64, 2, "blocks"), 8, (210, 100), 70, Prefix(torch.tensor([30, 1]))),
+    *(Case((2, n, 2, EACH), page, UNEVEN, 70) for n in (64, 128) for page in (8, 16, 64, 128, 256)),
+    Case((2, 64, 3, EACH), 16, (300, 20, 170), 100, Full(), heads=(4, 2)),
+    Case((2, 64, 2, FEW), 16, (128, 64, 144), 130, Full(), spare=0),
+    Case((1, 64, 2, EACH), 8, (100, 40), 64, heads=(3, 3), dtype=FP16),
+    Case((1, 128, 1, EACH), 32, (256, 7), 17, dim=128),
+    Case((2, 64, 2, EACH), 16, (400, 90, 33), 70, Window(50)),
+    Case((2, 64, 2, EACH), 128, (400, 90, 33), 140, Window(50, 20), heads=(4, 2)),
+    Case((2, 64, 2, EACH), 1024, (900, 1030), 70, Window(300)),
+    Case((2, 64, 2, EACH), 16, (150, 90), 100, Causal("top_left")),
+    Case((2, 64, 2, EACH), 16, (150, 0, 20), 100, sinks=True),
+    Case((2, 64, 2, EACH), 8, (90, 70), 70, dim=256, heads=(1, 1)),
+    Case((2, 128, 2, EACH), 16, (130, 90), 70, dim=128, dim_v=64),
+    Case((2, 64, 2, EACH), 16, (130, 90), 70, dim=40),
+    Case((2, 64, 2, EACH), 16, (90, 30), 70, score=Softcap(2.0)),
+    Case((2, 64, 2, EACH), 128, (90, 30), 70, score=ALiBi(torch.tensor([0.5, 0.25]))),
+    Case((2, 64, 2, EACH), 16, (136, 30), 70, score=Bias(torch.randn(2, 2, 70, 136).to(BF16))),
+    Case((2, 64, 2, EACH), 16, UNEVEN, 70, Chunked(40)),
+    Case((2, 64, 2, EACH), 64, (210, 100), 70, Causal() & Document(torch.arange(256) // 60)),
+    Case((2, 64, 2, EACH), 8, (210, 100), 70, Prefix(torch.tensor([30, 1]))),
 ]
 
 
@@ -133,7 +133,7 @@ def test_emulated(c, mode):
 @emulates
 @pytest.mark.parametrize("page", [8, 128])
 def test_rows_that_see_no_key(page):
-    c = Case((2, 64, 2, "blocks"), page, (20, 0), 150)
+    c = Case((2, 64, 2, EACH), page, (20, 0), 150)
     out, lse = emulated(c, call_of(c), "slow loads")
     for row, blind in enumerate((130, 150)):
         assert not out[row, :blind].any() and (lse[row, :, :blind] == -torch.inf).all() and lse[row, :, blind:].isfinite().all()
@@ -255,7 +255,7 @@ def test_lengths_change_under_a_graph(problem, lengths, device):
         cache.page_table.copy_(cache.page_table.flip(0))
         graph.replay()
         for ours, theirs in zip((out, lse), onchip.paged_attention(q, cache, scale=0.1, return_lse=True, kernel="reference"), strict=True):
-            torch.testing.assert_close(ours, theirs)
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(("problem", "lengths"), [gpu(*case(LENGTHS, 16, len_q=200, **LOW))])

@@ -119,15 +119,22 @@ def _score_on_hopper(p: Attention) -> str | None:
     return "a score looks values up at places that it computes: not measured" if texts.gathers(p.score.text) else None
 
 
+def _sums_in_any_order(p: Attention) -> str | None:
+    asked = [extra for extra in ("batch_invariant", "deterministic") if extra in p.extras]
+    if asked and max(p.dim, p.value_dim) <= 128:
+        return f"no {', '.join(asked)} for heads of at most 128: dQ is summed in any order there"
+    return None
+
+
 def _slower_on_hopper(p: Attention) -> str | None:
     """What `triton_prefill` does faster on an H200."""
     tile = p.score and importlib.import_module("onchip.kernels.attention.texts").pair_tile(p.score.text)
     if tile and p.len_k * tile.dtype.itemsize % 16:  # of a tensor that is contiguous; a copy costs more than it saves
         return f"a score reads rows of {p.len_k} in {SHORT[tile.dtype]}, of a multiple of 16 bytes: triton_prefill is faster"
-    band = p.mask if isinstance(p.mask, Band) else None
-    plain = band and (band.right is None or (band.left is None and p.keys == "dense" and p.score is None))
-    if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and not plain:
-        return f"dim {p.dim} under such a mask, {p.len_q} queries, of at most 1024: triton_prefill was faster when both were measured"
+    if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and isinstance(p.mask, Traced):
+        texts = importlib.import_module("onchip.kernels.attention.texts")
+        if not texts.only_compares(p.mask.text):  # 8k, d64: a document 302 us (409 there), a dilated window 1,306 (1,035), Morton's order 918 (702)
+            return f"dim {p.dim} under a mask with arithmetic of its own, {p.len_q} queries, of at most 1024: triton_prefill is faster"
     return None
 
 
@@ -183,7 +190,7 @@ BACKWARD = Op(
             "onchip.kernels.attention.hopper_backward:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("sinks", "used"), _may_hide_padding, _slower_backward_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _sums_in_any_order, _may_hide_padding, _slower_backward_on_hopper, _translates),
         ),
         Kernel(
             "triton_backward",

@@ -27,14 +27,13 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     PHASES,
     READERS,
     clear,
-    place_of,
     send,
     start,
     step_tile,
     steps_of,
     weights,
 )
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, order_of
+from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
 from onchip.kernels.attention.tile import describable, ends, fast, mask_map, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -42,14 +41,20 @@ from onchip.kernels.hopper import (
     arrive_and_wait,
     block,
     describe,
+    draw,
     fence_async_shared,
     fill_both,
+    first_turn,
+    forget,
     gl,
     gluon,
+    hear,
     mbarrier,
+    message,
     release,
     ring,
     take_turn,
+    tell,
     tma,
     tma_add,
     tma_load,
@@ -65,7 +70,7 @@ NOWHERE = gl.constexpr(1 << 30)  # the row of the tile before the first, of whic
 
 
 class Tiles(NamedTuple):
-    """Queries and keys a tile, query tiles in flight, how tiles are given out ("turns" or "blocks" of `order_of`), and the launches, a share of the heads each.
+    """Queries and keys a tile, query tiles in flight, programs at most (`programs_and_counter`), and the launches, a share of the heads each.
 
     The more launches, the fewer float32 copies of dQ there are at once.
     """
@@ -74,11 +79,10 @@ class Tiles(NamedTuple):
     n: int
     stages: int
     shares: int
-    order: str
-    sms: int
+    programs: int
 
     def __str__(self):
-        return f"{self.m}x{self.n} tiles, 2 warpgroups, {self.stages} stages, in {self.order}, {self.shares} launches"
+        return f"{self.m}x{self.n} tiles, 2 warpgroups, {self.stages} stages, at most {self.programs} programs, {self.shares} launches"
 
 
 @dataclass(frozen=True)
@@ -96,29 +100,24 @@ class Shape:
     dim: int
     dim_v: int
     of_keys = True
-    pairs = False  # as `locate` asks: no tile of keys comes with another (2 to 6% slower at 64, no faster at 128)
 
     @property
     def partners(self):
         """Warpgroups that take turns at their products. (Those of a packed batch meet at the end of each sequence anyway; without turns they are faster.)"""
         return 1 if self.packed else 2
 
-    @property
-    def ahead(self):
-        """Whether a tile's place is found while the one before is worked on: 1 to 3% faster, but for what spills more by it."""
-        return not self.packed and self.dim > 64
-
 
 # ---- device: the copying warp
 
 
 @gluon.jit
-def _copy(descs, still, q_ring, do_ring, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
+def _copy(descs, still, q_ring, do_ring, message, counter, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
     heads, group = sizes[3] * sizes[4], sizes[4]
     q_at, do_at, tiles = (0, 0, 0), (0, 0, 0), 0
-    for turn in range(count_turns(sizes, C)):
-        place, there = place_of(turn, sizes, lengths, C)
+    number, turn = gl.program_id(0), 0
+    while number < sizes[0]:
+        place, there = locate(number, sizes, lengths, True, C)
         b, kv_head, tile_n, start_q, _, start_k, _, _ = place
         if there:
             batch = b
@@ -145,6 +144,9 @@ def _copy(descs, still, q_ring, do_ring, sizes, lengths, map_ptr, map_strides, C
             if copied == 0:
                 _copy_keys(still, k_desc, v_desc, keys, tiles)
             tiles += 1
+        number = draw(counter, sizes[0])
+        tell(message, turn, (number,))
+        turn += 1
 
 
 @gluon.jit
@@ -267,7 +269,7 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
 
 
 @gluon.jit
-def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, lengths, map_ptr, map_strides,
+def _compute(outs, dq_desc, still, q_ring, do_ring, message, buffers, call, sizes, lengths, map_ptr, map_strides,
              MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     dk_desc, dv_desc, dk_ptr, dv_ptr, dk_strides, dv_strides = outs
     k_tile, v_tile, full = still
@@ -286,15 +288,10 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, length
     written, dq_buffer = buffers
     index, phase, step, tiles = 0, 0, 0, 0
     release(1, WRITTEN + 2 * GROUP, 256)
-    if GROUP == 1:  # so that the first goes first
-        turn_over(GROUP, C.partners)
-    if C.ahead:
-        place, there = place_of(0, sizes, lengths, C)
-    for turn in range(count_turns(sizes, C)):
-        if C.ahead:  # beside the copy of K and V: it is four divisions
-            later, there_later = place_of(turn + 1, sizes, lengths, C)
-        else:
-            place, there = place_of(turn, sizes, lengths, C)
+    first_turn(GROUP, C.partners)
+    number, turn = gl.program_id(0), 0
+    while number < sizes[0]:
+        place, there = locate(number, sizes, lengths, True, C)
         b, kv_head, tile_n, _, _, _, len_k, _ = place
         if there:
             batch = b
@@ -327,14 +324,15 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, buffers, call, sizes, length
             _add(dq, dq_desc, dq_buffer, row, m, place, C, GROUP)
             send(dv_desc, dv_ptr, dv_strides, dv, dq_buffer, place, C.dim_v, C, GROUP)
             send(dk_desc, dk_ptr, dk_strides, dk * call[3], dq_buffer, place, C.dim, C, GROUP)
-        if C.ahead:
-            place, there = later, there_later
+        number = hear(message, turn, 0, 4)
+        forget(message, turn)
+        turn += 1
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_n", "together", "kv_heads", "group", "len_q", "len_k", "batch_heads", "first"])
 def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr,
-              listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, tiles, tiles_n, together, kv_heads, group,
+              counter, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, tiles, tiles_n, together, kv_heads, group,
               len_q, len_k, batch_heads, first, dk_strides, dv_strides, map_strides,
               MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
     queries, q_full, _ = ring(q_desc, C.stages, 2)
@@ -349,6 +347,7 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk
     full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(full.index(0), count=1)
     fence_async_shared()
+    told = message(2)
     sizes = (tiles, tiles_n, together, kv_heads, group, len_q, len_k, batch_heads, first)
     lengths, still = (listed, q_offsets, k_offsets, q_used, k_used), (k_tile, v_tile, full.index(0))
     q_ring, do_ring = (queries, lses, q_full), (outputs, deltas, do_full)
@@ -357,9 +356,9 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk
     mine, others = (written, dq_buffers.index(0)), (written, dq_buffers.index(1))
     gl.warp_specialize(
         [
-            (_compute, (outs, dq_desc, still, q_ring, do_ring, mine, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
-            (_compute, (outs, dq_desc, still, q_ring, do_ring, others, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
-            (_copy, (descs, still, q_ring, do_ring, sizes, lengths, map_ptr, map_strides, C)),
+            (_compute, (outs, dq_desc, still, q_ring, do_ring, told, mine, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
+            (_compute, (outs, dq_desc, still, q_ring, do_ring, told, others, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
+            (_copy, (descs, still, q_ring, do_ring, told, counter, sizes, lengths, map_ptr, map_strides, C)),
         ],
         [4, 1],
         [240, 24],
@@ -380,7 +379,7 @@ def configs(p: Attention, device: Device) -> list[Tiles | hopper_backward_wide.T
     m, n, stages = pick(TILES, max(p.dim, p.value_dim))
     keys = p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens
     shares = max(1, triton.cdiv(keys * p.kv_heads, MOST))
-    return [Tiles(m, n, stages, shares, *given_out("turns" if order_of(p) == "turns" else "blocks", device))]
+    return [Tiles(m, n, stages, shares, programs_of(device))]
 
 
 def _wide(p: Attention) -> bool:
@@ -442,8 +441,9 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
         count = min(at_once, every - first)
         sums = held[: count * p.group].zero_()
         grid = tiles_n * count
-        _backward[(grid if tiles.order == "blocks" else min(grid, tiles.sms),)](
-            *kinds, *stats, describe(sums, *half), *grads, dk, dv, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
+        programs, counter = programs_and_counter(grid, tiles.programs, q.device)
+        _backward[(programs,)](
+            *kinds, *stats, describe(sums, *half), *grads, dk, dv, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
             before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain, grid, tiles_n, side_by_side, p.kv_heads, p.group, p.len_q, p.len_k,
             count, first, dk.stride()[:3], dv.stride()[:3], map_strides, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip

@@ -5,7 +5,7 @@ A tile's rows are keys (`C.of_keys`), past which queries stream, or queries, pas
 
 import math
 
-from onchip.kernels.attention.hopper_tiles import locate, map_entry, map_row
+from onchip.kernels.attention.hopper_tiles import map_entry, map_row
 from onchip.kernels.attention.tile import inner_span, key_span, query_span
 from onchip.kernels.hopper import as_other, fence_async_shared, gl, gluon, tma, tma_store
 
@@ -16,16 +16,6 @@ READERS = gl.constexpr(288)  # threads at a release: of two warpgroups and the c
 
 
 # ---- device: what there is to do
-
-
-@gluon.jit
-def place_of(turn, sizes, lengths, C: gl.constexpr):
-    """The tile of this program's `turn`: its sequence, head, number, rows, and how far queries and keys are apart; and whether there is one."""
-    b, head, tile, start_q, len_q, start_k, len_k, there = locate(turn, sizes, lengths, C.of_keys, C)
-    shift = len_k - len_q
-    if C.top_left:
-        shift = shift * 0
-    return (b, head, tile, start_q, len_q, start_k, len_k, shift), there
 
 
 @gluon.jit

@@ -35,14 +35,13 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     PHASES,
     READERS,
     clear,
-    place_of,
     send,
     start,
     step_tile,
     steps_of,
     weights,
 )
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, order_of
+from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
 from onchip.kernels.attention.tile import ends, mask_map, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -50,12 +49,18 @@ from onchip.kernels.hopper import (
     as_other,
     block,
     describe,
+    draw,
     fence_async_shared,
+    first_turn,
+    forget,
     gl,
     gluon,
+    hear,
     mbarrier,
+    message,
     release,
     take_turn,
+    tell,
     tma,
     tma_load,
     turn_over,
@@ -70,13 +75,12 @@ OWN_LET_GO, MEETING, SLOTS_LET_GO, OWN_V_LET_GO = gl.constexpr(10), gl.constexpr
 
 
 class Tiles(NamedTuple):
-    """How tiles are given out: "turns" or "blocks" of `order_of`."""
+    """Programs at most (`programs_and_counter`)."""
 
-    order: str
-    sms: int
+    programs: int
 
     def __str__(self):
-        return f"dV, dK, dQ a pass each, 128x64 tiles, 2 warpgroups, in {self.order}"
+        return f"dV, dK, dQ a pass each, 128x64 tiles, 2 warpgroups, at most {self.programs} programs"
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,6 @@ class Shape:
     packed: bool
     mapped: bool
     dim: int  # of the gradient
-    pairs = False  # as `locate` asks
 
     @property
     def slots(self):
@@ -151,12 +154,13 @@ def _copy_own(descs, own, batch, head, row, tiles, C: gl.constexpr):
 
 
 @gluon.jit
-def _copy(descs, own, ring, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
+def _copy(descs, own, ring, message, counter, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
     _own_desc, _own_v_desc, far_desc, far_v_desc, lse_desc, delta_desc = descs
     group = sizes[4]
     cursor, tiles = (0, 0, 0), 0
-    for turn in range(count_turns(sizes, C)):
-        place, there = place_of(turn, sizes, lengths, C)
+    number, turn = gl.program_id(0), 0
+    while number < sizes[0]:
+        place, there = locate(number, sizes, lengths, C.of_keys, C)
         b, own_head, tile, start_q, _, start_k, _, _ = place
         if there:
             batch = b
@@ -195,6 +199,9 @@ def _copy(descs, own, ring, sizes, lengths, map_ptr, map_strides, C: gl.constexp
             if copied == 0:
                 _copy_own(descs, own, batch, own_head, row, tiles, C)
             tiles += 1
+        number = draw(counter, sizes[0])
+        tell(message, turn, (number,))
+        turn += 1
 
 
 # ---- device: a computing warpgroup
@@ -297,7 +304,7 @@ def _more(acc, index, phase, count, x, steps, map_strides, own, ring, stats, cal
 
 
 @gluon.jit
-def _compute(out, descs, own, ring, stats, call, sizes, lengths, map_ptr, map_strides,
+def _compute(out, descs, own, ring, message, stats, call, sizes, lengths, map_ptr, map_strides,
              MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     out_desc, out_ptr, out_strides, factor = out
     firsts, seconds, own_full, own_v_full = own
@@ -312,10 +319,10 @@ def _compute(out, descs, own, ring, stats, call, sizes, lengths, map_ptr, map_st
         mine_v = seconds.index(GROUP).reshape([64, seconds.shape[-1]])
     tiles_of = (mine, mine_v, v_desc)
     index, phase, tiles = 0, 0, 0
-    if GROUP == 1:  # the first begins
-        turn_over(GROUP, C.partners)
-    for turn in range(count_turns(sizes, C)):
-        place, there = place_of(turn, sizes, lengths, C)
+    first_turn(GROUP, C.partners)
+    number, turn = gl.program_id(0), 0
+    while number < sizes[0]:
+        place, there = locate(number, sizes, lengths, C.of_keys, C)
         if there:
             rows = _statistics(stats, place, sizes, C, GROUP, s_layout)
             mbarrier.wait(own_full, tiles % 2)
@@ -338,11 +345,14 @@ def _compute(out, descs, own, ring, stats, call, sizes, lengths, map_ptr, map_st
             tma.store_wait(0)
             release(0, OWN_LET_GO, READERS)
             tiles += 1
+        number = hear(message, turn, 0, 4)
+        forget(message, turn)
+        turn += 1
 
 
 @gluon.jit(do_not_specialize=["tiles", "places", "together", "heads", "group", "len_q", "len_k", "batch_heads", "pitch"])
 def _backward_pass(own_desc, own_v_desc, far_desc, far_v_desc, lse_desc, delta_desc, out_desc, out_ptr, lse_ptr, delta_ptr, pitch,
-                   listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, tiles, places, together, heads, group,
+                   counter, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, tiles, places, together, heads, group,
                    len_q, len_k, batch_heads, out_strides, map_strides,
                    MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
     wide: gl.constexpr = far_desc.block_type.shape
@@ -360,6 +370,7 @@ def _backward_pass(own_desc, own_v_desc, far_desc, far_v_desc, lse_desc, delta_d
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
     fence_async_shared()
+    told = message(2)
     sizes = (tiles, places, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths, ring = (listed, q_offsets, k_offsets, q_used, k_used), (slots, rows, full)
     own = (firsts, seconds, own_full.index(0), own_full.index(1))
@@ -367,9 +378,9 @@ def _backward_pass(own_desc, own_v_desc, far_desc, far_v_desc, lse_desc, delta_d
     call, out, stats = (scale, gain, reads, factor), (out_desc, out_ptr, out_strides, factor), (lse_ptr, delta_ptr, pitch)
     gl.warp_specialize(
         [
-            (_compute, (out, descs, own, ring, stats, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
-            (_compute, (out, descs, own, ring, stats, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
-            (_copy, (descs, own, ring, sizes, lengths, map_ptr, map_strides, C)),
+            (_compute, (out, descs, own, ring, told, stats, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
+            (_compute, (out, descs, own, ring, told, stats, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
+            (_copy, (descs, own, ring, told, counter, sizes, lengths, map_ptr, map_strides, C)),
         ],
         [4, 1],
         [240, 24],
@@ -381,7 +392,7 @@ def _backward_pass(own_desc, own_v_desc, far_desc, far_v_desc, lse_desc, delta_d
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
     """The same tiles for all: those in which the sum, scores and dP of a warpgroup fill its registers, and two sides of 128 rows its shared memory."""
-    return [Tiles(*given_out("turns" if order_of(p) == "turns" else "blocks", device))]
+    return [Tiles(programs_of(device))]
 
 
 def passes(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, score, score_grad, before: float, gain: float) -> None:
@@ -411,8 +422,9 @@ def passes(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, sco
             listed = sequence_tiles(p, x, int(STAY), of_keys=of_keys)
             places, every = len(listed), heads
         grid = places * every
-        _backward_pass[(grid if tiles.order == "blocks" else min(grid, tiles.sms),)](
-            *descs, *stats, describe(out, 64, width), out, lses, delta, lses.shape[-1], listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
-            before * (LOG2E if score is None else 1.0), gain * LOG2E, factor, grid, places, together(p, streaming), heads, p.group, p.len_q, p.len_k,
+        programs, counter = programs_and_counter(grid, tiles.programs, q.device)
+        _backward_pass[(programs,)](
+            *descs, *stats, describe(out, 64, width), out, lses, delta, lses.shape[-1], counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found,
+            reads, before * (LOG2E if score is None else 1.0), gain * LOG2E, factor, grid, places, together(p, streaming), heads, p.group, p.len_q, p.len_k,
             every, out.stride()[:3], map_strides, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import SMALLEST, Scales
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hide, key_steps, locate, order_of
+from onchip.kernels.attention.hopper_tiles import hide, key_steps, locate, next_sequence, place_of, programs_and_counter, programs_of
 from onchip.kernels.attention.tile import describable, ends, together
 from onchip.kernels.hopper import (
     advance,
@@ -30,18 +30,22 @@ from onchip.kernels.hopper import (
     byte_pairs,
     columns_back,
     describe,
+    draw,
     fence_async_shared,
     fill,
+    first_turn,
     gl,
     gluon,
     in_order,
     mbarrier,
+    message,
     reclaim,
     release,
     release_after,
     ring,
     scale_rows,
     take_turn,
+    tell,
     tma,
     tma_store,
     transpose_bytes,
@@ -58,17 +62,17 @@ GROWTH = gl.constexpr(0.8)  # of a maximum that is not followed: 2^8.8 = 446
 
 
 class Tiles(NamedTuple):
-    """Warpgroups of 64 queries, keys a tile, key tiles in flight, how tiles of queries are given out (`order_of`), and to whom; warps that transpose V."""
+    """Warpgroups of 64 queries, keys a tile, key tiles in flight, programs at most (`programs_and_counter`), and warps that transpose V."""
 
     groups: int
     n: int
     stages: int
-    order: str
-    sms: int
+    programs: int
     helpers: int
 
     def __str__(self):
-        return f"{64 * self.groups}x{self.n} tiles, {self.groups} warpgroups, {self.stages} stages, in {self.order}, {self.helpers} warps transpose"
+        warps = f"{self.groups} warpgroups, {self.helpers} warps transpose"
+        return f"{64 * self.groups}x{self.n} tiles, {warps}, {self.stages} stages, at most {self.programs} programs"
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,6 @@ class Shape:
     groups: int
     n: int  # keys a tile
     stages: int
-    pairs: bool
     left: int
     right: int
     top_left: bool
@@ -89,6 +92,7 @@ class Shape:
     registers: tuple[int, int]  # of a computing thread, but for the first warpgroup's, and of a helping one
     lazily: int  # values that are scaled together, or not; 0: always all
     packed: bool = False
+    uneven: bool = False
     mapped: bool = False
 
     @property
@@ -110,14 +114,17 @@ class Shape:
 
 
 @gluon.jit
-def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, C: gl.constexpr):
+def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, message, counter, sizes, lengths, C: gl.constexpr):
     N: gl.constexpr = C.n
     GROUPS: gl.constexpr = C.groups
     q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
-    for turn in range(count_turns(sizes, C)):
-        place = locate(turn, sizes, lengths, False, C)
-        b, head, tile_m, _, _, _, _, there = place
+    number, turn = gl.program_id(0), 0
+    while number < sizes[0]:
+        place, there = locate(number, sizes, lengths, False, C)
+        b, head, tile_m, _, _, _, _, _ = place
         if there:
+            tell(message, turn, place)
+            turn += 1
             steps = key_steps(place, None, (0, 0, 0), C)
             top, masked, bare, low, _row = steps  # `_` is of another type already
             kv_head = head // sizes[4]
@@ -131,27 +138,32 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, C: gl.
                 n -= N
                 k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.stages, 10, C.readers)
                 v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n, 0], C.stages, 0, 0)
+        number = draw(counter, sizes[0])
+    tell(message, turn, (gl.to_tensor(-1),))
 
 
 @gluon.jit
-def _transpose(v_ring, t_ring, sizes, lengths, C: gl.constexpr):
+def _transpose(v_ring, t_ring, message, sizes, lengths, C: gl.constexpr):
     values, v_full, v_empty = v_ring
     turned, t_full = t_ring
     LAYOUT: gl.constexpr = C.pairs_of_v
     vi, vp, used = 0, 0, 0
-    for turn in range(count_turns(sizes, C)):
-        place = locate(turn, sizes, lengths, False, C)
-        if place[7]:
-            _, masked, bare, low, _ = key_steps(place, None, (0, 0, 0), C)
-            for _x in range(1 + masked + bare + low):
-                mbarrier.wait(v_full.index(vi), vp)
-                reclaim(vi, used, C.stages, 10 + C.stages, C.turners)
-                transpose_bytes(values.index(vi).reshape([C.n, values.shape[-1]]), turned.index(vi), LAYOUT)
-                fence_async_shared()
-                mbarrier.arrive(t_full.index(vi), count=1)
-                mbarrier.arrive(v_empty.index(vi), count=1)
-                vi, vp = advance(vi, vp, C.stages)
-                used += 1
+    turn = 0
+    b = next_sequence(message, turn, C, C.helpers)
+    while b >= 0:
+        place = place_of(message, turn, b, sizes, C, C.helpers)
+        _, masked, bare, low, _ = key_steps(place, None, (0, 0, 0), C)
+        for _x in range(1 + masked + bare + low):
+            mbarrier.wait(v_full.index(vi), vp)
+            reclaim(vi, used, C.stages, 10 + C.stages, C.turners)
+            transpose_bytes(values.index(vi).reshape([C.n, values.shape[-1]]), turned.index(vi), LAYOUT)
+            fence_async_shared()
+            mbarrier.arrive(t_full.index(vi), count=1)
+            mbarrier.arrive(v_empty.index(vi), count=1)
+            vi, vp = advance(vi, vp, C.stages)
+            used += 1
+        turn += 1
+        b = next_sequence(message, turn, C, C.helpers)
 
 
 # ---- device: a computing warpgroup
@@ -248,7 +260,7 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=4)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    b, head, tile_m, _, len_q, _, len_k, _ = place
+    b, head, tile_m, _, len_q, _, len_k, shift = place
     ki, kp, vi, vp = cursors
     steps = key_steps(place, None, (0, 0, 0), C)
     first, masked, bare, low, _ = steps
@@ -307,31 +319,33 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
 
 
 @gluon.jit
-def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C: gl.constexpr, GROUP: gl.constexpr):
+def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, message, lse_ptr, lse_strides, scale, scales, sizes, lengths, C: gl.constexpr, GROUP: gl.constexpr):
     queries, q_full, q_empty = q_ring
     DV: gl.constexpr = t_ring[0].shape[1]
     q = queries.index(GROUP).reshape([64, queries.shape[-1]])
     buffer = o_buffers.index(GROUP)
     qp, ki, kp, vi, vp = 0, 0, 0, 0, 0
-    if GROUP == 1:  # so that the first goes first
-        turn_over(GROUP, C.groups)
-    for turn in range(count_turns(sizes, C)):
-        place = locate(turn, sizes, lengths, False, C)
-        b, head, tile_m, _, _, _, _, there = place
-        if there:
-            mbarrier.wait(q_full.index(GROUP), qp)
-            acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, C, GROUP)
-            mbarrier.arrive(q_empty.index(GROUP), count=1)
-            tma.store_wait(0)  # the tile before has left
-            buffer.reshape([64, DV]).store(acc.to(buffer.dtype))
-            fence_async_shared()
-            tma_store(o_desc, [b, head, tile_m * C.m + GROUP * 64, 0], buffer)
-            qp ^= 1
+    first_turn(GROUP, C.groups)
+    turn = 0
+    b = next_sequence(message, turn, C)
+    while b >= 0:
+        place = place_of(message, turn, b, sizes, C)
+        b, head, tile_m, _, _, _, _, _ = place
+        mbarrier.wait(q_full.index(GROUP), qp)
+        acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, C, GROUP)
+        mbarrier.arrive(q_empty.index(GROUP), count=1)
+        tma.store_wait(0)  # the tile before has left
+        buffer.reshape([64, DV]).store(acc.to(buffer.dtype))
+        fence_async_shared()
+        tma_store(o_desc, [b, head, tile_m * C.m + GROUP * 64, 0], buffer)
+        qp ^= 1
+        turn += 1
+        b = next_sequence(message, turn, C)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads", "each_q"])
-def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale, k_scale, v_scale, v_most, scale, each_q,
+def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_scale, v_scale, v_most, scale, each_q,
                  tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, lse_strides, scale_strides, C: gl.constexpr):  # fmt: skip
     DV: gl.constexpr = v_desc.block_type.shape[3]
     q_ring = ring(q_desc, C.groups, 1)
@@ -345,6 +359,7 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale, k_scale, v_sc
     t_ring = (gl.allocate_shared_memory(v_desc.dtype, [C.stages, DV, C.n], t_layout), t_full)
     o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
     fence_async_shared()
+    told = message(C.groups + 1)
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (None, None, None, None, None)
     scales = (q_scale, k_scale, v_scale, v_most, scale_strides, each_q)
@@ -352,9 +367,9 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale, k_scale, v_sc
     if C.groups == 1:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
-                (_transpose, (v_ring, t_ring, sizes, lengths, C)),
-                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
+                (_transpose, (v_ring, t_ring, told, sizes, lengths, C)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
             ],
             [C.helpers, 1],
             [C.registers[1], 24],
@@ -362,10 +377,10 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale, k_scale, v_sc
     elif C.groups == 2:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 1)),
-                (_transpose, (v_ring, t_ring, sizes, lengths, C)),
-                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 1)),
+                (_transpose, (v_ring, t_ring, told, sizes, lengths, C)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
             ],
             [4, C.helpers, 1],
             [C.registers[0], C.registers[1], 24],
@@ -373,11 +388,11 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, q_scale, k_scale, v_sc
     else:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 1)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 2)),
-                (_transpose, (v_ring, t_ring, sizes, lengths, C)),
-                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, sizes, lengths, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 1)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 2)),
+                (_transpose, (v_ring, t_ring, told, sizes, lengths, C)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
             ],
             [4, 4, C.helpers, 1],
             [C.registers[0], C.registers[0], C.registers[1], 24],
@@ -393,10 +408,10 @@ REGISTERS = {(1, 2): (0, 72), (1, 4): (0, 56), (2, 2): (216, 72), (2, 4): (216, 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
-    (groups, n, stages, helpers), order = pick(TILES, p.dim), order_of(p)
+    groups, n, stages, helpers = pick(TILES, p.dim)
     if p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
-        groups, order = 1, "blocks"
-    return [Tiles(groups, n, stages, *given_out(order, device), helpers)]
+        groups = 1
+    return [Tiles(groups, n, stages, programs_of(device), helpers)]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
@@ -420,16 +435,14 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     if scale < 0:  # the largest score is taken before it is scaled
         first[0], scale = (first[0].view(torch.uint8) ^ 0x80).view(q.dtype), -scale
     rows = min(tiles.n, 4096 * tiles.helpers // p.value_dim)  # of V that the helpers hold at once: 32 registers a thread
-    shape = Shape(tiles.groups, tiles.n, tiles.stages, tiles.order == "pairs", left, right, top_left, tiles.helpers, each_k, each_v,
+    shape = Shape(tiles.groups, tiles.n, tiles.stages, left, right, top_left, tiles.helpers, each_k, each_v,
                   byte_pairs(rows, p.value_dim, tiles.helpers), REGISTERS[tiles.groups, tiles.helpers], pick(LAZILY, p.value_dim))  # fmt: skip
     blocks = ((64, p.dim), (tiles.n, p.dim), (tiles.n, p.value_dim), (64, p.value_dim))
     tiles_m = triton.cdiv(p.len_q, shape.m)
-    if shape.pairs:
-        tiles_m = triton.cdiv(tiles_m, 2)
     count = tiles_m * p.batch * p.heads
-    grid = count if tiles.order == "blocks" else min(count, tiles.sms)
-    _prefill_fp8[(grid,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), lse, *factors, most, scale, each_q or p.len_q, count, tiles_m, together(p),
+    programs, counter = programs_and_counter(count, tiles.programs, q.device)
+    _prefill_fp8[(programs,)](
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), lse, counter, *factors, most, scale, each_q or p.len_q, count, tiles_m, together(p),
         p.heads, p.group, p.len_q, p.len_k, p.batch * p.heads, (0, 0) if lse is None else lse.stride()[:2],
         tuple(tuple(t.stride()) for t in (*factors, most)), C=shape, num_warps=4,
     )  # fmt: skip

@@ -1,10 +1,12 @@
 """Attention of many queries on Hopper: o = softmax(scale q k^T + mask) v, warp-specialised as FlashAttention-3 (Shah et al., 2024).
 
-One warp copies (TMA): Q once a tile, K and V round two rings, and round a third what a score reads of each query and key (a bias).
-Two or three warpgroups compute, 64 rows each, in step with nobody but the copies: the products of key tile j's scores and of tile
-j - 1's output are both started before the softmax of tile j. Its maxima are found while the latter ends; its exponentials after that, beside the
-other warpgroup's products, so that weights are packed where the last ones lay. The output is scaled anew only where a maximum grew by more than
-2^8 (Dao, FlashAttention-4): rarely.
+One warp draws tiles and copies (TMA): Q a tile ahead, K and V round two rings, and round a third what a score reads of each query and key (a bias).
+Two or three warpgroups compute, 64 rows each, in step with nobody but the copies: the products of key tile j's scores and of tile j - 1's output are
+both started before the softmax of tile j, and waited for before its exponentials, which run beside the other warpgroups' products, so that weights
+are packed where the last ones lay.
+A softmax needs no maximum, only weights that its dtype holds. So they are taken over the first tile's, with room for scores to grow; where they
+outgrow it, which the sums show, a tile is done again over the largest so far. Under a mask or a score, and at 256, where it costs nothing, each tile's
+maximum is found, and the output scaled anew only where it grew by more than 2^8 (Dao, FlashAttention-4).
 Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of a page, or of a tile within one; its number waits in a lane of the copying warp.
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
 """
@@ -13,6 +15,7 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import triton
 
 from onchip.core.device import Device
@@ -21,8 +24,23 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
-from onchip.kernels.attention.hopper_tiles import count_turns, given_out, hand, hide, key_steps, locate, of_keys, of_rows, order_of, pages_of, tile_at
-from onchip.kernels.attention.texts import PairTile, pair_tile
+from onchip.kernels.attention.hopper_tiles import (
+    base_of,
+    hand,
+    hide,
+    key_steps,
+    locate,
+    next_sequence,
+    of_keys,
+    of_rows,
+    outgrown,
+    pages_of,
+    place_of,
+    programs_and_counter,
+    programs_of,
+    tile_at,
+)
+from onchip.kernels.attention.texts import PairTile, only_adds, pair_tile
 from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -30,17 +48,21 @@ from onchip.kernels.hopper import (
     as_pairs,
     block,
     describe,
+    draw,
     fence_async_shared,
     fill,
     fill_pages,
+    first_turn,
     gl,
     gluon,
     mbarrier,
+    message,
     release,
     release_after,
     ring,
     scale_rows,
     take_turn,
+    tell,
     tma,
     tma_store,
     turn_over,
@@ -54,23 +76,20 @@ LN2 = gl.constexpr(0.6931471805599453)
 # Of the third ring: the hardware barriers at which the first warpgroup lets its buffers go, 14 and 15 (the second one's lie 8 below), and who meets there.
 PAIRS_LET_GO, ONE_GROUP = gl.constexpr(14), gl.constexpr(128 + 32)
 GROWTH = gl.constexpr(8.0)  # weights of up to 2^8 cost a half-precision product no digits, and a float32 sum none that count
+MOST = gl.constexpr(2.0**14)  # of a few weights' sum: what float16 holds, and a product with values of up to 2^110 in float32
+HEADROOM = 8.0  # of bfloat16's weights at first, in base 2: with MOST, later scores may be larger by 15; more would cost LSE digits
 
 
 class Tiles(NamedTuple):
-    """Warpgroups of 64 queries, keys a tile, key tiles in flight, and how tiles of queries are given out.
-
-    order   as `hopper_tiles.order_of` says.
-    sms     multiprocessors to give out to, unless in "blocks".
-    """
+    """Warpgroups of 64 queries, keys a tile, key tiles in flight, and programs at most (see `programs_and_counter`)."""
 
     groups: int
     n: int
     stages: int
-    order: str
-    sms: int
+    programs: int
 
     def __str__(self):
-        return f"{64 * self.groups}x{self.n} tiles, {self.groups} warpgroups, {self.stages} stages, in {self.order}"
+        return f"{64 * self.groups}x{self.n} tiles, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,6 @@ class Shape:
     groups: int
     n: int  # keys a tile
     stages: int
-    pairs: bool
     left: int
     right: int
     top_left: bool
@@ -88,8 +106,11 @@ class Shape:
     mapped: bool
     page: int  # keys a page, a power of two from 8 on; 0: no pages
     dim_v: int
+    room: float  # between the first maximum and what weights are taken over: HEADROOM, or none
+    bold: bool  # whether weights are taken over a maximum of the tiles before, until one outgrows it: see `outgrown`
     share: bool  # whether the output leaves through the queries' buffer
     lazily: int  # values that are scaled together, or not; 0: always all
+    rounds: int  # tiles of queries that a warpgroup has space for: of two, the next one comes while this one is worked on
 
     @property
     def m(self):
@@ -101,8 +122,8 @@ class Shape:
         return max(1, self.n // self.page) if self.page else 1
 
     @property
-    def clears(self):
-        """Whether behind a sequence's keys lies what is not 0, and may be NaN."""
+    def uneven(self):
+        """Whether sequences differ in length: behind the keys of one lies what is not 0, and may be NaN."""
         return self.packed or self.page > 0
 
 
@@ -136,15 +157,19 @@ def _fill_keys(ring, cursor, desc, table, place, at, n, BARRIER: gl.constexpr, C
 
 
 @gluon.jit
-def _copy(q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C: gl.constexpr):
+def _copy(given, C: gl.constexpr):
+    q_desc, k_desc, v_desc, t_desc, t_steps, rings, message, counter, sizes, lengths, table, map_ptr, map_strides = given
     N: gl.constexpr = C.n
     GROUPS: gl.constexpr = C.groups
     q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
     q_at, k_at, v_at, t_at = (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)
-    for turn in range(count_turns(sizes, C)):
-        place = locate(turn, sizes, lengths, False, C)
-        b, head, tile_m, start_q, _, start_k, _, there = place
+    number, turn = gl.program_id(0), 0
+    while number < sizes[0]:
+        place, there = locate(number, sizes, lengths, False, C)
+        b, head, tile_m, start_q, _, start_k, _, _ = place
         if there:
+            tell(message, turn, place)
+            turn += 1
             steps = key_steps(place, map_ptr, map_strides, C)
             top, masked, bare, low, _row = steps  # `_` is of another type already
             batch = b
@@ -155,7 +180,7 @@ def _copy(q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table,
             if t_desc is not None:  # from memory, not L2; and queries may have to wait until an output has left
                 t_at = _fill_tiles(rings, t_at, t_desc, t_steps, place, n - start_k, C)
             for group in gl.static_range(GROUPS):  # the first queries and keys first
-                q_at = fill(q_ring, q_at, q_desc, [batch, head, start_q + tile_m * C.m + group * 64, 0], C.groups, 0, 0)
+                q_at = fill(q_ring, q_at, q_desc, [batch, head, start_q + tile_m * C.m + group * 64, 0], C.groups * C.rounds, 0, 0)
                 if group == 0:
                     k_at = _fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), n, 10, C)
             for x in range(1, 1 + masked + bare + low):
@@ -166,6 +191,8 @@ def _copy(q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table,
                 v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
                 n = after
             v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
+        number = draw(counter, sizes[0])
+    tell(message, turn, (gl.to_tensor(-1),))
 
 
 # ---- device: a computing warpgroup
@@ -197,23 +224,35 @@ def _scored(scores, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, l
 
 
 @gluon.jit
-def _top(scores, top, factor, MAY_BE_EMPTY: gl.constexpr, C: gl.constexpr):
-    """The first half of a step of the online softmax, in base 2: the new maximum, what is subtracted from the scores, and what shrinks all before."""
-    new_top = gl.maximum(top, gl.max(scores, 1) * factor)
-    if C.lazily > 0:
-        new_top = gl.where(new_top - top > GROWTH, new_top, top)
-    base = new_top
-    if MAY_BE_EMPTY:  # a row that has seen no key yet: -inf minus -inf is NaN
-        base = gl.where(new_top == float("-inf"), 0.0, new_top)
-    return new_top, base, gl.exp2(top - base)
+def _top(scores, top, factor, ROOM: gl.constexpr, GROWS: gl.constexpr):
+    """ROOM more than the largest score so far, in base 2, or what is at most GROWS less; and what shrinks all that was summed before."""
+    new_top = gl.maximum(top, gl.max(scores, 1) * factor + ROOM)
+    if GROWS > 0:
+        new_top = gl.where(new_top - top > GROWS, new_top, top)
+    return new_top, gl.exp2(top - base_of(new_top))
 
 
 @gluon.jit
-def _weigh(scores, base, factor, DTYPE: gl.constexpr, C: gl.constexpr):
-    """The other half: the weights, two to a word, and sums that stay in a thread, [64, 8]. The four threads of a row meet once, at the end."""
+def _weigh(scores, top, factor, DTYPE: gl.constexpr, C: gl.constexpr):
+    """The weights, two to a word, and sums that stay in a thread, [64, 8]. The four threads of a row meet once, at the end."""
     N: gl.constexpr = C.n
-    weights = gl.exp2(scores * factor - base[:, None])
+    weights = gl.exp2(scores * factor - base_of(top)[:, None])
     return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
+
+
+@gluon.jit
+def _shrunk(acc, total, shrink, C: gl.constexpr):
+    """Output and sums over the largest score so far."""
+    acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout)), C.lazily)
+    return acc, total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
+
+
+@gluon.jit
+def _let_go(shrink, ki, t_ring, C: gl.constexpr, GROUP: gl.constexpr):
+    """A tile of keys, and of what a score reads, is done with when `shrink` is there."""
+    release_after(shrink, ki, 10, 128 * C.groups + 32)
+    if t_ring is not None:
+        release_after(shrink, ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
 
 
 @gluon.jit
@@ -231,7 +270,7 @@ def _clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
 
 
 @gluon.jit
-def _more(state, count, x, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr,
+def _more(state, count, x, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr,
           EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
     """`count` further key tiles from step `x` on. EDGE: they need the mask."""
     N: gl.constexpr = C.n
@@ -258,24 +297,35 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, call, steps, map_strides, 
         scores = _scored(scores, n, call, of, tile, SCORE, C, s_layout)
         if EDGE:
             scores = hide(scores, n, call, of, MASK, C, s_layout)
-        top, base, shrink = _top(scores, top, call[7], EDGE or SCORE is not None, C)
-        release_after(shrink, ki, 10, READERS)
-        if t_ring is not None:
-            release_after(shrink, ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
-        ki, kp = advance(ki, kp, C.stages)
+        if EDGE or not C.bold:
+            top, shrink = _top(scores, top, call[7], 0.0, GROWTH if C.lazily > 0 else 0.0)
+            _let_go(shrink, ki, t_ring, C, GROUP)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
-        if C.clears and C.mapped and EDGE:
+        if C.uneven and C.mapped and EDGE:
             _clear(v_ring, vi, vp, n, call[5], C)
-        acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
-        words, sums = _weigh(scores, base, call[7], values.dtype, C)
-        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+        words, sums = _weigh(scores, top, call[7], values.dtype, C)
+        if C.bold and not EDGE:
+            if outgrown(sums, top, alarms, MOST):  # once more, over the largest score so far
+                scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                scores = _scored(scores, n, call, of, _tile(t_ring, ki, kp, C, s_layout), SCORE, C, s_layout)
+                top, shrink = _top(scores, top, call[7], C.room, 0.0)
+                acc, total = _shrunk(acc, total, shrink, C)
+                words, sums = _weigh(scores, top, call[7], values.dtype, C)
+            release(ki, 10, READERS)
+            if t_ring is not None:
+                release(ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
+        else:
+            acc, total = _shrunk(acc, total, shrink, C)
+        ki, kp = advance(ki, kp, C.stages)
+        total = total + sums
     return words, acc, top, total, ki, kp, vi, vp
 
 
 @gluon.jit
-def _attend(place, cursors, q, k_ring, v_ring, t_ring, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
+def _attend(place, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
             MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """The output of 64 queries, and the cursors after it; LSE is stored."""
     N: gl.constexpr = C.n
@@ -287,15 +337,12 @@ def _attend(place, cursors, q, k_ring, v_ring, t_ring, sinks_ptr, lse, scale, ga
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    b, head, tile_m, start_q, len_q, _, len_k, _ = place
+    b, head, tile_m, start_q, len_q, _, len_k, shift = place
     ki, kp, vi, vp = cursors
     lse_ptr, lse_strides = lse
     steps = key_steps(place, map_ptr, map_strides, C)
     first, masked, bare, low, _ = steps
     rows = tile_m * C.m + GROUP * 64 + gl.arange(0, 64, layout=row_layout)
-    shift = len_k - len_q
-    if C.top_left:
-        shift = shift * 0
     call = (rows, shift, b, head, len_q, len_k, scale, gain, reads[0], reads[1], of_rows(rows, b, head, len_q, len_k, reads, ROWS))
 
     mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
@@ -311,18 +358,20 @@ def _attend(place, cursors, q, k_ring, v_ring, t_ring, sinks_ptr, lse, scale, ga
     ki, kp = advance(ki, kp, C.stages)
     scores = _scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
     scores = hide(scores, first * N, call, of, MASK, C, s_layout)
-    top, base, shrink = _top(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, True, C)
+    top, _shrink = _top(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, C.room, 0.0)
     if t_ring is not None:
-        release_after(shrink, ti, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
-    words, total = _weigh(scores, base, gain, DTYPE, C)
-    if C.clears:
+        release(ti, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
+    words, total = _weigh(scores, top, gain, DTYPE, C)
+    if C.uneven:
         _clear(v_ring, vi, vp, first * N, len_k, C)
     state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
     if C.right >= 0 or C.mapped:
-        state = _more(state, masked, 1, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
-    state = _more(state, bare, 1 + masked, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, False, C, GROUP, s_layout, p_layout)
+        state = _more(state, masked, 1, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
+    state = _more(state, bare, 1 + masked, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK, SCORE, KEYS, False, C, GROUP, s_layout, p_layout)
     if C.left >= 0 and not C.mapped:
-        state = _more(state, low, 1 + masked + bare, q, k_ring, v_ring, t_ring, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
+        state = _more(
+            state, low, 1 + masked + bare, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout
+        )
     words, acc, top, total, ki, kp, vi, vp = state
 
     mbarrier.wait(v_full.index(vi), vp)
@@ -342,7 +391,7 @@ def _attend(place, cursors, q, k_ring, v_ring, t_ring, sinks_ptr, lse, scale, ga
         if C.packed:
             batch = batch * 0
         at = lse_ptr + batch * lse_strides[0] + head.to(gl.int64) * lse_strides[1] + start_q + rows
-        gl.store(at, (top + gl.log2(total)) * LN2, mask=rows < len_q)
+        gl.store(at, (top - C.room + gl.log2(total * 2.0**C.room)) * LN2, mask=rows < len_q)  # sums near 1 have more digits in their logarithms
     inverse = gl.where(total == 0.0, 0.0, shrink / total)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     release(vi, 10 + C.stages, READERS)
@@ -351,52 +400,54 @@ def _attend(place, cursors, q, k_ring, v_ring, t_ring, sinks_ptr, lse, scale, ga
 
 
 @gluon.jit
-def _compute(outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads,
-             MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
+    outs, rings, message, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads = given
     o_desc, o_ptr, o_strides, o_buffers = outs
     q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
     queries, q_full, q_empty = q_ring
     DV: gl.constexpr = v_ring[0].shape[-1]
-    q = queries.index(GROUP).reshape([64, queries.shape[-1]])
-    buffer = o_buffers.index(GROUP)
-    qp, ki, kp, vi, vp = 0, 0, 0, 0, 0
-    if GROUP == 1:  # so that the first goes first
-        turn_over(GROUP, C.groups)
-    for turn in range(count_turns(sizes, C)):
-        place = locate(turn, sizes, lengths, False, C)
-        b, head, tile_m, start_q, len_q, _, _, there = place
-        if there:
-            mbarrier.wait(q_full.index(GROUP), qp)
-            acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], sinks_ptr, lse, scale, gain, map_ptr, map_strides,
-                                          reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
-            if not C.share:
-                mbarrier.arrive(q_empty.index(GROUP), count=1)
-                tma.store_wait(0)  # the tile before has left
-            buffer.reshape([64, DV]).store(acc.to(queries.dtype))
-            row = tile_m * C.m + GROUP * 64
-            if C.packed:  # the copy engine does not know where a sequence ends
-                layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-                rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-                dims = gl.arange(0, DV, layout=gl.SliceLayout(0, layout))
-                at = o_ptr + head.to(gl.int64) * o_strides[1] + (start_q + rows).to(gl.int64)[:, None] * o_strides[2] + dims[None, :]
-                gl.store(at, buffer.reshape([64, DV]).load(layout), mask=(rows < len_q)[:, None] & (dims < C.dim_v)[None, :])
-                if C.share:  # before the copy engine fills it again
-                    fence_async_shared()
-            else:
+    buffer, alarms = o_buffers.index(GROUP), alarms.index(GROUP)
+    ki, kp, vi, vp = 0, 0, 0, 0
+    first_turn(GROUP, C.groups)
+    turn = 0
+    b = next_sequence(message, turn, C)
+    while b >= 0:
+        place = place_of(message, turn, b, sizes, C)
+        b, head, tile_m, start_q, len_q, _, _, _ = place
+        mine = turn % C.rounds * C.groups + GROUP
+        q = queries.index(mine).reshape([64, queries.shape[-1]])
+        mbarrier.wait(q_full.index(mine), turn // C.rounds % 2)
+        acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], alarms, sinks_ptr, lse, scale, gain, map_ptr, map_strides,
+                                      reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
+        if not C.share:
+            mbarrier.arrive(q_empty.index(mine), count=1)
+            tma.store_wait(0)  # the tile before has left
+        buffer.reshape([64, DV]).store(acc.to(queries.dtype))
+        row = tile_m * C.m + GROUP * 64
+        if C.packed:  # the copy engine does not know where a sequence ends
+            layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+            dims = gl.arange(0, DV, layout=gl.SliceLayout(0, layout))
+            at = o_ptr + head.to(gl.int64) * o_strides[1] + (start_q + rows).to(gl.int64)[:, None] * o_strides[2] + dims[None, :]
+            gl.store(at, buffer.reshape([64, DV]).load(layout), mask=(rows < len_q)[:, None] & (dims < C.dim_v)[None, :])
+            if C.share:  # before the copy engine fills it again
                 fence_async_shared()
-                tma_store(o_desc, [b, head, row, 0], buffer)
-            if C.share:
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(GROUP), count=1)
-            qp ^= 1
+        else:
+            fence_async_shared()
+            tma_store(o_desc, [b, head, row, 0], buffer)
+        if C.share:
+            tma.store_wait(0)
+            mbarrier.arrive(q_empty.index(mine), count=1)
+        turn += 1
+        b = next_sequence(message, turn, C)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads"])
-def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr, reads,
+def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr, reads,
              scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    q_ring = ring(q_desc, C.groups, 1)
+    q_ring = ring(q_desc, C.groups * C.rounds, 1)
     k_ring = ring(k_desc, C.stages, C.groups, C.parts)
     v_ring = ring(v_desc, C.stages, C.groups, C.parts)
     gl.static_assert(t_desc is None or C.groups < 3)
@@ -410,25 +461,22 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
     if not C.share:
         o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
     fence_async_shared()
+    told = message(C.groups)
+    alarms = gl.allocate_shared_memory(gl.int32, [C.groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
     outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, lse_strides), gain * LOG2E
     COPIER: gl.constexpr = 40 if C.parts > 1 and not C.mapped else 24  # registers: many pages want more, and warpgroups with a map spill for each they lack
+    given = (outs, rings, told, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads)
+    copied = (q_desc, k_desc, v_desc, t_desc, t_steps, rings, told, counter, sizes, lengths, table, map_ptr, map_strides)
     if C.groups == 1:
-        gl.warp_specialize(
-            [
-                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
-                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C)),
-            ],
-            [1],
-            [COPIER],
-        )
+        gl.warp_specialize([(_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)), (_copy, (copied, C))], [1], [COPIER])
     elif C.groups == 2:
         gl.warp_specialize(
             [
-                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
-                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 1)),
-                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C)),
+                (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)),
+                (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 1)),
+                (_copy, (copied, C)),
             ],
             [4, 1],
             [(504 - COPIER) // 2, COPIER],
@@ -436,10 +484,10 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
     else:
         gl.warp_specialize(
             [
-                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 0)),
-                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 1)),
-                (_compute, (outs, rings, sinks_ptr, lse, scale, gain, sizes, lengths, map_ptr, map_strides, reads, MASK, SCORE, ROWS, KEYS, C, 2)),
-                (_copy, (q_desc, k_desc, v_desc, t_desc, t_steps, rings, sizes, lengths, table, map_ptr, map_strides, C)),
+                (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)),
+                (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 1)),
+                (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 2)),
+                (_copy, (copied, C)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -448,27 +496,33 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, listed, q_o
 
 # ---- host
 
-# Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for more than a plain dense problem;
-# and the pairs of a short causal one are more even in smaller tiles.)
+# Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for a score, a window or a map.)
 TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
-LONG_64 = (3, 128, 2)
-LAZILY = ((64, 0), (256, 64))
+LONG_64 = (3, 128, 3)
 TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
-SHORT = 1024  # queries
+LAZILY = ((64, 0), (256, 64))
+SHORT = 2048  # queries of a causal problem: smaller tiles are more even
+ROOM = 226 << 10  # bytes of shared memory, 227 KB less what barriers take
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
-    width, order = max(block(p.dim), block(p.value_dim)), order_of(p)
+    width = max(block(p.dim), block(p.value_dim))
     groups, n, stages = pick(TILES, width)
-    plain = p.score is None and p.keys == "dense" and isinstance(p.mask, Band) and p.mask.left is None
-    if width == 64 and plain and order != "pairs" and p.len_q > SHORT:
+    plain = p.score is None and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
+    if width == 64 and plain and (p.len_q > SHORT or p.mask.right is None):
         groups, n, stages = LONG_64
     if tile := tile_of(p):
         n, stages = n * 2 // tile.dtype.itemsize, TILED
     if "batch_invariant" not in p.extras and p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
-        groups, order = 1, "blocks"
-    return [Tiles(groups, n, stages, *given_out(order, device))]
+        groups = 1
+    return [Tiles(groups, n, stages, programs_of(device))]
+
+
+def rounds(tiles: Tiles, width: int, width_v: int) -> int:
+    """Tiles of queries that there is room for beside K, V and the output: two or one."""
+    queries, keys = 64 * tiles.groups, tiles.n * tiles.stages
+    return 2 if 2 * (2 * queries * width + keys * (width + width_v) + queries * width_v) <= ROOM else 1
 
 
 def tile_of(p: Attention) -> PairTile | None:
@@ -506,13 +560,16 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     first = [t if describable(t) else t.contiguous() for t in first]
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    shape = Shape(tiles.groups, tiles.n, tiles.stages, tiles.order == "pairs", left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
-                  width == width_v >= (128 if tile else 256), pick(LAZILY, width_v))  # fmt: skip
+    bold = width <= 128 and (p.score is None or only_adds(p.score.text))  # at 256 finding a maximum hides behind the products
+    share = width == width_v >= (128 if tile else 256)
+    shape = Shape(
+        tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
+        HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0, bold, share,
+        pick(LAZILY, width_v), 1 if share or tile else rounds(tiles, width, width_v),
+    )  # fmt: skip
     k_rows = tiles.n // shape.parts
     blocks = ((64, width), (k_rows, width), (k_rows, width_v), (64, width_v))
     listed, tiles_m, batch_heads, side_by_side = None, triton.cdiv(p.len_q, shape.m), p.batch * p.heads, together(p)
-    if shape.pairs:
-        tiles_m = triton.cdiv(tiles_m, 2)
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, shape.m)
         tiles_m, batch_heads, side_by_side = len(listed), p.heads, together(p, p.tokens_k or p.tokens)
@@ -526,9 +583,9 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if shape.mapped:
         found, map_strides = mask_map(p, mods.mask_function(p.mask.text), reads[0], x, shape.m, tiles.n, False, q.device)
     count = tiles_m * batch_heads
-    grid = count if tiles.order == "blocks" else min(count, tiles.sms)
-    _prefill[(grid,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, first[3], lse, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used,
+    programs, counter = programs_and_counter(count, tiles.programs, q.device)
+    _prefill[(programs,)](
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, first[3], lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used,
         page_table if page_table is None else (page_table, page_table.stride(0)), found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads,
         scale, gain, count, tiles_m, side_by_side, p.heads, p.group, p.len_q, p.len_k, batch_heads, first[3].stride()[:3],
         (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides, steps,

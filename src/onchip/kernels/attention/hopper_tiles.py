@@ -4,84 +4,87 @@
 first of these.
 """
 
+import torch
+
 from onchip.core import settings
 from onchip.core.device import Device
-from onchip.core.masks import Band
-from onchip.core.problem import Attention
 from onchip.kernels.attention.tile import inner_span, key_span, sequence
-from onchip.kernels.hopper import gl, gluon
-
-PAIRED = 4096  # tokens up to which a causal problem's tiles go in pairs: beyond, giving out the longest first evens them out as well
+from onchip.kernels.hopper import forget, gl, gluon, hear, uniform
 
 
-def order_of(p: Attention) -> str:
-    """How the tiles of queries are given out: "turns", to as many blocks as there are multiprocessors, so that the next tile's copies run beside the
-    last one's end, where all have as much to do; "pairs", in turns, a long one always with the short one that makes it even, of a short causal problem;
-    else "blocks", a block each, the longest first.
-    """
-    if not isinstance(p.mask, Band) or p.keys != "dense" or p.mask.left is not None:
-        return "blocks"
-    if p.mask.right is None:
-        return "turns"
-    return "pairs" if p.mask.right == 0 and p.len_q == p.len_k <= PAIRED else "blocks"
-
-
-def given_out(order: str, device: Device) -> tuple[str, int]:
-    """How tiles are given out, and to how many multiprocessors. Where some are left to others, blocks become turns, which keep to their own."""
+def programs_of(device: Device) -> int:
+    """The multiprocessors that a kernel may use: all but those that are left to others."""
     left = settings.SM_MARGIN.read()
     if not 0 <= left < device.sms:
         raise ValueError(f"{settings.SM_MARGIN.name}={left} of the {device.sms} multiprocessors of {device.name}; give 0 to {device.sms - 1}")
-    return "turns" if left and order == "blocks" else order, device.sms - left
+    return device.sms - left
+
+
+def programs_and_counter(tiles: int, most: int, device: torch.device):
+    """How many programs have `tiles` to do, and the counter from which each draws another when it has done one (None: each has its own alone).
+
+    So one that has had less to do does more, and the next tile's copies run beside the end of the one before.
+    """
+    return min(tiles, most), None if tiles <= most else torch.zeros(1, dtype=torch.int32, device=device)
 
 
 @gluon.jit
-def locate(turn, sizes, lengths, OF_KEYS: gl.constexpr, C: gl.constexpr):
-    """The tile of this program's `turn`: its sequence, head, number, rows, and whether there is one.
+def locate(t, sizes, lengths, OF_KEYS: gl.constexpr, C: gl.constexpr):
+    """Tile number `t`, as a place: sequence, head, number, first query, queries, first key, keys, how far keys are ahead; and whether there is one.
 
     `together` heads go side by side, so that they share what they read in L2; where tiles differ in work those with most go first. A packed
     problem's are `listed` for all sequences, in `places` places.
     """
-    tiles, places, together, heads, _, len_q, len_k, batch_heads, first = sizes
+    _, places, together, heads, _, len_q, len_k, batch_heads, first = sizes
     listed, q_offsets, k_offsets, q_used, k_used = lengths
     BLOCK: gl.constexpr = C.n if OF_KEYS else C.m
-    second = turn % 2
-    if C.pairs:
-        turn = turn // 2
-    t = turn * gl.num_programs(0) + gl.program_id(0)
-    there = t < tiles
     bundle = t // (together * places)
     within = t - bundle * together * places
-    width = gl.maximum(gl.minimum(together, batch_heads - bundle * together), 1)
+    width = gl.minimum(together, batch_heads - bundle * together)
     batch_head = first + bundle * together + within % width
     tile = within // width
-    if C.pairs:
-        last = gl.cdiv(len_q, BLOCK) - 1
-        there = there & ((second == 0) | (tile != last - tile))
-        tile = gl.where(second == 0, last - tile, tile)
-    elif not C.packed and not OF_KEYS and (C.right >= 0 or C.mapped):
-        tile = places - 1 - tile
     if C.packed:
         head = batch_head
         listed += 2 * tile
-        b, tile = gl.load(listed), gl.load(listed + 1)
-        there = there & (b >= 0)
+        b, tile = uniform(gl.load(listed)), uniform(gl.load(listed + 1))
+        there = b >= 0
         b = gl.maximum(b, 0)
     else:
-        b = gl.where(there, batch_head // heads, 0)
-        head = batch_head - batch_head // heads * heads
-        there = there & (tile * BLOCK < (len_k if OF_KEYS else len_q))
+        if not OF_KEYS and (C.right >= 0 or C.mapped):
+            tile = places - 1 - tile
+        b = batch_head // heads
+        head = batch_head - b * heads
+        there = tile * BLOCK < (len_k if OF_KEYS else len_q)
     start_q, len_q = sequence(q_offsets, q_used, b, len_q)
     start_k, len_k = sequence(k_offsets, k_used, b, len_k)
-    return b, head, tile, start_q, len_q, start_k, len_k, there
+    return (b, head, tile, start_q, len_q, start_k, len_k, _shift(len_q, len_k, C)), there
 
 
 @gluon.jit
-def count_turns(sizes, C: gl.constexpr):
-    """Turns of this program."""
-    turns = gl.cdiv(sizes[0] - gl.program_id(0), gl.num_programs(0))
-    if C.pairs:
-        turns = turns * 2
-    return turns
+def _shift(len_q, len_k, C: gl.constexpr):
+    """The key that query 0 is at."""
+    shift = len_k - len_q
+    if C.top_left:
+        shift = shift * 0
+    return shift
+
+
+@gluon.jit
+def next_sequence(message, turn, C: gl.constexpr, WARPS: gl.constexpr = 4):
+    """The sequence of this program's next tile, as the copying warp tells it (to find it takes four divisions); -1: there is none."""
+    return hear(message, turn, 0, WARPS)
+
+
+@gluon.jit
+def place_of(message, turn, b, sizes, C: gl.constexpr, WARPS: gl.constexpr = 4):
+    """The place of that tile."""
+    start_q, len_q, start_k, len_k = b * 0, sizes[5], b * 0, sizes[6]
+    head, tile = hear(message, turn, 1, WARPS), hear(message, turn, 2, WARPS)
+    if C.uneven:
+        start_q, len_q = hear(message, turn, 3, WARPS), hear(message, turn, 4, WARPS)
+        start_k, len_k = hear(message, turn, 5, WARPS), hear(message, turn, 6, WARPS)
+    forget(message, turn)
+    return b, head, tile, start_q, len_q, start_k, len_k, _shift(len_q, len_k, C)
 
 
 @gluon.jit
@@ -89,10 +92,10 @@ def pages_of(table, place, n, C: gl.constexpr):
     """The pages of a tile of keys from `n` on, in order, one in each lane of a warp: -1, where TMA reads 0, for those of which the tile of queries
     sees nothing, since the table may say anything there, and where the tile has no more."""
     entries, columns = table
-    b, _, tile_m, _, len_q, _, len_k, _ = place
+    b, _, tile_m, _, _, _, len_k, shift = place
     first = 0
     if C.left >= 0:
-        first, _ = key_span(tile_m * C.m + (0 if C.top_left else len_k - len_q), 0, len_k, C.left, -1)
+        first, _ = key_span(tile_m * C.m + shift, 0, len_k, C.left, -1)
     PARTS: gl.constexpr = C.parts
     ROWS: gl.constexpr = C.n // PARTS
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
@@ -120,7 +123,7 @@ def key_steps(place, map_ptr, map_strides, C: gl.constexpr):
     One at least, so that a row that sees nothing comes to its end too.
     """
     N: gl.constexpr = C.n
-    b, head, tile_m, _, len_q, _, len_k, _ = place
+    b, head, tile_m, _, _, _, len_k, shift = place
     row = tile_m  # without a map nobody looks
     if C.mapped:
         row = map_row(map_ptr, map_strides, b, head, tile_m)
@@ -131,9 +134,6 @@ def key_steps(place, map_ptr, map_strides, C: gl.constexpr):
         bare = gl.where(part > 0, whole, gl.maximum(whole - 1, 0))
         low = part * 0
     else:
-        shift = len_k - len_q
-        if C.top_left:
-            shift = shift * 0
         row_first, row_last = tile_m * C.m + shift, tile_m * C.m + C.m - 1 + shift
         first, last = key_span(row_first, row_last, len_k, C.left, C.right)
         inner, outer = inner_span(row_first, row_last, len_k, C.left, C.right, N)
@@ -156,6 +156,28 @@ def tile_at(x, steps, map_strides, C: gl.constexpr):
     else:
         tile = top - x
     return tile
+
+
+@gluon.jit
+def base_of(top):
+    """What is subtracted from scores. A row that has seen no key yet: -inf minus -inf is NaN."""
+    return gl.where(top == float("-inf"), 0.0, top)
+
+
+@gluon.jit
+def outgrown(sums, top, alarms, MOST: gl.constexpr):
+    """Whether weights over `top` come near what their dtype holds, or a row has no `top` of its own yet: in any of a warpgroup's four warps.
+
+    A softmax may be taken over any number that keeps its weights within their dtype's range. So a maximum is only found where this says so, and a tile
+    done again over it: for the others that is a comparison, two shuffles, and a product of the output less.
+    sums     [64, 8] of weights, each of a few
+    alarms   four words in shared memory
+    """
+    unsettled = gl.convert_layout(top, gl.SliceLayout(1, sums.type.layout)) == float("-inf")
+    bad = (unsettled[:, None] | (sums > MOST)).to(gl.int32)
+    bad = gl.max(bad.reshape([4, 2, 64]), 1)  # the rows of a thread, and then of a warp: one instruction
+    alarms.store(gl.max(bad, 1))
+    return gl.max(alarms.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > 0
 
 
 @gluon.jit

@@ -31,6 +31,19 @@ def pair_bytes(text: str) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
+def only_adds(text: str) -> bool:
+    """Whether a text is a score and what it reads, as a bias is: scores that nothing else moves grow little from one tile of keys to the next."""
+    return set(re.findall(r"aten\.(\w+)\.", text)) <= {"index", "add", "_to_copy"}
+
+
+@functools.lru_cache(maxsize=1024)
+def only_compares(text: str) -> bool:
+    """Whether a mask compares places and what it reads of them, as one of documents does, and no more."""
+    places, truths = {"index", "add", "sub", "clamp", "_to_copy"}, {"bitwise_and", "bitwise_or", "logical_and", "logical_or", "logical_not"}
+    return set(re.findall(r"aten\.(\w+)\.", text)) <= places | truths | {"eq", "ne", "ge", "gt", "le", "lt"}
+
+
+@functools.lru_cache(maxsize=1024)
 def gathers(text: str) -> bool:
     """Whether a text reads at a place it has computed, as a table of distances is."""
     return any(re.search(r"\bv\d+\b", indices) for indices in re.findall(r"aten\.index\.Tensor\(\w+, \[([^\]]*)\]", text))
