@@ -426,9 +426,10 @@ def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operand
     wanted = tuple(t.requires_grad for t in x.score)
     grads, sums = mods.gradients(x.score, wanted)
     delta = None
-    if q.numel() and k.numel():
+    if q.numel():
         lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, dk, dv, dq, out)]  # [batch, heads, len, dim]
         *lead, delta, lse2 = *lead[:7], *statistics(p, lead[7], lead[3], lse, d_lse, LOG2E.value)
+    if q.numel() and k.numel():
         sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
         reads = mods.captured(x.mask), mods.captured(x.score)
         for one in plan:  # what the score reads gets its gradient where dS is computed over keys
