@@ -162,7 +162,7 @@ def allowed(most: int) -> int:
 
 
 HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of them outside of the loops that matter; the newest ptxas spills more
-    "d64": (64, False, {}, 0),
+    "d64": (64, False, {}, 8),
     "d64 causal": (64, False, {"band": Causal(), "len_q": 16384}, 0),
     "d64 short causal": (64, False, {"band": Causal(), "len_q": 1024}, 0),
     "d128": (128, False, {}, 0),
@@ -171,18 +171,18 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d128 window": (128, False, {"band": Window(1024)}, 0),
     "d128 packed": (128, True, {"band": Causal()}, 0),
     "d128 softcap": (128, False, {"band": Causal(), "score": scores.Softcap(30.0)}, 0),
-    "d128 ALiBi": (128, False, {"band": Causal(), "score": scores.ALiBi(meta(32, dtype=FP32))}, 16),
+    "d128 ALiBi": (128, False, {"band": Causal(), "score": scores.ALiBi(meta(32, dtype=FP32))}, 0),
     "d128 document": (128, False, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, 312),
     "d256": (256, False, {}, 0),
-    "d256 causal": (256, False, {"band": Causal()}, 16),
+    "d256 causal": (256, False, {"band": Causal()}, 44),
     "d64 bias": (64, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 0),
     "d128 heads alone": (128, False, {"mask": masks.MaskMod(lambda b, h, i, j: h == 2), "score": scores.ScoreMod(lambda s, b, h, i, j: h.float())}, 0),
     "d128 activation": (128, False, {"score": scores.ScoreMod(lambda s, b, h, i, j: torch.log(torch.nn.functional.gelu(s) + 1.0))}, 0),
-    "d128 bias": (128, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 148),
+    "d128 bias": (128, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 60),
     "d128 bias, causal": (128, False, {"band": Causal(), "score": scores.Bias(meta(32, 4096, 4096))}, 0),
     "d128 bias, packed": (128, True, {"band": Causal(), "score": scores.Bias(meta(4, 1, 4096, 4096))}, 0),
     "d128 bias in fp32": (128, False, {"score": scores.Bias(meta(4096, 4096, dtype=FP32))}, 0),
-    "d256 bias": (256, False, {"score": scores.Bias(meta(4096, 4096))}, 52),
+    "d256 bias": (256, False, {"score": scores.Bias(meta(4096, 4096))}, 24),
 }
 
 
@@ -193,7 +193,10 @@ def test_hopper_prefill(dim, packed, how, most):
     assert facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     steps = (dim // 16) + (tiles.n // 16)  # of one tile of scores, and of one of the output
-    assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and "mma.sync" not in facts.ptx
+    bold = dim <= 128 and ("score" not in how or hopper_prefill.only_adds(how["score"].static().text))
+    again = tiles.groups * (dim // 16) if bold else 0  # the scores of a tile that is done over another maximum
+    once = facts.wgmma - again
+    assert once % steps == 0 and once >= 2 * steps * tiles.groups and "mma.sync" not in facts.ptx
     assert facts.tma_loads and "cp.async.cg" not in facts.ptx and (packed or "cp.async.bulk.tensor.4d.global" in facts.ptx)
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
     assert max(int(number) for number in re.findall(r"bar(?:rier)?\.sync\s+(\d+)(?:, 128)?;", facts.ptx)) < 6  # hardware barriers: the rest is ours
@@ -203,15 +206,15 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
     "d64": (64, 16, {}, 0),
     "d64, pages of 8": (64, 8, {}, 0),
     "d128": (128, 16, {}, 0),
-    "d128, pages of 8": (128, 8, {}, 0),
+    "d128, pages of 8": (128, 8, {}, 136),
     "d128, pages of 128": (128, 128, {}, 0),
     "d128, pages of 1024": (128, 1024, {}, 0),
     "d128 window": (128, 16, {"band": Window(1024)}, 0),
     "d128 full": (128, 16, {"band": Full()}, 0),
-    "d128, few": (128, 16, {"len_q": 64}, 8),
+    "d128, few": (128, 16, {"len_q": 64}, 0),
     "d128 softcap": (128, 16, {"score": scores.Softcap(30.0)}, 0),
-    "d128 document": (128, 16, {"mask": masks.Document(meta(4, 8192, dtype=torch.int32))}, 684),  # packed, without pages: 528
-    "d256": (256, 16, {}, 52),
+    "d128 document": (128, 16, {"mask": masks.Document(meta(4, 8192, dtype=torch.int32))}, 576),  # packed, without pages: 528
+    "d256": (256, 16, {}, 0),
     "d256, pages of 8": (256, 8, {}, 52),
 }
 
@@ -247,23 +250,26 @@ def test_hopper_has_room_for_a_bias(dim, dim_v, dtype):
 
 @pytest.mark.parametrize(("dtype", "widening"), [(BF16, "and.b32 %r\\d+, %r\\d+, 0xffff0000;"), (torch.float16, "cvt.f32.f16")], ids=["bf16", "fp16"])
 def test_hopper_takes_a_bias_by_matrices(dtype, widening):
-    """Of a tile of 64 x 128 in 128 threads 8 loads of four matrices, and of each value an instruction that widens it and a multiply-add."""
+    """Of a tile of 64 x 128 in 128 threads 8 loads of four matrices, and of each value an instruction that widens it and a multiply-add.
+
+    Two warpgroups have it in three places: the first tile, the others, and those done again over another maximum.
+    """
     _, plain = prefill("sm_90", 128, module=hopper_prefill, band=Full())
     _, facts = prefill("sm_90", 128, module=hopper_prefill, band=Full(), score=scores.Bias(meta(4, 32, 4096, 4096, dtype=dtype)))
     count = [f.ptx.count("ldmatrix.sync.aligned.m8n8.x4") for f in (plain, facts)]
-    assert count[1] - count[0] == 8 * 2 * 2  # two warpgroups, the first tile and the others
-    assert len(re.findall(widening, facts.ptx)) == 64 * 2 * 2 // (2 if dtype == BF16 else 1)  # beside a shift of bf16's other half
+    assert count[1] - count[0] == 8 * 2 * 3
+    assert len(re.findall(widening, facts.ptx)) == 64 * 2 * 3 // (2 if dtype == BF16 else 1)  # beside a shift of bf16's other half
     assert facts.ptx.count("ld.global") == plain.ptx.count("ld.global")
-    assert facts.ptx.count("fma.rn.f32") - plain.ptx.count("fma.rn.f32") == 64 * 2 * 2
+    assert facts.ptx.count("fma.rn.f32") - plain.ptx.count("fma.rn.f32") == 64 * 2 * 3
     assert facts.tma_loads - plain.tma_loads == 2 * 2 * 2  # a box of 64 columns for each half of a tile
 
 
 BACKWARD = {  # head dimension, packed, and bytes that ptxas may spill, stores and loads together
-    "d64 full": (64, False, Full(), 252),
-    "d64 causal": (64, False, Causal(), 352),
-    "d128 full": (128, False, Full(), 260),
-    "d128 causal": (128, False, Causal(), 340),
-    "d128 packed": (128, True, Causal(), 456),
+    "d64 full": (64, False, Full(), 236),
+    "d64 causal": (64, False, Causal(), 284),
+    "d128 full": (128, False, Full(), 120),
+    "d128 causal": (128, False, Causal(), 212),
+    "d128 packed": (128, True, Causal(), 396),
 }
 
 
@@ -292,11 +298,11 @@ def test_hopper_backward(dim, packed, band, most):
 
 
 WIDE = {  # head dimension, that of values, packed, and bytes that the passes of dV, dK and dQ may spill, all of them outside of the loops
-    "d256 full": (256, 256, False, Full(), (0, 80, 40)),
-    "d256 causal": (256, 256, False, Causal(), (0, 36, 56)),
-    "d256 window": (256, 256, False, Window(1024), (0, 92, 56)),
-    "d256 packed": (256, 256, True, Causal(), (0, 280, 128)),
-    "d192 and 128": (192, 128, False, Causal(), (0, 0, 64)),
+    "d256 full": (256, 256, False, Full(), (0, 12, 12)),
+    "d256 causal": (256, 256, False, Causal(), (0, 20, 52)),
+    "d256 window": (256, 256, False, Window(1024), (0, 60, 60)),
+    "d256 packed": (256, 256, True, Causal(), (28, 208, 84)),
+    "d192 and 128": (192, 128, False, Causal(), (0, 0, 12)),
 }
 
 
@@ -331,7 +337,7 @@ def prefill_fp8(dim, mask, share=0):
 def test_hopper_fp8(dim, mask, share):
     """Both products in e4m3; V turned by whole matrices, two byte permutations for two registers; weights packed by the conversion alone."""
     tiles, facts = prefill_fp8(dim, mask, share)
-    assert facts.spills <= allowed(0 if dim < 256 else 150), f"{tiles}: {facts.spills} bytes"
+    assert facts.spills <= allowed(0 if dim < 256 else 12), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     steps = dim // 32 + tiles.n // 32  # of one tile of scores, and of one of the output
     assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and facts.ptx.count(".f32.e4m3.e4m3 ") == facts.wgmma

@@ -240,13 +240,14 @@ STEEP = [  # the largest score of the tile taken first, or of all before, is not
     Case((2, 64, 2, EACH), 200, 263, steep=-300.0),  # the first row of a tile of queries sees nothing of the tiles that need the mask
     Case((2, 64, 2, EACH), 200, 263, dim=128, dtype=FP16, steep=-300.0),
     Case((2, 64, 2, FEW), 300, 400, Window(250), steep=900.0),
-    Case((2, 32, 2, EACH), 200, 300, Window(150, 31), dtype=FP16, steep=-900.0),
+    Case((2, 32, 2, EACH), 200, 300, Window(150, 31), dtype=FP16, steep=900.0),
     Case((2, 64, 2, EACH), lengths=((100, 70), (163, 197)), dtype=FP16, steep=600.0),
     Case((2, 64, 2, EACH), lengths=((100, 0, 70), (163, 9, 197)), steep=-600.0),
     Case((1, 64, 2, FEW), lengths=(70, 0, 5, 400), mask=Full(), steep=500.0),
     Case((1, 64, 2, FEW), 200, 263, MaskMod(lambda b, h, i, j: (j < 128) | (i % 2 > 0)), steep=-300.0),
+    Case((2, 64, 2, EACH), lengths=(130, 0, 300), used=(90, 0, 250), mask=MaskMod(lambda b, h, i, j: (j < 128) | (i % 3 > 0)), steep=800.0),
     Case((2, 64, 2, FEW), 136, 392, Full(), batch=2, score=bias(2, 2, 136, 392), steep=500.0),
-    Case((2, 64, 2, EACH), 200, 328, dtype=FP16, score=bias(2, 2, 200, 328, dtype=FP16, causal=True), steep=500.0),
+    Case((2, 64, 2, EACH), 200, 328, dtype=FP16, batch=2, score=bias(2, 2, 200, 328, dtype=FP16, causal=True), steep=500.0),
     Case((2, 64, 2, EACH), lengths=((104, 72), (167, 199)), score=bias(2, 2, 104, 200), steep=-600.0),
     Case((2, 64, 2, EACH), 136, 200, Full(), score=Bias(BLIND), steep=-300.0),
     Case((2, 64, 2, EACH), 136, 392, Full(), score=chain(None, Softcap(300.0), None), steep=2000.0),
@@ -304,7 +305,6 @@ WINDOW = Case((2, 64, 2, FEW), 200, 300, Window(100))
 WIDE = Case((2, 64, 2, FEW), 70, 130, Full(), dim=256, heads=(9, 1))
 SPLIT = MODS[-2]
 UNEVEN = Case((1, 64, 2, EACH), lengths=(70, 0, 5, 200))
-EMPTY = Case((1, 64, 2, FEW), lengths=(70, 0, 5, 200), heads=(4, 2))  # the last places of its list have no tiles
 NEIGHBOUR = Case((2, 64, 2, EACH), lengths=(100, 70), used=(90, 70), mask=Full())
 
 WAIT_FOR_SCORES = "        scores = warpgroup_mma_wait(1, deps=[scores])\n"
@@ -317,6 +317,7 @@ RELEASE_QUERIES = "            mbarrier.arrive(q_empty.index(mine), count=1)\n"
 LEFT_BEFORE = "            tma.store_wait(0)  # the tile before has left\n"
 LEFT = "            tma.store_wait(0)\n"
 NEXT = "        b = next_sequence(message, turn, C)\n"
+MESSAGE = "    numbers, full, empty = message\n"
 LOW = "low, 1 + masked + bare, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "
 ATTEND = "        acc, ki, kp, vi, vp = _attend("
 SHRUNK = "    return acc, total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]\n"
@@ -381,12 +382,12 @@ BUGS = [
     Bug("two tiles of as much work have one place", UNEVEN, (("others[None, :] < at[:, None]", "others[None, :] < 0"),)),
     Bug("a tile is drawn twice", SHORT, (("gl.num_programs(0) + gl.inline_asm", "gl.num_programs(0) - 1 + gl.inline_asm"),)),
     Bug("the first tiles are drawn again", SHORT, (("gl.num_programs(0) + gl.inline_asm", "gl.inline_asm"),)),
-    Bug("the next tile is told before the one before was heard", EMPTY, (("    mbarrier.wait(empty.index(index), turn // 2 % 2 ^ 1)\n", ""),)),
+    Bug("the next tile is told before the one before was heard", SHORT, (("    mbarrier.wait(empty.index(index), turn // 2 % 2 ^ 1)\n", ""),)),
     Bug("the next tile is not waited for", SHORT, (("    if N == 0:\n        mbarrier.wait(full.index(index), turn // 2 % 2)\n", ""),)),
     Bug("nobody says that the next tile was heard", SHORT, (("    mbarrier.arrive(empty.index(turn % 2), count=1)\n", "    pass\n"),)),
-    Bug("the next tile is told in one place", SHORT, (("    numbers, full, empty = message\n    index = turn % 2\n", "    numbers, full, empty = message\n    index = 0\n"),)),
+    Bug("the next tile is told in the place of the one before", SHORT, ((MESSAGE + "    index = turn % 2\n", MESSAGE + "    index = 0\n"),)),
     Bug("the end is never told", FULL, (("    tell(message, turn, (gl.to_tensor(-1),))\n", ""),)),
-    Bug("the length of a sequence is not told", UNEVEN, (("hear(message, turn, 3, WARPS), hear(message, turn, 4, WARPS)", "hear(message, turn, 3, WARPS), len_q"),)),
+    Bug("how long a sequence is has not been heard", UNEVEN, (("turn, 3, WARPS), hear(message, turn, 4, WARPS)", "turn, 3, WARPS), len_q"),)),
 ]  # fmt: skip
 
 READ = "        tile = _tile(t_ring, ki, kp, C, s_layout)\n        n = 0"
@@ -410,25 +411,27 @@ BUGS += [
     Bug("all sequences read the first one's", TILED[3], (("[b * steps[0], head", "[b * 0, head"),)),
 ]  # fmt: skip
 
+RISING, SLOWLY, TILED_RISING = STEEP[0], STEEP[1], STEEP[-5]
+UNSETTLED = [STEEP[7], STEEP[8], STEEP[14], STEEP[-2]]
 ALARM = "    return gl.max(alarms.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > 0\n"
 AGAIN = "                acc, total = _shrunk(acc, total, shrink, C)\n"
 IF_OUTGROWN = "            if outgrown("
 BUGS += [
-    *(Bug("the alarm is never raised", case, ((ALARM, "    return alarms is None\n"),)) for case in (STEEP[0], STEEP[2], STEEP[15])),
-    Bug("one warp's alarm counts", STEEP[0], ((ALARM, ALARM.replace("gl.max(", "").replace(", 0) > 0", "[3] > 0")),)),
-    Bug("weights may be larger than float16 holds", STEEP[1], (("MOST = gl.constexpr(2.0**14)", "MOST = gl.constexpr(2.0**20)"),)),
-    Bug("the output does not shrink after an alarm", STEEP[0], ((AGAIN, AGAIN.replace("acc, total =", "_, total =")),)),
-    Bug("the sum does not shrink after an alarm", STEEP[0], ((AGAIN, AGAIN.replace("acc, total =", "acc, _ =")),)),
-    Bug("weights stay what they were after an alarm", STEEP[0], ((AGAIN + "                words, sums =", AGAIN + "                _, sums ="),)),
-    Bug("sums stay what they were after an alarm", STEEP[0], ((AGAIN + "                words, sums =", AGAIN + "                words, _ ="),)),
-    Bug("a tile is done again without what its score adds", STEEP[15], (
+    *(Bug("the alarm is never raised", case, ((ALARM, "    return alarms is None\n"),)) for case in (RISING, RISING._replace(dtype=FP16), TILED_RISING)),
+    Bug("one warp's alarm counts", RISING, ((ALARM, ALARM.replace("gl.max(", "").replace(", 0) > 0", "[3] > 0")),)),
+    Bug("weights may be larger than float16 holds", SLOWLY, (("MOST = gl.constexpr(2.0**14)", "MOST = gl.constexpr(2.0**20)"),)),
+    Bug("the output does not shrink after an alarm", RISING, ((AGAIN, AGAIN.replace("acc, total =", "_, total =")),)),
+    Bug("the sum does not shrink after an alarm", RISING, ((AGAIN, AGAIN.replace("acc, total =", "acc, _ =")),)),
+    Bug("weights stay what they were after an alarm", RISING, ((AGAIN + "                words, sums =", AGAIN + "                _, sums ="),)),
+    Bug("sums stay what they were after an alarm", RISING, ((AGAIN + "                words, sums =", AGAIN + "                words, _ ="),)),
+    Bug("a tile is done again without what its score adds", TILED_RISING, (
         ("                scores = _scored(scores, n, call, of, _tile(t_ring, ki, kp, C, s_layout), SCORE, C, s_layout)\n", ""),
     )),
-    Bug("K is released before a tile may be done again", STEEP[0], ((RELEASE_KEYS, ""), (IF_OUTGROWN, RELEASE_KEYS + IF_OUTGROWN))),
-    Bug("the third ring is released before a tile may be done again", STEEP[15], (
+    Bug("K is released before a tile may be done again", RISING, ((RELEASE_KEYS, ""), (IF_OUTGROWN, RELEASE_KEYS + IF_OUTGROWN))),
+    Bug("the third ring is released before a tile may be done again", TILED_RISING, (
         (RELEASE_TILE, "                pass\n"), (IF_OUTGROWN, f"            if t_ring is not None:\n{RELEASE_TILE}{IF_OUTGROWN}"),
     )),
-    *(Bug("a row without a maximum of its own is taken for settled", case, (("unsettled[:, None] | (sums", "(sums"),)) for case in STEEP[7:9] + [STEEP[14], STEEP[18]]),
+    *(Bug("a row without a maximum of its own is taken for settled", case, (("unsettled[:, None] | (sums", "(sums"),)) for case in UNSETTLED),
 ]  # fmt: skip
 
 
