@@ -213,7 +213,7 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
     "d128 full": (128, 16, {"band": Full()}, 0),
     "d128, few": (128, 16, {"len_q": 64}, 0),
     "d128 softcap": (128, 16, {"score": scores.Softcap(30.0)}, 0),
-    "d128 document": (128, 16, {"mask": masks.Document(meta(4, 8192, dtype=torch.int32))}, 576),  # packed, without pages: 528
+    "d128 document": (128, 16, {"mask": masks.Document(meta(4, 8192, dtype=torch.int32))}, 576),  # packed, without pages: 548
     "d256": (256, 16, {}, 0),
     "d256, pages of 8": (256, 8, {}, 52),
 }
