@@ -1,4 +1,4 @@
-"""What a program of a Hopper kernel has to do: the tiles that are its turns, the key tiles of a tile of queries, and the mask of scores in registers.
+"""What a program of a Hopper kernel has to do: the tiles that it draws, the key tiles of a tile of queries, and the mask of scores in registers.
 
 `C` is the kernel's `Shape`. `sizes`: tiles, tiles of a head, heads side by side, heads, heads that share K and V, len_q, len_k, batch x heads, and the
 first of these.
