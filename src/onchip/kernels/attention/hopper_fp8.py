@@ -143,7 +143,7 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, message, counter, size
 
 
 @gluon.jit
-def _transpose(v_ring, t_ring, message, sizes, lengths, C: gl.constexpr):
+def _transpose(v_ring, t_ring, message, sizes, C: gl.constexpr):
     values, v_full, v_empty = v_ring
     turned, t_full = t_ring
     LAYOUT: gl.constexpr = C.pairs_of_v
@@ -265,9 +265,6 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     steps = key_steps(place, None, (0, 0, 0), C)
     first, masked, bare, low, _ = steps
     rows = tile_m * C.m + GROUP * 64 + gl.arange(0, 64, layout=row_layout)
-    shift = len_k - len_q
-    if C.top_left:
-        shift = shift * 0
 
     q_scale, k_scale, v_scale, v_most, strides, each_q = scales
     q_strides, k_strides, v_strides, most_strides = strides
@@ -319,7 +316,7 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
 
 
 @gluon.jit
-def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, message, lse_ptr, lse_strides, scale, scales, sizes, lengths, C: gl.constexpr, GROUP: gl.constexpr):
+def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, message, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
     queries, q_full, q_empty = q_ring
     DV: gl.constexpr = t_ring[0].shape[1]
     q = queries.index(GROUP).reshape([64, queries.shape[-1]])
@@ -367,8 +364,8 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_sc
     if C.groups == 1:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
-                (_transpose, (v_ring, t_ring, told, sizes, lengths, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
+                (_transpose, (v_ring, t_ring, told, sizes, C)),
                 (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
             ],
             [C.helpers, 1],
@@ -377,9 +374,9 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_sc
     elif C.groups == 2:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 1)),
-                (_transpose, (v_ring, t_ring, told, sizes, lengths, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 1)),
+                (_transpose, (v_ring, t_ring, told, sizes, C)),
                 (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
             ],
             [4, C.helpers, 1],
@@ -388,10 +385,10 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_sc
     else:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 0)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 1)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, lengths, C, 2)),
-                (_transpose, (v_ring, t_ring, told, sizes, lengths, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 1)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 2)),
+                (_transpose, (v_ring, t_ring, told, sizes, C)),
                 (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
             ],
             [4, 4, C.helpers, 1],
