@@ -157,8 +157,8 @@ def test_every_gpu_has_tiles_that_fit(name, dtype, dim):
 
 
 def allowed(most: int) -> int:
-    """Bytes of spills; by the newest Triton's ptxas several times as many, most of them the backward kernel's."""
-    return max(most, 2400) if NEWEST else most
+    """Bytes of spills; by the newest Triton's ptxas several times as many, most of them the backward kernel's and those of three warpgroups at 64."""
+    return max(most, 2600) if NEWEST else most
 
 
 HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of them outside of the loops that matter; the newest ptxas spills more
