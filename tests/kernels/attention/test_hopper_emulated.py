@@ -316,7 +316,7 @@ WAIT_FOR_OUTPUT = ALL_BUT_DONE + ": its first operand is read from registers, wh
 RELEASE_QUERIES = "            mbarrier.arrive(q_empty.index(mine), count=1)\n"
 LEFT_BEFORE = "            tma.store_wait(0)  # the tile before has left\n"
 LEFT = "            tma.store_wait(0)\n"
-NEXT = "        b = next_sequence(message, turn, C)\n"
+NEXT = "        b = next_sequence(message, turn)\n"
 MESSAGE = "    numbers, full, empty = message\n"
 LOW = "low, 1 + masked + bare, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "
 ATTEND = "        acc, ki, kp, vi, vp = _attend("

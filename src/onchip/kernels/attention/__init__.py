@@ -120,6 +120,7 @@ def _score_on_hopper(p: Attention) -> str | None:
 
 
 def _sums_in_any_order(p: Attention) -> str | None:
+    """Up to 128 one kernel makes all gradients and adds dQ up in memory; beyond, each has a pass of its own."""
     asked = [extra for extra in ("batch_invariant", "deterministic") if extra in p.extras]
     if asked and max(p.dim, p.value_dim) <= 128:
         return f"no {', '.join(asked)} for heads of at most 128: dQ is summed in any order there"

@@ -149,7 +149,7 @@ def _transpose(v_ring, t_ring, message, sizes, C: gl.constexpr):
     LAYOUT: gl.constexpr = C.pairs_of_v
     vi, vp, used = 0, 0, 0
     turn = 0
-    b = next_sequence(message, turn, C, C.helpers)
+    b = next_sequence(message, turn, C.helpers)
     while b >= 0:
         place = place_of(message, turn, b, sizes, C, C.helpers)
         _, masked, bare, low, _ = key_steps(place, None, (0, 0, 0), C)
@@ -163,7 +163,7 @@ def _transpose(v_ring, t_ring, message, sizes, C: gl.constexpr):
             vi, vp = advance(vi, vp, C.stages)
             used += 1
         turn += 1
-        b = next_sequence(message, turn, C, C.helpers)
+        b = next_sequence(message, turn, C.helpers)
 
 
 # ---- device: a computing warpgroup
@@ -324,7 +324,7 @@ def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, message, lse_ptr, lse_st
     qp, ki, kp, vi, vp = 0, 0, 0, 0, 0
     first_turn(GROUP, C.groups)
     turn = 0
-    b = next_sequence(message, turn, C)
+    b = next_sequence(message, turn)
     while b >= 0:
         place = place_of(message, turn, b, sizes, C)
         b, head, tile_m, _, _, _, _, _ = place
@@ -337,7 +337,7 @@ def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, message, lse_ptr, lse_st
         tma_store(o_desc, [b, head, tile_m * C.m + GROUP * 64, 0], buffer)
         qp ^= 1
         turn += 1
-        b = next_sequence(message, turn, C)
+        b = next_sequence(message, turn)
     tma.store_wait(0)
 
 

@@ -410,7 +410,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
     ki, kp, vi, vp = 0, 0, 0, 0
     first_turn(GROUP, C.groups)
     turn = 0
-    b = next_sequence(message, turn, C)
+    b = next_sequence(message, turn)
     while b >= 0:
         place = place_of(message, turn, b, sizes, C)
         b, head, tile_m, start_q, len_q, _, _, _ = place
@@ -439,7 +439,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(mine), count=1)
         turn += 1
-        b = next_sequence(message, turn, C)
+        b = next_sequence(message, turn)
     tma.store_wait(0)
 
 

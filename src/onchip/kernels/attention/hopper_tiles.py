@@ -70,7 +70,7 @@ def _shift(len_q, len_k, C: gl.constexpr):
 
 
 @gluon.jit
-def next_sequence(message, turn, C: gl.constexpr, WARPS: gl.constexpr = 4):
+def next_sequence(message, turn, WARPS: gl.constexpr = 4):
     """The sequence of this program's next tile, as the copying warp tells it (to find it takes four divisions); -1: there is none."""
     return hear(message, turn, 0, WARPS)
 
