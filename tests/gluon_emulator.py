@@ -650,6 +650,8 @@ class Emulator:
             return count(*args)
         if code == "redux.sync.or.b32 $0, $1, 0xffffffff;":
             return args[0]
+        if code == "lg2.approx.ftz.f32 $0, $1;":
+            return Tensor(torch.as_tensor(raw(args[0]), dtype=torch.float32).log2())
         if code.startswith("prmt.b32 $0"):
             return _shuffled(args[0], code)
         if found := re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32 a, \$2, \$1; cvt\.rn\.satfinite\.e4m3x2\.f32 b, \$4, \$3; mov\.b32 \$0, {a, b};", code):

@@ -283,6 +283,12 @@ def transpose_bytes(tile, out, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def logarithm(x):
+    """log2 of float32, within 2^-22: gl.log2's polynomial is a chain of fifteen instructions."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def in_order(x):
     """Columns of an accumulator in the order of `transpose_bytes`: a thread keeps its own."""
     M: gl.constexpr = x.shape[0]
@@ -364,6 +370,6 @@ def block(dim: int) -> int:
 __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
     "columns_back", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order",
-    "mbarrier", "message", "reclaim", "release", "release_after", "ring", "scale_rows", "take_turn", "tell", "tma", "tma_add", "tma_load", "tma_store",
-    "transpose_bytes", "turn_over", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "widened",
+    "logarithm", "mbarrier", "message", "reclaim", "release", "release_after", "ring", "scale_rows", "take_turn", "tell", "tma", "tma_add", "tma_load",
+    "tma_store", "transpose_bytes", "turn_over", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

@@ -37,6 +37,7 @@ from onchip.kernels.hopper import (
     gl,
     gluon,
     in_order,
+    logarithm,
     mbarrier,
     message,
     reclaim,
@@ -202,13 +203,14 @@ def _weigh(scores, base, factor, v_scale, C: gl.constexpr):
     N: gl.constexpr = C.n
     base = base - RAISED
     if C.each_v > 1:
-        base = base - gl.log2(v_scale)
+        v_log = logarithm(v_scale)
+        base = base - v_log
     weights = gl.exp2(scores * factor[:, None] - base[:, None])
     sums = gl.sum(weights.reshape([64, N // 8, 8]), 1)
     if C.each_v == 1:
         weights = weights * v_scale
     elif C.each_v > 1:
-        sums = sums * (1.0 / v_scale)
+        sums = sums * gl.exp2(-v_log)
     return as_words(in_order(weights)), sums
 
 
@@ -400,12 +402,16 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_sc
 
 TILES = ((64, (2, 128, 3, 4)), (128, (2, 128, 3, 4)), (256, (2, 64, 2, 2)))  # groups, keys a tile, stages and helpers, by head dimension up to
 LAZILY = ((64, 0), (256, 64))
+LONG_64 = (3, 128, 3, 2)
+SHORT = 4096  # queries of a causal problem: smaller tiles are more even
 REGISTERS = {(1, 2): (0, 72), (1, 4): (0, 56), (2, 2): (216, 72), (2, 4): (216, 56), (3, 2): (144, 72), (3, 4): (136, 56)}  # by groups and helpers
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
     groups, n, stages, helpers = pick(TILES, p.dim)
+    if p.dim <= 64 and p.mask.left is None and (p.len_q > SHORT or p.mask.right is None):
+        groups, n, stages, helpers = LONG_64
     if p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
         groups = 1
     return [Tiles(groups, n, stages, programs_of(device), helpers)]
