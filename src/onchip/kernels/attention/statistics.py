@@ -49,6 +49,23 @@ def _finish(sums_ptr, dq_ptr, factor, first, heads, len_q, sums_strides, dq_stri
     tl.store(dq_ptr + rows.to(tl.int64)[:, None] * dq_strides[2] + dims[None, :], sums.to(dq_ptr.dtype.element_ty), mask=there & (dims < D)[None, :])
 
 
+@triton.jit
+def _finish_pieces(sums_ptr, dq_ptr, factor, heads, len_q, groups, dq_strides, D: tl.constexpr, HALVES: tl.constexpr, GROUPS: tl.constexpr):
+    """dQ = factor times its float32 sums, which lie in the order of the threads that made them: see `finish_pieces`."""
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    first = tl.program_id(0) * GROUPS
+    at = tl.arange(0, HALVES * GROUPS * 512)
+    half, group, place = at // (GROUPS * 512), first + at // 512 % GROUPS, at % 512
+    sums_ptr += tl.program_id(1).to(tl.int64) * (HALVES * groups * 512)
+    sums = tl.load(sums_ptr + (half * groups + group).to(tl.int64) * 512 + place, mask=group < groups, other=0.0) * factor
+    sums = tl.reshape(sums, [HALVES, GROUPS, 4, 8, 4, 2, 2])  # warp, row of 8, pair of columns; which 8 rows, which of the pair: rows are of the head
+    sums = tl.reshape(tl.permute(sums, (1, 4, 6, 0, 2, 5, 3)), [GROUPS * 8, HALVES * 64])
+    rows, dims = first * 8 + tl.arange(0, GROUPS * 8), tl.arange(0, HALVES * 64)
+    dq_ptr += batch.to(tl.int64) * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
+    there = (rows < len_q)[:, None] & (dims < D)[None, :]
+    tl.store(dq_ptr + rows.to(tl.int64)[:, None] * dq_strides[2] + dims[None, :], sums.to(dq_ptr.dtype.element_ty), mask=there)
+
+
 def statistics(p, out, d_out, lse, d_lse, unit: float, tile: int = 1, phases: int = 1):
     """delta and LSE times `unit`, float32 [batch, heads, rows] of `out` and `d_out` [batch, heads, rows, dim]; rows are filled up to whole tiles,
     with rows that see nothing. `phases` of a batch of one: [1, phases * heads, rows], the heads once from row 0 on, once from row 1, and so on."""
@@ -75,6 +92,19 @@ def finish(sums, dq, factor: float, first: int) -> None:
     _finish[(triton.cdiv(rows, 4096 // columns), count)](
         sums, dq, factor, first, dq.shape[1], rows, sums.stride()[:2], dq.stride()[:3], D=dq.shape[3], BLOCK_M=4096 // columns, BLOCK_D=columns
     )  # fmt: skip
+
+
+def finish_pieces(sums, dq, factor: float) -> None:
+    """factor times sums as dq [batch, heads, rows, dim].
+
+    Of a head, float32 [halves of 64 columns, groups of 8 rows, 512]: an accumulator of dQ^T, 64 x 8, as a warpgroup's threads hold it, 4 numbers each.
+    """
+    batch, heads, rows, dim = dq.shape
+    halves = 1 if dim <= 64 else 2
+    groups = sums.shape[1] // (halves * 512)
+    each = 8 // halves
+    grid = (triton.cdiv(triton.cdiv(rows, 8), each), batch * heads)
+    _finish_pieces[grid](sums, dq, factor, heads, rows, groups, dq.stride()[:3], D=dim, HALVES=halves, GROUPS=each)
 
 
 def sink_gradient(sinks, lse, delta):

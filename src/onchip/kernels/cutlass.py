@@ -1,0 +1,164 @@
+"""What kernels in CuTe DSL are made of: shared memory as tensor cores read it, products, copies in bulk, rings of buffers; and a launch that costs little.
+
+A ring is STAGES buffers in shared memory, an mbarrier for each that a copy has filled it and one that every reader has let it go. A number that counts
+the buffers filled (or read) so far is the place in it.
+"""
+
+import ctypes
+
+import cuda.bindings.driver as driver
+import cutlass
+import cutlass.cute as cute
+import torch
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass.cute.runtime import make_ptr
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
+
+DTYPES = {torch.bfloat16: BFloat16, torch.float16: Float16, torch.float32: Float32, torch.int32: Int32}
+ROWS, COLUMNS = OperandMajorMode.K, OperandMajorMode.MN  # which of an operand's places lie side by side: those summed over, or the product's own
+
+# ---- device: shared memory
+
+
+def swizzled(shape: tuple, dtype):
+    """The layout of a tile [rows, columns (, stages)] whose rows lie in pieces of 64 columns, in the order that TMA gives them and tensor cores take them."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    return cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+
+
+def turned(tile):
+    """A tile [rows, columns, ...] as [columns, rows, ...]."""
+    order = [1, 0, *range(2, cute.rank(tile))]
+    return cute.make_tensor(tile.iterator, cute.select(tile.layout, order))
+
+
+# ---- device: products
+
+
+def products(dtype, left, right, groups: tuple, columns: int, registers: bool = False):
+    """Products of 64 x `columns` on tensor cores, each by a warpgroup; `groups`: warpgroups along rows and along columns."""
+    source = warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
+    return make_trivial_tiled_mma(dtype, dtype, left, right, Float32, (*groups, 1), (64, columns), source)
+
+
+def operands(mma, group, left, right):
+    """A warpgroup's part of both, as descriptors of shared memory; the left None: it comes from registers."""
+    part = mma.get_slice(group * 128)
+    first = None if left is None else part.make_fragment_A(part.partition_A(left))
+    return first, part.make_fragment_B(part.partition_B(right))
+
+
+def sums(mma, shape: tuple):
+    """Registers for a product of `shape`."""
+    return cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
+
+
+@cute.jit
+def multiply(mma, out, left, right, fresh: cutlass.Constexpr[bool]):
+    """out += left right, started; `fresh`: out = left right."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, not fresh)
+    for k in cutlass.range_constexpr(cute.size(left.shape[2])):
+        cute.gemm(atom, out, left[None, None, k], right[None, None, k], out)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()
+
+
+def as_left(x):
+    """Registers of a product ((2, 2, columns / 8), 1, 1) as those of a left operand ((2, 2, 2), 1, columns / 16): each thread's own."""
+    return cute.make_tensor(x.iterator, cute.make_layout(((2, 2, 2), 1, cute.size(x) // 8)))
+
+
+def halved(x, dtype):
+    """Float32 registers, rounded."""
+    out = cute.make_rmem_tensor(x.layout, dtype)
+    out.store(x.load().to(dtype))
+    return out
+
+
+def matrix_store(mma, tile, thread, dtype, transpose: bool):
+    """How registers of a product go to shared memory, four 8 x 8 matrices an instruction: a function of registers and of what is behind `tile`'s two modes."""
+    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=transpose, num_matrices=4), dtype)
+    tiled = cute.make_tiled_copy_C(atom, mma)
+    part = tiled.get_slice(thread)
+    there = part.partition_D(tile)
+
+    def store(values, index=None):
+        cute.copy(tiled, tiled.retile(values), there if index is None else there[None, None, None, index])
+
+    return store
+
+
+# ---- device: copies
+
+
+@cute.jit
+def bulk_load(to, start, nbytes: cutlass.Constexpr[int], full):
+    """A row of memory to shared memory, by one thread of a warp; the mbarrier `full` counts its bytes."""
+    with cute.arch.elect_one():
+        code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];"
+        cute.arch.inline_ptx(code, read_only_args=[to, start, Int32(nbytes), full])
+
+
+@cute.jit
+def bulk_add(to, start, nbytes: cutlass.Constexpr[int]):
+    """float32 of shared memory, added to memory by one thread of a warp; a bulk group of its own."""
+    with cute.arch.elect_one():
+        code = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};"
+        cute.arch.inline_ptx(code, read_only_args=[to, start, Int32(nbytes)])
+
+
+def tiles_in(atom, tile, tiles):
+    """What a TMA copy moves: of shared memory `tile` [rows, columns (, stages)], of memory `tiles` [rows, columns (, numbers)]."""
+    return cpasync.tma_partition(atom, 0, cute.make_layout(1), cute.group_modes(tile, 0, 2), cute.group_modes(tiles, 0, 2))
+
+
+@cute.jit
+def expect(full, nbytes: cutlass.Constexpr[int]):
+    """One thread of a warp tells an mbarrier what is to come."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, nbytes)
+
+
+@cute.jit
+def let_go(empty, first):
+    """A warp of readers is done with a buffer; `first`: this is its first thread. Without a branch, beside which ptxas finds no room for products in flight."""
+    cute.arch.inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[empty], predicate=first)
+
+
+# ---- host
+
+_KINDS = {Int32: ctypes.c_int32, Int64: ctypes.c_int64, Float32: ctypes.c_float}
+
+
+class Compiled:
+    """A compiled function of pointers and numbers, on a stream. A launch takes a list of their addresses and nothing of the DSL's own bookkeeping: 20 us."""
+
+    def __init__(self, function, arguments: tuple):
+        """`arguments`: a dtype for each number, ("pointer", dtype, alignment in bytes) for each pointer, a tuple of these for a tuple."""
+        self.compiled = cute.compile(function, *(_example(a) for a in arguments), driver.CUstream(0))
+        self.kinds = [*_flat(arguments), ctypes.c_void_p]
+
+    def __call__(self, *values):
+        """The numbers and addresses, in order and without tuples, on the current stream of the current device."""
+        stream = torch.cuda.current_stream().cuda_stream
+        held = [kind(value) for kind, value in zip(self.kinds, (*values, stream), strict=True)]
+        self.compiled.run_compiled_program([ctypes.addressof(one) for one in held])
+
+
+def _example(argument):
+    if isinstance(argument, tuple) and argument[0] == "pointer":
+        return make_ptr(argument[1], 0, cute.AddressSpace.gmem, assumed_align=argument[2])
+    return tuple(_example(a) for a in argument) if isinstance(argument, tuple) else argument(1)
+
+
+def _flat(arguments: tuple) -> list:
+    found = []
+    for a in arguments:
+        if isinstance(a, tuple) and a[0] == "pointer":
+            found.append(ctypes.c_void_p)
+        else:
+            found += _flat(a) if isinstance(a, tuple) else [_KINDS[a]]
+    return found
