@@ -49,7 +49,7 @@ def operands(mma, group, left, right):
     return first, part.make_fragment_B(part.partition_B(right))
 
 
-def sums(mma, shape: tuple):
+def sums_of(mma, shape: tuple):
     """Registers for a product of `shape`."""
     return cute.make_rmem_tensor(mma.partition_shape_C(shape), Float32)
 
@@ -128,6 +128,20 @@ def let_go(empty, first):
     cute.arch.inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[empty], predicate=first)
 
 
+@cute.jit
+def draw(counter):
+    """The next tile for this program, in one of its warps: each has begun with that of its own number."""
+    code = """{
+        .reg .pred p;
+        .reg .u32 t;
+        setp.eq.u32 p, {$r1}, 0;
+        mov.u32 t, 0;
+        @p atom.relaxed.gpu.global.add.u32 t, [{$r0}], 1;
+        redux.sync.or.b32 {$w0}, t, 0xffffffff;
+    }"""
+    return cute.arch.grid_dim()[0] + cute.arch.inline_ptx(code, write_only_types=[Int32], read_only_args=[counter, cute.arch.lane_idx()])
+
+
 # ---- host
 
 _KINDS = {Int32: ctypes.c_int32, Int64: ctypes.c_int64, Float32: ctypes.c_float}
@@ -136,9 +150,9 @@ _KINDS = {Int32: ctypes.c_int32, Int64: ctypes.c_int64, Float32: ctypes.c_float}
 class Compiled:
     """A compiled function of pointers and numbers, on a stream. A launch takes a list of their addresses and nothing of the DSL's own bookkeeping: 20 us."""
 
-    def __init__(self, function, arguments: tuple):
-        """`arguments`: a dtype for each number, ("pointer", dtype, alignment in bytes) for each pointer, a tuple of these for a tuple."""
-        self.compiled = cute.compile(function, *(_example(a) for a in arguments), driver.CUstream(0))
+    def __init__(self, function, dtype, arguments: tuple, **options):
+        """`arguments`: a type for each number, ("pointer", type, alignment in bytes) for each pointer (None: `dtype`), a tuple of these for a tuple."""
+        self.compiled = cute.compile(function, *(_example(a, dtype) for a in arguments), driver.CUstream(0), **options)
         self.kinds = [*_flat(arguments), ctypes.c_void_p]
 
     def __call__(self, *values):
@@ -148,10 +162,10 @@ class Compiled:
         self.compiled.run_compiled_program([ctypes.addressof(one) for one in held])
 
 
-def _example(argument):
+def _example(argument, dtype):
     if isinstance(argument, tuple) and argument[0] == "pointer":
-        return make_ptr(argument[1], 0, cute.AddressSpace.gmem, assumed_align=argument[2])
-    return tuple(_example(a) for a in argument) if isinstance(argument, tuple) else argument(1)
+        return make_ptr(argument[1] or dtype, 0, cute.AddressSpace.gmem, assumed_align=argument[2])
+    return tuple(_example(a, dtype) for a in argument) if isinstance(argument, tuple) else argument(1)
 
 
 def _flat(arguments: tuple) -> list:

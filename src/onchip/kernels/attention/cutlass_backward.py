@@ -11,14 +11,15 @@ import cuda.bindings.driver as driver
 import cutlass
 import cutlass.cute as cute
 import torch
+import triton
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from onchip.core.device import Device
-from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention.statistics import finish_pieces, sink_gradient, statistics
-from onchip.kernels.attention.tile import describable, ends
+from onchip.kernels.attention.hopper_tiles import programs_of
+from onchip.kernels.attention.statistics import TOGETHER, Spread, finish_pieces, sink_gradient, statistics
+from onchip.kernels.attention.tile import describable, ends, sequence_tiles, together
 from onchip.kernels.cutlass import (
     COLUMNS,
     DTYPES,
@@ -27,6 +28,7 @@ from onchip.kernels.cutlass import (
     as_left,
     bulk_add,
     bulk_load,
+    draw,
     expect,
     halved,
     let_go,
@@ -34,75 +36,121 @@ from onchip.kernels.cutlass import (
     multiply,
     operands,
     products,
-    sums,
+    sums_of,
     swizzled,
     tiles_in,
     turned,
 )
 
 LOG2E = 1.4426950408889634
-WRITTEN, ROOM, SENT = 1, 2, 4  # hardware barriers: dS lies in shared memory; of each warpgroup, its buffer is free; something lies in it
-GROUPS = 2
+GROUPS = 2  # warpgroups that compute, 64 keys each
 COMPUTING = 128 * GROUPS
+SENDING = 160  # threads at a warpgroup's buffer: its own, and the warp that sends what is in it
+# Hardware barriers: that dS lies in shared memory; of each warpgroup, that its buffer is free, that something lies in it, and, two each, that it has made its
+# part of dQ of the step before.
+WRITTEN, ROOM, SENT, READ = 1, 2, 4, 6
+FAR = 1 << 30  # rows of a packed batch's tensors as the copy engine sees them: see `_tensor`
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the device code is compiled for."""
+    """What the device code is compiled for. `late`: dQ of the step before, so that neither warpgroup waits for the other's dS."""
 
     dtype: object
     m: int
     n: int
-    dim: int
     stages: int
+    late: bool
+    dim: int
     left: int
     right: int
     top_left: bool
-    late: bool = False
+    packed: bool = False
+    q_used: bool = False
+    k_used: bool = False
 
     @property
     def width(self):
         """Columns of a tile; those past the head's own are 0."""
         return 64 if self.dim <= 64 else 128
 
+    @property
+    def pad(self):
+        """Rows that each sequence of a packed batch moves on, so that its tiles of LSE, delta and dQ begin at a multiple of 8 and end before the next's."""
+        return self.m + 8
+
+
+class Ring(NamedTuple):
+    """Tiles in shared memory, a row of numbers with each, and what tells that they are filled and let go."""
+
+    tiles: object
+    rows: object
+    full: object
+    empty: object
+
+
+class Still(NamedTuple):
+    """K and V of a tile of keys."""
+
+    k: object
+    v: object
+    k_full: object
+    v_full: object
+    empty: object
+
 
 class Backward:
+    """The kernel for a Shape. Its arguments: `ARGUMENTS`."""
+
     def __init__(self, shape: Shape):
         self.c = shape
-        self.buffers = 2
+        self.piece = shape.m * shape.width // GROUPS  # floats of a step's dQ that a warpgroup makes
 
     @cute.jit
-    def __call__(self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, do_ptr: cute.Pointer, lse_ptr: cute.Pointer, delta_ptr: cute.Pointer,
-                 dq_ptr: cute.Pointer, dk_ptr: cute.Pointer, dv_ptr: cute.Pointer,
-                 batch: Int32, len_q: Int32, len_k: Int32, kv_heads: Int32, group: Int32, pitch: Int32,
+    def __call__(self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, do_ptr: cute.Pointer, dk_ptr: cute.Pointer, dv_ptr: cute.Pointer,
+                 sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
+                 lists: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                  q_strides: tuple[Int64, Int64, Int64], k_strides: tuple[Int64, Int64, Int64], v_strides: tuple[Int64, Int64, Int64],
                  do_strides: tuple[Int64, Int64, Int64], dk_strides: tuple[Int64, Int64, Int64], dv_strides: tuple[Int64, Int64, Int64],
-                 scale: Float32, stream: driver.CUstream):  # fmt: skip
+                 sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], programs: Int32, scale: Float32,
+                 stream: driver.CUstream):  # fmt: skip
         c = self.c
+        _, _, _, batch, kv_heads, group, len_q, len_k, _ = sizes
         heads = kv_heads * group
-
-        def tensor(ptr, length, heads, strides):
-            b, h, s = (cute.assume(x, divby=8) for x in strides)
-            return cute.make_tensor(ptr, cute.make_layout((length, c.dim, heads, batch), stride=(s, 1, h, b)))
-
-        queries, keys = swizzled((c.m, c.width), c.dtype), swizzled((c.n, c.width), c.dtype)
-        half = swizzled((c.n // GROUPS, c.width), c.dtype)
+        queries, keys, half = (swizzled((rows, c.width), c.dtype) for rows in (c.m, c.n, c.n // GROUPS))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q = cpasync.make_tiled_tma_atom(load, tensor(q_ptr, len_q, heads, q_strides), queries, (c.m, c.width))
-        do = cpasync.make_tiled_tma_atom(load, tensor(do_ptr, len_q, heads, do_strides), queries, (c.m, c.width))
-        k = cpasync.make_tiled_tma_atom(load, tensor(k_ptr, len_k, kv_heads, k_strides), keys, (c.n, c.width))
-        v = cpasync.make_tiled_tma_atom(load, tensor(v_ptr, len_k, kv_heads, v_strides), keys, (c.n, c.width))
-        dk = cpasync.make_tiled_tma_atom(store, tensor(dk_ptr, len_k, kv_heads, dk_strides), half, (c.n // GROUPS, c.width))
-        dv = cpasync.make_tiled_tma_atom(store, tensor(dv_ptr, len_k, kv_heads, dv_strides), half, (c.n // GROUPS, c.width))
-        sizes = (len_q, len_k, kv_heads, group, pitch)
-        self.kernel(*q, *do, *k, *v, *dk, *dv, lse_ptr, delta_ptr, dq_ptr, sizes, scale).launch(
-            grid=[cute.ceil_div(len_k, c.n), kv_heads, batch], block=[384, 1, 1], stream=stream, min_blocks_per_mp=1
+        q = cpasync.make_tiled_tma_atom(load, self._tensor(q_ptr, len_q, heads, batch, q_strides), queries, (c.m, c.width))
+        do = cpasync.make_tiled_tma_atom(load, self._tensor(do_ptr, len_q, heads, batch, do_strides), queries, (c.m, c.width))
+        k = cpasync.make_tiled_tma_atom(load, self._tensor(k_ptr, len_k, kv_heads, batch, k_strides), keys, (c.n, c.width))
+        v = cpasync.make_tiled_tma_atom(load, self._tensor(v_ptr, len_k, kv_heads, batch, v_strides), keys, (c.n, c.width))
+        dk = cpasync.make_tiled_tma_atom(store, self._tensor(dk_ptr, len_k, kv_heads, batch, dk_strides), half, (c.n // GROUPS, c.width))
+        dv = cpasync.make_tiled_tma_atom(store, self._tensor(dv_ptr, len_k, kv_heads, batch, dv_strides), half, (c.n // GROUPS, c.width))
+        self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale).launch(
+            grid=[programs, 1, 1], block=[128 + COMPUTING, 1, 1], stream=stream, min_blocks_per_mp=1
         )
+
+    def _tensor(self, ptr, length, heads, batch, strides):
+        """[rows, dim, heads, batch] as the copy engine sees it.
+
+        Packed: row r of a sequence that ends at `end` is [FAR - length + r, .., end], so that behind its last row the tensor ends too.
+        """
+        b, h, s = (cute.assume(x, divby=8) for x in strides)
+        if self.c.packed:
+            return cute.make_tensor(ptr - s * FAR, cute.make_layout((FAR, self.c.dim, heads, 2 * FAR - 1), stride=(s, 1, h, s)))
+        return cute.make_tensor(ptr, cute.make_layout((length, self.c.dim, heads, batch), stride=(s, 1, h, b)))
+
+    def rows_of(self, tensor, head, b, start, length):
+        """A sequence's rows of a head: [rows, dim]."""
+        if self.c.packed:
+            return cute.domain_offset((FAR - length, 0), tensor[None, None, head, start + length])
+        return tensor[None, None, head, b]
 
     @cute.kernel
     def kernel(self, q_atom: cute.CopyAtom, q: cute.Tensor, do_atom: cute.CopyAtom, do: cute.Tensor, k_atom: cute.CopyAtom, k: cute.Tensor,
                v_atom: cute.CopyAtom, v: cute.Tensor, dk_atom: cute.CopyAtom, dk: cute.Tensor, dv_atom: cute.CopyAtom, dv: cute.Tensor,
-               lse: cute.Pointer, delta: cute.Pointer, dq: cute.Pointer, sizes: tuple[Int32, Int32, Int32, Int32, Int32], scale: Float32):  # fmt: skip
+               sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
+               lists: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
+               sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], scale: Float32):  # fmt: skip
         c = self.c
         memory = cutlass.utils.SmemAllocator()
 
@@ -110,260 +158,370 @@ class Backward:
             layout = swizzled(shape, c.dtype)
             return memory.allocate_tensor(c.dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
-        s_q, s_do = tile((c.m, c.width, c.stages)), tile((c.m, c.width, c.stages))
-        s_k, s_v = tile((c.n, c.width)), tile((c.n, c.width))
-        s_ds = tile((c.m, c.n, self.buffers))
-        piece = c.m * c.width // GROUPS
-        s_dq = memory.allocate_tensor(Float32, cute.make_layout((piece, GROUPS)), byte_alignment=1024)
-        s_lse = memory.allocate_tensor(Float32, cute.make_layout((c.m, c.stages)), byte_alignment=128)
-        s_delta = memory.allocate_tensor(Float32, cute.make_layout((c.m, c.stages)), byte_alignment=128)
-        bars = memory.allocate_array(Int64, 4 * c.stages + 2)
-        q_full, q_empty, do_full, do_empty = (bars + i * c.stages for i in range(4))
-        k_full, v_full = bars + 4 * c.stages, bars + 4 * c.stages + 1
+        def numbers(*shape, dtype=Float32):
+            return memory.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=128)
+
+        q_tiles, do_tiles, k_tile, v_tile = (tile(shape) for shape in ((c.m, c.width, c.stages),) * 2 + ((c.n, c.width),) * 2)
+        s_ds = tile((c.m, c.n, 2))
+        s_dq = memory.allocate_tensor(Float32, cute.make_layout((self.piece, GROUPS)), byte_alignment=1024)
+        lses, deltas, told = numbers(c.m, c.stages), numbers(c.m, c.stages), numbers(8, 2, dtype=Int32)
+        bars = memory.allocate_array(Int64, 4 * c.stages + 7)
+        once, warps = [(c.stages, 1), (c.stages, 1), (1, 1), (1, 1), (2, 1)], COMPUTING // 32
+        counts = [*once, (c.stages, warps), (c.stages, warps), (1, warps), (2, warps + GROUPS)]
+        places = [bars + sum(n for n, _ in counts[:i]) for i in range(len(counts))]
+        q_full, do_full, k_full, v_full, told_full, q_empty, do_empty, still_empty, told_empty = places
+        q_ring, do_ring = Ring(q_tiles, lses, q_full, q_empty), Ring(do_tiles, deltas, do_full, do_empty)
+        still, message = Still(k_tile, v_tile, k_full, v_full, still_empty), Ring(None, told, told_full, told_empty)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for atom in (q_atom, do_atom, k_atom, v_atom, dk_atom, dv_atom):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(q_full + i, 1)
-                    cute.arch.mbarrier_init(do_full + i, 1)
-                    cute.arch.mbarrier_init(q_empty + i, COMPUTING // 32)
-                    cute.arch.mbarrier_init(do_empty + i, COMPUTING // 32)
-                cute.arch.mbarrier_init(k_full, 1)
-                cute.arch.mbarrier_init(v_full, 1)
+                for place, (n, count) in zip(places, counts):
+                    for i in cutlass.range_constexpr(n):
+                        cute.arch.mbarrier_init(place + i, count)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
-        still, rings = (s_k, s_v, k_full, v_full), (s_q, s_do, s_lse, s_delta, q_full, q_empty, do_full, do_empty)
         if warp < 4:
             cute.arch.setmaxregister_decrease(24)
             if warp == 0:
-                self.copy((q_atom, q, do_atom, do, k_atom, k, v_atom, v), lse, delta, still, rings, sizes)
-            if warp == 1 or warp == 2:
-                self.send((dk_atom, dk, dv_atom, dv), dq, s_dq, sizes, warp - 1)
+                self.copy((q_atom, q, do_atom, do, k_atom, k, v_atom, v), sums, lists, sizes, still, q_ring, do_ring, message)
+            if (warp == 1) | (warp == 2):
+                self.send((dk_atom, dk, dv_atom, dv), sums[2], sizes, s_dq, message, warp - 1)
         else:
             cute.arch.setmaxregister_increase(240)
-            self.compute(still, rings, s_ds, s_dq, sizes, scale)
+            self.compute(sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale)
 
     # ---- device: what there is to do
 
     @cute.jit
-    def place(self, sizes):
-        """The key tile, key head and sequence of this program, and its query tiles: [first, last)."""
+    def locate(self, number, sizes, lists):
+        """Tile `number`: its place among its sequence's, key head, sequence, first query, queries, first key, keys; a sequence below 0: there is none.
+
+        `together` heads go side by side, so that they share what they read in L2; the tiles with most work first.
+        """
         c = self.c
-        len_q, len_k, kv_heads, group, pitch = sizes
-        tile, kv_head, b = cute.arch.block_idx()
-        shift = self.shift(sizes)
+        _, places, together, batch, kv_heads, _, len_q, len_k, _ = sizes
+        listed, q_offsets, k_offsets, q_used, k_used = lists
+        bundle = number // (together * places)
+        within = number - bundle * together * places
+        heads = kv_heads if const_expr(c.packed) else batch * kv_heads
+        wide = cutlass.min(together, heads - bundle * together)
+        tile = within // wide
+        head = bundle * together + within - tile * wide
+        b, start_q, start_k = Int32(0), Int32(0), Int32(0)
+        if const_expr(c.packed):
+            pair = cute.make_tensor(listed + 2 * tile, cute.make_layout(2))
+            b, tile = pair[0], pair[1]
+            at = cutlass.max(b, 0)
+            q_at, k_at = (cute.make_tensor(offsets + at, cute.make_layout(2)) for offsets in (q_offsets, k_offsets))
+            start_q, start_k = q_at[0], k_at[0]
+            len_q = cute.make_tensor(q_used + at, cute.make_layout(1))[0] if const_expr(c.q_used) else q_at[1] - start_q
+            len_k = cute.make_tensor(k_used + at, cute.make_layout(1))[0] if const_expr(c.k_used) else k_at[1] - start_k
+        else:
+            b = head // kv_heads
+            head = head - b * kv_heads
+        return tile, head, b, start_q, len_q, start_k, len_k
+
+    @cute.jit
+    def span(self, tile, len_q, len_k):
+        """The query tiles that see some key of a tile: [first, last)."""
+        c = self.c
+        shift = self.shift(len_q, len_k)
         first = Int32(0)
         last = cute.ceil_div(len_q, c.m)
         if const_expr(c.right >= 0):
-            first = cutlass.max(tile * c.n - c.right - shift, 0) // c.m
+            first = cutlass.min(cutlass.max(tile * c.n - c.right - shift, 0) // c.m, last)
         if const_expr(c.left >= 0):
             last = cutlass.min(last, cute.ceil_div(cutlass.max(tile * c.n + c.n + c.left - shift, 0), c.m))
-        return tile, kv_head, b, first, last
+        return first, last
 
-    def shift(self, sizes):
+    def shift(self, len_q, len_k):
         """The key that query 0 is at."""
-        return Int32(0) if self.c.top_left else sizes[1] - sizes[0]
+        return Int32(0) if self.c.top_left else len_k - len_q
+
+    def row_of(self, b, start_q):
+        """Where a sequence's queries begin in LSE, delta and dQ's sums of a head."""
+        return (start_q + b * self.c.pad) // 8 * 8 if self.c.packed else Int32(0)
+
+    @cute.jit
+    def hear(self, message, turn, sizes):
+        """The place of this program's tile number `turn`, as the copying warp tells it; a tile below 0: there is none."""
+        at = turn % 2
+        cute.arch.mbarrier_wait(message.full + at, turn // 2 % 2)
+        told = message.rows
+        tile, head, b = (cute.arch.make_warp_uniform(told[i, at]) for i in range(3))
+        start_q, len_q, start_k, len_k = Int32(0), sizes[6], Int32(0), sizes[7]
+        if const_expr(self.c.packed):
+            start_q, len_q, start_k, len_k = (cute.arch.make_warp_uniform(told[i, at]) for i in range(3, 7))
+        cute.arch.sync_warp()
+        let_go(message.empty + at, cute.arch.lane_idx() == 0)
+        return tile, head, b, start_q, len_q, start_k, len_k
 
     # ---- device: the copying warp
 
     @cute.jit
-    def copy(self, tensors, lse, delta, still, rings, sizes):
+    def copy(self, tensors, sums, lists, sizes, still, q_ring, do_ring, message):
         c = self.c
         q_atom, q, do_atom, do, k_atom, k, v_atom, v = tensors
-        s_k, s_v, k_full, v_full = still
-        s_q, s_do, s_lse, s_delta, q_full, q_empty, do_full, do_empty = rings
-        len_q, len_k, kv_heads, group, pitch = sizes
-        tile, kv_head, b, first, last = self.place(sizes)
-        k_to, k_from = tiles_in(k_atom, s_k, cute.local_tile(k[None, None, kv_head, b], (c.n, c.width), (tile, 0)))
-        v_to, v_from = tiles_in(v_atom, s_v, cute.local_tile(v[None, None, kv_head, b], (c.n, c.width), (tile, 0)))
+        lse, delta, _, counter = sums
+        tiles, _, _, _, kv_heads, group, _, _, pitch = sizes
         query_bytes, key_bytes, row_bytes = c.m * c.width * 2, c.n * c.width * 2, c.m * 4
-        expect(k_full, key_bytes)
-        cute.copy(k_atom, k_from, k_to, tma_bar_ptr=k_full)
-        expect(v_full, key_bytes)
-        cute.copy(v_atom, v_from, v_to, tma_bar_ptr=v_full)
-        step = Int32(0)
-        for member in cutlass.range(group, unroll=1):
-            head = kv_head * group + member
-            q_to, q_from = tiles_in(q_atom, s_q, cute.local_tile(q[None, None, head, b], (c.m, c.width), (None, 0)))
-            do_to, do_from = tiles_in(do_atom, s_do, cute.local_tile(do[None, None, head, b], (c.m, c.width), (None, 0)))
-            row = cute.assume(Int64(b * kv_heads * group + head) * pitch, divby=4)
-            for m in cutlass.range(first, last, unroll=1):
-                at, phase = step % c.stages, (step // c.stages) % 2
-                cute.arch.mbarrier_wait(q_empty + at, phase ^ 1)
-                expect(q_full + at, query_bytes + row_bytes)
-                cute.copy(q_atom, q_from[None, m], q_to[None, at], tma_bar_ptr=q_full + at)
-                bulk_load(s_lse[None, at].iterator, lse + row + m * c.m, row_bytes, q_full + at)
-                cute.arch.mbarrier_wait(do_empty + at, phase ^ 1)
-                expect(do_full + at, query_bytes + row_bytes)
-                cute.copy(do_atom, do_from[None, m], do_to[None, at], tma_bar_ptr=do_full + at)
-                bulk_load(s_delta[None, at].iterator, delta + row + m * c.m, row_bytes, do_full + at)
-                step += 1
+        number, turn, step, taken = cute.arch.block_idx()[0], Int32(0), Int32(0), Int32(0)
+        while number < tiles:
+            tile, kv_head, b, start_q, len_q, start_k, len_k = self.locate(number, sizes, lists)
+            if b >= 0:
+                self.tell(message, turn, (tile, kv_head, b, start_q, len_q, start_k, len_k))
+                turn += 1
+                first, last = self.span(tile, len_q, len_k)
+                k_to, k_from = tiles_in(k_atom, still.k, cute.local_tile(self.rows_of(k, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
+                v_to, v_from = tiles_in(v_atom, still.v, cute.local_tile(self.rows_of(v, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
+                row = self.row_of(b, start_q)
+                for member in cutlass.range(group, unroll=1):
+                    head = kv_head * group + member
+                    q_to, q_from = tiles_in(q_atom, q_ring.tiles, cute.local_tile(self.rows_of(q, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
+                    do_to, do_from = tiles_in(do_atom, do_ring.tiles, cute.local_tile(self.rows_of(do, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
+                    begin = cute.assume(self.statistics_of(b, head, kv_heads * group, pitch) + row, divby=4)
+                    for m in cutlass.range(first, last, unroll=1):
+                        at, phase = step % c.stages, step // c.stages % 2
+                        cute.arch.mbarrier_wait(q_ring.empty + at, phase ^ 1)
+                        expect(q_ring.full + at, query_bytes + row_bytes)
+                        cute.copy(q_atom, q_from[None, m], q_to[None, at], tma_bar_ptr=q_ring.full + at)
+                        bulk_load(q_ring.rows[None, at].iterator, lse + begin + m * c.m, row_bytes, q_ring.full + at)
+                        if (member == 0) & (m == first):  # the tile before is still in use, but its rings are not
+                            cute.arch.mbarrier_wait(still.empty, taken % 2 ^ 1)
+                            expect(still.k_full, key_bytes)
+                            cute.copy(k_atom, k_from, k_to, tma_bar_ptr=still.k_full)
+                            expect(still.v_full, key_bytes)
+                            cute.copy(v_atom, v_from, v_to, tma_bar_ptr=still.v_full)
+                        cute.arch.mbarrier_wait(do_ring.empty + at, phase ^ 1)
+                        expect(do_ring.full + at, query_bytes + row_bytes)
+                        cute.copy(do_atom, do_from[None, m], do_to[None, at], tma_bar_ptr=do_ring.full + at)
+                        bulk_load(do_ring.rows[None, at].iterator, delta + begin + m * c.m, row_bytes, do_ring.full + at)
+                        step += 1
+                if first < last:
+                    taken += 1
+            number = draw(counter)
+        self.tell(message, turn, (Int32(-1),))
+
+    def statistics_of(self, b, head, heads, pitch):
+        """Where LSE and delta of a head begin."""
+        return Int64(head if self.c.packed else b * heads + head) * pitch
+
+    @cute.jit
+    def tell(self, message, turn, values):
+        at = turn % 2
+        cute.arch.mbarrier_wait(message.empty + at, turn // 2 % 2 ^ 1)
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(len(values)):
+                message.rows[i, at] = values[i]
+            cute.arch.mbarrier_arrive(message.full + at)
 
     # ---- device: the sending warps, one for each warpgroup
 
     @cute.jit
-    def send(self, tensors, dq, s_dq, sizes, side):
+    def send(self, tensors, dq, sizes, s_dq, message, side):
+        """dQ of each step, then dV and dK, by way of the warpgroup's buffer."""
         c = self.c
         dk_atom, dk, dv_atom, dv = tensors
-        len_q, len_k, kv_heads, group, pitch = sizes
-        tile, kv_head, b, first, last = self.place(sizes)
-        piece = c.m * c.width // GROUPS
+        _, _, _, _, kv_heads, group, _, _, pitch = sizes
         mine = s_dq[None, side].iterator
-        for member in cutlass.range(group, unroll=1):
-            head = b * kv_heads * group + kv_head * group + member
-            begin = cute.assume(self.piece_of(head, side, pitch), divby=512)
-            for m in cutlass.range(first, last, unroll=1):
-                self.make_room(side)
-                bulk_add(dq + begin + m * self.advance, mine, piece * 4)
-                cute.arch.cp_async_bulk_commit_group()
         layout = swizzled((c.n // GROUPS, c.width), c.dtype)
         out = cute.make_tensor(cute.recast_ptr(mine, layout.inner, dtype=c.dtype), layout.outer)
-        for atom, there in ((dv_atom, dv), (dk_atom, dk)):
-            to = cute.local_tile(there[None, None, kv_head, b], (c.n // GROUPS, c.width), (tile * GROUPS + side, 0))
-            held, to = tiles_in(atom, out, to)
-            self.make_room(side)
-            cute.copy(atom, held, to)
-            cute.arch.cp_async_bulk_commit_group()
+        turn = Int32(0)
+        tile, kv_head, b, start_q, len_q, start_k, len_k = self.hear(message, turn, sizes)
+        while tile >= 0:
+            first, last = self.span(tile, len_q, len_k)
+            row = self.row_of(b, start_q)
+            for member in cutlass.range(group, unroll=1):
+                begin = self.statistics_of(b, kv_head * group + member, kv_heads * group, pitch) * c.width + row * 64
+                # half of the columns each, or, of a head of 64, half of the rows of each tile
+                begin += side * self.piece if const_expr(c.width == 64) else Int64(side) * pitch * 64
+                begin = cute.assume(begin, divby=512)
+                for m in cutlass.range(first, last, unroll=1):
+                    self.take(side)
+                    bulk_add(dq + begin + m * (c.m * 64), mine, self.piece * 4)
+                    cute.arch.cp_async_bulk_commit_group()
+            for atom, there in ((dv_atom, dv), (dk_atom, dk)):
+                there = self.rows_of(there, kv_head, b, start_k, len_k)
+                held, to = tiles_in(atom, out, cute.local_tile(there, (c.n // GROUPS, c.width), (tile * GROUPS + side, 0)))
+                self.take(side)
+                cute.copy(atom, held, to)
+                cute.arch.cp_async_bulk_commit_group()
+            turn += 1
+            tile, kv_head, b, start_q, len_q, start_k, len_k = self.hear(message, turn, sizes)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def make_room(self, side):
+    def take(self, side):
         """Once what was in a warpgroup's buffer has left, tell it so; wait until something else is in it."""
         cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier_arrive(barrier_id=ROOM + side, number_of_threads=160)
-        cute.arch.barrier(barrier_id=SENT + side, number_of_threads=160)
-
-    @property
-    def advance(self):
-        """Floats from one query tile's piece of dQ to the next."""
-        return self.c.m * 64
-
-    def piece_of(self, head, side, pitch):
-        """Where a warpgroup's pieces of dQ begin: half of the columns each, or, of a head of 64, half of the rows of each tile."""
-        if self.c.width == 64:
-            return Int64(head) * (pitch * 64) + side * (self.c.m * 32)
-        return (Int64(head) * GROUPS + side) * (pitch * 64)
+        cute.arch.barrier_arrive(barrier_id=ROOM + side, number_of_threads=SENDING)
+        cute.arch.barrier(barrier_id=SENT + side, number_of_threads=SENDING)
 
     # ---- device: a computing warpgroup
 
     @cute.jit
-    def compute(self, still, rings, s_ds, s_dq, sizes, scale):
+    def compute(self, sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale):
         c = self.c
-        s_k, s_v, k_full, v_full = still
-        s_q, s_do, s_lse, s_delta, q_full, q_empty, do_full, do_empty = rings
-        len_q, len_k, kv_heads, group, pitch = sizes
-        tile, kv_head, b, first, last = self.place(sizes)
+        group = sizes[5]
         thread = cute.arch.thread_idx()[0] - 128
         side = cute.arch.make_warp_uniform(thread // 128)
         thread = thread % 128
         lane = thread % 32
+        first_lane = lane == 0
         of_scores = products(c.dtype, ROWS, ROWS, (GROUPS, 1), c.m)
         of_keys = products(c.dtype, ROWS, COLUMNS, (GROUPS, 1), c.width, registers=True)
         wide = c.width > 64
         of_queries = products(c.dtype, COLUMNS, ROWS, (GROUPS, 1) if wide else (1, GROUPS), c.m if wide else c.m // GROUPS)
-        k_left, q_right = operands(of_scores, side, s_k, s_q)
-        v_left, do_right = operands(of_scores, side, s_v, s_do)
-        _, q_turned = operands(of_keys, side, None, turned(s_q))
-        _, do_turned = operands(of_keys, side, None, turned(s_do))
-        k_turned, ds_right = operands(of_queries, side, turned(s_k), s_ds)
-        # a warpgroup's own 64 rows
+        k_left, q_right = operands(of_scores, side, still.k, q_ring.tiles)
+        v_left, do_right = operands(of_scores, side, still.v, do_ring.tiles)
+        _, q_turned = operands(of_keys, side, None, turned(q_ring.tiles))
+        _, do_turned = operands(of_keys, side, None, turned(do_ring.tiles))
+        k_turned, ds_right = operands(of_queries, side, turned(still.k), s_ds)
         one_of_scores, one_of_keys = products(c.dtype, ROWS, ROWS, (1, 1), c.m), products(c.dtype, ROWS, COLUMNS, (1, 1), c.width)
-        ds_mine = cute.local_tile(turned(s_ds), (64, c.m, self.buffers), (side, 0, 0))
-        store_ds = matrix_store(one_of_scores, ds_mine, thread, c.dtype, transpose=True)
+        store_ds = matrix_store(one_of_scores, cute.local_tile(turned(s_ds), (64, c.m, 2), (side, 0, 0)), thread, c.dtype, transpose=True)
         mine = s_dq[None, side].iterator
-        dq_mine = cute.make_tensor(mine + thread * 4, cute.make_layout((4, c.m * c.width // 1024), stride=(1, 512)))
+        dq_mine = cute.make_tensor(mine + thread * 4, cute.make_layout((4, self.piece // 512), stride=(1, 512)))
         layout = swizzled((64, c.width), c.dtype)
         out_mine = cute.make_tensor(cute.recast_ptr(mine, layout.inner, dtype=c.dtype), layout.outer)
         store_out = matrix_store(one_of_keys, out_mine, thread, c.dtype, transpose=False)
-        # a thread's places in a tile of scores: two keys, and of each eight queries two
-        key = tile * c.n + side * 64 + thread // 32 * 16 + lane // 4
-        query = lane % 4 * 2
-        dk, dv = sums(of_keys, (c.n, c.width)), sums(of_keys, (c.n, c.width))
-        dk.fill(0.0)
-        dv.fill(0.0)
-        cute.arch.mbarrier_wait(k_full, 0)
-        cute.arch.mbarrier_wait(v_full, 0)
-        step = Int32(0)
-        for _ in cutlass.range(group, unroll=1):
-            for m in cutlass.range(first, last, unroll=1):
-                at, phase = step % c.stages, (step // c.stages) % 2
-                buffer = step % self.buffers
-                cute.arch.mbarrier_wait(q_full + at, phase)
-                s, dp = sums(of_scores, (c.n, c.m)), sums(of_scores, (c.n, c.m))
-                multiply(of_scores, s, k_left, q_right[None, None, None, at], True)
-                cute.arch.mbarrier_wait(do_full + at, phase)
-                multiply(of_scores, dp, v_left, do_right[None, None, None, at], True)
-                warpgroup.wait_group(1)
-                lse = self.of_queries(s_lse, at, query)
-                for i in cutlass.range_constexpr(cute.size(s)):
-                    s[i] = cute.math.exp2(s[i] * (scale * LOG2E) - lse[i // 4 * 2 + i % 2], fastmath=True)
-                self.hide(s, m, tile, key, query, sizes)
-                warpgroup.wait_group(0)
-                delta = self.of_queries(s_delta, at, query)
-                for i in cutlass.range_constexpr(cute.size(s)):
-                    dp[i] = s[i] * (dp[i] - delta[i // 4 * 2 + i % 2])
-                p, ds = halved(s, c.dtype), halved(dp, c.dtype)
-                store_ds(ds, buffer)
-                multiply(of_keys, dv, as_left(p), do_turned[None, None, None, at], False)
-                cute.arch.fence_view_async_shared()
-                cute.arch.barrier(barrier_id=WRITTEN, number_of_threads=COMPUTING)
-                dq = sums(of_queries, (c.width, c.m))
-                multiply(of_queries, dq, k_turned, ds_right[None, None, None, buffer], True)
-                warpgroup.wait_group(1)
-                let_go(do_empty + at, lane == 0)
-                multiply(of_keys, dk, as_left(ds), q_turned[None, None, None, at], False)
-                warpgroup.wait_group(1)
-                cute.arch.barrier(barrier_id=ROOM + side, number_of_threads=160)
-                cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(dq_mine.shape)), dq_mine)
-                cute.arch.fence_view_async_shared()
-                cute.arch.barrier_arrive(barrier_id=SENT + side, number_of_threads=160)
-                warpgroup.wait_group(0)
-                let_go(q_empty + at, lane == 0)
-                step += 1
-        for i in cutlass.range_constexpr(cute.size(dk)):
-            dk[i] = dk[i] * scale
-        for grad in (dv, dk):
-            cute.arch.barrier(barrier_id=ROOM + side, number_of_threads=160)
-            store_out(halved(grad, c.dtype))
-            cute.arch.fence_view_async_shared()
-            cute.arch.barrier_arrive(barrier_id=SENT + side, number_of_threads=160)
+        # a thread's places in a tile of scores: two keys, eight apart, and of each eight queries two
+        own_key, own_query = side * 64 + thread // 32 * 16 + lane // 4, lane % 4 * 2
+        dk, dv = sums_of(of_keys, (c.n, c.width)), sums_of(of_keys, (c.n, c.width))
+        turn, step, beat, taken = Int32(0), Int32(0), Int32(0), Int32(0)
+        if const_expr(c.late):
+            self.has_read(side, 1)
+        tile, _, _, _, len_q, _, len_k = self.hear(message, turn, sizes)
+        while tile >= 0:
+            first, last = self.span(tile, len_q, len_k)
+            dk.fill(0.0)
+            dv.fill(0.0)
+            if first < last:
+                cute.arch.mbarrier_wait(still.k_full, taken % 2)
+                cute.arch.mbarrier_wait(still.v_full, taken % 2)
+            place = tile, own_key, own_query, len_q, len_k
+            begin = beat
+            for _ in cutlass.range(group, unroll=1):
+                for m in cutlass.range(first, last, unroll=1):
+                    at, phase = step % c.stages, step // c.stages % 2
+                    cute.arch.mbarrier_wait(q_ring.full + at, phase)
+                    s, dp = sums_of(of_scores, (c.n, c.m)), sums_of(of_scores, (c.n, c.m))
+                    multiply(of_scores, s, k_left, q_right[None, None, None, at], True)
+                    cute.arch.mbarrier_wait(do_ring.full + at, phase)
+                    multiply(of_scores, dp, v_left, do_right[None, None, None, at], True)
+                    warpgroup.wait_group(1)
+                    lse = self.of_queries(q_ring.rows, at, own_query)
+                    for i in cutlass.range_constexpr(cute.size(s)):
+                        s[i] = cute.math.exp2(s[i] * (scale * LOG2E) - lse[i // 4 * 2 + i % 2], fastmath=True)
+                    self.hide(s, m, place)
+                    warpgroup.wait_group(0)
+                    delta = self.of_queries(do_ring.rows, at, own_query)
+                    for i in cutlass.range_constexpr(cute.size(s)):
+                        dp[i] = s[i] * (dp[i] - delta[i // 4 * 2 + i % 2])
+                    p, ds = halved(s, c.dtype), halved(dp, c.dtype)
+                    dq = sums_of(of_queries, (c.width, c.m))
+                    if const_expr(c.late):
+                        self.has_been_read(side, beat + 1)
+                        store_ds(ds, beat % 2)
+                        multiply(of_keys, dv, as_left(p), do_turned[None, None, None, at], False)
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        multiply(of_queries, dq, k_turned, ds_right[None, None, None, (beat + 1) % 2], True)
+                        multiply(of_keys, dk, as_left(ds), q_turned[None, None, None, at], False)
+                        warpgroup.wait_group(1)
+                        self.has_read(side, beat)
+                        let_go(do_ring.empty + at, first_lane)
+                        if beat > begin:
+                            self.give(dq, dq_mine, side)
+                    else:
+                        store_ds(ds, beat % 2)
+                        multiply(of_keys, dv, as_left(p), do_turned[None, None, None, at], False)
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        cute.arch.barrier(barrier_id=WRITTEN, number_of_threads=COMPUTING)
+                        multiply(of_queries, dq, k_turned, ds_right[None, None, None, beat % 2], True)
+                        warpgroup.wait_group(1)
+                        let_go(do_ring.empty + at, first_lane)
+                        multiply(of_keys, dk, as_left(ds), q_turned[None, None, None, at], False)
+                        warpgroup.wait_group(1)
+                        self.give(dq, dq_mine, side)
+                    warpgroup.wait_group(0)
+                    let_go(q_ring.empty + at, first_lane)
+                    step += 1
+                    beat += 1
+            if first < last:
+                if const_expr(c.late):  # a step more, of dQ alone
+                    self.has_been_read(side, beat + 1)
+                    dq = sums_of(of_queries, (c.width, c.m))
+                    multiply(of_queries, dq, k_turned, ds_right[None, None, None, (beat + 1) % 2], True)
+                    warpgroup.wait_group(0)
+                    self.has_read(side, beat)
+                    let_go(still.empty, first_lane)
+                    self.give(dq, dq_mine, side)
+                    beat += 1
+                else:
+                    let_go(still.empty, first_lane)
+                taken += 1
+            for i in cutlass.range_constexpr(cute.size(dk)):
+                dk[i] = dk[i] * scale
+            for grad in (dv, dk):
+                cute.arch.barrier(barrier_id=ROOM + side, number_of_threads=SENDING)
+                store_out(halved(grad, c.dtype))
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.barrier_arrive(barrier_id=SENT + side, number_of_threads=SENDING)
+            turn += 1
+            tile, _, _, _, len_q, _, len_k = self.hear(message, turn, sizes)
+
+    @cute.jit
+    def has_read(self, side, beat):
+        """This warpgroup's dQ product of a beat is made: it has read the other's dS of the beat before."""
+        cute.arch.barrier_arrive(barrier_id=READ + 2 * side + beat % 2, number_of_threads=COMPUTING)
+
+    @cute.jit
+    def has_been_read(self, side, beat):
+        """Wait for the other's, so that its dS of that beat can be read, and that of the beat before overwritten."""
+        cute.arch.barrier(barrier_id=READ + 2 * (1 - side) + beat % 2, number_of_threads=COMPUTING)
+
+    @cute.jit
+    def give(self, dq, dq_mine, side):
+        """A step's part of dQ to the sending warp: the numbers of a thread as they are, 16 bytes at a time."""
+        cute.arch.barrier(barrier_id=ROOM + side, number_of_threads=SENDING)
+        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(dq_mine.shape)), dq_mine)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier_arrive(barrier_id=SENT + side, number_of_threads=SENDING)
 
     @cute.jit
     def of_queries(self, values, at, query):
-        """What is known of a thread's queries, in order: [2 * m / 8]."""
+        """What is known of a thread's queries, in order: [2, m / 8]."""
         there = cute.make_tensor(values[None, at].iterator + query, cute.make_layout((2, self.c.m // 8), stride=(1, 8)))
         out = cute.make_rmem_tensor((2, self.c.m // 8), Float32)
         cute.autovec_copy(there, out)
         return out
 
     @cute.jit
-    def hide(self, p, m, tile, key, query, sizes):
+    def hide(self, p, m, place):
         """Weights that the mask hides are 0. A tile that shows all is left alone."""
         c = self.c
-        len_q, len_k, kv_heads, group, pitch = sizes
-        shift = self.shift(sizes)
+        tile, own_key, own_query, len_q, len_k = place
+        shift = self.shift(len_q, len_k) + m * c.m  # the key that the tile's first query is at
         n_last = tile * c.n + c.n - 1
         edge = n_last >= len_k
         if const_expr(c.right >= 0):
-            edge = edge | (n_last > m * c.m + shift + c.right)
+            edge = edge | (n_last > shift + c.right)
         if const_expr(c.left >= 0):
-            edge = edge | (tile * c.n < m * c.m + c.m - 1 + shift - c.left)
+            edge = edge | (tile * c.n < c.m - 1 + shift - c.left)
         if edge:
             for r in cutlass.range_constexpr(2):
-                j = key + 8 * r
+                j = tile * c.n + own_key + 8 * r
                 low, high = Int32(0), Int32(c.m)
                 if const_expr(c.right >= 0):
-                    low = j - shift - c.right - m * c.m - query
+                    low = j - shift - c.right - own_query
                 if const_expr(c.left >= 0):
-                    high = j - shift + c.left - m * c.m - query
+                    high = j - shift + c.left - own_query
                 if j >= len_k:
                     high = Int32(-1)
                 for i in cutlass.range_constexpr(cute.size(p) // 4):
                     for x in cutlass.range_constexpr(2):
-                        here = 4 * i + 2 * r + x
-                        column = 8 * i + x
+                        here, column = 4 * i + 2 * r + x, 8 * i + x
                         seen = column <= high
                         if const_expr(c.right >= 0):
                             seen = seen & (column >= low)
@@ -372,59 +530,69 @@ class Backward:
 
 # ---- host
 
-POINTERS = 9
+_HALF, _FLOATS, _INTS, _STRIDES = ("pointer", None, 16), ("pointer", Float32, 16), ("pointer", Int32, 4), (Int64,) * 3
+ARGUMENTS = (*(_HALF,) * 6, (_FLOATS, _FLOATS, _FLOATS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 6, (Int32,) * 9, Int32, Float32)
 
 
 class Tiles(NamedTuple):
-    """Queries and keys a tile, query tiles in flight."""
+    """Queries and keys a tile, query tiles in flight, whether dQ is made a step late, and programs at most."""
 
     m: int
     n: int
     stages: int
+    late: bool
+    programs: int
 
     def __str__(self):
-        return f"{self.m}x{self.n} tiles, {GROUPS} warpgroups, {self.stages} stages"
+        return f"{self.m}x{self.n} tiles, {GROUPS} warpgroups, {self.stages} stages, dQ {'a step late' if self.late else 'at once'}, at most {self.programs} programs"
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
+    most = programs_of(device)
     if p.dim <= 64:
-        return [Tiles(128, 128, 2)]
-    even = isinstance(p.mask, Band) and p.mask.left is None and p.mask.right is None
-    return [Tiles(80, 128, 2), Tiles(64, 128, 2)][:: 1 if even else -1]
+        return [Tiles(128, 128, 2, late, most) for late in (True, False)]
+    return [Tiles(m, 128, 2, late, most) for m in (80, 64) for late in (True, False)]
 
 
 @functools.lru_cache(maxsize=None)
 def compiled(shape: Shape) -> Compiled:
-    half, single = ("pointer", shape.dtype, 16), ("pointer", Float32, 16)
-    return Compiled(Backward(shape), (half, half, half, half, single, single, single, half, half, *(Int32,) * 6, *((Int64,) * 3,) * 6, Float32))
+    return Compiled(Backward(shape), shape.dtype, ARGUMENTS)
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
-    assert x.q_offsets is None, "packed batches come later"
-    new = torch.zeros if 0 in (q.numel(), k.numel()) else torch.empty
+    packed = x.q_offsets is not None
+    new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (q.numel(), k.numel()) else torch.empty
     dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    delta = None
+    d_sinks = None if x.sinks is None else torch.zeros_like(x.sinks)
     if q.numel():
-        lead = [t.transpose(1, 2) for t in (q, k, v, d_out, out, dq, dk, dv)]  # [batch, heads, len, dim]
+        lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, out, dq, dk, dv)]  # [batch, heads, len, dim]
         lead = [t if describable(t) else t.contiguous() for t in lead[:4]] + lead[4:]
-        delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, LOG2E, tiles.m)
+        left, right, top_left = ends(p.mask)
+        shape = Shape(DTYPES[q.dtype], *tiles[:4], p.dim, left, right, top_left, packed, x.q_used is not None, x.k_used is not None)
+        spread = Spread(x.q_offsets, x.q_used, p.batch, shape.pad) if packed else TOGETHER
+        delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, LOG2E, 8 if packed else tiles.m, spread=spread)
         if k.numel():
-            _over(p, tiles, lead, lses, delta, x)
-    d_sinks = None
-    if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
-        d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta[:, : len(x.sinks), : lse.shape[-1]])
+            _over(p, tiles, shape, lead, lses, delta, x, spread)
+        if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
+            d_sinks = sink_gradient(x.sinks, lse, delta[:, :, : lse.shape[-1]])
     return dq, dk, dv, d_sinks, (None,) * len(x.score)
 
 
-def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands) -> None:
+def _over(p: Attention, tiles: Tiles, shape: Shape, lead, lses, delta, x: Operands, spread) -> None:
     q, k, v, d_out, _, dq, dk, dv = lead
-    left, right, top_left = ends(p.mask)
-    shape = Shape(DTYPES[q.dtype], tiles.m, tiles.n, p.dim, tiles.stages, left, right, top_left)
     pitch = lses.shape[-1]
-    held = torch.zeros(p.batch * p.heads, pitch * shape.width, dtype=torch.float32, device=q.device)
-    strides = [s for t in (q, k, v, d_out, dk, dv) for s in t.stride()[:3]]
+    heads = lses.shape[0] * lses.shape[1]
+    sums = torch.zeros(heads * pitch * shape.width + 4, dtype=torch.float32, device=q.device)  # the last of them counts the tiles drawn
+    listed, places, every, keys = None, triton.cdiv(p.len_k, tiles.n), p.batch * p.kv_heads, p.len_k
+    if shape.packed:  # one list for all sequences
+        listed = sequence_tiles(p, x, tiles.n, of_keys=True)
+        places, every, keys = len(listed), p.kv_heads, p.tokens_k or p.tokens
+    tiles_all = places * every
+    lists = (0 if t is None else t.data_ptr() for t in (listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used))
+    strides = (s for t in (q, k, v, d_out, dk, dv) for s in t.stride()[:3])
     compiled(shape)(
-        *(t.data_ptr() for t in (q, k, v, d_out, lses, delta, held, dk, dv)), p.batch, p.len_q, p.len_k, p.kv_heads, p.group, pitch, *strides, x.scale
-    )
-    finish_pieces(held, dq, x.scale)
+        *(t.data_ptr() for t in (q, k, v, d_out, dk, dv, lses, delta, sums)), sums.data_ptr() + 4 * (sums.numel() - 4), *lists, *strides,
+        tiles_all, places, together(p, 3 * keys), p.batch, p.kv_heads, p.group, p.len_q, p.len_k, pitch, min(tiles_all, tiles.programs), x.scale,
+    )  # fmt: skip
+    finish_pieces(sums, pitch, dq, x.scale, spread)
