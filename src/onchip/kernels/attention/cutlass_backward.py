@@ -99,6 +99,31 @@ class Still(NamedTuple):
     empty: object
 
 
+class Work(NamedTuple):
+    """What a warpgroup has at hand in every step: operands of its products, as descriptors; and its own sums."""
+
+    side: object
+    first_lane: object
+    q_ring: Ring
+    do_ring: Ring
+    of_scores: object
+    of_keys: object
+    of_queries: object
+    k_left: object
+    v_left: object
+    q_right: object
+    do_right: object
+    q_turned: object
+    do_turned: object
+    k_turned: object
+    ds_right: object
+    store_ds: object
+    dq_mine: object
+    dk: object
+    dv: object
+    scale: object
+
+
 class Backward:
     """The kernel for a Shape. Its arguments: `ARGUMENTS`."""
 
@@ -224,17 +249,36 @@ class Backward:
         return tile, head, b, start_q, len_q, start_k, len_k
 
     @cute.jit
-    def span(self, tile, len_q, len_k):
-        """The query tiles that see some key of a tile: [first, last)."""
+    def steps_of(self, tile, len_q, len_k):
+        """The query tiles that see some key of a tile: the first, how many before those that need no mask, how many need it, how many do not.
+
+        Those that need it come first, at both ends of the others, so that there is one loop for them.
+        """
         c = self.c
         shift = self.shift(len_q, len_k)
-        first = Int32(0)
-        last = cute.ceil_div(len_q, c.m)
+        first, last, n = Int32(0), cute.ceil_div(len_q, c.m), tile * c.n
         if const_expr(c.right >= 0):
-            first = cutlass.min(cutlass.max(tile * c.n - c.right - shift, 0) // c.m, last)
+            first = cutlass.min(cutlass.max(n - c.right - shift, 0) // c.m, last)
         if const_expr(c.left >= 0):
-            last = cutlass.min(last, cute.ceil_div(cutlass.max(tile * c.n + c.n + c.left - shift, 0), c.m))
-        return first, last
+            last = cutlass.max(first, cutlass.min(last, cute.ceil_div(cutlass.max(n + c.n + c.left - shift, 0), c.m)))
+        inner, outer = first, last
+        if const_expr(c.right >= 0):
+            inner = cutlass.min(cute.ceil_div(cutlass.max(n + c.n - 1 - c.right - shift, 0), c.m), last)
+        if const_expr(c.left >= 0):
+            outer = cutlass.max(inner, cutlass.min(cutlass.max(n + c.left + 1 - shift, 0) // c.m, last))
+        if n + c.n > len_k:  # the last keys: every tile needs the mask
+            inner, outer = last, last
+        return first, inner - first, inner - first + last - outer, outer - inner
+
+    @cute.jit
+    def tile_of(self, x, steps):
+        """The query tile of step `x`."""
+        first, before, masked, bare = steps
+        m = first + x
+        if const_expr(self.c.left >= 0):
+            if x >= before:
+                m += bare if x < masked else before - masked
+        return m
 
     def shift(self, len_q, len_k):
         """The key that query 0 is at."""
@@ -273,7 +317,8 @@ class Backward:
             if b >= 0:
                 self.tell(message, turn, (tile, kv_head, b, start_q, len_q, start_k, len_k))
                 turn += 1
-                first, last = self.span(tile, len_q, len_k)
+                steps = self.steps_of(tile, len_q, len_k)
+                count = steps[2] + steps[3]
                 k_to, k_from = tiles_in(k_atom, still.k, cute.local_tile(self.rows_of(k, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
                 v_to, v_from = tiles_in(v_atom, still.v, cute.local_tile(self.rows_of(v, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
                 row = self.row_of(b, start_q)
@@ -282,13 +327,14 @@ class Backward:
                     q_to, q_from = tiles_in(q_atom, q_ring.tiles, cute.local_tile(self.rows_of(q, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
                     do_to, do_from = tiles_in(do_atom, do_ring.tiles, cute.local_tile(self.rows_of(do, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
                     begin = cute.assume(self.statistics_of(b, head, kv_heads * group, pitch) + row, divby=4)
-                    for m in cutlass.range(first, last, unroll=1):
+                    for x in cutlass.range(count, unroll=1):
+                        m = self.tile_of(x, steps)
                         at, phase = step % c.stages, step // c.stages % 2
                         cute.arch.mbarrier_wait(q_ring.empty + at, phase ^ 1)
                         expect(q_ring.full + at, query_bytes + row_bytes)
                         cute.copy(q_atom, q_from[None, m], q_to[None, at], tma_bar_ptr=q_ring.full + at)
                         bulk_load(q_ring.rows[None, at].iterator, lse + begin + m * c.m, row_bytes, q_ring.full + at)
-                        if (member == 0) & (m == first):  # the tile before is still in use, but its rings are not
+                        if (member == 0) & (x == 0):  # the tile before is still in use, but its rings are not
                             cute.arch.mbarrier_wait(still.empty, taken % 2 ^ 1)
                             expect(still.k_full, key_bytes)
                             cute.copy(k_atom, k_from, k_to, tma_bar_ptr=still.k_full)
@@ -299,7 +345,7 @@ class Backward:
                         cute.copy(do_atom, do_from[None, m], do_to[None, at], tma_bar_ptr=do_ring.full + at)
                         bulk_load(do_ring.rows[None, at].iterator, delta + begin + m * c.m, row_bytes, do_ring.full + at)
                         step += 1
-                if first < last:
+                if count > 0:
                     taken += 1
             number = draw(counter)
         self.tell(message, turn, (Int32(-1),))
@@ -331,16 +377,16 @@ class Backward:
         turn = Int32(0)
         tile, kv_head, b, start_q, len_q, start_k, len_k = self.hear(message, turn, sizes)
         while tile >= 0:
-            first, last = self.span(tile, len_q, len_k)
+            steps = self.steps_of(tile, len_q, len_k)
             row = self.row_of(b, start_q)
             for member in cutlass.range(group, unroll=1):
                 begin = self.statistics_of(b, kv_head * group + member, kv_heads * group, pitch) * c.width + row * 64
                 # half of the columns each, or, of a head of 64, half of the rows of each tile
                 begin += side * self.piece if const_expr(c.width == 64) else Int64(side) * pitch * 64
                 begin = cute.assume(begin, divby=512)
-                for m in cutlass.range(first, last, unroll=1):
+                for x in cutlass.range(steps[2] + steps[3], unroll=1):
                     self.take(side)
-                    bulk_add(dq + begin + m * (c.m * 64), mine, self.piece * 4)
+                    bulk_add(dq + begin + self.tile_of(x, steps) * (c.m * 64), mine, self.piece * 4)
                     cute.arch.cp_async_bulk_commit_group()
             for atom, there in ((dv_atom, dv), (dk_atom, dk)):
                 there = self.rows_of(there, kv_head, b, start_k, len_k)
@@ -389,66 +435,32 @@ class Backward:
         # a thread's places in a tile of scores: two keys, eight apart, and of each eight queries two
         own_key, own_query = side * 64 + thread // 32 * 16 + lane // 4, lane % 4 * 2
         dk, dv = sums_of(of_keys, (c.n, c.width)), sums_of(of_keys, (c.n, c.width))
+        work = Work(side, first_lane, q_ring, do_ring, of_scores, of_keys, of_queries, k_left, v_left, q_right, do_right, q_turned, do_turned, k_turned, ds_right,
+                    store_ds, dq_mine, dk, dv, scale * LOG2E)  # fmt: skip
         turn, step, beat, taken = Int32(0), Int32(0), Int32(0), Int32(0)
         if const_expr(c.late):
             self.has_read(side, 1)
         tile, _, _, _, len_q, _, len_k = self.hear(message, turn, sizes)
         while tile >= 0:
-            first, last = self.span(tile, len_q, len_k)
+            steps = self.steps_of(tile, len_q, len_k)
+            _, _, masked, bare = steps
             dk.fill(0.0)
             dv.fill(0.0)
-            if first < last:
+            if masked + bare > 0:
                 cute.arch.mbarrier_wait(still.k_full, taken % 2)
                 cute.arch.mbarrier_wait(still.v_full, taken % 2)
             place = tile, own_key, own_query, len_q, len_k
             begin = beat
             for _ in cutlass.range(group, unroll=1):
-                for m in cutlass.range(first, last, unroll=1):
-                    at, phase = step % c.stages, step // c.stages % 2
-                    cute.arch.mbarrier_wait(q_ring.full + at, phase)
-                    s, dp = sums_of(of_scores, (c.n, c.m)), sums_of(of_scores, (c.n, c.m))
-                    multiply(of_scores, s, k_left, q_right[None, None, None, at], True)
-                    cute.arch.mbarrier_wait(do_ring.full + at, phase)
-                    multiply(of_scores, dp, v_left, do_right[None, None, None, at], True)
-                    warpgroup.wait_group(1)
-                    lse = self.of_queries(q_ring.rows, at, own_query)
-                    for i in cutlass.range_constexpr(cute.size(s)):
-                        s[i] = cute.math.exp2(s[i] * (scale * LOG2E) - lse[i // 4 * 2 + i % 2], fastmath=True)
-                    self.hide(s, m, place)
-                    warpgroup.wait_group(0)
-                    delta = self.of_queries(do_ring.rows, at, own_query)
-                    for i in cutlass.range_constexpr(cute.size(s)):
-                        dp[i] = s[i] * (dp[i] - delta[i // 4 * 2 + i % 2])
-                    p, ds = halved(s, c.dtype), halved(dp, c.dtype)
-                    dq = sums_of(of_queries, (c.width, c.m))
-                    if const_expr(c.late):
-                        self.has_been_read(side, beat + 1)
-                        store_ds(ds, beat % 2)
-                        multiply(of_keys, dv, as_left(p), do_turned[None, None, None, at], False)
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        multiply(of_queries, dq, k_turned, ds_right[None, None, None, (beat + 1) % 2], True)
-                        multiply(of_keys, dk, as_left(ds), q_turned[None, None, None, at], False)
-                        warpgroup.wait_group(1)
-                        self.has_read(side, beat)
-                        let_go(do_ring.empty + at, first_lane)
-                        if beat > begin:
-                            self.give(dq, dq_mine, side)
-                    else:
-                        store_ds(ds, beat % 2)
-                        multiply(of_keys, dv, as_left(p), do_turned[None, None, None, at], False)
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        cute.arch.barrier(barrier_id=WRITTEN, number_of_threads=COMPUTING)
-                        multiply(of_queries, dq, k_turned, ds_right[None, None, None, beat % 2], True)
-                        warpgroup.wait_group(1)
-                        let_go(do_ring.empty + at, first_lane)
-                        multiply(of_keys, dk, as_left(ds), q_turned[None, None, None, at], False)
-                        warpgroup.wait_group(1)
-                        self.give(dq, dq_mine, side)
-                    warpgroup.wait_group(0)
-                    let_go(q_ring.empty + at, first_lane)
+                for x in cutlass.range(masked, unroll=1):
+                    self.step(work, self.tile_of(x, steps), step, beat, begin, place, True)
                     step += 1
                     beat += 1
-            if first < last:
+                for x in cutlass.range(bare, unroll=1):
+                    self.step(work, x, step, beat, begin, place, False)
+                    step += 1
+                    beat += 1
+            if masked + bare > 0:
                 if const_expr(c.late):  # a step more, of dQ alone
                     self.has_been_read(side, beat + 1)
                     dq = sums_of(of_queries, (c.width, c.m))
@@ -470,6 +482,54 @@ class Backward:
                 cute.arch.barrier_arrive(barrier_id=SENT + side, number_of_threads=SENDING)
             turn += 1
             tile, _, _, _, len_q, _, len_k = self.hear(message, turn, sizes)
+
+    @cute.jit
+    def step(self, w, m, step, beat, begin, place, edge: cutlass.Constexpr[bool]):
+        """A tile of queries past the keys. `edge`: it needs the mask."""
+        c = self.c
+        at, phase = step % c.stages, step // c.stages % 2
+        s, dp = sums_of(w.of_scores, (c.n, c.m)), sums_of(w.of_scores, (c.n, c.m))
+        cute.arch.mbarrier_wait(w.q_ring.full + at, phase)
+        multiply(w.of_scores, s, w.k_left, w.q_right[None, None, None, at], True)
+        lse = self.of_queries(w.q_ring.rows, at, place[2])
+        cute.arch.mbarrier_wait(w.do_ring.full + at, phase)
+        multiply(w.of_scores, dp, w.v_left, w.do_right[None, None, None, at], True)
+        warpgroup.wait_group(1)
+        for i in cutlass.range_constexpr(cute.size(s)):
+            s[i] = cute.math.exp2(s[i] * w.scale - lse[i // 4 * 2 + i % 2], fastmath=True)
+        if const_expr(edge):
+            self.hide(s, m, place)
+        delta = self.of_queries(w.do_ring.rows, at, place[2])
+        warpgroup.wait_group(0)
+        for i in cutlass.range_constexpr(cute.size(s)):
+            dp[i] = s[i] * (dp[i] - delta[i // 4 * 2 + i % 2])
+        p, ds = halved(s, c.dtype), halved(dp, c.dtype)
+        dq = sums_of(w.of_queries, (c.width, c.m))
+        if const_expr(c.late):
+            self.has_been_read(w.side, beat + 1)
+            w.store_ds(ds, beat % 2)
+            multiply(w.of_keys, w.dv, as_left(p), w.do_turned[None, None, None, at], False)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            multiply(w.of_queries, dq, w.k_turned, w.ds_right[None, None, None, (beat + 1) % 2], True)
+            multiply(w.of_keys, w.dk, as_left(ds), w.q_turned[None, None, None, at], False)
+            warpgroup.wait_group(1)
+            self.has_read(w.side, beat)
+            let_go(w.do_ring.empty + at, w.first_lane)
+            if beat > begin:
+                self.give(dq, w.dq_mine, w.side)
+        else:
+            w.store_ds(ds, beat % 2)
+            multiply(w.of_keys, w.dv, as_left(p), w.do_turned[None, None, None, at], False)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=WRITTEN, number_of_threads=COMPUTING)
+            multiply(w.of_queries, dq, w.k_turned, w.ds_right[None, None, None, beat % 2], True)
+            warpgroup.wait_group(1)
+            let_go(w.do_ring.empty + at, w.first_lane)
+            multiply(w.of_keys, w.dk, as_left(ds), w.q_turned[None, None, None, at], False)
+            warpgroup.wait_group(1)
+            self.give(dq, w.dq_mine, w.side)
+        warpgroup.wait_group(0)
+        let_go(w.q_ring.empty + at, w.first_lane)
 
     @cute.jit
     def has_read(self, side, beat):
@@ -499,33 +559,26 @@ class Backward:
 
     @cute.jit
     def hide(self, p, m, place):
-        """Weights that the mask hides are 0. A tile that shows all is left alone."""
+        """Weights that the mask hides are 0."""
         c = self.c
         tile, own_key, own_query, len_q, len_k = place
         shift = self.shift(len_q, len_k) + m * c.m  # the key that the tile's first query is at
-        n_last = tile * c.n + c.n - 1
-        edge = n_last >= len_k
-        if const_expr(c.right >= 0):
-            edge = edge | (n_last > shift + c.right)
-        if const_expr(c.left >= 0):
-            edge = edge | (tile * c.n < c.m - 1 + shift - c.left)
-        if edge:
-            for r in cutlass.range_constexpr(2):
-                j = tile * c.n + own_key + 8 * r
-                low, high = Int32(0), Int32(c.m)
-                if const_expr(c.right >= 0):
-                    low = j - shift - c.right - own_query
-                if const_expr(c.left >= 0):
-                    high = j - shift + c.left - own_query
-                if j >= len_k:
-                    high = Int32(-1)
-                for i in cutlass.range_constexpr(cute.size(p) // 4):
-                    for x in cutlass.range_constexpr(2):
-                        here, column = 4 * i + 2 * r + x, 8 * i + x
-                        seen = column <= high
-                        if const_expr(c.right >= 0):
-                            seen = seen & (column >= low)
-                        p[here] = p[here] if seen else Float32(0.0)
+        for r in cutlass.range_constexpr(2):
+            j = tile * c.n + own_key + 8 * r
+            low, high = Int32(0), Int32(c.m)
+            if const_expr(c.right >= 0):
+                low = j - shift - c.right - own_query
+            if const_expr(c.left >= 0):
+                high = j - shift + c.left - own_query
+            if j >= len_k:
+                high = Int32(-1)
+            for i in cutlass.range_constexpr(cute.size(p) // 4):
+                for x in cutlass.range_constexpr(2):
+                    here, column = 4 * i + 2 * r + x, 8 * i + x
+                    seen = column <= high
+                    if const_expr(c.right >= 0):
+                        seen = seen & (column >= low)
+                    p[here] = p[here] if seen else Float32(0.0)
 
 
 # ---- host
