@@ -17,8 +17,10 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from onchip.core.device import Device
 from onchip.core.problem import Attention, Operands
+from onchip.kernels.attention.cutlass_backward_ends import AFTER, BEFORE, finish, prepare
+from onchip.kernels.attention.cutlass_backward_ends import ROWS as ROWS_OF_A_BLOCK
 from onchip.kernels.attention.hopper_tiles import programs_of
-from onchip.kernels.attention.statistics import TOGETHER, Spread, finish_pieces, sink_gradient, statistics
+from onchip.kernels.attention.statistics import sink_gradient, statistics
 from onchip.kernels.attention.tile import describable, ends, sequence_tiles, together
 from onchip.kernels.cutlass import (
     COLUMNS,
@@ -54,7 +56,7 @@ FAR = 1 << 30  # rows of a packed batch's tensors as the copy engine sees them: 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the device code is compiled for. `late`: dQ of the step before, so that neither warpgroup waits for the other's dS."""
+    """What the device code is compiled for. `late`: dQ of the step before, so that neither warpgroup waits for the other's dS; `slopes`: LSE has a gradient."""
 
     dtype: object
     m: int
@@ -68,6 +70,7 @@ class Shape:
     packed: bool = False
     q_used: bool = False
     k_used: bool = False
+    slopes: bool = False
 
     @property
     def width(self):
@@ -132,15 +135,17 @@ class Backward:
         self.piece = shape.m * shape.width // GROUPS  # floats of a step's dQ that a warpgroup makes
 
     @cute.jit
-    def __call__(self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, do_ptr: cute.Pointer, dk_ptr: cute.Pointer, dv_ptr: cute.Pointer,
+    def __call__(self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, out_ptr: cute.Pointer, do_ptr: cute.Pointer,
+                 dq_ptr: cute.Pointer, dk_ptr: cute.Pointer, dv_ptr: cute.Pointer, lse: cute.Pointer, d_lse: cute.Pointer,
                  sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                  lists: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                  q_strides: tuple[Int64, Int64, Int64], k_strides: tuple[Int64, Int64, Int64], v_strides: tuple[Int64, Int64, Int64],
-                 do_strides: tuple[Int64, Int64, Int64], dk_strides: tuple[Int64, Int64, Int64], dv_strides: tuple[Int64, Int64, Int64],
-                 sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], programs: Int32, scale: Float32,
+                 out_strides: tuple[Int64, Int64, Int64], do_strides: tuple[Int64, Int64, Int64], dq_strides: tuple[Int64, Int64, Int64],
+                 dk_strides: tuple[Int64, Int64, Int64], dv_strides: tuple[Int64, Int64, Int64],
+                 sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], rows: Int32, programs: Int32, scale: Float32,
                  stream: driver.CUstream):  # fmt: skip
         c = self.c
-        _, _, _, batch, kv_heads, group, len_q, len_k, _ = sizes
+        _, _, _, batch, kv_heads, group, len_q, len_k, pitch = sizes
         heads = kv_heads * group
         queries, keys, half = (swizzled((rows, c.width), c.dtype) for rows in (c.m, c.n, c.n // GROUPS))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -150,9 +155,17 @@ class Backward:
         v = cpasync.make_tiled_tma_atom(load, self._tensor(v_ptr, len_k, kv_heads, batch, v_strides), keys, (c.n, c.width))
         dk = cpasync.make_tiled_tma_atom(store, self._tensor(dk_ptr, len_k, kv_heads, batch, dk_strides), half, (c.n // GROUPS, c.width))
         dv = cpasync.make_tiled_tma_atom(store, self._tensor(dv_ptr, len_k, kv_heads, batch, dv_strides), half, (c.n // GROUPS, c.width))
-        self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale).launch(
-            grid=[programs, 1, 1], block=[128 + COMPUTING, 1, 1], stream=stream, min_blocks_per_mp=1
+        _, q_offsets, _, q_used, _ = lists
+        lse2, delta, dq, counter = sums
+        ends = batch, heads, rows, pitch, len_q
+        blocks = [cute.ceil_div(pitch, ROWS_OF_A_BLOCK), heads, 1 if const_expr(c.packed) else batch]
+        prepare(out_ptr, out_strides, do_ptr, do_strides, lse, d_lse, lse2, delta, dq, counter, q_offsets, q_used, ends, c).launch(
+            grid=blocks, block=[BEFORE, 1, 1], stream=stream
         )
+        self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale).launch(
+            grid=[programs, 1, 1], block=[128 + COMPUTING, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
+        )
+        finish(dq, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(grid=blocks, block=[AFTER, 1, 1], stream=stream, use_pdl=True)
 
     def _tensor(self, ptr, length, heads, batch, strides):
         """[rows, dim, heads, batch] as the copy engine sees it.
@@ -207,8 +220,10 @@ class Backward:
                         cute.arch.mbarrier_init(place + i, count)
             cute.arch.mbarrier_init_fence()
         cute.arch.barrier()
+        cute.arch.griddepcontrol_launch_dependents()
         if warp < 4:
             cute.arch.setmaxregister_decrease(24)
+            cute.arch.griddepcontrol_wait()
             if warp == 0:
                 self.copy((q_atom, q, do_atom, do, k_atom, k, v_atom, v), sums, lists, sizes, still, q_ring, do_ring, message)
             if (warp == 1) | (warp == 2):
@@ -584,7 +599,7 @@ class Backward:
 # ---- host
 
 _HALF, _FLOATS, _INTS, _STRIDES = ("pointer", None, 16), ("pointer", Float32, 16), ("pointer", Int32, 4), (Int64,) * 3
-ARGUMENTS = (*(_HALF,) * 6, (_FLOATS, _FLOATS, _FLOATS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 6, (Int32,) * 9, Int32, Float32)
+ARGUMENTS = (*(_HALF,) * 8, _FLOATS, _FLOATS, (_FLOATS, _FLOATS, _FLOATS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 8, (Int32,) * 9, Int32, Int32, Float32)
 
 
 class Tiles(NamedTuple):
@@ -616,36 +631,40 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
     packed = x.q_offsets is not None
     new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (q.numel(), k.numel()) else torch.empty
-    dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    grads = [new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
     d_sinks = None if x.sinks is None else torch.zeros_like(x.sinks)
     if q.numel():
-        lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, out, dq, dk, dv)]  # [batch, heads, len, dim]
-        lead = [t if describable(t) else t.contiguous() for t in lead[:4]] + lead[4:]
-        left, right, top_left = ends(p.mask)
-        shape = Shape(DTYPES[q.dtype], *tiles[:4], p.dim, left, right, top_left, packed, x.q_used is not None, x.k_used is not None)
-        spread = Spread(x.q_offsets, x.q_used, p.batch, shape.pad) if packed else TOGETHER
-        delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, LOG2E, 8 if packed else tiles.m, spread=spread)
-        if k.numel():
-            _over(p, tiles, shape, lead, lses, delta, x, spread)
+        lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, out, d_out, *grads)]  # [batch, heads, len, dim]
+        lead = [t if describable(t) else t.contiguous() for t in lead[:5]] + lead[5:]
+        delta = _over(p, tiles, lead, lse, d_lse, x) if k.numel() else statistics(p, lead[3], lead[4], lse, d_lse, LOG2E)[0]
         if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
             d_sinks = sink_gradient(x.sinks, lse, delta[:, :, : lse.shape[-1]])
-    return dq, dk, dv, d_sinks, (None,) * len(x.score)
+    return *grads, d_sinks, (None,) * len(x.score)
 
 
-def _over(p: Attention, tiles: Tiles, shape: Shape, lead, lses, delta, x: Operands, spread) -> None:
-    q, k, v, d_out, _, dq, dk, dv = lead
-    pitch = lses.shape[-1]
-    heads = lses.shape[0] * lses.shape[1]
-    sums = torch.zeros(heads * pitch * shape.width + 4, dtype=torch.float32, device=q.device)  # the last of them counts the tiles drawn
-    listed, places, every, keys = None, triton.cdiv(p.len_k, tiles.n), p.batch * p.kv_heads, p.len_k
-    if shape.packed:  # one list for all sequences
+def _over(p: Attention, tiles: Tiles, lead, lse, d_lse, x: Operands):
+    """Prologue, kernel and rounding in one call; delta [batch, heads, rows]."""
+    q, k, v, out, d_out, dq, dk, dv = lead
+    packed = x.q_offsets is not None
+    left, right, top_left = ends(p.mask)
+    shape = Shape(DTYPES[q.dtype], *tiles[:4], p.dim, left, right, top_left, packed, x.q_used is not None, x.k_used is not None, d_lse is not None)
+    batch, heads, rows, _ = q.shape
+    pitch = triton.cdiv(rows + p.batch * shape.pad, 8) * 8 if packed else triton.cdiv(rows, tiles.m) * tiles.m
+    every = batch * heads * pitch
+    held = torch.empty(every * (shape.width + 2) + 4, dtype=torch.float32, device=q.device)  # dQ's sums, LSE, delta, and what counts the tiles drawn
+    listed, places, kv_heads, keys = None, triton.cdiv(p.len_k, tiles.n), p.batch * p.kv_heads, p.len_k
+    if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
-        places, every, keys = len(listed), p.kv_heads, p.tokens_k or p.tokens
-    tiles_all = places * every
-    lists = (0 if t is None else t.data_ptr() for t in (listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used))
-    strides = (s for t in (q, k, v, d_out, dk, dv) for s in t.stride()[:3])
+        places, kv_heads, keys = len(listed), p.kv_heads, p.tokens_k or p.tokens
+    at = held.data_ptr()
+    sums = at + 4 * every * shape.width, at + 4 * every * (shape.width + 1), at, at + 4 * every * (shape.width + 2)
+    if d_lse is not None:
+        d_lse = d_lse.float().contiguous()
+    others = (0 if t is None else t.data_ptr() for t in (listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used))
+    strides = (s for t in lead for s in t.stride()[:3])
     compiled(shape)(
-        *(t.data_ptr() for t in (q, k, v, d_out, dk, dv, lses, delta, sums)), sums.data_ptr() + 4 * (sums.numel() - 4), *lists, *strides,
-        tiles_all, places, together(p, 3 * keys), p.batch, p.kv_heads, p.group, p.len_q, p.len_k, pitch, min(tiles_all, tiles.programs), x.scale,
+        *(t.data_ptr() for t in lead), lse.contiguous().data_ptr(), 0 if d_lse is None else d_lse.data_ptr(), *sums, *others, *strides,
+        places * kv_heads, places, together(p, 3 * keys), p.batch, p.kv_heads, p.group, p.len_q, p.len_k, pitch, rows,
+        min(places * kv_heads, tiles.programs), x.scale,
     )  # fmt: skip
-    finish_pieces(sums, pitch, dq, x.scale, spread)
+    return held[every * (shape.width + 1) : every * (shape.width + 2)].view(batch, heads, pitch)

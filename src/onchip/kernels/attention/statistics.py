@@ -1,7 +1,5 @@
 """What every backward kernel needs before it starts and after: delta = rowsum(dO O) - dLSE of each query, dQ out of its float32 sums, the sinks' gradient."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -10,51 +8,29 @@ from onchip.kernels.attention.tile import block
 
 
 @triton.jit
-def _spread(rows, offsets_ptr, used_ptr, sequences, PAD: tl.constexpr):
-    """The tokens at `rows` of a packed batch whose sequences each lie PAD further on, from a multiple of 8 on; and whether there is one."""
-    count = rows * 0
-    for first in range(0, sequences, 64):
-        b = first + tl.arange(0, 64)
-        begin = (tl.load(offsets_ptr + b, mask=b < sequences, other=1 << 30) + b * PAD) // 8 * 8
-        count += tl.sum((begin[None, :] <= rows[:, None]).to(tl.int32), 1)
-    b = count - 1
-    start = tl.load(offsets_ptr + b)
-    length = tl.load(offsets_ptr + b + 1) - start
-    if used_ptr is not None:
-        length = tl.load(used_ptr + b)
-    within = rows - (start + b * PAD) // 8 * 8
-    return start + within, within < length
-
-
-@triton.jit
-def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, offsets_ptr, used_ptr, sequences, heads, len_q, pitch, unit,
-           o_strides, do_strides, lse_strides, dlse_strides,
-           DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PHASES: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
+def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, heads, len_q, pitch, unit, o_strides, do_strides, lse_strides, dlse_strides,
+           DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PHASES: tl.constexpr):  # fmt: skip
     """delta = rowsum(dO O) - dLSE, and LSE in another unit, +inf for a row that saw nothing, so that its weights are 0: [batch, heads, pitch].
 
-    PHASES: of a single batch, how many times each is written, [PHASES, heads, pitch], every time from a row later on. PAD: see `_spread`.
+    PHASES: of a single batch, how many times each is written, [PHASES, heads, pitch], every time from a row later on.
     """
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    places = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rows = places
-    known = rows < len_q
-    if PAD > 0:
-        rows, known = _spread(places, offsets_ptr, used_ptr, sequences, PAD)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_DV)
-    inside = known[:, None] & (dims < DV)[None, :]
+    inside = (rows < len_q)[:, None] & (dims < DV)[None, :]
     o_ptr += batch.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1]
     do_ptr += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1]
     o = tl.load(o_ptr + rows.to(tl.int64)[:, None] * o_strides[2] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
     do = tl.load(do_ptr + rows.to(tl.int64)[:, None] * do_strides[2] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
     delta = tl.sum(o * do, 1)
-    lse = tl.load(lse_ptr + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + rows, mask=known, other=float("-inf"))
+    lse = tl.load(lse_ptr + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + rows, mask=rows < len_q, other=float("-inf"))
     if dlse_ptr is not None:
         place = batch.to(tl.int64) * dlse_strides[0] + head.to(tl.int64) * dlse_strides[1] + rows.to(tl.int64) * dlse_strides[2]
-        delta -= tl.load(dlse_ptr + place, mask=known, other=0.0).to(tl.float32)
+        delta -= tl.load(dlse_ptr + place, mask=rows < len_q, other=0.0).to(tl.float32)
     empty = lse == float("-inf")
     for late in tl.static_range(PHASES):
-        at = (late * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * pitch + places - late
-        there = (places >= late) & (places < pitch + late)
+        at = (late * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * pitch + rows - late
+        there = (rows >= late) & (rows < pitch + late)
         tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=there)
         tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * unit), mask=there)
 
@@ -73,52 +49,19 @@ def _finish(sums_ptr, dq_ptr, factor, first, heads, len_q, sums_strides, dq_stri
     tl.store(dq_ptr + rows.to(tl.int64)[:, None] * dq_strides[2] + dims[None, :], sums.to(dq_ptr.dtype.element_ty), mask=there & (dims < D)[None, :])
 
 
-@triton.jit
-def _finish_pieces(sums_ptr, dq_ptr, offsets_ptr, used_ptr, sequences, factor, heads, len_q, groups, dq_strides,
-                   D: tl.constexpr, HALVES: tl.constexpr, GROUPS: tl.constexpr, PAD: tl.constexpr):  # fmt: skip
-    """dQ = factor times its float32 sums, which lie in the order of the threads that made them: see `finish_pieces`."""
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    first = tl.program_id(0) * GROUPS
-    at = tl.arange(0, HALVES * GROUPS * 512)
-    half, group, place = at // (GROUPS * 512), first + at // 512 % GROUPS, at % 512
-    sums_ptr += tl.program_id(1).to(tl.int64) * (HALVES * groups * 512)
-    sums = tl.load(sums_ptr + (half * groups + group).to(tl.int64) * 512 + place, mask=group < groups, other=0.0) * factor
-    sums = tl.reshape(sums, [HALVES, GROUPS, 4, 8, 4, 2, 2])  # warp, row of 8, pair of columns; which 8 rows, which of the pair: rows are of the head
-    sums = tl.reshape(tl.permute(sums, (1, 4, 6, 0, 2, 5, 3)), [GROUPS * 8, HALVES * 64])
-    rows, dims = first * 8 + tl.arange(0, GROUPS * 8), tl.arange(0, HALVES * 64)
-    dq_ptr += batch.to(tl.int64) * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
-    known = rows < len_q
-    if PAD > 0:
-        rows, known = _spread(rows, offsets_ptr, used_ptr, sequences, PAD)
-    there = known[:, None] & (dims < D)[None, :]
-    tl.store(dq_ptr + rows.to(tl.int64)[:, None] * dq_strides[2] + dims[None, :], sums.to(dq_ptr.dtype.element_ty), mask=there)
-
-
-class Spread(NamedTuple):
-    """Where the sequences of a packed batch lie in rows of LSE, delta and dQ's sums, each `pad` further on and from a multiple of 8 on."""
-
-    offsets: torch.Tensor
-    used: torch.Tensor | None
-    sequences: int
-    pad: int
-
-
-TOGETHER = Spread(None, None, 0, 0)
-
-
-def statistics(p, out, d_out, lse, d_lse, unit: float, tile: int = 1, phases: int = 1, spread: Spread = TOGETHER):
+def statistics(p, out, d_out, lse, d_lse, unit: float, tile: int = 1, phases: int = 1):
     """delta and LSE times `unit`, float32 [batch, heads, rows] of `out` and `d_out` [batch, heads, rows, dim]; rows are filled up to whole tiles,
     with rows that see nothing. `phases` of a batch of one: [1, phases * heads, rows], the heads once from row 0 on, once from row 1, and so on."""
     batch, heads, len_q, _ = out.shape
-    pitch = triton.cdiv(len_q + spread.sequences * spread.pad, tile) * tile
+    pitch = triton.cdiv(len_q, tile) * tile
     delta, scaled = (torch.empty(batch, phases * heads, pitch, dtype=torch.float32, device=out.device) for _ in range(2))
     lse = lse.view(batch, heads, len_q)
     d_lse = d_lse if d_lse is None else d_lse.view(batch, heads, len_q) if d_lse.is_contiguous() else d_lse.reshape(batch, heads, len_q)
     rows = 64 if p.value_dim <= 128 else 16
     _delta[(triton.cdiv(pitch + phases - 1, rows), batch * heads)](
-        out, d_out, lse, d_lse, delta, scaled, *spread[:3], heads, len_q, pitch, unit, out.stride()[:3], d_out.stride()[:3], lse.stride()[:2],
+        out, d_out, lse, d_lse, delta, scaled, heads, len_q, pitch, unit, out.stride()[:3], d_out.stride()[:3], lse.stride()[:2],
         (0, 0, 0) if d_lse is None else d_lse.stride(), DV=p.value_dim, BLOCK_M=rows, BLOCK_DV=block(p.value_dim),
-        PHASES=phases, PAD=spread.pad,
+        PHASES=phases,
     )  # fmt: skip
     return delta, scaled
 
@@ -132,18 +75,6 @@ def finish(sums, dq, factor: float, first: int) -> None:
     _finish[(triton.cdiv(rows, 4096 // columns), count)](
         sums, dq, factor, first, dq.shape[1], rows, sums.stride()[:2], dq.stride()[:3], D=dq.shape[3], BLOCK_M=4096 // columns, BLOCK_D=columns
     )  # fmt: skip
-
-
-def finish_pieces(sums, pitch: int, dq, factor: float, spread: Spread = TOGETHER) -> None:
-    """factor times sums as dq [batch, heads, rows, dim].
-
-    Of a head, float32 [halves of 64 columns, groups of 8 rows, 512]: an accumulator of dQ^T, 64 x 8, as a warpgroup's threads hold it, 4 numbers each.
-    """
-    batch, heads, rows, dim = dq.shape
-    halves, groups = 1 if dim <= 64 else 2, pitch // 8
-    each = 8 // halves
-    grid = (triton.cdiv(groups, each), batch * heads)
-    _finish_pieces[grid](sums, dq, *spread[:3], factor, heads, rows, groups, dq.stride()[:3], D=dim, HALVES=halves, GROUPS=each, PAD=spread.pad)
 
 
 def sink_gradient(sinks, lse, delta):

@@ -1,0 +1,127 @@
+"""What goes before and after `cutlass_backward`: delta = rowsum(dO O) - dLSE, LSE in base 2, the sums of dQ cleared; and dQ rounded from these.
+
+Both move each byte once: before, O, dO and LSE are read, and 4 bytes a number of dQ written; after, these are read, and 2 bytes written. A block takes 64
+rows of a head. `C` is the kernel's `Shape`; `sizes`: batch, heads, rows of q, rows of LSE, delta and dQ's sums, queries of a dense sequence.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+LOG2E = 1.4426950408889634
+ROWS = 64
+BEFORE, AFTER = 256, 128  # threads
+
+
+def vector(ptr, offset, dtype, count: int):
+    """`count` numbers in memory, of 16 bytes at most, taken at once."""
+    offset = cute.assume(offset, divby=count)
+    return cute.make_tensor(ptr + offset, cute.make_layout(count))
+
+
+@cute.jit
+def token_of(row, lengths, sizes, C: cutlass.Constexpr):
+    """The row of q at `row` of the sums, and whether there is one. Of a packed batch each sequence lies C.pad further on, from a multiple of 8 on."""
+    token, there = row, row < sizes[4]
+    if const_expr(C.packed):
+        sequences, offsets, used = lengths
+        low, high = Int32(0), sequences
+        while high - low > 1:
+            middle = (low + high) // 2
+            if (offsets[middle] + middle * C.pad) // 8 * 8 <= row:
+                low = middle
+            else:
+                high = middle
+        start = offsets[low]
+        length = used[low] if const_expr(C.q_used) else offsets[low + 1] - start
+        within = row - (start + low * C.pad) // 8 * 8
+        token, there = start + within, within < length
+    return token, there
+
+
+@cute.kernel
+def prepare(out: cute.Pointer, out_strides: tuple[Int64, Int64, Int64], do: cute.Pointer, do_strides: tuple[Int64, Int64, Int64],
+            lse: cute.Pointer, d_lse: cute.Pointer, lse2: cute.Pointer, delta: cute.Pointer, sums: cute.Pointer, counter: cute.Pointer,
+            offsets: cute.Pointer, used: cute.Pointer, sizes: tuple[Int32, Int32, Int32, Int32, Int32], C: cutlass.Constexpr):  # fmt: skip
+    cute.arch.griddepcontrol_launch_dependents()
+    batch, heads, rows, pitch, _ = sizes
+    thread = cute.arch.thread_idx()[0]
+    block, head, b = cute.arch.block_idx()
+    each = C.width // 8  # threads of a row
+    column = thread % each * 8
+    lists = cute.make_layout(1 << 30)
+    lengths = batch, cute.make_tensor(offsets, lists), cute.make_tensor(used, lists)
+    at = Int64(b * heads + head)
+    out += cute.assume(b * out_strides[0] + head * out_strides[1], divby=8)
+    do += cute.assume(b * do_strides[0] + head * do_strides[1], divby=8)
+    passes = ROWS * each // BEFORE
+    for i in cutlass.range_constexpr(passes):
+        row = block * ROWS + i * (BEFORE // each) + thread // each
+        token, there = token_of(row, lengths, sizes, C)
+        o, d = cute.make_rmem_tensor(8, C.dtype), cute.make_rmem_tensor(8, C.dtype)
+        o.fill(0.0)
+        d.fill(0.0)
+        if there & (column < C.dim):
+            cute.autovec_copy(vector(out, token * out_strides[2] + column, C.dtype, 8), o)
+            cute.autovec_copy(vector(do, token * do_strides[2] + column, C.dtype, 8), d)
+        product = o.load().to(Float32) * d.load().to(Float32)
+        total = product.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        for j in cutlass.range_constexpr(each.bit_length() - 1):
+            total += cute.arch.shuffle_sync_bfly(total, offset=1 << j)
+        if (thread % each == 0) & (row < pitch):
+            value = -Float32.inf
+            if there:
+                place = at * rows + token
+                value = cute.make_tensor(lse + place, cute.make_layout(1))[0]
+                if const_expr(C.slopes):
+                    total -= cute.make_tensor(d_lse + place, cute.make_layout(1))[0]
+            empty = value == -Float32.inf
+            cute.make_tensor(lse2 + at * pitch + row, cute.make_layout(1))[0] = Float32.inf if empty else value * LOG2E
+            cute.make_tensor(delta + at * pitch + row, cute.make_layout(1))[0] = Float32(0.0) if empty else total
+    zeros = cute.make_rmem_tensor(4, Float32)
+    zeros.fill(0.0)
+    for half in cutlass.range_constexpr(C.width // 64):
+        begin = (at * (C.width // 64) + half) * pitch * 64
+        for i in cutlass.range_constexpr(ROWS * 64 // (4 * BEFORE)):
+            place = block * (ROWS * 64) + (i * BEFORE + thread) * 4
+            if place < pitch * 64:
+                cute.autovec_copy(zeros, vector(sums, begin + place, Float32, 4))
+    if (thread == 0) & (block == 0) & (head == 0) & (b == 0):
+        cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
+
+
+@cute.kernel
+def finish(sums: cute.Pointer, dq: cute.Pointer, dq_strides: tuple[Int64, Int64, Int64], offsets: cute.Pointer, used: cute.Pointer,
+           sizes: tuple[Int32, Int32, Int32, Int32, Int32], scale: Float32, C: cutlass.Constexpr):  # fmt: skip
+    """Of a head, float32 [halves of 64 columns, groups of 8 rows, 512]: an accumulator of dQ^T, 64 x 8, as a warpgroup's threads hold it, 4 numbers each."""
+    batch, heads, rows, pitch, _ = sizes
+    thread = cute.arch.thread_idx()[0]
+    block, head, b = cute.arch.block_idx()
+    halves, groups = C.width // 64, ROWS // 8
+    lists = cute.make_layout(1 << 30)
+    lengths = batch, cute.make_tensor(offsets, lists), cute.make_tensor(used, lists)
+    # rows 16 bytes longer than they need be: those of a thread and its neighbours begin in different banks
+    tile = cutlass.utils.SmemAllocator().allocate_tensor(C.dtype, cute.make_layout((ROWS, C.width), stride=(C.width + 8, 1)), byte_alignment=128)
+    row, column = thread % 4 * 2, thread // 32 * 16 + thread % 32 // 4
+    begin = Int64(b * heads + head) * halves * pitch * 64
+    cute.arch.griddepcontrol_wait()
+    held = cute.make_rmem_tensor((4, groups * halves), Float32)
+    held.fill(0.0)
+    for i in cutlass.range_constexpr(groups):
+        for half in cutlass.range_constexpr(halves):
+            place = (block * groups + i) * 512 + thread * 4
+            if place < pitch * 64:
+                cute.autovec_copy(vector(sums, begin + half * Int64(pitch) * 64 + place, Float32, 4), held[None, i * halves + half])
+    for i in cutlass.range_constexpr(groups):
+        for half in cutlass.range_constexpr(halves):
+            for x in cutlass.range_constexpr(4):  # which of two rows, which of two columns
+                tile[i * 8 + row + x % 2, half * 64 + column + x // 2 * 8] = (held[x, i * halves + half] * scale).to(C.dtype)
+    cute.arch.barrier()
+    each = C.width // 8
+    dq += cute.assume(b * dq_strides[0] + head * dq_strides[1], divby=8)
+    for i in cutlass.range_constexpr(ROWS * each // AFTER):
+        local, column = i * (AFTER // each) + thread // each, thread % each * 8
+        token, there = token_of(block * ROWS + local, lengths, sizes, C)
+        if there & (column < C.dim):
+            source = vector(tile.iterator, local * (C.width + 8) + column, C.dtype, 8)
+            cute.autovec_copy(source, vector(dq, token * dq_strides[2] + column, C.dtype, 8))
