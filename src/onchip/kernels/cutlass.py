@@ -10,7 +10,7 @@ import cuda.bindings.driver as driver
 import cutlass
 import cutlass.cute as cute
 import torch
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.cute.runtime import make_ptr
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma

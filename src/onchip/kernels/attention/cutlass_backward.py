@@ -1,10 +1,15 @@
-"""Gradients of attention on Hopper in CuTe DSL: a tile of keys stays, past which all queries stream; five products, warp-specialised.
+"""Gradients of attention on Hopper in CuTe DSL, with tiles that Gluon cannot say: 80 queries past 128 keys that stay; five products, warp-specialised.
 
     S^T = K Q^T    P^T = exp(S^T - LSE)    dV += P^T dO    dP^T = V dO^T    dS^T = P^T (dP^T - delta)    dK += dS^T Q    dQ^T += K^T dS^T
+
+One warp copies (TMA): K and V once, Q with LSE and dO with delta round two rings of two. Two warpgroups compute, 64 keys each; P^T and dS^T are left operands
+in registers. dS goes through shared memory too, [queries, keys], and of it each warpgroup makes half of dQ^T, turned so that queries are columns, of which
+there may be any multiple of 16. Two more warps send what the warpgroups leave in a buffer: dQ, added to float32 sums in any order, then dV and dK.
+A step of 80 x 128 at d128 keeps the tensor cores busy for 3,200 cycles and shared memory for 2,790. Sums of dQ are in the order of the threads that make them,
+so that 16 bytes a thread go in and out without bank conflicts; a kernel before clears them, one after rounds them (`cutlass_backward_ends`), all in one call.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cuda.bindings.driver as driver
@@ -19,6 +24,23 @@ from onchip.core.device import Device
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.cutlass_backward_ends import AFTER, BEFORE, finish, prepare
 from onchip.kernels.attention.cutlass_backward_ends import ROWS as ROWS_OF_A_BLOCK
+from onchip.kernels.attention.cutlass_backward_tiles import (
+    Message,
+    Ring,
+    Shape,
+    Still,
+    hear,
+    hide,
+    locate,
+    of_queries,
+    row_of,
+    rows_of,
+    statistics_of,
+    steps_of,
+    tell,
+    tensor_of,
+    tile_of,
+)
 from onchip.kernels.attention.hopper_tiles import programs_of
 from onchip.kernels.attention.statistics import sink_gradient, statistics
 from onchip.kernels.attention.tile import describable, ends, sequence_tiles, together
@@ -51,55 +73,6 @@ SENDING = 160  # threads at a warpgroup's buffer: its own, and the warp that sen
 # Hardware barriers: that dS lies in shared memory; of each warpgroup, that its buffer is free, that something lies in it, and, two each, that it has made its
 # part of dQ of the step before.
 WRITTEN, ROOM, SENT, READ = 1, 2, 4, 6
-FAR = 1 << 30  # rows of a packed batch's tensors as the copy engine sees them: see `_tensor`
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the device code is compiled for. `late`: dQ of the step before, so that neither warpgroup waits for the other's dS; `slopes`: LSE has a gradient."""
-
-    dtype: object
-    m: int
-    n: int
-    stages: int
-    late: bool
-    dim: int
-    left: int
-    right: int
-    top_left: bool
-    packed: bool = False
-    q_used: bool = False
-    k_used: bool = False
-    slopes: bool = False
-
-    @property
-    def width(self):
-        """Columns of a tile; those past the head's own are 0."""
-        return 64 if self.dim <= 64 else 128
-
-    @property
-    def pad(self):
-        """Rows that each sequence of a packed batch moves on, so that its tiles of LSE, delta and dQ begin at a multiple of 8 and end before the next's."""
-        return self.m + 8
-
-
-class Ring(NamedTuple):
-    """Tiles in shared memory, a row of numbers with each, and what tells that they are filled and let go."""
-
-    tiles: object
-    rows: object
-    full: object
-    empty: object
-
-
-class Still(NamedTuple):
-    """K and V of a tile of keys."""
-
-    k: object
-    v: object
-    k_full: object
-    v_full: object
-    empty: object
 
 
 class Work(NamedTuple):
@@ -149,12 +122,12 @@ class Backward:
         heads = kv_heads * group
         queries, keys, half = (swizzled((rows, c.width), c.dtype) for rows in (c.m, c.n, c.n // GROUPS))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q = cpasync.make_tiled_tma_atom(load, self._tensor(q_ptr, len_q, heads, batch, q_strides), queries, (c.m, c.width))
-        do = cpasync.make_tiled_tma_atom(load, self._tensor(do_ptr, len_q, heads, batch, do_strides), queries, (c.m, c.width))
-        k = cpasync.make_tiled_tma_atom(load, self._tensor(k_ptr, len_k, kv_heads, batch, k_strides), keys, (c.n, c.width))
-        v = cpasync.make_tiled_tma_atom(load, self._tensor(v_ptr, len_k, kv_heads, batch, v_strides), keys, (c.n, c.width))
-        dk = cpasync.make_tiled_tma_atom(store, self._tensor(dk_ptr, len_k, kv_heads, batch, dk_strides), half, (c.n // GROUPS, c.width))
-        dv = cpasync.make_tiled_tma_atom(store, self._tensor(dv_ptr, len_k, kv_heads, batch, dv_strides), half, (c.n // GROUPS, c.width))
+        q = cpasync.make_tiled_tma_atom(load, tensor_of(c, q_ptr, len_q, heads, batch, q_strides), queries, (c.m, c.width))
+        do = cpasync.make_tiled_tma_atom(load, tensor_of(c, do_ptr, len_q, heads, batch, do_strides), queries, (c.m, c.width))
+        k = cpasync.make_tiled_tma_atom(load, tensor_of(c, k_ptr, len_k, kv_heads, batch, k_strides), keys, (c.n, c.width))
+        v = cpasync.make_tiled_tma_atom(load, tensor_of(c, v_ptr, len_k, kv_heads, batch, v_strides), keys, (c.n, c.width))
+        dk = cpasync.make_tiled_tma_atom(store, tensor_of(c, dk_ptr, len_k, kv_heads, batch, dk_strides), half, (c.n // GROUPS, c.width))
+        dv = cpasync.make_tiled_tma_atom(store, tensor_of(c, dv_ptr, len_k, kv_heads, batch, dv_strides), half, (c.n // GROUPS, c.width))
         _, q_offsets, _, q_used, _ = lists
         lse2, delta, dq, counter = sums
         ends = batch, heads, rows, pitch, len_q
@@ -166,22 +139,6 @@ class Backward:
             grid=[programs, 1, 1], block=[128 + COMPUTING, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
         finish(dq, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(grid=blocks, block=[AFTER, 1, 1], stream=stream, use_pdl=True)
-
-    def _tensor(self, ptr, length, heads, batch, strides):
-        """[rows, dim, heads, batch] as the copy engine sees it.
-
-        Packed: row r of a sequence that ends at `end` is [FAR - length + r, .., end], so that behind its last row the tensor ends too.
-        """
-        b, h, s = (cute.assume(x, divby=8) for x in strides)
-        if self.c.packed:
-            return cute.make_tensor(ptr - s * FAR, cute.make_layout((FAR, self.c.dim, heads, 2 * FAR - 1), stride=(s, 1, h, s)))
-        return cute.make_tensor(ptr, cute.make_layout((length, self.c.dim, heads, batch), stride=(s, 1, h, b)))
-
-    def rows_of(self, tensor, head, b, start, length):
-        """A sequence's rows of a head: [rows, dim]."""
-        if self.c.packed:
-            return cute.domain_offset((FAR - length, 0), tensor[None, None, head, start + length])
-        return tensor[None, None, head, b]
 
     @cute.kernel
     def kernel(self, q_atom: cute.CopyAtom, q: cute.Tensor, do_atom: cute.CopyAtom, do: cute.Tensor, k_atom: cute.CopyAtom, k: cute.Tensor,
@@ -209,13 +166,13 @@ class Backward:
         places = [bars + sum(n for n, _ in counts[:i]) for i in range(len(counts))]
         q_full, do_full, k_full, v_full, told_full, q_empty, do_empty, still_empty, told_empty = places
         q_ring, do_ring = Ring(q_tiles, lses, q_full, q_empty), Ring(do_tiles, deltas, do_full, do_empty)
-        still, message = Still(k_tile, v_tile, k_full, v_full, still_empty), Ring(None, told, told_full, told_empty)
+        still, message = Still(k_tile, v_tile, k_full, v_full, still_empty), Message(told, told_full, told_empty)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for atom in (q_atom, do_atom, k_atom, v_atom, dk_atom, dv_atom):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                for place, (n, count) in zip(places, counts):
+                for place, (n, count) in zip(places, counts, strict=True):
                     for i in cutlass.range_constexpr(n):
                         cute.arch.mbarrier_init(place + i, count)
             cute.arch.mbarrier_init_fence()
@@ -232,91 +189,6 @@ class Backward:
             cute.arch.setmaxregister_increase(240)
             self.compute(sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale)
 
-    # ---- device: what there is to do
-
-    @cute.jit
-    def locate(self, number, sizes, lists):
-        """Tile `number`: its place among its sequence's, key head, sequence, first query, queries, first key, keys; a sequence below 0: there is none.
-
-        `together` heads go side by side, so that they share what they read in L2; the tiles with most work first.
-        """
-        c = self.c
-        _, places, together, batch, kv_heads, _, len_q, len_k, _ = sizes
-        listed, q_offsets, k_offsets, q_used, k_used = lists
-        bundle = number // (together * places)
-        within = number - bundle * together * places
-        heads = kv_heads if const_expr(c.packed) else batch * kv_heads
-        wide = cutlass.min(together, heads - bundle * together)
-        tile = within // wide
-        head = bundle * together + within - tile * wide
-        b, start_q, start_k = Int32(0), Int32(0), Int32(0)
-        if const_expr(c.packed):
-            pair = cute.make_tensor(listed + 2 * tile, cute.make_layout(2))
-            b, tile = pair[0], pair[1]
-            at = cutlass.max(b, 0)
-            q_at, k_at = (cute.make_tensor(offsets + at, cute.make_layout(2)) for offsets in (q_offsets, k_offsets))
-            start_q, start_k = q_at[0], k_at[0]
-            len_q = cute.make_tensor(q_used + at, cute.make_layout(1))[0] if const_expr(c.q_used) else q_at[1] - start_q
-            len_k = cute.make_tensor(k_used + at, cute.make_layout(1))[0] if const_expr(c.k_used) else k_at[1] - start_k
-        else:
-            b = head // kv_heads
-            head = head - b * kv_heads
-        return tile, head, b, start_q, len_q, start_k, len_k
-
-    @cute.jit
-    def steps_of(self, tile, len_q, len_k):
-        """The query tiles that see some key of a tile: the first, how many before those that need no mask, how many need it, how many do not.
-
-        Those that need it come first, at both ends of the others, so that there is one loop for them.
-        """
-        c = self.c
-        shift = self.shift(len_q, len_k)
-        first, last, n = Int32(0), cute.ceil_div(len_q, c.m), tile * c.n
-        if const_expr(c.right >= 0):
-            first = cutlass.min(cutlass.max(n - c.right - shift, 0) // c.m, last)
-        if const_expr(c.left >= 0):
-            last = cutlass.max(first, cutlass.min(last, cute.ceil_div(cutlass.max(n + c.n + c.left - shift, 0), c.m)))
-        inner, outer = first, last
-        if const_expr(c.right >= 0):
-            inner = cutlass.min(cute.ceil_div(cutlass.max(n + c.n - 1 - c.right - shift, 0), c.m), last)
-        if const_expr(c.left >= 0):
-            outer = cutlass.max(inner, cutlass.min(cutlass.max(n + c.left + 1 - shift, 0) // c.m, last))
-        if n + c.n > len_k:  # the last keys: every tile needs the mask
-            inner, outer = last, last
-        return first, inner - first, inner - first + last - outer, outer - inner
-
-    @cute.jit
-    def tile_of(self, x, steps):
-        """The query tile of step `x`."""
-        first, before, masked, bare = steps
-        m = first + x
-        if const_expr(self.c.left >= 0):
-            if x >= before:
-                m += bare if x < masked else before - masked
-        return m
-
-    def shift(self, len_q, len_k):
-        """The key that query 0 is at."""
-        return Int32(0) if self.c.top_left else len_k - len_q
-
-    def row_of(self, b, start_q):
-        """Where a sequence's queries begin in LSE, delta and dQ's sums of a head."""
-        return (start_q + b * self.c.pad) // 8 * 8 if self.c.packed else Int32(0)
-
-    @cute.jit
-    def hear(self, message, turn, sizes):
-        """The place of this program's tile number `turn`, as the copying warp tells it; a tile below 0: there is none."""
-        at = turn % 2
-        cute.arch.mbarrier_wait(message.full + at, turn // 2 % 2)
-        told = message.rows
-        tile, head, b = (cute.arch.make_warp_uniform(told[i, at]) for i in range(3))
-        start_q, len_q, start_k, len_k = Int32(0), sizes[6], Int32(0), sizes[7]
-        if const_expr(self.c.packed):
-            start_q, len_q, start_k, len_k = (cute.arch.make_warp_uniform(told[i, at]) for i in range(3, 7))
-        cute.arch.sync_warp()
-        let_go(message.empty + at, cute.arch.lane_idx() == 0)
-        return tile, head, b, start_q, len_q, start_k, len_k
-
     # ---- device: the copying warp
 
     @cute.jit
@@ -328,22 +200,22 @@ class Backward:
         query_bytes, key_bytes, row_bytes = c.m * c.width * 2, c.n * c.width * 2, c.m * 4
         number, turn, step, taken = cute.arch.block_idx()[0], Int32(0), Int32(0), Int32(0)
         while number < tiles:
-            tile, kv_head, b, start_q, len_q, start_k, len_k = self.locate(number, sizes, lists)
+            tile, kv_head, b, start_q, len_q, start_k, len_k = locate(c, number, sizes, lists)
             if b >= 0:
-                self.tell(message, turn, (tile, kv_head, b, start_q, len_q, start_k, len_k))
+                tell(c, message, turn, (tile, kv_head, b, start_q, len_q, start_k, len_k))
                 turn += 1
-                steps = self.steps_of(tile, len_q, len_k)
+                steps = steps_of(c, tile, len_q, len_k)
                 count = steps[2] + steps[3]
-                k_to, k_from = tiles_in(k_atom, still.k, cute.local_tile(self.rows_of(k, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
-                v_to, v_from = tiles_in(v_atom, still.v, cute.local_tile(self.rows_of(v, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
-                row = self.row_of(b, start_q)
+                k_to, k_from = tiles_in(k_atom, still.k, cute.local_tile(rows_of(c, k, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
+                v_to, v_from = tiles_in(v_atom, still.v, cute.local_tile(rows_of(c, v, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
+                row = row_of(c, b, start_q)
                 for member in cutlass.range(group, unroll=1):
                     head = kv_head * group + member
-                    q_to, q_from = tiles_in(q_atom, q_ring.tiles, cute.local_tile(self.rows_of(q, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
-                    do_to, do_from = tiles_in(do_atom, do_ring.tiles, cute.local_tile(self.rows_of(do, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
-                    begin = cute.assume(self.statistics_of(b, head, kv_heads * group, pitch) + row, divby=4)
+                    q_to, q_from = tiles_in(q_atom, q_ring.tiles, cute.local_tile(rows_of(c, q, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
+                    do_to, do_from = tiles_in(do_atom, do_ring.tiles, cute.local_tile(rows_of(c, do, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
+                    begin = cute.assume(statistics_of(c, b, head, kv_heads * group, pitch) + row, divby=4)
                     for x in cutlass.range(count, unroll=1):
-                        m = self.tile_of(x, steps)
+                        m = tile_of(c, x, steps)
                         at, phase = step % c.stages, step // c.stages % 2
                         cute.arch.mbarrier_wait(q_ring.empty + at, phase ^ 1)
                         expect(q_ring.full + at, query_bytes + row_bytes)
@@ -363,20 +235,7 @@ class Backward:
                 if count > 0:
                     taken += 1
             number = draw(counter)
-        self.tell(message, turn, (Int32(-1),))
-
-    def statistics_of(self, b, head, heads, pitch):
-        """Where LSE and delta of a head begin."""
-        return Int64(head if self.c.packed else b * heads + head) * pitch
-
-    @cute.jit
-    def tell(self, message, turn, values):
-        at = turn % 2
-        cute.arch.mbarrier_wait(message.empty + at, turn // 2 % 2 ^ 1)
-        with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(len(values)):
-                message.rows[i, at] = values[i]
-            cute.arch.mbarrier_arrive(message.full + at)
+        tell(c, message, turn, (Int32(-1),))
 
     # ---- device: the sending warps, one for each warpgroup
 
@@ -390,27 +249,27 @@ class Backward:
         layout = swizzled((c.n // GROUPS, c.width), c.dtype)
         out = cute.make_tensor(cute.recast_ptr(mine, layout.inner, dtype=c.dtype), layout.outer)
         turn = Int32(0)
-        tile, kv_head, b, start_q, len_q, start_k, len_k = self.hear(message, turn, sizes)
+        tile, kv_head, b, start_q, len_q, start_k, len_k = hear(c, message, turn, sizes)
         while tile >= 0:
-            steps = self.steps_of(tile, len_q, len_k)
-            row = self.row_of(b, start_q)
+            steps = steps_of(c, tile, len_q, len_k)
+            row = row_of(c, b, start_q)
             for member in cutlass.range(group, unroll=1):
-                begin = self.statistics_of(b, kv_head * group + member, kv_heads * group, pitch) * c.width + row * 64
+                begin = statistics_of(c, b, kv_head * group + member, kv_heads * group, pitch) * c.width + row * 64
                 # half of the columns each, or, of a head of 64, half of the rows of each tile
                 begin += side * self.piece if const_expr(c.width == 64) else Int64(side) * pitch * 64
                 begin = cute.assume(begin, divby=512)
                 for x in cutlass.range(steps[2] + steps[3], unroll=1):
                     self.take(side)
-                    bulk_add(dq + begin + self.tile_of(x, steps) * (c.m * 64), mine, self.piece * 4)
+                    bulk_add(dq + begin + tile_of(c, x, steps) * (c.m * 64), mine, self.piece * 4)
                     cute.arch.cp_async_bulk_commit_group()
             for atom, there in ((dv_atom, dv), (dk_atom, dk)):
-                there = self.rows_of(there, kv_head, b, start_k, len_k)
+                there = rows_of(c, there, kv_head, b, start_k, len_k)
                 held, to = tiles_in(atom, out, cute.local_tile(there, (c.n // GROUPS, c.width), (tile * GROUPS + side, 0)))
                 self.take(side)
                 cute.copy(atom, held, to)
                 cute.arch.cp_async_bulk_commit_group()
             turn += 1
-            tile, kv_head, b, start_q, len_q, start_k, len_k = self.hear(message, turn, sizes)
+            tile, kv_head, b, start_q, len_q, start_k, len_k = hear(c, message, turn, sizes)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -450,14 +309,14 @@ class Backward:
         # a thread's places in a tile of scores: two keys, eight apart, and of each eight queries two
         own_key, own_query = side * 64 + thread // 32 * 16 + lane // 4, lane % 4 * 2
         dk, dv = sums_of(of_keys, (c.n, c.width)), sums_of(of_keys, (c.n, c.width))
-        work = Work(side, first_lane, q_ring, do_ring, of_scores, of_keys, of_queries, k_left, v_left, q_right, do_right, q_turned, do_turned, k_turned, ds_right,
-                    store_ds, dq_mine, dk, dv, scale * LOG2E)  # fmt: skip
+        right = (q_right, do_right, q_turned, do_turned, k_turned, ds_right)
+        work = Work(side, first_lane, q_ring, do_ring, of_scores, of_keys, of_queries, k_left, v_left, *right, store_ds, dq_mine, dk, dv, scale * LOG2E)
         turn, step, beat, taken = Int32(0), Int32(0), Int32(0), Int32(0)
         if const_expr(c.late):
             self.has_read(side, 1)
-        tile, _, _, _, len_q, _, len_k = self.hear(message, turn, sizes)
+        tile, _, _, _, len_q, _, len_k = hear(c, message, turn, sizes)
         while tile >= 0:
-            steps = self.steps_of(tile, len_q, len_k)
+            steps = steps_of(c, tile, len_q, len_k)
             _, _, masked, bare = steps
             dk.fill(0.0)
             dv.fill(0.0)
@@ -468,7 +327,7 @@ class Backward:
             begin = beat
             for _ in cutlass.range(group, unroll=1):
                 for x in cutlass.range(masked, unroll=1):
-                    self.step(work, self.tile_of(x, steps), step, beat, begin, place, True)
+                    self.step(work, tile_of(c, x, steps), step, beat, begin, place, True)
                     step += 1
                     beat += 1
                 for x in cutlass.range(bare, unroll=1):
@@ -496,7 +355,7 @@ class Backward:
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.barrier_arrive(barrier_id=SENT + side, number_of_threads=SENDING)
             turn += 1
-            tile, _, _, _, len_q, _, len_k = self.hear(message, turn, sizes)
+            tile, _, _, _, len_q, _, len_k = hear(c, message, turn, sizes)
 
     @cute.jit
     def step(self, w, m, step, beat, begin, place, edge: cutlass.Constexpr[bool]):
@@ -506,15 +365,15 @@ class Backward:
         s, dp = sums_of(w.of_scores, (c.n, c.m)), sums_of(w.of_scores, (c.n, c.m))
         cute.arch.mbarrier_wait(w.q_ring.full + at, phase)
         multiply(w.of_scores, s, w.k_left, w.q_right[None, None, None, at], True)
-        lse = self.of_queries(w.q_ring.rows, at, place[2])
+        lse = of_queries(c, w.q_ring.rows, at, place[2])
         cute.arch.mbarrier_wait(w.do_ring.full + at, phase)
         multiply(w.of_scores, dp, w.v_left, w.do_right[None, None, None, at], True)
         warpgroup.wait_group(1)
         for i in cutlass.range_constexpr(cute.size(s)):
             s[i] = cute.math.exp2(s[i] * w.scale - lse[i // 4 * 2 + i % 2], fastmath=True)
         if const_expr(edge):
-            self.hide(s, m, place)
-        delta = self.of_queries(w.do_ring.rows, at, place[2])
+            hide(c, s, m, place)
+        delta = of_queries(c, w.do_ring.rows, at, place[2])
         warpgroup.wait_group(0)
         for i in cutlass.range_constexpr(cute.size(s)):
             dp[i] = s[i] * (dp[i] - delta[i // 4 * 2 + i % 2])
@@ -564,37 +423,6 @@ class Backward:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier_arrive(barrier_id=SENT + side, number_of_threads=SENDING)
 
-    @cute.jit
-    def of_queries(self, values, at, query):
-        """What is known of a thread's queries, in order: [2, m / 8]."""
-        there = cute.make_tensor(values[None, at].iterator + query, cute.make_layout((2, self.c.m // 8), stride=(1, 8)))
-        out = cute.make_rmem_tensor((2, self.c.m // 8), Float32)
-        cute.autovec_copy(there, out)
-        return out
-
-    @cute.jit
-    def hide(self, p, m, place):
-        """Weights that the mask hides are 0."""
-        c = self.c
-        tile, own_key, own_query, len_q, len_k = place
-        shift = self.shift(len_q, len_k) + m * c.m  # the key that the tile's first query is at
-        for r in cutlass.range_constexpr(2):
-            j = tile * c.n + own_key + 8 * r
-            low, high = Int32(0), Int32(c.m)
-            if const_expr(c.right >= 0):
-                low = j - shift - c.right - own_query
-            if const_expr(c.left >= 0):
-                high = j - shift + c.left - own_query
-            if j >= len_k:
-                high = Int32(-1)
-            for i in cutlass.range_constexpr(cute.size(p) // 4):
-                for x in cutlass.range_constexpr(2):
-                    here, column = 4 * i + 2 * r + x, 8 * i + x
-                    seen = column <= high
-                    if const_expr(c.right >= 0):
-                        seen = seen & (column >= low)
-                    p[here] = p[here] if seen else Float32(0.0)
-
 
 # ---- host
 
@@ -612,7 +440,8 @@ class Tiles(NamedTuple):
     programs: int
 
     def __str__(self):
-        return f"{self.m}x{self.n} tiles, {GROUPS} warpgroups, {self.stages} stages, dQ {'a step late' if self.late else 'at once'}, at most {self.programs} programs"
+        when = "a step late" if self.late else "at once"
+        return f"{self.m}x{self.n} tiles, {GROUPS} warpgroups, {self.stages} stages, dQ {when}, at most {self.programs} programs"
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -622,7 +451,7 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     return [Tiles(m, 128, 2, late, most) for m in (80, 64) for late in (True, False)]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def compiled(shape: Shape) -> Compiled:
     return Compiled(Backward(shape), shape.dtype, ARGUMENTS)
 
@@ -644,7 +473,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
 
 def _over(p: Attention, tiles: Tiles, lead, lse, d_lse, x: Operands):
     """Prologue, kernel and rounding in one call; delta [batch, heads, rows]."""
-    q, k, v, out, d_out, dq, dk, dv = lead
+    q = lead[0]
     packed = x.q_offsets is not None
     left, right, top_left = ends(p.mask)
     shape = Shape(DTYPES[q.dtype], *tiles[:4], p.dim, left, right, top_left, packed, x.q_used is not None, x.k_used is not None, d_lse is not None)

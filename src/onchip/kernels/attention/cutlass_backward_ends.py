@@ -6,7 +6,7 @@ rows of a head. `C` is the kernel's `Shape`; `sizes`: batch, heads, rows of q, r
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 LOG2E = 1.4426950408889634
 ROWS = 64
@@ -94,7 +94,7 @@ def prepare(out: cute.Pointer, out_strides: tuple[Int64, Int64, Int64], do: cute
 def finish(sums: cute.Pointer, dq: cute.Pointer, dq_strides: tuple[Int64, Int64, Int64], offsets: cute.Pointer, used: cute.Pointer,
            sizes: tuple[Int32, Int32, Int32, Int32, Int32], scale: Float32, C: cutlass.Constexpr):  # fmt: skip
     """Of a head, float32 [halves of 64 columns, groups of 8 rows, 512]: an accumulator of dQ^T, 64 x 8, as a warpgroup's threads hold it, 4 numbers each."""
-    batch, heads, rows, pitch, _ = sizes
+    batch, heads, _, pitch, _ = sizes
     thread = cute.arch.thread_idx()[0]
     block, head, b = cute.arch.block_idx()
     halves, groups = C.width // 64, ROWS // 8

@@ -1,0 +1,230 @@
+"""What `cutlass_backward` does about tiles: which queries a tile of keys needs, where they lie, who is told of it; the mask in registers.
+
+`C` is the kernel's `Shape`. `sizes`: tiles, tiles of a head, heads side by side, batch, key heads, query heads that share one, len_q, len_k, and rows of LSE,
+delta and dQ's sums.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from onchip.kernels.cutlass import let_go
+
+FAR = 1 << 30  # rows of a packed batch's tensors as the copy engine sees them: see `tensor_of`
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the device code is compiled for. `late`: dQ of the step before, so that neither warpgroup waits for the other's dS; `slopes`: LSE has a gradient."""
+
+    dtype: object
+    m: int
+    n: int
+    stages: int
+    late: bool
+    dim: int
+    left: int
+    right: int
+    top_left: bool
+    packed: bool = False
+    q_used: bool = False
+    k_used: bool = False
+    slopes: bool = False
+
+    @property
+    def width(self):
+        """Columns of a tile; those past the head's own are 0."""
+        return 64 if self.dim <= 64 else 128
+
+    @property
+    def pad(self):
+        """Rows that each sequence of a packed batch moves on, so that its tiles of LSE, delta and dQ begin at a multiple of 8 and end before the next's."""
+        return self.m + 8
+
+
+class Ring(NamedTuple):
+    """Tiles in shared memory, a row of numbers with each, and what tells that they are filled and let go."""
+
+    tiles: object
+    rows: object
+    full: object
+    empty: object
+
+
+class Still(NamedTuple):
+    """K and V of a tile of keys."""
+
+    k: object
+    v: object
+    k_full: object
+    v_full: object
+    empty: object
+
+
+class Message(NamedTuple):
+    """Two places for 8 numbers that the copying warp tells the others."""
+
+    numbers: object
+    full: object
+    empty: object
+
+
+# ---- device: where things lie
+
+
+def tensor_of(C, ptr, length, heads, batch, strides):
+    """[rows, dim, heads, batch] as the copy engine sees it.
+
+    Packed: row r of a sequence that ends at `end` is [FAR - length + r, .., end], so that behind its last row the tensor ends too.
+    """
+    b, h, s = (cute.assume(x, divby=8) for x in strides)
+    if C.packed:
+        return cute.make_tensor(ptr - s * FAR, cute.make_layout((FAR, C.dim, heads, 2 * FAR - 1), stride=(s, 1, h, s)))
+    return cute.make_tensor(ptr, cute.make_layout((length, C.dim, heads, batch), stride=(s, 1, h, b)))
+
+
+def rows_of(C, tensor, head, b, start, length):
+    """A sequence's rows of a head: [rows, dim]."""
+    if C.packed:
+        return cute.domain_offset((FAR - length, 0), tensor[None, None, head, start + length])
+    return tensor[None, None, head, b]
+
+
+def statistics_of(C, b, head, heads, pitch):
+    """Where LSE and delta of a head begin."""
+    return Int64(head if C.packed else b * heads + head) * pitch
+
+
+@cute.jit
+def locate(C, number, sizes, lists):
+    """Tile `number`: its place among its sequence's, key head, sequence, first query, queries, first key, keys; a sequence below 0: there is none.
+
+    `together` heads go side by side, so that they share what they read in L2; the tiles with most work first.
+    """
+    _, places, together, batch, kv_heads, _, len_q, len_k, _ = sizes
+    listed, q_offsets, k_offsets, q_used, k_used = lists
+    bundle = number // (together * places)
+    within = number - bundle * together * places
+    heads = kv_heads if const_expr(C.packed) else batch * kv_heads
+    wide = cutlass.min(together, heads - bundle * together)
+    tile = within // wide
+    head = bundle * together + within - tile * wide
+    b, start_q, start_k = Int32(0), Int32(0), Int32(0)
+    if const_expr(C.packed):
+        pair = cute.make_tensor(listed + 2 * tile, cute.make_layout(2))
+        b, tile = pair[0], pair[1]
+        at = cutlass.max(b, 0)
+        q_at, k_at = (cute.make_tensor(offsets + at, cute.make_layout(2)) for offsets in (q_offsets, k_offsets))
+        start_q, start_k = q_at[0], k_at[0]
+        len_q = cute.make_tensor(q_used + at, cute.make_layout(1))[0] if const_expr(C.q_used) else q_at[1] - start_q
+        len_k = cute.make_tensor(k_used + at, cute.make_layout(1))[0] if const_expr(C.k_used) else k_at[1] - start_k
+    else:
+        b = head // kv_heads
+        head = head - b * kv_heads
+    return tile, head, b, start_q, len_q, start_k, len_k
+
+
+@cute.jit
+def steps_of(C, tile, len_q, len_k):
+    """The query tiles that see some key of a tile: the first, how many before those that need no mask, how many need it, how many do not.
+
+    Those that need it come first, at both ends of the others, so that there is one loop for them.
+    """
+    shift = ahead(C, len_q, len_k)
+    first, last, n = Int32(0), cute.ceil_div(len_q, C.m), tile * C.n
+    if const_expr(C.right >= 0):
+        first = cutlass.min(cutlass.max(n - C.right - shift, 0) // C.m, last)
+    if const_expr(C.left >= 0):
+        last = cutlass.max(first, cutlass.min(last, cute.ceil_div(cutlass.max(n + C.n + C.left - shift, 0), C.m)))
+    inner, outer = first, last
+    if const_expr(C.right >= 0):
+        inner = cutlass.min(cute.ceil_div(cutlass.max(n + C.n - 1 - C.right - shift, 0), C.m), last)
+    if const_expr(C.left >= 0):
+        outer = cutlass.max(inner, cutlass.min(cutlass.max(n + C.left + 1 - shift, 0) // C.m, last))
+    if n + C.n > len_k:  # the last keys: every tile needs the mask
+        inner, outer = last, last
+    return first, inner - first, inner - first + last - outer, outer - inner
+
+
+@cute.jit
+def tile_of(C, x, steps):
+    """The query tile of step `x`."""
+    first, before, masked, bare = steps
+    m = first + x
+    if const_expr(C.left >= 0):  # noqa: SIM102 (one is a constant of the compiler's)
+        if x >= before:
+            m += bare if x < masked else before - masked
+    return m
+
+
+def ahead(C, len_q, len_k):
+    """The key that query 0 is at."""
+    return Int32(0) if C.top_left else len_k - len_q
+
+
+def row_of(C, b, start_q):
+    """Where a sequence's queries begin in LSE, delta and dQ's sums of a head."""
+    return (start_q + b * C.pad) // 8 * 8 if C.packed else Int32(0)
+
+
+@cute.jit
+def hear(C, message, turn, sizes):
+    """The place of this program's tile number `turn`, as the copying warp tells it; a tile below 0: there is none."""
+    at = turn % 2
+    cute.arch.mbarrier_wait(message.full + at, turn // 2 % 2)
+    told = message.numbers
+    tile, head, b = (cute.arch.make_warp_uniform(told[i, at]) for i in range(3))
+    start_q, len_q, start_k, len_k = Int32(0), sizes[6], Int32(0), sizes[7]
+    if const_expr(C.packed):
+        start_q, len_q, start_k, len_k = (cute.arch.make_warp_uniform(told[i, at]) for i in range(3, 7))
+    cute.arch.sync_warp()
+    let_go(message.empty + at, cute.arch.lane_idx() == 0)
+    return tile, head, b, start_q, len_q, start_k, len_k
+
+
+@cute.jit
+def tell(C, message, turn, values):
+    at = turn % 2
+    cute.arch.mbarrier_wait(message.empty + at, turn // 2 % 2 ^ 1)
+    with cute.arch.elect_one():
+        for i in cutlass.range_constexpr(len(values)):
+            message.numbers[i, at] = values[i]
+        cute.arch.mbarrier_arrive(message.full + at)
+
+
+# ---- device: registers
+
+
+@cute.jit
+def of_queries(C, values, at, query):
+    """What is known of a thread's queries, in order: [2, m / 8]."""
+    there = cute.make_tensor(values[None, at].iterator + query, cute.make_layout((2, C.m // 8), stride=(1, 8)))
+    out = cute.make_rmem_tensor((2, C.m // 8), Float32)
+    cute.autovec_copy(there, out)
+    return out
+
+
+@cute.jit
+def hide(C, p, m, place):
+    """Weights that the mask hides are 0."""
+    tile, own_key, own_query, len_q, len_k = place
+    shift = ahead(C, len_q, len_k) + m * C.m  # the key that the tile's first query is at
+    for r in cutlass.range_constexpr(2):
+        j = tile * C.n + own_key + 8 * r
+        low, high = Int32(0), Int32(C.m)
+        if const_expr(C.right >= 0):
+            low = j - shift - C.right - own_query
+        if const_expr(C.left >= 0):
+            high = j - shift + C.left - own_query
+        if j >= len_k:
+            high = Int32(-1)
+        for i in cutlass.range_constexpr(cute.size(p) // 4):
+            for x in cutlass.range_constexpr(2):
+                here, column = 4 * i + 2 * r + x, 8 * i + x
+                seen = column <= high
+                if const_expr(C.right >= 0):
+                    seen = seen & (column >= low)
+                p[here] = p[here] if seen else Float32(0.0)
