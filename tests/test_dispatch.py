@@ -1,5 +1,6 @@
 """Which kernel is chosen, what is said about it, and that choosing again costs one look-up."""
 
+import importlib.util
 import re
 
 import pytest
@@ -68,8 +69,10 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     )
     learning = select(BACKWARD._replace(dtype=FP64, extras=("unheard of",)), H200)
     assert learning.kernel.name == "blocked"
+    missing = () if importlib.util.find_spec("cutlass") else ("needs the extra onchip[cutlass]: pip install 'onchip[cutlass]'",)
     assert learning.refused == (
         ("hopper_backward", ("dtype fp64 is not one of bf16, fp16", "no unheard of")),
+        ("cutlass_backward", (*missing, "dtype fp64 is not one of bf16, fp16", "no unheard of")),
         ("triton_backward", ("dtype fp64 is not one of bf16, fp16, fp32", "no unheard of")),
     )
     on_cpu = select(PREFILL, plain_cpu)

@@ -1,5 +1,6 @@
 """Every row of every menu: it can be loaded, its claims name real fields, and a call outside a claim is refused in words."""
 
+import importlib.util
 import itertools
 from dataclasses import replace
 
@@ -36,6 +37,13 @@ CLAIMS = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def extras_installed(monkeypatch):
+    """What a row claims does not depend on what is installed here."""
+    find, extras = importlib.util.find_spec, {kernel.extra for op in OPS.values() for kernel in op.kernels}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: name in extras or find(name, *rest))
+
+
 def typical(op, kernel):
     """The Problem of an operator that this kernel takes."""
     return TYPICAL[op.name]._replace(dtype=E4M3) if kernel.name == "hopper_fp8" else TYPICAL[op.name]
@@ -70,11 +78,11 @@ def inside(allowed) -> list:
     return [{Full: Full(), Causal: Causal(), Window: Window(7), Traced: DOCUMENT}[kind] for kind in allowed] if _is_types(allowed) else list(allowed)
 
 
-def with_field(problem, field: str, value):
+def with_field(problem, kernel, field: str, value):
     """The Problem with one field changed, and no other that a claim is about: `dim` is that of queries and keys, `value_dim` that of values."""
     if field == "value_dim":
         return problem._replace(dim_v=value)
-    apart = field == "dim" and isinstance(problem, Attention) and problem.dtype != E4M3  # (which has one width)
+    apart = field == "dim" and "value_dim" in kernel.accepts
     return problem._replace(**{field: value}, **({"dim_v": problem.value_dim} if apart else {}))
 
 
@@ -90,6 +98,8 @@ def test_a_row_can_be_loaded(op, kernel):
     """Portable rows everywhere; the others where Triton is installed, GPU or not."""
     if kernel.needs_triton:
         pytest.importorskip("triton")
+    if kernel.extra:
+        pytest.importorskip(kernel.extra, reason=f"the extra onchip[{kernel.extra}] is not installed")
     assert callable(kernel.load())
     assert kernel.file.startswith("kernels/") and kernel.file.endswith(".py")
     assert kernel.configs(typical(op, kernel), H200)
@@ -130,7 +140,7 @@ def test_a_claim_is_about_a_field(op, kernel, field):
 @pytest.mark.parametrize(("op", "kernel", "field"), CLAIMS)
 def test_what_a_claim_admits_is_taken(op, kernel, field):
     for value in inside(kernel.accepts[field]):
-        assert kernel.refuses(with_field(typical(op, kernel), field, value), H200) == []
+        assert kernel.refuses(with_field(typical(op, kernel), kernel, field, value), H200) == []
 
 
 @pytest.mark.parametrize(("op", "kernel", "field"), CLAIMS)
@@ -138,7 +148,7 @@ def test_what_a_claim_leaves_out_is_refused_in_words(op, kernel, field):
     values = outside(field, kernel.accepts[field])
     assert values
     for value in values:
-        (reason,) = kernel.refuses(with_field(typical(op, kernel), field, value), H200)
+        (reason,) = kernel.refuses(with_field(typical(op, kernel), kernel, field, value), H200)
         assert reason.startswith(f"{field} ") and " is not " in reason and "<" not in reason and "torch.bf" not in reason
 
 
@@ -161,6 +171,7 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "triton_prefill": {"batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"},
     "hopper_fp8": {"deterministic"},
     "hopper_backward": {"sinks", "used"},
+    "cutlass_backward": {"sinks", "used"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
     "hopper_paged": {"batch_invariant", "deterministic", "sinks"},
     "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
@@ -279,6 +290,20 @@ def test_triton_not_installed(monkeypatch):
     for op in OPS.values():
         for kernel in op.kernels:
             assert kernel.refuses(typical(op, kernel), H200) == (["needs the package triton"] if kernel.needs_triton else [])
+
+
+def test_an_extra_not_installed(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton" or (None if name == "cutlass" else find(name)))
+    reasons = OPS["backward"].kernel("cutlass_backward").refuses(TYPICAL["backward"], H200)
+    assert reasons == ["needs the extra onchip[cutlass]: pip install 'onchip[cutlass]'"]
+
+
+def test_what_cutlass_leaves_to_others():
+    p, kernel = TYPICAL["backward"], OPS["backward"].kernel("cutlass_backward")
+    assert kernel.refuses(p._replace(extras=("deterministic",)), H200)[0].startswith("no deterministic")
+    assert kernel.refuses(p._replace(dim_v=32), H200) == ["values of dim 32 beside queries of dim 64"]
+    assert kernel.refuses(p._replace(keys="packed", tokens=64_000, extras=("sinks",)), H200) == ["sinks in a packed batch"]
 
 
 @pytest.mark.parametrize(("len_q", "heads", "reasons"), [(16, 8, []), (16, 10, ["16 queries x 5 heads a group = 80 rows, of at most 64"]), (1, 128, [])])

@@ -25,6 +25,7 @@ class Kernel:
     accepts   {field of the Problem: the values it may have}; for a class, instances of it.
     also      functions problem -> reason or None, for what no single field can say.
     portable  plain torch: on a GPU a slow fallback, which ONCHIP_STRICT turns into an error.
+    extra     the optional extra of onchip that it needs, called like the module that this brings.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Kernel:
     accepts: Mapping[str, object] = field(default_factory=dict)
     also: Sequence[Callable[[Problem], str | None]] = ()
     portable: bool = False
+    extra: str = ""
 
     @property
     def file(self) -> str:
@@ -51,6 +53,8 @@ class Kernel:
             reasons.append(f"needs {_arch(device.kind, self.arch[device.kind])}, {device.name} is {device.arch}")
         elif self.needs_triton and importlib.util.find_spec("triton") is None:
             reasons.append("needs the package triton")
+        elif self.extra and importlib.util.find_spec(self.extra) is None:
+            reasons.append(f"needs the extra onchip[{self.extra}]: pip install 'onchip[{self.extra}]'")
         for name, allowed in self.accepts.items():
             value = getattr(problem, name)
             if not (isinstance(value, allowed) if _is_types(allowed) else value in allowed):

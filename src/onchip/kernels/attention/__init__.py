@@ -152,6 +152,10 @@ def _slower_backward_on_hopper(p: Attention) -> str | None:
     return None
 
 
+def _sinks_of_tokens(p: Attention) -> str | None:
+    return "sinks in a packed batch" if "sinks" in p.extras and p.keys == "packed" else None
+
+
 PREFILL = Op(
     "prefill",
     cost,
@@ -192,6 +196,14 @@ BACKWARD = Op(
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
             also=(_only("batch_invariant", "deterministic", "sinks", "used"), _sums_in_any_order, _may_hide_padding, _slower_backward_on_hopper, _translates),
+        ),
+        Kernel(
+            "cutlass_backward",
+            "onchip.kernels.attention.cutlass_backward:launch",
+            {"cuda": (90,)},
+            {"dtype": HALF, "dim": range(8, 129, 8), "mask": BANDS, "keys": ("dense", "packed"), "score": (None,)},
+            also=(_one_width, _only("sinks", "used"), _sums_in_any_order, _sinks_of_tokens, _slower_backward_on_hopper),
+            extra="cutlass",
         ),
         Kernel(
             "triton_backward",
