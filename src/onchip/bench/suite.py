@@ -14,6 +14,7 @@ from onchip.core.trace import Traced
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOKENS, HIDDEN = 16_384, 2_048  # of the prefill rows on a GPU: batch x length, heads x dim
+LENGTHS = tuple(1 << i for i in range(10, 16))
 GOAL = 5e-6  # seconds one warm `select` may take
 POWERS = tuple(1 << i for i in range(6, 14)) * 2  # lengths of packed sequences
 DRAWN = tuple(map(random.Random(3).randint, [64] * 8, [8192] * 8))
@@ -100,9 +101,9 @@ def _attention(device: torch.device, quick: bool) -> list[Row]:
     found = []
     for dim in (64, 128) if quick else (64, 128, 256):
         for mask in (Full(), Causal()):
-            for n in (1024, TOKENS) if quick else (1024, 4096, TOKENS):
+            for n in (1024, TOKENS) if quick else LENGTHS:
                 heads = HIDDEN // dim
-                found.append(_prefill((TOKENS // n, n), (heads, heads, dim), f"prefill d{dim} {type(mask).__name__.lower()}", mask=mask))
+                found.append(_prefill((max(1, TOKENS // n), n), (heads, heads, dim), f"prefill d{dim} {type(mask).__name__.lower()}", mask=mask))
     for batch, n in ((2, 8192),) if quick else ((4, 4096), (2, 8192), (1, TOKENS)):
         found.append(_prefill((batch, n), (32, 8, 128), "prefill d128 causal, 32 heads over 8"))
     found.append(_prefill((4, 4096), (20, 20, 96), "prefill, other shapes", "d96 4k"))
