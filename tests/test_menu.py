@@ -305,6 +305,20 @@ def test_who_takes_many_queries_over_pages():
     assert kernel.refuses(p._replace(mask=KeyPadding(torch.ones(2, dtype=torch.int32)).static()), H200)[0].endswith("hides may be NaN")
 
 
+def test_few_queries_share_a_tile_with_other_heads():
+    """On Hopper, which then reads keys once for all heads of a group; many fill tiles of their own."""
+    pytest.importorskip("triton")
+    prefill, decode = TYPICAL["prefill"], TYPICAL["decode"]
+    for p, name, words in (
+        (prefill._replace(len_q=1), "hopper_prefill", "64x128 tiles of 16 queries x 4 heads, 1 warpgroups"),
+        (prefill._replace(len_q=17, heads=6), "hopper_prefill", "64x128 tiles of 16 queries x 4 heads, 1 warpgroups"),
+        (prefill, "hopper_prefill", "64x128 tiles, 1 warpgroups"),
+        (decode._replace(len_q=17), "hopper_paged", "64x128 tiles of 32 queries x 2 heads, 1 warpgroups"),
+    ):
+        decision = select(p, H200)
+        assert decision.kernel.name == name and str(decision.config).startswith(words)
+
+
 # ---- Problems
 
 

@@ -351,9 +351,9 @@ def byte_pairs(n: int, dim: int, warps: int) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout([[1, 0], [8, 0], *rest[:mine]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], rest[mine:], [], [n, dim // 2])
 
 
-def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """Tiles of `rows` x `cols` of the last two dimensions, as of [batch, heads, len, dim]; what lies outside reads as 0 and is not written."""
-    tile = [1] * (t.dim() - 2) + [rows, cols]
+def describe(t: torch.Tensor, *sizes: int) -> TensorDescriptor:
+    """Tiles of `sizes` of the last dimensions, as of [batch, heads, len, dim] the last two; what lies outside reads as 0 and is not written."""
+    tile = [1] * (t.dim() - len(sizes)) + list(sizes)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), tile, _layout(tuple(tile), t.dtype))
 
 

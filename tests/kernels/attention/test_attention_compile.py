@@ -202,6 +202,25 @@ def test_hopper_prefill(dim, packed, how, most):
     assert max(int(number) for number in re.findall(r"bar(?:rier)?\.sync\s+(\d+)(?:, 128)?;", facts.ptx)) < 6  # hardware barriers: the rest is ours
 
 
+FOLDED = {  # dim, packed, queries, mask or score, and bytes that a thread may spill: of few queries, whose heads share a tile's rows
+    "d64 full": (64, False, 200, {"band": Full()}, 0),
+    "d128, one warpgroup": (128, False, 16, {}, 0),
+    "d128 window": (128, False, 130, {"band": Window(1024)}, 52),
+    "d128 ALiBi": (128, False, 130, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 0),
+    "d256 packed": (256, True, 130, {}, 36),
+}
+
+
+@pytest.mark.parametrize(("dim", "packed", "len_q", "how", "most"), FOLDED.values(), ids=FOLDED)
+def test_hopper_folds_heads(dim, packed, len_q, how, most):
+    """Queries come through TMA in five dimensions, by 64 columns, and so does the output of a dense batch leave; the rest is as with one head a tile."""
+    tiles, facts = prefill("sm_90", dim, packed=packed, module=hopper_prefill, len_q=len_q, **{"band": Causal(), **how})
+    assert tiles.pack == 4 and facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
+    assert facts.ptx.count("cp.async.bulk.tensor.5d.shared") == dim // 64 * tiles.groups
+    assert facts.ptx.count("cp.async.bulk.tensor.5d.global") == (0 if packed else tiles.groups)
+    assert not facts.serialized and "setmaxnreg.dec" in facts.ptx and "mma.sync" not in facts.ptx
+
+
 PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 registers the copying warp spilt 188 bytes at d128, page 16
     "d64": (64, 16, {}, 0),
     "d64, pages of 8": (64, 8, {}, 0),
@@ -212,6 +231,7 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
     "d128 window": (128, 16, {"band": Window(1024)}, 0),
     "d128 full": (128, 16, {"band": Full()}, 0),
     "d128, few": (128, 16, {"len_q": 64}, 0),
+    "d128, four heads in a tile's rows": (128, 16, {"len_q": 130}, 0),
     "d128 softcap": (128, 16, {"score": scores.Softcap(30.0)}, 0),
     "d128 document": (128, 16, {"mask": masks.Document(meta(4, 8192, dtype=torch.int32))}, 576),  # packed, without pages: 548
     "d256": (256, 16, {}, 0),
