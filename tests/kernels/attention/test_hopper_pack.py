@@ -166,4 +166,5 @@ def test_on_a_gpu(packed, heads, len_q, dim, batch, name, device):
         result = attend(q, k, v, "hopper_prefill")
     assert decisions[0].config.pack >= heads[0] // heads[1]
     for ours, low, truth in zip(result, attend(q, k, v, "reference"), attend(q.double(), k.double(), v.double(), "reference"), strict=True):
-        assert_as_good_as_torch(ours, low, truth)
+        beside = truth + how.get("softcap", 0.0) * 2**-11 * max(1.0, truth.nan_to_num(0, 0, 0).abs().max().item())  # as much does the hardware's tanh err
+        assert_as_good_as_torch(ours, (low, beside), truth)

@@ -139,6 +139,18 @@ def _slower_on_hopper(p: Attention) -> str | None:
     return None
 
 
+def _faster_with_split_keys(p: Attention) -> str | None:
+    """What `triton_decode`, which splits keys among programs, does as fast or faster on an H200: both read 8k at the bandwidth of memory with 16 rows."""
+    rows, heads = p.len_q * p.group, p.batch * p.kv_heads
+    if p.len_q > 16 or rows > 64:
+        return None
+    if rows <= 16:
+        return f"{rows} rows of a key head, of at least 17: triton_decode splits keys"  # 64 x 8k: 16 rows 476 us (488 there), 32 479 (724), 64 487 (653)
+    if "batch_invariant" in p.extras:
+        return "batch_invariant: what is faster depends on the batch"
+    return f"{heads} key heads of sequences, of at least 64: triton_decode splits keys" if heads < 64 else None  # 8 x 8k by 8 heads: 79 us (127 there)
+
+
 def _slower_backward_on_hopper(p: Attention) -> str | None:
     """What `triton_backward` does faster on an H200, or has not been measured there."""
     pairs = p.batch * p.heads * p.len_q * p.len_k
@@ -161,7 +173,8 @@ PREFILL = Op(
             "onchip.kernels.attention.hopper_prefill:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _score_on_hopper, _slower_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _score_on_hopper, _translates),
+            slower=(_slower_on_hopper,),
         ),
         Kernel(
             "hopper_fp8",
@@ -191,7 +204,8 @@ BACKWARD = Op(
             "onchip.kernels.attention.hopper_backward:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _sums_in_any_order, _may_hide_padding, _slower_backward_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _sums_in_any_order, _may_hide_padding, _translates),
+            slower=(_slower_backward_on_hopper,),
         ),
         Kernel(
             "triton_backward",
@@ -210,21 +224,6 @@ DECODE = Op(
     cost,
     (
         Kernel(
-            "triton_decode",
-            "onchip.kernels.attention.triton_decode:launch",
-            GPUS,
-            {
-                "dtype": FLOATS,
-                "dim": range(8, 577),
-                "value_dim": range(8, 513),
-                "mask": MASKS,
-                "keys": ("paged",),
-                "len_q": range(1, 17),
-                "page": [1 << i for i in range(11)],
-            },
-            also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
-        ),
-        Kernel(
             "hopper_paged",
             "onchip.kernels.attention.hopper_prefill:launch_paged",
             {"cuda": (90,)},
@@ -238,6 +237,22 @@ DECODE = Op(
                 "page": [1 << i for i in range(3, 11)],  # rows of shared memory are swizzled by eights
             },
             also=(_only("batch_invariant", "deterministic", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
+            slower=(_faster_with_split_keys,),
+        ),
+        Kernel(
+            "triton_decode",
+            "onchip.kernels.attention.triton_decode:launch",
+            GPUS,
+            {
+                "dtype": FLOATS,
+                "dim": range(8, 577),
+                "value_dim": range(8, 513),
+                "mask": MASKS,
+                "keys": ("paged",),
+                "len_q": range(1, 17),
+                "page": [1 << i for i in range(11)],
+            },
+            also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",)}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),
