@@ -160,7 +160,7 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "hopper_prefill": {"batch_invariant", "deterministic", "sinks", "used"},
     "triton_prefill": {"batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"},
     "hopper_fp8": {"deterministic"},
-    "hopper_backward": {"sinks", "used"},
+    "hopper_backward": {"batch_invariant", "deterministic", "sinks", "used"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
     "hopper_paged": {"batch_invariant", "deterministic", "sinks"},
     "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
@@ -176,10 +176,24 @@ def test_extras(op, kernel, extra):
     assert not reasons if takes else [reason.split(" for ")[0] for reason in reasons] == [f"no {extra}"]
 
 
-def test_gradients_of_wide_heads_are_the_same_every_time():
-    p, kernel = TYPICAL["backward"]._replace(extras=("deterministic",)), OPS["backward"].kernel("hopper_backward")
-    assert kernel.refuses(p._replace(dim=192, dim_v=128), H200) == []
-    assert kernel.refuses(p, H200) == ["no deterministic for heads of at most 128: dQ is summed in any order there"]
+def test_gradients_that_are_the_same_every_time():
+    """In passes up to a head of 128 too; whatever else is in the batch, the same kernel and tiles."""
+    pytest.importorskip("triton")
+    kernel, p = OPS["backward"].kernel("hopper_backward"), TYPICAL["backward"]
+    two, three = "a pass each for dK, dV 128x{}; dQ 128x128 tiles", "a pass each for dV 128x64; dK 128x64; dQ 128x64 tiles"
+    for dims, mask, passes in (
+        ((64, 0), Full(), two.format(128)),
+        ((64, 0), DOCUMENT, two.format(64)),
+        ((128, 0), Causal(), two.format(64)),
+        ((96, 64), Causal(), two.format(64)),
+        ((192, 128), Causal(), three),
+    ):
+        for extra in ("batch_invariant", "deterministic"):
+            asked = p._replace(dim=dims[0], dim_v=dims[1], mask=mask, extras=(extra,))
+            assert select(asked, H200).kernel is kernel and str(kernel.configs(asked, H200)[0]).startswith(passes)
+    few = p._replace(batch=2)
+    assert select(few._replace(extras=("batch_invariant",)), H200).kernel is kernel
+    assert select(few._replace(extras=("deterministic",)), H200).kernel.name == "triton_backward"
 
 
 def test_gradients_of_reads_come_in_any_order():

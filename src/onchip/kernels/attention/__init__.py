@@ -119,14 +119,6 @@ def _score_on_hopper(p: Attention) -> str | None:
     return "a score looks values up at places that it computes: not measured" if texts.gathers(p.score.text) else None
 
 
-def _sums_in_any_order(p: Attention) -> str | None:
-    """Up to 128 one kernel makes all gradients and adds dQ up in memory; beyond, each has a pass of its own."""
-    asked = [extra for extra in ("batch_invariant", "deterministic") if extra in p.extras]
-    if asked and max(p.dim, p.value_dim) <= 128:
-        return f"no {', '.join(asked)} for heads of at most 128: dQ is summed in any order there"
-    return None
-
-
 def _slower_on_hopper(p: Attention) -> str | None:
     """What `triton_prefill` does faster on an H200."""
     tile = p.score and importlib.import_module("onchip.kernels.attention.texts").pair_tile(p.score.text)
@@ -140,9 +132,10 @@ def _slower_on_hopper(p: Attention) -> str | None:
 
 
 def _slower_backward_on_hopper(p: Attention) -> str | None:
-    """What `triton_backward` does faster on an H200, or has not been measured there."""
+    """What `triton_backward` does faster on an H200, or has not been measured there. The batch does not choose where it must not show."""
     pairs = p.batch * p.heads * p.len_q * p.len_k
-    if pairs < FEW:  # 8 heads of 2,048: 53 TFLOP/s there, 34 here, both with the launch; 256 of 1,024, causal, without it: 290 and 315
+    # 8 heads of 2,048: 53 TFLOP/s there, 34 here, both with the launch; 256 of 1,024, causal, without it: 290 and 315
+    if pairs < FEW and "batch_invariant" not in p.extras:
         return f"{pairs:.0e} pairs of a query and a key, of at least {FEW:.0e}: two more launches cost what the faster kernel saves"
     texts = importlib.import_module("onchip.kernels.attention.texts")
     if p.score is not None and texts.pair_bytes(p.score.text):
@@ -191,7 +184,7 @@ BACKWARD = Op(
             "onchip.kernels.attention.hopper_backward:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _sums_in_any_order, _may_hide_padding, _slower_backward_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _slower_backward_on_hopper, _translates),
         ),
         Kernel(
             "triton_backward",
