@@ -307,7 +307,7 @@ ORDERED = {  # head dimension, that of values, packed, mask, and bytes that each
     "d256 causal": (256, 0, False, Causal(), (0, 20, 52)),
     "d256 window": (256, 0, False, Window(1024), (0, 60, 60)),
     "d256 packed": (256, 0, True, Causal(), (28, 208, 84)),
-    "d192 and 128": (192, 128, False, Causal(), (0, 0, 12)),
+    "d192 and 128": (192, 128, False, Causal(), (0, 0, 0)),
 }
 
 

@@ -153,7 +153,7 @@ CASES += [
     Case(APIECE, 200, 200, Causal() & Document(torch.arange(200) // 60), dim=256),
     Case(DRAWN, 300, 300, Causal() & Document(torch.arange(300) // 60), dim=192, dim_v=128),
     Case(DRAWN, 130, 200, Full(), score=Softcap(2.0), dim=256),
-    Case(APIECE, 130, 130, score=ALiBi(torch.tensor([0.5, 0.25])), dim=256),
+    Case(APIECE, 130, 130, score=ALiBi(torch.tensor([0.5, 0.25])), dim=192),
 ]
 ORDERED = [  # dK and dV together, nothing summed in memory
     Case(APIECE, 200, 200),
@@ -365,6 +365,7 @@ BUGS += [
 ]  # fmt: skip
 
 BOTH = Case(DRAWN, 260, 200, Full(), dim=128, heads=(4, 2), deterministic=True)
+TWO_CUTS = Case(APIECE, 70, 130, dim=192, dim_v=128, score=Softcap(2.0))
 WAIT_FOR_BOTH = "            of_v = warpgroup_mma_wait(len(of_d), deps=of_v + (left_v,))[: len(of_v)]  # noqa: RUF005 (device code)\n"
 LET_DO_GO = "            release(first, SLOTS_LET_GO, READERS)\n"
 LET_LAST_V_GO = "            if C.slopes and C.values:\n                release(0, OWN_V_LET_GO, READERS)\n"
@@ -374,6 +375,10 @@ BUGS += [
     Bug("P goes not through the wait for dV beside dK", BOTH, (("len(of_d), deps=of_v + (left_v,))", "len(of_d), deps=of_v)"),)),
     Bug("V is let go before dV has left through it", BOTH, ((LET_LAST_V_GO, ""), (LEAVE, LET_LAST_V_GO + LEAVE))),
     Bug("dO of the next sequence is not cleared beside Q", PACKED._replace(deterministic=True), (("clear(far_v, length - other", "clear(far_v, STREAM"),)),
+    Bug("a head's last columns are multiplied by the first", TWO_CUTS, (("far.slice(128 * n, EACH[n]", "far.slice(0, EACH[n]"),)),
+    Bug("a head's first columns are left out of its scores", TWO_CUTS, (("use_acc=n > 0 or not FRESH", "use_acc=not FRESH"),)),
+    Bug("dK's last columns lie over the first", TWO_CUTS, (("flat.slice(128 * n, sums", "flat.slice(0, sums"),)),
+    Bug("dP is not waited for beside scores of two products", TWO_CUTS, (("wait(len(CUTS[C.columns])", "wait(1 + len(CUTS[C.columns])"),)),
     Bug("both warpgroups' dV leave through the same tile", BOTH, (("seconds.index(GROUP), place", "seconds.index(0), place"),)),
 ]  # fmt: skip
 

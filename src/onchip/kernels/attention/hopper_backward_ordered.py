@@ -9,10 +9,14 @@ passes; of wider heads each in a pass of its own, eight in three. A thread spill
 
 Floors of 64 x 128 scores in all passes, in cycles:
 
-    head    products    tensor cores    shared memory    exponentials    L2, at 28 bytes a cycle
-     64        7            1,792            1,408           1,024            1,170
-    128        7            3,584            3,072           1,024            2,340
-    256        8            8,192            8,192           1,536            7,020
+    head       products    tensor cores    shared memory    exponentials    L2, at 28 bytes a cycle
+    64             7           1,792           1,408            1,024           1,170
+    128            7           3,584           3,072            1,024           2,340
+    256            8           8,192           8,192            1,536           7,020
+    192 / 128      8           5,376           5,504            1,536           4,390
+
+A tile in shared memory is as wide as a power of two, past a head's columns TMA writes zeros; of 192 columns 128 are multiplied and then 64 (192 / 128
+padded to 256: 6,656 and 6,528).
 
 Five products up to 128 are 2,560 cycles at 128, and dQ added up in memory (`hopper_backward`). At 256 a step of 64 x 64 has these:
 
@@ -76,7 +80,7 @@ from onchip.kernels.hopper import (
 )
 
 STAY = gl.constexpr(128)  # rows of a tile that stays
-WIDTHS = {64: (64,), 128: (128,), 256: (256,)}  # the columns of a head that are multiplied, and those that a product takes at once: powers of two
+WIDTHS = {64: (64,), 128: (128,), 192: (128, 64), 256: (256,)}  # columns of a head that are multiplied: those that a product takes, powers of two
 CUTS = gl.constexpr(WIDTHS)
 ROOM = 225 << 10  # bytes of shared memory for tiles
 # Hardware barriers: that what stays is done with, and the V (dO) that does; for both warpgroups to meet; of the ring, one a slot, four at most.
