@@ -5,7 +5,7 @@
 One warp copies (TMA): K and V once, Q with LSE and dO with delta round two rings. Two warpgroups compute, 64 keys each, in turns, so that
 one has products while the other has exponentials. Scores are held transposed, so that P^T and dS^T are left operands in registers. dS goes
 through shared memory as well, and of the tile before, which nobody waits for, each warpgroup makes half of dQ; the copy engine adds it to
-a float32 tensor: in any order, so its last bits differ from run to run.
+a float32 tensor: in any order, so its last bits differ from run to run. Problems that forbid it, and wider heads, go to `hopper_backward_ordered`.
 LSE and delta are what the sums S and dP start from, negated, so that neither is subtracted again.
 """
 
