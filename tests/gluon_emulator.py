@@ -604,12 +604,12 @@ class Emulator:
         self.pause()
         if a.dtype != b.dtype:
             raise Fault(f"a product of {a.dtype} and {b.dtype}")
-        start = raw(acc) if use_acc else 0.0
+        start = acc if use_acc else Tensor(torch.tensor(0.0))
         for operand, dim in ((a, 1), (b, 0)):
             if isinstance(operand, Shared):
                 operand.check_fenced()
                 operand.check_major(dim)
-        product = Product(a, lambda: start + a.values.float() @ b.values.float())
+        product = Product(a, lambda: raw(start.result if isinstance(start, Product) else start) + a.values.float() @ b.values.float())  # one after the other
         if self.mode == "slow loads":
             product.finish()
         self.clock.running.products.append(product)

@@ -41,6 +41,7 @@ class Case(NamedTuple):
     sinks: bool = False
     score: Any = None
     dim_v: int = 0
+    deterministic: bool = False
     steep: float = 0.0  # how far scores rise from the last key to the first, see `tilt`
     alone: bool = False  # batch_invariant
 

@@ -116,15 +116,7 @@ def _score_on_hopper(p: Attention) -> str | None:
         return "a score reads more for each query and key than one float tensor at [.., i, j]: slow"
     if tile and tile.dtype == torch.float32 and max(p.dim, p.value_dim) > 128:
         return f"a score reads fp32 for each query and key beside heads of {max(p.dim, p.value_dim)}, of at most 128: no room for tiles of it"
-    return "a score looks values up at places that it computes: not measured" if texts.gathers(p.score.text) else None
-
-
-def _sums_in_any_order(p: Attention) -> str | None:
-    """Up to 128 one kernel makes all gradients and adds dQ up in memory; beyond, each has a pass of its own."""
-    asked = [extra for extra in ("batch_invariant", "deterministic") if extra in p.extras]
-    if asked and max(p.dim, p.value_dim) <= 128:
-        return f"no {', '.join(asked)} for heads of at most 128: dQ is summed in any order there"
-    return None
+    return _not_measured(p)
 
 
 def _slower_on_hopper(p: Attention) -> str | None:
@@ -132,7 +124,8 @@ def _slower_on_hopper(p: Attention) -> str | None:
     tile = p.score and importlib.import_module("onchip.kernels.attention.texts").pair_tile(p.score.text)
     if tile and p.len_k * tile.dtype.itemsize % 16:  # of a tensor that is contiguous; a copy costs more than it saves
         return f"a score reads rows of {p.len_k} in {SHORT[tile.dtype]}, of a multiple of 16 bytes: triton_prefill is faster"
-    if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and isinstance(p.mask, Traced):
+    alone = p.keys == "packed" and "batch_invariant" in p.extras  # the longest sequence must not show in others
+    if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and isinstance(p.mask, Traced) and not alone:
         texts = importlib.import_module("onchip.kernels.attention.texts")
         if not texts.only_compares(p.mask.text):  # 8k, d64: a document 302 us (409 there), a dilated window 1,306 (1,035), Morton's order 918 (702)
             return f"dim {p.dim} under a mask with arithmetic of its own, {p.len_q} queries, of at most 1024: triton_prefill is faster"
@@ -151,17 +144,20 @@ def _faster_with_split_keys(p: Attention) -> str | None:
     return f"{heads} key heads of sequences, of at least 64: triton_decode splits keys" if heads < 64 else None  # 8 x 8k by 8 heads: 79 us (127 there)
 
 
+def _not_measured(p: Attention) -> str | None:
+    gathers = p.score is not None and importlib.import_module("onchip.kernels.attention.texts").gathers(p.score.text)
+    return "a score looks values up at places that it computes: not measured" if gathers else None
+
+
 def _slower_backward_on_hopper(p: Attention) -> str | None:
-    """What `triton_backward` does faster on an H200, or has not been measured there."""
+    """What `triton_backward` does faster on an H200. The batch does not choose where it must not show."""
     pairs = p.batch * p.heads * p.len_q * p.len_k
-    if pairs < FEW:  # 8 heads of 2,048: 53 TFLOP/s there, 34 here, both with the launch; 256 of 1,024, causal, without it: 290 and 315
+    # 8 heads of 2,048: 53 TFLOP/s there, 34 here, both with the launch; 256 of 1,024, causal, without it: 290 and 315
+    if pairs < FEW and "batch_invariant" not in p.extras:
         return f"{pairs:.0e} pairs of a query and a key, of at least {FEW:.0e}: two more launches cost what the faster kernel saves"
     texts = importlib.import_module("onchip.kernels.attention.texts")
-    if p.score is not None and texts.pair_bytes(p.score.text):
-        return "a score reads a value for each query and key: triton_backward is faster"
-    if p.score is not None and texts.gathers(p.score.text):
-        return "a score looks values up at places that it computes: not measured"
-    return None
+    reads_pairs = p.score is not None and texts.pair_bytes(p.score.text)
+    return "a score reads a value for each query and key: triton_backward is faster" if reads_pairs else None
 
 
 PREFILL = Op(
@@ -204,7 +200,7 @@ BACKWARD = Op(
             "onchip.kernels.attention.hopper_backward:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _sums_in_any_order, _may_hide_padding, _translates),
+            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _not_measured, _translates),
             slower=(_slower_backward_on_hopper,),
         ),
         Kernel(
