@@ -38,7 +38,7 @@ CLAIMS = [
 
 def typical(op, kernel):
     """The Problem of an operator that this kernel takes."""
-    return TYPICAL[op.name]._replace(dtype=E4M3) if kernel.name == "hopper_fp8" else TYPICAL[op.name]
+    return TYPICAL[op.name]._replace(dtype=E4M3) if kernel.name.startswith("hopper_fp8") else TYPICAL[op.name]
 
 
 class Odd(Mask):
@@ -161,6 +161,7 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "triton_prefill": {"batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"},
     "hopper_fp8": {"deterministic"},
     "hopper_backward": {"sinks", "used"},
+    "hopper_fp8_backward": {"batch_invariant", "deterministic"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
     "hopper_paged": {"batch_invariant", "deterministic", "sinks"},
     "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},

@@ -102,6 +102,12 @@ def _one_width(p: Attention) -> str | None:
     return f"values of dim {p.dim_v} beside queries of dim {p.dim}" if p.dim_v else None
 
 
+def _scales_of_blocks(p: Attention) -> str | None:
+    if "token_scales" in p.extras:
+        return "no token_scales for gradients: accepted is one scale for a head, or for 128 tokens in a row; quantise with share='head' or 'block'"
+    return None
+
+
 def _may_hide_padding(p: Attention) -> str | None:
     return f"values that {p.mask} hides may be NaN" if hides_keys(p.mask) else None
 
@@ -192,6 +198,13 @@ BACKWARD = Op(
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
             also=(_only("batch_invariant", "deterministic", "sinks", "used"), _sums_in_any_order, _may_hide_padding, _slower_backward_on_hopper, _translates),
+        ),
+        Kernel(
+            "hopper_fp8_backward",
+            "onchip.kernels.attention.hopper_fp8_backward:launch",
+            {"cuda": (90,)},
+            {"dtype": (E4M3,), "dim": (64, 128), "mask": BANDS, "keys": ("dense",), "score": (None,)},
+            also=(_one_width, _only("batch_invariant", "deterministic", "token_scales"), _scales_of_blocks),
         ),
         Kernel(
             "triton_backward",
