@@ -17,8 +17,10 @@ from onchip.dispatch import select
 from onchip.ops import wire
 from onchip.ops.attend import TWICE, UNTRAINED, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_sizes, problem_of, quantise
 
-FIELDS = ("mask", "score", "sinks", "q_offsets", "k_offsets", "q_used", "k_used", "state", "scales", "sources", "deterministic", "batch_invariant", "kernel")  # of `how`
-SCORE, SINKS, SCALES, SOURCES = (FIELDS.index(name) for name in ("score", "sinks", "scales", "sources"))
+FIELDS = (  # of `how`
+    *("mask", "score", "sinks", "q_offsets", "k_offsets", "q_used", "k_used", "state", "scales", "sources", "deterministic", "batch_invariant", "kernel"),
+)
+SCORE, SINKS, SCALES, SOURCES = map(FIELDS.index, ("score", "sinks", "scales", "sources"))
 GRADIENTS = torch._C.DispatchKey.AutogradFunctionality
 
 # ---- the operators

@@ -162,3 +162,76 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_emulated(case, mode):
     check(case, mode)
+
+
+@emulated_only
+def test_tokens_without_a_gradient():
+    """Of dO or LSE alone, or of neither; a token of zeros with the least scale takes no digits from the others."""
+    c = Case((*FAST, FEW), 130, 300, Full(), shared=(0, 128, 128))
+    call = call_of(c)
+    call.d_out[:, :64], call.d_lse[:, :, 32:64] = 0, 0
+    for x, scale in zip(call[1:3], call.scales[1:], strict=True):
+        x[:, 256:] = 0
+        scale[:, :, -1] = SMALLEST
+    check(c, MODES[0], call=call)
+    check(c, MODES[0], call=call._replace(d_out=call.d_out * 0))
+
+
+@emulated_only
+@pytest.mark.parametrize(("len_q", "len_k"), [(0, 5), (5, 0)])
+def test_no_tokens(len_q, len_k):
+    c = Case((*FAST, FEW), len_q, len_k, Full())
+    call = call_of(c)
+    grads = emulated(c, call, torch.zeros(1, len_q, 2, 64).bfloat16(), torch.full((1, 2, len_q), -torch.inf), MODES[0])
+    assert all(grad.dtype == torch.bfloat16 and not grad.any() for grad in grads)
+
+
+# ---- with a bug
+
+FULL = Case((128, 2, 64, 2, FEW), 300, 400, Full(), heads=(4, 2), shared=(128, 128, 128), uneven=100.0)
+WAIT = """        if C.of_keys:
+            acc, acc_v, words, words_v = warpgroup_mma_wait(0, deps=[acc, acc_v, words, words_v])
+        else:
+            acc, words = warpgroup_mma_wait(0, deps=[acc, words])
+"""
+RELEASE = "        release(index, STEPS_LET_GO, READERS)\n"
+LET_OWN_GO, WAIT_FOR_OWN = "            release(0, OWN_LET_GO, READERS)\n", "            mbarrier.wait(own_full, tiles % 2)\n"
+TELL = "        tell(message, turn, (number,))\n        turn += 1\n"
+BUGS = {  # what is wrong, and how the sources differ
+    "a stage is let go before its products are there": ((WAIT + RELEASE, RELEASE + WAIT),),
+    "a stage is never let go": ((RELEASE, ""),),
+    "copies are not waited for": (("        mbarrier.wait(full.index(index), phase)\n", ""),),
+    "rows of dO's copies are announced and forgotten": (("        tma_load(delta_desc, [row, tile * C.stream], barrier, deltas.index(index))\n", ""),),
+    "what stays is not waited for": ((WAIT_FOR_OWN, ""),),
+    "what stays is overwritten in use": ((LET_OWN_GO, ""), ("    if tiles > 0:\n        arrive_and_wait(0, OWN_LET_GO, READERS)\n", "")),
+    "both warpgroups take the same keys": (("firsts.index(GROUP).reshape", "firsts.index(0).reshape"),),
+    "dV's buffer is rewritten before it has left": (("    tma.store_wait(0)  # what was in it has left\n", ""),),
+    "columns keep their order": (("return x.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])", "return x"),),
+    "delta is left out": (("zeros - delta", "zeros - 0 * delta"),),
+    "dQ forgets delta": (("        lse, delta = lse[:, None], delta[:, None]\n", "        lse, delta = lse[:, None], 0 * delta[:, None]\n"),),
+    "the other heads of a group are left out": (
+        ("in range(group if C.of_keys else 1):\n                h =", "in range(1):\n                h ="),
+        ("in range(group if C.of_keys else 1):\n                far_head", "in range(1):\n                far_head"),
+    ),
+    "the scale of a block is its neighbour's": (("at += first // EACH * strides[2]", "at += first // EACH * 0"),),
+    "the scales of V's blocks are left out of dP": (("            delta = delta / each\n", ""),),
+    "the scales of K's blocks are left out of dS": (("            lse = lse - gl.log2(each)\n        if C.each_v", "        if C.each_v"),),
+    "gradients of tokens weigh alike": (("lses - (token / top.repeat_interleave(p.group, 1)[..., None]).log2() - RAISED", "lses - RAISED"),),
+    "P outgrows e5m2": (("RAISED = 15", "RAISED = 22"),),
+    "dS outgrows e5m2": (("return dim.bit_length() + 2", "return dim.bit_length() - 12"),),
+    "dS falls below e5m2": (("return dim.bit_length() + 2", "return dim.bit_length() + 16"),),
+    "the next tile is drawn twice": (("gl.num_programs(0) + gl.inline_asm", "gl.num_programs(0) - 1 + gl.inline_asm"),),
+    "the end is never told": ((f"{TELL}\n\n# ----", f"        if number < sizes[0]:\n    {TELL}\n\n# ----"),),
+}  # fmt: skip
+
+
+@emulated_only
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_shows(bug):
+    """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
+    for mode in MODES:
+        try:
+            check(FULL, mode, edits=BUGS[bug])
+        except (Fault, AssertionError):
+            return
+    pytest.fail(f"nobody noticed that {bug}")

@@ -36,11 +36,12 @@ def cost(p: Attention) -> Cost:
 def backward_cost(p: Attention) -> Cost:
     """Five products where the forward pass has two: the scores again, dV, dP, dQ, dK.
 
-    q, k, v, the output and its gradient, and LSE are read; three gradients are written.
+    q, k, v, the output and its gradient, and LSE are read; three gradients are written: of q, k and v in e4m3, in bf16 as the output is.
     """
     size, both = p.dtype.itemsize, p.dim + p.value_dim
+    wide = max(2, size)
     pairs, queries, keys = _counts(p)
-    moved = 2 * size * both * (queries * p.heads + keys * p.kv_heads) + 4 * queries * p.heads
+    moved = ((size + wide) * p.dim + 2 * wide * p.value_dim + 4) * queries * p.heads + (size + wide) * both * keys * p.kv_heads
     return Cost(2 * pairs * p.heads * (3 * p.dim + 2 * p.value_dim), moved)
 
 

@@ -1,10 +1,11 @@
-"""What the backward pass in e4m3 reads beside q, k and v: dO in e4m3, delta, LSE, and transposed copies, since wgmma sums bytes only where they lie side by side.
+"""What the backward pass in e4m3 reads beside q, k and v: dO in e4m3, delta, LSE, and transposed copies.
 
-A transposed copy holds tiles of ROWS tokens one after the other, each [dim, ROWS], its tokens in the order of `hopper.in_order`: 16 K + 4 t + 2 i + b holds
-token 16 K + 8 i + 2 t + b, so that weights as a product leaves them in registers are the first operand of the next. Tokens past the end are 0.
+wgmma sums bytes only where they lie side by side. A transposed copy holds tiles of ROWS tokens one after the other, each [dim, ROWS], its tokens
+in the order of `hopper.in_order`: 16 K + 4 t + 2 i + b holds token 16 K + 8 i + 2 t + b, so that weights as a product leaves them in registers are the first
+operand of the next. Tokens past the end are 0.
 
-dO = token dO8, a scale for each token, max |dO| / 448: of no number more than 2^-4 is rounded off, however much gradients of tokens differ. Delta is of dO as
-it is rounded, so that the rows of dS still sum to what they should, over the token's scale and V's largest: as dP is, before both are multiplied back.
+dO = token dO8, a scale for each token, max |dO| / 448, so that tokens of small gradients have as many digits as others. Delta is of dO as it is rounded, so
+that the rows of dS sum to 0 as they should, and over the token's scale and V's largest, as dP is, before both are multiplied back.
 Every tensor is read once and written once: a program takes ROWS tokens of a head.
 """
 
@@ -99,6 +100,7 @@ def of_output(p, out, d_out, lse, d_lse, most, rows: int):
     tiles = triton.cdiv(length, rows)
     new = {"dtype": torch.float8_e4m3fn, "device": out.device}
     y, copy = torch.empty(batch, heads, length, dim, **new), torch.empty(batch, heads, tiles * dim, rows, **new)
+    lse = lse if lse.stride(2) == 1 else lse.contiguous()
     token, lse2, delta = (torch.empty(batch, heads, tiles * rows, dtype=torch.float32, device=out.device) for _ in range(3))
     _of_output[(tiles, heads, batch)](
         out, d_out, lse, d_lse, most, y, copy, token, lse2, delta, p.group, length, out.stride()[:3], d_out.stride()[:3], lse.stride()[:2],

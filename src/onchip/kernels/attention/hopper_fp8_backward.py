@@ -1,7 +1,24 @@
-"""Gradients of attention in e4m3 on Hopper, of the numbers that q, k and v stand for: bf16 gradients, in two passes of 8-bit products, seven in all.
+"""Gradients of attention in e4m3 on Hopper, of the numbers that q, k and v stand for: seven products in 8 bits, in two passes, summed in registers; bf16 out.
 
-    dQ, queries stay:   S = Q K^T     P = exp(S - LSE)      dP = dO V^T      dS = P (dP - delta)                    dQ += dS K
-    dK, keys stay:      S^T = K Q^T   P^T = exp(S^T - LSE)  dP^T = V dO^T    dS^T = P^T (dP^T - delta)   dV += P^T dO   dK += dS^T Q
+    dQ, queries stay:      S = Q K^T      P = exp(S - LSE)        dP = dO V^T      dS = P (dP - delta)                         dQ += dS K
+    dK, dV, keys stay:     S^T = K Q^T    P^T = exp(S^T - LSE)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)    dV += P^T dO   dK += dS^T Q
+
+A tile of 128 rows stays, 64 to each of two warpgroups; the other side streams past. Nothing goes from one warpgroup to the other, nothing is added up in
+memory, and the same bits come in every run. wgmma sums bytes only where they lie side by side, so what the last column multiplies by is a transposed copy,
+made once (`fp8_operands.py`), its rows in the order in which a thread holds P and dS: they become operands without a shuffle.
+
+Q, K, V and dO are e4m3, dO with a scale for each token; P and dS are e5m2. (P in e4m3 beside dO in e5m2 makes the same error of dV up to 16k keys, and twice
+as much at 64k, where most weights are below 2^-14; dO in e5m2 costs dQ and dK a quarter more.) All scales are known before a tile is, so that nothing is
+looked for in it:
+- Of dV and dK the tokens' scales, over the largest, are part of P: exp2(S - LSE + log2 w) 2^15 is at most 2^15, and has all of e5m2's digits down to 2^-29.
+- |dP| and |delta| are at most 448^2 dim in units of their scales (a row of O is a mean of V's): dS / 2^(3 + log2 dim) is within 57344. Of numbers drawn
+  from a normal distribution dP is about 2^-8 of that bound: weights down to 2^-21 give dS of all digits, and what is less is off by 2^-33 of the bound.
+- Scales of 128 keys or queries, over a head's largest, go with the exponent or with delta, where a tile has one.
+Against float64, rms, normal numbers: dQ and dK 5.9%, dV 5.8%, full and causal, 300 to 64k keys (emulator, CPU): what rounding P or dS (4.9%), and dO, makes.
+
+Floors of 128 x 128 scores at 128, in cycles:   tensor cores   exponentials   shared memory   L2, at 28 bytes a cycle
+                                  dQ                   1,536          1,024           1,408                     1,755
+                                  dK and dV            2,048          1,024           2,300                     2,380
 """
 
 from dataclasses import dataclass
@@ -13,7 +30,7 @@ import triton
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
-from onchip.core.scales import BLOCK, SMALLEST, Scales
+from onchip.core.scales import SMALLEST, Scales
 from onchip.kernels.attention.fp8_operands import of_output, turned
 from onchip.kernels.attention.hopper_backward_tiles import LOG2E, READERS, send, step_tile, steps_of, weights
 from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
@@ -221,12 +238,12 @@ def _more(state, count, x, steps, own, ring, rows, call, place, h, EDGE: gl.cons
     for t in range(count):
         first = step_tile(x + t, steps, (0, 0, 0), C) * STREAM
         mbarrier.wait(full.index(index), phase)
-        take_turn(GROUP, 2)
-        zeros = gl.zeros([64, STREAM], gl.float32, s_layout)
-        s = warpgroup_mma(mine, far.index(index).reshape([STREAM, D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        dp = warpgroup_mma(mine_v, far_v.index(index).reshape([STREAM, D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        turn_over(GROUP, 2)
         factor, lse, delta, in_terms = _of_step(call, rows, lses.index(index), deltas.index(index), place[0], h, first, C, s_layout)
+        zeros = gl.zeros([64, STREAM], gl.float32, s_layout)
+        take_turn(GROUP, 2)
+        s = warpgroup_mma(mine, far.index(index).reshape([STREAM, D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma(mine_v, far_v.index(index).reshape([STREAM, D]).permute((1, 0)), zeros - delta, is_async=True)
+        turn_over(GROUP, 2)
         s = warpgroup_mma_wait(1, deps=[s])
         p, _same = weights(s * factor - lse, first, h, 0, 0, (1.0, 1.0, ((), ()), 0), place, None, None, None, EDGE, C, GROUP, s_layout)
         if C.of_keys:
@@ -234,10 +251,10 @@ def _more(state, count, x, steps, own, ring, rows, call, place, h, EDGE: gl.cons
             left = gl.convert_layout(as_bytes(words_v, E5M2), p_layout)
             acc_v = warpgroup_mma(left, turned_v.index(index).reshape([D, STREAM]).permute((1, 0)), acc_v, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
-            terms = p * (dp - delta) * in_terms
+            terms = p * dp * in_terms
         else:
             dp = warpgroup_mma_wait(0, deps=[dp])
-            terms = p * (dp - delta)
+            terms = p * dp
         words = as_words(in_order(terms), E5M2)
         left = gl.convert_layout(as_bytes(words, E5M2), p_layout)
         acc = warpgroup_mma(left, turned.index(index).reshape([D, STREAM]).permute((1, 0)), acc, is_async=True)
@@ -365,7 +382,7 @@ def _backward_fp8(own_desc, own_v_desc, far_desc, far_v_desc, turned_desc, turne
 # ---- host
 
 # Keys that stream past queries and stages, queries that stream past keys and stages, by head dimension up to.
-TILES = ((64, (128, 4, 64, 4)), (128, (128, 3, 64, 4)))
+TILES = ((64, (128, 4, 128, 3)), (128, (128, 3, 64, 4)))
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
