@@ -23,7 +23,7 @@ emulated_only = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", re
 class Case(NamedTuple):
     """A call and the tiles it is run with. `shared`: how many tokens share a scale of q, k and v; 0: all."""
 
-    tiles: tuple[int, int, int, int, int]  # keys a tile and stages, queries a tile and stages, programs
+    tiles: tuple[int, int, int, int, int, int]  # warpgroups of queries, keys a tile and stages, queries a tile and stages, programs
     len_q: int
     len_k: int
     mask: Any = Causal()
@@ -142,18 +142,18 @@ def check(c: Case, mode: str, edits=(), call=None) -> None:
         assert (ours.double() - truth).pow(2).mean().sqrt() <= worst * truth.pow(2).mean().sqrt()
 
 
-FAST = (128, 3, 64, 3)
+FAST, SMALL, THREE = (2, 128, 3, 64, 3), (2, 64, 2, 128, 2), (3, 64, 3, 64, 3)
 CASES = [
     Case((*FAST, FEW), 300, 300, Full()),
     Case((*FAST, FEW), 300, 300, heads=(1, 1)),
     Case((*FAST, EACH), 200, 390, dim=128),
-    Case((64, 2, 64, 2, FEW), 200, 330, Full(), batch=2, heads=(4, 2), shared=(128, 128, 128)),
+    Case((*SMALL, FEW), 200, 330, Full(), batch=2, heads=(4, 2), shared=(128, 128, 128)),
     Case((*FAST, EACH), 300, 200, Window(100), dim=128, heads=(1, 1), shared=(0, 128, 128), uneven=1e4),
-    Case((*FAST, EACH), 330, 150, heads=(3, 3), shared=(128, 0, 0)),
-    Case((*FAST, FEW), 200, 150, Window(40, 30), heads=(2, 2), shared=(0, 0, 128)),
+    Case((*THREE, EACH), 330, 150, heads=(3, 3), shared=(128, 0, 0)),
+    Case((*THREE, FEW), 200, 150, Window(40, 30), heads=(2, 2), shared=(0, 0, 128)),
     Case((*FAST, EACH), 150, 200, Causal(align="top_left"), shared=(0, 128, 0), scale=-0.125),
     Case((*FAST, EACH), 1, 200, Full(), heads=(8, 1), scale=0.0),
-    Case((*FAST, EACH), 130, 1, Full(), uneven=1e-6),
+    Case((*THREE, EACH), 130, 1, Full(), uneven=1e-6),
 ]
 
 
@@ -188,14 +188,14 @@ def test_no_tokens(len_q, len_k):
 
 # ---- with a bug
 
-FULL = Case((128, 2, 64, 2, FEW), 300, 400, Full(), heads=(4, 2), shared=(128, 128, 128), uneven=100.0)
+FULL = Case((2, 128, 2, 64, 2, FEW), 300, 400, Full(), heads=(4, 2), shared=(128, 128, 128), uneven=100.0)
 WAIT = """        if C.of_keys:
             acc, acc_v, words, words_v = warpgroup_mma_wait(0, deps=[acc, acc_v, words, words_v])
         else:
             acc, words = warpgroup_mma_wait(0, deps=[acc, words])
 """
-RELEASE = "        release(index, STEPS_LET_GO, READERS)\n"
-LET_OWN_GO, WAIT_FOR_OWN = "            release(0, OWN_LET_GO, READERS)\n", "            mbarrier.wait(own_full, tiles % 2)\n"
+RELEASE = "        release(index, STEPS_LET_GO, C.readers)\n"
+LET_OWN_GO, WAIT_FOR_OWN = "            release(0, OWN_LET_GO, C.readers)\n", "            mbarrier.wait(own_full, tiles % 2)\n"
 TELL = "        tell(message, turn, (number,))\n        turn += 1\n"
 BUGS = {  # what is wrong, and how the sources differ
     "a stage is let go before its products are there": ((WAIT + RELEASE, RELEASE + WAIT),),
@@ -203,7 +203,7 @@ BUGS = {  # what is wrong, and how the sources differ
     "copies are not waited for": (("        mbarrier.wait(full.index(index), phase)\n", ""),),
     "rows of dO's copies are announced and forgotten": (("        tma_load(delta_desc, [row, tile * C.stream], barrier, deltas.index(index))\n", ""),),
     "what stays is not waited for": ((WAIT_FOR_OWN, ""),),
-    "what stays is overwritten in use": ((LET_OWN_GO, ""), ("    if tiles > 0:\n        arrive_and_wait(0, OWN_LET_GO, READERS)\n", "")),
+    "what stays is overwritten in use": ((LET_OWN_GO, ""), ("    if tiles > 0:\n        arrive_and_wait(0, OWN_LET_GO, C.readers)\n", "")),
     "both warpgroups take the same keys": (("firsts.index(GROUP).reshape", "firsts.index(0).reshape"),),
     "dV's buffer is rewritten before it has left": (("    tma.store_wait(0)  # what was in it has left\n", ""),),
     "columns keep their order": (("return x.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])", "return x"),),

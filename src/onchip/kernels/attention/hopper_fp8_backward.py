@@ -3,9 +3,10 @@
     dQ, queries stay:      S = Q K^T      P = exp(S - LSE)        dP = dO V^T      dS = P (dP - delta)                         dQ += dS K
     dK, dV, keys stay:     S^T = K Q^T    P^T = exp(S^T - LSE)    dP^T = V dO^T    dS^T = P^T (dP^T - delta)    dV += P^T dO   dK += dS^T Q
 
-A tile of 128 rows stays, 64 to each of two warpgroups; the other side streams past. Nothing goes from one warpgroup to the other, nothing is added up in
-memory, and the same bits come in every run. wgmma sums bytes only where they lie side by side, so what the last column multiplies by is a transposed copy,
-made once (`fp8_operands.py`), its rows in the order in which a thread holds P and dS: they become operands without a shuffle.
+A tile stays, 64 rows to each of two or three warpgroups (three do not hold dK and dV); the other side streams past. Nothing goes from one warpgroup to the
+other, nothing is added up in memory, and the same bits come in every run. wgmma sums bytes only where they lie side by side, so what the last column
+multiplies by is a transposed copy, made once (`fp8_operands.py`), its rows in the order in which a thread holds P and dS: they become operands without a
+shuffle.
 
 Q, K, V and dO are e4m3, dO with a scale for each token; P and dS are e5m2. (P in e4m3 beside dO in e5m2 makes the same error of dV up to 16k keys, and twice
 as much at 64k, where most weights are below 2^-14; dO in e5m2 costs dQ and dK a quarter more.) All scales are known before a tile is, so that nothing is
@@ -16,9 +17,10 @@ looked for in it:
 - Scales of 128 keys or queries, over a head's largest, go with the exponent or with delta, where a tile has one.
 Against float64, rms, normal numbers: dQ and dK 5.9%, dV 5.8%, full and causal, 300 to 64k keys (emulator, CPU): what rounding P or dS (4.9%), and dO, makes.
 
-Floors of 128 x 128 scores at 128, in cycles:   tensor cores   exponentials   shared memory   L2, at 28 bytes a cycle
-                                  dQ                   1,536          1,024           1,408                     1,755
-                                  dK and dV            2,048          1,024           2,300                     2,380
+Floors of 128 x 128 scores at 128, in cycles:      tensor cores   exponentials   shared memory   L2, at 28 bytes a cycle
+                    dQ, 192 queries stay                  1,536          1,024           1,536                     1,170
+                    dQ, 128 queries, 128 keys a step      1,536          1,024           1,408                     1,755
+                    dK and dV                             2,048          1,024           2,300                     2,380
 """
 
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import SMALLEST, Scales
 from onchip.kernels.attention.fp8_operands import of_output, turned
-from onchip.kernels.attention.hopper_backward_tiles import LOG2E, READERS, send, step_tile, steps_of, weights
+from onchip.kernels.attention.hopper_backward_tiles import LOG2E, send, step_tile, steps_of, weights
 from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
 from onchip.kernels.attention.tile import describable, ends, together
 from onchip.kernels.hopper import (
@@ -62,15 +64,16 @@ from onchip.kernels.hopper import (
     warpgroup_mma_wait,
 )
 
-STAY = gl.constexpr(128)  # rows of a tile that stays, 64 to each of two warpgroups: a block of scales
 RAISED = 15  # log2 of what P is multiplied by where it is rounded: 2^15 of at most 57344
 STEPS_LET_GO, OWN_LET_GO = gl.constexpr(10), gl.constexpr(14)  # hardware barriers: of the ring, one a stage of at most four; of what stays
 E5M2 = gl.constexpr(gl.float8e5)
 
 
 class Tiles(NamedTuple):
-    """Rows that stream past and stages of each pass, and programs at most (`programs_and_counter`)."""
+    """Warpgroups of 64 queries that stay, keys that stream past and stages of dQ's pass; queries that stream past 128 keys and stages of the other; programs
+    at most (`programs_and_counter`)."""
 
+    groups: int
     keys: int
     key_stages: int
     queries: int
@@ -78,8 +81,8 @@ class Tiles(NamedTuple):
     programs: int
 
     def __str__(self):
-        passes = f"dQ 128x{self.keys} tiles, {self.key_stages} stages, dK and dV {self.queries}x128, {self.query_stages} stages"
-        return f"{passes}, 2 warpgroups, at most {self.programs} programs"
+        of_queries = f"dQ {64 * self.groups}x{self.keys} tiles, {self.groups} warpgroups, {self.key_stages} stages"
+        return f"{of_queries}, dK and dV {self.queries}x128, 2 warpgroups, {self.query_stages} stages, at most {self.programs} programs"
 
 
 def room(dim: int) -> int:
@@ -94,6 +97,7 @@ class Shape:
     m: int
     n: int
     of_keys: bool  # keys stay: dK and dV
+    groups: int  # warpgroups, of 64 rows that stay
     stages: int
     left: int
     right: int
@@ -109,6 +113,15 @@ class Shape:
     def stream(self):
         """Rows of a tile that streams past."""
         return self.m if self.of_keys else self.n
+
+    @property
+    def stay(self):
+        return 64 * self.groups
+
+    @property
+    def readers(self):
+        """Threads at a release: who computes, and the warp that copies."""
+        return 128 * self.groups + 32
 
     @property
     def shrink(self):
@@ -128,7 +141,7 @@ def _fill(ring, cursor, descs, head, tile, C: gl.constexpr):
     batch, far_head, row = head
     D: gl.constexpr = far.shape[-1]
     BYTES: gl.constexpr = 3 * far_desc.block_type.nbytes
-    reclaim(index, used, C.stages, STEPS_LET_GO, READERS)
+    reclaim(index, used, C.stages, STEPS_LET_GO, C.readers)
     barrier = full.index(index)
     if C.of_keys:
         mbarrier.expect(barrier, BYTES + far_desc.block_type.nbytes + 2 * lse_desc.block_type.nbytes)
@@ -146,13 +159,14 @@ def _fill(ring, cursor, descs, head, tile, C: gl.constexpr):
 
 
 @gluon.jit
-def _copy_own(own, batch, head, row, tiles):
+def _copy_own(own, batch, head, row, tiles, C: gl.constexpr):
     """This program's tile number `tiles` that stays, once the one before is done with."""
     own_desc, own_v_desc, firsts, seconds, own_full = own
     if tiles > 0:
-        arrive_and_wait(0, OWN_LET_GO, READERS)
-    mbarrier.expect(own_full, 4 * own_desc.block_type.nbytes)
-    for group in gl.static_range(2):
+        arrive_and_wait(0, OWN_LET_GO, C.readers)
+    GROUPS: gl.constexpr = C.groups
+    mbarrier.expect(own_full, 2 * GROUPS * own_desc.block_type.nbytes)
+    for group in gl.static_range(GROUPS):
         tma_load(own_desc, [batch, head, row + group * 64, 0], own_full, firsts.index(group))
         tma_load(own_v_desc, [batch, head, row + group * 64, 0], own_full, seconds.index(group))
 
@@ -175,10 +189,10 @@ def _copy(own, descs, ring, message, counter, sizes, lengths, C: gl.constexpr):
                 for x in range(masked + bare):
                     cursor = _fill(ring, cursor, descs, head, step_tile(x, steps, (0, 0, 0), C), C)
                     if copied == 0:  # the tile before is still in use, but the ring is not
-                        _copy_own(own, batch, own_head, tile * STAY, tiles)
+                        _copy_own(own, batch, own_head, tile * C.stay, tiles, C)
                         copied = 1
             if copied == 0:
-                _copy_own(own, batch, own_head, tile * STAY, tiles)
+                _copy_own(own, batch, own_head, tile * C.stay, tiles, C)
             tiles += 1
         number = draw(counter, sizes[0])
         tell(message, turn, (number,))
@@ -240,10 +254,10 @@ def _more(state, count, x, steps, own, ring, rows, call, place, h, EDGE: gl.cons
         mbarrier.wait(full.index(index), phase)
         factor, lse, delta, in_terms = _of_step(call, rows, lses.index(index), deltas.index(index), place[0], h, first, C, s_layout)
         zeros = gl.zeros([64, STREAM], gl.float32, s_layout)
-        take_turn(GROUP, 2)
+        take_turn(GROUP, C.groups)
         s = warpgroup_mma(mine, far.index(index).reshape([STREAM, D]).permute((1, 0)), zeros, use_acc=False, is_async=True)
         dp = warpgroup_mma(mine_v, far_v.index(index).reshape([STREAM, D]).permute((1, 0)), zeros - delta, is_async=True)
-        turn_over(GROUP, 2)
+        turn_over(GROUP, C.groups)
         s = warpgroup_mma_wait(1, deps=[s])
         p, _same = weights(s * factor - lse, first, h, 0, 0, (1.0, 1.0, ((), ()), 0), place, None, None, None, EDGE, C, GROUP, s_layout)
         if C.of_keys:
@@ -262,7 +276,7 @@ def _more(state, count, x, steps, own, ring, rows, call, place, h, EDGE: gl.cons
             acc, acc_v, words, words_v = warpgroup_mma_wait(0, deps=[acc, acc_v, words, words_v])
         else:
             acc, words = warpgroup_mma_wait(0, deps=[acc, words])
-        release(index, STEPS_LET_GO, READERS)
+        release(index, STEPS_LET_GO, C.readers)
         index, phase = advance(index, phase, C.stages)
     return acc, acc_v, index, phase
 
@@ -285,8 +299,9 @@ def _of_tile(stats, gains, scales, place, sizes, C: gl.constexpr, GROUP: gl.cons
             rho, in_terms = 1.0 / scale, in_terms * scale
     else:
         gains += (b * sizes[3] + head) // sizes[4]
-        unit = gl.load(gains) * _scale_of(q_scale, b, head, tile * C.m, C.each_q)
-        i = tile * C.m + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+        first = tile * C.m + GROUP * 64
+        unit = gl.load(gains) * _scale_of(q_scale, b, head, gl.minimum(first, len_q - 1), C.each_q)  # a warpgroup may begin past the last query
+        i = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         at = (b * sizes[3] + head).to(gl.int64) * pitch + i
         lse = gl.load(lse_ptr + at, mask=i < len_q, other=float("inf"))
         delta = gl.load(delta_ptr + at, mask=i < len_q, other=0.0)
@@ -305,7 +320,7 @@ def _compute(outs, own, ring, message, stats, gains, scales, sizes, lengths, C: 
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc_layout, k_width=4)
     mine = firsts.index(GROUP).reshape([64, D]), seconds.index(GROUP).reshape([64, D])
     index, phase, tiles = 0, 0, 0
-    first_turn(GROUP, 2)
+    first_turn(GROUP, C.groups)
     number, turn = gl.program_id(0), 0
     while number < sizes[0]:
         place, there = locate(number, sizes, lengths, C.of_keys, C)
@@ -324,7 +339,7 @@ def _compute(outs, own, ring, message, stats, gains, scales, sizes, lengths, C: 
                 state = _more(state, masked, 0, steps, mine, ring, rows, call, place, h, True, C, GROUP, s_layout, p_layout)
                 state = _more(state, bare, masked, steps, mine, ring, rows, call, place, h, False, C, GROUP, s_layout, p_layout)
             acc, acc_v, index, phase = state
-            release(0, OWN_LET_GO, READERS)
+            release(0, OWN_LET_GO, C.readers)
             if C.of_keys:
                 send(out_v_desc, None, None, acc_v * factor_v, buffers.index(GROUP), place, D, C, GROUP)
                 send(out_desc, None, None, acc * factor, buffers.index(GROUP), place, D, C, GROUP)
@@ -352,15 +367,15 @@ def _backward_fp8(own_desc, own_v_desc, far_desc, far_v_desc, turned_desc, turne
         lses = gl.allocate_shared_memory(gl.float32, [STAGES] + lse_desc.block_type.shape, lse_desc.layout)  # noqa: RUF005 (device code)
         deltas = gl.allocate_shared_memory(gl.float32, [STAGES] + lse_desc.block_type.shape, lse_desc.layout)  # noqa: RUF005 (device code)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    firsts = gl.allocate_shared_memory(own_desc.dtype, [2] + own_desc.block_type.shape, own_desc.layout)  # noqa: RUF005 (device code)
-    seconds = gl.allocate_shared_memory(own_desc.dtype, [2] + own_desc.block_type.shape, own_desc.layout)  # noqa: RUF005 (device code)
-    buffers = gl.allocate_shared_memory(out_desc.dtype, [2] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005 (device code)
+    firsts = gl.allocate_shared_memory(own_desc.dtype, [C.groups] + own_desc.block_type.shape, own_desc.layout)  # noqa: RUF005 (device code)
+    seconds = gl.allocate_shared_memory(own_desc.dtype, [C.groups] + own_desc.block_type.shape, own_desc.layout)  # noqa: RUF005 (device code)
+    buffers = gl.allocate_shared_memory(out_desc.dtype, [C.groups] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005 (device code)
     own_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(own_full.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
     fence_async_shared()
-    told = message(2)
+    told = message(C.groups)
     sizes = (tiles, places, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (None, None, None, None, None)
     ring = (far, far_v, turned, turned_v, lses, deltas, full)
@@ -368,21 +383,33 @@ def _backward_fp8(own_desc, own_v_desc, far_desc, far_v_desc, turned_desc, turne
     descs = (far_desc, far_v_desc, turned_desc, turned_v_desc, lse_desc, delta_desc)
     stats, outs = (lse_ptr, delta_ptr, token_ptr, pitch), (out_desc, out_v_desc, buffers)
     scales = ((q_scale, scale_strides[0]), (k_scale, scale_strides[1]), (v_scale, scale_strides[2]))
-    gl.warp_specialize(
-        [
-            (_compute, (outs, own, ring, told, stats, gains, scales, sizes, lengths, C, 0)),
-            (_compute, (outs, own, ring, told, stats, gains, scales, sizes, lengths, C, 1)),
-            (_copy, (own, descs, ring, told, counter, sizes, lengths, C)),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    if C.groups == 2:
+        gl.warp_specialize(
+            [
+                (_compute, (outs, own, ring, told, stats, gains, scales, sizes, lengths, C, 0)),
+                (_compute, (outs, own, ring, told, stats, gains, scales, sizes, lengths, C, 1)),
+                (_copy, (own, descs, ring, told, counter, sizes, lengths, C)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_compute, (outs, own, ring, told, stats, gains, scales, sizes, lengths, C, 0)),
+                (_compute, (outs, own, ring, told, stats, gains, scales, sizes, lengths, C, 1)),
+                (_compute, (outs, own, ring, told, stats, gains, scales, sizes, lengths, C, 2)),
+                (_copy, (own, descs, ring, told, counter, sizes, lengths, C)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
 
 
 # ---- host
 
-# Keys that stream past queries and stages, queries that stream past keys and stages, by head dimension up to.
-TILES = ((64, (128, 4, 128, 3)), (128, (128, 3, 64, 4)))
+# Warpgroups of queries, keys that stream past and stages, queries that stream past keys and stages, by head dimension up to.
+TILES = ((64, (2, 128, 4, 128, 3)), (128, (3, 64, 4, 64, 4)))
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -422,16 +449,15 @@ def _relative(scale, p: Attention, t):
 def _over(p: Attention, tiles: Tiles, of_keys: bool, lasts, tensors, rows, outs, stats, gains, scales) -> None:
     """One pass."""
     left, right, top_left = ends(p.mask)
-    m, n, stages = (tiles.queries, int(STAY), tiles.query_stages) if of_keys else (int(STAY), tiles.keys, tiles.key_stages)
-    shape = Shape(m, n, of_keys, stages, left, right, top_left, *lasts, p.dim)
+    m, n, groups, stages = (tiles.queries, 128, 2, tiles.query_stages) if of_keys else (64 * tiles.groups, tiles.keys, tiles.groups, tiles.key_stages)
+    shape = Shape(m, n, of_keys, groups, stages, left, right, top_left, *lasts, p.dim)
     heads, length, streaming = (p.kv_heads, p.len_k, 2 * p.len_q * p.group) if of_keys else (p.heads, p.len_q, 2 * p.len_k)
-    places = triton.cdiv(length, int(STAY))
+    places = triton.cdiv(length, shape.stay)
     grid = places * p.batch * heads
     programs, counter = programs_and_counter(grid, tiles.programs, tensors[0].device)
-    far, beside = (shape.stream, p.dim), (p.dim, shape.stream)
-    descs = (describe(t, *block) for t, block in zip((*tensors, *outs), ((64, p.dim),) * 2 + (far,) * 2 + (beside,) * 2 + ((64, p.dim),) * 2, strict=True))
-    own, own_v, far, far_v, beside, beside_v, out, out_v = descs
+    blocks = [(64, p.dim)] * 2 + [(shape.stream, p.dim)] * 2 + [(p.dim, shape.stream)] * 2
     _backward_fp8[(programs,)](
-        own, own_v, far, far_v, beside, beside_v, *rows, out, out_v, *stats, stats[0].shape[-1], gains, *scales, tuple(s.stride() for s in scales),
+        *(describe(t, *b) for t, b in zip(tensors, blocks, strict=True)), *rows, *(describe(t, 64, p.dim) for t in outs), *stats, stats[0].shape[-1], gains,
+        *scales, tuple(s.stride() for s in scales),
         counter, grid, places, together(p, streaming), heads, p.group, p.len_q, p.len_k, p.batch * heads, C=shape, num_warps=4,
     )  # fmt: skip
