@@ -70,6 +70,7 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     assert learning.kernel.name == "blocked"
     assert learning.refused == (
         ("hopper_backward", ("dtype fp64 is not one of bf16, fp16", "no unheard of")),
+        ("hopper_fp8_backward", ("dtype fp64 is not e4m3", "no unheard of")),
         ("triton_backward", ("dtype fp64 is not one of bf16, fp16, fp32", "no unheard of")),
     )
     on_cpu = select(PREFILL, plain_cpu)

@@ -38,7 +38,7 @@ CLAIMS = [
 
 def typical(op, kernel):
     """The Problem of an operator that this kernel takes."""
-    return TYPICAL[op.name]._replace(dtype=E4M3) if kernel.name == "hopper_fp8" else TYPICAL[op.name]
+    return TYPICAL[op.name]._replace(dtype=E4M3) if kernel.name.startswith("hopper_fp8") else TYPICAL[op.name]
 
 
 class Odd(Mask):
@@ -161,6 +161,7 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "triton_prefill": {"batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"},
     "hopper_fp8": {"deterministic"},
     "hopper_backward": {"batch_invariant", "deterministic", "sinks", "used"},
+    "hopper_fp8_backward": {"batch_invariant", "deterministic"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
     "hopper_paged": {"batch_invariant", "deterministic", "sinks"},
     "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
@@ -412,6 +413,8 @@ def test_costs_of_gradients_by_hand():
     """Five products where the forward pass has two; what it read, and the output's gradient, are read, three gradients written."""
     p = Attention("backward", 1, 4, 10, 2, 1, 16, FP32, Full(), dim_v=8)
     assert OPS["backward"].cost(p) == (2 * 2 * (3 * 16 + 2 * 8) * 40, 4 * 2 * (16 + 8) * (4 * 2 + 10) + 4 * 4 * 2)
+    eight_bits = p._replace(dtype=E4M3)
+    assert OPS["backward"].cost(eight_bits).bytes == OPS["backward"].cost(p._replace(dtype=BF16)).bytes - (16 * 4 * 2 + (16 + 8) * 10)
     square = TYPICAL["backward"]
     assert OPS["backward"].cost(square).flops == 2.5 * OPS["prefill"].cost(square).flops
 

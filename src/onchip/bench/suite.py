@@ -187,7 +187,8 @@ def _backward(device: torch.device, quick: bool) -> list[Row]:
     others = [row for row in rows if row.x in ("window 1k", "4 x 8k", "packed 64..8k", "packed, drawn")]
     grouped = _prefill((2, 8192), (32, 4, 128), "prefill d128 causal, 32 heads over 4")
     long = Row(Pass("step", Attention("prefill", 1, 65_536, 65_536, 16, 16, 128, BF16, Causal())), "forward and backward", "64k")
-    return [*(_pass("backward", row) for row in [*grid, grouped, *others]), long]
+    eight_bits = [row for row in rows if row.group == "prefill e4m3" and row.problem.dim <= 128]
+    return [*(_pass("backward", row) for row in [*grid, grouped, *others, *eight_bits]), long]
 
 
 def _pass(op: str, row: Row) -> Row:

@@ -20,7 +20,18 @@ from onchip.core import masks, scores
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import Scales
-from onchip.kernels.attention import DECODE, PREFILL, hopper_backward, hopper_backward_ordered, hopper_fp8, hopper_prefill, tile, triton_decode, triton_prefill
+from onchip.kernels.attention import (
+    DECODE,
+    PREFILL,
+    hopper_backward,
+    hopper_backward_ordered,
+    hopper_fp8,
+    hopper_fp8_backward,
+    hopper_prefill,
+    tile,
+    triton_decode,
+    triton_prefill,
+)
 from onchip.ops.attention import PagedKV
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -388,6 +399,35 @@ def test_hopper_fp8(dim, mask, share):
     assert facts.ptx.count("stmatrix.sync.aligned.m8n8.x4.shared") == turned
     assert facts.ptx.count("prmt.b32") == 4 * turned
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+
+
+FP8_BACKWARD = {  # head dimension, mask, scales for 128 tokens, and bytes that the passes of dQ and of dK and dV may spill
+    "d64 causal": (64, Causal(), True, (0, 84)),
+    "d128": (128, Full(), False, (0, 0)),
+    "d128 window": (128, Window(1024), True, (56, 44)),
+}
+
+
+@pytest.mark.parametrize(("dim", "mask", "blocks", "most"), FP8_BACKWARD.values(), ids=FP8_BACKWARD)
+def test_hopper_fp8_backward(dim, mask, blocks, most):
+    """Three products of each tile and four, with P and dS in e5m2 beside e4m3; the first operand of each sum comes from registers without a shuffle."""
+    p = Attention("backward", 4, 4096, 4096, 32, 8, dim, torch.float8_e4m3fn, mask)
+    scales = Scales(*(meta(4, heads, 32 if blocks else 1, dtype=FP32) for heads in (32, 8, 8)))
+    inputs = [meta(4, 4096, heads, dim, dtype=p.dtype) for heads in (32, 8, 8)]
+    out, lse = meta(4, 4096, 32, dim), meta(4, 32, 4096, dtype=FP32)
+    tiles, found = launched(hopper_fp8_backward, "sm_90", p, *inputs, out, lse, out, None, Operands(dim**-0.5, scales=scales), returns=())
+    passes = [facts for name, facts in found.items() if name.startswith("_backward_fp8")]
+    kinds = ((tiles.groups, 1, tiles.keys), (2, 2, tiles.queries))  # warpgroups, and products with P or dS
+    for facts, spills, (groups, mixed, stream) in zip(passes, most, kinds, strict=True):
+        assert facts.spills <= allowed(spills), f"{tiles}: {facts.spills} bytes"
+        assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
+        loops = 2 * groups  # with and without a mask
+        assert facts.ptx.count(".f32.e4m3.e4m3 ") == loops * 2 * dim // 32  # S and dP
+        assert facts.ptx.count(".f32.e5m2.e4m3 ") == loops * mixed * stream // 32
+        assert facts.wgmma == loops * (2 * dim + mixed * stream) // 32
+        assert "prmt" not in facts.ptx and "cp.reduce" not in facts.ptx
+        assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+    assert found["_of_output"].spills == found["_turn"].spills == 0
 
 
 # ---- decode

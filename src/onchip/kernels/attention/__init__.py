@@ -36,11 +36,12 @@ def cost(p: Attention) -> Cost:
 def backward_cost(p: Attention) -> Cost:
     """Five products where the forward pass has two: the scores again, dV, dP, dQ, dK.
 
-    q, k, v, the output and its gradient, and LSE are read; three gradients are written.
+    q, k, v, the output and its gradient, and LSE are read; three gradients are written: of q, k and v in e4m3, in bf16 as the output is.
     """
     size, both = p.dtype.itemsize, p.dim + p.value_dim
+    wide = max(2, size)
     pairs, queries, keys = _counts(p)
-    moved = 2 * size * both * (queries * p.heads + keys * p.kv_heads) + 4 * queries * p.heads
+    moved = ((size + wide) * p.dim + 2 * wide * p.value_dim + 4) * queries * p.heads + (size + wide) * both * keys * p.kv_heads
     return Cost(2 * pairs * p.heads * (3 * p.dim + 2 * p.value_dim), moved)
 
 
@@ -100,6 +101,12 @@ def _translates(p: Attention) -> str | None:
 
 def _one_width(p: Attention) -> str | None:
     return f"values of dim {p.dim_v} beside queries of dim {p.dim}" if p.dim_v else None
+
+
+def _scales_of_blocks(p: Attention) -> str | None:
+    if "token_scales" in p.extras:
+        return "no token_scales for gradients: accepted is one scale for a head, or for 128 tokens in a row; quantise with share='head' or 'block'"
+    return None
 
 
 def _may_hide_padding(p: Attention) -> str | None:
@@ -202,6 +209,13 @@ BACKWARD = Op(
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
             also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _not_measured, _translates),
             slower=(_slower_backward_on_hopper,),
+        ),
+        Kernel(
+            "hopper_fp8_backward",
+            "onchip.kernels.attention.hopper_fp8_backward:launch",
+            {"cuda": (90,)},
+            {"dtype": (E4M3,), "dim": (64, 128), "mask": BANDS, "keys": ("dense",), "score": (None,)},
+            also=(_one_width, _only("batch_invariant", "deterministic", "token_scales"), _scales_of_blocks),
         ),
         Kernel(
             "triton_backward",
