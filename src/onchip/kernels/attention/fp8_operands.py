@@ -25,6 +25,20 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _rounded(x):
+    """x of at most 448, rounded to e4m3 (to even): as float32, and its byte.
+
+    In arithmetic: where one conversion is both packed and unpacked, ptxas 12.8 unpacks a register that nothing was written to.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + (bits >> 20 & 1)) & ~0xFFFFF  # three digits of 23
+    small = tl.abs(x) < 2.0**-6  # steps of 2^-9
+    y = tl.where(small, (x + 24576.0) - 24576.0, bits.to(tl.float32, bitcast=True))
+    size = tl.where(small, (tl.abs(y) * 512).to(tl.int32), (bits >> 20 & 0x7FF) - (120 << 3))  # exponents begin at 7, not 127
+    return y, (size | (bits >> 24 & 0x80)).to(tl.uint8)
+
+
+@triton.jit
 def _in_order(x, ROWS: tl.constexpr, DIM: tl.constexpr):
     """[ROWS, DIM] as [DIM, ROWS]."""
     return tl.reshape(tl.permute(tl.reshape(x, [ROWS // 16, 2, 4, 2, DIM]), (4, 0, 2, 1, 3)), [DIM, ROWS])
@@ -68,11 +82,11 @@ def _of_output(o_ptr, do_ptr, lse_ptr, dlse_ptr, most_ptr, y_ptr, t_ptr, token_p
         d_lse = tl.load(dlse_ptr + place, mask=rows < length, other=0.0).to(tl.float32) / most
         d_lse = tl.where(empty, 0.0, d_lse)
         token = tl.maximum(token, tl.abs(d_lse) * (4 / (MOST * MOST * DIM)))
-    y = (do / token[:, None]).to(tl.float8e4nv)
-    delta = tl.sum(y.to(tl.float32) * o, 1) / most - d_lse / token
+    y, byte = _rounded(do / token[:, None])
+    delta = tl.sum(y * o, 1) / most - d_lse / token
     first = (batch * tl.num_programs(1) + head).to(tl.int64)
-    tl.store(y_ptr + (first * length + rows)[:, None] * DIM + cols[None, :], y, mask=inside)
-    _store_turned(t_ptr, y, ROWS, DIM)
+    tl.store(y_ptr + (first * length + rows)[:, None] * DIM + cols[None, :], byte, mask=inside)
+    _store_turned(t_ptr, byte, ROWS, DIM)
     at = first * (tl.num_programs(0) * ROWS) + rows
     tl.store(token_ptr + at, token)
     tl.store(delta_ptr + at, tl.where(empty, 0.0, delta))
@@ -104,7 +118,7 @@ def of_output(p, out, d_out, lse, d_lse, most, rows: int):
     lse = lse if lse.stride(2) == 1 else lse.contiguous()
     token, lse2, delta = (torch.empty(batch, heads, tiles * rows, dtype=torch.float32, device=out.device) for _ in range(3))
     _of_output[(tiles, heads, batch)](
-        out, d_out, lse, d_lse, most, y, copy, token, lse2, delta, p.group, length, out.stride()[:3], d_out.stride()[:3], lse.stride()[:2],
-        (0, 0, 0) if d_lse is None else d_lse.stride(), DIM=dim, ROWS=rows, num_warps=4,
+        out, d_out, lse, d_lse, most, y.view(torch.uint8), copy.view(torch.uint8), token, lse2, delta, p.group, length,
+        out.stride()[:3], d_out.stride()[:3], lse.stride()[:2], (0, 0, 0) if d_lse is None else d_lse.stride(), DIM=dim, ROWS=rows, num_warps=4,
     )  # fmt: skip
     return y, copy, token, lse2, delta
