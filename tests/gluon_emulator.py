@@ -602,14 +602,14 @@ class Emulator:
 
     def multiply(self, a, b: Shared, acc: Tensor, use_acc=True, is_async=False):
         self.pause()
-        if a.dtype != b.dtype:
+        if a.dtype != b.dtype and not a.dtype.itemsize == b.dtype.itemsize == 1:  # of bytes each operand may be e4m3 or e5m2
             raise Fault(f"a product of {a.dtype} and {b.dtype}")
-        start = raw(acc) if use_acc else 0.0
+        start = acc if use_acc else Tensor(torch.tensor(0.0))
         for operand, dim in ((a, 1), (b, 0)):
             if isinstance(operand, Shared):
                 operand.check_fenced()
                 operand.check_major(dim)
-        product = Product(a, lambda: start + a.values.float() @ b.values.float())
+        product = Product(a, lambda: raw(start.result if isinstance(start, Product) else start) + a.values.float() @ b.values.float())  # one after the other
         if self.mode == "slow loads":
             product.finish()
         self.clock.running.products.append(product)
@@ -654,9 +654,10 @@ class Emulator:
             return Tensor(torch.as_tensor(raw(args[0]), dtype=torch.float32).log2())
         if code.startswith("prmt.b32 $0"):
             return _shuffled(args[0], code)
-        if found := re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32 a, \$2, \$1; cvt\.rn\.satfinite\.e4m3x2\.f32 b, \$4, \$3; mov\.b32 \$0, {a, b};", code):
-            values = torch.stack([raw(x) for x in args], -1).clamp(-448, 448)
-            return Tensor(values.to(torch.float8_e4m3fn).view(torch.int32)[..., 0])
+        if found := re.search(r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32 a, \$2, \$1; cvt\.rn\.satfinite\.\1x2\.f32 b, \$4, \$3; mov\.b32 \$0, {a, b};", code):
+            kind, most = {"e4m3": (torch.float8_e4m3fn, 448), "e5m2": (torch.float8_e5m2, 57344)}[found[1]]
+            values = torch.stack([raw(x) for x in args], -1).clamp(-most, most)
+            return Tensor(values.to(kind).view(torch.int32)[..., 0])
         if found := re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", code):
             halves = torch.stack([raw(x) for x in args], -1).to({"bf16": torch.bfloat16, "f16": torch.float16}[found[1]])
             return Tensor(halves.view(torch.int32)[..., 0])
@@ -727,6 +728,7 @@ class Emulator:
             **dtypes,
             **dict.fromkeys(layouts, Layout),
             float8e4nv=torch.float8_e4m3fn,
+            float8e5=torch.float8_e5m2,
             shared_memory_descriptor=Shared,
             DistributedLinearLayout=Linear,
             join=lambda x, y: Tensor(torch.stack([raw(x), raw(y)], -1)),

@@ -59,7 +59,7 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
         ("hopper_fp8", ("needs NVIDIA sm_90 alone, A100 is 80", "dtype bf16 is not e4m3")),
     )
     assert select(DECODE, H200).kernel.name == "triton_decode"
-    assert select(BACKWARD, H200).kernel.name == "hopper_backward"
+    assert select(BACKWARD, H200).kernel.name == ("cutlass_backward" if importlib.util.find_spec("cutlass") else "hopper_backward")
     wide = select(WIDE, H200)
     assert wide.kernel.name == "blocked"
     assert wide.refused == (
@@ -71,8 +71,9 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     assert learning.kernel.name == "blocked"
     missing = () if importlib.util.find_spec("cutlass") else ("needs the extra onchip[cutlass]: pip install 'onchip[cutlass]'",)
     assert learning.refused == (
-        ("hopper_backward", ("dtype fp64 is not one of bf16, fp16", "no unheard of")),
         ("cutlass_backward", (*missing, "dtype fp64 is not one of bf16, fp16", "no unheard of")),
+        ("hopper_backward", ("dtype fp64 is not one of bf16, fp16", "no unheard of")),
+        ("hopper_fp8_backward", ("dtype fp64 is not e4m3", "no unheard of")),
         ("triton_backward", ("dtype fp64 is not one of bf16, fp16, fp32", "no unheard of")),
     )
     on_cpu = select(PREFILL, plain_cpu)

@@ -46,7 +46,7 @@ def extras_installed(monkeypatch):
 
 def typical(op, kernel):
     """The Problem of an operator that this kernel takes."""
-    return TYPICAL[op.name]._replace(dtype=E4M3) if kernel.name == "hopper_fp8" else TYPICAL[op.name]
+    return TYPICAL[op.name]._replace(dtype=E4M3) if kernel.name.startswith("hopper_fp8") else TYPICAL[op.name]
 
 
 class Odd(Mask):
@@ -170,8 +170,9 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "hopper_prefill": {"batch_invariant", "deterministic", "sinks", "used"},
     "triton_prefill": {"batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"},
     "hopper_fp8": {"deterministic"},
-    "hopper_backward": {"sinks", "used"},
     "cutlass_backward": {"sinks", "used"},
+    "hopper_backward": {"batch_invariant", "deterministic", "sinks", "used"},
+    "hopper_fp8_backward": {"batch_invariant", "deterministic"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
     "hopper_paged": {"batch_invariant", "deterministic", "sinks"},
     "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
@@ -187,10 +188,24 @@ def test_extras(op, kernel, extra):
     assert not reasons if takes else [reason.split(" for ")[0] for reason in reasons] == [f"no {extra}"]
 
 
-def test_gradients_of_wide_heads_are_the_same_every_time():
-    p, kernel = TYPICAL["backward"]._replace(extras=("deterministic",)), OPS["backward"].kernel("hopper_backward")
-    assert kernel.refuses(p._replace(dim=192, dim_v=128), H200) == []
-    assert kernel.refuses(p, H200) == ["no deterministic for heads of at most 128: dQ is summed in any order there"]
+def test_gradients_that_are_the_same_every_time():
+    """In passes up to a head of 128 too; whatever else is in the batch, the same kernel and tiles."""
+    pytest.importorskip("triton")
+    kernel, p = OPS["backward"].kernel("hopper_backward"), TYPICAL["backward"]
+    two, three = "a pass each for dK, dV 128x{}; dQ 128x128 tiles", "a pass each for dV 128x64; dK 128x64; dQ 128x64 tiles"
+    for dims, mask, passes in (
+        ((64, 0), Full(), two.format(128)),
+        ((64, 0), DOCUMENT, two.format(64)),
+        ((128, 0), Causal(), two.format(64)),
+        ((96, 64), Causal(), two.format(64)),
+        ((192, 128), Causal(), three),
+    ):
+        for extra in ("batch_invariant", "deterministic"):
+            asked = p._replace(dim=dims[0], dim_v=dims[1], mask=mask, extras=(extra,))
+            assert select(asked, H200).kernel is kernel and str(kernel.configs(asked, H200)[0]).startswith(passes)
+    few = p._replace(batch=2)
+    assert select(few._replace(extras=("batch_invariant",)), H200).kernel is kernel
+    assert select(few._replace(extras=("deterministic",)), H200).kernel.name == "triton_backward"
 
 
 def test_gradients_of_reads_come_in_any_order():
@@ -221,20 +236,21 @@ def test_what_hopper_leaves_to_triton():
         ),
         ({"mask": padded}, f"values that {padded} hides may be NaN"),
     ):
-        assert kernel.refuses(p._replace(**changed), H200) == [reason]
-    assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
-    assert kernel.refuses(p._replace(score=pairs, keys="packed", tokens=4000), H200) == []
+        assert kernel.leaves(p._replace(**changed), H200) == [reason]
+        assert bool(kernel.refuses(p._replace(**changed), H200)) == (not reason.endswith("faster"))
+    assert kernel.leaves(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
+    assert kernel.leaves(p._replace(score=pairs, keys="packed", tokens=4000), H200) == []
     kernel, p = OPS["backward"].kernel("hopper_backward"), TYPICAL["backward"]
-    assert kernel.refuses(p._replace(score=pairs), H200) == ["a score reads a value for each query and key: triton_backward is faster"]
-    assert kernel.refuses(p._replace(score=look_up), H200) == ["a score looks values up at places that it computes: not measured"]
-    assert kernel.refuses(p._replace(batch=2), H200) == [
+    assert kernel.leaves(p._replace(score=pairs), H200) == ["a score reads a value for each query and key: triton_backward is faster"]
+    assert kernel.leaves(p._replace(score=look_up), H200) == ["a score looks values up at places that it computes: not measured"]
+    assert kernel.leaves(p._replace(batch=2), H200) == [
         "2e+07 pairs of a query and a key, of at least 1e+08: two more launches cost what the faster kernel saves"
     ]
     most, more = (p._replace(batch=1, len_q=4096, len_k=n) for n in (262_144, 262_145))  # times 2 key heads
     for name in ("H200", "H100"):
-        assert kernel.refuses(most, GPUS[name]) == [] and kernel.configs(most, replace(GPUS[name], sms=78))[0].shares == 1
-    assert kernel.refuses(more, H200) == [] and kernel.configs(more, H200)[0].shares == 2
-    assert kernel.refuses(p._replace(dim=256), H200) == [] and "a pass each" in str(kernel.configs(p._replace(dim=256), H200)[0])
+        assert kernel.leaves(most, GPUS[name]) == [] and kernel.configs(most, replace(GPUS[name], sms=78))[0].shares == 1
+    assert kernel.leaves(more, H200) == [] and kernel.configs(more, H200)[0].shares == 2
+    assert kernel.leaves(p._replace(dim=256), H200) == [] and "a pass each" in str(kernel.configs(p._replace(dim=256), H200)[0])
     assert kernel.refuses(p._replace(dim=264), H200) == ["dim 264 is not in 8..256 by 8", "value_dim 264 is not in 8..256 by 8"]
     assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
 
@@ -257,7 +273,7 @@ def test_multiprocessors_left_to_others(op, name, monkeypatch):
 @pytest.mark.parametrize("op", ["prefill", "backward", "decode"])
 def test_texts_that_have_no_triton_form(op):
     pytest.importorskip("triton")
-    kernel = OPS[op].kernels[0]
+    kernel = next(kernel for kernel in OPS[op].kernels if "score" not in kernel.accepts)
     assert kernel.refuses(TYPICAL[op]._replace(mask=DOCUMENT, score=ALIBI), H200) == []
     odd = ScoreMod(lambda s, b, h, i, j: torch.special.bessel_j0(s)).static()
     (reason,) = kernel.refuses(TYPICAL[op]._replace(score=odd), H200)
@@ -301,7 +317,8 @@ def test_an_extra_not_installed(monkeypatch):
 
 def test_what_cutlass_leaves_to_others():
     p, kernel = TYPICAL["backward"], OPS["backward"].kernel("cutlass_backward")
-    assert kernel.refuses(p._replace(extras=("deterministic",)), H200)[0].startswith("no deterministic")
+    assert kernel.refuses(p._replace(extras=("deterministic",)), H200) == ["no deterministic"]
+    assert kernel.leaves(p._replace(batch=2), H200) == OPS["backward"].kernel("hopper_backward").leaves(p._replace(batch=2), H200) != []
     assert kernel.refuses(p._replace(dim_v=32), H200) == ["values of dim 32 beside queries of dim 64"]
     assert kernel.refuses(p._replace(keys="packed", tokens=64_000, extras=("sinks",)), H200) == ["sinks in a packed batch"]
 
@@ -316,7 +333,7 @@ def test_who_takes_many_queries_over_pages():
     """On Hopper a kernel of its own, also a few queries where they are too many rows for `triton_decode`; elsewhere plain torch."""
     p = TYPICAL["decode"]
     for len_q, heads, page, gpu, name in (
-        (16, 8, 16, "H200", "triton_decode"),
+        (16, 8, 16, "H200", "triton_decode"),  # 64 rows of 4 key heads: too few to fill the device without splitting keys
         (16, 10, 16, "H200", "hopper_paged"),
         (17, 4, 16, "H200", "hopper_paged"),
         (8192, 4, 1024, "H100", "hopper_paged"),
@@ -325,9 +342,29 @@ def test_who_takes_many_queries_over_pages():
     ):
         decision = select(p._replace(len_q=len_q, heads=heads, page=page), GPUS[gpu])
         assert decision.kernel.name == name
+    many = p._replace(batch=32)
+    assert select(many._replace(len_q=16, heads=8), H200).kernel.name == "hopper_paged"
+    assert select(many._replace(len_q=16, heads=8), GPUS["A100"]).kernel.name == "triton_decode"
+    assert select(many._replace(len_q=16, heads=8, extras=("batch_invariant",)), H200).kernel.name == "triton_decode"
+    assert select(many._replace(len_q=8, heads=4), H200).kernel.name == "triton_decode"  # 16 rows: both at the bandwidth of memory
+    assert select(p, H200, "hopper_paged").kernel.name == "hopper_paged"  # slower, but asked for
     kernel = OPS["decode"].kernel("hopper_paged")
     assert kernel.refuses(p._replace(page=4), H200) == ["page 4 is not one of 8, 16, 32, 64, 128, 256, 512, 1024"]
     assert kernel.refuses(p._replace(mask=KeyPadding(torch.ones(2, dtype=torch.int32)).static()), H200)[0].endswith("hides may be NaN")
+
+
+def test_few_queries_share_a_tile_with_other_heads():
+    """On Hopper, which then reads keys once for all heads of a group; many fill tiles of their own."""
+    pytest.importorskip("triton")
+    prefill, decode = TYPICAL["prefill"], TYPICAL["decode"]
+    for p, name, words in (
+        (prefill._replace(len_q=1), "hopper_prefill", "64x128 tiles of 16 queries x 4 heads, 1 warpgroups"),
+        (prefill._replace(len_q=17, heads=6), "hopper_prefill", "64x128 tiles of 16 queries x 4 heads, 1 warpgroups"),
+        (prefill, "hopper_prefill", "64x128 tiles, 1 warpgroups"),
+        (decode._replace(len_q=17), "hopper_paged", "64x128 tiles of 32 queries x 2 heads, 1 warpgroups"),
+    ):
+        decision = select(p, H200)
+        assert decision.kernel.name == name and str(decision.config).startswith(words)
 
 
 # ---- Problems
@@ -402,6 +439,8 @@ def test_costs_of_gradients_by_hand():
     """Five products where the forward pass has two; what it read, and the output's gradient, are read, three gradients written."""
     p = Attention("backward", 1, 4, 10, 2, 1, 16, FP32, Full(), dim_v=8)
     assert OPS["backward"].cost(p) == (2 * 2 * (3 * 16 + 2 * 8) * 40, 4 * 2 * (16 + 8) * (4 * 2 + 10) + 4 * 4 * 2)
+    eight_bits = p._replace(dtype=E4M3)
+    assert OPS["backward"].cost(eight_bits).bytes == OPS["backward"].cost(p._replace(dtype=BF16)).bytes - (16 * 4 * 2 + (16 + 8) * 10)
     square = TYPICAL["backward"]
     assert OPS["backward"].cost(square).flops == 2.5 * OPS["prefill"].cost(square).flops
 

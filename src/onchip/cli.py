@@ -222,7 +222,7 @@ def doctor() -> None:
     for problem in _typical():
         op = OPS[problem.op]
         for kernel in op.kernels:
-            reasons = kernel.refuses(problem, facts)
+            reasons = kernel.leaves(problem, facts)
             kernels.add_row(op.name, kernel.name, _plain("; ".join(reasons)) if reasons else "runs")
     console.print(kernels)
 

@@ -71,12 +71,12 @@ def _select(problem: Problem, device: torch.device | Device, kernel: str) -> Dec
         chosen = op.kernel(kernel)
         reasons = chosen.refuses(problem, facts)
         if reasons:
-            others = [k.name for k in op.kernels if not k.refuses(problem, facts)]
+            others = [k.name for k in op.kernels if not k.leaves(problem, facts)]
             raise Unsupported(f"{op.name}: kernel={kernel!r} refused {problem}: {'; '.join(reasons)}. {_way_out(others)}")
         return Decision(problem, facts, chosen, ())
     refused = []
     for candidate in op.kernels:
-        reasons = candidate.refuses(problem, facts)
+        reasons = candidate.leaves(problem, facts)
         if not reasons:
             if candidate.portable and facts.kind != "cpu" and settings.STRICT.read():
                 raise Unsupported(

@@ -30,12 +30,15 @@ def test_speed_by_group_and_over_all():
     assert found(rows, "speed") == [
         bars.Bar("prefill d64 full", "a", "speed", 2, pytest.approx(4.0), 2.0, "1k"),
         bars.Bar("prefill d64 full", "b", "speed", 1, pytest.approx(0.5), 0.5, "1k"),
+        bars.Bar("prefill d64 full", "the best peer", "speed", 2, pytest.approx(2.0), 0.5, "1k"),
         bars.Bar("prefill d128 causal", "a", "speed", 1, pytest.approx(1.0), 1.0, "1k"),
         bars.Bar("other", "a", "speed", 1, pytest.approx(0.25), 0.25, "96"),
-        bars.Bar("all heads and masks at 1k to 16k", "a", "speed", 3, pytest.approx(16 ** (1 / 3)), 1.0, "prefill d128 causal, 1k"),
-        bars.Bar("all heads and masks at 1k to 16k", "b", "speed", 1, pytest.approx(0.5), 0.5, "prefill d64 full, 1k"),
+        bars.Bar("all heads and masks", "a", "speed", 3, pytest.approx(16 ** (1 / 3)), 1.0, "prefill d128 causal, 1k"),
+        bars.Bar("all heads and masks", "b", "speed", 1, pytest.approx(0.5), 0.5, "prefill d64 full, 1k"),
+        bars.Bar("all heads and masks", "the best peer", "speed", 3, pytest.approx(4 ** (1 / 3)), 0.5, "prefill d64 full, 1k"),
         bars.Bar("all rows", "a", "speed", 4, pytest.approx(4**0.25), 0.25, "other, 96"),
         bars.Bar("all rows", "b", "speed", 1, pytest.approx(0.5), 0.5, "prefill d64 full, 1k"),
+        bars.Bar("all rows", "the best peer", "speed", 4, 1.0, 0.25, "other, 96"),
     ]
 
 

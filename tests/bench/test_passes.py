@@ -12,7 +12,7 @@ from onchip.bench import data, passes, peers, run, suite, warm
 from onchip.bench.suite import Pass, Row
 from onchip.core import settings
 from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import Attention
+from onchip.core.problem import E4M3, Attention
 from onchip.dispatch import OPS
 from onchip.ops.attention import attention, attention_packed
 
@@ -61,6 +61,15 @@ def test_ours_is_right_and_a_fault_is_seen(row):
         assert not made.error(wrong, None) <= made.tolerance
         assert not made.error(wrong, right) <= made.tolerance
     assert not made.error(tuple(x * torch.nan for x in outputs), None) <= made.tolerance
+
+
+@plain_torch
+def test_gradients_in_eight_bits():
+    """Held against those of what was quantised."""
+    made = data.inputs(Row(Pass("backward", DENSE._replace(dtype=E4M3, dim=64)), "backward", "e4m3"), CPU)
+    right = passes.onchip(made).run()
+    assert 1e-3 < made.error(right, passes.onchip_bf16(made).run()) <= made.tolerance
+    assert made.error(tuple(1.2 * x for x in right), None) > made.tolerance
 
 
 def test_gradients_can_be_taken_again():
@@ -134,6 +143,7 @@ def test_peers_say_why_not():
 
     half = Pass("backward", DENSE._replace(dtype=BF16))
     assert takers(half, GPU) == {"onchip", "cuDNN (torch)", "FlashAttention-2 (torch)", "FlashAttention-4"}
+    assert takers(half._replace(inner=DENSE._replace(dtype=E4M3, dim=64)), GPU) == {"onchip", "onchip, bf16"}
     assert takers(half._replace(inner=PACKED._replace(dtype=BF16)), GPU) == {"onchip", "FlashAttention-4"}
     assert takers(half._replace(mod="softcap"), GPU) == {"onchip", "FlexAttention"}
     assert takers(Pass("backward", DENSE), CPU) == {"onchip", "torch SDPA"}

@@ -10,6 +10,7 @@ from onchip.core.problem import E4M3, Attention
 from onchip.core.scales import SHARES
 from onchip.dispatch import select
 from onchip.kernels.attention import PREFILL
+from onchip.kernels.attention.reference import rotate
 
 STEP = 2**-3  # from one number of e4m3 to the next, at most, as part of it
 
@@ -58,6 +59,26 @@ def test_odd_sizes(len_q, len_k, dim, share, device):
     assert torch.equal(out, again)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", ["head", "block"])
+@pytest.mark.parametrize(("len_q", "len_k", "dim"), [(1, 300, 128), (300, 1, 64), (129, 1000, 128), (1000, 1000, 64), (777, 500, 64), (2000, 2000, 128)])
+@pytest.mark.parametrize("mask", [Full(), Causal(), Window(100)], ids=str)
+def test_gradients_of_odd_sizes(mask, len_q, len_k, dim, share, device):
+    """In 8 bits, the same in every run, and held against float64. dO is not contiguous."""
+    if of(device).arch != 90:
+        pytest.skip("the kernel is Hopper's")
+    torch.manual_seed(0)
+    tensors = [t.requires_grad_() for t in inputs(device, len_q, len_k, dim=dim)]
+    quantised = onchip.quantise(*tensors, share=share)
+    out, lse = onchip.attention(*quantised, mask=mask, return_lse=True)
+    d_out, d_lse = torch.randn_like(out.transpose(1, 2).contiguous()).transpose(1, 2), torch.randn_like(lse)
+    with onchip.record() as ran:
+        grads, again = (torch.autograd.grad([out, lse], tensors, [d_out, d_lse], retain_graph=True) for _ in range(2))
+    assert "hopper_fp8_backward" in str(ran)
+    for ours, other, truth in zip(grads, again, exact_gradients(quantised, d_out, d_lse.where(lse.isfinite(), 0.0), mask=mask), strict=True):
+        assert torch.equal(ours, other) and rms(ours - truth) <= 8e-2 * rms(truth) + 1e-6
+
+
 def test_a_rotation_keeps_outliers_from_the_others():
     """Channels that are large in every query and key (FlashAttention-3, section 3.3): without the rotation the others have few digits left."""
     torch.manual_seed(0)
@@ -86,17 +107,81 @@ def test_torch_compile(share):
         torch.library.opcheck(torch.ops.onchip.quantise.default, (x, share, None), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_training_is_refused():
-    """Forward is as always; a gradient is not dropped in silence, whoever asks for it."""
+def exact_gradients(quantised, d_out, d_lse, signs=None, **how):
+    """Of the numbers that they stand for, in float64, rotated back where they were rotated."""
+    leaves = [t._replace(source=None).dequantised().detach().double().requires_grad_() for t in quantised]
+    pairs = zip(onchip.attention(*leaves, kernel="reference", return_lse=True, **how), (d_out, d_lse), strict=True)
+    grads = torch.autograd.grad([(t * d).sum() for t, d in pairs], leaves)
+    if signs is None:
+        return grads
+    rotation = rotate(torch.eye(len(signs), device=signs.device), signs).double()
+    return [*(grad @ rotation.T for grad in grads[:2]), grads[2]]
+
+
+@pytest.mark.parametrize(("mask", "share", "rotated"), [(Full(), "head", True), (Causal(), "block", False), (Window(100), "token", True)], ids=str)
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_gradients_go_straight_through(kernel, mask, share, rotated, device):
+    """To what was quantised, as if nothing had been rounded."""
+    q, k, v = (t.requires_grad_() for t in inputs(device, len_q=200))
+    signs = onchip.random_signs(64, device=device) if rotated else None
+    quantised = onchip.quantise(q, k, v, share=share, rotation=signs)
+    out, lse = onchip.attention(*quantised, mask=mask, kernel=kernel, return_lse=True)
+    d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad([out, lse], [q, k, v], [d_out, d_lse])
+    eight_bits = of(device).arch == 90 and kernel == "auto" and share != "token"
+    for ours, truth in zip(grads, exact_gradients(quantised, d_out, d_lse, signs, mask=mask), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert rms(ours - truth) <= rms(truth) * (8e-2 if eight_bits else 1e-2)
+
+
+def test_a_source_of_ones_own():
+    """Gradients go where it says, and nowhere else; the other two need none. Through `dequantised` too."""
+    quantised = [t._replace(source=None) for t in onchip.quantise(*inputs("cpu"))]
+    q, k, v = quantised
+    mine = torch.zeros(k.values.shape, requires_grad=True)
+    d_out = torch.randn(2, 300, 4, 64).bfloat16()
+    (ours,) = torch.autograd.grad(onchip.attention(q, k._replace(source=mine), v), mine, d_out)
+    truth = exact_gradients(quantised, d_out, 0.0)[1]
+    assert ours.dtype == torch.float32 and rms(ours - truth) <= 3e-3 * rms(truth)
+    (plain,) = torch.autograd.grad(k._replace(source=mine).dequantised().sum(), mine)
+    assert (plain == 1).all()
+    both = onchip.quantise(x := torch.randn(1, 9, 2, 64, requires_grad=True), x, x)  # one source of three
+    assert torch.autograd.grad(onchip.attention(*both).float().square().sum(), x)[0].any()
+
+
+def test_gradients_of_what_a_score_reads():
     q, k, v = (t.requires_grad_() for t in inputs("cpu"))
-    call = lambda q, k, v: onchip.attention(*onchip.quantise(q, k, v))  # noqa: E731
-    learnt = [Quantised(t.values.detach(), t.scale.detach().requires_grad_()) for t in onchip.quantise(q, k, v)]
-    for out in (call(q, k, v), onchip.attention(*learnt)):
+    bias = torch.randn(300, 300, requires_grad=True)
+    d_bias, dq = torch.autograd.grad(onchip.attention(*onchip.quantise(q, k, v), bias=bias).sum(), [bias, q])
+    assert d_bias.shape == bias.shape and d_bias.any() and dq.any()
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_gradients_under_torch_compile(rotated):
+    signs = onchip.random_signs(64) if rotated else None
+    tensors = [t.requires_grad_() for t in inputs("cpu")]
+    call = lambda q, k, v: onchip.attention(*onchip.quantise(q, k, v, rotation=signs), mask=Causal())  # noqa: E731
+    d_out = torch.randn(2, 300, 4, 64).bfloat16()
+    ours, truth = (torch.autograd.grad(run(*tensors), tensors, d_out) for run in (torch.compile(call, fullgraph=True, backend="aot_eager"), call))
+    assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
+
+
+def test_a_gradient_is_not_dropped_in_silence():
+    """Scales and values have none, whoever asks for it."""
+    quantised = onchip.quantise(*(t.requires_grad_() for t in inputs("cpu")))
+    learnt = [Quantised(t.values.detach(), t.scale.detach().requires_grad_()) for t in quantised]
+    plain = [t._replace(source=None) for t in quantised]
+    for given in (learnt, plain):
+        out = onchip.attention(*given)
         assert out.requires_grad
-        with pytest.raises(NotImplementedError, match="no backward pass; give bfloat16 tensors to train"):
+        with pytest.raises(NotImplementedError, match="goes to the source of a Quantised"):
             out.sum().backward()
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no backward pass; give bfloat16 tensors to train"):  # it asks for both passes at once
-        torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v)
+    with pytest.raises(NotImplementedError, match="goes to the source of a Quantised"):
+        plain[0].values.float().sum().backward()
+    out = onchip.attention(*quantised)
+    (once,) = torch.autograd.grad(out.sum(), quantised[0].source, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradients of gradients"):
+        once.sum().backward()
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -121,6 +206,10 @@ def test_under_autocast_and_other_defaults():
 def test_what_runs():
     hopper, p = gpu("H200"), Attention("prefill", 1, 4096, 4096, 16, 16, 128, E4M3)
     assert select(p, hopper).kernel.name == "hopper_fp8" and select(p, gpu("A100")).kernel.name == "blocked"
+    p_back = p._replace(op="backward")
+    assert select(p_back, hopper).kernel.name == "hopper_fp8_backward" and select(p_back, gpu("A100")).kernel.name == "blocked"
+    tokens = select(p_back._replace(extras=("token_scales",)), hopper)
+    assert tokens.kernel.name == "blocked" and "accepted is one scale for a head, or for 128 tokens in a row; quantise with share=" in str(tokens.refused)
     assert PREFILL.kernel("hopper_fp8").refuses(p._replace(dim=96), hopper) == ["dim 96 is not one of 64, 128, 256"]
     assert select(p, hopper).floor.seconds == pytest.approx(select(p._replace(dtype=torch.bfloat16), hopper).floor.seconds / 2)
 
@@ -133,8 +222,8 @@ def paged(q, k, v):
     return onchip.paged_attention(q, onchip.PagedKV(k.values, v.values, torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)))
 
 
-def trained(q, k, v):
-    onchip.attention(q, k, v, bias=torch.zeros(1, 300, requires_grad=True)).sum().backward()
+def learnt(q, k, v):
+    onchip.attention(q._replace(scale=q.scale.clone().requires_grad_()), k._replace(source=torch.zeros(k.values.shape)), v)
 
 
 def again(q, k, v, **how):
@@ -147,7 +236,8 @@ BAD = {
     "values of another kind": (lambda *qkv: onchip.attention(*(Quantised(t.values.half(), t.scale) for t in qkv)), ValueError, "values in torch.float16"),
     "too few scales": (lambda q, k, v: onchip.attention(q, k._replace(scale=k.scale[..., :2]), v), ValueError, "scales of 2 for 300 tokens"),
     "scales in bf16": (lambda q, k, v: onchip.attention(q, k, v._replace(scale=v.scale.bfloat16())), ValueError, "scale of v is torch.bfloat16"),
-    "a backward pass": (trained, NotImplementedError, "no backward pass"),
+    "a source beside learnt scales": (learnt, ValueError, "q has no source, but values or scales that require a gradient"),
+    "a source of another shape": (lambda q, k, v: onchip.attention(q, k._replace(source=torch.zeros(3)), v), ValueError, "source of k is torch.float32"),
     "another share": (lambda *qkv: again(*qkv, share="row"), ValueError, "'row'; give one of 'head', 'block', 'token'"),
     "signs of another size": (lambda *qkv: again(*qkv, rotation=torch.ones(32)), ValueError, r"signs \[64\]"),
     "a packed call": (packed, TypeError, r"attention_packed: q is Quantised; give a tensor \(attention alone"),

@@ -2,7 +2,7 @@
 
 A Bar is one line of it: `mean` is the geometric mean over `rows` rows, `worst` the worst of them, at the place `at`. Measures:
 
-    speed         the peer's time over ours.                                       Above 1: onchip is faster.
+    speed         the peer's time over ours; of several, also that of a row's best. Above 1: onchip is faster.
     rate          packed rows: FLOP/s over those of the dense row beside them.     1: packing costs nothing.
     less time     windows: the time of the causal row over that of the window.
     time          mods: time over that of the plain kernel.                        1: the mod costs nothing.
@@ -18,7 +18,8 @@ from typing import NamedTuple
 from rich.table import Table
 
 GRID = re.compile(r"(prefill|backward) d\d+ (full|causal)")
-ALL = "all rows"
+ALL, GRIDS = "all rows", "all heads and masks"
+BEST = "the best peer"  # of each row
 
 
 class Bar(NamedTuple):
@@ -65,13 +66,18 @@ def _speeds(rows: list[dict]) -> Iterator[Bar]:
         groups.setdefault(row["fields"]["group"], []).append(row)
     grid = [row for row in timed if GRID.fullmatch(row["fields"]["group"])]
     if grid:
-        groups["all heads and masks at 1k to 16k" if len({row["fields"]["group"] for row in grid}) > 1 else ALL] = grid
+        groups[GRIDS if len({row["fields"]["group"] for row in grid}) > 1 else ALL] = grid
     if len(groups) > 1:
         groups[ALL] = timed
     for group, found in groups.items():
-        for peer in dict.fromkeys(name for row in found for name in row["seconds"] if not name.startswith("onchip")):
-            ratios = {_place(row, group): row["seconds"][peer] / row["seconds"]["onchip"] for row in found if peer in row["seconds"]}
-            yield _bar(group, peer, "speed", ratios, min)
+        peers = [{name: t for name, t in row["seconds"].items() if not name.startswith("onchip")} for row in found]
+        names = dict.fromkeys(name for times in peers for name in times)
+        if len(names) > 1:
+            peers = [times | {BEST: min(times.values())} if times else times for times in peers]
+            names[BEST] = None
+        for name in names:
+            ratios = {_place(row, group): times[name] / row["seconds"]["onchip"] for row, times in zip(found, peers, strict=True) if name in times}
+            yield _bar(group, name, "speed", ratios, min)
 
 
 # ---- against other rows

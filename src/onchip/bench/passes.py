@@ -16,7 +16,8 @@ from onchip.bench.call import Call
 from onchip.bench.data import Trained
 from onchip.bench.suite import Pass
 from onchip.core.masks import Causal, Full, Window
-from onchip.ops.attention import attention, attention_packed
+from onchip.core.problem import E4M3
+from onchip.ops.attention import attention, attention_packed, quantise
 
 
 def through(i: Trained, attend: Callable[..., Tensor], turn: Callable[[Tensor], Tensor] = lambda x: x) -> Call:
@@ -48,7 +49,14 @@ def onchip(i: Trained) -> Call:
     how = {"mask": p.mask, **i.mod.arguments}
     if p.keys == "packed":
         return through(i, lambda q, k, v: attention_packed(q, k, v, i.offsets, longest=p.len_q, **how))
+    if p.dtype == E4M3:
+        return through(i, lambda q, k, v: attention(*quantise(q, k, v, share="head"), **how))
     return through(i, lambda q, k, v, sinks=None: attention(q, k, v, sinks=sinks, **how))
+
+
+def onchip_bf16(i: Trained) -> Call:
+    """What gradients in 8 bits are to beat."""
+    return through(i, lambda q, k, v: attention(q, k, v, mask=i.problem.inner.mask))
 
 
 def sdpa(backend: str | None) -> Callable[[Trained], Call]:

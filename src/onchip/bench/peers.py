@@ -75,7 +75,7 @@ def _op(name: str) -> Callable:
     return lambda p, _device: None if p.op == name else f"no {p.op}"
 
 
-def _e4m3(p: Attention, _device) -> str | None:
+def _e4m3(p: Attention | Pass, _device) -> str | None:
     return None if p.dtype == E4M3 else "beside e4m3 only"
 
 
@@ -306,6 +306,7 @@ PEERS = (  # ours first, for its output is what the others are compared with
     Peer("onchip", Overhead, _onchip_overhead),
     Peer("onchip", Ladder, _onchip),
     Peer("onchip", Pass, passes.onchip),
+    Peer("onchip, bf16", Pass, passes.onchip_bf16, (_e4m3,)),
     *(Peer(name, Ladder, _rung(rung)) for name, rung in ladder.RUNGS.items()),
     Peer("onchip kernel alone", Overhead, _kernel_alone, (_op("call"),)),
     Peer("cuDNN (torch)", Attention, _sdpa("CUDNN_ATTENTION"), (*GPU_PREFILL, _sdpa_takes)),

@@ -14,6 +14,7 @@ from onchip.core.trace import Traced
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOKENS, HIDDEN = 16_384, 2_048  # of the prefill rows on a GPU: batch x length, heads x dim
+LENGTHS = tuple(1 << i for i in range(10, 16))
 GOAL = 5e-6  # seconds one warm `select` may take
 POWERS = tuple(1 << i for i in range(6, 14)) * 2  # lengths of packed sequences
 DRAWN = tuple(map(random.Random(3).randint, [64] * 8, [8192] * 8))
@@ -100,9 +101,9 @@ def _attention(device: torch.device, quick: bool) -> list[Row]:
     found = []
     for dim in (64, 128) if quick else (64, 128, 256):
         for mask in (Full(), Causal()):
-            for n in (1024, TOKENS) if quick else (1024, 4096, TOKENS):
+            for n in (1024, TOKENS) if quick else LENGTHS:
                 heads = HIDDEN // dim
-                found.append(_prefill((TOKENS // n, n), (heads, heads, dim), f"prefill d{dim} {type(mask).__name__.lower()}", mask=mask))
+                found.append(_prefill((max(1, TOKENS // n), n), (heads, heads, dim), f"prefill d{dim} {type(mask).__name__.lower()}", mask=mask))
     for batch, n in ((2, 8192),) if quick else ((4, 4096), (2, 8192), (1, TOKENS)):
         found.append(_prefill((batch, n), (32, 8, 128), "prefill d128 causal, 32 heads over 8"))
     found.append(_prefill((4, 4096), (20, 20, 96), "prefill, other shapes", "d96 4k"))
@@ -186,7 +187,8 @@ def _backward(device: torch.device, quick: bool) -> list[Row]:
     others = [row for row in rows if row.x in ("window 1k", "4 x 8k", "packed 64..8k", "packed, drawn")]
     grouped = _prefill((2, 8192), (32, 4, 128), "prefill d128 causal, 32 heads over 4")
     long = Row(Pass("step", Attention("prefill", 1, 65_536, 65_536, 16, 16, 128, BF16, Causal())), "forward and backward", "64k")
-    return [*(_pass("backward", row) for row in [*grid, grouped, *others]), long]
+    eight_bits = [row for row in rows if row.group == "prefill e4m3" and row.problem.dim <= 128]
+    return [*(_pass("backward", row) for row in [*grid, grouped, *others, *eight_bits]), long]
 
 
 def _pass(op: str, row: Row) -> Row:

@@ -24,6 +24,7 @@ class Kernel:
     arch      {device kind: least arch, or (the only one,)}; empty: any device torch has.
     accepts   {field of the Problem: the values it may have}; for a class, instances of it.
     also      functions problem -> reason or None, for what no single field can say.
+    slower    the same for what another kernel does faster: such a problem is only taken when this kernel is asked for by name.
     portable  plain torch: on a GPU a slow fallback, which ONCHIP_STRICT turns into an error.
     extra     the optional extra of onchip that it needs, called like the module that this brings.
     """
@@ -33,6 +34,7 @@ class Kernel:
     arch: Mapping[str, int | tuple[int]] = field(default_factory=dict)
     accepts: Mapping[str, object] = field(default_factory=dict)
     also: Sequence[Callable[[Problem], str | None]] = ()
+    slower: Sequence[Callable[[Problem], str | None]] = ()
     portable: bool = False
     extra: str = ""
 
@@ -59,7 +61,11 @@ class Kernel:
             value = getattr(problem, name)
             if not (isinstance(value, allowed) if _is_types(allowed) else value in allowed):
                 reasons.append(f"{name} {_say(value)} is not {_say(allowed)}")
-        return reasons + [reason for rule in self.also if (reason := rule(problem))]
+        return reasons + _reasons(self.also, problem)
+
+    def leaves(self, problem: Problem, device: Device) -> list[str]:
+        """Every reason not to take `problem` unless asked to: what it refuses, and what another kernel does faster."""
+        return self.refuses(problem, device) or _reasons(self.slower, problem)
 
     def load(self) -> Callable:
         module, _, function = self.entry.partition(":")
@@ -89,6 +95,10 @@ class Op:
 def pick(ladder: Sequence[tuple], size: int):
     """The value of the first rung `(up to, value)` that holds `size`; the last rung holds everything."""
     return next((value for limit, value in ladder if size <= limit), ladder[-1][1])
+
+
+def _reasons(rules, problem: Problem) -> list[str]:
+    return [reason for rule in rules if (reason := rule(problem))]
 
 
 def _is_types(allowed) -> bool:

@@ -85,6 +85,7 @@ EXTRAS = {
     "score_grad": "gradients to the tensors that the score reads",
     "sinks": "a learnt logit a head joins the softmax's sum",
     "tf32": "float32 products on tensor cores",
+    "token_scales": "numbers in e4m3 have a scale for each token",
     "used": "sequences use less than their share of the packed tokens",
 }
 
@@ -107,7 +108,7 @@ class Operands(NamedTuple):
     q_offsets, k_offsets   int32 [batch + 1] of a packed problem; q_used, k_used: int32 [batch] or None.
     mask, score    the tensors that the mask's and the score's text reads.        sinks   [heads].
     drop, state    the probability, and int64 [2] on the device: seed and offset.
-    scales         of q, k and v in e4m3.
+    scales         of q, k and v in e4m3.        sources   what their gradients go to, see `Quantised`; kernels do not look at it.
     """
 
     scale: float
@@ -121,6 +122,7 @@ class Operands(NamedTuple):
     drop: float = 0.0
     state: Tensor | None = None
     scales: Scales | None = None
+    sources: tuple[Tensor, ...] | None = None
 
 
 class Rows(NamedTuple):

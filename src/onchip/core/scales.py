@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 BLOCK = 128  # tokens that may share a scale
@@ -42,11 +43,28 @@ class Quantised(NamedTuple):
     values   float8_e4m3fn [batch, len, heads, dim].
     scale    float32 [batch, heads, n], positive; n 1: one for all tokens of a head; ceil(len / 128): one for each 128 in a row; len: one for each
              token. Sizes of 1 are broadcast: [1, 1, 1] is one for the tensor.
+    source   a tensor of the values' shape that gets the gradient of `values * scale`, as if nothing had been rounded ("straight through", Bengio et al.,
+             2013): what `quantise` was given, where it needs a gradient; what it holds is not read. None: no gradient.
     """
 
     values: Tensor
     scale: Tensor
+    source: Tensor | None = None
 
     def dequantised(self) -> Tensor:
-        """In float32."""
-        return self.values.float() * Scales.of_tokens(self.scale, self.values.shape[1]).transpose(1, 2)[..., None]
+        """In float32; its gradient is the source's."""
+        values, scale = (self.values, self.scale) if self.source is None else (self.values.detach(), self.scale.detach())
+        x = values.float() * Scales.of_tokens(scale, values.shape[1]).transpose(1, 2)[..., None]
+        return x if self.source is None else _Through.apply(x, self.source)
+
+
+class _Through(torch.autograd.Function):
+    """x, with the gradient of `source`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, source: Tensor):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad

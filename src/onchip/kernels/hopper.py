@@ -315,11 +315,12 @@ def as_halves(words, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def as_words(x):
-    """Values in e4m3, rounded, four columns of a thread in an int32: single bytes that go round a loop are taken apart and put together anew."""
+def as_words(x, DTYPE: gl.constexpr = gl.float8e4nv):
+    """Values in e4m3 or e5m2, rounded, four columns of a thread in an int32: single bytes that go round a loop are taken apart and put together anew."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    code: gl.constexpr = """{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"""
+    KIND: gl.constexpr = "e5m2x2" if DTYPE == gl.float8e5 else "e4m3x2"  # noqa: SIM300 (DTYPE varies)
+    code: gl.constexpr = f"{{ .reg .b16 a, b; cvt.rn.satfinite.{KIND}.f32 a, $2, $1; cvt.rn.satfinite.{KIND}.f32 b, $4, $3; mov.b32 $0, {{a, b}}; }}"
     even, odd = gl.split(x.reshape([M, N // 4, 2, 2]))
     x0, x2 = gl.split(even)
     x1, x3 = gl.split(odd)
@@ -327,12 +328,12 @@ def as_words(x):
 
 
 @gluon.jit
-def as_bytes(words):
-    """The e4m3 values of `as_words`: no instruction."""
-    x0 = words.to(gl.int8).to(gl.float8e4nv, bitcast=True)
-    x1 = (words >> 8).to(gl.int8).to(gl.float8e4nv, bitcast=True)
-    x2 = (words >> 16).to(gl.int8).to(gl.float8e4nv, bitcast=True)
-    x3 = (words >> 24).to(gl.int8).to(gl.float8e4nv, bitcast=True)
+def as_bytes(words, DTYPE: gl.constexpr = gl.float8e4nv):
+    """The values of `as_words`: no instruction."""
+    x0 = words.to(gl.int8).to(DTYPE, bitcast=True)
+    x1 = (words >> 8).to(gl.int8).to(DTYPE, bitcast=True)
+    x2 = (words >> 16).to(gl.int8).to(DTYPE, bitcast=True)
+    x3 = (words >> 24).to(gl.int8).to(DTYPE, bitcast=True)
     return gl.join(gl.join(x0, x2), gl.join(x1, x3)).reshape([words.shape[0], 4 * words.shape[1]])
 
 
@@ -351,9 +352,9 @@ def byte_pairs(n: int, dim: int, warps: int) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout([[1, 0], [8, 0], *rest[:mine]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], rest[mine:], [], [n, dim // 2])
 
 
-def describe(t: torch.Tensor, rows: int, cols: int) -> TensorDescriptor:
-    """Tiles of `rows` x `cols` of the last two dimensions, as of [batch, heads, len, dim]; what lies outside reads as 0 and is not written."""
-    tile = [1] * (t.dim() - 2) + [rows, cols]
+def describe(t: torch.Tensor, *sizes: int) -> TensorDescriptor:
+    """Tiles of `sizes` of the last dimensions, as of [batch, heads, len, dim] the last two; what lies outside reads as 0 and is not written."""
+    tile = [1] * (t.dim() - len(sizes)) + list(sizes)
     return TensorDescriptor(t, list(t.shape), list(t.stride()), tile, _layout(tuple(tile), t.dtype))
 
 

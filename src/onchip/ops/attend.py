@@ -9,15 +9,16 @@ from torch.autograd import forward_ad
 from onchip.core import philox
 from onchip.core.masks import Band, as_mask
 from onchip.core.problem import Attention, Dropout, Operands, Rows
-from onchip.core.scales import SHARES
+from onchip.core.scales import SHARES, Scales
 from onchip.core.scores import Score
 from onchip.dispatch import select
+from onchip.kernels.attention.reference import rotate
 from onchip.ops import wire
 
 # The kernel of the backward pass that goes with one of the forward pass asked for by name.
-FAMILY = {"triton_prefill": "triton_backward", "hopper_prefill": "auto"}
+FAMILY = {"triton_prefill": "triton_backward", "hopper_prefill": "auto", "hopper_fp8": "auto"}
 TWICE = "attention: gradients of gradients are not implemented; kernel='reference' has them"
-UNTRAINED = "attention: queries, keys and values in e4m3 have no backward pass; give bfloat16 tensors to train"
+UNTRAINED = "attention: values in e4m3 and their scales have no gradient; it goes to the source of a Quantised: what onchip.quantise was given, or one of yours"
 FORWARD = "attention: forward-mode derivatives (jvp) are not implemented; kernel='reference' has them, or use reverse mode"
 
 
@@ -90,7 +91,7 @@ def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands,
     if how.kernel == "reference":  # torch's own derivatives, of any order and kind
         return select(problem, q.device, "reference").launch(q, k, v, x, return_lse)
     if torch.is_grad_enabled() and needs_grad(q, k, v, x):
-        out, lse = Attend.apply(problem, how.kernel, x, q, k, v, x.sinks, *x.score, *(x.scales or ()))
+        out, lse = Attend.apply(problem, how.kernel, x, q, k, v, x.sinks, *x.score, *(x.sources or x.scales or ()))
         return (out, lse) if return_lse else out
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, x.sinks, *x.score)
@@ -175,7 +176,7 @@ def drawn(dropout: float | Dropout, q: Tensor, x: Operands) -> Operands:
 def needs_grad(q: Tensor, k: Tensor, v: Tensor, x: Operands) -> bool:
     if q.requires_grad or k.requires_grad or v.requires_grad or (x.sinks is not None and x.sinks.requires_grad):
         return True
-    return any(t.requires_grad for t in x.score) or (x.scales is not None and any(t.requires_grad for t in x.scales))
+    return any(t.requires_grad for t in x.score) or (x.scales is not None and any(t.requires_grad for t in x.sources or x.scales))
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
@@ -193,8 +194,31 @@ def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tenso
     return select(problem, x.device, "auto" if x.numel() else "reference").launch(x, SHARES[share], signs)  # no launch of nothing
 
 
+def source_of(x: Tensor, signs: Tensor | None) -> Tensor | None:
+    """What the gradient of x in e4m3, rotated, goes to, and so x's: x itself, or what has its shape and no memory of its own."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return None
+    return x if signs is None else _Rotated.apply(x, signs)
+
+
+class _Rotated(torch.autograd.Function):
+    """The shape of x; its gradient is rotated back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, signs: Tensor):
+        ctx.save_for_backward(signs)
+        return x.new_zeros(1).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (signs,) = ctx.saved_tensors
+        dim = len(signs)
+        hadamard = rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign()  # +-1: exact in half precision too
+        return (grad @ hadamard.to(grad.dtype)) * (signs * dim**-0.5).to(grad.dtype), None
+
+
 class _Quantise(torch.autograd.Function):
-    """Whose gradient is asked for in vain."""
+    """Whose gradient is asked for in vain: a Quantised's goes to its source."""
 
     @staticmethod
     def forward(ctx, x: Tensor, share: str, signs: Tensor | None):
@@ -212,10 +236,11 @@ class Attend(torch.autograd.Function):
     """Attention with a backward pass that computes the weights again from q, k and LSE (FlashAttention, Dao et al., 2022, algorithm 4)."""
 
     @staticmethod
-    def forward(ctx, problem: Attention, kernel: str, x: Operands, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *score: Tensor):
+    def forward(ctx, problem: Attention, kernel: str, x: Operands, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Tensor):
+        score = rest[: len(x.score)]  # the others are what the gradients of q, k and v in e4m3 go to
         out, lse = select(problem, q.device, kernel).launch(q, k, v, x, True)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *score)
-        ctx.problem, ctx.kernel, ctx.x = problem, kernel, x._replace(sinks=None, score=())
+        ctx.problem, ctx.kernel, ctx.x, ctx.sourced = problem, kernel, x._replace(sinks=None, score=(), sources=None), x.sources is not None
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -224,12 +249,15 @@ class Attend(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active() or any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in (d_out, d_lse)):
             raise NotImplementedError("attention: a batch of backward passes at once (is_grads_batched) is not implemented; kernel='reference' has it")
         q, k, v, out, lse, sinks, *score = ctx.saved_tensors
+        quantised = ctx.x.scales is not None
+        if quantised and (any(ctx.needs_input_grad[3:6]) or (any(ctx.needs_input_grad[-3:]) and not ctx.sourced)):
+            raise NotImplementedError(UNTRAINED)
         with torch.no_grad():
             d_out = torch.zeros_like(out) if d_out is None else d_out
             grads = attention_backward(ctx.problem, ctx.kernel, ctx.x._replace(sinks=sinks, score=tuple(score)), q, k, v, out, lse, d_out, d_lse)
-        grads = (*grads[:4], *grads[4])
+        grads = (*grads[:4], *grads[4]) if not quantised else (None, None, None, grads[3], *grads[4], *(grads[:3] if ctx.sourced else (None,) * 3))
         if torch.is_grad_enabled():  # create_graph: whoever goes on through these gradients shall know
-            grads = _Once.apply(next(t for t in (q, k, v, sinks, *score) if t is not None and t.requires_grad), *grads)
+            grads = _Once.apply(out, *grads)
         return None, None, None, *grads
 
     @staticmethod
@@ -252,7 +280,7 @@ class _Once(torch.autograd.Function):
 def attention_backward(problem: Attention, kernel: str, x: Operands, q, k, v, out, lse, d_out, d_lse=None):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `problem`, `x`; `kernel` is the forward's, by name or "auto"."""
     extras = {*problem.extras, *(["score_grad"] * any(t.requires_grad for t in x.score)), *(["deterministic"] * torch.are_deterministic_algorithms_enabled())}
-    if x.scales is not None:
-        raise NotImplementedError(UNTRAINED)
+    if x.scales is not None and 1 in map(Scales.share, x.scales, (q.shape[1], k.shape[1], k.shape[1])):
+        extras.add("token_scales")
     problem = problem._replace(op="backward", extras=tuple(sorted(extras)))
     return select(problem, q.device, FAMILY.get(kernel, kernel)).launch(q, k, v, out, lse, d_out, d_lse, x)

@@ -45,15 +45,16 @@ def attention(
     deterministic   the same gradients, bit by bit, in every run.      batch_invariant   a row's bits do not depend on its neighbours.
     kernel    one by name: it runs or raises. Gradients then come from the same family of kernels.
 
-    q, k and v may be `Quantised`, all three (see `quantise`): the output is bfloat16, without gradients. Products are in e4m3 on a Hopper GPU, for
-    head dimension 64, 128 or 256, Full, Causal and Window, and nothing else asked for; elsewhere plain torch computes in float32.
+    q, k and v may be `Quantised`, all three (see `quantise`): the output is bfloat16, and gradients go to their sources. Products are in 8 bits on a
+    Hopper GPU, for head dimension 64, 128 or (forward) 256, Full, Causal and Window, and nothing else asked for, the backward pass for scales of heads
+    and blocks; elsewhere plain torch computes in float32.
     `heads` is a multiple of `kv_heads` (grouped-query attention). Inputs may be strided or expanded; the last dimension should be
     contiguous (else it is copied). Under autocast q, k and v are cast. Gradients of gradients: kernel="reference" only.
     torch.compile, torch.export and torch.func see one operator, `onchip::attention`; masks and functions may be made inside or outside.
 
     Raises ValueError or TypeError for arguments that disagree, `Unsupported` when `kernel` names one that refuses.
     """
-    q, k, v, scales = _taken_apart(q, k, v)
+    q, k, v, scales, sources = _taken_apart(q, k, v)
     _check("attention", q, k, v, rank=4, scaled=scales is not None)
     if scales is not None:
         _check_scales(q, k, v, scales)
@@ -61,7 +62,7 @@ def attention(
         raise ValueError(f"attention: k has batch {k.shape[0]}, q has {q.shape[0]}; they must be equal")
     how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
     run = graph.attend if graph.in_graph(kernel, q, k, v) else attend.attend
-    return run(how, attend.dense_sizes(q, k, v), q, k, v, Operands(_scale(scale, q), scales=scales), return_lse)
+    return run(how, attend.dense_sizes(q, k, v), q, k, v, Operands(_scale(scale, q), scales=scales, sources=sources), return_lse)
 
 
 def attention_packed(
@@ -185,7 +186,7 @@ def quantise(
     rotation   random signs, float32 [dim], see `random_signs`: q and k are multiplied by diag(signs) H / sqrt(dim) with H the Walsh-Hadamard
                matrix, which changes no score, and spreads what is large in few channels over all (dim a power of two).
 
-    Raises ValueError for a share or signs that do not fit.
+    Gradients come back as if nothing had been rounded, by the `source` of each (see `Quantised`). Raises ValueError for a share or signs that do not fit.
     """
     if share not in tuple(SHARES):
         raise ValueError(f"quantise: share is {share!r}; give one of {', '.join(map(repr, SHARES))}")
@@ -201,7 +202,7 @@ def quantise(
             raise ValueError(f"quantise: rotation is {given} for head dimension {dim}; give signs [{dim}], of a power of two, or None")
         rotation = rotation.to(q.device, torch.float32).contiguous()
     run = torch.ops.onchip.quantise if graph.in_graph("auto", q, k, v) else attend.quantise
-    return tuple(Quantised(*run(x, share, signs)) for x, signs in ((q, rotation), (k, rotation), (v, None)))
+    return tuple(Quantised(*run(x, share, signs), attend.source_of(x, signs)) for x, signs in ((q, rotation), (k, rotation), (v, None)))
 
 
 def random_signs(dim: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
@@ -228,18 +229,27 @@ def _plain(name: str, *tensors: Tensor) -> None:
             raise TypeError(f"{name}: {given} is {type(t).__name__}; give a tensor" + " (attention alone takes quantised ones)" * isinstance(t, Quantised))
 
 
-def _taken_apart(q, k, v) -> tuple[Tensor, Tensor, Tensor, Scales | None]:
-    """Tensors, cast, and the scales of quantised ones."""
+def _taken_apart(q, k, v) -> tuple[Tensor, Tensor, Tensor, Scales | None, tuple[Tensor, ...] | None]:
+    """Tensors, cast, and the scales and sources of quantised ones."""
     if not any(isinstance(t, Quantised) for t in (q, k, v)):
         _plain("attention", q, k, v)
-        return *_cast(q, k, v), None
+        return *_cast(q, k, v), None, None
     plain = [name for name, t in (("q", q), ("k", k), ("v", v)) if not isinstance(t, Quantised)]
     if plain:
         raise TypeError(f"attention: of q, k, v, {' and '.join(plain)} not Quantised; give all three as onchip.quantise makes them, or plain tensors")
-    odd = [f"{name}.{field}" for name, t in (("q", q), ("k", k), ("v", v)) for field in t._fields if not isinstance(getattr(t, field), Tensor)]
+    odd = [f"{name}.{field}" for name, t in (("q", q), ("k", k), ("v", v)) for field in t._fields[: 2 + (t.source is not None)]
+           if not isinstance(getattr(t, field), Tensor)]  # fmt: skip
     if odd:
         raise TypeError(f"attention: {' and '.join(odd)} not tensors; give Quantised(values, scale) as onchip.quantise makes it")
-    return q.values, k.values, v.values, Scales(q.scale, k.scale, v.scale)
+    if q.source is k.source is v.source is None:
+        return q.values, k.values, v.values, Scales(q.scale, k.scale, v.scale), None
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.source is None and (t.values.requires_grad or t.scale.requires_grad):
+            raise ValueError(f"attention: {name} has no source, but values or scales that require a gradient, beside others with a source; detach them")
+        if t.source is not None and (t.source.shape != t.values.shape or not t.source.is_floating_point() or t.source.device != t.values.device):
+            raise ValueError(f"attention: the source of {name} is {_kind(t.source)}; give floats, {list(t.values.shape)} on {t.values.device}, or None")
+    sources = tuple(t.scale.new_zeros(1).expand(t.values.shape) if t.source is None else t.source for t in (q, k, v))
+    return q.values.detach(), k.values.detach(), v.values.detach(), Scales(*(t.scale.detach() for t in (q, k, v))), sources
 
 
 def _check_scales(q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> None:

@@ -50,7 +50,7 @@ def _packed(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands
     mask = how.mask if isinstance(how.mask, Band) else as_mask(how.mask)
     reads: list[Tensor] = []
     offsets = (x.q_offsets, x.k_offsets, x.q_used, x.k_used, x.state)
-    text = wire.pack((mask, how.score, how.sinks, *offsets, x.scales, how.deterministic, how.batch_invariant, how.kernel), reads, q)
+    text = wire.pack((mask, how.score, how.sinks, *offsets, x.scales, x.sources, how.deterministic, how.batch_invariant, how.kernel), reads, q)
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *reads)
     return text, reads

@@ -17,8 +17,10 @@ from onchip.dispatch import select
 from onchip.ops import wire
 from onchip.ops.attend import TWICE, UNTRAINED, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_sizes, problem_of, quantise
 
-FIELDS = ("mask", "score", "sinks", "q_offsets", "k_offsets", "q_used", "k_used", "state", "scales", "deterministic", "batch_invariant", "kernel")  # of `how`
-SCORE, SINKS = FIELDS.index("score"), FIELDS.index("sinks")
+FIELDS = (  # of `how`
+    *("mask", "score", "sinks", "q_offsets", "k_offsets", "q_used", "k_used", "state", "scales", "sources", "deterministic", "batch_invariant", "kernel"),
+)
+SCORE, SINKS, SCALES, SOURCES = map(FIELDS.index, ("score", "sinks", "scales", "sources"))
 GRADIENTS = torch._C.DispatchKey.AutogradFunctionality
 
 # ---- the operators
@@ -73,7 +75,7 @@ def paged_backward(
 
 def _call(q, k, v, reads, longest_q, longest_k, drop, scale, how) -> tuple[Attention, Operands, str]:
     """The Problem, the operands and the kernel asked for, of a dense or packed call."""
-    mask, score, sinks, *offsets, state, scales, deterministic, batch_invariant, kernel = wire.build(how, reads)
+    mask, score, sinks, *offsets, state, scales, _, deterministic, batch_invariant, kernel = wire.build(how, reads)
     if offsets[0] is None:
         sizes = dense_sizes(q, k, v)
     else:
@@ -91,8 +93,10 @@ def _paged_call(q, k, v, page_table, reads, scale, how) -> tuple[Attention, Oper
 
 def _given(inputs, grads, d_score, how: str, wanted: list[bool]) -> list[Tensor]:
     """The gradients that are wanted, from those of q, k, v, the sinks and the score's tensors: a tensor may be read twice, and with fewer dimensions."""
-    found = dict(enumerate(grads[:3]))
-    for n, grad in [*zip(wire.order(how, SINKS), grads[3:], strict=False), *zip(wire.order(how, SCORE), d_score, strict=True)]:
+    sources = wire.order(how, SOURCES)  # of q, k and v in e4m3
+    found = {} if sources else dict(enumerate(grads[:3]))
+    to_reads = *zip(sources, grads[:3], strict=False), *zip(wire.order(how, SINKS), grads[3:], strict=False), *zip(wire.order(how, SCORE), d_score, strict=True)
+    for n, grad in to_reads:
         if grad is not None:
             grad = grad.reshape(inputs[3 + n].shape)
             found[3 + n] = found[3 + n] + grad if 3 + n in found else grad
@@ -147,6 +151,8 @@ def _back(ctx, d_out, d_lse):
     q, k, v, *reads, out, lse = ctx.saved_tensors
     *qkv, wanted = ctx.needs_input_grad[:4]
     wanted = [*qkv, *wanted]
+    if q.dtype == E4M3 and (any(qkv) or any(wanted[3 + n] for n in wire.order(ctx.rest[-1], SCALES))):
+        raise NotImplementedError(UNTRAINED)
     found = iter(
         torch.ops.onchip.attention_backward(q, k, v, reads, *ctx.rest, out, lse, d_out, d_lse, wanted) if d_out is not None or d_lse is not None else ()
     )

@@ -20,7 +20,18 @@ from onchip.core import masks, scores
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import Scales
-from onchip.kernels.attention import DECODE, PREFILL, hopper_backward, hopper_fp8, hopper_prefill, tile, triton_decode, triton_prefill
+from onchip.kernels.attention import (
+    DECODE,
+    PREFILL,
+    hopper_backward,
+    hopper_backward_ordered,
+    hopper_fp8,
+    hopper_fp8_backward,
+    hopper_prefill,
+    tile,
+    triton_decode,
+    triton_prefill,
+)
 from onchip.ops.attention import PagedKV
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -202,6 +213,25 @@ def test_hopper_prefill(dim, packed, how, most):
     assert max(int(number) for number in re.findall(r"bar(?:rier)?\.sync\s+(\d+)(?:, 128)?;", facts.ptx)) < 6  # hardware barriers: the rest is ours
 
 
+FOLDED = {  # dim, packed, queries, mask or score, and bytes that a thread may spill: of few queries, whose heads share a tile's rows
+    "d64 full": (64, False, 200, {"band": Full()}, 0),
+    "d128, one warpgroup": (128, False, 16, {}, 0),
+    "d128 window": (128, False, 130, {"band": Window(1024)}, 52),
+    "d128 ALiBi": (128, False, 130, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 0),
+    "d256 packed": (256, True, 130, {}, 36),
+}
+
+
+@pytest.mark.parametrize(("dim", "packed", "len_q", "how", "most"), FOLDED.values(), ids=FOLDED)
+def test_hopper_folds_heads(dim, packed, len_q, how, most):
+    """Queries come through TMA in five dimensions, by 64 columns, and so does the output of a dense batch leave; the rest is as with one head a tile."""
+    tiles, facts = prefill("sm_90", dim, packed=packed, module=hopper_prefill, len_q=len_q, **{"band": Causal(), **how})
+    assert tiles.pack == 4 and facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
+    assert facts.ptx.count("cp.async.bulk.tensor.5d.shared") == dim // 64 * tiles.groups
+    assert facts.ptx.count("cp.async.bulk.tensor.5d.global") == (0 if packed else tiles.groups)
+    assert not facts.serialized and "setmaxnreg.dec" in facts.ptx and "mma.sync" not in facts.ptx
+
+
 PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 registers the copying warp spilt 188 bytes at d128, page 16
     "d64": (64, 16, {}, 0),
     "d64, pages of 8": (64, 8, {}, 0),
@@ -212,6 +242,7 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
     "d128 window": (128, 16, {"band": Window(1024)}, 0),
     "d128 full": (128, 16, {"band": Full()}, 0),
     "d128, few": (128, 16, {"len_q": 64}, 0),
+    "d128, four heads in a tile's rows": (128, 16, {"len_q": 130}, 0),
     "d128 softcap": (128, 16, {"score": scores.Softcap(30.0)}, 0),
     "d128 document": (128, 16, {"mask": masks.Document(meta(4, 8192, dtype=torch.int32))}, 576),  # packed, without pages: 548
     "d256": (256, 16, {}, 0),
@@ -273,14 +304,15 @@ BACKWARD = {  # head dimension, packed, and bytes that ptxas may spill, stores a
 }
 
 
-def backward(dim, packed, band, dim_v=0):
+def backward(dim, packed, band, dim_v=0, extras=(), **mod):
     """Four sequences of 4096 tokens in bf16, 4 heads a group."""
     tokens = (4 * 4096,) if packed else (4, 4096)
-    p = Attention("backward", 4, 4096, 4096, 32, 8, dim, BF16, band, *(("packed", 0, 4 * 4096) if packed else ()), dim_v=dim_v)
+    p = Attention("backward", 4, 4096, 4096, 32, 8, dim, BF16, band, *(("packed", 0, 4 * 4096) if packed else ()), dim_v=dim_v, extras=extras)
     offsets = meta(5, dtype=torch.int32) if packed else None
+    p, x = static(p, Operands(dim**-0.5, offsets, offsets), **mod)
     q, k, v, out = (meta(*tokens, heads, d) for heads, d in ((32, dim), (8, dim), (8, p.value_dim), (32, p.value_dim)))
     lse = meta(32, 4 * 4096, dtype=FP32) if packed else meta(4, 32, 4096, dtype=FP32)
-    return launched(hopper_backward, "sm_90", p, q, k, v, out, lse, out, None, Operands(dim**-0.5, offsets, offsets), returns=())
+    return launched(hopper_backward, "sm_90", p, q, k, v, out, lse, out, None, x, returns=())
 
 
 @pytest.mark.parametrize(("dim", "packed", "band", "most"), BACKWARD.values(), ids=BACKWARD)
@@ -297,28 +329,49 @@ def test_hopper_backward(dim, packed, band, most):
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 
-WIDE = {  # head dimension, that of values, packed, and bytes that the passes of dV, dK and dQ may spill, all of them outside of the loops
-    "d256 full": (256, 256, False, Full(), (0, 12, 12)),
-    "d256 causal": (256, 256, False, Causal(), (0, 20, 52)),
-    "d256 window": (256, 256, False, Window(1024), (0, 60, 60)),
-    "d256 packed": (256, 256, True, Causal(), (28, 208, 84)),
-    "d192 and 128": (192, 128, False, Causal(), (0, 0, 12)),
+ORDERED = {  # head dimension, that of values, packed, mask, and bytes that each pass may spill, all of them outside of the loops
+    "d64 full": (64, 0, False, Full(), (0, 0)),
+    "d64 packed": (64, 0, True, Causal(), (0, 0)),
+    "d128 causal": (128, 0, False, Causal(), (0, 0)),
+    "d128 packed": (128, 0, True, Causal(), (36, 64)),
+    "d256 full": (256, 0, False, Full(), (0, 12, 12)),
+    "d256 causal": (256, 0, False, Causal(), (0, 20, 52)),
+    "d256 window": (256, 0, False, Window(1024), (0, 60, 60)),
+    "d256 packed": (256, 0, True, Causal(), (28, 208, 84)),
+    "d192 and 128": (192, 128, False, Causal(), (0, 0, 0)),
 }
 
 
-@pytest.mark.parametrize(("dim", "dim_v", "packed", "band", "most"), WIDE.values(), ids=WIDE)
-def test_hopper_backward_in_passes(dim, dim_v, packed, band, most):
-    """Eight products of a tile in three passes; everything through TMA, nothing summed in memory, no product that ptxas waits for on its own."""
-    _, found = backward(dim, packed, band, dim_v)
-    passes = [facts for name, facts in found.items() if name.startswith("_backward_pass")]
-    in_dp = (0, dim_v // 16, dim_v // 16)
-    for facts, spills, more in zip(passes, most, in_dp, strict=True):
-        assert facts.spills <= allowed(spills)
+@pytest.mark.parametrize(("dim", "dim_v", "packed", "band", "most"), ORDERED.values(), ids=ORDERED)
+def test_hopper_backward_in_order(dim, dim_v, packed, band, most):
+    """Seven or eight products of a tile in passes; everything through TMA, nothing summed in memory, no product that ptxas waits for on its own."""
+    tiles, found = backward(dim, packed, band, dim_v, ("deterministic",))
+    facts_of = [facts for name, facts in found.items() if name.startswith("_backward_pass")]
+    cuts, cuts_v = (hopper_backward_ordered.WIDTHS[hopper_backward_ordered.columns(d)] for d in (dim, dim_v or dim))
+    for one, facts, spills in zip(tiles.passes, facts_of, most, strict=True):
+        assert facts.spills <= allowed(spills), f"{one}: {facts.spills} bytes"
         assert facts.shared <= GPU["sm_90"].shared_memory
-        assert facts.wgmma == 2 * 2 * (256 // 16 + more + 64 // 16)  # of two warpgroups, in loops with and without a mask
+        steps = sum(cuts) // 16 + len(cuts_v) * one.stream // 16 * ("dV" in one.makes)  # of the scores, and dV
+        if one.makes != "dV":
+            steps += sum(cuts_v) // 16 + len(cuts) * one.stream // 16  # of dP, and dK or dQ
+        assert facts.wgmma == 2 * 2 * steps  # of two warpgroups, in loops with and without a mask
         assert "mma.sync" not in facts.ptx and "cp.async.cg" not in facts.ptx and "cp.reduce" not in facts.ptx
         assert facts.tma_loads and (packed or "cp.async.bulk.tensor.4d.global" in facts.ptx)
         assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+
+
+@pytest.mark.parametrize(
+    ("dim", "mod", "most"),
+    [
+        (64, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, (0, 0)),
+        (128, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, (188, 268)),
+    ],
+    ids=["d64 document", "d128 document"],
+)
+def test_hopper_backward_in_order_under_mods(dim, mod, most):
+    _, found = backward(dim, False, Full(), extras=("deterministic",), **mod)
+    spills = [facts.spills for name, facts in found.items() if name.startswith("_backward_pass")]
+    assert all(ours <= allowed(limit) for ours, limit in zip(spills, most, strict=True)), spills
 
 
 def prefill_fp8(dim, mask, share=0):
@@ -346,6 +399,35 @@ def test_hopper_fp8(dim, mask, share):
     assert facts.ptx.count("stmatrix.sync.aligned.m8n8.x4.shared") == turned
     assert facts.ptx.count("prmt.b32") == 4 * turned
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+
+
+FP8_BACKWARD = {  # head dimension, mask, scales for 128 tokens, and bytes that the passes of dQ and of dK and dV may spill
+    "d64 causal": (64, Causal(), True, (0, 84)),
+    "d128": (128, Full(), False, (0, 0)),
+    "d128 window": (128, Window(1024), True, (56, 44)),
+}
+
+
+@pytest.mark.parametrize(("dim", "mask", "blocks", "most"), FP8_BACKWARD.values(), ids=FP8_BACKWARD)
+def test_hopper_fp8_backward(dim, mask, blocks, most):
+    """Three products of each tile and four, with P and dS in e5m2 beside e4m3; the first operand of each sum comes from registers without a shuffle."""
+    p = Attention("backward", 4, 4096, 4096, 32, 8, dim, torch.float8_e4m3fn, mask)
+    scales = Scales(*(meta(4, heads, 32 if blocks else 1, dtype=FP32) for heads in (32, 8, 8)))
+    inputs = [meta(4, 4096, heads, dim, dtype=p.dtype) for heads in (32, 8, 8)]
+    out, lse = meta(4, 4096, 32, dim), meta(4, 32, 4096, dtype=FP32)
+    tiles, found = launched(hopper_fp8_backward, "sm_90", p, *inputs, out, lse, out, None, Operands(dim**-0.5, scales=scales), returns=())
+    passes = [facts for name, facts in found.items() if name.startswith("_backward_fp8")]
+    kinds = ((tiles.groups, 1, tiles.keys), (2, 2, tiles.queries))  # warpgroups, and products with P or dS
+    for facts, spills, (groups, mixed, stream) in zip(passes, most, kinds, strict=True):
+        assert facts.spills <= allowed(spills), f"{tiles}: {facts.spills} bytes"
+        assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
+        loops = 2 * groups  # with and without a mask
+        assert facts.ptx.count(".f32.e4m3.e4m3 ") == loops * 2 * dim // 32  # S and dP
+        assert facts.ptx.count(".f32.e5m2.e4m3 ") == loops * mixed * stream // 32
+        assert facts.wgmma == loops * (2 * dim + mixed * stream) // 32
+        assert "prmt" not in facts.ptx and "cp.reduce" not in facts.ptx
+        assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+    assert found["_of_output"].spills == found["_turn"].spills == 0
 
 
 # ---- decode

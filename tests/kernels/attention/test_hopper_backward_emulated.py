@@ -10,6 +10,7 @@ from test_hopper_emulated import EACH, FEW, FP16, Call, Case, both, call_of, mas
 import onchip
 from gluon_emulator import MODES, Emulator, Fault
 from judge import assert_as_good_as_torch
+from onchip.core.device import GPUS
 from onchip.core.masks import Causal, Document, Full, Window
 from onchip.core.problem import Operands
 from onchip.core.scores import ALiBi, Softcap, chain
@@ -17,7 +18,7 @@ from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 
-MODULES = ("texts", "mods", "tile", "hopper_tiles", "hopper_backward_tiles", "hopper_backward_wide", "hopper_backward")
+MODULES = ("texts", "mods", "tile", "hopper_tiles", "hopper_backward_tiles", "hopper_backward_ordered", "hopper_backward")
 SOURCES = ["onchip.kernels.hopper", *(f"onchip.kernels.attention.{name}" for name in MODULES)]
 
 
@@ -55,17 +56,17 @@ def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), sha
     """The gradients of the kernel."""
     kernel = Emulator(mode, seed).load(*SOURCES, edits=edits)
     kernel.mask_map, kernel.statistics, kernel.finish = mask_map_of_either, statistics, finish
-    kernel.hopper_backward_wide.mask_map = mask_map_of_either
+    kernel.hopper_backward_ordered.mask_map = mask_map_of_either
     sizes = (
         packed_sizes(call.q, call.k, call.v, both(c.lengths).shape[1], *both(c.lengths).amax(1).tolist()) if c.packed else dense_sizes(call.q, call.k, call.v)
     )
     x = Operands(c.dim**-0.5, *call.offsets, *(call.used or ()))
-    p, x = problem_of("backward", How(c.mask, chain(None, c.score, None), call.sinks, None, False, False, "hopper_backward"), sizes, x, call.q)
+    p, x = problem_of("backward", How(c.mask, chain(None, c.score, None), call.sinks, None, c.deterministic, False, "hopper_backward"), sizes, x, call.q)
     out, lse = (t.detach() for t in forward(c, call, torch.float64)[:2])
     groups, n, stages, programs = c.tiles
     tiles = kernel.Tiles(64 * groups, n, stages, shares, programs)
-    if max(c.dim, c.dim_v) > 128:
-        tiles = kernel.hopper_backward_wide.Tiles(programs)
+    if c.deterministic or max(c.dim, c.dim_v) > 128:
+        tiles = kernel.hopper_backward_ordered.configs(p, GPUS["H200"])[0]._replace(programs=programs)
     dq, dk, dv, d_sinks, _ = kernel.launch(p, tiles, call.q, call.k, call.v, out.to(c.dtype), lse.float(), d_out, d_lse, x)
     return [dq, dk, dv] + [d_sinks] * c.sinks
 
@@ -101,6 +102,7 @@ def check(c: Case, mode: str, edits=(), shares=1) -> None:
     truths = gradients(c, call, d_out, torch.float64)
     lows = gradients(c, call, d_out, c.dtype)
     d_lse = torch.ones_like(forward(c, call, torch.float64)[1]).float()
+    d_out = torch.where(call.q.isnan().any(-1, keepdim=True), torch.nan, d_out)  # nobody reads what belongs to no query either
     for ours, low, truth in zip(emulated(c, call, d_out, d_lse, mode, edits=edits, shares=shares), lows, truths, strict=True):
         assert_as_good_as_torch(ours, low, truth, 3)
 
@@ -151,8 +153,22 @@ CASES += [
     Case(APIECE, 200, 200, Causal() & Document(torch.arange(200) // 60), dim=256),
     Case(DRAWN, 300, 300, Causal() & Document(torch.arange(300) // 60), dim=192, dim_v=128),
     Case(DRAWN, 130, 200, Full(), score=Softcap(2.0), dim=256),
-    Case(APIECE, 130, 130, score=ALiBi(torch.tensor([0.5, 0.25])), dim=256),
+    Case(APIECE, 130, 130, score=ALiBi(torch.tensor([0.5, 0.25])), dim=192),
 ]
+ORDERED = [  # dK and dV together, nothing summed in memory
+    Case(APIECE, 200, 200),
+    Case(DRAWN, 200, 200, Full(), dim=128, heads=(4, 2), batch=2),
+    Case(DRAWN, 130, 190, dim=96, dtype=FP16),
+    Case(DRAWN, 400, 300, Window(40, 30), dim=128),
+    Case(APIECE, 700, 700, Window(330), heads=(1, 1)),
+    Case(APIECE, 100, 150, Causal(align="top_left"), dim=40, dim_v=136),
+    Case(APIECE, lengths=(70, 0, 5, 150)),
+    Case(DRAWN, lengths=(200, 3, 130), used=(131, 0, 130), mask=Window(50), dim=128, dtype=FP16),
+    Case(APIECE, lengths=((20, 90, 0), (150, 40, 7)), sinks=True, dim=128, dim_v=64),
+    Case(DRAWN, 300, 300, Causal() & Document(torch.arange(300) // 60), dim=128),
+    Case(DRAWN, 130, 200, Full(), score=Softcap(2.0)),
+]
+CASES += [case._replace(deterministic=True) for case in ORDERED]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -191,10 +207,10 @@ def test_nobody_to_attend(lengths, monkeypatch):
     assert all(not grad.any() for grad in grads[:3])
 
 
-@pytest.mark.parametrize("dim", [64, 256])
-def test_nan_stays_in_its_sequence(dim):
+@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (64, True), (256, False)])
+def test_nan_stays_in_its_sequence(dim, deterministic):
     torch.manual_seed(0)
-    c = Case((1, 128, 2, EACH), lengths=(70, 90, 60), dim=dim)
+    c = Case((1, 128, 2, EACH), lengths=(70, 90, 60), dim=dim, deterministic=deterministic)
     call = call_of(c)
     for t in (call.q, call.k, call.v):
         t[70:160] = torch.nan
@@ -203,6 +219,33 @@ def test_nan_stays_in_its_sequence(dim):
         assert gradient[70:160].isnan().all()
         assert gradient[:70].isfinite().all()
         assert gradient[160:220].isfinite().all()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_bits_depend_on_neither_run_nor_batch(dim):
+    """In all timings, with programs that do one tile or draw several, alone or beside others."""
+    torch.manual_seed(0)
+    c = Case(APIECE, 200, 200, dim=dim, batch=2, deterministic=True)
+    call = call_of(c)
+    d_out, d_lse = torch.randn_like(call.q), torch.ones(2, 2, 200)
+    first = emulated(c, call, d_out, d_lse, MODES[0])
+    again = emulated(c._replace(tiles=DRAWN), call, d_out, d_lse, MODES[1], seed=1)
+    alone = call._replace(q=call.q[1:], k=call.k[1:], v=call.v[1:])
+    alone = emulated(c._replace(batch=1), alone, d_out[1:], d_lse[1:], MODES[2])
+    for one, other, row in zip(first, again, alone, strict=True):
+        assert torch.equal(one, other) and torch.equal(one[1:], row)
+
+
+def test_bits_do_not_depend_on_other_sequences():
+    torch.manual_seed(0)
+    c = Case(APIECE, lengths=(150, 70, 130), dim=128, deterministic=True)
+    call = call_of(c)
+    d_out, d_lse = torch.randn_like(call.q), torch.ones(call.q.shape[1], len(call.q))
+    last = slice(220, 350)
+    alone = call_of(c._replace(lengths=(130,)))._replace(q=call.q[last], k=call.k[last], v=call.v[last])
+    alone = emulated(c._replace(lengths=(130,)), alone, d_out[last], d_lse[:, last].contiguous(), MODES[0])
+    for together, row in zip(emulated(c, call, d_out, d_lse, MODES[0]), alone, strict=True):
+        assert torch.equal(together[last], row)
 
 
 class Bug(NamedTuple):
@@ -250,7 +293,7 @@ BUGS = [
     Bug("dS has two buffers", FULL, (("BUFFERS = gl.constexpr(3)", "BUFFERS = gl.constexpr(2)"),)),
     Bug("dS is read without a fence", FULL, (("store(ds)\n        fence_async_shared()\n", "store(ds)\n"),)),
     Bug("dQ's buffer is rewritten before it has left", FULL, (("        tma.store_wait(0)\n        buffer.reshape", "        buffer.reshape"),)),
-    Bug("dV's buffer is rewritten before it has left", FULL, (("    tma.store_wait(0)  # what was in it has left\n", ""),)),
+    Bug("dV's buffer is rewritten before it has left", FULL, (("            tma.store_wait(0)  # so has dV\n", ""),)),
     Bug("dV leaves without a fence", FULL, (("    else:\n        fence_async_shared()\n        tma_store", "    else:\n        tma_store"),)),
     Bug("the last dK is not waited for", FULL, (("    tma.store_wait(0)\n\n\n@gluon.jit(do_not", "\n\n@gluon.jit(do_not"),)),
     Bug("dQ lies in another order", FULL, ((".permute((0, 1, 3, 2, 4)).reshape([ROWS, COLS]))", ".reshape([ROWS, COLS]))"),)),
@@ -273,15 +316,15 @@ APART = Case(DRAWN, 260, 200, Full(), dim=256, heads=(4, 2))
 APART_CAUSAL, APART_WINDOW = Case(APIECE, 300, 300, dim=256), Case(APIECE, 700, 700, Window(330), dim=256, heads=(1, 1))
 APART_EACH = Case(APIECE, 130, 130, Full(), dim=256, heads=(12, 12))  # V comes late by itself where it is the first of a program
 APART_PACKED = PACKED._replace(dim=256)
-WAIT_FOR_DP = "            dp = warpgroup_mma_wait(1, deps=[dp])\n"
-LET_FIRST_GO = "            release(first, SLOTS_LET_GO, READERS)\n"
-WAIT_FOR_SUM = "        acc, left = warpgroup_mma_wait(0, deps=[acc, left])\n"
+WAIT_FOR_DP = "            dp = warpgroup_mma_wait(len(CUTS[C.columns]), deps=[dp])\n"
+LET_FIRST_GO = "            if not C.values:\n                release(first, SLOTS_LET_GO, READERS)\n"
+WAIT_FOR_SUM = "        if C.slopes:\n            of_d = warpgroup_mma_wait(0, deps=of_d + (left,))[: len(of_d)]  # noqa: RUF005 (device code)\n"
 LET_SECOND_GO = "        release(second, SLOTS_LET_GO, READERS)\n"
 WAIT_FOR_SECOND = "            mbarrier.wait(full.index(second), second_phase)\n"
 LEAVE = "            tma.store_wait(0)\n"
 LET_OWN_GO = "            release(0, OWN_LET_GO, READERS)\n"
-LET_OWN_V_GO = "                release(0, OWN_V_LET_GO, READERS)\n"
-ZERO = "            acc = gl.zeros([64, COLS], gl.float32, acc_layout)\n"
+LET_OWN_V_GO = "            if C.slopes and not C.values:\n                release(0, OWN_V_LET_GO, READERS)\n"
+ZERO = "            of_v, of_d = (), ()\n"
 WAIT_FOR_OWN = "    if tiles > 0:\n        arrive_and_wait(0, OWN_LET_GO, READERS)\n"
 UNSEEN = Case(DRAWN, 130, 400, Causal(align="top_left"), dim=256, heads=(1, 1))  # nothing streams past the last keys, whose copy waits for nothing else
 THEN = "stats, C)\n                        cursor = _fill(ring, cursor, far_desc"
@@ -291,15 +334,15 @@ BUGS += [
     Bug("dO and V are never released", APART, ((WAIT_FOR_DP + LET_FIRST_GO, WAIT_FOR_DP),)),
     Bug("a ring's second tile is released before the sum is there", APART, ((WAIT_FOR_SUM + LET_SECOND_GO, LET_SECOND_GO + WAIT_FOR_SUM),)),
     Bug("a ring's second tile is never released", APART, ((LET_SECOND_GO, ""),)),
-    Bug("dS goes not through the wait for the sum", APART, ((WAIT_FOR_SUM, "        acc = warpgroup_mma_wait(0, deps=[acc])\n"),)),
+    Bug("dS goes not through the wait for the sum", APART, (("deps=of_d + (left,))", "deps=of_d)"),)),
     Bug("a ring's first tile is not waited for", APART, (("        mbarrier.wait(full.index(first), first_phase)\n", ""),)),
     Bug("Q and K are not waited for", APART, ((f"{WAIT_FOR_SECOND}            s = _scores", "            s = _scores"),)),
-    Bug("dO is not waited for in dV's pass", APART, ((f"{WAIT_FOR_SECOND}        left = ", "        left = "),)),
+    Bug("dO is not waited for in dV's pass", APART, ((f"{WAIT_FOR_SECOND}        if C.values:", "        if C.values:"),)),
     Bug("the tile that stays is not waited for", APART, (("            mbarrier.wait(own_full, tiles % 2)\n", ""),)),
     Bug("the next tile that stays is not waited for", APART, (("mbarrier.wait(own_full, tiles % 2)", "mbarrier.wait(own_full, 0)"),)),
     Bug("the tile that stays is overwritten in use", APART, ((WAIT_FOR_OWN, ""), (LET_OWN_GO, ""))),
     Bug("the V that stays is not waited for", APART_EACH, (("                mbarrier.wait(own_v_full, tiles % 2)\n", "                pass\n"),)),
-    Bug("the V that stays is let go at once", UNSEEN, ((LET_OWN_V_GO, "                pass\n"), (ZERO, f"            if C.slopes:\n{LET_OWN_V_GO}{ZERO}"))),
+    Bug("the V that stays is let go at once", UNSEEN, ((LET_OWN_V_GO, ""), (ZERO, LET_OWN_V_GO + ZERO))),
     Bug("the tile that stays is let go before its gradient has left", APART, ((LEAVE + LET_OWN_GO, LET_OWN_GO + LEAVE),)),
     Bug("both warpgroups take the same keys", APART, (("    mine = firsts.index(GROUP)", "    mine = firsts.index(0)"),)),
     Bug("both warpgroups take the same values", APART, (("mine_v = seconds.index(GROUP)", "mine_v = seconds.index(0)"),)),
@@ -309,8 +352,8 @@ BUGS += [
     Bug("nobody begins beyond 128", APART, (("0, 0, 0\n    first_turn(GROUP, C.partners)\n", "0, 0, 0\n"),)),
     Bug("dQ forgets the tiles behind those that need no mask", APART_CAUSAL, (("masked = before + last - outer", "masked = before"),)),
     Bug("dQ takes tiles behind a window's whole ones from before", APART_WINDOW, (("gl.where(x < masked, bare, before - masked)", "0"),)),
-    Bug("rows of the next sequence are not cleared", APART_PACKED, (("                clear(last, length - other, STREAM, GROUP)\n", ""),)),
-    Bug("dP of the next sequence is used", APART_PACKED, (("                terms = gl.where(there[None, :], terms, 0.0)\n", ""),)),
+    Bug("rows of the next sequence are not cleared", APART_PACKED, (("clear(far, length - other", "clear(far, STREAM"),)),
+    Bug("dP of the next sequence is used", APART_PACKED, (("                ds = gl.where(there[None, :], ds, 0.0)\n", ""),)),
     Bug("beyond 128, a sequence's LSE is taken from a multiple of four", APART_PACKED, (("late = at % PHASES", "late = at % 1"),)),
     Bug("beyond 128, another tile is told than is copied", APART, (("values[n], gl.int32", "values[n] + 1, gl.int32"),)),
     Bug("beyond 128, a tile is drawn twice", APART, (("gl.num_programs(0) + gl.inline_asm", "gl.num_programs(0) - 1 + gl.inline_asm"),)),
@@ -319,6 +362,24 @@ BUGS += [
     Bug("beyond 128, nobody says that the next tile was heard", APART_TURNS, ((IS_HEARD, "    pass\n"),)),
     Bug("beyond 128, the end is never told", APART_TURNS, ((f"{TELL}\n\n# ----", f"{TELL_NO_END}\n\n# ----"),)),
     Bug("what left by threads is overwritten without a fence", APART_TURNS, ((f"    fence_async_shared()\n{LEAVE}", f"    pass\n{LEAVE}"),)),
+]  # fmt: skip
+
+BOTH = Case(DRAWN, 260, 200, Full(), dim=128, heads=(4, 2), deterministic=True)
+TWO_CUTS = Case(APIECE, 70, 130, dim=192, dim_v=128, score=Softcap(2.0))
+WAIT_FOR_BOTH = "            of_v = warpgroup_mma_wait(len(of_d), deps=of_v + (left_v,))[: len(of_v)]  # noqa: RUF005 (device code)\n"
+LET_DO_GO = "            release(first, SLOTS_LET_GO, READERS)\n"
+LET_LAST_V_GO = "            if C.slopes and C.values:\n                release(0, OWN_V_LET_GO, READERS)\n"
+BUGS += [
+    Bug("dO is released before dV beside dK is there", BOTH, ((WAIT_FOR_BOTH + LET_DO_GO, LET_DO_GO + WAIT_FOR_BOTH),)),
+    Bug("dO is never released beside dK", BOTH, ((WAIT_FOR_BOTH + LET_DO_GO, WAIT_FOR_BOTH),)),
+    Bug("P goes not through the wait for dV beside dK", BOTH, (("len(of_d), deps=of_v + (left_v,))", "len(of_d), deps=of_v)"),)),
+    Bug("V is let go before dV has left through it", BOTH, ((LET_LAST_V_GO, ""), (LEAVE, LET_LAST_V_GO + LEAVE))),
+    Bug("dO of the next sequence is not cleared beside Q", PACKED._replace(deterministic=True), (("clear(far_v, length - other", "clear(far_v, STREAM"),)),
+    Bug("a head's last columns are multiplied by the first", TWO_CUTS, (("far.slice(128 * n, EACH[n]", "far.slice(0, EACH[n]"),)),
+    Bug("a head's first columns are left out of its scores", TWO_CUTS, (("use_acc=n > 0 or not FRESH", "use_acc=not FRESH"),)),
+    Bug("dK's last columns lie over the first", TWO_CUTS, (("flat.slice(128 * n, sums", "flat.slice(0, sums"),)),
+    Bug("dP is not waited for beside scores of two products", TWO_CUTS, (("wait(len(CUTS[C.columns])", "wait(1 + len(CUTS[C.columns])"),)),
+    Bug("both warpgroups' dV leave through the same tile", BOTH, (("seconds.index(GROUP), place", "seconds.index(0), place"),)),
 ]  # fmt: skip
 
 

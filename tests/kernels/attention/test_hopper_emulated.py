@@ -41,7 +41,9 @@ class Case(NamedTuple):
     sinks: bool = False
     score: Any = None
     dim_v: int = 0
+    deterministic: bool = False
     steep: float = 0.0  # how far scores rise from the last key to the first, see `tilt`
+    alone: bool = False  # batch_invariant
 
     def __str__(self):
         changed = [f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults.get(name)]
@@ -114,7 +116,7 @@ def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
     else:
         sizes = dense_sizes(call.q, call.k, call.v)
     x = Operands(c.dim**-0.5, *call.offsets, *(call.used or ()))
-    p, x = problem_of("prefill", How(c.mask, chain(None, c.score, None), call.sinks, None, False, False, "hopper_prefill"), sizes, x, call.q)
+    p, x = problem_of("prefill", How(c.mask, chain(None, c.score, None), call.sinks, None, False, c.alone, "hopper_prefill"), sizes, x, call.q)
     return kernel.launch(p, kernel.Tiles(*c.tiles), call.q, call.k, call.v, x, True)
 
 
@@ -283,6 +285,18 @@ def test_rows_that_see_no_key(case):
     out, blind = (out, 150) if case.packed else (out[0], 130)
     assert not out[:blind].any() and (lse[..., :blind] == -torch.inf).all()
     assert lse[..., blind:].isfinite().all()
+
+
+def test_a_sequence_alone_has_the_same_bits():
+    """In its last tile lie the next one's queries, whose scores outgrow its own."""
+    both_of = Case((1, 64, 2, EACH), lengths=((40, 70), (300, 70)), mask=Full(), alone=True)
+    call, first = call_of(both_of), slice(0, 40)
+    tilt(call.q[:40], call.k[:300], 1e-3)
+    call.q[40:, :, 0] = 400.0
+    together = emulated(both_of, call, "slow loads")
+    alone = Call(call.q[:40], call.k[:300], call.v[:300], tuple(offsets(torch.tensor([n])) for n in (40, 300)))
+    alone = emulated(both_of._replace(lengths=((40,), (300,))), alone, "slow loads")
+    assert torch.equal(together[0][first], alone[0]) and torch.equal(together[1][:, first], alone[1])
 
 
 # ---- with a bug

@@ -36,11 +36,12 @@ def cost(p: Attention) -> Cost:
 def backward_cost(p: Attention) -> Cost:
     """Five products where the forward pass has two: the scores again, dV, dP, dQ, dK.
 
-    q, k, v, the output and its gradient, and LSE are read; three gradients are written.
+    q, k, v, the output and its gradient, and LSE are read; three gradients are written: of q, k and v in e4m3, in bf16 as the output is.
     """
     size, both = p.dtype.itemsize, p.dim + p.value_dim
+    wide = max(2, size)
     pairs, queries, keys = _counts(p)
-    moved = 2 * size * both * (queries * p.heads + keys * p.kv_heads) + 4 * queries * p.heads
+    moved = ((size + wide) * p.dim + 2 * wide * p.value_dim + 4) * queries * p.heads + (size + wide) * both * keys * p.kv_heads
     return Cost(2 * pairs * p.heads * (3 * p.dim + 2 * p.value_dim), moved)
 
 
@@ -102,6 +103,12 @@ def _one_width(p: Attention) -> str | None:
     return f"values of dim {p.dim_v} beside queries of dim {p.dim}" if p.dim_v else None
 
 
+def _scales_of_blocks(p: Attention) -> str | None:
+    if "token_scales" in p.extras:
+        return "no token_scales for gradients: accepted is one scale for a head, or for 128 tokens in a row; quantise with share='head' or 'block'"
+    return None
+
+
 def _may_hide_padding(p: Attention) -> str | None:
     return f"values that {p.mask} hides may be NaN" if hides_keys(p.mask) else None
 
@@ -116,15 +123,7 @@ def _score_on_hopper(p: Attention) -> str | None:
         return "a score reads more for each query and key than one float tensor at [.., i, j]: slow"
     if tile and tile.dtype == torch.float32 and max(p.dim, p.value_dim) > 128:
         return f"a score reads fp32 for each query and key beside heads of {max(p.dim, p.value_dim)}, of at most 128: no room for tiles of it"
-    return "a score looks values up at places that it computes: not measured" if texts.gathers(p.score.text) else None
-
-
-def _sums_in_any_order(p: Attention) -> str | None:
-    """Up to 128 one kernel makes all gradients and adds dQ up in memory; beyond, each has a pass of its own."""
-    asked = [extra for extra in ("batch_invariant", "deterministic") if extra in p.extras]
-    if asked and max(p.dim, p.value_dim) <= 128:
-        return f"no {', '.join(asked)} for heads of at most 128: dQ is summed in any order there"
-    return None
+    return _not_measured(p)
 
 
 def _slower_on_hopper(p: Attention) -> str | None:
@@ -132,24 +131,40 @@ def _slower_on_hopper(p: Attention) -> str | None:
     tile = p.score and importlib.import_module("onchip.kernels.attention.texts").pair_tile(p.score.text)
     if tile and p.len_k * tile.dtype.itemsize % 16:  # of a tensor that is contiguous; a copy costs more than it saves
         return f"a score reads rows of {p.len_k} in {SHORT[tile.dtype]}, of a multiple of 16 bytes: triton_prefill is faster"
-    if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and isinstance(p.mask, Traced):
+    alone = p.keys == "packed" and "batch_invariant" in p.extras  # the longest sequence must not show in others
+    if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and isinstance(p.mask, Traced) and not alone:
         texts = importlib.import_module("onchip.kernels.attention.texts")
         if not texts.only_compares(p.mask.text):  # 8k, d64: a document 302 us (409 there), a dilated window 1,306 (1,035), Morton's order 918 (702)
             return f"dim {p.dim} under a mask with arithmetic of its own, {p.len_q} queries, of at most 1024: triton_prefill is faster"
     return None
 
 
+def _faster_with_split_keys(p: Attention) -> str | None:
+    """What `triton_decode`, which splits keys among programs, does as fast or faster on an H200: both read 8k at the bandwidth of memory with 16 rows."""
+    rows, heads = p.len_q * p.group, p.batch * p.kv_heads
+    if p.len_q > 16 or rows > 64:
+        return None
+    if rows <= 16:
+        return f"{rows} rows of a key head, of at least 17: triton_decode splits keys"  # 64 x 8k: 16 rows 476 us (488 there), 32 479 (724), 64 487 (653)
+    if "batch_invariant" in p.extras:
+        return "batch_invariant: what is faster depends on the batch"
+    return f"{heads} key heads of sequences, of at least 64: triton_decode splits keys" if heads < 64 else None  # 8 x 8k by 8 heads: 79 us (127 there)
+
+
+def _not_measured(p: Attention) -> str | None:
+    gathers = p.score is not None and importlib.import_module("onchip.kernels.attention.texts").gathers(p.score.text)
+    return "a score looks values up at places that it computes: not measured" if gathers else None
+
+
 def _slower_backward_on_hopper(p: Attention) -> str | None:
-    """What `triton_backward` does faster on an H200, or has not been measured there."""
+    """What `triton_backward` does faster on an H200. The batch does not choose where it must not show."""
     pairs = p.batch * p.heads * p.len_q * p.len_k
-    if pairs < FEW:  # 8 heads of 2,048: 53 TFLOP/s there, 34 here, both with the launch; 256 of 1,024, causal, without it: 290 and 315
+    # 8 heads of 2,048: 53 TFLOP/s there, 34 here, both with the launch; 256 of 1,024, causal, without it: 290 and 315
+    if pairs < FEW and "batch_invariant" not in p.extras:
         return f"{pairs:.0e} pairs of a query and a key, of at least {FEW:.0e}: two more launches cost what the faster kernel saves"
     texts = importlib.import_module("onchip.kernels.attention.texts")
-    if p.score is not None and texts.pair_bytes(p.score.text):
-        return "a score reads a value for each query and key: triton_backward is faster"
-    if p.score is not None and texts.gathers(p.score.text):
-        return "a score looks values up at places that it computes: not measured"
-    return None
+    reads_pairs = p.score is not None and texts.pair_bytes(p.score.text)
+    return "a score reads a value for each query and key: triton_backward is faster" if reads_pairs else None
 
 
 def _sinks_of_tokens(p: Attention) -> str | None:
@@ -165,7 +180,8 @@ PREFILL = Op(
             "onchip.kernels.attention.hopper_prefill:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _score_on_hopper, _slower_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _score_on_hopper, _translates),
+            slower=(_slower_on_hopper,),
         ),
         Kernel(
             "hopper_fp8",
@@ -191,19 +207,28 @@ BACKWARD = Op(
     backward_cost,
     (
         Kernel(
-            "hopper_backward",
-            "onchip.kernels.attention.hopper_backward:launch",
-            {"cuda": (90,)},
-            {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _sums_in_any_order, _may_hide_padding, _slower_backward_on_hopper, _translates),
-        ),
-        Kernel(
             "cutlass_backward",
             "onchip.kernels.attention.cutlass_backward:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 129, 8), "mask": BANDS, "keys": ("dense", "packed"), "score": (None,)},
-            also=(_one_width, _only("sinks", "used"), _sums_in_any_order, _sinks_of_tokens, _slower_backward_on_hopper),
+            also=(_one_width, _only("sinks", "used"), _sinks_of_tokens),
+            slower=(_slower_backward_on_hopper,),
             extra="cutlass",
+        ),
+        Kernel(
+            "hopper_backward",
+            "onchip.kernels.attention.hopper_backward:launch",
+            {"cuda": (90,)},
+            {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
+            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _not_measured, _translates),
+            slower=(_slower_backward_on_hopper,),
+        ),
+        Kernel(
+            "hopper_fp8_backward",
+            "onchip.kernels.attention.hopper_fp8_backward:launch",
+            {"cuda": (90,)},
+            {"dtype": (E4M3,), "dim": (64, 128), "mask": BANDS, "keys": ("dense",), "score": (None,)},
+            also=(_one_width, _only("batch_invariant", "deterministic", "token_scales"), _scales_of_blocks),
         ),
         Kernel(
             "triton_backward",
@@ -222,21 +247,6 @@ DECODE = Op(
     cost,
     (
         Kernel(
-            "triton_decode",
-            "onchip.kernels.attention.triton_decode:launch",
-            GPUS,
-            {
-                "dtype": FLOATS,
-                "dim": range(8, 577),
-                "value_dim": range(8, 513),
-                "mask": MASKS,
-                "keys": ("paged",),
-                "len_q": range(1, 17),
-                "page": [1 << i for i in range(11)],
-            },
-            also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
-        ),
-        Kernel(
             "hopper_paged",
             "onchip.kernels.attention.hopper_prefill:launch_paged",
             {"cuda": (90,)},
@@ -250,6 +260,22 @@ DECODE = Op(
                 "page": [1 << i for i in range(3, 11)],  # rows of shared memory are swizzled by eights
             },
             also=(_only("batch_invariant", "deterministic", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
+            slower=(_faster_with_split_keys,),
+        ),
+        Kernel(
+            "triton_decode",
+            "onchip.kernels.attention.triton_decode:launch",
+            GPUS,
+            {
+                "dtype": FLOATS,
+                "dim": range(8, 577),
+                "value_dim": range(8, 513),
+                "mask": MASKS,
+                "keys": ("paged",),
+                "len_q": range(1, 17),
+                "page": [1 << i for i in range(11)],
+            },
+            also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",)}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),

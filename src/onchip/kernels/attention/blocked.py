@@ -36,7 +36,7 @@ from onchip.kernels.attention.blocked_tiles import (
     tiles,
     value,
 )
-from onchip.kernels.attention.dequantised import prefill_from_e4m3
+from onchip.kernels.attention.dequantised import backward_from_e4m3, prefill_from_e4m3
 
 TILE = {"cpu": (128, 256)}  # rows and keys of a tile of our own products; on a CPU 64 to 512 of either are within a tenth
 MOST_TILE = (512, 1024)  # on a GPU, where a launch costs more than a miss
@@ -81,6 +81,8 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
 @torch.no_grad()
 def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """Gradients of q, k, v, the sinks and each tensor that the score reads; None where one needs none. `d_lse` may be None."""
+    if x.scales is not None:
+        return backward_from_e4m3(backward, p, q, k, v, out, lse, d_out, d_lse, x)
     if q.is_cpu and d_lse is None and x.sinks is None and _one_call(p):
         each = (t.transpose(1, 2) for t in (q, k, v, out, d_out.to(q.dtype)))
         return *(d.to(q.dtype).transpose(1, 2) for d in _fused_backward(p, x, _whole(p), *each, lse)), None, (None,) * len(x.score)

@@ -5,7 +5,7 @@
 One warp copies (TMA): K and V once, Q with LSE and dO with delta round two rings. Two warpgroups compute, 64 keys each, in turns, so that
 one has products while the other has exponentials. Scores are held transposed, so that P^T and dS^T are left operands in registers. dS goes
 through shared memory as well, and of the tile before, which nobody waits for, each warpgroup makes half of dQ; the copy engine adds it to
-a float32 tensor: in any order, so its last bits differ from run to run.
+a float32 tensor: in any order, so its last bits differ from run to run. Problems that forbid it, and wider heads, go to `hopper_backward_ordered`.
 LSE and delta are what the sums S and dP start from, negated, so that neither is subtracted again.
 """
 
@@ -20,7 +20,7 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention import hopper_backward_wide, mods, texts
+from onchip.kernels.attention import hopper_backward_ordered, mods, texts
 from onchip.kernels.attention.hopper_backward_tiles import (
     LATE,
     LOG2E,
@@ -322,8 +322,10 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, message, buffers, call, size
             release(0, KEYS_LET_GO, READERS)
             tiles += 1
             _add(dq, dq_desc, dq_buffer, row, m, place, C, GROUP)
-            send(dv_desc, dv_ptr, dv_strides, dv, dq_buffer, place, C.dim_v, C, GROUP)
-            send(dk_desc, dk_ptr, dk_strides, dk * call[3], dq_buffer, place, C.dim, C, GROUP)
+            tma.store_wait(0)  # dQ has left the buffer
+            send(dv_desc, dv_ptr, dv_strides, (dv,), 1.0, dq_buffer, place, C.dim_v, C, GROUP)
+            tma.store_wait(0)  # so has dV
+            send(dk_desc, dk_ptr, dk_strides, (dk,), call[3], dq_buffer, place, C.dim, C, GROUP)
         number = hear(message, turn, 0, 4)
         forget(message, turn)
         turn += 1
@@ -372,19 +374,19 @@ TILES = ((64, (128, 128, 2)), (128, (64, 128, 2)))
 MOST = 1 << 19  # keys times heads whose gradients go in one launch
 
 
-def configs(p: Attention, device: Device) -> list[Tiles | hopper_backward_wide.Tiles]:
+def configs(p: Attention, device: Device) -> list[Tiles | hopper_backward_ordered.Tiles]:
     """The tiles of the head dimension. Long problems go in several launches."""
-    if _wide(p):
-        return hopper_backward_wide.configs(p, device)
+    if _ordered(p):
+        return hopper_backward_ordered.configs(p, device)
     m, n, stages = pick(TILES, max(p.dim, p.value_dim))
     keys = p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens
     shares = max(1, triton.cdiv(keys * p.kv_heads, MOST))
     return [Tiles(m, n, stages, shares, programs_of(device))]
 
 
-def _wide(p: Attention) -> bool:
-    """Whether a warpgroup's registers do not hold dK and dV of its keys."""
-    return max(p.dim, p.value_dim) > TILES[-1][0]
+def _ordered(p: Attention) -> bool:
+    """Whether nothing may be summed in memory, or a warpgroup's registers do not hold dK and dV of its keys beside what dQ needs."""
+    return max(p.dim, p.value_dim) > TILES[-1][0] or not {"batch_invariant", "deterministic"}.isdisjoint(p.extras)
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
@@ -404,10 +406,10 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
             text, factor, gain = texts.fold(p.score.text if p.score is not None else texts.IDENTITY)
             score, score_grad = mods.score_functions(text, wanted=(False,) * len(x.score), fast=fast(q))
             before, unit = x.scale * factor, LOG2E
-        rows = int(hopper_backward_wide.STREAM) if _wide(p) else tiles.m
+        rows = max(one.stream for one in tiles.passes) if _ordered(p) else tiles.m
         delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, unit, rows, LATE if packed else 1)  # rows that fill up a tile see nothing
         if k.numel():
-            over = hopper_backward_wide.passes if _wide(p) else _over
+            over = hopper_backward_ordered.launches if _ordered(p) else _over
             over(p, tiles, lead, lses, delta, x, sees, score, score_grad, before, gain)
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both

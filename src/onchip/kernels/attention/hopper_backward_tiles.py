@@ -7,7 +7,7 @@ import math
 
 from onchip.kernels.attention.hopper_tiles import map_entry, map_row
 from onchip.kernels.attention.tile import inner_span, key_span, query_span
-from onchip.kernels.hopper import as_other, fence_async_shared, gl, gluon, tma, tma_store
+from onchip.kernels.hopper import as_other, fence_async_shared, gl, gluon, tma_store
 
 LOG2E = math.log2(math.e)
 LATE = 4  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin: LSE and delta lie four times in memory, each a row later
@@ -146,21 +146,22 @@ def weights(s, other, h, lses, index, call, place, MASK: gl.constexpr, SCORE: gl
 
 
 @gluon.jit
-def send(desc, ptr, strides, acc, buffer, place, DIM: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
-    """The gradients of a warpgroup's rows, by way of `buffer`."""
+def send(desc, ptr, strides, sums, factor, buffer, place, DIM: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
+    """The gradients of a warpgroup's rows, `factor` times sums of 128 columns each or of all, by way of `buffer`, which is free."""
     b, head, tile, start_q, len_q, start_k, len_k, _ = place
     if C.of_keys:
         first, begin, length = tile * C.n + GROUP * 64, start_k, len_k
     else:
         first, begin, length = tile * C.m + GROUP * 64, start_q, len_q
-    tma.store_wait(0)  # what was in it has left
     shared = as_other(buffer, desc.dtype, desc.block_type.shape, desc.layout)
-    flat = shared.reshape([64, acc.shape[1]])
-    flat.store(acc.to(desc.dtype))
+    WIDTH: gl.constexpr = desc.block_type.shape[-1]
+    flat = shared.reshape([64, WIDTH])
+    for n in gl.static_range(len(sums)):
+        flat.slice(128 * n, sums[n].shape[1], dim=1).store((sums[n] * factor).to(desc.dtype))
     if C.packed:  # the copy engine does not know where a sequence ends
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        dims = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+        dims = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
         at = ptr + head.to(gl.int64) * strides[1] + (begin + rows).to(gl.int64)[:, None] * strides[2] + dims[None, :]
         gl.store(at, flat.load(layout), mask=(rows < length)[:, None] & (dims < DIM)[None, :])
     else:

@@ -9,6 +9,8 @@ outgrow it, which the sums show, a tile is done again over the largest so far. U
 maximum is found, and the output scaled anew only where it grew by more than 2^8 (Dao, FlashAttention-4).
 Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of a page, or of a tile within one; its number waits in a lane of the copying warp.
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
+Of few queries the heads that share keys are folded into a tile's rows (FlashAttention-3's PackGQA): row r is query r // pack of the group's head r % pack,
+so that K and V are read once for all of them. To the copy engine queries are then [batch, kv_heads, len, group, dim].
 """
 
 import functools
@@ -26,6 +28,7 @@ from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.hopper_tiles import (
     base_of,
+    by_groups,
     hand,
     hide,
     key_steps,
@@ -34,13 +37,20 @@ from onchip.kernels.attention.hopper_tiles import (
     of_keys,
     of_rows,
     outgrown,
+    own_rows,
+    pack_of,
     pages_of,
+    pair_view,
     place_of,
     programs_and_counter,
     programs_of,
+    queries_at,
+    rounds,
+    tall,
     tile_at,
+    tile_of,
 )
-from onchip.kernels.attention.texts import PairTile, only_adds, pair_tile
+from onchip.kernels.attention.texts import only_adds
 from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -81,15 +91,18 @@ HEADROOM = 8.0  # of bfloat16's weights at first, in base 2: with MOST, later sc
 
 
 class Tiles(NamedTuple):
-    """Warpgroups of 64 queries, keys a tile, key tiles in flight, and programs at most (see `programs_and_counter`)."""
+    """Warpgroups of 64 rows, keys a tile, key tiles in flight, programs at most (see `programs_and_counter`), and places for heads side by side in a
+    tile's rows, a power of two (see `pack_of`); of 1 all rows are queries of one head."""
 
     groups: int
     n: int
     stages: int
     programs: int
+    pack: int = 1
 
     def __str__(self):
-        return f"{64 * self.groups}x{self.n} tiles, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
+        rows = f" of {64 * self.groups // self.pack} queries x {self.pack} heads" if self.pack > 1 else ""
+        return f"{64 * self.groups}x{self.n} tiles{rows}, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
 
 
 @dataclass(frozen=True)
@@ -111,10 +124,17 @@ class Shape:
     share: bool  # whether the output leaves through the queries' buffer
     lazily: int  # values that are scaled together, or not; 0: always all
     rounds: int  # tiles of queries that a warpgroup has space for: of two, the next one comes while this one is worked on
+    pack: int  # heads side by side in the rows of a tile
+
+    @property
+    def own(self):
+        """Queries of a warpgroup."""
+        return 64 // self.pack
 
     @property
     def m(self):
-        return 64 * self.groups
+        """Queries of a tile."""
+        return self.groups * self.own
 
     @property
     def parts(self):
@@ -175,12 +195,14 @@ def _copy(given, C: gl.constexpr):
             batch = b
             if C.packed:
                 batch = b * 0
-            kv_head = head // sizes[4]
+            kv_head = head
+            if C.pack == 1:
+                kv_head = head // sizes[4]
             n = start_k + top * N
             if t_desc is not None:  # from memory, not L2; and queries may have to wait until an output has left
                 t_at = _fill_tiles(rings, t_at, t_desc, t_steps, place, n - start_k, C)
             for group in gl.static_range(GROUPS):  # the first queries and keys first
-                q_at = fill(q_ring, q_at, q_desc, [batch, head, start_q + tile_m * C.m + group * 64, 0], C.groups * C.rounds, 0, 0)
+                q_at = fill(q_ring, q_at, q_desc, queries_at(batch, head, start_q + tile_m * C.m + group * C.own, C), C.groups * C.rounds, 0, 0)
                 if group == 0:
                     k_at = _fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), n, 10, C)
             for x in range(1, 1 + masked + bare + low):
@@ -325,9 +347,9 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, alarms, call, steps, map_s
 
 
 @gluon.jit
-def _attend(place, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
+def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
             MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    """The output of 64 queries, and the cursors after it; LSE is stored."""
+    """The output of 64 rows, and the cursors after it; LSE is stored."""
     N: gl.constexpr = C.n
     keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
@@ -337,13 +359,13 @@ def _attend(place, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr, lse, s
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    b, head, tile_m, start_q, len_q, _, len_k, shift = place
+    b, head, _, start_q, len_q, _, len_k, shift = place
     ki, kp, vi, vp = cursors
     lse_ptr, lse_strides = lse
     steps = key_steps(place, map_ptr, map_strides, C)
     first, masked, bare, low, _ = steps
-    rows = tile_m * C.m + GROUP * 64 + gl.arange(0, 64, layout=row_layout)
-    call = (rows, shift, b, head, len_q, len_k, scale, gain, reads[0], reads[1], of_rows(rows, b, head, len_q, len_k, reads, ROWS))
+    rows, head = own_rows(place, group, C, GROUP, row_layout)
+    call = (rows, shift, b, tall(head, C), len_q, len_k, scale, gain, reads[0], reads[1], of_rows(rows, b, head, len_q, len_k, reads, ROWS))
 
     mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
     take_turn(GROUP, C.groups)
@@ -380,7 +402,7 @@ def _attend(place, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr, lse, s
     total = gl.convert_layout(gl.sum(total, 1), row_layout)
     shrink = gl.full([64], 1.0, gl.float32, row_layout)
     if sinks_ptr is not None:  # one more logit, which weighs nothing
-        logit = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
+        logit = gl.load(sinks_ptr + head, mask=None if C.pack == 1 else rows < len_q).to(gl.float32) * LOG2E
         new_top = gl.maximum(top, logit)
         base = gl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = gl.exp2(top - base)
@@ -417,24 +439,23 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
         mine = turn % C.rounds * C.groups + GROUP
         q = queries.index(mine).reshape([64, queries.shape[-1]])
         mbarrier.wait(q_full.index(mine), turn // C.rounds % 2)
-        acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], alarms, sinks_ptr, lse, scale, gain, map_ptr, map_strides,
-                                      reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
+        acc, ki, kp, vi, vp = _attend(place, sizes[4], (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], alarms, sinks_ptr, lse, scale, gain, map_ptr,
+                                      map_strides, reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
         if not C.share:
             mbarrier.arrive(q_empty.index(mine), count=1)
             tma.store_wait(0)  # the tile before has left
         buffer.reshape([64, DV]).store(acc.to(queries.dtype))
-        row = tile_m * C.m + GROUP * 64
         if C.packed:  # the copy engine does not know where a sequence ends
             layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            rows = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+            rows, heads = own_rows(place, sizes[4], C, GROUP, gl.SliceLayout(1, layout))
             dims = gl.arange(0, DV, layout=gl.SliceLayout(0, layout))
-            at = o_ptr + head.to(gl.int64) * o_strides[1] + (start_q + rows).to(gl.int64)[:, None] * o_strides[2] + dims[None, :]
+            at = o_ptr + tall(heads, C).to(gl.int64) * o_strides[1] + (start_q + rows).to(gl.int64)[:, None] * o_strides[2] + dims[None, :]
             gl.store(at, buffer.reshape([64, DV]).load(layout), mask=(rows < len_q)[:, None] & (dims < C.dim_v)[None, :])
             if C.share:  # before the copy engine fills it again
                 fence_async_shared()
         else:
             fence_async_shared()
-            tma_store(o_desc, [b, head, row, 0], buffer)
+            tma_store(o_desc, queries_at(b, head, tile_m * C.m + GROUP * C.own, C), buffer)
         if C.share:
             tma.store_wait(0)
             mbarrier.arrive(q_empty.index(mine), count=1)
@@ -502,7 +523,6 @@ LONG_64 = (3, 128, 3)
 TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
 LAZILY = ((64, 0), (256, 64))
 SHORT = 2048  # queries of a causal problem: smaller tiles are more even
-ROOM = 226 << 10  # bytes of shared memory, 227 KB less what barriers take
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -514,40 +534,14 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
         groups, n, stages = LONG_64
     if tile := tile_of(p):
         n, stages = n * 2 // tile.dtype.itemsize, TILED
-    if "batch_invariant" not in p.extras and p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
+    alone = "batch_invariant" in p.extras
+    if not alone and p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
         groups = 1
-    return [Tiles(groups, n, stages, programs_of(device))]
-
-
-def rounds(tiles: Tiles, width: int, width_v: int) -> int:
-    """Tiles of queries that there is room for beside K, V and the output: two or one."""
-    queries, keys = 64 * tiles.groups, tiles.n * tiles.stages
-    return 2 if 2 * (2 * queries * width + keys * (width + width_v) + queries * width_v) <= ROOM else 1
-
-
-def tile_of(p: Attention) -> PairTile | None:
-    """What the third ring brings."""
-    return p.score and pair_tile(p.score.text)
-
-
-def pair_view(t, axes: str):
-    """A tensor of `axes` and i, j as TMA describes it, [batch or 1, heads or 1, i, j], and how far a sequence, a head and a query are in its dimensions.
-
-    What one dimension repeats is taken once, of rows 64. A layout that TMA does not know (rows of no multiple of 16 bytes, a base that is not aligned)
-    is copied.
-    """
-    if axes == "hb":
-        t = t.transpose(0, 1)
-    for n, axis in enumerate("bh"):
-        if axis not in axes or t.stride(n) == 0:
-            t = (t.select(n, 0) if axis in axes else t).unsqueeze(n)
-    steps = (int(t.shape[0] > 1), int(t.shape[1] > 1), int(t.stride(2) > 0))
-    if not steps[2]:
-        t = t[:, :, :64]
-    if not describable(t):
-        unit = 16 // t.element_size()
-        t = t.new_empty((*t.shape[:3], triton.cdiv(t.shape[3], unit) * unit))[..., : t.shape[3]].copy_(t)
-    return t, steps
+    if (pack := pack_of(p, 64 * groups)) > 1:
+        groups = min(groups, 2, triton.cdiv(p.len_q * pack, 64))
+        if not alone and p.batch * p.kv_heads * triton.cdiv(p.len_q * pack, 64 * groups) < device.sms:
+            groups = 1
+    return [Tiles(groups, n, stages, programs_of(device), pack)]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
@@ -561,19 +555,23 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     bold = width <= 128 and (p.score is None or only_adds(p.score.text))  # at 256 finding a maximum hides behind the products
+    bold = bold and not (packed and "batch_invariant" in p.extras)  # in a sequence's last tile the next one's queries would raise alarms too
     share = width == width_v >= (128 if tile else 256)
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
         HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0, bold, share,
-        pick(LAZILY, width_v), 1 if share or tile else rounds(tiles, width, width_v),
+        pick(LAZILY, width_v), 1 if share or tile else rounds(tiles, width, width_v), tiles.pack,
     )  # fmt: skip
-    k_rows = tiles.n // shape.parts
-    blocks = ((64, width), (k_rows, width), (k_rows, width_v), (64, width_v))
-    listed, tiles_m, batch_heads, side_by_side = None, triton.cdiv(p.len_q, shape.m), p.batch * p.heads, together(p)
+    heads, own, k_rows, out_heads = p.heads, (64,), tiles.n // shape.parts, first[3]
+    if tiles.pack > 1:
+        heads, own = p.kv_heads, (shape.own, shape.pack)
+        first[0], first[3] = by_groups(first[0], heads), by_groups(first[3], heads)
+    blocks = ((*own, width), (k_rows, width), (k_rows, width_v), (*own, width_v))
+    listed, tiles_m, batch_heads, side_by_side = None, triton.cdiv(p.len_q, shape.m), p.batch * heads, together(p)
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, shape.m)
-        tiles_m, batch_heads, side_by_side = len(listed), p.heads, together(p, p.tokens_k or p.tokens)
-    make = functools.partial(mods.split_functions, tiled=tile is not None)
+        tiles_m, batch_heads, side_by_side = len(listed), heads, together(p, p.tokens_k or p.tokens)
+    make = functools.partial(mods.split_functions, tiled=tile is not None, of_row=tiles.pack > 1)
     (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
     pairs = steps = None
     if tile:
@@ -585,9 +583,9 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     count = tiles_m * batch_heads
     programs, counter = programs_and_counter(count, tiles.programs, q.device)
     _prefill[(programs,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, first[3], lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used,
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, out_heads, lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used,
         page_table if page_table is None else (page_table, page_table.stride(0)), found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads,
-        scale, gain, count, tiles_m, side_by_side, p.heads, p.group, p.len_q, p.len_k, batch_heads, first[3].stride()[:3],
+        scale, gain, count, tiles_m, side_by_side, heads, p.group, p.len_q, p.len_k, batch_heads, out_heads.stride()[:3],
         (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4,
     )  # fmt: skip

@@ -1,14 +1,18 @@
 """What a program of a Hopper kernel has to do: the tiles that it draws, the key tiles of a tile of queries, and the mask of scores in registers.
 
 `C` is the kernel's `Shape`. `sizes`: tiles, tiles of a head, heads side by side, heads, heads that share K and V, len_q, len_k, batch x heads, and the
-first of these.
+first of these. Where a tile's rows hold the heads of a group, all of its heads are key heads.
 """
 
 import torch
+import triton
 
 from onchip.core import settings
 from onchip.core.device import Device
-from onchip.kernels.attention.tile import inner_span, key_span, sequence
+from onchip.core.problem import Attention
+from onchip.core.trace import Traced
+from onchip.kernels.attention.texts import PairTile, of_heads_and_keys, pair_tile
+from onchip.kernels.attention.tile import describable, inner_span, key_span, reads, sequence
 from onchip.kernels.hopper import forget, gl, gluon, hear, uniform
 
 
@@ -85,6 +89,41 @@ def place_of(message, turn, b, sizes, C: gl.constexpr, WARPS: gl.constexpr = 4):
         start_k, len_k = hear(message, turn, 5, WARPS), hear(message, turn, 6, WARPS)
     forget(message, turn)
     return b, head, tile, start_q, len_q, start_k, len_k, _shift(len_q, len_k, C)
+
+
+@gluon.jit
+def own_rows(place, group, C: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
+    """The queries of a warpgroup's rows, and their head or, of `C.pack` side by side, heads: row r is of query r // pack and of head r % pack of `group`.
+
+    What is no head of the group is put behind the last query, where nothing is stored: of three, each fourth row.
+    """
+    _, head, tile_m, _, len_q, _, _, _ = place
+    rows = gl.arange(0, 64, layout=layout)
+    if C.pack > 1:
+        one = rows % C.pack
+        head = head * group + one
+        rows = gl.where(one < group, tile_m * C.m + GROUP * C.own + rows // C.pack, len_q)
+    else:
+        rows = tile_m * C.m + GROUP * 64 + rows
+    return rows, head
+
+
+@gluon.jit
+def tall(head, C: gl.constexpr):
+    """The heads of rows beside a tile's columns; one head is for all."""
+    if C.pack > 1:
+        head = head[:, None]
+    return head
+
+
+@gluon.jit
+def queries_at(b, head, query, C: gl.constexpr):
+    """Where the copy engine finds a warpgroup's queries, and leaves its output."""
+    if C.pack > 1:
+        at = (b, head, query, 0, 0)
+    else:
+        at = (b, head, query, 0)
+    return at
 
 
 @gluon.jit
@@ -220,3 +259,58 @@ def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.
     if MASK is None and C.left >= 0:
         seen = seen & (cols[None, :] >= (rows + (shift - C.left))[:, None])
     return gl.where(seen, scores, float("-inf"))
+
+
+# ---- host
+
+ROOM = 226 << 10  # bytes of shared memory, 227 KB less what barriers take
+
+
+def rounds(tiles, width: int, width_v: int) -> int:
+    """Tiles of queries that there is room for beside K, V and the output: two or one."""
+    queries, keys = 64 * tiles.groups, tiles.n * tiles.stages
+    return 2 if 2 * (2 * queries * width + keys * (width + width_v) + queries * width_v) <= ROOM else 1
+
+
+def tile_of(p: Attention) -> PairTile | None:
+    """What the third ring brings."""
+    return p.score and pair_tile(p.score.text)
+
+
+def pack_of(p: Attention, m: int) -> int:
+    """Heads side by side in tiles of `m` rows: the group's, where that makes more than an eighth of the tiles less, or 1.
+
+    Not where what a score reads comes as a tile of one head's queries and keys, or is one key's and head's, nor under a map of a head's tiles.
+    """
+    pack, len_q = triton.next_power_of_2(p.group), p.len_q
+    by_head = isinstance(p.mask, Traced) and reads(p.mask.text, "h")
+    if pack > 64 or by_head or (p.score and (tile_of(p) or of_heads_and_keys(p.score.text))):
+        return 1
+    if p.keys == "packed":  # as if all sequences were equally long, which a result that does not depend on others must not
+        len_q = 0 if "batch_invariant" in p.extras else triton.cdiv(p.tokens, max(1, p.batch))
+    return pack if 8 * triton.cdiv(len_q * pack, m) * p.kv_heads < 7 * triton.cdiv(len_q, m) * p.heads else 1
+
+
+def by_groups(t, kv_heads: int):
+    """[batch, heads, len, dim] as [batch, kv_heads, len, group, dim]: rows of a tile are a query's heads, then the next one's."""
+    return t.unflatten(1, (kv_heads, -1)).transpose(2, 3)
+
+
+def pair_view(t, axes: str):
+    """A tensor of `axes` and i, j as TMA describes it, [batch or 1, heads or 1, i, j], and how far a sequence, a head and a query are in its dimensions.
+
+    What one dimension repeats is taken once, of rows 64. A layout that TMA does not know (rows of no multiple of 16 bytes, a base that is not aligned)
+    is copied.
+    """
+    if axes == "hb":
+        t = t.transpose(0, 1)
+    for n, axis in enumerate("bh"):
+        if axis not in axes or t.stride(n) == 0:
+            t = (t.select(n, 0) if axis in axes else t).unsqueeze(n)
+    steps = (int(t.shape[0] > 1), int(t.shape[1] > 1), int(t.stride(2) > 0))
+    if not steps[2]:
+        t = t[:, :, :64]
+    if not describable(t):
+        unit = 16 // t.element_size()
+        t = t.new_empty((*t.shape[:3], triton.cdiv(t.shape[3], unit) * unit))[..., : t.shape[3]].copy_(t)
+    return t, steps

@@ -13,7 +13,8 @@ A kernel can have what rows or columns alone decide made once each (`split_funct
     KEYS(b, h, j, len_q, len_k, (c of the mask, c of the score)) -> k, with j [N], one in each thread
     MASK(b, h, i, j, len_q, len_k, c, known, HAND), SCORE(s, b, h, i, j, len_q, len_k, c, known, HAND), where HAND(x, j) brings x [N] to the columns j [1, N]
 
-and so what a score reads at [.., i, j] (`pair_tile`), copied tile by tile: with `tiled` it is float32 [M, N] in `known`, (r, k, tile).
+and so what a score reads at [.., i, j] (`pair_tile`), copied tile by tile: with `tiled` it is float32 [M, N] in `known`, (r, k, tile). With `of_row`
+each row has a head of its own: `h` is [M] in ROWS and [M, 1] in MASK and SCORE, and KEYS does not look at it.
 
 Values stay as small as what they depend on: a slope of a head is a scalar, an id of a row [M, 1]. A captured tensor is never read
 outside of its sizes; what lies there reads as 0. At places past the ends a function may give anything, NaN included, and the kernel's
@@ -312,12 +313,14 @@ def _kind(dtype: str) -> str:
 class _Program:
     """A text as lines of device code, and the steps by which gradients go back."""
 
-    def __init__(self, text: str, wanted: Sequence[bool] = (), fast: bool = False, tiled: bool = False):
+    def __init__(self, text: str, wanted: Sequence[bool] = (), fast: bool = False, tiled: bool = False, of_row: bool = False):
         self.fast, self.lines, self.kinds, self.steps = fast, [], {}, []
+        self.rows = {"i", "h"} if of_row else {"i"}  # what differs from row to row
         self.tile = pair_tile(text) if tiled else None  # what it finds in `t`
         *lines, last = ast.parse(text).body[0].body
         names = ast.parse(text).body[0].args.args
         self.values = {name.arg: _Value(name.arg, "int", frozenset({name.arg} & set("bhij")), 0, MOST) for name in names[1:7]}
+        self.values |= {name: replace(self.values[name], by=frozenset({name, "i"})) for name in self.rows}
         self.score = self.values["s"] = _Value("s", "float", frozenset("s"), finite=False, active=True)
         self.captured, at, at_g = {}, 0, 0  # {name: (dtype, dimensions, its place in `c`, in `g` or None)}
         for n, name in enumerate(names[7:]):
@@ -452,10 +455,10 @@ class _Program:
         Those find it in `known`, from `rows` and `keys` on. What reads nothing and is short stays: knowing a tile's places saves ptxas more.
         """
         names, codes = zip(*(line.split(" = ", 1) for line in self.lines), strict=True) if self.lines else ((), ())
-        uses = [set(re.findall(r"\b(?:v\d+|[sijt])\b", code)) for code in codes]
-        by, live = {}, {self.out.code}
+        uses = [set(re.findall(r"\b(?:v\d+|[hsijt])\b", code)) for code in codes]
+        by, live = {x: {x} for x in "sjt"} | {x: {"i"} for x in self.rows}, {self.out.code}
         for name, used in zip(names, uses, strict=True):
-            by[name] = set().union(*(by.get(x, {x} & set("sijt")) for x in used))
+            by[name] = set().union(*(by.get(x, ()) for x in used))
         for name, used in zip(reversed(names), reversed(uses), strict=True):
             live |= used if name in live else set()
         of, left, back = {"i": ([], []), "j": ([], [])}, [n for n, name in enumerate(names) if name in live], []
@@ -551,11 +554,11 @@ def functions(mask: str | None, score: str | None, fast: bool = False):
 
 
 @functools.lru_cache(maxsize=1024)
-def split_functions(mask: str | None, score: str | None, fast: bool = False, tiled: bool = False):
+def split_functions(mask: str | None, score: str | None, fast: bool = False, tiled: bool = False, of_row: bool = False):
     """The device functions ROWS, KEYS, MASK and SCORE, the latter two with `known`, of a mask's and a score's text. None: no text; nothing worth it."""
     lines, over, found, place = {"i": [], "j": []}, {"i": [], "j": []}, [], "b, h, i, j, len_q, len_k, c, known, HAND: tl.constexpr"
     for text, name, parameters, kind in ((mask, "sees", place, "bool"), (score, "score", f"s, {place}", "float")):
-        program = _Program(text, (), fast and _on_nvidia(), tiled and name == "score") if text is not None else None
+        program = _Program(text, (), fast and _on_nvidia(), tiled and name == "score", of_row) if text is not None else None
         if program:
             of, late = program.split(len(over["i"]), len(over["j"]))
             for axis, (early, handed) in of.items():  # side by side in one function: names and captured tensors of their own

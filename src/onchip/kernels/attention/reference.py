@@ -12,7 +12,7 @@ from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, Rows
 from onchip.core.scales import LARGEST, SMALLEST, Scales
 from onchip.core.trace import Place
-from onchip.kernels.attention.dequantised import prefill_from_e4m3
+from onchip.kernels.attention.dequantised import backward_from_e4m3, prefill_from_e4m3
 
 
 def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
@@ -35,6 +35,8 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
 
 def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """Gradients of q, k, v, the sinks and each tensor that the score reads; None where one needs none. `d_lse` may be None."""
+    if x.scales is not None:
+        return backward_from_e4m3(backward, p, q, k, v, out, lse, d_out, d_lse, x)
     with torch.enable_grad():
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
         sinks = None if x.sinks is None else x.sinks.detach().requires_grad_()

@@ -49,6 +49,12 @@ def gathers(text: str) -> bool:
     return any(re.search(r"\bv\d+\b", indices) for indices in re.findall(r"aten\.index\.Tensor\(\w+, \[([^\]]*)\]", text))
 
 
+@functools.lru_cache(maxsize=1024)
+def of_heads_and_keys(text: str) -> bool:
+    """Whether a text reads something by head and key: for rows of several heads that is a look-up for each row and key."""
+    return any({"h", "j"} <= set(re.findall(r"\w+", indices)) for indices in re.findall(r"aten\.index\.Tensor\(\w+, \[([^\]]*)\]", text))
+
+
 class PairTile(NamedTuple):
     """What a text reads for each query and key, where that is one float tensor at [.., i, j]: tiles of it can be copied.
 

@@ -1,0 +1,43 @@
+"""What the backward pass in e4m3 starts from, beside plain torch."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import test_fp8_backward as plain
+
+from onchip.core.problem import Attention
+from onchip.kernels.attention import fp8_operands
+
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("length", "dim", "rows"), [(1, 64, 64), (200, 128, 128), (130, 64, 32)])
+def test_turned(length, dim, rows, device):
+    """Bytes, of a tensor with strides; past the end zeros."""
+    x = torch.randn(2, length, 3, dim, device=device).to(E4M3).transpose(1, 2)
+    ours, truth = (make(x, rows).view(torch.uint8) for make in (fp8_operands.turned, plain.turned))
+    assert torch.equal(ours, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_lse", [True, False])
+@pytest.mark.parametrize(("length", "dim"), [(1, 128), (200, 64)])
+def test_of_output(length, dim, with_lse, device):
+    """Of dO with tokens that are 0 or far smaller than others; rows that saw nothing; a gradient of LSE that is larger than all."""
+    out, d_out = (torch.randn(2, length, 4, dim, device=device).bfloat16().transpose(1, 2) for _ in range(2))
+    lse, d_lse, most = torch.randn(2, 4, length, device=device), torch.randn(2, 4, length, device=device), 0.01 + torch.rand(2, 2, device=device)
+    d_out[:, 0, -1], d_out[:, 1, -1], lse[0, 1, 0] = 0, d_out[:, 1, -1] * 2.0**-40, -torch.inf
+    d_lse[1, 2, -1] = 1e6
+    p = Attention("backward", 2, length, length, 4, 2, dim, E4M3)
+    ours, truth = (make(p, out, d_out, lse, d_lse if with_lse else None, most, 64) for make in (fp8_operands.of_output, plain.of_output))
+    for a, b in zip(ours[:2], truth[:2], strict=True):
+        assert a.isnan().sum() == 0 and (a.float() != b.float()).float().mean() < 1e-2  # where a quotient lies between two numbers, they may differ
+    for a, b in zip(ours[2:], truth[2:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * b[b.isfinite()].abs().max().item())
+    y, _, token, *_ = ours
+    back = y.float() * token[..., :length, None]
+    if not with_lse:
+        assert (back - d_out).abs().amax(-1).le(d_out.abs().amax(-1).float() * 2**-4).all()
