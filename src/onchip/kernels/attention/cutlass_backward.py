@@ -70,9 +70,8 @@ LOG2E = 1.4426950408889634
 GROUPS = 2  # warpgroups that compute, 64 keys each
 COMPUTING = 128 * GROUPS
 SENDING = 160  # threads at a warpgroup's buffer: its own, and the warp that sends what is in it
-# Hardware barriers: that dS lies in shared memory; of each warpgroup, that its buffer is free, that something lies in it, and, two each, that it has made its
-# part of dQ of the step before.
-WRITTEN, ROOM, SENT, READ = 1, 2, 4, 6
+# Hardware barriers of each warpgroup: that its buffer is free; that something lies in it; and, two each, that it has made its part of dQ of the step before.
+ROOM, SENT, READ = 2, 4, 6
 
 
 class Work(NamedTuple):
@@ -312,8 +311,7 @@ class Backward:
         right = (q_right, do_right, q_turned, do_turned, k_turned, ds_right)
         work = Work(side, first_lane, q_ring, do_ring, of_scores, of_keys, of_queries, k_left, v_left, *right, store_ds, dq_mine, dk, dv, scale * LOG2E)
         turn, step, beat, taken = Int32(0), Int32(0), Int32(0), Int32(0)
-        if const_expr(c.late):
-            self.has_read(side, 1)
+        self.has_read(side, 1)
         tile, _, _, _, len_q, _, len_k = hear(c, message, turn, sizes)
         while tile >= 0:
             steps = steps_of(c, tile, len_q, len_k)
@@ -335,17 +333,15 @@ class Backward:
                     step += 1
                     beat += 1
             if masked + bare > 0:
-                if const_expr(c.late):  # a step more, of dQ alone
-                    self.has_been_read(side, beat + 1)
-                    dq = sums_of(of_queries, (c.width, c.m))
-                    multiply(of_queries, dq, k_turned, ds_right[None, None, None, (beat + 1) % 2], True)
-                    warpgroup.wait_group(0)
-                    self.has_read(side, beat)
-                    let_go(still.empty, first_lane)
-                    self.give(dq, dq_mine, side)
-                    beat += 1
-                else:
-                    let_go(still.empty, first_lane)
+                # a step more, of dQ alone
+                self.has_been_read(side, beat + 1)
+                dq = sums_of(of_queries, (c.width, c.m))
+                multiply(of_queries, dq, k_turned, ds_right[None, None, None, (beat + 1) % 2], True)
+                warpgroup.wait_group(0)
+                self.has_read(side, beat)
+                let_go(still.empty, first_lane)
+                self.give(dq, dq_mine, side)
+                beat += 1
                 taken += 1
             for i in cutlass.range_constexpr(cute.size(dk)):
                 dk[i] = dk[i] * scale
@@ -379,28 +375,16 @@ class Backward:
             dp[i] = s[i] * (dp[i] - delta[i // 4 * 2 + i % 2])
         p, ds = halved(s, c.dtype), halved(dp, c.dtype)
         dq = sums_of(w.of_queries, (c.width, c.m))
-        if const_expr(c.late):
-            self.has_been_read(w.side, beat + 1)
-            w.store_ds(ds, beat % 2)
-            multiply(w.of_keys, w.dv, as_left(p), w.do_turned[None, None, None, at], False)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            multiply(w.of_queries, dq, w.k_turned, w.ds_right[None, None, None, (beat + 1) % 2], True)
-            multiply(w.of_keys, w.dk, as_left(ds), w.q_turned[None, None, None, at], False)
-            warpgroup.wait_group(1)
-            self.has_read(w.side, beat)
-            let_go(w.do_ring.empty + at, w.first_lane)
-            if beat > begin:
-                self.give(dq, w.dq_mine, w.side)
-        else:
-            w.store_ds(ds, beat % 2)
-            multiply(w.of_keys, w.dv, as_left(p), w.do_turned[None, None, None, at], False)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=WRITTEN, number_of_threads=COMPUTING)
-            multiply(w.of_queries, dq, w.k_turned, w.ds_right[None, None, None, beat % 2], True)
-            warpgroup.wait_group(1)
-            let_go(w.do_ring.empty + at, w.first_lane)
-            multiply(w.of_keys, w.dk, as_left(ds), w.q_turned[None, None, None, at], False)
-            warpgroup.wait_group(1)
+        self.has_been_read(w.side, beat + 1)
+        w.store_ds(ds, beat % 2)
+        multiply(w.of_keys, w.dv, as_left(p), w.do_turned[None, None, None, at], False)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        multiply(w.of_queries, dq, w.k_turned, w.ds_right[None, None, None, (beat + 1) % 2], True)
+        multiply(w.of_keys, w.dk, as_left(ds), w.q_turned[None, None, None, at], False)
+        warpgroup.wait_group(1)
+        self.has_read(w.side, beat)
+        let_go(w.do_ring.empty + at, w.first_lane)
+        if beat > begin:
             self.give(dq, w.dq_mine, w.side)
         warpgroup.wait_group(0)
         let_go(w.q_ring.empty + at, w.first_lane)
@@ -431,24 +415,25 @@ ARGUMENTS = (*(_HALF,) * 8, _FLOATS, _FLOATS, (_FLOATS, _FLOATS, _FLOATS, _INTS)
 
 
 class Tiles(NamedTuple):
-    """Queries and keys a tile, query tiles in flight, whether dQ is made a step late, and programs at most."""
+    """Queries and keys a tile, query tiles in flight, and programs at most."""
 
     m: int
     n: int
     stages: int
-    late: bool
     programs: int
 
     def __str__(self):
-        when = "a step late" if self.late else "at once"
-        return f"{self.m}x{self.n} tiles, {GROUPS} warpgroups, {self.stages} stages, dQ {when}, at most {self.programs} programs"
+        return f"{self.m}x{self.n} tiles, {GROUPS} warpgroups, {self.stages} stages, at most {self.programs} programs"
+
+
+SHORT = 2048  # queries up to which a tile on the diagonal weighs more than a step that is better filled: causal 1k 64 x 128 358 TFLOP/s, 80 x 128 349
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
-    most = programs_of(device)
-    if p.dim <= 64:
-        return [Tiles(128, 128, 2, late, most) for late in (True, False)]
-    return [Tiles(m, 128, 2, late, most) for m in (80, 64) for late in (True, False)]
+    """The tiles of the head dimension: 80 queries at 128, fewer where many tiles are seen in part."""
+    few = p.mask.left is not None or (p.mask.right is not None and p.len_q <= SHORT)
+    m = 128 if p.dim <= 64 else 64 if few else 80
+    return [Tiles(m, 128, 2, programs_of(device))]
 
 
 @functools.cache
@@ -476,7 +461,7 @@ def _over(p: Attention, tiles: Tiles, lead, lse, d_lse, x: Operands):
     q = lead[0]
     packed = x.q_offsets is not None
     left, right, top_left = ends(p.mask)
-    shape = Shape(DTYPES[q.dtype], *tiles[:4], p.dim, left, right, top_left, packed, x.q_used is not None, x.k_used is not None, d_lse is not None)
+    shape = Shape(DTYPES[q.dtype], *tiles[:3], p.dim, left, right, top_left, packed, x.q_used is not None, x.k_used is not None, d_lse is not None)
     batch, heads, rows, _ = q.shape
     pitch = triton.cdiv(rows + p.batch * shape.pad, 8) * 8 if packed else triton.cdiv(rows, tiles.m) * tiles.m
     every = batch * heads * pitch

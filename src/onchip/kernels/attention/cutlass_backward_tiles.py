@@ -18,13 +18,12 @@ FAR = 1 << 30  # rows of a packed batch's tensors as the copy engine sees them: 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the device code is compiled for. `late`: dQ of the step before, so that neither warpgroup waits for the other's dS; `slopes`: LSE has a gradient."""
+    """What the device code is compiled for. `slopes`: LSE has a gradient."""
 
     dtype: object
     m: int
     n: int
     stages: int
-    late: bool
     dim: int
     left: int
     right: int
