@@ -134,7 +134,7 @@ class Backward:
         prepare(out_ptr, out_strides, do_ptr, do_strides, lse, d_lse, lse2, delta, dq, counter, q_offsets, q_used, ends, c).launch(
             grid=blocks, block=[BEFORE, 1, 1], stream=stream
         )
-        self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale).launch(
+        self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale, scale * LOG2E).launch(
             grid=[programs, 1, 1], block=[128 + COMPUTING, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
         finish(dq, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(grid=blocks, block=[AFTER, 1, 1], stream=stream, use_pdl=True)
@@ -144,7 +144,7 @@ class Backward:
                v_atom: cute.CopyAtom, v: cute.Tensor, dk_atom: cute.CopyAtom, dk: cute.Tensor, dv_atom: cute.CopyAtom, dv: cute.Tensor,
                sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                lists: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
-               sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], scale: Float32):  # fmt: skip
+               sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], scale: Float32, slope: Float32):  # fmt: skip
         c = self.c
         memory = cutlass.utils.SmemAllocator()
 
@@ -186,7 +186,7 @@ class Backward:
                 self.send((dk_atom, dk, dv_atom, dv), sums[2], sizes, s_dq, message, warp - 1)
         else:
             cute.arch.setmaxregister_increase(240)
-            self.compute(sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale)
+            self.compute(sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, slope)
 
     # ---- device: the copying warp
 
@@ -281,7 +281,7 @@ class Backward:
     # ---- device: a computing warpgroup
 
     @cute.jit
-    def compute(self, sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale):
+    def compute(self, sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, slope):
         c = self.c
         group = sizes[5]
         thread = cute.arch.thread_idx()[0] - 128
@@ -309,8 +309,8 @@ class Backward:
         own_key, own_query = side * 64 + thread // 32 * 16 + lane // 4, lane % 4 * 2
         dk, dv = sums_of(of_keys, (c.n, c.width)), sums_of(of_keys, (c.n, c.width))
         right = (q_right, do_right, q_turned, do_turned, k_turned, ds_right)
-        work = Work(side, first_lane, q_ring, do_ring, of_scores, of_keys, of_queries, k_left, v_left, *right, store_ds, dq_mine, dk, dv, scale * LOG2E)
-        turn, step, beat, taken = Int32(0), Int32(0), Int32(0), Int32(0)
+        work = Work(side, first_lane, q_ring, do_ring, of_scores, of_keys, of_queries, k_left, v_left, *right, store_ds, dq_mine, dk, dv, slope)
+        turn, step, taken = Int32(0), Int32(0), Int32(0)  # messages heard; query tiles; key tiles with any, of which each takes a beat more
         self.has_read(side, 1)
         tile, _, _, _, len_q, _, len_k = hear(c, message, turn, sizes)
         while tile >= 0:
@@ -322,18 +322,16 @@ class Backward:
                 cute.arch.mbarrier_wait(still.k_full, taken % 2)
                 cute.arch.mbarrier_wait(still.v_full, taken % 2)
             place = tile, own_key, own_query, len_q, len_k
-            begin = beat
+            begin = step
             for _ in cutlass.range(group, unroll=1):
                 for x in cutlass.range(masked, unroll=1):
-                    self.step(work, tile_of(c, x, steps), step, beat, begin, place, True)
+                    self.step(work, tile_of(c, x, steps), step, taken, begin, place, True)
                     step += 1
-                    beat += 1
                 for x in cutlass.range(bare, unroll=1):
-                    self.step(work, x, step, beat, begin, place, False)
+                    self.step(work, x, step, taken, begin, place, False)
                     step += 1
-                    beat += 1
             if masked + bare > 0:
-                # a step more, of dQ alone
+                beat = step + taken  # a step more, of dQ alone
                 self.has_been_read(side, beat + 1)
                 dq = sums_of(of_queries, (c.width, c.m))
                 multiply(of_queries, dq, k_turned, ds_right[None, None, None, (beat + 1) % 2], True)
@@ -341,10 +339,8 @@ class Backward:
                 self.has_read(side, beat)
                 let_go(still.empty, first_lane)
                 self.give(dq, dq_mine, side)
-                beat += 1
                 taken += 1
-            for i in cutlass.range_constexpr(cute.size(dk)):
-                dk[i] = dk[i] * scale
+            dk.store(dk.load() * scale)
             for grad in (dv, dk):
                 cute.arch.barrier(barrier_id=ROOM + side, number_of_threads=SENDING)
                 store_out(halved(grad, c.dtype))
@@ -354,25 +350,31 @@ class Backward:
             tile, _, _, _, len_q, _, len_k = hear(c, message, turn, sizes)
 
     @cute.jit
-    def step(self, w, m, step, beat, begin, place, edge: cutlass.Constexpr[bool]):
+    def step(self, w, m, step, taken, begin, place, edge: cutlass.Constexpr[bool]):
         """A tile of queries past the keys. `edge`: it needs the mask."""
         c = self.c
-        at, phase = step % c.stages, step // c.stages % 2
+        at, phase, beat = step % c.stages, step // c.stages % 2, step + taken
         s, dp = sums_of(w.of_scores, (c.n, c.m)), sums_of(w.of_scores, (c.n, c.m))
         cute.arch.mbarrier_wait(w.q_ring.full + at, phase)
         multiply(w.of_scores, s, w.k_left, w.q_right[None, None, None, at], True)
-        lse = of_queries(c, w.q_ring.rows, at, place[2])
+        lse = None
+        if const_expr(c.width > 64):  # of 128 queries a thread has 32: no room for them yet
+            lse = of_queries(c, w.q_ring.rows, at, place[2])
         cute.arch.mbarrier_wait(w.do_ring.full + at, phase)
         multiply(w.of_scores, dp, w.v_left, w.do_right[None, None, None, at], True)
         warpgroup.wait_group(1)
-        for i in cutlass.range_constexpr(cute.size(s)):
-            s[i] = cute.math.exp2(s[i] * w.scale - lse[i // 4 * 2 + i % 2], fastmath=True)
+        if const_expr(c.width == 64):
+            lse = of_queries(c, w.q_ring.rows, at, place[2])
+        for i in cutlass.range_constexpr(cute.size(s) // 4):
+            for x in cutlass.range_constexpr(4):  # two queries of two keys
+                s[4 * i + x] = cute.math.exp2(s[4 * i + x] * w.scale - lse[2 * i + x % 2], fastmath=True)
         if const_expr(edge):
             hide(c, s, m, place)
         delta = of_queries(c, w.do_ring.rows, at, place[2])
         warpgroup.wait_group(0)
-        for i in cutlass.range_constexpr(cute.size(s)):
-            dp[i] = s[i] * (dp[i] - delta[i // 4 * 2 + i % 2])
+        for i in cutlass.range_constexpr(cute.size(s) // 4):
+            for x in cutlass.range_constexpr(4):
+                dp[4 * i + x] = s[4 * i + x] * (dp[4 * i + x] - delta[2 * i + x % 2])
         p, ds = halved(s, c.dtype), halved(dp, c.dtype)
         dq = sums_of(w.of_queries, (c.width, c.m))
         self.has_been_read(w.side, beat + 1)
@@ -384,7 +386,7 @@ class Backward:
         warpgroup.wait_group(1)
         self.has_read(w.side, beat)
         let_go(w.do_ring.empty + at, w.first_lane)
-        if beat > begin:
+        if step > begin:
             self.give(dq, w.dq_mine, w.side)
         warpgroup.wait_group(0)
         let_go(w.q_ring.empty + at, w.first_lane)
