@@ -70,8 +70,8 @@ LOG2E = 1.4426950408889634
 GROUPS = 2  # warpgroups that compute, 64 keys each
 COMPUTING = 128 * GROUPS
 SENDING = 160  # threads at a warpgroup's buffer: its own, and the warp that sends what is in it
-# Hardware barriers of each warpgroup: that its buffer is free; that something lies in it; and, two each, that it has made its part of dQ of the step before.
-ROOM, SENT, READ = 2, 4, 6
+# Hardware barriers, two of each warpgroup: that a buffer of its is free; that something lies in it; that it has made its part of dQ of the step before.
+ROOM, SENT, READ = 2, 6, 10
 
 
 class Work(NamedTuple):
@@ -157,7 +157,7 @@ class Backward:
 
         q_tiles, do_tiles, k_tile, v_tile = (tile(shape) for shape in ((c.m, c.width, c.stages),) * 2 + ((c.n, c.width),) * 2)
         s_ds = tile((c.m, c.n, 2))
-        s_dq = memory.allocate_tensor(Float32, cute.make_layout((self.piece, GROUPS)), byte_alignment=1024)
+        s_dq = memory.allocate_tensor(Float32, cute.make_layout((self.piece, c.slots, GROUPS)), byte_alignment=1024)
         lses, deltas, told = numbers(c.m, c.stages), numbers(c.m, c.stages), numbers(8, 2, dtype=Int32)
         bars = memory.allocate_array(Int64, 4 * c.stages + 7)
         once, warps = [(c.stages, 1), (c.stages, 1), (1, 1), (1, 1), (2, 1)], COMPUTING // 32
@@ -244,10 +244,8 @@ class Backward:
         c = self.c
         dk_atom, dk, dv_atom, dv = tensors
         _, _, _, _, kv_heads, group, _, _, pitch = sizes
-        mine = s_dq[None, side].iterator
         layout = swizzled((c.n // GROUPS, c.width), c.dtype)
-        out = cute.make_tensor(cute.recast_ptr(mine, layout.inner, dtype=c.dtype), layout.outer)
-        turn = Int32(0)
+        turn, count = Int32(0), Int32(0)
         tile, kv_head, b, start_q, len_q, start_k, len_k = hear(c, message, turn, sizes)
         while tile >= 0:
             steps = steps_of(c, tile, len_q, len_k)
@@ -258,25 +256,29 @@ class Backward:
                 begin += side * self.piece if const_expr(c.width == 64) else Int64(side) * pitch * 64
                 begin = cute.assume(begin, divby=512)
                 for x in cutlass.range(steps[2] + steps[3], unroll=1):
-                    self.take(side)
-                    bulk_add(dq + begin + tile_of(c, x, steps) * (c.m * 64), mine, self.piece * 4)
+                    self.take(side, count)
+                    bulk_add(dq + begin + tile_of(c, x, steps) * (c.m * 64), s_dq[None, count % c.slots, side].iterator, self.piece * 4)
                     cute.arch.cp_async_bulk_commit_group()
+                    count += 1
             for atom, there in ((dv_atom, dv), (dk_atom, dk)):
                 there = rows_of(c, there, kv_head, b, start_k, len_k)
+                out = cute.make_tensor(cute.recast_ptr(s_dq[None, count % c.slots, side].iterator, layout.inner, dtype=c.dtype), layout.outer)
                 held, to = tiles_in(atom, out, cute.local_tile(there, (c.n // GROUPS, c.width), (tile * GROUPS + side, 0)))
-                self.take(side)
+                self.take(side, count)
                 cute.copy(atom, held, to)
                 cute.arch.cp_async_bulk_commit_group()
+                count += 1
             turn += 1
             tile, kv_head, b, start_q, len_q, start_k, len_k = hear(c, message, turn, sizes)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def take(self, side):
-        """Once what was in a warpgroup's buffer has left, tell it so; wait until something else is in it."""
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier_arrive(barrier_id=ROOM + side, number_of_threads=SENDING)
-        cute.arch.barrier(barrier_id=SENT + side, number_of_threads=SENDING)
+    def take(self, side, count):
+        """Once what was in a warpgroup's buffer has left, tell it so; wait until something else is in it, the `count`-th thing that is sent."""
+        at = 2 * side + count % self.c.slots
+        cute.arch.cp_async_bulk_wait_group(self.c.slots - 1, read=True)
+        cute.arch.barrier_arrive(barrier_id=ROOM + at, number_of_threads=SENDING)
+        cute.arch.barrier(barrier_id=SENT + at, number_of_threads=SENDING)
 
     # ---- device: a computing warpgroup
 
@@ -300,10 +302,10 @@ class Backward:
         k_turned, ds_right = operands(of_queries, side, turned(still.k), s_ds)
         one_of_scores, one_of_keys = products(c.dtype, ROWS, ROWS, (1, 1), c.m), products(c.dtype, ROWS, COLUMNS, (1, 1), c.width)
         store_ds = matrix_store(one_of_scores, cute.local_tile(turned(s_ds), (64, c.m, 2), (side, 0, 0)), thread, c.dtype, transpose=True)
-        mine = s_dq[None, side].iterator
-        dq_mine = cute.make_tensor(mine + thread * 4, cute.make_layout((4, self.piece // 512), stride=(1, 512)))
-        layout = swizzled((64, c.width), c.dtype)
-        out_mine = cute.make_tensor(cute.recast_ptr(mine, layout.inner, dtype=c.dtype), layout.outer)
+        mine = s_dq[None, None, side].iterator
+        dq_mine = cute.make_tensor(mine + thread * 4, cute.make_layout((4, self.piece // 512, c.slots), stride=(1, 512, self.piece)))
+        layout = cute.append(swizzled((64, c.width), c.dtype).outer, cute.make_layout(c.slots, stride=self.piece * 2))
+        out_mine = cute.make_tensor(cute.recast_ptr(mine, swizzled((64, c.width), c.dtype).inner, dtype=c.dtype), layout)
         store_out = matrix_store(one_of_keys, out_mine, thread, c.dtype, transpose=False)
         # a thread's places in a tile of scores: two keys, eight apart, and of each eight queries two
         own_key, own_query = side * 64 + thread // 32 * 16 + lane // 4, lane % 4 * 2
@@ -338,14 +340,13 @@ class Backward:
                 warpgroup.wait_group(0)
                 self.has_read(side, beat)
                 let_go(still.empty, first_lane)
-                self.give(dq, dq_mine, side)
+                self.give(dq, dq_mine, side, step - 1)
                 taken += 1
             dk.store(dk.load() * scale)
-            for grad in (dv, dk):
-                cute.arch.barrier(barrier_id=ROOM + side, number_of_threads=SENDING)
-                store_out(halved(grad, c.dtype))
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier_arrive(barrier_id=SENT + side, number_of_threads=SENDING)
+            for i in cutlass.range_constexpr(2):
+                at = self.room(side, step + i)
+                store_out(halved((dv, dk)[i], c.dtype), at)
+                self.filled(side, at)
             turn += 1
             tile, _, _, _, len_q, _, len_k = hear(c, message, turn, sizes)
 
@@ -387,7 +388,7 @@ class Backward:
         self.has_read(w.side, beat)
         let_go(w.do_ring.empty + at, w.first_lane)
         if step > begin:
-            self.give(dq, w.dq_mine, w.side)
+            self.give(dq, w.dq_mine, w.side, step - 1)
         warpgroup.wait_group(0)
         let_go(w.q_ring.empty + at, w.first_lane)
 
@@ -402,12 +403,25 @@ class Backward:
         cute.arch.barrier(barrier_id=READ + 2 * (1 - side) + beat % 2, number_of_threads=COMPUTING)
 
     @cute.jit
-    def give(self, dq, dq_mine, side):
-        """A step's part of dQ to the sending warp: the numbers of a thread as they are, 16 bytes at a time."""
-        cute.arch.barrier(barrier_id=ROOM + side, number_of_threads=SENDING)
-        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(dq_mine.shape)), dq_mine)
+    def room(self, side, count):
+        """The buffer for the `count`-th thing that is sent, once it is free. (Two things of a tile are no dQ, so that an even number of buffers counts steps.)"""
+        at = count % self.c.slots
+        cute.arch.barrier(barrier_id=ROOM + 2 * side + at, number_of_threads=SENDING)
+        return at
+
+    @cute.jit
+    def filled(self, side, at):
+        """Something lies in a buffer."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier_arrive(barrier_id=SENT + side, number_of_threads=SENDING)
+        cute.arch.barrier_arrive(barrier_id=SENT + 2 * side + at, number_of_threads=SENDING)
+
+    @cute.jit
+    def give(self, dq, dq_mine, side, step):
+        """A step's part of dQ to the sending warp: the numbers of a thread as they are, 16 bytes at a time."""
+        at = self.room(side, step)
+        there = dq_mine[None, None, at]
+        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(there.shape)), there)
+        self.filled(side, at)
 
 
 # ---- host

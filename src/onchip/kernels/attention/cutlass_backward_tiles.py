@@ -39,6 +39,11 @@ class Shape:
         return 64 if self.dim <= 64 else 128
 
     @property
+    def slots(self):
+        """Buffers of a warpgroup for what is sent: two where there is room, so that what ends a tile need not wait for what was sent before."""
+        return 2 if self.m * self.width <= 64 * 128 else 1
+
+    @property
     def pad(self):
         """Rows that each sequence of a packed batch moves on, so that its tiles of LSE, delta and dQ begin at a multiple of 8 and end before the next's."""
         return self.m + 8
