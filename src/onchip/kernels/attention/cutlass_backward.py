@@ -404,7 +404,7 @@ class Backward:
 
     @cute.jit
     def room(self, side, count):
-        """The buffer for the `count`-th thing that is sent, once it is free. (Two things of a tile are no dQ, so that an even number of buffers counts steps.)"""
+        """The buffer for the `count`-th thing that is sent, once it is free. (Two things of a tile are no dQ: with two buffers, the steps are count enough.)"""
         at = count % self.c.slots
         cute.arch.barrier(barrier_id=ROOM + 2 * side + at, number_of_threads=SENDING)
         return at
