@@ -410,7 +410,7 @@ def _backward_fp8(own_desc, own_v_desc, far_desc, far_v_desc, turned_desc, turne
 # ---- host
 
 # Warpgroups of queries, keys that stream past and stages, queries that stream past keys and stages, by head dimension up to.
-TILES = ((64, (2, 128, 4, 128, 3)), (128, (3, 64, 4, 64, 4)))
+TILES = ((64, (3, 64, 4, 128, 3)), (128, (3, 64, 4, 64, 4)))
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
