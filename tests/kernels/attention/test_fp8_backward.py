@@ -215,7 +215,7 @@ BUGS = {  # what is wrong, and how the sources differ
     ),
     "the scale of a block is its neighbour's": (("at += first // EACH * strides[2]", "at += first // EACH * 0"),),
     "the scales of V's blocks are left out of dP": (("            delta = delta / each\n", ""),),
-    "the scales of K's blocks are left out of dS": (("            lse = lse - gl.log2(each)\n        if C.each_v", "        if C.each_v"),),
+    "the scales of K's blocks are left out of dS": (("            lse = lse - logarithm(each)\n        if C.each_v", "        if C.each_v"),),
     "gradients of tokens weigh alike": (("lses - (token / top.repeat_interleave(p.group, 1)[..., None]).log2() - RAISED", "lses - RAISED"),),
     "P outgrows e5m2": (("RAISED = 15", "RAISED = 22"),),
     "dS outgrows e5m2": (("return dim.bit_length() + 2", "return dim.bit_length() - 12"),),

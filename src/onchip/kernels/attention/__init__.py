@@ -129,9 +129,9 @@ def _score_on_hopper(p: Attention) -> str | None:
 def _slower_on_hopper(p: Attention) -> str | None:
     """What `triton_prefill` does faster on an H200."""
     tile = p.score and importlib.import_module("onchip.kernels.attention.texts").pair_tile(p.score.text)
-    if tile and p.len_k * tile.dtype.itemsize % 16:  # of a tensor that is contiguous; a copy costs more than it saves
-        return f"a score reads rows of {p.len_k} in {SHORT[tile.dtype]}, of a multiple of 16 bytes: triton_prefill is faster"
     alone = p.keys == "packed" and "batch_invariant" in p.extras  # the longest sequence must not show in others
+    if tile and p.len_k * tile.dtype.itemsize % 16 and not alone:  # of a tensor that is contiguous; a copy costs more than it saves
+        return f"a score reads rows of {p.len_k} in {SHORT[tile.dtype]}, of a multiple of 16 bytes: triton_prefill is faster"
     if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and isinstance(p.mask, Traced) and not alone:
         texts = importlib.import_module("onchip.kernels.attention.texts")
         if not texts.only_compares(p.mask.text):  # 8k, d64: a document 302 us (409 there), a dilated window 1,306 (1,035), Morton's order 918 (702)
@@ -147,7 +147,7 @@ def _faster_with_split_keys(p: Attention) -> str | None:
     if rows <= 16:
         return f"{rows} rows of a key head, of at least 17: triton_decode splits keys"  # 64 x 8k: 16 rows 476 us (488 there), 32 479 (724), 64 487 (653)
     if "batch_invariant" in p.extras:
-        return "batch_invariant: what is faster depends on the batch"
+        return f"{p.len_q} queries of a batch_invariant problem, of at least 17: the batch may not choose, so triton_decode takes them all"
     return f"{heads} key heads of sequences, of at least 64: triton_decode splits keys" if heads < 64 else None  # 8 x 8k by 8 heads: 79 us (127 there)
 
 

@@ -51,6 +51,7 @@ from onchip.kernels.hopper import (
     gluon,
     hear,
     in_order,
+    logarithm,
     mbarrier,
     message,
     reclaim,
@@ -231,10 +232,10 @@ def _of_step(call, rows, lse_row, delta_row, b, h, first, C: gl.constexpr, layou
         if C.each_k > 0:
             each = _scale_of(k_scale, b, h, first, C.each_k)
             factor = factor * each
-            lse = lse - gl.log2(each)
+            lse = lse - logarithm(each)
         if C.each_v > 0:
             each = _scale_of(v_scale, b, h, first, C.each_v)
-            lse = lse - gl.log2(each)
+            lse = lse - logarithm(each)
             delta = delta / each
         lse, delta = lse[:, None], delta[:, None]
     return factor, lse, delta, in_terms
