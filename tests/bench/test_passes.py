@@ -86,6 +86,7 @@ def test_a_few_last_rows_stand_for_a_long_causal_one(monkeypatch):
     assert [x.shape[0] for x in part] == [8] * 4
     for few, all_rows in zip(part, whole, strict=True):
         torch.testing.assert_close(few, all_rows[-8:])
+    assert data.inputs(ROWS[3], CPU)._rows == 40  # without a mask every query sees the last keys
 
 
 @plain_torch

@@ -125,9 +125,10 @@ class Trained:
 
     @property
     def _rows(self) -> int:
-        """Queries of it: all, or the last few where the scores are too many. Under a causal mask the last keys are seen by the last queries alone."""
+        """Queries of it: all, or the last few where the scores are too many, under a mask by which the last keys are seen by the last queries alone."""
         p = self.problem.inner
-        return min(SAMPLE, p.len_q) if p.len_q * p.len_k * p.group > DENSE else p.len_q
+        few = p.len_q * p.len_k * p.group > DENSE and getattr(p.mask, "right", None) is not None
+        return min(SAMPLE, p.len_q) if few else p.len_q
 
     def _part(self, x: Tensor, index: int) -> Tensor:
         """The last packed sequence or the first of a batch, of output `index`: (output), (dq, dk, dv), or all four."""
