@@ -339,6 +339,7 @@ ORDERED = {  # head dimension, that of values, packed, mask, and bytes that each
     "d256 window": (256, 0, False, Window(1024), (0, 60, 60)),
     "d256 packed": (256, 0, True, Causal(), (28, 208, 84)),
     "d192 and 128": (192, 128, False, Causal(), (0, 0, 0)),
+    "d192 and 64": (192, 64, False, Causal(), (0, 0)),
 }
 
 

@@ -299,6 +299,14 @@ def test_a_sequence_alone_has_the_same_bits():
     assert torch.equal(together[0][first], alone[0]) and torch.equal(together[1][:, first], alone[1])
 
 
+def test_the_height_of_a_tile_changes_no_bit():
+    """Of a batch-invariant packed batch it is chosen by the longest sequence."""
+    low = Case((2, 128, 3, EACH), lengths=((190, 70), (330, 200)), alone=True)
+    call = call_of(low)
+    for ours, other in zip(*(emulated(c, call, "slow loads") for c in (low, low._replace(tiles=(3, 128, 3, EACH)))), strict=True):
+        assert torch.equal(ours, other)
+
+
 # ---- with a bug
 
 

@@ -4,8 +4,8 @@
     over queries    S = Q K^T      P = exp(S - LSE)        dP = dO V^T      dS = P (dP - delta)          dQ += dS K
 
 A tile of 128 rows (keys or queries) stays, 64 to each of two warpgroups; the other side streams past, 64 or 128 at a time. Nothing goes from one
-warpgroup to the other. A warpgroup holds 256 columns of sums (128 registers a thread): dK and dV together of heads up to 128, seven products in two
-passes; of wider heads each in a pass of its own, eight in three. A thread spills nothing in the loops over tiles that need no mask.
+warpgroup to the other. A warpgroup holds 256 columns of sums (128 registers a thread): dK and dV together where a row of both fits, seven products in two
+passes; else each in a pass of its own, eight in three. A thread spills nothing in the loops over tiles that need no mask.
 
 Floors of 64 x 128 scores in all passes, in cycles:
 
