@@ -178,6 +178,13 @@ def test_a_gradient_is_not_dropped_in_silence():
             out.sum().backward()
     with pytest.raises(NotImplementedError, match="goes to the source of a Quantised"):
         plain[0].values.float().sum().backward()
+    q, k, v = (Quantised(t.values.detach(), t.scale.detach()) for t in quantised)
+    for given, call in (  # torch.func's own way
+        (q.scale, lambda scale: onchip.attention(q._replace(scale=scale), k, v)),
+        (q.values, lambda values: onchip.attention(q._replace(values=values), k, v)),
+    ):
+        with pytest.raises(NotImplementedError, match="goes to the source of a Quantised"):
+            torch.func.grad(lambda x, call=call: call(x).float().sum())(given)
     out = onchip.attention(*quantised)
     (once,) = torch.autograd.grad(out.sum(), quantised[0].source, create_graph=True)
     with pytest.raises(NotImplementedError, match="gradients of gradients"):

@@ -185,6 +185,12 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         raise NotImplementedError(FORWARD)
 
 
+def refuse_training(*wanted: bool) -> None:
+    """Raises where a gradient is wanted of values in e4m3, or of their scales."""
+    if any(wanted):
+        raise NotImplementedError(UNTRAINED)
+
+
 def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
     """Values in e4m3, and their scales: see `attention.quantise`."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -250,8 +256,8 @@ class Attend(torch.autograd.Function):
             raise NotImplementedError("attention: a batch of backward passes at once (is_grads_batched) is not implemented; kernel='reference' has it")
         q, k, v, out, lse, sinks, *score = ctx.saved_tensors
         quantised = ctx.x.scales is not None
-        if quantised and (any(ctx.needs_input_grad[3:6]) or (any(ctx.needs_input_grad[-3:]) and not ctx.sourced)):
-            raise NotImplementedError(UNTRAINED)
+        if quantised:
+            refuse_training(*ctx.needs_input_grad[3:6], *(() if ctx.sourced else ctx.needs_input_grad[-3:]))
         with torch.no_grad():
             d_out = torch.zeros_like(out) if d_out is None else d_out
             grads = attention_backward(ctx.problem, ctx.kernel, ctx.x._replace(sinks=sinks, score=tuple(score)), q, k, v, out, lse, d_out, d_lse)

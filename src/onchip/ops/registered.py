@@ -8,13 +8,15 @@
 round these operators, as the boundary costs about 60 us.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from onchip.core.problem import E4M3, Attention, Operands
 from onchip.core.scales import BLOCK, Scales
 from onchip.dispatch import select
-from onchip.ops import wire
+from onchip.ops import attend, wire
 from onchip.ops.attend import TWICE, UNTRAINED, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_sizes, problem_of, quantise
 
 FIELDS = (  # of `how`
@@ -103,6 +105,11 @@ def _given(inputs, grads, d_score, how: str, wanted: list[bool]) -> list[Tensor]
     return [found[n].to(tensor.dtype).contiguous() for n, (tensor, want) in enumerate(zip(inputs, wanted, strict=True)) if want]
 
 
+def of_e4m3(q: Tensor, wanted: Sequence[bool], how: str) -> list[bool]:
+    """What is wanted of q, k, v and their scales where they are in e4m3."""
+    return [*wanted[:3], *(wanted[3 + n] for n in wire.order(how, SCALES))] if q.dtype == E4M3 else []
+
+
 @torch.library.custom_op("onchip::quantise", mutates_args=())
 def quantised(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
     values, scale = quantise(x, share, signs)
@@ -151,8 +158,7 @@ def _back(ctx, d_out, d_lse):
     q, k, v, *reads, out, lse = ctx.saved_tensors
     *qkv, wanted = ctx.needs_input_grad[:4]
     wanted = [*qkv, *wanted]
-    if q.dtype == E4M3 and (any(qkv) or any(wanted[3 + n] for n in wire.order(ctx.rest[-1], SCALES))):
-        raise NotImplementedError(UNTRAINED)
+    attend.refuse_training(*of_e4m3(q, wanted, ctx.rest[-1]))
     found = iter(
         torch.ops.onchip.attention_backward(q, k, v, reads, *ctx.rest, out, lse, d_out, d_lse, wanted) if d_out is not None or d_lse is not None else ()
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onchip.core.trace import Traced
 from onchip.ops import registered, wire
-from onchip.ops.attend import FORWARD, TWICE
+from onchip.ops.attend import FORWARD, TWICE, refuse_training
 
 BATCHED = "; give the mapped dimension as the batch, or use kernel='reference'"
 
@@ -37,6 +37,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         *tensors, out, lse = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
+        refuse_training(*registered.of_e4m3(tensors[0], wanted, ctx.rest[-1]))
         found = iter(_Backward.apply((*ctx.rest, wanted), out, lse, d_out, d_lse, *tensors))
         return None, *(next(found) if want else None for want in wanted)
 
