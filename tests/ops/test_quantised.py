@@ -134,6 +134,15 @@ def test_gradients_go_straight_through(kernel, mask, share, rotated, device):
         assert rms(ours - truth) <= rms(truth) * (8e-2 if eight_bits else 1e-2)
 
 
+def test_large_gradients_in_half_precision_are_rotated_back():
+    """Sums of 128 gradients of 1,000 lie beyond float16, what comes of them does not."""
+    x = torch.randn(1, 2, 1, 128).half().requires_grad_()
+    signs = onchip.random_signs(128)
+    source = onchip.quantise(x, x, x, rotation=signs)[0].source
+    (grad,) = torch.autograd.grad(source, x, torch.full_like(x, 1000))
+    torch.testing.assert_close(grad.float(), 1000 * rotate(torch.eye(128), signs).sum(1).expand(x.shape), rtol=2**-10, atol=0.1)
+
+
 def test_a_source_of_ones_own():
     """Gradients go where it says, and nowhere else; the other two need none. Through `dequantised` too."""
     quantised = [t._replace(source=None) for t in onchip.quantise(*inputs("cpu"))]

@@ -219,8 +219,9 @@ class _Rotated(torch.autograd.Function):
     def backward(ctx, grad):
         (signs,) = ctx.saved_tensors
         dim = len(signs)
-        hadamard = rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign()  # +-1: exact in half precision too
-        return (grad @ hadamard.to(grad.dtype)) * (signs * dim**-0.5).to(grad.dtype), None
+        part = 0.5 ** (dim.bit_length() // 2)  # of dim^-0.5, a power of two: exact in half precision, and sums of 1,000 stay below its 65,504
+        hadamard = rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign() * part
+        return (grad @ hadamard.to(grad.dtype)) * (signs * (dim**-0.5 / part)).to(grad.dtype), None
 
 
 class _Quantise(torch.autograd.Function):
