@@ -8,6 +8,7 @@ from onchip.core.masks import Band, as_mask
 from onchip.core.problem import Operands
 from onchip.ops import transforms, wire
 from onchip.ops.attend import How, PagedKV, Sizes, check_sinks, drawn, refuse_tangents
+from onchip.ops.registered import Packed
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -49,8 +50,10 @@ def _packed(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands
         check_sinks(how.sinks, sizes.dims[3], q)
     mask = how.mask if isinstance(how.mask, Band) else as_mask(how.mask)
     reads: list[Tensor] = []
-    offsets = (x.q_offsets, x.k_offsets, x.q_used, x.k_used, x.state)
-    text = wire.pack((mask, how.score, how.sinks, *offsets, x.scales, x.sources, how.deterministic, how.batch_invariant, how.kernel), reads, q)
+    operands = {"q_offsets": x.q_offsets, "k_offsets": x.k_offsets, "q_used": x.q_used, "k_used": x.k_used, "state": x.state, "scales": x.scales}
+    asked = {"deterministic": how.deterministic, "batch_invariant": how.batch_invariant, "kernel": how.kernel}
+    call = Packed(mask=mask, score=how.score, sinks=how.sinks, **operands, **asked, sources=x.sources)
+    text = wire.pack(call, reads, q)
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *reads)
     return text, reads
