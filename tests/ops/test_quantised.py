@@ -242,6 +242,10 @@ def learnt(q, k, v):
     onchip.attention(q._replace(scale=q.scale.clone().requires_grad_()), k._replace(source=torch.zeros(k.values.shape)), v)
 
 
+def learnt_beside(q, k, v):
+    onchip.attention(Quantised(q.values, q.scale.clone().requires_grad_(), torch.zeros(q.values.shape)), k, v)
+
+
 def again(q, k, v, **how):
     return onchip.quantise(*(t.dequantised() for t in (q, k, v)), **how)
 
@@ -253,6 +257,7 @@ BAD = {
     "too few scales": (lambda q, k, v: onchip.attention(q, k._replace(scale=k.scale[..., :2]), v), ValueError, "scales of 2 for 300 tokens"),
     "scales in bf16": (lambda q, k, v: onchip.attention(q, k, v._replace(scale=v.scale.bfloat16())), ValueError, "scale of v is torch.bfloat16"),
     "a source beside learnt scales": (learnt, ValueError, "q has no source, but values or scales that require a gradient"),
+    "learnt scales beside their own source": (learnt_beside, ValueError, "q.scale requires a gradient, and q has a source, which gets it all; detach it"),
     "a source of another shape": (lambda q, k, v: onchip.attention(q, k._replace(source=torch.zeros(3)), v), ValueError, "source of k is torch.float32"),
     "another share": (lambda *qkv: again(*qkv, share="row"), ValueError, "'row'; give one of 'head', 'block', 'token'"),
     "signs of another size": (lambda *qkv: again(*qkv, rotation=torch.ones(32)), ValueError, r"signs \[64\]"),

@@ -246,6 +246,9 @@ def _taken_apart(q, k, v) -> tuple[Tensor, Tensor, Tensor, Scales | None, tuple[
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.source is None and (t.values.requires_grad or t.scale.requires_grad):
             raise ValueError(f"attention: {name} has no source, but values or scales that require a gradient, beside others with a source; detach them")
+        learnt = [] if t.source is None else [field for field in ("values", "scale") if (x := getattr(t, field)).requires_grad and x.is_leaf]
+        if learnt:  # what quantise makes is no leaf
+            raise ValueError(f"attention: {name}.{learnt[0]} requires a gradient, and {name} has a source, which gets it all; detach it, or give no source")
         if t.source is not None and (t.source.shape != t.values.shape or not t.source.is_floating_point() or t.source.device != t.values.device):
             raise ValueError(f"attention: the source of {name} is {_kind(t.source)}; give floats, {list(t.values.shape)} on {t.values.device}, or None")
     sources = tuple(t.scale.new_zeros(1).expand(t.values.shape) if t.source is None else t.source for t in (q, k, v))
