@@ -175,6 +175,23 @@ def test_gradients_under_torch_compile(rotated):
     assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
 
 
+def test_sources_are_not_kept_for_the_backward_pass():
+    """Of a compiled call: what they hold is not read. In bfloat16 the output alone is kept."""
+    tensors = [t.requires_grad_() for t in inputs("cpu")]
+    kept = {}
+
+    def keep(t):
+        if t.dtype == torch.bfloat16:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    call = torch.compile(lambda *qkv: onchip.attention(*onchip.quantise(*qkv)), fullgraph=True, backend="aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = call(*tensors)
+    assert not kept.keys() & {t.untyped_storage().data_ptr() for t in tensors}
+    assert out.nbytes <= sum(kept.values()) <= out.nbytes + 100
+
+
 def test_a_gradient_is_not_dropped_in_silence():
     """Scales and values have none, whoever asks for it."""
     quantised = onchip.quantise(*(t.requires_grad_() for t in inputs("cpu")))

@@ -204,20 +204,27 @@ def source_of(x: Tensor, signs: Tensor | None) -> Tensor | None:
     """What the gradient of x in e4m3, rotated, goes to, and so x's: x itself, or what has its shape and no memory of its own."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return None
-    return x if signs is None else _Rotated.apply(x, signs)
+    return x if signs is None else StandIn.apply(x, signs)
 
 
-class _Rotated(torch.autograd.Function):
-    """The shape of x; its gradient is rotated back."""
+class StandIn(torch.autograd.Function):
+    """The shape of x, with no memory of its own; its gradient goes to x, rotated back where there are signs."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, x: Tensor, signs: Tensor):
-        ctx.save_for_backward(signs)
+    def forward(x: Tensor, signs: Tensor | None):
         return x.new_zeros(1).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx, grad):
         (signs,) = ctx.saved_tensors
+        if signs is None:
+            return grad, None
         dim = len(signs)
         part = 0.5 ** (dim.bit_length() // 2)  # of dim^-0.5, a power of two: exact in half precision, and sums of 1,000 stay below its 65,504
         hadamard = rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign() * part

@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 from onchip.core.masks import Band, as_mask
 from onchip.core.problem import Operands
 from onchip.ops import transforms, wire
-from onchip.ops.attend import How, PagedKV, Sizes, check_sinks, drawn, refuse_tangents
+from onchip.ops.attend import How, PagedKV, Sizes, StandIn, check_sinks, drawn, refuse_tangents
 from onchip.ops.registered import Packed
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -52,7 +52,8 @@ def _packed(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands
     reads: list[Tensor] = []
     operands = {"q_offsets": x.q_offsets, "k_offsets": x.k_offsets, "q_used": x.q_used, "k_used": x.k_used, "state": x.state, "scales": x.scales}
     asked = {"deterministic": how.deterministic, "batch_invariant": how.batch_invariant, "kernel": how.kernel}
-    call = Packed(mask=mask, score=how.score, sinks=how.sinks, **operands, **asked, sources=x.sources)
+    sources = x.sources and tuple(StandIn.apply(source, None) for source in x.sources)  # what is read is kept for the backward pass
+    call = Packed(mask=mask, score=how.score, sinks=how.sinks, **operands, **asked, sources=sources)
     text = wire.pack(call, reads, q)
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *reads)
