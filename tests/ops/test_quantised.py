@@ -175,6 +175,27 @@ def test_gradients_under_torch_compile(rotated):
     assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
 
 
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_gradients_under_torch_func(rotated, kernel):
+    signs = onchip.random_signs(64) if rotated else None
+    tensors = inputs("cpu")
+
+    def loss(q, k, v):
+        return onchip.attention(*onchip.quantise(q, k, v, rotation=signs), mask=Causal(), kernel=kernel).float().square().sum()
+
+    truth = torch.autograd.grad(loss(*(t.requires_grad_() for t in tensors)), tensors)
+    tensors = [t.detach() for t in tensors]
+    for n, ours in enumerate(torch.func.grad(loss, (0, 1, 2))(*tensors)):
+        assert torch.equal(ours, truth[n])
+    (alone,) = torch.func.grad(loss, (1,))(*tensors)
+    assert torch.equal(alone, truth[1])
+    with pytest.raises(NotImplementedError, match="goes to the source of a Quantised"):
+        torch.func.grad(lambda x: onchip.quantise(x, x, x)[0].values.float().sum())(tensors[0])
+    with pytest.raises(NotImplementedError, match="quantise: forward-mode"):
+        torch.func.jvp(loss, tuple(tensors), tuple(tensors))
+
+
 def test_sources_are_not_kept_for_the_backward_pass():
     """Of a compiled call: what they hold is not read. In bfloat16 the output alone is kept."""
     tensors = [t.requires_grad_() for t in inputs("cpu")]

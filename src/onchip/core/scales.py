@@ -61,9 +61,15 @@ class Quantised(NamedTuple):
 class _Through(torch.autograd.Function):
     """x, with the gradient of `source`."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x: Tensor, source: Tensor):
+    def forward(x: Tensor, source: Tensor):
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
     @staticmethod
     def backward(ctx, grad):

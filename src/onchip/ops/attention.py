@@ -201,7 +201,7 @@ def quantise(
             given = list(rotation.shape) if isinstance(rotation, Tensor) else type(rotation).__name__
             raise ValueError(f"quantise: rotation is {given} for head dimension {dim}; give signs [{dim}], of a power of two, or None")
         rotation = rotation.to(q.device, torch.float32).contiguous()
-    run = torch.ops.onchip.quantise if graph.in_graph("auto", q, k, v) else attend.quantise
+    run = graph.quantise if graph.in_graph("auto", q, k, v) else attend.quantise
     return tuple(Quantised(*run(x, share, signs), attend.source_of(x, signs)) for x, signs in ((q, rotation), (k, rotation), (v, None)))
 
 

@@ -28,11 +28,19 @@ def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands,
         x = drawn(how.dropout, q, x)
     longest = (None, None) if x.q_offsets is None else sizes.dims[1:3]
     text, reads = _packed(how, sizes, q, k, v, x)
-    run = torch.ops.onchip.attention
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # a compiler cannot follow the functions there
-        run = transforms.attention
+    run = transforms.attention if _transformed() else torch.ops.onchip.attention
     out, lse = run(q, k, v, reads, *longest, x.drop, x.scale, text)
     return (out, lse) if return_lse else out
+
+
+def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `attend.quantise`, through the operator."""
+    return (transforms.quantise if _transformed() else torch.ops.onchip.quantise)(x, share, signs)
+
+
+def _transformed() -> bool:
+    """Whether torch.func wants functions of its own kind, which a compiler cannot follow."""
+    return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
 def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):

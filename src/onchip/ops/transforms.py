@@ -51,6 +51,36 @@ class _Attention(torch.autograd.Function):
         return tuple(_unfolded(info, t) for t in _Attention.apply(rest, *tensors)), (0, 0)
 
 
+def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As the operator `onchip::quantise`."""
+    return _Quantise.apply(x, share, signs)
+
+
+class _Quantise(torch.autograd.Function):
+    @staticmethod
+    def forward(x, share, signs):
+        return torch.ops.onchip.quantise(x, share, signs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_training(any(grad is not None for grad in grads))
+        return None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError("quantise: forward-mode derivatives (jvp) are not implemented; use reverse mode")
+
+    @staticmethod
+    def vmap(info, dims, x, share, signs):
+        if dims[2] is not None:
+            raise NotImplementedError("quantise: torch.func.vmap over the signs of a rotation is not implemented; give all the same")
+        return tuple(_unfolded(info, t) for t in _Quantise.apply(_fold(info, x, dims[0]), share, signs)), (0, 0)
+
+
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(rest, out, lse, d_out, d_lse, q, k, v, *reads):
