@@ -320,9 +320,21 @@ def test_an_export_of_any_length():
         torch.testing.assert_close(program.module()(*inputs), Plain()(*inputs))
 
 
+def test_a_text_of_a_program_that_knew_no_sources():
+    """Texts lie in exported files: what came later stands at the end."""
+    q, k, v = (t.requires_grad_() for t in qkv(1, 5))
+    how = '[{"Causal": []}, null, null, null, null, null, null, null, null, false, false, "auto"]'
+    truth = onchip.attention(q, k, v, mask=Causal(), scale=0.5)
+    out, _ = torch.ops.onchip.attention(q, k, v, [], None, None, 0.0, 0.5, how)
+    d_out = torch.randn_like(out)
+    assert torch.equal(out, truth)
+    assert all(map(torch.equal, torch.autograd.grad(out, [q, k, v], d_out), torch.autograd.grad(truth, [q, k, v], d_out)))
+
+
 @pytest.mark.parametrize("call", ['["torch.load", ["a file"], {}]', '["Tensor.__class__", [3], {}]', '["torch.hub", [], {}]'])
 def test_a_text_from_a_file_calls_functions_of_tensors_only(call):
-    how = f'[{{"mask": "mod", "hull": "Full", "calls": [{call}], "gives": {{"value": "v0"}}}}, null, null, null, null, null, null, null, false, false, "auto"]'
+    mask = f'{{"mask": "mod", "hull": "Full", "calls": [{call}], "gives": {{"value": "v0"}}}}'
+    how = f'[{mask}, null, null, null, null, null, null, null, null, false, false, "auto"]'
     q, k, v = qkv(1, 5)
     with pytest.raises(ValueError, match="a mask or score function cannot be traced: it calls "):
         torch.ops.onchip.attention(q, k, v, [], None, None, 0.0, 0.25, how)
@@ -334,13 +346,13 @@ def test_a_text_from_a_file_calls_functions_of_tensors_only(call):
 def test_operators_are_as_they_are_registered():
     """torch.library's own checks: schema, fake, autograd, dynamic shapes."""
     q, k, v = qkv(BATCH, LEN)
-    how = '[{"Causal": ["bottom_right"]}, {"Bias": [{"tensor": 0}]}, {"tensor": 1}, null, null, null, null, null, false, false, "auto"]'
+    how = '[{"Causal": ["bottom_right"]}, {"Bias": [{"tensor": 0}]}, {"tensor": 1}, null, null, null, null, null, null, false, false, "auto"]'
     torch.library.opcheck(torch.ops.onchip.attention.default, (q, k, v, [BIAS, SINKS], None, None, 0.0, 0.25, how))
     with torch.no_grad():
         out, lse = torch.ops.onchip.attention(q, k, v, [BIAS, SINKS], None, None, 0.0, 0.25, how)
     given = (*(t.detach() for t in (q, k, v)), [BIAS.detach(), SINKS.detach()], None, None, 0.0, 0.25, how, out, lse, torch.randn_like(out), None, [True] * 5)
     torch.library.opcheck(torch.ops.onchip.attention_backward.default, given)
-    how = '[{"Causal": ["bottom_right"]}, null, null, null, null, null, null, null, false, false, "auto"]'
+    how = '[{"Causal": ["bottom_right"]}, null, null, null, null, null, null, null, null, false, false, "auto"]'
     paged = (leaf(BATCH, 2, HEADS, DIM), *PAGES.detach().clone(), PAGE_TABLE, CACHED, [], 0.25, how)
     torch.library.opcheck(torch.ops.onchip.paged_attention.default, paged)
 

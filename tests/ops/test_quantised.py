@@ -134,6 +134,15 @@ def test_gradients_go_straight_through(kernel, mask, share, rotated, device):
         assert rms(ours - truth) <= rms(truth) * (8e-2 if eight_bits else 1e-2)
 
 
+def test_large_gradients_in_half_precision_are_rotated_back():
+    """Sums of 128 gradients of 1,000 lie beyond float16, what comes of them does not."""
+    x = torch.randn(1, 2, 1, 128).half().requires_grad_()
+    signs = onchip.random_signs(128)
+    source = onchip.quantise(x, x, x, rotation=signs)[0].source
+    (grad,) = torch.autograd.grad(source, x, torch.full_like(x, 1000))
+    torch.testing.assert_close(grad.float(), 1000 * rotate(torch.eye(128), signs).sum(1).expand(x.shape), rtol=2**-10, atol=0.1)
+
+
 def test_a_source_of_ones_own():
     """Gradients go where it says, and nowhere else; the other two need none. Through `dequantised` too."""
     quantised = [t._replace(source=None) for t in onchip.quantise(*inputs("cpu"))]
@@ -166,6 +175,44 @@ def test_gradients_under_torch_compile(rotated):
     assert all(torch.equal(a, b) for a, b in zip(ours, truth, strict=True))
 
 
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("rotated", [False, True])
+def test_gradients_under_torch_func(rotated, kernel):
+    signs = onchip.random_signs(64) if rotated else None
+    tensors = inputs("cpu")
+
+    def loss(q, k, v):
+        return onchip.attention(*onchip.quantise(q, k, v, rotation=signs), mask=Causal(), kernel=kernel).float().square().sum()
+
+    truth = torch.autograd.grad(loss(*(t.requires_grad_() for t in tensors)), tensors)
+    tensors = [t.detach() for t in tensors]
+    for n, ours in enumerate(torch.func.grad(loss, (0, 1, 2))(*tensors)):
+        assert torch.equal(ours, truth[n])
+    (alone,) = torch.func.grad(loss, (1,))(*tensors)
+    assert torch.equal(alone, truth[1])
+    with pytest.raises(NotImplementedError, match="goes to the source of a Quantised"):
+        torch.func.grad(lambda x: onchip.quantise(x, x, x)[0].values.float().sum())(tensors[0])
+    with pytest.raises(NotImplementedError, match="quantise: forward-mode"):
+        torch.func.jvp(loss, tuple(tensors), tuple(tensors))
+
+
+def test_sources_are_not_kept_for_the_backward_pass():
+    """Of a compiled call: what they hold is not read. In bfloat16 the output alone is kept."""
+    tensors = [t.requires_grad_() for t in inputs("cpu")]
+    kept = {}
+
+    def keep(t):
+        if t.dtype == torch.bfloat16:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    call = torch.compile(lambda *qkv: onchip.attention(*onchip.quantise(*qkv)), fullgraph=True, backend="aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = call(*tensors)
+    assert not kept.keys() & {t.untyped_storage().data_ptr() for t in tensors}
+    assert out.nbytes <= sum(kept.values()) <= out.nbytes + 100
+
+
 def test_a_gradient_is_not_dropped_in_silence():
     """Scales and values have none, whoever asks for it."""
     quantised = onchip.quantise(*(t.requires_grad_() for t in inputs("cpu")))
@@ -178,6 +225,13 @@ def test_a_gradient_is_not_dropped_in_silence():
             out.sum().backward()
     with pytest.raises(NotImplementedError, match="goes to the source of a Quantised"):
         plain[0].values.float().sum().backward()
+    q, k, v = (Quantised(t.values.detach(), t.scale.detach()) for t in quantised)
+    for given, call in (  # torch.func's own way
+        (q.scale, lambda scale: onchip.attention(q._replace(scale=scale), k, v)),
+        (q.values, lambda values: onchip.attention(q._replace(values=values), k, v)),
+    ):
+        with pytest.raises(NotImplementedError, match="goes to the source of a Quantised"):
+            torch.func.grad(lambda x, call=call: call(x).float().sum())(given)
     out = onchip.attention(*quantised)
     (once,) = torch.autograd.grad(out.sum(), quantised[0].source, create_graph=True)
     with pytest.raises(NotImplementedError, match="gradients of gradients"):
@@ -226,6 +280,10 @@ def learnt(q, k, v):
     onchip.attention(q._replace(scale=q.scale.clone().requires_grad_()), k._replace(source=torch.zeros(k.values.shape)), v)
 
 
+def learnt_beside(q, k, v):
+    onchip.attention(Quantised(q.values, q.scale.clone().requires_grad_(), torch.zeros(q.values.shape)), k, v)
+
+
 def again(q, k, v, **how):
     return onchip.quantise(*(t.dequantised() for t in (q, k, v)), **how)
 
@@ -237,6 +295,7 @@ BAD = {
     "too few scales": (lambda q, k, v: onchip.attention(q, k._replace(scale=k.scale[..., :2]), v), ValueError, "scales of 2 for 300 tokens"),
     "scales in bf16": (lambda q, k, v: onchip.attention(q, k, v._replace(scale=v.scale.bfloat16())), ValueError, "scale of v is torch.bfloat16"),
     "a source beside learnt scales": (learnt, ValueError, "q has no source, but values or scales that require a gradient"),
+    "learnt scales beside their own source": (learnt_beside, ValueError, "q.scale requires a gradient, and q has a source, which gets it all; detach it"),
     "a source of another shape": (lambda q, k, v: onchip.attention(q, k._replace(source=torch.zeros(3)), v), ValueError, "source of k is torch.float32"),
     "another share": (lambda *qkv: again(*qkv, share="row"), ValueError, "'row'; give one of 'head', 'block', 'token'"),
     "signs of another size": (lambda *qkv: again(*qkv, rotation=torch.ones(32)), ValueError, r"signs \[64\]"),

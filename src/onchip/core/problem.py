@@ -108,7 +108,8 @@ class Operands(NamedTuple):
     q_offsets, k_offsets   int32 [batch + 1] of a packed problem; q_used, k_used: int32 [batch] or None.
     mask, score    the tensors that the mask's and the score's text reads.        sinks   [heads].
     drop, state    the probability, and int64 [2] on the device: seed and offset.
-    scales         of q, k and v in e4m3.        sources   what their gradients go to, see `Quantised`; kernels do not look at it.
+    scales         of q, k and v in e4m3.
+    sources        what their gradients go to, see `Quantised`: of kernels, only those in plain torch look at it, so that autograd finds its way.
     """
 
     scale: float

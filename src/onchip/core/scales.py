@@ -44,7 +44,7 @@ class Quantised(NamedTuple):
     scale    float32 [batch, heads, n], positive; n 1: one for all tokens of a head; ceil(len / 128): one for each 128 in a row; len: one for each
              token. Sizes of 1 are broadcast: [1, 1, 1] is one for the tensor.
     source   a tensor of the values' shape that gets the gradient of `values * scale`, as if nothing had been rounded ("straight through", Bengio et al.,
-             2013): what `quantise` was given, where it needs a gradient; what it holds is not read. None: no gradient.
+             2013): what `quantise` was given, where it needs a gradient; what it holds is not read. Values and scale then get none. None: no gradient.
     """
 
     values: Tensor
@@ -61,9 +61,15 @@ class Quantised(NamedTuple):
 class _Through(torch.autograd.Function):
     """x, with the gradient of `source`."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x: Tensor, source: Tensor):
+    def forward(x: Tensor, source: Tensor):
         return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
     @staticmethod
     def backward(ctx, grad):

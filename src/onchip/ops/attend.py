@@ -185,6 +185,12 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
         raise NotImplementedError(FORWARD)
 
 
+def refuse_training(*wanted: bool) -> None:
+    """Raises where a gradient is wanted of values in e4m3, or of their scales."""
+    if any(wanted):
+        raise NotImplementedError(UNTRAINED)
+
+
 def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
     """Values in e4m3, and their scales: see `attention.quantise`."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -198,23 +204,31 @@ def source_of(x: Tensor, signs: Tensor | None) -> Tensor | None:
     """What the gradient of x in e4m3, rotated, goes to, and so x's: x itself, or what has its shape and no memory of its own."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return None
-    return x if signs is None else _Rotated.apply(x, signs)
+    return x if signs is None else StandIn.apply(x, signs)
 
 
-class _Rotated(torch.autograd.Function):
-    """The shape of x; its gradient is rotated back."""
+class StandIn(torch.autograd.Function):
+    """The shape of x, with no memory of its own; its gradient goes to x, rotated back where there are signs."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, x: Tensor, signs: Tensor):
-        ctx.save_for_backward(signs)
+    def forward(x: Tensor, signs: Tensor | None):
         return x.new_zeros(1).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx, grad):
         (signs,) = ctx.saved_tensors
+        if signs is None:
+            return grad, None
         dim = len(signs)
-        hadamard = rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign()  # +-1: exact in half precision too
-        return (grad @ hadamard.to(grad.dtype)) * (signs * dim**-0.5).to(grad.dtype), None
+        part = 0.5 ** (dim.bit_length() // 2)  # of dim^-0.5, a power of two: exact in half precision, and sums of 1,000 stay below its 65,504
+        hadamard = rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign() * part
+        return (grad @ hadamard.to(grad.dtype)) * (signs * (dim**-0.5 / part)).to(grad.dtype), None
 
 
 class _Quantise(torch.autograd.Function):
@@ -250,8 +264,8 @@ class Attend(torch.autograd.Function):
             raise NotImplementedError("attention: a batch of backward passes at once (is_grads_batched) is not implemented; kernel='reference' has it")
         q, k, v, out, lse, sinks, *score = ctx.saved_tensors
         quantised = ctx.x.scales is not None
-        if quantised and (any(ctx.needs_input_grad[3:6]) or (any(ctx.needs_input_grad[-3:]) and not ctx.sourced)):
-            raise NotImplementedError(UNTRAINED)
+        if quantised:
+            refuse_training(*ctx.needs_input_grad[3:6], *(() if ctx.sourced else ctx.needs_input_grad[-3:]))
         with torch.no_grad():
             d_out = torch.zeros_like(out) if d_out is None else d_out
             grads = attention_backward(ctx.problem, ctx.kernel, ctx.x._replace(sinks=sinks, score=tuple(score)), q, k, v, out, lse, d_out, d_lse)

@@ -201,7 +201,7 @@ def quantise(
             given = list(rotation.shape) if isinstance(rotation, Tensor) else type(rotation).__name__
             raise ValueError(f"quantise: rotation is {given} for head dimension {dim}; give signs [{dim}], of a power of two, or None")
         rotation = rotation.to(q.device, torch.float32).contiguous()
-    run = torch.ops.onchip.quantise if graph.in_graph("auto", q, k, v) else attend.quantise
+    run = graph.quantise if graph.in_graph("auto", q, k, v) else attend.quantise
     return tuple(Quantised(*run(x, share, signs), attend.source_of(x, signs)) for x, signs in ((q, rotation), (k, rotation), (v, None)))
 
 
@@ -246,6 +246,9 @@ def _taken_apart(q, k, v) -> tuple[Tensor, Tensor, Tensor, Scales | None, tuple[
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.source is None and (t.values.requires_grad or t.scale.requires_grad):
             raise ValueError(f"attention: {name} has no source, but values or scales that require a gradient, beside others with a source; detach them")
+        learnt = [] if t.source is None else [field for field in ("values", "scale") if (x := getattr(t, field)).requires_grad and x.is_leaf]
+        if learnt:  # what quantise makes is no leaf
+            raise ValueError(f"attention: {name}.{learnt[0]} requires a gradient, and {name} has a source, which gets it all; detach it, or give no source")
         if t.source is not None and (t.source.shape != t.values.shape or not t.source.is_floating_point() or t.source.device != t.values.device):
             raise ValueError(f"attention: the source of {name} is {_kind(t.source)}; give floats, {list(t.values.shape)} on {t.values.device}, or None")
     sources = tuple(t.scale.new_zeros(1).expand(t.values.shape) if t.source is None else t.source for t in (q, k, v))

@@ -7,7 +7,8 @@ from torch.autograd import forward_ad
 from onchip.core.masks import Band, as_mask
 from onchip.core.problem import Operands
 from onchip.ops import transforms, wire
-from onchip.ops.attend import How, PagedKV, Sizes, check_sinks, drawn, refuse_tangents
+from onchip.ops.attend import How, PagedKV, Sizes, StandIn, check_sinks, drawn, refuse_tangents
+from onchip.ops.registered import Packed
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -27,11 +28,19 @@ def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands,
         x = drawn(how.dropout, q, x)
     longest = (None, None) if x.q_offsets is None else sizes.dims[1:3]
     text, reads = _packed(how, sizes, q, k, v, x)
-    run = torch.ops.onchip.attention
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():  # a compiler cannot follow the functions there
-        run = transforms.attention
+    run = transforms.attention if _transformed() else torch.ops.onchip.attention
     out, lse = run(q, k, v, reads, *longest, x.drop, x.scale, text)
     return (out, lse) if return_lse else out
+
+
+def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `attend.quantise`, through the operator."""
+    return (transforms.quantise if _transformed() else torch.ops.onchip.quantise)(x, share, signs)
+
+
+def _transformed() -> bool:
+    """Whether torch.func wants functions of its own kind, which a compiler cannot follow."""
+    return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
 def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
@@ -49,8 +58,11 @@ def _packed(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands
         check_sinks(how.sinks, sizes.dims[3], q)
     mask = how.mask if isinstance(how.mask, Band) else as_mask(how.mask)
     reads: list[Tensor] = []
-    offsets = (x.q_offsets, x.k_offsets, x.q_used, x.k_used, x.state)
-    text = wire.pack((mask, how.score, how.sinks, *offsets, x.scales, x.sources, how.deterministic, how.batch_invariant, how.kernel), reads, q)
+    operands = {"q_offsets": x.q_offsets, "k_offsets": x.k_offsets, "q_used": x.q_used, "k_used": x.k_used, "state": x.state, "scales": x.scales}
+    asked = {"deterministic": how.deterministic, "batch_invariant": how.batch_invariant, "kernel": how.kernel}
+    sources = x.sources and tuple(StandIn.apply(source, None) for source in x.sources)  # what is read is kept for the backward pass
+    call = Packed(mask=mask, score=how.score, sinks=how.sinks, **operands, **asked, sources=sources)
+    text = wire.pack(call, reads, q)
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *reads)
     return text, reads

@@ -8,19 +8,46 @@
 round these operators, as the boundary costs about 60 us.
 """
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from onchip.core.problem import E4M3, Attention, Operands
 from onchip.core.scales import BLOCK, Scales
 from onchip.dispatch import select
-from onchip.ops import wire
+from onchip.ops import attend, wire
 from onchip.ops.attend import TWICE, UNTRAINED, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_sizes, problem_of, quantise
 
-FIELDS = (  # of `how`
-    *("mask", "score", "sinks", "q_offsets", "k_offsets", "q_used", "k_used", "state", "scales", "sources", "deterministic", "batch_invariant", "kernel"),
-)
-SCORE, SINKS, SCALES, SOURCES = map(FIELDS.index, ("score", "sinks", "scales", "sources"))
+
+class Packed(NamedTuple):
+    """What `how` is the JSON of, in this order. A field that programs were exported without stands at the end, with a default."""
+
+    mask: Any
+    score: Any
+    sinks: Tensor | None
+    q_offsets: Tensor | None
+    k_offsets: Tensor | None
+    q_used: Tensor | None
+    k_used: Tensor | None
+    state: Tensor | None
+    scales: tuple[Tensor, ...] | None
+    deterministic: bool
+    batch_invariant: bool
+    kernel: str
+    sources: tuple[Tensor, ...] | None = None
+
+    @property
+    def offsets(self) -> tuple[Tensor | None, ...]:
+        """And used lengths, as `Operands` has them."""
+        return self[3:7]
+
+    def how(self) -> How:
+        return How(self.mask, self.score, self.sinks, None, self.deterministic, self.batch_invariant, self.kernel)
+
+
+SCORE, SINKS, SCALES, SOURCES = map(Packed._fields.index, ("score", "sinks", "scales", "sources"))
 GRADIENTS = torch._C.DispatchKey.AutogradFunctionality
 
 # ---- the operators
@@ -75,20 +102,20 @@ def paged_backward(
 
 def _call(q, k, v, reads, longest_q, longest_k, drop, scale, how) -> tuple[Attention, Operands, str]:
     """The Problem, the operands and the kernel asked for, of a dense or packed call."""
-    mask, score, sinks, *offsets, state, scales, _, deterministic, batch_invariant, kernel = wire.build(how, reads)
-    if offsets[0] is None:
+    call = Packed(*wire.build(how, reads))
+    if call.q_offsets is None:
         sizes = dense_sizes(q, k, v)
     else:
-        longest = (longest_of(given) if known is None else known for known, given in zip((longest_q, longest_k), offsets[:2], strict=True))
-        sizes = packed_sizes(q, k, v, len(offsets[0]) - 1, *longest)
-    x = Operands(scale, *offsets, drop=drop, state=state, scales=scales and Scales(*scales))
-    return *problem_of("prefill", How(mask, score, sinks, None, deterministic, batch_invariant, kernel), sizes, x, q), kernel
+        longest = (longest_of(given) if known is None else known for known, given in zip((longest_q, longest_k), call.offsets[:2], strict=True))
+        sizes = packed_sizes(q, k, v, len(call.q_offsets) - 1, *longest)
+    x = Operands(scale, *call.offsets, drop=drop, state=call.state, scales=call.scales and Scales(*call.scales))
+    return *problem_of("prefill", call.how(), sizes, x, q), call.kernel
 
 
 def _paged_call(q, k, v, page_table, reads, scale, how) -> tuple[Attention, Operands, str]:
-    mask, score, sinks, *_, batch_invariant, kernel = wire.build(how, reads)
+    call = Packed(*wire.build(how, reads))
     sizes = paged_sizes(q, k, v, page_table.shape[1])
-    return *problem_of("decode", How(mask, score, sinks, None, False, batch_invariant, kernel), sizes, Operands(scale), q), kernel
+    return *problem_of("decode", call.how(), sizes, Operands(scale), q), call.kernel
 
 
 def _given(inputs, grads, d_score, how: str, wanted: list[bool]) -> list[Tensor]:
@@ -101,6 +128,11 @@ def _given(inputs, grads, d_score, how: str, wanted: list[bool]) -> list[Tensor]
             grad = grad.reshape(inputs[3 + n].shape)
             found[3 + n] = found[3 + n] + grad if 3 + n in found else grad
     return [found[n].to(tensor.dtype).contiguous() for n, (tensor, want) in enumerate(zip(inputs, wanted, strict=True)) if want]
+
+
+def of_e4m3(q: Tensor, wanted: Sequence[bool], how: str) -> list[bool]:
+    """What is wanted of q, k, v and their scales where they are in e4m3."""
+    return [*wanted[:3], *(wanted[3 + n] for n in wire.order(how, SCALES))] if q.dtype == E4M3 else []
 
 
 @torch.library.custom_op("onchip::quantise", mutates_args=())
@@ -151,8 +183,7 @@ def _back(ctx, d_out, d_lse):
     q, k, v, *reads, out, lse = ctx.saved_tensors
     *qkv, wanted = ctx.needs_input_grad[:4]
     wanted = [*qkv, *wanted]
-    if q.dtype == E4M3 and (any(qkv) or any(wanted[3 + n] for n in wire.order(ctx.rest[-1], SCALES))):
-        raise NotImplementedError(UNTRAINED)
+    attend.refuse_training(*of_e4m3(q, wanted, ctx.rest[-1]))
     found = iter(
         torch.ops.onchip.attention_backward(q, k, v, reads, *ctx.rest, out, lse, d_out, d_lse, wanted) if d_out is not None or d_lse is not None else ()
     )

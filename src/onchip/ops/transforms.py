@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onchip.core.trace import Traced
 from onchip.ops import registered, wire
-from onchip.ops.attend import FORWARD, TWICE
+from onchip.ops.attend import FORWARD, TWICE, refuse_training
 
 BATCHED = "; give the mapped dimension as the batch, or use kernel='reference'"
 
@@ -37,6 +37,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         *tensors, out, lse = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
+        refuse_training(*registered.of_e4m3(tensors[0], wanted, ctx.rest[-1]))
         found = iter(_Backward.apply((*ctx.rest, wanted), out, lse, d_out, d_lse, *tensors))
         return None, *(next(found) if want else None for want in wanted)
 
@@ -48,6 +49,36 @@ class _Attention(torch.autograd.Function):
     def vmap(info, dims, rest, *tensors):
         tensors = _folded(info, dims[1:], 3, tensors, *rest)
         return tuple(_unfolded(info, t) for t in _Attention.apply(rest, *tensors)), (0, 0)
+
+
+def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As the operator `onchip::quantise`."""
+    return _Quantise.apply(x, share, signs)
+
+
+class _Quantise(torch.autograd.Function):
+    @staticmethod
+    def forward(x, share, signs):
+        return torch.ops.onchip.quantise(x, share, signs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_training(any(grad is not None for grad in grads))
+        return None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError("quantise: forward-mode derivatives (jvp) are not implemented; use reverse mode")
+
+    @staticmethod
+    def vmap(info, dims, x, share, signs):
+        if dims[2] is not None:
+            raise NotImplementedError("quantise: torch.func.vmap over the signs of a rotation is not implemented; give all the same")
+        return tuple(_unfolded(info, t) for t in _Quantise.apply(_fold(info, x, dims[0]), share, signs)), (0, 0)
 
 
 class _Backward(torch.autograd.Function):
@@ -102,12 +133,12 @@ def _refuse_gradients(wanted) -> None:
 
 def _folded(info, dims, count: int, tensors, longest_q, longest_k, drop: float, scale: float, how: str) -> list[Tensor | None]:
     """The tensors, the first `count` with the mapped dimension in front of the batch, as one."""
-    mask, score, _, offsets, *_ = wire.build(how, list(tensors[count:]))
+    call = registered.Packed(*wire.build(how, list(tensors[count:])))
     rules = (
         (all(dim is None for dim in dims[count:]), "over sinks, or over what the mask or score reads,"),
-        (not _reads_batch(mask) and not _reads_batch(score), "of a mask or score that reads the batch index"),
+        (not _reads_batch(call.mask) and not _reads_batch(call.score), "of a mask or score that reads the batch index"),
         (drop == 0, "with dropout"),
-        (offsets is None, "of packed sequences"),
+        (call.q_offsets is None, "of packed sequences"),
     )
     why = next((why for fine, why in rules if not fine), None)
     if why:

@@ -154,8 +154,8 @@ def build(text: str, tensors: list[Tensor]) -> Any:
 
 
 def order(text: str, n: int) -> list[int]:
-    """Which of the tensors the `n`th of a packed tuple reads, in the order of its `parts()`."""
-    return _order(_parsed(text)[n])
+    """Which of the tensors the `n`th of a packed tuple reads, in the order of its `parts()`; none where the tuple is shorter."""
+    return _order(_parsed(text)[n : n + 1])
 
 
 class _Function(NamedTuple):
