@@ -159,7 +159,8 @@ def _not_measured(p: Attention) -> str | None:
 
 def _holds_much(p: Attention) -> str | None:
     """Where float32 sums of all dQ at once show in the peak of memory: 64k keys, 16 heads of 128, 1.25 of what must exist, in two launches 1.13."""
-    held = 4 * (p.tokens or p.batch * p.len_q) * p.heads * p.dim
+    rows = p.tokens + 136 * p.batch if p.keys == "packed" else p.batch * p.len_q  # each sequence of a packed batch moves a tile on
+    held = 4 * rows * p.heads * (64 if p.dim <= 64 else 128)
     return f"{held >> 20} MiB of sums at once, of at most {MUCH >> 20}: hopper_backward makes them in shares" if held > MUCH else None
 
 

@@ -10,6 +10,7 @@ so that 16 bytes a thread go in and out without bank conflicts; a kernel before 
 """
 
 import functools
+import threading
 from typing import NamedTuple
 
 import cuda.bindings.driver as driver
@@ -452,21 +453,30 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     return [Tiles(m, 128, 2, programs_of(device))]
 
 
-@functools.cache
+_compiling = threading.Lock()  # CuTe DSL traces in one thread at a time; autograd has one for each GPU
+
+
 def compiled(shape: Shape) -> Compiled:
+    with _compiling:
+        return _compiled(shape)
+
+
+@functools.cache
+def _compiled(shape: Shape) -> Compiled:
     return Compiled(Backward(shape), shape.dtype, ARGUMENTS)
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
     packed = x.q_offsets is not None
-    new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (q.numel(), k.numel()) else torch.empty
+    some = 0 not in (q.numel(), k.numel(), p.len_q, p.len_k)
+    new = torch.empty if some and x.q_used is None and x.k_used is None else torch.zeros
     grads = [new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
     d_sinks = None if x.sinks is None else torch.zeros_like(x.sinks)
     if q.numel():
         lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, out, d_out, *grads)]  # [batch, heads, len, dim]
         lead = [t if describable(t) else t.contiguous() for t in lead[:5]] + lead[5:]
-        delta = _over(p, tiles, lead, lse, d_lse, x) if k.numel() else statistics(p, lead[3], lead[4], lse, d_lse, LOG2E)[0]
+        delta = _over(p, tiles, lead, lse, d_lse, x) if some else statistics(p, lead[3], lead[4], lse, d_lse, LOG2E)[0]
         if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
             d_sinks = sink_gradient(x.sinks, lse, delta[:, :, : lse.shape[-1]])
     return *grads, d_sinks, (None,) * len(x.score)
@@ -488,12 +498,11 @@ def _over(p: Attention, tiles: Tiles, lead, lse, d_lse, x: Operands):
         places, kv_heads, keys = len(listed), p.kv_heads, p.tokens_k or p.tokens
     at = held.data_ptr()
     sums = at + 4 * every * shape.width, at + 4 * every * (shape.width + 1), at, at + 4 * every * (shape.width + 2)
-    if d_lse is not None:
-        d_lse = d_lse.float().contiguous()
+    lse, d_lse = lse.contiguous(), None if d_lse is None else d_lse.float().contiguous()
     others = (0 if t is None else t.data_ptr() for t in (listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used))
     strides = (s for t in lead for s in t.stride()[:3])
     compiled(shape)(
-        *(t.data_ptr() for t in lead), lse.contiguous().data_ptr(), 0 if d_lse is None else d_lse.data_ptr(), *sums, *others, *strides,
+        *(t.data_ptr() for t in lead), lse.data_ptr(), 0 if d_lse is None else d_lse.data_ptr(), *sums, *others, *strides,
         places * kv_heads, places, together(p, 3 * keys), p.batch, p.kv_heads, p.group, p.len_q, p.len_k, pitch, rows,
         min(places * kv_heads, tiles.programs), x.scale,
     )  # fmt: skip
