@@ -69,7 +69,7 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     )
     learning = select(BACKWARD._replace(dtype=FP64, extras=("unheard of",)), H200)
     assert learning.kernel.name == "blocked"
-    missing = () if importlib.util.find_spec("cutlass") else ("needs the extra onchip[cutlass]: pip install 'onchip[cutlass]'",)
+    missing = () if importlib.util.find_spec("cutlass") else ("needs the extra onchip[cutlass]: pip install '.[cutlass]' in a checkout",)
     assert learning.refused == (
         ("cutlass_backward", (*missing, "dtype fp64 is not one of bf16, fp16", "no unheard of")),
         ("hopper_backward", ("dtype fp64 is not one of bf16, fp16", "no unheard of")),

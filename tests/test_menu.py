@@ -312,7 +312,7 @@ def test_an_extra_not_installed(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton" or (None if name == "cutlass" else find(name)))
     reasons = OPS["backward"].kernel("cutlass_backward").refuses(TYPICAL["backward"], H200)
-    assert reasons == ["needs the extra onchip[cutlass]: pip install 'onchip[cutlass]'"]
+    assert reasons == ["needs the extra onchip[cutlass]: pip install '.[cutlass]' in a checkout"]
 
 
 def test_what_cutlass_leaves_to_others():

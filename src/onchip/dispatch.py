@@ -22,7 +22,7 @@ _recorders: list[list["Decision"]] = []
 class Decision:
     """The kernel chosen for a Problem on a device, and why the ones before it were not.
 
-    refused   ((kernel name, its reasons), ...) in the order of the menu: what it cannot do, or who does it faster.
+    refused   ((kernel name, its reasons), ...) in the order of the menu: what it cannot do, or what does it better.
     """
 
     problem: Problem
@@ -53,7 +53,7 @@ class Decision:
 
 
 def select(problem: Problem, device: torch.device | Device, kernel: str = "auto") -> Decision:
-    """The Decision for `problem`: the first kernel of the menu that neither refuses it nor knows of a faster one, or the one named.
+    """The Decision for `problem`: the first kernel of the menu that neither refuses it nor knows of a better one, or the one named.
 
     Raises `Unsupported` with every reason when the named kernel refuses, when none is left, or when `ONCHIP_STRICT` is
     set and only a portable kernel is left on a GPU. A second call with an equal problem is one dictionary look-up.

@@ -24,7 +24,7 @@ class Kernel:
     arch      {device kind: least arch, or (the only one,)}; empty: any device torch has.
     accepts   {field of the Problem: the values it may have}; for a class, instances of it.
     also      functions problem -> reason or None, for what no single field can say.
-    slower    the same for what another kernel does faster: such a problem is only taken when this kernel is asked for by name.
+    slower    the same for what another kernel does faster, or in less memory: such a problem is only taken when this kernel is asked for by name.
     portable  plain torch: on a GPU a slow fallback, which ONCHIP_STRICT turns into an error.
     extra     the optional extra of onchip that it needs, called like the module that this brings.
     """
@@ -56,7 +56,7 @@ class Kernel:
         elif self.needs_triton and importlib.util.find_spec("triton") is None:
             reasons.append("needs the package triton")
         elif self.extra and importlib.util.find_spec(self.extra) is None:
-            reasons.append(f"needs the extra onchip[{self.extra}]: pip install 'onchip[{self.extra}]'")
+            reasons.append(f"needs the extra onchip[{self.extra}]: pip install '.[{self.extra}]' in a checkout")
         for name, allowed in self.accepts.items():
             value = getattr(problem, name)
             if not (isinstance(value, allowed) if _is_types(allowed) else value in allowed):
@@ -64,7 +64,7 @@ class Kernel:
         return reasons + _reasons(self.also, problem)
 
     def leaves(self, problem: Problem, device: Device) -> list[str]:
-        """Every reason not to take `problem` unless asked to: what it refuses, and what another kernel does faster."""
+        """Every reason not to take `problem` unless asked to: what it refuses, and what another kernel does better."""
         return self.refuses(problem, device) or _reasons(self.slower, problem)
 
     def load(self) -> Callable:
