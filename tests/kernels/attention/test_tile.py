@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from onchip.core.masks import Causal, Document, Full, Window
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention.tile import remembered, sequence_tiles
+from onchip.kernels.attention.tile import describable, for_tma, remembered, sequence_tiles
 
 # ---- tiles of a packed batch
 
@@ -101,3 +101,39 @@ def test_remembered_until_a_tensor_changes():
     with torch.inference_mode():
         blank = torch.zeros(3)
     assert [ask(of=blank), ask(of=blank)] == [5, 6]
+
+
+# ---- what TMA takes
+
+
+def laid_out(shape: tuple, strides: tuple, first: int, dtype=torch.bfloat16):
+    """Random numbers in memory that begins at a multiple of 16 bytes, `first` places on."""
+    size = first + 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return torch.randint(1, 99, (size,)).to(dtype).as_strided(shape, strides, first)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "first", "dtype", "fits"),
+    [
+        ((2, 4, 3, 64), (768, 192, 64, 1), 0, torch.bfloat16, True),
+        ((2, 4, 3, 64), (768, 192, 64, 1), 8, torch.bfloat16, True),
+        ((2, 4, 3, 64), (768, 192, 64, 1), 1, torch.bfloat16, False),  # contiguous, so that `contiguous` does not move it
+        ((2, 4, 3, 64), (768, 192, 64, 1), 8, torch.uint8, False),
+        ((2, 4, 3, 64), (768, 192, 64, 1), 4, torch.float32, True),
+        ((12, 3, 64), (192, 64, 1), 7, torch.bfloat16, False),
+        ((12, 3, 64), (192, 64, 1), 16, torch.bfloat16, True),
+        ((2, 4, 3, 64), (780, 195, 65, 1), 0, torch.bfloat16, False),
+        ((1, 4, 3, 64), (3, 192, 64, 1), 0, torch.bfloat16, False),  # contiguous too, since there is one
+        ((2, 4, 3, 64), (0, 192, 64, 1), 0, torch.bfloat16, False),
+        ((1, 4, 3, 64), (0, 192, 64, 1), 0, torch.bfloat16, True),
+        ((2, 4, 3, 64), (768, 192, 1, 3), 0, torch.bfloat16, False),
+    ],
+)
+def test_what_tma_takes(shape, strides, first, dtype, fits):
+    """As it is, or a copy that it takes, of the same numbers."""
+    t = laid_out(shape, strides, first, dtype)
+    assert describable(t) == fits
+    mended = for_tma(t)
+    assert (mended is t) == fits
+    assert describable(mended) and mended.data_ptr() % 16 == 0
+    assert torch.equal(mended, t)

@@ -35,7 +35,7 @@ from onchip.kernels.attention.hopper_backward_tiles import (
 )
 from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
-from onchip.kernels.attention.tile import describable, ends, fast, mask_map, sequence_tiles, together
+from onchip.kernels.attention.tile import ends, fast, for_tma, mask_map, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
     arrive_and_wait,
@@ -397,7 +397,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
     delta = None
     if q.numel():
         lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, out, dq, dk, dv)]  # [batch, heads, len, dim]
-        lead = [t if describable(t) else t.contiguous() for t in lead[:4]] + lead[4:]
+        lead = [*map(for_tma, lead[:4]), *lead[4:]]
         sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
         score = score_grad = None
         before, gain = x.scale, 1.0

@@ -22,7 +22,7 @@ from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import SMALLEST, Scales
 from onchip.kernels.attention.hopper_tiles import hide, key_steps, locate, next_sequence, place_of, programs_and_counter, programs_of
-from onchip.kernels.attention.tile import describable, ends, together
+from onchip.kernels.attention.tile import ends, for_tma, together
 from onchip.kernels.hopper import (
     advance,
     as_bytes,
@@ -426,7 +426,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
         out.zero_()
         return (out, lse.fill_(-torch.inf)) if return_lse else out
     first = [t.transpose(1, 2) for t in (q, k, v, out)]  # [batch, heads, len, dim]
-    first = [t if describable(t) else t.contiguous() for t in first]
+    first = [*map(for_tma, first[:3]), first[3]]
     left, right, top_left = ends(p.mask)
     each_q, each_k, each_v = Scales.share(scales.q, p.len_q), Scales.share(scales.k, p.len_k), Scales.share(scales.v, p.len_k)
     assert all(each <= 1 or each % tiles.n == 0 for each in (each_k, each_v)), f"a tile of {tiles.n} keys has one scale"

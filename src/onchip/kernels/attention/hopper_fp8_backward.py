@@ -36,7 +36,7 @@ from onchip.core.scales import SMALLEST, Scales
 from onchip.kernels.attention.fp8_operands import of_output, turned
 from onchip.kernels.attention.hopper_backward_tiles import LOG2E, send, step_tile, steps_of, weights
 from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
-from onchip.kernels.attention.tile import describable, ends, together
+from onchip.kernels.attention.tile import ends, for_tma, together
 from onchip.kernels.hopper import (
     advance,
     arrive_and_wait,
@@ -425,7 +425,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
     grads = [new(t.shape, dtype=torch.bfloat16, device=t.device) for t in (q, k, v)]
     if q.numel() and k.numel():
         q, k, v, out, d_out, dq, dk, dv = (t.transpose(1, 2) for t in (q, k, v, out, d_out, *grads))  # [batch, heads, len, dim]
-        q, k, v = (t if describable(t) else t.contiguous() for t in (q, k, v))
+        q, k, v = map(for_tma, (q, k, v))
         lasts = [Scales.share(scale, t.shape[2]) for scale, t in zip(x.scales, (q, k, v), strict=True)]
         relative, most = zip(*(_relative(scale, p, t) for scale, t in zip(x.scales, (q, k, v), strict=True)), strict=True)
         do, do_turned, token, lses, deltas = of_output(p, out, d_out, lse, d_lse, most[2], tiles.queries)

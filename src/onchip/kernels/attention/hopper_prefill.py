@@ -51,7 +51,7 @@ from onchip.kernels.attention.hopper_tiles import (
     tile_of,
 )
 from onchip.kernels.attention.texts import only_adds
-from onchip.kernels.attention.tile import describable, device_functions, ends, mask_map, outputs, sequence_tiles, together
+from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
     as_halves,
@@ -551,7 +551,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
     first = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch, heads, len, dim]
-    first = [t if describable(t) else t.contiguous() for t in first]
+    first = [*map(for_tma, first[:3]), first[3]]
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     bold = width <= 128 and (p.score is None or only_adds(p.score.text))  # at 256 finding a maximum hides behind the products

@@ -417,6 +417,12 @@ def has_tma(device: torch.device) -> bool:
 
 
 def describable(t) -> bool:
-    """TMA wants a 16-byte aligned base and strides, and none of 0."""
-    size = t.element_size()
-    return t.data_ptr() % 16 == 0 and all(s * size % 16 == 0 and (s > 0 or n == 1) for s, n in zip(t.stride()[:3], t.shape, strict=False)) and t.stride(3) == 1
+    """TMA wants a base and strides of whole 16 bytes, none of 0, and the last dimension's side by side."""
+    unit = 16 // t.element_size()
+    *outer, last = t.stride()
+    return last == 1 and t.data_ptr() % 16 == 0 and all(s % unit == 0 and (s > 0 or n == 1) for s, n in zip(outer, t.shape, strict=False))
+
+
+def for_tma(t):
+    """`t`, or a copy that TMA takes. (A contiguous tensor that begins anywhere is what `contiguous` gives back as it is.)"""
+    return t if describable(t) else t.clone(memory_format=torch.contiguous_format)
