@@ -353,16 +353,6 @@ def test_who_takes_many_queries_over_pages():
     assert kernel.refuses(p._replace(mask=KeyPadding(torch.ones(2, dtype=torch.int32)).static()), H200)[0].endswith("hides may be NaN")
 
 
-def test_long_gradients_are_made_in_shares():
-    p = TYPICAL["backward"]._replace(batch=1, heads=16, kv_heads=16, dim=128, mask=Causal())
-    kernel = OPS["backward"].kernel("cutlass_backward")
-    why = "512 MiB of sums at once, of at most 256: hopper_backward makes them in shares"
-    asked = [[why for rule in kernel.slower if (why := rule(p._replace(len_q=n, len_k=n)))] for n in (32_768, 65_536)]
-    assert asked == [[], [why]]
-    many = p._replace(dim=64, batch=8192, len_q=40, len_k=40, keys="packed", tokens=65_536)
-    assert any("hopper_backward makes them in shares" in (rule(many) or "") for rule in kernel.slower)
-
-
 def test_few_queries_share_a_tile_with_other_heads():
     """On Hopper, which then reads keys once for all heads of a group; many fill tiles of their own."""
     pytest.importorskip("triton")

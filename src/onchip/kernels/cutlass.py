@@ -5,6 +5,8 @@ the buffers filled (or read) so far is the place in it.
 """
 
 import ctypes
+import struct
+import threading
 
 import cuda.bindings.driver as driver
 import cutlass
@@ -144,22 +146,30 @@ def draw(counter):
 
 # ---- host
 
-_KINDS = {Int32: ctypes.c_int32, Int64: ctypes.c_int64, Float32: ctypes.c_float}
+_CODES = {Int32: "i", Int64: "q", Float32: "f"}  # of `struct`
 
 
 class Compiled:
-    """A compiled function of pointers and numbers, on a stream. A launch takes a list of their addresses and nothing of the DSL's own bookkeeping: 20 us."""
+    """A compiled function of pointers and numbers, on a stream. A launch writes them where the function looks for them, a place of each thread's own made
+    once, and takes nothing of the DSL's own bookkeeping: 8 us (19 with an object for each)."""
 
     def __init__(self, function, dtype, arguments: tuple, **options):
         """`arguments`: a type for each number, ("pointer", type, alignment in bytes) for each pointer (None: `dtype`), a tuple of these for a tuple."""
         self.compiled = cute.compile(function, *(_example(a, dtype) for a in arguments), driver.CUstream(0), **options)
-        self.kinds = [*_flat(arguments), ctypes.c_void_p]
+        self.codes = "@" + _codes(arguments) + "P"
+        self.packer = struct.Struct(self.codes)
+        self.mine = threading.local()
 
     def __call__(self, *values):
         """The numbers and addresses, in order and without tuples, on the current stream of the current device."""
-        stream = torch.cuda.current_stream().cuda_stream
-        held = [kind(value) for kind, value in zip(self.kinds, (*values, stream), strict=True)]
-        self.compiled.run_compiled_program([ctypes.addressof(one) for one in held])
+        mine = self.mine
+        if not hasattr(mine, "memory"):
+            mine.memory = (ctypes.c_int64 * (self.packer.size // 8 + 1))()
+            ends = (struct.calcsize(self.codes[: i + 1]) for i in range(1, len(self.codes)))
+            first = ctypes.addressof(mine.memory)
+            mine.addresses = [ctypes.c_void_p(first + end - struct.calcsize("@" + code)) for end, code in zip(ends, self.codes[1:], strict=True)]
+        self.packer.pack_into(mine.memory, 0, *values, torch.cuda.current_stream().cuda_stream)
+        self.compiled.run_compiled_program(mine.addresses)
 
 
 def _example(argument, dtype):
@@ -168,11 +178,7 @@ def _example(argument, dtype):
     return tuple(_example(a, dtype) for a in argument) if isinstance(argument, tuple) else argument(1)
 
 
-def _flat(arguments: tuple) -> list:
-    found = []
-    for a in arguments:
-        if isinstance(a, tuple) and a[0] == "pointer":
-            found.append(ctypes.c_void_p)
-        else:
-            found += _flat(a) if isinstance(a, tuple) else [_KINDS[a]]
-    return found
+def _codes(arguments: tuple) -> str:
+    """A letter of `struct` for each pointer and number."""
+    pointers = ("P" if isinstance(a, tuple) and a[0] == "pointer" else None for a in arguments)
+    return "".join(p or (_codes(a) if isinstance(a, tuple) else _CODES[a]) for p, a in zip(pointers, arguments, strict=True))

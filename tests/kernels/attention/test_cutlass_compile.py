@@ -1,6 +1,10 @@
 """The CuTe DSL kernels compiled for a Hopper GPU that is not here: products, copies, what ptxas spills. Needs the extra onchip[cutlass]."""
 
+import ctypes
 import re
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,11 +12,13 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("cutlass", reason="the extra onchip[cutlass] is not installed (a large download, which `make test` leaves out)")
 
+from cutlass import Float32, Int32, Int64
+
 from offline import _ptxas
 from onchip.core import device as devices
 from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import Attention
-from onchip.kernels.attention import cutlass_backward
+from onchip.core.problem import Attention, Operands
+from onchip.kernels.attention import cutlass_backward, statistics
 from onchip.kernels.attention.tile import ends
 from onchip.kernels.cutlass import DTYPES, Compiled
 
@@ -48,3 +54,81 @@ def test_cutlass_backward(dim, band, packed, dtype, most, tmp_path, monkeypatch)
     assert "serializ" not in log
     assert sum(int(size) for size in re.findall(r"(\d+) bytes spill", log)) <= most, log
     assert re.search(r"Used 168 registers", log)
+
+
+class Recorder:
+    """A compiled function that runs nothing: the values of each launch, named."""
+
+    NAMES = (
+        *("q", "k", "v", "out", "do", "dq", "dk", "dv", "lse", "d_lse", "lse2", "delta", "sums", "counter"),
+        *("listed", "q_offsets", "k_offsets", "q_used", "k_used"),
+        *(f"{name}_{axis}" for name in ("q", "k", "v", "out", "do", "dq", "dk", "dv") for axis in ("sequence", "head", "row")),
+        *("tiles", "places", "together", "batch", "kv_heads", "group", "len_q", "len_k", "pitch", "rows", "programs", "scale"),
+    )  # fmt: skip
+
+    def __init__(self, *_arguments):
+        self.calls = []
+
+    def __call__(self, *values):
+        self.calls.append(SimpleNamespace(**dict(zip(self.NAMES, values, strict=True))))
+
+
+@pytest.mark.parametrize("much", [1, 1 << 18, 1 << 28])
+@pytest.mark.parametrize("packed", [False, True])
+def test_shares(much, packed, monkeypatch):
+    """The launches of a problem: every head of every tensor once, sums of no more than may be held, no grid beyond what a GPU takes."""
+    monkeypatch.setattr(statistics, "MUCH", much)
+    monkeypatch.setattr(cutlass_backward, "Compiled", Recorder)
+    monkeypatch.setattr(cutlass_backward, "_made", {})
+    monkeypatch.setattr(cutlass_backward, "sequence_tiles", lambda p, x, n, of_keys: torch.zeros(9, 2, dtype=torch.int32))
+    batch, n, kv_heads, group, dim = 6, 128, 4, 2, 64
+    p = Attention("backward", batch, n, n, kv_heads * group, kv_heads, dim, torch.bfloat16, Causal(), *(("packed", 0, batch * n) if packed else ()))
+    (tiles,) = cutlass_backward.configs(p, H200)
+    lead = (batch * n,) if packed else (batch, n)
+    of_q, of_k = (torch.zeros(*lead, heads, dim, dtype=torch.bfloat16) for heads in (p.heads, kv_heads))
+    odd = torch.zeros(of_q.numel() + 1, dtype=torch.bfloat16)[1:].view(of_q.shape)  # no place for TMA
+    lse = torch.zeros((p.heads, batch * n) if packed else (batch, p.heads, n))
+    offsets = torch.arange(0, batch * n + 1, n, dtype=torch.int32)
+    x = Operands(0.1, offsets, offsets) if packed else Operands(0.1)
+    grads = cutlass_backward.launch(p, tiles, odd, of_k, of_k, of_q, lse, of_q, lse, x)
+    assert [g.shape for g in grads[:3]] == [t.shape for t in (of_q, of_k, of_k)]
+    ((shape, recorder),) = cutlass_backward._made.values()
+    seen, kv_seen = [], []
+    for call in recorder.calls:
+        sequences = 1 if packed else call.batch
+        assert call.batch == batch if packed else True
+        assert call.tiles == call.places * sequences * call.kv_heads and call.programs == min(call.tiles, tiles.programs)
+        held = 4 * sequences * call.kv_heads * call.group * call.pitch * shape.width
+        assert held <= much or sequences * call.kv_heads == 1
+        assert max(sequences, call.kv_heads * call.group) <= 65_535
+        assert all(address % 16 == 0 for address in (call.q, call.out, call.do, call.lse2, call.delta, call.sums, call.counter))
+        first = (call.lse - lse.data_ptr()) // (4 * call.rows)  # counted in heads through the batch
+        assert call.delta - recorder.calls[0].delta == 4 * first * call.pitch and call.d_lse == call.lse
+        for name, start, heads, step in (("out", of_q, p.heads, 1), ("do", of_q, p.heads, 1), ("dq", grads[0], p.heads, 1), ("k", of_k, kv_heads, group),
+                                         ("v", of_k, kv_heads, group), ("dk", grads[1], kv_heads, group), ("dv", grads[2], kv_heads, group)):  # fmt: skip
+            away = (getattr(call, name) - start.data_ptr()) // 2
+            b, h = divmod(first // step, heads)
+            assert away == b * getattr(call, f"{name}_sequence") + h * getattr(call, f"{name}_head")
+            assert getattr(call, f"{name}_row") == heads * dim and getattr(call, f"{name}_head") == dim
+        assert call.q - recorder.calls[0].q == call.out - of_q.data_ptr()
+        seen += range(first, first + sequences * call.kv_heads * group)
+        kv_seen += range(first // group, first // group + sequences * call.kv_heads)
+    assert seen == list(range((1 if packed else batch) * p.heads)) and kv_seen == list(range((1 if packed else batch) * kv_heads))
+    assert len(recorder.calls) == {1: 4 if packed else 24, 1 << 18: 4 if packed else 6, 1 << 28: 1}[much]
+
+
+def test_values_are_written_where_the_function_looks(monkeypatch):
+    """Each at an address of its own kind's size, in order, the stream last; a place for each thread."""
+    ran = []
+    monkeypatch.setattr("onchip.kernels.cutlass.cute.compile", lambda *_values, **_options: SimpleNamespace(run_compiled_program=ran.append))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    run = Compiled(None, DTYPES[torch.bfloat16], (("pointer", None, 16), (Int32, ("pointer", Int32, 4), Int64), Float32, Int64))
+    kinds = ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int64, ctypes.c_void_p
+    for values in ((1 << 40, -5, 16, 1 << 33, 0.5, -(1 << 35)), (32, 6, 1 << 41, 7, -2.0, 8)):
+        run(*values)
+        assert [kind.from_address(at.value).value for kind, at in zip(kinds, ran[-1], strict=True)] == [*values, 77]
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(run, *values).result()
+    assert {at.value for at in ran[0]} == {at.value for at in ran[1]} and not {at.value for at in ran[0]} & {at.value for at in ran[2]}
+    with pytest.raises(struct.error):
+        run(0, 1 << 31, 0, 0, 0.0, 0)

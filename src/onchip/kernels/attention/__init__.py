@@ -13,7 +13,6 @@ HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
 MASKS = (*BANDS, Traced)
-MUCH = 1 << 28  # bytes
 FEW = 1e8  # pairs of a query and a key
 
 
@@ -157,13 +156,6 @@ def _not_measured(p: Attention) -> str | None:
     return "a score looks values up at places that it computes: not measured" if gathers else None
 
 
-def _holds_much(p: Attention) -> str | None:
-    """Where float32 sums of all dQ at once show in the peak of memory: 64k keys, 16 heads of 128, 1.25 of what must exist, in two launches 1.13."""
-    rows = p.tokens + 136 * p.batch if p.keys == "packed" else p.batch * p.len_q  # each sequence of a packed batch moves a tile on
-    held = 4 * rows * p.heads * (64 if p.dim <= 64 else 128)
-    return f"{held >> 20} MiB of sums at once, of at most {MUCH >> 20}: hopper_backward makes them in shares" if held > MUCH else None
-
-
 def _slower_backward_on_hopper(p: Attention) -> str | None:
     """What `triton_backward` does faster on an H200. The batch does not choose where it must not show."""
     pairs = p.batch * p.heads * p.len_q * p.len_k
@@ -220,7 +212,7 @@ BACKWARD = Op(
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 129, 8), "mask": BANDS, "keys": ("dense", "packed"), "score": (None,)},
             also=(_one_width, _only("sinks", "used"), _sinks_of_tokens),
-            slower=(_slower_backward_on_hopper, _holds_much),
+            slower=(_slower_backward_on_hopper,),
             extra="cutlass",
         ),
         Kernel(

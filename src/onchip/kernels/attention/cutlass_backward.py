@@ -6,10 +6,10 @@ One warp copies (TMA): K and V once, Q with LSE and dO with delta round two ring
 in registers. dS goes through shared memory too, [queries, keys], and of it each warpgroup makes half of dQ^T, turned so that queries are columns, of which
 there may be any multiple of 16. Two more warps send what the warpgroups leave in a buffer: dQ, added to float32 sums in any order, then dV and dK.
 A step of 80 x 128 at d128 keeps the tensor cores busy for 3,200 cycles and shared memory for 2,790. Sums of dQ are in the order of the threads that make them,
-so that 16 bytes a thread go in and out without bank conflicts; a kernel before clears them, one after rounds them (`cutlass_backward_ends`), all in one call.
+so that 16 bytes a thread go in and out without bank conflicts; a kernel before clears them, one after rounds them (`cutlass_backward_ends`), all in one call,
+and in several calls where the sums of all heads would take much memory (`statistics.shares`).
 """
 
-import functools
 import threading
 from typing import NamedTuple
 
@@ -17,7 +17,6 @@ import cuda.bindings.driver as driver
 import cutlass
 import cutlass.cute as cute
 import torch
-import triton
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
@@ -43,8 +42,8 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
     tile_of,
 )
 from onchip.kernels.attention.hopper_tiles import programs_of
-from onchip.kernels.attention.statistics import sink_gradient, statistics
-from onchip.kernels.attention.tile import describable, ends, sequence_tiles, together
+from onchip.kernels.attention.statistics import shares, sink_gradient, statistics
+from onchip.kernels.attention.tile import ends, for_tma, sequence_tiles, together
 from onchip.kernels.cutlass import (
     COLUMNS,
     DTYPES,
@@ -427,8 +426,8 @@ class Backward:
 
 # ---- host
 
-_HALF, _FLOATS, _INTS, _STRIDES = ("pointer", None, 16), ("pointer", Float32, 16), ("pointer", Int32, 4), (Int64,) * 3
-ARGUMENTS = (*(_HALF,) * 8, _FLOATS, _FLOATS, (_FLOATS, _FLOATS, _FLOATS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 8, (Int32,) * 9, Int32, Int32, Float32)
+_HALF, _FLOATS, _FLOAT, _INTS, _STRIDES = ("pointer", None, 16), ("pointer", Float32, 16), ("pointer", Float32, 4), ("pointer", Int32, 4), (Int64,) * 3
+ARGUMENTS = (*(_HALF,) * 8, _FLOAT, _FLOAT, (_FLOATS, _FLOATS, _FLOATS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 8, (Int32,) * 9, Int32, Int32, Float32)
 
 
 class Tiles(NamedTuple):
@@ -453,57 +452,74 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     return [Tiles(m, 128, 2, programs_of(device))]
 
 
-_compiling = threading.Lock()  # CuTe DSL traces in one thread at a time; autograd has one for each GPU
+_made: dict[tuple, tuple[Shape, Compiled]] = {}
+_making = threading.Lock()  # CuTe DSL traces in one thread at a time; autograd has one for each GPU
 
 
-def compiled(shape: Shape) -> Compiled:
-    with _compiling:
-        return _compiled(shape)
-
-
-@functools.cache
-def _compiled(shape: Shape) -> Compiled:
-    return Compiled(Backward(shape), shape.dtype, ARGUMENTS)
+def compiled(dtype: torch.dtype, *fields) -> tuple[Shape, Compiled]:
+    """The Shape of these fields, and the kernel for it. (To look up a tuple takes a microsecond; to make a Shape and hash it, five.)"""
+    found = _made.get((dtype, fields))
+    if found is None:
+        with _making:
+            found = _made.get((dtype, fields))
+            if found is None:
+                shape = Shape(DTYPES[dtype], *fields)
+                found = _made[dtype, fields] = shape, Compiled(Backward(shape), shape.dtype, ARGUMENTS)
+    return found
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
-    packed = x.q_offsets is not None
     some = 0 not in (q.numel(), k.numel(), p.len_q, p.len_k)
-    new = torch.empty if some and x.q_used is None and x.k_used is None else torch.zeros
-    grads = [new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)]
+    new = torch.empty_like if some and x.q_used is None and x.k_used is None else torch.zeros_like
+    grads = [new(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     d_sinks = None if x.sinks is None else torch.zeros_like(x.sinks)
     if q.numel():
-        lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, out, d_out, *grads)]  # [batch, heads, len, dim]
-        lead = [t if describable(t) else t.contiguous() for t in lead[:5]] + lead[5:]
-        delta = _over(p, tiles, lead, lse, d_lse, x) if some else statistics(p, lead[3], lead[4], lse, d_lse, LOG2E)[0]
+        if some:
+            delta = _over(p, tiles, [*map(for_tma, (q, k, v, out, d_out)), *grads], lse, d_lse, x)
+        else:
+            heads_first = (t.transpose(0, 1)[None] if x.q_offsets is not None else t.transpose(1, 2) for t in (out, d_out))
+            delta, _ = statistics(p, *heads_first, lse, d_lse, LOG2E)
         if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
             d_sinks = sink_gradient(x.sinks, lse, delta[:, :, : lse.shape[-1]])
     return *grads, d_sinks, (None,) * len(x.score)
 
 
-def _over(p: Attention, tiles: Tiles, lead, lse, d_lse, x: Operands):
-    """Prologue, kernel and rounding in one call; delta [batch, heads, rows]."""
-    q = lead[0]
+OF_QUERIES = True, False, False, True, True, True, False, False  # of q, k, v, out, dO, dQ, dK, dV: those with a head for each head of q
+
+
+def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
+    """Prologue, kernel and rounding in one call, for each share of the key heads; delta [batch, heads, rows]."""
+    q = tensors[0]
     packed = x.q_offsets is not None
-    left, right, top_left = ends(p.mask)
-    shape = Shape(DTYPES[q.dtype], *tiles[:3], p.dim, left, right, top_left, packed, x.q_used is not None, x.k_used is not None, d_lse is not None)
-    batch, heads, rows, _ = q.shape
-    pitch = triton.cdiv(rows + p.batch * shape.pad, 8) * 8 if packed else triton.cdiv(rows, tiles.m) * tiles.m
-    every = batch * heads * pitch
-    held = torch.empty(every * (shape.width + 2) + 4, dtype=torch.float32, device=q.device)  # dQ's sums, LSE, delta, and what counts the tiles drawn
-    listed, places, kv_heads, keys = None, triton.cdiv(p.len_k, tiles.n), p.batch * p.kv_heads, p.len_k
+    shape, run = compiled(q.dtype, *tiles[:3], p.dim, *ends(p.mask), packed, x.q_used is not None, x.k_used is not None, d_lse is not None)
+    batch, rows = (1, len(q)) if packed else q.shape[:2]
+    pitch = -(-(rows + p.batch * shape.pad) // 8) * 8 if packed else -(-rows // tiles.m) * tiles.m
+    parts = shares(batch, p.kv_heads, p.group, 4 * pitch * shape.width)
+    most, every = parts[0].sequences * parts[0].heads * p.group * pitch, batch * p.heads * pitch
+    # dQ's sums and LSE of a share, what counts the tiles drawn, and delta of all
+    held = torch.empty(most * (shape.width + 1) + 4 + every, dtype=torch.float32, device=q.device)
+    sums = held.data_ptr()
+    lses = sums + 4 * most * shape.width
+    counter, deltas = lses + 4 * most, lses + 4 * most + 16
+    listed, places, keys = None, -(-p.len_k // tiles.n), p.len_k
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
-        places, kv_heads, keys = len(listed), p.kv_heads, p.tokens_k or p.tokens
-    at = held.data_ptr()
-    sums = at + 4 * every * shape.width, at + 4 * every * (shape.width + 1), at, at + 4 * every * (shape.width + 2)
+        places, keys = len(listed), p.tokens_k or p.tokens
+    side_by_side = together(p, 3 * keys)
     lse, d_lse = lse.contiguous(), None if d_lse is None else d_lse.float().contiguous()
-    others = (0 if t is None else t.data_ptr() for t in (listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used))
-    strides = (s for t in lead for s in t.stride()[:3])
-    compiled(shape)(
-        *(t.data_ptr() for t in lead), lse.data_ptr(), 0 if d_lse is None else d_lse.data_ptr(), *sums, *others, *strides,
-        places * kv_heads, places, together(p, 3 * keys), p.batch, p.kv_heads, p.group, p.len_q, p.len_k, pitch, rows,
-        min(places * kv_heads, tiles.programs), x.scale,
-    )  # fmt: skip
-    return held[every * (shape.width + 1) : every * (shape.width + 2)].view(batch, heads, pitch)
+    lse_at, d_lse_at = lse.data_ptr(), 0 if d_lse is None else d_lse.data_ptr()
+    others = [0 if t is None else t.data_ptr() for t in (listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used)]
+    # of a sequence, a head, and a row
+    strides = [(0, by[1], by[0]) if packed else (by[0], by[2], by[1]) for by in (t.stride() for t in tensors)]
+    begins, flat = [t.data_ptr() for t in tensors], [s for by in strides for s in by]
+    for b, sequences, h, heads in parts:
+        first, count = b * p.heads + h * p.group, places * sequences * heads
+        skipped = [2 * (b * by[0] + h * by[1] * (p.group if of_queries else 1)) for by, of_queries in zip(strides, OF_QUERIES, strict=True)]
+        run(
+            *map(int.__add__, begins, skipped), lse_at + 4 * first * rows, d_lse_at and d_lse_at + 4 * first * rows,
+            lses, deltas + 4 * first * pitch, sums, counter, *others, *flat,
+            count, places, side_by_side, p.batch if packed else sequences, heads, p.group, p.len_q, p.len_k, pitch, rows,
+            min(count, tiles.programs), x.scale,
+        )  # fmt: skip
+    return held[-every:].view(batch, p.heads, pitch)

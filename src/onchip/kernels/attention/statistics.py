@@ -1,10 +1,14 @@
 """What every backward kernel needs before it starts and after: delta = rowsum(dO O) - dLSE of each query, dQ out of its float32 sums, the sinks' gradient."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from onchip.kernels.attention.tile import block
+
+MUCH = 1 << 28  # bytes of float32 sums of dQ at once: at 64k, 16 heads of 128, all of them make the peak 1.25 of what must exist, these 1.13
 
 
 @triton.jit
@@ -75,6 +79,28 @@ def finish(sums, dq, factor: float, first: int) -> None:
     _finish[(triton.cdiv(rows, 4096 // columns), count)](
         sums, dq, factor, first, dq.shape[1], rows, sums.stride()[:2], dq.stride()[:3], D=dq.shape[3], BLOCK_M=4096 // columns, BLOCK_D=columns
     )  # fmt: skip
+
+
+class Share(NamedTuple):
+    """`sequences` from `sequence` on, and `heads` key heads of each, from `head` on."""
+
+    sequence: int
+    sequences: int
+    head: int
+    heads: int
+
+
+def shares(batch: int, kv_heads: int, group: int, nbytes: int) -> list[Share]:
+    """All key heads in turns, as even as may be: whole sequences, or heads of one. The sums of dQ, `nbytes` of a query head, take MUCH at most,
+    if those of one key head do. (Of 16 KiB or more each, so that a grid with a place for each stays far below the 65,535 that a GPU takes in y and z.)"""
+    most = max(1, MUCH // (nbytes * group))
+    sequences, heads = _evenly(batch, max(1, most // kv_heads)), _evenly(kv_heads, most)
+    return [Share(b, min(sequences, batch - b), h, min(heads, kv_heads - h)) for b in range(0, batch, sequences) for h in range(0, kv_heads, heads)]
+
+
+def _evenly(count: int, most: int) -> int:
+    """The size of parts of `count`, at most `most`. (`triton.cdiv` takes 2 us.)"""
+    return -(-count // -(-count // most))
 
 
 def sink_gradient(sinks, lse, delta):
