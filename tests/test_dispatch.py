@@ -1,6 +1,5 @@
 """Which kernel is chosen, what is said about it, and that choosing again costs one look-up."""
 
-import importlib.util
 import re
 
 import pytest
@@ -9,11 +8,12 @@ import torch
 import onchip
 from onchip import dispatch
 from onchip.core.device import GPUS
-from onchip.core.kernel import Kernel
+from onchip.core.kernel import Kernel, missing
 from onchip.core.masks import Causal, Document, Full, Window
 from onchip.core.problem import Attention, Rows
 from onchip.core.scores import Softcap
 from onchip.dispatch import OPS, select
+from onchip.kernels.attention import CUTLASS
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 H200, CPU = GPUS["H200"], torch.device("cpu")
@@ -59,7 +59,7 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
         ("hopper_fp8", ("needs NVIDIA sm_90 alone, A100 is 80", "dtype bf16 is not e4m3")),
     )
     assert select(DECODE, H200).kernel.name == "triton_decode"
-    assert select(BACKWARD, H200).kernel.name == ("cutlass_backward" if importlib.util.find_spec("cutlass") else "hopper_backward")
+    assert select(BACKWARD, H200).kernel.name == ("hopper_backward" if missing(CUTLASS) else "cutlass_backward")
     wide = select(WIDE, H200)
     assert wide.kernel.name == "blocked"
     assert wide.refused == (
@@ -69,9 +69,8 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     )
     learning = select(BACKWARD._replace(dtype=FP64, extras=("unheard of",)), H200)
     assert learning.kernel.name == "blocked"
-    missing = () if importlib.util.find_spec("cutlass") else ("needs the extra onchip[cutlass]: pip install '.[cutlass]' in a checkout",)
     assert learning.refused == (
-        ("cutlass_backward", (*missing, "dtype fp64 is not one of bf16, fp16", "no unheard of")),
+        ("cutlass_backward", (*filter(None, [missing(CUTLASS)]), "dtype fp64 is not one of bf16, fp16", "no unheard of")),
         ("hopper_backward", ("dtype fp64 is not one of bf16, fp16", "no unheard of")),
         ("hopper_fp8_backward", ("dtype fp64 is not e4m3", "no unheard of")),
         ("triton_backward", ("dtype fp64 is not one of bf16, fp16, fp32", "no unheard of")),

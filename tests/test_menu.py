@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from onchip.core import device as devices
 from onchip.core.device import GPUS, Device
-from onchip.core.kernel import _is_types
+from onchip.core.kernel import _is_types, missing
 from onchip.core.masks import Causal, Document, Full, KeyPadding, Mask, MaskMod, Window
 from onchip.core.problem import E4M3, EXTRAS, Attention, Rope, Rows
 from onchip.core.scores import ALiBi, ScoreMod
@@ -40,8 +41,7 @@ CLAIMS = [
 @pytest.fixture(autouse=True)
 def extras_installed(monkeypatch):
     """What a row claims does not depend on what is installed here."""
-    find, extras = importlib.util.find_spec, {kernel.extra for op in OPS.values() for kernel in op.kernels}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: name in extras or find(name, *rest))
+    monkeypatch.setattr("onchip.core.kernel.missing", lambda extra: None)
 
 
 def typical(op, kernel):
@@ -99,7 +99,7 @@ def test_a_row_can_be_loaded(op, kernel):
     if kernel.needs_triton:
         pytest.importorskip("triton")
     if kernel.extra:
-        pytest.importorskip(kernel.extra, reason=f"the extra onchip[{kernel.extra}] is not installed")
+        pytest.importorskip(kernel.extra.name, reason=f"the extra onchip[{kernel.extra.name}] is not installed")
     assert callable(kernel.load())
     assert kernel.file.startswith("kernels/") and kernel.file.endswith(".py")
     assert kernel.configs(typical(op, kernel), H200)
@@ -308,11 +308,33 @@ def test_triton_not_installed(monkeypatch):
             assert kernel.refuses(typical(op, kernel), H200) == (["needs the package triton"] if kernel.needs_triton else [])
 
 
-def test_an_extra_not_installed(monkeypatch):
+EXTRA = "needs the extra onchip[cutlass], nvidia-cutlass-dsl 4.8 or later, which {}: pip install '.[cutlass]' in a checkout"
+
+
+@pytest.mark.parametrize(
+    ("module", "version", "found"),
+    [
+        (None, None, "is not installed"),
+        ("cutlass", None, "is not installed: the module 'cutlass' that was found is another package's"),
+        ("cutlass", "4.7.9", "is 4.7.9"),
+        ("cutlass", "3.12", "is 3.12"),
+        ("cutlass", "4.8.0", None),
+        ("cutlass", "4.10rc1", None),
+        ("cutlass", "5", None),
+    ],
+)
+def test_an_extra(module, version, found, tmp_path, monkeypatch):
+    """Its distribution and the version count, not a module of that name; what is found lies on the path, as it does where a package is installed."""
     find = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton" or (None if name == "cutlass" else find(name)))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton" or (module if name == "cutlass" else find(name)))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    if version:
+        folder = tmp_path / f"nvidia_cutlass_dsl-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nvidia-cutlass-dsl\nVersion: {version}\n")
+    monkeypatch.setattr("onchip.core.kernel.missing", missing.__wrapped__)
     reasons = OPS["backward"].kernel("cutlass_backward").refuses(TYPICAL["backward"], H200)
-    assert reasons == ["needs the extra onchip[cutlass]: pip install '.[cutlass]' in a checkout"]
+    assert reasons == ([EXTRA.format(found)] if found else [])
 
 
 def test_what_cutlass_leaves_to_others():

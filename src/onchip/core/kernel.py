@@ -1,9 +1,13 @@
 """What an operator is (its cost and its kernels) and what a kernel declares (as data, so that a refusal is a sentence)."""
 
+import functools
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +17,14 @@ from onchip.core.problem import SHORT, Cost, Problem
 
 class Unsupported(Exception):
     """No kernel takes this call, or the kernel asked for by name does not; the message lists every reason."""
+
+
+class Extra(NamedTuple):
+    """An optional extra of onchip, called like the module that it brings, and the distribution and its least version that have this module."""
+
+    name: str
+    distribution: str
+    version: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +38,7 @@ class Kernel:
     also      functions problem -> reason or None, for what no single field can say.
     slower    the same for what another kernel does faster, or in less memory: such a problem is only taken when this kernel is asked for by name.
     portable  plain torch: on a GPU a slow fallback, which ONCHIP_STRICT turns into an error.
-    extra     the optional extra of onchip that it needs, called like the module that this brings.
+    extra     the optional extra of onchip that it needs.
     """
 
     name: str
@@ -36,7 +48,7 @@ class Kernel:
     also: Sequence[Callable[[Problem], str | None]] = ()
     slower: Sequence[Callable[[Problem], str | None]] = ()
     portable: bool = False
-    extra: str = ""
+    extra: Extra | None = None
 
     @property
     def file(self) -> str:
@@ -55,8 +67,8 @@ class Kernel:
             reasons.append(f"needs {_arch(device.kind, self.arch[device.kind])}, {device.name} is {device.arch}")
         elif self.needs_triton and importlib.util.find_spec("triton") is None:
             reasons.append("needs the package triton")
-        elif self.extra and importlib.util.find_spec(self.extra) is None:
-            reasons.append(f"needs the extra onchip[{self.extra}]: pip install '.[{self.extra}]' in a checkout")
+        elif self.extra and (reason := missing(self.extra)):
+            reasons.append(reason)
         for name, allowed in self.accepts.items():
             value = getattr(problem, name)
             if not (isinstance(value, allowed) if _is_types(allowed) else value in allowed):
@@ -90,6 +102,29 @@ class Op:
         if found is None:
             raise Unsupported(f"{self.name}: no kernel is named {name!r}; it has {', '.join(k.name for k in self.kernels)}, or leave kernel='auto'")
         return found
+
+
+@functools.cache
+def missing(extra: Extra) -> str | None:
+    """Why an extra cannot be used: its module is not there, is another distribution's of that name, or is too old. Looked up once; imports nothing."""
+    name, distribution, least = extra
+    if importlib.util.find_spec(name) is None:
+        found = "is not installed"
+    else:
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            found = f"is not installed: the module {name!r} that was found is another package's"
+        else:
+            if _release(version) >= _release(least):
+                return None
+            found = f"is {version}"
+    return f"needs the extra onchip[{name}], {distribution} {least} or later, which {found}: pip install '.[{name}]' in a checkout"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with, for comparison: (4, 10) of "4.10rc1"."""
+    return tuple(map(int, re.match(r"\d+(?:\.\d+)*", version)[0].split(".")))
 
 
 def pick(ladder: Sequence[tuple], size: int):

@@ -4,7 +4,7 @@ import importlib
 
 import torch
 
-from onchip.core.kernel import Kernel, Op
+from onchip.core.kernel import Extra, Kernel, Op
 from onchip.core.masks import BANDS, Band
 from onchip.core.problem import E4M3, SHORT, Attention, Cost, Rows
 from onchip.core.trace import Traced, hides_keys
@@ -13,6 +13,7 @@ HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
 MASKS = (*BANDS, Traced)
+CUTLASS = Extra("cutlass", "nvidia-cutlass-dsl", "4.8")
 FEW = 1e8  # pairs of a query and a key
 
 
@@ -213,7 +214,7 @@ BACKWARD = Op(
             {"dtype": HALF, "dim": range(8, 129, 8), "mask": BANDS, "keys": ("dense", "packed"), "score": (None,)},
             also=(_one_width, _only("sinks", "used"), _sinks_of_tokens),
             slower=(_slower_backward_on_hopper,),
-            extra="cutlass",
+            extra=CUTLASS,
         ),
         Kernel(
             "hopper_backward",
