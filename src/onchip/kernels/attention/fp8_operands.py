@@ -46,27 +46,35 @@ def _in_order(x, ROWS: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _store_turned(t_ptr, x, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The tile of this program: number, head, sequence."""
-    at = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    """The tile of this program."""
     places = tl.arange(0, DIM)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    tl.store(t_ptr + at * (DIM * ROWS) + places, _in_order(x, ROWS, DIM))
+    tl.store(t_ptr + tl.program_id(0).to(tl.int64) * (DIM * ROWS) + places, _in_order(x, ROWS, DIM))
 
 
 @triton.jit
-def _turn(x_ptr, t_ptr, length, strides, DIM: tl.constexpr, ROWS: tl.constexpr):
+def _place(heads, length, ROWS: tl.constexpr):
+    """Sequence, head and first row of this program's tile: those of a head one after the other."""
+    tiles = tl.cdiv(length, ROWS)
+    number = tl.program_id(0) // tiles
+    return number // heads, number % heads, tl.program_id(0) % tiles * ROWS
+
+
+@triton.jit
+def _turn(x_ptr, t_ptr, heads, length, strides, DIM: tl.constexpr, ROWS: tl.constexpr):
     """Bytes."""
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
-    x_ptr += tl.program_id(2).to(tl.int64) * strides[0] + tl.program_id(1).to(tl.int64) * strides[1]
+    batch, head, first = _place(heads, length, ROWS)
+    rows, cols = first + tl.arange(0, ROWS), tl.arange(0, DIM)
+    x_ptr += batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * strides[2] + cols[None, :], mask=(rows < length)[:, None], other=0)
     _store_turned(t_ptr, x, ROWS, DIM)
 
 
 @triton.jit
-def _of_output(o_ptr, do_ptr, lse_ptr, dlse_ptr, most_ptr, y_ptr, t_ptr, token_ptr, lse2_ptr, delta_ptr, group, length, o_strides, do_strides,
+def _of_output(o_ptr, do_ptr, lse_ptr, dlse_ptr, most_ptr, y_ptr, t_ptr, token_ptr, lse2_ptr, delta_ptr, heads, group, length, o_strides, do_strides,
                lse_strides, dlse_strides, DIM: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """dO8 and its transposed copy, its scales, LSE in base 2 (+inf for a row that saw nothing, so that its weights are 0), and delta."""
-    head, batch = tl.program_id(1), tl.program_id(2)
-    rows, cols = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
+    batch, head, row = _place(heads, length, ROWS)
+    rows, cols = row + tl.arange(0, ROWS), tl.arange(0, DIM)
     inside = (rows < length)[:, None]
     o_ptr += batch.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1]
     do_ptr += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1]
@@ -74,7 +82,7 @@ def _of_output(o_ptr, do_ptr, lse_ptr, dlse_ptr, most_ptr, y_ptr, t_ptr, token_p
     do = tl.load(do_ptr + rows.to(tl.int64)[:, None] * do_strides[2] + cols[None, :], mask=inside, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + rows, mask=rows < length, other=float("-inf"))
     empty = lse == float("-inf")
-    most = tl.load(most_ptr + batch * (tl.num_programs(1) // group) + head // group)
+    most = tl.load(most_ptr + batch * (heads // group) + head // group)
     token = tl.maximum(tl.max(tl.abs(do), 1) / MOST, LEAST)
     d_lse = tl.zeros([ROWS], tl.float32)
     if dlse_ptr is not None:  # a quarter of what dP may become is room enough for it
@@ -84,10 +92,10 @@ def _of_output(o_ptr, do_ptr, lse_ptr, dlse_ptr, most_ptr, y_ptr, t_ptr, token_p
         token = tl.maximum(token, tl.abs(d_lse) * (4 / (MOST * MOST * DIM)))
     y, byte = _rounded(do / token[:, None])
     delta = tl.sum(y * o, 1) / most - d_lse / token
-    first = (batch * tl.num_programs(1) + head).to(tl.int64)
+    first = (batch * heads + head).to(tl.int64)
     tl.store(y_ptr + (first * length + rows)[:, None] * DIM + cols[None, :], byte, mask=inside)
     _store_turned(t_ptr, byte, ROWS, DIM)
-    at = first * (tl.num_programs(0) * ROWS) + rows
+    at = first * (tl.cdiv(length, ROWS) * ROWS) + rows
     tl.store(token_ptr + at, token)
     tl.store(delta_ptr + at, tl.where(empty, 0.0, delta))
     tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * LOG2E))
@@ -101,7 +109,7 @@ def turned(x: torch.Tensor, rows: int) -> torch.Tensor:
     batch, heads, length, dim = x.shape
     tiles = triton.cdiv(length, rows)
     copy = torch.empty(batch, heads, tiles * dim, rows, dtype=x.dtype, device=x.device)
-    _turn[(tiles, heads, batch)](x.view(torch.uint8), copy.view(torch.uint8), length, x.stride()[:3], DIM=dim, ROWS=rows, num_warps=4)
+    _turn[(tiles * heads * batch,)](x.view(torch.uint8), copy.view(torch.uint8), heads, length, x.stride()[:3], DIM=dim, ROWS=rows, num_warps=4)
     return copy
 
 
@@ -117,8 +125,8 @@ def of_output(p, out, d_out, lse, d_lse, most, rows: int):
     y, copy = torch.empty(batch, heads, length, dim, **new), torch.empty(batch, heads, tiles * dim, rows, **new)
     lse = lse if lse.stride(2) == 1 else lse.contiguous()
     token, lse2, delta = (torch.empty(batch, heads, tiles * rows, dtype=torch.float32, device=out.device) for _ in range(3))
-    _of_output[(tiles, heads, batch)](
-        out, d_out, lse, d_lse, most, y.view(torch.uint8), copy.view(torch.uint8), token, lse2, delta, p.group, length,
+    _of_output[(tiles * heads * batch,)](
+        out, d_out, lse, d_lse, most, y.view(torch.uint8), copy.view(torch.uint8), token, lse2, delta, heads, p.group, length,
         out.stride()[:3], d_out.stride()[:3], lse.stride()[:2], (0, 0, 0) if d_lse is None else d_lse.stride(), DIM=dim, ROWS=rows, num_warps=4,
     )  # fmt: skip
     return y, copy, token, lse2, delta

@@ -42,7 +42,9 @@ def _quantise(x_ptr, y_ptr, scale_ptr, signs_ptr, length, heads, x_strides, y_st
               BLOCK: tl.constexpr):  # fmt: skip
     """SHARE: tokens that share a scale, 0: all; MEASURE: only raise the head's maximum, in scale_ptr."""
     D: tl.constexpr = min(DIM, 128)
-    tile, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tiles = tl.cdiv(length, BLOCK)
+    tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    batch, head = row // heads, row % heads
     tokens, cols = tile * BLOCK + tl.arange(0, BLOCK), tl.arange(0, D)
     x_ptr += batch.to(tl.int64) * x_strides[0] + head.to(tl.int64) * x_strides[2]
     y_ptr += batch.to(tl.int64) * y_strides[0] + head.to(tl.int64) * y_strides[2]
@@ -58,7 +60,6 @@ def _quantise(x_ptr, y_ptr, scale_ptr, signs_ptr, length, heads, x_strides, y_st
     if signs_ptr is not None:
         low, high = low * DIM**-0.5, high * DIM**-0.5
     most = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))  # [BLOCK]
-    row = batch * heads + head
     if MEASURE:
         tl.atomic_max(scale_ptr + row, tl.max(most, 0))  # none is negative
     else:
@@ -70,7 +71,7 @@ def _quantise(x_ptr, y_ptr, scale_ptr, signs_ptr, length, heads, x_strides, y_st
         elif SHARE > 1:
             scale = tl.max(most, 0) / MOST
             scale = tl.where(scale == 0, LEAST, scale)
-            tl.store(scale_ptr + row.to(tl.int64) * tl.cdiv(length, BLOCK) + tile, scale)
+            tl.store(scale_ptr + row.to(tl.int64) * tiles + tile, scale)
         else:
             scale = tl.load(scale_ptr + row) / MOST
             scale = tl.where(scale == 0, LEAST, scale)
@@ -92,7 +93,7 @@ def launch(_p, _config, x: torch.Tensor, share: int, signs: torch.Tensor | None 
     n = {0: 1, 1: length, BLOCK: tiles}[share]
     scale = torch.zeros(batch, heads, n, dtype=torch.float32, device=x.device)
     for measure in (True, False) if share == 0 else (False,):
-        _quantise[(tiles, heads, batch)](
+        _quantise[(tiles * heads * batch,)](
             x, y, scale, signs, length, heads, x.stride()[:3], y.stride()[:3], DIM=dim, SHARE=share, MEASURE=measure, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
     return y, scale if share else torch.where(scale / LARGEST == 0, SMALLEST, scale / LARGEST)

@@ -11,15 +11,16 @@ from onchip.kernels.attention.tile import block
 MUCH = 1 << 28  # bytes of float32 sums of dQ at once: at 64k, 16 heads of 128, all of them make the peak 1.25 of what must exist, these 1.13
 
 
-@triton.jit
-def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, heads, len_q, pitch, unit, o_strides, do_strides, lse_strides, dlse_strides,
+@triton.jit(do_not_specialize=["tiles"])
+def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, tiles, heads, len_q, pitch, unit, o_strides, do_strides, lse_strides, dlse_strides,
            DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, PHASES: tl.constexpr):  # fmt: skip
     """delta = rowsum(dO O) - dLSE, and LSE in another unit, +inf for a row that saw nothing, so that its weights are 0: [batch, heads, pitch].
 
     PHASES: of a single batch, how many times each is written, [PHASES, heads, pitch], every time from a row later on.
     """
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    number = tl.program_id(0) // tiles
+    batch, head = number // heads, number % heads
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_DV)
     inside = (rows < len_q)[:, None] & (dims < DV)[None, :]
     o_ptr += batch.to(tl.int64) * o_strides[0] + head.to(tl.int64) * o_strides[1]
@@ -33,20 +34,21 @@ def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, heads, len_q, 
         delta -= tl.load(dlse_ptr + place, mask=rows < len_q, other=0.0).to(tl.float32)
     empty = lse == float("-inf")
     for late in tl.static_range(PHASES):
-        at = (late * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * pitch + rows - late
+        at = (late * (tl.num_programs(0) // tiles) + number).to(tl.int64) * pitch + rows - late
         there = (rows >= late) & (rows < pitch + late)
         tl.store(delta_ptr + at, tl.where(empty, 0.0, delta), mask=there)
         tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * unit), mask=there)
 
 
-@triton.jit
-def _finish(sums_ptr, dq_ptr, factor, first, heads, len_q, sums_strides, dq_strides, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+@triton.jit(do_not_specialize=["tiles"])
+def _finish(sums_ptr, dq_ptr, factor, first, tiles, heads, len_q, sums_strides, dq_strides, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """dQ = factor times its float32 sums, whose columns lie as the tensor cores' threads hold them: see `finish`."""
-    batch, head = (first + tl.program_id(1)) // heads, (first + tl.program_id(1)) % heads
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    number = tl.program_id(0) // tiles
+    batch, head = (first + number) // heads, (first + number) % heads
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     there = (rows < len_q)[:, None]
-    sums_ptr += tl.program_id(1).to(tl.int64) * sums_strides[0]
+    sums_ptr += number.to(tl.int64) * sums_strides[0]
     dq_ptr += batch.to(tl.int64) * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
     sums = tl.load(sums_ptr + rows.to(tl.int64)[:, None] * sums_strides[1] + dims[None, :], mask=there, other=0.0) * factor
     sums = tl.reshape(tl.permute(tl.reshape(sums, [BLOCK_M, BLOCK_D // 32, 4, 4, 2]), (0, 1, 3, 2, 4)), [BLOCK_M, BLOCK_D])
@@ -62,8 +64,9 @@ def statistics(p, out, d_out, lse, d_lse, unit: float, tile: int = 1, phases: in
     lse = lse.view(batch, heads, len_q)
     d_lse = d_lse if d_lse is None else d_lse.view(batch, heads, len_q) if d_lse.is_contiguous() else d_lse.reshape(batch, heads, len_q)
     rows = 64 if p.value_dim <= 128 else 16
-    _delta[(triton.cdiv(pitch + phases - 1, rows), batch * heads)](
-        out, d_out, lse, d_lse, delta, scaled, heads, len_q, pitch, unit, out.stride()[:3], d_out.stride()[:3], lse.stride()[:2],
+    tiles = triton.cdiv(pitch + phases - 1, rows)
+    _delta[(tiles * batch * heads,)](
+        out, d_out, lse, d_lse, delta, scaled, tiles, heads, len_q, pitch, unit, out.stride()[:3], d_out.stride()[:3], lse.stride()[:2],
         (0, 0, 0) if d_lse is None else d_lse.stride(), DV=p.value_dim, BLOCK_M=rows, BLOCK_DV=block(p.value_dim),
         PHASES=phases,
     )  # fmt: skip
@@ -76,8 +79,9 @@ def finish(sums, dq, factor: float, first: int) -> None:
     Of 32 columns a thread of a tensor core's sum holds 2 in each 8; in `sums` the 8 of a thread lie side by side, so that it writes them at once.
     """
     count, rows, columns = sums.shape
-    _finish[(triton.cdiv(rows, 4096 // columns), count)](
-        sums, dq, factor, first, dq.shape[1], rows, sums.stride()[:2], dq.stride()[:3], D=dq.shape[3], BLOCK_M=4096 // columns, BLOCK_D=columns
+    tiles = triton.cdiv(rows, 4096 // columns)
+    _finish[(tiles * count,)](
+        sums, dq, factor, first, tiles, dq.shape[1], rows, sums.stride()[:2], dq.stride()[:3], D=dq.shape[3], BLOCK_M=4096 // columns, BLOCK_D=columns
     )  # fmt: skip
 
 

@@ -149,14 +149,16 @@ def _classify(kind_ptr, q_offsets, k_offsets, q_used, k_used, captured, heads, l
               MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """What a mask shows of CHUNK tiles in a row: 0 nothing, 1 a part, 2 all of each; int8 [batch, heads, outer, inner]. [LEFT, RIGHT] is its hull."""
-    outer, batch, head = tl.program_id(0), tl.program_id(2) // heads, tl.program_id(2) % heads
+    chunks = tl.cdiv(inners, CHUNK)
+    row = tl.program_id(0) // chunks  # of the map
+    outer, batch, head = row % outers, row // outers // heads, row // outers % heads
     _, len_q = sequence(q_offsets, q_used, batch, len_q)
     _, len_k = sequence(k_offsets, k_used, batch, len_k)
     shift = len_k - len_q
     if TOP_LEFT:
         shift = shift * 0
-    kind_ptr += (tl.program_id(2).to(tl.int64) * outers + outer) * inners
-    start = tl.program_id(1) * CHUNK
+    kind_ptr += row.to(tl.int64) * inners
+    start = tl.program_id(0) % chunks * CHUNK
     for inner in range(start, tl.minimum(start + CHUNK, inners)):
         tile_m = inner if OF_KEYS else outer
         tile_n = outer if OF_KEYS else inner
@@ -303,7 +305,7 @@ def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     found = torch.empty((batch, heads, outer, 2 + inner), dtype=torch.int32, device=device)
     kinds = torch.empty((batch, heads, outer, inner), dtype=torch.int8, device=device)
     left, right, top_left = ends(p.mask.hull)
-    _classify[(outer, triton.cdiv(inner, CHUNK), batch * heads)](
+    _classify[(triton.cdiv(inner, CHUNK) * outer * batch * heads,)](
         kinds, x.q_offsets, x.k_offsets, x.q_used, x.k_used, captured, heads, p.len_q, p.len_k, outer, inner,
         MASK=sees, LEFT=left, RIGHT=right, TOP_LEFT=top_left, BLOCK_M=m, BLOCK_N=n, OF_KEYS=of_keys, CHUNK=CHUNK,
     )  # fmt: skip
