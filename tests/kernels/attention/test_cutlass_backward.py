@@ -1,7 +1,5 @@
 """Gradients by the CuTe DSL kernel on a GPU, judged by float64. Needs the extra onchip[cutlass]; on a CPU it is compiled alone (test_cutlass_compile.py)."""
 
-import functools
-
 import pytest
 import torch
 
@@ -12,7 +10,9 @@ from judge import assert_as_good_as_torch
 from onchip.core.masks import Causal, Full, Window
 from onchip.dispatch import forget
 from onchip.kernels import attention
+from onchip.kernels.attention import statistics
 
+UNEVEN = ((300, 300), (0, 5), (128, 128), (517, 400), (1, 70))
 CASES = [  # queries and keys of each sequence, heads, head dimension, mask
     (((128, 128),), (1, 1), 128, Full()),
     (((80, 128), (80, 128)), (2, 2), 128, Full()),
@@ -23,57 +23,130 @@ CASES = [  # queries and keys of each sequence, heads, head dimension, mask
     (((700, 900),), (2, 2), 128, Window(130, 70)),
     (((1024, 1024),), (8, 1), 64, Window(200)),
     (((512, 512),), (2, 2), 96, Causal()),
-    (((300, 300), (0, 5), (128, 128), (517, 400), (1, 70)), (4, 2), 128, Causal()),
-    (((300, 300), (0, 5), (128, 128), (517, 400), (1, 70)), (4, 2), 64, Full()),
+    (UNEVEN, (4, 2), 128, Causal()),
+    (UNEVEN, (4, 2), 64, Full()),
 ]
 
 
 @pytest.fixture(autouse=True)
-def nan_in_fresh_memory(monkeypatch):
-    """Without torch's deterministic mode, which asks for gradients in order and so for another kernel."""
-    for make in (torch.empty, torch.empty_like):
-        monkeypatch.setattr(torch, make.__name__, functools.partial(_poisoned, make))
+def any_order(nan_in_fresh_memory, monkeypatch):
+    """Small problems too; no deterministic algorithms, which this kernel is none of, so fresh memory is made NaN here."""
+    forget()
+    monkeypatch.setattr(attention, "FEW", 0)
+    torch.use_deterministic_algorithms(False)
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, _of_nan(getattr(torch, name)))
+    yield
+    forget()
 
 
-def _poisoned(make, *args, **keywords):
-    made = make(*args, **keywords)
-    return made.fill_(torch.nan) if made.is_floating_point() else made
+def _of_nan(empty):
+    def made(*size, **options):
+        t = empty(*size, **options)
+        return t.fill_(torch.nan) if t.is_floating_point() else t
+
+    return made
+
+
+class Case:
+    """Dense, with sinks, where all sequences are equally long, else packed; with a gradient of LSE. `unused`: tokens (queries, keys) at each sequence's end."""
+
+    def __init__(self, lengths, heads, dim, mask, dtype, device, unused=(0, 0)):
+        self.lengths, self.mask, self.dtype = lengths, mask, dtype
+        self.dense = len(set(lengths)) == 1 and unused == (0, 0)
+        counts = [torch.tensor(n, device=device) for n in zip(*lengths, strict=True)]
+        self.longest = tuple(int(n.max()) for n in counts)
+        self.offsets = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in counts]
+        self.used = tuple((n - less).clamp(min=0).int() for n, less in zip(counts, unused, strict=True)) if any(unused) else None
+        tokens = [int(n.sum()) for n in counts]
+        shapes = (tokens[0], heads[0]), (tokens[1], heads[1]), (tokens[1], heads[1])
+        self.inputs = [torch.randn(*shape, dim, device=device).to(dtype) for shape in shapes]
+        self.sinks = torch.randn(heads[0], device=device)
+        self.d_out, self.d_lse = torch.randn_like(self.inputs[0]), torch.randn(heads[0], tokens[0], device=device)
+
+    def leaves(self, kind):
+        """What has a gradient."""
+        sinks = self.sinks.to(torch.promote_types(kind, torch.float32))
+        return [x.detach().to(kind).requires_grad_() for x in (*self.inputs, *([sinks] if self.dense else []))]
+
+    def gradients(self, kernel, leaves):
+        q, k, v = leaves[:3]
+        how = {"mask": self.mask, "return_lse": True, "kernel": kernel}
+        if self.dense:
+            q, k, v = (x.unflatten(0, (len(self.lengths), -1)) for x in (q, k, v))
+            out, lse = onchip.attention(q, k, v, sinks=leaves[3].to(torch.promote_types(q.dtype, torch.float32)), **how)
+            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        else:
+            out, lse = onchip.attention_packed(q, k, v, *self.offsets, longest=self.longest, used=self.used, **how)
+        return torch.autograd.grad([out, lse.where(lse.isfinite(), 0.0)], leaves, [self.d_out.to(out.dtype), self.d_lse.to(lse.dtype)])
+
+    def judge(self):
+        with onchip.record() as decisions:
+            ours = self.gradients("auto", self.leaves(self.dtype))
+        assert "cutlass_backward" in [d.kernel.name for d in decisions]
+        truths, lows = (self.gradients("reference", self.leaves(kind)) for kind in (torch.float64, self.dtype))
+        for mine, low, truth in zip(ours[:3], lows, truths, strict=False):
+            assert_as_good_as_torch(mine, low, truth, slack=3.0)
+        for of_sinks in truths[3:]:  # of an output in half precision
+            torch.testing.assert_close(ours[3].double(), of_sinks, rtol=0.0, atol=2e-2 * of_sinks.abs().max().item() + 1e-3)
+        return ours
 
 
 @pytest.mark.gpu
 @pytest.mark.hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("lengths", "heads", "dim", "mask"), CASES, ids=str)
-def test_gradients(lengths, heads, dim, mask, dtype, device, monkeypatch):
-    """Dense, with sinks, where all sequences are equally long, else packed; with a gradient of LSE."""
-    monkeypatch.setattr(attention, "FEW", 0)  # small problems too
-    dense = len(set(lengths)) == 1
-    queries, keys = (torch.tensor(n, device=device) for n in zip(*lengths, strict=True))
-    q, k, v = (torch.randn(int(n.sum()), h, dim, device=device).to(dtype) for n, h in ((queries, heads[0]), (keys, heads[1]), (keys, heads[1])))
-    sinks = torch.randn(heads[0], device=device)
+def test_gradients(lengths, heads, dim, mask, dtype, device):
+    Case(lengths, heads, dim, mask, dtype, device).judge()
 
-    def attend(q, k, v, sinks, kernel):
-        how = {"mask": mask, "sinks": sinks if dense else None, "return_lse": True, "kernel": kernel}
-        if dense:
-            out, lse = onchip.attention(*(x.unflatten(0, (len(lengths), -1)) for x in (q, k, v)), **how)
-            return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
-        offsets = (torch.nn.functional.pad(n.cumsum(0), (1, 0)).int() for n in (queries, keys))
-        return onchip.attention_packed(q, k, v, *offsets, longest=(int(queries.max()), int(keys.max())), **how)
 
-    d_out, d_lse = torch.randn_like(q), torch.randn(heads[0], len(q), device=device)
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("unused", [(3, 0), (0, 40), (2, 70)], ids=str)
+def test_used_lengths(unused, device):
+    """What is not used may hold NaN, reaches nothing and gets no gradient."""
+    case = Case(UNEVEN, (4, 2), 128, Causal(), torch.bfloat16, device, unused)
+    rest = []
+    for side, tensors in ((0, [case.inputs[0]]), (1, case.inputs[1:])):
+        places = torch.cat([torch.arange(n, device=device) >= used for n, used in zip((x[side] for x in UNEVEN), case.used[side].tolist(), strict=True)])
+        for tensor in tensors:
+            tensor[places] = torch.nan
+            rest.append(places)
+    case.d_out[rest[0]] = 0.0
+    ours = case.judge()
+    for gradient, places in zip(ours, rest, strict=True):
+        assert not gradient[places].any()
 
-    def gradients(kernel, kind):
-        leaves = [x.to(kind).requires_grad_() for x in (q, k, v)] + [sinks.to(torch.promote_types(kind, torch.float32)).requires_grad_()]
-        out, lse = attend(*leaves, kernel)
-        return torch.autograd.grad([out, lse.where(lse.isfinite(), 0.0)], leaves[: 3 + dense], [d_out.to(out.dtype), d_lse.to(lse.dtype)])
 
-    forget()  # what was decided before FEW changed
-    with onchip.record() as decisions:
-        ours = gradients("auto", dtype)
-    forget()
-    assert "cutlass_backward" in [d.kernel.name for d in decisions]
-    truths = gradients("reference", torch.float64)
-    for mine, low, truth in zip(ours[:3], gradients("reference", dtype), truths, strict=False):
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("much", [1, 1 << 20], ids=["a head each", "some"])
+@pytest.mark.parametrize(("lengths", "heads", "dim"), [(((301, 517),) * 3, (8, 4), 128), (((640, 640),) * 5, (6, 3), 64), (UNEVEN, (6, 3), 128)], ids=str)
+def test_shares(lengths, heads, dim, much, device, monkeypatch):
+    """As right in several launches as in one."""
+    monkeypatch.setattr(statistics, "MUCH", much)
+    Case(lengths, heads, dim, Causal(), torch.bfloat16, device).judge()
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("lengths", [((256, 256),) * 2, UNEVEN], ids=["dense", "packed"])
+def test_in_a_cuda_graph(lengths, device):
+    """Captured after a call that compiles; replayed with other numbers in the same tensors."""
+    case = Case(lengths, (4, 2), 128, Causal(), torch.bfloat16, device)
+    leaves = case.leaves(torch.bfloat16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        case.gradients("auto", leaves)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = case.gradients("auto", leaves)
+    with torch.no_grad():
+        for leaf, x in zip(leaves, (*case.inputs, case.sinks), strict=False):
+            leaf.copy_(x.flip(0))
+    case.inputs, case.sinks = [x.flip(0) for x in case.inputs], case.sinks.flip(0)
+    graph.replay()
+    for mine, truth, low in zip(found[:3], *(case.gradients("reference", case.leaves(kind)) for kind in (torch.float64, torch.bfloat16)), strict=False):
         assert_as_good_as_torch(mine, low, truth, slack=3.0)
-    for of_sinks in truths[3:]:
-        torch.testing.assert_close(ours[3].double(), of_sinks, rtol=0.0, atol=2e-2 * of_sinks.abs().max().item() + 1e-3)  # of an output in half precision
