@@ -317,7 +317,7 @@ class Backward:
         tile, _, _, _, len_q, _, len_k = hear(c, message, turn, sizes)
         while tile >= 0:
             steps = steps_of(c, tile, len_q, len_k)
-            _, _, masked, bare = steps
+            _, _, masked, bare, _ = steps
             dk.fill(0.0)
             dv.fill(0.0)
             if masked + bare > 0:
@@ -506,7 +506,7 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
         places, keys = len(listed), p.tokens_k or p.tokens
-    side_by_side = together(p, 3 * keys)
+    side_by_side = together(p, 3 * keys, parts[0].sequences * parts[0].heads)
     lse, d_lse = lse.contiguous(), None if d_lse is None else d_lse.float().contiguous()
     lse_at, d_lse_at = lse.data_ptr(), 0 if d_lse is None else d_lse.data_ptr()
     others = [0 if t is None else t.data_ptr() for t in (listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used)]

@@ -432,11 +432,12 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
     kinds = describe(q, tiles.m, width), describe(k, tiles.n, width), describe(v, tiles.n, width_v), describe(d_out, tiles.m, width_v)
     grads = describe(dk, 64, width), describe(dv, 64, width_v)
     stats = [describe(t.view(-1, t.shape[-1]), 1, tiles.m) for t in (lses, delta)]
-    listed, tiles_n, every, side_by_side = None, triton.cdiv(p.len_k, tiles.n), p.batch * p.kv_heads, together(p, 3 * p.len_k)
+    listed, tiles_n, every, keys = None, triton.cdiv(p.len_k, tiles.n), p.batch * p.kv_heads, p.len_k
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
-        tiles_n, every, side_by_side = len(listed), p.kv_heads, together(p, 3 * (p.tokens_k or p.tokens))
+        tiles_n, every, keys = len(listed), p.kv_heads, p.tokens_k or p.tokens
     at_once = triton.cdiv(every, tiles.shares)
+    side_by_side = together(p, 3 * keys, at_once)
     half = (tiles.m, width // 2) if tiles.m == 64 else (64, width)
     held = torch.empty(at_once * p.group, q.shape[2], width, dtype=torch.float32, device=q.device)
     for first in range(0, every, at_once):
