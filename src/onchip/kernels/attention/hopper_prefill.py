@@ -483,7 +483,8 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
     outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, lse_strides), gain * LOG2E
-    COPIER: gl.constexpr = 40 if C.parts > 1 and not C.mapped else 24  # registers: many pages want more, and warpgroups with a map spill for each they lack
+    # Registers: many pages want more, with packed queries again (40: 36 bytes at d128, page 16), and warpgroups with a map spill for each they lack.
+    COPIER: gl.constexpr = (56 if C.packed else 40) if C.parts > 1 and not C.mapped else 24
     given = (outs, rings, told, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads)
     copied = (q_desc, k_desc, v_desc, t_desc, t_steps, rings, told, counter, sizes, lengths, table, map_ptr, map_strides)
     if C.groups == 1:
