@@ -54,7 +54,7 @@ def one_by_one(q, offsets, cache, **how):
 
 def torchs_lse(q, offsets, cache, mask=Causal(), sinks=None, **how):
     """Of torch's own kernel, in the same dtype, where it computes such a call."""
-    if not q.is_cpu or how or not isinstance(mask, Band):
+    if not q.is_cpu or how or not isinstance(mask, Band) or cache.k.shape != cache.v.shape:
         return ()
     page, parts = cache.k.shape[1], []
     for b, (start, stop) in enumerate(torch.stack([offsets[:-1], offsets[1:]], 1).tolist()):
