@@ -150,6 +150,22 @@ def test_what_a_score_reads_a_pair_has_room():
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
 
 
+@pytest.mark.parametrize(("arch", "dim", "page"), [("sm_80", 128, 16), ("sm_90", 128, 12), ("sm_80", 256, 64), ("gfx942", 64, 16)])
+def test_prefill_over_pages(arch, dim, page):
+    """Keys come through cp.async, 16 bytes a thread, whatever the page; their pages are looked up beside them."""
+    p = Attention("decode", 8, 512, 8192 // page * page, 32, 8, dim, BF16, Causal(), "paged", page, tokens=4096)
+    cache = PagedKV(meta(4096, page, 8, dim), meta(4096, page, 8, dim), meta(8, 8192 // page, dtype=torch.int32), meta(8, dtype=torch.int32))
+    x = Operands(dim**-0.5, meta(9, dtype=torch.int32))
+    tiles, facts = launched(triton_prefill, arch, p, meta(4096, 32, dim), cache, x, entry="launch_paged")
+    facts = facts["_prefill"]
+    assert facts.shared <= GPU[arch].shared_memory, str(tiles)
+    if arch == "gfx942":
+        assert re.search(r"vgpr_spill_count:\s+0\b", facts.ptx) and "mfma" in facts.ptx and facts.vector_loads
+    else:
+        assert facts.spills <= 64, f"{tiles}: {facts.spills} bytes"
+        assert "cp.async.cg" in facts.ptx and facts.vector_loads and bool(facts.wgmma) == (arch == "sm_90")
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", devices.GPUS)
@@ -247,6 +263,12 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
     "d128 document": (128, 16, {"mask": masks.Document(meta(4, 8192, dtype=torch.int32))}, 576),  # packed, without pages: 548
     "d256": (256, 16, {}, 0),
     "d256, pages of 8": (256, 8, {}, 52),
+    "d64 packed": (64, 16, {"tokens": 8192}, 0),
+    "d128 packed": (128, 16, {"tokens": 8192}, 0),
+    "d128 packed, pages of 8": (128, 8, {"tokens": 8192}, 0),
+    "d128 packed, four heads in a tile's rows": (128, 16, {"tokens": 160}, 0),
+    "d128 packed, pages of 64, full": (128, 64, {"tokens": 160, "band": Full()}, 0),
+    "d256 packed": (256, 16, {"tokens": 8192}, 0),
 }
 
 
@@ -254,10 +276,11 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
 def test_hopper_paged(dim, page, how, most):
     """A box a page and 64 columns, its number by one instruction from the lane that holds it; and no more spills than without pages."""
     how = dict(how)
-    p = Attention("decode", 4, how.pop("len_q", 2048), 8192, 32, 8, dim, BF16, how.pop("band", Causal()), "paged", page)
-    p, x = static(p, Operands(dim**-0.5), **how)
+    tokens = how.pop("tokens", 0)
+    p = Attention("decode", 4, how.pop("len_q", 2048), 8192, 32, 8, dim, BF16, how.pop("band", Causal()), "paged", page, tokens=tokens)
+    p, x = static(p, Operands(dim**-0.5, meta(5, dtype=torch.int32) if tokens else None), **how)
     cache = PagedKV(meta(4096, page, 8, dim), meta(4096, page, 8, dim), meta(4, 8192 // page, dtype=torch.int32), meta(4, dtype=torch.int32))
-    tiles, facts = launched(hopper_prefill, "sm_90", p, meta(4, p.len_q, 32, dim), cache, x, entry="launch_paged")
+    tiles, facts = launched(hopper_prefill, "sm_90", p, meta(*((tokens,) if tokens else (4, p.len_q)), 32, dim), cache, x, entry="launch_paged")
     facts = facts["_prefill"]
     assert facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)

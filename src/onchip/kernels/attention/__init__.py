@@ -58,9 +58,11 @@ def _counts(p: Attention) -> tuple[int, int, int]:
         keys = p.tokens_k or p.tokens
         return p.batch * area(p, max(1, p.tokens // p.batch), max(1, keys // p.batch)), p.tokens, keys
     band = p.mask if isinstance(p.mask, Band) else p.mask.hull
-    shift = band.shift(p.len_q, p.len_k)
-    keys = p.batch * len(band.keys(shift, shift + p.len_q - 1, p.len_k))
-    return p.batch * area(p, p.len_q, p.len_k), p.batch * p.len_q, keys
+    len_q = max(1, p.tokens // p.batch) if p.tokens else p.len_q
+    queries = p.tokens or p.batch * len_q
+    shift = band.shift(len_q, p.len_k)
+    keys = p.batch * len(band.keys(shift, shift + len_q - 1, p.len_k))
+    return queries * area(p, len_q, p.len_k) // max(1, len_q), queries, keys
 
 
 # ---- what no single field can say
@@ -69,6 +71,10 @@ def _counts(p: Attention) -> tuple[int, int, int]:
 def _rows_of_a_group(p: Attention) -> str | None:
     rows = p.len_q * p.group
     return f"{p.len_q} queries x {p.group} heads a group = {rows} rows, of at most 64" if rows > 64 else None
+
+
+def _as_many_queries(p: Attention) -> str | None:
+    return "packed queries, different numbers of them over pages" if p.tokens else None
 
 
 def _float32_of_a_row(p: Attention) -> str | None:
@@ -143,7 +149,7 @@ def _slower_on_hopper(p: Attention) -> str | None:
 def _faster_with_split_keys(p: Attention) -> str | None:
     """What `triton_decode`, which splits keys among programs, does as fast or faster on an H200: both read 8k at the bandwidth of memory with 16 rows."""
     rows, heads = p.len_q * p.group, p.batch * p.kv_heads
-    if p.len_q > 16 or rows > 64:
+    if p.tokens or p.len_q > 16 or rows > 64:
         return None
     if rows <= 16:
         return f"{rows} rows of a key head, of at least 17: triton_decode splits keys"  # 64 x 8k: 16 rows 476 us (488 there), 32 479 (724), 64 487 (653)
@@ -276,7 +282,22 @@ DECODE = Op(
                 "len_q": range(1, 17),
                 "page": [1 << i for i in range(11)],
             },
-            also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
+            also=(_as_many_queries, _rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
+        ),
+        Kernel(
+            "triton_paged",
+            "onchip.kernels.attention.triton_prefill:launch_paged",
+            GPUS,
+            {
+                "dtype": FLOATS,
+                "dim": range(8, 577),
+                "value_dim": range(8, 513),
+                "mask": MASKS,
+                "keys": ("paged",),
+                "len_q": range(1, 1 << 20),
+                "page": range(1, 1 << 20),
+            },
+            also=(_only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",)}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),
