@@ -1,0 +1,111 @@
+"""Fresh random inputs of the rows over a paged cache, and the truth of them."""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from onchip.bench.judge import distance, larger
+from onchip.bench.suite import Row
+from onchip.core.problem import Attention, Cost, Operands
+from onchip.kernels.attention import reference
+from onchip.ops.attention import PagedKV
+
+SAMPLE = 64  # queries of a sequence that are held against the reference
+# Relative errors of random normal numbers: a code of e4m3 errs by 2.6%, of e5m2 by 5%, of int4 by a tenth of their spread; keys and values both do.
+TOLERANCE = {"": 2e-2, "int8": 3e-2, "e4m3": 8e-2, "e5m2": 0.16, "int4": 0.3}
+
+
+@dataclass(frozen=True, eq=False)
+class Paged:
+    """Random queries, `[batch, len_q, heads, dim]` or packed `[tokens, heads, dim]` by `offsets`, over a cache whose pages are shuffled.
+
+    source     the keys and values in the Problem's dtype; `cache` has them in its format, and is the same where there is none.
+    lengths, queries   of each sequence.        shared   tokens that all sequences begin with, in the same pages.
+    """
+
+    problem: Attention
+    q: Tensor
+    source: PagedKV
+    cache: PagedKV
+    lengths: tuple[int, ...]
+    queries: tuple[int, ...]
+    offsets: Tensor | None = None
+    shared: int = 0
+    on_host = False  # time it where it runs, not by the host's clock
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.problem.kv.partition("/")[0]] if self.problem.dtype.itemsize == 2 else 1e-3
+
+    @property
+    def latent(self) -> bool:
+        """Values are columns of the keys (multi-head latent attention)."""
+        return self.source.v.data_ptr() == self.source.k.data_ptr()
+
+    @functools.cached_property
+    def cost(self) -> Cost:
+        """The products, and the bytes of keys and values alone: codes and scales, shared ones once."""
+        p = self.problem
+        pairs = sum(p.mask.area(rows, n) for rows, n in zip(self.queries, self.lengths, strict=True))
+        keys = sum(self.lengths) - self.shared * (len(self.lengths) - 1)
+        return Cost(2 * pairs * p.heads * (p.dim + p.value_dim), keys * p.kv_heads * self._bytes_of_token)
+
+    @property
+    def _bytes_of_token(self) -> int:
+        """Of one head."""
+        p = self.problem
+        if p.kv:
+            return 2 * _format(p.kv).bytes(p.dim)
+        return p.dtype.itemsize * (p.dim if self.latent else p.dim + p.value_dim)
+
+    def error(self, output: Tensor, ours: Tensor | None) -> float:
+        """||output - truth|| / ||truth||: against the float32 reference on the last queries of the longest sequence and of the last, and against `ours`."""
+        far = [distance(self._sample(output, b), truth) for b, truth in self._truths.items()]
+        return functools.reduce(larger, [*far, *([] if ours is None else [distance(output, ours)])])
+
+    @functools.cached_property
+    def _truths(self) -> dict[int, Tensor]:
+        longest = max(range(len(self.lengths)), key=self.lengths.__getitem__)
+        found = {}
+        for b in {longest, len(self.lengths) - 1}:
+            pages, length = self.source.page_table[b].long(), self.lengths[b]
+            k, v = (pool[pages[: -(-length // self.problem.page)]].flatten(0, 1)[:length] for pool in self.source[:2])
+            found[b] = reference.one(self.problem, 0, self._sample(self.q, b).float(), k, v, Operands(self.problem.dim**-0.5))[0]
+        return found
+
+    def _sample(self, x: Tensor, b: int) -> Tensor:
+        """The last queries of sequence `b`, `[queries, heads, dim]`; masks align bottom right, so these are a Problem of their own."""
+        end = sum(self.queries[: b + 1])
+        rows = x if self.offsets is not None else x.flatten(0, 1)
+        return rows[end - min(SAMPLE, self.queries[b]) : end]
+
+
+def attended(row: Row, device: torch.device) -> Paged:
+    p = row.problem
+    lengths, queries = row.lengths or (p.len_k,) * p.batch, row.queries or (p.len_q,) * p.batch
+    draw = functools.partial(torch.randn, dtype=p.dtype, device=device)
+    table, pages = _table(lengths, row.shared, p.page, device)
+    k = draw(pages, p.page, p.kv_heads, p.dim)
+    v = k[..., : p.value_dim] if row.latent else draw(pages, p.page, p.kv_heads, p.value_dim)
+    source = PagedKV(k, v, table, torch.tensor(lengths, dtype=torch.int32, device=device))
+    cache = source._replace(k=_quantised(k, p.kv), v=_quantised(v, p.kv)) if p.kv else source
+    if not row.queries:
+        return Paged(p, draw(p.batch, p.len_q, p.heads, p.dim), source, cache, lengths, queries, shared=row.shared)
+    offsets = torch.tensor([0, *queries]).cumsum(0).to(device, torch.int32)
+    return Paged(p, draw(p.tokens, p.heads, p.dim), source, cache, lengths, queries, offsets, row.shared)
+
+
+def _table(lengths: tuple[int, ...], shared: int, page: int, device: torch.device) -> tuple[Tensor, int]:
+    """The page table of sequences whose pages are shuffled and no longer than they need, and the pages in all; those of the shared tokens come first in each."""
+    first = shared // page
+    own = torch.tensor([math.ceil((n - shared) / page) for n in lengths])
+    width, pages = first + int(own.max()), first + int(own.sum())
+    order = torch.randperm(pages)
+    place = torch.arange(width - first).expand(len(lengths), -1)
+    table = torch.zeros(len(lengths), width, dtype=torch.int32)
+    table[:, :first] = order[:first]
+    table[:, first:][place < own[:, None]] = order[first:].int()
+    return table.to(device), pages
