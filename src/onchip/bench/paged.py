@@ -9,8 +9,11 @@ from torch import Tensor
 
 from onchip.bench.judge import distance, larger
 from onchip.bench.suite import Row
-from onchip.core.problem import Attention, Cost, Operands
+from onchip.core.formats import Codes, Format, encode, read
+from onchip.core.problem import Attention, Cost, Operands, Rope
+from onchip.dispatch import OPS
 from onchip.kernels.attention import reference
+from onchip.models.rope import rope_table
 from onchip.ops.attention import PagedKV
 
 SAMPLE = 64  # queries of a sequence that are held against the reference
@@ -58,7 +61,7 @@ class Paged:
         """Of one head."""
         p = self.problem
         if p.kv:
-            return 2 * _format(p.kv).bytes(p.dim)
+            return 2 * Format.of(p.kv).bytes(p.dim)
         return p.dtype.itemsize * (p.dim if self.latent else p.dim + p.value_dim)
 
     def error(self, output: Tensor, ours: Tensor | None) -> float:
@@ -83,15 +86,81 @@ class Paged:
         return rows[end - min(SAMPLE, self.queries[b]) : end]
 
 
+@dataclass(frozen=True, eq=False)
+class Appended:
+    """Random packed queries, keys and values of new tokens, the pages that they go to, all of them new, and a slot for each token.
+
+    Keys and values are written without their channels, so what is read again is compared with numbers as they were.
+    """
+
+    problem: Rope
+    qkv: Tensor
+    table: Tensor
+    positions: Tensor
+    k: Tensor | Codes
+    v: Tensor | Codes
+    slots: Tensor
+    page: int
+    truth: tuple[Tensor, Tensor, Tensor]
+    on_host = False
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.problem.kv.partition("/")[0]]
+
+    @property
+    def cost(self) -> Cost:
+        return OPS[self.problem.op].cost(self.problem)
+
+    def written(self, pool: Tensor | Codes) -> Tensor:
+        """What lies in the slots of the tokens, `[tokens, kv_heads, dim]`."""
+        return read(pool, slice(None), self.qkv.dtype).flatten(0, 1)[self.slots]
+
+    def error(self, output: tuple[Tensor, Tensor, Tensor], _ours) -> float:
+        """||x - truth|| / ||truth|| of rotated queries, written keys and written values, the largest."""
+        return functools.reduce(larger, [distance(x, truth) for x, truth in zip(output, self.truth, strict=True)])
+
+
+def appended(row: Row, device: torch.device) -> Appended:
+    """`tokens` new tokens of sequences of 512, in shuffled pages of 16."""
+    p, page = row.problem, 16
+    qkv = torch.randn(p.tokens, (p.heads + 2 * p.kv_heads) * p.dim, dtype=p.dtype, device=device)
+    table = rope_table(8192, p.rotary_dim, 1e4, device=device)
+    at = torch.arange(p.tokens, device=device)
+    positions = 4096 + at % 512
+    pages = torch.randperm(p.tokens // page, device=device)
+    slots = pages[at // page] * page + at % page
+    pools = [torch.full((p.tokens // page, page, p.kv_heads, p.dim), torch.nan, dtype=p.dtype, device=device) for _ in range(2)]
+    k, v = (quantised(x, p.kv) if p.kv else x for x in pools)
+    return Appended(p, qkv, table, positions, k, v, slots, page, _rotated(p, qkv, table[positions]))
+
+
+def _rotated(p: Rope, qkv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.view(p.tokens, -1, p.dim).split((p.heads, p.kv_heads, p.kv_heads), 1)
+    cos, sin = table[:, None].chunk(2, -1)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(p.dtype)
+
+    return turned(q), turned(k), v.clone()
+
+
+def quantised(x: Tensor, kv: str) -> Codes:
+    """Pages of numbers in a format."""
+    form = Format.of(kv)
+    return Codes(*encode(x, form), form)
+
+
 def attended(row: Row, device: torch.device) -> Paged:
     p = row.problem
     lengths, queries = row.lengths or (p.len_k,) * p.batch, row.queries or (p.len_q,) * p.batch
     draw = functools.partial(torch.randn, dtype=p.dtype, device=device)
     table, pages = _table(lengths, row.shared, p.page, device)
     k = draw(pages, p.page, p.kv_heads, p.dim)
-    v = k[..., : p.value_dim] if row.latent else draw(pages, p.page, p.kv_heads, p.value_dim)
+    v = k[..., : p.value_dim] if p.dim_v else draw(pages, p.page, p.kv_heads, p.value_dim)
     source = PagedKV(k, v, table, torch.tensor(lengths, dtype=torch.int32, device=device))
-    cache = source._replace(k=_quantised(k, p.kv), v=_quantised(v, p.kv)) if p.kv else source
+    cache = source._replace(k=quantised(k, p.kv), v=quantised(v, p.kv)) if p.kv else source
     if not row.queries:
         return Paged(p, draw(p.batch, p.len_q, p.heads, p.dim), source, cache, lengths, queries, shared=row.shared)
     offsets = torch.tensor([0, *queries]).cumsum(0).to(device, torch.int32)

@@ -154,9 +154,10 @@ class Rope(NamedTuple):
     layout: str
     norm: bool
     append: bool
+    kv: str = ""
 
     def __str__(self):
-        extras = ["qk-norm"] * self.norm + ["append"] * self.append
+        extras = ["qk-norm"] * self.norm + ["append"] * self.append + [f"kv {self.kv}"] * bool(self.kv)
         return " ".join(
             [
                 f"{self.op} T{self.tokens} h{self.heads}/{self.kv_heads} d{self.dim} r{self.rotary_dim}",
