@@ -11,7 +11,7 @@ from torch import Tensor
 from onchip.bench import paged
 from onchip.bench.judge import distance, larger
 from onchip.bench.mods import Mod, area, make
-from onchip.bench.suite import Generate, Ladder, Overhead, Pass, Row
+from onchip.bench.suite import Generate, Ladder, Overhead, Pass, Row, Shared
 from onchip.core.masks import Causal
 from onchip.core.problem import E4M3, Attention, Cost, Operands, Rope, Rows
 from onchip.dispatch import OPS
@@ -202,6 +202,8 @@ def inputs(row: Row, device: torch.device) -> Tensors | Trained | Prompts | Tiny
         return _trained(row, device)
     if isinstance(row.problem, Rope):
         return paged.appended(row, device)
+    if isinstance(row.problem, Shared):
+        return paged.attended(row, device)
     return paged.attended(row, device) if row.problem.keys == "paged" else _tensors(row.problem, row.lengths, device)
 
 

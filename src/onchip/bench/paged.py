@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from onchip.bench.judge import distance, larger
-from onchip.bench.suite import Row
+from onchip.bench.suite import Row, Shared
 from onchip.core.formats import Codes, Format, encode, read
 from onchip.core.problem import Attention, Cost, Operands, Rope
 from onchip.dispatch import OPS
@@ -16,6 +16,7 @@ from onchip.kernels.attention import reference
 from onchip.models.rope import rope_table
 from onchip.ops.attention import PagedKV
 
+PART = 1 << 26  # numbers that are quantised at once
 SAMPLE = 64  # queries of a sequence that are held against the reference
 # Relative errors of random normal numbers: a code of e4m3 errs by 2.6%, of e5m2 by 5%, of int4 by a tenth of their spread; keys and values both do.
 TOLERANCE = {"": 2e-2, "int8": 3e-2, "e4m3": 8e-2, "e5m2": 0.16, "int4": 0.3}
@@ -38,6 +39,10 @@ class Paged:
     offsets: Tensor | None = None
     shared: int = 0
     on_host = False  # time it where it runs, not by the host's clock
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
 
     @property
     def tolerance(self) -> float:
@@ -105,6 +110,10 @@ class Appended:
     on_host = False
 
     @property
+    def device(self) -> torch.device:
+        return self.qkv.device
+
+    @property
     def tolerance(self) -> float:
         return TOLERANCE[self.problem.kv.partition("/")[0]]
 
@@ -147,24 +156,29 @@ def _rotated(p: Rope, qkv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def quantised(x: Tensor, kv: str) -> Codes:
-    """Pages of numbers in a format."""
+    """Pages of numbers in a format; a part of them at a time, for it is done in float32."""
     form = Format.of(kv)
-    return Codes(*encode(x, form), form)
+    parts = zip(*(encode(part, form) for part in x.split(max(1, PART // x[0].numel()))), strict=True)
+    return Codes(*(None if some[0] is None else _joined(some) for some in parts), form)
+
+
+def _joined(parts: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype) if parts[0].dtype.itemsize == 1 else torch.cat(parts)
 
 
 def attended(row: Row, device: torch.device) -> Paged:
-    p = row.problem
+    p, shared = (row.problem.inner, row.problem.prefix) if isinstance(row.problem, Shared) else (row.problem, 0)
     lengths, queries = row.lengths or (p.len_k,) * p.batch, row.queries or (p.len_q,) * p.batch
     draw = functools.partial(torch.randn, dtype=p.dtype, device=device)
-    table, pages = _table(lengths, row.shared, p.page, device)
+    table, pages = _table(lengths, shared, p.page, device)
     k = draw(pages, p.page, p.kv_heads, p.dim)
     v = k[..., : p.value_dim] if p.dim_v else draw(pages, p.page, p.kv_heads, p.value_dim)
     source = PagedKV(k, v, table, torch.tensor(lengths, dtype=torch.int32, device=device))
     cache = source._replace(k=quantised(k, p.kv), v=quantised(v, p.kv)) if p.kv else source
     if not row.queries:
-        return Paged(p, draw(p.batch, p.len_q, p.heads, p.dim), source, cache, lengths, queries, shared=row.shared)
+        return Paged(p, draw(p.batch, p.len_q, p.heads, p.dim), source, cache, lengths, queries, shared=shared)
     offsets = torch.tensor([0, *queries]).cumsum(0).to(device, torch.int32)
-    return Paged(p, draw(p.tokens, p.heads, p.dim), source, cache, lengths, queries, offsets, row.shared)
+    return Paged(p, draw(p.tokens, p.heads, p.dim), source, cache, lengths, queries, offsets, shared)
 
 
 def _table(lengths: tuple[int, ...], shared: int, page: int, device: torch.device) -> tuple[Tensor, int]:

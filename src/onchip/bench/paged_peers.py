@@ -11,6 +11,7 @@ from torch import Tensor
 
 from onchip.bench.call import Call
 from onchip.bench.paged import Appended, Paged
+from onchip.core.kernel import Unsupported
 from onchip.core.problem import Attention, Rope
 from onchip.ops.attention import PagedKV, paged_attention
 from onchip.ops.fused import Append, rope_append
@@ -29,6 +30,10 @@ def onchip(inputs: Paged) -> Call:
 def onchip_bf16(inputs: Paged) -> Call:
     """What a quantised cache is to beat."""
     return Call(_attend(inputs, inputs.source))
+
+
+def onchip_cascade(inputs: Paged) -> Call:
+    raise Unsupported("no cascade yet")
 
 
 def _attend(i: Paged, cache: PagedKV) -> Callable:
@@ -55,6 +60,8 @@ def _heads(i: Appended) -> tuple[Tensor, Tensor, Tensor]:
 def sdpa(inputs: Paged) -> Call:
     """torch's attention over keys copied from their pages to [batch, kv_heads, len, dim]; the heads of a group are the rows."""
     p, cache = inputs.problem, inputs.source
+    if len(set(inputs.lengths)) > 1:
+        raise Unsupported(f"lengths from {min(inputs.lengths)} to {max(inputs.lengths)}; its keys are dense, of one length")
     k, v = (pool[cache.page_table.long()].flatten(1, 2)[:, : p.len_k].transpose(1, 2).contiguous() for pool in cache[:2])
     q = inputs.q.view(p.batch, p.kv_heads, p.group, p.dim)
     return Call(lambda: F.scaled_dot_product_attention(q, k, v).view(p.batch, 1, p.heads, p.value_dim))

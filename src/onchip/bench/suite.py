@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -75,7 +75,22 @@ class Pass(NamedTuple):
         return str(self.inner._replace(op=self.op, mask=Traced(self.mod, "") if self.mod else self.inner.mask))
 
 
-Asked = Problem | Generate | Overhead | Ladder | Pass
+class Shared(NamedTuple):
+    """Paged attention of sequences whose first `prefix` tokens are the same, in the same pages: read once, or once for each."""
+
+    op: str
+    inner: Attention
+    prefix: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    def __str__(self):
+        return f"{self.op} of {self.prefix}: {self.inner}"
+
+
+Asked = Problem | Generate | Overhead | Ladder | Pass | Shared
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,6 @@ class Row:
     """One line of a suite: what is asked, the plot it is in and its place there.
 
     lengths   tokens of packed sequences, keys of paged ones.       queries   of each paged sequence, where they are packed.
-    shared    tokens that all paged sequences begin with, in the same pages.
     """
 
     problem: Asked
@@ -91,7 +105,6 @@ class Row:
     x: str
     lengths: tuple[int, ...] = ()
     queries: tuple[int, ...] = ()
-    shared: int = 0
 
 
 # ---- rows
@@ -158,7 +171,8 @@ def _decoding(device: torch.device, quick: bool) -> list[Row]:
     found.append(_cached((32, 4, 4096), HEADS, "more queries", "4 queries, 32x4k"))
     found.append(_cached((8, 512, 8192), HEADS, "more queries", "chunks, 8x512 over 8k"))
     found.append(_mixed((60, 4096), (4, 512, 8192)))
-    found.append(_cached((64, 1, 9216), HEADS, "shared prefix", "64 share 8k of 9k", shared=8192))
+    alike = _cached((64, 1, 9216), HEADS, "shared prefix", "64 share 8k of 9k")
+    found.append(replace(alike, problem=Shared("cascade", alike.problem, 8192)))
     for batch, n in ((32, 4096),) if quick else ((1, 8192), (32, 4096), (128, 4096)):
         p = Attention("decode", batch, 1, n, 128, 1, 576, BF16, Causal(), "paged", 64, dim_v=512)
         found.append(Row(p, "latent (MLA), 128 heads", f"{batch}x{_short(n)}"))
