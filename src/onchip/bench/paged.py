@@ -182,7 +182,7 @@ def attended(row: Row, device: torch.device) -> Paged:
 
 
 def _table(lengths: tuple[int, ...], shared: int, page: int, device: torch.device) -> tuple[Tensor, int]:
-    """The page table of sequences whose pages are shuffled and no longer than they need, and the pages in all; those of the shared tokens come first in each."""
+    """The page table of sequences with as many pages as they need, shuffled, and the pages in all; those of the shared tokens come first in each."""
     first = shared // page
     own = torch.tensor([math.ceil((n - shared) / page) for n in lengths])
     width, pages = first + int(own.max()), first + int(own.sum())

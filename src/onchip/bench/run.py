@@ -55,6 +55,7 @@ class Effort:
 
 
 MATHS = ("prefill", "forward", "backward", "step")  # whose rate counts FLOP; that of all others bytes
+MANY = 128  # but for decoding with as many rows of a key, which waits for arithmetic
 FULL, QUICK = Effort(5, 0.4), Effort(3, 0.1)
 
 
@@ -93,7 +94,7 @@ def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort)
     """A row of the result: the times of every contender that was right, and what was wrong with the others."""
     fields = {**plain(row.problem), "group": row.group, "x": row.x, "lengths": list(row.lengths), "queries": list(row.queries)}
     entry = {"problem": str(row.problem), "fields": fields, "kernel": None, "config": None, "seconds": {}, "spread": {}, "distance": {}}
-    entry |= {"cost": None, "floor": None, "rate": None, "goal": None, "timed_by": None, "error": {}}
+    entry |= {"cost": None, "floor": None, "rate": None, "goal": None, "timed_by": None, "waits": None, "error": {}}
     errors = entry["error"]
     found, entry["refused"] = contenders(row.problem, device)
     with noted(errors, "row"):  # what all contenders need: memory for the inputs, above all
@@ -130,8 +131,8 @@ def _weigh(entry: dict, inputs, facts: Device) -> None:
     if p.op == "generate":
         entry["rate"] = {"unit": "token/s", "amount": p.batch * (p.prompt if p.phase == "prefill" else 1)}
     else:
-        math_bound = p.op in MATHS or (p.op == "decode" and entry["floor"]["bound"] == "math")
-        entry["rate"] = {"unit": "FLOP/s", "amount": cost.flops} if math_bound else {"unit": "B/s", "amount": cost.bytes}
+        maths = p.op in MATHS or (p.op == "decode" and p.len_q * p.group >= MANY)
+        entry["rate"] = {"unit": "FLOP/s", "amount": cost.flops} if maths else {"unit": "B/s", "amount": cost.bytes}
 
 
 def _checked(found: list[Peer], inputs, entry: dict) -> dict[str, Call]:

@@ -167,16 +167,18 @@ def _decoding(device: torch.device, quick: bool) -> list[Row]:
     shapes |= {"GQA 4": (64, (16, 4, 128)), "GQA 8": (64, (32, 4, 128)), "GQA 16": (128, (32, 2, 128))}
     found += [_decode((batch, 4096), heads, "other heads", x) for x, (batch, heads) in shapes.items()]
     even = sum(UNEVEN) // 64
-    found += [_cached((64, 1, n), HEADS, "uneven lengths", x, lengths=lengths) for n, x, lengths in ((UNEVEN[0], "128k and 63 of 512", UNEVEN), (even, "even", ()))]
-    found.append(_cached((32, 4, 4096), HEADS, "more queries", "4 queries, 32x4k"))
-    found.append(_cached((8, 512, 8192), HEADS, "more queries", "chunks, 8x512 over 8k"))
+    found.append(_cached((64, 1, UNEVEN[0]), HEADS, "uneven lengths", "128k and 63 of 512", lengths=UNEVEN))
+    found.append(_cached((64, 1, even), HEADS, "uneven lengths", "even"))
+    found.append(_cached((32, 4, 4096), HEADS, "speculative", "4 queries, 32x4k"))
+    found.append(_cached((8, 512, 8192), HEADS, "chunks of a prefill", "8x512 over 8k"))
     found.append(_mixed((60, 4096), (4, 512, 8192)))
     alike = _cached((64, 1, 9216), HEADS, "shared prefix", "64 share 8k of 9k")
     found.append(replace(alike, problem=Shared("cascade", alike.problem, 8192)))
     for batch, n in ((32, 4096),) if quick else ((1, 8192), (32, 4096), (128, 4096)):
         p = Attention("decode", batch, 1, n, 128, 1, 576, BF16, Causal(), "paged", 64, dim_v=512)
         found.append(Row(p, "latent (MLA), 128 heads", f"{batch}x{_short(n)}"))
-    return found + [Row(Rope("rope_append", 4096, *HEADS, HEADS[2], BF16, "neox", False, True, kv), "append", kv or "bf16") for kv in ("", "e4m3", "int8", "int4")]
+    append = Rope("rope_append", 4096, *HEADS, HEADS[2], BF16, "neox", False, True)
+    return found + [Row(append._replace(kv=kv), "append", kv or "bf16") for kv in ("", "e4m3", "int8", "int4")]
 
 
 def _prefill(shape: tuple, heads: tuple, group: str, x: str = "", mask: Mask = Causal(), dtype: torch.dtype = BF16) -> Row:
@@ -202,7 +204,7 @@ def _mixed(decodes: tuple, chunks: tuple) -> Row:
     """`decodes` is (sequences, keys), `chunks` (sequences, queries, keys), in one packed call."""
     queries, lengths = (1,) * decodes[0] + (chunks[1],) * chunks[0], (decodes[1],) * decodes[0] + (chunks[2],) * chunks[0]
     p = Attention("decode", len(queries), chunks[1], chunks[2], *HEADS, BF16, Causal(), "paged", 16, sum(queries))
-    return Row(p, "more queries", f"{decodes[0]} decodes and {chunks[0]} chunks", lengths, queries)
+    return Row(p, "chunks of a prefill", f"{decodes[0]} decodes and {chunks[0]} chunks", lengths, queries)
 
 
 def _generate(device: torch.device, quick: bool) -> list[Row]:
@@ -282,7 +284,8 @@ def _modded(device: torch.device, title: str, names: list[str]) -> list[Row]:
 
 
 SUITES: dict[str, Callable[[torch.device, bool], list[Row]]] = {
-    "attention": _attention, "decode": _decoding, "backward": _backward, "mods": _mods, "gym": _gym, "sdpa": _sdpa, "generate": _generate, "dispatch": _dispatch, "io": _io,
+    "attention": _attention, "decode": _decoding, "backward": _backward, "mods": _mods, "gym": _gym, "sdpa": _sdpa, "generate": _generate,
+    "dispatch": _dispatch, "io": _io,
 }  # fmt: skip
 
 
