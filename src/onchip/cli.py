@@ -271,7 +271,7 @@ def _typical() -> list:
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="attention, backward, mods, gym, sdpa, generate, dispatch or io")],
+    suite: Annotated[str, typer.Argument(help="attention, decode, backward, mods, gym, sdpa, generate, dispatch, io or quality")],
     only: Annotated[str, typer.Option(help="rows whose Problem or plot contains this text")] = "",
     out: Annotated[Path, typer.Option(help="folder of the results")] = Path("benchmarks/results"),
     device: Device = None,

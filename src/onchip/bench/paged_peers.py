@@ -45,7 +45,7 @@ def onchip_append(inputs: Appended) -> Call:
     i, p = inputs, inputs.problem
     append = Append(i.k, i.v, i.slots)
     run = functools.partial(rope_append, i.qkv, i.table, i.positions, (p.heads, p.kv_heads), append=append)
-    return Call(run, result=lambda: (_heads(i)[0], i.written(i.k), i.written(i.v)))
+    return Call(run, result=lambda: (_heads(i)[0].clone(), i.written(i.k), i.written(i.v)))
 
 
 def _heads(i: Appended) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,7 +218,7 @@ def flashinfer_append(inputs: Appended) -> Call:
             flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, q.flatten(1), k.flatten(1), p.dim, i.table)
             flashinfer.append_paged_kv_cache(k, v, of, within, cache, pages, bounds, last)
 
-        return Call(run, result=lambda: (q, *(i.written(x) for x in cache)))
+        return Call(run, result=lambda: (q.clone(), *(i.written(x) for x in cache)))
     rounded = torch.empty_like(q, dtype=dtype)
     where = {"kv_indices": pages, "kv_indptr": bounds, "batch_indices": of, "positions": within, "page_size": i.page}
     none = q[..., :0], k[..., :0]

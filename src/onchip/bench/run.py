@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import onchip
-from onchip.bench import bars, data, goals, judge, ladder, ladder_report, meters, paged, report, suite, warm
+from onchip.bench import bars, data, goals, judge, ladder, ladder_report, meters, paged, quality, report, suite, warm
 from onchip.bench.call import Call
 from onchip.bench.peers import Peer, contenders, versions
 from onchip.core import device as devices
@@ -65,6 +65,8 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
     `only` keeps the rows whose problem or plot has that text in its name; their files are named `<suite>-<only>`, so that
     a part never replaces the whole. Returns the path of the JSON file, which is rewritten after each row.
     """
+    if suite_name == "quality":
+        return _quality(device, Path(out), only, quick)
     rows = suite.rows(suite_name, device, quick, only)
     if not rows:
         raise ValueError(f"suite {suite_name!r} has no row with {only!r} in it on {device.type}; leave --only out to run them all")
@@ -72,8 +74,7 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
     with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         facts = _measured(device)
         result = {"suite": suite_name, "device": _describe(device, facts), **_origin(), "quick": quick, "rows": []}
-        path = Path(out) / result["device"]["slug"] / f"{_slug(f'{suite_name} {only}')}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = _place(Path(out), result["device"], suite_name, only)
         if suite_name in warm.SUITES and device.type == "cuda":
             warm.compile_rows(suite_name, device, only, quick)
         for number, row in enumerate(rows, 1):
@@ -84,6 +85,21 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
             result["goals"] = goals.GOALS[suite_name](result) if suite_name in goals.GOALS else []
             path.write_text(json.dumps(result, indent=1) + "\n")
     REPORTS.get(suite_name, report).write(result, path)
+    return path
+
+
+def _quality(device: torch.device, out: Path, only: str, quick: bool) -> Path:
+    """The suite that reads texts, not clocks."""
+    described = _describe(device, devices.of(device))
+    path = _place(out, described, "quality", only)
+    del described["measured"]  # another reading each time, which says nothing of a text
+    quality.bench({"device": described, **_origin()}, path, device, only, quick)
+    return path
+
+
+def _place(out: Path, device: dict, suite_name: str, only: str) -> Path:
+    path = out / device["slug"] / f"{_slug(f'{suite_name} {only}')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
@@ -109,8 +125,7 @@ def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort)
         guesses = guess(calls, clock, errors)
         entry["timed_by"] = clock.name
         graphs = isinstance(clock, DeviceClock) and not isinstance(row.problem, suite.Pass)  # autograd chooses its own stream
-        serves = isinstance(inputs, (paged.Paged, paged.Appended))  # as an engine does: each step is a graph, whatever it takes
-        if graphs and guesses and (serves or min(guesses.values()) < SHORT_CALL):
+        if graphs and guesses and (serves(inputs) or min(guesses.values()) < SHORT_CALL):
             copies = [data.inputs(row, device) for _ in range(_copies(inputs, device) - 1)]
             calls = _captured([peer for peer in found if peer.name in guesses], calls, copies, errors)
             guesses = guess(calls, clock, errors)
@@ -119,6 +134,11 @@ def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort)
             deciles = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds
             entry["seconds"][name], entry["spread"][name] = statistics.median(seconds), (deciles[0], deciles[-1])
     return entry
+
+
+def serves(inputs) -> bool:
+    """Whether it is a call as an engine makes it: always in a graph, whatever it takes, and never waiting for the device."""
+    return isinstance(inputs, (paged.Paged, paged.Appended))
 
 
 def _weigh(entry: dict, inputs, facts: Device) -> None:
@@ -145,7 +165,7 @@ def _checked(found: list[Peer], inputs, entry: dict) -> dict[str, Call]:
                 output = call.run()
                 output = output if call.result is None else call.result()
             if peer.name == "onchip":
-                entry["waits"] = waits(call, inputs)
+                entry["waits"] = meters.waits(call.run) if serves(inputs) and inputs.device.type == "cuda" else None
                 entry["kernel"] = ", ".join(dict.fromkeys(d.kernel.name for d in decisions)) or None
                 entry["config"] = ", ".join(dict.fromkeys(str(d.config) for d in decisions if d.config is not None)) or None
             distance = inputs.error(output, ours)
@@ -155,23 +175,6 @@ def _checked(found: list[Peer], inputs, entry: dict) -> dict[str, Call]:
             calls[peer.name] = call
             ours = output if peer.name == "onchip" else ours
     return calls
-
-
-def waits(call: Call, inputs) -> bool | None:
-    """Whether a call over a paged cache makes the host wait for the device; None where there is nothing to ask."""
-    if not isinstance(inputs, (paged.Paged, paged.Appended)) or inputs.device.type != "cuda":
-        return None
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call.run()
-    except RuntimeError as error:
-        if "synchroniz" not in str(error):
-            raise
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    return False
 
 
 def _account(entry: dict, calls: dict[str, Call], p: Attention, device: torch.device) -> None:
