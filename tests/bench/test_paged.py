@@ -19,7 +19,7 @@ from onchip.kernels.attention import reference
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FP32, BF16 = torch.float32, torch.bfloat16
 PAGED = Attention("decode", 3, 1, 32, 4, 2, 16, FP32, Causal(), "paged", 8)
-LATENT = PAGED._replace(kv_heads=1, dim=576, dim_v=512)
+LATENT = PAGED._replace(kv_heads=1, dim=576, dim_v=512, extras=("latent",))
 ROPE = Rope("rope_append", 48, 4, 2, 32, 32, BF16, "neox", False, True)
 ROWS = {
     "even": Row(PAGED, "", ""),
@@ -92,6 +92,16 @@ def test_truth_is_the_reference_and_errors_show(name):
     longest = max(range(3), key=inputs.lengths.__getitem__)
     for b in {longest, 2}:
         assert not inputs.error(right.index_fill(0, torch.tensor([b]), torch.nan), None) <= inputs.tolerance
+
+
+@plain_torch
+def test_a_shared_prefix_is_read_once_or_for_each():
+    inputs = data.inputs(ROWS["shared"], CPU)
+    for kind in (paged_peers.onchip, paged_peers.onchip_cascade):
+        assert inputs.error(kind(inputs).run(), None) <= inputs.tolerance
+    longer = torch.full((1,), 24, dtype=torch.int32)
+    wrong = inputs.cache._replace(lengths=inputs.cache.lengths - longer)
+    assert not inputs.error(paged_peers._attend(inputs, wrong)(), None) <= inputs.tolerance
 
 
 @plain_torch

@@ -48,11 +48,6 @@ class Paged:
     def tolerance(self) -> float:
         return TOLERANCE[self.problem.kv.partition("/")[0]] if self.problem.dtype.itemsize == 2 else 1e-3
 
-    @property
-    def latent(self) -> bool:
-        """Values are columns of the keys (multi-head latent attention)."""
-        return self.source.v.data_ptr() == self.source.k.data_ptr()
-
     @functools.cached_property
     def cost(self) -> Cost:
         """The products, and the bytes of keys and values alone: codes and scales, shared ones once."""
@@ -67,7 +62,7 @@ class Paged:
         p = self.problem
         if p.kv:
             return 2 * Format.of(p.kv).bytes(p.dim)
-        return p.dtype.itemsize * (p.dim if self.latent else p.dim + p.value_dim)
+        return p.dtype.itemsize * (p.dim if "latent" in p.extras else p.dim + p.value_dim)
 
     def error(self, output: Tensor, ours: Tensor | None) -> float:
         """||output - truth|| / ||truth||: against the float32 reference on the last queries of the longest sequence and of the last, and against `ours`."""
@@ -172,7 +167,7 @@ def attended(row: Row, device: torch.device) -> Paged:
     draw = functools.partial(torch.randn, dtype=p.dtype, device=device)
     table, pages = _table(lengths, shared, p.page, device)
     k = draw(pages, p.page, p.kv_heads, p.dim)
-    v = k[..., : p.value_dim] if p.dim_v else draw(pages, p.page, p.kv_heads, p.value_dim)
+    v = k[..., : p.value_dim] if "latent" in p.extras else draw(pages, p.page, p.kv_heads, p.value_dim)
     source = PagedKV(k, v, table, torch.tensor(lengths, dtype=torch.int32, device=device))
     cache = source._replace(k=quantised(k, p.kv), v=quantised(v, p.kv)) if p.kv else source
     if not row.queries:
