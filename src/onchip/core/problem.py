@@ -142,7 +142,10 @@ class Rows(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary embedding of packed queries and keys `[tokens, (heads + 2 kv_heads) dim]`, with QK-norm and the cache write."""
+    """Rotary embedding of packed queries and keys `[tokens, (heads + 2 kv_heads) dim]`, with QK-norm and the cache write.
+
+    kv   the format of the cache where it is quantised (`str(Format)`), "" where it is in `dtype`.
+    """
 
     op: str
     tokens: int
