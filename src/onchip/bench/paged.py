@@ -9,7 +9,7 @@ from torch import Tensor
 
 from onchip.bench.judge import distance, larger
 from onchip.bench.suite import Row, Shared
-from onchip.core.formats import Codes, Format, encode, read
+from onchip.core.formats import Codes, Format, read
 from onchip.core.problem import Attention, Cost, Operands, Rope
 from onchip.dispatch import OPS
 from onchip.kernels.attention import reference
@@ -134,8 +134,8 @@ def appended(row: Row, device: torch.device) -> Appended:
     positions = 4096 + at % 512
     pages = torch.randperm(p.tokens // page, device=device)
     slots = pages[at // page] * page + at % page
-    pools = [torch.full((p.tokens // page, page, p.kv_heads, p.dim), torch.nan, dtype=p.dtype, device=device) for _ in range(2)]
-    k, v = (quantised(x, p.kv) if p.kv else x for x in pools)
+    sizes = (p.tokens // page, page, p.kv_heads, p.dim)
+    k, v = (empty_codes(sizes, p.kv, device) if p.kv else torch.full(sizes, torch.nan, dtype=p.dtype, device=device) for _ in range(2))
     return Appended(p, qkv, table, positions, k, v, slots, page, _rotated(p, qkv, table[positions]))
 
 
@@ -150,15 +150,18 @@ def _rotated(p: Rope, qkv: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tenso
     return turned(q), turned(k), v.clone()
 
 
+def empty_codes(sizes: tuple[int, int, int, int], kv: str, device: torch.device) -> Codes:
+    """Pages in a format, of sizes (pages, page, kv_heads, dim), with NaN for scales."""
+    form = Format.of(kv)
+    return Codes.over(torch.full((sizes[0], form.page_bytes(*sizes[1:])), 255, dtype=torch.uint8, device=device), form, sizes[1:])
+
+
 def quantised(x: Tensor, kv: str) -> Codes:
     """Pages of numbers in a format; a part of them at a time, for it is done in float32."""
-    form = Format.of(kv)
-    parts = zip(*(encode(part, form) for part in x.split(max(1, PART // x[0].numel()))), strict=True)
-    return Codes(*(None if some[0] is None else _joined(some) for some in parts), form)
-
-
-def _joined(parts: tuple[Tensor, ...]) -> Tensor:
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype) if parts[0].dtype.itemsize == 1 else torch.cat(parts)
+    made, tokens = empty_codes(tuple(x.shape), kv, x.device), x.flatten(0, 1)
+    for slots in torch.arange(len(tokens), device=x.device).split(max(1, PART // tokens[0].numel())):
+        made.put(slots, tokens[slots])
+    return made
 
 
 def attended(row: Row, device: torch.device) -> Paged:

@@ -101,7 +101,7 @@ def bench(origin: dict, path: Path, device: torch.device, only: str = "", quick:
         if kv and only.lower() not in kv:
             continue
         name = kv or SHORT[llm.dtype]
-        known = kv and before.get(name)
+        known = kv and (before.get(name) or _alike(kv, llm.model.config.dim, result["rows"]))
         progress.print(f"{name}{' (measured before)' if known else ''}", markup=False)
         if not known:
             score, likeliest = measure(llm.model, tokens, kv, best)
@@ -120,6 +120,13 @@ def _before(path: Path, result: dict) -> dict:
     if any(found.get(key) != result[key] for key in ("commit", "device", "versions", "model", "text", "tokens", "chunk", "page")):
         return {}
     return {row["kv"]: {name: row[name] for name in Score._fields} for row in found["rows"]}
+
+
+def _alike(kv: str, dim: int, rows: list[dict]) -> dict | None:
+    """The Score of a format that is the same for heads of `dim`: of 64 columns, "int4/64" is "int4"."""
+    form = Format.of(kv)
+    same = [row for row in rows[1:] if (other := Format.of(row["kv"])).name == form.name and other.groups(dim) == form.groups(dim)]
+    return {name: same[0][name] for name in Score._fields} | {"kv": kv} if same else None
 
 
 def _beside(row: dict, rows: list[dict]) -> dict[str, float]:
