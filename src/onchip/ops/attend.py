@@ -65,10 +65,11 @@ def packed_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: int, longest_q: int
     return Sizes((sequences, longest_q, longest_k, heads, k.shape[1], dim, q.dtype), ("packed", 0, tokens, 0 if len(k) == tokens else len(k), dim_v(q, v)))
 
 
-def paged_sizes(q: Tensor, k: Tensor, v: Tensor, pages: int) -> Sizes:
-    batch, len_q, heads, dim = q.shape
-    _, page, kv_heads, _ = k.shape
-    return Sizes((batch, len_q, pages * page, heads, kv_heads, dim, q.dtype), ("paged", page, 0, 0, dim_v(q, v)))
+def paged_sizes(q: Tensor, k: Tensor, v: Tensor, pages: int, packed: tuple[int, int] | None = None) -> Sizes:
+    """`packed`: sequences, and the most queries of one, where q is [tokens, heads, dim]."""
+    batch, len_q = packed or q.shape[:2]
+    _, page, kv_heads, dim = k.shape
+    return Sizes((batch, len_q, pages * page, q.shape[-2], kv_heads, dim, q.dtype), ("paged", page, len(q) if packed else 0, 0, dim_v(q, v)))
 
 
 def dim_v(q: Tensor, v: Tensor) -> int:
@@ -103,7 +104,13 @@ def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands,
     if torch._C._are_functorch_transforms_active():
         how = spelt_out(how, q)
     problem, x = problem_of("decode", how, sizes, x, q)
-    return select(problem, q.device, how.kernel).launch(q, cache, x, return_lse)
+    return launch_paged(problem, how.kernel, q, cache, x, return_lse)
+
+
+def launch_paged(problem: Attention, kernel: str, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
+    """By `kernel`; of packed queries that are none, by plain torch: there is no launch of nothing."""
+    nothing = x.q_offsets is not None and not len(q)
+    return select(problem, q.device, "reference" if nothing else kernel).launch(q, cache, x, return_lse)
 
 
 def spelt_out(how: How, q: Tensor) -> How:

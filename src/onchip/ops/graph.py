@@ -48,7 +48,7 @@ def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands,
     text, reads = _packed(how, sizes, q, cache.k, cache.v, x)
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("paged_attention: torch.func transforms are not implemented; use kernel='reference'")
-    out, lse = torch.ops.onchip.paged_attention(q, *cache, reads, x.scale, text)
+    out, lse = torch.ops.onchip.paged_attention(q, *cache, reads, x.scale, text, None if x.q_offsets is None else sizes.dims[1])
     return (out, lse) if return_lse else out
 
 

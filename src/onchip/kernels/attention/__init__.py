@@ -58,9 +58,11 @@ def _counts(p: Attention) -> tuple[int, int, int]:
         keys = p.tokens_k or p.tokens
         return p.batch * area(p, max(1, p.tokens // p.batch), max(1, keys // p.batch)), p.tokens, keys
     band = p.mask if isinstance(p.mask, Band) else p.mask.hull
-    shift = band.shift(p.len_q, p.len_k)
-    keys = p.batch * len(band.keys(shift, shift + p.len_q - 1, p.len_k))
-    return p.batch * area(p, p.len_q, p.len_k), p.batch * p.len_q, keys
+    len_q = max(1, p.tokens // p.batch) if p.tokens else p.len_q
+    queries = p.tokens or p.batch * len_q
+    shift = band.shift(len_q, p.len_k)
+    keys = p.batch * len(band.keys(shift, shift + len_q - 1, p.len_k))
+    return queries * area(p, len_q, p.len_k) // max(1, len_q), queries, keys
 
 
 # ---- what no single field can say
@@ -69,6 +71,10 @@ def _counts(p: Attention) -> tuple[int, int, int]:
 def _rows_of_a_group(p: Attention) -> str | None:
     rows = p.len_q * p.group
     return f"{p.len_q} queries x {p.group} heads a group = {rows} rows, of at most 64" if rows > 64 else None
+
+
+def _as_many_queries(p: Attention) -> str | None:
+    return "packed queries, different numbers of them over pages" if p.tokens else None
 
 
 def _float32_of_a_row(p: Attention) -> str | None:
@@ -267,7 +273,7 @@ DECODE = Op(
                 "len_q": range(1, 1 << 20),
                 "page": [1 << i for i in range(3, 11)],  # rows of shared memory are swizzled by eights
             },
-            also=(_only("batch_invariant", "deterministic", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
+            also=(_as_many_queries, _only("batch_invariant", "deterministic", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
             slower=(_faster_with_split_keys,),
         ),
         Kernel(
@@ -283,7 +289,7 @@ DECODE = Op(
                 "len_q": range(1, 17),
                 "page": [1 << i for i in range(11)],
             },
-            also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
+            also=(_as_many_queries, _rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",)}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),

@@ -51,16 +51,24 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
 
 
 def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
-    """`q [batch, len_q, heads, dim]` over the pages of each sequence."""
+    """`q [batch, len_q, heads, dim]`, or packed `[tokens, heads, dim]` with offsets, over the pages of each sequence."""
+    packed = x.q_offsets is not None
+    rows = [q[span] for span in spans(x.q_offsets, None)] if packed else q
     out, lse = [], []
-    for b, (row, pages, length) in enumerate(zip(q, cache.page_table, cache.lengths.tolist(), strict=True)):
+    for b, (row, pages, length) in enumerate(zip(rows, cache.page_table, cache.lengths.tolist(), strict=True)):
         used = pages[: -(-length // p.page)].long()
         k, v = (pool[used].flatten(0, 1)[:length] for pool in (cache.k, cache.v))
         o, e = one(p, b, row, k, v, x)
         out.append(o)
         lse.append(e)
-    out = torch.stack(out)
-    return (out, torch.stack(lse)) if return_lse else out
+    if packed:  # and tokens behind the last sequence
+        rest = len(q) - sum(map(len, rows))
+        out.append(q.new_zeros(rest, p.heads, p.value_dim))
+        lse.append(torch.full((p.heads, rest), -torch.inf, dtype=_lse_dtype(q), device=q.device))
+        out, lse = torch.cat(out), torch.cat(lse, 1)
+    else:
+        out, lse = torch.stack(out), torch.stack(lse)
+    return (out, lse) if return_lse else out
 
 
 def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> tuple[Tensor, Tensor]:
