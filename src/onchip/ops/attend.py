@@ -1,5 +1,6 @@
 """From the arguments of an attention call to a Problem and a launch, with gradients: what eager calls do."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from onchip.core.problem import Attention, Dropout, Operands, Rows
 from onchip.core.scales import SHARES, Scales
 from onchip.core.scores import Score
 from onchip.dispatch import select
-from onchip.kernels.attention.reference import rotate
+from onchip.kernels.attention import reference
 from onchip.ops import wire
 
 # The kernel of the backward pass that goes with one of the forward pass asked for by name.
@@ -111,6 +112,20 @@ def launch_paged(problem: Attention, kernel: str, q: Tensor, cache: PagedKV, x: 
     """By `kernel`; of packed queries that are none, by plain torch: there is no launch of nothing."""
     nothing = x.q_offsets is not None and not len(q)
     return select(problem, q.device, "reference" if nothing else kernel).launch(q, cache, x, return_lse)
+
+
+def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """See `attention.merge`. By the formula in torch where something watches, or parts are not alike."""
+    out = states[0][0]
+    plain = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0)
+    alike = all(
+        type(o) is type(e) is Tensor and (o.dtype, e.dtype, o.device, e.device) == (out.dtype, torch.float32, out.device, out.device) for o, e in states
+    )
+    recorded = forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(t.requires_grad for pair in states for t in pair))
+    if not (plain and alike) or recorded or out.ndim not in (3, 4) or not out.numel() or out.is_meta:
+        return reference.merge(None, None, states)
+    problem = Rows("merge", out.numel() // out.shape[-1], out.shape[-1], out.dtype, f"{len(states)} parts")
+    return select(problem, out.device).launch(states)
 
 
 def spelt_out(how: How, q: Tensor) -> How:
@@ -234,7 +249,7 @@ class StandIn(torch.autograd.Function):
             return grad, None
         dim = len(signs)
         part = 0.5 ** (dim.bit_length() // 2)  # of dim^-0.5, a power of two: exact in half precision, and sums of 1,000 stay below its 65,504
-        hadamard = rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign() * part
+        hadamard = reference.rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign() * part
         return (grad @ hadamard.to(grad.dtype)) * (signs * (dim**-0.5 / part)).to(grad.dtype), None
 
 

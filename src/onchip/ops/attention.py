@@ -166,20 +166,15 @@ def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One result from partial ones over disjoint keys: `o = sum exp(lse_s - lse) o_s`, `lse = log sum exp(lse_s)`.
 
     states   (output, LSE) pairs as `attention(..., return_lse=True)` or `attention_packed` gives them, of one shape.
-    Returns such a pair; both have gradients (Flash-Decoding, Dao et al., 2023). Parts with LSE -inf add nothing.
+    Returns such a pair; both have gradients (Flash-Decoding, Dao et al., 2023). Parts with LSE -inf add nothing, whatever their output holds.
+    One kernel on a GPU, as long as nobody needs gradients.
     """
     if not states:
         raise ValueError("merge: states is empty; give at least one (output, LSE) pair")
     for n, (out, lse) in enumerate(states):
         if out.shape != states[0][0].shape or lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
             raise ValueError(f"merge: part {n} has an output {list(out.shape)} and LSE {list(lse.shape)}; give [..., len, heads, dim] and [..., heads, len]")
-    lse = torch.stack([part for _, part in states])
-    peak = lse.detach().amax(0)
-    parts = (lse - peak.masked_fill(peak == -torch.inf, 0.0)).exp()  # 0 where a part sees nothing
-    total = parts.sum(0)
-    some = total.where(total > 0, 1.0)
-    out = sum((part / some).transpose(-1, -2).unsqueeze(-1) * out for part, (out, _) in zip(parts, states, strict=True))
-    return out.to(states[0][0].dtype), (some.log() + peak).where(total > 0, -torch.inf)
+    return attend.merge(states)
 
 
 def quantise(

@@ -15,6 +15,7 @@ GPUS = {"cuda": 80, "hip": 942}
 MASKS = (*BANDS, Traced)
 MUCH = 1 << 28  # bytes
 FEW = 1e8  # pairs of a query and a key
+PARTS = 16  # that one launch merges: each has a pointer and three strides of its own
 
 
 def area(p: Attention, len_q: int, len_k: int) -> int:
@@ -50,6 +51,12 @@ def quantise_cost(p: Rows) -> Cost:
     """Every number is read and a byte of it written, a scale of the whole head reads it twice; a rotation adds and subtracts log2(dim) times."""
     reads = 2 if "head" in p.variant else 1
     return Cost((2 + p.width.bit_length()) * p.rows * p.width, (reads * p.dtype.itemsize + 1) * p.rows * p.width)
+
+
+def merge_cost(p: Rows) -> Cost:
+    """Each part and its LSE is read, one of both is written; a multiply-add for each number."""
+    parts = int(p.variant.partition(" ")[0])
+    return Cost(2 * parts * p.rows * p.width, (parts + 1) * p.rows * (p.width * p.dtype.itemsize + 4))
 
 
 def _counts(p: Attention) -> tuple[int, int, int]:
@@ -181,6 +188,10 @@ def _slower_backward_on_hopper(p: Attention) -> str | None:
     return "a score reads a value for each query and key: triton_backward is faster" if reads_pairs else None
 
 
+def _many_parts(p: Rows) -> str | None:
+    return f"{p.variant}, of at most {PARTS}" if int(p.variant.partition(" ")[0]) > PARTS else None
+
+
 def _sinks_of_tokens(p: Attention) -> str | None:
     return "sinks in a packed batch" if "sinks" in p.extras and p.keys == "packed" else None
 
@@ -305,4 +316,13 @@ QUANTISE = Op(
     ),
 )
 
-OPS = (PREFILL, BACKWARD, DECODE, QUANTISE)
+MERGE = Op(
+    "merge",
+    merge_cost,
+    (
+        Kernel("triton_merge", "onchip.kernels.attention.triton_merge:launch", GPUS, {"dtype": FLOATS, "width": range(1, 1025)}, also=(_many_parts,)),
+        Kernel("reference", "onchip.kernels.attention.reference:merge", portable=True),
+    ),
+)
+
+OPS = (PREFILL, BACKWARD, DECODE, QUANTISE, MERGE)

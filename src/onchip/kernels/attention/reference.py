@@ -97,6 +97,18 @@ def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> t
     return out.to(q.dtype), lse if work == torch.float64 else lse.float()
 
 
+def merge(_p: Rows | None, _config, states) -> tuple[Tensor, Tensor]:
+    """One (output, LSE) pair from several over disjoint keys; a part whose LSE is -inf may hold anything."""
+    lse = torch.stack([part for _, part in states])
+    peak = lse.detach().amax(0)
+    parts = (lse - peak.masked_fill(peak == -torch.inf, 0.0)).exp()  # 0 where a part sees nothing
+    total = parts.sum(0)
+    some = total.where(total > 0, 1.0)
+    shares = [(part / some).transpose(-1, -2).unsqueeze(-1) for part in parts]
+    out = sum(share * out.where(share > 0, 0.0) for share, (out, _) in zip(shares, states, strict=True))
+    return out.to(states[0][0].dtype), (some.log() + peak).where(total > 0, -torch.inf)
+
+
 def rotate(x: Tensor, signs: Tensor) -> Tensor:
     """`x * signs` [..., dim] times the Walsh-Hadamard matrix / sqrt(dim), in float32: orthogonal, so that products of two rotated rows stay the same,
     while a large channel is spread over all (incoherent processing, Chee et al., 2023). `signs`: +-1 [dim], the same for queries and keys.
