@@ -14,7 +14,11 @@ from onchip.ops.attention import PagedKV
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (FP32, BF16)
 MIXED = ((1, 40), (0, 0), (7, 7), (0, 21), (3, 2), (18, 33), (1, 1), (2, 0))  # (queries, keys) of each sequence: the first tokens of (3, 2) see nothing
-EVERY = [pytest.param(kernel.name, marks=[pytest.mark.gpu] * kernel.needs_triton) for kernel in DECODE.kernels if kernel.name in ("blocked", "reference")]
+EVERY = [
+    pytest.param(kernel.name, marks=[pytest.mark.gpu] * kernel.needs_triton)
+    for kernel in DECODE.kernels
+    if kernel.name in ("triton_paged", "blocked", "reference")
+]
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:All-NaN slice")  # numpy's, of the interpreter
 

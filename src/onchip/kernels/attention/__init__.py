@@ -156,7 +156,7 @@ def _slower_on_hopper(p: Attention) -> str | None:
 def _faster_with_split_keys(p: Attention) -> str | None:
     """What `triton_decode`, which splits keys among programs, does as fast or faster on an H200: both read 8k at the bandwidth of memory with 16 rows."""
     rows, heads = p.len_q * p.group, p.batch * p.kv_heads
-    if p.len_q > 16 or rows > 64:
+    if p.tokens or p.len_q > 16 or rows > 64:
         return None
     if rows <= 16:
         return f"{rows} rows of a key head, of at least 17: triton_decode splits keys"  # 64 x 8k: 16 rows 476 us (488 there), 32 479 (724), 64 487 (653)
@@ -284,7 +284,7 @@ DECODE = Op(
                 "len_q": range(1, 1 << 20),
                 "page": [1 << i for i in range(3, 11)],  # rows of shared memory are swizzled by eights
             },
-            also=(_as_many_queries, _only("batch_invariant", "deterministic", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
             slower=(_faster_with_split_keys,),
         ),
         Kernel(
@@ -301,6 +301,21 @@ DECODE = Op(
                 "page": [1 << i for i in range(11)],
             },
             also=(_as_many_queries, _rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
+        ),
+        Kernel(
+            "triton_paged",
+            "onchip.kernels.attention.triton_prefill:launch_paged",
+            GPUS,
+            {
+                "dtype": FLOATS,
+                "dim": range(8, 577),
+                "value_dim": range(8, 513),
+                "mask": MASKS,
+                "keys": ("paged",),
+                "len_q": range(1, 1 << 20),
+                "page": range(1, 1 << 20),
+            },
+            also=(_only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",)}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),
