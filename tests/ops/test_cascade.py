@@ -148,11 +148,16 @@ def test_each_prefix_is_read_once():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", ["auto", pytest.param("triton_decode", marks=pytest.mark.gpu)])
-def test_on_the_device(device, kernel):
-    """One node, few rows: also what the interpreter runs."""
-    check(*build(ONE, device=device), kernel=kernel)
-    check(*build(([[(5, 64)]], [1, 20, 7, 33, 16]), device=device, parts=3, dtype=torch.float16), kernel=kernel)
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["triton_decode", "triton_paged"])
+def test_in_triton(device, kernel):
+    """One node, few rows: as much as the interpreter runs."""
+    check(*build(([[(3, 32)]], [1, 20, 7]), device=device, heads=(2, 1)), kernel=kernel)
+
+
+@pytest.mark.gpu
+def test_packed_in_triton(device):
+    check(*build(([[(2, 32), (1, 0)]], [1, 0, 7]), device=device, heads=(2, 1), parts=2))
 
 
 def test_compiled():
