@@ -14,8 +14,12 @@ _NAMES = {
     "onchip.core.kernel": ("Unsupported",),
     "onchip.dispatch": ("explain", "record"),
     "onchip.ops.attention": ("PagedKV", "Quantised", "attention", "attention_packed", "merge", "paged_attention", "quantise", "random_signs"),
+    "onchip.ops.cascade": ("Level", "cascade_attention"),
     "onchip.ops.fused": ("Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
+    "onchip.cache.radix": ("RadixTree",),
+    "onchip.cache.shared": ("plan_cascade",),
+    "onchip.cache.swap": ("HostPool",),
     "onchip.engine.llm": ("LLM",),
     "onchip.engine.request": ("Completion", "SamplingParams"),
 }

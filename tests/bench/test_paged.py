@@ -10,10 +10,12 @@ import torch
 
 from onchip.bench import data, paged, paged_peers, peers, run, suite
 from onchip.bench.suite import Row, Shared
+from onchip.cache import shared
 from onchip.core import settings
 from onchip.core.kernel import Unsupported
 from onchip.core.masks import Causal
 from onchip.core.problem import Attention, Operands, Rope
+from onchip.dispatch import record
 from onchip.kernels.attention import reference
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -95,10 +97,14 @@ def test_truth_is_the_reference_and_errors_show(name):
 
 
 @plain_torch
-def test_a_shared_prefix_is_read_once_or_for_each():
+def test_a_shared_prefix_is_read_once_or_for_each(monkeypatch):
+    monkeypatch.setattr(shared, "LAUNCH", 0.0)
+    monkeypatch.setattr(shared._Costs, "level", lambda *_: 0.0)  # sharing pays
     inputs = data.inputs(ROWS["shared"], CPU)
     for kind in (paged_peers.onchip, paged_peers.onchip_cascade):
-        assert inputs.error(kind(inputs).run(), None) <= inputs.tolerance
+        with record() as decisions:
+            assert inputs.error(kind(inputs).run(), None) <= inputs.tolerance
+        assert [d.problem.batch for d in decisions if d.problem.op == "decode"] == ([3] if kind is paged_peers.onchip else [1, 3])
     longer = torch.full((1,), 24, dtype=torch.int32)
     wrong = inputs.cache._replace(lengths=inputs.cache.lengths - longer)
     assert not inputs.error(paged_peers._attend(inputs, wrong)(), None) <= inputs.tolerance

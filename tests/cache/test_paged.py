@@ -189,3 +189,55 @@ class Pool(RuleBasedStateMachine):
 
 Pool.TestCase.settings = settings(max_examples=60, deadline=None)
 TestPool = Pool.TestCase
+
+
+# ---- several holders
+
+
+def test_a_fork_shares_and_copies_before_it_writes():
+    p, a = pool(), PageList()
+    slots = p.append(a, 6)
+    for tensor in (p.k, p.v):
+        tensor.view(torch.uint8).random_(0, 256)
+    b = p.fork(a)
+    assert b == a and [p.holders(page) for page in a.pages] == [2, 2] and p.num_free == 6
+    before = [t.view(torch.uint8)[:, a.pages].clone() for t in (p.k, p.v)]
+    new = p.append(b, 1)
+    assert b.pages[0] == a.pages[0] and b.pages[1] != a.pages[1] and new.tolist() == [b.pages[1] * 4 + 2]
+    assert [p.holders(page) for page in (*a.pages, b.pages[1])] == [2, 1, 1] and p.num_free == 5
+    for tensor, kept in zip((p.k, p.v), before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8)[:, a.pages], kept) and torch.equal(tensor.view(torch.uint8)[:, b.pages], kept)
+    held = list(a.pages)
+    assert p.append(a, 1).tolist() == [slots[5] + 1] and a.pages == held  # the last holder writes in place
+    p.release(a)
+    p.release(b)
+    assert p.num_free == 8 and p.bytes_used == 0
+
+
+def test_a_fork_of_whole_pages_copies_nothing():
+    p, a = pool(), PageList()
+    p.append(a, 8)
+    p.reserve(a, 16)  # what it has not written stays its own
+    b = p.fork(a)
+    assert b.pages == a.pages[:2] and p.missing(b, 9) == 1
+    p.append(b, 1)
+    assert p.num_free == 3 and [p.holders(page) for page in a.pages] == [2, 2, 1, 1]
+
+
+def test_no_room_for_the_copy():
+    p, a, rest = pool(), PageList(), PageList()
+    p.append(a, 6)
+    b = p.fork(a)
+    p.append(rest, 24)
+    assert p.missing(b, 7) == 1 and p.missing(b, 6) == 0
+    with pytest.raises(OutOfPages, match="7 tokens need 1 more pages of 4 tokens and 0 of 8 are free"):
+        p.append(b, 1)
+    assert b == a and [p.holders(page) for page in a.pages] == [2, 2]
+
+
+def test_free_pages_cannot_be_shared():
+    p, a = pool(), PageList()
+    p.append(a, 4)
+    with pytest.raises(ValueError, match=r"share: pages \[3\] are free; share pages while a sequence holds them"):
+        p.share([a.pages[0], 3])
+    assert p.holders(a.pages[0]) == 1 and p.num_free == 7

@@ -167,11 +167,16 @@ def paged(q):
     return onchip.paged_attention(q, cache, sinks=SINKS, score=lambda s, b, h, i, j: s + BIAS[0, h, 0, j], return_lse=True)
 
 
+def ragged(q):
+    return onchip.paged_attention(q, onchip.PagedKV(*PAGES, PAGE_TABLE, CACHED), q_offsets=OFFSETS, longest=7, sinks=SINKS, return_lse=True)
+
+
 OTHERS = {
     "packed": (lambda q, k, v: onchip.attention_packed(q, k, v, OFFSETS, longest=7, mask=Causal()), lambda: qkv(LEN), ()),
     "packed, longest from the offsets": (lambda q, k, v: onchip.attention_packed(q, k, v, OFFSETS, mask=Document(IDS)), lambda: qkv(LEN), ()),
     "packed pair": (packed_pair, lambda: [qkv(LEN)[0], *qkv(16)[1:]], (SINKS, BIAS)),
     "paged": (paged, lambda: [leaf(BATCH, 2, HEADS, DIM)], (PAGES, SINKS, BIAS)),
+    "paged, packed queries": (ragged, lambda: [leaf(LEN, HEADS, DIM)], (PAGES, SINKS)),
     "merge": (halves, lambda: qkv(BATCH, LEN), ()),
 }
 
@@ -355,6 +360,10 @@ def test_operators_are_as_they_are_registered():
     how = '[{"Causal": ["bottom_right"]}, null, null, null, null, null, null, null, null, false, false, "auto"]'
     paged = (leaf(BATCH, 2, HEADS, DIM), *PAGES.detach().clone(), PAGE_TABLE, CACHED, [], 0.25, how)
     torch.library.opcheck(torch.ops.onchip.paged_attention.default, paged)
+    how = '[{"Causal": ["bottom_right"]}, null, null, {"tensor": 0}, null, null, null, null, null, false, false, "auto"]'
+    for longest in (7, None):
+        ragged = (leaf(LEN, HEADS, DIM), *PAGES.detach().clone(), PAGE_TABLE, CACHED, [OFFSETS], 0.25, how, longest)
+        torch.library.opcheck(torch.ops.onchip.paged_attention.default, ragged)
 
 
 # ---- fused operators

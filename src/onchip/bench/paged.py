@@ -189,4 +189,6 @@ def _table(lengths: tuple[int, ...], shared: int, page: int, device: torch.devic
     table = torch.zeros(len(lengths), width, dtype=torch.int32)
     table[:, :first] = order[:first]
     table[:, first:][place < own[:, None]] = order[first:].int()
+    if first and len(set(lengths)) == 1:  # side by side as `plan_cascade` wants them
+        table = table[table[:, first].sort().indices]
     return table.to(device), pages

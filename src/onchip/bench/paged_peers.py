@@ -11,10 +11,12 @@ from torch import Tensor
 
 from onchip.bench.call import Call
 from onchip.bench.paged import Appended, Paged
+from onchip.cache.shared import plan_cascade
+from onchip.core import device as devices
 from onchip.core.kernel import Unsupported
-from onchip.core.masks import Full
 from onchip.core.problem import Attention, Rope
-from onchip.ops.attention import PagedKV, merge, paged_attention
+from onchip.ops.attention import PagedKV, paged_attention
+from onchip.ops.cascade import cascade_attention
 from onchip.ops.fused import Append, rope_append
 
 EIGHT_BITS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -34,18 +36,14 @@ def onchip_bf16(inputs: Paged) -> Call:
 
 
 def onchip_cascade(inputs: Paged) -> Call:
-    """The shared tokens by all queries as one sequence's, the others by each sequence's, and their merge."""
-    i, first = inputs, inputs.shared // inputs.problem.page
-    whole = torch.tensor([i.shared], dtype=torch.int32, device=i.device)
-    shared = i.cache._replace(page_table=i.cache.page_table[:1, :first].contiguous(), lengths=whole)
-    own = i.cache._replace(page_table=i.cache.page_table[:, first:].contiguous(), lengths=i.cache.lengths - i.shared)
-    together = i.q.transpose(0, 1)  # one query of each: [1, batch, heads, dim]
-
-    def run() -> Tensor:
-        out, lse = paged_attention(together, shared, mask=Full(), return_lse=True)
-        return merge([(out.transpose(0, 1), lse.permute(2, 1, 0)), paged_attention(i.q, own, mask=i.problem.mask, return_lse=True)])[0]
-
-    return Call(run)
+    """What is shared is found from the page lists on the host, once for all layers and all steps until a page is added: not timed."""
+    i, p = inputs, inputs.problem
+    plan = plan_cascade(p, i.cache.page_table.tolist(), i.lengths, devices.of(i.device))
+    if plan.order != list(range(p.batch)):
+        raise ValueError(f"the plan wants rows {plan.order[:4]}...; rows of a benchmark stand in the order of their pages")
+    table, lengths = plan.table(i.device)
+    own, levels = i.cache._replace(page_table=table, lengths=lengths), plan.levels(i.device)
+    return Call(lambda: cascade_attention(i.q, own, levels))
 
 
 def _attend(i: Paged, cache: PagedKV) -> Callable:

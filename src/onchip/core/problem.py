@@ -35,7 +35,8 @@ class Attention(NamedTuple):
     op      "prefill": many queries a sequence; "backward": its gradients; "decode": queries, one or many, over a paged cache.
     keys    "dense" [batch, len, heads, dim], "packed" [tokens, heads, dim] or "paged" [pages, page, kv_heads, dim].
     len_q, len_k   of the longest sequence. A packed problem also has `tokens`, the queries in all (and `tokens_k`, the keys, where
-            they are not as many); its cost supposes sequences of equal length. A paged problem's `len_k` is the capacity of its page table.
+            they are not as many); its cost supposes sequences of equal length. A paged problem's `len_k` is the capacity of its page table,
+            and it has `tokens` where its queries are packed.
     mask    a band (`Full`, `Causal`, `Window`), or the text of any other mask.     score   the text of what happens to a score, or None.
     dim_v   of the values, where it is not `dim`; else 0.
     extras  in alphabetical order, what else the call asks for: see EXTRAS.
@@ -76,7 +77,7 @@ class Attention(NamedTuple):
             str(self.mask),
         ]
         packed = f"packed {self.tokens}" + f"/{self.tokens_k}" * bool(self.tokens_k) + " tokens"
-        parts += {"dense": [], "packed": [packed], "paged": [f"page {self.page}"]}[self.keys]
+        parts += {"dense": [], "packed": [packed], "paged": [packed] * bool(self.tokens) + [f"page {self.page}"]}[self.keys]
         return " ".join(parts + [f"kv {self.kv}"] * bool(self.kv) + [str(self.score)] * (self.score is not None) + list(self.extras))
 
 
@@ -107,7 +108,7 @@ class Dropout(NamedTuple):
 class Operands(NamedTuple):
     """The tensors of an attention call beside q, k and v, as kernels get them; None or () where the Problem does not ask for them.
 
-    q_offsets, k_offsets   int32 [batch + 1] of a packed problem; q_used, k_used: int32 [batch] or None.
+    q_offsets, k_offsets   int32 [batch + 1] of a packed problem, the first alone of packed queries over pages; q_used, k_used: int32 [batch] or None.
     mask, score    the tensors that the mask's and the score's text reads.        sinks   [heads].
     drop, state    the probability, and int64 [2] on the device: seed and offset.
     scales         of q, k and v in e4m3.

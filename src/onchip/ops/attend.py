@@ -1,5 +1,6 @@
 """From the arguments of an attention call to a Problem and a launch, with gradients: what eager calls do."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from onchip.core.problem import Attention, Dropout, Operands, Rows
 from onchip.core.scales import SHARES, Scales
 from onchip.core.scores import Score
 from onchip.dispatch import select
-from onchip.kernels.attention.reference import rotate
+from onchip.kernels.attention import reference
 from onchip.ops import wire
 
 # The kernel of the backward pass that goes with one of the forward pass asked for by name.
@@ -67,10 +68,12 @@ def packed_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: int, longest_q: int
     return Sizes((sequences, longest_q, longest_k, heads, k.shape[1], dim, q.dtype), ("packed", 0, tokens, 0 if len(k) == tokens else len(k), dim_v(q, v)))
 
 
-def paged_sizes(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, pages: int) -> Sizes:
-    batch, len_q, heads, dim = q.shape
-    _, page, kv_heads, _ = k.shape
-    return Sizes((batch, len_q, pages * page, heads, kv_heads, dim, q.dtype), ("paged", page, 0, 0, dim_v(q, v)), str(k.format) if isinstance(k, Codes) else "")
+def paged_sizes(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, pages: int, packed: tuple[int, int] | None = None) -> Sizes:
+    """`packed`: sequences, and the most queries of one, where q is [tokens, heads, dim]."""
+    batch, len_q = packed or q.shape[:2]
+    _, page, kv_heads, dim = k.shape
+    keys = ("paged", page, len(q) if packed else 0, 0, dim_v(q, v))
+    return Sizes((batch, len_q, pages * page, q.shape[-2], kv_heads, dim, q.dtype), keys, str(k.format) if isinstance(k, Codes) else "")
 
 
 def dim_v(q: Tensor, v: Tensor | Codes) -> int:
@@ -105,7 +108,27 @@ def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands,
     if torch._C._are_functorch_transforms_active():
         how = spelt_out(how, q)
     problem, x = problem_of("decode", how, sizes, x, q)
-    return select(problem, q.device, how.kernel).launch(q, cache, x, return_lse)
+    return launch_paged(problem, how.kernel, q, cache, x, return_lse)
+
+
+def launch_paged(problem: Attention, kernel: str, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
+    """By `kernel`; of packed queries that are none, by plain torch: there is no launch of nothing."""
+    nothing = x.q_offsets is not None and not len(q)
+    return select(problem, q.device, "reference" if nothing else kernel).launch(q, cache, x, return_lse)
+
+
+def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """See `attention.merge`. By the formula in torch where something watches, or parts are not alike."""
+    out = states[0][0]
+    plain = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0)
+    alike = all(
+        type(o) is type(e) is Tensor and (o.dtype, e.dtype, o.device, e.device) == (out.dtype, torch.float32, out.device, out.device) for o, e in states
+    )
+    recorded = forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(t.requires_grad for pair in states for t in pair))
+    if not (plain and alike) or recorded or out.ndim not in (3, 4) or not out.numel() or out.is_meta:
+        return reference.merge(None, None, states)
+    problem = Rows("merge", out.numel() // out.shape[-1], out.shape[-1], out.dtype, f"{len(states)} parts")
+    return select(problem, out.device).launch(states)
 
 
 def spelt_out(how: How, q: Tensor) -> How:
@@ -229,7 +252,7 @@ class StandIn(torch.autograd.Function):
             return grad, None
         dim = len(signs)
         part = 0.5 ** (dim.bit_length() // 2)  # of dim^-0.5, a power of two: exact in half precision, and sums of 1,000 stay below its 65,504
-        hadamard = rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign() * part
+        hadamard = reference.rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign() * part
         return (grad @ hadamard.to(grad.dtype)) * (signs * (dim**-0.5 / part)).to(grad.dtype), None
 
 

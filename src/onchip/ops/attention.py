@@ -117,9 +117,11 @@ def attention_packed(
 
 
 def paged_attention(
-    q: Tensor,  # [batch, len_q, heads, dim]
+    q: Tensor,  # [batch, len_q, heads, dim], or with q_offsets [tokens, heads, dim]
     cache: PagedKV,
     *,
+    q_offsets: Tensor | None = None,  # [batch + 1] int32
+    longest: int | None = None,
     mask: Mask | Tensor | Callable = Causal(),
     scale: float | None = None,
     bias: Tensor | None = None,
@@ -136,45 +138,48 @@ def paged_attention(
     2023); the heads of a group, and the queries, share each key that is read. More take a Hopper GPU, bf16 or fp16, head dimension 8 to 256 by 8 and
     pages of 8 to 1,024 tokens, a power of two; elsewhere plain torch computes. Lengths are read on the device, so the
     call can be captured in a CUDA graph. Returns as `attention` does; arguments and errors as there.
+
+    q_offsets   for sequences with different numbers of queries, laid end to end (chunks of prefills and decodes in one call): those of sequence
+                `i` are the tokens `q_offsets[i]` to `q_offsets[i + 1]`, none at all included, and still its last ones. Returns
+                `[tokens, heads, dim_v]`, and LSE `[heads, tokens]`; tokens from the last offset on are not computed and may come back as anything.
+    longest     the most queries of a sequence; an upper bound will do. None: read from the offsets, which waits for the device.
     """
     _plain("paged_attention", q)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q = q.to(torch.get_autocast_dtype(q.device.type) if isinstance(cache.k, Codes) else cache.k.dtype)
+    batch, pages = _paged_batch(q, q_offsets, longest), cache.page_table
     (k, v), kv = registered.taken_apart(cache)
     if kv is None:
-        _check("paged_attention", q, k, v, rank=4)
+        _check("paged_attention", q, k, v, rank=4, rank_q=q.ndim)
     else:
         _check_codes(q, cache)
-    batch, pages = q.shape[0], cache.page_table
     if pages.dtype != torch.int32 or pages.ndim != 2 or pages.shape[0] != batch or pages.device != q.device:
         raise ValueError(f"paged_attention: page_table is {_kind(pages)}; give int32 [{batch}, most pages] on {q.device}")
     if cache.lengths.dtype != torch.int32 or cache.lengths.shape != (batch,) or cache.lengths.device != q.device:
         raise ValueError(f"paged_attention: lengths are {_kind(cache.lengths)}; give int32 [{batch}] on {q.device}")
-    how, x = How(mask, chain(bias, score, softcap), sinks, None, False, batch_invariant, kernel), Operands(_scale(scale, q))
-    sizes = attend.paged_sizes(q, cache.k, cache.v, pages.shape[1])
-    if graph.in_graph(kernel, q, k, v) or (kernel != "reference" and _paged_grad(how, q, cache)):
-        return graph.attend_paged(how, sizes, q, cache, x, return_lse)
-    return attend.attend_paged(how, sizes, q, cache, x, return_lse)
+    how, x = How(mask, chain(bias, score, softcap), sinks, None, False, batch_invariant, kernel), Operands(_scale(scale, q), q_offsets)
+    run = graph.attend_paged
+    if not graph.in_graph(kernel, q, k, v):
+        longest = attend.longest_of(q_offsets) if q_offsets is not None and longest is None else longest
+        if kernel == "reference" or not _paged_grad(how, q, cache):
+            run = attend.attend_paged
+    sizes = attend.paged_sizes(q, cache.k, cache.v, pages.shape[1], None if q_offsets is None else (batch, longest))
+    return run(how, sizes, q, cache, x, return_lse)
 
 
 def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One result from partial ones over disjoint keys: `o = sum exp(lse_s - lse) o_s`, `lse = log sum exp(lse_s)`.
 
     states   (output, LSE) pairs as `attention(..., return_lse=True)` or `attention_packed` gives them, of one shape.
-    Returns such a pair; both have gradients (Flash-Decoding, Dao et al., 2023). Parts with LSE -inf add nothing.
+    Returns such a pair; both have gradients (Flash-Decoding, Dao et al., 2023). Parts with LSE -inf add nothing, whatever their output holds.
+    One kernel on a GPU, as long as nobody needs gradients.
     """
     if not states:
         raise ValueError("merge: states is empty; give at least one (output, LSE) pair")
     for n, (out, lse) in enumerate(states):
         if out.shape != states[0][0].shape or lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
             raise ValueError(f"merge: part {n} has an output {list(out.shape)} and LSE {list(lse.shape)}; give [..., len, heads, dim] and [..., heads, len]")
-    lse = torch.stack([part for _, part in states])
-    peak = lse.detach().amax(0)
-    parts = (lse - peak.masked_fill(peak == -torch.inf, 0.0)).exp()  # 0 where a part sees nothing
-    total = parts.sum(0)
-    some = total.where(total > 0, 1.0)
-    out = sum((part / some).transpose(-1, -2).unsqueeze(-1) * out for part, (out, _) in zip(parts, states, strict=True))
-    return out.to(states[0][0].dtype), (some.log() + peak).where(total > 0, -torch.inf)
+    return attend.merge(states)
 
 
 def quantise(
@@ -275,9 +280,9 @@ def _scale(scale: float | None, q: Tensor) -> float:
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool = False) -> None:
-    """The ways in which q, k and v may disagree, each with the way out."""
-    _check_shapes(name, q, k, v, rank)
+def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool = False, rank_q: int = 0) -> None:
+    """The ways in which q, k and v may disagree, each with the way out. `rank_q`: of q, where it is another one."""
+    _check_shapes(name, q, k, v, rank, rank_q)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{name}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; cast them to one dtype")
     if not q.dtype.is_floating_point:
@@ -288,8 +293,8 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool =
         raise ValueError(f"{name}: q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
 
 
-def _check_shapes(name: str, q: Tensor, k: Tensor | Codes, v: Tensor | Codes, rank: int) -> None:
-    if q.ndim != rank or k.ndim != rank or v.ndim != rank:
+def _check_shapes(name: str, q: Tensor, k: Tensor | Codes, v: Tensor | Codes, rank: int, rank_q: int = 0) -> None:
+    if q.ndim != (rank_q or rank) or k.ndim != rank or v.ndim != rank:
         raise ValueError(f"{name}: q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions; each needs {rank}")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"{name}: k is {list(k.shape)} and v {list(v.shape)}; all but the last dimension must be equal")
@@ -320,7 +325,7 @@ def _check_codes(q: Tensor, cache: PagedKV) -> None:
         raise ValueError("paged_attention: v has a channel scale, which only keys have; divide the columns of the next weight by it, or give None")
     if k.channel is not None and (k.channel.dtype != torch.float32 or k.channel.shape != k.shape[2:] or k.channel.device != q.device):
         raise ValueError(f"paged_attention: k.channel is {_kind(k.channel)}; give float32 {list(k.shape[2:])} on {q.device}, or None")
-    _check_shapes("paged_attention", q, k, v, rank=4)
+    _check_shapes("paged_attention", q, k, v, rank=4, rank_q=q.ndim)
     if not q.dtype.is_floating_point or q.dtype.itemsize == 1:
         raise ValueError(f"paged_attention: q is {q.dtype}; give float16, bfloat16, float32 or float64")
 
@@ -336,6 +341,22 @@ def _check_offsets(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_used: Tens
     for lengths in (q_used, k_used):
         if lengths is not None and (lengths.dtype != torch.int32 or lengths.shape != (batch,) or lengths.device != q.device):
             raise ValueError(f"attention_packed: used is {_kind(lengths)}; give int32 [{batch}] on {q.device}")
+
+
+def _paged_batch(q: Tensor, q_offsets: Tensor | None, longest: int | None) -> int:
+    """How many sequences `q` has."""
+    if q.ndim != (4 if q_offsets is None else 3):
+        way = "[batch, len_q, heads, dim] without q_offsets, [tokens, heads, dim] with them"
+        raise ValueError(f"paged_attention: q is {list(q.shape)} {'without' if q_offsets is None else 'with'} q_offsets; give {way}")
+    if q_offsets is None:
+        if longest is not None:
+            raise ValueError(f"paged_attention: longest is {longest} without q_offsets; give q_offsets for packed queries, or leave longest out")
+        return len(q)
+    if q_offsets.dtype != torch.int32 or q_offsets.ndim != 1 or len(q_offsets) < 2 or q_offsets.device != q.device:
+        raise ValueError(f"paged_attention: q_offsets are {_kind(q_offsets)}; give int32 [batch + 1] on {q.device}")
+    if longest is not None and longest < 0:
+        raise ValueError(f"paged_attention: longest is {longest}; give the most queries of a sequence, or None to have it read from q_offsets")
+    return len(q_offsets) - 1
 
 
 def _kind(tensor: Tensor) -> str:

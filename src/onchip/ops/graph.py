@@ -49,7 +49,8 @@ def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands,
     text, reads = _packed(how, sizes, q, k, v, x, kv)
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("paged_attention: torch.func transforms are not implemented; use kernel='reference'")
-    out, lse = torch.ops.onchip.paged_attention(q, k, v, cache.page_table, cache.lengths, reads, x.scale, text)
+    longest = None if x.q_offsets is None else sizes.dims[1]
+    out, lse = torch.ops.onchip.paged_attention(q, k, v, cache.page_table, cache.lengths, reads, x.scale, text, longest)
     return (out, lse) if return_lse else out
 
 

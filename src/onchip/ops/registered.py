@@ -79,22 +79,22 @@ def backward(
 
 @torch.library.custom_op("onchip::paged_attention", mutates_args=())
 def paged_forward(
-    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, lengths: Tensor, reads: list[Tensor], scale: float, how: str
+    q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, lengths: Tensor, reads: list[Tensor], scale: float, how: str, longest: int | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    problem, x, cache, kernel = _paged_call(q, PagedKV(k, v, page_table, lengths), reads, scale, how)
-    out, lse = select(problem, q.device, kernel).launch(q, cache, x, True)
+    problem, x, cache, kernel = _paged_call(q, PagedKV(k, v, page_table, lengths), reads, scale, how, longest)
+    out, lse = attend.launch_paged(problem, kernel, q, cache, x, True)
     return out.contiguous(), lse.contiguous()
 
 
 @torch.library.custom_op("onchip::paged_attention_backward", mutates_args=())
 def paged_backward(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, lengths: Tensor, reads: list[Tensor], scale: float, how: str,
-    d_out: Tensor | None, d_lse: Tensor | None, wanted: list[bool],
+    d_out: Tensor | None, d_lse: Tensor | None, wanted: list[bool], longest: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     with torch._C._SetExcludeDispatchKeyGuard(GRADIENTS, False), torch.enable_grad():  # through the plain formula
         leaves = [t.detach().requires_grad_(want) for t, want in zip((q, k, v, *reads), wanted, strict=True)]
         q, k, v, *reads = leaves
-        problem, x, cache, _ = _paged_call(q, PagedKV(k, v, page_table, lengths), reads, scale, how)
+        problem, x, cache, _ = _paged_call(q, PagedKV(k, v, page_table, lengths), reads, scale, how, longest)
         results = select(problem, q.device, "reference").launch(q, cache, x, True)
         pairs = [(result, d) for result, d in zip(results, (d_out, d_lse), strict=True) if d is not None and result.requires_grad]
         leaves = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
@@ -114,11 +114,12 @@ def _call(q, k, v, reads, longest_q, longest_k, drop, scale, how) -> tuple[Atten
     return *problem_of("prefill", call.how(), sizes, x, q), call.kernel
 
 
-def _paged_call(q, cache, reads, scale, how) -> tuple[Attention, Operands, PagedKV, str]:
+def _paged_call(q, cache, reads, scale, how, longest) -> tuple[Attention, Operands, PagedKV, str]:
     call = Packed(*wire.build(how, reads))
     cache = cache if call.kv is None else put_together(cache, call.kv)
-    sizes = paged_sizes(q, cache.k, cache.v, cache.page_table.shape[1])
-    return *problem_of("decode", call.how(), sizes, Operands(scale), q), cache, call.kernel
+    packed = None if call.q_offsets is None else (len(cache.page_table), longest_of(call.q_offsets) if longest is None else longest)
+    sizes = paged_sizes(q, cache.k, cache.v, cache.page_table.shape[1], packed)
+    return *problem_of("decode", call.how(), sizes, Operands(scale, call.q_offsets), q), cache, call.kernel
 
 
 def taken_apart(cache: PagedKV) -> tuple[tuple[Tensor, Tensor], tuple | None]:
@@ -172,7 +173,7 @@ forward.register_fake(_shapes)
 
 
 @paged_forward.register_fake
-def _(q, k, v, page_table, lengths, reads, scale, how):
+def _(q, k, v, page_table, lengths, reads, scale, how, longest=None):
     kv = Packed(*wire.build(how, reads)).kv
     return _shapes(q, k, v if kv is None else put_together(PagedKV(k, v, page_table, lengths), kv).v)
 
@@ -189,7 +190,7 @@ def _(q, k, v, reads, longest_q, longest_k, drop, scale, how, out, lse, d_out, d
 
 
 @paged_backward.register_fake
-def _(q, k, v, page_table, lengths, reads, scale, how, d_out, d_lse, wanted):
+def _(q, k, v, page_table, lengths, reads, scale, how, d_out, d_lse, wanted, longest=None):
     return [t.new_empty(t.shape) for t, want in zip((q, k, v, *reads), wanted, strict=True) if want]
 
 
@@ -215,7 +216,7 @@ def _back(ctx, d_out, d_lse):
 
 
 def _keep_paged(ctx, inputs, output):
-    q, k, v, page_table, lengths, reads, *ctx.rest = inputs
+    q, k, v, page_table, lengths, reads, ctx.scale, ctx.how, ctx.longest = inputs
     ctx.save_for_backward(q, k, v, page_table, lengths, *reads)
     ctx.set_materialize_grads(False)
 
@@ -223,9 +224,10 @@ def _keep_paged(ctx, inputs, output):
 def _back_paged(ctx, d_out, d_lse):
     q, k, v, page_table, lengths, *reads = ctx.saved_tensors
     wanted = [*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5]]
-    found = iter(torch.ops.onchip.paged_attention_backward(q, k, v, page_table, lengths, reads, *ctx.rest, d_out, d_lse, wanted))
+    given = (q, k, v, page_table, lengths, reads, ctx.scale, ctx.how, d_out, d_lse, wanted, ctx.longest)
+    found = iter(torch.ops.onchip.paged_attention_backward(*given))
     grads = [next(found) if want else None for want in wanted]
-    return (*grads[:3], None, None, grads[3:], *(None for _ in ctx.rest))
+    return (*grads[:3], None, None, grads[3:], *(None for _ in ctx.needs_input_grad[6:]))  # `longest` is not there where it is its default
 
 
 def _refuse_training(ctx, *_):

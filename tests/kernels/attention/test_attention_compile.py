@@ -247,6 +247,12 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
     "d128 document": (128, 16, {"mask": masks.Document(meta(4, 8192, dtype=torch.int32))}, 576),  # packed, without pages: 548
     "d256": (256, 16, {}, 0),
     "d256, pages of 8": (256, 8, {}, 52),
+    "d64 packed": (64, 16, {"tokens": 8192}, 0),
+    "d128 packed": (128, 16, {"tokens": 8192}, 0),
+    "d128 packed, pages of 8": (128, 8, {"tokens": 8192}, 0),
+    "d128 packed, four heads in a tile's rows": (128, 16, {"tokens": 160}, 0),
+    "d128 packed, pages of 64, full": (128, 64, {"tokens": 160, "band": Full()}, 0),
+    "d256 packed": (256, 16, {"tokens": 8192}, 0),
 }
 
 
@@ -254,10 +260,11 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
 def test_hopper_paged(dim, page, how, most):
     """A box a page and 64 columns, its number by one instruction from the lane that holds it; and no more spills than without pages."""
     how = dict(how)
-    p = Attention("decode", 4, how.pop("len_q", 2048), 8192, 32, 8, dim, BF16, how.pop("band", Causal()), "paged", page)
-    p, x = static(p, Operands(dim**-0.5), **how)
+    tokens = how.pop("tokens", 0)
+    p = Attention("decode", 4, how.pop("len_q", 2048), 8192, 32, 8, dim, BF16, how.pop("band", Causal()), "paged", page, tokens=tokens)
+    p, x = static(p, Operands(dim**-0.5, meta(5, dtype=torch.int32) if tokens else None), **how)
     cache = PagedKV(meta(4096, page, 8, dim), meta(4096, page, 8, dim), meta(4, 8192 // page, dtype=torch.int32), meta(4, dtype=torch.int32))
-    tiles, facts = launched(hopper_prefill, "sm_90", p, meta(4, p.len_q, 32, dim), cache, x, entry="launch_paged")
+    tiles, facts = launched(hopper_prefill, "sm_90", p, meta(*((tokens,) if tokens else (4, p.len_q)), 32, dim), cache, x, entry="launch_paged")
     facts = facts["_prefill"]
     assert facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)

@@ -17,6 +17,7 @@ MASKS = (*BANDS, Traced)
 KV = ("", *map(str, FORMATS))
 MUCH = 1 << 28  # bytes
 FEW = 1e8  # pairs of a query and a key
+PARTS = 16  # that one launch merges: each has a pointer and three strides of its own
 
 
 def area(p: Attention, len_q: int, len_k: int) -> int:
@@ -55,15 +56,23 @@ def quantise_cost(p: Rows) -> Cost:
     return Cost((2 + p.width.bit_length()) * p.rows * p.width, (reads * p.dtype.itemsize + 1) * p.rows * p.width)
 
 
+def merge_cost(p: Rows) -> Cost:
+    """Each part and its LSE is read, one of both is written; a multiply-add for each number."""
+    parts = int(p.variant.partition(" ")[0])
+    return Cost(2 * parts * p.rows * p.width, (parts + 1) * p.rows * (p.width * p.dtype.itemsize + 4))
+
+
 def _counts(p: Attention) -> tuple[int, int, int]:
     """(query, key) pairs, queries, and keys that are read."""
     if p.keys == "packed":  # sequences of equal length stand in for the lengths, which are not part of the Problem
         keys = p.tokens_k or p.tokens
         return p.batch * area(p, max(1, p.tokens // p.batch), max(1, keys // p.batch)), p.tokens, keys
     band = p.mask if isinstance(p.mask, Band) else p.mask.hull
-    shift = band.shift(p.len_q, p.len_k)
-    keys = p.batch * len(band.keys(shift, shift + p.len_q - 1, p.len_k))
-    return p.batch * area(p, p.len_q, p.len_k), p.batch * p.len_q, keys
+    len_q = max(1, p.tokens // p.batch) if p.tokens else p.len_q
+    queries = p.tokens or p.batch * len_q
+    shift = band.shift(len_q, p.len_k)
+    keys = p.batch * len(band.keys(shift, shift + len_q - 1, p.len_k))
+    return queries * area(p, len_q, p.len_k) // max(1, len_q), queries, keys
 
 
 # ---- what no single field can say
@@ -72,6 +81,10 @@ def _counts(p: Attention) -> tuple[int, int, int]:
 def _rows_of_a_group(p: Attention) -> str | None:
     rows = p.len_q * p.group
     return f"{p.len_q} queries x {p.group} heads a group = {rows} rows, of at most 64" if rows > 64 else None
+
+
+def _as_many_queries(p: Attention) -> str | None:
+    return "packed queries, different numbers of them over pages" if p.tokens else None
 
 
 def _float32_of_a_row(p: Attention) -> str | None:
@@ -146,7 +159,7 @@ def _slower_on_hopper(p: Attention) -> str | None:
 def _faster_with_split_keys(p: Attention) -> str | None:
     """What `triton_decode`, which splits keys among programs, does as fast or faster on an H200: both read 8k at the bandwidth of memory with 16 rows."""
     rows, heads = p.len_q * p.group, p.batch * p.kv_heads
-    if p.len_q > 16 or rows > 64:
+    if p.tokens or p.len_q > 16 or rows > 64:
         return None
     if rows <= 16:
         return f"{rows} rows of a key head, of at least 17: triton_decode splits keys"  # 64 x 8k: 16 rows 476 us (488 there), 32 479 (724), 64 487 (653)
@@ -176,6 +189,10 @@ def _slower_backward_on_hopper(p: Attention) -> str | None:
     texts = importlib.import_module("onchip.kernels.attention.texts")
     reads_pairs = p.score is not None and texts.pair_bytes(p.score.text)
     return "a score reads a value for each query and key: triton_backward is faster" if reads_pairs else None
+
+
+def _many_parts(p: Rows) -> str | None:
+    return f"{p.variant}, of at most {PARTS}" if int(p.variant.partition(" ")[0]) > PARTS else None
 
 
 def _sinks_of_tokens(p: Attention) -> str | None:
@@ -288,7 +305,22 @@ DECODE = Op(
                 "page": [1 << i for i in range(11)],
                 "kv": ("",),
             },
-            also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
+            also=(_as_many_queries, _rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
+        ),
+        Kernel(
+            "triton_paged",
+            "onchip.kernels.attention.triton_prefill:launch_paged",
+            GPUS,
+            {
+                "dtype": FLOATS,
+                "dim": range(8, 577),
+                "value_dim": range(8, 513),
+                "mask": MASKS,
+                "keys": ("paged",),
+                "len_q": range(1, 1 << 20),
+                "page": range(1, 1 << 20),
+            },
+            also=(_only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",), "kv": KV}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",), "kv": KV}, portable=True),
@@ -304,4 +336,13 @@ QUANTISE = Op(
     ),
 )
 
-OPS = (PREFILL, BACKWARD, DECODE, QUANTISE)
+MERGE = Op(
+    "merge",
+    merge_cost,
+    (
+        Kernel("triton_merge", "onchip.kernels.attention.triton_merge:launch", GPUS, {"dtype": FLOATS, "width": range(1, 1025)}, also=(_many_parts,)),
+        Kernel("reference", "onchip.kernels.attention.reference:merge", portable=True),
+    ),
+)
+
+OPS = (PREFILL, BACKWARD, DECODE, QUANTISE, MERGE)

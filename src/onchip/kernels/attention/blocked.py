@@ -106,24 +106,29 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
 
 @torch.no_grad()
 def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
-    """`q [batch, len_q, heads, dim]` over the pages of each sequence; no loop over tokens."""
+    """`q [batch, len_q, heads, dim]`, or packed `[tokens, heads, dim]` with offsets, over the pages of each sequence; no loop over tokens."""
     out = q.new_zeros(*q.shape[:-1], p.value_dim)
     q = q.to(_wide(q)) if p.kv else q  # as what is dequantised
-    lse = torch.full((p.batch, p.heads, p.len_q), -torch.inf, dtype=_wide(q), device=q.device)
+    lse = torch.full((*q.shape[:-3], p.heads, q.shape[-3]), -torch.inf, dtype=_wide(q), device=q.device)
     band = hull(p)
-    one_row = p.len_q == 1 and p.mask is band and p.score is None and q.is_cpu  # it sees all keys of its range
-    for b, length in enumerate(cache.lengths.tolist()):
-        row = band.shift(p.len_q, length)
-        seen = band.keys(row, row + p.len_q - 1, length)
+    spans = [None] * p.batch if x.q_offsets is None else [slice(*ends) for ends in pairwise(x.q_offsets.tolist())]
+    for b, (rows, length) in enumerate(zip(spans, cache.lengths.tolist(), strict=True)):
+        len_q = p.len_q if rows is None else rows.stop - rows.start
+        if not len_q:
+            continue
+        row = band.shift(len_q, length)
+        seen = band.keys(row, row + len_q - 1, length)
         pages = slice(seen.start // p.page, -(-seen.stop // p.page))
         skip = pages.start * p.page
         k, v = (_gather(pool, cache.page_table[b, pages], q.dtype)[None, seen.start - skip : seen.stop - skip].transpose(1, 2) for pool in (cache.k, cache.v))
-        near = q[b : b + 1].transpose(1, 2)
-        if one_row and seen:
+        part = Part(slice(b, b + 1), rows, None, len_q, length, seen.start)
+        near = part.queries(q)
+        if len_q == 1 and p.mask is band and p.score is None and q.is_cpu and seen:  # it sees all keys of its range
             found, found_lse = _fused(p, x, None, *(_fit(t, p) for t in (near, k, v)))
         else:
-            found, found_lse = _forward(p, x, Part(slice(b, b + 1), None, None, p.len_q, length, seen.start), near, k, v)
-        out[b], lse[b] = found[0, ..., : p.value_dim].transpose(0, 1), found_lse[0]
+            found, found_lse = _forward(p, x, part, near, k, v)
+        part.queries(out).copy_(_narrow(found, p.value_dim))
+        part.lse(lse).copy_(found_lse)
     return (out, lse) if return_lse else out
 
 

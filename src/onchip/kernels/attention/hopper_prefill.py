@@ -29,6 +29,7 @@ from onchip.kernels.attention import mods
 from onchip.kernels.attention.hopper_tiles import (
     base_of,
     by_groups,
+    clear,
     hand,
     hide,
     key_steps,
@@ -41,10 +42,12 @@ from onchip.kernels.attention.hopper_tiles import (
     pack_of,
     pages_of,
     pair_view,
+    pass_over,
     place_of,
     programs_and_counter,
     programs_of,
     queries_at,
+    query_tiles,
     rounds,
     tall,
     tile_at,
@@ -278,20 +281,6 @@ def _let_go(shrink, ki, t_ring, C: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
-    """Values of keys from `n` on, waited for, with 0 behind the last key: another sequence lies there, or what was in its page, and 0 times NaN is NaN."""
-    values, full, _ = v_ring
-    N: gl.constexpr = C.n
-    if n + N > len_k:
-        mbarrier.wait(full.index(vi), vp)
-        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        real = n + gl.arange(0, N, layout=gl.SliceLayout(1, layout)) < len_k
-        tile = values.index(vi).reshape([N, values.shape[-1]])
-        tile.store(gl.where(real[:, None], tile.load(layout), 0.0).to(values.dtype))
-        fence_async_shared()
-
-
-@gluon.jit
 def _more(state, count, x, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr,
           EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
     """`count` further key tiles from step `x` on. EDGE: they need the mask."""
@@ -326,7 +315,7 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, alarms, call, steps, map_s
         release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
         if C.uneven and C.mapped and EDGE:
-            _clear(v_ring, vi, vp, n, call[5], C)
+            clear(v_ring, vi, vp, n, call[5], C)
         words, sums = _weigh(scores, top, call[7], values.dtype, C)
         if C.bold and not EDGE:
             if outgrown(sums, top, alarms, MOST):  # once more, over the largest score so far
@@ -385,7 +374,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
         release(ti, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
     words, total = _weigh(scores, top, gain, DTYPE, C)
     if C.uneven:
-        _clear(v_ring, vi, vp, first * N, len_k, C)
+        clear(v_ring, vi, vp, first * N, len_k, C)
     state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
     if C.right >= 0 or C.mapped:
         state = _more(state, masked, 1, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
@@ -439,25 +428,32 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
         mine = turn % C.rounds * C.groups + GROUP
         q = queries.index(mine).reshape([64, queries.shape[-1]])
         mbarrier.wait(q_full.index(mine), turn // C.rounds % 2)
-        acc, ki, kp, vi, vp = _attend(place, sizes[4], (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], alarms, sinks_ptr, lse, scale, gain, map_ptr,
-                                      map_strides, reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
-        if not C.share:
-            mbarrier.arrive(q_empty.index(mine), count=1)
-            tma.store_wait(0)  # the tile before has left
-        buffer.reshape([64, DV]).store(acc.to(queries.dtype))
-        if C.packed:  # the copy engine does not know where a sequence ends
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            rows, heads = own_rows(place, sizes[4], C, GROUP, gl.SliceLayout(1, layout))
-            dims = gl.arange(0, DV, layout=gl.SliceLayout(0, layout))
-            at = o_ptr + tall(heads, C).to(gl.int64) * o_strides[1] + (start_q + rows).to(gl.int64)[:, None] * o_strides[2] + dims[None, :]
-            gl.store(at, buffer.reshape([64, DV]).load(layout), mask=(rows < len_q)[:, None] & (dims < C.dim_v)[None, :])
-            if C.share:  # before the copy engine fills it again
+        busy = True
+        if C.page > 0 and C.packed and GROUP > 0 and rings[3 + GROUP] is None:  # of a decode in a mixed batch
+            busy = tile_m * C.m + GROUP * C.own < len_q
+        if busy:
+            acc, ki, kp, vi, vp = _attend(place, sizes[4], (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], alarms, sinks_ptr, lse, scale, gain, map_ptr,
+                                          map_strides, reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
+            if not C.share:
+                mbarrier.arrive(q_empty.index(mine), count=1)
+                tma.store_wait(0)  # the tile before has left
+            buffer.reshape([64, DV]).store(acc.to(queries.dtype))
+            if C.packed:  # the copy engine does not know where a sequence ends
+                layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+                rows, heads = own_rows(place, sizes[4], C, GROUP, gl.SliceLayout(1, layout))
+                dims = gl.arange(0, DV, layout=gl.SliceLayout(0, layout))
+                at = o_ptr + tall(heads, C).to(gl.int64) * o_strides[1] + (start_q + rows).to(gl.int64)[:, None] * o_strides[2] + dims[None, :]
+                gl.store(at, buffer.reshape([64, DV]).load(layout), mask=(rows < len_q)[:, None] & (dims < C.dim_v)[None, :])
+                if C.share:  # before the copy engine fills it again
+                    fence_async_shared()
+            else:
                 fence_async_shared()
+                tma_store(o_desc, queries_at(b, head, tile_m * C.m + GROUP * C.own, C), buffer)
+            if C.share:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(mine), count=1)
         else:
-            fence_async_shared()
-            tma_store(o_desc, queries_at(b, head, tile_m * C.m + GROUP * C.own, C), buffer)
-        if C.share:
-            tma.store_wait(0)
+            ki, kp, vi, vp = pass_over(place, (ki, kp, vi, vp), k_ring, v_ring, map_ptr, map_strides, C, GROUP)
             mbarrier.arrive(q_empty.index(mine), count=1)
         turn += 1
         b = next_sequence(message, turn)
@@ -487,7 +483,8 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
     outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, lse_strides), gain * LOG2E
-    COPIER: gl.constexpr = 40 if C.parts > 1 and not C.mapped else 24  # registers: many pages want more, and warpgroups with a map spill for each they lack
+    # Registers: many pages want more, with packed queries again (40: 36 bytes at d128, page 16), and warpgroups with a map spill for each they lack.
+    COPIER: gl.constexpr = (56 if C.packed else 40) if C.parts > 1 and not C.mapped else 24
     given = (outs, rings, told, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads)
     copied = (q_desc, k_desc, v_desc, t_desc, t_steps, rings, told, counter, sizes, lengths, table, map_ptr, map_strides)
     if C.groups == 1:
@@ -535,11 +532,11 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     if tile := tile_of(p):
         n, stages = n * 2 // tile.dtype.itemsize, TILED
     alone = "batch_invariant" in p.extras
-    if not alone and p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
+    if not alone and p.heads * query_tiles(p, 64 * groups) < device.sms:
         groups = 1
     if (pack := pack_of(p, 64 * groups)) > 1:
-        groups = min(groups, 2, triton.cdiv(p.len_q * pack, 64))
-        if not alone and p.batch * p.kv_heads * triton.cdiv(p.len_q * pack, 64 * groups) < device.sms:
+        groups = min(groups, 2) if alone and p.tokens else min(groups, 2, triton.cdiv(p.len_q * pack, 64))
+        if not alone and p.kv_heads * query_tiles(p, 64 * groups, pack) < device.sms:
             groups = 1
     return [Tiles(groups, n, stages, programs_of(device), pack)]
 
@@ -550,7 +547,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     out, lse = outputs(p, x, q, return_lse)
     if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
-    first = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch, heads, len, dim]
+    first = [t.transpose(0, 1)[None] if t.ndim == 3 else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch or pages, heads, len, dim]
     first = [t if describable(t) else t.contiguous() for t in first]
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
@@ -570,7 +567,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     listed, tiles_m, batch_heads, side_by_side = None, triton.cdiv(p.len_q, shape.m), p.batch * heads, together(p)
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, shape.m)
-        tiles_m, batch_heads, side_by_side = len(listed), heads, together(p, p.tokens_k or p.tokens)
+        tiles_m, batch_heads, side_by_side = len(listed), heads, together(p, p.batch * p.len_k if p.page else p.tokens_k or p.tokens)
     make = functools.partial(mods.split_functions, tiled=tile is not None, of_row=tiles.pack > 1)
     (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
     pairs = steps = None

@@ -13,7 +13,7 @@ from onchip.core.problem import Attention
 from onchip.core.trace import Traced
 from onchip.kernels.attention.texts import PairTile, of_heads_and_keys, pair_tile
 from onchip.kernels.attention.tile import describable, inner_span, key_span, reads, sequence
-from onchip.kernels.hopper import forget, gl, gluon, hear, uniform
+from onchip.kernels.hopper import advance, fence_async_shared, forget, gl, gluon, hear, mbarrier, release, take_turn, turn_over, uniform
 
 
 def programs_of(device: Device) -> int:
@@ -261,6 +261,40 @@ def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.
     return gl.where(seen, scores, float("-inf"))
 
 
+@gluon.jit
+def pass_over(place, cursors, k_ring, v_ring, map_ptr, map_strides, C: gl.constexpr, GROUP: gl.constexpr):
+    """The cursors after a tile in which this warpgroup has no queries: it lets the keys go, so that one query costs one warpgroup's products."""
+    _, k_full, _ = k_ring
+    _, v_full, _ = v_ring
+    READERS: gl.constexpr = 128 * C.groups + 32
+    ki, kp, vi, vp = cursors
+    _top, masked, bare, low, _row = key_steps(place, map_ptr, map_strides, C)
+    for _t in range(1 + masked + bare + low):
+        mbarrier.wait(k_full.index(ki), kp)
+        take_turn(GROUP, C.groups)
+        turn_over(GROUP, C.groups)
+        release(ki, 10, READERS)
+        ki, kp = advance(ki, kp, C.stages)
+        mbarrier.wait(v_full.index(vi), vp)
+        release(vi, 10 + C.stages, READERS)
+        vi, vp = advance(vi, vp, C.stages)
+    return ki, kp, vi, vp
+
+
+@gluon.jit
+def clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
+    """Values of keys from `n` on, waited for, with 0 behind the last key: another sequence lies there, or what was in its page, and 0 times NaN is NaN."""
+    values, full, _ = v_ring
+    N: gl.constexpr = C.n
+    if n + N > len_k:
+        mbarrier.wait(full.index(vi), vp)
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        real = n + gl.arange(0, N, layout=gl.SliceLayout(1, layout)) < len_k
+        tile = values.index(vi).reshape([N, values.shape[-1]])
+        tile.store(gl.where(real[:, None], tile.load(layout), 0.0).to(values.dtype))
+        fence_async_shared()
+
+
 # ---- host
 
 ROOM = 226 << 10  # bytes of shared memory, 227 KB less what barriers take
@@ -286,9 +320,17 @@ def pack_of(p: Attention, m: int) -> int:
     by_head = isinstance(p.mask, Traced) and reads(p.mask.text, "h")
     if pack > 64 or by_head or (p.score and (tile_of(p) or of_heads_and_keys(p.score.text))):
         return 1
-    if p.keys == "packed":  # as if all sequences were equally long, which a result that does not depend on others must not
-        len_q = 0 if "batch_invariant" in p.extras else triton.cdiv(p.tokens, max(1, p.batch))
+    if p.tokens:  # as if all sequences were equally long, which a result that does not depend on others must not
+        if "batch_invariant" in p.extras:
+            return pack if p.page and pack == p.group else 1  # no tiles more, whatever the lengths
+        len_q = triton.cdiv(p.tokens, max(1, p.batch))
     return pack if 8 * triton.cdiv(len_q * pack, m) * p.kv_heads < 7 * triton.cdiv(len_q, m) * p.heads else 1
+
+
+def query_tiles(p: Attention, rows: int, pack: int = 1) -> int:
+    """Tiles of `rows` rows that hold a head's queries, or those of `pack` heads, of all sequences; at most so many of packed queries over pages."""
+    most = p.batch * triton.cdiv(p.len_q * pack, rows)
+    return min(most, p.tokens * pack // rows + p.batch) if p.page and p.tokens else most
 
 
 def by_groups(t, kv_heads: int):

@@ -3,7 +3,8 @@
 FlashAttention-2 (Dao, 2023): scores never leave the chip, the sum of exponentials is kept per row and divided once. A
 program reads its BLOCK_M queries once and every key that they see once: traffic to L2 is len_q / BLOCK_M passes over K
 and V. Key tiles that every row sees skip the mask. On Hopper K and V come through TMA descriptors; elsewhere, or when a
-stride is not a multiple of 16 bytes, through pointers.
+stride is not a multiple of 16 bytes, through pointers. So do keys in pages (vLLM's PagedAttention, Kwon et al., 2023), of
+any size: a row of the tile looks its page up, or all of them at once where pages are whole tiles.
 """
 
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from onchip.kernels.attention.tile import (
     normalise,
     online_softmax,
     outputs,
+    page_slots,
     sequence,
     sink,
     tf32,
@@ -74,15 +76,29 @@ def _tile(src, row, head, first, batch, stride, cols, dims, last, dim, TMA: tl.c
 
 
 @triton.jit
+def _paged_tile(src, pages, slots, near, strides, dims, dim, EDGE: tl.constexpr):
+    """The keys or values in `slots` [BLOCK_N] of `pages`, [BLOCK_N, BLOCK_D]; EDGE: those that are not `near` are not read, and 0."""
+    page, row = strides
+    ptrs = src + (pages * page + slots * row)[:, None] + dims[None, :]
+    if EDGE:
+        tile = tl.load(ptrs, mask=near[:, None] & (dims < dim)[None, :], other=0.0)
+    elif dims.shape[0] == dim:
+        tile = tl.load(ptrs)
+    else:
+        tile = tl.load(ptrs, mask=(dims < dim)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
 def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
             BLOCK_N: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, TMA: tl.constexpr, EDGE: tl.constexpr, PADDED: tl.constexpr,
-            PACKED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+            PACKED: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """acc, top and total after `count` key tiles: from key `first` on, or those numbered at `tiles`, `step` apart. EDGE: they need the mask."""
     rows, place, strides, scale, gain, at, reads, dropout = call
     cols = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, q.shape[1])
     dims_v = tl.arange(0, acc.shape[1])
-    batch, head, row = place
+    batch, head, row, table_ptr, lowest = place
     b, h, shift, len_q, len_k = at
     k_stride, v_stride = strides
     mask_reads, score_reads = reads
@@ -93,7 +109,14 @@ def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D
         else:
             n = first + t * BLOCK_N
         n = tl.multiple_of(n, BLOCK_N)
-        k = _tile(k_src, row, head, n, batch, k_stride, cols, dims, len_k, D, TMA, EDGE)
+        if PAGE > 0:
+            pages, slots = page_slots(table_ptr, n, n + cols, len_k, PAGE, BLOCK_N)
+            near = n + cols < len_k
+            if LEFT >= 0:  # pages before the window may be another sequence's by now
+                near = near & (n + cols >= lowest)
+            k = _paged_tile(k_src, pages, slots, near, k_stride, dims, D, EDGE)
+        else:
+            k = _tile(k_src, row, head, n, batch, k_stride[1], cols, dims, len_k, D, TMA, EDGE)
         if MASK is not None and EDGE:
             seen = MASK(b, h, rows[:, None], (n + cols)[None, :], len_q, len_k, mask_reads) & (n + cols < len_k)[None, :]
         scores = tl.dot(q, k.T, input_precision=PRECISION)  # [M, N]
@@ -108,22 +131,25 @@ def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D
         if state_ptr is not None:
             weights = tl.where(kept(state_ptr, drop_bar, b_h, rows[:, None], (n + cols)[None, :]), weights * keep_scale, 0.0)
         acc = acc * shrink[:, None]
-        v = _tile(v_src, row, head, n, batch, v_stride, cols, dims_v, len_k, DV, TMA, EDGE)
+        if PAGE > 0:
+            v = _paged_tile(v_src, pages, slots, near, v_stride, dims_v, DV, EDGE)
+        else:
+            v = _tile(v_src, row, head, n, batch, v_stride[1], cols, dims_v, len_k, DV, TMA, EDGE)
         if EDGE and PADDED:  # 0 x NaN is NaN: a key that no row sees may hold anything
             v = tl.where((tl.max(seen.to(tl.int32), 0) > 0)[:, None], v, 0.0)
-        elif EDGE and PACKED:  # and so may what lies past the end
+        elif EDGE and PACKED and PAGE == 0:  # and so may what lies past the end
             v = tl.where((n + cols < len_k)[:, None], v, 0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, top, total
 
 
 @triton.jit(do_not_specialize=["heads", "group", "len_q", "len_k", "tiles_m", "together", "drop_bar"])
-def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, k_used, map_ptr, sinks_ptr, state_ptr, reads,
-             scale, gain, heads, group, len_q, len_k, tiles_m, together, drop_bar, keep_scale,
+def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, k_used, table_ptr, map_ptr, sinks_ptr, state_ptr, reads,
+             scale, gain, heads, group, len_q, len_k, tiles_m, together, drop_bar, keep_scale, table_row,
              q_strides, k_strides, v_strides, o_strides, lse_strides, map_strides,
              D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
              LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
-             PADDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+             PADDED: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     # `together` heads go side by side, so that their K and V share L2; under a causal mask, or any that may be like one, the longest rows go first
     PACKED: tl.constexpr = q_offsets is not None
     index = tl.program_id(0)
@@ -155,7 +181,11 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
     kv_head = head // group
     k_batch, k_head, k_row = k_strides
     v_batch, v_head, v_row = v_strides
-    if not TMA:
+    if PAGE > 0:
+        k_src += kv_head.to(tl.int64) * k_head
+        v_src += kv_head.to(tl.int64) * v_head
+        table_ptr += b.to(tl.int64) * table_row
+    elif not TMA:
         k_src += batch.to(tl.int64) * k_batch + kv_head.to(tl.int64) * k_head + start_k.to(tl.int64) * k_row
         v_src += batch.to(tl.int64) * v_batch + kv_head.to(tl.int64) * v_head + start_k.to(tl.int64) * v_row
 
@@ -165,19 +195,19 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    place, strides, at = (batch, kv_head, start_k), (k_row, v_row), (b, head, shift, len_q, len_k)
+    row_first, row_last = tile_m * BLOCK_M + shift, tile_m * BLOCK_M + BLOCK_M - 1 + shift
+    first, last = key_span(row_first, row_last, len_k, LEFT, RIGHT)
+    place, strides, at = (batch, kv_head, start_k, table_ptr, first), ((k_batch, k_row), (v_batch, v_row)), (b, head, shift, len_q, len_k)
     dropout = (state_ptr, drop_bar, keep_scale, batch_head)
     call = (rows, place, strides, scale, gain * LOG2E, at, reads, dropout)
     if MASK is not None:
         map_ptr += b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
         part, whole = tl.load(map_ptr), tl.load(map_ptr + 1)
         acc, top, total = _attend(acc, top, total, q, k_src, v_src, 0, part, map_ptr + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                                  MASK, SCORE, TMA, True, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
+                                  MASK, SCORE, TMA, True, PADDED, PACKED, PAGE, PRECISION, STAGES)  # fmt: skip
         acc, top, total = _attend(acc, top, total, q, k_src, v_src, 0, whole, map_ptr + map_strides[2] - 1, -1, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                                  MASK, SCORE, TMA, False, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
+                                  MASK, SCORE, TMA, False, PADDED, PACKED, PAGE, PRECISION, STAGES)  # fmt: skip
     else:
-        row_first, row_last = tile_m * BLOCK_M + shift, tile_m * BLOCK_M + BLOCK_M - 1 + shift
-        first, last = key_span(row_first, row_last, len_k, LEFT, RIGHT)
         first = first // BLOCK_N * BLOCK_N
         inner, outer = inner_span(row_first, row_last, len_k, LEFT, RIGHT, BLOCK_N)
         if LEFT >= 0:  # where no tile is seen by all rows, one masked run over everything
@@ -185,11 +215,11 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
             inner = tl.where(whole, inner, first)
             outer = tl.where(whole, outer, first)
             acc, top, total = _attend(acc, top, total, q, k_src, v_src, first, (inner - first) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                                      None, SCORE, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
+                                      None, SCORE, TMA, True, False, PACKED, PAGE, PRECISION, STAGES)  # fmt: skip
         acc, top, total = _attend(acc, top, total, q, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                                  None, SCORE, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
+                                  None, SCORE, TMA, False, False, PACKED, PAGE, PRECISION, STAGES)  # fmt: skip
         acc, top, total = _attend(acc, top, total, q, k_src, v_src, outer, tl.cdiv(last - outer, BLOCK_N), None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                                  None, SCORE, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
+                                  None, SCORE, TMA, True, False, PACKED, PAGE, PRECISION, STAGES)  # fmt: skip
 
     if sinks_ptr is not None:
         acc, top, total = sink(acc, top, total, tl.load(sinks_ptr + head).to(tl.float32))
@@ -254,16 +284,16 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     return sorted(fitting, key=idles)
 
 
-def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
+def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
     """q, k, v as `ops.attention` passes them: dense, or packed with offsets."""
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     packed = x.q_offsets is not None
     out, lse = outputs(p, x, q, return_lse)
     if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
-    heads_first = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch, heads, len, dim]
+    heads_first = [t.transpose(0, 1)[None] if t.ndim == 3 else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch or pages, heads, len, dim]
     width, width_v = block(p.dim), block(p.value_dim)
-    tma = has_tma(q.device) and all(describable(t) for t in heads_first)
+    tma = not p.page and has_tma(q.device) and all(describable(t) for t in heads_first)
     sources = heads_first
     if tma:
         blocks = ((tiles.m, width), (tiles.n, width), (tiles.n, width_v), (tiles.m, width_v))
@@ -278,11 +308,16 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     if sees is not None:
         found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, False, q.device)
     _prefill[(tiles_m * p.batch * p.heads,)](
-        *sources, lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, x.sinks if x.sinks is None else x.sinks.contiguous(), x.state, reads,
-        scale, gain, p.heads, p.group, p.len_q, p.len_k, tiles_m, together(p), bar(x.drop), 1 / (1 - x.drop),
+        *sources, lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, page_table, found, x.sinks if x.sinks is None else x.sinks.contiguous(), x.state, reads,
+        scale, gain, p.heads, p.group, p.len_q, p.len_k, tiles_m, together(p), bar(x.drop), 1 / (1 - x.drop), 0 if page_table is None else page_table.stride(0),
         *(t.stride()[:3] for t in heads_first), lse_strides, map_strides,
         D=p.dim, DV=p.value_dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_D=width, BLOCK_DV=width_v,
         LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, PADDED=hides_keys(p.mask),
-        TMA=tma, PRECISION=tf32(p), STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
+        TMA=tma, PAGE=p.page, PRECISION=tf32(p), STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
+    """`launch` over a PagedKV, as `ops.attention.paged_attention` passes them. Lengths are read on the device: a CUDA graph may capture the call."""
+    return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)
