@@ -35,6 +35,9 @@ class Format(NamedTuple):
         return found
 
     def __str__(self):
+        for group in GROUPS[1:]:  # torch.compile may hold a symbol for a number that it has seen change, and writes none into a text
+            if self.group == group:
+                return f"{self.name}/{group}"
         return f"{self.name}/{self.group}" if self.group else self.name
 
     @property
