@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from onchip.cache.paged import OutOfPages, PageList, PagePool
+from onchip.core.formats import Codes, encode
 
 CPU = torch.device("cpu")
 
@@ -23,6 +24,48 @@ def test_shapes_and_bytes():
     assert each == 2 * 2 * 4 * 3 * 5 * 2 and p.k.nbytes + p.v.nbytes == 8 * each
     p.reserve(PageList(), 9)
     assert p.bytes_used == 3 * each and p.num_free == 5
+
+
+def test_layers():
+    p = pool(dtype=torch.bfloat16)
+    k, v = p.layer(1)
+    assert k.data_ptr() == p.k[1].data_ptr() and v.data_ptr() == p.v[1].data_ptr() and k.shape == (8, 4, 3, 5)
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e5m2/32", "int8", "int4/64"])
+@pytest.mark.parametrize("page", [1, 3, 16])
+def test_a_pool_of_codes(form, page):
+    """All of a page lies in its own bytes, so that whoever copies `k[:, page]` and `v[:, page]` has copied it; other pages keep theirs."""
+    channel = torch.rand(2, 3, 64) + 0.5
+    p = PagePool(2, 5, page, 3, 64, dtype=torch.bfloat16, device=CPU, format=form, channel=channel)
+    each = PagePool.bytes_per_page(2, page, 3, 64, torch.bfloat16, form)
+    assert p.k.shape[:2] == p.v.shape[:2] == (2, 5) and p.k.nbytes + p.v.nbytes == 5 * each and p.num_pages == 5
+    p.reserve(PageList(), 2 * page)
+    assert p.bytes_used == 2 * each
+    for storage in (p.k, p.v):
+        storage.fill_(0xFF)
+    for layer in range(2):
+        k, v = p.layer(layer)
+        assert k.shape == v.shape == (5, page, 3, 64) and str(k.format) == form and torch.equal(k.channel, channel[layer]) and v.channel is None
+        x = torch.randn(2, page, 3, 64)
+        for codes, new in zip((k, v), x, strict=True):
+            codes.put(torch.arange(3 * page, 4 * page), new)
+            assert torch.equal(codes.of(slice(3, 4)).dequantised()[0], Codes(*encode(new, k.format, codes.channel), k.format, codes.channel).dequantised())
+    untouched = [0, 1, 2, 4]
+    for storage in (p.k, p.v):
+        assert (storage[:, untouched] == 0xFF).all() and (storage[:, 3] != 0xFF).any()
+        storage[:, 1] = storage[:, 3]
+    for layer in range(2):
+        for codes in p.layer(layer):
+            assert torch.equal(codes.of(slice(1, 2)).dequantised(), codes.of(slice(3, 4)).dequantised())
+
+
+def test_channels_that_do_not_fit():
+    for form, channel in ((None, torch.ones(2, 3, 64)), ("int8", torch.ones(3, 64)), ("int8", torch.ones(2, 3, 64).double())):
+        with pytest.raises(ValueError, match=r"PagePool: channel is .* beside format .*; give float32 \[2, 3, 64\] beside a format, or None"):
+            PagePool(2, 5, 16, 3, 64, dtype=torch.bfloat16, device=CPU, format=form, channel=channel)
+    with pytest.raises(ValueError, match="format int8/32 of heads of 5"):
+        PagePool(2, 5, 16, 3, 5, dtype=torch.bfloat16, device=CPU, format="int8/32")
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])

@@ -148,11 +148,11 @@ def paged_attention(
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q = q.to(torch.get_autocast_dtype(q.device.type) if isinstance(cache.k, Codes) else cache.k.dtype)
     batch, pages = _paged_batch(q, q_offsets, longest), cache.page_table
-    (k, v), kv = registered.taken_apart(cache)
-    if kv is None:
-        _check("paged_attention", q, k, v, rank=4, rank_q=q.ndim)
-    else:
+    if isinstance(cache.k, Codes) or isinstance(cache.v, Codes):
         _check_codes(q, cache)
+    else:
+        _check("paged_attention", q, cache.k, cache.v, rank=4, rank_q=q.ndim)
+    (k, v), _ = registered.taken_apart(cache)
     if pages.dtype != torch.int32 or pages.ndim != 2 or pages.shape[0] != batch or pages.device != q.device:
         raise ValueError(f"paged_attention: page_table is {_kind(pages)}; give int32 [{batch}, most pages] on {q.device}")
     if cache.lengths.dtype != torch.int32 or cache.lengths.shape != (batch,) or cache.lengths.device != q.device:
@@ -308,18 +308,20 @@ def _check_codes(q: Tensor, cache: PagedKV) -> None:
     """Whether quantised pages are whole, and go together with q."""
     for name, t in zip("kv", cache[:2], strict=True):
         if not isinstance(t, Codes):
-            raise TypeError(f"paged_attention: {name} is {type(t).__name__} beside Codes; give both as Codes of one format, or both as tensors")
+            raise TypeError(f"paged_attention: {name} is {type(t).__name__}, the other Codes; give both as Codes of one format, or both as tensors")
+    for name, t in zip("kv", cache[:2], strict=True):
         form, dim = t.format, t.shape[-1]
         if form != cache.k.format:
             raise ValueError(f"paged_attention: v has format {form}, k {cache.k.format}; they must be of one")
         columns = (form.columns(dim), *(form.groups(dim),) * 2)
         kinds = (form.dtype, torch.bfloat16, torch.bfloat16 if form.has_zero else None)
         for field, kind, width in zip(("codes", "scale", "zero"), kinds, columns, strict=True):
-            got = getattr(t, field)
-            got = "None" if got is None else _kind(got)
-            want = "None" if kind is None else f"{kind} {[*t.codes.shape[:3], width]} on {q.device}"
-            if got != want:
-                raise ValueError(f"paged_attention: {name}.{field} is {got}; format {form} of heads of {dim} takes {want}")
+            got, shape = getattr(t, field), (*t.codes.shape[:3], width)
+            if got is None and kind is None:
+                continue
+            if got is None or kind is None or got.dtype != kind or got.shape != shape or got.device != q.device:
+                want = "None" if kind is None else f"{kind} {list(shape)} on {q.device}"
+                raise ValueError(f"paged_attention: {name}.{field} is {None if got is None else _kind(got)}; format {form} of heads of {dim} takes {want}")
     k, v = cache[:2]
     if v.channel is not None:
         raise ValueError("paged_attention: v has a channel scale, which only keys have; divide the columns of the next weight by it, or give None")

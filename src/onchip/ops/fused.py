@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.formats import Codes, Format
+from onchip.core.formats import Codes
 from onchip.core.problem import Rope, Rows
 from onchip.dispatch import select
 
@@ -119,7 +119,9 @@ def rope_append(
     num_q, num_kv = heads
     tokens, packed = qkv.shape
     if torch.compiler.is_compiling():
-        torch.ops.onchip.rope_append(qkv, table, positions, num_q, num_kv, layout, *(norm or (None, None, 0.0, 0.0)), *_pages(append), kernel)
+        if append is not None and isinstance(append.k, Codes):  # "aot_autograd() does not yet handle input mutations on views with different dtypes"
+            raise NotImplementedError("rope_append: writing to a quantised cache in a compiled graph is not implemented; use torch.compiler.disable around it")
+        torch.ops.onchip.rope_append(qkv, table, positions, num_q, num_kv, layout, *(norm or (None, None, 0.0, 0.0)), *(append or (None, None, None)), kernel)
         return qkv.view(tokens, num_q + 2 * num_kv, -1).split((num_q, num_kv, num_kv), 1)
     if packed % (num_q + 2 * num_kv):
         raise ValueError(f"rope_append: qkv has width {packed}, not a multiple of {num_q} + 2 x {num_kv} heads")
@@ -189,26 +191,15 @@ def _gated_act(x: Tensor, act: str, kernel: str) -> Tensor:
     return gated_act(x, act, kernel=kernel)
 
 
-@torch.library.custom_op("onchip::rope_append", mutates_args=("qkv", "k", "v", "k_scale", "k_zero", "v_scale", "v_zero"))
+@torch.library.custom_op("onchip::rope_append", mutates_args=("qkv", "k", "v"))
 def _rope_append(
     qkv: Tensor, table: Tensor, positions: Tensor, heads: int, kv_heads: int, layout: str,
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float, offset: float,
-    k: Tensor | None, v: Tensor | None, slots: Tensor | None,
-    form: str, k_scale: Tensor | None, k_zero: Tensor | None, v_scale: Tensor | None, v_zero: Tensor | None, channel: Tensor | None, kernel: str,
+    k: Tensor | None, v: Tensor | None, slots: Tensor | None, kernel: str,
 ) -> None:  # fmt: skip
     norm = None if q_norm is None else QKNorm(q_norm, k_norm, eps, offset)
-    if form:
-        k, v = Codes(k, k_scale, k_zero, Format.of(form), channel), Codes(v, v_scale, v_zero, Format.of(form))
     append = None if k is None else Append(k, v, slots)
     rope_append(qkv, table, positions, (heads, kv_heads), layout=layout, norm=norm, append=append, kernel=kernel)
-
-
-def _pages(append: Append | None) -> tuple:
-    """k, v, slots; then the format, scales and zeros of quantised ones."""
-    if append is None or not isinstance(append.k, Codes):
-        return *(append or (None, None, None)), "", None, None, None, None, None
-    k, v, slots = append
-    return k.codes, v.codes, slots, str(k.format), k.scale, k.zero, v.scale, v.zero, k.channel
 
 
 @torch.library.custom_op("onchip::sample", mutates_args=())
