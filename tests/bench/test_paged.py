@@ -133,8 +133,10 @@ def test_a_part_at_a_time_is_quantised_alike(monkeypatch):
 
 
 @plain_torch
-def test_append_is_judged_by_what_lies_in_the_slots():
-    inputs = data.inputs(Row(ROPE, "", ""), CPU)
+@pytest.mark.parametrize("kv", ["", "e4m3", "int8", "int4"])
+def test_append_is_judged_by_what_lies_in_the_slots(kv):
+    inputs = data.inputs(Row(ROPE._replace(kv=kv), "", ""), CPU)
+    assert all(x.isnan().all() for x in (inputs.written(inputs.k), inputs.written(inputs.v)))
     call = paged_peers.onchip_append(inputs)
     call.run()
     q, k, v = call.result()

@@ -11,7 +11,7 @@ from rich.table import Table
 from onchip.bench import bars, goals
 
 # Ours is the first. Each has a contrast of 3.5 or more with the white figures in the bars, and stands out from both grounds.
-COLOURS = ("#0077bb", "#d2601a", "#00897b", "#7a5cc4", "#c2185b", "#8a6d00", "#707070")
+COLOURS = ("#0077bb", "#d2601a", "#00897b", "#7a5cc4", "#c2185b", "#8a6d00", "#707070", "#4f8a10", "#a0522d")
 STYLE = """
 text{font:12px system-ui,sans-serif;fill:#1f2328} .soft{fill:#59636e;font-size:11px} .title{font-weight:600;font-size:13px}
 .value{fill:#fff;font-size:10px} .above{font-size:10px} .grid{stroke:#d1d9e0} .floor{stroke:#1f2328;stroke-dasharray:4 3;stroke-width:1.5} .paper{fill:#fff}
