@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import onchip
 from judge import assert_as_good_as_torch
-from onchip.cache import shared
+from onchip.cache import sharing
 from onchip.cache.paged import PageList, PagePool
 from onchip.cache.radix import RadixTree
-from onchip.cache.shared import plan_cascade
+from onchip.cache.sharing import plan_cascade
 from onchip.core.device import gpu
 from onchip.core.masks import Causal
 from onchip.core.problem import Attention
@@ -145,7 +145,7 @@ def test_no_plan_is_better(tree, most, scale):
     plan = plan_cascade(p, pages, lengths, H200, most=most)
     check(plan, p, pages, lengths)
     assert len(plan.shared) <= most
-    costs = shared._Costs(p, H200, [len(row) for row in pages])
+    costs = sharing._Costs(p, H200, [len(row) for row in pages])
     whole = [row[:-1] for row in pages]
     inner = {tuple(row[:end]) for row in whole for end in range(1, len(row) + 1)}  # every prefix that ends where two rows or more part
     inner = [run for run in inner if sum(tuple(row[: len(run)]) == run for row in whole) > 1]
@@ -179,8 +179,8 @@ def test_a_plan_takes_milliseconds():
 @pytest.mark.parametrize("seed", range(6))
 def test_from_the_tree_to_attention(seed, monkeypatch):
     """Requests over a prefix tree, planned and read: the same results as each sequence by itself."""
-    monkeypatch.setattr(shared, "LAUNCH", 0.0)  # so that small sharing pays
-    monkeypatch.setattr(shared, "PART", 16)
+    monkeypatch.setattr(sharing, "LAUNCH", 0.0)  # so that small sharing pays
+    monkeypatch.setattr(sharing, "PART", 16)
     draw = random.Random(seed)
     page, heads, kv_heads, dim = draw.choice([1, 4, 16]), 4, 2, 8
     pool = PagePool(1, 600 // page, page, kv_heads, dim, dtype=torch.float32, device=torch.device("cpu"))
