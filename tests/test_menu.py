@@ -177,6 +177,7 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
     "hopper_paged": {"batch_invariant", "deterministic", "sinks"},
     "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
+    "triton_paged": {"batch_invariant", "deterministic", "sinks", "tf32"},
 }
 
 
@@ -331,15 +332,17 @@ def test_decode_takes_at_most_64_rows(len_q, heads, reasons):
 
 
 def test_who_takes_many_queries_over_pages():
-    """On Hopper a kernel of its own, also a few queries where they are too many rows for `triton_decode`; elsewhere plain torch."""
+    """On Hopper a kernel of its own, also a few queries where they are too many rows for `triton_decode`; elsewhere, and of odd pages, one of all GPUs."""
     p = TYPICAL["decode"]
     for len_q, heads, page, gpu, name in (
         (16, 8, 16, "H200", "triton_decode"),  # 64 rows of 4 key heads: too few to fill the device without splitting keys
         (16, 10, 16, "H200", "hopper_paged"),
         (17, 4, 16, "H200", "hopper_paged"),
         (8192, 4, 1024, "H100", "hopper_paged"),
-        (17, 4, 16, "A100", "blocked"),
-        (17, 4, 4, "H200", "blocked"),
+        (17, 4, 16, "A100", "triton_paged"),
+        (17, 4, 4, "H200", "triton_paged"),
+        (1, 4, 12, "H200", "triton_paged"),
+        (1, 4, 1 << 20, "H200", "blocked"),
     ):
         decision = select(p._replace(len_q=len_q, heads=heads, page=page), GPUS[gpu])
         assert decision.kernel.name == name
@@ -349,6 +352,9 @@ def test_who_takes_many_queries_over_pages():
     assert select(many._replace(len_q=16, heads=8, extras=("batch_invariant",)), H200).kernel.name == "triton_decode"
     assert select(many._replace(len_q=8, heads=4), H200).kernel.name == "triton_decode"  # 16 rows: both at the bandwidth of memory
     assert select(p, H200, "hopper_paged").kernel.name == "hopper_paged"  # slower, but asked for
+    for longest in (1, 500):
+        mixed = p._replace(len_q=longest, tokens=501)
+        assert select(mixed, H200).kernel.name == "hopper_paged" and select(mixed, GPUS["A100"]).kernel.name == "triton_paged"
     kernel = OPS["decode"].kernel("hopper_paged")
     assert kernel.refuses(p._replace(page=4), H200) == ["page 4 is not one of 8, 16, 32, 64, 128, 256, 512, 1024"]
     assert kernel.refuses(p._replace(mask=KeyPadding(torch.ones(2, dtype=torch.int32)).static()), H200)[0].endswith("hides may be NaN")

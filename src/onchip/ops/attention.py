@@ -134,9 +134,9 @@ def paged_attention(
     """`attention` of the last `len_q` tokens of each sequence over its keys in a paged cache: a step of decoding, or a chunk of a prefill.
 
     Of up to 16 queries the keys of one sequence are read by several blocks at once and merged by their LSE (Flash-Decoding, Dao et al.,
-    2023); the heads of a group, and the queries, share each key that is read. More take a Hopper GPU, bf16 or fp16, head dimension 8 to 256 by 8 and
-    pages of 8 to 1,024 tokens, a power of two; elsewhere plain torch computes. Lengths are read on the device, so the
-    call can be captured in a CUDA graph. Returns as `attention` does; arguments and errors as there.
+    2023); the heads of a group, and the queries, share each key that is read. More go in tiles: on a Hopper GPU by a kernel for bf16 and fp16, head
+    dimensions 8 to 256 by 8 and pages of 8 to 1,024 tokens, a power of two; on any other, and of any other page, by one for all GPUs. Lengths are
+    read on the device, so the call can be captured in a CUDA graph. Returns as `attention` does; arguments and errors as there.
 
     q_offsets   for sequences with different numbers of queries, laid end to end (chunks of prefills and decodes in one call): those of sequence
                 `i` are the tokens `q_offsets[i]` to `q_offsets[i + 1]`, none at all included, and still its last ones. Returns

@@ -150,6 +150,22 @@ def test_what_a_score_reads_a_pair_has_room():
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
 
 
+@pytest.mark.parametrize(("arch", "dim", "page"), [("sm_80", 128, 16), ("sm_90", 128, 12), ("sm_80", 256, 64), ("gfx942", 64, 16)])
+def test_prefill_over_pages(arch, dim, page):
+    """Keys come through cp.async, 16 bytes a thread, whatever the page; their pages are looked up beside them."""
+    p = Attention("decode", 8, 512, 8192 // page * page, 32, 8, dim, BF16, Causal(), "paged", page, tokens=4096)
+    cache = PagedKV(meta(4096, page, 8, dim), meta(4096, page, 8, dim), meta(8, 8192 // page, dtype=torch.int32), meta(8, dtype=torch.int32))
+    x = Operands(dim**-0.5, meta(9, dtype=torch.int32))
+    tiles, facts = launched(triton_prefill, arch, p, meta(4096, 32, dim), cache, x, entry="launch_paged")
+    facts = facts["_prefill"]
+    assert facts.shared <= GPU[arch].shared_memory, str(tiles)
+    if arch == "gfx942":
+        assert re.search(r"vgpr_spill_count:\s+0\b", facts.ptx) and "mfma" in facts.ptx and facts.vector_loads
+    else:
+        assert facts.spills <= 64, f"{tiles}: {facts.spills} bytes"
+        assert "cp.async.cg" in facts.ptx and facts.vector_loads and bool(facts.wgmma) == (arch == "sm_90")
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", devices.GPUS)

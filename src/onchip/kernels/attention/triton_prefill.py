@@ -248,6 +248,11 @@ CANDIDATES = (
     (128, (Tiles(128, 64, 4, 2), Tiles(128, 128, 8, 3), Tiles(64, 64, 4, 3), *SMALL)),
     (256, (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 3), *SMALL)),
 )
+# Keys in pages come by pointers, of which the addresses fill registers: 128x64 with 4 warps would spill 708 bytes (sm_80) or 1,452 (sm_90) at 128.
+PAGED = (
+    (128, (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3), *SMALL)),
+    (256, (Tiles(64, 64, 8, 2), *SMALL)),
+)
 # A window's tiles are mostly edges: short ones waste less of them (16k tokens, Window(1024), TFLOP/s: at 64, 364 and 342; at 128, 417 and 334).
 WINDOW = ((64, Tiles(64, 64, 4, 2)), (128, Tiles(64, 64, 4, 3)))
 # At 128 a score that reads a value for each place needs registers (a bias [heads, 8k, 8k], ms: 128x64 with 8 warps 2.62, 64x64 3.32, 128x64 with 4
@@ -270,7 +275,7 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
         programs = p.batch * p.heads * -(-p.len_q // t.m)
         return t.m > 16 and (t.m >= 2 * p.len_q or (t.m > 64 and programs < device.sms))
 
-    candidates = pick(CANDIDATES, max(width, width_v)) if size == 2 or "tf32" in p.extras else IEEE
+    candidates = pick(PAGED if p.page else CANDIDATES, max(width, width_v)) if size == 2 or "tf32" in p.extras else IEEE
     if ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)[0] >= 0 and max(width, width_v) <= 128 and candidates is not IEEE:
         candidates = (pick(WINDOW, max(width, width_v)), *candidates)
     elif p.score is not None and max(width, width_v) == 128 and candidates is not IEEE:
