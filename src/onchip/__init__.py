@@ -20,7 +20,7 @@ _NAMES = {
     "onchip.ops.fused": ("Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.cache.radix": ("RadixTree",),
-    "onchip.cache.shared": ("plan_cascade",),
+    "onchip.cache.sharing": ("plan_cascade",),
     "onchip.cache.swap": ("HostPool",),
     "onchip.engine.llm": ("LLM",),
     "onchip.engine.request": ("Completion", "SamplingParams"),

@@ -281,6 +281,6 @@ def test_no_room_for_the_copy():
 def test_free_pages_cannot_be_shared():
     p, a = pool(), PageList()
     p.append(a, 4)
-    with pytest.raises(ValueError, match=r"share: pages \[3\] are free; share pages while a sequence holds them"):
+    with pytest.raises(ValueError, match="share: page 3 is free; share pages while a sequence holds them"):
         p.share([a.pages[0], 3])
     assert p.holders(a.pages[0]) == 1 and p.num_free == 7

@@ -52,9 +52,9 @@ def one_by_one(q, offsets, cache, **how):
     return torch.cat(outs), torch.cat(lses, 1)
 
 
-def torchs_lse(q, offsets, cache, mask=Causal(), **how):
+def torchs_lse(q, offsets, cache, mask=Causal(), sinks=None, **how):
     """Of torch's own kernel, in the same dtype, where it computes such a call."""
-    if not q.is_cpu or how or not isinstance(mask, Band):
+    if not q.is_cpu or how or not isinstance(mask, Band) or cache.k.shape != cache.v.shape:
         return ()
     page, parts = cache.k.shape[1], []
     for b, (start, stop) in enumerate(torch.stack([offsets[:-1], offsets[1:]], 1).tolist()):
@@ -67,7 +67,7 @@ def torchs_lse(q, offsets, cache, mask=Causal(), **how):
             bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -torch.inf)[None, None]
             _, found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[start:stop].transpose(0, 1)[None], k, v, attn_mask=bias)
             lse = found[0].masked_fill(~seen.any(1), -torch.inf)
-        parts.append(lse)
+        parts.append(lse if sinks is None else torch.logaddexp(lse, sinks[:, None]))
     return (torch.cat(parts, 1),)
 
 
@@ -88,6 +88,23 @@ def check(q, offsets, cache, kernel, longest=None, **how):
 def test_a_mixed_batch(kernel, page, mask, dtype, device):
     q, offsets = packed(MIXED, 4, 16, dtype, device)
     check(q, offsets, paged(MIXED, page, 2, 16, dtype, device), kernel, mask=mask)
+
+
+@pytest.mark.parametrize("kernel", EVERY)
+@pytest.mark.parametrize(
+    ("len_q", "page", "dims", "mask", "dtype"),
+    [(20, 12, (40, 24), Causal(), FP32), (33, 5, (16, 16), Window(9), BF16), (3, 1, (8, 8), Chunked(8), FP32), (17, 64, (64, 64), Window(3, 4), FP32)],
+    ids=str,
+)
+def test_as_many_queries_of_each(kernel, len_q, page, dims, mask, dtype, device):
+    """Without offsets; and so offsets that say the same change nothing."""
+    sequences = [(len_q, keys) for keys in (41, 0, len_q, 1)]
+    q, offsets = packed(sequences, 4, dims[0], dtype, device)
+    cache = paged(sequences, page, 2, dims[0], dtype, device, dims[1])
+    check(q, offsets, cache, kernel, mask=mask, sinks=torch.randn(4, device=device))
+    out, lse = onchip.paged_attention(q.unflatten(0, (4, len_q)), cache, mask=mask, return_lse=True, kernel=kernel)
+    expected = onchip.paged_attention(q, cache, q_offsets=offsets, mask=mask, return_lse=True, kernel=kernel)
+    torch.testing.assert_close((out.flatten(0, 1), lse.transpose(0, 1).flatten(1)), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kernel", EVERY)

@@ -56,7 +56,9 @@ class RadixTree:
         """
         path = self._walk(_text(tokens))
         here = [node for node in path if node.pages]
-        pages = [page for node in here for page in node.pages]
+        pages: list[int] = []
+        for node in here:
+            pages += node.pages
         self.pool.share(pages)  # from here on they are not evicted
         self._touch(path)
         pages += self._return(path[len(here) :])

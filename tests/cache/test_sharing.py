@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import onchip
 from judge import assert_as_good_as_torch
-from onchip.cache import shared
+from onchip.cache import sharing
 from onchip.cache.paged import PageList, PagePool
 from onchip.cache.radix import RadixTree
-from onchip.cache.shared import plan_cascade
+from onchip.cache.sharing import plan_cascade
 from onchip.core.device import gpu
 from onchip.core.masks import Causal
 from onchip.core.problem import Attention
@@ -88,6 +88,9 @@ def test_what_pays(groups, shapes):
     assert [[(len(run.rows), len(run.pages)) for run in runs] for runs in plan.shared] == shapes
 
 
+TWO = [(64, 256), *[(16, 200)] * 4]
+
+
 def test_two_levels_and_no_more_than_asked_for():
     trunk = list(range(256))
     pages = [trunk + list(range(1000 * g, 1000 * g + 200)) + [10_000 + 100 * g + i] for g in range(1, 5) for i in range(16)]
@@ -96,8 +99,8 @@ def test_two_levels_and_no_more_than_asked_for():
     for most in (0, 1, 2, 3):
         plan = plan_cascade(p, pages, lengths, H200, most=most)
         check(plan, p, pages, lengths)
-        depths[most] = len(plan.shared), plan.seconds
-    assert [depths[most][0] for most in (0, 1, 2, 3)] == [0, 1, 2, 2]
+        depths[most] = [(len(run.rows), len(run.pages)) for runs in plan.shared for run in runs], plan.seconds
+    assert [depths[most][0] for most in (0, 1, 2, 3)] == [[], [(16, 456)] * 4, TWO, TWO]
     assert depths[0][1] > depths[1][1] > depths[2][1] == depths[3][1]
 
 
@@ -121,7 +124,8 @@ def test_only_what_all_queries_see():
     assert plan_cascade(problem(2), [[], [1]], [0, 1], H200).shared == []
 
 
-TREE = st.recursive(st.just([]), lambda kids: st.lists(st.tuples(st.integers(0, 60), kids), min_size=1, max_size=3), max_leaves=7)
+SIZE = st.integers(0, 60)
+TREE = st.lists(st.tuples(SIZE, st.lists(st.tuples(SIZE, st.lists(st.tuples(SIZE, st.just([])), max_size=2)), max_size=3)), min_size=1, max_size=2)
 
 
 def rows_of(tree, trunk, fresh):
@@ -130,7 +134,7 @@ def rows_of(tree, trunk, fresh):
     return [row for size, kids in tree for row in rows_of(kids, trunk + list(itertools.islice(fresh, size)), fresh)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TREE, st.integers(0, 3), st.integers(1, 40))
 def test_no_plan_is_better(tree, most, scale):
     """Against all ways to cut a small tree of pages; every page stands for `scale`, so that some cuts pay and some do not."""
@@ -141,13 +145,13 @@ def test_no_plan_is_better(tree, most, scale):
     plan = plan_cascade(p, pages, lengths, H200, most=most)
     check(plan, p, pages, lengths)
     assert len(plan.shared) <= most
-    costs = shared._Costs(p, H200, [len(row) for row in pages])
+    costs = sharing._Costs(p, H200, [len(row) for row in pages])
     whole = [row[:-1] for row in pages]
     inner = {tuple(row[:end]) for row in whole for end in range(1, len(row) + 1)}  # every prefix that ends where two rows or more part
     inner = [run for run in inner if sum(tuple(row[: len(run)]) == run for row in whole) > 1]
     inner = [run for run in inner if len({tuple(row[: len(run) + 1]) for row in whole if tuple(row[: len(run)]) == run}) > 1 or run in map(tuple, whole)]
     least = float("inf")
-    for chosen in itertools.chain.from_iterable(itertools.combinations(inner, n) for n in range(min(len(inner), 5) + 1)):
+    for chosen in itertools.chain.from_iterable(itertools.combinations(inner, n) for n in range(len(inner) + 1)):
         depth, seconds = 0, 0.0
         for run in chosen:
             above = max((len(up) for up in chosen if len(up) < len(run) and run[: len(up)] == up), default=0)
@@ -158,7 +162,7 @@ def test_no_plan_is_better(tree, most, scale):
             seconds += costs.run(len(row) + 1 - max(ends, default=0), 1)
         if depth <= most:
             least = min(least, seconds + depth * costs.level(len(pages)))
-    assert plan.seconds == pytest.approx(least, rel=1e-9) or (len(inner) > 5 and plan.seconds < least)
+    assert plan.seconds == pytest.approx(least, rel=1e-9)
 
 
 def test_a_plan_takes_milliseconds():
@@ -175,8 +179,8 @@ def test_a_plan_takes_milliseconds():
 @pytest.mark.parametrize("seed", range(6))
 def test_from_the_tree_to_attention(seed, monkeypatch):
     """Requests over a prefix tree, planned and read: the same results as each sequence by itself."""
-    monkeypatch.setattr(shared, "LAUNCH", 0.0)  # so that small sharing pays
-    monkeypatch.setattr(shared, "PART", 16)
+    monkeypatch.setattr(sharing, "LAUNCH", 0.0)  # so that small sharing pays
+    monkeypatch.setattr(sharing, "PART", 16)
     draw = random.Random(seed)
     page, heads, kv_heads, dim = draw.choice([1, 4, 16]), 4, 2, 8
     pool = PagePool(1, 600 // page, page, kv_heads, dim, dtype=torch.float32, device=torch.device("cpu"))
