@@ -10,7 +10,7 @@ import torch
 
 from onchip.bench import data, paged, paged_peers, peers, run, suite
 from onchip.bench.suite import Row, Shared
-from onchip.cache import shared
+from onchip.cache import sharing
 from onchip.core import settings
 from onchip.core.kernel import Unsupported
 from onchip.core.masks import Causal
@@ -29,6 +29,7 @@ ROWS = {
     "four queries": Row(PAGED._replace(len_q=4), "", ""),
     "shared": Row(Shared("cascade", PAGED, 16), "", ""),
     "latent": Row(LATENT, "", ""),
+    "mixed": Row(PAGED._replace(len_q=5, len_k=40, tokens=9), "", "", (40, 7, 9), (5, 1, 3)),
 }
 
 plain_torch = pytest.mark.skipif(settings.INTERPRET.read(), reason="times kernels, and the interpreter's time means nothing")
@@ -84,7 +85,7 @@ def test_bytes_are_those_of_keys_and_values():
 
 
 @plain_torch
-@pytest.mark.parametrize("name", [name for name in ROWS if name != "shared"])
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in ("shared", "mixed")])
 def test_truth_is_the_reference_and_errors_show(name):
     inputs = made(name)
     right = paged_peers.onchip(inputs).run()
@@ -98,8 +99,8 @@ def test_truth_is_the_reference_and_errors_show(name):
 
 @plain_torch
 def test_a_shared_prefix_is_read_once_or_for_each(monkeypatch):
-    monkeypatch.setattr(shared, "LAUNCH", 0.0)
-    monkeypatch.setattr(shared._Costs, "level", lambda *_: 0.0)  # sharing pays
+    monkeypatch.setattr(sharing, "LAUNCH", 0.0)
+    monkeypatch.setattr(sharing._Costs, "level", lambda *_: 0.0)  # sharing pays
     inputs = data.inputs(ROWS["shared"], CPU)
     for kind in (paged_peers.onchip, paged_peers.onchip_cascade):
         with record() as decisions:
@@ -108,6 +109,15 @@ def test_a_shared_prefix_is_read_once_or_for_each(monkeypatch):
     longer = torch.full((1,), 24, dtype=torch.int32)
     wrong = inputs.cache._replace(lengths=inputs.cache.lengths - longer)
     assert not inputs.error(paged_peers._attend(inputs, wrong)(), None) <= inputs.tolerance
+
+
+@plain_torch
+def test_packed_queries_are_judged_by_those_of_their_sequence():
+    inputs = made("mixed")
+    right = paged_peers.onchip(inputs).run()
+    assert inputs.error(right, None) <= inputs.tolerance
+    assert not inputs.error(right.roll(1, 0), None) <= inputs.tolerance
+    assert inputs.cost.flops == (36 + 37 + 38 + 39 + 40 + 7 + 7 + 8 + 9) * 4 * 2 * 32
 
 
 @plain_torch
@@ -273,8 +283,7 @@ def test_flashinfer_is_asked_for_the_same(stand_ins, name, kind):
 
 
 def test_flashinfer_gets_packed_queries(stand_ins):
-    row = Row(PAGED._replace(len_q=5, len_k=40, tokens=9), "", "", (40, 7, 9), (5, 1, 3))
-    inputs = data.inputs(row, CPU)
+    inputs = made("mixed")
     assert inputs.error(paged_peers.flashinfer(True)(inputs).run(), None) <= inputs.tolerance
 
 
@@ -311,3 +320,26 @@ def test_rows_of_one_kind_have_peers_that_can_answer():
         able = [peer for peer in peers.PEERS if isinstance(row.problem, peer.kind) and peer.why_not(row.problem, GPU) is None]
         names = [peer.name for peer in able]
         assert names[0] == "onchip" and len(set(names)) == len(names)
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("name", [*ROWS, "e4m3", "int4", "append", "append int8"])
+def test_rows_go_into_graphs_on_a_gpu(name):
+    """Small rows of each kind: captured, right, and nothing waits for the device."""
+    sizes = {"batch": 3, "heads": 8, "kv_heads": 2, "dim": 64, "dtype": BF16}
+    rows = {key: Row(_wide(row.problem, sizes), "", "", row.lengths) for key, row in ROWS.items()}
+    rows |= {kv: Row(PAGED._replace(**sizes, kv=kv), "", "") for kv in ("e4m3", "int4")}
+    rows |= {"append": Row(ROPE._replace(dim=64, rotary_dim=64), "", ""), "append int8": Row(ROPE._replace(dim=64, rotary_dim=64, kv="int8"), "", "")}
+    entry = run.measure(rows[name], GPU, run._measured(GPU), run.Effort(2, 0.002))
+    assert "onchip" in entry["seconds"] and not set(entry["error"]) & {"row", "onchip"}, entry["error"]
+    assert entry["timed_by"].startswith("CUDA graph over") and entry["waits"] is False
+
+
+def _wide(problem, sizes: dict):
+    if isinstance(problem, Shared):
+        return problem._replace(inner=_wide(problem.inner, sizes))
+    return problem._replace(**sizes) if not problem.dim_v else problem._replace(heads=16, page=16, dtype=BF16)

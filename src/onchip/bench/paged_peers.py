@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onchip.bench.call import Call
 from onchip.bench.paged import Appended, Paged
-from onchip.cache.shared import plan_cascade
+from onchip.cache.sharing import plan_cascade
 from onchip.core import device as devices
 from onchip.core.kernel import Unsupported
 from onchip.core.problem import Attention, Rope
