@@ -59,19 +59,29 @@ def compile_for(
 ) -> Facts:
     """Compile the JITFunction `fn` for `arch` ("sm_80", "sm_90", "gfx942") without a GPU.
 
-    signature    {argument: type}: "*bf16", "i32", "fp32", "tensordesc<bf16[1,1,64,128]>"; an argument passed as None is a constexpr.
+    signature    {argument: type}: "*bf16", "i32", "fp32", "tensordesc<bf16[1,1,64,128]>", or a tuple of such; an argument passed as None is a constexpr.
     aligned      integers that are multiples of 16 in a launch; pointers always are.
     Raises RuntimeError with ptxas's own words when it refuses the code. Skips the test under TRITON_INTERPRET.
     """
     if not isinstance(fn, JITFunction):
         pytest.skip("TRITON_INTERPRET is set: @triton.jit made an interpreted function, which cannot be compiled")
     types = {name: "constexpr" if name in constexprs else signature[name] for name in fn.arg_names}
-    divisible = {(i,): [["tt.divisibility", 16]] for i, (name, ty) in enumerate(types.items()) if ty.startswith("*") or name in aligned}
+    places = [(path, ty, name) for i, (name, given) in enumerate(types.items()) for path, ty in _leaves((i,), given)]
+    divisible = {path: [["tt.divisibility", 16]] for path, ty, name in places if ty.startswith("*") or name in aligned}
     source = (GluonASTSource if fn.is_gluon() else ASTSource)(fn, types, dict(constexprs), divisible)
     kind, _, number = arch.rpartition("_") if arch.startswith("sm_") else ("hip", "", arch)
     target = GPUTarget("hip", number, 64) if kind == "hip" else GPUTarget("cuda", int(number), 32)
     compiled = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
     return (_amd if kind == "hip" else _nvidia)(compiled, arch)
+
+
+def _leaves(path: tuple[int, ...], given):
+    """(place, type) of an argument, or of each in a tuple of tuples."""
+    if isinstance(given, str):
+        yield path, given
+        return
+    for i, part in enumerate(given):
+        yield from _leaves((*path, i), part)
 
 
 def _nvidia(compiled, arch: str) -> Facts:

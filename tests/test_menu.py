@@ -31,6 +31,7 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "rope_append": Rope("rope_append", 63, 8, 2, 64, 64, BF16, "neox", False, True),
     "sample": Rows("sample", 8, 49152, BF16),
     "quantise": Rows("quantise", 8000, 128, BF16, "block"),
+    "merge": Rows("merge", 2048, 128, BF16, "2 parts"),
 }
 ROWS = [pytest.param(op, kernel, id=f"{op.name}-{kernel.name}") for op in OPS.values() for kernel in op.kernels]
 CLAIMS = [
@@ -67,6 +68,7 @@ def outside(field: str, allowed) -> list:
         "page": [0, 3, 4096],
         "variant": ["relu"],
         "layout": ["gptj"],
+        "kv": ["int3"],
     }
     return [value for value in odd[field] if value not in allowed]
 
@@ -401,7 +403,7 @@ def test_few_queries_share_a_tile_with_other_heads():
 VARIED = {
     "batch": 3, "len_q": 5, "len_k": 999, "heads": 16, "kv_heads": 1, "dim": 80, "rows": 64, "width": 4095, "tokens": 64, "rotary_dim": 32,
     "dtype": torch.float16, "mask": Window(9), "page": 32, "variant": "gelu", "layout": "interleaved", "norm": True, "append": False,
-    "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"),
+    "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"), "kv": "int4/32",
 }  # fmt: skip
 
 
@@ -432,6 +434,7 @@ def test_texts_by_hand():
         "rope_append T63 h8/2 d64 r64 bf16 neox append",
         "sample 8x49152 bf16",
         "quantise 8000x128 bf16 block",
+        "merge 2048x128 bf16 2 parts",
     ]
     full = Attention("backward", 2, 70, 80, 4, 4, 16, FP32, DOCUMENT, "packed", 0, 100, 120, 8, ALIBI, ("dropout", "sinks"))
     assert str(full) == "backward B2 q70 k80 h4/4 d16/8 fp32 Document packed 100/120 tokens ALiBi dropout sinks"

@@ -154,7 +154,7 @@ def test_inputs_that_cannot_be_made_are_an_entry(monkeypatch, facts):
 
 
 def test_unknown_suite_and_empty_selection(tmp_path):
-    with pytest.raises(ValueError, match=r"no suite named 'speed'; the suites are attention, backward, mods, gym, sdpa, generate, dispatch, io$"):
+    with pytest.raises(ValueError, match=r"no suite named 'speed'; the suites are attention, decode, .*, io and quality$"):
         run.bench("speed", CPU, tmp_path)
     with pytest.raises(ValueError, match=r"no row with 'd512' in it on cpu; leave --only out"):
         run.bench("attention", CPU, tmp_path, only="d512")
@@ -246,30 +246,6 @@ def test_flash_attention_4_is_asked_for_the_same(monkeypatch, row):
     assert made.error(peers._fa4(made).run(), None) <= made.tolerance
 
 
-@pytest.mark.parametrize("tensor_cores", [True, False])
-def test_flashinfer_is_asked_for_the_same(monkeypatch, tensor_cores):
-    class Wrapper:
-        def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False):
-            assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD" and use_tensor_cores == tensor_cores
-
-        def plan(self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *, q_data_type, kv_data_type):
-            assert {x.dtype for x in (indptr, indices, last_page_len)} == {torch.int32}
-            assert (num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type) == (4, 2, 16, 8, FP32, FP32)
-            self.plans = [(indices[a:b].long(), last) for (a, b), last in zip(pairwise(indptr.tolist()), last_page_len.tolist(), strict=True)]
-
-        def run(self, q, paged_kv_cache):
-            out = []
-            for row, (pages, last) in zip(q, self.plans, strict=True):
-                k, v = (pool[pages].flatten(0, 1)[: (len(pages) - 1) * 8 + last] for pool in paged_kv_cache)
-                out.append(reference.one(PAGED, 0, row[None], k, v, Operands(16**-0.5))[0][0])
-            return torch.stack(out)
-
-    monkeypatch.setattr(peers, "_workspace", lambda device: torch.zeros(8, dtype=torch.uint8, device=device))
-    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=Wrapper))
-    made = data.inputs(TINY[3], CPU)
-    assert made.error(peers._flashinfer(tensor_cores)(made).run(), None) <= made.tolerance
-
-
 def test_peers_say_why_not():
     def takers(problem, device):
         return {peer.name for peer in peers.PEERS if isinstance(problem, peer.kind) and peer.why_not(problem, device) is None}
@@ -277,7 +253,12 @@ def test_peers_say_why_not():
     half = PREFILL._replace(dtype=BF16)
     assert takers(half, GPU) == {"onchip", "cuDNN (torch)", "FlashAttention-2 (torch)", "FlashAttention-4"}
     assert takers(half._replace(mask=Window(9)), GPU) == takers(PACKED._replace(dtype=BF16), GPU) == {"onchip", "FlashAttention-4"}
-    assert takers(PAGED._replace(dtype=BF16), GPU) == {"onchip", "FlashInfer", "FlashInfer (CUDA cores)", "torch SDPA, dense keys"}
+    paged = PAGED._replace(dtype=BF16, dim=128)
+    assert takers(paged, GPU) == {"onchip", "FlashInfer", "FlashInfer (CUDA cores)", "torch SDPA, dense keys"}
+    assert takers(paged._replace(len_q=64), GPU) == {"onchip", "FlashInfer", "FlashInfer (FA3)"}
+    assert takers(paged._replace(kv="e4m3"), GPU) == {"onchip", "onchip, bf16", "FlashInfer"}
+    assert takers(paged._replace(kv="int4"), GPU) == {"onchip", "onchip, bf16"}
+    assert takers(paged._replace(dim=576, dim_v=512), GPU) == {"onchip", "FlashInfer (MLA)"}
     assert takers(PREFILL, CPU) == {"onchip", "torch SDPA"}
     _, refused = peers.contenders(PREFILL._replace(len_q=3), CPU)
     assert refused["torch SDPA"] == "aligns Causal to the top left"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from onchip.cache.paged import OutOfPages, PageList, PagePool
+from onchip.core.formats import Codes, encode
 
 CPU = torch.device("cpu")
 
@@ -25,14 +26,56 @@ def test_shapes_and_bytes():
     assert p.bytes_used == 3 * each and p.num_free == 5
 
 
+def test_layers():
+    p = pool(dtype=torch.bfloat16)
+    k, v = p.layer(1)
+    assert k.data_ptr() == p.k[1].data_ptr() and v.data_ptr() == p.v[1].data_ptr() and k.shape == (8, 4, 3, 5)
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e5m2/32", "int8", "int4/64"])
+@pytest.mark.parametrize("page", [1, 3, 16])
+def test_a_pool_of_codes(form, page):
+    """All of a page lies in its own bytes, so that whoever copies `k[:, page]` and `v[:, page]` has copied it; other pages keep theirs."""
+    channel = torch.rand(2, 3, 64) + 0.5
+    p = PagePool(2, 5, page, 3, 64, dtype=torch.bfloat16, device=CPU, format=form, channel=channel)
+    each = PagePool.bytes_per_page(2, page, 3, 64, torch.bfloat16, form)
+    assert p.k.shape[:2] == p.v.shape[:2] == (2, 5) and p.k.nbytes + p.v.nbytes == 5 * each and p.num_pages == 5
+    p.reserve(PageList(), 2 * page)
+    assert p.bytes_used == 2 * each
+    for storage in (p.k, p.v):
+        storage.fill_(0xFF)
+    for layer in range(2):
+        k, v = p.layer(layer)
+        assert k.shape == v.shape == (5, page, 3, 64) and str(k.format) == form and torch.equal(k.channel, channel[layer]) and v.channel is None
+        x = torch.randn(2, page, 3, 64)
+        for codes, new in zip((k, v), x, strict=True):
+            codes.put(torch.arange(3 * page, 4 * page), new)
+            assert torch.equal(codes.of(slice(3, 4)).dequantised()[0], Codes(*encode(new, k.format, codes.channel), k.format, codes.channel).dequantised())
+    untouched = [0, 1, 2, 4]
+    for storage in (p.k, p.v):
+        assert (storage[:, untouched] == 0xFF).all() and (storage[:, 3] != 0xFF).any()
+        storage[:, 1] = storage[:, 3]
+    for layer in range(2):
+        for codes in p.layer(layer):
+            assert torch.equal(codes.of(slice(1, 2)).dequantised(), codes.of(slice(3, 4)).dequantised())
+
+
+def test_channels_that_do_not_fit():
+    for form, channel in ((None, torch.ones(2, 3, 64)), ("int8", torch.ones(3, 64)), ("int8", torch.ones(2, 3, 64).double())):
+        with pytest.raises(ValueError, match=r"PagePool: channel is .* beside format .*; give float32 \[2, 3, 64\] beside a format, or None"):
+            PagePool(2, 5, 16, 3, 64, dtype=torch.bfloat16, device=CPU, format=form, channel=channel)
+    with pytest.raises(ValueError, match="format int8/32 of heads of 5"):
+        PagePool(2, 5, 16, 3, 5, dtype=torch.bfloat16, device=CPU, format="int8/32")
+
+
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_pages_for(tokens, pages):
     assert pool().pages_for(tokens) == pages
 
 
-@pytest.mark.parametrize(("pages", "page"), [(0, 4), (-1, 4), (4, 0), (4, 3), (4, -4)])
+@pytest.mark.parametrize(("pages", "page"), [(0, 4), (-1, 4), (4, 0), (4, -4)])
 def test_a_pool_that_cannot_be(pages, page):
-    with pytest.raises(ValueError, match=f"PagePool: {pages} pages of {page} tokens; give at least one page, of a power of two of tokens"):
+    with pytest.raises(ValueError, match=f"PagePool: {pages} pages of {page} tokens; give at least one page, of at least one token"):
         pool(pages, page)
 
 
@@ -189,3 +232,55 @@ class Pool(RuleBasedStateMachine):
 
 Pool.TestCase.settings = settings(max_examples=60, deadline=None)
 TestPool = Pool.TestCase
+
+
+# ---- several holders
+
+
+def test_a_fork_shares_and_copies_before_it_writes():
+    p, a = pool(), PageList()
+    slots = p.append(a, 6)
+    for tensor in (p.k, p.v):
+        tensor.view(torch.uint8).random_(0, 256)
+    b = p.fork(a)
+    assert b == a and [p.holders(page) for page in a.pages] == [2, 2] and p.num_free == 6
+    before = [t.view(torch.uint8)[:, a.pages].clone() for t in (p.k, p.v)]
+    new = p.append(b, 1)
+    assert b.pages[0] == a.pages[0] and b.pages[1] != a.pages[1] and new.tolist() == [b.pages[1] * 4 + 2]
+    assert [p.holders(page) for page in (*a.pages, b.pages[1])] == [2, 1, 1] and p.num_free == 5
+    for tensor, kept in zip((p.k, p.v), before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8)[:, a.pages], kept) and torch.equal(tensor.view(torch.uint8)[:, b.pages], kept)
+    held = list(a.pages)
+    assert p.append(a, 1).tolist() == [slots[5] + 1] and a.pages == held  # the last holder writes in place
+    p.release(a)
+    p.release(b)
+    assert p.num_free == 8 and p.bytes_used == 0
+
+
+def test_a_fork_of_whole_pages_copies_nothing():
+    p, a = pool(), PageList()
+    p.append(a, 8)
+    p.reserve(a, 16)  # what it has not written stays its own
+    b = p.fork(a)
+    assert b.pages == a.pages[:2] and p.missing(b, 9) == 1
+    p.append(b, 1)
+    assert p.num_free == 3 and [p.holders(page) for page in a.pages] == [2, 2, 1, 1]
+
+
+def test_no_room_for_the_copy():
+    p, a, rest = pool(), PageList(), PageList()
+    p.append(a, 6)
+    b = p.fork(a)
+    p.append(rest, 24)
+    assert p.missing(b, 7) == 1 and p.missing(b, 6) == 0
+    with pytest.raises(OutOfPages, match="7 tokens need 1 more pages of 4 tokens and 0 of 8 are free"):
+        p.append(b, 1)
+    assert b == a and [p.holders(page) for page in a.pages] == [2, 2]
+
+
+def test_free_pages_cannot_be_shared():
+    p, a = pool(), PageList()
+    p.append(a, 4)
+    with pytest.raises(ValueError, match="share: page 3 is free; share pages while a sequence holds them"):
+        p.share([a.pages[0], 3])
+    assert p.holders(a.pages[0]) == 1 and p.num_free == 7

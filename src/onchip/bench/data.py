@@ -8,14 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from onchip.bench import paged
+from onchip.bench.judge import distance, larger
 from onchip.bench.mods import Mod, area, make
-from onchip.bench.suite import Generate, Ladder, Overhead, Pass, Row
+from onchip.bench.suite import Generate, Ladder, Overhead, Pass, Row, Shared
 from onchip.core.masks import Causal
-from onchip.core.problem import E4M3, Attention, Cost, Operands, Rows
+from onchip.core.problem import E4M3, Attention, Cost, Operands, Rope, Rows
 from onchip.dispatch import OPS
 from onchip.kernels.attention import reference
 from onchip.models import gguf, weights
-from onchip.ops.attention import PagedKV, attention
+from onchip.ops.attention import attention
 
 SAMPLE = 64  # queries of one sequence that are held against the reference
 MODDED = 4  # heads of a mod that are; their scores fill 20 GB at 8k, with all that torch keeps for the gradients
@@ -35,7 +37,6 @@ class Tensors:
     k: Tensor | None = None
     v: Tensor | None = None
     offsets: Tensor | None = None
-    cache: PagedKV | None = None
     lengths: tuple[int, ...] = ()
     on_host = False  # time it where it runs, not by the host's clock
 
@@ -53,15 +54,11 @@ class Tensors:
     def error(self, output: Tensor, ours: Tensor | None) -> float:
         """||output - truth|| / ||truth||: against the float32 reference on one sequence's last queries, and against `ours` in full; the larger."""
         to_truth = distance(self._sample(output), self._truth)
-        return to_truth if ours is None else _larger(to_truth, distance(output, ours))
+        return to_truth if ours is None else larger(to_truth, distance(output, ours))
 
     @functools.cached_property
     def _truth(self) -> Tensor:
-        if self.cache is not None:
-            pages, length = self.cache.page_table[-1].long(), int(self.cache.lengths[-1])
-            k, v = (pool[pages].flatten(0, 1)[:length] for pool in (self.cache.k, self.cache.v))
-        else:
-            k, v = ((x[-self.lengths[-1] :] if self.lengths else x[-1]) for x in (self.k, self.v))
+        k, v = ((x[-self.lengths[-1] :] if self.lengths else x[-1]) for x in (self.k, self.v))
         return reference.one(self.problem, 0, self._sample(self.q).float(), k, v, Operands(self.problem.dim**-0.5))[0]
 
     def _sample(self, x: Tensor) -> Tensor:
@@ -114,7 +111,7 @@ class Trained:
         """||x - truth|| / ||truth|| of the output or of each gradient, the largest: against the float32 reference on a part, and against `ours` in full."""
         found, ours = (x if isinstance(x, tuple) else (x,) for x in (output, () if ours is None else ours))
         far = [distance(self._part(x, index), truth) for index, (x, truth) in enumerate(zip(found, self._truth, strict=False))]
-        return functools.reduce(_larger, [*far, *(distance(x, y) for x, y in zip(found, ours, strict=False))])
+        return functools.reduce(larger, [*far, *(distance(x, y) for x, y in zip(found, ours, strict=False))])
 
     @property
     def _heads(self) -> tuple[int, int]:
@@ -193,7 +190,7 @@ class Tiny:
         return 0.0
 
 
-def inputs(row: Row, device: torch.device) -> Tensors | Trained | Prompts | Tiny:
+def inputs(row: Row, device: torch.device) -> Tensors | Trained | Prompts | Tiny | paged.Paged | paged.Appended:
     """Fresh random inputs for one row."""
     if isinstance(row.problem, Generate):
         return Prompts(row.problem, device)
@@ -203,17 +200,15 @@ def inputs(row: Row, device: torch.device) -> Tensors | Trained | Prompts | Tiny
         return _tensors(row.problem.inner, (), device)
     if isinstance(row.problem, Pass):
         return _trained(row, device)
-    return _tensors(row.problem, row.lengths, device)
+    if isinstance(row.problem, Rope):
+        return paged.appended(row, device)
+    if isinstance(row.problem, Shared):
+        return paged.attended(row, device)
+    return paged.attended(row, device) if row.problem.keys == "paged" else _tensors(row.problem, row.lengths, device)
 
 
 def _tensors(p: Attention, lengths: tuple[int, ...], device: torch.device) -> Tensors:
     draw = functools.partial(torch.randn, dtype=torch.bfloat16 if p.dtype == E4M3 else p.dtype, device=device)
-    if p.keys == "paged":
-        each = p.len_k // p.page
-        k, v = (draw(p.batch * each, p.page, p.kv_heads, p.dim) for _ in range(2))
-        table = torch.randperm(p.batch * each, device=device).view(p.batch, each).int()
-        cache = PagedKV(k, v, table, torch.full((p.batch,), p.len_k, dtype=torch.int32, device=device))
-        return Tensors(p, draw(p.batch, p.len_q, p.heads, p.dim), cache=cache)
     if p.keys == "packed":
         offsets = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
         return Tensors(p, draw(p.tokens, p.heads, p.dim), *(draw(p.tokens, p.kv_heads, p.dim) for _ in range(2)), offsets=offsets, lengths=lengths)
@@ -230,21 +225,14 @@ def _trained(row: Row, device: torch.device) -> Trained:
 
 def _tiny(p: Attention | Rows, device: torch.device) -> tuple:
     if isinstance(p, Attention):
+        if p.keys == "paged":
+            made = paged.attended(Row(p, "", ""), device)
+            return made.q, made.cache
         made = _tensors(p, (), device)
-        return (made.q, made.cache) if p.keys == "paged" else (made.q, made.k, made.v)
+        return made.q, made.k, made.v
     if p.op == "rms_norm":
         return tuple(torch.randn(*shape, dtype=p.dtype, device=device) for shape in ((p.rows, p.width), (p.width,)))
     return (torch.randn(p.rows, 2 * p.width, dtype=p.dtype, device=device),)
-
-
-def distance(x: Tensor, truth: Tensor) -> float:
-    """||x - truth|| / ||truth||, in float32."""
-    truth = truth.float()
-    return ((x.float() - truth).norm() / truth.norm()).item()
-
-
-def _larger(a: float, b: float) -> float:
-    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 # ---- the packaged model

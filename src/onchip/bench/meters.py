@@ -134,3 +134,18 @@ def _counted(name: str, batch: str, length: str, heads: str, dim: str, dtype: st
 
 if __name__ == "__main__":
     _counted(*sys.argv[1:])
+
+
+def waits(run: Callable) -> bool:
+    """Whether a call makes the host wait for the GPU; made once before, so that nothing is compiled."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False

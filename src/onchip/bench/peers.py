@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from onchip.bench import data, ladder, meters, passes
+from onchip.bench import data, ladder, meters, paged_peers, passes
 from onchip.bench.call import Call
 from onchip.bench.data import Prompts, Tensors, Tiny
-from onchip.bench.suite import Asked, Generate, Ladder, Overhead, Pass
+from onchip.bench.paged import Paged
+from onchip.bench.suite import Asked, Generate, Ladder, Overhead, Pass, Shared
 from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import E4M3, SHORT, Attention, Operands, Rows
+from onchip.core.problem import E4M3, SHORT, Attention, Operands, Rope, Rows
 from onchip.dispatch import record, select
 from onchip.ops.attention import attention, attention_packed, paged_attention, quantise, random_signs
 from onchip.ops.fused import gated_act, rms_norm
@@ -75,8 +76,8 @@ def _op(name: str) -> Callable:
     return lambda p, _device: None if p.op == name else f"no {p.op}"
 
 
-def _e4m3(p: Attention | Pass, _device) -> str | None:
-    return None if p.dtype == E4M3 else "beside e4m3 only"
+def _quantised(p: Attention | Pass, _device) -> str | None:
+    return None if p.dtype == E4M3 or (isinstance(p, Attention) and p.kv) else "beside quantised numbers only"
 
 
 def _half(p: Attention | Pass, _device) -> str | None:
@@ -86,10 +87,10 @@ def _half(p: Attention | Pass, _device) -> str | None:
 # ---- ours
 
 
-def _onchip(inputs: Tensors) -> Call:
+def _onchip(inputs: Tensors | Paged) -> Call:
     p, i = inputs.problem, inputs
     if p.keys == "paged":
-        return Call(lambda: paged_attention(i.q, i.cache, mask=p.mask))
+        return paged_peers.onchip(i)
     if p.dtype == E4M3:
         quantised = quantise(i.q, i.k, i.v, share="head", rotation=random_signs(p.dim, device=i.q.device))
         return Call(lambda: attention(*quantised, mask=p.mask))
@@ -98,9 +99,11 @@ def _onchip(inputs: Tensors) -> Call:
     return Call(lambda: attention(i.q, i.k, i.v, mask=p.mask))
 
 
-def _onchip_bf16(inputs: Tensors) -> Call:
+def _onchip_bf16(inputs: Tensors | Paged) -> Call:
     """What attention over numbers quantised beforehand is to beat."""
     i = inputs
+    if i.problem.keys == "paged":
+        return paged_peers.onchip_bf16(i)
     return Call(lambda: attention(i.q, i.k, i.v, mask=i.problem.mask))
 
 
@@ -238,14 +241,6 @@ def _sdpa_takes(p: Attention, _device) -> str | None:
     return "aligns Causal to the top left" if isinstance(p.mask, Causal) and p.len_q != p.len_k else None
 
 
-def _sdpa_decode(inputs: Tensors) -> Call:
-    """torch's attention over keys copied from their pages to [batch, kv_heads, len, dim]; the heads of a group are the rows."""
-    p, cache = inputs.problem, inputs.cache
-    k, v = (pool[cache.page_table.long()].flatten(1, 2).transpose(1, 2).contiguous() for pool in (cache.k, cache.v))
-    q = inputs.q.view(p.batch, p.kv_heads, p.group, p.dim)
-    return Call(lambda: F.scaled_dot_product_attention(q, k, v).view(p.batch, 1, p.heads, p.dim))
-
-
 # ---- packages
 
 
@@ -259,29 +254,6 @@ def _fa4(inputs: Tensors) -> Call:
         keywords |= {"cu_seqlens_q": i.offsets, "cu_seqlens_k": i.offsets, "max_seqlen_q": p.len_q, "max_seqlen_k": p.len_k}
     function = flash_attn_varlen_func if p.keys == "packed" else flash_attn_func
     return Call(lambda: function(i.q, i.k, i.v, **keywords)[0])  # (out, LSE or None)
-
-
-@functools.cache
-def _workspace(device: torch.device) -> torch.Tensor:
-    """FlashInfer's scratch memory, 128 MiB as it advises; wrappers used one after the other may share it."""
-    return torch.zeros(128 << 20, dtype=torch.uint8, device=device)
-
-
-def _flashinfer(tensor_cores: bool) -> Callable[[Tensors], Call]:
-    def prepare(inputs: Tensors) -> Call:
-        import flashinfer
-
-        p, cache = inputs.problem, inputs.cache
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(_workspace(inputs.q.device), "NHD", use_tensor_cores=tensor_cores)
-        each = cache.page_table.shape[1]
-        bounds = torch.arange(p.batch + 1, dtype=torch.int32) * each
-        last = torch.full((p.batch,), (p.len_k - 1) % p.page + 1, dtype=torch.int32)
-        shape = (p.heads, p.kv_heads, p.dim, p.page)
-        wrapper.plan(bounds, cache.page_table.flatten(), last, *shape, q_data_type=p.dtype, kv_data_type=p.dtype)
-        q = inputs.q[:, 0]
-        return Call(lambda: wrapper.run(q, (cache.k, cache.v))[:, None])
-
-    return prepare
 
 
 def _transformers(inputs: Prompts) -> Call:
@@ -298,24 +270,34 @@ def _transformers(inputs: Prompts) -> Call:
 
 GPU_PREFILL = (_on("cuda"), _op("prefill"), _half)
 GPU_PASS = (_on("cuda"), _half)
-GPU_DECODE = (_on("cuda"), _op("decode"), _half)
+GPU_PAGED = (_on("cuda"), _op("decode"), _half)
+FLASHINFER = ("flashinfer", "flashinfer-python")
 PEERS = (  # ours first, for its output is what the others are compared with
     Peer("onchip", Attention, _onchip),
-    Peer("onchip, bf16", Attention, _onchip_bf16, (_e4m3,)),
+    Peer("onchip, bf16", Attention, _onchip_bf16, (_quantised,)),
     Peer("onchip", Generate, _onchip_generate),
     Peer("onchip", Overhead, _onchip_overhead),
     Peer("onchip", Ladder, _onchip),
     Peer("onchip", Pass, passes.onchip),
-    Peer("onchip, bf16", Pass, passes.onchip_bf16, (_e4m3,)),
+    Peer("onchip, bf16", Pass, passes.onchip_bf16, (_quantised,)),
     *(Peer(name, Ladder, _rung(rung)) for name, rung in ladder.RUNGS.items()),
     Peer("onchip kernel alone", Overhead, _kernel_alone, (_op("call"),)),
     Peer("cuDNN (torch)", Attention, _sdpa("CUDNN_ATTENTION"), (*GPU_PREFILL, _sdpa_takes)),
     Peer("FlashAttention-2 (torch)", Attention, _sdpa("FLASH_ATTENTION"), (*GPU_PREFILL, _sdpa_takes)),
     Peer("FlashAttention-4", Attention, _fa4, GPU_PREFILL, "flash_attn.cute", "flash-attn-4"),
-    Peer("FlashInfer", Attention, _flashinfer(True), GPU_DECODE, "flashinfer", "flashinfer-python"),
-    Peer("FlashInfer (CUDA cores)", Attention, _flashinfer(False), GPU_DECODE, "flashinfer", "flashinfer-python"),
+    Peer("onchip", Shared, paged_peers.onchip_cascade),
+    Peer("onchip, one by one", Shared, paged_peers.onchip),
+    Peer("FlashInfer (cascade)", Shared, paged_peers.flashinfer_cascade, (_on("cuda"), _half), *FLASHINFER),
+    Peer("FlashInfer", Shared, paged_peers.flashinfer(True), (_on("cuda"), _half), *FLASHINFER),
+    Peer("torch SDPA, dense keys", Shared, paged_peers.sdpa),
+    Peer("onchip", Rope, paged_peers.onchip_append),
+    Peer("FlashInfer", Attention, paged_peers.flashinfer(True), (*GPU_PAGED, paged_peers.decode_takes), *FLASHINFER),
+    Peer("FlashInfer (CUDA cores)", Attention, paged_peers.flashinfer(False), (*GPU_PAGED, paged_peers.cores_take), *FLASHINFER),
+    Peer("FlashInfer (FA3)", Attention, paged_peers.flashinfer_fa3, (*GPU_PAGED, paged_peers.fa3_takes), *FLASHINFER),
+    Peer("FlashInfer (MLA)", Attention, paged_peers.flashinfer_latent, (*GPU_PAGED, paged_peers.latent_takes), *FLASHINFER),
+    Peer("FlashInfer", Rope, paged_peers.flashinfer_append, (_on("cuda"), _half, paged_peers.append_takes), *FLASHINFER),
     Peer("torch SDPA", Attention, _sdpa(None), (_on("cpu"), _sdpa_takes)),
-    Peer("torch SDPA, dense keys", Attention, _sdpa_decode, (_op("decode"),)),
+    Peer("torch SDPA, dense keys", Attention, paged_peers.sdpa, (_op("decode"), paged_peers.sdpa_takes)),
     Peer("cuDNN (torch)", Pass, passes.sdpa("CUDNN_ATTENTION"), (*GPU_PASS, passes.sdpa_takes)),
     Peer("FlashAttention-2 (torch)", Pass, passes.sdpa("FLASH_ATTENTION"), (*GPU_PASS, passes.sdpa_takes)),
     Peer("FlashAttention-4", Pass, passes.fa4, (*GPU_PASS, passes.no_mod), "flash_attn.cute", "flash-attn-4"),

@@ -8,10 +8,10 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from onchip.bench import bars
+from onchip.bench import bars, goals
 
 # Ours is the first. Each has a contrast of 3.5 or more with the white figures in the bars, and stands out from both grounds.
-COLOURS = ("#0077bb", "#d2601a", "#00897b", "#7a5cc4", "#c2185b", "#8a6d00", "#707070")
+COLOURS = ("#0077bb", "#d2601a", "#00897b", "#7a5cc4", "#c2185b", "#8a6d00", "#707070", "#4f8a10", "#a0522d")
 STYLE = """
 text{font:12px system-ui,sans-serif;fill:#1f2328} .soft{fill:#59636e;font-size:11px} .title{font-weight:600;font-size:13px}
 .value{fill:#fff;font-size:10px} .above{font-size:10px} .grid{stroke:#d1d9e0} .floor{stroke:#1f2328;stroke-dasharray:4 3;stroke-width:1.5} .paper{fill:#fff}
@@ -73,6 +73,8 @@ def publish(result: dict, path: Path, listing: Table, plot: str, text: str) -> N
     console = Console(width=None if Console().is_terminal else 200)
     console.print(listing)
     console.print(bars.table(result.get("summary", [])))
+    if result.get("goals"):
+        console.print(goals.table(result["goals"]))
     for row in result["rows"]:
         for note in notes(row):
             console.print(f"{row['problem']}: {note}", markup=False, highlight=False)
@@ -297,19 +299,20 @@ def document(result: dict, plot: str, about: str, columns: list[str], rows: list
             f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>',
             *rows,
             "</tbody></table></div>",
-            *_together(result.get("summary", [])),
+            *_together("Summary", bars.Bar._fields, [bars.cells(line) for line in result.get("summary", [])]),
+            *_together("Asked and measured", ("what", "asked", "measured", "worst at", "met"), [goals.cells(line) for line in result.get("goals", [])]),
             "</body></html>\n",
         ]
     )
 
 
-def _together(lines: list[dict]) -> list[str]:
-    """The summary as a table of the page."""
+def _together(title: str, columns: tuple[str, ...], lines: list) -> list[str]:
+    """Lines that speak of several rows, as a table of the page."""
     if not lines:
         return []
-    names = "".join(f"<th>{name}</th>" for name in bars.Bar._fields)
-    rows = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in bars.cells(line)) + "</tr>" for line in lines]
-    return ["<h2>Summary</h2>", f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>', *rows, "</tbody></table></div>"]
+    names = "".join(f"<th>{name}</th>" for name in columns)
+    rows = ["<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>" for line in lines]
+    return [f"<h2>{title}</h2>", f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>', *rows, "</tbody></table></div>"]
 
 
 def _page_row(row: dict, colours: dict[str, str]) -> str:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import onchip
-from onchip.bench import bars, data, ladder, ladder_report, meters, report, suite, warm
+from onchip.bench import bars, data, goals, judge, ladder, ladder_report, meters, paged, quality, report, suite, warm
 from onchip.bench.call import Call
 from onchip.bench.peers import Peer, contenders, versions
 from onchip.core import device as devices
@@ -34,7 +34,7 @@ RESULTS = Path("benchmarks/results")
 REPORTS = {"io": ladder_report}  # the suites that have tables and plots of their own
 FLUSH, FLUSHES = 1 << 30, 4  # bytes read before a reading, and how often: many times any L2, and about 1 ms in which the host queues the call
 SHORT_CALL = 50e-6  # seconds; below, the gap between launches shows, and the calls go into a CUDA graph
-GRAPH_CALLS, MOST_COPIES = 20, 32  # calls a graph at least, and sets of inputs that they go round
+GRAPH_CALLS, MOST_COPIES, SWEPT = 20, 64, 6  # calls a graph at least, sets of inputs that they go round, and how often these fill L2
 SHORT_READING = 2e-4  # seconds; below, one reading of the host's clock spans several calls
 LONG_READING = 1.0  # seconds; above, half as many rounds have to do
 ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ImportError, OSError, subprocess.SubprocessError, Unsupported)
@@ -55,6 +55,7 @@ class Effort:
 
 
 MATHS = ("prefill", "forward", "backward", "step")  # whose rate counts FLOP; that of all others bytes
+MANY = 128  # but for decoding with as many rows of a key, which waits for arithmetic
 FULL, QUICK = Effort(5, 0.4), Effort(3, 0.1)
 
 
@@ -64,6 +65,8 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
     `only` keeps the rows whose problem or plot has that text in its name; their files are named `<suite>-<only>`, so that
     a part never replaces the whole. Returns the path of the JSON file, which is rewritten after each row.
     """
+    if suite_name == "quality":
+        return _quality(device, Path(out), only, quick)
     rows = suite.rows(suite_name, device, quick, only)
     if not rows:
         raise ValueError(f"suite {suite_name!r} has no row with {only!r} in it on {device.type}; leave --only out to run them all")
@@ -71,8 +74,7 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
     with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         facts = _measured(device)
         result = {"suite": suite_name, "device": _describe(device, facts), **_origin(), "quick": quick, "rows": []}
-        path = Path(out) / result["device"]["slug"] / f"{_slug(f'{suite_name} {only}')}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = _place(Path(out), result["device"], suite_name, only)
         if suite_name in warm.SUITES and device.type == "cuda":
             warm.compile_rows(suite_name, device, only, quick)
         for number, row in enumerate(rows, 1):
@@ -80,8 +82,24 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
             result["rows"].append(measure(row, device, facts, QUICK if quick else FULL))
             result["rows"][-1]["over_plain"] = bars.over_plain(result["rows"][-1], result["rows"])
             result["summary"] = bars.summary(result["rows"])
+            result["goals"] = goals.GOALS[suite_name](result) if suite_name in goals.GOALS else []
             path.write_text(json.dumps(result, indent=1) + "\n")
     REPORTS.get(suite_name, report).write(result, path)
+    return path
+
+
+def _quality(device: torch.device, out: Path, only: str, quick: bool) -> Path:
+    """The suite that reads texts, not clocks."""
+    described = _describe(device, devices.of(device))
+    path = _place(out, described, "quality", only)
+    del described["measured"]  # another reading each time, which says nothing of a text
+    quality.bench({"device": described, **_origin()}, path, device, only, quick)
+    return path
+
+
+def _place(out: Path, device: dict, suite_name: str, only: str) -> Path:
+    path = out / device["slug"] / f"{_slug(f'{suite_name} {only}')}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
 
@@ -90,9 +108,9 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
 
 def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort) -> dict:
     """A row of the result: the times of every contender that was right, and what was wrong with the others."""
-    fields = {**plain(row.problem), "group": row.group, "x": row.x, "lengths": list(row.lengths)}
+    fields = {**plain(row.problem), "group": row.group, "x": row.x, "lengths": list(row.lengths), "queries": list(row.queries)}
     entry = {"problem": str(row.problem), "fields": fields, "kernel": None, "config": None, "seconds": {}, "spread": {}, "distance": {}}
-    entry |= {"cost": None, "floor": None, "rate": None, "goal": None, "timed_by": None, "error": {}}
+    entry |= {"cost": None, "floor": None, "rate": None, "goal": None, "timed_by": None, "waits": None, "error": {}}
     errors = entry["error"]
     found, entry["refused"] = contenders(row.problem, device)
     with noted(errors, "row"):  # what all contenders need: memory for the inputs, above all
@@ -107,7 +125,7 @@ def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort)
         guesses = guess(calls, clock, errors)
         entry["timed_by"] = clock.name
         graphs = isinstance(clock, DeviceClock) and not isinstance(row.problem, suite.Pass)  # autograd chooses its own stream
-        if graphs and guesses and min(guesses.values()) < SHORT_CALL:
+        if graphs and guesses and (serves(inputs) or min(guesses.values()) < SHORT_CALL):
             copies = [data.inputs(row, device) for _ in range(_copies(inputs, device) - 1)]
             calls = _captured([peer for peer in found if peer.name in guesses], calls, copies, errors)
             guesses = guess(calls, clock, errors)
@@ -116,6 +134,11 @@ def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort)
             deciles = statistics.quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds
             entry["seconds"][name], entry["spread"][name] = statistics.median(seconds), (deciles[0], deciles[-1])
     return entry
+
+
+def serves(inputs) -> bool:
+    """Whether it is a call as an engine makes it: always in a graph, whatever it takes, and never waiting for the device."""
+    return isinstance(inputs, (paged.Paged, paged.Appended))
 
 
 def _weigh(entry: dict, inputs, facts: Device) -> None:
@@ -128,7 +151,8 @@ def _weigh(entry: dict, inputs, facts: Device) -> None:
     if p.op == "generate":
         entry["rate"] = {"unit": "token/s", "amount": p.batch * (p.prompt if p.phase == "prefill" else 1)}
     else:
-        entry["rate"] = {"unit": "FLOP/s", "amount": cost.flops} if p.op in MATHS else {"unit": "B/s", "amount": cost.bytes}
+        maths = p.op in MATHS or (p.op == "decode" and p.len_q * p.group >= MANY)
+        entry["rate"] = {"unit": "FLOP/s", "amount": cost.flops} if maths else {"unit": "B/s", "amount": cost.bytes}
 
 
 def _checked(found: list[Peer], inputs, entry: dict) -> dict[str, Call]:
@@ -139,7 +163,9 @@ def _checked(found: list[Peer], inputs, entry: dict) -> dict[str, Call]:
             call = peer.prepare(inputs)
             with record() as decisions:
                 output = call.run()
+                output = output if call.result is None else call.result()
             if peer.name == "onchip":
+                entry["waits"] = meters.waits(call.run) if serves(inputs) and inputs.device.type == "cuda" else None
                 entry["kernel"] = ", ".join(dict.fromkeys(d.kernel.name for d in decisions)) or None
                 entry["config"] = ", ".join(dict.fromkeys(str(d.config) for d in decisions if d.config is not None)) or None
             distance = inputs.error(output, ours)
@@ -170,9 +196,9 @@ def _hold(entry: dict, calls: dict[str, Call], inputs: data.Trained, device: tor
 
 
 def _copies(inputs, device: torch.device) -> int:
-    """Sets of inputs that together are three times the L2 cache, so that none is found there when its turn comes again."""
+    """Sets of inputs that together are several times the L2 cache, so that none is found there when its turn comes again."""
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(1, min(MOST_COPIES, math.ceil(3 * l2 / inputs.cost.bytes)))
+    return max(1, min(MOST_COPIES, math.ceil(SWEPT * l2 / inputs.cost.bytes)))
 
 
 def _captured(found: list[Peer], calls: dict[str, Call], copies: list, errors: dict) -> dict[str, Call]:
@@ -184,16 +210,22 @@ def _captured(found: list[Peer], calls: dict[str, Call], copies: list, errors: d
 
 
 def capture(calls: list[Call]) -> Call:
-    """A CUDA graph that makes the calls in turn, GRAPH_CALLS or more in all; its last output is compared with that of a plain call."""
-    expected = [call.run() for call in calls][-1].clone()
+    """A CUDA graph that makes the calls in turn, GRAPH_CALLS or more in all; its last output is compared with that of a plain call.
+
+    What a call leaves in memory was compared after a plain call alone: those that rotate in place give another result each time.
+    """
+    expected = [call.run() for call in calls][-1]
+    returned = calls[-1].result is None
+    expected = expected.clone() if returned else None
     torch.cuda.synchronize()
     graph, passes = torch.cuda.CUDAGraph(), math.ceil(GRAPH_CALLS / len(calls))
     with torch.cuda.graph(graph):
         for call in calls * passes:
             output = call.run()
-    output.fill_(torch.nan)
+    if returned:
+        output.fill_(torch.nan)
     graph.replay()
-    if not data.distance(output, expected) < 1e-2:
+    if returned and not judge.distance(output, expected) < 1e-2:
         raise RuntimeError("its CUDA graph does not give the result of the plain call: it launches on a stream of its own")
 
     def replay(_alive=(calls, output)):  # a graph owns neither its inputs nor the scratch memory of a plan

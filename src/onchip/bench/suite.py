@@ -2,14 +2,14 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from onchip.bench import mods
 from onchip.core.masks import Causal, Full, Mask, Window
-from onchip.core.problem import E4M3, SHORT, Attention, Problem, Rows
+from onchip.core.problem import E4M3, SHORT, Attention, Problem, Rope, Rows
 from onchip.core.trace import Traced
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -18,6 +18,9 @@ LENGTHS = tuple(1 << i for i in range(10, 16))
 GOAL = 5e-6  # seconds one warm `select` may take
 POWERS = tuple(1 << i for i in range(6, 14)) * 2  # lengths of packed sequences
 DRAWN = tuple(map(random.Random(3).randint, [64] * 8, [8192] * 8))
+HEADS = (32, 8, 128)  # query heads, key heads and dimension of the decode rows
+SHAPES = ((1, 1024), (1, 8192), (1, 131_072), (8, 8192), (32, 4096), (128, 1024), (128, 8192))  # (batch, keys) of them
+UNEVEN = (131_072, *[512] * 63)
 
 
 class Generate(NamedTuple):
@@ -72,17 +75,36 @@ class Pass(NamedTuple):
         return str(self.inner._replace(op=self.op, mask=Traced(self.mod, "") if self.mod else self.inner.mask))
 
 
-Asked = Problem | Generate | Overhead | Ladder | Pass
+class Shared(NamedTuple):
+    """Paged attention of sequences whose first `prefix` tokens are the same, in the same pages: read once, or once for each."""
+
+    op: str
+    inner: Attention
+    prefix: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    def __str__(self):
+        return f"{self.op} of {self.prefix}: {self.inner}"
+
+
+Asked = Problem | Generate | Overhead | Ladder | Pass | Shared
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a suite: what is asked, the plot it is in and its place there, and the lengths of packed sequences."""
+    """One line of a suite: what is asked, the plot it is in and its place there.
+
+    lengths   tokens of packed sequences, keys of paged ones.       queries   of each paged sequence, where they are packed.
+    """
 
     problem: Asked
     group: str
     x: str
     lengths: tuple[int, ...] = ()
+    queries: tuple[int, ...] = ()
 
 
 # ---- rows
@@ -91,7 +113,7 @@ class Row:
 def rows(suite: str, device: torch.device, quick: bool = False, only: str = "") -> list[Row]:
     """The rows of a suite for this kind of device, of those with `only` in the name of their plot or problem; ValueError when there is no such suite."""
     if suite not in SUITES:
-        raise ValueError(f"no suite named {suite!r}; the suites are {', '.join(SUITES)}")
+        raise ValueError(f"no suite named {suite!r}; the suites are {', '.join(SUITES)} and quality")
     return [row for row in SUITES[suite](device, quick) if only.lower() in f"{row.group} {row.problem}".lower()]
 
 
@@ -116,7 +138,7 @@ def _attention(device: torch.device, quick: bool) -> list[Row]:
             found.append(_prefill((TOKENS // n, n), heads, "prefill e4m3", f"d{dim} {type(mask).__name__.lower()} {_short(n)}", mask, E4M3))
     for n, heads in ((512, 16), (2048, 8)):
         found.append(_prefill((1, n), (heads, heads, 128), "prefill d128 causal, one short sequence"))
-    return found + _decode_gpu(quick)
+    return found
 
 
 def _attention_cpu(quick: bool) -> list[Row]:
@@ -125,16 +147,38 @@ def _attention_cpu(quick: bool) -> list[Row]:
         for heads in ((9, 3, 64), (8, 8, 128)):
             group = f"prefill causal {SHORT[dtype]}, {heads[0]} heads over {heads[1]}, d{heads[2]}"
             found += [_prefill((1, n), heads, group, dtype=dtype) for n in ((128, 512) if quick else (128, 512, 2048))]
-        for batch in (1,) if quick else (1, 8):
-            found.append(_decode((batch, 1024), (9, 3, 64), f"decode {SHORT[dtype]}, 9 heads over 3, d64", dtype=dtype))
+        found += _few(quick, dtype)
     return found
 
 
-def _decode_gpu(quick: bool) -> list[Row]:
-    shapes = ((1, 8192), (32, 4096)) if quick else ((1, 8192), (1, 131_072), (8, 8192), (32, 4096), (128, 1024), (128, 8192))
-    found = [_decode(shape, (32, 8, 128), "decode d128, 32 heads over 8, page 16") for shape in shapes]
-    found += [_decode((32, 4096), (32, 8, 128), "decode 32x4k, other pages", f"page {page}", page) for page in (1, 64, 256)]
-    return [*found, _decode((32, 4096), (32, 8, 64), "decode 32x4k, other pages", "d64")]
+def _few(quick: bool, dtype: torch.dtype) -> list[Row]:
+    return [_decode((batch, 1024), (9, 3, 64), f"decode {SHORT[dtype]}, 9 heads over 3, d64", dtype=dtype) for batch in ((1,) if quick else (1, 8))]
+
+
+def _decoding(device: torch.device, quick: bool) -> list[Row]:
+    """What an engine asks of a paged cache. `quick`: a row of each kind."""
+    if device.type == "cpu":
+        return [row for dtype in (FP32, BF16) for row in _few(quick, dtype)]
+    found = [_decode(shape, HEADS, "decode in bf16") for shape in (SHAPES if not quick else ((1, 8192), (32, 4096)))]
+    for kv in ("e4m3", "int8", "int4"):
+        found += [_decode(shape, HEADS, f"decode in {kv}", kv=kv) for shape in (SHAPES[3:] if not quick else ((32, 4096),))]
+    found += [_decode((32, 4096), HEADS, "other pages", f"page {page}", page) for page in (1, 256)]
+    shapes = {"d64": (64, (32, 8, 64)), "d256": (16, (32, 8, 256)), "MHA": (32, (8, 8, 128)), "MQA": (256, (32, 1, 128))}  # of about the bytes of 32x4k
+    shapes |= {"GQA 4": (64, (16, 4, 128)), "GQA 8": (64, (32, 4, 128)), "GQA 16": (128, (32, 2, 128))}
+    found += [_decode((batch, 4096), heads, "other heads", x) for x, (batch, heads) in shapes.items()]
+    even = sum(UNEVEN) // 64
+    found.append(_cached((64, 1, UNEVEN[0]), HEADS, "uneven lengths", "128k and 63 of 512", lengths=UNEVEN))
+    found.append(_cached((64, 1, even), HEADS, "uneven lengths", "even"))
+    found.append(_cached((32, 4, 4096), HEADS, "speculative", "4 queries, 32x4k"))
+    found.append(_cached((8, 512, 8192), HEADS, "chunks of a prefill", "8x512 over 8k"))
+    found.append(_mixed((60, 4096), (4, 512, 8192)))
+    alike = _cached((64, 1, 9216), HEADS, "shared prefix", "64 share 8k of 9k")
+    found.append(replace(alike, problem=Shared("cascade", alike.problem, 8192)))
+    for batch, n in ((32, 4096),) if quick else ((1, 8192), (32, 4096), (128, 4096)):
+        p = Attention("decode", batch, 1, n, 128, 1, 576, BF16, Causal(), "paged", 64, dim_v=512, extras=("latent",))
+        found.append(Row(p, "latent (MLA), 128 heads", f"{batch}x{_short(n)}"))
+    append = Rope("rope_append", 4096, *HEADS, HEADS[2], BF16, "neox", False, True)
+    return found + [Row(append._replace(kv=kv), "append", kv or "bf16") for kv in ("", "e4m3", "int8", "int4")]
 
 
 def _prefill(shape: tuple, heads: tuple, group: str, x: str = "", mask: Mask = Causal(), dtype: torch.dtype = BF16) -> Row:
@@ -146,9 +190,21 @@ def _packed(lengths: tuple[int, ...]) -> Attention:
     return Attention("prefill", len(lengths), max(lengths), max(lengths), 16, 16, 128, BF16, Causal(), "packed", 0, sum(lengths))
 
 
-def _decode(shape: tuple, heads: tuple, group: str, x: str = "", page: int = 16, dtype: torch.dtype = BF16) -> Row:
-    """`shape` is (batch, keys), `heads` (heads, kv_heads, dim)."""
-    return Row(Attention("decode", shape[0], 1, shape[1], *heads, dtype, Causal(), "paged", page), group, x or f"{shape[0]}x{_short(shape[1])}")
+def _decode(shape: tuple, heads: tuple, group: str, x: str = "", page: int = 16, dtype: torch.dtype = BF16, kv: str = "") -> Row:
+    """`shape` is (batch, keys), `heads` (heads, kv_heads, dim), `kv` the format of keys and values."""
+    return Row(Attention("decode", shape[0], 1, shape[1], *heads, dtype, Causal(), "paged", page, kv=kv), group, x or f"{shape[0]}x{_short(shape[1])}")
+
+
+def _cached(shape: tuple, heads: tuple, group: str, x: str, **more) -> Row:
+    """`shape` is (batch, queries, keys of the longest); `more` goes to the Row."""
+    return Row(Attention("decode", *shape, *heads, BF16, Causal(), "paged", 16), group, x, **more)
+
+
+def _mixed(decodes: tuple, chunks: tuple) -> Row:
+    """`decodes` is (sequences, keys), `chunks` (sequences, queries, keys), in one packed call."""
+    queries, lengths = (1,) * decodes[0] + (chunks[1],) * chunks[0], (decodes[1],) * decodes[0] + (chunks[2],) * chunks[0]
+    p = Attention("decode", len(queries), chunks[1], chunks[2], *HEADS, BF16, Causal(), "paged", 16, sum(queries))
+    return Row(p, "chunks of a prefill", f"{decodes[0]} decodes and {chunks[0]} chunks", lengths, queries)
 
 
 def _generate(device: torch.device, quick: bool) -> list[Row]:
@@ -228,7 +284,8 @@ def _modded(device: torch.device, title: str, names: list[str]) -> list[Row]:
 
 
 SUITES: dict[str, Callable[[torch.device, bool], list[Row]]] = {
-    "attention": _attention, "backward": _backward, "mods": _mods, "gym": _gym, "sdpa": _sdpa, "generate": _generate, "dispatch": _dispatch, "io": _io,
+    "attention": _attention, "decode": _decoding, "backward": _backward, "mods": _mods, "gym": _gym, "sdpa": _sdpa, "generate": _generate,
+    "dispatch": _dispatch, "io": _io,
 }  # fmt: skip
 
 

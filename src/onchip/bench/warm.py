@@ -14,8 +14,8 @@ from rich.console import Console
 
 from onchip.core import settings
 
-SUITES = ("backward", "mods", "gym")  # that compile for minutes: each mod is a kernel of its own, for onchip and for FlexAttention
-KEPT = {"onchip": None, "FlexAttention": None, "FlashAttention-4": settings.FA4_CACHE}  # whose kernels stay on disk, and the switch for it
+SUITES = ("backward", "decode", "mods", "gym")  # that compile for minutes: each mod is a kernel of its own, for onchip and for FlexAttention
+KEPT = {"onchip": None, "FlexAttention": None, "FlashAttention-4": settings.FA4_CACHE}  # whose kernels stay on disk, as FlashInfer's do, and the switch
 MOST = 8  # processes; each one holds a row's inputs on the GPU, a few GB
 LIMIT = 120  # seconds; what is not compiled by then compiles when its turn comes
 
@@ -52,7 +52,7 @@ def _part(suite_name: str, device_name: str, only: str, quick: str, part: str, p
             with noted({}, "row"):
                 made = data.inputs(row, device)
                 for peer in contenders(row.problem, device)[0]:
-                    if peer.name in kept:
+                    if peer.name in kept or peer.module == "flashinfer":
                         with noted({}, peer.name):
                             peer.prepare(made).run()
 

@@ -1,14 +1,18 @@
 """The paged KV cache: one pool of pages for all layers, and a page list for each sequence (Kwon et al., 2023, PagedAttention).
 
-A page holds `page` consecutive tokens of one sequence, in every layer at the same index. Sequences of any length share
-the pool with at most one part-filled page each.
+A page holds `page` consecutive tokens, in every layer at the same index. Sequences of any length share the pool with at most
+one part-filled page each. A page may have several holders, sequences or the tree of `radix.py`; the last to let go frees it, and
+who appends to a part-filled page that others hold gets a copy of it first.
 """
 
 import heapq
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from onchip.core.formats import Codes, Format
 
 
 class OutOfPages(RuntimeError):
@@ -26,20 +30,42 @@ class PageList:
 class PagePool:
     """Pages of keys and values.
 
-    k, v    [layers, pages, page, kv_heads, dim]; a free page may hold anything.
+    k, v    [layers, pages, page, kv_heads, dim], or quantised uint8 [layers, pages, bytes of a page]; a free page may hold anything. `layer(i)`: as
+            `PagedKV` and `Append` have them.
+
+    format    of quantised keys and values (`Format`, or its text: "int8", "int4/32"); None: they are in `dtype`.
+    channel   float32 [layers, kv_heads, dim]: what keys are divided by before they are quantised, see `channel_scale`.
     """
 
-    def __init__(self, layers: int, pages: int, page: int, kv_heads: int, dim: int, *, dtype: torch.dtype, device: torch.device):
-        if pages < 1 or page < 1 or page & (page - 1):
-            raise ValueError(f"PagePool: {pages} pages of {page} tokens; give at least one page, of a power of two of tokens")
-        self.page = page
-        self.k, self.v = (torch.empty(layers, pages, page, kv_heads, dim, dtype=dtype, device=device) for _ in range(2))
+    def __init__(
+        self, layers: int, pages: int, page: int, kv_heads: int, dim: int, *, dtype: torch.dtype, device: torch.device,
+        format: Format | str | None = None, channel: Tensor | None = None,
+    ):  # fmt: skip
+        if pages < 1 or page < 1:
+            raise ValueError(f"PagePool: {pages} pages of {page} tokens; give at least one page, of at least one token")
+        if channel is not None and (format is None or channel.shape != (layers, kv_heads, dim) or channel.dtype != torch.float32):
+            given = f"{channel.dtype} {list(channel.shape)} beside format {format}"
+            raise ValueError(f"PagePool: channel is {given}; give float32 [{layers}, {kv_heads}, {dim}] beside a format, or None")
+        self.page, self.format = page, None if format is None else Format.of(format)
+        if self.format is None:
+            self.k, self.v = (torch.empty(layers, pages, page, kv_heads, dim, dtype=dtype, device=device) for _ in range(2))
+            self._layers = list(zip(self.k, self.v, strict=True))
+        else:
+            form, sizes = self.format, (page, kv_heads, dim)
+            self.k, self.v = (torch.empty(layers, pages, form.page_bytes(*sizes), dtype=torch.uint8, device=device) for _ in range(2))
+            channels = [None] * layers if channel is None else channel.to(device)
+            self._layers = [(Codes.over(k, form, sizes, c), Codes.over(v, form, sizes)) for k, v, c in zip(self.k, self.v, channels, strict=True)]
         self._free = list(range(pages))  # a heap: low pages first, so that one sequence's pages mostly lie side by side
-        self._used: set[int] = set()
+        self._holders = [0] * pages
+
+    @property
+    def storage(self) -> tuple[Tensor, ...]:
+        """The tensors that a page is made of, each [layers, pages, ...]: what is copied when a page is."""
+        return self.k, self.v
 
     @property
     def num_free(self) -> int:
-        """Pages that no sequence holds."""
+        """Pages that nobody holds."""
         return len(self._free)
 
     @property
@@ -48,28 +74,82 @@ class PagePool:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of keys and values in pages that sequences hold."""
-        return len(self._used) * self.k[:, :1].nbytes * 2
+        """Bytes of keys and values in pages that somebody holds; what is shared counts once."""
+        return (self.num_pages - self.num_free) * sum(tensor[:, 0].nbytes for tensor in self.storage)
 
     @staticmethod
-    def bytes_per_page(layers: int, page: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
-        return 2 * layers * page * kv_heads * dim * dtype.itemsize
+    def bytes_per_page(layers: int, page: int, kv_heads: int, dim: int, dtype: torch.dtype, format: Format | str | None = None) -> int:
+        return 2 * layers * (page * kv_heads * dim * dtype.itemsize if format is None else Format.of(format).page_bytes(page, kv_heads, dim))
+
+    def layer(self, i: int) -> tuple[Tensor, Tensor] | tuple[Codes, Codes]:
+        """Keys and values of a layer, [pages, page, kv_heads, dim]."""
+        return self._layers[i]
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page)
 
+    def holders(self, page: int) -> int:
+        """How many hold `page`; 0 where it is free."""
+        return self._holders[page]
+
+    def missing(self, sequence: PageList, tokens: int) -> int:
+        """Pages that `reserve` of the same arguments takes."""
+        return max(0, self.pages_for(tokens) - len(sequence.pages)) + self._copies(sequence, tokens)
+
     def reserve(self, sequence: PageList, tokens: int) -> None:
-        """Give `sequence` pages for `tokens` tokens in all. Raises OutOfPages, and then changes nothing."""
-        wanted = self.pages_for(tokens) - len(sequence.pages)
-        if wanted > len(self._free):
+        """Give `sequence` pages for `tokens` tokens in all, and where the next of them goes to a page that others hold too, a copy of that page.
+
+        Raises OutOfPages, and then changes nothing.
+        """
+        taken = self.take(self.missing(sequence, tokens), f"{tokens} tokens")
+        if self._copies(sequence, tokens):
+            at, own = sequence.length // self.page, taken.pop()
+            for tensor in self.storage:
+                tensor[:, own].copy_(tensor[:, sequence.pages[at]])
+            self.drop([sequence.pages[at]])
+            sequence.pages[at] = own
+        sequence.pages += taken
+
+    def take(self, count: int, what: str = "they") -> list[int]:
+        """`count` free pages, each held once from now on. Raises OutOfPages, in which `what` needs them, and then changes nothing."""
+        if count > len(self._free):
             raise OutOfPages(
-                f"{tokens} tokens need {wanted} more pages of {self.page} tokens and {len(self._free)} of {self.num_pages} are free; "
+                f"{what} need {count} more pages of {self.page} tokens and {len(self._free)} of {self.num_pages} are free; "
                 "wait for a sequence to end, or make the pool larger"
             )
-        taken = [heapq.heappop(self._free) for _ in range(wanted)]
-        self._used.update(taken)
-        sequence.pages += taken
+        taken = [heapq.heappop(self._free) for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One holder more of each of these pages, which somebody holds already; `drop` or `release` takes it back."""
+        holders = self._holders
+        for page in pages:  # once over them: 32k pages of one token take 0.8 ms
+            if not holders[page]:
+                self.drop(pages[: pages.index(page)])
+                raise ValueError(f"share: page {page} is free; share pages while a sequence holds them")
+            holders[page] += 1
+
+    def fork(self, sequence: PageList) -> PageList:
+        """A sequence of the same tokens on the same pages; whichever appends first to a part-filled page copies it."""
+        pages = sequence.pages[: self.pages_for(sequence.length)]
+        self.share(pages)
+        return PageList(pages, sequence.length)
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """One holder less of each of these pages; those without any are free."""
+        holders = self._holders
+        for page in pages:
+            holders[page] -= 1
+            if not holders[page]:
+                heapq.heappush(self._free, page)
+
+    def _copies(self, sequence: PageList, tokens: int) -> bool:
+        """Whether the first of the tokens past the sequence's end would be written to a page that others read."""
+        at, filled = divmod(sequence.length, self.page)
+        return bool(filled) and tokens > sequence.length and self._holders[sequence.pages[at]] > 1
 
     def append(self, sequence: PageList, tokens: int) -> Tensor:
         """Room for `tokens` more: their slots (`page index * page size + offset`), int64 [tokens] on the CPU. Raises OutOfPages, and then changes nothing."""
@@ -79,13 +159,11 @@ class PagePool:
         return torch.tensor(sequence.pages)[positions // self.page] * self.page + positions % self.page
 
     def release(self, sequence: PageList) -> None:
-        """Give back every page of `sequence`, which is empty afterwards."""
-        twice = set(sequence.pages) - self._used
+        """Let go of every page of `sequence`, which is empty afterwards."""
+        twice = [page for page in sequence.pages if not self._holders[page]]
         if twice:
             raise ValueError(f"release: pages {sorted(twice)} are free already; a sequence may be released once")
-        self._used.difference_update(sequence.pages)
-        for page in sequence.pages:
-            heapq.heappush(self._free, page)
+        self.drop(sequence.pages)
         sequence.pages, sequence.length = [], 0
 
     def table(self, sequences: list[PageList], width: int | None = None) -> Tensor:

@@ -40,6 +40,7 @@ class Attention(NamedTuple):
     mask    a band (`Full`, `Causal`, `Window`), or the text of any other mask.     score   the text of what happens to a score, or None.
     dim_v   of the values, where it is not `dim`; else 0.
     extras  in alphabetical order, what else the call asks for: see EXTRAS.
+    kv      the format of quantised keys and values of a paged problem (`str(Format)`), "" for those in `dtype`.
     """
 
     op: str
@@ -58,6 +59,7 @@ class Attention(NamedTuple):
     dim_v: int = 0
     score: Traced | None = None
     extras: tuple[str, ...] = ()
+    kv: str = ""
 
     @property
     def group(self) -> int:
@@ -76,7 +78,7 @@ class Attention(NamedTuple):
         ]
         packed = f"packed {self.tokens}" + f"/{self.tokens_k}" * bool(self.tokens_k) + " tokens"
         parts += {"dense": [], "packed": [packed], "paged": [packed] * bool(self.tokens) + [f"page {self.page}"]}[self.keys]
-        return " ".join(parts + [str(self.score)] * (self.score is not None) + list(self.extras))
+        return " ".join(parts + [f"kv {self.kv}"] * bool(self.kv) + [str(self.score)] * (self.score is not None) + list(self.extras))
 
 
 EXTRAS = {
@@ -141,7 +143,10 @@ class Rows(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary embedding of packed queries and keys `[tokens, (heads + 2 kv_heads) dim]`, with QK-norm and the cache write."""
+    """Rotary embedding of packed queries and keys `[tokens, (heads + 2 kv_heads) dim]`, with QK-norm and the cache write.
+
+    kv   the format of the cache where it is quantised (`str(Format)`), "" where it is in `dtype`.
+    """
 
     op: str
     tokens: int
@@ -153,9 +158,10 @@ class Rope(NamedTuple):
     layout: str
     norm: bool
     append: bool
+    kv: str = ""
 
     def __str__(self):
-        extras = ["qk-norm"] * self.norm + ["append"] * self.append
+        extras = ["qk-norm"] * self.norm + ["append"] * self.append + [f"kv {self.kv}"] * bool(self.kv)
         return " ".join(
             [
                 f"{self.op} T{self.tokens} h{self.heads}/{self.kv_heads} d{self.dim} r{self.rotary_dim}",

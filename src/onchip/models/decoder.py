@@ -19,11 +19,12 @@ from onchip.ops.fused import Append, QKNorm, gated_act, rope_append
 
 
 class Step(NamedTuple):
-    """The tokens of one forward pass, and where they belong: a prefill (whole prompts end to end) or a decode (one token a sequence).
+    """The tokens of one forward pass, and where they belong: a prefill (whole prompts end to end), or a decode: one token a sequence, or the next
+    few of each, as many of one as of another.
 
     tokens, positions   int64 [tokens].        slots   int64 [tokens]: where their keys and values go; -1: nowhere.
     offsets, longest    of a prefill: int32 [batch + 1], and the most tokens of a sequence.
-    page_table, lengths of a decode: int32 [batch, pages] and [batch], the new token counted.
+    page_table, lengths of a decode: int32 [batch, pages] and [batch], the new tokens counted.
     """
 
     tokens: Tensor
@@ -71,7 +72,7 @@ class Decoder:
         residual = self._embed(step.tokens)
         x = self.layers[0].norm_in(residual)
         for i, layer in enumerate(self.layers):
-            append = Append(pool.k[i], pool.v[i], step.slots)
+            append = Append(*pool.layer(i), step.slots)
             q, k, v = rope_append(layer.qkv(x), layer.rope, step.positions, (c.heads, c.kv_heads), layout=c.rope_layout, norm=layer.qk_norm, append=append)
             x = layer.norm_attended(layer.out(self._attend(i, q, k, v, step, pool)))
             x, residual = layer.norm_mlp(x, residual)
@@ -90,9 +91,10 @@ class Decoder:
         if step.offsets is not None:
             kernel = self.kernel if self.kernel not in ("triton_decode", "triton_paged", "hopper_paged") else "auto"
             return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=kernel).flatten(1)
-        cache = PagedKV(pool.k[i], pool.v[i], step.page_table, step.lengths)
+        cache = PagedKV(*pool.layer(i), step.page_table, step.lengths)
         kernel = self.kernel if self.kernel not in ("triton_prefill", "hopper_prefill") else "auto"
-        return paged_attention(q[:, None], cache, **how, kernel=kernel).flatten(1)
+        each = q.unflatten(0, (len(step.lengths), -1))
+        return paged_attention(each, cache, **how, kernel=kernel).flatten(2).flatten(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of hidden states `[rows, width]`."""

@@ -1,5 +1,6 @@
 """From the arguments of an attention call to a Problem and a launch, with gradients: what eager calls do."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -7,12 +8,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onchip.core import philox
+from onchip.core.formats import Codes
 from onchip.core.masks import Band, as_mask
 from onchip.core.problem import Attention, Dropout, Operands, Rows
 from onchip.core.scales import SHARES, Scales
 from onchip.core.scores import Score
 from onchip.dispatch import select
-from onchip.kernels.attention.reference import rotate
+from onchip.kernels.attention import reference
 from onchip.ops import wire
 
 # The kernel of the backward pass that goes with one of the forward pass asked for by name.
@@ -25,13 +27,13 @@ FORWARD = "attention: forward-mode derivatives (jvp) are not implemented; kernel
 class PagedKV(NamedTuple):
     """Keys and values of many sequences in pages of one pool (vLLM's PagedAttention, Kwon et al., 2023).
 
-    k, v         [pages, page, kv_heads, dim]; slots that no sequence uses may hold anything, NaN included.
+    k, v         [pages, page, kv_heads, dim]; slots that no sequence uses may hold anything, NaN included. `Codes`: quantised, of one format.
     page_table   [batch, most pages] int32: the pages of each sequence in order; entries past its length are not read.
     lengths      [batch] int32: keys of each sequence, those of the current queries included.
     """
 
-    k: Tensor
-    v: Tensor
+    k: Tensor | Codes
+    v: Tensor | Codes
     page_table: Tensor
     lengths: Tensor
 
@@ -49,10 +51,11 @@ class How(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a Problem takes from the shapes: its fields from `batch` to `dtype`, and from `keys` to `dim_v`."""
+    """What a Problem takes from the shapes: its fields from `batch` to `dtype`, from `keys` to `dim_v`, and `kv`."""
 
     dims: tuple  # batch, len_q, len_k, heads, kv_heads, dim, dtype
     keys: tuple  # keys, page, tokens, tokens_k, dim_v
+    kv: str = ""
 
 
 def dense_sizes(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
@@ -65,14 +68,15 @@ def packed_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: int, longest_q: int
     return Sizes((sequences, longest_q, longest_k, heads, k.shape[1], dim, q.dtype), ("packed", 0, tokens, 0 if len(k) == tokens else len(k), dim_v(q, v)))
 
 
-def paged_sizes(q: Tensor, k: Tensor, v: Tensor, pages: int, packed: tuple[int, int] | None = None) -> Sizes:
+def paged_sizes(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, pages: int, packed: tuple[int, int] | None = None) -> Sizes:
     """`packed`: sequences, and the most queries of one, where q is [tokens, heads, dim]."""
     batch, len_q = packed or q.shape[:2]
     _, page, kv_heads, dim = k.shape
-    return Sizes((batch, len_q, pages * page, q.shape[-2], kv_heads, dim, q.dtype), ("paged", page, len(q) if packed else 0, 0, dim_v(q, v)))
+    keys = ("paged", page, len(q) if packed else 0, 0, dim_v(q, v))
+    return Sizes((batch, len_q, pages * page, q.shape[-2], kv_heads, dim, q.dtype), keys, str(k.format) if isinstance(k, Codes) else "")
 
 
-def dim_v(q: Tensor, v: Tensor) -> int:
+def dim_v(q: Tensor, v: Tensor | Codes) -> int:
     """Of the values, where it is not q's."""
     return 0 if v.shape[-1] == q.shape[-1] else v.shape[-1]
 
@@ -113,6 +117,20 @@ def launch_paged(problem: Attention, kernel: str, q: Tensor, cache: PagedKV, x: 
     return select(problem, q.device, "reference" if nothing else kernel).launch(q, cache, x, return_lse)
 
 
+def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """See `attention.merge`. By the formula in torch where something watches, or parts are not alike."""
+    out = states[0][0]
+    plain = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0)
+    alike = all(
+        type(o) is type(e) is Tensor and (o.dtype, e.dtype, o.device, e.device) == (out.dtype, torch.float32, out.device, out.device) for o, e in states
+    )
+    recorded = forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(t.requires_grad for pair in states for t in pair))
+    if not (plain and alike) or recorded or out.ndim not in (3, 4) or not out.numel() or out.is_meta:
+        return reference.merge(None, None, states)
+    problem = Rows("merge", out.numel() // out.shape[-1], out.shape[-1], out.dtype, f"{len(states)} parts")
+    return select(problem, out.device).launch(states)
+
+
 def spelt_out(how: How, q: Tensor) -> How:
     """The same call, with a user's functions written down: under torch.func, what they capture is not what a dispatch mode sees."""
     reads: list[Tensor] = []
@@ -147,7 +165,7 @@ def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor) -> tuple
         extras += ("used",)
     if q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.allow_tf32:
         extras += ("tf32",)
-    return Attention(op, *sizes.dims, mask, *sizes.keys, score, tuple(sorted(extras)) if extras else ()), x
+    return Attention(op, *sizes.dims, mask, *sizes.keys, score, tuple(sorted(extras)) if extras else (), sizes.kv), x
 
 
 def _needs(sizes: Sizes) -> tuple[int, int, int, int]:
@@ -234,7 +252,7 @@ class StandIn(torch.autograd.Function):
             return grad, None
         dim = len(signs)
         part = 0.5 ** (dim.bit_length() // 2)  # of dim^-0.5, a power of two: exact in half precision, and sums of 1,000 stay below its 65,504
-        hadamard = rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign() * part
+        hadamard = reference.rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign() * part
         return (grad @ hadamard.to(grad.dtype)) * (signs * (dim**-0.5 / part)).to(grad.dtype), None
 
 

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.core.formats import Codes
 from onchip.core.masks import Causal, Full, Mask
 from onchip.core.problem import E4M3, Dropout, Operands
 from onchip.core.scales import SHARES, Quantised, Scales
 from onchip.core.scores import chain
-from onchip.ops import attend, graph
+from onchip.ops import attend, graph, registered
 from onchip.ops.attend import How, PagedKV
 
 
@@ -145,16 +146,20 @@ def paged_attention(
     """
     _plain("paged_attention", q)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        q = q.to(cache.k.dtype)
+        q = q.to(torch.get_autocast_dtype(q.device.type) if isinstance(cache.k, Codes) else cache.k.dtype)
     batch, pages = _paged_batch(q, q_offsets, longest), cache.page_table
-    _check("paged_attention", q, cache.k, cache.v, rank=4, rank_q=q.ndim)
+    if isinstance(cache.k, Codes) or isinstance(cache.v, Codes):
+        _check_codes(q, cache)
+    else:
+        _check("paged_attention", q, cache.k, cache.v, rank=4, rank_q=q.ndim)
+    (k, v), _ = registered.taken_apart(cache)
     if pages.dtype != torch.int32 or pages.ndim != 2 or pages.shape[0] != batch or pages.device != q.device:
         raise ValueError(f"paged_attention: page_table is {_kind(pages)}; give int32 [{batch}, most pages] on {q.device}")
     if cache.lengths.dtype != torch.int32 or cache.lengths.shape != (batch,) or cache.lengths.device != q.device:
         raise ValueError(f"paged_attention: lengths are {_kind(cache.lengths)}; give int32 [{batch}] on {q.device}")
     how, x = How(mask, chain(bias, score, softcap), sinks, None, False, batch_invariant, kernel), Operands(_scale(scale, q), q_offsets)
     run = graph.attend_paged
-    if not graph.in_graph(kernel, q, cache.k, cache.v):
+    if not graph.in_graph(kernel, q, k, v):
         longest = attend.longest_of(q_offsets) if q_offsets is not None and longest is None else longest
         if kernel == "reference" or not _paged_grad(how, q, cache):
             run = attend.attend_paged
@@ -166,20 +171,15 @@ def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """One result from partial ones over disjoint keys: `o = sum exp(lse_s - lse) o_s`, `lse = log sum exp(lse_s)`.
 
     states   (output, LSE) pairs as `attention(..., return_lse=True)` or `attention_packed` gives them, of one shape.
-    Returns such a pair; both have gradients (Flash-Decoding, Dao et al., 2023). Parts with LSE -inf add nothing.
+    Returns such a pair; both have gradients (Flash-Decoding, Dao et al., 2023). Parts with LSE -inf add nothing, whatever their output holds.
+    One kernel on a GPU, as long as nobody needs gradients.
     """
     if not states:
         raise ValueError("merge: states is empty; give at least one (output, LSE) pair")
     for n, (out, lse) in enumerate(states):
         if out.shape != states[0][0].shape or lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
             raise ValueError(f"merge: part {n} has an output {list(out.shape)} and LSE {list(lse.shape)}; give [..., len, heads, dim] and [..., heads, len]")
-    lse = torch.stack([part for _, part in states])
-    peak = lse.detach().amax(0)
-    parts = (lse - peak.masked_fill(peak == -torch.inf, 0.0)).exp()  # 0 where a part sees nothing
-    total = parts.sum(0)
-    some = total.where(total > 0, 1.0)
-    out = sum((part / some).transpose(-1, -2).unsqueeze(-1) * out for part, (out, _) in zip(parts, states, strict=True))
-    return out.to(states[0][0].dtype), (some.log() + peak).where(total > 0, -torch.inf)
+    return attend.merge(states)
 
 
 def quantise(
@@ -282,14 +282,7 @@ def _scale(scale: float | None, q: Tensor) -> float:
 
 def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool = False, rank_q: int = 0) -> None:
     """The ways in which q, k and v may disagree, each with the way out. `rank_q`: of q, where it is another one."""
-    if q.ndim != (rank_q or rank) or k.ndim != rank or v.ndim != rank:
-        raise ValueError(f"{name}: q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions; each needs {rank}")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"{name}: k is {list(k.shape)} and v {list(v.shape)}; all but the last dimension must be equal")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"{name}: q has head dimension {q.shape[-1]}, k has {k.shape[-1]}; they must be equal")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"{name}: {q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
+    _check_shapes(name, q, k, v, rank, rank_q)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{name}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; cast them to one dtype")
     if not q.dtype.is_floating_point:
@@ -298,6 +291,45 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool =
         raise ValueError(f"{name}: q, k, v are {q.dtype} without scales; give them to attention as onchip.Quantised(values, scale)")
     if not q.device == k.device == v.device:
         raise ValueError(f"{name}: q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
+
+
+def _check_shapes(name: str, q: Tensor, k: Tensor | Codes, v: Tensor | Codes, rank: int, rank_q: int = 0) -> None:
+    if q.ndim != (rank_q or rank) or k.ndim != rank or v.ndim != rank:
+        raise ValueError(f"{name}: q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions; each needs {rank}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"{name}: k is {list(k.shape)} and v {list(v.shape)}; all but the last dimension must be equal")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"{name}: q has head dimension {q.shape[-1]}, k has {k.shape[-1]}; they must be equal")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"{name}: {q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
+
+
+def _check_codes(q: Tensor, cache: PagedKV) -> None:
+    """Whether quantised pages are whole, and go together with q."""
+    for name, t in zip("kv", cache[:2], strict=True):
+        if not isinstance(t, Codes):
+            raise TypeError(f"paged_attention: {name} is {type(t).__name__}, the other Codes; give both as Codes of one format, or both as tensors")
+    for name, t in zip("kv", cache[:2], strict=True):
+        form, dim = t.format, t.shape[-1]
+        if form != cache.k.format:
+            raise ValueError(f"paged_attention: v has format {form}, k {cache.k.format}; they must be of one")
+        columns = (form.columns(dim), *(form.groups(dim),) * 2)
+        kinds = (form.dtype, torch.bfloat16, torch.bfloat16 if form.has_zero else None)
+        for field, kind, width in zip(("codes", "scale", "zero"), kinds, columns, strict=True):
+            got, shape = getattr(t, field), (*t.codes.shape[:3], width)
+            if got is None and kind is None:
+                continue
+            if got is None or kind is None or got.dtype != kind or got.shape != shape or got.device != q.device:
+                want = "None" if kind is None else f"{kind} {list(shape)} on {q.device}"
+                raise ValueError(f"paged_attention: {name}.{field} is {None if got is None else _kind(got)}; format {form} of heads of {dim} takes {want}")
+    k, v = cache[:2]
+    if v.channel is not None:
+        raise ValueError("paged_attention: v has a channel scale, which only keys have; divide the columns of the next weight by it, or give None")
+    if k.channel is not None and (k.channel.dtype != torch.float32 or k.channel.shape != k.shape[2:] or k.channel.device != q.device):
+        raise ValueError(f"paged_attention: k.channel is {_kind(k.channel)}; give float32 {list(k.shape[2:])} on {q.device}, or None")
+    _check_shapes("paged_attention", q, k, v, rank=4, rank_q=q.ndim)
+    if not q.dtype.is_floating_point or q.dtype.itemsize == 1:
+        raise ValueError(f"paged_attention: q is {q.dtype}; give float16, bfloat16, float32 or float64")
 
 
 def _check_offsets(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_used: Tensor | None, k_used: Tensor | None) -> None:
@@ -336,7 +368,7 @@ def _kind(tensor: Tensor) -> str:
 def _paged_grad(how: How, q: Tensor, cache: PagedKV) -> bool:
     """Whether a call over a cache needs gradients."""
     reads = () if how.score is None else how.score.tensors
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, cache.k, cache.v, how.sinks, *reads))
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, cache.k, cache.v, how.sinks, *reads) if not isinstance(t, Codes))
 
 
 __all__ = ["Dropout", "PagedKV", "Quantised", "attention", "attention_packed", "merge", "paged_attention", "quantise", "random_signs"]

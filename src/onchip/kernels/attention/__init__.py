@@ -4,6 +4,7 @@ import importlib
 
 import torch
 
+from onchip.core.formats import FORMATS, Format
 from onchip.core.kernel import Extra, Kernel, Op
 from onchip.core.masks import BANDS, Band
 from onchip.core.problem import E4M3, SHORT, Attention, Cost, Rows
@@ -13,8 +14,10 @@ HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
 MASKS = (*BANDS, Traced)
+KV = ("", *map(str, FORMATS))
 CUTLASS = Extra("cutlass", "nvidia-cutlass-dsl", "4.8")
 FEW = 1e8  # pairs of a query and a key
+PARTS = 16  # that one launch merges: each has a pointer and three strides of its own
 
 
 def area(p: Attention, len_q: int, len_k: int) -> int:
@@ -30,7 +33,8 @@ def cost(p: Attention) -> Cost:
     """
     size, both = p.dtype.itemsize, p.dim + p.value_dim
     pairs, queries, keys = _counts(p)
-    moved = size * (p.dim * queries * p.heads + both * keys * p.kv_heads) + max(2, size) * p.value_dim * queries * p.heads + 4 * queries * p.heads
+    token = Format.of(p.kv).bytes(p.dim) + Format.of(p.kv).bytes(p.value_dim) if p.kv else size * both  # of a key head
+    moved = size * p.dim * queries * p.heads + token * keys * p.kv_heads + max(2, size) * p.value_dim * queries * p.heads + 4 * queries * p.heads
     return Cost(2 * pairs * p.heads * both, moved)
 
 
@@ -50,6 +54,12 @@ def quantise_cost(p: Rows) -> Cost:
     """Every number is read and a byte of it written, a scale of the whole head reads it twice; a rotation adds and subtracts log2(dim) times."""
     reads = 2 if "head" in p.variant else 1
     return Cost((2 + p.width.bit_length()) * p.rows * p.width, (reads * p.dtype.itemsize + 1) * p.rows * p.width)
+
+
+def merge_cost(p: Rows) -> Cost:
+    """Each part and its LSE is read, one of both is written; a multiply-add for each number."""
+    parts = int(p.variant.partition(" ")[0])
+    return Cost(2 * parts * p.rows * p.width, (parts + 1) * p.rows * (p.width * p.dtype.itemsize + 4))
 
 
 def _counts(p: Attention) -> tuple[int, int, int]:
@@ -174,6 +184,10 @@ def _slower_backward_on_hopper(p: Attention) -> str | None:
     return "a score reads a value for each query and key: triton_backward is faster" if reads_pairs else None
 
 
+def _many_parts(p: Rows) -> str | None:
+    return f"{p.variant}, of at most {PARTS}" if int(p.variant.partition(" ")[0]) > PARTS else None
+
+
 def _sinks_of_tokens(p: Attention) -> str | None:
     return "sinks in a packed batch" if "sinks" in p.extras and p.keys == "packed" else None
 
@@ -265,6 +279,7 @@ DECODE = Op(
                 "keys": ("paged",),
                 "len_q": range(1, 1 << 20),
                 "page": [1 << i for i in range(3, 11)],  # rows of shared memory are swizzled by eights
+                "kv": ("",),
             },
             also=(_only("batch_invariant", "deterministic", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
             slower=(_faster_with_split_keys,),
@@ -281,6 +296,7 @@ DECODE = Op(
                 "keys": ("paged",),
                 "len_q": range(1, 17),
                 "page": [1 << i for i in range(11)],
+                "kv": ("",),
             },
             also=(_as_many_queries, _rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),
@@ -299,8 +315,8 @@ DECODE = Op(
             },
             also=(_only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),
-        Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",)}, portable=True),
-        Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),
+        Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",), "kv": KV}, portable=True),
+        Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",), "kv": KV}, portable=True),
     ),
 )
 
@@ -313,4 +329,13 @@ QUANTISE = Op(
     ),
 )
 
-OPS = (PREFILL, BACKWARD, DECODE, QUANTISE)
+MERGE = Op(
+    "merge",
+    merge_cost,
+    (
+        Kernel("triton_merge", "onchip.kernels.attention.triton_merge:launch", GPUS, {"dtype": FLOATS, "width": range(1, 1025)}, also=(_many_parts,)),
+        Kernel("reference", "onchip.kernels.attention.reference:merge", portable=True),
+    ),
+)
+
+OPS = (PREFILL, BACKWARD, DECODE, QUANTISE, MERGE)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from onchip.core.formats import read
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, Rows
 from onchip.core.scales import LARGEST, SMALLEST, Scales
@@ -51,13 +52,16 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
 
 
 def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
-    """`q [batch, len_q, heads, dim]`, or packed `[tokens, heads, dim]` with offsets, over the pages of each sequence."""
+    """`q [batch, len_q, heads, dim]`, or packed `[tokens, heads, dim]` with offsets, over the pages of each sequence.
+
+    Quantised ones are dequantised to what is computed in.
+    """
     packed = x.q_offsets is not None
     rows = [q[span] for span in spans(x.q_offsets, None)] if packed else q
-    out, lse = [], []
+    out, lse, work = [], [], torch.promote_types(q.dtype, torch.float32)
     for b, (row, pages, length) in enumerate(zip(rows, cache.page_table, cache.lengths.tolist(), strict=True)):
         used = pages[: -(-length // p.page)].long()
-        k, v = (pool[used].flatten(0, 1)[:length] for pool in (cache.k, cache.v))
+        k, v = (read(pool, used, work).flatten(0, 1)[:length] for pool in (cache.k, cache.v))
         o, e = one(p, b, row, k, v, x)
         out.append(o)
         lse.append(e)
@@ -95,6 +99,18 @@ def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> t
         weights = weights * kept(x.drop, x.state, at.b, at.h, at.i, at.j, heads)[0] / (1 - x.drop)
     out = torch.einsum("hqk,khd->qhd", weights, v)
     return out.to(q.dtype), lse if work == torch.float64 else lse.float()
+
+
+def merge(_p: Rows | None, _config, states) -> tuple[Tensor, Tensor]:
+    """One (output, LSE) pair from several over disjoint keys; a part whose LSE is -inf may hold anything."""
+    lse = torch.stack([part for _, part in states])
+    peak = lse.detach().amax(0)
+    parts = (lse - peak.masked_fill(peak == -torch.inf, 0.0)).exp()  # 0 where a part sees nothing
+    total = parts.sum(0)
+    some = total.where(total > 0, 1.0)
+    shares = [(part / some).transpose(-1, -2).unsqueeze(-1) for part in parts]
+    out = sum(share * out.where(share > 0, 0.0) for share, (out, _) in zip(shares, states, strict=True))
+    return out.to(states[0][0].dtype), (some.log() + peak).where(total > 0, -torch.inf)
 
 
 def rotate(x: Tensor, signs: Tensor) -> Tensor:

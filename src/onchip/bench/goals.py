@@ -1,0 +1,112 @@
+"""What a suite is to reach: asked, measured, and the row that says so.
+
+A Goal is one line: `measured` is the worst of its rows, at the place `at`; None where no row could say. `most`: asked is the most, not the least.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from rich.table import Table
+
+LARGE = ("32x4k", "128x1k", "128x8k", "1x128k")
+SMALL = ("1x1k", "1x8k", "8x8k")
+BASE = "32x4k"  # bf16, page 16: what other pages, heads and formats stand beside
+
+
+class Goal(NamedTuple):
+    what: str
+    asked: float
+    measured: float | None
+    at: str
+    most: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        if self.measured is None:
+            return None
+        return self.measured <= self.asked if self.most else self.measured >= self.asked
+
+
+class Row(NamedTuple):
+    """A timed row: its time and bandwidth by ours, and the peers' times."""
+
+    group: str
+    x: str
+    seconds: float
+    share: float
+    peers: dict[str, float]
+    ours: dict[str, float]
+    waits: bool | None
+
+    def over(self, *names: str) -> float | None:
+        """The time of the fastest peer whose name begins with one of these, over ours; None: none was timed."""
+        times = [t for name, t in self.peers.items() if name.startswith(names)]
+        return min(times) / self.seconds if times else None
+
+
+def decode(result: dict) -> list[dict]:
+    """The goals of the decode suite on a GPU, as JSON holds them; shares are of the copy bandwidth measured in the same run."""
+    if result["device"]["kind"] != "cuda":
+        return []
+    rows = [_row(row, result["device"]["measured"]["bandwidth"]) for row in result["rows"] if "onchip" in row["seconds"]]
+    return [{**goal._asdict(), "met": goal.met} for goal in _decode(rows)] if rows else []
+
+
+def _decode(rows: list[Row]) -> Iterator[Goal]:
+    of = {(row.group, row.x): row for row in rows}
+    bf16 = {row.x: row for row in rows if row.group == "decode in bf16"}
+    base = bf16.get(BASE)
+    yield _goal("share of the copy bandwidth, bf16, large", 0.96, {x: bf16[x].share for x in LARGE if x in bf16})
+    yield _goal("times the speed of FlashInfer or SDPA, whichever is faster", 1.0, {_at(row): row.over("FlashInfer", "torch") for row in rows})
+    yield _goal("times FlashInfer, bf16, small", 1.2, {x: bf16[x].over("FlashInfer") for x in SMALL if x in bf16})
+    yield _goal("microseconds, bf16", 10.0, {x: 1e6 * bf16[x].seconds for x in ("1x8k",) if x in bf16}, most=True)
+    for kv, asked in (("e4m3", 1.8), ("int8", 1.8), ("int4", 3.0)):
+        found = {row.x: _ratio(row, "onchip, bf16") for row in rows if row.group == f"decode in {kv}" and row.x in LARGE}
+        yield _goal(f"times our bf16, {kv}, large", asked, found)
+    for group in ("other pages", "other heads"):
+        yield _goal(f"share over that of {BASE}, {group}", 0.9, {row.x: row.share / base.share for row in rows if row.group == group and base})
+    uneven, even = of.get(("uneven lengths", "128k and 63 of 512")), of.get(("uneven lengths", "even"))
+    yield _goal("times the time of even lengths", 1.15, {uneven.x: uneven.seconds / even.seconds} if uneven and even else {}, most=True)
+    yield _goal("times one by one, shared prefix", 4.0, {row.x: _ratio(row, "onchip, one by one") for row in rows if row.group == "shared prefix"})
+    yield _goal("times FlashInfer, MLA", 1.1, {row.x: row.over("FlashInfer") for row in rows if row.group.startswith("latent")})
+    yield _goal("share of the copy bandwidth, append", 0.85, {row.x: row.share for row in rows if row.group == "append"})
+    yield _goal("rows that make the host wait", 0.0, {_at(row): float(row.waits) for row in rows if row.waits is not None}, most=True)
+
+
+def _row(row: dict, bandwidth: float) -> Row:
+    ours = {name: t for name, t in row["seconds"].items() if name.startswith("onchip")}
+    peers = {name: t for name, t in row["seconds"].items() if name not in ours}
+    share = row["cost"]["bytes"] / ours["onchip"] / bandwidth
+    return Row(row["fields"]["group"], row["fields"]["x"], ours["onchip"], share, peers, ours, row.get("waits"))
+
+
+def _ratio(row: Row, name: str) -> float | None:
+    return row.ours[name] / row.seconds if name in row.ours else None
+
+
+def _at(row: Row) -> str:
+    return f"{row.group}, {row.x}"
+
+
+def _goal(what: str, asked: float, values: dict[str, float | None], most: bool = False) -> Goal:
+    known = {at: value for at, value in values.items() if value is not None}
+    worst = (max if most else min)(known, key=known.get) if known else None
+    return Goal(what, asked, known.get(worst), worst or "", most)
+
+
+GOALS: dict[str, Callable[[dict], list[dict]]] = {"decode": decode}
+
+
+def table(goals: list[dict]) -> Table:
+    made = Table(title="Asked and measured", title_justify="left")
+    for name in ("what", "asked", "measured", "worst at", "met"):
+        made.add_column(name, justify="right" if name in ("asked", "measured") else "left", overflow="fold")
+    for goal in goals:
+        made.add_row(*cells(goal))
+    return made
+
+
+def cells(goal: dict) -> tuple[str, ...]:
+    measured = "" if goal["measured"] is None else f"{goal['measured']:.3g}"
+    met = {True: "yes", False: "no", None: "not timed"}[goal["met"]]
+    return goal["what"], f"{'at most' if goal['most'] else 'at least'} {goal['asked']:.3g}", measured, goal["at"], met

@@ -1,0 +1,203 @@
+"""What a batch's sequences share, and whether reading it once pays: from page lists to the levels of `ops/cascade.py`.
+
+Two sequences share what is on the same pages, as `PagePool.fork` and `RadixTree.match` leave them. The shared beginnings of a batch
+make a tree of runs of pages; a plan cuts each path through it into at most `most` runs that are read once for all their readers,
+and the sequence's own rest. Which cuts are best is searched for by the time that the model below gives, over all of them.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.core.device import Device
+from onchip.core.problem import Attention, Cost
+from onchip.ops.cascade import Level
+
+LAUNCH = 5e-6  # seconds that one more attention call and its share of the merge take in a CUDA graph, before any byte is read
+REACHED = 0.5  # of the peak of matrix products, by a tile of many queries over pages
+TILE = 128  # rows of a tile there
+FEW = 16  # queries up to which `triton_decode` reads them
+PART = 512  # keys at least that a part of a node has
+
+
+class Run(NamedTuple):
+    """Pages that some neighbouring rows of a plan share; none for rows without a prefix at this level."""
+
+    rows: range
+    pages: list[int]
+
+
+class Plan(NamedTuple):
+    """How a batch is read.
+
+    order     the rows of the batch as the levels need them: row `i` of a call is sequence `order[i]`.
+    shared    for each level its runs, which cover all rows in order; none where sharing does not pay.
+    parts     for each level, into how many its runs are cut.
+    own       what each row, in order, has of its own: pages and keys.
+    seconds   of one layer by the model, and with every sequence read for itself.
+    """
+
+    order: list[int]
+    shared: list[list[Run]]
+    parts: list[int]
+    own: list[tuple[list[int], int]]
+    page: int
+    seconds: float
+    apart: float
+
+    def levels(self, device: torch.device) -> list[Level]:
+        """The shared levels as `cascade_attention` takes them."""
+        return [self._level(runs, parts, device) for runs, parts in zip(self.shared, self.parts, strict=True)]
+
+    def table(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`page_table` and `lengths` of what is each row's own."""
+        return _table([pages for pages, _ in self.own], [keys for _, keys in self.own], device)
+
+    def _level(self, runs: list[Run], parts: int, device: torch.device) -> Level:
+        chunks = [math.ceil(len(run.pages) / parts) for run in runs]
+        pages = [run.pages[p * size : (p + 1) * size] for p in range(parts) for run, size in zip(runs, chunks, strict=True)]
+        offsets = [p * len(self.order) + run.rows.start for p in range(parts) for run in runs] + [parts * len(self.order)]
+        table, lengths = _table(pages, [len(some) * self.page for some in pages], device)
+        longest = max(len(run.rows) for run in runs)
+        return Level(table, lengths, torch.tensor(offsets, dtype=torch.int32).to(device) if len(runs) > 1 else None, longest, parts)
+
+
+class _Fork(NamedTuple):
+    """A node of the tree of shared pages: neighbouring rows that agree up to page `end`."""
+
+    rows: range
+    end: int
+    children: list["_Fork"]
+
+
+def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Sequence[int], device: Device, *, most: int = 2) -> Plan:
+    """The fastest way, by the model, to read a batch of sequences with at most `most` levels of shared pages.
+
+    problem   the paged call: op "decode", with its heads, dim, dtype, page and len_q.
+    pages     of each sequence, in order.        lengths   keys of each, those of the current queries included.
+
+    The model: a run of pages takes the longer of its bytes at the device's bandwidth and its products at half the peak, and each level one
+    launch more, and results that are written and read once more. A pure function; time grows with the batch and with pages compared whole lists at once.
+    """
+    whole = [list(own[: max(0, n - problem.len_q) // problem.page]) for own, n in zip(pages, lengths, strict=True)]  # full pages that all queries see
+    order = sorted(range(len(whole)), key=whole.__getitem__)
+    tree = _tree([whole[i] for i in order])
+    costs = _Costs(problem, device, [-(-lengths[i] // problem.page) for i in order])
+    best = {}
+    _search(tree, costs, most, best)
+    apart = best[id(tree), 0, 0][0]
+    levels = min(range(most + 1), key=lambda n: best[id(tree), 0, n][0] + n * costs.level(len(order)))
+    shared: list[list[Run]] = [[] for _ in range(levels)]
+    starts = [0] * len(order)
+    todo = [(tree, 0, levels, 0)]
+    while todo:
+        node, start, left, level = todo.pop()
+        if best[id(node), start, left][1]:
+            row = order[node.rows.start]
+            shared[level].append(Run(node.rows, whole[row][start : node.end]))
+            start, left, level = node.end, left - 1, level + 1
+            for i in node.rows:
+                starts[i] = start
+        todo += [(child, start, left, level) for child in node.children]
+    shared = [_covering(sorted(runs, key=lambda run: run.rows.start), len(order)) for runs in shared if runs]
+    own = [(list(pages[i][start : -(-lengths[i] // problem.page)]), lengths[i] - start * problem.page) for i, start in zip(order, starts, strict=True)]
+    seconds = best[id(tree), 0, levels][0] + len(shared) * costs.level(len(order))
+    return Plan(order, shared, [costs.parts(runs) for runs in shared], own, problem.page, seconds, apart)
+
+
+class _Costs:
+    """The model: seconds of the parts of a plan, for one layer."""
+
+    def __init__(self, p: Attention, device: Device, pages: list[int]):
+        self.p, self.device, self.pages = p, device, pages  # pages of each row, the last part-filled one included
+        numbers = p.page * (p.dim + p.value_dim)
+        self.page_bytes, self.page_flops = numbers * p.kv_heads * p.dtype.itemsize, 2 * numbers * p.heads * p.len_q  # the latter of one reader
+
+    def run(self, pages: int, readers: int) -> float:
+        """So many pages, read once for so many rows."""
+        return self.device.floor(Cost(readers * pages * self.page_flops / REACHED, pages * self.page_bytes), self.p.dtype).seconds
+
+    def level(self, batch: int) -> float:
+        """One level more: its launch, and its results written and read."""
+        state = batch * self.p.len_q * self.p.heads * (self.p.value_dim * self.p.dtype.itemsize + 4)
+        return LAUNCH + 2 * state / self.device.bandwidth
+
+    def parts(self, runs: list[Run]) -> int:
+        """Into how many the runs of a level are cut, so that the tiles fill the device."""
+        rows = max(len(run.rows) for run in runs if run.pages) * self.p.len_q
+        if rows <= FEW and rows * self.p.group <= 4 * FEW:
+            return 1  # the kernel of few queries cuts keys itself
+        tiles = sum(math.ceil(len(run.rows) * self.p.len_q * self.p.group / TILE) for run in runs if run.pages) * self.p.kv_heads
+        longest = max(len(run.pages) for run in runs) * self.p.page
+        return max(1, min(self.device.sms // tiles, longest // PART))
+
+
+def _tree(lists: list[list[int]]) -> _Fork:
+    """The tree of what sorted lists share at their beginnings. Its leaves are the rows; every other node has two children or more, but for the root."""
+    root = _Fork(range(len(lists)), 0, [])
+    open_nodes: list[tuple[int, int, list[_Fork]]] = [(0, 0, root.children)]  # (end, first row, children) on the way to the row before
+    shared = [0, *(_common(a, b) for a, b in pairwise(lists)), 0]
+    for row, own in enumerate(lists):
+        after = shared[row + 1]
+        leaf = _Fork(range(row, row + 1), len(own), [])
+        if after > open_nodes[-1][0]:
+            open_nodes.append((after, row, []))
+        open_nodes[-1][2].append(leaf)
+        while after < open_nodes[-1][0]:
+            end, first, children = open_nodes.pop()
+            node = _Fork(range(first, row + 1), end, children)
+            if after > open_nodes[-1][0]:
+                open_nodes.append((after, first, []))
+            open_nodes[-1][2].append(node)
+    return root
+
+
+def _search(tree: _Fork, costs: _Costs, most: int, best: dict) -> None:
+    """best[id of a node, page from which nothing is read yet, levels left] = (least seconds of its rows, whether it ends a run), the leaves first."""
+    above: list[tuple[_Fork, tuple[int, ...]]] = [(tree, (0,))]  # each node with the pages where a run above it may have ended
+    for node, ends in above:
+        above += [(child, (*ends, node.end) if node.end > ends[-1] else ends) for child in node.children]
+    for node, ends in reversed(above):
+        for start in ends:
+            for left in range(most + 1):
+                if not node.children:
+                    best[id(node), start, left] = (sum(costs.run(costs.pages[i] - start, 1) for i in node.rows), False)
+                    continue
+                seconds, cut = sum(best[id(child), start, left][0] for child in node.children), False
+                if left and node.end > start:
+                    once = costs.run(node.end - start, len(node.rows)) + sum(best[id(child), node.end, left - 1][0] for child in node.children)
+                    seconds, cut = min((seconds, False), (once, True))
+                best[id(node), start, left] = (seconds, cut)
+
+
+def _covering(runs: list[Run], batch: int) -> list[Run]:
+    """The runs of a level with empty ones between them, so that every row has one."""
+    covering, at = [], 0
+    for run in [*runs, Run(range(batch, batch), [])]:
+        if run.rows.start > at:
+            covering.append(Run(range(at, run.rows.start), []))
+        covering += [run] if run.rows else []
+        at = run.rows.stop
+    return covering
+
+
+def _table(pages: list[list[int]], lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(1, *map(len, pages)) if pages else 1
+    table = torch.tensor([[*some, *[0] * (width - len(some))] for some in pages], dtype=torch.int32).view(len(pages), width)
+    return table.to(device), torch.tensor(lengths, dtype=torch.int32).to(device)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many elements two lists have in common from their start, by halving."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
+
+
+__all__ = ["Plan", "Run", "plan_cascade"]

@@ -1,0 +1,102 @@
+"""Cascade attention: keys that several sequences of a batch share are read once for all of them.
+
+The queries of all readers of a prefix are the rows of one matrix product over its keys, which is as exact as one product a sequence
+and moves the keys once (Hydragen, Juravsky et al., 2024; ChunkAttention, Ye et al., 2024; levels after FlashInfer's cascade, Ye et
+al., 2025). Each sequence's own keys follow, and partial results are merged by their LSE.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.core.masks import Full
+from onchip.ops.attention import PagedKV, merge, paged_attention
+
+
+class Level(NamedTuple):
+    """Shared keys at one depth of a prefix tree, and who reads them. The same for all layers; see `plan_cascade`.
+
+    page_table   int32 [parts * nodes, most pages]: the pages of each node; entries past its length are not read.
+    lengths      int32 [parts * nodes]: keys of each node, 0 for one that stands for rows without a prefix at this depth.
+    offsets      int32 [parts * nodes + 1]: node `i` is read by the rows `offsets[i]` to `offsets[i + 1]` of the batch; None: one node, read by all.
+    longest      the most rows that read one node; an upper bound will do.
+    parts        Long nodes are cut into so many, that few of them keep a whole GPU busy. The batch goes by once for each part: `offsets` counts on
+                 from `p * batch` for part `p`.
+    """
+
+    page_table: Tensor
+    lengths: Tensor
+    offsets: Tensor | None
+    longest: int
+    parts: int = 1
+
+
+def cascade_attention(
+    q: Tensor,  # [batch, len_q, heads, dim]
+    cache: PagedKV,
+    levels: Sequence[Level],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`paged_attention(q, ...)`, causal, of sequences whose keys are those of their node of each level, in order, and then those of `cache`.
+
+    cache    the pool, and the pages and lengths of what is each sequence's own: the current queries included, or nothing at all (length 0).
+    levels   shared keys, all before the current queries, so that every reader sees all of them; without any this is `paged_attention`.
+             Rows of the batch stand as the levels want them, the readers of a node side by side.
+
+    What depends on places, windows and ALiBi among it, is for `paged_attention`: a node does not know where in a sequence it stands. Nothing
+    is read on the host, so a CUDA graph may capture the call, and what the levels hold may then change. Returns as `attention` does.
+    Raises ValueError where a level and the batch do not go together.
+    """
+    how = {"scale": scale, "softcap": softcap, "kernel": kernel}
+    if not levels:
+        return paged_attention(q, cache, sinks=sinks, return_lse=return_lse, **how)
+    states = []
+    for n, level in enumerate(levels):
+        _check(n, level, q)
+        states += _shared(level, q, cache, how)
+    states.append(paged_attention(q, cache, sinks=sinks, return_lse=True, **how))
+    merged = merge(states)
+    return merged if return_lse else merged[0]
+
+
+def _shared(level: Level, q: Tensor, cache: PagedKV, how: dict) -> list[tuple[Tensor, Tensor]]:
+    """The partial results of a level, one a part, each like that of the whole batch."""
+    batch, len_q, heads, dim = q.shape
+    nodes = PagedKV(cache.k, cache.v, level.page_table, level.lengths)
+    rows = q.reshape(batch * len_q, heads, dim)
+    if level.offsets is None:
+        rows = rows[None].expand(level.parts, -1, -1, -1)
+        out, lse = paged_attention(rows.contiguous(), nodes, mask=Full(), return_lse=True, **how)  # [parts, rows, heads, dim], [parts, heads, rows]
+    else:
+        offsets = level.offsets if len_q == 1 else level.offsets * len_q
+        rows = rows if level.parts == 1 else rows.repeat(level.parts, 1, 1)
+        out, lse = paged_attention(rows, nodes, q_offsets=offsets, longest=level.longest * len_q, mask=Full(), return_lse=True, **how)
+        lse = lse.unflatten(1, (level.parts, -1)).transpose(0, 1)
+    out = out.reshape(level.parts, batch, len_q, heads, -1)
+    lse = lse.unflatten(2, (batch, len_q)).transpose(1, 2)  # [parts, batch, heads, len_q]
+    return list(zip(out, lse, strict=True))
+
+
+def _check(n: int, level: Level, q: Tensor) -> None:
+    """Whether a level fits the batch, as far as it can be told without waiting for the device."""
+    table, lengths, offsets, longest, parts = level
+    if not (table.dtype == lengths.dtype == torch.int32 and table.ndim == 2 and lengths.shape == table.shape[:1] and parts >= 1):
+        given = f"page_table {table.dtype} {list(table.shape)}, lengths {lengths.dtype} {list(lengths.shape)}, {parts} parts"
+        raise ValueError(f"cascade_attention: level {n} has {given}; give int32 [parts * nodes, most pages] and int32 [parts * nodes], with 1 part or more")
+    if offsets is None and len(table) != parts:
+        raise ValueError(f"cascade_attention: level {n} has {len(table)} nodes in {parts} parts and no offsets; give offsets, or one node that all rows read")
+    if offsets is not None and (offsets.dtype != torch.int32 or offsets.shape != (len(table) + 1,) or len(table) % parts):
+        given = f"{offsets.dtype} {list(offsets.shape)} for {len(table)} nodes in {parts} parts"
+        raise ValueError(f"cascade_attention: the offsets of level {n} are {given}; give int32 [parts * nodes + 1]")
+    if offsets is not None and not 1 <= longest <= len(q):
+        raise ValueError(f"cascade_attention: longest of level {n} is {longest} for a batch of {len(q)}; give the most rows that read one node")
+
+
+__all__ = ["Level", "cascade_attention"]
