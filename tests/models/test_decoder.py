@@ -45,6 +45,7 @@ MODELS = {  # id: (transformers config class, what departs from TINY)
     "llama-head-dim": ("LlamaConfig", {"head_dim": 32}),
     "llama-llama3": ("LlamaConfig", {"rope_parameters": LLAMA3}),
     "llama-linear": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama-dynamic": ("LlamaConfig", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
     "llama-yarn": ("LlamaConfig", {"rope_parameters": YARN}),
     "llama-geglu": ("LlamaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral": ("MistralConfig", {"sliding_window": None}),

@@ -1,13 +1,13 @@
 """Rotary position embedding: the table of cosines and sines for each way of stretching it to longer contexts."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-SCALINGS = ("default", "linear", "llama3", "yarn")
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any] | None = None, device: torch.device | None = None) -> Tensor:
@@ -15,10 +15,13 @@ def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any
 
     scaling   a Hugging Face `rope_scaling` dict. rope_type "linear": all frequencies divided by `factor` (Chen et al., 2023);
               "llama3": only the slow ones, with a ramp (Llama 3.1); "yarn": by parts, and the table scaled by the
-              attention factor (Peng et al., 2023). "rope_freqs": a divisor for each frequency, as GGUF files carry them.
+              attention factor (Peng et al., 2023); "dynamic": a larger theta where `positions` exceed the old context. "rope_freqs": a divisor for
+              each frequency, as GGUF files carry them.
     """
     scaling = dict(scaling or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "dynamic":
+        theta = _dynamic(positions, dim, theta, scaling)
     frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     factor = 1.0
     if kind == "linear":
@@ -27,12 +30,36 @@ def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any
         frequencies = _llama3(frequencies, scaling)
     elif kind == "yarn":
         frequencies, factor = _yarn(frequencies, dim, theta, scaling)
-    elif kind != "default":
+    elif kind not in SCALINGS:
         raise ValueError(f"rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
     if scaling.get("rope_freqs"):
         frequencies = frequencies / torch.tensor(scaling["rope_freqs"], dtype=torch.float32)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     return torch.cat((angles.cos(), angles.sin()), 1).mul_(factor).to(device)
+
+
+def rope_rows(table: Tensor, positions: Tensor, axes: Sequence[int]) -> Tensor:
+    """A table with a row of its own for each token, where a token has several positions (time, height, width): float32 [tokens, dim].
+
+    `rope_append` takes it with `torch.arange(tokens)` as positions. Frequency i is turned by position `axes[i]` of the token: Qwen2-VL's sections
+    (16, 24, 24) are axes of 16 zeros, 24 ones and 24 twos; a picture's rows and columns two halves of 0 and 1 (with the same frequencies: a table
+    that has each twice); Qwen3-VL's alternate.
+
+    table   `rope_table(...)` [positions, dim].        positions   int64 [axes, tokens].        axes   dim / 2 numbers.
+    """
+    half = table.shape[1] // 2
+    if len(axes) != half or not all(0 <= axis < len(positions) for axis in axes):
+        raise ValueError(
+            f"rope_rows: {len(axes)} axes {tuple(axes)} for {half} frequencies and {len(positions)} positions a token; give one for each frequency"
+        )
+    at, column = positions[torch.tensor(axes, device=positions.device)].T, torch.arange(half, device=table.device)  # [tokens, half], [half]
+    return torch.cat((table[at, column], table[at, half + column]), 1)
+
+
+def _dynamic(positions: int, dim: int, theta: float, s: Mapping[str, Any]) -> float:
+    """NTK: theta such that the slowest frequency is interpolated by as much as there are more positions than in the old context."""
+    old = s["original_max_position_embeddings"]
+    return theta if positions <= old else theta * (s["factor"] * positions / old - (s["factor"] - 1)) ** (dim / (dim - 2))
 
 
 def _llama3(frequencies: Tensor, s: Mapping[str, Any]) -> Tensor:

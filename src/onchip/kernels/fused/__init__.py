@@ -31,7 +31,7 @@ def _rope_append(p: Rope) -> Cost:
 
 def _group_in_a_half(p: Rope) -> str | None:
     """A program has both halves of a head apart, as pairs and int4 have them."""
-    groups = Format.of(p.kv).groups(p.dim) if p.kv else 1
+    groups = Format.of(p.kv).groups(p.dim) if p.kv in KV[1:] else 1
     return (
         f"{groups} groups of a head of {p.dim} in format {p.kv}, of one or an even number: one would lie in both halves" if groups > 1 and groups % 2 else None
     )

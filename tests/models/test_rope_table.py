@@ -1,0 +1,58 @@
+"""Rotary tables beside transformers' own: stretched by length, and with several positions a token."""
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen2_vl.modeling_qwen2_vl import rotate_half
+
+from onchip.models.rope import rope_rows, rope_table
+from onchip.ops.fused import rope_append
+
+HALVES = slice(0, 16), slice(16, 32)  # cosines and sines
+
+
+@pytest.mark.parametrize("positions", [100, 128, 129, 1000])
+def test_dynamic(positions):
+    """As of a sequence of so many positions: what is stretched depends on the length."""
+    scaling = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=128, rope_parameters=scaling)
+    frequencies, factor = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=positions)
+    angles = torch.outer(torch.arange(positions).float(), frequencies)
+    ours = rope_table(positions, 32, 1e4, {**scaling, "original_max_position_embeddings": 128})
+    torch.testing.assert_close(ours, torch.cat((angles.cos(), angles.sin()), 1) * factor, atol=2e-4, rtol=0)
+
+
+def test_sections_of_three_positions():
+    """Qwen2-VL: time, height and width turn 4, 6 and 6 of 16 frequencies."""
+    tokens, sections = 7, (4, 6, 6)
+    table, positions = rope_table(50, 32, 1e4), torch.randint(50, (3, tokens))
+    qkv = torch.randn(tokens, 3 * 32)
+    q, k, _ = qkv.clone().view(tokens, 3, 32).unbind(1)
+    cos, sin = (torch.cat([t[axis] for axis, t in enumerate(table[positions][..., part].split(sections, -1))], -1).repeat(1, 2) for part in HALVES)
+    rows = rope_rows(table, positions, [axis for axis, count in enumerate(sections) for _ in range(count)])
+    ours = rope_append(qkv, rows, torch.arange(tokens), (1, 1))
+    for got, x in zip(ours, (q, k), strict=False):
+        torch.testing.assert_close(got[:, 0], x * cos + rotate_half(x) * sin)
+
+
+def test_two_axes_with_the_same_frequencies():
+    """A picture: the first half of the pairs by the row, the second by the column, as two rotations of half a head each."""
+    tokens, dim = 6, 32
+    half, positions = rope_table(20, dim // 2, 1e4), torch.randint(20, (2, tokens))
+    cos, sin = half.chunk(2, 1)
+    rows = rope_rows(torch.cat((cos, cos, sin, sin), 1), positions, [0] * 8 + [1] * 8)
+    qkv = torch.randn(tokens, 3 * dim)
+    before = qkv.clone().view(tokens, 3, dim)
+    q, _, _ = rope_append(qkv, rows, torch.arange(tokens), (1, 1), layout="interleaved")
+    for axis, part in ((0, slice(0, 16)), (1, slice(16, 32))):
+        alone = before[..., part].reshape(tokens, -1).clone()
+        right, _, _ = rope_append(alone, half, positions[axis], (1, 1), layout="interleaved")
+        torch.testing.assert_close(q[:, 0, part], right[:, 0])
+
+
+def test_axes_that_do_not_fit():
+    table, positions = rope_table(8, 16, 1e4), torch.zeros(2, 3, dtype=torch.int64)
+    for axes in ([0] * 7, [0] * 7 + [2]):
+        with pytest.raises(ValueError, match=r"rope_rows: . axes .* for 8 frequencies and 2 positions a token; give one for each frequency"):
+            rope_rows(table, positions, axes)
