@@ -80,7 +80,8 @@ def torchs(q, cache):
         k, v = (pool[pages].flatten(0, 1)[:keys].transpose(0, 1).repeat_interleave(q.shape[2] // pool.shape[2], 0)[None] for pool in cache[:2])
         row = q[b : b + 1].transpose(1, 2)
         if keys and q.is_cpu:
-            out[b : b + 1], lse[b : b + 1] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(row, k, v)
+            found, lse[b : b + 1] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(row, k, v)
+            out[b] = found[0].transpose(0, 1)
         elif keys:
             out[b] = F.scaled_dot_product_attention(row, k, v)[0].transpose(0, 1)
     return (out,), (lse,) * q.is_cpu
