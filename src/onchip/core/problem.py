@@ -39,6 +39,7 @@ class Attention(NamedTuple):
     mask    a band (`Full`, `Causal`, `Window`), or the text of any other mask.     score   the text of what happens to a score, or None.
     dim_v   of the values, where it is not `dim`; else 0.
     extras  in alphabetical order, what else the call asks for: see EXTRAS.
+    kv      the format of quantised keys and values of a paged problem (`str(Format)`), "" for those in `dtype`.
     """
 
     op: str
@@ -57,6 +58,7 @@ class Attention(NamedTuple):
     dim_v: int = 0
     score: Traced | None = None
     extras: tuple[str, ...] = ()
+    kv: str = ""
 
     @property
     def group(self) -> int:
@@ -75,7 +77,7 @@ class Attention(NamedTuple):
         ]
         packed = f"packed {self.tokens}" + f"/{self.tokens_k}" * bool(self.tokens_k) + " tokens"
         parts += {"dense": [], "packed": [packed], "paged": [f"page {self.page}"]}[self.keys]
-        return " ".join(parts + [str(self.score)] * (self.score is not None) + list(self.extras))
+        return " ".join(parts + [f"kv {self.kv}"] * bool(self.kv) + [str(self.score)] * (self.score is not None) + list(self.extras))
 
 
 EXTRAS = {

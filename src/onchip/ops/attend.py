@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onchip.core import philox
+from onchip.core.formats import Codes
 from onchip.core.masks import Band, as_mask
 from onchip.core.problem import Attention, Dropout, Operands, Rows
 from onchip.core.scales import SHARES, Scales
@@ -25,13 +26,13 @@ FORWARD = "attention: forward-mode derivatives (jvp) are not implemented; kernel
 class PagedKV(NamedTuple):
     """Keys and values of many sequences in pages of one pool (vLLM's PagedAttention, Kwon et al., 2023).
 
-    k, v         [pages, page, kv_heads, dim]; slots that no sequence uses may hold anything, NaN included.
+    k, v         [pages, page, kv_heads, dim]; slots that no sequence uses may hold anything, NaN included. `Codes`: quantised, of one format.
     page_table   [batch, most pages] int32: the pages of each sequence in order; entries past its length are not read.
     lengths      [batch] int32: keys of each sequence, those of the current queries included.
     """
 
-    k: Tensor
-    v: Tensor
+    k: Tensor | Codes
+    v: Tensor | Codes
     page_table: Tensor
     lengths: Tensor
 
@@ -49,10 +50,11 @@ class How(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a Problem takes from the shapes: its fields from `batch` to `dtype`, and from `keys` to `dim_v`."""
+    """What a Problem takes from the shapes: its fields from `batch` to `dtype`, from `keys` to `dim_v`, and `kv`."""
 
     dims: tuple  # batch, len_q, len_k, heads, kv_heads, dim, dtype
     keys: tuple  # keys, page, tokens, tokens_k, dim_v
+    kv: str = ""
 
 
 def dense_sizes(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
@@ -65,13 +67,13 @@ def packed_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: int, longest_q: int
     return Sizes((sequences, longest_q, longest_k, heads, k.shape[1], dim, q.dtype), ("packed", 0, tokens, 0 if len(k) == tokens else len(k), dim_v(q, v)))
 
 
-def paged_sizes(q: Tensor, k: Tensor, v: Tensor, pages: int) -> Sizes:
+def paged_sizes(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, pages: int) -> Sizes:
     batch, len_q, heads, dim = q.shape
     _, page, kv_heads, _ = k.shape
-    return Sizes((batch, len_q, pages * page, heads, kv_heads, dim, q.dtype), ("paged", page, 0, 0, dim_v(q, v)))
+    return Sizes((batch, len_q, pages * page, heads, kv_heads, dim, q.dtype), ("paged", page, 0, 0, dim_v(q, v)), str(k.format) if isinstance(k, Codes) else "")
 
 
-def dim_v(q: Tensor, v: Tensor) -> int:
+def dim_v(q: Tensor, v: Tensor | Codes) -> int:
     """Of the values, where it is not q's."""
     return 0 if v.shape[-1] == q.shape[-1] else v.shape[-1]
 
@@ -140,7 +142,7 @@ def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor) -> tuple
         extras += ("used",)
     if q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.allow_tf32:
         extras += ("tf32",)
-    return Attention(op, *sizes.dims, mask, *sizes.keys, score, tuple(sorted(extras)) if extras else ()), x
+    return Attention(op, *sizes.dims, mask, *sizes.keys, score, tuple(sorted(extras)) if extras else (), sizes.kv), x
 
 
 def _needs(sizes: Sizes) -> tuple[int, int, int, int]:

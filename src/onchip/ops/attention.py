@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.core.formats import Codes
 from onchip.core.masks import Causal, Full, Mask
 from onchip.core.problem import E4M3, Dropout, Operands
 from onchip.core.scales import SHARES, Quantised, Scales
 from onchip.core.scores import chain
-from onchip.ops import attend, graph
+from onchip.ops import attend, graph, registered
 from onchip.ops.attend import How, PagedKV
 
 
@@ -138,8 +139,12 @@ def paged_attention(
     """
     _plain("paged_attention", q)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
-        q = q.to(cache.k.dtype)
-    _check("paged_attention", q, cache.k, cache.v, rank=4)
+        q = q.to(torch.get_autocast_dtype(q.device.type) if isinstance(cache.k, Codes) else cache.k.dtype)
+    (k, v), kv = registered.taken_apart(cache)
+    if kv is None:
+        _check("paged_attention", q, k, v, rank=4)
+    else:
+        _check_codes(q, cache)
     batch, pages = q.shape[0], cache.page_table
     if pages.dtype != torch.int32 or pages.ndim != 2 or pages.shape[0] != batch or pages.device != q.device:
         raise ValueError(f"paged_attention: page_table is {_kind(pages)}; give int32 [{batch}, most pages] on {q.device}")
@@ -147,7 +152,7 @@ def paged_attention(
         raise ValueError(f"paged_attention: lengths are {_kind(cache.lengths)}; give int32 [{batch}] on {q.device}")
     how, x = How(mask, chain(bias, score, softcap), sinks, None, False, batch_invariant, kernel), Operands(_scale(scale, q))
     sizes = attend.paged_sizes(q, cache.k, cache.v, pages.shape[1])
-    if graph.in_graph(kernel, q, cache.k, cache.v) or (kernel != "reference" and _paged_grad(how, q, cache)):
+    if graph.in_graph(kernel, q, k, v) or (kernel != "reference" and _paged_grad(how, q, cache)):
         return graph.attend_paged(how, sizes, q, cache, x, return_lse)
     return attend.attend_paged(how, sizes, q, cache, x, return_lse)
 
@@ -272,14 +277,7 @@ def _scale(scale: float | None, q: Tensor) -> float:
 
 def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool = False) -> None:
     """The ways in which q, k and v may disagree, each with the way out."""
-    if q.ndim != rank or k.ndim != rank or v.ndim != rank:
-        raise ValueError(f"{name}: q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions; each needs {rank}")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"{name}: k is {list(k.shape)} and v {list(v.shape)}; all but the last dimension must be equal")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"{name}: q has head dimension {q.shape[-1]}, k has {k.shape[-1]}; they must be equal")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"{name}: {q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
+    _check_shapes(name, q, k, v, rank)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{name}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; cast them to one dtype")
     if not q.dtype.is_floating_point:
@@ -288,6 +286,43 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool =
         raise ValueError(f"{name}: q, k, v are {q.dtype} without scales; give them to attention as onchip.Quantised(values, scale)")
     if not q.device == k.device == v.device:
         raise ValueError(f"{name}: q is on {q.device}, k on {k.device}, v on {v.device}; move them to one device")
+
+
+def _check_shapes(name: str, q: Tensor, k: Tensor | Codes, v: Tensor | Codes, rank: int) -> None:
+    if q.ndim != rank or k.ndim != rank or v.ndim != rank:
+        raise ValueError(f"{name}: q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions; each needs {rank}")
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(f"{name}: k is {list(k.shape)} and v {list(v.shape)}; all but the last dimension must be equal")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"{name}: q has head dimension {q.shape[-1]}, k has {k.shape[-1]}; they must be equal")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"{name}: {q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
+
+
+def _check_codes(q: Tensor, cache: PagedKV) -> None:
+    """Whether quantised pages are whole, and go together with q."""
+    for name, t in zip("kv", cache[:2], strict=True):
+        if not isinstance(t, Codes):
+            raise TypeError(f"paged_attention: {name} is {type(t).__name__} beside Codes; give both as Codes of one format, or both as tensors")
+        form, dim = t.format, t.shape[-1]
+        if form != cache.k.format:
+            raise ValueError(f"paged_attention: v has format {form}, k {cache.k.format}; they must be of one")
+        columns = (form.columns(dim), *(form.groups(dim),) * 2)
+        kinds = (form.dtype, torch.bfloat16, torch.bfloat16 if form.has_zero else None)
+        for field, kind, width in zip(("codes", "scale", "zero"), kinds, columns, strict=True):
+            got = getattr(t, field)
+            got = "None" if got is None else _kind(got)
+            want = "None" if kind is None else f"{kind} {[*t.codes.shape[:3], width]} on {q.device}"
+            if got != want:
+                raise ValueError(f"paged_attention: {name}.{field} is {got}; format {form} of heads of {dim} takes {want}")
+    k, v = cache[:2]
+    if v.channel is not None:
+        raise ValueError("paged_attention: v has a channel scale, which only keys have; divide the columns of the next weight by it, or give None")
+    if k.channel is not None and (k.channel.dtype != torch.float32 or k.channel.shape != k.shape[2:] or k.channel.device != q.device):
+        raise ValueError(f"paged_attention: k.channel is {_kind(k.channel)}; give float32 {list(k.shape[2:])} on {q.device}, or None")
+    _check_shapes("paged_attention", q, k, v, rank=4)
+    if not q.dtype.is_floating_point or q.dtype.itemsize == 1:
+        raise ValueError(f"paged_attention: q is {q.dtype}; give float16, bfloat16, float32 or float64")
 
 
 def _check_offsets(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_used: Tensor | None, k_used: Tensor | None) -> None:
@@ -310,7 +345,7 @@ def _kind(tensor: Tensor) -> str:
 def _paged_grad(how: How, q: Tensor, cache: PagedKV) -> bool:
     """Whether a call over a cache needs gradients."""
     reads = () if how.score is None else how.score.tensors
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, cache.k, cache.v, how.sinks, *reads))
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, cache.k, cache.v, how.sinks, *reads) if not isinstance(t, Codes))
 
 
 __all__ = ["Dropout", "PagedKV", "Quantised", "attention", "attention_packed", "merge", "paged_attention", "quantise", "random_signs"]

@@ -8,7 +8,7 @@ from onchip.core.masks import Band, as_mask
 from onchip.core.problem import Operands
 from onchip.ops import transforms, wire
 from onchip.ops.attend import How, PagedKV, Sizes, StandIn, check_sinks, drawn, refuse_tangents
-from onchip.ops.registered import Packed
+from onchip.ops.registered import Packed, taken_apart
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -45,14 +45,15 @@ def _transformed() -> bool:
 
 def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
     """As `attend.attend_paged`, through the operator."""
-    text, reads = _packed(how, sizes, q, cache.k, cache.v, x)
+    (k, v), kv = taken_apart(cache)
+    text, reads = _packed(how, sizes, q, k, v, x, kv)
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("paged_attention: torch.func transforms are not implemented; use kernel='reference'")
-    out, lse = torch.ops.onchip.paged_attention(q, *cache, reads, x.scale, text)
+    out, lse = torch.ops.onchip.paged_attention(q, k, v, cache.page_table, cache.lengths, reads, x.scale, text)
     return (out, lse) if return_lse else out
 
 
-def _packed(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> tuple[str, list[Tensor]]:
+def _packed(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands, kv: tuple | None = None) -> tuple[str, list[Tensor]]:
     """The text of a call, and the tensors in it."""
     if how.sinks is not None:
         check_sinks(how.sinks, sizes.dims[3], q)
@@ -61,7 +62,7 @@ def _packed(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands
     operands = {"q_offsets": x.q_offsets, "k_offsets": x.k_offsets, "q_used": x.q_used, "k_used": x.k_used, "state": x.state, "scales": x.scales}
     asked = {"deterministic": how.deterministic, "batch_invariant": how.batch_invariant, "kernel": how.kernel}
     sources = x.sources and tuple(StandIn.apply(source, None) for source in x.sources)  # what is read is kept for the backward pass
-    call = Packed(mask=mask, score=how.score, sinks=how.sinks, **operands, **asked, sources=sources)
+    call = Packed(mask=mask, score=how.score, sinks=how.sinks, **operands, **asked, sources=sources, kv=kv)
     text = wire.pack(call, reads, q)
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *reads)

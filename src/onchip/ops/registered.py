@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.formats import Codes, Format
 from onchip.core.problem import E4M3, Attention, Operands
 from onchip.core.scales import BLOCK, Scales
 from onchip.dispatch import select
@@ -37,6 +38,7 @@ class Packed(NamedTuple):
     batch_invariant: bool
     kernel: str
     sources: tuple[Tensor, ...] | None = None
+    kv: tuple | None = None  # of quantised pages: see `taken_apart`
 
     @property
     def offsets(self) -> tuple[Tensor | None, ...]:
@@ -47,7 +49,7 @@ class Packed(NamedTuple):
         return How(self.mask, self.score, self.sinks, None, self.deterministic, self.batch_invariant, self.kernel)
 
 
-SCORE, SINKS, SCALES, SOURCES = map(Packed._fields.index, ("score", "sinks", "scales", "sources"))
+SCORE, SINKS, SCALES, SOURCES, KV = map(Packed._fields.index, ("score", "sinks", "scales", "sources", "kv"))
 GRADIENTS = torch._C.DispatchKey.AutogradFunctionality
 
 # ---- the operators
@@ -79,8 +81,8 @@ def backward(
 def paged_forward(
     q: Tensor, k: Tensor, v: Tensor, page_table: Tensor, lengths: Tensor, reads: list[Tensor], scale: float, how: str
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    problem, x, kernel = _paged_call(q, k, v, page_table, reads, scale, how)
-    out, lse = select(problem, q.device, kernel).launch(q, PagedKV(k, v, page_table, lengths), x, True)
+    problem, x, cache, kernel = _paged_call(q, PagedKV(k, v, page_table, lengths), reads, scale, how)
+    out, lse = select(problem, q.device, kernel).launch(q, cache, x, True)
     return out.contiguous(), lse.contiguous()
 
 
@@ -92,8 +94,8 @@ def paged_backward(
     with torch._C._SetExcludeDispatchKeyGuard(GRADIENTS, False), torch.enable_grad():  # through the plain formula
         leaves = [t.detach().requires_grad_(want) for t, want in zip((q, k, v, *reads), wanted, strict=True)]
         q, k, v, *reads = leaves
-        problem, x, _ = _paged_call(q, k, v, page_table, reads, scale, how)
-        results = select(problem, q.device, "reference").launch(q, PagedKV(k, v, page_table, lengths), x, True)
+        problem, x, cache, _ = _paged_call(q, PagedKV(k, v, page_table, lengths), reads, scale, how)
+        results = select(problem, q.device, "reference").launch(q, cache, x, True)
         pairs = [(result, d) for result, d in zip(results, (d_out, d_lse), strict=True) if d is not None and result.requires_grad]
         leaves = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
         grads = torch.autograd.grad([r for r, _ in pairs], leaves, [d for _, d in pairs], allow_unused=True, materialize_grads=True)
@@ -112,10 +114,26 @@ def _call(q, k, v, reads, longest_q, longest_k, drop, scale, how) -> tuple[Atten
     return *problem_of("prefill", call.how(), sizes, x, q), call.kernel
 
 
-def _paged_call(q, k, v, page_table, reads, scale, how) -> tuple[Attention, Operands, str]:
+def _paged_call(q, cache, reads, scale, how) -> tuple[Attention, Operands, PagedKV, str]:
     call = Packed(*wire.build(how, reads))
-    sizes = paged_sizes(q, k, v, page_table.shape[1])
-    return *problem_of("decode", call.how(), sizes, Operands(scale), q), call.kernel
+    cache = cache if call.kv is None else put_together(cache, call.kv)
+    sizes = paged_sizes(q, cache.k, cache.v, cache.page_table.shape[1])
+    return *problem_of("decode", call.how(), sizes, Operands(scale), q), cache, call.kernel
+
+
+def taken_apart(cache: PagedKV) -> tuple[tuple[Tensor, Tensor], tuple | None]:
+    """k and v as tensors, and what else there is of quantised ones: (format, scale, zero and channel of k, the same of v)."""
+    if not isinstance(cache.k, Codes):
+        return (cache.k, cache.v), None
+    k, v = cache.k, cache.v
+    return (k.codes, v.codes), (str(k.format), k.scale, k.zero, k.channel, v.scale, v.zero, v.channel)
+
+
+def put_together(cache: PagedKV, kv: tuple) -> PagedKV:
+    """The reverse of `taken_apart`."""
+    form = Format.of(kv[0])
+    k, v = (Codes(codes, scale, zero, form, channel) for codes, (scale, zero, channel) in zip(cache[:2], (kv[1:4], kv[4:]), strict=True))
+    return cache._replace(k=k, v=v)
 
 
 def _given(inputs, grads, d_score, how: str, wanted: list[bool]) -> list[Tensor]:
@@ -151,7 +169,12 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, *_rest) -> tuple[Tensor, Tensor]:
 
 
 forward.register_fake(_shapes)
-paged_forward.register_fake(_shapes)
+
+
+@paged_forward.register_fake
+def _(q, k, v, page_table, lengths, reads, scale, how):
+    kv = Packed(*wire.build(how, reads)).kv
+    return _shapes(q, k, v if kv is None else put_together(PagedKV(k, v, page_table, lengths), kv).v)
 
 
 @quantised.register_fake

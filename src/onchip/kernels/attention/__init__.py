@@ -4,6 +4,7 @@ import importlib
 
 import torch
 
+from onchip.core.formats import FORMATS, Format
 from onchip.core.kernel import Kernel, Op
 from onchip.core.masks import BANDS, Band
 from onchip.core.problem import E4M3, SHORT, Attention, Cost, Rows
@@ -13,6 +14,7 @@ HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
 MASKS = (*BANDS, Traced)
+KV = ("", *map(str, FORMATS))
 MUCH = 1 << 28  # bytes
 FEW = 1e8  # pairs of a query and a key
 
@@ -30,7 +32,8 @@ def cost(p: Attention) -> Cost:
     """
     size, both = p.dtype.itemsize, p.dim + p.value_dim
     pairs, queries, keys = _counts(p)
-    moved = size * (p.dim * queries * p.heads + both * keys * p.kv_heads) + max(2, size) * p.value_dim * queries * p.heads + 4 * queries * p.heads
+    token = Format.of(p.kv).bytes(p.dim) + Format.of(p.kv).bytes(p.value_dim) if p.kv else size * both  # of a key head
+    moved = size * p.dim * queries * p.heads + token * keys * p.kv_heads + max(2, size) * p.value_dim * queries * p.heads + 4 * queries * p.heads
     return Cost(2 * pairs * p.heads * both, moved)
 
 
@@ -266,6 +269,7 @@ DECODE = Op(
                 "keys": ("paged",),
                 "len_q": range(1, 1 << 20),
                 "page": [1 << i for i in range(3, 11)],  # rows of shared memory are swizzled by eights
+                "kv": ("",),
             },
             also=(_only("batch_invariant", "deterministic", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
             slower=(_faster_with_split_keys,),
@@ -282,11 +286,12 @@ DECODE = Op(
                 "keys": ("paged",),
                 "len_q": range(1, 17),
                 "page": [1 << i for i in range(11)],
+                "kv": ("",),
             },
             also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),
-        Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",)}, portable=True),
-        Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),
+        Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",), "kv": KV}, portable=True),
+        Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",), "kv": KV}, portable=True),
     ),
 )
 

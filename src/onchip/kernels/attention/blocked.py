@@ -15,6 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from onchip.core.formats import Codes, read
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Place, Traced, untouched
@@ -107,6 +108,7 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
 def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
     """`q [batch, len_q, heads, dim]` over the pages of each sequence; no loop over tokens."""
     out = q.new_zeros(*q.shape[:-1], p.value_dim)
+    q = q.to(_wide(q)) if p.kv else q  # as what is dequantised
     lse = torch.full((p.batch, p.heads, p.len_q), -torch.inf, dtype=_wide(q), device=q.device)
     band = hull(p)
     one_row = p.len_q == 1 and p.mask is band and p.score is None and q.is_cpu  # it sees all keys of its range
@@ -115,7 +117,7 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
         seen = band.keys(row, row + p.len_q - 1, length)
         pages = slice(seen.start // p.page, -(-seen.stop // p.page))
         skip = pages.start * p.page
-        k, v = (_gather(pool, cache.page_table[b, pages])[None, seen.start - skip : seen.stop - skip].transpose(1, 2) for pool in (cache.k, cache.v))
+        k, v = (_gather(pool, cache.page_table[b, pages], q.dtype)[None, seen.start - skip : seen.stop - skip].transpose(1, 2) for pool in (cache.k, cache.v))
         near = q[b : b + 1].transpose(1, 2)
         if one_row and seen:
             found, found_lse = _fused(p, x, None, *(_fit(t, p) for t in (near, k, v)))
@@ -125,13 +127,13 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
     return (out, lse) if return_lse else out
 
 
-def _gather(pool: Tensor, pages: Tensor) -> Tensor:
-    """Pages of a pool as one `[keys, kv_heads, dim]`; no copy when they lie side by side, as one sequence's mostly do."""
+def _gather(pool: Tensor | Codes, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """Pages of a pool as one `[keys, kv_heads, dim]`; no copy when they lie side by side, as one sequence's mostly do. Codes are dequantised to `dtype`."""
     if pool.device.type == "cpu":
         ids = pages.tolist()
         if ids and ids[-1] - ids[0] == len(ids) - 1 and all(b - a == 1 for a, b in pairwise(ids)):
-            return pool[ids[0] : ids[-1] + 1].flatten(0, 1)
-    return pool.index_select(0, pages).flatten(0, 1)
+            return read(pool, slice(ids[0], ids[-1] + 1), dtype).flatten(0, 1)
+    return read(pool, pages.long(), dtype).flatten(0, 1)
 
 
 # ---- forward

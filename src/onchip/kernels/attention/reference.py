@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from onchip.core.formats import read
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, Rows
 from onchip.core.scales import LARGEST, SMALLEST, Scales
@@ -51,11 +52,11 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
 
 
 def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
-    """`q [batch, len_q, heads, dim]` over the pages of each sequence."""
-    out, lse = [], []
+    """`q [batch, len_q, heads, dim]` over the pages of each sequence; quantised ones are dequantised to what is computed in."""
+    out, lse, work = [], [], torch.promote_types(q.dtype, torch.float32)
     for b, (row, pages, length) in enumerate(zip(q, cache.page_table, cache.lengths.tolist(), strict=True)):
         used = pages[: -(-length // p.page)].long()
-        k, v = (pool[used].flatten(0, 1)[:length] for pool in (cache.k, cache.v))
+        k, v = (read(pool, used, work).flatten(0, 1)[:length] for pool in (cache.k, cache.v))
         o, e = one(p, b, row, k, v, x)
         out.append(o)
         lse.append(e)
