@@ -353,14 +353,14 @@ TRITON = DECODE.kernel("triton_decode")
 @pytest.mark.parametrize("mask", [Causal(), Window(50), masks.Chunked(120)], ids=str)
 def test_any_split_is_right(splits, tile, mask, device):
     """More shares than tiles leave some shares without a key; a tile may hold many pages, or be part of one."""
-    from onchip.kernels.attention.triton_decode import Split
+    from onchip.kernels.attention.triton_decode import Shares
 
     for page in (4, 32):
         p, lengths = case([0, 201], page, len_q=2, mask=mask.static())
         q, cache = queries(p, device), paged(p, lengths, device)
         truth = onchip.paged_attention(q.double(), cache._replace(k=cache.k.double(), v=cache.v.double()), mask=mask, return_lse=True, kernel="reference")
         low = onchip.paged_attention(q, cache, mask=mask, return_lse=True, kernel="reference")
-        ours = TRITON.load()(p, Split(tile, splits, 4, 2), q, cache, Operands(p.dim**-0.5), True)
+        ours = TRITON.load()(p, Shares(tile, splits, 4, 2, False, tile, 0), q, cache, Operands(p.dim**-0.5), True)
         for mine, torchs, true in zip(ours, low, truth, strict=True):
             assert_as_good_as_torch(mine, torchs, true)
 
