@@ -67,6 +67,7 @@ def outside(field: str, allowed) -> list:
         "page": [0, 3, 4096],
         "variant": ["relu"],
         "layout": ["gptj"],
+        "kv": ["int3"],
     }
     return [value for value in odd[field] if value not in allowed]
 
@@ -383,7 +384,7 @@ def test_few_queries_share_a_tile_with_other_heads():
 VARIED = {
     "batch": 3, "len_q": 5, "len_k": 999, "heads": 16, "kv_heads": 1, "dim": 80, "rows": 64, "width": 4095, "tokens": 64, "rotary_dim": 32,
     "dtype": torch.float16, "mask": Window(9), "page": 32, "variant": "gelu", "layout": "interleaved", "norm": True, "append": False,
-    "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"),
+    "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"), "kv": "int4/32",
 }  # fmt: skip
 
 

@@ -14,6 +14,8 @@ _NAMES = {
     "onchip.core.kernel": ("Unsupported",),
     "onchip.dispatch": ("explain", "record"),
     "onchip.ops.attention": ("PagedKV", "Quantised", "attention", "attention_packed", "merge", "paged_attention", "quantise", "random_signs"),
+    "onchip.core.formats": ("Codes", "Format"),
+    "onchip.ops.formats": ("channel_scale", "quantise_cache"),
     "onchip.ops.fused": ("Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.engine.llm": ("LLM",),

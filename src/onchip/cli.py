@@ -66,6 +66,7 @@ def generate(
     kernel: Annotated[str, typer.Option(help="attention's kernel by name; it runs or says why not")] = "auto",
     max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence; default: the model's context")] = None,
     cache_gib: Annotated[float | None, typer.Option(help="memory for keys and values")] = None,
+    kv_format: Annotated[str | None, typer.Option(help="keys and values quantised: int8, e4m3, int4/32, ...")] = None,
     dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="random weights from the config alone, for benchmarks")] = False,
 ) -> None:
     """Continue prompts with a model, and say how fast and by which kernels."""
@@ -74,9 +75,8 @@ def generate(
         raise ValueError("generate: no prompt; give one as an argument, or a file with --prompt-file")
     how = onchip.SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_eos)
     with _weights_progress() as progress:
-        llm = onchip.LLM(
-            model, dtype=dtype, device=device, kernel=kernel, max_len=max_len, cache_gib=cache_gib, dummy_weights=dummy_weights, progress=progress
-        )  # fmt: skip
+        cache = {"max_len": max_len, "cache_gib": cache_gib, "kv_format": kv_format}
+        llm = onchip.LLM(model, dtype=dtype, device=device, kernel=kernel, **cache, dummy_weights=dummy_weights, progress=progress)
     alone = len(texts) == 1
     chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat
     if llm.tokenizer is None and dummy_weights:  # a config alone: the words stand for random tokens

@@ -30,9 +30,9 @@ def test_pages_for(tokens, pages):
     assert pool().pages_for(tokens) == pages
 
 
-@pytest.mark.parametrize(("pages", "page"), [(0, 4), (-1, 4), (4, 0), (4, 3), (4, -4)])
+@pytest.mark.parametrize(("pages", "page"), [(0, 4), (-1, 4), (4, 0), (4, -4)])
 def test_a_pool_that_cannot_be(pages, page):
-    with pytest.raises(ValueError, match=f"PagePool: {pages} pages of {page} tokens; give at least one page, of a power of two of tokens"):
+    with pytest.raises(ValueError, match=f"PagePool: {pages} pages of {page} tokens; give at least one page, of at least one token"):
         pool(pages, page)
 
 

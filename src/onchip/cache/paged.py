@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from onchip.core.formats import Codes, Format
+
 
 class OutOfPages(RuntimeError):
     """The pool has too few free pages; nothing was taken and nothing was lost."""
@@ -26,14 +28,31 @@ class PageList:
 class PagePool:
     """Pages of keys and values.
 
-    k, v    [layers, pages, page, kv_heads, dim]; a free page may hold anything.
+    k, v    [layers, pages, page, kv_heads, dim], or quantised uint8 [layers, pages, bytes of a page]; a free page may hold anything. `layer(i)`: as
+            `PagedKV` and `Append` have them.
+
+    format    of quantised keys and values (`Format`, or its text: "int8", "int4/32"); None: they are in `dtype`.
+    channel   float32 [layers, kv_heads, dim]: what keys are divided by before they are quantised, see `channel_scale`.
     """
 
-    def __init__(self, layers: int, pages: int, page: int, kv_heads: int, dim: int, *, dtype: torch.dtype, device: torch.device):
-        if pages < 1 or page < 1 or page & (page - 1):
-            raise ValueError(f"PagePool: {pages} pages of {page} tokens; give at least one page, of a power of two of tokens")
-        self.page = page
-        self.k, self.v = (torch.empty(layers, pages, page, kv_heads, dim, dtype=dtype, device=device) for _ in range(2))
+    def __init__(
+        self, layers: int, pages: int, page: int, kv_heads: int, dim: int, *, dtype: torch.dtype, device: torch.device,
+        format: Format | str | None = None, channel: Tensor | None = None,
+    ):  # fmt: skip
+        if pages < 1 or page < 1:
+            raise ValueError(f"PagePool: {pages} pages of {page} tokens; give at least one page, of at least one token")
+        if channel is not None and (format is None or channel.shape != (layers, kv_heads, dim) or channel.dtype != torch.float32):
+            given = f"{channel.dtype} {list(channel.shape)} beside format {format}"
+            raise ValueError(f"PagePool: channel is {given}; give float32 [{layers}, {kv_heads}, {dim}] beside a format, or None")
+        self.page, self.format = page, None if format is None else Format.of(format)
+        if self.format is None:
+            self.k, self.v = (torch.empty(layers, pages, page, kv_heads, dim, dtype=dtype, device=device) for _ in range(2))
+            self._layers = list(zip(self.k, self.v, strict=True))
+        else:
+            form, sizes = self.format, (page, kv_heads, dim)
+            self.k, self.v = (torch.empty(layers, pages, form.page_bytes(*sizes), dtype=torch.uint8, device=device) for _ in range(2))
+            channels = [None] * layers if channel is None else channel.to(device)
+            self._layers = [(Codes.over(k, form, sizes, c), Codes.over(v, form, sizes)) for k, v, c in zip(self.k, self.v, channels, strict=True)]
         self._free = list(range(pages))  # a heap: low pages first, so that one sequence's pages mostly lie side by side
         self._used: set[int] = set()
 
@@ -52,8 +71,12 @@ class PagePool:
         return len(self._used) * self.k[:, :1].nbytes * 2
 
     @staticmethod
-    def bytes_per_page(layers: int, page: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
-        return 2 * layers * page * kv_heads * dim * dtype.itemsize
+    def bytes_per_page(layers: int, page: int, kv_heads: int, dim: int, dtype: torch.dtype, format: Format | str | None = None) -> int:
+        return 2 * layers * (page * kv_heads * dim * dtype.itemsize if format is None else Format.of(format).page_bytes(page, kv_heads, dim))
+
+    def layer(self, i: int) -> tuple[Tensor, Tensor] | tuple[Codes, Codes]:
+        """Keys and values of a layer, [pages, page, kv_heads, dim]."""
+        return self._layers[i]
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""

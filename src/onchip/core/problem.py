@@ -142,7 +142,10 @@ class Rows(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """Rotary embedding of packed queries and keys `[tokens, (heads + 2 kv_heads) dim]`, with QK-norm and the cache write."""
+    """Rotary embedding of packed queries and keys `[tokens, (heads + 2 kv_heads) dim]`, with QK-norm and the cache write.
+
+    kv   the format of the cache where it is quantised (`str(Format)`), "" where it is in `dtype`.
+    """
 
     op: str
     tokens: int
@@ -154,9 +157,10 @@ class Rope(NamedTuple):
     layout: str
     norm: bool
     append: bool
+    kv: str = ""
 
     def __str__(self):
-        extras = ["qk-norm"] * self.norm + ["append"] * self.append
+        extras = ["qk-norm"] * self.norm + ["append"] * self.append + [f"kv {self.kv}"] * bool(self.kv)
         return " ".join(
             [
                 f"{self.op} T{self.tokens} h{self.heads}/{self.kv_heads} d{self.dim} r{self.rotary_dim}",

@@ -11,6 +11,7 @@ import torch
 from onchip import dispatch
 from onchip.cache.paged import OutOfPages, PagePool
 from onchip.core import device as devices
+from onchip.core.formats import Format
 from onchip.core.kernel import Unsupported
 from onchip.core.problem import DTYPES, SHORT
 from onchip.engine.request import Completion, Request, SamplingParams, StopText
@@ -49,6 +50,7 @@ class LLM:
     device        "cuda", "cuda:1", "cpu"; None: a GPU if there is one.       kernel   forces attention's kernel by name.
     max_len       most tokens of a sequence; None: the model's context.       max_batch   sequences that run at once.
     cache_gib     memory for keys and values; None: 80% of what is free on a GPU, at most 2 GiB on a CPU.
+    kv_format     what keys and values are quantised to as they are written: "int8", "e4m3", "int4/32", ... (see `Format`); None: they stay in dtype.
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
 
     Raises ModelError for a model that cannot be read, ValueError for a device or dtype there is none of, OutOfPages for a
@@ -65,10 +67,12 @@ class LLM:
         max_len: int | None = None,
         max_batch: int = 64,
         cache_gib: float | None = None,
+        kv_format: str | None = None,
         dummy_weights: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ):
         _check_sizes(max_len, max_batch, cache_gib)
+        kv_format = None if kv_format is None else Format.of(kv_format)
         self.device = _device(device)
         path = weights.locate(model)
         self.config = ModelConfig.read(weights.read_config(path))
@@ -84,7 +88,7 @@ class LLM:
             self.model.load(weights.tensors(path, self.dtype, progress))
         self.model.prepare(self.max_len)
         self.model.kernel = kernel
-        self.pool = self._pool(cache_gib, max_batch)
+        self.pool = self._pool(cache_gib, max_batch, kv_format)
         self.runner = Runner(self.model, self.pool, max_batch, self.max_len)
         self.scheduler = Scheduler(self.pool, max_batch, max_prefill=max(self.max_len, 16384))
         self.stats = Stats()
@@ -174,10 +178,10 @@ class LLM:
         text = StopText(Stream(self.tokenizer) if self.tokenizer else _NoText(), params.stop)
         return Request(ids, params, seed, min(params.max_tokens, self.max_len - len(ids)), text)
 
-    def _pool(self, cache_gib: float | None, max_batch: int) -> PagePool:
+    def _pool(self, cache_gib: float | None, max_batch: int, kv_format: Format | None) -> PagePool:
         """The page pool for `cache_gib`, or for what the device can spare, and no larger than `max_batch` full sequences need."""
         c, page = self.config, 16
-        each = PagePool.bytes_per_page(c.layers, page, c.kv_heads, c.dim, self.dtype)
+        each = PagePool.bytes_per_page(c.layers, page, c.kv_heads, c.dim, self.dtype, kv_format)
         if cache_gib is not None:
             budget = int(cache_gib * GIB)
         elif self.device.type == "cuda":
@@ -188,7 +192,7 @@ class LLM:
         if pages < 1:
             raise OutOfPages(f"cache_gib {budget / GIB:.3g} holds no page of {page} tokens ({each / GIB:.3g} GiB); give at least {each / GIB:.3g}")
         try:
-            return PagePool(c.layers, pages, page, c.kv_heads, c.dim, dtype=self.dtype, device=self.device)
+            return PagePool(c.layers, pages, page, c.kv_heads, c.dim, dtype=self.dtype, device=self.device, format=kv_format)
         except RuntimeError as error:  # torch's allocators: out of memory
             raise OutOfPages(f"{pages * each / GIB:.1f} GiB for the cache are not to be had on {self.device}; give a smaller cache_gib ({error})") from error
 

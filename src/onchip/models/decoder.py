@@ -71,7 +71,7 @@ class Decoder:
         residual = self._embed(step.tokens)
         x = self.layers[0].norm_in(residual)
         for i, layer in enumerate(self.layers):
-            append = Append(pool.k[i], pool.v[i], step.slots)
+            append = Append(*pool.layer(i), step.slots)
             q, k, v = rope_append(layer.qkv(x), layer.rope, step.positions, (c.heads, c.kv_heads), layout=c.rope_layout, norm=layer.qk_norm, append=append)
             x = layer.norm_attended(layer.out(self._attend(i, q, k, v, step, pool)))
             x, residual = layer.norm_mlp(x, residual)
@@ -90,7 +90,7 @@ class Decoder:
         if step.offsets is not None:
             kernel = self.kernel if self.kernel not in ("triton_decode", "hopper_paged") else "auto"
             return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=kernel).flatten(1)
-        cache = PagedKV(pool.k[i], pool.v[i], step.page_table, step.lengths)
+        cache = PagedKV(*pool.layer(i), step.page_table, step.lengths)
         kernel = self.kernel if self.kernel not in ("triton_prefill", "hopper_prefill") else "auto"
         return paged_attention(q[:, None], cache, **how, kernel=kernel).flatten(1)
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.formats import Codes, Format
 from onchip.core.problem import Rope, Rows
 from onchip.dispatch import select
 
@@ -24,13 +25,12 @@ class QKNorm(NamedTuple):
 class Append(NamedTuple):
     """Where new keys and values go: the pages `[pages, page, kv_heads, dim]` of one layer, and a slot for each token.
 
+    k, v    in qkv's dtype, or `Codes` of one format: what is written is then quantised. Equal strides, the last one 1.
     slots   [tokens] int64: `page index * page size + offset`; a token with slot -1 is not written.
-
-    k and v have equal strides, and their pages lie one after the other (`k.view(-1, kv_heads, dim)` is possible).
     """
 
-    k: Tensor
-    v: Tensor
+    k: Tensor | Codes
+    v: Tensor | Codes
     slots: Tensor
 
 
@@ -113,12 +113,13 @@ def rope_append(
 
     heads    (heads, kv_heads).        table   `rope_table(...)`: cosines of the first half of its columns, then sines.
     layout   "neox" pairs element i with i + rotary_dim / 2, "interleaved" 2i with 2i + 1; elements past rotary_dim stay.
+    append   a cache to write to. A quantised one gets the codes of the keys (rotated, in qkv's dtype) and of the values.
     Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of `qkv`, whose rows must be contiguous.
     """
     num_q, num_kv = heads
     tokens, packed = qkv.shape
     if torch.compiler.is_compiling():
-        torch.ops.onchip.rope_append(qkv, table, positions, num_q, num_kv, layout, *(norm or (None, None, 0.0, 0.0)), *(append or (None, None, None)), kernel)
+        torch.ops.onchip.rope_append(qkv, table, positions, num_q, num_kv, layout, *(norm or (None, None, 0.0, 0.0)), *_pages(append), kernel)
         return qkv.view(tokens, num_q + 2 * num_kv, -1).split((num_q, num_kv, num_kv), 1)
     if packed % (num_q + 2 * num_kv):
         raise ValueError(f"rope_append: qkv has width {packed}, not a multiple of {num_q} + 2 x {num_kv} heads")
@@ -127,10 +128,28 @@ def rope_append(
     dim = packed // (num_q + 2 * num_kv)
     if table.shape[-1] > dim or table.shape[-1] % 2:
         raise ValueError(f"rope_append: table has {table.shape[-1]} columns; give an even number of at most {dim}")
-    problem = Rope("rope_append", tokens, num_q, num_kv, dim, table.shape[-1], qkv.dtype, layout, norm is not None, append is not None)
+    kv = "" if append is None else _check_append(append, num_kv, dim, qkv)
+    problem = Rope("rope_append", tokens, num_q, num_kv, dim, table.shape[-1], qkv.dtype, layout, norm is not None, append is not None, kv)
     select(problem, qkv.device, kernel).launch(qkv, table, positions, norm, append)
     q, k, v = qkv.view(tokens, num_q + 2 * num_kv, dim).split((num_q, num_kv, num_kv), 1)
     return q, k, v
+
+
+def _check_append(append: Append, kv_heads: int, dim: int, qkv: Tensor) -> str:
+    """The format of the cache, "" if it is not quantised; raises where it is none of this call."""
+    k, v = append.k, append.v
+    if isinstance(k, Codes) != isinstance(v, Codes) or (isinstance(k, Codes) and k.format != v.format):
+        kinds = [str(t.format) if isinstance(t, Codes) else str(t.dtype) for t in (k, v)]
+        raise ValueError(f"rope_append: k is {kinds[0]}, v {kinds[1]}; give both as Codes of one format, or both as tensors")
+    for name, t in (("k", k), ("v", v)):
+        if t.ndim != 4 or tuple(t.shape[2:]) != (kv_heads, dim) or t.shape[:2] != k.shape[:2] or t.device != qkv.device:
+            raise ValueError(f"rope_append: append.{name} is {list(t.shape)} on {t.device}; give [pages, page, {kv_heads}, {dim}] on {qkv.device}")
+    if not isinstance(k, Codes):
+        if not k.dtype == v.dtype == qkv.dtype:
+            raise ValueError(f"rope_append: append.k is {k.dtype}, append.v {v.dtype}, qkv {qkv.dtype}; they must be of one dtype, or the cache of Codes")
+        return ""
+    k.format.groups(dim)
+    return str(k.format)
 
 
 def sample(
@@ -170,15 +189,26 @@ def _gated_act(x: Tensor, act: str, kernel: str) -> Tensor:
     return gated_act(x, act, kernel=kernel)
 
 
-@torch.library.custom_op("onchip::rope_append", mutates_args=("qkv", "k", "v"))
+@torch.library.custom_op("onchip::rope_append", mutates_args=("qkv", "k", "v", "k_scale", "k_zero", "v_scale", "v_zero"))
 def _rope_append(
     qkv: Tensor, table: Tensor, positions: Tensor, heads: int, kv_heads: int, layout: str,
     q_norm: Tensor | None, k_norm: Tensor | None, eps: float, offset: float,
-    k: Tensor | None, v: Tensor | None, slots: Tensor | None, kernel: str,
+    k: Tensor | None, v: Tensor | None, slots: Tensor | None,
+    form: str, k_scale: Tensor | None, k_zero: Tensor | None, v_scale: Tensor | None, v_zero: Tensor | None, channel: Tensor | None, kernel: str,
 ) -> None:  # fmt: skip
     norm = None if q_norm is None else QKNorm(q_norm, k_norm, eps, offset)
+    if form:
+        k, v = Codes(k, k_scale, k_zero, Format.of(form), channel), Codes(v, v_scale, v_zero, Format.of(form))
     append = None if k is None else Append(k, v, slots)
     rope_append(qkv, table, positions, (heads, kv_heads), layout=layout, norm=norm, append=append, kernel=kernel)
+
+
+def _pages(append: Append | None) -> tuple:
+    """k, v, slots; then the format, scales and zeros of quantised ones."""
+    if append is None or not isinstance(append.k, Codes):
+        return *(append or (None, None, None)), "", None, None, None, None, None
+    k, v, slots = append
+    return k.codes, v.codes, slots, str(k.format), k.scale, k.zero, v.scale, v.zero, k.channel
 
 
 @torch.library.custom_op("onchip::sample", mutates_args=())

@@ -5,6 +5,7 @@ import torch
 
 from offline import compile_for
 from onchip.core.device import gpu
+from onchip.core.formats import Format
 from onchip.core.problem import Rope, Rows
 from onchip.kernels.fused import logits, mlp, norm, rope
 
@@ -56,15 +57,24 @@ def test_mlp(problem, arch):
         for heads, kv_heads, dim, rotary, dtype in ((32, 8, 128, 128, BF16), (9, 3, 64, 64, FP32), (32, 32, 96, 32, BF16))
         for layout in ("neox", "interleaved")
         for norm in (False, True)
+    ]
+    + [
+        Rope("rope_append", 512, 32, 8, 128, 128, BF16, layout, False, True, kv)
+        for kv, layout in (("e4m3", "neox"), ("e5m2", "interleaved"), ("int8", "neox"), ("int8/64", "interleaved"), ("int4", "neox"), ("int4/32", "neox"))
     ],
     ids=str,
 )
 def test_rope(problem, arch):
     tiles = rope.configs(problem, GPUS[arch])[0]
-    signature = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr", "k_cache_ptr", "v_cache_ptr"), POINTER[problem.dtype])
-    signature |= {"table_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64", "eps": "fp32", "offset": "fp32"}
-    strides = ("token_stride", "table_stride", "slot_stride", "head_stride")
-    signature |= dict.fromkeys(("num_q", "num_kv", *strides), "i32")
+    form = Format.of(problem.kv) if problem.kv else None
+    signature = dict.fromkeys(("qkv_ptr", "q_weight_ptr", "k_weight_ptr"), POINTER[problem.dtype])
+    signature |= dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*u8" if form else POINTER[problem.dtype])
+    scales, zeros = ("k_scale_ptr", "v_scale_ptr"), ("k_zero_ptr", "v_zero_ptr")
+    signature |= dict.fromkeys((*scales, *zeros), "*bf16")
+    signature |= {"table_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i64", "channel_ptr": "*fp32", "eps": "fp32", "offset": "fp32"}
+    strides = ("token_stride", "table_stride", "page_stride", "slot_stride", "head_stride", "scale_page_stride")
+    signature |= dict.fromkeys(("num_q", "num_kv", "page", *strides, "scale_slot_stride", "scale_head_stride"), "i32")
+    absent = (*(() if form else scales), *(() if form and form.has_zero else zeros), "channel_ptr", *(() if problem.norm else ("q_weight_ptr", "k_weight_ptr")))
     constexprs = {
         "NORM": problem.norm,
         "APPEND": problem.append,
@@ -73,10 +83,13 @@ def test_rope(problem, arch):
         "DIM": problem.dim,
         "PAIRS": rope.pairs(problem),
         "HEADS": tiles.heads,
-    } | ({} if problem.norm else {"q_weight_ptr": None, "k_weight_ptr": None})
+        "FORMAT": form.name if form else "",
+        "GROUPS": form.groups(problem.dim) if form else 1,
+        "LARGEST": form.largest if form else 1.0,
+    } | dict.fromkeys(absent)
     facts = compile_for(rope._rope_append, signature, constexprs, arch, tiles.warps, aligned=strides)
     check(facts, arch)
-    assert problem.norm or facts.shared == 0, "the elements of a pair met in shared memory, not in a thread"
+    assert problem.norm or form or facts.shared == 0, "the elements of a pair met in shared memory, not in a thread"
 
 
 @everywhere

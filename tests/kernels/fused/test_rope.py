@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from judge import assert_as_good_as_torch, poisoned
+from onchip.core.device import gpu
+from onchip.core.formats import FORMATS, Codes, Format, encode, fit
 from onchip.core.problem import Rope
 from onchip.kernels.fused import ROPE_APPEND
 from onchip.ops.fused import Append, QKNorm, rope_append
@@ -81,6 +83,25 @@ def head_norm(x, weight, norm):
         wide = torch.promote_types(x.dtype, FP32)
         return (F.rms_norm(x.to(wide), weight.shape, None, norm.eps) * (norm.offset + weight.to(wide))).type_as(x)
     return F.rms_norm(x, weight.shape, weight, norm.eps)
+
+
+def page_strides(pool, order):
+    """A pool [pages, page, kv_heads, columns], whose memory has the heads of a page before its tokens where `order` is "HND"."""
+    return pool if order == "NHD" else torch.empty_like(pool.transpose(1, 2), memory_format=torch.contiguous_format).copy_(pool.transpose(1, 2)).transpose(1, 2)
+
+
+def quantised(p, order, channel, device):
+    """Codes of NaN for keys and values, with pages of PAGE + 1 tokens: no power of two. "NHD": as `PagePool` has them; "HND": three tensors."""
+    form, page, pages = Format.of(p.kv), PAGE + 1, (p.tokens + 7) // PAGE + 1
+    sizes = (page, p.kv_heads, p.dim)
+    storage = [torch.full((pages, form.page_bytes(*sizes)), 0xFF, dtype=torch.uint8, device=device) for _ in range(2)]
+    channel = torch.rand(p.kv_heads, p.dim, device=device) + 0.5 if channel else None
+    k, v = Codes.over(storage[0], form, sizes, channel), Codes.over(storage[1], form, sizes)
+    if order == "HND":
+        k, v = (t._replace(**{f: page_strides(getattr(t, f), order) for f in ("codes", "scale", "zero") if getattr(t, f) is not None}) for t in (k, v))
+    slots = torch.randperm(pages * page, device=device)[: p.tokens]
+    slots[1::3] = -1
+    return Append(k, v, slots)
 
 
 def double(norm):
@@ -188,3 +209,113 @@ def test_wrong_arguments(device):
             rope_append(*arguments)
     with pytest.raises(ValueError, match="gptj"):
         rope_append(qkv, table, positions, (2, 1), layout="gptj")
+
+
+# ---- quantised caches
+
+SIZES = (  # tokens, heads, kv_heads, dim, rotary_dim, dtype
+    (5, 3, 2, 64, 64, BF16),
+    (4, 2, 1, 128, 128, FP32),
+    (3, 2, 2, 128, 64, FP16),  # the rest is not rotated: halves are not pairs
+    (3, 3, 1, 192, 192, BF16),  # no power of two
+    (2, 1, 1, 80, 80, FP32),
+    (3, 2, 1, 63, 20, FP32),
+)
+QUANTISED = [
+    Rope("rope_append", *size, layout, norm, True, kv)
+    for size in SIZES
+    for kv in fit(size[3])
+    for layout, norm in (("neox", True), ("interleaved", False))
+    if not ("/64" in kv and size[3] == 192) and (size[3] == 64 or layout == "neox" or "/32" in kv)
+]  # fmt: skip
+
+
+def check_codes(append, k, v):
+    """Every slot given holds the codes of its key and value as they came back, and the rest of the pages the bytes it held before."""
+    kept = append.slots >= 0
+    for cache, new in ((append.k, k), (append.v, v)):
+        page = cache.shape[1]
+        at = append.slots[kept] // page, append.slots[kept] % page
+        ours = [t[at] if t.dtype.itemsize > 1 else t.view(torch.uint8)[at] for t in cache.tensors]
+        right = [t[kept] if t.dtype.itemsize > 1 else t.view(torch.uint8)[kept] for t in encode(new, cache.format, cache.channel) if t is not None]
+        for scale, oracle in zip(ours[1:], right[1:], strict=True):
+            assert torch.equal(bits(scale), bits(oracle))
+        differ = (ours[0] != right[0]).float().mean()
+        assert differ <= 1e-3, f"{differ:.1%} of the codes differ"  # ties, where a GPU multiplies and adds at once
+        for t in cache.tensors:
+            rest = t.view(torch.uint8).clone()
+            rest[at] = 0xFF
+            assert (rest == 0xFF).all(), "wrote to slots that were not given"
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("problem", QUANTISED, ids=str)
+def test_quantised(problem, kernel, device):
+    p, order, channel = problem, *(("NHD", False) if problem.layout == "interleaved" else ("HND", True) if problem.heads == 3 else ("NHD", True))
+    qkv, table, positions, norm, _ = inputs(p._replace(append=False), device)
+    append = quantised(p, order, channel, device)
+    again = qkv.clone()
+    q, k, v = rope_append(qkv, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=norm, append=append, kernel=kernel)
+    check_codes(append, k, v)
+    plain = rope_append(again, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=norm, kernel=kernel)
+    for ours, right in zip((q, k, v), plain, strict=True):
+        assert torch.equal(bits(ours), bits(right))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in the interpreter
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kv", ["e4m3/32", "e5m2", "int8", "int4/32"])
+def test_quantised_zeros_constants_and_what_is_not_finite(kernel, kv, device):
+    p = Rope("rope_append", 8, 1, 1, 64, 64, FP32, "neox", False, True, kv)
+    qkv, table, _, _, _ = inputs(p._replace(append=False), device)
+    table[0] = torch.cat((torch.ones(32), torch.zeros(32)))  # no rotation
+    append = quantised(p, "NHD", False, device)._replace(slots=torch.arange(8, device=device))
+    new = qkv.unflatten(1, (3, 64))[:, 1:]
+    new[0] = 0.0
+    new[1] = 0.1234
+    new[2, :, 3], new[3, :, 3], new[4, :, 3] = torch.nan, torch.inf, -torch.inf
+    new[5] *= 1e-42
+    new[6] *= 1e30
+    rope_append(qkv, table, torch.zeros(8, dtype=torch.int64, device=device), (1, 1), append=append, kernel=kernel)
+    for n, cache in enumerate((append.k, append.v)):
+        got, group = cache.of(slice(0, 2)).dequantised().flatten(0, 1)[:8, 0], 32 if "/" in kv and n else 64  # a key's pairs have spread it
+        assert (got[0] == 0).all()
+        assert got[2:5, :group].isnan().all() and got[2:5, group:].isfinite().all() and got[[0, 1, 5, 6, 7]].isfinite().all()
+        rest = torch.tensor([1, 5, 6, 7], device=device)
+        assert ((got - new[:, n])[rest].abs().amax(-1) <= new[rest, n].abs().amax(-1) * 2 / 15 + 1e-36).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_pages_with_heads_before_tokens(kernel, device):
+    p = Rope("rope_append", 5, 2, 2, 32, 32, FP32, "neox", False, True)
+    qkv, table, positions, _, append = inputs(p, device)
+    append = append._replace(**{name: page_strides(pool, "HND") for name, pool in (("k", append.k), ("v", append.v))})
+    _, k, v = rope_append(qkv, table, positions, (2, 2), append=append, kernel=kernel)
+    for pages, new in ((append.k, k), (append.v, v)):
+        right, kept = torch.full_like(pages, torch.nan, memory_format=torch.contiguous_format), append.slots >= 0
+        right.flatten(0, 1)[append.slots[kept]] = new[kept]
+        assert not pages.is_contiguous() and torch.equal(bits(pages), bits(right))
+
+
+def test_wrong_caches(device):
+    p = Rope("rope_append", 2, 2, 1, 32, 32, FP32, "neox", False, True, "int8")
+    qkv, table, positions, _, _ = inputs(p._replace(append=False), device)
+    append = quantised(p, "NHD", False, device)
+    other = quantised(p._replace(kv="e4m3"), "NHD", False, device)
+    for wrong, message in (
+        (append._replace(v=other.v), "k is int8, v e4m3; give both as Codes of one format"),
+        (append._replace(v=torch.zeros(append.v.shape)), "k is int8, v torch.float32; give both"),
+        (Append(*(torch.zeros(3, 4, 1, 32, dtype=BF16),) * 2, append.slots), "append.k is torch.bfloat16.*of one dtype"),
+        (Append(*(torch.zeros(3, 4, 2, 32),) * 2, append.slots), r"append.k is \[3, 4, 2, 32\].*give \[pages, page, 1, 32\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rope_append(qkv, table, positions, (2, 1), append=wrong)
+
+
+def test_a_format_for_every_group_that_a_half_holds():
+    """192 columns in int4/64 are three groups, one of which lies in both halves: refused in words, and plain torch takes it."""
+    triton = ROPE_APPEND.kernels[0]
+    p = Rope("rope_append", 2, 2, 1, 192, 192, FP32, "neox", False, True, "int4/64")
+    assert "3 groups of a head of 192 in format int4/64" in " ".join(triton.refuses(p, gpu("H200")))
+    assert not triton.refuses(p._replace(kv="int4/32"), gpu("H200"))
+    assert {str(form) for form in FORMATS} == set(fit(192))

@@ -42,6 +42,7 @@ from onchip.kernels.attention.dequantised import backward_from_e4m3, prefill_fro
 TILE = {"cpu": (128, 256)}  # rows and keys of a tile of our own products; on a CPU 64 to 512 of either are within a tenth
 MOST_TILE = (512, 1024)  # on a GPU, where a launch costs more than a miss
 SCORES = 64  # tiles, of all sequences and heads, that go together
+DEQUANTISED = 512  # keys of a quantised cache that go together
 FUSED_ROWS = (64, 768)  # queries of a call of torch's kernel with a band, from few (windows) to many (it packs the keys anew in each call)
 FUSED_TRACED = 2048  # of one with another mask, at most
 FUSED_MASK = 1 << 22  # elements of the mask of such a call
@@ -115,16 +116,39 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
     for b, length in enumerate(cache.lengths.tolist()):
         row = band.shift(p.len_q, length)
         seen = band.keys(row, row + p.len_q - 1, length)
-        pages = slice(seen.start // p.page, -(-seen.stop // p.page))
-        skip = pages.start * p.page
-        k, v = (_gather(pool, cache.page_table[b, pages], q.dtype)[None, seen.start - skip : seen.stop - skip].transpose(1, 2) for pool in (cache.k, cache.v))
         near = q[b : b + 1].transpose(1, 2)
         if one_row and seen:
-            found, found_lse = _fused(p, x, None, *(_fit(t, p) for t in (near, k, v)))
+            found, found_lse = _one_row(p, x, near, cache, b, seen)
         else:
-            found, found_lse = _forward(p, x, Part(slice(b, b + 1), None, None, p.len_q, length, seen.start), near, k, v)
+            part = Part(slice(b, b + 1), None, None, p.len_q, length, seen.start)
+            found, found_lse = _forward(p, x, part, near, *(_keys(p, pool, cache.page_table[b], seen, q.dtype) for pool in cache[:2]))
         out[b], lse[b] = found[0, ..., : p.value_dim].transpose(0, 1), found_lse[0]
     return (out, lse) if return_lse else out
+
+
+def _one_row(p: Attention, x: Operands, q: Tensor, cache, b: int, seen: range) -> tuple[Tensor, Tensor]:
+    """A query that sees all keys of `seen`; quantised keys some at a time, which stay in a core's cache between their numbers and the product."""
+    step = max(1, DEQUANTISED // p.page) * p.page if p.kv else seen.stop
+    plain, first = x._replace(sinks=None), seen.start // step * step
+    out = lse = None
+    for start in range(first, seen.stop, step):
+        keys = range(max(start, seen.start), min(start + step, seen.stop))
+        k, v = (_keys(p, pool, cache.page_table[b], keys, q.dtype) for pool in cache[:2])
+        part, part_lse = _fused(p, plain, None, *(_fit(t, p) for t in (q, k, v)))
+        if out is None:
+            out, lse = part, part_lse
+        else:
+            total = torch.logaddexp(lse, part_lse)
+            out = out * (lse - total).exp_()[..., None] + part * (part_lse - total).exp_()[..., None]
+            lse = total
+    return _with_sinks(x, out, lse)
+
+
+def _keys(p: Attention, pool: Tensor | Codes, pages: Tensor, keys: range, dtype: torch.dtype) -> Tensor:
+    """Some keys of a sequence with these pages, [1, kv_heads, keys, dim]."""
+    near = slice(keys.start // p.page, -(-keys.stop // p.page))
+    skip = near.start * p.page
+    return _gather(pool, pages[near], dtype)[None, keys.start - skip : keys.stop - skip].transpose(1, 2)
 
 
 def _gather(pool: Tensor | Codes, pages: Tensor, dtype: torch.dtype) -> Tensor:
@@ -431,11 +455,15 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     if mask is not None and not (some := lse.abs() > 0).all():  # torch's kernel gives a row that sees no key 0 and LSE 0, or NaN if it holds NaN
         blind = ~some & (mask.amax(-1) == -torch.inf)
         lse, out = lse.masked_fill(blind, -torch.inf), out.masked_fill(blind[..., None], 0.0)
-    if x.sinks is not None:
-        total = torch.logaddexp(lse, x.sinks.to(lse.dtype)[:, None])
-        out = (out * (lse - total.masked_fill(total == -torch.inf, 0.0)).exp()[..., None]).to(q.dtype)
-        lse = total
-    return out, lse
+    return _with_sinks(x, out, lse)
+
+
+def _with_sinks(x: Operands, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and LSE where a logit of each head joins the sum."""
+    if x.sinks is None:
+        return out, lse
+    total = torch.logaddexp(lse, x.sinks.to(lse.dtype)[:, None])
+    return (out * (lse - total.masked_fill(total == -torch.inf, 0.0)).exp()[..., None]).to(out.dtype), total
 
 
 def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, lse) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,11 +2,13 @@
 
 import torch
 
+from onchip.core.formats import FORMATS, Format
 from onchip.core.kernel import Kernel, Op
 from onchip.core.problem import Cost, Rope, Rows
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
+KV = ("", *map(str, FORMATS))
 
 
 def _rms_norm(p: Rows) -> Cost:
@@ -21,9 +23,18 @@ def _gated_act(p: Rows) -> Cost:
 
 
 def _rope_append(p: Rope) -> Cost:
-    """q and k read and written, v read when it is appended; appending writes k and v once more. The table is read once a token."""
-    moved = 2 * (p.heads + p.kv_heads) + (3 * p.kv_heads if p.append else 0)
-    return Cost(6 * p.tokens * (p.heads + p.kv_heads) * p.dim, p.tokens * (moved * p.dim * p.dtype.itemsize + 4 * p.rotary_dim))
+    """q and k read and written, v read when it is appended; appending writes k and v once more, or their codes. The table is read once a token."""
+    head = p.dim * p.dtype.itemsize
+    appended = p.append * p.kv_heads * (head + 2 * (Format.of(p.kv).bytes(p.dim) if p.kv else head))
+    return Cost(6 * p.tokens * (p.heads + p.kv_heads) * p.dim, p.tokens * (2 * (p.heads + p.kv_heads) * head + appended + 4 * p.rotary_dim))
+
+
+def _group_in_a_half(p: Rope) -> str | None:
+    """A program has both halves of a head apart, as pairs and int4 have them."""
+    groups = Format.of(p.kv).groups(p.dim) if p.kv else 1
+    return (
+        f"{groups} groups of a head of {p.dim} in format {p.kv}, of one or an even number: one would lie in both halves" if groups > 1 and groups % 2 else None
+    )
 
 
 def _sample(p: Rows) -> Cost:
@@ -31,13 +42,13 @@ def _sample(p: Rows) -> Cost:
     return Cost(4 * p.rows * p.width, p.rows * p.width * p.dtype.itemsize)
 
 
-def _family(op: str, file: str, accepts: dict, cost) -> Op:
+def _family(op: str, file: str, accepts: dict, cost, also: tuple = ()) -> Op:
     """A Triton kernel, and plain torch under it."""
     return Op(
         op,
         cost,
         (
-            Kernel(f"triton_{file}", f"onchip.kernels.fused.{file}:launch", GPUS, {"dtype": FLOATS, **accepts}),
+            Kernel(f"triton_{file}", f"onchip.kernels.fused.{file}:launch", GPUS, {"dtype": FLOATS, **accepts}, also),
             Kernel("reference", f"onchip.kernels.fused.reference:{op}", portable=True),
         ),
     )
@@ -45,7 +56,7 @@ def _family(op: str, file: str, accepts: dict, cost) -> Op:
 
 RMS_NORM = _family("rms_norm", "norm", {"width": range(1, (1 << 16) + 1)}, _rms_norm)
 GATED_ACT = _family("gated_act", "mlp", {"variant": ("silu", "gelu", "gelu_tanh")}, _gated_act)
-ROPE_APPEND = _family("rope_append", "rope", {"dim": range(2, 513), "layout": ("neox", "interleaved")}, _rope_append)
+ROPE_APPEND = _family("rope_append", "rope", {"dim": range(2, 513), "layout": ("neox", "interleaved"), "kv": KV}, _rope_append, (_group_in_a_half,))
 SAMPLE = _family("sample", "logits", {"width": range(1, (1 << 20) + 1)}, _sample)
 
 OPS = (RMS_NORM, GATED_ACT, ROPE_APPEND, SAMPLE)

@@ -56,7 +56,10 @@ def rope_append(problem: Rope, config: None, qkv: Tensor, table: Tensor, positio
         if not kept.all():
             slots, k, v = slots[kept], k[kept], v[kept]
         for pages, new in ((append.k, k), (append.v, v)):
-            pages.view(-1, p.kv_heads, p.dim).index_copy_(0, slots, new)
+            if p.kv:
+                pages.put(slots, new)
+            else:
+                pages[slots // pages.shape[1], slots % pages.shape[1]] = new
 
 
 def sample(problem: Rows, config: None, logits: Tensor, how) -> Tensor:

@@ -1,10 +1,12 @@
 """Rotary embedding in place on packed queries and keys, with QK-norm before it and the cache write after it.
 
     (a, b) -> (a cos - b sin, b cos + a sin)        for the pairs of the first rotary_dim elements of a head; the rest stays
+    x -> codes, scale, zero                         of keys and values on their way to a quantised cache, see `core/formats.py`
 
-A program takes some heads of one token, and a thread both elements of a pair, so nothing is exchanged but the sum of the
-norm. The program that rotates a key head also copies its value head. Each byte moves once: q and k read and written, v
-read, k and v written to the cache.
+A program takes some heads of one token, of queries, keys or values alike, and a thread both elements of a pair, so nothing is
+exchanged but the sum of the norm and the ends of a group. Each byte moves once: q and k read and written, v read, k and v
+written to the cache. What a quantised cache gets are the two halves of each head side by side, as int4 packs them; where pairs
+are others (interleaved, or a part rotated) they are read again as they were written.
 """
 
 from typing import NamedTuple
@@ -13,11 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from onchip.core import formats
 from onchip.core.device import Device
+from onchip.core.formats import Codes, Format
 from onchip.core.problem import Rope
 
 TILE = 2048  # elements of a program
 THREAD = 16  # elements of a thread: two 16-byte loads of bf16
+TINY = tl.constexpr(formats.TINY)
 
 
 class Tiles(NamedTuple):
@@ -80,6 +85,80 @@ def _qk_norm(a, b, is_query, q_weight_ptr, k_weight_ptr, eps, offset, DIM: tl.co
 
 
 @triton.jit
+def _halves(ptr, kept, other, HALF: tl.constexpr, DIM: tl.constexpr):
+    """Both halves of the heads at `ptr`, each [HEADS, HALF]; `other` where `kept` [HEADS, 1] is not set."""
+    FIRST: tl.constexpr = (DIM + 1) // 2
+    col = tl.arange(0, HALF)[None, :]
+    low = tl.load(ptr + col, mask=kept & (col < FIRST), other=other)
+    return low, tl.load(ptr + FIRST + col, mask=kept & (col < DIM - FIRST), other=other)
+
+
+@triton.jit
+def _ends(x, COLS: tl.constexpr, INTEGER: tl.constexpr):
+    """The least and the greatest number of each group of x [HEADS, groups, columns], or the greatest size twice: as int32 that sort like them, so
+    that NaN is an end. Columns from COLS on do not count.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    if INTEGER:
+        key = bits ^ (bits >> 31 & 0x7FFFFFFF)
+        if x.shape[1] * x.shape[2] > COLS:
+            inside = tl.arange(0, x.shape[1])[None, :, None] * x.shape[2] + tl.arange(0, x.shape[2])[None, None, :] < COLS
+            return tl.min(tl.where(inside, key, 0x7FFFFFFF), 2, keep_dims=True), tl.max(tl.where(inside, key, -0x80000000), 2, keep_dims=True)
+        return tl.min(key, 2, keep_dims=True), tl.max(key, 2, keep_dims=True)
+    most = tl.max(bits & 0x7FFFFFFF, 2, keep_dims=True)
+    return most, most
+
+
+@triton.jit
+def _scales(low, high, LARGEST: tl.constexpr, INTEGER: tl.constexpr):
+    """(scale, zero, what a number is multiplied by) of groups with these ends, as `core.formats.encode` has them; zero is 0 for floats."""
+    span = (high ^ (high >> 31 & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    zero = tl.zeros_like(span)
+    if INTEGER:
+        bits = low ^ (low >> 31 & 0x7FFFFFFF)
+        zero = (tl.where(bits < 0, bits + 0xFFFF, bits) & -0x10000).to(tl.float32, bitcast=True)  # down
+        span = span - zero
+    scale = tl.div_rn(span, tl.full(span.shape, LARGEST, tl.float32))
+    scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)  # up
+    scale = tl.where(scale >= TINY, scale, 0.0)
+    finite = span < float("inf")
+    factor = tl.where(finite & (scale > 0), tl.div_rn(tl.full(span.shape, 1.0, tl.float32), tl.where(scale > 0, scale, 1.0)), 0.0)
+    return tl.where(finite, scale, float("nan")), zero, factor
+
+
+@triton.jit
+def _codes(x, zero, factor, FORMAT: tl.constexpr):
+    """Numbers to codes, rounded to even, as int32. What rounds past the largest code is not there: scales are rounded up."""
+    if FORMAT == "int8" or FORMAT == "int4":
+        return ((x - zero) * factor + 8388608.0).to(tl.int32, bitcast=True) & 255  # 2^23, whose last digit is 1
+    DIGITS: tl.constexpr = 3 if FORMAT == "e4m3" else 2
+    y = x * factor * (2.0**-120 if FORMAT == "e4m3" else 2.0**-112)  # exponents begin at 7 and 15 instead of 127; subnormal numbers become such
+    bits = y.to(tl.int32, bitcast=True)
+    size = bits + ((1 << (22 - DIGITS)) - 1) + (bits >> (23 - DIGITS) & 1)
+    return (size >> (23 - DIGITS) & 0x7F) | (bits >> 24 & 0x80)
+
+
+@triton.jit
+def _store(k_ptr, v_ptr, at, x, of_k, kept):
+    """Rows of x to the keys' memory, and to the values'; a pointer chosen by row would be one that nothing is known of: a byte a store."""
+    tl.store(k_ptr + at, x, mask=kept & of_k)
+    tl.store(v_ptr + at, x, mask=kept & ~of_k)
+
+
+@triton.jit
+def _store_scales(k_ptr, v_ptr, at, a, b, of_k, kept, GROUPS: tl.constexpr):
+    """Numbers of the groups of both halves, float32 [HEADS, groups, 1]; `at`, `of_k`, `kept`: [HEADS, 1]. One group: `a` alone."""
+    a = a.reshape(a.shape[0], a.shape[1]).to(tl.bfloat16)
+    if GROUPS == 1:
+        _store(k_ptr, v_ptr, at, a, of_k, kept)
+    else:
+        group = tl.arange(0, a.shape[1])[None, :]
+        some = kept & (group < GROUPS // 2)
+        _store(k_ptr, v_ptr, at + group, a, of_k, some)
+        _store(k_ptr, v_ptr, at + GROUPS // 2 + group, b.reshape(b.shape[0], b.shape[1]).to(tl.bfloat16), of_k, some)
+
+
+@triton.jit
 def _rope_append(
     qkv_ptr,
     table_ptr,
@@ -88,13 +167,23 @@ def _rope_append(
     k_weight_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    k_zero_ptr,
+    v_zero_ptr,
+    channel_ptr,
     slots_ptr,
     num_q,
     num_kv,
+    page,
     token_stride,
     table_stride,
+    page_stride,
     slot_stride,
     head_stride,
+    scale_page_stride,
+    scale_slot_stride,
+    scale_head_stride,
     eps,
     offset,
     NORM: tl.constexpr,
@@ -104,12 +193,17 @@ def _rope_append(
     DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     HEADS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY // 2
-    tiles = tl.cdiv(num_q + num_kv, HEADS)
+    total = num_q + (2 * num_kv if APPEND else num_kv)
+    tiles = tl.cdiv(total, HEADS)
     token = (tl.program_id(0) // tiles).to(tl.int64)
-    head = tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS)[:, None]
-    rows = head < num_q + num_kv
+    first = tl.program_id(0) % tiles * HEADS
+    head = first + tl.arange(0, HEADS)[:, None]
+    rows, turned = head < total, head < num_q + num_kv
     heads_ptr = qkv_ptr + token * token_stride + head * DIM  # [HEADS, 1]
 
     x_a, x_b = _load_pairs(heads_ptr, rows, PAIRS, DIM, ROTARY, INTERLEAVED)  # [HEADS, PAIRS]
@@ -121,17 +215,51 @@ def _rope_append(
     angles_ptr = table_ptr + tl.load(positions_ptr + token) * table_stride + pair
     cos = tl.load(angles_ptr, mask=pair < HALF, other=1.0).to(tl.float32)  # [1, PAIRS]
     sin = tl.load(angles_ptr + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
-    y_a = tl.where(pair < HALF, a * cos - b * sin, a).to(x_a.dtype)
-    y_b = tl.where(pair < HALF, b * cos + a * sin, b).to(x_b.dtype)
-    _store_pairs(heads_ptr, y_a, y_b, rows, DIM if NORM else ROTARY, DIM, ROTARY, INTERLEAVED)
+    y_a = tl.where(turned, tl.where(pair < HALF, a * cos - b * sin, a).to(x_a.dtype), x_a)
+    y_b = tl.where(turned, tl.where(pair < HALF, b * cos + a * sin, b).to(x_b.dtype), x_b)
+    _store_pairs(heads_ptr, y_a, y_b, rows & turned, DIM if NORM else ROTARY, DIM, ROTARY, INTERLEAVED)
 
     if APPEND:
-        slot = tl.load(slots_ptr + token)
-        kept = rows & (head >= num_q) & (slot >= 0)
-        target = slot * slot_stride + (head - num_q) * head_stride  # [HEADS, 1]
-        _store_pairs(k_cache_ptr + target, y_a, y_b, kept, DIM, DIM, ROTARY, INTERLEAVED)
-        v_a, v_b = _load_pairs(heads_ptr + num_kv * DIM, kept, PAIRS, DIM, ROTARY, INTERLEAVED)
-        _store_pairs(v_cache_ptr + target, v_a, v_b, kept, DIM, DIM, ROTARY, INTERLEAVED)
+        slot = tl.load(slots_ptr + token).to(tl.int32)
+        if first + HEADS > num_q:
+            at, within = (slot // page).to(tl.int64), slot % page
+            kept = rows & (head >= num_q) & (slot >= 0)
+            kv_head = head - tl.where(turned, num_q, num_q + num_kv)
+            target = at * page_stride + within * slot_stride + kv_head * head_stride  # [HEADS, 1]
+            if FORMAT == "":
+                _store_pairs(k_cache_ptr + target, y_a, y_b, kept & turned, DIM, DIM, ROTARY, INTERLEAVED)
+                _store_pairs(v_cache_ptr + target, y_a, y_b, kept & ~turned, DIM, DIM, ROTARY, INTERLEAVED)
+            else:
+                low, high = y_a, y_b
+                if INTERLEAVED or ROTARY < DIM:
+                    tl.debug_barrier()  # until all is written
+                    low, high = _halves(heads_ptr, kept, 0.0, PAIRS, DIM)
+                low, high = low.to(tl.float32), high.to(tl.float32)
+                if channel_ptr is not None:
+                    low_channel, high_channel = _halves(channel_ptr + kv_head * DIM, kept & turned, 1.0, PAIRS, DIM)
+                    low, high = tl.div_rn(low, low_channel), tl.div_rn(high, high_channel)
+                INTEGER: tl.constexpr = FORMAT == "int8" or FORMAT == "int4"
+                FIRST: tl.constexpr = (DIM + 1) // 2
+                GROUP: tl.constexpr = PAIRS if GROUPS == 1 else DIM // GROUPS
+                low, high = low.reshape(HEADS, PAIRS // GROUP, GROUP), high.reshape(HEADS, PAIRS // GROUP, GROUP)
+                a_least, a_most = _ends(low, FIRST, INTEGER)
+                b_least, b_most = _ends(high, DIM - FIRST, INTEGER)
+                if GROUPS == 1:
+                    a_least, a_most = tl.minimum(a_least, b_least), tl.maximum(a_most, b_most)
+                    b_least, b_most = a_least, a_most
+                a_scale, a_zero, a_factor = _scales(a_least, a_most, LARGEST, INTEGER)
+                b_scale, b_zero, b_factor = _scales(b_least, b_most, LARGEST, INTEGER)
+                a_codes = _codes(low, a_zero, a_factor, FORMAT).reshape(HEADS, PAIRS)
+                b_codes = _codes(high, b_zero, b_factor, FORMAT).reshape(HEADS, PAIRS)
+                if FORMAT == "int4":
+                    _store(k_cache_ptr, v_cache_ptr, target + pair, (a_codes | b_codes << 4).to(tl.uint8), turned, kept & (pair < FIRST))
+                else:
+                    _store(k_cache_ptr, v_cache_ptr, target + pair, a_codes.to(tl.uint8), turned, kept & (pair < FIRST))
+                    _store(k_cache_ptr, v_cache_ptr, target + FIRST + pair, b_codes.to(tl.uint8), turned, kept & (pair < DIM - FIRST))
+                places = at * scale_page_stride + within * scale_slot_stride + kv_head * scale_head_stride
+                _store_scales(k_scale_ptr, v_scale_ptr, places, a_scale, b_scale, turned, kept, GROUPS)
+                if INTEGER:
+                    _store_scales(k_zero_ptr, v_zero_ptr, places, a_zero, b_zero, turned, kept, GROUPS)
 
 
 # ---- host
@@ -140,7 +268,7 @@ def _rope_append(
 def configs(problem: Rope, device: Device) -> list[Tiles]:
     """As many heads as fill a tile."""
     block = 2 * pairs(problem)
-    heads = max(1, min(TILE // block, triton.next_power_of_2(problem.heads + problem.kv_heads)))
+    heads = max(1, min(TILE // block, triton.next_power_of_2(problem.heads + (1 + problem.append) * problem.kv_heads)))
     return [Tiles(heads, max(1, heads * block // (32 * THREAD)))]
 
 
@@ -162,23 +290,27 @@ def launch(
         raise ValueError(f"rope_append: the rows of qkv are not contiguous (strides {qkv.stride()}), and they are rotated in place; give qkv.contiguous()")
     table = table if table.stride(1) == 1 else table.contiguous()
     q_weight, k_weight, eps, offset = (None, None, 0.0, 0.0) if norm is None else (norm.q.contiguous(), norm.k.contiguous(), norm.eps, norm.offset)
-    k_cache, v_cache, slots = (None, None, None) if append is None else _flat(append)
-    tiles = triton.cdiv(problem.heads + problem.kv_heads, config.heads)
+    to = Target.of(append)
+    tiles = triton.cdiv(problem.heads + (1 + problem.append) * problem.kv_heads, config.heads)
+    form = Format.of(problem.kv) if problem.kv else None
     _rope_append[(problem.tokens * tiles,)](
         qkv,
         table,
         positions.contiguous(),
         q_weight,
         k_weight,
-        k_cache,
-        v_cache,
-        slots,
+        *to.codes,
+        *to.scales,
+        *to.zeros,
+        to.channel,
+        to.slots,
         problem.heads,
         problem.kv_heads,
+        to.page,
         qkv.stride(0),
         table.stride(0),
-        0 if append is None else k_cache.stride(0),
-        0 if append is None else k_cache.stride(1),
+        *to.strides,
+        *to.scale_strides,
         eps,
         offset,
         NORM=problem.norm,
@@ -188,13 +320,41 @@ def launch(
         DIM=problem.dim,
         PAIRS=pairs(problem),
         HEADS=config.heads,
+        FORMAT=form.name if form else "",
+        GROUPS=form.groups(problem.dim) if form else 1,
+        LARGEST=form.largest if form else 1.0,
         num_warps=config.warps,
     )
 
 
-def _flat(append) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The cache as [slots, kv_heads, dim], without a copy, and the slot of each token."""
-    k, v = (pages.view(-1, *pages.shape[2:]) for pages in append[:2])
-    if k.stride() != v.stride() or k.stride(2) != 1:
-        raise ValueError(f"rope_append: pages of k and v have strides {append.k.stride()} and {append.v.stride()}; they must be equal, the last one 1")
-    return k, v, append.slots.contiguous()
+class Target(NamedTuple):
+    """The cache of an Append as the kernel takes it: pairs of keys and values, and their strides (page, slot, head)."""
+
+    codes: tuple = (None, None)
+    scales: tuple = (None, None)
+    zeros: tuple = (None, None)
+    channel: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    page: int = 1
+    strides: tuple[int, ...] = (0, 0, 0)
+    scale_strides: tuple[int, ...] = (0, 0, 0)
+
+    @staticmethod
+    def of(append) -> "Target":
+        if append is None:
+            return Target()
+        k, v, slots = append.k, append.v, append.slots.contiguous()
+        if not isinstance(k, Codes):
+            return Target((k, v), slots=slots, page=k.shape[1], strides=_strides("", k, v))
+        scales = _strides(".scale and .zero", *k.tensors[1:], *v.tensors[1:])
+        codes = k.codes.view(torch.uint8), v.codes.view(torch.uint8)
+        channel = None if k.channel is None else k.channel.contiguous()
+        return Target(codes, (k.scale, v.scale), (k.zero, v.zero), channel, slots, k.shape[1], _strides(".codes", *codes), scales)
+
+
+def _strides(what: str, *pages: torch.Tensor) -> tuple[int, ...]:
+    """Of pages of k and v, which have to be the same."""
+    if len({t.stride() for t in pages}) > 1 or pages[0].stride(3) != 1:
+        given = " and ".join(str(t.stride()) for t in pages)
+        raise ValueError(f"rope_append: pages of k{what} and v{what} have strides {given}; they must be equal, the last one 1")
+    return pages[0].stride()[:3]
