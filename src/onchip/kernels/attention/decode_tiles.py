@@ -100,11 +100,11 @@ def owner_of(item, total, programs):
 @triton.jit
 def keys_of(WARPS: tl.constexpr, BLOCK_N: tl.constexpr):
     """The keys of a tile, those of a warp side by side."""
-    if WARPS == 1:
-        return tl.arange(0, BLOCK_N)
-    else:
-        each: tl.constexpr = BLOCK_N // WARPS
-        return tl.arange(0, WARPS)[:, None] * each + tl.arange(0, each)[None, :]
+    each: tl.constexpr = BLOCK_N // WARPS
+    own = tl.arange(0, each)
+    if WARPS > 1:
+        own = tl.arange(0, WARPS)[:, None] * each + own[None, :]
+    return own
 
 
 @triton.jit
@@ -122,19 +122,13 @@ def of_columns(x):
 @triton.jit
 def flipped(x):
     """[.., N, D] -> [.., D, N]."""
-    if len(x.shape) == 3:
-        return tl.permute(x, (0, 2, 1))
-    else:
-        return tl.permute(x, (1, 0))
+    return tl.permute(x, (0, 2, 1)) if len(x.shape) == 3 else tl.permute(x, (1, 0))
 
 
 @triton.jit
 def for_warps(x, WARPS: tl.constexpr):
     """[M, D] for each warp."""
-    if WARPS == 1:
-        return x
-    else:
-        return tl.broadcast_to(x[None, :, :], (WARPS, x.shape[0], x.shape[1]))
+    return x if WARPS == 1 else tl.broadcast_to(x[None, :, :], (WARPS, x.shape[0], x.shape[1]))
 
 
 @triton.jit
@@ -172,56 +166,48 @@ def exponent(x):
 
 
 @triton.jit
-def centre(FORMAT: tl.constexpr):
-    """What `unpacked` has taken off each code, so that numbers around 0 are multiplied."""
-    return 128.0 if FORMAT == "int8" else 8.0 if FORMAT == "int4" else 0.0
+def unpacked(x, KIND: tl.constexpr, FAST: tl.constexpr):
+    """Codes, two bytes in an int16, as float16: the even and the odd columns; of int4 those of the low bits, then of the high.
 
-
-@triton.jit
-def unpacked(x, FORMAT: tl.constexpr, FAST: tl.constexpr):
-    """Codes, two bytes in an int16, as float16 less `centre`: the even and the odd columns; of int4 those of the low bits, then of the high.
-
-    FAST: PTX that turns two keys or columns at once, 0.5 to 1.1 instructions a number. Bytes become the low bits of 1024, whose float16
-    neighbours are 1 apart (0x64xx); of e5m2 they are the high half of a float16.
+    An integer code is the mantissa of a float16 that is not normal, code 2^-24 (2^-20 in int4's high bits): exact, and nothing to subtract.
+    FAST: PTX that turns two keys or columns at once, 0.5 to 0.75 instructions a number.
     """
-    if FAST and FORMAT == "e4m3":
-        even, odd = tl.inline_asm_elementwise(
+    if FAST and KIND[0] == "e4m3":
+        planes = tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $2, 0, 0x3120; mov.b32 {a, b}, t; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
             "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
-        return (even, odd)
-    elif FAST and FORMAT == "e5m2":
-        even, odd = tl.inline_asm_elementwise(
+    elif FAST and KIND[0] == "e5m2":
+        planes = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, 0, 0x2404; prmt.b32 $1, $2, 0, 0x3414;",
             "=&r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
-        return (even, odd)
-    elif FAST and FORMAT == "int8":
-        even, odd = tl.inline_asm_elementwise(
-            "{ .reg .b32 e, o, c, s; mov.b32 c, 0x64646464; mov.b32 s, 0x64806480; prmt.b32 e, $2, c, 0x4240; prmt.b32 o, $2, c, 0x4341;"
-            " sub.f16x2 $0, e, s; sub.f16x2 $1, o, s; }",
+    elif FAST and KIND[0] == "int8":
+        planes = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, 0, 0x4240; prmt.b32 $1, $2, 0, 0x4341;",
             "=&r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
-        return (even, odd)
-    elif FAST and FORMAT == "int4":
-        even, odd, even_high, odd_high = tl.inline_asm_elementwise(
-            "{ .reg .b32 y, a, b, c, d, k, s, m, z; mov.b32 k, 0x64006400; mov.b32 s, 0x64086408; mov.b32 m, 0x2C002C00; mov.b32 z, 0xD480D480;"
-            " shr.u32 y, $4, 8; lop3.b32 a, $4, 0x000F000F, k, 0xEA; lop3.b32 b, y, 0x000F000F, k, 0xEA;"
-            " lop3.b32 c, $4, 0x00F000F0, k, 0xEA; lop3.b32 d, y, 0x00F000F0, k, 0xEA;"
-            " sub.f16x2 $0, a, s; sub.f16x2 $1, b, s; fma.rn.f16x2 $2, c, m, z; fma.rn.f16x2 $3, d, m, z; }",
+    elif FAST and KIND[0] == "int4":
+        planes = tl.inline_asm_elementwise(
+            "{ .reg .b32 y; shr.u32 y, $4, 8; and.b32 $0, $4, 0x000F000F; and.b32 $1, y, 0x000F000F; and.b32 $2, $4, 0x00F000F0; and.b32 $3, y, 0x00F000F0; }",
             "=&r,=&r,=&r,=r,r", [x], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
-        return (even, odd, even_high, odd_high)
     else:
         even, odd = x & 0xFF, (x >> 8) & 0xFF
-        if FORMAT == "int8":
-            return ((even - 128).to(tl.float16), (odd - 128).to(tl.float16))
-        elif FORMAT == "int4":
-            return (((even & 15) - 8).to(tl.float16), ((odd & 15) - 8).to(tl.float16), ((even >> 4) - 8).to(tl.float16), ((odd >> 4) - 8).to(tl.float16))
-        elif FORMAT == "e5m2":
-            return ((even << 8).to(tl.float16, bitcast=True), (odd << 8).to(tl.float16, bitcast=True))
+        if KIND[0] == "int8":
+            planes = (even.to(tl.float16, bitcast=True), odd.to(tl.float16, bitcast=True))
+        elif KIND[0] == "int4":
+            planes = (
+                (even & 15).to(tl.float16, bitcast=True),
+                (odd & 15).to(tl.float16, bitcast=True),
+                (even & 240).to(tl.float16, bitcast=True),
+                (odd & 240).to(tl.float16, bitcast=True),
+            )
+        elif KIND[0] == "e5m2":
+            planes = ((even << 8).to(tl.float16, bitcast=True), (odd << 8).to(tl.float16, bitcast=True))
         else:
-            return (_of_e4m3(even), _of_e4m3(odd))
+            planes = (_of_e4m3(even), _of_e4m3(odd))
+    return planes
 
 
 @triton.jit
@@ -231,21 +217,14 @@ def _of_e4m3(byte):
 
 
 @triton.jit
-def columns_of(piece: tl.constexpr, PIECES: tl.constexpr, PLANES: tl.constexpr, HALF: tl.constexpr, USED: tl.constexpr, UNITS: tl.constexpr):
-    """The columns of a head that plane `piece % PLANES` of block `piece // PLANES` holds, [UNITS], and which of them are there.
-
-    A block is USED int16 of a row of codes, in tiles of UNITS; HALF is where the columns of the high bits begin.
-    """
+def columns_of(piece: tl.constexpr, KIND: tl.constexpr):
+    """The columns of a head that a piece holds, [UNITS], and which of them are there: plane `piece % PLANES` of block `piece // PLANES`."""
+    PLANES: tl.constexpr = KIND[3]
+    USED: tl.constexpr = KIND[5]
+    UNITS: tl.constexpr = KIND[6]
     unit = tl.arange(0, UNITS)
-    plane: tl.constexpr = piece % PLANES
-    first: tl.constexpr = (piece // PLANES) * 2 * USED + plane % 2 + (plane // 2) * HALF
+    first: tl.constexpr = (piece // PLANES) * 2 * USED + piece % PLANES % 2 + (piece % PLANES // 2) * KIND[4]
     return first + 2 * unit, unit < USED
-
-
-@triton.jit
-def group_of(piece: tl.constexpr, BLOCKS: tl.constexpr, PLANES: tl.constexpr, GROUPS: tl.constexpr):
-    """The group of columns, with a scale of its own, that a piece belongs to."""
-    return 0 if GROUPS == 1 else (piece % PLANES) // 2 * BLOCKS + piece // PLANES
 
 
 @triton.jit
@@ -268,23 +247,25 @@ def queries_of_codes(q_ptr, q_rows, there, channel_ptr, D: tl.constexpr, BLOCK_D
     planes = ()
     sums = ()
     for piece in tl.static_range(BLOCKS * PLANES):
-        cols, used = columns_of(piece, PLANES, KIND[4], KIND[5], KIND[6])
+        cols, used = columns_of(piece, KIND)
         x = tl.load(q_ptr + q_rows[:, None] + cols[None, :], mask=there[:, None] & used[None, :], other=0.0).to(tl.float32)
         if channel_ptr is not None:
             x = x * tl.load(channel_ptr + cols, mask=used, other=0.0)[None, :]
-        planes = planes + (for_warps((x * power_of_two(-e)[:, None]).to(tl.float16), WARPS),)
+        unit = power_of_two(-e) * (0.0625 if piece % PLANES > 1 else 1.0)  # high bits count 16 times
+        planes = planes + (for_warps((x * unit[:, None]).to(tl.float16), WARPS),)  # noqa: RUF005
     for group in tl.static_range(GROUPS):
         total = tl.zeros(planes[0].shape[:-1], tl.float32)
         for piece in tl.static_range(BLOCKS * PLANES):
-            if group_of(piece, BLOCKS, PLANES, GROUPS) == group:
-                total += tl.sum(planes[piece].to(tl.float32), len(planes[0].shape) - 1)
-        sums = sums + (total,)
+            if KIND[7][piece] == group:
+                total += tl.sum(planes[piece].to(tl.float32), len(planes[0].shape) - 1) * (16.0 if piece % PLANES > 1 else 1.0)
+        sums = sums + (total,)  # noqa: RUF005
     return planes, sums, power_of_two(e)
 
 
 @triton.jit
-def scales_of(scales, pages, slots, head, near, FORMAT: tl.constexpr, GROUPS: tl.constexpr):
-    """Scale and zero of each key for each group in float32, two tuples; the zero is that of codes less `centre`."""
+def scales_of(scales, pages, slots, head, near, KIND: tl.constexpr):
+    """Scale and zero of each key for each group in float32, two tuples."""
+    GROUPS: tl.constexpr = KIND[1]
     scale = ()
     zero = ()
     rows = pages * scales[1] + slots * scales[2] + head * scales[3]
@@ -293,9 +274,9 @@ def scales_of(scales, pages, slots, head, near, FORMAT: tl.constexpr, GROUPS: tl
         zero_rows = pages * scales[5] + slots * scales[6] + head * scales[7]
     for group in tl.static_range(GROUPS):
         one = tl.load(scales[0] + rows + group, mask=near, other=0.0).to(tl.float32)
-        scale = scale + (one,)
+        scale = scale + (one,)  # noqa: RUF005
         if scales[4] is not None:
-            zero = zero + (tl.load(scales[4] + zero_rows + group, mask=near, other=0.0).to(tl.float32) + one * centre(FORMAT),)
+            zero = zero + (tl.load(scales[4] + zero_rows + group, mask=near, other=0.0).to(tl.float32),)  # noqa: RUF005
     return scale, zero
 
 
@@ -306,24 +287,24 @@ def scores_of_codes(q, sums, codes_ptr, rows, near, scale, zero, KIND: tl.conste
     BLOCKS: tl.constexpr = KIND[2]
     PLANES: tl.constexpr = KIND[3]
     USED: tl.constexpr = KIND[5]
-    unit = tl.arange(0, KIND[6])
+    UNITS: tl.constexpr = KIND[6]
+    UNIT: tl.constexpr = 16777216.0 if KIND[8] else 1.0
+    unit = tl.arange(0, UNITS)
     scores = 0.0
     raw = 0.0
     for block in tl.static_range(BLOCKS):
         x = tl.load(codes_ptr + of_rows(rows) + (block * USED + unit), mask=of_rows(near) & (unit < USED), other=0)
-        planes = unpacked(x, KIND[0], FAST)
+        planes = unpacked(x, KIND, FAST)
         for half in tl.static_range(PLANES // 2):
-            piece: tl.constexpr = block * PLANES + 2 * half
-            if GROUPS == 1 and piece > 0:
-                raw = tl.dot(q[piece], flipped(planes[2 * half]), raw)
+            if GROUPS == 1 and block + half > 0:
+                raw = tl.dot(q[block * PLANES + 2 * half], flipped(planes[2 * half]), raw)
             else:
-                raw = tl.dot(q[piece], flipped(planes[2 * half]))
-            raw = tl.dot(q[piece + 1], flipped(planes[2 * half + 1]), raw)
-            if GROUPS > 1 or piece + 2 == BLOCKS * PLANES:
-                group: tl.constexpr = group_of(piece, BLOCKS, PLANES, GROUPS)
-                scores += raw * of_columns(scale[group])
+                raw = tl.dot(q[block * PLANES + 2 * half], flipped(planes[2 * half]))
+            raw = tl.dot(q[block * PLANES + 2 * half + 1], flipped(planes[2 * half + 1]), raw)
+            if GROUPS > 1 or 2 * half + 2 == PLANES:  # of one group there is one block
+                scores += raw * of_columns(UNIT * scale[KIND[7][block * PLANES + 2 * half]])
                 if len(zero) > 0:
-                    scores += of_rows(sums[group]) * of_columns(zero[group])
+                    scores += of_rows(sums[KIND[7][block * PLANES + 2 * half]]) * of_columns(zero[KIND[7][block * PLANES + 2 * half]])
     return scores
 
 
@@ -338,24 +319,25 @@ def add_values_of_codes(acc, zeros, peak, weights, shrink, codes_ptr, rows, near
     BLOCKS: tl.constexpr = KIND[2]
     PLANES: tl.constexpr = KIND[3]
     USED: tl.constexpr = KIND[5]
-    unit = tl.arange(0, KIND[6])
+    UNITS: tl.constexpr = KIND[6]
+    unit = tl.arange(0, UNITS)
     most = scale[0]
     for group in tl.static_range(1, GROUPS):
         most = tl.maximum(most, scale[group])
     new_peak = tl.maximum(peak, exponent(tl.max(most, len(most.shape) - 1)))
-    up = beside(power_of_two(ROOM - new_peak), WARPS)
+    up = beside(power_of_two(-(new_peak - ROOM)), WARPS)
     shrunk = shrink * beside(power_of_two(tl.maximum(peak - new_peak, -126)), WARPS)
     scaled = ()
     new_zeros = ()
     for group in tl.static_range(GROUPS):
-        scaled = scaled + ((weights * of_columns(scale[group] * up)).to(tl.float16),)
+        scaled = scaled + ((weights * of_columns(scale[group] * up)).to(tl.float16),)  # noqa: RUF005
         if len(zero) > 0:
-            new_zeros = new_zeros + (zeros[group] * shrink + tl.sum(weights * of_columns(zero[group]), len(weights.shape) - 1),)
+            new_zeros = new_zeros + (zeros[group] * shrink + tl.sum(weights * of_columns(zero[group]), len(weights.shape) - 1),)  # noqa: RUF005
     new_acc = ()
     for block in tl.static_range(BLOCKS):
         x = tl.load(codes_ptr + of_rows(rows) + (block * USED + unit), mask=of_rows(near) & (unit < USED), other=0)
-        planes = unpacked(x, KIND[0], FAST)
+        planes = unpacked(x, KIND, FAST)
         for plane in tl.static_range(PLANES):
-            piece: tl.constexpr = block * PLANES + plane
-            new_acc = new_acc + (tl.dot(scaled[group_of(piece, BLOCKS, PLANES, GROUPS)], planes[plane], acc[piece] * of_rows(shrunk)),)
+            before = acc[block * PLANES + plane] * of_rows(shrunk)
+            new_acc = new_acc + (tl.dot(scaled[KIND[7][block * PLANES + plane]], planes[plane], before),)  # noqa: RUF005
     return new_acc, new_zeros, new_peak

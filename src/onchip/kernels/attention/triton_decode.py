@@ -40,7 +40,6 @@ from onchip.kernels.attention.decode_tiles import (
     columns_of,
     flipped,
     for_warps,
-    group_of,
     items_of,
     keys_of,
     locate,
@@ -140,11 +139,13 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
                 if channel_ptr is not None:
                     channel = channel_ptr + kv_head * D
                 q_tile, q_sums, q_factor = queries_of_codes(q[0], q_rows, there, channel, D, BLOCK_D, KEYS, WARPS)
+                GROUPS: tl.constexpr = VALUES[1]
+                UNITS: tl.constexpr = VALUES[6]
                 for _ in tl.static_range(VALUES[2] * VALUES[3]):
-                    acc = acc + (tl.zeros([WARPS, ROWS, VALUES[6]] if WARPS > 1 else [ROWS, VALUES[6]], tl.float32),)
+                    acc = acc + (tl.zeros([WARPS, ROWS, UNITS] if WARPS > 1 else [ROWS, UNITS], tl.float32),)  # noqa: RUF005
                 if v_scales[4] is not None:
-                    for _ in tl.static_range(VALUES[1]):
-                        zeros = zeros + (sums,)
+                    for _ in tl.static_range(GROUPS):
+                        zeros = zeros + (sums,)  # noqa: RUF005
             first = start + item * ITEM
             last = tl.minimum(first + count * ITEM, end)
             h, i = head[:, None], query[:, None]
@@ -159,7 +160,7 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
                     keys = tl.load(k[0] + of_rows(k_rows) + dims, mask=of_rows(near) & (dims < D), other=0.0)
                     scores = tl.dot(q_tile, flipped(keys), input_precision=PRECISION)
                 else:
-                    k_scale, k_zero = scales_of(k_scales, pages, slots, kv_head, near, KEYS[0], KEYS[1])
+                    k_scale, k_zero = scales_of(k_scales, pages, slots, kv_head, near, KEYS)
                     scores = scores_of_codes(q_tile, q_sums, k[0], k_rows, near, k_scale, k_zero, KEYS, FAST) * of_rows(q_factor)
                 factor = scale * LOG2E
                 if SCORE is not None:
@@ -179,7 +180,7 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
                         values = tl.where(of_rows(shown), values, 0.0)
                     acc = (tl.dot(weights.to(values.dtype), values, acc[0] * of_rows(shrink), input_precision=PRECISION),)
                 else:
-                    v_scale, v_zero = scales_of(v_scales, pages, slots, kv_head, near & shown if MASK is not None else near, VALUES[0], VALUES[1])
+                    v_scale, v_zero = scales_of(v_scales, pages, slots, kv_head, near & shown if MASK is not None else near, VALUES)
                     acc, zeros, peak = add_values_of_codes(acc, zeros, peak, weights, shrink, v[0], v_rows, near, v_scale, v_zero, VALUES, WARPS, FAST)
 
             if WARPS > 1:
@@ -190,7 +191,9 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
             if sinks_ptr is not None:  # of a unit in parts the merge adds it
                 logit = tl.load(sinks_ptr + head, mask=there, other=0.0).to(tl.float32)
                 grown, top, sums = sink(grown, top, sums, tl.where(whole, logit, float("-inf")))
-            grown = grown * tl.where(sums == 0.0, 0.0, tl.math.div_rn(1.0, sums))[:, None]  # the plain quotient may be two ulps off, a float32 result's share of error
+            grown = (
+                grown * tl.where(sums == 0.0, 0.0, tl.math.div_rn(1.0, sums))[:, None]
+            )  # the plain quotient may be two ulps off, a float32 result's share of error
             row_lse = top + tl.math.log2(sums)
             place = (at if ITEM != BLOCK_N else 2 * program + (at > begin).to(tl.int32)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
             o_rows = b.to(tl.int64) * out[1] + (token + query).to(tl.int64) * out[2] + head * out[3]
@@ -199,10 +202,11 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
                 if KEYS is None:
                     columns, used = dims_v, dims_v < DV
                 else:
-                    columns, used = columns_of(piece, VALUES[3], VALUES[4], VALUES[5], VALUES[6])
-                    result = result * of_rows(beside(power_of_two(peak - ROOM), WARPS)) if WARPS > 1 else result * power_of_two(peak - ROOM)
+                    columns, used = columns_of(piece, VALUES)
+                    unit = power_of_two(peak - ROOM + ((20 if piece % VALUES[3] > 1 else 24) if VALUES[8] else 0))
+                    result *= of_rows(beside(unit, WARPS)) if WARPS > 1 else unit
                     if v_scales[4] is not None:
-                        result += of_rows(zeros[group_of(piece, VALUES[2], VALUES[3], VALUES[1])])
+                        result += of_rows(zeros[VALUES[7][piece]])
                 if WARPS > 1:
                     result = tl.sum(result * of_rows(shares), 0)
                 result = result * grown
@@ -303,14 +307,17 @@ def row_tiles(p: Attention) -> tuple[int, int]:
 
 
 def kind_of(given: str, dim: int) -> tuple | None:
-    """How a row of codes is cut: format, groups, blocks, planes of a block, the column where high bits begin, int16 of a block, and of its tile."""
+    """How a row of codes is cut: format, groups, blocks, planes of a block, the column where high bits begin, int16 of a block, and of its tile,
+    the group of each piece, which is a plane of a block, and whether codes are integers. Of two codes in an int16 the even one is in plane 0, or 2 of the
+    high bits, the odd one in 1 or 3."""
     if not given:
         return None
     form = Format.of(given)
     groups, planes = form.groups(dim), 4 if form.name == "int4" else 2
     blocks = max(1, groups // (planes // 2))
     used = form.columns(dim) // 2 // blocks
-    return form.name, groups, blocks, planes, dim // 2, used, max(16, triton.next_power_of_2(used))
+    group_of = tuple(0 if groups == 1 else plane // 2 * blocks + b for b in range(blocks) for plane in range(planes))
+    return form.name, groups, blocks, planes, dim // 2, used, max(16, triton.next_power_of_2(used)), group_of, form.has_zero
 
 
 def bytes_of(p: Attention) -> int:
@@ -318,7 +325,7 @@ def bytes_of(p: Attention) -> int:
     if not p.kv:
         return (block(p.dim) + block(p.value_dim)) * p.dtype.itemsize
     kinds = [kind_of(p.kv, dim) for dim in (p.dim, p.value_dim)]
-    return sum(2 * blocks * units for _, _, blocks, _, _, _, units in kinds)
+    return sum(2 * blocks * units for _, _, blocks, _, _, _, units, *_ in kinds)
 
 
 def configs(p: Attention, device: Device) -> list[Shares]:
@@ -329,6 +336,8 @@ def configs(p: Attention, device: Device) -> list[Shares]:
     apart = half and device.kind == "cuda" and rows * width <= 2048  # 64 registers a thread for a warp's own sums
     warps = 4 if width <= 256 else 8
     n = 64 if half else 32 if size <= 1024 else 16  # float32 is multiplied on FMA units: more keys a tile spill
+    if apart and size <= 256:  # sums shrink once a tile: with 128 keys that and addresses cost half as many instructions a number
+        n = 128
     while n > 16 and not apart and 2 * n * size > device.shared_memory // 2:
         n //= 2
     most = device.shared_memory // 2 - rows * width * p.dtype.itemsize * (not apart) - (4 << 10)  # page numbers, and what is exchanged
@@ -376,7 +385,7 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
         cache.page_table, cache.page_table.stride(0), *lists, (mods.captured(x.mask), mods.captured(x.score)), scale, gain, *sizes,
         **shared, D=p.dim, BLOCK_D=block(p.dim), PAGE=p.page, WARPS=how.warps if how.apart else 1, MASK=sees, SCORE=score,
         KEYS=kind_of(p.kv, p.dim), VALUES=kind_of(p.kv, p.value_dim), ALIGN=align, FAST=fast(q) and how.arch >= 89, PRECISION=tf32(p),
-        STAGES=_stages(p, how), num_warps=how.warps, num_stages=_stages(p, how),
+        STAGES=_stages(how), num_warps=how.warps, num_stages=_stages(how),
     )  # fmt: skip
     by_unit = how.item != how.n or p.batch * most_units <= how.programs
     if how.programs > 1 or how.item != how.n:
@@ -386,9 +395,9 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     return (out, lse) if return_lse else out
 
 
-def _stages(p: Attention, how: Shares) -> int:
-    """Triton's number for so many tiles in flight: it gives page numbers that are looked up for each key as many stages as keys."""
-    return 1 + how.tiles * (1 if p.page % how.n == 0 else 2)
+def _stages(how: Shares) -> int:
+    """Triton's number for so many tiles in flight: it gives page numbers, which come first, as many stages as keys."""
+    return 1 + 2 * how.tiles
 
 
 def _numbers(pool):
