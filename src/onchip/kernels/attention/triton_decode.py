@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onchip.core.device import Device
 from onchip.core.formats import Codes, Format
@@ -97,7 +96,7 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
     twice its number, its last, if that is another unit, behind it.
     """
     if EARLY:
-        gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     program, programs = tl.program_id(0), tl.num_programs(0)
     total = total_work(lengths_ptr, offsets_ptr, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
     begin = share_of(program, total, programs)
@@ -266,7 +265,7 @@ def _merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr
     head = kv_head * group + r % group
     dims = tl.arange(0, BLOCK_DV)
     if EARLY:  # in every program: whoever comes after this kernel must find the first one's results
-        gdc_wait()
+        tl.extra.cuda.gdc_wait()
     if shared & (parts > 1) & (query < queries):
         top = -float("inf") + tl.zeros([1], tl.float32)
         sums = tl.zeros([1], tl.float32)
