@@ -348,10 +348,14 @@ def test_what_cutlass_leaves_to_others():
     assert kernel.refuses(p._replace(keys="packed", tokens=64_000, extras=("sinks",)), H200) == ["sinks in a packed batch"]
 
 
-@pytest.mark.parametrize(("len_q", "heads", "reasons"), [(16, 8, []), (16, 10, ["16 queries x 5 heads a group = 80 rows, of at most 64"]), (1, 128, [])])
-def test_decode_takes_at_most_64_rows(len_q, heads, reasons):
-    p = TYPICAL["decode"]._replace(len_q=len_q, heads=heads)
-    assert OPS["decode"].kernel("triton_decode").refuses(p, H200) == reasons
+def test_decode_takes_any_group_and_most_codes():
+    kernel, p = OPS["decode"].kernel("triton_decode"), TYPICAL["decode"]
+    for changed in ({"len_q": 16, "heads": 256}, {"heads": 128}, {"page": 24}, {"kv": "int4/32"}, {"kv": "int8", "dim": 80, "dim_v": 48}, {"kv": "e4m3/64"}):
+        assert kernel.refuses(p._replace(**changed), H200) == []
+    assert kernel.refuses(p._replace(kv="int8", dtype=FP32), H200) == ["fp32 queries of keys and values in int8, of bf16 and fp16"]
+    for kv, dim in (("int4", 66), ("int4/32", 96), ("int8", 65)):
+        (reason,) = kernel.refuses(p._replace(kv=kv, dim=dim), H200)
+        assert reason == f"{kv} of dim {dim}: a row of codes is an even number of bytes, and of int4 an even number of groups"
 
 
 def test_who_takes_many_queries_over_pages():

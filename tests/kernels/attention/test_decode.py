@@ -6,6 +6,7 @@ import torch
 import onchip
 from judge import assert_as_good_as_torch, hardware, poisoned
 from onchip.core import masks
+from onchip.core.formats import FORMATS, Codes, Format, encode
 from onchip.core.masks import Band, Causal, Full, Window, as_mask
 from onchip.core.problem import Attention, Operands
 from onchip.core.scores import ALiBi, BucketBias, RelativeBias, chain
@@ -355,14 +356,14 @@ TRITON = DECODE.kernel("triton_decode")
 @pytest.mark.parametrize("mask", [Causal(), Window(50), masks.Chunked(120)], ids=str)
 def test_any_split_is_right(splits, tile, mask, device):
     """More shares than tiles leave some shares without a key; a tile may hold many pages, or be part of one."""
-    from onchip.kernels.attention.triton_decode import Split
+    from onchip.kernels.attention.triton_decode import Shares
 
     for page in (4, 32):
         p, lengths = case([0, 201], page, len_q=2, mask=mask.static())
         q, cache = queries(p, device), paged(p, lengths, device)
         truth = onchip.paged_attention(q.double(), cache._replace(k=cache.k.double(), v=cache.v.double()), mask=mask, return_lse=True, kernel="reference")
         low = onchip.paged_attention(q, cache, mask=mask, return_lse=True, kernel="reference")
-        ours = TRITON.load()(p, Split(tile, splits, 4, 2), q, cache, Operands(p.dim**-0.5), True)
+        ours = TRITON.load()(p, Shares(tile, splits, 4, 2, False, tile, 0), q, cache, Operands(p.dim**-0.5), True)
         for mine, torchs, true in zip(ours, low, truth, strict=True):
             assert_as_good_as_torch(mine, torchs, true)
 
@@ -400,6 +401,124 @@ def test_batch_invariant_bits_do_not_depend_on_the_batch(mask, device):
         for columns in (max(1, -(-n // p.page)), 60):
             alone, alone_lse = run([b], columns)
             assert torch.equal(alone[0], out[b]) and torch.equal(alone_lse[0], lse[b])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("programs", "tile", "apart"), [(1, 64, True), (7, 16, False), (7, 64, True), (24, 64, True)])
+@pytest.mark.parametrize("lengths", [[300, 1, 0, 17], [64] * 3, [0, 129]], ids=str)
+def test_shares_of_uneven_batches(programs, tile, apart, lengths, device):
+    """Shares that end inside of a unit, at its end, in the first tile; several in one unit, several units in one; no item for some."""
+    p, lengths = case(lengths, 8, len_q=3, dim=32, dtype=BF16)
+    check_shares(p, lengths, programs, tile, apart, Causal(), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", [Window(30), Window(5, 3, "top_left"), masks.Chunked(50)], ids=str)
+def test_shares_under_masks(mask, device):
+    """A window has fewer items; a unit whose every key is hidden still writes its zeros."""
+    p, lengths = case([200, 3, 0, 77], 16, len_q=2, mask=mask.static(), heads=(4, 2), dim=32, dtype=BF16)
+    check_shares(p, lengths, 5, 64, True, mask, device)
+
+
+def check_shares(p, lengths, programs, tile, apart, mask, device):
+    from onchip.kernels.attention.triton_decode import Shares
+
+    q, cache = queries(p, device), paged(p, lengths, device)
+    sinks = torch.randn(p.heads, device=device)
+    how = {"mask": mask, "sinks": sinks, "return_lse": True, "kernel": "reference"}
+    truth = onchip.paged_attention(q.double(), cache._replace(k=cache.k.double(), v=cache.v.double()), **how)
+    low = onchip.paged_attention(q, cache, **how)
+    ours = TRITON.load()(p._replace(extras=("sinks",)), Shares(tile, programs, 4, 2, apart, tile, 0), q, cache, Operands(p.dim**-0.5, sinks=sinks), True)
+    for mine, torchs, true in zip(ours, low, truth, strict=True):
+        assert_as_good_as_torch(mine, torchs, true)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extras", [(), ("batch_invariant",)], ids=str)
+@pytest.mark.parametrize("counts", [[1, 0, 3, 0, 9, 2], [0, 0, 1]], ids=str)
+def test_packed_queries(counts, extras, device):
+    """Sequences with different numbers of queries, none at all included, like each by itself; tokens behind the last are left alone."""
+    p, lengths = case([70, 9, 3, 0, 100, 33][: len(counts)], 16, len_q=max(counts), heads=(4, 2), dim=32, dtype=BF16)
+    p = p._replace(tokens=sum(counts) + 2, extras=extras)
+    cache = paged(p, lengths, device)
+    q = torch.randn(p.tokens, p.heads, p.dim, device=device).to(p.dtype)
+    offsets = torch.tensor([0, *counts], device=device).cumsum(0).int()
+    out, lse = select(p, device, TRITON.name).launch(q, cache, Operands(p.dim**-0.5, offsets), True)
+    assert out.shape == q.shape and lse.shape == (p.heads, p.tokens)
+    for b, n in enumerate(counts):
+        if n:
+            at = slice(int(offsets[b]), int(offsets[b + 1]))
+            alone = cache._replace(page_table=cache.page_table[b : b + 1], lengths=cache.lengths[b : b + 1])
+            how = {"return_lse": True, "kernel": "reference"}
+            truth = onchip.paged_attention(q[None, at].double(), alone._replace(k=cache.k.double(), v=cache.v.double()), **how)
+            low = onchip.paged_attention(q[None, at], alone, **how)
+            assert_as_good_as_torch(out[at], low[0][0], truth[0][0])
+            assert_as_good_as_torch(lse[:, at], low[1][0], truth[1][0])
+
+
+# ---- codes
+
+CODES = [(str(form), {}) for form in FORMATS]
+CODES += [
+    ("int4/32", {"dim": 128, "len_q": 3, "mask": Window(40)}),
+    ("int8", {"dim": 80, "dim_v": 48, "len_q": 2}),
+    ("e4m3/64", {"heads": (16, 1), "dtype": FP16}),
+]
+CODES += [("int4", {"dim": 256, "page": 24}), ("int8/32", {"page": 1, "dim_v": 32}), ("e5m2", {"len_q": 16, "heads": (8, 2)})]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "sizes"), CODES, ids=str)
+@pytest.mark.parametrize("channel", [False, True], ids=["", "channel"])
+def test_codes(form, sizes, channel, device):
+    """Against attention in float64 over the numbers that the codes stand for; free slots hold codes, and scales of NaN."""
+    p, lengths = case([70, 0, 200], **{"dim": 64, "dtype": BF16} | sizes)
+    p = p._replace(kv=form)
+    cache = coded(p, paged(p, lengths, device), channel)
+    q = queries(p, device)
+    how = {"mask": p.mask, "return_lse": True, "kernel": "reference"}
+    wide, low = (cache._replace(k=cache.k.dequantised(dtype), v=cache.v.dequantised(dtype)) for dtype in (torch.float64, p.dtype))
+    truth, torchs = onchip.paged_attention(q.double(), wide, **how), onchip.paged_attention(q, low, **how)
+    for ours in (
+        onchip.paged_attention(q, cache, **how | {"kernel": TRITON.name}),
+        onchip.paged_attention(q, cache, batch_invariant=True, **how | {"kernel": TRITON.name}),
+    ):
+        for mine, theirs, true in zip(ours, torchs, truth, strict=True):
+            assert_as_good_as_torch(mine, theirs, true)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 1e4, 1e30])
+def test_codes_of_any_size(size, device):
+    """Scales far outside of float16, and one token whose values are a million times as large as the others'."""
+    p, lengths = case([200, 65], dim=64, dtype=BF16, heads=(4, 2))
+    p = p._replace(kv="int8")
+    cache = paged(p, lengths, device)
+    cache.v.mul_(size)
+    first = cache.page_table[0, 3].long()
+    cache.v[first, 5] *= 1e6
+    cache = coded(p, cache, False)
+    q = queries(p, device) * 3
+    how = {"return_lse": True, "kernel": "reference"}
+    wide, low = (cache._replace(k=cache.k.dequantised(dtype), v=cache.v.dequantised(dtype)) for dtype in (torch.float64, p.dtype))
+    truth, torchs = onchip.paged_attention(q.double(), wide, **how), onchip.paged_attention(q, low, **how)
+    for mine, theirs, true in zip(onchip.paged_attention(q, cache, **how | {"kernel": TRITON.name}), torchs, truth, strict=True):
+        for b in range(2):  # the second sequence has no such token
+            assert_as_good_as_torch(mine[b], theirs[b], true[b])
+
+
+def coded(p: Attention, cache: PagedKV, channel: bool) -> PagedKV:
+    """The same keys and values in the Problem's format; slots of NaN have scales of NaN and codes of 255."""
+    form, pools = Format.of(p.kv), []
+    for pool, channels in ((cache.k, channel), (cache.v, False)):
+        factor = torch.rand(p.kv_heads, pool.shape[-1], device=pool.device) + 0.5 if channels else None
+        codes, scale, zero = encode(pool, form, factor)
+        empty = pool.isnan().all(-1)
+        codes.view(torch.uint8)[empty] = 255
+        if zero is not None:
+            zero[empty] = torch.nan
+        pools.append(Codes(codes, scale, zero, form, factor))
+    return cache._replace(k=pools[0], v=pools[1])
 
 
 # ---- large, against torch

@@ -78,13 +78,18 @@ def _counts(p: Attention) -> tuple[int, int, int]:
 # ---- what no single field can say
 
 
-def _rows_of_a_group(p: Attention) -> str | None:
-    rows = p.len_q * p.group
-    return f"{p.len_q} queries x {p.group} heads a group = {rows} rows, of at most 64" if rows > 64 else None
-
-
-def _as_many_queries(p: Attention) -> str | None:
-    return "packed queries, different numbers of them over pages" if p.tokens else None
+def _codes_in_pairs(p: Attention) -> str | None:
+    """Codes are read two bytes at a time, and multiplied in float16."""
+    if p.kv not in KV[1:]:
+        return None
+    if p.dtype not in HALF:
+        return f"{SHORT.get(p.dtype, p.dtype)} queries of keys and values in {p.kv}, of bf16 and fp16"
+    form = Format.of(p.kv)
+    for dim in (p.dim, p.value_dim):
+        groups = dim // form.group if form.group else 1
+        if form.columns(dim) % 2 or (form.name == "int4" and groups > 1 and groups % 2):
+            return f"{p.kv} of dim {dim}: a row of codes is an even number of bytes, and of int4 an even number of groups"
+    return None
 
 
 def _float32_of_a_row(p: Attention) -> str | None:
@@ -295,10 +300,10 @@ DECODE = Op(
                 "mask": MASKS,
                 "keys": ("paged",),
                 "len_q": range(1, 17),
-                "page": [1 << i for i in range(11)],
-                "kv": ("",),
+                "page": range(1, 1 << 20),
+                "kv": KV,
             },
-            also=(_as_many_queries, _rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
+            also=(_codes_in_pairs, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),
         Kernel(
             "triton_paged",
@@ -312,6 +317,7 @@ DECODE = Op(
                 "keys": ("paged",),
                 "len_q": range(1, 1 << 20),
                 "page": range(1, 1 << 20),
+                "kv": ("",),
             },
             also=(_only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
         ),

@@ -95,17 +95,18 @@ def band(scores, rows, cols, len_k, LEFT: tl.constexpr, RIGHT: tl.constexpr):
 
 @triton.jit
 def online_softmax(scores, top, total, scale, MAY_BE_EMPTY: tl.constexpr):
-    """One step of the online softmax (FlashAttention, algorithm 1), in base 2: `scale` holds log2(e).
+    """One step of the online softmax (FlashAttention, algorithm 1), in base 2, over the last axis: `scale` holds log2(e).
 
-    Returns the weights [M, N], the factor that shrinks what was summed before [M], and the new maximum and sum.
+    Returns the weights [M, N], the factor that shrinks what was summed before [M], and the new maximum and sum. `scale` is a number.
     """
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    axis: tl.constexpr = len(scores.shape) - 1
+    new_top = tl.maximum(top, tl.max(scores, axis) * scale)
     base = new_top
     if MAY_BE_EMPTY:  # a row that has seen no key yet: -inf minus -inf is NaN
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.math.exp2(scores * scale - base[:, None])
+    weights = tl.math.exp2(scores * scale - tl.expand_dims(base, axis))
     shrink = tl.math.exp2(top - base)
-    return weights, shrink, new_top, total * shrink + tl.sum(weights, 1)
+    return weights, shrink, new_top, total * shrink + tl.sum(weights, axis)
 
 
 @triton.jit
