@@ -82,6 +82,7 @@ EXTRAS = {
     "batch_invariant": "a row's result does not depend on its neighbours in the batch",
     "deterministic": "gradients are the same bits in every run",
     "dropout": "weights are dropped at random",
+    "latent": "values are the first columns of the keys, in the same memory",
     "score_grad": "gradients to the tensors that the score reads",
     "sinks": "a learnt logit a head joins the softmax's sum",
     "tf32": "float32 products on tensor cores",

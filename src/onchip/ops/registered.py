@@ -18,7 +18,7 @@ from onchip.core.problem import E4M3, Attention, Operands
 from onchip.core.scales import BLOCK, Scales
 from onchip.dispatch import select
 from onchip.ops import attend, wire
-from onchip.ops.attend import TWICE, UNTRAINED, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_sizes, problem_of, quantise
+from onchip.ops.attend import TWICE, UNTRAINED, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_problem, paged_sizes, problem_of, quantise
 
 
 class Packed(NamedTuple):
@@ -115,7 +115,7 @@ def _call(q, k, v, reads, longest_q, longest_k, drop, scale, how) -> tuple[Atten
 def _paged_call(q, k, v, page_table, reads, scale, how) -> tuple[Attention, Operands, str]:
     call = Packed(*wire.build(how, reads))
     sizes = paged_sizes(q, k, v, page_table.shape[1])
-    return *problem_of("decode", call.how(), sizes, Operands(scale), q), call.kernel
+    return *paged_problem(call.how(), sizes, q, k, v, Operands(scale)), call.kernel
 
 
 def _given(inputs, grads, d_score, how: str, wanted: list[bool]) -> list[Tensor]:

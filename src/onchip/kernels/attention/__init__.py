@@ -5,7 +5,7 @@ import importlib
 import torch
 
 from onchip.core.kernel import Kernel, Op
-from onchip.core.masks import BANDS, Band
+from onchip.core.masks import BANDS, Band, Causal, Full
 from onchip.core.problem import E4M3, SHORT, Attention, Cost, Rows
 from onchip.core.trace import Traced, hides_keys
 
@@ -30,7 +30,8 @@ def cost(p: Attention) -> Cost:
     """
     size, both = p.dtype.itemsize, p.dim + p.value_dim
     pairs, queries, keys = _counts(p)
-    moved = size * (p.dim * queries * p.heads + both * keys * p.kv_heads) + max(2, size) * p.value_dim * queries * p.heads + 4 * queries * p.heads
+    width = p.dim if "latent" in p.extras else both  # of what is read for a key
+    moved = size * (p.dim * queries * p.heads + width * keys * p.kv_heads) + max(2, size) * p.value_dim * queries * p.heads + 4 * queries * p.heads
     return Cost(2 * pairs * p.heads * both, moved)
 
 
@@ -84,6 +85,14 @@ def _only(*known: str):
         return f"no {', '.join(unknown)}" if unknown else None
 
     return rule
+
+
+def _not_latent(p: Attention) -> str | None:
+    return None if "latent" in p.extras else "values in memory of their own; give those that are the first columns of the keys: PagedKV(k, k[..., :512], ...)"
+
+
+def _top_left(p: Attention) -> str | None:
+    return f"{p.mask} is aligned to the top left" if isinstance(p.mask, Causal) and p.mask.align == "top_left" else None
 
 
 def _no_gradient_of_reads(p: Attention) -> str | None:
@@ -267,8 +276,25 @@ DECODE = Op(
                 "len_q": range(1, 1 << 20),
                 "page": [1 << i for i in range(3, 11)],  # rows of shared memory are swizzled by eights
             },
-            also=(_only("batch_invariant", "deterministic", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "latent", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
             slower=(_faster_with_split_keys,),
+        ),
+        Kernel(
+            "hopper_mla",
+            "onchip.kernels.attention.hopper_mla:launch",
+            {"cuda": (90,)},
+            {
+                "dtype": HALF,
+                "dim": (576,),
+                "value_dim": (512,),
+                "kv_heads": (1,),
+                "mask": (Full, Causal),
+                "keys": ("paged",),
+                "len_q": range(1, 1 << 20),
+                "page": [1 << i for i in range(3, 11)],
+                "score": (None,),
+            },
+            also=(_only("deterministic", "latent"), _not_latent, _top_left),
         ),
         Kernel(
             "triton_decode",
@@ -283,7 +309,7 @@ DECODE = Op(
                 "len_q": range(1, 17),
                 "page": [1 << i for i in range(11)],
             },
-            also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
+            also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "latent", "sinks", "tf32"), _translates),
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",)}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",)}, portable=True),
