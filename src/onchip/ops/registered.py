@@ -18,7 +18,20 @@ from onchip.core.problem import E4M3, Attention, Operands
 from onchip.core.scales import BLOCK, Scales
 from onchip.dispatch import select
 from onchip.ops import attend, wire
-from onchip.ops.attend import TWICE, UNTRAINED, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_problem, paged_sizes, problem_of, quantise
+from onchip.ops.attend import (
+    TWICE,
+    UNTRAINED,
+    How,
+    PagedKV,
+    attention_backward,
+    dense_sizes,
+    longest_of,
+    packed_sizes,
+    paged_problem,
+    paged_sizes,
+    problem_of,
+    quantise,
+)
 
 
 class Packed(NamedTuple):

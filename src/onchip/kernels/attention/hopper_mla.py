@@ -101,26 +101,35 @@ def pairs_of(length):
 
 
 @gluon.jit
+def _lengths(lengths_ptr, first, batch, N: gl.constexpr, layout: gl.constexpr):
+    """Pairs of N sequences from `first` on."""
+    i = first + gl.arange(0, N, layout=layout)
+    return gl.where(i < batch, pairs_of(gl.load(lengths_ptr + i, mask=i < batch, other=0)), 0)
+
+
+@gluon.jit
 def _my_share(lengths_ptr, batch, shares, number):
     """Of share `number`, of all sequences' pairs end to end: the sequence where it begins, the pairs before that one, and the first and last pair."""
-    layout: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [4, 1], [0, 1])
-    i = gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
-    j = gl.arange(0, 32, layout=gl.SliceLayout(0, layout))
+    all_at_once: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     total, most = batch * 0, batch * 0
-    for first in range(0, batch, 32):
-        pairs = gl.where(first + i < batch, pairs_of(gl.load(lengths_ptr + first + i, mask=first + i < batch, other=0)), 0)
+    for first in range(0, batch, 128):
+        pairs = _lengths(lengths_ptr, first, batch, 128, all_at_once)
         total += gl.sum(pairs, 0)
         most = gl.maximum(most, gl.max(pairs, 0))
     share = share_of(total, most, shares)
     begin = gl.minimum(number * share, total)
-    sequence, before, seen = batch * 0, batch * 0, batch * 0
-    for first in range(0, batch, 32):
-        pairs = gl.where(first + i < batch, pairs_of(gl.load(lengths_ptr + first + i, mask=first + i < batch, other=0)), 0)
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [4, 1], [0, 1])
+    i = gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
+    j = gl.arange(0, 32, layout=gl.SliceLayout(0, layout))
+    first, sequence, before, seen = batch * 0, batch * 0, batch * 0, batch * 0
+    while (first < batch) & (seen <= begin):
+        pairs = _lengths(lengths_ptr, first, batch, 32, gl.SliceLayout(1, layout))
         ends = seen + gl.sum(gl.where(i[:, None] <= j[None, :], pairs[:, None], 0), 0)
         over = (ends <= begin) & (first + j < batch)
         sequence += gl.sum(over.to(gl.int32), 0)
         before = gl.maximum(before, gl.max(gl.where(over, ends, 0), 0))
         seen += gl.sum(pairs, 0)
+        first += 32
     return sequence, before, begin, gl.minimum(begin + share, total)
 
 
@@ -163,7 +172,9 @@ def _copy(given, C: gl.constexpr):
         length = gl.load(lengths_ptr + sequence)
         pairs = pairs_of(length)
         low, high = gl.maximum(begin - before, 0), gl.minimum(end - before, pairs)
-        slot = gl.where((low == 0) & (high == pairs), -1, number + sequence)  # of a result that is to be merged; the next one is the next program's or sequence's
+        slot = gl.where(
+            (low == 0) & (high == pairs), -1, number + sequence
+        )  # of a result that is to be merged; the next one is the next program's or sequence's
         tell(told, turn, (sequence, length, low, high, slot))
         mbarrier.wait(q_empty, turn % 2 ^ 1)
         mbarrier.expect(q_full, 2 * q_descs[0].block_type.nbytes + q_descs[1].block_type.nbytes)
@@ -487,7 +498,8 @@ def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, ou
     outs, sizes = (out_ptr, lse_ptr, part_ptr, part_lse_ptr), (heads, len_q, tiles)
     given = (queries, q_empty, even, odd, told, tops, sums, outs, sizes, scale * LOG2E)
     copied = ((q_desc, q_rope_desc), (k_desc, k_rope_desc), queries, q_empty, even, odd, told, lengths_ptr, (table_ptr, columns), share, tiles)
-    gl.warp_specialize([(_left, (given, C)), (_right, (given, C)), (_copy, (copied, C))], [4, 1], [232, 40])
+    COPIER: gl.constexpr = 40 if C.parts == 1 else 56  # registers
+    gl.warp_specialize([(_left, (given, C)), (_right, (given, C)), (_copy, (copied, C))], [4, 1], [(504 - COPIER) // 2, COPIER])
 
 
 # ---- device: the merge
