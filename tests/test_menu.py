@@ -30,7 +30,9 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "rope_append": Rope("rope_append", 63, 8, 2, 64, 64, BF16, "neox", False, True),
     "sample": Rows("sample", 8, 49152, BF16),
     "quantise": Rows("quantise", 8000, 128, BF16, "block"),
+    "page_scores": Rows("page_scores", 8000, 128, BF16, "4 heads"),
 }
+LATENT = TYPICAL["decode"]._replace(heads=128, kv_heads=1, dim=576, dim_v=512, page=64, extras=("latent",))
 ROWS = [pytest.param(op, kernel, id=f"{op.name}-{kernel.name}") for op in OPS.values() for kernel in op.kernels]
 CLAIMS = [
     pytest.param(op, kernel, field, id=f"{op.name}-{kernel.name}-{field}") for op in OPS.values() for kernel in op.kernels for field in kernel.accepts
@@ -46,6 +48,8 @@ def extras_installed(monkeypatch):
 
 def typical(op, kernel):
     """The Problem of an operator that this kernel takes."""
+    if kernel.name == "hopper_mla":
+        return LATENT
     return TYPICAL[op.name]._replace(dtype=E4M3) if kernel.name.startswith("hopper_fp8") else TYPICAL[op.name]
 
 
@@ -60,6 +64,8 @@ def outside(field: str, allowed) -> list:
     odd = {
         "dtype": [torch.float64, torch.int8],
         "dim": [96],
+        "value_dim": [256],
+        "kv_heads": [2],
         "width": [96],
         "score": [ALIBI],
         "mask": [Odd()],
@@ -174,8 +180,9 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "hopper_backward": {"batch_invariant", "deterministic", "sinks", "used"},
     "hopper_fp8_backward": {"batch_invariant", "deterministic"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
-    "hopper_paged": {"batch_invariant", "deterministic", "sinks"},
-    "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
+    "hopper_paged": {"batch_invariant", "deterministic", "latent", "sinks"},
+    "hopper_mla": {"deterministic", "latent"},
+    "triton_decode": {"batch_invariant", "deterministic", "latent", "sinks", "tf32"},
 }
 
 
@@ -184,7 +191,8 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
 def test_extras(op, kernel, extra):
     """Each by itself is taken, or refused by its name; plain torch takes all."""
     takes = kernel.portable or extra in ALSO[kernel.name]
-    reasons = kernel.refuses(typical(op, kernel)._replace(extras=(extra,)), H200)
+    p = typical(op, kernel)
+    reasons = kernel.refuses(p._replace(extras=tuple(sorted({*p.extras, extra}))), H200)
     assert not reasons if takes else [reason.split(" for ")[0] for reason in reasons] == [f"no {extra}"]
 
 
@@ -414,6 +422,7 @@ def test_texts_by_hand():
         "rope_append T63 h8/2 d64 r64 bf16 neox append",
         "sample 8x49152 bf16",
         "quantise 8000x128 bf16 block",
+        "page_scores 8000x128 bf16 4 heads",
     ]
     full = Attention("backward", 2, 70, 80, 4, 4, 16, FP32, DOCUMENT, "packed", 0, 100, 120, 8, ALIBI, ("dropout", "sinks"))
     assert str(full) == "backward B2 q70 k80 h4/4 d16/8 fp32 Document packed 100/120 tokens ALiBi dropout sinks"
@@ -463,4 +472,5 @@ def test_costs_of_rows_by_hand():
     assert costs["sample"].bytes == 8 * 49152 * 2
     assert costs["quantise"].bytes == 8000 * 128 * (2 + 1)
     assert OPS["quantise"].cost(TYPICAL["quantise"]._replace(variant="head rotated")).bytes == 8000 * 128 * (2 + 2 + 1)
+    assert costs["page_scores"].bytes == 8000 * (2 * 128 * 2 + 4 * 4)
     assert costs["rope_append"].bytes == 63 * ((2 * 10 + 3 * 2) * 64 * 2 + 4 * 64)

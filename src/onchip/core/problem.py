@@ -128,7 +128,10 @@ class Operands(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """An operator on the rows of a matrix: `rms_norm`, `gated_act`, `sample` or `quantise`; `variant` names its form ("residual", "silu", "block")."""
+    """An operator on the rows of a matrix: `rms_norm`, `gated_act`, `sample`, `quantise` or `page_scores`.
+
+    variant   its form: "residual", "silu", "block", "4 heads".
+    """
 
     op: str
     rows: int

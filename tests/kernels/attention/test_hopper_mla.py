@@ -129,9 +129,12 @@ def test_every_pair_is_one_share_s(batch):
 
 # ---- with bugs planted
 
+READY = "    arrive_and_wait(n * 0, ODD_READY, BOTH)\n"
+DONE = "            acc = warpgroup_mma_wait(1, deps=[acc])\n"
+GONE = "            release(used * 0, LEFT_GONE + 1, ONE_GROUP)\n"
 MUTANTS = {
-    "keys are let go before their values are used": ("    arrive_and_wait(n * 0, ODD_READY, BOTH)\n", "    release(n * 0, LEFT_GONE, ONE_GROUP)\n    arrive_and_wait(n * 0, ODD_READY, BOTH)\n"),
-    "odd values are let go before": ("            acc = warpgroup_mma_wait(1, deps=[acc])\n            release(used * 0, LEFT_GONE + 1, ONE_GROUP)\n", "            release(used * 0, LEFT_GONE + 1, ONE_GROUP)\n            acc = warpgroup_mma_wait(1, deps=[acc])\n"),
+    "keys are let go before their values are used": (READY, "    release(n * 0, LEFT_GONE, ONE_GROUP)\n" + READY),
+    "odd values are let go before": (DONE + GONE, GONE + DONE),
     "weights are not waited for": ("    arrive_and_wait(used * 0, EVEN_READY, BOTH)\n", ""),
     "weights are not fenced": ("    tops[0].store(top)\n    fence_async_shared()\n", "    tops[0].store(top)\n"),
     "the other's maximum is not heeded": ("    acc, total = _shrunk(acc, total, gl.exp2(top - base_of(new_top)))\n", ""),

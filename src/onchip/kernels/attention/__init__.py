@@ -53,6 +53,12 @@ def quantise_cost(p: Rows) -> Cost:
     return Cost((2 + p.width.bit_length()) * p.rows * p.width, (reads * p.dtype.itemsize + 1) * p.rows * p.width)
 
 
+def page_scores_cost(p: Rows) -> Cost:
+    """Rows are a sequence's pages for a key head: two bounds each are read, for each head of the group two products made and a float32 written."""
+    group = int(p.variant.split()[0])
+    return Cost(4 * p.rows * p.width * group, p.rows * (2 * p.width * p.dtype.itemsize + 4 * group))
+
+
 def _counts(p: Attention) -> tuple[int, int, int]:
     """(query, key) pairs, queries, and keys that are read."""
     if p.keys == "packed":  # sequences of equal length stand in for the lengths, which are not part of the Problem
@@ -85,6 +91,11 @@ def _only(*known: str):
         return f"no {', '.join(unknown)}" if unknown else None
 
     return rule
+
+
+def _group_of_rows(p: Rows) -> str | None:
+    group = int(p.variant.split()[0])
+    return f"{group} heads a group, of at most 128" if group > 128 else None
 
 
 def _not_latent(p: Attention) -> str | None:
@@ -325,4 +336,13 @@ QUANTISE = Op(
     ),
 )
 
-OPS = (PREFILL, BACKWARD, DECODE, QUANTISE)
+PAGE_SCORES = Op(
+    "page_scores",
+    page_scores_cost,
+    (
+        Kernel("triton_page_scores", "onchip.kernels.attention.page_scores:launch", GPUS, {"dtype": FLOATS, "width": range(8, 577)}, also=(_group_of_rows,)),
+        Kernel("reference", "onchip.kernels.attention.reference:page_scores", portable=True),
+    ),
+)
+
+OPS = (PREFILL, BACKWARD, DECODE, QUANTISE, PAGE_SCORES)
