@@ -135,6 +135,13 @@ def paged_attention(
     2023); the heads of a group, and the queries, share each key that is read. More take a Hopper GPU, bf16 or fp16, head dimension 8 to 256 by 8 and
     pages of 8 to 1,024 tokens, a power of two; elsewhere plain torch computes. Lengths are read on the device, so the
     call can be captured in a CUDA graph. Returns as `attention` does; arguments and errors as there.
+
+    Multi-head latent attention (DeepSeek-V2, 2024): the cache's values are the first 512 columns of its keys, in the same memory, which is then read
+    once. The heads' own projections of keys are absorbed by the queries, those of values by the output (w_uk [heads, 128, 512], w_uv [heads, 512, 128]):
+
+        q = torch.cat([torch.einsum("bqhn,hnc->bqhc", q_nope, w_uk), q_rope], -1)  # [batch, len_q, heads, 512 + 64]
+        o = paged_attention(q, PagedKV(latent, latent[..., :512], page_table, lengths), scale=(128 + 64) ** -0.5)
+        o = torch.einsum("bqhc,hcv->bqhv", o, w_uv)
     """
     _plain("paged_attention", q)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):

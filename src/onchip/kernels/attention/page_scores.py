@@ -31,8 +31,8 @@ def _scores(q_ptr, low_ptr, high_ptr, table_ptr, lengths_ptr, out_ptr, kv_heads,
     head = kv_head * group + row
     q = tl.load(q_ptr + batch.to(tl.int64) * q_batch + head[:, None] * q_head + dims[None, :], mask=(row < group)[:, None] & (dims < D)[None, :], other=0.0)
     zero = tl.zeros_like(q)
-    scores = tl.dot(tl.maximum(q, zero), high.T, input_precision="ieee")
-    scores = tl.dot(tl.minimum(q, zero), low.T, scores, input_precision="ieee")
+    scores = tl.dot(tl.where(q > 0, q, zero), high.T, input_precision="ieee")
+    scores = tl.dot(tl.where(q > 0, zero, q), low.T, scores, input_precision="ieee")
     out = ((batch * kv_heads * group + head).to(tl.int64) * pages)[:, None] + at[None, :]
     tl.store(out_ptr + out, tl.where(used[None, :], scores, float("-inf")), mask=(row < group)[:, None] & (at < pages)[None, :])
 
