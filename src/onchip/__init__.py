@@ -14,6 +14,7 @@ _NAMES = {
     "onchip.core.kernel": ("Unsupported",),
     "onchip.dispatch": ("explain", "record"),
     "onchip.ops.attention": ("PagedKV", "Quantised", "attention", "attention_packed", "merge", "paged_attention", "quantise", "random_signs"),
+    "onchip.ops.latent": ("attend_latent", "dequantise_latent", "quantise_latent"),
     "onchip.ops.sparse": ("PageBounds", "append_bounds", "attend_pages", "attend_tokens", "page_bounds", "page_scores", "top_pages"),
     "onchip.ops.fused": ("Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),

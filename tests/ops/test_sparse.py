@@ -103,6 +103,18 @@ def test_all_of_it_is_paged_attention(device):
     torch.testing.assert_close(attend_pages(q, cache, pages), want)
 
 
+@pytest.mark.parametrize("top", [40, 64, 100])
+def test_tokens_of_many_heads_of_a_latent(top):
+    """More than 64 heads: the chosen tokens are copied into pages of 64."""
+    cache = cache_of("latent", kv_heads=1, dim=48, dim_v=32)
+    q = torch.randn(len(LENGTHS), 1, 70, 48)
+    tokens = choice(110, top, 1, "cpu")[:, 0]
+    with onchip.record() as seen:
+        result = attend_tokens(q, cache, tokens, return_lse=True)
+    assert seen[0].problem.page == 64 and "latent" in seen[0].problem.extras
+    judge(q, cache, [[[t for t in row.tolist() if 0 <= t < n]] for row, n in zip(tokens, LENGTHS, strict=True)], result)
+
+
 def test_latent_stays_latent():
     """A view of chosen tokens of a latent cache is one, so that its kernels take it."""
     with onchip.record() as seen:

@@ -146,12 +146,12 @@ def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor) -> tuple
 def paged_problem(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> tuple[Attention, Operands]:
     """The same of a call over a cache, which says whether its values are columns of its keys."""
     problem, x = problem_of("decode", how, sizes, x, q)
-    if sizes.keys[-1] and _first_columns(k, v):
+    if sizes.keys[-1] and first_columns(k, v):
         problem = problem._replace(extras=tuple(sorted((*problem.extras, "latent"))))
     return problem, x
 
 
-def _first_columns(k: Tensor, v: Tensor) -> bool:
+def first_columns(k: Tensor, v: Tensor) -> bool:
     """Whether `v` is `k[..., :dim_v]`, the same memory: a latent cache."""
     if v.shape[-1] > k.shape[-1] or torch._C._are_functorch_transforms_active():  # whose tensors have no address
         return False

@@ -13,8 +13,19 @@ from torch import Tensor
 from onchip.core.masks import Full
 from onchip.core.problem import Rows
 from onchip.dispatch import select
-from onchip.ops.attend import PagedKV
+from onchip.ops.attend import PagedKV, first_columns
 from onchip.ops.attention import paged_attention
+
+ROWS = 64  # heads of a latent that `triton_decode`, which takes pages of one token, has at most
+PAGE = 64  # tokens of a page of copied keys
+
+
+class _Choice(NamedTuple):
+    """Numbers of pages and of slots in them, [batch, (kv_heads,) top] int32, and how many keys [batch, (kv_heads)] int32 these are, from the first on."""
+
+    at: Tensor
+    slot: Tensor
+    count: Tensor
 
 
 def attend_tokens(
@@ -35,7 +46,25 @@ def attend_tokens(
     page, length = cache.k.shape[1], cache.lengths.view(-1, *[1] * (tokens.ndim - 1))
     _check("attend_tokens", q, cache, tokens)
     tokens, count = _packed(tokens, (tokens < 0) | (tokens >= length))
+    if cache.k.shape[2] == 1 and q.shape[2] > ROWS and first_columns(cache.k, cache.v):
+        cache, at = _copied(cache, tokens.flatten(1), count.flatten())
+        return _attend(q, cache, PAGE, at, scale, return_lse, kernel)
     return _attend(q, cache, 1, _Choice(tokens // page, tokens % page, count), scale, return_lse, kernel)
+
+
+def _copied(cache: PagedKV, tokens: Tensor, count: Tensor) -> tuple[PagedKV, _Choice]:
+    """The chosen tokens of a latent cache side by side, in pages of their own, and the choice of all of these.
+
+    Of so many heads attention is bound by products, and the kernel for them takes pages of 8 tokens and more: a copy costs two bytes moved for one read.
+    """
+    page, batch = cache.k.shape[1], len(tokens)
+    slots = cache.page_table.gather(1, (tokens // page).long()).long() * page + tokens % page
+    slots = torch.where(torch.arange(tokens.shape[1], device=tokens.device) < count[:, None], slots, 0)
+    slots = torch.nn.functional.pad(slots, (0, -tokens.shape[1] % PAGE))
+    k = cache.k[slots // page, slots % page].view(-1, PAGE, 1, cache.k.shape[-1])
+    table = torch.arange(len(k), dtype=torch.int32, device=k.device).view(batch, -1)
+    at = torch.arange(table.shape[1], dtype=torch.int32, device=k.device).expand(batch, -1)
+    return PagedKV(k, k[..., : cache.v.shape[-1]], table, count), _Choice(at, at * 0, count)
 
 
 def attend_pages(
@@ -62,14 +91,6 @@ def attend_pages(
     missing = (partly * (first + page - length)).sum(-1)
     pages, count = _packed(pages, none, partly)
     return _attend(q, cache, page, _Choice(pages, pages * 0, (count * page - missing).to(torch.int32)), scale, return_lse, kernel)
-
-
-class _Choice(NamedTuple):
-    """Numbers of pages and of slots in them, [batch, (kv_heads,) top] int32, and how many keys [batch, (kv_heads)] int32 these are, from the first on."""
-
-    at: Tensor
-    slot: Tensor
-    count: Tensor
 
 
 def _check(name: str, q: Tensor, cache: PagedKV, chosen: Tensor) -> None:

@@ -214,3 +214,9 @@ def test_latent_problem():
 def test_on_a_gpu(c, device):
     q, cache = call = call_of(c, device)
     judge(c, call, onchip.paged_attention(q, cache, mask=c.mask, scale=c.scale, return_lse=True, kernel=KERNEL.name))
+
+
+def test_prefill_of_192_and_128():
+    """The other half of MLA, where heads have keys of their own: the Hopper kernel's."""
+    p = Attention("prefill", 2, 4096, 4096, 128, 128, 192, BF16, Causal(), dim_v=128)
+    assert select(p, GPUS["H200"]).kernel.name == "hopper_prefill"
