@@ -93,11 +93,6 @@ def _only(*known: str):
     return rule
 
 
-def _group_of_rows(p: Rows) -> str | None:
-    group = int(p.variant.split()[0])
-    return f"{group} heads a group, of at most 128" if group > 128 else None
-
-
 def _not_latent(p: Attention) -> str | None:
     return None if "latent" in p.extras else "values in memory of their own; give those that are the first columns of the keys: PagedKV(k, k[..., :512], ...)"
 
@@ -340,7 +335,7 @@ PAGE_SCORES = Op(
     "page_scores",
     page_scores_cost,
     (
-        Kernel("triton_page_scores", "onchip.kernels.attention.page_scores:launch", GPUS, {"dtype": FLOATS, "width": range(8, 577)}, also=(_group_of_rows,)),
+        Kernel("triton_page_scores", "onchip.kernels.attention.page_scores:launch", GPUS, {"dtype": FLOATS, "width": range(8, 577)}),
         Kernel("reference", "onchip.kernels.attention.reference:page_scores", portable=True),
     ),
 )

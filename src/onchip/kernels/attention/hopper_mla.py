@@ -572,7 +572,7 @@ def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
         q = q.clone(memory_format=torch.contiguous_format)
     k = (cache.k if describable(cache.k) else cache.k.contiguous()).squeeze(2)
     shape = Shape(p.len_q > 1 and p.mask.right is not None, p.page)
-    slots = grid.shares + p.batch
+    slots = grid.shares + p.batch if grid.shares > 1 else 0  # of one share nothing is merged
     part = q.new_empty(slots, grid.tiles * 64, 512, dtype=torch.float32)
     part_lse = q.new_empty(slots, grid.tiles * 64, dtype=torch.float32)
     keys = min(64, p.page)
@@ -580,6 +580,8 @@ def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
         describe(q, 64, 256), describe(q, 64, 64), describe(k, keys, 256), describe(k, keys, 64), cache.lengths, cache.page_table, out, lse, part, part_lse,
         scale, p.batch, grid.shares, grid.tiles, p.heads, p.len_q, cache.page_table.stride(0), C=shape, num_warps=4,
     )  # fmt: skip
+    if not slots:
+        return (out, lse) if return_lse else out
     parts, height, width = next(how for most, how in MERGE if p.batch * rows <= most)
     _merge[(p.batch * triton.cdiv(rows, height) * (512 // width),)](
         part, part_lse, out, lse, cache.lengths, p.batch, grid.shares, grid.tiles, p.heads, p.len_q,
