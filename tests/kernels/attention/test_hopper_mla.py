@@ -143,7 +143,7 @@ MUTANTS = {
     "the last page's rest is not cleared": ("    _clear(values, n, length)\n", ""),
     "the wrong phase": ("mbarrier.wait(odd[3].index(2), used % 2)", "mbarrier.wait(odd[3].index(2), used % 2 ^ 1)"),
     "each query sees all": ("        least = length - (len_q - 1)\n", ""),
-    "slots of two parts are one": ("number + sequence)  #", "sequence)  #"),
+    "slots of two parts are one": ("-1, number + sequence)", "-1, sequence)"),
     "no turns": ("            release(used * 0, TURN, BOTH)\n", ""),
 }  # fmt: skip
 

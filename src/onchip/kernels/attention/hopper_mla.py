@@ -172,9 +172,8 @@ def _copy(given, C: gl.constexpr):
         length = gl.load(lengths_ptr + sequence)
         pairs = pairs_of(length)
         low, high = gl.maximum(begin - before, 0), gl.minimum(end - before, pairs)
-        slot = gl.where(
-            (low == 0) & (high == pairs), -1, number + sequence
-        )  # of a result that is to be merged; the next one is the next program's or sequence's
+        # Of a result that is to be merged; the next one is the next program's or the next sequence's.
+        slot = gl.where((low == 0) & (high == pairs), -1, number + sequence)
         tell(told, turn, (sequence, length, low, high, slot))
         mbarrier.wait(q_empty, turn % 2 ^ 1)
         mbarrier.expect(q_full, 2 * q_descs[0].block_type.nbytes + q_descs[1].block_type.nbytes)
