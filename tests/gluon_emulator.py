@@ -137,6 +137,8 @@ class Pointer:
     def __init__(self, memory: torch.Tensor, written: torch.Tensor, places=0):
         self.memory, self.written, self.places = memory, written, places
 
+    dtype = property(lambda self: SimpleNamespace(element_ty=self.memory.dtype))
+
     def __add__(self, offset):
         return Pointer(self.memory, self.written, self.places + raw(offset).long())
 

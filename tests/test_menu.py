@@ -32,7 +32,9 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "sample": Rows("sample", 8, 49152, BF16),
     "quantise": Rows("quantise", 8000, 128, BF16, "block"),
     "merge": Rows("merge", 2048, 128, BF16, "2 parts"),
+    "page_scores": Rows("page_scores", 8000, 128, BF16, "4 heads"),
 }
+LATENT = TYPICAL["decode"]._replace(heads=128, kv_heads=1, dim=576, dim_v=512, page=64, extras=("latent",))
 ROWS = [pytest.param(op, kernel, id=f"{op.name}-{kernel.name}") for op in OPS.values() for kernel in op.kernels]
 CLAIMS = [
     pytest.param(op, kernel, field, id=f"{op.name}-{kernel.name}-{field}") for op in OPS.values() for kernel in op.kernels for field in kernel.accepts
@@ -47,6 +49,8 @@ def extras_installed(monkeypatch):
 
 def typical(op, kernel):
     """The Problem of an operator that this kernel takes."""
+    if kernel.name == "hopper_mla":
+        return LATENT
     return TYPICAL[op.name]._replace(dtype=E4M3) if kernel.name.startswith("hopper_fp8") else TYPICAL[op.name]
 
 
@@ -61,6 +65,8 @@ def outside(field: str, allowed) -> list:
     odd = {
         "dtype": [torch.float64, torch.int8],
         "dim": [96],
+        "value_dim": [256],
+        "kv_heads": [2],
         "width": [96],
         "score": [ALIBI],
         "mask": [Odd()],
@@ -176,9 +182,10 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "hopper_backward": {"batch_invariant", "deterministic", "sinks", "used"},
     "hopper_fp8_backward": {"batch_invariant", "deterministic"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
-    "hopper_paged": {"batch_invariant", "deterministic", "sinks"},
-    "triton_decode": {"batch_invariant", "deterministic", "sinks", "tf32"},
-    "triton_paged": {"batch_invariant", "deterministic", "sinks", "tf32"},
+    "hopper_paged": {"batch_invariant", "deterministic", "latent", "sinks"},
+    "hopper_mla": {"deterministic", "latent"},
+    "triton_decode": {"batch_invariant", "deterministic", "latent", "sinks", "tf32"},
+    "triton_paged": {"batch_invariant", "deterministic", "latent", "sinks", "tf32"},
 }
 
 
@@ -187,7 +194,8 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
 def test_extras(op, kernel, extra):
     """Each by itself is taken, or refused by its name; plain torch takes all."""
     takes = kernel.portable or extra in ALSO[kernel.name]
-    reasons = kernel.refuses(typical(op, kernel)._replace(extras=(extra,)), H200)
+    p = typical(op, kernel)
+    reasons = kernel.refuses(p._replace(extras=tuple(sorted({*p.extras, extra}))), H200)
     assert not reasons if takes else [reason.split(" for ")[0] for reason in reasons] == [f"no {extra}"]
 
 
@@ -368,7 +376,7 @@ def test_who_takes_many_queries_over_pages():
         (8192, 4, 1024, "H100", "hopper_paged"),
         (17, 4, 16, "A100", "triton_paged"),
         (17, 4, 4, "H200", "triton_paged"),
-        (1, 4, 12, "H200", "triton_paged"),
+        (1, 4, 12, "H200", "triton_decode"),
         (1, 4, 1 << 20, "H200", "blocked"),
     ):
         decision = select(p._replace(len_q=len_q, heads=heads, page=page), GPUS[gpu])
@@ -379,9 +387,11 @@ def test_who_takes_many_queries_over_pages():
     assert select(many._replace(len_q=16, heads=8, extras=("batch_invariant",)), H200).kernel.name == "triton_decode"
     assert select(many._replace(len_q=8, heads=4), H200).kernel.name == "triton_decode"  # 16 rows: both at the bandwidth of memory
     assert select(p, H200, "hopper_paged").kernel.name == "hopper_paged"  # slower, but asked for
-    for longest in (1, 500):
-        mixed = p._replace(len_q=longest, tokens=501)
-        assert select(mixed, H200).kernel.name == "hopper_paged" and select(mixed, GPUS["A100"]).kernel.name == "triton_paged"
+    mixed, decodes = p._replace(len_q=500, tokens=501), p._replace(len_q=1, tokens=2)
+    assert select(mixed, H200).kernel.name == "hopper_paged" and select(mixed, GPUS["A100"]).kernel.name == "triton_paged"
+    assert {select(decodes, GPUS[name]).kernel.name for name in ("H200", "A100")} == {"triton_decode"}
+    alone = decodes._replace(extras=("batch_invariant",))  # as of a longer batch
+    assert select(alone, H200).kernel.name == "hopper_paged" and select(alone, GPUS["A100"]).kernel.name == "triton_paged"
     kernel = OPS["decode"].kernel("hopper_paged")
     assert kernel.refuses(p._replace(page=4), H200) == ["page 4 is not one of 8, 16, 32, 64, 128, 256, 512, 1024"]
     assert kernel.refuses(p._replace(mask=KeyPadding(torch.ones(2, dtype=torch.int32)).static()), H200)[0].endswith("hides may be NaN")
@@ -439,6 +449,7 @@ def test_texts_by_hand():
         "sample 8x49152 bf16",
         "quantise 8000x128 bf16 block",
         "merge 2048x128 bf16 2 parts",
+        "page_scores 8000x128 bf16 4 heads",
     ]
     full = Attention("backward", 2, 70, 80, 4, 4, 16, FP32, DOCUMENT, "packed", 0, 100, 120, 8, ALIBI, ("dropout", "sinks"))
     assert str(full) == "backward B2 q70 k80 h4/4 d16/8 fp32 Document packed 100/120 tokens ALiBi dropout sinks"
@@ -488,4 +499,5 @@ def test_costs_of_rows_by_hand():
     assert costs["sample"].bytes == 8 * 49152 * 2
     assert costs["quantise"].bytes == 8000 * 128 * (2 + 1)
     assert OPS["quantise"].cost(TYPICAL["quantise"]._replace(variant="head rotated")).bytes == 8000 * 128 * (2 + 2 + 1)
+    assert costs["page_scores"].bytes == 8000 * (2 * 128 * 2 + 4 * 4)
     assert costs["rope_append"].bytes == 63 * ((2 * 10 + 3 * 2) * 64 * 2 + 4 * 64)

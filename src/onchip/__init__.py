@@ -17,6 +17,8 @@ _NAMES = {
     "onchip.core.formats": ("Codes", "Format"),
     "onchip.ops.cascade": ("Level", "cascade_attention"),
     "onchip.ops.formats": ("channel_scale", "quantise_cache"),
+    "onchip.ops.latent": ("attend_latent", "dequantise_latent", "quantise_latent"),
+    "onchip.ops.sparse": ("PageBounds", "append_bounds", "attend_pages", "attend_tokens", "page_bounds", "page_scores", "top_pages"),
     "onchip.ops.fused": ("Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.cache.radix": ("RadixTree",),

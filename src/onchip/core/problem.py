@@ -85,6 +85,7 @@ EXTRAS = {
     "batch_invariant": "a row's result does not depend on its neighbours in the batch",
     "deterministic": "gradients are the same bits in every run",
     "dropout": "weights are dropped at random",
+    "latent": "values are the first columns of the keys, in the same memory",
     "score_grad": "gradients to the tensors that the score reads",
     "sinks": "a learnt logit a head joins the softmax's sum",
     "tf32": "float32 products on tensor cores",
@@ -130,7 +131,10 @@ class Operands(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """An operator on the rows of a matrix: `rms_norm`, `gated_act`, `sample` or `quantise`; `variant` names its form ("residual", "silu", "block")."""
+    """An operator on the rows of a matrix: `rms_norm`, `gated_act`, `sample`, `quantise` or `page_scores`.
+
+    variant   its form: "residual", "silu", "block", "4 heads".
+    """
 
     op: str
     rows: int

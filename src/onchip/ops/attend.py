@@ -107,7 +107,7 @@ def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands,
     """The launch of a call over a paged cache. Gradients: by the operator of `ops/registered.py`, or the reference's own."""
     if torch._C._are_functorch_transforms_active():
         how = spelt_out(how, q)
-    problem, x = problem_of("decode", how, sizes, x, q)
+    problem, x = paged_problem(how, sizes, q, cache.k, cache.v, x)
     return launch_paged(problem, how.kernel, q, cache, x, return_lse)
 
 
@@ -166,6 +166,21 @@ def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor) -> tuple
     if q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.allow_tf32:
         extras += ("tf32",)
     return Attention(op, *sizes.dims, mask, *sizes.keys, score, tuple(sorted(extras)) if extras else (), sizes.kv), x
+
+
+def paged_problem(how: How, sizes: Sizes, q: Tensor, k: Tensor | Codes, v: Tensor | Codes, x: Operands) -> tuple[Attention, Operands]:
+    """The same of a call over a cache, which says whether its values are columns of its keys."""
+    problem, x = problem_of("decode", how, sizes, x, q)
+    if sizes.keys[-1] and first_columns(k, v):
+        problem = problem._replace(extras=tuple(sorted((*problem.extras, "latent"))))
+    return problem, x
+
+
+def first_columns(k: Tensor | Codes, v: Tensor | Codes) -> bool:
+    """Whether `v` is `k[..., :dim_v]`, the same memory: a latent cache."""
+    if isinstance(k, Codes) or v.shape[-1] > k.shape[-1] or torch._C._are_functorch_transforms_active():  # whose tensors have no address
+        return False
+    return v.stride() == k.stride() and v.data_ptr() == k.data_ptr()
 
 
 def _needs(sizes: Sizes) -> tuple[int, int, int, int]:

@@ -143,6 +143,13 @@ def paged_attention(
                 `i` are the tokens `q_offsets[i]` to `q_offsets[i + 1]`, none at all included, and still its last ones. Returns
                 `[tokens, heads, dim_v]`, and LSE `[heads, tokens]`; tokens from the last offset on are not computed and may come back as anything.
     longest     the most queries of a sequence; an upper bound will do. None: read from the offsets, which waits for the device.
+
+    Multi-head latent attention (DeepSeek-V2, 2024): the cache's values are the first 512 columns of its keys, in the same memory, which is then read
+    once. The heads' own projections of keys are absorbed by the queries, those of values by the output (w_uk [heads, 128, 512], w_uv [heads, 512, 128]):
+
+        q = torch.cat([torch.einsum("bqhn,hnc->bqhc", q_nope, w_uk), q_rope], -1)  # [batch, len_q, heads, 512 + 64]
+        o = paged_attention(q, PagedKV(latent, latent[..., :512], page_table, lengths), scale=(128 + 64) ** -0.5)
+        o = torch.einsum("bqhc,hcv->bqhv", o, w_uv)
     """
     _plain("paged_attention", q)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):

@@ -19,7 +19,20 @@ from onchip.core.problem import E4M3, Attention, Operands
 from onchip.core.scales import BLOCK, Scales
 from onchip.dispatch import select
 from onchip.ops import attend, wire
-from onchip.ops.attend import TWICE, UNTRAINED, How, PagedKV, attention_backward, dense_sizes, longest_of, packed_sizes, paged_sizes, problem_of, quantise
+from onchip.ops.attend import (
+    TWICE,
+    UNTRAINED,
+    How,
+    PagedKV,
+    attention_backward,
+    dense_sizes,
+    longest_of,
+    packed_sizes,
+    paged_problem,
+    paged_sizes,
+    problem_of,
+    quantise,
+)
 
 
 class Packed(NamedTuple):
@@ -119,7 +132,7 @@ def _paged_call(q, cache, reads, scale, how, longest) -> tuple[Attention, Operan
     cache = cache if call.kv is None else put_together(cache, call.kv)
     packed = None if call.q_offsets is None else (len(cache.page_table), longest_of(call.q_offsets) if longest is None else longest)
     sizes = paged_sizes(q, cache.k, cache.v, cache.page_table.shape[1], packed)
-    return *problem_of("decode", call.how(), sizes, Operands(scale, call.q_offsets), q), cache, call.kernel
+    return *paged_problem(call.how(), sizes, q, cache.k, cache.v, Operands(scale, call.q_offsets)), cache, call.kernel
 
 
 def taken_apart(cache: PagedKV) -> tuple[tuple[Tensor, Tensor], tuple | None]:

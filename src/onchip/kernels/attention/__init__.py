@@ -6,7 +6,7 @@ import torch
 
 from onchip.core.formats import FORMATS, Format
 from onchip.core.kernel import Extra, Kernel, Op
-from onchip.core.masks import BANDS, Band
+from onchip.core.masks import BANDS, Band, Causal, Full
 from onchip.core.problem import E4M3, SHORT, Attention, Cost, Rows
 from onchip.core.trace import Traced, hides_keys
 
@@ -33,7 +33,8 @@ def cost(p: Attention) -> Cost:
     """
     size, both = p.dtype.itemsize, p.dim + p.value_dim
     pairs, queries, keys = _counts(p)
-    token = Format.of(p.kv).bytes(p.dim) + Format.of(p.kv).bytes(p.value_dim) if p.kv else size * both  # of a key head
+    width = p.dim if "latent" in p.extras else both  # of what is read for a key
+    token = Format.of(p.kv).bytes(p.dim) + Format.of(p.kv).bytes(p.value_dim) if p.kv else size * width  # of a key head
     moved = size * p.dim * queries * p.heads + token * keys * p.kv_heads + max(2, size) * p.value_dim * queries * p.heads + 4 * queries * p.heads
     return Cost(2 * pairs * p.heads * both, moved)
 
@@ -60,6 +61,12 @@ def merge_cost(p: Rows) -> Cost:
     """Each part and its LSE is read, one of both is written; a multiply-add for each number."""
     parts = int(p.variant.partition(" ")[0])
     return Cost(2 * parts * p.rows * p.width, (parts + 1) * p.rows * (p.width * p.dtype.itemsize + 4))
+
+
+def page_scores_cost(p: Rows) -> Cost:
+    """Rows are a sequence's pages for a key head: two bounds each are read, for each head of the group two products made and a float32 written."""
+    group = int(p.variant.split()[0])
+    return Cost(4 * p.rows * p.width * group, p.rows * (2 * p.width * p.dtype.itemsize + 4 * group))
 
 
 def _counts(p: Attention) -> tuple[int, int, int]:
@@ -105,6 +112,14 @@ def _only(*known: str):
         return f"no {', '.join(unknown)}" if unknown else None
 
     return rule
+
+
+def _not_latent(p: Attention) -> str | None:
+    return None if "latent" in p.extras else "values in memory of their own; give those that are the first columns of the keys: PagedKV(k, k[..., :512], ...)"
+
+
+def _top_left(p: Attention) -> str | None:
+    return f"{p.mask} is aligned to the top left" if isinstance(p.mask, Causal) and p.mask.align == "top_left" else None
 
 
 def _no_gradient_of_reads(p: Attention) -> str | None:
@@ -164,13 +179,19 @@ def _slower_on_hopper(p: Attention) -> str | None:
 def _faster_with_split_keys(p: Attention) -> str | None:
     """What `triton_decode`, which splits keys among programs, does as fast or faster on an H200: both read 8k at the bandwidth of memory with 16 rows."""
     rows, heads = p.len_q * p.group, p.batch * p.kv_heads
-    if p.tokens or p.len_q > 16 or rows > 64:
+    if p.len_q > 16 or rows > 64 or _any_length(p):
         return None
     if rows <= 16:
         return f"{rows} rows of a key head, of at least 17: triton_decode splits keys"  # 64 x 8k: 16 rows 476 us (488 there), 32 479 (724), 64 487 (653)
     if "batch_invariant" in p.extras:
         return f"{p.len_q} queries of a batch_invariant problem, of at least 17: the batch may not choose, so triton_decode takes them all"
     return f"{heads} key heads of sequences, of at least 64: triton_decode splits keys" if heads < 64 else None  # 8 x 8k by 8 heads: 79 us (127 there)
+
+
+def _any_length(p: Attention) -> str | None:
+    """The longest of the batch may not choose the kernel of another sequence."""
+    alone = p.tokens and "batch_invariant" in p.extras
+    return "packed queries of a batch_invariant problem: the longest of the batch may not choose" if alone else None
 
 
 def _not_measured(p: Attention) -> str | None:
@@ -286,8 +307,27 @@ DECODE = Op(
                 "page": [1 << i for i in range(3, 11)],  # rows of shared memory are swizzled by eights
                 "kv": ("",),
             },
-            also=(_only("batch_invariant", "deterministic", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "latent", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
             slower=(_faster_with_split_keys,),
+        ),
+        Kernel(
+            "hopper_mla",
+            "onchip.kernels.attention.hopper_mla:launch",
+            {"cuda": (90,)},
+            {
+                "dtype": HALF,
+                "dim": (576,),
+                "value_dim": (512,),
+                "kv_heads": (1,),
+                "mask": (Full, Causal),
+                "keys": ("paged",),
+                "len_q": range(1, 1 << 20),
+                "page": [1 << i for i in range(3, 11)],
+                "tokens": (0,),
+                "kv": ("",),
+                "score": (None,),
+            },
+            also=(_only("deterministic", "latent"), _not_latent, _top_left),
         ),
         Kernel(
             "triton_decode",
@@ -303,7 +343,8 @@ DECODE = Op(
                 "page": range(1, 1 << 20),
                 "kv": KV,
             },
-            also=(_codes_in_pairs, _float32_of_a_row, _only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
+            also=(_codes_in_pairs, _float32_of_a_row, _only("batch_invariant", "deterministic", "latent", "sinks", "tf32"), _translates),
+            slower=(_any_length,),
         ),
         Kernel(
             "triton_paged",
@@ -319,7 +360,7 @@ DECODE = Op(
                 "page": range(1, 1 << 20),
                 "kv": ("",),
             },
-            also=(_only("batch_invariant", "deterministic", "sinks", "tf32"), _translates),
+            also=(_only("batch_invariant", "deterministic", "latent", "sinks", "tf32"), _translates),
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",), "kv": KV}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",), "kv": KV}, portable=True),
@@ -344,4 +385,13 @@ MERGE = Op(
     ),
 )
 
-OPS = (PREFILL, BACKWARD, DECODE, QUANTISE, MERGE)
+PAGE_SCORES = Op(
+    "page_scores",
+    page_scores_cost,
+    (
+        Kernel("triton_page_scores", "onchip.kernels.attention.page_scores:launch", GPUS, {"dtype": FLOATS, "width": range(8, 577)}),
+        Kernel("reference", "onchip.kernels.attention.reference:page_scores", portable=True),
+    ),
+)
+
+OPS = (PREFILL, BACKWARD, DECODE, QUANTISE, MERGE, PAGE_SCORES)

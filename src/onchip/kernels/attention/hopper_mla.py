@@ -1,0 +1,589 @@
+"""Decoding over a latent cache (multi-head latent attention, DeepSeek-V2, 2024) on Hopper: every head's key is the token's latent of 576, its value the
+first 512 columns of that.
+
+o = softmax(scale q c^T) c[:, :512] for 64 rows (heads, or queries times heads) at a time. With 128 heads a key is worth 2 x 128 x 1,088 flops for 1,152
+bytes: tensor cores are the floor. What a program holds is what Hopper has: queries [64, 576] in shared memory, keys in two blocks of [64, 576], and the
+output [64, 512] in the registers of two warpgroups, 256 columns each. After FlashMLA (Li and Liu, 2025) the warpgroups take turns ("seesaw"): the left one
+multiplies the scores of the even block of a pair and weighs them while the right one multiplies those of the odd block; both then add both blocks to
+their columns, so that each one's softmax runs beside the other's products:
+
+    left    scores even | weigh even        | output += even | output += odd |
+    right                 scores odd        | output += even ; weigh odd | output += odd |
+
+Weights and the maxima they are taken over go to the other warpgroup through shared memory: weights lie where the rope columns of their own keys did,
+which are done with by then. A maximum only moves where it grew by more than 2^8 (FlashAttention-4), so that outputs are scaled seldom.
+
+A key block comes in three parts, columns 0 to 255, 256 to 511 and the rest, each of which goes when its last reader is done. Work is cut evenly: the
+pairs of all sequences, end to end, are dealt out to as many programs as there are multiprocessors, from lengths that are read on the device, so that a
+CUDA graph may capture the call. A sequence that two programs share is merged by a second kernel (Flash-Decoding, Dao et al., 2023).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from onchip.core.device import Device
+from onchip.core.problem import Attention, Operands
+from onchip.kernels.attention.hopper_tiles import base_of, programs_of
+from onchip.kernels.attention.tile import LN2, LOG2E, describable
+from onchip.kernels.hopper import (
+    arrive_and_wait,
+    describe,
+    fence_async_shared,
+    forget,
+    gl,
+    gluon,
+    hear,
+    mbarrier,
+    message,
+    release,
+    scale_rows,
+    tell,
+    tma_load,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BLOCK = gl.constexpr(64)  # keys of a block, and rows of a tile
+PAIR = gl.constexpr(128)
+HALF = gl.constexpr(256)  # columns of the output of a warpgroup
+ROPE = gl.constexpr(64)  # columns of a key that are not its value's
+GROWTH = gl.constexpr(8.0)  # weights of up to 2^8 cost half precision no digits
+# Hardware barriers. For all of a warpgroup: before it writes weights over keys that its other warps may be reading.
+LEFT_WARPS, RIGHT_WARPS = gl.constexpr(4), gl.constexpr(5)
+TOTALS, TURN, EVEN_READY, ODD_READY = gl.constexpr(6), gl.constexpr(7), gl.constexpr(8), gl.constexpr(9)
+LEFT_GONE, RIGHT_GONE, ROPE_GONE = gl.constexpr(10), gl.constexpr(12), gl.constexpr(14)  # of the even block, and the odd one's behind it
+BOTH, ONE_GROUP, TWO_GROUPS = gl.constexpr(256), gl.constexpr(128 + 32), gl.constexpr(256 + 32)  # threads that meet
+
+
+class Grid(NamedTuple):
+    """Shares of all key pairs, and tiles of 64 rows; a program for each of both."""
+
+    shares: int
+    tiles: int
+
+    def __str__(self):
+        return f"64 rows and 2 x 64 keys a step, {self.shares} shares of the keys x {self.tiles} tiles of rows"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the device code is compiled for."""
+
+    causal: bool  # whether there are several queries, each of which sees one key more than the one before
+    page: int  # keys a page, a power of two from 8 on
+
+    @property
+    def parts(self):
+        """Pages that hold a block of keys."""
+        return max(1, 64 // self.page)
+
+
+# ---- device: who does what
+
+
+@triton.jit
+def share_of(total, most, shares):
+    """Pairs of a share: as many for all; but where whole sequences, were they all as long as the longest, cost an eighth more at most, whole ones, which
+    need no merging."""
+    share = tl.cdiv(total, shares)
+    whole = tl.cdiv(share, most) * most
+    return tl.where(8 * (whole - share) <= share, whole, share)
+
+
+@triton.jit
+def pairs_of(length):
+    """Pairs of blocks of a sequence: one at least, so that one without keys has its zeros written."""
+    return tl.maximum((length + 127) // 128, 1)
+
+
+@gluon.jit
+def _lengths(lengths_ptr, first, batch, N: gl.constexpr, layout: gl.constexpr):
+    """Pairs of N sequences from `first` on."""
+    i = first + gl.arange(0, N, layout=layout)
+    return gl.where(i < batch, pairs_of(gl.load(lengths_ptr + i, mask=i < batch, other=0)), 0)
+
+
+@gluon.jit
+def _my_share(lengths_ptr, batch, shares, number):
+    """Of share `number`, of all sequences' pairs end to end: the sequence where it begins, the pairs before that one, and the first and last pair."""
+    all_at_once: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    total, most = batch * 0, batch * 0
+    for first in range(0, batch, 128):
+        pairs = _lengths(lengths_ptr, first, batch, 128, all_at_once)
+        total += gl.sum(pairs, 0)
+        most = gl.maximum(most, gl.max(pairs, 0))
+    share = share_of(total, most, shares)
+    begin = gl.minimum(number * share, total)
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [4, 1], [0, 1])
+    i = gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
+    j = gl.arange(0, 32, layout=gl.SliceLayout(0, layout))
+    first, sequence, before, seen = batch * 0, batch * 0, batch * 0, batch * 0
+    while (first < batch) & (seen <= begin):
+        pairs = _lengths(lengths_ptr, first, batch, 32, gl.SliceLayout(1, layout))
+        ends = seen + gl.sum(gl.where(i[:, None] <= j[None, :], pairs[:, None], 0), 0)
+        over = (ends <= begin) & (first + j < batch)
+        sequence += gl.sum(over.to(gl.int32), 0)
+        before = gl.maximum(before, gl.max(gl.where(over, ends, 0), 0))
+        seen += gl.sum(pairs, 0)
+        first += 32
+    return sequence, before, begin, gl.minimum(begin + share, total)
+
+
+# ---- device: the copying warp
+
+
+@gluon.jit
+def _pages(table, sequence, n, length, C: gl.constexpr):
+    """The pages of keys from `n` on, one in each lane; -1, where TMA reads 0, for those past the end: the table may say anything there."""
+    entries, columns = table
+    PARTS: gl.constexpr = C.parts
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    at = n + lane * (64 // PARTS)
+    return gl.load(entries + sequence.to(gl.int64) * columns + at // C.page, mask=(lane < PARTS) & (at < length), other=-1)
+
+
+@gluon.jit
+def _fill(desc, buffer, full, pages, slot, column, used, GONE: gl.constexpr, THREADS: gl.constexpr, C: gl.constexpr):
+    """A part of a block of keys, once its readers have let the last one go."""
+    PARTS: gl.constexpr = C.parts
+    ROWS: gl.constexpr = 64 // PARTS
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    if used > 0:
+        arrive_and_wait(used * 0, GONE, THREADS)
+    mbarrier.expect(full, PARTS * desc.block_type.nbytes)
+    for part in gl.static_range(PARTS):
+        page = gl.sum(gl.where(lane == part, pages, 0), 0)  # one instruction: redux
+        tma_load(desc, [page, slot, column], full, buffer.index(0).slice(part * ROWS, ROWS, 1))
+
+
+@gluon.jit
+def _copy(given, C: gl.constexpr):
+    q_descs, k_descs, queries, q_empty, even, odd, told, lengths_ptr, table, share, tiles = given
+    sequence, before, begin, end = share
+    q_left, q_right, q_rope, q_full = queries
+    q_full = q_full.index(0)
+    number, tile = gl.program_id(0) // tiles, gl.program_id(0) % tiles
+    turn, used = 0, 0
+    while before < end:
+        length = gl.load(lengths_ptr + sequence)
+        pairs = pairs_of(length)
+        low, high = gl.maximum(begin - before, 0), gl.minimum(end - before, pairs)
+        # Of a result that is to be merged; the next one is the next program's or the next sequence's.
+        slot = gl.where((low == 0) & (high == pairs), -1, number + sequence)
+        tell(told, turn, (sequence, length, low, high, slot))
+        mbarrier.wait(q_empty, turn % 2 ^ 1)
+        mbarrier.expect(q_full, 2 * q_descs[0].block_type.nbytes + q_descs[1].block_type.nbytes)
+        tma_load(q_descs[0], [sequence, tile * 64, 0], q_full, q_left.index(0))
+        tma_load(q_descs[0], [sequence, tile * 64, 256], q_full, q_right.index(0))
+        tma_load(q_descs[1], [sequence, tile * 64, 512], q_full, q_rope.index(0))
+        for x in range(high - low):
+            n = (high - 1 - x) * 128
+            pages, more = _pages(table, sequence, n, length, C), _pages(table, sequence, n + 64, length, C)
+            at, after = n % C.page, (n + 64) % C.page
+            _fill(k_descs[0], even[0], even[3].index(0), pages, at, 0, used, LEFT_GONE, ONE_GROUP, C)
+            _fill(k_descs[0], even[1], even[3].index(1), pages, at, 256, used, RIGHT_GONE, ONE_GROUP, C)
+            _fill(k_descs[1], even[2], even[3].index(2), pages, at, 512, used, ROPE_GONE, TWO_GROUPS, C)
+            _fill(k_descs[0], odd[0], odd[3].index(0), more, after, 0, used, LEFT_GONE + 1, ONE_GROUP, C)
+            _fill(k_descs[0], odd[1], odd[3].index(1), more, after, 256, used, RIGHT_GONE + 1, ONE_GROUP, C)
+            _fill(k_descs[1], odd[2], odd[3].index(2), more, after, 512, used, ROPE_GONE + 1, TWO_GROUPS, C)
+            used += 1
+        before += pairs
+        sequence += 1
+        turn += 1
+    tell(told, turn, (gl.to_tensor(-1),))
+
+
+# ---- device: both warpgroups
+
+
+@gluon.jit
+def _parts(block, zero):
+    """A block's three parts as matrices. `zero`, which the compiler does not know, keeps it from making every product's descriptors before the loop over
+    pairs, where 100 of them spill."""
+    return block[0].index(zero).reshape([64, 256]), block[1].index(zero).reshape([64, 256]), block[2].index(zero).reshape([64, 64])
+
+
+@gluon.jit
+def _zero(x):
+    return gl.inline_asm_elementwise("redux.sync.or.b32 $0, $1, 0xffffffff;", "=r,r", [x * 0], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _sight(length, tile, heads, len_q, C: gl.constexpr, layout: gl.constexpr):
+    """How many keys each row sees, and how many all rows see."""
+    limits = gl.full([64], 0, gl.int32, layout) + length
+    least = length
+    if C.causal:
+        least = length - (len_q - 1)
+        limits = gl.minimum(limits, length - (len_q - 1 - (tile * 64 + gl.arange(0, 64, layout=layout)) // heads))
+    return limits, least
+
+
+@gluon.jit
+def _clear(buffer, n, length):
+    """Values of keys from `n` on with 0 behind the last key: what lies there may be NaN, and 0 times NaN is NaN."""
+    if n + 64 > length:
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+        for row in gl.static_range(0, 64, 16):  # all at once want 64 registers
+            rows = buffer.slice(row, 16, 0)
+            real = n + row + gl.arange(0, 16, layout=gl.SliceLayout(1, layout)) < length
+            rows.store(gl.where(real[:, None], rows.load(layout), 0.0).to(buffer.dtype))
+        fence_async_shared()
+
+
+@gluon.jit
+def _weigh(scores, n, sight, top, gain, layout: gl.constexpr):
+    """Weights over the largest score so far, that in base 2, what shrinks all before, and sums that stay in a thread, [64, 8]."""
+    limits, least = sight
+    if n + 64 > least:
+        cols = n + gl.arange(0, 64, layout=gl.SliceLayout(0, layout))
+        scores = gl.where(cols[None, :] < limits[:, None], scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1) * gain)
+    new_top = gl.where(new_top - top > GROWTH, new_top, top)
+    weights = gl.exp2(scores * gain - base_of(new_top)[:, None])
+    return weights, new_top, gl.exp2(top - base_of(new_top)), gl.sum(weights.reshape([64, 8, 8]), 1)
+
+
+@gluon.jit
+def _shrunk(acc, total, shrink):
+    """Output and sums over the largest score so far."""
+    acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout)), 64)
+    return acc, total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
+
+
+@gluon.jit
+def _finish(acc, total, top, place, tile, outs, sums, sizes, GROUP: gl.constexpr, row_layout: gl.constexpr):
+    """Half of the columns of 64 rows' results: to the output, or to be merged."""
+    out_ptr, lse_ptr, part_ptr, part_lse_ptr = outs
+    heads, len_q, tiles = sizes
+    sequence, slot = place[0], place[4]
+    total = gl.convert_layout(gl.sum(total, 1), row_layout)
+    sums[GROUP].store(total)
+    arrive_and_wait(slot * 0, TOTALS, BOTH)
+    total += sums[1 - GROUP].load(row_layout)
+    acc = acc * gl.convert_layout(gl.where(total == 0.0, 0.0, 1.0 / total), gl.SliceLayout(1, acc.type.layout))[:, None]
+    lse = top + gl.log2(total)  # in base 2
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout))
+    column = GROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, acc.type.layout))
+    rows = gl.arange(0, 64, layout=row_layout)
+    if slot < 0:
+        first = sequence.to(gl.int64) * (heads * len_q) + tile * 64
+        there = tile * 64 + row < heads * len_q
+        gl.store(out_ptr + (first + row)[:, None] * (2 * HALF) + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=there[:, None])
+        if lse_ptr is not None and GROUP == 0:
+            rows = tile * 64 + rows
+            at = sequence.to(gl.int64) * (heads * len_q) + rows % heads * len_q + rows // heads
+            gl.store(lse_ptr + at, lse * LN2, mask=rows < heads * len_q)
+    else:
+        first = (slot.to(gl.int64) * tiles + tile) * 64
+        gl.store(part_ptr + (first + row)[:, None] * (2 * HALF) + column[None, :], acc)
+        if GROUP == 0:
+            gl.store(part_lse_ptr + first + rows, lse)
+
+
+@gluon.jit
+def _hear(told, turn):
+    """Sequence, length, first and last pair, and slot of the next piece of work."""
+    sequence = hear(told, turn, 0, 4)
+    length, low, high, slot = sequence, sequence, sequence, sequence
+    if sequence >= 0:
+        length, low, high, slot = hear(told, turn, 1, 4), hear(told, turn, 2, 4), hear(told, turn, 3, 4), hear(told, turn, 4, 4)
+        forget(told, turn)
+    return sequence, length, low, high, slot
+
+
+# ---- device: the left warpgroup, of columns 0 to 255
+
+
+@gluon.jit
+def _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd, tops, s_layout: gl.constexpr):
+    """From the even block's scores to the output that lacks the odd block's part, but is scaled as that wants it."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    left, _unused, rope = _parts(even, zero)
+    weights, top, shrink, more = _weigh(scores, n, sight, top, gain, s_layout)
+    _clear(left, n, length)
+    arrive_and_wait(n * 0, LEFT_WARPS, 128)
+    rope.store(weights.to(rope.dtype))
+    tops[0].store(top)
+    fence_async_shared()
+    release(n * 0, EVEN_READY, BOTH)
+    acc, total = _shrunk(acc, total, shrink)
+    acc = warpgroup_mma(rope, left, acc, is_async=True)
+    total += more
+    arrive_and_wait(n * 0, ODD_READY, BOTH)
+    new_top = tops[1].load(row_layout)
+    shrink = gl.exp2(top - base_of(new_top))
+    _clear(_parts(odd, zero)[0], n + 64, length)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(n * 0, LEFT_GONE, ONE_GROUP)
+    release(n * 0, ROPE_GONE, TWO_GROUPS)
+    acc, total = _shrunk(acc, total, shrink)
+    return acc, new_top, total
+
+
+@gluon.jit
+def _left(given, C: gl.constexpr):
+    queries, q_empty, even, odd, told, tops, sums, outs, sizes, gain = given
+    heads, len_q, tiles = sizes
+    q_full = queries[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    tile = gl.program_id(0) % tiles
+    turn, used = 0, 0
+    place = _hear(told, turn)
+    while place[0] >= 0:
+        length, low, high = place[1], place[2], place[3]
+        sight = _sight(length, tile, heads, len_q, C, row_layout)
+        acc = gl.zeros([64, HALF], gl.float32, o_layout)
+        top = gl.full([64], float("-inf"), gl.float32, row_layout)
+        zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
+        total = gl.sum(zeros.reshape([64, 8, 8]), 1)
+        n = (high - 1) * PAIR
+
+        zero = _zero(used)
+        q_left, q_right, q_rope = _parts(queries, zero)
+        left, right, rope = _parts(even, zero)
+        mbarrier.wait(q_full.index(0), turn % 2)
+        mbarrier.wait(even[3].index(0), used % 2)
+        scores = warpgroup_mma(q_left, left.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(even[3].index(1), used % 2)
+        scores = warpgroup_mma(q_right, right.permute((1, 0)), scores, is_async=True)
+        mbarrier.wait(even[3].index(2), used % 2)
+        scores = warpgroup_mma(q_rope, rope.permute((1, 0)), scores, is_async=True)
+        release(used * 0, TURN, BOTH)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        acc, top, total = _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd, tops, s_layout)
+        used += 1
+        for _x in range(1, high - low):
+            n -= PAIR
+            zero = _zero(used)
+            q_left, q_right, q_rope = _parts(queries, zero)
+            left, right, rope = _parts(even, zero)
+            values, _unused, weights = _parts(odd, zero)
+            acc = warpgroup_mma(weights, values, acc, is_async=True)
+            mbarrier.wait(even[3].index(0), used % 2)
+            zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
+            scores = warpgroup_mma(q_left, left.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            release(used * 0, LEFT_GONE + 1, ONE_GROUP)
+            release(used * 0, ROPE_GONE + 1, TWO_GROUPS)
+            mbarrier.wait(even[3].index(1), used % 2)
+            scores = warpgroup_mma(q_right, right.permute((1, 0)), scores, is_async=True)
+            mbarrier.wait(even[3].index(2), used % 2)
+            scores = warpgroup_mma(q_rope, rope.permute((1, 0)), scores, is_async=True)
+            release(used * 0, TURN, BOTH)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            acc, top, total = _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd, tops, s_layout)
+            used += 1
+        mbarrier.arrive(q_empty, count=1)
+        values, _unused, weights = _parts(odd, _zero(used))
+        acc = warpgroup_mma(weights, values, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        release(used * 0, LEFT_GONE + 1, ONE_GROUP)
+        release(used * 0, ROPE_GONE + 1, TWO_GROUPS)
+        _finish(acc, total, top, place, tile, outs, sums, sizes, 0, row_layout)
+        turn += 1
+        place = _hear(told, turn)
+
+
+# ---- device: the right warpgroup, of columns 256 to 511
+
+
+@gluon.jit
+def _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, odd, tops, s_layout: gl.constexpr):
+    """The odd block's scores, and the output that lacks the odd block's part, but is scaled as that wants it."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    zero = _zero(used)
+    q_left, q_right, q_rope = _parts(queries, zero)
+    left, right, rope = _parts(odd, zero)
+    _unused, values, others = _parts(even, zero)
+    arrive_and_wait(used * 0, TURN, BOTH)
+    mbarrier.wait(odd[3].index(0), used % 2)
+    zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
+    scores = warpgroup_mma(q_left, left.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(odd[3].index(1), used % 2)
+    scores = warpgroup_mma(q_right, right.permute((1, 0)), scores, is_async=True)
+    mbarrier.wait(odd[3].index(2), used % 2)
+    scores = warpgroup_mma(q_rope, rope.permute((1, 0)), scores, is_async=True)
+    arrive_and_wait(used * 0, EVEN_READY, BOTH)
+    new_top = tops[0].load(row_layout)
+    acc, total = _shrunk(acc, total, gl.exp2(top - base_of(new_top)))
+    _clear(values, n, length)
+    acc = warpgroup_mma(others, values, acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    weights, top, shrink, more = _weigh(scores, n + 64, sight, new_top, gain, s_layout)
+    _clear(right, n + 64, length)
+    arrive_and_wait(used * 0, RIGHT_WARPS, 128)
+    rope.store(weights.to(rope.dtype))
+    tops[1].store(top)
+    fence_async_shared()
+    release(used * 0, ODD_READY, BOTH)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(used * 0, RIGHT_GONE, ONE_GROUP)
+    release(used * 0, ROPE_GONE, TWO_GROUPS)
+    acc, total = _shrunk(acc, total, shrink)
+    return acc, top, total + more
+
+
+@gluon.jit
+def _right(given, C: gl.constexpr):
+    queries, q_empty, even, odd, told, tops, sums, outs, sizes, gain = given
+    heads, len_q, tiles = sizes
+    q_full = queries[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    tile = gl.program_id(0) % tiles
+    turn, used = 0, 0
+    place = _hear(told, turn)
+    while place[0] >= 0:
+        length, low, high = place[1], place[2], place[3]
+        sight = _sight(length, tile, heads, len_q, C, row_layout)
+        acc = gl.zeros([64, HALF], gl.float32, o_layout)
+        top = gl.full([64], float("-inf"), gl.float32, row_layout)
+        total = gl.sum(gl.zeros([64, BLOCK], gl.float32, s_layout).reshape([64, 8, 8]), 1)
+        n = (high - 1) * PAIR
+        mbarrier.wait(q_full.index(0), turn % 2)
+        acc, top, total = _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, odd, tops, s_layout)
+        used += 1
+        for _x in range(1, high - low):
+            n -= PAIR
+            _unused, values, weights = _parts(odd, _zero(used))
+            acc = warpgroup_mma(weights, values, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            release(used * 0, RIGHT_GONE + 1, ONE_GROUP)
+            release(used * 0, ROPE_GONE + 1, TWO_GROUPS)
+            acc, top, total = _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, odd, tops, s_layout)
+            used += 1
+        mbarrier.arrive(q_empty, count=1)
+        _unused, values, weights = _parts(odd, _zero(used))
+        acc = warpgroup_mma(weights, values, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        release(used * 0, RIGHT_GONE + 1, ONE_GROUP)
+        release(used * 0, ROPE_GONE + 1, TWO_GROUPS)
+        _finish(acc, total, top, place, tile, outs, sums, sizes, 1, row_layout)
+        turn += 1
+        place = _hear(told, turn)
+
+
+@gluon.jit
+def _block(desc, rope_desc):
+    """Shared memory for 64 keys or queries, in three parts, and an mbarrier for each part."""
+    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for part in gl.static_range(3):
+        mbarrier.init(full.index(part), count=1)
+    left = gl.allocate_shared_memory(desc.dtype, [1, 1, 64, 256], desc.layout)
+    right = gl.allocate_shared_memory(desc.dtype, [1, 1, 64, 256], desc.layout)
+    return left, right, gl.allocate_shared_memory(desc.dtype, [1, 1, 64, 64], rope_desc.layout), full
+
+
+@gluon.jit(do_not_specialize=["batch", "shares", "tiles", "heads", "len_q", "columns"])
+def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr,
+            scale, batch, shares, tiles, heads, len_q, columns, C: gl.constexpr):  # fmt: skip
+    q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(q_empty, count=2)
+    queries, even, odd = _block(q_desc, q_rope_desc), _block(k_desc, k_rope_desc), _block(k_desc, k_rope_desc)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tops = (gl.allocate_shared_memory(gl.float32, [64], plain), gl.allocate_shared_memory(gl.float32, [64], plain))
+    sums = (gl.allocate_shared_memory(gl.float32, [64], plain), gl.allocate_shared_memory(gl.float32, [64], plain))
+    told = message(2)
+    fence_async_shared()
+    share = _my_share(lengths_ptr, batch, shares, gl.program_id(0) // tiles)
+    outs, sizes = (out_ptr, lse_ptr, part_ptr, part_lse_ptr), (heads, len_q, tiles)
+    given = (queries, q_empty, even, odd, told, tops, sums, outs, sizes, scale * LOG2E)
+    copied = ((q_desc, q_rope_desc), (k_desc, k_rope_desc), queries, q_empty, even, odd, told, lengths_ptr, (table_ptr, columns), share, tiles)
+    COPIER: gl.constexpr = 40 if C.parts == 1 else 56  # registers
+    gl.warp_specialize([(_left, (given, C)), (_right, (given, C)), (_copy, (copied, C))], [4, 1], [(504 - COPIER) // 2, COPIER])
+
+
+# ---- device: the merge
+
+
+@triton.jit
+def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, batch, shares, tiles, heads, len_q,
+           BATCH: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """ROWS rows of a sequence that more than one program has worked on, WIDTH columns of them: o = sum_s 2^(lse_s - lse) o_s, PARTS at a time."""
+    rows_all = heads * len_q
+    blocks = tl.cdiv(rows_all, ROWS) * (512 // WIDTH)
+    sequence, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    i = tl.arange(0, BATCH)
+    pairs = tl.where(i < batch, pairs_of(tl.load(lengths_ptr + i, mask=i < batch, other=0)), 0)
+    share = share_of(tl.sum(pairs, 0), tl.max(pairs, 0), shares)
+    begin = tl.sum(tl.where(i < sequence, pairs, 0), 0)
+    first = begin // share
+    last = (begin + tl.sum(tl.where(i == sequence, pairs, 0), 0) - 1) // share
+    if first < last:
+        row = block // (512 // WIDTH) * ROWS + tl.arange(0, ROWS)
+        column = block % (512 // WIDTH) * WIDTH + tl.arange(0, WIDTH)
+        there = row < rows_all
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        for part in range(first, last + 1, PARTS):
+            parts = part + tl.arange(0, PARTS)
+            slot = ((parts + sequence).to(tl.int64) * (tiles * 64))[:, None] + row[None, :]
+            real = (parts <= last)[:, None] & there[None, :]
+            lse = tl.load(part_lse_ptr + slot, mask=real, other=float("-inf"))  # [PARTS, ROWS]
+            new_top = tl.maximum(top, tl.max(lse, 0))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weight = tl.exp2(lse - base[None, :])
+            values = tl.load(part_ptr + slot[:, :, None] * 512 + column[None, None, :], mask=real[:, :, None], other=0.0)
+            shrink = tl.exp2(top - base)
+            acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 0)
+            total = total * shrink + tl.sum(weight, 0)
+            top = new_top
+        acc = acc * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
+        at = sequence.to(tl.int64) * rows_all + row
+        tl.store(out_ptr + at[:, None] * 512 + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=there[:, None])
+        if lse_ptr is not None:
+            at = sequence.to(tl.int64) * rows_all + row % heads * len_q + row // heads
+            tl.store(lse_ptr + at, (top + tl.log2(total)) * LN2, mask=there & (block % (512 // WIDTH) == 0))
+
+
+# ---- host
+
+MERGE = ((2048, (32, 1, 128)), (1 << 62, (2, 8, 256)))  # rows of all sequences up to: shares at a time, rows and columns of a merging program
+
+
+def configs(p: Attention, device: Device) -> list[Grid]:
+    """As many shares of the keys as multiprocessors hold programs for all tiles of rows."""
+    tiles = triton.cdiv(p.len_q * p.heads, 64)
+    return [Grid(max(1, programs_of(device) // tiles), tiles)]
+
+
+def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
+    """q `[batch, len_q, heads, 576]` over a PagedKV whose values are the first 512 columns of its keys. Lengths are read on the device."""
+    rows, scale = p.len_q * p.heads, x.scale
+    out = q.new_empty(p.batch, p.len_q, p.heads, 512)
+    lse = q.new_empty(p.batch, p.heads, p.len_q, dtype=torch.float32) if return_lse else None
+    if out.numel() == 0 or p.len_k == 0:
+        out.zero_()
+        return (out, lse.fill_(-torch.inf)) if return_lse else out
+    if scale <= 0:  # the kernel takes the largest score before it scales
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+    q = q.reshape(p.batch, rows, 576)
+    if q.stride(-1) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16 or 0 in q.stride():
+        q = q.clone(memory_format=torch.contiguous_format)
+    k = (cache.k if describable(cache.k) else cache.k.contiguous()).squeeze(2)
+    shape = Shape(p.len_q > 1 and p.mask.right is not None, p.page)
+    slots = grid.shares + p.batch if grid.shares > 1 else 0  # of one share nothing is merged
+    part = q.new_empty(slots, grid.tiles * 64, 512, dtype=torch.float32)
+    part_lse = q.new_empty(slots, grid.tiles * 64, dtype=torch.float32)
+    keys = min(64, p.page)
+    _decode[(grid.shares * grid.tiles,)](
+        describe(q, 64, 256), describe(q, 64, 64), describe(k, keys, 256), describe(k, keys, 64), cache.lengths, cache.page_table, out, lse, part, part_lse,
+        scale, p.batch, grid.shares, grid.tiles, p.heads, p.len_q, cache.page_table.stride(0), C=shape, num_warps=4,
+    )  # fmt: skip
+    if not slots:
+        return (out, lse) if return_lse else out
+    parts, height, width = next(how for most, how in MERGE if p.batch * rows <= most)
+    _merge[(p.batch * triton.cdiv(rows, height) * (512 // width),)](
+        part, part_lse, out, lse, cache.lengths, p.batch, grid.shares, grid.tiles, p.heads, p.len_q,
+        BATCH=triton.next_power_of_2(p.batch), PARTS=parts, ROWS=height, WIDTH=width, num_warps=4,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
