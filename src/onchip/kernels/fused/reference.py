@@ -58,6 +58,8 @@ def rope_append(problem: Rope, config: None, qkv: Tensor, table: Tensor, positio
         for pages, new in ((append.k, k), (append.v, v)):
             if p.kv:
                 pages.put(slots, new)
+            elif pages.stride(0) == pages.shape[1] * pages.stride(1):  # 5 us less than by page and offset
+                pages.view(-1, p.kv_heads, p.dim).index_copy_(0, slots, new)
             else:
                 pages[slots // pages.shape[1], slots % pages.shape[1]] = new
 
