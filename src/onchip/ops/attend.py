@@ -68,8 +68,9 @@ def packed_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: int, longest_q: int
 def paged_sizes(q: Tensor, k: Tensor, v: Tensor, pages: int, packed: tuple[int, int] | None = None) -> Sizes:
     """`packed`: sequences, and the most queries of one, where q is [tokens, heads, dim]."""
     batch, len_q = packed or q.shape[:2]
-    _, page, kv_heads, dim = k.shape
-    return Sizes((batch, len_q, pages * page, q.shape[-2], kv_heads, dim, q.dtype), ("paged", page, len(q) if packed else 0, 0, dim_v(q, v)))
+    heads, dim = q.shape[-2:]
+    _, page, kv_heads, _ = k.shape
+    return Sizes((batch, len_q, pages * page, heads, kv_heads, dim, q.dtype), ("paged", page, len(q) if packed else 0, 0, dim_v(q, v)))
 
 
 def dim_v(q: Tensor, v: Tensor) -> int:
