@@ -71,9 +71,10 @@ def packed_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: int, longest_q: int
 def paged_sizes(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, pages: int, packed: tuple[int, int] | None = None) -> Sizes:
     """`packed`: sequences, and the most queries of one, where q is [tokens, heads, dim]."""
     batch, len_q = packed or q.shape[:2]
-    _, page, kv_heads, dim = k.shape
+    heads, dim = q.shape[-2:]
+    _, page, kv_heads, _ = k.shape
     keys = ("paged", page, len(q) if packed else 0, 0, dim_v(q, v))
-    return Sizes((batch, len_q, pages * page, q.shape[-2], kv_heads, dim, q.dtype), keys, str(k.format) if isinstance(k, Codes) else "")
+    return Sizes((batch, len_q, pages * page, heads, kv_heads, dim, q.dtype), keys, str(k.format) if isinstance(k, Codes) else "")
 
 
 def dim_v(q: Tensor, v: Tensor | Codes) -> int:
