@@ -263,6 +263,7 @@ def _typical() -> list:
         Rope("rope_append", 4096, 32, 8, 128, 128, bf16, "neox", False, True),
         Rows("sample", 8, 128256, bf16),
         Rows("quantise", 4096 * 32, 128, bf16, "block"),
+        Rows("merge", 64 * 32, 128, bf16, "2 parts"),
     ]
 
 

@@ -165,14 +165,14 @@ def test_no_plan_is_better(tree, most, scale):
     assert plan.seconds == pytest.approx(least, rel=1e-9)
 
 
-def test_a_plan_takes_milliseconds():
-    """256 sequences of 2,000 pages; a chain of 200 different prefixes, which costs most."""
+def test_a_plan_is_quick():
+    """256 sequences of 2,000 pages; a chain of 200 different prefixes, which costs most: 15 and 200 ms."""
     pages, lengths = fan([(128, 1500, 500), (128, 1000, 1000)])
     chain = [[*range(4 * i), 10**6 + i] for i in range(200)]
     for some, n in ((pages, lengths), (chain, [len(row) * PAGE for row in chain])):
-        start = time.perf_counter()
+        start = time.process_time()
         plan = plan_cascade(problem(len(some)), some, n, H200)
-        assert time.perf_counter() - start < 2.0
+        assert time.process_time() - start < 1.0
         check(plan, problem(len(some)), some, n)
 
 

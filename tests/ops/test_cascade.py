@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import onchip
 from judge import assert_as_good_as_torch, hardware, poisoned
@@ -69,28 +70,32 @@ def build(tree, *, page=16, len_q=1, heads=(4, 2), dim=16, dim_v=0, dtype=FP32, 
     return q, cache, levels, everything
 
 
-def torchs_lse(q, cache):
-    """Of torch's own kernel in the same dtype, for one query a row on a CPU; () elsewhere."""
-    if not q.is_cpu or q.shape[1] > 1:
-        return ()
-    lse = torch.full((len(q), q.shape[2], 1), -torch.inf)
+def torchs(q, cache):
+    """Output and LSE of torch's own kernels in the same dtype, for one query a row; the LSE on a CPU alone, and there is none of either elsewhere."""
+    if q.shape[1] > 1:
+        return (), ()
+    out, lse = torch.zeros_like(q), torch.full((len(q), q.shape[2], 1), -torch.inf)
     for b, keys in enumerate(cache.lengths.tolist()):
         pages = cache.page_table[b, : -(-keys // cache.k.shape[1])]
         k, v = (pool[pages].flatten(0, 1)[:keys].transpose(0, 1).repeat_interleave(q.shape[2] // pool.shape[2], 0)[None] for pool in cache[:2])
-        if keys:
-            _, lse[b : b + 1] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q[b : b + 1].transpose(1, 2), k, v)
-    return (lse,)
+        row = q[b : b + 1].transpose(1, 2)
+        if keys and q.is_cpu:
+            found, lse[b : b + 1] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(row, k, v)
+            out[b] = found[0].transpose(0, 1)
+        elif keys:
+            out[b] = F.scaled_dot_product_attention(row, k, v)[0].transpose(0, 1)
+    return (out,), (lse,) * q.is_cpu
 
 
 def check(q, cache, levels, everything, kernel="auto", **how):
     wide = everything._replace(k=cache.k.double(), v=cache.v.double())
     truth, truth_lse = onchip.paged_attention(q.double(), wide, kernel="reference", return_lse=True, **how)
     low, low_lse = onchip.paged_attention(q, everything, kernel="reference", return_lse=True, **how)
-    torchs = () if how or cache.v.shape[-1] != q.shape[-1] else torchs_lse(q, everything)
+    theirs, theirs_lse = ((), ()) if how or cache.v.shape[-1] != q.shape[-1] else torchs(q, everything)
     out, lse = cascade_attention(q, cache, levels, kernel=kernel, return_lse=True, **how)
     assert out.dtype == q.dtype and out.shape == truth.shape and lse.shape == truth_lse.shape
-    assert_as_good_as_torch(out, (low, *hardware(truth, q.dtype, q.device)), truth)
-    assert_as_good_as_torch(lse, (low_lse, *torchs, *hardware(truth_lse, FP32, q.device)), truth_lse)
+    assert_as_good_as_torch(out, (low, *theirs, *hardware(truth, q.dtype, q.device)), truth)
+    assert_as_good_as_torch(lse, (low_lse, *theirs_lse, *hardware(truth_lse, FP32, q.device)), truth_lse)
     assert torch.equal(cascade_attention(q, cache, levels, kernel=kernel, **how), out)
 
 
@@ -185,6 +190,7 @@ def test_a_graph_reads_levels_on_the_device(device):
     """Captured once; then nodes get other pages and lengths, and rows other nodes."""
     tree = ([[(24, 64), (40, 256)]], [5, 33, 18, 64] * 16)
     q, cache, levels, _ = build(tree, device=device, dtype=BF16, heads=(8, 2), dim=64)
+    levels = [levels[0]._replace(longest=64)]
     cascade_attention(q, cache, levels)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -199,8 +205,9 @@ def test_a_graph_reads_levels_on_the_device(device):
         width = max(map(len, whole))
         table = torch.tensor([row + [0] * (width - len(row)) for row in whole], dtype=torch.int64).clamp(max=len(cache.k) - 1).int().to(device)
         lengths = torch.tensor([len(row) * 16 for row in rows], dtype=torch.int32, device=device) + cache.lengths
-        truth = onchip.paged_attention(q.double(), PagedKV(cache.k.double(), cache.v.double(), table, lengths), kernel="reference")
-        assert_as_good_as_torch(out, truth.to(BF16), truth)
+        everything = PagedKV(cache.k, cache.v, table, lengths)
+        truth = onchip.paged_attention(q.double(), everything._replace(k=cache.k.double(), v=cache.v.double()), kernel="reference")
+        assert_as_good_as_torch(out, torchs(q, everything)[0], truth)
 
 
 # ---- what does not go together

@@ -115,11 +115,12 @@ class _Costs:
     def __init__(self, p: Attention, device: Device, pages: list[int]):
         self.p, self.device, self.pages = p, device, pages  # pages of each row, the last part-filled one included
         numbers = p.page * (p.dim + p.value_dim)
-        self.page_bytes, self.page_flops = numbers * p.kv_heads * p.dtype.itemsize, 2 * numbers * p.heads * p.len_q  # the latter of one reader
+        self.read = device.floor(Cost(0, numbers * p.kv_heads * p.dtype.itemsize), p.dtype).seconds  # a page
+        self.multiply = device.floor(Cost(2 * numbers * p.heads * p.len_q / REACHED, 0), p.dtype).seconds  # a page, for one reader
 
     def run(self, pages: int, readers: int) -> float:
         """So many pages, read once for so many rows."""
-        return self.device.floor(Cost(readers * pages * self.page_flops / REACHED, pages * self.page_bytes), self.p.dtype).seconds
+        return pages * max(self.read, readers * self.multiply)
 
     def level(self, batch: int) -> float:
         """One level more: its launch, and its results written and read."""
