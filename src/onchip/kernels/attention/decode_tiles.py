@@ -160,9 +160,9 @@ def power_of_two(e):
 
 @triton.jit
 def exponent(x):
-    """floor(log2 x) of x >= 0, between -100 and 100."""
+    """floor(log2 x) of x >= 0, between -100 and 116: sums of integer codes are multiplied by 2^10 times the largest scale at the end."""
     bits = x.to(tl.int32, bitcast=True)
-    return tl.minimum(tl.maximum((bits >> 23) - 127, -100), 100)
+    return tl.minimum(tl.maximum((bits >> 23) - 127, -100), 116)
 
 
 @triton.jit
