@@ -240,9 +240,9 @@ def fast_decode_plan(
     q_len_per_req: int = 1,
     global_override_indptr_cpu: Tensor | None = None,
 ) -> None:
-    """`self.plan`, with the page lists' bounds from the host where they are given."""
+    """The class's `plan` (callers put this function in its place), with the page lists' bounds from the host where they are given."""
     how = {"sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "q_len_per_req": q_len_per_req}
     dtypes = {"q_data_type": q_data_type or data_type or "float16", "kv_data_type": kv_data_type or data_type}
     indptr = indptr if global_override_indptr_cpu is None else global_override_indptr_cpu
     lists = (indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size)
-    self.plan(*lists, pos_encoding_mode, window_left, logits_soft_cap, **dtypes, **how)
+    type(self).plan(self, *lists, pos_encoding_mode, window_left, logits_soft_cap, **dtypes, **how)

@@ -2,10 +2,11 @@
 
 import torch
 
-from onchip.core.kernel import Unsupported
 from onchip.core.scores import ALiBi
 
-GPUArchitectureError = Unsupported
+
+class GPUArchitectureError(Exception):
+    """FlashInfer's, for whoever catches it. Never raised here: what cannot be done is refused as `onchip.core.kernel.Unsupported`."""
 
 
 def get_compute_capability(device: torch.device) -> tuple[int, int]:
