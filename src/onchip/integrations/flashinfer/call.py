@@ -47,7 +47,7 @@ class Scaling(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What the caller wants back, and where."""
+    """What the caller wants back, and where; `lse_out` is written to also where LSE does not come back."""
 
     dtype: torch.dtype
     lse: bool = False
@@ -107,7 +107,7 @@ def dtype_of(given: str | torch.dtype | None, other: torch.dtype | None = None) 
 
 def as_planned(name: str, argument: str, given: torch.dtype, planned: torch.dtype | None) -> None:
     if planned is not None and given != planned:
-        raise ValueError(f"{name}: {argument} is {given}, plan() was told {planned}; give plan() the dtype that run() gets")
+        raise ValueError(f"{name}: {argument}.dtype is {given}, plan() was told {planned}; give plan() the dtype that run() gets")
 
 
 # ---- masks and scores
@@ -279,21 +279,23 @@ def finished(call: Call, want: Result, run) -> Tensor | tuple[Tensor, Tensor]:
 
     A sink takes from the output alone: LSE is that of the keys.
     """
-    keep = want.lse and call.sinks is not None
-    out = run(**call.keywords, sinks=None if keep else call.sinks, return_lse=want.lse)
-    out, lse = out if want.lse else (out, None)
+    with_lse = want.lse or want.lse_out is not None
+    keep = with_lse and call.sinks is not None
+    out = run(**call.keywords, sinks=None if keep else call.sinks, return_lse=with_lse)
+    out, lse = out if with_lse else (out, None)
     out = out.flatten(0, -3) if out.ndim > 3 else out
     if lse is not None:
         lse = (lse.transpose(0, 1).flatten(1) if lse.ndim == 3 else lse).transpose(0, 1)  # [tokens, heads]
     if keep:
-        out = out * torch.sigmoid(lse - call.sinks.float())[..., None].to(torch.float32)
+        share = torch.sigmoid(lse - call.sinks.float()).where(lse > -math.inf, 0.0)
+        out = out * share[..., None]
     gain = None if isinstance(call.gain, (int, float)) and call.gain == 1 else call.gain
     if gain is not None:
         out = out.float() * gain
     out = _into("out", want.out, out, want.dtype)
-    if lse is None:
-        return out
-    return out, _into("lse", want.lse_out, lse if want.base_e else lse * LOG2E, torch.float32)
+    if lse is not None:
+        lse = _into("lse", want.lse_out, lse if want.base_e else lse * LOG2E, torch.float32)
+    return (out, lse) if want.lse else out
 
 
 def _into(argument: str, to: Tensor | None, found: Tensor, dtype: torch.dtype) -> Tensor:

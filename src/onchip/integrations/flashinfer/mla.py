@@ -13,7 +13,7 @@ class BatchMLAPagedAttentionWrapper:
     """Packed queries in two parts over a latent cache in two parts: `softmax(scale (q_nope ckv^T + q_pe kpe^T)) ckv`.
 
     The two parts of the cache are read in place where they lie side by side in one tensor (`cache[..., :512]`, `cache[..., 512:]`); two tensors
-    are copied side by side for the pages in use. `float_workspace_buffer` says which device; `backend` changes nothing.
+    are copied side by side, for the pages in use. `float_workspace_buffer` says which device; `backend` changes nothing.
     """
 
     def __init__(
@@ -156,14 +156,17 @@ def latent(ckv: Tensor, kpe: Tensor, pages: Pages, dtype: torch.dtype, scaling: 
     if ckv.dtype == dtype and (whole == width or beside):
         k = ckv.as_strided((*ckv.shape[:2], 1, whole), (*ckv.stride()[:2], whole, 1))
         return k, k[..., :width], pages
-    parts = [taken(part, pages.table).to(dtype) for part in (ckv, kpe)]
+    table = pages.table if pages.table.numel() < len(ckv) else None  # None: all pages are no more than those that the table may name
+    take = lambda pool: pool if table is None else taken(pool, table).flatten(0, 1)  # noqa: E731
+    parts = [take(part).to(dtype) for part in (ckv, kpe)]
     if scaling is not None:
         ckv_scale, kpe_scale = scaling
         if isinstance(ckv_scale, Tensor) and ckv_scale.ndim > 1:
             if ckv_scale.shape != (*ckv.shape[:2], width // 128):
-                raise ValueError(f"ckv_scale_arr is {list(ckv_scale.shape)}; give float32 {[*ckv.shape[:2], width // 128]}")
-            ckv_scale = taken(ckv_scale, pages.table).repeat_interleave(128, -1)
+                raise ValueError(f"Invalid shape of ckv_scale_arr: {list(ckv_scale.shape)}; give float32 {[*ckv.shape[:2], width // 128]}")
+            ckv_scale = take(ckv_scale).repeat_interleave(128, -1)
         parts = [(part.float() * scale).to(dtype) for part, scale in zip(parts, (ckv_scale, kpe_scale), strict=True)]
-    k = torch.cat(parts, -1).flatten(0, 1).unsqueeze(2)
-    table = torch.arange(len(k), dtype=torch.int32, device=k.device).view(pages.table.shape)
-    return k, k[..., :width], pages._replace(table=table)
+    k = torch.cat(parts, -1).unsqueeze(2)
+    if table is not None:
+        pages = pages._replace(table=torch.arange(len(k), dtype=torch.int32, device=k.device).view(table.shape))
+    return k, k[..., :width], pages

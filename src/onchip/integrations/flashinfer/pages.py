@@ -22,6 +22,7 @@ from onchip.ops.attend import How, paged_sizes, problem_of
 from onchip.ops.attention import PagedKV, attention_packed, paged_attention
 
 PAGE = 1024  # tokens of a page that the kernels take at most
+MOST = 4  # copies of a pool that a gathered one may be as large as; a table for CUDA graphs may name far more pages than there are
 TABLE = 64 << 20  # bytes of a page table that a CUDA graph may hold
 
 
@@ -44,14 +45,16 @@ class Lists(NamedTuple):
     indptr: Tensor
     lengths: Tensor
 
-    @property
-    def most_pages(self) -> int:
-        return max(int(self.indptr.diff().max()), 1) if len(self.indptr) > 1 else 1
+    def most_pages(self, page: int) -> int:
+        """That hold a sequence's keys; a list may have more."""
+        return max(-(-int(self.lengths.max()) // page), 1) if len(self.lengths) else 1
 
 
 def lists_of(name: str, indptr: Tensor, last_page_len: Tensor | None, page: int, lengths: Tensor | None = None) -> Lists:
     """What `plan` is given, checked. `lengths`: those of the keys, where they are given instead of the last pages' own."""
     indptr = indptr.detach().to("cpu", torch.int32)
+    if lengths is not None:
+        indptr = indptr[: lengths.numel() + 1]  # longer ones have no meaning
     pages = indptr.diff()
     if lengths is None:
         last = last_page_len.detach().to("cpu", torch.int32)
@@ -78,7 +81,7 @@ class Table:
 
     def fill(self, name: str, lists: Lists, indices: Tensor, page: int) -> Pages:
         """The table of a plan; `indices` are the pages of all sequences, end to end."""
-        batch, most = len(lists.lengths), lists.most_pages
+        batch, most = len(lists.lengths), lists.most_pages(page)
         indices = indices.to(self.device, torch.int32)
         indptr, lengths = (t.to(self.device, non_blocking=True) for t in lists)
         slots = indptr[:-1, None] + torch.arange(most, dtype=torch.int32, device=self.device)
@@ -126,13 +129,15 @@ class Queries(NamedTuple):
 def attend(queries: Queries, k: Tensor, v: Tensor, pages: Pages, way: Way, dtype: torch.dtype, **keywords) -> Any:
     """Attention over k and v `[pages, page, kv_heads, dim]`, computed in `dtype`; returns as `paged_attention` and `attention_packed` do."""
     q = widened(queries.q, dtype)
+    if not way.rotates and pages.table.numel() >= len(k):  # all pages are no more than those that the table may name
+        k, v = widened(k, dtype), widened(v, dtype)
     if way.rotates or k.dtype != dtype or v.dtype != dtype:
         return _gathered(queries._replace(q=q), k, v, pages, way, **keywords)
     k, v, table = _readable(k, v, pages)
     cache, packed = PagedKV(k, v, table, pages.lengths), {"q_offsets": queries.offsets, "longest": queries.longest}
     if queries.even:
         q, packed = q.unflatten(0, (len(pages.lengths), queries.even)), {}
-    if q.is_cuda and not _has_kernel(_problem(q, cache, packed, keywords), q.device):
+    if q.is_cuda and table.numel() <= MOST * len(k) and not _has_kernel(_problem(q, cache, packed, keywords), q.device):
         return _gathered(queries._replace(q=widened(queries.q, dtype)), k, v, pages._replace(table=table, page=k.shape[1]), way, **keywords)
     return paged_attention(q, cache, **packed, **keywords)
 
@@ -181,5 +186,6 @@ def _gathered(queries: Queries, k: Tensor, v: Tensor, pages: Pages, way: Way, **
 
 def taken(pool: Tensor, table: Tensor) -> Tensor:
     """The pages that a table names, `[batch, most pages, page, kv_heads, dim]`; an entry past the pool, which no length reaches, is any page."""
-    index = table.long().clamp(0, max(len(pool) - 1, 0))
+    pool = pool if len(pool) else pool.new_zeros(1, *pool.shape[1:])
+    index = table.long().clamp(0, len(pool) - 1)
     return pool.view(torch.uint8)[index].view(pool.dtype) if pool.dtype.itemsize == 1 else pool[index]
