@@ -1,6 +1,7 @@
 """FlashInfer's functions, judged by the formula in float64. `peers.py` runs FlashInfer's own tests."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -391,7 +392,7 @@ def test_packbits_are_numpys(bitorder):
     assert fi.packbits(x, bitorder).tolist() == numpy.packbits(x.numpy(), bitorder=bitorder).tolist()
     bounds = torch.tensor([0, 5, 5, 21, 37])
     packed, first = fi.segment_packbits(x, bounds, bitorder)
-    want = [numpy.packbits(x[a:b].numpy(), bitorder=bitorder) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    want = [numpy.packbits(x[a:b].numpy(), bitorder=bitorder) for a, b in pairwise(bounds)]
     assert packed.tolist() == numpy.concatenate(want).tolist() and first.tolist() == [0, 1, 1, 3, 5]
 
 

@@ -1,5 +1,6 @@
 """A call of FlashInfer in onchip's words: masks, scores and scales going in; outputs and LSE in base 2 `[tokens, heads]` coming out."""
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -223,6 +224,7 @@ def call_of(way: Way, mask: Mask, heads: tuple[int, int], dim: int, device: torc
         raise ValueError(f"flashinfer: sinks are {list(sinks.shape)}; give one logit a query head, [{heads[0]}]")
     scale, score = way.sm_scale if way.sm_scale is not None else dim**-0.5, []
     tensors = []
+    scaling = Scaling(*(float(x) if isinstance(x, Tensor) and x.numel() == 1 and x.is_cpu else x for x in scaling))
     for argument, factor, count in (("q_scale", scaling.q, heads[0]), ("k_scale", scaling.k, heads[1])):
         if isinstance(factor, Tensor):
             tensors.append(_of_heads(argument, factor, count, heads[0], device))
@@ -233,13 +235,19 @@ def call_of(way: Way, mask: Mask, heads: tuple[int, int], dim: int, device: torc
     if tensors:
         score.append(Factor(math.prod(tensors[1:], start=tensors[0])))
     if way.pos_encoding_mode == "ALIBI":
-        score.append(Linear(ALiBi.slopes_of(heads[0], device)))
+        score.append(Linear(slopes(heads[0], device)))
     if way.logits_soft_cap is not None and way.logits_soft_cap > 0:
         score.append(Softcap(float(way.logits_soft_cap)))
     gain = scaling.v
     if isinstance(gain, Tensor):
         gain = _of_heads("v_scale", gain, heads[1], heads[0], device)[:, None]
     return Call(mask, float(scale), score, sinks, gain)
+
+
+@functools.lru_cache(maxsize=64)
+def slopes(heads: int, device: torch.device) -> Tensor:
+    """ALiBi's, copied to the device once: a copy in `run` could not be captured."""
+    return ALiBi.slopes_of(heads, device)
 
 
 def _of_heads(argument: str, factor: Tensor, count: int, heads: int, device: torch.device) -> Tensor:
