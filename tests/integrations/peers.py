@@ -54,6 +54,8 @@ class OnCpu(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.cuda:
             return args[0]
+        if function is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:  # the number of a device
+            return args[0]
         return function(*map(_cpu, args), **{key: _cpu(value) for key, value in (kwargs or {}).items()})
 
 
@@ -63,16 +65,21 @@ def _cpu(value):
 
 
 class Sampled:
-    """A pytest plugin: onchip in flash-attn's place, and a sample of each test."""
+    """A pytest plugin: onchip in the library's place, and a sample of each test."""
+
+    not_ours, only_gpu = NOT_OURS, ONLY_GPU
 
     def __init__(self, options):
         self.options, self.on_gpu = options, torch.cuda.is_available()
         self.left_out: dict[str, str] = {}
 
-    def pytest_configure(self):
+    def install(self):
         from onchip.integrations import flash_attn
 
         flash_attn.install()
+
+    def pytest_configure(self):
+        self.install()
         if not self.on_gpu:
             properties = SimpleNamespace(total_memory=80 << 30, multi_processor_count=132, major=9, minor=0, name="a CPU", gcnArchName="")
             stubs = {"get_device_capability": (9, 0), "get_device_properties": properties, "synchronize": None, "empty_cache": None, "current_device": 0}
@@ -105,10 +112,16 @@ class Sampled:
         for marker in markers:
             these = [n.strip() for n in marker.args[0].split(",")] if isinstance(marker.args[0], str) else list(marker.args[0])
             names += these
-            axes.append([row for row in (v if len(these) > 1 else (v,) for v in marker.args[1]) if self._fits(these, row)])
+            values = marker.args[1] if len(marker.args) > 1 else marker.kwargs["argvalues"]
+            values = [v.values if isinstance(v, type(pytest.param())) else v if len(these) > 1 else (v,) for v in values]
+            axes.append(self._kept(these, values))
         rows = self._sample(metafunc.function.__name__, axes)
         flat = [tuple(itertools.chain(*row)) for row in rows]
         metafunc.parametrize(names, flat, ids=["-".join(str(v).removeprefix("torch.") for v in row) for row in flat])
+
+    def _kept(self, names: list[str], rows: list[tuple]) -> list[tuple]:
+        """The values of a parametrization that fit this machine."""
+        return [row for row in rows if self._fits(names, row)]
 
     def _fits(self, names, row) -> bool:
         lengths = [v for n, v in zip(names, row, strict=True) if "seq" in n and isinstance(v, int) and not isinstance(v, bool)]
@@ -129,7 +142,7 @@ class Sampled:
         return list(zip(*columns, strict=True))
 
     def pytest_collection_modifyitems(self, items):
-        reasons = NOT_OURS | ({} if self.on_gpu else ONLY_GPU)
+        reasons = self.not_ours | ({} if self.on_gpu else self.only_gpu)
         self.left_out = {item.originalname: reasons[item.originalname] for item in items if item.originalname in reasons}
         items[:] = [item for item in items if item.originalname not in reasons]
 
@@ -151,10 +164,11 @@ def _force(kernel: str) -> None:
     dispatch._select = select
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(suites: dict[str, tuple[str, tuple[str, ...]]], plugin: type[Sampled], script: str, description: str, *arguments: str) -> int:
+    """Run `suites`; `arguments` are pytest's."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("suites", nargs="+", choices=SUITES)
+    parser.add_argument("suites", nargs="+", choices=suites)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--most", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
@@ -165,14 +179,14 @@ def main() -> int:
     if len(options.suites) > 1:  # the suites have modules of the same names: each in a process of its own
         rest = [*(f"--{key}={getattr(options, key)}" for key in ("count", "most", "seed")), *([f"--kernel={options.kernel}"] if options.kernel else [])]
         tail = ["--", *theirs] if theirs else []
-        codes = [subprocess.run([sys.executable, __file__, str(options.checkout), suite, *rest, *tail], check=False).returncode for suite in options.suites]
+        codes = [subprocess.run([sys.executable, script, str(options.checkout), suite, *rest, *tail], check=False).returncode for suite in options.suites]
         return max(codes)
-    file, folders = SUITES[options.suites[0]]
+    file, folders = suites[options.suites[0]]
     sys.path[:0] = [str(options.checkout / folder) for folder in folders]
     os.chdir(options.checkout)
-    arguments = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--rootdir={options.checkout}", "--import-mode=importlib", "-W", "ignore", file]
-    return pytest.main([*arguments, *theirs], plugins=[Sampled(options)])
+    arguments = [*arguments, "-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--rootdir={options.checkout}", "--import-mode=importlib", "-W", "ignore", file]
+    return pytest.main([*arguments, *theirs], plugins=[plugin(options)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(SUITES, Sampled, __file__, __doc__))
