@@ -187,13 +187,15 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
                 sums = tl.sum(sums * shares, 0)
             whole = count == items
             grown = tl.full([ROWS, 1], 1.0, tl.float32)
+            logit = tl.full([ROWS], float("-inf"), tl.float32)
+            blind = sums == 0.0
             if sinks_ptr is not None:  # of a unit in parts the merge adds it
                 logit = tl.load(sinks_ptr + head, mask=there, other=0.0).to(tl.float32)
                 grown, top, sums = sink(grown, top, sums, tl.where(whole, logit, float("-inf")))
             grown = (
                 grown * tl.where(sums == 0.0, 0.0, tl.math.div_rn(1.0, sums))[:, None]
             )  # the plain quotient may be two ulps off, a float32 result's share of error
-            row_lse = top + tl.math.log2(sums)
+            row_lse = top + tl.math.log2(sums)  # of a row that sees no key the sink itself, not rounded in another base
             place = (at if ITEM != BLOCK_N else 2 * program + (at > begin).to(tl.int32)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
             o_rows = b.to(tl.int64) * out[1] + (token + query).to(tl.int64) * out[2] + head * out[3]
             for piece in tl.static_range(1 if KEYS is None else VALUES[2] * VALUES[3]):
@@ -216,7 +218,7 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
                     tl.store(part_ptr + place[:, None] * BLOCK_DV + columns[None, :], result, mask=used[None, :])
             if whole:
                 if lse[0] is not None:
-                    tl.store(lse[0] + b.to(tl.int64) * lse[1] + head * lse[2] + token + query, row_lse * LN2, mask=there)
+                    tl.store(lse[0] + b.to(tl.int64) * lse[1] + head * lse[2] + token + query, tl.where(blind, logit, row_lse * LN2), mask=there)
             else:
                 tl.store(part_lse_ptr + place, row_lse)
             at += count
@@ -280,13 +282,18 @@ def _merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr
             values = tl.load(part_ptr + place[:, None] * BLOCK_DV + dims[None, :], mask=(part < parts)[:, None] & (dims < DV)[None, :], other=0.0)
             weights, shrink, top, sums = online_softmax(part_lse[None, :], top, sums, 1.0, True)
             acc = acc * shrink[:, None] + tl.sum(values * tl.trans(weights), 0)[None, :]
+        blind = sums == 0.0
+        logit = tl.full([1], float("-inf"), tl.float32)
         if sinks_ptr is not None:
-            acc, top, sums = sink(acc, top, sums, tl.load(sinks_ptr + head).to(tl.float32))
+            logit = tl.load(sinks_ptr + head + tl.arange(0, 1)).to(tl.float32)
+            acc, top, sums = sink(acc, top, sums, logit)
         acc = acc * tl.where(sums == 0.0, 0.0, tl.math.div_rn(1.0, sums))[:, None]
         to = out[0] + b.to(tl.int64) * out[1] + (token + query).to(tl.int64) * out[2] + head * out[3]
         tl.store(to + dims[None, :], acc.to(out[0].dtype.element_ty), mask=(dims < DV)[None, :])
         if lse[0] is not None:
-            tl.store(lse[0] + b.to(tl.int64) * lse[1] + head * lse[2] + token + query + tl.arange(0, 1), (top + tl.math.log2(sums)) * LN2)
+            tl.store(
+                lse[0] + b.to(tl.int64) * lse[1] + head * lse[2] + token + query + tl.arange(0, 1), tl.where(blind, logit, (top + tl.math.log2(sums)) * LN2)
+            )
 
 
 # ---- host
