@@ -235,7 +235,11 @@ def test_items_after_a_shared_prefix(device):
     row, col = torch.arange(13)[:, None], torch.arange(13)
     item = torch.tensor([-1] * 4 + [0] * 4 + [1] * 4 + [2])
     seen = (col <= row) & ((col < 4) | (item[:, None] == item) & (torch.cat((torch.ones(4), position.cpu()))[:, None] > row - col))
-    how = {"prefix_len_ptr": torch.tensor([4, 4], device=device), "token_pos_in_items_ptr": position.repeat(2).to(torch.uint16), "token_pos_in_items_len": 9}
+    how = {
+        "prefix_len_ptr": torch.tensor([4, 4], device=device),
+        "token_pos_in_items_ptr": position.repeat(2)[:-1].to(torch.uint16),
+        "token_pos_in_items_len": 9,
+    }
     out = batch.paged(causal=True, **how).run(batch.q, batch.cache)
     close(out, batch.truth(masks=[seen] * 2)[0])
 

@@ -28,6 +28,11 @@ def is_sm100a_supported(device: torch.device) -> bool:
 is_sm100f_supported = is_sm103a_supported = is_sm110a_supported = is_sm120a_supported = is_sm121a_supported = is_sm12x_supported = is_sm100a_supported
 
 
+def device_support_pdl(device: torch.device) -> bool:
+    """Whether a launch may overlap the one before it: `enable_pdl` changes nothing here."""
+    return False
+
+
 def is_float8(x: torch.Tensor) -> bool:
     return x.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -106,8 +106,10 @@ class Prefill:
         """Multi-item scoring: the lengths of the shared prefixes, and each later token's place in its item."""
         self._item = None
         if prefix_len_ptr is not None:
-            position = token_pos_in_items_ptr.reshape(batch, -1)[:, : token_pos_in_items_len or None]
-            self._item = Items(*(t.to(self.device).to(torch.int32).contiguous() for t in (prefix_len_ptr.reshape(batch), position)))
+            position = token_pos_in_items_ptr.to(self.device).to(torch.int32).flatten()
+            width = token_pos_in_items_len or -(-len(position) // batch)
+            position = torch.nn.functional.pad(position, (0, max(0, batch * width - len(position))))[: batch * width].view(batch, width)
+            self._item = Items(prefix_len_ptr.reshape(batch).to(self.device).to(torch.int32), position)
 
     def _custom(self) -> Mask | None:
         if self._item is not None or not self._masked:
