@@ -109,7 +109,7 @@ def bench(origin: dict, path: Path, device: torch.device, only: str = "", quick:
             known = score._asdict()
         result["rows"].append(known | _beside(known, result["rows"]))
         path.write_text(json.dumps(result, indent=1) + "\n")
-    Console().print(table(result))
+    Console(width=None if Console().is_terminal else 200).print(table(result))
 
 
 def _before(path: Path, result: dict) -> dict:
