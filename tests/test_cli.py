@@ -177,7 +177,7 @@ def test_a_prompt_longer_than_the_context(generate):
             "--kernel",
             "flash",
             "kernel 'flash' does not exist; attention has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, hopper_paged, "
-            "triton_decode, triton_paged, or leave auto",
+            "hopper_mla, triton_decode, triton_shares, triton_paged, or leave auto",
         ),
         ("--device", "cuda:99", "device 'cuda:99' is not there"),
         ("--device", "tpu", "device 'tpu' is not a device; give cpu, cuda or cuda:N"),

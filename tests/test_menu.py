@@ -75,6 +75,7 @@ def outside(field: str, allowed) -> list:
         "variant": ["relu"],
         "layout": ["gptj"],
         "kv": ["int3"],
+        "tokens": [9],
     }
     return [value for value in odd[field] if value not in allowed]
 
@@ -185,6 +186,7 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "hopper_paged": {"batch_invariant", "deterministic", "latent", "sinks"},
     "hopper_mla": {"deterministic", "latent"},
     "triton_decode": {"batch_invariant", "deterministic", "latent", "sinks", "tf32"},
+    "triton_shares": {"batch_invariant", "deterministic", "latent", "sinks", "tf32"},
     "triton_paged": {"batch_invariant", "deterministic", "latent", "sinks", "tf32"},
 }
 
@@ -356,8 +358,14 @@ def test_what_cutlass_leaves_to_others():
     assert kernel.refuses(p._replace(keys="packed", tokens=64_000, extras=("sinks",)), H200) == ["sinks in a packed batch"]
 
 
-def test_decode_takes_any_group_and_most_codes():
-    kernel, p = OPS["decode"].kernel("triton_decode"), TYPICAL["decode"]
+@pytest.mark.parametrize(("len_q", "heads", "reasons"), [(16, 8, []), (16, 10, ["16 queries x 5 heads a group = 80 rows, of at most 64"]), (1, 128, [])])
+def test_decode_takes_at_most_64_rows(len_q, heads, reasons):
+    p = TYPICAL["decode"]._replace(len_q=len_q, heads=heads)
+    assert OPS["decode"].kernel("triton_decode").refuses(p, H200) == reasons
+
+
+def test_shares_take_any_group_and_most_codes():
+    kernel, p = OPS["decode"].kernel("triton_shares"), TYPICAL["decode"]
     for changed in ({"len_q": 16, "heads": 256}, {"heads": 128}, {"page": 24}, {"kv": "int4/32"}, {"kv": "int8", "dim": 80, "dim_v": 48}, {"kv": "e4m3/64"}):
         assert kernel.refuses(p._replace(**changed), H200) == []
     assert kernel.refuses(p._replace(kv="int8", dtype=FP32), H200) == ["fp32 queries of keys and values in int8, of bf16 and fp16"]
@@ -376,7 +384,7 @@ def test_who_takes_many_queries_over_pages():
         (8192, 4, 1024, "H100", "hopper_paged"),
         (17, 4, 16, "A100", "triton_paged"),
         (17, 4, 4, "H200", "triton_paged"),
-        (1, 4, 12, "H200", "triton_decode"),
+        (1, 4, 12, "H200", "triton_shares"),
         (1, 4, 1 << 20, "H200", "blocked"),
     ):
         decision = select(p._replace(len_q=len_q, heads=heads, page=page), GPUS[gpu])
@@ -389,7 +397,7 @@ def test_who_takes_many_queries_over_pages():
     assert select(p, H200, "hopper_paged").kernel.name == "hopper_paged"  # slower, but asked for
     mixed, decodes = p._replace(len_q=500, tokens=501), p._replace(len_q=1, tokens=2)
     assert select(mixed, H200).kernel.name == "hopper_paged" and select(mixed, GPUS["A100"]).kernel.name == "triton_paged"
-    assert {select(decodes, GPUS[name]).kernel.name for name in ("H200", "A100")} == {"triton_decode"}
+    assert {select(decodes, GPUS[name]).kernel.name for name in ("H200", "A100")} == {"triton_shares"}
     alone = decodes._replace(extras=("batch_invariant",))  # as of a longer batch
     assert select(alone, H200).kernel.name == "hopper_paged" and select(alone, GPUS["A100"]).kernel.name == "triton_paged"
     kernel = OPS["decode"].kernel("hopper_paged")

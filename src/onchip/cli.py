@@ -264,6 +264,7 @@ def _typical() -> list:
         Rows("sample", 8, 128256, bf16),
         Rows("quantise", 4096 * 32, 128, bf16, "block"),
         Rows("merge", 64 * 32, 128, bf16, "2 parts"),
+        Rows("page_scores", 8000, 128, bf16, "4 heads"),
     ]
 
 

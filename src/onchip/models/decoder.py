@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.cache.paged import PagePool
+from onchip.core.kernel import Op
 from onchip.core.masks import Window
+from onchip.kernels.attention import DECODE, PREFILL
 from onchip.models.families import ModelConfig
 from onchip.models.gguf import ModelError
 from onchip.models.layers import Linear, Norm, unchanged
@@ -89,12 +91,10 @@ class Decoder:
         """Attention of layer `i`, `[tokens, heads dim]`: over the prompts themselves in a prefill, over the pages in a decode."""
         how = {"mask": self.config.masks[i], "scale": self.config.scale, "softcap": self.config.softcap}
         if step.offsets is not None:
-            kernel = self.kernel if self.kernel not in ("triton_decode", "triton_paged", "hopper_paged") else "auto"
-            return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=kernel).flatten(1)
+            return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=_of(PREFILL, self.kernel)).flatten(1)
         cache = PagedKV(*pool.layer(i), step.page_table, step.lengths)
-        kernel = self.kernel if self.kernel not in ("triton_prefill", "hopper_prefill") else "auto"
         each = q.unflatten(0, (len(step.lengths), -1))
-        return paged_attention(each, cache, **how, kernel=kernel).flatten(2).flatten(0, 1)
+        return paged_attention(each, cache, **how, kernel=_of(DECODE, self.kernel)).flatten(2).flatten(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of hidden states `[rows, width]`."""
@@ -179,3 +179,8 @@ class Decoder:
                 pieces[f"{at}.self_attn.q_norm.weight"] = layer.qk_norm.q
                 pieces[f"{at}.self_attn.k_norm.weight"] = layer.qk_norm.k
         return pieces, fused
+
+
+def _of(op: Op, kernel: str) -> str:
+    """The kernel asked for where it is one of this operator."""
+    return kernel if any(one.name == kernel for one in op.kernels) else "auto"

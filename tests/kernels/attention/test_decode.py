@@ -32,11 +32,14 @@ def case(lengths, page=16, len_q=1, mask=Causal(), dim=16, dtype=FP32, heads=(2,
     return Attention("decode", len(lengths), len_q, columns * page, *heads, dim, dtype, mask, "paged", page, dim_v=dim_v), tuple(lengths)
 
 
+OWN_CASES = ("triton_paged", "triton_shares")  # in the interpreter: those of tests/ops/test_paged_packed.py, and of shares and codes below
+
+
 def rows(cases, kernels=tuple(kernel for kernel in DECODE.kernels if kernel.name != "hopper_paged")):
     """One case a kernel and problem, with the marks of where it can run. (What Hopper alone runs has a file of its own, test_hopper_paged.py.)"""
     for problem, lengths in cases:
         for kernel in kernels:
-            many = kernel.name == "triton_paged" or max(lengths) > LIMIT  # the interpreter has that kernel's own cases in tests/ops/test_paged_packed.py
+            many = kernel.name in OWN_CASES or max(lengths) > LIMIT
             marks = [pytest.mark.gpu] * kernel.needs_triton + [pytest.mark.large] * (kernel.needs_triton and many)
             yield pytest.param(kernel.name, problem, lengths, marks=marks, id=f"{problem}-{'_'.join(map(str, lengths))}-{kernel.name}")
 
@@ -347,7 +350,7 @@ def test_the_same_bits_again(kernel, problem, lengths, device):
 # ---- splits
 
 
-TRITON = DECODE.kernel("triton_decode")
+TRITON, SHARES = DECODE.kernel("triton_decode"), DECODE.kernel("triton_shares")
 
 
 @pytest.mark.gpu
@@ -356,14 +359,14 @@ TRITON = DECODE.kernel("triton_decode")
 @pytest.mark.parametrize("mask", [Causal(), Window(50), masks.Chunked(120)], ids=str)
 def test_any_split_is_right(splits, tile, mask, device):
     """More shares than tiles leave some shares without a key; a tile may hold many pages, or be part of one."""
-    from onchip.kernels.attention.triton_decode import Shares
+    from onchip.kernels.attention.triton_decode import Split
 
     for page in (4, 32):
         p, lengths = case([0, 201], page, len_q=2, mask=mask.static())
         q, cache = queries(p, device), paged(p, lengths, device)
         truth = onchip.paged_attention(q.double(), cache._replace(k=cache.k.double(), v=cache.v.double()), mask=mask, return_lse=True, kernel="reference")
         low = onchip.paged_attention(q, cache, mask=mask, return_lse=True, kernel="reference")
-        ours = TRITON.load()(p, Shares(tile, splits, 4, 2, False, tile, 0), q, cache, Operands(p.dim**-0.5), True)
+        ours = TRITON.load()(p, Split(tile, splits, 4, 2), q, cache, Operands(p.dim**-0.5), True)
         for mine, torchs, true in zip(ours, low, truth, strict=True):
             assert_as_good_as_torch(mine, torchs, true)
 
@@ -382,7 +385,8 @@ def test_the_choice_depends_on_the_problem_alone(device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", [Causal(), Window(700), masks.Chunked(300)], ids=str)
-def test_batch_invariant_bits_do_not_depend_on_the_batch(mask, device):
+@pytest.mark.parametrize("kernel", [TRITON, SHARES], ids=lambda kernel: kernel.name)
+def test_batch_invariant_bits_do_not_depend_on_the_batch(kernel, mask, device):
     """A sequence alone, among others, and with a wider page table."""
     p, lengths = case([1300, 40, 0, 513], 64, len_q=2, mask=mask.static(), heads=(4, 2))
     q, cache = queries(p, device), paged(p, lengths, device)
@@ -391,7 +395,7 @@ def test_batch_invariant_bits_do_not_depend_on_the_batch(mask, device):
     def run(rows, columns):
         problem = p._replace(batch=len(rows), len_k=columns * p.page, extras=("batch_invariant", "sinks"))
         table = torch.nn.functional.pad(cache.page_table[rows], (0, 99), value=-1)[:, :columns].contiguous()
-        return select(problem, device, TRITON.name).launch(q[rows], PagedKV(cache.k, cache.v, table, cache.lengths[rows]), Operands(0.2, sinks=sinks), True)
+        return select(problem, device, kernel.name).launch(q[rows], PagedKV(cache.k, cache.v, table, cache.lengths[rows]), Operands(0.2, sinks=sinks), True)
 
     out, lse = run([0, 1, 2, 3], p.len_k // p.page)
     expected = onchip.paged_attention(q, cache, mask=mask, scale=0.2, sinks=sinks, return_lse=True, kernel="reference")
@@ -421,14 +425,14 @@ def test_shares_under_masks(mask, device):
 
 
 def check_shares(p, lengths, programs, tile, apart, mask, device):
-    from onchip.kernels.attention.triton_decode import Shares
+    from onchip.kernels.attention.triton_shares import Shares
 
     q, cache = queries(p, device), paged(p, lengths, device)
     sinks = torch.randn(p.heads, device=device)
     how = {"mask": mask, "sinks": sinks, "return_lse": True, "kernel": "reference"}
     truth = onchip.paged_attention(q.double(), cache._replace(k=cache.k.double(), v=cache.v.double()), **how)
     low = onchip.paged_attention(q, cache, **how)
-    ours = TRITON.load()(p._replace(extras=("sinks",)), Shares(tile, programs, 4, 2, apart, tile, 0), q, cache, Operands(p.dim**-0.5, sinks=sinks), True)
+    ours = SHARES.load()(p._replace(extras=("sinks",)), Shares(tile, programs, 4, 2, apart, tile, 0), q, cache, Operands(p.dim**-0.5, sinks=sinks), True)
     for mine, torchs, true in zip(ours, low, truth, strict=True):
         assert_as_good_as_torch(mine, torchs, true)
 
@@ -443,7 +447,7 @@ def test_packed_queries(counts, extras, device):
     cache = paged(p, lengths, device)
     q = torch.randn(p.tokens, p.heads, p.dim, device=device).to(p.dtype)
     offsets = torch.tensor([0, *counts], device=device).cumsum(0).int()
-    out, lse = select(p, device, TRITON.name).launch(q, cache, Operands(p.dim**-0.5, offsets), True)
+    out, lse = select(p, device, SHARES.name).launch(q, cache, Operands(p.dim**-0.5, offsets), True)
     assert out.shape == q.shape and lse.shape == (p.heads, p.tokens)
     for b, n in enumerate(counts):
         if n:
@@ -480,8 +484,8 @@ def test_codes(form, sizes, channel, device):
     wide, low = (cache._replace(k=cache.k.dequantised(dtype), v=cache.v.dequantised(dtype)) for dtype in (torch.float64, p.dtype))
     truth, torchs = onchip.paged_attention(q.double(), wide, **how), onchip.paged_attention(q, low, **how)
     for ours in (
-        onchip.paged_attention(q, cache, **how | {"kernel": TRITON.name}),
-        onchip.paged_attention(q, cache, batch_invariant=True, **how | {"kernel": TRITON.name}),
+        onchip.paged_attention(q, cache, **how | {"kernel": SHARES.name}),
+        onchip.paged_attention(q, cache, batch_invariant=True, **how | {"kernel": SHARES.name}),
     ):
         for mine, theirs, true in zip(ours, torchs, truth, strict=True):
             assert_as_good_as_torch(mine, theirs, true)
@@ -502,7 +506,7 @@ def test_codes_of_any_size(size, device):
     how = {"return_lse": True, "kernel": "reference"}
     wide, low = (cache._replace(k=cache.k.dequantised(dtype), v=cache.v.dequantised(dtype)) for dtype in (torch.float64, p.dtype))
     truth, torchs = onchip.paged_attention(q.double(), wide, **how), onchip.paged_attention(q, low, **how)
-    for mine, theirs, true in zip(onchip.paged_attention(q, cache, **how | {"kernel": TRITON.name}), torchs, truth, strict=True):
+    for mine, theirs, true in zip(onchip.paged_attention(q, cache, **how | {"kernel": SHARES.name}), torchs, truth, strict=True):
         for b in range(2):  # the second sequence has no such token
             assert_as_good_as_torch(mine[b], theirs[b], true[b])
 
@@ -546,7 +550,7 @@ def test_a_row_of_the_public_call_does_not_depend_on_the_batch(device):
 def test_large(problem, lengths, device):
     """Against torch's SDPA in float32 on the gathered keys of each sequence, beside torch's in the same dtype."""
     p, q, cache = problem, queries(problem, device), paged(problem, lengths, device)
-    out = onchip.paged_attention(q, cache, mask=p.mask, kernel=TRITON.name)
+    out = onchip.paged_attention(q, cache, mask=p.mask, kernel=SHARES.name)
     for i, n in enumerate(lengths):
         pages = cache.page_table[i, : -(-n // p.page)].long()
         k, v = (pool[pages].flatten(0, 1)[:n] for pool in (cache.k, cache.v))

@@ -335,13 +335,13 @@ RELEASE_MASKED = "            _let_go(shrink, ki, t_ring, C, GROUP)\n"
 RELEASE_VALUES = "        release(vi, 10 + C.stages, READERS)\n"
 ALL_BUT_DONE = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done"
 WAIT_FOR_OUTPUT = ALL_BUT_DONE + ": its first operand is read from registers, which held the warps up\n" + RELEASE_VALUES
-RELEASE_QUERIES = "            mbarrier.arrive(q_empty.index(mine), count=1)\n"
-LEFT_BEFORE = "            tma.store_wait(0)  # the tile before has left\n"
-LEFT = "            tma.store_wait(0)\n"
+RELEASE_QUERIES = "                mbarrier.arrive(q_empty.index(mine), count=1)\n"
+LEFT_BEFORE = "                tma.store_wait(0)  # the tile before has left\n"
+LEFT = "                tma.store_wait(0)\n"
 NEXT = "        b = next_sequence(message, turn)\n"
 MESSAGE = "    numbers, full, empty = message\n"
 LOW = "low, 1 + masked + bare, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "
-ATTEND = "        acc, ki, kp, vi, vp = _attend("
+ATTEND = "            acc, ki, kp, vi, vp = _attend("
 SHRUNK = "    return acc, total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]\n"
 BUGS = [
     Bug("K is released before its product is waited for", FULL, (
@@ -377,9 +377,9 @@ BUGS = [
     Bug("the output's buffer is rewritten before it has left", SHORT, ((LEFT_BEFORE, ""),)),
     Bug("the queries' buffer is given back before the output in it has left", WIDE, ((LEFT, ""),)),
     Bug("the last output is not waited for", FULL, ((NEXT + "    tma.store_wait(0)\n", NEXT),)),
-    Bug("the output leaves without a fence", FULL, (("            fence_async_shared()\n            tma_store(", "            tma_store("),)),
+    Bug("the output leaves without a fence", FULL, (("                fence_async_shared()\n                tma_store(", "                tma_store("),)),
     Bug("a packed output's buffer is filled again without a fence", PACKED[-1], (
-        ("            if C.share:  # before the copy engine fills it again\n", "            if C.m < 0:\n"),
+        ("                if C.share:  # before the copy engine fills it again\n", "                if C.m < 0:\n"),
     )),
     Bug("the turn is never handed over", FULL, (("        turn_over(GROUP, C.groups)\n        tile = ", "        tile = "),)),
     Bug("nobody goes first", FULL, (("    first_turn(GROUP, C.groups)\n", ""),)),
@@ -424,7 +424,7 @@ BUGS += [
     Bug("the third ring is never released", TILED[0], ((RELEASE_TILE, "                pass\n"),)),
     Bug("the third ring is never released under a mask", TILED[2], ((RELEASE_MASKED_TILE, "        pass\n"),)),
     Bug("another buffer of the third ring is released first", TILED[0], (("release(ti,", "release(ki,"),)),
-    Bug("both warpgroups take the first one's tile", TILED[0], (("rings[3 + GROUP]", "rings[3]"),)),
+    Bug("both warpgroups take the first one's tile", TILED[0], (("v_ring, rings[3 + GROUP]", "v_ring, rings[3]"),)),
     Bug("both warpgroups' tiles are the first one's", TILED[0], (("(tile_m * C.m + group * 64) * steps[2], n]", "tile_m * C.m * steps[2], n]"),)),
     Bug("a tile is that of the keys before", TILED[0], (("place, after - start_k, C)", "place, n - start_k, C)"),)),
     Bug("a packed batch's keys are counted from its beginning", TILED[-1], (("place, n - start_k, C)", "place, n, C)"),)),

@@ -99,6 +99,11 @@ def _codes_in_pairs(p: Attention) -> str | None:
     return None
 
 
+def _rows_of_a_group(p: Attention) -> str | None:
+    rows = p.len_q * p.group
+    return f"{p.len_q} queries x {p.group} heads a group = {rows} rows, of at most 64" if rows > 64 else None
+
+
 def _float32_of_a_row(p: Attention) -> str | None:
     wide = p.dtype == torch.float32 and p.dim > 512  # 16 queries and 16 keys of 1024 are 128 KiB: not every GPU has as much shared memory
     return f"float32 of dim {p.dim}, of at most 512" if wide else None
@@ -332,6 +337,23 @@ DECODE = Op(
         Kernel(
             "triton_decode",
             "onchip.kernels.attention.triton_decode:launch",
+            GPUS,
+            {
+                "dtype": FLOATS,
+                "dim": range(8, 577),
+                "value_dim": range(8, 513),
+                "mask": MASKS,
+                "keys": ("paged",),
+                "len_q": range(1, 17),
+                "page": [1 << i for i in range(11)],
+                "tokens": (0,),
+                "kv": ("",),
+            },
+            also=(_rows_of_a_group, _float32_of_a_row, _only("batch_invariant", "deterministic", "latent", "sinks", "tf32"), _translates),
+        ),
+        Kernel(
+            "triton_shares",
+            "onchip.kernels.attention.triton_shares:launch",
             GPUS,
             {
                 "dtype": FLOATS,

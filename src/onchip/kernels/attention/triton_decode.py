@@ -1,23 +1,9 @@
 """Attention of a few queries over a paged cache: the cache is read once, so memory is the floor.
 
-Flash-Decoding (Dao et al., 2023) with the work dealt out as in stream-K (Osama et al., 2023). A unit is one sequence, one key head and one
-tile of rows: all queries of the group, so that each key read from memory serves them all on tensor cores. The key tiles of all units lie in
-one list, of which each of a fixed number of programs, about two a multiprocessor, takes a share of the same length: sequences of uneven
-lengths take as long as even ones. A program finds its share itself, by sums over the lengths on the device, and the grid depends on the
-Problem alone: a CUDA graph may capture the call and the lengths may then change.
-
-A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, and `_merge` adds the parts
-up in the order of the keys: the same bits in every run. It starts while the first kernel runs (programmatic dependent launch) and waits for
-its end. The other way, that the last program to arrive merges, needs counters that are zero when a call begins, also in a graph that is
-replayed on two streams at once: a launch to clear them, or memory that two calls may share.
-
-Each warp has keys of its own (the first axis of a tile): maxima, sums and weights stay in its registers, and the loop waits for nothing
-but keys. The warps' results are added up once a unit. Wide heads and many rows have no registers for that: there warps share a tile.
-
-Quantised keys and values are read as codes and become float16 in registers. A key's scale and zero go to its scores,
-s = scale (q . code) + zero sum(q), a value's to its weight.
-
-Bytes moved: keys and values once, and 8 rows d_v for each of at most 2 programs parts.
+Flash-Decoding (Dao et al., 2023): a program takes one sequence, one key head and one share of the keys; all queries of
+the group are the rows of its tile, so that each key read from memory serves them all on tensor cores. A second kernel
+merges the shares by their LSE, a sink with them. Lengths are read on the device and the grid depends on the Problem
+alone: a CUDA graph may capture the call and the lengths may then change.
 """
 
 from typing import NamedTuple
@@ -27,346 +13,193 @@ import triton
 import triton.language as tl
 
 from onchip.core.device import Device
-from onchip.core.formats import Codes, Format
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods, texts
-from onchip.kernels.attention.decode_tiles import (
-    ROOM,
-    add_values_of_codes,
-    beside,
-    columns_of,
-    flipped,
-    for_warps,
-    items_of,
-    keys_of,
-    locate,
-    of_columns,
-    of_rows,
-    owner_of,
-    parts_of_warps,
-    power_of_two,
-    queries_of_codes,
-    reach,
-    scales_of,
-    scores_of_codes,
-    seen_by_band,
-    sequence_of,
-    share_of,
-    total_work,
-)
-from onchip.kernels.attention.tile import LN2, LOG2E, block, ends, fast, online_softmax, page_slots, sink, tf32
+from onchip.kernels.attention.tile import LN2, LOG2E, band, block, ends, fast, key_span, normalise, online_softmax, page_slots, tf32
 
 
-class Shares(NamedTuple):
-    """How a call is dealt out.
-
-    n, programs, warps   keys a tile, programs, and warps of each.        tiles   of keys that a program waits for at once.
-    apart     whether each warp has keys of its own.        item   keys of an item of the list that a program takes whole; n where the batch may decide.
-    arch      of an NVIDIA GPU, else 0: from 90 on the merge starts early.
-    """
+class Split(NamedTuple):
+    """Keys a tile, shares of a sequence's keys, warps, tiles in flight, and keys a share: 0 for as many as fill the shares alike."""
 
     n: int
-    programs: int
+    splits: int
     warps: int
-    tiles: int
-    apart: bool
-    item: int
-    arch: int
+    stages: int
+    share: int = 0
 
     def __str__(self):
-        shares = "" if self.item == self.n else f" of {self.item} keys at a time"
-        return f"{self.n} keys a tile, {self.programs} shares{shares}, {self.warps} warps{' apart' * self.apart}, {self.tiles} tiles in flight"
+        shares = f" of {self.share} keys" if self.share else ""
+        return f"{self.n} keys a tile, {self.splits} splits{shares}, {self.warps} warps, {self.stages} stages"
 
 
 # ---- device
 
 
-@triton.jit(do_not_specialize=["batch", "kv_heads", "group", "len_q"])
-def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part_ptr, part_lse_ptr, table_ptr, table_row, lengths_ptr, offsets_ptr,
-             reads, scale, gain, batch, kv_heads, group, len_q,
+@triton.jit
+def _partial(q_ptr, k_ptr, v_ptr, table_ptr, lengths_ptr, o_ptr, lse_ptr, reads, scale, gain, kv_heads, group, len_q, table_row,
+             q_batch, q_row, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head,
              D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-             PAGE: tl.constexpr, ITEM: tl.constexpr, BATCH: tl.constexpr, WARPS: tl.constexpr, BAND: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
-             KEYS: tl.constexpr, VALUES: tl.constexpr, ALIGN: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-             STAGES: tl.constexpr):  # fmt: skip
-    """A share of the list. q, k, v, out: pointer and strides, of k and v in ALIGN numbers; KEYS, VALUES: see `kind_of`, None where there are no codes.
+             TILES: tl.constexpr, PAGE: tl.constexpr, SHARE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+             MASK: tl.constexpr, SCORE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """One share of one sequence for ROWS rows of one key head: o [splits, batch, kv_heads, TILES ROWS, BLOCK_DV] float32 and its LSE."""
+    batch_head, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    batch = batch_head // kv_heads
+    kv_head = batch_head - batch * kv_heads
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    len_k = tl.load(lengths_ptr + batch)
+    r = tile * ROWS + tl.arange(0, ROWS)
+    query, member = r // group, r % group  # the queries of all heads of the group, one after the other
+    head = kv_head * group + member
+    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    inside = (query < len_q)[:, None] & (dims < D)[None, :]
+    q_rows = batch.to(tl.int64) * q_batch + query * q_row + head * q_head
+    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=inside, other=0.0)
 
-    Parts go to part [2 programs, or items, ROWS, BLOCK_DV] and part_lse [.., ROWS], which is in base 2: the first of a program to
-    twice its number, its last, if that is another unit, behind it.
+    shift = len_k - len_q
+    h, i, queries = head[:, None], query[:, None], len_k - shift  # `len_q` itself is a constant where it is 1, which functions do not expect
+    if TOP_LEFT:
+        shift = shift * 0
+    lowest, end = key_span(shift, shift + len_q - 1, len_k, LEFT, RIGHT if TOP_LEFT else -1)  # bottom right, the last query sees to the end
+    start = lowest // BLOCK_N * BLOCK_N
+    share = SHARE
+    if SHARE == 0:
+        share = tl.cdiv(tl.cdiv(end - start, splits), BLOCK_N) * BLOCK_N
+    first = start + split * share
+    last = tl.minimum(first + share, end)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    table_ptr += batch.to(tl.int64) * table_row
+    k_ptr += kv_head * k_head
+    v_ptr += kv_head * v_head
+    for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        cols = n + tl.arange(0, BLOCK_N)
+        pages, slots = page_slots(table_ptr, n, cols, last, PAGE, BLOCK_N)
+        near = cols < last
+        if LEFT >= 0:  # pages before the window may be another sequence's by now
+            near = near & (cols >= lowest)
+        k = tl.load(k_ptr + (pages * k_page + slots * k_slot)[:, None] + dims[None, :], mask=near[:, None] & (dims < D)[None, :], other=0.0)
+        scores = tl.dot(q, k.T, input_precision=PRECISION)
+        factor = scale * LOG2E
+        if SCORE is not None:
+            scores = SCORE(scores * scale, batch, h, i, cols[None, :], queries, len_k, reads[1])
+            factor = gain * LOG2E
+        if MASK is not None:  # a key that no row sees is padding, and may hold anything: so may its value
+            seen = MASK(batch, h, i, cols[None, :], queries, len_k, reads[0]) & near[None, :] & (i < len_q)
+            shown = tl.max(seen.to(tl.int32), 0) > 0
+            scores = tl.where(seen, scores, float("-inf"))
+        else:
+            scores = band(scores, query + shift, cols, last, LEFT, RIGHT)
+        weights, shrink, top, total = online_softmax(scores, top, total, factor, True)
+        v = tl.load(v_ptr + (pages * v_page + slots * v_slot)[:, None] + dims_v[None, :], mask=near[:, None] & (dims_v < DV)[None, :], other=0.0)
+        if MASK is not None:
+            v = tl.where(shown[:, None], v, 0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+
+    out, lse = normalise(acc, top, total)
+    slot = (split * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # tiles lie side by side
+    tl.store(o_ptr + slot[:, None] * BLOCK_DV + dims_v[None, :], out)
+    tl.store(lse_ptr + slot, lse)
+
+
+@triton.jit
+def _merge(part_ptr, part_lse_ptr, o_ptr, lse_ptr, sinks_ptr, kv_heads, group, len_q, o_batch, o_row, o_head,
+           DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr, ONE_BY_ONE: tl.constexpr):  # fmt: skip
+    """One row: o = sum_s exp(lse_s - lse) o_s, lse = log sum_s exp(lse_s), the sink one more in the sum; one program a (sequence, key head, row).
+
+    ONE_BY_ONE: shares are added in order, so that those past a sequence's end, all zeros, leave its bits alone however many they are.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    total = total_work(lengths_ptr, offsets_ptr, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
-    begin = share_of(program, total, programs)
-    stop = share_of(program + 1, total, programs)
-    b, before = locate(lengths_ptr, offsets_ptr, begin, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
-    dims, dims_v, own = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), keys_of(WARPS, BLOCK_N)
-    at = begin
-    while at < stop:  # a sequence
-        len_k, queries, token = sequence_of(lengths_ptr, offsets_ptr, b, b < batch, len_q)
-        lowest, start, end = reach(len_k, queries, BAND, BLOCK_N)
-        items, tiles = items_of(len_k, queries, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM)
-        shift = len_k - queries
-        if BAND[2]:
-            shift = shift * 0
-        pages_ptr = table_ptr + b.to(tl.int64) * table_row
-        until = tl.minimum(stop, before + items * tiles * kv_heads)
-        while at < until:  # a unit, or a part of one
-            unit = (at - before) // items
-            item = at - before - unit * items
-            count = tl.minimum(items - item, until - at)
-            if ITEM != BLOCK_N:
-                count = count * 0 + 1
-            kv_head = unit // tiles
-            r = (unit - kv_head * tiles) * ROWS + tl.arange(0, ROWS)
-            query, member = r // group, r % group  # the queries of all heads of the group, one after the other
-            head = kv_head * group + member
-            there = query < queries
-            q_rows = b.to(tl.int64) * q[1] + (token + query).to(tl.int64) * q[2] + head * q[3]
-            top = tl.full([WARPS, ROWS] if WARPS > 1 else [ROWS], float("-inf"), tl.float32)
-            sums = tl.zeros([WARPS, ROWS] if WARPS > 1 else [ROWS], tl.float32)
-            acc = ()
-            zeros = ()
-            peak = -100 + (tl.arange(0, WARPS) * 0 if WARPS > 1 else at * 0)
-            if KEYS is None:
-                q_tile = for_warps(tl.load(q[0] + q_rows[:, None] + dims[None, :], mask=there[:, None] & (dims < D)[None, :], other=0.0), WARPS)
-                acc = (tl.zeros([WARPS, ROWS, BLOCK_DV] if WARPS > 1 else [ROWS, BLOCK_DV], tl.float32),)
-            else:
-                channel = channel_ptr
-                if channel_ptr is not None:
-                    channel = channel_ptr + kv_head * D
-                q_tile, q_sums, q_factor = queries_of_codes(q[0], q_rows, there, channel, D, BLOCK_D, KEYS, WARPS)
-                GROUPS: tl.constexpr = VALUES[1]
-                UNITS: tl.constexpr = VALUES[6]
-                for _ in tl.static_range(VALUES[2] * VALUES[3]):
-                    acc = acc + (tl.zeros([WARPS, ROWS, UNITS] if WARPS > 1 else [ROWS, UNITS], tl.float32),)  # noqa: RUF005
-                if v_scales[4] is not None:
-                    for _ in tl.static_range(GROUPS):
-                        zeros = zeros + (sums,)  # noqa: RUF005
-            first = start + item * ITEM
-            last = tl.minimum(first + count * ITEM, end)
-            h, i = head[:, None], query[:, None]
-            for n in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-                cols = n + own
-                pages, slots = page_slots(pages_ptr, n, cols, last, PAGE, BLOCK_N)
-                near = cols < last
-                if BAND[0] >= 0:  # pages before the window may be another sequence's by now
-                    near = near & (cols >= lowest)
-                k_rows = (pages * k[1] + slots * k[2] + kv_head * k[3]) * ALIGN
-                if KEYS is None:
-                    keys = tl.load(k[0] + of_rows(k_rows) + dims, mask=of_rows(near) & (dims < D), other=0.0)
-                    scores = tl.dot(q_tile, flipped(keys), input_precision=PRECISION)
-                else:
-                    k_scale, k_zero = scales_of(k_scales, pages, slots, kv_head, near, KEYS)
-                    scores = scores_of_codes(q_tile, q_sums, k[0], k_rows, near, k_scale, k_zero, KEYS, FAST) * of_rows(q_factor)
-                factor = scale * LOG2E
-                if SCORE is not None:
-                    scores = SCORE(scores * scale, b, h, i, of_columns(cols), queries, len_k, reads[1])
-                    factor = gain * LOG2E
-                if MASK is not None:  # a key that no row sees is padding, and may hold anything: so may its value
-                    seen = MASK(b, h, i, of_columns(cols), queries, len_k, reads[0]) & of_columns(near) & (i < queries)
-                    shown = tl.max(seen.to(tl.int32), len(seen.shape) - 2) > 0
-                    scores = tl.where(seen, scores, float("-inf"))
-                else:
-                    scores = seen_by_band(scores, query + shift, cols, near, BAND)
-                weights, shrink, top, sums = online_softmax(scores, top, sums, factor, True)
-                v_rows = (pages * v[1] + slots * v[2] + kv_head * v[3]) * ALIGN
-                if KEYS is None:
-                    values = tl.load(v[0] + of_rows(v_rows) + dims_v, mask=of_rows(near) & (dims_v < DV), other=0.0)
-                    if MASK is not None:
-                        values = tl.where(of_rows(shown), values, 0.0)
-                    acc = (tl.dot(weights.to(values.dtype), values, acc[0] * of_rows(shrink), input_precision=PRECISION),)
-                else:
-                    v_scale, v_zero = scales_of(v_scales, pages, slots, kv_head, near & shown if MASK is not None else near, VALUES)
-                    acc, zeros, peak = add_values_of_codes(acc, zeros, peak, weights, shrink, v[0], v_rows, near, v_scale, v_zero, VALUES, WARPS, FAST)
-
-            if WARPS > 1:
-                top, shares = parts_of_warps(top)
-                sums = tl.sum(sums * shares, 0)
-            whole = count == items
-            grown = tl.full([ROWS, 1], 1.0, tl.float32)
-            logit = tl.full([ROWS], float("-inf"), tl.float32)
-            blind = sums == 0.0
-            if sinks_ptr is not None:  # of a unit in parts the merge adds it
-                logit = tl.load(sinks_ptr + head, mask=there, other=0.0).to(tl.float32)
-                grown, top, sums = sink(grown, top, sums, tl.where(whole, logit, float("-inf")))
-            grown = (
-                grown * tl.where(sums == 0.0, 0.0, tl.math.div_rn(1.0, sums))[:, None]
-            )  # the plain quotient may be two ulps off, a float32 result's share of error
-            row_lse = top + tl.math.log2(sums)  # of a row that sees no key the sink itself, not rounded in another base
-            place = (at if ITEM != BLOCK_N else 2 * program + (at > begin).to(tl.int32)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-            o_rows = b.to(tl.int64) * out[1] + (token + query).to(tl.int64) * out[2] + head * out[3]
-            for piece in tl.static_range(1 if KEYS is None else VALUES[2] * VALUES[3]):
-                result = acc[piece]
-                if KEYS is None:
-                    columns, used = dims_v, dims_v < DV
-                else:
-                    columns, used = columns_of(piece, VALUES)
-                    unit = power_of_two(peak - ROOM + ((20 if piece % VALUES[3] > 1 else 24) if VALUES[8] else 0))
-                    result *= of_rows(beside(unit, WARPS)) if WARPS > 1 else unit
-                    if v_scales[4] is not None:
-                        result += of_rows(zeros[VALUES[7][piece]])
-                if WARPS > 1:
-                    result = tl.sum(result * of_rows(shares), 0)
-                result = result * grown
-                if whole:
-                    to = out[0] + o_rows[:, None] + columns[None, :]
-                    tl.store(to, result.to(out[0].dtype.element_ty), mask=there[:, None] & used[None, :])
-                else:
-                    tl.store(part_ptr + place[:, None] * BLOCK_DV + columns[None, :], result, mask=used[None, :])
-            if whole:
-                if lse[0] is not None:
-                    tl.store(lse[0] + b.to(tl.int64) * lse[1] + head * lse[2] + token + query, tl.where(blind, logit, row_lse * LN2), mask=there)
-            else:
-                tl.store(part_lse_ptr + place, row_lse)
-            at += count
-        before += items * tiles * kv_heads
-        b += 1
-
-
-@triton.jit(do_not_specialize=["batch", "kv_heads", "group", "len_q", "programs", "most_units"])
-def _merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr, batch, kv_heads, group, len_q, programs, most_units,
-           DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, ITEM: tl.constexpr, BATCH: tl.constexpr, BAND: tl.constexpr,
-           BY_UNIT: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """One row of a unit in parts: o = sum_s exp(lse_s - lse) o_s, lse = log sum_s exp(lse_s), the sink one more in the sum.
-
-    BY_UNIT: a program for each unit that there may be, else for each program of `_partial`, whose share may end in a unit that begins in it.
-    Parts are added in order, PARTS at a time.
-    """
-    total = total_work(lengths_ptr, offsets_ptr, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
-    if BY_UNIT:
-        b, unit = tl.program_id(0) // most_units, tl.program_id(0) % most_units
-        before = b * 0
-        for first in range(0, b, BATCH):
-            others = first + tl.arange(0, BATCH)
-            known_k, known_q, _ = sequence_of(lengths_ptr, offsets_ptr, others, others < b, len_q)
-            each, times = items_of(known_k, known_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM)
-            before += tl.sum(tl.where(others < b, each * times * kv_heads, 0), 0)
-    else:
-        cut = share_of(tl.program_id(0) + 1, total, programs)
-        b, before = locate(lengths_ptr, offsets_ptr, cut, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
-    len_k, queries, token = sequence_of(lengths_ptr, offsets_ptr, b, b < batch, len_q)
-    items, tiles = items_of(len_k, queries, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM)
-    if not BY_UNIT:
-        unit = (cut - before) // items
-    begin = before + unit * items
-    shared = (b < batch) & (unit < tiles * kv_heads)
-    if ITEM != BLOCK_N:
-        parts = items
-        owner = begin
-    else:
-        owner = owner_of(begin, total, programs)
-        parts = owner_of(begin + items - 1, total, programs) - owner + 1
-    if not BY_UNIT:
-        shared = shared & (owner == tl.program_id(0)) & (begin < cut)
-    kv_head = unit // tl.maximum(tiles, 1)
-    r = (unit - kv_head * tiles) * ROWS + tl.program_id(1)
-    query = r // group
-    head = kv_head * group + r % group
+    row = tl.program_id(0) % (group * len_q)
+    batch_head = tl.program_id(0) // (group * len_q)
+    batch = batch_head // kv_heads
+    head = (batch_head - batch * kv_heads) * group + row % group
+    query = row // group
+    splits = tl.arange(0, triton.next_power_of_2(SPLITS))
     dims = tl.arange(0, BLOCK_DV)
-    if EARLY:  # in every program: whoever comes after this kernel must find the first one's results
-        tl.extra.cuda.gdc_wait()
-    if shared & (parts > 1) & (query < queries):
-        top = -float("inf") + tl.zeros([1], tl.float32)
-        sums = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, BLOCK_DV], tl.float32)
-        for first in range(0, parts, PARTS):
-            part = first + tl.arange(0, PARTS)
-            place = begin + part
-            if ITEM == BLOCK_N:
-                place = 2 * (owner + part) + ((part == 0) & (begin > share_of(owner, total, programs))).to(tl.int32)
-            place = place.to(tl.int64) * ROWS + tl.program_id(1)
-            part_lse = tl.load(part_lse_ptr + place, mask=part < parts, other=float("-inf"))
-            values = tl.load(part_ptr + place[:, None] * BLOCK_DV + dims[None, :], mask=(part < parts)[:, None] & (dims < DV)[None, :], other=0.0)
-            weights, shrink, top, sums = online_softmax(part_lse[None, :], top, sums, 1.0, True)
-            acc = acc * shrink[:, None] + tl.sum(values * tl.trans(weights), 0)[None, :]
-        blind = sums == 0.0
-        logit = tl.full([1], float("-inf"), tl.float32)
-        if sinks_ptr is not None:
-            logit = tl.load(sinks_ptr + head + tl.arange(0, 1)).to(tl.float32)
-            acc, top, sums = sink(acc, top, sums, logit)
-        acc = acc * tl.where(sums == 0.0, 0.0, tl.math.div_rn(1.0, sums))[:, None]
-        to = out[0] + b.to(tl.int64) * out[1] + (token + query).to(tl.int64) * out[2] + head * out[3]
-        tl.store(to + dims[None, :], acc.to(out[0].dtype.element_ty), mask=(dims < DV)[None, :])
-        if lse[0] is not None:
-            tl.store(
-                lse[0] + b.to(tl.int64) * lse[1] + head * lse[2] + token + query + tl.arange(0, 1), tl.where(blind, logit, (top + tl.math.log2(sums)) * LN2)
-            )
+    slot = (splits * (tl.num_programs(0) // (group * len_q)) + batch_head).to(tl.int64) * ROWS + row
+    lse = tl.load(part_lse_ptr + slot, mask=splits < SPLITS, other=float("-inf"))
+    top = tl.max(lse, 0)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head).to(tl.float32)
+        top = tl.maximum(top, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    if ONE_BY_ONE:
+        total = 0.0
+        out = tl.zeros([BLOCK_DV], tl.float32)
+        for s in range(SPLITS):
+            one = (s * (tl.num_programs(0) // (group * len_q)) + batch_head).to(tl.int64) * ROWS + row
+            weight = tl.exp(tl.load(part_lse_ptr + one) - base)
+            total += weight
+            out += tl.load(part_ptr + one * BLOCK_DV + dims, mask=weight > 0.0, other=0.0) * weight
+    else:
+        part = tl.load(part_ptr + slot[:, None] * BLOCK_DV + dims[None, :], mask=(splits < SPLITS)[:, None], other=0.0)
+        weight = tl.exp(lse - base)
+        total = tl.sum(weight, 0)
+        out = tl.sum(part * weight[:, None], 0)
+    if sinks_ptr is not None:
+        total += tl.exp(sink - base)
+    out = out * tl.where(total == 0.0, 0.0, tl.math.div_rn(1.0, total))
+    place = batch.to(tl.int64) * o_batch + query * o_row + head * o_head + dims
+    tl.store(o_ptr + place, out.to(o_ptr.dtype.element_ty), mask=dims < DV)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + (batch * kv_heads * group + head) * len_q + query, top + tl.math.log2(total) * LN2)
 
 
 # ---- host
 
 
-IN_FLIGHT = 96 << 10  # bytes of keys and values that a program waits for at once, of two a multiprocessor
-QUERIES = 32 << 10  # bytes of queries that it keeps in shared memory; more rows go to other units, which read the keys again
-SHARE = 512  # keys an item where the batch must not decide: writing and merging 16 rows costs 6% of reading as many keys of d128
-LISTED = 1024  # sequences that a program looks at at once
+IN_FLIGHT = 64 << 10  # bytes of keys and values that a program waits for at once
+QUERIES = 32 << 10  # bytes of queries that it keeps in shared memory; more rows go to other programs, which read the keys again
+SHARE = 512  # keys a share where the batch must not decide: writing and merging 16 rows costs 6% of reading as many keys of d128
 
 
 def row_tiles(p: Attention) -> tuple[int, int]:
     """Rows of a tile, and how many tiles hold the queries of a group; 16 is the least a product takes."""
-    rows = p.len_q * p.group
-    tile = max(16, min(64, triton.next_power_of_2(rows), QUERIES // (block(max(p.dim, p.value_dim)) * p.dtype.itemsize)))
-    return tile, triton.cdiv(rows, tile)
+    rows = max(16, triton.next_power_of_2(p.len_q * p.group))
+    tile = max(16, min(rows, QUERIES // (block(max(p.dim, p.value_dim)) * p.dtype.itemsize)))
+    return tile, rows // tile
 
 
-def kind_of(given: str, dim: int) -> tuple | None:
-    """How a row of codes is cut: format, groups, blocks, planes of a block, the column where high bits begin, int16 of a block, and of its tile,
-    the group of each piece, which is a plane of a block, and whether codes are integers. Of two codes in an int16 the even one is in plane 0, or 2 of the
-    high bits, the odd one in 1 or 3."""
-    if not given:
-        return None
-    form = Format.of(given)
-    groups, planes = form.groups(dim), 4 if form.name == "int4" else 2
-    blocks = max(1, groups // (planes // 2))
-    used = form.columns(dim) // 2 // blocks
-    group_of = tuple(0 if groups == 1 else plane // 2 * blocks + b for b in range(blocks) for plane in range(planes))
-    return form.name, groups, blocks, planes, dim // 2, used, max(16, triton.next_power_of_2(used)), group_of, form.has_zero
+def configs(p: Attention, device: Device) -> list[Split]:
+    """As many shares as fill the device and no more: each one costs a pass through the merge (H200, 2026-11-21, page 16, bf16).
 
-
-def bytes_of(p: Attention) -> int:
-    """Of a key and its value as tiles hold them."""
-    if not p.kv:
-        return (block(p.dim) + block(p.value_dim)) * p.dtype.itemsize
-    kinds = [kind_of(p.kv, dim) for dim in (p.dim, p.value_dim)]
-    return sum(2 * blocks * units for _, _, blocks, _, _, _, units, *_ in kinds)
-
-
-def configs(p: Attention, device: Device) -> list[Shares]:
-    """Two programs a multiprocessor, with as many tiles in flight as shared memory holds."""
-    width, size = max(block(p.dim), block(p.value_dim)), bytes_of(p)
+    Two programs a multiprocessor keep the memory busy with 128 keys a tile (32x4k: 4.02 TB/s). A grid that is larger
+    without splitting does better on 64 (128x1k: 3.98 TB/s); so does a small one, which then has more shares (1x128k: 4.15 TB/s).
+    """
+    width, width_v, itemsize = block(p.dim), block(p.value_dim), p.dtype.itemsize
+    size = (width + width_v) * itemsize  # of a key and its value
     rows, tiles = row_tiles(p)
-    half = p.dtype.itemsize == 2
-    apart = half and device.kind == "cuda" and rows * width <= 2048  # 64 registers a thread for a warp's own sums
-    warps = 4 if width <= 256 else 8
-    n = 64 if half else 32 if size <= 1024 else 16  # float32 is multiplied on FMA units: more keys a tile spill
-    if apart and size <= 256:  # sums shrink once a tile: with 128 keys that and addresses cost half as many instructions a number
-        n = 128
-    while n > 16 and not apart and 2 * n * size > device.shared_memory // 2:
-        n //= 2
-    most = device.shared_memory // 2 - rows * width * p.dtype.itemsize * (not apart) - (4 << 10)  # page numbers, and what is exchanged
-    flight = max(1, min(4, IN_FLIGHT // (n * size), most // (n * size)))
+    programs = p.batch * p.kv_heads * tiles
     alone = "batch_invariant" in p.extras
-    item = SHARE if alone else n
-    programs = min(2 * device.sms, p.batch * p.kv_heads * tiles * max(1, triton.cdiv(p.len_k, item)))
-    return [Shares(n, programs, warps, flight, apart, item, device.arch if device.kind == "cuda" else 0)]
+    if alone or programs > 2 * device.sms:
+        n, splits, stages = 64, 1, 4
+    elif programs > device.sms // 8:
+        n, splits, stages = 128, 2 * device.sms // programs, max(2, min(5, 1 + IN_FLIGHT // (128 * size)))
+    else:
+        n, splits, stages = 64, min(64, 4 * device.sms // programs), 3
+    if itemsize == 4:  # multiplied on FMA units: more keys a tile spill
+        n = 32 if size <= 1024 else 16
+    while n > 16 and n * size * (stages - 1) > device.shared_memory // 2:  # two programs a multiprocessor
+        n //= 2
+    while stages > 1 and rows * (width + n) * itemsize + n * size * (stages - 1) > device.shared_memory:
+        stages -= 1
+    warps = 4 if max(width, width_v) <= 256 else 8
+    if alone:
+        return [Split(n, max(1, triton.cdiv(p.len_k, SHARE)), warps, stages, SHARE)]
+    return [Split(n, max(1, min(splits, p.len_k // (2 * n))), warps, stages)]
 
 
-def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
-    """q `[batch, len_q, heads, dim]`, or `[tokens, heads, dim]` with `x.q_offsets`; cache a PagedKV, as `ops.attention.paged_attention` passes them."""
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    packed = x.q_offsets is not None
+def launch(p: Attention, how: Split, q, cache, x: Operands, return_lse: bool):
+    """q `[batch, len_q, heads, dim]`, cache a PagedKV, as `ops.attention.paged_attention` passes them."""
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, cache.k, cache.v))
     out = torch.empty((*q.shape[:-1], p.value_dim), dtype=q.dtype, device=q.device)
-    lse = None
-    if return_lse:
-        lse = torch.empty((p.heads, len(q)) if packed else (p.batch, p.heads, p.len_q), dtype=torch.float32, device=q.device)
+    lse = torch.empty((p.batch, p.heads, p.len_q), dtype=torch.float32, device=q.device) if return_lse else None
     (rows, tiles), width_v = row_tiles(p), block(p.value_dim)
-    most_units = p.kv_heads * tiles
-    places = 2 * how.programs if how.item == how.n else p.batch * most_units * max(1, triton.cdiv(p.len_k, how.item))
-    part = torch.empty((places, rows, width_v), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty((places, rows), dtype=torch.float32, device=q.device)
+    programs = p.batch * p.kv_heads
+    part = torch.empty((how.splits, programs, tiles * rows, width_v), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty((how.splits, programs, tiles * rows), dtype=torch.float32, device=q.device)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
     scale, gain, score = x.scale, 1.0, None
@@ -374,58 +207,16 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
         text, before, gain = texts.fold(p.score.text if p.score is not None else texts.IDENTITY)
         scale *= before
         score, _ = mods.score_functions(text, fast=fast(q))
-    k, v = (_numbers(pool) for pool in (cache.k, cache.v))
-    align = _alignment(k, v)
-    sinks = None if x.sinks is None else x.sinks.contiguous()
-    strides = lambda t: (t, *((0,) * packed), *t.stride()[:-1])  # noqa: E731
-    o, e = strides(out), (None, 0, 0) if lse is None else (lse, 0, lse.stride(0)) if packed else (lse, *lse.stride()[:2])
-    lists = (cache.lengths, x.q_offsets)
-    sizes = (p.batch, p.kv_heads, p.group, p.len_q)
-    shared = {
-        "DV": p.value_dim, "ROWS": rows, "BLOCK_N": how.n, "BLOCK_DV": width_v, "ITEM": how.item, "BATCH": min(LISTED, triton.next_power_of_2(p.batch)),
-        "BAND": (left, right if p.len_q > 1 or top_left else -1, top_left), "EARLY": how.arch >= 90 and q.device.type != "cpu",
-    }  # fmt: skip
-    early = {"launch_pdl": True} if shared["EARLY"] else {}
-    _partial[(how.programs,)](
-        strides(q), _operand(k, align), _operand(v, align), _scales(cache.k), _scales(cache.v), getattr(cache.k, "channel", None), o, e, sinks, part, part_lse,
-        cache.page_table, cache.page_table.stride(0), *lists, (mods.captured(x.mask), mods.captured(x.score)), scale, gain, *sizes,
-        **shared, D=p.dim, BLOCK_D=block(p.dim), PAGE=p.page, WARPS=how.warps if how.apart else 1, MASK=sees, SCORE=score,
-        KEYS=kind_of(p.kv, p.dim), VALUES=kind_of(p.kv, p.value_dim), ALIGN=align, FAST=fast(q) and how.arch >= 89, PRECISION=tf32(p),
-        STAGES=_stages(how), num_warps=how.warps, num_stages=_stages(how),
+    _partial[(programs * tiles, how.splits)](
+        q, k, v, cache.page_table, cache.lengths, part, part_lse, (mods.captured(x.mask), mods.captured(x.score)),
+        scale, gain, p.kv_heads, p.group, p.len_q, cache.page_table.stride(0), *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        D=p.dim, DV=p.value_dim, ROWS=rows, BLOCK_N=how.n, BLOCK_D=block(p.dim), BLOCK_DV=width_v, TILES=tiles, PAGE=p.page, SHARE=how.share,
+        LEFT=left, RIGHT=right if p.len_q > 1 or top_left else -1, TOP_LEFT=top_left, MASK=sees, SCORE=score,
+        PRECISION=tf32(p), STAGES=how.stages, num_warps=how.warps, num_stages=how.stages,
     )  # fmt: skip
-    by_unit = how.item != how.n or p.batch * most_units <= how.programs
-    if how.programs > 1 or how.item != how.n:
-        _merge[(p.batch * most_units if by_unit else how.programs - 1, min(rows, p.len_q * p.group))](
-            o, e, sinks, part, part_lse, *lists, *sizes, how.programs, most_units, **shared, BY_UNIT=by_unit, PARTS=32, num_warps=4, **early
-        )
+    sinks = None if x.sinks is None else x.sinks.contiguous()
+    _merge[(programs * p.group * p.len_q,)](
+        part, part_lse, out, lse, sinks, p.kv_heads, p.group, p.len_q, *out.stride()[:3],
+        DV=p.value_dim, ROWS=tiles * rows, BLOCK_DV=width_v, SPLITS=how.splits, ONE_BY_ONE=how.share > 0, num_warps=2,
+    )  # fmt: skip
     return (out, lse) if return_lse else out
-
-
-def _stages(how: Shares) -> int:
-    """Triton's number for so many tiles in flight: it gives page numbers, which come first, as many stages as keys."""
-    return 1 + 2 * how.tiles
-
-
-def _numbers(pool):
-    """Keys or values as they are loaded: two codes in an int16."""
-    return pool.codes.view(torch.int16) if isinstance(pool, Codes) else pool if pool.stride(-1) == 1 else pool.contiguous()
-
-
-def _alignment(*pools) -> int:
-    """How many numbers, up to 16 bytes, every row of all pools begins at a multiple of."""
-    align = 16 // pools[0].dtype.itemsize
-    while any(stride % align for pool in pools for stride in pool.stride()[:3]):
-        align //= 2
-    return align
-
-
-def _operand(pool, align: int) -> tuple:
-    return (pool, *(stride // align for stride in pool.stride()[:3]))
-
-
-def _scales(pool) -> tuple | None:
-    """Scale and zero of codes, each with its strides."""
-    if not isinstance(pool, Codes):
-        return None
-    zero = (None, 0, 0, 0) if pool.zero is None else (pool.zero, *pool.zero.stride()[:3])
-    return (pool.scale, *pool.scale.stride()[:3], *zero)
