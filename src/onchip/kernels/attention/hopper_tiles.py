@@ -13,7 +13,7 @@ from onchip.core.problem import Attention
 from onchip.core.trace import Traced
 from onchip.kernels.attention.texts import PairTile, of_heads_and_keys, pair_tile
 from onchip.kernels.attention.tile import describable, inner_span, key_span, reads, sequence
-from onchip.kernels.hopper import forget, gl, gluon, hear, uniform
+from onchip.kernels.hopper import as_pairs, fence_async_shared, forget, gl, gluon, hear, mbarrier, scale_rows, uniform
 
 
 def programs_of(device: Device) -> int:
@@ -259,6 +259,58 @@ def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.
     if MASK is None and C.left >= 0:
         seen = seen & (cols[None, :] >= (rows + (shift - C.left))[:, None])
     return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def scored(scores, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """What happens to a score before the mask."""
+    N: gl.constexpr = C.n
+    if SCORE is not None:
+        rows, _, b, h, len_q, len_k, scale, _, _, reads, known = call
+        cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        if tile is not None:
+            scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys, tile), hand)
+        else:
+            scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand)
+    return scores
+
+
+@gluon.jit
+def top_of(scores, top, factor, ROOM: gl.constexpr, GROWS: gl.constexpr):
+    """ROOM more than the largest score so far, in base 2, or what is at most GROWS less; and what shrinks all that was summed before."""
+    new_top = gl.maximum(top, gl.max(scores, 1) * factor + ROOM)
+    if GROWS > 0:
+        new_top = gl.where(new_top - top > GROWS, new_top, top)
+    return new_top, gl.exp2(top - base_of(new_top))
+
+
+@gluon.jit
+def weigh(scores, top, factor, DTYPE: gl.constexpr, C: gl.constexpr):
+    """The weights, two to a word, and sums that stay in a thread, [64, 8]. The four threads of a row meet once, at the end."""
+    N: gl.constexpr = C.n
+    weights = gl.exp2(scores * factor - base_of(top)[:, None])
+    return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
+
+
+@gluon.jit
+def shrunk(acc, total, shrink, C: gl.constexpr):
+    """Output and sums over the largest score so far."""
+    acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout)), C.lazily)
+    return acc, total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
+
+
+@gluon.jit
+def clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
+    """Values of keys from `n` on, waited for, with 0 behind the last key: another sequence lies there, or what was in its page, and 0 times NaN is NaN."""
+    values, full, _ = v_ring
+    N: gl.constexpr = C.n
+    if n + N > len_k:
+        mbarrier.wait(full.index(vi), vp)
+        layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        real = n + gl.arange(0, N, layout=gl.SliceLayout(1, layout)) < len_k
+        tile = values.index(vi).reshape([N, values.shape[-1]])
+        tile.store(gl.where(real[:, None], tile.load(layout), 0.0).to(values.dtype))
+        fence_async_shared()
 
 
 # ---- host
