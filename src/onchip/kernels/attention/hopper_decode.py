@@ -364,7 +364,8 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
 KEYS = ((64, 128), (128, 64), (256, 32))  # of a tile, 32 KiB with its values, by head dimension up to
 LAZILY = ((64, 0), (256, 64))
 AT_ONCE = 256  # lengths that a program looks at at once: eight a lane
-REGISTERS = 128  # of a thread when a program begins: half of all, so that the merge's programs find room before this kernel's end
+# Of a thread, by head dimension up to. Half of all leave room for two programs, or for the merge's before this kernel's end.
+REGISTERS = ((128, 128), (256, 208))
 STAGES = 16  # of a ring at most
 
 
@@ -402,7 +403,7 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     right = right if p.len_q > 1 or top_left else -1  # one query sees to the end
     shape = Shape(
         tiles.n, tiles.stages, tiles.rounds, tiles.item, left, right, top_left, packed, p.page, p.value_dim, rows, pack, pick(LAZILY, width_v),
-        max(32, min(AT_ONCE, triton.next_power_of_2(p.batch))), p.batch <= AT_ONCE,
+        32 if p.batch <= 32 else AT_ONCE, p.batch <= AT_ONCE,
     )  # fmt: skip
     pools = [q.transpose(0, 1)[None] if packed else q.transpose(1, 2), cache.k.transpose(1, 2), cache.v.transpose(1, 2)]  # [.., heads, len, dim]
     queries, k, v = (t if describable(t) else t.contiguous() for t in pools)
@@ -418,7 +419,7 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     _decode[(tiles.programs,)](
         describe(by_groups(queries, p.kv_heads), 64 // pack, pack, width), describe(k, k_rows, width), describe(v, k_rows, width_v), o, e, parts, sinks,
         (cache.page_table, cache.page_table.stride(0)), cache.lengths, x.q_offsets, reads, scale, gain, p.batch, p.len_q, p.kv_heads, p.group,
-        SCORE=score, ROWS=of_row, KEYS=of_key, BAND=shape.band, C=shape, num_warps=4, maxnreg=REGISTERS,
+        SCORE=score, ROWS=of_row, KEYS=of_key, BAND=shape.band, C=shape, num_warps=4, maxnreg=pick(REGISTERS, max(width, width_v)),
     )  # fmt: skip
     by_unit = tiles.item != tiles.n or p.batch * p.kv_heads <= tiles.programs
     if tiles.programs > 1 or tiles.item != tiles.n:
