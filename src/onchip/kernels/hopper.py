@@ -379,6 +379,6 @@ def block(dim: int) -> int:
 __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
     "columns_back", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order",
-    "logarithm", "mbarrier", "message", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell", "tma", "tma_add", "tma_load",
-    "tma_store", "transpose_bytes", "turn_over", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "widened",
+    "logarithm", "mbarrier", "message", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell", "tma", "tma_add",
+    "tma_load", "tma_store", "transpose_bytes", "turn_over", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

@@ -88,7 +88,7 @@ class Decoder:
         """Attention of layer `i`, `[tokens, heads dim]`: over the prompts themselves in a prefill, over the pages in a decode."""
         how = {"mask": self.config.masks[i], "scale": self.config.scale, "softcap": self.config.softcap}
         if step.offsets is not None:
-            kernel = self.kernel if self.kernel not in ("triton_decode", "hopper_paged") else "auto"
+            kernel = self.kernel if self.kernel not in ("hopper_decode", "triton_decode", "hopper_paged") else "auto"
             return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=kernel).flatten(1)
         cache = PagedKV(*pool.layer(i), step.page_table, step.lengths)
         kernel = self.kernel if self.kernel not in ("triton_prefill", "hopper_prefill") else "auto"

@@ -90,7 +90,9 @@ def judge(c: Case, call, result) -> None:
 
     def reference(dtype):
         there = cache._replace(k=cache.k.to(dtype), v=cache.v.to(dtype))
-        return onchip.paged_attention(q.to(dtype), there, mask=c.mask, score=c.score, sinks=sinks, scale=getattr(c, "scale", 0.0) or None, return_lse=True, kernel="reference")
+        return onchip.paged_attention(
+            q.to(dtype), there, mask=c.mask, score=c.score, sinks=sinks, scale=getattr(c, "scale", 0.0) or None, return_lse=True, kernel="reference"
+        )
 
     for ours, low, truth in zip(result, reference(c.dtype), reference(torch.float64), strict=True):
         assert_as_good_as_torch(ours, low, truth)

@@ -290,7 +290,7 @@ DECODE = Op(
                 "value_dim": range(8, 257, 8),
                 "mask": BANDS,
                 "keys": ("paged",),
-                "len_q": range(1, 65),
+                "len_q": range(1, 17),
                 "page": PAGES,
                 "kv": ("",),
             },

@@ -261,7 +261,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, sinks_ptr, out, lse, parts
     words, total = weigh(scores, top, gain, DTYPE, C)
     clear(v_ring, vi, vp, n, len_k, C)
     acc = gl.zeros([64, DV], gl.float32, o_layout)
-    for t in range(1, count):
+    for _ in range(1, count):
         n += N
         mbarrier.wait(k_full.index(ki), kp)
         scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)

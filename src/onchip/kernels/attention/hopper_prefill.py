@@ -27,10 +27,8 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.hopper_tiles import (
-    base_of,
     by_groups,
     clear,
-    hand,
     hide,
     key_steps,
     locate,
@@ -60,7 +58,6 @@ from onchip.kernels.attention.tile import describable, device_functions, ends, m
 from onchip.kernels.hopper import (
     advance,
     as_halves,
-    as_pairs,
     block,
     describe,
     draw,
@@ -75,7 +72,6 @@ from onchip.kernels.hopper import (
     release,
     release_after,
     ring,
-    scale_rows,
     take_turn,
     tell,
     tma,
