@@ -648,7 +648,7 @@ class Emulator:
             return args[0].to(torch.float32)
         if "atom.relaxed.gpu.global.add.u32 t, [$1], 1;" in code:
             return count(*args)
-        if code.startswith("griddepcontrol.launch_dependents;"):
+        if code.startswith(("griddepcontrol.launch_dependents;", "prefetch.global.L2 ")):
             return Tensor(torch.tensor(0, dtype=torch.int32))
         if code == "redux.sync.or.b32 $0, $1, 0xffffffff;":
             return args[0]

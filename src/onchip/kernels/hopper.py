@@ -192,6 +192,12 @@ def start_next():
 
 
 @gluon.jit
+def prefetch(pointers):
+    """Bring what lies at `pointers` to L2; nobody waits."""
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def draw(counter, tiles):
     """The next of `tiles` for this program, in its copying warp; `tiles` and more: there is none."""
     tile = tiles
@@ -379,6 +385,6 @@ def block(dim: int) -> int:
 __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
     "columns_back", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order",
-    "logarithm", "mbarrier", "message", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell", "tma", "tma_add",
-    "tma_load", "tma_store", "transpose_bytes", "turn_over", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "widened",
+    "logarithm", "mbarrier", "message", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell", "tma",
+    "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ def case(lengths, page=16, len_q=1, mask=Causal(), dim=16, dtype=FP32, heads=(2,
 
 
 def rows(cases, kernels=tuple(kernel for kernel in DECODE.kernels if not kernel.name.startswith("hopper"))):
-    """One case a kernel and problem, with the marks of where it can run. (What Hopper alone runs has files of its own, test_hopper_decode.py and test_hopper_paged.py.)"""
+    """One case a kernel and problem, with the marks of where it can run. (What Hopper alone runs has files of its own, test_hopper_*.py.)"""
     for problem, lengths in cases:
         for kernel in kernels:
             marks = [pytest.mark.gpu] * kernel.needs_triton + [pytest.mark.large] * (kernel.needs_triton and max(lengths) > LIMIT)

@@ -41,6 +41,7 @@ from onchip.kernels.hopper import (
     hear,
     mbarrier,
     message,
+    prefetch,
     ring,
     start_next,
     tell,
@@ -341,6 +342,16 @@ def _compute(given, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
         b = next_sequence(message, turn)
 
 
+@gluon.jit
+def _fetch(lengths, batch, table):
+    """The lengths, and this program's slice of the page table, to L2: all programs together bring most of it while each still prepares to read."""
+    entries, _, count = table
+    line = 16 * gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))  # 64 bytes
+    prefetch(lengths + gl.where(line < batch, line, 0))
+    line += 16 * 128 * gl.program_id(0)
+    prefetch(entries + gl.where(line < count, line, 0))
+
+
 @gluon.jit(do_not_specialize=["batch", "len_q", "kv_heads", "group"])
 def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, offsets, reads, scale, gain, batch, len_q, kv_heads, group,
             SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, BAND: gl.constexpr, C: gl.constexpr):  # fmt: skip
@@ -350,6 +361,7 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
     its last, if that is of another unit, behind it.
     """
     start_next()
+    _fetch(lengths, batch, table)
     rings = (ring(q_desc, C.rounds, 1), ring(k_desc, C.stages, 1, C.parts), ring(v_desc, C.stages, 1, C.parts))
     fence_async_shared()
     told = message(1)
@@ -414,11 +426,13 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     (of_row, of_key, _, score), reads, scale, gain = device_functions(p, x, q, partial(mods.split_functions, of_row=True))
     strides = lambda t: (t, *((0,) * packed), *t.stride()[:-1])  # noqa: E731
     o, e = strides(out), (None, 0, 0) if lse is None else (lse, 0, lse.stride(0)) if packed else (lse, *lse.stride()[:2])
+    table = cache.page_table
     sinks = None if x.sinks is None else x.sinks.contiguous()
     sizes = (p.batch, p.kv_heads, p.group, p.len_q)
     _decode[(tiles.programs,)](
         describe(by_groups(queries, p.kv_heads), 64 // pack, pack, width), describe(k, k_rows, width), describe(v, k_rows, width_v), o, e, parts, sinks,
-        (cache.page_table, cache.page_table.stride(0)), cache.lengths, x.q_offsets, reads, scale, gain, p.batch, p.len_q, p.kv_heads, p.group,
+        (table, table.stride(0), (p.batch - 1) * table.stride(0) + table.shape[1]), cache.lengths, x.q_offsets,
+        reads, scale, gain, p.batch, p.len_q, p.kv_heads, p.group,
         SCORE=score, ROWS=of_row, KEYS=of_key, BAND=shape.band, C=shape, num_warps=4, maxnreg=pick(REGISTERS, max(width, width_v)),
     )  # fmt: skip
     by_unit = tiles.item != tiles.n or p.batch * p.kv_heads <= tiles.programs
