@@ -83,14 +83,21 @@ def release_after(shrink, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """Start a copy into the next buffer once it is free; returns the cursor's next place. BARRIER 0: the ring's mbarriers say when."""
-    buffers, full, empty = ring
+def _until_free(empty, cursor, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Wait until the buffer at a cursor is free. BARRIER 0: the ring's mbarriers say when."""
     index, phase, used = cursor
     if BARRIER == 0:
         mbarrier.wait(empty.index(index), phase ^ 1)
     elif used >= STAGES:
         arrive_and_wait(index, BARRIER, THREADS)
+
+
+@gluon.jit
+def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Start a copy into the next buffer once it is free (`_until_free`); returns the cursor's next place."""
+    buffers, full, empty = ring
+    index, phase, used = cursor
+    _until_free(empty, cursor, STAGES, BARRIER, THREADS)
     mbarrier.expect(full.index(index), desc.block_type.nbytes)
     tma_load(desc, at, full.index(index), buffers.index(index))
     index, phase = advance(index, phase, STAGES)
@@ -105,10 +112,7 @@ def fill_pages(ring, cursor, desc, pages, head, slot, STAGES: gl.constexpr, BARR
     ROWS: gl.constexpr = desc.block_type.shape[2]
     PARTS: gl.constexpr = buffers.shape[3] // ROWS
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    if BARRIER == 0:
-        mbarrier.wait(empty.index(index), phase ^ 1)
-    elif used >= STAGES:
-        arrive_and_wait(index, BARRIER, THREADS)
+    _until_free(empty, cursor, STAGES, BARRIER, THREADS)
     mbarrier.expect(full.index(index), PARTS * desc.block_type.nbytes)
     for part in gl.static_range(PARTS):
         page = gl.sum(gl.where(lane == first + part, pages, 0), 0)  # one instruction: redux
