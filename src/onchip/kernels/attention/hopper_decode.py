@@ -345,11 +345,11 @@ def _compute(given, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
 @gluon.jit
 def _fetch(lengths, batch, table):
     """The lengths, and this program's slice of the page table, to L2: all programs together bring most of it while each still prepares to read."""
-    entries, _, count = table
+    entries, row, columns = table
     line = 16 * gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))  # 64 bytes
     prefetch(lengths + gl.where(line < batch, line, 0))
     line += 16 * 128 * gl.program_id(0)
-    prefetch(entries + gl.where(line < count, line, 0))
+    prefetch(entries + gl.where(line < (batch - 1) * row + columns, line, 0))
 
 
 @gluon.jit(do_not_specialize=["batch", "len_q", "kv_heads", "group"])
@@ -431,7 +431,7 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     sizes = (p.batch, p.kv_heads, p.group, p.len_q)
     _decode[(tiles.programs,)](
         describe(by_groups(queries, p.kv_heads), 64 // pack, pack, width), describe(k, k_rows, width), describe(v, k_rows, width_v), o, e, parts, sinks,
-        (table, table.stride(0), (p.batch - 1) * table.stride(0) + table.shape[1]), cache.lengths, x.q_offsets,
+        (table, table.stride(0), table.shape[1]), cache.lengths, x.q_offsets,
         reads, scale, gain, p.batch, p.len_q, p.kv_heads, p.group,
         SCORE=score, ROWS=of_row, KEYS=of_key, BAND=shape.band, C=shape, num_warps=4, maxnreg=pick(REGISTERS, max(width, width_v)),
     )  # fmt: skip
