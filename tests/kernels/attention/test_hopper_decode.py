@@ -119,6 +119,7 @@ def emulated(c: Case, call, mode: str, seed=0, edits=()):
     emulator.stand_ins = lambda: stand_ins() | {"onchip.kernels.attention.triton_decode": merge}
     kernel = emulator.load(*SOURCES, edits=edits)
     kernel.AT_ONCE, kernel.torch = c.at_once, Poisoned()
+    kernel.outputs.__globals__["torch"] = kernel.torch
     how = How(c.mask, chain(None, c.score, None), sinks, None, False, c.item > 0, KERNEL.name)
     like = q.new_empty(len(cache.lengths), c.len_q, *q.shape[-2:])
     p, x = problem_of("decode", how, paged_sizes(like, cache.k, cache.v, cache.page_table.shape[1]), Operands(c.scale or c.dim**-0.5, offsets), q)
@@ -153,6 +154,7 @@ CASES = [
     Case((64, 2, 2, 5), 16, (290, 30), score=Softcap(2.0)),
     Case((64, 2, 2, 5), 128, (290, 30), 2, score=ALiBi(torch.tensor([0.5, 0.25]))),
     Case((64, 2, 2, 5), 16, (290, 30), scale=-0.2),
+    Case((64, 2, 2, 2), 16, (0, 0), spare=0, sinks=True),
     *(LONG, SHORT, WINDOW, SINKS, LISTED),
     Case((64, 2, 2, 5), 16, (290, 30, 0, 64), 2, heads=(4, 2), item=128, sinks=True),
 ]
@@ -164,6 +166,15 @@ CASES = [
 def test_emulated(c, mode):
     call = call_of(c)
     judge(c, call, emulated(c, call, mode))
+
+
+@emulates
+def test_heads_before_slots():
+    """A pool [pages, kv_heads, page, dim], as a view."""
+    q, cache, _ = call = call_of(SMALL)
+    turned = cache._replace(**{name: getattr(cache, name).transpose(1, 2).contiguous().transpose(1, 2) for name in "kv"})
+    for ours, theirs in zip(emulated(SMALL, (q, turned, None), "slow loads"), emulated(SMALL, call, "slow loads"), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @emulates

@@ -25,7 +25,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.decode_tiles import items_of, reach, sequence_of, share_of
 from onchip.kernels.attention.hopper_tiles import ROOM, by_groups, clear, hide, next_sequence, of_keys, of_rows, programs_of, scored, shrunk, top_of, weigh
-from onchip.kernels.attention.tile import describable, device_functions, ends
+from onchip.kernels.attention.tile import describable, device_functions, ends, outputs
 from onchip.kernels.attention.triton_decode import LISTED, SHARE, _merge
 from onchip.kernels.hopper import (
     advance,
@@ -217,7 +217,7 @@ def _copy(given, BAND: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def _rows(b, kv_head, queries, group, C: gl.constexpr, layout: gl.constexpr):
+def _rows(queries, group, C: gl.constexpr, layout: gl.constexpr):
     """Of each row its query, its place among the group's heads, and whether there is such a row: row r is of query r // pack and of head r % pack."""
     r = gl.arange(0, 64, layout=layout)
     query, member = r // C.pack, r % C.pack
@@ -238,7 +238,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, sinks_ptr, out, lse, parts
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     ki, kp, vi, vp = cursors
-    query, member, there = _rows(b, kv_head, queries, group, C, row_layout)
+    query, member, there = _rows(queries, group, C, row_layout)
     head = kv_head * group + member
     shift = len_k - queries
     if C.top_left:
@@ -305,7 +305,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, sinks_ptr, out, lse, parts
     vi, vp = advance(vi, vp, C.stages)
     acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
 
-    o_query, o_member, o_there = _rows(b, kv_head, queries, group, C, gl.SliceLayout(1, o_layout))
+    o_query, o_member, o_there = _rows(queries, group, C, gl.SliceLayout(1, o_layout))
     dims = gl.arange(0, DV, layout=gl.SliceLayout(0, o_layout))
     batch, o_head = b.to(gl.int64), kv_head * group + o_member
     kept = o_there[:, None] & (dims < C.dim_v)[None, :]
@@ -403,11 +403,8 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     Queries and pools that TMA does not take (rows that are not aligned to 16 bytes) are copied first.
     """
     packed = x.q_offsets is not None
-    out = torch.empty((*q.shape[:-1], p.value_dim), dtype=q.dtype, device=q.device)
-    lse = None
-    if return_lse:
-        lse = torch.empty((p.heads, len(q)) if packed else (p.batch, p.heads, p.len_q), dtype=torch.float32, device=q.device)
-    if out.numel() == 0:
+    out, lse = outputs(p, x, q, return_lse)
+    if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
     width, width_v = block(p.dim), block(p.value_dim)
     pack, rows = triton.next_power_of_2(p.group), max(16, triton.next_power_of_2(p.len_q * p.group))
