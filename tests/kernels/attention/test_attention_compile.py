@@ -105,7 +105,7 @@ def decode(arch, dim, page=16, heads=(32, 8), len_q=1, dtype=BF16, dim_v=0, extr
     ints = {"dtype": torch.int32}
     cache = PagedKV(*(meta(8192, page, p.kv_heads, d, dtype=dtype) for d in (dim, p.value_dim)), meta(32, 4096 // page, **ints), meta(32, **ints))
     how, facts = launched(triton_decode, arch, p, meta(32, len_q, p.heads, dim, dtype=dtype), cache, x)
-    return how, facts["_partial"], facts["_merge"]
+    return how, facts["_partial"], facts["merge"]
 
 
 # ---- prefill
@@ -293,7 +293,7 @@ def test_hopper_decode(dim, page, heads, len_q, how):
     ints = {"dtype": torch.int32}
     cache = PagedKV(meta(4096, page, heads[1], dim), meta(4096, page, heads[1], dim), meta(batch, 8192 // page, **ints), meta(batch, **ints))
     tiles, found = launched(hopper_decode, "sm_90", p, meta(batch, len_q, heads[0], dim), cache, x)
-    facts, merge = found["_decode"], found["_merge"]
+    facts, merge = found["_decode"], found["merge"]
     assert facts.spills == merge.spills == 0, f"{tiles}: {facts.spills} and {merge.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     assert tiles.stages * tiles.n * dim * 4 >= 160 << 10  # bytes on their way

@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 class Merge:
-    """`triton_decode._merge` in plain torch, which finds the parts of each unit from the list of all key tiles."""
+    """`decode_merge.merge` in plain torch, which finds the parts of each unit from the list of all key tiles."""
 
     def __getitem__(self, _grid):
         return self
@@ -115,8 +115,8 @@ def emulated(c: Case, call, mode: str, seed=0, edits=()):
     sinks, offsets = (None, third) if packed else (third, None)
     emulator = Strict(mode, seed)
     stand_ins = emulator.stand_ins
-    merge = SimpleNamespace(_merge=Merge(), LISTED=1024, SHARE=512)
-    emulator.stand_ins = lambda: stand_ins() | {"onchip.kernels.attention.triton_decode": merge}
+    merge = SimpleNamespace(merge=Merge(), LISTED=1024, SHARE=512)
+    emulator.stand_ins = lambda: stand_ins() | {"onchip.kernels.attention.decode_merge": merge}
     kernel = emulator.load(*SOURCES, edits=edits)
     kernel.AT_ONCE, kernel.torch = c.at_once, Poisoned()
     kernel.outputs.__globals__["torch"] = kernel.torch

@@ -7,7 +7,7 @@ a multiprocessor has about 190 KiB on their way all the time, as 1 us of latency
 shared memory which unit comes next. That warpgroup works on 64 rows, the least that wgmma takes; most are padding, which costs nothing: memory is the floor.
 
 A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, of the rows that there are, and
-`triton_decode`'s merge adds the parts up in the order of the keys: the same bits in every run.
+`decode_merge` adds the parts up in the order of the keys: the same bits in every run.
 
 Bytes moved: keys and values once, and 8 rows d_v for each of at most 2 programs parts.
 """
@@ -23,10 +23,10 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention import mods
+from onchip.kernels.attention.decode_merge import LISTED, SHARE, merge
 from onchip.kernels.attention.decode_tiles import items_of, reach, sequence_of, share_of
 from onchip.kernels.attention.hopper_tiles import ROOM, by_groups, clear, hide, next_sequence, of_keys, of_rows, programs_of, scored, shrunk, top_of, weigh
 from onchip.kernels.attention.tile import describable, device_functions, ends, outputs
-from onchip.kernels.attention.triton_decode import LISTED, SHARE, _merge
 from onchip.kernels.hopper import (
     advance,
     as_halves,
@@ -434,7 +434,7 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     )  # fmt: skip
     by_unit = tiles.item != tiles.n or p.batch * p.kv_heads <= tiles.programs
     if tiles.programs > 1 or tiles.item != tiles.n:
-        _merge[(p.batch * p.kv_heads if by_unit else tiles.programs - 1, min(rows, p.len_q * p.group))](
+        merge[(p.batch * p.kv_heads if by_unit else tiles.programs - 1, min(rows, p.len_q * p.group))](
             o, e, sinks, *parts, cache.lengths, x.q_offsets, *sizes, tiles.programs, p.kv_heads,
             DV=p.value_dim, ROWS=rows, BLOCK_N=tiles.n, BLOCK_DV=width_v, ITEM=tiles.item, BATCH=min(LISTED, triton.next_power_of_2(p.batch)),
             BAND=shape.band, EARLY=True, BY_UNIT=by_unit, PARTS=32, num_warps=2, launch_pdl=True,
