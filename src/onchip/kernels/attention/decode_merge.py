@@ -2,7 +2,6 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from onchip.kernels.attention.decode_tiles import items_of, locate, owner_of, sequence_of, share_of, total_work
 from onchip.kernels.attention.tile import LN2, online_softmax, sink
@@ -52,7 +51,7 @@ def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr,
     head = kv_head * group + r % group
     dims = tl.arange(0, BLOCK_DV)
     if EARLY:  # in every program: whoever comes after this kernel must find the first one's results
-        gdc_wait()
+        tl.extra.cuda.gdc_wait()
     if shared & (parts > 1) & (query < queries):
         top = -float("inf") + tl.zeros([1], tl.float32)
         sums = tl.zeros([1], tl.float32)
@@ -67,10 +66,15 @@ def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr,
             values = tl.load(part_ptr + place[:, None] * BLOCK_DV + dims[None, :], mask=(part < parts)[:, None] & (dims < DV)[None, :], other=0.0)
             weights, shrink, top, sums = online_softmax(part_lse[None, :], top, sums, 1.0, True)
             acc = acc * shrink[:, None] + tl.sum(values * tl.trans(weights), 0)[None, :]
+        blind = sums == 0.0
+        logit = tl.full([1], float("-inf"), tl.float32)
         if sinks_ptr is not None:
-            acc, top, sums = sink(acc, top, sums, tl.load(sinks_ptr + head).to(tl.float32))
+            logit = tl.load(sinks_ptr + head + tl.arange(0, 1)).to(tl.float32)
+            acc, top, sums = sink(acc, top, sums, logit)
         acc = acc * tl.where(sums == 0.0, 0.0, tl.math.div_rn(1.0, sums))[:, None]
         to = out[0] + b.to(tl.int64) * out[1] + (token + query).to(tl.int64) * out[2] + head * out[3]
         tl.store(to + dims[None, :], acc.to(out[0].dtype.element_ty), mask=(dims < DV)[None, :])
         if lse[0] is not None:
-            tl.store(lse[0] + b.to(tl.int64) * lse[1] + head * lse[2] + token + query + tl.arange(0, 1), (top + tl.math.log2(sums)) * LN2)
+            tl.store(
+                lse[0] + b.to(tl.int64) * lse[1] + head * lse[2] + token + query + tl.arange(0, 1), tl.where(blind, logit, (top + tl.math.log2(sums)) * LN2)
+            )
