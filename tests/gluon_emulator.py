@@ -496,7 +496,7 @@ class Emulator:
 
     def start(self, function: Callable, grid: tuple, args: tuple, kwargs: dict) -> None:
         """A launch: the programs one after the other."""
-        warps = kwargs.pop("num_warps", 4)
+        warps, _ = kwargs.pop("num_warps", 4), kwargs.pop("maxnreg", None)
         (self.programs,), self.written = grid, {}
         args = [self.argument(x) for x in args]
         for program in range(self.programs):
@@ -650,6 +650,8 @@ class Emulator:
             return args[0].to(torch.float32)
         if "atom.relaxed.gpu.global.add.u32 t, [$1], 1;" in code:
             return count(*args)
+        if code.startswith(("griddepcontrol.launch_dependents;", "prefetch.global.L2 ")):
+            return Tensor(torch.tensor(0, dtype=torch.int32))
         if code == "redux.sync.or.b32 $0, $1, 0xffffffff;":
             return args[0]
         if code == "lg2.approx.ftz.f32 $0, $1;":
@@ -748,6 +750,7 @@ class Emulator:
             cdiv=lift(lambda x, y: _quotient(x + y - 1, y)),
             max=_largest,
             sum=lambda x, axis: Tensor(raw(x).sum(axis, dtype=raw(x).dtype)),
+            associative_scan=lambda x, axis, _sum: Tensor(raw(x).cumsum(axis, dtype=raw(x).dtype)),
             cast=lambda x, dtype, bitcast=False: x.to(dtype, bitcast) if isinstance(x, Tensor) else Tensor(raw(x).to(dtype)),
             broadcast_to=lambda x, shape: Tensor(raw(x).broadcast_to(shape)),
             convert_layout=lambda x, layout: x,

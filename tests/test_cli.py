@@ -176,7 +176,7 @@ def test_a_prompt_longer_than_the_context(generate):
         (
             "--kernel",
             "flash",
-            "kernel 'flash' does not exist; attention has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, hopper_paged, "
+            "kernel 'flash' does not exist; attention has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, hopper_decode, hopper_paged, "
             "hopper_mla, triton_decode, triton_shares, triton_paged, or leave auto",
         ),
         ("--device", "cuda:99", "device 'cuda:99' is not there"),

@@ -13,7 +13,7 @@ from onchip.core.device import GPUS, Device
 from onchip.core.kernel import _is_types, missing
 from onchip.core.masks import Causal, Document, Full, KeyPadding, Mask, MaskMod, Window
 from onchip.core.problem import E4M3, EXTRAS, Attention, Rope, Rows
-from onchip.core.scores import ALiBi, ScoreMod
+from onchip.core.scores import ALiBi, ScoreMod, Softcap
 from onchip.core.trace import Traced
 from onchip.dispatch import OPS, select
 
@@ -183,6 +183,7 @@ ALSO = {  # what each kernel of a GPU takes beside the fields that it names
     "hopper_backward": {"batch_invariant", "deterministic", "sinks", "used"},
     "hopper_fp8_backward": {"batch_invariant", "deterministic"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
+    "hopper_decode": {"batch_invariant", "deterministic", "sinks"},
     "hopper_paged": {"batch_invariant", "deterministic", "latent", "sinks"},
     "hopper_mla": {"deterministic", "latent"},
     "triton_decode": {"batch_invariant", "deterministic", "latent", "sinks", "tf32"},
@@ -286,7 +287,7 @@ def test_multiprocessors_left_to_others(op, name, monkeypatch):
 @pytest.mark.parametrize("op", ["prefill", "backward", "decode"])
 def test_texts_that_have_no_triton_form(op):
     pytest.importorskip("triton")
-    kernel = next(kernel for kernel in OPS[op].kernels if "score" not in kernel.accepts)
+    kernel = next(kernel for kernel in OPS[op].kernels if "score" not in kernel.accepts and isinstance(DOCUMENT, kernel.accepts["mask"]))
     assert kernel.refuses(TYPICAL[op]._replace(mask=DOCUMENT, score=ALIBI), H200) == []
     odd = ScoreMod(lambda s, b, h, i, j: torch.special.bessel_j0(s)).static()
     (reason,) = kernel.refuses(TYPICAL[op]._replace(score=odd), H200)
@@ -392,8 +393,11 @@ def test_who_takes_many_queries_over_pages():
     many = p._replace(batch=32)
     assert select(many._replace(len_q=16, heads=8), H200).kernel.name == "hopper_paged"
     assert select(many._replace(len_q=16, heads=8), GPUS["A100"]).kernel.name == "triton_decode"
-    assert select(many._replace(len_q=16, heads=8, extras=("batch_invariant",)), H200).kernel.name == "triton_decode"
-    assert select(many._replace(len_q=8, heads=4), H200).kernel.name == "triton_decode"  # 16 rows: both at the bandwidth of memory
+    document = p._replace(mask=DOCUMENT)
+    assert select(document._replace(batch=32, len_q=16, heads=8), H200).kernel.name == "hopper_paged"
+    assert select(document._replace(len_q=16, heads=8), H200).kernel.name == "triton_decode"  # 4 key heads: too few to fill the device without splitting keys
+    assert select(document._replace(batch=32, len_q=16, heads=8, extras=("batch_invariant",)), H200).kernel.name == "triton_decode"
+    assert select(document._replace(batch=32, len_q=8), H200).kernel.name == "triton_decode"  # 16 rows: both at the bandwidth of memory
     assert select(p, H200, "hopper_paged").kernel.name == "hopper_paged"  # slower, but asked for
     mixed, decodes = p._replace(len_q=500, tokens=501), p._replace(len_q=1, tokens=2)
     assert select(mixed, H200).kernel.name == "hopper_paged" and select(mixed, GPUS["A100"]).kernel.name == "triton_paged"
@@ -403,6 +407,24 @@ def test_who_takes_many_queries_over_pages():
     kernel = OPS["decode"].kernel("hopper_paged")
     assert kernel.refuses(p._replace(page=4), H200) == ["page 4 is not one of 8, 16, 32, 64, 128, 256, 512, 1024"]
     assert kernel.refuses(p._replace(mask=KeyPadding(torch.ones(2, dtype=torch.int32)).static()), H200)[0].endswith("hides may be NaN")
+
+
+def test_what_hopper_decode_leaves_to_triton():
+    pytest.importorskip("triton")
+    kernel, p = OPS["decode"].kernel("hopper_decode"), TYPICAL["decode"]
+    biases = torch.zeros(4, 1024, 1024)
+    by_pair, by_head = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + biases[h, i, j], lambda s, b, h, i, j: s + biases[h, 0, j]))
+    for changed, reason in (
+        ({"len_q": 16, "heads": 10}, "16 queries of 8 heads, of at most 64 in all"),
+        ({"mask": DOCUMENT}, "mask Document is not one of Full, Causal, Window"),
+        ({"kv": "int8"}, "kv int8 is not "),
+        *(({"score": score}, "a score reads values of keys for each query or head: triton_decode looks them up") for score in (by_pair, by_head)),
+    ):
+        assert kernel.refuses(p._replace(**changed), H200) == [reason]
+        assert OPS["decode"].kernel("triton_shares").refuses(p._replace(**changed), H200) == []
+    assert kernel.leaves(p, H200) == ["not run on a GPU yet, in the emulator alone: ask for it by name"]
+    for score in (ALIBI, Softcap(2.0).static()):
+        assert kernel.refuses(p._replace(score=score), H200) == []
 
 
 def test_few_queries_share_a_tile_with_other_heads():

@@ -83,14 +83,21 @@ def release_after(shrink, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """Start a copy into the next buffer once it is free; returns the cursor's next place. BARRIER 0: the ring's mbarriers say when."""
-    buffers, full, empty = ring
+def _until_free(empty, cursor, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Wait until the buffer at a cursor is free. BARRIER 0: the ring's mbarriers say when."""
     index, phase, used = cursor
     if BARRIER == 0:
         mbarrier.wait(empty.index(index), phase ^ 1)
     elif used >= STAGES:
         arrive_and_wait(index, BARRIER, THREADS)
+
+
+@gluon.jit
+def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Start a copy into the next buffer once it is free (`_until_free`); returns the cursor's next place."""
+    buffers, full, empty = ring
+    index, phase, used = cursor
+    _until_free(empty, cursor, STAGES, BARRIER, THREADS)
     mbarrier.expect(full.index(index), desc.block_type.nbytes)
     tma_load(desc, at, full.index(index), buffers.index(index))
     index, phase = advance(index, phase, STAGES)
@@ -98,18 +105,17 @@ def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, TH
 
 
 @gluon.jit
-def fill_pages(ring, cursor, desc, pages, head, slot, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """`fill` of a buffer of one or more tiles of a pool [pages, heads, slots, dim], the first from page `pages[0]`; a lane of the warp holds each."""
-    buffers, full, _ = ring
+def fill_pages(ring, cursor, desc, pages, head, slot, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr, first=0):
+    """`fill` of a buffer of one or more tiles of a pool [pages, heads, slots, dim], from page `pages[first]` on; a lane of the warp holds each."""
+    buffers, full, empty = ring
     index, phase, used = cursor
     ROWS: gl.constexpr = desc.block_type.shape[2]
     PARTS: gl.constexpr = buffers.shape[3] // ROWS
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    if used >= STAGES:
-        arrive_and_wait(index, BARRIER, THREADS)
+    _until_free(empty, cursor, STAGES, BARRIER, THREADS)
     mbarrier.expect(full.index(index), PARTS * desc.block_type.nbytes)
     for part in gl.static_range(PARTS):
-        page = gl.sum(gl.where(lane == part, pages, 0), 0)  # one instruction: redux
+        page = gl.sum(gl.where(lane == first + part, pages, 0), 0)  # one instruction: redux
         tma_load(desc, [page, head, slot, 0], full.index(index), buffers.index(index).slice(part * ROWS, ROWS, 2))
     index, phase = advance(index, phase, STAGES)
     return index, phase, used + 1
@@ -181,6 +187,18 @@ def forget(message, turn):
     """This partition has heard what it wants of the `turn`-th message."""
     _, _, empty = message
     mbarrier.arrive(empty.index(turn % 2), count=1)
+
+
+@gluon.jit
+def start_next():
+    """A kernel that was launched to depend on this one (programmatic dependent launch) may start as soon as there is room for it."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def prefetch(pointers):
+    """Bring what lies at `pointers` to L2; nobody waits."""
+    gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -371,6 +389,6 @@ def block(dim: int) -> int:
 __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
     "columns_back", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order",
-    "logarithm", "mbarrier", "message", "reclaim", "release", "release_after", "ring", "scale_rows", "take_turn", "tell", "tma", "tma_add", "tma_load",
-    "tma_store", "transpose_bytes", "turn_over", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "widened",
+    "logarithm", "mbarrier", "message", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell", "tma",
+    "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

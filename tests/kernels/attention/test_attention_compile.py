@@ -26,6 +26,7 @@ from onchip.kernels.attention import (
     PREFILL,
     hopper_backward,
     hopper_backward_ordered,
+    hopper_decode,
     hopper_fp8,
     hopper_fp8_backward,
     hopper_prefill,
@@ -107,7 +108,7 @@ def decode(arch, dim, page=16, heads=(32, 8), len_q=1, dtype=BF16, dim_v=0, extr
     pools = (codes(Format.of(kv), 8192, page, p.kv_heads, d) if kv else meta(8192, page, p.kv_heads, d, dtype=dtype) for d in (dim, p.value_dim))
     cache = PagedKV(*pools, meta(32, 4096 // page, **ints), meta(32, **ints))
     how, facts = launched(module, arch, p, meta(32, len_q, p.heads, dim, dtype=dtype), cache, x)
-    return how, facts["_partial"], facts["_merge"]
+    return how, facts["_partial"], facts["_merge" if module is triton_decode else "merge"]
 
 
 def codes(form: Format, *slots) -> Codes:
@@ -297,6 +298,43 @@ def test_hopper_paged(dim, page, how, most):
     pages = max(1, tiles.n // page)  # of a tile
     assert facts.tma_loads == dim // 64 * (tiles.groups + 4 * pages) and facts.ptx.count("redux.sync.add.s32") == 4 * pages
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx and "mma.sync" not in facts.ptx
+
+
+HOPPER_DECODE = {  # dim, page, heads, len_q, what else
+    "d64": (64, 16, (32, 8), 1, {}),
+    "d64, every head its own": (64, 8, (32, 32), 1, {}),
+    "d128": (128, 16, (32, 8), 1, {}),
+    "d128, pages of 256": (128, 256, (32, 8), 1, {}),
+    "d128, 64 rows": (128, 16, (32, 8), 16, {}),
+    "d128 window": (128, 16, (32, 8), 4, {"band": Window(1024)}),
+    "d128 softcap, sinks": (128, 16, (32, 8), 1, {"score": scores.Softcap(30.0), "extras": ("sinks",)}),
+    "d128 alibi": (128, 16, (32, 8), 1, {"score": scores.ALiBi(meta(32, dtype=FP32))}),
+    "d128 batch_invariant": (128, 16, (32, 8), 1, {"extras": ("batch_invariant",)}),
+    "d128, 300 sequences": (128, 16, (32, 8), 1, {"batch": 300}),
+    "d256": (256, 16, (32, 8), 1, {}),
+    "d256 window": (256, 16, (32, 8), 4, {"band": Window(1024)}),
+}
+
+
+@pytest.mark.parametrize(("dim", "page", "heads", "len_q", "how"), HOPPER_DECODE.values(), ids=HOPPER_DECODE)
+def test_hopper_decode(dim, page, heads, len_q, how):
+    """Nothing spills and nothing waits for each product; shared memory is full, but for what one of the merge's programs takes up to d128."""
+    how = dict(how)
+    batch, extras = how.pop("batch", 32), how.pop("extras", ())
+    p = Attention("decode", batch, len_q, 8192, *heads, dim, BF16, how.pop("band", Causal()), "paged", page, extras=extras)
+    p, x = static(p, Operands(dim**-0.5, sinks=meta(heads[0]) if "sinks" in extras else None), **how)
+    ints = {"dtype": torch.int32}
+    cache = PagedKV(meta(4096, page, heads[1], dim), meta(4096, page, heads[1], dim), meta(batch, 8192 // page, **ints), meta(batch, **ints))
+    tiles, found = launched(hopper_decode, "sm_90", p, meta(batch, len_q, heads[0], dim), cache, x)
+    facts, merge = found["_decode"], found["merge"]
+    assert facts.spills == merge.spills == 0, f"{tiles}: {facts.spills} and {merge.spills} bytes"
+    assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
+    assert tiles.stages * tiles.n * dim * 4 >= 160 << 10  # bytes on their way
+    assert dim > 128 or facts.shared + merge.shared + (2 << 10) <= 228 << 10
+    assert facts.wgmma == 2 * (dim // 16 + tiles.n // 16)
+    copies = 2 * max(1, tiles.n // page)  # of a tile
+    assert facts.tma_loads in (dim // 64 * (1 + copies), dim // 64 * (1 + 2 * copies))  # where it is one page LLVM unrolls the loop
+    assert not facts.serialized and "setmaxnreg.dec" in facts.ptx and "griddepcontrol.launch_dependents" in facts.ptx
 
 
 @pytest.mark.parametrize(("dim", "dim_v"), itertools.product((64, 128, 256), repeat=2))

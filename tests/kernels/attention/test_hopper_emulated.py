@@ -436,7 +436,7 @@ BUGS += [
 RISING, SLOWLY, TILED_RISING = STEEP[0], STEEP[1], STEEP[-5]
 UNSETTLED = [STEEP[7], STEEP[8], STEEP[14], STEEP[-2]]
 ALARM = "    return gl.max(alarms.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > 0\n"
-AGAIN = "                acc, total = _shrunk(acc, total, shrink, C)\n"
+AGAIN = "                acc, total = shrunk(acc, total, shrink, C)\n"
 IF_OUTGROWN = "            if outgrown("
 BUGS += [
     *(Bug("the alarm is never raised", case, ((ALARM, "    return alarms is None\n"),)) for case in (RISING, RISING._replace(dtype=FP16), TILED_RISING)),
@@ -447,7 +447,7 @@ BUGS += [
     Bug("weights stay what they were after an alarm", RISING, ((AGAIN + "                words, sums =", AGAIN + "                _, sums ="),)),
     Bug("sums stay what they were after an alarm", RISING, ((AGAIN + "                words, sums =", AGAIN + "                words, _ ="),)),
     Bug("a tile is done again without what its score adds", TILED_RISING, (
-        ("                scores = _scored(scores, n, call, of, _tile(t_ring, ki, kp, C, s_layout), SCORE, C, s_layout)\n", ""),
+        ("                scores = scored(scores, n, call, of, _tile(t_ring, ki, kp, C, s_layout), SCORE, C, s_layout)\n", ""),
     )),
     Bug("K is released before a tile may be done again", RISING, ((RELEASE_KEYS, ""), (IF_OUTGROWN, RELEASE_KEYS + IF_OUTGROWN))),
     Bug("the third ring is released before a tile may be done again", TILED_RISING, (

@@ -66,7 +66,7 @@ def call_of(c: Case):
         for pool in (k, v):
             pool.flatten(0, 1)[slots] = torch.randn(n, c.heads[1], pool.shape[-1]).to(c.dtype)
         row[: len(own)] = own
-        if isinstance(c.mask, Window) and c.mask.left is not None:
+        if isinstance(c.mask, Window) and c.mask.left is not None and c.mask.align != "top_left":
             row[: max(0, n - c.len_q - c.mask.left) // c.page] = NOWHERE
     q = torch.randn(len(used), c.len_q, c.heads[0], c.dim).to(c.dtype)
     return q, PagedKV(k, v, table, torch.tensor(c.lengths, dtype=torch.int32)), torch.randn(c.heads[0]) if c.sinks else None
@@ -90,7 +90,9 @@ def judge(c: Case, call, result) -> None:
 
     def reference(dtype):
         there = cache._replace(k=cache.k.to(dtype), v=cache.v.to(dtype))
-        return onchip.paged_attention(q.to(dtype), there, mask=c.mask, score=c.score, sinks=sinks, return_lse=True, kernel="reference")
+        return onchip.paged_attention(
+            q.to(dtype), there, mask=c.mask, score=c.score, sinks=sinks, scale=getattr(c, "scale", 0.0) or None, return_lse=True, kernel="reference"
+        )
 
     for ours, low, truth in zip(result, reference(c.dtype), reference(torch.float64), strict=True):
         assert_as_good_as_torch(ours, low, truth)
@@ -152,7 +154,7 @@ class Bug(NamedTuple):
 
 SMALL, LARGE, WINDOW, FITS = CASES[1], CASES[9], CASES[14], CASES[11]
 BUGS = [
-    Bug("all parts come from the first page", SMALL, (("gl.where(lane == part, pages, 0)", "gl.where(lane == 0, pages, 0)"),)),
+    Bug("all parts come from the first page", SMALL, (("gl.where(lane == first + part, pages, 0)", "gl.where(lane == first, pages, 0)"),)),
     Bug("all parts go to the first rows", SMALL, ((".slice(part * ROWS, ROWS, 2)", ".slice(0, ROWS, 2)"),)),
     Bug("a part's page is that of the tile's first key", SMALL, (("at = n + lane * ROWS", "at = n + lane * 0"),)),
     Bug("all sequences are the first one's", SMALL, (("b * columns", "b * 0"),)),
@@ -164,9 +166,7 @@ BUGS = [
     Bug("a page that a sequence ends in is left out", SMALL, (("& (at < len_k) &", "& (at + ROWS <= len_k) &"),)),
     Bug("a page too few is announced", SMALL, (("PARTS * desc.block_type.nbytes", "(PARTS - 1) * desc.block_type.nbytes"),)),
     Bug("a page is announced for all", SMALL, (("PARTS * desc.block_type.nbytes", "desc.block_type.nbytes"),)),
-    Bug("pages are copied before their buffer is free", SMALL, (
-        ("[0]))\n    if used >= STAGES:", "[0]))\n    if used > STAGES:"),
-    )),
+    Bug("pages are copied before their buffer is free", SMALL, (("    elif used >= STAGES:", "    elif used > STAGES:"),)),
     Bug("values of free slots are not cleared", SMALL, (("        return self.packed or self.page > 0", "        return self.packed"),)),
     Bug("the table's width is the length of all", SMALL, (("    if used_ptr is not None:\n        length = tl.load(used_ptr + batch)\n", ""),)),
     Bug("values are the next tile's", SMALL, (

@@ -15,6 +15,7 @@ FLOATS = (*HALF, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
 MASKS = (*BANDS, Traced)
 KV = ("", *map(str, FORMATS))
+PAGES = [1 << i for i in range(3, 11)]  # that TMA copies: rows of shared memory are swizzled by eights
 CUTLASS = Extra("cutlass", "nvidia-cutlass-dsl", "4.8")
 FEW = 1e8  # pairs of a query and a key
 PARTS = 16  # that one launch merges: each has a pointer and three strides of its own
@@ -181,16 +182,35 @@ def _slower_on_hopper(p: Attention) -> str | None:
     return None
 
 
+def _rows_of_a_tile(p: Attention) -> str | None:
+    places = 1 << (p.group - 1).bit_length()  # of the heads of a group
+    return f"{p.len_q} queries of {places} heads, of at most 64 in all" if p.len_q * places > 64 else None
+
+
+def _score_in_registers(p: Attention) -> str | None:
+    """No tile of what a score reads for each query and key is copied."""
+    texts = importlib.import_module("onchip.kernels.attention.texts") if p.score else None
+    if texts and (texts.pair_bytes(p.score.text) or texts.of_heads_and_keys(p.score.text)):
+        return "a score reads values of keys for each query or head: triton_decode looks them up"
+    return _not_measured(p)
+
+
+def _not_timed(_p: Attention) -> str | None:
+    return "not run on a GPU yet, in the emulator alone: ask for it by name"
+
+
 def _faster_with_split_keys(p: Attention) -> str | None:
     """What `triton_decode`, which splits keys among programs, does as fast or faster on an H200: both read 8k at the bandwidth of memory with 16 rows."""
     rows, heads = p.len_q * p.group, p.batch * p.kv_heads
     if p.len_q > 16 or rows > 64 or _any_length(p):
         return None
     if rows <= 16:
-        return f"{rows} rows of a key head, of at least 17: triton_decode splits keys"  # 64 x 8k: 16 rows 476 us (488 there), 32 479 (724), 64 487 (653)
+        # 64 x 8k: 16 rows 476 us (488 there), 32 479 (724), 64 487 (653)
+        return f"{rows} rows of a key head, of at least 17: triton_decode splits keys"
     if "batch_invariant" in p.extras:
         return f"{p.len_q} queries of a batch_invariant problem, of at least 17: the batch may not choose, so triton_decode takes them all"
-    return f"{heads} key heads of sequences, of at least 64: triton_decode splits keys" if heads < 64 else None  # 8 x 8k by 8 heads: 79 us (127 there)
+    # 8 x 8k by 8 heads: 79 us (127 there)
+    return f"{heads} key heads of sequences, of at least 64: triton_decode splits keys" if heads < 64 else None
 
 
 def _any_length(p: Attention) -> str | None:
@@ -299,6 +319,23 @@ DECODE = Op(
     cost,
     (
         Kernel(
+            "hopper_decode",
+            "onchip.kernels.attention.hopper_decode:launch",
+            {"cuda": (90,)},
+            {
+                "dtype": HALF,
+                "dim": range(8, 257, 8),
+                "value_dim": range(8, 257, 8),
+                "mask": BANDS,
+                "keys": ("paged",),
+                "len_q": range(1, 17),
+                "page": PAGES,
+                "kv": ("",),
+            },
+            also=(_only("batch_invariant", "deterministic", "sinks"), _rows_of_a_tile, _score_in_registers, _translates),
+            slower=(_not_timed,),
+        ),
+        Kernel(
             "hopper_paged",
             "onchip.kernels.attention.hopper_prefill:launch_paged",
             {"cuda": (90,)},
@@ -309,7 +346,7 @@ DECODE = Op(
                 "mask": MASKS,
                 "keys": ("paged",),
                 "len_q": range(1, 1 << 20),
-                "page": [1 << i for i in range(3, 11)],  # rows of shared memory are swizzled by eights
+                "page": PAGES,
                 "kv": ("",),
             },
             also=(_only("batch_invariant", "deterministic", "latent", "sinks"), _may_hide_padding, _score_on_hopper, _translates),

@@ -27,10 +27,8 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.hopper_tiles import (
-    base_of,
     by_groups,
     clear,
-    hand,
     hide,
     key_steps,
     locate,
@@ -49,16 +47,19 @@ from onchip.kernels.attention.hopper_tiles import (
     queries_at,
     query_tiles,
     rounds,
+    scored,
+    shrunk,
     tall,
     tile_at,
     tile_of,
+    top_of,
+    weigh,
 )
 from onchip.kernels.attention.texts import only_adds
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
     as_halves,
-    as_pairs,
     block,
     describe,
     draw,
@@ -73,7 +74,6 @@ from onchip.kernels.hopper import (
     release,
     release_after,
     ring,
-    scale_rows,
     take_turn,
     tell,
     tma,
@@ -235,44 +235,6 @@ def _tile(t_ring, index, phase, C: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _scored(scores, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
-    """What happens to a score before the mask."""
-    N: gl.constexpr = C.n
-    if SCORE is not None:
-        rows, _, b, h, len_q, len_k, scale, _, _, reads, known = call
-        cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-        if tile is not None:
-            scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys, tile), hand)
-        else:
-            scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand)
-    return scores
-
-
-@gluon.jit
-def _top(scores, top, factor, ROOM: gl.constexpr, GROWS: gl.constexpr):
-    """ROOM more than the largest score so far, in base 2, or what is at most GROWS less; and what shrinks all that was summed before."""
-    new_top = gl.maximum(top, gl.max(scores, 1) * factor + ROOM)
-    if GROWS > 0:
-        new_top = gl.where(new_top - top > GROWS, new_top, top)
-    return new_top, gl.exp2(top - base_of(new_top))
-
-
-@gluon.jit
-def _weigh(scores, top, factor, DTYPE: gl.constexpr, C: gl.constexpr):
-    """The weights, two to a word, and sums that stay in a thread, [64, 8]. The four threads of a row meet once, at the end."""
-    N: gl.constexpr = C.n
-    weights = gl.exp2(scores * factor - base_of(top)[:, None])
-    return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
-
-
-@gluon.jit
-def _shrunk(acc, total, shrink, C: gl.constexpr):
-    """Output and sums over the largest score so far."""
-    acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout)), C.lazily)
-    return acc, total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
-
-
-@gluon.jit
 def _let_go(shrink, ki, t_ring, C: gl.constexpr, GROUP: gl.constexpr):
     """A tile of keys, and of what a score reads, is done with when `shrink` is there."""
     release_after(shrink, ki, 10, 128 * C.groups + 32)
@@ -305,31 +267,31 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, alarms, call, steps, map_s
             n = tile_at(x + t, steps, map_strides, C) * N
             of = of_keys(n, call, KEYS, C)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        scores = _scored(scores, n, call, of, tile, SCORE, C, s_layout)
+        scores = scored(scores, n, call, of, tile, SCORE, C, s_layout)
         if EDGE:
             scores = hide(scores, n, call, of, MASK, C, s_layout)
         if EDGE or not C.bold:
-            top, shrink = _top(scores, top, call[7], 0.0, GROWTH if C.lazily > 0 else 0.0)
+            top, shrink = top_of(scores, top, call[7], 0.0, GROWTH if C.lazily > 0 else 0.0)
             _let_go(shrink, ki, t_ring, C, GROUP)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
         if C.uneven and C.mapped and EDGE:
             clear(v_ring, vi, vp, n, call[5], C)
-        words, sums = _weigh(scores, top, call[7], values.dtype, C)
+        words, sums = weigh(scores, top, call[7], values.dtype, C)
         if C.bold and not EDGE:
             if outgrown(sums, top, alarms, MOST):  # once more, over the largest score so far
                 scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, deps=[scores])
-                scores = _scored(scores, n, call, of, _tile(t_ring, ki, kp, C, s_layout), SCORE, C, s_layout)
-                top, shrink = _top(scores, top, call[7], C.room, 0.0)
-                acc, total = _shrunk(acc, total, shrink, C)
-                words, sums = _weigh(scores, top, call[7], values.dtype, C)
+                scores = scored(scores, n, call, of, _tile(t_ring, ki, kp, C, s_layout), SCORE, C, s_layout)
+                top, shrink = top_of(scores, top, call[7], C.room, 0.0)
+                acc, total = shrunk(acc, total, shrink, C)
+                words, sums = weigh(scores, top, call[7], values.dtype, C)
             release(ki, 10, READERS)
             if t_ring is not None:
                 release(ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
         else:
-            acc, total = _shrunk(acc, total, shrink, C)
+            acc, total = shrunk(acc, total, shrink, C)
         ki, kp = advance(ki, kp, C.stages)
         total = total + sums
     return words, acc, top, total, ki, kp, vi, vp
@@ -367,12 +329,12 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(ki, 10, READERS)
     ki, kp = advance(ki, kp, C.stages)
-    scores = _scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
+    scores = scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
     scores = hide(scores, first * N, call, of, MASK, C, s_layout)
-    top, _shrink = _top(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, C.room, 0.0)
+    top, _shrink = top_of(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, C.room, 0.0)
     if t_ring is not None:
         release(ti, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
-    words, total = _weigh(scores, top, gain, DTYPE, C)
+    words, total = weigh(scores, top, gain, DTYPE, C)
     if C.uneven:
         clear(v_ring, vi, vp, first * N, len_k, C)
     state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)

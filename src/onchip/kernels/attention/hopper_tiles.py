@@ -13,7 +13,21 @@ from onchip.core.problem import Attention
 from onchip.core.trace import Traced
 from onchip.kernels.attention.texts import PairTile, of_heads_and_keys, pair_tile
 from onchip.kernels.attention.tile import describable, inner_span, key_span, reads, sequence
-from onchip.kernels.hopper import advance, fence_async_shared, forget, gl, gluon, hear, mbarrier, release, take_turn, turn_over, uniform
+from onchip.kernels.hopper import (
+    advance,
+    as_pairs,
+    fence_async_shared,
+    forget,
+    gl,
+    gluon,
+    hear,
+    mbarrier,
+    release,
+    scale_rows,
+    take_turn,
+    turn_over,
+    uniform,
+)
 
 
 def programs_of(device: Device) -> int:
@@ -279,6 +293,44 @@ def pass_over(place, cursors, k_ring, v_ring, map_ptr, map_strides, C: gl.conste
         release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
     return ki, kp, vi, vp
+
+
+@gluon.jit
+def scored(scores, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """What happens to a score before the mask."""
+    N: gl.constexpr = C.n
+    if SCORE is not None:
+        rows, _, b, h, len_q, len_k, scale, _, _, reads, known = call
+        cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        if tile is not None:
+            scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys, tile), hand)
+        else:
+            scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand)
+    return scores
+
+
+@gluon.jit
+def top_of(scores, top, factor, ROOM: gl.constexpr, GROWS: gl.constexpr):
+    """ROOM more than the largest score so far, in base 2, or what is at most GROWS less; and what shrinks all that was summed before."""
+    new_top = gl.maximum(top, gl.max(scores, 1) * factor + ROOM)
+    if GROWS > 0:
+        new_top = gl.where(new_top - top > GROWS, new_top, top)
+    return new_top, gl.exp2(top - base_of(new_top))
+
+
+@gluon.jit
+def weigh(scores, top, factor, DTYPE: gl.constexpr, C: gl.constexpr):
+    """The weights, two to a word, and sums that stay in a thread, [64, 8]. The four threads of a row meet once, at the end."""
+    N: gl.constexpr = C.n
+    weights = gl.exp2(scores * factor - base_of(top)[:, None])
+    return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
+
+
+@gluon.jit
+def shrunk(acc, total, shrink, C: gl.constexpr):
+    """Output and sums over the largest score so far."""
+    acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout)), C.lazily)
+    return acc, total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
 
 
 @gluon.jit

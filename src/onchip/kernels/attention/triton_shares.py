@@ -6,7 +6,7 @@ one list, of which each of a fixed number of programs, about two a multiprocesso
 lengths take as long as even ones. A program finds its share itself, by sums over the lengths on the device, and the grid depends on the
 Problem alone: a CUDA graph may capture the call and the lengths may then change.
 
-A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, and `_merge` adds the parts
+A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, and `merge` adds the parts
 up in the order of the keys: the same bits in every run. It starts while the first kernel runs (programmatic dependent launch) and waits for
 its end. The other way, that the last program to arrive merges, needs counters that are zero when a call begins, also in a graph that is
 replayed on two streams at once: a launch to clear them, or memory that two calls may share.
@@ -32,6 +32,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods, texts
+from onchip.kernels.attention.decode_merge import LISTED, SHARE, merge
 from onchip.kernels.attention.decode_tiles import (
     ROOM,
     add_values_of_codes,
@@ -44,7 +45,6 @@ from onchip.kernels.attention.decode_tiles import (
     locate,
     of_columns,
     of_rows,
-    owner_of,
     parts_of_warps,
     power_of_two,
     queries_of_codes,
@@ -226,83 +226,11 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
         b += 1
 
 
-@triton.jit(do_not_specialize=["batch", "kv_heads", "group", "len_q", "programs", "most_units"])
-def _merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr, batch, kv_heads, group, len_q, programs, most_units,
-           DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, ITEM: tl.constexpr, BATCH: tl.constexpr, BAND: tl.constexpr,
-           BY_UNIT: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """One row of a unit in parts: o = sum_s exp(lse_s - lse) o_s, lse = log sum_s exp(lse_s), the sink one more in the sum.
-
-    BY_UNIT: a program for each unit that there may be, else for each program of `_partial`, whose share may end in a unit that begins in it.
-    Parts are added in order, PARTS at a time.
-    """
-    total = total_work(lengths_ptr, offsets_ptr, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
-    if BY_UNIT:
-        b, unit = tl.program_id(0) // most_units, tl.program_id(0) % most_units
-        before = b * 0
-        for first in range(0, b, BATCH):
-            others = first + tl.arange(0, BATCH)
-            known_k, known_q, _ = sequence_of(lengths_ptr, offsets_ptr, others, others < b, len_q)
-            each, times = items_of(known_k, known_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM)
-            before += tl.sum(tl.where(others < b, each * times * kv_heads, 0), 0)
-    else:
-        cut = share_of(tl.program_id(0) + 1, total, programs)
-        b, before = locate(lengths_ptr, offsets_ptr, cut, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
-    len_k, queries, token = sequence_of(lengths_ptr, offsets_ptr, b, b < batch, len_q)
-    items, tiles = items_of(len_k, queries, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM)
-    if not BY_UNIT:
-        unit = (cut - before) // items
-    begin = before + unit * items
-    shared = (b < batch) & (unit < tiles * kv_heads)
-    if ITEM != BLOCK_N:
-        parts = items
-        owner = begin
-    else:
-        owner = owner_of(begin, total, programs)
-        parts = owner_of(begin + items - 1, total, programs) - owner + 1
-    if not BY_UNIT:
-        shared = shared & (owner == tl.program_id(0)) & (begin < cut)
-    kv_head = unit // tl.maximum(tiles, 1)
-    r = (unit - kv_head * tiles) * ROWS + tl.program_id(1)
-    query = r // group
-    head = kv_head * group + r % group
-    dims = tl.arange(0, BLOCK_DV)
-    if EARLY:  # in every program: whoever comes after this kernel must find the first one's results
-        tl.extra.cuda.gdc_wait()
-    if shared & (parts > 1) & (query < queries):
-        top = -float("inf") + tl.zeros([1], tl.float32)
-        sums = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, BLOCK_DV], tl.float32)
-        for first in range(0, parts, PARTS):
-            part = first + tl.arange(0, PARTS)
-            place = begin + part
-            if ITEM == BLOCK_N:
-                place = 2 * (owner + part) + ((part == 0) & (begin > share_of(owner, total, programs))).to(tl.int32)
-            place = place.to(tl.int64) * ROWS + tl.program_id(1)
-            part_lse = tl.load(part_lse_ptr + place, mask=part < parts, other=float("-inf"))
-            values = tl.load(part_ptr + place[:, None] * BLOCK_DV + dims[None, :], mask=(part < parts)[:, None] & (dims < DV)[None, :], other=0.0)
-            weights, shrink, top, sums = online_softmax(part_lse[None, :], top, sums, 1.0, True)
-            acc = acc * shrink[:, None] + tl.sum(values * tl.trans(weights), 0)[None, :]
-        blind = sums == 0.0
-        logit = tl.full([1], float("-inf"), tl.float32)
-        if sinks_ptr is not None:
-            logit = tl.load(sinks_ptr + head + tl.arange(0, 1)).to(tl.float32)
-            acc, top, sums = sink(acc, top, sums, logit)
-        acc = acc * tl.where(sums == 0.0, 0.0, tl.math.div_rn(1.0, sums))[:, None]
-        to = out[0] + b.to(tl.int64) * out[1] + (token + query).to(tl.int64) * out[2] + head * out[3]
-        tl.store(to + dims[None, :], acc.to(out[0].dtype.element_ty), mask=(dims < DV)[None, :])
-        if lse[0] is not None:
-            tl.store(
-                lse[0] + b.to(tl.int64) * lse[1] + head * lse[2] + token + query + tl.arange(0, 1), tl.where(blind, logit, (top + tl.math.log2(sums)) * LN2)
-            )
-
-
 # ---- host
 
 
 IN_FLIGHT = 96 << 10  # bytes of keys and values that a program waits for at once, of two a multiprocessor
 QUERIES = 32 << 10  # bytes of queries that it keeps in shared memory; more rows go to other units, which read the keys again
-SHARE = 512  # keys an item where the batch must not decide: writing and merging 16 rows costs 6% of reading as many keys of d128
-LISTED = 1024  # sequences that a program looks at at once
 
 
 def row_tiles(p: Attention) -> tuple[int, int]:
@@ -395,7 +323,7 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     )  # fmt: skip
     by_unit = how.item != how.n or p.batch * most_units <= how.programs
     if how.programs > 1 or how.item != how.n:
-        _merge[(p.batch * most_units if by_unit else how.programs - 1, min(rows, p.len_q * p.group))](
+        merge[(p.batch * most_units if by_unit else how.programs - 1, min(rows, p.len_q * p.group))](
             o, e, sinks, part, part_lse, *lists, *sizes, how.programs, most_units, **shared, BY_UNIT=by_unit, PARTS=32, num_warps=4, **early
         )
     return (out, lse) if return_lse else out
