@@ -101,7 +101,7 @@ CASES = [
     Case((256, 256, 256), 3, heads=128),  # whole sequences
     Case((700, 200), 2, page=8),
     Case((130, 260), 2, page=16, heads=40, len_q=2),
-    Case((140, 5, 270), 2, page=128, len_q=16),
+    Case((140, 5, 270), 2, page=128, len_q=16, heads=8),
     Case((140, 3), 2, page=1024, len_q=3, mask=Full()),
     Case((260, 100), 2, dtype=FP16),
     Case((900,), 2, steep=0.02),  # maxima that grow from block to block
