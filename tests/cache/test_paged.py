@@ -284,3 +284,6 @@ def test_free_pages_cannot_be_shared():
     with pytest.raises(ValueError, match="share: page 3 is free; share pages while a sequence holds them"):
         p.share([a.pages[0], 3])
     assert p.holders(a.pages[0]) == 1 and p.num_free == 7
+    with pytest.raises(ValueError, match="drop: page 3 is free already; each holder lets go of it once"):
+        p.drop([3])
+    assert p.holders(3) == 0 and p.append(PageList(), 0).dtype == torch.int64

@@ -273,7 +273,9 @@ def test_sinks_take_from_the_output_alone(device):
     close(out, truth)
     close(lse, truth_lse)
     wrapper = batch.paged(fi.BatchAttentionWithAttentionSinkWrapper(torch.empty(8, device=device)))
+    planned = wrapper.run(batch.q, batch.cache, sinks)
     close(wrapper.run(batch.q, batch.cache, sinks, 0.5), batch.truth(sinks=sinks, sm_scale=0.5)[0])
+    assert torch.equal(wrapper.run(batch.q, batch.cache, sinks), planned)  # a scale of one call stays in it
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
@@ -401,6 +403,22 @@ def test_packbits_are_numpys(bitorder):
 
 
 # ---- latent attention
+
+
+def test_plans_of_a_graph_share_rows_out_as_they_like(device):
+    """What a captured run reads is in buffers; nothing of the first plan is left in it."""
+    heads, dims, lens_k = 4, (32, 8), (7, 3, 12)
+    ints = [torch.zeros(n, dtype=torch.int32, device=device) for n in (4, 4, 64, 3)]
+    wrapper, static = fi.BatchMLAPagedAttentionWrapper(torch.empty(8, device=device), True, *ints), []
+    for lens_q in ((1, 1, 1), (2, 0, 1)):
+        batch = Batch(device, lens_q, lens_k, heads=(heads, 1), dim=sum(dims))
+        whole = batch.cache[:, 0, :, 0]
+        lengths = torch.tensor(lens_k, dtype=torch.int32, device=device)
+        wrapper.plan(batch.q_indptr, batch.pages, batch.indices, lengths, heads, *dims, PAGE, True, 0.2, torch.float32, torch.float32)
+        batch.v = batch.k[..., : dims[0]]
+        close(wrapper.run(*batch.q.split(dims, -1), whole[..., : dims[0]], whole[..., dims[0] :]), batch.truth(causal=True, sm_scale=0.2)[0])
+        static.append((wrapper._even, wrapper._longest))
+    assert static[0] == static[1]
 
 
 @pytest.mark.parametrize("beside", [True, False], ids=["side by side", "two tensors"])

@@ -182,6 +182,16 @@ def test_appended_bounds():
     used = torch.tensor(sequence.pages)
     for ours, want in zip(bounds, page_bounds(cache), strict=True):
         assert torch.equal(ours[used], want[used])
+    before = [bound.clone() for bound in bounds]
+    append_bounds(bounds, torch.full((2, 2, 32), 50.0), torch.tensor([-1, -1]), 16)  # nowhere
+    assert all(torch.equal(ours, was) for ours, was in zip(bounds, before, strict=True))
+
+
+def test_pages_without_bounds_are_never_chosen():
+    q, bounds = torch.zeros(1, 1, 2, 32), PageBounds(torch.full((3, 2, 32), torch.inf), torch.full((3, 2, 32), -torch.inf))
+    bounds.low[1], bounds.high[1] = -1.0, 1.0
+    scores = page_scores(q, bounds, torch.arange(3, dtype=torch.int32)[None], torch.tensor([48], dtype=torch.int32), 16)
+    assert scores[0, 0].tolist() == [-torch.inf, 0.0, -torch.inf]
 
 
 @pytest.mark.parametrize("kernel", ["reference", pytest.param("triton_page_scores", marks=pytest.mark.gpu)])

@@ -3,6 +3,7 @@
 A Goal is one line: `measured` is the worst of its rows, at the place `at`; None where no row could say. `most`: asked is the most, not the least.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ def decode(result: dict) -> list[dict]:
     """The goals of the decode suite on a GPU, as JSON holds them; shares are of the copy bandwidth measured in the same run."""
     if result["device"]["kind"] != "cuda":
         return []
-    rows = [_row(row, result["device"]["measured"]["bandwidth"]) for row in result["rows"] if "onchip" in row["seconds"]]
+    rows = [_row(row, result["device"]["measured"]["bandwidth"]) for row in result["rows"]]
     return [{**goal._asdict(), "met": goal.met} for goal in _decode(rows)] if rows else []
 
 
@@ -76,8 +77,9 @@ def _decode(rows: list[Row]) -> Iterator[Goal]:
 def _row(row: dict, bandwidth: float) -> Row:
     ours = {name: t for name, t in row["seconds"].items() if name.startswith("onchip")}
     peers = {name: t for name, t in row["seconds"].items() if name not in ours}
-    share = row["cost"]["bytes"] / ours["onchip"] / bandwidth
-    return Row(row["fields"]["group"], row["fields"]["x"], ours["onchip"], share, peers, ours, row.get("waits"))
+    seconds = ours.get("onchip", math.inf)  # what did not run, or was wrong, meets nothing
+    share = row["cost"]["bytes"] / seconds / bandwidth
+    return Row(row["fields"]["group"], row["fields"]["x"], seconds, share, peers, ours, row.get("waits"))
 
 
 def _ratio(row: Row, name: str) -> float | None:

@@ -12,7 +12,7 @@ from onchip.bench.suite import Row, Shared
 from onchip.core.formats import Codes, Format, read
 from onchip.core.problem import Attention, Cost, Operands, Rope
 from onchip.dispatch import OPS
-from onchip.kernels.attention import reference
+from onchip.kernels.attention import bytes_of_token, reference
 from onchip.models.rope import rope_table
 from onchip.ops.attention import PagedKV
 
@@ -54,15 +54,7 @@ class Paged:
         p = self.problem
         pairs = sum(p.mask.area(rows, n) for rows, n in zip(self.queries, self.lengths, strict=True))
         keys = sum(self.lengths) - self.shared * (len(self.lengths) - 1)
-        return Cost(2 * pairs * p.heads * (p.dim + p.value_dim), keys * p.kv_heads * self._bytes_of_token)
-
-    @property
-    def _bytes_of_token(self) -> int:
-        """Of one head."""
-        p = self.problem
-        if p.kv:
-            return 2 * Format.of(p.kv).bytes(p.dim)
-        return p.dtype.itemsize * (p.dim if "latent" in p.extras else p.dim + p.value_dim)
+        return Cost(2 * pairs * p.heads * (p.dim + p.value_dim), keys * p.kv_heads * bytes_of_token(p))
 
     def error(self, output: Tensor, ours: Tensor | None) -> float:
         """||output - truth|| / ||truth||: against the float32 reference on the last queries of the longest sequence and of the last, and against `ours`."""

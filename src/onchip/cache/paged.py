@@ -142,6 +142,8 @@ class PagePool:
         """One holder less of each of these pages; those without any are free."""
         holders = self._holders
         for page in pages:
+            if not holders[page]:
+                raise ValueError(f"drop: page {page} is free already; each holder lets go of it once")
             holders[page] -= 1
             if not holders[page]:
                 heapq.heappush(self._free, page)
@@ -156,7 +158,7 @@ class PagePool:
         self.reserve(sequence, sequence.length + tokens)
         positions = torch.arange(sequence.length, sequence.length + tokens)
         sequence.length += tokens
-        return torch.tensor(sequence.pages)[positions // self.page] * self.page + positions % self.page
+        return torch.tensor(sequence.pages, dtype=torch.int64)[positions // self.page] * self.page + positions % self.page
 
     def release(self, sequence: PageList) -> None:
         """Let go of every page of `sequence`, which is empty afterwards."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from onchip.core.device import Device
 from onchip.core.problem import Attention, Cost
+from onchip.kernels.attention import bytes_of_token
 from onchip.ops.cascade import Level
 
 LAUNCH = 5e-6  # seconds that one more attention call and its share of the merge take in a CUDA graph, before any byte is read
@@ -115,7 +116,7 @@ class _Costs:
     def __init__(self, p: Attention, device: Device, pages: list[int]):
         self.p, self.device, self.pages = p, device, pages  # pages of each row, the last part-filled one included
         numbers = p.page * (p.dim + p.value_dim)
-        self.read = device.floor(Cost(0, numbers * p.kv_heads * p.dtype.itemsize), p.dtype).seconds  # a page
+        self.read = device.floor(Cost(0, p.page * p.kv_heads * bytes_of_token(p)), p.dtype).seconds  # a page
         self.multiply = device.floor(Cost(2 * numbers * p.heads * p.len_q / REACHED, 0), p.dtype).seconds  # a page, for one reader
 
     def run(self, pages: int, readers: int) -> float:

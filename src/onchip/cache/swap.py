@@ -15,7 +15,8 @@ from torch import Tensor
 
 from onchip.cache.paged import OutOfPages, PagePool
 
-STAGING = 64 << 20  # bytes on their way at once: 1 ms of a PCIe 5 link, and little beside a cache
+# Bytes gathered for one transfer: 1 ms of a PCIe 5 link. torch keeps them until it is over, so a large batch takes its size in device memory.
+STAGING = 64 << 20
 
 
 class HostPool:

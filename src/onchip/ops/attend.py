@@ -113,7 +113,10 @@ def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands,
 
 
 def launch_paged(problem: Attention, kernel: str, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
-    """By `kernel`; of packed queries that are none, by plain torch: there is no launch of nothing."""
+    """By `kernel`; of no queries by plain torch, and of no sequences not at all: there is no launch of nothing."""
+    if x.q_offsets is None and not len(q):
+        out = q.new_zeros(*q.shape[:-1], problem.value_dim)
+        return (out, out.new_zeros(0, problem.heads, problem.len_q, dtype=torch.promote_types(q.dtype, torch.float32))) if return_lse else out
     nothing = x.q_offsets is not None and not len(q)
     return select(problem, q.device, "reference" if nothing else kernel).launch(q, cache, x, return_lse)
 

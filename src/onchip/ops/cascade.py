@@ -51,9 +51,12 @@ def cascade_attention(
              Rows of the batch stand as the levels want them, the readers of a node side by side.
 
     What depends on places, windows and ALiBi among it, is for `paged_attention`: a node does not know where in a sequence it stands. Nothing
-    is read on the host, so a CUDA graph may capture the call, and what the levels hold may then change. Returns as `attention` does.
+    is read on the host, so a CUDA graph may capture the call, and what the levels hold may then change. (Not of a quantised cache with more than
+    16 rows at a node: no GPU kernel reads those yet, so plain torch does, which waits for the device.) Returns as `attention` does.
     Raises ValueError where a level and the batch do not go together.
     """
+    if q.ndim != 4:
+        raise ValueError(f"cascade_attention: q is {list(q.shape)}; give [batch, len_q, heads, dim]")
     how = {"scale": scale, "softcap": softcap, "kernel": kernel}
     if not levels:
         return paged_attention(q, cache, sinks=sinks, return_lse=return_lse, **how)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.formats import Codes
 from onchip.core.masks import Full
 from onchip.core.problem import Rows
 from onchip.dispatch import select
@@ -163,6 +164,8 @@ class PageBounds(NamedTuple):
 
 def page_bounds(cache: PagedKV) -> PageBounds:
     """Bounds of all pages that the sequences of a cache use; of the others low is inf and high -inf, as before any key."""
+    if isinstance(cache.k, Codes):
+        raise TypeError(f"page_bounds: the keys are Codes in {cache.k.format}; give a cache of numbers (Codes.dequantised makes them)")
     pages, page, kv_heads, dim = cache.k.shape
     low, high = (cache.k.new_full((pages, kv_heads, dim), at) for at in (torch.inf, -torch.inf))
     first = torch.arange(cache.page_table.shape[1], device=cache.k.device) * page
@@ -183,15 +186,17 @@ def append_bounds(
     page: int,
 ) -> None:
     """Take the keys that are being written to the cache into the bounds, in place; `slots` as `PagePool.append` gives them (page index * page + offset).
-    A page whose first slot is among them starts anew: it was another sequence's before."""
-    at = slots // page
+    A page whose first slot is among them starts anew: it was another sequence's before. A slot of -1 is nowhere. A page that `PagePool` has copied
+    (`fork`) has no bounds of its own yet: they are `page_bounds`'."""
+    real = slots >= 0
+    at = torch.where(real, slots // page, 0)
     begun = torch.zeros(len(bounds.low) + 1, dtype=torch.bool, device=k.device)
-    begun[torch.where(slots % page == 0, at, len(bounds.low))] = True
+    begun[torch.where(real & (slots % page == 0), at, len(bounds.low))] = True
     anew = begun[at][:, None, None]
     k = k.to(bounds.low.dtype)
     for bound, start, how in ((bounds.low, torch.inf, "amin"), (bounds.high, -torch.inf, "amax")):
         bound.index_copy_(0, at, torch.where(anew, start, bound[at]))  # tokens of one page write the same
-        bound.index_reduce_(0, at, k, how)
+        bound.index_reduce_(0, at, torch.where(real[:, None, None], k, start), how)
 
 
 def page_scores(

@@ -135,7 +135,7 @@ class Bug(NamedTuple):
 
 FIRST, TWO, PACKED = CASES[0], CASES[3], CASES[7]
 TURNS = "        take_turn(GROUP, C.groups)\n        turn_over(GROUP, C.groups)\n        release"
-CURSORS = "    return ki, kp, vi, vp\n\n\n@gluon.jit\ndef clear"
+CURSORS = "    return ki, kp, vi, vp\n\n\n@gluon.jit\ndef scored"
 PASS_OVER = "        release(ki, 10, READERS)\n        ki, kp = advance(ki, kp, C.stages)\n        mbarrier.wait(v_full.index(vi), vp)\n"
 BUGS = [
     Bug("queries of all sequences begin at the first token", FIRST, (("queries_at(batch, head, start_q + ", "queries_at(batch, head, "),)),

@@ -10,7 +10,8 @@ LSE is in base 2 and `[tokens, heads]`, for FlashMLA natural and `[batch, heads,
 
 Refused: kernels from C++ text (`jit_args`), keys in nvfp4 (`kv_cache_sf`), profiles, and what leaves weights out.
 Wider than the original: any head dimension, float32, several options at once, a CPU; what pages hold past a sequence's keys is never read, NaN included.
-Keys in float8 beside wider queries, and `pos_encoding_mode="ROPE_LLAMA"` over pages, read a copy of the pages in use.
+Keys in float8 beside wider queries, and `pos_encoding_mode="ROPE_LLAMA"` over pages, read a copy of the pages that the page table
+may name: for CUDA graphs the whole pool's.
 """
 
 from onchip.integrations.flashinfer.functions import *  # noqa: F403

@@ -84,6 +84,10 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     def run(self, q: Tensor, paged_kv_cache: Tensor | tuple[Tensor, Tensor], sinks: Tensor | None = None, sm_scale: float | None = None, **keywords):
         """As the parent's `run`; `sm_scale` None is that of `plan`."""
-        if sm_scale is not None:
-            self._way = self._way._replace(sm_scale=sm_scale)
-        return super().run(q, paged_kv_cache, sinks=sinks, **keywords)
+        planned = self._way
+        try:
+            if sm_scale is not None and planned is not None:
+                self._way = planned._replace(sm_scale=sm_scale)
+            return super().run(q, paged_kv_cache, sinks=sinks, **keywords)
+        finally:
+            self._way = planned

@@ -127,7 +127,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._q_dtype = dtype_of(data_type if q_data_type is None else q_data_type)
         self._kv_dtype = dtype_of(data_type if kv_data_type is None else kv_data_type, self._q_dtype)
         self._o_dtype = dtype_of(o_data_type, self._q_dtype)
-        self._offsets = torch.arange(len(lists.lengths) + 1, dtype=torch.int32, device=self.device) * q_len_per_req
+        self._least = int(lists.lengths.min()) if len(lists.lengths) else q_len_per_req
         self._way = Way(True, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
 
     begin_forward = plan
@@ -161,11 +161,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
         if q_len_per_req is not None:
             warnings.warn("q_len_per_req in run() is deprecated; give it to plan()", DeprecationWarning, stacklevel=2)
         each = q_len_per_req or self._q_len_per_req
+        if each > max(1, self._least):
+            raise ValueError(f"{name}: q_len_per_req={each} requires kv_len >= q_len_per_req, and a sequence has {self._least} keys")
         if len(q) != batch * each:
             raise ValueError(f"{name}: q has {len(q)} tokens for {batch} sequences of q_len_per_req={each}; give [{batch * each}, heads, dim]")
         way = self._way if window_left is None else self._way._replace(window_left=window_left)
         call = call_of(way, self._mask(way, each), self._heads, self._dim, q.device, scaling_of(name, q, args, Scaling(q_scale, k_scale, v_scale)), sinks)
-        queries = Queries(q, self._offsets if each == self._q_len_per_req else self._offsets * each, each, each)
+        offsets = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * each  # made here: a graph holds what it reads
+        queries = Queries(q, offsets, each, each)
         want = Result(self._o_dtype, return_lse, out, lse)
         dtype = compute_dtype(q.dtype, self._o_dtype)
         return finished(call, want, lambda **keywords: attend(queries, k, v, self._pages, way, dtype, **keywords))

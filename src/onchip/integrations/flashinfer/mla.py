@@ -64,7 +64,7 @@ class BatchMLAPagedAttentionWrapper:
             self._most_rows = self._most_rows or self._rows
             if self._rows > self._most_rows:
                 raise ValueError(f"{name}: {self._rows} queries in a wrapper for CUDA graphs first planned for {self._most_rows}; that many are the most")
-            longest = self._most_rows if self._rows > len(lists.lengths) else longest
+            longest, self._even = self._most_rows, None  # a graph keeps what it was captured with, and other plans may share rows out otherwise
             for buffer, given in ((self._buffers["qo_indptr"], host), (self._buffers["kv_indptr"], kv_indptr), (self._buffers["kv_len_arr"], kv_len_arr)):
                 keep(buffer, given)
             keep(self._buffers["kv_indices"], kv_indices, "indices")

@@ -75,7 +75,7 @@ class Table:
         self.device, self.pages = device, None
         if fixed is not None:
             batch, most = fixed
-            most = max(1, min(most, TABLE // (4 * batch)))
+            most = max(1, min(most, TABLE // (4 * max(1, batch))))
             self.pages = Pages(*(torch.zeros(*shape, dtype=torch.int32, device=device) for shape in ((batch, most), (batch,))), 0, 0)
         self.fixed = fixed is not None
 
@@ -96,7 +96,8 @@ class Table:
         if batch != len(table):
             raise ValueError(f"{name}: {batch} sequences in a wrapper for CUDA graphs of {len(table)}; the batch size cannot change")
         if most > table.shape[1]:
-            raise ValueError(f"{name}: a sequence of {most} pages in a wrapper for CUDA graphs of at most {table.shape[1]}; give a larger indices buffer")
+            limit = f"give a larger indices buffer, up to the {TABLE >> 20} MiB that a table may take, or larger pages"
+            raise ValueError(f"{name}: a sequence of {most} pages in a wrapper for CUDA graphs of {batch} sequences of at most {table.shape[1]}; {limit}")
         table[:, :most].copy_(found)
         kept.copy_(lengths)
         self.pages = Pages(table, kept, page, table.shape[1] * page)

@@ -149,6 +149,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
         scaling = scaling_of(name, q, args, Scaling(q_scale, k_scale, v_scale))
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
+        if min(len(k), len(v)) < self._keys:
+            raise ValueError(f"{name}: k has {len(k)} tokens and v {len(v)}, and kv_indptr ends at {self._keys}; give as many as were planned")
         wide_q, k, v = (widened(t, dtype) for t in (q, k, v))
         if self._way.rotates:
             sequence, index = sequence_of(self._qo_indptr_buf, len(q))

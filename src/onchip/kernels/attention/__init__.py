@@ -34,10 +34,15 @@ def cost(p: Attention) -> Cost:
     """
     size, both = p.dtype.itemsize, p.dim + p.value_dim
     pairs, queries, keys = _counts(p)
-    width = p.dim if "latent" in p.extras else both  # of what is read for a key
-    token = Format.of(p.kv).bytes(p.dim) + Format.of(p.kv).bytes(p.value_dim) if p.kv else size * width  # of a key head
-    moved = size * p.dim * queries * p.heads + token * keys * p.kv_heads + max(2, size) * p.value_dim * queries * p.heads + 4 * queries * p.heads
+    moved = size * p.dim * queries * p.heads + bytes_of_token(p) * keys * p.kv_heads + max(2, size) * p.value_dim * queries * p.heads + 4 * queries * p.heads
     return Cost(2 * pairs * p.heads * both, moved)
+
+
+def bytes_of_token(p: Attention) -> int:
+    """Of a key and its value, for one key head: as numbers or as codes with their scales; of a latent cache the key alone."""
+    if p.kv:
+        return Format.of(p.kv).bytes(p.dim) + Format.of(p.kv).bytes(p.value_dim)
+    return p.dtype.itemsize * (p.dim if "latent" in p.extras else p.dim + p.value_dim)
 
 
 def backward_cost(p: Attention) -> Cost:

@@ -26,7 +26,7 @@ from onchip.kernels.attention import mods
 from onchip.kernels.attention.decode_merge import LISTED, SHARE, merge
 from onchip.kernels.attention.decode_tiles import items_of, reach, sequence_of, share_of
 from onchip.kernels.attention.hopper_tiles import ROOM, by_groups, clear, hide, next_sequence, of_keys, of_rows, programs_of, scored, shrunk, top_of, weigh
-from onchip.kernels.attention.tile import describable, device_functions, ends, outputs
+from onchip.kernels.attention.tile import device_functions, ends, for_tma, outputs
 from onchip.kernels.hopper import (
     advance,
     as_halves,
@@ -415,7 +415,7 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
         32 if p.batch <= 32 else AT_ONCE, p.batch <= AT_ONCE,
     )  # fmt: skip
     pools = [q.transpose(0, 1)[None] if packed else q.transpose(1, 2), cache.k.transpose(1, 2), cache.v.transpose(1, 2)]  # [.., heads, len, dim]
-    queries, k, v = (t if describable(t) else t.contiguous() for t in pools)
+    queries, k, v = map(for_tma, pools)
     k_rows = tiles.n // shape.parts
     most = max(1, triton.cdiv(p.len_k, tiles.item))  # items of a unit
     places = 2 * tiles.programs if tiles.item == tiles.n else p.batch * p.kv_heads * most

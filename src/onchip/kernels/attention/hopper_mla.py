@@ -28,7 +28,7 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.hopper_tiles import base_of, programs_of
-from onchip.kernels.attention.tile import LN2, LOG2E, describable
+from onchip.kernels.attention.tile import LN2, LOG2E, for_tma
 from onchip.kernels.hopper import (
     arrive_and_wait,
     describe,
@@ -569,7 +569,7 @@ def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
     q = q.reshape(p.batch, rows, 576)
     if q.stride(-1) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16 or 0 in q.stride():
         q = q.clone(memory_format=torch.contiguous_format)
-    k = (cache.k if describable(cache.k) else cache.k.contiguous()).squeeze(2)
+    k = for_tma(cache.k).squeeze(2)
     shape = Shape(p.len_q > 1 and p.mask.right is not None, p.page)
     slots = grid.shares + p.batch if grid.shares > 1 else 0  # of one share nothing is merged
     part = q.new_empty(slots, grid.tiles * 64, 512, dtype=torch.float32)

@@ -26,7 +26,7 @@ def _scores(q_ptr, low_ptr, high_ptr, table_ptr, lengths_ptr, out_ptr, kv_heads,
     head = kv_head * group + member
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     used = at < tl.minimum(tl.cdiv(tl.load(lengths_ptr + batch), page), pages)
-    place = tl.load(table_ptr + batch.to(tl.int64) * table_row + at, mask=used, other=0).to(tl.int64) * bound_page + kv_head * bound_head
+    place = tl.load(table_ptr + batch.to(tl.int64) * table_row + at, mask=used, other=0).to(tl.int64) * bound_page + kv_head.to(tl.int64) * bound_head
     q_ptr += batch.to(tl.int64) * q_batch
     scores = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, D, CHUNK):
@@ -39,7 +39,8 @@ def _scores(q_ptr, low_ptr, high_ptr, table_ptr, lengths_ptr, out_ptr, kv_heads,
         scores = tl.dot(tl.where(q > 0, q, zero), high.T, scores, input_precision="ieee")
         scores = tl.dot(tl.where(q > 0, zero, q), low.T, scores, input_precision="ieee")
     out = ((batch * (kv_heads * group) + head).to(tl.int64) * pages)[:, None] + at[None, :]
-    tl.store(out_ptr + out, tl.where(used[None, :], scores, float("-inf")), mask=(member < group)[:, None] & (at < pages)[None, :])
+    known = used[None, :] & (scores == scores)  # a page without bounds is no number: 0 times inf
+    tl.store(out_ptr + out, tl.where(known, scores, float("-inf")), mask=(member < group)[:, None] & (at < pages)[None, :])
 
 
 # ---- host

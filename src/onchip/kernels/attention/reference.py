@@ -142,14 +142,15 @@ def quantise(_p: Rows, _config, x: Tensor, share: int, signs: Tensor | None) -> 
 
 
 def page_scores(_p: Rows, _config, q: Tensor, low: Tensor, high: Tensor, page_table: Tensor, lengths: Tensor, page: int) -> Tensor:
-    """q [batch, heads, dim], low and high [pages, kv_heads, dim] -> sum max(q low, q high) [batch, heads, most pages], -inf past a sequence's end."""
+    """q [batch, heads, dim], low and high [pages, kv_heads, dim] -> sum max(q low, q high) [batch, heads, most pages], -inf past a sequence's end and of
+    pages without bounds."""
     work = torch.promote_types(q.dtype, torch.float32)
     used = torch.arange(page_table.shape[1], device=q.device) * page < lengths[:, None]
     at = torch.where(used, page_table, 0).long()
     low, high = (torch.where(used[..., None, None], t[at], 0).to(work) for t in (low, high))  # [batch, most pages, kv_heads, dim]
     q = q.to(work).unflatten(1, (low.shape[2], -1))
     scores = torch.einsum("bhgd,bphd->bhgp", q.clamp(min=0), high) + torch.einsum("bhgd,bphd->bhgp", q.clamp(max=0), low)
-    return scores.flatten(1, 2).masked_fill(~used[:, None], -torch.inf)
+    return scores.flatten(1, 2).masked_fill(~used[:, None], -torch.inf).nan_to_num(-torch.inf, torch.inf, -torch.inf)
 
 
 def place(b: int, heads: int, len_q: int, len_k: int, device: torch.device) -> Place:

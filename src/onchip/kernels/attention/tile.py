@@ -295,7 +295,8 @@ def mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     [batch or 1, heads or 1, tiles, 2 + most tiles], and its strides; see `_collect`. It is `remembered`."""
     what = ("map", p.mask.text, m, n, of_keys, p.batch, p.heads, p.len_q, p.len_k)
     tensors = (*x.mask, x.q_offsets, x.k_offsets, x.q_used, x.k_used)
-    return remembered(what, tensors, device, lambda: _mask_map(p, sees, captured, x, m, n, of_keys, device))
+    make = lambda: _mask_map(p, sees, captured, x, m, n, of_keys, device)  # noqa: E731
+    return make() if p.page else remembered(what, tensors, device, make)  # lengths of a cache change inside of CUDA graphs, which count no writes
 
 
 def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
@@ -329,7 +330,8 @@ def sequence_tiles(p, x, block: int, of_keys: bool = False):
     most = triton.cdiv(longest, block)
     bound = min(tokens // block + p.batch, most * p.batch)
     how = {"BEFORE": before, "AFTER": after, "TOP_LEFT": top_left, "TOKENS": block, "LAST_FIRST": not of_keys}
-    return remembered(("tiles", bound, most, *how.values()), lengths, x.q_offsets.device, lambda: _sequence_tiles(lengths, bound, most, how))
+    make = lambda: _sequence_tiles(lengths, bound, most, how)  # noqa: E731
+    return make() if p.page else remembered(("tiles", bound, most, *how.values()), lengths, x.q_offsets.device, make)
 
 
 def _sequence_tiles(lengths, bound: int, most: int, how: dict):

@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
 def _places(row, len_q, heads, strides):
     """Where rows lie, by strides of (batch, query, head); the heads of a query are neighbours."""
     token, head = row // heads, row % heads
-    return (token // len_q).to(tl.int64) * strides[0] + (token % len_q) * strides[1] + head * strides[2]
+    return (token // len_q).to(tl.int64) * strides[0] + (token % len_q).to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
 
 
 @triton.jit
