@@ -474,8 +474,7 @@ CODES += [("int4", {"dim": 256, "page": 24}), ("int8/32", {"page": 1, "dim_v": 3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("form", "sizes"), CODES, ids=str)
-@pytest.mark.parametrize("channel", [False, True], ids=["", "channel"])
+@pytest.mark.parametrize(("form", "sizes", "channel"), [(*each, False) for each in CODES] + [(form, {}, True) for form in ("e4m3", "int8", "int4/32")], ids=str)
 def test_codes(form, sizes, channel, device):
     """Against attention in float64 over the numbers that the codes stand for; free slots hold codes, and scales of NaN."""
     p, lengths = case([70, 0, 200], **{"dim": 64, "dtype": BF16} | sizes)

@@ -268,10 +268,10 @@ def scales_of(scales, pages, slots, head, near, KIND: tl.constexpr):
     GROUPS: tl.constexpr = KIND[1]
     scale = ()
     zero = ()
-    rows = pages * scales[1] + slots * scales[2] + head.to(tl.int64) * scales[3]
+    rows = pages * scales[1] + slots * scales[2] + head * scales[3]
     zero_rows = rows
     if scales[4] is not None:
-        zero_rows = pages * scales[5] + slots * scales[6] + head.to(tl.int64) * scales[7]
+        zero_rows = pages * scales[5] + slots * scales[6] + head * scales[7]
     for group in tl.static_range(GROUPS):
         one = tl.load(scales[0] + rows + group, mask=near, other=0.0).to(tl.float32)
         scale = scale + (one,)  # noqa: RUF005

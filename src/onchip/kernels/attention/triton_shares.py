@@ -154,7 +154,7 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
                 near = cols < last
                 if BAND[0] >= 0:  # pages before the window may be another sequence's by now
                     near = near & (cols >= lowest)
-                k_rows = (pages * k[1] + slots * k[2] + kv_head.to(tl.int64) * k[3]) * ALIGN
+                k_rows = (pages * k[1] + slots * k[2] + kv_head * k[3]) * ALIGN
                 if KEYS is None:
                     keys = tl.load(k[0] + of_rows(k_rows) + dims, mask=of_rows(near) & (dims < D), other=0.0)
                     scores = tl.dot(q_tile, flipped(keys), input_precision=PRECISION)
@@ -172,7 +172,7 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
                 else:
                     scores = seen_by_band(scores, query + shift, cols, near, BAND)
                 weights, shrink, top, sums = online_softmax(scores, top, sums, factor, True)
-                v_rows = (pages * v[1] + slots * v[2] + kv_head.to(tl.int64) * v[3]) * ALIGN
+                v_rows = (pages * v[1] + slots * v[2] + kv_head * v[3]) * ALIGN
                 if KEYS is None:
                     values = tl.load(v[0] + of_rows(v_rows) + dims_v, mask=of_rows(near) & (dims_v < DV), other=0.0)
                     if MASK is not None:
