@@ -138,6 +138,7 @@ class Pointer:
         self.memory, self.written, self.places = memory, written, places
 
     dtype = property(lambda self: SimpleNamespace(element_ty=self.memory.dtype))
+    shape = property(lambda self: list(self.places.shape))
 
     def __add__(self, offset):
         return Pointer(self.memory, self.written, self.places + raw(offset).long())
@@ -496,7 +497,7 @@ class Emulator:
 
     def start(self, function: Callable, grid: tuple, args: tuple, kwargs: dict) -> None:
         """A launch: the programs one after the other."""
-        warps, _ = kwargs.pop("num_warps", 4), kwargs.pop("maxnreg", None)
+        warps, *_ = (kwargs.pop(name, 4) for name in ("num_warps", "maxnreg", "launch_pdl"))
         (self.programs,), self.written = grid, {}
         args = [self.argument(x) for x in args]
         for program in range(self.programs):
@@ -650,12 +651,26 @@ class Emulator:
             return args[0].to(torch.float32)
         if "atom.relaxed.gpu.global.add.u32 t, [$1], 1;" in code:
             return count(*args)
-        if code.startswith(("griddepcontrol.launch_dependents;", "prefetch.global.L2 ")):
+        if code.startswith(("griddepcontrol.", "prefetch.global.L2 ")):
             return Tensor(torch.tensor(0, dtype=torch.int32))
         if code == "redux.sync.or.b32 $0, $1, 0xffffffff;":
             return args[0]
         if code == "lg2.approx.ftz.f32 $0, $1;":
             return Tensor(torch.as_tensor(raw(args[0]), dtype=torch.float32).log2())
+        if code == "cvt.u32.u16 $0, $1;":
+            return Tensor(raw(args[0]).to(torch.int32) & 0xFFFF)
+        if code.startswith("movmatrix.sync.aligned.m8n8.trans.b16"):
+            warps, rows, columns = args[0].shape
+            return Tensor(raw(args[0]).view(warps, rows // 8, 8, columns // 8, 8).transpose(2, 4).reshape(warps, rows, columns))
+        if "cvt.rn.f16x2.e4m3x2" in code:
+            halves = raw(args[0])[..., None].view(torch.float8_e4m3fn).to(torch.float16).view(torch.int32)
+            return tuple(map(Tensor, halves.unbind(-1)))
+        if found := re.fullmatch(r"prmt\.b32 \$0, \$2, 0, 0x(\d+); prmt\.b32 \$1, \$2, 0, 0x(\d+);", code):
+            return tuple(_bytes(raw(args[0]), torch.zeros_like(raw(args[0])), order) for order in found.groups())
+        if found := re.fullmatch(r"prmt\.b32 \$0, \$1, \$2, 0x(\d+);", code):
+            return _bytes(raw(args[0]), raw(args[1]), found[1])
+        if code.startswith("{ .reg .b32 y; shr.u32 y, $4, 8;"):
+            return tuple(Tensor((raw(args[0]) >> shift) & int(mask, 16)) for mask, shift in zip(re.findall(r"0x(\w+);", code), (0, 8, 0, 8), strict=True))
         if code.startswith("prmt.b32 $0"):
             return _shuffled(args[0], code)
         if found := re.search(r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32 a, \$2, \$1; cvt\.rn\.satfinite\.\1x2\.f32 b, \$4, \$3; mov\.b32 \$0, {a, b};", code):
@@ -719,6 +734,7 @@ class Emulator:
             "triton._C.libtriton": SimpleNamespace(ir=None),
             "triton.experimental.gluon.language.nvidia.hopper": hopper,
             "triton.experimental.gluon.nvidia.hopper": SimpleNamespace(TensorDescriptor=Descriptor),
+            "triton.experimental.gluon.language.nvidia.ampere": SimpleNamespace(mma_v2=lift(lambda a, b, acc: acc + a.float() @ b.float())),
         }
 
     def jit(self, function: Callable | None = None, **options):
@@ -745,6 +761,7 @@ class Emulator:
             minimum=lift(torch.fmin),
             maximum=lift(torch.fmax),
             abs=lift(torch.abs),
+            div_rn=lift(torch.div),
             exp2=lift(torch.exp2),
             log2=lift(torch.log2),
             cdiv=lift(lambda x, y: _quotient(x + y - 1, y)),
@@ -766,6 +783,12 @@ class Emulator:
             inline_asm_elementwise=self.assembly,
             warp_specialize=self.specialise,
         )
+
+
+def _bytes(x: torch.Tensor, y: torch.Tensor, order: str) -> Tensor:
+    """PRMT: of each two registers' eight bytes those that the digits of `order` name, the last digit the lowest byte."""
+    both = torch.stack([x, y], -1).view(torch.uint8)
+    return Tensor(both[..., [int(digit) for digit in reversed(order)]].contiguous().view(torch.int32)[..., 0])
 
 
 def _shuffled(x: Tensor, code: str) -> Tensor:

@@ -58,7 +58,7 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
         ("hopper_prefill", ("needs NVIDIA sm_90 alone, A100 is 80",)),
         ("hopper_fp8", ("needs NVIDIA sm_90 alone, A100 is 80", "dtype bf16 is not e4m3")),
     )
-    assert select(DECODE, H200).kernel.name == "triton_decode"
+    assert select(DECODE, H200).kernel.name == "hopper_decode"
     assert select(BACKWARD, H200).kernel.name == ("hopper_backward" if missing(CUTLASS) else "cutlass_backward")
     wide = select(WIDE, H200)
     assert wide.kernel.name == "blocked"

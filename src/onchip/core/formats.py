@@ -86,6 +86,9 @@ def fit(dim: int) -> list[str]:
 class Codes(NamedTuple):
     """Quantised keys or values. All slots that no token uses may hold anything, NaN included.
 
+    In a page's memory head comes after head, for one head is what a reader reads at a time: the 64 bytes of a token and head of int4, 512 bytes apart, came
+    at half of the memory's bandwidth.
+
     codes     [pages, page, kv_heads, columns]: float8 of the format; uint8 for int8; for int4 uint8 of half as many columns, of which byte c holds
               number c in its low 4 bits and number c + dim / 2 in its high 4 bits.
     scale     bfloat16 [pages, page, kv_heads, groups].        zero   like scale for int8 and int4, None for e4m3 and e5m2.
@@ -124,7 +127,7 @@ class Codes(NamedTuple):
         tokens, start, parts = page * kv_heads, 0, []
         for width, dtype in ((form.columns(dim), form.dtype), *((form.groups(dim), torch.bfloat16),) * (1 + form.has_zero)):
             size = tokens * width * dtype.itemsize
-            parts.append(storage[:, start : start + size].view(dtype).unflatten(1, (page, kv_heads, width)))
+            parts.append(storage[:, start : start + size].view(dtype).unflatten(1, (kv_heads, page, width)).transpose(1, 2))
             start += _whole(size)
         return Codes(parts[0], parts[1], parts[2] if form.has_zero else None, form, channel)
 

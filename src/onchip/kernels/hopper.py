@@ -196,6 +196,12 @@ def start_next():
 
 
 @gluon.jit
+def wait_for_last():
+    """Of a kernel that was launched to depend on the one before: until all of that one's results are in memory."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def prefetch(pointers):
     """Bring what lies at `pointers` to L2; nobody waits."""
     gl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
@@ -390,5 +396,6 @@ __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
     "columns_back", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order",
     "logarithm", "mbarrier", "message", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell", "tma",
-    "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "uniform", "warpgroup_mma", "warpgroup_mma_wait", "widened",
+    "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "uniform", "wait_for_last", "warpgroup_mma",
+    "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

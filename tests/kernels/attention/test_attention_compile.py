@@ -30,6 +30,7 @@ from onchip.kernels.attention import (
     hopper_fp8,
     hopper_fp8_backward,
     hopper_prefill,
+    register_decode,
     tile,
     triton_decode,
     triton_prefill,
@@ -329,12 +330,38 @@ def test_hopper_decode(dim, page, heads, len_q, how):
     facts, merge = found["_decode"], found["merge"]
     assert facts.spills <= allowed(0) and merge.spills == 0, f"{tiles}: {facts.spills} and {merge.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
-    assert tiles.stages * tiles.n * dim * 4 >= 160 << 10  # bytes on their way
-    assert dim > 128 or facts.shared + merge.shared + (2 << 10) <= 228 << 10
+    each = 2 if dim <= 128 else 1  # programs a multiprocessor
+    assert each * tiles.stages * tiles.n * dim * 4 >= 128 << 10  # bytes on their way
+    assert each * (facts.shared + (1 << 10)) + (merge.shared + (1 << 10)) * (dim == 128) <= 228 << 10
     assert facts.wgmma == 2 * (dim // 16 + tiles.n // 16)
     copies = 2 * max(1, tiles.n // page)  # of a tile
     assert facts.tma_loads in (dim // 64 * (1 + copies), dim // 64 * (1 + 2 * copies))  # where it is one page LLVM unrolls the loop
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx and "griddepcontrol.launch_dependents" in facts.ptx
+
+
+REGISTERS = [("", 128, 16, (32, 8), 1), ("", 128, 1, (32, 8), 1), ("", 64, 16, (32, 8), 4), ("", 256, 16, (32, 8), 1), ("e4m3", 128, 16, (32, 8), 1)]
+REGISTERS += [
+    ("int8", 128, 16, (32, 8), 1),
+    ("int8", 128, 16, (64, 4), 1),
+    ("int4", 128, 16, (32, 8), 1),
+    ("int4", 64, 256, (32, 8), 1),
+    ("e5m2", 256, 16, (32, 8), 1),
+]
+
+
+@pytest.mark.parametrize(("kv", "dim", "page", "heads", "len_q"), REGISTERS, ids=str)
+def test_register_decode(kv, dim, page, heads, len_q):
+    """Keys and values come 16 bytes a thread and go to products as they lie: what is left of shuffles and shared memory is maxima, and a unit's end."""
+    p = Attention("decode", 32, len_q, 4096, *heads, dim, BF16, Causal(), "paged", page, kv=kv)
+    ints = {"dtype": torch.int32}
+    pool = codes(Format.of(kv), 4096, page, heads[1], dim) if kv else meta(4096, page, heads[1], dim)
+    cache = PagedKV(pool, pool, meta(32, 4096 // page, **ints), meta(32, **ints))
+    tiles, found = launched(register_decode, "sm_90", p, meta(32, len_q, heads[0], dim), cache, Operands(dim**-0.5))
+    facts = found["_decode"]
+    assert facts.spills <= allowed(16) and found["merge"].spills == 0, f"{tiles}: {facts.spills} bytes"
+    bits = 4 if kv == "int4" else 8 if kv else 16
+    assert facts.vector_loads >= 2 * tiles.n * dim * bits // 8 // 512  # of a warp's keys and values
+    assert len(re.findall("shfl", facts.ptx)) <= 90 and facts.shared <= 16 << 10
 
 
 @pytest.mark.parametrize(("dim", "dim_v"), itertools.product((64, 128, 256), repeat=2))

@@ -35,8 +35,8 @@ def case(lengths, page=16, len_q=1, mask=Causal(), dim=16, dtype=FP32, heads=(2,
 OWN_CASES = ("triton_paged", "triton_shares")  # in the interpreter: those of tests/ops/test_paged_packed.py, and of shares and codes below
 
 
-def rows(cases, kernels=tuple(kernel for kernel in DECODE.kernels if not kernel.name.startswith("hopper"))):
-    """One case a kernel and problem, with the marks of where it can run. (What Hopper alone runs has files of its own, test_hopper_*.py.)"""
+def rows(cases, kernels=tuple(kernel for kernel in DECODE.kernels if not kernel.name.startswith(("hopper", "register")))):
+    """One case a kernel and problem, with the marks of where it can run. (What is in Gluon has files of its own.)"""
     for problem, lengths in cases:
         for kernel in kernels:
             many = kernel.name in OWN_CASES or max(lengths) > LIMIT

@@ -22,7 +22,16 @@ from onchip.ops.attend import How, paged_sizes, problem_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KERNEL = DECODE.kernel("hopper_decode")
-PARTS = ("attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.decode_tiles", "attention.hopper_decode")
+PARTS = (
+    "attention.texts",
+    "attention.mods",
+    "attention.tile",
+    "hopper",
+    "attention.hopper_tiles",
+    "attention.decode_tiles",
+    "attention.gluon_shares",
+    "attention.hopper_decode",
+)
 SOURCES = [f"onchip.kernels.{name}" for name in PARTS]
 emulates = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 

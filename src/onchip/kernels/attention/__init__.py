@@ -200,8 +200,13 @@ def _score_in_registers(p: Attention) -> str | None:
     return _not_measured(p)
 
 
-def _not_timed(_p: Attention) -> str | None:
-    return "not run on a GPU yet, in the emulator alone: ask for it by name"
+def _reads_again(p: Attention) -> str | None:
+    """What another kernel does by reading the keys once; the batch does not choose for codes where it must not show."""
+    rows = p.len_q * p.group
+    if p.kv and ("batch_invariant" in p.extras or p.len_q > 16):
+        return None
+    again = f"{rows} rows of a key head, of at most 32: they are tiles of 16, each of which reads the keys" if rows > 32 else None
+    return again or (None if p.kv else _any_length(p))
 
 
 def _faster_with_split_keys(p: Attention) -> str | None:
@@ -338,7 +343,7 @@ DECODE = Op(
                 "kv": ("",),
             },
             also=(_only("batch_invariant", "deterministic", "sinks"), _rows_of_a_tile, _score_in_registers, _translates),
-            slower=(_not_timed,),
+            slower=(_any_length,),
         ),
         Kernel(
             "hopper_paged",
@@ -375,6 +380,24 @@ DECODE = Op(
                 "score": (None,),
             },
             also=(_only("deterministic", "latent"), _not_latent, _top_left),
+        ),
+        Kernel(
+            "register_decode",
+            "onchip.kernels.attention.register_decode:launch",
+            {"cuda": 80},
+            {
+                "dtype": HALF,
+                "dim": (64, 128, 256),
+                "value_dim": (64, 128, 256),
+                "mask": BANDS,
+                "keys": ("paged",),
+                "len_q": range(1, 1 << 20),
+                "page": range(1, 1 << 20),
+                "kv": ("", "e4m3", "e5m2", "int8", "int4"),
+                "score": (None,),
+            },
+            also=(_only("batch_invariant", "deterministic", "sinks"),),
+            slower=(_reads_again,),
         ),
         Kernel(
             "triton_decode",

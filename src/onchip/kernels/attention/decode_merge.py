@@ -19,6 +19,8 @@ def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr,
     BY_UNIT: a program for each unit that there may be, else for each of `programs`, whose share may end in a unit that begins in it.
     Parts are added in order, PARTS at a time.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     total = total_work(lengths_ptr, offsets_ptr, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
     if BY_UNIT:
         b, unit = tl.program_id(0) // most_units, tl.program_id(0) % most_units

@@ -24,7 +24,8 @@ from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.decode_merge import LISTED, SHARE, merge
-from onchip.kernels.attention.decode_tiles import items_of, reach, sequence_of, share_of
+from onchip.kernels.attention.decode_tiles import items_of, reach, sequence_of
+from onchip.kernels.attention.gluon_shares import my_share
 from onchip.kernels.attention.hopper_tiles import ROOM, by_groups, clear, hide, next_sequence, of_keys, of_rows, programs_of, scored, shrunk, top_of, weigh
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, outputs
 from onchip.kernels.hopper import (
@@ -46,6 +47,7 @@ from onchip.kernels.hopper import (
     start_next,
     tell,
     uniform,
+    wait_for_last,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -96,60 +98,22 @@ class Shape:
         return max(1, self.n // self.page)
 
     @property
+    def tile(self):
+        """Keys."""
+        return self.n
+
+    @property
+    def list(self):
+        """[listed] numbers of sequences."""
+        return gl.BlockedLayout([self.listed // 32], [32], [1], [0])
+
+    @property
     def band(self):
         """As `decode_tiles` takes it."""
         return self.left, self.right, self.top_left
 
 
 # ---- device: the copying warp
-
-
-@gluon.jit
-def _plus(x, y):
-    return x + y
-
-
-@gluon.jit
-def _work(lists, first, BAND: gl.constexpr, C: gl.constexpr):
-    """Items of each of `C.listed` sequences from `first` on, all units together; and whether there are such sequences."""
-    lengths, offsets, batch, len_q, kv_heads, group = lists
-    b = first + gl.arange(0, C.listed, layout=gl.BlockedLayout([C.listed // 32], [32], [1], [0]))
-    len_k, queries, _ = sequence_of(lengths, offsets, b, b < batch, len_q)
-    items, tiles = items_of(len_k, queries, kv_heads, group, BAND, C.rows, C.n, C.item)
-    return gl.where(b < batch, items * tiles * kv_heads, 0), b < batch
-
-
-@gluon.jit
-def _passed(work, there, item, seen):
-    """How many sequences end before `item`, their items, and all items; `seen` lie before these."""
-    over = there & (seen + gl.associative_scan(work, 0, _plus) <= item)
-    return gl.sum(over.to(gl.int32), 0), gl.sum(gl.where(over, work, 0), 0), gl.sum(work, 0)
-
-
-@gluon.jit
-def _share(lists, BAND: gl.constexpr, C: gl.constexpr):
-    """This program's items, [begin, stop), the sequence that the first is of, and the items before that sequence's. Loads wait for no other, of a batch
-    that is looked at at once."""
-    program, programs, batch = gl.program_id(0), gl.num_programs(0), lists[2]
-    if C.once:
-        work, there = _work(lists, 0, BAND, C)
-        total = gl.sum(work, 0)
-        begin = share_of(program, total, programs)
-        b, before, _ = _passed(work, there, begin, 0)
-    else:
-        total = batch * 0
-        for first in range(0, batch, C.listed):
-            work, _ = _work(lists, first, BAND, C)
-            total += gl.sum(work, 0)
-        begin = share_of(program, total, programs)
-        b, before, seen = batch * 0, batch * 0, batch * 0
-        for first in range(0, batch, C.listed):
-            work, there = _work(lists, first, BAND, C)
-            more, items, all_items = _passed(work, there, begin, seen)
-            b += more
-            before += items
-            seen += all_items
-    return begin, share_of(program + 1, total, programs), b, before
 
 
 @gluon.jit
@@ -168,7 +132,7 @@ def _copy(given, BAND: gl.constexpr, C: gl.constexpr):
     N: gl.constexpr = C.n
     KNOWN: gl.constexpr = 32 // C.parts  # tiles whose pages are looked up at once
     q_ring, k_ring, v_ring = rings
-    begin, stop, b, before = _share(lists, BAND, C)
+    begin, stop, b, before = my_share(lists, BAND, C)
     at, turn = begin, begin * 0
     q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
     while at < stop:  # a sequence
@@ -362,6 +326,7 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
     """
     start_next()
     _fetch(lengths, batch, table)
+    wait_for_last()
     rings = (ring(q_desc, C.rounds, 1), ring(k_desc, C.stages, 1, C.parts), ring(v_desc, C.stages, 1, C.parts))
     fence_async_shared()
     told = message(1)
@@ -374,6 +339,8 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
 # ---- host
 
 KEYS = ((64, 128), (128, 64), (256, 32))  # of a tile, 32 KiB with its values, by head dimension up to
+EACH = ((128, 2), (256, 1))  # programs a multiprocessor: 32x4k at d128 131.8 us (one: 137.2), d256 133.5 (two: 139.1)
+MOST_PARTS = 32  # of a unit: as many as the merge has on their way at once
 LAZILY = ((64, 0), (256, 64))
 AT_ONCE = 256  # lengths that a program looks at at once: eight a lane
 # Of a thread, by head dimension up to. Half of all leave room for two programs, or for the merge's before this kernel's end.
@@ -382,18 +349,19 @@ STAGES = 16  # of a ring at most
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
-    """One program a multiprocessor, with as many tiles in flight as shared memory holds."""
-    n = pick(KEYS, max(block(p.dim), block(p.value_dim)))
-    return [tiles_of(p, device, n)]
+    """As many tiles in flight as shared memory holds, of two programs a multiprocessor up to d128: one's loads go on while the other ends a unit."""
+    wide = max(block(p.dim), block(p.value_dim))
+    return [tiles_of(p, device, pick(KEYS, wide), pick(EACH, wide))]
 
 
-def tiles_of(p: Attention, device: Device, n: int, each: int = 1, rounds: int = 2) -> Tiles:
+def tiles_of(p: Attention, device: Device, n: int, each: int, rounds: int = 2) -> Tiles:
     """Tiles of `n` keys for `each` programs a multiprocessor, which share its memory."""
     width, width_v = block(p.dim), block(p.value_dim)
     item = SHARE if "batch_invariant" in p.extras else n
     room = ROOM // each - (each - 1) * (1 << 10)  # of each program 1 KiB is the system's
     stages = (room - rounds * 64 * width * p.dtype.itemsize) // (n * (width + width_v) * p.dtype.itemsize)
-    programs = min(each * programs_of(device), p.batch * p.kv_heads * max(1, triton.cdiv(p.len_k, item)))
+    units = p.batch * p.kv_heads
+    programs = min(each * programs_of(device), MOST_PARTS * units, units * max(1, triton.cdiv(p.len_k, item)))
     return Tiles(n, min(STAGES, stages), rounds, programs, item)
 
 
@@ -430,7 +398,7 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
         describe(by_groups(queries, p.kv_heads), 64 // pack, pack, width), describe(k, k_rows, width), describe(v, k_rows, width_v), o, e, parts, sinks,
         (table, table.stride(0), table.shape[1]), cache.lengths, x.q_offsets,
         reads, scale, gain, p.batch, p.len_q, p.kv_heads, p.group,
-        SCORE=score, ROWS=of_row, KEYS=of_key, BAND=shape.band, C=shape, num_warps=4, maxnreg=pick(REGISTERS, max(width, width_v)),
+        SCORE=score, ROWS=of_row, KEYS=of_key, BAND=shape.band, C=shape, num_warps=4, maxnreg=pick(REGISTERS, max(width, width_v)), launch_pdl=True,
     )  # fmt: skip
     by_unit = tiles.item != tiles.n or p.batch * p.kv_heads <= tiles.programs
     if tiles.programs > 1 or tiles.item != tiles.n:

@@ -1,0 +1,56 @@
+"""A program's share of the list of key tiles (`decode_tiles`), in Gluon."""
+
+from onchip.kernels.attention.decode_tiles import items_of, sequence_of, share_of
+from onchip.kernels.hopper import gl, gluon
+
+
+@gluon.jit
+def _plus(x, y):
+    return x + y
+
+
+@gluon.jit
+def _work(lists, first, BAND: gl.constexpr, C: gl.constexpr):
+    """Items of each of `C.listed` sequences from `first` on, all units together; and whether there are such sequences."""
+    lengths, offsets, batch, len_q, kv_heads, group = lists
+    b = first + gl.arange(0, C.listed, layout=C.list)
+    len_k, queries, _ = sequence_of(lengths, offsets, b, b < batch, len_q)
+    items, tiles = items_of(len_k, queries, kv_heads, group, BAND, C.rows, C.tile, C.item)
+    return gl.where(b < batch, items * tiles * kv_heads, 0), b < batch
+
+
+@gluon.jit
+def _passed(work, there, item, seen):
+    """How many sequences end before `item`, their items, and all items; `seen` lie before these."""
+    over = there & (seen + gl.associative_scan(work, 0, _plus) <= item)
+    return gl.sum(over.to(gl.int32), 0), gl.sum(gl.where(over, work, 0), 0), gl.sum(work, 0)
+
+
+@gluon.jit
+def my_share(lists, BAND: gl.constexpr, C: gl.constexpr):
+    """This program's items, [begin, stop), the sequence that the first is of, and the items before that sequence's. Loads wait for no other, of a batch
+    that is looked at at once.
+
+    lists: lengths, offsets of packed queries or None, sequences, queries, key heads, heads of a group.        C: `rows` and keys of a `tile`, keys
+    of an `item`, `listed` sequences at a time, by threads as `list` says; `once` if that is all.
+    """
+    program, programs, batch = gl.program_id(0), gl.num_programs(0), lists[2]
+    if C.once:
+        work, there = _work(lists, 0, BAND, C)
+        total = gl.sum(work, 0)
+        begin = share_of(program, total, programs)
+        b, before, _ = _passed(work, there, begin, 0)
+    else:
+        total = batch * 0
+        for first in range(0, batch, C.listed):
+            work, _ = _work(lists, first, BAND, C)
+            total += gl.sum(work, 0)
+        begin = share_of(program, total, programs)
+        b, before, seen = batch * 0, batch * 0, batch * 0
+        for first in range(0, batch, C.listed):
+            work, there = _work(lists, first, BAND, C)
+            more, items, all_items = _passed(work, there, begin, seen)
+            b += more
+            before += items
+            seen += all_items
+    return begin, share_of(program + 1, total, programs), b, before

@@ -1,0 +1,458 @@
+"""Attention of a few queries over a paged cache: keys and values, quantised or not, go from memory straight to the registers that multiply them.
+
+Flash-Decoding (Dao et al., 2023), dealt out as in `triton_shares`: a unit is one sequence, one key head and one tile of rows (the queries of all heads
+of the group); the key tiles of all units lie in one list, of which each program takes a share of the same length, that it finds itself from the lengths.
+
+Each warp has keys of its own, so that the loop has no barrier, and reads them 16 bytes a thread in the order in which `mma.sync` wants them:
+
+    S^T [keys, rows]      = K [keys, d] Q^T        K is the left operand: thread (g, t), one of 8 x 4, has key g, and 16 bytes of columns beginning at 16 t
+    O^T [columns, rows]  += V^T [columns, keys] P  V^T is the left operand: thread (g, t) has keys 2 t and 2 t + 1, and 16 bytes of columns from 16 g on
+
+A product does not mind in which order its columns or its rows come, as long as queries and results are taken in the same. Rows are the narrow side, of 8 or
+16: little of a product is padding, and sums of 128 columns take 32 registers. Nothing goes through shared memory until a unit ends. A warp has a whole tile
+of 4 KiB of keys and as much of values on their way while it works on the last one; eight such warps a multiprocessor keep memory busy.
+
+A code becomes a float16 on its way. Of an integer the bits are its mantissa (a float16 that is not normal, code 2^-24: exact, and nothing to subtract);
+a key's scale and zero go to its scores, s = scale (q . code) + zero sum(q), a value's to its weight.
+
+A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, and `decode_merge` adds the parts
+up in the order of the keys: the same bits in every run.
+
+Bytes moved: keys and values once, and 8 rows d_v for each of at most 2 programs parts.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from onchip.core.device import Device
+from onchip.core.formats import Codes, Format
+from onchip.core.problem import Attention, Operands
+from onchip.kernels.attention.decode_merge import LISTED, SHARE, merge
+from onchip.kernels.attention.decode_tiles import ROOM, exponent, items_of, power_of_two, reach, sequence_of
+from onchip.kernels.attention.gluon_shares import my_share
+from onchip.kernels.attention.register_tiles import (
+    Shape,
+    base_of,
+    first_of,
+    key_columns,
+    key_operands,
+    load_keys,
+    load_scales,
+    load_values,
+    number,
+    pages_of,
+    value_operands,
+    weight_operand,
+)
+from onchip.kernels.attention.tile import ends, outputs
+from onchip.kernels.hopper import gl, gluon, start_next, wait_for_last
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+class Shares(NamedTuple):
+    """Keys of a warp and step, warps of a program, programs, rows of a tile and such tiles, and keys of an item that a program takes whole."""
+
+    n: int
+    warps: int
+    programs: int
+    rows: int
+    tiles: int
+    item: int
+
+    def __str__(self):
+        shares = "" if self.item == self.n * self.warps else f" of {self.item} keys at a time"
+        return f"{self.n} keys x {self.rows} rows a warp, {self.programs} shares{shares}, {self.warps} warps"
+
+
+# ---- device: queries, and who sees what
+
+
+@gluon.jit
+def _queries(q, q_rows, there, channel, DTYPE: gl.constexpr, C: gl.constexpr):
+    """Right operands [warps, columns, rows], one for each plane. Of codes in float16, a row divided by a power of two (products are exact): that, and
+    the row's sum."""
+    P: gl.constexpr = C.dim // C.planes
+    operand: gl.constexpr = gl.DotOperandLayout(1, C.product, 2)
+    columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, operand))
+    places = gl.convert_layout(q_rows, gl.SliceLayout(0, gl.SliceLayout(1, operand)))[None, None, :]
+    there = gl.convert_layout(there, gl.SliceLayout(0, gl.SliceLayout(1, operand)))[None, None, :]
+    at = key_columns(gl.arange(0, P, layout=columns), C)[None, :, None]
+    at += gl.arange(0, C.warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, operand)))[:, None, None] * 0
+    low = gl.load(q + (places + at), mask=there & (at < P), other=0.0)
+    high = low
+    W: gl.constexpr = C.warps
+    R: gl.constexpr = C.rows
+    factor = gl.full([W, R], 1.0, gl.float32, gl.SliceLayout(1, C.product))
+    sums = factor
+    if C.planes == 2:
+        high = gl.load(q + (places + P + at), mask=there & (at < P), other=0.0)
+    if C.codes:
+        low, high = low.to(gl.float32), high.to(gl.float32)
+        if channel is not None:
+            low = low * gl.load(channel + at)
+            high = high * gl.load(channel + at + (C.planes - 1) * P)
+        most = gl.maximum(gl.max(gl.abs(low), 1), gl.max(gl.abs(high), 1))
+        e = exponent(most)
+        unit = power_of_two(-e)[:, None, :]
+        low = (low * unit).to(DTYPE)
+        high = (high * (unit * 0.0625)).to(DTYPE)  # high bits count 16 times
+        total = gl.sum(low.to(gl.float32), 1)
+        if C.planes == 2:
+            total += gl.sum(high.to(gl.float32), 1) * 16.0
+        factor = gl.convert_layout(power_of_two(e), gl.SliceLayout(1, C.product))
+        sums = gl.convert_layout(total, gl.SliceLayout(1, C.product))
+    return low, high, factor, sums
+
+
+@gluon.jit
+def _sums(x, C: gl.constexpr):
+    """[warps, 16, rows] -> [warps, 8, rows]: what a thread adds up alone."""
+    W: gl.constexpr = C.warps
+    R: gl.constexpr = C.rows
+    return gl.sum(x.reshape([W, 2, 8, R]), 1)
+
+
+@gluon.jit
+def _beside(x, total):
+    """Factors of rows [warps, rows] as `total`, made by `_sums`, wants them."""
+    return gl.convert_layout(x, gl.SliceLayout(1, total.type.layout))[:, None, :]
+
+
+@gluon.jit
+def _seen(n, step: gl.constexpr, sight, C: gl.constexpr, layout: gl.constexpr, EACH: gl.constexpr, OFF: gl.constexpr):
+    """Keys OFF, OFF + EACH, .. of a step, [warps, 16 / EACH], and whether somebody sees them."""
+    at = first_of(n, step, C, layout) + OFF + EACH * gl.arange(0, 16 // EACH, layout=gl.SliceLayout(0, layout))[None, :]
+    return at, (at >= sight[0]) & (at < sight[1])
+
+
+@gluon.jit
+def _hidden(scores, n, step: gl.constexpr, query, shift, sight, C: gl.constexpr):
+    """-inf where a row does not see a key."""
+    OF: gl.constexpr = gl.SliceLayout(2, C.product)
+    at, seen = _seen(n, step, sight, C, OF, 1, 0)
+    at, seen = at[:, :, None], seen[:, :, None]
+    rows = (query + shift)[None, None, :]
+    if C.right >= 0:
+        seen = seen & (at <= rows + C.right)
+    if C.left >= 0:
+        seen = seen & (at >= rows - C.left)
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def _cleared(words, n, step: gl.constexpr, odd: gl.constexpr, sight, C: gl.constexpr):
+    """Words of values [warps, 8, words] with 0 where nobody sees the key: what lies there may be NaN, and 0 times NaN is NaN."""
+    OF: gl.constexpr = gl.SliceLayout(2, words.type.layout)
+    _, seen = _seen(n, step, sight, C, OF, 2, odd)
+    return gl.where(seen[:, :, None], words, 0)
+
+
+# ---- device: a unit
+
+
+@gluon.jit
+def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gain, group, C: gl.constexpr):
+    """A unit, or a part of one, from its queries to its results."""
+    b, kv_head, row, first, last, whole, part, len_k, queries, token, lowest = unit
+    W: gl.constexpr = C.warps
+    R: gl.constexpr = C.rows
+    DV: gl.constexpr = C.dim_v // C.planes
+    STEPS: gl.constexpr = C.n // 16
+    DTYPE: gl.constexpr = gl.float16 if C.kind != "bf16" else gl.bfloat16
+    KEYS: gl.constexpr = C.keys
+    VALUES: gl.constexpr = C.values
+    OF_KEYS: gl.constexpr = gl.SliceLayout(2, C.keys)
+    OF_VALUES: gl.constexpr = gl.SliceLayout(2, C.values)
+    product: gl.constexpr = C.product
+    OF_SCORES: gl.constexpr = gl.SliceLayout(2, product)
+    of_row: gl.constexpr = gl.SliceLayout(1, product)
+    rows_layout: gl.constexpr = gl.SliceLayout(0, of_row)
+    K_TOKEN: gl.constexpr = C.k_steps[0]
+    V_TOKEN: gl.constexpr = C.v_steps[0]
+    r = row + gl.arange(0, R, layout=rows_layout)
+    query, member = r // group, r % group  # the queries of all heads of the group, one after the other
+    head = kv_head * group + member
+    there = query < queries
+    shift = len_k - queries
+    if C.top_left:
+        shift = shift * 0
+    first_whole, whole_end = lowest, last  # between these all rows see all keys
+    if C.left >= 0:
+        first_whole = shift + queries - 1 - C.left
+    if C.right >= 0:
+        whole_end = gl.minimum(last, shift + C.right + 1)
+    sight = (lowest, last)
+
+    k_base, v_base = base_of(k, kv_head, 1, K_TOKEN, C, KEYS), base_of(v, kv_head, 2, V_TOKEN, C, VALUES)
+    pages = pages_of(entries, first, sight, C, OF_KEYS, OF_VALUES)
+    keys, values, of_keys, of_values = (), (), (), ()
+    for s in gl.static_range(STEPS):
+        keys = keys + (load_keys(k_base, k, pages[s], first, s, C, KEYS),)  # noqa: RUF005
+        values = values + (load_values(v_base, v, pages[s], first, s, C, VALUES),)  # noqa: RUF005
+        of_keys = of_keys + (load_scales(scales, 0, kv_head, pages[s], first, s, C, OF_KEYS),)  # noqa: RUF005
+        of_values = of_values + (load_scales(scales, 1, kv_head, pages[s], first, s, C, OF_KEYS),)  # noqa: RUF005
+    pages = pages_of(entries, first + C.tile, sight, C, OF_KEYS, OF_VALUES)
+
+    q_rows = b.to(gl.int64) * q[1] + (token + query).to(gl.int64) * q[2] + head * q[3]
+    low, high, factor, q_sums = _queries(q[0], q_rows, there, channel, DTYPE, C)
+    gain = factor * (gain * (16777216.0 if C.zeros else 1.0))  # 2^24: an integer code is 2^-24 of itself
+    q_sums = q_sums * 5.9604644775390625e-08
+    top = gl.full([W, R], float("-inf"), gl.float32, of_row)
+    nothing = gl.zeros([W, 16, R], gl.float32, product)
+    total = _sums(nothing, C)
+    zeros = total
+    peak = gl.full([W], -100, gl.int32, gl.SliceLayout(1, gl.SliceLayout(2, product)))
+    acc = gl.zeros([W, DV, R], gl.float32, product)
+    more = acc
+    n = first
+    while n < last:
+        new = n + C.tile
+        scores, old, keys, of_old, of_keys = (), keys, (), of_keys, ()
+        for s in gl.static_range(STEPS):
+            of_keys = of_keys + (load_scales(scales, 0, kv_head, pages[s], new, s, C, OF_KEYS),)  # noqa: RUF005
+            keys = keys + (load_keys(k_base, k, pages[s], new, s, C, KEYS),)  # noqa: RUF005
+        for s in gl.static_range(STEPS):
+            planes = key_operands(old[s], DTYPE, C)
+            x = mma_v2(planes[0], low, nothing)
+            if C.planes == 2:
+                x = mma_v2(planes[1], high, x)
+            if C.codes:
+                x = x * number(of_old[s][0])[:, :, None]
+                if C.zeros:
+                    x += number(of_old[s][1])[:, :, None] * q_sums[:, None, :]
+            scores = scores + (x,)  # noqa: RUF005
+        if (n < first_whole) | (new > whole_end):
+            clean, cleared, of_cleared = (), (), ()
+            for s in gl.static_range(STEPS):
+                clean = clean + (_hidden(scores[s], n, s, query, shift, sight, C),)  # noqa: RUF005
+                cleared = cleared + ((_cleared(values[s][0], n, s, 0, sight, C), _cleared(values[s][1], n, s, 1, sight, C)),)  # noqa: RUF005
+                of = of_values[s]
+                if C.codes:
+                    _, seen = _seen(n, s, sight, C, OF_SCORES, 1, 0)
+                    of = (gl.where(seen, of[0], 0), gl.where(seen, of[1], 0))
+                of_cleared = of_cleared + (of,)  # noqa: RUF005
+            scores, values, of_values = clean, cleared, of_cleared
+        most = scores[0]
+        for s in gl.static_range(1, STEPS):
+            most = gl.maximum(most, scores[s])
+        new_top = gl.maximum(top, gl.max(most, 1) * gain)
+        base = gl.where(new_top == float("-inf"), 0.0, new_top)
+        shrink = gl.exp2(top - base)
+        top = new_top
+        weights = ()
+        for s in gl.static_range(STEPS):
+            weights = weights + (gl.exp2(scores[s] * gain[:, None, :] - base[:, None, :]),)  # noqa: RUF005
+        sums = weights[0]
+        for s in gl.static_range(1, STEPS):
+            sums += weights[s]
+        total = total * _beside(shrink, total) + _sums(sums, C)
+        small = gl.full([W], 1.0, gl.float32, peak.type.layout)
+        if C.codes:  # weights times scales, in a unit that float16 holds: 2^ROOM over the largest scale so far, 2^peak
+            most = number(of_values[0][0])
+            for s in gl.static_range(1, STEPS):
+                most = gl.maximum(most, number(of_values[s][0]))
+            new_peak = gl.maximum(peak, exponent(gl.max(most, 1)))
+            if C.zeros:
+                added = weights[0] * number(of_values[0][1])[:, :, None]
+                for s in gl.static_range(1, STEPS):
+                    added += weights[s] * number(of_values[s][1])[:, :, None]
+                zeros = zeros * _beside(shrink, zeros) + _sums(added, C)
+            small = power_of_two(-(new_peak - ROOM))
+            shrink = shrink * gl.convert_layout(power_of_two(gl.maximum(peak - new_peak, -126)), gl.SliceLayout(1, of_row))[:, None]
+            peak = new_peak
+        acc = acc * shrink[:, None, :]
+        if C.planes == 2:
+            more = more * shrink[:, None, :]
+        old, values, of_old, of_values = values, (), of_values, ()
+        for s in gl.static_range(STEPS):
+            x = weights[s]
+            if C.codes:
+                x = x * (number(of_old[s][0]) * small[:, None])[:, :, None]
+            x = weight_operand(x, DTYPE, C)
+            planes = value_operands(old[s][0], old[s][1], DTYPE, C)
+            acc = mma_v2(planes[0], x, acc)
+            if C.planes == 2:
+                more = mma_v2(planes[1], x, more)
+            values = values + (load_values(v_base, v, pages[s], new, s, C, VALUES),)  # noqa: RUF005
+            of_values = of_values + (load_scales(scales, 1, kv_head, pages[s], new, s, C, OF_KEYS),)  # noqa: RUF005
+        n = new
+        pages = pages_of(entries, n + C.tile, sight, C, OF_KEYS, OF_VALUES)
+
+    best = gl.max(top, 0)
+    share = gl.exp2(top - gl.where(best == float("-inf"), 0.0, best)[None, :])  # of each warp
+    sums = gl.sum(gl.convert_layout(gl.sum(total, 1), of_row) * share, 0)
+    logit = gl.full([R], float("-inf"), gl.float32, rows_layout)
+    grown = gl.full([R], 1.0, gl.float32, rows_layout)
+    if sinks is not None:  # one more logit, which weighs nothing; of a unit in parts the merge adds it
+        logit = gl.where(whole, gl.load(sinks + head, mask=there, other=0.0).to(gl.float32) * LOG2E, float("-inf"))
+        new_best = gl.maximum(best, logit)
+        base = gl.where(new_best == float("-inf"), 0.0, new_best)
+        grown = gl.exp2(best - base)
+        sums = sums * grown + gl.exp2(logit - base)
+        best = new_best
+    grown = grown * gl.where(sums == 0.0, 0.0, gl.div_rn(1.0, sums))
+    row_lse = best + gl.log2(sums)
+    place = (b, kv_head, row, group, queries, token, whole, part)
+    result = acc * share[:, None, :]
+    added = gl.full([R], 0.0, gl.float32, rows_layout)
+    if C.codes:
+        result = result * power_of_two(peak - ROOM + (24 if C.zeros else 0))[:, None, None]
+        if C.zeros:
+            added = gl.sum(gl.convert_layout(gl.sum(zeros, 1), of_row) * share, 0)
+    _write(result, added, grown, 0, place, out, parts, C)
+    if C.planes == 2:
+        result = more * share[:, None, :] * power_of_two(peak - ROOM + 20)[:, None, None]
+        _write(result, added, grown, 1, place, out, parts, C)
+    if whole:
+        if lse[0] is not None:
+            gl.store(lse[0] + b.to(gl.int64) * lse[1] + head * lse[2] + token + query, row_lse * LN2, mask=there)
+    else:
+        gl.store(parts[1] + part.to(gl.int64) * R + gl.arange(0, R, layout=rows_layout), row_lse)
+
+
+@gluon.jit
+def _write(result, added, grown, PLANE: gl.constexpr, place, out, parts, C: gl.constexpr):
+    """Results [warps, numbers of columns, rows] of a plane: added up, in the order of the columns."""
+    b, kv_head, row, group, queries, token, whole, part = place
+    W: gl.constexpr = C.warps
+    R: gl.constexpr = C.rows
+    P: gl.constexpr = C.dim_v // C.planes
+    E: gl.constexpr = C.chunk_v * C.of_word
+    layout: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 2, 16], [1, W, 1], [2, 1, 0])
+    of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, layout))
+    x = result.reshape([W, P // (8 * E), E, 8, R]).permute((0, 4, 1, 3, 2)).reshape([W, R, P])
+    x = gl.sum(gl.convert_layout(x, layout), 0)  # [rows, columns]
+    x = (x + gl.convert_layout(added, of_row)[:, None]) * gl.convert_layout(grown, of_row)[:, None]
+    columns = PLANE * P + gl.arange(0, P, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :]
+    r = gl.arange(0, R, layout=of_row)
+    query, member = (row + r) // group, (row + r) % group
+    if whole:
+        to = b.to(gl.int64) * out[1] + (token + query).to(gl.int64) * out[2] + (kv_head * group + member) * out[3]
+        gl.store(out[0] + (to[:, None] + columns), x.to(out[0].dtype.element_ty), mask=(query < queries)[:, None])
+    else:
+        to_part = part.to(gl.int64) * (R * C.dim_v) + (r[:, None] * C.dim_v + columns)
+        gl.store(parts[0] + to_part, x)
+
+
+@gluon.jit(do_not_specialize=["batch", "len_q", "kv_heads", "group"])
+def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, lengths, offsets, scale, batch, len_q, kv_heads, group,
+            BAND: gl.constexpr, C: gl.constexpr):  # fmt: skip
+    """A share of the list. q, out: pointer and strides; k, v: pointer and strides of page and head, in words; scales: as much
+    of the keys' scales and zeros, and the values'.
+
+    Parts go to float32 [2 programs, or items, rows, dim_v] and their LSE in base 2: the first of a program to twice its number, its last, if that is of
+    another unit, behind it.
+    """
+    if C.early:
+        start_next()
+        wait_for_last()
+    lists = (lengths, offsets, batch, len_q, kv_heads, group)
+    begin, stop, b, before = my_share(lists, BAND, C)
+    at = begin
+    while at < stop:  # a sequence
+        len_k, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
+        lowest, start, end = reach(len_k, queries, BAND, C.tile)
+        items, tiles = items_of(len_k, queries, kv_heads, group, BAND, C.rows, C.tile, C.item)
+        entries = table + b.to(gl.int64) * table_row
+        until = gl.minimum(stop, before + items * tiles * kv_heads)
+        while at < until:  # a unit, or a part of one
+            number = (at - before) // items
+            item = at - before - number * items
+            count = gl.minimum(items - item, until - at)
+            if C.item != C.tile:
+                count = count * 0 + 1
+            kv_head = number // tiles
+            first = start + item * C.item
+            last = gl.minimum(first + count * C.item, end)
+            part = at if C.item != C.tile else 2 * gl.program_id(0) + (at > begin).to(gl.int32)
+            of = channel
+            if channel is not None:
+                of = channel + kv_head * C.dim
+            unit = (b, kv_head, (number - kv_head * tiles) * C.rows, first, last, count == items, part, len_k, queries, token, lowest)
+            _attend(unit, q, k, v, scales, of, out, lse, sinks, parts, entries, scale * LOG2E, group, C)
+            at += count
+        before += items * tiles * kv_heads
+        b += 1
+
+
+# ---- host
+
+AHEAD = 4 << 10  # bytes of keys, and of values, that a warp has on their way
+WARPS, EACH = 4, 2  # of a program, and programs of a multiprocessor: 255 registers a thread, which codes of 32 keys and what they become need
+REGISTERS = 255
+MOST_PARTS = 32  # of a unit: as many as the merge has on their way at once
+AT_ONCE = 1024  # lengths that a program looks at at once
+
+
+def configs(p: Attention, device: Device) -> list[Shares]:
+    """Two programs a multiprocessor, of four warps."""
+    wide = max(p.dim, p.value_dim)
+    alone = "batch_invariant" in p.extras  # then nothing that changes a bit depends on how many queries the batch has
+    rows = 8 if wide > 128 or (p.len_q * p.group <= 8 and not alone) else 16  # 16 rows of 256 columns spill 592 bytes
+    size = Format.of(p.kv).columns(wide) if p.kv else wide * p.dtype.itemsize
+    n = AHEAD // size
+    if rows == 16 or p.page % 16:  # twice the sums, or a page for each key, in registers
+        n //= 2
+    return [tiles_of(p, device, max(16, min(64, n)), rows)]
+
+
+def tiles_of(p: Attention, device: Device, n: int, rows: int) -> Shares:
+    """Tiles of `n` keys a warp."""
+    units = p.batch * p.kv_heads * triton.cdiv(p.len_q * p.group, rows)
+    item = max(SHARE, n * WARPS) if "batch_invariant" in p.extras else n * WARPS
+    programs = min(EACH * device.sms, MOST_PARTS * units, units * max(1, triton.cdiv(p.len_k, item)))
+    return Shares(n, WARPS, programs, rows, triton.cdiv(p.len_q * p.group, rows), item)
+
+
+def kind_of(p: Attention) -> str:
+    return Format.of(p.kv).name if p.kv else "bf16" if p.dtype == torch.bfloat16 else "fp16"
+
+
+def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
+    """q `[batch, len_q, heads, dim]`, or `[tokens, heads, dim]` with `x.q_offsets`; cache a PagedKV, as `ops.attention.paged_attention` passes them."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    packed = x.q_offsets is not None
+    out, lse = outputs(p, x, q, return_lse)
+    if out.numel() == 0 or p.len_k == 0:
+        return (out, lse) if return_lse else out
+    left, right, top_left = ends(p.mask)
+    right = right if p.len_q > 1 or top_left else -1  # one query sees to the end
+    scale, pools = x.scale, [(t.codes if isinstance(t, Codes) else t).view(torch.int32) for t in (cache.k, cache.v)]
+    if scale <= 0:  # the kernel takes the largest score before it scales
+        q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
+    kind, tile = kind_of(p), how.n * how.warps
+    listed = max(32, min(AT_ONCE, triton.next_power_of_2(p.batch)))
+    early = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
+    numbers = [t if t is None else t.view(torch.int16) for pool in (cache.k, cache.v) if p.kv for t in (pool.scale, pool.zero)]
+    of = [(None, 0, 0) if t is None else (t, t.stride(0), t.stride(2)) for t in numbers]
+    steps = [tuple(0 if t is None else t.stride(1) for t in (pools[i], *numbers[2 * i : 2 * i + 2])) for i in (0, 1)]
+    shape = Shape(
+        kind, bool(p.kv) and Format.of(p.kv).has_zero, how.n, how.warps, how.rows, p.dim, p.value_dim, p.page, how.item, *steps, left, right, top_left,
+        listed, p.batch <= listed, early,
+    )  # fmt: skip
+    units = p.kv_heads * how.tiles
+    places = 2 * how.programs if how.item == tile else p.batch * units * max(1, triton.cdiv(p.len_k, how.item))
+    parts = tuple(torch.empty((places, how.rows, *columns), dtype=torch.float32, device=q.device) for columns in ((p.value_dim,), ()))
+    strides = lambda t: (t, *((0,) * packed), *t.stride()[:-1])  # noqa: E731
+    o, e = strides(out), (None, 0, 0) if lse is None else (lse, 0, lse.stride(0)) if packed else (lse, *lse.stride()[:2])
+    sinks = None if x.sinks is None else x.sinks.contiguous()
+    sizes = (p.batch, p.len_q, p.kv_heads, p.group)
+    early_launch = {"launch_pdl": True} if early else {}
+    _decode[(how.programs,)](
+        strides(q), *((t, t.stride(0), t.stride(2)) for t in pools), tuple(of), getattr(cache.k, "channel", None), o, e, parts, sinks,
+        cache.page_table, cache.page_table.stride(0), cache.lengths, x.q_offsets, scale, *sizes,
+        BAND=shape.band, C=shape, num_warps=how.warps, maxnreg=REGISTERS, **early_launch,
+    )  # fmt: skip
+    by_unit = how.item != tile or p.batch * units <= how.programs
+    if how.programs > 1 or how.item != tile:
+        merge[(p.batch * units if by_unit else how.programs - 1, min(how.rows, p.len_q * p.group))](
+            o, e, sinks, *parts, cache.lengths, x.q_offsets, p.batch, p.kv_heads, p.group, p.len_q, how.programs, units,
+            DV=p.value_dim, ROWS=how.rows, BLOCK_N=tile, BLOCK_DV=p.value_dim, ITEM=how.item, BATCH=min(LISTED, triton.next_power_of_2(p.batch)),
+            BAND=shape.band, EARLY=early, BY_UNIT=by_unit, PARTS=32, num_warps=2, **early_launch,
+        )  # fmt: skip
+    return (out, lse) if return_lse else out

@@ -1,0 +1,194 @@
+"""A few queries over a cache whose words go straight to registers: the kernel's sources in the emulator, also with bugs; and, on a GPU, against float64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_decode import case, check, coded, paged, queries
+from test_hopper_decode import Merge, Poisoned, emulates
+from test_hopper_paged import Bug
+
+import onchip
+from gluon_emulator import Emulator, Fault
+from judge import assert_as_good_as_torch
+from onchip.core.device import GPUS
+from onchip.core.masks import Causal, Full, Window
+from onchip.core.problem import Operands
+from onchip.dispatch import select
+from onchip.kernels.attention import DECODE
+
+BF16, FP16 = torch.bfloat16, torch.float16
+KERNEL = DECODE.kernel("register_decode")
+PARTS = ("attention.texts", "attention.mods", "attention.tile", "hopper", "attention.decode_tiles", "attention.gluon_shares")
+PARTS += ("attention.register_tiles", "attention.register_decode")
+SOURCES = [f"onchip.kernels.{name}" for name in PARTS]
+
+
+def emulated(p, q, cache, how, edits=(), sinks=None, at_once=1024):
+    """Output and LSE of the kernel; `how`: keys of a warp and step, warps, programs, rows of a tile, tiles, and keys of an item or 0."""
+    emulator = Emulator("slow loads")
+    stand_ins = emulator.stand_ins
+    merge = SimpleNamespace(merge=Merge(), LISTED=1024, SHARE=512)
+    emulator.stand_ins = lambda: stand_ins() | {"onchip.kernels.attention.decode_merge": merge}
+    kernel = emulator.load(*SOURCES, edits=edits)
+    kernel.AT_ONCE, kernel.torch = at_once, Poisoned()
+    kernel.outputs.__globals__["torch"] = kernel.torch
+    assert KERNEL.refuses(p, GPUS["H200"]) == []
+    *tiles, item = how
+    return kernel.launch(p, kernel.Shares(*tiles, item or how[0] * how[1]), q, cache, Operands(p.dim**-0.5, sinks=sinks), True)
+
+
+def judge(p, q, cache, result, sinks=None) -> None:
+    """Output and LSE against float64, beside the reference in the problem's dtype."""
+    how = {"mask": p.mask, "sinks": sinks, "return_lse": True, "kernel": "reference"}
+    wide, low = (cache._replace(**{n: getattr(cache, n).dequantised(t) if p.kv else getattr(cache, n).to(t) for n in "kv"}) for t in (torch.float64, p.dtype))
+    truth, torchs = onchip.paged_attention(q.double(), wide, **how), onchip.paged_attention(q, low, **how)
+    for mine, theirs, true in zip(result, torchs, truth, strict=True):
+        assert_as_good_as_torch(mine, theirs, true)
+
+
+def call(form, lengths, page, **sizes):
+    """A Problem, its queries and its cache, in a format or in bf16."""
+    torch.manual_seed(0)
+    p, lengths = case(lengths, page, **{"dim": 64, "dtype": BF16, "heads": (4, 2)} | sizes)
+    cache = paged(p, lengths, "cpu")
+    cache.v[cache.page_table[0, :4].long()] *= 2.0**-9  # scales that grow
+    p = p._replace(kv=form)
+    return p, queries(p, "cpu"), coded(p, cache, False) if form else cache
+
+
+# ---- as it is
+
+UNEVEN = (200, 0, 61, 131)
+ONE = (16, 2, 3, 8, 1, 0)
+CASES = [
+    ("", UNEVEN, 16, ONE, {}),
+    ("", UNEVEN, 3, (32, 2, 5, 8, 1, 0), {"dtype": FP16, "dim": 128, "dim_v": 64}),
+    ("e4m3", UNEVEN, 64, (32, 1, 4, 8, 1, 0), {"dim": 128}),
+    ("e5m2", UNEVEN, 1, ONE, {"len_q": 3, "heads": (8, 2), "rows": 16}),
+    ("int8", UNEVEN, 16, (32, 2, 4, 8, 1, 0), {"dim": 128}),
+    ("int8", (300, 20), 8, (16, 4, 3, 16, 1, 0), {"len_q": 5, "mask": Window(70), "heads": (6, 2)}),
+    ("int4", UNEVEN, 16, (64, 1, 4, 8, 1, 0), {"dim": 128}),
+    ("int4", UNEVEN, 3, (16, 2, 4, 8, 1, 0), {"dim": 64, "dim_v": 128, "dtype": FP16}),
+    ("int4", (90,), 16, (16, 1, 2, 8, 1, 0), {"dim": 256}),
+    ("", (90, 40), 32, (16, 1, 2, 8, 1, 0), {"dim": 256, "heads": (2, 1)}),
+    ("int8", (150, 40), 16, (16, 2, 3, 8, 1, 0), {"len_q": 3, "mask": Window(40, 1), "heads": (2, 1)}),
+    ("int8", (150, 40), 16, (16, 2, 3, 8, 1, 0), {"len_q": 3, "mask": Causal("top_left"), "heads": (2, 1)}),
+    ("e4m3", (290, 30, 64), 16, (16, 2, 5, 8, 1, 64), {"len_q": 2, "mask": Full()}),
+]
+
+
+@emulates
+@pytest.mark.parametrize(("form", "lengths", "page", "how", "sizes"), CASES, ids=str)
+def test_emulated(form, lengths, page, how, sizes):
+    p, q, cache = call(form, lengths, page, **{k: v for k, v in sizes.items() if k != "rows"})
+    judge(p, q, cache, emulated(p, q, cache, (*how[:3], sizes.get("rows", how[3]), *how[4:])))
+
+
+@emulates
+def test_sinks_and_a_long_list():
+    """Sequences looked at a few at a time."""
+    p, q, cache = call("int8", (*UNEVEN * 9, 70), 16, heads=(4, 2))
+    sinks = torch.randn(4)
+    judge(p, q, cache, emulated(p, q, cache, ONE, sinks=sinks, at_once=32), sinks)
+
+
+@emulates
+def test_scales_far_outside_of_float16():
+    """One token's values are a million times as large as the others'."""
+    p, q, cache = call("", (200, 65), 16)
+    for size in (1e-30, 1e30):
+        values = cache.v * size
+        values[cache.page_table[0, 3].long(), 5] *= 1e6
+        p8 = p._replace(kv="int8")
+        codes = coded(p8, cache._replace(v=values), False)
+        judge(p8, q, codes, emulated(p8, q, codes, ONE))
+
+
+# ---- with a bug
+
+SMALL = ("int8", UNEVEN, 16, (32, 2, 4, 8, 1, 0), {"dim": 128})
+LONG = ("int8", (500,), 16, (16, 2, 1, 8, 1, 0), {})
+NEXT = "        n = new\n        pages = pages_of(entries, n"
+ADDED = "added = gl.sum(gl.convert_layout(gl.sum(zeros, 1), of_row) * share, 0)"
+ZERO = "x += number(of_old[s][1])[:, :, None] * q_sums[:, None, :]"
+ODD = '_merged(even, odd, "0x7362")'
+BUGS = [
+    Bug("a warp reads another one's keys", SMALL, (("C.n * gl.arange(0, C.warps", "0 * gl.arange(0, C.warps"),)),
+    Bug("a step's second keys are its first ones'", SMALL, (("return n + step * 16 +", "return n + step * 0 +"),)),
+    Bug("pages are those of the tile before", SMALL, ((NEXT + " + C.tile", NEXT),)),
+    Bug("columns of queries come in order", SMALL, (("inside = 2 * e + h if C.planes == 2 else 2 * h + e", "inside = 2 * e + h"),)),
+    Bug("weights are not turned", SMALL, ((".permute((0, 1, 4, 3, 2)).reshape([W, 16, R])", ".reshape([W, 16, R])"),)),
+    Bug("even and odd keys change places", SMALL, ((ODD, ODD.replace("even, odd", "odd, even")),)),
+    Bug("a key's zero is left out", SMALL, ((ZERO, "x += 0.0"),)),
+    Bug("a value's zero is left out", SMALL, ((ADDED, "added += 0.0"),)),
+    Bug("sums do not shrink as the scale grows", LONG, (("gl.maximum(peak - new_peak, -126)", "gl.maximum(peak - peak, -126)"),)),
+    Bug("values of free slots are not cleared", SMALL, (("return gl.where(seen[:, :, None], words, 0)", "return words"),
+                                                       ("of = (gl.where(seen, of[0], 0), gl.where(seen, of[1], 0))", "of = (of[0], of[1])"))),
+    Bug("a part goes where the program's other one does", SMALL, (("2 * gl.program_id(0) + (at > begin).to(gl.int32)", "2 * gl.program_id(0)"),)),
+    Bug("warps' sums are not over one maximum", SMALL, (("    result = acc * share[:, None, :]", "    result = acc * 1.0"),)),
+    Bug("a window hides nothing in a tile that it begins in", ("int8", (300, 90), 16, (16, 2, 4, 8, 1, 0), {"mask": Window(70)}),
+        (("(n < first_whole) | (new > whole_end)", "new > whole_end"),)),
+]  # fmt: skip
+
+
+@emulates
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+def test_a_planted_bug_shows(bug):
+    form, lengths, page, how, sizes = bug.case
+    p, q, cache = call(form, lengths, page, **sizes)
+    with pytest.raises((Fault, AssertionError)):
+        judge(p, q, cache, emulated(p, q, cache, how, bug.edits))
+
+
+# ---- on a GPU
+
+LENGTHS = [700, 0, 1, 15, 16, 17, 61, 1031]
+ON_GPU = [(form, page, {}) for form in ("", "e4m3", "e5m2", "int8", "int4") for page in (1, 3, 16, 64)]
+ON_GPU += [(form, 16, {"dim": dim, "dim_v": dim_v}) for form in ("", "int8", "int4") for dim, dim_v in ((64, 0), (256, 0), (64, 256), (128, 64))]
+ON_GPU += [(form, 16, {"len_q": n, "heads": heads}) for form in ("", "e4m3", "int4") for n, heads in ((4, (8, 2)), (3, (16, 1)), (16, (8, 2)))]
+ON_GPU += [("int8", 16, {"mask": mask, "len_q": 3, "dtype": FP16}) for mask in (Full(), Window(90), Window(40, 1), Causal("top_left"))]
+ON_GPU += [("int8", 16, {"len_q": 70}), ("e4m3", 16, {"len_q": 600, "lengths": [900, 600, 1300]})]
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize(("form", "page", "sizes"), ON_GPU, ids=str)
+def test_on_a_gpu(form, page, sizes, device):
+    """Like the reference, the same bits twice, and what the batch holds does not change a batch_invariant row."""
+    sizes = {"dim": 128, "heads": (8, 2), "dtype": BF16} | sizes
+    p, lengths = case(sizes.pop("lengths", LENGTHS), page, **sizes)
+    cache, q = paged(p, lengths, device), queries(p, device)
+    if not form:
+        check(KERNEL.name, p, q, cache)
+        return
+    p = p._replace(kv=form)
+    cache = coded(p, cache, form == "int8")
+    how = {"mask": p.mask, "return_lse": True, "kernel": KERNEL.name}
+    first = onchip.paged_attention(q, cache, **how)
+    judge(p, q, cache, first)
+    assert all(torch.equal(a, b) for a, b in zip(first, onchip.paged_attention(q, cache, **how), strict=True))
+    together = onchip.paged_attention(q, cache, batch_invariant=True, **how)
+    judge(p, q, cache, together)
+    alone = cache._replace(page_table=cache.page_table[-1:], lengths=cache.lengths[-1:])
+    assert torch.equal(onchip.paged_attention(q[-1:], alone, batch_invariant=True, **how)[0][0], together[0][-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+def test_lengths_change_under_a_graph(device):
+    """A captured call is right for other lengths and another order of pages."""
+    p, lengths = case([1040] * 4, 16, dim=128, dtype=BF16, heads=(8, 2))
+    q, plain = queries(p, device), paged(p, lengths, device)
+    p = p._replace(kv="int8")
+    cache = coded(p, plain, False)
+    launch = select(p, device, KERNEL.name).launch
+    launch(q, cache, Operands(p.dim**-0.5), True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = launch(q, cache, Operands(p.dim**-0.5), True)
+    for new in ([700, 0, 61, 1031], [1040, 17, 0, 300]):
+        cache.lengths.copy_(torch.tensor(new, dtype=torch.int32))
+        cache.page_table.copy_(cache.page_table.flip(0))
+        graph.replay()
+        judge(p, q, cache, result)
