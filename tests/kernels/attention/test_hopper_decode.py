@@ -18,6 +18,7 @@ from onchip.core.problem import Operands
 from onchip.core.scores import ALiBi, Softcap, chain
 from onchip.dispatch import select
 from onchip.kernels.attention import DECODE
+from onchip.kernels.attention.decode_merge import at_once
 from onchip.ops.attend import How, paged_sizes, problem_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -124,7 +125,7 @@ def emulated(c: Case, call, mode: str, seed=0, edits=()):
     sinks, offsets = (None, third) if packed else (third, None)
     emulator = Strict(mode, seed)
     stand_ins = emulator.stand_ins
-    merge = SimpleNamespace(merge=Merge(), LISTED=1024, SHARE=512)
+    merge = SimpleNamespace(merge=Merge(), LISTED=1024, SHARE=512, at_once=at_once)
     emulator.stand_ins = lambda: stand_ins() | {"onchip.kernels.attention.decode_merge": merge}
     kernel = emulator.load(*SOURCES, edits=edits)
     kernel.AT_ONCE, kernel.torch = c.at_once, Poisoned()

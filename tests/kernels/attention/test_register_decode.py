@@ -16,6 +16,7 @@ from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Operands
 from onchip.dispatch import select
 from onchip.kernels.attention import DECODE
+from onchip.kernels.attention.decode_merge import at_once
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KERNEL = DECODE.kernel("register_decode")
@@ -24,14 +25,14 @@ PARTS += ("attention.register_tiles", "attention.register_decode")
 SOURCES = [f"onchip.kernels.{name}" for name in PARTS]
 
 
-def emulated(p, q, cache, how, edits=(), sinks=None, at_once=1024):
+def emulated(p, q, cache, how, edits=(), sinks=None, seen=1024):
     """Output and LSE of the kernel; `how`: keys of a warp and step, warps, programs, rows of a tile, tiles, and keys of an item or 0."""
     emulator = Emulator("slow loads")
     stand_ins = emulator.stand_ins
-    merge = SimpleNamespace(merge=Merge(), LISTED=1024, SHARE=512)
+    merge = SimpleNamespace(merge=Merge(), LISTED=1024, SHARE=512, at_once=at_once)
     emulator.stand_ins = lambda: stand_ins() | {"onchip.kernels.attention.decode_merge": merge}
     kernel = emulator.load(*SOURCES, edits=edits)
-    kernel.AT_ONCE, kernel.torch = at_once, Poisoned()
+    kernel.AT_ONCE, kernel.torch = seen, Poisoned()
     kernel.outputs.__globals__["torch"] = kernel.torch
     assert KERNEL.refuses(p, GPUS["H200"]) == []
     *tiles, item = how
@@ -90,7 +91,7 @@ def test_sinks_and_a_long_list():
     """Sequences looked at a few at a time."""
     p, q, cache = call("int8", (*UNEVEN * 9, 70), 16, heads=(4, 2))
     sinks = torch.randn(4)
-    judge(p, q, cache, emulated(p, q, cache, ONE, sinks=sinks, at_once=32), sinks)
+    judge(p, q, cache, emulated(p, q, cache, ONE, sinks=sinks, seen=32), sinks)
 
 
 @emulates

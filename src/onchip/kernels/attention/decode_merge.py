@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from onchip.kernels.attention.decode_tiles import items_of, locate, owner_of, sequence_of, share_of, total_work
-from onchip.kernels.attention.tile import LN2, online_softmax, sink
+from onchip.kernels.attention.tile import LN2, sink
 
 SHARE = 512  # keys an item where the batch must not decide: writing and merging 16 rows costs 6% of reading as many keys of d128
 LISTED = 1024  # sequences that a program looks at at once
@@ -13,8 +13,8 @@ LISTED = 1024  # sequences that a program looks at at once
 @triton.jit(do_not_specialize=["batch", "kv_heads", "group", "len_q", "programs", "most_units"])
 def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr, batch, kv_heads, group, len_q, programs, most_units,
           DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DV: tl.constexpr, ITEM: tl.constexpr, BATCH: tl.constexpr, BAND: tl.constexpr,
-          BY_UNIT: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """One row of a unit in parts: o = sum_s exp(lse_s - lse) o_s, lse = log sum_s exp(lse_s), the sink one more in the sum.
+          BY_UNIT: tl.constexpr, EARLY: tl.constexpr, PARTS: tl.constexpr, HEIGHT: tl.constexpr):  # fmt: skip
+    """HEIGHT rows of a unit in parts: o = sum_s exp(lse_s - lse) o_s, lse = log sum_s exp(lse_s), the sink one more in the sum.
 
     BY_UNIT: a program for each unit that there may be, else for each of `programs`, whose share may end in a unit that begins in it.
     Parts are added in order, PARTS at a time.
@@ -48,35 +48,54 @@ def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr,
     if not BY_UNIT:
         shared = shared & (owner == tl.program_id(0)) & (begin < cut)
     kv_head = unit // tl.maximum(tiles, 1)
-    r = (unit - kv_head * tiles) * ROWS + tl.program_id(1)
+    row = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)
+    r = (unit - kv_head * tiles) * ROWS + row
     query = r // group
     head = kv_head * group + r % group
+    there = (query < queries) & (row < ROWS)
     dims = tl.arange(0, BLOCK_DV)
+    used = dims < DV
     if EARLY:  # in every program: whoever comes after this kernel must find the first one's results
         tl.extra.cuda.gdc_wait()
-    if shared & (parts > 1) & (query < queries):
-        top = -float("inf") + tl.zeros([1], tl.float32)
-        sums = tl.zeros([1], tl.float32)
-        acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    if shared & (parts > 1):
+        top = -float("inf") + tl.zeros([HEIGHT], tl.float32)
+        sums = tl.zeros([HEIGHT], tl.float32)
+        acc = tl.zeros([HEIGHT, BLOCK_DV], tl.float32)
         for first in range(0, parts, PARTS):
             part = first + tl.arange(0, PARTS)
             place = begin + part
             if ITEM == BLOCK_N:
                 place = 2 * (owner + part) + ((part == 0) & (begin > share_of(owner, total, programs))).to(tl.int32)
-            place = place.to(tl.int64) * ROWS + tl.program_id(1)
-            part_lse = tl.load(part_lse_ptr + place, mask=part < parts, other=float("-inf"))
-            values = tl.load(part_ptr + place[:, None] * BLOCK_DV + dims[None, :], mask=(part < parts)[:, None] & (dims < DV)[None, :], other=0.0)
-            weights, shrink, top, sums = online_softmax(part_lse[None, :], top, sums, 1.0, True)
-            acc = acc * shrink[:, None] + tl.sum(values * tl.trans(weights), 0)[None, :]
+            place = (place.to(tl.int64) * ROWS)[:, None] + row[None, :]
+            real = (part < parts)[:, None] & there[None, :]
+            part_lse = tl.load(part_lse_ptr + place, mask=real, other=float("-inf"))
+            values = tl.load(part_ptr + place[:, :, None] * BLOCK_DV + dims[None, None, :], mask=real[:, :, None] & used[None, None, :], other=0.0)
+            new_top = tl.maximum(top, tl.max(part_lse, 0))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights, shrink = tl.math.exp2(part_lse - base[None, :]), tl.math.exp2(top - base)
+            acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
+            sums = sums * shrink + tl.sum(weights, 0)
+            top = new_top
         blind = sums == 0.0
-        logit = tl.full([1], float("-inf"), tl.float32)
+        logit = tl.full([HEIGHT], float("-inf"), tl.float32)
         if sinks_ptr is not None:
-            logit = tl.load(sinks_ptr + head + tl.arange(0, 1)).to(tl.float32)
+            logit = tl.load(sinks_ptr + head, mask=there, other=0.0).to(tl.float32)
             acc, top, sums = sink(acc, top, sums, logit)
         acc = acc * tl.where(sums == 0.0, 0.0, tl.math.div_rn(1.0, sums))[:, None]
         to = out[0] + b.to(tl.int64) * out[1] + (token + query).to(tl.int64) * out[2] + head * out[3]
-        tl.store(to + dims[None, :], acc.to(out[0].dtype.element_ty), mask=(dims < DV)[None, :])
+        tl.store(to[:, None] + dims[None, :], acc.to(out[0].dtype.element_ty), mask=there[:, None] & used[None, :])
         if lse[0] is not None:
-            tl.store(
-                lse[0] + b.to(tl.int64) * lse[1] + head * lse[2] + token + query + tl.arange(0, 1), tl.where(blind, logit, (top + tl.math.log2(sums)) * LN2)
-            )
+            to_lse = lse[0] + b.to(tl.int64) * lse[1] + head * lse[2] + token + query
+            tl.store(to_lse, tl.where(blind, logit, (top + tl.math.log2(sums)) * LN2), mask=there)
+
+
+# ---- host
+
+
+def at_once(units: int, programs: int, rows: int, alone: bool) -> dict[str, int]:
+    """Parts and rows of a merging program: 32 in all, so that few units in many parts and many in two are each one turn of the loop.
+
+    alone   the batch may not choose.
+    """
+    parts = 32 if alone else min(32, triton.next_power_of_2(triton.cdiv(programs, units) + 1))
+    return {"PARTS": parts, "HEIGHT": min(32 // parts, triton.next_power_of_2(rows))}

@@ -23,7 +23,7 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention import mods
-from onchip.kernels.attention.decode_merge import LISTED, SHARE, merge
+from onchip.kernels.attention.decode_merge import LISTED, SHARE, at_once, merge
 from onchip.kernels.attention.decode_tiles import items_of, reach, sequence_of
 from onchip.kernels.attention.gluon_shares import my_share
 from onchip.kernels.attention.hopper_tiles import ROOM, by_groups, clear, hide, next_sequence, of_keys, of_rows, programs_of, scored, shrunk, top_of, weigh
@@ -402,9 +402,10 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     )  # fmt: skip
     by_unit = tiles.item != tiles.n or p.batch * p.kv_heads <= tiles.programs
     if tiles.programs > 1 or tiles.item != tiles.n:
-        merge[(p.batch * p.kv_heads if by_unit else tiles.programs - 1, min(rows, p.len_q * p.group))](
+        height = at_once(p.batch * p.kv_heads, tiles.programs, min(rows, p.len_q * p.group), tiles.item != tiles.n)
+        merge[(p.batch * p.kv_heads if by_unit else tiles.programs - 1, triton.cdiv(min(rows, p.len_q * p.group), height["HEIGHT"]))](
             o, e, sinks, *parts, cache.lengths, x.q_offsets, *sizes, tiles.programs, p.kv_heads,
             DV=p.value_dim, ROWS=rows, BLOCK_N=tiles.n, BLOCK_DV=width_v, ITEM=tiles.item, BATCH=min(LISTED, triton.next_power_of_2(p.batch)),
-            BAND=shape.band, EARLY=True, BY_UNIT=by_unit, PARTS=32, num_warps=2, launch_pdl=True,
+            BAND=shape.band, EARLY=True, BY_UNIT=by_unit, **height, num_warps=2, launch_pdl=True,
         )  # fmt: skip
     return (out, lse) if return_lse else out

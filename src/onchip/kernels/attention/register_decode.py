@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from onchip.core.device import Device
 from onchip.core.formats import Codes, Format
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention.decode_merge import LISTED, SHARE, merge
+from onchip.kernels.attention.decode_merge import LISTED, SHARE, at_once, merge
 from onchip.kernels.attention.decode_tiles import ROOM, exponent, items_of, power_of_two, reach, sequence_of
 from onchip.kernels.attention.gluon_shares import my_share
 from onchip.kernels.attention.register_tiles import (
@@ -450,9 +450,10 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     )  # fmt: skip
     by_unit = how.item != tile or p.batch * units <= how.programs
     if how.programs > 1 or how.item != tile:
-        merge[(p.batch * units if by_unit else how.programs - 1, min(how.rows, p.len_q * p.group))](
+        height = at_once(p.batch * units, how.programs, min(how.rows, p.len_q * p.group), how.item != tile)
+        merge[(p.batch * units if by_unit else how.programs - 1, triton.cdiv(min(how.rows, p.len_q * p.group), height["HEIGHT"]))](
             o, e, sinks, *parts, cache.lengths, x.q_offsets, p.batch, p.kv_heads, p.group, p.len_q, how.programs, units,
             DV=p.value_dim, ROWS=how.rows, BLOCK_N=tile, BLOCK_DV=p.value_dim, ITEM=how.item, BATCH=min(LISTED, triton.next_power_of_2(p.batch)),
-            BAND=shape.band, EARLY=early, BY_UNIT=by_unit, PARTS=32, num_warps=2, **early_launch,
+            BAND=shape.band, EARLY=early, BY_UNIT=by_unit, **height, num_warps=2, **early_launch,
         )  # fmt: skip
     return (out, lse) if return_lse else out

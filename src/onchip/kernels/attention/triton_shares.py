@@ -32,7 +32,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods, texts
-from onchip.kernels.attention.decode_merge import LISTED, SHARE, merge
+from onchip.kernels.attention.decode_merge import LISTED, SHARE, at_once, merge
 from onchip.kernels.attention.decode_tiles import (
     ROOM,
     add_values_of_codes,
@@ -323,8 +323,9 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     )  # fmt: skip
     by_unit = how.item != how.n or p.batch * most_units <= how.programs
     if how.programs > 1 or how.item != how.n:
-        merge[(p.batch * most_units if by_unit else how.programs - 1, min(rows, p.len_q * p.group))](
-            o, e, sinks, part, part_lse, *lists, *sizes, how.programs, most_units, **shared, BY_UNIT=by_unit, PARTS=32, num_warps=4, **early
+        height = at_once(p.batch * most_units, how.programs, min(rows, p.len_q * p.group), how.item != how.n)
+        merge[(p.batch * most_units if by_unit else how.programs - 1, triton.cdiv(min(rows, p.len_q * p.group), height["HEIGHT"]))](
+            o, e, sinks, part, part_lse, *lists, *sizes, how.programs, most_units, **shared, BY_UNIT=by_unit, **height, num_warps=4, **early
         )
     return (out, lse) if return_lse else out
 
