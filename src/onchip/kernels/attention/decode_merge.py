@@ -92,10 +92,10 @@ def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr,
 # ---- host
 
 
-def at_once(units: int, programs: int, rows: int, alone: bool) -> dict[str, int]:
-    """Parts and rows of a merging program: 32 in all, so that few units in many parts and many in two are each one turn of the loop.
+def at_once(units: int, programs: int, rows: int, columns: int, alone: bool) -> dict[str, int]:
+    """Parts and rows of a merging program, 4,096 numbers in all, so that few units in many parts and many in two are each one turn of the loop.
 
     alone   the batch may not choose.
     """
     parts = 32 if alone else min(32, triton.next_power_of_2(triton.cdiv(programs, units) + 1))
-    return {"PARTS": parts, "HEIGHT": min(32 // parts, triton.next_power_of_2(rows))}
+    return {"PARTS": parts, "HEIGHT": max(1, min(4096 // columns // parts, triton.next_power_of_2(rows)))}

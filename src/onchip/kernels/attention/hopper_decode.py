@@ -402,7 +402,7 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     )  # fmt: skip
     by_unit = tiles.item != tiles.n or p.batch * p.kv_heads <= tiles.programs
     if tiles.programs > 1 or tiles.item != tiles.n:
-        height = at_once(p.batch * p.kv_heads, tiles.programs, min(rows, p.len_q * p.group), tiles.item != tiles.n)
+        height = at_once(p.batch * p.kv_heads, tiles.programs, min(rows, p.len_q * p.group), width_v, tiles.item != tiles.n)
         merge[(p.batch * p.kv_heads if by_unit else tiles.programs - 1, triton.cdiv(min(rows, p.len_q * p.group), height["HEIGHT"]))](
             o, e, sinks, *parts, cache.lengths, x.q_offsets, *sizes, tiles.programs, p.kv_heads,
             DV=p.value_dim, ROWS=rows, BLOCK_N=tiles.n, BLOCK_DV=width_v, ITEM=tiles.item, BATCH=min(LISTED, triton.next_power_of_2(p.batch)),

@@ -450,7 +450,7 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     )  # fmt: skip
     by_unit = how.item != tile or p.batch * units <= how.programs
     if how.programs > 1 or how.item != tile:
-        height = at_once(p.batch * units, how.programs, min(how.rows, p.len_q * p.group), how.item != tile)
+        height = at_once(p.batch * units, how.programs, min(how.rows, p.len_q * p.group), p.value_dim, how.item != tile)
         merge[(p.batch * units if by_unit else how.programs - 1, triton.cdiv(min(how.rows, p.len_q * p.group), height["HEIGHT"]))](
             o, e, sinks, *parts, cache.lengths, x.q_offsets, p.batch, p.kv_heads, p.group, p.len_q, how.programs, units,
             DV=p.value_dim, ROWS=how.rows, BLOCK_N=tile, BLOCK_DV=p.value_dim, ITEM=how.item, BATCH=min(LISTED, triton.next_power_of_2(p.batch)),

@@ -323,7 +323,7 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     )  # fmt: skip
     by_unit = how.item != how.n or p.batch * most_units <= how.programs
     if how.programs > 1 or how.item != how.n:
-        height = at_once(p.batch * most_units, how.programs, min(rows, p.len_q * p.group), how.item != how.n)
+        height = at_once(p.batch * most_units, how.programs, min(rows, p.len_q * p.group), width_v, how.item != how.n)
         merge[(p.batch * most_units if by_unit else how.programs - 1, triton.cdiv(min(rows, p.len_q * p.group), height["HEIGHT"]))](
             o, e, sinks, part, part_lse, *lists, *sizes, how.programs, most_units, **shared, BY_UNIT=by_unit, **height, num_warps=4, **early
         )
