@@ -8,8 +8,8 @@ from torch import Tensor
 from onchip.core.formats import Codes
 from onchip.core.problem import Rope, Rows
 from onchip.dispatch import select
+from onchip.ops.activation import ACTIVATIONS, gated_act
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 NORMS = ("", "residual", "offset", "residual offset")  # variants of rms_norm: a residual counts 1, an offset 2
 
 
@@ -76,26 +76,6 @@ def rms_norm(
         raise ValueError(f"rms_norm: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; they must be equal")
     problem = Rows("rms_norm", x.numel() // width, width, x.dtype, NORMS[(residual is not None) + 2 * (offset != 0)])
     return select(problem, x.device, kernel).launch(x, weight, eps, residual, offset)
-
-
-def gated_act(
-    x: Tensor,  # [..., 2 width]
-    act: str = "silu",
-    *,
-    kernel: str = "auto",
-) -> Tensor:
-    """`act(gate) * up` of the two halves of the last dimension, `[..., width]`, rounded at most twice (Shazeer, 2020).
-
-    act   "silu" for SwiGLU, "gelu" (exact) or "gelu_tanh" for GeGLU.
-    """
-    if torch.compiler.is_compiling():
-        return torch.ops.onchip.gated_act(x, act, kernel)
-    if act not in ACTIVATIONS:
-        raise ValueError(f"gated_act: act={act!r} is not one of {', '.join(ACTIVATIONS)}")
-    if x.shape[-1] % 2:
-        raise ValueError(f"gated_act: width {x.shape[-1]} is odd; x holds gate and up side by side")
-    width = x.shape[-1] // 2
-    return select(Rows("gated_act", x.numel() // (2 * width), width, x.dtype, act), x.device, kernel).launch(x)
 
 
 def rope_append(
@@ -186,11 +166,6 @@ def _add_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual
     return rms_norm(x, weight, eps=eps, offset=offset, residual=residual, kernel=kernel)
 
 
-@torch.library.custom_op("onchip::gated_act", mutates_args=())
-def _gated_act(x: Tensor, act: str, kernel: str) -> Tensor:
-    return gated_act(x, act, kernel=kernel)
-
-
 @torch.library.custom_op("onchip::rope_append", mutates_args=("qkv", "k", "v"))
 def _rope_append(
     qkv: Tensor, table: Tensor, positions: Tensor, heads: int, kv_heads: int, layout: str,
@@ -211,7 +186,6 @@ def _sample(
 
 _rms_norm.register_fake(lambda x, *_: x.new_empty(x.shape))
 _add_rms_norm.register_fake(lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)))
-_gated_act.register_fake(lambda x, *_: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 _rope_append.register_fake(lambda *_: None)
 _sample.register_fake(lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64))
 

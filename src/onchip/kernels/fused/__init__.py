@@ -17,11 +17,6 @@ def _rms_norm(p: Rows) -> Cost:
     return Cost(4 * p.rows * p.width, (passes * p.rows + 1) * p.width * p.dtype.itemsize)
 
 
-def _gated_act(p: Rows) -> Cost:
-    """Gate and up are read, their product written; `width` is the output's."""
-    return Cost(8 * p.rows * p.width, 3 * p.rows * p.width * p.dtype.itemsize)
-
-
 def _rope_append(p: Rope) -> Cost:
     """q and k read and written, v read when it is appended; appending writes k and v once more, or their codes. The table is read once a token."""
     head = p.dim * p.dtype.itemsize
@@ -55,8 +50,41 @@ def _family(op: str, file: str, accepts: dict, cost, also: tuple = ()) -> Op:
 
 
 RMS_NORM = _family("rms_norm", "norm", {"width": range(1, (1 << 16) + 1)}, _rms_norm)
-GATED_ACT = _family("gated_act", "mlp", {"variant": ("silu", "gelu", "gelu_tanh")}, _gated_act)
 ROPE_APPEND = _family("rope_append", "rope", {"dim": range(2, 513), "layout": ("neox", "interleaved"), "kv": KV}, _rope_append, (_group_in_a_half,))
 SAMPLE = _family("sample", "logits", {"width": range(1, (1 << 20) + 1)}, _sample)
 
-OPS = (RMS_NORM, GATED_ACT, ROPE_APPEND, SAMPLE)
+OPS = (RMS_NORM, ROPE_APPEND, SAMPLE)
+
+
+# ---- activations, rotation and what is used beside a model: reference_rows.py and reference_steps.py
+
+ACTS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "mish")
+BIAS = ("", " bias")
+PLAIN = tuple(act + bias for act in ACTS for bias in BIAS)
+GATED = tuple(act + layout + bias for act in (*ACTS, "clipped") for layout in ("", " interleaved") for bias in BIAS)
+
+
+def _passes(read: int, written: int, flops: int = 8):
+    """Tensors of rows x width, read and written."""
+    return lambda p: Cost(flops * p.rows * p.width, (read + written) * p.rows * p.width * p.dtype.itemsize)
+
+
+def _rotary(p: Rope) -> Cost:
+    """q and k read and written; the table is read once a token."""
+    heads = p.tokens * (p.heads + p.kv_heads)
+    return Cost(6 * heads * p.rotary_dim / 2, 2 * heads * p.dim * p.dtype.itemsize + 4 * p.tokens * p.rotary_dim)
+
+
+def _pair(op: str, entry: str, accepts: dict, cost, oracle: str = "reference_rows") -> Op:
+    """As `_family`, where a file has more than one operator: `entry` is "file:function"."""
+    file = entry.partition(":")[0]
+    rows = Kernel(f"triton_{file}", f"onchip.kernels.fused.{entry}", GPUS, {"dtype": FLOATS, **accepts})
+    return Op(op, cost, (rows, Kernel("reference", f"onchip.kernels.fused.{oracle}:{op}", portable=True)))
+
+
+GATED_ACT = _pair("gated_act", "mlp:launch", {"variant": GATED}, _passes(2, 1))  # `width` is the output's
+GATED_ACT_BACKWARD = _pair("gated_act_backward", "mlp:launch_backward", {"variant": GATED}, _passes(3, 2, 20))
+ACTIVATE = _pair("activate", "mlp:launch", {"variant": PLAIN}, _passes(1, 1))
+ACTIVATE_BACKWARD = _pair("activate_backward", "mlp:launch_backward", {"variant": PLAIN}, _passes(2, 1, 16))
+
+OPS += (GATED_ACT, GATED_ACT_BACKWARD, ACTIVATE, ACTIVATE_BACKWARD)
