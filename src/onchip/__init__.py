@@ -21,6 +21,8 @@ _NAMES = {
     "onchip.ops.sparse": ("PageBounds", "append_bounds", "attend_pages", "attend_tokens", "page_bounds", "page_scores", "top_pages"),
     "onchip.ops.fused": ("Append", "QKNorm", "Sampling", "rms_norm", "rope_append", "sample"),
     "onchip.ops.activation": ("Clipped", "activate", "gated_act"),
+    "onchip.ops.lookup": ("dropout_add", "embedding", "hadamard"),
+    "onchip.ops.rotary": ("rotary",),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.cache.radix": ("RadixTree",),
     "onchip.cache.sharing": ("plan_cascade",),

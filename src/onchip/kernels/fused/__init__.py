@@ -88,3 +88,28 @@ ACTIVATE = _pair("activate", "mlp:launch", {"variant": PLAIN}, _passes(1, 1))
 ACTIVATE_BACKWARD = _pair("activate_backward", "mlp:launch_backward", {"variant": PLAIN}, _passes(2, 1, 16))
 
 OPS += (GATED_ACT, GATED_ACT_BACKWARD, ACTIVATE, ACTIVATE_BACKWARD)
+
+
+def _embedding_backward(p: Rows) -> Cost:
+    """The gradient of the output read; that of the weights cleared and written."""
+    return Cost(p.rows * p.width, (p.rows + int(p.variant.removeprefix("of "))) * p.width * p.dtype.itemsize)
+
+
+def _dropout_add(p: Rows) -> Cost:
+    """A tenth of a call of Philox an element, about 30 integer operations."""
+    return Cost(30 * p.rows * p.width, (2 + (p.variant == "residual")) * p.rows * p.width * p.dtype.itemsize)
+
+
+def _hadamard(p: Rows) -> Cost:
+    """An addition an element and step."""
+    return Cost(p.rows * p.width * max(1, p.width.bit_length() - 1), 2 * p.rows * p.width * p.dtype.itemsize)
+
+
+ROTARY = _pair("rotary", "rope:launch_rotary", {"dim": range(2, 513), "layout": ("neox", "interleaved")}, _rotary)
+ROTARY_BACKWARD = _pair("rotary_backward", "rope:launch_rotary_backward", {"dim": range(2, 513), "layout": ("neox", "interleaved")}, _rotary)
+EMBEDDING = _pair("embedding", "embedding:launch", {}, _passes(1, 1, 0))
+EMBEDDING_BACKWARD = _pair("embedding_backward", "embedding:launch_backward", {}, _embedding_backward)
+DROPOUT_ADD = _pair("dropout_add", "dropout:launch", {"variant": ("", "residual")}, _dropout_add)
+HADAMARD = _pair("hadamard", "hadamard:launch", {"width": tuple(1 << i for i in range(16))}, _hadamard)
+
+OPS += (ROTARY, ROTARY_BACKWARD, EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD)
