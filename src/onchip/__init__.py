@@ -23,6 +23,8 @@ _NAMES = {
     "onchip.ops.activation": ("Clipped", "activate", "gated_act"),
     "onchip.ops.lookup": ("dropout_add", "embedding", "hadamard"),
     "onchip.ops.rotary": ("rotary",),
+    "onchip.ops.optim": ("AdamW",),
+    "onchip.ops.diffusion": ("DDIM", "DDPM", "DPM2M", "Betas", "Euler", "Flow", "Schedule", "Spacing", "denoise_step", "noise_state", "schedule"),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.cache.radix": ("RadixTree",),
     "onchip.cache.sharing": ("plan_cascade",),

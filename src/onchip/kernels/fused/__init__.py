@@ -113,3 +113,23 @@ DROPOUT_ADD = _pair("dropout_add", "dropout:launch", {"variant": ("", "residual"
 HADAMARD = _pair("hadamard", "hadamard:launch", {"width": tuple(1 << i for i in range(16))}, _hadamard)
 
 OPS += (ROTARY, ROTARY_BACKWARD, EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD)
+
+
+def _adamw(p: Rows) -> Cost:
+    """p and the moments read and written, g read; `width` is the elements of all tensors, `rows` their number."""
+    moments = 2 if p.variant.startswith(("bf16", "fp16")) else 4
+    return Cost(16 * p.width, p.width * (3 * p.dtype.itemsize + 4 * moments))
+
+
+def _denoise(p: Rows) -> Cost:
+    """The sample and the model's output (guided: two of them) read, the next sample written; the data predicted, where a step looks back, read and written."""
+    words = p.variant.split()
+    passes = 3 + ("guided" in words) + 2 * ("second" in words) + ("scaled" in words)
+    return Cost((60 if "noisy" in words else 10) * p.rows * p.width, passes * p.rows * p.width * p.dtype.itemsize)
+
+
+ADAMW = _pair("adamw", "adamw:launch", {"variant": ("fp32 moments", "bf16 moments")}, _adamw, "reference_steps")
+GRAD_NORM = _pair("grad_norm", "adamw:launch_norm", {}, lambda p: Cost(2 * p.width, p.width * p.dtype.itemsize), "reference_steps")
+DENOISE = _pair("denoise", "denoise:launch", {}, _denoise, "reference_steps")
+
+OPS += (ADAMW, GRAD_NORM, DENOISE)
