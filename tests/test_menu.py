@@ -33,6 +33,18 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "quantise": Rows("quantise", 8000, 128, BF16, "block"),
     "merge": Rows("merge", 2048, 128, BF16, "2 parts"),
     "page_scores": Rows("page_scores", 8000, 128, BF16, "4 heads"),
+    "gated_act_backward": Rows("gated_act_backward", 63, 4096, BF16, "clipped interleaved bias"),
+    "activate": Rows("activate", 63, 4096, BF16, "mish"),
+    "activate_backward": Rows("activate_backward", 63, 4096, BF16, "relu2 bias"),
+    "rotary": Rope("rotary", 63, 8, 2, 64, 64, BF16, "neox", False, False),
+    "rotary_backward": Rope("rotary_backward", 63, 8, 2, 96, 64, BF16, "neox", False, False),
+    "embedding": Rows("embedding", 63, 4096, BF16, "of 50257"),
+    "embedding_backward": Rows("embedding_backward", 63, 4096, BF16, "of 50257"),
+    "dropout_add": Rows("dropout_add", 63, 4096, BF16, "residual"),
+    "hadamard": Rows("hadamard", 63, 4096, BF16),
+    "adamw": Rows("adamw", 300, 1 << 27, BF16, "fp32 moments"),
+    "grad_norm": Rows("grad_norm", 300, 1 << 27, BF16),
+    "denoise": Rows("denoise", 2, 16384, BF16, "second guided"),
 }
 LATENT = TYPICAL["decode"]._replace(heads=128, kv_heads=1, dim=576, dim_v=512, page=64, extras=("latent",))
 ROWS = [pytest.param(op, kernel, id=f"{op.name}-{kernel.name}") for op in OPS.values() for kernel in op.kernels]
@@ -72,7 +84,7 @@ def outside(field: str, allowed) -> list:
         "mask": [Odd()],
         "keys": ["ring"],
         "page": [0, 3, 4096],
-        "variant": ["relu"],
+        "variant": ["relu", "tanh"],
         "layout": ["gptj"],
         "kv": ["int3"],
         "tokens": [9],
@@ -455,6 +467,7 @@ VARIED = {
 def test_a_problem_is_its_text(problem):
     """Problems that differ in any one or two fields that mean something differ in their text, which is their test id and benchmark row."""
     unused = {"op", "keys"} | ({"page", "tokens", "tokens_k"} - ({"page"} if problem.op == "decode" else set()) if isinstance(problem, Attention) else set())
+    unused |= {"append"} if problem.op.startswith("rotary") else set()  # there is no cache
     fields = [field for field in problem._fields if field not in unused]
     changed = [dict.fromkeys(chosen) for size in (0, 1, 2) for chosen in itertools.combinations(fields, size)]
     problems = [problem._replace(**{field: VARIED[field] for field in chosen}) for chosen in changed]
@@ -480,6 +493,18 @@ def test_texts_by_hand():
         "quantise 8000x128 bf16 block",
         "merge 2048x128 bf16 2 parts",
         "page_scores 8000x128 bf16 4 heads",
+        "gated_act_backward 63x4096 bf16 clipped interleaved bias",
+        "activate 63x4096 bf16 mish",
+        "activate_backward 63x4096 bf16 relu2 bias",
+        "rotary T63 h8/2 d64 r64 bf16 neox",
+        "rotary_backward T63 h8/2 d96 r64 bf16 neox",
+        "embedding 63x4096 bf16 of 50257",
+        "embedding_backward 63x4096 bf16 of 50257",
+        "dropout_add 63x4096 bf16 residual",
+        "hadamard 63x4096 bf16",
+        "adamw 300x134217728 bf16 fp32 moments",
+        "grad_norm 300x134217728 bf16",
+        "denoise 2x16384 bf16 second guided",
     ]
     full = Attention("backward", 2, 70, 80, 4, 4, 16, FP32, DOCUMENT, "packed", 0, 100, 120, 8, ALIBI, ("dropout", "sinks"))
     assert str(full) == "backward B2 q70 k80 h4/4 d16/8 fp32 Document packed 100/120 tokens ALiBi dropout sinks"

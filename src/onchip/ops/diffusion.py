@@ -111,7 +111,9 @@ def schedule(
         raise ValueError(f"schedule: steps={steps}; give 1 to {noise.steps}, the steps of training")
     flow = isinstance(noise, Flow)
     if flow != (prediction == "flow") or (flow and not isinstance(sampler, (Euler, DPM2M))):
-        raise ValueError(f"schedule: {sampler} with prediction={prediction!r} over {noise}; a Flow goes with 'flow' and with Euler or DPM2M, and 'flow' with a Flow")
+        raise ValueError(
+            f"schedule: {sampler} with prediction={prediction!r} over {noise}; a Flow goes with 'flow' and with Euler or DPM2M, and 'flow' with a Flow"
+        )
     times, alphas, sigmas = _flow_levels(noise, steps, isinstance(sampler, DPM2M)) if flow else _levels(noise, _times(sampler, steps, noise, spacing))
     exploding = isinstance(sampler, Euler) and not flow  # in the coordinates of x / alpha
     rows = []

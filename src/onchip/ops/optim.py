@@ -9,7 +9,6 @@ from torch import Tensor
 from onchip.core.problem import SHORT, Rows
 from onchip.dispatch import select
 
-
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -59,7 +59,6 @@ def test_three_steps(dtypes, moments, max_norm, kernel, device):
 def test_one_launch_for_a_list(kernel, device):
     """And one for each dtype and count of steps."""
     params = parameters((FP32,), device)
-    decisions = []
     optimiser = AdamW(params, max_norm=1.0, kernel=kernel)
     for _ in range(2):
         for p in params:

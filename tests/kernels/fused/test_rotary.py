@@ -43,9 +43,12 @@ def check(sizes, dtype, layout, kernel, device):
     results = []
     for of in (None, dtype, torch.float64):
         x = (values if of is None else values.detach().to(of)).detach().requires_grad_()
-        parts = x.split((heads, kv_heads), 2)
+        parts, angles = x.split((heads, kv_heads), 2), table.to(of or dtype)
         with record() as decisions:
-            out = rotary(*parts, table, positions, layout=layout, kernel=kernel) if of is None else [textbook(p, table.to(of), positions, layout) for p in parts]
+            if of is None:
+                out = rotary(*parts, table, positions, layout=layout, kernel=kernel)
+            else:
+                out = [textbook(part, angles, positions, layout) for part in parts]
             dx = torch.autograd.grad(torch.cat(out, 2), x, grad.to(out[0].dtype))
         if of is None:
             assert [d.problem.op for d in decisions] == ["rotary", "rotary_backward"] and {d.kernel.name for d in decisions} == {kernel}

@@ -16,7 +16,13 @@ from onchip.core.kernel import pick
 from onchip.core.problem import Rows
 
 TILE = 2048  # elements of a program that holds several rows
-WARPS = ((2048, 1), (4096, 2), (8192, 4), (16384, 8), (32768, 16))  # (elements up to, warps): 64 a thread, so that an exchange is a few bits (ptxas: 3 barriers at 4096)
+WARPS = (
+    (2048, 1),
+    (4096, 2),
+    (8192, 4),
+    (16384, 8),
+    (32768, 16),
+)  # (elements up to, warps): 64 a thread, so that an exchange is a few bits (ptxas: 3 barriers at 4096)
 STEP = 4  # bits a pass
 
 
