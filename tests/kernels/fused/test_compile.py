@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import triton.language as tl
 
 from offline import compile_for
 from onchip.core.device import gpu
 from onchip.core.formats import Format
 from onchip.core.problem import Rope, Rows
-from onchip.kernels.fused import logits, mlp, norm, rope
+from onchip.kernels.fused import adamw, denoise, dropout, embedding, hadamard, logits, mlp, norm, rope
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POINTER = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
@@ -39,14 +40,6 @@ def test_norm(problem, arch):
     constexprs = {"RESIDUAL": added, "ROWS": tiles.rows, "BLOCK": tiles.block} | ({} if added else {"residual_ptr": None, "sum_ptr": None})
     kernel = norm._rms_norm if tiles.block >= problem.width else norm._rms_norm_wide
     check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "residual_stride")), arch)
-
-
-@everywhere
-@pytest.mark.parametrize("problem", [Rows("gated_act", 4096, 11008, dtype, act) for dtype in (BF16, FP32) for act in ("silu", "gelu", "gelu_tanh")], ids=str)
-def test_mlp(problem, arch):
-    tiles = mlp.configs(problem, GPUS[arch])[0]
-    signature = {"x_ptr": POINTER[problem.dtype], "y_ptr": POINTER[problem.dtype], "width": "i32", "x_stride": "i32"}
-    check(compile_for(mlp._gated_act, signature, {"ACT": problem.variant, "BLOCK": tiles.block}, arch, tiles.warps, aligned=("width", "x_stride")), arch)
 
 
 @everywhere
@@ -99,3 +92,89 @@ def test_logits(dtype, arch):
     signature |= {"min_p_ptr": "*fp32", "seed_ptr": "*i64", "step_ptr": "*i64", "row_stride": "i32", "vocab": "i32"}
     constexprs = {"BITS": logits.CONSTANT_BITS[dtype], "MARKS": logits.MARKS, "BLOCK": logits.BLOCK}
     check(compile_for(logits._sample, signature, constexprs, arch, logits.WARPS, aligned=("row_stride", "vocab")), arch)
+
+
+# ---- activations, rotation, and what is used beside a model
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Rows(op, 4096, 11008, dtype, variant)
+        for op, variant, dtype in (
+            *(("gated_act", act, dtype) for dtype in (BF16, FP32) for act in ("silu", "gelu")),
+            ("gated_act", "clipped interleaved bias", BF16),
+            ("gated_act_backward", "silu", BF16),
+            ("gated_act_backward", "gelu bias", FP32),
+            ("gated_act_backward", "clipped interleaved bias", BF16),
+            ("activate_backward", "mish bias", BF16),
+        )
+    ],
+    ids=str,
+)
+def test_activations(problem, arch):
+    tiles, (act, lie) = mlp.configs(problem, GPUS[arch])[0], mlp.form(problem)
+    back, bias = problem.op.endswith("backward"), "bias" in problem.variant
+    signature = dict.fromkeys(("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "bias_ptr"), POINTER[problem.dtype]) | {"partial_ptr": "*fp32"}
+    signature |= dict.fromkeys(("rows", "width", "x_stride", "dy_stride"), "i32") | {"alpha": "fp32", "limit": "fp32"}
+    constexprs = {"ACT": act, "FORM": lie, "BLOCK": tiles.block} | ({"ROWS": tiles.rows} if back else {}) | ({} if bias else {"bias_ptr": None})
+    constexprs |= {"partial_ptr": None} if back and not bias else {}
+    check(compile_for(mlp._gradient if back else mlp._activate, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "dy_stride")), arch)
+
+
+@everywhere
+@pytest.mark.parametrize(("dim", "rotary_dim", "dtype", "layout"), [(128, 128, BF16, "neox"), (64, 64, FP32, "interleaved"), (96, 32, BF16, "neox")])
+def test_rotary(dim, rotary_dim, dtype, layout, arch):
+    problem = Rope("rotary", 8192, 32, 8, dim, rotary_dim, dtype, layout, False, False)
+    tiles = rope.configs(problem, GPUS[arch])[0]
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), POINTER[dtype]) | {"table_ptr": "*fp32", "positions_ptr": "*i64"}
+    signature |= dict.fromkeys(("num_q", "num_kv", "length", "table_stride"), "i32") | dict.fromkeys(("q_strides", "k_strides"), ("i32",) * 3)
+    constexprs = {"BACK": True, "INTERLEAVED": layout == "interleaved", "ROTARY": rotary_dim, "DIM": dim, "PAIRS": rope.pairs(problem), "HEADS": tiles.heads}
+    facts = compile_for(rope._rotary, signature, constexprs, arch, tiles.warps, aligned=("table_stride", "q_strides", "k_strides"))
+    check(facts, arch)
+    assert facts.shared == 0, "the elements of a pair met in shared memory, not in a thread"
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_lookup(dtype, arch):
+    pointer, sizes = POINTER[dtype], {"width": "i32", "weight_stride": "i32", "dy_stride": "i32", "tokens": "i32", "vocab": "i32", "padding": "i32"}
+    tiles = embedding.configs(Rows("embedding", 8192, 4096, dtype), GPUS[arch])[0]
+    signature = dict.fromkeys(("weight_ptr", "y_ptr", "dy_ptr", "dw_ptr"), pointer) | sizes
+    signature |= {"ids_ptr": "*i64", "order_ptr": "*i64", "head_ptr": "*fp32", "tail_ptr": "*fp32"}
+    aligned = ("width", "weight_stride", "dy_stride")
+    for kernel, constexprs in (
+        (embedding._look_up, {}), (embedding._sums, {"CHUNK": embedding.CHUNK}), (embedding._borders, {"CHUNK": embedding.CHUNK}),
+    ):  # fmt: skip
+        check(compile_for(kernel, signature, constexprs | {"BLOCK": tiles.block}, arch, tiles.warps, aligned=aligned), arch)
+    signature = {"x_ptr": pointer, "residual_ptr": pointer, "y_ptr": pointer, "state_ptr": "*i64", "elements": "i32", "bar": "i64", "grow": "fp32"}
+    check(compile_for(dropout._dropout_add, signature, {"BLOCK": dropout.BLOCK}, arch, dropout.WARPS, aligned=("elements",)), arch)
+
+
+@everywhere
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(300_000, 128, BF16), (8192, 4096, BF16), (2048, 32768, BF16), (2048, 32768, FP32)])
+def test_hadamard(rows, width, dtype, arch):
+    tiles = hadamard.configs(Rows("hadamard", rows, width, dtype), GPUS[arch])[0]
+    signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "rows": "i32", "x_stride": "i32", "scale": "fp32"}
+    constexprs = {"ROWS": tiles.rows, "WIDTH": width, "BITS": width.bit_length() - 1, "STEP": hadamard.STEP}
+    check(compile_for(hadamard._hadamard, signature, constexprs, arch, tiles.warps, aligned=("x_stride",)), arch)
+
+
+@everywhere
+@pytest.mark.parametrize("moments", [BF16, FP32], ids=["bf16", "fp32"])
+def test_adamw(moments, arch):
+    types = {BF16: tl.bfloat16, FP32: tl.float32}
+    signature = {"addresses_ptr": "*i64", "sizes_ptr": "*i64", "tensor_ptr": "*i32", "first_ptr": "*i32", "tensors": "i32", "partial_ptr": "*fp32"}
+    signature |= {"corrections_ptr": "*fp64", "factor_ptr": "*fp64"} | dict.fromkeys(("lr", "b1", "b2", "eps", "decay"), "fp32")
+    constexprs = {"P": tl.bfloat16, "ALIGNED": True, "CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
+    check(compile_for(adamw._squares, signature, constexprs, arch, adamw.WARPS), arch)
+    check(compile_for(adamw._adamw, signature, constexprs | {"M": types[moments], "ON_DEVICE": False}, arch, adamw.WARPS), arch)
+
+
+@everywhere
+def test_denoise(arch):
+    signature = dict.fromkeys(("x_ptr", "output_ptr", "history_ptr", "y_ptr", "data_ptr", "input_ptr"), "*bf16")
+    signature |= {"table_ptr": "*fp32", "step_ptr": "*i64", "state_ptr": "*i64", "elements": "i32", "guidance": "fp32", "clip": "fp32"}
+    constexprs = {"GUIDED": True, "CLIPPED": True, "NOISY": True, "BLOCK": denoise.BLOCK}
+    check(compile_for(denoise._denoise, signature, constexprs, arch, denoise.WARPS, aligned=("elements",)), arch)

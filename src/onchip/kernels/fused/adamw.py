@@ -44,10 +44,30 @@ def _place(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, CHUNK: tl.constexpr)
 @triton.jit
 def _at(address_ptr, first, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """The pointer to element `first` of a tensor whose address stands there."""
-    address = tl.load(address_ptr)
+    start = tl.load(address_ptr).to(tl.pointer_type(TYPE))
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(TYPE)) + first
+        start = tl.multiple_of(start, 16)
+    return start + first
+
+
+@triton.jit
+def _load(ptr, at, inside):
+    """Float32; `inside` None: all, 16 bytes a thread, which an end that nothing is known of does not allow."""
+    if inside is None:
+        x = tl.load(ptr + at)
+    else:
+        x = tl.load(ptr + at, mask=inside, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _sum_of_squares(g_ptr, left, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for turn in tl.static_range(CHUNK // BLOCK):
+        at = turn * BLOCK + tl.arange(0, BLOCK)
+        g = _load(g_ptr, at, None if WHOLE else at < left)
+        total += g * g
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -55,12 +75,27 @@ def _squares(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, tensors, partial_p
              P: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     row, first, size = _place(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, CHUNK)
     g_ptr = _at(row + tensors, first, P, ALIGNED)
-    total = tl.zeros([BLOCK], tl.float32)
+    if first + CHUNK <= size:
+        total = _sum_of_squares(g_ptr, size - first, CHUNK, BLOCK, True)
+    else:
+        total = _sum_of_squares(g_ptr, size - first, CHUNK, BLOCK, False)
+    tl.store(partial_ptr + tl.program_id(0), total)
+
+
+@triton.jit
+def _update(pointers, numbers, left, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    p_ptr, g_ptr, m_ptr, v_ptr = pointers
+    rate, step, root, factor, b1, b2, eps, decay = numbers
     for turn in tl.static_range(CHUNK // BLOCK):
         at = turn * BLOCK + tl.arange(0, BLOCK)
-        g = tl.load(g_ptr + at, mask=first + at < size, other=0.0).to(tl.float32)
-        total += g * g
-    tl.store(partial_ptr + tl.program_id(0), tl.sum(total, 0))
+        inside = None if WHOLE else at < left
+        g, p, m, v = _load(g_ptr, at, inside) * factor, _load(p_ptr, at, inside), _load(m_ptr, at, inside), _load(v_ptr, at, inside)
+        m += (1 - b1) * (g - m)
+        v = b2 * v + (1 - b2) * g * g
+        p = p * (1 - rate * decay) - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + root) + eps)
+        tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside)
+        tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=inside)
+        tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -75,19 +110,11 @@ def _adamw(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, tensors, lr, correct
     factor = 1.0
     if factor_ptr is not None:
         factor = tl.load(factor_ptr).to(tl.float32)
-    for turn in tl.static_range(CHUNK // BLOCK):
-        at = turn * BLOCK + tl.arange(0, BLOCK)
-        inside = first + at < size
-        g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
-        p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        v = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        m += (1 - b1) * (g - m)
-        v = b2 * v + (1 - b2) * g * g
-        p = p * (1 - rate * decay) - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + root) + eps)
-        tl.store(p_ptr + at, p.to(P), mask=inside)
-        tl.store(m_ptr + at, m.to(M), mask=inside)
-        tl.store(v_ptr + at, v.to(M), mask=inside)
+    pointers, numbers = (p_ptr, g_ptr, m_ptr, v_ptr), (rate, step, root, factor, b1, b2, eps, decay)
+    if first + CHUNK <= size:
+        _update(pointers, numbers, size - first, CHUNK, BLOCK, True)
+    else:
+        _update(pointers, numbers, size - first, CHUNK, BLOCK, False)
 
 
 # ---- host

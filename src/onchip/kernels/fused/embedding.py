@@ -15,6 +15,7 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Rows
 
+LOOK = tl.constexpr(256)  # chunks looked at together for the end of an id
 CHUNK = 16  # tokens a program adds up: enough programs for 2k tokens, and at most 1/8 more traffic where all ids are one
 
 
@@ -76,16 +77,19 @@ def _borders(ids_ptr, dw_ptr, head_ptr, tail_ptr, tokens, width, vocab, padding,
     col = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
     inside, start, after = col < width, chunk * CHUNK, (chunk + 1) * CHUNK
     id = tl.load(ids_ptr + tl.minimum(after, tokens) - 1).to(tl.int64)
-    on = (after < tokens) & (tl.load(ids_ptr + after, mask=after < tokens, other=0).to(tl.int64) == id)
     began = (start == 0) | (tl.load(ids_ptr + start - 1, mask=start > 0, other=0).to(tl.int64) != id)
-    if on & began & (id >= 0) & (id < vocab) & (id != padding):
-        total = tl.load(tail_ptr + chunk * width + col, mask=inside, other=0.0)
-        while on:
-            chunk += 1
-            total += tl.load(head_ptr + chunk * width + col, mask=inside, other=0.0)
-            after = (chunk + 1) * CHUNK
-            on = (after < tokens) & (tl.load(ids_ptr + after, mask=after < tokens, other=0).to(tl.int64) == id)
-        tl.store(dw_ptr + id * width + col, total.to(dw_ptr.dtype.element_ty), mask=inside)
+    on = (after < tokens) & (tl.load(ids_ptr + after, mask=after < tokens, other=0).to(tl.int64) == id)
+    here = on & began & (id >= 0) & (id < vocab) & (id != padding)
+    following, on = 0, here
+    while on:  # chunks after this one that begin with the same id, LOOK at a time: ids are sorted
+        at = after + (following + tl.arange(0, LOOK)).to(tl.int64) * CHUNK
+        same = tl.sum((tl.load(ids_ptr + at, mask=at < tokens, other=-1).to(tl.int64) == id).to(tl.int32), 0)
+        following += same
+        on = same == LOOK
+    total = tl.load(tail_ptr + chunk * width + col, mask=inside & here, other=0.0)
+    for n in range(following):
+        total += tl.load(head_ptr + (chunk + 1 + n) * width + col, mask=inside, other=0.0)
+    tl.store(dw_ptr + id * width + col, total.to(dw_ptr.dtype.element_ty), mask=inside & here)
 
 
 # ---- host
