@@ -11,6 +11,7 @@ from rich.table import Table
 
 LARGE = ("32x4k", "128x1k", "128x8k", "1x128k")
 SMALL = ("1x1k", "1x8k", "8x8k")
+TINY = ("1x4096", "64x4096")
 BASE = "32x4k"  # bf16, page 16: what other pages, heads and formats stand beside
 
 
@@ -74,6 +75,20 @@ def _decode(rows: list[Row]) -> Iterator[Goal]:
     yield _goal("rows that make the host wait", 0.0, {_at(row): float(row.waits) for row in rows if row.waits is not None}, most=True)
 
 
+def rows(result: dict) -> list[dict]:
+    """Those of the operators on rows: at the bandwidth of a copy where they are large, and no slower than the best peer."""
+    if result["device"]["kind"] != "cuda":
+        return []
+    found = [_row(row, result["device"]["measured"]["bandwidth"]) for row in result["rows"] if row["cost"]]
+    large, small = ([row for row in found if (row.x in TINY) == tiny] for tiny in (False, True))
+    goals = [
+        _goal("share of the copy bandwidth, 64 MiB and more", 0.92, {_at(row): row.share for row in large}),
+        _goal("times the speed of the best peer, 64 MiB and more", 0.97, {_at(row): row.over("") for row in large}),
+        _goal("microseconds more than the best peer, small", 0.3, {_at(row): 1e6 * row.seconds * (1 - row.over("")) for row in small if row.peers}, most=True),
+    ]
+    return [{**goal._asdict(), "met": goal.met} for goal in goals]
+
+
 def _row(row: dict, bandwidth: float) -> Row:
     ours = {name: t for name, t in row["seconds"].items() if name.startswith("onchip")}
     peers = {name: t for name, t in row["seconds"].items() if name not in ours}
@@ -96,7 +111,7 @@ def _goal(what: str, asked: float, values: dict[str, float | None], most: bool =
     return Goal(what, asked, known.get(worst), worst or "", most)
 
 
-GOALS: dict[str, Callable[[dict], list[dict]]] = {"decode": decode}
+GOALS: dict[str, Callable[[dict], list[dict]]] = {"decode": decode, "rows": rows}
 
 
 def table(goals: list[dict]) -> Table:

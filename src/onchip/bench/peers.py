@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from onchip.bench import data, ladder, meters, paged_peers, passes
+from onchip.bench import data, ladder, meters, paged_peers, passes, rows
 from onchip.bench.call import Call
 from onchip.bench.data import Prompts, Tensors, Tiny
 from onchip.bench.paged import Paged
@@ -270,6 +270,7 @@ def _transformers(inputs: Prompts) -> Call:
 
 GPU_PREFILL = (_on("cuda"), _op("prefill"), _half)
 GPU_PASS = (_on("cuda"), _half)
+GPU_ROWS = (_on("cuda"), _half, rows.no_backward)
 GPU_PAGED = (_on("cuda"), _op("decode"), _half)
 FLASHINFER = ("flashinfer", "flashinfer-python")
 PEERS = (  # ours first, for its output is what the others are compared with
@@ -304,6 +305,12 @@ PEERS = (  # ours first, for its output is what the others are compared with
     Peer("torch SDPA", Pass, passes.sdpa(None), (_on("cpu"), passes.sdpa_takes)),
     Peer("FlexAttention", Pass, passes.flex(True), (_on("cuda"), passes.flex_takes)),
     Peer("FlexAttention, eager", Pass, passes.flex(False), (_on("cpu"), passes.flex_takes)),
+    Peer("onchip", rows.RowOp, rows.onchip),
+    Peer("torch.compile", rows.RowOp, rows.torch_compiled, (_on("cuda"),)),
+    Peer("Liger", rows.RowOp, rows.package("Liger"), (*GPU_ROWS, rows.has("Liger")), "liger_kernel", "liger-kernel"),
+    Peer("quack", rows.RowOp, rows.package("quack"), (*GPU_ROWS, rows.has("quack")), "quack", "quack-kernels"),
+    Peer("FlashInfer", rows.RowOp, rows.package("FlashInfer"), (*GPU_ROWS, rows.has("FlashInfer")), *FLASHINFER),
+    Peer("torch", rows.RowOp, rows.torch_eager),
     Peer("torch", Overhead, _torch_tiny, (_op("call"), _no_paged_keys)),
     Peer("transformers", Generate, _transformers, (), "transformers", "transformers"),
 )
