@@ -92,7 +92,7 @@ class AdamW(torch.optim.Optimizer):
             found: dict[tuple, list[Tensor]] = {}
             for p in group["params"]:
                 if p.grad is not None:
-                    self._check(p)
+                    self._check(p, group["lr"])
                     found.setdefault((p.dtype, id(self.state[p].get("step"))), []).append(p)
             for params in found.values():
                 new = torch.zeros((), dtype=torch.float64, device=params[0].device)
@@ -105,7 +105,9 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError("AdamW: parameters lie on several devices; give an optimiser for each")
         return batches
 
-    def _check(self, p: Tensor) -> None:
+    def _check(self, p: Tensor, lr: float | Tensor) -> None:
+        if isinstance(lr, Tensor) and lr.device != p.device:
+            raise ValueError(f"AdamW: lr is a tensor on {lr.device}, a parameter is on {p.device}; give a float, or a tensor there")
         if p.grad.is_sparse or p.is_complex() or p.grad.dtype != p.dtype:
             raise ValueError(f"AdamW: a parameter is {p.dtype}, its gradient {p.grad.dtype} ({p.grad.layout}); give dense real ones of one dtype")
         if not p.is_contiguous():

@@ -13,7 +13,7 @@ from onchip.ops.optim import AdamW
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in ADAMW.kernels]
 SHAPES = ((1,), (63,), (33, 127), (5000,), (0,), (4096,))
-HOW = {"lr": 1e-2, "betas": (0.9, 0.98), "eps": 1e-6, "weight_decay": 0.1}
+HOW = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 
 
 def parameters(dtypes, device, shapes=SHAPES):
@@ -139,3 +139,7 @@ def test_wrong_arguments(device):
     p.grad = torch.zeros_like(p)
     with pytest.raises(ValueError, match="give contiguous ones"):
         AdamW([p]).step()
+    p = torch.nn.Parameter(torch.zeros(3, device=device))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(ValueError, match="lr is a tensor on meta"):
+        AdamW([p], lr=torch.tensor(0.1, device="meta")).step()

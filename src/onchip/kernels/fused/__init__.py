@@ -128,7 +128,7 @@ def _denoise(p: Rows) -> Cost:
     return Cost((60 if "noisy" in words else 10) * p.rows * p.width, passes * p.rows * p.width * p.dtype.itemsize)
 
 
-ADAMW = _pair("adamw", "adamw:launch", {"variant": ("fp32 moments", "bf16 moments")}, _adamw, "reference_steps")
+ADAMW = _pair("adamw", "adamw:launch", {"variant": ("fp32 moments", "bf16 moments", "fp16 moments")}, _adamw, "reference_steps")
 GRAD_NORM = _pair("grad_norm", "adamw:launch_norm", {}, lambda p: Cost(2 * p.width, p.width * p.dtype.itemsize), "reference_steps")
 DENOISE = _pair("denoise", "denoise:launch", {}, _denoise, "reference_steps")
 

@@ -85,13 +85,13 @@ def _squares(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, tensors, partial_p
 @triton.jit
 def _update(pointers, numbers, left, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     p_ptr, g_ptr, m_ptr, v_ptr = pointers
-    rate, step, root, factor, b1, b2, eps, decay = numbers
+    rate, step, root, factor, fresh1, b2, fresh2, eps, decay = numbers
     for turn in tl.static_range(CHUNK // BLOCK):
         at = turn * BLOCK + tl.arange(0, BLOCK)
         inside = None if WHOLE else at < left
         g, p, m, v = _load(g_ptr, at, inside) * factor, _load(p_ptr, at, inside), _load(m_ptr, at, inside), _load(v_ptr, at, inside)
-        m += (1 - b1) * (g - m)
-        v = b2 * v + (1 - b2) * g * g
+        m += fresh1 * (g - m)
+        v = b2 * v + fresh2 * g * g
         p = p * (1 - rate * decay) - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + root) + eps)
         tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside)
         tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=inside)
@@ -99,7 +99,7 @@ def _update(pointers, numbers, left, CHUNK: tl.constexpr, BLOCK: tl.constexpr, W
 
 
 @triton.jit
-def _adamw(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, tensors, lr, corrections_ptr, factor_ptr, b1, b2, eps, decay,
+def _adamw(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, tensors, lr, corrections_ptr, factor_ptr, fresh1, b2, fresh2, eps, decay,
            P: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ON_DEVICE: tl.constexpr):  # fmt: skip
     row, first, size = _place(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, CHUNK)
     p_ptr, g_ptr = _at(row, first, P, ALIGNED), _at(row + tensors, first, P, ALIGNED)
@@ -110,7 +110,7 @@ def _adamw(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, tensors, lr, correct
     factor = 1.0
     if factor_ptr is not None:
         factor = tl.load(factor_ptr).to(tl.float32)
-    pointers, numbers = (p_ptr, g_ptr, m_ptr, v_ptr), (rate, step, root, factor, b1, b2, eps, decay)
+    pointers, numbers = (p_ptr, g_ptr, m_ptr, v_ptr), (rate, step, root, factor, fresh1, b2, fresh2, eps, decay)
     if first + CHUNK <= size:
         _update(pointers, numbers, size - first, CHUNK, BLOCK, True)
     else:
@@ -158,11 +158,14 @@ def launch_norm(problem: Rows, config: None, lists: tuple[list[torch.Tensor], ..
 
 
 def launch(problem: Rows, config: None, lists: tuple[list[torch.Tensor], ...], known: dict, how, corrections: torch.Tensor, factor) -> None:
-    """One step in place; how: ops.optim.Hyper, corrections: float64 [2] on the device, factor: a number there, or None."""
+    """One step in place; how: ops.optim.Hyper, corrections: float64 [2] on the device, factor: a number there, or None.
+
+    1 - b1 and 1 - b2 are the host's differences: in float32 1 - 0.999 is off by 5e-5.
+    """
     made = plan(lists, known)
     if len(made.tensor):
         _adamw[(len(made.tensor),)](
-            *made[:4], len(made.sizes), how.lr, corrections, factor, how.beta1, how.beta2, how.eps, how.decay,
+            *made[:4], len(made.sizes), how.lr, corrections, factor, 1 - how.beta1, how.beta2, 1 - how.beta2, how.eps, how.decay,
             P=TYPES[problem.dtype], M=TYPES[lists[2][0].dtype], ALIGNED=made.aligned, CHUNK=CHUNK, BLOCK=BLOCK,
             ON_DEVICE=isinstance(how.lr, torch.Tensor), num_warps=WARPS,
         )  # fmt: skip
