@@ -59,3 +59,31 @@ def test_a_gradient_of_a_gradient_is_refused():
     (grad,) = torch.autograd.grad(onchip.activate(x).sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="activation: gradients of gradients"):
         grad.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+def test_nothing_waits_for_the_device(device):
+    def draw(*shape):
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    x, w, table, q, k, rows = draw(T, 2 * W), draw(2 * W), TABLE.to(device), draw(2, T, 4, W), draw(2, T, 1, W), draw(5, W)
+    ids, step = torch.randint(5, (7,), device=device), torch.ones(1, dtype=torch.int64, device=device)
+    params = [torch.nn.Parameter(t.detach().clone()) for t in (w, rows)]
+    optimiser, plan = onchip.AdamW(params, max_norm=1.0), schedule(DPM2M(), 5, device=device)
+
+    def everything():
+        outputs = [onchip.gated_act(x, bias=w), onchip.activate(x, "gelu"), *onchip.rotary(q, k, table), onchip.embedding(ids, rows)]
+        outputs += [onchip.dropout_add(x, x, Dropout(0.5)), onchip.hadamard(x)]
+        torch.autograd.grad(sum(out.sum() for out in outputs), (x, w, q, k, rows))
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimiser.step()
+        denoise_step(x.detach(), x.detach(), plan, step, history=x.detach())
+
+    everything()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

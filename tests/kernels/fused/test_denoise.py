@@ -64,6 +64,34 @@ def test_large(kernel, device):
     assert_as_good_as_torch(scaled[some], right[2].to(BF16), right[2])
 
 
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("name", PLANS)
+def test_a_graph_of_one_step_serves_all(name, device):
+    """The counter is on the device: the same graph, replayed, makes the whole loop."""
+    sampler, how = PLANS[name]
+    plan, state = schedule(sampler, 6, device=device, **how), noise_state(7, device)
+    first, step = torch.randn(2, 4, 5, 31, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+
+    def go(x, history, fed):
+        found = denoise_step(x, torch.sin(fed), plan, step, history=history, state=state)
+        step.add_(1)
+        return found
+
+    eager = first, first, plan.first_input(first)
+    for _ in range(plan.steps):
+        eager = go(*eager)
+    held = [t.clone() for t in (first, first, plan.first_input(first))]
+    graph = torch.cuda.CUDAGraph()
+    step.zero_()
+    with torch.cuda.graph(graph):
+        for kept, new in zip(held, go(*held), strict=True):
+            kept.copy_(new)
+    for _ in range(plan.steps):
+        graph.replay()
+    assert torch.equal(held[0], eager[0]) and step.item() == plan.steps
+
+
 # ---- beside diffusers
 
 SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
