@@ -60,3 +60,25 @@ ROPE_APPEND = _family("rope_append", "rope", {"dim": range(2, 513), "layout": ("
 SAMPLE = _family("sample", "logits", {"width": range(1, (1 << 20) + 1)}, _sample)
 
 OPS = (RMS_NORM, GATED_ACT, ROPE_APPEND, SAMPLE)
+
+
+# ---- softmax and losses over a vocabulary
+
+
+def _passes(count: int, flops: int):
+    """The cost of so many passes over a matrix, with so many flops an element."""
+    return lambda p: Cost(flops * p.rows * p.width, count * p.rows * p.width * p.dtype.itemsize)
+
+
+def _loss(op: str, file: str, function: str, cost) -> Op:
+    """A Triton kernel, and plain torch under it."""
+    kernel = Kernel(f"triton_{file}", f"onchip.kernels.fused.{file}:{function}", GPUS, {"dtype": FLOATS})
+    return Op(op, cost, (kernel, Kernel("reference", f"onchip.kernels.fused.reference_losses:{op}", portable=True)))
+
+
+CROSS_ENTROPY = _loss("cross_entropy", "cross_entropy", "launch", _passes(1, 4))
+CROSS_ENTROPY_BACKWARD = _loss("cross_entropy_backward", "cross_entropy", "launch_backward", _passes(2, 4))
+CROSS_ENTROPY_IN_PLACE = _loss("cross_entropy_in_place", "cross_entropy", "launch_in_place", _passes(2, 8))
+SCALE = _loss("scale", "cross_entropy", "launch_scale", _passes(2, 1))
+
+OPS += (CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE)

@@ -1,0 +1,71 @@
+"""Softmax and losses over a vocabulary in plain torch: the oracle in float64, and what a CPU runs."""
+
+import torch
+from torch import Tensor
+
+from onchip.core.losses import ENTROPY, LSE, WEIGHT, RowLoss
+from onchip.core.problem import Rows
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """What to compute in: float32, or float64 when that was given."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _logits(logits: Tensor, x: RowLoss) -> Tensor:
+    """z, in the exact dtype."""
+    z = logits.to(_exact(logits.dtype))
+    return (x.softcap * torch.tanh(z / x.softcap) if x.softcap else z) / x.temperature
+
+
+def _at(problem: Rows, targets: Tensor, x: RowLoss) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Which rows count, which have their target among these columns, which have no class as target; and the column, 0 where it is not here."""
+    local, kept = targets - x.first, targets != x.ignore_index
+    here = kept & (local >= 0) & (local < problem.width)
+    return kept, here, kept & ((targets < 0) | (targets >= x.vocab)), torch.where(here, local, 0)
+
+
+def cross_entropy(problem: Rows, config: None, logits: Tensor, targets: Tensor, x: RowLoss) -> Tensor:
+    """Figures [5, rows] (core.losses.LOG_PROB ... WEIGHT), float32 or float64, of logits [rows, width] and targets [rows]."""
+    z = _logits(logits, x)
+    log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
+    kept, here, wrong, column = _at(problem, targets, x)
+    picked = torch.where(here, log_p.gather(1, column[:, None])[:, 0], -torch.inf).masked_fill(wrong, torch.nan)
+    weight = here.to(z.dtype) if x.class_weights is None else torch.where(here, x.class_weights.to(z.dtype)[column], 0)
+    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(-1) if "entropy" in problem.variant else torch.zeros_like(lse)
+    smooth = torch.zeros_like(lse)
+    if x.smoothing:
+        smooth = -(log_p if x.class_weights is None else log_p * x.class_weights.to(z.dtype)).sum(-1)
+    return torch.where(kept, torch.stack((picked, lse, entropy, smooth, weight)), 0)
+
+
+def cross_entropy_backward(
+    problem: Rows, config: None, logits: Tensor, targets: Tensor, stats: Tensor, g: Tensor, g_entropy: Tensor | None, x: RowLoss, out: Tensor
+) -> Tensor:
+    """The gradient of logits, written to `out`: of the loss by g [rows], of the entropy by g_entropy [rows]."""
+    z = _logits(logits, x)
+    kept, here, wrong, column = _at(problem, targets, x)
+    log_p = z - stats[LSE, :, None]
+    p, weight, total = log_p.exp(), stats[WEIGHT].masked_fill(wrong, torch.nan), x.vocab if x.total is None else x.total
+    of_weights = g * (x.smoothing / x.vocab)
+    d = p * (g * ((1 - x.smoothing) * weight + 2 * x.z_loss * stats[LSE]) + of_weights * total)[:, None]
+    if g_entropy is not None:
+        d -= torch.where(p > 0, p * (log_p + stats[ENTROPY, :, None]), 0) * g_entropy[:, None]
+    if x.smoothing:
+        d -= of_weights[:, None] * (1 if x.class_weights is None else x.class_weights)
+    d.scatter_add_(1, column[:, None], torch.where(here, -g * (1 - x.smoothing) * weight, 0)[:, None])
+    if x.softcap:
+        d *= 1 - (z * (x.temperature / x.softcap)).square()
+    return out.copy_(torch.where(kept[:, None], d / x.temperature, 0))
+
+
+def cross_entropy_in_place(problem: Rows, config: None, logits: Tensor, targets: Tensor, g: Tensor, x: RowLoss) -> Tensor:
+    """Figures [5, rows]; the logits become the gradient of `sum g loss`."""
+    stats = cross_entropy(problem, None, logits, targets, x)
+    cross_entropy_backward(problem, None, logits, targets, stats, g, None, x, logits)
+    return stats
+
+
+def scale(problem: Rows, config: None, x: Tensor, factor: Tensor) -> Tensor:
+    """x *= factor, in place."""
+    return x.mul_(factor)
