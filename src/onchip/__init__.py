@@ -23,6 +23,7 @@ _NAMES = {
     "onchip.core.losses": ("LossTerms", "Shard"),
     "onchip.ops.losses": ("cross_entropy",),
     "onchip.ops.linear_losses": ("Tokens", "linear_cross_entropy", "token_log_probs"),
+    "onchip.ops.softmax": ("log_softmax", "softmax"),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.cache.radix": ("RadixTree",),
     "onchip.cache.sharing": ("plan_cascade",),

@@ -80,5 +80,7 @@ CROSS_ENTROPY = _loss("cross_entropy", "cross_entropy", "launch", _passes(1, 4))
 CROSS_ENTROPY_BACKWARD = _loss("cross_entropy_backward", "cross_entropy", "launch_backward", _passes(2, 4))
 CROSS_ENTROPY_IN_PLACE = _loss("cross_entropy_in_place", "cross_entropy", "launch_in_place", _passes(2, 8))
 SCALE = _loss("scale", "cross_entropy", "launch_scale", _passes(2, 1))
+SOFTMAX = _loss("softmax", "softmax", "launch", _passes(2, 5))
+SOFTMAX_BACKWARD = _loss("softmax_backward", "softmax", "launch_backward", _passes(3, 5))
 
-OPS += (CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE)
+OPS += (SOFTMAX, SOFTMAX_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE)

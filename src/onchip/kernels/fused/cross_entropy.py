@@ -22,7 +22,7 @@ from onchip.core.device import Device
 from onchip.core.problem import Rows
 
 PIECE = 8192  # forward: 16 elements a thread of 16 warps, twice (the next piece is on its way): 32 KiB of bf16 in flight a program
-WHOLE = 16384  # in place: 32 warps, one program a multiprocessor
+WHOLE = 32768  # bytes in place: 32 warps of bf16, one program a multiprocessor; 16 of float32, where 32 would spill 196 bytes
 BACKWARD = 4096
 THREAD = 16  # elements a thread: two 16-byte loads of bf16
 
@@ -348,7 +348,7 @@ def _scale(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
     """A whole narrow row, or the piece of a wide one that each pass takes."""
-    most = {"cross_entropy": PIECE, "cross_entropy_in_place": WHOLE}.get(problem.op, BACKWARD)
+    most = {"cross_entropy": PIECE, "cross_entropy_in_place": WHOLE // problem.dtype.itemsize}.get(problem.op, BACKWARD)
     block = min(most, max(128, triton.next_power_of_2(problem.width)))
     return [Tiles(block, max(1, block // (32 * THREAD)))]
 

@@ -12,6 +12,28 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def softmax(problem: Rows, config: None, x: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
+    """Of x [..., width] / temperature, plus a mask or where it is set; a row with nothing left is 0, its logarithm -inf."""
+    z = x.to(_exact(x.dtype)) / temperature
+    if mask is not None:
+        z = z.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else z + mask.to(z.dtype)
+    nothing = z.amax(-1, keepdim=True) == -torch.inf
+    y = z.log_softmax(-1) if "log" in problem.variant else z.softmax(-1)
+    return y.masked_fill(nothing, -torch.inf if "log" in problem.variant else 0).to(x.dtype)
+
+
+def softmax_backward(problem: Rows, config: None, y: Tensor, dy: Tensor, temperature: float) -> Tensor:
+    """The gradient of x, from the result and its gradient; none where a logarithm is -inf."""
+    exact = _exact(y.dtype)
+    p, g = y.to(exact), dy.to(exact)
+    if "log" in problem.variant:
+        g = g.masked_fill(p == -torch.inf, 0)
+        d = g - p.exp() * g.sum(-1, keepdim=True)
+    else:
+        d = p * (g - (p * g).sum(-1, keepdim=True))
+    return (d / temperature).to(y.dtype)
+
+
 def _logits(logits: Tensor, x: RowLoss) -> Tensor:
     """z, in the exact dtype."""
     z = logits.to(_exact(logits.dtype))
