@@ -22,8 +22,13 @@ _NAMES = {
     "onchip.ops.fused": ("Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"),
     "onchip.core.losses": ("LossTerms", "Shard"),
     "onchip.ops.losses": ("cross_entropy",),
+    "onchip.ops.divergence": ("Head", "divergence", "linear_divergence"),
     "onchip.ops.linear_losses": ("Tokens", "linear_cross_entropy", "token_log_probs"),
     "onchip.ops.softmax": ("log_softmax", "softmax"),
+    "onchip.ops.preference": (
+        *("BNPO", "DAPO", "DR_GRPO", "GRPO", "GSPO", "Pair", "Policy"),
+        *("cpo", "dpo", "grpo", "kto", "orpo", "sequence_log_probs", "simpo"),
+    ),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.cache.radix": ("RadixTree",),
     "onchip.cache.sharing": ("plan_cascade",),

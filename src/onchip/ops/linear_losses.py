@@ -102,18 +102,22 @@ def _check(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, targe
 # ---- chunks
 
 
-def chunk_of(tokens: int, vocab: int, dim: int, itemsize: int) -> int:
-    """Tokens whose logits are in memory at a time: as few chunks as fit, about equally long."""
-    fit = max(LEAST, int(SHARE * itemsize * dim * (vocab + tokens))) // (itemsize * vocab)
+def chunk_of(tokens: int, vocab: int, dim: int, itemsize: int, heads: int = 1) -> int:
+    """Tokens whose logits are in memory at a time, for one head or more: as few chunks as fit, about equally long."""
+    fit = max(LEAST, int(SHARE * itemsize * dim * (vocab + tokens))) // (heads * itemsize * vocab)
     fit = max(ROUND, fit // ROUND * ROUND)
     chunks = max(1, -(-tokens // fit))
     return min(tokens, -(-tokens // (chunks * ROUND)) * ROUND)
 
 
-def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """(tokens, their logits) in turn, all in the same memory."""
-    tokens, dim = hidden.shape
-    size = chunk_of(tokens, len(weight), dim, weight.element_size())
+def _size(hidden: Tensor, weight: Tensor, heads: int) -> int:
+    return chunk_of(len(hidden), *weight.shape, weight.element_size(), heads)
+
+
+def chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, heads: int = 1, like: tuple[Tensor, Tensor] | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """(tokens, their logits) in turn, all in the same memory; of one of several heads, whose chunks are as long as `like`'s, (hidden, weight)."""
+    tokens = len(hidden)
+    size = _size(*(like or (hidden, weight)), heads)
     memory = torch.empty((size, len(weight)), dtype=weight.dtype, device=weight.device)
     for first in range(0, tokens, max(size, 1)):
         of = slice(first, min(first + size, tokens))
@@ -125,17 +129,17 @@ def _chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tup
         yield of, logits
 
 
-class _Sums:
+class Sums:
     """The gradients of hidden, weight and bias, as chunks come in; None where not wanted."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool]):
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], heads: int = 1):
         self.inputs = hidden, weight
-        chunks = -(-len(hidden) // max(1, chunk_of(*hidden.shape[:1], *weight.shape, weight.element_size())))
-        self.narrow = chunks <= IN_WEIGHTS_DTYPE or weight.element_size() > 2
+        count = -(-len(hidden) // max(1, _size(hidden, weight, heads)))
+        self.narrow = count <= IN_WEIGHTS_DTYPE or weight.element_size() > 2
         dtype = weight.dtype if self.narrow else torch.float32
         self.hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
         self.weight = torch.empty(weight.shape, dtype=dtype, device=weight.device) if needs[1] else None
-        if needs[1] and (chunks == 0 or not self.narrow):
+        if needs[1] and (count == 0 or not self.narrow):
             self.weight.zero_()
         self.bias = torch.zeros(len(weight), dtype=torch.float32 if weight.element_size() < 4 else weight.dtype, device=weight.device) if needs[2] else None
 
@@ -151,10 +155,11 @@ class _Sums:
         if self.bias is not None:
             self.bias += d_logits.sum(0, dtype=self.bias.dtype)
 
-    def done(self, call: Call) -> tuple[Tensor | None, ...]:
+    def done(self, ranks=None) -> tuple[Tensor | None, ...]:
+        """All three; that of hidden summed over the ranks that have a slice of the vocabulary each."""
         weight = self.inputs[1]
-        if self.hidden is not None and call.ranks is not None:
-            dist.all_reduce(self.hidden, group=call.ranks)
+        if self.hidden is not None and ranks is not None:
+            dist.all_reduce(self.hidden, group=ranks)
         return self.hidden, *(None if t is None else t.to(weight.dtype) for t in (self.weight, self.bias))
 
 
@@ -164,13 +169,13 @@ class _Sums:
 def _with_gradients(operands, factor: Tensor, call: Call, needs: list[bool]) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """The loss `factor * sum`, the figures of tokens, and the gradients that are needed."""
     hidden, weight, bias, targets, class_weights, total = operands
-    x, sums = row_loss(call, class_weights, total), _Sums(hidden, weight, bias, needs)
+    x, sums = row_loss(call, class_weights, total), Sums(hidden, weight, bias, needs)
     losses, figures_ = row_shapes(len(hidden), hidden.dtype, hidden)
     g = factor.to(losses.dtype).expand(len(hidden))
-    for of, logits in _chunks(hidden, weight, bias):
+    for of, logits in chunks(hidden, weight, bias):
         losses[of], figures_[:, of] = written_over(call, logits, targets[of], g[of], x)
         sums.add(of, logits)
-    return losses.sum() * factor, figures_, sums.done(call)
+    return losses.sum() * factor, figures_, sums.done(call.ranks)
 
 
 def _reduced(operands, factor: Tensor, call: Call, needs: list[bool]) -> tuple[Tensor, Tensor]:
@@ -224,7 +229,7 @@ def _forward(
     call = Call(floats, ints, group, entropy, kernel)
     x = row_loss(call, class_weights, total)
     _, stats = row_shapes(len(hidden), hidden.dtype, hidden)
-    for of, logits in _chunks(hidden, weight, bias):
+    for of, logits in chunks(hidden, weight, bias):
         stats[:, of] = figures(call, logits, targets[of], x)
     return losses_of(stats, x), stats
 
@@ -235,11 +240,11 @@ def _backward(
     stats: Tensor, g: Tensor, g_entropy: Tensor | None, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     call = Call(floats, ints, group, entropy, kernel)
-    x, sums = row_loss(call, class_weights, total), _Sums(hidden, weight, bias, needs)
-    for of, logits in _chunks(hidden, weight, bias):
+    x, sums = row_loss(call, class_weights, total), Sums(hidden, weight, bias, needs)
+    for of, logits in chunks(hidden, weight, bias):
         grads = g[of], None if g_entropy is None else g_entropy[of]
         sums.add(of, gradient(call, logits, targets[of], stats[:, of].contiguous(), grads, x, logits))
-    return [grad for grad in sums.done(call) if grad is not None]
+    return [grad for grad in sums.done(call.ranks) if grad is not None]
 
 
 def _keep(ctx, inputs, output):

@@ -82,5 +82,7 @@ CROSS_ENTROPY_IN_PLACE = _loss("cross_entropy_in_place", "cross_entropy", "launc
 SCALE = _loss("scale", "cross_entropy", "launch_scale", _passes(2, 1))
 SOFTMAX = _loss("softmax", "softmax", "launch", _passes(2, 5))
 SOFTMAX_BACKWARD = _loss("softmax_backward", "softmax", "launch_backward", _passes(3, 5))
+DIVERGENCE = _loss("divergence", "divergence", "launch", _passes(2, 12))
+DIVERGENCE_BACKWARD = _loss("divergence_backward", "divergence", "launch_backward", _passes(3, 10))
 
-OPS += (SOFTMAX, SOFTMAX_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE)
+OPS += (SOFTMAX, SOFTMAX_BACKWARD, DIVERGENCE, DIVERGENCE_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE)

@@ -312,7 +312,7 @@ def _in_place(
     last = tl.cdiv(width, BLOCK) - 1
     if target == ignore:
         _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0)
-        for piece in range(0, last + 1):
+        for piece in range(last + 1):
             col = piece * BLOCK + tl.arange(0, BLOCK)
             tl.store(row_ptr + col, tl.zeros([BLOCK], logits_ptr.dtype.element_ty), mask=col < width)
     else:
@@ -325,7 +325,7 @@ def _in_place(
         )  # fmt: skip
         of_p, _, of_target, of_weights = _coefficients(target, vocab, g, 0.0, lse, 0.0, weight, smoothing, z_loss, total)
         tl.debug_barrier()  # until every thread has its target's logit
-        for piece in range(0, last + 1):
+        for piece in range(last + 1):
             col = (last - piece) * BLOCK + tl.arange(0, BLOCK)
             inside = col < width
             x = tl.load(row_ptr + col, mask=inside, other=0.0)

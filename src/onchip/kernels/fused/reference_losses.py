@@ -1,5 +1,7 @@
 """Softmax and losses over a vocabulary in plain torch: the oracle in float64, and what a CPU runs."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -91,3 +93,28 @@ def cross_entropy_in_place(problem: Rows, config: None, logits: Tensor, targets:
 def scale(problem: Rows, config: None, x: Tensor, factor: Tensor) -> Tensor:
     """x *= factor, in place."""
     return x.mul_(factor)
+
+
+def divergence(problem: Rows, config: None, student: Tensor, teacher: Tensor, counts: Tensor | None, beta: float, temperature: float) -> Tensor:
+    """[4, rows]: logsumexp of the student's logits and of the teacher's, the divergence, and what the student's own part of it is."""
+    z = [t.to(_exact(t.dtype)) / temperature for t in (student, teacher)]
+    q, p = (t.log_softmax(-1) for t in z)
+    m = p if beta == 1 else q if beta == 0 else torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
+    of_q, of_p = (torch.where(t.exp() > 0, t.exp() * (t - m), 0).sum(-1) for t in (q, p))
+    loss = of_p if beta == 0 else of_q if beta == 1 else beta * of_p + (1 - beta) * of_q
+    stats = torch.stack((z[0].logsumexp(-1), z[1].logsumexp(-1), loss, of_q))
+    return stats if counts is None else torch.where(counts, stats, 0)
+
+
+def divergence_backward(
+    problem: Rows, config: None, student: Tensor, teacher: Tensor, counts: Tensor | None, stats: Tensor, g: Tensor, beta: float, temperature: float, out: Tensor
+) -> Tensor:
+    """The gradient of the student's logits, by that of each row's divergence, g [rows]; written to `out`."""
+    q, p = (t.to(stats.dtype) / temperature - lse[:, None] for t, lse in ((student, stats[0]), (teacher, stats[1])))
+    if beta == 0:
+        d = q.exp() - p.exp()
+    else:
+        m = p if beta == 1 else torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
+        d = (1 if beta == 1 else 1 - beta) * torch.where(q.exp() > 0, q.exp() * (q - m - stats[3, :, None]), 0)
+    d = d * (g / temperature)[:, None]
+    return out.copy_(d if counts is None else torch.where(counts[:, None], d, 0))

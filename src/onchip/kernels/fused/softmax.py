@@ -101,7 +101,7 @@ def _softmax_wide(
     LANES: tl.constexpr = BLOCK // LANE
     m, s = tl.full([LANES], float("-inf"), tl.float32), tl.zeros([LANES], tl.float32)
     pieces = tl.cdiv(width, BLOCK)
-    for piece in range(0, pieces):
+    for piece in range(pieces):
         col = piece * BLOCK + tl.arange(0, BLOCK)
         z = _load(x_ptr, mask_ptr, col, mask_at + col, col < width, inverse, BOOL).reshape(LANES, LANE)
         top = tl.maximum(m, tl.max(z, 1))
@@ -111,7 +111,7 @@ def _softmax_wide(
     top = tl.max(m)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(s * tl.exp(m - base))
-    for piece in range(0, pieces):
+    for piece in range(pieces):
         col = (pieces - 1 - piece) * BLOCK + tl.arange(0, BLOCK)
         z = _load(x_ptr, mask_ptr, col, mask_at + col, col < width, inverse, BOOL)
         tl.store(y_ptr + col, _normal(z, base, total, LOG).to(y_ptr.dtype.element_ty), mask=col < width)
@@ -156,12 +156,12 @@ def _backward_wide(
     dy_ptr += row * dy_stride
     pieces = tl.cdiv(width, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
-    for piece in range(0, pieces):
+    for piece in range(pieces):
         col = piece * BLOCK + tl.arange(0, BLOCK)
         y, dy = _load_pair(y_ptr, dy_ptr, col, col, col < width, LOG)
         total += dy if LOG else dy * y
     total = tl.sum(total)
-    for piece in range(0, pieces):
+    for piece in range(pieces):
         col = (pieces - 1 - piece) * BLOCK + tl.arange(0, BLOCK)
         y, dy = _load_pair(y_ptr, dy_ptr, col, col, col < width, LOG)
         tl.store(dx_ptr + row * width + col, _slope(y, dy, total, inverse, LOG).to(dx_ptr.dtype.element_ty), mask=col < width)
