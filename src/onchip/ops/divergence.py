@@ -32,7 +32,8 @@ def divergence(
 ) -> Tensor:
     """The generalised Jensen-Shannon divergence of softmax(student / T) and softmax(teacher / T) (GKD; Agarwal et al., 2023), float32, in nats.
 
-    beta     0: KL(teacher, student); 1: KL(student, teacher); between: `beta KL(teacher, m) + (1 - beta) KL(student, m)`, m their mixture with beta of the teacher.
+    beta     0: KL(teacher, student); 1: KL(student, teacher); between: `beta KL(teacher, m) + (1 - beta) KL(student, m)`, of their mixture
+             `m = beta teacher + (1 - beta) student`.
     counts   the rows that count; others are not read, and give 0. "mean" is over rows that count: NaN of none.
     The gradient is the student's alone. It is not multiplied by T^2. Raises ValueError for arguments that disagree.
     """

@@ -2,7 +2,7 @@
 
     z = cap tanh(x / cap) / temperature,   lse = log sum_j exp z_j,   p = exp(z - lse)
     forward    log p[t],  lse,  entropy H = -sum p log p,  sum_j w_j (lse - z_j),  w[t]          (core.losses.LOG_PROB ... WEIGHT)
-    backward   dz = p (g [(1 - s) w_t + s W / V + 2 c lse] - g_H [log p + H]) - [j = t] g (1 - s) w_t - g s w_j / V
+    backward   dz = g (1 - s) w_t (p - [j = t]) + p (g [s W / V + 2 c lse] - g_H [log p + H]) - g s w_j / V
     of loss = -(1 - s) w_t log p[t] + s / V sum_j w_j (lse - z_j) + c lse^2, and of H; s is the smoothing, c the z-loss, W = sum w.
 
 Forward: one program a row, in pieces, the next one on its way while one is worked on. Each thread has a maximum and a sum of its own, so that a
@@ -176,11 +176,11 @@ def _row(
 
 @triton.jit
 def _coefficients(target, vocab, g, g_entropy, lse, entropy, weight, smoothing, z_loss, total):
-    """(of p, of p log p, of the target, of the class weights) in dz; NaN where the target is no class."""
+    """(of p, of -p log p, of p - 1 at the target, of minus the class weights) in dz; NaN where the target is no class."""
     weight = tl.where((target >= 0) & (target < vocab), weight, float("nan"))
     of_target = g * (1 - smoothing) * weight
     of_weights = g * smoothing / vocab
-    return of_target + of_weights * total + 2 * z_loss * g * lse - g_entropy * entropy, g_entropy, of_target, of_weights
+    return of_weights * total + 2 * z_loss * g * lse - g_entropy * entropy, g_entropy, of_target, of_weights
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def _gradient(x, col, inside, local, weights_ptr, lse, of_p, of_plogp, of_target
     z = _logits(x, inverse, cap, CAPPED)
     log_p = z - lse
     p = tl.exp(log_p)
-    d = p * of_p
+    d = p * of_p + of_target * tl.where(col == local, p - 1, p)  # a sum of the two factors of p would cancel where p is near 1
     if ENTROPY:
         d -= tl.where(p > 0, p * log_p, 0.0) * of_plogp
     if SMOOTH:
@@ -198,7 +198,6 @@ def _gradient(x, col, inside, local, weights_ptr, lse, of_p, of_plogp, of_target
         if weights_ptr is not None:
             w = tl.load(weights_ptr + col, mask=inside, other=0.0)
         d -= w * of_weights
-    d = tl.where(col == local, d - of_target, d)
     return _slope(z, d, inverse, temperature, cap, CAPPED)
 
 

@@ -72,12 +72,13 @@ def cross_entropy_backward(
     log_p = z - stats[LSE, :, None]
     p, weight, total = log_p.exp(), stats[WEIGHT].masked_fill(wrong, torch.nan), x.vocab if x.total is None else x.total
     of_weights = g * (x.smoothing / x.vocab)
-    d = p * (g * ((1 - x.smoothing) * weight + 2 * x.z_loss * stats[LSE]) + of_weights * total)[:, None]
+    of_target = g * (1 - x.smoothing) * weight
+    d = p * (2 * x.z_loss * g * stats[LSE] + of_weights * total)[:, None]
     if g_entropy is not None:
         d -= torch.where(p > 0, p * (log_p + stats[ENTROPY, :, None]), 0) * g_entropy[:, None]
     if x.smoothing:
         d -= of_weights[:, None] * (1 if x.class_weights is None else x.class_weights)
-    d.scatter_add_(1, column[:, None], torch.where(here, -g * (1 - x.smoothing) * weight, 0)[:, None])
+    d += p.scatter_add_(1, column[:, None], torch.where(here, -1.0, 0.0).to(p.dtype)[:, None]) * of_target[:, None]
     if x.softcap:
         d *= 1 - (z * (x.temperature / x.softcap)).square()
     return out.copy_(torch.where(kept[:, None], d / x.temperature, 0))
