@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-LOG_PROB, LSE, ENTROPY, SMOOTH, WEIGHT = range(5)  # rows of the figures of tokens, [5, tokens]
+# Rows of the figures of tokens, [6, tokens]. logsumexp(z) is TOP + LOG_SUM: apart, so that a large part common to all logits costs no digits.
+LOG_PROB, TOP, LOG_SUM, ENTROPY, SMOOTH, WEIGHT = range(6)
 
 
 class Shard(NamedTuple):

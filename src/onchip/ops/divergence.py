@@ -11,6 +11,8 @@ from onchip.ops.differentiable import Rule, differentiable
 from onchip.ops.linear_losses import Sums, chunks
 from onchip.ops.vocabulary import check_reduction, held
 
+LOSS = 4  # the row of a kernel's figures [6, rows]
+
 
 class Head(NamedTuple):
     """Hidden states [..., dim], and the weight [vocab, dim] and bias [vocab] that make logits of them."""
@@ -132,7 +134,7 @@ def _problem(op: str, student: Tensor, beta: float) -> Rows:
 
 def _forward(student: Tensor, teacher: Tensor, counts: Tensor | None, beta: float, temperature: float, kernel: str) -> tuple[Tensor, Tensor]:
     stats = select(_problem("divergence", student, beta), student.device, kernel).launch(student, teacher, counts, beta, temperature)
-    return stats[2].clone(), stats
+    return stats[LOSS].clone(), stats
 
 
 def _backward(
@@ -159,7 +161,7 @@ def _back(ctx, backward, g, _):
 
 def _shapes(student, *_):
     exact = _exact(student.dtype)
-    return student.new_empty(len(student), dtype=exact), student.new_empty(4, len(student), dtype=exact)
+    return student.new_empty(len(student), dtype=exact), student.new_empty(6, len(student), dtype=exact)
 
 
 _rows = differentiable("divergence", _forward, _backward, Rule(_keep, _back, (_shapes, lambda student, *_: student.new_empty(student.shape))))
@@ -179,7 +181,7 @@ def _with_gradients(
     for (of, student), (_, teacher) in both:
         counted = None if counts is None else counts[of]
         stats = select(_problem("divergence", student, beta), student.device, kernel).launch(student, teacher, counted, beta, temperature)
-        total = total + stats[2].sum()
+        total = total + stats[LOSS].sum()
         if any(needs):
             sums.add(of, _gradient(student, teacher, counted, stats, g[of], beta, temperature, kernel, student))
     return total * factor, *sums.done()

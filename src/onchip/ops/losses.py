@@ -124,7 +124,7 @@ def _back(ctx, backward, g, g_stats):
 def row_shapes(rows: int, logits_dtype: torch.dtype, like: Tensor) -> tuple[Tensor, Tensor]:
     """The losses and figures of rows, empty."""
     dtype = torch.float64 if logits_dtype == torch.float64 else torch.float32
-    return like.new_empty(rows, dtype=dtype), like.new_empty(5, rows, dtype=dtype)
+    return like.new_empty(rows, dtype=dtype), like.new_empty(6, rows, dtype=dtype)
 
 
 _rows = differentiable(

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from onchip.core.losses import ENTROPY, LOG_PROB, LSE, SMOOTH, WEIGHT, LossTerms, RowLoss
+from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 
@@ -78,7 +78,7 @@ def row_loss(call: Call, class_weights: Tensor | None, total: Tensor | None) -> 
 
 
 def figures(call: Call, logits: Tensor, targets: Tensor, x: RowLoss) -> Tensor:
-    """[5, rows] of the whole vocabulary, from logits [rows, width] of all of it or of a slice."""
+    """[6, rows] of the whole vocabulary, from logits [rows, width] of all of it or of a slice."""
     stats = select(call.problem("cross_entropy", logits), logits.device, call.kernel).launch(logits, targets, x)
     return stats if call.ranks is None else _together(call, stats, targets, x, logits.shape[1])
 
@@ -97,12 +97,13 @@ def _together(call: Call, stats: Tensor, targets: Tensor, x: RowLoss, width: int
     mine = torch.cat((stats, mass))
     slices = [torch.empty_like(mine) for _ in range(dist.get_world_size(ranks))]
     dist.all_gather(slices, mine, group=ranks)
-    log_prob, lse, entropy, smooth, weight, mass = torch.stack(slices).unbind(1)  # [ranks, rows] each
-    whole = lse.logsumexp(0)
-    more = lse - whole
+    log_prob, top, log_sum, entropy, smooth, weight, mass = torch.stack(slices).unbind(1)  # [ranks, rows] each
+    highest = top.amax(0)
+    log_whole = (top - highest + log_sum).logsumexp(0)
+    more = top - highest + log_sum - log_whole
     share = more.exp()
     entropy = (share * torch.where(share > 0, entropy - more, 0)).sum(0)
-    found = torch.stack(((log_prob + more).amax(0), whole, entropy, (smooth - mass * more).sum(0), weight.sum(0)))
+    found = torch.stack(((log_prob + more).amax(0), highest, log_whole, entropy, (smooth - mass * more).sum(0), weight.sum(0)))
     return torch.where(targets != x.ignore_index, found, 0)
 
 
@@ -113,7 +114,7 @@ def losses_of(stats: Tensor, x: RowLoss) -> Tensor:
         loss = loss * stats[WEIGHT] * (1 - x.smoothing) if x.class_weights is not None else loss * (1 - x.smoothing)
     if x.smoothing:
         loss = loss + stats[SMOOTH] * (x.smoothing / x.vocab)
-    return loss + x.z_loss * stats[LSE].square() if x.z_loss else loss
+    return loss + x.z_loss * (stats[TOP] + stats[LOG_SUM]).square() if x.z_loss else loss
 
 
 def reduced(loss: Tensor, weight: Tensor, reduction: str) -> Tensor:
@@ -162,6 +163,3 @@ def held(run, *inputs: Tensor | None) -> tuple[Tensor, ...]:
 def _scaled(grad: Tensor, g: Tensor) -> Tensor:
     problem = Rows("scale", 1, grad.numel(), grad.dtype)
     return select(problem, grad.device).launch(grad, g)
-
-
-__all__ = ["ENTROPY", "LOG_PROB", "LSE", "SMOOTH", "WEIGHT", "Call", "call_of", "figures", "gradient", "held", "losses_of", "reduced", "row_loss"]

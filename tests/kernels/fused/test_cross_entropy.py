@@ -107,10 +107,9 @@ def test_gradcheck(name, kernel, device):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_targets_that_are_no_class_are_nan_and_nobody_elses(kernel, in_place, device):
-    logits = torch.randn(4, 100, device=device)
+    logits, terms = torch.randn(4, 100, device=device), LossTerms(ignore_index=IGNORED)
     for wrong in (100, -1, 1 << 40):
         targets = torch.tensor([5, wrong, IGNORED, 99], device=device)
-        terms = LossTerms(ignore_index=IGNORED)
         loss, d = gradient(lambda x, t=targets: cross_entropy(x, t, terms, reduction="sum", in_place=in_place, kernel=kernel), logits)
         assert loss.isnan() and d[1].isnan().all() and not d[[0, 2, 3]].isnan().any()
         each = cross_entropy(logits, targets, terms, reduction="none", kernel=kernel)

@@ -1,7 +1,7 @@
 """Cross-entropy of rows of logits: figures of each row, and the gradient of the logits.
 
     z = cap tanh(x / cap) / temperature,   lse = log sum_j exp z_j,   p = exp(z - lse)
-    forward    log p[t],  lse,  entropy H = -sum p log p,  sum_j w_j (lse - z_j),  w[t]          (core.losses.LOG_PROB ... WEIGHT)
+    forward    log p[t],  max z and lse - max z,  entropy H = -sum p log p,  sum_j w_j (lse - z_j),  w[t]          (core.losses.LOG_PROB ... WEIGHT)
     backward   dz = g (1 - s) w_t (p - [j = t]) + p (g [s W / V + 2 c lse] - g_H [log p + H]) - g s w_j / V
     of loss = -(1 - s) w_t log p[t] + s / V sum_j w_j (lse - z_j) + c lse^2, and of H; s is the smoothing, c the z-loss, W = sum w.
 
@@ -131,12 +131,13 @@ def _figures(
 
 
 @triton.jit
-def _store_figures(stats_ptr, tokens, row, log_prob, lse, entropy, smooth, weight):
+def _store_figures(stats_ptr, tokens, row, log_prob, top, log_sum, entropy, smooth, weight):
     tl.store(stats_ptr + row, log_prob)
-    tl.store(stats_ptr + tokens + row, lse)
-    tl.store(stats_ptr + 2 * tokens + row, entropy)
-    tl.store(stats_ptr + 3 * tokens + row, smooth)
-    tl.store(stats_ptr + 4 * tokens + row, weight)
+    tl.store(stats_ptr + tokens + row, top)
+    tl.store(stats_ptr + 2 * tokens + row, log_sum)
+    tl.store(stats_ptr + 3 * tokens + row, entropy)
+    tl.store(stats_ptr + 4 * tokens + row, smooth)
+    tl.store(stats_ptr + 5 * tokens + row, weight)
 
 
 @triton.jit
@@ -158,7 +159,7 @@ def _row(
     LANE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The figures of a row that counts, stored; returns (lse, entropy, weight)."""
+    """The figures of a row that counts, stored; returns (top, log_sum, weight)."""
     local = target - first
     here = (local >= 0) & (local < width)
     valid = (target >= 0) & (target < vocab)
@@ -169,9 +170,8 @@ def _row(
     top, log_sum, entropy, smooth = _figures(row_ptr, weights_ptr, width, inverse, cap, CAPPED, ENTROPY, SMOOTH, LANE, BLOCK)
     missing = tl.where(valid, float("-inf"), float("nan"))  # another rank's, or nobody's
     log_prob = tl.where(here, picked - top - log_sum, missing)
-    lse = top + log_sum
-    _store_figures(stats_ptr, tokens, row, log_prob, lse, entropy if ENTROPY else 0.0, smooth if SMOOTH else 0.0, weight)
-    return lse, entropy, weight
+    _store_figures(stats_ptr, tokens, row, log_prob, top, log_sum, entropy if ENTROPY else 0.0, smooth if SMOOTH else 0.0, weight)
+    return top, log_sum, weight
 
 
 @triton.jit
@@ -184,11 +184,11 @@ def _coefficients(target, vocab, g, g_entropy, lse, entropy, weight, smoothing, 
 
 
 @triton.jit
-def _gradient(x, col, inside, local, weights_ptr, lse, of_p, of_plogp, of_target, of_weights, inverse, temperature, cap, CAPPED: tl.constexpr,
+def _gradient(x, col, inside, local, weights_ptr, top, log_sum, of_p, of_plogp, of_target, of_weights, inverse, temperature, cap, CAPPED: tl.constexpr,
               ENTROPY: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
     """The gradient of logits x in columns col, float32."""
     z = _logits(x, inverse, cap, CAPPED)
-    log_p = z - lse
+    log_p = z - top - log_sum
     p = tl.exp(log_p)
     d = p * of_p + of_target * tl.where(col == local, p - 1, p)  # a sum of the two factors of p would cancel where p is near 1
     if ENTROPY:
@@ -224,7 +224,7 @@ def _forward(
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     if target == ignore:
-        _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0)
+        _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     else:
         _row(logits_ptr + row * row_stride, weights_ptr, stats_ptr, row, tokens, target, width, first, vocab, inverse, cap, CAPPED, ENTROPY, SMOOTH,
              LANE, BLOCK)  # fmt: skip
@@ -264,17 +264,17 @@ def _backward(
     counts = target != ignore
     inside = col < width
     x = tl.load(logits_ptr + row * row_stride + col, mask=inside & counts, other=0.0)
-    lse, weight = tl.load(stats_ptr + tokens + row), tl.load(stats_ptr + 4 * tokens + row)
+    top, log_sum, weight = tl.load(stats_ptr + tokens + row), tl.load(stats_ptr + 2 * tokens + row), tl.load(stats_ptr + 5 * tokens + row)
     entropy, g_entropy = 0.0, 0.0
     if ENTROPY:
-        entropy, g_entropy = tl.load(stats_ptr + 2 * tokens + row), tl.load(g_entropy_ptr + row)
+        entropy, g_entropy = tl.load(stats_ptr + 3 * tokens + row), tl.load(g_entropy_ptr + row)
     total = tl.zeros([], tl.float32) + vocab
     if total_ptr is not None:
         total = tl.load(total_ptr)
     of_p, of_plogp, of_target, of_weights = _coefficients(
-        target, vocab, tl.load(g_ptr + row), g_entropy, lse, entropy, weight, smoothing, z_loss, total
+        target, vocab, tl.load(g_ptr + row), g_entropy, top + log_sum, entropy, weight, smoothing, z_loss, total
     )  # fmt: skip
-    d = _gradient(x, col, inside, target - first, weights_ptr, lse, of_p, of_plogp, of_target, of_weights, inverse, temperature, cap, CAPPED, ENTROPY,
+    d = _gradient(x, col, inside, target - first, weights_ptr, top, log_sum, of_p, of_plogp, of_target, of_weights, inverse, temperature, cap, CAPPED, ENTROPY,
                   SMOOTH)  # fmt: skip
     d = tl.where(counts, d, 0.0)
     tl.store(out_ptr + row * out_stride + col, d.to(out_ptr.dtype.element_ty), mask=inside)
@@ -310,7 +310,7 @@ def _in_place(
     row_ptr = logits_ptr + row * row_stride
     last = tl.cdiv(width, BLOCK) - 1
     if target == ignore:
-        _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0)
+        _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         for piece in range(last + 1):
             col = piece * BLOCK + tl.arange(0, BLOCK)
             tl.store(row_ptr + col, tl.zeros([BLOCK], logits_ptr.dtype.element_ty), mask=col < width)
@@ -319,16 +319,16 @@ def _in_place(
         total = tl.zeros([], tl.float32) + vocab
         if total_ptr is not None:
             total = tl.load(total_ptr)
-        lse, _, weight = _row(
+        top, log_sum, weight = _row(
             row_ptr, weights_ptr, stats_ptr, row, tokens, target, width, first, vocab, inverse, cap, CAPPED, ENTROPY, SMOOTH, LANE, BLOCK
         )  # fmt: skip
-        of_p, _, of_target, of_weights = _coefficients(target, vocab, g, 0.0, lse, 0.0, weight, smoothing, z_loss, total)
+        of_p, _, of_target, of_weights = _coefficients(target, vocab, g, 0.0, top + log_sum, 0.0, weight, smoothing, z_loss, total)
         tl.debug_barrier()  # until every thread has its target's logit
         for piece in range(last + 1):
             col = (last - piece) * BLOCK + tl.arange(0, BLOCK)
             inside = col < width
             x = tl.load(row_ptr + col, mask=inside, other=0.0)
-            d = _gradient(x, col, inside, target - first, weights_ptr, lse, of_p, 0.0, of_target, of_weights, inverse, temperature, cap, CAPPED, False,
+            d = _gradient(x, col, inside, target - first, weights_ptr, top, log_sum, of_p, 0.0, of_target, of_weights, inverse, temperature, cap, CAPPED, False,
                           SMOOTH)  # fmt: skip
             tl.store(row_ptr + col, d.to(logits_ptr.dtype.element_ty), mask=inside)
 
@@ -357,9 +357,9 @@ def _flags(problem: Rows, x) -> dict:
 
 
 def launch(problem: Rows, config: Tiles, logits: torch.Tensor, targets: torch.Tensor, x) -> torch.Tensor:
-    """Figures float32 [5, rows] of logits [rows, width] and targets [rows]; x: RowLoss."""
+    """Figures float32 [6, rows] of logits [rows, width] and targets [rows]; x: RowLoss."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    stats = torch.empty((5, problem.rows), dtype=torch.float32, device=logits.device)
+    stats = torch.empty((6, problem.rows), dtype=torch.float32, device=logits.device)
     _forward[(problem.rows,)](
         logits,
         targets.contiguous(),
@@ -386,7 +386,7 @@ def launch_backward(
     config: Tiles,
     logits: torch.Tensor,  # [rows, width]
     targets: torch.Tensor,  # [rows]
-    stats: torch.Tensor,  # [5, rows]
+    stats: torch.Tensor,  # [6, rows]
     g: torch.Tensor,  # [rows] float32, of the loss
     g_entropy: torch.Tensor | None,  # [rows] float32
     x,  # RowLoss
@@ -422,8 +422,8 @@ def launch_backward(
 
 
 def launch_in_place(problem: Rows, config: Tiles, logits: torch.Tensor, targets: torch.Tensor, g: torch.Tensor, x) -> torch.Tensor:
-    """Figures [5, rows]; the logits, whose rows are contiguous, become the gradient of `sum g loss`."""
-    stats = torch.empty((5, problem.rows), dtype=torch.float32, device=logits.device)
+    """Figures [6, rows]; the logits, whose rows are contiguous, become the gradient of `sum g loss`."""
+    stats = torch.empty((6, problem.rows), dtype=torch.float32, device=logits.device)
     _in_place[(problem.rows,)](
         logits,
         targets.contiguous(),

@@ -46,10 +46,10 @@ def _more(x, inverse, m, s, LANES: tl.constexpr, LANE: tl.constexpr):
 
 
 @triton.jit
-def _lse(m, s):
+def _top_and_log_sum(m, s):
     top = tl.max(m)
     base = tl.where(top == float("-inf"), 0.0, top)
-    return base + tl.log(tl.sum(s * tl.exp(m - base)))
+    return base, tl.log(tl.sum(s * tl.exp(m - base)))
 
 
 @triton.jit
@@ -77,7 +77,8 @@ def _forward(
     if counts_ptr is not None:
         counted = tl.load(counts_ptr + row).to(tl.int32)
     LANES: tl.constexpr = BLOCK // LANE
-    lse_q, lse_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+    top_q, top_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+    more_q, more_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
     of_q, of_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
     if counted != 0:
         m_q, m_p = tl.full([LANES], float("-inf"), tl.float32), tl.full([LANES], float("-inf"), tl.float32)
@@ -89,13 +90,14 @@ def _forward(
             y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
             m_q, s_q = _more(x, inverse, m_q, s_q, LANES, LANE)
             m_p, s_p = _more(y, inverse, m_p, s_p, LANES, LANE)
-        lse_q, lse_p = _lse(m_q, s_q), _lse(m_p, s_p)
+        top_q, more_q = _top_and_log_sum(m_q, s_q)
+        top_p, more_p = _top_and_log_sum(m_p, s_p)
         sum_q, sum_p = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
         for piece in range(pieces):
             col = (pieces - 1 - piece) * BLOCK + tl.arange(0, BLOCK)
             x = tl.load(student_ptr + col, mask=col < width, other=float("-inf"))
             y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
-            log_q, log_p = x.to(tl.float32) * inverse - lse_q, y.to(tl.float32) * inverse - lse_p
+            log_q, log_p = x.to(tl.float32) * inverse - top_q - more_q, y.to(tl.float32) * inverse - top_p - more_p
             log_m = _mixture(log_q, log_p, log_1_beta, log_beta, KIND)
             q, p = tl.exp(log_q), tl.exp(log_p)
             if KIND != 0:
@@ -104,10 +106,12 @@ def _forward(
                 sum_p += tl.sum(tl.where(p == 0, 0.0, p * (log_p - log_m)).reshape(LANES, LANE), 1)
         of_q, of_p = tl.sum(sum_q), tl.sum(sum_p)
     loss = of_p if KIND == 0 else of_q if KIND == 1 else beta * of_p + (1 - beta) * of_q
-    tl.store(stats_ptr + row, lse_q)
-    tl.store(stats_ptr + tokens + row, lse_p)
-    tl.store(stats_ptr + 2 * tokens + row, loss)
-    tl.store(stats_ptr + 3 * tokens + row, of_q)
+    tl.store(stats_ptr + row, top_q)
+    tl.store(stats_ptr + tokens + row, more_q)
+    tl.store(stats_ptr + 2 * tokens + row, top_p)
+    tl.store(stats_ptr + 3 * tokens + row, more_p)
+    tl.store(stats_ptr + 4 * tokens + row, loss)
+    tl.store(stats_ptr + 5 * tokens + row, of_q)
 
 
 @triton.jit
@@ -125,8 +129,10 @@ def _backward(
     read = inside & (counted != 0)
     x = tl.load(student_ptr + row * student_stride + col, mask=read, other=0.0)
     y = tl.load(teacher_ptr + row * teacher_stride + col, mask=read, other=0.0)
-    lse_q, lse_p, of_q = tl.load(stats_ptr + row), tl.load(stats_ptr + tokens + row), tl.load(stats_ptr + 3 * tokens + row)
-    log_q, log_p = x.to(tl.float32) * inverse - lse_q, y.to(tl.float32) * inverse - lse_p
+    top_q, more_q = tl.load(stats_ptr + row), tl.load(stats_ptr + tokens + row)
+    top_p, more_p = tl.load(stats_ptr + 2 * tokens + row), tl.load(stats_ptr + 3 * tokens + row)
+    of_q = tl.load(stats_ptr + 5 * tokens + row)
+    log_q, log_p = x.to(tl.float32) * inverse - top_q - more_q, y.to(tl.float32) * inverse - top_p - more_p
     q = tl.exp(log_q)
     if KIND == 0:
         d = q - tl.exp(log_p)
@@ -162,9 +168,9 @@ def launch(
     beta: float,
     temperature: float,
 ) -> torch.Tensor:
-    """Float32 [4, rows]: logsumexp of the student's logits and of the teacher's, the divergence, D(q, m)."""
+    """Float32 [6, rows]: of the student's logits and of the teacher's the maximum and logsumexp less that, the divergence, D(q, m)."""
     student, teacher = (t if t.stride(1) == 1 else t.contiguous() for t in (student, teacher))
-    stats = torch.empty((4, problem.rows), dtype=torch.float32, device=student.device)
+    stats = torch.empty((6, problem.rows), dtype=torch.float32, device=student.device)
     numbers, kind = _mixed(beta)
     _forward[(problem.rows,)](
         student,
@@ -191,7 +197,7 @@ def launch_backward(
     student: torch.Tensor,  # [rows, width]
     teacher: torch.Tensor,  # [rows, width]
     counts: torch.Tensor | None,  # [rows] bool
-    stats: torch.Tensor,  # [4, rows]
+    stats: torch.Tensor,  # [6, rows]
     g: torch.Tensor,  # [rows] float32
     beta: float,
     temperature: float,

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from onchip.core.losses import ENTROPY, LSE, WEIGHT, RowLoss
+from onchip.core.losses import ENTROPY, LOG_SUM, TOP, WEIGHT, RowLoss
 from onchip.core.problem import Rows
 
 
@@ -50,17 +50,17 @@ def _at(problem: Rows, targets: Tensor, x: RowLoss) -> tuple[Tensor, Tensor, Ten
 
 
 def cross_entropy(problem: Rows, config: None, logits: Tensor, targets: Tensor, x: RowLoss) -> Tensor:
-    """Figures [5, rows] (core.losses.LOG_PROB ... WEIGHT), float32 or float64, of logits [rows, width] and targets [rows]."""
+    """Figures [6, rows] (core.losses.LOG_PROB ... WEIGHT), float32 or float64, of logits [rows, width] and targets [rows]."""
     z = _logits(logits, x)
-    log_p, lse = z.log_softmax(-1), z.logsumexp(-1)
+    log_p, top = z.log_softmax(-1), z.amax(-1)
     kept, here, wrong, column = _at(problem, targets, x)
     picked = torch.where(here, log_p.gather(1, column[:, None])[:, 0], -torch.inf).masked_fill(wrong, torch.nan)
     weight = here.to(z.dtype) if x.class_weights is None else torch.where(here, x.class_weights.to(z.dtype)[column], 0)
-    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(-1) if "entropy" in problem.variant else torch.zeros_like(lse)
-    smooth = torch.zeros_like(lse)
+    entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(-1) if "entropy" in problem.variant else torch.zeros_like(top)
+    smooth = torch.zeros_like(top)
     if x.smoothing:
         smooth = -(log_p if x.class_weights is None else log_p * x.class_weights.to(z.dtype)).sum(-1)
-    return torch.where(kept, torch.stack((picked, lse, entropy, smooth, weight)), 0)
+    return torch.where(kept, torch.stack((picked, top, (z - top[:, None]).logsumexp(-1), entropy, smooth, weight)), 0)
 
 
 def cross_entropy_backward(
@@ -69,11 +69,11 @@ def cross_entropy_backward(
     """The gradient of logits, written to `out`: of the loss by g [rows], of the entropy by g_entropy [rows]."""
     z = _logits(logits, x)
     kept, here, wrong, column = _at(problem, targets, x)
-    log_p = z - stats[LSE, :, None]
+    log_p = z - stats[TOP, :, None] - stats[LOG_SUM, :, None]
     p, weight, total = log_p.exp(), stats[WEIGHT].masked_fill(wrong, torch.nan), x.vocab if x.total is None else x.total
     of_weights = g * (x.smoothing / x.vocab)
     of_target = g * (1 - x.smoothing) * weight
-    d = p * (2 * x.z_loss * g * stats[LSE] + of_weights * total)[:, None]
+    d = p * (2 * x.z_loss * g * (stats[TOP] + stats[LOG_SUM]) + of_weights * total)[:, None]
     if g_entropy is not None:
         d -= torch.where(p > 0, p * (log_p + stats[ENTROPY, :, None]), 0) * g_entropy[:, None]
     if x.smoothing:
@@ -85,7 +85,7 @@ def cross_entropy_backward(
 
 
 def cross_entropy_in_place(problem: Rows, config: None, logits: Tensor, targets: Tensor, g: Tensor, x: RowLoss) -> Tensor:
-    """Figures [5, rows]; the logits become the gradient of `sum g loss`."""
+    """Figures [6, rows]; the logits become the gradient of `sum g loss`."""
     stats = cross_entropy(problem, None, logits, targets, x)
     cross_entropy_backward(problem, None, logits, targets, stats, g, None, x, logits)
     return stats
@@ -97,13 +97,14 @@ def scale(problem: Rows, config: None, x: Tensor, factor: Tensor) -> Tensor:
 
 
 def divergence(problem: Rows, config: None, student: Tensor, teacher: Tensor, counts: Tensor | None, beta: float, temperature: float) -> Tensor:
-    """[4, rows]: logsumexp of the student's logits and of the teacher's, the divergence, and what the student's own part of it is."""
+    """[6, rows]: of the student's logits and of the teacher's the maximum and logsumexp less that, the divergence, and what the student's part of it is."""
     z = [t.to(_exact(t.dtype)) / temperature for t in (student, teacher)]
     q, p = (t.log_softmax(-1) for t in z)
     m = p if beta == 1 else q if beta == 0 else torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
     of_q, of_p = (torch.where(t.exp() > 0, t.exp() * (t - m), 0).sum(-1) for t in (q, p))
     loss = of_p if beta == 0 else of_q if beta == 1 else beta * of_p + (1 - beta) * of_q
-    stats = torch.stack((z[0].logsumexp(-1), z[1].logsumexp(-1), loss, of_q))
+    top = [t.amax(-1) for t in z]
+    stats = torch.stack((*(f for t, at in zip(z, top, strict=True) for f in (at, (t - at[:, None]).logsumexp(-1))), loss, of_q))
     return stats if counts is None else torch.where(counts, stats, 0)
 
 
@@ -111,11 +112,11 @@ def divergence_backward(
     problem: Rows, config: None, student: Tensor, teacher: Tensor, counts: Tensor | None, stats: Tensor, g: Tensor, beta: float, temperature: float, out: Tensor
 ) -> Tensor:
     """The gradient of the student's logits, by that of each row's divergence, g [rows]; written to `out`."""
-    q, p = (t.to(stats.dtype) / temperature - lse[:, None] for t, lse in ((student, stats[0]), (teacher, stats[1])))
+    q, p = (t.to(stats.dtype) / temperature - top[:, None] - log_sum[:, None] for t, top, log_sum in ((student, *stats[:2]), (teacher, *stats[2:4])))
     if beta == 0:
         d = q.exp() - p.exp()
     else:
         m = p if beta == 1 else torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
-        d = (1 if beta == 1 else 1 - beta) * torch.where(q.exp() > 0, q.exp() * (q - m - stats[3, :, None]), 0)
+        d = (1 if beta == 1 else 1 - beta) * torch.where(q.exp() > 0, q.exp() * (q - m - stats[5, :, None]), 0)
     d = d * (g / temperature)[:, None]
     return out.copy_(d if counts is None else torch.where(counts[:, None], d, 0))
