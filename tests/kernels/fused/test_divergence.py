@@ -22,6 +22,18 @@ def textbook(student, teacher, beta, temperature, counts):
     return loss[counts].mean()
 
 
+def by_hand(student, teacher, beta, counts):
+    """The gradient by its formula in float32: a second way, as what autograd's errs is a matter of chance."""
+    log_q, log_p = ((t.float() / 1.5).log_softmax(-1) for t in (student, teacher))
+    q = log_q.exp()
+    if beta == 0:
+        d = q - log_p.exp()
+    else:
+        ratio = log_q - (log_p if beta == 1 else (beta * log_p.exp() + (1 - beta) * q).log())
+        d = (beta if beta == 1 else 1 - beta) * (q * ratio - q * (q * ratio).sum(-1, keepdim=True))
+    return (d * counts[:, None]) / counts.sum()  # g is 1.5, as the temperature
+
+
 def check(rows, width, dtype, beta, kernel, device):
     """Rows that do not count are NaN."""
     both = [poisoned((rows, width + 16), dtype, device)[:, 16:].copy_(2 * torch.randn(rows, width, device=device)) for _ in range(2)]
@@ -41,13 +53,13 @@ def check(rows, width, dtype, beta, kernel, device):
     # a row's figure is a difference of logarithms of about log(width) + 2 and the largest logit, each rounded
     scale = truth + torch.finfo(FP32).eps * wide.abs().max()
     assert_as_good_as_torch(loss.detach(), (low, scale, *hardware(truth, FP32, device)), truth.detach())
-    assert_as_good_as_torch(d, d_low, d_truth, slack=3)
+    assert_as_good_as_torch(d, (d_low, by_hand(*clean, beta, counts).to(dtype)), d_truth, slack=3)
     assert d[~counts].eq(0).all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize(("rows", "width"), [(3, 7), (3, 1000), (2, 8201)])
+@pytest.mark.parametrize(("rows", "width"), [(3, 7), (3, 1000), (5, 8201)])
 def test_against_float64(rows, width, beta, kernel, device):
     for dtype in (FP32, BF16) if width > 1000 else (FP32, BF16, FP16):
         check(rows, width, dtype, beta, kernel, device)

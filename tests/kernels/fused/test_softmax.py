@@ -35,6 +35,13 @@ def reference(of, x, mask, temperature):
     return of(z, -1)
 
 
+def by_hand(name, y, d):
+    """The gradient of x from torch's result, rounded as that is: a second way, as a row's error is that of one or two differences that cancel."""
+    y, g = y.float(), d.float()
+    g = g - y.exp() * g.sum(-1, keepdim=True) if name == "log_softmax" else y * g - y * (y * g).sum(-1, keepdim=True)
+    return (g / 0.7).to(d.dtype)
+
+
 def check(shape, dtype, name, kind, kernel, device):
     """What a mask of bools hides is NaN; its gradient is 0."""
     ours, textbook = FUNCTIONS[name]
@@ -51,17 +58,14 @@ def check(shape, dtype, name, kind, kernel, device):
     y.backward(d)
     of_low.backward(d.to(of_low.dtype))
     truth.backward(d.double())
-    if name == "log_softmax" and dtype != FP32:  # of a result rounded to 8 bits: what torch's own errs, too, and how much differs by chance
-        rounded = y.detach().float().exp().masked_fill(~shown, 0)
-        low.grad = ((d.float() - rounded * d.float().sum(-1, keepdim=True)) / 0.7).to(dtype)
-    assert_as_good_as_torch(x.grad, low.grad, exact.grad, slack=3)
+    assert_as_good_as_torch(x.grad, (low.grad, by_hand(name, of_low.detach().to(dtype), d)), exact.grad, slack=3)
     assert x.grad[~shown].eq(0).all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 7), (2, 3, 4, 63), (3, 1000), (2, 40000)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 7), (2, 3, 4, 63), (9, 1000), (2, 40000)], ids=str)
 def test_against_float64(shape, name, kind, kernel, device):
     for dtype in (FP32, BF16) if shape[-1] > 63 else (FP32, BF16, FP16):
         check(shape, dtype, name, kind, kernel, device)
