@@ -9,7 +9,7 @@ from onchip.core.problem import Rows
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
 from onchip.ops.linear_losses import Sums, chunks
-from onchip.ops.vocabulary import check_reduction, held
+from onchip.ops.vocabulary import check_reduction, exact_of, held
 
 LOSS = 4  # the row of a kernel's figures [6, rows]
 
@@ -85,7 +85,9 @@ def linear_divergence(
     flat[3:] = [None if t is None else t.detach() for t in flat[3:]]
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in flat[:3]]
     rows = len(flat[0])
-    factor = _share(flat[0].new_empty(rows, dtype=_exact(flat[0].dtype)), counts) if reduction == "mean" else flat[0].new_ones((), dtype=_exact(flat[0].dtype))
+    factor = (
+        _share(flat[0].new_empty(rows, dtype=exact_of(flat[0].dtype)), counts) if reduction == "mean" else flat[0].new_ones((), dtype=exact_of(flat[0].dtype))
+    )
     counts = None if counts is None else counts.reshape(-1)
     call = (float(beta), float(temperature), kernel, needs)
     if torch.compiler.is_compiling():
@@ -96,10 +98,6 @@ def linear_divergence(
         return loss, (), grads
 
     return held(run, *flat[:3])[0]
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _share(losses: Tensor, counts: Tensor | None) -> Tensor:
@@ -160,7 +158,7 @@ def _back(ctx, backward, g, _):
 
 
 def _shapes(student, *_):
-    exact = _exact(student.dtype)
+    exact = exact_of(student.dtype)
     return student.new_empty(len(student), dtype=exact), student.new_empty(6, len(student), dtype=exact)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from onchip.core.losses import ENTROPY, LOG_PROB, WEIGHT, LossTerms
 from onchip.ops.differentiable import Rule, differentiable
 from onchip.ops.losses import row_shapes, wanted, written_over
-from onchip.ops.vocabulary import Call, call_of, check_reduction, check_targets, figures, gradient, held, losses_of, reduced, row_loss, total_of, weights_of
+from onchip.ops.vocabulary import Call, call_of, check_reduction, check_targets, factor_of, figures, gradient, held, losses_of, reduced, row_loss, total_of
 
 SHARE = 0.475  # of the bytes of weights and hidden states that a chunk's logits take: with cuBLAS' workspace of 32 MiB less than half of 8,192 tokens' call
 LEAST = 1 << 26  # bytes of a chunk that may be more than that share
@@ -59,8 +59,7 @@ def linear_cross_entropy(
         loss, stats = _tokens(*operands, *call)
         loss = loss.view(targets.shape) if reduction == "none" else reduced(loss, stats[WEIGHT], reduction)
     else:
-        weights = weights_of(call, operands[3], terms.class_weights)
-        factor = 1 / weights.sum() if reduction == "mean" else torch.ones((), device=hidden.device)
+        factor = factor_of(call, operands[3], terms.class_weights, reduction, hidden.dtype)
         loss, stats = _reduced(operands, factor, call, needs)
     if not per_token:
         return loss

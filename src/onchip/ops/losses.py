@@ -11,6 +11,8 @@ from onchip.ops.vocabulary import (
     call_of,
     check_reduction,
     check_targets,
+    exact_of,
+    factor_of,
     figures,
     gradient,
     held,
@@ -18,7 +20,6 @@ from onchip.ops.vocabulary import (
     reduced,
     row_loss,
     total_of,
-    weights_of,
 )
 
 
@@ -60,7 +61,7 @@ def _in_place(logits: Tensor, targets: Tensor, class_weights: Tensor | None, tot
         raise ValueError(f"cross_entropy: in_place=True overwrites logits, which is {what}; leave in_place=False")
     rows, targets = logits.detach().view(-1, width), targets.reshape(-1)
     x = row_loss(call, class_weights, total)
-    factor = 1 / weights_of(call, targets, class_weights).sum() if reduction == "mean" else torch.ones((), device=logits.device)
+    factor = factor_of(call, targets, class_weights, reduction, logits.dtype)
 
     def run():
         loss = written_over(call, rows, targets, factor.expand(len(rows)), x)[0]
@@ -123,8 +124,8 @@ def _back(ctx, backward, g, g_stats):
 
 def row_shapes(rows: int, logits_dtype: torch.dtype, like: Tensor) -> tuple[Tensor, Tensor]:
     """The losses and figures of rows, empty."""
-    dtype = torch.float64 if logits_dtype == torch.float64 else torch.float32
-    return like.new_empty(rows, dtype=dtype), like.new_empty(6, rows, dtype=dtype)
+    exact = exact_of(logits_dtype)
+    return like.new_empty(rows, dtype=exact), like.new_empty(6, rows, dtype=exact)
 
 
 _rows = differentiable(

@@ -124,15 +124,28 @@ def reduced(loss: Tensor, weight: Tensor, reduction: str) -> Tensor:
     return loss.sum() if reduction == "sum" else loss.sum() / weight.sum()
 
 
-def weights_of(call: Call, targets: Tensor, class_weights: Tensor | None) -> Tensor:
-    """Of each row's target, before any figure is known: float32 [rows], 0 where it is ignored or no class."""
+def factor_of(call: Call, targets: Tensor, class_weights: Tensor | None, reduction: str, dtype: torch.dtype) -> Tensor:
+    """What the sum of the losses of logits in `dtype` is multiplied by, [], before any of them is known: 1, or 1 by the sum of the targets' class weights."""
+    exact = exact_of(dtype)
+    if reduction == "sum":
+        return torch.ones((), dtype=exact, device=targets.device)
+    return 1 / _weights(call, targets, class_weights, exact).sum()
+
+
+def exact_of(dtype: torch.dtype) -> torch.dtype:
+    """What figures of logits in `dtype` are in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _weights(call: Call, targets: Tensor, class_weights: Tensor | None, exact: torch.dtype) -> Tensor:
+    """The class weight of each row's target, [rows]; 0 where it is ignored or no class."""
     ignore, first, vocab = call.ints
     counts = (targets != ignore) & (targets >= 0) & (targets < vocab)
     if class_weights is None:
-        return counts.float()
+        return counts.to(exact)
     local = targets - first
     here = counts & (local >= 0) & (local < len(class_weights))
-    weight = torch.where(here, class_weights[torch.where(here, local, 0)].float(), 0)
+    weight = torch.where(here, class_weights[torch.where(here, local, 0)].to(exact), 0)
     if call.ranks is not None:
         dist.all_reduce(weight, group=call.ranks)
     return weight
