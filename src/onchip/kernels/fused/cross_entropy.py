@@ -21,10 +21,11 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Rows
 
-PIECE = 8192  # forward: 16 elements a thread of 16 warps, twice (the next piece is on its way): 32 KiB of bf16 in flight a program
-WHOLE = 32768  # bytes in place: 32 warps of bf16, one program a multiprocessor; 16 of float32, where 32 would spill 196 bytes
-BACKWARD = 4096
-THREAD = 16  # elements a thread: two 16-byte loads of bf16
+# Bytes of a row that a program takes at a time.
+PIECE = 16384  # forward, 16 warps; the next piece is on its way: 16 to 32 KiB in flight a program, of which a multiprocessor has two or three
+WHOLE = 32768  # in place, 32 warps: one program a multiprocessor, as two would have more rows in flight than L2 holds
+BACKWARD = 8192
+THREAD = 32  # bytes a thread: two 16-byte loads
 
 
 class Tiles(NamedTuple):
@@ -347,9 +348,10 @@ def _scale(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
     """A whole narrow row, or the piece of a wide one that each pass takes."""
-    most = {"cross_entropy": PIECE, "cross_entropy_in_place": WHOLE // problem.dtype.itemsize}.get(problem.op, BACKWARD)
+    size = problem.dtype.itemsize
+    most = {"cross_entropy": PIECE, "cross_entropy_in_place": WHOLE}.get(problem.op, BACKWARD) // size
     block = min(most, max(128, triton.next_power_of_2(problem.width)))
-    return [Tiles(block, max(1, block // (32 * THREAD)))]
+    return [Tiles(block, max(1, block * size // (32 * THREAD)))]
 
 
 def _flags(problem: Rows, x) -> dict:
@@ -452,7 +454,8 @@ def launch_in_place(problem: Rows, config: Tiles, logits: torch.Tensor, targets:
 
 def launch_scale(problem: Rows, config: Tiles, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """x *= factor, in place; x is contiguous, and neither read nor written where the factor is 1."""
-    _scale[(triton.cdiv(x.numel(), BACKWARD),)](x, factor, x.numel(), BLOCK=BACKWARD, num_warps=BACKWARD // (32 * THREAD))
+    block = BACKWARD // x.element_size()
+    _scale[(triton.cdiv(x.numel(), block),)](x, factor, x.numel(), BLOCK=block, num_warps=BACKWARD // (32 * THREAD))
     return x
 
 

@@ -19,8 +19,9 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Rows
 
-PIECE = {"divergence": 8192, "divergence_backward": 2048}
-THREAD = {"divergence": 16, "divergence_backward": 8}  # elements a thread of each row
+# Bytes of each row that a program takes at a time, and a thread. 32 bytes a thread spill in the forward pass.
+PIECE = {"divergence": 8192, "divergence_backward": 4096}
+THREAD = 16
 
 
 class Tiles(NamedTuple):
@@ -148,8 +149,9 @@ def _backward(
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
     """A whole narrow row, or a piece of a wide one."""
-    block = min(PIECE[problem.op], max(128, triton.next_power_of_2(problem.width)))
-    return [Tiles(block, max(1, block // (32 * THREAD[problem.op])))]
+    size = problem.dtype.itemsize
+    block = min(PIECE[problem.op] // size, max(128, triton.next_power_of_2(problem.width)))
+    return [Tiles(block, max(1, block * size // (32 * THREAD)))]
 
 
 def _mixed(beta: float) -> tuple[tuple[float, float, float], int]:

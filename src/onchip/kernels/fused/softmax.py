@@ -21,7 +21,7 @@ from onchip.core.problem import Rows
 WARPS = ((4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps): at most 64 elements a thread
 TILE = 4096  # elements of a program that holds several rows
 WIDEST = {"softmax": 1 << 16, "softmax_backward": 1 << 15}  # bytes of a row in registers; of the gradient there are two rows
-PIECE = 8192  # elements of a wider row at a time
+PIECE = 32768  # bytes of a wider row at a time, 32 warps: one program a multiprocessor, as two would have more rows in flight than L2 holds
 
 
 class Tiles(NamedTuple):
@@ -55,13 +55,12 @@ def _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2):
 @triton.jit
 def _load(x_ptr, mask_ptr, at, mask_at, inside, inverse, BOOL: tl.constexpr):
     """z, float32; -inf where nothing is."""
-    if mask_ptr is None:
-        return tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32) * inverse
     if BOOL:
-        shown = inside & (tl.load(mask_ptr + mask_at, mask=inside, other=0) != 0)
-        return tl.load(x_ptr + at, mask=shown, other=float("-inf")).to(tl.float32) * inverse
+        inside = inside & (tl.load(mask_ptr + mask_at, mask=inside, other=0) != 0)
     z = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32) * inverse
-    return z + tl.load(mask_ptr + mask_at, mask=inside, other=0.0).to(tl.float32)
+    if mask_ptr is not None and not BOOL:
+        z += tl.load(mask_ptr + mask_at, mask=inside, other=0.0).to(tl.float32)
+    return z
 
 
 @triton.jit
@@ -173,7 +172,7 @@ def _backward_wide(
 def configs(problem: Rows, device: Device) -> list[Tiles]:
     """Several narrow rows a program, as long as that leaves two programs for each multiprocessor."""
     if problem.width * problem.dtype.itemsize > WIDEST[problem.op]:
-        return [Tiles(1, PIECE, 16)]
+        return [Tiles(1, PIECE // problem.dtype.itemsize, 32)]
     block = triton.next_power_of_2(problem.width)
     rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
