@@ -17,7 +17,7 @@ def softmax(
 ) -> Tensor:
     """`exp(z) / sum exp(z)` of `z = x / temperature + mask`, in float32, rounded once.
 
-    mask   bools: True for what is shown, the rest is not read; or floats to add, which get no gradient.
+    mask   bools: True for what is shown, the rest may be NaN; or floats to add, which get no gradient.
     A row with nothing left, all hidden or -inf, gives 0. Raises ValueError for a temperature or a mask that does not fit.
     """
     return _softmax(x, *_checked("softmax", x, mask, temperature), False, kernel)

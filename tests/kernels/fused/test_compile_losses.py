@@ -48,9 +48,16 @@ def test_cross_entropy(op, dtype, variant, arch):
 def test_softmax(width, dtype, variant, arch):
     problem = Rows("softmax", 8192, width, dtype, variant)
     tiles = softmax.configs(problem, GPUS[arch])[0]
-    signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "mask_ptr": "*u8" if "bool" in variant else POINTER[dtype], "inverse": "fp32"}
+    signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "mask_ptr": "*u8" if "bool" in variant else POINTER[dtype], "temperature": "fp32"}
     signature |= dict.fromkeys(("rows", "width", "x_stride", "size_1", "size_2", "stride_0", "stride_1", "stride_2"), "i32")
-    constexprs = {"BOOL": "bool" in variant, "LOG": "log" in variant, "LANE": 16 // dtype.itemsize, "ROWS": tiles.rows, "BLOCK": tiles.block}
+    constexprs = {
+        "DIVIDED": "log" in variant,
+        "BOOL": "bool" in variant,
+        "LOG": "log" in variant,
+        "LANE": 16 // dtype.itemsize,
+        "ROWS": tiles.rows,
+        "BLOCK": tiles.block,
+    }
     constexprs |= {} if "mask" in variant else {"mask_ptr": None}
     kernel = softmax._softmax if tiles.block >= width else softmax._softmax_wide
     check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "stride_0", "stride_1", "stride_2")))

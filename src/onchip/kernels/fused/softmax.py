@@ -5,7 +5,7 @@
 
 A program holds a few whole rows in registers: each is read once and written once (backward: two reads, one write), which is the floor. A row too wide
 for the registers goes through them in pieces, twice, the second time from its end to its beginning, where L2 has most of it. Each thread has a maximum
-and a sum of its own. A mask is read where it lies, by up to three strides of rows; columns that a mask of bools hides are not read.
+and a sum of its own. A mask is read where it lies, by up to three strides of rows; what a mask of bools hides may be NaN.
 """
 
 from typing import NamedTuple
@@ -53,12 +53,14 @@ def _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2):
 
 
 @triton.jit
-def _load(x_ptr, mask_ptr, at, mask_at, inside, inverse, BOOL: tl.constexpr):
+def _load(x_ptr, mask_ptr, at, mask_at, inside, temperature, DIVIDED: tl.constexpr, BOOL: tl.constexpr):
     """z, float32; -inf where nothing is."""
-    if BOOL:
-        inside = inside & (tl.load(mask_ptr + mask_at, mask=inside, other=0) != 0)
-    z = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32) * inverse
-    if mask_ptr is not None and not BOOL:
+    z = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    if DIVIDED:  # a product with the inverse rounds twice, which exponentials of large numbers show
+        z = tl.math.div_rn(z, temperature + tl.zeros_like(z))
+    if BOOL:  # as the load's own mask it would split the load
+        z = tl.where(tl.load(mask_ptr + mask_at, mask=inside, other=0) != 0, z, float("-inf"))
+    elif mask_ptr is not None:
         z += tl.load(mask_ptr + mask_at, mask=inside, other=0.0).to(tl.float32)
     return z
 
@@ -73,15 +75,15 @@ def _normal(z, base, total, LOG: tl.constexpr):
 
 @triton.jit
 def _softmax(
-    x_ptr, mask_ptr, y_ptr, rows, width, x_stride, size_1, size_2, stride_0, stride_1, stride_2, inverse,
-    BOOL: tl.constexpr, LOG: tl.constexpr, LANE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, mask_ptr, y_ptr, rows, width, x_stride, size_1, size_2, stride_0, stride_1, stride_2, temperature,
+    DIVIDED: tl.constexpr, BOOL: tl.constexpr, LOG: tl.constexpr, LANE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (col < width)
     row = row.to(tl.int64)
     mask_at = _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2) + col
-    z = _load(x_ptr, mask_ptr, row * x_stride + col, mask_at, inside, inverse, BOOL)  # [ROWS, BLOCK]
+    z = _load(x_ptr, mask_ptr, row * x_stride + col, mask_at, inside, temperature, DIVIDED, BOOL)  # [ROWS, BLOCK]
     top = tl.max(z, 1, keep_dims=True)
     base = tl.where(top == float("-inf"), 0.0, top)
     y = _normal(z, base, tl.sum(tl.exp(z - base), 1, keep_dims=True), LOG)
@@ -90,8 +92,8 @@ def _softmax(
 
 @triton.jit
 def _softmax_wide(
-    x_ptr, mask_ptr, y_ptr, rows, width, x_stride, size_1, size_2, stride_0, stride_1, stride_2, inverse,
-    BOOL: tl.constexpr, LOG: tl.constexpr, LANE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, mask_ptr, y_ptr, rows, width, x_stride, size_1, size_2, stride_0, stride_1, stride_2, temperature,
+    DIVIDED: tl.constexpr, BOOL: tl.constexpr, LOG: tl.constexpr, LANE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * x_stride
@@ -102,7 +104,7 @@ def _softmax_wide(
     pieces = tl.cdiv(width, BLOCK)
     for piece in range(pieces):
         col = piece * BLOCK + tl.arange(0, BLOCK)
-        z = _load(x_ptr, mask_ptr, col, mask_at + col, col < width, inverse, BOOL).reshape(LANES, LANE)
+        z = _load(x_ptr, mask_ptr, col, mask_at + col, col < width, temperature, DIVIDED, BOOL).reshape(LANES, LANE)
         top = tl.maximum(m, tl.max(z, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
         s = s * tl.exp(m - base) + tl.sum(tl.exp(z - base[:, None]), 1)
@@ -112,7 +114,7 @@ def _softmax_wide(
     total = tl.sum(s * tl.exp(m - base))
     for piece in range(pieces):
         col = (pieces - 1 - piece) * BLOCK + tl.arange(0, BLOCK)
-        z = _load(x_ptr, mask_ptr, col, mask_at + col, col < width, inverse, BOOL)
+        z = _load(x_ptr, mask_ptr, col, mask_at + col, col < width, temperature, DIVIDED, BOOL)
         tl.store(y_ptr + col, _normal(z, base, total, LOG).to(y_ptr.dtype.element_ty), mask=col < width)
 
 
@@ -193,7 +195,8 @@ def launch(problem: Rows, config: Tiles, x: torch.Tensor, mask: torch.Tensor | N
         rows.stride(0),
         *lies.sizes,
         *lies.strides,
-        1 / temperature,
+        temperature,
+        DIVIDED=temperature != 1,
         BOOL=mask is not None and mask.dtype == torch.bool,
         LOG="log" in problem.variant,
         LANE=16 // x.element_size(),
