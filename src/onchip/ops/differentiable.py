@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 class Rule(NamedTuple):
@@ -35,7 +34,7 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
     eager = type(name, (torch.autograd.Function,), {})
     eager.forward = staticmethod(forward)
     eager.setup_context = staticmethod(rule.keep)
-    eager.backward = staticmethod(once_differentiable(lambda ctx, *grads: rule.back(ctx, backward, *grads)))
+    eager.backward = staticmethod(lambda ctx, *grads: _once(name, ctx, rule.back, backward, grads))
 
     def call(*inputs):
         if torch.compiler.is_compiling():
@@ -45,3 +44,25 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
         return forward(*inputs)
 
     return call
+
+
+def _once(name: str, ctx, back: Callable, backward: Callable, grads: tuple) -> tuple:
+    with torch.no_grad():
+        found = back(ctx, backward, *grads)
+    if not torch.is_grad_enabled():
+        return found
+    anchors = [x for x in (*grads, *ctx.saved_tensors) if x is not None]  # create_graph: whoever goes on through these gradients shall know
+    return _Once.apply(name, len(anchors), *anchors, *found)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that have none themselves."""
+
+    @staticmethod
+    def forward(ctx, name: str, anchors: int, *tensors: Tensor | None):
+        ctx.name = name
+        return tuple(None if x is None else x.view_as(x) for x in tensors[anchors:])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"{ctx.name}: gradients of gradients are not implemented; torch's own formula has them")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss
 from onchip.core.problem import Rows
@@ -162,6 +163,7 @@ class _Held(torch.autograd.Function):
         return loss, *more
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, g, *_):
         if ctx.held is None:
             raise RuntimeError("the gradients of this loss were given in its first backward pass, and scaled in place; call the loss again")

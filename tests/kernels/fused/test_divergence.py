@@ -87,6 +87,10 @@ def test_words_that_cannot_be(kernel, device):
     torch.testing.assert_close(divergence(student, teacher, beta=1.0, kernel=kernel), torch.tensor(4 / 3, device=device).log())
     assert 0 < divergence(student, teacher, kernel=kernel) < 0.7
     assert divergence(student, student, kernel=kernel) == 0
+    student[0, 0] = -300.0  # whose share of the mixture is the teacher's alone
+    torch.testing.assert_close(
+        divergence(student, teacher, kernel=kernel), textbook(student, teacher, 0.5, 1.0, torch.ones(1, dtype=torch.bool, device=device))
+    )
     assert divergence(teacher, teacher, counts=torch.zeros(1, dtype=torch.bool, device=device), kernel=kernel).isnan()
 
 
