@@ -143,6 +143,35 @@ def test_divergence_of_heads(beta, reduction):
     torch.testing.assert_close(grads_of(loss, leaves), grads_of(expected, leaves), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.large
+def test_nothing_waits_for_the_host(device):
+    """Forward and backward, once warm."""
+    leaves, targets = inputs(BF16, device)
+    calls = [*COMPILED.values(), lambda h, w, b, t: cross_entropy(F.linear(h, w, b), t, in_place=True)]
+    for mode in ("default", "error"):
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            for call in calls:
+                call(*leaves, targets).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+def test_memory_of_a_large_head(device, monkeypatch):
+    """Beside the inputs and their gradients less than half the inputs' bytes: the logits would take twice all of them."""
+    monkeypatch.undo()
+    hidden, weight = (torch.randn(n, 4096, device=device, dtype=BF16).mul_(1 / 64).requires_grad_() for n in (8192, 128256))
+    targets = torch.randint(128256, (8192,), device=device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, targets).backward()
+    given = sum(t.numel() * t.element_size() for t in (hidden, weight))
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * given
+
+
 COMPILED = {
     "softmax": lambda h, w, b, t: softmax(F.linear(h, w, b), temperature=0.7).square().sum(),
     "cross_entropy": lambda h, w, b, t: cross_entropy(F.linear(h, w, b), t, TERMS),

@@ -18,7 +18,7 @@ from torch import Tensor
 from onchip.core.losses import ENTROPY, LOG_PROB, WEIGHT, LossTerms
 from onchip.ops.differentiable import Rule, differentiable
 from onchip.ops.losses import row_shapes, wanted, written_over
-from onchip.ops.vocabulary import Call, call_of, check_reduction, check_targets, factor_of, figures, gradient, held, losses_of, reduced, row_loss, total_of
+from onchip.ops.vocabulary import Call, call_of, check_reduction, check_targets, factor_of, figures, gradient, held, losses_of, reduced, row_loss, weights_of
 
 SHARE = 0.475  # of the bytes of weights and hidden states that a chunk's logits take: with cuBLAS' workspace of 32 MiB less than half of 8,192 tokens' call
 LEAST = 1 << 26  # bytes of a chunk that may be more than that share
@@ -53,13 +53,13 @@ def linear_cross_entropy(
     """
     check_reduction("linear_cross_entropy", reduction)
     call = _check("linear_cross_entropy", hidden, weight, bias, targets, terms, per_token, kernel)
-    operands = hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), terms.class_weights, total_of(call, terms.class_weights)
+    operands = hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), *weights_of(call, terms.class_weights, hidden.dtype)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in operands[:3]]
     if reduction == "none" or hidden.dtype == torch.float16 or not any(needs):
         loss, stats = _tokens(*operands, *call)
         loss = loss.view(targets.shape) if reduction == "none" else reduced(loss, stats[WEIGHT], reduction)
     else:
-        factor = factor_of(call, operands[3], terms.class_weights, reduction, hidden.dtype)
+        factor = factor_of(call, operands[3], operands[4], reduction, hidden.dtype)
         loss, stats = _reduced(operands, factor, call, needs)
     if not per_token:
         return loss

@@ -19,7 +19,7 @@ from onchip.ops.vocabulary import (
     losses_of,
     reduced,
     row_loss,
-    total_of,
+    weights_of,
 )
 
 
@@ -43,10 +43,10 @@ def cross_entropy(
     check_reduction("cross_entropy", reduction)
     check_targets("cross_entropy", targets, logits.shape[:-1], logits.device)
     call = call_of("cross_entropy", logits.shape[-1], terms, False, kernel)
-    total = total_of(call, terms.class_weights)
+    weights = weights_of(call, terms.class_weights, logits.dtype)
     if in_place and logits.requires_grad and torch.is_grad_enabled():
-        return _in_place(logits, targets, terms.class_weights, total, call, reduction)
-    loss, stats = _rows(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), terms.class_weights, total, *call)
+        return _in_place(logits, targets, *weights, call, reduction)
+    loss, stats = _rows(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), *weights, *call)
     return loss.view(targets.shape) if reduction == "none" else reduced(loss, stats[WEIGHT], reduction)
 
 

@@ -64,14 +64,17 @@ def check_reduction(name: str, reduction: str) -> None:
         raise ValueError(f"{name}: reduction={reduction!r} is not one of {', '.join(REDUCTIONS)}")
 
 
-def total_of(call: Call, class_weights: Tensor | None) -> Tensor | None:
-    """The sum of all class weights, on all ranks."""
-    if class_weights is None or call.floats[0] == 0:
-        return None
+def weights_of(call: Call, class_weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """The class weights as figures of logits in `dtype` are, and their sum on all ranks where smoothing reads it."""
+    if class_weights is None:
+        return None, None
+    class_weights = class_weights.to(exact_of(dtype))
+    if call.floats[0] == 0:
+        return class_weights, None
     total = class_weights.sum()
     if call.ranks is not None:
         dist.all_reduce(total, group=call.ranks)
-    return total
+    return class_weights, total
 
 
 def row_loss(call: Call, class_weights: Tensor | None, total: Tensor | None) -> RowLoss:

@@ -117,6 +117,15 @@ def test_targets_that_are_no_class_are_nan_and_nobody_elses(kernel, in_place, de
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_class_weights_of_another_dtype(kernel, device):
+    logits, targets = torch.randn(2, 300, device=device), torch.tensor([1, 299], device=device)
+    weights = torch.rand(300, device=device).to(BF16)
+    for smoothing in (0.0, 0.3):
+        losses = [cross_entropy(logits, targets, LossTerms(smoothing, class_weights=weights.to(d)), kernel=kernel) for d in (BF16, FP32, FP64)]
+        assert torch.equal(losses[0], losses[1]) and torch.equal(losses[1], losses[2])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("in_place", [False, True])
 def test_all_rows_ignored(kernel, in_place, device):
     """The mean of nothing is NaN, as torch has it, the sum 0; no gradient of either is NaN."""
