@@ -20,9 +20,9 @@ from onchip.ops.differentiable import Rule, differentiable
 from onchip.ops.losses import row_shapes, wanted, written_over
 from onchip.ops.vocabulary import Call, call_of, check_reduction, check_targets, factor_of, figures, gradient, held, losses_of, reduced, row_loss, weights_of
 
-SHARE = 0.475  # of the bytes of weights and hidden states that a chunk's logits take: with cuBLAS' workspace of 32 MiB less than half of 8,192 tokens' call
+SHARE = 0.46  # of the bytes of weights and hidden states that a chunk's logits take: with cuBLAS' workspace of 32 MiB less than half of 8,192 tokens' call
 LEAST = 1 << 26  # bytes of a chunk that may be more than that share
-ROUND = 256  # tokens of a chunk, by tiles of products
+ROUND = 128  # tokens of a chunk, by tiles of products
 IN_WEIGHTS_DTYPE = 16  # chunks whose weight gradients are added in the weights' dtype: each sum rounds once, to half an ulp; more are added in float32
 
 
