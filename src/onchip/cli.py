@@ -265,6 +265,9 @@ def _typical() -> list:
         Rows("quantise", 4096 * 32, 128, bf16, "block"),
         Rows("merge", 64 * 32, 128, bf16, "2 parts"),
         Rows("page_scores", 8000, 128, bf16, "4 heads"),
+        *(Rows(op, 4096, 4096, bf16) for op in ("softmax", "softmax_backward")),
+        *(Rows(f"{op}{way}", 8192, 128256, bf16) for op in ("cross_entropy", "divergence") for way in ("", "_backward")),
+        *(Rows(op, 8192, 128256, bf16) for op in ("cross_entropy_in_place", "scale")),
     ]
 
 
