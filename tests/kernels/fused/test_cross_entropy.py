@@ -87,9 +87,21 @@ def test_against_float64(rows, width, name, kernel, device):
 
 @pytest.mark.parametrize("kernel", [TRITON])
 @pytest.mark.parametrize("name", TERMS)
-@pytest.mark.parametrize(("rows", "width"), [(3, 131072), (1, 262144), (4096, 4096), (1031, 50257), (300, 128256), (20000, 65536)])
+@pytest.mark.parametrize(("rows", "width"), [(3, 131072), (1, 262144), (4096, 4096), (1031, 50257), (300, 128256), (3000, 65536)])
 def test_large(rows, width, name, kernel, device):
     check(rows, width, BF16, name, kernel, device)
+
+
+@pytest.mark.parametrize("kernel", [TRITON])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_more_than_2_to_the_31_logits(in_place, kernel, device):
+    """The last rows, as when they are alone."""
+    logits = torch.randn(33000, 65536, device=device, dtype=BF16).requires_grad_()
+    targets = torch.randint(65536, (33000,), device=device)
+    (d,) = torch.autograd.grad(cross_entropy(logits * 1, targets, reduction="sum", in_place=in_place, kernel=kernel), logits)
+    alone = logits[-5:].detach().requires_grad_()
+    (expected,) = torch.autograd.grad(cross_entropy(alone * 1, targets[-5:], reduction="sum", in_place=in_place, kernel=kernel), alone)
+    assert torch.equal(d[-5:], expected)
 
 
 @pytest.mark.parametrize("name", TERMS)
