@@ -45,6 +45,14 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "adamw": Rows("adamw", 300, 1 << 27, BF16, "fp32 moments"),
     "grad_norm": Rows("grad_norm", 300, 1 << 27, BF16),
     "denoise": Rows("denoise", 2, 16384, BF16, "second guided"),
+    "softmax": Rows("softmax", 63, 4096, BF16, "log mask"),
+    "softmax_backward": Rows("softmax_backward", 63, 4096, BF16, "log"),
+    "divergence": Rows("divergence", 63, 4096, BF16, "reverse"),
+    "divergence_backward": Rows("divergence_backward", 63, 4096, BF16, "reverse"),
+    "cross_entropy": Rows("cross_entropy", 63, 4096, BF16, "entropy softcap"),
+    "cross_entropy_backward": Rows("cross_entropy_backward", 63, 4096, BF16, "entropy softcap"),
+    "cross_entropy_in_place": Rows("cross_entropy_in_place", 63, 4096, BF16, "smoothing"),
+    "scale": Rows("scale", 63, 4096, BF16, "once"),
 }
 LATENT = TYPICAL["decode"]._replace(heads=128, kv_heads=1, dim=576, dim_v=512, page=64, extras=("latent",))
 ROWS = [pytest.param(op, kernel, id=f"{op.name}-{kernel.name}") for op in OPS.values() for kernel in op.kernels]
@@ -505,6 +513,14 @@ def test_texts_by_hand():
         "adamw 300x134217728 bf16 fp32 moments",
         "grad_norm 300x134217728 bf16",
         "denoise 2x16384 bf16 second guided",
+        "softmax 63x4096 bf16 log mask",
+        "softmax_backward 63x4096 bf16 log",
+        "divergence 63x4096 bf16 reverse",
+        "divergence_backward 63x4096 bf16 reverse",
+        "cross_entropy 63x4096 bf16 entropy softcap",
+        "cross_entropy_backward 63x4096 bf16 entropy softcap",
+        "cross_entropy_in_place 63x4096 bf16 smoothing",
+        "scale 63x4096 bf16 once",
     ]
     full = Attention("backward", 2, 70, 80, 4, 4, 16, FP32, DOCUMENT, "packed", 0, 100, 120, 8, ALIBI, ("dropout", "sinks"))
     assert str(full) == "backward B2 q70 k80 h4/4 d16/8 fp32 Document packed 100/120 tokens ALiBi dropout sinks"
@@ -555,4 +571,7 @@ def test_costs_of_rows_by_hand():
     assert costs["quantise"].bytes == 8000 * 128 * (2 + 1)
     assert OPS["quantise"].cost(TYPICAL["quantise"]._replace(variant="head rotated")).bytes == 8000 * 128 * (2 + 2 + 1)
     assert costs["page_scores"].bytes == 8000 * (2 * 128 * 2 + 4 * 4)
+    matrix = 63 * 4096 * 2
+    passes = {"softmax": 2, "softmax_backward": 3, "divergence": 2, "divergence_backward": 3, "cross_entropy": 1, "cross_entropy_backward": 2, "scale": 2}
+    assert {name: costs[name].bytes for name in passes} == {name: count * matrix for name, count in passes.items()}
     assert costs["rope_append"].bytes == 63 * ((2 * 10 + 3 * 2) * 64 * 2 + 4 * 64)

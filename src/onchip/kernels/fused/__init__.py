@@ -133,3 +133,21 @@ GRAD_NORM = _pair("grad_norm", "adamw:launch_norm", {}, lambda p: Cost(2 * p.wid
 DENOISE = _pair("denoise", "denoise:launch", {}, _denoise, "reference_steps")
 
 OPS += (ADAMW, GRAD_NORM, DENOISE)
+
+
+def _loss(op: str, file: str, function: str, cost) -> Op:
+    """A Triton kernel, and plain torch under it."""
+    kernel = Kernel(f"triton_{file}", f"onchip.kernels.fused.{file}:{function}", GPUS, {"dtype": FLOATS})
+    return Op(op, cost, (kernel, Kernel("reference", f"onchip.kernels.fused.reference_losses:{op}", portable=True)))
+
+
+CROSS_ENTROPY = _loss("cross_entropy", "cross_entropy", "launch", _passes(1, 0, 4))
+CROSS_ENTROPY_BACKWARD = _loss("cross_entropy_backward", "cross_entropy", "launch_backward", _passes(1, 1, 4))
+CROSS_ENTROPY_IN_PLACE = _loss("cross_entropy_in_place", "cross_entropy", "launch_in_place", _passes(1, 1, 8))
+SCALE = _loss("scale", "cross_entropy", "launch_scale", _passes(1, 1, 1))
+SOFTMAX = _loss("softmax", "softmax", "launch", _passes(1, 1, 5))
+SOFTMAX_BACKWARD = _loss("softmax_backward", "softmax", "launch_backward", _passes(2, 1, 5))
+DIVERGENCE = _loss("divergence", "divergence", "launch", _passes(2, 0, 12))
+DIVERGENCE_BACKWARD = _loss("divergence_backward", "divergence", "launch_backward", _passes(2, 1, 10))
+
+OPS += (SOFTMAX, SOFTMAX_BACKWARD, DIVERGENCE, DIVERGENCE_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE)
