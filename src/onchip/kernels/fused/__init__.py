@@ -5,6 +5,7 @@ import torch
 from onchip.core.formats import FORMATS, Format
 from onchip.core.kernel import Kernel, Op
 from onchip.core.problem import Cost, Rope, Rows
+from onchip.kernels.fused import menu_norm
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
@@ -54,9 +55,9 @@ def _family(op: str, file: str, accepts: dict, cost, also: tuple = ()) -> Op:
     )
 
 
-RMS_NORM = _family("rms_norm", "norm", {"width": range(1, (1 << 16) + 1)}, _rms_norm)
+RMS_NORM = _family("rms_norm", "norm", {"width": range(1, (1 << 30) + 1)}, _rms_norm)
 GATED_ACT = _family("gated_act", "mlp", {"variant": ("silu", "gelu", "gelu_tanh")}, _gated_act)
 ROPE_APPEND = _family("rope_append", "rope", {"dim": range(2, 513), "layout": ("neox", "interleaved"), "kv": KV}, _rope_append, (_group_in_a_half,))
 SAMPLE = _family("sample", "logits", {"width": range(1, (1 << 20) + 1)}, _sample)
 
-OPS = (RMS_NORM, GATED_ACT, ROPE_APPEND, SAMPLE)
+OPS = (RMS_NORM, GATED_ACT, ROPE_APPEND, SAMPLE, *menu_norm.OPS)
