@@ -12,7 +12,7 @@ from onchip.core import device as devices
 from onchip.core.device import GPUS, Device
 from onchip.core.kernel import _is_types, missing
 from onchip.core.masks import Causal, Document, Full, KeyPadding, Mask, MaskMod, Window
-from onchip.core.problem import E4M3, EXTRAS, Attention, Rope, Rows
+from onchip.core.problem import E4M3, EXTRAS, Attention, Groups, Rope, Rows
 from onchip.core.scores import ALiBi, ScoreMod, Softcap
 from onchip.core.trace import Traced
 from onchip.dispatch import OPS, select
@@ -33,6 +33,10 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "quantise": Rows("quantise", 8000, 128, BF16, "block"),
     "merge": Rows("merge", 2048, 128, BF16, "2 parts"),
     "page_scores": Rows("page_scores", 8000, 128, BF16, "4 heads"),
+    "norm": Rows("norm", 63, 4096, BF16, "layer residual:fp32 weight bias scale:row int8"),
+    "norm_backward": Rows("norm_backward", 63, 4096, BF16, "rms residual gate:row weight silu d_total -> x weight gate silu"),
+    "group_norm": Groups("group_norm", 2, 320, 32, 4096, BF16, "silu"),
+    "group_norm_backward": Groups("group_norm_backward", 2, 320, 32, 4096, BF16, "mish", "channels_last"),
 }
 LATENT = TYPICAL["decode"]._replace(heads=128, kv_heads=1, dim=576, dim_v=512, page=64, extras=("latent",))
 ROWS = [pytest.param(op, kernel, id=f"{op.name}-{kernel.name}") for op in OPS.values() for kernel in op.kernels]
@@ -480,6 +484,10 @@ def test_texts_by_hand():
         "quantise 8000x128 bf16 block",
         "merge 2048x128 bf16 2 parts",
         "page_scores 8000x128 bf16 4 heads",
+        "norm 63x4096 bf16 layer residual:fp32 weight bias scale:row int8",
+        "norm_backward 63x4096 bf16 rms residual gate:row weight silu d_total -> x weight gate silu",
+        "group_norm B2 c320 g32 p4096 bf16 silu channels_first",
+        "group_norm_backward B2 c320 g32 p4096 bf16 mish channels_last",
     ]
     full = Attention("backward", 2, 70, 80, 4, 4, 16, FP32, DOCUMENT, "packed", 0, 100, 120, 8, ALIBI, ("dropout", "sinks"))
     assert str(full) == "backward B2 q70 k80 h4/4 d16/8 fp32 Document packed 100/120 tokens ALiBi dropout sinks"
@@ -530,4 +538,8 @@ def test_costs_of_rows_by_hand():
     assert costs["quantise"].bytes == 8000 * 128 * (2 + 1)
     assert OPS["quantise"].cost(TYPICAL["quantise"]._replace(variant="head rotated")).bytes == 8000 * 128 * (2 + 2 + 1)
     assert costs["page_scores"].bytes == 8000 * (2 * 128 * 2 + 4 * 4)
+    assert costs["norm"].bytes == 63 * 4096 * (2 + 1 + 2 * 4 + 2) + 2 * 4096 * 2
+    assert costs["norm_backward"].bytes == 63 * 4096 * 2 * (2 + 3 + 1 + 2) + 4096 * 2  # dy and z; the gates, x, dtotal; dx; the gates' gradients
+    assert costs["group_norm"].bytes == 2 * 2 * 320 * 4096 * 2
+    assert costs["group_norm_backward"].bytes == 3 * 2 * 320 * 4096 * 2
     assert costs["rope_append"].bytes == 63 * ((2 * 10 + 3 * 2) * 64 * 2 + 4 * 64)

@@ -144,7 +144,7 @@ def _setup(ctx, inputs, output):
     y, total, mean, rstd, _ = output
     given = dict(zip(names.split(), tensors, strict=True))
     norm = Norm(kind, eps, offset, **given, span=span, sets=sets, drop=drop, keep=True, inverse=inverse)
-    needs = dict(zip(("x", *names.split()), (ctx.needs_input_grad[0], *ctx.needs_input_grad[1]), strict=True))
+    needs = dict(zip(("x", *names.split()), (t.requires_grad for t in (x, *tensors)), strict=True))
     ctx.wanted, ctx.names, ctx.kernel = Wanted.of(needs, norm, x), names.split(), kernel
     _keep(ctx, norm, x, Normed(y, total if norm.residual is not None else None, mean if kind == "layer" else None, rstd))
 

@@ -37,7 +37,7 @@ FORMS = {  # name: (kind, shape of x, {tensor: its shape, or its own dtype and s
     "token gate": ("rms", (2, 3, 40), {"weight": (40,), "stream": (2, 3, 40), "gate": (2, 3, 40), "shift": (40,)}),
     "silu": ("rms", (5, 63), {"weight": (63,), "silu": (5, 63)}),
     "wide": ("layer", (3, 9001), {"weight": (9001,), "bias": (9001,)}),
-    "wide sample": ("rms", (2, 2, 33001), {"stream": (2, 2, 33001), "gate": (2, 33001), "row_scale": (2, 2), "scale": (2, 33001), "silu": (2, 2, 33001)}),
+    "wide sample": ("rms", (2, 2, 16401), {"stream": (2, 2, 16401), "gate": (2, 16401), "row_scale": (2, 2), "scale": (2, 16401), "silu": (2, 2, 16401)}),
 }
 LARGE = {
     f"{kind} {rows}x{width}": (kind, (rows, width), {"weight": (width,)} | ({"bias": (width,), "stream": (rows, width)} if kind == "layer" else {}))

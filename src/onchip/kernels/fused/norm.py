@@ -29,6 +29,7 @@ TILE = 4096  # elements of a program that holds several rows
 WIDEST = 1 << 16  # bytes of a row in registers; 32,768 elements of float32 would spill (ptxas, sm_80 and sm_90)
 SLAB = 2  # a slab of wide rows is at most this part of the L2 cache: it is read twice while it is there
 PIECE_WARPS = 8
+EARLY = tl.constexpr(16384)  # elements of a row beside which there is room for a weight and a bias while it is summed up
 
 
 class Tiles(NamedTuple):
@@ -97,7 +98,8 @@ def _norm(
     inside = (row < rows) & (col < width)
     z = _joined(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown,
                 row, rows, span, sets, col, inside, width, GATE, PHILOX_ROUNDS)  # fmt: skip
-    w, b = affine(w_ptr, b_ptr, w_stride, offset, row, span, sets, col, inside, width, W)  # before the sums, which hide its latency
+    if BLOCK <= EARLY:  # before the sums, which hide its latency
+        w, b = affine(w_ptr, b_ptr, w_stride, offset, row, span, sets, col, inside, width, W)
     if LAYER:
         mean = tl.sum(z, 1, keep_dims=True) / width
         if mean_ptr is not None:
@@ -106,6 +108,8 @@ def _norm(
     rstd = tl.rsqrt(tl.sum(z * z, 1, keep_dims=True) / width + eps)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    if BLOCK > EARLY:
+        w, b = affine(w_ptr, b_ptr, w_stride, offset, row, span, sets, col, inside, width, W)
     y = _finished(z * rstd, w, b, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride, row, span, sets, col, inside, width, MOD)
     place = row * width + col
     if LARGEST == 0:
@@ -135,7 +139,7 @@ def _moments(
     about = tl.zeros([1, 1], tl.float32)
     for start in range(first, last, BLOCK):
         col = start + tl.arange(0, BLOCK)[None, :]
-        inside = col < last
+        inside = col < width  # a share has whole pieces
         z = _joined(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown,
                     row, rows, span, sets, col, inside, width, GATE, PHILOX_ROUNDS)  # fmt: skip
         if LAYER:

@@ -32,12 +32,15 @@ SLAB = 2  # a slab of wide rows is at most this part of the L2 cache
 
 
 class Tiles(NamedTuple):
-    """How much of the matrix a program holds, `rows` of `block` columns, and how many programs there are at least."""
+    """How much of the matrix a program holds, `rows` of `block` columns, how many programs there are, and whether the next row is on its way
+    while one is computed.
+    """
 
     rows: int
     block: int
     warps: int
     programs: int
+    ahead: bool
 
     def __str__(self):
         return f"{self.rows}x{self.block} tiles, {self.warps} warps, {self.programs} programs"
@@ -121,7 +124,7 @@ def _norm_backward(
     dx_ptr, d_residual_ptr, d_w_ptr, d_b_ptr, d_gate_ptr, d_scale_ptr, d_shift_ptr, d_row_scale_ptr, d_silu_ptr,
     gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, w_ptr, b_ptr, w_stride, offset, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride,
     rows, width, span, sets, per, LAYER: tl.constexpr, GATE: tl.constexpr, W: tl.constexpr, MOD: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
-    INVERSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    INVERSE: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     s = tl.program_id(0) // per
     count = rows // sets
@@ -144,8 +147,9 @@ def _norm_backward(
         inside = (k < count) & (col < width)
         after = _row(k + per * ROWS, s, span, sets)
         there = (k + per * ROWS < count) & (col < width)
-        next_dy = tl.load(dy_ptr + after * dy_stride + col, mask=there, other=0.0)
-        next_z = tl.load(z_ptr + after * z_stride + col, mask=there, other=0.0)
+        if AHEAD:
+            next_dy = tl.load(dy_ptr + after * dy_stride + col, mask=there, other=0.0)
+            next_z = tl.load(z_ptr + after * z_stride + col, mask=there, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=k < count, other=0.0)
         hat = _hat(z.to(tl.float32), w, b, mean_ptr, rstd, tl.where(k < count, row, -1), inside, INVERSE)
         d_hat, du, dv, u, d_silu = _before_norm(
@@ -179,6 +183,9 @@ def _norm_backward(
             sum_scale += dv * u
         if d_shift_ptr is not None:
             sum_shift += dv
+        if not AHEAD:
+            next_dy = tl.load(dy_ptr + after * dy_stride + col, mask=there, other=0.0)
+            next_z = tl.load(z_ptr + after * z_stride + col, mask=there, other=0.0)
         dy = next_dy
         z = next_z
     program = tl.program_id(0).to(tl.int64)
@@ -209,7 +216,7 @@ def _sums(
     squares = tl.zeros([1, BLOCK], tl.float32)
     for start in range(first, tl.minimum(first + share, width), BLOCK):
         col = start + tl.arange(0, BLOCK)[None, :]
-        inside = col < tl.minimum(first + share, width)
+        inside = col < width
         w, b = affine(w_ptr, b_ptr, w_stride, offset, row, span, sets, col, inside, width, W)
         dy = tl.load(dy_ptr + row * dy_stride + col, mask=inside, other=0.0).to(tl.float32)
         z = tl.load(z_ptr + row * z_stride + col, mask=inside, other=0.0).to(tl.float32)
@@ -300,12 +307,14 @@ def _wide_backward(
 def configs(problem: Rows, device: Device) -> list[Tiles]:
     """Several narrow rows a program, two programs a multiprocessor; one where a row takes half of its registers."""
     if problem.width > WIDEST:
-        return [Tiles(1, PIECE, PIECE_WARPS, 4 * device.sms)]
+        return [Tiles(1, PIECE, PIECE_WARPS, 4 * device.sms, False)]
     block = triton.next_power_of_2(problem.width)
     rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
     warps = max(1, min(16, rows * block // (32 * THREAD)))
-    return [Tiles(rows, block, warps, device.sms * (2 if warps <= 8 else 1))]
+    wanted = problem.variant.partition(" -> ")[2].split()
+    ahead = warps <= 8 or sum(name in wanted for name in PARAMETERS) <= 1  # else 16 warps' registers are full
+    return [Tiles(rows, block, warps, device.sms * (2 if warps <= 8 else 1), ahead)]
 
 
 class Sums(NamedTuple):
@@ -385,7 +394,7 @@ def launch(
         return NormGrads(**grads, **sums.total(norm))
     if not wide:
         grid = (norm.sets * per,)
-        _norm_backward[grid](**read, **read_too, **write, **given, per=per, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps)
+        _norm_backward[grid](**read, **read_too, **write, **given, per=per, AHEAD=config.ahead, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps)
         return NormGrads(**grads, **sums.total(norm))
     shares, share = shares_of(width, slab * norm.sets, facts.sms)
     inner = new(2, rows, shares)

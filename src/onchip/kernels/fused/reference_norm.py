@@ -6,7 +6,7 @@ from torch import Tensor
 
 from onchip.core import philox
 from onchip.core.norms import CODES, PARAMETERS, Norm, Normed, NormGrads, sharing
-from onchip.core.problem import Rows
+from onchip.core.problem import Groups, Rows
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
@@ -108,3 +108,47 @@ def _summed(grad: Tensor, parameter: Tensor, norm: Norm) -> Tensor:
     if len(parameter) == 1:
         return grad.sum(0, keepdim=True)
     return grad.view(-1, norm.sets, norm.span, grad.shape[1]).sum((0, 2))
+
+
+ACT = {"": lambda x: x, "silu": F.silu, "mish": F.mish}
+
+
+def _grouped(p: Groups, x: Tensor) -> Tensor:
+    """[batch, groups, channels of one, pixels] in the exact dtype."""
+    x = x.transpose(1, 2) if p.layout == "channels_last" else x
+    return x.to(_exact(x.dtype)).reshape(p.batch, p.groups, p.channels // p.groups, p.pixels)
+
+
+def _ungrouped(p: Groups, x: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x.view(p.batch, p.channels, p.pixels)
+    return (x.transpose(1, 2) if p.layout == "channels_last" else x).to(dtype).contiguous()
+
+
+def _channels(p: Groups, t: Tensor | None, absent: float, like: Tensor) -> Tensor | float:
+    return absent if t is None else t.to(like.dtype).view(p.groups, -1, 1)
+
+
+def group_norm(problem: Groups, config: None, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, keep: bool):
+    """y, mean and 1 / deviation [batch, groups]; x [batch, channels, pixels] or [batch, pixels, channels]."""
+    z = _grouped(problem, x)
+    mean = z.mean((2, 3), keepdim=True)
+    rstd = torch.rsqrt((z - mean).square().mean((2, 3), keepdim=True) + eps)
+    u = (z - mean) * rstd * _channels(problem, weight, 1.0, z) + _channels(problem, bias, 0.0, z)
+    return _ungrouped(problem, ACT[problem.act](u), x.dtype), mean.flatten(1), rstd.flatten(1)
+
+
+def group_norm_backward(problem: Groups, config: None, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None):
+    """dx, and the gradients of weight and bias."""
+    dy, z = _grouped(problem, dy), _grouped(problem, x)
+    rstd = rstd.to(z.dtype)[..., None, None]
+    hat = (z - mean.to(z.dtype)[..., None, None]) * rstd
+    w = _channels(problem, weight, 1.0, z)
+    u = hat * w + _channels(problem, bias, 0.0, z)
+    s = torch.sigmoid(u)
+    t = torch.tanh(F.softplus(u, threshold=100))
+    du = dy * {"": torch.ones_like(u), "silu": s * (1 + u * (1 - s)), "mish": t + u * (1 - t * t) * s}[problem.act]
+    d_hat = du * w
+    dx = rstd * (d_hat - d_hat.mean((2, 3), keepdim=True) - hat * (d_hat * hat).mean((2, 3), keepdim=True))
+    given = next((t.dtype for t in (weight, bias) if t is not None), x.dtype)
+    d_weight, d_bias = ((t.sum((0, 3))).flatten().to(given) for t in (du * hat, du))
+    return _ungrouped(problem, dx, x.dtype), d_weight, d_bias
