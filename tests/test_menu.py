@@ -33,7 +33,7 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "quantise": Rows("quantise", 8000, 128, BF16, "block"),
     "merge": Rows("merge", 2048, 128, BF16, "2 parts"),
     "page_scores": Rows("page_scores", 8000, 128, BF16, "4 heads"),
-    "norm": Rows("norm", 63, 4096, BF16, "layer residual:fp32 weight bias scale:row int8"),
+    "norm": Rows("norm", 63, 4096, BF16, "layer residual:fp32 weight bias scale:row"),
     "norm_backward": Rows("norm_backward", 63, 4096, BF16, "rms residual gate:row weight silu d_total -> x weight gate silu"),
     "group_norm": Groups("group_norm", 2, 320, 32, 4096, BF16, "silu"),
     "group_norm_backward": Groups("group_norm_backward", 2, 320, 32, 4096, BF16, "mish", "channels_last"),
@@ -451,7 +451,7 @@ def test_few_queries_share_a_tile_with_other_heads():
 VARIED = {
     "batch": 3, "len_q": 5, "len_k": 999, "heads": 16, "kv_heads": 1, "dim": 80, "rows": 64, "width": 4095, "tokens": 64, "rotary_dim": 32,
     "dtype": torch.float16, "mask": Window(9), "page": 32, "variant": "gelu", "layout": "interleaved", "norm": True, "append": False,
-    "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"), "kv": "int4/32",
+    "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"), "kv": "int4/32", "channels": 640, "groups": 16, "pixels": 4097, "act": "",
 }  # fmt: skip
 
 
@@ -484,7 +484,7 @@ def test_texts_by_hand():
         "quantise 8000x128 bf16 block",
         "merge 2048x128 bf16 2 parts",
         "page_scores 8000x128 bf16 4 heads",
-        "norm 63x4096 bf16 layer residual:fp32 weight bias scale:row int8",
+        "norm 63x4096 bf16 layer residual:fp32 weight bias scale:row",
         "norm_backward 63x4096 bf16 rms residual gate:row weight silu d_total -> x weight gate silu",
         "group_norm B2 c320 g32 p4096 bf16 silu channels_first",
         "group_norm_backward B2 c320 g32 p4096 bf16 mish channels_last",
@@ -538,8 +538,9 @@ def test_costs_of_rows_by_hand():
     assert costs["quantise"].bytes == 8000 * 128 * (2 + 1)
     assert OPS["quantise"].cost(TYPICAL["quantise"]._replace(variant="head rotated")).bytes == 8000 * 128 * (2 + 2 + 1)
     assert costs["page_scores"].bytes == 8000 * (2 * 128 * 2 + 4 * 4)
-    assert costs["norm"].bytes == 63 * 4096 * (2 + 1 + 2 * 4 + 2) + 2 * 4096 * 2
-    assert costs["norm_backward"].bytes == 63 * 4096 * 2 * (2 + 3 + 1 + 2) + 4096 * 2  # dy and z; the gates, x, dtotal; dx; the gates' gradients
+    assert costs["norm"].bytes == 63 * 4096 * (2 + 2 + 2 * 4 + 2) + 2 * 4096 * 2
+    assert OPS["norm"].cost(TYPICAL["norm"]._replace(variant="rms int8")).bytes == 63 * 4096 * (2 + 1)
+    assert costs["norm_backward"].bytes == 63 * 4096 * 2 * (2 + 4 + 1 + 2) + 4096 * 2  # dy and z; the gates, x, dtotal; dx; the gates' gradients
     assert costs["group_norm"].bytes == 2 * 2 * 320 * 4096 * 2
     assert costs["group_norm_backward"].bytes == 3 * 2 * 320 * 4096 * 2
     assert costs["rope_append"].bytes == 63 * ((2 * 10 + 3 * 2) * 64 * 2 + 4 * 64)

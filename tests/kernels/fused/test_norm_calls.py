@@ -154,7 +154,9 @@ def test_the_reference_has_the_right_derivatives(form, device):
     given = inputs((*FORMS[form][:2], {n: s for n, s in FORMS[form][2].items()}), FP64, device)
     given = {name: t.detach().double()[..., :9].contiguous() if name != "row_scale" else t.detach().double() for name, t in given.items()}
     names, form = list(given), (FORMS[form][0], (*FORMS[form][1][:-1], 9), FORMS[form][2])
-    torch.autograd.gradcheck(lambda *ts: run(form, dict(zip(names, ts, strict=True)), "reference"), [t.requires_grad_() for t in given.values()], fast_mode=True)
+    torch.autograd.gradcheck(
+        lambda *ts: run(form, dict(zip(names, ts, strict=True)), "reference"), [t.requires_grad_() for t in given.values()], fast_mode=True
+    )
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -45,9 +45,9 @@ def _group(
     mean = about + off
     rstd = tl.rsqrt(tl.maximum(square - off * off, 0.0) + eps)
     if mean_ptr is not None:
-        at = group + tl.zeros([1, 1], tl.int32)
-        tl.store(mean_ptr + at, mean)
-        tl.store(rstd_ptr + at, rstd)
+        one = group + tl.zeros([1, 1], tl.int32)
+        tl.store(mean_ptr + one, mean)
+        tl.store(rstd_ptr + one, rstd)
     for c0 in range(0, each, CH):
         c = first + c0 + i
         there = c0 + i < each
@@ -109,9 +109,9 @@ def _merge(
         off = tl.where(inside, tl.load(part_mean_ptr + at, mask=inside, other=0.0) - mean, 0.0)
         total += tl.load(part_square_ptr + at, mask=inside, other=0.0) + count * off * off
     var = tl.sum(tl.sum(total, 1, keep_dims=True), 0, keep_dims=True) / (each * pixels)
-    at = n * groups + g + tl.zeros([1, 1], tl.int64)
-    tl.store(mean_ptr + at, mean)
-    tl.store(rstd_ptr + at, tl.rsqrt(var + eps))
+    one = n * groups + g + tl.zeros([1, 1], tl.int64)
+    tl.store(mean_ptr + one, mean)
+    tl.store(rstd_ptr + one, tl.rsqrt(var + eps))
 
 
 @triton.jit

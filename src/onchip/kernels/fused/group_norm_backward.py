@@ -118,9 +118,9 @@ def _merge(
         w = of_channel(w_ptr, c, there, 1.0)
         first_sum += tl.where(there, du * w, 0.0)
         second_sum += tl.where(there, du_hat * w, 0.0)
-    at = n * groups + g + tl.zeros([1, 1], tl.int64)
-    tl.store(along_ptr + at, tl.sum(first_sum, 0, keep_dims=True) / (each * pixels))
-    tl.store(along_hat_ptr + at, tl.sum(second_sum, 0, keep_dims=True) / (each * pixels))
+    one = n * groups + g + tl.zeros([1, 1], tl.int64)
+    tl.store(along_ptr + one, tl.sum(first_sum, 0, keep_dims=True) / (each * pixels))
+    tl.store(along_hat_ptr + one, tl.sum(second_sum, 0, keep_dims=True) / (each * pixels))
 
 
 @triton.jit
