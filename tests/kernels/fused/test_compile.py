@@ -34,7 +34,7 @@ NORM_FORMS = {  # name: (tensors of the forward pass, of the backward pass, kind
 def norm_facts(kernel, tiles, dtype, there, kind, arch):
     """A norm kernel compiled with these tensors there and no others."""
     there = {f"{name}_ptr" for name in there.split()} | {"share_mean_ptr", "share_square_ptr", "square_ptr", "hat_ptr"}
-    there |= {norm._norm_wide: {"z_ptr"}, norm._moments: {"mean_ptr"}}.get(kernel, set())
+    there |= {norm._norm_wide: {"z_ptr"}, norm._norm_long: {"z_ptr"}, norm._moments: {"mean_ptr"}}.get(kernel, set())
     values = {"LAYER": kind == "layer", "W": "all", "GATE": "set", "MOD": "set", "PHILOX_ROUNDS": 7, "LARGEST": 0.0, "SHARES": 16, "INVERSE": False}
     values |= {"ROWS": tiles.rows, "BLOCK": tiles.block, "AHEAD": getattr(tiles, "ahead", False)}
     names = kernel.arg_names
@@ -55,12 +55,13 @@ def norm_facts(kernel, tiles, dtype, there, kind, arch):
         ("layer", 512, 32768, BF16),
         ("add", 512, 32768, BF16),
         ("layer", 512, 65536, FP32),
+        ("add", 512, 65536, BF16),
     ],
 )
 def test_norm(form, rows, width, dtype, arch):
     there, _, kind = NORM_FORMS[form]
     tiles = norm.configs(Rows("norm", rows, width, dtype), GPUS[arch])[0]
-    for kernel in (norm._norm,) if tiles.block >= width else (norm._moments, norm._norm_wide):
+    for kernel in (norm._norm,) if tiles.block >= width else (norm._norm_long,) if tiles.long else (norm._moments, norm._norm_wide):
         facts = norm_facts(kernel, tiles, dtype, there, kind, arch)
         check(facts, arch)
 

@@ -4,7 +4,8 @@
     y = (((z - mean) / sqrt(var + eps) * (weight + offset) + bias) * (1 + scale) + shift) * silu(g)  (or its codes)
 
 A program holds a few whole rows in registers, so x and the residual are read once, y and z written once; parameters come from L2. The
-variance is of differences from the mean, in float32. A row too wide for the registers is shared out: one launch takes the statistics of
+variance is of differences from the mean, in float32. Rows too wide for the registers that fit the L2 cache, one for each multiprocessor, are a
+program's each, which goes over it twice, by pieces. Others are shared out: one launch takes the statistics of
 pieces (sums about a mean of the piece, merged as Chan does), a second one normalises them, reading from L2 what the first has
 read, since a slab of rows goes through both before the next. That also keeps every multiprocessor busy with a few very wide rows.
 Bytes moved: the floor, rows width (x + y), with a residual (x + y + 2 z).
@@ -29,18 +30,20 @@ TILE = 4096  # elements of a program that holds several rows
 WIDEST = 1 << 16  # bytes of a row in registers; 32,768 elements of float32 would spill (ptxas, sm_80 and sm_90)
 SLAB = 2  # a slab of wide rows is at most this part of the L2 cache: it is read twice while it is there
 PIECE_WARPS = 8
+LONG_PIECE, LONG_WARPS = 8192, 16  # of a row that is one program's
 EARLY = tl.constexpr(16384)  # elements of a row beside which there is room for a weight and a bias while it is summed up
 
 
 class Tiles(NamedTuple):
-    """How much of the matrix a program holds: `rows` of `block` columns."""
+    """How much of the matrix a program holds: `rows` of `block` columns. `long`: it goes over a wider row piece by piece."""
 
     rows: int
     block: int
     warps: int
+    long: bool = False
 
     def __str__(self):
-        return f"{self.rows}x{self.block} tiles, {self.warps} warps"
+        return f"{self.rows}x{self.block} tiles, {self.warps} warps" + ", a program a row" * self.long
 
 
 # ---- device
@@ -125,21 +128,17 @@ def _norm(
 
 
 @triton.jit
-def _moments(
-    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, mean_ptr, square_ptr, first_row, share, shares,
-    gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, rows, width, span, sets,
-    LAYER: tl.constexpr, GATE: tl.constexpr, PHILOX_ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+def _share(
+    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown,
+    row, first, last, rows, width, span, sets, LAYER: tl.constexpr, GATE: tl.constexpr, PHILOX_ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of square deviations of a share of a wide row, for `merged`; z is written."""
-    row = (tl.program_id(0) // shares + first_row).to(tl.int64) + tl.zeros([1, 1], tl.int64)
-    first = tl.program_id(0) % shares * share
-    last = tl.minimum(first + share, width)
+    """Mean and sum of square deviations of columns [first, last) of a row, whole pieces or up to its end; z is written. Of "rms" 0 and the sum of squares."""
     sums = tl.zeros([1, BLOCK], tl.float32)
     squares = tl.zeros([1, BLOCK], tl.float32)
     about = tl.zeros([1, 1], tl.float32)
     for start in range(first, last, BLOCK):
         col = start + tl.arange(0, BLOCK)[None, :]
-        inside = col < width  # a share has whole pieces
+        inside = col < width
         z = _joined(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown,
                     row, rows, span, sets, col, inside, width, GATE, PHILOX_ROUNDS)  # fmt: skip
         if LAYER:
@@ -149,13 +148,55 @@ def _moments(
             z = tl.where(inside, z - about, 0.0)
             sums += z
         squares += z * z
-    place = row * shares + tl.program_id(0) % shares
     square = tl.sum(squares, 1, keep_dims=True)
     if LAYER:
         off = tl.sum(sums, 1, keep_dims=True) / (last - first)
-        tl.store(mean_ptr + place, about + off)
+        about += off
         square = tl.maximum(square - (last - first) * off * off, 0.0)
+    return about, square
+
+
+@triton.jit
+def _norm_long(
+    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, z_ptr, z_stride, y_ptr, mean_ptr, rstd_ptr, eps,
+    gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, w_ptr, b_ptr, w_stride, offset, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride,
+    rows, width, span, sets, LAYER: tl.constexpr, GATE: tl.constexpr, W: tl.constexpr, MOD: tl.constexpr, PHILOX_ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row too wide for the registers, piece by piece, twice."""
+    row = tl.program_id(0).to(tl.int64) + tl.zeros([1, 1], tl.int64)
+    mean, square = _share(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown,
+                          row, 0, width, rows, width, span, sets, LAYER, GATE, PHILOX_ROUNDS, BLOCK)  # fmt: skip
+    rstd = tl.rsqrt(square / width + eps)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd)
+        if LAYER:
+            tl.store(mean_ptr + row, mean)
+    tl.debug_barrier()  # the sum may be read back by another thread than wrote it
+    pieces = tl.cdiv(width, BLOCK)
+    for n in range(pieces):
+        col = (pieces - 1 - n) * BLOCK + tl.arange(0, BLOCK)[None, :]  # the last ones are the likeliest still to be near
+        inside = col < width
+        z = tl.load(z_ptr + row * z_stride + col, mask=inside, other=0.0).to(tl.float32)
+        w, b = affine(w_ptr, b_ptr, w_stride, offset, row, span, sets, col, inside, width, W)
+        y = _finished((z - mean) * rstd, w, b, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride, row, span, sets, col, inside, width, MOD)
+        tl.store(y_ptr + row * width + col, y.to(y_ptr.dtype.element_ty), mask=inside, cache_modifier=".cs")  # nobody reads it soon: z stays in L2
+
+
+@triton.jit
+def _moments(
+    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, mean_ptr, square_ptr, first_row, share, shares,
+    gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, rows, width, span, sets,
+    LAYER: tl.constexpr, GATE: tl.constexpr, PHILOX_ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Statistics of a share of a wide row, for `merged`."""
+    row = (tl.program_id(0) // shares + first_row).to(tl.int64) + tl.zeros([1, 1], tl.int64)
+    first = tl.program_id(0) % shares * share
+    mean, square = _share(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown,
+                          row, first, tl.minimum(first + share, width), rows, width, span, sets, LAYER, GATE, PHILOX_ROUNDS, BLOCK)  # fmt: skip
+    place = row * shares + tl.program_id(0) % shares
     tl.store(square_ptr + place, square)
+    if LAYER:
+        tl.store(mean_ptr + place, mean)
 
 
 @triton.jit
@@ -186,8 +227,13 @@ def _norm_wide(
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor."""
-    if problem.width * problem.dtype.itemsize > WIDEST:
+    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor. A wide row is one program's where there is one for
+    each multiprocessor and these rows fit three quarters of the L2 cache together.
+    """
+    row = problem.width * problem.dtype.itemsize
+    if row > WIDEST and problem.rows >= device.sms and 4 * row * device.sms <= 3 * device.l2:
+        return [Tiles(1, LONG_PIECE, LONG_WARPS, True)]
+    if row > WIDEST:
         return [Tiles(1, PIECE, PIECE_WARPS)]
     block = triton.next_power_of_2(problem.width)
     rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
@@ -229,6 +275,10 @@ def _launch_wide(problem: Rows, config: Tiles, source: dict, given: dict, target
     """Statistics and then the norm of a slab of rows after another."""
     x, total = source["x_ptr"], source["total_ptr"]
     z, facts = x if total is None else total, of(x.device)
+    target |= {"z_ptr": z, "z_stride": stride(z)}
+    if config.long:
+        _norm_long[(problem.rows,)](**source, **target, **given, BLOCK=config.block, num_warps=config.warps)
+        return
     slab = min(problem.rows, max(1, facts.l2 // SLAB // (problem.width * z.element_size())))
     shares, share = shares_of(problem.width, slab, facts.sms)
     means = torch.empty((2, problem.rows, shares), dtype=torch.float32, device=x.device)
@@ -241,7 +291,7 @@ def _launch_wide(problem: Rows, config: Tiles, source: dict, given: dict, target
         rows = min(slab, problem.rows - row)
         _moments[(rows * shares,)](**source, mean_ptr=means[0], square_ptr=means[1], first_row=row, **first, **split)
         _norm_wide[(rows * triton.cdiv(problem.width, config.block),)](
-            z_ptr=z, z_stride=stride(z), **target, share_mean_ptr=means[0], share_square_ptr=means[1], first_row=row, **second, **split,
+            **target, share_mean_ptr=means[0], share_square_ptr=means[1], first_row=row, **second, **split,
             SHARES=triton.next_power_of_2(shares),
         )  # fmt: skip
 
