@@ -36,7 +36,8 @@ def rms_norm(
     after     what follows: `Modulate(scale, shift)`, `SiluGate(gate)`, or `RowCodes("e4m3" or "int8")`, whose first result is (codes, scales [...]).
     Differentiable in every tensor, but not with codes. Raises ValueError for shapes that disagree.
     """
-    plain = weight is not None and bias is None and after is None and weight.ndim == 1 and not isinstance(residual, Residual)
+    plain = weight is not None and bias is None and after is None and weight.ndim == 1
+    plain = plain and (residual is None or (isinstance(residual, Tensor) and residual.dtype == x.dtype))
     if plain and not _trains(x, weight, residual):
         return _rms_norm(x, weight, eps, offset, residual, kernel)
     return _call("rms_norm", x, Norm("rms", eps, offset), weight, bias, residual, after, kernel)
@@ -112,9 +113,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Te
     width = x.shape[-1]
     if weight.shape != (width,) or not width:
         raise ValueError(f"rms_norm: weight is {list(weight.shape)}, x has width {width}; give [{width}], of 1 or more")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        if residual.shape == x.shape and residual.dtype == torch.float32:
-            return _call("rms_norm", x, Norm("rms", eps, offset), weight, None, residual, None, kernel)
+    if residual is not None and residual.shape != x.shape:
         raise ValueError(f"rms_norm: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; they must be equal")
     problem = Rows("rms_norm", x.numel() // width, width, x.dtype, NORMS[(residual is not None) + 2 * (offset != 0)])
     return select(problem, x.device, kernel).launch(x, weight, eps, residual, offset)
