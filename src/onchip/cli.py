@@ -251,7 +251,7 @@ def _typical() -> list:
     """One everyday Problem of each operator, a Llama-3-8B's."""
     import torch
 
-    from onchip.core.problem import Attention, Rope, Rows
+    from onchip.core.problem import Attention, Groups, Rope, Rows
 
     bf16, causal = torch.bfloat16, onchip.Causal()
     return [
@@ -265,6 +265,10 @@ def _typical() -> list:
         Rows("quantise", 4096 * 32, 128, bf16, "block"),
         Rows("merge", 64 * 32, 128, bf16, "2 parts"),
         Rows("page_scores", 8000, 128, bf16, "4 heads"),
+        Rows("norm", 4096, 4096, bf16, "layer weight bias"),
+        Rows("norm_backward", 4096, 4096, bf16, "layer weight bias keep -> x weight bias"),
+        Groups("group_norm", 16, 320, 32, 4096, bf16, "silu"),
+        Groups("group_norm_backward", 16, 320, 32, 4096, bf16, "silu"),
     ]
 
 
