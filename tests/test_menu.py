@@ -12,7 +12,7 @@ from onchip.core import device as devices
 from onchip.core.device import GPUS, Device
 from onchip.core.kernel import _is_types, missing
 from onchip.core.masks import Causal, Document, Full, KeyPadding, Mask, MaskMod, Window
-from onchip.core.problem import E4M3, EXTRAS, Attention, Rope, Rows
+from onchip.core.problem import E4M3, EXTRAS, Attention, Groups, Rope, Rows
 from onchip.core.scores import ALiBi, ScoreMod, Softcap
 from onchip.core.trace import Traced
 from onchip.dispatch import OPS, select
@@ -53,6 +53,10 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "cross_entropy_backward": Rows("cross_entropy_backward", 63, 4096, BF16, "entropy softcap"),
     "cross_entropy_in_place": Rows("cross_entropy_in_place", 63, 4096, BF16, "smoothing"),
     "scale": Rows("scale", 63, 4096, BF16, "once"),
+    "norm": Rows("norm", 63, 4096, BF16, "layer residual:fp32 weight bias scale:row"),
+    "norm_backward": Rows("norm_backward", 63, 4096, BF16, "rms residual gate:row weight silu d_total -> x weight gate silu"),
+    "group_norm": Groups("group_norm", 2, 320, 32, 4096, BF16, "silu"),
+    "group_norm_backward": Groups("group_norm_backward", 2, 320, 32, 4096, BF16, "mish", "channels_last"),
 }
 LATENT = TYPICAL["decode"]._replace(heads=128, kv_heads=1, dim=576, dim_v=512, page=64, extras=("latent",))
 ROWS = [pytest.param(op, kernel, id=f"{op.name}-{kernel.name}") for op in OPS.values() for kernel in op.kernels]
@@ -467,7 +471,7 @@ def test_few_queries_share_a_tile_with_other_heads():
 VARIED = {
     "batch": 3, "len_q": 5, "len_k": 999, "heads": 16, "kv_heads": 1, "dim": 80, "rows": 64, "width": 4095, "tokens": 64, "rotary_dim": 32,
     "dtype": torch.float16, "mask": Window(9), "page": 32, "variant": "gelu", "layout": "interleaved", "norm": True, "append": False,
-    "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"), "kv": "int4/32",
+    "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"), "kv": "int4/32", "channels": 640, "groups": 16, "pixels": 4097, "act": "",
 }  # fmt: skip
 
 
@@ -521,6 +525,10 @@ def test_texts_by_hand():
         "cross_entropy_backward 63x4096 bf16 entropy softcap",
         "cross_entropy_in_place 63x4096 bf16 smoothing",
         "scale 63x4096 bf16 once",
+        "norm 63x4096 bf16 layer residual:fp32 weight bias scale:row",
+        "norm_backward 63x4096 bf16 rms residual gate:row weight silu d_total -> x weight gate silu",
+        "group_norm B2 c320 g32 p4096 bf16 silu channels_first",
+        "group_norm_backward B2 c320 g32 p4096 bf16 mish channels_last",
     ]
     full = Attention("backward", 2, 70, 80, 4, 4, 16, FP32, DOCUMENT, "packed", 0, 100, 120, 8, ALIBI, ("dropout", "sinks"))
     assert str(full) == "backward B2 q70 k80 h4/4 d16/8 fp32 Document packed 100/120 tokens ALiBi dropout sinks"
@@ -574,4 +582,9 @@ def test_costs_of_rows_by_hand():
     matrix = 63 * 4096 * 2
     passes = {"softmax": 2, "softmax_backward": 3, "divergence": 2, "divergence_backward": 3, "cross_entropy": 1, "cross_entropy_backward": 2, "scale": 2}
     assert {name: costs[name].bytes for name in passes} == {name: count * matrix for name, count in passes.items()}
+    assert costs["norm"].bytes == 63 * 4096 * (2 + 2 + 2 * 4 + 2) + 2 * 4096 * 2
+    assert OPS["norm"].cost(TYPICAL["norm"]._replace(variant="rms int8")).bytes == 63 * 4096 * (2 + 1)
+    assert costs["norm_backward"].bytes == 63 * 4096 * 2 * (2 + 4 + 1 + 2) + 4096 * 2  # dy and z; the gates, x, dtotal; dx; the gates' gradients
+    assert costs["group_norm"].bytes == 2 * 2 * 320 * 4096 * 2
+    assert costs["group_norm_backward"].bytes == 3 * 2 * 320 * 4096 * 2
     assert costs["rope_append"].bytes == 63 * ((2 * 10 + 3 * 2) * 64 * 2 + 4 * 64)

@@ -251,7 +251,7 @@ def _typical() -> list:
     """One everyday Problem of each operator, a Llama-3-8B's."""
     import torch
 
-    from onchip.core.problem import Attention, Rope, Rows
+    from onchip.core.problem import Attention, Groups, Rope, Rows
 
     bf16, causal = torch.bfloat16, onchip.Causal()
     return [
@@ -275,6 +275,10 @@ def _typical() -> list:
         *(Rows(op, 4096, 4096, bf16) for op in ("softmax", "softmax_backward")),
         *(Rows(f"{op}{way}", 8192, 128256, bf16) for op in ("cross_entropy", "divergence") for way in ("", "_backward")),
         *(Rows(op, 8192, 128256, bf16) for op in ("cross_entropy_in_place", "scale")),
+        Rows("norm", 4096, 4096, bf16, "layer weight bias"),
+        Rows("norm_backward", 4096, 4096, bf16, "layer weight bias keep -> x weight bias"),
+        Groups("group_norm", 16, 320, 32, 4096, bf16, "silu"),
+        Groups("group_norm_backward", 16, 320, 32, 4096, bf16, "silu"),
     ]
 
 

@@ -176,4 +176,24 @@ class Rope(NamedTuple):
         )
 
 
-Problem = Attention | Rows | Rope
+class Groups(NamedTuple):
+    """GroupNorm and its activation: `[batch, channels, pixels]`, or `[batch, pixels, channels]` where the layout is "channels_last".
+
+    op   "group_norm" or "group_norm_backward".        act   "", "silu" or "mish".
+    """
+
+    op: str
+    batch: int
+    channels: int
+    groups: int
+    pixels: int
+    dtype: torch.dtype
+    act: str = ""
+    layout: str = "channels_first"
+
+    def __str__(self):
+        sizes = f"{self.op} B{self.batch} c{self.channels} g{self.groups} p{self.pixels} {SHORT.get(self.dtype, str(self.dtype))} {self.act} {self.layout}"
+        return " ".join(sizes.split())
+
+
+Problem = Attention | Rows | Rope | Groups

@@ -9,8 +9,7 @@ from onchip.core.formats import Codes
 from onchip.core.problem import Rope, Rows
 from onchip.dispatch import select
 from onchip.ops.activation import ACTIVATIONS, gated_act
-
-NORMS = ("", "residual", "offset", "residual offset")  # variants of rms_norm: a residual counts 1, an offset 2
+from onchip.ops.norm import NORMS, rms_norm
 
 
 class QKNorm(NamedTuple):
@@ -48,34 +47,6 @@ class Sampling(NamedTuple):
     min_p: Tensor
     seed: Tensor
     step: Tensor
-
-
-def rms_norm(
-    x: Tensor,  # [..., width]
-    weight: Tensor,  # [width]
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    residual: Tensor | None = None,  # [..., width]
-    kernel: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension, in float32, rounded once (Zhang and Sennrich, 2019).
-
-    offset   1 for Gemma, whose weights are stored around 0: in bfloat16 their sum with 1 would lose most of their digits.
-    With `residual`, x is first added to it; the sum (rounded to x's dtype) comes back as the second result, and the
-    norm is of that sum. Raises ValueError for shapes that disagree.
-    """
-    if torch.compiler.is_compiling():
-        if residual is None:
-            return torch.ops.onchip.rms_norm(x, weight, eps, offset, kernel)
-        return torch.ops.onchip.add_rms_norm(x, weight, eps, offset, residual, kernel)
-    width = x.shape[-1]
-    if weight.shape != (width,):
-        raise ValueError(f"rms_norm: weight is {list(weight.shape)}, x has width {width}; give [{width}]")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"rms_norm: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; they must be equal")
-    problem = Rows("rms_norm", x.numel() // width, width, x.dtype, NORMS[(residual is not None) + 2 * (offset != 0)])
-    return select(problem, x.device, kernel).launch(x, weight, eps, residual, offset)
 
 
 def rope_append(
@@ -156,16 +127,6 @@ def sample(
 # ---- in compiled graphs: the same functions as torch.library operators. Eager calls step round that boundary.
 
 
-@torch.library.custom_op("onchip::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, kernel: str) -> Tensor:
-    return rms_norm(x, weight, eps=eps, offset=offset, kernel=kernel)
-
-
-@torch.library.custom_op("onchip::add_rms_norm", mutates_args=())
-def _add_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
-    return rms_norm(x, weight, eps=eps, offset=offset, residual=residual, kernel=kernel)
-
-
 @torch.library.custom_op("onchip::rope_append", mutates_args=("qkv", "k", "v"))
 def _rope_append(
     qkv: Tensor, table: Tensor, positions: Tensor, heads: int, kv_heads: int, layout: str,
@@ -184,10 +145,8 @@ def _sample(
     return sample(logits, Sampling(temperature, top_k, top_p, min_p, seed, step), kernel=kernel)
 
 
-_rms_norm.register_fake(lambda x, *_: x.new_empty(x.shape))
-_add_rms_norm.register_fake(lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)))
 _rope_append.register_fake(lambda *_: None)
 _sample.register_fake(lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64))
 
 
-__all__ = ["ACTIVATIONS", "Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"]
+__all__ = ["ACTIVATIONS", "NORMS", "Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"]

@@ -7,8 +7,8 @@ import triton.language as tl
 from offline import compile_for
 from onchip.core.device import gpu
 from onchip.core.formats import Format
-from onchip.core.problem import Rope, Rows
-from onchip.kernels.fused import adamw, denoise, dropout, embedding, hadamard, logits, mlp, norm, rope
+from onchip.core.problem import Groups, Rope, Rows
+from onchip.kernels.fused import adamw, denoise, dropout, embedding, group_norm, group_norm_backward, hadamard, logits, mlp, norm, norm_backward, rope
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POINTER = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
@@ -22,24 +22,91 @@ def check(facts, arch):
         assert facts.vector_loads
 
 
+STRIDES = ("x_stride", "residual_stride", "total_stride", "z_stride", "dy_stride", "d_total_stride", "w_stride", "gate_stride", "mod_stride", "silu_stride")
+IN_FP32 = {f"{name}_ptr" for name in ("codes", "mean", "rstd", "share_mean", "share_square", "square", "hat", "d_w", "d_b", "d_gate", "d_scale", "d_shift")}
+NORM_FORMS = {  # name: (tensors of the forward pass, of the backward pass, kind)
+    "rms": ("x w y", "dy z w dx d_w rstd", "rms"),
+    "add": ("x residual total w y", "dy d_total z w dx d_w rstd", "rms"),
+    "layer": ("x w b y mean rstd", "dy z w b dx d_w d_b mean rstd", "layer"),
+    "zero": ("x residual total gate scale shift y mean rstd", "dy d_total z x gate scale dx d_residual d_gate d_scale d_shift mean rstd", "layer"),
+}
+
+
+def norm_facts(kernel, tiles, dtype, there, kind, arch):
+    """A norm kernel compiled with these tensors there and no others."""
+    there = {f"{name}_ptr" for name in there.split()} | {"share_mean_ptr", "share_square_ptr", "square_ptr", "hat_ptr"}
+    there |= {norm._norm_wide: {"z_ptr"}, norm._norm_long: {"z_ptr"}, norm._moments: {"mean_ptr"}}.get(kernel, set())
+    values = {"LAYER": kind == "layer", "W": "all", "GATE": "set", "MOD": "set", "PHILOX_ROUNDS": 7, "LARGEST": 0.0, "SHARES": 16, "INVERSE": False}
+    values |= {"ROWS": tiles.rows, "BLOCK": tiles.block, "AHEAD": getattr(tiles, "ahead", False)}
+    names = kernel.arg_names
+    constexprs = {name: values[name] for name in names if name in values} | {name: None for name in names if name.endswith("_ptr") and name not in there}
+    floats = dict.fromkeys(("eps", "offset", "grown"), "fp32") | {"bar": "i64"}
+    signature = {name: floats.get(name, "i32") if not name.endswith("_ptr") else "*fp32" if name in IN_FP32 else POINTER[dtype] for name in names}
+    return compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "share", *STRIDES))
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("form", "rows", "width", "dtype"),
+    [
+        ("rms", 8192, 576, BF16),
+        ("rms", 1, 4096, BF16),
+        ("zero", 4096, 4096, BF16),
+        ("layer", 8192, 8192, FP32),
+        ("layer", 512, 32768, BF16),
+        ("add", 512, 32768, BF16),
+        ("layer", 512, 65536, FP32),
+        ("add", 512, 65536, BF16),
+    ],
+)
+def test_norm(form, rows, width, dtype, arch):
+    there, _, kind = NORM_FORMS[form]
+    tiles = norm.configs(Rows("norm", rows, width, dtype), GPUS[arch])[0]
+    for kernel in (norm._norm,) if tiles.block >= width else (norm._norm_long,) if tiles.long else (norm._moments, norm._norm_wide):
+        facts = norm_facts(kernel, tiles, dtype, there, kind, arch)
+        check(facts, arch)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("form", "rows", "width", "dtype"),
+    [("layer", 8192, 576, BF16), ("zero", 4096, 4096, FP32), ("rms", 8192, 8192, BF16), ("zero", 8192, 5120, BF16), ("add", 512, 131072, BF16)],
+)
+def test_norm_backward(form, rows, width, dtype, arch):
+    _, there, kind = NORM_FORMS[form]
+    wanted = " ".join(name for name in ("weight", "bias", "gate", "scale", "shift") if f"d_{name[:1] if name in ('weight', 'bias') else name}" in there.split())
+    tiles = norm_backward.configs(Rows("norm_backward", rows, width, dtype, f"{kind} -> {wanted}"), GPUS[arch])[0]
+    for kernel in (norm_backward._norm_backward,) if tiles.block >= width else (norm_backward._sums, norm_backward._wide_backward):
+        facts = norm_facts(kernel, tiles, dtype, there, kind, arch)
+        if width == 5120:  # three sums of 8,192 elements beside a row
+            assert facts.spills <= 64
+        else:
+            check(facts, arch)
+
+
 @everywhere
 @pytest.mark.parametrize(
     "problem",
     [
-        Rows("rms_norm", rows, width, dtype, variant)
-        for rows, width, dtype in ((8192, 576, BF16), (1, 4096, BF16), (8192, 8192, FP32), (512, 32768, BF16), (512, 65536, FP32))
-        for variant in ("", "residual")
+        Groups("group_norm", 16, 320, 32, 4096, BF16, "silu"),
+        Groups("group_norm", 1, 128, 32, 1 << 20, FP32),
+        Groups("group_norm", 1, 128, 32, 1 << 20, BF16, "mish", "channels_last"),
     ],
     ids=str,
 )
-def test_norm(problem, arch):
-    tiles = norm.configs(problem, GPUS[arch])[0]
-    matrix, added = POINTER[problem.dtype], problem.variant == "residual"
-    signature = dict.fromkeys(("x_ptr", "residual_ptr", "w_ptr", "y_ptr", "sum_ptr"), matrix)
-    signature |= dict.fromkeys(("rows", "width", "x_stride", "residual_stride"), "i32") | {"eps": "fp32", "offset": "fp32"}
-    constexprs = {"RESIDUAL": added, "ROWS": tiles.rows, "BLOCK": tiles.block} | ({} if added else {"residual_ptr": None, "sum_ptr": None})
-    kernel = norm._rms_norm if tiles.block >= problem.width else norm._rms_norm_wide
-    check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "residual_stride")), arch)
+def test_group_norm(problem, arch):
+    last = problem.layout == "channels_last"
+    for module in (group_norm, group_norm_backward):
+        tiles = module.configs(problem, GPUS[arch])[0]
+        split = (module._moments, module._apply) if module is group_norm else (module._sums, module._apply)
+        for kernel in (module._group,) if tiles.whole else split:
+            matrices = {"x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "w_ptr", "b_ptr"}
+            signature = {name: "i32" if not name.endswith("_ptr") else POINTER[problem.dtype] if name in matrices else "*fp32" for name in kernel.arg_names}
+            values = {"ACT": problem.act, "LAST": last, "CH": tiles.ch, "PIX": tiles.pix}
+            constexprs = {name: values[name] for name in kernel.arg_names if name in values}
+            aligned = ("channels", "pixels", "share", "first_c", "last_c")
+            facts = compile_for(kernel, signature | {"eps": "fp32"}, constexprs, arch, tiles.warps, aligned=aligned)
+            check(facts, arch)
 
 
 @everywhere

@@ -5,6 +5,7 @@ import torch
 from onchip.core.formats import FORMATS, Format
 from onchip.core.kernel import Kernel, Op
 from onchip.core.problem import Cost, Rope, Rows
+from onchip.kernels.fused import menu_norm
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
@@ -49,7 +50,7 @@ def _family(op: str, file: str, accepts: dict, cost, also: tuple = ()) -> Op:
     )
 
 
-RMS_NORM = _family("rms_norm", "norm", {"width": range(1, (1 << 16) + 1)}, _rms_norm)
+RMS_NORM = _family("rms_norm", "norm", {"width": range(1, (1 << 30) + 1)}, _rms_norm)
 ROPE_APPEND = _family("rope_append", "rope", {"dim": range(2, 513), "layout": ("neox", "interleaved"), "kv": KV}, _rope_append, (_group_in_a_half,))
 SAMPLE = _family("sample", "logits", {"width": range(1, (1 << 20) + 1)}, _sample)
 
@@ -151,3 +152,5 @@ DIVERGENCE = _loss("divergence", "divergence", "launch", _passes(2, 0, 12))
 DIVERGENCE_BACKWARD = _loss("divergence_backward", "divergence", "launch_backward", _passes(2, 1, 10))
 
 OPS += (SOFTMAX, SOFTMAX_BACKWARD, DIVERGENCE, DIVERGENCE_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE)
+
+OPS += menu_norm.OPS
