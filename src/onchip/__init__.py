@@ -19,7 +19,10 @@ _NAMES = {
     "onchip.ops.formats": ("channel_scale", "quantise_cache"),
     "onchip.ops.latent": ("attend_latent", "dequantise_latent", "quantise_latent"),
     "onchip.ops.sparse": ("PageBounds", "append_bounds", "attend_pages", "attend_tokens", "page_bounds", "page_scores", "top_pages"),
-    "onchip.ops.fused": ("Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"),
+    "onchip.ops.fused": ("Append", "QKNorm", "gated_act", "rms_norm", "rope_append"),
+    "onchip.ops.sampling": (
+        "Bias", "Draft", "LogProbs", "Penalties", "Sampling", "TokenIds", "Verified", "adjust_logits", "log_probs", "sample", "verify"
+    ),  # fmt: skip
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.cache.radix": ("RadixTree",),
     "onchip.cache.sharing": ("plan_cascade",),

@@ -5,16 +5,16 @@ import torch
 
 from onchip.core.problem import Rows
 from onchip.kernels.fused import SAMPLE
-from onchip.kernels.fused.reference import gumbel, philox
-from onchip.ops.fused import Sampling, sample
+from onchip.kernels.fused.reference_sampling import gumbel, philox
+from onchip.ops.sampling import Sampling, sample
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in SAMPLE.kernels]
 MANY_ROWS = [pytest.param(kernel.name, marks=[pytest.mark.gpu, pytest.mark.large] if kernel.needs_triton else ()) for kernel in SAMPLE.kernels]
 LARGE = pytest.param("triton_logits", marks=[pytest.mark.gpu, pytest.mark.large])
 
-PROBLEMS = [Rows("sample", 12, vocab, dtype) for vocab in (1, 2, 63, 1000, 4096) for dtype in (BF16, FP16, FP32)] + [
-    Rows("sample", 12, vocab, FP32) for vocab in (8191, 8209, 20000)
+PROBLEMS = [Rows("sample", 14, vocab, dtype) for vocab in (1, 2, 63, 1000, 4096) for dtype in (BF16, FP16, FP32)] + [
+    Rows("sample", 14, vocab, FP32) for vocab in (8191, 8209, 20000)
 ]
 SETTINGS = (  # temperature, top_k, top_p, min_p
     (0.0, 3, 0.5, 0.5),
@@ -29,18 +29,20 @@ SETTINGS = (  # temperature, top_k, top_p, min_p
     (2.0, 20, 0.9, 0.05),
     (1.5, 50, 0.95, 0.0),
     (100.0, 7, 0.999, 0.9),
+    (1.0, 0, 1.0, 0.0, 0.3),
+    (0.8, 40, 0.9, 0.01, 0.5),
 )
-FILTERS = [how for how in SETTINGS if how[0] and (how[2] > 1e-6 and how[1] != 1) and how[1:] != (0, 1.0, 0.0) and how[1] < 1 << 30]
+FILTERS = [how for how in SETTINGS[:12] if how[0] and (how[2] > 1e-6 and how[1] != 1) and how[1:] != (0, 1.0, 0.0) and how[1] < 1 << 30]
 
 
 def settings(rows, device, *, seed=0, step=0):
-    """A Sampling of `rows`, each (temperature, top_k, top_p, min_p); seed and step numbers, or a list of them."""
-    temperature, top_k, top_p, min_p = (torch.tensor(field, device=device) for field in zip(*rows, strict=True))
+    """A Sampling of `rows`, each (temperature, top_k, top_p, min_p[, typical]); seed and step numbers, or a list of them."""
+    temperature, top_k, top_p, min_p, typical = (torch.tensor(field, device=device) for field in zip(*((*row, 1.0)[:5] for row in rows), strict=True))
     seed, step = (torch.tensor([v] * len(rows) if isinstance(v, int) else list(v), device=device) for v in (seed, step))
-    return Sampling(temperature.float(), top_k.int(), top_p.float(), min_p.float(), seed, step)
+    return Sampling(temperature.float(), top_k.int(), top_p.float(), min_p.float(), seed, step, typical.float())
 
 
-def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
+def kept_by_sorting(logits, temperature, top_k, top_p, min_p, typical=1.0):
     """The entries [vocab] that one row keeps: float64, step by step as `sample` documents."""
     x = logits.double()
     order = x.argsort(descending=True)
@@ -52,18 +54,24 @@ def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
         last = int((probability[order].cumsum(-1) < top_p).sum())
         kept &= x >= x[order[min(last, len(x) - 1)]]
     probability = (x / temperature).masked_fill(~kept, -torch.inf).softmax(-1)
-    return kept & (probability >= min_p * probability.max())
+    kept &= probability >= min_p * probability.max()
+    if typical < 1:
+        probability = (x / temperature).masked_fill(~kept, -torch.inf).softmax(-1)
+        away = (x - (probability * x.masked_fill(~kept, 0)).sum()).abs().masked_fill(~kept, torch.inf)
+        last = int((probability[away.argsort()].cumsum(-1) < typical).sum())
+        kept &= away <= away.sort().values[min(last, len(x) - 1)]
+    return kept
 
 
 def oracle(logits, how):
     """The token of each row, by float64 scores over the kept entries."""
     tokens = []
     noise = gumbel(how.seed, how.step, logits.shape[-1], torch.float64)
-    for row, drawn, temperature, top_k, top_p, min_p in zip(logits, noise, *(field.tolist() for field in how[:4]), strict=True):
+    for row, drawn, temperature, *filters in zip(logits, noise, *(field.tolist() for field in (*how[:4], how.typical)), strict=True):
         if temperature == 0:
             tokens.append(row.argmax())
             continue
-        kept = kept_by_sorting(row, temperature, top_k, top_p, min_p)
+        kept = kept_by_sorting(row, temperature, *filters)
         tokens.append((row.double() / temperature + drawn).masked_fill(~kept, -torch.inf).argmax())
     return torch.stack(tokens)
 
@@ -72,7 +80,7 @@ def oracle(logits, how):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_against_float64(problem, kernel, device):
     logits = (3 * torch.randn(problem.rows, problem.width, device=device)).to(problem.dtype)
-    how = settings(SETTINGS, device, seed=[3**39 - i for i in range(12)], step=[7 * i - 40 for i in range(12)])
+    how = settings(SETTINGS, device, seed=[3**39 - i for i in range(14)], step=[7 * i - 40 for i in range(14)])
     tokens = sample(logits, how, kernel=kernel)
     assert tokens.dtype == torch.int64
     assert tokens.tolist() == oracle(logits, how).tolist()
@@ -145,8 +153,8 @@ def test_draws_follow_the_distribution(how, stream, kernel, device):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_same_seed_and_step_same_token_whatever_the_neighbours(kernel, device):
-    logits = torch.randn(12, 1000, device=device).to(BF16)
-    how = settings(SETTINGS, device, seed=range(12), step=5)
+    logits = torch.randn(14, 1000, device=device).to(BF16)
+    how = settings(SETTINGS, device, seed=range(14), step=5)
     tokens = sample(logits, how, kernel=kernel)
     order = torch.tensor([7, 3, 11, 1], device=device)
     assert torch.equal(sample(logits, how, kernel=kernel), tokens)
@@ -165,10 +173,10 @@ def test_high_halves_of_seed_and_step_matter(kernel, device):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_strided_logits_and_settings(kernel, device):
-    logits = torch.randn(12, 100, device=device).to(BF16)
-    how = settings(SETTINGS, device, seed=range(12))
+    logits = torch.randn(14, 100, device=device).to(BF16)
+    how = settings(SETTINGS, device, seed=range(14))
     tokens = sample(logits, how, kernel=kernel)
-    padded = torch.full((12, 128), torch.inf, dtype=BF16, device=device)
+    padded = torch.full((14, 128), torch.inf, dtype=BF16, device=device)
     padded[:, :100] = logits
     assert torch.equal(sample(padded[:, :100], how, kernel=kernel), tokens)
     assert torch.equal(sample(logits.T.contiguous().T, Sampling(*(field.repeat_interleave(2)[::2] for field in how)), kernel=kernel), tokens)
@@ -177,9 +185,9 @@ def test_strided_logits_and_settings(kernel, device):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_forbidden_entries_are_never_drawn(kernel, device):
-    logits = torch.full((12, 1000), -torch.inf, device=device)
+    logits = torch.full((14, 1000), -torch.inf, device=device)
     logits[:, 500:503] = torch.tensor([0.0, -20.0, -80.0], device=device)
-    tokens = sample(logits, settings([(max(t, 50.0), k, p, 0.0) for t, k, p, _ in SETTINGS], device, seed=range(12)), kernel=kernel)
+    tokens = sample(logits, settings([(max(t, 50.0), k, p, 0.0) for t, k, p, *_ in SETTINGS], device, seed=range(14)), kernel=kernel)
     assert ((tokens >= 500) & (tokens < 503)).all()
 
 
@@ -204,11 +212,11 @@ def test_noise_is_gumbels():
 
 @pytest.mark.parametrize("kernel", [LARGE])
 @pytest.mark.parametrize(
-    "problem", [Rows("sample", rows, vocab, dtype) for rows, vocab in ((48, 49152), (48, 152064), (24, 1 << 20)) for dtype in (BF16, FP32)], ids=str
+    "problem", [Rows("sample", rows, vocab, dtype) for rows, vocab in ((56, 49152), (56, 152064), (28, 1 << 20)) for dtype in (BF16, FP32)], ids=str
 )
 def test_large(problem, kernel, device):
     logits = (3 * torch.randn(problem.rows, problem.width, device=device)).to(problem.dtype)
-    how = settings(SETTINGS * (problem.rows // 12), device, seed=range(problem.rows), step=1)
+    how = settings(SETTINGS * (problem.rows // 14), device, seed=range(problem.rows), step=1)
     assert sample(logits, how, kernel=kernel).tolist() == oracle(logits, how).tolist()
 
 
@@ -222,8 +230,8 @@ def test_rows_past_two_billion_entries(kernel, device):
 @pytest.mark.parametrize("kernel", [LARGE])
 def test_replayed_in_a_cuda_graph(kernel, device):
     """One capture serves any settings: what a row asks for is read on the GPU."""
-    logits = torch.randn(12, 32000, device=device)
-    plain, all_kinds = settings([(0.0, 0, 1.0, 0.0)] * 12, device), settings(SETTINGS, device, seed=range(12), step=9)
+    logits = torch.randn(14, 32000, device=device)
+    plain, all_kinds = settings([(0.0, 0, 1.0, 0.0)] * 14, device), settings(SETTINGS, device, seed=range(14), step=9)
     expected = sample(logits, all_kinds, kernel=kernel)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
