@@ -69,9 +69,9 @@ class LogProbs(NamedTuple):
 class Draft(NamedTuple):
     """Tokens proposed after each row's last one.
 
-    tokens          int64 [rows, n].
-    probabilities   float32 [rows, n, vocab]: what each was drawn from; None where drafts were not drawn with the noise of the target's seed (greedy
-                    drafts, n-grams, any tree): they are then accepted with the target's own probability.
+    tokens          int64 [rows, n]; below 0: none, where a row's draft is shorter.
+    probabilities   float32 [rows, n, vocab]: what each token was drawn from. None (greedy drafts, n-grams, any tree): a token is accepted where the target
+                    draws it itself, the more often the same if the draft was drawn with the same seed and step, whose noise it shares.
     parents         int32 [n] or [rows, n] of a tree: the place of the token before, below its own; -1 for the row's last token. None: a chain.
     """
 
@@ -196,12 +196,13 @@ def verify(
 
     logits   the target's: at place 0 after the row's last token, at place i + 1 after `draft.tokens[:, i]`.
     how      `step` is that of the first new token; a token k places on is drawn with step + k.
-    Without probabilities the token at each place is drawn as `sample` draws it, and a draft is accepted where it is that token: the tokens are the very ones that
-    `sample` gives one by one (for a tree: the path of the nodes that are drawn). With probabilities q of a chain a token is accepted with min(1, p / q), and the first that is not is drawn
-    from max(p - q, 0) (Leviathan et al., 2023; Chen et al., 2023), p being what `how` makes of the logits; its noise is another stream of the seed's, so drafts may be
-    drawn with `sample`, seed and step themselves. q is used as it is: entries that are NaN or below 0 count as 0, a q that does not sum to 1 changes the distribution but
-    never gives a token that `how` does not keep, and where nothing is left of p - q the token is drawn from p.
-    Temperature 0 accepts what is the largest logit. Raises ValueError for shapes that disagree, and for a tree with probabilities.
+    Without probabilities the token at each place is drawn as `sample` draws it, and a draft is accepted where it is that token: the results are the very
+    tokens that `sample` gives one by one, also of a tree (SpecInfer, Miao et al., 2024, and EAGLE, Li et al., 2024, verify trees so that are not drawn at random).
+    With probabilities q of a chain a token is accepted with min(1, p / q), and in place of the first that is not one is drawn from max(p - q, 0)
+    (Leviathan et al., 2023; Chen et al., 2023), p being what `how` makes of the logits. The noise of both is of streams of their own, so the draft
+    may be drawn with `sample` and the same seed and step. q is taken as it is: entries that are NaN or below 0 count as 0, a q that does not sum to 1
+    changes the distribution but never gives a token that `how` does not keep, and where nothing is left of p - q the token is drawn from p.
+    Temperature 0 accepts the largest logit. Raises ValueError for shapes that disagree, and for a tree with probabilities.
     """
     tokens, q, parents = draft
     if tokens.ndim != 2 or tokens.dtype != torch.int64 or logits.ndim != 3 or logits.shape[:2] != (tokens.shape[0], tokens.shape[1] + 1):
@@ -225,7 +226,7 @@ def _verify(logits: Tensor, draft: Draft, how: Sampling, kernel: str) -> Verifie
     tokens, q, parents = draft
     (rows, n), vocab = tokens.shape, logits.shape[-1]
     kind = "chain" if parents is None else "tree"
-    depth = torch.arange(n + 1, device=tokens.device).expand(rows, -1) if parents is None else _depths(parents.expand(rows, -1))
+    depth = torch.arange(n + 1, device=tokens.device).expand(rows, -1) if parents is None else _depths(parents.expand(rows, -1).clamp(-1, n - 1))
     each = Sampling(*(None if field is None else field.repeat_interleave(n + 1) for field in how))
     each = each._replace(step=each.step + depth.flatten())
     flat = logits.flatten(0, 1)

@@ -144,7 +144,7 @@ def _draw(
     tops = tl.load(slice_ptr, mask=there, other=float("-inf"))
     largest = tl.max(tops)
     inverse = tl.div_rn(1.0, tl.where(hot, temperature, 1.0))
-    mass = tl.sum(tl.where(there & hot, tl.load(slice_ptr + 1, mask=there & hot, other=0.0) * weight(tops, largest, inverse), 0.0))
+    mass = tl.sum(tl.where(there, tl.load(slice_ptr + 1, mask=there, other=0.0) * weight(tops, largest, inverse), 0.0))  # of no use to a greedy row
     floor, middle, reach = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)
     by_count = (top_k > 0) & (top_k < vocab)
     if hot & (by_count | (top_p < 1) | (min_p > 0) | (typical < 1)):
@@ -212,27 +212,8 @@ def launch(problem: Rows, config: None, logits: torch.Tensor, how):  # logits: [
     limits = torch.empty(rows, 4, dtype=torch.float32, device=device) if problem.variant == "limits" else None
     if rows:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        how = vocabulary.contiguous(how)
-        found = vocabulary.survey(logits, how)
-        groups, slices = found.maxima.shape[1], found.slices.shape[1]
-        _draw[(rows,)](
-            logits,
-            found.maxima,
-            found.slices,
-            torch.empty(rows, groups, dtype=torch.int32, device=device),
-            tokens,
-            limits,
-            *how,
-            logits.stride(0),
-            vocab,
-            slices,
-            groups,
-            BITS=vocabulary.CONSTANT_BITS[problem.dtype],
-            MARKS=vocabulary.MARKS,
-            GROUP=found.group,
-            TILE=max(vocabulary.TILE, found.group),
-            SLICES=triton.next_power_of_2(slices),
-            GROUPS=triton.next_power_of_2(groups),
-            num_warps=vocabulary.ROW_WARPS,
-        )
+        how = vocabulary.in_order(how)
+        maxima, slices, groups, tiles = vocabulary.survey(logits, how)
+        sizes = (logits.stride(0), vocab, slices.shape[1], maxima.shape[1])
+        _draw[(rows,)](logits, maxima, slices, groups, tokens, limits, *how, *sizes, **tiles, num_warps=vocabulary.ROW_WARPS)
     return tokens if limits is None else (tokens, limits)

@@ -12,6 +12,8 @@ from onchip.core.problem import Rows
 from onchip.kernels.fused import vocabulary
 from onchip.kernels.fused.vocabulary import bound_of_count, entries, list_groups, listed, maxima_of, weight
 
+WARPS = 8  # of 16 ptxas spills 64 bytes
+
 # ---- device
 
 
@@ -59,7 +61,8 @@ def _log_probs(
     largest = tl.max(tops)
     total = tl.log(tl.sum(tl.where(there, tl.load(slice_ptr + 1, mask=there, other=0.0) * weight(tops, largest, 1.0), 0.0)))
     token = tl.load(tokens_ptr + row)
-    x = tl.max(entries(row_ptr, token + tl.zeros([1], tl.int64), vocab))
+    x = tl.load(row_ptr + token, mask=(token >= 0) & (token < vocab), other=float("-inf")).to(tl.float32)
+    x = tl.where(x == x, x, float("-inf"))
     tl.store(chosen_ptr + row, tl.where(x > float("-inf"), (x - largest) - total, float("-inf")))
     if TOP > 0:
         maxima = maxima_of(maxima_ptr, row, groups, GROUPS)
@@ -82,28 +85,8 @@ def launch(problem: Rows, config: None, logits: torch.Tensor, tokens: torch.Tens
     ids = torch.empty(rows, most, dtype=torch.int64, device=device)
     if rows:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        found = vocabulary.survey(logits)
-        groups, slices = found.maxima.shape[1], found.slices.shape[1]
-        _log_probs[(rows,)](
-            logits,
-            found.maxima,
-            found.slices,
-            torch.empty(rows, groups, dtype=torch.int32, device=device),
-            tokens.contiguous(),
-            chosen,
-            top,
-            ids,
-            logits.stride(0),
-            vocab,
-            slices,
-            groups,
-            TOP=most,
-            BITS=vocabulary.CONSTANT_BITS[problem.dtype],
-            MARKS=vocabulary.MARKS,
-            GROUP=found.group,
-            TILE=max(vocabulary.TILE, found.group),
-            SLICES=triton.next_power_of_2(slices),
-            GROUPS=triton.next_power_of_2(groups),
-            num_warps=vocabulary.ROW_WARPS,
-        )
+        maxima, slices, groups, tiles = vocabulary.survey(logits)
+        sizes = (logits.stride(0), vocab, slices.shape[1], maxima.shape[1])
+        out = (chosen, top, ids)
+        _log_probs[(rows,)](logits, maxima, slices, groups, tokens.contiguous(), *out, *sizes, TOP=most, **tiles, num_warps=WARPS)
     return chosen, top, ids

@@ -119,7 +119,7 @@ def log_probs(problem: Rows, config: None, logits: Tensor, tokens: Tensor) -> tu
     """log softmax at `tokens` [rows], and the largest of it [rows, top] with their indices, the lowest first of equal ones."""
     x = _exact(logits)
     whole = x.logsumexp(-1, keepdim=True)
-    order = x.sort(-1, descending=True, stable=True).indices[:, : int(problem.variant.split()[1])]
+    order = x.sort(dim=-1, descending=True, stable=True).indices[:, : int(problem.variant.split()[1])]
     found = [torch.where(whole == -torch.inf, -torch.inf, x.gather(1, at) - whole).to(_result(x)) for at in (tokens.unsqueeze(1), order)]
     return found[0].squeeze(1), found[1], order
 

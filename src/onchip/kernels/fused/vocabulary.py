@@ -131,7 +131,7 @@ def list_groups(list_ptr, maxima, bound, groups):
 
 @triton.jit
 def listed(list_ptr, first, count, vocab, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Index of the entries of the listed groups from `first` on, [1, TILE / GROUP, GROUP]; past the end of the list, past the vocabulary."""
+    """The listed groups from `first` on [1, TILE / GROUP, 1], and the index of their entries [.., GROUP]; past the end of the list, past the vocabulary."""
     n = first + tl.arange(0, TILE // GROUP)[None, :, None]
     group = tl.load(list_ptr + n, mask=n < count, other=(1 << 30) // GROUP)
     return group, group * GROUP + tl.arange(0, GROUP)[None, None, :]
@@ -194,34 +194,42 @@ def _counters(first, SLICE: tl.constexpr):
 
 
 class Survey(NamedTuple):
-    """What a survey found, and how it split the rows.
+    """What a survey found, room for a list of groups, and how the kernel that follows goes over them.
 
-    maxima   [rows, groups] in the logits' dtype.
+    maxima   [rows, groups] in the logits' dtype.        list   int32 [rows, groups].
     slices   float32 [rows, slices, 4]: the largest logit, the sum of weights (of temperatures above 0), the largest score, and its index.
+    tiles    its constants.
     """
 
     maxima: torch.Tensor
     slices: torch.Tensor
-    group: int
+    list: torch.Tensor
+    tiles: dict[str, int]
 
 
-def group_of(vocab: int) -> int:
-    """Entries of a group: 16, or as many as make at most MOST_GROUPS."""
-    return max(16, triton.next_power_of_2(vocab) // MOST_GROUPS)
-
-
-def survey(logits: torch.Tensor, how=None) -> Survey:  # [rows, vocab], the last stride 1
-    rows, vocab = logits.shape
-    slices, group = triton.cdiv(vocab, SLICE), group_of(vocab)
-    maxima = torch.empty(rows, slices * (SLICE // group), dtype=logits.dtype, device=logits.device)
-    found = torch.empty(rows, slices, 4, dtype=torch.float32, device=logits.device)
+def survey(logits: torch.Tensor, how: tuple | None = None) -> Survey:
+    """Launch the survey of logits [rows, vocab] whose last stride is 1; how: `in_order(...)`, or None for the largest and the sum alone."""
+    (rows, vocab), device = logits.shape, logits.device
+    size = triton.next_power_of_2(vocab)
+    part, group = min(SLICE, max(64, size)), max(16, size // MOST_GROUPS)
+    slices = triton.cdiv(vocab, part)
+    groups = slices * (part // group)
+    maxima = torch.empty(rows, groups, dtype=logits.dtype, device=device)
+    found = torch.empty(rows, slices, 4, dtype=torch.float32, device=device)
     fields = (None,) * 7 if how is None else how
-    _survey[(rows * slices,)](logits, maxima, found, *fields, logits.stride(0), vocab, slices, GROUP=group, SLICE=SLICE, num_warps=SLICE_WARPS)
-    return Survey(maxima, found, group)
+    _survey[(rows * slices,)](logits, maxima, found, *fields, logits.stride(0), vocab, slices, GROUP=group, SLICE=part, num_warps=SLICE_WARPS)
+    tiles = {
+        "BITS": CONSTANT_BITS[logits.dtype],
+        "MARKS": MARKS,
+        "GROUP": group,
+        "TILE": min(TILE, triton.next_power_of_2(groups) * group),
+        "SLICES": triton.next_power_of_2(slices),
+        "GROUPS": triton.next_power_of_2(groups),
+    }
+    return Survey(maxima, found, torch.empty(rows, groups, dtype=torch.int32, device=device), tiles)
 
 
-def contiguous(how) -> tuple:
-    """The fields of a Sampling in the order that `_survey` takes them, each with stride 1, `typical` None where it is."""
-    plain = [field if field is None or field.is_contiguous() else field.contiguous() for field in how]
-    *filters, seed, step, typical = plain
+def in_order(how) -> tuple:
+    """The fields of a Sampling as the kernels take them, each with stride 1; `typical` may be None."""
+    *filters, seed, step, typical = (field if field is None else field.contiguous() for field in how)
     return (*filters, typical, seed, step)
