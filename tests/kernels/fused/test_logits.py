@@ -6,7 +6,7 @@ import torch
 from onchip.core.problem import Rows
 from onchip.kernels.fused import SAMPLE
 from onchip.kernels.fused.reference_sampling import gumbel, philox
-from onchip.ops.sampling import Sampling, sample
+from onchip.ops.sampling import Sampling, log_probs, sample
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in SAMPLE.kernels]
@@ -189,6 +189,51 @@ def test_forbidden_entries_are_never_drawn(kernel, device):
     logits[:, 500:503] = torch.tensor([0.0, -20.0, -80.0], device=device)
     tokens = sample(logits, settings([(max(t, 50.0), k, p, 0.0) for t, k, p, *_ in SETTINGS], device, seed=range(14)), kernel=kernel)
     assert ((tokens >= 500) & (tokens < 503)).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_not_finite(kernel, device):
+    """NaN counts as -inf, a row without any other entry gives token 0, and of infinite logits the first is taken."""
+    logits = torch.full((3, 70), torch.nan, device=device)
+    logits[1, 9], logits[1, 33] = 1.0, -torch.inf
+    logits[2] = 1.0
+    logits[2, [40, 41]] = torch.inf
+    for how in ((0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 5, 0.9, 0.1), (1.0, 0, 0.5, 0.0, 0.5)):
+        assert sample(logits, settings([how] * 3, device, seed=range(3)), kernel=kernel).tolist() == [0, 9, 40]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("how", [(1.0, 0, 1.0, 0.0, 0.4), (0.7, 30, 0.95, 0.0, 0.4)], ids=str)
+def test_typical_sets_end_where_they_should(how, kernel, device):
+    """Seeds under which the least or the largest kept entry wins, and under which one that is not kept would have."""
+    logits = torch.randn(63, device=device)
+    logits[17] = 3
+    kept = kept_by_sorting(logits, *how)
+    assert not kept[logits.argmax()]  # the likeliest token is not typical
+    noise = gumbel(torch.arange(4000, device=device), torch.zeros(4000, dtype=torch.int64, device=device), 63)
+    scores = logits / how[0] + noise
+    best, free = scores.masked_fill(~kept, -torch.inf).argmax(-1), scores.argmax(-1)
+    ends = logits.masked_fill(~kept, torch.inf).argmin(), logits.masked_fill(~kept, -torch.inf).argmax()
+    seeds = torch.cat([*((best == end).nonzero().flatten()[:2] for end in ends), (best != free).nonzero().flatten()[:4]]).tolist()
+    assert len(seeds) == 8
+    assert sample(logits.expand(len(seeds), -1), settings([how] * len(seeds), device, seed=seeds), kernel=kernel).tolist() == best[seeds].tolist()
+
+
+def test_log_probabilities_of_the_same_call(device):
+    logits = torch.randn(14, 100, device=device)
+    how = settings(SETTINGS, device, seed=range(14))
+    tokens, found = sample(logits, how, logprobs=3)
+    assert torch.equal(tokens, sample(logits, how))
+    assert torch.equal(found.chosen, log_probs(logits, tokens).chosen) and found.ids.shape == found.top.shape == (14, 3)
+
+
+def test_errors():
+    how = settings(SETTINGS, "cpu")
+    with pytest.raises(ValueError, match=r"^sample: how.step is \[3\]; give \[14\], one value a row"):
+        sample(torch.zeros(14, 9), how._replace(step=how.step[:3]))
+    for shape in ((14, 0), (14,)):
+        with pytest.raises(ValueError, match=r"^sample: logits are \[14(, 0)?\]; give \[rows, vocab\], vocab at least 1"):
+            sample(torch.zeros(shape), how)
 
 
 def test_philox_is_philox4x32_10():

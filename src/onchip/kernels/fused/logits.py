@@ -105,7 +105,8 @@ def _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, 
             score += gumbel(seed, step, group * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, None, :], 0)
         better = score > best
         best, token = tl.where(better, score, best), tl.where(better, index, token)
-    return tl.min(tl.where(best == tl.max(best), token, 1 << 30))
+    token = tl.min(tl.where(best == tl.max(best), token, 1 << 30))
+    return tl.where(token < vocab, token, 0)  # nothing but -inf
 
 
 @triton.jit
@@ -149,7 +150,7 @@ def _draw(
     by_count = (top_k > 0) & (top_k < vocab)
     if hot & (by_count | (top_p < 1) | (min_p > 0) | (typical < 1)):
         maxima = maxima_of(maxima_ptr, row, groups, GROUPS)
-        least = largest + temperature * tl.log(min_p)  # -inf without min-p
+        least = tl.where(min_p > 0, largest + temperature * tl.log(min_p), float("-inf"))
         bound = tl.full([], float("-inf"), tl.float32)
         if by_count:  # before min-p: top-p is of what top-k keeps
             bound = bound_of_count(maxima, top_k, BITS, MARKS)

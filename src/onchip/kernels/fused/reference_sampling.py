@@ -66,7 +66,8 @@ def smallest_kept(x: Tensor, temperature: Tensor, how) -> Tensor:
     reached = _weight(ranked, ranked[:, :1], temperature).masked_fill(ranked < floor, 0).cumsum(-1, dtype=torch.float64)
     enough = (reached < how.top_p.unsqueeze(1) * reached[:, -1:]).sum(-1, keepdim=True)
     floor = torch.where(how.top_p.unsqueeze(1) < 1, ranked.gather(1, enough.clamp(max=vocab - 1)), floor)
-    return torch.maximum(floor, ranked[:, :1] + temperature * how.min_p.unsqueeze(1).to(x.dtype).log())
+    min_p = how.min_p.unsqueeze(1).to(x.dtype)
+    return torch.where(min_p > 0, torch.maximum(floor, ranked[:, :1] + temperature * min_p.log()), floor)
 
 
 def around(x: Tensor, temperature: Tensor, kept: Tensor, typical: Tensor) -> tuple[Tensor, Tensor]:
