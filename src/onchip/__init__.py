@@ -20,9 +20,7 @@ _NAMES = {
     "onchip.ops.latent": ("attend_latent", "dequantise_latent", "quantise_latent"),
     "onchip.ops.sparse": ("PageBounds", "append_bounds", "attend_pages", "attend_tokens", "page_bounds", "page_scores", "top_pages"),
     "onchip.ops.fused": ("Append", "QKNorm", "gated_act", "rms_norm", "rope_append"),
-    "onchip.ops.sampling": (
-        "Bias", "Draft", "LogProbs", "Penalties", "Sampling", "TokenIds", "Verified", "adjust_logits", "log_probs", "sample", "verify"
-    ),  # fmt: skip
+    "onchip.ops.sampling": ("Bias", "Draft", "LogProbs", "Penalties", "Sampling", "TokenIds", "Verified", "adjust_logits", "log_probs", "sample", "verify"),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.cache.radix": ("RadixTree",),
     "onchip.cache.sharing": ("plan_cascade",),

@@ -406,9 +406,10 @@ FUSED = {
     "sample_log_probs": lambda: (lambda x: flat(onchip.sample(x, sampling(3)._replace(typical=torch.full((3,), 0.9)), logprobs=2)), [torch.randn(3, 100)]),
     "adjust_logits": lambda: (adjusted, [torch.randn(3, 100)]),
     "verify": lambda: (lambda x: tuple(onchip.verify(x, onchip.Draft(torch.ones(3, 2, dtype=torch.int64)), sampling(3))), [torch.randn(3, 3, 100)]),
-    "verify_drawn": lambda: (lambda x, q: tuple(onchip.verify(x, onchip.Draft(torch.ones(3, 2, dtype=torch.int64), q), sampling(3))), [
-        torch.randn(3, 3, 100), torch.full((3, 2, 100), 0.01)
-    ]),
+    "verify_drawn": lambda: (
+        lambda x, q: tuple(onchip.verify(x, onchip.Draft(torch.ones(3, 2, dtype=torch.int64), q), sampling(3))),
+        [torch.randn(3, 3, 100), torch.full((3, 2, 100), 0.01)],
+    ),
 }
 
 

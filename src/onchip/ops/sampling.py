@@ -196,8 +196,8 @@ def verify(
 
     logits   the target's: at place 0 after the row's last token, at place i + 1 after `draft.tokens[:, i]`.
     how      `step` is that of the first new token; a token k places on is drawn with step + k.
-    Without probabilities the token at each place is drawn as `sample` draws it, and a draft is accepted where it is that token: the results are the very
-    tokens that `sample` gives one by one, also of a tree (SpecInfer, Miao et al., 2024, and EAGLE, Li et al., 2024, verify trees so that are not drawn at random).
+    Without probabilities the token at each place is drawn as `sample` draws it, and a draft is accepted where it is that token: the results are
+    the very tokens that `sample` gives one by one, also of a tree (as of SpecInfer, Miao et al., 2024, or EAGLE, Li et al., 2024).
     With probabilities q of a chain a token is accepted with min(1, p / q), and in place of the first that is not one is drawn from max(p - q, 0)
     (Leviathan et al., 2023; Chen et al., 2023), p being what `how` makes of the logits. The noise of both is of streams of their own, so the draft
     may be drawn with `sample` and the same seed and step. q is taken as it is: entries that are NaN or below 0 count as 0, a q that does not sum to 1
@@ -206,7 +206,8 @@ def verify(
     """
     tokens, q, parents = draft
     if tokens.ndim != 2 or tokens.dtype != torch.int64 or logits.ndim != 3 or logits.shape[:2] != (tokens.shape[0], tokens.shape[1] + 1):
-        raise ValueError(f"verify: logits are {list(logits.shape)}, draft tokens {tokens.dtype} {list(tokens.shape)}; give [rows, n + 1, vocab], int64 [rows, n]")
+        given = f"logits are {list(logits.shape)}, draft tokens {tokens.dtype} {list(tokens.shape)}"
+        raise ValueError(f"verify: {given}; give [rows, n + 1, vocab] and int64 [rows, n]")
     rows, n = tokens.shape
     if not 1 <= n <= 1024:
         raise ValueError(f"verify: a draft of {n} tokens; give 1 to 1024")

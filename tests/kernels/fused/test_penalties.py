@@ -60,9 +60,7 @@ def test_against_float64(problem, kernel, device):
     assert_as_good_as_torch(ours, low.to(problem.dtype), truth)
     assert torch.equal(padded.nan_to_num(), before.nan_to_num())
     if call["penalties"]:
-        counts = [
-            ids and torch.stack([row[row >= 0].bincount(minlength=problem.width) for row in ids.ids]).int() for ids in call["penalties"][3:]
-        ]
+        counts = [ids and torch.stack([row[row >= 0].bincount(minlength=problem.width) for row in ids.ids]).int() for ids in call["penalties"][3:]]
         assert torch.equal(adjust_logits(logits, **call | {"penalties": Penalties(*call["penalties"][:3], *counts)}, kernel=kernel), ours)
 
 

@@ -15,10 +15,13 @@ passes in bf16 and 14 in float32 for each threshold.
 The noise is described in `reference_sampling.gumbel`, with which it agrees.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from onchip.core.device import Device
 from onchip.core.problem import Rows
 from onchip.kernels.fused import vocabulary
 from onchip.kernels.fused.vocabulary import (
@@ -173,9 +176,7 @@ def _draw(
             mass, middle = _mass(row_ptr, list_ptr, count, vocab, floor, largest, inverse, GROUP, TILE)
             most = -tl.maximum(_distance(largest, middle), _distance(tl.maximum(floor, -3e38), middle))
             nearest = tl.full([], 0.0, tl.float32)
-            reach = -_threshold(
-                row_ptr, list_ptr, count, vocab, floor, most, nearest, typical * mass, middle, largest, inverse, "near", 0, MARKS, GROUP, TILE
-            )
+            reach = -_threshold(row_ptr, list_ptr, count, vocab, floor, most, nearest, typical * mass, middle, largest, inverse, "near", 0, MARKS, GROUP, TILE)
         seed, step = tl.load(seed_ptr + row), tl.load(step_ptr + row)
         token = _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP, TILE)
         if limits_ptr is not None:
@@ -206,7 +207,21 @@ def _kept(row_ptr, list_ptr, count, vocab, floor, middle, reach, largest, invers
 # ---- host
 
 
-def launch(problem: Rows, config: None, logits: torch.Tensor, how):  # logits: [rows, vocab]; how: Sampling
+class Tiles(NamedTuple):
+    """How many warps the program of a row has."""
+
+    warps: int
+
+    def __str__(self):
+        return f"{vocabulary.SLICE} entries a program, then {self.warps} warps a row"
+
+
+def configs(problem: Rows, device: Device) -> list[Tiles]:
+    """16 warps keep L2 busy; of 64 lanes they would spill 148 bytes (gfx942)."""
+    return [Tiles(8 if device.kind == "hip" else 16)]
+
+
+def launch(problem: Rows, config: Tiles, logits: torch.Tensor, how):  # logits: [rows, vocab]; how: Sampling
     """Tokens int64 [rows]; of the variant "limits" also what is kept, float32 [rows, 4]: see `reference_sampling.sample`."""
     rows, vocab, device = problem.rows, problem.width, logits.device
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
@@ -216,5 +231,5 @@ def launch(problem: Rows, config: None, logits: torch.Tensor, how):  # logits: [
         how = vocabulary.in_order(how)
         maxima, slices, groups, tiles = vocabulary.survey(logits, how)
         sizes = (logits.stride(0), vocab, slices.shape[1], maxima.shape[1])
-        _draw[(rows,)](logits, maxima, slices, groups, tokens, limits, *how, *sizes, **tiles, num_warps=vocabulary.ROW_WARPS)
+        _draw[(rows,)](logits, maxima, slices, groups, tokens, limits, *how, *sizes, **tiles, num_warps=config.warps)
     return tokens if limits is None else (tokens, limits)

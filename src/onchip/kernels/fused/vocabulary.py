@@ -17,7 +17,6 @@ import triton.language as tl
 
 SLICE = 4096  # entries a program of the survey has: at 128,256 32 programs a row, 8 KiB each in bf16
 SLICE_WARPS = 8
-ROW_WARPS = 16
 TILE = 4096  # entries of a tile of listed groups: 8 a thread
 MARKS = 4  # as many comparisons as keep up with L2 on one multiprocessor
 MOST_GROUPS = 8192
