@@ -228,7 +228,7 @@ def _verify(logits: Tensor, draft: Draft, how: Sampling, kernel: str) -> Verifie
     (rows, n), vocab = tokens.shape, logits.shape[-1]
     kind = "chain" if parents is None else "tree"
     depth = torch.arange(n + 1, device=tokens.device).expand(rows, -1) if parents is None else _depths(parents.expand(rows, -1).clamp(-1, n - 1))
-    each = Sampling(*(None if field is None else field.repeat_interleave(n + 1) for field in how))
+    each = Sampling(*(None if field is None else field.unsqueeze(1).expand(-1, n + 1).reshape(-1) for field in how))
     each = each._replace(step=each.step + depth.flatten())
     flat = logits.flatten(0, 1)
     sampler = "reference" if kernel == "reference" else "auto"
