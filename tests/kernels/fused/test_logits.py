@@ -120,6 +120,15 @@ def test_neighbouring_floats_are_told_apart(how, around, dtype, kernel, device):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("how", [(1.0, 0, 0.5, 0.0), (1.0, 5, 1.0, 0.0)], ids=str)
+def test_sets_of_entries_far_apart_end_where_they_should(how, kernel, device):
+    """Each is the largest of its group, which is how a kernel knows what not to read."""
+    logits = torch.full((1000,), -20.0, device=device)
+    logits[::32] = torch.randn(32, device=device)
+    check_the_end_of_the_set(logits, how, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_ties_with_the_last_kept_are_kept(kernel, device):
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).log().to(BF16).expand(16, -1)
     for how in ((1.0, 2, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 0, 1.0, 0.4)):

@@ -94,10 +94,11 @@ def test_drawn_drafts_as_the_reference(kernel, device):
     q = (logits[:, :2] + torch.randn(8, 2, vocab, device=device)).softmax(-1)
     tokens = q.flatten(0, 1).multinomial(1).view(8, 2)
     tokens[2, 1], q[4] = -1, 3 * q[4]
+    tokens[0, 0], logits[0, 0, 5], q[0, 0] = -1, 20.0, torch.eye(vocab, device=device)[5]
     q[6, :, ::3] = torch.nan
     q[3, 0] = 2.0
     ours, theirs = (verify(logits, Draft(tokens, q), how, kernel=name) for name in (kernel, "reference"))
-    assert set(theirs.count.tolist()) == {0, 1, 2}
+    assert set(theirs.count.tolist()) == {0, 1, 2} and theirs.token[0] == 5
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
 
