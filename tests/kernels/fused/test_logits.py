@@ -129,6 +129,17 @@ def test_sets_of_entries_far_apart_end_where_they_should(how, kernel, device):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+def test_flat_distributions(kernel, device):
+    """Kept are thousands: of a token drawn from all entries it is checked whether it is kept. Some are, some are not, and some are not twice."""
+    hows = [(1.0, 0, 0.4, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 0.9, 0.08)] * 3
+    logits = torch.randn(9, 5000, device=device).to(BF16)
+    how = settings(hows, device, seed=range(9))
+    tokens = sample(logits, how, kernel=kernel)
+    assert tokens.tolist() == oracle(logits, how).tolist()
+    assert (tokens != sample(logits, how._replace(top_k=0 * how.top_k, top_p=0 * how.top_p + 1, min_p=0 * how.min_p), kernel=kernel)).sum() > 2
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_ties_with_the_last_kept_are_kept(kernel, device):
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).log().to(BF16).expand(16, -1)
     for how in ((1.0, 2, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 0, 1.0, 0.4)):

@@ -10,8 +10,9 @@ Two launches. The survey (`vocabulary.py`) reads the row once from memory, and i
 filters need. Then one program a row chooses the groups of 16 entries that can hold a kept one, narrows over those, and draws.
 Bytes: rows x vocab logits, and 1/16 of them written and read again. Predicted for an H200 (bf16, vocabulary 128,256, top-k 50 with
 top-p and min-p): 64 rows 33.6 MB or 8 us, and 4 to 6 us for the second launch: 16 us; one row 2.5 + 6 us. Of a distribution so flat
-that the maxima prove nothing (top-p 0.9 of normal logits, k beyond 2,004, typical alone) one program reads the whole row, up to 7
-passes in bf16 and 14 in float32 for each threshold.
+that the maxima prove nothing one program reads the whole row. With top-p alone (0.9 of normal logits) it checks what the survey drew from all
+entries: a token is kept if what is larger weighs less than p, and is then the argmax over the kept ones, too; if it is not, the next one is drawn from
+what is larger. So two passes with probability 1 - p more, where narrowing takes 7 in bf16 and 14 in float32: that is left for k beyond 2,004 and typical alone.
 The noise is described in `reference_sampling.gumbel`, with which it agrees.
 """
 
@@ -25,6 +26,7 @@ from onchip.core.device import Device
 from onchip.core.problem import Rows
 from onchip.kernels.fused import vocabulary
 from onchip.kernels.fused.vocabulary import (
+    after,
     bound_of_count,
     bound_of_mass,
     entries,
@@ -113,6 +115,15 @@ def _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, 
 
 
 @triton.jit
+def _first(slices_ptr, row, slices, SLICES: tl.constexpr):
+    """The token that the survey drew."""
+    part = tl.arange(0, SLICES)
+    slice_ptr, there = slices_ptr + (row * slices + part) * 4, part < slices
+    best = tl.load(slice_ptr + 2, mask=there, other=float("-inf"))
+    return tl.min(tl.load(slice_ptr + 3, mask=there & (best == tl.max(best)), other=1 << 30)).to(tl.int32)
+
+
+@triton.jit
 def _draw(
     logits_ptr,
     maxima_ptr,
@@ -162,29 +173,38 @@ def _draw(
         else:
             bound = least
         count = list_groups(list_ptr, maxima, bound, groups)
-        if by_count:
-            floor = _threshold(row_ptr, list_ptr, count, vocab, floor, bound, largest, top_k, middle, largest, inverse, "count", BITS, MARKS, GROUP, TILE)
-            if top_p < 1:
-                mass, _ = _mass(row_ptr, list_ptr, count, vocab, floor, largest, inverse, GROUP, TILE)
-                bound = floor
-        if top_p < 1:
-            floor = _threshold(
-                row_ptr, list_ptr, count, vocab, floor, bound, largest, top_p * mass, middle, largest, inverse, "weight", BITS, MARKS, GROUP, TILE
-            )
-        floor = tl.maximum(floor, least)
-        if typical < 1:
-            mass, middle = _mass(row_ptr, list_ptr, count, vocab, floor, largest, inverse, GROUP, TILE)
-            most = -tl.maximum(_distance(largest, middle), _distance(tl.maximum(floor, -3e38), middle))
-            nearest = tl.full([], 0.0, tl.float32)
-            reach = -_threshold(row_ptr, list_ptr, count, vocab, floor, most, nearest, typical * mass, middle, largest, inverse, "near", 0, MARKS, GROUP, TILE)
         seed, step = tl.load(seed_ptr + row), tl.load(step_ptr + row)
-        token = _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP, TILE)
+        flat = (top_p < 1) & (typical >= 1) & (count > TILE // GROUP) & (limits_ptr is None)
+        if flat & (by_count == 0):  # most of what is drawn is kept: draw from all, and from what is larger if it is not
+            token = _first(slices_ptr, row, slices, SLICES)
+            drawn = tl.load(row_ptr + token).to(tl.float32)
+            drawn = tl.where(drawn == drawn, drawn, float("-inf"))
+            above = _kept(row_ptr, list_ptr, count, vocab, after(drawn), middle, reach, largest, inverse, GROUP, TILE)
+            while (drawn < largest) & ((drawn < least) | (above >= top_p * mass)):
+                floor = tl.minimum(tl.maximum(after(drawn), least), largest)  # ends, whatever top-p and min-p are
+                token = _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP, TILE)
+                drawn = tl.load(row_ptr + token).to(tl.float32)
+                above = _kept(row_ptr, list_ptr, count, vocab, after(drawn), middle, reach, largest, inverse, GROUP, TILE)
+        else:
+            if by_count:
+                floor = _threshold(row_ptr, list_ptr, count, vocab, floor, bound, largest, top_k, middle, largest, inverse, "count", BITS, MARKS, GROUP, TILE)
+                if top_p < 1:
+                    mass, _ = _mass(row_ptr, list_ptr, count, vocab, floor, largest, inverse, GROUP, TILE)
+                    bound = floor
+            if top_p < 1:
+                need = top_p * mass
+                floor = _threshold(row_ptr, list_ptr, count, vocab, floor, bound, largest, need, middle, largest, inverse, "weight", BITS, MARKS, GROUP, TILE)
+            floor = tl.maximum(floor, least)
+            if typical < 1:
+                mass, middle = _mass(row_ptr, list_ptr, count, vocab, floor, largest, inverse, GROUP, TILE)
+                most = -tl.maximum(_distance(largest, middle), _distance(tl.maximum(floor, -3e38), middle))
+                need, nearest = typical * mass, tl.full([], 0.0, tl.float32)
+                reach = -_threshold(row_ptr, list_ptr, count, vocab, floor, most, nearest, need, middle, largest, inverse, "near", 0, MARKS, GROUP, TILE)
+            token = _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP, TILE)
         if limits_ptr is not None:
             mass = _kept(row_ptr, list_ptr, count, vocab, floor, middle, reach, largest, inverse, GROUP, TILE)
     else:
-        best = tl.load(slice_ptr + 2, mask=there, other=float("-inf"))
-        first = tl.load(slice_ptr + 3, mask=there & (best == tl.max(best)), other=1 << 30)
-        token = tl.min(first).to(tl.int32)
+        token = _first(slices_ptr, row, slices, SLICES)
     tl.store(tokens_ptr + row, token.to(tl.int64))
     if limits_ptr is not None:
         tl.store(limits_ptr + row * 4, floor)

@@ -39,6 +39,12 @@ def number(bits):
 
 
 @triton.jit
+def after(x):
+    """The next larger float32."""
+    return number(image(x) + 1)
+
+
+@triton.jit
 def entries(row_ptr, index, vocab):
     """Logits, float32; -inf past the end and for NaN."""
     x = tl.load(row_ptr + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
@@ -169,14 +175,14 @@ def _survey(
     if hot:
         tl.store(out + 1, tl.sum(tl.where(index < vocab, weight(x, largest, inverse), 0.0)))
     if temperature_ptr is not None:  # else only the maxima and the mass are wanted
-        top_k = tl.load(top_k_ptr + row)
-        filtered = ((top_k > 0) & (top_k < vocab)) | (tl.load(top_p_ptr + row) < 1) | (tl.load(min_p_ptr + row) > 0)
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        drawn = hot & ((top_k <= 0) | (top_k >= vocab)) & ((top_p < 1) | (tl.load(min_p_ptr + row) <= 0))
         if typical_ptr is not None:
-            filtered = filtered | (tl.load(typical_ptr + row) < 1)
+            drawn = drawn & (tl.load(typical_ptr + row) >= 1)
         score = x
         if hot:
             score = x * inverse
-            if not filtered:
+            if drawn:
                 score += gumbel(tl.load(seed_ptr + row), tl.load(step_ptr + row), _counters(part * SLICE, SLICE), 0)
         best = tl.max(score)
         tl.store(out + 2, best)
