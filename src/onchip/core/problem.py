@@ -131,7 +131,7 @@ class Operands(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """An operator on the rows of a matrix: `rms_norm`, `gated_act`, `sample`, `quantise` or `page_scores`.
+    """An operator on the rows of a matrix: `rms_norm`, `gated_act`, `sample`, `log_probs`, `adjust_logits`, `verify`, `quantise` or `page_scores`.
 
     variant   its form: "residual", "silu", "block", "4 heads".
     """

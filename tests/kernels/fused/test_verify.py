@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from onchip.kernels.fused import VERIFY
-from onchip.ops.sampling import Draft, Sampling, sample, verify
+from onchip.ops.sampling import Draft, Penalties, Sampling, TokenIds, adjust_logits, sample, verify
 
 FP32 = torch.float32
 KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in VERIFY.kernels]
@@ -153,3 +153,32 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=f"^verify: {words}"):
             verify(*call)
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("triton_verify", marks=[pytest.mark.gpu, pytest.mark.large])])
+def test_a_step_in_a_cuda_graph(kernel, device):
+    """Penalties, mask, sampling with log-probabilities and the verification of a tree, captured once, without a wait for the host."""
+    logits, how = torch.randn(4, 9, 32000, device=device), settings(HOW, device)
+    draft = Draft(torch.zeros(4, 8, dtype=torch.int64, device=device), parents=torch.tensor(PARENTS, dtype=torch.int32, device=device))
+    seen, rate = TokenIds(torch.zeros(4, 3, dtype=torch.int64, device=device)), torch.full((4,), 1.5, device=device)
+    mask = torch.full((4, 1000), -1, dtype=torch.int32, device=device)
+
+    def step():
+        adjusted = adjust_logits(logits[:, 0], penalties=Penalties(rate, rate, rate, seen), mask=mask)
+        tokens, found = sample(adjusted, how, logprobs=5)
+        return tokens, *found, *verify(logits, draft, how, kernel=kernel)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            results = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    draft.tokens.copy_(torch.arange(8, device=device))
+    logits.normal_()
+    graph.replay()
+    for a, b in zip(results, step(), strict=True):
+        assert torch.equal(a, b)
