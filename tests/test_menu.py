@@ -30,6 +30,9 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "gated_act": Rows("gated_act", 63, 4096, BF16, "silu"),
     "rope_append": Rope("rope_append", 63, 8, 2, 64, 64, BF16, "neox", False, True),
     "sample": Rows("sample", 8, 49152, BF16),
+    "log_probs": Rows("log_probs", 8, 49152, BF16, "top 5"),
+    "adjust_logits": Rows("adjust_logits", 8, 49152, BF16, "penalties mask"),
+    "verify": Rows("verify", 8, 49152, BF16, "chain of 4"),
     "quantise": Rows("quantise", 8000, 128, BF16, "block"),
     "merge": Rows("merge", 2048, 128, BF16, "2 parts"),
     "page_scores": Rows("page_scores", 8000, 128, BF16, "4 heads"),
@@ -502,6 +505,9 @@ def test_texts_by_hand():
         "gated_act 63x4096 bf16 silu",
         "rope_append T63 h8/2 d64 r64 bf16 neox append",
         "sample 8x49152 bf16",
+        "log_probs 8x49152 bf16 top 5",
+        "adjust_logits 8x49152 bf16 penalties mask",
+        "verify 8x49152 bf16 chain of 4",
         "quantise 8000x128 bf16 block",
         "merge 2048x128 bf16 2 parts",
         "page_scores 8000x128 bf16 4 heads",
@@ -575,7 +581,10 @@ def test_costs_of_rows_by_hand():
     assert costs["rms_norm"].bytes == (4 * 63 + 1) * 4096 * 2
     assert OPS["rms_norm"].cost(TYPICAL["rms_norm"]._replace(variant="")).bytes == (2 * 63 + 1) * 4096 * 2
     assert costs["gated_act"].bytes == 3 * 63 * 4096 * 2
-    assert costs["sample"].bytes == 8 * 49152 * 2
+    assert costs["sample"].bytes == costs["log_probs"].bytes == 8 * 49152 * 2
+    assert costs["adjust_logits"].bytes == 8 * 49152 * (2 + 2 + 4 + 1 / 8)
+    assert costs["verify"].bytes == 8 * 4 * 20
+    assert OPS["verify"].cost(TYPICAL["verify"]._replace(variant="chain of 4 with probabilities")).bytes == 8 * 49152 * (2 + 4)
     assert costs["quantise"].bytes == 8000 * 128 * (2 + 1)
     assert OPS["quantise"].cost(TYPICAL["quantise"]._replace(variant="head rotated")).bytes == 8000 * 128 * (2 + 2 + 1)
     assert costs["page_scores"].bytes == 8000 * (2 * 128 * 2 + 4 * 4)

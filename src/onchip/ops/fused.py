@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from onchip.core.formats import Codes
-from onchip.core.problem import Rope, Rows
+from onchip.core.problem import Rope
 from onchip.dispatch import select
 from onchip.ops.activation import ACTIVATIONS, gated_act
 from onchip.ops.norm import NORMS, rms_norm
+from onchip.ops.sampling import Sampling, sample
 
 
 class QKNorm(NamedTuple):
@@ -31,22 +32,6 @@ class Append(NamedTuple):
     k: Tensor | Codes
     v: Tensor | Codes
     slots: Tensor
-
-
-class Sampling(NamedTuple):
-    """How to draw the next token of each row, every field a tensor `[rows]` on the logits' device.
-
-    temperature   float32; 0: the largest logit.        top_k   int32; 0: all.
-    top_p         float32 in (0, 1]; 1: all.            min_p   float32 in [0, 1); 0: all.
-    seed, step    int64: the draw is a function of these two and of the row's logits alone.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    step: Tensor
 
 
 def rope_append(
@@ -105,25 +90,6 @@ def _check_append(append: Append, kv_heads: int, dim: int, qkv: Tensor) -> str:
     return str(k.format)
 
 
-def sample(
-    logits: Tensor,  # [rows, vocab]
-    how: Sampling,
-    *,
-    kernel: str = "auto",
-) -> Tensor:
-    """One token id a row, int64 `[rows]`, drawn from the softmax of the logits by the Gumbel-max trick.
-
-    Temperature first; then, each on the distribution that the last one left: top-k, top-p (the smallest set whose probability
-    reaches p; Holtzman et al., 2020), min-p (at least `min_p` times the largest probability). Ties with the last kept
-    value are kept. Noise is Philox4x32-10 keyed by (seed, step), so a row's token does not depend on its neighbours.
-    Logits must not be NaN; a row of -inf gives token 0.
-    """
-    if torch.compiler.is_compiling():
-        return torch.ops.onchip.sample(logits, *how, kernel)
-    rows, vocab = logits.shape
-    return select(Rows("sample", rows, vocab, logits.dtype), logits.device, kernel).launch(logits, how)
-
-
 # ---- in compiled graphs: the same functions as torch.library operators. Eager calls step round that boundary.
 
 
@@ -138,15 +104,7 @@ def _rope_append(
     rope_append(qkv, table, positions, (heads, kv_heads), layout=layout, norm=norm, append=append, kernel=kernel)
 
 
-@torch.library.custom_op("onchip::sample", mutates_args=())
-def _sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, step: Tensor, kernel: str
-) -> Tensor:  # fmt: skip
-    return sample(logits, Sampling(temperature, top_k, top_p, min_p, seed, step), kernel=kernel)
-
-
 _rope_append.register_fake(lambda *_: None)
-_sample.register_fake(lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64))
 
 
 __all__ = ["ACTIVATIONS", "NORMS", "Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"]

@@ -8,7 +8,24 @@ from offline import compile_for
 from onchip.core.device import gpu
 from onchip.core.formats import Format
 from onchip.core.problem import Groups, Rope, Rows
-from onchip.kernels.fused import adamw, denoise, dropout, embedding, group_norm, group_norm_backward, hadamard, logits, mlp, norm, norm_backward, rope
+from onchip.kernels.fused import (
+    adamw,
+    denoise,
+    dropout,
+    embedding,
+    group_norm,
+    group_norm_backward,
+    hadamard,
+    logits,
+    logprobs,
+    mlp,
+    norm,
+    norm_backward,
+    penalties,
+    rope,
+    verify,
+    vocabulary,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POINTER = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
@@ -152,13 +169,50 @@ def test_rope(problem, arch):
     assert problem.norm or form or facts.shared == 0, "the elements of a pair met in shared memory, not in a thread"
 
 
+TILES = {"MARKS": vocabulary.MARKS, "GROUP": 16, "TILE": vocabulary.TILE, "SLICES": 32, "GROUPS": 8192}  # of a vocabulary of 128,256
+SIZES = ("row_stride", "place_stride", "vocab", "slices", "groups")
+
+
+def logits_signature(dtype):
+    numbers = ("top_k_ptr", "list_ptr", "output_ptr", "prompt_ptr", "mask_ptr", "parents_ptr")
+    ids = ("tokens_ptr", "ids_ptr", "drawn_ptr", "count_ptr", "path_ptr", "token_ptr", "seed_ptr", "step_ptr")
+    floats = ("slices_ptr", "limits_ptr", "chosen_ptr", "top_ptr", "repetition_ptr", "presence_ptr", "frequency_ptr", "values_ptr", "q_ptr")
+    floats += ("temperature_ptr", "top_p_ptr", "min_p_ptr", "typical_ptr")
+    kinds = (POINTER[dtype], ("logits_ptr", "maxima_ptr", "out_ptr")), ("*i32", numbers), ("*i64", ids), ("*fp32", floats)
+    return {name: kind for kind, names in kinds for name in names} | dict.fromkeys((*SIZES, "pieces", "num", "parents_stride"), "i32")
+
+
 @everywhere
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_survey(dtype, arch):
+    constexprs = {"GROUP": 16, "SLICE": vocabulary.SLICE}
+    check(compile_for(vocabulary._survey, logits_signature(dtype), constexprs, arch, vocabulary.SLICE_WARPS, aligned=SIZES), arch)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_logits(dtype, arch):
-    signature = {"logits_ptr": POINTER[dtype], "tokens_ptr": "*i64", "temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32"}
-    signature |= {"min_p_ptr": "*fp32", "seed_ptr": "*i64", "step_ptr": "*i64", "row_stride": "i32", "vocab": "i32"}
-    constexprs = {"BITS": logits.CONSTANT_BITS[dtype], "MARKS": logits.MARKS, "BLOCK": logits.BLOCK}
-    check(compile_for(logits._sample, signature, constexprs, arch, logits.WARPS, aligned=("row_stride", "vocab")), arch)
+    constexprs = TILES | {"BITS": vocabulary.CONSTANT_BITS[dtype]}
+    (tiles,) = logits.configs(Rows("sample", 64, 128_256, dtype), GPUS[arch])
+    check(compile_for(logits._draw, logits_signature(dtype), constexprs, arch, tiles.warps, aligned=SIZES), arch)
+
+
+@everywhere
+def test_logprobs(arch):
+    constexprs = TILES | {"BITS": vocabulary.CONSTANT_BITS[BF16], "TOP": 20}
+    check(compile_for(logprobs._log_probs, logits_signature(BF16), constexprs, arch, logprobs.WARPS, aligned=SIZES), arch)
+
+
+@everywhere
+def test_penalties(arch):
+    check(compile_for(penalties._adjust, logits_signature(BF16), {"BLOCK": penalties.BLOCK}, arch, penalties.WARPS, aligned=SIZES), arch)
+    assert compile_for(penalties._adjust_biased, logits_signature(BF16), {"FEW": penalties.FEW}, arch, aligned=SIZES).spills == 0
+
+
+@everywhere
+def test_verify(arch):
+    check(compile_for(verify._verify_chain, logits_signature(BF16), {"NUM": 8, "BLOCK": verify.BLOCK}, arch, verify.WARPS, aligned=SIZES), arch)
+    assert compile_for(verify._walk, logits_signature(BF16), {"NUM": 64}, arch, 2).spills == 0
 
 
 # ---- activations, rotation, and what is used beside a model

@@ -33,11 +33,6 @@ def _group_in_a_half(p: Rope) -> str | None:
     )
 
 
-def _sample(p: Rows) -> Cost:
-    """The logits are read once."""
-    return Cost(4 * p.rows * p.width, p.rows * p.width * p.dtype.itemsize)
-
-
 def _family(op: str, file: str, accepts: dict, cost, also: tuple = ()) -> Op:
     """A Triton kernel, and plain torch under it."""
     return Op(
@@ -52,9 +47,8 @@ def _family(op: str, file: str, accepts: dict, cost, also: tuple = ()) -> Op:
 
 RMS_NORM = _family("rms_norm", "norm", {"width": range(1, (1 << 30) + 1)}, _rms_norm)
 ROPE_APPEND = _family("rope_append", "rope", {"dim": range(2, 513), "layout": ("neox", "interleaved"), "kv": KV}, _rope_append, (_group_in_a_half,))
-SAMPLE = _family("sample", "logits", {"width": range(1, (1 << 20) + 1)}, _sample)
 
-OPS = (RMS_NORM, ROPE_APPEND, SAMPLE)
+OPS = (RMS_NORM, ROPE_APPEND)
 
 
 # ---- activations, rotation and what is used beside a model: reference_rows.py and reference_steps.py
@@ -154,3 +148,44 @@ DIVERGENCE_BACKWARD = _loss("divergence_backward", "divergence", "launch_backwar
 OPS += (SOFTMAX, SOFTMAX_BACKWARD, DIVERGENCE, DIVERGENCE_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE)
 
 OPS += menu_norm.OPS
+
+# ---- logits
+
+
+def _once(p: Rows) -> Cost:
+    """The logits are read once."""
+    return Cost(4 * p.rows * p.width, p.rows * p.width * p.dtype.itemsize)
+
+
+def _adjust(p: Rows) -> Cost:
+    """Logits read and written; counts of 4 bytes, and a bit of the mask, for each."""
+    parts = p.variant.split()
+    bits = 16 * p.dtype.itemsize + 32 * ("penalties" in parts) + 32 * ("prompt" in parts) + ("mask" in parts)
+    return Cost(6 * p.rows * p.width, p.rows * p.width * bits / 8)
+
+
+def _verify(p: Rows) -> Cost:
+    """Beside what sampling at each place reads: the place where the draft ends, logits and probabilities, or tokens alone."""
+    drawn = "probabilities" in p.variant
+    places = int(p.variant.split()[2])
+    return Cost(8 * p.rows * (p.width if drawn else places), p.rows * (p.width * (p.dtype.itemsize + 4) if drawn else 20 * places))
+
+
+def _logits(name: str, file: str, cost) -> Op:
+    """A Triton kernel, and plain torch under it."""
+    return Op(
+        name,
+        cost,
+        (
+            Kernel(f"triton_{file}", f"onchip.kernels.fused.{file}:launch", GPUS, {"dtype": FLOATS, "width": range(1, (1 << 20) + 1)}),
+            Kernel("reference", f"onchip.kernels.fused.reference_sampling:{name}", portable=True),
+        ),
+    )
+
+
+SAMPLE = _logits("sample", "logits", _once)
+LOG_PROBS = _logits("log_probs", "logprobs", _once)
+ADJUST_LOGITS = _logits("adjust_logits", "penalties", _adjust)
+VERIFY = _logits("verify", "verify", _verify)
+
+OPS += (SAMPLE, LOG_PROBS, ADJUST_LOGITS, VERIFY)
