@@ -19,6 +19,11 @@ E4M3 = torch.float8_e4m3fn
 SHORT[E4M3] = "e4m3"
 
 
+def exact_of(dtype: torch.dtype) -> torch.dtype:
+    """What sums and statistics of numbers in `dtype` are in: float32, or float64 where that was given."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Cost(NamedTuple):
     """What a call has to do at least: multiply-adds counted as two, and bytes read once and written once."""
 

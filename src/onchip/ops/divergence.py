@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.problem import Rows
+from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
 from onchip.ops.linear_losses import Sums, chunks
-from onchip.ops.vocabulary import check_reduction, exact_of, held
+from onchip.ops.vocabulary import check_reduction, held
 
 LOSS = 4  # the row of a kernel's figures [6, rows]
 

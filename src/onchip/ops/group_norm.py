@@ -1,24 +1,15 @@
 """GroupNorm with its activation, in every layout, with gradients."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from onchip.core.problem import Groups
+from onchip.core.problem import Groups, exact_of
 from onchip.dispatch import select
+from onchip.ops.differentiable import Rule, differentiable
 
 ACTS = ("", "silu", "mish")
-
-
-class _How(NamedTuple):
-    """What a call says beside its tensors."""
-
-    groups: int
-    act: str
-    eps: float
-    kernel: str
 
 
 def group_norm(
@@ -47,12 +38,8 @@ def group_norm(
             raise ValueError(f"group_norm: {name} is {list(t.shape)} on {t.device}; x has {x.shape[1]} channels on {x.device}: give [{x.shape[1]}] there")
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise ValueError(f"group_norm: weight is {weight.dtype}, bias {bias.dtype}; they must be of one dtype")
-    if torch.compiler.is_compiling():
-        return torch.ops.onchip.group_norm(x, weight, bias, groups, act, eps, kernel)[0]
-    how = _How(groups, act, eps, kernel)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
-        return _Eager.apply(how, x, weight, bias)
-    return _forward(how, x, weight, bias, False)[0]
+    trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    return _group_norm(x, weight, bias, groups, act, eps, kernel, trains)[0]
 
 
 def _last(x: Tensor) -> bool:
@@ -74,66 +61,49 @@ def _image(y: Tensor, x: Tensor, last: bool) -> Tensor:
     return y.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1) if last else y.view(x.shape)
 
 
-def _problem(op: str, x: Tensor, how: _How, last: bool) -> Groups:
+def _problem(op: str, x: Tensor, groups: int, act: str, last: bool) -> Groups:
     batch, channels, *size = x.shape
-    return Groups(op, batch, channels, how.groups, math.prod(size), x.dtype, how.act, "channels_last" if last else "channels_first")
+    return Groups(op, batch, channels, groups, math.prod(size), x.dtype, act, "channels_last" if last else "channels_first")
 
 
-def _forward(how: _How, x: Tensor, weight: Tensor | None, bias: Tensor | None, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, act: str, eps: float, kernel: str, keep: bool
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y as x lies; mean and rstd of each group, [batch, groups], where they are kept."""
     last = _last(x)
-    y, mean, rstd = select(_problem("group_norm", x, how, last), x.device, how.kernel).launch(_matrix(x, last), weight, bias, how.eps, keep)
-    return _image(y, x, last), mean, rstd
+    y, *stats = select(_problem("group_norm", x, groups, act, last), x.device, kernel).launch(_matrix(x, last), weight, bias, eps, keep)
+    return _image(y, x, last), *(stats if keep else (x.new_empty(0), x.new_empty(0)))
 
 
-def _backward(how: _How, dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """dx as x lies, and the gradients of weight and bias."""
-    last = _last(x)
-    kernel = f"{how.kernel}_backward" if how.kernel.startswith("triton") else how.kernel
-    decision = select(_problem("group_norm_backward", x, how, last), x.device, kernel)
-    dx, d_weight, d_bias = decision.launch(_matrix(dy, last), _matrix(x, last), mean, rstd, weight, bias)
-    return _image(dx, x, last), d_weight, d_bias
-
-
-class _Eager(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, how: _How, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        y, mean, rstd = _forward(how, x, weight, bias, True)
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        ctx.how = how
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy: Tensor):
-        x, mean, rstd, weight, bias = ctx.saved_tensors
-        grads = _backward(ctx.how, dy, x, mean, rstd, weight, bias)
-        return None, *(grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad[1:], strict=True))
-
-
-# ---- in compiled graphs
-
-
-@torch.library.custom_op("onchip::group_norm", mutates_args=())
-def _op(x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, act: str, eps: float, kernel: str) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(_How(groups, act, eps, kernel), x, weight, bias, True)
-
-
-@_op.register_fake
-def _(x, weight, bias, groups, *_):
-    mean, rstd = (x.new_empty((x.shape[0], groups), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32) for _ in range(2))
-    return _like(x), mean, rstd
-
-
-@torch.library.custom_op("onchip::group_norm_backward", mutates_args=())
-def _op_backward(
+def _backward(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, act: str, kernel: str
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dx, *grads = _backward(_How(groups, act, 0.0, kernel), dy, x, mean, rstd, weight, bias)
-    return dx, *(grad.clone() for grad in grads)  # results of an operator share no memory
+    """dx as x lies, and the gradients of weight and bias."""
+    last = _last(x)
+    kernel = f"{kernel}_backward" if kernel.startswith("triton") else kernel
+    decision = select(_problem("group_norm_backward", x, groups, act, last), x.device, kernel)
+    dx, d_weight, d_bias = decision.launch(_matrix(dy, last), _matrix(x, last), mean, rstd, weight, bias)
+    return _image(dx, x, last), d_weight, d_bias.clone()  # results of an operator share no memory
 
 
-@_op_backward.register_fake
-def _(dy, x, mean, rstd, weight, bias, *_):
+def _keep(ctx, inputs, output):
+    x, weight, bias, groups, act, _, kernel, _ = inputs
+    ctx.call = groups, act, kernel
+    ctx.save_for_backward(x, *output[1:], weight, bias)
+    ctx.set_materialize_grads(False)
+
+
+def _back(ctx, backward, dy, *_):
+    grads = (None,) * 3 if dy is None else backward(dy, *ctx.saved_tensors, *ctx.call)
+    return *(grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad[:3], strict=True)), None, None, None, None, None
+
+
+def _shapes(x, weight, bias, groups, act, eps, kernel, keep):
+    stats = (x.new_empty((x.shape[0], groups), dtype=exact_of(x.dtype)) if keep else x.new_empty(0) for _ in range(2))
+    return _like(x), *stats
+
+
+def _shapes_backward(dy, x, mean, rstd, weight, bias, *_):
     given = next((t.dtype for t in (weight, bias) if t is not None), x.dtype)
     return _like(x), *(x.new_empty(x.shape[1], dtype=given) for _ in range(2))
 
@@ -144,15 +114,4 @@ def _like(x: Tensor) -> Tensor:
     return _image(x.new_empty((x.shape[0], *x.shape[2:], x.shape[1]) if last else x.shape), x, last)
 
 
-def _keep(ctx, inputs, output):
-    x, weight, bias, *ctx.how = inputs
-    ctx.save_for_backward(x, *output[1:], weight, bias)
-
-
-def _back(ctx, dy, *_):
-    groups, act, _, kernel = ctx.how
-    grads = torch.ops.onchip.group_norm_backward(dy, *ctx.saved_tensors, groups, act, kernel)
-    return *(grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad[:3], strict=True)), None, None, None, None
-
-
-_op.register_autograd(_back, setup_context=_keep)
+_group_norm = differentiable("group_norm", _forward, _backward, Rule(_keep, _back, (_shapes, _shapes_backward)))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.losses import ENTROPY, WEIGHT, LossTerms
+from onchip.core.problem import exact_of
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
 from onchip.ops.vocabulary import (
@@ -11,7 +12,6 @@ from onchip.ops.vocabulary import (
     call_of,
     check_reduction,
     check_targets,
-    exact_of,
     factor_of,
     figures,
     gradient,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.norms import CODES, TENSORS, Norm, Normed, NormGrads, words
-from onchip.core.problem import Rows
+from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
 
 
@@ -103,7 +103,7 @@ def _op(
 @_op.register_fake
 def _(x, tensors, names, kind, codes, keep, inverse, *_):
     given = dict(zip(names.split(), tensors, strict=True))
-    stat = torch.float64 if x.dtype == torch.float64 else torch.float32
+    stat = exact_of(x.dtype)
     rows, none = x.shape[0], 0
     total = x.new_empty(x.shape, dtype=given["residual"].dtype) if "residual" in given else x.new_empty(0)
     sizes = (rows if keep and kind == "layer" else none, stat), (rows if keep else none, stat), (rows if codes else none, torch.float32)

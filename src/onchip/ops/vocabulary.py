@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss
-from onchip.core.problem import Rows
+from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -134,11 +134,6 @@ def factor_of(call: Call, targets: Tensor, class_weights: Tensor | None, reducti
     if reduction == "sum":
         return torch.ones((), dtype=exact, device=targets.device)
     return 1 / _weights(call, targets, class_weights, exact).sum()
-
-
-def exact_of(dtype: torch.dtype) -> torch.dtype:
-    """What figures of logits in `dtype` are in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _weights(call: Call, targets: Tensor, class_weights: Tensor | None, exact: torch.dtype) -> Tensor:

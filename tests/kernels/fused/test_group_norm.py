@@ -8,7 +8,7 @@ import onchip
 from judge import assert_as_good_as_torch
 from onchip.core.device import gpu
 from onchip.core.problem import Groups
-from onchip.kernels.fused.menu_norm import GROUP_NORM
+from onchip.kernels.fused import GROUP_NORM
 from onchip.ops.group_norm import group_norm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -10,7 +10,7 @@ from onchip.core import philox
 from onchip.core.device import gpu
 from onchip.core.norms import Modulate, Residual, RowCodes, SiluGate
 from onchip.core.problem import Dropout, Rows
-from onchip.kernels.fused.menu_norm import NORM
+from onchip.kernels.fused import NORM
 from onchip.ops.norm import invertible_layer_norm, layer_norm, modulated_norm, rms_norm
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

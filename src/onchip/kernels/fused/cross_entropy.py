@@ -20,6 +20,7 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Rows
+from onchip.kernels.curves import tanh
 
 # Bytes of a row that a program takes at a time.
 PIECE = 16384  # forward, 16 warps; the next piece is on its way: 16 to 32 KiB in flight a program, of which a multiprocessor has two or three
@@ -42,20 +43,11 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _tanh(x):
-    """To 1.6 ulp: near 0 a polynomial, as 1 - 2 / (1 + exp(2 x)) cancels there."""
-    square = x * x
-    near = (((-0.005905854981392622 * square + 0.020805373787879944) * square - 0.05378668010234833) * square + 0.13331958651542664) * square
-    far = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * tl.abs(x)))
-    return tl.where(tl.abs(x) < 0.6, x + x * square * (near - 0.33333298563957214), tl.where(x < 0.0, -far, far))
-
-
-@triton.jit
 def _logits(x, inverse, cap, CAPPED: tl.constexpr):
     """z of logits x, float32."""
     x = x.to(tl.float32)
     if CAPPED:
-        x = cap * _tanh(x / cap)
+        x = cap * tanh(x / cap)
     return x * inverse
 
 

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Groups
-from onchip.kernels.fused.group_tile import Tiles, activated, cut, of_channel, place, share_of, slabs, where
+from onchip.kernels.curves import activated
+from onchip.kernels.fused.group_tile import Tiles, cut, of_channel, place, share_of, slabs, where
 
 # ---- device
 
@@ -149,7 +150,8 @@ def launch(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """y, and the groups' mean and 1 / deviation, float32 [batch, groups], if they are to be kept."""
     y, p, last = torch.empty_like(x), problem, problem.layout == "channels_last"
-    stats = torch.empty((2, p.batch, p.groups), dtype=torch.float32, device=x.device) if keep or not config.whole else (None, None)
+    kept = keep or not config.whole
+    stats = tuple(torch.empty((p.batch, p.groups), dtype=torch.float32, device=x.device) if kept else None for _ in range(2))
     if not x.numel():
         return y, *stats
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))

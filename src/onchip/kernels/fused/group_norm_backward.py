@@ -14,7 +14,8 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Groups
-from onchip.kernels.fused.group_tile import Tiles, cut, of_channel, place, share_of, slabs, slope, where
+from onchip.kernels.curves import slope
+from onchip.kernels.fused.group_tile import Tiles, cut, of_channel, place, share_of, slabs, where
 from onchip.kernels.fused.norm_tile import sum_partials
 
 TILE = 4096  # elements of a program of 8 warps: dy and x beside two sums

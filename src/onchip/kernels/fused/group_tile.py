@@ -1,4 +1,4 @@
-"""What GroupNorm's kernels share: places of channels and pixels in both layouts, activations, and how work is cut.
+"""What GroupNorm's kernels share: places of channels and pixels in both layouts, and how work is cut.
 
 A tile is [CH, PIX]: channels down, pixels across. Channels come first in memory, [batch, channels, pixels], or last, [batch, pixels, channels].
 """
@@ -43,35 +43,6 @@ def of_channel(ptr, c, there, absent):
     if ptr is not None:
         return tl.load(ptr + c, mask=there, other=0.0).to(tl.float32)
     return tl.zeros_like(c).to(tl.float32) + absent
-
-
-@triton.jit
-def activated(u, ACT: tl.constexpr):
-    if ACT == "silu":
-        u = tl.math.div_rn(u, 1.0 + tl.exp(-u))  # the plain quotient may be two ulps off
-    elif ACT == "mish":
-        u = u * tanh_softplus(u)
-    return u
-
-
-@triton.jit
-def tanh_softplus(u):
-    """tanh(log(1 + e^u)) = n / (n + 2) with n = e^u (e^u + 2); 1 in float32 from 20 on."""
-    e = tl.exp(tl.minimum(u, 20.0))
-    n = e * (e + 2.0)
-    return tl.math.div_rn(n, n + 2.0)
-
-
-@triton.jit
-def slope(u, ACT: tl.constexpr):
-    """The activation's derivative."""
-    if ACT == "":
-        return tl.full(u.shape, 1.0, tl.float32)
-    s = tl.math.div_rn(tl.full(u.shape, 1.0, tl.float32), 1.0 + tl.exp(-u))
-    if ACT == "silu":
-        return s * (1.0 + u * (1.0 - s))
-    t = tanh_softplus(u)
-    return t + u * (1.0 - t * t) * s
 
 
 # ---- host

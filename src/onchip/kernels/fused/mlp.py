@@ -16,6 +16,7 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Rows
+from onchip.kernels.curves import activated, slope
 
 BLOCKS = (2048, 1024, 512)
 THREAD = 16  # elements of y a thread: two 16-byte loads of bf16 for each of gate and up
@@ -34,54 +35,6 @@ class Tiles(NamedTuple):
 
 
 # ---- device
-
-
-@triton.jit
-def _sigmoids(x):
-    """sigmoid(x) and sigmoid(-x), which as a difference to 1 would lose its digits."""
-    e = tl.exp(-tl.where(x < -80, -80.0, x))  # below, it is 1e-35
-    s = tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), 1 + e)
-    return s, e * s
-
-
-@triton.jit
-def _act(x, alpha, ACT: tl.constexpr):
-    """The activation of float32 x."""
-    if ACT == "relu":
-        return tl.where(x < 0, 0.0, x)  # NaN stays
-    if ACT == "relu2":
-        return tl.where(x < 0, 0.0, x) * x
-    if ACT == "gelu":
-        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    if ACT == "mish":  # tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2); from 20 on it is 1
-        e = tl.exp(tl.where(x > 20, 20.0, x))
-        n = e * (e + 2)
-        return x * tl.math.div_rn(n, n + 2)
-    # (1 + tanh(u)) / 2 is sigmoid(2 u); here 2 sqrt(2 / pi)
-    z = x if ACT == "silu" else (alpha * x if ACT == "clipped" else 1.5957691216057308 * (x + 0.044715 * x * x * x))
-    return tl.math.div_rn(x, 1 + tl.exp(-z))  # the plain quotient may be two ulps off
-
-
-@triton.jit
-def _slope(x, alpha, ACT: tl.constexpr):
-    """Its derivative."""
-    if ACT == "relu":
-        return tl.where(x > 0, 1.0, 0.0)
-    if ACT == "relu2":
-        return 2 * tl.where(x < 0, 0.0, x)
-    if ACT == "gelu":
-        return 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
-    if ACT == "mish":  # t + x (1 - t^2) sigmoid, without a difference
-        e = tl.exp(tl.where(x > 20, 20.0, x))
-        n = e * (e + 2)
-        return tl.math.div_rn(n, n + 2) + x * tl.math.div_rn(4 * e * (1 + e), (n + 2) * (n + 2))
-    if ACT == "gelu_tanh":
-        x = tl.where(x > 10, 10.0, tl.where(x < -10, -10.0, x))  # x^3 may overflow; the slope is 0 or 1 before that
-        s, rest = _sigmoids(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        return s + x * s * rest * 1.5957691216057308 * (1 + 0.134145 * x * x)
-    z = alpha * x if ACT == "clipped" else x
-    s, rest = _sigmoids(z)
-    return s + z * s * rest
 
 
 @triton.jit
@@ -128,7 +81,7 @@ def _activate(x_ptr, bias_ptr, y_ptr, width, x_stride, alpha, limit, ACT: tl.con
     if ACT == "clipped":
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
-    y = _act(gate, alpha, ACT)
+    y = activated(gate, ACT, alpha)
     if FORM != "plain":
         y *= up
     _store(y_ptr + row * width, y, y, first, width, "plain", BLOCK)
@@ -149,17 +102,17 @@ def _gradient(x_ptr, bias_ptr, dy_ptr, dx_ptr, partial_ptr, rows, width, x_strid
             gate, up = _biased(gate, up, bias_ptr, first, width, FORM, BLOCK)
             dy, _ = _load(dy_ptr + row * dy_stride, first, width, "plain", BLOCK)
             if FORM == "plain":
-                d_gate = dy * _slope(gate, alpha, ACT)
+                d_gate = dy * slope(gate, ACT, alpha)
                 d_up = d_gate
             elif ACT == "clipped":
                 low, held = gate <= limit, (up <= limit) & (up >= -limit)
                 gate = tl.where(gate > limit, limit, gate)
-                d_up = tl.where(held, dy * _act(gate, alpha, ACT), 0.0)
+                d_up = tl.where(held, dy * activated(gate, ACT, alpha), 0.0)
                 up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
-                d_gate = tl.where(low, dy * up * _slope(gate, alpha, ACT), 0.0)
+                d_gate = tl.where(low, dy * up * slope(gate, ACT, alpha), 0.0)
             else:
-                d_up = dy * _act(gate, alpha, ACT)
-                d_gate = dy * up * _slope(gate, alpha, ACT)
+                d_up = dy * activated(gate, ACT, alpha)
+                d_gate = dy * up * slope(gate, ACT, alpha)
             _store(dx_ptr + row * width * PARTS, d_gate, d_up, first, width, FORM, BLOCK)
             if bias_ptr is not None:
                 d_gates += d_gate

@@ -21,7 +21,8 @@ from onchip.core.device import Device, of
 from onchip.core.kernel import pick
 from onchip.core.norms import CODES, Norm, Normed
 from onchip.core.problem import Rows
-from onchip.kernels.fused.norm_tile import PIECE, affine, arguments, dropped, factor, largest, matrix, merged, modulated, shares_of, sigmoid, stride
+from onchip.kernels.curves import sigmoid
+from onchip.kernels.fused.norm_tile import PIECE, affine, arguments, dropped, factor, largest, matrix, merged, modulated, shares_of, stride
 
 # A thread holds 32 elements: four 16-byte loads of bf16 in flight, and registers for two blocks or more on a multiprocessor.
 # More than 16 warps would leave a thread 64 registers, half of what it needs.

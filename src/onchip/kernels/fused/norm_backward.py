@@ -22,7 +22,8 @@ import triton.language as tl
 from onchip.core.device import Device, of
 from onchip.core.norms import PARAMETERS, Norm, Normed, NormGrads, sharing
 from onchip.core.problem import Rows
-from onchip.kernels.fused.norm_tile import affine, arguments, dropped, factor, matrix, modulated, parameter, shares_of, sigmoid, stride, sum_partials
+from onchip.kernels.curves import sigmoid
+from onchip.kernels.fused.norm_tile import affine, arguments, dropped, factor, matrix, modulated, parameter, shares_of, stride, sum_partials
 
 WIDEST = 8192  # elements of a row in registers: dy, z, the weight and two sums of 16,384 would not fit a thread's 128 registers
 TILE = 4096  # elements of a program that holds several rows

@@ -73,11 +73,6 @@ def modulated(u, scale_ptr, shift_ptr, mod_stride, row, span, sets, col, inside,
 
 
 @triton.jit
-def sigmoid(x):
-    return tl.math.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))  # the plain quotient may be two ulps off
-
-
-@triton.jit
 def merged(mean_ptr, square_ptr, row, width, share, shares, LAYER: tl.constexpr, SHARES: tl.constexpr):
     """Mean and mean square deviation of a row from those of its shares (Chan, Golub and LeVeque, 1983), [1, 1]; of "rms" 0 and the mean square.
 

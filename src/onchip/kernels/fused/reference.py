@@ -4,12 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.core.problem import Rope, Rows
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """What to compute in: float32, or float64 when that was given."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from onchip.core.problem import Rope, Rows, exact_of
 
 
 def rms_norm(
@@ -17,7 +12,7 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Norm of x, or (norm of the sum, sum); x [..., width], weight [width]."""
     total = x if residual is None else x + residual
-    exact = _exact(x.dtype)
+    exact = exact_of(x.dtype)
     weight = weight.to(exact) + offset if offset else weight.to(exact)
     y = F.rms_norm(total.to(exact), (problem.width,), weight, eps).to(x.dtype)
     return y if residual is None else (y, total)
@@ -25,7 +20,7 @@ def rms_norm(
 
 def rope_append(problem: Rope, config: None, qkv: Tensor, table: Tensor, positions: Tensor, norm, append) -> None:
     """Rotate the heads of qkv [tokens, (heads + 2 kv_heads) dim] in place; norm: QKNorm or None, append: Append or None."""
-    p, half, exact = problem, problem.rotary_dim // 2, _exact(qkv.dtype)
+    p, half, exact = problem, problem.rotary_dim // 2, exact_of(qkv.dtype)
     heads = qkv.view(p.tokens, p.heads + 2 * p.kv_heads, p.dim)
     x = heads[:, : p.heads + p.kv_heads]
     if norm is not None:

@@ -6,17 +6,12 @@ import torch
 from torch import Tensor
 
 from onchip.core.losses import ENTROPY, LOG_SUM, TOP, WEIGHT, RowLoss
-from onchip.core.problem import Rows
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """What to compute in: float32, or float64 when that was given."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from onchip.core.problem import Rows, exact_of
 
 
 def softmax(problem: Rows, config: None, x: Tensor, mask: Tensor | None, temperature: float) -> Tensor:
     """Of x [..., width] / temperature, plus a mask or where it is set; a row with nothing left is 0, its logarithm -inf."""
-    z = x.to(_exact(x.dtype)) / temperature
+    z = x.to(exact_of(x.dtype)) / temperature
     if mask is not None:
         z = z.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else z + mask.to(z.dtype)
     nothing = z.amax(-1, keepdim=True) == -torch.inf
@@ -26,7 +21,7 @@ def softmax(problem: Rows, config: None, x: Tensor, mask: Tensor | None, tempera
 
 def softmax_backward(problem: Rows, config: None, y: Tensor, dy: Tensor, temperature: float) -> Tensor:
     """The gradient of x, from the result and its gradient; none where a logarithm is -inf."""
-    exact = _exact(y.dtype)
+    exact = exact_of(y.dtype)
     p, g = y.to(exact), dy.to(exact)
     if "log" in problem.variant:
         g = g.masked_fill(p == -torch.inf, 0)
@@ -38,7 +33,7 @@ def softmax_backward(problem: Rows, config: None, y: Tensor, dy: Tensor, tempera
 
 def _logits(logits: Tensor, x: RowLoss) -> Tensor:
     """z, in the exact dtype."""
-    z = logits.to(_exact(logits.dtype))
+    z = logits.to(exact_of(logits.dtype))
     return (x.softcap * torch.tanh(z / x.softcap) if x.softcap else z) / x.temperature
 
 
@@ -98,7 +93,7 @@ def scale(problem: Rows, config: None, x: Tensor, factor: Tensor) -> Tensor:
 
 def divergence(problem: Rows, config: None, student: Tensor, teacher: Tensor, counts: Tensor | None, beta: float, temperature: float) -> Tensor:
     """[6, rows]: of the student's logits and of the teacher's the maximum and logsumexp less that, the divergence, and what the student's part of it is."""
-    z = [t.to(_exact(t.dtype)) / temperature for t in (student, teacher)]
+    z = [t.to(exact_of(t.dtype)) / temperature for t in (student, teacher)]
     q, p = (t.log_softmax(-1) for t in z)
     m = p if beta == 1 else q if beta == 0 else torch.logaddexp(q + math.log1p(-beta), p + math.log(beta))
     of_q, of_p = (torch.where(t.exp() > 0, t.exp() * (t - m), 0).sum(-1) for t in (q, p))

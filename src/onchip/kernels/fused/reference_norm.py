@@ -6,19 +6,14 @@ from torch import Tensor
 
 from onchip.core import philox
 from onchip.core.norms import CODES, PARAMETERS, Norm, Normed, NormGrads, sharing
-from onchip.core.problem import Groups, Rows
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    """What to compute in: float32, or float64 when that was given."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from onchip.core.problem import Groups, Rows, exact_of
 
 
 def _all_rows(parameter: Tensor | None, norm: Norm, x: Tensor, absent: float = 0.0) -> Tensor | float:
     """A parameter in the exact dtype, as [1, width] or [rows, width]."""
     if parameter is None:
         return absent
-    parameter = parameter.to(_exact(x.dtype))
+    parameter = parameter.to(exact_of(x.dtype))
     if sharing(parameter, len(x), norm.sets) != "set":
         return parameter
     return parameter[torch.arange(len(x), device=x.device) // norm.span % norm.sets]
@@ -26,7 +21,7 @@ def _all_rows(parameter: Tensor | None, norm: Norm, x: Tensor, absent: float = 0
 
 def _dropped(norm: Norm, x: Tensor) -> Tensor:
     """x in the exact dtype where dropout keeps it, grown by 1 / (1 - p)."""
-    exact = x.to(_exact(x.dtype))
+    exact = x.to(exact_of(x.dtype))
     if norm.state is None:
         return exact
     row, col = (torch.arange(n, device=x.device) for n in x.shape)
@@ -36,20 +31,20 @@ def _dropped(norm: Norm, x: Tensor) -> Tensor:
 
 def _factor(norm: Norm, x: Tensor) -> Tensor | float:
     """gate * row_scale."""
-    scale = 1.0 if norm.row_scale is None else norm.row_scale.to(_exact(x.dtype)).unsqueeze(1)
+    scale = 1.0 if norm.row_scale is None else norm.row_scale.to(exact_of(x.dtype)).unsqueeze(1)
     return _all_rows(norm.gate, norm, x, 1.0) * scale
 
 
 def _affine(norm: Norm, x: Tensor):
     """weight + offset, bias, 1 + scale, shift and the gate before silu."""
     weight = 1.0 if norm.weight is None else _all_rows(norm.weight, norm, x) + norm.offset
-    gate = None if norm.silu is None else norm.silu.to(_exact(x.dtype))
+    gate = None if norm.silu is None else norm.silu.to(exact_of(x.dtype))
     return weight, _all_rows(norm.bias, norm, x), 1 + _all_rows(norm.scale, norm, x), _all_rows(norm.shift, norm, x), gate
 
 
 def norm(problem: Rows, config: None, x: Tensor, norm: Norm) -> Normed:
     """Of x [rows, width]."""
-    z = x.to(_exact(x.dtype))
+    z = x.to(exact_of(x.dtype))
     total = None
     if norm.residual is not None:
         total = (norm.residual + _dropped(norm, x) * _factor(norm, x)).to(norm.residual.dtype)
@@ -73,7 +68,7 @@ def norm_backward(
     problem: Rows, config: None, wanted: tuple[str, ...], dy: Tensor, d_total: Tensor | None, z: Tensor, x: Tensor | None, normed: Normed, norm: Norm
 ):
     """The gradients of `wanted`, as NormGrads; z [rows, width] is total or x, or y where `norm.inverse`, and x what was dropped and scaled."""
-    exact = _exact(dy.dtype)
+    exact = exact_of(dy.dtype)
     dy, z, rstd = dy.to(exact), z.to(exact), normed.rstd.to(exact).unsqueeze(1)
     weight, bias, scale, shift, gate = _affine(norm, dy)
     if norm.inverse:
@@ -116,7 +111,7 @@ ACT = {"": lambda x: x, "silu": F.silu, "mish": F.mish}
 def _grouped(p: Groups, x: Tensor) -> Tensor:
     """[batch, groups, channels of one, pixels] in the exact dtype."""
     x = x.transpose(1, 2) if p.layout == "channels_last" else x
-    return x.to(_exact(x.dtype)).reshape(p.batch, p.groups, p.channels // p.groups, p.pixels)
+    return x.to(exact_of(x.dtype)).reshape(p.batch, p.groups, p.channels // p.groups, p.pixels)
 
 
 def _ungrouped(p: Groups, x: Tensor, dtype: torch.dtype) -> Tensor:

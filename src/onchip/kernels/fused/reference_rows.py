@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core import philox
-from onchip.core.problem import Rope, Rows
+from onchip.core.problem import Rope, Rows, exact_of
 
 ACT = {
     "silu": F.silu,
@@ -21,7 +21,7 @@ ACT = {
 
 def gradients(formula: Callable, inputs: list[Tensor | None], d_out: Tensor) -> list[Tensor | None]:
     """Of each input that is there, in its dtype; the formula is computed in float32 or float64. Also inside an operator of torch.library."""
-    exact = torch.float64 if d_out.dtype == torch.float64 else torch.float32
+    exact = exact_of(d_out.dtype)
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
         leaves = [None if x is None else x.detach().to(exact).requires_grad_() for x in inputs]
         found = iter(torch.autograd.grad(formula(*leaves), [x for x in leaves if x is not None], d_out.to(exact)))
@@ -73,7 +73,7 @@ def rotary_backward(problem: Rope, config: None, q: Tensor, k: Tensor, table: Te
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, p: Rope) -> Tensor:
-    half, exact = p.rotary_dim // 2, torch.float64 if x.dtype == torch.float64 else torch.float32
+    half, exact = p.rotary_dim // 2, exact_of(x.dtype)
     first, second = (slice(0, half), slice(half, 2 * half)) if p.layout == "neox" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
     y, a, b, cos, sin = x.clone(), x[..., first].to(exact), x[..., second].to(exact), cos.to(exact), sin.to(exact)
     y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
@@ -94,7 +94,7 @@ def embedding(problem: Rows, config: None, ids: Tensor, weight: Tensor) -> Tenso
 
 def embedding_backward(problem: Rows, config: None, ids: Tensor, d_out: Tensor, vocab: int, padding: int) -> Tensor:
     """The gradient of weight [vocab, width]: sums in the order of the tokens."""
-    exact = torch.float64 if d_out.dtype == torch.float64 else torch.float32
+    exact = exact_of(d_out.dtype)
     ids, d_out = ids.reshape(-1), d_out.reshape(-1, problem.width).to(exact)
     counted = (ids >= 0) & (ids < vocab) & (ids != padding)
     total = torch.zeros(vocab, problem.width, dtype=exact, device=d_out.device)
@@ -106,7 +106,7 @@ def embedding_backward(problem: Rows, config: None, ids: Tensor, d_out: Tensor, 
 
 def dropout_add(problem: Rows, config: None, x: Tensor, residual: Tensor | None, p: float, state: Tensor) -> Tensor:
     """x / (1 - p) where it is kept, 0 elsewhere, plus the residual."""
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    exact = exact_of(x.dtype)
     y = torch.where(philox.kept_elements(p, state, x.numel()).view(x.shape), x.to(exact) * (1 / (1 - p)), 0.0)
     return (y if residual is None else y + residual).to(x.dtype)
 
@@ -116,7 +116,7 @@ def dropout_add(problem: Rows, config: None, x: Tensor, residual: Tensor | None,
 
 def hadamard(problem: Rows, config: None, x: Tensor) -> Tensor:
     """x H / sqrt(width): log2(width) steps of sums and differences of halves."""
-    y = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    y = x.to(exact_of(x.dtype))
     step = 1
     while step < problem.width:
         a, b = y.reshape(-1, problem.width // (2 * step), 2, step).unbind(2)

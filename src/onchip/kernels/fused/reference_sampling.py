@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onchip.core.problem import Rows
+from onchip.core.problem import Rows, exact_of
 
 LOW = 0xFFFFFFFF  # the low 32 bits of an int64
 
@@ -121,12 +121,8 @@ def log_probs(problem: Rows, config: None, logits: Tensor, tokens: Tensor) -> tu
     x = _exact(logits)
     whole = x.logsumexp(-1, keepdim=True)
     order = x.sort(dim=-1, descending=True, stable=True).indices[:, : int(problem.variant.split()[1])]
-    found = [torch.where(whole == -torch.inf, -torch.inf, x.gather(1, at) - whole).to(_result(x)) for at in (tokens.unsqueeze(1), order)]
+    found = [torch.where(whole == -torch.inf, -torch.inf, x.gather(1, at) - whole).to(exact_of(x.dtype)) for at in (tokens.unsqueeze(1), order)]
     return found[0].squeeze(1), found[1], order
-
-
-def _result(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def adjust_logits(problem: Rows, config: None, logits: Tensor, rates, counts, bias, mask: Tensor | None) -> Tensor:

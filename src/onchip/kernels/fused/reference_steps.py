@@ -4,22 +4,18 @@ import torch
 from torch import Tensor
 
 from onchip.core import philox
-from onchip.core.problem import Rows
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from onchip.core.problem import Rows, exact_of
 
 
 def grad_norm(problem: Rows, config: None, lists: tuple[list[Tensor], ...], known: dict) -> Tensor:
     """The 2-norm of all gradients together, float64 []."""
-    return torch.stack([g.to(_exact(g.dtype)).square().sum(dtype=torch.float64) for g in lists[1]]).sum().sqrt()
+    return torch.stack([g.to(exact_of(g.dtype)).square().sum(dtype=torch.float64) for g in lists[1]]).sum().sqrt()
 
 
 def adamw(problem: Rows, config: None, lists: tuple[list[Tensor], ...], known: dict, how, corrections: Tensor, factor: Tensor | None) -> None:
     """One step in place; p, g, m and v are lists of tensors. how: ops.optim.Hyper, corrections: float64 [2], factor: a number or None."""
     for p, g, m, v in zip(*lists, strict=True):
-        exact = _exact(p.dtype)
+        exact = exact_of(p.dtype)
         first, second = corrections.to(exact)
         grad = g.to(exact) if factor is None else g.to(exact) * factor.to(exact)
         mean, square = m.to(exact).lerp(grad, 1 - how.beta1), how.beta2 * v.to(exact) + (1 - how.beta2) * grad * grad
@@ -30,7 +26,7 @@ def adamw(problem: Rows, config: None, lists: tuple[list[Tensor], ...], known: d
 
 def denoise(problem: Rows, config: None, x: Tensor, output: Tensor, table: Tensor, step: Tensor, guidance: float, history, state, clip: float):
     """(next sample, predicted data or None, next model input or None), see `ops.diffusion.denoise_step`."""
-    exact = _exact(x.dtype)
+    exact = exact_of(x.dtype)
     words = problem.variant.split()
     row, scale = table.index_select(0, step.view(1)).to(exact)[0], table.index_select(0, step.view(1) + 1).to(exact)[0, -1]
     data_x, data_o, of_x, of_o, of_data, of_history, of_noise, _ = row
