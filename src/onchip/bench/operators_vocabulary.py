@@ -67,7 +67,8 @@ LOSSES = {
         lambda h, w, t: (h @ w.t()).float().log_softmax(-1).gather(1, t.unsqueeze(1)).squeeze(1), sizes=LOGITS,
     ),
     "divergence": Operator(
-        of("divergence", "forward"), draw(same, same), lambda x, z: divergence(x, z, beta=0.0), _plain_divergence, of("divergence_backward", "forward"), sizes=((4096, VOCAB),),
+        of("divergence", "forward"), draw(same, same), lambda x, z: divergence(x, z, beta=0.0), _plain_divergence,
+        of("divergence_backward", "forward"), sizes=((4096, VOCAB),),
     ),
 }  # fmt: skip
 
