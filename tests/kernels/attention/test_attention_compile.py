@@ -8,13 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from offline import NEWEST, Facts, _amd, _nvidia
+from offline import NEWEST, Facts, assembled
 from onchip.core import device as devices
 from onchip.core import masks, scores
 from onchip.core.formats import Codes, Format
@@ -74,10 +73,7 @@ def compiled(kernel, args, rest, arch: str) -> Facts:
     backend = make_backend(target)
     bound, kinds, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **rest)
     options, signature, constexprs, attrs = kernel._pack_args(backend, rest | {"debug": False}, bound, kinds, options)
-    return (_amd if amd else _nvidia)(
-        triton.compile((GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs), target=target, options=options.__dict__),
-        arch,
-    )
+    return assembled((GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs), target, options.__dict__, arch)
 
 
 def static(p: Attention, x: Operands, mask=None, score=None):
