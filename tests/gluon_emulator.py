@@ -36,6 +36,11 @@ LATE, SOON = (0.0, 300.0), 3.0  # how long the slow unit takes, one or the other
 PACES = (0.1, 1.0, 10.0)  # of partitions, so that one may get ahead of another
 
 
+def timings(cases: Sequence, hard: Sequence) -> list[tuple]:
+    """(case, mode): those cases that hand buffers over in ways of their own in each timing; masks, scores and sizes, which change none, in one, by turns."""
+    return [(case, mode) for n, case in enumerate(cases) for mode in (MODES if case in hard else MODES[n % len(MODES) :][:1])]
+
+
 class Fault(Exception):
     """What a GPU would punish with a hang or a wrong result."""
 
