@@ -18,8 +18,9 @@ from onchip.bench.suite import Asked, Generate, Ladder, Overhead, Pass, Shared
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import E4M3, SHORT, Attention, Operands, Rope, Rows
 from onchip.dispatch import record, select
+from onchip.ops.activation import gated_act
 from onchip.ops.attention import attention, attention_packed, paged_attention, quantise, random_signs
-from onchip.ops.fused import gated_act, rms_norm
+from onchip.ops.norm import rms_norm
 
 HALF = (torch.bfloat16, torch.float16)
 CACHE_GIB = 2.0  # for keys and values: several times what a row of "generate" needs, and leaves a GPU's memory to the peer

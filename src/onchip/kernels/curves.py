@@ -66,5 +66,5 @@ def slope(x, ACT: tl.constexpr, alpha=1.0):
         s, rest = sigmoids(1.5957691216057308 * (x + 0.044715 * x * x * x))
         return s + x * s * rest * 1.5957691216057308 * (1 + 0.134145 * x * x)
     z = alpha * x if ACT == "clipped" else x
-    s, rest = sigmoids(z)
-    return s + z * s * rest
+    s = sigmoid(z)
+    return s * (1 + z * (1 - s))

@@ -1,4 +1,4 @@
-"""The operators of a decoder between its matrix products: each one pass over memory."""
+"""Rotation of packed queries and keys in place, with QK-norm and the write to the cache: one pass over memory."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,6 @@ from torch import Tensor
 from onchip.core.formats import Codes
 from onchip.core.problem import Rope
 from onchip.dispatch import select
-from onchip.ops.activation import ACTIVATIONS, gated_act
-from onchip.ops.norm import NORMS, rms_norm
-from onchip.ops.sampling import Sampling, sample
 
 
 class QKNorm(NamedTuple):
@@ -105,6 +102,3 @@ def _rope_append(
 
 
 _rope_append.register_fake(lambda *_: None)
-
-
-__all__ = ["ACTIVATIONS", "NORMS", "Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"]
