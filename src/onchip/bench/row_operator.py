@@ -24,7 +24,7 @@ class Operator:
     ours, plain   functions of these; plain is torch's own, also what torch.compile is given.
     learnt    which arguments get a gradient.
     peers     {name in PEERS: "module:function", or a function that returns a call on the arguments}
-    widths    that are timed, at rows that make ELEMENTS; or `sizes`, (rows, width) each.   least   of a check, and on a CPU in place of `sizes`.
+    widths    that are timed, at rows that make ELEMENTS; or `sizes`, (rows, width) each.   least   of a check; rows are multiples of its rows.
     small     1 and 64 rows of 4096 are timed, too.        drawn   its numbers are drawn, peers' by another generator: results are not compared.
     """
 
