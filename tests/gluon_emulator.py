@@ -24,7 +24,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -34,6 +34,11 @@ MODES = ("slow products", "slow loads", "slow stores")
 SHARED = 227 << 10  # bytes of shared memory a program may have
 LATE, SOON = (0.0, 300.0), 3.0  # how long the slow unit takes, one or the other; and the longest of the others
 PACES = (0.1, 1.0, 10.0)  # of partitions, so that one may get ahead of another
+
+
+def timings(cases: Sequence, hard: Sequence) -> list[tuple]:
+    """(case, mode): those cases that hand buffers over in ways of their own in each timing; masks, scores and sizes, which change none, in one, by turns."""
+    return [(case, mode) for n, case in enumerate(cases) for mode in (MODES if case in hard else MODES[n % len(MODES) :][:1])]
 
 
 class Fault(Exception):
@@ -55,13 +60,19 @@ def raw(x) -> torch.Tensor:
     """A value, or a Python number, as a torch tensor."""
     if isinstance(x, (Tensor, Product)):
         return x.values
-    if isinstance(x, bool):
-        return torch.tensor(x)
     if isinstance(x, int):
-        return torch.tensor(x, dtype=torch.int32 if -(1 << 31) <= x < 1 << 31 else torch.int64)
+        return _integer(x)
     if isinstance(x, float):
         return torch.tensor(x, dtype=torch.float32)
     raise TypeError(f"a {type(x).__name__} is no value")
+
+
+@lru_cache(1024, typed=True)
+def _integer(x: int) -> torch.Tensor:
+    """Or bool; most are asked for again and again."""
+    if isinstance(x, bool):
+        return torch.tensor(x)
+    return torch.tensor(x, dtype=torch.int32 if -(1 << 31) <= x < 1 << 31 else torch.int64)
 
 
 def lift(function: Callable) -> Callable:
@@ -196,11 +207,13 @@ class Partition(threading.Thread):
     def __init__(self, clock: "Clock", name: str, threads: int, work: Callable[[], None]):
         super().__init__(name=name, daemon=True)
         self.clock, self.threads, self.work, self.pace = clock, threads, work, clock.random.choice(PACES)
-        self.go, self.ready, self.waits_for = threading.Semaphore(0), lambda: True, "its start"
-        self.done, self.stopped, self.error = False, False, None
+        self.go, self.ready, self.waits_for = threading.Lock(), lambda: True, "its start"
+        self.done, self.stopped = False, False
         self.products, self.stores, self.unfenced = [], [], set()  # issued and not waited for, oldest first; addresses written and not fenced
+        self.go.acquire()
 
     def run(self):
+        error = None
         try:
             self.park()
             self.work()
@@ -208,10 +221,11 @@ class Partition(threading.Thread):
                 raise Fault(f"{self.name} ends with {len(self.products)} products and {len(self.stores)} stores that it did not wait for")
         except Stopped:
             pass
-        except Exception as error:
-            self.error = error
+        except Exception as what:
+            error = what
         self.done = True
-        self.clock.back.release()
+        if not self.stopped:
+            self.clock.leave(error)
 
     def park(self):
         """Until the clock says go."""
@@ -221,11 +235,13 @@ class Partition(threading.Thread):
 
 
 class Clock:
-    """What happens when, in one program: partitions that can go on do, then the next event comes."""
+    """What happens when, in one program: partitions that can go on do, then the next event comes. Who waits looks for the next one itself, so that one
+    that is next again, the most frequent case, costs no change of threads."""
 
     def __init__(self, seed: str):
-        self.random, self.now, self.running = random.Random(seed), 0.0, None
-        self.events, self.order, self.partitions, self.back = [], itertools.count(), [], threading.Semaphore(0)
+        self.random, self.now, self.running, self.error = random.Random(seed), 0.0, None, None
+        self.events, self.order, self.partitions, self.over = [], itertools.count(), [], threading.Lock()
+        self.over.acquire()
 
     def start(self, name: str, threads: int, work: Callable[[], None]) -> Partition:
         partition = Partition(self, name, threads, work)
@@ -236,28 +252,44 @@ class Clock:
     def run(self) -> None:
         """Until every partition is done. Raises what one of them raises."""
         try:
-            while live := [p for p in self.partitions if not p.done]:
-                if able := [p for p in live if p.ready()]:
-                    self.resume(self.random.choice(able))
-                elif self.events:
-                    self.now, _, action = heapq.heappop(self.events)
-                    action()
-                else:
-                    raise Deadlock("; ".join(f"{p.name} waits for {p.waits_for}" for p in live))
+            self.leave()
+            self.over.acquire()
+            if self.error:
+                raise self.error
         finally:
             for partition in self.partitions:
                 partition.stopped = True
-                partition.go.release()
+                if not partition.done:
+                    partition.go.release()
                 partition.join()
         if self.events:
             raise Fault("the program ends while copies are under way")
 
-    def resume(self, partition: Partition) -> None:
-        self.running = partition
-        partition.go.release()
-        self.back.acquire()
-        if partition.error:
-            raise partition.error
+    def next(self) -> Partition | None:
+        """Who runs now; none when all are done."""
+        while live := [p for p in self.partitions if not p.done]:
+            if able := [p for p in live if p.ready()]:
+                self.running = self.random.choice(able)
+                return self.running
+            if not self.events:
+                raise Deadlock("; ".join(f"{p.name} waits for {p.waits_for}" for p in live))
+            self.now, _, action = heapq.heappop(self.events)
+            action()
+        return None
+
+    def leave(self, error: Exception | None = None, here: Partition | None = None) -> bool:
+        """Let the next partition run, or end the program. Whether `here` is next."""
+        following = None
+        try:
+            following = None if error else self.next()
+        except Exception as what:
+            error = what
+        if following is None:
+            self.error = error
+            self.over.release()
+        elif following is not here:
+            following.go.release()
+        return following is not None and following is here
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
         heapq.heappush(self.events, (self.now + delay, next(self.order), action))
@@ -266,8 +298,8 @@ class Clock:
         """The running partition waits."""
         here = self.running
         here.ready, here.waits_for = ready, what
-        self.back.release()
-        here.park()
+        if not self.leave(here=here):
+            here.park()
 
     def sleep(self, delay: float) -> None:
         end = self.now + delay
@@ -492,7 +524,7 @@ class Emulator:
         for name, text in texts.items():
             module = loaded[name] = ModuleType(name)
             module.__builtins__ = vars(builtins) | {"__import__": lambda *args: _import(loaded, *args)}
-            exec(compile(text, importlib.util.find_spec(name).origin, "exec"), vars(module))
+            exec(_compiled(text, importlib.util.find_spec(name).origin), vars(module))
         return module
 
     def start(self, function: Callable, grid: tuple, args: tuple, kwargs: dict) -> None:
@@ -799,6 +831,11 @@ def _shuffled(x: Tensor, code: str) -> Tensor:
     values = torch.empty(raw(x).numel(), dtype=raw(x).dtype)
     values[places] = registers[..., order].contiguous().view(len(places), -1).view(raw(x).dtype)
     return Tensor(values.view(raw(x).shape))
+
+
+@lru_cache
+def _compiled(text: str, origin: str):
+    return compile(text, origin, "exec")
 
 
 def _static_assert(condition, message=""):

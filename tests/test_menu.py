@@ -13,7 +13,7 @@ from onchip.core import device as devices
 from onchip.core.device import GPUS, Device
 from onchip.core.kernel import _is_types, missing
 from onchip.core.masks import Causal, Document, Full, KeyPadding, Mask, MaskMod, Window
-from onchip.core.problem import E4M3, EXTRAS, Attention, Rope, Rows
+from onchip.core.problem import E4M3, EXTRAS, Attention, Groups, Rope, Rows
 from onchip.core.scores import ALiBi, ScoreMod, Softcap
 from onchip.core.trace import Traced
 from onchip.dispatch import OPS, select
@@ -31,9 +31,36 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "gated_act": Rows("gated_act", 63, 4096, BF16, "silu"),
     "rope_append": Rope("rope_append", 63, 8, 2, 64, 64, BF16, "neox", False, True),
     "sample": Rows("sample", 8, 49152, BF16),
+    "log_probs": Rows("log_probs", 8, 49152, BF16, "top 5"),
+    "adjust_logits": Rows("adjust_logits", 8, 49152, BF16, "penalties mask"),
+    "verify": Rows("verify", 8, 49152, BF16, "chain of 4"),
     "quantise": Rows("quantise", 8000, 128, BF16, "block"),
     "merge": Rows("merge", 2048, 128, BF16, "2 parts"),
     "page_scores": Rows("page_scores", 8000, 128, BF16, "4 heads"),
+    "gated_act_backward": Rows("gated_act_backward", 63, 4096, BF16, "clipped interleaved bias"),
+    "activate": Rows("activate", 63, 4096, BF16, "mish"),
+    "activate_backward": Rows("activate_backward", 63, 4096, BF16, "relu2 bias"),
+    "rotary": Rope("rotary", 63, 8, 2, 64, 64, BF16, "neox", False, False),
+    "rotary_backward": Rope("rotary_backward", 63, 8, 2, 96, 64, BF16, "neox", False, False),
+    "embedding": Rows("embedding", 63, 4096, BF16, "of 50257"),
+    "embedding_backward": Rows("embedding_backward", 63, 4096, BF16, "of 50257"),
+    "dropout_add": Rows("dropout_add", 63, 4096, BF16, "residual"),
+    "hadamard": Rows("hadamard", 63, 4096, BF16),
+    "adamw": Rows("adamw", 300, 1 << 27, BF16, "fp32 moments"),
+    "grad_norm": Rows("grad_norm", 300, 1 << 27, BF16),
+    "denoise": Rows("denoise", 2, 16384, BF16, "second guided"),
+    "softmax": Rows("softmax", 63, 4096, BF16, "log mask"),
+    "softmax_backward": Rows("softmax_backward", 63, 4096, BF16, "log"),
+    "divergence": Rows("divergence", 63, 4096, BF16, "reverse"),
+    "divergence_backward": Rows("divergence_backward", 63, 4096, BF16, "reverse"),
+    "cross_entropy": Rows("cross_entropy", 63, 4096, BF16, "entropy softcap"),
+    "cross_entropy_backward": Rows("cross_entropy_backward", 63, 4096, BF16, "entropy softcap"),
+    "cross_entropy_in_place": Rows("cross_entropy_in_place", 63, 4096, BF16, "smoothing"),
+    "scale": Rows("scale", 63, 4096, BF16, "once"),
+    "norm": Rows("norm", 63, 4096, BF16, "layer residual:fp32 weight bias scale:row"),
+    "norm_backward": Rows("norm_backward", 63, 4096, BF16, "rms residual gate:row weight silu d_total -> x weight gate silu"),
+    "group_norm": Groups("group_norm", 2, 320, 32, 4096, BF16, "silu"),
+    "group_norm_backward": Groups("group_norm_backward", 2, 320, 32, 4096, BF16, "mish", "channels_last"),
 }
 LATENT = TYPICAL["decode"]._replace(heads=128, kv_heads=1, dim=576, dim_v=512, page=64, extras=("latent",))
 ROWS = [pytest.param(op, kernel, id=f"{op.name}-{kernel.name}") for op in OPS.values() for kernel in op.kernels]
@@ -73,7 +100,7 @@ def outside(field: str, allowed) -> list:
         "mask": [Odd()],
         "keys": ["ring"],
         "page": [0, 3, 4096],
-        "variant": ["relu"],
+        "variant": ["relu", "tanh"],
         "layout": ["gptj"],
         "kv": ["int3"],
         "tokens": [9],
@@ -451,7 +478,7 @@ def test_few_queries_share_a_tile_with_other_heads():
 VARIED = {
     "batch": 3, "len_q": 5, "len_k": 999, "heads": 16, "kv_heads": 1, "dim": 80, "rows": 64, "width": 4095, "tokens": 64, "rotary_dim": 32,
     "dtype": torch.float16, "mask": Window(9), "page": 32, "variant": "gelu", "layout": "interleaved", "norm": True, "append": False,
-    "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"), "kv": "int4/32",
+    "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"), "kv": "int4/32", "channels": 640, "groups": 16, "pixels": 4097, "act": "",
 }  # fmt: skip
 
 
@@ -459,6 +486,7 @@ VARIED = {
 def test_a_problem_is_its_text(problem):
     """Problems that differ in any one or two fields that mean something differ in their text, which is their test id and benchmark row."""
     unused = {"op", "keys"} | ({"page", "tokens", "tokens_k"} - ({"page"} if problem.op == "decode" else set()) if isinstance(problem, Attention) else set())
+    unused |= {"append"} if problem.op.startswith("rotary") else set()  # there is no cache
     fields = [field for field in problem._fields if field not in unused]
     changed = [dict.fromkeys(chosen) for size in (0, 1, 2) for chosen in itertools.combinations(fields, size)]
     problems = [problem._replace(**{field: VARIED[field] for field in chosen}) for chosen in changed]
@@ -481,9 +509,36 @@ def test_texts_by_hand():
         "gated_act 63x4096 bf16 silu",
         "rope_append T63 h8/2 d64 r64 bf16 neox append",
         "sample 8x49152 bf16",
+        "log_probs 8x49152 bf16 top 5",
+        "adjust_logits 8x49152 bf16 penalties mask",
+        "verify 8x49152 bf16 chain of 4",
         "quantise 8000x128 bf16 block",
         "merge 2048x128 bf16 2 parts",
         "page_scores 8000x128 bf16 4 heads",
+        "gated_act_backward 63x4096 bf16 clipped interleaved bias",
+        "activate 63x4096 bf16 mish",
+        "activate_backward 63x4096 bf16 relu2 bias",
+        "rotary T63 h8/2 d64 r64 bf16 neox",
+        "rotary_backward T63 h8/2 d96 r64 bf16 neox",
+        "embedding 63x4096 bf16 of 50257",
+        "embedding_backward 63x4096 bf16 of 50257",
+        "dropout_add 63x4096 bf16 residual",
+        "hadamard 63x4096 bf16",
+        "adamw 300x134217728 bf16 fp32 moments",
+        "grad_norm 300x134217728 bf16",
+        "denoise 2x16384 bf16 second guided",
+        "softmax 63x4096 bf16 log mask",
+        "softmax_backward 63x4096 bf16 log",
+        "divergence 63x4096 bf16 reverse",
+        "divergence_backward 63x4096 bf16 reverse",
+        "cross_entropy 63x4096 bf16 entropy softcap",
+        "cross_entropy_backward 63x4096 bf16 entropy softcap",
+        "cross_entropy_in_place 63x4096 bf16 smoothing",
+        "scale 63x4096 bf16 once",
+        "norm 63x4096 bf16 layer residual:fp32 weight bias scale:row",
+        "norm_backward 63x4096 bf16 rms residual gate:row weight silu d_total -> x weight gate silu",
+        "group_norm B2 c320 g32 p4096 bf16 silu channels_first",
+        "group_norm_backward B2 c320 g32 p4096 bf16 mish channels_last",
     ]
     full = Attention("backward", 2, 70, 80, 4, 4, 16, FP32, DOCUMENT, "packed", 0, 100, 120, 8, ALIBI, ("dropout", "sinks"))
     assert str(full) == "backward B2 q70 k80 h4/4 d16/8 fp32 Document packed 100/120 tokens ALiBi dropout sinks"
@@ -530,8 +585,19 @@ def test_costs_of_rows_by_hand():
     assert costs["rms_norm"].bytes == (4 * 63 + 1) * 4096 * 2
     assert OPS["rms_norm"].cost(TYPICAL["rms_norm"]._replace(variant="")).bytes == (2 * 63 + 1) * 4096 * 2
     assert costs["gated_act"].bytes == 3 * 63 * 4096 * 2
-    assert costs["sample"].bytes == 8 * 49152 * 2
+    assert costs["sample"].bytes == costs["log_probs"].bytes == 8 * 49152 * 2
+    assert costs["adjust_logits"].bytes == 8 * 49152 * (2 + 2 + 4 + 1 / 8)
+    assert costs["verify"].bytes == 8 * 4 * 20
+    assert OPS["verify"].cost(TYPICAL["verify"]._replace(variant="chain of 4 with probabilities")).bytes == 8 * 49152 * (2 + 4)
     assert costs["quantise"].bytes == 8000 * 128 * (2 + 1)
     assert OPS["quantise"].cost(TYPICAL["quantise"]._replace(variant="head rotated")).bytes == 8000 * 128 * (2 + 2 + 1)
     assert costs["page_scores"].bytes == 8000 * (2 * 128 * 2 + 4 * 4)
+    matrix = 63 * 4096 * 2
+    passes = {"softmax": 2, "softmax_backward": 3, "divergence": 2, "divergence_backward": 3, "cross_entropy": 1, "cross_entropy_backward": 2, "scale": 2}
+    assert {name: costs[name].bytes for name in passes} == {name: count * matrix for name, count in passes.items()}
+    assert costs["norm"].bytes == 63 * 4096 * (2 + 2 + 2 * 4 + 2) + 2 * 4096 * 2
+    assert OPS["norm"].cost(TYPICAL["norm"]._replace(variant="rms int8")).bytes == 63 * 4096 * (2 + 1)
+    assert costs["norm_backward"].bytes == 63 * 4096 * 2 * (2 + 4 + 1 + 2) + 4096 * 2  # dy and z; the gates, x, dtotal; dx; the gates' gradients
+    assert costs["group_norm"].bytes == 2 * 2 * 320 * 4096 * 2
+    assert costs["group_norm_backward"].bytes == 3 * 2 * 320 * 4096 * 2
     assert costs["rope_append"].bytes == 63 * ((2 * 10 + 3 * 2) * 64 * 2 + 4 * 64)

@@ -251,7 +251,7 @@ def _typical() -> list:
     """One everyday Problem of each operator, a Llama-3-8B's."""
     import torch
 
-    from onchip.core.problem import Attention, Rope, Rows
+    from onchip.core.problem import Attention, Groups, Rope, Rows
 
     bf16, causal = torch.bfloat16, onchip.Causal()
     return [
@@ -262,9 +262,26 @@ def _typical() -> list:
         Rows("gated_act", 4096, 14336, bf16, "silu"),
         Rope("rope_append", 4096, 32, 8, 128, 128, bf16, "neox", False, True),
         Rows("sample", 8, 128256, bf16),
+        Rows("log_probs", 8, 128256, bf16, "top 5"),
+        Rows("adjust_logits", 8, 128256, bf16, "penalties mask"),
+        Rows("verify", 8, 128256, bf16, "chain of 4"),
         Rows("quantise", 4096 * 32, 128, bf16, "block"),
         Rows("merge", 64 * 32, 128, bf16, "2 parts"),
         Rows("page_scores", 8000, 128, bf16, "4 heads"),
+        *(Rows(op, 4096, 14336, bf16, "silu") for op in ("gated_act_backward", "activate", "activate_backward")),
+        *(Rope(op, 4096, 32, 8, 128, 128, bf16, "neox", False, False) for op in ("rotary", "rotary_backward")),
+        *(Rows(op, 4096, 4096, bf16, "of 128256") for op in ("embedding", "embedding_backward")),
+        Rows("dropout_add", 4096, 4096, bf16, "residual"),
+        Rows("hadamard", 4096, 4096, bf16),
+        *(Rows(op, 291, 8 << 30, bf16, words) for op, words in (("adamw", "fp32 moments"), ("grad_norm", ""))),
+        Rows("denoise", 2, 16384, bf16, "second guided"),
+        *(Rows(op, 4096, 4096, bf16) for op in ("softmax", "softmax_backward")),
+        *(Rows(f"{op}{way}", 8192, 128256, bf16) for op in ("cross_entropy", "divergence") for way in ("", "_backward")),
+        *(Rows(op, 8192, 128256, bf16) for op in ("cross_entropy_in_place", "scale")),
+        Rows("norm", 4096, 4096, bf16, "layer weight bias"),
+        Rows("norm_backward", 4096, 4096, bf16, "layer weight bias keep -> x weight bias"),
+        Groups("group_norm", 16, 320, 32, 4096, bf16, "silu"),
+        Groups("group_norm_backward", 16, 320, 32, 4096, bf16, "silu"),
     ]
 
 
@@ -273,7 +290,7 @@ def _typical() -> list:
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="attention, decode, backward, mods, gym, sdpa, generate, dispatch, io or quality")],
+    suite: Annotated[str, typer.Argument(help="attention, decode, backward, mods, gym, sdpa, generate, dispatch, rows, io or quality")],
     only: Annotated[str, typer.Option(help="rows whose Problem or plot contains this text")] = "",
     out: Annotated[Path, typer.Option(help="folder of the results")] = Path("benchmarks/results"),
     device: Device = None,

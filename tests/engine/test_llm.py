@@ -359,7 +359,7 @@ def test_smollm2_knows_paris():
 @pytest.mark.parametrize("kv", ["e4m3", "e5m2", "int8", "int4/32"])
 def test_smollm2_knows_paris_from_quantised_keys(kv):
     llm = LLM(dtype="fp32", device="cpu", max_len=256, max_batch=1, kv_format=kv)
-    assert "Paris" in llm.generate("What is the capital of France?", SamplingParams(12), chat=True)[0].text
+    assert "Paris" in llm.generate("What is the capital of France?", SamplingParams(8), chat=True)[0].text
 
 
 # ---- buckets and graphs

@@ -386,6 +386,16 @@ def rope(x, append):
     return [*out, x, *((pool[0].clone(), pool[1].clone()) if append else ())]
 
 
+def flat(results):
+    return (results[0], *results[1])
+
+
+def adjusted(x):
+    seen = onchip.TokenIds(torch.tensor([[1, 1, -1]] * 3))
+    bias = onchip.Bias(torch.tensor([[4]] * 3), torch.ones(3, 1))
+    return onchip.adjust_logits(x, penalties=onchip.Penalties(*torch.full((3, 3), 1.1), seen), bias=bias, mask=torch.full((3, 4), -2, dtype=torch.int32))
+
+
 FUSED = {
     "rms_norm": lambda: (lambda x: onchip.rms_norm(x, torch.ones(64)), [torch.randn(T, 64)]),
     "add_rms_norm": lambda: (lambda x, r: onchip.rms_norm(x, torch.ones(64), residual=r), [torch.randn(T, 64), torch.randn(T, 64)]),
@@ -393,6 +403,13 @@ FUSED = {
     "rope_append": lambda: (lambda x: rope(x, True), [torch.randn(T, 8 * 16)]),
     "rope": lambda: (lambda x: rope(x, False), [torch.randn(T, 8 * 16)]),
     "sample": lambda: (lambda x: onchip.sample(x, sampling(3)), [torch.randn(3, 100)]),
+    "sample_log_probs": lambda: (lambda x: flat(onchip.sample(x, sampling(3)._replace(typical=torch.full((3,), 0.9)), logprobs=2)), [torch.randn(3, 100)]),
+    "adjust_logits": lambda: (adjusted, [torch.randn(3, 100)]),
+    "verify": lambda: (lambda x: tuple(onchip.verify(x, onchip.Draft(torch.ones(3, 2, dtype=torch.int64)), sampling(3))), [torch.randn(3, 3, 100)]),
+    "verify_drawn": lambda: (
+        lambda x, q: tuple(onchip.verify(x, onchip.Draft(torch.ones(3, 2, dtype=torch.int64), q), sampling(3))),
+        [torch.randn(3, 3, 100), torch.full((3, 2, 100), 0.01)],
+    ),
 }
 
 

@@ -5,7 +5,8 @@ import torch
 
 from onchip import dispatch
 from onchip.core.problem import Rows
-from onchip.ops.fused import QKNorm, rms_norm, rope_append
+from onchip.ops.fused import QKNorm, rope_append
+from onchip.ops.norm import rms_norm
 
 T, DIM = 24, 16
 

@@ -11,6 +11,11 @@ from rich.table import Table
 
 LARGE = ("32x4k", "128x1k", "128x8k", "1x128k")
 SMALL = ("1x1k", "1x8k", "8x8k")
+TINY = ("1x4096", "64x4096")
+LEAST = 64 << 20  # bytes of a large row
+STEPS = (("cross_entropy step", "bytes", "TB/s", 3.74), ("linear_cross_entropy step", "flops", "TFLOP/s", 600.0))
+JOINT = (("64x128256", 40.0), ("1x128256", 15.0))  # microseconds of a batch
+PRODUCTS = ("linear_", "token_")  # whose floor is arithmetic
 BASE = "32x4k"  # bf16, page 16: what other pages, heads and formats stand beside
 
 
@@ -74,6 +79,31 @@ def _decode(rows: list[Row]) -> Iterator[Goal]:
     yield _goal("rows that make the host wait", 0.0, {_at(row): float(row.waits) for row in rows if row.waits is not None}, most=True)
 
 
+def rows(result: dict) -> list[dict]:
+    """Those of the operators on rows: at the bandwidth of a copy where they are large, and no slower than the best peer."""
+    if result["device"]["kind"] != "cuda":
+        return []
+    timed = [(_row(row, result["device"]["measured"]["bandwidth"]), row["cost"]) for row in result["rows"] if row["cost"]]
+    return [{**goal._asdict(), "met": goal.met} for goal in _rows(timed)]
+
+
+def _rows(timed: list[tuple[Row, dict]]) -> Iterator[Goal]:
+    """Of rows and their costs."""
+    bound = [(row, cost) for row, cost in timed if not row.group.startswith(PRODUCTS)]
+    large = [row for row, cost in bound if cost["bytes"] >= LEAST]
+    small = [row for row, _ in bound if row.x in TINY and row.peers]
+    yield _goal("share of the copy bandwidth, 64 MiB and more", 0.92, {_at(row): row.share for row in large})
+    yield _goal("times the speed of the best peer, 64 MiB and more", 0.97, {_at(row): row.over("") for row in large})
+    yield _goal("microseconds more than the best peer, small", 0.3, {_at(row): 1e6 * row.seconds * (1 - row.over("")) for row in small}, most=True)
+    for begin, asked in (("GroupNorm", 2.0), ("modulated_norm", 1.0)):
+        yield _goal(f"times torch.compile, {begin}", asked, {_at(row): row.over("torch.compile") for row, _ in timed if row.group.startswith(begin)})
+    for group, what, unit, asked in STEPS:
+        yield _goal(f"{unit}, {group}", asked, {_at(row): cost[what] / row.seconds / 1e12 for row, cost in timed if row.group == group})
+    for x, asked in JOINT:
+        found = [row for row, _ in timed if (row.group, row.x) == ("sample, joint", x)]
+        yield _goal(f"microseconds, joint sampling, {x}", asked, {row.x: 1e6 * row.seconds for row in found}, most=True)
+
+
 def _row(row: dict, bandwidth: float) -> Row:
     ours = {name: t for name, t in row["seconds"].items() if name.startswith("onchip")}
     peers = {name: t for name, t in row["seconds"].items() if name not in ours}
@@ -96,7 +126,7 @@ def _goal(what: str, asked: float, values: dict[str, float | None], most: bool =
     return Goal(what, asked, known.get(worst), worst or "", most)
 
 
-GOALS: dict[str, Callable[[dict], list[dict]]] = {"decode": decode}
+GOALS: dict[str, Callable[[dict], list[dict]]] = {"decode": decode, "rows": rows}
 
 
 def table(goals: list[dict]) -> Table:

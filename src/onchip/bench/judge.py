@@ -14,3 +14,8 @@ def distance(x: Tensor, truth: Tensor) -> float:
 def larger(a: float, b: float) -> float:
     """NaN where one of them is."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+def first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """Of several results that come together."""
+    return output[0] if isinstance(output, (tuple, list)) else output

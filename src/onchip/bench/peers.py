@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from onchip.bench import data, ladder, meters, paged_peers, passes
+from onchip.bench import data, ladder, meters, paged_peers, passes, rows
 from onchip.bench.call import Call
 from onchip.bench.data import Prompts, Tensors, Tiny
 from onchip.bench.paged import Paged
@@ -18,8 +18,9 @@ from onchip.bench.suite import Asked, Generate, Ladder, Overhead, Pass, Shared
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import E4M3, SHORT, Attention, Operands, Rope, Rows
 from onchip.dispatch import record, select
+from onchip.ops.activation import gated_act
 from onchip.ops.attention import attention, attention_packed, paged_attention, quantise, random_signs
-from onchip.ops.fused import gated_act, rms_norm
+from onchip.ops.norm import rms_norm
 
 HALF = (torch.bfloat16, torch.float16)
 CACHE_GIB = 2.0  # for keys and values: several times what a row of "generate" needs, and leaves a GPU's memory to the peer
@@ -270,6 +271,7 @@ def _transformers(inputs: Prompts) -> Call:
 
 GPU_PREFILL = (_on("cuda"), _op("prefill"), _half)
 GPU_PASS = (_on("cuda"), _half)
+GPU_ROWS = (_on("cuda"), _half, rows.no_backward)
 GPU_PAGED = (_on("cuda"), _op("decode"), _half)
 FLASHINFER = ("flashinfer", "flashinfer-python")
 PEERS = (  # ours first, for its output is what the others are compared with
@@ -304,6 +306,12 @@ PEERS = (  # ours first, for its output is what the others are compared with
     Peer("torch SDPA", Pass, passes.sdpa(None), (_on("cpu"), passes.sdpa_takes)),
     Peer("FlexAttention", Pass, passes.flex(True), (_on("cuda"), passes.flex_takes)),
     Peer("FlexAttention, eager", Pass, passes.flex(False), (_on("cpu"), passes.flex_takes)),
+    Peer("onchip", rows.RowOp, rows.onchip),
+    Peer("torch.compile", rows.RowOp, rows.torch_compiled, (_on("cuda"),)),
+    Peer("Liger", rows.RowOp, rows.package("Liger"), (*GPU_ROWS, rows.has("Liger")), "liger_kernel", "liger-kernel"),
+    Peer("quack", rows.RowOp, rows.package("quack"), (*GPU_ROWS, rows.has("quack")), "quack", "quack-kernels"),
+    Peer("FlashInfer", rows.RowOp, rows.package("FlashInfer"), (*GPU_ROWS, rows.has("FlashInfer")), *FLASHINFER),
+    Peer("torch", rows.RowOp, rows.torch_eager),
     Peer("torch", Overhead, _torch_tiny, (_op("call"), _no_paged_keys)),
     Peer("transformers", Generate, _transformers, (), "transformers", "transformers"),
 )

@@ -19,6 +19,7 @@ from rich.console import Console
 
 import onchip
 from onchip.bench import bars, data, goals, judge, ladder, ladder_report, meters, paged, quality, report, suite, warm
+from onchip.bench import rows as operators
 from onchip.bench.call import Call
 from onchip.bench.peers import Peer, contenders, versions
 from onchip.core import device as devices
@@ -48,15 +49,17 @@ FOREIGN_ERRORS = (  # what compilers and libraries derive from Exception itself;
 
 @dataclass(frozen=True)
 class Effort:
-    """Rounds over the contenders, and seconds of readings for each of them; one reading a round at least."""
+    """Rounds over the contenders, and seconds of readings for each of them; one reading a round at least, and `most`."""
 
     rounds: int
     budget: float
+    most: int = 50
 
 
 MATHS = ("prefill", "forward", "backward", "step")  # whose rate counts FLOP; that of all others bytes
 MANY = 128  # but for decoding with as many rows of a key, which waits for arithmetic
 FULL, QUICK = Effort(5, 0.4), Effort(3, 0.1)
+EFFORTS = {"rows": Effort(5, 0.1, 10)}  # a suite of many rows: flushing L2 takes 1 ms a reading
 
 
 def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str = "", quick: bool = False) -> Path:
@@ -79,7 +82,7 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
             warm.compile_rows(suite_name, device, only, quick)
         for number, row in enumerate(rows, 1):
             progress.print(f"{number}/{len(rows)} {row.problem}", markup=False)
-            result["rows"].append(measure(row, device, facts, QUICK if quick else FULL))
+            result["rows"].append(measure(row, device, facts, QUICK if quick else EFFORTS.get(suite_name, FULL)))
             result["rows"][-1]["over_plain"] = bars.over_plain(result["rows"][-1], result["rows"])
             result["summary"] = bars.summary(result["rows"])
             result["goals"] = goals.GOALS[suite_name](result) if suite_name in goals.GOALS else []
@@ -124,7 +127,8 @@ def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort)
         clock = HostClock(device) if inputs.on_host or device.type == "cpu" else DeviceClock(device)
         guesses = guess(calls, clock, errors)
         entry["timed_by"] = clock.name
-        graphs = isinstance(clock, DeviceClock) and not isinstance(row.problem, suite.Pass)  # autograd chooses its own stream
+        trained = isinstance(row.problem, suite.Pass) or row.problem.op in (operators.BACKWARD, operators.STEP)  # autograd chooses its own stream
+        graphs = isinstance(clock, DeviceClock) and not trained
         if graphs and guesses and (serves(inputs) or min(guesses.values()) < SHORT_CALL):
             copies = [data.inputs(row, device) for _ in range(_copies(inputs, device) - 1)]
             calls = _captured([peer for peer in found if peer.name in guesses], calls, copies, errors)
@@ -151,7 +155,7 @@ def _weigh(entry: dict, inputs, facts: Device) -> None:
     if p.op == "generate":
         entry["rate"] = {"unit": "token/s", "amount": p.batch * (p.prompt if p.phase == "prefill" else 1)}
     else:
-        maths = p.op in MATHS or (p.op == "decode" and p.len_q * p.group >= MANY)
+        maths = p.op in MATHS or (p.op == "decode" and p.len_q * p.group >= MANY) or getattr(inputs, "maths", False)
         entry["rate"] = {"unit": "FLOP/s", "amount": cost.flops} if maths else {"unit": "B/s", "amount": cost.bytes}
 
 
@@ -214,7 +218,7 @@ def capture(calls: list[Call]) -> Call:
 
     What a call leaves in memory was compared after a plain call alone: those that rotate in place give another result each time.
     """
-    expected = [call.run() for call in calls][-1]
+    expected = judge.first([call.run() for call in calls][-1])
     returned = calls[-1].result is None
     expected = expected.clone() if returned else None
     torch.cuda.synchronize()
@@ -223,9 +227,9 @@ def capture(calls: list[Call]) -> Call:
         for call in calls * passes:
             output = call.run()
     if returned:
-        output.fill_(torch.nan)
+        judge.first(output).fill_(torch.nan)
     graph.replay()
-    if returned and not judge.distance(output, expected) < 1e-2:
+    if returned and not judge.distance(judge.first(output), expected) < 1e-2:
         raise RuntimeError("its CUDA graph does not give the result of the plain call: it launches on a stream of its own")
 
     def replay(_alive=(calls, output)):  # a graph owns neither its inputs nor the scratch memory of a plan
@@ -306,7 +310,7 @@ def take(calls: dict[str, Call], guesses: dict[str, float], clock: HostClock | D
                 if isinstance(clock, HostClock):
                     call = stretch(call, guesses[name] * call.count)
                 wanted = effort.budget / effort.rounds / (guesses[name] * call.count)
-                readings[name] += [read(call, clock) for _ in range(max(1, min(50, int(wanted))))]
+                readings[name] += [read(call, clock) for _ in range(max(1, min(effort.most, int(wanted))))]
     return {name: seconds for name, seconds in readings.items() if name not in errors}
 
 
@@ -360,8 +364,7 @@ def _describe(device: torch.device, facts: Device) -> dict:
         props = {"model": _cpu_model(), "threads": torch.get_num_threads()}
         return {"name": f"{props['model']}, {props['threads']} threads", "slug": "cpu", "kind": facts.kind, "properties": props, "measured": measured}
     found = torch.cuda.get_device_properties(device)
-    names = ("name", "major", "minor", "total_memory", "multi_processor_count", "L2_cache_size")
-    props = {name: getattr(found, name) for name in names}
+    props = {name: getattr(found, name) for name in ("name", "major", "minor", "total_memory", "multi_processor_count", "L2_cache_size")}
     known = next((name for name in sorted(devices.GPUS, key=len, reverse=True) if name.lower() in found.name.lower()), found.name)
     return {"name": found.name, "slug": _slug(known), "kind": facts.kind, "properties": props, "measured": measured}
 

@@ -14,8 +14,13 @@ from rich.console import Console
 
 from onchip.core import settings
 
-SUITES = ("backward", "decode", "mods", "gym")  # that compile for minutes: each mod is a kernel of its own, for onchip and for FlexAttention
-KEPT = {"onchip": None, "FlexAttention": None, "FlashAttention-4": settings.FA4_CACHE}  # whose kernels stay on disk, as FlashInfer's do, and the switch
+SUITES = ("backward", "decode", "mods", "gym", "rows")  # that compile for minutes: each mod is a kernel of its own, for onchip and for FlexAttention
+KEPT = {
+    "onchip": None,
+    "FlexAttention": None,
+    "torch.compile": None,
+    "FlashAttention-4": settings.FA4_CACHE,
+}  # whose kernels stay on disk, as FlashInfer's do, and the switch
 MOST = 8  # processes; each one holds a row's inputs on the GPU, a few GB
 LIMIT = 120  # seconds; what is not compiled by then compiles when its turn comes
 

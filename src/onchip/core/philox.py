@@ -54,3 +54,24 @@ def draw(device: torch.device, seed: int | None, offset: int) -> Tensor:
         state = torch.full((2,), seed, dtype=torch.int64, device=device)
     state[1] = offset
     return state
+
+
+def words(state: Tensor, elements: int, third: int | Tensor) -> Tensor:
+    """A word for each of `elements` numbers, int64: word i % 4 of the counter (i // 4 low, i // 4 high, third, offset)."""
+    group = torch.arange((elements + 3) // 4, device=state.device)
+    seed, offset = state[0], state[1]
+    counter = (group & WORD, group >> 32, torch.as_tensor(third & WORD, device=group.device).expand_as(group), (offset & WORD).expand_as(group))
+    return torch.stack(philox((seed & WORD, (seed >> 32) & WORD), counter), -1).flatten()[:elements]
+
+
+def kept_elements(p: float, state: Tensor, elements: int) -> Tensor:
+    """True where an element of a tensor stays. The third word of the counter is one that no weight of attention has."""
+    return words(state, elements, -1) >= threshold(p)
+
+
+def normal(state: Tensor, elements: int, step: Tensor) -> Tensor:
+    """Normal noise, float32 [elements], by Box and Muller (1958): elements 2 i and 2 i + 1 are the cosine and the sine of one angle."""
+    first, second = words(state, 2 * ((elements + 1) // 2), step).view(-1, 2).unbind(1)
+    radius = (((first >> 8).float() + 0.5) * 2**-24).log().mul(-2).sqrt()
+    angle = (second >> 8).float() * (2**-24 * 2 * torch.pi)
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).flatten()[:elements]

@@ -19,6 +19,11 @@ E4M3 = torch.float8_e4m3fn
 SHORT[E4M3] = "e4m3"
 
 
+def exact_of(dtype: torch.dtype) -> torch.dtype:
+    """What sums and statistics of numbers in `dtype` are in: float32, or float64 where that was given."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Cost(NamedTuple):
     """What a call has to do at least: multiply-adds counted as two, and bytes read once and written once."""
 
@@ -131,7 +136,7 @@ class Operands(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """An operator on the rows of a matrix: `rms_norm`, `gated_act`, `sample`, `quantise` or `page_scores`.
+    """An operator on the rows of a matrix: `rms_norm`, `gated_act`, `sample`, `softmax`, `cross_entropy`, `quantise` ...
 
     variant   its form: "residual", "silu", "block", "4 heads".
     """
@@ -176,4 +181,24 @@ class Rope(NamedTuple):
         )
 
 
-Problem = Attention | Rows | Rope
+class Groups(NamedTuple):
+    """GroupNorm and its activation: `[batch, channels, pixels]`, or `[batch, pixels, channels]` where the layout is "channels_last".
+
+    op   "group_norm" or "group_norm_backward".        act   "", "silu" or "mish".
+    """
+
+    op: str
+    batch: int
+    channels: int
+    groups: int
+    pixels: int
+    dtype: torch.dtype
+    act: str = ""
+    layout: str = "channels_first"
+
+    def __str__(self):
+        sizes = f"{self.op} B{self.batch} c{self.channels} g{self.groups} p{self.pixels} {SHORT.get(self.dtype, str(self.dtype))} {self.act} {self.layout}"
+        return " ".join(sizes.split())
+
+
+Problem = Attention | Rows | Rope | Groups

@@ -6,7 +6,7 @@ from torch import Tensor
 from onchip.cache.paged import PagePool
 from onchip.engine.request import Request
 from onchip.models.decoder import Decoder, Step
-from onchip.ops.fused import Sampling, sample
+from onchip.ops.sampling import Sampling, sample
 
 
 class State:
@@ -20,7 +20,7 @@ class State:
         self.positions = at(size, dtype=torch.int64)
         self.page_table = at(size, width, dtype=torch.int32)
         floats, ints = torch.float32, torch.int32
-        kinds = {"temperature": floats, "top_k": ints, "top_p": floats, "min_p": floats, "seed": torch.int64, "step": torch.int64}
+        kinds = {"temperature": floats, "top_k": ints, "top_p": floats, "min_p": floats, "seed": torch.int64, "step": torch.int64, "typical": floats}
         self.sampling = Sampling(**{name: at(size, dtype=dtype) for name, dtype in kinds.items()})
 
     def rows(self, count: int) -> "State":
@@ -132,5 +132,6 @@ def _sampling(requests: list[Request], steps: list[int], device: torch.device) -
         torch.tensor([x.min_p for x in p], dtype=torch.float32),
         torch.tensor([r.seed for r in requests], dtype=torch.int64),
         torch.tensor(steps, dtype=torch.int64),
+        torch.ones(len(p)),
     )
     return Sampling(*(column.to(device) for column in columns))

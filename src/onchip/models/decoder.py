@@ -16,8 +16,9 @@ from onchip.models.families import ModelConfig
 from onchip.models.gguf import ModelError
 from onchip.models.layers import Linear, Norm, unchanged
 from onchip.models.rope import rope_table
+from onchip.ops.activation import gated_act
 from onchip.ops.attention import PagedKV, attention_packed, paged_attention
-from onchip.ops.fused import Append, QKNorm, gated_act, rope_append
+from onchip.ops.fused import Append, QKNorm, rope_append
 
 
 class Step(NamedTuple):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.ops.fused import rms_norm
+from onchip.ops.norm import rms_norm
 
 
 class Linear:

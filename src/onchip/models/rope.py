@@ -41,7 +41,7 @@ def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any
 def rope_rows(table: Tensor, positions: Tensor, axes: Sequence[int]) -> Tensor:
     """A table with a row of its own for each token, where a token has several positions (time, height, width): float32 [tokens, dim].
 
-    `rope_append` takes it with `torch.arange(tokens)` as positions. Frequency i is turned by position `axes[i]` of the token: Qwen2-VL's sections
+    `rotary` and `rope_append` take it with `torch.arange(tokens)` as positions. Frequency i is turned by position `axes[i]` of the token: Qwen2-VL's sections
     (16, 24, 24) are axes of 16 zeros, 24 ones and 24 twos; a picture's rows and columns two halves of 0 and 1 (with the same frequencies: a table
     that has each twice); Qwen3-VL's alternate.
 
@@ -54,6 +54,11 @@ def rope_rows(table: Tensor, positions: Tensor, axes: Sequence[int]) -> Tensor:
         )
     at, column = positions[torch.tensor(axes, device=positions.device)].T, torch.arange(half, device=table.device)  # [tokens, half], [half]
     return torch.cat((table[at, column], table[at, half + column]), 1)
+
+
+def grid_positions(*sizes: int, device: torch.device | None = None) -> Tensor:
+    """Places of a grid's cells in row-major order, int64 [axes, cells]: (height, width) for a picture, (time, height, width) for a film; for `rope_rows`."""
+    return torch.cartesian_prod(*(torch.arange(n, device=device) for n in sizes)).reshape(-1, len(sizes)).T
 
 
 def _dynamic(positions: int, dim: int, theta: float, s: Mapping[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""The operators of a decoder between its matrix products: each one pass over memory."""
+"""Rotation of packed queries and keys in place, with QK-norm and the write to the cache: one pass over memory."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.formats import Codes
-from onchip.core.problem import Rope, Rows
+from onchip.core.problem import Rope
 from onchip.dispatch import select
-
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-NORMS = ("", "residual", "offset", "residual offset")  # variants of rms_norm: a residual counts 1, an offset 2
 
 
 class QKNorm(NamedTuple):
@@ -32,70 +29,6 @@ class Append(NamedTuple):
     k: Tensor | Codes
     v: Tensor | Codes
     slots: Tensor
-
-
-class Sampling(NamedTuple):
-    """How to draw the next token of each row, every field a tensor `[rows]` on the logits' device.
-
-    temperature   float32; 0: the largest logit.        top_k   int32; 0: all.
-    top_p         float32 in (0, 1]; 1: all.            min_p   float32 in [0, 1); 0: all.
-    seed, step    int64: the draw is a function of these two and of the row's logits alone.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    step: Tensor
-
-
-def rms_norm(
-    x: Tensor,  # [..., width]
-    weight: Tensor,  # [width]
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    residual: Tensor | None = None,  # [..., width]
-    kernel: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`x / sqrt(mean(x^2) + eps) * (weight + offset)` over the last dimension, in float32, rounded once (Zhang and Sennrich, 2019).
-
-    offset   1 for Gemma, whose weights are stored around 0: in bfloat16 their sum with 1 would lose most of their digits.
-    With `residual`, x is first added to it; the sum (rounded to x's dtype) comes back as the second result, and the
-    norm is of that sum. Raises ValueError for shapes that disagree.
-    """
-    if torch.compiler.is_compiling():
-        if residual is None:
-            return torch.ops.onchip.rms_norm(x, weight, eps, offset, kernel)
-        return torch.ops.onchip.add_rms_norm(x, weight, eps, offset, residual, kernel)
-    width = x.shape[-1]
-    if weight.shape != (width,):
-        raise ValueError(f"rms_norm: weight is {list(weight.shape)}, x has width {width}; give [{width}]")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        raise ValueError(f"rms_norm: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; they must be equal")
-    problem = Rows("rms_norm", x.numel() // width, width, x.dtype, NORMS[(residual is not None) + 2 * (offset != 0)])
-    return select(problem, x.device, kernel).launch(x, weight, eps, residual, offset)
-
-
-def gated_act(
-    x: Tensor,  # [..., 2 width]
-    act: str = "silu",
-    *,
-    kernel: str = "auto",
-) -> Tensor:
-    """`act(gate) * up` of the two halves of the last dimension, `[..., width]`, rounded at most twice (Shazeer, 2020).
-
-    act   "silu" for SwiGLU, "gelu" (exact) or "gelu_tanh" for GeGLU.
-    """
-    if torch.compiler.is_compiling():
-        return torch.ops.onchip.gated_act(x, act, kernel)
-    if act not in ACTIVATIONS:
-        raise ValueError(f"gated_act: act={act!r} is not one of {', '.join(ACTIVATIONS)}")
-    if x.shape[-1] % 2:
-        raise ValueError(f"gated_act: width {x.shape[-1]} is odd; x holds gate and up side by side")
-    width = x.shape[-1] // 2
-    return select(Rows("gated_act", x.numel() // (2 * width), width, x.dtype, act), x.device, kernel).launch(x)
 
 
 def rope_append(
@@ -154,41 +87,7 @@ def _check_append(append: Append, kv_heads: int, dim: int, qkv: Tensor) -> str:
     return str(k.format)
 
 
-def sample(
-    logits: Tensor,  # [rows, vocab]
-    how: Sampling,
-    *,
-    kernel: str = "auto",
-) -> Tensor:
-    """One token id a row, int64 `[rows]`, drawn from the softmax of the logits by the Gumbel-max trick.
-
-    Temperature first; then, each on the distribution that the last one left: top-k, top-p (the smallest set whose probability
-    reaches p; Holtzman et al., 2020), min-p (at least `min_p` times the largest probability). Ties with the last kept
-    value are kept. Noise is Philox4x32-10 keyed by (seed, step), so a row's token does not depend on its neighbours.
-    Logits must not be NaN; a row of -inf gives token 0.
-    """
-    if torch.compiler.is_compiling():
-        return torch.ops.onchip.sample(logits, *how, kernel)
-    rows, vocab = logits.shape
-    return select(Rows("sample", rows, vocab, logits.dtype), logits.device, kernel).launch(logits, how)
-
-
 # ---- in compiled graphs: the same functions as torch.library operators. Eager calls step round that boundary.
-
-
-@torch.library.custom_op("onchip::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, kernel: str) -> Tensor:
-    return rms_norm(x, weight, eps=eps, offset=offset, kernel=kernel)
-
-
-@torch.library.custom_op("onchip::add_rms_norm", mutates_args=())
-def _add_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Tensor, kernel: str) -> tuple[Tensor, Tensor]:
-    return rms_norm(x, weight, eps=eps, offset=offset, residual=residual, kernel=kernel)
-
-
-@torch.library.custom_op("onchip::gated_act", mutates_args=())
-def _gated_act(x: Tensor, act: str, kernel: str) -> Tensor:
-    return gated_act(x, act, kernel=kernel)
 
 
 @torch.library.custom_op("onchip::rope_append", mutates_args=("qkv", "k", "v"))
@@ -202,18 +101,4 @@ def _rope_append(
     rope_append(qkv, table, positions, (heads, kv_heads), layout=layout, norm=norm, append=append, kernel=kernel)
 
 
-@torch.library.custom_op("onchip::sample", mutates_args=())
-def _sample(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor, step: Tensor, kernel: str
-) -> Tensor:  # fmt: skip
-    return sample(logits, Sampling(temperature, top_k, top_p, min_p, seed, step), kernel=kernel)
-
-
-_rms_norm.register_fake(lambda x, *_: x.new_empty(x.shape))
-_add_rms_norm.register_fake(lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)))
-_gated_act.register_fake(lambda x, *_: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 _rope_append.register_fake(lambda *_: None)
-_sample.register_fake(lambda logits, *_: logits.new_empty(logits.shape[0], dtype=torch.int64))
-
-
-__all__ = ["ACTIVATIONS", "Append", "QKNorm", "Sampling", "gated_act", "rms_norm", "rope_append", "sample"]

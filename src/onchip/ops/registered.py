@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.formats import Codes, Format
-from onchip.core.problem import E4M3, Attention, Operands
+from onchip.core.problem import E4M3, Attention, Operands, exact_of
 from onchip.core.scales import BLOCK, Scales
 from onchip.dispatch import select
 from onchip.ops import attend, wire
@@ -178,7 +178,7 @@ def quantised(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tens
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *_rest) -> tuple[Tensor, Tensor]:
     """The output as q, but as wide as v, and bfloat16 for e4m3; LSE with the heads before the queries."""
-    lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    lse = q.new_empty(*q.shape[:-3], q.shape[-2], q.shape[-3], dtype=exact_of(q.dtype))
     return q.new_empty(*q.shape[:-1], v.shape[-1], dtype=torch.bfloat16 if q.dtype == E4M3 else q.dtype), lse
 
 

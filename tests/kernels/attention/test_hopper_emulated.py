@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import onchip
-from gluon_emulator import MODES, Deadlock, Emulator, Fault
+from gluon_emulator import MODES, Deadlock, Emulator, Fault, timings
 from judge import assert_as_good_as_torch
 from onchip.core.masks import Causal, Document, Full, MaskMod, Window
 from onchip.core.problem import Operands
@@ -264,8 +264,10 @@ def filled():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", DENSE + PACKED + MODS + TILED + STEEP, ids=str)
+HARD = [*DENSE[:5], PACKED[0], PACKED[6], MODS[0], *TILED[:3], STEEP[0], STEEP[3]]  # beside those of the bugs
+
+
+@pytest.mark.parametrize(("case", "mode"), timings(DENSE + PACKED + MODS + TILED + STEEP, HARD), ids=str)
 def test_emulated(case, mode):
     call = call_of(case)
     check(case, call, emulated(case, call, mode))

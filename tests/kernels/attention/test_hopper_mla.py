@@ -10,7 +10,7 @@ from test_attention_compile import launched, meta
 from test_hopper_paged import NOWHERE, Strict
 
 import onchip
-from gluon_emulator import MODES, Fault
+from gluon_emulator import MODES, Fault, timings
 from judge import assert_as_good_as_torch
 from onchip.core.device import GPUS
 from onchip.core.masks import Causal, Full, Mask
@@ -98,31 +98,30 @@ CASES = [
     Case(UNEVEN, 1),
     Case(UNEVEN, 3),
     Case(UNEVEN, 9),  # more shares than pairs
-    Case((256, 256, 256), 3, heads=128),  # whole sequences
+    Case((256, 250), 2, heads=128),  # whole sequences
     Case((700, 200), 2, page=8),
     Case((130, 260), 2, page=16, heads=40, len_q=2),
-    Case((140, 5, 270), 2, page=128, len_q=16, heads=8),
+    Case((140, 5, 150), 2, page=128, len_q=10, heads=8),
     Case((140, 3), 2, page=1024, len_q=3, mask=Full()),
     Case((260, 100), 2, dtype=FP16),
     Case((900,), 2, steep=0.02),  # maxima that grow from block to block
     Case((200, 60), 2, scale=-0.03),
-    Case(tuple(range(10, 360, 10)), 7, heads=3),  # more sequences than a warp has lanes
+    Case(tuple(range(5, 180, 5)), 7, heads=3),  # more sequences than a warp has lanes
 ]
 
 
 @emulates
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "mode"), timings(CASES, [CASES[1], CASES[3], CASES[6], CASES[11]]), ids=str)
 def test_emulated(case, mode):
     call = call_of(case)
     judge(case, call, emulated(case, call, mode))
 
 
 @emulates
-@pytest.mark.parametrize("batch", [1, 33, 130])
+@pytest.mark.parametrize("batch", [1, 33, 70])
 def test_every_pair_is_one_share_s(batch):
     """Lengths of all kinds, of more sequences than are looked at at once."""
-    c = Case(tuple(torch.randint(0, 300, (batch,)).tolist()), 5, page=16, heads=2)
+    c = Case(tuple(torch.randint(0, 200, (batch,)).tolist()), 5, page=16, heads=2)
     call = call_of(c)
     judge(c, call, emulated(c, call, MODES[0]))
 
@@ -154,13 +153,12 @@ def test_mutant(name):
     """Seen in one of the emulator's timings at least."""
     c = Case((400, 129, 300, 260), 3, page=16, heads=8, len_q=8, steep=0.05)
     call = call_of(c)
-    caught = []
     for mode in MODES:
         try:
             judge(c, call, emulated(c, call, mode, edits=[MUTANTS[name]]))
-        except (Fault, AssertionError) as error:
-            caught.append(error)
-    assert caught, f"{name}: not seen"
+        except (Fault, AssertionError):
+            return
+    pytest.fail(f"{name}: not seen")
 
 
 # ---- compiled

@@ -63,8 +63,7 @@ def test_blocked_backward(mask):
 FEW = N // 8  # rows: the whole takes long; a boolean a pair still takes 32 MiB
 TABLE = torch.randn(1, 2 * N, requires_grad=True)
 OURS = {
-    "softcap": {"softcap": 20.0},
-    "softcap, window": {"softcap": 20.0, "mask": Window(1000)},
+    "softcap": {"softcap": 20.0, "mask": Window(1000, 1000)},
     "dropout": {"dropout": 0.1, "mask": Window(1000)},
     "a table that learns": {"score": lambda s, b, h, i, j: s + TABLE[h, i + j]},
 }

@@ -2,12 +2,30 @@
 
 import pytest
 import torch
+import triton.language as tl
 
 from offline import compile_for
 from onchip.core.device import gpu
 from onchip.core.formats import Format
-from onchip.core.problem import Rope, Rows
-from onchip.kernels.fused import logits, mlp, norm, rope
+from onchip.core.problem import Groups, Rope, Rows
+from onchip.kernels.fused import (
+    adamw,
+    denoise,
+    dropout,
+    embedding,
+    group_norm,
+    group_norm_backward,
+    hadamard,
+    logits,
+    logprobs,
+    mlp,
+    norm,
+    norm_backward,
+    penalties,
+    rope,
+    verify,
+    vocabulary,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POINTER = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
@@ -21,32 +39,91 @@ def check(facts, arch):
         assert facts.vector_loads
 
 
+STRIDES = ("x_stride", "residual_stride", "total_stride", "z_stride", "dy_stride", "d_total_stride", "w_stride", "gate_stride", "mod_stride", "silu_stride")
+IN_FP32 = {f"{name}_ptr" for name in ("codes", "mean", "rstd", "share_mean", "share_square", "square", "hat", "d_w", "d_b", "d_gate", "d_scale", "d_shift")}
+NORM_FORMS = {  # name: (tensors of the forward pass, of the backward pass, kind)
+    "rms": ("x w y", "dy z w dx d_w rstd", "rms"),
+    "add": ("x residual total w y", "dy d_total z w dx d_w rstd", "rms"),
+    "layer": ("x w b y mean rstd", "dy z w b dx d_w d_b mean rstd", "layer"),
+    "zero": ("x residual total gate scale shift y mean rstd", "dy d_total z x gate scale dx d_residual d_gate d_scale d_shift mean rstd", "layer"),
+}
+
+
+def norm_facts(kernel, tiles, dtype, there, kind, arch):
+    """A norm kernel compiled with these tensors there and no others."""
+    there = {f"{name}_ptr" for name in there.split()} | {"share_mean_ptr", "share_square_ptr", "square_ptr", "hat_ptr"}
+    there |= {norm._norm_wide: {"z_ptr"}, norm._norm_long: {"z_ptr"}, norm._moments: {"mean_ptr"}}.get(kernel, set())
+    values = {"LAYER": kind == "layer", "W": "all", "GATE": "set", "MOD": "set", "PHILOX_ROUNDS": 7, "LARGEST": 0.0, "SHARES": 16, "INVERSE": False}
+    values |= {"ROWS": tiles.rows, "BLOCK": tiles.block, "AHEAD": getattr(tiles, "ahead", False)}
+    names = kernel.arg_names
+    constexprs = {name: values[name] for name in names if name in values} | {name: None for name in names if name.endswith("_ptr") and name not in there}
+    floats = dict.fromkeys(("eps", "offset", "grown"), "fp32") | {"bar": "i64"}
+    signature = {name: floats.get(name, "i32") if not name.endswith("_ptr") else "*fp32" if name in IN_FP32 else POINTER[dtype] for name in names}
+    return compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "share", *STRIDES))
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("form", "rows", "width", "dtype"),
+    [
+        ("rms", 8192, 576, BF16),
+        ("rms", 1, 4096, BF16),
+        ("zero", 4096, 4096, BF16),
+        ("layer", 8192, 8192, FP32),
+        ("layer", 512, 32768, BF16),
+        ("add", 512, 32768, BF16),
+        ("layer", 512, 65536, FP32),
+        ("add", 512, 65536, BF16),
+    ],
+)
+def test_norm(form, rows, width, dtype, arch):
+    there, _, kind = NORM_FORMS[form]
+    tiles = norm.configs(Rows("norm", rows, width, dtype), GPUS[arch])[0]
+    for kernel in (norm._norm,) if tiles.block >= width else (norm._norm_long,) if tiles.long else (norm._moments, norm._norm_wide):
+        facts = norm_facts(kernel, tiles, dtype, there, kind, arch)
+        check(facts, arch)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("form", "rows", "width", "dtype"),
+    [("layer", 8192, 576, BF16), ("zero", 4096, 4096, FP32), ("rms", 8192, 8192, BF16), ("zero", 8192, 5120, BF16), ("add", 512, 131072, BF16)],
+)
+def test_norm_backward(form, rows, width, dtype, arch):
+    _, there, kind = NORM_FORMS[form]
+    wanted = " ".join(name for name in ("weight", "bias", "gate", "scale", "shift") if f"d_{name[:1] if name in ('weight', 'bias') else name}" in there.split())
+    tiles = norm_backward.configs(Rows("norm_backward", rows, width, dtype, f"{kind} -> {wanted}"), GPUS[arch])[0]
+    for kernel in (norm_backward._norm_backward,) if tiles.block >= width else (norm_backward._sums, norm_backward._wide_backward):
+        facts = norm_facts(kernel, tiles, dtype, there, kind, arch)
+        if width == 5120:  # three sums of 8,192 elements beside a row
+            assert facts.spills <= 64
+        else:
+            check(facts, arch)
+
+
 @everywhere
 @pytest.mark.parametrize(
     "problem",
     [
-        Rows("rms_norm", rows, width, dtype, variant)
-        for rows, width, dtype in ((8192, 576, BF16), (1, 4096, BF16), (8192, 8192, FP32), (512, 32768, BF16), (512, 65536, FP32))
-        for variant in ("", "residual")
+        Groups("group_norm", 16, 320, 32, 4096, BF16, "silu"),
+        Groups("group_norm", 1, 128, 32, 1 << 20, FP32),
+        Groups("group_norm", 1, 128, 32, 1 << 20, BF16, "mish", "channels_last"),
     ],
     ids=str,
 )
-def test_norm(problem, arch):
-    tiles = norm.configs(problem, GPUS[arch])[0]
-    matrix, added = POINTER[problem.dtype], problem.variant == "residual"
-    signature = dict.fromkeys(("x_ptr", "residual_ptr", "w_ptr", "y_ptr", "sum_ptr"), matrix)
-    signature |= dict.fromkeys(("rows", "width", "x_stride", "residual_stride"), "i32") | {"eps": "fp32", "offset": "fp32"}
-    constexprs = {"RESIDUAL": added, "ROWS": tiles.rows, "BLOCK": tiles.block} | ({} if added else {"residual_ptr": None, "sum_ptr": None})
-    kernel = norm._rms_norm if tiles.block >= problem.width else norm._rms_norm_wide
-    check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "residual_stride")), arch)
-
-
-@everywhere
-@pytest.mark.parametrize("problem", [Rows("gated_act", 4096, 11008, dtype, act) for dtype in (BF16, FP32) for act in ("silu", "gelu", "gelu_tanh")], ids=str)
-def test_mlp(problem, arch):
-    tiles = mlp.configs(problem, GPUS[arch])[0]
-    signature = {"x_ptr": POINTER[problem.dtype], "y_ptr": POINTER[problem.dtype], "width": "i32", "x_stride": "i32"}
-    check(compile_for(mlp._gated_act, signature, {"ACT": problem.variant, "BLOCK": tiles.block}, arch, tiles.warps, aligned=("width", "x_stride")), arch)
+def test_group_norm(problem, arch):
+    last = problem.layout == "channels_last"
+    for module in (group_norm, group_norm_backward):
+        tiles = module.configs(problem, GPUS[arch])[0]
+        split = (module._moments, module._apply) if module is group_norm else (module._sums, module._apply)
+        for kernel in (module._group,) if tiles.whole else split:
+            matrices = {"x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "w_ptr", "b_ptr"}
+            signature = {name: "i32" if not name.endswith("_ptr") else POINTER[problem.dtype] if name in matrices else "*fp32" for name in kernel.arg_names}
+            values = {"ACT": problem.act, "LAST": last, "CH": tiles.ch, "PIX": tiles.pix}
+            constexprs = {name: values[name] for name in kernel.arg_names if name in values}
+            aligned = ("channels", "pixels", "share", "first_c", "last_c")
+            facts = compile_for(kernel, signature | {"eps": "fp32"}, constexprs, arch, tiles.warps, aligned=aligned)
+            check(facts, arch)
 
 
 @everywhere
@@ -55,8 +132,7 @@ def test_mlp(problem, arch):
     [
         Rope("rope_append", 512, heads, kv_heads, dim, rotary, dtype, layout, norm, True)
         for heads, kv_heads, dim, rotary, dtype in ((32, 8, 128, 128, BF16), (9, 3, 64, 64, FP32), (32, 32, 96, 32, BF16))
-        for layout in ("neox", "interleaved")
-        for norm in (False, True)
+        for layout, norm in (("neox", dim == 64), ("interleaved", dim != 64))
     ]
     + [
         Rope("rope_append", 512, 32, 8, 128, 128, BF16, layout, False, True, kv)
@@ -92,10 +168,132 @@ def test_rope(problem, arch):
     assert problem.norm or form or facts.shared == 0, "the elements of a pair met in shared memory, not in a thread"
 
 
+TILES = {"MARKS": vocabulary.MARKS, "GROUP": 16, "TILE": vocabulary.TILE, "SLICES": 32, "GROUPS": 8192}  # of a vocabulary of 128,256
+SIZES = ("row_stride", "place_stride", "vocab", "slices", "groups")
+
+
+def logits_signature(dtype):
+    numbers = ("top_k_ptr", "list_ptr", "output_ptr", "prompt_ptr", "mask_ptr", "parents_ptr")
+    ids = ("tokens_ptr", "ids_ptr", "drawn_ptr", "count_ptr", "path_ptr", "token_ptr", "seed_ptr", "step_ptr")
+    floats = ("slices_ptr", "limits_ptr", "chosen_ptr", "top_ptr", "repetition_ptr", "presence_ptr", "frequency_ptr", "values_ptr", "q_ptr")
+    floats += ("temperature_ptr", "top_p_ptr", "min_p_ptr", "typical_ptr")
+    kinds = (POINTER[dtype], ("logits_ptr", "maxima_ptr", "out_ptr")), ("*i32", numbers), ("*i64", ids), ("*fp32", floats)
+    return {name: kind for kind, names in kinds for name in names} | dict.fromkeys((*SIZES, "pieces", "num", "parents_stride"), "i32")
+
+
 @everywhere
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_survey(dtype, arch):
+    constexprs = {"GROUP": 16, "SLICE": vocabulary.SLICE}
+    check(compile_for(vocabulary._survey, logits_signature(dtype), constexprs, arch, vocabulary.SLICE_WARPS, aligned=SIZES), arch)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_logits(dtype, arch):
-    signature = {"logits_ptr": POINTER[dtype], "tokens_ptr": "*i64", "temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32"}
-    signature |= {"min_p_ptr": "*fp32", "seed_ptr": "*i64", "step_ptr": "*i64", "row_stride": "i32", "vocab": "i32"}
-    constexprs = {"BITS": logits.CONSTANT_BITS[dtype], "MARKS": logits.MARKS, "BLOCK": logits.BLOCK}
-    check(compile_for(logits._sample, signature, constexprs, arch, logits.WARPS, aligned=("row_stride", "vocab")), arch)
+    constexprs = TILES | {"BITS": vocabulary.CONSTANT_BITS[dtype]}
+    (tiles,) = logits.configs(Rows("sample", 64, 128_256, dtype), GPUS[arch])
+    check(compile_for(logits._draw, logits_signature(dtype), constexprs, arch, tiles.warps, aligned=SIZES), arch)
+
+
+@everywhere
+def test_logprobs(arch):
+    constexprs = TILES | {"BITS": vocabulary.CONSTANT_BITS[BF16], "TOP": 20}
+    check(compile_for(logprobs._log_probs, logits_signature(BF16), constexprs, arch, logprobs.WARPS, aligned=SIZES), arch)
+
+
+@everywhere
+def test_penalties(arch):
+    check(compile_for(penalties._adjust, logits_signature(BF16), {"BLOCK": penalties.BLOCK}, arch, penalties.WARPS, aligned=SIZES), arch)
+    assert compile_for(penalties._adjust_biased, logits_signature(BF16), {"FEW": penalties.FEW}, arch, aligned=SIZES).spills == 0
+
+
+@everywhere
+def test_verify(arch):
+    check(compile_for(verify._verify_chain, logits_signature(BF16), {"NUM": 8, "BLOCK": verify.BLOCK}, arch, verify.WARPS, aligned=SIZES), arch)
+    assert compile_for(verify._walk, logits_signature(BF16), {"NUM": 64}, arch, 2).spills == 0
+
+
+# ---- activations, rotation, and what is used beside a model
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Rows(op, 4096, 11008, dtype, variant)
+        for op, variant, dtype in (
+            *(("gated_act", act, dtype) for dtype in (BF16, FP32) for act in ("silu", "gelu")),
+            ("gated_act", "clipped interleaved bias", BF16),
+            ("gated_act_backward", "silu", BF16),
+            ("gated_act_backward", "gelu bias", FP32),
+            ("gated_act_backward", "clipped interleaved bias", BF16),
+            ("activate_backward", "mish bias", BF16),
+        )
+    ],
+    ids=str,
+)
+def test_activations(problem, arch):
+    tiles, (act, lie) = mlp.configs(problem, GPUS[arch])[0], mlp.form(problem)
+    back, bias = problem.op.endswith("backward"), "bias" in problem.variant
+    signature = dict.fromkeys(("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "bias_ptr"), POINTER[problem.dtype]) | {"partial_ptr": "*fp32"}
+    signature |= dict.fromkeys(("rows", "width", "x_stride", "dy_stride"), "i32") | {"alpha": "fp32", "limit": "fp32"}
+    constexprs = {"ACT": act, "FORM": lie, "BLOCK": tiles.block} | ({"ROWS": tiles.rows} if back else {}) | ({} if bias else {"bias_ptr": None})
+    constexprs |= {"partial_ptr": None} if back and not bias else {}
+    check(compile_for(mlp._gradient if back else mlp._activate, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "dy_stride")), arch)
+
+
+@everywhere
+@pytest.mark.parametrize(("dim", "rotary_dim", "dtype", "layout"), [(128, 128, BF16, "neox"), (64, 64, FP32, "interleaved"), (96, 32, BF16, "neox")])
+def test_rotary(dim, rotary_dim, dtype, layout, arch):
+    problem = Rope("rotary", 8192, 32, 8, dim, rotary_dim, dtype, layout, False, False)
+    tiles = rope.configs(problem, GPUS[arch])[0]
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), POINTER[dtype]) | {"table_ptr": "*fp32", "positions_ptr": "*i64"}
+    signature |= dict.fromkeys(("num_q", "num_kv", "length", "table_stride"), "i32") | dict.fromkeys(("q_strides", "k_strides"), ("i32",) * 3)
+    constexprs = {"BACK": True, "INTERLEAVED": layout == "interleaved", "ROTARY": rotary_dim, "DIM": dim, "PAIRS": rope.pairs(problem), "HEADS": tiles.heads}
+    facts = compile_for(rope._rotary, signature, constexprs, arch, tiles.warps, aligned=("table_stride", "q_strides", "k_strides"))
+    check(facts, arch)
+    assert facts.shared == 0, "the elements of a pair met in shared memory, not in a thread"
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_lookup(dtype, arch):
+    pointer, sizes = POINTER[dtype], {"width": "i32", "weight_stride": "i32", "dy_stride": "i32", "tokens": "i32", "vocab": "i32", "padding": "i32"}
+    tiles = embedding.configs(Rows("embedding", 8192, 4096, dtype), GPUS[arch])[0]
+    signature = dict.fromkeys(("weight_ptr", "y_ptr", "dy_ptr", "dw_ptr"), pointer) | sizes
+    signature |= {"ids_ptr": "*i64", "order_ptr": "*i64", "head_ptr": "*fp32", "tail_ptr": "*fp32"}
+    aligned = ("width", "weight_stride", "dy_stride")
+    for kernel, constexprs in (
+        (embedding._look_up, {}), (embedding._sums, {"CHUNK": embedding.CHUNK}), (embedding._borders, {"CHUNK": embedding.CHUNK}),
+    ):  # fmt: skip
+        check(compile_for(kernel, signature, constexprs | {"BLOCK": tiles.block}, arch, tiles.warps, aligned=aligned), arch)
+    signature = {"x_ptr": pointer, "residual_ptr": pointer, "y_ptr": pointer, "state_ptr": "*i64", "elements": "i32", "bar": "i64", "grow": "fp32"}
+    check(compile_for(dropout._dropout_add, signature, {"BLOCK": dropout.BLOCK}, arch, dropout.WARPS, aligned=("elements",)), arch)
+
+
+@everywhere
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(300_000, 128, BF16), (8192, 4096, BF16), (2048, 32768, BF16), (2048, 32768, FP32)])
+def test_hadamard(rows, width, dtype, arch):
+    tiles = hadamard.configs(Rows("hadamard", rows, width, dtype), GPUS[arch])[0]
+    signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "rows": "i32", "x_stride": "i32", "scale": "fp32"}
+    constexprs = {"ROWS": tiles.rows, "WIDTH": width, "BITS": width.bit_length() - 1, "STEP": hadamard.STEP}
+    check(compile_for(hadamard._hadamard, signature, constexprs, arch, tiles.warps, aligned=("x_stride",)), arch)
+
+
+@everywhere
+def test_adamw(arch):
+    """Parameters in bfloat16, moments in float32."""
+    signature = {"addresses_ptr": "*i64", "sizes_ptr": "*i64", "tensor_ptr": "*i32", "first_ptr": "*i32", "tensors": "i32", "partial_ptr": "*fp32"}
+    signature |= {"corrections_ptr": "*fp64", "factor_ptr": "*fp64"} | dict.fromkeys(("lr", "fresh1", "b2", "fresh2", "eps", "decay"), "fp32")
+    constexprs = {"P": tl.bfloat16, "ALIGNED": True, "CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
+    check(compile_for(adamw._squares, signature, constexprs, arch, adamw.WARPS), arch)
+    check(compile_for(adamw._adamw, signature, constexprs | {"M": tl.float32, "ON_DEVICE": False}, arch, adamw.WARPS), arch)
+
+
+@everywhere
+def test_denoise(arch):
+    signature = dict.fromkeys(("x_ptr", "output_ptr", "history_ptr", "y_ptr", "data_ptr", "input_ptr"), "*bf16")
+    signature |= {"table_ptr": "*fp32", "step_ptr": "*i64", "state_ptr": "*i64", "elements": "i32", "guidance": "fp32", "clip": "fp32"}
+    constexprs = {"GUIDED": True, "CLIPPED": True, "NOISY": True, "BLOCK": denoise.BLOCK}
+    check(compile_for(denoise._denoise, signature, constexprs, arch, denoise.WARPS, aligned=("elements",)), arch)

@@ -5,16 +5,16 @@ import torch
 
 from onchip.core.problem import Rows
 from onchip.kernels.fused import SAMPLE
-from onchip.kernels.fused.reference import gumbel, philox
-from onchip.ops.fused import Sampling, sample
+from onchip.kernels.fused.reference_sampling import gumbel, philox
+from onchip.ops.sampling import Sampling, log_probs, sample
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in SAMPLE.kernels]
 MANY_ROWS = [pytest.param(kernel.name, marks=[pytest.mark.gpu, pytest.mark.large] if kernel.needs_triton else ()) for kernel in SAMPLE.kernels]
 LARGE = pytest.param("triton_logits", marks=[pytest.mark.gpu, pytest.mark.large])
 
-PROBLEMS = [Rows("sample", 12, vocab, dtype) for vocab in (1, 2, 63, 1000, 4096) for dtype in (BF16, FP16, FP32)] + [
-    Rows("sample", 12, vocab, FP32) for vocab in (8191, 8209, 20000)
+PROBLEMS = [Rows("sample", 14, vocab, dtype) for vocab in (1, 2, 63, 1000, 4096) for dtype in (BF16, FP16, FP32)] + [
+    Rows("sample", 14, vocab, FP32) for vocab in (4099, 20000)
 ]
 SETTINGS = (  # temperature, top_k, top_p, min_p
     (0.0, 3, 0.5, 0.5),
@@ -29,18 +29,20 @@ SETTINGS = (  # temperature, top_k, top_p, min_p
     (2.0, 20, 0.9, 0.05),
     (1.5, 50, 0.95, 0.0),
     (100.0, 7, 0.999, 0.9),
+    (1.0, 0, 1.0, 0.0, 0.3),
+    (0.8, 40, 0.9, 0.01, 0.5),
 )
-FILTERS = [how for how in SETTINGS if how[0] and (how[2] > 1e-6 and how[1] != 1) and how[1:] != (0, 1.0, 0.0) and how[1] < 1 << 30]
+FILTERS = [how for how in SETTINGS[:12] if how[0] and (how[2] > 1e-6 and how[1] != 1) and how[1:] != (0, 1.0, 0.0) and how[1] < 1 << 30]
 
 
 def settings(rows, device, *, seed=0, step=0):
-    """A Sampling of `rows`, each (temperature, top_k, top_p, min_p); seed and step numbers, or a list of them."""
-    temperature, top_k, top_p, min_p = (torch.tensor(field, device=device) for field in zip(*rows, strict=True))
+    """A Sampling of `rows`, each (temperature, top_k, top_p, min_p[, typical]); seed and step numbers, or a list of them."""
+    temperature, top_k, top_p, min_p, typical = (torch.tensor(field, device=device) for field in zip(*((*row, 1.0)[:5] for row in rows), strict=True))
     seed, step = (torch.tensor([v] * len(rows) if isinstance(v, int) else list(v), device=device) for v in (seed, step))
-    return Sampling(temperature.float(), top_k.int(), top_p.float(), min_p.float(), seed, step)
+    return Sampling(temperature.float(), top_k.int(), top_p.float(), min_p.float(), seed, step, typical.float())
 
 
-def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
+def kept_by_sorting(logits, temperature, top_k, top_p, min_p, typical=1.0):
     """The entries [vocab] that one row keeps: float64, step by step as `sample` documents."""
     x = logits.double()
     order = x.argsort(descending=True)
@@ -52,18 +54,24 @@ def kept_by_sorting(logits, temperature, top_k, top_p, min_p):
         last = int((probability[order].cumsum(-1) < top_p).sum())
         kept &= x >= x[order[min(last, len(x) - 1)]]
     probability = (x / temperature).masked_fill(~kept, -torch.inf).softmax(-1)
-    return kept & (probability >= min_p * probability.max())
+    kept &= probability >= min_p * probability.max()
+    if typical < 1:
+        probability = (x / temperature).masked_fill(~kept, -torch.inf).softmax(-1)
+        away = (x - (probability * x.masked_fill(~kept, 0)).sum()).abs().masked_fill(~kept, torch.inf)
+        last = int((probability[away.argsort()].cumsum(-1) < typical).sum())
+        kept &= away <= away.sort().values[min(last, len(x) - 1)]
+    return kept
 
 
 def oracle(logits, how):
     """The token of each row, by float64 scores over the kept entries."""
     tokens = []
     noise = gumbel(how.seed, how.step, logits.shape[-1], torch.float64)
-    for row, drawn, temperature, top_k, top_p, min_p in zip(logits, noise, *(field.tolist() for field in how[:4]), strict=True):
+    for row, drawn, temperature, *filters in zip(logits, noise, *(field.tolist() for field in (*how[:4], how.typical)), strict=True):
         if temperature == 0:
             tokens.append(row.argmax())
             continue
-        kept = kept_by_sorting(row, temperature, top_k, top_p, min_p)
+        kept = kept_by_sorting(row, temperature, *filters)
         tokens.append((row.double() / temperature + drawn).masked_fill(~kept, -torch.inf).argmax())
     return torch.stack(tokens)
 
@@ -72,7 +80,7 @@ def oracle(logits, how):
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_against_float64(problem, kernel, device):
     logits = (3 * torch.randn(problem.rows, problem.width, device=device)).to(problem.dtype)
-    how = settings(SETTINGS, device, seed=[3**39 - i for i in range(12)], step=[7 * i - 40 for i in range(12)])
+    how = settings(SETTINGS, device, seed=[3**39 - i for i in range(14)], step=[7 * i - 40 for i in range(14)])
     tokens = sample(logits, how, kernel=kernel)
     assert tokens.dtype == torch.int64
     assert tokens.tolist() == oracle(logits, how).tolist()
@@ -112,6 +120,26 @@ def test_neighbouring_floats_are_told_apart(how, around, dtype, kernel, device):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("how", [(1.0, 0, 0.5, 0.0), (1.0, 5, 1.0, 0.0)], ids=str)
+def test_sets_of_entries_far_apart_end_where_they_should(how, kernel, device):
+    """Each is the largest of its group, which is how a kernel knows what not to read."""
+    logits = torch.full((1000,), -20.0, device=device)
+    logits[::32] = torch.randn(32, device=device)
+    check_the_end_of_the_set(logits, how, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_flat_distributions(kernel, device):
+    """Kept are thousands: of a token drawn from all entries it is checked whether it is kept. Some are, some are not, and some are not twice."""
+    hows = [(1.0, 0, 0.4, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 0.9, 0.08)] * 3
+    logits = torch.randn(9, 5000, device=device).to(BF16)
+    how = settings(hows, device, seed=range(9))
+    tokens = sample(logits, how, kernel=kernel)
+    assert tokens.tolist() == oracle(logits, how).tolist()
+    assert (tokens != sample(logits, how._replace(top_k=0 * how.top_k, top_p=0 * how.top_p + 1, min_p=0 * how.min_p), kernel=kernel)).sum() > 2
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_ties_with_the_last_kept_are_kept(kernel, device):
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0, 0.0], device=device).log().to(BF16).expand(16, -1)
     for how in ((1.0, 2, 1.0, 0.0), (1.0, 0, 0.5, 0.0), (1.0, 0, 1.0, 0.4)):
@@ -145,8 +173,8 @@ def test_draws_follow_the_distribution(how, stream, kernel, device):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_same_seed_and_step_same_token_whatever_the_neighbours(kernel, device):
-    logits = torch.randn(12, 1000, device=device).to(BF16)
-    how = settings(SETTINGS, device, seed=range(12), step=5)
+    logits = torch.randn(14, 1000, device=device).to(BF16)
+    how = settings(SETTINGS, device, seed=range(14), step=5)
     tokens = sample(logits, how, kernel=kernel)
     order = torch.tensor([7, 3, 11, 1], device=device)
     assert torch.equal(sample(logits, how, kernel=kernel), tokens)
@@ -165,10 +193,10 @@ def test_high_halves_of_seed_and_step_matter(kernel, device):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_strided_logits_and_settings(kernel, device):
-    logits = torch.randn(12, 100, device=device).to(BF16)
-    how = settings(SETTINGS, device, seed=range(12))
+    logits = torch.randn(14, 100, device=device).to(BF16)
+    how = settings(SETTINGS, device, seed=range(14))
     tokens = sample(logits, how, kernel=kernel)
-    padded = torch.full((12, 128), torch.inf, dtype=BF16, device=device)
+    padded = torch.full((14, 128), torch.inf, dtype=BF16, device=device)
     padded[:, :100] = logits
     assert torch.equal(sample(padded[:, :100], how, kernel=kernel), tokens)
     assert torch.equal(sample(logits.T.contiguous().T, Sampling(*(field.repeat_interleave(2)[::2] for field in how)), kernel=kernel), tokens)
@@ -177,10 +205,55 @@ def test_strided_logits_and_settings(kernel, device):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_forbidden_entries_are_never_drawn(kernel, device):
-    logits = torch.full((12, 1000), -torch.inf, device=device)
+    logits = torch.full((14, 1000), -torch.inf, device=device)
     logits[:, 500:503] = torch.tensor([0.0, -20.0, -80.0], device=device)
-    tokens = sample(logits, settings([(max(t, 50.0), k, p, 0.0) for t, k, p, _ in SETTINGS], device, seed=range(12)), kernel=kernel)
+    tokens = sample(logits, settings([(max(t, 50.0), k, p, 0.0) for t, k, p, *_ in SETTINGS], device, seed=range(14)), kernel=kernel)
     assert ((tokens >= 500) & (tokens < 503)).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_not_finite(kernel, device):
+    """NaN counts as -inf, a row without any other entry gives token 0, and of infinite logits the first is taken."""
+    logits = torch.full((3, 70), torch.nan, device=device)
+    logits[1, 9], logits[1, 33] = 1.0, -torch.inf
+    logits[2] = 1.0
+    logits[2, [40, 41]] = torch.inf
+    for how in ((0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 5, 0.9, 0.1), (1.0, 0, 0.5, 0.0, 0.5)):
+        assert sample(logits, settings([how] * 3, device, seed=range(3)), kernel=kernel).tolist() == [0, 9, 40]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("how", [(1.0, 0, 1.0, 0.0, 0.4), (0.7, 30, 0.95, 0.0, 0.4)], ids=str)
+def test_typical_sets_end_where_they_should(how, kernel, device):
+    """Seeds under which the least or the largest kept entry wins, and under which one that is not kept would have."""
+    logits = torch.randn(63, device=device)
+    logits[17] = 3
+    kept = kept_by_sorting(logits, *how)
+    assert not kept[logits.argmax()]  # the likeliest token is not typical
+    noise = gumbel(torch.arange(4000, device=device), torch.zeros(4000, dtype=torch.int64, device=device), 63)
+    scores = logits / how[0] + noise
+    best, free = scores.masked_fill(~kept, -torch.inf).argmax(-1), scores.argmax(-1)
+    ends = logits.masked_fill(~kept, torch.inf).argmin(), logits.masked_fill(~kept, -torch.inf).argmax()
+    seeds = torch.cat([*((best == end).nonzero().flatten()[:2] for end in ends), (best != free).nonzero().flatten()[:4]]).tolist()
+    assert len(seeds) == 8
+    assert sample(logits.expand(len(seeds), -1), settings([how] * len(seeds), device, seed=seeds), kernel=kernel).tolist() == best[seeds].tolist()
+
+
+def test_log_probabilities_of_the_same_call(device):
+    logits = torch.randn(14, 100, device=device)
+    how = settings(SETTINGS, device, seed=range(14))
+    tokens, found = sample(logits, how, logprobs=3)
+    assert torch.equal(tokens, sample(logits, how))
+    assert torch.equal(found.chosen, log_probs(logits, tokens).chosen) and found.ids.shape == found.top.shape == (14, 3)
+
+
+def test_errors():
+    how = settings(SETTINGS, "cpu")
+    with pytest.raises(ValueError, match=r"^sample: how.step is \[3\]; give \[14\], one value a row"):
+        sample(torch.zeros(14, 9), how._replace(step=how.step[:3]))
+    for shape in ((14, 0), (14,)):
+        with pytest.raises(ValueError, match=r"^sample: logits are \[14(, 0)?\]; give \[rows, vocab\], vocab at least 1"):
+            sample(torch.zeros(shape), how)
 
 
 def test_philox_is_philox4x32_10():
@@ -204,11 +277,11 @@ def test_noise_is_gumbels():
 
 @pytest.mark.parametrize("kernel", [LARGE])
 @pytest.mark.parametrize(
-    "problem", [Rows("sample", rows, vocab, dtype) for rows, vocab in ((48, 49152), (48, 152064), (24, 1 << 20)) for dtype in (BF16, FP32)], ids=str
+    "problem", [Rows("sample", rows, vocab, dtype) for rows, vocab in ((56, 49152), (56, 152064), (28, 1 << 20)) for dtype in (BF16, FP32)], ids=str
 )
 def test_large(problem, kernel, device):
     logits = (3 * torch.randn(problem.rows, problem.width, device=device)).to(problem.dtype)
-    how = settings(SETTINGS * (problem.rows // 12), device, seed=range(problem.rows), step=1)
+    how = settings(SETTINGS * (problem.rows // 14), device, seed=range(problem.rows), step=1)
     assert sample(logits, how, kernel=kernel).tolist() == oracle(logits, how).tolist()
 
 
@@ -222,8 +295,8 @@ def test_rows_past_two_billion_entries(kernel, device):
 @pytest.mark.parametrize("kernel", [LARGE])
 def test_replayed_in_a_cuda_graph(kernel, device):
     """One capture serves any settings: what a row asks for is read on the GPU."""
-    logits = torch.randn(12, 32000, device=device)
-    plain, all_kinds = settings([(0.0, 0, 1.0, 0.0)] * 12, device), settings(SETTINGS, device, seed=range(12), step=9)
+    logits = torch.randn(14, 32000, device=device)
+    plain, all_kinds = settings([(0.0, 0, 1.0, 0.0)] * 14, device), settings(SETTINGS, device, seed=range(14), step=9)
     expected = sample(logits, all_kinds, kernel=kernel)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

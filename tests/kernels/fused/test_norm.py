@@ -8,7 +8,7 @@ from judge import assert_as_good_as_torch, poisoned
 from onchip.core.device import gpu
 from onchip.core.problem import Rows
 from onchip.kernels.fused import RMS_NORM
-from onchip.ops.fused import NORMS, rms_norm
+from onchip.ops.norm import NORMS, rms_norm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in RMS_NORM.kernels]

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from onchip.ops.fused import gated_act
+from onchip.ops.activation import gated_act
 
 
 def silu_and_mul(input: Tensor, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:

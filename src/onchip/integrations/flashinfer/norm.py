@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from onchip.ops.fused import rms_norm
+from onchip.ops.norm import rms_norm
 
 
 def rmsnorm(input: Tensor, weight: Tensor, eps: float = 1e-6, out: Tensor | None = None, enable_pdl: bool | None = None) -> Tensor:

@@ -4,11 +4,25 @@ import torch
 
 from onchip.core.formats import FORMATS, Format
 from onchip.core.kernel import Kernel, Op
-from onchip.core.problem import Cost, Rope, Rows
+from onchip.core.norms import CODES
+from onchip.core.problem import Cost, Groups, Rope, Rows
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
-KV = ("", *map(str, FORMATS))
+
+
+def _op(name: str, entry: str, cost, oracle: str, accepts: dict | None = None, also: tuple = ()) -> Op:
+    """A Triton kernel, `entry` being "file:function", and plain torch of the same name in `oracle` under it."""
+    kernel = Kernel(f"triton_{entry.partition(':')[0]}", f"onchip.kernels.fused.{entry}", GPUS, {"dtype": FLOATS, **(accepts or {})}, also)
+    return Op(name, cost, (kernel, Kernel("reference", f"onchip.kernels.fused.{oracle}:{name}", portable=True)))
+
+
+def _passes(read: int, written: int, flops: int = 8):
+    """Tensors of rows x width, read and written."""
+    return lambda p: Cost(flops * p.rows * p.width, (read + written) * p.rows * p.width * p.dtype.itemsize)
+
+
+# ---- norms
 
 
 def _rms_norm(p: Rows) -> Cost:
@@ -17,9 +31,62 @@ def _rms_norm(p: Rows) -> Cost:
     return Cost(4 * p.rows * p.width, (passes * p.rows + 1) * p.width * p.dtype.itemsize)
 
 
-def _gated_act(p: Rows) -> Cost:
-    """Gate and up are read, their product written; `width` is the output's."""
-    return Cost(8 * p.rows * p.width, 3 * p.rows * p.width * p.dtype.itemsize)
+def _stream(words: list[str], p: Rows) -> int:
+    """Bytes of a number of the residual stream."""
+    return 4 if "residual:fp32" in words else p.dtype.itemsize
+
+
+def _norm(p: Rows) -> Cost:
+    """x read, y or its codes written; the stream read and written; what each row has one of is read. About eight flops an element."""
+    words, size = p.variant.split(), p.dtype.itemsize
+    y = 1 if any(name in words for name in CODES) else size
+    stream = 2 * _stream(words, p) * any(word.startswith("residual") for word in words)
+    each = size * sum(word.endswith(":row") or word == "silu" for word in words)
+    shared = size * p.width * sum(word in ("weight", "bias", "scale", "shift", "gate") for word in words)
+    return Cost(8 * p.rows * p.width, p.rows * p.width * (size + y + stream + each) + shared)
+
+
+def _norm_backward(p: Rows) -> Cost:
+    """dy, z and what each row has one of are read, each gradient written. About sixteen flops an element."""
+    said, _, wanted = p.variant.partition(" -> ")
+    words, wanted, size = said.split(), wanted.split(), p.dtype.itemsize
+    rows = [word.removesuffix(":row") for word in words if word.endswith(":row") or word == "silu"]
+    z = _stream(words, p) if "inverse" not in words else size
+    branch = size * ("gate" in wanted or "row_scale" in wanted)
+    added = _stream(words, p) * ("d_total" in words)
+    grads = size * ("x" in wanted) + _stream(words, p) * ("residual" in wanted) + size * sum(name in wanted for name in rows)
+    shared = size * p.width * sum(name in wanted and name not in rows for name in ("weight", "bias", "gate", "scale", "shift"))
+    return Cost(16 * p.rows * p.width, p.rows * p.width * (size + z + branch + added + size * len(rows) + grads) + shared)
+
+
+def _codes_in_registers(p: Rows) -> str | None:
+    coded = any(name in p.variant.split() for name in CODES)
+    return f"codes of rows of {p.width * p.dtype.itemsize} bytes, of at most {WIDEST_CODES}" if coded and p.width * p.dtype.itemsize > WIDEST_CODES else None
+
+
+def _group_norm(p: Groups) -> Cost:
+    """x read and y written."""
+    size = p.batch * p.channels * p.pixels
+    return Cost(10 * size, 2 * size * p.dtype.itemsize)
+
+
+def _group_norm_backward(p: Groups) -> Cost:
+    """dy and x read, dx written."""
+    size = p.batch * p.channels * p.pixels
+    return Cost(20 * size, 3 * size * p.dtype.itemsize)
+
+
+WIDEST_CODES = 1 << 16  # bytes of a row: `norm.WIDEST`
+WIDTHS = {"width": range(1, (1 << 30) + 1)}
+
+RMS_NORM = _op("rms_norm", "norm:launch", _rms_norm, "reference", WIDTHS)
+NORM = _op("norm", "norm:launch_norm", _norm, "reference_norm", WIDTHS, (_codes_in_registers,))
+NORM_BACKWARD = _op("norm_backward", "norm_backward:launch", _norm_backward, "reference_norm", WIDTHS)
+GROUP_NORM = _op("group_norm", "group_norm:launch", _group_norm, "reference_norm")
+GROUP_NORM_BACKWARD = _op("group_norm_backward", "group_norm_backward:launch", _group_norm_backward, "reference_norm")
+
+
+# ---- rotation and activations
 
 
 def _rope_append(p: Rope) -> Cost:
@@ -37,26 +104,109 @@ def _group_in_a_half(p: Rope) -> str | None:
     )
 
 
-def _sample(p: Rows) -> Cost:
-    """The logits are read once."""
-    return Cost(4 * p.rows * p.width, p.rows * p.width * p.dtype.itemsize)
+def _rotary(p: Rope) -> Cost:
+    """q and k read and written; the table is read once a token."""
+    heads = p.tokens * (p.heads + p.kv_heads)
+    return Cost(6 * heads * p.rotary_dim / 2, 2 * heads * p.dim * p.dtype.itemsize + 4 * p.tokens * p.rotary_dim)
 
 
-def _family(op: str, file: str, accepts: dict, cost, also: tuple = ()) -> Op:
-    """A Triton kernel, and plain torch under it."""
-    return Op(
-        op,
-        cost,
-        (
-            Kernel(f"triton_{file}", f"onchip.kernels.fused.{file}:launch", GPUS, {"dtype": FLOATS, **accepts}, also),
-            Kernel("reference", f"onchip.kernels.fused.reference:{op}", portable=True),
-        ),
-    )
+KV = ("", *map(str, FORMATS))
+ROTATED = {"dim": range(2, 513), "layout": ("neox", "interleaved")}
+ACTS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "mish")
+BIAS = ("", " bias")
+PLAIN = {"variant": tuple(act + bias for act in ACTS for bias in BIAS)}
+GATED = {"variant": tuple(act + layout + bias for act in (*ACTS, "clipped") for layout in ("", " interleaved") for bias in BIAS)}
+
+ROPE_APPEND = _op("rope_append", "rope:launch", _rope_append, "reference", {**ROTATED, "kv": KV}, (_group_in_a_half,))
+ROTARY = _op("rotary", "rope:launch_rotary", _rotary, "reference_rows", ROTATED)
+ROTARY_BACKWARD = _op("rotary_backward", "rope:launch_rotary_backward", _rotary, "reference_rows", ROTATED)
+GATED_ACT = _op("gated_act", "mlp:launch", _passes(2, 1), "reference_rows", GATED)  # `width` is the output's
+GATED_ACT_BACKWARD = _op("gated_act_backward", "mlp:launch_backward", _passes(3, 2, 20), "reference_rows", GATED)
+ACTIVATE = _op("activate", "mlp:launch", _passes(1, 1), "reference_rows", PLAIN)
+ACTIVATE_BACKWARD = _op("activate_backward", "mlp:launch_backward", _passes(2, 1, 16), "reference_rows", PLAIN)
 
 
-RMS_NORM = _family("rms_norm", "norm", {"width": range(1, (1 << 16) + 1)}, _rms_norm)
-GATED_ACT = _family("gated_act", "mlp", {"variant": ("silu", "gelu", "gelu_tanh")}, _gated_act)
-ROPE_APPEND = _family("rope_append", "rope", {"dim": range(2, 513), "layout": ("neox", "interleaved"), "kv": KV}, _rope_append, (_group_in_a_half,))
-SAMPLE = _family("sample", "logits", {"width": range(1, (1 << 20) + 1)}, _sample)
+# ---- softmax and losses over a vocabulary
 
-OPS = (RMS_NORM, GATED_ACT, ROPE_APPEND, SAMPLE)
+SOFTMAX = _op("softmax", "softmax:launch", _passes(1, 1, 5), "reference_losses")
+SOFTMAX_BACKWARD = _op("softmax_backward", "softmax:launch_backward", _passes(2, 1, 5), "reference_losses")
+DIVERGENCE = _op("divergence", "divergence:launch", _passes(2, 0, 12), "reference_losses")
+DIVERGENCE_BACKWARD = _op("divergence_backward", "divergence:launch_backward", _passes(2, 1, 10), "reference_losses")
+CROSS_ENTROPY = _op("cross_entropy", "cross_entropy:launch", _passes(1, 0, 4), "reference_losses")
+CROSS_ENTROPY_BACKWARD = _op("cross_entropy_backward", "cross_entropy:launch_backward", _passes(1, 1, 4), "reference_losses")
+CROSS_ENTROPY_IN_PLACE = _op("cross_entropy_in_place", "cross_entropy:launch_in_place", _passes(1, 1, 8), "reference_losses")
+SCALE = _op("scale", "cross_entropy:launch_scale", _passes(1, 1, 1), "reference_losses")
+
+
+# ---- from logits to tokens
+
+
+def _adjust(p: Rows) -> Cost:
+    """Logits read and written; counts of 4 bytes, and a bit of the mask, for each."""
+    parts = p.variant.split()
+    bits = 16 * p.dtype.itemsize + 32 * ("penalties" in parts) + 32 * ("prompt" in parts) + ("mask" in parts)
+    return Cost(6 * p.rows * p.width, p.rows * p.width * bits / 8)
+
+
+def _verify(p: Rows) -> Cost:
+    """Beside what sampling at each place reads: the place where the draft ends, logits and probabilities, or tokens alone."""
+    drawn = "probabilities" in p.variant
+    places = int(p.variant.split()[2])
+    return Cost(8 * p.rows * (p.width if drawn else places), p.rows * (p.width * (p.dtype.itemsize + 4) if drawn else 20 * places))
+
+
+VOCABULARY = {"width": range(1, (1 << 20) + 1)}
+
+SAMPLE = _op("sample", "logits:launch", _passes(1, 0, 4), "reference_sampling", VOCABULARY)
+LOG_PROBS = _op("log_probs", "logprobs:launch", _passes(1, 0, 4), "reference_sampling", VOCABULARY)
+ADJUST_LOGITS = _op("adjust_logits", "penalties:launch", _adjust, "reference_sampling", VOCABULARY)
+VERIFY = _op("verify", "verify:launch", _verify, "reference_sampling", VOCABULARY)
+
+
+# ---- what is used beside a model
+
+
+def _embedding_backward(p: Rows) -> Cost:
+    """The gradient of the output read; that of the weights cleared and written."""
+    return Cost(p.rows * p.width, (p.rows + int(p.variant.removeprefix("of "))) * p.width * p.dtype.itemsize)
+
+
+def _dropout_add(p: Rows) -> Cost:
+    """A tenth of a call of Philox an element, about 30 integer operations."""
+    return Cost(30 * p.rows * p.width, (2 + (p.variant == "residual")) * p.rows * p.width * p.dtype.itemsize)
+
+
+def _hadamard(p: Rows) -> Cost:
+    """An addition an element and step."""
+    return Cost(p.rows * p.width * max(1, p.width.bit_length() - 1), 2 * p.rows * p.width * p.dtype.itemsize)
+
+
+def _adamw(p: Rows) -> Cost:
+    """p and the moments read and written, g read; `width` is the elements of all tensors, `rows` their number."""
+    moments = 2 if p.variant.startswith(("bf16", "fp16")) else 4
+    return Cost(16 * p.width, p.width * (3 * p.dtype.itemsize + 4 * moments))
+
+
+def _denoise(p: Rows) -> Cost:
+    """The sample and the model's output (guided: two of them) read, the next sample written; the data predicted, where a step looks back, read and written."""
+    words = p.variant.split()
+    passes = 3 + ("guided" in words) + 2 * ("second" in words) + ("scaled" in words)
+    return Cost((60 if "noisy" in words else 10) * p.rows * p.width, passes * p.rows * p.width * p.dtype.itemsize)
+
+
+EMBEDDING = _op("embedding", "embedding:launch", _passes(1, 1, 0), "reference_rows")
+EMBEDDING_BACKWARD = _op("embedding_backward", "embedding:launch_backward", _embedding_backward, "reference_rows")
+DROPOUT_ADD = _op("dropout_add", "dropout:launch", _dropout_add, "reference_rows", {"variant": ("", "residual")})
+HADAMARD = _op("hadamard", "hadamard:launch", _hadamard, "reference_rows", {"width": tuple(1 << i for i in range(16))})
+ADAMW = _op("adamw", "adamw:launch", _adamw, "reference_steps", {"variant": ("fp32 moments", "bf16 moments", "fp16 moments")})
+GRAD_NORM = _op("grad_norm", "adamw:launch_norm", lambda p: Cost(2 * p.width, p.width * p.dtype.itemsize), "reference_steps")
+DENOISE = _op("denoise", "denoise:launch", _denoise, "reference_steps")
+
+
+OPS = (
+    *(RMS_NORM, NORM, NORM_BACKWARD, GROUP_NORM, GROUP_NORM_BACKWARD),
+    *(ROPE_APPEND, ROTARY, ROTARY_BACKWARD, GATED_ACT, GATED_ACT_BACKWARD, ACTIVATE, ACTIVATE_BACKWARD),
+    *(SOFTMAX, SOFTMAX_BACKWARD, DIVERGENCE, DIVERGENCE_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE),
+    *(SAMPLE, LOG_PROBS, ADJUST_LOGITS, VERIFY),
+    *(EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD, ADAMW, GRAD_NORM, DENOISE),
+)

@@ -4,22 +4,41 @@
 
 Top-k, top-p and min-p each keep the entries from some logit up, so together they are one threshold. Those of top-k and
 top-p are found by narrowing an interval of the float's integer image (monotone, so the result is exact), four marks a
-pass over the row: 14 passes at most for float32, 9 for fp16, 7 for bf16. Rows that do not ask for a filter skip its passes.
+pass. Typical sampling keeps an interval of logits around their mean, found by narrowing its half width.
 
-One program a row. It reads the row once from memory, when greedy or without filters; later passes find it in L2.
-The noise is described in `reference.gumbel`, with which it agrees.
+Two launches. The survey (`vocabulary.py`) reads the row once from memory, and is all that greedy rows and rows without
+filters need. Then one program a row chooses the groups of 16 entries that can hold a kept one, narrows over those, and draws.
+Bytes: rows x vocab logits, and 1/16 of them written and read again. Predicted for an H200 (bf16, vocabulary 128,256, top-k 50 with
+top-p and min-p): 64 rows 33.6 MB or 8 us, and 4 to 6 us for the second launch: 16 us; one row 2.5 + 6 us. Of a distribution so flat
+that the maxima prove nothing one program reads the whole row. With top-p alone (0.9 of normal logits) it checks what the survey drew from all
+entries: a token is kept if what is larger weighs less than p, and is then the argmax over the kept ones, too; if it is not, the next one is drawn from
+what is larger. So two passes with probability 1 - p more, where narrowing takes 7 in bf16 and 14 in float32: that is left for k beyond 2,004 and typical alone.
+The noise is described in `reference_sampling.gumbel`, with which it agrees.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from onchip.core.device import Device
 from onchip.core.problem import Rows
-
-BLOCK = 8192  # 16 entries a thread: 32 KiB of float32 in flight, what one multiprocessor needs to keep L2 busy
-WARPS = 16
-MARKS = 4  # as many comparisons as keep up with L2 on one multiprocessor
-CONSTANT_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 that hold nothing
+from onchip.kernels.fused import vocabulary
+from onchip.kernels.fused.vocabulary import (
+    after,
+    bound_of_count,
+    bound_of_mass,
+    entries,
+    gumbel,
+    image,
+    list_groups,
+    listed,
+    marks_of,
+    maxima_of,
+    number,
+    weight,
+)
 
 MOST_NOISE = tl.constexpr(17.0)  # -log(-log(1 - 2^-24)) is 16.64
 
@@ -27,135 +46,210 @@ MOST_NOISE = tl.constexpr(17.0)  # -log(-log(1 - 2^-24)) is 16.64
 
 
 @triton.jit
-def _image(bits):
-    """The bits of a float32 as an integer of the same order, and back again."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _distance(x, middle):
+    return tl.where(x == middle, 0.0, tl.abs(x - middle))
 
 
 @triton.jit
-def _entries(row_ptr, first, vocab, BLOCK: tl.constexpr):
-    """Index and logit of a tile of the row, float32 [1, BLOCK]; -inf past the end."""
-    index = first + tl.arange(0, BLOCK)[None, :]
-    return index, tl.load(row_ptr + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+def _mass(row_ptr, list_ptr, count, vocab, floor, largest, inverse, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Over the listed entries from `floor` up: the weight, and the weighted sum of logits."""
+    mass, moment = tl.zeros([1, TILE // GROUP, GROUP], tl.float32), tl.zeros([1, TILE // GROUP, GROUP], tl.float32)
+    for first in range(0, count, TILE // GROUP):
+        _, index = listed(list_ptr, first, count, vocab, GROUP, TILE)
+        x = entries(row_ptr, index, vocab)
+        w = tl.where((x >= floor) & (index < vocab), weight(x, largest, inverse), 0.0)
+        mass += w
+        moment += tl.where(w > 0, w * tl.where(x >= largest, 0.0, x - largest), 0.0)
+    total = tl.sum(mass)
+    return total, largest + tl.sum(moment) / total
 
 
 @triton.jit
-def _largest(row_ptr, vocab, BLOCK: tl.constexpr):
-    top = tl.full([1, BLOCK], float("-inf"), tl.float32)
-    for first in range(0, vocab, BLOCK):
-        top = tl.maximum(top, _entries(row_ptr, first, vocab, BLOCK)[1])
-    return tl.max(top)
+def _totals(
+    row_ptr, list_ptr, count, vocab, marks, floor, middle, largest, inverse, KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """For each of `marks` [M, 1, 1], of the listed entries: how many reach it, or their weight, or the weight of those from `floor` up as near to `middle`."""
+    total = tl.zeros([marks.shape[0], TILE // GROUP, GROUP], tl.float32)  # exact for counts: a vocabulary has less than 2^24 entries
+    for first in range(0, count, TILE // GROUP):
+        _, index = listed(list_ptr, first, count, vocab, GROUP, TILE)
+        x = entries(row_ptr, index, vocab)
+        w = 1.0 if KIND == "count" else weight(x, largest, inverse)
+        if KIND == "near":
+            w = tl.where(x >= floor, w, 0.0)
+            x = -_distance(x, middle)
+        total += tl.where(x >= marks, w, 0.0)
+    return tl.sum(tl.sum(total, 2, keep_dims=True), 1, keep_dims=True)
 
 
 @triton.jit
-def _totals(row_ptr, vocab, marks, largest, inverse, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """For each of `marks` [M, 1]: how many entries reach it, or their weight exp((x - largest) / temperature)."""
-    total = tl.zeros([marks.shape[0], BLOCK // 4], tl.float32)  # exact for counts: a vocabulary has less than 2^24 entries
-    for first in range(0, vocab, BLOCK):
-        x = _entries(row_ptr, first, vocab, BLOCK)[1]
-        reached = tl.where(x >= marks, tl.exp((x - largest) * inverse) if WEIGHTED else 1.0, 0.0)
-        total += tl.sum(reached.reshape(marks.shape[0], BLOCK // 4, 4), 2)  # within a thread: 16 bytes of float32
-    return tl.sum(total, 1, keep_dims=True)
-
-
-@triton.jit
-def _threshold(row_ptr, vocab, floor, largest, inverse, need, WEIGHTED: tl.constexpr, BITS: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit, not below `floor`, such that the entries from it up number or weigh at least `need`."""
-    low = _image(floor.to(tl.int32, bitcast=True)).to(tl.int64) >> BITS
-    high = _image(largest.to(tl.int32, bitcast=True)).to(tl.int64) >> BITS
+def _threshold(
+    row_ptr, list_ptr, count, vocab, floor, low, high, need, middle, largest, inverse,
+    KIND: tl.constexpr, BITS: tl.constexpr, MARKS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The largest number from `low` to `high` such that the listed entries from it up number or weigh at least `need`; of nearness, minus a distance."""
+    low, high = image(low).to(tl.int64) >> BITS, image(high).to(tl.int64) >> BITS
     while low < high:
-        step = (high - low + 1 + MARKS) // (MARKS + 1)
-        marks = low + step * (1 + tl.arange(0, MARKS)[:, None])  # [MARKS, 1]
-        marks = _image((marks << BITS).to(tl.int32)).to(tl.float32, bitcast=True)
-        enough = tl.sum((_totals(row_ptr, vocab, marks, largest, inverse, WEIGHTED, BLOCK) >= need).to(tl.int64))
+        step, marks = marks_of(low, high, BITS, MARKS)
+        total = _totals(row_ptr, list_ptr, count, vocab, marks, floor, middle, largest, inverse, KIND, GROUP, TILE)
+        enough = tl.sum((total >= need).to(tl.int64))
         high = tl.minimum(high, low + step * (enough + 1) - 1)
         low = tl.minimum(high, low + step * enough)
-    return _image((low << BITS).to(tl.int32)).to(tl.float32, bitcast=True)
+    return number((low << BITS).to(tl.int32))
 
 
 @triton.jit
-def _filter(row_ptr, vocab, top_k, top_p, min_p, temperature, BITS: tl.constexpr, MARKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest logit that top-k, top-p and min-p keep."""
-    largest, inverse = _largest(row_ptr, vocab, BLOCK), tl.div_rn(1.0, temperature)
-    floor = tl.full([], float("-inf"), tl.float32)
-    if (top_k > 0) & (top_k < vocab):
-        floor = _threshold(row_ptr, vocab, floor, largest, inverse, top_k, False, BITS, MARKS, BLOCK)
-    if top_p < 1:
-        mass = tl.sum(_totals(row_ptr, vocab, tl.full([1, 1], floor, tl.float32), largest, inverse, True, BLOCK))
-        floor = _threshold(row_ptr, vocab, floor, largest, inverse, top_p * mass, True, BITS, MARKS, BLOCK)
-    if min_p > 0:
-        floor = tl.maximum(floor, largest + temperature * tl.log(min_p))
-    return floor
-
-
-@triton.jit
-def _gumbel(seed, step, first, BLOCK: tl.constexpr):
-    """The noise of the entries from `first` (a multiple of 4) on, float32 [1, BLOCK]."""
-    counter = first // 4 + tl.arange(0, BLOCK // 4)
-    a, b, c, d = tl.philox(seed, counter, step.to(tl.int32), (step >> 32).to(tl.int32), 0)
-    bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # a0 b0 c0 d0 a1 ...
-    u = ((bits >> 9).to(tl.float32) + 0.5) * 2**-23  # in [2^-24, 1 - 2^-24]
-    return -tl.log(-tl.log(u))[None, :]
-
-
-@triton.jit
-def _argmax(row_ptr, vocab, temperature, floor, seed, step, BLOCK: tl.constexpr):
-    """The first index of the largest x, or of the largest x / temperature + noise among the entries from `floor` up."""
-    inverse = tl.div_rn(1.0, tl.where(temperature > 0, temperature, 1.0))
-    best, token = tl.full([1, BLOCK], float("-inf"), tl.float32), tl.zeros([1, BLOCK], tl.int32)
-    for first in range(0, vocab, BLOCK):
-        index, score = _entries(row_ptr, first, vocab, BLOCK)
-        if temperature > 0:
-            score = tl.where(score >= floor, score * inverse, float("-inf"))
-            if tl.max(score) + MOST_NOISE > tl.max(best):  # Philox costs ten times the read: not where it cannot matter
-                score += _gumbel(seed, step, first, BLOCK)
+def _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """The first index of the largest x / temperature + noise among the listed entries that are kept."""
+    inverse = tl.div_rn(1.0, temperature)
+    best, token = tl.full([1, TILE // GROUP, GROUP], float("-inf"), tl.float32), tl.full([1, TILE // GROUP, GROUP], 1 << 30, tl.int32)
+    for first in range(0, count, TILE // GROUP):
+        group, index = listed(list_ptr, first, count, vocab, GROUP, TILE)
+        x = entries(row_ptr, index, vocab)
+        score = tl.where((x >= floor) & (_distance(x, middle) <= reach), x * inverse, float("-inf"))
+        if tl.max(score) + MOST_NOISE > tl.max(best):  # Philox costs ten times the read: not where it cannot matter
+            score += gumbel(seed, step, group * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, None, :], 0)
         better = score > best
         best, token = tl.where(better, score, best), tl.where(better, index, token)
-    return tl.min(tl.where(best == tl.max(best), token, vocab))
+    token = tl.min(tl.where(best == tl.max(best), token, 1 << 30))
+    return tl.where(token < vocab, token, 0)  # nothing but -inf
 
 
 @triton.jit
-def _sample(
+def _first(slices_ptr, row, slices, SLICES: tl.constexpr):
+    """The token that the survey drew."""
+    part = tl.arange(0, SLICES)
+    slice_ptr, there = slices_ptr + (row * slices + part) * 4, part < slices
+    best = tl.load(slice_ptr + 2, mask=there, other=float("-inf"))
+    return tl.min(tl.load(slice_ptr + 3, mask=there & (best == tl.max(best)), other=1 << 30)).to(tl.int32)
+
+
+@triton.jit
+def _draw(
     logits_ptr,
+    maxima_ptr,
+    slices_ptr,
+    list_ptr,
     tokens_ptr,
+    limits_ptr,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    typical_ptr,
     seed_ptr,
     step_ptr,
     row_stride,
     vocab,
+    slices,
+    groups,
     BITS: tl.constexpr,
     MARKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    SLICES: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * row_stride
-    temperature, seed, step = tl.load(temperature_ptr + row), tl.load(seed_ptr + row), tl.load(step_ptr + row)
-    top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    floor = tl.full([], float("-inf"), tl.float32)
-    if (temperature > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0)):
-        floor = _filter(row_ptr, vocab, top_k, top_p, min_p, temperature, BITS, MARKS, BLOCK)
-    token = _argmax(row_ptr, vocab, temperature, floor, seed, step, BLOCK)
+    row_ptr, list_ptr = logits_ptr + row * row_stride, list_ptr + row * groups
+    temperature, top_k, top_p, min_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
+    typical = tl.load(typical_ptr + row) if typical_ptr is not None else tl.full([], 1.0, tl.float32)
+    hot = temperature > 0
+    part = tl.arange(0, SLICES)
+    slice_ptr, there = slices_ptr + (row * slices + part) * 4, part < slices
+    tops = tl.load(slice_ptr, mask=there, other=float("-inf"))
+    largest = tl.max(tops)
+    inverse = tl.div_rn(1.0, tl.where(hot, temperature, 1.0))
+    mass = tl.sum(tl.where(there, tl.load(slice_ptr + 1, mask=there, other=0.0) * weight(tops, largest, inverse), 0.0))  # of no use to a greedy row
+    floor, middle, reach = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)
+    by_count = (top_k > 0) & (top_k < vocab)
+    if hot & (by_count | (top_p < 1) | (min_p > 0) | (typical < 1)):
+        maxima = maxima_of(maxima_ptr, row, groups, GROUPS)
+        least = tl.where(min_p > 0, largest + temperature * tl.log(min_p), float("-inf"))
+        bound = tl.full([], float("-inf"), tl.float32)
+        if by_count:  # before min-p: top-p is of what top-k keeps
+            bound = bound_of_count(maxima, top_k, BITS, MARKS)
+        elif top_p < 1:
+            bound = tl.maximum(least, bound_of_mass(maxima, largest, inverse, top_p * mass, BITS, MARKS))
+        else:
+            bound = least
+        count = list_groups(list_ptr, maxima, bound, groups)
+        seed, step = tl.load(seed_ptr + row), tl.load(step_ptr + row)
+        flat = (top_p < 1) & (typical >= 1) & (count > TILE // GROUP) & (limits_ptr is None)
+        if flat & (by_count == 0):  # most of what is drawn is kept: draw from all, and from what is larger if it is not
+            token = _first(slices_ptr, row, slices, SLICES)
+            drawn = tl.load(row_ptr + token).to(tl.float32)
+            drawn = tl.where(drawn == drawn, drawn, float("-inf"))
+            above = _kept(row_ptr, list_ptr, count, vocab, after(drawn), middle, reach, largest, inverse, GROUP, TILE)
+            while (drawn < largest) & ((drawn < least) | (above >= top_p * mass)):
+                floor = tl.minimum(tl.maximum(after(drawn), least), largest)  # ends, whatever top-p and min-p are
+                token = _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP, TILE)
+                drawn = tl.load(row_ptr + token).to(tl.float32)
+                above = _kept(row_ptr, list_ptr, count, vocab, after(drawn), middle, reach, largest, inverse, GROUP, TILE)
+        else:
+            if by_count:
+                floor = _threshold(row_ptr, list_ptr, count, vocab, floor, bound, largest, top_k, middle, largest, inverse, "count", BITS, MARKS, GROUP, TILE)
+                if top_p < 1:
+                    mass, _ = _mass(row_ptr, list_ptr, count, vocab, floor, largest, inverse, GROUP, TILE)
+                    bound = floor
+            if top_p < 1:
+                need = top_p * mass
+                floor = _threshold(row_ptr, list_ptr, count, vocab, floor, bound, largest, need, middle, largest, inverse, "weight", BITS, MARKS, GROUP, TILE)
+            floor = tl.maximum(floor, least)
+            if typical < 1:
+                mass, middle = _mass(row_ptr, list_ptr, count, vocab, floor, largest, inverse, GROUP, TILE)
+                most = -tl.maximum(_distance(largest, middle), _distance(tl.maximum(floor, -3e38), middle))
+                need, nearest = typical * mass, tl.full([], 0.0, tl.float32)
+                reach = -_threshold(row_ptr, list_ptr, count, vocab, floor, most, nearest, need, middle, largest, inverse, "near", 0, MARKS, GROUP, TILE)
+            token = _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP, TILE)
+        if limits_ptr is not None:
+            mass = _kept(row_ptr, list_ptr, count, vocab, floor, middle, reach, largest, inverse, GROUP, TILE)
+    else:
+        token = _first(slices_ptr, row, slices, SLICES)
     tl.store(tokens_ptr + row, token.to(tl.int64))
+    if limits_ptr is not None:
+        tl.store(limits_ptr + row * 4, floor)
+        tl.store(limits_ptr + row * 4 + 1, middle)
+        tl.store(limits_ptr + row * 4 + 2, reach)
+        tl.store(limits_ptr + row * 4 + 3, largest * inverse + tl.log(mass))
+
+
+@triton.jit
+def _kept(row_ptr, list_ptr, count, vocab, floor, middle, reach, largest, inverse, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """The weight of the kept entries."""
+    mass = tl.zeros([1, TILE // GROUP, GROUP], tl.float32)
+    for first in range(0, count, TILE // GROUP):
+        _, index = listed(list_ptr, first, count, vocab, GROUP, TILE)
+        x = entries(row_ptr, index, vocab)
+        mass += tl.where((x >= floor) & (_distance(x, middle) <= reach) & (index < vocab), weight(x, largest, inverse), 0.0)
+    return tl.sum(mass)
 
 
 # ---- host
 
 
-def launch(problem: Rows, config: None, logits: torch.Tensor, how) -> torch.Tensor:  # logits: [rows, vocab]; how: Sampling
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    tokens = torch.empty(problem.rows, dtype=torch.int64, device=logits.device)
-    _sample[(problem.rows,)](
-        logits,
-        tokens,
-        *(field.contiguous() for field in how),
-        logits.stride(0),
-        problem.width,
-        BITS=CONSTANT_BITS[problem.dtype],
-        MARKS=MARKS,
-        BLOCK=BLOCK,
-        num_warps=WARPS,
-    )
-    return tokens
+class Tiles(NamedTuple):
+    """How many warps the program of a row has."""
+
+    warps: int
+
+    def __str__(self):
+        return f"{vocabulary.SLICE} entries a program, then {self.warps} warps a row"
+
+
+def configs(problem: Rows, device: Device) -> list[Tiles]:
+    """16 warps keep L2 busy; of 64 lanes they would spill 148 bytes (gfx942)."""
+    return [Tiles(8 if device.kind == "hip" else 16)]
+
+
+def launch(problem: Rows, config: Tiles, logits: torch.Tensor, how):  # logits: [rows, vocab]; how: Sampling
+    """Tokens int64 [rows]; of the variant "limits" also what is kept, float32 [rows, 4]: see `reference_sampling.sample`."""
+    rows, vocab, device = problem.rows, problem.width, logits.device
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    limits = torch.empty(rows, 4, dtype=torch.float32, device=device) if problem.variant == "limits" else None
+    if rows:
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        how = vocabulary.in_order(how)
+        maxima, slices, groups, tiles = vocabulary.survey(logits, how)
+        sizes = (logits.stride(0), vocab, slices.shape[1], maxima.shape[1])
+        _draw[(rows,)](logits, maxima, slices, groups, tokens, limits, *how, *sizes, **tiles, num_warps=config.warps)
+    return tokens if limits is None else (tokens, limits)

@@ -1,6 +1,11 @@
-"""Gated activation: y = act(gate) * up, gate and up side by side in x.
+"""Activations: y = act(x), or act(gate) * up of gates and ups in one row, a bias added first; and their gradients.
 
-A program takes a piece of one row: it reads two pieces of x and writes one of y, so traffic is the floor, 3 rows width.
+    gate' = gate + b,  up' = up + c          y = act(gate') up'
+    d gate = dy up' act'(gate')              d up = dy act(gate')           d bias = the sum of these over rows
+
+A program takes a piece of one row, forward: it reads two pieces of x (of a gated activation) and writes one of y, so traffic is the floor,
+3 rows width. Backward it reads x and dy and writes dx, 5 rows width; nothing of the forward pass is kept. With a bias a program takes a piece of
+many rows and leaves one partial sum, so that sums have one order; the partial sums are added up after it.
 """
 
 from typing import NamedTuple
@@ -11,43 +16,109 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Rows
+from onchip.kernels.curves import activated, slope
 
 BLOCKS = (2048, 1024, 512)
 THREAD = 16  # elements of y a thread: two 16-byte loads of bf16 for each of gate and up
+SUMMED = 8  # programs a multiprocessor that share the rows of a bias's gradient: enough loads in flight, few partial sums
 
 
 class Tiles(NamedTuple):
-    """How much of a row a program takes."""
+    """How much of a row a program takes, and of how many rows."""
 
     block: int
     warps: int
+    rows: int = 1
 
     def __str__(self):
-        return f"tiles of {self.block}, {self.warps} warps"
+        return f"tiles of {self.block}, {self.warps} warps" + f", {self.rows} rows a program" * (self.rows > 1)
 
 
 # ---- device
 
 
 @triton.jit
-def _act(x, ACT: tl.constexpr):
-    """silu, or gelu exact or by tanh, of float32 x."""
-    if ACT == "gelu":
-        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    # (1 + tanh(u)) / 2 is sigmoid(2 u); here 2 sqrt(2 / pi)
-    z = x if ACT == "silu" else 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    return tl.math.div_rn(x, 1 + tl.exp(-z))  # the plain quotient may be two ulps off
+def _load(ptr, first, width, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    """Gates and ups of a piece of the row at `ptr`, float32 [BLOCK]; of a plain activation the numbers themselves, twice."""
+    col = first + tl.arange(0, BLOCK)
+    if FORM == "interleaved":  # one load of neighbours, taken apart in registers
+        both = 2 * first + tl.arange(0, 2 * BLOCK)
+        x = tl.load(ptr + both, mask=both < 2 * width, other=0.0).to(tl.float32)
+        return tl.split(x.reshape(BLOCK, 2))
+    gate = tl.load(ptr + col, mask=col < width, other=0.0).to(tl.float32)
+    if FORM == "plain":
+        return gate, gate
+    return gate, tl.load(ptr + width + col, mask=col < width, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _gated_act(x_ptr, y_ptr, width, x_stride, ACT: tl.constexpr, BLOCK: tl.constexpr):
+def _store(ptr, gate, up, first, width, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    """The reverse of `_load`."""
+    col = first + tl.arange(0, BLOCK)
+    if FORM == "interleaved":
+        both = 2 * first + tl.arange(0, 2 * BLOCK)
+        tl.store(ptr + both, tl.join(gate, up).reshape(2 * BLOCK).to(ptr.dtype.element_ty), mask=both < 2 * width)
+    else:
+        tl.store(ptr + col, gate.to(ptr.dtype.element_ty), mask=col < width)
+        if FORM == "halves":
+            tl.store(ptr + width + col, up.to(ptr.dtype.element_ty), mask=col < width)
+
+
+@triton.jit
+def _biased(gate, up, bias_ptr, first, width, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    if bias_ptr is not None:
+        b, c = _load(bias_ptr, first, width, FORM, BLOCK)
+        gate, up = gate + b, up + c
+    return gate, up
+
+
+@triton.jit
+def _activate(x_ptr, bias_ptr, y_ptr, width, x_stride, alpha, limit, ACT: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
     pieces = tl.cdiv(width, BLOCK)
-    row = (tl.program_id(0) // pieces).to(tl.int64)
-    col = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
-    inside = col < width
-    gate = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    up = tl.load(x_ptr + row * x_stride + width + col, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * width + col, (_act(gate, ACT) * up).to(y_ptr.dtype.element_ty), mask=inside)
+    row, first = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * BLOCK
+    gate, up = _load(x_ptr + row * x_stride, first, width, FORM, BLOCK)
+    gate, up = _biased(gate, up, bias_ptr, first, width, FORM, BLOCK)
+    if ACT == "clipped":
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
+    y = activated(gate, ACT, alpha)
+    if FORM != "plain":
+        y *= up
+    _store(y_ptr + row * width, y, y, first, width, "plain", BLOCK)
+
+
+@triton.jit
+def _gradient(x_ptr, bias_ptr, dy_ptr, dx_ptr, partial_ptr, rows, width, x_stride, dy_stride, alpha, limit,
+              ACT: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """Rows group, group + groups, ...: ROWS of them at most. The partial sum of each group is a row of `partial`."""
+    pieces = tl.cdiv(width, BLOCK)
+    group, groups, first = tl.program_id(0) // pieces, tl.num_programs(0) // pieces, tl.program_id(0) % pieces * BLOCK
+    PARTS: tl.constexpr = 1 if FORM == "plain" else 2
+    d_gates, d_ups = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for n in range(ROWS):
+        row = (group + n * groups).to(tl.int64)
+        if row < rows:
+            gate, up = _load(x_ptr + row * x_stride, first, width, FORM, BLOCK)
+            gate, up = _biased(gate, up, bias_ptr, first, width, FORM, BLOCK)
+            dy, _ = _load(dy_ptr + row * dy_stride, first, width, "plain", BLOCK)
+            if FORM == "plain":
+                d_gate = dy * slope(gate, ACT, alpha)
+                d_up = d_gate
+            elif ACT == "clipped":
+                low, held = gate <= limit, (up <= limit) & (up >= -limit)
+                gate = tl.where(gate > limit, limit, gate)
+                d_up = tl.where(held, dy * activated(gate, ACT, alpha), 0.0)
+                up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
+                d_gate = tl.where(low, dy * up * slope(gate, ACT, alpha), 0.0)
+            else:
+                d_up = dy * activated(gate, ACT, alpha)
+                d_gate = dy * up * slope(gate, ACT, alpha)
+            _store(dx_ptr + row * width * PARTS, d_gate, d_up, first, width, FORM, BLOCK)
+            if bias_ptr is not None:
+                d_gates += d_gate
+                d_ups += d_up
+    if bias_ptr is not None:
+        _store(partial_ptr + group.to(tl.int64) * width * PARTS, d_gates, d_ups, first, width, FORM, BLOCK)
 
 
 # ---- host
@@ -57,13 +128,51 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     """The largest piece that still gives every multiprocessor two programs."""
     fits = (block for block in BLOCKS if problem.rows * triton.cdiv(problem.width, block) >= 2 * device.sms)
     block = next(fits, BLOCKS[-1])
+    if problem.op.endswith("backward") and "bias" in problem.variant:
+        block = min(block, 1024)  # the sums stay in registers beside what is loaded
+        groups = max(1, min(problem.rows, SUMMED * device.sms // triton.cdiv(problem.width, block)))
+        return [Tiles(block, block // (32 * THREAD), triton.cdiv(problem.rows, groups))]
     return [Tiles(block, block // (32 * THREAD))]
 
 
-def launch(problem: Rows, config: Tiles, x: torch.Tensor) -> torch.Tensor:  # x: [..., 2 width]
+def form(problem: Rows) -> tuple[str, str]:
+    """The activation, and where its numbers lie."""
+    act, *words = problem.variant.split()
+    return act, "plain" if problem.op.startswith("activate") else "interleaved" if "interleaved" in words else "halves"
+
+
+def launch(problem: Rows, config: Tiles, x: torch.Tensor, bias: torch.Tensor | None = None, alpha: float = 0.0, limit: float = 0.0) -> torch.Tensor:
+    """x [..., width], or [..., 2 width] of a gated activation."""
+    act, lie = form(problem)
     y = torch.empty((*x.shape[:-1], problem.width), dtype=x.dtype, device=x.device)
-    rows = x.reshape(problem.rows, 2 * problem.width)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = _rows(x, problem.rows)
     grid = (problem.rows * triton.cdiv(problem.width, config.block),)
-    _gated_act[grid](rows, y, problem.width, rows.stride(0), ACT=problem.variant, BLOCK=config.block, num_warps=config.warps)
+    bias = None if bias is None else bias.contiguous()
+    if y.numel():
+        _activate[grid](rows, bias, y, problem.width, rows.stride(0), alpha, limit, ACT=act, FORM=lie, BLOCK=config.block, num_warps=config.warps)
     return y
+
+
+def launch_backward(
+    problem: Rows, config: Tiles, x: torch.Tensor, bias: torch.Tensor | None, alpha: float, limit: float, dy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of x and of the bias."""
+    act, lie = form(problem)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not dx.numel():
+        return dx, None if bias is None else torch.zeros_like(bias)
+    rows, dy = _rows(x, problem.rows), _rows(dy, problem.rows)
+    groups = triton.cdiv(problem.rows, config.rows)
+    partial = None if bias is None else torch.empty((groups, x.shape[-1]), dtype=torch.float32, device=x.device)
+    bias = None if bias is None else bias.contiguous()
+    _gradient[(groups * triton.cdiv(problem.width, config.block),)](
+        rows, bias, dy, dx, partial, problem.rows, problem.width, rows.stride(0), dy.stride(0), alpha, limit,
+        ACT=act, FORM=lie, BLOCK=config.block, ROWS=config.rows, num_warps=config.warps,
+    )  # fmt: skip
+    return dx, None if partial is None else partial.sum(0).to(x.dtype)
+
+
+def _rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x as [rows, width], the rows any stride apart; copied when a row is not contiguous."""
+    x = x.reshape(rows, -1) if rows else x.reshape(0, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()

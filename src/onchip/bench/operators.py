@@ -1,0 +1,204 @@
+"""Norms, activations, rotation and what is used beside a model, as the suite asks for them. A new operator is one entry."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onchip.bench.operators_vocabulary import LOSSES, SAMPLING
+from onchip.bench.row_operator import ENDS, WIDTHS, Operator, draw, flashinfer, halves, liger, of, quack, same, vector, wide
+from onchip.core.norms import Residual, RowCodes, SiluGate
+from onchip.core.problem import Dropout, Groups, Problem, Rope
+from onchip.models.rope import rope_table
+from onchip.ops.activation import Clipped, activate, gated_act
+from onchip.ops.group_norm import group_norm
+from onchip.ops.lookup import dropout_add, embedding, hadamard
+from onchip.ops.norm import layer_norm, modulated_norm, rms_norm
+from onchip.ops.rotary import rotary
+
+HEAD = 128  # columns of a head, where rows are made of heads
+LOOKED_UP = 32_768  # rows of an embedding's weight
+
+
+# ---- norms
+
+
+def _norm(forward: str, wanted: str, kind: str = "rms") -> dict:
+    """The Problems of a norm: words of the forward pass, and the gradients."""
+    return {"problem": of("norm", f"{kind} {forward}"), "back": of("norm_backward", f"{kind} {forward} keep -> {wanted}")}
+
+
+def _rms(x, w):
+    return F.rms_norm(x, w.shape, w, 1e-6)
+
+
+def _codes(x, w):
+    y = _rms(x.float(), w.float())
+    scale = y.abs().amax(-1) / 448
+    return scale, (y / scale.unsqueeze(-1)).to(torch.float8_e4m3fn)
+
+
+def _samples(batch: int, streams: int, modulations: int) -> Callable:
+    """x and streams like it [batch, tokens, width], then modulations [batch, width]."""
+
+    def make(rows, width, dtype, device):
+        x = (torch.randn(batch, rows // batch, width, dtype=dtype, device=device) for _ in range(1 + streams))
+        return *x, *(0.3 * torch.randn(batch, width, dtype=dtype, device=device) for _ in range(modulations))
+
+    return make
+
+
+def _modulated(x, scale, shift):
+    return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def _zero(x, stream, gate, scale, shift):
+    total = stream + gate.unsqueeze(1) * x
+    return _modulated(total, scale, shift), total
+
+
+def _dit(batch: int, tokens: int, width: int) -> Operator:
+    return Operator(
+        **_norm("scale shift", "x scale shift", "layer"), make=_samples(batch, 0, 2), ours=modulated_norm, plain=_modulated, learnt=(0, 1, 2),
+        sizes=((batch * tokens, width),), least=(2 * batch, 24),
+    )  # fmt: skip
+
+
+def _group(batch: int, channels: int, side: int, last: bool = False) -> Operator:
+    """GroupNorm and SiLU of images; a row is a channel of one."""
+
+    def problem(op):
+        return lambda rows, width, dtype: Groups(op, rows // channels, channels, 32, width, dtype, "silu", "channels_last" if last else "channels_first")
+
+    def make(rows, width, dtype, device):
+        x = torch.randn(rows // channels, channels, math.isqrt(width), width // math.isqrt(width), dtype=dtype, device=device)
+        x = x.contiguous(memory_format=torch.channels_last) if last else x
+        return x, *(torch.randn(channels, dtype=dtype, device=device) for _ in range(2))
+
+    return Operator(
+        problem("group_norm"), make, lambda x, w, b: group_norm(x, 32, w, b, act="silu"), lambda x, w, b: F.silu(F.group_norm(x, 32, w, b)),
+        problem("group_norm_backward"), (0, 1, 2), sizes=((batch * channels, side * side),), least=(2 * channels, 9),
+    )  # fmt: skip
+
+
+# (batch, channels, side): Stable Diffusion's decoder at 1024 and its U-Net at 512, 16 images
+IMAGES = ((1, 128, 1024), (1, 512, 128), (16, 320, 64), (16, 1280, 16))
+
+NORMS = {
+    "rms_norm": Operator(
+        of("rms_norm"), draw(same, vector), rms_norm, _rms, of("norm_backward", "rms weight keep -> x weight"), (0, 1), widths=WIDTHS, small=True,
+        peers={
+            "Liger": lambda x, w: liger("rms_norm:LigerRMSNormFunction", x, w, 1e-6), "quack": quack("rmsnorm", eps=1e-6),
+            "FlashInfer": flashinfer("rmsnorm"),
+        },
+    ),
+    "add_rms_norm": Operator(
+        of("rms_norm", "residual"), draw(same, vector, same), lambda x, w, r: rms_norm(x, w, residual=r), lambda x, w, r: (_rms(x + r, w), x + r),
+        of("norm_backward", "rms residual weight keep d_total -> x weight"), (0, 1, 2), small=True,
+    ),
+    "layer_norm": Operator(
+        **_norm("weight bias", "x weight bias", "layer"), make=draw(same, vector, vector), ours=layer_norm,
+        plain=lambda x, w, b: F.layer_norm(x, w.shape, w, b), learnt=(0, 1, 2), widths=ENDS,
+        peers={"Liger": lambda x, w, b: liger("layer_norm:LigerLayerNormFunction", x, w, b, 1e-5)},
+    ),
+    "rms_norm, SiLU gate": Operator(
+        **_norm("weight silu", "x weight silu"), make=draw(same, vector, same), ours=lambda x, w, g: rms_norm(x, w, after=SiluGate(g)),
+        plain=lambda x, w, g: _rms(x, w) * F.silu(g), learnt=(0, 1, 2),
+    ),
+    "rms_norm to e4m3": Operator(
+        of("norm", "rms weight e4m3"), draw(same, vector), lambda x, w: rms_norm(x, w, after=RowCodes("e4m3"))[::-1], _codes,
+    ),
+    "modulated_norm, DiT": _dit(32, 1024, 1152),
+    "modulated_norm, Flux": _dit(4, 4608, 3072),
+    "adaLN-Zero": Operator(
+        **_norm("residual gate scale shift", "x residual gate scale shift", "layer"), make=_samples(4, 1, 3),
+        ours=lambda x, r, g, s, b: modulated_norm(x, s, b, residual=Residual(r, g)), plain=_zero, learnt=(0, 1, 2, 3, 4),
+        sizes=((4 * 4608, 3072),), least=(8, 24),
+    ),
+    **{f"GroupNorm+SiLU {batch}x{channels}x{side}x{side}": _group(batch, channels, side) for batch, channels, side in IMAGES},
+    "GroupNorm+SiLU 16x320x64x64, channels last": _group(16, 320, 64, True),
+}  # fmt: skip
+
+
+# ---- activations, rotation and what is used beside a model
+
+
+def _rope(op: str) -> Callable[..., Problem]:
+    """Rows of four query heads for each key head, all of HEAD columns."""
+    return lambda rows, width, dtype: Rope(op, rows, width // HEAD * 4 // 5, width // HEAD // 5, HEAD, HEAD, dtype, "neox", False, False)
+
+
+def _heads(rows, width, dtype, device):
+    kv = width // HEAD // 5
+    q, k = (torch.randn(1, rows, n, HEAD, dtype=dtype, device=device) for n in (4 * kv, kv))
+    return q, k, rope_table(rows, HEAD, 1e4, device=device)
+
+
+def _plain_rotary(q, k, table):
+    cos, sin = (t.repeat(1, 2).unsqueeze(1).to(q.dtype) for t in table.chunk(2, -1))
+
+    def turned(x):
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat((-b, a), -1) * sin
+
+    return turned(q), turned(k)
+
+
+def _plain_hadamard(x):
+    """By one product with the matrix of 128 and one with that of the rest, as Kronecker factors; a matrix of all columns would be arithmetic alone."""
+    rows, width = x.shape
+    left, right = (_matrix(n, x.dtype, x.device) for n in (width // min(width, HEAD), min(width, HEAD)))
+    return (left @ (x.view(rows, -1, min(width, HEAD)) @ right)).reshape(rows, width)
+
+
+@functools.cache
+def _matrix(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return hadamard(torch.eye(n, dtype=torch.float32, device=device), kernel="reference").to(dtype)
+
+
+def _ids(rows, width, dtype, device):
+    return torch.randint(LOOKED_UP, (rows,), device=device), torch.randn(LOOKED_UP, width, dtype=dtype, device=device)
+
+
+def _gate(x):
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _clipped(x):
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
+ROWS = {
+    "swiglu": Operator(
+        of("gated_act", "silu"), draw(wide), gated_act, _gate, of("gated_act_backward", "silu"), widths=WIDTHS, small=True,
+        peers={"Liger": halves("swiglu:LigerSiLUMulFunction"), "FlashInfer": flashinfer("silu_and_mul")},
+    ),
+    "geglu": Operator(
+        of("gated_act", "gelu_tanh"), draw(wide), lambda x: gated_act(x, "gelu_tanh"),
+        lambda x: F.gelu(x.chunk(2, -1)[0], approximate="tanh") * x.chunk(2, -1)[1], of("gated_act_backward", "gelu_tanh"),
+        peers={"Liger": halves("geglu:LigerGELUMulFunction"), "FlashInfer": flashinfer("gelu_tanh_and_mul")},
+    ),
+    "gpt-oss gate": Operator(
+        of("gated_act", "clipped interleaved"), draw(wide), lambda x: gated_act(x, Clipped(), layout="interleaved"), _clipped,
+        of("gated_act_backward", "clipped interleaved"),
+    ),
+    "gelu, bias": Operator(
+        of("activate", "gelu bias"), draw(same, vector), lambda x, b: activate(x, "gelu", bias=b), lambda x, b: F.gelu(x + b),
+        of("activate_backward", "gelu bias"), (0, 1),
+    ),
+    "rotary": Operator(_rope("rotary"), _heads, rotary, _plain_rotary, _rope("rotary_backward"), (0, 1), widths=(5120,), least=(7, 640)),
+    "dropout_add": Operator(
+        of("dropout_add", "residual"), draw(same, same), lambda x, r: dropout_add(x, r, Dropout(0.1, 1)), lambda x, r: r + F.dropout(x, 0.1),
+        of("dropout_add"), drawn=True,
+    ),
+    "hadamard": Operator(of("hadamard"), draw(same), hadamard, _plain_hadamard, of("hadamard"), widths=(4096, 32_768), least=(3, 256)),
+    "embedding": Operator(of("embedding", f"of {LOOKED_UP}"), _ids, embedding, F.embedding, of("embedding_backward", f"of {LOOKED_UP}"), (1,)),
+}  # fmt: skip
+
+
+OPERATORS: dict[str, Operator] = {**NORMS, **ROWS, **LOSSES, **SAMPLING}

@@ -1,0 +1,171 @@
+"""AdamW over a list of tensors, and the norm of all their gradients: one launch each, whatever the list.
+
+    m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2        p <- p (1 - lr decay) - lr / c1 m / (sqrt(v / c2) + eps)
+
+with g the gradient times a factor (of clipping), c1 = 1 - b1^t and c2 = 1 - b2^t. A table on the device holds the addresses of the tensors, and a
+map the tensor and the first element of each chunk; a program takes one chunk. Traffic is the floor: p, m and v read and written, g read. The norm
+reads g once: a sum of squares for each chunk, which are then added up in one order.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from onchip.core.problem import Rows
+
+CHUNK = 4096  # elements a program: 32 a thread in four turns
+BLOCK, WARPS = 1024, 4
+KEPT = 16  # tables of addresses: gradients may come and go
+ALIGNED = 16  # bytes, of every tensor, so that a thread reads as many at once
+
+
+class Plan(NamedTuple):
+    """What of a list of tensors is on the device: addresses int64 [4, tensors] of p, g, m and v, elements int64 [tensors], and for each chunk its tensor."""
+
+    addresses: torch.Tensor
+    sizes: torch.Tensor
+    tensor: torch.Tensor  # int32 [chunks]
+    first: torch.Tensor  # int32 [chunks], in chunks
+    aligned: bool
+
+
+# ---- device
+
+
+@triton.jit
+def _place(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, CHUNK: tl.constexpr):
+    chunk = tl.program_id(0)
+    tensor = tl.load(tensor_ptr + chunk).to(tl.int64)
+    return addresses_ptr + tensor, tl.load(first_ptr + chunk).to(tl.int64) * CHUNK, tl.load(sizes_ptr + tensor)
+
+
+@triton.jit
+def _at(address_ptr, first, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The pointer to element `first` of a tensor whose address stands there."""
+    start = tl.load(address_ptr).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    return start + first
+
+
+@triton.jit
+def _load(ptr, at, inside):
+    """Float32; `inside` None: all, 16 bytes a thread, which an end that nothing is known of does not allow."""
+    if inside is None:
+        x = tl.load(ptr + at)
+    else:
+        x = tl.load(ptr + at, mask=inside, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _sum_of_squares(g_ptr, left, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for turn in tl.static_range(CHUNK // BLOCK):
+        at = turn * BLOCK + tl.arange(0, BLOCK)
+        g = _load(g_ptr, at, None if WHOLE else at < left)
+        total += g * g
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _squares(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, tensors, partial_ptr,
+             P: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row, first, size = _place(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, CHUNK)
+    g_ptr = _at(row + tensors, first, P, ALIGNED)
+    if first + CHUNK <= size:
+        total = _sum_of_squares(g_ptr, size - first, CHUNK, BLOCK, True)
+    else:
+        total = _sum_of_squares(g_ptr, size - first, CHUNK, BLOCK, False)
+    tl.store(partial_ptr + tl.program_id(0), total)
+
+
+@triton.jit
+def _update(pointers, numbers, left, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    p_ptr, g_ptr, m_ptr, v_ptr = pointers
+    rate, step, root, factor, fresh1, b2, fresh2, eps, decay = numbers
+    for turn in tl.static_range(CHUNK // BLOCK):
+        at = turn * BLOCK + tl.arange(0, BLOCK)
+        inside = None if WHOLE else at < left
+        g, p, m, v = _load(g_ptr, at, inside) * factor, _load(p_ptr, at, inside), _load(m_ptr, at, inside), _load(v_ptr, at, inside)
+        m += fresh1 * (g - m)
+        v = b2 * v + fresh2 * g * g
+        p = p * (1 - rate * decay) - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + root) + eps)
+        tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside)
+        tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=inside)
+        tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _adamw(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, tensors, lr, corrections_ptr, factor_ptr, fresh1, b2, fresh2, eps, decay,
+           P: tl.constexpr, M: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, ON_DEVICE: tl.constexpr):  # fmt: skip
+    row, first, size = _place(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, CHUNK)
+    p_ptr, g_ptr = _at(row, first, P, ALIGNED), _at(row + tensors, first, P, ALIGNED)
+    m_ptr, v_ptr = _at(row + 2 * tensors, first, M, ALIGNED), _at(row + 3 * tensors, first, M, ALIGNED)
+    rate = tl.load(lr).to(tl.float32) if ON_DEVICE else lr
+    step = rate / tl.load(corrections_ptr).to(tl.float32)
+    root = tl.sqrt_rn(tl.load(corrections_ptr + 1).to(tl.float32))
+    factor = 1.0
+    if factor_ptr is not None:
+        factor = tl.load(factor_ptr).to(tl.float32)
+    pointers, numbers = (p_ptr, g_ptr, m_ptr, v_ptr), (rate, step, root, factor, fresh1, b2, fresh2, eps, decay)
+    if first + CHUNK <= size:
+        _update(pointers, numbers, size - first, CHUNK, BLOCK, True)
+    else:
+        _update(pointers, numbers, size - first, CHUNK, BLOCK, False)
+
+
+# ---- host
+
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def plan(lists: tuple[list[torch.Tensor], ...], known: dict) -> Plan:
+    """Of p, g, m and v; made once for the same addresses (`known` keeps the last few), copied from pinned memory, so that the host does not wait."""
+    key = tuple(t.data_ptr() for given in lists for t in given)
+    if key not in known:
+        for old in list(known)[:-KEPT]:
+            del known[old]
+        known[key] = _plan(lists)
+    return known[key]
+
+
+def _plan(lists: tuple[list[torch.Tensor], ...]) -> Plan:
+    device, sizes = lists[1][0].device, [t.numel() for t in lists[1]]
+    rows = [[t.data_ptr() for t in given] for given in lists]
+    places = [(n, at) for n, size in enumerate(sizes) for at in range(triton.cdiv(size, CHUNK))]
+    aligned = all(address % ALIGNED == 0 for row in rows for address in row)
+    tensor, first = ([place[i] for place in places] for i in (0, 1))
+
+    def on_device(values, dtype):
+        made = torch.tensor(values, dtype=dtype)
+        return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+
+    return Plan(on_device(rows, torch.int64), on_device(sizes, torch.int64), on_device(tensor, torch.int32), on_device(first, torch.int32), aligned)
+
+
+def launch_norm(problem: Rows, config: None, lists: tuple[list[torch.Tensor], ...], known: dict) -> torch.Tensor:
+    """The 2-norm of all gradients together, float64 [] on the device."""
+    made = plan(lists, known)
+    partial = torch.empty(len(made.tensor), dtype=torch.float32, device=made.sizes.device)
+    if len(partial):
+        _squares[(len(partial),)](
+            *made[:4], len(made.sizes), partial, P=TYPES[problem.dtype], ALIGNED=made.aligned, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=WARPS
+        )  # fmt: skip
+    return partial.sum(dtype=torch.float64).sqrt()
+
+
+def launch(problem: Rows, config: None, lists: tuple[list[torch.Tensor], ...], known: dict, how, corrections: torch.Tensor, factor) -> None:
+    """One step in place; how: ops.optim.Hyper, corrections: float64 [2] on the device, factor: a number there, or None.
+
+    1 - b1 and 1 - b2 are the host's differences: in float32 1 - 0.999 is off by 5e-5.
+    """
+    made = plan(lists, known)
+    if len(made.tensor):
+        _adamw[(len(made.tensor),)](
+            *made[:4], len(made.sizes), how.lr, corrections, factor, 1 - how.beta1, how.beta2, 1 - how.beta2, how.eps, how.decay,
+            P=TYPES[problem.dtype], M=TYPES[lists[2][0].dtype], ALIGNED=made.aligned, CHUNK=CHUNK, BLOCK=BLOCK,
+            ON_DEVICE=isinstance(how.lr, torch.Tensor), num_warps=WARPS,
+        )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Hadamard rotation of rows: y = x H / sqrt(width), H the Walsh-Hadamard matrix of a power of two (Fino and Algazi, 1976).
+
+A program holds a few whole rows in registers. A pass adds and subtracts along the low STEP bits of the column, then turns these bits to the front, so
+that after all bits the columns are in order again: log2(width) additions an element, and one exchange between threads a pass. Traffic is the floor:
+x read and y written, once.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from onchip.core.device import Device
+from onchip.core.kernel import pick
+from onchip.core.problem import Rows
+
+TILE = 2048  # elements of a program that holds several rows
+WARPS = (
+    (2048, 1),
+    (4096, 2),
+    (8192, 4),
+    (16384, 8),
+    (32768, 16),
+)  # (elements up to, warps): 64 a thread, so that an exchange is a few bits (ptxas: 3 barriers at 4096)
+STEP = 4  # bits a pass
+
+
+class Tiles(NamedTuple):
+    rows: int
+    warps: int
+
+    def __str__(self):
+        return f"{self.rows} rows a program, {self.warps} warps"
+
+
+# ---- device
+
+
+@triton.jit
+def _pass(x, BITS: tl.constexpr):
+    """Sums and differences along each of the low BITS bits of the column, which then are the high ones."""
+    ROWS: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    M: tl.constexpr = ROWS * WIDTH >> BITS
+    N: tl.constexpr = 1 << BITS
+    for _ in tl.static_range(BITS):
+        a, b = tl.split(x.reshape(M, N // 2, 2))
+        x = tl.join(a + b, a - b).permute(0, 2, 1)
+    return x.reshape(ROWS, WIDTH // N, N).permute(0, 2, 1).reshape(ROWS, WIDTH)
+
+
+@triton.jit
+def _hadamard(x_ptr, y_ptr, rows, x_stride, scale, ROWS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    col = tl.arange(0, WIDTH)[None, :]
+    x = tl.load(x_ptr + row * x_stride + col, mask=row < rows, other=0.0).to(tl.float32)  # [ROWS, WIDTH]
+    for first in tl.static_range(0, BITS, STEP):
+        x = _pass(x, min(STEP, BITS - first))
+    tl.store(y_ptr + row * WIDTH + col, (x * scale).to(y_ptr.dtype.element_ty), mask=row < rows)
+
+
+# ---- host
+
+
+def configs(problem: Rows, device: Device) -> list[Tiles]:
+    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor."""
+    rows = max(1, min(TILE // problem.width, problem.rows // (2 * device.sms)))
+    rows = 1 << (rows.bit_length() - 1)
+    return [Tiles(rows, pick(WARPS, rows * problem.width))]
+
+
+def launch(problem: Rows, config: Tiles, x: torch.Tensor) -> torch.Tensor:  # x: [..., width]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if not x.numel():
+        return y
+    rows = x.reshape(problem.rows, problem.width)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    bits = problem.width.bit_length() - 1
+    _hadamard[(triton.cdiv(problem.rows, config.rows),)](
+        rows, y, problem.rows, rows.stride(0), problem.width**-0.5,
+        ROWS=config.rows, WIDTH=problem.width, BITS=bits, STEP=STEP, num_warps=config.warps,
+    )  # fmt: skip
+    return y

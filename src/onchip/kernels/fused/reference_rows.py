@@ -1,0 +1,124 @@
+"""Activations, rotation, embeddings and dropout in plain torch: the oracle in float64, and what a CPU runs. Gradients are autograd's of the formula."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onchip.core import philox
+from onchip.core.problem import Rope, Rows, exact_of
+
+ACT = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "mish": F.mish,
+}
+
+
+def gradients(formula: Callable, inputs: list[Tensor | None], d_out: Tensor) -> list[Tensor | None]:
+    """Of each input that is there, in its dtype; the formula is computed in float32 or float64. Also inside an operator of torch.library."""
+    exact = exact_of(d_out.dtype)
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
+        leaves = [None if x is None else x.detach().to(exact).requires_grad_() for x in inputs]
+        found = iter(torch.autograd.grad(formula(*leaves), [x for x in leaves if x is not None], d_out.to(exact)))
+    return [None if x is None else next(found).to(x.dtype) for x in inputs]
+
+
+# ---- activations
+
+
+def activate(problem: Rows, config: None, x: Tensor, bias: Tensor | None = None, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    """act(x + bias), [..., width]."""
+    return ACT[problem.variant.split()[0]](x if bias is None else x + bias)
+
+
+def gated_act(problem: Rows, config: None, x: Tensor, bias: Tensor | None = None, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    """act(gate) * up, [..., width]; the activation is rounded to x's dtype before the product, which halves the time on a CPU."""
+    act, *words = problem.variant.split()
+    x = x if bias is None else x + bias
+    gate, up = (x[..., ::2], x[..., 1::2]) if "interleaved" in words else x.chunk(2, -1)
+    if act == "clipped":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * (alpha * gate).sigmoid() * (up + 1)
+    return ACT[act](gate) * up
+
+
+def activate_backward(problem: Rows, config: None, x: Tensor, bias: Tensor | None, alpha: float, limit: float, d_out: Tensor) -> list[Tensor | None]:
+    """The gradients of x and bias."""
+    return gradients(lambda x, bias: activate(problem, None, x, bias), [x, bias], d_out)
+
+
+def gated_act_backward(problem: Rows, config: None, x: Tensor, bias: Tensor | None, alpha: float, limit: float, d_out: Tensor) -> list[Tensor | None]:
+    """The gradients of x and bias."""
+    return gradients(lambda x, bias: gated_act(problem, None, x, bias, alpha, limit), [x, bias], d_out)
+
+
+# ---- rotation
+
+
+def rotary(problem: Rope, config: None, q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """q [batch, len, heads, dim] and k [batch, len, kv_heads, dim] rotated; positions [batch, len]."""
+    cos, sin = table[positions].unsqueeze(2).chunk(2, -1)  # [batch, len, 1, half]
+    return tuple(_rotated(x, cos, sin, problem) for x in (q, k))
+
+
+def rotary_backward(problem: Rope, config: None, q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of q and k from those of the rotated: turned back."""
+    cos, sin = table[positions].unsqueeze(2).chunk(2, -1)
+    return tuple(_rotated(x, cos, -sin, problem) for x in (q, k))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, p: Rope) -> Tensor:
+    half, exact = p.rotary_dim // 2, exact_of(x.dtype)
+    first, second = (slice(0, half), slice(half, 2 * half)) if p.layout == "neox" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    y, a, b, cos, sin = x.clone(), x[..., first].to(exact), x[..., second].to(exact), cos.to(exact), sin.to(exact)
+    y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
+    return y
+
+
+# ---- embeddings
+
+
+def embedding(problem: Rows, config: None, ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of weight; NaN where an id is none of its rows."""
+    known = (ids >= 0) & (ids < len(weight))
+    rows = F.embedding(torch.where(known, ids, 0), weight)
+    if ids.device.type == "cpu" and known.all():  # on a GPU it would cost a wait to know
+        return rows
+    return rows.masked_fill(~known.unsqueeze(-1), torch.nan)
+
+
+def embedding_backward(problem: Rows, config: None, ids: Tensor, d_out: Tensor, vocab: int, padding: int) -> Tensor:
+    """The gradient of weight [vocab, width]: sums in the order of the tokens."""
+    exact = exact_of(d_out.dtype)
+    ids, d_out = ids.reshape(-1), d_out.reshape(-1, problem.width).to(exact)
+    counted = (ids >= 0) & (ids < vocab) & (ids != padding)
+    total = torch.zeros(vocab, problem.width, dtype=exact, device=d_out.device)
+    return total.index_add_(0, torch.where(counted, ids, 0), d_out.masked_fill(~counted.unsqueeze(1), 0.0))
+
+
+# ---- dropout
+
+
+def dropout_add(problem: Rows, config: None, x: Tensor, residual: Tensor | None, p: float, state: Tensor) -> Tensor:
+    """x / (1 - p) where it is kept, 0 elsewhere, plus the residual."""
+    exact = exact_of(x.dtype)
+    y = torch.where(philox.kept_elements(p, state, x.numel()).view(x.shape), x.to(exact) * (1 / (1 - p)), 0.0)
+    return (y if residual is None else y + residual).to(x.dtype)
+
+
+# ---- Hadamard
+
+
+def hadamard(problem: Rows, config: None, x: Tensor) -> Tensor:
+    """x H / sqrt(width): log2(width) steps of sums and differences of halves."""
+    y = x.to(exact_of(x.dtype))
+    step = 1
+    while step < problem.width:
+        a, b = y.reshape(-1, problem.width // (2 * step), 2, step).unbind(2)
+        y, step = torch.stack((a + b, a - b), 2), 2 * step
+    return (y.reshape(x.shape) * problem.width**-0.5).to(x.dtype)

@@ -1,0 +1,44 @@
+"""An optimiser's step and a denoising step in plain torch: the oracle in float64, and what a CPU runs."""
+
+import torch
+from torch import Tensor
+
+from onchip.core import philox
+from onchip.core.problem import Rows, exact_of
+
+
+def grad_norm(problem: Rows, config: None, lists: tuple[list[Tensor], ...], known: dict) -> Tensor:
+    """The 2-norm of all gradients together, float64 []."""
+    return torch.stack([g.to(exact_of(g.dtype)).square().sum(dtype=torch.float64) for g in lists[1]]).sum().sqrt()
+
+
+def adamw(problem: Rows, config: None, lists: tuple[list[Tensor], ...], known: dict, how, corrections: Tensor, factor: Tensor | None) -> None:
+    """One step in place; p, g, m and v are lists of tensors. how: ops.optim.Hyper, corrections: float64 [2], factor: a number or None."""
+    for p, g, m, v in zip(*lists, strict=True):
+        exact = exact_of(p.dtype)
+        first, second = corrections.to(exact)
+        grad = g.to(exact) if factor is None else g.to(exact) * factor.to(exact)
+        mean, square = m.to(exact).lerp(grad, 1 - how.beta1), how.beta2 * v.to(exact) + (1 - how.beta2) * grad * grad
+        m.copy_(mean)
+        v.copy_(square)
+        p.copy_(p.to(exact) * (1 - how.lr * how.decay) - how.lr / first * mean / (square.sqrt() / second.sqrt() + how.eps))
+
+
+def denoise(problem: Rows, config: None, x: Tensor, output: Tensor, table: Tensor, step: Tensor, guidance: float, history, state, clip: float):
+    """(next sample, predicted data or None, next model input or None), see `ops.diffusion.denoise_step`."""
+    exact = exact_of(x.dtype)
+    words = problem.variant.split()
+    row, scale = table.index_select(0, step.view(1)).to(exact)[0], table.index_select(0, step.view(1) + 1).to(exact)[0, -1]
+    data_x, data_o, of_x, of_o, of_data, of_history, of_noise, _ = row
+    sample, out = x.to(exact), output.to(exact)
+    if "guided" in words:
+        without, given = out.chunk(2)
+        out = without + guidance * (given - without)
+    data = data_x * sample + data_o * out
+    data = data.clamp(-clip, clip) if "clipped" in words else data
+    y = of_x * sample + of_o * out + of_data * data
+    if history is not None:
+        y = y + torch.where(of_history == 0, 0.0, of_history * history.to(exact))  # before the first step it holds anything
+    if "noisy" in words:
+        y = y + of_noise * philox.normal(state, x.numel(), step.view(())).view(x.shape).to(exact)
+    return y.to(x.dtype), None if history is None else data.to(x.dtype), (y * scale).to(x.dtype) if "scaled" in words else None

@@ -1,0 +1,240 @@
+"""What the kernels on rows of a vocabulary share: the survey that reads a row once, thresholds found by narrowing, and the noise.
+
+The survey splits a row among many programs, also when there is one row. Of each group of 16 entries (more, where the
+vocabulary is larger than 131,072) it keeps the largest, in the logits' dtype: 1/16 of the row. These maxima prove where
+a kept set can begin: the k-th largest of the maxima has k entries at or above it, and the weights of the maxima from some
+logit up are at most those of all entries. A second kernel, one program a row, then reads the groups that reach this bound
+and no others: for k of 50 some 60 of 8,016. Where nothing is proven every group is read.
+
+How a row is split depends on the vocabulary alone, and sums go in a fixed order: a row's result does not depend on its neighbours.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+SLICE = 4096  # entries a program of the survey has: at 128,256 32 programs a row, 8 KiB each in bf16
+SLICE_WARPS = 8
+TILE = 4096  # entries of a tile of listed groups: 8 a thread
+MARKS = 4  # as many comparisons as keep up with L2 on one multiprocessor
+MOST_GROUPS = 8192
+CONSTANT_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 that hold nothing
+
+# ---- device
+
+
+@triton.jit
+def image(x):
+    """A float32 as an integer of the same order."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def number(bits):
+    """The float32 of an image."""
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def after(x):
+    """The next larger float32."""
+    return number(image(x) + 1)
+
+
+@triton.jit
+def entries(row_ptr, index, vocab):
+    """Logits, float32; -inf past the end and for NaN."""
+    x = tl.load(row_ptr + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def weight(x, largest, inverse):
+    """exp((x - largest) / temperature), also where both are infinite."""
+    return tl.where(x >= largest, 1.0, tl.exp((x - largest) * inverse))
+
+
+@triton.jit
+def gumbel(seed, step, counter, STREAM: tl.constexpr):
+    """The noise of the four entries from 4 `counter` on: the last axis of `counter` grows fourfold."""
+    a, b, c, d = tl.philox(seed, counter, step.to(tl.int32), (step >> 32).to(tl.int32), STREAM)
+    bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))  # a0 b0 c0 d0 a1 ...
+    return -tl.log(-tl.log(uniform(bits)))
+
+
+@triton.jit
+def uniform(bits):
+    """A number of [2^-24, 1 - 2^-24] from 32 random bits, exact in float32."""
+    return ((bits >> 9).to(tl.float32) + 0.5) * 2**-23
+
+
+@triton.jit
+def marks_of(low, high, BITS: tl.constexpr, MARKS: tl.constexpr):
+    """What an interval of images is narrowed by: the step, and the logits [MARKS, 1, 1] at its multiples from `low` on."""
+    step = (high - low + 1 + MARKS) // (MARKS + 1)
+    marks = low + step * (1 + tl.arange(0, MARKS)[:, None, None])
+    return step, number((marks << BITS).to(tl.int32))
+
+
+@triton.jit
+def nth(values, weights, low, high, need, BITS: tl.constexpr, MARKS: tl.constexpr):
+    """The largest of the logits from image `low` to `high` such that the `values` [1, N, 1] from it up weigh `need`; `low` where none does."""
+    while low < high:
+        step, marks = marks_of(low, high, BITS, MARKS)
+        total = tl.sum(tl.where(values >= marks, weights, 0.0), 1, keep_dims=True)
+        enough = tl.sum((total >= need).to(tl.int64))
+        high = tl.minimum(high, low + step * (enough + 1) - 1)
+        low = tl.minimum(high, low + step * enough)
+    return number((low << BITS).to(tl.int32))
+
+
+@triton.jit
+def maxima_of(maxima_ptr, row, groups, GROUPS: tl.constexpr):
+    """The maxima of a row's groups, float32 [1, GROUPS, 1]."""
+    at = tl.arange(0, GROUPS)[None, :, None]
+    return tl.load(maxima_ptr + row * groups + at, mask=at < groups, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def bound_of_count(maxima, count, BITS: tl.constexpr, MARKS: tl.constexpr):
+    """A logit that at least `count` entries reach, -inf where the maxima of 4 groups each do not prove one."""
+    coarse = tl.max(tl.reshape(maxima, [1, maxima.shape[1] // 4, 4]), 2, keep_dims=True)
+    there = coarse > float("-inf")
+    bound = tl.full([], float("-inf"), tl.float32)
+    if tl.sum(there.to(tl.int32)) >= count:
+        low = image(tl.min(tl.where(there, coarse, float("inf")))).to(tl.int64) >> BITS
+        high = image(tl.max(coarse)).to(tl.int64) >> BITS
+        bound = nth(coarse, tl.full(coarse.shape, 1.0, tl.float32), low, high, count, BITS, MARKS)
+    return bound
+
+
+@triton.jit
+def bound_of_mass(maxima, largest, inverse, need, BITS: tl.constexpr, MARKS: tl.constexpr):
+    """A logit such that the entries from it up weigh at least `need`, -inf where the maxima do not prove one."""
+    weights = weight(maxima, largest, inverse)
+    need = need * (1 + 2**-16)  # the two sums are rounded apart
+    least = tl.maximum(largest - tl.div_rn(16.0, inverse), -3e38)
+    bound = tl.full([], float("-inf"), tl.float32)
+    low = image(least).to(tl.int64) >> BITS
+    if tl.sum(tl.where(maxima >= number((low << BITS).to(tl.int32)), weights, 0.0)) >= need:
+        bound = nth(maxima, weights, low, image(largest).to(tl.int64) >> BITS, need, BITS, MARKS)
+    return bound
+
+
+@triton.jit
+def list_groups(list_ptr, maxima, bound, groups):
+    """Write the numbers of the groups that reach `bound`, in order, and return how many."""
+    at = tl.arange(0, maxima.shape[1])
+    found = (tl.reshape(maxima, [maxima.shape[1]]) >= bound) & (at < groups)
+    tl.store(list_ptr + tl.cumsum(found.to(tl.int32), 0) - 1, at, mask=found)
+    tl.debug_barrier()  # other threads read it
+    return tl.sum(found.to(tl.int32))
+
+
+@triton.jit
+def listed(list_ptr, first, count, vocab, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """The listed groups from `first` on [1, TILE / GROUP, 1], and the index of their entries [.., GROUP]; past the end of the list, past the vocabulary."""
+    n = first + tl.arange(0, TILE // GROUP)[None, :, None]
+    group = tl.load(list_ptr + n, mask=n < count, other=(1 << 30) // GROUP)
+    return group, group * GROUP + tl.arange(0, GROUP)[None, None, :]
+
+
+@triton.jit
+def _survey(
+    logits_ptr,
+    maxima_ptr,
+    slices_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    typical_ptr,
+    seed_ptr,
+    step_ptr,
+    row_stride,
+    vocab,
+    slices,
+    GROUP: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    row = (tl.program_id(0) // slices).to(tl.int64)
+    part = tl.program_id(0) % slices
+    index = part * SLICE + tl.arange(0, SLICE)[None, :]
+    x = entries(logits_ptr + row * row_stride, index, vocab)
+    temperature = tl.load(temperature_ptr + row) if temperature_ptr is not None else tl.full([], 1.0, tl.float32)
+    per: tl.constexpr = SLICE // GROUP
+    maxima = tl.max(tl.reshape(x, [per, GROUP]), 1)
+    tl.store(maxima_ptr + (row * slices + part) * per + tl.arange(0, per), maxima.to(maxima_ptr.dtype.element_ty))
+    largest, hot = tl.max(x), temperature > 0
+    inverse = tl.div_rn(1.0, tl.where(hot, temperature, 1.0))
+    out = slices_ptr + (row * slices + part) * 4
+    tl.store(out, largest)
+    if hot:
+        tl.store(out + 1, tl.sum(tl.where(index < vocab, weight(x, largest, inverse), 0.0)))
+    if temperature_ptr is not None:  # else only the maxima and the mass are wanted
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        drawn = hot & ((top_k <= 0) | (top_k >= vocab)) & ((top_p < 1) | (tl.load(min_p_ptr + row) <= 0))
+        if typical_ptr is not None:
+            drawn = drawn & (tl.load(typical_ptr + row) >= 1)
+        score = x
+        if hot:
+            score = x * inverse
+            if drawn:
+                score += gumbel(tl.load(seed_ptr + row), tl.load(step_ptr + row), _counters(part * SLICE, SLICE), 0)
+        best = tl.max(score)
+        tl.store(out + 2, best)
+        tl.store(out + 3, tl.min(tl.where(score == best, index, vocab)).to(tl.float32))  # exact below 2^24
+
+
+@triton.jit
+def _counters(first, SLICE: tl.constexpr):
+    """Of the noise of a slice, int32 [1, SLICE / 4]."""
+    return first // 4 + tl.arange(0, SLICE // 4)[None, :]
+
+
+# ---- host
+
+
+class Survey(NamedTuple):
+    """What a survey found, room for a list of groups, and how the kernel that follows goes over them.
+
+    maxima   [rows, groups] in the logits' dtype.        list   int32 [rows, groups].
+    slices   float32 [rows, slices, 4]: the largest logit, the sum of weights (of temperatures above 0), the largest score, and its index.
+    tiles    its constants.
+    """
+
+    maxima: torch.Tensor
+    slices: torch.Tensor
+    list: torch.Tensor
+    tiles: dict[str, int]
+
+
+def survey(logits: torch.Tensor, how: tuple | None = None) -> Survey:
+    """Launch the survey of logits [rows, vocab] whose last stride is 1; how: `in_order(...)`, or None for the largest and the sum alone."""
+    (rows, vocab), device = logits.shape, logits.device
+    size = triton.next_power_of_2(vocab)
+    part, group = min(SLICE, max(64, size)), max(16, size // MOST_GROUPS)
+    slices = triton.cdiv(vocab, part)
+    groups = slices * (part // group)
+    maxima = torch.empty(rows, groups, dtype=logits.dtype, device=device)
+    found = torch.empty(rows, slices, 4, dtype=torch.float32, device=device)
+    fields = (None,) * 7 if how is None else how
+    _survey[(rows * slices,)](logits, maxima, found, *fields, logits.stride(0), vocab, slices, GROUP=group, SLICE=part, num_warps=SLICE_WARPS)
+    tiles = {
+        "BITS": CONSTANT_BITS[logits.dtype],
+        "MARKS": MARKS,
+        "GROUP": group,
+        "TILE": min(TILE, triton.next_power_of_2(groups) * group),
+        "SLICES": triton.next_power_of_2(slices),
+        "GROUPS": triton.next_power_of_2(groups),
+    }
+    return Survey(maxima, found, torch.empty(rows, groups, dtype=torch.int32, device=device), tiles)
+
+
+def in_order(how) -> tuple:
+    """The fields of a Sampling as the kernels take them, each with stride 1; `typical` may be None."""
+    *filters, seed, step, typical = (field if field is None else field.contiguous() for field in how)
+    return (*filters, typical, seed, step)

@@ -1,0 +1,133 @@
+"""AdamW, and the clipping of gradients by their norm, over lists of tensors: one launch each, nothing read back by the host."""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.core.problem import SHORT, Rows
+from onchip.dispatch import select
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Hyper(NamedTuple):
+    """The numbers of a step; `lr` may be a tensor on the device, so that a CUDA graph follows a schedule."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter, 2019) as torch.optim.AdamW computes it, with clipping in the same pass.
+
+    max_norm   gradients whose norm over all groups is larger are scaled down to it, in registers: `p.grad` stays as it is. None: not clipped.
+    moments    dtype of the two moments: float32 (also beside bfloat16 parameters), or bfloat16, which halves their memory.
+    Parameters that change dtype or device mid-way, sparse or complex ones are refused. `step()` returns nothing but the closure's loss;
+    `norm` is the norm of the last step's gradients, a float64 tensor on the device. Steps are counted on the device, so that a CUDA graph of a step
+    goes on counting: capture after one plain step, and keep gradients where they are (`zero_grad(set_to_none=False)`).
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | Tensor = 1e-3,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        max_norm: float | None = None,
+        moments: torch.dtype = torch.float32,
+        kernel: str = "auto",
+    ):
+        if not all(0 <= beta < 1 for beta in betas) or eps < 0 or weight_decay < 0 or (not isinstance(lr, Tensor) and lr < 0):
+            raise ValueError(f"AdamW: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}; betas lie in [0, 1), the others are not negative")
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"AdamW: max_norm={max_norm}; give a positive number, or None not to clip")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.max_norm, self.moments, self.kernel = max_norm, moments, kernel
+        self.norm: Tensor | None = None
+        self._plans: dict = {}  # what a kernel knows of these lists
+        self._constants: dict[tuple, Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        batches = self._batches()
+        factor = self._clip(batches) if self.max_norm is not None and batches else None
+        for group, lists in batches:
+            steps = self.state[lists[0][0]]["step"].add_(1)
+            corrections = 1 - self._on_device(group["betas"], steps.device) ** steps
+            hyper = Hyper(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+            self._select("adamw", lists).launch(lists, self._plans, hyper, corrections, factor)
+        return loss
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Also of torch.optim.AdamW. Moments keep their dtype (torch would round them to the parameters'); equal counts of steps become one again."""
+        super().load_state_dict(state_dict)
+        params = [p for group in self.param_groups for p in group["params"]]
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        counts: dict[tuple, Tensor] = {}
+        for p, given in ((p, state_dict["state"][n]) for p, n in zip(params, numbers, strict=True) if n in state_dict["state"]):
+            count = float(given["step"])
+            moments = {name: given[name].to(p.device, self._moments(p), copy=True) for name in MOMENTS}
+            self.state[p] = moments | {"step": counts.setdefault((count, p.device), torch.full((), count, dtype=torch.float64, device=p.device))}
+
+    def _clip(self, batches: list) -> Tensor:
+        """max_norm / norm where that is below 1, as torch.nn.utils.clip_grad_norm_ has it."""
+        self.norm = torch.stack([self._select("grad_norm", lists).launch(lists, self._plans).square() for _, lists in batches]).sum().sqrt()
+        return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
+
+    def _batches(self) -> list[tuple[dict, tuple[list[Tensor], ...]]]:
+        """(group, lists of p, g, m and v) of one dtype and count of steps each."""
+        batches = []
+        for group in self.param_groups:
+            found: dict[tuple, list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._check(p, group["lr"])
+                    found.setdefault((p.dtype, id(self.state[p].get("step"))), []).append(p)
+            for params in found.values():
+                new = torch.zeros((), dtype=torch.float64, device=params[0].device)
+                for p in params:
+                    state = self.state[p]
+                    if not state:
+                        state |= {name: torch.zeros(p.shape, dtype=self._moments(p), device=p.device) for name in MOMENTS} | {"step": new}
+                batches.append((group, (params, [p.grad.contiguous() for p in params], *([self.state[p][name] for p in params] for name in MOMENTS))))
+        if len({p.device for _, lists in batches for p in lists[0]}) > 1:
+            raise ValueError("AdamW: parameters lie on several devices; give an optimiser for each")
+        return batches
+
+    def _check(self, p: Tensor, lr: float | Tensor) -> None:
+        if isinstance(lr, Tensor) and lr.device != p.device:
+            raise ValueError(f"AdamW: lr is a tensor on {lr.device}, a parameter is on {p.device}; give a float, or a tensor there")
+        if p.grad.is_sparse or p.is_complex() or p.grad.dtype != p.dtype:
+            raise ValueError(f"AdamW: a parameter is {p.dtype}, its gradient {p.grad.dtype} ({p.grad.layout}); give dense real ones of one dtype")
+        if not p.is_contiguous():
+            raise ValueError(f"AdamW: a parameter of shape {list(p.shape)} has strides {p.stride()}; give contiguous ones, as they are updated in place")
+
+    def _moments(self, p: Tensor) -> torch.dtype:
+        return torch.float64 if p.dtype == torch.float64 else self.moments
+
+    def _select(self, op: str, lists: tuple[list[Tensor], ...]):
+        p = lists[0]
+        words = "" if op == "grad_norm" else f"{SHORT[lists[2][0].dtype]} moments"
+        return select(Rows(op, len(p), sum(t.numel() for t in p), p[0].dtype, words), p[0].device, self.kernel)
+
+    def _on_device(self, numbers: tuple[float, ...], device: torch.device) -> Tensor:
+        """Float64, copied once, from pinned memory."""
+        key = (numbers, device)
+        if key not in self._constants:
+            made = torch.tensor(numbers, dtype=torch.float64)
+            self._constants[key] = made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+        return self._constants[key]
+
+
+__all__ = ["AdamW", "Hyper"]

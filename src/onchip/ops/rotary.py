@@ -1,0 +1,73 @@
+"""Rotary embedding of queries and keys, with a gradient: one pass over both, forward and backward."""
+
+import torch
+from torch import Tensor
+
+from onchip.core.problem import Rope
+from onchip.dispatch import select
+from onchip.ops.differentiable import Rule, differentiable
+
+
+def rotary(
+    q: Tensor,  # [batch, len, heads, dim] or [tokens, heads, dim]
+    k: Tensor,  # [batch, len, kv_heads, dim] or [tokens, kv_heads, dim]
+    table: Tensor,  # [positions, rotary_dim] float32
+    positions: Tensor | None = None,  # [batch, len], [len] or [tokens], int64 or int32
+    *,
+    layout: str = "neox",
+    kernel: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """q and k with `(a, b) -> (a cos - b sin, b cos + a sin)` for the pairs of the first rotary_dim elements of each head (Su et al., 2021).
+
+    table      `models.rope.rope_table(...)`: cosines of the first half of its columns, then sines; scaled or not. What has several positions a token
+               (pictures, films, Qwen2-VL's sections) has a row of its own for each, see `models.rope.rope_rows`.
+    positions  the row of the table for each token, in [0, positions); None: 0, 1, 2, ... along len or the tokens.
+    layout     "neox" pairs element i with i + rotary_dim / 2, "interleaved" 2i with 2i + 1; elements past rotary_dim stay.
+    Any strides: q and k may be views of packed qkv, or transposed. The gradient is the rotation by minus the angle; none goes to the table.
+    """
+    if layout not in ("neox", "interleaved"):
+        raise ValueError(f"rotary: layout={layout!r} is not one of neox, interleaved")
+    if q.ndim not in (3, 4) or q.ndim != k.ndim or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1] or q.dtype != k.dtype:
+        raise ValueError(f"rotary: q is {q.dtype} {list(q.shape)}, k {k.dtype} {list(k.shape)}; they may differ in heads alone, [(batch), len, heads, dim]")
+    if table.ndim != 2 or table.shape[1] > q.shape[-1] or table.shape[1] % 2:
+        raise ValueError(f"rotary: table is {list(table.shape)}; give [positions, an even number of columns, at most {q.shape[-1]}]")
+    places = q.shape[:-2]
+    if positions is None:
+        positions = torch.arange(places[-1], device=q.device)
+    if positions.shape not in (places, places[-1:]) or positions.is_floating_point():
+        raise ValueError(f"rotary: positions are {positions.dtype} {list(positions.shape)}; give int64 {list(places)} or {list(places[-1:])}")
+    if q.ndim == 4:
+        return _run(q, k, table, positions.expand(places), layout, kernel)
+    q, k = _run(q.unsqueeze(0), k.unsqueeze(0), table, positions.unsqueeze(0), layout, kernel)
+    return q.squeeze(0), k.squeeze(0)
+
+
+def _problem(op: str, q: Tensor, k: Tensor, table: Tensor, layout: str) -> Rope:
+    batch, length, heads, dim = q.shape
+    return Rope(op, batch * length, heads, k.shape[2], dim, table.shape[1], q.dtype, layout, False, False)
+
+
+def _forward(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, layout: str, kernel: str) -> tuple[Tensor, Tensor]:
+    return select(_problem("rotary", q, k, table, layout), q.device, kernel).launch(q, k, table, positions)
+
+
+def _backward(dq: Tensor, dk: Tensor, table: Tensor, positions: Tensor, layout: str, kernel: str) -> tuple[Tensor, Tensor]:
+    return select(_problem("rotary_backward", dq, dk, table, layout), dq.device, kernel).launch(dq, dk, table, positions)
+
+
+def _shapes(q, k, *_):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def _keep(ctx, inputs, output):
+    _, _, table, positions, *ctx.rest = inputs
+    ctx.save_for_backward(table, positions)
+
+
+def _back(ctx, backward, dq, dk):
+    return *backward(dq, dk, *ctx.saved_tensors, *ctx.rest), None, None, None, None
+
+
+_run = differentiable("rotary", _forward, _backward, Rule(_keep, _back, (_shapes, _shapes)))
+
+__all__ = ["rotary"]

@@ -1,0 +1,178 @@
+"""What losses over a vocabulary have in common: their arguments checked, figures of rows to losses, slices of a vocabulary put together, reductions."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss
+from onchip.core.problem import Rows, exact_of
+from onchip.dispatch import select
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class Call(NamedTuple):
+    """A call but its tensors, as schemas of torch.library can say it: the numbers of a RowLoss, the process group's name, "" for none, and more."""
+
+    floats: list[float]  # smoothing, z_loss, softcap, temperature
+    ints: list[int]  # ignore_index, first, vocab
+    group: str
+    entropy: bool
+    kernel: str
+
+    @property
+    def ranks(self):
+        """The process group of the slices, or None."""
+        return dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
+
+    def problem(self, op: str, logits: Tensor) -> Rows:
+        smoothing, _, softcap, _ = self.floats
+        parts = ["entropy"] * self.entropy + ["smoothing"] * (smoothing > 0) + ["softcap"] * (softcap > 0)
+        return Rows(op, *logits.shape, logits.dtype, " ".join(parts))
+
+
+def call_of(name: str, width: int, terms: LossTerms, entropy: bool, kernel: str) -> Call:
+    """Raises ValueError where a term is out of its range."""
+    smoothing, z_loss, softcap, temperature, weights, ignore, shard = terms
+    for term, value, fine, accepted in (
+        ("smoothing", smoothing, 0 <= smoothing <= 1, "0 to 1"),
+        ("z_loss", z_loss, z_loss >= 0, "0 or more"),
+        ("softcap", softcap, softcap >= 0, "0 for none, or more"),
+        ("temperature", temperature, temperature > 0, "more than 0"),
+    ):
+        if not fine:
+            raise ValueError(f"{name}: terms.{term} is {value}; give {accepted}")
+    if weights is not None and (weights.shape != (width,) or not weights.is_floating_point() or weights.requires_grad):
+        kind = f"{weights.dtype} {list(weights.shape)}" + ", which requires gradients" * weights.requires_grad
+        raise ValueError(f"{name}: terms.class_weights is {kind}; give a float tensor [{width}] without gradients")
+    group, first, vocab = shard or (None, 0, width)
+    if not 0 <= first <= first + width <= vocab:
+        raise ValueError(f"{name}: terms.shard has columns {first} to {first + width} of {vocab}; they must lie in the vocabulary")
+    return Call([float(v) for v in terms[:4]], [ignore, first, vocab], group.group_name if group is not None else "", entropy, kernel)
+
+
+def check_targets(name: str, targets: Tensor, shape: torch.Size, device: torch.device) -> None:
+    if targets.shape != shape or targets.dtype != torch.int64 or targets.device != device:
+        raise ValueError(f"{name}: targets is {targets.dtype} {list(targets.shape)} on {targets.device}; give int64 {list(shape)} on {device}")
+
+
+def check_reduction(name: str, reduction: str) -> None:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction={reduction!r} is not one of {', '.join(REDUCTIONS)}")
+
+
+def weights_of(call: Call, class_weights: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """The class weights as figures of logits in `dtype` are, and their sum on all ranks where smoothing reads it."""
+    if class_weights is None:
+        return None, None
+    class_weights = class_weights.to(exact_of(dtype))
+    if call.floats[0] == 0:
+        return class_weights, None
+    total = class_weights.sum()
+    if call.ranks is not None:
+        dist.all_reduce(total, group=call.ranks)
+    return class_weights, total
+
+
+def row_loss(call: Call, class_weights: Tensor | None, total: Tensor | None) -> RowLoss:
+    return RowLoss(*call.floats, *call.ints, class_weights, total)
+
+
+def figures(call: Call, logits: Tensor, targets: Tensor, x: RowLoss) -> Tensor:
+    """[6, rows] of the whole vocabulary, from logits [rows, width] of all of it or of a slice."""
+    stats = select(call.problem("cross_entropy", logits), logits.device, call.kernel).launch(logits, targets, x)
+    return stats if call.ranks is None else _together(call, stats, targets, x, logits.shape[1])
+
+
+def gradient(call: Call, logits: Tensor, targets: Tensor, stats: Tensor, grads: tuple[Tensor, Tensor | None], x: RowLoss, out: Tensor) -> Tensor:
+    """Of the logits, by the gradients of the losses and of the entropies of rows [rows]; written to `out`, which may be the logits."""
+    g, g_entropy = (None if grad is None else grad.to(stats.dtype) for grad in grads)
+    problem = call._replace(entropy=g_entropy is not None).problem("cross_entropy_backward", logits)
+    return select(problem, logits.device, call.kernel).launch(logits, targets, stats, g, g_entropy, x, out)
+
+
+def _together(call: Call, stats: Tensor, targets: Tensor, x: RowLoss, width: int) -> Tensor:
+    """Figures of the vocabulary from those of its slices, the same bits on every rank: one collective."""
+    ranks = call.ranks
+    mass = stats.new_full((1, stats.shape[1]), width) if x.class_weights is None else x.class_weights.sum().to(stats.dtype).expand(1, stats.shape[1])
+    mine = torch.cat((stats, mass))
+    slices = [torch.empty_like(mine) for _ in range(dist.get_world_size(ranks))]
+    dist.all_gather(slices, mine, group=ranks)
+    log_prob, top, log_sum, entropy, smooth, weight, mass = torch.stack(slices).unbind(1)  # [ranks, rows] each
+    highest = top.amax(0)
+    log_whole = (top - highest + log_sum).logsumexp(0)
+    more = top - highest + log_sum - log_whole
+    share = more.exp()
+    entropy = (share * torch.where(share > 0, entropy - more, 0)).sum(0)
+    found = torch.stack(((log_prob + more).amax(0), highest, log_whole, entropy, (smooth - mass * more).sum(0), weight.sum(0)))
+    return torch.where(targets != x.ignore_index, found, 0)
+
+
+def losses_of(stats: Tensor, x: RowLoss) -> Tensor:
+    """The loss of each row, [rows], from its figures."""
+    loss = -stats[LOG_PROB]
+    if x.class_weights is not None or x.smoothing:
+        loss = loss * stats[WEIGHT] * (1 - x.smoothing) if x.class_weights is not None else loss * (1 - x.smoothing)
+    if x.smoothing:
+        loss = loss + stats[SMOOTH] * (x.smoothing / x.vocab)
+    return loss + x.z_loss * (stats[TOP] + stats[LOG_SUM]).square() if x.z_loss else loss
+
+
+def reduced(loss: Tensor, weight: Tensor, reduction: str) -> Tensor:
+    """The losses of rows as one: their sum, or that by the sum of their targets' class weights."""
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / weight.sum()
+
+
+def factor_of(call: Call, targets: Tensor, class_weights: Tensor | None, reduction: str, dtype: torch.dtype) -> Tensor:
+    """What the sum of the losses of logits in `dtype` is multiplied by, [], before any of them is known: 1, or 1 by the sum of the targets' class weights."""
+    exact = exact_of(dtype)
+    if reduction == "sum":
+        return torch.ones((), dtype=exact, device=targets.device)
+    return 1 / _weights(call, targets, class_weights, exact).sum()
+
+
+def _weights(call: Call, targets: Tensor, class_weights: Tensor | None, exact: torch.dtype) -> Tensor:
+    """The class weight of each row's target, [rows]; 0 where it is ignored or no class."""
+    ignore, first, vocab = call.ints
+    counts = (targets != ignore) & (targets >= 0) & (targets < vocab)
+    if class_weights is None:
+        return counts.to(exact)
+    local = targets - first
+    here = counts & (local >= 0) & (local < len(class_weights))
+    weight = torch.where(here, class_weights[torch.where(here, local, 0)].to(exact), 0)
+    if call.ranks is not None:
+        dist.all_reduce(weight, group=call.ranks)
+    return weight
+
+
+class _Held(torch.autograd.Function):
+    """A scalar loss whose gradients were computed together with it: `run()` gives it, more results and the gradients, which go backward once."""
+
+    @staticmethod
+    def forward(ctx, run, *inputs):
+        loss, more, ctx.held = run()
+        ctx.mark_non_differentiable(*more)
+        ctx.set_materialize_grads(False)
+        return loss, *more
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g, *_):
+        if ctx.held is None:
+            raise RuntimeError("the gradients of this loss were given in its first backward pass, and scaled in place; call the loss again")
+        held, ctx.held = ctx.held, None
+        return None, *(None if grad is None or g is None else _scaled(grad, g) for grad in held)
+
+
+def held(run, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    return _Held.apply(run, *inputs)
+
+
+def _scaled(grad: Tensor, g: Tensor) -> Tensor:
+    problem = Rows("scale", 1, grad.numel(), grad.dtype)
+    return select(problem, grad.device).launch(grad, g)

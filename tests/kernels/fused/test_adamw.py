@@ -1,0 +1,145 @@
+"""AdamW and the norm of gradients against torch's own in float64."""
+
+import copy
+
+import pytest
+import torch
+
+from judge import assert_as_good_as_torch
+from onchip.dispatch import record
+from onchip.kernels.fused import ADAMW
+from onchip.ops.optim import AdamW
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in ADAMW.kernels]
+SHAPES = ((1,), (63,), (33, 127), (5000,), (0,), (4096,))
+HOW = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def parameters(dtypes, device, shapes=SHAPES):
+    return [torch.nn.Parameter(torch.randn(shape, device=device).to(dtypes[n % len(dtypes)])) for n, shape in enumerate(shapes)]
+
+
+def train(params, optimiser, gradients, max_norm=None):
+    for of_step in gradients:
+        for p, g in zip(params, of_step, strict=True):
+            p.grad = None if g is None else g.to(p.dtype)
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(params, max_norm)
+        optimiser.step()
+    return [p.detach() for p in params]
+
+
+def check(dtypes, moments, max_norm, kernel, device, shapes=SHAPES):
+    start = parameters(dtypes, device, shapes)
+    gradients = [[torch.randn(p.shape, device=device).mul(scale).to(p.dtype) for p in start] for scale in (3.0, 0.01, 1.0)]
+    gradients[0][1] = None  # joins a step later
+    ours, low, true = (copy.deepcopy(start) for _ in range(3))
+    true = [torch.nn.Parameter(p.detach().double()) for p in true]
+    with record() as decisions:
+        found = train(ours, AdamW(ours, **HOW, max_norm=max_norm, moments=moments, kernel=kernel), gradients)
+    assert {d.kernel.name for d in decisions} == {kernel}
+    truth = train(true, torch.optim.AdamW(true, **HOW), gradients, max_norm)
+    torchs = train(low, torch.optim.AdamW(low, **HOW, foreach=False), gradients, max_norm)
+    for p, t, right in zip(found, torchs, truth, strict=True):
+        if p.numel():
+            assert_as_good_as_torch(p, t, right)
+    return decisions
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("dtypes", "moments", "max_norm"), [((FP32,), FP32, None), ((BF16,), FP32, 1.5), ((BF16, FP32), BF16, 1e9)], ids=str)
+def test_three_steps(dtypes, moments, max_norm, kernel, device):
+    if moments == BF16:  # torch keeps moments in the parameter's dtype
+        dtypes = (BF16,)
+    check(dtypes, moments, max_norm, kernel, device)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_launch_for_a_list(kernel, device):
+    """And one for each dtype and count of steps."""
+    params = parameters((FP32,), device)
+    optimiser = AdamW(params, max_norm=1.0, kernel=kernel)
+    for _ in range(2):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        with record() as decisions:
+            optimiser.step()
+    assert [str(d.problem) for d in decisions] == ["grad_norm 6x13351 fp32", "adamw 6x13351 fp32 fp32 moments"]
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("triton_adamw", marks=[pytest.mark.gpu, pytest.mark.large])])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_large(dtype, kernel, device):
+    check((dtype,), FP32, 1.0, kernel, device, (*SHAPES, (4096, 4096), (3, 1 << 24)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_norm(kernel, device):
+    params = parameters((FP32,), device)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    before = [p.grad.clone() for p in params]
+    optimiser = AdamW(params, max_norm=0.5, kernel=kernel)
+    optimiser.step()
+    right = torch.cat([g.double().flatten() for g in before]).norm()
+    torch.testing.assert_close(optimiser.norm, right, rtol=1e-6, atol=0)
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, before, strict=True))  # not scaled in memory
+    first = optimiser.norm.clone()
+    optimiser.step()
+    assert torch.equal(optimiser.norm, first)  # the same bits
+
+
+@pytest.mark.gpu
+def test_tensors_that_are_not_aligned(device):
+    memory = torch.randn(4, 1001, device=device)
+    p = torch.nn.Parameter(memory[0, 1:])
+    other = torch.nn.Parameter(p.detach().clone())
+    p.grad, other.grad = memory[1, 1:], memory[1, 1:].clone()
+    for each in (p, other):
+        AdamW([each], **HOW, kernel="triton_adamw").step()
+    assert torch.equal(p, other)
+
+
+def test_a_rate_on_the_device(device):
+    params, same = parameters((FP32,), device), None
+    same = copy.deepcopy(params)
+    for p, q in zip(params, same, strict=True):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    AdamW(params, lr=torch.tensor(0.25, device=device)).step()
+    AdamW(same, lr=0.25).step()
+    assert all(torch.equal(p, q) for p, q in zip(params, same, strict=True))
+
+
+def test_state_comes_back(device):
+    """Moments keep their dtype beside parameters in bfloat16, parameters share their count again, and torch's own state is read."""
+    params = parameters((BF16,), device)
+    gradients = [[torch.randn(p.shape, device=device) for p in params] for _ in range(4)]
+    optimiser = AdamW(params, **HOW)
+    train(params, optimiser, gradients[:2])
+    twin = copy.deepcopy(params)
+    other = AdamW(twin, **HOW)
+    other.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    assert all(other.state[p]["exp_avg"].dtype == FP32 for p in twin) and len({id(other.state[p]["step"]) for p in twin}) == 1
+    assert all(torch.equal(a, b) for a, b in zip(train(params, optimiser, gradients[2:]), train(twin, other, gradients[2:]), strict=True))
+    plain = parameters((FP32,), device)
+    theirs = torch.optim.AdamW(plain, **HOW)
+    train(plain, theirs, gradients[:1])
+    ours = AdamW(twin := copy.deepcopy(plain), **HOW)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for a, b in zip(train(plain, theirs, gradients[1:]), train(twin, ours, gradients[1:]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_wrong_arguments(device):
+    p = torch.nn.Parameter(torch.zeros(3, 2, device=device).T)
+    for keywords, message in (({"betas": (1.0, 0.9)}, "betas lie in"), ({"max_norm": 0.0}, "max_norm=0.0"), ({"lr": -1.0}, "lr=-1.0")):
+        with pytest.raises(ValueError, match=message):
+            AdamW([p], **keywords)
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(ValueError, match="give contiguous ones"):
+        AdamW([p]).step()
+    p = torch.nn.Parameter(torch.zeros(3, device=device))
+    p.grad = torch.zeros_like(p)
+    with pytest.raises(ValueError, match="lr is a tensor on meta"):
+        AdamW([p], lr=torch.tensor(0.1, device="meta")).step()

@@ -1,0 +1,89 @@
+"""The kernels of losses compiled for GPUs that are not here, with the tiles they launch with: nothing spills, memory is read 16 bytes at a time."""
+
+import pytest
+import torch
+
+import onchip.kernels.fused.cross_entropy as cross_entropy
+from offline import compile_for
+from onchip.core.device import gpu
+from onchip.core.problem import Rows
+from onchip.kernels.fused import divergence, softmax
+
+BF16, FP32 = torch.bfloat16, torch.float32
+POINTER = {BF16: "*bf16", FP32: "*fp32"}
+GPUS = {"sm_80": gpu("A100"), "sm_90": gpu("H200")}
+everywhere = pytest.mark.parametrize("arch", GPUS)
+
+
+def check(facts, vectors=1):
+    assert facts.spills == 0
+    assert facts.vector_loads >= vectors
+
+
+VARIANTS = [(BF16, ""), (FP32, ""), (BF16, "entropy"), (BF16, "smoothing weights softcap"), (FP32, "entropy smoothing weights softcap")]
+
+
+@everywhere
+@pytest.mark.parametrize("op", ["cross_entropy", "cross_entropy_backward", "cross_entropy_in_place"])
+@pytest.mark.parametrize(("dtype", "variant"), VARIANTS)
+def test_cross_entropy(op, dtype, variant, arch):
+    problem = Rows(op, 8192, 128256, dtype, variant)
+    tiles = cross_entropy.configs(problem, GPUS[arch])[0]
+    kernel = {"cross_entropy": "_forward", "cross_entropy_backward": "_backward", "cross_entropy_in_place": "_in_place"}[op]
+    kernel = getattr(cross_entropy, kernel)
+    signature = dict.fromkeys(("logits_ptr", "out_ptr"), POINTER[dtype]) | {"targets_ptr": "*i64"}
+    signature |= dict.fromkeys(("weights_ptr", "total_ptr", "stats_ptr", "g_ptr", "g_entropy_ptr"), "*fp32")
+    signature |= dict.fromkeys(("tokens", "width", "row_stride", "out_stride", "first", "vocab", "ignore"), "i32")
+    signature |= dict.fromkeys(("smoothing", "z_loss", "temperature", "inverse", "cap"), "fp32")
+    constexprs = {"CAPPED": "softcap" in variant, "ENTROPY": "entropy" in variant, "SMOOTH": "smoothing" in variant, "BLOCK": tiles.block}
+    constexprs |= {"LANE": 16 // dtype.itemsize} | ({} if "weights" in variant else {"weights_ptr": None, "total_ptr": None})
+    constexprs |= {} if "entropy" in variant else {"g_entropy_ptr": None}
+    constexprs = {name: value for name, value in constexprs.items() if name in getattr(kernel, "arg_names", ())}
+    check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "row_stride", "out_stride")), 2)
+
+
+@everywhere
+@pytest.mark.parametrize("variant", ["", "log bool mask", "log mask"])
+@pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (32768, BF16), (16384, FP32), (131072, BF16), (131072, FP32)])
+def test_softmax(width, dtype, variant, arch):
+    problem = Rows("softmax", 8192, width, dtype, variant)
+    tiles = softmax.configs(problem, GPUS[arch])[0]
+    signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "mask_ptr": "*u8" if "bool" in variant else POINTER[dtype], "temperature": "fp32"}
+    signature |= dict.fromkeys(("rows", "width", "x_stride", "size_1", "size_2", "stride_0", "stride_1", "stride_2"), "i32")
+    constexprs = {
+        "DIVIDED": "log" in variant,
+        "BOOL": "bool" in variant,
+        "LOG": "log" in variant,
+        "LANE": 16 // dtype.itemsize,
+        "ROWS": tiles.rows,
+        "BLOCK": tiles.block,
+    }
+    constexprs |= {} if "mask" in variant else {"mask_ptr": None}
+    kernel = softmax._softmax if tiles.block >= width else softmax._softmax_wide
+    check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "stride_0", "stride_1", "stride_2")))
+
+
+@everywhere
+@pytest.mark.parametrize("variant", ["", "log"])
+@pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (16384, BF16), (8192, FP32), (131072, BF16), (131072, FP32)])
+def test_softmax_backward(width, dtype, variant, arch):
+    tiles = softmax.configs(Rows("softmax_backward", 8192, width, dtype, variant), GPUS[arch])[0]
+    signature = dict.fromkeys(("y_ptr", "dy_ptr", "dx_ptr"), POINTER[dtype]) | {"inverse": "fp32"}
+    signature |= dict.fromkeys(("rows", "width", "y_stride", "dy_stride"), "i32")
+    constexprs = {"LOG": "log" in variant, "ROWS": tiles.rows, "BLOCK": tiles.block}
+    kernel = softmax._backward if tiles.block >= width else softmax._backward_wide
+    check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "y_stride", "dy_stride")), 2)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("op", ["divergence", "divergence_backward"])
+def test_divergence(op, kind, dtype, arch):
+    tiles = divergence.configs(Rows(op, 8192, 128256, dtype), GPUS[arch])[0]
+    kernel = divergence._forward if op == "divergence" else divergence._backward
+    signature = dict.fromkeys(("student_ptr", "teacher_ptr", "out_ptr"), POINTER[dtype]) | {"counts_ptr": "*u8", "stats_ptr": "*fp32", "g_ptr": "*fp32"}
+    signature |= dict.fromkeys(("tokens", "width", "student_stride", "teacher_stride", "out_stride"), "i32")
+    signature |= dict.fromkeys(("inverse", "beta", "log_1_beta", "log_beta"), "fp32")
+    constexprs = {"KIND": kind, "BLOCK": tiles.block} | ({"LANE": 16 // dtype.itemsize} if op == "divergence" else {})
+    check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "student_stride", "teacher_stride", "out_stride")), 2)

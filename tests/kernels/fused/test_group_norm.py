@@ -1,0 +1,164 @@
+"""GroupNorm with its activation, forward and backward, in every layout, against float64 and beside torch's autograd in the same dtype."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import onchip
+from judge import assert_as_good_as_torch
+from onchip.core.device import gpu
+from onchip.core.problem import Groups
+from onchip.kernels.fused import GROUP_NORM
+from onchip.ops.group_norm import group_norm
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in GROUP_NORM.kernels]
+TRITON = pytest.param("triton_group_norm", marks=[pytest.mark.gpu, pytest.mark.large])
+EPS = 1e-5
+ACT = {"": lambda x: x, "silu": F.silu, "mish": F.mish}
+FORMAT = {"first": torch.contiguous_format, "last": torch.channels_last, "video": torch.channels_last_3d}
+
+CASES = [  # shape, groups, act, layout
+    ((2, 6, 7, 9), 3, "silu", "first"),
+    ((1, 4, 1, 1), 2, "", "first"),
+    ((2, 10, 37, 5), 2, "mish", "last"),
+    ((1, 6, 3, 5, 7), 3, "silu", "video"),
+    ((3, 4, 11), 1, "mish", "first"),
+    ((2, 130, 3, 3), 13, "", "last"),
+    ((1, 3, 5, 40, 21), 3, "", "first"),
+]
+LARGE = [
+    ((1, 128, 1024, 1024), 32, "silu", "first"),
+    ((1, 128, 512, 512), 32, "silu", "last"),
+    ((1, 512, 128, 128), 32, "silu", "first"),
+    ((16, 320, 64, 64), 32, "silu", "first"),
+    ((16, 320, 64, 64), 32, "mish", "last"),
+    ((2, 1280, 16, 16), 32, "", "first"),
+    ((1, 96, 9, 240, 416), 32, "silu", "video"),
+    ((3, 7, 1013, 1009), 7, "silu", "first"),
+]
+
+
+def inputs(shape, dtype, layout, device):
+    x = (torch.randn(shape, device=device) * 2 + 3).to(dtype).contiguous(memory_format=FORMAT[layout]).requires_grad_()
+    weight, bias = ((torch.randn(shape[1], device=device) + 0.5).to(dtype).requires_grad_() for _ in range(2))
+    return x, weight, bias
+
+
+def textbook(act, groups, given):
+    x, weight, bias = given
+    return ACT[act](F.group_norm(x, groups, weight, bias, EPS))
+
+
+def check(case, dtype, kernel, device):
+    shape, groups, act, layout = case
+    given = inputs(shape, dtype, layout, device)
+    exact = [t.detach().double().requires_grad_() for t in given]
+    with onchip.record() as decisions:
+        y = group_norm(given[0], groups, *given[1:], act=act, eps=EPS, kernel=kernel)
+        outer = torch.randn(shape, device=device).to(dtype)
+        found = torch.autograd.grad(y, given, outer)
+    assert [d.problem.op for d in decisions] == ["group_norm", "group_norm_backward"]
+    assert {d.problem.layout for d in decisions} == {"channels_first" if layout == "first" or 1 in shape[2:4] else "channels_last"}
+    low, truth = textbook(act, groups, given), textbook(act, groups, exact)
+    assert y.stride() == found[0].stride() == given[0].stride() and y.dtype == found[0].dtype == dtype
+    assert_as_good_as_torch(y.detach(), low.detach(), truth.detach())
+    beside, right = torch.autograd.grad(low, given, outer), torch.autograd.grad(truth, exact, outer.double())
+    for a, b, c in zip(found, beside, right, strict=True):
+        assert_as_good_as_torch(a, b, c, 3.0)
+    return y, *found
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(case, dtype, kernel, device):
+    check(case, dtype, kernel, device)
+
+
+@pytest.mark.parametrize("kernel", [TRITON])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large(case, dtype, kernel, device):
+    check(case, dtype, kernel, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_slabs_and_shares(layout, device, monkeypatch):
+    """A large problem's cut on a small one: samples apart, a sample's groups apart, pixels shared out; the same bits every time."""
+    from onchip.kernels.fused import group_norm as forward
+    from onchip.kernels.fused import group_norm_backward as backward
+    from onchip.kernels.fused.group_tile import Tiles
+
+    tiles = Tiles(2, 32, 4, False, 2, *((1, 2) if layout == "first" else (2, 6)))
+    for module in (forward, backward):
+        monkeypatch.setattr(module, "configs", lambda problem, device: [tiles])
+    onchip.dispatch.forget()
+    results = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        results.append(check(((3, 6, 5, 13), 3, "silu", layout), BF16, "triton_group_norm", device))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    onchip.dispatch.forget()
+
+
+def test_how_shapes_are_cut():
+    """A U-Net's groups are one program's; a VAE's go through in slabs of half the L2 cache."""
+    pytest.importorskip("triton")
+    from onchip.kernels.fused.group_norm import configs
+    from onchip.kernels.fused.group_tile import share_of, slabs
+
+    h200 = gpu("H200")
+    (unet,) = configs(Groups("group_norm", 16, 320, 32, 64 * 64, BF16, "silu"), h200)
+    assert unet.whole and unet.ch * unet.pix == 8192
+    problem = Groups("group_norm", 1, 128, 32, 1 << 20, BF16, "silu")
+    (vae,) = configs(problem, h200)
+    assert not vae.whole and vae.channels % 4 == 0 and vae.channels << 21 <= h200.l2 // 2 < (vae.channels + 4) << 21
+    assert [c for _, _, c, _ in slabs(problem, vae)] == list(range(0, 128, vae.channels))
+    shares, share = share_of(problem.pixels, vae)
+    assert shares * vae.channels >= 3 * h200.sms and share % vae.pix == 0 and (shares - 1) * share < problem.pixels <= shares * share
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_parameters_and_far_from_zero(kernel, device):
+    """A mean a thousand times the deviation costs no digits but those that x has not."""
+    x = (torch.randn(2, 4, 33, device=device) + 1000).requires_grad_()
+    y = group_norm(x, 2, kernel=kernel)
+    assert_as_good_as_torch(y.detach(), F.group_norm(x, 2).detach(), F.group_norm(x.double(), 2).detach())
+    assert group_norm(x[:0], 2, kernel=kernel).shape == (0, 4, 33)
+    one = torch.ones(4, device=device, requires_grad=True)
+    (alone,) = torch.autograd.grad(group_norm(x.detach(), 2, one, kernel=kernel).square().sum(), one)
+    torch.testing.assert_close(alone, 2 * F.group_norm(x.detach(), 2).square().sum((0, 2)), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["first", "last"])
+def test_in_a_compiled_graph(layout):
+    torch._dynamo.reset()
+    given = inputs((2, 6, 4, 5), FP32, layout, torch.device("cpu"))
+
+    def call(x, weight, bias):
+        return group_norm(x, 3, weight, bias, act="silu")
+
+    ours, eager = torch.compile(call, fullgraph=True, backend="aot_eager")(*given), call(*given)
+    outer = torch.randn_like(eager)
+    assert ours.stride() == eager.stride()
+    for a, b in zip((ours, *torch.autograd.grad(ours, given, outer)), (eager, *torch.autograd.grad(eager, given, outer)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+X = torch.zeros(2, 6, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: group_norm(X, 4), "x is \\[2, 6, 4\\], groups=4; give \\[batch, channels, ...\\] and a number that divides the channels"),
+        (lambda: group_norm(X, 3, act="gelu"), "act='gelu' is not one of '', 'silu', 'mish'"),
+        (lambda: group_norm(X, 3, torch.ones(4)), r"weight is \[4\] on cpu; x has 6 channels on cpu: give \[6\] there"),
+        (lambda: group_norm(X, 3, torch.ones(6), torch.ones(6).half()), "they must be of one dtype"),
+    ],
+)
+def test_what_does_not_fit_is_said(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()

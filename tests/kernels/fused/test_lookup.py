@@ -1,0 +1,168 @@
+"""Embeddings, dropout and the Hadamard rotation with their gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from judge import assert_as_good_as_torch, poisoned
+from onchip.core import philox
+from onchip.core.problem import Dropout
+from onchip.dispatch import record
+from onchip.kernels.fused import DROPOUT_ADD, EMBEDDING, HADAMARD
+from onchip.ops.lookup import dropout_add, embedding, hadamard
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LARGE = [pytest.mark.gpu, pytest.mark.large]
+
+
+def kernels(op):
+    return [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in op.kernels]
+
+
+# ---- embeddings
+
+IDS = {  # tokens of a vocabulary of 50
+    "all different": lambda: torch.randperm(50)[:37].view(1, 37),
+    "all one": lambda: torch.full((83,), 7),
+    "few": lambda: torch.randint(3, (2, 40)),
+    "any": lambda: torch.randint(50, (100,)),
+    "one": lambda: torch.tensor([[49]]),
+    "unknown": lambda: torch.tensor([3, -1, 50, 3, 1 << 40, 0, -1]),
+}
+
+
+def check_embedding(ids, vocab, width, dtype, kernel, device, padding=None):
+    ids = ids.to(device)
+    weight = poisoned((vocab, width + 8), dtype, device)[:, 8:].copy_(torch.randn(vocab, width, device=device))
+    known = (ids >= 0) & (ids < vocab)
+    d_out = torch.randn(*ids.shape, width, device=device).to(dtype)
+    leaf = weight.detach().requires_grad_()
+    with record() as decisions:
+        out = embedding(ids, leaf, padding_idx=padding, kernel=kernel)
+        (ours,) = torch.autograd.grad(out, leaf, d_out)
+        (again,) = torch.autograd.grad(embedding(ids, leaf, padding_idx=padding, kernel=kernel), leaf, d_out)
+    assert [d.problem.op for d in decisions[:2]] == ["embedding", "embedding_backward"] and {d.kernel.name for d in decisions} == {kernel}
+    assert torch.equal(out.detach()[known], weight[ids[known]]) and out.detach()[~known].isnan().all()
+    counted = known if padding is None else known & (ids != padding)
+    sums = {of: torch.zeros(vocab, width, dtype=of, device=device).index_add_(0, ids[counted], d_out[counted].to(of)) for of in (dtype, torch.float64)}
+    assert_as_good_as_torch(ours, sums[dtype], sums[torch.float64], slack=3.0)
+    assert torch.equal(ours, again) and ours.dtype == dtype
+
+
+@pytest.mark.parametrize("kernel", kernels(EMBEDDING))
+@pytest.mark.parametrize(("name", "width", "dtype", "padding"), [
+    ("all different", 130, BF16, None), ("all one", 63, FP32, None), ("few", 8, FP16, 1), ("any", 200, BF16, 0), ("one", 1, FP32, 49),
+    ("unknown", 40, FP32, None),
+])  # fmt: skip
+def test_embedding(name, width, dtype, padding, kernel, device):
+    check_embedding(IDS[name](), 50, width, dtype, kernel, device, padding)
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("triton_embedding", marks=LARGE)])
+@pytest.mark.parametrize("most", [1, 100, 600_000])
+def test_large_embedding(most, kernel, device):
+    """A gradient of more than 2^31 elements."""
+    check_embedding(torch.randint(most, (20_011,)), 600_000, 4096, BF16, kernel, device)
+
+
+@pytest.mark.parametrize("kernel", kernels(EMBEDDING))
+def test_no_tokens(kernel, device):
+    weight = torch.randn(5, 3, device=device, requires_grad=True)
+    out = embedding(torch.zeros(0, 2, dtype=torch.int32, device=device), weight, kernel=kernel)
+    out.sum().backward()
+    assert out.shape == (0, 2, 3) and not weight.grad.any()
+
+
+# ---- dropout
+
+
+@pytest.mark.parametrize("kernel", kernels(DROPOUT_ADD))
+@pytest.mark.parametrize(("shape", "dtype", "residual", "p"), [((3, 7), FP32, True, 0.5), ((2, 1023), BF16, True, 0.1), ((5, 1000), FP16, False, 0.3)])
+def test_dropout(shape, dtype, residual, p, kernel, device):
+    x, add, d_out = (torch.randn(*shape[::-1], device=device).to(dtype).T for _ in range(3))
+    leaves = [x.detach().requires_grad_(), *([add.detach().requires_grad_()] if residual else [])]
+    how = Dropout(p, 3**35, 11)
+    out = dropout_add(leaves[0], leaves[1] if residual else None, how, kernel=kernel)
+    grads = torch.autograd.grad(out, leaves, d_out)
+    kept = philox.kept_elements(p, philox.draw(device, *how[1:]), x.numel()).view(shape)
+    truth = torch.where(kept, x.double() / (1 - p), 0) + (add.double() if residual else 0)
+    low = torch.where(kept, x / (1 - p), 0) + (add if residual else 0)
+    assert_as_good_as_torch(out.detach(), low, truth)
+    assert_as_good_as_torch(grads[0], torch.where(kept, d_out / (1 - p), 0), torch.where(kept, d_out.double() / (1 - p), 0), slack=3.0)
+    assert not residual or torch.equal(grads[1], d_out)
+    assert torch.equal(out, dropout_add(*leaves, *([] if residual else [None]), how, kernel=kernel))
+
+
+def test_what_is_kept(device):
+    state = philox.draw(device, 1, 2)
+    kept = philox.kept_elements(0.3, state, 40_001)
+    assert kept.shape == (40_001,) and abs(kept.float().mean() - 0.7) < 5 * (0.21 / 40_001) ** 0.5
+    assert torch.equal(kept[:500], philox.kept_elements(0.3, state, 500))
+    others = [philox.kept_elements(0.3, philox.draw(device, *of), 500) for of in ((1, 3), (2, 2), (1 << 40, 2))]
+    assert all((kept[:500] != other).float().mean() > 0.3 for other in others)
+    x = torch.randn(4, 5, device=device)
+    assert dropout_add(x, None, Dropout(0.5), training=False) is x and torch.equal(dropout_add(x, x, Dropout(0.0)), 2 * x)
+    drawn = [dropout_add(torch.ones(1000, device=device), None, Dropout(0.5)) for _ in range(2)]
+    assert not torch.equal(*drawn)
+
+
+def test_normal_noise(device):
+    noise = philox.normal(philox.draw(device, 5, 0), 50_001, torch.tensor([3], device=device)).double()
+    assert noise.shape == (50_001,) and abs(noise.mean()) < 0.02 and abs(noise.var() - 1) < 0.03 and abs((noise**4).mean() - 3) < 0.2
+    assert abs((noise[:-1] * noise[1:]).mean()) < 0.02
+    assert not torch.equal(noise, philox.normal(philox.draw(device, 5, 0), 50_001, torch.tensor([4], device=device)).double())
+
+
+# ---- Hadamard
+
+
+def walsh(width, device):
+    at = torch.arange(width, device=device)
+    bits = at[:, None] & at
+    for shift in (8, 4, 2, 1):
+        bits = bits ^ (bits >> shift)
+    return (1 - 2 * (bits & 1)).double()
+
+
+def check_hadamard(rows, width, dtype, kernel, device):
+    x = poisoned((rows, width + 8), dtype, device)[:, 8:].copy_(torch.randn(rows, width, device=device))
+    leaf, d_out = x.detach().requires_grad_(), torch.randn(rows, width, device=device).to(dtype)
+    out = hadamard(leaf, kernel=kernel)
+    (grad,) = torch.autograd.grad(out, leaf, d_out)
+    part = slice(-64, None)
+    for ours, of in ((out.detach(), x), (grad, d_out)):
+        matrix = walsh(width, device)
+        truth = of[part].double() @ matrix * width**-0.5
+        low = (of[part] @ matrix.to(dtype)) * width**-0.5
+        assert_as_good_as_torch(ours[part], low, truth)
+
+
+@pytest.mark.parametrize("kernel", kernels(HADAMARD))
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(3, 1, FP32), (5, 2, BF16), (300, 64, FP32), (3, 128, FP16), (2, 2048, BF16), (1, 4096, FP32)])
+def test_hadamard(rows, width, dtype, kernel, device):
+    check_hadamard(rows, width, dtype, kernel, device)
+
+
+@pytest.mark.parametrize("kernel", [pytest.param("triton_hadamard", marks=LARGE)])
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(300_000, 8192, BF16), (4099, 32768, FP32), (70_001, 128, BF16)])
+def test_large_hadamard(rows, width, dtype, kernel, device):
+    check_hadamard(rows, width, dtype, kernel, device)
+
+
+def test_wrong_arguments(device):
+    x, ids = torch.zeros(2, 6, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    for call, message in (
+        (lambda: embedding(x, x), "ids are torch.float32"),
+        (lambda: embedding(ids, x[0]), r"weight is \[6\]"),
+        (lambda: embedding(ids, x, padding_idx=2), "padding_idx=2 is no row"),
+        (lambda: dropout_add(x, None, Dropout(1.0)), "p=1.0"),
+        (lambda: dropout_add(x, x[:1], Dropout(0.5)), "must be equal"),
+        (lambda: hadamard(x), "width 6 is no power of two; pad x to 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_as_torch_embeds(device):
+    ids, weight = torch.randint(9, (4, 3), device=device), torch.randn(9, 5, device=device, dtype=torch.float64)
+    assert torch.equal(embedding(ids, weight), F.embedding(ids, weight))

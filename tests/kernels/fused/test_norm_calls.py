@@ -1,0 +1,322 @@
+"""Norms with all that stands around them, forward and backward, against float64 and beside torch's autograd in the same dtype."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import onchip
+from judge import assert_as_good_as_torch, poisoned
+from onchip.core import philox
+from onchip.core.device import gpu
+from onchip.core.norms import Modulate, Residual, RowCodes, SiluGate
+from onchip.core.problem import Dropout, Rows
+from onchip.kernels.fused import NORM
+from onchip.ops.norm import invertible_layer_norm, layer_norm, modulated_norm, rms_norm
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in NORM.kernels]
+TRITON = pytest.param("triton_norm", marks=[pytest.mark.gpu, pytest.mark.large])
+EPS = 1e-5
+DROP = Dropout(0.3, 11, 5)
+NORMED = {"rms": rms_norm, "layer": layer_norm}
+
+FORMS = {  # name: (kind, shape of x, {tensor: its shape, or its own dtype and shape})
+    "rms": ("rms", (5, 63), {"weight": (63,)}),
+    "rms bias": ("rms", (7, 100), {"weight": (100,), "bias": (100,)}),
+    "layer": ("layer", (5, 63), {"weight": (63,), "bias": (63,)}),
+    "layer alone": ("layer", (1, 1000), {}),
+    "heads": ("rms", (3, 2, 4, 24), {"weight": (4, 24)}),
+    "heads bias": ("layer", (5, 3, 16), {"weight": (3, 16), "bias": (3, 16)}),
+    "stream": ("layer", (6, 40), {"weight": (40,), "bias": (40,), "stream": (6, 40)}),
+    "stream fp32": ("rms", (6, 40), {"weight": (40,), "stream": (FP32, 6, 40)}),
+    "branch": ("rms", (3, 7, 40), {"weight": (40,), "stream": (3, 7, 40), "gate": (3, 40), "row_scale": (3, 7)}),
+    "dropout": ("layer", (9, 40), {"weight": (40,), "stream": (FP32, 9, 40), "row_scale": (9,), "drop": None}),
+    "sample": ("layer", (3, 11, 72), {"scale": (3, 72), "shift": (3, 72)}),
+    "sample weight": ("rms", (2, 3, 5, 40), {"weight": (40,), "scale": (2, 40), "shift": (2, 40)}),
+    "token": ("layer", (2, 5, 40), {"scale": (2, 5, 40), "shift": (2, 5, 40)}),
+    "zero": ("layer", (3, 5, 40), {"stream": (3, 5, 40), "gate": (3, 1, 40), "scale": (3, 1, 40), "shift": (3, 1, 40)}),
+    "token gate": ("rms", (2, 3, 40), {"weight": (40,), "stream": (2, 3, 40), "gate": (2, 3, 40), "shift": (40,)}),
+    "silu": ("rms", (5, 63), {"weight": (63,), "silu": (5, 63)}),
+    "wide sample": ("rms", (2, 1, 16401), {"stream": (2, 1, 16401), "gate": (2, 1, 16401), "row_scale": (2, 1), "scale": (2, 16401)}),
+}
+LARGE = {
+    f"{kind} {rows}x{width}": (kind, (rows, width), {"weight": (width,)} | ({"bias": (width,), "stream": (rows, width)} if kind == "layer" else {}))
+    for kind in ("rms", "layer")
+    for rows, width in ((1, 7), (4096, 64), (3, 4096), (4096, 4096), (1001, 8192), (3, 65536), (129, 131072), (1, 262144), (67, 262144), (3, 300007))
+} | {
+    "DiT": ("layer", (4, 1024, 1152), {"stream": (4, 1024, 1152), "gate": (4, 1152), "scale": (4, 1152), "shift": (4, 1152)}),
+    "Flux": ("layer", (2, 4608, 3072), {"scale": (2, 3072), "shift": (2, 3072)}),
+    "heads": ("rms", (4096, 32, 128), {"weight": (32, 128)}),
+}
+
+
+def inputs(form, dtype, device):
+    """x and the tensors of a form, which all want gradients; rows of x and of the stream are columns of wider ones that hold NaN."""
+    _, shape, tensors = form
+    made = {"x": shape, **tensors}
+    out = {}
+    for name, size in made.items():
+        if size is None:
+            continue
+        own = size[0] if isinstance(size[0], torch.dtype) and dtype != FP64 else dtype
+        size = size[1:] if isinstance(size[0], torch.dtype) else size
+        t = torch.randn(size, device=device) * (0.3 if name in ("scale", "shift") else 1.0) + (name in ("weight", "x"))
+        if name in ("x", "stream") and len(size) == 2:
+            t = poisoned((size[0], size[1] + 16), own, device)[:, 16:].copy_(t)
+        out[name] = t.to(own).requires_grad_()
+    return out
+
+
+def run(form, given, kernel):
+    """(y, total) by onchip."""
+    t = dict(given)
+    x, weight, bias = t.pop("x"), t.pop("weight", None), t.pop("bias", None)
+    residual = Residual(t["stream"], t.get("gate"), t.get("row_scale"), DROP if "drop" in form[2] else None) if "stream" in t else None
+    after = SiluGate(t["silu"]) if "silu" in t else Modulate(t.get("scale"), t.get("shift")) if "scale" in t or "shift" in t else None
+    if form[0] == "rms":
+        out = rms_norm(x, weight, eps=EPS, bias=bias, residual=residual, after=after, kernel=kernel)
+    else:
+        out = layer_norm(x, weight, bias, eps=EPS, residual=residual, after=after, kernel=kernel)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def per_row(t, x):
+    """A parameter of samples beside x."""
+    return t.view(t.shape[0], *(1,) * (x.ndim - 2), t.shape[-1]) if t.ndim > 1 and t.shape != x.shape else t
+
+
+def textbook(form, given):
+    """(y, total) as torch's users write it, in the tensors' dtype."""
+    kind, shape, tensors = form
+    z, t = given["x"], given
+    if "stream" in t:
+        if "drop" in tensors:
+            row, col = (torch.arange(n, device=z.device) for n in (z.numel() // shape[-1], shape[-1]))
+            state = philox.draw(z.device, DROP.seed, DROP.offset)
+            kept = philox.kept(DROP.p, state, row[:1] * 0, row[:1] * 0, row.unsqueeze(1), col, 1).view(shape)
+            z = torch.where(kept, z / (1 - DROP.p), 0)
+        z = z * per_row(t["gate"], z) if "gate" in t else z
+        z = z * t["row_scale"].unsqueeze(-1) if "row_scale" in t else z
+        z = (t["stream"] + z).to(t["stream"].dtype)
+    total, dtype = z, given["x"].dtype
+    y = F.rms_norm(z, shape[-1:], None, EPS) if kind == "rms" else F.layer_norm(z, shape[-1:], None, None, EPS)
+    y = y * t["weight"] if "weight" in t else y
+    y = y + t["bias"] if "bias" in t else y
+    y = y * (1 + per_row(t["scale"], y)) if "scale" in t else y
+    y = y + per_row(t["shift"], y) if "shift" in t else y
+    y = y * F.silu(t["silu"]) if "silu" in t else y
+    return (y.to(dtype), total) if "stream" in t else (y.to(dtype),)
+
+
+def gradients(results, given, outer):
+    return torch.autograd.grad(results, list(given.values()), outer)
+
+
+def check(form, dtype, kernel, device):
+    given = inputs(form, dtype, device)
+    exact = {name: t.detach().double().requires_grad_() for name, t in given.items()}
+    with onchip.record() as decisions:
+        ours = run(form, given, kernel)
+    low, truth = textbook(form, given), textbook(form, exact)
+    outer = [torch.randn(t.shape, device=device).to(t.dtype) for t in ours]
+    with onchip.record() as backwards:
+        found = gradients(ours, given, outer)
+    assert [d.problem.op for d in (*decisions, *backwards)] == ["norm", "norm_backward"]
+    for result, beside, right in zip(ours, low, truth, strict=True):
+        assert result.shape == right.shape and result.dtype == beside.dtype
+        assert_as_good_as_torch(result.detach(), beside.detach(), right.detach())
+    beside = gradients(low, given, outer)
+    right = gradients(truth, exact, [t.double() for t in outer])
+    for name, a, b, c in zip(given, found, beside, right, strict=True):
+        assert a.shape == given[name].shape and a.dtype == given[name].dtype, name
+        assert_as_good_as_torch(a, b, c, 3.0)
+    return found
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("form", "dtype"), [(form, dtype) for n, form in enumerate(FORMS) for dtype in ((BF16, FP16, FP32)[n % 3], *([BF16] * (form == "layer")))], ids=str
+)
+def test_against_float64(form, dtype, kernel, device):
+    check(FORMS[form], dtype, kernel, device)
+
+
+@pytest.mark.parametrize("kernel", [TRITON])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("form", LARGE)
+def test_large(form, dtype, kernel, device):
+    check(LARGE[form], dtype, kernel, device)
+
+
+@pytest.mark.parametrize("form", ["rms", "branch", "zero", "silu", "dropout"])
+def test_the_reference_has_the_right_derivatives(form, device):
+    """In float64, against differences."""
+    given = inputs(FORMS[form], FP64, device)
+    given = {name: t.detach().double()[..., :9].contiguous() if name != "row_scale" else t.detach().double() for name, t in given.items()}
+    names, form = list(given), (FORMS[form][0], (*FORMS[form][1][:-1], 9), FORMS[form][2])
+    torch.autograd.gradcheck(
+        lambda *ts: run(form, dict(zip(names, ts, strict=True)), "reference"), [t.requires_grad_() for t in given.values()], fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("width", [40, 9001])
+def test_invertible(width, kernel, device):
+    """The input is not kept; gradients are as good as those of a norm whose input was."""
+    form = ("layer", (2, width), {"weight": (width,), "bias": (width,)})
+    given = inputs(form, FP32, device)
+    with torch.no_grad():
+        given["weight"].clamp_(min=0.5)  # y / weight gives back the digits that it has
+    exact = {name: t.detach().double().requires_grad_() for name, t in given.items()}
+    y = invertible_layer_norm(*given.values(), eps=EPS, kernel=kernel)
+    saved = [t for t in y.grad_fn.saved_tensors if t is not None]
+    assert any(t.data_ptr() == y.data_ptr() for t in saved) and not any(t.data_ptr() == given["x"].data_ptr() for t in saved)
+    outer = torch.randn(y.shape, device=device)
+    right = gradients(textbook(form, exact), exact, [outer.double()])
+    for ours, low, truth in zip(gradients((y,), given, [outer]), gradients(textbook(form, given), given, [outer]), right, strict=True):
+        assert_as_good_as_torch(ours, low, truth, 8.0)  # one more rounding, of y, at a weight of 0.5
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("format", ["int8", "e4m3"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+def test_codes(dtype, format, kernel, device):
+    x = torch.randn(6, 100, device=device).to(dtype)
+    x[2] = 0
+    weight = torch.randn(100, device=device).to(dtype)
+    (codes, scale), total = rms_norm(x, weight, residual=x, after=RowCodes(format), kernel=kernel)
+    truth = rms_norm(2 * x.double(), weight.double(), kernel="reference")
+    largest = truth.abs().amax(-1, keepdim=True)
+    assert torch.equal(total, x + x) and scale.shape == (6,) and scale.dtype == FP32 and scale[2] == 0
+    assert codes.dtype == {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}[format]
+    step = {"int8": 0.5 / 127 * largest, "e4m3": torch.maximum(truth.abs() / 16, largest / 448 * 2**-10)}[format]
+    assert ((codes.double() * scale.double().unsqueeze(1) - truth).abs() <= step * 1.001 + 1e-7 * largest).all()
+    assert (codes.double().abs().amax(-1)[[0, 1, 3]] == {"int8": 127, "e4m3": 448}[format]).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_in_place(kernel, device):
+    x, stream, weight = torch.randn(5, 40, device=device), torch.randn(5, 40, device=device), torch.randn(40, device=device)
+    expected = rms_norm(x, weight, residual=stream, kernel=kernel)
+    y, total = rms_norm(x, weight, residual=Residual(stream, in_place=True), kernel=kernel)
+    assert total.data_ptr() == stream.data_ptr() and torch.equal(total, expected[1]) and torch.equal(stream, total)
+    torch.testing.assert_close(y, expected[0], rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="in_place=True would overwrite"):
+        rms_norm(x.requires_grad_(), weight, residual=Residual(stream, in_place=True), kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("form", ["layer"])
+def test_the_same_bits_again(form, kernel, device):
+    first, second = ((torch.manual_seed(3), check(FORMS[form], BF16, kernel, device))[1] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_only_what_is_wanted(kernel, device):
+    """Gradients of one tensor alone, of no rows, and through the sum alone."""
+    weight = torch.randn(40, device=device, requires_grad=True)
+    x, stream = torch.randn(3, 40, device=device), torch.randn(3, 40, device=device, requires_grad=True)
+    (alone,) = torch.autograd.grad(rms_norm(x, weight, kernel=kernel).sum(), weight)
+    torch.testing.assert_close(alone, F.rms_norm(x, (40,), None, 1e-6).sum(0))
+    (none,) = torch.autograd.grad(rms_norm(x[:0], weight, kernel=kernel).sum(), weight)
+    assert none.eq(0).all()
+    (through,) = torch.autograd.grad(rms_norm(x, weight.detach(), residual=stream, kernel=kernel)[1].sum(), stream)
+    torch.testing.assert_close(through, torch.ones_like(through))
+
+
+def test_dropout_without_a_seed_is_torchs_generator(device):
+    x, weight = torch.ones(64, 64, device=device), torch.ones(64, device=device)
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        draws.append(rms_norm(x, weight, residual=Residual(torch.zeros_like(x), dropout=Dropout(0.25)), kernel="reference")[1])
+    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+    assert 0.2 < draws[0].eq(0).float().mean() < 0.3 and draws[0][draws[0] != 0].eq(4 / 3).all()
+
+
+def compiled_call(x, stream, weight, scale, gate):
+    y, total = modulated_norm(x, scale, scale, weight=weight, residual=Residual(stream, gate, dropout=DROP), kernel="reference")
+    return y, total, rms_norm(x, weight), layer_norm(x, weight, after=SiluGate(x)), invertible_layer_norm(x, weight, weight)
+
+
+def test_in_a_compiled_graph():
+    """One graph, forward and backward, with the results and gradients of the eager call; and without gradients, with codes."""
+    torch._dynamo.reset()
+    make = {"x": (2, 5, 16), "stream": (2, 5, 16), "weight": (16,), "scale": (2, 16), "gate": (2, 16)}
+    given = {name: (torch.randn(shape) + 1.5).requires_grad_() for name, shape in make.items()}
+    compiled = torch.compile(compiled_call, fullgraph=True, backend="aot_eager")
+    ours, eager = compiled(*given.values()), compiled_call(*given.values())
+    outer = [torch.randn(t.shape) for t in eager]
+    for a, b in zip((*ours, *gradients(ours, given, outer)), (*eager, *gradients(eager, given, outer)), strict=True):
+        torch.testing.assert_close(a, b)
+
+    def infer(x, stream, weight):
+        half = rms_norm(x.bfloat16(), weight, residual=stream)
+        (codes, scale), total = rms_norm(x, weight, residual=Residual(stream, in_place=True), after=RowCodes("int8"))
+        return codes, scale, total, stream + 0, *half
+
+    with torch.no_grad():
+        x, stream, weight = (given[name].detach() for name in ("x", "stream", "weight"))
+        for a, b in zip(torch.compile(infer, fullgraph=True, backend="aot_eager")(x, stream.clone(), weight), infer(x, stream.clone(), weight), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+X = torch.zeros(2, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: layer_norm(X, torch.ones(4)), r"weight is \[4\], x has width 8; give \[8\], or \[3, 8\] for weights of each head"),
+        (lambda: layer_norm(X[..., :0]), "give \\[..., width\\] with a width of 1 or more"),
+        (lambda: layer_norm(X, torch.ones(8), torch.ones(3, 8)), "they must be equal"),
+        (lambda: layer_norm(X, residual=X[:1]), "they must be equal \\(a residual may be float32\\)"),
+        (lambda: layer_norm(X, residual=Residual(X, row_scale=torch.ones(2))), r"row_scale is \[2\]; x is \[2, 3, 8\]: give \[2, 3\]"),
+        (lambda: layer_norm(X, residual=Residual(X, dropout=Dropout(1.0))), "p=1.0; give 0 or more and less than 1"),
+        (lambda: modulated_norm(X, None, None), "neither scale nor shift"),
+        (lambda: modulated_norm(X, torch.ones(3, 8), None), r"scale is \[3, 8\], x is \[2, 3, 8\]; give \[8\], \[2, 8\] for each sample"),
+        (lambda: modulated_norm(X, torch.ones(2, 8), X), "give both a row for each sample, or for each row"),
+        (lambda: modulated_norm(X, X, X, norm="batch"), "norm='batch' is not one of layer, rms"),
+        (lambda: layer_norm(X, torch.ones(3, 8), after=Modulate(torch.ones(2, 8))), "give heads or samples"),
+        (lambda: layer_norm(X, after=RowCodes("int3")), r"RowCodes\('int3'\) is not one of e4m3, int8"),
+        (lambda: layer_norm(X, after="silu"), "is not one of Modulate, SiluGate, RowCodes"),
+        (lambda: invertible_layer_norm(X, torch.ones(8), None), r"weight and bias are \[8\] and None, x has width 8; give \[8\] both"),
+    ],
+)
+def test_what_does_not_fit_is_said(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
+
+
+def test_codes_have_no_gradient():
+    with pytest.raises(NotImplementedError, match="codes have no gradient"):
+        layer_norm(torch.zeros(2, 8, requires_grad=True), after=RowCodes("int8"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_wide_row_a_program(kind, device):
+    """As of a matrix with a row for each multiprocessor, here of few; the shares of rows give the same."""
+    from onchip.kernels.fused.norm import Norm, Tiles, configs, launch_norm
+
+    problem = Rows("norm", 3, 20001, FP32, kind)
+    assert configs(problem._replace(rows=200), gpu("H200")) == [Tiles(1, 8192, 16, True)]
+    assert not configs(problem._replace(rows=200, width=1 << 20), gpu("H200"))[0].long and not configs(problem, gpu("H200"))[0].long
+    x, stream = torch.randn(3, 20001, device=device) + 9, torch.randn(3, 20001, device=device)
+    given = Norm(kind, EPS, residual=stream, weight=torch.randn(1, 20001, device=device), keep=True)
+    long, shared = launch_norm(problem, Tiles(1, 8192, 16, True), x, given), launch_norm(problem, Tiles(1, 4096, 8), x, given)
+    for a, b in zip(long, shared, strict=True):
+        assert (a is b is None) or torch.equal(a.isnan(), b.isnan())
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.gpu
+def test_slabs_of_wide_rows(device, monkeypatch):
+    """Rows that go through one after another, as if the L2 cache held one."""
+    from onchip.kernels.fused import norm, norm_backward
+
+    for module in (norm, norm_backward):
+        monkeypatch.setattr(module, "SLAB", 1 << 40)
+    check(("layer", (2, 16401), {"weight": (16401,), "bias": (16401,)}), FP32, "triton_norm", device)

@@ -1,0 +1,137 @@
+"""Losses of preferences and rewards, against their papers' formulas, and numbers by hand."""
+
+import math
+
+import pytest
+import torch
+
+import onchip
+from onchip import BNPO, DAPO, DR_GRPO, GRPO, GSPO, Pair, Policy
+
+PAIR, REFERENCE = Pair(torch.tensor([-4.0, -9.0]), torch.tensor([-6.0, -8.0])), Pair(torch.tensor([-5.0, -9.5]), torch.tensor([-5.5, -9.0]))
+NLL = torch.tensor([0.4, 0.9])
+MARGIN = [1.5, -1.5]  # (-4 + 6) - (-5 + 5.5), (-9 + 8) - (-9.5 + 9)
+
+
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x))
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def odds(x):
+    return x - math.log(1 - math.exp(x))
+
+
+EXPECTED = {
+    "dpo": (onchip.dpo(PAIR, REFERENCE, beta=0.5), [-log_sigmoid(0.5 * m) for m in (1.5, -0.5)]),
+    "cdpo": (onchip.dpo(PAIR, REFERENCE, beta=0.5, smoothing=0.1), [-0.9 * log_sigmoid(0.5 * m) - 0.1 * log_sigmoid(-0.5 * m) for m in (1.5, -0.5)]),
+    "hinge": (onchip.dpo(PAIR, REFERENCE, beta=0.5, loss="hinge"), [0.25, 1.25]),
+    "ipo": (onchip.dpo(PAIR, REFERENCE, beta=0.5, loss="ipo"), [0.25, 2.25]),
+    "simpo": (onchip.simpo(PAIR, beta=2.0, margin=0.5), [-log_sigmoid(3.5), -log_sigmoid(-2.5)]),
+    "cpo": (onchip.cpo(PAIR, NLL, beta=0.1, weight=2.0), [0.8 - log_sigmoid(0.2), 1.8 - log_sigmoid(-0.1)]),
+    "orpo": (onchip.orpo(PAIR, NLL), [0.4 - 0.1 * log_sigmoid(odds(-4) - odds(-6)), 0.9 - 0.1 * log_sigmoid(odds(-9) - odds(-8))]),
+    "kto": (
+        onchip.kto(PAIR.chosen, REFERENCE.chosen, torch.tensor([True, False]), torch.tensor(0.25), beta=0.5, weights=(1.0, 1.5)),
+        [1 - sigmoid(0.5 * 0.75), 1.5 * (1 - sigmoid(0.5 * (0.25 - 0.5)))],
+    ),
+    "kto, below 0": (onchip.kto(PAIR.chosen, REFERENCE.chosen, torch.tensor([True, True]), torch.tensor(-3.0), beta=1.0), [1 - sigmoid(1), 1 - sigmoid(0.5)]),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_by_hand(name):
+    ours, expected = EXPECTED[name]
+    torch.testing.assert_close(ours, torch.tensor(expected))
+
+
+def test_odds_near_certainty():
+    """1 - p where p is nearly 1, and a gradient there and far below."""
+    chosen = torch.tensor([-1e-6, -0.69, -0.7, -80.0], requires_grad=True)
+    loss = onchip.orpo(Pair(chosen, torch.full((4,), -1.0)), torch.zeros(4))
+    exact = chosen.detach().double().requires_grad_()
+    other = -1 - math.log(1 - math.exp(-1))
+    truth = -0.1 * torch.nn.functional.logsigmoid(exact - (-torch.expm1(exact)).log() - other)
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), chosen)[0].double(), torch.autograd.grad(truth.sum(), exact)[0], rtol=1e-5, atol=1e-12)
+
+
+# ---- groups of answers
+
+LOG_PROB = torch.tensor([[-1.0, -2.0, -0.5, torch.nan], [-3.0, torch.nan, torch.nan, torch.nan]])
+OLD = torch.tensor([[-1.4, -2.0, -0.4, torch.nan], [-2.6, torch.nan, torch.nan, torch.nan]])
+COUNTS = ~LOG_PROB.isnan()
+ADVANTAGES = torch.tensor([1.0, -2.0])
+RATIOS = [[math.exp(0.4), 1.0, math.exp(-0.1)], [math.exp(-0.4)]]
+
+
+def clipped(below, above):
+    """-min(r A, clip(r) A) of each token."""
+    return [[-min(r * a, min(max(r, 1 - below), 1 + above) * a) for r in of] for of, a in zip(RATIOS, (1.0, -2.0), strict=True)]
+
+
+def by_hand(how):
+    below, above = how.clip
+    if how.ratio == "sequence":
+        means = math.exp(0.3 / 3), math.exp(-0.4)
+        return sum(-min(r * a, min(max(r, 1 - below), 1 + above) * a) for r, a in zip(means, (1.0, -2.0), strict=True)) / 2
+    first, second = clipped(below, above)
+    if how.average == "sequence":
+        return (sum(first) / 3 + sum(second)) / 2
+    return (sum(first) + sum(second)) / (4 if how.average == "tokens" else 2 * (how.length or 4))
+
+
+@pytest.mark.parametrize("how", [GRPO, BNPO, DAPO, DR_GRPO, DR_GRPO._replace(length=9), GSPO, Policy(clip=(0.1, 0.6))], ids=str)
+def test_policies_by_hand(how):
+    """What does not count is NaN, in all that is given."""
+    leaf = LOG_PROB.clone().requires_grad_()
+    loss = onchip.grpo(leaf, OLD, ADVANTAGES, COUNTS, how)
+    torch.testing.assert_close(loss.detach(), torch.tensor(by_hand(how)))
+    wide = ADVANTAGES[:, None].expand(2, 4).masked_fill(~COUNTS, torch.nan)
+    torch.testing.assert_close(onchip.grpo(LOG_PROB, OLD, wide, COUNTS, how), loss.detach())
+    (d,) = torch.autograd.grad(loss, leaf)
+    assert d[~COUNTS].eq(0).all() and not d.isnan().any() and (how.ratio == "sequence" or d[0, 1] < 0)
+
+
+def test_divergence_from_the_reference():
+    reference = LOG_PROB + torch.tensor([0.3, -0.2, 0.0, 1.0])
+    beta = Policy(beta=0.04, average="tokens")
+    expected = by_hand(BNPO) + 0.04 * (2 * (math.exp(0.3) - 1.3) + math.exp(-0.2) - 0.8) / 4
+    torch.testing.assert_close(onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS, beta, reference=reference), torch.tensor(expected))
+
+
+def test_an_old_policy_that_is_the_policy():
+    """The gradient of the first step is the plain one: A times that of the log-probability."""
+    leaf = torch.randn(3, 5).requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 0.5])
+    (d,) = torch.autograd.grad(onchip.grpo(leaf, leaf.detach(), advantages, torch.ones(3, 5, dtype=torch.bool), BNPO), leaf)
+    torch.testing.assert_close(d, -advantages[:, None].expand(3, 5) / 15)
+
+
+def test_through_the_head():
+    """From hidden states to the loss, as through logits."""
+    hidden, weight, targets = torch.randn(4, 6, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True), torch.randint(30, (4, 6))
+    targets[0, 2:] = -100
+    ours = onchip.sequence_log_probs(hidden, weight, targets, mean=True)
+    log_p = (hidden @ weight.t()).log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets != -100)
+    theirs = log_p.sum(-1) / (targets != -100).sum(-1)
+    torch.testing.assert_close(ours, theirs)
+    losses = [onchip.orpo(Pair(*t.chunk(2)), -t[:2]).mean() for t in (ours, theirs)]
+    grads = [torch.autograd.grad(loss, (hidden, weight)) for loss in losses]
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(onchip.sequence_log_probs(hidden, weight, targets), log_p.sum(-1))
+
+
+def test_bad_arguments():
+    for call, words in (
+        (lambda: onchip.dpo(PAIR, REFERENCE, loss="square"), "loss='square' is not one of sigmoid, hinge, ipo"),
+        (lambda: onchip.dpo(PAIR, Pair(NLL, NLL[:1])), r"\[2\], \[2\], \[2\], \[1\]; they must be of one shape"),
+        (lambda: onchip.kto(NLL, NLL, NLL, NLL[0]), r"desirable is torch.float32 \[2\]; give bools \[2\]"),
+        (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS.float()), "counts is torch.float32"),
+        (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS, Policy(average="all")), "average='all', ratio='token'"),
+        (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS, Policy(beta=0.1)), "there is no reference"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()

@@ -1,0 +1,89 @@
+"""Activations, rotation, embeddings, dropout, Hadamard and denoising through a compiled graph, with their gradients, and what is recorded."""
+
+import pytest
+import torch
+
+import onchip
+from onchip.core.problem import Dropout
+from onchip.ops.diffusion import DPM2M, denoise_step, schedule
+
+T, W = 6, 16
+TABLE = torch.linspace(-1, 1, 10 * 8).view(10, 8)
+CALLS = {
+    "activate": (lambda x, w: onchip.activate(x, "mish", bias=w), (T, W), (W,)),
+    "gated_act": (lambda x, w: onchip.gated_act(x, onchip.Clipped(limit=0.5), bias=w, layout="interleaved"), (2, T, W), (W,)),
+    "rotary": (lambda q, k: onchip.rotary(q, k, TABLE)[0] * 2 + onchip.rotary(q, k, TABLE)[1].sum(-2, keepdim=True), (2, T, 4, W), (2, T, 1, W)),
+    "embedding": (lambda x, w: onchip.embedding(torch.tensor([[0, 3], [3, 1]]), w, padding_idx=1) * x, (2, 2, W), (5, W)),
+    "dropout_add": (lambda x, w: onchip.dropout_add(x, w, Dropout(0.5, 7)), (T, W), (T, W)),
+    "dropout": (lambda x, w: onchip.dropout_add(x, None, Dropout(0.5, 7)) * w, (T, W), (T, W)),
+    "hadamard": (lambda x, w: onchip.hadamard(x) * w, (T, W), (T, W)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_compiled_graph_with_gradients(name):
+    function, *shapes = CALLS[name]
+    inputs = [torch.randn(shape).requires_grad_() for shape in shapes]
+    torch._dynamo.reset()
+    found = []
+    for run in (torch.compile(function, fullgraph=True, backend="aot_eager"), function):
+        out = run(*inputs)
+        found.append((out.detach(), *torch.autograd.grad(out, inputs, torch.arange(out.numel()).view(out.shape) / 50)))
+    for compiled, eager in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+def test_a_compiled_step_of_a_sampler():
+    plan, step, x = schedule(DPM2M(), 5), torch.ones(1, dtype=torch.int64), torch.randn(2, 3, 4)
+
+    def function(x, step):
+        return denoise_step(x, x.repeat(2, 1, 1).sin(), plan, step, guidance=3.0, history=x)
+
+    torch._dynamo.reset()
+    for compiled, eager in zip(torch.compile(function, fullgraph=True, backend="aot_eager")(x, step), function(x, step), strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+def test_only_what_is_wanted_is_computed():
+    x, w = torch.randn(T, W), torch.randn(W)
+    with onchip.record() as decisions:
+        onchip.gated_act(x, bias=w)
+        onchip.gated_act(x.requires_grad_(), bias=w).sum().backward()
+    assert [d.problem.op for d in decisions] == ["gated_act", "gated_act", "gated_act_backward"]
+    with torch.no_grad():
+        assert not onchip.gated_act(x).requires_grad
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    x = torch.randn(T, W, requires_grad=True)
+    (grad,) = torch.autograd.grad(onchip.activate(x).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="activation: gradients of gradients"):
+        grad.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+def test_nothing_waits_for_the_device(device):
+    def draw(*shape):
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    x, w, table, q, k, rows = draw(T, 2 * W), draw(2 * W), TABLE.to(device), draw(2, T, 4, W), draw(2, T, 1, W), draw(5, W)
+    ids, step = torch.randint(5, (7,), device=device), torch.ones(1, dtype=torch.int64, device=device)
+    params = [torch.nn.Parameter(t.detach().clone()) for t in (w, rows)]
+    optimiser, plan = onchip.AdamW(params, max_norm=1.0), schedule(DPM2M(), 5, device=device)
+
+    def everything():
+        outputs = [onchip.gated_act(x, bias=w), onchip.activate(x, "gelu"), *onchip.rotary(q, k, table), onchip.embedding(ids, rows)]
+        outputs += [onchip.dropout_add(x, x, Dropout(0.5)), onchip.hadamard(x)]
+        torch.autograd.grad(sum(out.sum() for out in outputs), (x, w, q, k, rows))
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimiser.step()
+        denoise_step(x.detach(), x.detach(), plan, step, history=x.detach())
+
+    everything()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
