@@ -177,7 +177,7 @@ def test_a_prompt_longer_than_the_context(generate):
             "--kernel",
             "flash",
             "kernel 'flash' does not exist; attention has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, hopper_decode, hopper_paged, "
-            "hopper_mla, triton_decode, triton_shares, triton_paged, or leave auto",
+            "hopper_mla, register_decode, triton_decode, triton_shares, triton_paged, or leave auto",
         ),
         ("--device", "cuda:99", "device 'cuda:99' is not there"),
         ("--device", "tpu", "device 'tpu' is not a device; give cpu, cuda or cuda:N"),
@@ -346,7 +346,7 @@ def test_explain_names_are_forgiving(run):
 def test_explain_decode(run):
     code, out, _ = run("explain", "attention", "--batch", 32, "--len", 1, "--keys", 4096, "--kv-heads", 8, "--page", 16, "--causal", "--gpu", "H200")
     assert code == 0
-    assert out.startswith("decode B32 q1 k4096 h32/8 d128 bf16 Causal page 16, on H200\n  runs   triton_decode") and "bound by memory" in out
+    assert out.startswith("decode B32 q1 k4096 h32/8 d128 bf16 Causal page 16, on H200\n  runs   hopper_decode") and "bound by memory" in out
 
 
 def test_explain_says_why_not(run):
