@@ -52,7 +52,7 @@ def draw(device: torch.device, seed: int | None, offset: int) -> Tensor:
         state = torch.randint(1 << 62, (2,), dtype=torch.int64, device=device)
     else:
         state = torch.full((2,), seed, dtype=torch.int64, device=device)
-    state[1] = offset
+    state[1:].fill_(offset)  # `state[1] = offset` would wait for the device
     return state
 
 

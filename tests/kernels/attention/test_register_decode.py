@@ -164,7 +164,7 @@ def test_on_a_gpu(form, page, sizes, device):
         check(KERNEL.name, p, q, cache)
         return
     p = p._replace(kv=form)
-    cache = coded(p, cache, form == "int8")
+    cache = coded(p, cache, form == "int8" and p.dtype == BF16)  # in float16 a channel's factor rounds a query as much as torch errs
     how = {"mask": p.mask, "return_lse": True, "kernel": KERNEL.name}
     first = onchip.paged_attention(q, cache, **how)
     judge(p, q, cache, first)
