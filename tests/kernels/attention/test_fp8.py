@@ -15,7 +15,8 @@ from onchip.core.scales import SMALLEST, Scales
 E4M3 = torch.float8_e4m3fn
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 SOURCES = [
-    f"onchip.kernels.{name}" for name in ("attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_fp8")
+    f"onchip.kernels.{name}"
+    for name in ("curves", "attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_fp8")
 ]
 FEW, EACH = 3, 1000  # programs: few, which do several tiles each, or one for each tile
 

@@ -24,6 +24,7 @@ from onchip.ops.attend import How, paged_sizes, problem_of
 BF16, FP16 = torch.bfloat16, torch.float16
 KERNEL = DECODE.kernel("hopper_decode")
 PARTS = (
+    "curves",
     "attention.texts",
     "attention.mods",
     "attention.tile",

@@ -22,7 +22,8 @@ from onchip.ops.attend import How, PagedKV, paged_problem, paged_sizes
 BF16, FP16 = torch.bfloat16, torch.float16
 KERNEL = DECODE.kernel("hopper_mla")
 SOURCES = [
-    f"onchip.kernels.{name}" for name in ("attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_mla")
+    f"onchip.kernels.{name}"
+    for name in ("curves", "attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_mla")
 ]
 emulates = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 

@@ -414,7 +414,10 @@ def kind_of(p: Attention) -> str:
 
 
 def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
-    """q `[batch, len_q, heads, dim]`, or `[tokens, heads, dim]` with `x.q_offsets`; cache a PagedKV, as `ops.attention.paged_attention` passes them."""
+    """q `[batch, len_q, heads, dim]`, or `[tokens, heads, dim]` with `x.q_offsets`; cache a PagedKV, as `ops.attention.paged_attention` passes them.
+
+    Pages whose rows do not begin at a multiple of four bytes are copied first.
+    """
     q = q if q.stride(-1) == 1 else q.contiguous()
     packed = x.q_offsets is not None
     out, lse = outputs(p, x, q, return_lse)
@@ -422,7 +425,7 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
         return (out, lse) if return_lse else out
     left, right, top_left = ends(p.mask)
     right = right if p.len_q > 1 or top_left else -1  # one query sees to the end
-    scale, pools = x.scale, [(t.codes if isinstance(t, Codes) else t).view(torch.int32) for t in (cache.k, cache.v)]
+    scale, pools = x.scale, [_words(t.codes if isinstance(t, Codes) else t) for t in (cache.k, cache.v)]
     if scale <= 0:  # the kernel takes the largest score before it scales
         q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
     kind, tile = kind_of(p), how.n * how.warps
@@ -457,3 +460,11 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
             BAND=shape.band, EARLY=early, BY_UNIT=by_unit, **height, num_warps=2, **early_launch,
         )  # fmt: skip
     return (out, lse) if return_lse else out
+
+
+def _words(pool):
+    """Pages as they are loaded, four bytes at a time; copied where rows do not begin at a multiple of four."""
+    each = 4 // pool.element_size()
+    if pool.stride(-1) != 1 or pool.storage_offset() % each or any(stride % each for stride in pool.stride()[:-1]):
+        pool = pool.contiguous()
+    return pool.view(torch.int32)

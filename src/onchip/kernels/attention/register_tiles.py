@@ -242,8 +242,9 @@ def first_of(n, step: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _page(entries, at, sight, C: gl.constexpr):
-    """The pages of keys `at`; 0, which there is, for those that nobody sees."""
-    return gl.load(entries + at // C.page, mask=(at < sight[1]) & (at >= sight[0] // 16 * 16), other=0)
+    """The pages of keys `at`, or of 16 from there on; 0, which there is, for those that nobody sees: their entries may name no page."""
+    REACH: gl.constexpr = 16 if C.whole_pages else 1
+    return gl.load(entries + at // C.page, mask=(at < sight[1]) & (at + REACH > sight[0]), other=0)
 
 
 @gluon.jit
