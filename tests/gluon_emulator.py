@@ -550,9 +550,10 @@ class Emulator:
     def marks(self, x: torch.Tensor) -> torch.Tensor:
         """Which elements this launch has written."""
         storage = x.untyped_storage()
-        if storage.data_ptr() not in self.written:
-            self.written[storage.data_ptr()] = torch.zeros(storage.nbytes() // x.element_size(), dtype=torch.bool)
-        return self.written[storage.data_ptr()].as_strided(x.shape, x.stride(), x.storage_offset())
+        key = storage.data_ptr(), x.element_size()  # a page of codes is seen in words and in numbers
+        if key not in self.written:
+            self.written[key] = torch.zeros(storage.nbytes() // x.element_size(), dtype=torch.bool)
+        return self.written[key].as_strided(x.shape, x.stride(), x.storage_offset())
 
     # time
 

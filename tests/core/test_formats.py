@@ -90,7 +90,7 @@ def test_pages(form, page, kv_heads, dim):
     size = form.page_bytes(page, kv_heads, dim)
     storage = torch.full((4, size), 0xFF, dtype=torch.uint8)
     codes, x = Codes.over(storage, form, (page, kv_heads, dim)), torch.randn(4, page, kv_heads, dim)
-    assert codes.shape == x.shape and size % 16 == 0 and page * kv_heads * form.bytes(dim) <= size < page * kv_heads * form.bytes(dim) + 48
+    assert codes.shape == x.shape and size % 64 == 0 and page * kv_heads * form.bytes(dim) <= size < page * kv_heads * form.bytes(dim) + 48 + 64
     assert all(t.storage_offset() * t.dtype.itemsize % 16 == 0 and t.stride(-1) == 1 for t in codes.tensors)
     slots = torch.randperm(4 * page)[: 2 * page]
     codes.put(slots, x.flatten(0, 1)[slots])

@@ -70,9 +70,11 @@ class Format(NamedTuple):
         return self.columns(dim) + self.groups(dim) * 2 * (1 + self.has_zero)
 
     def page_bytes(self, page: int, kv_heads: int, dim: int) -> int:
-        """Of a page of keys or of values: codes, scales and zeros, each from a multiple of 16 bytes on."""
+        """Of a page of keys or of values: codes, scales and zeros, each from a multiple of 16 bytes on; pages begin at multiples of 64, so that a kernel knows
+        from the stride alone that it may load 16 bytes at once."""
         tokens = page * kv_heads
-        return _whole(tokens * self.columns(dim)) + (1 + self.has_zero) * _whole(tokens * self.groups(dim) * 2)
+        size = _whole(tokens * self.columns(dim)) + (1 + self.has_zero) * _whole(tokens * self.groups(dim) * 2)
+        return -(-size // 64) * 64
 
 
 FORMATS = tuple(Format(name, group) for name in LARGEST for group in GROUPS)

@@ -118,6 +118,10 @@ def launch_paged(problem: Attention, kernel: str, q: Tensor, cache: PagedKV, x: 
         out = q.new_zeros(*q.shape[:-1], problem.value_dim)
         return (out, out.new_zeros(0, problem.heads, problem.len_q, dtype=torch.promote_types(q.dtype, torch.float32))) if return_lse else out
     nothing = x.q_offsets is not None and not len(q)
+    table = cache.page_table
+    cache = cache._replace(page_table=table if table.stride(-1) == 1 else table.contiguous(), lengths=cache.lengths.contiguous())
+    if x.q_offsets is not None:
+        x = x._replace(q_offsets=x.q_offsets.contiguous())
     return select(problem, q.device, "reference" if nothing else kernel).launch(q, cache, x, return_lse)
 
 

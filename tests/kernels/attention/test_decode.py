@@ -6,7 +6,7 @@ import torch
 import onchip
 from judge import assert_as_good_as_torch, hardware, poisoned
 from onchip.core import masks
-from onchip.core.formats import FORMATS, Codes, Format, encode
+from onchip.core.formats import FORMATS, Codes, Format
 from onchip.core.masks import Band, Causal, Full, Window, as_mask
 from onchip.core.problem import Attention, Operands
 from onchip.core.scores import ALiBi, BucketBias, RelativeBias, chain
@@ -517,12 +517,14 @@ def coded(p: Attention, cache: PagedKV, channel: bool) -> PagedKV:
     form, pools = Format.of(p.kv), []
     for pool, channels in ((cache.k, channel), (cache.v, False)):
         factor = torch.rand(p.kv_heads, pool.shape[-1], device=pool.device) + 0.5 if channels else None
-        codes, scale, zero = encode(pool, form, factor)
+        storage = torch.empty(len(pool), form.page_bytes(*pool.shape[1:]), dtype=torch.uint8, device=pool.device)
+        made = Codes.over(storage, form, tuple(pool.shape[1:]), factor)  # as pages have them: head after head, scales behind
+        made.fill(pool)
         empty = pool.isnan().all(-1)
-        codes.view(torch.uint8)[empty] = 255
-        if zero is not None:
-            zero[empty] = torch.nan
-        pools.append(Codes(codes, scale, zero, form, factor))
+        made.codes.view(torch.uint8)[empty] = 255
+        if made.zero is not None:
+            made.zero[empty] = torch.nan
+        pools.append(made)
     return cache._replace(k=pools[0], v=pools[1])
 
 

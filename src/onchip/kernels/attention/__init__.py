@@ -384,7 +384,7 @@ DECODE = Op(
         Kernel(
             "register_decode",
             "onchip.kernels.attention.register_decode:launch",
-            {"cuda": 80},
+            {"cuda": 89},
             {
                 "dtype": HALF,
                 "dim": (64, 128, 256),

@@ -94,8 +94,8 @@ def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr,
 
 
 def at_once(units: int, programs: int, rows: int, columns: int, alone: bool) -> dict[str, int]:
-    """Parts and rows of a merging program, 4,096 numbers in all. Rows one by one while that fills the device once: of 4 rows a unit, several at a time cost 1
-    to 3 us of 70 to 135; of 32, one at a time 12 of 159.
+    """Parts and rows of a merging program, 32 rows of parts at once. Rows one by one while that fills the device once: of 4 rows a unit,
+    several at a time cost 1 to 3 us of 70 to 135; of 32, one at a time 12 of 159.
 
     alone   the batch may not choose.
     """

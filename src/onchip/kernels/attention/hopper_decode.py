@@ -3,7 +3,7 @@
 The work is dealt out as in `triton_decode`: a unit is one sequence and one key head, whose rows are the queries of all heads of the group; the key tiles
 of all units lie in one list, of which each program takes a share of the same length, that it finds itself from the lengths on the device.
 One warp copies (TMA, a page or a piece of a page at a time) round two rings that fill shared memory. It runs ahead over the ends of units, so that
-a multiprocessor has about 190 KiB on their way all the time, as 1 us of latency at 34 GB/s and more asks for; and it tells the computing warpgroup through
+a multiprocessor has 128 to 192 KiB on their way all the time, as 1 us of latency at 34 GB/s and more asks for; and it tells the computing warpgroup through
 shared memory which unit comes next. That warpgroup works on 64 rows, the least that wgmma takes; most are padding, which costs nothing: memory is the floor.
 
 A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, of the rows that there are, and
@@ -324,9 +324,9 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
     parts: float32 [2 programs, or items, C.rows, width of the values] and the LSE of their rows in base 2: the first of a program's at twice its number,
     its last, if that is of another unit, behind it.
     """
-    start_next()
     _fetch(lengths, batch, table)
     wait_for_last()
+    start_next()  # the merge reads lengths too
     rings = (ring(q_desc, C.rounds, 1), ring(k_desc, C.stages, 1, C.parts), ring(v_desc, C.stages, 1, C.parts))
     fence_async_shared()
     told = message(1)

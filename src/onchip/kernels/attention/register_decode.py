@@ -18,7 +18,7 @@ a key's scale and zero go to its scores, s = scale (q . code) + zero sum(q), a v
 A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, and `decode_merge` adds the parts
 up in the order of the keys: the same bits in every run.
 
-Bytes moved: keys and values once, and 8 rows d_v for each of at most 2 programs parts.
+Bytes moved: keys and values once for each 16 rows, and 8 rows d_v for each of at most 2 programs parts.
 """
 
 from typing import NamedTuple
@@ -349,8 +349,8 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, 
     another unit, behind it.
     """
     if C.early:
-        start_next()
         wait_for_last()
+        start_next()  # the merge reads lengths too
     lists = (lengths, offsets, batch, len_q, kv_heads, group)
     begin, stop, b, before = my_share(lists, BAND, C)
     at = begin
@@ -386,6 +386,7 @@ AHEAD = 4 << 10  # bytes of keys, and of values, that a warp has on their way
 WARPS, EACH = 4, 2  # of a program, and programs of a multiprocessor: 255 registers a thread, which codes of 32 keys and what they become need
 REGISTERS = 255
 MOST_PARTS = 32  # of a unit: as many as the merge has on their way at once
+WHOLE = 1 << 30  # keys of an item that is never cut
 AT_ONCE = 1024  # lengths that a program looks at at once
 
 
@@ -404,7 +405,9 @@ def configs(p: Attention, device: Device) -> list[Shares]:
 def tiles_of(p: Attention, device: Device, n: int, rows: int) -> Shares:
     """Tiles of `n` keys a warp."""
     units = p.batch * p.kv_heads * triton.cdiv(p.len_q * p.group, rows)
-    item = max(SHARE, n * WARPS) if "batch_invariant" in p.extras else n * WARPS
+    item = n * WARPS
+    if "batch_invariant" in p.extras:  # of many queries, which are work enough, whole units: 2,048 over 32k in parts would want 16 GiB of them
+        item = WHOLE if p.len_q > 16 and not p.tokens else max(SHARE, item)
     programs = min(EACH * device.sms, MOST_PARTS * units, units * max(1, triton.cdiv(p.len_k, item)))
     return Shares(n, WARPS, programs, rows, triton.cdiv(p.len_q * p.group, rows), item)
 
@@ -439,20 +442,23 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
         listed, p.batch <= listed, early,
     )  # fmt: skip
     units = p.kv_heads * how.tiles
-    places = 2 * how.programs if how.item == tile else p.batch * units * max(1, triton.cdiv(p.len_k, how.item))
+    # Of packed queries a tile of rows for every `rows` tokens, and one more a sequence, is all that there may be.
+    all_tiles = p.batch * how.tiles if not packed else min(p.batch * how.tiles, p.batch + p.tokens * p.group // how.rows)
+    places = 2 * how.programs if how.item == tile else 1 if how.item == WHOLE else all_tiles * p.kv_heads * max(1, triton.cdiv(p.len_k, how.item))
     parts = tuple(torch.empty((places, how.rows, *columns), dtype=torch.float32, device=q.device) for columns in ((p.value_dim,), ()))
     strides = lambda t: (t, *((0,) * packed), *t.stride()[:-1])  # noqa: E731
     o, e = strides(out), (None, 0, 0) if lse is None else (lse, 0, lse.stride(0)) if packed else (lse, *lse.stride()[:2])
     sinks = None if x.sinks is None else x.sinks.contiguous()
+    channel = None if getattr(cache.k, "channel", None) is None else cache.k.channel.contiguous()
     sizes = (p.batch, p.len_q, p.kv_heads, p.group)
     early_launch = {"launch_pdl": True} if early else {}
     _decode[(how.programs,)](
-        strides(q), *((t, t.stride(0), t.stride(2)) for t in pools), tuple(of), getattr(cache.k, "channel", None), o, e, parts, sinks,
+        strides(q), *((t, t.stride(0), t.stride(2)) for t in pools), tuple(of), channel, o, e, parts, sinks,
         cache.page_table, cache.page_table.stride(0), cache.lengths, x.q_offsets, scale, *sizes,
         BAND=shape.band, C=shape, num_warps=how.warps, maxnreg=REGISTERS, **early_launch,
     )  # fmt: skip
     by_unit = how.item != tile or p.batch * units <= how.programs
-    if how.programs > 1 or how.item != tile:
+    if how.item != WHOLE and (how.programs > 1 or how.item != tile):
         height = at_once(p.batch * units, how.programs, min(how.rows, p.len_q * p.group), p.value_dim, how.item != tile)
         merge[(p.batch * units if by_unit else how.programs - 1, triton.cdiv(min(how.rows, p.len_q * p.group), height["HEIGHT"]))](
             o, e, sinks, *parts, cache.lengths, x.q_offsets, p.batch, p.kv_heads, p.group, p.len_q, how.programs, units,

@@ -208,7 +208,7 @@ def value_operands(even, odd, DTYPE: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def key_columns(c, C: gl.constexpr):
-    """The column of a plane of a key that number `c` of `_key_operand` is."""
+    """The column of a plane of a key that number `c` of `key_operands` is."""
     E: gl.constexpr = C.chunk * C.of_word  # columns of a chunk
     block, e, h = c // 16, c % 2, c // 8 % 2
     inside = 2 * e + h if C.planes == 2 else 2 * h + e
@@ -271,7 +271,7 @@ def pages_of(entries, n, sight, C: gl.constexpr, OF_KEYS: gl.constexpr, OF_VALUE
 def base_of(pool, kv_head, EACH: gl.constexpr, TOKEN: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
     """Pointers to a thread's words in page 0, [1, keys, words], of the first of its keys, which are EACH apart."""
     words = gl.arange(0, LAYOUT.shape[2], layout=gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    place = kv_head * pool[2] + words
+    place = kv_head.to(gl.int64) * pool[2] + words
     if C.whole_pages:
         place += (EACH * TOKEN) * gl.arange(0, LAYOUT.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     return pool[0] + place
@@ -340,7 +340,7 @@ def load_values(base, pool, pages, n, step: gl.constexpr, C: gl.constexpr, LAYOU
 def _scale(pool, kv_head, pages, n, step: gl.constexpr, TOKEN: gl.constexpr, C: gl.constexpr, OF: gl.constexpr):
     """A number for each of 16 keys, [warps, 16]; pool: pointer and strides of page and head."""
     W: gl.constexpr = C.warps
-    base = pool[0] + kv_head * pool[2] + gl.arange(0, 8, layout=gl.SliceLayout(0, OF))[None, :] * (TOKEN if C.whole_pages else 0)
+    base = pool[0] + kv_head.to(gl.int64) * pool[2] + gl.arange(0, 8, layout=gl.SliceLayout(0, OF))[None, :] * (TOKEN if C.whole_pages else 0)
     FAR: gl.constexpr = 8 * TOKEN if C.whole_pages else 0
     low = _widened(gl.load(base + _inside(pages[0], n, step, pool[1], TOKEN, 0, 1, C, OF)))
     high = _widened(gl.load(base + _inside(pages[1], n, step, pool[1], TOKEN, 8, 1, C, OF) + FAR))

@@ -305,6 +305,7 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     k, v = (_numbers(pool) for pool in (cache.k, cache.v))
     align = _alignment(k, v)
     sinks = None if x.sinks is None else x.sinks.contiguous()
+    channel = None if getattr(cache.k, "channel", None) is None else cache.k.channel.contiguous()
     strides = lambda t: (t, *((0,) * packed), *t.stride()[:-1])  # noqa: E731
     o, e = strides(out), (None, 0, 0) if lse is None else (lse, 0, lse.stride(0)) if packed else (lse, *lse.stride()[:2])
     lists = (cache.lengths, x.q_offsets)
@@ -315,7 +316,7 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     }  # fmt: skip
     early = {"launch_pdl": True} if shared["EARLY"] else {}
     _partial[(how.programs,)](
-        strides(q), _operand(k, align), _operand(v, align), _scales(cache.k), _scales(cache.v), getattr(cache.k, "channel", None), o, e, sinks, part, part_lse,
+        strides(q), _operand(k, align), _operand(v, align), _scales(cache.k), _scales(cache.v), channel, o, e, sinks, part, part_lse,
         cache.page_table, cache.page_table.stride(0), *lists, (mods.captured(x.mask), mods.captured(x.score)), scale, gain, *sizes,
         **shared, D=p.dim, BLOCK_D=block(p.dim), PAGE=p.page, WARPS=how.warps if how.apart else 1, MASK=sees, SCORE=score,
         KEYS=kind_of(p.kv, p.dim), VALUES=kind_of(p.kv, p.value_dim), ALIGN=align, FAST=fast(q) and how.arch >= 89, PRECISION=tf32(p),
