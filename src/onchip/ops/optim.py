@@ -1,5 +1,6 @@
 """AdamW, and the clipping of gradients by their norm, over lists of tensors: one launch each, nothing read back by the host."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -87,6 +88,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _batches(self) -> list[tuple[dict, tuple[list[Tensor], ...]]]:
         """(group, lists of p, g, m and v) of one dtype and count of steps each."""
+        holders = Counter(id(state["step"]) for state in self.state.values() if state)
         batches = []
         for group in self.param_groups:
             found: dict[tuple, list[Tensor]] = {}
@@ -95,11 +97,15 @@ class AdamW(torch.optim.Optimizer):
                     self._check(p, group["lr"])
                     found.setdefault((p.dtype, id(self.state[p].get("step"))), []).append(p)
             for params in found.values():
-                new = torch.zeros((), dtype=torch.float64, device=params[0].device)
-                for p in params:
-                    state = self.state[p]
-                    if not state:
-                        state |= {name: torch.zeros(p.shape, dtype=self._moments(p), device=p.device) for name in MOMENTS} | {"step": new}
+                step = self.state[params[0]].get("step")
+                if step is None:
+                    step = torch.zeros((), dtype=torch.float64, device=params[0].device)
+                    for p in params:
+                        self.state[p] |= {name: torch.zeros(p.shape, dtype=self._moments(p), device=p.device) for name in MOMENTS} | {"step": step}
+                elif holders[id(step)] > len(params):  # another batch counts by itself; what has no gradient does not count
+                    step = step.clone()
+                    for p in params:
+                        self.state[p]["step"] = step
                 batches.append((group, (params, [p.grad.contiguous() for p in params], *([self.state[p][name] for p in params] for name in MOMENTS))))
         if len({p.device for _, lists in batches for p in lists[0]}) > 1:
             raise ValueError("AdamW: parameters lie on several devices; give an optimiser for each")

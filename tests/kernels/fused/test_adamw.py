@@ -131,6 +131,28 @@ def test_state_comes_back(device):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_counts_of_steps(device):
+    """Groups of one count, after a state was loaded, count once a step each; who has no gradient does not count."""
+    start = parameters((FP32, FP64), device, ((7,), (9,), (5,)))
+    found = []
+    for make in (AdamW, torch.optim.AdamW):
+        params = copy.deepcopy(start)
+        torch.manual_seed(5)
+        optimiser = None
+        for without in ((), None, (), (1,), (0, 1), ()):
+            if optimiser is None or without is None:
+                state = optimiser and optimiser.state_dict()
+                optimiser = make([{"params": params[:2]}, {"params": params[2:], "lr": 1e-3}], **HOW)
+                if state:
+                    optimiser.load_state_dict(state)
+            gradients = [torch.randn(p.shape, device=device) for p in params]
+            train(params, optimiser, [[None if n in (without or ()) else g for n, g in enumerate(gradients)]])
+        found.append((params, [float(optimiser.state[p]["step"]) for p in params]))
+    assert found[0][1] == found[1][1] == [5.0, 4.0, 6.0]
+    for p, t in zip(*(params for params, _ in found), strict=True):
+        torch.testing.assert_close(p, t, rtol=1e-5, atol=1e-6)
+
+
 def test_wrong_arguments(device):
     p = torch.nn.Parameter(torch.zeros(3, 2, device=device).T)
     for keywords, message in (({"betas": (1.0, 0.9)}, "betas lie in"), ({"max_norm": 0.0}, "max_norm=0.0"), ({"lr": -1.0}, "lr=-1.0")):
