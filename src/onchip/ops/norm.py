@@ -4,6 +4,8 @@
 it where nothing does, and through the registered operator in a compiled graph.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -194,7 +196,7 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
 def _in_rows(t: Tensor) -> bool:
     """Whether t is a matrix of its rows as it lies, so that writing that matrix writes t."""
     ahead = [(size, stride) for size, stride in zip(t.shape[:-1], t.stride(), strict=False) if size != 1]
-    return not t.numel() or all(stride == size * inner for (_, stride), (size, inner) in zip(ahead, ahead[1:], strict=False))
+    return not t.numel() or all(stride == size * inner for (_, stride), (size, inner) in pairwise(ahead))
 
 
 class _Shapes:
