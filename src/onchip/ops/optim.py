@@ -1,6 +1,6 @@
 """AdamW, and the clipping of gradients by their norm, over lists of tensors: one launch each, nothing read back by the host."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.max_norm, self.moments, self.kernel = max_norm, moments, kernel
         self.norm: Tensor | None = None
-        self._plans: dict = {}  # what a kernel knows of these lists
+        self._plans: defaultdict[int, dict] = defaultdict(dict)  # what a kernel knows of each batch's lists
         self._constants: dict[tuple, Tensor] = {}
 
     @torch.no_grad()
@@ -63,11 +63,11 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         batches = self._batches()
         factor = self._clip(batches) if self.max_norm is not None and batches else None
-        for group, lists in batches:
+        for n, (group, lists) in enumerate(batches):
             steps = self.state[lists[0][0]]["step"].add_(1)
             corrections = 1 - self._on_device(group["betas"], steps.device) ** steps
             hyper = Hyper(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-            self._select("adamw", lists).launch(lists, self._plans, hyper, corrections, factor)
+            self._select("adamw", lists).launch(lists, self._plans[n], hyper, corrections, factor)
         return loss
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -83,7 +83,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _clip(self, batches: list) -> Tensor:
         """max_norm / norm where that is below 1, as torch.nn.utils.clip_grad_norm_ has it."""
-        self.norm = torch.stack([self._select("grad_norm", lists).launch(lists, self._plans).square() for _, lists in batches]).sum().sqrt()
+        self.norm = torch.stack([self._select("grad_norm", lists).launch(lists, self._plans[n]).square() for n, (_, lists) in enumerate(batches)]).sum().sqrt()
         return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
 
     def _batches(self) -> list[tuple[dict, tuple[list[Tensor], ...]]]:

@@ -101,6 +101,28 @@ def test_tensors_that_are_not_aligned(device):
     assert torch.equal(p, other)
 
 
+@pytest.mark.gpu
+def test_tables_are_kept(device, monkeypatch):
+    """Of more groups than one list may have tables; of a list the last ones that were used, and one that a CUDA graph reads."""
+    from onchip.kernels.fused import adamw
+
+    made, make = [], adamw._plan
+    monkeypatch.setattr(adamw, "_plan", lambda lists: made.append(1) or make(lists))
+    params = parameters((FP32,), device, ((2,),) * (adamw.KEPT + 3))
+    optimiser = AdamW([{"params": [p]} for p in params], kernel="triton_adamw")
+    train(params, optimiser, [[torch.ones_like(p) for p in params]] * 3)
+    assert len(made) == len(params)
+    known, lists = {}, [([t], [t], [t], [t]) for t in (torch.ones(2, device=device) for _ in range(2 * adamw.KEPT + 6))]
+    adamw.plan(lists[0], known)
+    (key,) = known
+    known[key] = known[key]._replace(held=True)
+    adamw.plan(lists[1], known)
+    for each in lists[2:]:
+        adamw.plan(each, known)
+        adamw.plan(lists[1], known)
+    assert key in known and len(made) == len(params) + len(lists)
+
+
 def test_a_rate_on_the_device(device):
     params, same = parameters((FP32,), device), None
     same = copy.deepcopy(params)
