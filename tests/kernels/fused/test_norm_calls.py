@@ -218,10 +218,10 @@ def test_in_place_of_part_of_a_stream(device):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sums_over_no_rows(kernel, device):
-    """Of weights of heads."""
-    x, weight = torch.randn(0, 3, 8, device=device, requires_grad=True), torch.randn(3, 8, device=device, requires_grad=True)
-    d_x, d_weight = torch.autograd.grad(rms_norm(x, weight, kernel=kernel), (x, weight), torch.ones_like(x))
-    assert d_x.shape == x.shape and torch.equal(d_weight, torch.zeros_like(weight))
+    """Of samples."""
+    x, scale = (torch.randn(size, device=device, requires_grad=True) for size in ((2, 0, 8), (2, 8)))
+    d_x, d_scale = torch.autograd.grad(modulated_norm(x, scale, None, kernel=kernel), (x, scale), torch.ones_like(x))
+    assert d_x.shape == x.shape and torch.equal(d_scale, torch.zeros_like(scale))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
