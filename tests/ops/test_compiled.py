@@ -9,6 +9,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import onchip
+import onchip.ops.activation
+import onchip.ops.lookup
+import onchip.ops.norm
+import onchip.ops.rotary
 from onchip import Blocks, Causal, Chunked, Document, Dropout, Full, KeyPadding, MaskMod, Prefix, ScoreMod, Softcap, Tree, Window
 from onchip.core.bands import Mask
 from onchip.core.scores import ALiBi, BucketBias, RelativeBias
@@ -364,6 +368,32 @@ def test_operators_are_as_they_are_registered():
     for longest in (7, None):
         ragged = (leaf(LEN, HEADS, DIM), *PAGES.detach().clone(), PAGE_TABLE, CACHED, [OFFSETS], 0.25, how, longest)
         torch.library.opcheck(torch.ops.onchip.paged_attention.default, ragged)
+
+
+TURNED, OTHER = torch.randn(8, 6).T, torch.randn(8, 6).T
+TURNED_HEADS = torch.randn(2, 3, 5, 8).transpose(1, 2)
+STATS = torch.zeros(6), torch.ones(6)
+ROWS = {
+    "rms_norm": (TURNED, torch.ones(8), 1e-6, 0.0, "auto"),
+    "add_rms_norm": (TURNED, torch.ones(8), 1e-6, 0.0, OTHER, "auto"),
+    "norm": (TURNED, [OTHER], "residual", "rms", "", True, False, 1e-6, 0.0, 0.0, 1, 1, "auto"),
+    "norm of layers": (TURNED, [], "", "layer", "int8", True, False, 1e-6, 0.0, 0.0, 1, 1, "auto"),
+    "norm_backward": (TURNED, None, OTHER, None, *STATS, [OTHER], "silu", "layer", False, 1e-6, 0.0, 0.0, 1, 1, "x silu", "auto"),
+    "rotary": (TURNED_HEADS, TURNED_HEADS, torch.ones(5, 4), torch.arange(5).expand(2, 5), "neox", "auto"),
+    "rotary_backward": (TURNED_HEADS, TURNED_HEADS, torch.ones(5, 4), torch.arange(5).expand(2, 5), "neox", "auto"),
+    "activation": ("activate", TURNED, None, "silu", 0.0, 0.0, "auto"),
+    "activation gated": ("gated_act", TURNED, None, "silu", 0.0, 0.0, "auto"),
+    "activation clipped": ("gated_act", TURNED, None, "clipped", 1.0, 1.0, "auto"),
+    "dropout_add": (TURNED, OTHER, 0.5, torch.tensor([1, 0]), "auto"),
+    "hadamard": (TURNED, "auto"),
+    "activation_backward": ("activate", TURNED, None, "silu", 0.0, 0.0, "auto", OTHER),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_results_lie_as_the_fakes_say(name):
+    """Whatever lies across."""
+    torch.library.opcheck(getattr(torch.ops.onchip, name.split()[0]).default, ROWS[name], test_utils="test_faketensor")
 
 
 # ---- fused operators

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import onchip
+from onchip.core import philox
 from onchip.core.problem import Dropout
+from onchip.models.rope import rope_rows
 from onchip.ops.diffusion import DPM2M, denoise_step, schedule
 
 T, W = 6, 16
@@ -69,12 +71,14 @@ def test_nothing_waits_for_the_device(device):
 
     x, w, table, q, k, rows = draw(T, 2 * W), draw(2 * W), TABLE.to(device), draw(2, T, 4, W), draw(2, T, 1, W), draw(5, W)
     ids, step = torch.randint(5, (7,), device=device), torch.ones(1, dtype=torch.int64, device=device)
+    state = philox.draw(device, 3, 0)
     params = [torch.nn.Parameter(t.detach().clone()) for t in (w, rows)]
     optimiser, plan = onchip.AdamW(params, max_norm=1.0), schedule(DPM2M(), 5, device=device)
 
     def everything():
         outputs = [onchip.gated_act(x, bias=w), onchip.activate(x, "gelu"), *onchip.rotary(q, k, table), onchip.embedding(ids, rows)]
         outputs += [onchip.dropout_add(x, x, Dropout(0.5)), onchip.hadamard(x)]
+        philox.kept_elements(0.5, state, 9), rope_rows(table, torch.zeros(2, 7, dtype=torch.int64, device=device), [0, 1] * (table.shape[1] // 4))
         torch.autograd.grad(sum(out.sum() for out in outputs), (x, w, q, k, rows))
         for p in params:
             p.grad = torch.ones_like(p)

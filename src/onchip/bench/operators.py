@@ -35,6 +35,11 @@ def _rms(x, w):
     return F.rms_norm(x, w.shape, w, 1e-6)
 
 
+def _add_rms(x, w, residual):
+    total = x + residual
+    return _rms(total, w), total
+
+
 def _codes(x, w):
     y = _rms(x.float(), w.float())
     scale = y.abs().amax(-1) / 448
@@ -96,7 +101,7 @@ NORMS = {
         },
     ),
     "add_rms_norm": Operator(
-        of("rms_norm", "residual"), draw(same, vector, same), lambda x, w, r: rms_norm(x, w, residual=r), lambda x, w, r: (_rms(x + r, w), x + r),
+        of("rms_norm", "residual"), draw(same, vector, same), lambda x, w, r: rms_norm(x, w, residual=r), _add_rms,
         of("norm_backward", "rms residual weight keep d_total -> x weight"), (0, 1, 2), small=True,
     ),
     "layer_norm": Operator(

@@ -60,7 +60,8 @@ def words(state: Tensor, elements: int, third: int | Tensor) -> Tensor:
     """A word for each of `elements` numbers, int64: word i % 4 of the counter (i // 4 low, i // 4 high, third, offset)."""
     group = torch.arange((elements + 3) // 4, device=state.device)
     seed, offset = state[0], state[1]
-    counter = (group & WORD, group >> 32, torch.as_tensor(third & WORD, device=group.device).expand_as(group), (offset & WORD).expand_as(group))
+    third = third.to(group.device).expand_as(group) & WORD if isinstance(third, Tensor) else torch.full_like(group, third & WORD)  # without a wait
+    counter = (group & WORD, group >> 32, third, (offset & WORD).expand_as(group))
     return torch.stack(philox((seed & WORD, (seed >> 32) & WORD), counter), -1).flatten()[:elements]
 
 

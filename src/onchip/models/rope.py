@@ -52,7 +52,10 @@ def rope_rows(table: Tensor, positions: Tensor, axes: Sequence[int]) -> Tensor:
         raise ValueError(
             f"rope_rows: {len(axes)} axes {tuple(axes)} for {half} frequencies and {len(positions)} positions a token; give one for each frequency"
         )
-    at, column = positions[torch.tensor(axes, device=positions.device)].T, torch.arange(half, device=table.device)  # [tokens, half], [half]
+    chosen = torch.tensor(axes)
+    if positions.is_cuda:  # without a wait
+        chosen = chosen.pin_memory().to(positions.device, non_blocking=True)
+    at, column = positions[chosen].T, torch.arange(half, device=table.device)  # [tokens, half], [half]
     return torch.cat((table[at, column], table[at, half + column]), 1)
 
 

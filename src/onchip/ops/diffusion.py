@@ -17,6 +17,7 @@ from onchip.dispatch import select
 
 PREDICTIONS = ("epsilon", "v", "sample", "flow")
 SPACINGS = ("leading", "trailing", "linspace")
+FEW = 15  # steps: with fewer, DPM2M's last one is of first order
 
 
 class Betas(NamedTuple):
@@ -57,7 +58,9 @@ class Euler(NamedTuple):
 
 
 class DPM2M(NamedTuple):
-    """DPM-Solver++, second order, multistep, midpoint (Lu et al., 2022); the first and the last step are of first order."""
+    """DPM-Solver++, second order, multistep, midpoint (Lu et al., 2022); the first step is of first order, the last where it ends at data
+    without noise or is one of fewer than FEW (diffusers' lower_order_final).
+    """
 
 
 class Spacing(NamedTuple):
@@ -123,7 +126,7 @@ def schedule(
         if exploding:
             data = data[0] * level[0], data[1]
             scale, level, following = level[0], (1.0, level[1] / level[0]), (1.0, following[1] / following[0])
-        before = (alphas[n - 1], sigmas[n - 1]) if n else None
+        before = (alphas[n - 1], sigmas[n - 1]) if n and (n < steps - 1 or steps >= FEW) else None
         rows.append([*data, *_step(sampler, level, following, before, data), scale if exploding else 1.0])
     rows.append([0.0] * 7 + [1.0])
     clip = getattr(sampler, "clip", None)
@@ -237,7 +240,7 @@ def _data(prediction: str, alpha: float, sigma: float) -> tuple[float, float]:
 
 
 def _step(sampler, level: tuple, following: tuple, before: tuple | None, data: tuple) -> list[float]:
-    """Coefficients of x, the output, the data, the data of the step before, and the noise."""
+    """Coefficients of x, the output, the data, the data of the step before (`before` None: not looked at), and the noise."""
     (alpha, sigma), (alpha_to, sigma_to) = level, following
     if isinstance(sampler, DDPM):  # the posterior's mean and variance
         kept = (alpha / alpha_to) ** 2

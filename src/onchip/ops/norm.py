@@ -4,6 +4,8 @@
 it where nothing does, and through the registered operator in a compiled graph.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -160,6 +162,8 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
         raise ValueError(f"{name}: weight is {list(weight.shape)}, bias {list(bias.shape)}; they must be equal")
     if residual is not None:
         of.like("residual", residual.stream, (x.dtype, torch.float32))
+        if residual.in_place and not _in_rows(residual.stream):
+            raise ValueError(f"{name}: in_place=True needs a residual whose rows are contiguous; call .contiguous() first, or leave in_place out")
         norm = norm._replace(residual=residual.stream.reshape(of.rows, of.width), gate=of.samples("gate", residual.gate), in_place=residual.in_place)
         if residual.row_scale is not None:
             if residual.row_scale.shape != x.shape[:-1]:
@@ -187,6 +191,12 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
     elif after is not None:
         raise ValueError(f"{name}: after={after!r} is not one of Modulate, SiluGate, RowCodes")
     return norm._replace(span=of.span, sets=of.sets)
+
+
+def _in_rows(t: Tensor) -> bool:
+    """Whether t is a matrix of its rows as it lies, so that writing that matrix writes t."""
+    ahead = [(size, stride) for size, stride in zip(t.shape[:-1], t.stride(), strict=False) if size != 1]
+    return not t.numel() or all(stride == size * inner for (_, stride), (size, inner) in pairwise(ahead))
 
 
 class _Shapes:

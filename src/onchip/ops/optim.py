@@ -1,5 +1,6 @@
 """AdamW, and the clipping of gradients by their norm, over lists of tensors: one launch each, nothing read back by the host."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.max_norm, self.moments, self.kernel = max_norm, moments, kernel
         self.norm: Tensor | None = None
-        self._plans: dict = {}  # what a kernel knows of these lists
+        self._plans: defaultdict[int, dict] = defaultdict(dict)  # what a kernel knows of each batch's lists
         self._constants: dict[tuple, Tensor] = {}
 
     @torch.no_grad()
@@ -62,11 +63,11 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         batches = self._batches()
         factor = self._clip(batches) if self.max_norm is not None and batches else None
-        for group, lists in batches:
+        for n, (group, lists) in enumerate(batches):
             steps = self.state[lists[0][0]]["step"].add_(1)
             corrections = 1 - self._on_device(group["betas"], steps.device) ** steps
             hyper = Hyper(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-            self._select("adamw", lists).launch(lists, self._plans, hyper, corrections, factor)
+            self._select("adamw", lists).launch(lists, self._plans[n], hyper, corrections, factor)
         return loss
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -82,11 +83,12 @@ class AdamW(torch.optim.Optimizer):
 
     def _clip(self, batches: list) -> Tensor:
         """max_norm / norm where that is below 1, as torch.nn.utils.clip_grad_norm_ has it."""
-        self.norm = torch.stack([self._select("grad_norm", lists).launch(lists, self._plans).square() for _, lists in batches]).sum().sqrt()
+        self.norm = torch.stack([self._select("grad_norm", lists).launch(lists, self._plans[n]).square() for n, (_, lists) in enumerate(batches)]).sum().sqrt()
         return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
 
     def _batches(self) -> list[tuple[dict, tuple[list[Tensor], ...]]]:
         """(group, lists of p, g, m and v) of one dtype and count of steps each."""
+        holders = Counter(id(state["step"]) for state in self.state.values() if state)
         batches = []
         for group in self.param_groups:
             found: dict[tuple, list[Tensor]] = {}
@@ -95,11 +97,15 @@ class AdamW(torch.optim.Optimizer):
                     self._check(p, group["lr"])
                     found.setdefault((p.dtype, id(self.state[p].get("step"))), []).append(p)
             for params in found.values():
-                new = torch.zeros((), dtype=torch.float64, device=params[0].device)
-                for p in params:
-                    state = self.state[p]
-                    if not state:
-                        state |= {name: torch.zeros(p.shape, dtype=self._moments(p), device=p.device) for name in MOMENTS} | {"step": new}
+                step = self.state[params[0]].get("step")
+                if step is None:
+                    step = torch.zeros((), dtype=torch.float64, device=params[0].device)
+                    for p in params:
+                        self.state[p] |= {name: torch.zeros(p.shape, dtype=self._moments(p), device=p.device) for name in MOMENTS} | {"step": step}
+                elif holders[id(step)] > len(params):  # another batch counts by itself; what has no gradient does not count
+                    step = step.clone()
+                    for p in params:
+                        self.state[p]["step"] = step
                 batches.append((group, (params, [p.grad.contiguous() for p in params], *([self.state[p][name] for p in params] for name in MOMENTS))))
         if len({p.device for _, lists in batches for p in lists[0]}) > 1:
             raise ValueError("AdamW: parameters lie on several devices; give an optimiser for each")

@@ -33,6 +33,8 @@ def rotary(
         raise ValueError(f"rotary: table is {list(table.shape)}; give [positions, an even number of columns, at most {q.shape[-1]}]")
     places = q.shape[:-2]
     if positions is None:
+        if len(table) < places[-1]:
+            raise ValueError(f"rotary: table has {len(table)} positions, q has {places[-1]} tokens; give a longer rope_table or positions")
         positions = torch.arange(places[-1], device=q.device)
     if positions.shape not in (places, places[-1:]) or positions.is_floating_point():
         raise ValueError(f"rotary: positions are {positions.dtype} {list(positions.shape)}; give int64 {list(places)} or {list(places[-1:])}")

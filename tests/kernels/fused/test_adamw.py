@@ -101,6 +101,28 @@ def test_tensors_that_are_not_aligned(device):
     assert torch.equal(p, other)
 
 
+@pytest.mark.gpu
+def test_tables_are_kept(device, monkeypatch):
+    """Of more groups than one list may have tables; of a list the last ones that were used, and one that a CUDA graph reads."""
+    from onchip.kernels.fused import adamw
+
+    made, make = [], adamw._plan
+    monkeypatch.setattr(adamw, "_plan", lambda lists: made.append(1) or make(lists))
+    params = parameters((FP32,), device, ((2,),) * (adamw.KEPT + 3))
+    optimiser = AdamW([{"params": [p]} for p in params], kernel="triton_adamw")
+    train(params, optimiser, [[torch.ones_like(p) for p in params]] * 3)
+    assert len(made) == len(params)
+    known, lists = {}, [([t], [t], [t], [t]) for t in (torch.ones(2, device=device) for _ in range(2 * adamw.KEPT + 6))]
+    adamw.plan(lists[0], known)
+    (key,) = known
+    known[key] = known[key]._replace(held=True)
+    adamw.plan(lists[1], known)
+    for each in lists[2:]:
+        adamw.plan(each, known)
+        adamw.plan(lists[1], known)
+    assert key in known and len(made) == len(params) + len(lists)
+
+
 def test_a_rate_on_the_device(device):
     params, same = parameters((FP32,), device), None
     same = copy.deepcopy(params)
@@ -129,6 +151,28 @@ def test_state_comes_back(device):
     ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
     for a, b in zip(train(plain, theirs, gradients[1:]), train(twin, ours, gradients[1:]), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_counts_of_steps(device):
+    """Groups of one count, after a state was loaded, count once a step each; who has no gradient does not count."""
+    start = parameters((FP32, FP64), device, ((7,), (9,), (5,)))
+    found = []
+    for make in (AdamW, torch.optim.AdamW):
+        params = copy.deepcopy(start)
+        torch.manual_seed(5)
+        optimiser = None
+        for without in ((), None, (), (1,), (0, 1), ()):
+            if optimiser is None or without is None:
+                state = optimiser and optimiser.state_dict()
+                optimiser = make([{"params": params[:2]}, {"params": params[2:], "lr": 1e-3}], **HOW)
+                if state:
+                    optimiser.load_state_dict(state)
+            gradients = [torch.randn(p.shape, device=device) for p in params]
+            train(params, optimiser, [[None if n in (without or ()) else g for n, g in enumerate(gradients)]])
+        found.append((params, [float(optimiser.state[p]["step"]) for p in params]))
+    assert found[0][1] == found[1][1] == [5.0, 4.0, 6.0]
+    for p, t in zip(*(params for params, _ in found), strict=True):
+        torch.testing.assert_close(p, t, rtol=1e-5, atol=1e-6)
 
 
 def test_wrong_arguments(device):

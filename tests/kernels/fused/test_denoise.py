@@ -108,6 +108,13 @@ LOOPS = {
     "dpm": ("DPMSolverMultistepScheduler", DPM2M(), SD | {"timestep_spacing": "linspace"}, Betas(), Spacing("linspace")),
     "dpm v": ("DPMSolverMultistepScheduler", DPM2M(), SD | {"timestep_spacing": "leading", "steps_offset": 1}, Betas(), Spacing("leading", 1)),
     "dpm sample": ("DPMSolverMultistepScheduler", DPM2M(), SD | {"timestep_spacing": "trailing"}, Betas(), Spacing("trailing")),
+    "dpm few": (
+        "DPMSolverMultistepScheduler",
+        DPM2M(),
+        SD | {"timestep_spacing": "linspace", "final_sigmas_type": "sigma_min"},
+        Betas(last="first"),
+        Spacing("linspace"),
+    ),
     "dpm flow": (
         "DPMSolverMultistepScheduler",
         DPM2M(),
@@ -126,7 +133,7 @@ def test_a_loop_as_diffusers_makes_it(name, device, monkeypatch):
     prediction = {"v": "v", "sample": "sample", "flow": "flow"}.get(name.split()[-1], "epsilon")
     if prediction in THEIR and name != "euler flow":  # whose scheduler knows of no other
         config = config | {"prediction_type": THEIR[prediction]}
-    steps = 20
+    steps = 9 if name.endswith("few") else 20
     theirs = getattr(diffusers, class_name)(**config)
     theirs.set_timesteps(steps)
     plan = schedule(sampler, steps, noise=noise, prediction=prediction, spacing=spacing, device=device)

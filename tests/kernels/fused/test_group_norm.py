@@ -103,6 +103,22 @@ def test_slabs_and_shares(layout, device, monkeypatch):
     onchip.dispatch.forget()
 
 
+@pytest.mark.gpu
+def test_more_elements_than_int32_counts(device):
+    """In a group, of which a part is filled in: one share of each of 4096 channels."""
+    from onchip.kernels.fused import group_norm as forward
+    from onchip.kernels.fused import group_norm_backward as backward
+
+    each, pixels = 4096, 1 << 20
+    one, stats = torch.ones(each, device=device), torch.zeros(2, 1, device=device)
+    block = {"EACH": 16, "SHARES": 1}
+    forward._merge[(1,)](one, one * pixels, *stats, 3.0, each, pixels, 1, each, 0, 0, 1, pixels, 1, **block)
+    assert stats.flatten().tolist() == [1.0, 0.5]
+    channels = torch.zeros(2, each, device=device)
+    backward._merge[(1,)](one * pixels, one * pixels * 2, None, *channels, *stats, each, pixels, 1, each, 0, 0, 1, 1, **block)
+    assert stats.flatten().tolist() == [1.0, 2.0]
+
+
 def test_how_shapes_are_cut():
     """A U-Net's groups are one program's; a VAE's go through in slabs of half the L2 cache."""
     pytest.importorskip("triton")
@@ -129,6 +145,8 @@ def test_without_parameters_and_far_from_zero(kernel, device):
     assert group_norm(x[:0], 2, kernel=kernel).shape == (0, 4, 33)
     one = torch.ones(4, device=device, requires_grad=True)
     (alone,) = torch.autograd.grad(group_norm(x.detach(), 2, one, kernel=kernel).square().sum(), one)
+    bare = torch.randn(2, 4, 0, device=device)
+    assert torch.equal(torch.autograd.grad(group_norm(bare, 2, one, kernel=kernel).sum(), one)[0], torch.zeros_like(one))
     torch.testing.assert_close(alone, 2 * F.group_norm(x.detach(), 2).square().sum((0, 2)), rtol=1e-3, atol=1e-3)
 
 

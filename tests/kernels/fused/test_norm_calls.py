@@ -205,6 +205,25 @@ def test_in_place(kernel, device):
         rms_norm(x.requires_grad_(), weight, residual=Residual(stream, in_place=True), kernel=kernel)
 
 
+def test_in_place_of_part_of_a_stream(device):
+    """Whose rows lie apart; a compiled graph refuses the same."""
+    x, whole = torch.randn(2, 3, 40, device=device), torch.randn(2, 3, 80, device=device)
+    expected = whole[..., :40] + x
+    rms_norm(x, None, residual=Residual(whole[..., :40], in_place=True))
+    assert torch.equal(whole[..., :40], expected)
+    turned = torch.randn(3, 2, 40, device=device).transpose(0, 1)
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="whose rows are contiguous"):
+        torch.compile(lambda x, turned: rms_norm(x, None, residual=Residual(turned, in_place=True)), fullgraph=True, backend="eager")(x, turned)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sums_over_no_rows(kernel, device):
+    """Of samples."""
+    x, scale = (torch.randn(size, device=device, requires_grad=True) for size in ((2, 0, 8), (2, 8)))
+    d_x, d_scale = torch.autograd.grad(modulated_norm(x, scale, None, kernel=kernel), (x, scale), torch.ones_like(x))
+    assert d_x.shape == x.shape and torch.equal(d_scale, torch.zeros_like(scale))
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("form", ["layer"])
 def test_the_same_bits_again(form, kernel, device):
@@ -263,6 +282,7 @@ def test_in_a_compiled_graph():
 
 
 X = torch.zeros(2, 3, 8)
+TURNED = torch.zeros(3, 2, 8).transpose(0, 1)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +291,7 @@ X = torch.zeros(2, 3, 8)
         (lambda: layer_norm(X, torch.ones(4)), r"weight is \[4\], x has width 8; give \[8\], or \[3, 8\] for weights of each head"),
         (lambda: layer_norm(X[..., :0]), "give \\[..., width\\] with a width of 1 or more"),
         (lambda: layer_norm(X, torch.ones(8), torch.ones(3, 8)), "they must be equal"),
+        (lambda: layer_norm(X, residual=Residual(TURNED, in_place=True)), "in_place=True needs a residual whose rows are contiguous"),
         (lambda: layer_norm(X, residual=X[:1]), "they must be equal \\(a residual may be float32\\)"),
         (lambda: layer_norm(X, residual=Residual(X, row_scale=torch.ones(2))), r"row_scale is \[2\]; x is \[2, 3, 8\]: give \[2, 3\]"),
         (lambda: layer_norm(X, residual=Residual(X, dropout=Dropout(1.0))), "p=1.0; give 0 or more and less than 1"),
@@ -292,6 +313,16 @@ def test_what_does_not_fit_is_said(call, words):
 def test_codes_have_no_gradient():
     with pytest.raises(NotImplementedError, match="codes have no gradient"):
         layer_norm(torch.zeros(2, 8, requires_grad=True), after=RowCodes("int8"))
+
+
+def test_sums_of_more_items_than_a_grid_is_high(monkeypatch):
+    pytest.importorskip("triton")
+    from onchip.kernels.fused import norm_backward
+
+    grids = []
+    monkeypatch.setattr(norm_backward, "sum_partials", type("Grids", (), {"__getitem__": lambda _, grid: grids.append(grid) or (lambda *_, **__: None)})())
+    norm_backward.add_up(torch.zeros(1 << 16, 1, 65), torch.zeros(1 << 16, 65))
+    assert grids == [(1 << 17,)]
 
 
 @pytest.mark.gpu

@@ -101,6 +101,7 @@ def test_wrong_arguments(device):
     for call, message in (
         (lambda: rotary(q, k, table, layout="gptj"), "layout='gptj'"),
         (lambda: rotary(q, k[:, :5], table), "may differ in heads alone"),
+        (lambda: rotary(q, k, table[:5]), "table has 5 positions, q has 6 tokens; give a longer rope_table or positions"),
         (lambda: rotary(q, k, torch.zeros(8, 34, device=device)), "at most 32"),
         (lambda: rotary(q, k, table, torch.zeros(1, 6, device=device)), "positions are torch.float32"),
         (lambda: rotary(q, k, table, torch.zeros(5, dtype=torch.int64, device=device)), r"give int64 \[1, 6\] or \[6\]"),

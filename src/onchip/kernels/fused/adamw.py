@@ -22,13 +22,16 @@ ALIGNED = 16  # bytes, of every tensor, so that a thread reads as many at once
 
 
 class Plan(NamedTuple):
-    """What of a list of tensors is on the device: addresses int64 [4, tensors] of p, g, m and v, elements int64 [tensors], and for each chunk its tensor."""
+    """What of a list of tensors is on the device: addresses int64 [4, tensors] of p, g, m and v, elements int64 [tensors], and for each chunk its tensor.
+    `held`: a CUDA graph reads it there.
+    """
 
     addresses: torch.Tensor
     sizes: torch.Tensor
     tensor: torch.Tensor  # int32 [chunks]
     first: torch.Tensor  # int32 [chunks], in chunks
     aligned: bool
+    held: bool = False
 
 
 # ---- device
@@ -123,13 +126,19 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: 
 
 
 def plan(lists: tuple[list[torch.Tensor], ...], known: dict) -> Plan:
-    """Of p, g, m and v; made once for the same addresses (`known` keeps the last few), copied from pinned memory, so that the host does not wait."""
+    """Of p, g, m and v; made once for the same addresses, copied from pinned memory, so that the host does not wait. `known` keeps the last few that
+    were used, and all that a CUDA graph reads.
+    """
     key = tuple(t.data_ptr() for given in lists for t in given)
-    if key not in known:
-        for old in list(known)[:-KEPT]:
+    made = known.pop(key, None)
+    if made is None:
+        for old in [k for k, plan in known.items() if not plan.held][:-KEPT]:
             del known[old]
-        known[key] = _plan(lists)
-    return known[key]
+        made = _plan(lists)
+    if made.sizes.is_cuda and torch.cuda.is_current_stream_capturing():
+        made = made._replace(held=True)
+    known[key] = made
+    return made
 
 
 def _plan(lists: tuple[list[torch.Tensor], ...]) -> Plan:

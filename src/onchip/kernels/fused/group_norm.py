@@ -97,19 +97,20 @@ def _merge(
     n = (tl.program_id(0) // slab_groups + first_n).to(tl.int64)
     g = tl.program_id(0) % slab_groups + first_g
     s = tl.arange(0, SHARES)[None, :]
+    size = (tl.zeros([1, 1], tl.int64) + each) * pixels
     count = tl.where(s < shares, tl.minimum(pixels - s * share, share), 0).to(tl.float32)
     total = tl.zeros([EACH, SHARES], tl.float32)
     for c0 in range(0, each, EACH):
         i = c0 + tl.arange(0, EACH)[:, None]
         total += count * tl.load(part_mean_ptr + (n * shares + s) * channels + g * each + i, mask=(i < each) & (s < shares), other=0.0)
-    mean = tl.sum(tl.sum(total, 1, keep_dims=True), 0, keep_dims=True) / (each * pixels)
+    mean = tl.sum(tl.sum(total, 1, keep_dims=True), 0, keep_dims=True) / size
     total = tl.zeros([EACH, SHARES], tl.float32)
     for c0 in range(0, each, EACH):
         i = c0 + tl.arange(0, EACH)[:, None]
         at, inside = (n * shares + s) * channels + g * each + i, (i < each) & (s < shares)
         off = tl.where(inside, tl.load(part_mean_ptr + at, mask=inside, other=0.0) - mean, 0.0)
         total += tl.load(part_square_ptr + at, mask=inside, other=0.0) + count * off * off
-    var = tl.sum(tl.sum(total, 1, keep_dims=True), 0, keep_dims=True) / (each * pixels)
+    var = tl.sum(tl.sum(total, 1, keep_dims=True), 0, keep_dims=True) / size
     one = n * groups + g + tl.zeros([1, 1], tl.int64)
     tl.store(mean_ptr + one, mean)
     tl.store(rstd_ptr + one, tl.rsqrt(var + eps))

@@ -106,6 +106,7 @@ def _merge(
     n = (tl.program_id(0) // slab_groups + first_n).to(tl.int64)
     g = tl.program_id(0) % slab_groups + first_g
     s = tl.arange(0, SHARES)[None, :]
+    size = (tl.zeros([1, 1], tl.int64) + each) * pixels
     first_sum = tl.zeros([EACH, 1], tl.float32)
     second_sum = tl.zeros([EACH, 1], tl.float32)
     for c0 in range(0, each, EACH):
@@ -120,8 +121,8 @@ def _merge(
         first_sum += tl.where(there, du * w, 0.0)
         second_sum += tl.where(there, du_hat * w, 0.0)
     one = n * groups + g + tl.zeros([1, 1], tl.int64)
-    tl.store(along_ptr + one, tl.sum(first_sum, 0, keep_dims=True) / (each * pixels))
-    tl.store(along_hat_ptr + one, tl.sum(second_sum, 0, keep_dims=True) / (each * pixels))
+    tl.store(along_ptr + one, tl.sum(first_sum, 0, keep_dims=True) / size)
+    tl.store(along_hat_ptr + one, tl.sum(second_sum, 0, keep_dims=True) / size)
 
 
 @triton.jit
@@ -165,8 +166,9 @@ def launch(
     dx = torch.empty_like(x)
     sums = torch.empty((2, p.batch, p.channels), dtype=torch.float32, device=x.device)
     weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+    given = next((t.dtype for t in (weight, bias) if t is not None), x.dtype)
     if not x.numel():
-        return dx, *(sums.sum(1) * 0).to(x.dtype if weight is None else weight.dtype)
+        return dx, *torch.zeros((2, p.channels), dtype=given, device=x.device)
     sizes = {"channels": p.channels, "pixels": p.pixels, "groups": p.groups, "each": p.channels // p.groups}
     tile = {"ACT": p.act, "CH": config.ch, "PIX": config.pix, "num_warps": config.warps}
     if config.whole:
@@ -183,8 +185,7 @@ def launch(
             _sums[(blocks * shares,)](dy, x, weight, bias, mean, rstd, *part, **sizes, **at, share=share, shares=shares, **tile)
             _merge[(samples * some["slab_groups"],)](*part, weight, *sums, *along, **sizes, **some, shares=shares, **block)
             _apply[(blocks * pieces,)](dy, x, dx, weight, bias, mean, rstd, *along, **sizes, **at, pieces=pieces, **tile)
-    given = next((t.dtype for t in (weight, bias) if t is not None), x.dtype)
     grads = torch.empty((2, p.channels), dtype=given, device=x.device)
     width = min(64, triton.next_power_of_2(p.channels))
-    sum_partials[(triton.cdiv(p.channels, width), 2)](sums, grads, p.batch, p.channels, COUNT=32, BLOCK=width, num_warps=4)
+    sum_partials[(2 * triton.cdiv(p.channels, width),)](sums, grads, p.batch, p.channels, COUNT=32, BLOCK=width, num_warps=4)
     return dx, grads[1], grads[0]

@@ -78,7 +78,7 @@ def cut(p: Groups, device: Device, read: int, tile: int = TILE) -> list[Tiles]:
         pix = max(1, min(triton.next_power_of_2(p.pixels), tile // ch))
         whole = False
     else:
-        pix = min(triton.next_power_of_2(p.pixels), tile)
+        pix = max(1, min(triton.next_power_of_2(p.pixels), tile))
         whole = each * p.pixels * read * device.sms <= room
         ch = max(1, min(triton.next_power_of_2(each if whole else p.channels), tile // pix))
     warps = max(1, min(WARPS, ch * pix // 512))

@@ -165,9 +165,10 @@ def launch_backward(
     groups = triton.cdiv(problem.rows, config.rows)
     partial = None if bias is None else torch.empty((groups, x.shape[-1]), dtype=torch.float32, device=x.device)
     bias = None if bias is None else bias.contiguous()
+    most = triton.next_power_of_2(config.rows)  # few kernels for all numbers of rows; a number that is not constant would cost spills
     _gradient[(groups * triton.cdiv(problem.width, config.block),)](
         rows, bias, dy, dx, partial, problem.rows, problem.width, rows.stride(0), dy.stride(0), alpha, limit,
-        ACT=act, FORM=lie, BLOCK=config.block, ROWS=config.rows, num_warps=config.warps,
+        ACT=act, FORM=lie, BLOCK=config.block, ROWS=most, num_warps=config.warps,
     )  # fmt: skip
     return dx, None if partial is None else partial.sum(0).to(x.dtype)
 

@@ -345,7 +345,7 @@ def add_up(partial: torch.Tensor, out: torch.Tensor) -> None:
     """out[i] = the sum of partial[i], [items, count, width] float32."""
     items, count, width = partial.shape
     block = min(64, triton.next_power_of_2(width))
-    sum_partials[(triton.cdiv(width, block), items)](partial, out, count, width, COUNT=32, BLOCK=block, num_warps=4)
+    sum_partials[(items * triton.cdiv(width, block),)](partial, out, count, width, COUNT=32, BLOCK=block, num_warps=4)
 
 
 def launch(

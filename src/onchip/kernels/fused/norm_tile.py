@@ -93,8 +93,9 @@ def merged(mean_ptr, square_ptr, row, width, share, shares, LAYER: tl.constexpr,
 @triton.jit
 def sum_partials(partial_ptr, out_ptr, count, width, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """out[i] = the sum of partial[i, :count], in one order always; partial [items, count, width] float32."""
-    item = tl.program_id(1).to(tl.int64)
-    col = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    pieces = tl.cdiv(width, BLOCK)
+    item = (tl.program_id(0) // pieces).to(tl.int64)
+    col = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)[None, :]
     acc = tl.zeros([COUNT, BLOCK], tl.float32)
     for first in range(0, count, COUNT):
         n = first + tl.arange(0, COUNT)[:, None]

@@ -11,10 +11,10 @@ def rms_norm(
     problem: Rows, config: None, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, offset: float = 0.0
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Norm of x, or (norm of the sum, sum); x [..., width], weight [width]."""
-    total = x if residual is None else x + residual
+    total = x if residual is None else (x + residual).contiguous()
     exact = exact_of(x.dtype)
     weight = weight.to(exact) + offset if offset else weight.to(exact)
-    y = F.rms_norm(total.to(exact), (problem.width,), weight, eps).to(x.dtype)
+    y = F.rms_norm(total.to(exact), (problem.width,), weight, eps).to(x.dtype).contiguous()
     return y if residual is None else (y, total)
 
 

@@ -47,7 +47,7 @@ def norm(problem: Rows, config: None, x: Tensor, norm: Norm) -> Normed:
     z = x.to(exact_of(x.dtype))
     total = None
     if norm.residual is not None:
-        total = (norm.residual + _dropped(norm, x) * _factor(norm, x)).to(norm.residual.dtype)
+        total = (norm.residual + _dropped(norm, x) * _factor(norm, x)).to(norm.residual.dtype).contiguous()
         z = total.to(z.dtype)
         total = norm.residual.copy_(total) if norm.in_place else total
     mean = z.mean(-1, keepdim=True) if norm.kind == "layer" else torch.zeros_like(z[:, :1])
@@ -55,13 +55,13 @@ def norm(problem: Rows, config: None, x: Tensor, norm: Norm) -> Normed:
     weight, bias, scale, shift, gate = _affine(norm, x)
     y = ((z - mean) * rstd * weight + bias) * scale + shift
     y = y if gate is None else y * F.silu(gate)
-    kept = (mean.squeeze(1), rstd.squeeze(1)) if norm.keep else (None, None)
+    kept = (mean.squeeze(1) if norm.kind == "layer" else None, rstd.squeeze(1)) if norm.keep else (None, None)
     if not norm.codes:
-        return Normed(y.to(x.dtype), total, *kept)
+        return Normed(y.to(x.dtype).contiguous(), total, *kept)
     dtype, largest = CODES[norm.codes]
     step = y.abs().amax(-1, keepdim=True) / largest
     y = torch.where(step > 0, y / torch.where(step > 0, step, 1.0), 0.0).clamp(-largest, largest)
-    return Normed((y.round() if dtype == torch.int8 else y).to(dtype), total, *kept, step.squeeze(1).float())
+    return Normed((y.round() if dtype == torch.int8 else y).to(dtype).contiguous(), total, *kept, step.squeeze(1).float())
 
 
 def norm_backward(
@@ -93,11 +93,13 @@ def norm_backward(
         d["gate"] = branch if norm.row_scale is None else branch * norm.row_scale.to(exact).unsqueeze(1)
         d["row_scale"] = (branch * _all_rows(norm.gate, norm, x, 1.0)).sum(-1)
     given = {name: normed.y if name == "x" else getattr(norm, name) for name in wanted}
-    return NormGrads(**{name: (_summed(d[name], t, norm) if name in PARAMETERS else d[name]).to(t.dtype) for name, t in given.items()})
+    return NormGrads(**{name: (_summed(d[name], t, norm) if name in PARAMETERS else d[name]).to(t.dtype).contiguous() for name, t in given.items()})
 
 
 def _summed(grad: Tensor, parameter: Tensor, norm: Norm) -> Tensor:
     """Over the rows that share a parameter."""
+    if not len(grad):
+        return torch.zeros_like(parameter)
     if len(parameter) == len(grad):
         return grad
     if len(parameter) == 1:

@@ -25,7 +25,7 @@ def gradients(formula: Callable, inputs: list[Tensor | None], d_out: Tensor) -> 
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False), torch.enable_grad():
         leaves = [None if x is None else x.detach().to(exact).requires_grad_() for x in inputs]
         found = iter(torch.autograd.grad(formula(*leaves), [x for x in leaves if x is not None], d_out.to(exact)))
-    return [None if x is None else next(found).to(x.dtype) for x in inputs]
+    return [None if x is None else next(found).to(x.dtype).contiguous() for x in inputs]
 
 
 # ---- activations
@@ -33,7 +33,7 @@ def gradients(formula: Callable, inputs: list[Tensor | None], d_out: Tensor) -> 
 
 def activate(problem: Rows, config: None, x: Tensor, bias: Tensor | None = None, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
     """act(x + bias), [..., width]."""
-    return ACT[problem.variant.split()[0]](x if bias is None else x + bias)
+    return ACT[problem.variant.split()[0]](x if bias is None else x + bias).contiguous()
 
 
 def gated_act(problem: Rows, config: None, x: Tensor, bias: Tensor | None = None, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
@@ -43,8 +43,8 @@ def gated_act(problem: Rows, config: None, x: Tensor, bias: Tensor | None = None
     gate, up = (x[..., ::2], x[..., 1::2]) if "interleaved" in words else x.chunk(2, -1)
     if act == "clipped":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * (alpha * gate).sigmoid() * (up + 1)
-    return ACT[act](gate) * up
+        return (gate * (alpha * gate).sigmoid() * (up + 1)).contiguous()
+    return (ACT[act](gate) * up).contiguous()
 
 
 def activate_backward(problem: Rows, config: None, x: Tensor, bias: Tensor | None, alpha: float, limit: float, d_out: Tensor) -> list[Tensor | None]:
@@ -75,7 +75,7 @@ def rotary_backward(problem: Rope, config: None, q: Tensor, k: Tensor, table: Te
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, p: Rope) -> Tensor:
     half, exact = p.rotary_dim // 2, exact_of(x.dtype)
     first, second = (slice(0, half), slice(half, 2 * half)) if p.layout == "neox" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-    y, a, b, cos, sin = x.clone(), x[..., first].to(exact), x[..., second].to(exact), cos.to(exact), sin.to(exact)
+    y, a, b, cos, sin = x.clone(memory_format=torch.contiguous_format), x[..., first].to(exact), x[..., second].to(exact), cos.to(exact), sin.to(exact)
     y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
     return y
 

@@ -269,7 +269,7 @@ def _turn(x_ptr, y_ptr, table_ptr, positions_ptr, token, length, first, heads, s
     HALF: tl.constexpr = ROTARY // 2
     head = first + tl.arange(0, HEADS)[:, None]
     rows, pair = head < heads, tl.arange(0, PAIRS)[None, :]
-    at = token // length * strides[0] + token % length * strides[1] + head * strides[2]
+    at = token // length * strides[0] + token % length * strides[1] + head.to(tl.int64) * strides[2]
     x_a, x_b = _load_pairs(x_ptr + at, rows, PAIRS, DIM, ROTARY, INTERLEAVED)
     angles_ptr = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * table_stride + pair
     cos = tl.load(angles_ptr, mask=pair < HALF, other=1.0).to(tl.float32)  # [1, PAIRS]
