@@ -225,13 +225,13 @@ def test_bad_arguments(change, words):
 
 
 def rank_main(rank: int, port: int, cases) -> None:
-    """Each rank has 65 words; every figure and gradient is compared with the whole head's."""
+    """The first rank has the words before `at`; every figure and gradient is compared with the whole head's."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
-        for leaves, targets, terms, reduction in cases:
-            mine = slice(rank * VOCAB // 2, (rank + 1) * VOCAB // 2)
+        for leaves, targets, terms, reduction, at in cases:
+            mine = slice(at, VOCAB) if rank else slice(0, at)
             weights = None if terms.class_weights is None else terms.class_weights[mine]
             sharded = terms._replace(shard=Shard(dist.group.WORLD, mine.start, VOCAB), class_weights=weights)
             whole = [t.detach().clone().requires_grad_() for t in leaves]
@@ -260,10 +260,11 @@ def test_a_vocabulary_on_two_ranks():
     wrong[5] = VOCAB
     weights = torch.rand(VOCAB) + 0.1
     cases = [
-        (leaves, targets, LossTerms(), "sum"),
-        (leaves, targets, TERMS, "mean"),
-        (leaves, targets, LossTerms(smoothing=0.2, class_weights=weights), "mean"),
-        (leaves, wrong, LossTerms(smoothing=0.2, class_weights=weights), "none"),
+        (leaves, targets, LossTerms(), "sum", 65),
+        (leaves, targets, TERMS, "mean", 65),
+        (leaves, targets, LossTerms(smoothing=0.2, class_weights=weights), "mean", 65),
+        (leaves, wrong, LossTerms(smoothing=0.2, class_weights=weights), "none", 65),
+        *((leaves, targets, LossTerms(), reduction, 10) for reduction in ("sum", "none")),  # by their own slices chunks would be of 16 tokens and of 8
     ]
     cases = [([t.detach() for t in of], *rest) for of, *rest in cases]
     with socket.socket() as free:

@@ -8,7 +8,7 @@ from torch import Tensor
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
-from onchip.ops.linear_losses import Sums, chunks
+from onchip.ops.linear_losses import Sums, chunk_of, chunks
 from onchip.ops.vocabulary import check_reduction, held
 
 LOSS = 4  # the row of a kernel's figures [6, rows]
@@ -173,9 +173,10 @@ def _with_gradients(
     beta: float, temperature: float, kernel: str, needs: list[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The loss `factor * sum`, and the gradients of the student's head that are needed."""
-    sums = Sums(hidden, weight, bias, needs, heads=2)
+    size = chunk_of(len(hidden), *weight.shape, weight.element_size(), heads=2)
+    sums = Sums(hidden, weight, bias, needs, size)
     total, g = factor.new_zeros(()), factor.expand(len(hidden))
-    both = zip(chunks(hidden, weight, bias, heads=2), chunks(t_hidden, t_weight, t_bias, heads=2, like=(hidden, weight)), strict=True)
+    both = zip(chunks(hidden, weight, bias, size), chunks(t_hidden, t_weight, t_bias, size), strict=True)
     for (of, student), (_, teacher) in both:
         counted = None if counts is None else counts[of]
         stats = select(_problem("divergence", student, beta), student.device, kernel).launch(student, teacher, counted, beta, temperature)

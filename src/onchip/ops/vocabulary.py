@@ -28,6 +28,11 @@ class Call(NamedTuple):
         """The process group of the slices, or None."""
         return dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
 
+    @property
+    def words(self) -> int:
+        """Of the vocabulary, for each rank: the same number on all of them, also where their slices are not equally wide."""
+        return self.ints[2] if self.ranks is None else -(-self.ints[2] // dist.get_world_size(self.ranks))
+
     def problem(self, op: str, logits: Tensor) -> Rows:
         smoothing, _, softcap, _ = self.floats
         parts = ["entropy"] * self.entropy + ["smoothing"] * (smoothing > 0) + ["softcap"] * (softcap > 0)
