@@ -147,6 +147,8 @@ def adjust_logits(
     Raises ValueError for shapes or dtypes that disagree.
     """
     rows, vocab = logits.shape
+    if penalties is not None and penalties.output is None:
+        raise ValueError(f"adjust_logits: penalties.output is None; give counts or TokenIds (of no tokens: int64 [{rows}, 0])")
     counts = (None, None) if penalties is None else (_counted("output", penalties.output, logits), _counted("prompt", penalties.prompt, logits))
     rates = (None,) * 3 if penalties is None else penalties[:3]
     for name, rate in zip(Penalties._fields, rates, strict=False):

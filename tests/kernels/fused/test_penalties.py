@@ -70,6 +70,7 @@ def test_errors():
     for call, words in (
         ({"mask": torch.zeros(2, 1, dtype=torch.int32)}, r"mask is torch.int32 \[2, 1\]; give int32 \[2, 2\], a bit a token"),
         ({"penalties": Penalties(rate, rate, rate[:1], counts)}, r"penalties.frequency is torch.float32 \[1\]; give float32 \[2\]"),
+        ({"penalties": Penalties(rate, rate, rate, None, counts)}, r"penalties.output is None; give counts or TokenIds \(of no tokens: int64 \[2, 0\]\)"),
         ({"penalties": Penalties(rate, rate, rate, counts.long())}, r"penalties.output is torch.int64 \[2, 40\]; give counts int32 \[2, 40\], or TokenIds"),
         ({"penalties": Penalties(rate, rate, rate, counts, TokenIds(counts))}, r"penalties.prompt has ids torch.int32 \[2, 40\]; give int64 \[2, n\]"),
         ({"bias": Bias(counts.long(), rate)}, r"the bias's ids are torch.int64 \[2, 40\], its values torch.float32 \[2\]; give int64 and float32 \[2, n\]"),
