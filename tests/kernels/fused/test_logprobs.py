@@ -42,6 +42,12 @@ def test_what_is_not_finite(kernel, device):
     assert found.ids.tolist() == [[0, 2, 1, 3], [0, 1, 2, 3]]
 
 
+def test_as_registered():
+    """In a compiled graph too: float32, and indices without gaps, whatever the logits are."""
+    logits = torch.randn(3, 9, dtype=torch.float64)
+    torch.library.opcheck(torch.ops.onchip.log_probs.default, (logits, torch.tensor([1, 8, 0]), 2, "reference"), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_errors():
     logits, tokens = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"^log_probs: top=10 of a vocabulary of 9; give 0 to 9"):

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onchip.core.problem import Rows, exact_of
+from onchip.core.problem import Rows
 
 LOW = 0xFFFFFFFF  # the low 32 bits of an int64
 
@@ -120,8 +120,8 @@ def log_probs(problem: Rows, config: None, logits: Tensor, tokens: Tensor) -> tu
     """log softmax at `tokens` [rows], and the largest of it [rows, top] with their indices, the lowest first of equal ones."""
     x = _exact(logits)
     whole = x.logsumexp(-1, keepdim=True)
-    order = x.sort(dim=-1, descending=True, stable=True).indices[:, : int(problem.variant.split()[1])]
-    found = [torch.where(whole == -torch.inf, -torch.inf, x.gather(1, at) - whole).to(exact_of(x.dtype)) for at in (tokens.unsqueeze(1), order)]
+    order = x.sort(dim=-1, descending=True, stable=True).indices[:, : int(problem.variant.split()[1])].contiguous()
+    found = [torch.where(whole == -torch.inf, -torch.inf, x.gather(1, at) - whole).float() for at in (tokens.unsqueeze(1), order)]
     return found[0].squeeze(1), found[1], order
 
 
