@@ -64,6 +64,15 @@ def test_against_float64(problem, kernel, device):
         assert torch.equal(adjust_logits(logits, **call | {"penalties": Penalties(*call["penalties"][:3], *counts)}, kernel=kernel), ours)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_new_logits_where_nothing_is_given(dtype, kernel, device):
+    """Rows in order, as the registered operator says, also of logits that are columns in order."""
+    for logits in (torch.randn(2, 40, device=device).to(dtype), torch.randn(40, 2, device=device).to(dtype).t()):
+        ours = adjust_logits(logits, kernel=kernel)
+        assert torch.equal(ours, logits) and ours.data_ptr() != logits.data_ptr() and ours.is_contiguous()
+
+
 def test_errors():
     logits, rate = torch.zeros(2, 40), torch.ones(2)
     counts = torch.zeros(2, 40, dtype=torch.int32)

@@ -139,7 +139,8 @@ def adjust_logits(problem: Rows, config: None, logits: Tensor, rates, counts, bi
     if mask is not None:
         bit = torch.arange(problem.width, device=mask.device)
         x = x.masked_fill((mask[:, bit // 32] >> (bit % 32)) & 1 == 0, -torch.inf)
-    return x.to(logits.dtype)
+    x = x.to(logits.dtype).contiguous()
+    return x.clone() if x is logits else x
 
 
 def verify(problem: Rows, config: None, logits: Tensor, draft, how, drawn: Tensor, limits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
