@@ -250,8 +250,28 @@ def rank_main(rank: int, port: int, cases) -> None:
                     dist.all_reduce(grads[0])
                 for grad, right, s in zip(grads, expected, (slice(None), mine, mine), strict=True):
                     torch.testing.assert_close(grad, right[s], rtol=1e-4, atol=1e-5, equal_nan=True)
+        words_that_cannot_be(rank)
     finally:
         dist.destroy_process_group()
+
+
+def words_that_cannot_be(rank: int) -> None:
+    """No word of the second rank's slice can be: a loss is as of one rank, infinite where the target is one of them, NaN where it is no class."""
+    logits, targets = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 4, 9])
+    logits[:, 3:] = -torch.inf
+    mine = slice(3 * rank, 3 * rank + 3)
+    losses = [
+        cross_entropy(x, targets, LossTerms(shard=shard), reduction="none", kernel="reference")
+        for x, shard in ((logits[:, mine], Shard(dist.group.WORLD, mine.start, 6)), (logits, None))
+    ]
+    assert losses[1].isfinite().tolist() == [True, True, False, False] and losses[1][2] == torch.inf
+    torch.testing.assert_close(*losses, equal_nan=True)
+    smooth = LossTerms(smoothing=0.1, shard=Shard(dist.group.WORLD, mine.start, 6))
+    assert cross_entropy(logits[:, mine], targets, smooth, reduction="none", kernel="reference")[:3].eq(torch.inf).all()
+    part, whole = (x.clone().requires_grad_() for x in (logits[:2, mine], logits[:2]))
+    cross_entropy(part, targets[:2], LossTerms(z_loss=0.1, shard=Shard(dist.group.WORLD, mine.start, 6)), kernel="reference").backward()
+    cross_entropy(whole, targets[:2], LossTerms(z_loss=0.1), kernel="reference").backward()
+    torch.testing.assert_close(part.grad, whole.grad[:, mine])
 
 
 def test_a_vocabulary_on_two_ranks():

@@ -107,11 +107,14 @@ def _together(call: Call, stats: Tensor, targets: Tensor, x: RowLoss, width: int
     slices = [torch.empty_like(mine) for _ in range(dist.get_world_size(ranks))]
     dist.all_gather(slices, mine, group=ranks)
     log_prob, top, log_sum, entropy, smooth, weight, mass = torch.stack(slices).unbind(1)  # [ranks, rows] each
+    top = torch.where(log_sum == -torch.inf, -torch.inf, top)  # no word of the slice can be
     highest = top.amax(0)
     log_whole = (top - highest + log_sum).logsumexp(0)
     more = top - highest + log_sum - log_whole
     share = more.exp()
     entropy = (share * torch.where(share > 0, entropy - more, 0)).sum(0)
+    smooth = torch.where(more == -torch.inf, 0, smooth)
+    log_prob = torch.where(more == -torch.inf, -torch.inf, log_prob).masked_fill((targets < 0) | (targets >= x.vocab), torch.nan)
     found = torch.stack(((log_prob + more).amax(0), highest, log_whole, entropy, (smooth - mass * more).sum(0), weight.sum(0)))
     return torch.where(targets != x.ignore_index, found, 0)
 
