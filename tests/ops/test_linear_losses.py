@@ -203,6 +203,8 @@ def test_in_place_is_refused_in_a_compiled_graph():
     ("change", "words"),
     [
         ({"weight": torch.zeros(9, 5)}, r"hidden is torch.float32 \[3, 4\] on cpu, weight torch.float32 \[9, 5\]"),
+        ({"weight": torch.zeros(0, 4)}, "the vocabulary has 0 words; give at least 1"),
+        ({"weight": torch.zeros(4)}, r"weight torch.float32 \[4\] on cpu; give \[..., dim\] and \[vocab, dim\]"),
         ({"weight": torch.zeros(9, 4, dtype=BF16)}, "of one dtype and device"),
         ({"bias": torch.zeros(4)}, r"bias is torch.float32 \[4\] on cpu; give torch.float32 \[9\]"),
         ({"targets": torch.zeros(2, dtype=torch.int64)}, r"give int64 \[3\]"),
@@ -217,6 +219,8 @@ def test_bad_arguments(change, words):
     if "terms" not in change and "reduction" not in change:
         with pytest.raises(ValueError, match="token_log_probs: "):
             token_log_probs(**call)
+    with pytest.raises(ValueError, match="the vocabulary has 0 words"):
+        linear_divergence(*(Head(torch.zeros(3, 4), torch.zeros(0, 4)),) * 2)
     with pytest.raises(ValueError, match="which only a loss has"):
         token_log_probs(torch.zeros(3, 4), torch.zeros(9, 4), torch.zeros(3, dtype=torch.int64), TERMS)
 

@@ -66,7 +66,13 @@ def linear_divergence(
     """
     for name, head in (("student", student), ("teacher", teacher)):
         hidden, weight, bias = head
-        if hidden.shape[-1:] != weight.shape[1:] or not hidden.dtype == weight.dtype == student.hidden.dtype or hidden.shape[:-1] != student.hidden.shape[:-1]:
+        if (
+            hidden.ndim == 0
+            or weight.ndim != 2
+            or hidden.shape[-1] != weight.shape[1]
+            or not hidden.dtype == weight.dtype == student.hidden.dtype
+            or hidden.shape[:-1] != student.hidden.shape[:-1]
+        ):
             raise ValueError(
                 f"linear_divergence: {name} is {hidden.dtype} {list(hidden.shape)} and {weight.dtype} {list(weight.shape)}; "
                 f"give {student.hidden.dtype} {[*student.hidden.shape[:-1], 'dim']} and [vocab, dim]"
@@ -80,6 +86,8 @@ def linear_divergence(
     _check_numbers("linear_divergence", beta, temperature)
     if len(teacher.weight) != len(student.weight):
         raise ValueError(f"linear_divergence: the student has {len(student.weight)} words, the teacher {len(teacher.weight)}; they must be as many")
+    if len(student.weight) < 1:
+        raise ValueError("linear_divergence: the vocabulary has 0 words; give at least 1")
     _check_counts("linear_divergence", counts, student.hidden.shape[:-1])
     flat = [t for hidden, weight, bias in (student, teacher) for t in (hidden.reshape(-1, hidden.shape[-1]), weight, bias)]
     flat[3:] = [None if t is None else t.detach() for t in flat[3:]]
@@ -120,6 +128,8 @@ def _check(name: str, student: Tensor, teacher: Tensor, counts: Tensor | None, b
     if student.shape != teacher.shape or student.dtype != teacher.dtype or student.device != teacher.device:
         of = [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (student, teacher)]
         raise ValueError(f"{name}: student is {of[0]}, teacher {of[1]}; they must be equal")
+    if student.ndim == 0 or student.shape[-1] < 1:
+        raise ValueError(f"{name}: student and teacher are {list(student.shape)}; give [..., vocab], vocab at least 1")
     _check_counts(name, counts, student.shape[:-1])
 
 

@@ -88,10 +88,10 @@ def token_log_probs(
 
 
 def _check(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, terms: LossTerms, entropy: bool, kernel: str) -> Call:
-    vocab, dim = weight.shape
-    if hidden.shape[-1] != dim or hidden.dtype != weight.dtype or hidden.device != weight.device:
+    if hidden.ndim == 0 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype or hidden.device != weight.device:
         of = [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (hidden, weight)]
         raise ValueError(f"{name}: hidden is {of[0]}, weight {of[1]}; give [..., dim] and [vocab, dim] of one dtype and device")
+    vocab = len(weight)
     if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype or bias.device != weight.device):
         raise ValueError(f"{name}: bias is {bias.dtype} {list(bias.shape)} on {bias.device}; give {weight.dtype} [{vocab}] on {weight.device}")
     check_targets(name, targets, hidden.shape[:-1], hidden.device)

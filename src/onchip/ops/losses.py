@@ -41,6 +41,8 @@ def cross_entropy(
     Raises ValueError for shapes and terms that are out of range.
     """
     check_reduction("cross_entropy", reduction)
+    if logits.ndim == 0:
+        raise ValueError("cross_entropy: logits are []; give [..., vocab]")
     check_targets("cross_entropy", targets, logits.shape[:-1], logits.device)
     call = call_of("cross_entropy", logits.shape[-1], terms, False, kernel)
     weights = weights_of(call, terms.class_weights, logits.dtype)

@@ -123,7 +123,7 @@ def log_probs(
     kernel: str = "auto",
 ) -> LogProbs:
     """`x[token] - log sum exp x` in float32, and the same of the `top` largest logits, at most 20. A NaN counts as -inf; a row of -inf gives -inf."""
-    rows, vocab = logits.shape
+    rows, vocab = _check_logits("log_probs", logits)
     if not 0 <= top <= min(MOST_TOP, vocab):
         raise ValueError(f"log_probs: top={top} of a vocabulary of {vocab}; give 0 to {min(MOST_TOP, vocab)}")
     if tokens.shape != (rows,) or tokens.dtype != torch.int64:
@@ -146,7 +146,7 @@ def adjust_logits(
     mask   bit i % 32 of word i // 32 says whether token i may follow: xgrammar's layout of structured output.
     Raises ValueError for shapes or dtypes that disagree.
     """
-    rows, vocab = logits.shape
+    rows, vocab = _check_logits("adjust_logits", logits)
     if penalties is not None and penalties.output is None:
         raise ValueError(f"adjust_logits: penalties.output is None; give counts or TokenIds (of no tokens: int64 [{rows}, 0])")
     counts = (None, None) if penalties is None else (_counted("output", penalties.output, logits), _counted("prompt", penalties.prompt, logits))
@@ -251,15 +251,20 @@ def _depths(parents: Tensor) -> Tensor:
     return depth
 
 
-def _check_rows(name: str, logits: Tensor, how: Sampling) -> tuple[int, int]:
-    """The shape of the logits; raises where a field of `how` does not fit."""
+def _check_logits(name: str, logits: Tensor) -> tuple[int, int]:
+    """Their shape; raises where that is none of rows over a vocabulary."""
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise ValueError(f"{name}: logits are {list(logits.shape)}; give [rows, vocab], vocab at least 1")
-    rows = logits.shape[0]
+    return tuple(logits.shape)
+
+
+def _check_rows(name: str, logits: Tensor, how: Sampling) -> tuple[int, int]:
+    """The shape of the logits; raises where a field of `how` does not fit."""
+    rows, vocab = _check_logits(name, logits)
     for field, value in zip(Sampling._fields, how, strict=True):
         if value is not None and value.shape != (rows,):
             raise ValueError(f"{name}: how.{field} is {list(value.shape)}; give [{rows}], one value a row")
-    return tuple(logits.shape)
+    return rows, vocab
 
 
 # ---- in compiled graphs: the same functions as torch.library operators. Eager calls step round that boundary.

@@ -40,7 +40,9 @@ class Call(NamedTuple):
 
 
 def call_of(name: str, width: int, terms: LossTerms, entropy: bool, kernel: str) -> Call:
-    """Raises ValueError where a term is out of its range."""
+    """Raises ValueError where a term is out of its range, or there is no word."""
+    if width < 1:
+        raise ValueError(f"{name}: the vocabulary has {width} words; give at least 1")
     smoothing, z_loss, softcap, temperature, weights, ignore, shard = terms
     for term, value, fine, accepted in (
         ("smoothing", smoothing, 0 <= smoothing <= 1, "0 to 1"),

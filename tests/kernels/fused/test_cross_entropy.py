@@ -208,6 +208,8 @@ def test_in_place_is_noticed_on_a_gpu_too(device):
         ({"terms": LossTerms(temperature=0.0)}, "terms.temperature is 0.0; give more than 0"),
         ({"terms": LossTerms(class_weights=torch.ones(5))}, r"terms.class_weights is torch.float32 \[5\]; give a float tensor \[9\]"),
         ({"in_place": True, "reduction": "none"}, "reduction='none' does not know"),
+        ({"logits": torch.zeros(3, 0)}, "the vocabulary has 0 words; give at least 1"),
+        ({"logits": torch.zeros(())}, r"logits are \[\]; give \[..., vocab\]"),
         ({"in_place": True}, "overwrites logits, which is a leaf"),
         ({"in_place": True, "logits": torch.zeros(3, 9, dtype=FP16, requires_grad=True)}, "in_place=True on float16 would lose gradients"),
     ],

@@ -54,6 +54,9 @@ def test_errors():
         log_probs(logits, tokens, 10)
     with pytest.raises(ValueError, match=r"^log_probs: tokens are torch.int64 \[1\]; give int64 \[2\]"):
         log_probs(logits, tokens[:1])
+    for shape in ((2, 0), (2,)):
+        with pytest.raises(ValueError, match=r"^log_probs: logits are \[2(, 0)?\]; give \[rows, vocab\], vocab at least 1"):
+            log_probs(torch.zeros(shape), tokens)
 
 
 @pytest.mark.parametrize("kernel", [pytest.param("triton_logprobs", marks=[pytest.mark.gpu, pytest.mark.large])])
