@@ -30,7 +30,7 @@ class Sampling(NamedTuple):
 
 
 class TokenIds(NamedTuple):
-    """The tokens of each row so far, as a padded list: int64 `[rows, n]`; what is below 0 is none."""
+    """The tokens of each row so far, as a padded list: int64 `[rows, n]`; what is below 0, or past the vocabulary, is none."""
 
     ids: Tensor
 
@@ -51,7 +51,7 @@ class Penalties(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """Added to few logits of each row: ids int64 `[rows, n]`, each at most once a row, below 0 for none; values float32 `[rows, n]`."""
+    """Added to few logits of each row: ids int64 `[rows, n]`, each at most once a row, below 0 or past the vocabulary for none; values float32 `[rows, n]`."""
 
     ids: Tensor
     values: Tensor
@@ -122,7 +122,8 @@ def log_probs(
     *,
     kernel: str = "auto",
 ) -> LogProbs:
-    """`x[token] - log sum exp x` in float32, and the same of the `top` largest logits, at most 20. A NaN counts as -inf; a row of -inf gives -inf."""
+    """`x[token] - log sum exp x` in float32, and the same of the `top` largest logits, at most 20. A NaN counts as -inf; a row of -inf gives -inf, and so
+    does a token outside the vocabulary."""
     rows, vocab = _check_logits("log_probs", logits)
     if not 0 <= top <= min(MOST_TOP, vocab):
         raise ValueError(f"log_probs: top={top} of a vocabulary of {vocab}; give 0 to {min(MOST_TOP, vocab)}")
@@ -181,7 +182,8 @@ def _counted(name: str, history: Tensor | TokenIds | None, logits: Tensor) -> Te
         ids = history.ids
         if ids.ndim != 2 or len(ids) != rows or ids.dtype != torch.int64:
             raise ValueError(f"adjust_logits: penalties.{name} has ids {ids.dtype} {list(ids.shape)}; give int64 [{rows}, n], below 0 for none")
-        return torch.zeros(rows, vocab, dtype=torch.int32, device=ids.device).scatter_add_(1, ids.clamp(min=0), (ids >= 0).int())
+        real = (ids >= 0) & (ids < vocab)
+        return torch.zeros(rows, vocab, dtype=torch.int32, device=ids.device).scatter_add_(1, torch.where(real, ids, 0), real.int())
     if history.shape != (rows, vocab) or history.dtype != torch.int32:
         raise ValueError(f"adjust_logits: penalties.{name} is {history.dtype} {list(history.shape)}; give counts int32 [{rows}, {vocab}], or TokenIds")
     return history

@@ -42,6 +42,13 @@ def test_what_is_not_finite(kernel, device):
     assert found.ids.tolist() == [[0, 2, 1, 3], [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tokens_outside_the_vocabulary(kernel, device):
+    logits = torch.zeros(4, 8, device=device)
+    found = log_probs(logits, torch.tensor([7, 8, -1, 1 << 40], device=device), kernel=kernel)
+    assert found.chosen.tolist() == [pytest.approx(-2.0794415), *[-torch.inf] * 3]
+
+
 def test_as_registered():
     """In a compiled graph too: float32, and indices without gaps, whatever the logits are."""
     logits = torch.randn(3, 9, dtype=torch.float64)

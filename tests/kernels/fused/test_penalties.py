@@ -73,6 +73,19 @@ def test_new_logits_where_nothing_is_given(dtype, kernel, device):
         assert torch.equal(ours, logits) and ours.data_ptr() != logits.data_ptr() and ours.is_contiguous()
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_ids_outside_the_vocabulary(kernel, device):
+    """Are none, below it and past it."""
+    logits, rate = torch.randn(1, 40, device=device), torch.full((1,), 1.5, device=device)
+    outside, inside = (torch.tensor([ids], device=device) for ids in ([3, 40, -2, 1 << 40], [3, -1, -1, -1]))
+    values = torch.ones(1, 4, device=device)
+    ours, expected = (
+        adjust_logits(logits, penalties=Penalties(rate, rate, rate, TokenIds(ids), TokenIds(ids)), bias=Bias(ids, values), kernel=kernel)
+        for ids in (outside, inside)
+    )
+    assert torch.equal(ours, expected)
+
+
 def test_errors():
     logits, rate = torch.zeros(2, 40), torch.ones(2)
     counts = torch.zeros(2, 40, dtype=torch.int32)

@@ -121,8 +121,10 @@ def log_probs(problem: Rows, config: None, logits: Tensor, tokens: Tensor) -> tu
     x = _exact(logits)
     whole = x.logsumexp(-1, keepdim=True)
     order = x.sort(dim=-1, descending=True, stable=True).indices[:, : int(problem.variant.split()[1])].contiguous()
-    found = [torch.where(whole == -torch.inf, -torch.inf, x.gather(1, at) - whole).float() for at in (tokens.unsqueeze(1), order)]
-    return found[0].squeeze(1), found[1], order
+    real = (tokens >= 0) & (tokens < problem.width)
+    at = torch.where(real, tokens, 0).unsqueeze(1)
+    found = [torch.where(whole == -torch.inf, -torch.inf, x.gather(1, ids) - whole).float() for ids in (at, order)]
+    return found[0].squeeze(1).masked_fill(~real, -torch.inf), found[1], order
 
 
 def adjust_logits(problem: Rows, config: None, logits: Tensor, rates, counts, bias, mask: Tensor | None) -> Tensor:
@@ -130,7 +132,8 @@ def adjust_logits(problem: Rows, config: None, logits: Tensor, rates, counts, bi
     x = logits if logits.dtype == torch.float64 else logits.float()
     ids, values = bias
     if ids is not None:
-        x = x.scatter_add(1, ids.clamp(min=0), torch.where(ids < 0, 0, values).to(x.dtype))
+        real = (ids >= 0) & (ids < problem.width)
+        x = x.scatter_add(1, torch.where(real, ids, 0), torch.where(real, values, 0).to(x.dtype))
     output, prompt = counts
     if output is not None:
         repetition, presence, frequency = (rate.unsqueeze(1).to(x.dtype) for rate in rates)
