@@ -58,6 +58,15 @@ def test_odds_near_certainty():
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), chosen)[0].double(), torch.autograd.grad(truth.sum(), exact)[0], rtol=1e-5, atol=1e-12)
 
 
+def test_odds_of_certainty():
+    """A mean log-probability may be rounded to 0, or above: the loss is finite, and so is its gradient."""
+    chosen = torch.tensor([0.0, 1e-8], requires_grad=True)
+    rejected = torch.tensor([-1.0, 0.0], requires_grad=True)
+    loss = onchip.orpo(Pair(chosen, rejected), torch.zeros(2))
+    assert loss.isfinite().all() and all(d.isfinite().all() for d in torch.autograd.grad(loss.sum(), (chosen, rejected)))
+    torch.testing.assert_close(loss[1].item(), 0.1 * math.log(2))
+
+
 # ---- groups of answers
 
 LOG_PROB = torch.tensor([[-1.0, -2.0, -0.5, torch.nan], [-3.0, torch.nan, torch.nan, torch.nan]])

@@ -106,7 +106,8 @@ def orpo(policy: Pair, nll: Tensor, *, beta: float = 0.1) -> Tensor:
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """log p - log(1 - p), to the last digits near p = 0 and near p = 1."""
+    """log p - log(1 - p), to the last digits near p = 0 and near p = 1; of p = 1, to which log p is rounded, as of the nearest number below."""
+    log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)
     near_one = log_p > -math.log(2)
     return log_p - torch.where(near_one, (-torch.expm1(log_p.clamp(min=-1))).log(), torch.log1p(-log_p.clamp(max=-0.5).exp()))
 
