@@ -66,13 +66,8 @@ def linear_divergence(
     """
     for name, head in (("student", student), ("teacher", teacher)):
         hidden, weight, bias = head
-        if (
-            hidden.ndim == 0
-            or weight.ndim != 2
-            or hidden.shape[-1] != weight.shape[1]
-            or not hidden.dtype == weight.dtype == student.hidden.dtype
-            or hidden.shape[:-1] != student.hidden.shape[:-1]
-        ):
+        fits = weight.ndim == 2 and hidden.shape[-1:] == weight.shape[1:] and hidden.shape[:-1] == student.hidden.shape[:-1]
+        if not fits or not hidden.dtype == weight.dtype == student.hidden.dtype:
             raise ValueError(
                 f"linear_divergence: {name} is {hidden.dtype} {list(hidden.shape)} and {weight.dtype} {list(weight.shape)}; "
                 f"give {student.hidden.dtype} {[*student.hidden.shape[:-1], 'dim']} and [vocab, dim]"
