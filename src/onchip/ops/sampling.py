@@ -8,6 +8,7 @@ from torch import Tensor
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 
+DTYPES = {"top_k": torch.int32, "seed": torch.int64, "step": torch.int64}  # of Sampling's fields; others are float32
 MOST_TOP = 20  # log-probabilities a row, beside the chosen token's
 
 
@@ -264,8 +265,13 @@ def _check_rows(name: str, logits: Tensor, how: Sampling) -> tuple[int, int]:
     """The shape of the logits; raises where a field of `how` does not fit."""
     rows, vocab = _check_logits(name, logits)
     for field, value in zip(Sampling._fields, how, strict=True):
-        if value is not None and value.shape != (rows,):
+        if value is None:
+            continue
+        if value.shape != (rows,):
             raise ValueError(f"{name}: how.{field} is {list(value.shape)}; give [{rows}], one value a row")
+        dtype = DTYPES.get(field, torch.float32)
+        if value.dtype != dtype or value.device != logits.device:
+            raise ValueError(f"{name}: how.{field} is {value.dtype} on {value.device}; give {dtype} on {logits.device}, where the logits are")
     return rows, vocab
 
 
