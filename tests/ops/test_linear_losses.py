@@ -203,6 +203,8 @@ def test_in_place_is_refused_in_a_compiled_graph():
     ("change", "words"),
     [
         ({"weight": torch.zeros(9, 5)}, r"hidden is torch.float32 \[3, 4\] on cpu, weight torch.float32 \[9, 5\]"),
+        ({"weight": torch.zeros(0, 4)}, "the vocabulary has 0 words; give at least 1"),
+        ({"weight": torch.zeros(4)}, r"weight torch.float32 \[4\] on cpu; give \[..., dim\] and \[vocab, dim\]"),
         ({"weight": torch.zeros(9, 4, dtype=BF16)}, "of one dtype and device"),
         ({"bias": torch.zeros(4)}, r"bias is torch.float32 \[4\] on cpu; give torch.float32 \[9\]"),
         ({"targets": torch.zeros(2, dtype=torch.int64)}, r"give int64 \[3\]"),
@@ -217,6 +219,8 @@ def test_bad_arguments(change, words):
     if "terms" not in change and "reduction" not in change:
         with pytest.raises(ValueError, match="token_log_probs: "):
             token_log_probs(**call)
+    with pytest.raises(ValueError, match="the vocabulary has 0 words"):
+        linear_divergence(*(Head(torch.zeros(3, 4), torch.zeros(0, 4)),) * 2)
     with pytest.raises(ValueError, match="which only a loss has"):
         token_log_probs(torch.zeros(3, 4), torch.zeros(9, 4), torch.zeros(3, dtype=torch.int64), TERMS)
 
@@ -225,13 +229,13 @@ def test_bad_arguments(change, words):
 
 
 def rank_main(rank: int, port: int, cases) -> None:
-    """Each rank has 65 words; every figure and gradient is compared with the whole head's."""
+    """The first rank has the words before `at`; every figure and gradient is compared with the whole head's."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
-        for leaves, targets, terms, reduction in cases:
-            mine = slice(rank * VOCAB // 2, (rank + 1) * VOCAB // 2)
+        for leaves, targets, terms, reduction, at in cases:
+            mine = slice(at, VOCAB) if rank else slice(0, at)
             weights = None if terms.class_weights is None else terms.class_weights[mine]
             sharded = terms._replace(shard=Shard(dist.group.WORLD, mine.start, VOCAB), class_weights=weights)
             whole = [t.detach().clone().requires_grad_() for t in leaves]
@@ -250,8 +254,28 @@ def rank_main(rank: int, port: int, cases) -> None:
                     dist.all_reduce(grads[0])
                 for grad, right, s in zip(grads, expected, (slice(None), mine, mine), strict=True):
                     torch.testing.assert_close(grad, right[s], rtol=1e-4, atol=1e-5, equal_nan=True)
+        words_that_cannot_be(rank)
     finally:
         dist.destroy_process_group()
+
+
+def words_that_cannot_be(rank: int) -> None:
+    """No word of the second rank's slice can be: a loss is as of one rank, infinite where the target is one of them, NaN where it is no class."""
+    logits, targets = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 4, 9])
+    logits[:, 3:] = -torch.inf
+    mine = slice(3 * rank, 3 * rank + 3)
+    losses = [
+        cross_entropy(x, targets, LossTerms(shard=shard), reduction="none", kernel="reference")
+        for x, shard in ((logits[:, mine], Shard(dist.group.WORLD, mine.start, 6)), (logits, None))
+    ]
+    assert losses[1].isfinite().tolist() == [True, True, False, False] and losses[1][2] == torch.inf
+    torch.testing.assert_close(*losses, equal_nan=True)
+    smooth = LossTerms(smoothing=0.1, shard=Shard(dist.group.WORLD, mine.start, 6))
+    assert cross_entropy(logits[:, mine], targets, smooth, reduction="none", kernel="reference")[:3].eq(torch.inf).all()
+    part, whole = (x.clone().requires_grad_() for x in (logits[:2, mine], logits[:2]))
+    cross_entropy(part, targets[:2], LossTerms(z_loss=0.1, shard=Shard(dist.group.WORLD, mine.start, 6)), kernel="reference").backward()
+    cross_entropy(whole, targets[:2], LossTerms(z_loss=0.1), kernel="reference").backward()
+    torch.testing.assert_close(part.grad, whole.grad[:, mine])
 
 
 def test_a_vocabulary_on_two_ranks():
@@ -260,10 +284,11 @@ def test_a_vocabulary_on_two_ranks():
     wrong[5] = VOCAB
     weights = torch.rand(VOCAB) + 0.1
     cases = [
-        (leaves, targets, LossTerms(), "sum"),
-        (leaves, targets, TERMS, "mean"),
-        (leaves, targets, LossTerms(smoothing=0.2, class_weights=weights), "mean"),
-        (leaves, wrong, LossTerms(smoothing=0.2, class_weights=weights), "none"),
+        (leaves, targets, LossTerms(), "sum", 65),
+        (leaves, targets, TERMS, "mean", 65),
+        (leaves, targets, LossTerms(smoothing=0.2, class_weights=weights), "mean", 65),
+        (leaves, wrong, LossTerms(smoothing=0.2, class_weights=weights), "none", 65),
+        *((leaves, targets, LossTerms(), reduction, 10) for reduction in ("sum", "none")),  # by their own slices chunks would be of 16 tokens and of 8
     ]
     cases = [([t.detach() for t in of], *rest) for of, *rest in cases]
     with socket.socket() as free:

@@ -58,6 +58,15 @@ def test_odds_near_certainty():
     torch.testing.assert_close(torch.autograd.grad(loss.sum(), chosen)[0].double(), torch.autograd.grad(truth.sum(), exact)[0], rtol=1e-5, atol=1e-12)
 
 
+def test_odds_of_certainty():
+    """A mean log-probability may be rounded to 0, or above: the loss is finite, and so is its gradient."""
+    chosen = torch.tensor([0.0, 1e-8], requires_grad=True)
+    rejected = torch.tensor([-1.0, 0.0], requires_grad=True)
+    loss = onchip.orpo(Pair(chosen, rejected), torch.zeros(2))
+    assert loss.isfinite().all() and all(d.isfinite().all() for d in torch.autograd.grad(loss.sum(), (chosen, rejected)))
+    torch.testing.assert_close(loss[1].item(), 0.1 * math.log(2))
+
+
 # ---- groups of answers
 
 LOG_PROB = torch.tensor([[-1.0, -2.0, -0.5, torch.nan], [-3.0, torch.nan, torch.nan, torch.nan]])
@@ -129,6 +138,9 @@ def test_bad_arguments():
         (lambda: onchip.dpo(PAIR, REFERENCE, loss="square"), "loss='square' is not one of sigmoid, hinge, ipo"),
         (lambda: onchip.dpo(PAIR, Pair(NLL, NLL[:1])), r"\[2\], \[2\], \[2\], \[1\]; they must be of one shape"),
         (lambda: onchip.kto(NLL, NLL, NLL, NLL[0]), r"desirable is torch.float32 \[2\]; give bools \[2\]"),
+        (lambda: onchip.kto(NLL, NLL, NLL > 0, NLL), r"divergence is \[2\]; give one number"),
+        (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES[:1], COUNTS), r"advantages \[1, 1\]; give bools \[2, 4\], and one an answer"),
+        (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES.expand(4, 2).T[:1], COUNTS), r"advantages \[1, 4\]"),
         (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS.float()), "counts is torch.float32"),
         (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS, Policy(average="all")), "average='all', ratio='token'"),
         (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES, COUNTS, Policy(beta=0.1)), "there is no reference"),

@@ -8,7 +8,7 @@ from torch import Tensor
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
-from onchip.ops.linear_losses import Sums, chunks
+from onchip.ops.linear_losses import Sums, chunk_of, chunks
 from onchip.ops.vocabulary import check_reduction, held
 
 LOSS = 4  # the row of a kernel's figures [6, rows]
@@ -66,7 +66,8 @@ def linear_divergence(
     """
     for name, head in (("student", student), ("teacher", teacher)):
         hidden, weight, bias = head
-        if hidden.shape[-1:] != weight.shape[1:] or not hidden.dtype == weight.dtype == student.hidden.dtype or hidden.shape[:-1] != student.hidden.shape[:-1]:
+        fits = weight.ndim == 2 and hidden.shape[-1:] == weight.shape[1:] and hidden.shape[:-1] == student.hidden.shape[:-1]
+        if not fits or not hidden.dtype == weight.dtype == student.hidden.dtype:
             raise ValueError(
                 f"linear_divergence: {name} is {hidden.dtype} {list(hidden.shape)} and {weight.dtype} {list(weight.shape)}; "
                 f"give {student.hidden.dtype} {[*student.hidden.shape[:-1], 'dim']} and [vocab, dim]"
@@ -80,6 +81,8 @@ def linear_divergence(
     _check_numbers("linear_divergence", beta, temperature)
     if len(teacher.weight) != len(student.weight):
         raise ValueError(f"linear_divergence: the student has {len(student.weight)} words, the teacher {len(teacher.weight)}; they must be as many")
+    if len(student.weight) < 1:
+        raise ValueError("linear_divergence: the vocabulary has 0 words; give at least 1")
     _check_counts("linear_divergence", counts, student.hidden.shape[:-1])
     flat = [t for hidden, weight, bias in (student, teacher) for t in (hidden.reshape(-1, hidden.shape[-1]), weight, bias)]
     flat[3:] = [None if t is None else t.detach() for t in flat[3:]]
@@ -120,6 +123,8 @@ def _check(name: str, student: Tensor, teacher: Tensor, counts: Tensor | None, b
     if student.shape != teacher.shape or student.dtype != teacher.dtype or student.device != teacher.device:
         of = [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (student, teacher)]
         raise ValueError(f"{name}: student is {of[0]}, teacher {of[1]}; they must be equal")
+    if student.ndim == 0 or student.shape[-1] < 1:
+        raise ValueError(f"{name}: student and teacher are {list(student.shape)}; give [..., vocab], vocab at least 1")
     _check_counts(name, counts, student.shape[:-1])
 
 
@@ -173,9 +178,10 @@ def _with_gradients(
     beta: float, temperature: float, kernel: str, needs: list[bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """The loss `factor * sum`, and the gradients of the student's head that are needed."""
-    sums = Sums(hidden, weight, bias, needs, heads=2)
+    size = chunk_of(len(hidden), *weight.shape, weight.element_size(), heads=2)
+    sums = Sums(hidden, weight, bias, needs, size)
     total, g = factor.new_zeros(()), factor.expand(len(hidden))
-    both = zip(chunks(hidden, weight, bias, heads=2), chunks(t_hidden, t_weight, t_bias, heads=2, like=(hidden, weight)), strict=True)
+    both = zip(chunks(hidden, weight, bias, size), chunks(t_hidden, t_weight, t_bias, size), strict=True)
     for (of, student), (_, teacher) in both:
         counted = None if counts is None else counts[of]
         stats = select(_problem("divergence", student, beta), student.device, kernel).launch(student, teacher, counted, beta, temperature)

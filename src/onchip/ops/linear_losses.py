@@ -88,10 +88,10 @@ def token_log_probs(
 
 
 def _check(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, terms: LossTerms, entropy: bool, kernel: str) -> Call:
-    vocab, dim = weight.shape
-    if hidden.shape[-1] != dim or hidden.dtype != weight.dtype or hidden.device != weight.device:
+    if hidden.ndim == 0 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype or hidden.device != weight.device:
         of = [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (hidden, weight)]
         raise ValueError(f"{name}: hidden is {of[0]}, weight {of[1]}; give [..., dim] and [vocab, dim] of one dtype and device")
+    vocab = len(weight)
     if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype or bias.device != weight.device):
         raise ValueError(f"{name}: bias is {bias.dtype} {list(bias.shape)} on {bias.device}; give {weight.dtype} [{vocab}] on {weight.device}")
     check_targets(name, targets, hidden.shape[:-1], hidden.device)
@@ -109,14 +109,14 @@ def chunk_of(tokens: int, vocab: int, dim: int, itemsize: int, heads: int = 1) -
     return min(tokens, -(-tokens // (chunks * ROUND)) * ROUND)
 
 
-def _size(hidden: Tensor, weight: Tensor, heads: int) -> int:
-    return chunk_of(len(hidden), *weight.shape, weight.element_size(), heads)
+def _size(call: Call, hidden: Tensor, weight: Tensor) -> int:
+    """By the vocabulary, not by this rank's slice: every rank has as many chunks, each with a collective."""
+    return chunk_of(len(hidden), call.words, weight.shape[1], weight.element_size())
 
 
-def chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, heads: int = 1, like: tuple[Tensor, Tensor] | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """(tokens, their logits) in turn, all in the same memory; of one of several heads, whose chunks are as long as `like`'s, (hidden, weight)."""
+def chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, size: int) -> Iterator[tuple[slice, Tensor]]:
+    """(tokens, their logits) in turn, `size` tokens or the rest, all in the same memory."""
     tokens = len(hidden)
-    size = _size(*(like or (hidden, weight)), heads)
     memory = torch.empty((size, len(weight)), dtype=weight.dtype, device=weight.device)
     for first in range(0, tokens, max(size, 1)):
         of = slice(first, min(first + size, tokens))
@@ -131,9 +131,9 @@ def chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, heads: int = 1, 
 class Sums:
     """The gradients of hidden, weight and bias, as chunks come in; None where not wanted."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], heads: int = 1):
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], size: int):
         self.inputs = hidden, weight
-        count = -(-len(hidden) // max(1, _size(hidden, weight, heads)))
+        count = -(-len(hidden) // max(1, size))
         self.narrow = count <= IN_WEIGHTS_DTYPE or weight.element_size() > 2
         dtype = weight.dtype if self.narrow else torch.float32
         self.hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
@@ -168,10 +168,11 @@ class Sums:
 def _with_gradients(operands, factor: Tensor, call: Call, needs: list[bool]) -> tuple[Tensor, Tensor, tuple[Tensor | None, ...]]:
     """The loss `factor * sum`, the figures of tokens, and the gradients that are needed."""
     hidden, weight, bias, targets, class_weights, total = operands
-    x, sums = row_loss(call, class_weights, total), Sums(hidden, weight, bias, needs)
+    size = _size(call, hidden, weight)
+    x, sums = row_loss(call, class_weights, total), Sums(hidden, weight, bias, needs, size)
     losses, figures_ = row_shapes(len(hidden), hidden.dtype, hidden)
     g = factor.to(losses.dtype).expand(len(hidden))
-    for of, logits in chunks(hidden, weight, bias):
+    for of, logits in chunks(hidden, weight, bias, size):
         losses[of], figures_[:, of] = written_over(call, logits, targets[of], g[of], x)
         sums.add(of, logits)
     return losses.sum() * factor, figures_, sums.done(call.ranks)
@@ -228,7 +229,7 @@ def _forward(
     call = Call(floats, ints, group, entropy, kernel)
     x = row_loss(call, class_weights, total)
     _, stats = row_shapes(len(hidden), hidden.dtype, hidden)
-    for of, logits in chunks(hidden, weight, bias):
+    for of, logits in chunks(hidden, weight, bias, _size(call, hidden, weight)):
         stats[:, of] = figures(call, logits, targets[of], x)
     return losses_of(stats, x), stats
 
@@ -239,8 +240,9 @@ def _backward(
     stats: Tensor, g: Tensor, g_entropy: Tensor | None, needs: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     call = Call(floats, ints, group, entropy, kernel)
-    x, sums = row_loss(call, class_weights, total), Sums(hidden, weight, bias, needs)
-    for of, logits in chunks(hidden, weight, bias):
+    size = _size(call, hidden, weight)
+    x, sums = row_loss(call, class_weights, total), Sums(hidden, weight, bias, needs, size)
+    for of, logits in chunks(hidden, weight, bias, size):
         grads = g[of], None if g_entropy is None else g_entropy[of]
         sums.add(of, gradient(call, logits, targets[of], stats[:, of].contiguous(), grads, x, logits))
     return [grad for grad in sums.done(call.ranks) if grad is not None]

@@ -36,11 +36,13 @@ def cross_entropy(
 
     reduction   "mean" divides the sum by that of the targets' class weights, as torch does; NaN where every target is ignored.
     in_place    the gradient of logits that require one is written over them in this call, so that there is never a second tensor of that size; nothing
-                else may need their values. For "mean" and "sum", and logits that are no leaf; the gradient goes backward once.
+                else may need their values. For "mean" and "sum", and logits that are no leaf and no float16; the gradient goes backward once.
     A target that is neither a class nor `terms.ignore_index` makes the loss, and the gradient of its row, NaN; nothing waits for the host to say so.
     Raises ValueError for shapes and terms that are out of range.
     """
     check_reduction("cross_entropy", reduction)
+    if logits.ndim == 0:
+        raise ValueError("cross_entropy: logits are []; give [..., vocab]")
     check_targets("cross_entropy", targets, logits.shape[:-1], logits.device)
     call = call_of("cross_entropy", logits.shape[-1], terms, False, kernel)
     weights = weights_of(call, terms.class_weights, logits.dtype)
@@ -55,6 +57,10 @@ def _in_place(logits: Tensor, targets: Tensor, class_weights: Tensor | None, tot
         raise ValueError("cross_entropy: in_place=True needs the gradient of the result, which reduction='none' does not know; use 'mean' or 'sum'")
     if torch.compiler.is_compiling():
         raise NotImplementedError("cross_entropy: in_place=True in a compiled graph is not implemented; use torch.compiler.disable around it")
+    if logits.dtype == torch.float16:
+        raise ValueError(
+            "cross_entropy: in_place=True on float16 would lose gradients, which are made before a loss is scaled; use bfloat16 or float32, or in_place=False"
+        )
     width = logits.shape[-1]
     if logits.is_leaf or not logits.is_contiguous():
         what = "a leaf" if logits.is_leaf else f"not contiguous (strides {logits.stride()})"

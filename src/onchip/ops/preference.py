@@ -106,7 +106,8 @@ def orpo(policy: Pair, nll: Tensor, *, beta: float = 0.1) -> Tensor:
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """log p - log(1 - p), to the last digits near p = 0 and near p = 1."""
+    """log p - log(1 - p), to the last digits near p = 0 and near p = 1; of p = 1, to which log p is rounded, as of the nearest number below."""
+    log_p = log_p.clamp(max=-torch.finfo(log_p.dtype).tiny)
     near_one = log_p > -math.log(2)
     return log_p - torch.where(near_one, (-torch.expm1(log_p.clamp(min=-1))).log(), torch.log1p(-log_p.clamp(max=-0.5).exp()))
 
@@ -130,6 +131,8 @@ def kto(
     _check("kto", policy, reference)
     if desirable.dtype != torch.bool or desirable.shape != policy.shape:
         raise ValueError(f"kto: desirable is {desirable.dtype} {list(desirable.shape)}; give bools {list(policy.shape)}")
+    if divergence.numel() != 1:
+        raise ValueError(f"kto: divergence is {list(divergence.shape)}; give one number")
     gain = beta * (policy - reference - divergence.detach().clamp(min=0))
     return torch.where(desirable, weights[0] * torch.sigmoid(-gain), weights[1] * torch.sigmoid(gain))
 
@@ -150,7 +153,7 @@ def grpo(
     """
     _check("grpo", log_prob, old, *([] if reference is None else [reference]))
     advantages = advantages.unsqueeze(-1) if advantages.ndim == log_prob.ndim - 1 else advantages
-    if counts.dtype != torch.bool or counts.shape != log_prob.shape or advantages.ndim != log_prob.ndim:
+    if counts.dtype != torch.bool or counts.shape != log_prob.shape or advantages.shape not in (log_prob.shape, (*log_prob.shape[:-1], 1)):
         raise ValueError(
             f"grpo: counts is {counts.dtype} {list(counts.shape)}, advantages {list(advantages.shape)}; give bools {list(log_prob.shape)}, and one an answer"
         )

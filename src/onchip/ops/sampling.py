@@ -8,6 +8,7 @@ from torch import Tensor
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 
+DTYPES = {"top_k": torch.int32, "seed": torch.int64, "step": torch.int64}  # of Sampling's fields; others are float32
 MOST_TOP = 20  # log-probabilities a row, beside the chosen token's
 
 
@@ -30,7 +31,7 @@ class Sampling(NamedTuple):
 
 
 class TokenIds(NamedTuple):
-    """The tokens of each row so far, as a padded list: int64 `[rows, n]`; what is below 0 is none."""
+    """The tokens of each row so far, as a padded list: int64 `[rows, n]`; what is below 0, or past the vocabulary, is none."""
 
     ids: Tensor
 
@@ -51,7 +52,7 @@ class Penalties(NamedTuple):
 
 
 class Bias(NamedTuple):
-    """Added to few logits of each row: ids int64 `[rows, n]`, each at most once a row, below 0 for none; values float32 `[rows, n]`."""
+    """Added to few logits of each row: ids int64 `[rows, n]`, each at most once a row, below 0 or past the vocabulary for none; values float32 `[rows, n]`."""
 
     ids: Tensor
     values: Tensor
@@ -122,8 +123,9 @@ def log_probs(
     *,
     kernel: str = "auto",
 ) -> LogProbs:
-    """`x[token] - log sum exp x` in float32, and the same of the `top` largest logits, at most 20. A NaN counts as -inf; a row of -inf gives -inf."""
-    rows, vocab = logits.shape
+    """`x[token] - log sum exp x` in float32, and the same of the `top` largest logits, at most 20. A NaN counts as -inf; a row of -inf gives -inf, and so
+    does a token outside the vocabulary."""
+    rows, vocab = _check_logits("log_probs", logits)
     if not 0 <= top <= min(MOST_TOP, vocab):
         raise ValueError(f"log_probs: top={top} of a vocabulary of {vocab}; give 0 to {min(MOST_TOP, vocab)}")
     if tokens.shape != (rows,) or tokens.dtype != torch.int64:
@@ -146,7 +148,9 @@ def adjust_logits(
     mask   bit i % 32 of word i // 32 says whether token i may follow: xgrammar's layout of structured output.
     Raises ValueError for shapes or dtypes that disagree.
     """
-    rows, vocab = logits.shape
+    rows, vocab = _check_logits("adjust_logits", logits)
+    if penalties is not None and penalties.output is None:
+        raise ValueError(f"adjust_logits: penalties.output is None; give counts or TokenIds (of no tokens: int64 [{rows}, 0])")
     counts = (None, None) if penalties is None else (_counted("output", penalties.output, logits), _counted("prompt", penalties.prompt, logits))
     rates = (None,) * 3 if penalties is None else penalties[:3]
     for name, rate in zip(Penalties._fields, rates, strict=False):
@@ -179,7 +183,8 @@ def _counted(name: str, history: Tensor | TokenIds | None, logits: Tensor) -> Te
         ids = history.ids
         if ids.ndim != 2 or len(ids) != rows or ids.dtype != torch.int64:
             raise ValueError(f"adjust_logits: penalties.{name} has ids {ids.dtype} {list(ids.shape)}; give int64 [{rows}, n], below 0 for none")
-        return torch.zeros(rows, vocab, dtype=torch.int32, device=ids.device).scatter_add_(1, ids.clamp(min=0), (ids >= 0).int())
+        real = (ids >= 0) & (ids < vocab)
+        return torch.zeros(rows, vocab, dtype=torch.int32, device=ids.device).scatter_add_(1, torch.where(real, ids, 0), real.int())
     if history.shape != (rows, vocab) or history.dtype != torch.int32:
         raise ValueError(f"adjust_logits: penalties.{name} is {history.dtype} {list(history.shape)}; give counts int32 [{rows}, {vocab}], or TokenIds")
     return history
@@ -249,15 +254,25 @@ def _depths(parents: Tensor) -> Tensor:
     return depth
 
 
-def _check_rows(name: str, logits: Tensor, how: Sampling) -> tuple[int, int]:
-    """The shape of the logits; raises where a field of `how` does not fit."""
+def _check_logits(name: str, logits: Tensor) -> tuple[int, int]:
+    """Their shape; raises where that is none of rows over a vocabulary."""
     if logits.ndim != 2 or logits.shape[1] == 0:
         raise ValueError(f"{name}: logits are {list(logits.shape)}; give [rows, vocab], vocab at least 1")
-    rows = logits.shape[0]
-    for field, value in zip(Sampling._fields, how, strict=True):
-        if value is not None and value.shape != (rows,):
-            raise ValueError(f"{name}: how.{field} is {list(value.shape)}; give [{rows}], one value a row")
     return tuple(logits.shape)
+
+
+def _check_rows(name: str, logits: Tensor, how: Sampling) -> tuple[int, int]:
+    """The shape of the logits; raises where a field of `how` does not fit."""
+    rows, vocab = _check_logits(name, logits)
+    for field, value in zip(Sampling._fields, how, strict=True):
+        if value is None:
+            continue
+        if value.shape != (rows,):
+            raise ValueError(f"{name}: how.{field} is {list(value.shape)}; give [{rows}], one value a row")
+        dtype = DTYPES.get(field, torch.float32)
+        if value.dtype != dtype or value.device != logits.device:
+            raise ValueError(f"{name}: how.{field} is {value.dtype} on {value.device}; give {dtype} on {logits.device}, where the logits are")
+    return rows, vocab
 
 
 # ---- in compiled graphs: the same functions as torch.library operators. Eager calls step round that boundary.

@@ -28,6 +28,11 @@ class Call(NamedTuple):
         """The process group of the slices, or None."""
         return dist.distributed_c10d._resolve_process_group(self.group) if self.group else None
 
+    @property
+    def words(self) -> int:
+        """Of the vocabulary, for each rank: the same number on all of them, also where their slices are not equally wide."""
+        return self.ints[2] if self.ranks is None else -(-self.ints[2] // dist.get_world_size(self.ranks))
+
     def problem(self, op: str, logits: Tensor) -> Rows:
         smoothing, _, softcap, _ = self.floats
         parts = ["entropy"] * self.entropy + ["smoothing"] * (smoothing > 0) + ["softcap"] * (softcap > 0)
@@ -35,7 +40,9 @@ class Call(NamedTuple):
 
 
 def call_of(name: str, width: int, terms: LossTerms, entropy: bool, kernel: str) -> Call:
-    """Raises ValueError where a term is out of its range."""
+    """Raises ValueError where a term is out of its range, or there is no word."""
+    if width < 1:
+        raise ValueError(f"{name}: the vocabulary has {width} words; give at least 1")
     smoothing, z_loss, softcap, temperature, weights, ignore, shard = terms
     for term, value, fine, accepted in (
         ("smoothing", smoothing, 0 <= smoothing <= 1, "0 to 1"),
@@ -102,11 +109,14 @@ def _together(call: Call, stats: Tensor, targets: Tensor, x: RowLoss, width: int
     slices = [torch.empty_like(mine) for _ in range(dist.get_world_size(ranks))]
     dist.all_gather(slices, mine, group=ranks)
     log_prob, top, log_sum, entropy, smooth, weight, mass = torch.stack(slices).unbind(1)  # [ranks, rows] each
+    top = torch.where(log_sum == -torch.inf, -torch.inf, top)  # no word of the slice can be
     highest = top.amax(0)
     log_whole = (top - highest + log_sum).logsumexp(0)
     more = top - highest + log_sum - log_whole
     share = more.exp()
     entropy = (share * torch.where(share > 0, entropy - more, 0)).sum(0)
+    smooth = torch.where(more == -torch.inf, 0, smooth)
+    log_prob = torch.where(more == -torch.inf, -torch.inf, log_prob).masked_fill((targets < 0) | (targets >= x.vocab), torch.nan)
     found = torch.stack(((log_prob + more).amax(0), highest, log_whole, entropy, (smooth - mass * more).sum(0), weight.sum(0)))
     return torch.where(targets != x.ignore_index, found, 0)
 

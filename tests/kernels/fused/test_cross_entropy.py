@@ -66,7 +66,7 @@ def check(rows, width, dtype, name, kernel, device):
     truth, d_truth = gradient(lambda x: textbook(x, targets, terms), logits.double())
     low, _ = gradient(lambda x: textbook(x, targets, terms), logits.float())
     _, d_low = gradient(lambda x: textbook(x.float(), targets, terms), logits)
-    for in_place in (False, True):
+    for in_place in (False, True)[: 1 if dtype == FP16 else 2]:
         loss, d = gradient(lambda x, in_place=in_place: cross_entropy(x, targets, terms, in_place=in_place, kernel=kernel), logits)
         assert loss.dtype == FP32 and d.dtype == dtype
         assert_as_good_as_torch(loss, (low, *hardware(truth, FP32, device)), truth)
@@ -208,7 +208,10 @@ def test_in_place_is_noticed_on_a_gpu_too(device):
         ({"terms": LossTerms(temperature=0.0)}, "terms.temperature is 0.0; give more than 0"),
         ({"terms": LossTerms(class_weights=torch.ones(5))}, r"terms.class_weights is torch.float32 \[5\]; give a float tensor \[9\]"),
         ({"in_place": True, "reduction": "none"}, "reduction='none' does not know"),
+        ({"logits": torch.zeros(3, 0)}, "the vocabulary has 0 words; give at least 1"),
+        ({"logits": torch.zeros(())}, r"logits are \[\]; give \[..., vocab\]"),
         ({"in_place": True}, "overwrites logits, which is a leaf"),
+        ({"in_place": True, "logits": torch.zeros(3, 9, dtype=FP16, requires_grad=True)}, "in_place=True on float16 would lose gradients"),
     ],
 )
 def test_bad_arguments(change, words):

@@ -204,11 +204,26 @@ def test_strided_logits_and_settings(kernel, device):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_forbidden_entries_are_never_drawn(kernel, device):
-    logits = torch.full((14, 1000), -torch.inf, device=device)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
+def test_forbidden_entries_are_never_drawn(dtype, kernel, device):
+    logits = torch.full((14, 1000), -torch.inf, dtype=dtype, device=device)
     logits[:, 500:503] = torch.tensor([0.0, -20.0, -80.0], device=device)
-    tokens = sample(logits, settings([(max(t, 50.0), k, p, 0.0) for t, k, p, *_ in SETTINGS], device, seed=range(14)), kernel=kernel)
+    hows = settings([(max(t, 50.0), k, p, 0.0) for t, k, p, *_ in SETTINGS], device, seed=range(14))
+    tokens = sample(logits, hows, kernel=kernel)
     assert ((tokens >= 500) & (tokens < 503)).all()
+    assert tokens.tolist() == oracle(logits, hows).tolist()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+def test_fewer_entries_than_top_k_that_may_be(dtype, kernel, device):
+    """Top-k ends at -inf then, and top-p begins there."""
+    logits = torch.full((5, 64), -torch.inf, dtype=dtype, device=device)
+    logits[:, 20:23] = torch.tensor([0.5, 0.0, -0.5], device=device)
+    hows = settings([(1.0, 5, 0.95, 0.0)] * 5, device, seed=range(5))
+    tokens = sample(logits, hows, kernel=kernel)
+    assert len(set(tokens.tolist())) > 1
+    assert tokens.tolist() == sample(logits, hows, kernel="reference").tolist() == oracle(logits, hows).tolist()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -251,6 +266,14 @@ def test_errors():
     how = settings(SETTINGS, "cpu")
     with pytest.raises(ValueError, match=r"^sample: how.step is \[3\]; give \[14\], one value a row"):
         sample(torch.zeros(14, 9), how._replace(step=how.step[:3]))
+    for field, value, words in (
+        ("top_p", how.top_p.double(), "torch.float64 on cpu; give torch.float32 on cpu"),
+        ("top_k", how.top_k.long(), "torch.int64 on cpu; give torch.int32 on cpu"),
+        ("seed", how.seed.int(), "torch.int32 on cpu; give torch.int64 on cpu"),
+        ("step", how.step.to("meta"), "torch.int64 on meta; give torch.int64 on cpu"),
+    ):
+        with pytest.raises(ValueError, match=f"^sample: how.{field} is {words}, where the logits are"):
+            sample(torch.zeros(14, 9), how._replace(**{field: value}))
     for shape in ((14, 0), (14,)):
         with pytest.raises(ValueError, match=r"^sample: logits are \[14(, 0)?\]; give \[rows, vocab\], vocab at least 1"):
             sample(torch.zeros(shape), how)

@@ -42,12 +42,28 @@ def test_what_is_not_finite(kernel, device):
     assert found.ids.tolist() == [[0, 2, 1, 3], [0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tokens_outside_the_vocabulary(kernel, device):
+    logits = torch.zeros(4, 8, device=device)
+    found = log_probs(logits, torch.tensor([7, 8, -1, 1 << 40], device=device), kernel=kernel)
+    assert found.chosen.tolist() == [pytest.approx(-2.0794415), *[-torch.inf] * 3]
+
+
+def test_as_registered():
+    """In a compiled graph too: float32, and indices without gaps, whatever the logits are."""
+    logits = torch.randn(3, 9, dtype=torch.float64)
+    torch.library.opcheck(torch.ops.onchip.log_probs.default, (logits, torch.tensor([1, 8, 0]), 2, "reference"), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_errors():
     logits, tokens = torch.zeros(2, 9), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"^log_probs: top=10 of a vocabulary of 9; give 0 to 9"):
         log_probs(logits, tokens, 10)
     with pytest.raises(ValueError, match=r"^log_probs: tokens are torch.int64 \[1\]; give int64 \[2\]"):
         log_probs(logits, tokens[:1])
+    for shape in ((2, 0), (2,)):
+        with pytest.raises(ValueError, match=r"^log_probs: logits are \[2(, 0)?\]; give \[rows, vocab\], vocab at least 1"):
+            log_probs(torch.zeros(shape), tokens)
 
 
 @pytest.mark.parametrize("kernel", [pytest.param("triton_logprobs", marks=[pytest.mark.gpu, pytest.mark.large])])

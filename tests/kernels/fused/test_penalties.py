@@ -64,15 +64,41 @@ def test_against_float64(problem, kernel, device):
         assert torch.equal(adjust_logits(logits, **call | {"penalties": Penalties(*call["penalties"][:3], *counts)}, kernel=kernel), ours)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_new_logits_where_nothing_is_given(dtype, kernel, device):
+    """Rows in order, as the registered operator says, also of logits that are columns in order."""
+    for logits in (torch.randn(2, 40, device=device).to(dtype), torch.randn(40, 2, device=device).to(dtype).t()):
+        ours = adjust_logits(logits, kernel=kernel)
+        assert torch.equal(ours, logits) and ours.data_ptr() != logits.data_ptr() and ours.is_contiguous()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_ids_outside_the_vocabulary(kernel, device):
+    """Are none, below it and past it."""
+    logits, rate = torch.randn(1, 40, device=device), torch.full((1,), 1.5, device=device)
+    outside, inside = (torch.tensor([ids], device=device) for ids in ([3, 40, -2, 1 << 40], [3, -1, -1, -1]))
+    values = torch.ones(1, 4, device=device)
+    ours, expected = (
+        adjust_logits(logits, penalties=Penalties(rate, rate, rate, TokenIds(ids), TokenIds(ids)), bias=Bias(ids, values), kernel=kernel)
+        for ids in (outside, inside)
+    )
+    assert torch.equal(ours, expected)
+
+
 def test_errors():
     logits, rate = torch.zeros(2, 40), torch.ones(2)
     counts = torch.zeros(2, 40, dtype=torch.int32)
     for call, words in (
         ({"mask": torch.zeros(2, 1, dtype=torch.int32)}, r"mask is torch.int32 \[2, 1\]; give int32 \[2, 2\], a bit a token"),
         ({"penalties": Penalties(rate, rate, rate[:1], counts)}, r"penalties.frequency is torch.float32 \[1\]; give float32 \[2\]"),
+        ({"penalties": Penalties(rate, rate, rate, None, counts)}, r"penalties.output is None; give counts or TokenIds \(of no tokens: int64 \[2, 0\]\)"),
         ({"penalties": Penalties(rate, rate, rate, counts.long())}, r"penalties.output is torch.int64 \[2, 40\]; give counts int32 \[2, 40\], or TokenIds"),
         ({"penalties": Penalties(rate, rate, rate, counts, TokenIds(counts))}, r"penalties.prompt has ids torch.int32 \[2, 40\]; give int64 \[2, n\]"),
         ({"bias": Bias(counts.long(), rate)}, r"the bias's ids are torch.int64 \[2, 40\], its values torch.float32 \[2\]; give int64 and float32 \[2, n\]"),
     ):
         with pytest.raises(ValueError, match=f"^adjust_logits: {words}"):
             adjust_logits(logits, **call)
+    for shape in ((2, 0), (2,)):
+        with pytest.raises(ValueError, match=r"^adjust_logits: logits are \[2(, 0)?\]; give \[rows, vocab\], vocab at least 1"):
+            adjust_logits(torch.zeros(shape))

@@ -103,6 +103,16 @@ def test_drawn_drafts_as_the_reference(kernel, device):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_infinite_logit_is_drawn(kernel, device):
+    """As `sample` draws it, where its probability cannot be said."""
+    logits = torch.randn(2, 2, 50, device=device)
+    logits[:, :, 9] = torch.inf
+    q = torch.full((2, 1, 50), 1 / 50, device=device)
+    found = verify(logits, Draft(torch.tensor([[3], [-1]], device=device), q), settings(HOW[:1] * 2, device), kernel=kernel)
+    assert found.count.tolist() == [0, 0] and found.token.tolist() == [9, 9]
+
+
 @pytest.mark.parametrize("kernel", MANY_ROWS)
 @pytest.mark.parametrize("how", [(1.0, 0, 1.0, 0.0, 1.0), (0.7, 5, 0.95, 0.0, 1.0)], ids=str)
 @pytest.mark.parametrize("drawn", ["q", "the same noise", "without q"])

@@ -94,7 +94,8 @@ def _threshold(
         enough = tl.sum((total >= need).to(tl.int64))
         high = tl.minimum(high, low + step * (enough + 1) - 1)
         low = tl.minimum(high, low + step * enough)
-    return number((low << BITS).to(tl.int32))
+    found = number((low << BITS).to(tl.int32))
+    return tl.where(found == found, found, float("-inf"))  # the image of -inf without its low bits is a NaN's
 
 
 @triton.jit

@@ -48,6 +48,7 @@ def cross_entropy(problem: Rows, config: None, logits: Tensor, targets: Tensor, 
     """Figures [6, rows] (core.losses.LOG_PROB ... WEIGHT), float32 or float64, of logits [rows, width] and targets [rows]."""
     z = _logits(logits, x)
     log_p, top = z.log_softmax(-1), z.amax(-1)
+    top = top.masked_fill(top == -torch.inf, 0)  # of a rank's slice without a word that can be: logsumexp is -inf, not NaN
     kept, here, wrong, column = _at(problem, targets, x)
     picked = torch.where(here, log_p.gather(1, column[:, None])[:, 0], -torch.inf).masked_fill(wrong, torch.nan)
     weight = here.to(z.dtype) if x.class_weights is None else torch.where(here, x.class_weights.to(z.dtype)[column], 0)

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from onchip.core.problem import Rows, exact_of
+from onchip.core.problem import Rows
 
 LOW = 0xFFFFFFFF  # the low 32 bits of an int64
 
@@ -120,9 +120,11 @@ def log_probs(problem: Rows, config: None, logits: Tensor, tokens: Tensor) -> tu
     """log softmax at `tokens` [rows], and the largest of it [rows, top] with their indices, the lowest first of equal ones."""
     x = _exact(logits)
     whole = x.logsumexp(-1, keepdim=True)
-    order = x.sort(dim=-1, descending=True, stable=True).indices[:, : int(problem.variant.split()[1])]
-    found = [torch.where(whole == -torch.inf, -torch.inf, x.gather(1, at) - whole).to(exact_of(x.dtype)) for at in (tokens.unsqueeze(1), order)]
-    return found[0].squeeze(1), found[1], order
+    order = x.sort(dim=-1, descending=True, stable=True).indices[:, : int(problem.variant.split()[1])].contiguous()
+    real = (tokens >= 0) & (tokens < problem.width)
+    at = torch.where(real, tokens, 0).unsqueeze(1)
+    found = [torch.where(whole == -torch.inf, -torch.inf, x.gather(1, ids) - whole).float() for ids in (at, order)]
+    return found[0].squeeze(1).masked_fill(~real, -torch.inf), found[1], order
 
 
 def adjust_logits(problem: Rows, config: None, logits: Tensor, rates, counts, bias, mask: Tensor | None) -> Tensor:
@@ -130,7 +132,8 @@ def adjust_logits(problem: Rows, config: None, logits: Tensor, rates, counts, bi
     x = logits if logits.dtype == torch.float64 else logits.float()
     ids, values = bias
     if ids is not None:
-        x = x.scatter_add(1, ids.clamp(min=0), torch.where(ids < 0, 0, values).to(x.dtype))
+        real = (ids >= 0) & (ids < problem.width)
+        x = x.scatter_add(1, torch.where(real, ids, 0), torch.where(real, values, 0).to(x.dtype))
     output, prompt = counts
     if output is not None:
         repetition, presence, frequency = (rate.unsqueeze(1).to(x.dtype) for rate in rates)
@@ -139,7 +142,8 @@ def adjust_logits(problem: Rows, config: None, logits: Tensor, rates, counts, bi
     if mask is not None:
         bit = torch.arange(problem.width, device=mask.device)
         x = x.masked_fill((mask[:, bit // 32] >> (bit % 32)) & 1 == 0, -torch.inf)
-    return x.to(logits.dtype)
+    x = x.to(logits.dtype).contiguous()
+    return x.clone() if x is logits else x
 
 
 def verify(problem: Rows, config: None, logits: Tensor, draft, how, drawn: Tensor, limits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -87,6 +87,8 @@ def _verify_chain(
         best, index = _rest(row_ptr, q_row, limit_ptr, given, temperature, seed, step + count, vocab, BLOCK)
         if best == float("-inf"):  # q is nowhere below p
             best, index = _rest(row_ptr, q_row, limit_ptr, False, temperature, seed, step + count, vocab, BLOCK)
+            if best == float("-inf"):  # p is nothing: of an infinite logit
+                index = token.to(tl.int32)
         token = index.to(tl.int64)
     tl.store(count_ptr + row, count.to(tl.int64))
     tl.store(path_ptr + row * num + place, tl.where(place < count, place, -1).to(tl.int64), mask=inside)
