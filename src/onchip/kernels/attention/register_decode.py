@@ -283,6 +283,19 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
         n = new
         pages = pages_of(entries, n + C.tile, sight, C, OF_KEYS, OF_VALUES)
 
+    place = (b, kv_head, row, group, queries, token, whole, part)
+    _finish((top, total, zeros, peak, acc, more), (query, head, there), place, sinks, out, lse, parts, C)
+
+
+@gluon.jit
+def _finish(sums_of_warps, rows, place, sinks, out, lse, parts, C: gl.constexpr):
+    """What all warps have of a unit, or of a part of one, added up and written."""
+    top, total, zeros, peak, acc, more = sums_of_warps
+    query, head, there = rows
+    b, whole, part, token = place[0], place[6], place[7], place[5]
+    R: gl.constexpr = C.rows
+    of_row: gl.constexpr = gl.SliceLayout(1, C.product)
+    rows_layout: gl.constexpr = gl.SliceLayout(0, of_row)
     best = gl.max(top, 0)
     share = gl.exp2(top - gl.where(best == float("-inf"), 0.0, best)[None, :])  # of each warp
     sums = gl.sum(gl.convert_layout(gl.sum(total, 1), of_row) * share, 0)
@@ -297,7 +310,6 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
         best = new_best
     grown = grown * gl.where(sums == 0.0, 0.0, gl.div_rn(1.0, sums))
     row_lse = best + gl.log2(sums)
-    place = (b, kv_head, row, group, queries, token, whole, part)
     result = acc * share[:, None, :]
     added = gl.full([R], 0.0, gl.float32, rows_layout)
     if C.codes:
