@@ -323,31 +323,3 @@ def test_sums_of_more_items_than_a_grid_is_high(monkeypatch):
     monkeypatch.setattr(norm_backward, "sum_partials", type("Grids", (), {"__getitem__": lambda _, grid: grids.append(grid) or (lambda *_, **__: None)})())
     norm_backward.add_up(torch.zeros(1 << 16, 1, 65), torch.zeros(1 << 16, 65))
     assert grids == [(1 << 17,)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_wide_row_a_program(kind, device):
-    """As of a matrix with a row for each multiprocessor, here of few; the shares of rows give the same."""
-    from onchip.kernels.fused.norm import Norm, Tiles, configs, launch_norm
-
-    problem = Rows("norm", 3, 20001, FP32, kind)
-    assert configs(problem._replace(rows=200), gpu("H200")) == [Tiles(1, 8192, 16, True)]
-    assert not configs(problem._replace(rows=200, width=1 << 20), gpu("H200"))[0].long and not configs(problem, gpu("H200"))[0].long
-    x, stream = torch.randn(3, 20001, device=device) + 9, torch.randn(3, 20001, device=device)
-    given = Norm(kind, EPS, residual=stream, weight=torch.randn(1, 20001, device=device), keep=True)
-    long, shared = launch_norm(problem, Tiles(1, 8192, 16, True), x, given), launch_norm(problem, Tiles(1, 4096, 8), x, given)
-    for a, b in zip(long, shared, strict=True):
-        assert (a is b is None) or torch.equal(a.isnan(), b.isnan())
-        if a is not None:
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=2e-6)
-
-
-@pytest.mark.gpu
-def test_slabs_of_wide_rows(device, monkeypatch):
-    """Rows that go through one after another, as if the L2 cache held one."""
-    from onchip.kernels.fused import norm, norm_backward
-
-    for module in (norm, norm_backward):
-        monkeypatch.setattr(module, "SLAB", 1 << 40)
-    check(("layer", (2, 16401), {"weight": (16401,), "bias": (16401,)}), FP32, "triton_norm", device)

@@ -1,31 +1,38 @@
-"""What the norm kernels share: a tile's parameters, the branch that joins the residual, the end of the formula; and on the host their arguments.
+"""What the norm kernels share: a tile's rows and parameters, the branch that joins the residual, the end of the formula; and on the host their arguments.
 
-Tiles are [ROWS, BLOCK]: rows down, columns across. Row r belongs to set `r // span % sets`, and a parameter has one row for
-"all", one for each "set" or one for each "row".
+Tiles are [ROWS, BLOCK]: rows of one set down, columns across. The k-th row of set s is `k * down + s * apart`: a set is a sample, whose rows follow each other,
+or a head. A parameter has one row for "all", one for each "set" or one for each "row"; what a set's rows share is [1, BLOCK], loaded once a tile.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from onchip.core.norms import CODES, Norm, sharing
+from onchip.core.device import Device
+from onchip.core.norms import Norm, sharing
 from onchip.core.philox import ROUNDS, threshold
-
-PIECE = 4096  # elements of a wide row that a program handles at a time
-SHARES = 128  # programs of one row at most, while its statistics are taken
+from onchip.kernels.meeting import BOTH, FIRST, SECOND, gather
 
 # ---- device
 
 
 @triton.jit
-def parameter(ptr, stride, row, span, sets, col, inside, width, PER: tl.constexpr):
-    """A parameter in float32: [1, BLOCK] where all rows share it, else [ROWS, BLOCK]."""
-    if PER == "all":
-        x = tl.load(ptr + col, mask=col < width, other=0.0)
-    elif PER == "set":
-        x = tl.load(ptr + row // span % sets * stride + col, mask=inside, other=0.0)
-    else:
+def sigmoid(x):
+    """To a few ulp, as exp is; an exact quotient is a branch for each element, and twice the time of a gated norm."""
+    return 1.0 / (1.0 + tl.exp(tl.where(x < -80.0, 80.0, -x)))
+
+
+@triton.jit
+def parameter(ptr, stride, row, s, col, inside, width, PER: tl.constexpr):
+    """A parameter in float32: [ROWS, BLOCK] where each row has its own, else [1, BLOCK]; 0 where there is none."""
+    if ptr is None:
+        x = tl.zeros([1, 1], tl.float32)
+    elif PER == "row":
         x = tl.load(ptr + row * stride + col, mask=inside, other=0.0)
+    elif PER == "set":
+        x = tl.load(ptr + s.to(tl.int64) * stride + col, mask=col < width, other=0.0)
+    else:
+        x = tl.load(ptr + col, mask=col < width, other=0.0)
     return x.to(tl.float32)
 
 
@@ -40,54 +47,57 @@ def dropped(x, state_ptr, bar, grown, row, col, PHILOX_ROUNDS: tl.constexpr):
 
 
 @triton.jit
-def factor(gate_ptr, gate_stride, row_scale_ptr, row, rows, span, sets, col, inside, width, GATE: tl.constexpr):
-    """gate * row_scale: what the branch is multiplied by before it joins the stream; broadcasts to the tile."""
-    x = tl.full([1, 1], 1.0, tl.float32)
+def scaled(x, gate, row_scale, gate_ptr, row_scale_ptr):
+    """x * gate * row_scale, of those that are there."""
     if gate_ptr is not None:
-        x = parameter(gate_ptr, gate_stride, row, span, sets, col, inside, width, GATE)
+        x = x * gate
     if row_scale_ptr is not None:
-        x = x * tl.load(row_scale_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
+        x = x * row_scale
     return x
 
 
 @triton.jit
-def affine(w_ptr, b_ptr, w_stride, offset, row, span, sets, col, inside, width, W: tl.constexpr):
-    """weight + offset and bias; 1 and 0 where there is none."""
-    w = tl.full([1, 1], 1.0, tl.float32)
-    b = tl.full([1, 1], 0.0, tl.float32)
+def weighed(hat, w, b, w_ptr, b_ptr):
+    """hat * w + b, of those that are there; w has its offset."""
     if w_ptr is not None:
-        w = parameter(w_ptr, w_stride, row, span, sets, col, inside, width, W) + offset
+        hat = hat * w
     if b_ptr is not None:
-        b = parameter(b_ptr, w_stride, row, span, sets, col, inside, width, W)
-    return w, b
+        hat = hat + b
+    return hat
 
 
 @triton.jit
-def modulated(u, scale_ptr, shift_ptr, mod_stride, row, span, sets, col, inside, width, MOD: tl.constexpr):
-    """u * (1 + scale) + shift."""
+def modulated(u, scale, shift, scale_ptr, shift_ptr):
+    """u * (1 + scale) + shift, of those that are there."""
     if scale_ptr is not None:
-        u = u * (1.0 + parameter(scale_ptr, mod_stride, row, span, sets, col, inside, width, MOD))
+        u = u * (1.0 + scale)
     if shift_ptr is not None:
-        u = u + parameter(shift_ptr, mod_stride, row, span, sets, col, inside, width, MOD)
+        u = u + shift
     return u
 
 
 @triton.jit
-def merged(mean_ptr, square_ptr, row, width, share, shares, LAYER: tl.constexpr, SHARES: tl.constexpr):
-    """Mean and mean square deviation of a row from those of its shares (Chan, Golub and LeVeque, 1983), [1, 1]; of "rms" 0 and the mean square.
+def published(word_ptr, row, pieces, PHASE: tl.constexpr, PIECES: tl.constexpr):
+    """What the pieces of a row have published, [PIECES], 0 past the last. One dimension: of two, Triton would wait again in each layout that it is used in."""
+    n = tl.arange(0, PIECES)
+    return tl.where(n < pieces, gather(word_ptr + row * pieces + tl.minimum(n, pieces - 1), PHASE), 0.0)
 
-    Share s has columns [s * share, (s + 1) * share), a mean at mean_ptr[row, s] and a sum of square deviations at square_ptr[row, s].
+
+@triton.jit
+def merged(word_ptr, row, width, rows, pieces, LAYER: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """Mean and mean square deviation of a row from those of its pieces (Chan, Golub and LeVeque, 1983); of "rms" 0 and the mean square.
+
+    Piece n has BLOCK columns, a sum of square deviations published at word[row, n] and a mean at word[rows + row, n].
     """
-    s = tl.arange(0, SHARES)[None, :]
-    square = tl.load(square_ptr + row * shares + s, mask=s < shares, other=0.0)
-    mean = tl.zeros([1, 1], tl.float32)
+    square = published(word_ptr, row, pieces, PHASE, PIECES)
+    mean = 0.0
     if LAYER:
-        count = tl.minimum(width - s * share, share).to(tl.float32)
-        count = tl.where(s < shares, count, 0.0)
-        of_share = tl.load(mean_ptr + row * shares + s, mask=s < shares, other=0.0)
-        mean = tl.sum(of_share * count, 1, keep_dims=True) / width
-        square += count * (of_share - mean) * (of_share - mean)
-    return mean, tl.sum(square, 1, keep_dims=True) / width
+        n = tl.arange(0, PIECES)
+        count = tl.where(n < pieces, tl.minimum(width - n * BLOCK, BLOCK), 0).to(tl.float32)
+        of_piece = published(word_ptr, rows + row, pieces, PHASE, PIECES)
+        mean = tl.sum(of_piece * count) / width
+        square += count * (of_piece - mean) * (of_piece - mean)
+    return mean, tl.sum(square) / width
 
 
 @triton.jit
@@ -105,6 +115,19 @@ def sum_partials(partial_ptr, out_ptr, count, width, COUNT: tl.constexpr, BLOCK:
 
 
 # ---- host
+
+
+def meeting_of(rows: int, width: int, block: int, sums: int, device: Device, where: torch.device) -> tuple[dict, tuple[int, ...]]:
+    """What a kernel takes of its rows' pieces, and the phases it is launched in: one where a row's programs run at the same time.
+
+    They do on an NVIDIA GPU that has a multiprocessor for each; in the interpreter they run one after the other. `sums` words of each piece are published.
+    """
+    pieces = triton.cdiv(width, block)
+    if pieces == 1:
+        return {"word_ptr": None, "pieces": 1, "PIECES": 1}, (BOTH,)
+    words = torch.zeros((sums, rows, pieces), dtype=torch.int32, device=where)
+    at_once = device.kind == "cuda" and where.type == "cuda" and pieces <= device.sms
+    return {"word_ptr": words, "pieces": pieces, "PIECES": triton.next_power_of_2(pieces)}, (BOTH,) if at_once else (FIRST, SECOND)
 
 
 def matrix(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -147,8 +170,9 @@ def arguments(norm: Norm, rows: int, width: int) -> dict:
         "silu_stride": stride(silu),
         "rows": rows,
         "width": width,
-        "span": norm.span,
         "sets": norm.sets,
+        "down": norm.sets if norm.span == 1 else 1,
+        "apart": norm.span,
         "LAYER": norm.kind == "layer",
         "GATE": sharing(norm.gate, rows, norm.sets),
         "W": sharing(weight if bias is None else bias, rows, norm.sets),
@@ -156,13 +180,3 @@ def arguments(norm: Norm, rows: int, width: int) -> dict:
         "PHILOX_ROUNDS": ROUNDS,
     }
 
-
-def shares_of(width: int, rows: int, sms: int) -> tuple[int, int]:
-    """(programs that take a wide row's statistics, columns of each): enough to fill the device four times over, with whole pieces each."""
-    pieces = triton.cdiv(width, PIECE)
-    each = max(triton.cdiv(pieces, SHARES), pieces * rows // (4 * sms), 1)
-    return triton.cdiv(pieces, each), each * PIECE
-
-
-def largest(codes: str) -> float:
-    return CODES[codes][1] if codes else 0.0
