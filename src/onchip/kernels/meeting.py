@@ -43,7 +43,7 @@ def gather(word_ptr, PHASE: tl.constexpr):
     """The float32 numbers at these addresses, each as soon as it has been published; words are 0 before. BOTH is PTX: each thread waits for its own words."""
     if PHASE == BOTH:
         word = tl.inline_asm_elementwise(
-            "{ .reg .pred p; again_${:uid}: ld.relaxed.gpu.global.b32 $0, [$1]; setp.eq.b32 p, $0, 0; @p bra again_${:uid}; }",
+            "{ .reg .pred p; again_${:uid}: ld.relaxed.gpu.global.b32 $0, [$1]; setp.eq.b32 p, $0, 0; @p bra again_${:uid}; bar.warp.sync -1; }",
             "=&r,l", [word_ptr], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:

@@ -104,9 +104,9 @@ def test_several_rows_a_program(problem, device):
     """The tiles of a matrix with many rows, on one whose last program has fewer; each row comes out as when it is alone."""
     from onchip.kernels.fused.norm import Tiles, configs, launch
 
-    assert configs(problem._replace(rows=4096), gpu("H200")) == [Tiles(8, 64, 4)]
+    assert configs(problem._replace(rows=4096), gpu("H200")) == [Tiles(8, 1, 64, 4)]
     x, weight, residual = inputs(problem, device)
-    tiled, alone = (as_tuple(launch(problem, Tiles(rows, 64, 4), x, weight, EPS, residual)) for rows in (4, 1))
+    tiled, alone = (as_tuple(launch(problem, Tiles(rows, 1, 64, 4), x, weight, EPS, residual)) for rows in (4, 1))
     for ours, expected in zip(tiled, alone, strict=True):
         torch.testing.assert_close(ours, expected, rtol=torch.finfo(x.dtype).eps, atol=0)
 

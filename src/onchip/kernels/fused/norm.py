@@ -19,7 +19,9 @@ from onchip.core.device import Device, of
 from onchip.core.kernel import pick
 from onchip.core.norms import CODES, Norm, Normed
 from onchip.core.problem import Rows
-from onchip.kernels.fused.norm_tile import arguments, dropped, matrix, meeting_of, merged, modulated, parameter, scaled, sigmoid, stride, weighed
+from onchip.kernels.fused.norm_tile import (
+    arguments, columns, dropped, matrix, meeting_of, merged, modulated, parameter, parameters, scaled, sigmoid, stride, weighed,
+)  # fmt: skip
 from onchip.kernels.meeting import FIRST, SECOND, publish
 
 # A thread holds 32 elements: four 16-byte loads of bf16 in flight, and registers for two blocks or more on a multiprocessor.
@@ -31,14 +33,15 @@ PIECE = 8192  # elements of a program of a wider row
 
 
 class Tiles(NamedTuple):
-    """How much of the matrix a program holds: `rows` of `block` columns."""
+    """How much of the matrix a program holds: `rows` of `parts` times `block` columns."""
 
     rows: int
+    parts: int
     block: int
     warps: int
 
     def __str__(self):
-        return f"{self.rows}x{self.block} tiles, {self.warps} warps"
+        return f"{self.rows}x{self.parts * self.block} tiles, {self.warps} warps"
 
 
 # ---- device
@@ -65,29 +68,22 @@ def _joined(
 
 
 @triton.jit
-def _squares(z):
-    return tl.sum(z * z, 1, keep_dims=True)
+def _bits(y, inside):
+    """|y| as integers, of which those of NaN are the largest; 0 outside."""
+    return tl.where(inside, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
 
 
 @triton.jit
-def _coded(y, inside, CODES: tl.constexpr, LARGEST: tl.constexpr):
-    """y as codes, rounded to even, and each row's scale; NaN in a row makes its scale NaN. "bits" are those of e4m3 where a GPU does not convert to it."""
-    bits = tl.where(inside, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
-    most = tl.max(bits, 1, keep_dims=True).to(tl.float32, bitcast=True)  # of integers: those of NaN are the largest
-    codes = tl.full(most.shape, LARGEST, tl.float32)
-    # y * (LARGEST / most), both sides of the quotient within reach of float32 whatever `most` is: a power of two goes by y, exactly.
-    power = tl.where(most < 1.0, 2.0**64, 2.0**-64)
-    y = y * power * tl.where(most > 0, tl.math.div_rn(codes, most * power), 0.0)
-    y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
+def _coded(y, power, step, CODES: tl.constexpr, LARGEST: tl.constexpr):
+    """y * power * step as codes, rounded to even: of at most LARGEST. "bits" are those of e4m3 where a GPU does not convert to it."""
+    y = tl.minimum(tl.maximum(y * power * step, -LARGEST), LARGEST)
     if CODES == "int8":
-        codes = ((y + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23, whose last digit is 1
-    elif CODES == "e4m3":
-        codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        bits = (y * 2.0**-120).to(tl.int32, bitcast=True)  # exponents begin at 7 instead of 127; subnormal numbers become such
-        size = bits + ((1 << 19) - 1) + (bits >> 20 & 1)
-        codes = ((size >> 20 & 0x7F) | (bits >> 24 & 0x80)).to(tl.uint8)
-    return codes, tl.math.div_rn(most, tl.full(most.shape, LARGEST, tl.float32))
+        return ((y + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23, whose last digit is 1
+    if CODES == "e4m3":
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = (y * 2.0**-120).to(tl.int32, bitcast=True)  # exponents begin at 7 instead of 127; subnormal numbers become such
+    size = bits + ((1 << 19) - 1) + (bits >> 20 & 1)
+    return ((size >> 20 & 0x7F) | (bits >> 24 & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -95,60 +91,81 @@ def _norm(
     x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, z_ptr, z_stride, y_ptr, codes_ptr, mean_ptr, rstd_ptr, word_ptr, eps,
     gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, w_ptr, b_ptr, w_stride, offset, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride,
     rows, width, sets, down, apart, pieces, LAYER: tl.constexpr, GATE: tl.constexpr, W: tl.constexpr, MOD: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
-    CODES: tl.constexpr, LARGEST: tl.constexpr, PHASE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CODES: tl.constexpr, LARGEST: tl.constexpr, PHASE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    PIECE: tl.constexpr = PARTS * BLOCK
     piece = tl.program_id(0) % pieces
     tile = tl.program_id(0) // pieces
     s = tile % sets
     k = tile // sets * ROWS + tl.arange(0, ROWS)[:, None]
     row = k.to(tl.int64) * down + s * apart
     there = k < rows // sets
-    col = piece * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = there & (col < width)
-    if PHASE == SECOND:
-        z = tl.load(z_ptr + row * z_stride + col, mask=inside, other=0.0).to(tl.float32)
-    else:
-        z = _joined(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown,
-                    row, there, s, col, inside, width, GATE, PHILOX_ROUNDS)  # fmt: skip
-    w = parameter(w_ptr, w_stride, row, s, col, inside, width, W) + offset
-    b = parameter(b_ptr, w_stride, row, s, col, inside, width, W)
-    scale = parameter(scale_ptr, mod_stride, row, s, col, inside, width, MOD)
-    shift = parameter(shift_ptr, mod_stride, row, s, col, inside, width, MOD)
-    g = parameter(silu_ptr, silu_stride, row, s, col, inside, width, "row")
+    col = columns(piece * PIECE, BLOCK, PARTS)
+    z = ()
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    for n in tl.static_range(PARTS):
+        inside = there & (col[n] < width)
+        if PHASE == SECOND:
+            of_part = tl.load(z_ptr + row * z_stride + col[n], mask=inside, other=0.0).to(tl.float32)
+        else:
+            of_part = _joined(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar,
+                              grown, row, there, s, col[n], inside, width, GATE, PHILOX_ROUNDS)  # fmt: skip
+        z += (of_part,)
+        sums += of_part
+    w = parameters(w_ptr, w_stride, row, there, s, col, width, W, PARTS)
+    b = parameters(b_ptr, w_stride, row, there, s, col, width, W, PARTS)
+    scale = parameters(scale_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
+    shift = parameters(shift_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
+    g = parameters(silu_ptr, silu_stride, row, there, s, col, width, "row", PARTS)
     mean = 0.0
-    if word_ptr is None:
+    if PHASE != SECOND:
         if LAYER:
-            mean = tl.sum(z, 1, keep_dims=True) / width
-            z = tl.where(inside, z - mean, 0.0)
-        var = _squares(z) / width
-    else:
-        if PHASE != SECOND:
+            mean = tl.sum(sums, 1, keep_dims=True) / tl.minimum(width - piece * PIECE, PIECE)
+        squares = tl.zeros([ROWS, BLOCK], tl.float32)
+        for n in tl.static_range(PARTS):
+            off = z[n]
             if LAYER:
-                about = tl.sum(z, 1, keep_dims=True) / tl.minimum(width - piece * BLOCK, BLOCK)
-                publish(word_ptr + (rows + row) * pieces + piece, about)
-                publish(word_ptr + row * pieces + piece, _squares(tl.where(inside, z - about, 0.0)))
-            else:
-                publish(word_ptr + row * pieces + piece, _squares(z))
-        if PHASE != FIRST:
-            mean, var = merged(word_ptr, (tile // sets).to(tl.int64) * down + s * apart, width, rows, pieces, LAYER, PHASE, BLOCK, PIECES)
+                off = tl.where(col[n] < width, off - mean, 0.0)
+            squares += off * off
+        square = tl.sum(squares, 1, keep_dims=True)
+        if word_ptr is not None:
+            publish(word_ptr + row * pieces + piece, square)
             if LAYER:
-                z = z - mean
+                publish(word_ptr + (rows + row) * pieces + piece, mean)
     if PHASE != FIRST:
+        if word_ptr is None:
+            var = square / width
+        else:
+            mean, var = merged(word_ptr, (tile // sets).to(tl.int64) * down + s * apart, width, rows, pieces, LAYER, PHASE, PIECE, PIECES)
         rstd = tl.rsqrt(var + eps)
         if rstd_ptr is not None:
             tl.store(rstd_ptr + row, row * 0 + rstd, mask=there & (piece == 0))
             if LAYER:
                 tl.store(mean_ptr + row, row * 0 + mean, mask=there & (piece == 0))
-        y = modulated(weighed(z * rstd, w, b, w_ptr, b_ptr), scale, shift, scale_ptr, shift_ptr)
-        if silu_ptr is not None:
-            y = y * (g * sigmoid(g))
-        place = row * width + col
-        if CODES == "":
-            tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
-        else:
-            codes, step = _coded(y, inside, CODES, LARGEST)
-            tl.store(y_ptr + place, codes, mask=inside)
-            tl.store(codes_ptr + row, step, mask=there)
+        ys = ()
+        most = tl.zeros([ROWS, BLOCK], tl.int32)
+        for n in tl.static_range(PARTS):
+            inside = there & (col[n] < width)
+            hat = z[n] * rstd
+            if LAYER:
+                hat = (z[n] - mean) * rstd
+            y = modulated(weighed(hat, w[n] + offset, b[n], w_ptr, b_ptr), scale[n], shift[n], scale_ptr, shift_ptr)
+            if silu_ptr is not None:
+                y = y * (g[n] * sigmoid(g[n]))
+            if CODES == "":
+                tl.store(y_ptr + row * width + col[n], y.to(y_ptr.dtype.element_ty), mask=inside)
+            else:
+                most = tl.maximum(most, _bits(y, inside))
+                ys += (y,)
+        if CODES != "":
+            largest = tl.max(most, 1, keep_dims=True).to(tl.float32, bitcast=True)
+            codes = tl.full(largest.shape, LARGEST, tl.float32)
+            # Both sides of the quotient are within reach of float32 whatever the largest is: a power of two goes by y, exactly.
+            power = tl.where(largest < 1.0, 2.0**64, 2.0**-64)
+            step = tl.where(largest > 0, tl.math.div_rn(codes, largest * power), 0.0)
+            for n in tl.static_range(PARTS):
+                tl.store(y_ptr + row * width + col[n], _coded(ys[n], power, step, CODES, LARGEST), mask=there & (col[n] < width))
+            tl.store(codes_ptr + row, tl.math.div_rn(largest, codes), mask=there)
 
 
 # ---- host
@@ -157,11 +174,11 @@ def _norm(
 def configs(problem: Rows, device: Device) -> list[Tiles]:
     """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; a row to be coded is one program's, however wide."""
     if problem.width > WIDEST and not any(word in CODES for word in problem.variant.split()):
-        return [Tiles(1, PIECE, pick(WARPS, PIECE))]
+        return [Tiles(1, 1, PIECE, pick(WARPS, PIECE))]
     block = triton.next_power_of_2(problem.width)
     rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
-    return [Tiles(rows, block, pick(WARPS, rows * block))]
+    return [Tiles(rows, 1, block, pick(WARPS, rows * block))]
 
 
 def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> Normed:
@@ -180,7 +197,7 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
     if rows:
         z = x if total is None else total
         converts = facts.kind == "cuda" and facts.arch >= 89
-        meeting, phases = meeting_of(rows, width, config.block, 1 + (norm.kind == "layer"), facts, x.device)
+        meeting, phases = meeting_of(rows, width, config.parts * config.block, 1 + (norm.kind == "layer"), facts, x.device)
         given = arguments(norm, rows, width) | meeting
         given |= {"x_ptr": x, "x_stride": stride(x), "residual_ptr": residual, "residual_stride": stride(residual)}
         given |= {"total_ptr": total, "total_stride": stride(total), "z_ptr": z, "z_stride": stride(z)}
@@ -188,7 +205,7 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
         given |= {"CODES": "bits" if norm.codes == "e4m3" and not converts else norm.codes, "LARGEST": coded[1] if coded else 0.0}
         grid = (norm.sets * triton.cdiv(rows // norm.sets, config.rows) * meeting["pieces"],)
         for phase in phases:
-            _norm[grid](**given, PHASE=phase, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps)
+            _norm[grid](**given, PHASE=phase, ROWS=config.rows, PARTS=config.parts, BLOCK=config.block, num_warps=config.warps)
     return Normed(y, total, mean, rstd, scale)
 
 

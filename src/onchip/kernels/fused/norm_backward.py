@@ -21,7 +21,9 @@ import triton.language as tl
 from onchip.core.device import Device, of
 from onchip.core.norms import PARAMETERS, Norm, Normed, NormGrads, sharing
 from onchip.core.problem import Rows
-from onchip.kernels.fused.norm_tile import arguments, dropped, matrix, meeting_of, modulated, parameter, published, scaled, sigmoid, stride, sum_partials, weighed
+from onchip.kernels.fused.norm_tile import (
+    arguments, columns, dropped, matrix, meeting_of, modulated, parameter, parameters, published, scaled, sigmoid, stride, sum_partials, weighed, zeros,
+)  # fmt: skip
 from onchip.kernels.meeting import FIRST, SECOND, publish
 
 PIECE = 8192  # elements of a row that a program holds at most
@@ -30,28 +32,29 @@ THREAD = 16  # elements a thread: with two sums beside dy, z and the parameters,
 
 
 class Tiles(NamedTuple):
-    """How much of the matrix a program holds, `rows` of `block` columns, how many programs there are, and how many tiles are in flight or in hand."""
+    """How much of the matrix a program holds, `rows` of `parts` times `block` columns, how many programs there are, and how many tiles are in flight or in hand."""
 
     rows: int
+    parts: int
     block: int
     warps: int
     programs: int
     stages: int
 
     def __str__(self):
-        return f"{self.rows}x{self.block} tiles, {self.warps} warps, {self.programs} programs, {self.stages} stages"
+        return f"{self.rows}x{self.parts * self.block} tiles, {self.warps} warps, {self.programs} programs, {self.stages} stages"
 
 
 # ---- device
 
 
 @triton.jit
-def _row_sums(d_hat, hat, LAYER: tl.constexpr):
-    """The sums of dhat hat, and for LayerNorm of dhat, of each row; both at once."""
+def _row_sums(along, level, LAYER: tl.constexpr):
+    """Of each row, both at once; the second is LayerNorm's."""
     if LAYER:
-        along, level = tl.split(tl.sum(tl.join(d_hat * hat, d_hat), 1))
+        along, level = tl.split(tl.sum(tl.join(along, level), 1))
         return along[:, None], level[:, None]
-    return tl.sum(d_hat * hat, 1, keep_dims=True), tl.zeros([hat.shape[0], 1], tl.float32)
+    return tl.sum(along, 1, keep_dims=True), 0.0
 
 
 @triton.jit
@@ -61,9 +64,42 @@ def _put(ptr, x, row, col, width, inside):
 
 
 @triton.jit
-def _put_sum(ptr, acc, place, col, width):
+def _added(acc, x, ptr):
     if ptr is not None:
-        tl.store(ptr + place * width + col, tl.sum(acc, 0, keep_dims=True), mask=col < width)
+        acc += x
+    return acc
+
+
+@triton.jit
+def _put_sums(ptr, acc, place, col, width, PARTS: tl.constexpr):
+    if ptr is not None:
+        for n in tl.static_range(PARTS):
+            tl.store(ptr + place * width + col[n], tl.sum(acc[n], 0, keep_dims=True), mask=col[n] < width)
+
+
+@triton.jit
+def _before(dy, z, g, w, b, scale, shift, mean, rstd, whole, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER: tl.constexpr, INVERSE: tl.constexpr):
+    """hat, u, dv, du, dhat and the gradient of the silu gate. Outside of the matrix dy is 0, and with it each term of a sum."""
+    if INVERSE:
+        hat = tl.math.div_rn(z - b, tl.where(whole, w, 1.0))
+    elif LAYER:
+        hat = (z - mean) * rstd
+    else:
+        hat = z * rstd
+    u = weighed(hat, w, b, w_ptr, b_ptr)
+    dv = dy
+    d_silu = dy
+    if silu_ptr is not None:
+        sigma = sigmoid(g)
+        d_silu = dy * modulated(u, scale, shift, scale_ptr, shift_ptr) * (sigma * (1.0 + g * (1.0 - sigma)))
+        dv = dy * (g * sigma)
+    du = dv
+    if scale_ptr is not None:
+        du = dv * (1.0 + scale)
+    d_hat = du
+    if w_ptr is not None:
+        d_hat = du * w
+    return hat, u, dv, du, d_hat, d_silu
 
 
 @triton.jit
@@ -72,63 +108,57 @@ def _norm_backward(
     dx_ptr, d_residual_ptr, d_w_ptr, d_b_ptr, d_gate_ptr, d_scale_ptr, d_shift_ptr, d_row_scale_ptr, d_silu_ptr,
     gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, w_ptr, b_ptr, w_stride, offset, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride,
     rows, width, sets, down, apart, per, pieces, LAYER: tl.constexpr, GATE: tl.constexpr, W: tl.constexpr, MOD: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
-    INVERSE: tl.constexpr, PHASE: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    INVERSE: tl.constexpr, PHASE: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0) % pieces
     team = tl.program_id(0) // pieces
     s = team % sets
     count = rows // sets
     part = 1.0 / width
-    col = piece * BLOCK + tl.arange(0, BLOCK)[None, :]
-    whole = col < width
-    sum_w = tl.zeros([ROWS, BLOCK], tl.float32)
-    sum_b = tl.zeros([ROWS, BLOCK], tl.float32)
-    sum_gate = tl.zeros([ROWS, BLOCK], tl.float32)
-    sum_scale = tl.zeros([ROWS, BLOCK], tl.float32)
-    sum_shift = tl.zeros([ROWS, BLOCK], tl.float32)
-    w = parameter(w_ptr, w_stride, s, s, col, whole, width, W) + offset
-    b = parameter(b_ptr, w_stride, s, s, col, whole, width, W)
+    col = columns(piece * PARTS * BLOCK, BLOCK, PARTS)
+    sum_w = zeros(ROWS, BLOCK, PARTS)
+    sum_b = zeros(ROWS, BLOCK, PARTS)
+    sum_gate = zeros(ROWS, BLOCK, PARTS)
+    sum_scale = zeros(ROWS, BLOCK, PARTS)
+    sum_shift = zeros(ROWS, BLOCK, PARTS)
+    w = parameters(w_ptr, w_stride, s, s >= 0, s, col, width, W, PARTS)
+    b = parameters(b_ptr, w_stride, s, s >= 0, s, col, width, W, PARTS)
     if MOD != "row":
-        scale = parameter(scale_ptr, mod_stride, s, s, col, whole, width, MOD)
-        shift = parameter(shift_ptr, mod_stride, s, s, col, whole, width, MOD)
+        scale = parameters(scale_ptr, mod_stride, s, s >= 0, s, col, width, MOD, PARTS)
+        shift = parameters(shift_ptr, mod_stride, s, s >= 0, s, col, width, MOD, PARTS)
     if GATE != "row":
-        gate = parameter(gate_ptr, gate_stride, s, s, col, whole, width, GATE)
+        gate = parameters(gate_ptr, gate_stride, s, s >= 0, s, col, width, GATE, PARTS)
     for start in tl.range(team // sets * ROWS, count, per * ROWS, num_stages=STAGES):
         k = start + tl.arange(0, ROWS)[:, None]
         row = k.to(tl.int64) * down + s * apart
         there = k < count
-        inside = there & whole
-        dy = tl.load(dy_ptr + row * dy_stride + col, mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(z_ptr + row * z_stride + col, mask=inside, other=0.0).to(tl.float32)
+        mean = 0.0
+        if mean_ptr is not None:
+            mean = tl.load(mean_ptr + row, mask=there, other=0.0)
         rstd = tl.load(rstd_ptr + row, mask=there, other=0.0)
-        g = parameter(silu_ptr, silu_stride, row, s, col, inside, width, "row")
         if MOD == "row":
-            scale = parameter(scale_ptr, mod_stride, row, s, col, inside, width, "row")
-            shift = parameter(shift_ptr, mod_stride, row, s, col, inside, width, "row")
+            scale = parameters(scale_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
+            shift = parameters(shift_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
         if GATE == "row":
-            gate = parameter(gate_ptr, gate_stride, row, s, col, inside, width, "row")
-        # Outside of the matrix dy is 0, and with it each term of a sum.
-        if INVERSE:
-            hat = tl.math.div_rn(z - b, tl.where(whole, w, 1.0))
-        elif LAYER:
-            hat = (z - tl.load(mean_ptr + row, mask=there, other=0.0)) * rstd
-        else:
-            hat = z * rstd
-        u = weighed(hat, w, b, w_ptr, b_ptr)
-        dv = dy
-        if silu_ptr is not None:
-            sigma = sigmoid(g)
-            dv = dy * (g * sigma)
+            gate = parameters(gate_ptr, gate_stride, row, there, s, col, width, GATE, PARTS)
+        held = ()
+        along = tl.zeros([ROWS, BLOCK], tl.float32)
+        level = tl.zeros([ROWS, BLOCK], tl.float32)
+        for n in tl.static_range(PARTS):
+            whole = col[n] < width
+            inside = there & whole
+            dy = tl.load(dy_ptr + row * dy_stride + col[n], mask=inside, other=0.0).to(tl.float32)
+            z = tl.load(z_ptr + row * z_stride + col[n], mask=inside, other=0.0).to(tl.float32)
+            g = parameter(silu_ptr, silu_stride, row, s, col[n], inside, width, "row")
+            hat, u, dv, du, d_hat, d_silu = _before(
+                dy, z, g, w[n] + offset, b[n], scale[n], shift[n], mean, rstd, whole, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER, INVERSE
+            )
+            along += d_hat * hat
+            level += d_hat
             if PHASE != FIRST:
-                v = modulated(u, scale, shift, scale_ptr, shift_ptr)
-                _put(d_silu_ptr, dy * v * (sigma * (1.0 + g * (1.0 - sigma))), row, col, width, inside)
-        du = dv
-        if scale_ptr is not None:
-            du = dv * (1.0 + scale)
-        d_hat = du
-        if w_ptr is not None:
-            d_hat = du * w
-        along, level = _row_sums(d_hat, hat, LAYER)
+                _put(d_silu_ptr, d_silu, row, col[n], width, inside)
+            held += ((hat, u, dv, du, d_hat),)
+        along, level = _row_sums(along, level, LAYER)
         if word_ptr is not None:
             if PHASE != SECOND:
                 publish(word_ptr + row * pieces + piece, along, there)
@@ -140,51 +170,53 @@ def _norm_backward(
                 if LAYER:
                     level = tl.sum(published(word_ptr, rows + only, pieces, PHASE, PIECES))
         if PHASE != FIRST:
-            dz = d_hat - hat * (along * part)
-            if LAYER:
-                dz -= level * part
-            dz = dz * rstd
-            if d_total_ptr is not None:
-                dz += tl.load(d_total_ptr + row * d_total_stride + col, mask=inside, other=0.0).to(tl.float32)
             row_scale = 1.0
             if row_scale_ptr is not None:
                 row_scale = tl.load(row_scale_ptr + row, mask=there, other=0.0).to(tl.float32)
-            _put(d_residual_ptr, dz, row, col, width, inside)
-            if dx_ptr is not None:
-                dx = scaled(dropped(dz, state_ptr, bar, grown, row, col, PHILOX_ROUNDS), gate, row_scale, gate_ptr, row_scale_ptr)
-                _put(dx_ptr, dx, row, col, width, inside)
-            if x_ptr is not None:
-                x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
-                branch = dz * dropped(x, state_ptr, bar, grown, row, col, PHILOX_ROUNDS)
-                of_gate = scaled(branch, gate, row_scale, None, row_scale_ptr)
+            of_row = tl.zeros([ROWS, BLOCK], tl.float32)
+            old_w, old_b, old_gate, old_scale, old_shift = sum_w, sum_b, sum_gate, sum_scale, sum_shift
+            sum_w, sum_b, sum_gate, sum_scale, sum_shift = (), (), (), (), ()
+            for n in tl.static_range(PARTS):
+                inside = there & (col[n] < width)
+                hat, u, dv, du, d_hat = held[n]
+                dz = d_hat - hat * (along * part)
+                if LAYER:
+                    dz -= level * part
+                dz = dz * rstd
+                if d_total_ptr is not None:
+                    dz += tl.load(d_total_ptr + row * d_total_stride + col[n], mask=inside, other=0.0).to(tl.float32)
+                _put(d_residual_ptr, dz, row, col[n], width, inside)
+                if dx_ptr is not None:
+                    dx = scaled(dropped(dz, state_ptr, bar, grown, row, col[n], PHILOX_ROUNDS), gate[n], row_scale, gate_ptr, row_scale_ptr)
+                    _put(dx_ptr, dx, row, col[n], width, inside)
+                of_gate = dz
+                if x_ptr is not None:
+                    x = tl.load(x_ptr + row * x_stride + col[n], mask=inside, other=0.0).to(tl.float32)
+                    branch = dz * dropped(x, state_ptr, bar, grown, row, col[n], PHILOX_ROUNDS)
+                    of_gate = scaled(branch, gate[n], row_scale, None, row_scale_ptr)
+                    of_row = _added(of_row, tl.where(inside, scaled(branch, gate[n], row_scale, gate_ptr, None), 0.0), d_row_scale_ptr)
                 if GATE == "row":
-                    _put(d_gate_ptr, of_gate, row, col, width, inside)
-                elif d_gate_ptr is not None:
-                    sum_gate += of_gate
-                if d_row_scale_ptr is not None:
-                    of_row = tl.sum(tl.where(inside, scaled(branch, gate, row_scale, gate_ptr, None), 0.0), 1, keep_dims=True)
-                    tl.store(d_row_scale_ptr + row * pieces + piece, of_row.to(d_row_scale_ptr.dtype.element_ty), mask=there)
-            if MOD == "row":
-                _put(d_scale_ptr, dv * u, row, col, width, inside)
-                _put(d_shift_ptr, dv, row, col, width, inside)
-            else:
-                if d_scale_ptr is not None:
-                    sum_scale += dv * u
-                if d_shift_ptr is not None:
-                    sum_shift += dv
-            if d_w_ptr is not None:
-                sum_w += du * hat
-            if d_b_ptr is not None:
-                sum_b += du
+                    _put(d_gate_ptr, of_gate, row, col[n], width, inside)
+                if MOD == "row":
+                    _put(d_scale_ptr, dv * u, row, col[n], width, inside)
+                    _put(d_shift_ptr, dv, row, col[n], width, inside)
+                sum_w += (_added(old_w[n], du * hat, d_w_ptr),)
+                sum_b += (_added(old_b[n], du, d_b_ptr),)
+                sum_gate += (_added(old_gate[n], of_gate, d_gate_ptr),)
+                sum_scale += (_added(old_scale[n], dv * u, d_scale_ptr),)
+                sum_shift += (_added(old_shift[n], dv, d_shift_ptr),)
+            if d_row_scale_ptr is not None:
+                of_row = tl.sum(of_row, 1, keep_dims=True)
+                tl.store(d_row_scale_ptr + row * pieces + piece, of_row.to(d_row_scale_ptr.dtype.element_ty), mask=there)
     if PHASE != FIRST:
         place = s.to(tl.int64) * per + team // sets
-        _put_sum(d_w_ptr, sum_w, place, col, width)
-        _put_sum(d_b_ptr, sum_b, place, col, width)
+        _put_sums(d_w_ptr, sum_w, place, col, width, PARTS)
+        _put_sums(d_b_ptr, sum_b, place, col, width, PARTS)
         if GATE != "row":
-            _put_sum(d_gate_ptr, sum_gate, place, col, width)
+            _put_sums(d_gate_ptr, sum_gate, place, col, width, PARTS)
         if MOD != "row":
-            _put_sum(d_scale_ptr, sum_scale, place, col, width)
-            _put_sum(d_shift_ptr, sum_shift, place, col, width)
+            _put_sums(d_scale_ptr, sum_scale, place, col, width, PARTS)
+            _put_sums(d_shift_ptr, sum_shift, place, col, width, PARTS)
 
 
 # ---- host
@@ -196,7 +228,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     rows = 1 if block < problem.width else max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
     warps = max(1, min(16, rows * block // (32 * THREAD)))
-    return [Tiles(rows, block, warps, device.sms * max(1, min(8, 16 // warps)), 2)]
+    return [Tiles(rows, 1, block, warps, device.sms * max(1, min(8, 16 // warps)), 2)]
 
 
 class Sums(NamedTuple):
@@ -252,7 +284,7 @@ def launch(
 ) -> NormGrads:
     """Matrices [rows, width]: z is the sum or x, or y where `norm.inverse`; x is what was dropped and scaled, where `wanted` needs it."""
     rows, width, count = problem.rows, problem.width, problem.rows // norm.sets
-    meeting, phases = meeting_of(rows, width, config.block, 1 + (norm.kind == "layer"), of(dy.device), dy.device)
+    meeting, phases = meeting_of(rows, width, config.parts * config.block, 1 + (norm.kind == "layer"), of(dy.device), dy.device)
     pieces = meeting["pieces"]
     per = max(1, min(config.programs // (norm.sets * pieces), triton.cdiv(count, config.rows)))
 
@@ -282,7 +314,7 @@ def launch(
     given |= {"dx_ptr": grads.get("x"), "d_residual_ptr": grads.get("residual"), "d_silu_ptr": grads.get("silu"), "d_row_scale_ptr": row_scale}
     for phase in phases:
         _norm_backward[(norm.sets * per * pieces,)](
-            **given, PHASE=phase, STAGES=config.stages, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps
+            **given, PHASE=phase, STAGES=config.stages, ROWS=config.rows, PARTS=config.parts, BLOCK=config.block, num_warps=config.warps
         )
     if pieces > 1 and row_scale is not None:
         add_up(row_scale.unsqueeze(-1), grads["row_scale"].unsqueeze(-1))

@@ -1,6 +1,6 @@
 """What the norm kernels share: a tile's rows and parameters, the branch that joins the residual, the end of the formula; and on the host their arguments.
 
-Tiles are [ROWS, BLOCK]: rows of one set down, columns across. The k-th row of set s is `k * down + s * apart`: a set is a sample, whose rows follow each other,
+Tiles are PARTS tensors [ROWS, BLOCK] side by side, as tuples: rows of one set down, columns across, and widths like 1,152 or 5,120 are 5 times a power of two. The k-th row of set s is `k * down + s * apart`: a set is a sample, whose rows follow each other,
 or a head. A parameter has one row for "all", one for each "set" or one for each "row"; what a set's rows share is [1, BLOCK], loaded once a tile.
 """
 
@@ -23,6 +23,23 @@ def sigmoid(x):
 
 
 @triton.jit
+def columns(first, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    """The columns of each part, [1, BLOCK]."""
+    col = ()
+    for n in tl.static_range(PARTS):
+        col += (first + n * BLOCK + tl.arange(0, BLOCK)[None, :],)
+    return col
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    x = ()
+    for _ in tl.static_range(PARTS):
+        x += (tl.zeros([ROWS, BLOCK], tl.float32),)
+    return x
+
+
+@triton.jit
 def parameter(ptr, stride, row, s, col, inside, width, PER: tl.constexpr):
     """A parameter in float32: [ROWS, BLOCK] where each row has its own, else [1, BLOCK]; 0 where there is none."""
     if ptr is None:
@@ -34,6 +51,15 @@ def parameter(ptr, stride, row, s, col, inside, width, PER: tl.constexpr):
     else:
         x = tl.load(ptr + col, mask=col < width, other=0.0)
     return x.to(tl.float32)
+
+
+@triton.jit
+def parameters(ptr, stride, row, there, s, col, width, PER: tl.constexpr, PARTS: tl.constexpr):
+    """Of each part."""
+    x = ()
+    for n in tl.static_range(PARTS):
+        x += (parameter(ptr, stride, row, s, col[n], there & (col[n] < width), width, PER),)
+    return x
 
 
 @triton.jit
@@ -84,16 +110,16 @@ def published(word_ptr, row, pieces, PHASE: tl.constexpr, PIECES: tl.constexpr):
 
 
 @triton.jit
-def merged(word_ptr, row, width, rows, pieces, LAYER: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+def merged(word_ptr, row, width, rows, pieces, LAYER: tl.constexpr, PHASE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
     """Mean and mean square deviation of a row from those of its pieces (Chan, Golub and LeVeque, 1983); of "rms" 0 and the mean square.
 
-    Piece n has BLOCK columns, a sum of square deviations published at word[row, n] and a mean at word[rows + row, n].
+    Piece n has PIECE columns, a sum of square deviations published at word[row, n] and a mean at word[rows + row, n].
     """
     square = published(word_ptr, row, pieces, PHASE, PIECES)
     mean = 0.0
     if LAYER:
         n = tl.arange(0, PIECES)
-        count = tl.where(n < pieces, tl.minimum(width - n * BLOCK, BLOCK), 0).to(tl.float32)
+        count = tl.where(n < pieces, tl.minimum(width - n * PIECE, PIECE), 0).to(tl.float32)
         of_piece = published(word_ptr, rows + row, pieces, PHASE, PIECES)
         mean = tl.sum(of_piece * count) / width
         square += count * (of_piece - mean) * (of_piece - mean)
@@ -117,12 +143,12 @@ def sum_partials(partial_ptr, out_ptr, count, width, COUNT: tl.constexpr, BLOCK:
 # ---- host
 
 
-def meeting_of(rows: int, width: int, block: int, sums: int, device: Device, where: torch.device) -> tuple[dict, tuple[int, ...]]:
+def meeting_of(rows: int, width: int, piece: int, sums: int, device: Device, where: torch.device) -> tuple[dict, tuple[int, ...]]:
     """What a kernel takes of its rows' pieces, and the phases it is launched in: one where a row's programs run at the same time.
 
     They do on an NVIDIA GPU that has a multiprocessor for each; in the interpreter they run one after the other. `sums` words of each piece are published.
     """
-    pieces = triton.cdiv(width, block)
+    pieces = triton.cdiv(width, piece)
     if pieces == 1:
         return {"word_ptr": None, "pieces": 1, "PIECES": 1}, (BOTH,)
     words = torch.zeros((sums, rows, pieces), dtype=torch.int32, device=where)
