@@ -56,7 +56,7 @@ def norm_facts(kernel, tiles, pieces, dtype, there, kind, arch):
     """A norm kernel compiled with these tensors there and no others; of a row in pieces, with the wait for the others where a GPU's kernel has it."""
     there = {f"{name}_ptr" for name in there.split()} | ({"word_ptr", "z_ptr"} if pieces > 1 else set())
     values = {"LAYER": kind == "layer", "W": "all", "GATE": "set", "MOD": "set", "PHILOX_ROUNDS": 7, "CODES": "", "LARGEST": 0.0, "INVERSE": False}
-    values |= {"ROWS": tiles.rows, "PARTS": tiles.parts, "BLOCK": tiles.block, "STAGES": getattr(tiles, "stages", 1), "PIECES": triton.next_power_of_2(pieces)}
+    values |= {"ROWS": tiles.rows, "PARTS": tiles.parts, "BLOCK": tiles.block, "STAGES": tiles.stages, "LAG": tiles.lag if pieces > 1 else 0, "PIECES": triton.next_power_of_2(pieces)}
     values |= {"PHASE": BOTH if arch.startswith("sm") or pieces == 1 else SECOND} | ({"pieces": 1} if pieces == 1 else {})
     names = kernel.arg_names
     constexprs = {name: values[name] for name in names if name in values} | {name: None for name in names if name.endswith("_ptr") and name not in there}

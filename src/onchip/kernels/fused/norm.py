@@ -33,15 +33,21 @@ PIECE = 8192  # elements of a program of a wider row
 
 
 class Tiles(NamedTuple):
-    """How much of the matrix a program holds: `rows` of `parts` times `block` columns."""
+    """How much of the matrix a program holds: `rows` of `parts` times `block` columns; how many programs there are at most, 0 for one a tile; how many tiles
+    are in flight or in hand, and how many rows behind the last one loaded a wide row is finished.
+    """
 
     rows: int
     parts: int
     block: int
     warps: int
+    programs: int = 0
+    stages: int = 1
+    lag: int = 0
 
     def __str__(self):
-        return f"{self.rows}x{self.parts * self.block} tiles, {self.warps} warps"
+        programs = f", {self.programs} programs, {self.stages} stages" * bool(self.programs)
+        return f"{self.rows}x{self.parts * self.block} tiles, {self.warps} warps{programs}"
 
 
 # ---- device
@@ -74,9 +80,9 @@ def _bits(y, inside):
 
 
 @triton.jit
-def _coded(y, power, step, CODES: tl.constexpr, LARGEST: tl.constexpr):
-    """y * power * step as codes, rounded to even: of at most LARGEST. "bits" are those of e4m3 where a GPU does not convert to it."""
-    y = tl.minimum(tl.maximum(y * power * step, -LARGEST), LARGEST)
+def _coded(y, power, by, CODES: tl.constexpr, LARGEST: tl.constexpr):
+    """y * power * by as codes, rounded to even: of at most LARGEST. "bits" are those of e4m3 where a GPU does not convert to it."""
+    y = tl.minimum(tl.maximum(y * power * by, -LARGEST), LARGEST)
     if CODES == "int8":
         return ((y + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23, whose last digit is 1
     if CODES == "e4m3":
@@ -90,82 +96,96 @@ def _coded(y, power, step, CODES: tl.constexpr, LARGEST: tl.constexpr):
 def _norm(
     x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, z_ptr, z_stride, y_ptr, codes_ptr, mean_ptr, rstd_ptr, word_ptr, eps,
     gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, w_ptr, b_ptr, w_stride, offset, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride,
-    rows, width, sets, down, apart, pieces, LAYER: tl.constexpr, GATE: tl.constexpr, W: tl.constexpr, MOD: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
-    CODES: tl.constexpr, LARGEST: tl.constexpr, PHASE: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, width, sets, down, apart, per, pieces, LAYER: tl.constexpr, GATE: tl.constexpr, W: tl.constexpr, MOD: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
+    CODES: tl.constexpr, LARGEST: tl.constexpr, PHASE: tl.constexpr, LAG: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     PIECE: tl.constexpr = PARTS * BLOCK
     piece = tl.program_id(0) % pieces
-    tile = tl.program_id(0) // pieces
-    s = tile % sets
-    k = tile // sets * ROWS + tl.arange(0, ROWS)[:, None]
-    row = k.to(tl.int64) * down + s * apart
-    there = k < rows // sets
+    team = tl.program_id(0) // pieces
+    s = team % sets
+    count = rows // sets
     col = columns(piece * PIECE, BLOCK, PARTS)
-    z = ()
-    sums = tl.zeros([ROWS, BLOCK], tl.float32)
-    for n in tl.static_range(PARTS):
-        inside = there & (col[n] < width)
-        if PHASE == SECOND:
-            of_part = tl.load(z_ptr + row * z_stride + col[n], mask=inside, other=0.0).to(tl.float32)
-        else:
-            of_part = _joined(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar,
-                              grown, row, there, s, col[n], inside, width, GATE, PHILOX_ROUNDS)  # fmt: skip
-        z += (of_part,)
-        sums += of_part
-    w = parameters(w_ptr, w_stride, row, there, s, col, width, W, PARTS)
-    b = parameters(b_ptr, w_stride, row, there, s, col, width, W, PARTS)
-    scale = parameters(scale_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
-    shift = parameters(shift_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
-    g = parameters(silu_ptr, silu_stride, row, there, s, col, width, "row", PARTS)
-    mean = 0.0
-    if PHASE != SECOND:
-        if LAYER:
-            mean = tl.sum(sums, 1, keep_dims=True) / tl.minimum(width - piece * PIECE, PIECE)
-        squares = tl.zeros([ROWS, BLOCK], tl.float32)
-        for n in tl.static_range(PARTS):
-            off = z[n]
-            if LAYER:
-                off = tl.where(col[n] < width, off - mean, 0.0)
-            squares += off * off
-        square = tl.sum(squares, 1, keep_dims=True)
-        if word_ptr is not None:
-            publish(word_ptr + row * pieces + piece, square)
-            if LAYER:
-                publish(word_ptr + (rows + row) * pieces + piece, mean)
-    if PHASE != FIRST:
-        if word_ptr is None:
-            var = square / width
-        else:
-            mean, var = merged(word_ptr, (tile // sets).to(tl.int64) * down + s * apart, width, rows, pieces, LAYER, PHASE, PIECE, PIECES)
-        rstd = tl.rsqrt(var + eps)
-        if rstd_ptr is not None:
-            tl.store(rstd_ptr + row, row * 0 + rstd, mask=there & (piece == 0))
-            if LAYER:
-                tl.store(mean_ptr + row, row * 0 + mean, mask=there & (piece == 0))
-        ys = ()
-        most = tl.zeros([ROWS, BLOCK], tl.int32)
-        for n in tl.static_range(PARTS):
-            inside = there & (col[n] < width)
-            hat = z[n] * rstd
-            if LAYER:
-                hat = (z[n] - mean) * rstd
-            y = modulated(weighed(hat, w[n] + offset, b[n], w_ptr, b_ptr), scale[n], shift[n], scale_ptr, shift_ptr)
-            if silu_ptr is not None:
-                y = y * (g[n] * sigmoid(g[n]))
-            if CODES == "":
-                tl.store(y_ptr + row * width + col[n], y.to(y_ptr.dtype.element_ty), mask=inside)
-            else:
-                most = tl.maximum(most, _bits(y, inside))
-                ys += (y,)
-        if CODES != "":
-            largest = tl.max(most, 1, keep_dims=True).to(tl.float32, bitcast=True)
-            codes = tl.full(largest.shape, LARGEST, tl.float32)
-            # Both sides of the quotient are within reach of float32 whatever the largest is: a power of two goes by y, exactly.
-            power = tl.where(largest < 1.0, 2.0**64, 2.0**-64)
-            step = tl.where(largest > 0, tl.math.div_rn(codes, largest * power), 0.0)
+    first = team // sets * ROWS
+    step = per * ROWS
+    always = s >= 0
+    w = parameters(w_ptr, w_stride, s, always, s, col, width, W, PARTS)
+    b = parameters(b_ptr, w_stride, s, always, s, col, width, W, PARTS)
+    if MOD != "row":
+        scale = parameters(scale_ptr, mod_stride, s, always, s, col, width, MOD, PARTS)
+        shift = parameters(shift_ptr, mod_stride, s, always, s, col, width, MOD, PARTS)
+    for start in tl.range(first, count + LAG * step, step, num_stages=STAGES):
+        done = tl.maximum(start - LAG * step, first)  # the first of the rows that are finished here
+        k = done + tl.arange(0, ROWS)[:, None]
+        row = k.to(tl.int64) * down + s * apart
+        there = (k < count) & (start - LAG * step >= first)
+        if MOD == "row":
+            scale = parameters(scale_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
+            shift = parameters(shift_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
+        g = parameters(silu_ptr, silu_stride, row, there, s, col, width, "row", PARTS)
+        if PHASE != SECOND:
+            new_k = start + tl.arange(0, ROWS)[:, None]
+            new = new_k.to(tl.int64) * down + s * apart
+            is_new = new_k < count
+            z = ()
+            sums = tl.zeros([ROWS, BLOCK], tl.float32)
             for n in tl.static_range(PARTS):
-                tl.store(y_ptr + row * width + col[n], _coded(ys[n], power, step, CODES, LARGEST), mask=there & (col[n] < width))
-            tl.store(codes_ptr + row, tl.math.div_rn(largest, codes), mask=there)
+                inside = is_new & (col[n] < width)
+                of_part = _joined(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar,
+                                  grown, new, is_new, s, col[n], inside, width, GATE, PHILOX_ROUNDS)  # fmt: skip
+                z += (of_part,)
+                sums += of_part
+            mean = 0.0
+            if LAYER:
+                mean = tl.sum(sums, 1, keep_dims=True) / tl.minimum(width - piece * PIECE, PIECE)
+            squares = tl.zeros([ROWS, BLOCK], tl.float32)
+            for n in tl.static_range(PARTS):
+                off = z[n]
+                if LAYER:
+                    off = tl.where(col[n] < width, off - mean, 0.0)
+                squares += off * off
+            square = tl.sum(squares, 1, keep_dims=True)
+            var = square / width
+            if word_ptr is not None:
+                publish(word_ptr + new * pieces + piece, square, is_new)
+                if LAYER:
+                    publish(word_ptr + (rows + new) * pieces + piece, mean, is_new)
+        if PHASE != FIRST:
+            if word_ptr is not None:
+                z = ()
+                for n in tl.static_range(PARTS):
+                    again = tl.load(z_ptr + row * z_stride + col[n], mask=there & (col[n] < width), other=0.0, eviction_policy="evict_first")
+                    z += (again.to(tl.float32),)
+                mean, var = merged(word_ptr, tl.cast(done, tl.int64) * down + s * apart, width, rows, pieces, LAYER, PHASE, PIECE, PIECES)
+            rstd = tl.rsqrt(var + eps)
+            if rstd_ptr is not None:
+                tl.store(rstd_ptr + row, row * 0 + rstd, mask=there & (piece == 0))
+                if LAYER:
+                    tl.store(mean_ptr + row, row * 0 + mean, mask=there & (piece == 0))
+            ys = ()
+            most = tl.zeros([ROWS, BLOCK], tl.int32)
+            for n in tl.static_range(PARTS):
+                inside = there & (col[n] < width)
+                hat = z[n] * rstd
+                if LAYER:
+                    hat = (z[n] - mean) * rstd
+                y = modulated(weighed(hat, w[n] + offset, b[n], w_ptr, b_ptr), scale[n], shift[n], scale_ptr, shift_ptr)
+                if silu_ptr is not None:
+                    y = y * (g[n] * sigmoid(g[n]))
+                if CODES == "":
+                    tl.store(y_ptr + row * width + col[n], y.to(y_ptr.dtype.element_ty), mask=inside)
+                else:
+                    most = tl.maximum(most, _bits(y, inside))
+                    ys += (y,)
+            if CODES != "":
+                largest = tl.max(most, 1, keep_dims=True).to(tl.float32, bitcast=True)
+                codes = tl.full(largest.shape, LARGEST, tl.float32)
+                # Both sides of the quotient are within reach of float32 whatever the largest is: a power of two goes by y, exactly.
+                power = tl.where(largest < 1.0, 2.0**64, 2.0**-64)
+                by = tl.where(largest > 0, tl.math.div_rn(codes, largest * power), 0.0)
+                for n in tl.static_range(PARTS):
+                    tl.store(y_ptr + row * width + col[n], _coded(ys[n], power, by, CODES, LARGEST), mask=there & (col[n] < width))
+                tl.store(codes_ptr + row, tl.math.div_rn(largest, codes), mask=there)
 
 
 # ---- host
@@ -174,7 +194,7 @@ def _norm(
 def configs(problem: Rows, device: Device) -> list[Tiles]:
     """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; a row to be coded is one program's, however wide."""
     if problem.width > WIDEST and not any(word in CODES for word in problem.variant.split()):
-        return [Tiles(1, 1, PIECE, pick(WARPS, PIECE))]
+        return [Tiles(1, 1, PIECE, 8, 2 * device.sms, 3, 3)]
     block = triton.next_power_of_2(problem.width)
     rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
@@ -203,9 +223,13 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
         given |= {"total_ptr": total, "total_stride": stride(total), "z_ptr": z, "z_stride": stride(z)}
         given |= {"y_ptr": y.view(torch.uint8) if norm.codes == "e4m3" else y, "codes_ptr": scale, "mean_ptr": mean, "rstd_ptr": rstd, "eps": norm.eps}
         given |= {"CODES": "bits" if norm.codes == "e4m3" and not converts else norm.codes, "LARGEST": coded[1] if coded else 0.0}
-        grid = (norm.sets * triton.cdiv(rows // norm.sets, config.rows) * meeting["pieces"],)
+        tiles = triton.cdiv(rows // norm.sets, config.rows)
+        per = max(1, min(tiles, config.programs // (norm.sets * meeting["pieces"]))) if config.programs else tiles
         for phase in phases:
-            _norm[grid](**given, PHASE=phase, ROWS=config.rows, PARTS=config.parts, BLOCK=config.block, num_warps=config.warps)
+            _norm[(norm.sets * per * meeting["pieces"],)](
+                **given, per=per, PHASE=phase, LAG=config.lag if len(phases) == 1 and meeting["pieces"] > 1 else 0, STAGES=config.stages,
+                ROWS=config.rows, PARTS=config.parts, BLOCK=config.block, num_warps=config.warps,
+            )  # fmt: skip
     return Normed(y, total, mean, rstd, scale)
 
 

@@ -40,6 +40,7 @@ class Tiles(NamedTuple):
     warps: int
     programs: int
     stages: int
+    lag: int = 0
 
     def __str__(self):
         return f"{self.rows}x{self.parts * self.block} tiles, {self.warps} warps, {self.programs} programs, {self.stages} stages"
@@ -52,9 +53,10 @@ class Tiles(NamedTuple):
 def _row_sums(along, level, LAYER: tl.constexpr):
     """Of each row, both at once; the second is LayerNorm's."""
     if LAYER:
-        along, level = tl.split(tl.sum(tl.join(along, level), 1))
-        return along[:, None], level[:, None]
-    return tl.sum(along, 1, keep_dims=True), 0.0
+        first, second = tl.split(tl.sum(tl.join(along, level), 1))
+        return first[:, None], second[:, None]
+    else:  # noqa: RET505  (Triton compiles what follows a branch that returns)
+        return tl.sum(along, 1, keep_dims=True), 0.0
 
 
 @triton.jit
@@ -103,12 +105,45 @@ def _before(dy, z, g, w, b, scale, shift, mean, rstd, whole, w_ptr, b_ptr, scale
 
 
 @triton.jit
+def _tile(
+    dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, w_ptr, b_ptr, offset, w, b, scale_ptr, shift_ptr, mod_stride, scale, shift, silu_ptr, silu_stride,
+    row, there, s, col, width, MOD: tl.constexpr, LAYER: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(hat, u, dv, du, dhat, gradient of the silu gate) of each part, the terms of the two sums of a row, and its rstd."""
+    mean = 0.0
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + row, mask=there, other=0.0)
+    rstd = tl.load(rstd_ptr + row, mask=there, other=0.0)
+    held = ()
+    along = tl.zeros([ROWS, BLOCK], tl.float32)
+    level = tl.zeros([ROWS, BLOCK], tl.float32)
+    for n in tl.static_range(PARTS):
+        whole = col[n] < width
+        inside = there & whole
+        dy = tl.load(dy_ptr + row * dy_stride + col[n], mask=inside, other=0.0).to(tl.float32)
+        z = tl.load(z_ptr + row * z_stride + col[n], mask=inside, other=0.0).to(tl.float32)
+        g = parameter(silu_ptr, silu_stride, row, s, col[n], inside, width, "row")
+        if MOD == "row":
+            scale_n = parameter(scale_ptr, mod_stride, row, s, col[n], inside, width, MOD)
+            shift_n = parameter(shift_ptr, mod_stride, row, s, col[n], inside, width, MOD)
+        else:
+            scale_n = scale[n]
+            shift_n = shift[n]
+        one = _before(dy, z, g, w[n] + offset, b[n], scale_n, shift_n, mean, rstd, whole, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER, INVERSE)
+        along += one[4] * one[0]
+        level += one[4]
+        held += (one,)
+    return held, along, level, rstd
+
+
+@triton.jit
 def _norm_backward(
     dy_ptr, dy_stride, d_total_ptr, d_total_stride, z_ptr, z_stride, x_ptr, x_stride, mean_ptr, rstd_ptr, word_ptr,
     dx_ptr, d_residual_ptr, d_w_ptr, d_b_ptr, d_gate_ptr, d_scale_ptr, d_shift_ptr, d_row_scale_ptr, d_silu_ptr,
     gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, w_ptr, b_ptr, w_stride, offset, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride,
     rows, width, sets, down, apart, per, pieces, LAYER: tl.constexpr, GATE: tl.constexpr, W: tl.constexpr, MOD: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
-    INVERSE: tl.constexpr, PHASE: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    INVERSE: tl.constexpr, PHASE: tl.constexpr, LAG: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0) % pieces
     team = tl.program_id(0) // pieces
@@ -116,60 +151,49 @@ def _norm_backward(
     count = rows // sets
     part = 1.0 / width
     col = columns(piece * PARTS * BLOCK, BLOCK, PARTS)
+    first = team // sets * ROWS
+    step = per * ROWS
+    always = s >= 0
     sum_w = zeros(ROWS, BLOCK, PARTS)
     sum_b = zeros(ROWS, BLOCK, PARTS)
     sum_gate = zeros(ROWS, BLOCK, PARTS)
     sum_scale = zeros(ROWS, BLOCK, PARTS)
     sum_shift = zeros(ROWS, BLOCK, PARTS)
-    w = parameters(w_ptr, w_stride, s, s >= 0, s, col, width, W, PARTS)
-    b = parameters(b_ptr, w_stride, s, s >= 0, s, col, width, W, PARTS)
-    if MOD != "row":
-        scale = parameters(scale_ptr, mod_stride, s, s >= 0, s, col, width, MOD, PARTS)
-        shift = parameters(shift_ptr, mod_stride, s, s >= 0, s, col, width, MOD, PARTS)
+    w = parameters(w_ptr, w_stride, s, always, s, col, width, W, PARTS)
+    b = parameters(b_ptr, w_stride, s, always, s, col, width, W, PARTS)
+    scale = parameters(scale_ptr, mod_stride, s, always, s, col, width, MOD, PARTS)  # of the first row of the set where each has its own: not used
+    shift = parameters(shift_ptr, mod_stride, s, always, s, col, width, MOD, PARTS)
     if GATE != "row":
-        gate = parameters(gate_ptr, gate_stride, s, s >= 0, s, col, width, GATE, PARTS)
-    for start in tl.range(team // sets * ROWS, count, per * ROWS, num_stages=STAGES):
-        k = start + tl.arange(0, ROWS)[:, None]
+        gate = parameters(gate_ptr, gate_stride, s, always, s, col, width, GATE, PARTS)
+    for start in tl.range(first, count + LAG * step, step, num_stages=STAGES):
+        done = tl.maximum(start - LAG * step, first)  # the first of the rows that are finished here
+        k = done + tl.arange(0, ROWS)[:, None]
         row = k.to(tl.int64) * down + s * apart
-        there = k < count
-        mean = 0.0
-        if mean_ptr is not None:
-            mean = tl.load(mean_ptr + row, mask=there, other=0.0)
-        rstd = tl.load(rstd_ptr + row, mask=there, other=0.0)
-        if MOD == "row":
-            scale = parameters(scale_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
-            shift = parameters(shift_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
+        there = (k < count) & (start - LAG * step >= first)
         if GATE == "row":
             gate = parameters(gate_ptr, gate_stride, row, there, s, col, width, GATE, PARTS)
-        held = ()
-        along = tl.zeros([ROWS, BLOCK], tl.float32)
-        level = tl.zeros([ROWS, BLOCK], tl.float32)
-        for n in tl.static_range(PARTS):
-            whole = col[n] < width
-            inside = there & whole
-            dy = tl.load(dy_ptr + row * dy_stride + col[n], mask=inside, other=0.0).to(tl.float32)
-            z = tl.load(z_ptr + row * z_stride + col[n], mask=inside, other=0.0).to(tl.float32)
-            g = parameter(silu_ptr, silu_stride, row, s, col[n], inside, width, "row")
-            hat, u, dv, du, d_hat, d_silu = _before(
-                dy, z, g, w[n] + offset, b[n], scale[n], shift[n], mean, rstd, whole, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER, INVERSE
-            )
-            along += d_hat * hat
-            level += d_hat
-            if PHASE != FIRST:
-                _put(d_silu_ptr, d_silu, row, col[n], width, inside)
-            held += ((hat, u, dv, du, d_hat),)
-        along, level = _row_sums(along, level, LAYER)
-        if word_ptr is not None:
-            if PHASE != SECOND:
-                publish(word_ptr + row * pieces + piece, along, there)
+        if PHASE != SECOND:
+            new_k = start + tl.arange(0, ROWS)[:, None]
+            new = new_k.to(tl.int64) * down + s * apart
+            held, along, level, rstd = _tile(
+                dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, w_ptr, b_ptr, offset, w, b, scale_ptr, shift_ptr, mod_stride, scale, shift,
+                silu_ptr, silu_stride, new, new_k < count, s, col, width, MOD, LAYER, INVERSE, ROWS, PARTS, BLOCK,
+            )  # fmt: skip
+            along, level = _row_sums(along, level, LAYER)
+            if word_ptr is not None:
+                publish(word_ptr + new * pieces + piece, along, new_k < count)
                 if LAYER:
-                    publish(word_ptr + (rows + row) * pieces + piece, level, there)
-            if PHASE != FIRST:
-                only = tl.cast(start, tl.int64) * down + s * apart
+                    publish(word_ptr + (rows + new) * pieces + piece, level, new_k < count)
+        if PHASE != FIRST:
+            if word_ptr is not None:
+                held, _, _, rstd = _tile(
+                    dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, w_ptr, b_ptr, offset, w, b, scale_ptr, shift_ptr, mod_stride, scale, shift,
+                    silu_ptr, silu_stride, row, there, s, col, width, MOD, LAYER, INVERSE, ROWS, PARTS, BLOCK,
+                )  # fmt: skip
+                only = tl.cast(done, tl.int64) * down + s * apart
                 along = tl.sum(published(word_ptr, only, pieces, PHASE, PIECES))
                 if LAYER:
                     level = tl.sum(published(word_ptr, rows + only, pieces, PHASE, PIECES))
-        if PHASE != FIRST:
             row_scale = 1.0
             if row_scale_ptr is not None:
                 row_scale = tl.load(row_scale_ptr + row, mask=there, other=0.0).to(tl.float32)
@@ -178,7 +202,8 @@ def _norm_backward(
             sum_w, sum_b, sum_gate, sum_scale, sum_shift = (), (), (), (), ()
             for n in tl.static_range(PARTS):
                 inside = there & (col[n] < width)
-                hat, u, dv, du, d_hat = held[n]
+                hat, u, dv, du, d_hat, d_silu = held[n]
+                _put(d_silu_ptr, d_silu, row, col[n], width, inside)
                 dz = d_hat - hat * (along * part)
                 if LAYER:
                     dz -= level * part
@@ -228,7 +253,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     rows = 1 if block < problem.width else max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
     warps = max(1, min(16, rows * block // (32 * THREAD)))
-    return [Tiles(rows, 1, block, warps, device.sms * max(1, min(8, 16 // warps)), 2)]
+    return [Tiles(rows, 1, block, warps, device.sms * max(1, min(8, 16 // warps)), 3, 3)]
 
 
 class Sums(NamedTuple):
@@ -314,7 +339,7 @@ def launch(
     given |= {"dx_ptr": grads.get("x"), "d_residual_ptr": grads.get("residual"), "d_silu_ptr": grads.get("silu"), "d_row_scale_ptr": row_scale}
     for phase in phases:
         _norm_backward[(norm.sets * per * pieces,)](
-            **given, PHASE=phase, STAGES=config.stages, ROWS=config.rows, PARTS=config.parts, BLOCK=config.block, num_warps=config.warps
+            **given, PHASE=phase, LAG=config.lag if len(phases) == 1 and pieces > 1 else 0, STAGES=config.stages, ROWS=config.rows, PARTS=config.parts, BLOCK=config.block, num_warps=config.warps
         )
     if pieces > 1 and row_scale is not None:
         add_up(row_scale.unsqueeze(-1), grads["row_scale"].unsqueeze(-1))
