@@ -23,11 +23,11 @@ def sigmoid(x):
 
 
 @triton.jit
-def columns(first, BLOCK: tl.constexpr, PARTS: tl.constexpr):
-    """The columns of each part, [1, BLOCK]."""
+def columns(first, BLOCK: tl.constexpr, PARTS: tl.constexpr, CTAS: tl.constexpr = 1):
+    """The columns of each part, [CTAS, BLOCK]."""
     col = ()
     for n in tl.static_range(PARTS):
-        col += (first + n * BLOCK + tl.arange(0, BLOCK)[None, :],)
+        col += (first + tl.arange(0, CTAS)[:, None] * (PARTS * BLOCK) + n * BLOCK + tl.arange(0, BLOCK)[None, :],)
     return col
 
 
