@@ -21,17 +21,17 @@ from onchip.core.kernel import pick
 from onchip.core.norms import CODES, Norm, Normed
 from onchip.core.problem import Rows
 from onchip.kernels.fused.norm_tile import (
-    arguments, columns, dropped, matrix, meeting_of, merged, modulated, parameter, parameters, scaled, sigmoid, stride, weighed,
+    arguments, columns, dropped, matrix, meeting_of, merged, modulated, parameter, parameters, parts_of, scaled, sigmoid, stride, weighed,
 )  # fmt: skip
 from onchip.kernels.cluster import begin, moments, total
-from onchip.kernels.meeting import FIRST, SECOND, publish
+from onchip.kernels.meeting import BOTH, FIRST, SECOND, publish
 
 # A thread holds 32 elements: four 16-byte loads of bf16 in flight, and registers for two blocks or more on a multiprocessor.
 # More than 16 warps would leave a thread 64 registers, half of what it needs.
-WARPS = ((4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps)
+WARPS = ((1280, 1), (4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps)
 TILE = 4096  # elements of a program that holds several rows
-WIDEST = 8192  # elements of a row that is one program's
-PIECE = 8192  # elements of a program of a wider row
+WIDEST = 16384  # elements of a row that is one program's
+PIECE, LARGER = 16384, 2  # elements of a program of a cluster; of the widest rows twice that
 
 
 class Tiles(NamedTuple):
@@ -56,19 +56,26 @@ def _joined(
     x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown,
     row, there, s, col, inside, width, GATE: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """z of a tile in float32, as rounded to the stream's dtype, in which it is written."""
-    x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0).to(tl.float32)
+    """z of a tile in the stream's dtype, in which it is written."""
+    z = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0)
     if residual_ptr is not None:
         stream = tl.load(residual_ptr + row * residual_stride + col, mask=inside, other=0.0)
-        x = dropped(x, state_ptr, bar, grown, row, col, PHILOX_ROUNDS)
+        x = dropped(z.to(tl.float32), state_ptr, bar, grown, row, col, PHILOX_ROUNDS)
         row_scale = 1.0
         if row_scale_ptr is not None:
             row_scale = tl.load(row_scale_ptr + row, mask=there, other=0.0).to(tl.float32)
         x = scaled(x, parameter(gate_ptr, gate_stride, row, s, col, inside, width, GATE), row_scale, gate_ptr, row_scale_ptr)
         z = (stream.to(tl.float32) + x).to(stream.dtype)
         tl.store(total_ptr + row * total_stride + col, z, mask=inside)
-        x = tl.where(inside, z.to(tl.float32), 0.0)
-    return x
+    return z
+
+
+@triton.jit
+def _kept(z, CLUSTER: tl.constexpr):
+    """z, but as it was loaded: else what has been made float32 stays so over an exchange, in twice the registers."""
+    if CLUSTER and z.dtype.primitive_bitwidth == 16:
+        z = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [z], dtype=z.dtype, is_pure=False, pack=2)
+    return z
 
 
 @triton.jit
@@ -78,16 +85,18 @@ def _bits(y, inside):
 
 
 @triton.jit
-def _coded(y, power, step, CODES: tl.constexpr, LARGEST: tl.constexpr):
-    """y * power * step as codes, rounded to even: of at most LARGEST. "bits" are those of e4m3 where a GPU does not convert to it."""
-    y = tl.minimum(tl.maximum(y * power * step, -LARGEST), LARGEST)
+def _coded(y, power, by, CODES: tl.constexpr, LARGEST: tl.constexpr):
+    """y * power * by as codes, rounded to even: of at most LARGEST. "bits" are those of e4m3 where a GPU does not convert to it."""
+    y = tl.minimum(tl.maximum(y * power * by, -LARGEST), LARGEST)
     if CODES == "int8":
-        return ((y + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23, whose last digit is 1
-    if CODES == "e4m3":
-        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = (y * 2.0**-120).to(tl.int32, bitcast=True)  # exponents begin at 7 instead of 127; subnormal numbers become such
-    size = bits + ((1 << 19) - 1) + (bits >> 20 & 1)
-    return ((size >> 20 & 0x7F) | (bits >> 24 & 0x80)).to(tl.uint8)
+        codes = ((y + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23, whose last digit is 1
+    elif CODES == "e4m3":
+        codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = (y * 2.0**-120).to(tl.int32, bitcast=True)  # exponents begin at 7 instead of 127; subnormal numbers become such
+        size = bits + ((1 << 19) - 1) + (bits >> 20 & 1)
+        codes = ((size >> 20 & 0x7F) | (bits >> 24 & 0x80)).to(tl.uint8)
+    return codes
 
 
 @triton.jit
@@ -113,12 +122,12 @@ def _norm(
     for n in tl.static_range(PARTS):
         inside = there & (col[n] < width)
         if PHASE == SECOND:
-            of_part = tl.load(z_ptr + row * z_stride + col[n], mask=inside, other=0.0).to(tl.float32)
+            of_part = tl.load(z_ptr + row * z_stride + col[n], mask=inside, other=0.0)
         else:
             of_part = _joined(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar,
                               grown, row, there, s, col[n], inside, width, GATE, PHILOX_ROUNDS)  # fmt: skip
         z += (of_part,)
-        sums += of_part
+        sums += of_part.to(tl.float32)
     w = parameters(w_ptr, w_stride, row, there, s, col, width, W, PARTS)
     b = parameters(b_ptr, w_stride, row, there, s, col, width, W, PARTS)
     scale = parameters(scale_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
@@ -132,7 +141,7 @@ def _norm(
             mean = mean_of_piece[:, None]
         squares = tl.zeros([ROWS * CTAS, BLOCK], tl.float32)
         for n in tl.static_range(PARTS):
-            off = z[n]
+            off = z[n].to(tl.float32)
             if LAYER:
                 off = tl.where(col[n] < width, off - mean, 0.0)
             squares += off * off
@@ -145,14 +154,12 @@ def _norm(
                 square = total(square, box, CTAS, CLUSTER)
         square = square[:, None]
         if word_ptr is not None:
-            publish(word_ptr + row * pieces + piece, square)
-            if LAYER:
-                publish(word_ptr + (rows + row) * pieces + piece, mean)
+            publish(word_ptr + row * pieces + piece, square, tl.zeros_like(square) + mean)
     if PHASE != FIRST:
         if word_ptr is None:
             var = square / width
         else:
-            mean, var = merged(word_ptr, (tile // sets).to(tl.int64) * down + s * apart, width, rows, pieces, LAYER, PHASE, PIECE, PIECES)
+            mean, var = merged(word_ptr, (tile // sets).to(tl.int64) * down + s * apart, width, pieces, LAYER, PHASE, PIECE, PIECES)
         rstd = tl.rsqrt(var + eps)
         if rstd_ptr is not None:
             each = row + tl.zeros([ROWS * CTAS, 1], tl.int64)
@@ -163,12 +170,13 @@ def _norm(
         most = tl.zeros([ROWS * CTAS, BLOCK], tl.int32)
         for n in tl.static_range(PARTS):
             inside = there & (col[n] < width)
-            hat = z[n] * rstd
+            hat = _kept(z[n], CLUSTER and CTAS > 1).to(tl.float32)
             if LAYER:
-                hat = (z[n] - mean) * rstd
-            y = modulated(weighed(hat, w[n] + offset, b[n], w_ptr, b_ptr), scale[n], shift[n], scale_ptr, shift_ptr)
+                hat -= mean
+            y = modulated(weighed(hat * rstd, w[n], b[n], offset, w_ptr, b_ptr), scale[n], shift[n], scale_ptr, shift_ptr)
             if silu_ptr is not None:
-                y = y * (g[n] * sigmoid(g[n]))
+                gate = g[n].to(tl.float32)
+                y = y * (gate * sigmoid(gate))
             if CODES == "":
                 tl.store(y_ptr + row * width + col[n], y.to(y_ptr.dtype.element_ty), mask=inside)
             else:
@@ -179,9 +187,9 @@ def _norm(
             codes = tl.full(largest.shape, LARGEST, tl.float32)
             # Both sides of the quotient are within reach of float32 whatever the largest is: a power of two goes by y, exactly.
             power = tl.where(largest < 1.0, 2.0**64, 2.0**-64)
-            step = tl.where(largest > 0, tl.math.div_rn(codes, largest * power), 0.0)
+            by = tl.where(largest > 0, tl.math.div_rn(codes, largest * power), 0.0)
             for n in tl.static_range(PARTS):
-                tl.store(y_ptr + row * width + col[n], _coded(ys[n], power, step, CODES, LARGEST), mask=there & (col[n] < width))
+                tl.store(y_ptr + row * width + col[n], _coded(ys[n], power, by, CODES, LARGEST), mask=there & (col[n] < width))
             tl.store(codes_ptr + row, tl.math.div_rn(largest, codes), mask=there)
 
 
@@ -191,11 +199,16 @@ def _norm(
 def configs(problem: Rows, device: Device) -> list[Tiles]:
     """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; a row to be coded is one program's, however wide."""
     if problem.width > WIDEST and not any(word in CODES for word in problem.variant.split()):
-        return [Tiles(1, 1, PIECE, pick(WARPS, PIECE))]
-    block = triton.next_power_of_2(problem.width)
-    rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
-    rows = 1 << (rows.bit_length() - 1)
-    return [Tiles(rows, 1, block, pick(WARPS, rows * block))]
+        ctas = max(2, triton.next_power_of_2(triton.cdiv(problem.width, PIECE)))
+        if device.kind == "cuda" and device.arch >= 90 and ctas <= 8 * LARGER:
+            ctas = min(8, ctas)
+            block = triton.next_power_of_2(triton.cdiv(problem.width, ctas))
+            return [Tiles(1, 1, block, pick(WARPS, block), ctas)]
+        return [Tiles(1, 1, 8192, 8)]
+    parts, block = parts_of(problem.width)
+    rows = max(1, min(TILE // (parts * block), problem.rows // (2 * device.sms)))
+    rows = 1 << (rows.bit_length() - 1) if parts == 1 else 1
+    return [Tiles(rows, parts, block, pick(WARPS, rows * parts * block))]
 
 
 def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> Normed:
@@ -214,7 +227,7 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
     if rows:
         z = x if total is None else total
         converts = facts.kind == "cuda" and facts.arch >= 89
-        meeting, phases = meeting_of(rows, width, config.ctas * config.parts * config.block, 1 + (norm.kind == "layer"), facts, x.device)
+        meeting = meeting_of(rows, width, config.ctas * config.parts * config.block, x.device)
         given = arguments(norm, rows, width) | meeting
         given |= {"x_ptr": x, "x_stride": stride(x), "residual_ptr": residual, "residual_stride": stride(residual)}
         given |= {"total_ptr": total, "total_stride": stride(total), "z_ptr": z, "z_stride": stride(z)}
@@ -224,7 +237,7 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
         tile = {"ROWS": config.rows, "PARTS": config.parts, "BLOCK": config.block, "num_warps": config.warps}
         if config.ctas > 1:
             tile |= {"num_ctas": config.ctas}
-        for phase in phases:
+        for phase in (BOTH,) if meeting["pieces"] == 1 else (FIRST, SECOND):
             _norm[grid](**given, PHASE=phase, CTAS=config.ctas, CLUSTER=x.device.type == "cuda", **tile)
     return Normed(y, total, mean, rstd, scale)
 

@@ -12,6 +12,7 @@ summed in a program's registers, written once a program and added up by a second
 Bytes moved: the floor, rows width (dy + z + dx), and 8 programs width for each parameter.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,12 +23,13 @@ from onchip.core.device import Device, of
 from onchip.core.norms import PARAMETERS, Norm, Normed, NormGrads, sharing
 from onchip.core.problem import Rows
 from onchip.kernels.fused.norm_tile import (
-    arguments, columns, dropped, matrix, meeting_of, modulated, parameter, parameters, published, scaled, sigmoid, stride, sum_partials, weighed, zeros,
+    arguments, columns, dropped, matrix, meeting_of, modulated, parameter, parameters, parts_of, published, scaled, sigmoid, stride, sum_partials, weighed, zeros,
 )  # fmt: skip
-from onchip.kernels.meeting import FIRST, SECOND, publish
+from onchip.kernels.meeting import BOTH, FIRST, SECOND, publish
 
-PIECE = 8192  # elements of a row that a program holds at most
-TILE = 4096  # elements of a program that holds several rows
+WIDEST = 8192  # elements of a row that is one program's
+PIECE, LAG = 2048, 2  # elements of a program of a wider row, and rows that it finishes one behind
+TILE = 8192  # elements of a program that holds several rows
 THREAD = 16  # elements a thread: with two sums beside dy, z and the parameters, about 110 registers
 
 
@@ -80,27 +82,28 @@ def _put_sums(ptr, acc, place, col, width, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _before(dy, z, g, w, b, scale, shift, mean, rstd, whole, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER: tl.constexpr, INVERSE: tl.constexpr):
+def _before(dy, z, g, w, b, offset, scale, shift, mean, rstd, whole, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER: tl.constexpr, INVERSE: tl.constexpr):
     """hat, u, dv, du, dhat and the gradient of the silu gate. Outside of the matrix dy is 0, and with it each term of a sum."""
     if INVERSE:
-        hat = tl.math.div_rn(z - b, tl.where(whole, w, 1.0))
+        hat = tl.math.div_rn(z - b.to(tl.float32), tl.where(whole, w.to(tl.float32) + offset, 1.0))
     elif LAYER:
         hat = (z - mean) * rstd
     else:
         hat = z * rstd
-    u = weighed(hat, w, b, w_ptr, b_ptr)
+    u = weighed(hat, w, b, offset, w_ptr, b_ptr)
     dv = dy
     d_silu = dy
     if silu_ptr is not None:
+        g = g.to(tl.float32)
         sigma = sigmoid(g)
         d_silu = dy * modulated(u, scale, shift, scale_ptr, shift_ptr) * (sigma * (1.0 + g * (1.0 - sigma)))
         dv = dy * (g * sigma)
     du = dv
     if scale_ptr is not None:
-        du = dv * (1.0 + scale)
+        du = dv * (1.0 + scale.to(tl.float32))
     d_hat = du
     if w_ptr is not None:
-        d_hat = du * w
+        d_hat = du * (w.to(tl.float32) + offset)
     return hat, u, dv, du, d_hat, d_silu
 
 
@@ -129,7 +132,7 @@ def _tile(
         else:
             scale_n = scale[n]
             shift_n = shift[n]
-        one = _before(dy, z, g, w[n] + offset, b[n], scale_n, shift_n, mean, rstd, whole, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER, INVERSE)
+        one = _before(dy, z, g, w[n], b[n], offset, scale_n, shift_n, mean, rstd, whole, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER, INVERSE)
         along += one[4] * one[0]
         level += one[4]
         held += (one,)
@@ -181,9 +184,7 @@ def _norm_backward(
             )  # fmt: skip
             along, level = _row_sums(along, level, LAYER)
             if word_ptr is not None:
-                publish(word_ptr + new * pieces + piece, along, new_k < count)
-                if LAYER:
-                    publish(word_ptr + (rows + new) * pieces + piece, level, new_k < count)
+                publish(word_ptr + new * pieces + piece, along, tl.zeros_like(along) + level, new_k < count)
         if PHASE != FIRST:
             if word_ptr is not None:
                 held, _, _, rstd = _tile(
@@ -191,9 +192,9 @@ def _norm_backward(
                     silu_ptr, silu_stride, row, there, s, col, width, MOD, LAYER, INVERSE, ROWS, PARTS, BLOCK,
                 )  # fmt: skip
                 only = tl.cast(done, tl.int64) * down + s * apart
-                along = tl.sum(published(word_ptr, only, pieces, PHASE, PIECES))
-                if LAYER:
-                    level = tl.sum(published(word_ptr, rows + only, pieces, PHASE, PIECES))
+                along, level = published(word_ptr, only, pieces, PHASE, PIECES)
+                along = tl.sum(along)
+                level = tl.sum(level)
             row_scale = 1.0
             if row_scale_ptr is not None:
                 row_scale = tl.load(row_scale_ptr + row, mask=there, other=0.0).to(tl.float32)
@@ -248,12 +249,27 @@ def _norm_backward(
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """Several narrow rows a program, two programs a multiprocessor."""
-    block = min(triton.next_power_of_2(problem.width), PIECE)
-    rows = 1 if block < problem.width else max(1, min(TILE // block, problem.rows // (2 * device.sms)))
+    """Rows of 8,192 elements together and a program a multiprocessor; less of them where much is loaded beside dy and z, or where columns come in parts."""
+    said, _, wanted = problem.variant.partition(" -> ")
+    words, wanted, size = said.split(), wanted.split(), problem.dtype.itemsize
+    streams = 2 + ("d_total" in words) + ("gate" in wanted or "row_scale" in wanted) + sum(word == "silu" or word.endswith(":row") for word in words)
+    if problem.width > WIDEST:
+        return [Tiles(1, 1, PIECE, 4, 4 * device.sms, _stages(2 * streams * PIECE * size, 4, 3, device), LAG)]
+    parts, block = parts_of(problem.width)
+    if parts > 1:
+        warps = 1 << max(0, round(math.log2(parts * block / (32 * THREAD))))
+        each = max(1, min(6, 16 // warps))
+        return [Tiles(1, parts, block, warps, each * device.sms, _stages(streams * parts * block * size, each, 4, device))]
+    rows = max(1, min((TILE if streams == 2 else TILE // 2) // block, problem.rows // device.sms))
     rows = 1 << (rows.bit_length() - 1)
-    warps = max(1, min(16, rows * block // (32 * THREAD)))
-    return [Tiles(rows, 1, block, warps, device.sms * max(1, min(8, 16 // warps)), 3, 3)]
+    warps = max(1, min(16, rows * block // (32 * THREAD if streams == 2 else 16 * THREAD)))
+    each = max(1, min(8, 16 // warps))
+    return [Tiles(rows, 1, block, warps, each * device.sms, _stages(streams * rows * block * size, each, 3 if streams == 2 else 4, device))]
+
+
+def _stages(size: int, programs: int, wanted: int, device: Device) -> int:
+    """How many there can be up to `wanted`, with `size` bytes in flight for each but one, and `programs` a multiprocessor."""
+    return max(1, min(wanted, 1 + (device.shared_memory // programs - 1024) // size))
 
 
 class Sums(NamedTuple):
@@ -309,8 +325,9 @@ def launch(
 ) -> NormGrads:
     """Matrices [rows, width]: z is the sum or x, or y where `norm.inverse`; x is what was dropped and scaled, where `wanted` needs it."""
     rows, width, count = problem.rows, problem.width, problem.rows // norm.sets
-    meeting, phases = meeting_of(rows, width, config.parts * config.block, 1 + (norm.kind == "layer"), of(dy.device), dy.device)
-    pieces = meeting["pieces"]
+    meeting = meeting_of(rows, width, config.parts * config.block, dy.device)
+    pieces, facts = meeting["pieces"], of(dy.device)
+    at_once = pieces == 1 or (facts.kind == "cuda" and dy.device.type == "cuda" and pieces <= facts.sms)  # the programs of a row
     per = max(1, min(config.programs // (norm.sets * pieces), triton.cdiv(count, config.rows)))
 
     def new(*shape, dtype=torch.float32):
@@ -337,9 +354,9 @@ def launch(
     given |= {"dy_ptr": dy, "dy_stride": stride(dy), "d_total_ptr": d_total, "d_total_stride": stride(d_total), "z_ptr": z, "z_stride": stride(z)}
     given |= {"x_ptr": x, "x_stride": stride(x), "mean_ptr": normed.mean, "rstd_ptr": normed.rstd, "per": per, "INVERSE": norm.inverse}
     given |= {"dx_ptr": grads.get("x"), "d_residual_ptr": grads.get("residual"), "d_silu_ptr": grads.get("silu"), "d_row_scale_ptr": row_scale}
-    for phase in phases:
+    for phase in (BOTH,) if at_once else (FIRST, SECOND):
         _norm_backward[(norm.sets * per * pieces,)](
-            **given, PHASE=phase, LAG=config.lag if len(phases) == 1 and pieces > 1 else 0, STAGES=config.stages, ROWS=config.rows, PARTS=config.parts, BLOCK=config.block, num_warps=config.warps
+            **given, PHASE=phase, LAG=config.lag if at_once and pieces > 1 else 0, STAGES=config.stages, ROWS=config.rows, PARTS=config.parts, BLOCK=config.block, num_warps=config.warps
         )
     if pieces > 1 and row_scale is not None:
         add_up(row_scale.unsqueeze(-1), grads["row_scale"].unsqueeze(-1))

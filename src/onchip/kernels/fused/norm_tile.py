@@ -4,14 +4,15 @@ Tiles are PARTS tensors [ROWS, BLOCK] side by side, as tuples: rows of one set d
 or a head. A parameter has one row for "all", one for each "set" or one for each "row"; what a set's rows share is [1, BLOCK], loaded once a tile.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
-from onchip.core.device import Device
 from onchip.core.norms import Norm, sharing
 from onchip.core.philox import ROUNDS, threshold
-from onchip.kernels.meeting import BOTH, FIRST, SECOND, gather
+from onchip.kernels.meeting import gather
 
 # ---- device
 
@@ -41,7 +42,7 @@ def zeros(ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def parameter(ptr, stride, row, s, col, inside, width, PER: tl.constexpr):
-    """A parameter in float32: [ROWS, BLOCK] where each row has its own, else [1, BLOCK]; 0 where there is none."""
+    """A parameter as it is stored: [ROWS, BLOCK] where each row has its own, else [1, BLOCK]; 0 where there is none."""
     if ptr is None:
         x = tl.zeros([1, 1], tl.float32)
     elif PER == "row":
@@ -50,7 +51,7 @@ def parameter(ptr, stride, row, s, col, inside, width, PER: tl.constexpr):
         x = tl.load(ptr + s.to(tl.int64) * stride + col, mask=col < width, other=0.0)
     else:
         x = tl.load(ptr + col, mask=col < width, other=0.0)
-    return x.to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -76,19 +77,19 @@ def dropped(x, state_ptr, bar, grown, row, col, PHILOX_ROUNDS: tl.constexpr):
 def scaled(x, gate, row_scale, gate_ptr, row_scale_ptr):
     """x * gate * row_scale, of those that are there."""
     if gate_ptr is not None:
-        x = x * gate
+        x = x * gate.to(tl.float32)
     if row_scale_ptr is not None:
         x = x * row_scale
     return x
 
 
 @triton.jit
-def weighed(hat, w, b, w_ptr, b_ptr):
-    """hat * w + b, of those that are there; w has its offset."""
+def weighed(hat, w, b, offset, w_ptr, b_ptr):
+    """hat * (w + offset) + b, of those that are there."""
     if w_ptr is not None:
-        hat = hat * w
+        hat = hat * (w.to(tl.float32) + offset)
     if b_ptr is not None:
-        hat = hat + b
+        hat = hat + b.to(tl.float32)
     return hat
 
 
@@ -96,33 +97,33 @@ def weighed(hat, w, b, w_ptr, b_ptr):
 def modulated(u, scale, shift, scale_ptr, shift_ptr):
     """u * (1 + scale) + shift, of those that are there."""
     if scale_ptr is not None:
-        u = u * (1.0 + scale)
+        u = u * (1.0 + scale.to(tl.float32))
     if shift_ptr is not None:
-        u = u + shift
+        u = u + shift.to(tl.float32)
     return u
 
 
 @triton.jit
 def published(word_ptr, row, pieces, PHASE: tl.constexpr, PIECES: tl.constexpr):
-    """What the pieces of a row have published, [PIECES], 0 past the last. One dimension: of two, Triton would wait again in each layout that it is used in."""
+    """The two figures of each piece of a row, [PIECES], 0 past the last. One dimension: of two, Triton would wait again in each layout that it is used in."""
     n = tl.arange(0, PIECES)
-    return tl.where(n < pieces, gather(word_ptr + row * pieces + tl.minimum(n, pieces - 1), PHASE), 0.0)
+    x, y = gather(word_ptr + row * pieces + tl.minimum(n, pieces - 1), PHASE)
+    return tl.where(n < pieces, x, 0.0), tl.where(n < pieces, y, 0.0)
 
 
 @triton.jit
-def merged(word_ptr, row, width, rows, pieces, LAYER: tl.constexpr, PHASE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
+def merged(word_ptr, row, width, pieces, LAYER: tl.constexpr, PHASE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
     """Mean and mean square deviation of a row from those of its pieces (Chan, Golub and LeVeque, 1983); of "rms" 0 and the mean square.
 
-    Piece n has PIECE columns, a sum of square deviations published at word[row, n] and a mean at word[rows + row, n].
+    Each piece of PIECE columns has published its sum of square deviations and its mean.
     """
-    square = published(word_ptr, row, pieces, PHASE, PIECES)
+    square, mean_of_piece = published(word_ptr, row, pieces, PHASE, PIECES)
     mean = 0.0
     if LAYER:
         n = tl.arange(0, PIECES)
         count = tl.where(n < pieces, tl.minimum(width - n * PIECE, PIECE), 0).to(tl.float32)
-        of_piece = published(word_ptr, rows + row, pieces, PHASE, PIECES)
-        mean = tl.sum(of_piece * count) / width
-        square += count * (of_piece - mean) * (of_piece - mean)
+        mean = tl.sum(mean_of_piece * count) / width
+        square += count * (mean_of_piece - mean) * (mean_of_piece - mean)
     return mean, tl.sum(square) / width
 
 
@@ -143,17 +144,16 @@ def sum_partials(partial_ptr, out_ptr, count, width, COUNT: tl.constexpr, BLOCK:
 # ---- host
 
 
-def meeting_of(rows: int, width: int, piece: int, sums: int, device: Device, where: torch.device) -> tuple[dict, tuple[int, ...]]:
-    """What a kernel takes of its rows' pieces, and the phases it is launched in: one where a row's programs run at the same time.
+def parts_of(width: int) -> tuple[int, int]:
+    """(parts, columns of one) that hold a row with the fewest columns too many: 5 of 256 for 1,152, 3 of 1,024 for 3,072."""
+    return min(((parts, triton.next_power_of_2(triton.cdiv(width, parts))) for parts in ((1, 3, 5) if width > 512 else (1,))), key=math.prod)
 
-    They do on an NVIDIA GPU that has a multiprocessor for each; in the interpreter they run one after the other. `sums` words of each piece are published.
-    """
+
+def meeting_of(rows: int, width: int, piece: int, where: torch.device) -> dict:
+    """What a kernel takes of its rows' pieces: a word of each for `publish`."""
     pieces = triton.cdiv(width, piece)
-    if pieces == 1:
-        return {"word_ptr": None, "pieces": 1, "PIECES": 1}, (BOTH,)
-    words = torch.zeros((sums, rows, pieces), dtype=torch.int32, device=where)
-    at_once = device.kind == "cuda" and where.type == "cuda" and pieces <= device.sms
-    return {"word_ptr": words, "pieces": pieces, "PIECES": triton.next_power_of_2(pieces)}, (BOTH,) if at_once else (FIRST, SECOND)
+    words = torch.zeros((rows, pieces), dtype=torch.int64, device=where) if pieces > 1 else None
+    return {"word_ptr": words, "pieces": pieces, "PIECES": triton.next_power_of_2(pieces)}
 
 
 def matrix(x: torch.Tensor | None) -> torch.Tensor | None:
