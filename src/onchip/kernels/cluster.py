@@ -67,6 +67,15 @@ def _moments(ctas: int) -> str:
 
 
 @triton.jit
+def rank(CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
+    """Which row of a tile a CTA has: a scalar that is another in each, as a tensor would be carried from layout to layout between them."""
+    if CLUSTER:
+        return tl.inline_asm_elementwise("mov.u32 $0, %cluster_ctarank;", "=r,r", [CTAS], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.arange(0, CTAS)
+
+
+@triton.jit
 def begin(VALUES: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
     """The box that an exchange of VALUES numbers a CTA goes through."""
     if CLUSTER:
@@ -95,7 +104,7 @@ def totals(x, y, box, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
 
 @triton.jit
 def moments(mean, square, count, box, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
-    """Mean and sum of square deviations of a row, [CTAS], from those of its pieces and their lengths, float32 [CTAS] (Chan, Golub and LeVeque, 1983)."""
+    """Mean and sum of square deviations of a row, [CTAS], from those of its pieces [CTAS] and their lengths, float32 (Chan, Golub and LeVeque, 1983)."""
     if CLUSTER:
         return tl.inline_asm_elementwise(
             _moments(CTAS), "=&f,=&f,r,f,f,f", [box, mean, square, count], dtype=(tl.float32, tl.float32), is_pure=False, pack=1

@@ -54,15 +54,17 @@ NORM_FORMS = {  # name: (tensors of the forward pass, of the backward pass, kind
 
 def norm_facts(kernel, tiles, pieces, dtype, there, kind, arch):
     """A norm kernel compiled with these tensors there and no others; of a row in pieces, with the wait for the others where a GPU's kernel has it."""
+    ctas = getattr(tiles, "ctas", 1)
+    pieces = triton.cdiv(pieces, ctas)
     there = {f"{name}_ptr" for name in there.split()} | ({"word_ptr", "z_ptr"} if pieces > 1 else set())
     values = {"LAYER": kind == "layer", "W": "all", "GATE": "set", "MOD": "set", "PHILOX_ROUNDS": 7, "CODES": "", "LARGEST": 0.0, "INVERSE": False}
-    values |= {"ROWS": tiles.rows, "PARTS": tiles.parts, "BLOCK": tiles.block, "STAGES": tiles.stages, "LAG": tiles.lag if pieces > 1 else 0, "PIECES": triton.next_power_of_2(pieces)}
+    values |= {"ROWS": tiles.rows, "PARTS": tiles.parts, "BLOCK": tiles.block, "STAGES": getattr(tiles, "stages", 1), "LAG": getattr(tiles, "lag", 0) if pieces > 1 else 0, "CTAS": ctas, "CLUSTER": True, "PIECES": triton.next_power_of_2(pieces)}
     values |= {"PHASE": BOTH if arch.startswith("sm") or pieces == 1 else SECOND} | ({"pieces": 1} if pieces == 1 else {})
     names = kernel.arg_names
     constexprs = {name: values[name] for name in names if name in values} | {name: None for name in names if name.endswith("_ptr") and name not in there}
-    types = dict.fromkeys(("eps", "offset", "grown"), "fp32") | {"bar": "i64", "word_ptr": "*i32"} | dict.fromkeys(IN_FP32, "*fp32")
+    types = dict.fromkeys(("eps", "offset", "grown"), "fp32") | {"bar": "i64", "word_ptr": "*i64"} | dict.fromkeys(IN_FP32, "*fp32")
     signature = {name: types.get(name, POINTER[dtype] if name.endswith("_ptr") else "i32") for name in names}
-    return compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", *STRIDES))
+    return compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", *STRIDES), ctas=ctas)
 
 
 @everywhere
@@ -81,7 +83,7 @@ def norm_facts(kernel, tiles, pieces, dtype, there, kind, arch):
 def test_norm(form, rows, width, dtype, arch):
     there, _, kind = NORM_FORMS[form]
     tiles = norm.configs(Rows("norm", rows, width, dtype), GPUS[arch])[0]
-    check(norm_facts(norm._norm, tiles, triton.cdiv(width, tiles.block), dtype, there, kind, arch), arch)
+    check(norm_facts(norm._norm, tiles, triton.cdiv(width, tiles.parts * tiles.block), dtype, there, kind, arch), arch)
 
 
 @everywhere
@@ -93,7 +95,7 @@ def test_norm_backward(form, rows, width, dtype, arch):
     _, there, kind = NORM_FORMS[form]
     wanted = " ".join(name for name in ("weight", "bias", "gate", "scale", "shift") if f"d_{name[:1] if name in ('weight', 'bias') else name}" in there.split())
     tiles = norm_backward.configs(Rows("norm_backward", rows, width, dtype, f"{kind} -> {wanted}"), GPUS[arch])[0]
-    facts = norm_facts(norm_backward._norm_backward, tiles, triton.cdiv(width, tiles.block), dtype, there, kind, arch)
+    facts = norm_facts(norm_backward._norm_backward, tiles, triton.cdiv(width, tiles.parts * tiles.block), dtype, there, kind, arch)
     print("\n", form, width, dtype, arch, facts.registers, facts.spills, facts.shared)
     assert facts.spills == 0
     if arch.startswith("sm"):

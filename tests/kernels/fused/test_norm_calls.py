@@ -33,11 +33,11 @@ FORMS = {  # name: (kind, shape of x, {tensor: its shape, or its own dtype and s
     "dropout": ("layer", (9, 40), {"weight": (40,), "stream": (FP32, 9, 40), "row_scale": (9,), "drop": None}),
     "sample": ("layer", (3, 11, 72), {"scale": (3, 72), "shift": (3, 72)}),
     "sample weight": ("rms", (2, 3, 5, 40), {"weight": (40,), "scale": (2, 40), "shift": (2, 40)}),
+    "parts": ("layer", (2, 3, 640), {"weight": (640,), "scale": (2, 640), "shift": (2, 640)}),
     "token": ("layer", (2, 5, 40), {"scale": (2, 5, 40), "shift": (2, 5, 40)}),
     "zero": ("layer", (3, 5, 40), {"stream": (3, 5, 40), "gate": (3, 1, 40), "scale": (3, 1, 40), "shift": (3, 1, 40)}),
     "token gate": ("rms", (2, 3, 40), {"weight": (40,), "stream": (2, 3, 40), "gate": (2, 3, 40), "shift": (40,)}),
     "silu": ("rms", (5, 63), {"weight": (63,), "silu": (5, 63)}),
-    "wide sample": ("rms", (2, 1, 16401), {"stream": (2, 1, 16401), "gate": (2, 1, 16401), "row_scale": (2, 1), "scale": (2, 16401)}),
 }
 LARGE = {
     f"{kind} {rows}x{width}": (kind, (rows, width), {"weight": (width,)} | ({"bias": (width,), "stream": (rows, width)} if kind == "layer" else {}))
@@ -141,6 +141,27 @@ def test_against_float64(form, dtype, kernel, device):
     check(FORMS[form], dtype, kernel, device)
 
 
+@pytest.fixture
+def narrow(monkeypatch):
+    """Rows of more than 256 columns are several programs'."""
+    norm, norm_backward = pytest.importorskip("onchip.kernels.fused.norm"), pytest.importorskip("onchip.kernels.fused.norm_backward")
+    for module in (norm, norm_backward):
+        monkeypatch.setattr(module, "WIDEST", 256)
+        monkeypatch.setattr(module, "PIECE", 256)
+
+
+WIDE = {
+    "sample": ("rms", (2, 1, 701), {"stream": (2, 1, 701), "gate": (2, 1, 701), "row_scale": (2, 1), "scale": (2, 701)}),
+    "layer": ("layer", (5, 1000), {"weight": (1000,), "bias": (1000,), "stream": (FP32, 5, 1000)}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", WIDE)
+def test_rows_of_several_programs(form, narrow, device):
+    check(WIDE[form], FP32, "triton_norm", device)
+
+
 @pytest.mark.parametrize("kernel", [TRITON])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("form", LARGE)
@@ -160,8 +181,8 @@ def test_the_reference_has_the_right_derivatives(form, device):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("width", [40, 9001])
-def test_invertible(width, kernel, device):
+@pytest.mark.parametrize("width", [40, 600])
+def test_invertible(width, kernel, narrow, device):
     """The input is not kept; gradients are as good as those of a norm whose input was."""
     form = ("layer", (2, width), {"weight": (width,), "bias": (width,)})
     given = inputs(form, FP32, device)
@@ -322,4 +343,44 @@ def test_sums_of_more_items_than_a_grid_is_high(monkeypatch):
     grids = []
     monkeypatch.setattr(norm_backward, "sum_partials", type("Grids", (), {"__getitem__": lambda _, grid: grids.append(grid) or (lambda *_, **__: None)})())
     norm_backward.add_up(torch.zeros(1 << 16, 1, 65), torch.zeros(1 << 16, 65))
-    assert grids == [(1 << 17,)]
+    assert grids == [(5 << 16,)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_row_of_several_programs(kind, device):
+    """A cluster's, and pieces of two launches, the second of which reads what the first has written over the stream: as of one program."""
+    from onchip.kernels.fused.norm import Norm, Tiles, configs, launch_norm
+
+    if device.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("clusters need sm_90")
+    problem = Rows("norm", 3, 1001, FP32, kind)
+    assert [configs(problem._replace(width=1 << n), gpu("H200"))[0].ctas for n in (14, 15, 16, 18, 20)] == [1, 2, 4, 8, 1]
+    assert configs(problem._replace(width=1 << 16), gpu("A100"))[0].ctas == 1
+    x, stream = torch.randn(3, 1001, device=device) + 9, torch.randn(3, 1001, device=device)
+    found = []
+    for tiles in (Tiles(1, 1, 1024, 4), Tiles(1, 1, 256, 4, ctas=4), Tiles(1, 1, 256, 4)):
+        given = Norm(kind, EPS, residual=stream.clone(), weight=torch.linspace(-1, 1, 1001, device=device)[None], keep=True, in_place=True)
+        found.append(launch_norm(problem, tiles, x, given))
+    for whole, *others in zip(*found, strict=True):
+        for other in others if whole is not None else ():
+            torch.testing.assert_close(other, whole, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.gpu
+def test_codes_by_arithmetic(device, monkeypatch):
+    """As a GPU has them that does not convert to e4m3, and of numbers near float32's ends: the same codes."""
+    from dataclasses import replace
+
+    from onchip.kernels.fused import norm
+
+    x, weight = torch.randn(4, 300, device=device), torch.randn(300, device=device)
+    x[1, :9] = 2.0 ** -torch.arange(1, 10, device=device)
+    codes, scale = rms_norm(x, weight, after=RowCodes("e4m3"), kernel="triton_norm")
+    for power in (2.0**-100, 2.0**100):
+        again, step = rms_norm(x, weight * power, after=RowCodes("e4m3"), kernel="triton_norm")
+        assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8)) and torch.equal(step, scale * power)
+    facts = replace(norm.of(device), arch=80)
+    monkeypatch.setattr(norm, "of", lambda _: facts)
+    again, _ = rms_norm(x, weight, after=RowCodes("e4m3"), kernel="triton_norm")
+    assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))

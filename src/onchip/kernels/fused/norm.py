@@ -23,12 +23,12 @@ from onchip.core.problem import Rows
 from onchip.kernels.fused.norm_tile import (
     arguments, columns, dropped, matrix, meeting_of, merged, modulated, parameter, parameters, parts_of, scaled, sigmoid, stride, weighed,
 )  # fmt: skip
-from onchip.kernels.cluster import begin, moments, total
+from onchip.kernels.cluster import begin, moments, rank, total
 from onchip.kernels.meeting import BOTH, FIRST, SECOND, publish
 
 # A thread holds 32 elements: four 16-byte loads of bf16 in flight, and registers for two blocks or more on a multiprocessor.
 # More than 16 warps would leave a thread 64 registers, half of what it needs.
-WARPS = ((1280, 1), (4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps)
+WARPS = ((4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps)
 TILE = 4096  # elements of a program that holds several rows
 WIDEST = 16384  # elements of a row that is one program's
 PIECE, LARGER = 16384, 2  # elements of a program of a cluster; of the widest rows twice that
@@ -67,14 +67,6 @@ def _joined(
         x = scaled(x, parameter(gate_ptr, gate_stride, row, s, col, inside, width, GATE), row_scale, gate_ptr, row_scale_ptr)
         z = (stream.to(tl.float32) + x).to(stream.dtype)
         tl.store(total_ptr + row * total_stride + col, z, mask=inside)
-    return z
-
-
-@triton.jit
-def _kept(z, CLUSTER: tl.constexpr):
-    """z, but as it was loaded: else what has been made float32 stays so over an exchange, in twice the registers."""
-    if CLUSTER and z.dtype.primitive_bitwidth == 16:
-        z = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [z], dtype=z.dtype, is_pure=False, pack=2)
     return z
 
 
@@ -136,8 +128,11 @@ def _norm(
     mean = 0.0
     if PHASE != SECOND:
         if LAYER:
-            of_piece = tl.minimum(tl.maximum(width - piece * PIECE - tl.arange(0, CTAS) * PIECE, 0), PIECE).to(tl.float32)  # columns
-            mean_of_piece = tl.sum(sums, 1) / tl.maximum(of_piece, 1.0)
+            if CTAS > 1:
+                of_piece = tl.minimum(tl.maximum(width - rank(CTAS, CLUSTER) * PIECE, 0), PIECE).to(tl.float32)  # columns
+                mean_of_piece = tl.sum(sums, 1) / tl.maximum(of_piece, 1.0)
+            else:
+                mean_of_piece = tl.sum(sums, 1) / tl.minimum(width - piece * PIECE, PIECE)
             mean = mean_of_piece[:, None]
         squares = tl.zeros([ROWS * CTAS, BLOCK], tl.float32)
         for n in tl.static_range(PARTS):
@@ -170,7 +165,7 @@ def _norm(
         most = tl.zeros([ROWS * CTAS, BLOCK], tl.int32)
         for n in tl.static_range(PARTS):
             inside = there & (col[n] < width)
-            hat = _kept(z[n], CLUSTER and CTAS > 1).to(tl.float32)
+            hat = z[n].to(tl.float32)
             if LAYER:
                 hat -= mean
             y = modulated(weighed(hat * rstd, w[n], b[n], offset, w_ptr, b_ptr), scale[n], shift[n], scale_ptr, shift_ptr)
@@ -187,7 +182,7 @@ def _norm(
             codes = tl.full(largest.shape, LARGEST, tl.float32)
             # Both sides of the quotient are within reach of float32 whatever the largest is: a power of two goes by y, exactly.
             power = tl.where(largest < 1.0, 2.0**64, 2.0**-64)
-            by = tl.where(largest > 0, tl.math.div_rn(codes, largest * power), 0.0)
+            by = tl.where(largest > 0, tl.math.div_rn(codes, tl.where(largest > 0, largest * power, 1.0)), 0.0)
             for n in tl.static_range(PARTS):
                 tl.store(y_ptr + row * width + col[n], _coded(ys[n], power, by, CODES, LARGEST), mask=there & (col[n] < width))
             tl.store(codes_ptr + row, tl.math.div_rn(largest, codes), mask=there)
@@ -204,7 +199,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
             ctas = min(8, ctas)
             block = triton.next_power_of_2(triton.cdiv(problem.width, ctas))
             return [Tiles(1, 1, block, pick(WARPS, block), ctas)]
-        return [Tiles(1, 1, 8192, 8)]
+        return [Tiles(1, 1, PIECE, pick(WARPS, PIECE))]
     parts, block = parts_of(problem.width)
     rows = max(1, min(TILE // (parts * block), problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1) if parts == 1 else 1
