@@ -5,8 +5,8 @@
     box = begin(VALUES, N)                          as early as may be: the others' start is waited for in `total`, beside which loads are in flight by then
     sums = total(tl.sum(x, 1), box, N)              [N], the same in all; without keep_dims, with which Triton would write the assembly once for each register
 
-One exchange a kernel, of VALUES float32 numbers a CTA. A value goes by `st.async` to each CTA's box, which counts bytes (an mbarrier): no fence of memory, which
-a cluster's barrier would mean. No CTA leaves before it has what is sent to it, so nobody writes to one that has left.
+One exchange a kernel, of VALUES float32 numbers a CTA. A value goes by `st.async` to each CTA's box, which counts bytes (an mbarrier): no fence of memory,
+which a cluster's barrier would mean. No CTA leaves before it has what is sent to it, so nobody writes to one that has left.
 In the interpreter, where a program holds the whole row, CLUSTER is False and the sum is the tile's own.
 """
 
@@ -32,9 +32,7 @@ def _begin(values: int, ctas: int) -> str:
 def _exchange(values: int, ctas: int) -> str:
     """PTX: each value to the boxes of all; what follows finds value v of CTA c at [box + 16 + 4 (v ctas + c)]."""
     first = 2 if values == 3 else values  # operands: results, then the box, then the values
-    send = "".join(
-        f"@to st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there + {4 * v * ctas}], ${first + 1 + v}, [bar]; " for v in range(values)
-    )
+    send = "".join(f"@to st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there + {4 * v * ctas}], ${first + 1 + v}, [bar]; " for v in range(values))
     return (
         ".reg .pred to, done; .reg .b32 t, there, bar; barrier.cluster.wait.acquire.aligned; "
         f"mov.u32 t, %tid.x; setp.lt.u32 to, t, {ctas}; mov.u32 there, %cluster_ctarank; shl.b32 there, there, 2; add.u32 there, there, ${first}; "
@@ -67,48 +65,43 @@ def _moments(ctas: int) -> str:
 
 
 @triton.jit
-def rank(CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
-    """Which row of a tile a CTA has: a scalar that is another in each, as a tensor would be carried from layout to layout between them."""
-    if CLUSTER:
-        return tl.inline_asm_elementwise("mov.u32 $0, %cluster_ctarank;", "=r,r", [CTAS], dtype=tl.int32, is_pure=True, pack=1)
-    else:
-        return tl.arange(0, CTAS)
-
-
-@triton.jit
 def begin(VALUES: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
     """The box that an exchange of VALUES numbers a CTA goes through."""
+    box = 0
     if CLUSTER:
-        return tl.inline_asm_elementwise(_begin(VALUES, CTAS), "=&r,r", [CTAS], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        return 0
+        box = tl.inline_asm_elementwise(_begin(VALUES, CTAS), "=&r,r", [CTAS], dtype=tl.int32, is_pure=False, pack=1)
+    return box
 
 
 @triton.jit
 def total(x, box, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
     """The sum of x [CTAS], as [CTAS]."""
     if CLUSTER:
-        return tl.inline_asm_elementwise(_total(1, CTAS), "=&f,r,f", [box, x], dtype=tl.float32, is_pure=False, pack=1)
+        x = tl.inline_asm_elementwise(_total(1, CTAS), "=&f,r,f", [box, x], dtype=tl.float32, is_pure=False, pack=1)
     else:
-        return tl.zeros_like(x) + tl.sum(x, 0)
+        x = tl.zeros_like(x) + tl.sum(x, 0)
+    return x
 
 
 @triton.jit
 def totals(x, y, box, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
     """The sums of x and of y [CTAS], as [CTAS]."""
     if CLUSTER:
-        return tl.inline_asm_elementwise(_total(2, CTAS), "=&f,=&f,r,f,f", [box, x, y], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)
+        x, y = tl.inline_asm_elementwise(_total(2, CTAS), "=&f,=&f,r,f,f", [box, x, y], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)
     else:
-        return tl.zeros_like(x) + tl.sum(x, 0), tl.zeros_like(y) + tl.sum(y, 0)
+        x, y = tl.zeros_like(x) + tl.sum(x, 0), tl.zeros_like(y) + tl.sum(y, 0)
+    return x, y
 
 
 @triton.jit
 def moments(mean, square, count, box, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
-    """Mean and sum of square deviations of a row, [CTAS], from those of its pieces [CTAS] and their lengths, float32 (Chan, Golub and LeVeque, 1983)."""
+    """Mean and sum of square deviations of a row, [CTAS], from those of its pieces and their lengths, float32 [CTAS] (Chan, Golub and LeVeque, 1983)."""
     if CLUSTER:
-        return tl.inline_asm_elementwise(
+        mean, square = tl.inline_asm_elementwise(
             _moments(CTAS), "=&f,=&f,r,f,f,f", [box, mean, square, count], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
         )
     else:
         whole = tl.sum(count * mean, 0) / tl.sum(count, 0)
-        return tl.zeros_like(mean) + whole, tl.zeros_like(square) + tl.sum(square + count * (mean - whole) * (mean - whole), 0)
+        square = tl.zeros_like(square) + tl.sum(square + count * (mean - whole) * (mean - whole), 0)
+        mean = tl.zeros_like(mean) + whole
+    return mean, square

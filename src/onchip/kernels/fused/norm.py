@@ -20,18 +20,33 @@ from onchip.core.device import Device, of
 from onchip.core.kernel import pick
 from onchip.core.norms import CODES, Norm, Normed
 from onchip.core.problem import Rows
+from onchip.kernels.cluster import begin, moments, total
 from onchip.kernels.fused.norm_tile import (
-    arguments, columns, dropped, matrix, meeting_of, merged, modulated, parameter, parameters, parts_of, scaled, sigmoid, stride, weighed,
-)  # fmt: skip
-from onchip.kernels.cluster import begin, moments, rank, total
+    arguments,
+    columns,
+    dropped,
+    matrix,
+    meeting_of,
+    merged,
+    modulated,
+    parameter,
+    parameters,
+    parts_of,
+    scaled,
+    sigmoid,
+    stride,
+    weighed,
+)
 from onchip.kernels.meeting import BOTH, FIRST, SECOND, publish
 
 # A thread holds 32 elements: four 16-byte loads of bf16 in flight, and registers for two blocks or more on a multiprocessor.
 # More than 16 warps would leave a thread 64 registers, half of what it needs.
 WARPS = ((4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps)
 TILE = 4096  # elements of a program that holds several rows
-WIDEST = 16384  # elements of a row that is one program's
-PIECE, LARGER = 16384, 2  # elements of a program of a cluster; of the widest rows twice that
+WIDEST = 8192  # elements of a row that is one program's
+PIECE = 8192  # elements of a program of a wider row, of which two launches are made
+CTAS = 8  # programs of a cluster that each GPU has that has clusters
+OF_CTA, MOST_OF_CTA = 1 << 14, 1 << 16  # bytes of a row: what was fastest, and what registers hold at most; for LayerNorm half of the former is both
 
 
 class Tiles(NamedTuple):
@@ -71,6 +86,14 @@ def _joined(
 
 
 @triton.jit
+def _kept(z, CLUSTER: tl.constexpr):
+    """z, but as it was loaded: else what has been made float32 stays so over an exchange, in twice the registers."""
+    if CLUSTER and z.dtype.primitive_bitwidth == 16:
+        z = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [z], dtype=z.dtype, is_pure=False, pack=2)
+    return z
+
+
+@triton.jit
 def _bits(y, inside):
     """|y| as integers, of which those of NaN are the largest; 0 outside."""
     return tl.where(inside, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
@@ -100,6 +123,7 @@ def _norm(
     ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     PIECE: tl.constexpr = PARTS * BLOCK
+    ALONE: tl.constexpr = CTAS == 1 and word_ptr is None
     piece = tl.program_id(0) % pieces
     tile = tl.program_id(0) // pieces
     s = tile % sets
@@ -110,7 +134,6 @@ def _norm(
     if CTAS > 1:
         box = begin(3 if LAYER else 1, CTAS, CLUSTER)
     z = ()
-    sums = tl.zeros([ROWS * CTAS, BLOCK], tl.float32)
     for n in tl.static_range(PARTS):
         inside = there & (col[n] < width)
         if PHASE == SECOND:
@@ -119,7 +142,10 @@ def _norm(
             of_part = _joined(x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar,
                               grown, row, there, s, col[n], inside, width, GATE, PHILOX_ROUNDS)  # fmt: skip
         z += (of_part,)
-        sums += of_part.to(tl.float32)
+        if n == 0:
+            sums = of_part.to(tl.float32)
+        else:
+            sums += of_part.to(tl.float32)
     w = parameters(w_ptr, w_stride, row, there, s, col, width, W, PARTS)
     b = parameters(b_ptr, w_stride, row, there, s, col, width, W, PARTS)
     scale = parameters(scale_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
@@ -129,17 +155,21 @@ def _norm(
     if PHASE != SECOND:
         if LAYER:
             if CTAS > 1:
-                of_piece = tl.minimum(tl.maximum(width - rank(CTAS, CLUSTER) * PIECE, 0), PIECE).to(tl.float32)  # columns
+                of_piece = tl.minimum(tl.maximum(width - tl.arange(0, CTAS) * PIECE, 0), PIECE).to(tl.float32)  # columns
                 mean_of_piece = tl.sum(sums, 1) / tl.maximum(of_piece, 1.0)
             else:
                 mean_of_piece = tl.sum(sums, 1) / tl.minimum(width - piece * PIECE, PIECE)
             mean = mean_of_piece[:, None]
         squares = tl.zeros([ROWS * CTAS, BLOCK], tl.float32)
+        centred = ()
         for n in tl.static_range(PARTS):
             off = z[n].to(tl.float32)
             if LAYER:
                 off = tl.where(col[n] < width, off - mean, 0.0)
             squares += off * off
+            centred += (off,)
+        if ALONE:
+            z = centred
         square = tl.sum(squares, 1)
         if CTAS > 1:
             if LAYER:
@@ -165,8 +195,8 @@ def _norm(
         most = tl.zeros([ROWS * CTAS, BLOCK], tl.int32)
         for n in tl.static_range(PARTS):
             inside = there & (col[n] < width)
-            hat = z[n].to(tl.float32)
-            if LAYER:
+            hat = _kept(z[n], CLUSTER and CTAS > 1).to(tl.float32)
+            if LAYER and not ALONE:
                 hat -= mean
             y = modulated(weighed(hat * rstd, w[n], b[n], offset, w_ptr, b_ptr), scale[n], shift[n], scale_ptr, shift_ptr)
             if silu_ptr is not None:
@@ -193,17 +223,19 @@ def _norm(
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
     """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; a row to be coded is one program's, however wide."""
-    if problem.width > WIDEST and not any(word in CODES for word in problem.variant.split()):
-        ctas = max(2, triton.next_power_of_2(triton.cdiv(problem.width, PIECE)))
-        if device.kind == "cuda" and device.arch >= 90 and ctas <= 8 * LARGER:
-            ctas = min(8, ctas)
+    words, row = problem.variant.split(), problem.width * problem.dtype.itemsize
+    if problem.width > WIDEST and not any(word in CODES for word in words):
+        layer = "layer" in words
+        if device.kind == "cuda" and device.arch >= 90 and row <= CTAS * (OF_CTA // 2 if layer else MOST_OF_CTA):
+            ctas = min(CTAS, triton.next_power_of_2(triton.cdiv(row, OF_CTA // 2 if layer else OF_CTA)))
             block = triton.next_power_of_2(triton.cdiv(problem.width, ctas))
-            return [Tiles(1, 1, block, pick(WARPS, block), ctas)]
+            return [Tiles(1, 1, block, max(4, min(16, block * problem.dtype.itemsize // (OF_CTA // 4))), ctas)]
         return [Tiles(1, 1, PIECE, pick(WARPS, PIECE))]
     parts, block = parts_of(problem.width)
-    rows = max(1, min(TILE // (parts * block), problem.rows // (2 * device.sms)))
-    rows = 1 << (rows.bit_length() - 1) if parts == 1 else 1
-    return [Tiles(rows, parts, block, pick(WARPS, rows * parts * block))]
+    rows = 1 if parts > 1 else max(1, min(TILE // block, problem.rows // (2 * device.sms)))
+    rows = 1 << (rows.bit_length() - 1)
+    warps = block // 256 if parts > 1 else pick(WARPS, rows * block)
+    return [Tiles(rows, parts, block, 2 * warps if "silu" in words and parts == 1 else warps)]
 
 
 def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> Normed:

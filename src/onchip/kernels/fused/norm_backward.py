@@ -6,13 +6,15 @@
     dz = rstd (dhat - mean(dhat) - hat mean(dhat hat)) + dtotal        (mean(dhat) for LayerNorm alone)
     dx = dz gate row_scale dropped(1),  dgate = dz row_scale dropped(x),  drow_scale = sum of dz gate dropped(x)
 
-Programs go down the rows of one set, as many as a GPU holds at once, each with whole rows or with one piece of each row: then the programs of a row meet half
-way (`meeting.py`). dy and z are read once and dx is written once; the rows after this one are on their way to shared memory meanwhile. What rows share is
-summed in a program's registers, written once a program and added up by a second launch, in one order always: no atomics, the same bits in every run.
+Programs go down the rows of one set, as many as a GPU holds at once, whole rows in registers and the next ones on their way to shared memory: dy and z are
+read once, dx is written once. Of a wider row a program has one piece: it publishes the two sums of its piece (`meeting.py`), goes on, and finishes the piece
+two rows later, when the sums of the others are there, from L2, which it is read from again. What rows share is summed in a program's registers, written once
+a program and added up by a second launch, in one order always: no atomics, the same bits in every run.
 Bytes moved: the floor, rows width (dy + z + dx), and 8 programs width for each parameter.
 """
 
 import math
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -23,18 +25,36 @@ from onchip.core.device import Device, of
 from onchip.core.norms import PARAMETERS, Norm, Normed, NormGrads, sharing
 from onchip.core.problem import Rows
 from onchip.kernels.fused.norm_tile import (
-    arguments, columns, dropped, matrix, meeting_of, modulated, parameter, parameters, parts_of, published, scaled, sigmoid, stride, sum_partials, weighed, zeros,
-)  # fmt: skip
+    arguments,
+    columns,
+    dropped,
+    matrix,
+    meeting_of,
+    modulated,
+    parameter,
+    parameters,
+    parts_of,
+    published,
+    scaled,
+    sigmoid,
+    stride,
+    sum_partials,
+    weighed,
+    zeros,
+)
 from onchip.kernels.meeting import BOTH, FIRST, SECOND, publish
 
 WIDEST = 8192  # elements of a row that is one program's
 PIECE, LAG = 2048, 2  # elements of a program of a wider row, and rows that it finishes one behind
 TILE = 8192  # elements of a program that holds several rows
+SHORT = 12288  # bytes of a tile in parts up to which a fourth stage pays
 THREAD = 16  # elements a thread: with two sums beside dy, z and the parameters, about 110 registers
 
 
 class Tiles(NamedTuple):
-    """How much of the matrix a program holds, `rows` of `parts` times `block` columns, how many programs there are, and how many tiles are in flight or in hand."""
+    """How much of the matrix a program holds, `rows` of `parts` times `block` columns; how many programs there are, how many tiles are in flight or
+    in hand, and how many rows behind the last one that it has read a program finishes one of which it has a piece.
+    """
 
     rows: int
     parts: int
@@ -252,19 +272,23 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     """Rows of 8,192 elements together and a program a multiprocessor; less of them where much is loaded beside dy and z, or where columns come in parts."""
     said, _, wanted = problem.variant.partition(" -> ")
     words, wanted, size = said.split(), wanted.split(), problem.dtype.itemsize
-    streams = 2 + ("d_total" in words) + ("gate" in wanted or "row_scale" in wanted) + sum(word == "silu" or word.endswith(":row") for word in words)
+    beside = ("gate" in wanted or "row_scale" in wanted) + sum(word == "silu" or word.endswith(":row") for word in words)
+    streams = 1 + ("d_total" in words)  # z, and the gradient of the sum
+    load = size * (1 + beside) + (4 if "residual:fp32" in words else size) * streams  # bytes of an element
+    plain = streams + beside == 1
     if problem.width > WIDEST:
-        return [Tiles(1, 1, PIECE, 4, 4 * device.sms, _stages(2 * streams * PIECE * size, 4, 3, device), LAG)]
+        return [Tiles(1, 1, PIECE, 4, 4 * device.sms, _stages(2 * load * PIECE, 4, 3, device), LAG)]
     parts, block = parts_of(problem.width)
     if parts > 1:
-        warps = 1 << max(0, round(math.log2(parts * block / (32 * THREAD))))
-        each = max(1, min(6, 16 // warps))
-        return [Tiles(1, parts, block, warps, each * device.sms, _stages(streams * parts * block * size, each, 4, device))]
-    rows = max(1, min((TILE if streams == 2 else TILE // 2) // block, problem.rows // device.sms))
+        load *= parts * block
+        warps = 1 << round(math.log2(parts * block / (32 * THREAD if plain else 48 * THREAD)))
+        each = {1: 8, 2: 4, 4: 2, 8: 2}.get(warps, 1)
+        return [Tiles(1, parts, block, warps, each * device.sms, _stages(load, each, 4 if load <= SHORT else 3, device))]
+    rows = max(1, min((TILE if plain else TILE // 2) // block, problem.rows // device.sms))
     rows = 1 << (rows.bit_length() - 1)
-    warps = max(1, min(16, rows * block // (32 * THREAD if streams == 2 else 16 * THREAD)))
+    warps = max(1, min(16, rows * block // (32 * THREAD if plain else 16 * THREAD)))
     each = max(1, min(8, 16 // warps))
-    return [Tiles(rows, 1, block, warps, each * device.sms, _stages(streams * rows * block * size, each, 3 if streams == 2 else 4, device))]
+    return [Tiles(rows, 1, block, warps, each * device.sms, _stages(load * rows * block, each, 3 if plain else 4, device))]
 
 
 def _stages(size: int, programs: int, wanted: int, device: Device) -> int:
@@ -275,33 +299,26 @@ def _stages(size: int, programs: int, wanted: int, device: Device) -> int:
 class Sums(NamedTuple):
     """Where the parameters' gradients are written: sums of programs in float32 for what rows share, else the gradient itself."""
 
-    partial: dict[str, torch.Tensor]  # [sets, programs of a set, width], all of one tensor
+    names: list[str]
+    partial: torch.Tensor  # [names, sets, programs of a set, width]
     done: dict[str, torch.Tensor]
 
     @property
     def pointers(self) -> dict:
         short = {"weight": "w", "bias": "b"}
-        return {f"d_{short.get(name, name)}_ptr": self.partial.get(name, self.done.get(name)) for name in PARAMETERS}
+        found = self.done | dict(zip(self.names, self.partial, strict=True))
+        return {f"d_{short.get(name, name)}_ptr": found.get(name) for name in PARAMETERS}
 
     def total(self, norm: Norm) -> dict[str, torch.Tensor]:
         """The gradients, each summed over programs; neighbours of one shape and dtype in one launch."""
-        grads, alike = dict(self.done), {}
-        for name in self.partial:
-            given = getattr(norm, name)
-            alike.setdefault((len(given), given.dtype), []).append(name)
-        for (items, dtype), names in alike.items():
-            partial = [self.partial[name] for name in names]
-            sets, programs, width = partial[0].shape
-            items = sets if items > 1 else 1
-            found = torch.empty((len(names), items, width), dtype=dtype, device=partial[0].device)
-            first = partial[0].storage_offset()
-            if [t.storage_offset() for t in partial] == [first + n * partial[0].numel() for n in range(len(names))]:
-                whole = partial[0].as_strided((len(names) * items, sets * programs // items, width), (sets * programs // items * width, width, 1))
-                add_up(whole, found.view(-1, width))
-            else:
-                for one, out in zip(partial, found, strict=True):
-                    add_up(one.view(items, -1, width), out)
-            grads |= dict(zip(names, found, strict=True))
+        grads, first = dict(self.done), 0
+        for (sets, dtype), run in groupby(self.names, lambda name: (len(getattr(norm, name)), getattr(norm, name).dtype)):
+            run = list(run)
+            partial = self.partial[first : first + len(run)]
+            found = torch.empty((len(run), sets, partial.shape[-1]), dtype=dtype, device=partial.device)
+            add_up(partial.view(len(run) * sets, -1, partial.shape[-1]), found.view(-1, partial.shape[-1]))
+            grads |= dict(zip(run, found, strict=True))
+            first += len(run)
         return grads
 
 
@@ -333,15 +350,9 @@ def launch(
     def new(*shape, dtype=torch.float32):
         return (torch.empty if rows else torch.zeros)(shape, dtype=dtype, device=dy.device)
 
-    sums = Sums({}, {})
-    summed = []
-    for name in PARAMETERS:
-        if name in wanted and sharing(getattr(norm, name), rows, norm.sets) == "row":
-            sums.done[name] = new(rows, width, dtype=getattr(norm, name).dtype)
-        elif name in wanted:
-            summed.append(name)
-    if summed:
-        sums.partial.update(zip(summed, new(len(summed), norm.sets, per, width).unbind(), strict=True))
+    own = [name for name in PARAMETERS if name in wanted and sharing(getattr(norm, name), rows, norm.sets) == "row"]
+    shared = [name for name in PARAMETERS if name in wanted and name not in own]
+    sums = Sums(shared, new(len(shared), norm.sets, per, width), {name: new(rows, width, dtype=getattr(norm, name).dtype) for name in own})
     grads = {name: new(rows, width, dtype=dy.dtype if name == "x" else getattr(norm, name).dtype) for name in ("x", "residual", "silu") if name in wanted}
     row_scale = None
     if "row_scale" in wanted:
@@ -354,10 +365,10 @@ def launch(
     given |= {"dy_ptr": dy, "dy_stride": stride(dy), "d_total_ptr": d_total, "d_total_stride": stride(d_total), "z_ptr": z, "z_stride": stride(z)}
     given |= {"x_ptr": x, "x_stride": stride(x), "mean_ptr": normed.mean, "rstd_ptr": normed.rstd, "per": per, "INVERSE": norm.inverse}
     given |= {"dx_ptr": grads.get("x"), "d_residual_ptr": grads.get("residual"), "d_silu_ptr": grads.get("silu"), "d_row_scale_ptr": row_scale}
+    lag = config.lag if at_once and pieces > 1 else 0
+    tile = {"LAG": lag, "STAGES": config.stages, "ROWS": config.rows, "PARTS": config.parts, "BLOCK": config.block, "num_warps": config.warps}
     for phase in (BOTH,) if at_once else (FIRST, SECOND):
-        _norm_backward[(norm.sets * per * pieces,)](
-            **given, PHASE=phase, LAG=config.lag if at_once and pieces > 1 else 0, STAGES=config.stages, ROWS=config.rows, PARTS=config.parts, BLOCK=config.block, num_warps=config.warps
-        )
+        _norm_backward[(norm.sets * per * pieces,)](**given, PHASE=phase, **tile)
     if pieces > 1 and row_scale is not None:
         add_up(row_scale.unsqueeze(-1), grads["row_scale"].unsqueeze(-1))
     return NormGrads(**grads, **sums.total(norm))

@@ -1,7 +1,8 @@
 """What the norm kernels share: a tile's rows and parameters, the branch that joins the residual, the end of the formula; and on the host their arguments.
 
-Tiles are PARTS tensors [ROWS, BLOCK] side by side, as tuples: rows of one set down, columns across, and widths like 1,152 or 5,120 are 5 times a power of two. The k-th row of set s is `k * down + s * apart`: a set is a sample, whose rows follow each other,
-or a head. A parameter has one row for "all", one for each "set" or one for each "row"; what a set's rows share is [1, BLOCK], loaded once a tile.
+Tiles are PARTS tensors [ROWS, BLOCK] side by side, as tuples: rows of one set down, columns across, and widths like 1,152 or 5,120 are nearly 5 times a
+power of two. The k-th row of set s is `k * down + s * apart`: a set is a sample, whose rows follow each other, or a head. A parameter has one row for "all",
+one for each "set" or one for each "row"; what a set's rows share is [1, BLOCK], loaded once a tile.
 """
 
 import math
@@ -145,8 +146,9 @@ def sum_partials(partial_ptr, out_ptr, count, width, COUNT: tl.constexpr, BLOCK:
 
 
 def parts_of(width: int) -> tuple[int, int]:
-    """(parts, columns of one) that hold a row with the fewest columns too many: 5 of 256 for 1,152, 3 of 1,024 for 3,072."""
-    return min(((parts, triton.next_power_of_2(triton.cdiv(width, parts))) for parts in ((1, 3, 5) if width > 512 else (1,))), key=math.prod)
+    """(parts, columns of one) that hold a row with the fewest columns too many: 5 of 256 for 1,152, 3 of 1,024 for 3,072. A warp loads 256 at a time."""
+    found = ((parts, triton.next_power_of_2(triton.cdiv(width, parts))) for parts in (1, 3, 5))
+    return min(((parts, block) for parts, block in found if parts == 1 or block >= 256), key=math.prod)
 
 
 def meeting_of(rows: int, width: int, piece: int, where: torch.device) -> dict:
@@ -205,4 +207,3 @@ def arguments(norm: Norm, rows: int, width: int) -> dict:
         "MOD": sharing(shift if scale is None else scale, rows, norm.sets),
         "PHILOX_ROUNDS": ROUNDS,
     }
-
