@@ -77,7 +77,7 @@ def _group_norm_backward(p: Groups) -> Cost:
 
 
 WIDEST_CODES = 1 << 16  # bytes of a row: 32,768 elements of float32 would spill (ptxas, sm_80 and sm_90)
-WIDTHS = {"width": range(1, (1 << 30) + 1)}
+WIDTHS = {"width": range(1, (1 << 24) + 1)}  # the figures of a row's pieces, of 2,048 columns in the backward pass, are one tile
 
 RMS_NORM = _op("rms_norm", "norm:launch", _rms_norm, "reference", WIDTHS)
 NORM = _op("norm", "norm:launch_norm", _norm, "reference_norm", WIDTHS, (_codes_in_registers,))

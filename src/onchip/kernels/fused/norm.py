@@ -6,7 +6,7 @@
 A program holds a few whole rows of one set in registers, a cluster of programs one wide row (`cluster.py`); x and the residual are read once, y and z written
 once. The variance is of differences from the mean, in float32; of a cluster, from the mean of each program's piece, merged as Chan does. Parameters come from
 L2, loaded before the sums, which hide their latency. Where there are no clusters, or a row is wider than one holds, two launches: one publishes the figures
-of pieces (`meeting.py`), one merges those of its row and reads x, or z, again.
+of pieces (FIRST, of `meeting.py`), one merges those of its row and reads x, or z, again.
 Bytes moved: the floor, rows width (x + y), with a residual (x + y + 2 z).
 """
 
@@ -32,12 +32,13 @@ from onchip.kernels.fused.norm_tile import (
     parameter,
     parameters,
     parts_of,
+    publish,
     scaled,
     sigmoid,
     stride,
     weighed,
 )
-from onchip.kernels.meeting import BOTH, FIRST, SECOND, publish
+from onchip.kernels.meeting import BOTH, FIRST, SECOND
 
 # A thread holds 32 elements: four 16-byte loads of bf16 in flight, and registers for two blocks or more on a multiprocessor.
 # More than 16 warps would leave a thread 64 registers, half of what it needs.

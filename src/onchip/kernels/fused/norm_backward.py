@@ -7,7 +7,7 @@
     dx = dz gate row_scale dropped(1),  dgate = dz row_scale dropped(x),  drow_scale = sum of dz gate dropped(x)
 
 Programs go down the rows of one set, as many as a GPU holds at once, whole rows in registers and the next ones on their way to shared memory: dy and z are
-read once, dx is written once. Of a wider row a program has one piece: it publishes the two sums of its piece (`meeting.py`), goes on, and finishes the piece
+read once, dx is written once. Of a wider row a program has one piece: it publishes the two sums of its piece, goes on, and finishes the piece
 two rows later, when the sums of the others are there, from L2, which it is read from again. What rows share is summed in a program's registers, written once
 a program and added up by a second launch, in one order always: no atomics, the same bits in every run.
 Bytes moved: the floor, rows width (dy + z + dx), and 8 programs width for each parameter.
@@ -34,6 +34,7 @@ from onchip.kernels.fused.norm_tile import (
     parameter,
     parameters,
     parts_of,
+    publish,
     published,
     scaled,
     sigmoid,
@@ -42,7 +43,7 @@ from onchip.kernels.fused.norm_tile import (
     weighed,
     zeros,
 )
-from onchip.kernels.meeting import BOTH, FIRST, SECOND, publish
+from onchip.kernels.meeting import BOTH, FIRST, SECOND
 
 WIDEST = 8192  # elements of a row that is one program's
 PIECE, LAG = 2048, 2  # elements of a program of a wider row, and rows that it finishes one behind
