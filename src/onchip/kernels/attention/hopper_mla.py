@@ -41,8 +41,10 @@ from onchip.kernels.hopper import (
     message,
     release,
     scale_rows,
+    start_next,
     tell,
     tma_load,
+    wait_for_last,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -493,6 +495,8 @@ def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, ou
     sums = (gl.allocate_shared_memory(gl.float32, [64], plain), gl.allocate_shared_memory(gl.float32, [64], plain))
     told = message(2)
     fence_async_shared()
+    wait_for_last()
+    start_next()  # the merge, which reads lengths, too
     share = _my_share(lengths_ptr, batch, shares, gl.program_id(0) // tiles)
     outs, sizes = (out_ptr, lse_ptr, part_ptr, part_lse_ptr), (heads, len_q, tiles)
     given = (queries, q_empty, even, odd, told, tops, sums, outs, sizes, scale * LOG2E)
@@ -508,6 +512,7 @@ def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, ou
 def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, batch, shares, tiles, heads, len_q,
            BATCH: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """ROWS rows of a sequence that more than one program has worked on, WIDTH columns of them: o = sum_s 2^(lse_s - lse) o_s, PARTS at a time."""
+    tl.extra.cuda.gdc_launch_dependents()
     rows_all = heads * len_q
     blocks = tl.cdiv(rows_all, ROWS) * (512 // WIDTH)
     sequence, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -517,6 +522,7 @@ def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, batch, shares,
     begin = tl.sum(tl.where(i < sequence, pairs, 0), 0)
     first = begin // share
     last = (begin + tl.sum(tl.where(i == sequence, pairs, 0), 0) - 1) // share
+    tl.extra.cuda.gdc_wait()  # in every program: whoever comes after this kernel must find the first one's results
     if first < last:
         row = block // (512 // WIDTH) * ROWS + tl.arange(0, ROWS)
         column = block % (512 // WIDTH) * WIDTH + tl.arange(0, WIDTH)
@@ -577,13 +583,13 @@ def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
     keys = min(64, p.page)
     _decode[(grid.shares * grid.tiles,)](
         describe(q, 64, 256), describe(q, 64, 64), describe(k, keys, 256), describe(k, keys, 64), cache.lengths, cache.page_table, out, lse, part, part_lse,
-        scale, p.batch, grid.shares, grid.tiles, p.heads, p.len_q, cache.page_table.stride(0), C=shape, num_warps=4,
+        scale, p.batch, grid.shares, grid.tiles, p.heads, p.len_q, cache.page_table.stride(0), C=shape, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     if not slots:
         return (out, lse) if return_lse else out
     parts, height, width = next(how for most, how in MERGE if p.batch * rows <= most)
     _merge[(p.batch * triton.cdiv(rows, height) * (512 // width),)](
         part, part_lse, out, lse, cache.lengths, p.batch, grid.shares, grid.tiles, p.heads, p.len_q,
-        BATCH=triton.next_power_of_2(p.batch), PARTS=parts, ROWS=height, WIDTH=width, num_warps=4,
+        BATCH=triton.next_power_of_2(p.batch), PARTS=parts, ROWS=height, WIDTH=width, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     return (out, lse) if return_lse else out
