@@ -65,8 +65,8 @@ class Case(NamedTuple):
 def share_length(total, longest, programs):
     """As many items for all, or a little more where that cuts no unit, or each one evenly."""
     each = max(1, -(-total // programs))
-    even = -(-each // longest) * longest if longest < each else -(-longest // (longest // each))
-    return even if 16 * (even - each) <= each else each
+    even = 2 * longest if longest < each else -(-longest // (longest // each))
+    return even if each <= even <= each * 17 // 16 else each
 
 
 class Merge:

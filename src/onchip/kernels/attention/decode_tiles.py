@@ -85,12 +85,13 @@ def locate(lengths_ptr, offsets_ptr, item, batch, len_q, kv_heads, group,
 
 @triton.jit
 def share_length(total, longest, programs):
-    """Items of a program's share. As many for all; where that costs a sixteenth at most, whole units, or a unit in equal parts: what is not cut needs
-    no merging, and who begins with a unit has no end of another one."""
+    """Items of a program's share. As many for all; where that costs a sixteenth at most, one or two whole units, or a unit in equal parts: what is not cut
+    needs no merging, and who begins with a unit has no end of another one. (32x4k 130.7 to 128.2 us, MQA 146 to 134; four units of 1k a share lost 1 to 3%.)
+    """
     each = tl.maximum(tl.cdiv(total, programs), 1)
-    parts = tl.maximum(longest // each, 1)
-    even = tl.where(longest < each, tl.cdiv(each, tl.maximum(longest, 1)) * longest, tl.cdiv(longest, parts))
-    return tl.where(16 * (even - each) <= each, even, each)
+    longest = tl.maximum(longest, 1)
+    even = tl.where(longest < each, 2 * longest, tl.cdiv(longest, tl.maximum(longest // each, 1)))
+    return tl.where((even >= each) & (16 * (even - each) <= each), even, each)
 
 
 @triton.jit

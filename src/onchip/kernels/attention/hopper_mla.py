@@ -316,13 +316,13 @@ def _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd,
     acc, total = _shrunk(acc, total, shrink)
     acc = warpgroup_mma(rope, left, acc, is_async=True)
     total += more
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(n * 0, LEFT_GONE, ONE_GROUP)  # before the other's weights: the next keys' way is what is waited for
+    release(n * 0, ROPE_GONE, TWO_GROUPS)
     arrive_and_wait(n * 0, ODD_READY, BOTH)
     new_top = tops[1].load(row_layout)
     shrink = gl.exp2(top - base_of(new_top))
     _clear(_parts(odd, zero)[0], n + 64, length)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    release(n * 0, LEFT_GONE, ONE_GROUP)
-    release(n * 0, ROPE_GONE, TWO_GROUPS)
     acc, total = _shrunk(acc, total, shrink)
     return acc, new_top, total
 
@@ -512,7 +512,6 @@ def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, ou
 def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, batch, shares, tiles, heads, len_q,
            BATCH: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """ROWS rows of a sequence that more than one program has worked on, WIDTH columns of them: o = sum_s 2^(lse_s - lse) o_s, PARTS at a time."""
-    tl.extra.cuda.gdc_launch_dependents()
     rows_all = heads * len_q
     blocks = tl.cdiv(rows_all, ROWS) * (512 // WIDTH)
     sequence, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
