@@ -790,7 +790,6 @@ class Emulator:
             constexpr=lambda value: value,
             static_assert=_static_assert,
             static_range=range,
-            extra=SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)),  # kernels run one after the other
             where=_where,
             minimum=lift(torch.fmin),
             maximum=lift(torch.fmax),

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from onchip.core.device import Device
+from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.hopper_tiles import base_of, programs_of
 from onchip.kernels.attention.tile import LN2, LOG2E, for_tma
@@ -41,10 +42,8 @@ from onchip.kernels.hopper import (
     message,
     release,
     scale_rows,
-    start_next,
     tell,
     tma_load,
-    wait_for_last,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -495,8 +494,6 @@ def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, ou
     sums = (gl.allocate_shared_memory(gl.float32, [64], plain), gl.allocate_shared_memory(gl.float32, [64], plain))
     told = message(2)
     fence_async_shared()
-    wait_for_last()
-    start_next()  # the merge, which reads lengths, too
     share = _my_share(lengths_ptr, batch, shares, gl.program_id(0) // tiles)
     outs, sizes = (out_ptr, lse_ptr, part_ptr, part_lse_ptr), (heads, len_q, tiles)
     given = (queries, q_empty, even, odd, told, tops, sums, outs, sizes, scale * LOG2E)
@@ -521,7 +518,6 @@ def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, batch, shares,
     begin = tl.sum(tl.where(i < sequence, pairs, 0), 0)
     first = begin // share
     last = (begin + tl.sum(tl.where(i == sequence, pairs, 0), 0) - 1) // share
-    tl.extra.cuda.gdc_wait()  # in every program: whoever comes after this kernel must find the first one's results
     if first < last:
         row = block // (512 // WIDTH) * ROWS + tl.arange(0, ROWS)
         column = block % (512 // WIDTH) * WIDTH + tl.arange(0, WIDTH)
@@ -552,13 +548,16 @@ def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, batch, shares,
 
 # ---- host
 
-MERGE = ((2048, (32, 1, 128)), (1 << 62, (2, 8, 256)))  # rows of all sequences up to: shares at a time, rows and columns of a merging program
+# Parts of a sequence up to: parts at a time, rows and columns of a merging program. Whole rows: of 2 parts (32x4k) 78 us a call, of half rows 88.
+MERGE = ((4, (2, 2, 512)), (1 << 62, (32, 1, 128)))
+LEAST = 2  # pairs of a share: a part of 64 rows is as many bytes as the keys of one pair
 
 
 def configs(p: Attention, device: Device) -> list[Grid]:
-    """As many shares of the keys as multiprocessors hold programs for all tiles of rows."""
+    """As many shares of the keys as multiprocessors hold programs for all tiles of rows, of LEAST pairs or more."""
     tiles = triton.cdiv(p.len_q * p.heads, 64)
-    return [Grid(max(1, programs_of(device) // tiles), tiles)]
+    most = triton.cdiv(p.batch * triton.cdiv(p.len_k, 128), LEAST)
+    return [Grid(max(1, min(programs_of(device) // tiles, most)), tiles)]
 
 
 def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
@@ -582,13 +581,13 @@ def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
     keys = min(64, p.page)
     _decode[(grid.shares * grid.tiles,)](
         describe(q, 64, 256), describe(q, 64, 64), describe(k, keys, 256), describe(k, keys, 64), cache.lengths, cache.page_table, out, lse, part, part_lse,
-        scale, p.batch, grid.shares, grid.tiles, p.heads, p.len_q, cache.page_table.stride(0), C=shape, num_warps=4, launch_pdl=True,
+        scale, p.batch, grid.shares, grid.tiles, p.heads, p.len_q, cache.page_table.stride(0), C=shape, num_warps=4,
     )  # fmt: skip
     if not slots:
         return (out, lse) if return_lse else out
-    parts, height, width = next(how for most, how in MERGE if p.batch * rows <= most)
+    parts, height, width = pick(MERGE, triton.cdiv(grid.shares, p.batch))
     _merge[(p.batch * triton.cdiv(rows, height) * (512 // width),)](
         part, part_lse, out, lse, cache.lengths, p.batch, grid.shares, grid.tiles, p.heads, p.len_q,
-        BATCH=triton.next_power_of_2(p.batch), PARTS=parts, ROWS=height, WIDTH=width, num_warps=4, launch_pdl=True,
+        BATCH=triton.next_power_of_2(p.batch), PARTS=parts, ROWS=height, WIDTH=width, num_warps=4,
     )  # fmt: skip
     return (out, lse) if return_lse else out
