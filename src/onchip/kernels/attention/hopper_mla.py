@@ -548,8 +548,9 @@ def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, batch, shares,
 
 # ---- host
 
-# Parts of a sequence up to: parts at a time, rows and columns of a merging program. Whole rows: of 2 parts (32x4k) 78 us a call, of half rows 88.
-MERGE = ((4, (2, 2, 512)), (1 << 62, (32, 1, 128)))
+# Parts of a sequence up to: parts at a time, rows and columns of a merging program. Whole rows: of 2 parts (32x4k) 78 us a call, of half rows 88; of 4 parts
+# (16x4k) 51, of 128 columns 80; of 16 (4x4k) 26 and 32; of 32 parts (1x8k) 22 and 20.
+MERGE = ((2, (2, 2, 512)), (16, (4, 1, 512)), (1 << 62, (32, 1, 128)))
 LEAST = 2  # pairs of a share: a part of 64 rows is as many bytes as the keys of one pair
 
 
