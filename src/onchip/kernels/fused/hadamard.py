@@ -27,37 +27,52 @@ STEP = 4  # bits a pass
 
 
 class Tiles(NamedTuple):
+    """`parts`: programs that share a row; each reads all of it and makes its part."""
+
     rows: int
     warps: int
+    parts: int = 1
+    step: int = STEP
 
     def __str__(self):
-        return f"{self.rows} rows a program, {self.warps} warps"
+        return f"{self.rows} rows a program, {self.warps} warps" + f", {self.parts} programs a row" * (self.parts > 1)
 
 
 # ---- device
 
 
 @triton.jit
-def _pass(x, BITS: tl.constexpr):
-    """Sums and differences along each of the low BITS bits of the column, which then are the high ones."""
+def _pass(x, BITS: tl.constexpr, SCALE: tl.constexpr):
+    """Sums and differences along each of the low BITS bits of the column, which then are the high ones; the last of them times SCALE."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
     M: tl.constexpr = ROWS * WIDTH >> BITS
     N: tl.constexpr = 1 << BITS
-    for _ in tl.static_range(BITS):
+    for n in tl.static_range(BITS):
         a, b = tl.split(x.reshape(M, N // 2, 2))
-        x = tl.join(a + b, a - b).permute(0, 2, 1)
+        if SCALE != 1 and n + 1 == BITS:  # a multiplication and two fused ones
+            a *= SCALE
+            x = tl.join(a + b * SCALE, a - b * SCALE).permute(0, 2, 1)
+        else:
+            x = tl.join(a + b, a - b).permute(0, 2, 1)
     return x.reshape(ROWS, WIDTH // N, N).permute(0, 2, 1).reshape(ROWS, WIDTH)
 
 
 @triton.jit
-def _hadamard(x_ptr, y_ptr, rows, x_stride, scale, ROWS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    col = tl.arange(0, WIDTH)[None, :]
+def _hadamard(x_ptr, y_ptr, rows, x_stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr,
+              SCALE: tl.constexpr):  # fmt: skip
+    """WIDTH columns of the row, which has PARTS times as many; 2^BITS is WIDTH."""
+    row = (tl.program_id(0) // PARTS).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    part, col = tl.program_id(0) % PARTS, tl.arange(0, WIDTH)[None, :]
     x = tl.load(x_ptr + row * x_stride + col, mask=row < rows, other=0.0).to(tl.float32)  # [ROWS, WIDTH]
+    for n in tl.static_range(1, PARTS):
+        both = part & n
+        both ^= both >> 2
+        more = tl.load(x_ptr + row * x_stride + n * WIDTH + col, mask=row < rows, other=0.0).to(tl.float32)
+        x += more * (1 - 2 * ((both ^ (both >> 1)) & 1)).to(tl.float32)
     for first in tl.static_range(0, BITS, STEP):
-        x = _pass(x, min(STEP, BITS - first))
-    tl.store(y_ptr + row * WIDTH + col, (x * scale).to(y_ptr.dtype.element_ty), mask=row < rows)
+        x = _pass(x, min(STEP, BITS - first), SCALE if first + STEP >= BITS else 1)
+    tl.store(y_ptr + row * (PARTS * WIDTH) + part * WIDTH + col, x.to(y_ptr.dtype.element_ty), mask=row < rows)
 
 
 # ---- host
@@ -76,9 +91,9 @@ def launch(problem: Rows, config: Tiles, x: torch.Tensor) -> torch.Tensor:  # x:
         return y
     rows = x.reshape(problem.rows, problem.width)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    bits = problem.width.bit_length() - 1
-    _hadamard[(triton.cdiv(problem.rows, config.rows),)](
-        rows, y, problem.rows, rows.stride(0), problem.width**-0.5,
-        ROWS=config.rows, WIDTH=problem.width, BITS=bits, STEP=STEP, num_warps=config.warps,
+    width = problem.width // config.parts
+    _hadamard[(triton.cdiv(problem.rows, config.rows) * config.parts,)](
+        rows, y, problem.rows, rows.stride(0), ROWS=config.rows, WIDTH=width, PARTS=config.parts, BITS=width.bit_length() - 1, STEP=config.step,
+        SCALE=problem.width**-0.5, num_warps=config.warps,
     )  # fmt: skip
     return y

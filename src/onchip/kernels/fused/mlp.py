@@ -16,7 +16,7 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Rows
-from onchip.kernels.curves import activated, slope
+from onchip.kernels.curves import activated, held, slope
 
 BLOCKS = (2048, 1024, 512)
 THREAD = 16  # elements of y a thread: two 16-byte loads of bf16 for each of gate and up
@@ -74,14 +74,14 @@ def _biased(gate, up, bias_ptr, first, width, FORM: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _activate(x_ptr, bias_ptr, y_ptr, width, x_stride, alpha, limit, ACT: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    QUICK: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     pieces = tl.cdiv(width, BLOCK)
     row, first = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * BLOCK
     gate, up = _load(x_ptr + row * x_stride, first, width, FORM, BLOCK)
     gate, up = _biased(gate, up, bias_ptr, first, width, FORM, BLOCK)
     if ACT == "clipped":
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
-    y = activated(gate, ACT, alpha)
+        gate, up = tl.minimum(gate, limit, tl.PropagateNan.ALL), held(up, -limit, limit) + 1
+    y = activated(gate, ACT, alpha, QUICK)
     if FORM != "plain":
         y *= up
     _store(y_ptr + row * width, y, y, first, width, "plain", BLOCK)
@@ -93,6 +93,7 @@ def _gradient(x_ptr, bias_ptr, dy_ptr, dx_ptr, partial_ptr, rows, width, x_strid
     """Rows group, group + groups, ...: ROWS of them at most. The partial sum of each group is a row of `partial`."""
     pieces = tl.cdiv(width, BLOCK)
     group, groups, first = tl.program_id(0) // pieces, tl.num_programs(0) // pieces, tl.program_id(0) % pieces * BLOCK
+    QUICK: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     PARTS: tl.constexpr = 1 if FORM == "plain" else 2
     d_gates, d_ups = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for n in range(ROWS):
@@ -102,17 +103,16 @@ def _gradient(x_ptr, bias_ptr, dy_ptr, dx_ptr, partial_ptr, rows, width, x_strid
             gate, up = _biased(gate, up, bias_ptr, first, width, FORM, BLOCK)
             dy, _ = _load(dy_ptr + row * dy_stride, first, width, "plain", BLOCK)
             if FORM == "plain":
-                d_gate = dy * slope(gate, ACT, alpha)
+                d_gate = dy * slope(gate, ACT, alpha, QUICK)
                 d_up = d_gate
             elif ACT == "clipped":
-                low, held = gate <= limit, (up <= limit) & (up >= -limit)
-                gate = tl.where(gate > limit, limit, gate)
-                d_up = tl.where(held, dy * activated(gate, ACT, alpha), 0.0)
-                up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
-                d_gate = tl.where(low, dy * up * slope(gate, ACT, alpha), 0.0)
+                low, inside = gate <= limit, tl.abs(up) <= limit
+                gate, up = tl.minimum(gate, limit, tl.PropagateNan.ALL), held(up, -limit, limit) + 1
+                d_up = tl.where(inside, dy * activated(gate, ACT, alpha, QUICK), 0.0)
+                d_gate = tl.where(low, dy * up * slope(gate, ACT, alpha, QUICK), 0.0)
             else:
-                d_up = dy * activated(gate, ACT, alpha)
-                d_gate = dy * up * slope(gate, ACT, alpha)
+                d_up = dy * activated(gate, ACT, alpha, QUICK)
+                d_gate = dy * up * slope(gate, ACT, alpha, QUICK)
             _store(dx_ptr + row * width * PARTS, d_gate, d_up, first, width, FORM, BLOCK)
             if bias_ptr is not None:
                 d_gates += d_gate
