@@ -16,6 +16,7 @@ KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_trito
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")  # numpy's, in the interpreter
 TRITON = pytest.param("triton_mlp", marks=[pytest.mark.gpu, pytest.mark.large])
 ACTS = [*ACTIVATIONS, "clipped"]
+MOST, LAST = 8192, 4096  # rows that are compared whole; of more rows these
 
 CASES = [
     ("gated_act", (rows, width, dtype), act, layout, bias)
@@ -73,7 +74,13 @@ def check(op, shape, act, layout, biased, kernel, device):
             grads = torch.autograd.grad(out, [t for t in (x, b) if t is not None], d_out.to(out.dtype))
         if not results:
             assert [d.problem.op for d in decisions] == [op, f"{op}_backward"] and {d.kernel.name for d in decisions} == {kernel}
-        results.append((out.detach()[-4096:], grads[0][-4096:], *grads[1:]))  # the last rows: those that lie past 2^31 elements, if any do
+            if rows > MOST:  # the rest in float64 would fill a GPU; a bias's gradient is the sum of all rows of dx
+                for total in grads[1:]:
+                    right = grads[0].sum(0, dtype=FP32)
+                    assert (total - right).norm() < 1e-2 * right.norm()
+                grads, around, d_out = grads[:1], around[-LAST:].clone(), d_out[-LAST:]
+        results.append((out.detach()[-LAST:], grads[0][-LAST:], *(grads[1:] if rows <= MOST else ())))  # the last rows: past 2^31 elements, if any are
+        del x, b, out, grads
     for n, (ours, low, truth) in enumerate(zip(*results, strict=True)):
         assert ours.dtype == dtype
         assert_as_good_as_torch(ours, low, truth, slack=3.0 if n else 2.0)
