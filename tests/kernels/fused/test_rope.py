@@ -17,6 +17,7 @@ TRITON = pytest.param("triton_rope", marks=[pytest.mark.gpu, pytest.mark.large])
 EPS = 1e-6
 POSITIONS = 61
 PAGE = 4
+LAST = 8192  # tokens that are compared with float64, in which all would fill a GPU
 
 SHAPES = (  # tokens, heads, kv_heads, dim, rotary_dim, dtype
     (1, 9, 3, 64, 64, BF16),
@@ -118,14 +119,14 @@ def base(x):
 
 def check(p, kernel, device):
     qkv, table, positions, norm, append = inputs(p, device)
-    before, exact = base(qkv).clone(), qkv.double()
-    low = textbook(p, qkv, table, positions, norm)
+    before, exact = base(qkv).clone(), qkv[-LAST:].double()
+    low = textbook(p, qkv[-LAST:], table, positions[-LAST:], norm)
     q, k, v = rope_append(qkv, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=norm, append=append, kernel=kernel)
-    truth = rope_append(exact, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=double(norm), kernel="reference")
+    truth = rope_append(exact, table, positions[-LAST:], (p.heads, p.kv_heads), layout=p.layout, norm=double(norm), kernel="reference")
 
     assert q.data_ptr() == qkv.data_ptr() and q.shape == (p.tokens, p.heads, p.dim) and k.shape == v.shape == (p.tokens, p.kv_heads, p.dim)
     for ours, torchs, right in zip((q, k), low.split((p.heads, p.kv_heads), 1), truth, strict=False):
-        assert_as_good_as_torch(ours, torchs, right)
+        assert_as_good_as_torch(ours[-LAST:], torchs, right)
     turned = (p.heads + p.kv_heads) * p.dim
     assert torch.equal(bits(base(qkv)[:, :16]), bits(before[:, :16])), "wrote before the rows of qkv"
     assert torch.equal(bits(v.flatten(1)), bits(before[:, 16 + turned :])), "the values changed"

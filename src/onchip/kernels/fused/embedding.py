@@ -17,7 +17,7 @@ from onchip.core.device import Device
 from onchip.core.problem import Rows
 
 LOOK = tl.constexpr(256)  # chunks looked at together for the end of an id
-CLEARED = 16  # rows of the gradient that a program clears where no token counts: one search for all
+CLEARED = 8  # rows of the gradient that a program clears where no token counts: one search for all
 CHUNK = 16  # tokens a program adds up: enough programs for 2k tokens, and at most 1/8 more traffic where all ids are one
 
 

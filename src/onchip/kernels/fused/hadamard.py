@@ -15,15 +15,12 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Rows
 
-TILE = 2048  # elements of a program that holds several rows
-WARPS = (
-    (2048, 1),
-    (4096, 2),
-    (8192, 4),
-    (16384, 8),
-    (32768, 16),
-)  # (elements up to, warps): 64 a thread, so that an exchange is a few bits (ptxas: 3 barriers at 4096)
+TILE = 2048  # elements of a program that holds several rows; of narrow ones half as many
+NARROW = 256
 STEP = 4  # bits a pass
+FORMS = ((2048, (1, 1, STEP)), (4096, (2, 1, 5)), (8192, (4, 1, STEP)), (16384, (4, 2, STEP)), (32768, (16, 2, STEP)))
+# (elements up to, (warps, programs a row, bits a pass)). H200: exchanges between threads, by shared memory, take longer than memory from 16,384 columns on,
+# where a row fills the registers of a multiprocessor and nothing runs beside them: two programs, which both read the row, 83.8 us instead of 93.2
 
 
 class Tiles(NamedTuple):
@@ -31,8 +28,8 @@ class Tiles(NamedTuple):
 
     rows: int
     warps: int
-    parts: int = 1
-    step: int = STEP
+    parts: int
+    step: int
 
     def __str__(self):
         return f"{self.rows} rows a program, {self.warps} warps" + f", {self.parts} programs a row" * (self.parts > 1)
@@ -80,9 +77,10 @@ def _hadamard(x_ptr, y_ptr, rows, x_stride, ROWS: tl.constexpr, WIDTH: tl.conste
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
     """Several narrow rows a program, as long as that leaves two programs for each multiprocessor."""
-    rows = max(1, min(TILE // problem.width, problem.rows // (2 * device.sms)))
+    tile = TILE // 2 if problem.width <= NARROW else TILE
+    rows = max(1, min(tile // problem.width, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
-    return [Tiles(rows, pick(WARPS, rows * problem.width))]
+    return [Tiles(rows, *pick(FORMS, rows * problem.width))]
 
 
 def launch(problem: Rows, config: Tiles, x: torch.Tensor) -> torch.Tensor:  # x: [..., width]

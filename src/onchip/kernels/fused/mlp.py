@@ -153,7 +153,8 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     block = next(fits, BLOCKS[-1])
     if problem.op.endswith("backward") and "bias" in problem.variant:
         block = min(block, 1024)  # the sums stay in registers beside what is loaded
-        groups = max(1, min(problem.rows, SUMMED * device.sms // triton.cdiv(problem.width, block)))
+        summed = SUMMED * (2 if problem.op.startswith("gated") else 1)
+        groups = max(1, min(problem.rows, summed * device.sms // triton.cdiv(problem.width, block)))
         return [Tiles(block, block // (32 * THREAD), triton.cdiv(problem.rows, groups))]
     return [Tiles(block, block // (32 * THREAD) if block > BLOCKS[-1] else FEW)]
 
@@ -196,7 +197,7 @@ def launch_backward(
     if partial is None:
         return dx, None
     d_bias, block = torch.empty_like(bias), min(16, triton.next_power_of_2(len(bias)))
-    count = min(256, triton.next_power_of_2(groups))
+    count = min(128, triton.next_power_of_2(groups))
     sum_partials[(triton.cdiv(len(bias), block),)](partial, d_bias, groups, len(bias), COUNT=count, BLOCK=block, num_warps=4)
     return dx, d_bias
 
