@@ -244,7 +244,9 @@ def test_activations(problem, arch):
     constexprs |= {"partial_ptr": None} if back and not bias else {}
     facts = compile_for(mlp._gradient if back else mlp._activate, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "dy_stride"))
     check(facts, arch)
-    assert problem.dtype == FP32 or not re.search(r"div\.\w+\.f32", facts.ptx), "a quotient in half precision: at the speed of memory an element has 27 instructions"
+    assert problem.dtype == FP32 or not re.search(r"div\.\w+\.f32", facts.ptx), (
+        "a quotient in half precision: at the speed of memory an element has 27 instructions"
+    )
 
 
 @everywhere

@@ -153,7 +153,9 @@ def launch_backward(problem: Rows, config: Tiles, ids: torch.Tensor, dy: torch.T
     found, order = torch.sort(known, stable=True)
     dw = torch.empty((vocab, problem.width), dtype=dy.dtype, device=dy.device)
     steps = problem.rows.bit_length()
-    _clear[(triton.cdiv(vocab, CLEARED),)](found, dw, problem.rows, problem.width, vocab, padding, STEPS=steps, ROWS=CLEARED, BLOCK=min(config.block, 256), num_warps=4)
+    _clear[(triton.cdiv(vocab, CLEARED),)](
+        found, dw, problem.rows, problem.width, vocab, padding, STEPS=steps, ROWS=CLEARED, BLOCK=min(config.block, 256), num_warps=4
+    )
     chunks = triton.cdiv(problem.rows, CHUNK)
     head, tail = torch.empty((2, chunks, problem.width), dtype=torch.float32, device=dy.device)
     grid, sizes = (chunks * triton.cdiv(problem.width, config.block),), (problem.rows, problem.width)
