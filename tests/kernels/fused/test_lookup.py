@@ -27,7 +27,7 @@ IDS = {  # tokens of a vocabulary of 50
     "few": lambda: torch.randint(3, (2, 40)),
     "any": lambda: torch.randint(50, (100,)),
     "one": lambda: torch.tensor([[49]]),
-    "unknown": lambda: torch.tensor([3, -1, 50, 3, 1 << 40, 0, -1]),
+    "unknown": lambda: torch.tensor([3, -1, 50, 3, 1 << 40, 0, -1, -(1 << 40)]),
 }
 
 
