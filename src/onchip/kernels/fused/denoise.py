@@ -25,23 +25,11 @@ PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
 @triton.jit
 def _normal(first, second):
-    """Two normal numbers of two words (Box and Muller, 1958), as `core/philox.normal` makes them.
-
-    The angle is a whole number of 2^-24 turns, so that its eighth of a turn is exact; in that, polynomials are good to 1e-7. A cosine of any angle takes
-    local memory, and with it an element had 137 instructions.
-    """
+    """Two normal numbers of two words (Box and Muller, 1958), as `core/philox.normal` makes them."""
     u = ((first >> 8).to(tl.int32).to(tl.float32) + 0.5) * 5.9604644775390625e-08
-    radius = tl.sqrt(-1.3862943611198906 * tl.log2(u))
-    turn = (second >> 8).to(tl.int32)
-    quarter = (turn + (1 << 21)) >> 22
-    x = (turn - (quarter << 22)).to(tl.float32) * 3.7450702829238413e-07  # 2 pi / 2^24
-    square = x * x
-    sine = x + x * square * ((-1.9515295891e-4 * square + 8.3321608736e-3) * square - 1.6666654611e-1)
-    cosine = 1 - 0.5 * square + square * square * ((2.443315711809948e-5 * square - 1.388731625493765e-3) * square + 4.166664568298827e-2)
-    odd = (quarter & 1) == 1
-    a, b = tl.where(odd, sine, cosine), tl.where(odd, cosine, sine)
-    a = tl.where(((quarter + 1) & 2) == 0, a, -a)
-    return radius * a, radius * tl.where((quarter & 2) == 0, b, -b)
+    radius = tl.sqrt_rn(-2 * tl.log(u))
+    angle = (second >> 8).to(tl.int32).to(tl.float32) * 3.7450702829238413e-07  # 2 pi / 2^24
+    return radius * tl.cos(angle), radius * tl.sin(angle)
 
 
 @triton.jit

@@ -3,10 +3,10 @@
 Forward a program copies a piece of one row: traffic is 2 tokens width. Backward the ids have been sorted once, so that the tokens of an id stand
 side by side. A program takes CHUNK of them and a piece of the width, adds them up in float32 in their order, and writes each sum that lies wholly
 inside; what reaches over a border goes to `head` (of an id that began before) or `tail` (of one that goes on), and a second kernel adds those up.
-No atomics: the same bits in every run, however often an id occurs. Rows of no token are cleared while the ids are sorted. Traffic is dy and dweight, once.
+No atomics: the same bits in every run, however often an id occurs. Rows of no token are cleared, each by a search among the sorted ids. Traffic is dy
+and dweight, once.
 """
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from onchip.core.device import Device
 from onchip.core.problem import Rows
 
 LOOK = tl.constexpr(256)  # chunks looked at together for the end of an id
+CLEARED = 8  # rows of the gradient that a program clears where no token counts: one search for all
 CHUNK = 16  # tokens a program adds up: enough programs for 2k tokens, and at most 1/8 more traffic where all ids are one
 
 
@@ -43,13 +44,11 @@ def _look_up(ids_ptr, weight_ptr, y_ptr, width, vocab, weight_stride, BLOCK: tl.
 
 
 @triton.jit
-def _known(ids_ptr, known_ptr, used_ptr, tokens, vocab, padding, BLOCK: tl.constexpr):
-    """Ids as int32, which sort in 47 us where int64 take 80 (16,384 of them); what is no row of weight is -1. 1 where a row has a gradient."""
+def _known(ids_ptr, known_ptr, tokens, vocab, BLOCK: tl.constexpr):
+    """Ids as int32, which sort twice as fast; what is no row of weight is -1."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    id = tl.load(ids_ptr + at, mask=at < tokens, other=-1).to(tl.int64)
-    id = tl.where((id >= 0) & (id < vocab), id, -1)
-    tl.store(known_ptr + at, id.to(tl.int32), mask=at < tokens)
-    tl.store(used_ptr + id, 1, mask=(id >= 0) & (id != padding))
+    id = tl.load(ids_ptr + at, mask=at < tokens, other=0)
+    tl.store(known_ptr + at, tl.where((id >= 0) & (id < vocab), id, -1).to(tl.int32), mask=at < tokens)
 
 
 @triton.jit
@@ -88,12 +87,18 @@ def _sums(dy_ptr, ids_ptr, order_ptr, dw_ptr, head_ptr, tail_ptr, tokens, width,
 
 
 @triton.jit
-def _clear(used_ptr, dw_ptr, vocab, width, BLOCK: tl.constexpr):
-    """0 in a piece of a row that has no gradient."""
-    pieces = tl.cdiv(width, BLOCK)
-    row, col = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
-    empty = tl.load(used_ptr + row) == 0
-    tl.store(dw_ptr + row * width + col, tl.zeros([BLOCK], dw_ptr.dtype.element_ty), mask=(col < width) & empty)
+def _clear(ids_ptr, dw_ptr, tokens, width, vocab, padding, STEPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """0 in those of ROWS rows that no token counts for; 2^STEPS is more than the tokens, among which an id is looked for by halves."""
+    id = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    low = tl.zeros([ROWS], tl.int32)  # tokens of smaller ids
+    for step in tl.static_range(STEPS):
+        at = low + (1 << (STEPS - 1 - step))
+        low = tl.where((at <= tokens) & (tl.load(ids_ptr + at - 1, mask=at <= tokens, other=0) < id), at, low)
+    found = (low < tokens) & (tl.load(ids_ptr + low, mask=low < tokens, other=-1) == id) & (id != padding)
+    rows, empty = dw_ptr + id[:, None] * width, ((id < vocab) & ~found)[:, None]
+    for first in range(0, width, BLOCK):
+        col = first + tl.arange(0, BLOCK)[None, :]
+        tl.store(rows + col, tl.zeros([ROWS, BLOCK], dw_ptr.dtype.element_ty), mask=empty & (col < width))
 
 
 @triton.jit
@@ -137,12 +142,6 @@ def launch(problem: Rows, config: Tiles, ids: torch.Tensor, weight: torch.Tensor
     return y
 
 
-@functools.cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    """Where rows are cleared, which is all memory, while ids are sorted, which is all latency."""
-    return torch.cuda.Stream(device)
-
-
 def launch_backward(problem: Rows, config: Tiles, ids: torch.Tensor, dy: torch.Tensor, vocab: int, padding: int) -> torch.Tensor:
     """The gradient of weight [vocab, width]; ids [..], dy [.., width]."""
     if not dy.numel():
@@ -150,17 +149,13 @@ def launch_backward(problem: Rows, config: Tiles, ids: torch.Tensor, dy: torch.T
     dy = dy.reshape(problem.rows, problem.width)
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     known = torch.empty(problem.rows, dtype=torch.int32, device=dy.device)
-    used = torch.zeros(vocab, dtype=torch.uint8, device=dy.device)
-    _known[(triton.cdiv(problem.rows, 1024),)](ids.contiguous(), known, used, problem.rows, vocab, padding, BLOCK=1024)
-    dw = torch.empty((vocab, problem.width), dtype=dy.dtype, device=dy.device)
-    side = _side(dy.device) if dy.is_cuda else None
-    if side is not None:
-        side.wait_stream(torch.cuda.current_stream(dy.device))
-    with torch.cuda.stream(side):
-        _clear[(vocab * triton.cdiv(problem.width, config.block),)](used, dw, vocab, problem.width, BLOCK=config.block, num_warps=config.warps)
+    _known[(triton.cdiv(problem.rows, 1024),)](ids.contiguous(), known, problem.rows, vocab, BLOCK=1024)
     found, order = torch.sort(known, stable=True)
-    if side is not None:
-        torch.cuda.current_stream(dy.device).wait_stream(side)
+    dw = torch.empty((vocab, problem.width), dtype=dy.dtype, device=dy.device)
+    steps = problem.rows.bit_length()
+    _clear[(triton.cdiv(vocab, CLEARED),)](
+        found, dw, problem.rows, problem.width, vocab, padding, STEPS=steps, ROWS=CLEARED, BLOCK=min(config.block, 256), num_warps=4
+    )
     chunks = triton.cdiv(problem.rows, CHUNK)
     head, tail = torch.empty((2, chunks, problem.width), dtype=torch.float32, device=dy.device)
     grid, sizes = (chunks * triton.cdiv(problem.width, config.block),), (problem.rows, problem.width)
