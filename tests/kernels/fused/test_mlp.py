@@ -117,6 +117,15 @@ def test_far_out_it_is_the_gate_or_nothing(act, kernel, device):
     torch.testing.assert_close(grad[:, :4], 2 * positive if square else (gate > 0).float(), rtol=0, atol=1e-30)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("act", [act for act in ACTIVATIONS if act != "relu2"])
+def test_infinity_and_nan_stay(act, device):
+    """Of four numbers in float32 torch makes gelu(infinity) NaN on a CPU: its own, so not asked of the reference."""
+    for dtype in (FP16, FP32):
+        out = activate(torch.tensor([torch.inf, torch.nan, 60000.0], device=device, dtype=dtype), act, kernel="triton_mlp")
+        assert out[0] == torch.inf and out[1].isnan() and out[2] == 60000.0
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_any_strides_and_leading_dimensions(kernel, device):
     x = torch.randn(2, 3, 96, device=device)
