@@ -250,7 +250,7 @@ def problems(device: torch.device, quick: bool) -> list[Block]:
     """Llama 8B and 8k tokens on a GPU; on a CPU a block of a few million weights."""
     if device.type == "cuda":
         return [Block(op, 8192, (4096, 32, 8, 128, 14_336), torch.bfloat16) for op in (TRAINING, INFERENCE)]
-    return [Block(op, 64 if quick else 512, (256, 4, 2, 64, 896), torch.float32) for op in (TRAINING, INFERENCE)]
+    return [Block(op, n, (256, 4, 2, 64, 896), torch.float32) for n in (64, 512)[: 1 if quick else 2] for op in (TRAINING, INFERENCE)]
 
 
 # ---- who is timed
