@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 import onchip
-from onchip.bench import bars, data, goals, judge, ladder, ladder_report, meters, paged, quality, report, suite, warm
+from onchip.bench import bars, block_report, data, goals, judge, ladder, ladder_report, meters, paged, quality, report, suite, warm
 from onchip.bench import rows as operators
 from onchip.bench.call import Call
 from onchip.bench.peers import Peer, contenders, versions
@@ -32,7 +32,7 @@ from onchip.core.trace import Traced
 from onchip.dispatch import record
 
 RESULTS = Path("benchmarks/results")
-REPORTS = {"io": ladder_report}  # the suites that have tables and plots of their own
+REPORTS = {"io": ladder_report, "block": block_report}  # the suites that have tables and plots of their own
 FLUSH, FLUSHES = 1 << 30, 4  # bytes read before a reading, and how often: many times any L2, and about 1 ms in which the host queues the call
 SHORT_CALL = 50e-6  # seconds; below, the gap between launches shows, and the calls go into a CUDA graph
 GRAPH_CALLS, MOST_COPIES, SWEPT = 20, 64, 6  # calls a graph at least, sets of inputs that they go round, and how often these fill L2
