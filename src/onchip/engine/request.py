@@ -169,6 +169,11 @@ class Request:
         return 0 if new >= self.limit else len(self.prompt) + new - self.pages.length
 
     @property
+    def scores(self) -> bool:
+        """Whether the log-probabilities of the prompt come of this sample: of the first, for all."""
+        return self.prompt_logprobs is not None and self.samples[0] is self
+
+    @property
     def rank(self) -> tuple[int, int]:
         """The lower, the sooner it runs."""
         return -self.priority, self.order
@@ -204,8 +209,8 @@ class Request:
         self.prompt_logprobs[first : first + len(found)] = found
 
     def completion(self) -> Completion:
-        logprobs, prompt = self.logprobs, self.prompt_logprobs
-        return Completion(self.prompt, self.tokens, self.text.text, self.reason, self.cached_tokens or 0, logprobs, prompt)
+        done = self.prompt, self.tokens, self.text.text, self.reason
+        return Completion(*done, self.cached_tokens or 0, self.logprobs, self.samples[0].prompt_logprobs)
 
 
 class Event(NamedTuple):

@@ -167,7 +167,7 @@ class Runner:
         hidden = self.model.forward(step, pool)
         first = kept
         for request, start, size in zip(others, starts, sizes, strict=True):
-            if request.params.prompt_logprobs is not None:
+            if request.scores:
                 self._score(request, start, hidden[first : first + size], prompts)
             first += size
         return self._draw(s, hidden[(offsets[1 : count + 1] - 1).long()], self._wants) if count else None

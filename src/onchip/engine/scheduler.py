@@ -186,7 +186,7 @@ class Scheduler:
         if len(self.running) >= self.max_batch:
             return False
         known = request.known()
-        if request.params.prompt_logprobs is None:
+        if not request.scores:
             request.pages = self.cache.match(known[:-1])
         try:
             self.cache.reserve(request.pages, self._ahead(request, len(known)))
