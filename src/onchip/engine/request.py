@@ -184,16 +184,17 @@ class Request:
 
     def accept(self, token: int) -> str:
         """Take the next token; sets `reason` when it is the last. Returns the text that is now certain."""
-        if self.first_token_at is None:
+        tokens = self.tokens
+        if not tokens:
             self.first_token_at = time.perf_counter()
-        self.tokens.append(token)
+        tokens.append(token)
         if token in self.ends:
             self.reason = "stop"
             return self.text.finish()
         text = self.text.push(token)
         if self.text.stopped:
             self.reason = "stop"
-        elif len(self.tokens) >= self.limit:
+        elif len(tokens) >= self.limit:
             self.reason = "length"
             text += self.text.finish()
         return text
