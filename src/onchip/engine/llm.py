@@ -260,7 +260,8 @@ class LLM:
     def _fail(self, request: Request, why: str, events: list[Event]) -> None:
         request.reason = f"error: {why}"
         self.scheduler.end(request)
-        events.append(Event(request, "", []))
+        if all(event.request is not request for event in events):  # else the event of its last token says so
+            events.append(Event(request, "", []))
 
     # ---- requests
 

@@ -111,8 +111,12 @@ class Completion:
 
 
 class TokenMask(Protocol):
-    """Which tokens may follow, for structured output. `fill` writes the bits of the next token (bit i % 32 of word i // 32: token i may follow) to a row
-    int32 [ceil(vocab / 32)] on the CPU, all of it; `accept` takes the token that came. A ValueError or RuntimeError of either ends the request alone."""
+    """Which tokens may follow, for structured output.
+
+    fill     writes the bits of the next token (bit i % 32 of word i // 32: token i may follow) to a row int32 [ceil(vocab / 32)] on the CPU, all of it.
+    accept   takes each token that came, but for the last of the request.
+    A ValueError or RuntimeError of either ends the request alone.
+    """
 
     def fill(self, row: Tensor) -> None: ...
 
