@@ -100,7 +100,7 @@ class Runner:
         """No request has a row, whatever came of the last step; all tokens have to be read by now."""
         for request in self.rows:
             request.seated = False
-        self._asked, self.rows, self._pages, self._work = [], [], [], None
+        self._asked, self.rows, self._pages, self._wants, self._work = [], [], [], Wants(), None
         self.state.clear(0)
 
     # ---- rows
