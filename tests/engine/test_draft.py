@@ -88,6 +88,25 @@ def test_fewer_steps(folder, monkeypatch):
     assert request.tokens == [n % 10 for n in range(51)] and steps == 11  # the prompt, and ten of five tokens
 
 
+def test_a_step_of_empty_rows_changes_nothing(folder):
+    """As it runs before a graph is captured: of drafts, of penalties and of all that is asked for, in the middle of a batch."""
+    prompts = [[7, 8, 9, 10, 11] * 6, [5], list(range(50, 90))]
+    params = [SamplingParams(20, ignore_eos=True), SamplingParams(20, ignore_eos=True), SamplingParams(6, ignore_eos=True, frequency_penalty=0.5, logprobs=1)]
+    llm = LLM(folder, dtype="fp32", device="cpu", draft=NGram(), prefix_cache=None)
+    expected = said(llm.generate(prompts, params))
+    runner, decode = llm.runner, llm.runner._decode
+
+    def empty_first():
+        rows, saved = runner.state.rows(len(runner.rows)), runner.state.longs.clone()
+        runner.state.clear(0)
+        runner._step(rows, runner._wants)
+        runner.state.longs.copy_(saved)
+        return decode()
+
+    runner._decode = empty_first
+    assert said(llm.generate(prompts, params)) == expected
+
+
 def test_in_a_cache_that_is_full(folder):
     """Requests that give way in the middle of guessing, and answers that end with the cache or the context."""
     prompts = [[i, 1, 2, 3] * 9 for i in range(4)]

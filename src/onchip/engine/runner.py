@@ -17,6 +17,14 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows 
 LOGITS = 1024  # tokens of a prompt whose logits are in memory at once
 
 
+class Chunk(NamedTuple):
+    """So many tokens of a request, from its token `start` on."""
+
+    request: Request
+    start: int
+    size: int
+
+
 class Drawn(NamedTuple):
     """What a step brings: tokens int64 [rows], or with drafts [rows, n] with -1 past the end of each; and log-probabilities, where somebody wants them."""
 
@@ -87,8 +95,8 @@ class Runner:
             drawn, kind = self._decode(), "decode"
         else:
             kept = self._seat([w.request for w in work if w.last])
-            counts = {w.request: w.count for w in work if w.prompt}
-            drawn, kind = (self._chunks(work, kept, counts, prompts), "prefill") if counts else (self._decode(), "decode")
+            chunks = any(w.prompt for w in work)
+            drawn, kind = (self._chunks(work, kept, prompts), "prefill") if chunks else (self._decode(), "decode")
         for request, count, _ in work:
             request.pages.length += count
         for request in self.rows:
@@ -149,48 +157,34 @@ class Runner:
         self.graphs[key].graph.replay()
         return self.graphs[key].drawn
 
-    def _chunks(self, work: list[Work], kept: int, counts: dict[Request, int], prompts: list) -> Drawn | None:
+    def _chunks(self, work: list[Work], kept: int, prompts: list) -> Drawn | None:
         """Decodes and chunks of prompts end to end: first the `kept` rows, then the rows whose prompts end here, then chunks that do not end theirs."""
-        device, pool, count = self.model.device, self.pool, len(self.rows)
-        others = self.rows[kept:] + [w.request for w in work if not w.last]
-        sizes = [counts.get(r, 1) for r in others]
-        starts = [r.pages.length for r in others]
-        texts = [r.known()[start : start + size] for r, start, size in zip(others, starts, sizes, strict=True)]
-        ids = torch.tensor([token for text in texts for token in text])
-        positions = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
-        tables = [torch.tensor(r.pages.pages) for r in others]
-        each = [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        slots = torch.cat([table[at // pool.page] * pool.page + at % pool.page for table, at in zip(tables, each, strict=True)])
-        longs = upload(torch.stack((ids, positions, slots)), device)
-        offsets = torch.tensor([*range(kept + 1), *sizes], dtype=torch.int32)
-        offsets[kept + 1 :] = offsets[kept + 1 :].cumsum(0) + kept
-        offsets = upload(offsets, device)
+        counts = {w.request: w.count for w in work}
+        going = [w.request for w in work if not w.last]
+        chunks = [Chunk(r, r.pages.length, counts[r]) for r in self.rows[kept:] + going]
         if self._wants.mask:
             self.state.allow(self.rows)
-        s, longest = self.state.rows(count), max(sizes)
-        if not kept and not any(starts) and not self.model.batch_invariant:
+        s = self.state.rows(len(self.rows))
+        longs, offsets = (upload(x, self.model.device) for x in _packed(chunks, kept, self.pool.page))
+        longest = max(chunk.size for chunk in chunks)
+        if not kept and not any(chunk.start for chunk in chunks) and not self.model.batch_invariant:
             step = Step(*longs, offsets=offsets, longest=longest)
         else:
             at = s.positions[:kept]
             old = torch.stack((s.tokens[:kept], at, self._slots(s.page_table[:kept], at[:, None])[:, 0]))
             longs = torch.cat((old, longs), 1)
-            most = max(len(r.pages.pages) for r in (*self.rows, *others[count - kept :]))
-            width = min(_power(most), s.page_table.shape[1])
-            table = torch.zeros(len(others) - (count - kept), width, dtype=torch.int32)
-            for row, request in zip(table, others[count - kept :], strict=True):
-                pages = request.pages.pages[:width]
-                row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-            ends = torch.tensor([start + size for start, size in zip(starts, sizes, strict=True)], dtype=torch.int32)
-            lengths = torch.cat((s.positions[:kept].int() + 1, upload(ends, device)))
-            table = torch.cat((s.page_table[:, :width], upload(table, device)))
+            width = min(_power(max(len(r.pages.pages) for r in self.rows + going)), s.page_table.shape[1])
+            table = torch.cat((s.page_table[:, :width], upload(self.pool.table([r.pages for r in going], width), self.model.device)))
+            ends = torch.tensor([chunk.start + chunk.size for chunk in chunks], dtype=torch.int32)
+            lengths = torch.cat((at.int() + 1, upload(ends, self.model.device)))
             step = Step(*longs, offsets=offsets, longest=min(_power(longest), longs.shape[1]), page_table=table, lengths=lengths)
-        hidden = self.model.forward(step, pool)
+        hidden = self.model.forward(step, self.pool)
         first = kept
-        for request, start, size in zip(others, starts, sizes, strict=True):
+        for request, start, size in chunks:
             if request.scores:
                 self._score(request, start, hidden[first : first + size], prompts)
             first += size
-        return self._draw(s, hidden[(offsets[1 : count + 1] - 1).long()], self._wants) if count else None
+        return self._draw(s, hidden[(offsets[1 : s.size + 1] - 1).long()], self._wants) if s.size else None
 
     def _step(self, s: State, wants: Wants, longest: int | None = None) -> Drawn:
         """A token of each row in, one out, in place; or with a draft one to `n + 1`. `longest` cuts the page table where the host knows it."""
@@ -218,7 +212,7 @@ class Runner:
         count, _, last = verify(logits, Draft(draft), s.sampling)
         order = torch.arange(n + 1, device=at.device)
         found = torch.where(order < count[:, None], torch.cat((draft, draft[:, :1]), 1), torch.where(order == count[:, None], last[:, None], -1))
-        s.history.scatter_(1, (places + 1).clamp(max=s.history.shape[1] - 1), found.clamp(min=0).int())
+        s.remember(found, used)
         s.tokens.copy_(last)
         s.positions.add_(torch.where(used[:, 0], count + 1, 0))
         return Drawn(found)
@@ -241,7 +235,7 @@ class Runner:
         if wants.penalties:
             s.output.scatter_add_(1, tokens[:, None], used[:, None].int())
         if s.history is not None:
-            s.history.scatter_(1, (s.positions + 1).clamp(max=s.history.shape[1] - 1)[:, None], tokens[:, None].int())
+            s.remember(tokens[:, None], used[:, None])
         s.tokens.copy_(tokens)
         s.positions.add_(used)
         return Drawn(s.tokens, log_probs(raw, tokens, min(MOST_TOP, s.vocab)) if wants.logprobs else None)
@@ -282,6 +276,17 @@ class Runner:
             drawn = self._step(rows, wants)
         self.state.longs.copy_(saved)
         return Captured(graph, drawn)
+
+
+def _packed(chunks: list[Chunk], kept: int, page: int) -> tuple[Tensor, Tensor]:
+    """Token, position and slot of each token of the chunks, int64 [3, tokens], and the offsets int32 [kept + chunks + 1] of `kept` decodes and then them."""
+    columns = []
+    for request, start, size in chunks:
+        places = torch.arange(start, start + size)
+        pages = torch.tensor(request.pages.pages)
+        columns.append(torch.stack((torch.tensor(request.known()[start : start + size]), places, pages[places // page] * page + places % page)))
+    sizes = torch.tensor([0, *[1] * kept, *(chunk.size for chunk in chunks)], dtype=torch.int32)
+    return torch.cat(columns, 1), sizes.cumsum(0, dtype=torch.int32)
 
 
 def bucket(count: int) -> int:

@@ -82,6 +82,12 @@ class State:
     def bias(self, positions: Tensor) -> Bias:
         return Bias(self.bias_ids, torch.where(positions[:, None] < self.bias_until, -torch.inf, self.bias_values))
 
+    def remember(self, new: Tensor, used: Tensor) -> None:
+        """Tokens [rows, n] after those up to each row's position, into the history of the rows in use, [rows, 1]."""
+        at = self.positions[:, None] + 1 + torch.arange(new.shape[1], device=new.device)
+        at = at.clamp(max=self.history.shape[1] - 1)
+        self.history.scatter_(1, at, torch.where(used, new.int(), self.history.gather(1, at)))
+
     # ---- written from the host, before a step
 
     def clear(self, first: int) -> None:
