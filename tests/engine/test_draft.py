@@ -97,14 +97,18 @@ def test_a_step_of_empty_rows_changes_nothing(folder):
     runner, decode = llm.runner, llm.runner._decode
 
     def empty_first():
-        rows, saved = runner.state.rows(len(runner.rows)), runner.state.longs.clone()
-        runner.state.clear(0)
-        runner._step(rows, runner._wants)
-        runner.state.longs.copy_(saved)
+        state = runner.state
+        saved = {name: tensor.clone() for name, tensor in vars(state).items() if isinstance(tensor, torch.Tensor)}
+        state.clear(0)
+        runner._step(state.rows(len(runner.rows)), runner._wants)
+        state.longs.copy_(saved.pop("longs"))
+        checked.update(saved)
+        assert all(torch.equal(getattr(state, name), tensor) for name, tensor in saved.items())
         return decode()
 
-    runner._decode = empty_first
+    runner._decode, checked = empty_first, set()
     assert said(llm.generate(prompts, params)) == expected
+    assert {"history", "output", "page_table"} <= checked
 
 
 def test_in_a_cache_that_is_full(folder):
