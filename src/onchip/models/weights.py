@@ -12,13 +12,15 @@ from safetensors import SafetensorError, safe_open
 
 from onchip.core import settings
 from onchip.models import gguf
-from onchip.models.gguf import ModelError, Progress
+from onchip.models.gguf import ModelError, Progress, View
 
 DEMO = "smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names of what can be cast to a dtype: bytes
-NO_TEXT = re.compile(r"(.*rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*)")  # old buffers, and what a language model does not read
+NO_TEXT = re.compile(
+    r"(.*rotary_emb\.inv_freq|.*position_ids|(model\.)?(vision_tower|multi_modal_projector)\..*)"
+)  # buffers, and what a model of text does not read
 WAYS = f"give a folder with config.json, a .gguf file, owner/name of a model in the Hugging Face cache, or {DEMO!r}"
 
 
@@ -137,8 +139,8 @@ def _older_spelling(config: dict) -> dict:
 # ---- the tensors
 
 
-def tensors(path: Path, dtype: torch.dtype, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight as (Hugging Face's name, tensor on the CPU in `dtype`), one at a time from a memory map.
+def views(path: Path, dtype: torch.dtype, progress: Progress | None = None) -> Iterator[tuple[str, View]]:
+    """Every weight as (Hugging Face's name, view), in `dtype` on the CPU: what is asked of a view is read, and no more, from a memory map.
 
     A GGUF file is dequantised; its names become those of Hugging Face's Llama ("model.layers.0.self_attn.q_proj.weight"),
     as do those of the text model inside a multimodal one, whose other parts are left out. Phi-3's fused weights stay fused,
@@ -147,20 +149,25 @@ def tensors(path: Path, dtype: torch.dtype, progress: Progress | None = None) ->
     Raises ModelError for files that are missing, truncated, or of a type that cannot be read, before the first tensor if it can.
     """
     if path.is_file():
-        return gguf.tensors(gguf.read(path), dtype, progress)
+        return gguf.views(gguf.read(path), dtype, progress)
     return _read(_plan(path), dtype, progress)
 
 
-def _read(plan: dict[Path, dict[str, int]], dtype: torch.dtype, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(path: Path, dtype: torch.dtype, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """`views`, each read as a whole."""
+    return ((name, view[:]) for name, view in views(path, dtype, progress))
+
+
+def _read(plan: dict[Path, dict[str, int]], dtype: torch.dtype, progress: Progress | None) -> Iterator[tuple[str, View]]:
     done, total = 0, sum(sum(sizes.values()) for sizes in plan.values())
     for file, sizes in plan.items():
-        with _open(file) as shard:
+        with open_safetensors(file) as shard:
             for name, size in sizes.items():
-                tensor = shard.get_tensor(name).to(dtype)
                 done += size
                 if progress:
                     progress(done, total)
-                yield _text_name(name), tensor
+                part = shard.get_slice(name)
+                yield _text_name(name), View(tuple(part.get_shape()), lambda at, part=part: part[at].to(dtype))
 
 
 def _text_name(name: str) -> str:
@@ -172,7 +179,7 @@ def _plan(folder: Path) -> dict[Path, dict[str, int]]:
     """What to read: {shard: {tensor: bytes}}, checked against what the shards hold."""
     plan = {}
     for file, wanted in _shards(folder).items():
-        with _open(file) as shard:
+        with open_safetensors(file) as shard:
             held = set(shard.keys())
             names = [name for name in wanted or sorted(held) if not NO_TEXT.fullmatch(name)]
             lost = [name for name in names if name not in held]
@@ -221,11 +228,11 @@ def _no_weights(folder: Path) -> str:
     return f"{folder} has neither {SINGLE} nor {INDEX}; " + (f"give the path of its GGUF file instead ({ggufs})" if ggufs else "download the model again")
 
 
-def _open(file: Path) -> safe_open:
+def open_safetensors(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise ModelError(f"{file} is truncated or is not a safetensors file ({error}); download it again") from None
 
 
-__all__ = ["ModelError", "Progress", "locate", "read_config", "read_json", "tensors"]
+__all__ = ["ModelError", "Progress", "View", "locate", "open_safetensors", "read_config", "read_json", "tensors", "views"]
