@@ -13,6 +13,8 @@ from torch import Tensor
 from onchip.models.families import ModelConfig
 from onchip.models.pieces import Span
 
+GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the same; its name from torch 2.13 on
+
 
 class Share(NamedTuple):
     """What one rank has of a model."""
@@ -72,9 +74,9 @@ class TensorParallel:
         """[rows, width] of every rank's columns x [rows, ..] side by side; what is past `width` is left off."""
         if self.group is None:
             return x
-        parts = x.new_empty(self.of, *x.shape)
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=self.group)
-        return parts.transpose(0, 1).reshape(len(x), -1)[:, :width]
+        parts = x.new_empty(self.of * len(x), x.shape[1])
+        GATHER(parts, x.contiguous(), group=self.group)
+        return parts.unflatten(0, (self.of, -1)).transpose(0, 1).flatten(1)[:, :width]
 
 
 ALONE = TensorParallel()
