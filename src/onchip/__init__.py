@@ -48,7 +48,8 @@ _NAMES = {
     "onchip.models.lora": ("Adapter", "AdapterTable"),
     "onchip.models.parallel": ("TensorParallel",),
     "onchip.engine.llm": ("LLM",),
-    "onchip.engine.request": ("Completion", "SamplingParams"),
+    "onchip.engine.request": ("Completion", "Event", "Request", "SamplingParams", "TokenLogProbs"),
+    "onchip.engine.setup": ("PrefixCache",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [*_HOME, "__version__"]
