@@ -20,6 +20,7 @@ from onchip.engine.text import NoText, StopText
 from onchip.models import weights
 from onchip.models.decoder import Decoder
 from onchip.models.families import ModelConfig
+from onchip.models.parallel import ALONE, TensorParallel
 from onchip.models.tokenizer import Stream
 
 STEP_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a step: prompts come in chunks, so that those who decode beside them wait a quarter of a second at most
@@ -54,6 +55,7 @@ class LLM:
     prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages. None: nothing is kept.
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
+    parallel      the ranks that have the model together: see `ParallelLLM`, which is how it is used.
 
     Raises ModelError for a model that cannot be read, ValueError for a device or dtype there is none of, OutOfPages for a
     cache that holds no sequence.
@@ -74,6 +76,7 @@ class LLM:
         step_tokens: int | None = None,
         dummy_weights: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        parallel: TensorParallel = ALONE,
     ):
         setup.check_sizes(max_len, max_batch, cache_gib, step_tokens)
         kv_format = None if kv_format is None else Format.of(kv_format)
@@ -86,14 +89,14 @@ class LLM:
             setup.check_kernel(kernel)
         self.max_len = min(max_len or self.config.context, self.config.context)
         at = {"dtype": self.dtype, "device": self.device}
-        self.model = Decoder(self.config, **at)
+        self.model = Decoder(self.config, **at, parallel=parallel)
         if dummy_weights:
             self.model.randomise()
         else:
-            self.model.load(weights.tensors(path, self.dtype, progress))
+            self.model.load(weights.views(path, self.dtype, progress))
         self.model.prepare(self.max_len)
         self.model.kernel = kernel
-        self.pool = setup.pool_of(self.config, at, (max_batch, self.max_len), cache_gib, kv_format)
+        self.pool = setup.pool_of(self.model, (max_batch, self.max_len), cache_gib, kv_format)
         self.tree = setup.tree_of(self.pool, prefix_cache)
         self.runner = Runner(self.model, self.pool, max_batch, self.max_len)
         self.scheduler = Scheduler(self.pool, self.tree, max_batch, step_tokens or STEP_TOKENS[self.device.type])

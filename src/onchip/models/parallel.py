@@ -7,6 +7,7 @@ compute the same stream of numbers, bit for bit, so that each draws the same tok
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -77,6 +78,14 @@ class TensorParallel:
         parts = x.new_empty(self.of * len(x), x.shape[1])
         GATHER(parts, x.contiguous(), group=self.group)
         return parts.unflatten(0, (self.of, -1)).transpose(0, 1).flatten(1)[:, :width]
+
+    def least(self, count: int, device: torch.device) -> int:
+        """The least of all ranks' counts, handed over on `device`."""
+        if self.group is None:
+            return count
+        found = torch.tensor(count, device=device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
+        return int(found)
 
 
 ALONE = TensorParallel()
