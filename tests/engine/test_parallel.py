@@ -13,8 +13,8 @@ from onchip.engine.request import SamplingParams
 from onchip.models.parallel import TensorParallel
 
 HOW = {"dtype": "fp32", "device": "cpu", "max_batch": 4, "cache_gib": 12 * (16 * 2 * 2 * 16 * 4) / 2**30, "step_tokens": 32}  # 12 pages
-PROMPTS = [[i + 1, *range(5, 5 + 7 * i)] for i in range(7)]
-GREEDY, SAMPLED = SamplingParams(max_tokens=30, ignore_eos=True), SamplingParams(max_tokens=20, temperature=0.8, seed=5, n=2, ignore_eos=True)
+PROMPTS = [[i + 1, *range(5, 5 + 7 * i)] for i in range(5)]
+GREEDY, SAMPLED = SamplingParams(max_tokens=80, ignore_eos=True), SamplingParams(max_tokens=20, temperature=0.8, seed=5, n=2, ignore_eos=True)
 
 
 class Even:
