@@ -45,7 +45,7 @@ _NAMES = {
     "onchip.cache.sharing": ("plan_cascade",),
     "onchip.cache.swap": ("HostPool",),
     "onchip.models.encoder": ("Embedder",),
-    "onchip.models.lora": ("Adapter", "AdapterTable"),
+    "onchip.models.lora": ("Adapter", "AdapterSlots", "AdapterTable"),
     "onchip.models.parallel": ("TensorParallel",),
     "onchip.engine.llm": ("LLM",),
     "onchip.engine.request": ("Completion", "Event", "Request", "SamplingParams", "TokenLogProbs"),

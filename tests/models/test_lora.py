@@ -1,37 +1,16 @@
 """LoRA adapters of mixed requests against the model with each adapter merged into its weights."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import tiny
 from onchip.cache.paged import PageList, PagePool
 from onchip.models.decoder import Decoder, Step
 from onchip.models.families import ModelConfig
 from onchip.models.gguf import ModelError
-from onchip.models.lora import Adapter, AdapterTable
+from onchip.models.lora import Adapter, AdapterSlots, AdapterTable
 
 CPU = torch.device("cpu")
-SHAPES = {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.o_proj": (64, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)}
-
-
-def save_adapter(folder, seed, rank=3, modules=SHAPES, layers=(0, 1), **config):
-    """A folder as PEFT writes it, and what it adds to each weight."""
-    folder.mkdir()
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "bias": "none", "use_dora": False, "modules_to_save": None, **config}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    generator, found, deltas = torch.Generator().manual_seed(seed), {}, {}
-    for i in layers:
-        for name, (out, width) in modules.items():
-            at = f"model.layers.{i}.{name}"
-            a, b = (torch.randn(*shape, generator=generator) * 0.3 for shape in ((rank, width), (out, rank)))
-            found |= {f"base_model.model.{at}.lora_A.weight": a, f"base_model.model.{at}.lora_B.weight": b}
-            alpha = config.get("alpha_pattern", {}).get("up_proj", 6) if "up_proj" in name else 6
-            deltas[f"{at}.weight"] = b @ a * (alpha / (rank**0.5 if config.get("use_rslora") else rank))
-    save_file(found, folder / "adapter_model.safetensors")
-    return deltas
 
 
 def made(raw, tensors, positions=64):
@@ -64,10 +43,10 @@ def logits(model, prompts, adapters):
 @torch.inference_mode()
 def test_requests_with_adapters_are_as_of_merged_weights(tmp_path):
     base = tiny.tensors(tiny.CONFIG)
-    one = save_adapter(tmp_path / "one", 1, alpha_pattern={"up_proj": 12})
-    two = save_adapter(tmp_path / "two", 2, rank=5, layers=(1,), use_rslora=True)
+    one = tiny.save_adapter(tmp_path / "one", 1, alpha_pattern={"up_proj": 12})
+    two = tiny.save_adapter(tmp_path / "two", 2, rank=5, layers=(1,), use_rslora=True)
     model = made(tiny.CONFIG, base)
-    model.adapters = table = AdapterTable(model, slots=3, rank=5)
+    model.adapters = table = AdapterTable(model, AdapterSlots(3, 5))
     assert [table.add(Adapter.read(tmp_path / name)) for name in ("two", "one")] == [0, 1]
     prompts = [torch.randint(320, (n,)) for n in (9, 1, 17, 5)]
     wanted = [1, -1, 0, 1]
@@ -92,9 +71,9 @@ def test_an_adapter_of_fused_matrices(tmp_path):
     raw = tiny.CONFIG | {"model_type": "phi3"}
     base = tiny.tensors(raw)
     shapes = {"self_attn.qkv_proj": (128, 64), "mlp.gate_up_proj": (192, 64)}
-    deltas = save_adapter(tmp_path / "phi", 3, modules=shapes)
+    deltas = tiny.save_adapter(tmp_path / "phi", 3, modules=shapes)
     model = made(raw, base)
-    model.adapters = AdapterTable(model, slots=1, rank=4)
+    model.adapters = AdapterTable(model, AdapterSlots(1, 4))
     model.adapters.add(Adapter.read(tmp_path / "phi"))
     added = dict(base)
     for i in (0, 1):
@@ -111,8 +90,8 @@ def test_an_adapter_of_fused_matrices(tmp_path):
 
 def test_adapters_that_cannot_be(tmp_path):
     model = made(tiny.CONFIG, tiny.tensors(tiny.CONFIG))
-    table = AdapterTable(model, slots=1, rank=4)
-    save_adapter(tmp_path / "good", 0)
+    table = AdapterTable(model, AdapterSlots(1, 4))
+    tiny.save_adapter(tmp_path / "good", 0)
     cases = (
         ("no adapter_config.json", None, {}),
         ("peft_type is 'IA3'", "ia3", {"peft_type": "IA3"}),
@@ -122,7 +101,7 @@ def test_adapters_that_cannot_be(tmp_path):
     )
     for words, name, config in cases:
         if name:
-            save_adapter(tmp_path / name, 0, **config)
+            tiny.save_adapter(tmp_path / name, 0, **config)
         with pytest.raises(ModelError, match=words):
             Adapter.read(tmp_path / (name or "nothing"))
     cases = (
@@ -131,7 +110,7 @@ def test_adapters_that_cannot_be(tmp_path):
         (ModelError, r"is for a matrix \[64, 32\], the model's is \[64, 64\]", {"modules": {"self_attn.q_proj": (64, 32)}}),
     )
     for n, (kind, words, how) in enumerate(cases):
-        save_adapter(tmp_path / str(n), 0, **how)
+        tiny.save_adapter(tmp_path / str(n), 0, **how)
         with pytest.raises(kind, match=words):
             table.add(Adapter.read(tmp_path / str(n)))
     assert table.names == [None] and not model.layers[0].qkv.adapters.a.any()

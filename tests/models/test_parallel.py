@@ -13,7 +13,7 @@ from onchip.cache.paged import PageList, PagePool
 from onchip.models import weights
 from onchip.models.decoder import Decoder, Step
 from onchip.models.families import ModelConfig
-from onchip.models.lora import Adapter, AdapterTable
+from onchip.models.lora import Adapter, AdapterSlots, AdapterTable
 from onchip.models.parallel import ALONE, TensorParallel
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def run(raw, folder, parallel):
     views = list(weights.views(folder, torch.float32))
     model.load((name, counted(view)) for name, view in views)
     model.prepare(64)
-    model.adapters = AdapterTable(model, slots=2, rank=4)
+    model.adapters = AdapterTable(model, AdapterSlots(2, 4))
     matrices = {name: (torch.randn(3, p.cols.whole) * 0.2, torch.randn(p.rows.whole, 3) * 0.2) for name, p in model.places.matrices.items()}
     model.adapters.add(Adapter("random", 3, matrices))
     found = [greedy(model, torch.arange(1, 20), adapter) for adapter in (-1, 0)]

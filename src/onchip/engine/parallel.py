@@ -35,6 +35,15 @@ class Cancel(NamedTuple):
     number: int
 
 
+class Load(NamedTuple):
+    folder: str | Path
+    name: str | None
+
+
+class Unload(NamedTuple):
+    name: str
+
+
 class Close(NamedTuple):
     """No step follows."""
 
@@ -55,7 +64,7 @@ class ParallelLLM(LLM):
         self.parallel = parallel
         ranks = dist.get_process_group_ranks(parallel.group)
         self._first, self._hosts = ranks[0], dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
-        self._said: list[Add | Cancel | Close] = []  # since the last step
+        self._said: list[Add | Cancel | Load | Unload | Close] = []  # since the last step
         self._numbers: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()  # of the first samples of requests
         self._count = 0
 
@@ -77,6 +86,16 @@ class ParallelLLM(LLM):
         super().cancel(request)
         if request.samples[0] in self._numbers:
             self._said.append(Cancel(self._numbers[request.samples[0]]))
+
+    def load_adapter(self, folder: str | Path, name: str | None = None) -> str:
+        """As `LLM.load_adapter`; every rank reads the folder."""
+        name = super().load_adapter(folder, name)
+        self._said.append(Load(folder, name))
+        return name
+
+    def unload_adapter(self, name: str) -> None:
+        super().unload_adapter(name)
+        self._said.append(Unload(name))
 
     def step(self) -> list[Event]:
         self._hand_on()
@@ -112,12 +131,16 @@ class ParallelLLM(LLM):
                         super().add(request)
                     case Cancel(number) if number in known:
                         super().cancel(known[number])
+                    case Load(folder, name):
+                        super().load_adapter(folder, name)
+                    case Unload(name):
+                        super().unload_adapter(name)
                     case Close():
                         return
             super().step()
             known = {number: request for number, request in known.items() if any(sample.reason is None for sample in request.samples)}
 
-    def _heard(self) -> list[Add | Cancel | Close]:
+    def _heard(self) -> list[Add | Cancel | Load | Unload | Close]:
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, self._first, group=self._hosts)
         if not size.item():

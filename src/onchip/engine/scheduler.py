@@ -81,7 +81,7 @@ class Scheduler:
         """Forget a request, wherever it is; its pages are the prefix cache's, and free for others."""
         if request in self.running:
             self.running.remove(request)
-            self.cache.finish(request.known(), request.pages)
+            self.cache.finish(request.keyed(), request.pages)
         elif request in self.waiting:
             self.waiting.remove(request)
         self._stuck = None
@@ -89,7 +89,7 @@ class Scheduler:
 
     def prompt_done(self, request: Request) -> None:
         """Its prompt is computed, or about to be before anything that is launched later: others may begin from it."""
-        self.cache.insert(request.known(), request.pages)
+        self.cache.insert(request.keyed(), request.pages)
         self._stuck = None
         self._bring_samples(request)
 
@@ -158,7 +158,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Let a running request wait again; what is known of it stays in the prefix cache as long as nobody needs the pages."""
         self.running.remove(request)
-        self.cache.finish(request.known(), request.pages)
+        self.cache.finish(request.keyed(), request.pages)
         request.seated = False
         bisect.insort(self.waiting, request, key=Request.rank.fget)
         self.preemptions += 1
@@ -185,7 +185,7 @@ class Scheduler:
         """Give a request a place in the batch, and pages for all that is known of it and `AHEAD` more; False where there are too few."""
         if len(self.running) >= self.max_batch:
             return False
-        known = request.known()
+        known = request.keyed()
         if request.params.prompt_logprobs is None:
             request.pages = self.cache.match(known[:-1])
         try:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,17 +81,27 @@ def _scale(config: Mapping[str, Any], matrix: str, rank: int) -> float:
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
+class AdapterSlots(NamedTuple):
+    """Room for LoRA adapters: how many, and the largest rank one may have."""
+
+    slots: int = 8
+    rank: int = 16
+
+
 class AdapterTable:
     """Adapters of one decoder on its device, in `slots` slots padded to one rank; a step's tokens name them by their slot.
 
     Its memory is there from the start, and a slot is written in place, so that captured CUDA graphs see what it holds.
     rank   the largest that an adapter may have.        names   the adapter in each slot, None for none.
+    serials   of what is in each slot: no two adapters that were added have the same.
     """
 
-    def __init__(self, decoder, *, slots: int = 8, rank: int = 16):
+    def __init__(self, decoder, room: AdapterSlots = AdapterSlots()):
+        slots, rank = room
         if slots < 1 or rank < 1:
-            raise ValueError(f"AdapterTable: slots is {slots}, rank {rank}; give 1 or more of both")
-        self.rank, self.names = rank, [None] * slots
+            raise ValueError(f"AdapterSlots: slots is {slots}, rank {rank}; give 1 or more of both")
+        self.rank, self.names, self.serials = rank, [None] * slots, [0] * slots
+        self._added = 0
         self._places: Places = decoder.places
         rows: dict[Linear, list[int]] = {}
         for linear, _, part, _ in self._places.matrices.values():
@@ -121,7 +131,8 @@ class AdapterTable:
             low, first, rank = linear.adapters, sum(linear.adapters.parts[:part]), len(a)
             low.a[slot, part * self.rank :][:rank].copy_(a[:, cols.slice()])
             low.b[slot, first : first + len(rows), :rank].copy_(rows)
-        self.names[slot] = adapter.name
+        self._added += 1
+        self.names[slot], self.serials[slot] = adapter.name, self._added
         return slot
 
     def remove(self, name: str) -> None:
