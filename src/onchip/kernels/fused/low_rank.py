@@ -1,6 +1,6 @@
 """Low-rank additions of several adapters in one batch: y[r] += B[i] (A[i] x[r]), i the adapter of row r (LoRA: Hu et al., 2021; batched: Punica, 2023).
 
-Rows come sorted by adapter (`order`, and where each adapter's rows start), and go in tiles of BLOCK_M rows of one adapter, so that A and B are read once
+Rows come sorted by adapter (`order`, and where each adapter's rows start), and go in tiles of rows of one adapter, so that A and B are read once
 a tile and not once a row; a program finds its tile from the starts, and there are as many programs as tiles could be. Two launches:
 
     _shrink   t = A x: a program has a tile, one part of the output (q, k or v have matrices A of their own) and a share of x's columns, as float32
@@ -15,26 +15,43 @@ import torch
 import triton
 import triton.language as tl
 
+from onchip.core import settings
 from onchip.core.device import Device
-from onchip.core.kernel import pick
 from onchip.core.low_rank import LowRank, Route
 from onchip.core.problem import Rows
 
-BLOCK_M = ((256, 16), (1, 64))  # (rows up to, rows a tile): a decode step has few rows of each adapter, a prefill many
-BLOCK_N = 128
-BLOCK_K = ((64, 128), (256, 64))  # (rank up to, columns of x at a time, of 2 bytes): three stages are in shared memory
+FEW = 256  # rows of a decode step
+SHARES = 16
 
 
-class Tiles(NamedTuple):
-    block_m: int
-    block_n: int
-    block_k: int
-    block_r: int
+class Shrink(NamedTuple):
+    """Tiles of `_shrink`: rows, columns of x at a time, and programs that share a row's columns."""
+
+    rows: int
+    columns: int
     shares: int
     warps: int
 
+
+class Expand(NamedTuple):
+    """Tiles of `_expand`: rows, columns of y, and columns of t at a time."""
+
+    rows: int
+    columns: int
+    ranks: int
+    warps: int
+
+
+class Tiles(NamedTuple):
+    """early: the second kernel starts before the first one ends, and waits inside."""
+
+    shrink: Shrink
+    expand: Expand
+    early: bool
+
     def __str__(self):
-        return f"{self.block_m} rows x {self.block_n} columns, x in {self.shares} shares by {self.block_k}, {self.warps} warps"
+        (m, k, shares, warps), (m2, n, r, warps2) = self.shrink, self.expand
+        return f"{m} rows, x in {shares} shares by {k}, {warps} warps; {m2} rows x {n} columns by {r}, {warps2} warps" + ", early" * self.early
 
 
 # ---- device
@@ -54,10 +71,12 @@ def _tile(starts_ptr, tile, adapters, ADAPTERS: tl.constexpr, BLOCK_M: tl.conste
     return adapter, tl.sum(tl.where(mine, first, 0), 0) + skip, tl.sum(tl.where(mine, count, 0), 0) - skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "adapters", "parts"])
 def _shrink(x_ptr, a_ptr, t_ptr, order_ptr, starts_ptr, rows, width, rank, x_stride, adapters, parts, each,
-            ADAPTERS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+            ADAPTERS: tl.constexpr, EARLY: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """t [shares, rows, parts, rank]; a share is `each` columns of x."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     adapter, first, left = _tile(starts_ptr, tl.program_id(0), adapters, ADAPTERS, BLOCK_M)
     part, share = tl.program_id(1) % parts, tl.program_id(1) // parts
     if adapter < adapters:
@@ -74,9 +93,10 @@ def _shrink(x_ptr, a_ptr, t_ptr, order_ptr, starts_ptr, rows, width, rank, x_str
         tl.store(t_ptr + at[:, None] + n[None, :], sums, mask=(m < left)[:, None] & (n < rank)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "adapters", "parts"])
 def _expand(t_ptr, b_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, rows, width, rank, y_stride, adapters, parts,
-            ADAPTERS: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
+            ADAPTERS: tl.constexpr, EARLY: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+            BLOCK_R: tl.constexpr):  # fmt: skip
     adapter, first, left = _tile(starts_ptr, tl.program_id(0), adapters, ADAPTERS, BLOCK_M)
     if adapter < adapters:
         part, begin, block = 0, 0, tl.program_id(1)  # a part's columns begin a block of their own
@@ -88,20 +108,21 @@ def _expand(t_ptr, b_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, rows, width, r
             end = tl.load(ends_ptr + part)
         m, n, r = tl.arange(0, BLOCK_M), begin + block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
         row = tl.load(order_ptr + first + m, mask=m < left, other=0).to(tl.int64)
+        here = (m < left)[:, None] & (n < end)[None, :]
+        y_at = y_ptr + row[:, None] * y_stride + n[None, :]
         b_at = b_ptr + (adapter.to(tl.int64) * width + n)[:, None] * rank + r[None, :]
-        size = tl.cast(rows, tl.int64) * parts * rank
         t_at = t_ptr + ((first + m).to(tl.int64) * parts + part)[:, None] * rank + r[None, :]
-        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, rank, BLOCK_R):  # the sums of a whole rank of 128 would not stay in registers
+        size = tl.cast(rows, tl.int64) * parts * rank
+        sums = tl.load(y_at, mask=here, other=0.0).to(tl.float32)
+        if EARLY:  # who has no tile need not wait: where nobody waits, nothing was written
+            tl.extra.cuda.gdc_wait()
+        for start in range(0, rank, BLOCK_R):  # t and B of a whole rank of 128 would not stay in registers
             inside = (r < rank - start)[None, :]
             b = tl.load(b_at + start, mask=(n < end)[:, None] & inside, other=0.0)
             t = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             for share in tl.static_range(SHARES):
                 t += tl.load(t_at + share * size + start, mask=(m < left)[:, None] & inside, other=0.0)
             sums = tl.dot(t.to(b.dtype), b.T, sums, input_precision="ieee")
-        here = (m < left)[:, None] & (n < end)[None, :]
-        y_at = y_ptr + row[:, None] * y_stride + n[None, :]
-        sums += tl.load(y_at, mask=here, other=0.0).to(tl.float32)
         tl.store(y_at, sums.to(y_ptr.dtype.element_ty), mask=here)
 
 
@@ -109,15 +130,17 @@ def _expand(t_ptr, b_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, rows, width, r
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """Shares of x so that a few tiles give every multiprocessor a program."""
-    words = problem.variant.split()
+    """Tiles of few rows where adapters have few, and x in shares so that a few tiles give every multiprocessor a program."""
+    words, wide = problem.variant.split(), problem.dtype.itemsize // 2
     width, rank, parts = int(words[1]), int(words[3]), len(words[5].split("+"))
-    block_m = pick(BLOCK_M, problem.rows)
-    block_k = pick(BLOCK_K, rank) * 2 // problem.dtype.itemsize
-    tiles, shares = triton.cdiv(problem.rows, block_m) * parts, 1
-    while tiles * shares < device.sms and shares < 16 and width >= 2 * shares * block_k:
+    few = problem.rows <= FEW
+    shrink_m, expand_m = (16, 16) if few else (64, 32)
+    columns = (128 if rank <= 64 else 64) // wide
+    tiles, shares = triton.cdiv(problem.rows, shrink_m) * parts, 1
+    while tiles * shares < device.sms and shares < SHARES and width >= 2 * shares * columns:
         shares *= 2
-    return [Tiles(block_m, BLOCK_N // (problem.dtype.itemsize // 2), block_k, min(32, _padded(rank)), shares, 4 if block_m == 16 else 8)]
+    early = device.kind == "cuda" and device.arch >= 90 and not settings.INTERPRET.read()
+    return [Tiles(Shrink(shrink_m, columns, shares, 4 if few else 8), Expand(expand_m, 128 // wide, min(32, _padded(rank)), 4), early)]
 
 
 def _padded(rank: int) -> int:
@@ -127,19 +150,25 @@ def _padded(rank: int) -> int:
 
 def launch(problem: Rows, config: Tiles, y: torch.Tensor, x: torch.Tensor, low: LowRank, route: Route) -> torch.Tensor:
     """y [rows, out], in place; x [rows, in]."""
-    (adapters, outer, width), rank, parts = low.a.shape, low.b.shape[2], len(low.ends)
-    rows = len(x)
+    (adapters, outer, width), (_, out, rank), parts, rows = low.a.shape, low.b.shape, len(low.parts), len(x)
     if not rows:
         return y
-    t = torch.empty((config.shares, rows, outer), dtype=torch.float32, device=x.device)
-    most = min(rows, triton.cdiv(rows, config.block_m) + adapters - 1)  # tiles: each adapter may have one that is not full
-    each = triton.cdiv(triton.cdiv(width, config.shares), config.block_k) * config.block_k
-    sizes = {"ADAPTERS": triton.next_power_of_2(adapters), "BLOCK_M": config.block_m, "num_warps": config.warps}
-    lists = (route.order, route.starts)
-    _shrink[(most, parts * config.shares)](
-        x, low.a, t, *lists, rows, width, rank, x.stride(0), adapters, parts, each, RANK=_padded(rank), BLOCK_K=config.block_k, **sizes,
+    (shrink_m, columns, shares, shrink_warps), (expand_m, block_n, block_r, expand_warps), early = config
+    t = torch.empty((shares, rows, outer), dtype=torch.float32, device=x.device)
+    each = triton.cdiv(triton.cdiv(width, shares), columns) * columns
+    lists, either = (route.order, route.starts), {"ADAPTERS": triton.next_power_of_2(adapters), "EARLY": early}
+    _shrink[(_most(rows, shrink_m, adapters), parts * shares)](
+        x, low.a, t, *lists, rows, width, rank, x.stride(0), adapters, parts, each,
+        **either, RANK=_padded(rank), BLOCK_M=shrink_m, BLOCK_K=columns, num_warps=shrink_warps,
     )  # fmt: skip
-    columns = {"SHARES": config.shares, "BLOCK_N": config.block_n, "BLOCK_R": config.block_r}
-    blocks = sum(triton.cdiv(size, config.block_n) for size in low.parts)
-    _expand[(most, blocks)](t, low.b, y, *lists, low.ends, rows, low.b.shape[1], rank, y.stride(0), adapters, parts, **columns, **sizes)
+    blocks = sum(triton.cdiv(size, block_n) for size in low.parts)
+    _expand[(_most(rows, expand_m, adapters), blocks)](
+        t, low.b, y, *lists, low.ends, rows, out, rank, y.stride(0), adapters, parts,
+        **either, SHARES=shares, BLOCK_M=expand_m, BLOCK_N=block_n, BLOCK_R=block_r, num_warps=expand_warps, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
     return y
+
+
+def _most(rows: int, block_m: int, adapters: int) -> int:
+    """Tiles that there may be: each adapter may have one that is not full."""
+    return min(rows, triton.cdiv(rows, block_m) + adapters - 1)
