@@ -72,3 +72,5 @@ def test_adapters_that_are_not_there_or_in_use(folders):
     while not llm.idle:
         llm.step()
     assert torch.count_nonzero(llm.model.layers[0].qkv.adapters.a) == 0
+    with pytest.raises(ValueError, match="batch_invariant with adapters"):
+        LLM(folders / "base", batch_invariant=True, adapters=AdapterSlots(), **HOW)

@@ -26,6 +26,8 @@ from onchip.models.tokenizer import Stream
 
 STEP_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a step: prompts come in chunks, so that those who decode beside them wait a quarter of a second at most
 
+INVARIANT_CHUNK = 256  # tokens of a prompt's chunk where nothing may depend on what else runs
+
 
 @dataclass
 class Stats:
@@ -55,6 +57,8 @@ class LLM:
     kv_format     what keys and values are quantised to as they are written: "int8", "e4m3", "int4/32", ... (see `Format`); None: they stay in dtype.
     prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages. None: nothing is kept.
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
+    batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
+                  time, pages for all a request may become. Slower.
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
     parallel      the ranks that have the model together: see `ParallelLLM`, which is how it is used.
     adapters      `AdapterSlots(slots, rank)`: room for the LoRA adapters that requests may have. None: no room.
@@ -76,12 +80,15 @@ class LLM:
         kv_format: str | None = None,
         prefix_cache: PrefixCache | None = PrefixCache(),
         step_tokens: int | None = None,
+        batch_invariant: bool = False,
         dummy_weights: bool = False,
         progress: Callable[[int, int], None] | None = None,
         parallel: TensorParallel = ALONE,
         adapters: AdapterSlots | None = None,
     ):
         setup.check_sizes(max_len, max_batch, cache_gib, step_tokens)
+        if batch_invariant and (adapters or parallel.of > 1):
+            raise ValueError("batch_invariant with adapters or over several ranks is not to be had: sums depend on the number of rows there; leave one out")
         kv_format = None if kv_format is None else Format.of(kv_format)
         self.device = setup.device_of(device)
         path = weights.locate(model)
@@ -100,10 +107,13 @@ class LLM:
         self.model.prepare(self.max_len)
         self.model.kernel = kernel
         self.model.adapters = adapters and AdapterTable(self.model, adapters)
+        if batch_invariant:
+            self.model.make_invariant()
         self.pool = setup.pool_of(self.model, (max_batch, self.max_len), cache_gib, kv_format)
         self.tree = setup.tree_of(self.pool, prefix_cache)
         self.runner = Runner(self.model, self.pool, max_batch, self.max_len)
-        self.scheduler = Scheduler(self.pool, self.tree, max_batch, step_tokens or STEP_TOKENS[self.device.type])
+        budget = step_tokens or STEP_TOKENS[self.device.type]
+        self.scheduler = Scheduler(self.pool, self.tree, max_batch, budget, INVARIANT_CHUNK if batch_invariant else 0)
         self.stats = Stats()
         self.ahead = self.device.type == "cuda"  # whether a step is launched before the tokens of the one before are read
         self._launched: deque[Launched] = deque()
@@ -264,27 +274,30 @@ class LLM:
             request.pending -= 1
             if request.reason is not None:  # it ended while this was on its way
                 continue
-            text = request.accept(token)
-            found = None
+            text, found = request.accept(token), None
             if request.logprobs is not None:
                 found = [launched.of_token(row)]
                 request.logprobs += found
             events.append(Event(request, text, [token], found))
-            if request.reason is None and request.mask is not None:
-                try:
-                    request.mask.accept(token)
-                except (ValueError, RuntimeError) as error:
-                    request.reason = f"error: the mask of its tokens: {error}"
+            if request.mask is not None and request.reason is None:
+                self._accept_masked(request, token)
             if request.reason is not None:
                 self.scheduler.end(request)
         if launched.kind == "decode":
             self.stats.decoded_tokens += len(tokens)
         return launched.kind
 
+    def _accept_masked(self, request: Request, token: int) -> None:
+        try:
+            request.mask.accept(token)
+        except (ValueError, RuntimeError) as error:
+            request.reason = f"error: the mask of its tokens: {error}"
+
     def _fail(self, request: Request, why: str, events: list[Event]) -> None:
         request.reason = f"error: {why}"
         self.scheduler.end(request)
-        events.append(Event(request, "", []))
+        if all(event.request is not request for event in events):  # else the event of its last token says so
+            events.append(Event(request, "", []))
 
     # ---- requests
 

@@ -24,6 +24,7 @@ from onchip.ops.activation import gated_act
 from onchip.ops.attention import PagedKV, attention_packed, paged_attention
 from onchip.ops.fused import Append, QKNorm, rope_append
 
+SLAB = 64  # rows of a product that has to be the same whatever their number
 LONG = 1024  # queries of a chunk, more than kernels of few queries take
 
 
@@ -84,9 +85,17 @@ class Decoder:
             matrix[vocab.count :].zero_()  # no words: their logits are left off
         self.embedding_scale = torch.tensor(c.embedding_scale).to(dtype).item()  # rounded, as Gemma was trained
         self.kernel = "auto"  # a kernel for attention, by name
-        self.batch_invariant = False
+        self.batch_invariant = False  # see `make_invariant`
         self.adapters: AdapterTable | None = None
         self.places = self._places()
+
+    def make_invariant(self) -> None:
+        """A token's bits do not depend on the other tokens of a step, as long as it is in a decode or in a chunk of its own sequence as before."""
+        self.batch_invariant = True
+        parts = [self.norm, self.head, *(part for layer in self.layers for part in vars(layer).values())]
+        for part in parts:
+            if isinstance(part, Linear | Norm):
+                part.slab = SLAB
 
     # ---- forward
 
