@@ -178,6 +178,9 @@ class Runner:
             ends = torch.tensor([chunk.start + chunk.size for chunk in chunks], dtype=torch.int32)
             lengths = torch.cat((at.int() + 1, upload(ends, self.model.device)))
             step = Step(*longs, offsets=offsets, longest=min(_power(longest), longs.shape[1]), page_table=table, lengths=lengths)
+        if any(request.slot >= 0 for request in self.rows + going):
+            new = [torch.full((chunk.size,), chunk.request.slot, dtype=torch.int32) for chunk in chunks]
+            step = step._replace(adapters=torch.cat((s.adapters[:kept], upload(torch.cat(new), self.model.device))))
         hidden = self.model.forward(step, self.pool)
         first = kept
         for request, start, size in chunks:
@@ -194,7 +197,8 @@ class Runner:
         if drafts:
             return self._speculate(s, at, table)
         slots = torch.where(s.positions >= 0, self._slots(table, at[:, None])[:, 0], -1)
-        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int())
+        adapters = s.adapters if wants.adapter else None
+        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int(), adapters=adapters)
         return self._draw(s, self.model.forward(step, self.pool), wants)
 
     def _speculate(self, s: State, at: Tensor, table: Tensor) -> Drawn:
