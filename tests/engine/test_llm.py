@@ -207,6 +207,44 @@ def test_a_run_cut_short_gives_its_pages_back(llm):
     assert llm.generate(PROMPTS, GREEDY) == expected
 
 
+# ---- step by step
+
+
+def test_step_by_step_gives_what_generate_gives(llm):
+    """Requests that come at different times, one cancelled while it waits and one while it runs: their pages are free at once."""
+    expected = llm.generate(PROMPTS, GREEDY)
+    assert llm.idle and llm.step() == []
+    requests = [llm.request(prompt, GREEDY) for prompt in PROMPTS]
+    shown, given = dict.fromkeys(requests, ""), {r: [] for r in requests}
+    late = llm.request("dog", GREEDY)
+    llm.add(requests[0])
+    for n in range(200):
+        if n < len(PROMPTS) - 1:
+            llm.add(requests[n + 1])
+        if n == 5:
+            llm.add(late)
+            llm.add(never := llm.request("fox", GREEDY))
+            llm.cancel(never)
+        if n == 9:
+            llm.cancel(late)
+            assert not late.pages.pages
+        for event in llm.step():
+            shown[event.request] = shown.get(event.request, "") + event.text
+            given.setdefault(event.request, []).extend(event.tokens)
+        if llm.idle:
+            break
+    assert [r.completion() for r in requests] == expected
+    assert [shown[r] for r in requests] == [c.text for c in expected] and [given[r] for r in requests] == tokens(expected)
+    assert late.reason == never.reason == "cancelled" and 0 < len(late.tokens) < 24 and never not in given
+    llm.cancel(requests[0])
+    assert requests[0].reason == "length"
+
+
+def test_a_request_that_cannot_be(llm):
+    with pytest.raises(ValueError, match=r"^request: prompt is empty; give at least one word"):
+        llm.request("")
+
+
 # ---- refused, before anything has run
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from onchip.core import device as devices
 from onchip.core.formats import Format
 from onchip.core.kernel import Unsupported
 from onchip.core.problem import DTYPES, SHORT
-from onchip.engine.request import Completion, Request, SamplingParams, StopText
+from onchip.engine.request import Completion, Event, Request, SamplingParams, StopText
 from onchip.engine.runner import Runner
 from onchip.engine.scheduler import Scheduler
 from onchip.models import weights
@@ -113,70 +113,102 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"generate: {len(each)} params for {len(prompts)} prompts; give one for all, or one each")
-        requests = [self._request(i, prompt, p, chat) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
+        requests = [self._request(f"generate: prompt {i}", prompt, p, chat) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
         known = self.stats.kernels  # a captured graph makes no choices when it is replayed
         self.stats = Stats(prompt_tokens=sum(len(r.prompt) for r in requests), kernels=known)
+        places = {request: i for i, request in enumerate(requests)}
         start = time.perf_counter()
         try:
             for request in requests:
-                self.scheduler.add(request)
-            for request, text in self._run():
-                if on_text and text:
-                    on_text(requests.index(request), text)
+                self.add(request)
+            while not self.idle:
+                for event in self.step():
+                    if on_text and event.text and event.request in places:
+                        on_text(places[event.request], event.text)
         finally:
-            self.scheduler.clear()
-            self.runner.forget()
+            for request in requests:
+                self.cancel(request)
         self.stats.new_tokens = sum(len(r.tokens) for r in requests)
         self.stats.first_token_seconds = min((r.first_token_at for r in requests if r.first_token_at), default=start) - start
         return [request.completion() for request in requests]
 
-    def _run(self) -> Iterator[tuple[Request, str]]:
-        """Prefill what fits, decode what runs, until nothing is left; yields text as it becomes certain."""
+    # ---- step by step: one thread calls these
+
+    def request(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool = False, priority: int = 0) -> Request:
+        """A prompt made ready for `add`. Nothing is queued yet.
+
+        chat   the prompt is a user's message, put into the model's chat template.        priority   higher ones run first.
+
+        Raises ValueError for an empty prompt or one longer than the context, OutOfPages for one the cache cannot hold.
+        """
+        return self._request("request: prompt", prompt, params or SamplingParams(), chat, priority)
+
+    def add(self, request: Request) -> None:
+        """Queue a request: `step` brings its events, until `request.reason` is set."""
+        self.scheduler.add(request)
+
+    def cancel(self, request: Request) -> None:
+        """End a request wherever it is, with reason "cancelled"; its pages are free at once. No event follows. One that has ended stays as it is."""
+        if request.reason is None:
+            request.reason = "cancelled"
+            self.scheduler.remove(request)
+            self.runner.forget()
+
+    def step(self) -> list[Event]:
+        """Run the model once, and say what came of it; [] where nothing is to be done."""
         scheduler, stats = self.scheduler, self.stats
+        if self.idle:
+            return []
         with dispatch.record() as decisions:
-            while scheduler.waiting or scheduler.running:
-                admitted = scheduler.admit()
-                batch, phase = (admitted, self.runner.prefill) if admitted else (scheduler.running, self.runner.decode)
-                begin = time.perf_counter()
-                tokens = phase(batch)
-                seconds = time.perf_counter() - begin
-                if admitted:
-                    stats.prefill_seconds += seconds
-                else:
-                    stats.decode_seconds += seconds
-                    stats.decoded_tokens += len(tokens)
-                stats.cache_bytes = max(stats.cache_bytes, self.pool.bytes_used)
-                stats.kernels |= {d.problem.op: d.kernel.name for d in decisions}
-                decisions.clear()
-                for request, token in zip(list(batch), tokens, strict=True):
-                    yield request, request.accept(token, self.eos)
-                scheduler.retire()
+            admitted = scheduler.admit()
+            batch, phase = (admitted, self.runner.prefill) if admitted else (list(scheduler.running), self.runner.decode)
+            begin = time.perf_counter()
+            tokens = phase(batch)
+            seconds = time.perf_counter() - begin
+            stats.kernels |= {d.problem.op: d.kernel.name for d in decisions}
+        if admitted:
+            stats.prefill_seconds += seconds
+        else:
+            stats.decode_seconds += seconds
+            stats.decoded_tokens += len(tokens)
+        stats.cache_bytes = max(stats.cache_bytes, self.pool.bytes_used)
+        events = [Event(request, request.accept(token, self.eos), [token]) for request, token in zip(batch, tokens, strict=True)]
+        scheduler.retire()
+        return events
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not (self.scheduler.waiting or self.scheduler.running)
 
     @property
     def eos(self) -> frozenset[int]:
         """Tokens that end a text."""
         return self.tokenizer.eos if self.tokenizer else frozenset()
 
-    def _request(self, index: int, prompt: str | Sequence[int], params: SamplingParams, chat: bool) -> Request:
+    def _request(self, name: str, prompt: str | Sequence[int], params: SamplingParams, chat: bool, priority: int = 0) -> Request:
+        """`name`: what errors call the prompt."""
         if isinstance(prompt, str):
             if not prompt.strip():
-                raise ValueError(f"generate: prompt {index} is empty; give at least one word")
+                raise ValueError(f"{name} is empty; give at least one word")
             if self.tokenizer is None:
-                raise ValueError("generate: this model has no tokenizer.json; add it, or give token ids instead of text")
+                raise ValueError(f"{name} is text and this model has no tokenizer.json; add it, or give token ids instead of text")
             ids = self.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else self.tokenizer.encode(prompt)
         elif isinstance(prompt, Iterable):
             ids = [int(token) for token in prompt]
         else:
-            raise ValueError(f"generate: prompt {index} is {prompt!r}; give text or a list of token ids, as in [[1, 2, 3]]")
+            raise ValueError(f"{name} is {prompt!r}; give text or a list of token ids, as in [[1, 2, 3]]")
         if not ids:
-            raise ValueError(f"generate: prompt {index} is empty; give at least one token")
+            raise ValueError(f"{name} is empty; give at least one token")
         if min(ids) < 0 or max(ids) >= self.config.vocab:
-            raise ValueError(f"generate: prompt {index} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {self.config.vocab - 1}")
+            raise ValueError(f"{name} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {self.config.vocab - 1}")
         if len(ids) >= self.max_len:
-            raise ValueError(f"generate: prompt {index} has {len(ids)} tokens, the context is {self.max_len}, one of them for the answer; shorten the prompt")
+            raise ValueError(f"{name} has {len(ids)} tokens, the context is {self.max_len}, one of them for the answer; shorten the prompt")
         seed = torch.randint(2**62, (1,)).item() if params.seed is None else params.seed
         text = StopText(Stream(self.tokenizer) if self.tokenizer else _NoText(), params.stop)
-        return Request(ids, params, seed, min(params.max_tokens, self.max_len - len(ids)), text)
+        request = Request(ids, params, seed, min(params.max_tokens, self.max_len - len(ids)), text, priority)
+        self.scheduler.check(request)
+        return request
 
     def _pool(self, cache_gib: float | None, max_batch: int, kv_format: Format | None) -> PagePool:
         """The page pool for `cache_gib`, or for what the device can spare, and no larger than `max_batch` full sequences need."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from onchip.cache.paged import PageList
 
@@ -54,13 +55,19 @@ class Completion:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way through the engine."""
+    """One prompt on its way through the engine.
+
+    reason     None until it has ended; then "stop" (end-of-text token or a stop string), "length" (max_tokens, or the context is full), "cancelled", or
+               "error: ..." with what went wrong.
+    priority   higher ones run first.
+    """
 
     prompt: list[int]
     params: SamplingParams
     seed: int
     limit: int  # most new tokens: max_tokens, cut to the context
     text: "StopText"
+    priority: int = 0
     tokens: list[int] = field(default_factory=list)
     pages: PageList = field(default_factory=PageList)
     reason: str | None = None
@@ -84,6 +91,18 @@ class Request:
 
     def completion(self) -> Completion:
         return Completion(self.prompt, self.tokens, self.text.text, self.reason)
+
+
+class Event(NamedTuple):
+    """What a step brought for one request: text that is now certain, and new tokens. The last one has `request.reason` set.
+
+    logprobs   of each token, where they were asked for.
+    """
+
+    request: Request
+    text: str
+    tokens: list[int]
+    logprobs: list | None = None
 
 
 class StopText:

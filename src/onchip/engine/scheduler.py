@@ -14,15 +14,27 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises OutOfPages for one that the empty pool could not hold."""
+    def check(self, request: Request) -> None:
+        """Raises OutOfPages for a request that the empty pool could not hold."""
         tokens = len(request.prompt) + request.limit
         if self.pool.pages_for(tokens) > self.pool.num_pages:
             raise OutOfPages(
                 f"a prompt of {len(request.prompt)} tokens and {request.limit} new ones exceed the cache's {self.pool.num_pages * self.pool.page}; "
                 "give fewer max_tokens or a larger cache_gib"
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises as `check` does."""
+        self.check(request)
         self.waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request, its pages returned."""
+        if request in self.running:
+            self.running.remove(request)
+            self.pool.release(request.pages)
+        elif request in self.waiting:
+            self.waiting.remove(request)
 
     def admit(self) -> list[Request]:
         """The requests to prefill next: those that fit in the batch, the pool and `max_prefill` tokens (one always fits)."""
