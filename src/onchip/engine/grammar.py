@@ -5,7 +5,7 @@ It is an extra (`pip install 'onchip[serve]'`) and is imported by the first gram
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -43,6 +43,12 @@ class Grammar:
         return Grammar("lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
+def speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """The UTF-8 that a token adds to a text, b"" for one that is no text. It is that of a token after another: at the start SentencePiece drops a space."""
+    letter, silent = tokenizer.encode("a", special=False)[-1], tokenizer.special | tokenizer.eos
+    return lambda token: b"" if token in silent else tokenizer.piece(token, letter)
+
+
 class Vocabulary:
     """What llguidance needs to know of a tokenizer, made once a model (0.2 s for 49,152 tokens): the bytes of each token.
 
@@ -55,14 +61,8 @@ class Vocabulary:
         if not tokenizer.eos:
             raise GrammarError("a grammar needs a token that ends the answer, and this model's tokenizer names none; set eos_token in tokenizer_config.json")
         self.words = -(-vocab // 32)
-        # what a token is after another one: at the very start a SentencePiece tokenizer drops its space
-        letter = tokenizer.encode("a", special=False)[-1]
-        silent = tokenizer.special | tokenizer.eos
-        self.tokenizer = llguidance.LLTokenizer(
-            _Wrapped(tokenizer, [b"" if i in silent else tokenizer.piece(i, letter) for i in range(vocab)]),
-            n_vocab=vocab,
-            eos_token=sorted(tokenizer.eos),
-        )
+        spell = speller(tokenizer)
+        self.tokenizer = llguidance.LLTokenizer(_Wrapped(tokenizer, [spell(i) for i in range(vocab)]), n_vocab=vocab, eos_token=sorted(tokenizer.eos))
 
     def matcher(self, grammar: Grammar) -> "Matcher":
         """Raises GrammarError for a grammar that cannot be read, or is too complex. Takes up to a second for a very large one, without the GIL."""
