@@ -112,6 +112,10 @@ def test_log_probabilities(live):
     found = plain.choices[0].logprobs
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == 4
     assert found.text_offset[1] == len(found.tokens[0])
+    echoed = live.client.completions.create(model="tiny", prompt="why wait", max_tokens=4, temperature=0, logprobs=1, echo=True).choices[0]
+    assert "".join(echoed.logprobs.tokens[:-4]) == "why wait" and echoed.text.startswith("why wait")
+    assert echoed.logprobs.token_logprobs[0] is None and echoed.logprobs.top_logprobs[0] is None
+    assert echoed.logprobs.token_logprobs[-4:] == pytest.approx(found.token_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -24,6 +24,7 @@ class StubRequest(SimpleNamespace):
 
     def __init__(self, length: int):
         super().__init__(prompt=[1, 2, 3], tokens=[], length=length, reason=None, cached_tokens=0)
+        self.samples = [self]
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__

@@ -83,15 +83,15 @@ class Front:
         prompts, grammar, made = read(), body.grammar(), []
         if len(prompts) * body.samples > MAX_CHOICES:
             raise ValueError(f"{len(prompts)} prompts with n {body.samples} are more than {MAX_CHOICES} answers; send several calls")
+        params = body.params(self.llm.max_len)
         for prompt in prompts:
-            for params in body.params(self.llm.max_len):
-                request = self.llm.request(prompt, params)
-                prompt = request.prompt  # text is read once, whatever n
-                if self.limits.max_prompt is not None and len(prompt) > self.limits.max_prompt:
-                    raise ValueError(f"the prompt has {len(prompt)} tokens and this server takes {self.limits.max_prompt}; shorten it")
-                if grammar is not None:
-                    request.mask = self.vocabulary.matcher(grammar)
-                made.append(request)
+            request = self.llm.request(prompt, params, priority=body.priority or 0)
+            if self.limits.max_prompt is not None and len(request.prompt) > self.limits.max_prompt:
+                raise ValueError(f"the prompt has {len(request.prompt)} tokens and this server takes {self.limits.max_prompt}; shorten it")
+            if grammar is not None:
+                for sample in request.samples:
+                    sample.mask = self.vocabulary.matcher(grammar)
+            made.append(request)
         return made
 
 
@@ -144,13 +144,13 @@ def build(llm: LLM, name: str, *, limits: Limits = Limits(), keys: tuple[bytes, 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         job = await front.submit(body, lambda: [front.chat([message.plain() for message in body.messages])])
-        return await _answer(Reply(Chat(), name, job, 1, front.spell), body, request)
+        return await _answer(Reply(Chat(), name, job, front.spell), body, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         job = await front.submit(body, lambda: body.prompt)
         echoes = [front.text(prompt) for prompt in body.prompt for _ in range(body.samples)] if body.echo else None
-        return await _answer(Reply(Plain(echoes), name, job, len(body.prompt), front.spell), body, request)
+        return await _answer(Reply(Plain(echoes), name, job, front.spell), body, request)
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest) -> Response:

@@ -46,8 +46,9 @@ class Metrics:
 
     def began(self, request: Request, seconds: float) -> None:
         """The first token of a request has come, `seconds` after the call."""
-        self.prompt_tokens += len(request.prompt)
-        self.cached_tokens += request.cached_tokens
+        if request is request.samples[0]:  # the prompt of several samples is computed once
+            self.prompt_tokens += len(request.prompt)
+            self.cached_tokens += request.cached_tokens
         self._first.observe(seconds)
         self._recent_first.append(seconds)
 

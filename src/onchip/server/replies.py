@@ -6,7 +6,9 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from onchip.engine.request import Request, TokenLogProbs
 from onchip.server import errors
 from onchip.server.serving import Job, Piece
 
@@ -14,17 +16,21 @@ KEEP_ALIVE = 15.0  # seconds of silence after which a stream says that it lives:
 DONE = b"data: [DONE]\n\n"
 
 
+class Spelled(NamedTuple):
+    """A token's bytes, its log-probability, and those of the likeliest."""
+
+    token: bytes
+    logprob: float | None
+    top: list[tuple[bytes, float]]
+
+
 @dataclass
 class Reply:
-    """One call's answer. `dialect` says how its choices look.
-
-    prompts   how many; the samples of each are `job.requests` side by side.        spell   the bytes of a token, for log-probabilities.
-    """
+    """One call's answer. `dialect` says how its choices look; `spell` the bytes of a token, for log-probabilities."""
 
     dialect: "Chat | Plain"
     model: str
     job: Job
-    prompts: int
     spell: Callable[[int], bytes]
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -59,21 +65,27 @@ class Reply:
 
     def usage(self) -> dict:
         """Tokens: the prompt of several samples counts once, what came from the prefix cache beside it."""
-        firsts = self.job.requests[:: len(self.job.requests) // self.prompts]
-        prompt, new = sum(len(r.prompt) for r in firsts), sum(len(r.tokens) for r in self.job.requests)
-        cached = sum(r.cached_tokens for r in firsts)
+        asked = self.job.asked
+        prompt, new, cached = sum(len(r.prompt) for r in asked), sum(len(r.tokens) for r in self.job.requests), sum(r.cached_tokens or 0 for r in asked)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, "prompt_tokens_details": {"cached_tokens": cached}}
 
     def _object(self, kind: str, choices: list[dict]) -> dict:
         return {"id": f"{self.dialect.prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(self, piece: Piece, part: bool = False) -> dict:
-        logprobs = None if piece.logprobs is None else self.dialect.logprobs(piece.index, self._spelled(piece))
+        found = piece.logprobs
+        if found is not None and not part:
+            found = self._of_prompt(self.job.requests[piece.index].samples[0]) + found
+        logprobs = None if found is None else self.dialect.logprobs(piece.index, [self._spelled(one) for one in found])
         return {"index": piece.index, **self.dialect.content(piece, part), "logprobs": logprobs, "finish_reason": piece.reason}
 
-    def _spelled(self, piece: Piece) -> list[tuple[bytes, float, list[tuple[bytes, float]]]]:
-        """Each token of a piece: its bytes, its log-probability, and the same of the likeliest."""
-        return [(self.spell(token), own, [(self.spell(i), p) for i, p in top]) for token, (own, top) in zip(piece.tokens, piece.logprobs, strict=True)]
+    def _of_prompt(self, request: Request) -> list[TokenLogProbs]:
+        """Where they were asked for; nothing predicts the first token."""
+        found = request.prompt_logprobs or []
+        return [one or TokenLogProbs(token, None, []) for token, one in zip(request.prompt, found, strict=False)]
+
+    def _spelled(self, one: TokenLogProbs) -> Spelled:
+        return Spelled(self.spell(one.token), one.logprob, [(self.spell(token), logprob) for token, logprob in one.top])
 
 
 class Chat:
@@ -90,7 +102,7 @@ class Chat:
             return {"delta": {"content": piece.text} if piece.text else {}}
         return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
 
-    def logprobs(self, index: int, spelled: list) -> dict:
+    def logprobs(self, index: int, spelled: list[Spelled]) -> dict:
         def entry(token: bytes, logprob: float) -> dict:
             return {"token": token.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token)}
 
@@ -112,7 +124,7 @@ class Plain:
     def content(self, piece: Piece, part: bool) -> dict:
         return {"text": piece.text if part or not self._echoes else self._echoes[piece.index] + piece.text}
 
-    def logprobs(self, index: int, spelled: list) -> dict:
+    def logprobs(self, index: int, spelled: list[Spelled]) -> dict:
         def text(token: bytes) -> str:
             return token.decode("utf-8", "replace")
 
@@ -120,7 +132,7 @@ class Plain:
         for token in tokens:
             offsets.append(self._ends[index])
             self._ends[index] += len(token)
-        tops = [{text(token): p for token, p in top} for _, _, top in spelled]
+        tops = [{text(token): p for token, p in one.top} if one.logprob is not None else None for one in spelled]
         return {"tokens": tokens, "token_logprobs": [own for _, own, _ in spelled], "top_logprobs": tops, "text_offset": offsets}
 
 

@@ -175,17 +175,22 @@ class Generation(Body):
         """How many log-probabilities beside a token's own; None: not even that."""
         raise NotImplementedError
 
-    def params(self, context: int) -> list[SamplingParams]:
-        """For each sample; samples of one seed have seeds that follow it. `context`: the most tokens that an answer may have. Raises ValueError."""
+    def prompt_logprobs_(self) -> int | None:
+        """The same of the prompt's tokens."""
+        return None
+
+    def params(self, context: int) -> SamplingParams:
+        """What the engine is asked. `context`: the most tokens that an answer may have. Raises ValueError."""
         given = {
-            "top_p": self.top_p, "min_p": self.min_p, "typical_p": self.typical_p, "top_k": None if self.top_k == -1 else self.top_k,
+            "n": self.n, "seed": self.seed, "top_p": self.top_p, "min_p": self.min_p, "typical_p": self.typical_p,
+            "top_k": None if self.top_k == -1 else self.top_k,  # vLLM's "all"
             "presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty, "repetition_penalty": self.repetition_penalty,
             "logit_bias": {int(key): value for key, value in self.logit_bias.items()} if self.logit_bias else None,
-            "min_tokens": self.min_tokens, "stop_token_ids": self.stop_token_ids, "ignore_eos": self.ignore_eos, "logprobs": self.top_logprobs_(),
+            "stop": self.stop, "min_tokens": self.min_tokens, "stop_token_ids": self.stop_token_ids, "ignore_eos": self.ignore_eos,
+            "logprobs": self.top_logprobs_(), "prompt_logprobs": self.prompt_logprobs_(),
         }  # fmt: skip
-        shared = {name: value for name, value in given.items() if value is not None}
-        shared |= {"max_tokens": self.limit() or context, "temperature": 1.0 if self.temperature is None else self.temperature, "stop": tuple(self.stop or ())}
-        return [SamplingParams(seed=None if self.seed is None else self.seed + i, **shared) for i in range(self.samples)]
+        asked = {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(max_tokens=self.limit() or context, temperature=1.0 if self.temperature is None else self.temperature, **asked)
 
 
 class Part(Body):
@@ -252,8 +257,8 @@ class CompletionRequest(Generation):
     def _agree(self):
         if self.best_of is not None and self.best_of != self.samples:
             raise ValueError(f"best_of is {self.best_of} and n is {self.samples}; this server returns every sample: leave best_of out")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo and logprobs are both given; this server has no log-probabilities of prompts: leave one of them out")
+        if self.echo and self.stream and self.logprobs is not None:
+            raise ValueError("echo, logprobs and stream are all given; leave stream out: a prompt's log-probabilities come with the whole answer")
         return self
 
     def limit(self) -> int | None:
@@ -261,6 +266,9 @@ class CompletionRequest(Generation):
 
     def top_logprobs_(self) -> int | None:
         return self.logprobs
+
+    def prompt_logprobs_(self) -> int | None:
+        return self.logprobs if self.echo else None
 
 
 class EmbeddingRequest(Body):

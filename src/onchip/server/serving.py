@@ -42,12 +42,13 @@ class Piece(NamedTuple):
 
 
 class Job:
-    """The requests of one HTTP call, queued by `Serving.submit`. `close` ends what is left of them; their pages are free before the next step."""
+    """The requests of one HTTP call, all samples of each, queued by `Serving.submit`. `close` ends what is left; pages are free before the next step."""
 
-    def __init__(self, serving: "Serving", requests: list[Request]):
-        self.requests, self._serving = requests, serving
+    def __init__(self, serving: "Serving", asked: list[Request]):
+        self.asked, self._serving = asked, serving
+        self.requests = [sample for request in asked for sample in request.samples]
         self.submitted_at, self.closed = time.perf_counter(), False
-        self._left = len(requests)
+        self._left = len(self.requests)
         self._pieces: dict[int, Piece] = {}
         self._wake = asyncio.Event()
 
@@ -124,16 +125,15 @@ class Serving:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, self.stuck_after)
 
-    def submit(self, requests: list[Request]) -> Job:
+    def submit(self, asked: list[Request]) -> Job:
         """Queue the requests of one call. Raises Overloaded."""
-        why = self.trouble()
-        if why is None and self._live + len(requests) > self.max_queued:
+        job, why = Job(self, asked), self.trouble()
+        if why is None and self._live + len(job.requests) > self.max_queued:
             why = f"{self._live} requests wait or run, and this server takes {self.max_queued}; send this one again later"
         if why is not None:
-            self.metrics.refused += len(requests)
+            self.metrics.refused += len(job.requests)
             raise Overloaded(why)
-        job = Job(self, requests)
-        self._live += len(requests)
+        self._live += len(job.requests)
         self._inbox.put((self._add, job))
         return job
 
@@ -188,17 +188,23 @@ class Serving:
 
     def _add(self, job: Job) -> None:
         for index, request in enumerate(job.requests):
-            life = self._lives[request] = _Life(request, job, index)
+            self._lives[request] = _Life(request, job, index)
+        for request in job.asked:
             try:
                 self.llm.add(request)
             except (ValueError, RuntimeError) as error:  # what the caller asked for, or OutOfPages
-                self._end(life, f"error: {error}")
+                self._stop(request, f"error: {error}")
 
     def _cancel(self, job: Job) -> None:
-        for request in job.requests:
-            if request in self._lives:
-                self.llm.cancel(request)
-                self._end(self._lives[request], "cancelled")
+        for request in job.asked:
+            self._stop(request, "cancelled")
+
+    def _stop(self, request: Request, reason: str) -> None:
+        """End all samples of a request that have not ended."""
+        self.llm.cancel(request)
+        for sample in request.samples:
+            if sample in self._lives:
+                self._end(self._lives[sample], reason)
 
     def _step(self) -> None:
         try:
@@ -234,8 +240,7 @@ class Serving:
             raise error
         blamed = [r for r in self.llm.scheduler.running if r in self._lives] or list(self._lives)
         for request in blamed:
-            self.llm.cancel(request)
-            self._end(self._lives[request], f"error: a step of the engine failed ({type(error).__name__}: {error})")
+            self._stop(request, f"error: a step of the engine failed ({type(error).__name__}: {error})")
 
     def _say(self, life: _Life, piece: Piece) -> None:
         life.piece = piece if life.piece is None else life.piece.followed_by(piece)
