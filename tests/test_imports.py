@@ -62,12 +62,19 @@ def loaded_by(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
+SERVER = {"fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"}
+
+
 def test_importing_onchip_loads_nothing_heavy():
-    assert not loaded_by("import onchip") & {"torch", "triton", "transformers", "fastapi", "gguf", "tokenizers"}
+    assert not loaded_by("import onchip") & {"torch", "triton", "transformers", "gguf", "tokenizers", *SERVER}
 
 
 def test_importing_the_operators_loads_no_dsl_and_no_framework():
-    assert not loaded_by("from onchip import attention, rms_norm, explain, PagePool") & {"triton", "transformers", "fastapi", "gguf", "tokenizers"}
+    assert not loaded_by("from onchip import attention, rms_norm, explain, PagePool") & {"triton", "transformers", "gguf", "tokenizers", *SERVER}
+
+
+def test_the_engine_and_the_command_line_need_no_server():
+    assert not loaded_by("import onchip.cli, onchip.engine.llm, onchip.engine.grammar") & SERVER
 
 
 def test_every_public_name_resolves():

@@ -174,6 +174,8 @@ def serve(
     from onchip.server.run import run
 
     keys = read_keys(api_keys) if api_keys else ()
+    if not keys and host not in ("127.0.0.1", "::1", "localhost"):
+        errors.print(f"[yellow]note:[/] whoever reaches {host}:{port} may use this server; --api-keys FILE asks for a key", highlight=False)
     limits = Limits(max_prompt, max_body, max_queued)
     with _weights_progress() as progress:
         cache = {"max_len": max_len, "max_batch": max_batch, "cache_gib": cache_gib, "kv_format": kv_format}

@@ -1,20 +1,12 @@
 """The engine's thread: every request ends once, whatever fails; what is full says so; health tells the truth."""
 
 import asyncio
-import signal
-import subprocess
-import sys
 import threading
-from collections import Counter
 from types import SimpleNamespace
 
-import httpx
 import pytest
-from live import until
 
-import tiny
 from onchip.cache.paged import OutOfPages
-from onchip.core import settings
 from onchip.engine.request import Event
 from onchip.server.serving import Job, Overloaded, Serving
 
@@ -35,6 +27,7 @@ class StubLLM:
 
     def __init__(self, batch: int = 4):
         self.batch, self.fail, self.hold = batch, None, threading.Event()
+        self.device = SimpleNamespace(type="cpu")
         self.pool, self.stats = SimpleNamespace(num_pages=8, num_free=8), SimpleNamespace(kernels={"sample": "stub"})
         self.scheduler = SimpleNamespace(waiting=[], running=[])
         self.hold.set()
@@ -89,13 +82,13 @@ def run(test, **options):
 
 async def all_of(job: Job) -> tuple[dict[int, str], dict[int, str]]:
     """The texts and reasons of a job's requests; a second reason would be an error."""
-    texts, reasons = Counter(), {}
+    texts, reasons = {}, {}
     async for piece in job.pieces():
-        texts[piece.index] = texts[piece.index] + piece.text if piece.index in texts else piece.text
+        texts[piece.index] = texts.get(piece.index, "") + piece.text
         if piece.reason is not None:
             assert piece.index not in reasons
             reasons[piece.index] = piece.reason
-    return dict(texts), reasons
+    return texts, reasons
 
 
 def test_many_jobs_at_once_each_get_their_own():
@@ -158,7 +151,10 @@ def test_a_request_that_cannot_be_added_ends_alone():
 def test_a_dead_engine_ends_everything_and_health_says_so():
     async def test(serving, llm):
         llm.hold.clear()
-        jobs = [serving.submit([StubRequest(9)]) for _ in range(6)]
+        jobs = [serving.submit([StubRequest(9)])]
+        while not llm.scheduler.waiting:
+            await asyncio.sleep(0.005)
+        jobs += [serving.submit([StubRequest(9)]) for _ in range(6)]  # the engine is in a step: these are in its inbox when it dies
         llm.fail = KeyError("a bug")
         llm.hold.set()
         for job in jobs:
@@ -212,28 +208,3 @@ def test_a_silent_engine_is_heard_of():
         assert silences >= 2
 
     run(test)
-
-
-def test_sigterm_lets_answers_end(tmp_path):
-    """`onchip serve` as a process: after SIGTERM the stream on its way is completed, new connections are refused, and the process ends."""
-    folder = tiny.save(tmp_path / "tiny", max_position_embeddings=512)
-    command = [sys.executable, "-m", "onchip.cli", "serve", "--model", folder, "--device", "cpu", "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=settings.of_child(OMP_NUM_THREADS="1")) as server:
-        address = next(line for line in server.stderr if "running on" in line).split(" on ")[1].split()[0]
-        body = {"model": "tiny", "prompt": "why wait", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=30) as answer:
-            lines = answer.iter_lines()
-            first = next(lines)
-            server.send_signal(signal.SIGTERM)
-            until(lambda: not _connects(address))
-            rest = [line for line in lines if line]
-        assert first.startswith("data: ") and rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
-        assert server.wait(20) in (0, -signal.SIGTERM)
-
-
-def _connects(address: str) -> bool:
-    try:
-        httpx.get(f"{address}/health", timeout=5)
-    except httpx.ConnectError:
-        return False
-    return True

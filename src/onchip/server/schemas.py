@@ -41,7 +41,9 @@ def _prompts(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[list[Text], BeforeValidator(_texts)]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16), BeforeValidator(_texts)
+]  # each is searched for at each token
 Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
 
 
@@ -114,7 +116,7 @@ class Generation(Body):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Texts | None = None
+    stop: Stops | None = None
     max_tokens: int | None = Field(None, ge=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)

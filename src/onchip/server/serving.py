@@ -13,11 +13,14 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
+import torch
+
 from onchip.engine.llm import LLM
 from onchip.engine.request import Event, Request
 from onchip.server.metrics import Metrics
 
 GATHER = 0.010  # seconds that text in the middle of an answer waits at most; the first and the last of it do not wait
+FAREWELL = 20.0  # seconds that the last step may take when the server ends
 FAILURES = 3  # steps in a row that may fail before the engine gives up
 # Python hands the interpreter from one busy thread to another every 5 ms: five decode steps of a small model
 SWITCH_INTERVAL = 0.0005
@@ -104,7 +107,7 @@ class Serving:
         self.metrics = Metrics(pages=llm.pool.num_pages)
         self._inbox: SimpleQueue = SimpleQueue()
         self._live = 0  # requests that have not ended; of the event loop's thread
-        self._ending = False
+        self._ending = self._dead = False
         self._thread = threading.Thread(target=self._work, name="onchip-engine", daemon=True)
         self._lives: dict[Request, _Life] = {}  # this and what follows are the engine thread's
         self._fresh: dict[_Life, None] = {}  # those with a piece, in order
@@ -123,7 +126,7 @@ class Serving:
         """End what still runs, then the engine's thread."""
         self._ending = True
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join, self.stuck_after)
+        await asyncio.to_thread(self._thread.join, FAREWELL)
 
     def submit(self, asked: list[Request]) -> Job:
         """Queue the requests of one call. Raises Overloaded."""
@@ -144,7 +147,7 @@ class Serving:
         """Why no request can be served; None when all is well."""
         if self._ending:
             return "the server is shutting down; send the request to another one"
-        if not self._thread.is_alive():
+        if self._dead or not self._thread.is_alive():
             return "the engine's thread has ended; the server's log says why, and it has to be started again"
         silent = time.monotonic() - self._beat
         if silent > self.stuck_after:
@@ -156,9 +159,19 @@ class Serving:
             self._live -= piece.reason is not None
             job.put(piece)
 
+    def _bury(self, why: str) -> None:
+        """End the jobs that the engine's thread has not taken. None comes after them: `submit` asks `_dead` on this thread."""
+        while not self._inbox.empty():
+            command = self._inbox.get()
+            if command is not None and command[0] == self._add:
+                job = command[1]
+                self._deliver([(job, Piece(index, "", [], None, why)) for index in range(len(job.requests))])
+
     # ---- the engine thread's side
 
     def _work(self) -> None:
+        if self.llm.device.type == "cuda":
+            torch.cuda.set_device(self.llm.device)  # each thread has a current device of its own
         try:
             while self._take():
                 if not self.llm.idle:
@@ -167,9 +180,11 @@ class Serving:
                 self.metrics.watch(self.llm)
         finally:  # after a bug too, whose traceback Python prints
             why = "error: the server was shut down before the answer was complete" if self._ending else "error: the engine has stopped"
+            self._dead = True
             for life in list(self._lives.values()):
                 self._end(life, why)
             self._flush()
+            self._loop.call_soon_threadsafe(self._bury, why)
 
     def _take(self) -> bool:
         """Do what the inbox asks for, waiting for it where there is nothing else to do. False: it is time to end."""
