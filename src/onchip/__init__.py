@@ -44,7 +44,8 @@ _NAMES = {
     "onchip.cache.sharing": ("plan_cascade",),
     "onchip.cache.swap": ("HostPool",),
     "onchip.engine.llm": ("LLM",),
-    "onchip.engine.request": ("Completion", "SamplingParams"),
+    "onchip.engine.request": ("Completion", "Event", "Request", "SamplingParams", "TokenLogProbs"),
+    "onchip.engine.setup": ("PrefixCache",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [*_HOME, "__version__"]

@@ -348,9 +348,9 @@ def bench(
 ) -> None:
     """Time onchip and every installed peer in turn, and write JSON and a page with plots."""
     from onchip.bench.run import bench as run
-    from onchip.engine.llm import _device
+    from onchip.engine.setup import device_of
 
-    print(run(suite, _device(device), out, only, quick))
+    print(run(suite, device_of(device), out, only, quick))
 
 
 if __name__ == "__main__":

@@ -20,14 +20,16 @@ from onchip.ops.activation import gated_act
 from onchip.ops.attention import PagedKV, attention_packed, paged_attention
 from onchip.ops.fused import Append, QKNorm, rope_append
 
+LONG = 1024  # queries of a chunk, more than kernels of few queries take
+
 
 class Step(NamedTuple):
-    """The tokens of one forward pass, and where they belong: a prefill (whole prompts end to end), or a decode: one token a sequence, or the next
-    few of each, as many of one as of another.
+    """The tokens of one forward pass, and where they belong: a prefill (whole prompts end to end), a decode (one token a sequence, or the next few of
+    each, as many of one as of another), or both: chunks of any lengths end to end, over what is in pages already.
 
     tokens, positions   int64 [tokens].        slots   int64 [tokens]: where their keys and values go; -1: nowhere.
-    offsets, longest    of a prefill: int32 [batch + 1], and the most tokens of a sequence.
-    page_table, lengths of a decode: int32 [batch, pages] and [batch], the new tokens counted.
+    offsets, longest    of a prefill or chunks: int32 [batch + 1], and the most tokens of a sequence.
+    page_table, lengths of a decode or chunks: int32 [batch, pages] and [batch], the new tokens counted.
     """
 
     tokens: Tensor
@@ -66,6 +68,7 @@ class Decoder:
         self.head = Linear(config.vocab, config.width, bias=False, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()  # rounded, as Gemma was trained
         self.kernel = "auto"  # a kernel for attention, by name
+        self.batch_invariant = False
 
     # ---- forward
 
@@ -89,11 +92,14 @@ class Decoder:
         return x if self.embedding_scale == 1 else x.mul_(self.embedding_scale)
 
     def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, step: Step, pool: PagePool) -> Tensor:
-        """Attention of layer `i`, `[tokens, heads dim]`: over the prompts themselves in a prefill, over the pages in a decode."""
-        how = {"mask": self.config.masks[i], "scale": self.config.scale, "softcap": self.config.softcap}
-        if step.offsets is not None:
+        """Attention of layer `i`, `[tokens, heads dim]`: over the prompts themselves in a prefill, over pages else."""
+        how = {"mask": self.config.masks[i], "scale": self.config.scale, "softcap": self.config.softcap, "batch_invariant": self.batch_invariant}
+        if step.page_table is None:
             return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=_of(PREFILL, self.kernel)).flatten(1)
         cache = PagedKV(*pool.layer(i), step.page_table, step.lengths)
+        if step.offsets is not None:
+            chunks = {"q_offsets": step.offsets, "longest": step.longest}
+            return paged_attention(q, cache, **chunks, **how, kernel=_of(DECODE, self.kernel, packed=True)).flatten(1)
         each = q.unflatten(0, (len(step.lengths), -1))
         return paged_attention(each, cache, **how, kernel=_of(DECODE, self.kernel)).flatten(2).flatten(0, 1)
 
@@ -182,6 +188,7 @@ class Decoder:
         return pieces, fused
 
 
-def _of(op: Op, kernel: str) -> str:
-    """The kernel asked for where it is one of this operator."""
-    return kernel if any(one.name == kernel for one in op.kernels) else "auto"
+def _of(op: Op, kernel: str, packed: bool = False) -> str:
+    """The kernel asked for where it is one of this operator, and if need be one for chunks of any lengths."""
+    found = any(one.name == kernel and not (packed and "len_q" in one.accepts and LONG not in one.accepts["len_q"]) for one in op.kernels)
+    return kernel if found else "auto"
