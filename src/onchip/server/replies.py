@@ -13,6 +13,7 @@ from onchip.server import errors
 from onchip.server.serving import Job, Piece
 
 KEEP_ALIVE = 15.0  # seconds of silence after which a stream says that it lives: proxies close silent connections after 30 to 60 s
+ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
 
 
@@ -144,4 +145,4 @@ def _failure(piece: Piece) -> str | None:
 
 
 def _event(data: dict) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + ENCODE(data).encode() + b"\n\n"
