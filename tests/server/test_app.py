@@ -80,6 +80,15 @@ def test_a_stream_is_the_same_in_pieces(live):
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
+def test_an_answer_goes_back_as_it_came(live):
+    first = chat(live).choices[0].message
+    messages = [*ASK["messages"], first, {"role": "user", "content": [{"type": "text", "text": "and "}, {"type": "text", "text": "then?"}]}]
+    whole = chat(live, messages=messages, stop=None)
+    plain = [*ASK["messages"], {"role": "assistant", "content": first.content}, {"role": "user", "content": "and then?"}]
+    assert whole.choices[0].message.content == chat(live, messages=plain).choices[0].message.content
+    assert first.content and whole.usage.prompt_tokens > chat(live).usage.prompt_tokens
+
+
 def test_samples_have_seeds_in_a_row(live):
     how = {"temperature": 1.0, "max_tokens": 8}
     several = [c.message.content for c in chat(live, n=3, seed=5, **how).choices]

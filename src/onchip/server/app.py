@@ -76,7 +76,7 @@ class Front:
         try:
             return self.serving.submit(await asyncio.to_thread(self._requests, body, read))
         except (ValueError, OutOfPages) as error:  # OutOfPages: one that the empty cache could not hold
-            raise ApiError(400, str(error)) from None
+            raise ApiError(400, str(error).removeprefix("SamplingParams: ").removeprefix("request: ")) from None
 
     def _requests(self, body: Generation, read: Callable[[], list]) -> list[EngineRequest]:
         """Away from the event loop: text becomes tokens here, and grammars parsers."""
@@ -186,9 +186,7 @@ def build(llm: LLM, name: str, *, limits: Limits = Limits(), keys: tuple[bytes, 
     async def home() -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"})
 
-    guard = Guard(app, keys, limits.max_body)
-    guard.front = front
-    return guard
+    return Guard(app, keys, limits.max_body)
 
 
 def _policy(page: str) -> str:

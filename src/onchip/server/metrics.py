@@ -48,7 +48,7 @@ class Metrics:
         """The first token of a request has come, `seconds` after the call."""
         if request is request.samples[0]:  # the prompt of several samples is computed once
             self.prompt_tokens += len(request.prompt)
-            self.cached_tokens += request.cached_tokens
+            self.cached_tokens += request.cached_tokens or 0
         self._first.observe(seconds)
         self._recent_first.append(seconds)
 

@@ -38,17 +38,16 @@ class Reply:
 
     async def whole(self) -> dict:
         """The answer in one object. Raises ApiError where a request has failed."""
-        ends: dict[int, Piece] = {}
+        pieces: list[list[Piece]] = [[] for _ in self.job.requests]
         async for piece in self.job.pieces():
-            before = ends.get(piece.index)
-            ends[piece.index] = before.followed_by(piece) if before else piece
-        failed = next((piece for piece in ends.values() if _failure(piece)), None)
-        if failed is not None:
-            raise errors.ApiError(500, _failure(failed))
-        return self._object(self.dialect.whole, [self._choice(ends[i]) for i in sorted(ends)]) | {"usage": self.usage()}
+            pieces[piece.index].append(piece)
+            if why := _failure(piece):
+                raise errors.ApiError(500, why)
+        choices = [self._choice(Piece.joined(answer)) for answer in pieces if answer]  # one without a piece has lost its client
+        return self._object(self.dialect.whole, choices) | {"usage": self.usage()}
 
     async def stream(self, include_usage: bool) -> AsyncIterator[bytes]:
-        """The answer as server-sent events; an error is an event too, the last one of its choice."""
+        """The answer as server-sent events; an error is an event too, the last one of its choice, which ends before its last words then."""
         null = {"usage": None} if include_usage else {}
         for i in range(len(self.job.requests)):
             if opening := self.dialect.opening(i):
@@ -58,7 +57,7 @@ class Reply:
                 yield b": waiting\n\n"
             elif why := _failure(piece):
                 yield _event(errors.body(500, why))
-            elif piece.text or piece.tokens or piece.reason:
+            else:
                 yield _event(self._object(self.dialect.chunk, [self._choice(piece, part=True)]) | null)
         if include_usage:
             yield _event(self._object(self.dialect.chunk, []) | {"usage": self.usage()})

@@ -41,14 +41,19 @@ def _prompts(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1)]
-Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16), BeforeValidator(_texts)
-]  # each is searched for at each token
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[list[Stop], Field(max_length=16), BeforeValidator(_texts)]  # each of them is searched for at each token
 Prompts = Annotated[list[Any], BeforeValidator(_prompts)]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, body: Any):
+        """null is as good as left out: clients send back the null fields of answers."""
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
 class StreamOptions(Body):
@@ -211,6 +216,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[Part], BeforeValidator(_parts)]
     name: str | None = None
+    annotations: Annotated[list, Field(max_length=0)] = []  # of an answer that is sent back
 
     def plain(self) -> dict[str, str]:
         """As chat templates have it."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from onchip.engine.llm import LLM
-from onchip.engine.request import Event, Request
+from onchip.engine.request import Event, Request, TokenLogProbs
 from onchip.server.metrics import Metrics
 
 GATHER = 0.010  # seconds that text in the middle of an answer waits at most, or, for many streams ...
@@ -38,12 +38,16 @@ class Piece(NamedTuple):
     index: int  # of the request in its job
     text: str
     tokens: list[int]
-    logprobs: list | None = None
+    logprobs: list[TokenLogProbs] | None = None
     reason: str | None = None
 
-    def followed_by(self, later: "Piece") -> "Piece":
-        logprobs = None if self.logprobs is None and later.logprobs is None else [*(self.logprobs or ()), *(later.logprobs or ())]
-        return Piece(self.index, self.text + later.text, self.tokens + later.tokens, logprobs, later.reason)
+    @staticmethod
+    def joined(pieces: "list[Piece]") -> "Piece":
+        """Pieces of one request, in order, as one."""
+        logprobs = [one for piece in pieces for one in piece.logprobs or ()]
+        told = any(piece.logprobs is not None for piece in pieces)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        return Piece(pieces[0].index, "".join(piece.text for piece in pieces), tokens, logprobs if told else None, pieces[-1].reason)
 
 
 class Job:
@@ -73,7 +77,7 @@ class Job:
 
     def put(self, piece: Piece) -> None:
         before = self._pieces.get(piece.index)
-        self._pieces[piece.index] = before.followed_by(piece) if before else piece
+        self._pieces[piece.index] = Piece.joined([before, piece]) if before else piece
         self._wake.set()
 
     def close(self) -> None:
@@ -262,7 +266,7 @@ class Serving:
             self._stop(request, f"error: a step of the engine failed ({type(error).__name__}: {error})")
 
     def _say(self, life: _Life, piece: Piece) -> None:
-        life.piece = piece if life.piece is None else life.piece.followed_by(piece)
+        life.piece = piece if life.piece is None else Piece.joined([life.piece, piece])
         self._fresh[life] = None
 
     def _end(self, life: _Life, reason: str) -> None:
