@@ -12,7 +12,7 @@ from onchip.cache.paged import PagePool
 from onchip.core import device as devices
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
-from onchip.engine.runner import bucket
+from onchip.engine.runner import Captured, bucket
 from onchip.models.gguf import ModelError
 
 PROMPTS = ["why", "the quick brown fox", "GPUs wait for memory because bytes are far", "a", "dog dog dog dog dog dog dog dog dog dog"]
@@ -459,26 +459,26 @@ def test_triton_kernels_give_the_tokens_of_the_portable_ones(tmp_path, portable)
 class _Eager:
     """Stands in for a graph: runs the step it would have captured."""
 
-    def __init__(self, runner, size):
-        self.runner, self.size = runner, size
+    def __init__(self, runner, size, wants):
+        self.runner, self.size, self.wants = runner, size, wants
 
     def replay(self):
         with torch.inference_mode():
-            self.runner._step(self.runner.state.rows(self.size))
+            self.runner._step(self.runner.state.rows(self.size), self.wants)
 
 
 @pytest.mark.gpu
 @pytest.mark.large
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 8, 13])
 def test_a_graph_decodes_as_eager_steps_do(folder, batch):
-    """Prompts of many lengths, some sampled, ending at different times, so that graphs of several sizes take over from one another."""
-    graphs = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1)
-    eager = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1)
-    eager.runner.graphs = {size: _Eager(eager.runner, size) for size in map(bucket, range(1, 17))}
+    """Prompts of many lengths, of many kinds, ending at different times, so that graphs of several sizes take over from one another."""
+    graphs = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1, prefix_cache=None)
+    eager = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1, prefix_cache=None)
+    eager.runner._capture = lambda size, wants: Captured(_Eager(eager.runner, size, wants), None)
     prompts = [[(7 * i + j) % 320 for j in range(1 + 9 * i % 70)] for i in range(batch)]
-    params = [SamplingParams(5 + 3 * i, temperature=0.9 * (i % 2), seed=i, ignore_eos=True) for i in range(batch)]
+    params = [SamplingParams(5 + 3 * i, temperature=0.9 * (i % 2), seed=i, frequency_penalty=0.5 * (i % 3), ignore_eos=True) for i in range(batch)]
     expected = eager.generate(prompts, params)
     assert graphs.generate(prompts, params) == expected
     assert graphs.generate(prompts, params) == expected  # captured before
-    assert all(isinstance(graph, torch.cuda.CUDAGraph) for graph in graphs.runner.graphs.values()) and bucket(batch) in graphs.runner.graphs
+    assert all(isinstance(found.graph, torch.cuda.CUDAGraph) for found in graphs.runner.graphs.values()) and graphs.runner.graphs
     assert [graphs.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)] == expected

@@ -144,7 +144,7 @@ def test_any_mix(folder, alone, seed):
                 expected = alone(s.prompt, s.params, s.seed)
                 assert s.tokens == expected[: len(s.tokens)] and (s.reason == "cancelled" or len(s.tokens) == min(len(expected), s.limit))
                 checked += 1
-            if s.prompt_logprobs is not None and s.reason in ("stop", "length"):
+            if s.scores and s.reason in ("stop", "length"):
                 assert [found and found.token for found in s.prompt_logprobs] == [None, *s.prompt[1:]]
         assert llm.idle and llm.pool.num_free + llm.tree.num_pages == llm.pool.num_pages
     assert checked > 100

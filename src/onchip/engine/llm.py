@@ -238,27 +238,30 @@ class LLM:
             request.pending -= 1
             if request.reason is not None:  # it ended while this was on its way
                 continue
-            text = request.accept(token)
-            found = None
+            text, found = request.accept(token), None
             if request.logprobs is not None:
                 found = [launched.of_token(row)]
                 request.logprobs += found
             events.append(Event(request, text, [token], found))
-            if request.reason is None and request.mask is not None:
-                try:
-                    request.mask.accept(token)
-                except (ValueError, RuntimeError) as error:
-                    request.reason = f"error: the mask of its tokens: {error}"
+            if request.mask is not None and request.reason is None:
+                self._accept_masked(request, token)
             if request.reason is not None:
                 self.scheduler.end(request)
         if launched.kind == "decode":
             self.stats.decoded_tokens += len(tokens)
         return launched.kind
 
+    def _accept_masked(self, request: Request, token: int) -> None:
+        try:
+            request.mask.accept(token)
+        except (ValueError, RuntimeError) as error:
+            request.reason = f"error: the mask of its tokens: {error}"
+
     def _fail(self, request: Request, why: str, events: list[Event]) -> None:
         request.reason = f"error: {why}"
         self.scheduler.end(request)
-        events.append(Event(request, "", []))
+        if all(event.request is not request for event in events):  # else the event of its last token says so
+            events.append(Event(request, "", []))
 
     # ---- requests
 

@@ -111,8 +111,12 @@ class Completion:
 
 
 class TokenMask(Protocol):
-    """Which tokens may follow, for structured output. `fill` writes the bits of the next token (bit i % 32 of word i // 32: token i may follow) to a row
-    int32 [ceil(vocab / 32)] on the CPU, all of it; `accept` takes the token that came. A ValueError or RuntimeError of either ends the request alone."""
+    """Which tokens may follow, for structured output.
+
+    fill     writes the bits of the next token (bit i % 32 of word i // 32: token i may follow) to a row int32 [ceil(vocab / 32)] on the CPU, all of it.
+    accept   takes each token that came, but for the last of the request.
+    A ValueError or RuntimeError of either ends the request alone.
+    """
 
     def fill(self, row: Tensor) -> None: ...
 
@@ -169,6 +173,11 @@ class Request:
         return 0 if new >= self.limit else len(self.prompt) + new - self.pages.length
 
     @property
+    def scores(self) -> bool:
+        """Whether the log-probabilities of the prompt come of this sample: of the first, for all."""
+        return self.prompt_logprobs is not None and self.samples[0] is self
+
+    @property
     def rank(self) -> tuple[int, int]:
         """The lower, the sooner it runs."""
         return -self.priority, self.order
@@ -179,16 +188,17 @@ class Request:
 
     def accept(self, token: int) -> str:
         """Take the next token; sets `reason` when it is the last. Returns the text that is now certain."""
-        if self.first_token_at is None:
+        tokens = self.tokens
+        if not tokens:
             self.first_token_at = time.perf_counter()
-        self.tokens.append(token)
+        tokens.append(token)
         if token in self.ends:
             self.reason = "stop"
             return self.text.finish()
         text = self.text.push(token)
         if self.text.stopped:
             self.reason = "stop"
-        elif len(self.tokens) >= self.limit:
+        elif len(tokens) >= self.limit:
             self.reason = "length"
             text += self.text.finish()
         return text
@@ -204,8 +214,8 @@ class Request:
         self.prompt_logprobs[first : first + len(found)] = found
 
     def completion(self) -> Completion:
-        logprobs, prompt = self.logprobs, self.prompt_logprobs
-        return Completion(self.prompt, self.tokens, self.text.text, self.reason, self.cached_tokens or 0, logprobs, prompt)
+        done = self.prompt, self.tokens, self.text.text, self.reason
+        return Completion(*done, self.cached_tokens or 0, self.logprobs, self.samples[0].prompt_logprobs)
 
 
 class Event(NamedTuple):

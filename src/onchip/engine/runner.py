@@ -61,28 +61,30 @@ class Runner:
         self._asked: list[Request] = []  # the same requests, in the order in which they were given last
         self._pages: list[int] = []  # of each row, that its page table has
         self._wants = Wants()
+        self._work: list[Work] | None = None  # of the last step, where that was a decode
 
     @torch.inference_mode()
     def launch(self, work: list[Work]) -> Launched:
-        """Start a step. The state is written only where the batch or its pages changed."""
-        kept = self._seat([w.request for w in work if w.last])
-        counts = {w.request: w.count for w in work if w.prompt}
-        prompts = []
-        if counts:
-            logprobs = self._chunks(work, kept, counts, prompts)
+        """Start a step. The state is written only where the batch or its pages changed; nothing is looked at where the work is that of the last step."""
+        prompts: list[tuple] = []
+        if work is self._work:
+            logprobs, kind = self._decode(), "decode"
         else:
-            logprobs = self._decode()
-        for w in work:
-            w.request.pages.length += w.count
+            kept = self._seat([w.request for w in work if w.last])
+            counts = {w.request: w.count for w in work if w.prompt}
+            logprobs, kind = (self._chunks(work, kept, counts, prompts), "prefill") if counts else (self._decode(), "decode")
+        for request, count, _ in work:
+            request.pages.length += count
         for request in self.rows:
             request.pending += 1
-        return self._results(logprobs, prompts, "prefill" if counts else "decode")
+        self._work = work if kind == "decode" else None
+        return self._results(logprobs, prompts, kind)
 
     def forget(self) -> None:
         """No request has a row, whatever came of the last step; all tokens have to be read by now."""
         for request in self.rows:
             request.seated = False
-        self._asked, self.rows, self._pages = [], [], []
+        self._asked, self.rows, self._pages, self._work = [], [], [], None
         self.state.clear(0)
 
     # ---- rows
@@ -114,8 +116,6 @@ class Runner:
             self.state.grow(*map(list, zip(*new, strict=True)))
             for i in grown:
                 self._pages[i] = len(self.rows[i].pages.pages)
-        if self._wants.mask:
-            self.state.allow(self.rows)
         return kept
 
     # ---- the two kinds of a step
@@ -123,6 +123,8 @@ class Runner:
     def _decode(self) -> LogProbs | None:
         """One more token of each row."""
         count = len(self.rows)
+        if self._wants.mask:
+            self.state.allow(self.rows)
         if self.model.device.type != "cuda":
             return self._step(self.state.rows(count), self._wants, max(r.pages.length for r in self.rows) + 1)
         key = bucket(count), self._wants
@@ -147,6 +149,8 @@ class Runner:
         offsets = torch.tensor([*range(kept + 1), *sizes], dtype=torch.int32)
         offsets[kept + 1 :] = offsets[kept + 1 :].cumsum(0) + kept
         offsets = upload(offsets, device)
+        if self._wants.mask:
+            self.state.allow(self.rows)
         s, longest = self.state.rows(count), max(sizes)
         if not kept and not any(starts) and not self.model.batch_invariant:
             step = Step(*longs, offsets=offsets, longest=longest)
@@ -167,7 +171,7 @@ class Runner:
         hidden = self.model.forward(step, pool)
         first = kept
         for request, start, size in zip(others, starts, sizes, strict=True):
-            if request.params.prompt_logprobs is not None:
+            if request.scores:
                 self._score(request, start, hidden[first : first + size], prompts)
             first += size
         return self._draw(s, hidden[(offsets[1 : count + 1] - 1).long()], self._wants) if count else None

@@ -66,6 +66,8 @@ class Scheduler:
         self._orders = itertools.count()
         self._held: dict[Request, list[Request]] = {}  # samples that wait for the first of their prompt
         self._stuck: Request | None = None  # the first that waits, for which there was no room when it was looked for last
+        self._steady: list[Work] = []  # the last plan, where it holds for `_calm` steps more unless somebody comes or goes
+        self._calm = 0
 
     # ---- in and out
 
@@ -73,6 +75,7 @@ class Scheduler:
         """Queue the samples of a prompt: the first at once, the others when the first one's prompt is computed."""
         for request in requests:
             request.order = next(self._orders)
+        self._calm = 0
         for first in requests[:1]:
             self._held[first] = list(requests[1:])
             bisect.insort(self.waiting, first, key=Request.rank.fget)
@@ -84,13 +87,13 @@ class Scheduler:
             self.cache.finish(request.known(), request.pages)
         elif request in self.waiting:
             self.waiting.remove(request)
-        self._stuck = None
+        self._stirred()
         self._bring_samples(request)
 
     def prompt_done(self, request: Request) -> None:
         """Its prompt is computed, or about to be before anything that is launched later: others may begin from it."""
         self.cache.insert(request.known(), request.pages)
-        self._stuck = None
+        self._stirred()
         self._bring_samples(request)
 
     def _bring_samples(self, first: Request) -> None:
@@ -99,10 +102,17 @@ class Scheduler:
             if request.reason is None:
                 bisect.insort(self.waiting, request, key=Request.rank.fget)
 
+    def _stirred(self) -> None:
+        """Who runs, or what pages are free, has changed."""
+        self._stuck, self._calm = None, 0
+
     # ---- a step
 
     def plan(self) -> list[Work]:
-        """The work of the next step, pages reserved; [] where there is none."""
+        """The work of the next step, pages reserved; [] where there is none. The same list as long as the same requests decode."""
+        if self._calm:
+            self._calm -= 1
+            return self._steady
         self._make_way()
         work: list[Work] = []
         chunks = self.budget - len(self.running)  # tokens left for prompts
@@ -118,7 +128,17 @@ class Scheduler:
                 work.append(Work(request, count, count == left))
         work += self._admit(chunks)
         prompts = [w for w in work if w.prompt]
-        return prompts if self.apart and prompts else work
+        if prompts and self.apart:
+            return prompts
+        if work and not prompts and (not self.waiting or self.waiting[0] is self._stuck):
+            self._steady, self._calm = work, min(self._alike(w.request) for w in work)
+        return work
+
+    def _alike(self, request: Request) -> int:
+        """For how many steps after this one a request that decodes needs one token more and no page."""
+        pages = request.pages
+        tokens = request.limit - len(request.tokens) - request.pending
+        return min(len(pages.pages) * self.pool.page - pages.length, tokens) - 1
 
     def _make_way(self) -> None:
         """Let requests of less priority than the first that waits wait themselves, until it fits."""
@@ -162,7 +182,7 @@ class Scheduler:
         request.seated = False
         bisect.insort(self.waiting, request, key=Request.rank.fget)
         self.preemptions += 1
-        self._stuck = None
+        self._stirred()
 
     def _admit(self, chunks: int) -> list[Work]:
         """The first of those that wait, as far as batch, pages and budget go."""
@@ -186,7 +206,7 @@ class Scheduler:
         if len(self.running) >= self.max_batch:
             return False
         known = request.known()
-        if request.params.prompt_logprobs is None:
+        if not request.scores:
             request.pages = self.cache.match(known[:-1])
         try:
             self.cache.reserve(request.pages, self._ahead(request, len(known)))

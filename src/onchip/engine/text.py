@@ -8,12 +8,24 @@ class StopText:
 
     def __init__(self, stream, stop: Sequence[str]):
         self._stream, self._stop = stream, tuple(stop)
+        self._longest = max((len(s) - 1 for s in self._stop), default=0)
+        self._firsts = {s[0] for s in self._stop}
         self._held = ""
-        self.text = ""
+        self._out: list[str] = []
         self.stopped = False
 
+    @property
+    def text(self) -> str:
+        """What has come out so far."""
+        self._out = ["".join(self._out)]
+        return self._out[0]
+
     def push(self, token: int) -> str:
-        return self._emit(self._stream.push(token), last=False)
+        new = self._stream.push(token)
+        if self._stop:
+            return self._emit(new, last=False)
+        self._out.append(new)
+        return new
 
     def finish(self) -> str:
         return self._emit(self._stream.finish(), last=True)
@@ -31,14 +43,16 @@ class StopText:
         else:
             out = self._held[: len(self._held) - self._may_begin_stop()]
         self._held = self._held[len(out) :]
-        self.text += out
+        self._out.append(out)
         return out
 
     def _may_begin_stop(self) -> int:
         """Length of the longest tail of the held text that a stop string begins with."""
-        longest = max((len(s) - 1 for s in self._stop), default=0)
-        for size in range(min(longest, len(self._held)), 0, -1):
-            if any(s.startswith(self._held[-size:]) for s in self._stop):
+        tail = self._held[-self._longest :] if self._longest else ""
+        if self._firsts.isdisjoint(tail):
+            return 0
+        for size in range(len(tail), 0, -1):
+            if any(s.startswith(tail[-size:]) for s in self._stop):
                 return size
         return 0
 
