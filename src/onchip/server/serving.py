@@ -1,7 +1,7 @@
 """The engine behind a server: one thread owns the LLM, and asyncio's thread talks to it by a queue.
 
-What the steps bring comes back by `call_soon_threadsafe`, gathered so that the event loop leaves the engine's thread most of the interpreter's time: an event of
-a stream costs 40 us. Every request ends once, with a `Piece` whose reason is set, whatever happens.
+What the steps bring comes back by `call_soon_threadsafe`, gathered so that the event loop, which an event of a stream costs 40 us, leaves the engine's thread
+most of the interpreter's time. Every request ends once, with a `Piece` whose reason is set, whatever happens.
 """
 
 import asyncio
