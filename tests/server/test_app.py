@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+from collections import Counter
 
 import httpx
 import openai
@@ -276,3 +278,41 @@ def test_a_client_that_vanishes_leaves_nothing_behind(live, stream):
     now = until(lambda: (s := live.stats())["ended"]["cancelled"] == before + 1 and s["running"] == 0 and s)
     assert now["waiting"] == 0
     assert chat(live).choices[0].finish_reason in ("stop", "length")
+
+
+def test_a_crowd_that_comes_and_goes(live, llm):
+    """Streams read to the end or left in the middle, samples, grammars, mistakes, all at once: every answer is whole, and every page comes back."""
+
+    async def visit(client: httpx.AsyncClient, dice: random.Random) -> str:
+        kind = dice.choice(["whole", "stream", "leaves", "form", "mistake"])
+        body = ASK | {"max_tokens": dice.randrange(1, 40), "temperature": 1, "n": dice.randrange(1, 4), "seed": dice.randrange(99), "stream": kind != "whole"}
+        body["messages"] = [{"role": "user", "content": "the quick brown fox " * dice.randrange(1, 9)}]
+        if kind == "form":
+            body |= {"structured_outputs": {"regex": "[a-z]{1,9}"}, "max_tokens": 30}
+        if kind == "mistake":
+            body["temperature"] = -1
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            if kind == "whole":
+                found = json.loads(await answer.aread())
+                assert all(choice["finish_reason"] in ("stop", "length") for choice in found["choices"])
+                assert found["usage"]["completion_tokens"] <= body["max_tokens"] * body["n"]
+            elif kind == "mistake":
+                assert answer.status_code == 400
+            else:
+                lines, leaves_after = [], dice.randrange(1, 8) if kind == "leaves" else None
+                async for line in answer.aiter_lines():
+                    lines += [line] if line else []
+                    if len(lines) == leaves_after:
+                        return kind
+                assert lines[-1] == "data: [DONE]" and sum('"finish_reason":"' in line for line in lines) == body["n"]
+        return kind
+
+    async def crowd() -> Counter:
+        async with httpx.AsyncClient(base_url=live.address, timeout=30, limits=httpx.Limits(max_connections=None)) as client:
+            return Counter(await asyncio.gather(*(visit(client, random.Random(i)) for i in range(60))))
+
+    assert len(asyncio.run(crowd())) == 5
+    until(lambda: (s := live.stats())["running"] == s["waiting"] == 0)
+    until(lambda: llm.idle)
+    llm.tree.clear()  # the engine's thread has nothing to do
+    assert llm.pool.num_free == llm.pool.num_pages

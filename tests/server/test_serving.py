@@ -98,6 +98,7 @@ def test_many_jobs_at_once_each_get_their_own():
             assert texts == {i: "".join(f"{t} " for t in range(n + i)) for i in (0, 1)}
             assert reasons == {0: "length", 1: "length"}
         assert serving.metrics.ended == {"stop": 0, "length": 80, "cancelled": 0, "error": 0}
+        assert not (serving._lives or serving._fresh or serving._live)
         assert serving.metrics.new_tokens == sum(2 * n + 1 for n in range(1, 41))
 
     run(test)
