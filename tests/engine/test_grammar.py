@@ -52,7 +52,9 @@ def draw(tokenizer, matcher, seed: int, most: int = 300) -> str:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_drawn_has_the_form(tokenizer, vocabulary, seed):
-    person = json.loads(draw(tokenizer, vocabulary.matcher(Grammar("json", json.dumps(PERSON))), seed))
+    text = draw(tokenizer, vocabulary.matcher(Grammar("json", json.dumps(PERSON))), seed)
+    assert text.startswith('{"name": "') and ', "age": ' in text  # on one line, with fixed separators
+    person = json.loads(text)
     assert {"name", "age"} <= set(person) <= {"name", "age", "tags"} and len(person["name"]) <= 5 and 0 <= person["age"] <= 150
     code = draw(tokenizer, vocabulary.matcher(Grammar("regex", "[0-9]{3}-(x|y)")), seed)
     assert code[:3].isdigit() and code[3:] in ("-x", "-y")
