@@ -24,6 +24,8 @@ from onchip.models.tokenizer import Stream
 
 STEP_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a step: prompts come in chunks, so that those who decode beside them wait a quarter of a second at most
 
+INVARIANT_CHUNK = 256  # tokens of a prompt's chunk where nothing may depend on what else runs
+
 
 @dataclass
 class Stats:
@@ -53,6 +55,8 @@ class LLM:
     kv_format     what keys and values are quantised to as they are written: "int8", "e4m3", "int4/32", ... (see `Format`); None: they stay in dtype.
     prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages. None: nothing is kept.
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
+    batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
+                  time, pages for all a request may become. Slower.
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
 
     Raises ModelError for a model that cannot be read, ValueError for a device or dtype there is none of, OutOfPages for a
@@ -72,6 +76,7 @@ class LLM:
         kv_format: str | None = None,
         prefix_cache: PrefixCache | None = PrefixCache(),
         step_tokens: int | None = None,
+        batch_invariant: bool = False,
         dummy_weights: bool = False,
         progress: Callable[[int, int], None] | None = None,
     ):
@@ -93,10 +98,13 @@ class LLM:
             self.model.load(weights.tensors(path, self.dtype, progress))
         self.model.prepare(self.max_len)
         self.model.kernel = kernel
+        if batch_invariant:
+            self.model.make_invariant()
         self.pool = setup.pool_of(self.config, at, (max_batch, self.max_len), cache_gib, kv_format)
         self.tree = setup.tree_of(self.pool, prefix_cache)
         self.runner = Runner(self.model, self.pool, max_batch, self.max_len)
-        self.scheduler = Scheduler(self.pool, self.tree, max_batch, step_tokens or STEP_TOKENS[self.device.type])
+        budget = step_tokens or STEP_TOKENS[self.device.type]
+        self.scheduler = Scheduler(self.pool, self.tree, max_batch, budget, INVARIANT_CHUNK if batch_invariant else 0)
         self.stats = Stats()
         self.ahead = self.device.type == "cuda"  # whether a step is launched before the tokens of the one before are read
         self._launched: deque[Launched] = deque()

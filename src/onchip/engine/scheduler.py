@@ -55,11 +55,15 @@ class Scheduler:
     """Waiting and running requests, both in the order of their rank.
 
     max_batch   requests that run at once.        budget   tokens of a step: one for each that decodes, the rest for chunks of prompts.
+    chunk       0, or: how each token is computed depends on its request alone. Prompts come in chunks of so many tokens from their first one on, and
+                never beside decodes; whole chunks are all that the prefix cache learns; and a request is admitted with pages for all it may become,
+                since tokens of an answer that came back as a prompt would be computed in another way.
     """
 
-    def __init__(self, pool: PagePool, cache: RadixTree | Unshared, max_batch: int, budget: int):
-        self.apart = pool.format is not None  # prompts without decodes: few kernels read codes for chunks, and prompts alone need not read any
-        self.pool, self.cache, self.max_batch, self.budget = pool, cache, max_batch, max(budget, max_batch + pool.page)
+    def __init__(self, pool: PagePool, cache: RadixTree | Unshared, max_batch: int, budget: int, chunk: int = 0):
+        self.chunk = chunk
+        self.apart = chunk > 0 or pool.format is not None  # prompts without decodes: few kernels read codes for chunks, and prompts alone need not read any
+        self.pool, self.cache, self.max_batch, self.budget = pool, cache, max_batch, max(budget, max_batch + max(chunk, pool.page))
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.preemptions = 0
@@ -84,7 +88,7 @@ class Scheduler:
         """Forget a request, wherever it is; its pages are the prefix cache's, and free for others."""
         if request in self.running:
             self.running.remove(request)
-            self.cache.finish(request.known(), request.pages)
+            self.cache.finish(self._learnt(request), request.pages)
         elif request in self.waiting:
             self.waiting.remove(request)
         self._stirred()
@@ -92,9 +96,13 @@ class Scheduler:
 
     def prompt_done(self, request: Request) -> None:
         """Its prompt is computed, or about to be before anything that is launched later: others may begin from it."""
-        self.cache.insert(request.known(), request.pages)
+        self.cache.insert(self._learnt(request), request.pages)
         self._stirred()
         self._bring_samples(request)
+
+    def _learnt(self, request: Request) -> list[int]:
+        """What the prefix cache may know of a request."""
+        return request.prompt[: len(request.prompt) // self.chunk * self.chunk] if self.chunk else request.known()
 
     def _bring_samples(self, first: Request) -> None:
         """Queue what waits for `first`."""
@@ -122,8 +130,8 @@ class Scheduler:
                 not left or not request.pages.pages or (left > 1 and chunks < 1)
             ):  # its last token is on its way, it has just been preempted, or it is not its turn
                 continue
-            count = min(left, chunks + 1)
-            if self._grown(request, count):
+            count = self._count(request, left, chunks + 1)
+            if count and self._grown(request, count):
                 chunks -= count - 1
                 work.append(Work(request, count, count == left))
         work += self._admit(chunks)
@@ -134,6 +142,13 @@ class Scheduler:
             self._steady, self._calm = work, min(self._alike(w.request) for w in work)
         return work
 
+    def _count(self, request: Request, left: int, most: int) -> int:
+        """Tokens of the next chunk, of the `left` that are to be computed; 0 where it has to be a whole one and `most` are fewer."""
+        if not self.chunk:
+            return min(left, most)
+        whole = min(left, self.chunk - request.pages.length % self.chunk)
+        return whole if whole <= most else 0
+
     def _alike(self, request: Request) -> int:
         """For how many steps after this one a request that decodes needs one token more and no page."""
         pages = request.pages
@@ -142,7 +157,7 @@ class Scheduler:
 
     def _make_way(self) -> None:
         """Let requests of less priority than the first that waits wait themselves, until it fits."""
-        if not self.waiting:
+        if not self.waiting or self.chunk:
             return
         first, running, page = self.waiting[0], self.running, self.pool.page
         needs = len(first.known()) // page + 1
@@ -173,7 +188,8 @@ class Scheduler:
 
     def _ahead(self, request: Request, length: int) -> int:
         """Tokens to have pages for at `length`."""
-        return min(length + AHEAD, len(request.prompt) + request.limit)
+        most = len(request.prompt) + request.limit
+        return most if self.chunk else min(length + AHEAD, most)
 
     def preempt(self, request: Request) -> None:
         """Let a running request wait again; what is known of it stays in the prefix cache as long as nobody needs the pages."""
@@ -196,10 +212,20 @@ class Scheduler:
                 break
             self.waiting.pop(0)
             bisect.insort(self.running, request, key=Request.rank.fget)
-            count = min(request.left, chunks)
-            chunks -= count
-            work.append(Work(request, count, count == request.left))
+            if count := self._count(request, request.left, chunks):
+                chunks -= count
+                work.append(Work(request, count, count == request.left))
         return work
+
+    def _matched(self, tokens: list[int]) -> PageList:
+        """What the prefix cache knows of tokens, in whole chunks."""
+        found = self.cache.match(tokens)
+        if self.chunk and (over := found.length % self.chunk):
+            found.length -= over
+            pages = found.length // self.pool.page
+            self.pool.drop(found.pages[pages:])
+            del found.pages[pages:]
+        return found
 
     def _seated(self, request: Request) -> bool:
         """Give a request a place in the batch, and pages for all that is known of it and `AHEAD` more; False where there are too few."""
@@ -207,7 +233,7 @@ class Scheduler:
             return False
         known = request.known()
         if not request.scores:
-            request.pages = self.cache.match(known[:-1])
+            request.pages = self._matched(known[:-1])
         try:
             self.cache.reserve(request.pages, self._ahead(request, len(known)))
         except OutOfPages:

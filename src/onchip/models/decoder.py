@@ -20,6 +20,7 @@ from onchip.ops.activation import gated_act
 from onchip.ops.attention import PagedKV, attention_packed, paged_attention
 from onchip.ops.fused import Append, QKNorm, rope_append
 
+SLAB = 64  # rows of a product that has to be the same whatever their number
 LONG = 1024  # queries of a chunk, more than kernels of few queries take
 
 
@@ -68,7 +69,15 @@ class Decoder:
         self.head = Linear(config.vocab, config.width, bias=False, dtype=dtype, device=device)
         self.embedding_scale = torch.tensor(config.embedding_scale).to(dtype).item()  # rounded, as Gemma was trained
         self.kernel = "auto"  # a kernel for attention, by name
-        self.batch_invariant = False
+        self.batch_invariant = False  # see `make_invariant`
+
+    def make_invariant(self) -> None:
+        """A token's bits do not depend on the other tokens of a step, as long as it is in a decode or in a chunk of its own sequence as before."""
+        self.batch_invariant = True
+        parts = [self.norm, self.head, *(part for layer in self.layers for part in vars(layer).values())]
+        for part in parts:
+            if isinstance(part, Linear | Norm):
+                part.slab = SLAB
 
     # ---- forward
 
