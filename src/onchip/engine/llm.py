@@ -20,6 +20,8 @@ from onchip.engine.text import NoText, StopText
 from onchip.models import weights
 from onchip.models.decoder import Decoder
 from onchip.models.families import ModelConfig
+from onchip.models.lora import Adapter, AdapterSlots, AdapterTable
+from onchip.models.parallel import ALONE, TensorParallel
 from onchip.models.tokenizer import Stream
 
 STEP_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a step: prompts come in chunks, so that those who decode beside them wait a quarter of a second at most
@@ -58,6 +60,8 @@ class LLM:
     batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
                   time, pages for all a request may become. Slower.
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
+    parallel      the ranks that have the model together: see `ParallelLLM`, which is how it is used.
+    adapters      `AdapterSlots(slots, rank)`: room for the LoRA adapters that requests may have. None: no room.
 
     Raises ModelError for a model that cannot be read, ValueError for a device or dtype there is none of, OutOfPages for a
     cache that holds no sequence.
@@ -79,8 +83,12 @@ class LLM:
         batch_invariant: bool = False,
         dummy_weights: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        parallel: TensorParallel = ALONE,
+        adapters: AdapterSlots | None = None,
     ):
         setup.check_sizes(max_len, max_batch, cache_gib, step_tokens)
+        if batch_invariant and (adapters or parallel.of > 1):
+            raise ValueError("batch_invariant with adapters or over several ranks is not to be had: sums depend on the number of rows there; leave one out")
         kv_format = None if kv_format is None else Format.of(kv_format)
         self.device = setup.device_of(device)
         path = weights.locate(model)
@@ -91,16 +99,17 @@ class LLM:
             setup.check_kernel(kernel)
         self.max_len = min(max_len or self.config.context, self.config.context)
         at = {"dtype": self.dtype, "device": self.device}
-        self.model = Decoder(self.config, **at)
+        self.model = Decoder(self.config, **at, parallel=parallel)
         if dummy_weights:
             self.model.randomise()
         else:
-            self.model.load(weights.tensors(path, self.dtype, progress))
+            self.model.load(weights.views(path, self.dtype, progress))
         self.model.prepare(self.max_len)
         self.model.kernel = kernel
+        self.model.adapters = adapters and AdapterTable(self.model, adapters)
         if batch_invariant:
             self.model.make_invariant()
-        self.pool = setup.pool_of(self.config, at, (max_batch, self.max_len), cache_gib, kv_format)
+        self.pool = setup.pool_of(self.model, (max_batch, self.max_len), cache_gib, kv_format)
         self.tree = setup.tree_of(self.pool, prefix_cache)
         self.runner = Runner(self.model, self.pool, max_batch, self.max_len)
         budget = step_tokens or STEP_TOKENS[self.device.type]
@@ -155,6 +164,22 @@ class LLM:
         self.stats.first_token_seconds = min((r.first_token_at for r in requests if r.first_token_at), default=start) - start
         return [request.completion() for request in requests]
 
+    def load_adapter(self, folder: str | Path, name: str | None = None) -> str:
+        """Read a LoRA adapter from a folder of PEFT's, for requests with `SamplingParams(adapter=name)`; its name, if none is given, is the folder's.
+
+        One of that name takes the place of the other. Raises ModelError for a folder that cannot be read, ValueError where there is no room for it,
+        or while a request has the one of that name.
+        """
+        adapter = Adapter.read(folder, name)
+        self._check_free(adapter.name)
+        self.model.adapters.add(adapter)
+        return adapter.name
+
+    def unload_adapter(self, name: str) -> None:
+        """Make room for another one. Raises ValueError while a request has it."""
+        self._check_free(name)
+        self.model.adapters.remove(name)
+
     # ---- step by step: one thread calls these
 
     def request(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool = False, priority: int = 0) -> Request:
@@ -168,6 +193,9 @@ class LLM:
 
     def add(self, request: Request) -> None:
         """Queue a request, all samples of it: `step` brings their events, until the `reason` of each is set. What was cancelled before is not queued."""
+        slot, salt = self._slot("add: the request", request.params.adapter)
+        for sample in request.samples:
+            sample.slot, sample.salt = slot, salt
         self.scheduler.add(*(sample for sample in request.samples if sample.reason is None))
 
     def cancel(self, request: Request) -> None:
@@ -273,6 +301,13 @@ class LLM:
 
     # ---- requests
 
+    def _check_free(self, adapter: str) -> None:
+        if self.model.adapters is None:
+            raise ValueError(f"adapter {adapter!r}: this LLM has no room for adapters; make it with adapters=AdapterSlots()")
+        users = sum(request.params.adapter == adapter for request in (*self.scheduler.running, *self.scheduler.waiting))
+        if users:
+            raise ValueError(f"adapter {adapter!r} is in use by {users} requests; wait until they have ended, or cancel them")
+
     def _request(self, name: str, prompt: str | Sequence[int], params: SamplingParams, chat: bool, priority: int = 0) -> Request:
         """`name`: what errors call the prompt."""
         ids = self._tokens(name, prompt, chat)
@@ -282,6 +317,7 @@ class LLM:
         capacity = self.pool.num_pages * self.pool.page
         if len(ids) >= capacity:
             raise OutOfPages(f"{name} has {len(ids)} tokens and the cache holds {capacity}, one of them for the answer; give a larger cache_gib")
+        self._slot(name, params.adapter)
         seed = torch.randint(2**62, (1,)).item() if params.seed is None else params.seed
         limit = min(params.max_tokens, self.max_len - len(ids), capacity - len(ids))
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
@@ -290,6 +326,17 @@ class LLM:
             text = StopText(Stream(self.tokenizer) if self.tokenizer else NoText(), params.stop)
             samples.append(Request(ids, params, (seed + i + 2**63) % 2**64 - 2**63, limit, text, priority, ends, samples=samples))
         return samples[0]
+
+    def _slot(self, name: str, adapter: str | None) -> tuple[int, int]:
+        """Where an adapter is, and the count of its loading: another one of that name has made other keys and values."""
+        if adapter is None:
+            return -1, 0
+        table = self.model.adapters
+        if table is None or adapter not in table.names:
+            there = [one for one in table.names if one] if table else []
+            raise ValueError(f"{name} has adapter {adapter!r}; loaded are {', '.join(there) or 'none'}: see load_adapter")
+        slot = table.names.index(adapter)
+        return slot, table.serials[slot]
 
     def _tokens(self, name: str, prompt: str | Sequence[int], chat: bool) -> list[int]:
         """The token ids of a prompt. Raises ValueError."""

@@ -30,6 +30,7 @@ class SamplingParams:
     repetition_penalty, presence_penalty, frequency_penalty   see `onchip.ops.sampling.Penalties`; 1, 0 and 0: none.
     logit_bias    {token: what is added to its logit}.
     logprobs      0 to 20: log-probabilities of each token and of so many likeliest ones, of the logits as the model gives them. None: none.
+    adapter       the name of a LoRA adapter (`LLM.load_adapter`), or None.
     prompt_logprobs  the same for the tokens of the prompt, which is then computed whole, whatever the prefix cache knows of it.
     """
 
@@ -51,6 +52,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    adapter: str | None = None
 
     def __post_init__(self):
         bias, most = self.logit_bias, f"0 to {MOST_TOP}, or None"
@@ -132,6 +134,7 @@ class Request:
     samples    all samples of the prompt, this one included, the first first: `LLM.add` takes all.
     pages      those of the tokens that have been computed, or are being computed; `pages.length` counts them.
     pending    new tokens that are on the device and not read yet.
+    slot, salt the slot of its LoRA adapter, -1 for none, and what tells apart keys and values that adapters made: 0 for none.
     seated     whether the runner has a row for it, with these pages.
     """
 
@@ -150,6 +153,8 @@ class Request:
     order: int = 0  # of arrival
     pending: int = 0
     seated: bool = False
+    slot: int = -1
+    salt: int = 0
     cached_tokens: int | None = None
     logprobs: list[TokenLogProbs] | None = None
     prompt_logprobs: list[TokenLogProbs | None] | None = None
@@ -185,6 +190,13 @@ class Request:
     def known(self) -> list[int]:
         """The tokens of prompt and answer that have been read."""
         return self.prompt + self.tokens
+
+    def keyed(self) -> list[int]:
+        """The same as the prefix cache has them: apart for each adapter, by the bits of the first two that no vocabulary of less than 2^19 tokens has."""
+        tokens = self.known()
+        for i, bits in enumerate((self.salt & 4095, self.salt >> 12)[: len(tokens)]):
+            tokens[i] |= bits << 19
+        return tokens
 
     def accept(self, token: int) -> str:
         """Take the next token; sets `reason` when it is the last. Returns the text that is now certain."""

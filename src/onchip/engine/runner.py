@@ -168,6 +168,9 @@ class Runner:
             lengths = torch.cat((s.positions[:kept].int() + 1, upload(ends, device)))
             table = torch.cat((s.page_table[:, :width], upload(table, device)))
             step = Step(*longs, offsets=offsets, longest=min(_power(longest), longs.shape[1]), page_table=table, lengths=lengths)
+        if any(request.slot >= 0 for request in (*self.rows, *others)):
+            new = torch.repeat_interleave(torch.tensor([request.slot for request in others], dtype=torch.int32), torch.tensor(sizes))
+            step = step._replace(adapters=torch.cat((s.adapters[:kept], upload(new, device))))
         hidden = self.model.forward(step, pool)
         first = kept
         for request, start, size in zip(others, starts, sizes, strict=True):
@@ -181,7 +184,8 @@ class Runner:
         at = s.positions.clamp(min=0)
         table = s.page_table if longest is None else s.page_table[:, : self.pool.pages_for(longest)]
         slots = torch.where(s.positions >= 0, self._slots(table, at), -1)
-        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int())
+        adapters = s.adapters if wants.adapter else None
+        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int(), adapters=adapters)
         return self._draw(s, self.model.forward(step, self.pool), wants)
 
     def _slots(self, table: Tensor, at: Tensor) -> Tensor:

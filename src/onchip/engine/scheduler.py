@@ -102,7 +102,7 @@ class Scheduler:
 
     def _learnt(self, request: Request) -> list[int]:
         """What the prefix cache may know of a request."""
-        return request.prompt[: len(request.prompt) // self.chunk * self.chunk] if self.chunk else request.known()
+        return request.keyed()[: len(request.prompt) // self.chunk * self.chunk] if self.chunk else request.keyed()
 
     def _bring_samples(self, first: Request) -> None:
         """Queue what waits for `first`."""
@@ -194,7 +194,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Let a running request wait again; what is known of it stays in the prefix cache as long as nobody needs the pages."""
         self.running.remove(request)
-        self.cache.finish(request.known(), request.pages)
+        self.cache.finish(request.keyed(), request.pages)
         request.seated = False
         bisect.insort(self.waiting, request, key=Request.rank.fget)
         self.preemptions += 1
@@ -231,7 +231,7 @@ class Scheduler:
         """Give a request a place in the batch, and pages for all that is known of it and `AHEAD` more; False where there are too few."""
         if len(self.running) >= self.max_batch:
             return False
-        known = request.known()
+        known = request.keyed()
         if not request.scores:
             request.pages = self._matched(known[:-1])
         try:

@@ -20,6 +20,7 @@ class Wants(NamedTuple):
     bias: bool = False
     mask: bool = False
     logprobs: bool = False
+    adapter: bool = False
 
     @staticmethod
     def of(requests: list[Request]) -> "Wants":
@@ -29,6 +30,7 @@ class Wants(NamedTuple):
             any(x.logit_bias or x.min_tokens for x in p),
             any(r.mask is not None for r in requests),
             any(x.logprobs is not None for x in p),
+            any(r.slot >= 0 for r in requests),
         )
 
 
@@ -38,7 +40,7 @@ class State:
     def __init__(self, size: int, width: int, vocab: int, device: torch.device):
         self.size, self.vocab, self.device = size, vocab, device
         self.longs = torch.zeros(len(LONGS), size, dtype=torch.int64, device=device)
-        self.words = torch.zeros(len(FLOATS) + 1, size, dtype=torch.int32, device=device)
+        self.words = torch.zeros(len(FLOATS) + 2, size, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(size, width, dtype=torch.int32, device=device)
         self.output: Tensor | None = None  # int32 [size, vocab]: how often each token was there
         self.prompt: Tensor | None = None
@@ -67,9 +69,14 @@ class State:
         return self.longs[1]
 
     @property
+    def adapters(self) -> Tensor:
+        """The slot of each row's LoRA adapter, -1 for none."""
+        return self.words[-1]
+
+    @property
     def sampling(self) -> Sampling:
         t, top_p, min_p, typical, *_ = self.words[: len(FLOATS)].view(torch.float32)
-        return Sampling(t, self.words[-1], top_p, min_p, self.longs[2], self.longs[3], typical)
+        return Sampling(t, self.words[-2], top_p, min_p, self.longs[2], self.longs[3], typical)
 
     def penalties(self) -> Penalties:
         return Penalties(*self.words[4:7].view(torch.float32), self.output, self.prompt)
@@ -104,8 +111,8 @@ class State:
         longs = [[k[-1] for k in known], [len(k) - 1 for k in known], [r.seed for r in requests], [0] * len(p)]
         self.longs[:, rows] = upload(torch.tensor(longs), self.device)
         floats = [(x.temperature, x.top_p, x.min_p, x.typical_p, x.repetition_penalty, x.presence_penalty, x.frequency_penalty) for x in p]
-        top_k = torch.tensor([[x.top_k for x in p]], dtype=torch.int32)
-        self.words[:, rows] = upload(torch.cat((torch.tensor(floats, dtype=torch.float32).T.contiguous().view(torch.int32), top_k)), self.device)
+        ints = torch.tensor([[x.top_k for x in p], [r.slot for r in requests]], dtype=torch.int32)
+        self.words[:, rows] = upload(torch.cat((torch.tensor(floats, dtype=torch.float32).T.contiguous().view(torch.int32), ints)), self.device)
         self.page_table[rows] = upload(_table([r.pages.pages for r in requests], self.page_table.shape[1]), self.device)
         if self.output is not None:
             self.output[rows] = self._counts([r.tokens for r in requests])
