@@ -151,6 +151,8 @@ def serve(
     port: Annotated[int, typer.Option(help="0: any that is free")] = 8000,
     name: Annotated[str | None, typer.Option(help="what requests call the model; default: its folder's or file's name")] = None,
     api_keys: Annotated[Path | None, typer.Option(help="a file with one key a line, of which a request must have one; default: open to all")] = None,
+    embeddings: Annotated[str | None, typer.Option(help="an encoder for /v1/embeddings: minilm, or a folder; default: none")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER: a LoRA adapter, served as model NAME; may be given again")] = None,
     max_prompt: Annotated[int | None, typer.Option(help="most tokens of a prompt; default: as the context allows")] = None,
     max_body: Annotated[int, typer.Option(help="most bytes of a request")] = 4 << 20,
     max_queued: Annotated[int, typer.Option(help="most requests that wait or run; more are turned away")] = 10_000,
@@ -169,18 +171,33 @@ def serve(
     missing = [package for package in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install 'onchip[serve]'")
+    from onchip.models.encoder import Embedder
+    from onchip.models.lora import Adapter, AdapterSlots
     from onchip.server.app import Limits, build
+    from onchip.server.embeddings import Embeddings
     from onchip.server.guard import read_keys
     from onchip.server.run import run
 
     keys = read_keys(api_keys) if api_keys else ()
+    adapters = dict(_named(one) for one in adapter or ())
     if not keys and host not in ("127.0.0.1", "::1", "localhost"):
         errors.print(f"[yellow]note:[/] whoever reaches {host}:{port} may use this server; --api-keys FILE asks for a key", highlight=False)
     limits = Limits(max_prompt, max_body, max_queued)
     with _weights_progress() as progress:
         cache = {"max_len": max_len, "max_batch": max_batch, "cache_gib": cache_gib, "kv_format": kv_format}
-        llm = onchip.LLM(model, dtype=dtype, device=device, **cache, dummy_weights=dummy_weights, progress=progress)
-    run(build(llm, name or served_name(model), limits=limits, keys=keys), host, port, drain)
+        room = AdapterSlots(len(adapters), max(Adapter.read(folder, called).rank for called, folder in adapters.items())) if adapters else None
+        llm = onchip.LLM(model, dtype=dtype, device=device, **cache, dummy_weights=dummy_weights, progress=progress, adapters=room)
+    for called, folder in adapters.items():
+        llm.load_adapter(folder, called)
+    encoder = Embeddings(Embedder(embeddings, device=llm.device), served_name(embeddings)) if embeddings else None
+    run(build(llm, name or served_name(model), limits=limits, keys=keys, embeddings=encoder), host, port, drain)
+
+
+def _named(adapter: str) -> tuple[str, str]:
+    name, _, folder = adapter.partition("=")
+    if not (name and folder):
+        raise ValueError(f"--adapter {adapter!r} is not NAME=FOLDER")
+    return name, folder
 
 
 def served_name(model: str | None) -> str:

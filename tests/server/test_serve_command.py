@@ -30,6 +30,7 @@ def test_a_model_is_called_by_its_name_not_its_place(model, name, tmp_path, monk
         (["--api-keys", "empty.txt"], "holds no key"),
         (["--model", "no/such"], "no/such"),
         (["--max-batch", "0"], "max_batch is 0"),
+        (["--adapter", "x"], "is not NAME=FOLDER"),
     ],
 )
 def test_a_mistake_is_one_sentence(options, words, tmp_path, monkeypatch, capsys):

@@ -156,11 +156,15 @@ def test_a_dead_engine_ends_everything_and_health_says_so():
         while not llm.scheduler.waiting:
             await asyncio.sleep(0.005)
         jobs += [serving.submit([StubRequest(9)]) for _ in range(6)]  # the engine is in a step: these are in its inbox when it dies
+        late = asyncio.ensure_future(serving.between_steps(lambda: 1))
+        await asyncio.sleep(0)
         llm.fail = KeyError("a bug")
         llm.hold.set()
         for job in jobs:
             assert (await all_of(job))[1] == {0: "error: the engine has stopped"}
         serving._thread.join(10)
+        with pytest.raises(Overloaded, match="engine has stopped"):
+            await late
         assert "thread has ended" in serving.trouble()
         with pytest.raises(Overloaded, match="has to be started again"):
             serving.submit([StubRequest(1)])
@@ -193,6 +197,17 @@ def test_closing_ends_a_job_and_frees_it_once():
         while serving._live:
             await asyncio.sleep(0.005)
         assert llm.idle and serving.metrics.ended["cancelled"] == 2
+
+    run(test)
+
+
+def test_calls_between_steps():
+    async def test(serving, llm):
+        job = serving.submit([StubRequest(400)])
+        assert await serving.between_steps(threading.get_ident) == serving._thread.ident
+        with pytest.raises(ValueError, match="invalid literal"):
+            await serving.between_steps(lambda: int("x"))
+        assert (await all_of(job))[1] == {0: "length"}
 
     run(test)
 

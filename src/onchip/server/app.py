@@ -5,7 +5,7 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +22,7 @@ from onchip.engine.grammar import Vocabulary, speller
 from onchip.engine.llm import LLM
 from onchip.engine.request import Request as EngineRequest
 from onchip.server import errors
+from onchip.server.embeddings import Embeddings
 from onchip.server.errors import ApiError
 from onchip.server.guard import Guard
 from onchip.server.replies import Chat, Plain, Reply
@@ -41,8 +42,8 @@ class Limits:
 class Front:
     """What the routes share: the LLM as a server sees it."""
 
-    def __init__(self, llm: LLM, name: str, limits: Limits):
-        self.llm, self.name, self.limits = llm, name, limits
+    def __init__(self, llm: LLM, name: str, limits: Limits, embeddings: Embeddings | None):
+        self.llm, self.name, self.limits, self.embeddings = llm, name, limits, embeddings
         self.serving = Serving(llm, max_queued=limits.max_queued)
         self.created = int(time.time())
         self.spell = speller(llm.tokenizer) if llm.tokenizer else lambda token: b""
@@ -54,8 +55,20 @@ class Front:
             raise ValueError("this model has no tokenizer.json, and a grammar is about text; leave it out")
         return Vocabulary(self.llm.tokenizer, self.llm.config.vocab)
 
-    def card(self) -> dict:
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "onchip", "max_model_len": self.llm.max_len}
+    @property
+    def generators(self) -> dict[str, int]:
+        """The language model and its adapters, and the most tokens of each."""
+        table = self.llm.model.adapters
+        return dict.fromkeys([self.name, *(name for name in (table.names if table else ()) if name)], self.llm.max_len)
+
+    @property
+    def encoders(self) -> dict[str, int]:
+        return {self.embeddings.name: self.embeddings.embedder.max_len} if self.embeddings else {}
+
+    def cards(self) -> dict[str, dict]:
+        """All models, as OpenAI lists them."""
+        about = {"object": "model", "created": self.created, "owned_by": "onchip"}
+        return {name: {"id": name, **about, "max_model_len": most} for name, most in (self.generators | self.encoders).items()}
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         if self.llm.tokenizer is None:
@@ -66,13 +79,9 @@ class Front:
         """A prompt as text, for `echo`."""
         return prompt if isinstance(prompt, str) else self.llm.tokenizer.decode(prompt) if self.llm.tokenizer else ""
 
-    def check_model(self, asked: str) -> None:
-        if asked != self.name:
-            raise ApiError(404, f"model {asked!r:.80} is not served here; this server has {self.name!r}", param="model", code="model_not_found")
-
     async def submit(self, body: Generation, read: Callable[[], list]) -> Job:
         """The requests of a call, queued: the samples of each of the prompts that `read` returns side by side. Raises ApiError and Overloaded."""
-        self.check_model(body.model)
+        check_served(body.model, self.generators)
         try:
             return self.serving.submit(await asyncio.to_thread(self._requests, body, read))
         except (ValueError, OutOfPages) as error:  # OutOfPages: one that the empty cache could not hold
@@ -83,7 +92,7 @@ class Front:
         prompts, grammar, made = read(), body.grammar(), []
         if len(prompts) * body.samples > MAX_CHOICES:
             raise ValueError(f"{len(prompts)} prompts with n {body.samples} are more than {MAX_CHOICES} answers; send several calls")
-        params = body.params(self.llm.max_len)
+        params = body.params(self.llm.max_len, adapter=None if body.model == self.name else body.model)
         for prompt in prompts:
             request = self.llm.request(prompt, params, priority=body.priority or 0)
             if self.limits.max_prompt is not None and len(request.prompt) > self.limits.max_prompt:
@@ -93,6 +102,13 @@ class Front:
                     sample.mask = self.vocabulary.matcher(grammar)
             made.append(request)
         return made
+
+
+def check_served(asked: str, models: Iterable[str]) -> None:
+    """Raises ApiError for a model that is not one of `models`."""
+    if asked not in models:
+        there = ", ".join(map(repr, models))
+        raise ApiError(404, f"model {asked!r:.80} is not served here; this server has {there}", param="model", code="model_not_found")
 
 
 class _Events(StreamingResponse):
@@ -128,9 +144,9 @@ async def _close_when_gone(request: Request, job: Job) -> None:
     job.close()
 
 
-def build(llm: LLM, name: str, *, limits: Limits = Limits(), keys: tuple[bytes, ...] = ()) -> Guard:
-    """The ASGI app that serves `llm` as model `name`. keys: of `guard.read_keys`; none: open to all who reach it."""
-    front = Front(llm, name, limits)
+def build(llm: LLM, name: str, *, limits: Limits = Limits(), keys: tuple[bytes, ...] = (), embeddings: Embeddings | None = None) -> Guard:
+    """The ASGI app that serves `llm` as model `name`, and its adapters under theirs. keys: of `guard.read_keys`; none: open to all who reach it."""
+    front = Front(llm, name, limits, embeddings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -144,27 +160,33 @@ def build(llm: LLM, name: str, *, limits: Limits = Limits(), keys: tuple[bytes, 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         job = await front.submit(body, lambda: [front.chat([message.plain() for message in body.messages])])
-        return await _answer(Reply(Chat(), name, job, front.spell), body, request)
+        return await _answer(Reply(Chat(), body.model, job, front.spell), body, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         job = await front.submit(body, lambda: body.prompt)
         echoes = [front.text(prompt) for prompt in body.prompt for _ in range(body.samples)] if body.echo else None
-        return await _answer(Reply(Plain(echoes), name, job, front.spell), body, request)
+        return await _answer(Reply(Plain(echoes), body.model, job, front.spell), body, request)
 
     @app.post("/v1/embeddings")
-    async def embeddings(body: EmbeddingRequest) -> Response:
-        front.check_model(body.model)
-        raise ApiError(501, "this server has no embeddings: its model generates text; leave them to a server of an embedding model")
+    async def embed(body: EmbeddingRequest) -> Response:
+        if embeddings is None:
+            raise ApiError(501, "this server has no embeddings; start it with --embeddings MODEL")
+        check_served(body.model, front.encoders)
+        try:
+            return JSONResponse(await embeddings.answer(body, front.serving))
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
 
     @app.get("/v1/models")
     async def models() -> dict:
-        return {"object": "list", "data": [front.card()]}
+        return {"object": "list", "data": list(front.cards().values())}
 
     @app.get("/v1/models/{asked:path}")
     async def model(asked: str) -> dict:
-        front.check_model(asked)
-        return front.card()
+        cards = front.cards()
+        check_served(asked, cards)
+        return cards[asked]
 
     @app.get("/health")
     async def health() -> Response:

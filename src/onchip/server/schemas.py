@@ -186,9 +186,10 @@ class Generation(Body):
         """The same of the prompt's tokens."""
         return None
 
-    def params(self, context: int) -> SamplingParams:
+    def params(self, context: int, adapter: str | None) -> SamplingParams:
         """What the engine is asked. `context`: the most tokens that an answer may have. Raises ValueError."""
         given = {
+            "adapter": adapter,
             "n": self.n, "seed": self.seed, "top_p": self.top_p, "min_p": self.min_p, "typical_p": self.typical_p,
             "top_k": None if self.top_k == -1 else self.top_k,  # vLLM's "all"
             "presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty, "repetition_penalty": self.repetition_penalty,

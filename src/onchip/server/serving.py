@@ -9,10 +9,10 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ FAREWELL = 20.0  # seconds that the last step may take when the server ends
 FAILURES = 3  # steps in a row that may fail before the engine gives up
 # Python hands the interpreter from one busy thread to another every 5 ms: five decode steps of a small model
 SWITCH_INTERVAL = 0.0005
+T = TypeVar("T")
 
 
 class Overloaded(RuntimeError):
@@ -151,6 +152,14 @@ class Serving:
     def cancel(self, job: Job) -> None:
         self._inbox.put((self._cancel, job))
 
+    async def between_steps(self, call: Callable[[], T]) -> T:
+        """What `call()` returns or raises (ValueError, RuntimeError) in the engine's thread. Raises Overloaded."""
+        if why := self.trouble():
+            raise Overloaded(why)
+        future = self._loop.create_future()
+        self._inbox.put((self._call, (call, future)))
+        return await future
+
     def trouble(self) -> str | None:
         """Why no request can be served; None when all is well."""
         if self._ending:
@@ -170,10 +179,11 @@ class Serving:
     def _bury(self, why: str) -> None:
         """End the jobs that the engine's thread has not taken. None comes after them: `submit` asks `_dead` on this thread."""
         while not self._inbox.empty():
-            command = self._inbox.get()
-            if command is not None and command[0] == self._add:
-                job = command[1]
-                self._deliver([(job, Piece(index, "", [], None, why)) for index in range(len(job.requests))])
+            do, given = self._inbox.get() or (None, None)
+            if do == self._add:
+                self._deliver([(given, Piece(index, "", [], None, why)) for index in range(len(given.requests))])
+            elif do == self._call:
+                _settle(given[1], given[1].set_exception, Overloaded(why.removeprefix("error: ")))
 
     # ---- the engine thread's side
 
@@ -205,8 +215,8 @@ class Serving:
                 return True
             if command is None:
                 return False
-            do, job = command
-            do(job)
+            do, given = command
+            do(given)
             wait = False
 
     def _add(self, job: Job) -> None:
@@ -221,6 +231,14 @@ class Serving:
     def _cancel(self, job: Job) -> None:
         for request in job.asked:
             self._stop(request, "cancelled")
+
+    def _call(self, given: tuple[Callable[[], T], asyncio.Future]) -> None:
+        call, future = given
+        try:
+            result, tell = call(), future.set_result
+        except (ValueError, RuntimeError) as error:
+            result, tell = error, future.set_exception
+        self._loop.call_soon_threadsafe(_settle, future, tell, result)
 
     def _stop(self, request: Request, reason: str) -> None:
         """End all samples of a request that have not ended."""
@@ -289,3 +307,8 @@ class Serving:
             life.piece, life.urgent = None, False
             del self._fresh[life]
         self._loop.call_soon_threadsafe(self._deliver, pairs)
+
+
+def _settle(future: asyncio.Future, tell: Callable[[Any], None], what: Any) -> None:
+    if not future.done():  # whoever waited may have gone
+        tell(what)
