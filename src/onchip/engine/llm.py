@@ -12,6 +12,7 @@ from onchip import dispatch
 from onchip.cache.paged import OutOfPages
 from onchip.core.formats import Format
 from onchip.engine import setup
+from onchip.engine.draft import NGram
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
 from onchip.engine.scheduler import Scheduler, Work
@@ -59,6 +60,7 @@ class LLM:
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
     batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
                   time, pages for all a request may become. Slower.
+    draft         `NGram()`: small batches guess several tokens of a step from what stood before, and keep those that the model draws itself. None: no guesses.
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
     parallel      the ranks that have the model together: see `ParallelLLM`, which is how it is used.
     adapters      `AdapterSlots(slots, rank)`: room for the LoRA adapters that requests may have. None: no room.
@@ -81,11 +83,14 @@ class LLM:
         prefix_cache: PrefixCache | None = PrefixCache(),
         step_tokens: int | None = None,
         batch_invariant: bool = False,
+        draft: NGram | None = None,
         dummy_weights: bool = False,
         progress: Callable[[int, int], None] | None = None,
         parallel: TensorParallel = ALONE,
         adapters: AdapterSlots | None = None,
     ):
+        if draft is not None and batch_invariant:
+            raise ValueError("draft: a batch's size says whether tokens are guessed, and so how they are computed; leave draft or batch_invariant out")
         setup.check_sizes(max_len, max_batch, cache_gib, step_tokens)
         if batch_invariant and (adapters or parallel.of > 1):
             raise ValueError("batch_invariant with adapters or over several ranks is not to be had: sums depend on the number of rows there; leave one out")
@@ -104,16 +109,17 @@ class LLM:
             self.model.randomise()
         else:
             self.model.load(weights.views(path, self.dtype, progress))
-        self.model.prepare(self.max_len)
+        room = draft.room if draft else 0
+        self.model.prepare(self.max_len + room)
         self.model.kernel = kernel
         self.model.adapters = adapters and AdapterTable(self.model, adapters)
         if batch_invariant:
             self.model.make_invariant()
-        self.pool = setup.pool_of(self.model, (max_batch, self.max_len), cache_gib, kv_format)
+        self.pool = setup.pool_of(self.model, (max_batch, self.max_len + room), cache_gib, kv_format)
         self.tree = setup.tree_of(self.pool, prefix_cache)
-        self.runner = Runner(self.model, self.pool, max_batch, self.max_len)
+        self.runner = Runner(self.model, self.pool, max_batch, self.max_len, draft)
         budget = step_tokens or STEP_TOKENS[self.device.type]
-        self.scheduler = Scheduler(self.pool, self.tree, max_batch, budget, INVARIANT_CHUNK if batch_invariant else 0)
+        self.scheduler = Scheduler(self.pool, self.tree, max_batch, budget, INVARIANT_CHUNK if batch_invariant else 0, draft)
         self.stats = Stats()
         self.ahead = self.device.type == "cuda"  # whether a step is launched before the tokens of the one before are read
         self._launched: deque[Launched] = deque()
@@ -270,21 +276,23 @@ class LLM:
         tokens = launched.wait()
         for request, first, found in launched.of_prompts():
             request.take_prompt_logprobs(first, found)
-        for row, (request, token) in enumerate(zip(launched.requests, tokens, strict=True)):
+        for row, (request, new) in enumerate(zip(launched.requests, tokens, strict=True)):
             request.pending -= 1
             if request.reason is not None:  # it ended while this was on its way
                 continue
-            text, found = request.accept(token), None
+            if len(new) > 1 and request.pages.pages:
+                request.pages.length += len(new) - 1
+            text, found = request.accept(new), None
             if request.logprobs is not None:
                 found = [launched.of_token(row)]
                 request.logprobs += found
-            events.append(Event(request, text, [token], found))
+            events.append(Event(request, text, new, found))
             if request.mask is not None and request.reason is None:
-                self._accept_masked(request, token)
+                self._accept_masked(request, new[0])
             if request.reason is not None:
                 self.scheduler.end(request)
         if launched.kind == "decode":
-            self.stats.decoded_tokens += len(tokens)
+            self.stats.decoded_tokens += sum(map(len, tokens))
         return launched.kind
 
     def _accept_masked(self, request: Request, token: int) -> None:
@@ -314,7 +322,7 @@ class LLM:
         for what, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if given and max(given) >= self.config.vocab:
                 raise ValueError(f"{name}: {what} has token {max(given)}; the vocabulary is 0 to {self.config.vocab - 1}")
-        capacity = self.pool.num_pages * self.pool.page
+        capacity = self.pool.num_pages * self.pool.page - self.scheduler.room
         if len(ids) >= capacity:
             raise OutOfPages(f"{name} has {len(ids)} tokens and the cache holds {capacity}, one of them for the answer; give a larger cache_gib")
         self._slot(name, params.adapter)

@@ -133,7 +133,7 @@ class Request:
     mask       what tokens may follow; set it before `add`.
     samples    all samples of the prompt, this one included, the first first: `LLM.add` takes all.
     pages      those of the tokens that have been computed, or are being computed; `pages.length` counts them.
-    pending    new tokens that are on the device and not read yet.
+    pending    steps whose tokens are on the device and not read yet, at least one of each.
     slot, salt the slot of its LoRA adapter, -1 for none, and what tells apart keys and values that adapters made: 0 for none.
     seated     whether the runner has a row for it, with these pages.
     """
@@ -168,7 +168,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens in all, those included that are not read yet."""
+        """Tokens in all, one included for each step that is not read yet."""
         return len(self.prompt) + len(self.tokens) + self.pending
 
     @property
@@ -198,21 +198,26 @@ class Request:
             tokens[i] |= bits << 19
         return tokens
 
-    def accept(self, token: int) -> str:
-        """Take the next token; sets `reason` when it is the last. Returns the text that is now certain."""
+    def accept(self, new: list[int]) -> str:
+        """Take the next tokens; sets `reason` at the last, and leaves of `new` what came before the end. Returns the text that is now certain."""
         tokens = self.tokens
         if not tokens:
             self.first_token_at = time.perf_counter()
-        tokens.append(token)
-        if token in self.ends:
-            self.reason = "stop"
-            return self.text.finish()
-        text = self.text.push(token)
-        if self.text.stopped:
-            self.reason = "stop"
-        elif len(tokens) >= self.limit:
-            self.reason = "length"
-            text += self.text.finish()
+        text = ""
+        for at, token in enumerate(new):
+            tokens.append(token)
+            if token in self.ends:
+                self.reason = "stop"
+                text += self.text.finish()
+            else:
+                text += self.text.push(token)
+                if self.text.stopped:
+                    self.reason = "stop"
+                elif len(tokens) >= self.limit:
+                    self.reason = "length"
+                    text += self.text.finish()
+            if self.reason is not None:
+                del new[at + 1 :]
         return text
 
     def fill_mask(self, vocab: int) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from onchip.cache.paged import OutOfPages, PageList, PagePool
 from onchip.cache.radix import RadixTree
+from onchip.engine.draft import NGram
 from onchip.engine.request import Request
 
 AHEAD = 64  # tokens a growing sequence gets pages for at once where there are enough: its page table changes once in so many steps
@@ -58,10 +59,12 @@ class Scheduler:
     chunk       0, or: how each token is computed depends on its request alone. Prompts come in chunks of so many tokens from their first one on, and
                 never beside decodes; whole chunks are all that the prefix cache learns; and a request is admitted with pages for all it may become,
                 since tokens of an answer that came back as a prompt would be computed in another way.
+    draft       how many tokens more a step may write, and a request have pages for.
     """
 
-    def __init__(self, pool: PagePool, cache: RadixTree | Unshared, max_batch: int, budget: int, chunk: int = 0):
+    def __init__(self, pool: PagePool, cache: RadixTree | Unshared, max_batch: int, budget: int, chunk: int = 0, draft: NGram | None = None):
         self.chunk = chunk
+        self.drafted, self.room = (draft.tokens, draft.room) if draft else (0, 0)
         self.apart = chunk > 0 or pool.format is not None  # prompts without decodes: few kernels read codes for chunks, and prompts alone need not read any
         self.pool, self.cache, self.max_batch, self.budget = pool, cache, max_batch, max(budget, max_batch + max(chunk, pool.page))
         self.waiting: list[Request] = []
@@ -151,9 +154,10 @@ class Scheduler:
 
     def _alike(self, request: Request) -> int:
         """For how many steps after this one a request that decodes needs one token more and no page."""
-        pages = request.pages
+        pages, each = request.pages, self.drafted + 1
+        room = len(pages.pages) * self.pool.page - pages.length - self.drafted * request.pending
         tokens = request.limit - len(request.tokens) - request.pending
-        return min(len(pages.pages) * self.pool.page - pages.length, tokens) - 1
+        return max(0, min(room, tokens) // each - 1)
 
     def _make_way(self) -> None:
         """Let requests of less priority than the first that waits wait themselves, until it fits."""
@@ -169,8 +173,8 @@ class Scheduler:
     def _grown(self, request: Request, count: int) -> bool:
         """Pages for `count` more tokens, if need be those of requests that rank lower; False where the request itself had to go."""
         pages = request.pages
-        room = len(pages.pages) * self.pool.page - pages.length
-        if count <= room:
+        count += self.drafted * (request.pending + 1)
+        if count <= len(pages.pages) * self.pool.page - pages.length:
             return True
         ahead = self._ahead(request, pages.length)
         if self.pool.missing(pages, ahead) <= self.pool.num_free:
@@ -188,7 +192,7 @@ class Scheduler:
 
     def _ahead(self, request: Request, length: int) -> int:
         """Tokens to have pages for at `length`."""
-        most = len(request.prompt) + request.limit
+        most = len(request.prompt) + request.limit + self.room
         return most if self.chunk else min(length + AHEAD, most)
 
     def preempt(self, request: Request) -> None:

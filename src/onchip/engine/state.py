@@ -22,6 +22,10 @@ class Wants(NamedTuple):
     logprobs: bool = False
     adapter: bool = False
 
+    @property
+    def plain(self) -> bool:
+        return not any(self)
+
     @staticmethod
     def of(requests: list[Request]) -> "Wants":
         p = [r.params for r in requests]
@@ -48,6 +52,7 @@ class State:
         self.bias_values: Tensor | None = None
         self.bias_until: Tensor | None = None  # at positions before this one the token is forbidden
         self.mask: Tensor | None = None  # int32 [size, words]
+        self.history: Tensor | None = None  # int32 [size, most tokens of a sequence and a draft]: the tokens of each row, for who drafts
         self.clear(0)
 
     def rows(self, count: int) -> "State":
@@ -119,6 +124,9 @@ class State:
             self.prompt[rows] = self._counts([r.prompt for r in requests])
         if self.mask is not None:
             self.mask[rows] = -1
+        if self.history is not None:
+            width = max(map(len, known))
+            self.history[rows, :width] = upload(torch.tensor([k + [0] * (width - len(k)) for k in known], dtype=torch.int32), self.device)
         if self.bias_ids is not None:
             self._load_bias(rows, requests)
 
@@ -173,7 +181,7 @@ class State:
             tensor[rows] = upload(source, self.device)
 
 
-OPTIONAL = ("output", "prompt", "bias_ids", "bias_values", "bias_until", "mask")
+OPTIONAL = ("output", "prompt", "bias_ids", "bias_values", "bias_until", "mask", "history")
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
