@@ -172,6 +172,18 @@ def test_a_dead_engine_ends_everything_and_health_says_so():
     run(test)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_only_fails_gives_up():
+    async def test(serving, llm):
+        for reason in [*["error: a step of the engine failed (RuntimeError: broken)"] * 3, "error: the engine has stopped"]:
+            assert serving.trouble() is None
+            llm.fail = RuntimeError("broken")
+            assert (await all_of(serving.submit([StubRequest(2)])))[1] == {0: reason}
+        assert "thread has ended" in serving.trouble()
+
+    run(test)
+
+
 def test_a_stuck_engine_is_no_healthy_one():
     async def test(serving, llm):
         llm.hold.clear()
