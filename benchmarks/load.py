@@ -13,6 +13,7 @@ import asyncio
 import json
 import random
 import re
+import subprocess
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -125,7 +126,8 @@ def main() -> None:
     how = parser.parse_args()
     answers, seconds = asyncio.run(load(how))
     row = {name: value for name, value in vars(how).items() if name not in ("out", "key", "url")}
-    row |= {"date": datetime.now(UTC).isoformat(timespec="seconds"), "wall_seconds": round(seconds, 1)}
+    git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    row |= {"commit": git.stdout.strip(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "wall_seconds": round(seconds, 1)}
     row |= {"requests": answers.requests, "errors": len(answers.errors), "first_errors": answers.errors[:3], "tokens": answers.tokens}
     row |= {"tokens_per_second": round(answers.tokens / seconds, 1)}
     for name in ("first_token", "per_token"):
