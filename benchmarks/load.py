@@ -79,8 +79,21 @@ async def watch(client: httpx.AsyncClient, answers: Answers) -> None:
         await asyncio.sleep(5)
 
 
+async def ready(client: httpx.AsyncClient, patience: float = 120.0) -> None:
+    """Wait for a server that is loading its model."""
+    end = time.perf_counter() + patience
+    while True:
+        try:
+            (await client.get("/health")).raise_for_status()
+            return
+        except httpx.HTTPError as error:
+            if time.perf_counter() > end:
+                raise SystemExit(f"no healthy server at {client.base_url} after {patience:.0f} s: {error}") from None
+        await asyncio.sleep(0.5)
+
+
 async def load(how: argparse.Namespace) -> tuple[Answers, float]:
-    answers, dice, end = Answers(), random.Random(how.seed), time.perf_counter() + how.seconds
+    answers, dice = Answers(), random.Random(how.seed)
 
     async def client_of(seed: int) -> None:
         own = random.Random(seed)
@@ -96,8 +109,10 @@ async def load(how: argparse.Namespace) -> tuple[Answers, float]:
     headers = {"Authorization": f"Bearer {how.key}"} if how.key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=how.url, headers=headers, limits=limits, timeout=httpx.Timeout(600)) as client:
+        await ready(client)
         watching = asyncio.create_task(watch(client, answers))
         start = time.perf_counter()
+        end = start + how.seconds
         await (arrivals() if how.rate else asyncio.gather(*(client_of(how.seed + i) for i in range(how.clients))))
         seconds = time.perf_counter() - start
         await asyncio.sleep(0.2)
