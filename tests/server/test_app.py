@@ -321,7 +321,7 @@ def test_a_client_that_vanishes_leaves_nothing_behind(live, stream):
                 until(lambda: live.stats()["running"] == 1)
         else:
             with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/chat/completions", json=body, timeout=0.3)
+                client.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(30, read=0.1))
     now = until(lambda: (s := live.stats())["ended"]["cancelled"] == before + 1 and s["running"] == 0 and s)
     assert now["waiting"] == 0
     assert chat(live).choices[0].finish_reason in ("stop", "length")
