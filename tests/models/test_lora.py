@@ -88,6 +88,20 @@ def test_an_adapter_of_fused_matrices(tmp_path):
     torch.testing.assert_close(logits(model, prompts, [0])[0], logits(made(raw, added), prompts, None)[0], atol=2e-4, rtol=1e-4)
 
 
+@torch.inference_mode()
+def test_an_adapter_of_a_model_whose_rotary_pairs_lie_side_by_side(tmp_path):
+    """As in GGUF files of the Llama family: rows of q and k are moved, the adapter's stay as PEFT has them."""
+    base, prompts, found = tiny.tensors(tiny.CONFIG), [torch.randint(320, (12,))], []
+    moved = {name: t.unflatten(0, (-1, 2, 8)).transpose(1, 2).flatten(0, 2) if "q_proj" in name or "k_proj" in name else t for name, t in base.items()}
+    tiny.save_adapter(tmp_path / "one", 1)
+    for raw, tensors in ((tiny.CONFIG, base), (tiny.CONFIG | {"rope_interleaved": True}, moved)):
+        model = made(raw, tensors)
+        model.adapters = AdapterTable(model, AdapterSlots(1, 4))
+        model.adapters.add(Adapter.read(tmp_path / "one"))
+        found.append(logits(model, prompts, [0])[0][0])
+    torch.testing.assert_close(*found, atol=2e-4, rtol=1e-4)
+
+
 def test_adapters_that_cannot_be(tmp_path):
     model = made(tiny.CONFIG, tiny.tensors(tiny.CONFIG))
     table = AdapterTable(model, AdapterSlots(1, 4))

@@ -20,6 +20,7 @@ from onchip.engine.setup import PrefixCache
 from onchip.engine.text import NoText, StopText
 from onchip.models import weights
 from onchip.models.decoder import Decoder
+from onchip.models.encoder import Embedder
 from onchip.models.families import ModelConfig
 from onchip.models.lora import Adapter, AdapterSlots, AdapterTable
 from onchip.models.parallel import ALONE, TensorParallel
@@ -64,6 +65,7 @@ class LLM:
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
     parallel      the ranks that have the model together: see `ParallelLLM`, which is how it is used.
     adapters      `AdapterSlots(slots, rank)`: room for the LoRA adapters that requests may have. None: no room.
+    embedder      an encoder for `embed`, as `Embedder` takes it: "minilm", a folder, a cached model's name.
 
     Raises ModelError for a model that cannot be read, ValueError for a device or dtype there is none of, OutOfPages for a
     cache that holds no sequence.
@@ -88,6 +90,7 @@ class LLM:
         progress: Callable[[int, int], None] | None = None,
         parallel: TensorParallel = ALONE,
         adapters: AdapterSlots | None = None,
+        embedder: str | Path | None = None,
     ):
         if draft is not None and batch_invariant:
             raise ValueError("draft: a batch's size says whether tokens are guessed, and so how they are computed; leave draft or batch_invariant out")
@@ -113,6 +116,7 @@ class LLM:
         self.model.prepare(self.max_len + room)
         self.model.kernel = kernel
         self.model.adapters = adapters and AdapterTable(self.model, adapters)
+        self.embedder = Embedder(embedder, **at) if embedder else None
         if batch_invariant:
             self.model.make_invariant()
         self.pool = setup.pool_of(self.model, (max_batch, self.max_len + room), cache_gib, kv_format)
@@ -169,6 +173,12 @@ class LLM:
         self.stats.cached_tokens = sum(r.cached_tokens or 0 for r in requests)
         self.stats.first_token_seconds = min((r.first_token_at for r in requests if r.first_token_at), default=start) - start
         return [request.completion() for request in requests]
+
+    def embed(self, texts: str | Sequence[str] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Embeddings of texts by the `embedder`, float32 [texts, dim]: see `Embedder.embed`. Raises ValueError where there is none."""
+        if self.embedder is None:
+            raise ValueError("embed: this LLM has no encoder; make it with embedder='minilm', or the folder of one")
+        return self.embedder.embed(texts)
 
     def load_adapter(self, folder: str | Path, name: str | None = None) -> str:
         """Read a LoRA adapter from a folder of PEFT's, for requests with `SamplingParams(adapter=name)`; its name, if none is given, is the folder's.

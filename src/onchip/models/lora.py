@@ -103,6 +103,7 @@ class AdapterTable:
         self.rank, self.names, self.serials = rank, [None] * slots, [0] * slots
         self._added = 0
         self._places: Places = decoder.places
+        self._pairs = decoder.config.dim if decoder.config.rope_layout == "interleaved" else 0
         rows: dict[Linear, list[int]] = {}
         for linear, _, part, _ in self._places.matrices.values():
             rows.setdefault(linear, []).append(part.count)
@@ -153,6 +154,8 @@ class AdapterTable:
         shapes = [sum(placed.rows.whole for placed in places), places[0].cols.whole]
         if [b.shape[0], a.shape[1]] != shapes:
             raise ModelError(f"adapter {adapter!r}: {name} is for a matrix {[b.shape[0], a.shape[1]]}, the model's is {shapes}; it is of another model")
+        if self._pairs and name.endswith(("q_proj", "k_proj")):  # a GGUF file has these rows in pairs, PEFT in halves
+            b = b.unflatten(0, (-1, 2, self._pairs // 2)).transpose(1, 2).flatten(0, 2)
         start = 0
         for placed in places:
             yield placed, b[placed.rows.slice(start)]

@@ -310,12 +310,12 @@ def test_low_rank(rows, rank, dtype, arch):
         "starts_ptr": "*i32",
         "ends_ptr": "*i32",
     }
-    (m, columns, shares, warps), (expand_m, block_n, block_r, expand_warps), early = tiles
+    (m, columns, shares, warps), (expand_m, block_n, block_r, expand_warps) = tiles
     shrink = {"RANK": rank, "BLOCK_M": m, "BLOCK_K": columns}
     expand = {"SHARES": shares, "BLOCK_M": expand_m, "BLOCK_N": block_n, "BLOCK_R": block_r}
     for kernel, sizes, threads in ((low_rank._shrink, shrink, warps), (low_rank._expand, expand, expand_warps)):
-        sizes |= {"ADAPTERS": 8, "EARLY": early}
+        sizes["ADAPTERS"] = 8
         signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in sizes}
         facts = compile_for(kernel, signature, sizes, arch, threads, aligned=("width", "rank", "x_stride", "y_stride", "each"))
-        assert facts.spills == 0 and facts.shared <= 163 << 10
+        assert facts.spills == 0 and facts.shared <= (99 if arch.startswith("sm") else 64) << 10
         assert facts.vector_loads or "cp.async.cg" in facts.ptx  # both are 16 bytes at a time

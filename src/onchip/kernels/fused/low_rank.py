@@ -15,13 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from onchip.core import settings
 from onchip.core.device import Device
+from onchip.core.kernel import pick
 from onchip.core.low_rank import LowRank, Route
 from onchip.core.problem import Rows
 
 FEW = 256  # rows of a decode step
-SHARES = 16
+SHARES = 8
+COLUMNS = ((64, 128), (128, 64), (256, 32))  # (rank up to, columns of x at a time, of 2 bytes): three stages in the 64 KiB of shared memory that AMD has
 
 
 class Shrink(NamedTuple):
@@ -43,15 +44,12 @@ class Expand(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """early: the second kernel starts before the first one ends, and waits inside."""
-
     shrink: Shrink
     expand: Expand
-    early: bool
 
     def __str__(self):
         (m, k, shares, warps), (m2, n, r, warps2) = self.shrink, self.expand
-        return f"{m} rows, x in {shares} shares by {k}, {warps} warps; {m2} rows x {n} columns by {r}, {warps2} warps" + ", early" * self.early
+        return f"{m} rows, x in {shares} shares by {k}, {warps} warps; {m2} rows x {n} columns by {r}, {warps2} warps"
 
 
 # ---- device
@@ -73,10 +71,8 @@ def _tile(starts_ptr, tile, adapters, ADAPTERS: tl.constexpr, BLOCK_M: tl.conste
 
 @triton.jit(do_not_specialize=["rows", "adapters", "parts"])
 def _shrink(x_ptr, a_ptr, t_ptr, order_ptr, starts_ptr, rows, width, rank, x_stride, adapters, parts, each,
-            ADAPTERS: tl.constexpr, EARLY: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+            ADAPTERS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """t [shares, rows, parts, rank]; a share is `each` columns of x."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     adapter, first, left = _tile(starts_ptr, tl.program_id(0), adapters, ADAPTERS, BLOCK_M)
     part, share = tl.program_id(1) % parts, tl.program_id(1) // parts
     if adapter < adapters:
@@ -95,8 +91,7 @@ def _shrink(x_ptr, a_ptr, t_ptr, order_ptr, starts_ptr, rows, width, rank, x_str
 
 @triton.jit(do_not_specialize=["rows", "adapters", "parts"])
 def _expand(t_ptr, b_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, rows, width, rank, y_stride, adapters, parts,
-            ADAPTERS: tl.constexpr, EARLY: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-            BLOCK_R: tl.constexpr):  # fmt: skip
+            ADAPTERS: tl.constexpr, SHARES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
     adapter, first, left = _tile(starts_ptr, tl.program_id(0), adapters, ADAPTERS, BLOCK_M)
     if adapter < adapters:
         part, begin, block = 0, 0, tl.program_id(1)  # a part's columns begin a block of their own
@@ -114,8 +109,6 @@ def _expand(t_ptr, b_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, rows, width, r
         t_at = t_ptr + ((first + m).to(tl.int64) * parts + part)[:, None] * rank + r[None, :]
         size = tl.cast(rows, tl.int64) * parts * rank
         sums = tl.load(y_at, mask=here, other=0.0).to(tl.float32)
-        if EARLY:  # who has no tile need not wait: where nobody waits, nothing was written
-            tl.extra.cuda.gdc_wait()
         for start in range(0, rank, BLOCK_R):  # t and B of a whole rank of 128 would not stay in registers
             inside = (r < rank - start)[None, :]
             b = tl.load(b_at + start, mask=(n < end)[:, None] & inside, other=0.0)
@@ -130,17 +123,19 @@ def _expand(t_ptr, b_ptr, y_ptr, order_ptr, starts_ptr, ends_ptr, rows, width, r
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """Tiles of few rows where adapters have few, and x in shares so that a few tiles give every multiprocessor a program."""
+    """Of few rows 16 go together, of many 32; x in as many shares as still give each multiprocessor a program of its own.
+
+    On an H200, rank 16, bf16: 256 columns of y and 8 shares in 12.7 us where 128 and 16 took 17.7 (16 rows of 16 adapters); 32 rows in 88 us where 64 took
+    120 (4,096 rows of 4), whose registers leave a multiprocessor one program.
+    """
     words, wide = problem.variant.split(), problem.dtype.itemsize // 2
     width, rank, parts = int(words[1]), int(words[3]), len(words[5].split("+"))
-    few = problem.rows <= FEW
-    shrink_m, expand_m = (16, 16) if few else (64, 32)
-    columns = (128 if rank <= 64 else 64) // wide
-    tiles, shares = triton.cdiv(problem.rows, shrink_m) * parts, 1
-    while tiles * shares < device.sms and shares < SHARES and width >= 2 * shares * columns:
+    rows = 16 if problem.rows <= FEW else 32
+    columns = pick(COLUMNS, rank) // wide
+    tiles, shares = triton.cdiv(problem.rows, rows) * parts, 1
+    while 2 * tiles * shares <= device.sms and shares < SHARES and width >= 2 * shares * columns:
         shares *= 2
-    early = device.kind == "cuda" and device.arch >= 90 and not settings.INTERPRET.read()
-    return [Tiles(Shrink(shrink_m, columns, shares, 4 if few else 8), Expand(expand_m, 128 // wide, min(32, _padded(rank)), 4), early)]
+    return [Tiles(Shrink(rows, columns, shares, 4), Expand(rows, (256 if rows == 16 else 128) // wide, min(32, _padded(rank)), 4))]
 
 
 def _padded(rank: int) -> int:
@@ -153,18 +148,18 @@ def launch(problem: Rows, config: Tiles, y: torch.Tensor, x: torch.Tensor, low: 
     (adapters, outer, width), (_, out, rank), parts, rows = low.a.shape, low.b.shape, len(low.parts), len(x)
     if not rows:
         return y
-    (shrink_m, columns, shares, shrink_warps), (expand_m, block_n, block_r, expand_warps), early = config
+    (shrink_m, columns, shares, shrink_warps), (expand_m, block_n, block_r, expand_warps) = config
     t = torch.empty((shares, rows, outer), dtype=torch.float32, device=x.device)
     each = triton.cdiv(triton.cdiv(width, shares), columns) * columns
-    lists, either = (route.order, route.starts), {"ADAPTERS": triton.next_power_of_2(adapters), "EARLY": early}
+    lists, most = (route.order, route.starts), triton.next_power_of_2(adapters)
     _shrink[(_most(rows, shrink_m, adapters), parts * shares)](
         x, low.a, t, *lists, rows, width, rank, x.stride(0), adapters, parts, each,
-        **either, RANK=_padded(rank), BLOCK_M=shrink_m, BLOCK_K=columns, num_warps=shrink_warps,
+        ADAPTERS=most, RANK=_padded(rank), BLOCK_M=shrink_m, BLOCK_K=columns, num_warps=shrink_warps,
     )  # fmt: skip
     blocks = sum(triton.cdiv(size, block_n) for size in low.parts)
     _expand[(_most(rows, expand_m, adapters), blocks)](
         t, low.b, y, *lists, low.ends, rows, out, rank, y.stride(0), adapters, parts,
-        **either, SHARES=shares, BLOCK_M=expand_m, BLOCK_N=block_n, BLOCK_R=block_r, num_warps=expand_warps, **({"launch_pdl": True} if early else {}),
+        ADAPTERS=most, SHARES=shares, BLOCK_M=expand_m, BLOCK_N=block_n, BLOCK_R=block_r, num_warps=expand_warps,
     )  # fmt: skip
     return y
 
