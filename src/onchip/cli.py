@@ -171,7 +171,6 @@ def serve(
     missing = [package for package in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install 'onchip[serve]'")
-    from onchip.models.encoder import Embedder
     from onchip.models.lora import Adapter, AdapterSlots
     from onchip.server.app import Limits, build
     from onchip.server.embeddings import Embeddings
@@ -186,10 +185,10 @@ def serve(
     with _weights_progress() as progress:
         cache = {"max_len": max_len, "max_batch": max_batch, "cache_gib": cache_gib, "kv_format": kv_format}
         room = AdapterSlots(len(adapters), max(Adapter.read(folder, called).rank for called, folder in adapters.items())) if adapters else None
-        llm = onchip.LLM(model, dtype=dtype, device=device, **cache, dummy_weights=dummy_weights, progress=progress, adapters=room)
+        llm = onchip.LLM(model, dtype=dtype, device=device, **cache, dummy_weights=dummy_weights, progress=progress, adapters=room, embedder=embeddings)
     for called, folder in adapters.items():
         llm.load_adapter(folder, called)
-    encoder = Embeddings(Embedder(embeddings, device=llm.device), served_name(embeddings)) if embeddings else None
+    encoder = Embeddings(llm.embedder, served_name(embeddings)) if embeddings else None
     run(build(llm, name or served_name(model), limits=limits, keys=keys, embeddings=encoder), host, port, drain)
 
 
