@@ -29,14 +29,16 @@ def model_of(name: str, dtype: torch.dtype, device: torch.device):
 
 def continuous_batching(name: str, dtype: torch.dtype, device: torch.device, prompts: list[list[int]], p: SamplingParams) -> float:
     """Tokens a second of `generate_batch`, from the moment its first request runs until its last one ends: making its cache and its graphs does not count."""
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     how = {"max_new_tokens": p.max_tokens, "do_sample": p.temperature > 0, "eos_token_id": -1, "pad_token_id": 0}
     if p.temperature > 0:
         how |= {"temperature": p.temperature, "top_k": 0, "top_p": 1.0}
-    model, config = model_of(name, dtype, device), GenerationConfig(**how)
-    model.generate_batch(prompts[: max(2, len(prompts) // 32)], generation_config=config, progress_bar=False)
-    found = list(model.generate_batch(prompts, generation_config=config, progress_bar=False).values())
+    model, cache = model_of(name, dtype, device), ContinuousBatchingConfig()
+    cache.num_blocks = sum(-(-(len(prompt) + p.max_tokens) // cache.page_size) for prompt in prompts)  # all at once: its own choice is most of the memory
+    given = {"generation_config": GenerationConfig(**how), "continuous_batching_config": cache, "progress_bar": False}
+    model.generate_batch(prompts[: max(2, len(prompts) // 32)], **given)
+    found = list(model.generate_batch(prompts, **given).values())
     tokens = sum(len(result.generated_tokens) for result in found)
     if tokens != len(prompts) * p.max_tokens:
         raise RuntimeError(f"{tokens} tokens came of {len(prompts)} requests of {p.max_tokens}")
