@@ -88,6 +88,7 @@ def test_an_error_is_written_down_and_the_next_row_runs(small, tmp_path, monkeyp
     broken, whole = json.loads((tmp_path / "serve.json").read_text())["rows"]
     assert broken["measured"] == {"before": 1.0} and broken["error"] == {"row": "RuntimeError: no memory at all"}
     assert whole["error"] == {} and whole["measured"]["token/s"] > 0
+    assert serve.table({**origin, "rows": [broken | {"measured": {}}]}).row_count == 1
 
 
 def test_one_row_by_its_name_and_few_requests():
@@ -95,7 +96,7 @@ def test_one_row_by_its_name_and_few_requests():
     assert [str(row) for row in serve.rows(cuda, "prefix")] == ["shared prefix, Llama-3-8B"]
     assert [str(row) for row in serve.rows(CPU)] == ["16 at once, SmolLM2-135M"]
     assert [row.load.requests for row in serve.rows(cuda, "protocol", quick=True)] == [32, 32]
-    assert sum(row.seconds for row in serve.rows(cuda)) <= 200
+    assert sum(row.seconds for row in serve.rows(cuda)) <= 180
     with pytest.raises(ValueError, match=r"no row with 'speed' in it on cpu; its rows are 16 at once, SmolLM2-135M$"):
         serve.rows(CPU, "speed")
 
