@@ -12,7 +12,7 @@ from onchip.cache.paged import PagePool
 from onchip.core import device as devices
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
-from onchip.engine.runner import Captured, bucket
+from onchip.engine.runner import Captured, Drawn, bucket
 from onchip.models.gguf import ModelError
 
 PROMPTS = ["why", "the quick brown fox", "GPUs wait for memory because bytes are far", "a", "dog dog dog dog dog dog dog dog dog dog"]
@@ -474,7 +474,7 @@ def test_a_graph_decodes_as_eager_steps_do(folder, batch):
     """Prompts of many lengths, of many kinds, ending at different times, so that graphs of several sizes take over from one another."""
     graphs = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1, prefix_cache=None)
     eager = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1, prefix_cache=None)
-    eager.runner._capture = lambda size, wants: Captured(_Eager(eager.runner, size, wants), None)
+    eager.runner._capture = lambda size, wants: Captured(_Eager(eager.runner, size, wants), Drawn(eager.runner.state.rows(size).tokens))
     prompts = [[(7 * i + j) % 320 for j in range(1 + 9 * i % 70)] for i in range(batch)]
     params = [SamplingParams(5 + 3 * i, temperature=0.9 * (i % 2), seed=i, frequency_penalty=0.5 * (i % 3), ignore_eos=True) for i in range(batch)]
     expected = eager.generate(prompts, params)

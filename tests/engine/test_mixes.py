@@ -9,13 +9,14 @@ import torch
 
 import tiny
 from onchip.cache.paged import PagePool
+from onchip.engine.draft import NGram
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 from onchip.engine.setup import PrefixCache
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
 PAGE = PagePool.bytes_per_page(2, 16, 1, 16, torch.float32) / 2**30  # GiB
-MOST = 12  # new tokens
+MOST = 8  # new tokens
 PROMPTS = [[(7 * i + same) % 290 for i in range(length)] + [length] for same in range(3) for length in (0, 15, 31, 36)]
 PARAMS = [
     SamplingParams(ignore_eos=True),
@@ -109,14 +110,14 @@ def test_any_mix(folder, alone, seed):
     rng = random.Random(seed)
     llm = LLM(
         folder, dtype="fp32", device="cpu", max_batch=rng.choice([2, 5, 8]), cache_gib=PAGE * rng.choice([5, 8, 12.5]),
-        prefix_cache=[None, PrefixCache(), HOST][seed % 3], step_tokens=rng.choice([18, 40, 300]),
+        prefix_cache=[None, PrefixCache(), HOST][seed % 3], step_tokens=rng.choice([18, 40, 300]), draft=NGram(3) if seed > 6 else None,
     )  # fmt: skip
     llm.ahead = seed % 2 == 0
     for pool in (llm.pool.k, llm.pool.v):
         pool.fill_(torch.nan)
     checked = 0
     for _ in range(50):
-        coming = [some_request(rng, llm) for _ in range(rng.randrange(1, 5))]
+        coming = [some_request(rng, llm) for _ in range(rng.randrange(1, 4))]
         everyone = [s for r in coming for s in r.samples]
         tokens, texts, ends = ({s: [] for s in everyone} for _ in range(3))
         if rng.random() < 0.1:

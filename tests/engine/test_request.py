@@ -119,42 +119,50 @@ def request(pieces, stop=(), limit=5, ends=(), tail=""):
 
 def test_length():
     r = request("abcdefg", limit=3, tail="~")
-    assert [r.accept(i) for i in range(3)] == ["a", "b", "c~"]
+    assert [r.accept([i]) for i in range(3)] == ["a", "b", "c~"]
     assert (r.reason, r.completion().text, r.completion().tokens, r.completion().prompt) == ("length", "abc~", [0, 1, 2], [1])
 
 
 def test_eos_ends_and_is_no_text():
     r = request(["a", "<", "EOS"], stop=["<|"], ends=[2])
-    assert [r.accept(0), r.accept(1)] == ["a", ""]
+    assert [r.accept([0]), r.accept([1])] == ["a", ""]
     assert r.reason is None
-    assert r.accept(2) == "<"  # what waited comes out
+    assert r.accept([2]) == "<"  # what waited comes out
     assert (r.reason, r.completion().text, r.tokens) == ("stop", "a<", [0, 1, 2])
 
 
 def test_eos_ignored():
     r = request(["a", "EOS", "b"], limit=3)
     for i in range(3):
-        r.accept(i)
+        r.accept([i])
     assert (r.reason, r.completion().text) == ("length", "aEOSb")
 
 
 def test_stop_string_ends():
     r = request(["a", "b", "c"], stop=["b"])
-    r.accept(0)
-    assert r.accept(1) == "" and r.reason == "stop" and r.completion().text == "a"
+    r.accept([0])
+    assert r.accept([1]) == "" and r.reason == "stop" and r.completion().text == "a"
 
 
 def test_stop_string_in_the_last_token_counts_as_stop():
     r = request(["ab"], stop=["b"], limit=1)
-    assert r.accept(0) == "a" and r.reason == "stop"
+    assert r.accept([0]) == "a" and r.reason == "stop"
 
 
 def test_the_time_of_the_first_token_stays():
     r = request("abc")
-    r.accept(0)
+    r.accept([0])
     first = r.first_token_at
-    r.accept(1)
+    r.accept([1])
     assert first is not None and r.first_token_at == first
+
+
+def test_several_tokens_at_once():
+    """What comes after the end is no part of it."""
+    r, new = request("abcdefg", limit=3, tail="~"), [0, 1, 2, 3, 4]
+    assert r.accept(new) == "abc~" and new == r.tokens == [0, 1, 2] and r.reason == "length"
+    r, new = request("abcdefg", ends=[2]), [1, 2, 3]
+    assert r.accept(new) == "b" and new == r.tokens == [1, 2] and r.reason == "stop"
 
 
 # ---- parameters

@@ -125,7 +125,7 @@ def _onchip_generate(inputs: Prompts) -> Call:
 def _llm(dtype: str, device: str):
     from onchip import LLM
 
-    return LLM(None, dtype=dtype, device=device, cache_gib=CACHE_GIB)
+    return LLM(None, dtype=dtype, device=device, cache_gib=CACHE_GIB, prefix_cache=None)
 
 
 def _phase(p: Generate, go: Callable[[int], tuple]) -> Call:

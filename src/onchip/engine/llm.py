@@ -12,6 +12,7 @@ from onchip import dispatch
 from onchip.cache.paged import OutOfPages
 from onchip.core.formats import Format
 from onchip.engine import setup
+from onchip.engine.draft import NGram
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
 from onchip.engine.scheduler import Scheduler, Work
@@ -19,7 +20,10 @@ from onchip.engine.setup import PrefixCache
 from onchip.engine.text import NoText, StopText
 from onchip.models import weights
 from onchip.models.decoder import Decoder
+from onchip.models.encoder import Embedder
 from onchip.models.families import ModelConfig
+from onchip.models.lora import Adapter, AdapterSlots, AdapterTable
+from onchip.models.parallel import ALONE, TensorParallel
 from onchip.models.tokenizer import Stream
 
 STEP_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a step: prompts come in chunks, so that those who decode beside them wait a quarter of a second at most
@@ -57,7 +61,11 @@ class LLM:
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
     batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
                   time, pages for all a request may become. Slower.
+    draft         `NGram()`: small batches guess several tokens of a step from what stood before, and keep those that the model draws itself. None: no guesses.
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
+    parallel      the ranks that have the model together: see `ParallelLLM`, which is how it is used.
+    adapters      `AdapterSlots(slots, rank)`: room for the LoRA adapters that requests may have. None: no room.
+    embedder      an encoder for `embed`, as `Embedder` takes it: "minilm", a folder, a cached model's name.
 
     Raises ModelError for a model that cannot be read, ValueError for a device or dtype there is none of, OutOfPages for a
     cache that holds no sequence.
@@ -77,10 +85,18 @@ class LLM:
         prefix_cache: PrefixCache | None = PrefixCache(),
         step_tokens: int | None = None,
         batch_invariant: bool = False,
+        draft: NGram | None = None,
         dummy_weights: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        parallel: TensorParallel = ALONE,
+        adapters: AdapterSlots | None = None,
+        embedder: str | Path | None = None,
     ):
+        if draft is not None and batch_invariant:
+            raise ValueError("draft: a batch's size says whether tokens are guessed, and so how they are computed; leave draft or batch_invariant out")
         setup.check_sizes(max_len, max_batch, cache_gib, step_tokens)
+        if batch_invariant and (adapters or parallel.of > 1):
+            raise ValueError("batch_invariant with adapters or over several ranks is not to be had: sums depend on the number of rows there; leave one out")
         kv_format = None if kv_format is None else Format.of(kv_format)
         self.device = setup.device_of(device)
         path = weights.locate(model)
@@ -91,20 +107,23 @@ class LLM:
             setup.check_kernel(kernel)
         self.max_len = min(max_len or self.config.context, self.config.context)
         at = {"dtype": self.dtype, "device": self.device}
-        self.model = Decoder(self.config, **at)
+        self.model = Decoder(self.config, **at, parallel=parallel)
         if dummy_weights:
             self.model.randomise()
         else:
-            self.model.load(weights.tensors(path, self.dtype, progress))
-        self.model.prepare(self.max_len)
+            self.model.load(weights.views(path, self.dtype, progress))
+        room = draft.room if draft else 0
+        self.model.prepare(self.max_len + room)
         self.model.kernel = kernel
+        self.model.adapters = adapters and AdapterTable(self.model, adapters)
+        self.embedder = Embedder(embedder, **at) if embedder else None
         if batch_invariant:
             self.model.make_invariant()
-        self.pool = setup.pool_of(self.config, at, (max_batch, self.max_len), cache_gib, kv_format)
+        self.pool = setup.pool_of(self.model, (max_batch, self.max_len + room), cache_gib, kv_format)
         self.tree = setup.tree_of(self.pool, prefix_cache)
-        self.runner = Runner(self.model, self.pool, max_batch, self.max_len)
+        self.runner = Runner(self.model, self.pool, max_batch, self.max_len, draft)
         budget = step_tokens or STEP_TOKENS[self.device.type]
-        self.scheduler = Scheduler(self.pool, self.tree, max_batch, budget, INVARIANT_CHUNK if batch_invariant else 0)
+        self.scheduler = Scheduler(self.pool, self.tree, max_batch, budget, INVARIANT_CHUNK if batch_invariant else 0, draft)
         self.stats = Stats()
         self.ahead = self.device.type == "cuda"  # whether a step is launched before the tokens of the one before are read
         self._launched: deque[Launched] = deque()
@@ -155,6 +174,28 @@ class LLM:
         self.stats.first_token_seconds = min((r.first_token_at for r in requests if r.first_token_at), default=start) - start
         return [request.completion() for request in requests]
 
+    def embed(self, texts: str | Sequence[str] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Embeddings of texts by the `embedder`, float32 [texts, dim]: see `Embedder.embed`. Raises ValueError where there is none."""
+        if self.embedder is None:
+            raise ValueError("embed: this LLM has no encoder; make it with embedder='minilm', or the folder of one")
+        return self.embedder.embed(texts)
+
+    def load_adapter(self, folder: str | Path, name: str | None = None) -> str:
+        """Read a LoRA adapter from a folder of PEFT's, for requests with `SamplingParams(adapter=name)`; its name, if none is given, is the folder's.
+
+        One of that name takes the place of the other. Raises ModelError for a folder that cannot be read, ValueError where there is no room for it,
+        or while a request has the one of that name.
+        """
+        adapter = Adapter.read(folder, name)
+        self._check_free(adapter.name)
+        self.model.adapters.add(adapter)
+        return adapter.name
+
+    def unload_adapter(self, name: str) -> None:
+        """Make room for another one. Raises ValueError while a request has it."""
+        self._check_free(name)
+        self.model.adapters.remove(name)
+
     # ---- step by step: one thread calls these
 
     def request(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool = False, priority: int = 0) -> Request:
@@ -168,6 +209,9 @@ class LLM:
 
     def add(self, request: Request) -> None:
         """Queue a request, all samples of it: `step` brings their events, until the `reason` of each is set. What was cancelled before is not queued."""
+        slot, salt = self._slot("add: the request", request.params.adapter)
+        for sample in request.samples:
+            sample.slot, sample.salt = slot, salt
         self.scheduler.add(*(sample for sample in request.samples if sample.reason is None))
 
     def cancel(self, request: Request) -> None:
@@ -242,21 +286,23 @@ class LLM:
         tokens = launched.wait()
         for request, first, found in launched.of_prompts():
             request.take_prompt_logprobs(first, found)
-        for row, (request, token) in enumerate(zip(launched.requests, tokens, strict=True)):
+        for row, (request, new) in enumerate(zip(launched.requests, tokens, strict=True)):
             request.pending -= 1
             if request.reason is not None:  # it ended while this was on its way
                 continue
-            text, found = request.accept(token), None
+            if len(new) > 1 and request.pages.pages:
+                request.pages.length += len(new) - 1
+            text, found = request.accept(new), None
             if request.logprobs is not None:
                 found = [launched.of_token(row)]
                 request.logprobs += found
-            events.append(Event(request, text, [token], found))
+            events.append(Event(request, text, new, found))
             if request.mask is not None and request.reason is None:
-                self._accept_masked(request, token)
+                self._accept_masked(request, new[0])
             if request.reason is not None:
                 self.scheduler.end(request)
         if launched.kind == "decode":
-            self.stats.decoded_tokens += len(tokens)
+            self.stats.decoded_tokens += sum(map(len, tokens))
         return launched.kind
 
     def _accept_masked(self, request: Request, token: int) -> None:
@@ -273,15 +319,23 @@ class LLM:
 
     # ---- requests
 
+    def _check_free(self, adapter: str) -> None:
+        if self.model.adapters is None:
+            raise ValueError(f"adapter {adapter!r}: this LLM has no room for adapters; make it with adapters=AdapterSlots()")
+        users = sum(request.params.adapter == adapter for request in (*self.scheduler.running, *self.scheduler.waiting))
+        if users:
+            raise ValueError(f"adapter {adapter!r} is in use by {users} requests; wait until they have ended, or cancel them")
+
     def _request(self, name: str, prompt: str | Sequence[int], params: SamplingParams, chat: bool, priority: int = 0) -> Request:
         """`name`: what errors call the prompt."""
         ids = self._tokens(name, prompt, chat)
         for what, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if given and max(given) >= self.config.vocab:
                 raise ValueError(f"{name}: {what} has token {max(given)}; the vocabulary is 0 to {self.config.vocab - 1}")
-        capacity = self.pool.num_pages * self.pool.page
+        capacity = self.pool.num_pages * self.pool.page - self.scheduler.room
         if len(ids) >= capacity:
             raise OutOfPages(f"{name} has {len(ids)} tokens and the cache holds {capacity}, one of them for the answer; give a larger cache_gib")
+        self._slot(name, params.adapter)
         seed = torch.randint(2**62, (1,)).item() if params.seed is None else params.seed
         limit = min(params.max_tokens, self.max_len - len(ids), capacity - len(ids))
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
@@ -290,6 +344,17 @@ class LLM:
             text = StopText(Stream(self.tokenizer) if self.tokenizer else NoText(), params.stop)
             samples.append(Request(ids, params, (seed + i + 2**63) % 2**64 - 2**63, limit, text, priority, ends, samples=samples))
         return samples[0]
+
+    def _slot(self, name: str, adapter: str | None) -> tuple[int, int]:
+        """Where an adapter is, and the count of its loading: another one of that name has made other keys and values."""
+        if adapter is None:
+            return -1, 0
+        table = self.model.adapters
+        if table is None or adapter not in table.names:
+            there = [one for one in table.names if one] if table else []
+            raise ValueError(f"{name} has adapter {adapter!r}; loaded are {', '.join(there) or 'none'}: see load_adapter")
+        slot = table.names.index(adapter)
+        return slot, table.serials[slot]
 
     def _tokens(self, name: str, prompt: str | Sequence[int], chat: bool) -> list[int]:
         """The token ids of a prompt. Raises ValueError."""

@@ -30,6 +30,7 @@ class SamplingParams:
     repetition_penalty, presence_penalty, frequency_penalty   see `onchip.ops.sampling.Penalties`; 1, 0 and 0: none.
     logit_bias    {token: what is added to its logit}.
     logprobs      0 to 20: log-probabilities of each token and of so many likeliest ones, of the logits as the model gives them. None: none.
+    adapter       the name of a LoRA adapter (`LLM.load_adapter`), or None.
     prompt_logprobs  the same for the tokens of the prompt, which is then computed whole, whatever the prefix cache knows of it.
     """
 
@@ -51,6 +52,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    adapter: str | None = None
 
     def __post_init__(self):
         bias, most = self.logit_bias, f"0 to {MOST_TOP}, or None"
@@ -131,7 +133,8 @@ class Request:
     mask       what tokens may follow; set it before `add`.
     samples    all samples of the prompt, this one included, the first first: `LLM.add` takes all.
     pages      those of the tokens that have been computed, or are being computed; `pages.length` counts them.
-    pending    new tokens that are on the device and not read yet.
+    pending    steps whose tokens are on the device and not read yet, at least one of each.
+    slot, salt the slot of its LoRA adapter, -1 for none, and what tells apart keys and values that adapters made: 0 for none.
     seated     whether the runner has a row for it, with these pages.
     """
 
@@ -150,6 +153,8 @@ class Request:
     order: int = 0  # of arrival
     pending: int = 0
     seated: bool = False
+    slot: int = -1
+    salt: int = 0
     cached_tokens: int | None = None
     logprobs: list[TokenLogProbs] | None = None
     prompt_logprobs: list[TokenLogProbs | None] | None = None
@@ -163,7 +168,7 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens in all, those included that are not read yet."""
+        """Tokens in all, one included for each step that is not read yet."""
         return len(self.prompt) + len(self.tokens) + self.pending
 
     @property
@@ -186,21 +191,33 @@ class Request:
         """The tokens of prompt and answer that have been read."""
         return self.prompt + self.tokens
 
-    def accept(self, token: int) -> str:
-        """Take the next token; sets `reason` when it is the last. Returns the text that is now certain."""
+    def keyed(self) -> list[int]:
+        """The same as the prefix cache has them: apart for each adapter, by the bits of the first two that no vocabulary of less than 2^19 tokens has."""
+        tokens = self.known()
+        for i, bits in enumerate((self.salt & 4095, self.salt >> 12)[: len(tokens)]):
+            tokens[i] |= bits << 19
+        return tokens
+
+    def accept(self, new: list[int]) -> str:
+        """Take the next tokens; sets `reason` at the last, and leaves of `new` what came before the end. Returns the text that is now certain."""
         tokens = self.tokens
         if not tokens:
             self.first_token_at = time.perf_counter()
-        tokens.append(token)
-        if token in self.ends:
-            self.reason = "stop"
-            return self.text.finish()
-        text = self.text.push(token)
-        if self.text.stopped:
-            self.reason = "stop"
-        elif len(tokens) >= self.limit:
-            self.reason = "length"
-            text += self.text.finish()
+        text = ""
+        for at, token in enumerate(new):
+            tokens.append(token)
+            if token in self.ends:
+                self.reason = "stop"
+                text += self.text.finish()
+            else:
+                text += self.text.push(token)
+                if self.text.stopped:
+                    self.reason = "stop"
+                elif len(tokens) >= self.limit:
+                    self.reason = "length"
+                    text += self.text.finish()
+            if self.reason is not None:
+                del new[at + 1 :]
         return text
 
     def fill_mask(self, vocab: int) -> None:

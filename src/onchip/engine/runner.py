@@ -6,21 +6,37 @@ import torch
 from torch import Tensor
 
 from onchip.cache.paged import PagePool
+from onchip.engine.draft import NGram
 from onchip.engine.request import Request, TokenLogProbs
 from onchip.engine.scheduler import Work
 from onchip.engine.state import State, Wants, upload
 from onchip.models.decoder import Decoder, Step
-from onchip.ops.sampling import MOST_TOP, LogProbs, adjust_logits, log_probs, sample
+from onchip.ops.sampling import MOST_TOP, Draft, LogProbs, adjust_logits, log_probs, sample, verify
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows of graphs; beyond them multiples of 256
 LOGITS = 1024  # tokens of a prompt whose logits are in memory at once
 
 
+class Chunk(NamedTuple):
+    """So many tokens of a request, from its token `start` on."""
+
+    request: Request
+    start: int
+    size: int
+
+
+class Drawn(NamedTuple):
+    """What a step brings: tokens int64 [rows], or with drafts [rows, n] with -1 past the end of each; and log-probabilities, where somebody wants them."""
+
+    tokens: Tensor
+    logprobs: LogProbs | None = None
+
+
 class Captured(NamedTuple):
-    """A graph, and where it leaves the log-probabilities."""
+    """A graph, and where it leaves its results."""
 
     graph: torch.cuda.CUDAGraph
-    logprobs: LogProbs | None
+    drawn: Drawn
 
 
 class Launched(NamedTuple):
@@ -34,11 +50,13 @@ class Launched(NamedTuple):
     done: torch.cuda.Event | None
     kind: str  # "decode", or "prefill" where there were chunks of prompts
 
-    def wait(self) -> list[int]:
-        """The new tokens."""
+    def wait(self) -> list[list[int]]:
+        """The new tokens of each request: one, or with drafts one and those accepted before it."""
         if self.done is not None:
             self.done.synchronize()
-        return self.tokens.tolist()
+        if self.tokens.ndim == 1:
+            return [[token] for token in self.tokens.tolist()]
+        return [[token for token in row if token >= 0] for row in self.tokens.tolist()]
 
     def of_token(self, row: int) -> TokenLogProbs:
         """After `wait`."""
@@ -51,11 +69,17 @@ class Launched(NamedTuple):
 
 
 class Runner:
-    """A model on a device with its cache. `launch` starts a step; requests that decode have rows of `state`, in the order of `rows`."""
+    """A model on a device with its cache. `launch` starts a step; requests that decode have rows of `state`, in the order of `rows`.
 
-    def __init__(self, model: Decoder, pool: PagePool, max_batch: int, max_len: int):
-        self.model, self.pool = model, pool
-        self.state = State(bucket(max_batch), pool.pages_for(max_len), model.config.vocab, model.device)
+    draft   `NGram`: steps that only decode also verify a draft for each row, as long as nobody wants more than tokens.
+    """
+
+    def __init__(self, model: Decoder, pool: PagePool, max_batch: int, max_len: int, draft: NGram | None = None):
+        self.model, self.pool, self.draft = model, pool, draft
+        longest = max_len + (draft.room if draft else 0)
+        self.state = State(bucket(max_batch), pool.pages_for(longest), model.config.vocab, model.device)
+        if draft is not None:
+            self.state.history = torch.zeros(self.state.size, longest, dtype=torch.int32, device=model.device)
         self.graphs: dict[tuple[int, Wants], Captured] = {}
         self.rows: list[Request] = []
         self._asked: list[Request] = []  # the same requests, in the order in which they were given last
@@ -68,23 +92,23 @@ class Runner:
         """Start a step. The state is written only where the batch or its pages changed; nothing is looked at where the work is that of the last step."""
         prompts: list[tuple] = []
         if work is self._work:
-            logprobs, kind = self._decode(), "decode"
+            drawn, kind = self._decode(), "decode"
         else:
             kept = self._seat([w.request for w in work if w.last])
-            counts = {w.request: w.count for w in work if w.prompt}
-            logprobs, kind = (self._chunks(work, kept, counts, prompts), "prefill") if counts else (self._decode(), "decode")
+            chunks = any(w.prompt for w in work)
+            drawn, kind = (self._chunks(work, kept, prompts), "prefill") if chunks else (self._decode(), "decode")
         for request, count, _ in work:
             request.pages.length += count
         for request in self.rows:
             request.pending += 1
         self._work = work if kind == "decode" else None
-        return self._results(logprobs, prompts, kind)
+        return self._results(drawn, prompts, kind)
 
     def forget(self) -> None:
         """No request has a row, whatever came of the last step; all tokens have to be read by now."""
         for request in self.rows:
             request.seated = False
-        self._asked, self.rows, self._pages, self._work = [], [], [], None
+        self._asked, self.rows, self._pages, self._wants, self._work = [], [], [], Wants(), None
         self.state.clear(0)
 
     # ---- rows
@@ -120,77 +144,90 @@ class Runner:
 
     # ---- the two kinds of a step
 
-    def _decode(self) -> LogProbs | None:
+    def _decode(self) -> Drawn:
         """One more token of each row."""
         count = len(self.rows)
         if self._wants.mask:
             self.state.allow(self.rows)
         if self.model.device.type != "cuda":
-            return self._step(self.state.rows(count), self._wants, max(r.pages.length for r in self.rows) + 1)
+            return self._step(self.state.rows(count), self._wants, max(len(r.pages.pages) for r in self.rows) * self.pool.page)
         key = bucket(count), self._wants
         if key not in self.graphs:
             self.graphs[key] = self._capture(*key)
         self.graphs[key].graph.replay()
-        return self.graphs[key].logprobs
+        return self.graphs[key].drawn
 
-    def _chunks(self, work: list[Work], kept: int, counts: dict[Request, int], prompts: list) -> LogProbs | None:
+    def _chunks(self, work: list[Work], kept: int, prompts: list) -> Drawn | None:
         """Decodes and chunks of prompts end to end: first the `kept` rows, then the rows whose prompts end here, then chunks that do not end theirs."""
-        device, pool, count = self.model.device, self.pool, len(self.rows)
-        others = self.rows[kept:] + [w.request for w in work if not w.last]
-        sizes = [counts.get(r, 1) for r in others]
-        starts = [r.pages.length for r in others]
-        texts = [r.known()[start : start + size] for r, start, size in zip(others, starts, sizes, strict=True)]
-        ids = torch.tensor([token for text in texts for token in text])
-        positions = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
-        tables = [torch.tensor(r.pages.pages) for r in others]
-        each = [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-        slots = torch.cat([table[at // pool.page] * pool.page + at % pool.page for table, at in zip(tables, each, strict=True)])
-        longs = upload(torch.stack((ids, positions, slots)), device)
-        offsets = torch.tensor([*range(kept + 1), *sizes], dtype=torch.int32)
-        offsets[kept + 1 :] = offsets[kept + 1 :].cumsum(0) + kept
-        offsets = upload(offsets, device)
+        counts = {w.request: w.count for w in work}
+        going = [w.request for w in work if not w.last]
+        chunks = [Chunk(r, r.pages.length, counts[r]) for r in self.rows[kept:] + going]
         if self._wants.mask:
             self.state.allow(self.rows)
-        s, longest = self.state.rows(count), max(sizes)
-        if not kept and not any(starts) and not self.model.batch_invariant:
+        s = self.state.rows(len(self.rows))
+        longs, offsets = (upload(x, self.model.device) for x in _packed(chunks, kept, self.pool.page))
+        longest = max(chunk.size for chunk in chunks)
+        if not kept and not any(chunk.start for chunk in chunks) and not self.model.batch_invariant:
             step = Step(*longs, offsets=offsets, longest=longest)
         else:
             at = s.positions[:kept]
-            old = torch.stack((s.tokens[:kept], at, self._slots(s.page_table[:kept], at)))
+            old = torch.stack((s.tokens[:kept], at, self._slots(s.page_table[:kept], at[:, None])[:, 0]))
             longs = torch.cat((old, longs), 1)
-            most = max(r.pages.length + counts.get(r, 1) for r in (*self.rows, *others[count - kept :]))
-            width = min(_power(pool.pages_for(most)), s.page_table.shape[1])
-            table = torch.zeros(len(others) - (count - kept), width, dtype=torch.int32)
-            for row, request in zip(table, others[count - kept :], strict=True):
-                pages = request.pages.pages[:width]
-                row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
-            ends = torch.tensor([start + size for start, size in zip(starts, sizes, strict=True)], dtype=torch.int32)
-            lengths = torch.cat((s.positions[:kept].int() + 1, upload(ends, device)))
-            table = torch.cat((s.page_table[:, :width], upload(table, device)))
+            width = min(_power(max(len(r.pages.pages) for r in self.rows + going)), s.page_table.shape[1])
+            table = torch.cat((s.page_table[:, :width], upload(self.pool.table([r.pages for r in going], width), self.model.device)))
+            ends = torch.tensor([chunk.start + chunk.size for chunk in chunks], dtype=torch.int32)
+            lengths = torch.cat((at.int() + 1, upload(ends, self.model.device)))
             step = Step(*longs, offsets=offsets, longest=min(_power(longest), longs.shape[1]), page_table=table, lengths=lengths)
-        hidden = self.model.forward(step, pool)
+        if any(request.slot >= 0 for request in self.rows + going):
+            new = [torch.full((chunk.size,), chunk.request.slot, dtype=torch.int32) for chunk in chunks]
+            step = step._replace(adapters=torch.cat((s.adapters[:kept], upload(torch.cat(new), self.model.device))))
+        hidden = self.model.forward(step, self.pool)
         first = kept
-        for request, start, size in zip(others, starts, sizes, strict=True):
+        for request, start, size in chunks:
             if request.scores:
                 self._score(request, start, hidden[first : first + size], prompts)
             first += size
-        return self._draw(s, hidden[(offsets[1 : count + 1] - 1).long()], self._wants) if count else None
+        return self._draw(s, hidden[(offsets[1 : s.size + 1] - 1).long()], self._wants) if s.size else None
 
-    def _step(self, s: State, wants: Wants, longest: int | None = None) -> LogProbs | None:
-        """A token of each row in, one out, in place. `longest` cuts the page table where the host knows it."""
+    def _step(self, s: State, wants: Wants, longest: int | None = None) -> Drawn:
+        """A token of each row in, one out, in place; or with a draft one to `n + 1`. `longest` cuts the page table where the host knows it."""
+        drafts = self.draft is not None and wants.plain and s.size <= self.draft.most_rows
         at = s.positions.clamp(min=0)
         table = s.page_table if longest is None else s.page_table[:, : self.pool.pages_for(longest)]
-        slots = torch.where(s.positions >= 0, self._slots(table, at), -1)
-        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int())
+        if drafts:
+            return self._speculate(s, at, table)
+        slots = torch.where(s.positions >= 0, self._slots(table, at[:, None])[:, 0], -1)
+        adapters = s.adapters if wants.adapter else None
+        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int(), adapters=adapters)
         return self._draw(s, self.model.forward(step, self.pool), wants)
 
-    def _slots(self, table: Tensor, at: Tensor) -> Tensor:
-        """Where the keys and values of position `at` of each row go."""
-        page = self.pool.page
-        return table.gather(1, (at // page)[:, None])[:, 0].long() * page + at % page
+    def _speculate(self, s: State, at: Tensor, table: Tensor) -> Drawn:
+        """The next tokens of each row: what is accepted of its draft, and the one after it."""
+        draft = self.draft.propose(s.history, s.positions)  # [rows, n]
+        n = draft.shape[1]
+        used = (s.positions >= 0)[:, None]
+        places = at[:, None] + torch.arange(n + 1, device=at.device)
+        slots = torch.where(used, self._slots(table, places), -1)  # also of places without a draft: what is hidden from a query has to be finite
+        tokens = torch.cat((s.tokens[:, None], draft.clamp(min=0)), 1)
+        lengths = torch.where(used[:, 0], s.positions + n + 1, 0).int()
+        step = Step(tokens.flatten(), places.flatten(), slots.flatten(), page_table=table, lengths=lengths)
+        logits = self.model.logits(self.model.forward(step, self.pool)).unflatten(0, (-1, n + 1))
+        s.sampling.step.copy_(at)
+        count, _, last = verify(logits, Draft(draft), s.sampling)
+        order = torch.arange(n + 1, device=at.device)
+        found = torch.where(order < count[:, None], torch.cat((draft, draft[:, :1]), 1), torch.where(order == count[:, None], last[:, None], -1))
+        s.remember(found, used)
+        s.tokens.copy_(last)
+        s.positions.add_(torch.where(used[:, 0], count + 1, 0))
+        return Drawn(found)
 
-    def _draw(self, s: State, hidden: Tensor, wants: Wants) -> LogProbs | None:
-        """The next token of each row into the state, and its log-probabilities where somebody wants them."""
+    def _slots(self, table: Tensor, at: Tensor) -> Tensor:
+        """Where the keys and values of positions `at` [rows, n] of each row go."""
+        page = self.pool.page
+        return table.gather(1, (at // page).clamp(max=table.shape[1] - 1)).long() * page + at % page
+
+    def _draw(self, s: State, hidden: Tensor, wants: Wants) -> Drawn:
+        """The next token of each row, into the state too, and its log-probabilities where somebody wants them."""
         used, sampling = s.positions >= 0, s.sampling
         sampling.step.copy_(s.positions.clamp(min=0))
         raw = logits = self.model.logits(hidden)
@@ -201,9 +238,11 @@ class Runner:
         tokens = sample(logits, sampling)
         if wants.penalties:
             s.output.scatter_add_(1, tokens[:, None], used[:, None].int())
+        if s.history is not None:
+            s.remember(tokens[:, None], used[:, None])
         s.tokens.copy_(tokens)
         s.positions.add_(used)
-        return log_probs(raw, tokens, min(MOST_TOP, s.vocab)) if wants.logprobs else None
+        return Drawn(s.tokens, log_probs(raw, tokens, min(MOST_TOP, s.vocab)) if wants.logprobs else None)
 
     def _score(self, request: Request, start: int, hidden: Tensor, prompts: list) -> None:
         """The log-probabilities of the tokens of a prompt that follow those from `start` on."""
@@ -214,16 +253,17 @@ class Runner:
             found = log_probs(logits, upload(torch.tensor(tokens), logits.device), min(MOST_TOP, logits.shape[1]))
             prompts.append((request, start + 1 + at, tokens, _download(found)))
 
-    def _results(self, logprobs: LogProbs | None, prompts: list, kind: str) -> Launched:
+    def _results(self, drawn: Drawn | None, prompts: list, kind: str) -> Launched:
         """What was launched last, on its way to the host."""
         count = len(self.rows)
-        tokens = self.state.tokens[:count]
+        tokens = self.state.tokens[:0] if drawn is None else drawn.tokens[:count]
+        logprobs = None if drawn is None or drawn.logprobs is None else LogProbs(*(x[:count] for x in drawn.logprobs))
         if self.model.device.type != "cuda":
             return Launched(list(self.rows), tokens.clone(), logprobs, prompts, None, kind)
-        found = None if logprobs is None else _download(LogProbs(*(x[:count] for x in logprobs)))
+        logprobs = None if logprobs is None else _download(logprobs)
         tokens, done = tokens.to("cpu", non_blocking=True), torch.cuda.Event()
         done.record()
-        return Launched(list(self.rows), tokens, found, prompts, done, kind)
+        return Launched(list(self.rows), tokens, logprobs, prompts, done, kind)
 
     def _capture(self, size: int, wants: Wants) -> Captured:
         """One CUDA graph of the step for `size` rows, sampler included; the run before it compiles the kernels. The state stays as it was."""
@@ -237,9 +277,20 @@ class Runner:
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None
         with torch.cuda.graph(graph, pool=pool):
-            logprobs = self._step(rows, wants)
+            drawn = self._step(rows, wants)
         self.state.longs.copy_(saved)
-        return Captured(graph, logprobs)
+        return Captured(graph, drawn)
+
+
+def _packed(chunks: list[Chunk], kept: int, page: int) -> tuple[Tensor, Tensor]:
+    """Token, position and slot of each token of the chunks, int64 [3, tokens], and the offsets int32 [kept + chunks + 1] of `kept` decodes and then them."""
+    columns = []
+    for request, start, size in chunks:
+        places = torch.arange(start, start + size)
+        pages = torch.tensor(request.pages.pages)
+        columns.append(torch.stack((torch.tensor(request.known()[start : start + size]), places, pages[places // page] * page + places % page)))
+    sizes = torch.tensor([0, *[1] * kept, *(chunk.size for chunk in chunks)], dtype=torch.int32)
+    return torch.cat(columns, 1), sizes.cumsum(0, dtype=torch.int32)
 
 
 def bucket(count: int) -> int:

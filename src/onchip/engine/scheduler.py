@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from onchip.cache.paged import OutOfPages, PageList, PagePool
 from onchip.cache.radix import RadixTree
+from onchip.engine.draft import NGram
 from onchip.engine.request import Request
 
 AHEAD = 64  # tokens a growing sequence gets pages for at once where there are enough: its page table changes once in so many steps
@@ -58,10 +59,12 @@ class Scheduler:
     chunk       0, or: how each token is computed depends on its request alone. Prompts come in chunks of so many tokens from their first one on, and
                 never beside decodes; whole chunks are all that the prefix cache learns; and a request is admitted with pages for all it may become,
                 since tokens of an answer that came back as a prompt would be computed in another way.
+    draft       how many tokens more a step may write, and a request have pages for.
     """
 
-    def __init__(self, pool: PagePool, cache: RadixTree | Unshared, max_batch: int, budget: int, chunk: int = 0):
+    def __init__(self, pool: PagePool, cache: RadixTree | Unshared, max_batch: int, budget: int, chunk: int = 0, draft: NGram | None = None):
         self.chunk = chunk
+        self.drafted, self.room = (draft.tokens, draft.room) if draft else (0, 0)
         self.apart = chunk > 0 or pool.format is not None  # prompts without decodes: few kernels read codes for chunks, and prompts alone need not read any
         self.pool, self.cache, self.max_batch, self.budget = pool, cache, max_batch, max(budget, max_batch + max(chunk, pool.page))
         self.waiting: list[Request] = []
@@ -102,7 +105,7 @@ class Scheduler:
 
     def _learnt(self, request: Request) -> list[int]:
         """What the prefix cache may know of a request."""
-        return request.prompt[: len(request.prompt) // self.chunk * self.chunk] if self.chunk else request.known()
+        return request.keyed()[: len(request.prompt) // self.chunk * self.chunk] if self.chunk else request.keyed()
 
     def _bring_samples(self, first: Request) -> None:
         """Queue what waits for `first`."""
@@ -151,9 +154,10 @@ class Scheduler:
 
     def _alike(self, request: Request) -> int:
         """For how many steps after this one a request that decodes needs one token more and no page."""
-        pages = request.pages
+        pages, each = request.pages, self.drafted + 1
+        room = len(pages.pages) * self.pool.page - pages.length - self.drafted * request.pending
         tokens = request.limit - len(request.tokens) - request.pending
-        return min(len(pages.pages) * self.pool.page - pages.length, tokens) - 1
+        return max(0, min(room, tokens) // each - 1)
 
     def _make_way(self) -> None:
         """Let requests of less priority than the first that waits wait themselves, until it fits."""
@@ -169,8 +173,8 @@ class Scheduler:
     def _grown(self, request: Request, count: int) -> bool:
         """Pages for `count` more tokens, if need be those of requests that rank lower; False where the request itself had to go."""
         pages = request.pages
-        room = len(pages.pages) * self.pool.page - pages.length
-        if count <= room:
+        count += self.drafted * (request.pending + 1)
+        if count <= len(pages.pages) * self.pool.page - pages.length:
             return True
         ahead = self._ahead(request, pages.length)
         if self.pool.missing(pages, ahead) <= self.pool.num_free:
@@ -188,13 +192,13 @@ class Scheduler:
 
     def _ahead(self, request: Request, length: int) -> int:
         """Tokens to have pages for at `length`."""
-        most = len(request.prompt) + request.limit
+        most = len(request.prompt) + request.limit + self.room
         return most if self.chunk else min(length + AHEAD, most)
 
     def preempt(self, request: Request) -> None:
         """Let a running request wait again; what is known of it stays in the prefix cache as long as nobody needs the pages."""
         self.running.remove(request)
-        self.cache.finish(request.known(), request.pages)
+        self.cache.finish(request.keyed(), request.pages)
         request.seated = False
         bisect.insort(self.waiting, request, key=Request.rank.fget)
         self.preemptions += 1
@@ -231,7 +235,7 @@ class Scheduler:
         """Give a request a place in the batch, and pages for all that is known of it and `AHEAD` more; False where there are too few."""
         if len(self.running) >= self.max_batch:
             return False
-        known = request.known()
+        known = request.keyed()
         if not request.scores:
             request.pages = self._matched(known[:-1])
         try:

@@ -15,7 +15,7 @@ from onchip.core.formats import Format
 from onchip.core.kernel import Unsupported
 from onchip.core.problem import DTYPES, SHORT
 from onchip.engine.scheduler import Unshared
-from onchip.models.families import ModelConfig
+from onchip.models.decoder import Decoder
 from onchip.models.tokenizer import Tokenizer
 
 GIB = 1 << 30
@@ -47,13 +47,13 @@ def tree_of(pool: PagePool, prefix: PrefixCache | None) -> RadixTree | Unshared:
     return RadixTree(pool, HostPool(pool, slots))
 
 
-def pool_of(c: ModelConfig, at: dict, sizes: tuple[int, int], cache_gib: float | None, kv_format: Format | None) -> PagePool:
+def pool_of(model: Decoder, sizes: tuple[int, int], cache_gib: float | None, kv_format: Format | None) -> PagePool:
     """The page pool for `cache_gib`, or for what the device can spare, and with `cache_gib` None no larger than the sequences of `sizes` need.
 
-    at   dtype and device.        sizes   how many sequences, of how many tokens.
+    sizes   how many sequences, of how many tokens. All ranks that have the model have as many pages.
     """
-    page, device = PAGE, at["device"]
-    each = PagePool.bytes_per_page(c.layers, page, c.kv_heads, c.dim, at["dtype"], kv_format)
+    c, page, device = model.config, PAGE, model.device
+    each = PagePool.bytes_per_page(c.layers, page, c.kv_heads, c.dim, model.dtype, kv_format)
     if cache_gib is not None:
         budget = int(cache_gib * GIB)
     elif device.type == "cuda":
@@ -62,10 +62,11 @@ def pool_of(c: ModelConfig, at: dict, sizes: tuple[int, int], cache_gib: float |
         budget = min(CPU_CACHE, devices.of(device).memory // 4)
     sequences, tokens = sizes
     pages = budget // each if cache_gib is not None else min(budget // each, sequences * -(-tokens // page))
+    pages = model.parallel.least(pages, device)
     if pages < 1:
         raise OutOfPages(f"cache_gib {budget / GIB:.3g} holds no page of {page} tokens ({each / GIB:.3g} GiB); give at least {each / GIB:.3g}")
     try:
-        return PagePool(c.layers, pages, page, c.kv_heads, c.dim, **at, format=kv_format)
+        return PagePool(c.layers, pages, page, c.kv_heads, c.dim, dtype=model.dtype, device=device, format=kv_format)
     except RuntimeError as error:  # torch's allocators: out of memory
         raise OutOfPages(f"{pages * each / GIB:.1f} GiB for the cache are not to be had on {device}; give a smaller cache_gib ({error})") from error
 

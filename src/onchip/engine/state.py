@@ -20,6 +20,11 @@ class Wants(NamedTuple):
     bias: bool = False
     mask: bool = False
     logprobs: bool = False
+    adapter: bool = False
+
+    @property
+    def plain(self) -> bool:
+        return not any(self)
 
     @staticmethod
     def of(requests: list[Request]) -> "Wants":
@@ -29,6 +34,7 @@ class Wants(NamedTuple):
             any(x.logit_bias or x.min_tokens for x in p),
             any(r.mask is not None for r in requests),
             any(x.logprobs is not None for x in p),
+            any(r.slot >= 0 for r in requests),
         )
 
 
@@ -38,7 +44,7 @@ class State:
     def __init__(self, size: int, width: int, vocab: int, device: torch.device):
         self.size, self.vocab, self.device = size, vocab, device
         self.longs = torch.zeros(len(LONGS), size, dtype=torch.int64, device=device)
-        self.words = torch.zeros(len(FLOATS) + 1, size, dtype=torch.int32, device=device)
+        self.words = torch.zeros(len(FLOATS) + 2, size, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(size, width, dtype=torch.int32, device=device)
         self.output: Tensor | None = None  # int32 [size, vocab]: how often each token was there
         self.prompt: Tensor | None = None
@@ -46,6 +52,7 @@ class State:
         self.bias_values: Tensor | None = None
         self.bias_until: Tensor | None = None  # at positions before this one the token is forbidden
         self.mask: Tensor | None = None  # int32 [size, words]
+        self.history: Tensor | None = None  # int32 [size, most tokens of a sequence and a draft]: the tokens of each row, for who drafts
         self.clear(0)
 
     def rows(self, count: int) -> "State":
@@ -67,15 +74,26 @@ class State:
         return self.longs[1]
 
     @property
+    def adapters(self) -> Tensor:
+        """The slot of each row's LoRA adapter, -1 for none."""
+        return self.words[-1]
+
+    @property
     def sampling(self) -> Sampling:
         t, top_p, min_p, typical, *_ = self.words[: len(FLOATS)].view(torch.float32)
-        return Sampling(t, self.words[-1], top_p, min_p, self.longs[2], self.longs[3], typical)
+        return Sampling(t, self.words[-2], top_p, min_p, self.longs[2], self.longs[3], typical)
 
     def penalties(self) -> Penalties:
         return Penalties(*self.words[4:7].view(torch.float32), self.output, self.prompt)
 
     def bias(self, positions: Tensor) -> Bias:
         return Bias(self.bias_ids, torch.where(positions[:, None] < self.bias_until, -torch.inf, self.bias_values))
+
+    def remember(self, new: Tensor, used: Tensor) -> None:
+        """Tokens [rows, n] after those up to each row's position, into the history of the rows in use, [rows, 1]."""
+        at = self.positions[:, None] + 1 + torch.arange(new.shape[1], device=new.device)
+        at = at.clamp(max=self.history.shape[1] - 1)
+        self.history.scatter_(1, at, torch.where(used, new.int(), self.history.gather(1, at)))
 
     # ---- written from the host, before a step
 
@@ -104,14 +122,17 @@ class State:
         longs = [[k[-1] for k in known], [len(k) - 1 for k in known], [r.seed for r in requests], [0] * len(p)]
         self.longs[:, rows] = upload(torch.tensor(longs), self.device)
         floats = [(x.temperature, x.top_p, x.min_p, x.typical_p, x.repetition_penalty, x.presence_penalty, x.frequency_penalty) for x in p]
-        top_k = torch.tensor([[x.top_k for x in p]], dtype=torch.int32)
-        self.words[:, rows] = upload(torch.cat((torch.tensor(floats, dtype=torch.float32).T.contiguous().view(torch.int32), top_k)), self.device)
+        ints = torch.tensor([[x.top_k for x in p], [r.slot for r in requests]], dtype=torch.int32)
+        self.words[:, rows] = upload(torch.cat((torch.tensor(floats, dtype=torch.float32).T.contiguous().view(torch.int32), ints)), self.device)
         self.page_table[rows] = upload(_table([r.pages.pages for r in requests], self.page_table.shape[1]), self.device)
         if self.output is not None:
             self.output[rows] = self._counts([r.tokens for r in requests])
             self.prompt[rows] = self._counts([r.prompt for r in requests])
         if self.mask is not None:
             self.mask[rows] = -1
+        if self.history is not None:
+            width = max(map(len, known))
+            self.history[rows, :width] = upload(torch.tensor([k + [0] * (width - len(k)) for k in known], dtype=torch.int32), self.device)
         if self.bias_ids is not None:
             self._load_bias(rows, requests)
 
@@ -166,7 +187,7 @@ class State:
             tensor[rows] = upload(source, self.device)
 
 
-OPTIONAL = ("output", "prompt", "bias_ids", "bias_values", "bias_until", "mask")
+OPTIONAL = ("output", "prompt", "bias_ids", "bias_values", "bias_until", "mask", "history")
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:

@@ -65,6 +65,12 @@ class Tokenizer:
         ids = self._backend.encode(text, add_special_tokens=False).ids
         return [self._bos, *ids] if special and self._bos is not None else ids
 
+    def frame(self, text: str, longest: int) -> list[int]:
+        """Token ids of `text` with all that an encoder is trained to have around it ([CLS] text [SEP]), at most `longest`: the end of the text is cut off."""
+        ids = self._backend.encode(text).ids
+        around = self._backend.num_special_tokens_to_add(False)
+        return ids if len(ids) <= longest else ids[: longest - around + 1] + ids[len(ids) - around + 1 :]
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=True)

@@ -18,6 +18,7 @@ from onchip.kernels.fused import (
     hadamard,
     logits,
     logprobs,
+    low_rank,
     mlp,
     norm,
     norm_backward,
@@ -297,3 +298,24 @@ def test_denoise(arch):
     signature |= {"table_ptr": "*fp32", "step_ptr": "*i64", "state_ptr": "*i64", "elements": "i32", "guidance": "fp32", "clip": "fp32"}
     constexprs = {"GUIDED": True, "CLIPPED": True, "NOISY": True, "BLOCK": denoise.BLOCK}
     check(compile_for(denoise._denoise, signature, constexprs, arch, denoise.WARPS, aligned=("elements",)), arch)
+
+
+@everywhere
+@pytest.mark.parametrize(("rows", "rank", "dtype"), [(64, 16, BF16), (4096, 64, FP16), (16, 128, FP32), (4096, 256, BF16)])
+def test_low_rank(rows, rank, dtype, arch):
+    tiles = low_rank.configs(Rows("low_rank", rows, 6144, dtype, f"from 4096 rank {rank} parts 4096+1024+1024 of 8"), GPUS[arch])[0]
+    types = dict.fromkeys(("x_ptr", "a_ptr", "b_ptr", "y_ptr"), POINTER[dtype]) | {
+        "t_ptr": "*fp32",
+        "order_ptr": "*i64",
+        "starts_ptr": "*i32",
+        "ends_ptr": "*i32",
+    }
+    (m, columns, shares, warps), (expand_m, block_n, block_r, expand_warps) = tiles
+    shrink = {"RANK": rank, "BLOCK_M": m, "BLOCK_K": columns}
+    expand = {"SHARES": shares, "BLOCK_M": expand_m, "BLOCK_N": block_n, "BLOCK_R": block_r}
+    for kernel, sizes, threads in ((low_rank._shrink, shrink, warps), (low_rank._expand, expand, expand_warps)):
+        sizes["ADAPTERS"] = 8
+        signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in sizes}
+        facts = compile_for(kernel, signature, sizes, arch, threads, aligned=("width", "rank", "x_stride", "y_stride", "each"))
+        assert facts.spills == 0 and facts.shared <= (99 if arch.startswith("sm") else 64) << 10
+        assert facts.vector_loads or "cp.async.cg" in facts.ptx  # both are 16 bytes at a time
