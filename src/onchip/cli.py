@@ -275,6 +275,7 @@ def _typical() -> list:
         Rows("hadamard", 4096, 4096, bf16),
         *(Rows(op, 291, 8 << 30, bf16, words) for op, words in (("adamw", "fp32 moments"), ("grad_norm", ""))),
         Rows("denoise", 2, 16384, bf16, "second guided"),
+        Rows("low_rank", 64, 4096, bf16, "from 4096 rank 16 parts 4096 of 8"),
         *(Rows(op, 4096, 4096, bf16) for op in ("softmax", "softmax_backward")),
         *(Rows(f"{op}{way}", 8192, 128256, bf16) for op in ("cross_entropy", "divergence") for way in ("", "_backward")),
         *(Rows(op, 8192, 128256, bf16) for op in ("cross_entropy_in_place", "scale")),
