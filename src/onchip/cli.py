@@ -358,7 +358,7 @@ def _typical() -> list:
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="attention, decode, backward, mods, gym, sdpa, generate, dispatch, rows, block, io or quality")],
+    suite: Annotated[str, typer.Argument(help="attention, decode, backward, mods, gym, sdpa, generate, serve, dispatch, rows, block, io or quality")],
     only: Annotated[str, typer.Option(help="rows whose Problem or plot contains this text")] = "",
     out: Annotated[Path, typer.Option(help="folder of the results")] = Path("benchmarks/results"),
     device: Device = None,

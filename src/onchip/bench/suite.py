@@ -114,7 +114,7 @@ class Row:
 def rows(suite: str, device: torch.device, quick: bool = False, only: str = "") -> list[Row]:
     """The rows of a suite for this kind of device, of those with `only` in the name of their plot or problem; ValueError when there is no such suite."""
     if suite not in SUITES:
-        raise ValueError(f"no suite named {suite!r}; the suites are {', '.join(SUITES)} and quality")
+        raise ValueError(f"no suite named {suite!r}; the suites are {', '.join(SUITES)}, quality and serve")
     return [row for row in SUITES[suite](device, quick) if only.lower() in f"{row.group} {row.problem}".lower()]
 
 
