@@ -124,7 +124,8 @@ def _summary(llm: "onchip.LLM") -> Table:
     )
     table.add_column("what")
     table.add_column("measured", justify="right")
-    table.add_row("prefill", f"{s.prompt_tokens / s.prefill_seconds:,.0f} tokens/s ({s.prompt_tokens} tokens)")
+    computed = s.prompt_tokens - s.cached_tokens
+    table.add_row("prefill", f"{computed / s.prefill_seconds:,.0f} tokens/s ({computed} tokens)")
     table.add_row("decode", f"{s.decoded_tokens / s.decode_seconds:,.1f} tokens/s ({s.decoded_tokens} tokens)" if s.decoded_tokens else "none")
     table.add_row("time to first token", f"{s.first_token_seconds * 1e3:,.0f} ms")
     table.add_row("KV memory", f"{s.cache_bytes / 2**20:,.1f} MiB of {(llm.pool.k.nbytes + llm.pool.v.nbytes) / 2**20:,.0f} MiB")

@@ -89,9 +89,10 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, work: list[Work]) -> Launched:
-        """Start a step. The state is written only where the batch or its pages changed; nothing is looked at where the work is that of the last step."""
+        """Start a step. The state is written only where the batch or its pages changed; where the work is that of the last step, who runs is not looked at."""
         prompts: list[tuple] = []
         if work is self._work:
+            self._grow()
             drawn, kind = self._decode(), "decode"
         else:
             kept = self._seat([w.request for w in work if w.last])
@@ -134,13 +135,17 @@ class Runner:
             self._asked, self.rows, self._pages = requests, rows + new, pages + [len(r.pages.pages) for r in new]
         else:
             kept = len(requests)
+        self._grow()
+        return kept
+
+    def _grow(self) -> None:
+        """Pages that sequences got since the last step."""
         grown = [i for i, (request, had) in enumerate(zip(self.rows, self._pages, strict=True)) if len(request.pages.pages) != had]
         if grown:
             new = [(i, column, page) for i in grown for column, page in enumerate(self.rows[i].pages.pages[self._pages[i] :], self._pages[i])]
             self.state.grow(*map(list, zip(*new, strict=True)))
             for i in grown:
                 self._pages[i] = len(self.rows[i].pages.pages)
-        return kept
 
     # ---- the two kinds of a step
 

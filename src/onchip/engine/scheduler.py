@@ -73,8 +73,8 @@ class Scheduler:
         self._orders = itertools.count()
         self._held: dict[Request, list[Request]] = {}  # samples that wait for the first of their prompt
         self._stuck: Request | None = None  # the first that waits, for which there was no room when it was looked for last
-        self._steady: list[Work] = []  # the last plan, where it holds for `_calm` steps more unless somebody comes or goes
-        self._calm = 0
+        self._steady: list[Work] = []  # the last plan, where it may hold for the next step: nobody came or went since
+        self._calm = 0  # for how many steps it holds for certain
 
     # ---- in and out
 
@@ -82,7 +82,7 @@ class Scheduler:
         """Queue the samples of a prompt: the first at once, the others when the first one's prompt is computed."""
         for request in requests:
             request.order = next(self._orders)
-        self._calm = 0
+        self._steady, self._calm = [], 0
         for first in requests[:1]:
             self._held[first] = list(requests[1:])
             bisect.insort(self.waiting, first, key=Request.rank.fget)
@@ -115,7 +115,7 @@ class Scheduler:
 
     def _stirred(self) -> None:
         """Who runs, or what pages are free, has changed."""
-        self._stuck, self._calm = None, 0
+        self._stuck, self._steady, self._calm = None, [], 0
 
     # ---- a step
 
@@ -124,15 +124,15 @@ class Scheduler:
         if self._calm:
             self._calm -= 1
             return self._steady
+        if self._steady and self._holds():
+            return self._steady
         self._make_way()
         work: list[Work] = []
         chunks = self.budget - len(self.running)  # tokens left for prompts
         for request in list(self.running):
             left = request.left
-            if (
-                not left or not request.pages.pages or (left > 1 and chunks < 1)
-            ):  # its last token is on its way, it has just been preempted, or it is not its turn
-                continue
+            if not left or not request.pages.pages or (left > 1 and chunks < 1):
+                continue  # its last token is on its way, it has just been preempted, or it is not its turn
             count = self._count(request, left, chunks + 1)
             if count and self._grown(request, count):
                 chunks -= count - 1
@@ -141,9 +141,28 @@ class Scheduler:
         prompts = [w for w in work if w.prompt]
         if prompts and self.apart:
             return prompts
-        if work and not prompts and (not self.waiting or self.waiting[0] is self._stuck):
-            self._steady, self._calm = work, min(self._alike(w.request) for w in work)
+        still = work and not prompts and (not self.waiting or self.waiting[0] is self._stuck)
+        self._steady = work if still else []
+        if still:
+            self._holds()
         return work
+
+    def _holds(self) -> bool:
+        """Whether the last plan, of requests that decode, holds for this step, now that who had filled its pages has more; and for how many after it."""
+        calm, each, page = AHEAD, self.drafted + 1, self.pool.page
+        for request, _, _ in self._steady:
+            tokens = request.limit - len(request.tokens) - request.pending
+            pages = request.pages
+            room = len(pages.pages) * page - pages.length - self.drafted * request.pending
+            if room < each:
+                if not self._grown(request, 1) or not self._steady:  # somebody had to give way
+                    return False
+                room = len(pages.pages) * page - pages.length - self.drafted * request.pending
+            if tokens < 1:  # its last one is on its way
+                return False
+            calm = min(calm, room, tokens)
+        self._calm = max(0, calm // each - 1)
+        return True
 
     def _count(self, request: Request, left: int, most: int) -> int:
         """Tokens of the next chunk, of the `left` that are to be computed; 0 where it has to be a whole one and `most` are fewer."""
@@ -151,13 +170,6 @@ class Scheduler:
             return min(left, most)
         whole = min(left, self.chunk - request.pages.length % self.chunk)
         return whole if whole <= most else 0
-
-    def _alike(self, request: Request) -> int:
-        """For how many steps after this one a request that decodes needs one token more and no page."""
-        pages, each = request.pages, self.drafted + 1
-        room = len(pages.pages) * self.pool.page - pages.length - self.drafted * request.pending
-        tokens = request.limit - len(request.tokens) - request.pending
-        return max(0, min(room, tokens) // each - 1)
 
     def _make_way(self) -> None:
         """Let requests of less priority than the first that waits wait themselves, until it fits."""
