@@ -202,7 +202,7 @@ def waiting() -> Iterator[list[float]]:
     """[seconds that the host has waited for the device's results]: counts as long as the context lasts."""
     waited, wait = [0.0], Launched.wait
 
-    def timed(launched: Launched) -> list[int]:
+    def timed(launched: Launched):
         start = time.perf_counter()
         if launched.done is not None:
             launched.done.synchronize()
