@@ -4,8 +4,9 @@
     dx = y (dy - sum dy y) / temperature,  of the logarithm (dy - exp(y) sum dy) / temperature
 
 A program holds a few whole rows in registers: each is read once and written once (backward: two reads, one write), which is the floor. A row too wide
-for that is held by several programs, which meet to add up their sums (`meeting.py`): once as well. Rows of more pieces than there are multiprocessors go
-through each program in turn, twice, the second time from the end. A mask is read where it lies, by up to three strides of rows; what a mask of bools hides may be NaN.
+for that is held by several programs, which meet to add up their sums (`meeting.py`): once as well. A row of more pieces than there are
+multiprocessors goes through them twice, the second time from the end. A mask is read where it lies, by up to three strides of rows; what a mask of bools
+hides may be NaN.
 """
 
 from typing import NamedTuple
@@ -74,7 +75,7 @@ def _normal(z, base, total, LOG: tl.constexpr, DTYPE: tl.constexpr):
     if LOG:
         return tl.where(total == 0, float("-inf"), z - base - tl.log(total)).to(DTYPE)
     some = tl.where(total == 0, 1.0, total)  # then every exponential is 0
-    if DTYPE == tl.float32:
+    if tl.float32 == DTYPE:
         return tl.math.div_rn(tl.exp(z - base), some + tl.zeros_like(z))
     return (tl.exp(z - base) * tl.math.div_rn(tl.full(some.shape, 1.0, tl.float32), some)).to(DTYPE)  # a division is ten instructions, as much as all others
 
