@@ -4,8 +4,8 @@
     beta = 0: D(p, q);   beta = 1: D(q, p);   between: beta D(p, m) + (1 - beta) D(q, m)            (GKD; Agarwal et al., 2023)
     dz = q - p;          q (log q - log p - D(q, p));   (1 - beta) q (log q - log m - D(q, m));     each by g / T
 
-Forward: one program a row. Both rows go through it in pieces twice, first for their sums of exponentials, then for the divergence, from their ends, where
-L2 has the last pieces. Each thread has maxima and sums of its own. Backward: a program takes a piece of a row; two reads and one write, the floor.
+Forward: the programs of a row hold a piece of both each, and meet to add up their sums of exponentials (`meeting.py`); the last to be done adds up the
+divergence. Each row is read once. Backward: a program takes a piece of a row; two reads and one write, the floor.
 Rows that do not count are not read.
 """
 
@@ -18,14 +18,14 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Rows
+from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, held, last, phases, wait
 
-# Bytes of each row that a program takes at a time, and a thread. 32 bytes a thread spill in the forward pass.
-PIECE = {"divergence": 8192, "divergence_backward": 4096}
-THREAD = 16
+# Bytes of each row that a program has, and of a thread.
+PIECE = {"divergence": (8192, 32), "divergence_backward": (4096, 16)}
 
 
 class Tiles(NamedTuple):
-    """How much of both rows a program takes at a time."""
+    """How much of both rows a program takes."""
 
     block: int
     warps: int
@@ -38,19 +38,20 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _more(x, inverse, m, s, LANES: tl.constexpr, LANE: tl.constexpr):
-    """The maxima and sums of lanes with logits x [BLOCK] added."""
-    z = (x.to(tl.float32) * inverse).reshape(LANES, LANE)
-    top = tl.maximum(m, tl.max(z, 1))
-    base = tl.where(top == float("-inf"), 0.0, top)
-    return top, s * tl.exp(m - base) + tl.sum(tl.exp(z - base[:, None]), 1)
+def _store_sums(part_ptr, z):
+    """The maximum of a piece, and the sum of exp(z - it)."""
+    top = tl.max(z)
+    tl.store(part_ptr, top)
+    tl.store(part_ptr + 1, tl.sum(tl.exp(z - tl.where(top == float("-inf"), 0.0, top))))
 
 
 @triton.jit
-def _top_and_log_sum(m, s):
-    top = tl.max(m)
+def _top_and_log_sum(part_ptr, there):
+    """Of the row, from the sums of its pieces."""
+    tops, sums = tl.load(part_ptr, mask=there, other=float("-inf")), tl.load(part_ptr + 1, mask=there, other=0.0)
+    top = tl.max(tops)
     base = tl.where(top == float("-inf"), 0.0, top)
-    return base, tl.log(tl.sum(s * tl.exp(m - base)))
+    return base, tl.log(tl.sum(sums * tl.exp(tops - base)))
 
 
 @triton.jit
@@ -68,45 +69,52 @@ def _mixture(log_q, log_p, log_1_beta, log_beta, KIND: tl.constexpr):
 
 @triton.jit
 def _forward(
-    student_ptr, teacher_ptr, counts_ptr, stats_ptr, tokens, width, student_stride, teacher_stride, inverse, beta, log_1_beta, log_beta,
-    KIND: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
+    student_ptr, teacher_ptr, counts_ptr, stats_ptr, parts_ptr, arrivals_ptr, tokens, width, pieces, student_stride, teacher_stride, inverse, beta,
+    log_1_beta, log_beta, KIND: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    student_ptr += row * student_stride
-    teacher_ptr += row * teacher_stride
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    piece = tl.program_id(0) % pieces
     counted = tl.full([], 1, tl.int32)
     if counts_ptr is not None:
         counted = tl.load(counts_ptr + row).to(tl.int32)
-    LANES: tl.constexpr = BLOCK // LANE
-    top_q, top_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
-    more_q, more_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
-    of_q, of_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
-    if counted != 0:
-        m_q, m_p = tl.full([LANES], float("-inf"), tl.float32), tl.full([LANES], float("-inf"), tl.float32)
-        s_q, s_p = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
-        pieces = tl.cdiv(width, BLOCK)
-        for piece in range(pieces):
-            col = piece * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(student_ptr + col, mask=col < width, other=float("-inf"))
-            y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
-            m_q, s_q = _more(x, inverse, m_q, s_q, LANES, LANE)
-            m_p, s_p = _more(y, inverse, m_p, s_p, LANES, LANE)
-        top_q, more_q = _top_and_log_sum(m_q, s_q)
-        top_p, more_p = _top_and_log_sum(m_p, s_p)
-        sum_q, sum_p = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
-        for piece in range(pieces):
-            col = (pieces - 1 - piece) * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(student_ptr + col, mask=col < width, other=float("-inf"))
-            y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
+    if counted == 0:
+        if piece == 0:
+            _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    else:
+        col = piece * BLOCK + tl.arange(0, BLOCK)
+        part, there = tl.arange(0, PIECES), tl.arange(0, PIECES) < pieces
+        part_ptr = parts_ptr + row * pieces * 6
+        x = tl.load(student_ptr + row * student_stride + col, mask=col < width, other=float("-inf"))
+        y = tl.load(teacher_ptr + row * teacher_stride + col, mask=col < width, other=float("-inf"))
+        if PHASE != SECOND:
+            _store_sums(part_ptr + 6 * piece, x.to(tl.float32) * inverse)
+            _store_sums(part_ptr + 6 * piece + 2, y.to(tl.float32) * inverse)
+        if PHASE == BOTH:
+            arrive(arrivals_ptr + row)
+            wait(arrivals_ptr + row, pieces)
+            x, y = held(x, PHASE), held(y, PHASE)
+        if PHASE != FIRST:
+            top_q, more_q = _top_and_log_sum(part_ptr + 6 * part, there)
+            top_p, more_p = _top_and_log_sum(part_ptr + 6 * part + 2, there)
             log_q, log_p = x.to(tl.float32) * inverse - top_q - more_q, y.to(tl.float32) * inverse - top_p - more_p
             log_m = _mixture(log_q, log_p, log_1_beta, log_beta, KIND)
             q, p = tl.exp(log_q), tl.exp(log_p)
             if KIND != 0:
-                sum_q += tl.sum(tl.where(q == 0, 0.0, q * (log_q - log_m)).reshape(LANES, LANE), 1)
+                tl.store(part_ptr + 6 * piece + 4, tl.sum(tl.where(q == 0, 0.0, q * (log_q - log_m))))
             if KIND != 1:
-                sum_p += tl.sum(tl.where(p == 0, 0.0, p * (log_p - log_m)).reshape(LANES, LANE), 1)
-        of_q, of_p = tl.sum(sum_q), tl.sum(sum_p)
-    loss = of_p if KIND == 0 else of_q if KIND == 1 else beta * of_p + (1 - beta) * of_q
+                tl.store(part_ptr + 6 * piece + 5, tl.sum(tl.where(p == 0, 0.0, p * (log_p - log_m))))
+            if last(arrivals_ptr + tokens + row, pieces):
+                of_q, of_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+                if KIND != 0:
+                    of_q = tl.sum(tl.load(part_ptr + 6 * part + 4, mask=there, other=0.0))
+                if KIND != 1:
+                    of_p = tl.sum(tl.load(part_ptr + 6 * part + 5, mask=there, other=0.0))
+                loss = of_p if KIND == 0 else of_q if KIND == 1 else beta * of_p + (1 - beta) * of_q
+                _store_figures(stats_ptr, tokens, row, top_q, more_q, top_p, more_p, loss, of_q)
+
+
+@triton.jit
+def _store_figures(stats_ptr, tokens, row, top_q, more_q, top_p, more_p, loss, of_q):
     tl.store(stats_ptr + row, top_q)
     tl.store(stats_ptr + tokens + row, more_q)
     tl.store(stats_ptr + 2 * tokens + row, top_p)
@@ -148,10 +156,12 @@ def _backward(
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """A whole narrow row, or a piece of a wide one."""
-    size = problem.dtype.itemsize
-    block = min(PIECE[problem.op] // size, max(128, triton.next_power_of_2(problem.width)))
-    return [Tiles(block, max(1, block * size // (32 * THREAD)))]
+    """A whole narrow row, or a piece of a wide one; forward, of no more programs a row than there are multiprocessors."""
+    size, (most, thread) = problem.dtype.itemsize, PIECE[problem.op]
+    while problem.op == "divergence" and triton.cdiv(problem.width * size, most) > device.sms:
+        most *= 2
+    block = min(most // size, max(128, triton.next_power_of_2(problem.width)))
+    return [Tiles(block, max(1, block * size // (32 * thread)))]
 
 
 def _mixed(beta: float) -> tuple[tuple[float, float, float], int]:
@@ -172,24 +182,32 @@ def launch(
 ) -> torch.Tensor:
     """Float32 [6, rows]: of the student's logits and of the teacher's the maximum and logsumexp less that, the divergence, D(q, m)."""
     student, teacher = (t if t.stride(1) == 1 else t.contiguous() for t in (student, teacher))
-    stats = torch.empty((6, problem.rows), dtype=torch.float32, device=student.device)
+    device, pieces = student.device, triton.cdiv(problem.width, config.block)
+    stats = torch.empty((6, problem.rows), dtype=torch.float32, device=device)
+    parts = torch.empty(problem.rows * pieces * 6, dtype=torch.float32, device=device)
+    arrivals = torch.zeros(2 * problem.rows, dtype=torch.int32, device=device)
     numbers, kind = _mixed(beta)
-    _forward[(problem.rows,)](
-        student,
-        teacher,
-        _bytes(counts),
-        stats,
-        problem.rows,
-        problem.width,
-        student.stride(0),
-        teacher.stride(0),
-        1 / temperature,
-        *numbers,
-        KIND=kind,
-        LANE=16 // student.element_size(),
-        BLOCK=config.block,
-        num_warps=config.warps,
-    )
+    for phase in phases(student):
+        _forward[(problem.rows * pieces,)](
+            student,
+            teacher,
+            _bytes(counts),
+            stats,
+            parts,
+            arrivals,
+            problem.rows,
+            problem.width,
+            pieces,
+            student.stride(0),
+            teacher.stride(0),
+            1 / temperature,
+            *numbers,
+            KIND=kind,
+            PIECES=triton.next_power_of_2(pieces),
+            BLOCK=config.block,
+            PHASE=phase,
+            num_warps=config.warps,
+        )
     return stats
 
 
