@@ -36,10 +36,14 @@ from onchip.kernels.fused.vocabulary import (
     listed,
     marks_of,
     maxima_of,
+    nth,
     number,
+    ordered,
+    told,
     weight,
 )
 
+SPARE = tl.constexpr(128)  # maxima that may reach the bound of top-k: half of what fits in registers
 MOST_NOISE = tl.constexpr(17.0)  # -log(-log(1 - 2^-24)) is 16.64
 
 # ---- device
@@ -116,6 +120,37 @@ def _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, 
 
 
 @triton.jit
+def _few(
+    row_ptr, list_ptr, count, vocab, bound, least, mass, largest, temperature, top_k, top_p, typical, seed, step, by_count,
+    BITS: tl.constexpr, MARKS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(token, floor, middle, reach, weight of what is kept) where all listed entries fit in registers: read once, then each narrowing pass is a sum."""
+    inverse = tl.div_rn(1.0, temperature)
+    group, index = listed(list_ptr, 0, count, vocab, GROUP, TILE)
+    x = entries(row_ptr, index, vocab)
+    values = tl.reshape(x, [1, TILE, 1])
+    weights = tl.where(tl.reshape(index, [1, TILE, 1]) < vocab, weight(values, largest, inverse), 0.0)
+    floor, middle, reach = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)
+    if by_count:
+        floor = nth(values, tl.full(values.shape, 1.0, tl.float32), bound, largest, top_k, 0.0, BITS, MARKS)
+        mass = tl.sum(tl.where(values >= floor, weights, 0.0))
+        bound = floor
+    if top_p < 1:
+        floor = nth(values, weights, bound, largest, top_p * mass, 0.0, BITS, MARKS)
+    floor = tl.maximum(floor, least)
+    weights = tl.where(values >= floor, weights, 0.0)
+    mass = tl.sum(weights)
+    if typical < 1:
+        middle = largest + tl.sum(tl.where(weights > 0, weights * tl.where(values >= largest, 0.0, values - largest), 0.0)) / mass
+        most = -tl.maximum(_distance(largest, middle), _distance(tl.maximum(floor, -3e38), middle))
+        reach = -nth(-_distance(values, middle), weights, most, tl.full([], 0.0, tl.float32), typical * mass, 0.0, 0, MARKS)
+        mass = tl.sum(tl.where(_distance(values, middle) <= reach, weights, 0.0))
+    score = x * inverse + gumbel(seed, step, group * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, None, :], 0)
+    best, token = told(tl.max(ordered(tl.where((x >= floor) & (_distance(x, middle) <= reach), score, float("-inf")), index)))
+    return tl.where(best > float("-inf"), token, 0), floor, middle, reach, mass
+
+
+@triton.jit
 def _first(slices_ptr, row, slices, SLICES: tl.constexpr):
     """The token that the survey drew."""
     part = tl.arange(0, SLICES)
@@ -162,21 +197,25 @@ def _draw(
     inverse = tl.div_rn(1.0, tl.where(hot, temperature, 1.0))
     mass = tl.sum(tl.where(there, tl.load(slice_ptr + 1, mask=there, other=0.0) * weight(tops, largest, inverse), 0.0))  # of no use to a greedy row
     floor, middle, reach = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)
+    maxima = maxima_of(maxima_ptr, row, groups, GROUPS)  # on its way while it is found out whether they are of use
     by_count = (top_k > 0) & (top_k < vocab)
     if hot & (by_count | (top_p < 1) | (min_p > 0) | (typical < 1)):
-        maxima = maxima_of(maxima_ptr, row, groups, GROUPS)
         least = tl.where(min_p > 0, largest + temperature * tl.log(min_p), float("-inf"))
         bound = tl.full([], float("-inf"), tl.float32)
         if by_count:  # before min-p: top-p is of what top-k keeps
-            bound = bound_of_count(maxima, top_k, BITS, MARKS)
+            bound = bound_of_count(maxima, top_k, SPARE, BITS, MARKS)
         elif top_p < 1:
             bound = tl.maximum(least, bound_of_mass(maxima, largest, inverse, top_p * mass, BITS, MARKS))
         else:
             bound = least
         count = list_groups(list_ptr, maxima, bound, groups)
         seed, step = tl.load(seed_ptr + row), tl.load(step_ptr + row)
-        flat = (top_p < 1) & (typical >= 1) & (count > TILE // GROUP) & (limits_ptr is None)
-        if flat & (by_count == 0):  # most of what is drawn is kept: draw from all, and from what is larger if it is not
+        if count <= TILE // GROUP:
+            token, floor, middle, reach, mass = _few(
+                row_ptr, list_ptr, count, vocab, bound, least, mass, largest, temperature, top_k, top_p, typical, seed, step, by_count, BITS, MARKS, GROUP, TILE
+            )  # fmt: skip
+        elif (top_p < 1) & (typical >= 1) & (by_count == 0) & (limits_ptr is None):
+            # most of what is drawn is kept: draw from all, and from what is larger if it is not
             token = _first(slices_ptr, row, slices, SLICES)
             drawn = tl.load(row_ptr + token).to(tl.float32)
             drawn = tl.where(drawn == drawn, drawn, float("-inf"))
@@ -202,8 +241,8 @@ def _draw(
                 need, nearest = typical * mass, tl.full([], 0.0, tl.float32)
                 reach = -_threshold(row_ptr, list_ptr, count, vocab, floor, most, nearest, need, middle, largest, inverse, "near", 0, MARKS, GROUP, TILE)
             token = _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP, TILE)
-        if limits_ptr is not None:
-            mass = _kept(row_ptr, list_ptr, count, vocab, floor, middle, reach, largest, inverse, GROUP, TILE)
+            if limits_ptr is not None:
+                mass = _kept(row_ptr, list_ptr, count, vocab, floor, middle, reach, largest, inverse, GROUP, TILE)
     else:
         token = _first(slices_ptr, row, slices, SLICES)
     tl.store(tokens_ptr + row, token.to(tl.int64))

@@ -80,15 +80,32 @@ def marks_of(low, high, BITS: tl.constexpr, MARKS: tl.constexpr):
 
 
 @triton.jit
-def nth(values, weights, low, high, need, BITS: tl.constexpr, MARKS: tl.constexpr):
-    """The largest of the logits from image `low` to `high` such that the `values` [1, N, 1] from it up weigh `need`; `low` where none does."""
-    while low < high:
+def nth(values, weights, low, high, need, spare, BITS: tl.constexpr, MARKS: tl.constexpr):
+    """The largest of the logits from `low` to `high` such that the `values` [1, N, 1] from it up weigh `need`; `low` where none does. Or a smaller one from
+    which on they weigh no more than `spare`: that is narrowed no further."""
+    low, high = image(low).to(tl.int64) >> BITS, image(high).to(tl.int64) >> BITS
+    most = tl.full([], float("inf"), tl.float32)
+    while (low < high) & (most > spare):
         step, marks = marks_of(low, high, BITS, MARKS)
         total = tl.sum(tl.where(values >= marks, weights, 0.0), 1, keep_dims=True)
         enough = tl.sum((total >= need).to(tl.int64))
+        most = tl.minimum(most, tl.min(tl.where(total >= need, total, float("inf"))))
         high = tl.minimum(high, low + step * (enough + 1) - 1)
         low = tl.minimum(high, low + step * enough)
-    return number((low << BITS).to(tl.int32))
+    found = number((low << BITS).to(tl.int32))
+    return tl.where(found == found, found, float("-inf"))  # the image of -inf without its low bits is a NaN's
+
+
+@triton.jit
+def ordered(x, index):
+    """Keys, int64, in order of x, of equal ones (0 and -0 are) those of lower indices first."""
+    return (image(x + 0.0).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def told(key):
+    """(x, index) of a key."""
+    return number((key >> 32).to(tl.int32)), 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -99,15 +116,14 @@ def maxima_of(maxima_ptr, row, groups, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def bound_of_count(maxima, count, BITS: tl.constexpr, MARKS: tl.constexpr):
-    """A logit that at least `count` entries reach, -inf where the maxima of 4 groups each do not prove one."""
+def bound_of_count(maxima, count, spare, BITS: tl.constexpr, MARKS: tl.constexpr):
+    """A logit that at least `count` entries reach, -inf where the maxima of 4 groups each do not prove one. It is looked for until `spare` of them do."""
     coarse = tl.max(tl.reshape(maxima, [1, maxima.shape[1] // 4, 4]), 2, keep_dims=True)
     there = coarse > float("-inf")
     bound = tl.full([], float("-inf"), tl.float32)
     if tl.sum(there.to(tl.int32)) >= count:
-        low = image(tl.min(tl.where(there, coarse, float("inf")))).to(tl.int64) >> BITS
-        high = image(tl.max(coarse)).to(tl.int64) >> BITS
-        bound = nth(coarse, tl.full(coarse.shape, 1.0, tl.float32), low, high, count, BITS, MARKS)
+        low = tl.min(tl.where(there, coarse, float("inf")))
+        bound = nth(coarse, tl.full(coarse.shape, 1.0, tl.float32), low, tl.max(coarse), count, spare, BITS, MARKS)
     return bound
 
 
@@ -118,9 +134,8 @@ def bound_of_mass(maxima, largest, inverse, need, BITS: tl.constexpr, MARKS: tl.
     need = need * (1 + 2**-16)  # the two sums are rounded apart
     least = tl.maximum(largest - tl.div_rn(16.0, inverse), -3e38)
     bound = tl.full([], float("-inf"), tl.float32)
-    low = image(least).to(tl.int64) >> BITS
-    if tl.sum(tl.where(maxima >= number((low << BITS).to(tl.int32)), weights, 0.0)) >= need:
-        bound = nth(maxima, weights, low, image(largest).to(tl.int64) >> BITS, need, BITS, MARKS)
+    if tl.sum(tl.where(maxima >= number(image(least) >> BITS << BITS), weights, 0.0)) >= need:
+        bound = nth(maxima, weights, least, largest, need, 0.0, BITS, MARKS)
     return bound
 
 
