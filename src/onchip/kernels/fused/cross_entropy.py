@@ -21,12 +21,13 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Rows
 from onchip.kernels.curves import tanh
-from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, held, phases, wait
+from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
 
 # Bytes of a row that a program takes at a time, and a thread: 16-byte loads.
-PIECE = 16384, 32  # forward; the next piece is on its way: 16 to 32 KiB in flight a program, of which a multiprocessor has two or three
-IN_PLACE = 16384, 64
-BACKWARD = 8192, 32
+PIECE = 8192, 32  # forward; the next piece is on its way: 16 KiB in flight a program, of which a multiprocessor has six
+IN_PLACE = 8192, 64
+BACKWARD = 8192, 64
+WORDS = tl.constexpr(4)  # that a program tells the others of its row, in place
 SCALING = 1 << 12  # programs at most: all of 2^18 that had nothing to scale would take as long as 100 us
 
 
@@ -143,20 +144,24 @@ def _of_target(row_ptr, weights_ptr, target, first, vocab, width, inverse, cap, 
 
 
 @triton.jit
-def _coefficients(target, vocab, g, g_entropy, lse, entropy, weight, smoothing, z_loss, total):
-    """(of p, of -p log p, of p - 1 at the target, of minus the class weights) in dz; NaN where the target is no class."""
+def _factors(target, vocab, g, g_entropy, lse, entropy, weight, smoothing, z_loss, total):
+    """(of p, of -p log p, of p - 1 at the target, of p times the sum of class weights minus them, that sum) in dz; NaN where the target is no class."""
     weight = tl.where((target >= 0) & (target < vocab), weight, float("nan"))
-    of_target = g * (1 - smoothing) * weight
-    of_weights = g * smoothing / vocab
-    return of_weights * total + 2 * z_loss * g * lse - g_entropy * entropy, g_entropy, of_target, of_weights
+    return 2 * z_loss * g * lse - g_entropy * entropy, g_entropy, g * (1 - smoothing) * weight, g * smoothing / vocab, total
 
 
 @triton.jit
-def _gradient(x, col, width, weights_ptr, top, log_sum, of_p, of_plogp, of_target, of_weights, inverse, temperature, cap, TARGET: tl.constexpr,
-              CAPPED: tl.constexpr, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
-    """The gradient of logits x in columns col, of the target's alone or of none that is, float32; the factors are by the temperature."""
+def _gradient(
+    x, col, width, weights_ptr, lse, factors, form, TARGET: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr
+):  # fmt: skip
+    """The gradient of logits x in columns col, of the target's alone or of none that is, float32.
+
+    lse: as two summands; factors: by the temperature; form: 1 / temperature, temperature, cap.
+    """
+    of_p, of_plogp, of_target, of_weights, total = factors
+    inverse, temperature, cap = form
     z = _logits(x, inverse, cap, CAPPED)
-    log_p = z - top - log_sum
+    log_p = z - lse[0] - lse[1]
     p = tl.exp(log_p)
     d = p * of_p + of_target * (p - 1) if TARGET else p * (of_p + of_target)  # a sum of p's factors would cancel where the target's p is near 1
     if ENTROPY:
@@ -165,7 +170,7 @@ def _gradient(x, col, width, weights_ptr, top, log_sum, of_p, of_plogp, of_targe
         w = 1.0
         if weights_ptr is not None:
             w = tl.load(weights_ptr + col, mask=col < width, other=0.0)
-        d -= w * of_weights
+        d += of_weights * (p * total - w)
     if CAPPED:
         u = z * temperature / cap
         d = d * (1 - u * u)
@@ -173,8 +178,10 @@ def _gradient(x, col, width, weights_ptr, top, log_sum, of_p, of_plogp, of_targe
 
 
 @triton.jit
-def _store_gradient(x, start, local, row_ptr, out_ptr, width, weights_ptr, top, log_sum, of_p, of_plogp, of_target, of_weights, inverse, temperature, cap,
-                    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _store_gradient(
+    x, start, local, row_ptr, out_ptr, width, weights_ptr, lse, factors, form,
+    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """That of a row's columns from `start` on. The target's is stored over: to look for its column in every element cost a third of all instructions."""
     here = (local >= start) & (local < start + BLOCK)
     target = tl.zeros([], row_ptr.dtype.element_ty)
@@ -182,11 +189,10 @@ def _store_gradient(x, start, local, row_ptr, out_ptr, width, weights_ptr, top, 
         target = tl.load(row_ptr + local)
         tl.debug_barrier()  # until every thread has it: `out` may be the logits
     col = start + tl.arange(0, BLOCK)
-    d = _gradient(x, col, width, weights_ptr, top, log_sum, of_p, of_plogp, of_target, of_weights, inverse, temperature, cap, False, CAPPED, ENTROPY, SMOOTH)
+    d = _gradient(x, col, width, weights_ptr, lse, factors, form, False, CAPPED, ENTROPY, SMOOTH)
     tl.store(out_ptr + col, d.to(out_ptr.dtype.element_ty), mask=col < width)
     if here:
-        one = _gradient(target, local, width, weights_ptr, top, log_sum, of_p, of_plogp, of_target, of_weights, inverse, temperature, cap, True, CAPPED,
-                        ENTROPY, SMOOTH)  # fmt: skip
+        one = _gradient(target, local, width, weights_ptr, lse, factors, form, True, CAPPED, ENTROPY, SMOOTH)
         tl.debug_barrier()
         tl.store(out_ptr + local, one.to(out_ptr.dtype.element_ty))
 
@@ -268,35 +274,11 @@ def _backward(
         if total_ptr is not None:
             total = tl.load(total_ptr)
         g = tl.load(g_ptr + row) * inverse
-        of_p, of_plogp, of_target, of_weights = _coefficients(target, vocab, g, g_entropy, top + log_sum, entropy, weight, smoothing, z_loss, total)
+        factors = _factors(target, vocab, g, g_entropy, top + log_sum, entropy, weight, smoothing, z_loss, total)
         local = target - first
         local = tl.where((local >= 0) & (local < width), local, -1).to(tl.int32)
-        _store_gradient(x, start, local, logits_ptr + row * row_stride, out_ptr, width, weights_ptr, top, log_sum, of_p, of_plogp, of_target, of_weights,
-                        inverse, temperature, cap, CAPPED, ENTROPY, SMOOTH, BLOCK)  # fmt: skip
-
-
-@triton.jit
-def _weighted(row_ptr, x, col, inside, weights_ptr, inverse, cap, CAPPED: tl.constexpr, SMOOTH: tl.constexpr):
-    """(the middle, the sum of class weights, of class weights times z - middle) of a piece of a row."""
-    if not SMOOTH:
-        return 0.0, 0.0, 0.0
-    middle = _middle(row_ptr, inverse, cap, CAPPED)
-    w = inside.to(tl.float32)
-    if weights_ptr is not None:
-        w = tl.load(weights_ptr + col, mask=inside, other=0.0)
-    return middle, tl.sum(w), tl.sum(tl.where(inside, w * (_logits(x, inverse, cap, CAPPED) - middle), 0.0))
-
-
-@triton.jit
-def _store_part(part_ptr, piece, pieces, top, sum_exp, spread, total, mass, middle, picked):
-    """What the other programs of the row are told by this one, [7, pieces]: of the last two the first program's count."""
-    tl.store(part_ptr + piece, top)
-    tl.store(part_ptr + pieces + piece, sum_exp)
-    tl.store(part_ptr + 2 * pieces + piece, spread)
-    tl.store(part_ptr + 3 * pieces + piece, total)
-    tl.store(part_ptr + 4 * pieces + piece, mass)
-    tl.store(part_ptr + 5 * pieces + piece, middle)
-    tl.store(part_ptr + 6 * pieces + piece, picked)
+        _store_gradient(x, start, local, logits_ptr + row * row_stride, out_ptr, width, weights_ptr, (top, log_sum), factors, (inverse, temperature, cap),
+                        CAPPED, ENTROPY, SMOOTH, BLOCK)  # fmt: skip
 
 
 @triton.jit
@@ -307,8 +289,7 @@ def _in_place(
     total_ptr,
     stats_ptr,
     g_ptr,
-    parts_ptr,
-    counts_ptr,
+    words_ptr,
     tokens,
     width,
     pieces,
@@ -340,49 +321,57 @@ def _in_place(
         tl.store(row_ptr + col, tl.zeros([BLOCK], logits_ptr.dtype.element_ty), mask=inside)
     else:
         x = tl.load(row_ptr + col, mask=inside, other=float("-inf"))
-        part_ptr = parts_ptr + row * pieces * 7
+        local, picked, weight, missing = _of_target(row_ptr, weights_ptr, target, first, vocab, width, inverse, cap, CAPPED)
+        middle = _middle(row_ptr, inverse, cap, CAPPED) if SMOOTH else 0.0
+        words_ptr += row * pieces * WORDS
+        one = tl.full([], 1.0, tl.float32)
         if PHASE != SECOND:
-            local, picked, _, _ = _of_target(row_ptr, weights_ptr, target, first, vocab, width, inverse, cap, CAPPED)
-            middle, mass, total = _weighted(row_ptr, x, col, inside, weights_ptr, inverse, cap, CAPPED, SMOOTH)
             z = _logits(x, inverse, cap, CAPPED)
             if CAPPED:
                 z = tl.where(inside, z, float("-inf"))
             top = tl.max(z)
             base = tl.where(top == float("-inf"), 0.0, top)
+            z = _logits(held(x, PHASE), inverse, cap, CAPPED)
+            if CAPPED:
+                z = tl.where(inside, z, float("-inf"))
             p = tl.exp(z - base)
-            spread = tl.sum(tl.where(p > 0, p * (z - base), 0.0)) if ENTROPY else 0.0
-            _store_part(part_ptr, piece, pieces, top, tl.sum(p), spread, total, mass, middle, picked)
-        if PHASE == BOTH:
-            arrive(counts_ptr + row)
-            wait(counts_ptr + row, pieces)
-            x = held(x, PHASE)
+            tell(words_ptr + piece, top, tl.sum(p))
+            if ENTROPY:
+                tell(words_ptr + pieces + piece, tl.sum(tl.where(p > 0, p * (z - base), 0.0)), one)
+            if SMOOTH:
+                w = inside.to(tl.float32)
+                if weights_ptr is not None:
+                    w = tl.load(weights_ptr + col, mask=inside, other=0.0)
+                tell(words_ptr + 2 * pieces + piece, tl.sum(tl.where(inside, w * (z - middle), 0.0)), one)
+                tell(words_ptr + 3 * pieces + piece, tl.sum(w), one)
         if PHASE != FIRST:
-            local, _, weight, missing = _of_target(row_ptr, weights_ptr, target, first, vocab, width, inverse, cap, CAPPED)
-            at, there = part_ptr + tl.arange(0, PIECES), tl.arange(0, PIECES) < pieces
-            tops = tl.load(at, mask=there, other=float("-inf"))
+            tops, sums = hear(words_ptr, pieces, PIECES)
+            there = tl.arange(0, PIECES) < pieces
+            tops = tl.where(there, tops, float("-inf"))
             top = tl.max(tops)
             base = tl.where(top == float("-inf"), 0.0, top)
             kept = tl.exp(tops - base)
-            sums = tl.load(at + pieces, mask=there, other=0.0)
             sum_exp = tl.sum(sums * kept)
             log_sum = tl.log(sum_exp)
             if piece == 0:
                 entropy, smooth = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
                 if ENTROPY:
-                    spreads = tl.load(at + 2 * pieces, mask=there, other=0.0) + sums * _log_or_zero(tops, base)
-                    entropy = log_sum - tl.sum(kept * spreads) / sum_exp
+                    spreads, _ = hear(words_ptr + pieces, pieces, PIECES)
+                    entropy = log_sum - tl.sum(kept * (spreads + sums * _log_or_zero(tops, base))) / sum_exp
                 if SMOOTH:
-                    totals, masses = tl.load(at + 3 * pieces, mask=there, other=0.0), tl.load(at + 4 * pieces, mask=there, other=0.0)
-                    smooth = tl.sum(masses) * (base + log_sum - tl.load(part_ptr + 5 * pieces)) - tl.sum(totals)
-                log_prob = tl.where(local >= 0, tl.load(part_ptr + 6 * pieces) - base - log_sum, missing)
+                    totals, _ = hear(words_ptr + 2 * pieces, pieces, PIECES)
+                    masses, _ = hear(words_ptr + 3 * pieces, pieces, PIECES)
+                    smooth = tl.sum(masses) * (base + log_sum - middle) - tl.sum(totals)
+                log_prob = tl.where(local >= 0, picked - base - log_sum, missing)
                 _store_figures(stats_ptr, tokens, row, log_prob, base, log_sum, entropy, smooth, weight)
-            classes = tl.zeros([], tl.float32) + vocab
+            x = held(x, PHASE)
+            total = tl.zeros([], tl.float32) + vocab
             if total_ptr is not None:
-                classes = tl.load(total_ptr)
+                total = tl.load(total_ptr)
             g = tl.load(g_ptr + row) * inverse
-            of_p, _, of_target, of_weights = _coefficients(target, vocab, g, 0.0, base + log_sum, 0.0, weight, smoothing, z_loss, classes)
-            _store_gradient(x, piece * BLOCK, local, row_ptr, row_ptr, width, weights_ptr, base, log_sum, of_p, 0.0, of_target, of_weights, inverse,
-                            temperature, cap, CAPPED, False, SMOOTH, BLOCK)  # fmt: skip
+            factors = _factors(target, vocab, g, 0.0, base + log_sum, 0.0, weight, smoothing, z_loss, total)
+            _store_gradient(x, piece * BLOCK, local, row_ptr, row_ptr, width, weights_ptr, (base, log_sum), factors, (inverse, temperature, cap), CAPPED,
+                            False, SMOOTH, BLOCK)  # fmt: skip
 
 
 @triton.jit
@@ -399,10 +388,10 @@ def _scale(x_ptr, factor_ptr, count, pieces, BLOCK: tl.constexpr):
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """A whole narrow row, or the piece of a wide one that each pass takes; in place, of no more programs a row than there are multiprocessors."""
+    """A whole narrow row, or the piece of a wide one that each pass takes; in place, of no more programs a row than can meet."""
     size, in_place = problem.dtype.itemsize, problem.op == "cross_entropy_in_place"
     most, thread = {"cross_entropy": PIECE, "cross_entropy_in_place": IN_PLACE}.get(problem.op, BACKWARD)
-    while in_place and triton.cdiv(problem.width * size, most) > device.sms:
+    while in_place and triton.cdiv(problem.width * size, most) > MOST.value:
         most *= 2
     block = min(most // size, max(128, triton.next_power_of_2(problem.width)))
     return [Tiles(block, max(1, block * size // (32 * thread)))]
@@ -481,8 +470,7 @@ def launch_in_place(problem: Rows, config: Tiles, logits: torch.Tensor, targets:
     """Figures [6, rows]; the logits, whose rows are contiguous, become the gradient of `sum g loss`."""
     device, pieces = logits.device, triton.cdiv(problem.width, config.block)
     stats = torch.empty((6, problem.rows), dtype=torch.float32, device=device)
-    parts = torch.empty(problem.rows * pieces * 7, dtype=torch.float32, device=device)
-    counts = torch.zeros(problem.rows, dtype=torch.int32, device=device)
+    words = torch.zeros(problem.rows * pieces * WORDS.value, dtype=torch.int64, device=device)
     for phase in phases(logits):
         _in_place[(problem.rows * pieces,)](
             logits,
@@ -491,8 +479,7 @@ def launch_in_place(problem: Rows, config: Tiles, logits: torch.Tensor, targets:
             x.total,
             stats,
             g.contiguous(),
-            parts,
-            counts,
+            words,
             problem.rows,
             problem.width,
             pieces,

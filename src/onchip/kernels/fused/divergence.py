@@ -4,7 +4,7 @@
     beta = 0: D(p, q);   beta = 1: D(q, p);   between: beta D(p, m) + (1 - beta) D(q, m)            (GKD; Agarwal et al., 2023)
     dz = q - p;          q (log q - log p - D(q, p));   (1 - beta) q (log q - log m - D(q, m));     each by g / T
 
-Forward: the programs of a row hold a piece of both each, and meet to add up their sums of exponentials (`meeting.py`); the last to be done adds up the
+Forward: the programs of a row hold a piece of both each, and meet to add up their sums of exponentials (`meeting.py`); the last of them adds up the
 divergence. Each row is read once. Backward: a program takes a piece of a row; two reads and one write, the floor.
 Rows that do not count are not read.
 """
@@ -18,10 +18,11 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Rows
-from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, held, last, phases, wait
+from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
 
 # Bytes of each row that a program has, and of a thread.
 PIECE = {"divergence": (8192, 32), "divergence_backward": (4096, 16)}
+WORDS = tl.constexpr(4)  # that a program tells the others of its row
 
 
 class Tiles(NamedTuple):
@@ -38,17 +39,17 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _store_sums(part_ptr, z):
-    """The maximum of a piece, and the sum of exp(z - it)."""
-    top = tl.max(z)
-    tl.store(part_ptr, top)
-    tl.store(part_ptr + 1, tl.sum(tl.exp(z - tl.where(top == float("-inf"), 0.0, top))))
+def _tell_sums(word_ptr, x, inverse, PHASE: tl.constexpr):
+    """The maximum of a piece of z, and the sum of exp(z - it)."""
+    top = tl.max(x.to(tl.float32) * inverse)
+    tell(word_ptr, top, tl.sum(tl.exp(held(x, PHASE).to(tl.float32) * inverse - tl.where(top == float("-inf"), 0.0, top))))
 
 
 @triton.jit
-def _top_and_log_sum(part_ptr, there):
+def _top_and_log_sum(words_ptr, pieces, PIECES: tl.constexpr):
     """Of the row, from the sums of its pieces."""
-    tops, sums = tl.load(part_ptr, mask=there, other=float("-inf")), tl.load(part_ptr + 1, mask=there, other=0.0)
+    tops, sums = hear(words_ptr, pieces, PIECES)
+    tops = tl.where(tl.arange(0, PIECES) < pieces, tops, float("-inf"))
     top = tl.max(tops)
     base = tl.where(top == float("-inf"), 0.0, top)
     return base, tl.log(tl.sum(sums * tl.exp(tops - base)))
@@ -69,7 +70,7 @@ def _mixture(log_q, log_p, log_1_beta, log_beta, KIND: tl.constexpr):
 
 @triton.jit
 def _forward(
-    student_ptr, teacher_ptr, counts_ptr, stats_ptr, parts_ptr, arrivals_ptr, tokens, width, pieces, student_stride, teacher_stride, inverse, beta,
+    student_ptr, teacher_ptr, counts_ptr, stats_ptr, words_ptr, tokens, width, pieces, student_stride, teacher_stride, inverse, beta,
     log_1_beta, log_beta, KIND: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // pieces).to(tl.int64)
@@ -82,35 +83,32 @@ def _forward(
             _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     else:
         col = piece * BLOCK + tl.arange(0, BLOCK)
-        part, there = tl.arange(0, PIECES), tl.arange(0, PIECES) < pieces
-        part_ptr = parts_ptr + row * pieces * 6
+        words_ptr += row * pieces * WORDS
         x = tl.load(student_ptr + row * student_stride + col, mask=col < width, other=float("-inf"))
         y = tl.load(teacher_ptr + row * teacher_stride + col, mask=col < width, other=float("-inf"))
         if PHASE != SECOND:
-            _store_sums(part_ptr + 6 * piece, x.to(tl.float32) * inverse)
-            _store_sums(part_ptr + 6 * piece + 2, y.to(tl.float32) * inverse)
-        if PHASE == BOTH:
-            arrive(arrivals_ptr + row)
-            wait(arrivals_ptr + row, pieces)
-            x, y = held(x, PHASE), held(y, PHASE)
+            _tell_sums(words_ptr + piece, x, inverse, PHASE)
+            _tell_sums(words_ptr + pieces + piece, y, inverse, PHASE)
         if PHASE != FIRST:
-            top_q, more_q = _top_and_log_sum(part_ptr + 6 * part, there)
-            top_p, more_p = _top_and_log_sum(part_ptr + 6 * part + 2, there)
+            top_q, more_q = _top_and_log_sum(words_ptr, pieces, PIECES)
+            top_p, more_p = _top_and_log_sum(words_ptr + pieces, pieces, PIECES)
+            x, y = held(x, PHASE), held(y, PHASE)
             log_q, log_p = x.to(tl.float32) * inverse - top_q - more_q, y.to(tl.float32) * inverse - top_p - more_p
             log_m = _mixture(log_q, log_p, log_1_beta, log_beta, KIND)
-            q, p = tl.exp(log_q), tl.exp(log_p)
+            of_q, of_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
             if KIND != 0:
-                tl.store(part_ptr + 6 * piece + 4, tl.sum(tl.where(q == 0, 0.0, q * (log_q - log_m))))
+                q = tl.exp(log_q)
+                of_q = tl.sum(tl.where(q == 0, 0.0, q * (log_q - log_m)))
             if KIND != 1:
-                tl.store(part_ptr + 6 * piece + 5, tl.sum(tl.where(p == 0, 0.0, p * (log_p - log_m))))
-            if last(arrivals_ptr + tokens + row, pieces):
-                of_q, of_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
-                if KIND != 0:
-                    of_q = tl.sum(tl.load(part_ptr + 6 * part + 4, mask=there, other=0.0))
-                if KIND != 1:
-                    of_p = tl.sum(tl.load(part_ptr + 6 * part + 5, mask=there, other=0.0))
-                loss = of_p if KIND == 0 else of_q if KIND == 1 else beta * of_p + (1 - beta) * of_q
-                _store_figures(stats_ptr, tokens, row, top_q, more_q, top_p, more_p, loss, of_q)
+                p = tl.exp(log_p)
+                of_p = tl.sum(tl.where(p == 0, 0.0, p * (log_p - log_m)))
+            loss = of_p if KIND == 0 else of_q if KIND == 1 else beta * of_p + (1 - beta) * of_q
+            tell(words_ptr + 2 * pieces + piece, loss, tl.full([], 1.0, tl.float32))
+            tell(words_ptr + 3 * pieces + piece, of_q, tl.full([], 1.0, tl.float32))
+            if piece == pieces - 1:  # in the interpreter the last one to run
+                losses, _ = hear(words_ptr + 2 * pieces, pieces, PIECES)
+                of_qs, _ = hear(words_ptr + 3 * pieces, pieces, PIECES)
+                _store_figures(stats_ptr, tokens, row, top_q, more_q, top_p, more_p, tl.sum(losses), tl.sum(of_qs))
 
 
 @triton.jit
@@ -156,9 +154,9 @@ def _backward(
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """A whole narrow row, or a piece of a wide one; forward, of no more programs a row than there are multiprocessors."""
+    """A whole narrow row, or a piece of a wide one; forward, of no more programs a row than can meet."""
     size, (most, thread) = problem.dtype.itemsize, PIECE[problem.op]
-    while problem.op == "divergence" and triton.cdiv(problem.width * size, most) > device.sms:
+    while problem.op == "divergence" and triton.cdiv(problem.width * size, most) > MOST.value:
         most *= 2
     block = min(most // size, max(128, triton.next_power_of_2(problem.width)))
     return [Tiles(block, max(1, block * size // (32 * thread)))]
@@ -184,8 +182,7 @@ def launch(
     student, teacher = (t if t.stride(1) == 1 else t.contiguous() for t in (student, teacher))
     device, pieces = student.device, triton.cdiv(problem.width, config.block)
     stats = torch.empty((6, problem.rows), dtype=torch.float32, device=device)
-    parts = torch.empty(problem.rows * pieces * 6, dtype=torch.float32, device=device)
-    arrivals = torch.zeros(2 * problem.rows, dtype=torch.int32, device=device)
+    words = torch.zeros(problem.rows * pieces * WORDS.value, dtype=torch.int64, device=device)
     numbers, kind = _mixed(beta)
     for phase in phases(student):
         _forward[(problem.rows * pieces,)](
@@ -193,8 +190,7 @@ def launch(
             teacher,
             _bytes(counts),
             stats,
-            parts,
-            arrivals,
+            words,
             problem.rows,
             problem.width,
             pieces,

@@ -18,9 +18,9 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Rows
-from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, phases, wait
+from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
 
-WARPS = ((4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps): at most 64 elements a thread
+WARPS = ((2048, 4), (8192, 8), (32768, 16))  # (elements up to, warps): at most 64 elements a thread
 TILE = 4096  # elements of a program that holds several rows
 WIDEST = {"softmax": 1 << 16, "softmax_backward": 1 << 15}  # bytes of a row in registers; of the gradient there are two rows
 PIECE = {"softmax": 1 << 14, "softmax_backward": 1 << 13}  # bytes of a wider row that a program has: 32 numbers a thread
@@ -57,9 +57,9 @@ def _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2):
 
 
 @triton.jit
-def _load(x_ptr, mask_ptr, at, mask_at, inside, temperature, DIVIDED: tl.constexpr, BOOL: tl.constexpr):
-    """z, float32; -inf where nothing is."""
-    z = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+def _shown(x, mask_ptr, mask_at, inside, temperature, DIVIDED: tl.constexpr, BOOL: tl.constexpr):
+    """z of x, float32; -inf where nothing is."""
+    z = x.to(tl.float32)
     if DIVIDED:  # a product with the inverse rounds twice, which exponentials of large numbers show
         z = tl.math.div_rn(z, temperature + tl.zeros_like(z))
     if BOOL:  # as the load's own mask it would split the load
@@ -90,7 +90,8 @@ def _softmax(
     inside = (row < rows) & (col < width)
     row = row.to(tl.int64)
     mask_at = _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2) + col
-    z = _load(x_ptr, mask_ptr, row * x_stride + col, mask_at, inside, temperature, DIVIDED, BOOL)  # [ROWS, BLOCK]
+    x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=float("-inf"))  # [ROWS, BLOCK]
+    z = _shown(x, mask_ptr, mask_at, inside, temperature, DIVIDED, BOOL)
     top = tl.max(z, 1, keep_dims=True)
     base = tl.where(top == float("-inf"), 0.0, top)
     y = _normal(z, base, tl.sum(tl.exp(z - base), 1, keep_dims=True), LOG, y_ptr.dtype.element_ty)
@@ -99,50 +100,54 @@ def _softmax(
 
 @triton.jit
 def _softmax_wide(
-    x_ptr, mask_ptr, y_ptr, parts_ptr, counts_ptr, width, pieces, x_stride, size_1, size_2, stride_0, stride_1, stride_2, temperature,
+    x_ptr, mask_ptr, y_ptr, words_ptr, width, pieces, x_stride, size_1, size_2, stride_0, stride_1, stride_2, temperature,
     DIVIDED: tl.constexpr, BOOL: tl.constexpr, LOG: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // pieces).to(tl.int64)
     piece = tl.program_id(0) % pieces
     x_ptr += row * x_stride
     mask_at = _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2)
-    part_ptr = parts_ptr + row * pieces * 2
-    z, top, total = tl.full([BLOCK], float("-inf"), tl.float32), tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32)
+    words_ptr += row * pieces
+    x, z = tl.zeros([BLOCK], x_ptr.dtype.element_ty), tl.zeros([BLOCK], tl.float32)
+    top, total = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32)
     for n in range(SPAN):
         col = (piece * SPAN + n) * BLOCK + tl.arange(0, BLOCK)
-        z = _load(x_ptr, mask_ptr, col, mask_at + col, col < width, temperature, DIVIDED, BOOL)
+        x = tl.load(x_ptr + col, mask=col < width, other=float("-inf"))
+        z = _shown(x, mask_ptr, mask_at + col, col < width, temperature, DIVIDED, BOOL)
         more = tl.maximum(top, tl.max(z))
         base = tl.where(more == float("-inf"), 0.0, more)
+        if mask_ptr is None and not DIVIDED:
+            z = held(x, PHASE).to(tl.float32)
         total = total * tl.exp(top - base) + tl.sum(tl.exp(z - base))
         top = more
     if PHASE != SECOND:
-        tl.store(part_ptr + 2 * piece, top)
-        tl.store(part_ptr + 2 * piece + 1, total)
-    if PHASE == BOTH:
-        arrive(counts_ptr + row)
-        wait(counts_ptr + row, pieces)
+        tell(words_ptr + piece, top, total)
     if PHASE != FIRST:
-        part = tl.arange(0, PIECES)
-        tops = tl.load(part_ptr + 2 * part, mask=part < pieces, other=float("-inf"))
-        totals = tl.load(part_ptr + 2 * part + 1, mask=part < pieces, other=0.0)
-        top = tl.max(tops)
+        tops, totals = hear(words_ptr, pieces, PIECES)
+        there = tl.arange(0, PIECES) < pieces
+        top = tl.max(tl.where(there, tops, float("-inf")))
         base = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(totals * tl.exp(tops - base))
+        total = tl.sum(tl.where(there, totals * tl.exp(tops - base), 0.0))
+        if mask_ptr is None and not DIVIDED:
+            z = held(x, PHASE).to(tl.float32)
         for back in range(SPAN):
             col = (piece * SPAN + SPAN - 1 - back) * BLOCK + tl.arange(0, BLOCK)
             if back > 0:
-                z = _load(x_ptr, mask_ptr, col, mask_at + col, col < width, temperature, DIVIDED, BOOL)
+                x = tl.load(x_ptr + col, mask=col < width, other=float("-inf"))
+                z = _shown(x, mask_ptr, mask_at + col, col < width, temperature, DIVIDED, BOOL)
             tl.store(y_ptr + row * width + col, _normal(z, base, total, LOG, y_ptr.dtype.element_ty), mask=col < width)
 
 
 @triton.jit
-def _load_pair(y_ptr, dy_ptr, at, dy_at, inside, LOG: tl.constexpr):
+def _load_pair(y_ptr, dy_ptr, at, dy_at, inside):
+    return tl.load(y_ptr + at, mask=inside, other=0.0), tl.load(dy_ptr + dy_at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _pair(y, dy, LOG: tl.constexpr):
     """(y, dy), float32; dy is 0 where the logarithm is -inf: what is hidden has no gradient."""
-    y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + dy_at, mask=inside, other=0.0).to(tl.float32)
-    if LOG:
-        dy = tl.where(y == float("-inf"), 0.0, dy)
-    return y, dy
+    y, dy = y.to(tl.float32), dy.to(tl.float32)
+    return y, tl.where(y == float("-inf"), 0.0, dy) if LOG else dy
 
 
 @triton.jit
@@ -160,39 +165,39 @@ def _backward(
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (col < width)
     row = row.to(tl.int64)
-    y, dy = _load_pair(y_ptr, dy_ptr, row * y_stride + col, row * dy_stride + col, inside, LOG)
+    y, dy = _pair(*_load_pair(y_ptr, dy_ptr, row * y_stride + col, row * dy_stride + col, inside), LOG)
     total = tl.sum(dy if LOG else dy * y, 1, keep_dims=True)
     tl.store(dx_ptr + row * width + col, _slope(y, dy, total, inverse, LOG).to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward_wide(
-    y_ptr, dy_ptr, dx_ptr, parts_ptr, counts_ptr, width, pieces, y_stride, dy_stride, inverse,
+    y_ptr, dy_ptr, dx_ptr, words_ptr, width, pieces, y_stride, dy_stride, inverse,
     LOG: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // pieces).to(tl.int64)
     piece = tl.program_id(0) % pieces
     y_ptr += row * y_stride
     dy_ptr += row * dy_stride
-    part_ptr = parts_ptr + row * pieces
-    y, dy, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([], tl.float32)
+    words_ptr += row * pieces
+    y, dy, total = tl.zeros([BLOCK], y_ptr.dtype.element_ty), tl.zeros([BLOCK], y_ptr.dtype.element_ty), tl.zeros([], tl.float32)
     for n in range(SPAN):
         col = (piece * SPAN + n) * BLOCK + tl.arange(0, BLOCK)
-        y, dy = _load_pair(y_ptr, dy_ptr, col, col, col < width, LOG)
-        total += tl.sum(dy if LOG else dy * y)
+        y, dy = _load_pair(y_ptr, dy_ptr, col, col, col < width)
+        a, b = _pair(y, dy, LOG)
+        total += tl.sum(b if LOG else a * b)
     if PHASE != SECOND:
-        tl.store(part_ptr + piece, total)
-    if PHASE == BOTH:
-        arrive(counts_ptr + row)
-        wait(counts_ptr + row, pieces)
+        tell(words_ptr + piece, total, tl.full([], 1.0, tl.float32))
     if PHASE != FIRST:
-        part = tl.arange(0, PIECES)
-        total = tl.sum(tl.load(part_ptr + part, mask=part < pieces, other=0.0))
+        totals, _ = hear(words_ptr, pieces, PIECES)
+        total = tl.sum(totals)
+        y, dy = held(y, PHASE), held(dy, PHASE)
         for back in range(SPAN):
             col = (piece * SPAN + SPAN - 1 - back) * BLOCK + tl.arange(0, BLOCK)
             if back > 0:
-                y, dy = _load_pair(y_ptr, dy_ptr, col, col, col < width, LOG)
-            tl.store(dx_ptr + row * width + col, _slope(y, dy, total, inverse, LOG).to(dx_ptr.dtype.element_ty), mask=col < width)
+                y, dy = _load_pair(y_ptr, dy_ptr, col, col, col < width)
+            a, b = _pair(y, dy, LOG)
+            tl.store(dx_ptr + row * width + col, _slope(a, b, total, inverse, LOG).to(dx_ptr.dtype.element_ty), mask=col < width)
 
 
 # ---- host
@@ -205,7 +210,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     size = problem.dtype.itemsize
     if problem.width * size > WIDEST[problem.op]:
         block = PIECE[problem.op] // size
-        return [Tiles(1, block, PIECE_WARPS, triton.cdiv(triton.cdiv(problem.width, block), device.sms))]
+        return [Tiles(1, block, PIECE_WARPS, triton.cdiv(triton.cdiv(problem.width, block), MOST.value))]
     block = triton.next_power_of_2(problem.width)
     rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
@@ -219,7 +224,7 @@ def launch(problem: Rows, config: Tiles, x: torch.Tensor, mask: torch.Tensor | N
     given = (rows.stride(0), *lies.sizes, *lies.strides, temperature)
     said = {"DIVIDED": temperature != 1, "BOOL": mask is not None and mask.dtype == torch.bool, "LOG": "log" in problem.variant}
     if config.span:
-        _together(_softmax_wide, problem, config, 2, (rows, lies.mask, y), given, said)
+        _together(_softmax_wide, problem, config, (rows, lies.mask, y), given, said)
     else:
         grid = (triton.cdiv(problem.rows, config.rows),)
         _softmax[grid](rows, lies.mask, y, problem.rows, problem.width, *given, **said, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps)
@@ -232,22 +237,21 @@ def launch_backward(problem: Rows, config: Tiles, y: torch.Tensor, dy: torch.Ten
     y, dy = _rows(y, problem), _rows(dy, problem)
     given, said = (y.stride(0), dy.stride(0), 1 / temperature), {"LOG": "log" in problem.variant}
     if config.span:
-        _together(_backward_wide, problem, config, 1, (y, dy, dx), given, said)
+        _together(_backward_wide, problem, config, (y, dy, dx), given, said)
     else:
         grid = (triton.cdiv(problem.rows, config.rows),)
         _backward[grid](y, dy, dx, problem.rows, problem.width, *given, **said, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps)
     return dx
 
 
-def _together(kernel, problem: Rows, config: Tiles, sums: int, tensors: tuple, given: tuple, said: dict) -> None:
-    """A kernel whose programs meet, each with so many sums."""
+def _together(kernel, problem: Rows, config: Tiles, tensors: tuple, given: tuple, said: dict) -> None:
+    """A kernel whose programs meet."""
     x = tensors[0]
     pieces = triton.cdiv(problem.width, config.span * config.block)
-    parts = torch.empty(problem.rows * pieces * sums, dtype=torch.float32, device=x.device)
-    counts = torch.zeros(problem.rows, dtype=torch.int32, device=x.device)
+    words = torch.zeros(problem.rows * pieces, dtype=torch.int64, device=x.device)
     tiles = {"SPAN": config.span, "PIECES": triton.next_power_of_2(pieces), "BLOCK": config.block, "num_warps": config.warps}
     for phase in phases(x):
-        kernel[(problem.rows * pieces,)](*tensors, parts, counts, problem.width, pieces, *given, **said, **tiles, PHASE=phase)
+        kernel[(problem.rows * pieces,)](*tensors, words, problem.width, pieces, *given, **said, **tiles, PHASE=phase)
 
 
 def mask_rows(mask: torch.Tensor | None, shape: torch.Size) -> MaskRows:
