@@ -39,6 +39,7 @@ from onchip.kernels.fused.vocabulary import (
     nth,
     number,
     ordered,
+    step_of,
     told,
     weight,
 )
@@ -178,6 +179,8 @@ def _draw(
     vocab,
     slices,
     groups,
+    places,
+    step_places,
     BITS: tl.constexpr,
     MARKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -187,8 +190,9 @@ def _draw(
 ):
     row = tl.program_id(0).to(tl.int64)
     row_ptr, list_ptr = logits_ptr + row * row_stride, list_ptr + row * groups
-    temperature, top_k, top_p, min_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    typical = tl.load(typical_ptr + row) if typical_ptr is not None else tl.full([], 1.0, tl.float32)
+    who = row // places
+    temperature, top_k, top_p, min_p = tl.load(temperature_ptr + who), tl.load(top_k_ptr + who), tl.load(top_p_ptr + who), tl.load(min_p_ptr + who)
+    typical = tl.load(typical_ptr + who) if typical_ptr is not None else tl.full([], 1.0, tl.float32)
     hot = temperature > 0
     part = tl.arange(0, SLICES)
     slice_ptr, there = slices_ptr + (row * slices + part) * 4, part < slices
@@ -209,7 +213,7 @@ def _draw(
         else:
             bound = least
         count = list_groups(list_ptr, maxima, bound, groups)
-        seed, step = tl.load(seed_ptr + row), tl.load(step_ptr + row)
+        seed, step = tl.load(seed_ptr + who), step_of(step_ptr, row, step_places)
         if count <= TILE // GROUP:
             token, floor, middle, reach, mass = _few(
                 row_ptr, list_ptr, count, vocab, bound, least, mass, largest, temperature, top_k, top_p, typical, seed, step, by_count, BITS, MARKS, GROUP, TILE
@@ -282,7 +286,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
 
 
 def launch(problem: Rows, config: Tiles, logits: torch.Tensor, how):  # logits: [rows, vocab]; how: Sampling
-    """Tokens int64 [rows]; of the variant "limits" also what is kept, float32 [rows, 4]: see `reference_sampling.sample`."""
+    """Tokens int64 [rows]; of the variant "limits" also what is kept, float32 [rows, 4]: see `reference_sampling.sample`, also for fewer settings than rows."""
     rows, vocab, device = problem.rows, problem.width, logits.device
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     limits = torch.empty(rows, 4, dtype=torch.float32, device=device) if problem.variant == "limits" else None
@@ -290,6 +294,6 @@ def launch(problem: Rows, config: Tiles, logits: torch.Tensor, how):  # logits: 
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         how = vocabulary.in_order(how)
         maxima, slices, groups, tiles = vocabulary.survey(logits, how)
-        sizes = (logits.stride(0), vocab, slices.shape[1], maxima.shape[1])
+        sizes = (logits.stride(0), vocab, slices.shape[1], maxima.shape[1], *vocabulary.places_of(rows, how))
         _draw[(rows,)](logits, maxima, slices, groups, tokens, limits, *how, *sizes, **tiles, num_warps=config.warps)
     return tokens if limits is None else (tokens, limits)

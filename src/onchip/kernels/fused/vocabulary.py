@@ -172,14 +172,17 @@ def _survey(
     row_stride,
     vocab,
     slices,
+    places,
+    step_places,
     GROUP: tl.constexpr,
     SLICE: tl.constexpr,
 ):
     row = (tl.program_id(0) // slices).to(tl.int64)
+    who = row // places  # whose settings
     part = tl.program_id(0) % slices
     index = part * SLICE + tl.arange(0, SLICE)[None, :]
     x = entries(logits_ptr + row * row_stride, index, vocab)
-    temperature = tl.load(temperature_ptr + row) if temperature_ptr is not None else tl.full([], 1.0, tl.float32)
+    temperature = tl.load(temperature_ptr + who) if temperature_ptr is not None else tl.full([], 1.0, tl.float32)
     per: tl.constexpr = SLICE // GROUP
     maxima = tl.max(tl.reshape(x, [per, GROUP]), 1)
     tl.store(maxima_ptr + (row * slices + part) * per + tl.arange(0, per), maxima.to(maxima_ptr.dtype.element_ty))
@@ -190,18 +193,23 @@ def _survey(
     if hot:
         tl.store(out + 1, tl.sum(tl.where(index < vocab, weight(x, largest, inverse), 0.0)))
     if temperature_ptr is not None:  # else only the maxima and the mass are wanted
-        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-        drawn = hot & ((top_k <= 0) | (top_k >= vocab)) & ((top_p < 1) | (tl.load(min_p_ptr + row) <= 0))
+        top_k, top_p = tl.load(top_k_ptr + who), tl.load(top_p_ptr + who)
+        drawn = hot & ((top_k <= 0) | (top_k >= vocab)) & ((top_p < 1) | (tl.load(min_p_ptr + who) <= 0))
         if typical_ptr is not None:
-            drawn = drawn & (tl.load(typical_ptr + row) >= 1)
+            drawn = drawn & (tl.load(typical_ptr + who) >= 1)
         score = x
         if hot:
             score = x * inverse
             if drawn:
-                score += gumbel(tl.load(seed_ptr + row), tl.load(step_ptr + row), _counters(part * SLICE, SLICE), 0)
+                score += gumbel(tl.load(seed_ptr + who), step_of(step_ptr, row, step_places), _counters(part * SLICE, SLICE), 0)
         best = tl.max(score)
         tl.store(out + 2, best)
         tl.store(out + 3, tl.min(tl.where(score == best, index, vocab)).to(tl.float32))  # exact below 2^24
+
+
+@triton.jit
+def step_of(step_ptr, row, step_places):
+    return tl.load(step_ptr + row // step_places) + row % step_places
 
 
 @triton.jit
@@ -236,8 +244,8 @@ def survey(logits: torch.Tensor, how: tuple | None = None) -> Survey:
     groups = slices * (part // group)
     maxima = torch.empty(rows, groups, dtype=logits.dtype, device=device)
     found = torch.empty(rows, slices, 4, dtype=torch.float32, device=device)
-    fields = (None,) * 7 if how is None else how
-    _survey[(rows * slices,)](logits, maxima, found, *fields, logits.stride(0), vocab, slices, GROUP=group, SLICE=part, num_warps=SLICE_WARPS)
+    fields, places = ((None,) * 7, (1, 1)) if how is None else (how, places_of(rows, how))
+    _survey[(rows * slices,)](logits, maxima, found, *fields, logits.stride(0), vocab, slices, *places, GROUP=group, SLICE=part, num_warps=SLICE_WARPS)
     tiles = {
         "BITS": CONSTANT_BITS[logits.dtype],
         "MARKS": MARKS,
@@ -247,6 +255,11 @@ def survey(logits: torch.Tensor, how: tuple | None = None) -> Survey:
         "GROUPS": triton.next_power_of_2(groups),
     }
     return Survey(maxima, found, torch.empty(rows, groups, dtype=torch.int32, device=device), tiles)
+
+
+def places_of(rows: int, how: tuple) -> tuple[int, int]:
+    """How many rows of logits, one after the other, have the settings of one sequence; and for how many its step counts on, each one more."""
+    return rows // len(how[0]), rows // len(how[-1])
 
 
 def in_order(how) -> tuple:
