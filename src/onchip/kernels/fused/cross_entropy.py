@@ -24,7 +24,7 @@ from onchip.kernels.curves import tanh
 from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
 
 # Bytes of a row that a program takes at a time, and a thread: 16-byte loads.
-PIECE = 8192, 32  # forward; the next piece is on its way: 16 KiB in flight a program, of which a multiprocessor has six
+PIECE = 8192, 32  # forward; the next piece is on its way: 8 to 16 KiB in flight a program, of which a multiprocessor has six
 IN_PLACE = 8192, 64
 BACKWARD = 8192, 64
 WORDS = tl.constexpr(4)  # that a program tells the others of its row, in place
@@ -50,7 +50,7 @@ def _logits(x, inverse, cap, CAPPED: tl.constexpr):
     x = x.to(tl.float32)
     if CAPPED:
         x = cap * tanh(x / cap)
-    return x * inverse
+    return tl.fma(x, inverse, 0.0)  # a product would be rounded together with what is subtracted from it: z - max z has to be 0 at the maximum
 
 
 @triton.jit

@@ -4,12 +4,15 @@
     beta = 0: D(p, q);   beta = 1: D(q, p);   between: beta D(p, m) + (1 - beta) D(q, m)            (GKD; Agarwal et al., 2023)
     dz = q - p;          q (log q - log p - D(q, p));   (1 - beta) q (log q - log m - D(q, m));     each by g / T
 
-Forward: the programs of a row hold a piece of both each, and meet to add up their sums of exponentials (`meeting.py`); the last of them adds up the
-divergence. Each row is read once. Backward: a program takes a piece of a row; two reads and one write, the floor.
+Forward: one program a row, in pieces, the next ones on their way while two are worked on; each thread has maxima and sums of its own. Of one of the two,
+
+    D(p, q) = sum p (z_p - z_q) - lse_p + lse_q,   z less the row's first
+
+is summed up beside the sums of exponentials: each row is read once. m is not known before they are, so a divergence from it reads the rows again, from their
+ends, where L2 has the last pieces. Backward: a program takes a piece of a row; two reads and one write, the floor.
 Rows that do not count are not read.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -18,15 +21,13 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Rows
-from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
 
-# Bytes of each row that a program has, and of a thread.
-PIECE = {"divergence": (8192, 32), "divergence_backward": (4096, 16)}
-WORDS = tl.constexpr(4)  # that a program tells the others of its row
+# Bytes of each row that a program takes at a time, and a thread.
+PIECE = {"divergence": (8192, 16), "divergence_backward": (4096, 16)}
 
 
 class Tiles(NamedTuple):
-    """How much of both rows a program takes."""
+    """How much of both rows a program takes at a time."""
 
     block: int
     warps: int
@@ -39,76 +40,99 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _tell_sums(word_ptr, x, inverse, PHASE: tl.constexpr):
-    """The maximum of a piece of z, and the sum of exp(z - it)."""
-    top = tl.max(x.to(tl.float32) * inverse)
-    tell(word_ptr, top, tl.sum(tl.exp(held(x, PHASE).to(tl.float32) * inverse - tl.where(top == float("-inf"), 0.0, top))))
+def _middle(row_ptr, inverse):
+    """What z is taken from in sums: its first."""
+    z = tl.load(row_ptr).to(tl.float32) * inverse
+    return tl.where(tl.abs(z) < float("inf"), z, 0.0)
 
 
 @triton.jit
-def _top_and_log_sum(words_ptr, pieces, PIECES: tl.constexpr):
-    """Of the row, from the sums of its pieces."""
-    tops, sums = hear(words_ptr, pieces, PIECES)
-    tops = tl.where(tl.arange(0, PIECES) < pieces, tops, float("-inf"))
-    top = tl.max(tops)
+def _more(z, m, s, a, apart, SUMS: tl.constexpr):
+    """Maxima, sums of exp(z - it), and of these times `apart`, of lanes with z [LANES, LANE] added."""
+    top = tl.maximum(m, tl.max(z, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
-    return base, tl.log(tl.sum(sums * tl.exp(tops - base)))
+    e, kept = tl.exp(z - base[:, None]), tl.exp(m - base)
+    if SUMS:
+        a = a * kept + tl.sum(tl.where(e == 0, 0.0, e * apart), 1)
+    return top, s * kept + tl.sum(e, 1), a
 
 
 @triton.jit
-def _mixture(log_q, log_p, log_1_beta, log_beta, KIND: tl.constexpr):
+def _whole(m, s, a):
+    """(maximum, log of the sum from it on, mean of what was apart) of a row, from those of lanes."""
+    top = tl.max(m)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    kept = tl.exp(m - base)
+    total = tl.sum(s * kept)
+    return base, tl.log(total), tl.sum(a * kept) / total
+
+
+@triton.jit
+def _log_mixture(q, p, log_q, log_p, beta, KIND: tl.constexpr):
     """log m: of q for KIND 0, of p for 1, of both for 2."""
     if KIND == 0:
         return log_q
     if KIND == 1:
         return log_p
-    a, b = log_q + log_1_beta, log_p + log_beta
-    top = tl.maximum(a, b)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    return base + tl.log(tl.exp(a - base) + tl.exp(b - base))
+    return tl.log(beta * p + (1 - beta) * q)
+
+
+@triton.jit
+def _share(p, log_p, log_m):
+    """p (log p - log m); what is less than 1e-30 of a distribution is nothing, as m may not be said in float32 there."""
+    return tl.where(p < 1e-30, 0.0, p * (log_p - log_m))
 
 
 @triton.jit
 def _forward(
-    student_ptr, teacher_ptr, counts_ptr, stats_ptr, words_ptr, tokens, width, pieces, student_stride, teacher_stride, inverse, beta,
-    log_1_beta, log_beta, KIND: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PHASE: tl.constexpr,
+    student_ptr, teacher_ptr, counts_ptr, stats_ptr, tokens, width, student_stride, teacher_stride, inverse, beta,
+    KIND: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = (tl.program_id(0) // pieces).to(tl.int64)
-    piece = tl.program_id(0) % pieces
+    row = tl.program_id(0).to(tl.int64)
+    student_ptr += row * student_stride
+    teacher_ptr += row * teacher_stride
     counted = tl.full([], 1, tl.int32)
     if counts_ptr is not None:
         counted = tl.load(counts_ptr + row).to(tl.int32)
+    LANES: tl.constexpr = BLOCK // LANE
     if counted == 0:
-        if piece == 0:
-            _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     else:
-        col = piece * BLOCK + tl.arange(0, BLOCK)
-        words_ptr += row * pieces * WORDS
-        x = tl.load(student_ptr + row * student_stride + col, mask=col < width, other=float("-inf"))
-        y = tl.load(teacher_ptr + row * teacher_stride + col, mask=col < width, other=float("-inf"))
-        if PHASE != SECOND:
-            _tell_sums(words_ptr + piece, x, inverse, PHASE)
-            _tell_sums(words_ptr + pieces + piece, y, inverse, PHASE)
-        if PHASE != FIRST:
-            top_q, more_q = _top_and_log_sum(words_ptr, pieces, PIECES)
-            top_p, more_p = _top_and_log_sum(words_ptr + pieces, pieces, PIECES)
-            x, y = held(x, PHASE), held(y, PHASE)
-            log_q, log_p = x.to(tl.float32) * inverse - top_q - more_q, y.to(tl.float32) * inverse - top_p - more_p
-            log_m = _mixture(log_q, log_p, log_1_beta, log_beta, KIND)
-            of_q, of_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
-            if KIND != 0:
-                q = tl.exp(log_q)
-                of_q = tl.sum(tl.where(q == 0, 0.0, q * (log_q - log_m)))
-            if KIND != 1:
-                p = tl.exp(log_p)
-                of_p = tl.sum(tl.where(p == 0, 0.0, p * (log_p - log_m)))
-            loss = of_p if KIND == 0 else of_q if KIND == 1 else beta * of_p + (1 - beta) * of_q
-            tell(words_ptr + 2 * pieces + piece, loss, tl.full([], 1.0, tl.float32))
-            tell(words_ptr + 3 * pieces + piece, of_q, tl.full([], 1.0, tl.float32))
-            if piece == pieces - 1:  # in the interpreter the last one to run
-                losses, _ = hear(words_ptr + 2 * pieces, pieces, PIECES)
-                of_qs, _ = hear(words_ptr + 3 * pieces, pieces, PIECES)
-                _store_figures(stats_ptr, tokens, row, top_q, more_q, top_p, more_p, tl.sum(losses), tl.sum(of_qs))
+        m_q, m_p = tl.full([LANES], float("-inf"), tl.float32), tl.full([LANES], float("-inf"), tl.float32)
+        s_q, s_p, a = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+        first_q, first_p = _middle(student_ptr, inverse), _middle(teacher_ptr, inverse)
+        pieces = tl.cdiv(width, BLOCK)
+        col = tl.arange(0, BLOCK)
+        x = tl.load(student_ptr + col, mask=col < width, other=float("-inf"))
+        y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
+        for piece in range(pieces):
+            col = (piece + 1) * BLOCK + tl.arange(0, BLOCK)
+            next_x = tl.load(student_ptr + col, mask=col < width, other=float("-inf"))
+            next_y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
+            z_q, z_p = (x.to(tl.float32) * inverse).reshape(LANES, LANE), (y.to(tl.float32) * inverse).reshape(LANES, LANE)
+            apart = (z_p - first_p) - (z_q - first_q)
+            m_q, s_q, a = _more(z_q, m_q, s_q, a, -apart, KIND == 1)
+            m_p, s_p, a = _more(z_p, m_p, s_p, a, apart, KIND == 0)
+            x, y = next_x, next_y
+        top_q, more_q, mean_q = _whole(m_q, s_q, a)
+        top_p, more_p, mean_p = _whole(m_p, s_p, a)
+        nearer = (top_q - first_q + more_q) - (top_p - first_p + more_p)  # lse_q - lse_p, less the rows' first
+        of_q = mean_q - nearer
+        loss = mean_p + nearer if KIND == 0 else of_q
+        if KIND == 2:
+            sum_q, sum_p = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+            for piece in range(pieces):
+                col = (pieces - 1 - piece) * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(student_ptr + col, mask=col < width, other=float("-inf"))
+                y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
+                log_q, log_p = x.to(tl.float32) * inverse - top_q - more_q, y.to(tl.float32) * inverse - top_p - more_p
+                q, p = tl.exp(log_q), tl.exp(log_p)
+                log_m = _log_mixture(q, p, log_q, log_p, beta, KIND)
+                sum_q += tl.sum(_share(q, log_q, log_m).reshape(LANES, LANE), 1)
+                sum_p += tl.sum(_share(p, log_p, log_m).reshape(LANES, LANE), 1)
+            of_q = tl.sum(sum_q)
+            loss = beta * tl.sum(sum_p) + (1 - beta) * of_q
+        _store_figures(stats_ptr, tokens, row, top_q, more_q, top_p, more_p, loss, of_q)
 
 
 @triton.jit
@@ -123,8 +147,8 @@ def _store_figures(stats_ptr, tokens, row, top_q, more_q, top_p, more_p, loss, o
 
 @triton.jit
 def _backward(
-    student_ptr, teacher_ptr, counts_ptr, out_ptr, stats_ptr, g_ptr, tokens, width, student_stride, teacher_stride, out_stride, inverse, beta, log_1_beta,
-    log_beta, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    student_ptr, teacher_ptr, counts_ptr, out_ptr, stats_ptr, g_ptr, tokens, width, student_stride, teacher_stride, out_stride, inverse, beta,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pieces = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // pieces).to(tl.int64)
@@ -140,12 +164,12 @@ def _backward(
     top_p, more_p = tl.load(stats_ptr + 2 * tokens + row), tl.load(stats_ptr + 3 * tokens + row)
     of_q = tl.load(stats_ptr + 5 * tokens + row)
     log_q, log_p = x.to(tl.float32) * inverse - top_q - more_q, y.to(tl.float32) * inverse - top_p - more_p
-    q = tl.exp(log_q)
+    q, p = tl.exp(log_q), tl.exp(log_p)
     if KIND == 0:
-        d = q - tl.exp(log_p)
+        d = q - p
     else:
-        log_m = _mixture(log_q, log_p, log_1_beta, log_beta, KIND)
-        d = (1.0 if KIND == 1 else 1 - beta) * tl.where(q == 0, 0.0, q * (log_q - log_m - of_q))
+        log_m = _log_mixture(q, p, log_q, log_p, beta, KIND)
+        d = (1.0 if KIND == 1 else 1 - beta) * (_share(q, log_q, log_m) - tl.where(q < 1e-30, 0.0, q * of_q))
     d = tl.where(counted != 0, d * (tl.load(g_ptr + row) * inverse), 0.0)
     tl.store(out_ptr + row * out_stride + col, d.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -154,19 +178,14 @@ def _backward(
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """A whole narrow row, or a piece of a wide one; forward, of no more programs a row than can meet."""
+    """A whole narrow row, or a piece of a wide one."""
     size, (most, thread) = problem.dtype.itemsize, PIECE[problem.op]
-    while problem.op == "divergence" and triton.cdiv(problem.width * size, most) > MOST.value:
-        most *= 2
     block = min(most // size, max(128, triton.next_power_of_2(problem.width)))
     return [Tiles(block, max(1, block * size // (32 * thread)))]
 
 
-def _mixed(beta: float) -> tuple[tuple[float, float, float], int]:
-    """(beta, log(1 - beta), log beta), and the KIND."""
-    if beta in (0, 1):
-        return (float(beta), 0.0, 0.0), int(beta)
-    return (beta, math.log1p(-beta), math.log(beta)), 2
+def _kind(beta: float) -> int:
+    return int(beta) if beta in (0, 1) else 2
 
 
 def launch(
@@ -180,30 +199,23 @@ def launch(
 ) -> torch.Tensor:
     """Float32 [6, rows]: of the student's logits and of the teacher's the maximum and logsumexp less that, the divergence, D(q, m)."""
     student, teacher = (t if t.stride(1) == 1 else t.contiguous() for t in (student, teacher))
-    device, pieces = student.device, triton.cdiv(problem.width, config.block)
-    stats = torch.empty((6, problem.rows), dtype=torch.float32, device=device)
-    words = torch.zeros(problem.rows * pieces * WORDS.value, dtype=torch.int64, device=device)
-    numbers, kind = _mixed(beta)
-    for phase in phases(student):
-        _forward[(problem.rows * pieces,)](
-            student,
-            teacher,
-            _bytes(counts),
-            stats,
-            words,
-            problem.rows,
-            problem.width,
-            pieces,
-            student.stride(0),
-            teacher.stride(0),
-            1 / temperature,
-            *numbers,
-            KIND=kind,
-            PIECES=triton.next_power_of_2(pieces),
-            BLOCK=config.block,
-            PHASE=phase,
-            num_warps=config.warps,
-        )
+    stats = torch.empty((6, problem.rows), dtype=torch.float32, device=student.device)
+    _forward[(problem.rows,)](
+        student,
+        teacher,
+        _bytes(counts),
+        stats,
+        problem.rows,
+        problem.width,
+        student.stride(0),
+        teacher.stride(0),
+        1 / temperature,
+        float(beta),
+        KIND=_kind(beta),
+        LANE=16 // student.element_size(),
+        BLOCK=config.block,
+        num_warps=config.warps,
+    )
     return stats
 
 
@@ -220,7 +232,6 @@ def launch_backward(
     out: torch.Tensor,  # [rows, width], may be the student's logits
 ) -> torch.Tensor:
     student, teacher = (t if t.stride(1) == 1 else t.contiguous() for t in (student, teacher))
-    numbers, kind = _mixed(beta)
     _backward[(problem.rows * triton.cdiv(problem.width, config.block),)](
         student,
         teacher,
@@ -234,8 +245,8 @@ def launch_backward(
         teacher.stride(0),
         out.stride(0),
         1 / temperature,
-        *numbers,
-        KIND=kind,
+        float(beta),
+        KIND=_kind(beta),
         BLOCK=config.block,
         num_warps=config.warps,
     )
