@@ -25,7 +25,7 @@ from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
 
 # Bytes of a row that a program takes at a time, and a thread: 16-byte loads.
 PIECE = 8192, 32  # forward; the next piece is on its way: 8 to 16 KiB in flight a program, of which a multiprocessor has six
-IN_PLACE = 8192, 64
+IN_PLACE = 16384, 128
 BACKWARD = 8192, 64
 WORDS = tl.constexpr(4)  # that a program tells the others of its row, in place
 SCALING = 1 << 12  # programs at most: all of 2^18 that had nothing to scale would take as long as 100 us

@@ -23,7 +23,7 @@ from onchip.core.device import Device
 from onchip.core.problem import Rows
 
 # Bytes of each row that a program takes at a time, and a thread.
-PIECE = {"divergence": (8192, 16), "divergence_backward": (4096, 16)}
+PIECE = {"divergence": (8192, 32), "divergence_backward": (4096, 16)}
 
 
 class Tiles(NamedTuple):

@@ -4,8 +4,8 @@
     dx = y (dy - sum dy y) / temperature,  of the logarithm (dy - exp(y) sum dy) / temperature
 
 A program holds a few whole rows in registers: each is read once and written once (backward: two reads, one write), which is the floor. A row too wide
-for that is held by several programs, which meet to add up their sums (`meeting.py`): once as well. A row of more pieces than there are
-multiprocessors goes through them twice, the second time from the end. A mask is read where it lies, by up to three strides of rows; what a mask of bools
+for that is held by several programs, which meet to add up their sums (`meeting.py`): once as well. Of a row of more pieces than 32 each program has several
+after one another, and reads all but the last twice. A mask is read where it lies, by up to three strides of rows; what a mask of bools
 hides may be NaN.
 """
 
@@ -22,9 +22,9 @@ from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
 
 WARPS = ((2048, 4), (8192, 8), (32768, 16))  # (elements up to, warps): at most 64 elements a thread
 TILE = 4096  # elements of a program that holds several rows
-WIDEST = {"softmax": 1 << 16, "softmax_backward": 1 << 15}  # bytes of a row in registers; of the gradient there are two rows
-PIECE = {"softmax": 1 << 14, "softmax_backward": 1 << 13}  # bytes of a wider row that a program has: 32 numbers a thread
-PIECE_WARPS = 8
+WIDEST = 1 << 15  # bytes of a row in one program's registers
+# (bytes of a row that each of its programs holds, warps): the first of which a row has no more than can meet, else the last, several after one another.
+WIDE = {"softmax": ((8192, 2), (8192, 4)), "softmax_backward": ((8192, 4), (16384, 4))}  # many small programs hide each other's waiting
 
 
 class Tiles(NamedTuple):
@@ -204,13 +204,12 @@ def _backward_wide(
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor. A wide row has no more programs than there are
-    multiprocessors: all of them run at once.
-    """
+    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; several programs a wide row."""
     size = problem.dtype.itemsize
-    if problem.width * size > WIDEST[problem.op]:
-        block = PIECE[problem.op] // size
-        return [Tiles(1, block, PIECE_WARPS, triton.cdiv(triton.cdiv(problem.width, block), MOST.value))]
+    if problem.width * size > WIDEST:
+        ladder = WIDE[problem.op]
+        piece, warps = next((rung for rung in ladder if problem.width * size <= MOST.value * rung[0]), ladder[-1])
+        return [Tiles(1, piece // size, warps, triton.cdiv(problem.width * size, MOST.value * piece))]
     block = triton.next_power_of_2(problem.width)
     rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
