@@ -3,6 +3,9 @@
     PHASE is BOTH on a GPU:  load a piece -> store its sums -> `arrive` -> `wait` -> load all sums of the row -> finish the piece that is still in registers
     in the interpreter, where programs run one after the other, the same kernel is launched with PHASE FIRST (up to the sums), then SECOND (from there on).
 
+Where two numbers a program are all there is to say, `tell` and `hear` stand for storing, arriving, waiting and loading. What only a row's last program has to
+hear needs no phases: in the interpreter it runs last.
+
 A row's programs are neighbours in the grid. A GPU starts programs in order, so those of the first row that is not done are all running as long as a row has
 fewer of them than the GPU holds at once: none waits for one that cannot start. Counters begin at 0 (`torch.zeros` in the call: part of a CUDA graph, and no
 two launches share them).

@@ -7,12 +7,13 @@ top-p are found by narrowing an interval of the float's integer image (monotone,
 pass. Typical sampling keeps an interval of logits around their mean, found by narrowing its half width.
 
 Two launches. The survey (`vocabulary.py`) reads the row once from memory, and is all that greedy rows and rows without
-filters need. Then one program a row chooses the groups of 16 entries that can hold a kept one, narrows over those, and draws.
-Bytes: rows x vocab logits, and 1/16 of them written and read again. Predicted for an H200 (bf16, vocabulary 128,256, top-k 50 with
-top-p and min-p): 64 rows 33.6 MB or 8 us, and 4 to 6 us for the second launch: 16 us; one row 2.5 + 6 us. Of a distribution so flat
-that the maxima prove nothing one program reads the whole row. With top-p alone (0.9 of normal logits) it checks what the survey drew from all
-entries: a token is kept if what is larger weighs less than p, and is then the argmax over the kept ones, too; if it is not, the next one is drawn from
-what is larger. So two passes with probability 1 - p more, where narrowing takes 7 in bf16 and 14 in float32: that is left for k beyond 2,004 and typical alone.
+filters need. Then one program a row chooses the groups of 16 entries that can hold a kept one, narrows over those, and draws. Up to 256 such groups are in
+registers, where a pass of narrowing is a sum over the program (`_few`); more are read again in each pass.
+Bytes: rows x vocab logits, and 1/16 of them written and read again. Measured on an H200 (bf16, vocabulary 128,256, top-k 50 with top-p and min-p): 64 rows
+34.7 us, one 21.1, of which the survey 3.0: AGENTS.md says where the rest goes. Of a distribution so flat that the maxima prove nothing one program reads the
+whole row. With top-p alone (0.9 of normal logits) it checks what the survey drew from all entries: a token is kept if what is larger weighs less than p, and
+is then the argmax over the kept ones, too; if it is not, the next one is drawn from what is larger. So two passes with probability 1 - p more, where narrowing
+takes 7 in bf16 and 14 in float32: that is left for k beyond 2,004 and typical alone.
 The noise is described in `reference_sampling.gumbel`, with which it agrees.
 """
 
