@@ -1,6 +1,6 @@
 """Programs that share a row meet half way, so that a row too wide for one of them is read once:
 
-    PHASE is BOTH on a GPU:  load a piece -> store its sums -> `arrive` -> `wait` -> load all sums of the row -> finish the piece that is still in registers
+    PHASE is BOTH on a GPU (BOTH_AMD):  load a piece -> store its sums -> `arrive` -> `wait` -> load all sums -> finish the piece that is still in registers
     in the interpreter, where programs run one after the other, the same kernel is launched with PHASE FIRST (up to the sums), then SECOND (from there on).
 
 Where two numbers a program are all there is to say, `tell` and `hear` stand for storing, arriving, waiting and loading. What only a row's last program has to
@@ -15,13 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-BOTH, FIRST, SECOND = (tl.constexpr(n) for n in range(3))
+BOTH, FIRST, SECOND, BOTH_AMD = (tl.constexpr(n) for n in range(4))
 MOST = tl.constexpr(32)  # programs that `hear` each other
 
 
 def phases(x: torch.Tensor) -> tuple[int, ...]:
     """The values of PHASE that a kernel on x is launched with, in turn: tensors of a CPU are the interpreter's."""
-    return (FIRST.value, SECOND.value) if x.device.type == "cpu" else (BOTH.value,)
+    if x.device.type == "cpu":
+        return FIRST.value, SECOND.value
+    return ((BOTH if torch.version.hip is None else BOTH_AMD).value,)
 
 
 @triton.jit
@@ -42,7 +44,7 @@ def wait(count_ptr, programs):
 @triton.jit
 def held(x, PHASE: tl.constexpr):
     """x, whose registers alone live through the wait: what is made of it afterwards is made again. In bfloat16 that is half of what float32 would take."""
-    if PHASE != BOTH:
+    if PHASE != BOTH:  # the constraint of the assembly is NVIDIA's
         return x
     return tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=4 // (x.dtype.primitive_bitwidth // 8))
 
