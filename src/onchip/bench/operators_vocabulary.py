@@ -90,8 +90,8 @@ def _flashinfer_sample(x):
     return lambda: sampling.top_k_top_p_sampling_from_probs(torch.softmax(x.float() / temperature, -1), k, p, filter_apply_order="top_k_first")
 
 
-def _plain_sample(x, temperature: float, k: int, p: float, min_p: float):
-    """By sorting where p asks for it, and the quotient with exponential noise."""
+def _kept(x, temperature: float, k: int, p: float, min_p: float):
+    """The probabilities of what is kept; by sorting where p asks for it."""
     x = x.float() / temperature
     if k:
         x = x.masked_fill(x < x.topk(min(k, x.shape[-1]), -1).values[..., -1:], -torch.inf)
@@ -102,7 +102,16 @@ def _plain_sample(x, temperature: float, k: int, p: float, min_p: float):
     weights = x.softmax(-1)
     if min_p:
         weights = weights.masked_fill(weights < min_p * weights.amax(-1, keepdim=True), 0)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _drawn(weights):
+    """The quotient with exponential noise."""
     return (weights / torch.empty_like(weights).exponential_()).argmax(-1)
+
+
+def _plain_sample(x, *setting):
+    return _drawn(_kept(x, *setting))
 
 
 def _sampled(setting: tuple, peers: Mapping = {}) -> Operator:
@@ -141,14 +150,15 @@ def _draft(drawn: bool) -> Callable:
 
 
 def _plain_verify(logits, tokens, probabilities=None):
-    """Greedy in what it compares: the token drawn at each place, or the ratio of probabilities."""
+    """The token after what is accepted: drawn at each place and compared, or by the ratio of probabilities, then from what is left of them."""
     if probabilities is None:
-        accepted = _plain_sample(logits, *JOINT)[:, :-1] == tokens
-    else:
-        at = tokens.unsqueeze(-1)
-        p = (logits[:, :-1].float() / JOINT[0]).softmax(-1).gather(-1, at)
-        accepted = (torch.rand_like(p) * probabilities.gather(-1, at) < p).squeeze(-1)
-    return accepted.long().cumprod(-1).sum(-1)
+        drawn = _plain_sample(logits, *JOINT)
+        return drawn.gather(1, (drawn[:, :-1] == tokens).long().cumprod(-1).sum(-1, keepdim=True)).squeeze(1)
+    p, at = _kept(logits, *JOINT), tokens.unsqueeze(-1)
+    ratio = p[:, :-1].gather(-1, at) / probabilities.gather(-1, at)
+    count = (torch.rand_like(ratio) < ratio).squeeze(-1).long().cumprod(-1).sum(-1)
+    q = torch.cat((probabilities, torch.zeros_like(probabilities[:, :1])), 1)
+    return _drawn((p - q)[torch.arange(len(p), device=p.device), count].clamp(min=0))
 
 
 def _verified(drawn: bool) -> Operator:

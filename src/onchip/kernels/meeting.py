@@ -1,17 +1,29 @@
 """Programs that share a row meet half way, so that a row too wide for one of them is read once:
 
-    PHASE is BOTH on a GPU:  load a piece -> store its sums -> `arrive` -> `wait` -> load all sums of the row -> finish the piece that is still in registers
+    PHASE is BOTH on a GPU (BOTH_AMD):  load a piece -> store its sums -> `arrive` -> `wait` -> load all sums -> finish the piece that is still in registers
     in the interpreter, where programs run one after the other, the same kernel is launched with PHASE FIRST (up to the sums), then SECOND (from there on).
+
+Where two numbers a program are all there is to say, `tell` and `hear` stand for storing, arriving, waiting and loading. What only a row's last program has to
+hear needs no phases: in the interpreter it runs last.
 
 A row's programs are neighbours in the grid. A GPU starts programs in order, so those of the first row that is not done are all running as long as a row has
 fewer of them than the GPU holds at once: none waits for one that cannot start. Counters begin at 0 (`torch.zeros` in the call: part of a CUDA graph, and no
 two launches share them).
 """
 
+import torch
 import triton
 import triton.language as tl
 
-BOTH, FIRST, SECOND = (tl.constexpr(n) for n in range(3))
+BOTH, FIRST, SECOND, BOTH_AMD = (tl.constexpr(n) for n in range(4))
+MOST = tl.constexpr(32)  # programs that `hear` each other
+
+
+def phases(x: torch.Tensor) -> tuple[int, ...]:
+    """The values of PHASE that a kernel on x is launched with, in turn: tensors of a CPU are the interpreter's."""
+    if x.device.type == "cpu":
+        return FIRST.value, SECOND.value
+    return ((BOTH if torch.version.hip is None else BOTH_AMD).value,)
 
 
 @triton.jit
@@ -27,3 +39,32 @@ def wait(count_ptr, programs):
     while tl.atomic_add(count_ptr, 0, sem="acquire", scope="gpu") < programs:
         pass
     tl.debug_barrier()
+
+
+@triton.jit
+def held(x, PHASE: tl.constexpr):
+    """x, whose registers alone live through the wait: what is made of it afterwards is made again. In bfloat16 that is half of what float32 would take."""
+    if PHASE != BOTH:  # the constraint of the assembly is NVIDIA's
+        return x
+    return tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=False, pack=4 // (x.dtype.primitive_bitwidth // 8))
+
+
+@triton.jit
+def tell(word_ptr, x, y):
+    """Two float32 numbers for the others, in one word of 64 bits, which says by not being 0 that they are there; so they may not be 0 both.
+
+    Shorter than `arrive` and `wait` by a fence and a reading: one way to L2 and one back, where those take three and a half ways there and back.
+    """
+    bits = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (y.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    tl.atomic_xchg(word_ptr, bits, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def hear(words_ptr, programs, PROGRAMS: tl.constexpr):
+    """What each of `programs` has told, float32 [PROGRAMS] twice, when all have; (0, tiny) past them. PROGRAMS is MOST at most: each warp listens to all."""
+    tl.static_assert(PROGRAMS <= MOST)
+    at = tl.arange(0, PROGRAMS)
+    words = tl.load(words_ptr + at, mask=at < programs, other=1, volatile=True)
+    while tl.min((words != 0).to(tl.int32)) == 0:
+        words = tl.load(words_ptr + at, mask=at < programs, other=1, volatile=True)
+    return (words >> 32).to(tl.int32).to(tl.float32, bitcast=True), words.to(tl.int32).to(tl.float32, bitcast=True)

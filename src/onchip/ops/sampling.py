@@ -232,9 +232,7 @@ def _verify(logits: Tensor, draft: Draft, how: Sampling, kernel: str) -> Verifie
     tokens, q, parents = draft
     (rows, n), vocab = tokens.shape, logits.shape[-1]
     kind = "chain" if parents is None else "tree"
-    depth = torch.arange(n + 1, device=tokens.device).expand(rows, -1) if parents is None else _depths(parents.expand(rows, -1).clamp(-1, n - 1))
-    each = Sampling(*(None if field is None else field.unsqueeze(1).expand(-1, n + 1).reshape(-1) for field in how))
-    each = each._replace(step=each.step + depth.flatten())
+    each = how if parents is None else how._replace(step=(how.step.unsqueeze(1) + _depths(parents.expand(rows, -1).clamp(-1, n - 1))).flatten())
     flat = logits.flatten(0, 1)
     sampler = "reference" if kernel == "reference" else "auto"
     drawn = select(Rows("sample", len(flat), vocab, logits.dtype, "" if q is None else "limits"), logits.device, sampler).launch(flat, each)

@@ -180,11 +180,11 @@ SIZES = ("row_stride", "place_stride", "vocab", "slices", "groups")
 
 def logits_signature(dtype):
     numbers = ("top_k_ptr", "list_ptr", "output_ptr", "prompt_ptr", "mask_ptr", "parents_ptr")
-    ids = ("tokens_ptr", "ids_ptr", "drawn_ptr", "count_ptr", "path_ptr", "token_ptr", "seed_ptr", "step_ptr")
+    ids = ("words_ptr", "tokens_ptr", "ids_ptr", "drawn_ptr", "count_ptr", "path_ptr", "token_ptr", "seed_ptr", "step_ptr")
     floats = ("slices_ptr", "limits_ptr", "chosen_ptr", "top_ptr", "repetition_ptr", "presence_ptr", "frequency_ptr", "values_ptr", "q_ptr")
     floats += ("temperature_ptr", "top_p_ptr", "min_p_ptr", "typical_ptr")
     kinds = (POINTER[dtype], ("logits_ptr", "maxima_ptr", "out_ptr")), ("*i32", numbers), ("*i64", ids), ("*fp32", floats)
-    return {name: kind for kind, names in kinds for name in names} | dict.fromkeys((*SIZES, "pieces", "num", "parents_stride"), "i32")
+    return {name: kind for kind, names in kinds for name in names} | dict.fromkeys((*SIZES, "pieces", "num", "parents_stride", "places", "step_places"), "i32")
 
 
 @everywhere
@@ -216,7 +216,7 @@ def test_penalties(arch):
 
 @everywhere
 def test_verify(arch):
-    check(compile_for(verify._verify_chain, logits_signature(BF16), {"NUM": 8, "BLOCK": verify.BLOCK}, arch, verify.WARPS, aligned=SIZES), arch)
+    check(compile_for(verify._verify_chain, logits_signature(BF16), {"NUM": 8, "PIECES": 32, "BLOCK": verify.BLOCK}, arch, verify.WARPS, aligned=SIZES), arch)
     assert compile_for(verify._walk, logits_signature(BF16), {"NUM": 64}, arch, 2).spills == 0
 
 

@@ -31,11 +31,12 @@ def test_cross_entropy(op, dtype, variant, arch):
     tiles = cross_entropy.configs(problem, GPUS[arch])[0]
     kernel = {"cross_entropy": "_forward", "cross_entropy_backward": "_backward", "cross_entropy_in_place": "_in_place"}[op]
     kernel = getattr(cross_entropy, kernel)
-    signature = dict.fromkeys(("logits_ptr", "out_ptr"), POINTER[dtype]) | {"targets_ptr": "*i64"}
+    signature = dict.fromkeys(("logits_ptr", "out_ptr"), POINTER[dtype]) | {"targets_ptr": "*i64", "words_ptr": "*i64"}
     signature |= dict.fromkeys(("weights_ptr", "total_ptr", "stats_ptr", "g_ptr", "g_entropy_ptr"), "*fp32")
-    signature |= dict.fromkeys(("tokens", "width", "row_stride", "out_stride", "first", "vocab", "ignore"), "i32")
+    signature |= dict.fromkeys(("tokens", "width", "pieces", "row_stride", "out_stride", "first", "vocab", "ignore"), "i32")
     signature |= dict.fromkeys(("smoothing", "z_loss", "temperature", "inverse", "cap"), "fp32")
     constexprs = {"CAPPED": "softcap" in variant, "ENTROPY": "entropy" in variant, "SMOOTH": "smoothing" in variant, "BLOCK": tiles.block}
+    constexprs |= {"PIECES": 32, "PHASE": 0}
     constexprs |= {"LANE": 16 // dtype.itemsize} | ({} if "weights" in variant else {"weights_ptr": None, "total_ptr": None})
     constexprs |= {} if "entropy" in variant else {"g_entropy_ptr": None}
     constexprs = {name: value for name, value in constexprs.items() if name in getattr(kernel, "arg_names", ())}
@@ -49,18 +50,16 @@ def test_softmax(width, dtype, variant, arch):
     problem = Rows("softmax", 8192, width, dtype, variant)
     tiles = softmax.configs(problem, GPUS[arch])[0]
     signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "mask_ptr": "*u8" if "bool" in variant else POINTER[dtype], "temperature": "fp32"}
-    signature |= dict.fromkeys(("rows", "width", "x_stride", "size_1", "size_2", "stride_0", "stride_1", "stride_2"), "i32")
-    constexprs = {
-        "DIVIDED": "log" in variant,
-        "BOOL": "bool" in variant,
-        "LOG": "log" in variant,
-        "LANE": 16 // dtype.itemsize,
-        "ROWS": tiles.rows,
-        "BLOCK": tiles.block,
-    }
+    signature |= dict.fromkeys(("rows", "width", "pieces", "x_stride", "size_1", "size_2", "stride_0", "stride_1", "stride_2"), "i32") | {"words_ptr": "*i64"}
+    constexprs = {"DIVIDED": "log" in variant, "BOOL": "bool" in variant, "LOG": "log" in variant, **form(tiles)}
     constexprs |= {} if "mask" in variant else {"mask_ptr": None}
-    kernel = softmax._softmax if tiles.block >= width else softmax._softmax_wide
+    kernel = softmax._softmax_wide if tiles.span else softmax._softmax
     check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "stride_0", "stride_1", "stride_2")))
+
+
+def form(tiles):
+    """The constants of a kernel of softmax that say which elements a program has."""
+    return {"BLOCK": tiles.block} | ({"SPAN": tiles.span, "PIECES": 32, "PHASE": 0} if tiles.span else {"ROWS": tiles.rows})
 
 
 @everywhere
@@ -69,10 +68,9 @@ def test_softmax(width, dtype, variant, arch):
 def test_softmax_backward(width, dtype, variant, arch):
     tiles = softmax.configs(Rows("softmax_backward", 8192, width, dtype, variant), GPUS[arch])[0]
     signature = dict.fromkeys(("y_ptr", "dy_ptr", "dx_ptr"), POINTER[dtype]) | {"inverse": "fp32"}
-    signature |= dict.fromkeys(("rows", "width", "y_stride", "dy_stride"), "i32")
-    constexprs = {"LOG": "log" in variant, "ROWS": tiles.rows, "BLOCK": tiles.block}
-    kernel = softmax._backward if tiles.block >= width else softmax._backward_wide
-    check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "y_stride", "dy_stride")), 2)
+    signature |= dict.fromkeys(("rows", "width", "pieces", "y_stride", "dy_stride"), "i32") | {"words_ptr": "*i64"}
+    kernel = softmax._backward_wide if tiles.span else softmax._backward
+    check(compile_for(kernel, signature, {"LOG": "log" in variant, **form(tiles)}, arch, tiles.warps, aligned=("width", "y_stride", "dy_stride")), 2)
 
 
 @everywhere
@@ -84,6 +82,6 @@ def test_divergence(op, kind, dtype, arch):
     kernel = divergence._forward if op == "divergence" else divergence._backward
     signature = dict.fromkeys(("student_ptr", "teacher_ptr", "out_ptr"), POINTER[dtype]) | {"counts_ptr": "*u8", "stats_ptr": "*fp32", "g_ptr": "*fp32"}
     signature |= dict.fromkeys(("tokens", "width", "student_stride", "teacher_stride", "out_stride"), "i32")
-    signature |= dict.fromkeys(("inverse", "beta", "log_1_beta", "log_beta"), "fp32")
+    signature |= dict.fromkeys(("inverse", "beta"), "fp32")
     constexprs = {"KIND": kind, "BLOCK": tiles.block} | ({"LANE": 16 // dtype.itemsize} if op == "divergence" else {})
     check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "student_stride", "teacher_stride", "out_stride")), 2)

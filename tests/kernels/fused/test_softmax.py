@@ -135,6 +135,20 @@ def test_several_rows_a_program(device):
     torch.testing.assert_close(*(launch_backward(p, Tiles(rows, 64, 4), y, d, 1.0) for rows in (4, 1)), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("span", [1, 2, 3])
+def test_programs_that_share_a_row(span, device):
+    """Of pieces that each go through once, and of several blocks, the first of which are read again; the last program has fewer columns, or none."""
+    from onchip.kernels.fused.softmax import Tiles, configs, launch, launch_backward
+
+    assert [configs(Rows("softmax", 9, width, BF16), gpu("H200"))[0].span for width in (1 << 14, 1 << 17, 1 << 18)] == [0, 1, 2]
+    p, tiles = Rows("softmax", 3, 1100, FP32), Tiles(1, 256, 1, span)
+    x, d = torch.randn(3, 1100, device=device), torch.randn(3, 1100, device=device)
+    y = launch(p, tiles, x, None, 1.0)
+    torch.testing.assert_close(y, x.softmax(-1))
+    torch.testing.assert_close(launch_backward(p, tiles, y, d, 1.0), y * (d - (y * d).sum(-1, keepdim=True)))
+
+
 def test_the_problems_of_a_call(device):
     x = torch.randn(2, 5, device=device, requires_grad=True)
     with record() as decisions:

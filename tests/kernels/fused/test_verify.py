@@ -86,9 +86,10 @@ def _way(place):
 
 
 @pytest.mark.parametrize("kernel", [pytest.param("triton_verify", marks=pytest.mark.gpu)])
-def test_drawn_drafts_as_the_reference(kernel, device):
-    """Also where q has NaN, does not sum to 1, or is p itself; a strided batch of logits; a draft that is shorter."""
-    how, vocab = settings(HOW * 2, device, step=7), 67
+@pytest.mark.parametrize("vocab", [67, 9001])
+def test_drawn_drafts_as_the_reference(vocab, kernel, device):
+    """Also where q has NaN, does not sum to 1, or is p itself; a strided batch of logits; a draft that is shorter; a row of several programs."""
+    how = settings(HOW * 2, device, step=7)
     padded = torch.full((8, 5, vocab), torch.nan, device=device)
     logits = padded[:, 1:4].copy_(2 * torch.randn(8, 3, vocab, device=device))
     q = (logits[:, :2] + torch.randn(8, 2, vocab, device=device)).softmax(-1)
@@ -98,7 +99,7 @@ def test_drawn_drafts_as_the_reference(kernel, device):
     q[6, :, ::3] = torch.nan
     q[3, 0] = 2.0
     ours, theirs = (verify(logits, Draft(tokens, q), how, kernel=name) for name in (kernel, "reference"))
-    assert set(theirs.count.tolist()) == {0, 1, 2} and theirs.token[0] == 5
+    assert theirs.token[0] == 5 and (vocab > 67 or set(theirs.count.tolist()) == {0, 1, 2})
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
 

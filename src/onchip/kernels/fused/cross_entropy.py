@@ -7,8 +7,8 @@
 
 Forward: one program a row, in pieces, the next one on its way while one is worked on. Each thread has a maximum and a sum of its own, so that a
 piece takes no barrier and 1 + 1/8 exponentials an element. One read of the logits. Backward: a program takes a piece of a row; one read and one
-write, the floor. In place: both in one launch. The second reading goes from the row's end to its beginning, so that the last pieces come from L2:
-a program a multiprocessor has 34 MB of rows of 128,256 in flight. Memory moves 2 rows instead of 3.
+write, the floor. In place: both in one launch. The programs of a row hold a piece each, meet to add up their sums (`meeting.py`), and write the gradient
+of what is in their registers: one read and one write as well.
 Ignored rows are not read. Offsets are 64 bits wide.
 """
 
@@ -21,12 +21,14 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Rows
 from onchip.kernels.curves import tanh
+from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
 
-# Bytes of a row that a program takes at a time.
-PIECE = 16384  # forward, 16 warps; the next piece is on its way: 16 to 32 KiB in flight a program, of which a multiprocessor has two or three
-WHOLE = 32768  # in place, 32 warps: one program a multiprocessor, as two would have more rows in flight than L2 holds
-BACKWARD = 8192
-THREAD = 32  # bytes a thread: two 16-byte loads
+# Bytes of a row that a program takes at a time, and a thread: 16-byte loads.
+PIECE = 8192, 32  # forward; the next piece is on its way: 8 to 16 KiB in flight a program, of which a multiprocessor has six
+IN_PLACE = 16384, 128
+BACKWARD = 8192, 64
+WORDS = tl.constexpr(4)  # that a program tells the others of its row, in place
+SCALING = 1 << 12  # programs at most: all of 2^18 that had nothing to scale would take as long as 100 us
 
 
 class Tiles(NamedTuple):
@@ -48,22 +50,20 @@ def _logits(x, inverse, cap, CAPPED: tl.constexpr):
     x = x.to(tl.float32)
     if CAPPED:
         x = cap * tanh(x / cap)
-    return x * inverse
-
-
-@triton.jit
-def _slope(z, dz, inverse, temperature, cap, CAPPED: tl.constexpr):
-    """The gradient of the logits from that of z."""
-    if CAPPED:
-        u = z * temperature / cap
-        dz = dz * (1 - u * u)
-    return dz * inverse
+    return tl.fma(x, inverse, 0.0)  # a product would be rounded together with what is subtracted from it: z - max z has to be 0 at the maximum
 
 
 @triton.jit
 def _log_or_zero(m, base):
     """m - base, 0 where there is nothing yet."""
     return tl.where(m == float("-inf"), 0.0, m - base)
+
+
+@triton.jit
+def _middle(row_ptr, inverse, cap, CAPPED: tl.constexpr):
+    """What the sum of z is taken from, so that a large common part of the logits costs no digits: the first one."""
+    middle = _logits(tl.load(row_ptr), inverse, cap, CAPPED)
+    return tl.where(tl.abs(middle) < float("inf"), middle, 0.0)
 
 
 @triton.jit
@@ -84,10 +84,7 @@ def _figures(
     m = tl.full([LANES], float("-inf"), tl.float32)
     s, a = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
     total, mass = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
-    middle = tl.zeros([], tl.float32)
-    if SMOOTH:  # what the sum of z is taken from, so that a large common part of the logits costs no digits
-        middle = _logits(tl.load(row_ptr), inverse, cap, CAPPED)
-        middle = tl.where(tl.abs(middle) < float("inf"), middle, 0.0)
+    middle = _middle(row_ptr, inverse, cap, CAPPED) if SMOOTH else 0.0
     col = tl.arange(0, BLOCK)
     x = tl.load(row_ptr + col, mask=col < width, other=float("-inf"))
     for first in range(0, width, BLOCK):
@@ -134,64 +131,70 @@ def _store_figures(stats_ptr, tokens, row, log_prob, top, log_sum, entropy, smoo
 
 
 @triton.jit
-def _row(
-    row_ptr,
-    weights_ptr,
-    stats_ptr,
-    row,
-    tokens,
-    target,
-    width,
-    first,
-    vocab,
-    inverse,
-    cap,
-    CAPPED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    LANE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The figures of a row that counts, stored; returns (top, log_sum, weight)."""
+def _of_target(row_ptr, weights_ptr, target, first, vocab, width, inverse, cap, CAPPED: tl.constexpr):
+    """(column or -1, logit, class weight, log-probability where the column is not here) of a row's target."""
     local = target - first
     here = (local >= 0) & (local < width)
-    valid = (target >= 0) & (target < vocab)
     picked = _logits(tl.load(row_ptr + local, mask=here, other=0.0), inverse, cap, CAPPED)
     weight = here.to(tl.float32)
     if weights_ptr is not None:
         weight = tl.load(weights_ptr + local, mask=here, other=0.0)
-    top, log_sum, entropy, smooth = _figures(row_ptr, weights_ptr, width, inverse, cap, CAPPED, ENTROPY, SMOOTH, LANE, BLOCK)
-    missing = tl.where(valid, float("-inf"), float("nan"))  # another rank's, or nobody's
-    log_prob = tl.where(here, picked - top - log_sum, missing)
-    _store_figures(stats_ptr, tokens, row, log_prob, top, log_sum, entropy if ENTROPY else 0.0, smooth if SMOOTH else 0.0, weight)
-    return top, log_sum, weight
+    missing = tl.where((target >= 0) & (target < vocab), float("-inf"), float("nan"))  # another rank's, or nobody's
+    return tl.where(here, local, -1).to(tl.int32), picked, weight, missing
 
 
 @triton.jit
-def _coefficients(target, vocab, g, g_entropy, lse, entropy, weight, smoothing, z_loss, total):
-    """(of p, of -p log p, of p - 1 at the target, of minus the class weights) in dz; NaN where the target is no class."""
+def _factors(target, vocab, g, g_entropy, lse, entropy, weight, smoothing, z_loss, total):
+    """(of p, of -p log p, of p - 1 at the target, of p times the sum of class weights minus them, that sum) in dz; NaN where the target is no class."""
     weight = tl.where((target >= 0) & (target < vocab), weight, float("nan"))
-    of_target = g * (1 - smoothing) * weight
-    of_weights = g * smoothing / vocab
-    return of_weights * total + 2 * z_loss * g * lse - g_entropy * entropy, g_entropy, of_target, of_weights
+    return 2 * z_loss * g * lse - g_entropy * entropy, g_entropy, g * (1 - smoothing) * weight, g * smoothing / vocab, total
 
 
 @triton.jit
-def _gradient(x, col, inside, local, weights_ptr, top, log_sum, of_p, of_plogp, of_target, of_weights, inverse, temperature, cap, CAPPED: tl.constexpr,
-              ENTROPY: tl.constexpr, SMOOTH: tl.constexpr):  # fmt: skip
-    """The gradient of logits x in columns col, float32."""
+def _gradient(
+    x, col, width, weights_ptr, lse, factors, form, TARGET: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr
+):  # fmt: skip
+    """The gradient of logits x in columns col, of the target's alone or of none that is, float32.
+
+    lse: as two summands; factors: by the temperature; form: 1 / temperature, temperature, cap.
+    """
+    of_p, of_plogp, of_target, of_weights, total = factors
+    inverse, temperature, cap = form
     z = _logits(x, inverse, cap, CAPPED)
-    log_p = z - top - log_sum
+    log_p = z - lse[0] - lse[1]
     p = tl.exp(log_p)
-    d = p * of_p + of_target * tl.where(col == local, p - 1, p)  # a sum of the two factors of p would cancel where p is near 1
+    d = p * of_p + of_target * (p - 1) if TARGET else p * (of_p + of_target)  # a sum of p's factors would cancel where the target's p is near 1
     if ENTROPY:
         d -= tl.where(p > 0, p * log_p, 0.0) * of_plogp
     if SMOOTH:
         w = 1.0
         if weights_ptr is not None:
-            w = tl.load(weights_ptr + col, mask=inside, other=0.0)
-        d -= w * of_weights
-    return _slope(z, d, inverse, temperature, cap, CAPPED)
+            w = tl.load(weights_ptr + col, mask=col < width, other=0.0)
+        d += of_weights * (p * total - w)
+    if CAPPED:
+        u = z * temperature / cap
+        d = d * (1 - u * u)
+    return d
+
+
+@triton.jit
+def _store_gradient(
+    x, start, local, row_ptr, out_ptr, width, weights_ptr, lse, factors, form,
+    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, SMOOTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """That of a row's columns from `start` on. The target's is stored over: to look for its column in every element cost a third of all instructions."""
+    here = (local >= start) & (local < start + BLOCK)
+    target = tl.zeros([], row_ptr.dtype.element_ty)
+    if here:
+        target = tl.load(row_ptr + local)
+        tl.debug_barrier()  # until every thread has it: `out` may be the logits
+    col = start + tl.arange(0, BLOCK)
+    d = _gradient(x, col, width, weights_ptr, lse, factors, form, False, CAPPED, ENTROPY, SMOOTH)
+    tl.store(out_ptr + col, d.to(out_ptr.dtype.element_ty), mask=col < width)
+    if here:
+        one = _gradient(target, local, width, weights_ptr, lse, factors, form, True, CAPPED, ENTROPY, SMOOTH)
+        tl.debug_barrier()
+        tl.store(out_ptr + local, one.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -219,8 +222,11 @@ def _forward(
     if target == ignore:
         _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     else:
-        _row(logits_ptr + row * row_stride, weights_ptr, stats_ptr, row, tokens, target, width, first, vocab, inverse, cap, CAPPED, ENTROPY, SMOOTH,
-             LANE, BLOCK)  # fmt: skip
+        row_ptr = logits_ptr + row * row_stride
+        local, picked, weight, missing = _of_target(row_ptr, weights_ptr, target, first, vocab, width, inverse, cap, CAPPED)
+        top, log_sum, entropy, smooth = _figures(row_ptr, weights_ptr, width, inverse, cap, CAPPED, ENTROPY, SMOOTH, LANE, BLOCK)
+        log_prob = tl.where(local >= 0, picked - top - log_sum, missing)
+        _store_figures(stats_ptr, tokens, row, log_prob, top, log_sum, entropy if ENTROPY else 0.0, smooth if SMOOTH else 0.0, weight)
 
 
 @triton.jit
@@ -252,25 +258,27 @@ def _backward(
 ):
     pieces = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // pieces).to(tl.int64)
-    col = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0) % pieces * BLOCK
+    col = start + tl.arange(0, BLOCK)
+    out_ptr += row * out_stride
     target = tl.load(targets_ptr + row)
-    counts = target != ignore
-    inside = col < width
-    x = tl.load(logits_ptr + row * row_stride + col, mask=inside & counts, other=0.0)
-    top, log_sum, weight = tl.load(stats_ptr + tokens + row), tl.load(stats_ptr + 2 * tokens + row), tl.load(stats_ptr + 5 * tokens + row)
-    entropy, g_entropy = 0.0, 0.0
-    if ENTROPY:
-        entropy, g_entropy = tl.load(stats_ptr + 3 * tokens + row), tl.load(g_entropy_ptr + row)
-    total = tl.zeros([], tl.float32) + vocab
-    if total_ptr is not None:
-        total = tl.load(total_ptr)
-    of_p, of_plogp, of_target, of_weights = _coefficients(
-        target, vocab, tl.load(g_ptr + row), g_entropy, top + log_sum, entropy, weight, smoothing, z_loss, total
-    )  # fmt: skip
-    d = _gradient(x, col, inside, target - first, weights_ptr, top, log_sum, of_p, of_plogp, of_target, of_weights, inverse, temperature, cap, CAPPED, ENTROPY,
-                  SMOOTH)  # fmt: skip
-    d = tl.where(counts, d, 0.0)
-    tl.store(out_ptr + row * out_stride + col, d.to(out_ptr.dtype.element_ty), mask=inside)
+    if target == ignore:
+        tl.store(out_ptr + col, tl.zeros([BLOCK], out_ptr.dtype.element_ty), mask=col < width)
+    else:
+        x = tl.load(logits_ptr + row * row_stride + col, mask=col < width, other=0.0)
+        top, log_sum, weight = tl.load(stats_ptr + tokens + row), tl.load(stats_ptr + 2 * tokens + row), tl.load(stats_ptr + 5 * tokens + row)
+        entropy, g_entropy = 0.0, 0.0
+        if ENTROPY:
+            entropy, g_entropy = tl.load(stats_ptr + 3 * tokens + row), tl.load(g_entropy_ptr + row) * inverse
+        total = tl.zeros([], tl.float32) + vocab
+        if total_ptr is not None:
+            total = tl.load(total_ptr)
+        g = tl.load(g_ptr + row) * inverse
+        factors = _factors(target, vocab, g, g_entropy, top + log_sum, entropy, weight, smoothing, z_loss, total)
+        local = target - first
+        local = tl.where((local >= 0) & (local < width), local, -1).to(tl.int32)
+        _store_gradient(x, start, local, logits_ptr + row * row_stride, out_ptr, width, weights_ptr, (top, log_sum), factors, (inverse, temperature, cap),
+                        CAPPED, ENTROPY, SMOOTH, BLOCK)  # fmt: skip
 
 
 @triton.jit
@@ -281,8 +289,10 @@ def _in_place(
     total_ptr,
     stats_ptr,
     g_ptr,
+    words_ptr,
     tokens,
     width,
+    pieces,
     row_stride,
     first,
     vocab,
@@ -295,55 +305,96 @@ def _in_place(
     CAPPED: tl.constexpr,
     ENTROPY: tl.constexpr,
     SMOOTH: tl.constexpr,
-    LANE: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
+    PHASE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    piece = tl.program_id(0) % pieces
     target = tl.load(targets_ptr + row)
     row_ptr = logits_ptr + row * row_stride
-    last = tl.cdiv(width, BLOCK) - 1
+    col = piece * BLOCK + tl.arange(0, BLOCK)
+    inside = col < width
     if target == ignore:
-        _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        for piece in range(last + 1):
-            col = piece * BLOCK + tl.arange(0, BLOCK)
-            tl.store(row_ptr + col, tl.zeros([BLOCK], logits_ptr.dtype.element_ty), mask=col < width)
+        if piece == 0:
+            _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        tl.store(row_ptr + col, tl.zeros([BLOCK], logits_ptr.dtype.element_ty), mask=inside)
     else:
-        g = tl.load(g_ptr + row)
-        total = tl.zeros([], tl.float32) + vocab
-        if total_ptr is not None:
-            total = tl.load(total_ptr)
-        top, log_sum, weight = _row(
-            row_ptr, weights_ptr, stats_ptr, row, tokens, target, width, first, vocab, inverse, cap, CAPPED, ENTROPY, SMOOTH, LANE, BLOCK
-        )  # fmt: skip
-        of_p, _, of_target, of_weights = _coefficients(target, vocab, g, 0.0, top + log_sum, 0.0, weight, smoothing, z_loss, total)
-        tl.debug_barrier()  # until every thread has its target's logit
-        for piece in range(last + 1):
-            col = (last - piece) * BLOCK + tl.arange(0, BLOCK)
-            inside = col < width
-            x = tl.load(row_ptr + col, mask=inside, other=0.0)
-            d = _gradient(x, col, inside, target - first, weights_ptr, top, log_sum, of_p, 0.0, of_target, of_weights, inverse, temperature, cap, CAPPED, False,
-                          SMOOTH)  # fmt: skip
-            tl.store(row_ptr + col, d.to(logits_ptr.dtype.element_ty), mask=inside)
+        x = tl.load(row_ptr + col, mask=inside, other=float("-inf"))
+        local, picked, weight, missing = _of_target(row_ptr, weights_ptr, target, first, vocab, width, inverse, cap, CAPPED)
+        middle = _middle(row_ptr, inverse, cap, CAPPED) if SMOOTH else 0.0
+        words_ptr += row * pieces * WORDS
+        one = tl.full([], 1.0, tl.float32)
+        if PHASE != SECOND:
+            z = _logits(x, inverse, cap, CAPPED)
+            if CAPPED:
+                z = tl.where(inside, z, float("-inf"))
+            top = tl.max(z)
+            base = tl.where(top == float("-inf"), 0.0, top)
+            z = _logits(held(x, PHASE), inverse, cap, CAPPED)
+            if CAPPED:
+                z = tl.where(inside, z, float("-inf"))
+            p = tl.exp(z - base)
+            tell(words_ptr + piece, top, tl.sum(p))
+            if ENTROPY:
+                tell(words_ptr + pieces + piece, tl.sum(tl.where(p > 0, p * (z - base), 0.0)), one)
+            if SMOOTH:
+                w = inside.to(tl.float32)
+                if weights_ptr is not None:
+                    w = tl.load(weights_ptr + col, mask=inside, other=0.0)
+                tell(words_ptr + 2 * pieces + piece, tl.sum(tl.where(inside, w * (z - middle), 0.0)), one)
+                tell(words_ptr + 3 * pieces + piece, tl.sum(w), one)
+        if PHASE != FIRST:
+            tops, sums = hear(words_ptr, pieces, PIECES)
+            there = tl.arange(0, PIECES) < pieces
+            tops = tl.where(there, tops, float("-inf"))
+            top = tl.max(tops)
+            base = tl.where(top == float("-inf"), 0.0, top)
+            kept = tl.exp(tops - base)
+            sum_exp = tl.sum(sums * kept)
+            log_sum = tl.log(sum_exp)
+            if piece == 0:
+                entropy, smooth = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
+                if ENTROPY:
+                    spreads, _ = hear(words_ptr + pieces, pieces, PIECES)
+                    entropy = log_sum - tl.sum(kept * (spreads + sums * _log_or_zero(tops, base))) / sum_exp
+                if SMOOTH:
+                    totals, _ = hear(words_ptr + 2 * pieces, pieces, PIECES)
+                    masses, _ = hear(words_ptr + 3 * pieces, pieces, PIECES)
+                    smooth = tl.sum(masses) * (base + log_sum - middle) - tl.sum(totals)
+                log_prob = tl.where(local >= 0, picked - base - log_sum, missing)
+                _store_figures(stats_ptr, tokens, row, log_prob, base, log_sum, entropy, smooth, weight)
+            x = held(x, PHASE)
+            total = tl.zeros([], tl.float32) + vocab
+            if total_ptr is not None:
+                total = tl.load(total_ptr)
+            g = tl.load(g_ptr + row) * inverse
+            factors = _factors(target, vocab, g, 0.0, base + log_sum, 0.0, weight, smoothing, z_loss, total)
+            _store_gradient(x, piece * BLOCK, local, row_ptr, row_ptr, width, weights_ptr, (base, log_sum), factors, (inverse, temperature, cap), CAPPED,
+                            False, SMOOTH, BLOCK)  # fmt: skip
 
 
 @triton.jit
-def _scale(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+def _scale(x_ptr, factor_ptr, count, pieces, BLOCK: tl.constexpr):
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1:
-        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + index, mask=index < count, other=0.0).to(tl.float32)
-        tl.store(x_ptr + index, (x * factor).to(x_ptr.dtype.element_ty), mask=index < count)
+        for n in range(pieces):
+            index = (tl.program_id(0).to(tl.int64) * pieces + n) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + index, mask=index < count, other=0.0).to(tl.float32)
+            tl.store(x_ptr + index, (x * factor).to(x_ptr.dtype.element_ty), mask=index < count)
 
 
 # ---- host
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """A whole narrow row, or the piece of a wide one that each pass takes."""
-    size = problem.dtype.itemsize
-    most = {"cross_entropy": PIECE, "cross_entropy_in_place": WHOLE}.get(problem.op, BACKWARD) // size
-    block = min(most, max(128, triton.next_power_of_2(problem.width)))
-    return [Tiles(block, max(1, block * size // (32 * THREAD)))]
+    """A whole narrow row, or the piece of a wide one that each pass takes; in place, of no more programs a row than can meet."""
+    size, in_place = problem.dtype.itemsize, problem.op == "cross_entropy_in_place"
+    most, thread = {"cross_entropy": PIECE, "cross_entropy_in_place": IN_PLACE}.get(problem.op, BACKWARD)
+    while in_place and triton.cdiv(problem.width * size, most) > MOST.value:
+        most *= 2
+    block = min(most // size, max(128, triton.next_power_of_2(problem.width)))
+    return [Tiles(block, max(1, block * size // (32 * thread)))]
 
 
 def _flags(problem: Rows, x) -> dict:
@@ -417,37 +468,45 @@ def launch_backward(
 
 def launch_in_place(problem: Rows, config: Tiles, logits: torch.Tensor, targets: torch.Tensor, g: torch.Tensor, x) -> torch.Tensor:
     """Figures [6, rows]; the logits, whose rows are contiguous, become the gradient of `sum g loss`."""
-    stats = torch.empty((6, problem.rows), dtype=torch.float32, device=logits.device)
-    _in_place[(problem.rows,)](
-        logits,
-        targets.contiguous(),
-        _contiguous(x.class_weights),
-        x.total,
-        stats,
-        g.contiguous(),
-        problem.rows,
-        problem.width,
-        logits.stride(0),
-        x.first,
-        x.vocab,
-        x.ignore_index,
-        x.smoothing,
-        x.z_loss,
-        x.temperature,
-        1 / x.temperature,
-        x.softcap,
-        **_flags(problem, x),
-        LANE=16 // logits.element_size(),
-        BLOCK=config.block,
-        num_warps=config.warps,
-    )
+    device, pieces = logits.device, triton.cdiv(problem.width, config.block)
+    stats = torch.empty((6, problem.rows), dtype=torch.float32, device=device)
+    words = torch.zeros(problem.rows * pieces * WORDS.value, dtype=torch.int64, device=device)
+    for phase in phases(logits):
+        _in_place[(problem.rows * pieces,)](
+            logits,
+            targets.contiguous(),
+            _contiguous(x.class_weights),
+            x.total,
+            stats,
+            g.contiguous(),
+            words,
+            problem.rows,
+            problem.width,
+            pieces,
+            logits.stride(0),
+            x.first,
+            x.vocab,
+            x.ignore_index,
+            x.smoothing,
+            x.z_loss,
+            x.temperature,
+            1 / x.temperature,
+            x.softcap,
+            **_flags(problem, x),
+            PIECES=triton.next_power_of_2(pieces),
+            BLOCK=config.block,
+            PHASE=phase,
+            num_warps=config.warps,
+        )
     return stats
 
 
 def launch_scale(problem: Rows, config: Tiles, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """x *= factor, in place; x is contiguous, and neither read nor written where the factor is 1."""
-    block = BACKWARD // x.element_size()
-    _scale[(triton.cdiv(x.numel(), block),)](x, factor, x.numel(), BLOCK=block, num_warps=BACKWARD // (32 * THREAD))
+    """x *= factor, in place; x is contiguous, and neither read nor written where the factor is 1: which few programs find out."""
+    block = BACKWARD[0] // x.element_size()
+    pieces = triton.cdiv(x.numel(), block)
+    programs = min(pieces, SCALING)
+    _scale[(programs,)](x, factor, x.numel(), triton.cdiv(pieces, programs), BLOCK=block, num_warps=BACKWARD[0] // (32 * BACKWARD[1]))
     return x
 
 

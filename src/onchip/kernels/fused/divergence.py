@@ -4,12 +4,15 @@
     beta = 0: D(p, q);   beta = 1: D(q, p);   between: beta D(p, m) + (1 - beta) D(q, m)            (GKD; Agarwal et al., 2023)
     dz = q - p;          q (log q - log p - D(q, p));   (1 - beta) q (log q - log m - D(q, m));     each by g / T
 
-Forward: one program a row. Both rows go through it in pieces twice, first for their sums of exponentials, then for the divergence, from their ends, where
-L2 has the last pieces. Each thread has maxima and sums of its own. Backward: a program takes a piece of a row; two reads and one write, the floor.
+Forward: one program a row, in pieces, the next ones on their way while two are worked on; each thread has maxima and sums of its own. Of one of the two,
+
+    D(p, q) = sum p (z_p - z_q) - lse_p + lse_q,   z less the row's first
+
+is summed up beside the sums of exponentials: each row is read once. m is not known before they are, so a divergence from it reads the rows again, from their
+ends, where L2 has the last pieces. Backward: a program takes a piece of a row; two reads and one write, the floor.
 Rows that do not count are not read.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -19,9 +22,8 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Rows
 
-# Bytes of each row that a program takes at a time, and a thread. 32 bytes a thread spill in the forward pass.
-PIECE = {"divergence": 8192, "divergence_backward": 4096}
-THREAD = 16
+# Bytes of each row that a program takes at a time, and a thread.
+PIECE = {"divergence": (8192, 32), "divergence_backward": (4096, 16)}
 
 
 class Tiles(NamedTuple):
@@ -38,37 +40,52 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _more(x, inverse, m, s, LANES: tl.constexpr, LANE: tl.constexpr):
-    """The maxima and sums of lanes with logits x [BLOCK] added."""
-    z = (x.to(tl.float32) * inverse).reshape(LANES, LANE)
+def _middle(row_ptr, inverse):
+    """What z is taken from in sums: its first."""
+    z = tl.load(row_ptr).to(tl.float32) * inverse
+    return tl.where(tl.abs(z) < float("inf"), z, 0.0)
+
+
+@triton.jit
+def _more(z, m, s, a, apart, SUMS: tl.constexpr):
+    """Maxima, sums of exp(z - it), and of these times `apart`, of lanes with z [LANES, LANE] added."""
     top = tl.maximum(m, tl.max(z, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
-    return top, s * tl.exp(m - base) + tl.sum(tl.exp(z - base[:, None]), 1)
+    e, kept = tl.exp(z - base[:, None]), tl.exp(m - base)
+    if SUMS:
+        a = a * kept + tl.sum(tl.where(e == 0, 0.0, e * apart), 1)
+    return top, s * kept + tl.sum(e, 1), a
 
 
 @triton.jit
-def _top_and_log_sum(m, s):
+def _whole(m, s, a):
+    """(maximum, log of the sum from it on, mean of what was apart) of a row, from those of lanes."""
     top = tl.max(m)
     base = tl.where(top == float("-inf"), 0.0, top)
-    return base, tl.log(tl.sum(s * tl.exp(m - base)))
+    kept = tl.exp(m - base)
+    total = tl.sum(s * kept)
+    return base, tl.log(total), tl.sum(a * kept) / total
 
 
 @triton.jit
-def _mixture(log_q, log_p, log_1_beta, log_beta, KIND: tl.constexpr):
+def _log_mixture(q, p, log_q, log_p, beta, KIND: tl.constexpr):
     """log m: of q for KIND 0, of p for 1, of both for 2."""
     if KIND == 0:
         return log_q
     if KIND == 1:
         return log_p
-    a, b = log_q + log_1_beta, log_p + log_beta
-    top = tl.maximum(a, b)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    return base + tl.log(tl.exp(a - base) + tl.exp(b - base))
+    return tl.log(beta * p + (1 - beta) * q)
+
+
+@triton.jit
+def _share(p, log_p, log_m):
+    """p (log p - log m); what is less than 1e-30 of a distribution is nothing, as m may not be said in float32 there."""
+    return tl.where(p < 1e-30, 0.0, p * (log_p - log_m))
 
 
 @triton.jit
 def _forward(
-    student_ptr, teacher_ptr, counts_ptr, stats_ptr, tokens, width, student_stride, teacher_stride, inverse, beta, log_1_beta, log_beta,
+    student_ptr, teacher_ptr, counts_ptr, stats_ptr, tokens, width, student_stride, teacher_stride, inverse, beta,
     KIND: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -78,35 +95,48 @@ def _forward(
     if counts_ptr is not None:
         counted = tl.load(counts_ptr + row).to(tl.int32)
     LANES: tl.constexpr = BLOCK // LANE
-    top_q, top_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
-    more_q, more_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
-    of_q, of_p = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
-    if counted != 0:
+    if counted == 0:
+        _store_figures(stats_ptr, tokens, row, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    else:
         m_q, m_p = tl.full([LANES], float("-inf"), tl.float32), tl.full([LANES], float("-inf"), tl.float32)
-        s_q, s_p = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+        s_q, s_p, a = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+        first_q, first_p = _middle(student_ptr, inverse), _middle(teacher_ptr, inverse)
         pieces = tl.cdiv(width, BLOCK)
+        col = tl.arange(0, BLOCK)
+        x = tl.load(student_ptr + col, mask=col < width, other=float("-inf"))
+        y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
         for piece in range(pieces):
-            col = piece * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(student_ptr + col, mask=col < width, other=float("-inf"))
-            y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
-            m_q, s_q = _more(x, inverse, m_q, s_q, LANES, LANE)
-            m_p, s_p = _more(y, inverse, m_p, s_p, LANES, LANE)
-        top_q, more_q = _top_and_log_sum(m_q, s_q)
-        top_p, more_p = _top_and_log_sum(m_p, s_p)
-        sum_q, sum_p = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
-        for piece in range(pieces):
-            col = (pieces - 1 - piece) * BLOCK + tl.arange(0, BLOCK)
-            x = tl.load(student_ptr + col, mask=col < width, other=float("-inf"))
-            y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
-            log_q, log_p = x.to(tl.float32) * inverse - top_q - more_q, y.to(tl.float32) * inverse - top_p - more_p
-            log_m = _mixture(log_q, log_p, log_1_beta, log_beta, KIND)
-            q, p = tl.exp(log_q), tl.exp(log_p)
-            if KIND != 0:
-                sum_q += tl.sum(tl.where(q == 0, 0.0, q * (log_q - log_m)).reshape(LANES, LANE), 1)
-            if KIND != 1:
-                sum_p += tl.sum(tl.where(p == 0, 0.0, p * (log_p - log_m)).reshape(LANES, LANE), 1)
-        of_q, of_p = tl.sum(sum_q), tl.sum(sum_p)
-    loss = of_p if KIND == 0 else of_q if KIND == 1 else beta * of_p + (1 - beta) * of_q
+            col = (piece + 1) * BLOCK + tl.arange(0, BLOCK)
+            next_x = tl.load(student_ptr + col, mask=col < width, other=float("-inf"))
+            next_y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
+            z_q, z_p = (x.to(tl.float32) * inverse).reshape(LANES, LANE), (y.to(tl.float32) * inverse).reshape(LANES, LANE)
+            apart = (z_p - first_p) - (z_q - first_q)
+            m_q, s_q, a = _more(z_q, m_q, s_q, a, -apart, KIND == 1)
+            m_p, s_p, a = _more(z_p, m_p, s_p, a, apart, KIND == 0)
+            x, y = next_x, next_y
+        top_q, more_q, mean_q = _whole(m_q, s_q, a)
+        top_p, more_p, mean_p = _whole(m_p, s_p, a)
+        nearer = (top_q - first_q + more_q) - (top_p - first_p + more_p)  # lse_q - lse_p, less the rows' first
+        of_q = mean_q - nearer
+        loss = mean_p + nearer if KIND == 0 else of_q
+        if KIND == 2:
+            sum_q, sum_p = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+            for piece in range(pieces):
+                col = (pieces - 1 - piece) * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(student_ptr + col, mask=col < width, other=float("-inf"))
+                y = tl.load(teacher_ptr + col, mask=col < width, other=float("-inf"))
+                log_q, log_p = x.to(tl.float32) * inverse - top_q - more_q, y.to(tl.float32) * inverse - top_p - more_p
+                q, p = tl.exp(log_q), tl.exp(log_p)
+                log_m = _log_mixture(q, p, log_q, log_p, beta, KIND)
+                sum_q += tl.sum(_share(q, log_q, log_m).reshape(LANES, LANE), 1)
+                sum_p += tl.sum(_share(p, log_p, log_m).reshape(LANES, LANE), 1)
+            of_q = tl.sum(sum_q)
+            loss = beta * tl.sum(sum_p) + (1 - beta) * of_q
+        _store_figures(stats_ptr, tokens, row, top_q, more_q, top_p, more_p, loss, of_q)
+
+
+@triton.jit
+def _store_figures(stats_ptr, tokens, row, top_q, more_q, top_p, more_p, loss, of_q):
     tl.store(stats_ptr + row, top_q)
     tl.store(stats_ptr + tokens + row, more_q)
     tl.store(stats_ptr + 2 * tokens + row, top_p)
@@ -117,8 +147,8 @@ def _forward(
 
 @triton.jit
 def _backward(
-    student_ptr, teacher_ptr, counts_ptr, out_ptr, stats_ptr, g_ptr, tokens, width, student_stride, teacher_stride, out_stride, inverse, beta, log_1_beta,
-    log_beta, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    student_ptr, teacher_ptr, counts_ptr, out_ptr, stats_ptr, g_ptr, tokens, width, student_stride, teacher_stride, out_stride, inverse, beta,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     pieces = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // pieces).to(tl.int64)
@@ -134,12 +164,12 @@ def _backward(
     top_p, more_p = tl.load(stats_ptr + 2 * tokens + row), tl.load(stats_ptr + 3 * tokens + row)
     of_q = tl.load(stats_ptr + 5 * tokens + row)
     log_q, log_p = x.to(tl.float32) * inverse - top_q - more_q, y.to(tl.float32) * inverse - top_p - more_p
-    q = tl.exp(log_q)
+    q, p = tl.exp(log_q), tl.exp(log_p)
     if KIND == 0:
-        d = q - tl.exp(log_p)
+        d = q - p
     else:
-        log_m = _mixture(log_q, log_p, log_1_beta, log_beta, KIND)
-        d = (1.0 if KIND == 1 else 1 - beta) * tl.where(q == 0, 0.0, q * (log_q - log_m - of_q))
+        log_m = _log_mixture(q, p, log_q, log_p, beta, KIND)
+        d = (1.0 if KIND == 1 else 1 - beta) * (_share(q, log_q, log_m) - tl.where(q < 1e-30, 0.0, q * of_q))
     d = tl.where(counted != 0, d * (tl.load(g_ptr + row) * inverse), 0.0)
     tl.store(out_ptr + row * out_stride + col, d.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -149,16 +179,13 @@ def _backward(
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
     """A whole narrow row, or a piece of a wide one."""
-    size = problem.dtype.itemsize
-    block = min(PIECE[problem.op] // size, max(128, triton.next_power_of_2(problem.width)))
-    return [Tiles(block, max(1, block * size // (32 * THREAD)))]
+    size, (most, thread) = problem.dtype.itemsize, PIECE[problem.op]
+    block = min(most // size, max(128, triton.next_power_of_2(problem.width)))
+    return [Tiles(block, max(1, block * size // (32 * thread)))]
 
 
-def _mixed(beta: float) -> tuple[tuple[float, float, float], int]:
-    """(beta, log(1 - beta), log beta), and the KIND."""
-    if beta in (0, 1):
-        return (float(beta), 0.0, 0.0), int(beta)
-    return (beta, math.log1p(-beta), math.log(beta)), 2
+def _kind(beta: float) -> int:
+    return int(beta) if beta in (0, 1) else 2
 
 
 def launch(
@@ -173,7 +200,6 @@ def launch(
     """Float32 [6, rows]: of the student's logits and of the teacher's the maximum and logsumexp less that, the divergence, D(q, m)."""
     student, teacher = (t if t.stride(1) == 1 else t.contiguous() for t in (student, teacher))
     stats = torch.empty((6, problem.rows), dtype=torch.float32, device=student.device)
-    numbers, kind = _mixed(beta)
     _forward[(problem.rows,)](
         student,
         teacher,
@@ -184,8 +210,8 @@ def launch(
         student.stride(0),
         teacher.stride(0),
         1 / temperature,
-        *numbers,
-        KIND=kind,
+        float(beta),
+        KIND=_kind(beta),
         LANE=16 // student.element_size(),
         BLOCK=config.block,
         num_warps=config.warps,
@@ -206,7 +232,6 @@ def launch_backward(
     out: torch.Tensor,  # [rows, width], may be the student's logits
 ) -> torch.Tensor:
     student, teacher = (t if t.stride(1) == 1 else t.contiguous() for t in (student, teacher))
-    numbers, kind = _mixed(beta)
     _backward[(problem.rows * triton.cdiv(problem.width, config.block),)](
         student,
         teacher,
@@ -220,8 +245,8 @@ def launch_backward(
         teacher.stride(0),
         out.stride(0),
         1 / temperature,
-        *numbers,
-        KIND=kind,
+        float(beta),
+        KIND=_kind(beta),
         BLOCK=config.block,
         num_warps=config.warps,
     )

@@ -7,12 +7,13 @@ top-p are found by narrowing an interval of the float's integer image (monotone,
 pass. Typical sampling keeps an interval of logits around their mean, found by narrowing its half width.
 
 Two launches. The survey (`vocabulary.py`) reads the row once from memory, and is all that greedy rows and rows without
-filters need. Then one program a row chooses the groups of 16 entries that can hold a kept one, narrows over those, and draws.
-Bytes: rows x vocab logits, and 1/16 of them written and read again. Predicted for an H200 (bf16, vocabulary 128,256, top-k 50 with
-top-p and min-p): 64 rows 33.6 MB or 8 us, and 4 to 6 us for the second launch: 16 us; one row 2.5 + 6 us. Of a distribution so flat
-that the maxima prove nothing one program reads the whole row. With top-p alone (0.9 of normal logits) it checks what the survey drew from all
-entries: a token is kept if what is larger weighs less than p, and is then the argmax over the kept ones, too; if it is not, the next one is drawn from
-what is larger. So two passes with probability 1 - p more, where narrowing takes 7 in bf16 and 14 in float32: that is left for k beyond 2,004 and typical alone.
+filters need. Then one program a row chooses the groups of 16 entries that can hold a kept one, narrows over those, and draws. Up to 256 such groups are in
+registers, where a pass of narrowing is a sum over the program (`_few`); more are read again in each pass.
+Bytes: rows x vocab logits, and 1/16 of them written and read again. Measured on an H200 (bf16, vocabulary 128,256, top-k 50 with top-p and min-p): 64 rows
+34.7 us, one 21.1, of which the survey 3.0: AGENTS.md says where the rest goes. Of a distribution so flat that the maxima prove nothing one program reads the
+whole row. With top-p alone (0.9 of normal logits) it checks what the survey drew from all entries: a token is kept if what is larger weighs less than p, and
+is then the argmax over the kept ones, too; if it is not, the next one is drawn from what is larger. So two passes with probability 1 - p more, where narrowing
+takes 7 in bf16 and 14 in float32: that is left for k beyond 2,004 and typical alone.
 The noise is described in `reference_sampling.gumbel`, with which it agrees.
 """
 
@@ -36,10 +37,15 @@ from onchip.kernels.fused.vocabulary import (
     listed,
     marks_of,
     maxima_of,
+    nth,
     number,
+    ordered,
+    step_of,
+    told,
     weight,
 )
 
+SPARE = tl.constexpr(128)  # maxima that may reach the bound of top-k: half of what fits in registers
 MOST_NOISE = tl.constexpr(17.0)  # -log(-log(1 - 2^-24)) is 16.64
 
 # ---- device
@@ -116,6 +122,37 @@ def _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, 
 
 
 @triton.jit
+def _few(
+    row_ptr, list_ptr, count, vocab, bound, least, mass, largest, temperature, top_k, top_p, typical, seed, step, by_count,
+    BITS: tl.constexpr, MARKS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """(token, floor, middle, reach, weight of what is kept) where all listed entries fit in registers: read once, then each narrowing pass is a sum."""
+    inverse = tl.div_rn(1.0, temperature)
+    group, index = listed(list_ptr, 0, count, vocab, GROUP, TILE)
+    x = entries(row_ptr, index, vocab)
+    values = tl.reshape(x, [1, TILE, 1])
+    weights = tl.where(tl.reshape(index, [1, TILE, 1]) < vocab, weight(values, largest, inverse), 0.0)
+    floor, middle, reach = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)
+    if by_count:
+        floor = nth(values, tl.full(values.shape, 1.0, tl.float32), bound, largest, top_k, 0.0, BITS, MARKS)
+        mass = tl.sum(tl.where(values >= floor, weights, 0.0))
+        bound = floor
+    if top_p < 1:
+        floor = nth(values, weights, bound, largest, top_p * mass, 0.0, BITS, MARKS)
+    floor = tl.maximum(floor, least)
+    weights = tl.where(values >= floor, weights, 0.0)
+    mass = tl.sum(weights)
+    if typical < 1:
+        middle = largest + tl.sum(tl.where(weights > 0, weights * tl.where(values >= largest, 0.0, values - largest), 0.0)) / mass
+        most = -tl.maximum(_distance(largest, middle), _distance(tl.maximum(floor, -3e38), middle))
+        reach = -nth(-_distance(values, middle), weights, most, tl.full([], 0.0, tl.float32), typical * mass, 0.0, 0, MARKS)
+        mass = tl.sum(tl.where(_distance(values, middle) <= reach, weights, 0.0))
+    score = x * inverse + gumbel(seed, step, group * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, None, :], 0)
+    best, token = told(tl.max(ordered(tl.where((x >= floor) & (_distance(x, middle) <= reach), score, float("-inf")), index)))
+    return tl.where(best > float("-inf"), token, 0), floor, middle, reach, mass
+
+
+@triton.jit
 def _first(slices_ptr, row, slices, SLICES: tl.constexpr):
     """The token that the survey drew."""
     part = tl.arange(0, SLICES)
@@ -143,6 +180,8 @@ def _draw(
     vocab,
     slices,
     groups,
+    places,
+    step_places,
     BITS: tl.constexpr,
     MARKS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -152,8 +191,9 @@ def _draw(
 ):
     row = tl.program_id(0).to(tl.int64)
     row_ptr, list_ptr = logits_ptr + row * row_stride, list_ptr + row * groups
-    temperature, top_k, top_p, min_p = tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
-    typical = tl.load(typical_ptr + row) if typical_ptr is not None else tl.full([], 1.0, tl.float32)
+    who = row // places
+    temperature, top_k, top_p, min_p = tl.load(temperature_ptr + who), tl.load(top_k_ptr + who), tl.load(top_p_ptr + who), tl.load(min_p_ptr + who)
+    typical = tl.load(typical_ptr + who) if typical_ptr is not None else tl.full([], 1.0, tl.float32)
     hot = temperature > 0
     part = tl.arange(0, SLICES)
     slice_ptr, there = slices_ptr + (row * slices + part) * 4, part < slices
@@ -162,21 +202,25 @@ def _draw(
     inverse = tl.div_rn(1.0, tl.where(hot, temperature, 1.0))
     mass = tl.sum(tl.where(there, tl.load(slice_ptr + 1, mask=there, other=0.0) * weight(tops, largest, inverse), 0.0))  # of no use to a greedy row
     floor, middle, reach = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)
+    maxima = maxima_of(maxima_ptr, row, groups, GROUPS)  # on its way while it is found out whether they are of use
     by_count = (top_k > 0) & (top_k < vocab)
     if hot & (by_count | (top_p < 1) | (min_p > 0) | (typical < 1)):
-        maxima = maxima_of(maxima_ptr, row, groups, GROUPS)
         least = tl.where(min_p > 0, largest + temperature * tl.log(min_p), float("-inf"))
         bound = tl.full([], float("-inf"), tl.float32)
         if by_count:  # before min-p: top-p is of what top-k keeps
-            bound = bound_of_count(maxima, top_k, BITS, MARKS)
+            bound = bound_of_count(maxima, top_k, SPARE, BITS, MARKS)
         elif top_p < 1:
             bound = tl.maximum(least, bound_of_mass(maxima, largest, inverse, top_p * mass, BITS, MARKS))
         else:
             bound = least
         count = list_groups(list_ptr, maxima, bound, groups)
-        seed, step = tl.load(seed_ptr + row), tl.load(step_ptr + row)
-        flat = (top_p < 1) & (typical >= 1) & (count > TILE // GROUP) & (limits_ptr is None)
-        if flat & (by_count == 0):  # most of what is drawn is kept: draw from all, and from what is larger if it is not
+        seed, step = tl.load(seed_ptr + who), step_of(step_ptr, row, step_places)
+        if count <= TILE // GROUP:
+            token, floor, middle, reach, mass = _few(
+                row_ptr, list_ptr, count, vocab, bound, least, mass, largest, temperature, top_k, top_p, typical, seed, step, by_count, BITS, MARKS, GROUP, TILE
+            )  # fmt: skip
+        elif (top_p < 1) & (typical >= 1) & (by_count == 0) & (limits_ptr is None):
+            # most of what is drawn is kept: draw from all, and from what is larger if it is not
             token = _first(slices_ptr, row, slices, SLICES)
             drawn = tl.load(row_ptr + token).to(tl.float32)
             drawn = tl.where(drawn == drawn, drawn, float("-inf"))
@@ -202,8 +246,8 @@ def _draw(
                 need, nearest = typical * mass, tl.full([], 0.0, tl.float32)
                 reach = -_threshold(row_ptr, list_ptr, count, vocab, floor, most, nearest, need, middle, largest, inverse, "near", 0, MARKS, GROUP, TILE)
             token = _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP, TILE)
-        if limits_ptr is not None:
-            mass = _kept(row_ptr, list_ptr, count, vocab, floor, middle, reach, largest, inverse, GROUP, TILE)
+            if limits_ptr is not None:
+                mass = _kept(row_ptr, list_ptr, count, vocab, floor, middle, reach, largest, inverse, GROUP, TILE)
     else:
         token = _first(slices_ptr, row, slices, SLICES)
     tl.store(tokens_ptr + row, token.to(tl.int64))
@@ -243,7 +287,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
 
 
 def launch(problem: Rows, config: Tiles, logits: torch.Tensor, how):  # logits: [rows, vocab]; how: Sampling
-    """Tokens int64 [rows]; of the variant "limits" also what is kept, float32 [rows, 4]: see `reference_sampling.sample`."""
+    """Tokens int64 [rows]; of the variant "limits" also what is kept, float32 [rows, 4]: see `reference_sampling.sample`, also for fewer settings than rows."""
     rows, vocab, device = problem.rows, problem.width, logits.device
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     limits = torch.empty(rows, 4, dtype=torch.float32, device=device) if problem.variant == "limits" else None
@@ -251,6 +295,6 @@ def launch(problem: Rows, config: Tiles, logits: torch.Tensor, how):  # logits: 
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         how = vocabulary.in_order(how)
         maxima, slices, groups, tiles = vocabulary.survey(logits, how)
-        sizes = (logits.stride(0), vocab, slices.shape[1], maxima.shape[1])
+        sizes = (logits.stride(0), vocab, slices.shape[1], maxima.shape[1], *vocabulary.places_of(rows, how))
         _draw[(rows,)](logits, maxima, slices, groups, tokens, limits, *how, *sizes, **tiles, num_warps=config.warps)
     return tokens if limits is None else (tokens, limits)

@@ -1,7 +1,7 @@
 """Log-probabilities of a token and of the largest few: x - log sum exp x, in float32.
 
 The survey (`vocabulary.py`) reads the row once and sums; one program a row then takes the largest from the groups that can hold them, one a
-pass over some n groups of 16, in order of logit and index. Bytes: the logits once, and 1/16 of them written and read again.
+pass over some n groups of 16, which are in registers, in order of logit and index. Bytes: the logits once, and 1/16 of them written and read again.
 """
 
 import torch
@@ -10,9 +10,11 @@ import triton.language as tl
 
 from onchip.core.problem import Rows
 from onchip.kernels.fused import vocabulary
-from onchip.kernels.fused.vocabulary import bound_of_count, entries, list_groups, listed, maxima_of, weight
+from onchip.kernels.fused.vocabulary import bound_of_count, entries, list_groups, listed, maxima_of, ordered, told, weight
 
 WARPS = 8  # of 16 ptxas spills 64 bytes
+FEW = tl.constexpr(64)  # groups whose entries are kept in registers
+NONE = tl.constexpr(-(1 << 63))  # before all keys
 
 # ---- device
 
@@ -66,10 +68,17 @@ def _log_probs(
     tl.store(chosen_ptr + row, tl.where(x > float("-inf"), (x - largest) - total, float("-inf")))
     if TOP > 0:
         maxima = maxima_of(maxima_ptr, row, groups, GROUPS)
-        count = list_groups(list_ptr, maxima, bound_of_count(maxima, TOP, BITS, MARKS), groups)
+        count = list_groups(list_ptr, maxima, bound_of_count(maxima, TOP, FEW // 2, BITS, MARKS), groups)
+        _, index = listed(list_ptr, 0, tl.minimum(count, FEW), vocab, GROUP, FEW * GROUP)
+        few = tl.where(index < vocab, ordered(entries(row_ptr, index, vocab), index), NONE)  # in registers
         before, at = tl.full([], float("inf"), tl.float32), tl.full([], -1, tl.int32)
         for n in range(TOP):
-            before, at = _next(row_ptr, list_ptr, count, vocab, before, at, GROUP, TILE)
+            if count <= FEW:
+                key = tl.max(few)
+                few = tl.where(few == key, NONE, few)
+                before, at = told(key)
+            else:
+                before, at = _next(row_ptr, list_ptr, count, vocab, before, at, GROUP, TILE)
             tl.store(top_ptr + row * TOP + n, tl.where(before > float("-inf"), (before - largest) - total, float("-inf")))
             tl.store(ids_ptr + row * TOP + n, at.to(tl.int64))
 

@@ -20,7 +20,9 @@ def sample(problem: Rows, config: None, logits: Tensor, how):
 
     Of the variant "limits" also what is kept, [rows, 4]: entry i is kept if `x[i] >= floor` and `|x[i] - middle| <= reach`, and has then the
     probability `exp(x[i] / temperature - shift)`. The four of a row with temperature 0 mean nothing.
+    Settings may be fewer than rows: each is then that of as many rows, one after the other, and a step that of the first, which the next count on from.
     """
+    how = _for_each_row(how, len(logits))
     x, limited = _exact(logits), problem.variant == "limits"
     hot = (how.temperature > 0).unsqueeze(1)
     if not limited and not _may_be(hot):
@@ -41,6 +43,12 @@ def sample(problem: Rows, config: None, logits: Tensor, how):
         return tokens
     shift = (x / temperature).masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)
     return tokens, torch.cat((floor, middle, reach, shift), 1)
+
+
+def _for_each_row(how, rows: int):
+    fields = [field if field is None or len(field) == rows else field.repeat_interleave(rows // len(field)) for field in how]
+    each = how._make(fields)
+    return each if len(how.step) == rows else each._replace(step=each.step + torch.arange(rows, device=each.step.device) % (rows // len(how.step)))
 
 
 def _may_be(flags: Tensor) -> bool:

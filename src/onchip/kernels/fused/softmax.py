@@ -4,8 +4,9 @@
     dx = y (dy - sum dy y) / temperature,  of the logarithm (dy - exp(y) sum dy) / temperature
 
 A program holds a few whole rows in registers: each is read once and written once (backward: two reads, one write), which is the floor. A row too wide
-for the registers goes through them in pieces, twice, the second time from its end to its beginning, where L2 has most of it. Each thread has a maximum
-and a sum of its own. A mask is read where it lies, by up to three strides of rows; what a mask of bools hides may be NaN.
+for that is held by several programs, which meet to add up their sums (`meeting.py`): once as well. Of a row of more pieces than 32 each program has several
+after one another, and reads all but the last twice. A mask is read where it lies, by up to three strides of rows; what a mask of bools
+hides may be NaN.
 """
 
 from typing import NamedTuple
@@ -17,22 +18,25 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Rows
+from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
 
-WARPS = ((4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps): at most 64 elements a thread
+WARPS = ((2048, 4), (8192, 8), (32768, 16))  # (elements up to, warps): at most 64 elements a thread
 TILE = 4096  # elements of a program that holds several rows
-WIDEST = {"softmax": 1 << 16, "softmax_backward": 1 << 15}  # bytes of a row in registers; of the gradient there are two rows
-PIECE = 32768  # bytes of a wider row at a time, 32 warps: one program a multiprocessor, as two would have more rows in flight than L2 holds
+WIDEST = 1 << 15  # bytes of a row in one program's registers
+# (bytes of a row that each of its programs holds, warps): the first of which a row has no more than can meet, else the last, several after one another.
+WIDE = {"softmax": ((8192, 2), (8192, 4)), "softmax_backward": ((8192, 4), (16384, 4))}  # many small programs hide each other's waiting
 
 
 class Tiles(NamedTuple):
-    """How much of the matrix a program holds: `rows` of `block` columns."""
+    """How much of the matrix a program holds: `rows` of `block` columns; of a row that programs share, `span` blocks one after the other."""
 
     rows: int
     block: int
     warps: int
+    span: int = 0
 
     def __str__(self):
-        return f"{self.rows}x{self.block} tiles, {self.warps} warps"
+        return f"{self.rows}x{self.block} tiles, {self.warps} warps" + f", programs that meet after {self.span}" * bool(self.span)
 
 
 class MaskRows(NamedTuple):
@@ -53,9 +57,9 @@ def _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2):
 
 
 @triton.jit
-def _load(x_ptr, mask_ptr, at, mask_at, inside, temperature, DIVIDED: tl.constexpr, BOOL: tl.constexpr):
-    """z, float32; -inf where nothing is."""
-    z = tl.load(x_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+def _shown(x, mask_ptr, mask_at, inside, temperature, DIVIDED: tl.constexpr, BOOL: tl.constexpr):
+    """z of x, float32; -inf where nothing is."""
+    z = x.to(tl.float32)
     if DIVIDED:  # a product with the inverse rounds twice, which exponentials of large numbers show
         z = tl.math.div_rn(z, temperature + tl.zeros_like(z))
     if BOOL:  # as the load's own mask it would split the load
@@ -66,66 +70,84 @@ def _load(x_ptr, mask_ptr, at, mask_at, inside, temperature, DIVIDED: tl.constex
 
 
 @triton.jit
-def _normal(z, base, total, LOG: tl.constexpr):
+def _normal(z, base, total, LOG: tl.constexpr, DTYPE: tl.constexpr):
     """Of z - base, whose exponentials sum up to `total`; 0, or log 0, where that is 0."""
     if LOG:
-        return tl.where(total == 0, float("-inf"), z - base - tl.log(total))
-    return tl.where(total == 0, 0.0, tl.math.div_rn(tl.exp(z - base), tl.where(total == 0, 1.0, total) + tl.zeros_like(z)))
+        return tl.where(total == 0, float("-inf"), z - base - tl.log(total)).to(DTYPE)
+    some = tl.where(total == 0, 1.0, total)  # then every exponential is 0
+    if tl.float32 == DTYPE:
+        return tl.math.div_rn(tl.exp(z - base), some + tl.zeros_like(z))
+    return (tl.exp(z - base) * tl.math.div_rn(tl.full(some.shape, 1.0, tl.float32), some)).to(DTYPE)  # a division is ten instructions, as much as all others
 
 
 @triton.jit
 def _softmax(
     x_ptr, mask_ptr, y_ptr, rows, width, x_stride, size_1, size_2, stride_0, stride_1, stride_2, temperature,
-    DIVIDED: tl.constexpr, BOOL: tl.constexpr, LOG: tl.constexpr, LANE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DIVIDED: tl.constexpr, BOOL: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (col < width)
     row = row.to(tl.int64)
     mask_at = _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2) + col
-    z = _load(x_ptr, mask_ptr, row * x_stride + col, mask_at, inside, temperature, DIVIDED, BOOL)  # [ROWS, BLOCK]
+    x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=float("-inf"))  # [ROWS, BLOCK]
+    z = _shown(x, mask_ptr, mask_at, inside, temperature, DIVIDED, BOOL)
     top = tl.max(z, 1, keep_dims=True)
     base = tl.where(top == float("-inf"), 0.0, top)
-    y = _normal(z, base, tl.sum(tl.exp(z - base), 1, keep_dims=True), LOG)
-    tl.store(y_ptr + row * width + col, y.to(y_ptr.dtype.element_ty), mask=inside)
+    y = _normal(z, base, tl.sum(tl.exp(z - base), 1, keep_dims=True), LOG, y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * width + col, y, mask=inside)
 
 
 @triton.jit
 def _softmax_wide(
-    x_ptr, mask_ptr, y_ptr, rows, width, x_stride, size_1, size_2, stride_0, stride_1, stride_2, temperature,
-    DIVIDED: tl.constexpr, BOOL: tl.constexpr, LOG: tl.constexpr, LANE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, mask_ptr, y_ptr, words_ptr, width, pieces, x_stride, size_1, size_2, stride_0, stride_1, stride_2, temperature,
+    DIVIDED: tl.constexpr, BOOL: tl.constexpr, LOG: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    piece = tl.program_id(0) % pieces
     x_ptr += row * x_stride
-    y_ptr += row * width
     mask_at = _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2)
-    LANES: tl.constexpr = BLOCK // LANE
-    m, s = tl.full([LANES], float("-inf"), tl.float32), tl.zeros([LANES], tl.float32)
-    pieces = tl.cdiv(width, BLOCK)
-    for piece in range(pieces):
-        col = piece * BLOCK + tl.arange(0, BLOCK)
-        z = _load(x_ptr, mask_ptr, col, mask_at + col, col < width, temperature, DIVIDED, BOOL).reshape(LANES, LANE)
-        top = tl.maximum(m, tl.max(z, 1))
+    words_ptr += row * pieces
+    x, z = tl.zeros([BLOCK], x_ptr.dtype.element_ty), tl.zeros([BLOCK], tl.float32)
+    top, total = tl.full([], float("-inf"), tl.float32), tl.zeros([], tl.float32)
+    for n in range(SPAN):
+        col = (piece * SPAN + n) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + col, mask=col < width, other=float("-inf"))
+        z = _shown(x, mask_ptr, mask_at + col, col < width, temperature, DIVIDED, BOOL)
+        more = tl.maximum(top, tl.max(z))
+        base = tl.where(more == float("-inf"), 0.0, more)
+        if mask_ptr is None and not DIVIDED:
+            z = held(x, PHASE).to(tl.float32)
+        total = total * tl.exp(top - base) + tl.sum(tl.exp(z - base))
+        top = more
+    if PHASE != SECOND:
+        tell(words_ptr + piece, top, total)
+    if PHASE != FIRST:
+        tops, totals = hear(words_ptr, pieces, PIECES)
+        there = tl.arange(0, PIECES) < pieces
+        top = tl.max(tl.where(there, tops, float("-inf")))
         base = tl.where(top == float("-inf"), 0.0, top)
-        s = s * tl.exp(m - base) + tl.sum(tl.exp(z - base[:, None]), 1)
-        m = top
-    top = tl.max(m)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(s * tl.exp(m - base))
-    for piece in range(pieces):
-        col = (pieces - 1 - piece) * BLOCK + tl.arange(0, BLOCK)
-        z = _load(x_ptr, mask_ptr, col, mask_at + col, col < width, temperature, DIVIDED, BOOL)
-        tl.store(y_ptr + col, _normal(z, base, total, LOG).to(y_ptr.dtype.element_ty), mask=col < width)
+        total = tl.sum(tl.where(there, totals * tl.exp(tops - base), 0.0))
+        if mask_ptr is None and not DIVIDED:
+            z = held(x, PHASE).to(tl.float32)
+        for back in range(SPAN):
+            col = (piece * SPAN + SPAN - 1 - back) * BLOCK + tl.arange(0, BLOCK)
+            if back > 0:
+                x = tl.load(x_ptr + col, mask=col < width, other=float("-inf"))
+                z = _shown(x, mask_ptr, mask_at + col, col < width, temperature, DIVIDED, BOOL)
+            tl.store(y_ptr + row * width + col, _normal(z, base, total, LOG, y_ptr.dtype.element_ty), mask=col < width)
 
 
 @triton.jit
-def _load_pair(y_ptr, dy_ptr, at, dy_at, inside, LOG: tl.constexpr):
+def _load_pair(y_ptr, dy_ptr, at, dy_at, inside):
+    return tl.load(y_ptr + at, mask=inside, other=0.0), tl.load(dy_ptr + dy_at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _pair(y, dy, LOG: tl.constexpr):
     """(y, dy), float32; dy is 0 where the logarithm is -inf: what is hidden has no gradient."""
-    y = tl.load(y_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + dy_at, mask=inside, other=0.0).to(tl.float32)
-    if LOG:
-        dy = tl.where(y == float("-inf"), 0.0, dy)
-    return y, dy
+    y, dy = y.to(tl.float32), dy.to(tl.float32)
+    return y, tl.where(y == float("-inf"), 0.0, dy) if LOG else dy
 
 
 @triton.jit
@@ -143,38 +165,51 @@ def _backward(
     col = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (col < width)
     row = row.to(tl.int64)
-    y, dy = _load_pair(y_ptr, dy_ptr, row * y_stride + col, row * dy_stride + col, inside, LOG)
+    y, dy = _pair(*_load_pair(y_ptr, dy_ptr, row * y_stride + col, row * dy_stride + col, inside), LOG)
     total = tl.sum(dy if LOG else dy * y, 1, keep_dims=True)
     tl.store(dx_ptr + row * width + col, _slope(y, dy, total, inverse, LOG).to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward_wide(
-    y_ptr, dy_ptr, dx_ptr, rows, width, y_stride, dy_stride, inverse, LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr, dy_ptr, dx_ptr, words_ptr, width, pieces, y_stride, dy_stride, inverse,
+    LOG: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    piece = tl.program_id(0) % pieces
     y_ptr += row * y_stride
     dy_ptr += row * dy_stride
-    pieces = tl.cdiv(width, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for piece in range(pieces):
-        col = piece * BLOCK + tl.arange(0, BLOCK)
-        y, dy = _load_pair(y_ptr, dy_ptr, col, col, col < width, LOG)
-        total += dy if LOG else dy * y
-    total = tl.sum(total)
-    for piece in range(pieces):
-        col = (pieces - 1 - piece) * BLOCK + tl.arange(0, BLOCK)
-        y, dy = _load_pair(y_ptr, dy_ptr, col, col, col < width, LOG)
-        tl.store(dx_ptr + row * width + col, _slope(y, dy, total, inverse, LOG).to(dx_ptr.dtype.element_ty), mask=col < width)
+    words_ptr += row * pieces
+    y, dy, total = tl.zeros([BLOCK], y_ptr.dtype.element_ty), tl.zeros([BLOCK], y_ptr.dtype.element_ty), tl.zeros([], tl.float32)
+    for n in range(SPAN):
+        col = (piece * SPAN + n) * BLOCK + tl.arange(0, BLOCK)
+        y, dy = _load_pair(y_ptr, dy_ptr, col, col, col < width)
+        a, b = _pair(y, dy, LOG)
+        total += tl.sum(b if LOG else a * b)
+    if PHASE != SECOND:
+        tell(words_ptr + piece, total, tl.full([], 1.0, tl.float32))
+    if PHASE != FIRST:
+        totals, _ = hear(words_ptr, pieces, PIECES)
+        total = tl.sum(totals)
+        y, dy = held(y, PHASE), held(dy, PHASE)
+        for back in range(SPAN):
+            col = (piece * SPAN + SPAN - 1 - back) * BLOCK + tl.arange(0, BLOCK)
+            if back > 0:
+                y, dy = _load_pair(y_ptr, dy_ptr, col, col, col < width)
+            a, b = _pair(y, dy, LOG)
+            tl.store(dx_ptr + row * width + col, _slope(a, b, total, inverse, LOG).to(dx_ptr.dtype.element_ty), mask=col < width)
 
 
 # ---- host
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor."""
-    if problem.width * problem.dtype.itemsize > WIDEST[problem.op]:
-        return [Tiles(1, PIECE // problem.dtype.itemsize, 32)]
+    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; several programs a wide row."""
+    size = problem.dtype.itemsize
+    if problem.width * size > WIDEST:
+        ladder = WIDE[problem.op]
+        piece, warps = next((rung for rung in ladder if problem.width * size <= MOST.value * rung[0]), ladder[-1])
+        return [Tiles(1, piece // size, warps, triton.cdiv(problem.width * size, MOST.value * piece))]
     block = triton.next_power_of_2(problem.width)
     rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
@@ -185,25 +220,13 @@ def launch(problem: Rows, config: Tiles, x: torch.Tensor, mask: torch.Tensor | N
     """x: [..., width]; mask: bools that say what is shown, or floats to add, of a shape that broadcasts to x's."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, lies = _rows(x, problem), mask_rows(mask, x.shape)
-    kernel = _softmax if config.block >= problem.width else _softmax_wide
-    kernel[(triton.cdiv(problem.rows, config.rows),)](
-        rows,
-        lies.mask,
-        y,
-        problem.rows,
-        problem.width,
-        rows.stride(0),
-        *lies.sizes,
-        *lies.strides,
-        temperature,
-        DIVIDED=temperature != 1,
-        BOOL=mask is not None and mask.dtype == torch.bool,
-        LOG="log" in problem.variant,
-        LANE=16 // x.element_size(),
-        ROWS=config.rows,
-        BLOCK=config.block,
-        num_warps=config.warps,
-    )
+    given = (rows.stride(0), *lies.sizes, *lies.strides, temperature)
+    said = {"DIVIDED": temperature != 1, "BOOL": mask is not None and mask.dtype == torch.bool, "LOG": "log" in problem.variant}
+    if config.span:
+        _together(_softmax_wide, problem, config, (rows, lies.mask, y), given, said)
+    else:
+        grid = (triton.cdiv(problem.rows, config.rows),)
+        _softmax[grid](rows, lies.mask, y, problem.rows, problem.width, *given, **said, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps)
     return y
 
 
@@ -211,22 +234,23 @@ def launch_backward(problem: Rows, config: Tiles, y: torch.Tensor, dy: torch.Ten
     """y, dy: [..., width]."""
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     y, dy = _rows(y, problem), _rows(dy, problem)
-    kernel = _backward if config.block >= problem.width else _backward_wide
-    kernel[(triton.cdiv(problem.rows, config.rows),)](
-        y,
-        dy,
-        dx,
-        problem.rows,
-        problem.width,
-        y.stride(0),
-        dy.stride(0),
-        1 / temperature,
-        LOG="log" in problem.variant,
-        ROWS=config.rows,
-        BLOCK=config.block,
-        num_warps=config.warps,
-    )
+    given, said = (y.stride(0), dy.stride(0), 1 / temperature), {"LOG": "log" in problem.variant}
+    if config.span:
+        _together(_backward_wide, problem, config, (y, dy, dx), given, said)
+    else:
+        grid = (triton.cdiv(problem.rows, config.rows),)
+        _backward[grid](y, dy, dx, problem.rows, problem.width, *given, **said, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps)
     return dx
+
+
+def _together(kernel, problem: Rows, config: Tiles, tensors: tuple, given: tuple, said: dict) -> None:
+    """A kernel whose programs meet."""
+    x = tensors[0]
+    pieces = triton.cdiv(problem.width, config.span * config.block)
+    words = torch.zeros(problem.rows * pieces, dtype=torch.int64, device=x.device)
+    tiles = {"SPAN": config.span, "PIECES": triton.next_power_of_2(pieces), "BLOCK": config.block, "num_warps": config.warps}
+    for phase in phases(x):
+        kernel[(problem.rows * pieces,)](*tensors, words, problem.width, pieces, *given, **said, **tiles, PHASE=phase)
 
 
 def mask_rows(mask: torch.Tensor | None, shape: torch.Size) -> MaskRows:

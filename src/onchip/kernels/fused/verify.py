@@ -1,10 +1,11 @@
-"""Verification of drafts: which tokens of a chain or a tree the target model accepts, and the token after them. One program a row.
+"""Verification of drafts: which tokens of a chain or a tree the target model accepts, and the token after them.
 
 Without probabilities the target has drawn a token at each place (`sample`); the walk goes from the root to the child that holds the token drawn there,
 until there is none: any tree is verified exactly, and a chain is a tree. Bytes: the draft's tokens and parents.
 
 With a chain's probabilities q (Leviathan et al., 2023) token i is accepted where u q < p, p = exp(x / temperature - shift) of the entries that
-`sample` keeps, and the first that is not accepted is replaced by argmax log max(p - q, 0) + gumbel. Bytes: at most one row of logits and one of q.
+`sample` keeps, and the first that is not accepted is replaced by argmax log max(p - q, 0) + gumbel. A row's programs each find out what is accepted and
+look through a piece of that row; the last one is told what the others found (`meeting.py`). Bytes: at most one row of logits and one of q.
 """
 
 import torch
@@ -13,9 +14,10 @@ import triton.language as tl
 
 from onchip.core.problem import Rows
 from onchip.kernels.fused.vocabulary import entries, gumbel, uniform
+from onchip.kernels.meeting import MOST, hear, tell
 
 BLOCK = 4096
-WARPS = 16
+WARPS = 8
 
 # ---- device
 
@@ -56,10 +58,11 @@ def _probability(x, temperature, limits_ptr, inside):
 
 @triton.jit
 def _verify_chain(
-    logits_ptr, tokens_ptr, q_ptr, drawn_ptr, limits_ptr, count_ptr, path_ptr, token_ptr, temperature_ptr, seed_ptr, step_ptr,
-    row_stride, place_stride, num, vocab, NUM: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, tokens_ptr, q_ptr, drawn_ptr, limits_ptr, words_ptr, count_ptr, path_ptr, token_ptr, temperature_ptr, seed_ptr, step_ptr,
+    row_stride, place_stride, num, vocab, pieces, NUM: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    piece = tl.program_id(0) % pieces
     place = tl.arange(0, NUM)
     inside = place < num
     tokens = tl.load(tokens_ptr + row * num + place, mask=inside, other=-1)
@@ -84,22 +87,30 @@ def _verify_chain(
         limit_ptr = limits_ptr + (row * (num + 1) + count) * 4
         q_row = q_ptr + (row * num + count) * vocab
         given = tl.load(tokens_ptr + row * num + count) >= 0  # else the draft ends here, and q means nothing
-        best, index = _rest(row_ptr, q_row, limit_ptr, given, temperature, seed, step + count, vocab, BLOCK)
-        if best == float("-inf"):  # q is nowhere below p
-            best, index = _rest(row_ptr, q_row, limit_ptr, False, temperature, seed, step + count, vocab, BLOCK)
-            if best == float("-inf"):  # p is nothing: of an infinite logit
-                index = token.to(tl.int32)
-        token = index.to(tl.int64)
-    tl.store(count_ptr + row, count.to(tl.int64))
-    tl.store(path_ptr + row * num + place, tl.where(place < count, place, -1).to(tl.int64), mask=inside)
-    tl.store(token_ptr + row, token)
+        span = tl.cdiv(tl.cdiv(vocab, BLOCK), pieces) * BLOCK
+        best, index = _rest(row_ptr, q_row, limit_ptr, given, temperature, seed, step + count, piece * span, (piece + 1) * span, vocab, BLOCK)
+        tell(words_ptr + row * pieces + piece, best, (index + 1).to(tl.float32))  # exact below 2^24
+        if piece == pieces - 1:
+            bests, indices = hear(words_ptr + row * pieces, pieces, PIECES)
+            bests = tl.where(tl.arange(0, PIECES) < pieces, bests, float("-inf"))
+            best = tl.max(bests)
+            index = tl.min(tl.where(bests == best, indices, 1e9)).to(tl.int32) - 1
+            if best == float("-inf"):  # q is nowhere below p
+                best, index = _rest(row_ptr, q_row, limit_ptr, False, temperature, seed, step + count, 0, vocab, vocab, BLOCK)
+                if best == float("-inf"):  # p is nothing: of an infinite logit
+                    index = token.to(tl.int32)
+            token = index.to(tl.int64)
+    if piece == pieces - 1:
+        tl.store(count_ptr + row, count.to(tl.int64))
+        tl.store(path_ptr + row * num + place, tl.where(place < count, place, -1).to(tl.int64), mask=inside)
+        tl.store(token_ptr + row, token)
 
 
 @triton.jit
-def _rest(row_ptr, q_ptr, limits_ptr, given, temperature, seed, step, vocab, BLOCK: tl.constexpr):
-    """The largest log max(p - q, 0) + noise and its first index; q counts where `given`."""
+def _rest(row_ptr, q_ptr, limits_ptr, given, temperature, seed, step, begin, end, vocab, BLOCK: tl.constexpr):
+    """The largest log max(p - q, 0) + noise among the entries from `begin` to `end`, and its first index; q counts where `given`."""
     best, token = tl.full([1, BLOCK], float("-inf"), tl.float32), tl.zeros([1, BLOCK], tl.int32)
-    for first in range(0, vocab, BLOCK):
+    for first in range(begin, tl.minimum(end, vocab), BLOCK):
         index = first + tl.arange(0, BLOCK)[None, :]
         p = _probability(entries(row_ptr, index, vocab), temperature, limits_ptr, True)
         q = tl.load(q_ptr + index, mask=(index < vocab) & given, other=0.0)
@@ -129,12 +140,15 @@ def launch(problem: Rows, config: None, logits: torch.Tensor, draft, how, drawn:
     elif rows:
         logits = logits if logits.stride(2) == 1 else logits.contiguous()
         fields = (field.contiguous() for field in (how.temperature, how.seed, how.step))
-        _verify_chain[(rows,)](
+        pieces = min(MOST.value, triton.cdiv(problem.width, BLOCK))
+        words = torch.zeros(rows * pieces, dtype=torch.int64, device=tokens.device)
+        _verify_chain[(rows * pieces,)](
             logits,
             tokens.contiguous(),
             q.contiguous(),
             drawn,
             limits,
+            words,
             count,
             path,
             token,
@@ -143,7 +157,9 @@ def launch(problem: Rows, config: None, logits: torch.Tensor, draft, how, drawn:
             logits.stride(1),
             num,
             problem.width,
+            pieces,
             NUM=triton.next_power_of_2(num),
+            PIECES=triton.next_power_of_2(pieces),
             BLOCK=BLOCK,
             num_warps=WARPS,
         )

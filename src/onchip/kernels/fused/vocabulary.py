@@ -80,15 +80,32 @@ def marks_of(low, high, BITS: tl.constexpr, MARKS: tl.constexpr):
 
 
 @triton.jit
-def nth(values, weights, low, high, need, BITS: tl.constexpr, MARKS: tl.constexpr):
-    """The largest of the logits from image `low` to `high` such that the `values` [1, N, 1] from it up weigh `need`; `low` where none does."""
-    while low < high:
+def nth(values, weights, low, high, need, spare, BITS: tl.constexpr, MARKS: tl.constexpr):
+    """The largest of the logits from `low` to `high` such that the `values` [1, N, 1] from it up weigh `need`; `low` where none does. Or a smaller one from
+    which on they weigh no more than `spare`: that is narrowed no further."""
+    low, high = image(low).to(tl.int64) >> BITS, image(high).to(tl.int64) >> BITS
+    most = tl.full([], float("inf"), tl.float32)
+    while (low < high) & (most > spare):
         step, marks = marks_of(low, high, BITS, MARKS)
         total = tl.sum(tl.where(values >= marks, weights, 0.0), 1, keep_dims=True)
         enough = tl.sum((total >= need).to(tl.int64))
+        most = tl.minimum(most, tl.min(tl.where(total >= need, total, float("inf"))))
         high = tl.minimum(high, low + step * (enough + 1) - 1)
         low = tl.minimum(high, low + step * enough)
-    return number((low << BITS).to(tl.int32))
+    found = number((low << BITS).to(tl.int32))
+    return tl.where(found == found, found, float("-inf"))  # the image of -inf without its low bits is a NaN's
+
+
+@triton.jit
+def ordered(x, index):
+    """Keys, int64, in order of x, of equal ones (0 and -0 are) those of lower indices first."""
+    return (image(x + 0.0).to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def told(key):
+    """(x, index) of a key."""
+    return number((key >> 32).to(tl.int32)), 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -99,15 +116,14 @@ def maxima_of(maxima_ptr, row, groups, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def bound_of_count(maxima, count, BITS: tl.constexpr, MARKS: tl.constexpr):
-    """A logit that at least `count` entries reach, -inf where the maxima of 4 groups each do not prove one."""
+def bound_of_count(maxima, count, spare, BITS: tl.constexpr, MARKS: tl.constexpr):
+    """A logit that at least `count` entries reach, -inf where the maxima of 4 groups each do not prove one. It is looked for until `spare` of them do."""
     coarse = tl.max(tl.reshape(maxima, [1, maxima.shape[1] // 4, 4]), 2, keep_dims=True)
     there = coarse > float("-inf")
     bound = tl.full([], float("-inf"), tl.float32)
     if tl.sum(there.to(tl.int32)) >= count:
-        low = image(tl.min(tl.where(there, coarse, float("inf")))).to(tl.int64) >> BITS
-        high = image(tl.max(coarse)).to(tl.int64) >> BITS
-        bound = nth(coarse, tl.full(coarse.shape, 1.0, tl.float32), low, high, count, BITS, MARKS)
+        low = tl.min(tl.where(there, coarse, float("inf")))
+        bound = nth(coarse, tl.full(coarse.shape, 1.0, tl.float32), low, tl.max(coarse), count, spare, BITS, MARKS)
     return bound
 
 
@@ -118,9 +134,8 @@ def bound_of_mass(maxima, largest, inverse, need, BITS: tl.constexpr, MARKS: tl.
     need = need * (1 + 2**-16)  # the two sums are rounded apart
     least = tl.maximum(largest - tl.div_rn(16.0, inverse), -3e38)
     bound = tl.full([], float("-inf"), tl.float32)
-    low = image(least).to(tl.int64) >> BITS
-    if tl.sum(tl.where(maxima >= number((low << BITS).to(tl.int32)), weights, 0.0)) >= need:
-        bound = nth(maxima, weights, low, image(largest).to(tl.int64) >> BITS, need, BITS, MARKS)
+    if tl.sum(tl.where(maxima >= number(image(least) >> BITS << BITS), weights, 0.0)) >= need:
+        bound = nth(maxima, weights, least, largest, need, 0.0, BITS, MARKS)
     return bound
 
 
@@ -157,14 +172,17 @@ def _survey(
     row_stride,
     vocab,
     slices,
+    places,
+    step_places,
     GROUP: tl.constexpr,
     SLICE: tl.constexpr,
 ):
     row = (tl.program_id(0) // slices).to(tl.int64)
+    who = row // places  # whose settings
     part = tl.program_id(0) % slices
     index = part * SLICE + tl.arange(0, SLICE)[None, :]
     x = entries(logits_ptr + row * row_stride, index, vocab)
-    temperature = tl.load(temperature_ptr + row) if temperature_ptr is not None else tl.full([], 1.0, tl.float32)
+    temperature = tl.load(temperature_ptr + who) if temperature_ptr is not None else tl.full([], 1.0, tl.float32)
     per: tl.constexpr = SLICE // GROUP
     maxima = tl.max(tl.reshape(x, [per, GROUP]), 1)
     tl.store(maxima_ptr + (row * slices + part) * per + tl.arange(0, per), maxima.to(maxima_ptr.dtype.element_ty))
@@ -175,18 +193,23 @@ def _survey(
     if hot:
         tl.store(out + 1, tl.sum(tl.where(index < vocab, weight(x, largest, inverse), 0.0)))
     if temperature_ptr is not None:  # else only the maxima and the mass are wanted
-        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
-        drawn = hot & ((top_k <= 0) | (top_k >= vocab)) & ((top_p < 1) | (tl.load(min_p_ptr + row) <= 0))
+        top_k, top_p = tl.load(top_k_ptr + who), tl.load(top_p_ptr + who)
+        drawn = hot & ((top_k <= 0) | (top_k >= vocab)) & ((top_p < 1) | (tl.load(min_p_ptr + who) <= 0))
         if typical_ptr is not None:
-            drawn = drawn & (tl.load(typical_ptr + row) >= 1)
+            drawn = drawn & (tl.load(typical_ptr + who) >= 1)
         score = x
         if hot:
             score = x * inverse
             if drawn:
-                score += gumbel(tl.load(seed_ptr + row), tl.load(step_ptr + row), _counters(part * SLICE, SLICE), 0)
+                score += gumbel(tl.load(seed_ptr + who), step_of(step_ptr, row, step_places), _counters(part * SLICE, SLICE), 0)
         best = tl.max(score)
         tl.store(out + 2, best)
         tl.store(out + 3, tl.min(tl.where(score == best, index, vocab)).to(tl.float32))  # exact below 2^24
+
+
+@triton.jit
+def step_of(step_ptr, row, step_places):
+    return tl.load(step_ptr + row // step_places) + row % step_places
 
 
 @triton.jit
@@ -221,8 +244,8 @@ def survey(logits: torch.Tensor, how: tuple | None = None) -> Survey:
     groups = slices * (part // group)
     maxima = torch.empty(rows, groups, dtype=logits.dtype, device=device)
     found = torch.empty(rows, slices, 4, dtype=torch.float32, device=device)
-    fields = (None,) * 7 if how is None else how
-    _survey[(rows * slices,)](logits, maxima, found, *fields, logits.stride(0), vocab, slices, GROUP=group, SLICE=part, num_warps=SLICE_WARPS)
+    fields, places = ((None,) * 7, (1, 1)) if how is None else (how, places_of(rows, how))
+    _survey[(rows * slices,)](logits, maxima, found, *fields, logits.stride(0), vocab, slices, *places, GROUP=group, SLICE=part, num_warps=SLICE_WARPS)
     tiles = {
         "BITS": CONSTANT_BITS[logits.dtype],
         "MARKS": MARKS,
@@ -232,6 +255,11 @@ def survey(logits: torch.Tensor, how: tuple | None = None) -> Survey:
         "GROUPS": triton.next_power_of_2(groups),
     }
     return Survey(maxima, found, torch.empty(rows, groups, dtype=torch.int32, device=device), tiles)
+
+
+def places_of(rows: int, how: tuple) -> tuple[int, int]:
+    """How many rows of logits, one after the other, have the settings of one sequence; and for how many its step counts on, each one more."""
+    return rows // len(how[0]), rows // len(how[-1])
 
 
 def in_order(how) -> tuple:
