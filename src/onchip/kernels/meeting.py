@@ -8,10 +8,16 @@ fewer of them than the GPU holds at once: none waits for one that cannot start. 
 two launches share them).
 """
 
+import torch
 import triton
 import triton.language as tl
 
 BOTH, FIRST, SECOND = (tl.constexpr(n) for n in range(3))
+
+
+def phases(x: torch.Tensor) -> tuple[int, ...]:
+    """The values of PHASE that a kernel on x is launched with, in turn: tensors of a CPU are the interpreter's."""
+    return (FIRST.value, SECOND.value) if x.device.type == "cpu" else (BOTH.value,)
 
 
 @triton.jit
