@@ -12,70 +12,73 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Groups
 from onchip.kernels.curves import activated
-from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, scratch, spread, tile, wide
+from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, prefetch, quick_sigmoid, scratch, spread, tile, wide
 from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, phases, wait
 
 # ---- device
 
 
 @triton.jit
-def _off(x_ptr, mean, at):
-    return tl.where(at[3], tl.load(x_ptr + at[2], mask=at[3], other=0.0).to(tl.float32) - mean, 0.0)
-
-
-@triton.jit
-def _finish(x, y_ptr, w_ptr, b_ptr, mean, rstd, first_c, each, at, ACT: tl.constexpr):
-    c = at[1]
-    w = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd
-    y = activated((x - mean) * w + of_channel(b_ptr, first_c + c, c < each, 0.0), ACT, QUICK=y_ptr.dtype.element_ty.primitive_bitwidth == 16)
-    tl.store(y_ptr + at[2], y.to(y_ptr.dtype.element_ty), mask=at[3])
+def _y(x, w, b, y_ptr, ACT: tl.constexpr, WORDS: tl.constexpr):
+    """w is weight / deviation, b the bias less the mean times w."""
+    u = x * w + b
+    if y_ptr.dtype.element_ty.primitive_bitwidth == 32:
+        u = activated(u, ACT)
+    elif ACT == "silu":
+        u = u * quick_sigmoid(u, WORDS)
+    else:
+        u = activated(u, ACT, QUICK=True)
+    return u.to(y_ptr.dtype.element_ty)
 
 
 @triton.jit
 def _forward_first(
     x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, part_mean_ptr, part_square_ptr, count_ptr, eps, pixels, groups, each, pieces, share, team,
-    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
+    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
     """A member's share of a group: runs of channels that come first."""
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
-    QUICK: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    SPAN: tl.constexpr = CUT[2]
+    RUN: tl.constexpr = SPAN * COLS
     unit = tl.program_id(0) // team
     member = tl.program_id(0) % team
     runs = each * pieces
     begin = member * share
     end = tl.minimum(begin + share, runs)
     size = (tl.zeros([], tl.int64) + each) * pixels
-    first = before(begin, pieces, pixels, COLS)
+    first = before(begin, pieces, pixels, RUN)
     x_ptr += unit * size + first
     y_ptr += unit * size + first
     held = ()
     for k in tl.static_range(HELD):
         _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
         held += (tl.load(x_ptr + at, mask=inside, other=0.0),)
-    tiles = tl.cdiv(end - begin, ROWS)
+    if AHEAD:
+        count = share * RUN
+        prefetch(x_ptr + AHEAD * count.to(tl.int64), count * (x_ptr.dtype.element_ty.primitive_bitwidth // 8), tl.program_id(0) + AHEAD < tl.num_programs(0))
+    tiles = tl.cdiv(end - begin, ROWS) * SPAN
     if PHASE != SECOND:
-        total = tl.zeros([ROWS, COLS], tl.float32)
-        for k in tl.static_range(HELD):
-            total += wide(held[k], 0, WORDS)
-        mean = tl.sum(total) / (before(tl.minimum(begin + ROWS * HELD, end), pieces, pixels, COLS) - first)
+        # About the mean of the first tile, which costs at most as many roundings as there are tiles; others need not have come yet.
+        about = tl.sum(wide(held[0], groups >> 31, WORDS)) / (before(tl.minimum(begin + ROWS, end), pieces, pixels, RUN) - first if SPAN == 1 else COLS)
+        sums = tl.zeros([ROWS, COLS], tl.float32)
         squares = tl.zeros([ROWS, COLS], tl.float32)
         for k in tl.static_range(HELD):
             _, _, _, inside = tile(begin, end, k, pieces, pixels, CUT)
-            off = tl.where(inside, wide(held[k], groups >> 31, WORDS) - mean, 0.0)
+            off = tl.where(inside, wide(held[k], 0, WORDS) - about, 0.0)
+            sums += off
             squares += off * off
         if STREAM:
-            sums = tl.zeros([ROWS, COLS], tl.float32)
             for k in tl.range(HELD, tiles, num_stages=3):
-                more = _off(x_ptr, mean, tile(begin, end, k, pieces, pixels, CUT))
-                sums += more
-                squares += more * more
-            count = before(end, pieces, pixels, COLS) - first
-            off_mean = tl.sum(sums) / count
-            mean += off_mean
-            square = tl.sum(squares) - count * off_mean * off_mean
-        else:
-            square = tl.sum(squares)
+                at_k = tile(begin, end, k, pieces, pixels, CUT)
+                off_k = tl.where(at_k[3], tl.load(x_ptr + at_k[2], mask=at_k[3], other=0.0).to(tl.float32) - about, 0.0)
+                sums += off_k
+                squares += off_k * off_k
+        count_own = (before(end, pieces, pixels, RUN) - first).to(tl.float32)
+        off_mean = tl.sum(sums) / count_own
+        mean = about + off_mean
+        square = tl.maximum(tl.sum(squares) - count_own * off_mean * off_mean, 0.0)
         if TEAM > 1:
             tl.store(part_mean_ptr + unit * team + member, mean)
             tl.store(part_square_ptr + unit * team + member, square)
@@ -88,7 +91,7 @@ def _forward_first(
             means = tl.load(part_mean_ptr + unit * team + t, mask=t < team, other=0.0)
             squares_of = tl.load(part_square_ptr + unit * team + t, mask=t < team, other=0.0)
             a, b = tl.minimum(t * share, runs), tl.minimum(t * share + share, runs)
-            counts = (before(b, pieces, pixels, COLS) - before(a, pieces, pixels, COLS)).to(tl.float32)
+            counts = (before(b, pieces, pixels, RUN) - before(a, pieces, pixels, RUN)).to(tl.float32)
             mean = tl.sum(means * counts) / size
             square = tl.sum(squares_of + counts * (means - mean) * (means - mean))
         rstd = tl.rsqrt(square / size + eps)
@@ -97,14 +100,20 @@ def _forward_first(
                 tl.store(mean_ptr + unit, mean)
                 tl.store(rstd_ptr + unit, rstd)
         first_c = unit % groups * each
-        for k in tl.static_range(HELD):
-            at = tile(begin, end, k, pieces, pixels, CUT)
-            _finish(wide(held[k], pixels >> 31, WORDS), y_ptr, w_ptr, b_ptr, mean, rstd, first_c, each, at, ACT)
+        for turn in tl.static_range(HELD // SPAN):
+            _, c, _, _ = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
+            w = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd
+            b = of_channel(b_ptr, first_c + c, c < each, 0.0) - mean * w
+            for s in tl.static_range(SPAN):
+                _, _, at, inside = tile(begin, end, turn * SPAN + s, pieces, pixels, CUT)
+                tl.store(y_ptr + at, _y(wide(held[turn * SPAN + s], pixels >> 31, WORDS), w, b, y_ptr, ACT, WORDS), mask=inside)
         if STREAM:
             for n in tl.range(HELD, tiles, num_stages=3):
                 at_n = tile(begin, end, tiles + HELD - 1 - n, pieces, pixels, CUT)
-                x = tl.load(x_ptr + at_n[2], mask=at_n[3], other=0.0).to(tl.float32)
-                _finish(x, y_ptr, w_ptr, b_ptr, mean, rstd, first_c, each, at_n, ACT)
+                w_n = of_channel(w_ptr, first_c + at_n[1], at_n[1] < each, 1.0) * rstd
+                b_n = of_channel(b_ptr, first_c + at_n[1], at_n[1] < each, 0.0) - mean * w_n
+                x_n = tl.load(x_ptr + at_n[2], mask=at_n[3], other=0.0).to(tl.float32)
+                tl.store(y_ptr + at_n[2], _y(x_n, w_n, b_n, y_ptr, ACT, WORDS), mask=at_n[3])
 
 
 @triton.jit
@@ -131,13 +140,13 @@ def _merged(mean_ptr, square_ptr, groups, each, pixels, share, team, GROUPS: tl.
 def _forward_last(
     x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, own_ptr, table_ptr, part_mean_ptr, part_square_ptr, count_ptr, eps,
     channels, pixels, groups, each, share, team,
-    ACT: tl.constexpr, CUT: tl.constexpr, STREAM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
+    ACT: tl.constexpr, CUT: tl.constexpr, STREAM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
     """A member's share of a sample: pixels with all their channels, which come last."""
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
     BLOCKS: tl.constexpr = CUT[2]
-    QUICK: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     unit = tl.program_id(0) // team
     member = tl.program_id(0) % team
     begin = member * share
@@ -149,40 +158,43 @@ def _forward_last(
     for k in tl.static_range(BLOCKS):
         at, inside = block(0, k, own, channels, CUT)
         held += (tl.load(x_ptr + at, mask=inside, other=0.0),)
+    if AHEAD:
+        count = share * channels
+        prefetch(x_ptr + AHEAD * count.to(tl.int64), count * (x_ptr.dtype.element_ty.primitive_bitwidth // 8), tl.program_id(0) + AHEAD < tl.num_programs(0))
     g = tl.arange(0, GROUPS)
     if PHASE != SECOND:
         own_ptr += tl.program_id(0).to(tl.int64) * channels * 2
-        rows = tl.minimum(own, ROWS)
         for k in tl.static_range(BLOCKS):
-            c = k * COLS + tl.arange(0, COLS)[None, :]
+            about = across(x_ptr, k, channels, CUT).to(tl.float32)  # the first pixel
             _, inside = block(0, k, own, channels, CUT)
-            mean_c = tl.sum(wide(held[k], 0, WORDS), 0, keep_dims=True) / rows
-            off = tl.where(inside, wide(held[k], groups >> 31, WORDS) - mean_c, 0.0)
-            square_c = tl.sum(off * off, 0, keep_dims=True)
+            off = tl.where(inside, wide(held[k], 0, WORDS) - about, 0.0)
             if STREAM:
-                sums = tl.zeros([ROWS, COLS], tl.float32)
-                more = tl.zeros([ROWS, COLS], tl.float32)
+                sums = off
+                squares = off * off
                 for p in tl.range(ROWS, own, ROWS, num_stages=3):
                     at_p, inside_p = block(p, k, own, channels, CUT)
-                    off_p = tl.where(inside_p, tl.load(x_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32) - mean_c, 0.0)
+                    off_p = tl.where(inside_p, tl.load(x_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32) - about, 0.0)
                     sums += off_p
-                    more += off_p * off_p
+                    squares += off_p * off_p
                 off_c = tl.sum(sums, 0, keep_dims=True) / own
-                mean_c += off_c
-                square_c += tl.sum(more, 0, keep_dims=True) - own * off_c * off_c
-            tl.store(own_ptr + c, mean_c, mask=c < channels)
-            tl.store(own_ptr + channels + c, square_c, mask=c < channels)
+                square_c = tl.sum(squares, 0, keep_dims=True)
+            else:
+                off_c = tl.sum(off, 0, keep_dims=True) / own
+                square_c = tl.sum(off * off, 0, keep_dims=True)
+            c = k * COLS + tl.arange(0, COLS)[None, :]
+            tl.store(own_ptr + c, about + off_c, mask=c < channels)
+            tl.store(own_ptr + channels + c, tl.maximum(square_c - own * off_c * off_c, 0.0), mask=c < channels)
         tl.debug_barrier()
         i = tl.arange(0, EACH)[None, :]
-        inside = (i < each) & (g[:, None] < groups)
-        means = tl.load(own_ptr + g[:, None] * each + i, mask=inside, other=0.0)
-        square = tl.load(own_ptr + channels + g[:, None] * each + i, mask=inside, other=0.0)
+        inside_g = (i < each) & (g[:, None] < groups)
+        means = tl.load(own_ptr + g[:, None] * each + i, mask=inside_g, other=0.0)
+        square = tl.load(own_ptr + channels + g[:, None] * each + i, mask=inside_g, other=0.0)
         mean = tl.sum(means, 1) / each
-        off = tl.where(inside, means - mean[:, None], 0.0)
-        square = tl.sum(square + own * off * off, 1)
-        at = tl.program_id(0).to(tl.int64) * groups + g
-        tl.store(part_mean_ptr + at, mean, mask=g < groups)
-        tl.store(part_square_ptr + at, square, mask=g < groups)
+        off_g = tl.where(inside_g, means - mean[:, None], 0.0)
+        square = tl.sum(square + own * off_g * off_g, 1)
+        at_g = tl.program_id(0).to(tl.int64) * groups + g
+        tl.store(part_mean_ptr + at_g, mean, mask=g < groups)
+        tl.store(part_square_ptr + at_g, square, mask=g < groups)
         if PHASE == BOTH:
             arrive(count_ptr + unit)
             wait(count_ptr + unit, team)
@@ -190,32 +202,27 @@ def _forward_last(
         first = unit.to(tl.int64) * team * groups
         mean, square = _merged(part_mean_ptr + first, part_square_ptr + first, groups, each, pixels, share, team, GROUPS)
         rstd = tl.rsqrt(square / (pixels.to(tl.float32) * each) + eps)
-        tl.store(mean_ptr + unit * groups + g, mean, mask=g < groups)
-        tl.store(rstd_ptr + unit * groups + g, rstd, mask=g < groups)
-        tl.debug_barrier()
+        if mean_ptr is not None:
+            tl.store(mean_ptr + unit * groups + g, mean, mask=(g < groups) & (member == 0))
+            tl.store(rstd_ptr + unit * groups + g, rstd, mask=(g < groups) & (member == 0))
         table_ptr += unit.to(tl.int64) * channels * 2
-        spread(table_ptr, mean_ptr + unit * groups, None, channels, each)
-        spread(table_ptr + channels, rstd_ptr + unit * groups, w_ptr, channels, each)
-        tl.debug_barrier()
+        spread(table_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
         for k in tl.static_range(BLOCKS):
-            mean_c, w = across(table_ptr, k, channels, 0.0, CUT), across(table_ptr + channels, k, channels, 0.0, CUT)
-            b = across(b_ptr, k, channels, 0.0, CUT)
+            w, b = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
             at, inside = block(0, k, own, channels, CUT)
-            y = activated((wide(held[k], pixels >> 31, WORDS) - mean_c) * w + b, ACT, QUICK=QUICK)
-            tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
+            tl.store(y_ptr + at, _y(wide(held[k], pixels >> 31, WORDS), w, b, y_ptr, ACT, WORDS), mask=inside)
             if STREAM:
                 for p in tl.range(ROWS, own, ROWS, num_stages=3):
                     at_p, inside_p = block(p, k, own, channels, CUT)
                     x_p = tl.load(x_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32)
-                    y_p = activated((x_p - mean_c) * w + b, ACT, QUICK=QUICK)
-                    tl.store(y_ptr + at_p, y_p.to(y_ptr.dtype.element_ty), mask=inside_p)
+                    tl.store(y_ptr + at_p, _y(x_p, w, b, y_ptr, ACT, WORDS), mask=inside_p)
 
 
 # ---- host
 
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
-    return [last(problem, device, problem.dtype.itemsize) if problem.layout == "channels_last" else first(problem, device, problem.dtype.itemsize, False)]
+    return [last(problem, device, problem.dtype.itemsize) if problem.layout == "channels_last" else first(problem, device, problem.dtype.itemsize)]
 
 
 def launch(
@@ -230,7 +237,7 @@ def launch(
     """y, and the groups' mean and 1 / deviation, float32 [batch, groups], if they are to be kept."""
     y, p, t = torch.empty_like(x), problem, config
     is_last = p.layout == "channels_last"
-    stats = tuple(scratch(x, p.batch, p.groups) if keep or is_last else None for _ in range(2))
+    stats = tuple(scratch(x, p.batch, p.groups) if keep else None for _ in range(2))
     if not x.numel():
         return y, *stats
     units = p.batch if is_last else p.batch * p.groups

@@ -15,7 +15,7 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Groups
 from onchip.kernels.curves import slope
-from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, scratch, spread, tile, wide
+from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, prefetch, quick_sigmoid, scratch, spread, tile, wide
 from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, phases, wait
 
 # ---- device
@@ -27,10 +27,19 @@ def _loaded(ptr, at):
 
 
 @triton.jit
-def _du(dy, x, mean, w, b, ACT: tl.constexpr):
+def _slope(u, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
+    if QUICK and ACT == "silu":
+        s = quick_sigmoid(u, WORDS)
+        return s * (1 + u * (1 - s))
+    else:
+        return slope(u, ACT, QUICK=QUICK)
+
+
+@triton.jit
+def _du(dy, x, mean, w, b, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
     """du and x - mean; w is weight / deviation."""
     off = x - mean
-    return dy * slope(off * w + b, ACT, QUICK=True), off
+    return dy * _slope(off * w + b, ACT, QUICK, WORDS), off
 
 
 @triton.jit
@@ -42,17 +51,18 @@ def _channels(sums, products, w, rstd, du_ptr, du_hat_ptr, run, end):
 
 
 @triton.jit
-def _finish_back(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT: tl.constexpr):
+def _finish_back(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
     c = at[1]
     w, b = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd, of_channel(b_ptr, first_c + c, c < each, 0.0)
-    du, off = _du(dy, x, mean, w, b, ACT)
+    du, off = _du(dy, x, mean, w, b, ACT, QUICK, WORDS)
     tl.store(dx_ptr + at[2], (du * w - one - off * two).to(dx_ptr.dtype.element_ty), mask=at[3])
 
 
 @triton.jit
 def _backward_first(
     dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, part_ptr, part_hat_ptr, count_ptr, pixels, groups, each, pieces, share, team,
-    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
+    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
@@ -77,6 +87,11 @@ def _backward_first(
         _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
         held_x += (tl.load(x_ptr + at, mask=inside, other=0.0),)
         held_dy += (tl.load(dy_ptr + at, mask=inside, other=0.0),)
+    if AHEAD:
+        count = share * RUN
+        there = tl.program_id(0) + AHEAD < tl.num_programs(0)
+        prefetch(x_ptr + AHEAD * count.to(tl.int64), count * (x_ptr.dtype.element_ty.primitive_bitwidth // 8), there)
+        prefetch(dy_ptr + AHEAD * count.to(tl.int64), count * (x_ptr.dtype.element_ty.primitive_bitwidth // 8), there)
     mean, rstd = tl.load(mean_ptr + unit), tl.load(rstd_ptr + unit)
     first_c = unit % groups * each
     tiles = tl.cdiv(end - begin, ROWS) * SPAN
@@ -90,7 +105,7 @@ def _backward_first(
             products = tl.zeros([ROWS, COLS], tl.float32)
             for s in tl.static_range(SPAN):
                 dy, x = wide(held_dy[turn * SPAN + s], 0, WORDS), wide(held_x[turn * SPAN + s], 0, WORDS)
-                du, off = _du(dy, x, mean, w * rstd, b, ACT)
+                du, off = _du(dy, x, mean, w * rstd, b, ACT, QUICK, WORDS)
                 sums += du
                 products += du * off
             more, more_hat = _channels(sums, products, w, rstd, du_ptr, du_hat_ptr, at[0], end)
@@ -104,7 +119,7 @@ def _backward_first(
                 products_n = tl.zeros([ROWS, COLS], tl.float32)
                 for s in tl.static_range(SPAN):
                     at_s = tile(begin, end, turn * SPAN + s, pieces, pixels, CUT)
-                    du_s, off_s = _du(_loaded(dy_ptr, at_s), _loaded(x_ptr, at_s), mean, w_n * rstd, b_n, ACT)
+                    du_s, off_s = _du(_loaded(dy_ptr, at_s), _loaded(x_ptr, at_s), mean, w_n * rstd, b_n, ACT, QUICK, WORDS)
                     sums_n += du_s
                     products_n += du_s * off_s
                 more_n, more_hat_n = _channels(sums_n, products_n, w_n, rstd, du_ptr, du_hat_ptr, at_n[0], end)
@@ -127,23 +142,25 @@ def _backward_first(
         for k in tl.static_range(HELD):
             at = tile(begin, end, k, pieces, pixels, CUT)
             dy, x = wide(held_dy[k], groups >> 31, WORDS), wide(held_x[k], groups >> 31, WORDS)
-            _finish_back(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT)
+            _finish_back(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT, QUICK, WORDS)
         if STREAM:
             for n in tl.range(HELD, tiles, num_stages=3):
                 at_n = tile(begin, end, tiles + HELD - 1 - n, pieces, pixels, CUT)
-                _finish_back(_loaded(dy_ptr, at_n), _loaded(x_ptr, at_n), dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at_n, ACT)
+                _finish_back(_loaded(dy_ptr, at_n), _loaded(x_ptr, at_n), dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at_n, ACT, QUICK, WORDS)
 
 
 @triton.jit
 def _backward_last(
-    dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, own_ptr, table_ptr, along_ptr, along_hat_ptr, part_ptr, part_hat_ptr, count_ptr,
+    dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, own_ptr, table_ptr, part_ptr, part_hat_ptr, count_ptr,
     channels, pixels, groups, each, share, team,
-    ACT: tl.constexpr, CUT: tl.constexpr, STREAM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
+    ACT: tl.constexpr, CUT: tl.constexpr, STREAM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
     """A member's share of a sample: pixels with all their channels, which come last."""
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
     BLOCKS: tl.constexpr = CUT[2]
+    QUICK: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     unit = tl.program_id(0) // team
     member = tl.program_id(0) % team
     begin = member * share
@@ -152,83 +169,78 @@ def _backward_last(
     x_ptr += start
     dy_ptr += start
     dx_ptr += start
-    mean_ptr += unit * groups
-    rstd_ptr += unit * groups
     held_x = ()
     held_dy = ()
     for k in tl.static_range(BLOCKS):
         at, inside = block(0, k, own, channels, CUT)
         held_x += (tl.load(x_ptr + at, mask=inside, other=0.0),)
         held_dy += (tl.load(dy_ptr + at, mask=inside, other=0.0),)
-    table_ptr += unit.to(tl.int64) * channels * 4  # mean, weight / deviation, and what dx takes off
-    spread(table_ptr, mean_ptr, None, channels, each)
-    spread(table_ptr + channels, rstd_ptr, w_ptr, channels, each)
-    tl.debug_barrier()
+    if AHEAD:
+        count = share * channels
+        there = tl.program_id(0) + AHEAD < tl.num_programs(0)
+        prefetch(x_ptr + AHEAD * count.to(tl.int64), count * (x_ptr.dtype.element_ty.primitive_bitwidth // 8), there)
+        prefetch(dy_ptr + AHEAD * count.to(tl.int64), count * (x_ptr.dtype.element_ty.primitive_bitwidth // 8), there)
     g = tl.arange(0, GROUPS)
+    mean = tl.load(mean_ptr + unit * groups + g, mask=g < groups, other=0.0)
+    rstd = tl.load(rstd_ptr + unit * groups + g, mask=g < groups, other=0.0)
+    table_ptr += unit.to(tl.int64) * channels * 4
+    spread(table_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
     if PHASE != SECOND:
         own_ptr += tl.program_id(0).to(tl.int64) * channels * 2
         for k in tl.static_range(BLOCKS):
-            mean, w = across(table_ptr, k, channels, 0.0, CUT), across(table_ptr + channels, k, channels, 0.0, CUT)
-            b = across(b_ptr, k, channels, 0.0, CUT)
-            du, off = _du(wide(held_dy[k], 0, WORDS), wide(held_x[k], 0, WORDS), mean, w, b, ACT)
+            w, b = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
+            x = wide(held_x[k], 0, WORDS)
+            du = wide(held_dy[k], 0, WORDS) * _slope(x * w + b, ACT, QUICK, WORDS)
             if STREAM:
                 sums = du
-                products = du * off
+                products = du * x
                 for p in tl.range(ROWS, own, ROWS, num_stages=3):
-                    at_p = block(p, k, own, channels, CUT)
-                    dy_p = tl.load(dy_ptr + at_p[0], mask=at_p[1], other=0.0).to(tl.float32)
-                    x_p = tl.load(x_ptr + at_p[0], mask=at_p[1], other=0.0).to(tl.float32)
-                    du_p, off_p = _du(dy_p, x_p, mean, w, b, ACT)
+                    at_p, inside_p = block(p, k, own, channels, CUT)
+                    x_p = tl.load(x_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32)
+                    du_p = tl.load(dy_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32) * _slope(x_p * w + b, ACT, QUICK, WORDS)
                     sums += du_p
-                    products += du_p * off_p
-                of_du, of_hat = tl.sum(sums, 0, keep_dims=True), tl.sum(products, 0, keep_dims=True)
+                    products += du_p * x_p
+                of_du, of_x = tl.sum(sums, 0, keep_dims=True), tl.sum(products, 0, keep_dims=True)
             else:
-                of_du, of_hat = tl.sum(du, 0, keep_dims=True), tl.sum(du * off, 0, keep_dims=True)
+                of_du, of_x = tl.sum(du, 0, keep_dims=True), tl.sum(du * x, 0, keep_dims=True)
             c = k * COLS + tl.arange(0, COLS)[None, :]
             tl.store(own_ptr + c, of_du, mask=c < channels)
-            tl.store(own_ptr + channels + c, of_hat, mask=c < channels)
+            tl.store(own_ptr + channels + c, of_x, mask=c < channels)
         tl.debug_barrier()
         i = tl.arange(0, EACH)[None, :]
         inside_g = (i < each) & (g[:, None] < groups)
-        c = g[:, None] * each + i
-        of_du_g = tl.load(own_ptr + c, mask=inside_g, other=0.0)
-        of_hat_g = tl.load(own_ptr + channels + c, mask=inside_g, other=0.0) * tl.load(rstd_ptr + g, mask=g < groups, other=0.0)[:, None]
-        at_c = (unit.to(tl.int64) * channels + c) * team + member
-        tl.store(du_ptr + at_c, of_du_g, mask=inside_g)
-        tl.store(du_hat_ptr + at_c, of_hat_g, mask=inside_g)
-        w_g = of_channel(w_ptr, c, inside_g, 1.0)
+        of_c = g[:, None] * each + i
+        sum_du = tl.load(own_ptr + of_c, mask=inside_g, other=0.0)
+        sum_hat = (tl.load(own_ptr + channels + of_c, mask=inside_g, other=0.0) - mean[:, None] * sum_du) * rstd[:, None]
+        at_c = (unit.to(tl.int64) * channels + of_c) * team + member
+        tl.store(du_ptr + at_c, sum_du, mask=inside_g)
+        tl.store(du_hat_ptr + at_c, sum_hat, mask=inside_g)
+        weight = of_channel(w_ptr, of_c, inside_g, 1.0)
         at_g = tl.program_id(0).to(tl.int64) * groups + g
-        tl.store(part_ptr + at_g, tl.sum(tl.where(inside_g, of_du_g * w_g, 0.0), 1), mask=g < groups)
-        tl.store(part_hat_ptr + at_g, tl.sum(tl.where(inside_g, of_hat_g * w_g, 0.0), 1), mask=g < groups)
+        tl.store(part_ptr + at_g, tl.sum(tl.where(inside_g, sum_du * weight, 0.0), 1), mask=g < groups)
+        tl.store(part_hat_ptr + at_g, tl.sum(tl.where(inside_g, sum_hat * weight, 0.0), 1), mask=g < groups)
         if PHASE == BOTH:
             arrive(count_ptr + unit)
             wait(count_ptr + unit, team)
     if PHASE != FIRST:
         size = pixels.to(tl.float32) * each
-        rstd = tl.load(rstd_ptr + g, mask=g < groups, other=0.0)
         part = unit.to(tl.int64) * team * groups
-        along_ptr += unit * groups
-        along_hat_ptr += unit * groups
-        tl.store(along_ptr + g, _added(part_ptr + part, groups, team, GROUPS) / size * rstd, mask=g < groups)
-        tl.store(along_hat_ptr + g, _added(part_hat_ptr + part, groups, team, GROUPS) / size * rstd * rstd, mask=g < groups)
-        tl.debug_barrier()
-        spread(table_ptr + 2 * channels, along_ptr, None, channels, each)
-        spread(table_ptr + 3 * channels, along_hat_ptr, None, channels, each)
-        tl.debug_barrier()
+        one = _added(part_ptr + part, groups, team, GROUPS) / size * rstd
+        two = _added(part_hat_ptr + part, groups, team, GROUPS) / size * rstd * rstd
+        spread(table_ptr + 2 * channels, two, mean * two - one, None, None, channels, groups, each)
         for k in tl.static_range(BLOCKS):
-            mean_2, w_2 = across(table_ptr, k, channels, 0.0, CUT), across(table_ptr + channels, k, channels, 0.0, CUT)
-            one, two = across(table_ptr + 2 * channels, k, channels, 0.0, CUT), across(table_ptr + 3 * channels, k, channels, 0.0, CUT)
-            b_2 = across(b_ptr, k, channels, 0.0, CUT)
-            du_2, off_2 = _du(wide(held_dy[k], groups >> 31, WORDS), wide(held_x[k], groups >> 31, WORDS), mean_2, w_2, b_2, ACT)
+            w_2, b_2 = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
+            two_c, one_c = across(table_ptr + 2 * channels, k, channels, CUT), across(table_ptr + 3 * channels, k, channels, CUT)
             at_2, inside_2 = block(0, k, own, channels, CUT)
-            tl.store(dx_ptr + at_2, (du_2 * w_2 - one - off_2 * two).to(dx_ptr.dtype.element_ty), mask=inside_2)
+            x_2 = wide(held_x[k], groups >> 31, WORDS)
+            du_2 = wide(held_dy[k], groups >> 31, WORDS) * _slope(x_2 * w_2 + b_2, ACT, QUICK, WORDS)
+            tl.store(dx_ptr + at_2, (du_2 * w_2 - (x_2 * two_c + one_c)).to(dx_ptr.dtype.element_ty), mask=inside_2)
             if STREAM:
                 for p in tl.range(ROWS, own, ROWS, num_stages=3):
                     at_q, inside_q = block(p, k, own, channels, CUT)
-                    dy_q = tl.load(dy_ptr + at_q, mask=inside_q, other=0.0).to(tl.float32)
                     x_q = tl.load(x_ptr + at_q, mask=inside_q, other=0.0).to(tl.float32)
-                    du_q, off_q = _du(dy_q, x_q, mean_2, w_2, b_2, ACT)
-                    tl.store(dx_ptr + at_q, (du_q * w_2 - one - off_q * two).to(dx_ptr.dtype.element_ty), mask=inside_q)
+                    du_q = tl.load(dy_ptr + at_q, mask=inside_q, other=0.0).to(tl.float32) * _slope(x_q * w_2 + b_2, ACT, QUICK, WORDS)
+                    tl.store(dx_ptr + at_q, (du_q * w_2 - (x_q * two_c + one_c)).to(dx_ptr.dtype.element_ty), mask=inside_q)
 
 
 @triton.jit
@@ -264,7 +276,7 @@ def _totals(du_ptr, du_hat_ptr, db_ptr, dw_ptr, batch, channels, parts, PARTS: t
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
     size = 2 * problem.dtype.itemsize
-    return [last(problem, device, size) if problem.layout == "channels_last" else first(problem, device, size, True)]
+    return [last(problem, device, size) if problem.layout == "channels_last" else first(problem, device, size)]
 
 
 def launch(
@@ -292,8 +304,6 @@ def launch(
     part = scratch(x, 2, units * t.team, p.groups if is_last else 1)
     call |= {"du_ptr": du, "du_hat_ptr": du_hat, "part_ptr": part[0], "part_hat_ptr": part[1]}
     if is_last:
-        along = scratch(x, 2, units, p.groups)
-        call |= {"along_ptr": along[0], "along_hat_ptr": along[1]}
         call |= {"own_ptr": scratch(x, units * t.team, 2, p.channels), "table_ptr": scratch(x, units, 4, p.channels)}
     kernel = _backward_last if is_last else _backward_first
     for phase in phases(x) if t.team > 1 else (BOTH.value,):

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Groups
+from onchip.kernels.curves import sigmoid
 
 # ---- device
 
@@ -31,6 +32,24 @@ def wide(x, zero, WORDS: tl.constexpr):
             code: tl.constexpr = "{ .reg .b32 w; .reg .b16 a, b; xor.b32 w, $2, $3; mov.b32 {a, b}, w; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
             return tl.inline_asm_elementwise(code, "=&r,=&r,r,r,r", [x, zero], tl.float32, is_pure=True, pack=2)
     return x.to(tl.float32)
+
+
+@triton.jit
+def quick_sigmoid(x, WORDS: tl.constexpr):
+    """To 2^-21, in four instructions."""
+    if WORDS:
+        code: tl.constexpr = "{ mul.f32 $0, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 $0, $0; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0; }"
+        return tl.inline_asm_elementwise(code, "=&f,f", [x], tl.float32, is_pure=True, pack=1)
+    return sigmoid(x, True)
+
+
+@triton.jit
+def prefetch(ptr, size, there):
+    """Ask for `size` bytes to be brought to the L2 cache, sizes and places multiples of 16; sm_90."""
+    code: tl.constexpr = """{
+        .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.ne.and.b32 p, $3, 0, p;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"""
+    tl.inline_asm_elementwise(code, "=r,l,r,r", [ptr.to(tl.int64), size, there.to(tl.int32)], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -67,10 +86,10 @@ def of_channel(ptr, c, there, absent):
 
 
 @triton.jit
-def across(ptr, k, channels, absent, CUT: tl.constexpr):
+def across(ptr, k, channels, CUT: tl.constexpr):
     """What the channels of block k have, float32 [1, COLS]."""
     c = k * CUT[1] + tl.arange(0, CUT[1])[None, :]
-    return of_channel(ptr, c, c < channels, absent)
+    return tl.load(ptr + c, mask=c < channels, other=0.0)
 
 
 @triton.jit
@@ -85,12 +104,16 @@ def block(p, k, own, channels, CUT: tl.constexpr):
 
 
 @triton.jit
-def spread(table_ptr, of_group_ptr, w_ptr, channels, each):
-    """What a sample's groups have, times the weight, for each channel: written by every member, for itself."""
+def spread(table_ptr, u, v, w_ptr, b_ptr, channels, groups, each):
+    """For each channel of a sample, [2, channels]: weight u and bias - weight v, with u and v [GROUPS] of its group. Every member writes it, for itself."""
     for first in range(0, channels, 1024):
         c = first + tl.arange(0, 1024)
         there = c < channels
-        tl.store(table_ptr + c, tl.load(of_group_ptr + c // each, mask=there, other=0.0) * of_channel(w_ptr, c, there, 1.0), mask=there)
+        g = tl.minimum(c // each, groups - 1)
+        w, b = of_channel(w_ptr, c, there, 1.0), of_channel(b_ptr, c, there, 0.0)
+        tl.store(table_ptr + c, w * tl.gather(u, g, 0), mask=there)
+        tl.store(table_ptr + channels + c, b - w * tl.gather(v, g, 0), mask=there)
+    tl.debug_barrier()
 
 
 # ---- host
@@ -117,12 +140,13 @@ class Tiles(NamedTuple):
     team: int
     warps: int
     registers: int | None = None
+    ahead: int = 0
 
     def __str__(self):
         return f"{self.rows}x{self.cols} tiles, {self.held} held, {self.warps} warps, teams of {self.team}"
 
 
-def first(p: Groups, device: Device, size: int, spans: bool, hold: int = HOLD, most: int = TILE, warps: int = 8, team: int = 0) -> Tiles:
+def first(p: Groups, device: Device, size: int, hold: int = HOLD, most: int = TILE, warps: int = 8, team: int = 0) -> Tiles:
     """Channels that come first; `size`: bytes held for each element. With `spans` tiles of one channel make up one run."""
     each = p.channels // p.groups
     even = p.pixels & -p.pixels
@@ -144,9 +168,10 @@ def first(p: Groups, device: Device, size: int, spans: bool, hold: int = HOLD, m
         share = triton.cdiv(tiles, team)
     held = min(share, room)
     team = triton.cdiv(tiles, share)
-    span = math.gcd(math.gcd(pieces, share), held) if spans and rows == 1 and not p.pixels % cols else 1
+    span = math.gcd(math.gcd(pieces, share), held) if rows == 1 and not p.pixels % cols else 1
     cut = "torn" if p.pixels % cols else "full" if team * share * rows == runs else "whole"
-    return Tiles(rows, cols, span, cut, held, share * rows // span, team, min(warps, max(1, rows * cols // 256)))
+    ahead = 2 * device.sms if cut == "full" and device.kind == "cuda" and device.arch >= 90 else 0
+    return Tiles(rows, cols, span, cut, held, share * rows // span, team, min(warps, max(1, rows * cols // 256)), None, ahead)
 
 
 def last(p: Groups, device: Device, size: int, hold: int = HOLD, warps: int = 8, team: int = 0) -> Tiles:
@@ -159,7 +184,8 @@ def last(p: Groups, device: Device, size: int, hold: int = HOLD, warps: int = 8,
     share = triton.cdiv(tiles, team or min(device.sms, tiles))
     team = triton.cdiv(tiles, share)
     cut = "full" if p.channels == cols * blocks and team * share * rows == p.pixels else "torn"
-    return Tiles(rows, cols, blocks, cut, blocks, share * rows, team, max(1, min(warps, rows * cols // 256)), 128)
+    ahead = 2 * device.sms if cut == "full" and device.kind == "cuda" and device.arch >= 90 else 0
+    return Tiles(rows, cols, blocks, cut, blocks, share * rows, team, max(1, min(warps, rows * cols // 256)), 128, ahead)
 
 
 def scratch(x: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -169,7 +195,7 @@ def scratch(x: torch.Tensor, *shape: int) -> torch.Tensor:
 def arguments(p: Groups, t: Tiles, x: torch.Tensor, units: int) -> dict:
     """What every kernel takes of a call."""
     each = p.channels // p.groups
-    given = {"pixels": p.pixels, "groups": p.groups, "each": each, "share": t.share, "team": t.team}
+    given = {"pixels": p.pixels, "groups": p.groups, "each": each, "share": t.share, "team": t.team, "AHEAD": t.ahead}
     given |= {"CUT": (t.rows, t.cols, t.span, t.cut), "num_warps": t.warps, "WORDS": x.is_cuda and torch.version.hip is None}
     if t.registers and given["WORDS"]:
         given["maxnreg"] = t.registers
