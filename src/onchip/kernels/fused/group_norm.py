@@ -11,6 +11,8 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Groups
+from onchip.kernels.cluster import begin as exchange
+from onchip.kernels.cluster import moments
 from onchip.kernels.curves import activated
 from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, prefetch, quick_sigmoid, scratch, spread, tile, wide
 from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, phases, wait
@@ -35,13 +37,14 @@ def _y(x, w, b, y_ptr, ACT: tl.constexpr, WORDS: tl.constexpr):
 def _forward_first(
     x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, part_mean_ptr, part_square_ptr, count_ptr, eps, pixels, groups, each, pieces, share, team,
     ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr,
-    PHASE: tl.constexpr,
+    CLUSTER: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """A member's share of a group: runs of channels that come first."""
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
     SPAN: tl.constexpr = CUT[2]
     RUN: tl.constexpr = SPAN * COLS
+    CTAS: tl.constexpr = CUT[4]
     unit = tl.program_id(0) // team
     member = tl.program_id(0) % team
     runs = each * pieces
@@ -51,6 +54,10 @@ def _forward_first(
     first = before(begin, pieces, pixels, RUN)
     x_ptr += unit * size + first
     y_ptr += unit * size + first
+    if CTAS > 1:
+        box = exchange(3, CTAS, CLUSTER)
+        begin = tl.arange(0, CTAS)[:, None] * share
+        end = runs
     held = ()
     for k in tl.static_range(HELD):
         _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
@@ -58,10 +65,14 @@ def _forward_first(
     if AHEAD:
         count = share * RUN
         prefetch(x_ptr + AHEAD * count.to(tl.int64), count * (x_ptr.dtype.element_ty.primitive_bitwidth // 8), tl.program_id(0) + AHEAD < tl.num_programs(0))
-    tiles = tl.cdiv(end - begin, ROWS) * SPAN
+    tiles = tl.cdiv(tl.minimum(share, runs - member * share), ROWS) * SPAN
     if PHASE != SECOND:
-        # About the mean of the first tile, which costs at most as many roundings as there are tiles; others need not have come yet.
-        about = tl.sum(wide(held[0], groups >> 31, WORDS)) / (before(tl.minimum(begin + ROWS, end), pieces, pixels, RUN) - first if SPAN == 1 else COLS)
+        # About the mean of the first tile, which costs at most as many roundings as there are tiles; the others need not have come yet.
+        if CTAS > 1:
+            about = (tl.sum(wide(held[0], groups >> 31, WORDS), 1) / COLS)[:, None]
+        else:
+            of_tile = before(tl.minimum(begin + ROWS, end), pieces, pixels, RUN) - first if SPAN == 1 else COLS
+            about = tl.sum(wide(held[0], groups >> 31, WORDS)) / of_tile
         sums = tl.zeros([ROWS, COLS], tl.float32)
         squares = tl.zeros([ROWS, COLS], tl.float32)
         for k in tl.static_range(HELD):
@@ -75,10 +86,18 @@ def _forward_first(
                 off_k = tl.where(at_k[3], tl.load(x_ptr + at_k[2], mask=at_k[3], other=0.0).to(tl.float32) - about, 0.0)
                 sums += off_k
                 squares += off_k * off_k
-        count_own = (before(end, pieces, pixels, RUN) - first).to(tl.float32)
-        off_mean = tl.sum(sums) / count_own
-        mean = about + off_mean
-        square = tl.maximum(tl.sum(squares) - count_own * off_mean * off_mean, 0.0)
+        if CTAS > 1:
+            count_own = tl.zeros([CTAS], tl.float32) + share * RUN
+            off_mean = tl.sum(sums, 1) / count_own
+            of_group, square_of_group = moments(
+                tl.sum(about, 1) + off_mean, tl.maximum(tl.sum(squares, 1) - count_own * off_mean * off_mean, 0.0), count_own, box, CTAS, CLUSTER
+            )
+            mean, square = of_group[:, None], square_of_group[:, None]
+        else:
+            count_own = (before(end, pieces, pixels, RUN) - first).to(tl.float32)
+            off_mean = tl.sum(sums) / count_own
+            mean = about + off_mean
+            square = tl.maximum(tl.sum(squares) - count_own * off_mean * off_mean, 0.0)
         if TEAM > 1:
             tl.store(part_mean_ptr + unit * team + member, mean)
             tl.store(part_square_ptr + unit * team + member, square)
@@ -97,8 +116,8 @@ def _forward_first(
         rstd = tl.rsqrt(square / size + eps)
         if mean_ptr is not None:
             if member == 0:
-                tl.store(mean_ptr + unit, mean)
-                tl.store(rstd_ptr + unit, rstd)
+                tl.store(mean_ptr + unit + tl.zeros_like(mean).to(tl.int32), mean)
+                tl.store(rstd_ptr + unit + tl.zeros_like(mean).to(tl.int32), rstd)
         first_c = unit % groups * each
         for turn in tl.static_range(HELD // SPAN):
             _, c, _, _ = tile(begin, end, turn * SPAN, pieces, pixels, CUT)

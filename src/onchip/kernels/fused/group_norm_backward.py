@@ -14,6 +14,8 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Groups
+from onchip.kernels.cluster import begin as exchange
+from onchip.kernels.cluster import totals
 from onchip.kernels.curves import slope
 from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, prefetch, quick_sigmoid, scratch, spread, tile, wide
 from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, phases, wait
@@ -62,12 +64,13 @@ def _finish_back(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, eac
 def _backward_first(
     dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, part_ptr, part_hat_ptr, count_ptr, pixels, groups, each, pieces, share, team,
     ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, AHEAD: tl.constexpr, WORDS: tl.constexpr,
-    PHASE: tl.constexpr,
+    CLUSTER: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
     SPAN: tl.constexpr = CUT[2]
     RUN: tl.constexpr = SPAN * COLS
+    CTAS: tl.constexpr = CUT[4]
     QUICK: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     unit = tl.program_id(0) // team
     member = tl.program_id(0) % team
@@ -79,6 +82,10 @@ def _backward_first(
     x_ptr += start
     dy_ptr += start
     dx_ptr += start
+    if CTAS > 1:
+        box = exchange(2, CTAS, CLUSTER)
+        begin = tl.arange(0, CTAS)[:, None] * share
+        end = runs
     du_ptr += unit.to(tl.int64) * runs
     du_hat_ptr += unit.to(tl.int64) * runs
     held_x = ()
@@ -94,7 +101,7 @@ def _backward_first(
         prefetch(dy_ptr + AHEAD * count.to(tl.int64), count * (x_ptr.dtype.element_ty.primitive_bitwidth // 8), there)
     mean, rstd = tl.load(mean_ptr + unit), tl.load(rstd_ptr + unit)
     first_c = unit % groups * each
-    tiles = tl.cdiv(end - begin, ROWS) * SPAN
+    tiles = tl.cdiv(tl.minimum(share, runs - member * share), ROWS) * SPAN
     if PHASE != SECOND:
         along = tl.zeros([ROWS, 1], tl.float32)
         along_hat = tl.zeros([ROWS, 1], tl.float32)
@@ -125,7 +132,11 @@ def _backward_first(
                 more_n, more_hat_n = _channels(sums_n, products_n, w_n, rstd, du_ptr, du_hat_ptr, at_n[0], end)
                 along += more_n
                 along_hat += more_hat_n
-        one, two = tl.sum(along), tl.sum(along_hat)
+        if CTAS > 1:
+            of_one, of_two = totals(tl.sum(along, 1), tl.sum(along_hat, 1), box, CTAS, CLUSTER)
+            one, two = of_one[:, None], of_two[:, None]
+        else:
+            one, two = tl.sum(along), tl.sum(along_hat)
         if TEAM > 1:
             tl.store(part_ptr + unit * team + member, one)
             tl.store(part_hat_ptr + unit * team + member, two)

@@ -62,18 +62,24 @@ def before(run, pieces, pixels, RUN: tl.constexpr):
 def tile(begin, end, k, pieces, pixels, CUT: tl.constexpr):
     """Tile k of a program that has the runs [begin, end) of a group: (run, channel in the group) [ROWS, 1], (place after `begin`, whether it is the
     program's) [ROWS, COLS]. ROWS runs at a time, in SPAN tiles; a channel has `pieces` runs, of which the last may be shorter.
+    A cluster has the group: `begin` is [ROWS, 1], of each CTA, and places are after the group's.
     """
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
     SPAN: tl.constexpr = CUT[2]
-    run = begin + k // SPAN * ROWS + tl.arange(0, ROWS)[:, None]
     col = k % SPAN * COLS + tl.arange(0, COLS)[None, :]
-    if CUT[3] == "torn":
-        inside = (run < end) & (run % pieces * (SPAN * COLS) + col < pixels)
-        place = (run // pieces - begin // pieces) * pixels + (run % pieces - begin % pieces) * (SPAN * COLS) + col
-    else:  # all runs are whole, and of a "full" cut the program's
-        inside = tl.full([ROWS, COLS], CUT[3] == "full", tl.int1) | (run < end)
-        place = (run - begin) * (SPAN * COLS) + col
+    if CUT[4] > 1:
+        run = begin + k // SPAN
+        inside = tl.full([ROWS, COLS], 1, tl.int1)
+        place = run * (SPAN * COLS) + col
+    else:
+        run = begin + k // SPAN * ROWS + tl.arange(0, ROWS)[:, None]
+        if CUT[3] == "torn":
+            inside = (run < end) & (run % pieces * (SPAN * COLS) + col < pixels)
+            place = (run // pieces - begin // pieces) * pixels + (run % pieces - begin % pieces) * (SPAN * COLS) + col
+        else:  # all runs are whole, and of a "full" cut the program's
+            inside = tl.full([ROWS, COLS], CUT[3] == "full", tl.int1) | (run < end)
+            place = (run - begin) * (SPAN * COLS) + col
     return run, run // pieces, place, inside
 
 
@@ -141,12 +147,13 @@ class Tiles(NamedTuple):
     warps: int
     registers: int | None = None
     ahead: int = 0
+    ctas: int = 1
 
     def __str__(self):
         return f"{self.rows}x{self.cols} tiles, {self.held} held, {self.warps} warps, teams of {self.team}"
 
 
-def first(p: Groups, device: Device, size: int, hold: int = HOLD, most: int = TILE, warps: int = 8, team: int = 0) -> Tiles:
+def first(p: Groups, device: Device, size: int, hold: int = HOLD, most: int = TILE, warps: int = 8, team: int = 0, ctas: int = 1) -> Tiles:
     """Channels that come first; `size`: bytes held for each element. With `spans` tiles of one channel make up one run."""
     each = p.channels // p.groups
     even = p.pixels & -p.pixels
@@ -160,7 +167,7 @@ def first(p: Groups, device: Device, size: int, hold: int = HOLD, most: int = TI
     rows = max(1, min(most // cols, triton.next_power_of_2(runs)))
     tiles = triton.cdiv(runs, rows)
     room = max(1, hold // (rows * cols * size))
-    team = team or min(device.sms, triton.cdiv(tiles, room))
+    team = ctas if ctas > 1 else team or min(device.sms, triton.cdiv(tiles, room))
     if rows == 1:  # whole channels, or equal parts of one
         share = triton.cdiv(tiles, team)
         share = next((n for n in range(share, min(2 * share, pieces) + 1) if pieces % n == 0), share)
@@ -170,6 +177,8 @@ def first(p: Groups, device: Device, size: int, hold: int = HOLD, most: int = TI
     team = triton.cdiv(tiles, share)
     span = math.gcd(math.gcd(pieces, share), held) if rows == 1 and not p.pixels % cols else 1
     cut = "torn" if p.pixels % cols else "full" if team * share * rows == runs else "whole"
+    if ctas > 1 and rows == 1 and cut == "full" and held == share:
+        return Tiles(ctas, cols, span, cut, held, share // span, 1, warps, None, 0, ctas)
     ahead = 2 * device.sms if cut == "full" and device.kind == "cuda" and device.arch >= 90 else 0
     return Tiles(rows, cols, span, cut, held, share * rows // span, team, min(warps, max(1, rows * cols // 256)), None, ahead)
 
@@ -195,15 +204,16 @@ def scratch(x: torch.Tensor, *shape: int) -> torch.Tensor:
 def arguments(p: Groups, t: Tiles, x: torch.Tensor, units: int) -> dict:
     """What every kernel takes of a call."""
     each = p.channels // p.groups
-    given = {"pixels": p.pixels, "groups": p.groups, "each": each, "share": t.share, "team": t.team, "AHEAD": t.ahead}
-    given |= {"CUT": (t.rows, t.cols, t.span, t.cut), "num_warps": t.warps, "WORDS": x.is_cuda and torch.version.hip is None}
+    given = {"pixels": p.pixels, "groups": p.groups, "each": each, "share": t.share, "team": t.team}
+    given |= {"CUT": (t.rows, t.cols, t.span, t.cut, t.ctas), "num_warps": t.warps, "WORDS": x.is_cuda and torch.version.hip is None}
     if t.registers and given["WORDS"]:
         given["maxnreg"] = t.registers
     if p.layout == "channels_last":
         given |= {"channels": p.channels, "GROUPS": triton.next_power_of_2(p.groups), "EACH": triton.next_power_of_2(each)}
-        given["STREAM"] = t.share > t.rows
+        given |= {"AHEAD": t.ahead, "STREAM": t.share > t.rows}
     else:
+        given |= {"CLUSTER": x.is_cuda, "AHEAD": t.ahead} | ({"num_ctas": t.ctas} if t.ctas > 1 else {})
         given |= {"pieces": triton.cdiv(p.pixels, t.cols * t.span), "HELD": t.held, "TEAM": triton.next_power_of_2(t.team)}
-        given["STREAM"] = t.share > t.held // t.span * t.rows
+        given["STREAM"] = t.share > t.held // t.span * (t.rows if t.ctas == 1 else 1)
     given["count_ptr"] = torch.zeros(units, dtype=torch.int32, device=x.device) if t.team > 1 or p.layout == "channels_last" else None
     return given

@@ -1,0 +1,105 @@
+"""A row too wide for one program, held by a cluster of them: programs of neighbouring multiprocessors that write to each other's shared memory (sm_90 on).
+
+    kernel[grid](..., CTAS=N, num_ctas=N)           a program of Triton is a cluster of N, tiles are [N, BLOCK]: the compiler gives each CTA one row of it
+    col = tl.arange(0, N)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    box = begin(VALUES, N)                          as early as may be: the others' start is waited for in `total`, beside which loads are in flight by then
+    sums = total(tl.sum(x, 1), box, N)              [N], the same in all; without keep_dims, with which Triton would write the assembly once for each register
+
+One exchange a kernel, of VALUES float32 numbers a CTA. A value goes by `st.async` to each CTA's box, which counts bytes (an mbarrier): no fence of memory, which
+a cluster's barrier would mean. No CTA leaves before it has what is sent to it, so nobody writes to one that has left.
+In the interpreter, where a program holds the whole row, CLUSTER is False and the sum is the tile's own.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def _begin(values: int, ctas: int) -> str:
+    """PTX: a box of an mbarrier and `values` rows of `ctas` numbers; its address."""
+    size = 4 * values * ctas
+    return (
+        "{ .reg .pred one; .reg .b32 t; "
+        f".shared .align 16 .b8 box[{16 + size}]; "
+        "mov.u32 t, %tid.x; setp.eq.u32 one, t, 0; mov.u32 $0, box; "
+        "@one mbarrier.init.shared::cta.b64 [$0], 1; @one fence.mbarrier_init.release.cluster; "
+        f"@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {size}; "
+        "barrier.cluster.arrive.relaxed.aligned; }"
+    )
+
+
+@triton.constexpr_function
+def _exchange(values: int, ctas: int) -> str:
+    """PTX: each value to the boxes of all; what follows finds value v of CTA c at [box + 16 + 4 (v ctas + c)]."""
+    first = 2 if values == 3 else values  # operands: results, then the box, then the values
+    send = "".join(
+        f"@to st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there + {4 * v * ctas}], ${first + 1 + v}, [bar]; " for v in range(values)
+    )
+    return (
+        ".reg .pred to, done; .reg .b32 t, there, bar; barrier.cluster.wait.acquire.aligned; "
+        f"mov.u32 t, %tid.x; setp.lt.u32 to, t, {ctas}; mov.u32 there, %cluster_ctarank; shl.b32 there, there, 2; add.u32 there, there, ${first}; "
+        f"add.u32 there, there, 16; @to mapa.shared::cluster.u32 there, there, t; @to mapa.shared::cluster.u32 bar, ${first}, t; {send}"
+        f"again_${{:uid}}: mbarrier.try_wait.parity.shared::cta.b64 done, [${first}], 0; @!done bra again_${{:uid}}; "
+    )
+
+
+@triton.constexpr_function
+def _total(values: int, ctas: int) -> str:
+    """PTX: the sums of `values` values."""
+    lines = [f"mov.f32 ${v}, 0f00000000; " for v in range(values)]
+    lines += [f"ld.shared.f32 x, [${values} + {16 + 4 * (v * ctas + c)}]; add.f32 ${v}, ${v}, x; " for v in range(values) for c in range(ctas)]
+    return "{ .reg .f32 x; " + _exchange(values, ctas) + "".join(lines) + "}"
+
+
+@triton.constexpr_function
+def _moments(ctas: int) -> str:
+    """PTX: mean and sum of square deviations of all from (mean, sum of square deviations, count) of each."""
+    at = [[f"[$2 + {16 + 4 * (v * ctas + c)}]" for c in range(ctas)] for v in range(3)]
+    lines = ["mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; mov.f32 n, 0f00000000; "]
+    lines += [f"ld.shared.f32 x, {at[0][c]}; ld.shared.f32 k, {at[2][c]}; fma.rn.f32 $0, x, k, $0; add.f32 n, n, k; " for c in range(ctas)]
+    lines += ["div.rn.f32 $0, $0, n; "]
+    lines += [
+        f"ld.shared.f32 x, {at[0][c]}; ld.shared.f32 k, {at[2][c]}; sub.f32 x, x, $0; mul.f32 k, k, x; fma.rn.f32 $1, k, x, $1; "
+        f"ld.shared.f32 x, {at[1][c]}; add.f32 $1, $1, x; "
+        for c in range(ctas)
+    ]
+    return "{ .reg .f32 x, k, n; " + _exchange(3, ctas) + "".join(lines) + "}"
+
+
+@triton.jit
+def begin(VALUES: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
+    """The box that an exchange of VALUES numbers a CTA goes through."""
+    if CLUSTER:
+        return tl.inline_asm_elementwise(_begin(VALUES, CTAS), "=&r,r", [CTAS], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return 0
+
+
+@triton.jit
+def total(x, box, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
+    """The sum of x [CTAS], as [CTAS]."""
+    if CLUSTER:
+        return tl.inline_asm_elementwise(_total(1, CTAS), "=&f,r,f", [box, x], dtype=tl.float32, is_pure=False, pack=1)
+    else:
+        return tl.zeros_like(x) + tl.sum(x, 0)
+
+
+@triton.jit
+def totals(x, y, box, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
+    """The sums of x and of y [CTAS], as [CTAS]."""
+    if CLUSTER:
+        return tl.inline_asm_elementwise(_total(2, CTAS), "=&f,=&f,r,f,f", [box, x, y], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)
+    else:
+        return tl.zeros_like(x) + tl.sum(x, 0), tl.zeros_like(y) + tl.sum(y, 0)
+
+
+@triton.jit
+def moments(mean, square, count, box, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
+    """Mean and sum of square deviations of a row, [CTAS], from those of its pieces and their lengths, float32 [CTAS] (Chan, Golub and LeVeque, 1983)."""
+    if CLUSTER:
+        return tl.inline_asm_elementwise(
+            _moments(CTAS), "=&f,=&f,r,f,f,f", [box, mean, square, count], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
+        )
+    else:
+        whole = tl.sum(count * mean, 0) / tl.sum(count, 0)
+        return tl.zeros_like(mean) + whole, tl.zeros_like(square) + tl.sum(square + count * (mean - whole) * (mean - whole), 0)
