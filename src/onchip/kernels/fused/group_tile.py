@@ -44,15 +44,6 @@ def quick_sigmoid(x, WORDS: tl.constexpr):
 
 
 @triton.jit
-def prefetch(ptr, size, there):
-    """Ask for `size` bytes to be brought to the L2 cache, sizes and places multiples of 16; sm_90."""
-    code: tl.constexpr = """{
-        .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.ne.and.b32 p, $3, 0, p;
-        @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"""
-    tl.inline_asm_elementwise(code, "=r,l,r,r", [ptr.to(tl.int64), size, there.to(tl.int32)], tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def before(run, pieces, pixels, RUN: tl.constexpr):
     """Elements of a group that stand before run number `run`; int64."""
     return run.to(tl.int64) // pieces * pixels + run % pieces * RUN
@@ -93,9 +84,9 @@ def of_channel(ptr, c, there, absent):
 
 @triton.jit
 def across(ptr, k, channels, CUT: tl.constexpr):
-    """What the channels of block k have, float32 [1, COLS]."""
+    """What the channels of block k have, float32 [1, COLS]; 0 where nothing is given."""
     c = k * CUT[1] + tl.arange(0, CUT[1])[None, :]
-    return tl.load(ptr + c, mask=c < channels, other=0.0)
+    return of_channel(ptr, c, c < channels, 0.0)
 
 
 @triton.jit
@@ -110,15 +101,14 @@ def block(p, k, own, channels, CUT: tl.constexpr):
 
 
 @triton.jit
-def spread(table_ptr, u, v, w_ptr, b_ptr, channels, groups, each):
-    """For each channel of a sample, [2, channels]: weight u and bias - weight v, with u and v [GROUPS] of its group. Every member writes it, for itself."""
+def spread(table_ptr, u, v, w_ptr, channels, groups, each):
+    """For each channel of a sample, [2, channels]: weight u, and v, of its group [GROUPS]. Every member writes it, for itself."""
     for first in range(0, channels, 1024):
         c = first + tl.arange(0, 1024)
         there = c < channels
         g = tl.minimum(c // each, groups - 1)
-        w, b = of_channel(w_ptr, c, there, 1.0), of_channel(b_ptr, c, there, 0.0)
-        tl.store(table_ptr + c, w * tl.gather(u, g, 0), mask=there)
-        tl.store(table_ptr + channels + c, b - w * tl.gather(v, g, 0), mask=there)
+        tl.store(table_ptr + c, of_channel(w_ptr, c, there, 1.0) * tl.gather(u, g, 0), mask=there)
+        tl.store(table_ptr + channels + c, tl.gather(v, g, 0), mask=there)
     tl.debug_barrier()
 
 
@@ -146,8 +136,13 @@ class Tiles(NamedTuple):
     team: int
     warps: int
     registers: int | None = None
-    ahead: int = 0
     ctas: int = 1
+    stages: int = 1
+    most: int = 1 << 30
+
+    def teams(self, units: int) -> int:
+        """How many are at work at once, each on one unit after another."""
+        return min(units, self.most)
 
     def __str__(self):
         return f"{self.rows}x{self.cols} tiles, {self.held} held, {self.warps} warps, teams of {self.team}"
@@ -155,14 +150,14 @@ class Tiles(NamedTuple):
 
 def first(p: Groups, device: Device, size: int, hold: int = HOLD, most: int = TILE, warps: int = 8, team: int = 0, ctas: int = 1) -> Tiles:
     """Channels that come first; `size`: bytes held for each element. With `spans` tiles of one channel make up one run."""
-    each = p.channels // p.groups
-    even = p.pixels & -p.pixels
-    cols = min(most, even if even >= NARROW else 1 << p.pixels.bit_length() - 1)
-    while p.pixels % cols and cols > NARROW and -p.pixels % cols > p.pixels // 8:
+    each, pixels = p.channels // p.groups, max(1, p.pixels)
+    even = pixels & -pixels
+    cols = min(most, even if even >= NARROW else 1 << pixels.bit_length() - 1)
+    while pixels % cols and cols > NARROW and -pixels % cols > pixels // 8:
         cols //= 2
-    if cols < NARROW and p.pixels % cols:
+    if cols < NARROW and pixels % cols:
         cols *= 2
-    pieces = triton.cdiv(p.pixels, cols)
+    pieces = triton.cdiv(pixels, cols)
     runs = each * pieces
     rows = max(1, min(most // cols, triton.next_power_of_2(runs)))
     tiles = triton.cdiv(runs, rows)
@@ -175,12 +170,11 @@ def first(p: Groups, device: Device, size: int, hold: int = HOLD, most: int = TI
         share = triton.cdiv(tiles, team)
     held = min(share, room)
     team = triton.cdiv(tiles, share)
-    span = math.gcd(math.gcd(pieces, share), held) if rows == 1 and not p.pixels % cols else 1
-    cut = "torn" if p.pixels % cols else "full" if team * share * rows == runs else "whole"
+    span = math.gcd(math.gcd(pieces, share), held) if rows == 1 and not pixels % cols else 1
+    cut = "torn" if pixels % cols else "full" if team * share * rows == runs else "whole"
     if ctas > 1 and rows == 1 and cut == "full" and held == share:
-        return Tiles(ctas, cols, span, cut, held, share // span, 1, warps, None, 0, ctas)
-    ahead = 2 * device.sms if cut == "full" and device.kind == "cuda" and device.arch >= 90 else 0
-    return Tiles(rows, cols, span, cut, held, share * rows // span, team, min(warps, max(1, rows * cols // 256)), None, ahead)
+        return Tiles(ctas, cols, span, cut, held, share // span, 1, warps, None, ctas)
+    return Tiles(rows, cols, span, cut, held, share * rows // span, team, min(warps, max(1, rows * cols // 256)))
 
 
 def last(p: Groups, device: Device, size: int, hold: int = HOLD, warps: int = 8, team: int = 0) -> Tiles:
@@ -193,8 +187,7 @@ def last(p: Groups, device: Device, size: int, hold: int = HOLD, warps: int = 8,
     share = triton.cdiv(tiles, team or min(device.sms, tiles))
     team = triton.cdiv(tiles, share)
     cut = "full" if p.channels == cols * blocks and team * share * rows == p.pixels else "torn"
-    ahead = 2 * device.sms if cut == "full" and device.kind == "cuda" and device.arch >= 90 else 0
-    return Tiles(rows, cols, blocks, cut, blocks, share * rows, team, max(1, min(warps, rows * cols // 256)), 128, ahead)
+    return Tiles(rows, cols, blocks, cut, blocks, share * rows, team, max(1, min(warps, rows * cols // 256)), 128)
 
 
 def scratch(x: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -210,10 +203,9 @@ def arguments(p: Groups, t: Tiles, x: torch.Tensor, units: int) -> dict:
         given["maxnreg"] = t.registers
     if p.layout == "channels_last":
         given |= {"channels": p.channels, "GROUPS": triton.next_power_of_2(p.groups), "EACH": triton.next_power_of_2(each)}
-        given |= {"AHEAD": t.ahead, "STREAM": t.share > t.rows}
-    else:
-        given |= {"CLUSTER": x.is_cuda, "AHEAD": t.ahead} | ({"num_ctas": t.ctas} if t.ctas > 1 else {})
-        given |= {"pieces": triton.cdiv(p.pixels, t.cols * t.span), "HELD": t.held, "TEAM": triton.next_power_of_2(t.team)}
-        given["STREAM"] = t.share > t.held // t.span * (t.rows if t.ctas == 1 else 1)
-    given["count_ptr"] = torch.zeros(units, dtype=torch.int32, device=x.device) if t.team > 1 or p.layout == "channels_last" else None
+        return given | {"STREAM": t.share > t.rows, "count_ptr": torch.zeros(units, dtype=torch.int32, device=x.device)}
+    given |= {"units": units, "pieces": triton.cdiv(p.pixels, t.cols * t.span), "HELD": t.held, "TEAM": triton.next_power_of_2(t.team)}
+    given |= {"CLUSTER": x.is_cuda, "STAGES": t.stages} | ({"num_ctas": t.ctas} if t.ctas > 1 else {})
+    given["STREAM"] = t.share > t.held // t.span * (t.rows if t.ctas == 1 else 1)
+    given["word_ptr"] = torch.zeros(units * t.team, dtype=torch.int64, device=x.device) if t.team > 1 else None
     return given
