@@ -11,122 +11,113 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Groups
-from onchip.kernels.cluster import begin as exchange
-from onchip.kernels.cluster import moments
 from onchip.kernels.curves import activated
 from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, quick_sigmoid, scratch, spread, tile, wide
-from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, gather, phases, publish, wait
+from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, phases, wait
 
 # ---- device
 
 
 @triton.jit
-def _y(x, mean, w, b, y_ptr, ACT: tl.constexpr, WORDS: tl.constexpr):
-    """w is weight / deviation. Of what is rounded to 16 bits the mean is taken off with the bias, which would cost float32 digits far from 0."""
-    if y_ptr.dtype.element_ty.primitive_bitwidth == 32:
-        y = activated((x - mean) * w + b, ACT)
-    else:
-        u = x * w + (b - mean * w)
-        if ACT == "silu":
-            y = u * quick_sigmoid(u, WORDS)
-        else:
-            y = activated(u, ACT, QUICK=True)
-    return y.to(y_ptr.dtype.element_ty)
+def _off(x_ptr, mean, at):
+    """x less the mean of a tile of `tile`, 0 outside."""
+    return tl.where(at[3], tl.load(x_ptr + at[2], mask=at[3], other=0.0).to(tl.float32) - mean, 0.0)
+
+
+@triton.jit
+def _finish(x, y_ptr, w_ptr, b_ptr, mean, rstd, first_c, each, at, ACT: tl.constexpr):
+    """y of a tile of `tile`."""
+    c = at[1]
+    w = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd
+    y = activated((x - mean) * w + of_channel(b_ptr, first_c + c, c < each, 0.0), ACT, QUICK=y_ptr.dtype.element_ty.primitive_bitwidth == 16)
+    tl.store(y_ptr + at[2], y.to(y_ptr.dtype.element_ty), mask=at[3])
 
 
 @triton.jit
 def _forward_first(
-    x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, word_ptr, eps, pixels, units, groups, each, pieces, share, team,
-    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr,
-    CLUSTER: tl.constexpr, PHASE: tl.constexpr,
+    x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, part_mean_ptr, part_square_ptr, count_ptr, eps, pixels, groups, each, pieces, share, team,
+    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """A member's shares of one group after another: runs of channels that come first."""
+    """A member's share of a group: runs of channels that come first."""
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
-    SPAN: tl.constexpr = CUT[2]
-    RUN: tl.constexpr = SPAN * COLS
-    CTAS: tl.constexpr = CUT[4]
+    unit = tl.program_id(0) // team
     member = tl.program_id(0) % team
     runs = each * pieces
+    begin = member * share
+    end = tl.minimum(begin + share, runs)
     size = (tl.zeros([], tl.int64) + each) * pixels
-    first = before(member * share, pieces, pixels, RUN)
-    count = (before(tl.minimum(member * share + share, runs), pieces, pixels, RUN) - first).to(tl.float32)
-    tiles = tl.cdiv(tl.minimum(share, runs - member * share), ROWS) * SPAN
-    if CTAS > 1:
-        box = exchange(3, CTAS, CLUSTER)
-        begin = tl.arange(0, CTAS)[:, None] * share
-        end = runs
-    else:
-        begin = member * share
-        end = tl.minimum(begin + share, runs)
-    for unit in tl.range(tl.program_id(0) // team, units, tl.num_programs(0) // team, num_stages=STAGES):
-        start = unit * size + first
-        held = ()
+    first = before(begin, pieces, pixels, COLS)
+    x_ptr += unit * size + first
+    y_ptr += unit * size + first
+    held = ()
+    for k in tl.static_range(HELD):
+        _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
+        held += (tl.load(x_ptr + at, mask=inside, other=0.0),)
+    tiles = tl.cdiv(end - begin, ROWS)
+    if PHASE != SECOND:
+        total = tl.zeros([ROWS, COLS], tl.float32)
         for k in tl.static_range(HELD):
-            _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
-            held += (tl.load(x_ptr + start + at, mask=inside, other=0.0),)
-        if PHASE != SECOND:
-            # About the mean of the first tile, which costs at most as many roundings as there are tiles.
-            if CTAS > 1:
-                about = (tl.sum(wide(held[0], groups >> 31, WORDS), 1) / COLS)[:, None]
-            else:
-                of_tile = before(tl.minimum(begin + ROWS, end), pieces, pixels, RUN) - first if SPAN == 1 else COLS
-                about = tl.sum(wide(held[0], groups >> 31, WORDS)) / of_tile
+            total += wide(held[k], 0, WORDS)
+        mean = tl.sum(total) / (before(tl.minimum(begin + ROWS * HELD, end), pieces, pixels, COLS) - first)
+        squares = tl.zeros([ROWS, COLS], tl.float32)
+        for k in tl.static_range(HELD):
+            _, _, _, inside = tile(begin, end, k, pieces, pixels, CUT)
+            off = tl.where(inside, wide(held[k], groups >> 31, WORDS) - mean, 0.0)
+            squares += off * off
+        if STREAM:
             sums = tl.zeros([ROWS, COLS], tl.float32)
-            squares = tl.zeros([ROWS, COLS], tl.float32)
-            for k in tl.static_range(HELD):
-                _, _, _, inside = tile(begin, end, k, pieces, pixels, CUT)
-                off = tl.where(inside, wide(held[k], 0, WORDS) - about, 0.0)
-                sums += off
-                squares += off * off
-            if STREAM:
-                for k in tl.range(HELD, tiles, num_stages=3):
-                    at_k = tile(begin, end, k, pieces, pixels, CUT)
-                    off_k = tl.where(at_k[3], tl.load(x_ptr + start + at_k[2], mask=at_k[3], other=0.0).to(tl.float32) - about, 0.0)
-                    sums += off_k
-                    squares += off_k * off_k
-            if CTAS > 1:
-                own = tl.zeros([CTAS], tl.float32) + share * RUN
-                off_mean = tl.sum(sums, 1) / own
-                square = tl.maximum(tl.sum(squares, 1) - own * off_mean * off_mean, 0.0)
-                mean, square = moments(tl.sum(about, 1) + off_mean, square, own, box, CTAS, CLUSTER)
-                mean, square = mean[:, None], square[:, None]
-            else:
-                off_mean = tl.sum(sums) / count
-                mean = about + off_mean
-                square = tl.maximum(tl.sum(squares) - count * off_mean * off_mean, 0.0)
-            if TEAM > 1:
-                publish(word_ptr + unit * team + member, mean, square)
-        if PHASE != FIRST:
-            if TEAM > 1:
-                t = tl.minimum(tl.arange(0, TEAM), team - 1)
-                means, squares_of = gather(word_ptr + unit * team + t, PHASE)
-                counts = before(tl.minimum(t * share + share, runs), pieces, pixels, RUN) - before(t * share, pieces, pixels, RUN)
-                counts = tl.where(tl.arange(0, TEAM) < team, counts, 0).to(tl.float32)
-                mean = tl.sum(means * counts) / size
-                off_t = means - mean
-                square = tl.sum(tl.where(counts > 0, squares_of + counts * off_t * off_t, 0.0))
-            rstd = tl.rsqrt(square / size + eps)
-            if mean_ptr is not None:
-                if member == 0:
-                    tl.store(mean_ptr + unit + tl.zeros_like(mean).to(tl.int32), mean)
-                    tl.store(rstd_ptr + unit + tl.zeros_like(mean).to(tl.int32), rstd)
-            first_c = unit % groups * each
-            for turn in tl.static_range(HELD // SPAN):
-                _, c, _, _ = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
-                w = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd
-                b = of_channel(b_ptr, first_c + c, c < each, 0.0)
-                for s in tl.static_range(SPAN):
-                    _, _, at, inside = tile(begin, end, turn * SPAN + s, pieces, pixels, CUT)
-                    y = _y(wide(held[turn * SPAN + s], pixels >> 31, WORDS), mean, w, b, y_ptr, ACT, WORDS)
-                    tl.store(y_ptr + start + at, y, mask=inside)
-            if STREAM:
-                for n in tl.range(HELD, tiles, num_stages=3):
-                    at_n = tile(begin, end, tiles + HELD - 1 - n, pieces, pixels, CUT)
-                    w_n = of_channel(w_ptr, first_c + at_n[1], at_n[1] < each, 1.0) * rstd
-                    b_n = of_channel(b_ptr, first_c + at_n[1], at_n[1] < each, 0.0)
-                    x_n = tl.load(x_ptr + start + at_n[2], mask=at_n[3], other=0.0).to(tl.float32)
-                    tl.store(y_ptr + start + at_n[2], _y(x_n, mean, w_n, b_n, y_ptr, ACT, WORDS), mask=at_n[3])
+            for k in tl.range(HELD, tiles, num_stages=3):
+                more = _off(x_ptr, mean, tile(begin, end, k, pieces, pixels, CUT))
+                sums += more
+                squares += more * more
+            count = before(end, pieces, pixels, COLS) - first
+            off_mean = tl.sum(sums) / count
+            mean += off_mean
+            square = tl.sum(squares) - count * off_mean * off_mean
+        else:
+            square = tl.sum(squares)
+        if TEAM > 1:
+            tl.store(part_mean_ptr + unit * team + member, mean)
+            tl.store(part_square_ptr + unit * team + member, square)
+            if PHASE == BOTH:
+                arrive(count_ptr + unit)
+                wait(count_ptr + unit, team)
+    if PHASE != FIRST:
+        if TEAM > 1:
+            t = tl.arange(0, TEAM)
+            means = tl.load(part_mean_ptr + unit * team + t, mask=t < team, other=0.0)
+            squares_of = tl.load(part_square_ptr + unit * team + t, mask=t < team, other=0.0)
+            a, b = tl.minimum(t * share, runs), tl.minimum(t * share + share, runs)
+            counts = (before(b, pieces, pixels, COLS) - before(a, pieces, pixels, COLS)).to(tl.float32)
+            mean = tl.sum(means * counts) / size
+            square = tl.sum(squares_of + counts * (means - mean) * (means - mean))
+        rstd = tl.rsqrt(square / size + eps)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + unit, mean, mask=member == 0)
+            tl.store(rstd_ptr + unit, rstd, mask=member == 0)
+        first_c = unit % groups * each
+        for k in tl.static_range(HELD):
+            at = tile(begin, end, k, pieces, pixels, CUT)
+            _finish(wide(held[k], pixels >> 31, WORDS), y_ptr, w_ptr, b_ptr, mean, rstd, first_c, each, at, ACT)
+        if STREAM:
+            for n in tl.range(HELD, tiles, num_stages=3):
+                at_n = tile(begin, end, tiles + HELD - 1 - n, pieces, pixels, CUT)
+                x = tl.load(x_ptr + at_n[2], mask=at_n[3], other=0.0).to(tl.float32)
+                _finish(x, y_ptr, w_ptr, b_ptr, mean, rstd, first_c, each, at_n, ACT)
+
+
+@triton.jit
+def _y(x, w, b, y_ptr, ACT: tl.constexpr, WORDS: tl.constexpr):
+    """w is weight / deviation, b the bias less the mean times w."""
+    u = x * w + b
+    if y_ptr.dtype.element_ty.primitive_bitwidth == 32:
+        u = activated(u, ACT)
+    elif ACT == "silu":
+        u = u * quick_sigmoid(u, WORDS)
+    else:
+        u = activated(u, ACT, QUICK=True)
+    return u.to(y_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -174,7 +165,7 @@ def _forward_last(
     if PHASE != SECOND:
         own_ptr += tl.program_id(0).to(tl.int64) * channels * 2
         for k in tl.static_range(BLOCKS):
-            about = across(x_ptr, k, channels, CUT)  # the first pixel
+            about = across(x_ptr, k, channels, CUT).to(tl.float32)  # the first pixel
             _, inside = block(0, k, own, channels, CUT)
             off = tl.where(inside, wide(held[k], 0, WORDS) - about, 0.0)
             if STREAM:
@@ -215,23 +206,23 @@ def _forward_last(
             tl.store(mean_ptr + unit * groups + g, mean, mask=(g < groups) & (member == 0))
             tl.store(rstd_ptr + unit * groups + g, rstd, mask=(g < groups) & (member == 0))
         table_ptr += unit.to(tl.int64) * channels * 2
-        spread(table_ptr, rstd, mean, w_ptr, channels, groups, each)
+        spread(table_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
         for k in tl.static_range(BLOCKS):
-            w, mean_c, b = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT), across(b_ptr, k, channels, CUT)
+            w, b = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
             at, inside = block(0, k, own, channels, CUT)
-            tl.store(y_ptr + at, _y(wide(held[k], pixels >> 31, WORDS), mean_c, w, b, y_ptr, ACT, WORDS), mask=inside)
+            tl.store(y_ptr + at, _y(wide(held[k], pixels >> 31, WORDS), w, b, y_ptr, ACT, WORDS), mask=inside)
             if STREAM:
                 for p in tl.range(ROWS, own, ROWS, num_stages=3):
                     at_p, inside_p = block(p, k, own, channels, CUT)
                     x_p = tl.load(x_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32)
-                    tl.store(y_ptr + at_p, _y(x_p, mean_c, w, b, y_ptr, ACT, WORDS), mask=inside_p)
+                    tl.store(y_ptr + at_p, _y(x_p, w, b, y_ptr, ACT, WORDS), mask=inside_p)
 
 
 # ---- host
 
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
-    return [last(problem, device, problem.dtype.itemsize) if problem.layout == "channels_last" else first(problem, device, problem.dtype.itemsize)]
+    return [(last if problem.layout == "channels_last" else first)(problem, device, 1)]
 
 
 def launch(
@@ -251,13 +242,13 @@ def launch(
         return y, *stats
     units = p.batch if is_last else p.batch * p.groups
     weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
-    given = {"x_ptr": x, "y_ptr": y, "w_ptr": weight, "b_ptr": bias, "mean_ptr": stats[0], "rstd_ptr": stats[1], "eps": eps, "ACT": p.act}
+    given = {"x_ptr": x, "y_ptr": y, "w_ptr": weight, "b_ptr": bias, "mean_ptr": stats[0], "rstd_ptr": stats[1], "eps": eps}
     given |= arguments(p, t, x, units)
+    part = scratch(x, 2, units * t.team, p.groups if is_last else 1)
+    given |= {"part_mean_ptr": part[0], "part_square_ptr": part[1]}
     if is_last:
-        part = scratch(x, 2, units * t.team, p.groups)
-        given |= {"part_mean_ptr": part[0], "part_square_ptr": part[1]}
         given |= {"own_ptr": scratch(x, units * t.team, 2, p.channels), "table_ptr": scratch(x, units, 2, p.channels)}
     kernel = _forward_last if is_last else _forward_first
     for phase in phases(x) if t.team > 1 else (BOTH.value,):
-        kernel[(t.teams(units) * t.team,)](**given, PHASE=phase)
+        kernel[(units * t.team,)](**given, PHASE=phase)
     return y, *stats

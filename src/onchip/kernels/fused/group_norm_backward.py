@@ -14,17 +14,16 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Groups
-from onchip.kernels.cluster import begin as exchange
-from onchip.kernels.cluster import totals
 from onchip.kernels.curves import slope
 from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, quick_sigmoid, scratch, spread, tile, wide
-from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, gather, phases, publish, wait
+from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, phases, wait
 
 # ---- device
 
 
 @triton.jit
 def _loaded(ptr, at):
+    """A tile of `tile`, float32."""
     return tl.load(ptr + at[2], mask=at[3], other=0.0).to(tl.float32)
 
 
@@ -32,9 +31,10 @@ def _loaded(ptr, at):
 def _slope(u, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
     if QUICK and ACT == "silu":
         s = quick_sigmoid(u, WORDS)
-        return s * (1 + u * (1 - s))
+        result = s * (1 + u * (1 - s))
     else:
-        return slope(u, ACT, QUICK=QUICK)
+        result = slope(u, ACT, QUICK=QUICK)
+    return result
 
 
 @triton.jit
@@ -46,6 +46,7 @@ def _du(dy, x, mean, w, b, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.con
 
 @triton.jit
 def _channels(sums, products, w, rstd, du_ptr, du_hat_ptr, run, end):
+    """Sums of runs, which are stored, times their channel's weight."""
     of_du, of_hat = tl.sum(sums, 1, keep_dims=True), tl.sum(products, 1, keep_dims=True) * rstd
     tl.store(du_ptr + run, of_du, mask=run < end)
     tl.store(du_hat_ptr + run, of_hat, mask=run < end)
@@ -54,6 +55,7 @@ def _channels(sums, products, w, rstd, du_ptr, du_hat_ptr, run, end):
 
 @triton.jit
 def _finish(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
+    """dx of a tile of `tile`."""
     c = at[1]
     w, b = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd, of_channel(b_ptr, first_c + c, c < each, 0.0)
     du, off = _du(dy, x, mean, w, b, ACT, QUICK, WORDS)
@@ -62,91 +64,88 @@ def _finish(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at
 
 @triton.jit
 def _backward_first(
-    dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, word_ptr, pixels, units, groups, each, pieces, share, team,
-    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr,
-    CLUSTER: tl.constexpr, PHASE: tl.constexpr,
+    dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, part_ptr, part_hat_ptr, count_ptr, pixels, groups, each, pieces, share, team,
+    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """A member's shares of one group after another: runs of channels that come first."""
+    """A member's share of a group: runs of channels that come first."""
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
     SPAN: tl.constexpr = CUT[2]
     RUN: tl.constexpr = SPAN * COLS
-    CTAS: tl.constexpr = CUT[4]
     QUICK: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    unit = tl.program_id(0) // team
     member = tl.program_id(0) % team
     runs = each * pieces
+    begin = member * share
+    end = tl.minimum(begin + share, runs)
     size = (tl.zeros([], tl.int64) + each) * pixels
-    tiles = tl.cdiv(tl.minimum(share, runs - member * share), ROWS) * SPAN
-    if CTAS > 1:
-        box = exchange(2, CTAS, CLUSTER)
-        begin = tl.arange(0, CTAS)[:, None] * share
-        end = runs
-    else:
-        begin = member * share
-        end = tl.minimum(begin + share, runs)
-    for unit in tl.range(tl.program_id(0) // team, units, tl.num_programs(0) // team, num_stages=STAGES):
-        start = unit * size + before(member * share, pieces, pixels, RUN)
-        run_0 = (tl.zeros([], tl.int64) + runs) * unit
-        held_x = ()
-        held_dy = ()
-        for k in tl.static_range(HELD):
-            _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
-            held_x += (tl.load(x_ptr + start + at, mask=inside, other=0.0),)
-            held_dy += (tl.load(dy_ptr + start + at, mask=inside, other=0.0),)
-        mean, rstd = tl.load(mean_ptr + unit), tl.load(rstd_ptr + unit)
-        first_c = unit % groups * each
-        if PHASE != SECOND:
-            along = tl.zeros([ROWS, 1], tl.float32)
-            along_hat = tl.zeros([ROWS, 1], tl.float32)
-            for turn in tl.static_range(HELD // SPAN):
-                at = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
-                w, b = of_channel(w_ptr, first_c + at[1], at[1] < each, 1.0), of_channel(b_ptr, first_c + at[1], at[1] < each, 0.0)
-                sums = tl.zeros([ROWS, COLS], tl.float32)
-                products = tl.zeros([ROWS, COLS], tl.float32)
+    start = unit * size + before(begin, pieces, pixels, RUN)
+    x_ptr += start
+    dy_ptr += start
+    dx_ptr += start
+    du_ptr += unit.to(tl.int64) * runs
+    du_hat_ptr += unit.to(tl.int64) * runs
+    held_x = ()
+    held_dy = ()
+    for k in tl.static_range(HELD):
+        _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
+        held_x += (tl.load(x_ptr + at, mask=inside, other=0.0),)
+        held_dy += (tl.load(dy_ptr + at, mask=inside, other=0.0),)
+    mean, rstd = tl.load(mean_ptr + unit), tl.load(rstd_ptr + unit)
+    first_c = unit % groups * each
+    tiles = tl.cdiv(end - begin, ROWS) * SPAN
+    if PHASE != SECOND:
+        along = tl.zeros([ROWS, 1], tl.float32)
+        along_hat = tl.zeros([ROWS, 1], tl.float32)
+        for turn in tl.static_range(HELD // SPAN):
+            at = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
+            w, b = of_channel(w_ptr, first_c + at[1], at[1] < each, 1.0), of_channel(b_ptr, first_c + at[1], at[1] < each, 0.0)
+            sums = tl.zeros([ROWS, COLS], tl.float32)
+            products = tl.zeros([ROWS, COLS], tl.float32)
+            for s in tl.static_range(SPAN):
+                dy, x = wide(held_dy[turn * SPAN + s], 0, WORDS), wide(held_x[turn * SPAN + s], 0, WORDS)
+                du, off = _du(dy, x, mean, w * rstd, b, ACT, QUICK, WORDS)
+                sums += du
+                products += du * off
+            more, more_hat = _channels(sums, products, w, rstd, du_ptr, du_hat_ptr, at[0], end)
+            along += more
+            along_hat += more_hat
+        if STREAM:
+            for turn in tl.range(HELD // SPAN, tiles // SPAN):
+                at_n = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
+                w_n, b_n = of_channel(w_ptr, first_c + at_n[1], at_n[1] < each, 1.0), of_channel(b_ptr, first_c + at_n[1], at_n[1] < each, 0.0)
+                sums_n = tl.zeros([ROWS, COLS], tl.float32)
+                products_n = tl.zeros([ROWS, COLS], tl.float32)
                 for s in tl.static_range(SPAN):
-                    dy, x = wide(held_dy[turn * SPAN + s], 0, WORDS), wide(held_x[turn * SPAN + s], 0, WORDS)
-                    du, off = _du(dy, x, mean, w * rstd, b, ACT, QUICK, WORDS)
-                    sums += du
-                    products += du * off
-                more, more_hat = _channels(sums, products, w, rstd, du_ptr + run_0, du_hat_ptr + run_0, at[0], end)
-                along += more
-                along_hat += more_hat
-            if STREAM:
-                for turn in tl.range(HELD // SPAN, tiles // SPAN):
-                    at_n = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
-                    w_n, b_n = of_channel(w_ptr, first_c + at_n[1], at_n[1] < each, 1.0), of_channel(b_ptr, first_c + at_n[1], at_n[1] < each, 0.0)
-                    sums_n = tl.zeros([ROWS, COLS], tl.float32)
-                    products_n = tl.zeros([ROWS, COLS], tl.float32)
-                    for s in tl.static_range(SPAN):
-                        at_s = tile(begin, end, turn * SPAN + s, pieces, pixels, CUT)
-                        du_s, off_s = _du(_loaded(dy_ptr + start, at_s), _loaded(x_ptr + start, at_s), mean, w_n * rstd, b_n, ACT, QUICK, WORDS)
-                        sums_n += du_s
-                        products_n += du_s * off_s
-                    more_n, more_hat_n = _channels(sums_n, products_n, w_n, rstd, du_ptr + run_0, du_hat_ptr + run_0, at_n[0], end)
-                    along += more_n
-                    along_hat += more_hat_n
-            if CTAS > 1:
-                one, two = totals(tl.sum(along, 1), tl.sum(along_hat, 1), box, CTAS, CLUSTER)
-                one, two = one[:, None], two[:, None]
-            else:
-                one, two = tl.sum(along), tl.sum(along_hat)
-            if TEAM > 1:
-                publish(word_ptr + unit * team + member, one, two)
-        if PHASE != FIRST:
-            if TEAM > 1:
-                t = tl.arange(0, TEAM)
-                ones, twos = gather(word_ptr + unit * team + tl.minimum(t, team - 1), PHASE)
-                one, two = tl.sum(tl.where(t < team, ones, 0.0)), tl.sum(tl.where(t < team, twos, 0.0))
-            off_one, off_two = one / size * rstd, two / size * rstd * rstd
-            for k in tl.static_range(HELD):
-                at = tile(begin, end, k, pieces, pixels, CUT)
-                dy, x = wide(held_dy[k], groups >> 31, WORDS), wide(held_x[k], groups >> 31, WORDS)
-                _finish(dy, x, dx_ptr + start, w_ptr, b_ptr, mean, rstd, off_one, off_two, first_c, each, at, ACT, QUICK, WORDS)
-            if STREAM:
-                for n in tl.range(HELD, tiles, num_stages=3):
-                    at_n = tile(begin, end, tiles + HELD - 1 - n, pieces, pixels, CUT)
-                    dy_n, x_n = _loaded(dy_ptr + start, at_n), _loaded(x_ptr + start, at_n)
-                    _finish(dy_n, x_n, dx_ptr + start, w_ptr, b_ptr, mean, rstd, off_one, off_two, first_c, each, at_n, ACT, QUICK, WORDS)
+                    at_s = tile(begin, end, turn * SPAN + s, pieces, pixels, CUT)
+                    du_s, off_s = _du(_loaded(dy_ptr, at_s), _loaded(x_ptr, at_s), mean, w_n * rstd, b_n, ACT, QUICK, WORDS)
+                    sums_n += du_s
+                    products_n += du_s * off_s
+                more_n, more_hat_n = _channels(sums_n, products_n, w_n, rstd, du_ptr, du_hat_ptr, at_n[0], end)
+                along += more_n
+                along_hat += more_hat_n
+        one, two = tl.sum(along), tl.sum(along_hat)
+        if TEAM > 1:
+            tl.store(part_ptr + unit * team + member, one)
+            tl.store(part_hat_ptr + unit * team + member, two)
+            if PHASE == BOTH:
+                arrive(count_ptr + unit)
+                wait(count_ptr + unit, team)
+    if PHASE != FIRST:
+        if TEAM > 1:
+            t = tl.arange(0, TEAM)
+            one = tl.sum(tl.load(part_ptr + unit * team + t, mask=t < team, other=0.0))
+            two = tl.sum(tl.load(part_hat_ptr + unit * team + t, mask=t < team, other=0.0))
+        one = one / size * rstd
+        two = two / size * rstd * rstd
+        for k in tl.static_range(HELD):
+            at = tile(begin, end, k, pieces, pixels, CUT)
+            dy, x = wide(held_dy[k], groups >> 31, WORDS), wide(held_x[k], groups >> 31, WORDS)
+            _finish(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT, QUICK, WORDS)
+        if STREAM:
+            for n in tl.range(HELD, tiles, num_stages=3):
+                at_n = tile(begin, end, tiles + HELD - 1 - n, pieces, pixels, CUT)
+                _finish(_loaded(dy_ptr, at_n), _loaded(x_ptr, at_n), dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at_n, ACT, QUICK, WORDS)
 
 
 @triton.jit
@@ -178,34 +177,34 @@ def _backward_last(
     mean = tl.load(mean_ptr + unit * groups + g, mask=g < groups, other=0.0)
     rstd = tl.load(rstd_ptr + unit * groups + g, mask=g < groups, other=0.0)
     table_ptr += unit.to(tl.int64) * channels * 4
-    spread(table_ptr, rstd, mean, w_ptr, channels, groups, each)
+    spread(table_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
     if PHASE != SECOND:
         own_ptr += tl.program_id(0).to(tl.int64) * channels * 2
         for k in tl.static_range(BLOCKS):
-            w, mean_c, b = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT), across(b_ptr, k, channels, CUT)
-            du, off = _du(wide(held_dy[k], 0, WORDS), wide(held_x[k], 0, WORDS), mean_c, w, b, ACT, QUICK, WORDS)
+            w, b = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
+            x = wide(held_x[k], 0, WORDS)
+            du = wide(held_dy[k], 0, WORDS) * _slope(x * w + b, ACT, QUICK, WORDS)
             if STREAM:
                 sums = du
-                products = du * off
+                products = du * x
                 for p in tl.range(ROWS, own, ROWS, num_stages=3):
                     at_p, inside_p = block(p, k, own, channels, CUT)
                     x_p = tl.load(x_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32)
-                    dy_p = tl.load(dy_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32)
-                    du_p, off_p = _du(dy_p, x_p, mean_c, w, b, ACT, QUICK, WORDS)
+                    du_p = tl.load(dy_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32) * _slope(x_p * w + b, ACT, QUICK, WORDS)
                     sums += du_p
-                    products += du_p * off_p
-                of_du, of_off = tl.sum(sums, 0, keep_dims=True), tl.sum(products, 0, keep_dims=True)
+                    products += du_p * x_p
+                of_du, of_x = tl.sum(sums, 0, keep_dims=True), tl.sum(products, 0, keep_dims=True)
             else:
-                of_du, of_off = tl.sum(du, 0, keep_dims=True), tl.sum(du * off, 0, keep_dims=True)
+                of_du, of_x = tl.sum(du, 0, keep_dims=True), tl.sum(du * x, 0, keep_dims=True)
             c = k * COLS + tl.arange(0, COLS)[None, :]
             tl.store(own_ptr + c, of_du, mask=c < channels)
-            tl.store(own_ptr + channels + c, of_off, mask=c < channels)
+            tl.store(own_ptr + channels + c, of_x, mask=c < channels)
         tl.debug_barrier()
         i = tl.arange(0, EACH)[None, :]
         inside_g = (i < each) & (g[:, None] < groups)
         of_c = g[:, None] * each + i
         sum_du = tl.load(own_ptr + of_c, mask=inside_g, other=0.0)
-        sum_hat = tl.load(own_ptr + channels + of_c, mask=inside_g, other=0.0) * rstd[:, None]
+        sum_hat = (tl.load(own_ptr + channels + of_c, mask=inside_g, other=0.0) - mean[:, None] * sum_du) * rstd[:, None]
         at_c = (unit.to(tl.int64) * channels + of_c) * team + member
         tl.store(du_ptr + at_c, sum_du, mask=inside_g)
         tl.store(du_hat_ptr + at_c, sum_hat, mask=inside_g)
@@ -221,21 +220,20 @@ def _backward_last(
         part = unit.to(tl.int64) * team * groups
         one = _added(part_ptr + part, groups, team, GROUPS) / size * rstd
         two = _added(part_hat_ptr + part, groups, team, GROUPS) / size * rstd * rstd
-        spread(table_ptr + 2 * channels, two, one, None, channels, groups, each)
+        spread(table_ptr + 2 * channels, two, mean * two - one, None, None, channels, groups, each)
         for k in tl.static_range(BLOCKS):
-            w_2, mean_2, b_2 = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT), across(b_ptr, k, channels, CUT)
+            w_2, b_2 = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
             two_c, one_c = across(table_ptr + 2 * channels, k, channels, CUT), across(table_ptr + 3 * channels, k, channels, CUT)
             at_2, inside_2 = block(0, k, own, channels, CUT)
-            dy, x = wide(held_dy[k], groups >> 31, WORDS), wide(held_x[k], groups >> 31, WORDS)
-            du_2, off_2 = _du(dy, x, mean_2, w_2, b_2, ACT, QUICK, WORDS)
-            tl.store(dx_ptr + at_2, (du_2 * w_2 - one_c - off_2 * two_c).to(dx_ptr.dtype.element_ty), mask=inside_2)
+            x_2 = wide(held_x[k], groups >> 31, WORDS)
+            du_2 = wide(held_dy[k], groups >> 31, WORDS) * _slope(x_2 * w_2 + b_2, ACT, QUICK, WORDS)
+            tl.store(dx_ptr + at_2, (du_2 * w_2 - (x_2 * two_c + one_c)).to(dx_ptr.dtype.element_ty), mask=inside_2)
             if STREAM:
                 for p in tl.range(ROWS, own, ROWS, num_stages=3):
                     at_q, inside_q = block(p, k, own, channels, CUT)
                     x_q = tl.load(x_ptr + at_q, mask=inside_q, other=0.0).to(tl.float32)
-                    dy_q = tl.load(dy_ptr + at_q, mask=inside_q, other=0.0).to(tl.float32)
-                    du_q, off_q = _du(dy_q, x_q, mean_2, w_2, b_2, ACT, QUICK, WORDS)
-                    tl.store(dx_ptr + at_q, (du_q * w_2 - one_c - off_q * two_c).to(dx_ptr.dtype.element_ty), mask=inside_q)
+                    du_q = tl.load(dy_ptr + at_q, mask=inside_q, other=0.0).to(tl.float32) * _slope(x_q * w_2 + b_2, ACT, QUICK, WORDS)
+                    tl.store(dx_ptr + at_q, (du_q * w_2 - (x_q * two_c + one_c)).to(dx_ptr.dtype.element_ty), mask=inside_q)
 
 
 @triton.jit
@@ -256,8 +254,8 @@ def _totals(du_ptr, du_hat_ptr, db_ptr, dw_ptr, batch, channels, parts, PARTS: t
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[:, None]
     db = tl.zeros([CHANNELS, PARTS], tl.float32)
     dw = tl.zeros([CHANNELS, PARTS], tl.float32)
-    for first in range(0, batch * parts, PARTS):
-        i = first + tl.arange(0, PARTS)[None, :]
+    for start in range(0, batch * parts, PARTS):
+        i = start + tl.arange(0, PARTS)[None, :]
         at = (i // parts * channels + c).to(tl.int64) * parts + i % parts
         inside = (i < batch * parts) & (c < channels)
         db += tl.load(du_ptr + at, mask=inside, other=0.0)
@@ -270,8 +268,7 @@ def _totals(du_ptr, du_hat_ptr, db_ptr, dw_ptr, batch, channels, parts, PARTS: t
 
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
-    size = 2 * problem.dtype.itemsize
-    return [last(problem, device, size) if problem.layout == "channels_last" else first(problem, device, size)]
+    return [last(problem, device, 2) if problem.layout == "channels_last" else first(problem, device, 2, True)]
 
 
 def launch(
@@ -292,18 +289,17 @@ def launch(
     is_last = p.layout == "channels_last"
     units = p.batch if is_last else p.batch * p.groups
     weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
-    call = {"dy_ptr": dy, "x_ptr": x, "dx_ptr": dx, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd, "ACT": p.act}
+    call = {"dy_ptr": dy, "x_ptr": x, "dx_ptr": dx, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd}
     call |= arguments(p, t, x, units)
     parts = t.team if is_last else call["pieces"]
     du, du_hat = scratch(x, 2, p.batch * p.channels * parts)
-    call |= {"du_ptr": du, "du_hat_ptr": du_hat}
+    part = scratch(x, 2, units * t.team, p.groups if is_last else 1)
+    call |= {"du_ptr": du, "du_hat_ptr": du_hat, "part_ptr": part[0], "part_hat_ptr": part[1]}
     if is_last:
-        part = scratch(x, 2, units * t.team, p.groups)
-        call |= {"part_ptr": part[0], "part_hat_ptr": part[1]}
         call |= {"own_ptr": scratch(x, units * t.team, 2, p.channels), "table_ptr": scratch(x, units, 4, p.channels)}
     kernel = _backward_last if is_last else _backward_first
     for phase in phases(x) if t.team > 1 else (BOTH.value,):
-        kernel[(t.teams(units) * t.team,)](**call, PHASE=phase)
+        kernel[(units * t.team,)](**call, PHASE=phase)
     grads = torch.empty((2, p.channels), dtype=given, device=x.device)
     wide_parts = min(256, triton.next_power_of_2(p.batch * parts))
     some = min(1024 // wide_parts, triton.next_power_of_2(p.channels))
