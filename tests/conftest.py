@@ -1,10 +1,16 @@
 """One set of kernel tests for three places: a GPU (`pytest -m gpu`), Triton's interpreter (TRITON_INTERPRET=1), and plain torch on a CPU."""
 
+import contextlib
+import gc
 import os
+import tempfile
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
+ABREAST = 3  # large tests on a GPU at once
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRET:
     from interpreter import repair
@@ -39,9 +45,34 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def room(request):
-    """A large test finds the GPU empty of what the tests before it left in torch's cache."""
-    if request.node.get_closest_marker("large") and torch.cuda.is_available():
+    """A large test finds the GPU without what tests before it left in torch's cache, and has at most ABREAST - 1 others beside it, whatever the number of
+    processes (`pytest -n`): each may hold 40 GB.
+    """
+    if not request.node.get_closest_marker("large") or not torch.cuda.is_available():
+        yield
+        return
+    with _turn():
         torch.cuda.empty_cache()
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _turn():
+    """One of ABREAST locks that all processes share."""
+    import fcntl  # not on Windows, where no large test runs
+
+    names = [Path(tempfile.gettempdir(), f"onchip-large-{n}") for n in range(ABREAST)]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(name, "a")) for name in names]
+        while True:
+            for file in files:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    yield
+                    return
+            time.sleep(0.1)
 
 
 def pytest_terminal_summary(terminalreporter, config):

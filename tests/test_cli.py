@@ -201,9 +201,10 @@ def test_a_gpu_kernel_on_a_cpu(generate, monkeypatch):
     refused(generate(PROMPT, "--kernel", "triton_prefill"), "kernel='triton_prefill' refused", "this is a CPU", "Leave kernel='auto' (blocked accepts this)")
 
 
-def test_a_cache_too_small_for_the_answer(generate):
+def test_a_cache_too_small_for_the_prompt(generate):
     each = 2 * 2 * 16 * 2 * 16 * 4 / 2**30
-    refused(generate(PROMPT, "--dtype", "fp32", "--cache-gib", 2.5 * each, "--max-tokens", 100), "exceed the cache's 32; give fewer max_tokens")
+    words = "tokens and the cache holds 32, one of them for the answer; give a larger cache_gib"
+    refused(generate(PROMPT * 9, "--dtype", "fp32", "--cache-gib", 2.5 * each), words)
 
 
 def test_missing_model(generate, tmp_path):

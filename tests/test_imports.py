@@ -62,12 +62,22 @@ def loaded_by(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
+SERVER = {"fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"}
+
+
 def test_importing_onchip_loads_nothing_heavy():
-    assert not loaded_by("import onchip") & {"torch", "triton", "transformers", "fastapi", "gguf", "tokenizers"}
+    assert not loaded_by("import onchip") & {"torch", "triton", "transformers", "gguf", "tokenizers", *SERVER}
 
 
 def test_importing_the_operators_loads_no_dsl_and_no_framework():
-    assert not loaded_by("from onchip import attention, rms_norm, explain, PagePool") & {"triton", "transformers", "fastapi", "gguf", "tokenizers"}
+    assert not loaded_by("from onchip import attention, rms_norm, explain, PagePool") & {"triton", "transformers", "gguf", "tokenizers", *SERVER}
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if place(file) != "server"], ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_what_only_the_server_needs_is_imported_in_functions(file):
+    tops = [node for node in ast.parse(file.read_text()).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {alias.name for node in tops for alias in node.names} | {node.module for node in tops if isinstance(node, ast.ImportFrom)}
+    assert not {name.partition(".")[0] for name in names} & SERVER
 
 
 def test_every_public_name_resolves():

@@ -48,6 +48,7 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "hadamard": Rows("hadamard", 63, 4096, BF16),
     "adamw": Rows("adamw", 300, 1 << 27, BF16, "fp32 moments"),
     "grad_norm": Rows("grad_norm", 300, 1 << 27, BF16),
+    "low_rank": Rows("low_rank", 63, 4096, BF16, "from 1024 rank 16 parts 2048+1024+1024 of 8"),
     "denoise": Rows("denoise", 2, 16384, BF16, "second guided"),
     "softmax": Rows("softmax", 63, 4096, BF16, "log mask"),
     "softmax_backward": Rows("softmax_backward", 63, 4096, BF16, "log"),
@@ -527,6 +528,7 @@ def test_texts_by_hand():
         "hadamard 63x4096 bf16",
         "adamw 300x134217728 bf16 fp32 moments",
         "grad_norm 300x134217728 bf16",
+        "low_rank 63x4096 bf16 from 1024 rank 16 parts 2048+1024+1024 of 8",
         "denoise 2x16384 bf16 second guided",
         "softmax 63x4096 bf16 log mask",
         "softmax_backward 63x4096 bf16 log",
@@ -593,6 +595,7 @@ def test_costs_of_rows_by_hand():
     assert costs["quantise"].bytes == 8000 * 128 * (2 + 1)
     assert OPS["quantise"].cost(TYPICAL["quantise"]._replace(variant="head rotated")).bytes == 8000 * 128 * (2 + 2 + 1)
     assert costs["page_scores"].bytes == 8000 * (2 * 128 * 2 + 4 * 4)
+    assert costs["low_rank"] == (2 * 63 * 16 * (3 * 1024 + 4096), 2 * (63 * (1024 + 2 * 4096) + 8 * 16 * (3 * 1024 + 4096)))
     matrix = 63 * 4096 * 2
     passes = {"softmax": 2, "softmax_backward": 3, "divergence": 2, "divergence_backward": 3, "cross_entropy": 1, "cross_entropy_backward": 2, "scale": 2}
     assert {name: costs[name].bytes for name in passes} == {name: count * matrix for name, count in passes.items()}

@@ -68,3 +68,23 @@ def save_tokenizer(folder: Path, size: int) -> None:
     backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=[EOS], show_progress=False))
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS, "chat_template": CHAT}))
+
+
+SHAPES = {"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.o_proj": (64, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)}
+
+
+def save_adapter(folder, seed, rank=3, modules=SHAPES, layers=(0, 1), **config):
+    """A folder as PEFT writes it, and what it adds to each weight."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "bias": "none", "use_dora": False, "modules_to_save": None, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator, found, deltas = torch.Generator().manual_seed(seed), {}, {}
+    for i in layers:
+        for name, (out, width) in modules.items():
+            at = f"model.layers.{i}.{name}"
+            a, b = (torch.randn(*shape, generator=generator) * 0.3 for shape in ((rank, width), (out, rank)))
+            found |= {f"base_model.model.{at}.lora_A.weight": a, f"base_model.model.{at}.lora_B.weight": b}
+            alpha = config.get("alpha_pattern", {}).get("up_proj", 6) if "up_proj" in name else 6
+            deltas[f"{at}.weight"] = b @ a * (alpha / (rank**0.5 if config.get("use_rslora") else rank))
+    save_file(found, folder / "adapter_model.safetensors")
+    return deltas

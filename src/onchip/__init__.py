@@ -19,6 +19,7 @@ _NAMES = {
     "onchip.ops.formats": ("channel_scale", "quantise_cache"),
     "onchip.ops.latent": ("attend_latent", "dequantise_latent", "quantise_latent"),
     "onchip.ops.sparse": ("PageBounds", "append_bounds", "attend_pages", "attend_tokens", "page_bounds", "page_scores", "top_pages"),
+    "onchip.ops.low_rank": ("LowRank", "add_low_rank", "route_adapters"),
     "onchip.ops.fused": ("Append", "QKNorm", "rope_append"),
     "onchip.ops.activation": ("Clipped", "activate", "gated_act"),
     "onchip.ops.lookup": ("dropout_add", "embedding", "hadamard"),
@@ -43,8 +44,14 @@ _NAMES = {
     "onchip.cache.radix": ("RadixTree",),
     "onchip.cache.sharing": ("plan_cascade",),
     "onchip.cache.swap": ("HostPool",),
+    "onchip.models.encoder": ("Embedder",),
+    "onchip.models.lora": ("Adapter", "AdapterSlots", "AdapterTable"),
+    "onchip.models.parallel": ("TensorParallel",),
+    "onchip.engine.parallel": ("ParallelLLM",),
     "onchip.engine.llm": ("LLM",),
-    "onchip.engine.request": ("Completion", "SamplingParams"),
+    "onchip.engine.request": ("Completion", "Event", "Request", "SamplingParams", "TokenLogProbs"),
+    "onchip.engine.setup": ("PrefixCache",),
+    "onchip.engine.draft": ("NGram",),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [*_HOME, "__version__"]

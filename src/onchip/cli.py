@@ -141,6 +141,72 @@ def _place(device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
 
 
+# ---- serve
+
+
+@app.command()
+def serve(
+    model: Annotated[str | None, typer.Option(help="a Hugging Face folder, a GGUF file or a name in the local Hugging Face cache; default: SmolLM2")] = None,
+    host: Annotated[str, typer.Option(help="0.0.0.0: reachable from elsewhere")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free")] = 8000,
+    name: Annotated[str | None, typer.Option(help="what requests call the model; default: its folder's or file's name")] = None,
+    api_keys: Annotated[Path | None, typer.Option(help="a file with one key a line, of which a request must have one; default: open to all")] = None,
+    embeddings: Annotated[str | None, typer.Option(help="an encoder for /v1/embeddings: minilm, or a folder; default: none")] = None,
+    adapter: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER: a LoRA adapter, served as model NAME; may be given again")] = None,
+    max_prompt: Annotated[int | None, typer.Option(help="most tokens of a prompt; default: as the context allows")] = None,
+    max_body: Annotated[int, typer.Option(help="most bytes of a request")] = 4 << 20,
+    max_queued: Annotated[int, typer.Option(help="most requests that wait or run; more are turned away")] = 10_000,
+    max_batch: Annotated[int, typer.Option(help="most sequences that run at once")] = 64,
+    drain: Annotated[int, typer.Option(help="seconds that answers on their way have to end after SIGTERM")] = 60,
+    dtype: Dtype = None,
+    device: Device = None,
+    max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence; default: the model's context")] = None,
+    cache_gib: Annotated[float | None, typer.Option(help="memory for keys and values")] = None,
+    kv_format: Annotated[str | None, typer.Option(help="keys and values quantised: int8, e4m3, int4/32, ...")] = None,
+    dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="random weights from the config alone, for load tests")] = False,
+) -> None:
+    """An OpenAI-compatible server, with a page for chat and live charts at /."""
+    import importlib.util
+
+    missing = [package for package in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install 'onchip[serve]'")
+    from onchip.models.lora import Adapter, AdapterSlots
+    from onchip.server.app import Limits, build
+    from onchip.server.embeddings import Embeddings
+    from onchip.server.guard import read_keys
+    from onchip.server.run import run
+
+    keys = read_keys(api_keys) if api_keys else ()
+    adapters = dict(_named(one) for one in adapter or ())
+    if not keys and host not in ("127.0.0.1", "::1", "localhost"):
+        errors.print(f"[yellow]note:[/] whoever reaches {host}:{port} may use this server; --api-keys FILE asks for a key", highlight=False)
+    limits = Limits(max_prompt, max_body, max_queued)
+    with _weights_progress() as progress:
+        cache = {"max_len": max_len, "max_batch": max_batch, "cache_gib": cache_gib, "kv_format": kv_format}
+        room = AdapterSlots(len(adapters), max(Adapter.read(folder, called).rank for called, folder in adapters.items())) if adapters else None
+        llm = onchip.LLM(model, dtype=dtype, device=device, **cache, dummy_weights=dummy_weights, progress=progress, adapters=room, embedder=embeddings)
+    for called, folder in adapters.items():
+        llm.load_adapter(folder, called)
+    encoder = Embeddings(llm.embedder, served_name(embeddings)) if embeddings else None
+    run(build(llm, name or served_name(model), limits=limits, keys=keys, embeddings=encoder), host, port, drain)
+
+
+def _named(adapter: str) -> tuple[str, str]:
+    name, _, folder = adapter.partition("=")
+    if not (name and folder):
+        raise ValueError(f"--adapter {adapter!r} is not NAME=FOLDER")
+    return name, folder
+
+
+def served_name(model: str | None) -> str:
+    """What requests call a model unless --name says otherwise: never a path of this machine."""
+    if model is None:
+        return "smollm2"
+    path = Path(model)
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
+
+
 # ---- explain
 
 
@@ -271,10 +337,12 @@ def _typical() -> list:
         *(Rows(op, 4096, 14336, bf16, "silu") for op in ("gated_act_backward", "activate", "activate_backward")),
         *(Rope(op, 4096, 32, 8, 128, 128, bf16, "neox", False, False) for op in ("rotary", "rotary_backward")),
         *(Rows(op, 4096, 4096, bf16, "of 128256") for op in ("embedding", "embedding_backward")),
+        Rows("low_rank", 64, 4096, bf16, "from 4096 rank 16 parts 1 of 8"),
         Rows("dropout_add", 4096, 4096, bf16, "residual"),
         Rows("hadamard", 4096, 4096, bf16),
         *(Rows(op, 291, 8 << 30, bf16, words) for op, words in (("adamw", "fp32 moments"), ("grad_norm", ""))),
         Rows("denoise", 2, 16384, bf16, "second guided"),
+        Rows("low_rank", 64, 4096, bf16, "from 4096 rank 16 parts 4096 of 8"),
         *(Rows(op, 4096, 4096, bf16) for op in ("softmax", "softmax_backward")),
         *(Rows(f"{op}{way}", 8192, 128256, bf16) for op in ("cross_entropy", "divergence") for way in ("", "_backward")),
         *(Rows(op, 8192, 128256, bf16) for op in ("cross_entropy_in_place", "scale")),
@@ -290,7 +358,7 @@ def _typical() -> list:
 
 @app.command()
 def bench(
-    suite: Annotated[str, typer.Argument(help="attention, decode, backward, mods, gym, sdpa, generate, dispatch, rows, io or quality")],
+    suite: Annotated[str, typer.Argument(help="attention, decode, backward, mods, gym, sdpa, generate, serve, dispatch, rows, block, io or quality")],
     only: Annotated[str, typer.Option(help="rows whose Problem or plot contains this text")] = "",
     out: Annotated[Path, typer.Option(help="folder of the results")] = Path("benchmarks/results"),
     device: Device = None,
@@ -298,9 +366,9 @@ def bench(
 ) -> None:
     """Time onchip and every installed peer in turn, and write JSON and a page with plots."""
     from onchip.bench.run import bench as run
-    from onchip.engine.llm import _device
+    from onchip.engine.setup import device_of
 
-    print(run(suite, _device(device), out, only, quick))
+    print(run(suite, device_of(device), out, only, quick))
 
 
 if __name__ == "__main__":

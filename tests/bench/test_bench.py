@@ -154,7 +154,7 @@ def test_inputs_that_cannot_be_made_are_an_entry(monkeypatch, facts):
 
 
 def test_unknown_suite_and_empty_selection(tmp_path):
-    with pytest.raises(ValueError, match=r"no suite named 'speed'; the suites are attention, decode, .*, io and quality$"):
+    with pytest.raises(ValueError, match=r"no suite named 'speed'; the suites are attention, decode, .*, io, quality and serve$"):
         run.bench("speed", CPU, tmp_path)
     with pytest.raises(ValueError, match=r"no row with 'd512' in it on cpu; leave --only out"):
         run.bench("attention", CPU, tmp_path, only="d512")

@@ -12,7 +12,7 @@ from onchip.cache.paged import PagePool
 from onchip.core import device as devices
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
-from onchip.engine.runner import _bucket
+from onchip.engine.runner import Captured, Drawn, bucket
 from onchip.models.gguf import ModelError
 
 PROMPTS = ["why", "the quick brown fox", "GPUs wait for memory because bytes are far", "a", "dog dog dog dog dog dog dog dog dog dog"]
@@ -41,11 +41,18 @@ def llm(folder):
 
 @pytest.fixture(autouse=True)
 def poisoned_cache(llm):
-    """A free page may hold anything; every page is given back in the end."""
+    """A free page may hold anything; every page is given back in the end, or is the prefix cache's."""
+    llm.tree.clear()
+    assert llm.pool.num_free == llm.pool.num_pages
     for pool in (llm.pool.k, llm.pool.v):
         pool.fill_(torch.nan)
     yield
-    assert llm.pool.num_free == llm.pool.num_pages and not llm.scheduler.running and not llm.scheduler.waiting
+    assert llm.idle and held(llm) == 0
+
+
+def held(llm) -> int:
+    """Pages that somebody holds beside the prefix cache."""
+    return llm.pool.num_pages - llm.pool.num_free - llm.tree.num_pages
 
 
 def tokens(completions) -> list[list[int]]:
@@ -87,7 +94,7 @@ def test_more_prompts_than_fit(llm, folder, max_batch, pages):
     assert pages is None or small.pool.num_pages == pages
     expected = llm.generate(PROMPTS * 2, GREEDY)
     assert small.generate(PROMPTS * 2, GREEDY) == expected
-    assert small.pool.num_free == small.pool.num_pages
+    assert held(small) == 0
 
 
 def test_tokens_as_prompts(llm):
@@ -128,7 +135,7 @@ def test_stats(llm):
     assert s.new_tokens == 24 * len(PROMPTS) and s.decoded_tokens == 23 * len(PROMPTS)
     assert s.first_token_seconds > 0 and s.prefill_seconds > 0 and s.decode_seconds > 0
     pages = sum(llm.pool.pages_for(len(c.prompt) + 24) for c in done)
-    assert s.cache_bytes == pages * EACH * 2**30
+    assert s.cache_bytes == pages * EACH * 2**30 and s.cached_tokens == s.preemptions == 0
     assert set(s.kernels) == {"prefill", "decode", "rms_norm", "gated_act", "rope_append", "sample"}
 
 
@@ -202,9 +209,47 @@ def test_a_run_cut_short_gives_its_pages_back(llm):
 
     with pytest.raises(KeyboardInterrupt) as error:
         llm.generate(PROMPTS, GREEDY, on_text=on_text)
-    assert llm.pool.num_free == llm.pool.num_pages
+    assert held(llm) == 0
     assert error.value is not None and dispatch._recorders == []  # even while the exception is held
     assert llm.generate(PROMPTS, GREEDY) == expected
+
+
+# ---- step by step
+
+
+def test_step_by_step_gives_what_generate_gives(llm):
+    """Requests that come at different times, one cancelled while it waits and one while it runs: their pages are free at once."""
+    expected = llm.generate(PROMPTS, GREEDY)
+    assert llm.idle and llm.step() == []
+    requests = [llm.request(prompt, GREEDY) for prompt in PROMPTS]
+    shown, given = dict.fromkeys(requests, ""), {r: [] for r in requests}
+    late = llm.request("dog", GREEDY)
+    llm.add(requests[0])
+    for n in range(200):
+        if n < len(PROMPTS) - 1:
+            llm.add(requests[n + 1])
+        if n == 5:
+            llm.add(late)
+            llm.add(never := llm.request("fox", GREEDY))
+            llm.cancel(never)
+        if n == 9:
+            llm.cancel(late)
+            assert not late.pages.pages
+        for event in llm.step():
+            shown[event.request] = shown.get(event.request, "") + event.text
+            given.setdefault(event.request, []).extend(event.tokens)
+        if llm.idle:
+            break
+    assert [r.completion() for r in requests] == expected
+    assert [shown[r] for r in requests] == [c.text for c in expected] and [given[r] for r in requests] == tokens(expected)
+    assert late.reason == never.reason == "cancelled" and 0 < len(late.tokens) < 24 and never not in given
+    llm.cancel(requests[0])
+    assert requests[0].reason == "length"
+
+
+def test_a_request_that_cannot_be(llm):
+    with pytest.raises(ValueError, match=r"^request: prompt is empty; give at least one word"):
+        llm.request("")
 
 
 # ---- refused, before anything has run
@@ -250,11 +295,15 @@ def test_as_many_params_as_prompts(llm):
 
 def test_a_prompt_that_the_cache_can_never_hold(folder):
     small = LLM(folder, dtype="fp32", device="cpu", cache_gib=EACH * 2.5)
-    shown = []
-    with pytest.raises(onchip.OutOfPages, match=r"a prompt of 1 tokens and 60 new ones exceed the cache's 32; give fewer max_tokens or a larger cache_gib"):
-        small.generate([[5], [7]], [SamplingParams(5), SamplingParams(60)], on_text=lambda *args: shown.append(args))
-    assert not shown and small.pool.num_free == 2 and not small.scheduler.waiting
-    assert len(small.generate([[5]], SamplingParams(31, ignore_eos=True))[0].tokens) == 31
+    with pytest.raises(onchip.OutOfPages, match=r"^generate: prompt 1 has 32 tokens and the cache holds 32, .*; give a larger"):
+        small.generate([[5], [7] * 32], SamplingParams(5))
+    assert small.idle and small.pool.num_free == 2
+
+
+def test_an_answer_that_fills_the_cache_ends_there(folder, llm):
+    small = LLM(folder, dtype="fp32", device="cpu", cache_gib=EACH * 2.5)
+    (done,) = small.generate([[5]], SamplingParams(60, ignore_eos=True))
+    assert done.reason == "length" and done.tokens == llm.generate([[5]], SamplingParams(31, ignore_eos=True))[0].tokens
 
 
 @pytest.mark.parametrize("gib", [1e-9, 0.0, -1.0])
@@ -324,8 +373,9 @@ def test_dummy_weights_from_a_config_alone(tmp_path):
 
 @pytest.mark.parametrize("kv", ["e4m3", "e5m2", "int8", "int4"])
 def test_a_quantised_cache(folder, llm, kv):
-    """Less memory, a first token that no rounding has touched, and a batch that gives each prompt what it gets alone."""
-    quantised = LLM(folder, dtype="fp32", device="cpu", kv_format=kv)
+    """Less memory, a first token that no rounding has touched, and a batch that gives each prompt what it gets alone (without pages of a prompt before it,
+    whose rounding it would read)."""
+    quantised = LLM(folder, dtype="fp32", device="cpu", kv_format=kv, prefix_cache=None)
     for pool in (quantised.pool.k, quantised.pool.v):
         pool.fill_(0xFF)  # NaN in every scale
     batch = quantised.generate(PROMPTS, GREEDY)
@@ -333,7 +383,7 @@ def test_a_quantised_cache(folder, llm, kv):
     assert all(0 <= token < 320 for b in batch for token in b.tokens)
     assert tokens(batch) == tokens(quantised.generate(prompt, GREEDY)[0] for prompt in PROMPTS)
     assert quantised.stats.cache_bytes < 0.4 * llm.stats.cache_bytes
-    assert quantised.pool.num_free == quantised.pool.num_pages
+    assert held(quantised) == 0
 
 
 def test_int8_keys_change_logits_little(folder, llm):
@@ -366,8 +416,8 @@ def test_smollm2_knows_paris_from_quantised_keys(kv):
 
 
 def test_buckets():
-    """1, 2, 4, then multiples of 8: each holds its count and wastes little."""
-    assert [_bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64)] == [1, 2, 4, 4, 8, 8, 16, 16, 24, 64]
+    """Each holds its count, and they are few."""
+    assert [bucket(n) for n in (1, 2, 3, 4, 5, 8, 9, 17, 25, 64, 200, 513)] == [1, 2, 4, 4, 8, 8, 16, 24, 32, 64, 256, 768]
 
 
 @pytest.fixture
@@ -409,26 +459,26 @@ def test_triton_kernels_give_the_tokens_of_the_portable_ones(tmp_path, portable)
 class _Eager:
     """Stands in for a graph: runs the step it would have captured."""
 
-    def __init__(self, runner, size):
-        self.runner, self.size = runner, size
+    def __init__(self, runner, size, wants):
+        self.runner, self.size, self.wants = runner, size, wants
 
     def replay(self):
         with torch.inference_mode():
-            self.runner._step(self.runner.state.rows(self.size))
+            self.runner._step(self.runner.state.rows(self.size), self.wants)
 
 
 @pytest.mark.gpu
 @pytest.mark.large
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 8, 13])
 def test_a_graph_decodes_as_eager_steps_do(folder, batch):
-    """Prompts of many lengths, some sampled, ending at different times, so that graphs of several sizes take over from one another."""
-    graphs = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1)
-    eager = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1)
-    eager.runner.graphs = {size: _Eager(eager.runner, size) for size in map(_bucket, range(1, 17))}
+    """Prompts of many lengths, of many kinds, ending at different times, so that graphs of several sizes take over from one another."""
+    graphs = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1, prefix_cache=None)
+    eager = LLM(folder, dtype="fp32", device="cuda", max_batch=16, cache_gib=0.1, prefix_cache=None)
+    eager.runner._capture = lambda size, wants: Captured(_Eager(eager.runner, size, wants), Drawn(eager.runner.state.rows(size).tokens))
     prompts = [[(7 * i + j) % 320 for j in range(1 + 9 * i % 70)] for i in range(batch)]
-    params = [SamplingParams(5 + 3 * i, temperature=0.9 * (i % 2), seed=i, ignore_eos=True) for i in range(batch)]
+    params = [SamplingParams(5 + 3 * i, temperature=0.9 * (i % 2), seed=i, frequency_penalty=0.5 * (i % 3), ignore_eos=True) for i in range(batch)]
     expected = eager.generate(prompts, params)
     assert graphs.generate(prompts, params) == expected
     assert graphs.generate(prompts, params) == expected  # captured before
-    assert all(isinstance(graph, torch.cuda.CUDAGraph) for graph in graphs.runner.graphs.values()) and _bucket(batch) in graphs.runner.graphs
+    assert all(isinstance(found.graph, torch.cuda.CUDAGraph) for found in graphs.runner.graphs.values()) and graphs.runner.graphs
     assert [graphs.generate([prompt], p)[0] for prompt, p in zip(prompts, params, strict=True)] == expected

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onchip.engine.request import Request, SamplingParams, StopText
+from onchip.engine.request import Request, SamplingParams
+from onchip.engine.text import StopText
 
 
 class Letters:
@@ -112,48 +113,56 @@ def test_any_cut_of_any_text(text, stop, cuts):
 # ---- a request
 
 
-def request(pieces, stop=(), limit=5, ignore_eos=False, tail=""):
-    return Request([1], SamplingParams(stop=stop, ignore_eos=ignore_eos), 0, limit, StopText(Letters(pieces, tail), stop))
+def request(pieces, stop=(), limit=5, ends=(), tail=""):
+    return Request([1], SamplingParams(stop=stop), 0, limit, StopText(Letters(pieces, tail), stop), ends=frozenset(ends))
 
 
 def test_length():
     r = request("abcdefg", limit=3, tail="~")
-    assert [r.accept(i, frozenset()) for i in range(3)] == ["a", "b", "c~"]
+    assert [r.accept([i]) for i in range(3)] == ["a", "b", "c~"]
     assert (r.reason, r.completion().text, r.completion().tokens, r.completion().prompt) == ("length", "abc~", [0, 1, 2], [1])
 
 
 def test_eos_ends_and_is_no_text():
-    r = request(["a", "<", "EOS"], stop=["<|"])
-    assert [r.accept(0, frozenset({2})), r.accept(1, frozenset({2}))] == ["a", ""]
+    r = request(["a", "<", "EOS"], stop=["<|"], ends=[2])
+    assert [r.accept([0]), r.accept([1])] == ["a", ""]
     assert r.reason is None
-    assert r.accept(2, frozenset({2})) == "<"  # what waited comes out
+    assert r.accept([2]) == "<"  # what waited comes out
     assert (r.reason, r.completion().text, r.tokens) == ("stop", "a<", [0, 1, 2])
 
 
 def test_eos_ignored():
-    r = request(["a", "EOS", "b"], limit=3, ignore_eos=True)
+    r = request(["a", "EOS", "b"], limit=3)
     for i in range(3):
-        r.accept(i, frozenset({1}))
+        r.accept([i])
     assert (r.reason, r.completion().text) == ("length", "aEOSb")
 
 
 def test_stop_string_ends():
     r = request(["a", "b", "c"], stop=["b"])
-    r.accept(0, frozenset())
-    assert r.accept(1, frozenset()) == "" and r.reason == "stop" and r.completion().text == "a"
+    r.accept([0])
+    assert r.accept([1]) == "" and r.reason == "stop" and r.completion().text == "a"
 
 
 def test_stop_string_in_the_last_token_counts_as_stop():
     r = request(["ab"], stop=["b"], limit=1)
-    assert r.accept(0, frozenset()) == "a" and r.reason == "stop"
+    assert r.accept([0]) == "a" and r.reason == "stop"
 
 
 def test_the_time_of_the_first_token_stays():
     r = request("abc")
-    r.accept(0, frozenset())
+    r.accept([0])
     first = r.first_token_at
-    r.accept(1, frozenset())
+    r.accept([1])
     assert first is not None and r.first_token_at == first
+
+
+def test_several_tokens_at_once():
+    """What comes after the end is no part of it."""
+    r, new = request("abcdefg", limit=3, tail="~"), [0, 1, 2, 3, 4]
+    assert r.accept(new) == "abc~" and new == r.tokens == [0, 1, 2] and r.reason == "length"
+    r, new = request("abcdefg", ends=[2]), [1, 2, 3]
+    assert r.accept(new) == "b" and new == r.tokens == [1, 2] and r.reason == "stop"
 
 
 # ---- parameters
@@ -175,6 +184,17 @@ def test_the_time_of_the_first_token_stays():
         ({"stop": "end"}, "stop is 'end'; give a list of strings"),
         ({"stop": [""]}, r"stop is \[''\]"),
         ({"stop": [3]}, r"stop is \[3\]"),
+        ({"typical_p": 0.0}, "typical_p is 0.0; give more than 0 and at most 1"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids is \[-1\]; give a list of token ids"),
+        ({"min_tokens": 257}, "min_tokens is 257; give 0 to max_tokens, 256"),
+        ({"n": 0}, "n is 0; give 1 or more"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; give more than 0"),
+        ({"presence_penalty": float("nan")}, "presence_penalty is nan"),
+        ({"frequency_penalty": float("inf")}, "frequency_penalty is inf"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias is {3: nan}; give {token id: number}"),
+        ({"logit_bias": dict.fromkeys(range(500), 1.0)}, "logit_bias is .*; give at most 496 tokens"),
+        ({"logprobs": 21}, "logprobs is 21; give 0 to 20, or None"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs is -1; give 0 to 20, or None"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

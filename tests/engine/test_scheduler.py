@@ -1,90 +1,171 @@
-"""First come, first served, as pages, the batch and a prefill's size allow."""
+"""Who runs: first come, first served within a priority, in chunks, as pages, the batch and the budget allow; and who gives way."""
 
 import pytest
 import torch
 
-from onchip.cache.paged import OutOfPages, PagePool
-from onchip.engine.request import Request, SamplingParams, StopText
-from onchip.engine.scheduler import Scheduler
+from onchip.cache.paged import PagePool
+from onchip.cache.radix import RadixTree
+from onchip.engine.request import Request, SamplingParams
+from onchip.engine.scheduler import AHEAD, Scheduler, Unshared
+from onchip.engine.text import StopText
 
 
-def request(prompt=3, limit=5) -> Request:
-    return Request([1] * prompt, SamplingParams(), 0, limit, StopText(None, ()))
+def request(prompt=3, limit=5, priority=0, token=1, samples=1) -> Request:
+    made: list[Request] = []
+    for _ in range(samples):
+        made.append(Request([token] * prompt, SamplingParams(), 0, limit, StopText(None, ()), priority, samples=made))
+    return made[0]
 
 
-def scheduler(pages=8, page=4, max_batch=3, max_prefill=100) -> Scheduler:
-    return Scheduler(PagePool(1, pages, page, 1, 1, dtype=torch.float32, device=torch.device("cpu")), max_batch, max_prefill)
+def scheduler(pages=8, page=4, max_batch=3, budget=100, tree=Unshared) -> Scheduler:
+    pool = PagePool(1, pages, page, 1, 1, dtype=torch.float32, device=torch.device("cpu"))
+    return Scheduler(pool, tree(pool), max_batch, budget)
 
 
 def add(s: Scheduler, *requests: Request) -> tuple[Request, ...]:
     for r in requests:
-        s.add(r)
+        s.add(*r.samples)
     return requests
 
 
-def test_a_request_gets_pages_for_all_it_may_become():
+def run(s: Scheduler) -> list[tuple[Request, int, bool]]:
+    """A step whose tokens are all read at once."""
+    work = s.plan()
+    for r, count, last in work:
+        assert len(r.pages.pages) * s.pool.page >= r.pages.length + count
+        r.pages.length += count
+        if last:
+            r.tokens.append(7)
+            if count > 1:
+                s.prompt_done(r)
+    for r in [w.request for w in work if len(w.request.tokens) >= w.request.limit]:
+        r.reason = "length"
+        s.end(r)
+    return [tuple(w) for w in work]
+
+
+def test_a_request_from_prompt_to_end():
     s = scheduler()
-    (r,) = add(s, request(3, 6))
-    assert s.admit() == [r] and s.running == [r] and not s.waiting
-    assert len(r.pages.pages) == 3 and r.pages.length == 0 and s.pool.num_free == 5
+    (r,) = add(s, request(6, 3))
+    assert run(s) == [(r, 6, True)] and s.running == [r] and not s.waiting
+    assert run(s) == [(r, 1, True)] and run(s) == [(r, 1, True)] and r.reason == "length"
+    assert s.plan() == [] and s.pool.num_free == 8
 
 
 def test_the_batch_is_full():
     s = scheduler(pages=100)
-    requests = add(s, *(request() for _ in range(5)))
-    assert s.admit() == list(requests[:3]) and list(s.waiting) == list(requests[3:])
-    assert s.admit() == []
-    requests[1].reason = "stop"
-    assert s.retire() and s.admit() == [requests[3]]
-    assert s.running == [requests[0], requests[2], requests[3]]
+    a, b, c, d, e = add(s, *(request() for _ in range(5)))
+    assert [w[0] for w in run(s)] == [a, b, c] and s.waiting == [d, e]
+    b.reason = "stop"
+    s.end(b)
+    assert run(s) == [(a, 1, True), (c, 1, True), (d, 3, True)]
 
 
 def test_the_pool_is_full_and_nobody_overtakes():
     s = scheduler(pages=5)
-    first, large, small = add(s, request(4, 8), request(4, 8), request(1, 1))
-    assert s.admit() == [first]
-    assert s.admit() == [] and list(s.waiting) == [large, small]
-    first.reason = "length"
-    s.retire()
-    assert s.pool.num_free == 5
-    assert s.admit() == [large, small]
+    first, large, small = add(s, request(10, 8), request(12, 8), request(1, 1))
+    assert run(s) == [(first, 10, True)] and s.waiting == [large, small]
+    s.end(first)
+    assert [w[0] for w in run(s)] == [large]  # 12 tokens, and 8 to come
 
 
-def test_a_prefill_is_bounded_but_one_always_fits():
-    s = scheduler(pages=100, max_batch=10, max_prefill=8)
-    a, b, c, d = add(s, request(5), request(3), request(1), request(20))
-    assert s.admit() == [a, b]
-    assert s.admit() == [c]
-    assert s.admit() == [d]
+def test_prompts_in_chunks_beside_decodes():
+    """What decodes has its token in every step; the rest of the budget goes to prompts in their order."""
+    s = scheduler(pages=100, max_batch=4, budget=10)
+    a, b, c = add(s, request(9), request(17), request(1))
+    assert run(s) == [(a, 9, True), (b, 1, False)]
+    assert run(s) == [(a, 1, True), (b, 9, False)]
+    assert run(s) == [(a, 1, True), (b, 7, True), (c, 1, True)]
+    assert run(s) == [(a, 1, True), (b, 1, True), (c, 1, True)]
 
 
-def test_the_last_page_counts():
-    s = scheduler(pages=2)
-    (r,) = add(s, request(3, 5))
-    assert s.admit() == [r] and s.pool.num_free == 0
+def test_pages_come_as_needed():
+    s = scheduler(pages=100, page=16, budget=200)
+    (r,) = add(s, request(16, 500))
+    run(s)
+    assert len(r.pages.pages) == 1 + AHEAD // 16
+    for _ in range(AHEAD + 1):
+        run(s)
+    assert len(r.pages.pages) == 1 + 2 * AHEAD // 16
 
 
-def test_a_request_that_can_never_run():
-    s = scheduler(pages=2)
-    with pytest.raises(OutOfPages, match="a prompt of 3 tokens and 6 new ones exceed the cache's 8; give fewer max_tokens or a larger cache_gib"):
-        s.add(request(3, 6))
-    assert not s.waiting
+def test_the_latest_gives_way_and_comes_back():
+    """Two that both fit at first: the second waits again when the first needs its pages, and finds its own where nobody took them."""
+    s = scheduler(pages=34, page=4, tree=RadixTree)
+    a, b = add(s, request(4, 100), request(4, 100, token=2))
+    run(s)
+    while b in s.running:
+        run(s)
+    assert s.preemptions == 1 and s.waiting == [b] and b.reason is None and not b.pages.pages and len(b.tokens) == 65
+    while b.reason is None:
+        run(s)
+    assert a.reason == "length" and len(b.tokens) == 100 and b.cached_tokens == 0
+    s.cache.clear()
+    assert s.pool.num_free == 34
 
 
-def test_retire_of_nobody():
+def test_priority():
+    """The higher runs first, and takes the place of a lower one."""
+    s = scheduler(pages=100, max_batch=2)
+    low, mid = add(s, request(priority=0), request(priority=1))
+    run(s)
+    (high,) = add(s, request(priority=2))
+    assert run(s) == [(mid, 1, True), (high, 3, True)] and s.waiting == [low]
+    assert run(s) == [(high, 1, True), (mid, 1, True)]
+
+
+def test_priority_over_pages():
+    s = scheduler(pages=6, page=4)
+    (low,) = add(s, request(8, 8))
+    run(s)
+    (high,) = add(s, request(16, 4, priority=1))
+    assert run(s) == [(high, 16, True)] and s.waiting == [low] and low.tokens == [7]
+
+
+def test_what_is_known_is_not_computed_again():
+    s = scheduler(pages=50, tree=RadixTree)
+    (a,) = add(s, request(11))
+    run(s)
+    b, c = add(s, request(11), request(9))
+    assert run(s) == [(a, 1, True), (b, 3, True), (c, 1, True)]
+    assert (a.cached_tokens, b.cached_tokens, c.cached_tokens) == (0, 8, 8)
+    assert a.pages.pages[:2] == b.pages.pages[:2] == c.pages.pages[:2]
+
+
+def test_samples_wait_for_the_prompt_and_share_its_pages():
+    s = scheduler(pages=50, max_batch=4, tree=RadixTree)
+    first, other = add(s, request(9, samples=3), request(2))
+    assert run(s) == [(first, 9, True), (other, 2, True)]
+    second, third = first.samples[1:]
+    assert run(s) == [(first, 1, True), (other, 1, True), (second, 1, True), (third, 1, True)]
+    assert s.running == [first, second, third, other]  # in the order in which they came
+    assert first.pages.pages[:2] == second.pages.pages[:2] == third.pages.pages[:2]
+
+
+def test_samples_go_on_without_the_first():
+    s = scheduler(pages=50)
+    (first,) = add(s, request(9, samples=2))
+    first.reason = "cancelled"
+    s.end(first)
+    assert run(s) == [(first.samples[1], 9, True)]
+
+
+def test_a_token_on_its_way_is_counted():
+    """No step for a request whose last token is on its way, and one for a token after it elsewhere."""
     s = scheduler()
-    add(s, request())
-    s.admit()
-    assert not s.retire() and len(s.running) == 1
+    _, b = add(s, request(3, 1), request(3, 2))
+    for r, count, _ in s.plan():
+        r.pages.length += count
+        r.pending += 1
+    assert [tuple(w) for w in s.plan()] == [(b, 1, True)]
 
 
-def test_clear_gives_everything_back():
-    s = scheduler(pages=4)
-    requests = add(s, request(), request(), request())
-    s.admit()
-    assert s.waiting and s.running
-    s.clear()
-    assert not s.waiting and not s.running and s.pool.num_free == 4
-    assert all(not r.pages.pages for r in requests)
-    s.clear()
-    assert s.pool.num_free == 4
+@pytest.mark.parametrize("tree", [Unshared, RadixTree])
+def test_ended_wherever_it_is(tree):
+    s = scheduler(tree=tree)
+    a, b, c, d = add(s, *(request(token=i) for i in range(4)))
+    run(s)
+    for r in (d, b, a, c, c):
+        s.end(r)
+    s.cache.clear()
+    assert not s.waiting and not s.running and s.pool.num_free == 8

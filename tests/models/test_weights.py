@@ -133,6 +133,20 @@ def test_gguf_of_each_type(tmp_path, kind):
     assert read_config(tmp_path / "m.gguf")["torch_dtype"] == expected
 
 
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_a_part_of_a_weight_is_read_alone(tmp_path, kind):
+    """Of a GGUF file whole blocks are dequantised, and what was not asked for is cut off; a folder gives the same."""
+    write_gguf(tmp_path / "m.gguf", kind=kind)
+    whole = dict(tensors(tmp_path / "m.gguf", torch.float32))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    save_file({name: t.contiguous() for name, t in whole.items()}, tmp_path / "model.safetensors")
+    for path in (tmp_path / "m.gguf", tmp_path):
+        for name, view in weights.views(path, torch.float32):
+            part = tuple(slice(n // 3, n - n // 4) for n in view.shape)
+            assert view.shape == tuple(whole[name].shape)
+            assert torch.equal(view[part], whole[name][part]) and torch.equal(view[part[:1]], whole[name][part[:1]]), name
+
+
 @pytest.mark.parametrize("kind", [kind for kind in gguf.quants._type_traits if kind.name not in QUANTISED], ids=lambda kind: kind.name)
 def test_gguf_of_each_type_that_gguf_only_reads(tmp_path, kind):
     block, size = GGML_QUANT_SIZES[kind]

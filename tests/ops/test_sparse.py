@@ -208,7 +208,8 @@ def test_page_scores(kv_heads, heads, dim, dtype, kernel, device):
                 ends = [bound[cache.page_table[b, p].long(), h // (heads // kv_heads)] for bound in bounds]
                 want[b, h, p] = torch.maximum(*(q[b, 0, h].double() * end.double() for end in ends)).sum()
                 low[b, h, p] = torch.maximum(*(q[b, 0, h].float() * end.float() for end in ends)).sum()
-    assert_as_good_as_torch(ours, low, want)
+    cut = want.float() * (1 + 2.0**-21) if dtype != FP32 else low  # tensor cores cut off, not round, what they add: 1.6e-4 of 197 on an H200
+    assert_as_good_as_torch(ours, (low, cut), want)
     keys = cache.k[cache.page_table[0, 2].long(), :, 0].double() @ q[0, 0, 0].double()
     assert (keys <= want[0, 0, 2] + 1e-6).all()  # it is a bound
 

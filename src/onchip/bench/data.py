@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from onchip.bench import paged, rows
+from onchip.bench import block, paged, rows
 from onchip.bench.judge import distance, larger
 from onchip.bench.mods import Mod, area, make
 from onchip.bench.suite import Generate, Ladder, Overhead, Pass, Row, Shared
@@ -190,10 +190,12 @@ class Tiny:
         return 0.0
 
 
-def inputs(row: Row, device: torch.device) -> Tensors | Trained | Prompts | Tiny | paged.Paged | paged.Appended | rows.Given:
+def inputs(row: Row, device: torch.device) -> Tensors | Trained | Prompts | Tiny | paged.Paged | paged.Appended | rows.Given | block.Given:
     """Fresh random inputs for one row."""
     if isinstance(row.problem, rows.RowOp):
         return rows.given(row.problem, device)
+    if isinstance(row.problem, block.Block):
+        return block.given(row.problem, device)
     if isinstance(row.problem, Generate):
         return Prompts(row.problem, device)
     if isinstance(row.problem, Overhead):

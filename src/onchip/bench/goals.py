@@ -15,6 +15,17 @@ TINY = ("1x4096", "64x4096")
 LEAST = 64 << 20  # bytes of a large row
 STEPS = (("cross_entropy step", "bytes", "TB/s", 3.74), ("linear_cross_entropy step", "flops", "TFLOP/s", 600.0))
 JOINT = (("64x128256", 40.0), ("1x128256", 15.0))  # microseconds of a batch
+SERVE = (  # row, figure, asked, and whether that is the most
+    ("protocol, Qwen3-0.6B", "token/s", 20_000.0, False),
+    ("protocol, Llama-3-8B", "token/s", 12_000.0, False),
+    ("batch 1, SmolLM2-135M", "token/s", 1_500.0, False),
+    ("batch 1, Llama-3-8B", "share of weights over bandwidth", 0.8, False),
+    ("batch 1, Llama-3-8B", "times the compiled loop", 1.0, False),
+    ("continuous batching, Qwen3-0.6B", "times transformers", 2.0, False),
+    ("shared prefix, Llama-3-8B", "times no prefix cache", 8.0, False),
+    ("host time, Qwen3-0.6B", "host, us a step", 200.0, True),
+    ("16 at once, SmolLM2-135M", "times transformers", 1.5, False),
+)
 PRODUCTS = ("linear_", "token_")  # whose floor is arithmetic
 BASE = "32x4k"  # bf16, page 16: what other pages, heads and formats stand beside
 
@@ -102,6 +113,13 @@ def _rows(timed: list[tuple[Row, dict]]) -> Iterator[Goal]:
     for x, asked in JOINT:
         found = [row for row, _ in timed if (row.group, row.x) == ("sample, joint", x)]
         yield _goal(f"microseconds, joint sampling, {x}", asked, {row.x: 1e6 * row.seconds for row in found}, most=True)
+
+
+def serve(result: dict) -> list[dict]:
+    """Those of the serving suite, of the rows that were run."""
+    rows = {row["row"]: row["measured"] for row in result["rows"]}
+    found = [_goal(what, asked, {row: rows[row].get(what)}, most) for row, what, asked, most in SERVE if row in rows]
+    return [{**goal._asdict(), "met": goal.met} for goal in found]
 
 
 def _row(row: dict, bandwidth: float) -> Row:

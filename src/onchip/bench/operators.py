@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.bench.operators_steps import STEPS
 from onchip.bench.operators_vocabulary import LOSSES, SAMPLING
 from onchip.bench.row_operator import ENDS, WIDTHS, Operator, draw, flashinfer, halves, liger, of, quack, same, vector, wide
 from onchip.core.norms import Residual, RowCodes, SiluGate
@@ -206,4 +207,4 @@ ROWS = {
 }  # fmt: skip
 
 
-OPERATORS: dict[str, Operator] = {**NORMS, **ROWS, **LOSSES, **SAMPLING}
+OPERATORS: dict[str, Operator] = {**NORMS, **ROWS, **LOSSES, **SAMPLING, **STEPS}

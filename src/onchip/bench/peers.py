@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from onchip.bench import data, ladder, meters, paged_peers, passes, rows
+from onchip.bench import block, data, ladder, meters, paged_peers, passes, rows
 from onchip.bench.call import Call
 from onchip.bench.data import Prompts, Tensors, Tiny
 from onchip.bench.paged import Paged
@@ -125,7 +125,7 @@ def _onchip_generate(inputs: Prompts) -> Call:
 def _llm(dtype: str, device: str):
     from onchip import LLM
 
-    return LLM(None, dtype=dtype, device=device, cache_gib=CACHE_GIB)
+    return LLM(None, dtype=dtype, device=device, cache_gib=CACHE_GIB, prefix_cache=None)
 
 
 def _phase(p: Generate, go: Callable[[int], tuple]) -> Call:
@@ -312,6 +312,11 @@ PEERS = (  # ours first, for its output is what the others are compared with
     Peer("quack", rows.RowOp, rows.package("quack"), (*GPU_ROWS, rows.has("quack")), "quack", "quack-kernels"),
     Peer("FlashInfer", rows.RowOp, rows.package("FlashInfer"), (*GPU_ROWS, rows.has("FlashInfer")), *FLASHINFER),
     Peer("torch", rows.RowOp, rows.torch_eager),
+    Peer("onchip", block.Block, block.peer(block.ONCHIP)),
+    *(Peer(name, block.Block, block.peer(fusion.undone)) for name, fusion in block.FUSIONS.items()),
+    Peer("torch.compile", block.Block, block.compiled, (_on("cuda"),)),
+    Peer("Liger", block.Block, block.peer(block.LIGER), (_on("cuda"), _half), "liger_kernel", "liger-kernel"),
+    Peer("torch", block.Block, block.peer(block.TORCH)),
     Peer("torch", Overhead, _torch_tiny, (_op("call"), _no_paged_keys)),
     Peer("transformers", Generate, _transformers, (), "transformers", "transformers"),
 )

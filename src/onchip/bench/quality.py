@@ -90,6 +90,7 @@ def bench(origin: dict, path: Path, device: torch.device, only: str = "", quick:
     """
     from onchip.engine.llm import LLM
 
+    origin["device"].pop("measured", None)  # ceilings, which say nothing of a text
     progress = Console(stderr=True, highlight=False)
     llm = LLM(None, device=str(device), cache_gib=0.1)
     ids = llm.tokenizer.encode(text())[: QUICK if quick else TOKENS]

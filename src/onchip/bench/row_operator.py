@@ -25,7 +25,8 @@ class Operator:
     learnt    which arguments get a gradient.
     peers     {name in PEERS: "module:function", or a function that returns a call on the arguments}
     widths    that are timed, at rows that make ELEMENTS; or `sizes`, (rows, width) each.   least   of a check; rows are multiples of its rows.
-    small     1 and 64 rows of 4096 are timed, too.        drawn   its numbers are drawn, peers' by another generator: results are not compared.
+    small     1 and 64 rows of 4096 are timed, too.        drawn   its numbers are drawn, peers' by another generator, or what it is
+              given changes with each call: results are not compared.
     """
 
     problem: Callable[..., Problem | Cost] | None

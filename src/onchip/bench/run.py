@@ -7,10 +7,9 @@ import platform
 import re
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,33 +17,26 @@ import torch
 from rich.console import Console
 
 import onchip
-from onchip.bench import bars, data, goals, judge, ladder, ladder_report, meters, paged, quality, report, suite, warm
+from onchip.bench import bars, block_report, data, goals, judge, ladder, ladder_report, meters, paged, quality, report, serve, suite, warm
 from onchip.bench import rows as operators
 from onchip.bench.call import Call
+from onchip.bench.failures import noted
 from onchip.bench.peers import Peer, contenders, versions
 from onchip.core import device as devices
 from onchip.core import settings
 from onchip.core.device import Device
-from onchip.core.kernel import Unsupported
 from onchip.core.masks import Mask
 from onchip.core.problem import SHORT, Attention
 from onchip.core.trace import Traced
 from onchip.dispatch import record
 
 RESULTS = Path("benchmarks/results")
-REPORTS = {"io": ladder_report}  # the suites that have tables and plots of their own
+REPORTS = {"io": ladder_report, "block": block_report}  # the suites that have tables and plots of their own
 FLUSH, FLUSHES = 1 << 30, 4  # bytes read before a reading, and how often: many times any L2, and about 1 ms in which the host queues the call
 SHORT_CALL = 50e-6  # seconds; below, the gap between launches shows, and the calls go into a CUDA graph
 GRAPH_CALLS, MOST_COPIES, SWEPT = 20, 64, 6  # calls a graph at least, sets of inputs that they go round, and how often these fill L2
 SHORT_READING = 2e-4  # seconds; below, one reading of the host's clock spans several calls
 LONG_READING = 1.0  # seconds; above, half as many rounds have to do
-ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ImportError, OSError, subprocess.SubprocessError, Unsupported)
-FOREIGN_ERRORS = (  # what compilers and libraries derive from Exception itself; looked up in modules that are loaded
-    ("triton.errors", "TritonError"),
-    ("cutlass.base_dsl.common", "DSLBaseError"),
-    ("flashinfer.utils", "BackendSupportedError"),
-    ("flashinfer.utils", "GPUArchitectureError"),
-)
 
 
 @dataclass(frozen=True)
@@ -68,8 +60,8 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
     `only` keeps the rows whose problem or plot has that text in its name; their files are named `<suite>-<only>`, so that
     a part never replaces the whole. Returns the path of the JSON file, which is rewritten after each row.
     """
-    if suite_name == "quality":
-        return _quality(device, Path(out), only, quick)
+    if suite_name in WHOLE:
+        return _whole(suite_name, device, Path(out), only, quick)
     rows = suite.rows(suite_name, device, quick, only)
     if not rows:
         raise ValueError(f"suite {suite_name!r} has no row with {only!r} in it on {device.type}; leave --only out to run them all")
@@ -91,12 +83,12 @@ def bench(suite_name: str, device: torch.device, out: Path = RESULTS, only: str 
     return path
 
 
-def _quality(device: torch.device, out: Path, only: str, quick: bool) -> Path:
-    """The suite that reads texts, not clocks."""
-    described = _describe(device, devices.of(device))
-    path = _place(out, described, "quality", only)
-    del described["measured"]  # another reading each time, which says nothing of a text
-    quality.bench({"device": described, **_origin()}, path, device, only, quick)
+def _whole(suite_name: str, device: torch.device, out: Path, only: str, quick: bool) -> Path:
+    """A suite that is no list of calls: it has rows, a file and tables of its own."""
+    run, facts = WHOLE[suite_name]
+    described = _describe(device, facts(device))
+    path = _place(out, described, suite_name, only)
+    run({"device": described, **_origin()}, path, device, only, quick)
     return path
 
 
@@ -330,21 +322,6 @@ def stretch(call: Call, seconds: float) -> Call:
 # ---- what is written down
 
 
-@contextmanager
-def noted(errors: dict[str, str], name: str) -> Iterator[None]:
-    """Write down the error of one contender and go on; another kind of error than a kernel or a library raises ends the run."""
-    try:
-        yield
-    except failures() as error:
-        lines = str(error).strip().splitlines()
-        errors[name] = f"{type(error).__name__}: {' '.join(lines[:3])[:300]}" if lines else type(error).__name__
-
-
-def failures() -> tuple[type[BaseException], ...]:
-    loaded = [(sys.modules[module], name) for module, name in FOREIGN_ERRORS if module in sys.modules]
-    return (*ERRORS, *(getattr(module, name) for module, name in loaded if hasattr(module, name)))
-
-
 def plain(value):
     """A Problem, or a value in one, as JSON holds it."""
     if isinstance(value, tuple):
@@ -398,3 +375,6 @@ def _output(*command: str) -> str | None:
 
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+WHOLE = {"quality": (quality.bench, devices.of), "serve": (serve.bench, _measured)}  # what runs, and what it has to know of the device

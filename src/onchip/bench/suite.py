@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from onchip.bench import mods
+from onchip.bench import block, mods
 from onchip.bench import rows as operators
 from onchip.core.masks import Causal, Full, Mask, Window
 from onchip.core.problem import E4M3, SHORT, Attention, Problem, Rope, Rows
@@ -91,7 +91,7 @@ class Shared(NamedTuple):
         return f"{self.op} of {self.prefix}: {self.inner}"
 
 
-Asked = Problem | Generate | Overhead | Ladder | Pass | Shared | operators.RowOp
+Asked = Problem | Generate | Overhead | Ladder | Pass | Shared | operators.RowOp | block.Block
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Row:
 def rows(suite: str, device: torch.device, quick: bool = False, only: str = "") -> list[Row]:
     """The rows of a suite for this kind of device, of those with `only` in the name of their plot or problem; ValueError when there is no such suite."""
     if suite not in SUITES:
-        raise ValueError(f"no suite named {suite!r}; the suites are {', '.join(SUITES)} and quality")
+        raise ValueError(f"no suite named {suite!r}; the suites are {', '.join(SUITES)}, quality and serve")
     return [row for row in SUITES[suite](device, quick) if only.lower() in f"{row.group} {row.problem}".lower()]
 
 
@@ -282,6 +282,10 @@ def _operators(device: torch.device, quick: bool) -> list[Row]:
     return [Row(*found) for found in operators.problems(device, quick)]
 
 
+def _block(device: torch.device, quick: bool) -> list[Row]:
+    return [Row(p, f"Llama block, {p.op}", f"{_short(p.tokens)} tokens") for p in block.problems(device, quick)]
+
+
 def _modded(device: torch.device, title: str, names: list[str]) -> list[Row]:
     shape = (1, 512, 512, 4, 4, 64, FP32) if device.type == "cpu" else (2, 8192, 8192, 16, 16, 128, BF16)
     p = Attention("prefill", *shape, Full())
@@ -290,7 +294,7 @@ def _modded(device: torch.device, title: str, names: list[str]) -> list[Row]:
 
 SUITES: dict[str, Callable[[torch.device, bool], list[Row]]] = {
     "attention": _attention, "decode": _decoding, "backward": _backward, "mods": _mods, "gym": _gym, "sdpa": _sdpa, "generate": _generate,
-    "dispatch": _dispatch, "rows": _operators, "io": _io,
+    "dispatch": _dispatch, "rows": _operators, "block": _block, "io": _io,
 }  # fmt: skip
 
 

@@ -46,8 +46,8 @@ def compile_rows(suite: str, device: torch.device, only: str, quick: bool) -> No
 
 def _part(suite_name: str, device_name: str, only: str, quick: str, part: str, parts: str) -> None:
     from onchip.bench import data, suite
+    from onchip.bench.failures import noted
     from onchip.bench.peers import contenders
-    from onchip.bench.run import noted
 
     device = torch.device(device_name)
     kept = [name for name, switch in KEPT.items() if switch is None or switch.read()]

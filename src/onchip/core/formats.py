@@ -178,7 +178,7 @@ def encode(x: Tensor, form: Format, channel: Tensor | None = None) -> tuple[Tens
     low, high = x.aminmax(dim=-1, keepdim=True)
     zero = rounded_down(low) if form.has_zero else None
     span = high - zero if form.has_zero else torch.maximum(-low, high)
-    scale = rounded_up(span / form.largest)
+    scale = rounded_up(span / torch.full_like(span, form.largest))  # by a Python number torch multiplies with the reciprocal on a GPU: exact quotients grew
     some, finite = scale >= TINY, span < torch.inf
     inverse = torch.where(some & finite, 1 / scale, 0.0)
     x = x.where(finite, 0.0)

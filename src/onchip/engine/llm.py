@@ -1,43 +1,49 @@
 """`LLM`: a model from disk, ready to continue prompts."""
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from onchip import dispatch
-from onchip.cache.paged import OutOfPages, PagePool
-from onchip.core import device as devices
+from onchip.cache.paged import OutOfPages
 from onchip.core.formats import Format
-from onchip.core.kernel import Unsupported
-from onchip.core.problem import DTYPES, SHORT
-from onchip.engine.request import Completion, Request, SamplingParams, StopText
-from onchip.engine.runner import Runner
-from onchip.engine.scheduler import Scheduler
+from onchip.engine import setup
+from onchip.engine.draft import NGram
+from onchip.engine.request import Completion, Event, Request, SamplingParams
+from onchip.engine.runner import Launched, Runner
+from onchip.engine.scheduler import Scheduler, Work
+from onchip.engine.setup import PrefixCache
+from onchip.engine.text import NoText, StopText
 from onchip.models import weights
 from onchip.models.decoder import Decoder
+from onchip.models.encoder import Embedder
 from onchip.models.families import ModelConfig
-from onchip.models.tokenizer import Stream, Tokenizer
+from onchip.models.lora import Adapter, AdapterSlots, AdapterTable
+from onchip.models.parallel import ALONE, TensorParallel
+from onchip.models.tokenizer import Stream
 
-GIB = 1 << 30
-CPU_CACHE = 2 * GIB  # keys and values on a CPU: memory is only taken when it is written
-GPU_SHARE = 0.8  # of the memory that is free once the weights are in
+STEP_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a step: prompts come in chunks, so that those who decode beside them wait a quarter of a second at most
+
+INVARIANT_CHUNK = 256  # tokens of a prompt's chunk where nothing may depend on what else runs
 
 
 @dataclass
 class Stats:
-    """What the last `generate` did: tokens, seconds, bytes, and which kernel ran each operator."""
+    """What the engine did since the last `generate` began, or since it was made: tokens, seconds, bytes, and which kernel ran each operator."""
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of these, that the prefix cache knew
     new_tokens: int = 0
-    decoded_tokens: int = 0  # those of decode steps; the first of each prompt comes from its prefill
-    prefill_seconds: float = 0.0
+    decoded_tokens: int = 0  # those of steps that only decoded
+    prefill_seconds: float = 0.0  # of steps with chunks of prompts in them
     decode_seconds: float = 0.0
     first_token_seconds: float = 0.0
-    cache_bytes: int = 0  # the most that was in use
+    cache_bytes: int = 0  # the most that was in use, by the prefix cache too
+    preemptions: int = 0
     kernels: dict[str, str] = field(default_factory=dict)
 
 
@@ -49,9 +55,17 @@ class LLM:
     dtype         "bf16", "fp16", "fp32"; None: the model's own (on a CPU without bf16 arithmetic, float32).
     device        "cuda", "cuda:1", "cpu"; None: a GPU if there is one.       kernel   forces attention's kernel by name.
     max_len       most tokens of a sequence; None: the model's context.       max_batch   sequences that run at once.
-    cache_gib     memory for keys and values; None: 80% of what is free on a GPU, at most 2 GiB on a CPU.
+    cache_gib     memory for keys and values; None: 80% of what is free on a GPU, at most 2 GiB on a CPU, but no more than the batch may need.
     kv_format     what keys and values are quantised to as they are written: "int8", "e4m3", "int4/32", ... (see `Format`); None: they stay in dtype.
+    prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages. None: nothing is kept.
+    step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
+    batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
+                  time, pages for all a request may become. Slower.
+    draft         `NGram()`: small batches guess several tokens of a step from what stood before, and keep those that the model draws itself. None: no guesses.
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
+    parallel      the ranks that have the model together: see `ParallelLLM`, which is how it is used.
+    adapters      `AdapterSlots(slots, rank)`: room for the LoRA adapters that requests may have. None: no room.
+    embedder      an encoder for `embed`, as `Embedder` takes it: "minilm", a folder, a cached model's name.
 
     Raises ModelError for a model that cannot be read, ValueError for a device or dtype there is none of, OutOfPages for a
     cache that holds no sequence.
@@ -68,30 +82,56 @@ class LLM:
         max_batch: int = 64,
         cache_gib: float | None = None,
         kv_format: str | None = None,
+        prefix_cache: PrefixCache | None = PrefixCache(),
+        step_tokens: int | None = None,
+        batch_invariant: bool = False,
+        draft: NGram | None = None,
         dummy_weights: bool = False,
         progress: Callable[[int, int], None] | None = None,
+        parallel: TensorParallel = ALONE,
+        adapters: AdapterSlots | None = None,
+        embedder: str | Path | None = None,
     ):
-        _check_sizes(max_len, max_batch, cache_gib)
+        if draft is not None and batch_invariant:
+            raise ValueError("draft: a batch's size says whether tokens are guessed, and so how they are computed; leave draft or batch_invariant out")
+        setup.check_sizes(max_len, max_batch, cache_gib, step_tokens)
+        if batch_invariant and (adapters or parallel.of > 1):
+            raise ValueError("batch_invariant with adapters or over several ranks is not to be had: sums depend on the number of rows there; leave one out")
         kv_format = None if kv_format is None else Format.of(kv_format)
-        self.device = _device(device)
+        self.device = setup.device_of(device)
         path = weights.locate(model)
         self.config = ModelConfig.read(weights.read_config(path))
-        self.dtype = _dtype(dtype, self.config.dtype, self.device)
-        self.tokenizer = _tokenizer(path)
+        self.dtype = setup.dtype_of(dtype, self.config.dtype, self.device)
+        self.tokenizer = setup.tokenizer_of(path)
         if kernel != "auto":
-            _check_kernel(kernel)
+            setup.check_kernel(kernel)
         self.max_len = min(max_len or self.config.context, self.config.context)
-        self.model = Decoder(self.config, dtype=self.dtype, device=self.device)
+        at = {"dtype": self.dtype, "device": self.device}
+        self.model = Decoder(self.config, **at, parallel=parallel)
         if dummy_weights:
             self.model.randomise()
         else:
-            self.model.load(weights.tensors(path, self.dtype, progress))
-        self.model.prepare(self.max_len)
+            self.model.load(weights.views(path, self.dtype, progress))
+        room = draft.room if draft else 0
+        self.model.prepare(self.max_len + room)
         self.model.kernel = kernel
-        self.pool = self._pool(cache_gib, max_batch, kv_format)
-        self.runner = Runner(self.model, self.pool, max_batch, self.max_len)
-        self.scheduler = Scheduler(self.pool, max_batch, max_prefill=max(self.max_len, 16384))
+        self.model.adapters = adapters and AdapterTable(self.model, adapters)
+        self.embedder = Embedder(embedder, **at) if embedder else None
+        if batch_invariant:
+            self.model.make_invariant()
+        self.pool = setup.pool_of(self.model, (max_batch, self.max_len + room), cache_gib, kv_format)
+        self.tree = setup.tree_of(self.pool, prefix_cache)
+        self.runner = Runner(self.model, self.pool, max_batch, self.max_len, draft)
+        budget = step_tokens or STEP_TOKENS[self.device.type]
+        self.scheduler = Scheduler(self.pool, self.tree, max_batch, budget, INVARIANT_CHUNK if batch_invariant else 0, draft)
         self.stats = Stats()
+        self.ahead = self.device.type == "cuda"  # whether a step is launched before the tokens of the one before are read
+        self._launched: deque[Launched] = deque()
+
+    @property
+    def eos(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        return self.tokenizer.eos if self.tokenizer else frozenset()
 
     def generate(
         self,
@@ -101,10 +141,10 @@ class LLM:
         chat: bool = False,
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
-        """Continue every prompt (text, or token ids); the results are in the order of the prompts.
+        """Continue every prompt (text, or token ids); the results are in the order of the prompts, `n` in a row for one of `n` samples.
 
         params   for all prompts, or one each.      chat   each prompt is a user's message, put into the model's chat template.
-        on_text  called as (index of the prompt, new text) as soon as text is certain.
+        on_text  called as (index of the result, new text) as soon as text is certain.
 
         Raises ValueError for an empty prompt or one longer than the context, OutOfPages for one the cache cannot hold;
         in both cases before anything has run.
@@ -113,149 +153,225 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"generate: {len(each)} params for {len(prompts)} prompts; give one for all, or one each")
-        requests = [self._request(i, prompt, p, chat) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
+        firsts = [self._request(f"generate: prompt {i}", prompt, p, chat) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
+        requests = [request for first in firsts for request in first.samples]
         known = self.stats.kernels  # a captured graph makes no choices when it is replayed
-        self.stats = Stats(prompt_tokens=sum(len(r.prompt) for r in requests), kernels=known)
+        self.stats = Stats(kernels=known)
+        places = {request: i for i, request in enumerate(requests)}
         start = time.perf_counter()
         try:
-            for request in requests:
-                self.scheduler.add(request)
-            for request, text in self._run():
-                if on_text and text:
-                    on_text(requests.index(request), text)
+            for request in firsts:
+                self.add(request)
+            while any(request.reason is None for request in requests) or self._launched:
+                for event in self.step():
+                    if on_text and event.text and event.request in places:
+                        on_text(places[event.request], event.text)
         finally:
-            self.scheduler.clear()
-            self.runner.forget()
-        self.stats.new_tokens = sum(len(r.tokens) for r in requests)
+            for request in firsts:
+                self.cancel(request)
+        self.stats.prompt_tokens, self.stats.new_tokens = sum(len(r.prompt) for r in requests), sum(len(r.tokens) for r in requests)
+        self.stats.cached_tokens = sum(r.cached_tokens or 0 for r in requests)
         self.stats.first_token_seconds = min((r.first_token_at for r in requests if r.first_token_at), default=start) - start
         return [request.completion() for request in requests]
 
-    def _run(self) -> Iterator[tuple[Request, str]]:
-        """Prefill what fits, decode what runs, until nothing is left; yields text as it becomes certain."""
-        scheduler, stats = self.scheduler, self.stats
-        with dispatch.record() as decisions:
-            while scheduler.waiting or scheduler.running:
-                admitted = scheduler.admit()
-                batch, phase = (admitted, self.runner.prefill) if admitted else (scheduler.running, self.runner.decode)
-                begin = time.perf_counter()
-                tokens = phase(batch)
-                seconds = time.perf_counter() - begin
-                if admitted:
-                    stats.prefill_seconds += seconds
-                else:
-                    stats.decode_seconds += seconds
-                    stats.decoded_tokens += len(tokens)
-                stats.cache_bytes = max(stats.cache_bytes, self.pool.bytes_used)
-                stats.kernels |= {d.problem.op: d.kernel.name for d in decisions}
-                decisions.clear()
-                for request, token in zip(list(batch), tokens, strict=True):
-                    yield request, request.accept(token, self.eos)
-                scheduler.retire()
+    def embed(self, texts: str | Sequence[str] | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Embeddings of texts by the `embedder`, float32 [texts, dim]: see `Embedder.embed`. Raises ValueError where there is none."""
+        if self.embedder is None:
+            raise ValueError("embed: this LLM has no encoder; make it with embedder='minilm', or the folder of one")
+        return self.embedder.embed(texts)
+
+    def load_adapter(self, folder: str | Path, name: str | None = None) -> str:
+        """Read a LoRA adapter from a folder of PEFT's, for requests with `SamplingParams(adapter=name)`; its name, if none is given, is the folder's.
+
+        One of that name takes the place of the other. Raises ModelError for a folder that cannot be read, ValueError where there is no room for it,
+        or while a request has the one of that name.
+        """
+        adapter = Adapter.read(folder, name)
+        self._check_free(adapter.name)
+        self.model.adapters.add(adapter)
+        return adapter.name
+
+    def unload_adapter(self, name: str) -> None:
+        """Make room for another one. Raises ValueError while a request has it."""
+        self._check_free(name)
+        self.model.adapters.remove(name)
+
+    # ---- step by step: one thread calls these
+
+    def request(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool = False, priority: int = 0) -> Request:
+        """A prompt made ready for `add`: the first of its `params.n` samples, which are its `samples`. Nothing is queued yet.
+
+        chat   the prompt is a user's message, put into the model's chat template.        priority   higher ones run first.
+
+        Raises ValueError for an empty prompt or one longer than the context, OutOfPages for one the cache cannot hold.
+        """
+        return self._request("request: prompt", prompt, params or SamplingParams(), chat, priority)
+
+    def add(self, request: Request) -> None:
+        """Queue a request, all samples of it: `step` brings their events, until the `reason` of each is set. What was cancelled before is not queued."""
+        slot, salt = self._slot("add: the request", request.params.adapter)
+        for sample in request.samples:
+            sample.slot, sample.salt = slot, salt
+        self.scheduler.add(*(sample for sample in request.samples if sample.reason is None))
+
+    def cancel(self, request: Request) -> None:
+        """End all samples of a request, wherever they are, with reason "cancelled"; their pages are free at once. No event follows. What has ended stays
+        as it is."""
+        for sample in request.samples:
+            if sample.reason is None:
+                sample.reason = "cancelled"
+                self.scheduler.end(sample)
+
+    def step(self) -> list[Event]:
+        """Launch the next step of the model, and say what came of the one before, or of this one where nothing runs ahead; [] where nothing did."""
+        events: list[Event] = []
+        begin = time.perf_counter()
+        if self._launched and any(r.mask is not None for r in self.scheduler.running):  # the next mask needs the last token
+            self._read(events)
+        work = self._masked(self.scheduler.plan(), events)
+        kind = self._launch(work, events) if work else None
+        while len(self._launched) > (1 if work and self.ahead else 0):
+            kind = self._read(events)
+        stats, seconds = self.stats, time.perf_counter() - begin
+        if kind == "decode":
+            stats.decode_seconds += seconds
+        else:
+            stats.prefill_seconds += seconds
+        stats.cache_bytes = max(stats.cache_bytes, self.pool.bytes_used)
+        stats.preemptions = self.scheduler.preemptions
+        return events
 
     @property
-    def eos(self) -> frozenset[int]:
-        """Tokens that end a text."""
-        return self.tokenizer.eos if self.tokenizer else frozenset()
+    def idle(self) -> bool:
+        """Whether there is nothing to do: no request waits or runs, and no step is on its way."""
+        return not (self.scheduler.waiting or self.scheduler.running or self._launched)
 
-    def _request(self, index: int, prompt: str | Sequence[int], params: SamplingParams, chat: bool) -> Request:
+    # ---- the parts of a step
+
+    def _masked(self, work: list[Work], events: list[Event]) -> list[Work]:
+        """The work, with the masks of its requests filled; a mask that fails ends its request."""
+        failed = set()
+        for w in work:
+            if w.last and w.request.mask is not None:
+                try:
+                    w.request.fill_mask(self.config.vocab)
+                except (ValueError, RuntimeError) as error:
+                    self._fail(w.request, f"the mask of its tokens: {error}", events)
+                    failed.add(w.request)
+        return [w for w in work if w.request not in failed] if failed else work
+
+    def _launch(self, work: list[Work], events: list[Event]) -> str:
+        """Start a step. Where memory runs out, those whose prompts asked for it end."""
+        prompts = [w.request for w in work if w.last and w.prompt]
+        try:
+            with dispatch.record() as decisions:
+                launched = self.runner.launch(work)
+        except torch.OutOfMemoryError as error:
+            while self._launched:
+                self._read(events)
+            self.runner.forget()
+            for w in [w for w in work if w.prompt] or work[-1:]:
+                self._fail(w.request, f"out of memory in a step of {w.count} of its tokens; give a smaller cache_gib or step_tokens ({error})", events)
+            return "prefill"
+        if decisions:
+            self.stats.kernels |= {d.problem.op: d.kernel.name for d in decisions}
+        for request in prompts:
+            self.scheduler.prompt_done(request)
+        self._launched.append(launched)
+        return launched.kind
+
+    def _read(self, events: list[Event]) -> str:
+        """Take in the results of the oldest step on its way."""
+        launched = self._launched.popleft()
+        tokens = launched.wait()
+        for request, first, found in launched.of_prompts():
+            request.take_prompt_logprobs(first, found)
+        for row, (request, new) in enumerate(zip(launched.requests, tokens, strict=True)):
+            request.pending -= 1
+            if request.reason is not None:  # it ended while this was on its way
+                continue
+            if len(new) > 1 and request.pages.pages:
+                request.pages.length += len(new) - 1
+            text, found = request.accept(new), None
+            if request.logprobs is not None:
+                found = [launched.of_token(row)]
+                request.logprobs += found
+            events.append(Event(request, text, new, found))
+            if request.mask is not None and request.reason is None:
+                self._accept_masked(request, new[0])
+            if request.reason is not None:
+                self.scheduler.end(request)
+        if launched.kind == "decode":
+            self.stats.decoded_tokens += sum(map(len, tokens))
+        return launched.kind
+
+    def _accept_masked(self, request: Request, token: int) -> None:
+        try:
+            request.mask.accept(token)
+        except (ValueError, RuntimeError) as error:
+            request.reason = f"error: the mask of its tokens: {error}"
+
+    def _fail(self, request: Request, why: str, events: list[Event]) -> None:
+        request.reason = f"error: {why}"
+        self.scheduler.end(request)
+        if all(event.request is not request for event in events):  # else the event of its last token says so
+            events.append(Event(request, "", []))
+
+    # ---- requests
+
+    def _check_free(self, adapter: str) -> None:
+        if self.model.adapters is None:
+            raise ValueError(f"adapter {adapter!r}: this LLM has no room for adapters; make it with adapters=AdapterSlots()")
+        users = sum(request.params.adapter == adapter for request in (*self.scheduler.running, *self.scheduler.waiting))
+        if users:
+            raise ValueError(f"adapter {adapter!r} is in use by {users} requests; wait until they have ended, or cancel them")
+
+    def _request(self, name: str, prompt: str | Sequence[int], params: SamplingParams, chat: bool, priority: int = 0) -> Request:
+        """`name`: what errors call the prompt."""
+        ids = self._tokens(name, prompt, chat)
+        for what, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if given and max(given) >= self.config.vocab:
+                raise ValueError(f"{name}: {what} has token {max(given)}; the vocabulary is 0 to {self.config.vocab - 1}")
+        capacity = self.pool.num_pages * self.pool.page - self.scheduler.room
+        if len(ids) >= capacity:
+            raise OutOfPages(f"{name} has {len(ids)} tokens and the cache holds {capacity}, one of them for the answer; give a larger cache_gib")
+        self._slot(name, params.adapter)
+        seed = torch.randint(2**62, (1,)).item() if params.seed is None else params.seed
+        limit = min(params.max_tokens, self.max_len - len(ids), capacity - len(ids))
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
+        samples: list[Request] = []
+        for i in range(params.n):
+            text = StopText(Stream(self.tokenizer) if self.tokenizer else NoText(), params.stop)
+            samples.append(Request(ids, params, (seed + i + 2**63) % 2**64 - 2**63, limit, text, priority, ends, samples=samples))
+        return samples[0]
+
+    def _slot(self, name: str, adapter: str | None) -> tuple[int, int]:
+        """Where an adapter is, and the count of its loading: another one of that name has made other keys and values."""
+        if adapter is None:
+            return -1, 0
+        table = self.model.adapters
+        if table is None or adapter not in table.names:
+            there = [one for one in table.names if one] if table else []
+            raise ValueError(f"{name} has adapter {adapter!r}; loaded are {', '.join(there) or 'none'}: see load_adapter")
+        slot = table.names.index(adapter)
+        return slot, table.serials[slot]
+
+    def _tokens(self, name: str, prompt: str | Sequence[int], chat: bool) -> list[int]:
+        """The token ids of a prompt. Raises ValueError."""
         if isinstance(prompt, str):
             if not prompt.strip():
-                raise ValueError(f"generate: prompt {index} is empty; give at least one word")
+                raise ValueError(f"{name} is empty; give at least one word")
             if self.tokenizer is None:
-                raise ValueError("generate: this model has no tokenizer.json; add it, or give token ids instead of text")
+                raise ValueError(f"{name} is text and this model has no tokenizer.json; add it, or give token ids instead of text")
             ids = self.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else self.tokenizer.encode(prompt)
         elif isinstance(prompt, Iterable):
             ids = [int(token) for token in prompt]
         else:
-            raise ValueError(f"generate: prompt {index} is {prompt!r}; give text or a list of token ids, as in [[1, 2, 3]]")
+            raise ValueError(f"{name} is {prompt!r}; give text or a list of token ids, as in [[1, 2, 3]]")
         if not ids:
-            raise ValueError(f"generate: prompt {index} is empty; give at least one token")
+            raise ValueError(f"{name} is empty; give at least one token")
         if min(ids) < 0 or max(ids) >= self.config.vocab:
-            raise ValueError(f"generate: prompt {index} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {self.config.vocab - 1}")
+            raise ValueError(f"{name} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {self.config.vocab - 1}")
         if len(ids) >= self.max_len:
-            raise ValueError(f"generate: prompt {index} has {len(ids)} tokens, the context is {self.max_len}, one of them for the answer; shorten the prompt")
-        seed = torch.randint(2**62, (1,)).item() if params.seed is None else params.seed
-        text = StopText(Stream(self.tokenizer) if self.tokenizer else _NoText(), params.stop)
-        return Request(ids, params, seed, min(params.max_tokens, self.max_len - len(ids)), text)
-
-    def _pool(self, cache_gib: float | None, max_batch: int, kv_format: Format | None) -> PagePool:
-        """The page pool for `cache_gib`, or for what the device can spare, and no larger than `max_batch` full sequences need."""
-        c, page = self.config, 16
-        each = PagePool.bytes_per_page(c.layers, page, c.kv_heads, c.dim, self.dtype, kv_format)
-        if cache_gib is not None:
-            budget = int(cache_gib * GIB)
-        elif self.device.type == "cuda":
-            budget = int(torch.cuda.mem_get_info(self.device)[0] * GPU_SHARE)
-        else:
-            budget = min(CPU_CACHE, devices.of(self.device).memory // 4)
-        pages = min(budget // each, max_batch * -(-self.max_len // page))
-        if pages < 1:
-            raise OutOfPages(f"cache_gib {budget / GIB:.3g} holds no page of {page} tokens ({each / GIB:.3g} GiB); give at least {each / GIB:.3g}")
-        try:
-            return PagePool(c.layers, pages, page, c.kv_heads, c.dim, dtype=self.dtype, device=self.device, format=kv_format)
-        except RuntimeError as error:  # torch's allocators: out of memory
-            raise OutOfPages(f"{pages * each / GIB:.1f} GiB for the cache are not to be had on {self.device}; give a smaller cache_gib ({error})") from error
-
-
-class _NoText:
-    """The stream of a model without a tokenizer: token ids only."""
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
-
-
-def _check_sizes(max_len: int | None, max_batch: int, cache_gib: float | None) -> None:
-    checks = (
-        (max_len is None or max_len >= 2, f"max_len is {max_len}; give 2 or more: a token of the prompt and one of the answer"),
-        (max_batch >= 1, f"max_batch is {max_batch}; give 1 or more"),
-        (cache_gib is None or math.isfinite(cache_gib), f"cache_gib is {cache_gib}; give a number of GiB"),
-    )
-    for good, problem in checks:
-        if not good:
-            raise ValueError(problem)
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device {name!r} is not a device; give cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} is not supported; give cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        index = device.index or 0
-        if index >= count:
-            raise ValueError(
-                f"device {name!r} is not there: torch {torch.__version__} sees {count} GPUs; give cpu" + (f" or cuda:0 to cuda:{count - 1}" if count else "")
-            )
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    return device
-
-
-def _dtype(name: str | None, model: torch.dtype, device: torch.device) -> torch.dtype:
-    if name is not None:
-        if name not in ("bf16", "fp16", "fp32"):
-            raise ValueError(f"dtype {name!r} is not one of bf16, fp16, fp32")
-        return DTYPES[name]
-    if device.type == "cpu" and SHORT[model] != "fp32":  # half precision pays on a CPU with bf16 arithmetic only
-        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return torch.bfloat16 if fast else torch.float32
-    return model
-
-
-def _tokenizer(path: Path) -> Tokenizer | None:
-    """The model's tokenizer; None for a folder without one, which takes token ids only."""
-    return Tokenizer.load(path) if path.is_file() or (path / "tokenizer.json").exists() else None
-
-
-def _check_kernel(name: str) -> None:
-    known = {kernel.name: op for op in (dispatch.OPS["prefill"], dispatch.OPS["decode"]) for kernel in op.kernels}
-    if name not in known:
-        raise Unsupported(f"kernel {name!r} does not exist; attention has {', '.join(known)}, or leave auto")
+            raise ValueError(f"{name} has {len(ids)} tokens, the context is {self.max_len}, one of them for the answer; shorten the prompt")
+        return ids

@@ -1,10 +1,19 @@
 """What a caller asks for, what comes back, and a request on its way between the two."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 from onchip.cache.paged import PageList
+from onchip.engine.text import StopText
+from onchip.ops.sampling import MOST_TOP
+
+MOST_BIASED = 512  # tokens of a request with a logit bias, or that min_tokens forbids
 
 
 @dataclass(frozen=True)
@@ -12,10 +21,17 @@ class SamplingParams:
     """How to continue a prompt.
 
     max_tokens    most new tokens.               temperature   0: always the likeliest token.
-    top_k         0: all.                        top_p, min_p  1 and 0: all. The order is temperature, top-k, top-p, min-p.
+    top_k         0: all.                        top_p, min_p, typical_p  1, 0 and 1: all. The order is temperature, top-k, top-p, min-p, typical.
     seed          None: a fresh one. The same seed, prompt, device and batch size give the same tokens: noise depends on the
                   seed and the position alone, but a GPU's matrix products round differently in batches of another size.
     stop          strings that end the text; they are not part of it.           ignore_eos   go on to max_tokens.
+    stop_token_ids   tokens that end the text, and are no part of it.           min_tokens   no token ends the text before there are so many.
+    n             samples of the prompt, whose pages they share; sample i has the seed after that of sample i - 1.
+    repetition_penalty, presence_penalty, frequency_penalty   see `onchip.ops.sampling.Penalties`; 1, 0 and 0: none.
+    logit_bias    {token: what is added to its logit}.
+    logprobs      0 to 20: log-probabilities of each token and of so many likeliest ones, of the logits as the model gives them. None: none.
+    adapter       the name of a LoRA adapter (`LLM.load_adapter`), or None.
+    prompt_logprobs  the same for the tokens of the prompt, which is then computed whole, whatever the prefix cache knows of it.
     """
 
     max_tokens: int = 256
@@ -26,8 +42,20 @@ class SamplingParams:
     seed: int | None = None
     stop: Sequence[str] = ()
     ignore_eos: bool = False
+    typical_p: float = 1.0
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    n: int = 1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    adapter: str | None = None
 
     def __post_init__(self):
+        bias, most = self.logit_bias, f"0 to {MOST_TOP}, or None"
         checks = (
             (self.max_tokens >= 1, "max_tokens", "1 or more"),
             (self.temperature >= 0, "temperature", "0 (always the likeliest token) or more"),
@@ -36,91 +64,184 @@ class SamplingParams:
             (0 <= self.min_p < 1, "min_p", "at least 0 (all) and less than 1"),
             (self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer"),
             (not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop), "stop", "a list of strings that are not empty"),
+            (0 < self.typical_p <= 1, "typical_p", "more than 0 and at most 1 (all)"),
+            (all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids), "stop_token_ids", "a list of token ids"),
+            (0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"0 to max_tokens, {self.max_tokens}"),
+            (self.n >= 1, "n", "1 or more"),
+            (0 < self.repetition_penalty < math.inf, "repetition_penalty", "more than 0; 1 is none"),
+            (math.isfinite(self.presence_penalty), "presence_penalty", "a number; 0 is none"),
+            (math.isfinite(self.frequency_penalty), "frequency_penalty", "a number; 0 is none"),
+            (all(isinstance(t, int) and t >= 0 and not math.isnan(x) for t, x in bias.items()), "logit_bias", "{token id: number}"),
+            (len(bias) + len(self.stop_token_ids) <= MOST_BIASED - 16, "logit_bias", f"at most {MOST_BIASED - 16} tokens, stop_token_ids included"),
+            (self.logprobs is None or 0 <= self.logprobs <= MOST_TOP, "logprobs", most),
+            (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MOST_TOP, "prompt_logprobs", most),
         )
         for good, name, accepted in checks:
             if not good:
                 raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}; give {accepted}")
 
+    @property
+    def penalised(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+class TokenLogProbs(NamedTuple):
+    """The log-probability of a token, and the likeliest tokens with theirs, (token, log-probability), the likeliest first."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
 
 @dataclass(frozen=True)
 class Completion:
-    """The continuation of one prompt; `reason` is "stop" (end-of-text token or a stop string) or "length" (max_tokens, or the context is full)."""
+    """The continuation of one prompt.
+
+    reason   "stop" (end-of-text token, a stop token or a stop string), "length" (max_tokens, or the context or the cache is full), "cancelled", or
+             "error: ..." with what went wrong.
+    cached_tokens     of the prompt, that the prefix cache knew.
+    logprobs          of each token, where asked for.        prompt_logprobs   of each token of the prompt; None for the first, which nothing predicts.
+    """
 
     prompt: list[int]
     tokens: list[int]
     text: str
     reason: str
+    cached_tokens: int = field(default=0, compare=False)
+    logprobs: list[TokenLogProbs] | None = None
+    prompt_logprobs: list[TokenLogProbs | None] | None = None
+
+
+class TokenMask(Protocol):
+    """Which tokens may follow, for structured output.
+
+    fill     writes the bits of the next token (bit i % 32 of word i // 32: token i may follow) to a row int32 [ceil(vocab / 32)] on the CPU, all of it.
+    accept   takes each token that came, but for the last of the request.
+    A ValueError or RuntimeError of either ends the request alone.
+    """
+
+    def fill(self, row: Tensor) -> None: ...
+
+    def accept(self, token: int) -> None: ...
 
 
 @dataclass(eq=False)
 class Request:
-    """One prompt on its way through the engine."""
+    """One sample of a prompt on its way through the engine.
+
+    reason     None until it has ended; then as `Completion` has it.        priority   higher ones run first.
+    mask       what tokens may follow; set it before `add`.
+    samples    all samples of the prompt, this one included, the first first: `LLM.add` takes all.
+    pages      those of the tokens that have been computed, or are being computed; `pages.length` counts them.
+    pending    steps whose tokens are on the device and not read yet, at least one of each.
+    slot, salt the slot of its LoRA adapter, -1 for none, and what tells apart keys and values that adapters made: 0 for none.
+    seated     whether the runner has a row for it, with these pages.
+    """
 
     prompt: list[int]
     params: SamplingParams
     seed: int
-    limit: int  # most new tokens: max_tokens, cut to the context
-    text: "StopText"
+    limit: int  # most new tokens: max_tokens, cut to the context and the cache
+    text: StopText
+    priority: int = 0
+    ends: frozenset[int] = frozenset()  # tokens that end the text
+    mask: TokenMask | None = None
+    samples: list["Request"] | None = field(default=None, repr=False)
     tokens: list[int] = field(default_factory=list)
     pages: PageList = field(default_factory=PageList)
     reason: str | None = None
+    order: int = 0  # of arrival
+    pending: int = 0
+    seated: bool = False
+    slot: int = -1
+    salt: int = 0
+    cached_tokens: int | None = None
+    logprobs: list[TokenLogProbs] | None = None
+    prompt_logprobs: list[TokenLogProbs | None] | None = None
     first_token_at: float | None = None
+    allowed: Tensor | None = None  # the mask's row for the next token
 
-    def accept(self, token: int, eos: frozenset[int]) -> str:
-        """Take the next token; sets `reason` when it is the last. Returns the text that is now certain."""
-        if self.first_token_at is None:
+    def __post_init__(self):
+        self.logprobs = None if self.params.logprobs is None else []
+        self.prompt_logprobs = None if self.params.prompt_logprobs is None else [None]
+        self.samples = self.samples if self.samples is not None else [self]
+
+    @property
+    def length(self) -> int:
+        """Tokens in all, one included for each step that is not read yet."""
+        return len(self.prompt) + len(self.tokens) + self.pending
+
+    @property
+    def left(self) -> int:
+        """Tokens whose keys and values are not computed yet; 0 where no token is to follow the ones on their way."""
+        new = len(self.tokens) + self.pending
+        return 0 if new >= self.limit else len(self.prompt) + new - self.pages.length
+
+    @property
+    def scores(self) -> bool:
+        """Whether the log-probabilities of the prompt come of this sample: of the first, for all."""
+        return self.prompt_logprobs is not None and self.samples[0] is self
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The lower, the sooner it runs."""
+        return -self.priority, self.order
+
+    def known(self) -> list[int]:
+        """The tokens of prompt and answer that have been read."""
+        return self.prompt + self.tokens
+
+    def keyed(self) -> list[int]:
+        """The same as the prefix cache has them: apart for each adapter, by the bits of the first two that no vocabulary of less than 2^19 tokens has."""
+        tokens = self.known()
+        for i, bits in enumerate((self.salt & 4095, self.salt >> 12)[: len(tokens)]):
+            tokens[i] |= bits << 19
+        return tokens
+
+    def accept(self, new: list[int]) -> str:
+        """Take the next tokens; sets `reason` at the last, and leaves of `new` what came before the end. Returns the text that is now certain."""
+        tokens = self.tokens
+        if not tokens:
             self.first_token_at = time.perf_counter()
-        self.tokens.append(token)
-        if token in eos and not self.params.ignore_eos:
-            self.reason = "stop"
-            return self.text.finish()
-        text = self.text.push(token)
-        if self.text.stopped:
-            self.reason = "stop"
-        elif len(self.tokens) >= self.limit:
-            self.reason = "length"
-            text += self.text.finish()
+        text = ""
+        for at, token in enumerate(new):
+            tokens.append(token)
+            if token in self.ends:
+                self.reason = "stop"
+                text += self.text.finish()
+            else:
+                text += self.text.push(token)
+                if self.text.stopped:
+                    self.reason = "stop"
+                elif len(tokens) >= self.limit:
+                    self.reason = "length"
+                    text += self.text.finish()
+            if self.reason is not None:
+                del new[at + 1 :]
         return text
 
+    def fill_mask(self, vocab: int) -> None:
+        """`allowed` for the next token."""
+        if self.allowed is None:
+            self.allowed = torch.empty(-(-vocab // 32), dtype=torch.int32)
+        self.mask.fill(self.allowed)
+
+    def take_prompt_logprobs(self, first: int, found: list[TokenLogProbs]) -> None:
+        """Those of the tokens of the prompt from place `first` on; a request that had to give way gets some again."""
+        self.prompt_logprobs[first : first + len(found)] = found
+
     def completion(self) -> Completion:
-        return Completion(self.prompt, self.tokens, self.text.text, self.reason)
+        done = self.prompt, self.tokens, self.text.text, self.reason
+        return Completion(*done, self.cached_tokens or 0, self.logprobs, self.samples[0].prompt_logprobs)
 
 
-class StopText:
-    """Text from tokens, held back while it may still be the beginning of a stop string."""
+class Event(NamedTuple):
+    """What a step brought for one request: text that is now certain, and new tokens. The last one has `request.reason` set.
 
-    def __init__(self, stream, stop: Sequence[str]):
-        self._stream, self._stop = stream, tuple(stop)
-        self._held = ""
-        self.text = ""
-        self.stopped = False
+    logprobs   of each of the tokens, where they were asked for.
+    """
 
-    def push(self, token: int) -> str:
-        return self._emit(self._stream.push(token), last=False)
-
-    def finish(self) -> str:
-        return self._emit(self._stream.finish(), last=True)
-
-    def _emit(self, new: str, last: bool) -> str:
-        if self.stopped:
-            return ""
-        self._held += new
-        hits = [at for s in self._stop if (at := self._held.find(s)) >= 0]
-        if hits:
-            self.stopped = True
-            out = self._held[: min(hits)]
-        elif last:
-            out = self._held
-        else:
-            out = self._held[: len(self._held) - self._may_begin_stop()]
-        self._held = self._held[len(out) :]
-        self.text += out
-        return out
-
-    def _may_begin_stop(self) -> int:
-        """Length of the longest tail of the held text that a stop string begins with."""
-        longest = max((len(s) - 1 for s in self._stop), default=0)
-        for size in range(min(longest, len(self._held)), 0, -1):
-            if any(s.startswith(self._held[-size:]) for s in self._stop):
-                return size
-        return 0
+    request: Request
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogProbs] | None = None

@@ -1,137 +1,312 @@
-"""Runs the model: packed prefill, and a decode step whose state stays on the device, as one CUDA graph a batch-size bucket."""
+"""Runs a step: what decodes alone as one CUDA graph a batch-size bucket, with chunks of prompts as one packed pass. Nothing here waits for the device."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.cache.paged import PagePool
-from onchip.engine.request import Request
+from onchip.engine.draft import NGram
+from onchip.engine.request import Request, TokenLogProbs
+from onchip.engine.scheduler import Work
+from onchip.engine.state import State, Wants, upload
 from onchip.models.decoder import Decoder, Step
-from onchip.ops.sampling import Sampling, sample
+from onchip.ops.sampling import MOST_TOP, Draft, LogProbs, adjust_logits, log_probs, sample, verify
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows of graphs; beyond them multiples of 256
+LOGITS = 1024  # tokens of a prompt whose logits are in memory at once
 
 
-class State:
-    """What a decode step reads and advances, for up to `size` sequences. A row without a sequence has position -1."""
+class Chunk(NamedTuple):
+    """So many tokens of a request, from its token `start` on."""
 
-    def __init__(self, size: int, width: int, device: torch.device):
-        def at(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
+    request: Request
+    start: int
+    size: int
 
-        self.tokens = at(size, dtype=torch.int64)
-        self.positions = at(size, dtype=torch.int64)
-        self.page_table = at(size, width, dtype=torch.int32)
-        floats, ints = torch.float32, torch.int32
-        kinds = {"temperature": floats, "top_k": ints, "top_p": floats, "min_p": floats, "seed": torch.int64, "step": torch.int64, "typical": floats}
-        self.sampling = Sampling(**{name: at(size, dtype=dtype) for name, dtype in kinds.items()})
 
-    def rows(self, count: int) -> "State":
-        """The first `count` rows, sharing memory."""
-        part = object.__new__(State)
-        part.tokens, part.positions, part.page_table = self.tokens[:count], self.positions[:count], self.page_table[:count]
-        part.sampling = Sampling(*(field[:count] for field in self.sampling))
-        return part
+class Drawn(NamedTuple):
+    """What a step brings: tokens int64 [rows], or with drafts [rows, n] with -1 past the end of each; and log-probabilities, where somebody wants them."""
+
+    tokens: Tensor
+    logprobs: LogProbs | None = None
+
+
+class Captured(NamedTuple):
+    """A graph, and where it leaves its results."""
+
+    graph: torch.cuda.CUDAGraph
+    drawn: Drawn
+
+
+class Launched(NamedTuple):
+    """A step on its way: its results, on their way to the host, a row for each of `requests`; `prompts`: (request, place of the first token, tokens,
+    their log-probabilities) of prompts."""
+
+    requests: list[Request]
+    tokens: Tensor
+    logprobs: LogProbs | None
+    prompts: list[tuple[Request, int, list[int], LogProbs]]
+    done: torch.cuda.Event | None
+    kind: str  # "decode", or "prefill" where there were chunks of prompts
+
+    def wait(self) -> list[list[int]]:
+        """The new tokens of each request: one, or with drafts one and those accepted before it."""
+        if self.done is not None:
+            self.done.synchronize()
+        if self.tokens.ndim == 1:
+            return [[token] for token in self.tokens.tolist()]
+        return [[token for token in row if token >= 0] for row in self.tokens.tolist()]
+
+    def of_token(self, row: int) -> TokenLogProbs:
+        """After `wait`."""
+        return _said(self.logprobs, row, int(self.tokens[row]), self.requests[row].params.logprobs)
+
+    def of_prompts(self):
+        """After `wait`: (request, place of the first token, log-probabilities of it and those that follow)."""
+        for request, first, tokens, found in self.prompts:
+            yield request, first, [_said(found, i, token, request.params.prompt_logprobs) for i, token in enumerate(tokens)]
 
 
 class Runner:
-    """A model on a device with its cache. `prefill` and `decode` return the next token of each request."""
+    """A model on a device with its cache. `launch` starts a step; requests that decode have rows of `state`, in the order of `rows`.
 
-    def __init__(self, model: Decoder, pool: PagePool, max_batch: int, max_len: int):
-        self.model, self.pool = model, pool
-        self.width = pool.pages_for(max_len)
-        self.state = State(_bucket(max_batch), self.width, model.device)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._loaded: list[Request] = []
+    draft   `NGram`: steps that only decode also verify a draft for each row, as long as nobody wants more than tokens.
+    """
 
-    @torch.inference_mode()
-    def prefill(self, requests: list[Request]) -> list[int]:
-        """Whole prompts end to end, without padding."""
-        device, lengths = self.model.device, [len(r.prompt) for r in requests]
-        tokens = torch.tensor([token for r in requests for token in r.prompt])
-        positions = torch.cat([torch.arange(n) for n in lengths])
-        slots = torch.cat([self.pool.append(r.pages, n) for r, n in zip(requests, lengths, strict=True)])
-        offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        step = Step(*(x.to(device, non_blocking=True) for x in (tokens, positions, slots, offsets)), longest=max(lengths))
-        last = (step.offsets[1:] - 1).long()
-        how = _sampling(requests, [n - 1 for n in lengths], device)
-        logits = self.model.logits(self.model.forward(step, self.pool)[last])
-        return sample(logits, how).tolist()
+    def __init__(self, model: Decoder, pool: PagePool, max_batch: int, max_len: int, draft: NGram | None = None):
+        self.model, self.pool, self.draft = model, pool, draft
+        longest = max_len + (draft.room if draft else 0)
+        self.state = State(bucket(max_batch), pool.pages_for(longest), model.config.vocab, model.device)
+        if draft is not None:
+            self.state.history = torch.zeros(self.state.size, longest, dtype=torch.int32, device=model.device)
+        self.graphs: dict[tuple[int, Wants], Captured] = {}
+        self.rows: list[Request] = []
+        self._asked: list[Request] = []  # the same requests, in the order in which they were given last
+        self._pages: list[int] = []  # of each row, that its page table has
+        self._wants = Wants()
+        self._work: list[Work] | None = None  # of the last step, where that was a decode
 
     @torch.inference_mode()
-    def decode(self, requests: list[Request]) -> list[int]:
-        """One more token of each request. The state is written anew only when the batch is another one than last time."""
-        count = len(requests)
-        size = _bucket(count)
-        if self.model.device.type == "cuda" and size not in self.graphs:
-            self._capture(size)
-        if self._loaded != requests:
-            self._load(requests)
-        for r in requests:
-            r.pages.length += 1
-        if self.model.device.type == "cuda":
-            self.graphs[size].replay()
+    def launch(self, work: list[Work]) -> Launched:
+        """Start a step. The state is written only where the batch or its pages changed; nothing is looked at where the work is that of the last step."""
+        prompts: list[tuple] = []
+        if work is self._work:
+            drawn, kind = self._decode(), "decode"
         else:
-            self._step(self.state.rows(count), max(r.pages.length for r in requests))
-        return self.state.tokens[:count].tolist()
+            kept = self._seat([w.request for w in work if w.last])
+            chunks = any(w.prompt for w in work)
+            drawn, kind = (self._chunks(work, kept, prompts), "prefill") if chunks else (self._decode(), "decode")
+        for request, count, _ in work:
+            request.pages.length += count
+        for request in self.rows:
+            request.pending += 1
+        self._work = work if kind == "decode" else None
+        return self._results(drawn, prompts, kind)
 
     def forget(self) -> None:
-        """The next decode writes the state anew, even for requests it has seen."""
-        self._loaded = []
+        """No request has a row, whatever came of the last step; all tokens have to be read by now."""
+        for request in self.rows:
+            request.seated = False
+        self._asked, self.rows, self._pages, self._wants, self._work = [], [], [], Wants(), None
+        self.state.clear(0)
 
-    def _load(self, requests: list[Request]) -> None:
-        """Copy a batch into the state; the rows past it are empty."""
-        s, count = self.state, len(requests)
-        s.positions.fill_(-1)
-        positions = [r.pages.length for r in requests]
-        s.tokens[:count] = torch.tensor([r.tokens[-1] for r in requests]).to(s.tokens.device)
-        s.positions[:count] = torch.tensor(positions).to(s.tokens.device)
-        s.page_table[:count] = self.pool.table([r.pages for r in requests], self.width).to(s.tokens.device)
-        for target, source in zip(s.sampling, _sampling(requests, positions, s.tokens.device), strict=True):
-            target[:count] = source
-        self._loaded = list(requests)
+    # ---- rows
 
-    def _step(self, s: State, longest: int | None = None) -> None:
-        """Tokens in, tokens out, in place; nothing here waits for the host. `longest` cuts the page table where the host knows it."""
-        page = self.pool.page
-        used = s.positions >= 0
+    def _seat(self, requests: list[Request]) -> int:
+        """Rows for the requests that get a new token: those that have one first, in their order. Returns how many these are."""
+        if requests != self._asked or not all(request.seated for request in requests):
+            wanted = set(requests)
+            keep = [i for i, request in enumerate(self.rows) if request in wanted and request.seated]
+            rows, pages = [self.rows[i] for i in keep], [self._pages[i] for i in keep]
+            stay = set(rows)
+            for request in self.rows:
+                request.seated = request in stay
+            new = [request for request in requests if request not in stay]
+            self._wants = Wants.of(requests)
+            self.state.keep(keep)
+            self.state.clear(len(keep))
+            self._asked, self.rows, self._pages, kept = [], rows, pages, len(rows)
+            if new:
+                self.state.load(kept, new, self._wants)
+            for request in new:
+                request.seated = True
+            self._asked, self.rows, self._pages = requests, rows + new, pages + [len(r.pages.pages) for r in new]
+        else:
+            kept = len(requests)
+        grown = [i for i, (request, had) in enumerate(zip(self.rows, self._pages, strict=True)) if len(request.pages.pages) != had]
+        if grown:
+            new = [(i, column, page) for i in grown for column, page in enumerate(self.rows[i].pages.pages[self._pages[i] :], self._pages[i])]
+            self.state.grow(*map(list, zip(*new, strict=True)))
+            for i in grown:
+                self._pages[i] = len(self.rows[i].pages.pages)
+        return kept
+
+    # ---- the two kinds of a step
+
+    def _decode(self) -> Drawn:
+        """One more token of each row."""
+        count = len(self.rows)
+        if self._wants.mask:
+            self.state.allow(self.rows)
+        if self.model.device.type != "cuda":
+            return self._step(self.state.rows(count), self._wants, max(len(r.pages.pages) for r in self.rows) * self.pool.page)
+        key = bucket(count), self._wants
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(*key)
+        self.graphs[key].graph.replay()
+        return self.graphs[key].drawn
+
+    def _chunks(self, work: list[Work], kept: int, prompts: list) -> Drawn | None:
+        """Decodes and chunks of prompts end to end: first the `kept` rows, then the rows whose prompts end here, then chunks that do not end theirs."""
+        counts = {w.request: w.count for w in work}
+        going = [w.request for w in work if not w.last]
+        chunks = [Chunk(r, r.pages.length, counts[r]) for r in self.rows[kept:] + going]
+        if self._wants.mask:
+            self.state.allow(self.rows)
+        s = self.state.rows(len(self.rows))
+        longs, offsets = (upload(x, self.model.device) for x in _packed(chunks, kept, self.pool.page))
+        longest = max(chunk.size for chunk in chunks)
+        if not kept and not any(chunk.start for chunk in chunks) and not self.model.batch_invariant:
+            step = Step(*longs, offsets=offsets, longest=longest)
+        else:
+            at = s.positions[:kept]
+            old = torch.stack((s.tokens[:kept], at, self._slots(s.page_table[:kept], at[:, None])[:, 0]))
+            longs = torch.cat((old, longs), 1)
+            width = min(_power(max(len(r.pages.pages) for r in self.rows + going)), s.page_table.shape[1])
+            table = torch.cat((s.page_table[:, :width], upload(self.pool.table([r.pages for r in going], width), self.model.device)))
+            ends = torch.tensor([chunk.start + chunk.size for chunk in chunks], dtype=torch.int32)
+            lengths = torch.cat((at.int() + 1, upload(ends, self.model.device)))
+            step = Step(*longs, offsets=offsets, longest=min(_power(longest), longs.shape[1]), page_table=table, lengths=lengths)
+        if any(request.slot >= 0 for request in self.rows + going):
+            new = [torch.full((chunk.size,), chunk.request.slot, dtype=torch.int32) for chunk in chunks]
+            step = step._replace(adapters=torch.cat((s.adapters[:kept], upload(torch.cat(new), self.model.device))))
+        hidden = self.model.forward(step, self.pool)
+        first = kept
+        for request, start, size in chunks:
+            if request.scores:
+                self._score(request, start, hidden[first : first + size], prompts)
+            first += size
+        return self._draw(s, hidden[(offsets[1 : s.size + 1] - 1).long()], self._wants) if s.size else None
+
+    def _step(self, s: State, wants: Wants, longest: int | None = None) -> Drawn:
+        """A token of each row in, one out, in place; or with a draft one to `n + 1`. `longest` cuts the page table where the host knows it."""
+        drafts = self.draft is not None and wants.plain and s.size <= self.draft.most_rows
         at = s.positions.clamp(min=0)
         table = s.page_table if longest is None else s.page_table[:, : self.pool.pages_for(longest)]
-        slots = table.gather(1, (at // page)[:, None])[:, 0].long() * page + at % page
-        step = Step(s.tokens, at, torch.where(used, slots, -1), page_table=table, lengths=(s.positions + 1).int())
-        logits = self.model.logits(self.model.forward(step, self.pool))
-        s.sampling.step.copy_(at)
-        s.tokens.copy_(sample(logits, s.sampling))
-        s.positions.add_(used)
+        if drafts:
+            return self._speculate(s, at, table)
+        slots = torch.where(s.positions >= 0, self._slots(table, at[:, None])[:, 0], -1)
+        adapters = s.adapters if wants.adapter else None
+        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int(), adapters=adapters)
+        return self._draw(s, self.model.forward(step, self.pool), wants)
 
-    def _capture(self, size: int) -> None:
-        """One CUDA graph of the step for `size` rows, sampler included; the run before it compiles the kernels. Empties the state."""
-        rows = self.state.rows(size)
-        self.forget()
-        self.state.positions.fill_(-1)  # nothing is written to the cache
+    def _speculate(self, s: State, at: Tensor, table: Tensor) -> Drawn:
+        """The next tokens of each row: what is accepted of its draft, and the one after it."""
+        draft = self.draft.propose(s.history, s.positions)  # [rows, n]
+        n = draft.shape[1]
+        used = (s.positions >= 0)[:, None]
+        places = at[:, None] + torch.arange(n + 1, device=at.device)
+        slots = torch.where(used, self._slots(table, places), -1)  # also of places without a draft: what is hidden from a query has to be finite
+        tokens = torch.cat((s.tokens[:, None], draft.clamp(min=0)), 1)
+        lengths = torch.where(used[:, 0], s.positions + n + 1, 0).int()
+        step = Step(tokens.flatten(), places.flatten(), slots.flatten(), page_table=table, lengths=lengths)
+        logits = self.model.logits(self.model.forward(step, self.pool)).unflatten(0, (-1, n + 1))
+        s.sampling.step.copy_(at)
+        count, _, last = verify(logits, Draft(draft), s.sampling)
+        order = torch.arange(n + 1, device=at.device)
+        found = torch.where(order < count[:, None], torch.cat((draft, draft[:, :1]), 1), torch.where(order == count[:, None], last[:, None], -1))
+        s.remember(found, used)
+        s.tokens.copy_(last)
+        s.positions.add_(torch.where(used[:, 0], count + 1, 0))
+        return Drawn(found)
+
+    def _slots(self, table: Tensor, at: Tensor) -> Tensor:
+        """Where the keys and values of positions `at` [rows, n] of each row go."""
+        page = self.pool.page
+        return table.gather(1, (at // page).clamp(max=table.shape[1] - 1)).long() * page + at % page
+
+    def _draw(self, s: State, hidden: Tensor, wants: Wants) -> Drawn:
+        """The next token of each row, into the state too, and its log-probabilities where somebody wants them."""
+        used, sampling = s.positions >= 0, s.sampling
+        sampling.step.copy_(s.positions.clamp(min=0))
+        raw = logits = self.model.logits(hidden)
+        if wants.penalties or wants.bias or wants.mask:
+            penalties = s.penalties() if wants.penalties else None
+            bias = s.bias(s.positions) if wants.bias else None
+            logits = adjust_logits(logits, penalties=penalties, bias=bias, mask=s.mask if wants.mask else None)
+        tokens = sample(logits, sampling)
+        if wants.penalties:
+            s.output.scatter_add_(1, tokens[:, None], used[:, None].int())
+        if s.history is not None:
+            s.remember(tokens[:, None], used[:, None])
+        s.tokens.copy_(tokens)
+        s.positions.add_(used)
+        return Drawn(s.tokens, log_probs(raw, tokens, min(MOST_TOP, s.vocab)) if wants.logprobs else None)
+
+    def _score(self, request: Request, start: int, hidden: Tensor, prompts: list) -> None:
+        """The log-probabilities of the tokens of a prompt that follow those from `start` on."""
+        following = request.prompt[start + 1 : start + 1 + len(hidden)]
+        for at in range(0, len(following), LOGITS):
+            tokens = following[at : at + LOGITS]
+            logits = self.model.logits(hidden[at : at + len(tokens)])
+            found = log_probs(logits, upload(torch.tensor(tokens), logits.device), min(MOST_TOP, logits.shape[1]))
+            prompts.append((request, start + 1 + at, tokens, _download(found)))
+
+    def _results(self, drawn: Drawn | None, prompts: list, kind: str) -> Launched:
+        """What was launched last, on its way to the host."""
+        count = len(self.rows)
+        tokens = self.state.tokens[:0] if drawn is None else drawn.tokens[:count]
+        logprobs = None if drawn is None or drawn.logprobs is None else LogProbs(*(x[:count] for x in drawn.logprobs))
+        if self.model.device.type != "cuda":
+            return Launched(list(self.rows), tokens.clone(), logprobs, prompts, None, kind)
+        logprobs = None if logprobs is None else _download(logprobs)
+        tokens, done = tokens.to("cpu", non_blocking=True), torch.cuda.Event()
+        done.record()
+        return Launched(list(self.rows), tokens, logprobs, prompts, done, kind)
+
+    def _capture(self, size: int, wants: Wants) -> Captured:
+        """One CUDA graph of the step for `size` rows, sampler included; the run before it compiles the kernels. The state stays as it was."""
+        rows, saved = self.state.rows(size), self.state.longs.clone()
+        self.state.clear(0)  # nothing is written to the cache
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(rows)
+            self._step(rows, wants)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self.graphs.values())).pool() if self.graphs else None
+        pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None
         with torch.cuda.graph(graph, pool=pool):
-            self._step(rows)
-        self.graphs[size] = graph
+            drawn = self._step(rows, wants)
+        self.state.longs.copy_(saved)
+        return Captured(graph, drawn)
 
 
-def _bucket(count: int) -> int:
-    """Rows of the graph that runs `count` sequences: 1, 2, 4, 8, then multiples of 8."""
-    return next((size for size in (1, 2, 4) if count <= size), -(-count // 8) * 8)
+def _packed(chunks: list[Chunk], kept: int, page: int) -> tuple[Tensor, Tensor]:
+    """Token, position and slot of each token of the chunks, int64 [3, tokens], and the offsets int32 [kept + chunks + 1] of `kept` decodes and then them."""
+    columns = []
+    for request, start, size in chunks:
+        places = torch.arange(start, start + size)
+        pages = torch.tensor(request.pages.pages)
+        columns.append(torch.stack((torch.tensor(request.known()[start : start + size]), places, pages[places // page] * page + places % page)))
+    sizes = torch.tensor([0, *[1] * kept, *(chunk.size for chunk in chunks)], dtype=torch.int32)
+    return torch.cat(columns, 1), sizes.cumsum(0, dtype=torch.int32)
 
 
-def _sampling(requests: list[Request], steps: list[int], device: torch.device) -> Sampling:
-    p = [r.params for r in requests]
-    columns = (
-        torch.tensor([x.temperature for x in p], dtype=torch.float32),
-        torch.tensor([x.top_k for x in p], dtype=torch.int32),
-        torch.tensor([x.top_p for x in p], dtype=torch.float32),
-        torch.tensor([x.min_p for x in p], dtype=torch.float32),
-        torch.tensor([r.seed for r in requests], dtype=torch.int64),
-        torch.tensor(steps, dtype=torch.int64),
-        torch.ones(len(p)),
-    )
-    return Sampling(*(column.to(device) for column in columns))
+def bucket(count: int) -> int:
+    """Rows of the graph that runs `count` sequences."""
+    return next((size for size in BUCKETS if count <= size), -(-count // 256) * 256)
+
+
+def _power(count: int) -> int:
+    """The next power of two: few different Problems."""
+    return 1 << (count - 1).bit_length()
+
+
+def _download(found: LogProbs) -> LogProbs:
+    return LogProbs(*(x.to("cpu", non_blocking=True) for x in found))
+
+
+def _said(found: LogProbs, row: int, token: int, count: int) -> TokenLogProbs:
+    top = list(zip(found.ids[row, :count].tolist(), found.top[row, :count].tolist(), strict=True))
+    return TokenLogProbs(token, float(found.chosen[row]), top)

@@ -85,7 +85,10 @@ def activated(x, ACT: tl.constexpr, alpha=1.0, QUICK: tl.constexpr = False):
     if ACT == "relu2":
         return tl.where(x < 0, 0.0, x) * x
     if ACT == "gelu":
-        return tl.maximum(x, 0.0) - tl.abs(x) * beyond(tl.abs(x)) if QUICK else x * normal(x, False)
+        if QUICK:
+            far = tl.minimum(tl.abs(x), 16.0, tl.PropagateNan.ALL)  # where nothing is left beyond: infinity times 0 would be NaN
+            return tl.maximum(x, 0.0) - far * beyond(far)
+        return x * normal(x, False)
     if ACT == "mish":  # tanh(log(1 + e)) = n / (n + 2) with n = e (e + 2); from 20 on it is 1
         e = exp(tl.where(x > 20, 20.0, x), QUICK)
         n = e * (e + 2)

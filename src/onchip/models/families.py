@@ -60,7 +60,7 @@ FAMILIES = {
     "gemma2": Family(post_norms=True, norm_offset=1.0, scaled=True, window="most", defaults=GEMMA | GEMMA2),
     "gemma3_text": Family(qk_norm=True, post_norms=True, norm_offset=1.0, scaled=True, window="most", defaults=GEMMA | GEMMA3),
 }
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 
 @dataclass(frozen=True)

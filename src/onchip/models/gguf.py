@@ -5,11 +5,13 @@ The header is parsed here: the package `gguf` builds a numpy view of every strin
 of a vocabulary of 49,000, against 0.1 s. Dequantisation is the package's.
 """
 
+import functools
 import math
 import mmap
 import re
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,6 +65,17 @@ class Stored(NamedTuple):
     kind: GGMLQuantizationType
     start: int
     size: int
+
+
+@dataclass(frozen=True)
+class View:
+    """A weight on disk: its shape, and `view[rows, columns]`, which reads that part alone (a slice for each dimension, or `[:]`)."""
+
+    shape: tuple[int, ...]
+    read: Callable[[tuple[slice, ...]], torch.Tensor]
+
+    def __getitem__(self, at: slice | tuple[slice, ...]) -> torch.Tensor:
+        return self.read(at if isinstance(at, tuple) else (at,))
 
 
 class File(NamedTuple):
@@ -175,45 +188,62 @@ def _stored(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
 # ---- tensors
 
 
-def tensors(file: File, dtype: torch.dtype, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight under its Hugging Face name, in the file's order, on the CPU in `dtype`; one at a time is dequantised.
+def views(file: File, dtype: torch.dtype, progress: Progress | None = None) -> Iterator[tuple[str, View]]:
+    """Every weight under its Hugging Face name, in the file's order; what is read of one is dequantised, on the CPU in `dtype`.
 
     llama.cpp adds 1 to the weights of Gemma's norms, and here it is taken off again: they are as Hugging Face's files have them.
     """
     interleaved(file)
     done, total = 0, sum(stored.size for stored in file.tensors.values())
     for name, stored in file.tensors.items():
-        pair = None if name in ROTARY else (hugging_face_name(file, name), _weight(file, name, dtype))
         done += stored.size
         if progress:
             progress(done, total)
-        if pair:
-            yield pair
+        if name not in ROTARY:
+            yield hugging_face_name(file, name), View(stored.shape, functools.partial(_weight, file, name, dtype))
 
 
-def _weight(file: File, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _weight(file: File, name: str, dtype: torch.dtype, at: tuple[slice, ...]) -> torch.Tensor:
     if file.architecture in GEMMA and name.endswith("norm.weight"):
-        return values(file, name, torch.float32).sub_(1).to(dtype)
-    return values(file, name, dtype)
+        return values(file, name, torch.float32, at).sub_(1).to(dtype)
+    return values(file, name, dtype, at)
 
 
-def values(file: File, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """One tensor by its llama.cpp name, dequantised, in `dtype`. Raises ModelError for a type that gguf cannot dequantise."""
+def values(file: File, name: str, dtype: torch.dtype, at: tuple[slice, ...] = ()) -> torch.Tensor:
+    """One tensor by its llama.cpp name, dequantised, in `dtype`; with `at` that part, of whose rows whole blocks are dequantised.
+
+    Raises ModelError for a type that gguf cannot dequantise.
+    """
     stored = file.tensors[name]
+    block, size = GGML_QUANT_SIZES[stored.kind]
     raw = np.frombuffer(file.data, np.uint8, stored.size, stored.start)
-    if stored.kind in PLAIN:
-        return torch.from_numpy(raw.copy()).view(PLAIN[stored.kind]).view(stored.shape).to(dtype)
+    if stored.shape[-1] % block:  # blocks go over the ends of rows
+        return _dequantised(file, name, raw, dtype).view(stored.shape)[at or ...]
+    at = [slice(*part.indices(n)) for part, n in zip((*at, *[slice(None)] * (len(stored.shape) - len(at))), stored.shape, strict=True)]
+    cols = at.pop()
+    first = cols.start // block
+    raw = raw.reshape(*stored.shape[:-1], -1, size)[(*at, slice(first, -(-cols.stop // block)))]
+    found = _dequantised(file, name, raw, dtype).view(*raw.shape[:-2], -1)
+    return found[..., cols.start - first * block : cols.stop - first * block]
+
+
+def _dequantised(file: File, name: str, raw: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """What whole blocks of a tensor hold, [numbers]."""
+    kind = file.tensors[name].kind
+    if kind in PLAIN:
+        return torch.from_numpy(raw.flatten()).view(PLAIN[kind]).to(dtype)
     # 16 rows of 2,048 elements at a time: gguf works on 16 rows, and torch casts up to 32,768 elements on the calling thread;
     # above that its threads wait for each other thousands of times, 0.4 s against 4 s for 135M weights on two busy cores
-    block, size = GGML_QUANT_SIZES[stored.kind]
-    rows = raw.reshape(-1, math.gcd(stored.size // size, 2048 // block) * size)
-    out = torch.empty(stored.shape, dtype=dtype)
+    block, size = GGML_QUANT_SIZES[kind]
+    count = raw.size // size
+    rows = raw.reshape(-1, math.gcd(count, 2048 // block) * size)
+    out = torch.empty(count * block, dtype=dtype)
     try:
         for part, some in zip(out.view(len(rows), -1).split(16), np.split(rows, range(16, len(rows), 16)), strict=True):
-            part.copy_(torch.from_numpy(dequantize(some, stored.kind)))
+            part.copy_(torch.from_numpy(dequantize(some, kind)))
     except NotImplementedError:
         raise ModelError(
-            f"{file.path}: tensor {name!r} is {stored.kind.name}, which the package gguf cannot dequantise; use a Q4_K_M, Q8_0 or F16 file of the model"
+            f"{file.path}: tensor {name!r} is {kind.name}, which the package gguf cannot dequantise; use a Q4_K_M, Q8_0 or F16 file of the model"
         ) from None
     return out
 

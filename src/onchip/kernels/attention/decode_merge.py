@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from onchip.kernels.attention.decode_tiles import items_of, locate, owner_of, sequence_of, share_of, total_work
+from onchip.kernels.attention.decode_tiles import items_of, locate, sequence_of, share_length, share_of, total_work
 from onchip.kernels.attention.tile import LN2, sink
 
 SHARE = 512  # keys an item where the batch must not decide: writing and merging 16 rows costs 6% of reading as many keys of d128
@@ -22,17 +22,18 @@ def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr,
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    total = total_work(lengths_ptr, offsets_ptr, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
+    total, longest = total_work(lengths_ptr, offsets_ptr, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
+    each = share_length(total, longest, programs)
     if BY_UNIT:
         b, unit = tl.program_id(0) // most_units, tl.program_id(0) % most_units
         before = b * 0
         for first in range(0, b, BATCH):
             others = first + tl.arange(0, BATCH)
             known_k, known_q, _ = sequence_of(lengths_ptr, offsets_ptr, others, others < b, len_q)
-            each, times = items_of(known_k, known_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM)
-            before += tl.sum(tl.where(others < b, each * times * kv_heads, 0), 0)
+            known, times = items_of(known_k, known_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM)
+            before += tl.sum(tl.where(others < b, known * times * kv_heads, 0), 0)
     else:
-        cut = share_of(tl.program_id(0) + 1, total, programs)
+        cut = share_of(tl.program_id(0) + 1, total, each)
         b, before = locate(lengths_ptr, offsets_ptr, cut, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
     len_k, queries, token = sequence_of(lengths_ptr, offsets_ptr, b, b < batch, len_q)
     items, tiles = items_of(len_k, queries, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM)
@@ -44,8 +45,8 @@ def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr,
         parts = items
         owner = begin
     else:
-        owner = owner_of(begin, total, programs)
-        parts = owner_of(begin + items - 1, total, programs) - owner + 1
+        owner = begin // each
+        parts = (begin + items - 1) // each - owner + 1
     if not BY_UNIT:
         shared = shared & (owner == tl.program_id(0)) & (begin < cut)
     kv_head = unit // tl.maximum(tiles, 1)
@@ -66,7 +67,7 @@ def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr,
             part = first + tl.arange(0, PARTS)
             place = begin + part
             if ITEM == BLOCK_N:
-                place = 2 * (owner + part) + ((part == 0) & (begin > share_of(owner, total, programs))).to(tl.int32)
+                place = 2 * (owner + part) + ((part == 0) & (begin > owner * each)).to(tl.int32)
             place = (place.to(tl.int64) * ROWS)[:, None] + row[None, :]
             real = (part < parts)[:, None] & there[None, :]
             part_lse = tl.load(part_lse_ptr + place, mask=real, other=float("-inf"))

@@ -47,21 +47,24 @@ def items_of(len_k, queries, kv_heads, group, BAND: tl.constexpr, ROWS: tl.const
 @triton.jit
 def work_of(lengths_ptr, offsets_ptr, first, batch, len_q, kv_heads, group,
             BAND: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, ITEM: tl.constexpr, BATCH: tl.constexpr):  # fmt: skip
-    """Items of each of BATCH sequences from `first` on, all units together."""
+    """Items of each of BATCH sequences from `first` on, of all units together and of one."""
     b = first + tl.arange(0, BATCH)
     len_k, queries, _ = sequence_of(lengths_ptr, offsets_ptr, b, b < batch, len_q)
     items, tiles = items_of(len_k, queries, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM)
-    return tl.where(b < batch, items * tiles * kv_heads, 0)
+    return tl.where(b < batch, items * tiles * kv_heads, 0), tl.where((b < batch) & (tiles > 0), items, 0)
 
 
 @triton.jit
 def total_work(lengths_ptr, offsets_ptr, batch, len_q, kv_heads, group,
                BAND: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, ITEM: tl.constexpr, BATCH: tl.constexpr):  # fmt: skip
-    """Items of the whole batch."""
+    """Items of the whole batch, and of its longest unit."""
     total = 0
+    longest = 0
     for first in range(0, batch, BATCH):
-        total += tl.sum(work_of(lengths_ptr, offsets_ptr, first, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH), 0)
-    return total
+        work, each = work_of(lengths_ptr, offsets_ptr, first, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
+        total += tl.sum(work, 0)
+        longest = tl.maximum(longest, tl.max(each, 0))
+    return total, longest
 
 
 @triton.jit
@@ -72,7 +75,7 @@ def locate(lengths_ptr, offsets_ptr, item, batch, len_q, kv_heads, group,
     before = 0
     seen = 0
     for first in range(0, batch, BATCH):
-        work = work_of(lengths_ptr, offsets_ptr, first, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
+        work, _ = work_of(lengths_ptr, offsets_ptr, first, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
         passed = (seen + tl.cumsum(work, 0) <= item) & (first + tl.arange(0, BATCH) < batch)
         b += tl.sum(passed.to(tl.int32), 0)
         before += tl.sum(tl.where(passed, work, 0), 0)
@@ -81,17 +84,20 @@ def locate(lengths_ptr, offsets_ptr, item, batch, len_q, kv_heads, group,
 
 
 @triton.jit
-def share_of(program, total, programs):
-    """Where the share of a program begins: all are of one length, or one item longer."""
-    return program * (total // programs) + tl.minimum(program, total % programs)
+def share_length(total, longest, programs):
+    """Items of a program's share. As many for all; where that costs a sixteenth at most, one or two whole units, or a unit in equal parts: what is not cut
+    needs no merging, and who begins with a unit has no end of another one. (32x4k 130.7 to 128.2 us, MQA 146 to 134; four units of 1k a share lost 1 to 3%.)
+    """
+    each = tl.maximum(tl.cdiv(total, programs), 1)
+    longest = tl.maximum(longest, 1)
+    even = tl.where(longest < each, 2 * longest, tl.cdiv(longest, tl.maximum(longest // each, 1)))
+    return tl.where((even >= each) & (16 * (even - each) <= each), even, each)
 
 
 @triton.jit
-def owner_of(item, total, programs):
-    """The program whose share holds `item`."""
-    each, more = total // programs, total % programs
-    longer = more * (each + 1)
-    return tl.where(item < longer, item // (each + 1), more + (item - longer) // tl.maximum(each, 1))
+def share_of(program, total, each):
+    """Where the share of a program begins."""
+    return tl.minimum(program * each, total)
 
 
 # ---- tiles

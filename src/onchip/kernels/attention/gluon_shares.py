@@ -1,6 +1,6 @@
 """A program's share of the list of key tiles (`decode_tiles`), in Gluon."""
 
-from onchip.kernels.attention.decode_tiles import items_of, sequence_of, share_of
+from onchip.kernels.attention.decode_tiles import items_of, sequence_of, share_length, share_of
 from onchip.kernels.hopper import gl, gluon
 
 
@@ -11,12 +11,12 @@ def _plus(x, y):
 
 @gluon.jit
 def _work(lists, first, BAND: gl.constexpr, C: gl.constexpr):
-    """Items of each of `C.listed` sequences from `first` on, all units together; and whether there are such sequences."""
+    """Items of each of `C.listed` sequences from `first` on, all units together; whether there are such sequences; and the items of the longest unit."""
     lengths, offsets, batch, len_q, kv_heads, group = lists
     b = first + gl.arange(0, C.listed, layout=C.list)
     len_k, queries, _ = sequence_of(lengths, offsets, b, b < batch, len_q)
     items, tiles = items_of(len_k, queries, kv_heads, group, BAND, C.rows, C.tile, C.item)
-    return gl.where(b < batch, items * tiles * kv_heads, 0), b < batch
+    return gl.where(b < batch, items * tiles * kv_heads, 0), b < batch, gl.max(gl.where((b < batch) & (tiles > 0), items, 0), 0)
 
 
 @gluon.jit
@@ -36,21 +36,24 @@ def my_share(lists, BAND: gl.constexpr, C: gl.constexpr):
     """
     program, programs, batch = gl.program_id(0), gl.num_programs(0), lists[2]
     if C.once:
-        work, there = _work(lists, 0, BAND, C)
+        work, there, longest = _work(lists, 0, BAND, C)
         total = gl.sum(work, 0)
-        begin = share_of(program, total, programs)
+        each = share_length(total, longest, programs)
+        begin = share_of(program, total, each)
         b, before, _ = _passed(work, there, begin, 0)
     else:
-        total = batch * 0
+        total, longest = batch * 0, batch * 0
         for first in range(0, batch, C.listed):
-            work, _ = _work(lists, first, BAND, C)
+            work, _, unit = _work(lists, first, BAND, C)
             total += gl.sum(work, 0)
-        begin = share_of(program, total, programs)
+            longest = gl.maximum(longest, unit)
+        each = share_length(total, longest, programs)
+        begin = share_of(program, total, each)
         b, before, seen = batch * 0, batch * 0, batch * 0
         for first in range(0, batch, C.listed):
-            work, there = _work(lists, first, BAND, C)
+            work, there, _ = _work(lists, first, BAND, C)
             more, items, all_items = _passed(work, there, begin, seen)
             b += more
             before += items
             seen += all_items
-    return begin, share_of(program + 1, total, programs), b, before
+    return begin, share_of(program + 1, total, each), b, before

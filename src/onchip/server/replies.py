@@ -1,0 +1,147 @@
+"""From pieces of answers to OpenAI's objects: one `Dialect` for chat and one for plain completions, whole or as server-sent events."""
+
+import json
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from onchip.engine.request import Request, TokenLogProbs
+from onchip.server import errors
+from onchip.server.serving import Job, Piece
+
+KEEP_ALIVE = 15.0  # seconds of silence after which a stream says that it lives: proxies close silent connections after 30 to 60 s
+ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+DONE = b"data: [DONE]\n\n"
+
+
+class Spelled(NamedTuple):
+    """A token's bytes, its log-probability, and those of the likeliest."""
+
+    token: bytes
+    logprob: float | None
+    top: list[tuple[bytes, float]]
+
+
+@dataclass
+class Reply:
+    """One call's answer. `dialect` says how its choices look; `spell` the bytes of a token, for log-probabilities."""
+
+    dialect: "Chat | Plain"
+    model: str
+    job: Job
+    spell: Callable[[int], bytes]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    async def whole(self) -> dict:
+        """The answer in one object. Raises ApiError where a request has failed."""
+        pieces: list[list[Piece]] = [[] for _ in self.job.requests]
+        async for piece in self.job.pieces():
+            pieces[piece.index].append(piece)
+            if why := _failure(piece):
+                raise errors.ApiError(500, why)
+        choices = [self._choice(Piece.joined(answer)) for answer in pieces if answer]  # one without a piece has lost its client
+        return self._object(self.dialect.whole, choices) | {"usage": self.usage()}
+
+    async def stream(self, include_usage: bool) -> AsyncIterator[bytes]:
+        """The answer as server-sent events; an error is an event too, the last one of its choice, which ends before its last words then."""
+        null = {"usage": None} if include_usage else {}
+        for i in range(len(self.job.requests)):
+            if opening := self.dialect.opening(i):
+                yield _event(self._object(self.dialect.chunk, [opening]) | null)
+        async for piece in self.job.pieces(KEEP_ALIVE):
+            if piece is None:
+                yield b": waiting\n\n"
+            elif why := _failure(piece):
+                yield _event(errors.body(500, why))
+            else:
+                yield _event(self._object(self.dialect.chunk, [self._choice(piece, part=True)]) | null)
+        if include_usage:
+            yield _event(self._object(self.dialect.chunk, []) | {"usage": self.usage()})
+        yield DONE
+
+    def usage(self) -> dict:
+        """Tokens: the prompt of several samples counts once, what came from the prefix cache beside it."""
+        asked = self.job.asked
+        prompt, new, cached = sum(len(r.prompt) for r in asked), sum(len(r.tokens) for r in self.job.requests), sum(r.cached_tokens or 0 for r in asked)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, "prompt_tokens_details": {"cached_tokens": cached}}
+
+    def _object(self, kind: str, choices: list[dict]) -> dict:
+        return {"id": f"{self.dialect.prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _choice(self, piece: Piece, part: bool = False) -> dict:
+        found = piece.logprobs
+        if found is not None and not part:
+            found = self._of_prompt(self.job.requests[piece.index].samples[0]) + found
+        logprobs = None if found is None else self.dialect.logprobs(piece.index, [self._spelled(one) for one in found])
+        return {"index": piece.index, **self.dialect.content(piece, part), "logprobs": logprobs, "finish_reason": piece.reason}
+
+    def _of_prompt(self, request: Request) -> list[TokenLogProbs]:
+        """Where they were asked for; nothing predicts the first token."""
+        found = request.prompt_logprobs or []
+        return [one or TokenLogProbs(token, None, []) for token, one in zip(request.prompt, found, strict=False)]
+
+    def _spelled(self, one: TokenLogProbs) -> Spelled:
+        return Spelled(self.spell(one.token), one.logprob, [(self.spell(token), logprob) for token, logprob in one.top])
+
+
+class Chat:
+    """/v1/chat/completions."""
+
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int) -> dict | None:
+        """The first event of a choice."""
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def content(self, piece: Piece, part: bool) -> dict:
+        if part:
+            return {"delta": {"content": piece.text} if piece.text else {}}
+        return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+
+    def logprobs(self, index: int, spelled: list[Spelled]) -> dict:
+        def entry(token: bytes, logprob: float) -> dict:
+            return {"token": token.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token)}
+
+        return {"content": [entry(token, own) | {"top_logprobs": [entry(*one) for one in top]} for token, own, top in spelled], "refusal": None}
+
+
+class Plain:
+    """/v1/completions. `echoes`: the text that each choice begins with, where the call asked for its prompt back."""
+
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, echoes: list[str] | None = None):
+        self._echoes = echoes
+        self._ends: Counter[int] = Counter()  # where the text of a choice's tokens ends
+
+    def opening(self, index: int) -> dict | None:
+        return {"index": index, "text": self._echoes[index], "logprobs": None, "finish_reason": None} if self._echoes else None
+
+    def content(self, piece: Piece, part: bool) -> dict:
+        return {"text": piece.text if part or not self._echoes else self._echoes[piece.index] + piece.text}
+
+    def logprobs(self, index: int, spelled: list[Spelled]) -> dict:
+        def text(token: bytes) -> str:
+            return token.decode("utf-8", "replace")
+
+        tokens, offsets = [text(token) for token, _, _ in spelled], []
+        for token in tokens:
+            offsets.append(self._ends[index])
+            self._ends[index] += len(token)
+        tops = [{text(token): p for token, p in one.top} if one.logprob is not None else None for one in spelled]
+        return {"tokens": tokens, "token_logprobs": [own for _, own, _ in spelled], "top_logprobs": tops, "text_offset": offsets}
+
+
+def _failure(piece: Piece) -> str | None:
+    """Why the answer is not whole: what follows "error: " in its reason; None where it is well."""
+    if piece.reason is None or piece.reason in ("stop", "length"):
+        return None
+    return piece.reason.removeprefix("error: ")
+
+
+def _event(data: dict) -> bytes:
+    return b"data: " + ENCODE(data).encode() + b"\n\n"

@@ -1,0 +1,314 @@
+"""The engine behind a server: one thread owns the LLM, and asyncio's thread talks to it by a queue.
+
+What the steps bring comes back by `call_soon_threadsafe`, gathered so that the event loop, which an event of a stream costs 40 us, leaves the engine's thread
+most of the interpreter's time. Every request ends once, with a `Piece` whose reason is set, whatever happens.
+"""
+
+import asyncio
+import gc
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from onchip.engine.llm import LLM
+from onchip.engine.request import Event, Request, TokenLogProbs
+from onchip.server.metrics import Metrics
+
+GATHER = 0.010  # seconds that text in the middle of an answer waits at most, or, for many streams ...
+EACH = 160e-6  # ... this long for each of them: then their events take a quarter of the time; an answer's first and last text do not wait
+FAREWELL = 20.0  # seconds that the last step may take when the server ends
+FAILURES = 3  # steps in a row that may fail before the engine gives up
+# Python hands the interpreter from one busy thread to another every 5 ms: five decode steps of a small model
+SWITCH_INTERVAL = 0.0005
+T = TypeVar("T")
+
+
+class Overloaded(RuntimeError):
+    """No request is taken now: too many wait, the server is shutting down, or its engine has stopped."""
+
+
+class Piece(NamedTuple):
+    """What came for one request of a job since its last piece; the last one has a reason, as `Request.reason` has it."""
+
+    index: int  # of the request in its job
+    text: str
+    tokens: list[int]
+    logprobs: list[TokenLogProbs] | None = None
+    reason: str | None = None
+
+    @staticmethod
+    def joined(pieces: "list[Piece]") -> "Piece":
+        """Pieces of one request, in order, as one."""
+        logprobs = [one for piece in pieces for one in piece.logprobs or ()]
+        told = any(piece.logprobs is not None for piece in pieces)
+        tokens = [token for piece in pieces for token in piece.tokens]
+        return Piece(pieces[0].index, "".join(piece.text for piece in pieces), tokens, logprobs if told else None, pieces[-1].reason)
+
+
+class Job:
+    """The requests of one HTTP call, all samples of each, queued by `Serving.submit`. `close` ends what is left; pages are free before the next step."""
+
+    def __init__(self, serving: "Serving", asked: list[Request]):
+        self.asked, self._serving = asked, serving
+        self.requests = [sample for request in asked for sample in request.samples]
+        self.submitted_at, self.closed = time.perf_counter(), False
+        self._left = len(self.requests)
+        self._pieces: dict[int, Piece] = {}
+        self._wake = asyncio.Event()
+
+    async def pieces(self, patience: float | None = None) -> AsyncIterator[Piece | None]:
+        """Pieces as they come, until all requests have ended or the job is closed; None where nothing came for `patience` seconds."""
+        while self._left and not self.closed:
+            try:
+                await asyncio.wait_for(self._wake.wait(), patience)
+            except TimeoutError:
+                yield None
+                continue
+            self._wake.clear()
+            taken, self._pieces = self._pieces, {}
+            for piece in taken.values():
+                self._left -= piece.reason is not None
+                yield piece
+
+    def put(self, piece: Piece) -> None:
+        before = self._pieces.get(piece.index)
+        self._pieces[piece.index] = Piece.joined([before, piece]) if before else piece
+        self._wake.set()
+
+    def close(self) -> None:
+        """For a client that has gone or has had its answer; may be called again."""
+        if not self.closed:
+            self.closed = True
+            self._wake.set()
+            if self._left:
+                self._serving.cancel(self)
+
+
+@dataclass(eq=False)
+class _Life:
+    """A request inside the engine, and what of its answer has not been handed over."""
+
+    request: Request
+    job: Job
+    index: int
+    piece: Piece | None = None
+    urgent: bool = False  # the piece begins or ends an answer
+    first_at: float | None = None
+
+
+class Serving:
+    """An LLM that many coroutines use at once.
+
+    max_queued    requests that may wait or run at a time; with one more `submit` raises Overloaded.
+    stuck_after   seconds that a step may take before the engine counts as stuck; the first steps on a GPU compile kernels.
+    """
+
+    def __init__(self, llm: LLM, *, max_queued: int = 10_000, stuck_after: float = 300.0):
+        self.llm, self.max_queued, self.stuck_after = llm, max_queued, stuck_after
+        self.metrics = Metrics(pages=llm.pool.num_pages)
+        self._inbox: SimpleQueue = SimpleQueue()
+        self._live = 0  # requests that have not ended; of the event loop's thread
+        self._ending = self._dead = False
+        self._thread = threading.Thread(target=self._work, name="onchip-engine", daemon=True)
+        self._lives: dict[Request, _Life] = {}  # this and what follows are the engine thread's
+        self._fresh: dict[_Life, None] = {}  # those with a piece, in order
+        self._flushed = self._beat = time.monotonic()
+        self._failures = 0
+
+    # ---- the event loop's side
+
+    def start(self) -> None:
+        """Start the engine's thread; the running event loop gets what it brings."""
+        self._loop = asyncio.get_running_loop()
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
+        gc.collect()
+        gc.freeze()  # a full collection goes over all that torch and the model are made of: 0.2 to 0.3 s in which no step begins
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End what still runs, then the engine's thread."""
+        self._ending = True
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, FAREWELL)
+
+    def submit(self, asked: list[Request]) -> Job:
+        """Queue the requests of one call. Raises Overloaded."""
+        job, why = Job(self, asked), self.trouble()
+        if why is None and self._live + len(job.requests) > self.max_queued:
+            why = f"{self._live} requests wait or run, and this server takes {self.max_queued}; send this one again later"
+        if why is not None:
+            self.metrics.refused += len(job.requests)
+            raise Overloaded(why)
+        self._live += len(job.requests)
+        self._inbox.put((self._add, job))
+        return job
+
+    def cancel(self, job: Job) -> None:
+        self._inbox.put((self._cancel, job))
+
+    async def between_steps(self, call: Callable[[], T]) -> T:
+        """What `call()` returns or raises (ValueError, RuntimeError) in the engine's thread. Raises Overloaded."""
+        if why := self.trouble():
+            raise Overloaded(why)
+        future = self._loop.create_future()
+        self._inbox.put((self._call, (call, future)))
+        return await future
+
+    def trouble(self) -> str | None:
+        """Why no request can be served; None when all is well."""
+        if self._ending:
+            return "the server is shutting down; send the request to another one"
+        if self._dead or not self._thread.is_alive():
+            return "the engine's thread has ended; the server's log says why, and it has to be started again"
+        silent = time.monotonic() - self._beat
+        if silent > self.stuck_after:
+            return f"the engine has been in one step for {silent:.0f} s; it is stuck, and has to be started again"
+        return None
+
+    def _deliver(self, pairs: list[tuple[Job, Piece]]) -> None:
+        for job, piece in pairs:
+            self._live -= piece.reason is not None
+            job.put(piece)
+
+    def _bury(self, why: str) -> None:
+        """End the jobs that the engine's thread has not taken. None comes after them: `submit` asks `_dead` on this thread."""
+        while not self._inbox.empty():
+            do, given = self._inbox.get() or (None, None)
+            if do == self._add:
+                self._deliver([(given, Piece(index, "", [], None, why)) for index in range(len(given.requests))])
+            elif do == self._call:
+                _settle(given[1], given[1].set_exception, Overloaded(why.removeprefix("error: ")))
+
+    # ---- the engine thread's side
+
+    def _work(self) -> None:
+        if self.llm.device.type == "cuda":
+            torch.cuda.set_device(self.llm.device)  # each thread has a current device of its own
+        try:
+            while self._take():
+                if not self.llm.idle:
+                    self._step()
+                self._flush()
+                self.metrics.watch(self.llm)
+        finally:  # after a bug too, whose traceback Python prints
+            why = "error: the server was shut down before the answer was complete" if self._ending else "error: the engine has stopped"
+            self._dead = True
+            for life in list(self._lives.values()):
+                self._end(life, why)
+            self._flush()
+            self._loop.call_soon_threadsafe(self._bury, why)
+
+    def _take(self) -> bool:
+        """Do what the inbox asks for, waiting for it where there is nothing else to do. False: it is time to end."""
+        self._beat = time.monotonic()
+        wait = self.llm.idle
+        while True:
+            try:
+                command = self._inbox.get(wait, 1.0)
+            except Empty:
+                return True
+            if command is None:
+                return False
+            do, given = command
+            do(given)
+            wait = False
+
+    def _add(self, job: Job) -> None:
+        for index, request in enumerate(job.requests):
+            self._lives[request] = _Life(request, job, index)
+        for request in job.asked:
+            try:
+                self.llm.add(request)
+            except (ValueError, RuntimeError) as error:  # what the caller asked for, or OutOfPages
+                self._stop(request, f"error: {error}")
+
+    def _cancel(self, job: Job) -> None:
+        for request in job.asked:
+            self._stop(request, "cancelled")
+
+    def _call(self, given: tuple[Callable[[], T], asyncio.Future]) -> None:
+        call, future = given
+        try:
+            result, tell = call(), future.set_result
+        except (ValueError, RuntimeError) as error:
+            result, tell = error, future.set_exception
+        self._loop.call_soon_threadsafe(_settle, future, tell, result)
+
+    def _stop(self, request: Request, reason: str) -> None:
+        """End all samples of a request that have not ended."""
+        self.llm.cancel(request)
+        for sample in request.samples:
+            if sample in self._lives:
+                self._end(self._lives[sample], reason)
+
+    def _step(self) -> None:
+        try:
+            events = self.llm.step()
+        except RuntimeError as error:  # torch's: no memory, a kernel that failed; the engine itself ends what it can blame
+            self._give_up(error)
+            return
+        self._failures = 0
+        now = time.perf_counter()
+        for event in events:
+            if event.request in self._lives:
+                self._hear(event, now)
+        self.metrics.steps += 1
+
+    def _hear(self, event: Event, now: float) -> None:
+        life = self._lives[event.request]
+        reason = event.request.reason
+        if event.tokens and life.first_at is None:
+            life.first_at, life.urgent = now, True
+            self.metrics.began(event.request, now - life.job.submitted_at)
+        self.metrics.new_tokens += len(event.tokens)
+        if event.text or event.tokens:
+            self._say(life, Piece(life.index, event.text, event.tokens, event.logprobs))
+        if reason is not None:
+            if len(event.request.tokens) > 1 and life.first_at is not None:
+                self.metrics.token_took((now - life.first_at) / (len(event.request.tokens) - 1))
+            self._end(life, reason)
+
+    def _give_up(self, error: RuntimeError) -> None:
+        """A step has failed: end the requests that it ran, and keep those that wait."""
+        self._failures += 1
+        if self._failures > FAILURES:
+            raise error
+        blamed = [r for r in self.llm.scheduler.running if r in self._lives] or list(self._lives)
+        for request in blamed:
+            self._stop(request, f"error: a step of the engine failed ({type(error).__name__}: {error})")
+
+    def _say(self, life: _Life, piece: Piece) -> None:
+        life.piece = piece if life.piece is None else Piece.joined([life.piece, piece])
+        self._fresh[life] = None
+
+    def _end(self, life: _Life, reason: str) -> None:
+        self._say(life, Piece(life.index, "", [], None, reason))
+        life.urgent = True
+        del self._lives[life.request]
+        self.metrics.ended[reason.partition(":")[0]] += 1
+
+    def _flush(self) -> None:
+        """Hand over the pieces that have waited long enough."""
+        now = time.monotonic()
+        everything = now - self._flushed >= max(GATHER, EACH * len(self._fresh))
+        due = [life for life in self._fresh if everything or life.urgent]
+        if not due:
+            return
+        if everything:
+            self._flushed = now
+        pairs = [(life.job, life.piece) for life in due]
+        for life in due:
+            life.piece, life.urgent = None, False
+            del self._fresh[life]
+        self._loop.call_soon_threadsafe(self._deliver, pairs)
+
+
+def _settle(future: asyncio.Future, tell: Callable[[Any], None], what: Any) -> None:
+    if not future.done():  # whoever waited may have gone
+        tell(what)

@@ -1,0 +1,132 @@
+"""Drafts from what stood before: the tokens are those without them, in fewer steps."""
+
+import pytest
+import torch
+
+import tiny
+from onchip.cache.paged import PagePool
+from onchip.engine.draft import NGram
+from onchip.engine.llm import LLM
+from onchip.engine.request import SamplingParams
+
+PAGE = PagePool.bytes_per_page(2, 16, 2, 16, torch.float32) / 2**30
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.set_num_threads(1)
+    return tiny.save(tmp_path_factory.mktemp("tiny"))
+
+
+def said(completions) -> list:
+    return [(done.tokens, done.text, done.reason) for done in completions]
+
+
+def brute(tokens: list[int], how: NGram) -> list[int]:
+    for size in range(how.longest, how.shortest - 1, -1):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if size < len(tokens) and tokens[end - size : end] == tokens[-size:]:
+                found = tokens[end : end + how.tokens]
+                return found + [-1] * (how.tokens - len(found))
+    return [-1] * how.tokens
+
+
+@pytest.mark.parametrize("how", [NGram(), NGram(1, 1, 1), NGram(7, 4, 1), NGram(3, 5, 5)], ids=str)
+def test_proposals(how):
+    """Those of a search written out, in rows of any length, past whose ends there is rubbish."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [0, 1, 2, 3, 9, 20, 33, 40]
+    history = torch.randint(0, 2, (len(lengths), 40), generator=generator, dtype=torch.int32)
+    positions = torch.tensor(lengths) - 1
+    expected = [brute(row[:n].tolist(), how) for row, n in zip(history, lengths, strict=True)]
+    assert how.propose(history, positions).tolist() == expected
+    assert any(row[0] >= 0 for row in expected)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("how", [NGram(), NGram(9, 3, 1)], ids=str)
+def test_the_same_tokens_in_fewer_steps(folder, how, ahead):
+    """Greedy and drawn, with stops and ends in the middle of what was accepted, and requests that come in between and want more than tokens."""
+    plain = LLM(folder, dtype="fp32", device="cpu", max_batch=6)
+    again = [7, 8, 9, 10, 11] * 6
+    prompts = [again, again[:9], [5], list(range(50, 90)), again * 2]
+    kinds = [
+        {},
+        {"temperature": 0.1, "seed": 3},
+        {"stop_token_ids": range(0, 320, 9)},
+        {"logprobs": 1, "max_tokens": 3},
+        {"logit_bias": {9: 5.0}, "max_tokens": 6},
+    ]
+    params = [SamplingParams(**{"max_tokens": 30 + i, "ignore_eos": True} | kind) for i, kind in enumerate(kinds)]
+    expected = said(plain.generate(prompts, params))
+    llm = LLM(folder, dtype="fp32", device="cpu", max_batch=6, draft=how, step_tokens=40)
+    for pool in (llm.pool.k, llm.pool.v):
+        pool.fill_(torch.nan)
+    llm.ahead = ahead
+    for _ in range(2):
+        assert said(llm.generate(prompts, params)) == expected
+        assert llm.pool.num_free + llm.tree.num_pages == llm.pool.num_pages
+
+
+def test_fewer_steps(folder, monkeypatch):
+    """A model that says its prompt again and again: all of every draft is accepted."""
+    llm = LLM(folder, dtype="fp32", device="cpu", draft=NGram(4, 2, 2))
+    monkeypatch.setattr(llm.model, "logits", lambda hidden: torch.nn.functional.one_hot((llm.fed + 1) % 10, 320).float())
+    forward = llm.model.forward
+
+    def follow(step, pool):
+        llm.fed = step.tokens if step.offsets is None else step.tokens[step.offsets[1:].long() - 1]
+        return forward(step, pool)
+
+    monkeypatch.setattr(llm.model, "forward", follow)
+    request = llm.request(list(range(10)) * 2, SamplingParams(51, ignore_eos=True))
+    llm.add(request)
+    steps = 0
+    while not llm.idle:
+        llm.step()
+        steps += 1
+    assert request.tokens == [n % 10 for n in range(51)] and steps == 11  # the prompt, and ten of five tokens
+
+
+def test_a_step_of_empty_rows_changes_nothing(folder):
+    """As it runs before a graph is captured: of drafts, of penalties and of all that is asked for, in the middle of a batch."""
+    prompts = [[7, 8, 9, 10, 11] * 6, [5], list(range(50, 90))]
+    params = [SamplingParams(20, ignore_eos=True), SamplingParams(20, ignore_eos=True), SamplingParams(6, ignore_eos=True, frequency_penalty=0.5, logprobs=1)]
+    llm = LLM(folder, dtype="fp32", device="cpu", draft=NGram(), prefix_cache=None)
+    expected = said(llm.generate(prompts, params))
+    runner, decode = llm.runner, llm.runner._decode
+
+    def empty_first():
+        state = runner.state
+        saved = {name: tensor.clone() for name, tensor in vars(state).items() if isinstance(tensor, torch.Tensor)}
+        state.clear(0)
+        runner._step(state.rows(len(runner.rows)), runner._wants)
+        state.longs.copy_(saved.pop("longs"))
+        checked.update(saved)
+        assert all(torch.equal(getattr(state, name), tensor) for name, tensor in saved.items())
+        return decode()
+
+    runner._decode, checked = empty_first, set()
+    assert said(llm.generate(prompts, params)) == expected
+    assert {"history", "output", "page_table"} <= checked
+
+
+def test_in_a_cache_that_is_full(folder):
+    """Requests that give way in the middle of guessing, and answers that end with the cache or the context."""
+    prompts = [[i, 1, 2, 3] * 9 for i in range(4)]
+    params = SamplingParams(90, ignore_eos=True, logit_bias={})
+    expected = LLM(folder, dtype="fp32", device="cpu").generate(prompts, params)
+    small = LLM(folder, dtype="fp32", device="cpu", cache_gib=16.5 * PAGE, draft=NGram())
+    small.ahead = True
+    assert small.generate(prompts, params) == expected and small.stats.preemptions > 0
+    tiny_one = LLM(folder, dtype="fp32", device="cpu", cache_gib=4.5 * PAGE, draft=NGram())
+    (done,) = tiny_one.generate([prompts[0]], params)
+    assert done.reason == "length" and len(done.tokens) == 64 - NGram().room - 36 and done.tokens == expected[0].tokens[: len(done.tokens)]
+
+
+def test_arguments(folder):
+    for given in ({"tokens": 0}, {"tokens": 16}, {"shortest": 4}, {"shortest": 0}, {"longest": 17}, {"most_rows": 0}):
+        with pytest.raises(ValueError, match=r"^NGram: \w+ is .*; give "):
+            NGram(**given)
+    with pytest.raises(ValueError, match=r"^draft: .*; leave draft or batch_invariant out"):
+        LLM(folder, device="cpu", draft=NGram(), batch_invariant=True)

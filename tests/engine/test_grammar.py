@@ -1,0 +1,122 @@
+"""Grammars as masks: whatever is drawn from what they allow has the asked form, and nothing else is read."""
+
+import json
+import random
+
+import pytest
+import torch
+
+import tiny
+from onchip.engine.grammar import Grammar, GrammarError, Vocabulary, speller
+from onchip.models.tokenizer import Tokenizer
+
+VOCAB = 331  # wider than the tokenizer's 320, and no multiple of 32
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 150}, "tags": {"enum": ["a", "b"]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.load(tiny.save(tmp_path_factory.mktemp("tiny"), weights=False))
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return Vocabulary(tokenizer, VOCAB)
+
+
+def allowed(matcher) -> list[int]:
+    row = torch.full((-(-VOCAB // 32),), -7, dtype=torch.int32)  # what was there must not matter
+    matcher.fill(row)
+    bits = (row[:, None] >> torch.arange(32)) & 1
+    assert not bits.flatten()[VOCAB:].any()
+    return bits.flatten().nonzero().flatten().tolist()
+
+
+def draw(tokenizer, matcher, seed: int, most: int = 300) -> str:
+    """A random walk through what is allowed, until it ends."""
+    dice, tokens = random.Random(seed), []
+    for _ in range(most):
+        token = dice.choice(allowed(matcher))
+        matcher.accept(token)
+        if token in tokenizer.eos:
+            assert matcher.complete
+            return tokenizer.decode(tokens)
+        tokens.append(token)
+    raise AssertionError(f"no end after {tokenizer.decode(tokens)!r}")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_drawn_has_the_form(tokenizer, vocabulary, seed):
+    text = draw(tokenizer, vocabulary.matcher(Grammar("json", json.dumps(PERSON))), seed)
+    assert text.startswith('{"name": "') and ', "age": ' in text  # on one line, with fixed separators
+    person = json.loads(text)
+    assert {"name", "age"} <= set(person) <= {"name", "age", "tags"} and len(person["name"]) <= 5 and 0 <= person["age"] <= 150
+    code = draw(tokenizer, vocabulary.matcher(Grammar("regex", "[0-9]{3}-(x|y)")), seed)
+    assert code[:3].isdigit() and code[3:] in ("-x", "-y")
+    sum_ = draw(tokenizer, vocabulary.matcher(Grammar("lark", 'start: NUMBER ("+" NUMBER){1,3}\nNUMBER: /[1-9][0-9]?/')), seed)
+    assert eval(sum_) >= 2 and " " not in sum_
+    choices = ['say "no"', "yes", "ça va"]
+    assert draw(tokenizer, vocabulary.matcher(Grammar.of_choices(choices)), seed) in choices
+
+
+def test_what_is_not_allowed_is_refused(tokenizer, vocabulary):
+    matcher = vocabulary.matcher(Grammar("regex", "ab"))
+    (b,) = tokenizer.encode("b")
+    assert b not in allowed(matcher) and not set(tokenizer.eos) & set(allowed(matcher))
+    with pytest.raises(GrammarError, match="left"):
+        matcher.accept(b)
+    with pytest.raises(GrammarError, match="left"):
+        allowed(matcher)
+
+
+def test_two_matchers_of_one_grammar_do_not_know_each_other(tokenizer, vocabulary):
+    one, other = (vocabulary.matcher(Grammar("regex", "a+b")) for _ in range(2))
+    before = allowed(other)
+    one.accept(tokenizer.encode("a")[0])
+    assert allowed(one) != before == allowed(other)
+
+
+def test_after_its_end_an_answer_is_free(tokenizer, vocabulary):
+    matcher = vocabulary.matcher(Grammar("regex", "a"))
+    matcher.accept(tokenizer.encode("a")[0])
+    (eos,) = tokenizer.eos
+    assert allowed(matcher) == [eos]
+    matcher.accept(eos)
+    matcher.accept(tokenizer.encode("b")[0])  # as with ignore_eos
+
+
+@pytest.mark.parametrize(
+    ("grammar", "words"),
+    [
+        (("json", "{"), "cannot be used"),
+        (("json", '{"type": "objct"}'), "Invalid type"),
+        (("json", '{"$ref": "file:///etc/passwd"}'), "does not fetch"),
+        (("json", '{"$ref": "http://127.0.0.1:1/x"}'), "does not fetch"),
+        (("regex", "(["), "unclosed"),
+        (("lark", "start: foo"), "unknown name"),
+        (("lark", 'start: x\n%import "/etc/passwd"'), "cannot be used"),
+        (("gbnf", "x"), "kind is 'gbnf'"),
+    ],
+)
+def test_a_grammar_that_cannot_be_read_says_why(vocabulary, grammar, words):
+    with pytest.raises(GrammarError, match=words) as error:
+        vocabulary.matcher(Grammar(*grammar))
+    assert "\n" not in str(error.value)
+
+
+def test_rows_and_choices_are_checked(vocabulary):
+    with pytest.raises(GrammarError, match="give contiguous int32"):
+        vocabulary.matcher(Grammar("regex", "a")).fill(torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(GrammarError, match="at least one text"):
+        Grammar.of_choices([])
+
+
+def test_the_bytes_of_tokens_make_the_text(tokenizer):
+    text, spell = "the fox — waits 空 for memory", speller(tokenizer)
+    assert b"".join(map(spell, tokenizer.encode(text))).decode() == text
+    assert {spell(token) for token in tokenizer.eos} == {b""}

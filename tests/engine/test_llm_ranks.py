@@ -1,0 +1,85 @@
+"""An engine on two ranks (gloo) against one: the same tokens, whatever comes and goes."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tiny
+from onchip.engine.llm import LLM
+from onchip.engine.parallel import ParallelLLM
+from onchip.engine.request import SamplingParams
+from onchip.models.lora import AdapterSlots
+from onchip.models.parallel import TensorParallel
+
+HOW = {
+    "dtype": "fp32",
+    "device": "cpu",
+    "max_batch": 4,
+    "cache_gib": 12 * (16 * 2 * 2 * 16 * 4) / 2**30,
+    "step_tokens": 32,
+    "adapters": AdapterSlots(1, 4),
+}  # 12 pages
+PROMPTS = [[i + 1, *range(5, 5 + 7 * i)] for i in range(5)]
+GREEDY, SAMPLED = SamplingParams(max_tokens=80, ignore_eos=True), SamplingParams(max_tokens=20, temperature=0.8, seed=5, n=2, ignore_eos=True)
+
+
+class Even:
+    """Only even tokens may follow."""
+
+    def fill(self, row):
+        row.fill_(0x55555555)
+
+    def accept(self, token):
+        assert token % 2 == 0
+
+
+def run(llm, adapter):
+    """Two batches, half of the first with an adapter, then requests one by one: some cancelled, one under a mask."""
+    llm.load_adapter(adapter)
+    each = [dataclasses.replace(GREEDY, adapter="lora" if i % 2 else None) for i in range(len(PROMPTS))]
+    found = [llm.generate(PROMPTS, each), llm.generate(PROMPTS[:3], SAMPLED)]
+    requests = [llm.request(prompt, dataclasses.replace(GREEDY, max_tokens=9), priority=i % 2) for i, prompt in enumerate(PROMPTS[:5])]
+    requests[4].mask = Even()
+    for request in requests:
+        llm.add(request)
+    steps = 0
+    while not llm.idle:
+        llm.step()
+        steps += 1
+        if steps == 4:
+            llm.cancel(requests[1])
+    found.append([request.completion() for request in requests])
+    return [[dataclasses.asdict(completion) for completion in batch] for batch in found], llm.stats.preemptions
+
+
+def one_rank(rank, of, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=of)
+    llm = ParallelLLM(folder / "model", parallel=TensorParallel.join(), **HOW)
+    if rank:
+        with pytest.raises(ValueError, match=r"this is rank 1.*call follow"):
+            llm.step()
+        llm.follow()
+    else:
+        torch.save((run(llm, folder / "lora"), llm.pool.num_pages), folder / "found.pt")
+        with pytest.raises(ValueError, match="mask cannot go to the other ranks"):
+            request = llm.request([1])
+            request.mask = lambda row: None
+            llm.add(request)
+    llm.close()
+    assert llm.idle and llm.pool.k.shape[3] == 1  # of two key heads
+    dist.destroy_process_group()
+
+
+def test_two_ranks_say_what_one_says(tmp_path):
+    tiny.save(tmp_path / "model", tokenizer=False)
+    tiny.save_adapter(tmp_path / "lora", 1)
+    torch.multiprocessing.spawn(one_rank, (2, tmp_path), nprocs=2)
+    (found, preemptions), pages = torch.load(tmp_path / "found.pt")
+    alone = LLM(tmp_path / "model", **HOW | {"cache_gib": HOW["cache_gib"] * 2})  # two key heads a page
+    assert alone.pool.num_pages == pages and run(alone, tmp_path / "lora") == (found, preemptions) and preemptions > 0
+    greedy, _, single = found
+    assert len({tuple(one["tokens"]) for one in greedy}) == len(PROMPTS) and single[1]["reason"] == "cancelled"
+    assert all(token % 2 == 0 for token in single[4]["tokens"])

@@ -1,0 +1,164 @@
+"""Requests of every kind at once: nobody's tokens change, no page is lost or used twice, and everyone ends once, with a reason."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny
+from onchip.cache.paged import PagePool
+from onchip.engine.draft import NGram
+from onchip.engine.llm import LLM
+from onchip.engine.request import SamplingParams
+from onchip.engine.setup import PrefixCache
+
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
+PAGE = PagePool.bytes_per_page(2, 16, 1, 16, torch.float32) / 2**30  # GiB
+MOST = 8  # new tokens
+PROMPTS = [[(7 * i + same) % 290 for i in range(length)] + [length] for same in range(3) for length in (0, 15, 31, 36)]
+PARAMS = [
+    SamplingParams(ignore_eos=True),
+    SamplingParams(ignore_eos=True, stop_token_ids=range(0, 300, 20)),
+    SamplingParams(ignore_eos=True, repetition_penalty=1.3, frequency_penalty=0.5),
+    SamplingParams(ignore_eos=True, temperature=1.5, top_k=20, seed=3, logit_bias={5: 3.0, 250: -2.0}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """A model this small only waits for a second thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("small"), **SMALL)
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What a request gets by itself, without a prefix cache, each computed once."""
+    llm, known = LLM(folder, dtype="fp32", device="cpu", max_batch=1, prefix_cache=None), {}
+
+    def run(prompt: list[int], params: SamplingParams, seed: int) -> list[int]:
+        key = (tuple(prompt), repr(how := replace(params, max_tokens=MOST, n=1, seed=seed, logprobs=None, prompt_logprobs=None)))
+        if key not in known:
+            known[key] = llm.generate([prompt], how)[0].tokens
+        return known[key][: params.max_tokens]
+
+    return run
+
+
+class Allowed:
+    """A mask of one out of three tokens, that moves; it breaks at token 13."""
+
+    def __init__(self, words: int):
+        self.words, self.last = words, 0
+
+    def fill(self, row):
+        row.copy_(bits([t for t in range(self.words * 32) if t % 3 == self.last % 3], self.words))
+
+    def accept(self, token):
+        assert token % 3 == self.last % 3, "a token that the mask forbids"
+        if token % 13 == 0:
+            raise ValueError("unlucky")
+        self.last = token
+
+
+def bits(tokens: list[int], words: int) -> torch.Tensor:
+    flags = torch.zeros(words, 32, dtype=torch.int64)
+    flags.view(-1)[torch.tensor(tokens)] = 1
+    packed = (flags << torch.arange(32)).sum(1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def some_request(rng: random.Random, llm: LLM):
+    """A prompt that may begin like others, with parameters of any kind."""
+    params = replace(
+        rng.choice(PARAMS), max_tokens=rng.randrange(1, MOST), n=rng.choice([1, 1, 1, 2]),
+        logprobs=rng.choice([None, None, 2]), prompt_logprobs=rng.choice([None, None, None, 1]),
+    )  # fmt: skip
+    request = llm.request(rng.choice(PROMPTS), params, priority=rng.choice([0, 0, 1]))
+    if params.n == 1 and rng.random() < 0.1:
+        request.mask = Allowed(-(-300 // 32))
+    return request
+
+
+def check_pages(llm: LLM) -> None:
+    """Each page is held by whom it says, and what is written next is nobody else's."""
+    pool, running = llm.pool, llm.scheduler.running
+    holders = Counter(page for r in running for page in r.pages.pages)
+    holders.update(page for node in getattr(llm.tree, "_here", ()) for page in node.pages)
+    assert [pool.holders(page) for page in range(pool.num_pages)] == [holders[page] for page in range(pool.num_pages)]
+    assert pool.num_free == pool.num_pages - len(holders)
+    for r in running:
+        at = r.pages.length // pool.page
+        assert all(pool.holders(page) == 1 for page in r.pages.pages[at:])
+
+
+HOST = PrefixCache(host_gib=20.5 * PAGE)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_any_mix(folder, alone, seed):
+    """50 mixes of requests that come and go, in a cache that holds two or three of them."""
+    rng = random.Random(seed)
+    llm = LLM(
+        folder, dtype="fp32", device="cpu", max_batch=rng.choice([2, 5, 8]), cache_gib=PAGE * rng.choice([5, 8, 12.5]),
+        prefix_cache=[None, PrefixCache(), HOST][seed % 3], step_tokens=rng.choice([18, 40, 300]), draft=NGram(3) if seed > 6 else None,
+    )  # fmt: skip
+    llm.ahead = seed % 2 == 0
+    for pool in (llm.pool.k, llm.pool.v):
+        pool.fill_(torch.nan)
+    checked = 0
+    for _ in range(50):
+        coming = [some_request(rng, llm) for _ in range(rng.randrange(1, 4))]
+        everyone = [s for r in coming for s in r.samples]
+        tokens, texts, ends = ({s: [] for s in everyone} for _ in range(3))
+        if rng.random() < 0.1:
+            break_once(llm)
+        for _ in range(2000):
+            if coming and rng.random() < 0.4:
+                llm.add(coming.pop())
+            if rng.random() < 0.05:
+                llm.cancel(rng.choice(everyone))
+            for event in llm.step():
+                assert not ends[event.request], "an event after the end"
+                tokens[event.request] += event.tokens
+                texts[event.request].append(event.text)
+                if event.request.reason is not None:
+                    ends[event.request].append(event.request.reason)
+                if event.tokens and event.request.params.logprobs is not None:
+                    assert [found.token for found in event.logprobs] == event.tokens and len(event.logprobs[0].top) == 2
+            check_pages(llm)
+            if llm.idle and not coming:
+                break
+        for s in everyone:
+            assert s.reason is not None and tokens[s] == s.tokens and "".join(texts[s]) == s.text.text
+            assert ends[s] == ([] if s.reason == "cancelled" else [s.reason])
+            if s.mask is None and not s.reason.startswith("error"):
+                expected = alone(s.prompt, s.params, s.seed)
+                assert s.tokens == expected[: len(s.tokens)] and (s.reason == "cancelled" or len(s.tokens) == min(len(expected), s.limit))
+                checked += 1
+            if s.scores and s.reason in ("stop", "length"):
+                assert [found and found.token for found in s.prompt_logprobs] == [None, *s.prompt[1:]]
+        assert llm.idle and llm.pool.num_free + llm.tree.num_pages == llm.pool.num_pages
+    assert checked > 100
+    llm.tree.clear()
+    assert llm.pool.num_free == llm.pool.num_pages
+
+
+def break_once(llm: LLM) -> None:
+    """The next forward pass runs out of memory."""
+    forward = llm.model.forward
+
+    def fail(*args):
+        llm.model.forward = forward
+        raise torch.OutOfMemoryError("planted")
+
+    llm.model.forward = fail

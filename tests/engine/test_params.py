@@ -1,0 +1,236 @@
+"""What sampling parameters do, against one prompt computed at a time and formulas written out in float64."""
+
+import math
+
+import pytest
+import torch
+
+import tiny
+from onchip.cache.paged import PageList, PagePool
+from onchip.engine.llm import LLM
+from onchip.engine.request import SamplingParams
+from onchip.engine.setup import PrefixCache
+from onchip.models.decoder import Step
+
+PROMPT = [(11 * i + 3) % 320 for i in range(37)]
+OTHERS = [[5, 6, 7], list(range(100, 150))]  # run beside, and want nothing
+PLAIN = {"max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    torch.set_num_threads(1)
+    return LLM(tiny.save(tmp_path_factory.mktemp("tiny")), dtype="fp32", device="cpu", max_batch=6, step_tokens=30)
+
+
+@pytest.fixture(scope="module")
+def logits(llm):
+    """float64 logits after each token of a list."""
+    pool = PagePool(2, 8, 16, 2, 16, dtype=torch.float32, device=llm.device)
+
+    def run(tokens: list[int]) -> torch.Tensor:
+        sequence, n = PageList(), len(tokens)
+        with torch.inference_mode():
+            step = Step(torch.tensor(tokens), torch.arange(n), pool.append(sequence, n), offsets=torch.tensor([0, n], dtype=torch.int32), longest=n)
+            found = llm.model.logits(llm.model.forward(step, pool)).double()
+        pool.release(sequence)
+        return found
+
+    return run
+
+
+def beside(llm, **params):
+    """One completion of PROMPT, in a batch of others."""
+    asked = [SamplingParams(**PLAIN, **params), *[SamplingParams(**PLAIN)] * 2]
+    return llm.generate([PROMPT, *OTHERS], asked)[0]
+
+
+def greedy(logits, count, adjust) -> list[int]:
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(int(adjust(logits(PROMPT + tokens)[-1], tokens).argmax()))
+    return tokens
+
+
+def test_penalties(llm, logits):
+    def adjust(x, tokens):
+        x = x.clone()
+        for t in set(PROMPT + tokens):
+            x[t] = x[t] / 1.4 if x[t] > 0 else x[t] * 1.4
+        for t in tokens:
+            x[t] -= 0.7
+        for t in set(tokens):
+            x[t] -= 0.9
+        return x
+
+    expected = greedy(logits, 12, adjust)
+    assert expected != greedy(logits, 12, lambda x, _: x)
+    assert beside(llm, repetition_penalty=1.4, frequency_penalty=0.7, presence_penalty=0.9).tokens == expected
+
+
+def test_bias(llm, logits):
+    bias = {17: 2.5, 40: -3.0, 200: math.inf, 201: -math.inf}
+    few = {17: 2.5, 40: -30.0}
+
+    def adjust(x, _):
+        x = x.clone()
+        for t, value in few.items():
+            x[t] += value
+        return x
+
+    assert beside(llm, logit_bias=few).tokens == greedy(logits, 12, adjust)
+    assert beside(llm, logit_bias=bias).tokens == [200] * 12
+
+
+def test_min_tokens_and_stop_tokens(llm, logits):
+    free = greedy(logits, 12, lambda x, _: x)
+    ends = [free[2], free[5]]
+    at = min(free.index(end) for end in ends)
+    done = beside(llm, stop_token_ids=ends)
+    assert (done.tokens, done.reason) == (free[: at + 1], "stop")
+    assert done.text == llm.tokenizer.decode(free[:at])
+
+    def adjust(x, tokens):
+        x = x.clone()
+        x[ends] += torch.tensor([-math.inf, -math.inf]) if len(tokens) < 7 else torch.tensor([100.0, 0.0])
+        return x
+
+    later = greedy(logits, 8, adjust)
+    done = beside(llm, stop_token_ids=ends, min_tokens=7, logit_bias={ends[0]: 100.0})
+    assert (done.tokens, done.reason) == (later, "stop") and later[7] == ends[0]
+
+
+def test_logprobs(llm, logits):
+    """Of the logits as they are, whatever penalties and a temperature make of them."""
+    done = beside(llm, logprobs=3, prompt_logprobs=2, temperature=0.8, seed=4, presence_penalty=1.0)
+    truth = logits(PROMPT + done.tokens).log_softmax(-1)
+    assert len(done.logprobs) == 12 and len(done.prompt_logprobs) == len(PROMPT) and done.prompt_logprobs[0] is None
+    for at, found, count in [(36 + i, f, 3) for i, f in enumerate(done.logprobs)] + [(i, f, 2) for i, f in enumerate(done.prompt_logprobs[1:])]:
+        assert found.token == (PROMPT + done.tokens)[at + 1] and found.logprob == pytest.approx(truth[at, found.token].item(), abs=1e-4)
+        top = truth[at].topk(count)
+        assert [t for t, _ in found.top] == top.indices.tolist() and [x for _, x in found.top] == pytest.approx(top.values.tolist(), abs=1e-4)
+    assert beside(llm, logprobs=0).logprobs[0].top == [] and beside(llm).logprobs is None
+
+
+def test_typical(llm, logits):
+    """The tokens whose information is nearest its mean: of a tiny share only one is left, which is not the likeliest."""
+    x = logits(PROMPT)[-1].log_softmax(-1)
+    nearest = int((x + (x.exp() * x).sum().neg()).abs().argmin())
+    done = beside(llm, temperature=1.0, seed=1, typical_p=1e-4)
+    assert done.tokens[0] == nearest != int(x.argmax())
+
+
+def test_samples(llm):
+    """As many as asked for, each with the tokens of its own seed, on the pages of one prompt."""
+    alone = [llm.generate([PROMPT], SamplingParams(**PLAIN, temperature=1.0, seed=7 + i))[0] for i in range(3)]
+    llm.tree.clear()
+    three = llm.generate([PROMPT, OTHERS[0]], [SamplingParams(**PLAIN, temperature=1.0, seed=7, n=3), SamplingParams(**PLAIN)])
+    assert three[:3] == alone and len(three) == 4
+    assert [done.cached_tokens for done in three] == [0, 32, 32, 0]
+    assert llm.stats.prompt_tokens == 3 * 37 + 3 and llm.stats.cached_tokens == 64
+
+
+def test_samples_share_what_is_scored(llm):
+    one, two = llm.generate([PROMPT], SamplingParams(**PLAIN, temperature=1.0, seed=7, n=2, prompt_logprobs=1))
+    assert one.prompt_logprobs == two.prompt_logprobs and len(one.prompt_logprobs) == len(PROMPT)
+
+
+class Even:
+    """Lets even tokens through; wants each to be told of."""
+
+    def __init__(self, fail=None):
+        self.accepted, self.fail = [], fail
+
+    def fill(self, row):
+        if len(self.accepted) == self.fail:
+            raise ValueError("no grammar like this")
+        row.fill_(0x55555555)
+
+    def accept(self, token):
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_mask(llm, logits, monkeypatch, ahead):
+    monkeypatch.setattr(llm, "ahead", ahead)
+    request, free, broken = (llm.request(PROMPT, SamplingParams(**PLAIN)) for _ in range(3))
+    request.mask, broken.mask = Even(), Even(fail=4)
+    for r in (request, free, broken):
+        llm.add(r)
+    ends = []
+    while not llm.idle:
+        ends += [event.request.reason for event in llm.step() if event.request is broken and event.request.reason]
+
+    def adjust(x, _):
+        x = x.clone()
+        x[1::2] = -math.inf
+        return x
+
+    assert request.tokens == greedy(logits, 12, adjust) and request.mask.accepted == request.tokens[:-1]
+    assert free.tokens == greedy(logits, 12, lambda x, _: x) != request.tokens
+    assert broken.tokens == request.tokens[:4] and ends == ["error: the mask of its tokens: no grammar like this"]
+
+
+@pytest.mark.parametrize("what", [{"stop_token_ids": [320]}, {"logit_bias": {320: 1.0}}])
+def test_tokens_past_the_vocabulary(llm, what):
+    with pytest.raises(ValueError, match=r"^request: prompt: \w+ has token 320; the vocabulary is 0 to 319"):
+        llm.request(PROMPT, SamplingParams(**what))
+
+
+# ---- the cache
+
+
+def test_a_prompt_that_is_known(llm):
+    """In whole pages, and never its last token; a second turn finds the first one's answer, too."""
+    llm.tree.clear()
+    first = llm.generate([PROMPT], SamplingParams(**PLAIN))[0]
+    again = llm.generate([PROMPT], SamplingParams(**PLAIN))[0]
+    turn = llm.generate([PROMPT + first.tokens + [1, 2]], SamplingParams(**PLAIN))[0]
+    assert (first.cached_tokens, again.cached_tokens, turn.cached_tokens) == (0, 32, 48) and first == again
+    llm.tree.clear()
+    assert llm.generate([PROMPT + first.tokens + [1, 2]], SamplingParams(**PLAIN))[0] == turn
+
+
+def test_without_a_prefix_cache(llm, tmp_path):
+    none = LLM(tiny.save(tmp_path), dtype="fp32", device="cpu", prefix_cache=None)
+    for _ in range(2):
+        (done,) = none.generate([PROMPT], SamplingParams(**PLAIN))
+        assert done == llm.generate([PROMPT], SamplingParams(**PLAIN))[0] and done.cached_tokens == 0 and none.pool.num_free == none.pool.num_pages
+
+
+def test_what_gives_way_comes_back_from_the_host(llm, tmp_path):
+    """A cache too small for two requests and what they knew: pages go to the host and come back, tokens stay the same."""
+    page = PagePool.bytes_per_page(2, 16, 2, 16, torch.float32) / 2**30
+    prompts = [[(3 * i + j) % 320 for i in range(40)] for j in range(4)]
+    params = SamplingParams(80, ignore_eos=True)
+    small = LLM(tiny.save(tmp_path), dtype="fp32", device="cpu", cache_gib=14.5 * page, prefix_cache=PrefixCache(host_gib=64.5 * page))
+    expected = llm.generate(prompts, params)
+    assert small.generate(prompts, params) == expected and small.stats.preemptions > 0
+    assert small.tree.host.num_free < 64
+    again = small.generate(prompts, params)
+    assert again == expected and [done.cached_tokens for done in again] == [32] * 4
+
+
+@pytest.mark.parametrize("gib", [1e-9, -1.0, math.nan, math.inf])
+def test_host_memory_that_cannot_be(tmp_path, gib):
+    with pytest.raises(ValueError, match=r"^PrefixCache: host_gib is .*; give 0 \(none\), or at least"):
+        LLM(tiny.save(tmp_path), device="cpu", prefix_cache=PrefixCache(host_gib=gib))
+
+
+def test_out_of_memory_in_a_step(llm, monkeypatch):
+    """The prompts of that step end with the reason, and nobody else."""
+    expected = llm.generate([OTHERS[1]], SamplingParams(**PLAIN))[0]
+    runs, comes = llm.request(OTHERS[1], SamplingParams(**PLAIN)), llm.request(PROMPT, SamplingParams(**PLAIN))
+    llm.add(runs)
+    for _ in range(4):
+        llm.step()
+    llm.add(comes)
+    forward = llm.model.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model, "forward", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("planted")))
+        (event,) = llm.step()
+    assert llm.model.forward == forward
+    assert event.request is comes and comes.reason.startswith("error: out of memory in a step of") and not comes.pages.pages
+    while not llm.idle:
+        llm.step()
+    assert runs.completion() == expected

@@ -1,0 +1,44 @@
+"""A server in this process, on a free port of this machine."""
+
+import threading
+import time
+
+import httpx
+import openai
+import uvicorn
+
+
+class Live:
+    """`with Live(app) as live`: `live.client` is OpenAI's own, `live.http` is httpx at its address."""
+
+    def __init__(self, app):
+        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=5))
+        self._thread = threading.Thread(target=self._server.run, daemon=True)
+
+    def __enter__(self) -> "Live":
+        self._thread.start()
+        until(lambda: self._server.started)
+        self.address = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+        self.http = httpx.Client(base_url=self.address, timeout=30)
+        self.client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=30)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.client.close()
+        self.http.close()
+        self._server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "the server does not end"
+
+    def stats(self) -> dict:
+        return self.http.get("/stats").json()
+
+
+def until(condition, seconds: float = 20.0):
+    """The first true value of `condition()`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.005)
+    raise AssertionError("it did not come true")

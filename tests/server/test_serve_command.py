@@ -1,0 +1,67 @@
+"""`onchip serve`: its mistakes in one sentence, and its end."""
+
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+from live import until
+
+import tiny
+from onchip import cli
+from onchip.core import settings
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(None, "smollm2"), ("models/Qwen3-0.6B", "Qwen3-0.6B"), ("models/small.gguf", "small"), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")]
+)
+def test_a_model_is_called_by_its_name_not_its_place(model, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "Qwen3-0.6B").mkdir(parents=True)
+    (tmp_path / "models" / "small.gguf").touch()
+    assert cli.served_name(model) == name
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--api-keys", "none.txt"], "none.txt"),
+        (["--api-keys", "empty.txt"], "holds no key"),
+        (["--model", "no/such"], "no/such"),
+        (["--max-batch", "0"], "max_batch is 0"),
+        (["--adapter", "x"], "is not NAME=FOLDER"),
+    ],
+)
+def test_a_mistake_is_one_sentence(options, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").touch()
+    monkeypatch.setattr(sys, "argv", ["onchip", "serve", "--device", "cpu", *options])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_sigterm_lets_answers_end(tmp_path):
+    """`onchip serve` as a process: after SIGTERM the stream on its way is completed, new connections are refused, and the process ends."""
+    folder = tiny.save(tmp_path / "tiny", max_position_embeddings=512)
+    command = [sys.executable, "-m", "onchip.cli", "serve", "--model", folder, "--device", "cpu", "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=settings.of_child(OMP_NUM_THREADS="1")) as server:
+        address = next(line for line in server.stderr if "running on" in line).split(" on ")[1].split()[0]
+        body = {"model": "tiny", "prompt": "why wait", "max_tokens": 300, "temperature": 0, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=30) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            server.send_signal(signal.SIGTERM)
+            until(lambda: not _connects(address))
+            rest = [line for line in lines if line]
+        assert first.startswith("data: ") and rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
+        assert server.wait(20) in (0, -signal.SIGTERM)
+
+
+def _connects(address: str) -> bool:
+    try:
+        httpx.get(f"{address}/health", timeout=5)
+    except httpx.ConnectError:
+        return False
+    return True

@@ -1,0 +1,238 @@
+"""The engine's thread: every request ends once, whatever fails; what is full says so; health tells the truth."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from onchip.cache.paged import OutOfPages
+from onchip.engine.request import Event
+from onchip.server.serving import Job, Overloaded, Serving
+
+
+class StubRequest(SimpleNamespace):
+    """A request of `length` tokens."""
+
+    def __init__(self, length: int):
+        super().__init__(prompt=[1, 2, 3], tokens=[], length=length, reason=None, cached_tokens=0)
+        self.samples = [self]
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class StubLLM:
+    """As much of an LLM as a server uses: each step brings each of the first `batch` requests a token. `fail` is raised by the next step."""
+
+    def __init__(self, batch: int = 4):
+        self.batch, self.fail, self.hold = batch, None, threading.Event()
+        self.device = SimpleNamespace(type="cpu")
+        self.pool, self.stats = SimpleNamespace(num_pages=8, num_free=8), SimpleNamespace(kernels={"sample": "stub"})
+        self.scheduler = SimpleNamespace(waiting=[], running=[])
+        self.hold.set()
+
+    @property
+    def idle(self) -> bool:
+        return not (self.scheduler.waiting or self.scheduler.running)
+
+    def add(self, request: StubRequest) -> None:
+        if request.length > 1000:
+            raise OutOfPages("too long")
+        self.scheduler.waiting.append(request)
+
+    def cancel(self, request: StubRequest) -> None:
+        request.reason = "cancelled"
+        for queue in (self.scheduler.waiting, self.scheduler.running):
+            if request in queue:
+                queue.remove(request)
+
+    def step(self) -> list[Event]:
+        assert self.hold.wait(20)
+        s = self.scheduler
+        room = self.batch - len(s.running)
+        s.running, s.waiting = s.running + s.waiting[:room], s.waiting[room:]
+        if self.fail is not None:
+            error, self.fail = self.fail, None
+            raise error
+        for request in s.running:
+            request.tokens.append(len(request.tokens))
+            request.reason = "length" if len(request.tokens) == request.length else None
+        events = [Event(request, f"{request.tokens[-1]} ", request.tokens[-1:]) for request in s.running]
+        s.running = [request for request in s.running if request.reason is None]
+        return events
+
+
+def run(test, **options):
+    """`await test(serving, llm)` beside a running engine thread."""
+
+    async def main():
+        llm = StubLLM()
+        serving = Serving(llm, **options)
+        serving.start()
+        try:
+            await asyncio.wait_for(test(serving, llm), 30)
+        finally:
+            llm.hold.set()
+            await serving.stop()
+        assert not serving._thread.is_alive()
+
+    asyncio.run(main())
+
+
+async def all_of(job: Job) -> tuple[dict[int, str], dict[int, str]]:
+    """The texts and reasons of a job's requests; a second reason would be an error."""
+    texts, reasons = {}, {}
+    async for piece in job.pieces():
+        texts[piece.index] = texts.get(piece.index, "") + piece.text
+        if piece.reason is not None:
+            assert piece.index not in reasons
+            reasons[piece.index] = piece.reason
+    return texts, reasons
+
+
+def test_many_jobs_at_once_each_get_their_own():
+    async def test(serving, llm):
+        jobs = [serving.submit([StubRequest(n), StubRequest(n + 1)]) for n in range(1, 41)]
+        for n, (texts, reasons) in enumerate(await asyncio.gather(*map(all_of, jobs)), 1):
+            assert texts == {i: "".join(f"{t} " for t in range(n + i)) for i in (0, 1)}
+            assert reasons == {0: "length", 1: "length"}
+        assert serving.metrics.ended == {"stop": 0, "length": 80, "cancelled": 0, "error": 0}
+        assert not (serving._lives or serving._fresh or serving._live)
+        assert serving.metrics.new_tokens == sum(2 * n + 1 for n in range(1, 41))
+
+    run(test)
+
+
+def test_a_full_queue_turns_away_and_takes_again():
+    async def test(serving, llm):
+        llm.hold.clear()  # nothing ends
+        jobs = [serving.submit([StubRequest(1)]) for _ in range(10_000)]
+        with pytest.raises(Overloaded, match="10000 requests wait or run, and this server takes 10000"):
+            serving.submit([StubRequest(1)])
+        for job in jobs[100:]:
+            job.close()
+        llm.hold.set()
+        ends = await asyncio.gather(*map(all_of, jobs[:100]))
+        assert all(reasons == {0: "length"} for _, reasons in ends)
+        while serving._live:  # those that were closed end too
+            await asyncio.sleep(0.01)
+        assert (await all_of(serving.submit([StubRequest(1)])))[1] == {0: "length"}
+        assert llm.idle and serving.metrics.refused == 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("error", [OutOfPages("no page is left"), RuntimeError("CUDA out of memory")])
+def test_a_failed_step_ends_what_it_ran_and_nothing_else(error):
+    async def test(serving, llm):
+        llm.hold.clear()
+        running = serving.submit([StubRequest(50) for _ in range(4)])
+        waiting = serving.submit([StubRequest(3) for _ in range(4)])
+        llm.fail = error
+        llm.hold.set()
+        failed, fine = await asyncio.gather(all_of(running), all_of(waiting))
+        assert all(reason.startswith("error: a step of the engine failed") and str(error) in reason for reason in failed[1].values())
+        assert len(failed[1]) == 4
+        assert fine[1] == dict.fromkeys(range(4), "length")
+        assert serving.trouble() is None
+
+    run(test)
+
+
+def test_a_request_that_cannot_be_added_ends_alone():
+    async def test(serving, llm):
+        _, reasons = await all_of(serving.submit([StubRequest(2000), StubRequest(2)]))
+        assert reasons == {0: "error: too long", 1: "length"}
+
+    run(test)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_engine_ends_everything_and_health_says_so():
+    async def test(serving, llm):
+        llm.hold.clear()
+        jobs = [serving.submit([StubRequest(9)])]
+        while not llm.scheduler.waiting:
+            await asyncio.sleep(0.005)
+        jobs += [serving.submit([StubRequest(9)]) for _ in range(6)]  # the engine is in a step: these are in its inbox when it dies
+        late = asyncio.ensure_future(serving.between_steps(lambda: 1))
+        await asyncio.sleep(0)
+        llm.fail = KeyError("a bug")
+        llm.hold.set()
+        for job in jobs:
+            assert (await all_of(job))[1] == {0: "error: the engine has stopped"}
+        serving._thread.join(10)
+        with pytest.raises(Overloaded, match="engine has stopped"):
+            await late
+        assert "thread has ended" in serving.trouble()
+        with pytest.raises(Overloaded, match="has to be started again"):
+            serving.submit([StubRequest(1)])
+
+    run(test)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_only_fails_gives_up():
+    async def test(serving, llm):
+        for reason in [*["error: a step of the engine failed (RuntimeError: broken)"] * 3, "error: the engine has stopped"]:
+            assert serving.trouble() is None
+            llm.fail = RuntimeError("broken")
+            assert (await all_of(serving.submit([StubRequest(2)])))[1] == {0: reason}
+        assert "thread has ended" in serving.trouble()
+
+    run(test)
+
+
+def test_a_stuck_engine_is_no_healthy_one():
+    async def test(serving, llm):
+        llm.hold.clear()
+        job = serving.submit([StubRequest(2)])
+        while serving.trouble() is None:
+            await asyncio.sleep(0.01)
+        assert "stuck" in serving.trouble()
+        llm.hold.set()
+        assert (await all_of(job))[1] == {0: "length"}
+        assert serving.trouble() is None
+
+    run(test, stuck_after=1.5)  # an idle engine shows itself once a second
+
+
+def test_closing_ends_a_job_and_frees_it_once():
+    async def test(serving, llm):
+        job, other = serving.submit([StubRequest(900), StubRequest(900)]), serving.submit([StubRequest(5)])
+        async for _ in job.pieces():
+            break
+        job.close()
+        job.close()
+        assert (await all_of(other))[1] == {0: "length"}
+        while serving._live:
+            await asyncio.sleep(0.005)
+        assert llm.idle and serving.metrics.ended["cancelled"] == 2
+
+    run(test)
+
+
+def test_calls_between_steps():
+    async def test(serving, llm):
+        job = serving.submit([StubRequest(400)])
+        assert await serving.between_steps(threading.get_ident) == serving._thread.ident
+        with pytest.raises(ValueError, match="invalid literal"):
+            await serving.between_steps(lambda: int("x"))
+        assert (await all_of(job))[1] == {0: "length"}
+
+    run(test)
+
+
+def test_a_silent_engine_is_heard_of():
+    async def test(serving, llm):
+        llm.hold.clear()
+        job = serving.submit([StubRequest(1)])
+        silences = 0
+        async for piece in job.pieces(patience=0.02):
+            silences += piece is None
+            if silences == 2:
+                llm.hold.set()
+        assert silences >= 2
+
+    run(test)
