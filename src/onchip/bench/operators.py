@@ -90,8 +90,8 @@ def _group(batch: int, channels: int, side: int, last: bool = False) -> Operator
     )  # fmt: skip
 
 
-# (batch, channels, side): Stable Diffusion's decoder at 1024 and its U-Net at 512, 16 images
-IMAGES = ((1, 128, 1024), (1, 512, 128), (16, 320, 64), (16, 1280, 16))
+# (batch, channels, side): decoders of Stable Diffusion and SDXL at 1024, and the U-Net at 512, 16 images
+IMAGES = ((1, 128, 1024), (1, 512, 256), (1, 512, 128), (16, 320, 64), (16, 1280, 16))
 
 NORMS = {
     "rms_norm": Operator(

@@ -1,11 +1,14 @@
 """GroupNorm with its activation, forward and backward, in every layout, against float64 and beside torch's autograd in the same dtype."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import onchip
-from judge import assert_as_good_as_torch
+from judge import assert_as_good_as_torch, poisoned
 from onchip.core.device import gpu
 from onchip.core.problem import Groups
 from onchip.kernels.fused import GROUP_NORM
@@ -40,7 +43,8 @@ LARGE = [
 
 
 def inputs(shape, dtype, layout, device):
-    x = (torch.randn(shape, device=device) * 2 + 3).to(dtype).contiguous(memory_format=FORMAT[layout]).requires_grad_()
+    ramp = torch.linspace(0, 4, math.prod(shape[2:]), device=device).view(shape[2:])  # so that a group's parts differ
+    x = (torch.randn(shape, device=device) * 2 + 1 + ramp).to(dtype).contiguous(memory_format=FORMAT[layout]).requires_grad_()
     weight, bias = ((torch.randn(shape[1], device=device) + 0.5).to(dtype).requires_grad_() for _ in range(2))
     return x, weight, bias
 
@@ -83,62 +87,89 @@ def test_large(case, dtype, kernel, device):
     check(case, dtype, kernel, device)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", ["first", "last"])
-def test_slabs_and_shares(layout, device, monkeypatch):
-    """A large problem's cut on a small one: samples apart, a sample's groups apart, pixels shared out; the same bits every time."""
-    from onchip.kernels.fused import group_norm as forward
-    from onchip.kernels.fused import group_norm_backward as backward
-    from onchip.kernels.fused.group_tile import Tiles
+def cut(monkeypatch, sms=132, **knobs):
+    """Both passes cut as asked, like much larger problems; what has not been written is NaN."""
+    from onchip.kernels.fused import group_norm, group_norm_backward, group_tile
 
-    tiles = Tiles(2, 32, 4, False, 2, *((1, 2) if layout == "first" else (2, 6)))
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "configs", lambda problem, device: [tiles])
+    for module, tensors in ((group_norm, 1), (group_norm_backward, 2)):
+
+        def configs(problem, device, tensors=tensors):
+            last = problem.layout == "channels_last"
+            more = {} if last else {"spans": tensors == 2, "most": 64}
+            tiles = (group_tile.last if last else group_tile.first)(problem, replace(device, sms=sms), tensors, warps=1, **more, **knobs)
+            assert 1 < tiles.team <= sms
+            return [tiles]
+
+        monkeypatch.setattr(module, "configs", configs)
+        monkeypatch.setattr(module, "scratch", lambda x, *shape: poisoned(shape, torch.float32, x.device))
     onchip.dispatch.forget()
+
+
+CUTS = {  # what they try: shape, groups, act, layout, knobs
+    "teams": ((1, 6, 8, 24), 3, "silu", "first", {"hold": 512}),
+    "runs of two tiles": ((1, 4, 16, 16), 2, "silu", "first", {"hold": 512}),
+    "several channels a tile": ((1, 40, 4, 4), 2, "silu", "first", {"hold": 256}),
+    "read twice": ((1, 4, 32, 16), 2, "mish", "first", {"hold": 256, "sms": 3}),
+    "read twice, runs torn": ((1, 6, 37, 5), 2, "", "first", {"hold": 256, "sms": 2}),
+    "last": ((2, 6, 8, 8), 3, "silu", "last", {"hold": 512}),
+    "last, read twice": ((1, 80, 9, 4), 5, "mish", "last", {"hold": 1024, "sms": 3}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CUTS)
+def test_units_shared_out(name, device, monkeypatch):
+    """A large problem's cut on a small one, in float32, whose rounding hides no member; the same bits every time."""
+    *case, knobs = CUTS[name]
+    cut(monkeypatch, **knobs)
     results = []
     for _ in range(2):
         torch.manual_seed(4)
-        results.append(check(((3, 6, 5, 13), 3, "silu", layout), BF16, "triton_group_norm", device))
+        results.append(check(case, FP32, "triton_group_norm", device))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     onchip.dispatch.forget()
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_more_elements_than_int32_counts(device):
-    """In a group, of which a part is filled in: one share of each of 4096 channels."""
-    from onchip.kernels.fused import group_norm as forward
-    from onchip.kernels.fused import group_norm_backward as backward
-
-    each, pixels = 4096, 1 << 20
-    one, stats = torch.ones(each, device=device), torch.zeros(2, 1, device=device)
-    block = {"EACH": 16, "SHARES": 1}
-    forward._merge[(1,)](one, one * pixels, *stats, 3.0, each, pixels, 1, each, 0, 0, 1, pixels, 1, **block)
-    assert stats.flatten().tolist() == [1.0, 0.5]
-    channels = torch.zeros(2, each, device=device)
-    backward._merge[(1,)](one * pixels, one * pixels * 2, None, *channels, *stats, each, pixels, 1, each, 0, 0, 1, 1, **block)
-    assert stats.flatten().tolist() == [1.0, 2.0]
+    """In a group: its last channel beside float64's statistics of all, taken channel by channel."""
+    x = torch.randn(1, 2049, 1 << 20, dtype=BF16, device=device)
+    x[:, -1] += 1
+    y = group_norm(x, 1, kernel="triton_group_norm")
+    means = torch.stack([c.double().mean() for c in x[0]])
+    squares = torch.stack([(c.double() - means.mean()).square().mean() for c in x[0]])
+    truth = (x[0, -1].double() - means.mean()) / (squares.mean() + 1e-5).sqrt()
+    assert_as_good_as_torch(y[0, -1], truth.to(BF16), truth)
 
 
 def test_how_shapes_are_cut():
-    """A U-Net's groups are one program's; a VAE's go through in slabs of half the L2 cache."""
+    """A U-Net's groups are one program's; a VAE's are shared out, held as far as registers go, by no more programs than a GPU holds at once."""
     pytest.importorskip("triton")
-    from onchip.kernels.fused.group_norm import configs
-    from onchip.kernels.fused.group_tile import share_of, slabs
+    from onchip.kernels.fused import group_norm, group_norm_backward
 
     h200 = gpu("H200")
-    (unet,) = configs(Groups("group_norm", 16, 320, 32, 64 * 64, BF16, "silu"), h200)
-    assert unet.whole and unet.ch * unet.pix == 8192
-    problem = Groups("group_norm", 1, 128, 32, 1 << 20, BF16, "silu")
-    (vae,) = configs(problem, h200)
-    assert not vae.whole and vae.channels % 4 == 0 and vae.channels << 21 <= h200.l2 // 2 < (vae.channels + 4) << 21
-    assert [c for _, _, c, _ in slabs(problem, vae)] == list(range(0, 128, vae.channels))
-    shares, share = share_of(problem.pixels, vae)
-    assert shares * vae.channels >= 3 * h200.sms and share % vae.pix == 0 and (shares - 1) * share < problem.pixels <= shares * share
+    unet = Groups("group_norm", 16, 1280, 32, 16 * 16, BF16, "silu")
+    vae = Groups("group_norm", 1, 128, 32, 1 << 20, BF16, "silu")
+    video = Groups("group_norm", 1, 128, 32, 17 << 18, FP32, "silu")
+    odd = Groups("group_norm", 3, 7, 7, 1013 * 1009, BF16, "silu")
+    for module in (group_norm, group_norm_backward):
+        (tiles,) = module.configs(unet, h200)
+        assert tiles.team == 1 and tiles.held * tiles.rows * tiles.cols == 40 * 256
+        for problem in (vae, video, odd):
+            (tiles,) = module.configs(problem, h200)
+            runs = problem.channels // problem.groups * -(-problem.pixels // (tiles.cols * tiles.span))
+            assert 1 < tiles.team <= h200.sms and (tiles.team - 1) * tiles.share < runs <= tiles.team * tiles.share
+            assert tiles.held * tiles.rows * tiles.cols <= 1 << 16 and tiles.cut == ("torn" if problem is odd else "full")
+    (last,) = group_norm.configs(vae._replace(layout="channels_last"), h200)
+    assert last.cols * last.span == 128 and last.team <= h200.sms and (last.team - 1) * last.share < vae.pixels <= last.team * last.share
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_without_parameters_and_far_from_zero(kernel, device):
     """A mean a thousand times the deviation costs no digits but those that x has not."""
+    far = (torch.randn(2, 4, 5, 7, device=device) + 1000).contiguous(memory_format=torch.channels_last)
+    assert_as_good_as_torch(group_norm(far, 2, kernel=kernel), F.group_norm(far, 2), F.group_norm(far.double(), 2))
     x = (torch.randn(2, 4, 33, device=device) + 1000).requires_grad_()
     y = group_norm(x, 2, kernel=kernel)
     assert_as_good_as_torch(y.detach(), F.group_norm(x, 2).detach(), F.group_norm(x.double(), 2).detach())

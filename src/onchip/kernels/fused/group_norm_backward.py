@@ -3,9 +3,9 @@
     dbias = sum of du,  dweight = sum of du hat        over samples and pixels
     dx = rstd (du weight - mean(du weight) - hat mean(du weight hat))        means over the group
 
-Cut like the forward pass (`group_norm.py`): a program for a whole group, or for a slab of half the L2 cache three launches: sums of du and du hat of
-shares of channels, their sum for channels and groups, dx. Sums over samples come last; all in one order always, so the same bits in every run.
-Bytes moved: the floor, dy, x and dx once each; a slab's second reading comes from L2.
+Cut like the forward pass (`group_norm.py`): the programs of a unit hold dy and x in registers, sum up du and du hat, meet, add the sums of all and write
+dx, for which they make du again. Sums of channels over runs or members and over samples are a second launch's; all in one order always, so the
+same bits in every run. Bytes moved: the floor, dy, x and dx once each, as long as a unit fits the registers of the GPU.
 """
 
 import torch
@@ -15,140 +15,260 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Groups
 from onchip.kernels.curves import slope
-from onchip.kernels.fused.group_tile import Tiles, cut, of_channel, place, share_of, slabs, where
-from onchip.kernels.fused.norm_tile import sum_partials
-
-TILE = 4096  # elements of a program of 8 warps: dy and x beside two sums
+from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, quick_sigmoid, scratch, spread, tile, wide
+from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, phases, wait
 
 # ---- device
 
 
 @triton.jit
-def _inner(dy_ptr, x_ptr, at, inside, mean, rstd, w, b, ACT: tl.constexpr):
-    """du and hat of a tile, 0 outside."""
-    dy = tl.load(dy_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    hat = tl.where(inside, (x - mean) * rstd, 0.0)
-    return dy * slope(hat * w + b, ACT), hat
+def _loaded(ptr, at):
+    """A tile of `tile`, float32."""
+    return tl.load(ptr + at[2], mask=at[3], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _group(
-    dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, channels, pixels, groups, each,
-    ACT: tl.constexpr, CH: tl.constexpr, PIX: tl.constexpr,
-):  # fmt: skip
-    """A whole group of channels that come first; the channels' sums are written to du and du_hat [batch, channels]."""
-    group = tl.program_id(0)
-    n = (group // groups).to(tl.int64)
-    first = group % groups * each
-    i, p = tl.arange(0, CH)[:, None], tl.arange(0, PIX)[None, :]
-    mean, rstd = tl.load(mean_ptr + group), tl.load(rstd_ptr + group)
-    first_sum = tl.zeros([CH, 1], tl.float32)
-    second_sum = tl.zeros([CH, 1], tl.float32)
-    for c0 in range(0, each, CH):
-        c = first + c0 + i
-        there = c0 + i < each
-        w, b = of_channel(w_ptr, c, there, 1.0), of_channel(b_ptr, c, there, 0.0)
-        sums = tl.zeros([CH, PIX], tl.float32)
-        products = tl.zeros([CH, PIX], tl.float32)
-        for p0 in range(0, pixels, PIX):
-            at = place(n, c, p0 + p, channels, pixels, False)
-            du, hat = _inner(dy_ptr, x_ptr, at, there & (p0 + p < pixels), mean, rstd, w, b, ACT)
-            sums += du
-            products += du * hat
-        of_du, of_hat = tl.sum(sums, 1, keep_dims=True), tl.sum(products, 1, keep_dims=True)
-        tl.store(du_ptr + n * channels + c, of_du, mask=there)
-        tl.store(du_hat_ptr + n * channels + c, of_hat, mask=there)
-        first_sum += tl.where(there, of_du * w, 0.0)
-        second_sum += tl.where(there, of_hat * w, 0.0)
-    along = tl.sum(first_sum, 0, keep_dims=True) / (each * pixels)
-    along_hat = tl.sum(second_sum, 0, keep_dims=True) / (each * pixels)
-    for c0 in range(0, each, CH):
-        c = first + c0 + i
-        there = c0 + i < each
-        w, b = of_channel(w_ptr, c, there, 1.0), of_channel(b_ptr, c, there, 0.0)
-        for p0 in range(0, pixels, PIX):
-            inside = there & (p0 + p < pixels)
-            at = place(n, c, p0 + p, channels, pixels, False)
-            du, hat = _inner(dy_ptr, x_ptr, at, inside, mean, rstd, w, b, ACT)
-            tl.store(dx_ptr + at, (rstd * (du * w - along - hat * along_hat)).to(dx_ptr.dtype.element_ty), mask=inside)
+def _slope(u, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
+    if QUICK and ACT == "silu":
+        s = quick_sigmoid(u, WORDS)
+        result = s * (1 + u * (1 - s))
+    else:
+        result = slope(u, ACT, QUICK=QUICK)
+    return result
 
 
 @triton.jit
-def _sums(
-    dy_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, part_du_ptr, part_hat_ptr, channels, pixels, groups, each, first_n, first_c, last_c, share, shares,
-    ACT: tl.constexpr, LAST: tl.constexpr, CH: tl.constexpr, PIX: tl.constexpr,
-):  # fmt: skip
-    """Sums of du and du hat over a share of the pixels of some channels, [batch, shares, channels]."""
-    n, c, s = where(first_n, first_c, last_c, shares, CH)
-    there = c < last_c
-    mean = tl.load(mean_ptr + n * groups + c // each, mask=there, other=0.0)
-    rstd = tl.load(rstd_ptr + n * groups + c // each, mask=there, other=0.0)
-    w, b = of_channel(w_ptr, c, there, 1.0), of_channel(b_ptr, c, there, 0.0)
-    sums = tl.zeros([CH, PIX], tl.float32)
-    products = tl.zeros([CH, PIX], tl.float32)
-    for p0 in range(s * share, tl.minimum(s * share + share, pixels), PIX):
-        p = p0 + tl.arange(0, PIX)[None, :]
-        du, hat = _inner(dy_ptr, x_ptr, place(n, c, p, channels, pixels, LAST), there & (p < pixels), mean, rstd, w, b, ACT)
-        sums += du
-        products += du * hat
-    at = (n * shares + s) * channels + c
-    tl.store(part_du_ptr + at, tl.sum(sums, 1, keep_dims=True), mask=there)
-    tl.store(part_hat_ptr + at, tl.sum(products, 1, keep_dims=True), mask=there)
+def _du(dy, x, mean, w, b, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
+    """du and x - mean; w is weight / deviation."""
+    off = x - mean
+    return dy * _slope(off * w + b, ACT, QUICK, WORDS), off
 
 
 @triton.jit
-def _merge(
-    part_du_ptr, part_hat_ptr, w_ptr, du_ptr, du_hat_ptr, along_ptr, along_hat_ptr, channels, pixels, groups, each, first_n, first_g, slab_groups, shares,
-    EACH: tl.constexpr, SHARES: tl.constexpr,
-):  # fmt: skip
-    """Sums of shares: of channels, [batch, channels], and with the weights of groups, divided by their size, [batch, groups]."""
-    n = (tl.program_id(0) // slab_groups + first_n).to(tl.int64)
-    g = tl.program_id(0) % slab_groups + first_g
-    s = tl.arange(0, SHARES)[None, :]
-    size = (tl.zeros([1, 1], tl.int64) + each) * pixels
-    first_sum = tl.zeros([EACH, 1], tl.float32)
-    second_sum = tl.zeros([EACH, 1], tl.float32)
-    for c0 in range(0, each, EACH):
-        c = g * each + c0 + tl.arange(0, EACH)[:, None]
-        there = c < g * each + each
-        at, inside = (n * shares + s) * channels + c, there & (s < shares)
-        du = tl.sum(tl.load(part_du_ptr + at, mask=inside, other=0.0), 1, keep_dims=True)
-        du_hat = tl.sum(tl.load(part_hat_ptr + at, mask=inside, other=0.0), 1, keep_dims=True)
-        tl.store(du_ptr + n * channels + c, du, mask=there)
-        tl.store(du_hat_ptr + n * channels + c, du_hat, mask=there)
-        w = of_channel(w_ptr, c, there, 1.0)
-        first_sum += tl.where(there, du * w, 0.0)
-        second_sum += tl.where(there, du_hat * w, 0.0)
-    one = n * groups + g + tl.zeros([1, 1], tl.int64)
-    tl.store(along_ptr + one, tl.sum(first_sum, 0, keep_dims=True) / size)
-    tl.store(along_hat_ptr + one, tl.sum(second_sum, 0, keep_dims=True) / size)
+def _channels(sums, products, w, rstd, du_ptr, du_hat_ptr, run, end):
+    """Sums of runs, which are stored, times their channel's weight."""
+    of_du, of_hat = tl.sum(sums, 1, keep_dims=True), tl.sum(products, 1, keep_dims=True) * rstd
+    tl.store(du_ptr + run, of_du, mask=run < end)
+    tl.store(du_hat_ptr + run, of_hat, mask=run < end)
+    return of_du * w, of_hat * w
 
 
 @triton.jit
-def _apply(
-    dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, along_ptr, along_hat_ptr, channels, pixels, groups, each, first_n, first_c, last_c, pieces,
-    ACT: tl.constexpr, LAST: tl.constexpr, CH: tl.constexpr, PIX: tl.constexpr,
+def _finish(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
+    """dx of a tile of `tile`."""
+    c = at[1]
+    w, b = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd, of_channel(b_ptr, first_c + c, c < each, 0.0)
+    du, off = _du(dy, x, mean, w, b, ACT, QUICK, WORDS)
+    tl.store(dx_ptr + at[2], (du * w - one - off * two).to(dx_ptr.dtype.element_ty), mask=at[3])
+
+
+@triton.jit
+def _backward_first(
+    dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, part_ptr, part_hat_ptr, count_ptr, pixels, groups, each, pieces, share, team,
+    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    n, c, piece = where(first_n, first_c, last_c, pieces, CH)
-    p = piece * PIX + tl.arange(0, PIX)[None, :]
-    there = c < last_c
-    inside = there & (p < pixels)
-    g = n * groups + c // each
-    mean, rstd = tl.load(mean_ptr + g, mask=there, other=0.0), tl.load(rstd_ptr + g, mask=there, other=0.0)
-    along, along_hat = tl.load(along_ptr + g, mask=there, other=0.0), tl.load(along_hat_ptr + g, mask=there, other=0.0)
-    w, b = of_channel(w_ptr, c, there, 1.0), of_channel(b_ptr, c, there, 0.0)
-    at = place(n, c, p, channels, pixels, LAST)
-    du, hat = _inner(dy_ptr, x_ptr, at, inside, mean, rstd, w, b, ACT)
-    dx = rstd * (du * w - along - hat * along_hat)
-    tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside, cache_modifier=".cs")  # nobody reads it soon: dy and x stay in L2
+    """A member's share of a group: runs of channels that come first."""
+    ROWS: tl.constexpr = CUT[0]
+    COLS: tl.constexpr = CUT[1]
+    SPAN: tl.constexpr = CUT[2]
+    RUN: tl.constexpr = SPAN * COLS
+    QUICK: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    unit = tl.program_id(0) // team
+    member = tl.program_id(0) % team
+    runs = each * pieces
+    begin = member * share
+    end = tl.minimum(begin + share, runs)
+    size = (tl.zeros([], tl.int64) + each) * pixels
+    start = unit * size + before(begin, pieces, pixels, RUN)
+    x_ptr += start
+    dy_ptr += start
+    dx_ptr += start
+    du_ptr += unit.to(tl.int64) * runs
+    du_hat_ptr += unit.to(tl.int64) * runs
+    held_x = ()
+    held_dy = ()
+    for k in tl.static_range(HELD):
+        _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
+        held_x += (tl.load(x_ptr + at, mask=inside, other=0.0),)
+        held_dy += (tl.load(dy_ptr + at, mask=inside, other=0.0),)
+    mean, rstd = tl.load(mean_ptr + unit), tl.load(rstd_ptr + unit)
+    first_c = unit % groups * each
+    tiles = tl.cdiv(end - begin, ROWS) * SPAN
+    if PHASE != SECOND:
+        along = tl.zeros([ROWS, 1], tl.float32)
+        along_hat = tl.zeros([ROWS, 1], tl.float32)
+        for turn in tl.static_range(HELD // SPAN):
+            at = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
+            w, b = of_channel(w_ptr, first_c + at[1], at[1] < each, 1.0), of_channel(b_ptr, first_c + at[1], at[1] < each, 0.0)
+            sums = tl.zeros([ROWS, COLS], tl.float32)
+            products = tl.zeros([ROWS, COLS], tl.float32)
+            for s in tl.static_range(SPAN):
+                dy, x = wide(held_dy[turn * SPAN + s], 0, WORDS), wide(held_x[turn * SPAN + s], 0, WORDS)
+                du, off = _du(dy, x, mean, w * rstd, b, ACT, QUICK, WORDS)
+                sums += du
+                products += du * off
+            more, more_hat = _channels(sums, products, w, rstd, du_ptr, du_hat_ptr, at[0], end)
+            along += more
+            along_hat += more_hat
+        if STREAM:
+            for turn in tl.range(HELD // SPAN, tiles // SPAN):
+                at_n = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
+                w_n, b_n = of_channel(w_ptr, first_c + at_n[1], at_n[1] < each, 1.0), of_channel(b_ptr, first_c + at_n[1], at_n[1] < each, 0.0)
+                sums_n = tl.zeros([ROWS, COLS], tl.float32)
+                products_n = tl.zeros([ROWS, COLS], tl.float32)
+                for s in tl.static_range(SPAN):
+                    at_s = tile(begin, end, turn * SPAN + s, pieces, pixels, CUT)
+                    du_s, off_s = _du(_loaded(dy_ptr, at_s), _loaded(x_ptr, at_s), mean, w_n * rstd, b_n, ACT, QUICK, WORDS)
+                    sums_n += du_s
+                    products_n += du_s * off_s
+                more_n, more_hat_n = _channels(sums_n, products_n, w_n, rstd, du_ptr, du_hat_ptr, at_n[0], end)
+                along += more_n
+                along_hat += more_hat_n
+        one, two = tl.sum(along), tl.sum(along_hat)
+        if TEAM > 1:
+            tl.store(part_ptr + unit * team + member, one)
+            tl.store(part_hat_ptr + unit * team + member, two)
+            if PHASE == BOTH:
+                arrive(count_ptr + unit)
+                wait(count_ptr + unit, team)
+    if PHASE != FIRST:
+        if TEAM > 1:
+            t = tl.arange(0, TEAM)
+            one = tl.sum(tl.load(part_ptr + unit * team + t, mask=t < team, other=0.0))
+            two = tl.sum(tl.load(part_hat_ptr + unit * team + t, mask=t < team, other=0.0))
+        one = one / size * rstd
+        two = two / size * rstd * rstd
+        for k in tl.static_range(HELD):
+            at = tile(begin, end, k, pieces, pixels, CUT)
+            dy, x = wide(held_dy[k], groups >> 31, WORDS), wide(held_x[k], groups >> 31, WORDS)
+            _finish(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT, QUICK, WORDS)
+        if STREAM:
+            for n in tl.range(HELD, tiles, num_stages=3):
+                at_n = tile(begin, end, tiles + HELD - 1 - n, pieces, pixels, CUT)
+                _finish(_loaded(dy_ptr, at_n), _loaded(x_ptr, at_n), dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at_n, ACT, QUICK, WORDS)
+
+
+@triton.jit
+def _backward_last(
+    dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, own_ptr, table_ptr, part_ptr, part_hat_ptr, count_ptr,
+    channels, pixels, groups, each, share, team,
+    ACT: tl.constexpr, CUT: tl.constexpr, STREAM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """A member's share of a sample: pixels with all their channels, which come last."""
+    ROWS: tl.constexpr = CUT[0]
+    COLS: tl.constexpr = CUT[1]
+    BLOCKS: tl.constexpr = CUT[2]
+    QUICK: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
+    unit = tl.program_id(0) // team
+    member = tl.program_id(0) % team
+    begin = member * share
+    own = tl.minimum(share, pixels - begin)  # pixels
+    start = (unit.to(tl.int64) * pixels + begin) * channels
+    x_ptr += start
+    dy_ptr += start
+    dx_ptr += start
+    held_x = ()
+    held_dy = ()
+    for k in tl.static_range(BLOCKS):
+        at, inside = block(0, k, own, channels, CUT)
+        held_x += (tl.load(x_ptr + at, mask=inside, other=0.0),)
+        held_dy += (tl.load(dy_ptr + at, mask=inside, other=0.0),)
+    g = tl.arange(0, GROUPS)
+    mean = tl.load(mean_ptr + unit * groups + g, mask=g < groups, other=0.0)
+    rstd = tl.load(rstd_ptr + unit * groups + g, mask=g < groups, other=0.0)
+    table_ptr += unit.to(tl.int64) * channels * 4
+    spread(table_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
+    if PHASE != SECOND:
+        own_ptr += tl.program_id(0).to(tl.int64) * channels * 2
+        for k in tl.static_range(BLOCKS):
+            w, b = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
+            x = wide(held_x[k], 0, WORDS)
+            du = wide(held_dy[k], 0, WORDS) * _slope(x * w + b, ACT, QUICK, WORDS)
+            if STREAM:
+                sums = du
+                products = du * x
+                for p in tl.range(ROWS, own, ROWS, num_stages=3):
+                    at_p, inside_p = block(p, k, own, channels, CUT)
+                    x_p = tl.load(x_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32)
+                    du_p = tl.load(dy_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32) * _slope(x_p * w + b, ACT, QUICK, WORDS)
+                    sums += du_p
+                    products += du_p * x_p
+                of_du, of_x = tl.sum(sums, 0, keep_dims=True), tl.sum(products, 0, keep_dims=True)
+            else:
+                of_du, of_x = tl.sum(du, 0, keep_dims=True), tl.sum(du * x, 0, keep_dims=True)
+            c = k * COLS + tl.arange(0, COLS)[None, :]
+            tl.store(own_ptr + c, of_du, mask=c < channels)
+            tl.store(own_ptr + channels + c, of_x, mask=c < channels)
+        tl.debug_barrier()
+        i = tl.arange(0, EACH)[None, :]
+        inside_g = (i < each) & (g[:, None] < groups)
+        of_c = g[:, None] * each + i
+        sum_du = tl.load(own_ptr + of_c, mask=inside_g, other=0.0)
+        sum_hat = (tl.load(own_ptr + channels + of_c, mask=inside_g, other=0.0) - mean[:, None] * sum_du) * rstd[:, None]
+        at_c = (unit.to(tl.int64) * channels + of_c) * team + member
+        tl.store(du_ptr + at_c, sum_du, mask=inside_g)
+        tl.store(du_hat_ptr + at_c, sum_hat, mask=inside_g)
+        weight = of_channel(w_ptr, of_c, inside_g, 1.0)
+        at_g = tl.program_id(0).to(tl.int64) * groups + g
+        tl.store(part_ptr + at_g, tl.sum(tl.where(inside_g, sum_du * weight, 0.0), 1), mask=g < groups)
+        tl.store(part_hat_ptr + at_g, tl.sum(tl.where(inside_g, sum_hat * weight, 0.0), 1), mask=g < groups)
+        if PHASE == BOTH:
+            arrive(count_ptr + unit)
+            wait(count_ptr + unit, team)
+    if PHASE != FIRST:
+        size = pixels.to(tl.float32) * each
+        part = unit.to(tl.int64) * team * groups
+        one = _added(part_ptr + part, groups, team, GROUPS) / size * rstd
+        two = _added(part_hat_ptr + part, groups, team, GROUPS) / size * rstd * rstd
+        spread(table_ptr + 2 * channels, two, mean * two - one, None, None, channels, groups, each)
+        for k in tl.static_range(BLOCKS):
+            w_2, b_2 = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
+            two_c, one_c = across(table_ptr + 2 * channels, k, channels, CUT), across(table_ptr + 3 * channels, k, channels, CUT)
+            at_2, inside_2 = block(0, k, own, channels, CUT)
+            x_2 = wide(held_x[k], groups >> 31, WORDS)
+            du_2 = wide(held_dy[k], groups >> 31, WORDS) * _slope(x_2 * w_2 + b_2, ACT, QUICK, WORDS)
+            tl.store(dx_ptr + at_2, (du_2 * w_2 - (x_2 * two_c + one_c)).to(dx_ptr.dtype.element_ty), mask=inside_2)
+            if STREAM:
+                for p in tl.range(ROWS, own, ROWS, num_stages=3):
+                    at_q, inside_q = block(p, k, own, channels, CUT)
+                    x_q = tl.load(x_ptr + at_q, mask=inside_q, other=0.0).to(tl.float32)
+                    du_q = tl.load(dy_ptr + at_q, mask=inside_q, other=0.0).to(tl.float32) * _slope(x_q * w_2 + b_2, ACT, QUICK, WORDS)
+                    tl.store(dx_ptr + at_q, (du_q * w_2 - (x_q * two_c + one_c)).to(dx_ptr.dtype.element_ty), mask=inside_q)
+
+
+@triton.jit
+def _added(part_ptr, groups, team, GROUPS: tl.constexpr):
+    """Sums of a sample's groups over its members, [GROUPS]."""
+    TEAM: tl.constexpr = 4096 // GROUPS if GROUPS < 256 else 16
+    g = tl.arange(0, GROUPS)[None, :]
+    total = tl.zeros([TEAM, GROUPS], tl.float32)
+    for t0 in range(0, team, TEAM):
+        t = t0 + tl.arange(0, TEAM)[:, None]
+        total += tl.load(part_ptr + t * groups + g, mask=(t < team) & (g < groups), other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _totals(du_ptr, du_hat_ptr, db_ptr, dw_ptr, batch, channels, parts, PARTS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Sums [channels] of what channels have in samples and parts of them, [batch, channels, parts]."""
+    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[:, None]
+    db = tl.zeros([CHANNELS, PARTS], tl.float32)
+    dw = tl.zeros([CHANNELS, PARTS], tl.float32)
+    for start in range(0, batch * parts, PARTS):
+        i = start + tl.arange(0, PARTS)[None, :]
+        at = (i // parts * channels + c).to(tl.int64) * parts + i % parts
+        inside = (i < batch * parts) & (c < channels)
+        db += tl.load(du_ptr + at, mask=inside, other=0.0)
+        dw += tl.load(du_hat_ptr + at, mask=inside, other=0.0)
+    tl.store(db_ptr + c, tl.sum(db, 1, keep_dims=True).to(db_ptr.dtype.element_ty), mask=c < channels)
+    tl.store(dw_ptr + c, tl.sum(dw, 1, keep_dims=True).to(dw_ptr.dtype.element_ty), mask=c < channels)
 
 
 # ---- host
 
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
-    return cut(problem, device, 2 * problem.dtype.itemsize, TILE)
+    return [last(problem, device, 2) if problem.layout == "channels_last" else first(problem, device, 2, True)]
 
 
 def launch(
@@ -162,30 +282,26 @@ def launch(
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dx, and the gradients of weight and bias in their dtype (x's where there is none)."""
-    p, last = problem, problem.layout == "channels_last"
-    dx = torch.empty_like(x)
-    sums = torch.empty((2, p.batch, p.channels), dtype=torch.float32, device=x.device)
-    weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
-    given = next((t.dtype for t in (weight, bias) if t is not None), x.dtype)
+    dx, p, t = torch.empty_like(x), problem, config
+    given = next((v.dtype for v in (weight, bias) if v is not None), x.dtype)
     if not x.numel():
         return dx, *torch.zeros((2, p.channels), dtype=given, device=x.device)
-    sizes = {"channels": p.channels, "pixels": p.pixels, "groups": p.groups, "each": p.channels // p.groups}
-    tile = {"ACT": p.act, "CH": config.ch, "PIX": config.pix, "num_warps": config.warps}
-    if config.whole:
-        _group[(p.batch * p.groups,)](dy, x, dx, weight, bias, mean, rstd, *sums, **sizes, **tile)
-    else:
-        shares, share = share_of(p.pixels, config)
-        part = torch.empty((2, p.batch, shares, p.channels), dtype=torch.float32, device=x.device)
-        along = torch.empty((2, p.batch, p.groups), dtype=torch.float32, device=x.device)
-        pieces, each = triton.cdiv(p.pixels, config.pix), sizes["each"]
-        block = {"EACH": min(triton.next_power_of_2(each), 16), "SHARES": triton.next_power_of_2(shares), "num_warps": 4}
-        for samples, n, c, last_c in slabs(p, config):
-            at, blocks = {"first_n": n, "first_c": c, "last_c": last_c, "LAST": last}, samples * triton.cdiv(last_c - c, config.ch)
-            some = {"first_n": n, "first_g": c // each, "slab_groups": (last_c - c) // each}
-            _sums[(blocks * shares,)](dy, x, weight, bias, mean, rstd, *part, **sizes, **at, share=share, shares=shares, **tile)
-            _merge[(samples * some["slab_groups"],)](*part, weight, *sums, *along, **sizes, **some, shares=shares, **block)
-            _apply[(blocks * pieces,)](dy, x, dx, weight, bias, mean, rstd, *along, **sizes, **at, pieces=pieces, **tile)
+    is_last = p.layout == "channels_last"
+    units = p.batch if is_last else p.batch * p.groups
+    weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
+    call = {"dy_ptr": dy, "x_ptr": x, "dx_ptr": dx, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd}
+    call |= arguments(p, t, x, units)
+    parts = t.team if is_last else call["pieces"]
+    du, du_hat = scratch(x, 2, p.batch * p.channels * parts)
+    part = scratch(x, 2, units * t.team, p.groups if is_last else 1)
+    call |= {"du_ptr": du, "du_hat_ptr": du_hat, "part_ptr": part[0], "part_hat_ptr": part[1]}
+    if is_last:
+        call |= {"own_ptr": scratch(x, units * t.team, 2, p.channels), "table_ptr": scratch(x, units, 4, p.channels)}
+    kernel = _backward_last if is_last else _backward_first
+    for phase in phases(x) if t.team > 1 else (BOTH.value,):
+        kernel[(units * t.team,)](**call, PHASE=phase)
     grads = torch.empty((2, p.channels), dtype=given, device=x.device)
-    width = min(64, triton.next_power_of_2(p.channels))
-    sum_partials[(2 * triton.cdiv(p.channels, width),)](sums, grads, p.batch, p.channels, COUNT=32, BLOCK=width, num_warps=4)
+    wide_parts = min(256, triton.next_power_of_2(p.batch * parts))
+    some = min(1024 // wide_parts, triton.next_power_of_2(p.channels))
+    _totals[(triton.cdiv(p.channels, some),)](du, du_hat, grads[0], grads[1], p.batch, p.channels, parts, PARTS=wide_parts, CHANNELS=some, num_warps=4)
     return dx, grads[1], grads[0]

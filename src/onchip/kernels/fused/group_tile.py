@@ -1,106 +1,201 @@
-"""What GroupNorm's kernels share: places of channels and pixels in both layouts, and how work is cut.
+"""What GroupNorm's kernels share: numbers in registers of half precision, places of runs, and how work is cut.
 
-A tile is [CH, PIX]: channels down, pixels across. Channels come first in memory, [batch, channels, pixels], or last, [batch, pixels, channels].
+A unit is what statistics need together: a group where channels come first, a sample where they come last; both are one stretch of memory. The programs
+of a unit, its team, share it out, hold their shares in registers and meet half way (`meeting.py`), so that it is read once. What registers have no
+room for is read again: from the L2 cache, or from memory where that has no room either.
 """
 
+import math
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from onchip.core.device import Device
 from onchip.core.problem import Groups
-
-TILE = 8192  # elements of a program of 16 warps: two 16-byte loads of bf16 a thread
-WARPS = 16
-SLAB = 2  # what is read twice is at most this part of the L2 cache
-SHARES = 64  # programs of one channel's pixels at most
-FILL = 4  # programs a multiprocessor should have
+from onchip.kernels.curves import sigmoid
 
 # ---- device
 
 
 @triton.jit
-def place(n, c, p, channels, pixels, LAST: tl.constexpr):
-    """Where channel c of pixel p of sample n is; n int64."""
-    if LAST:
-        return (n * pixels + p) * channels + c
-    return (n * channels + c) * pixels + p
+def wide(x, zero, WORDS: tl.constexpr):
+    """x in float32. `zero` is one that the compiler does not know for one, another for each pass over the same numbers: of two conversions that it sees
+    to be equal it keeps the result in between, twice the registers of x.
+    """
+    if WORDS:
+        if x.dtype == tl.bfloat16:
+            code: tl.constexpr = "mad.lo.u32 $0, $2, 0x10000, $3; and.b32 $1, $2, 0xffff0000; xor.b32 $1, $1, $3;"
+            return tl.inline_asm_elementwise(code, "=&r,=&r,r,r,r", [x, zero], tl.float32, is_pure=True, pack=2)
+        if x.dtype == tl.float16:
+            code: tl.constexpr = "{ .reg .b32 w; .reg .b16 a, b; xor.b32 w, $2, $3; mov.b32 {a, b}, w; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
+            return tl.inline_asm_elementwise(code, "=&r,=&r,r,r,r", [x, zero], tl.float32, is_pure=True, pack=2)
+    return x.to(tl.float32)
 
 
 @triton.jit
-def where(first_n, first_c, last_c, shares, CH: tl.constexpr):
-    """(sample, channels [CH, 1], share) of a program of the grid samples x blocks of channels x shares; shares of one channel stand side by side."""
-    blocks = tl.cdiv(last_c - first_c, CH)
-    pid = tl.program_id(0)
-    n = (pid // shares // blocks + first_n).to(tl.int64)
-    return n, first_c + pid // shares % blocks * CH + tl.arange(0, CH)[:, None], pid % shares
+def quick_sigmoid(x, WORDS: tl.constexpr):
+    """To 2^-21, in four instructions."""
+    if WORDS:
+        code: tl.constexpr = "{ mul.f32 $0, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 $0, $0; add.f32 $0, $0, 0f3F800000; rcp.approx.ftz.f32 $0, $0; }"
+        return tl.inline_asm_elementwise(code, "=&f,f", [x], tl.float32, is_pure=True, pack=1)
+    return sigmoid(x, True)
+
+
+@triton.jit
+def before(run, pieces, pixels, RUN: tl.constexpr):
+    """Elements of a group that stand before run number `run`; int64."""
+    return run.to(tl.int64) // pieces * pixels + run % pieces * RUN
+
+
+@triton.jit
+def tile(begin, end, k, pieces, pixels, CUT: tl.constexpr):
+    """Tile k of a program that has the runs [begin, end) of a group: (run, channel in the group) [ROWS, 1], (place after `begin`, whether it is the
+    program's) [ROWS, COLS]. ROWS runs at a time, in SPAN tiles; a channel has `pieces` runs, of which the last may be shorter.
+    """
+    ROWS: tl.constexpr = CUT[0]
+    COLS: tl.constexpr = CUT[1]
+    SPAN: tl.constexpr = CUT[2]
+    run = begin + k // SPAN * ROWS + tl.arange(0, ROWS)[:, None]
+    col = k % SPAN * COLS + tl.arange(0, COLS)[None, :]
+    if CUT[3] == "torn":
+        inside = (run < end) & (run % pieces * (SPAN * COLS) + col < pixels)
+        place = (run // pieces - begin // pieces) * pixels + (run % pieces - begin % pieces) * (SPAN * COLS) + col
+    else:  # all runs are whole, and of a "full" cut the program's
+        inside = tl.full([ROWS, COLS], CUT[3] == "full", tl.int1) | (run < end)
+        place = (run - begin) * (SPAN * COLS) + col
+    return run, run // pieces, place, inside
 
 
 @triton.jit
 def of_channel(ptr, c, there, absent):
-    """A channel's weight or bias, float32 [CH, 1]."""
+    """A channel's weight or bias, float32, shaped like c."""
     if ptr is not None:
         return tl.load(ptr + c, mask=there, other=0.0).to(tl.float32)
     return tl.zeros_like(c).to(tl.float32) + absent
 
 
+@triton.jit
+def across(ptr, k, channels, CUT: tl.constexpr):
+    """What the channels of block k have, float32 [1, COLS]."""
+    c = k * CUT[1] + tl.arange(0, CUT[1])[None, :]
+    return tl.load(ptr + c, mask=c < channels, other=0.0)
+
+
+@triton.jit
+def block(p, k, own, channels, CUT: tl.constexpr):
+    """(place, whether it is the program's) of ROWS pixels from p on and block k of channels."""
+    c = k * CUT[1] + tl.arange(0, CUT[1])[None, :]
+    row = p + tl.arange(0, CUT[0])[:, None]
+    if CUT[3] == "full":
+        inside = tl.full([CUT[0], CUT[1]], 1, tl.int1)
+    else:
+        inside = (row < own) & (c < channels)
+    return row * channels + c, inside
+
+
+@triton.jit
+def spread(table_ptr, u, v, w_ptr, b_ptr, channels, groups, each):
+    """For each channel of a sample, [2, channels]: weight u and bias - weight v, with u and v [GROUPS] of its group. Every member writes it, for itself."""
+    for first in range(0, channels, 1024):
+        c = first + tl.arange(0, 1024)
+        there = c < channels
+        g = tl.minimum(c // each, groups - 1)
+        w, b = of_channel(w_ptr, c, there, 1.0), of_channel(b_ptr, c, there, 0.0)
+        tl.store(table_ptr + c, w * tl.gather(u, g, 0), mask=there)
+        tl.store(table_ptr + channels + c, b - w * tl.gather(v, g, 0), mask=there)
+    tl.debug_barrier()
+
+
 # ---- host
+
+HOLD = 1 << 16  # bytes of a share in registers: two programs of 8 warps hold half of a multiprocessor's, arithmetic takes the other half
+ALONE = 80 << 10  # up to here one program's: the meeting of two costs more (16x320x64x64: 30.6 us beside 35)
+TILE = 2048  # elements: a 16-byte load of bf16 for each thread of 8 warps
+NARROW = 64  # pixels: of longer runs than this a channel's last one may waste an eighth of the channel
+WIDE = 8192  # elements of a tile where channels come last
+WARPS = 8
 
 
 class Tiles(NamedTuple):
-    """Tiles of `ch` channels and `pix` pixels; `whole`: a program has a whole group, in one launch; else `shares` programs share out the pixels of
-    `ch` channels, of a slab of `samples` samples and `channels` channels at a time.
+    """How much of a unit a program holds, and how many share it out.
+
+    rows, cols   of a tile: runs of a channel's pixels where channels come first, else pixels and their channels.
+    span         tiles that make up a run, or all channels.      cut   "full", "whole" or "torn": see `tile` and `block`.
+    held         tiles in registers.      share   runs or pixels of a program.      team   programs of a unit.      registers   of a thread at most.
     """
 
-    ch: int
-    pix: int
+    rows: int
+    cols: int
+    span: int
+    cut: str
+    held: int
+    share: int
+    team: int
     warps: int
-    whole: bool
-    shares: int = 1
-    samples: int = 0
-    channels: int = 0
+    registers: int | None = None
 
     def __str__(self):
-        cut = "a program a group" if self.whole else f"{self.shares} shares of slabs of {self.samples}x{self.channels} channels"
-        return f"{self.ch}x{self.pix} tiles, {self.warps} warps, {cut}"
+        return f"{self.rows}x{self.cols} tiles, {self.held} held, {self.warps} warps, {self.team} programs a {'group' if self.span == 1 else 'unit'}"
 
 
-def cut(p: Groups, device: Device, read: int, tile: int = TILE) -> list[Tiles]:
-    """`read`: bytes read twice for each element.
+def first(p: Groups, device: Device, tensors: int, spans: bool = False, hold: int = HOLD, most: int = TILE, warps: int = WARPS) -> Tiles:
+    """Channels that come first, of which a program holds `tensors`. With `spans` the tiles of a channel make up longer runs, which are summed up once.
 
-    A group whose neighbours on all multiprocessors fit half of the L2 cache is one program's: its second reading comes from there. Larger
-    ones are cut into slabs of that size, whole samples where they fit, else whole groups of one.
+    A team has no more programs than the device has multiprocessors, so that all of it is running at once.
     """
-    each, room, last = p.channels // p.groups, device.l2 // SLAB, p.layout == "channels_last"
+    each, pixels = p.channels // p.groups, max(1, p.pixels)
+    even = pixels & -pixels  # the largest power of two that divides them
+    cols = min(most, even if even >= NARROW else 1 << pixels.bit_length() - 1)
+    while pixels % cols and cols > NARROW and -pixels % cols > pixels // 8:
+        cols //= 2
+    if cols < NARROW and pixels % cols:
+        cols *= 2
+    pieces = triton.cdiv(pixels, cols)
+    rows = max(1, min(most // cols, triton.next_power_of_2(each * pieces)))
+    tiles = triton.cdiv(each * pieces, rows)
+    size = rows * cols * tensors * p.dtype.itemsize
+    room = max(1, (ALONE if hold == HOLD and tiles * size <= ALONE else hold) // size)
+    share = triton.cdiv(tiles, min(device.sms, triton.cdiv(tiles, room)))
+
+    def fair(n):  # for all programs, and whole channels or equal parts of one
+        return tiles % n == 0 and tiles // n <= device.sms and (rows > 1 or n % pieces == 0 or pieces % n == 0)
+
+    share = next((n for n in (*range(share, max(1, share // 2) - 1, -1), *range(share, share + share // 4 + 1)) if fair(n)), share)
+    held, team = min(share, room), triton.cdiv(tiles, share)
+    span = math.gcd(pieces, share, held) if spans and rows == 1 and not pixels % cols else 1
+    cut = "torn" if pixels % cols else "full" if tiles * rows == each * pieces and tiles % share == 0 else "whole"
+    return Tiles(rows, cols, span, cut, held, share * rows // span, team, min(warps, max(1, rows * cols // 256)), 128 if share > held else None)
+
+
+def last(p: Groups, device: Device, tensors: int, hold: int = ALONE, warps: int = WARPS) -> Tiles:
+    """Channels that come last, of which a program holds `tensors`."""
+    cols = min((64, 128, 256, 512), key=lambda n: (-p.channels % n, -n)) if p.channels > 64 else triton.next_power_of_2(p.channels)
+    blocks = triton.cdiv(p.channels, cols)
+    rows = max(1, min(hold // (cols * blocks * tensors * p.dtype.itemsize), WIDE // cols, p.pixels))
+    rows = 1 << rows.bit_length() - 1
+    tiles = max(1, triton.cdiv(p.pixels, rows))
+    share = triton.cdiv(tiles, min(device.sms, tiles))
+    team = triton.cdiv(tiles, share)
+    cut = "full" if p.channels == cols * blocks and team * share * rows == p.pixels else "torn"
+    return Tiles(rows, cols, blocks, cut, blocks, share * rows, team, max(1, min(warps, rows * cols // 256)), 128)
+
+
+def scratch(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    """float32 that a kernel writes before it reads."""
+    return torch.empty(shape, dtype=torch.float32, device=x.device)
+
+
+def arguments(p: Groups, t: Tiles, x: torch.Tensor, units: int) -> dict:
+    """What every kernel takes of a call."""
+    each, last = p.channels // p.groups, p.layout == "channels_last"
+    given = {"pixels": p.pixels, "groups": p.groups, "each": each, "share": t.share, "team": t.team, "ACT": p.act}
+    given |= {"CUT": (t.rows, t.cols, t.span, t.cut), "num_warps": t.warps, "WORDS": x.is_cuda and torch.version.hip is None}
+    given["STREAM"] = t.share > (t.rows if last else t.held // t.span * t.rows)
+    given["count_ptr"] = torch.zeros(units, dtype=torch.int32, device=x.device) if last or t.team > 1 else None
+    if t.registers and given["WORDS"]:
+        given["maxnreg"] = t.registers
     if last:
-        ch = min(triton.next_power_of_2(p.channels), 128)
-        pix = max(1, min(triton.next_power_of_2(p.pixels), tile // ch))
-        whole = False
-    else:
-        pix = max(1, min(triton.next_power_of_2(p.pixels), tile))
-        whole = each * p.pixels * read * device.sms <= room
-        ch = max(1, min(triton.next_power_of_2(each if whole else p.channels), tile // pix))
-    warps = max(1, min(WARPS, ch * pix // 512))
-    if whole:
-        return [Tiles(ch, pix, warps, True)]
-    sample = p.channels * max(1, p.pixels) * read
-    samples = max(1, min(p.batch, room // sample))
-    channels = p.channels if last or sample <= room else min(p.channels, max(1, room // (each * max(1, p.pixels) * read)) * each)
-    programs = samples * triton.cdiv(channels, ch)
-    shares = max(1, min(triton.cdiv(p.pixels, pix), SHARES, triton.cdiv(FILL * device.sms, programs)))
-    return [Tiles(ch, pix, warps, False, shares, samples, channels)]
-
-
-def slabs(p: Groups, tiles: Tiles):
-    """(grid's samples and channels, their first ones) of one slab after another."""
-    for n in range(0, p.batch, tiles.samples):
-        for c in range(0, p.channels, tiles.channels):
-            yield min(tiles.samples, p.batch - n), n, c, min(p.channels, c + tiles.channels)
-
-
-def share_of(pixels: int, tiles: Tiles) -> tuple[int, int]:
-    """(programs, pixels of each), whole tiles each; none without pixels."""
-    pieces = triton.cdiv(pixels, tiles.pix)
-    each = triton.cdiv(pieces, tiles.shares)
-    return triton.cdiv(pieces, each), each * tiles.pix
+        return given | {"channels": p.channels, "GROUPS": triton.next_power_of_2(p.groups), "EACH": triton.next_power_of_2(each)}
+    return given | {"pieces": triton.cdiv(p.pixels, t.cols * t.span), "HELD": t.held, "TEAM": triton.next_power_of_2(t.team)}
