@@ -26,11 +26,6 @@ def phases(x: torch.Tensor) -> tuple[int, ...]:
     return ((BOTH if torch.version.hip is None else BOTH_AMD).value,)
 
 
-def phases(x: torch.Tensor) -> tuple[int, ...]:
-    """The values of PHASE that a kernel on x is launched with, in turn: tensors of a CPU are the interpreter's."""
-    return (FIRST.value, SECOND.value) if x.device.type == "cpu" else (BOTH.value,)
-
-
 @triton.jit
 def arrive(count_ptr):
     """What the threads of this program have stored may be read by those that `wait`."""

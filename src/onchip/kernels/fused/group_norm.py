@@ -80,7 +80,7 @@ def _forward_first(
         if TEAM > 1:
             tl.store(part_mean_ptr + unit * team + member, mean)
             tl.store(part_square_ptr + unit * team + member, square)
-            if PHASE == BOTH:
+            if PHASE != FIRST:
                 arrive(count_ptr + unit)
                 wait(count_ptr + unit, team)
     if PHASE != FIRST:
@@ -195,7 +195,7 @@ def _forward_last(
         at_g = tl.program_id(0).to(tl.int64) * groups + g
         tl.store(part_mean_ptr + at_g, mean, mask=g < groups)
         tl.store(part_square_ptr + at_g, square, mask=g < groups)
-        if PHASE == BOTH:
+        if PHASE != FIRST:
             arrive(count_ptr + unit)
             wait(count_ptr + unit, team)
     if PHASE != FIRST:

@@ -128,7 +128,7 @@ def _backward_first(
         if TEAM > 1:
             tl.store(part_ptr + unit * team + member, one)
             tl.store(part_hat_ptr + unit * team + member, two)
-            if PHASE == BOTH:
+            if PHASE != FIRST:
                 arrive(count_ptr + unit)
                 wait(count_ptr + unit, team)
     if PHASE != FIRST:
@@ -212,7 +212,7 @@ def _backward_last(
         at_g = tl.program_id(0).to(tl.int64) * groups + g
         tl.store(part_ptr + at_g, tl.sum(tl.where(inside_g, sum_du * weight, 0.0), 1), mask=g < groups)
         tl.store(part_hat_ptr + at_g, tl.sum(tl.where(inside_g, sum_hat * weight, 0.0), 1), mask=g < groups)
-        if PHASE == BOTH:
+        if PHASE != FIRST:
             arrive(count_ptr + unit)
             wait(count_ptr + unit, team)
     if PHASE != FIRST:
