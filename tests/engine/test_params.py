@@ -253,3 +253,37 @@ def test_out_of_memory_in_a_step(llm, monkeypatch):
     while not llm.idle:
         llm.step()
     assert runs.completion() == expected
+
+
+def test_out_of_memory_when_all_is_said(llm, monkeypatch):
+    """The last token is read before anybody is blamed: who has ended stays as it did."""
+    monkeypatch.setattr(llm, "ahead", True)
+    expected = llm.generate([OTHERS[0]], SamplingParams(**PLAIN))[0].tokens[:3]
+    launch, steps = llm.runner.launch, iter(range(100))
+    monkeypatch.setattr(llm.runner, "launch", lambda work: launch(work) if next(steps) != 3 else (_ for _ in ()).throw(torch.OutOfMemoryError("planted")))
+    assert len(set(expected)) == 3
+    (done,) = llm.generate([OTHERS[0]], SamplingParams(**PLAIN, stop_token_ids=expected[2:]))
+    assert (done.tokens, done.reason) == (expected, "stop") and next(steps) == 4  # the fourth ran out
+
+
+def test_samples_without_the_scores_of_their_prompt(llm):
+    """They come of the first sample; where it fails before they do, so do the others."""
+    request = llm.request(PROMPT, SamplingParams(**PLAIN, n=2, prompt_logprobs=1))
+    request.mask = Even(fail=0)
+    llm.add(request)
+    events = [event for _ in range(4) for event in llm.step()]
+    assert [e.request for e in events] == request.samples and llm.idle
+    assert {s.reason for s in request.samples} == {"error: the mask of its tokens: no grammar like this"}
+
+
+def test_what_is_on_its_way(llm):
+    """A request is added once, and `generate` takes no events of others."""
+    request = llm.request(PROMPT, SamplingParams(**PLAIN))
+    llm.add(request)
+    with pytest.raises(ValueError, match="^add: the request was added before"):
+        llm.add(request)
+    with pytest.raises(ValueError, match="^generate: 1 requests given to add are not done"):
+        llm.generate([PROMPT])
+    llm.cancel(request)
+    with pytest.raises(ValueError, match=r"^request: prompt has a token id that is no integer \('float' object"):
+        llm.request([1.9])

@@ -40,7 +40,7 @@ def tree_of(pool: PagePool, prefix: PrefixCache | None) -> RadixTree | Unshared:
         return Unshared(pool)
     if not prefix.host_gib:
         return RadixTree(pool)
-    each = sum(tensor[:, 0].nbytes for tensor in pool.storage)
+    each = pool.page_bytes
     slots = int(prefix.host_gib * GIB) // each if math.isfinite(prefix.host_gib) else 0
     if slots < 1:
         raise ValueError(f"PrefixCache: host_gib is {prefix.host_gib}; give 0 (none), or at least {each / GIB:.3g} for a page")
