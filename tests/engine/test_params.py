@@ -280,9 +280,9 @@ def test_what_is_on_its_way(llm):
     """A request is added once, and `generate` takes no events of others."""
     request = llm.request(PROMPT, SamplingParams(**PLAIN))
     llm.add(request)
-    with pytest.raises(ValueError, match="^add: the request was added before"):
+    with pytest.raises(ValueError, match=r"^add: the request was added before"):
         llm.add(request)
-    with pytest.raises(ValueError, match="^generate: 1 requests given to add are not done"):
+    with pytest.raises(ValueError, match=r"^generate: 1 requests given to add are not done"):
         llm.generate([PROMPT])
     llm.cancel(request)
     with pytest.raises(ValueError, match=r"^request: prompt has a token id that is no integer \('float' object"):
