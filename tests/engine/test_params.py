@@ -7,6 +7,7 @@ import torch
 
 import tiny
 from onchip.cache.paged import PageList, PagePool
+from onchip.engine import runner
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 from onchip.engine.setup import PrefixCache
@@ -110,6 +111,23 @@ def test_logprobs(llm, logits):
         top = truth[at].topk(count)
         assert [t for t, _ in found.top] == top.indices.tolist() and [x for _, x in found.top] == pytest.approx(top.values.tolist(), abs=1e-4)
     assert beside(llm, logprobs=0).logprobs[0].top == [] and beside(llm).logprobs is None
+
+
+def test_what_log_probabilities_cost(monkeypatch):
+    """All rows of a step become lists at once."""
+    rows, calls, tolist = 64, [], torch.Tensor.tolist
+    logits, tokens = torch.randn(rows, 50), torch.arange(rows) % 50
+    counts = [None if row % 3 == 0 else row % 5 for row in range(rows)]
+    found, truth = runner._packed_logprobs(logits, tokens), logits.log_softmax(-1)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: calls.append(x) or tolist(x))
+    said = runner._said(found, tokens.tolist(), counts)
+    assert len(calls) <= 3
+    for row, (one, count) in enumerate(zip(said, counts, strict=True)):
+        assert (one is None) == (count is None)
+        if one is not None:
+            ids = truth[row].topk(count).indices.tolist()
+            expected = truth[row, [row % 50, *ids]].tolist()
+            assert one.token == row % 50 and [t for t, _ in one.top] == ids and [one.logprob, *(x for _, x in one.top)] == pytest.approx(expected, abs=1e-5)
 
 
 def test_typical(llm, logits):

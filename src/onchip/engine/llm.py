@@ -293,7 +293,7 @@ class LLM:
         tokens = launched.wait()
         for request, first, found in launched.of_prompts():
             request.take_prompt_logprobs(first, found)
-        for row, (request, new) in enumerate(zip(launched.requests, tokens, strict=True)):
+        for request, new, said in zip(launched.requests, tokens, launched.of_tokens(), strict=True):
             request.pending -= 1
             if request.reason is not None:  # it ended while this was on its way
                 continue
@@ -301,7 +301,7 @@ class LLM:
                 request.pages.length += len(new) - 1
             text, found = request.accept(new), None
             if request.logprobs is not None:
-                found = [launched.of_token(row)]
+                found = [said]
                 request.logprobs += found
             events.append(Event(request, text, new, found))
             if request.mask is not None and request.reason is None:
