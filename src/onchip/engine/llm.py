@@ -58,6 +58,8 @@ class LLM:
     max_len       most tokens of a sequence; None: the model's context.       max_batch   sequences that run at once.
     cache_gib     memory for keys and values; None: 80% of what is free on a GPU, at most 2 GiB on a CPU, but no more than the batch may need.
     kv_format     what keys and values are quantised to as they are written: "int8", "e4m3", "int4/32", ... (see `Format`); None: they stay in dtype.
+                  A prompt computed in one piece reads its own keys unrounded; what the prefix cache knew, an earlier chunk or a sample before had computed
+                  is read as codes. So tokens may depend on what ran before or beside, unless `batch_invariant`, which reads codes throughout.
     prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages. None: nothing is kept.
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
     batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a

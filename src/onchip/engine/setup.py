@@ -28,6 +28,8 @@ GPU_SHARE = 0.8  # of the memory that is free once the weights are in
 class PrefixCache:
     """Prompts and answers stay in the cache as long as nobody needs their pages, and what begins like one of them begins from there.
 
+    With a `kv_format` such a beginning is read as codes, where a prompt that nobody knew reads its keys unrounded: see `LLM`.
+
     host_gib   host memory for what has to leave the GPU, from which it comes back; also that of requests which had to give way. 0: it is computed again.
     """
 
