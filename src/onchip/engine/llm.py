@@ -65,7 +65,7 @@ class LLM:
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
     parallel      the ranks that have the model together: see `ParallelLLM`, which is how it is used.
     adapters      `AdapterSlots(slots, rank)`: room for the LoRA adapters that requests may have. None: no room.
-    embedder      an encoder for `embed`, as `Embedder` takes it: "minilm", a folder, a cached model's name.
+    embedder      an encoder for `embed`, as `Embedder` takes it: "minilm", a folder, a cached model's name. It computes in float32, whatever `dtype` is.
 
     Raises ModelError for a model that cannot be read, ValueError for a device or dtype there is none of, OutOfPages for a
     cache that holds no sequence.
@@ -116,7 +116,7 @@ class LLM:
         self.model.prepare(self.max_len + room)
         self.model.kernel = kernel
         self.model.adapters = adapters and AdapterTable(self.model, adapters)
-        self.embedder = Embedder(embedder, **at) if embedder else None
+        self.embedder = Embedder(embedder, device=self.device) if embedder else None
         if batch_invariant:
             self.model.make_invariant()
         self.pool = setup.pool_of(self.model, (max_batch, self.max_len + room), cache_gib, kv_format)
