@@ -21,7 +21,7 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Rows
 from onchip.kernels.curves import tanh
-from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
+from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, room, tell
 
 # Bytes of a row that a program takes at a time, and a thread: 16-byte loads.
 PIECE = 8192, 32  # forward; the next piece is on its way: 8 to 16 KiB in flight a program, of which a multiprocessor has six
@@ -345,7 +345,7 @@ def _in_place(
                 tell(words_ptr + 2 * pieces + piece, tl.sum(tl.where(inside, w * (z - middle), 0.0)), one)
                 tell(words_ptr + 3 * pieces + piece, tl.sum(w), one)
         if PHASE != FIRST:
-            tops, sums = hear(words_ptr, pieces, PIECES)
+            tops, sums = hear(words_ptr, pieces, PIECES, PHASE)
             there = tl.arange(0, PIECES) < pieces
             tops = tl.where(there, tops, float("-inf"))
             top = tl.max(tops)
@@ -356,11 +356,11 @@ def _in_place(
             if piece == 0:
                 entropy, smooth = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
                 if ENTROPY:
-                    spreads, _ = hear(words_ptr + pieces, pieces, PIECES)
+                    spreads, _ = hear(words_ptr + pieces, pieces, PIECES, PHASE)
                     entropy = log_sum - tl.sum(kept * (spreads + sums * _log_or_zero(tops, base))) / sum_exp
                 if SMOOTH:
-                    totals, _ = hear(words_ptr + 2 * pieces, pieces, PIECES)
-                    masses, _ = hear(words_ptr + 3 * pieces, pieces, PIECES)
+                    totals, _ = hear(words_ptr + 2 * pieces, pieces, PIECES, PHASE)
+                    masses, _ = hear(words_ptr + 3 * pieces, pieces, PIECES, PHASE)
                     smooth = tl.sum(masses) * (base + log_sum - middle) - tl.sum(totals)
                 log_prob = tl.where(local >= 0, picked - base - log_sum, missing)
                 _store_figures(stats_ptr, tokens, row, log_prob, base, log_sum, entropy, smooth, weight)
@@ -391,7 +391,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     """A whole narrow row, or the piece of a wide one that each pass takes; in place, of no more programs a row than can meet."""
     size, in_place = problem.dtype.itemsize, problem.op == "cross_entropy_in_place"
     most, thread = {"cross_entropy": PIECE, "cross_entropy_in_place": IN_PLACE}.get(problem.op, BACKWARD)
-    while in_place and triton.cdiv(problem.width * size, most) > MOST.value:
+    while in_place and triton.cdiv(problem.width * size, most) > min(MOST.value, room(device, most // (32 * thread))) and most < 32 * 32 * thread:
         most *= 2
     block = min(most // size, max(128, triton.next_power_of_2(problem.width)))
     return [Tiles(block, max(1, block * size // (32 * thread)))]
