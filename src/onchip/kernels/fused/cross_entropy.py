@@ -21,7 +21,7 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Rows
 from onchip.kernels.curves import tanh
-from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, room, tell
+from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
 
 # Bytes of a row that a program takes at a time, and a thread: 16-byte loads.
 PIECE = 8192, 32  # forward; the next piece is on its way: 8 to 16 KiB in flight a program, of which a multiprocessor has six
@@ -335,7 +335,10 @@ def _in_place(
             if CAPPED:
                 z = tl.where(inside, z, float("-inf"))
             p = tl.exp(z - base)
-            tell(words_ptr + piece, top, tl.sum(p))
+            if piece == 0:  # before others may write the gradient over it: what is read in vain would not be waited for
+                tl.store(stats_ptr + row, picked)
+                if SMOOTH:
+                    tl.store(stats_ptr + 4 * tokens + row, middle)
             if ENTROPY:
                 tell(words_ptr + pieces + piece, tl.sum(tl.where(p > 0, p * (z - base), 0.0)), one)
             if SMOOTH:
@@ -344,7 +347,12 @@ def _in_place(
                     w = tl.load(weights_ptr + col, mask=inside, other=0.0)
                 tell(words_ptr + 2 * pieces + piece, tl.sum(tl.where(inside, w * (z - middle), 0.0)), one)
                 tell(words_ptr + 3 * pieces + piece, tl.sum(w), one)
+            tell(words_ptr + piece, top, tl.sum(p))  # the last: who has heard it of all writes
         if PHASE != FIRST:
+            if PHASE == SECOND:
+                picked = tl.load(stats_ptr + row)
+                if SMOOTH:
+                    middle = tl.load(stats_ptr + 4 * tokens + row)
             tops, sums = hear(words_ptr, pieces, PIECES, PHASE)
             there = tl.arange(0, PIECES) < pieces
             tops = tl.where(there, tops, float("-inf"))
@@ -391,7 +399,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     """A whole narrow row, or the piece of a wide one that each pass takes; in place, of no more programs a row than can meet."""
     size, in_place = problem.dtype.itemsize, problem.op == "cross_entropy_in_place"
     most, thread = {"cross_entropy": PIECE, "cross_entropy_in_place": IN_PLACE}.get(problem.op, BACKWARD)
-    while in_place and triton.cdiv(problem.width * size, most) > min(MOST.value, room(device, most // (32 * thread))) and most < 32 * 32 * thread:
+    while in_place and triton.cdiv(problem.width * size, most) > MOST.value:
         most *= 2
     block = min(most // size, max(128, triton.next_power_of_2(problem.width)))
     return [Tiles(block, max(1, block * size // (32 * thread)))]
@@ -471,7 +479,7 @@ def launch_in_place(problem: Rows, config: Tiles, logits: torch.Tensor, targets:
     device, pieces = logits.device, triton.cdiv(problem.width, config.block)
     stats = torch.empty((6, problem.rows), dtype=torch.float32, device=device)
     words = torch.zeros(problem.rows * pieces * WORDS.value, dtype=torch.int64, device=device)
-    for phase in phases(logits):
+    for phase in phases(logits, pieces, config.warps):
         _in_place[(problem.rows * pieces,)](
             logits,
             targets.contiguous(),
