@@ -335,10 +335,11 @@ def _in_place(
             if CAPPED:
                 z = tl.where(inside, z, float("-inf"))
             p = tl.exp(z - base)
-            if piece == 0:  # before others may write the gradient over it: what is read in vain would not be waited for
-                tl.store(stats_ptr + row, picked)
-                if SMOOTH:
-                    tl.store(stats_ptr + 4 * tokens + row, middle)
+            mass = tl.sum(p)
+            # Before others may write the gradient over it: what is read in vain would not be waited for.
+            tl.store(stats_ptr + row, picked, mask=piece == 0)
+            if SMOOTH:
+                tl.store(stats_ptr + 4 * tokens + row, middle, mask=piece == 0)
             if ENTROPY:
                 tell(words_ptr + pieces + piece, tl.sum(tl.where(p > 0, p * (z - base), 0.0)), one)
             if SMOOTH:
@@ -347,7 +348,7 @@ def _in_place(
                     w = tl.load(weights_ptr + col, mask=inside, other=0.0)
                 tell(words_ptr + 2 * pieces + piece, tl.sum(tl.where(inside, w * (z - middle), 0.0)), one)
                 tell(words_ptr + 3 * pieces + piece, tl.sum(w), one)
-            tell(words_ptr + piece, top, tl.sum(p))  # the last: who has heard it of all writes
+            tell(words_ptr + piece, top, mass)  # the last: who has heard it of all writes
         if PHASE != FIRST:
             if PHASE == SECOND:
                 picked = tl.load(stats_ptr + row)
