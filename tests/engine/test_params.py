@@ -177,6 +177,25 @@ def test_tokens_past_the_vocabulary(llm, what):
         llm.request(PROMPT, SamplingParams(**what))
 
 
+ENDS = [
+    {"max_tokens": 2**31 - 1, "min_tokens": 2**31 - 1},
+    {"temperature": 1e-5},
+    {"temperature": 1e5, "seed": -(2**63)},
+    {"temperature": 1.0, "seed": 2**63 - 1, "top_k": 2**31 - 1},
+    {"temperature": 1.0, "top_p": 5e-324, "min_p": 1 - 1e-16, "typical_p": 5e-324},
+    *[{"repetition_penalty": x, "presence_penalty": y, "frequency_penalty": y} for x, y in ((1e-3, -1e3), (1e3, 1e3))],
+    {"logit_bias": {10: 10**30, 11: -(10**30), 12: -math.inf}},
+]
+
+
+def test_parameters_at_their_ends(llm, logits):
+    """They run, and harm nobody beside them."""
+    asked = [SamplingParams(**{"max_tokens": 4, **how}) for how in ENDS]
+    done = llm.generate([PROMPT] * (len(ENDS) + 1), [*asked, SamplingParams(**PLAIN)])
+    assert [d.reason for d in done] == ["length"] * len(done) and done[-1].tokens == greedy(logits, 12, lambda x, _: x)
+    assert done[1].tokens == done[-1].tokens[:4] == done[4].tokens and done[7].tokens == [10] * 4
+
+
 # ---- the cache
 
 
