@@ -1,12 +1,13 @@
 """From pieces of answers to OpenAI's objects: one `Dialect` for chat and one for plain completions, whole or as server-sent events."""
 
+import asyncio
 import json
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onchip.engine.request import Request, TokenLogProbs
 from onchip.server import errors
@@ -15,6 +16,16 @@ from onchip.server.serving import Job, Piece
 KEEP_ALIVE = 15.0  # seconds of silence after which a stream says that it lives: proxies close silent connections after 30 to 60 s
 ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
+
+
+def sliced(data: Any, depth: int = 5) -> str:
+    """JSON of a large object, in another thread: the encoder does not let the interpreter go within one call, so one call each for what lies `depth` deep,
+    where log-probabilities have a token's entry."""
+    if depth and isinstance(data, dict):
+        return "{" + ",".join(f"{ENCODE(key)}:{sliced(value, depth - 1)}" for key, value in data.items()) + "}"
+    if depth and isinstance(data, list):
+        return "[" + ",".join(sliced(value, depth - 1) for value in data) + "]"
+    return ENCODE(data)
 
 
 class Spelled(NamedTuple):
@@ -36,15 +47,20 @@ class Reply:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def whole(self) -> dict:
-        """The answer in one object. Raises ApiError where a request has failed."""
+    async def whole(self) -> bytes:
+        """The answer in one object, as JSON. Raises ApiError where a request has failed."""
         pieces: list[list[Piece]] = [[] for _ in self.job.requests]
         async for piece in self.job.pieces():
             pieces[piece.index].append(piece)
             if why := _failure(piece):
                 raise errors.ApiError(500, why)
-        choices = [self._choice(Piece.joined(answer)) for answer in pieces if answer]  # one without a piece has lost its client
-        return self._object(self.dialect.whole, choices) | {"usage": self.usage()}
+        answers = [Piece.joined(answer) for answer in pieces if answer]  # one without a piece has lost its client
+        if any(answer.logprobs is not None for answer in answers):
+            return await asyncio.to_thread(self._written, answers, sliced)
+        return self._written(answers, ENCODE)
+
+    def _written(self, answers: list[Piece], encode: Callable[[dict], str]) -> bytes:
+        return encode(self._object(self.dialect.whole, [self._choice(answer) for answer in answers]) | {"usage": self.usage()}).encode()
 
     async def stream(self, include_usage: bool) -> AsyncIterator[bytes]:
         """The answer as server-sent events; an error is an event too, the last one of its choice, which ends before its last words then."""
@@ -126,13 +142,17 @@ class Plain:
 
     def logprobs(self, index: int, spelled: list[Spelled]) -> dict:
         def text(token: bytes) -> str:
-            return token.decode("utf-8", "replace")
+            """As OpenAI writes tokens: what is a part of a character by its bytes, so that no two become the same."""
+            try:
+                return token.decode()
+            except UnicodeDecodeError:
+                return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
         tokens, offsets = [text(token) for token, _, _ in spelled], []
-        for token in tokens:
+        for token, _, _ in spelled:
             offsets.append(self._ends[index])
-            self._ends[index] += len(token)
-        tops = [{text(token): p for token, p in one.top} if one.logprob is not None else None for one in spelled]
+            self._ends[index] += sum(byte & 0xC0 != 0x80 for byte in token)  # a character counts where its first byte is
+        tops = [{text(token): p for token, p in [*one.top, one[:2]]} if one.logprob is not None else None for one in spelled]
         return {"tokens": tokens, "token_logprobs": [own for _, own, _ in spelled], "top_logprobs": tops, "text_offset": offsets}
 
 

@@ -135,7 +135,6 @@ class Generation(Body):
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    priority: int | None = None
     structured_outputs: StructuredOutputs | None = None
     # taken and dropped
     user: str | None = None
@@ -216,7 +215,6 @@ class Part(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[Part], BeforeValidator(_parts)]
-    name: str | None = None
     annotations: Annotated[list, Field(max_length=0)] = []  # of an answer that is sent back
 
     def plain(self) -> dict[str, str]:
