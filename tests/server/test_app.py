@@ -25,6 +25,7 @@ from onchip.models.lora import AdapterSlots
 from onchip.server.app import Limits, build
 from onchip.server.embeddings import Embeddings
 from onchip.server.guard import read_keys
+from onchip.server.replies import Plain, Spelled
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "why wait"}], "temperature": 0, "max_tokens": 12}
 PERSON = {
@@ -136,6 +137,22 @@ def test_log_probabilities(live):
     assert "".join(echoed.logprobs.tokens[:-4]) == "why wait" and echoed.text.startswith("why wait")
     assert echoed.logprobs.token_logprobs[0] is None and echoed.logprobs.top_logprobs[0] is None
     assert echoed.logprobs.token_logprobs[-4:] == pytest.approx(found.token_logprobs, abs=1e-4)
+    scored = live.client.completions.create(model="tiny", prompt="why wait", max_tokens=0, temperature=0, logprobs=1, echo=True)  # as evaluations do
+    assert scored.choices[0].text == "why wait" and scored.choices[0].logprobs.tokens == echoed.logprobs.tokens[:-4]
+    assert (scored.choices[0].finish_reason, scored.usage.completion_tokens) == ("length", 0)
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0"):
+        live.client.completions.create(model="tiny", prompt="why wait", max_tokens=0)
+
+
+def test_parts_of_characters_keep_their_log_probabilities():
+    """Two tokens that are halves of characters, and one that was drawn from beyond the likeliest."""
+    e, acute, a = b"\xc3", b"\xa9", b"a"
+    spelled = [Spelled(e, -3.0, [(acute, -1.0), (b"\xe2", -2.0)]), Spelled(acute, -1.0, [(acute, -1.0), (e, -2.0)]), Spelled(a, -1.0, [(a, -1.0)])]
+    found = Plain().logprobs(0, spelled)
+    assert found["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "a"]
+    assert found["top_logprobs"][0] == {"bytes:\\xa9": -1.0, "bytes:\\xe2": -2.0, "bytes:\\xc3": -3.0}
+    assert [len(top) for top in found["top_logprobs"]] == [3, 2, 1]
+    assert found["text_offset"] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -323,23 +340,23 @@ def test_a_body_without_a_length_keeps_to_the_limit_too(live):
     assert answer.status_code == 413 and "80000" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "min_tokens",
-        "max_tokens",
-        "seed",
-        "n",
-        "stop_token_ids",
-    ],
-)
+NUMBERS = [
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "min_tokens",
+    "max_tokens",
+    "seed",
+    "n",
+    "stop_token_ids",
+]
+
+
+@pytest.mark.parametrize("field", NUMBERS)
 def test_no_number_harms_the_server(live, field):
     """Each at the ends of what JSON, a C integer and a float32 hold, beside another's answer: this call is refused or served, and nobody else notices."""
     with live.client.chat.completions.create(**ASK | {"max_tokens": 40, "stream": True, "extra_body": {"ignore_eos": True}}) as other:
@@ -368,7 +385,7 @@ def test_a_grammar_is_read_once(live, monkeypatch):
     assert len(read) == 1 and len({choice.message.content for choice in choices}) > 1
     assert all(re.fullmatch("[a-z]{3,9}-[0-9]{2}", choice.message.content) for choice in choices)
     ambiguous = {"structured_outputs": {"grammar": "start: s\ns: s s s | s s | /[a-z ]/"}}
-    with pytest.raises(openai.InternalServerError, match="s more than 0.002 s a token|Too many items"):
+    with pytest.raises(openai.InternalServerError, match=r"more than 0\.002 s a token|Too many items"):
         chat(live, extra_body=ambiguous, max_tokens=200, temperature=1.0)
     assert live.http.get("/health").status_code == 200
 

@@ -1,7 +1,8 @@
 """Answers in a given form: a JSON schema, a regular expression or a Lark grammar as a mask over the vocabulary, by llguidance (Moskal et al., 2025).
 
-llguidance walks a trie of the vocabulary's bytes beside the parser, so that a mask of most grammars takes tens of microseconds and nothing is compiled ahead.
-Ambiguous ones take longer, and end where a mask would keep a batch waiting: see LIMITS. It is an extra (`pip install 'onchip[serve]'`) and is imported by the first grammar.
+llguidance walks a trie of the vocabulary's bytes beside the parser, so that a mask of most grammars takes tens of microseconds and nothing is compiled
+ahead. Ambiguous ones take longer, and end where they would keep a batch waiting: see LIMITS and BEYOND.
+It is an extra (`pip install 'onchip[serve]'`) and is imported by the first grammar.
 """
 
 import json
@@ -17,10 +18,11 @@ KINDS = ("json", "regex", "lark")
 # JSON on one line with fixed separators: with free white space a small model may fill its context with line breaks
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# Of llguidance's 50,000, 200,000 and 250,000: with these the worst of ten hostile grammars takes 13 ms a mask (AMD Zen 5, 49,152 tokens), before 1.2 s; a choice
-# of 1,500 words, an enum of 3,000 and a schema of 200 fields go through.
+# Of llguidance's 50,000, 200,000 and 250,000: with these the worst of ten hostile grammars takes 13 ms for its first masks (AMD Zen 5, 49,152 tokens), before
+# 1.2 s; a choice of 1,500 words, an enum of 3,000 and a schema of 200 fields go through.
 LIMITS = {"step_max_items": 5_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
-# An ambiguous grammar stays below them for 60 tokens and comes to 0.4 s each. Seconds of the processor for each token, and what all answers of a grammar may take beyond
+# An ambiguous grammar stays below them for 60 tokens, and comes to 0.4 s a mask. So there is a budget too, in seconds of the processor: for each token, and
+# beyond that for all answers of one call
 EACH, BEYOND = 0.002, 0.1
 
 

@@ -128,16 +128,19 @@ class Serving:
     def start(self) -> None:
         """Start the engine's thread; the running event loop gets what it brings."""
         self._loop = asyncio.get_running_loop()
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._interval, SWITCH_INTERVAL))
         gc.collect()
         gc.freeze()  # a full collection goes over all that torch and the model are made of: 0.2 to 0.3 s in which no step begins
         self._thread.start()
 
     async def stop(self) -> None:
-        """End what still runs, then the engine's thread."""
+        """End what still runs, then the engine's thread; the process is as it was before `start`."""
         self._ending = True
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, FAREWELL)
+        sys.setswitchinterval(self._interval)
+        gc.unfreeze()
 
     @contextmanager
     def claim(self, count: int) -> Iterator[None]:
