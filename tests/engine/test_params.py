@@ -7,6 +7,7 @@ import torch
 
 import tiny
 from onchip.cache.paged import PageList, PagePool
+from onchip.engine import runner
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 from onchip.engine.setup import PrefixCache
@@ -110,6 +111,23 @@ def test_logprobs(llm, logits):
         top = truth[at].topk(count)
         assert [t for t, _ in found.top] == top.indices.tolist() and [x for _, x in found.top] == pytest.approx(top.values.tolist(), abs=1e-4)
     assert beside(llm, logprobs=0).logprobs[0].top == [] and beside(llm).logprobs is None
+
+
+def test_what_log_probabilities_cost(monkeypatch):
+    """All rows of a step become lists at once."""
+    rows, calls, tolist = 64, [], torch.Tensor.tolist
+    logits, tokens = torch.randn(rows, 50), torch.arange(rows) % 50
+    counts = [None if row % 3 == 0 else row % 5 for row in range(rows)]
+    found, truth = runner._packed_logprobs(logits, tokens), logits.log_softmax(-1)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: calls.append(x) or tolist(x))
+    said = runner._said(found, tokens.tolist(), counts)
+    assert len(calls) <= 3
+    for row, (one, count) in enumerate(zip(said, counts, strict=True)):
+        assert (one is None) == (count is None)
+        if one is not None:
+            ids = truth[row].topk(count).indices.tolist()
+            expected = truth[row, [row % 50, *ids]].tolist()
+            assert one.token == row % 50 and [t for t, _ in one.top] == ids and [one.logprob, *(x for _, x in one.top)] == pytest.approx(expected, abs=1e-5)
 
 
 def test_typical(llm, logits):
@@ -253,3 +271,37 @@ def test_out_of_memory_in_a_step(llm, monkeypatch):
     while not llm.idle:
         llm.step()
     assert runs.completion() == expected
+
+
+def test_out_of_memory_when_all_is_said(llm, monkeypatch):
+    """The last token is read before anybody is blamed: who has ended stays as it did."""
+    monkeypatch.setattr(llm, "ahead", True)
+    expected = llm.generate([OTHERS[0]], SamplingParams(**PLAIN))[0].tokens[:3]
+    launch, steps = llm.runner.launch, iter(range(100))
+    monkeypatch.setattr(llm.runner, "launch", lambda work: launch(work) if next(steps) != 3 else (_ for _ in ()).throw(torch.OutOfMemoryError("planted")))
+    assert len(set(expected)) == 3
+    (done,) = llm.generate([OTHERS[0]], SamplingParams(**PLAIN, stop_token_ids=expected[2:]))
+    assert (done.tokens, done.reason) == (expected, "stop") and next(steps) == 4  # the fourth ran out
+
+
+def test_samples_without_the_scores_of_their_prompt(llm):
+    """They come of the first sample; where it fails before they do, so do the others."""
+    request = llm.request(PROMPT, SamplingParams(**PLAIN, n=2, prompt_logprobs=1))
+    request.mask = Even(fail=0)
+    llm.add(request)
+    events = [event for _ in range(4) for event in llm.step()]
+    assert [e.request for e in events] == request.samples and llm.idle
+    assert {s.reason for s in request.samples} == {"error: the mask of its tokens: no grammar like this"}
+
+
+def test_what_is_on_its_way(llm):
+    """A request is added once, and `generate` takes no events of others."""
+    request = llm.request(PROMPT, SamplingParams(**PLAIN))
+    llm.add(request)
+    with pytest.raises(ValueError, match=r"^add: the request was added before"):
+        llm.add(request)
+    with pytest.raises(ValueError, match=r"^generate: 1 requests given to add are not done"):
+        llm.generate([PROMPT])
+    llm.cancel(request)
+    with pytest.raises(ValueError, match=r"^request: prompt has a token id that is no integer \('float' object"):
+        llm.request([1.9])

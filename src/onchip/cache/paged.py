@@ -30,6 +30,7 @@ class PageList:
 class PagePool:
     """Pages of keys and values.
 
+    page_bytes  of a page, keys and values of all layers.
     k, v    [layers, pages, page, kv_heads, dim], or quantised uint8 [layers, pages, bytes of a page]; a free page may hold anything. `layer(i)`: as
             `PagedKV` and `Append` have them.
 
@@ -55,6 +56,7 @@ class PagePool:
             self.k, self.v = (torch.empty(layers, pages, form.page_bytes(*sizes), dtype=torch.uint8, device=device) for _ in range(2))
             channels = [None] * layers if channel is None else channel.to(device)
             self._layers = [(Codes.over(k, form, sizes, c), Codes.over(v, form, sizes)) for k, v, c in zip(self.k, self.v, channels, strict=True)]
+        self.page_bytes = sum(tensor[:, 0].nbytes for tensor in self.storage)
         self._free = list(range(pages))  # a heap: low pages first, so that one sequence's pages mostly lie side by side
         self._holders = [0] * pages
 
@@ -75,7 +77,7 @@ class PagePool:
     @property
     def bytes_used(self) -> int:
         """Bytes of keys and values in pages that somebody holds; what is shared counts once."""
-        return (self.num_pages - self.num_free) * sum(tensor[:, 0].nbytes for tensor in self.storage)
+        return (self.num_pages - self.num_free) * self.page_bytes
 
     @staticmethod
     def bytes_per_page(layers: int, page: int, kv_heads: int, dim: int, dtype: torch.dtype, format: Format | str | None = None) -> int:

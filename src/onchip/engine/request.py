@@ -156,7 +156,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     pages: PageList = field(default_factory=PageList)
     reason: str | None = None
-    order: int = 0  # of arrival
+    order: int = -1  # of arrival; -1 before it
     pending: int = 0
     seated: bool = False
     slot: int = -1
