@@ -126,11 +126,6 @@ class Matcher:
             self._matcher.consume_token(token)
             self._check(begin)
 
-    @property
-    def complete(self) -> bool:
-        """Whether the answer may end here."""
-        return self._matcher.is_accepting()
-
     def _check(self, begin: float) -> None:
         if self._matcher.is_error():
             raise GrammarError(f"the grammar was left: {_line(self._matcher.get_error())}")
