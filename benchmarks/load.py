@@ -73,7 +73,11 @@ async def ask(client: httpx.AsyncClient, how: argparse.Namespace, dice: random.R
 
 async def watch(client: httpx.AsyncClient, answers: Answers) -> None:
     while True:
-        text = (await client.get("/metrics")).text
+        try:
+            text = (await client.get("/metrics")).text
+        except httpx.HTTPError as error:
+            answers.errors.append(f"/metrics: {error!r}")
+            text = ""
         if found := re.search(r"^process_resident_memory_bytes (\S+)", text, re.MULTILINE):
             answers.memory.append(round(float(found[1]) / 2**20, 1))
         await asyncio.sleep(5)
@@ -98,7 +102,10 @@ async def load(how: argparse.Namespace) -> tuple[Answers, float]:
     async def client_of(seed: int) -> None:
         own = random.Random(seed)
         while time.perf_counter() < end:
+            before = len(answers.errors)
             await ask(client, how, own, answers)
+            if len(answers.errors) > before:  # a server that refuses is not asked in a busy loop
+                await asyncio.sleep(1)
 
     async def arrivals() -> None:
         async with asyncio.TaskGroup() as group:
@@ -153,6 +160,7 @@ def main() -> None:
     if how.out:
         how.out.parent.mkdir(parents=True, exist_ok=True)
         how.out.write_text(text + "\n")
+    raise SystemExit(1 if answers.errors else 0)
 
 
 if __name__ == "__main__":

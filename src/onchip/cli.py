@@ -169,7 +169,7 @@ def serve(
     """An OpenAI-compatible server, with a page for chat and live charts at /."""
     import importlib.util
 
-    missing = [package for package in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(package) is None]
+    missing = [package for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance") if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install 'onchip[serve]'")
     from onchip.models.lora import Adapter, AdapterSlots
@@ -179,7 +179,12 @@ def serve(
     from onchip.server.run import run
 
     keys = read_keys(api_keys) if api_keys else ()
-    adapters = dict(_named(one) for one in adapter or ())
+    adapters = dict(named := [_named(one) for one in adapter or ()])
+    if len(adapters) < len(named):
+        raise ValueError(f"--adapter {' --adapter '.join(adapter)}: a NAME is given twice; give each adapter its own")
+    for option, value, least in (("max-prompt", max_prompt, 1), ("max-body", max_body, 1), ("max-queued", max_queued, 1), ("drain", drain, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"--{option} is {value}; give {least} or more")
     if not keys and host not in ("127.0.0.1", "::1", "localhost"):
         errors.print(f"[yellow]note:[/] whoever reaches {host}:{port} may use this server; --api-keys FILE asks for a key", highlight=False)
     limits = Limits(max_prompt, max_body, max_queued)

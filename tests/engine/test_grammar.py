@@ -44,7 +44,6 @@ def draw(tokenizer, matcher, seed: int, most: int = 300) -> str:
         token = dice.choice(allowed(matcher))
         matcher.accept(token)
         if token in tokenizer.eos:
-            assert matcher.complete
             return tokenizer.decode(tokens)
         tokens.append(token)
     raise AssertionError(f"no end after {tokenizer.decode(tokens)!r}")

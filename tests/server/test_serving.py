@@ -2,13 +2,16 @@
 
 import asyncio
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
+import onchip
+import tiny
 from onchip.cache.paged import OutOfPages
-from onchip.engine.request import Event
-from onchip.server.serving import Job, Overloaded, Serving
+from onchip.engine.request import Event, TokenLogProbs
+from onchip.server.serving import Job, Overloaded, Piece, Serving
 
 
 class StubRequest(SimpleNamespace):
@@ -42,7 +45,7 @@ class StubLLM:
         self.scheduler.waiting.append(request)
 
     def cancel(self, request: StubRequest) -> None:
-        request.reason = "cancelled"
+        request.reason = request.reason or "cancelled"
         for queue in (self.scheduler.waiting, self.scheduler.running):
             if request in queue:
                 queue.remove(request)
@@ -123,7 +126,8 @@ def test_a_full_queue_turns_away_and_takes_again():
     run(test)
 
 
-@pytest.mark.parametrize("error", [OutOfPages("no page is left"), RuntimeError("CUDA out of memory")])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [OutOfPages("no page is left"), RuntimeError("CUDA out of memory"), ValueError("Overflow when unpacking long long")])
 def test_a_failed_step_ends_what_it_ran_and_nothing_else(error):
     async def test(serving, llm):
         llm.hold.clear()
@@ -158,7 +162,7 @@ def test_a_dead_engine_ends_everything_and_health_says_so():
         jobs += [serving.submit([StubRequest(9)]) for _ in range(6)]  # the engine is in a step: these are in its inbox when it dies
         late = asyncio.ensure_future(serving.between_steps(lambda: 1))
         await asyncio.sleep(0)
-        llm.fail = KeyError("a bug")
+        llm.fail = SystemExit("a bug beyond all others")
         llm.hold.set()
         for job in jobs:
             assert (await all_of(job))[1] == {0: "error: the engine has stopped"}
@@ -217,11 +221,108 @@ def test_calls_between_steps():
     async def test(serving, llm):
         job = serving.submit([StubRequest(400)])
         assert await serving.between_steps(threading.get_ident) == serving._thread.ident
-        with pytest.raises(ValueError, match="invalid literal"):
-            await serving.between_steps(lambda: int("x"))
+        for call, error in ((lambda: int("x"), ValueError), (lambda: {}["x"], KeyError)):
+            with pytest.raises(error):
+                await asyncio.wait_for(serving.between_steps(call), 5)
         assert (await all_of(job))[1] == {0: "length"}
 
     run(test)
+
+
+def test_calls_and_steps_take_turns():
+    """Callers that always have a next call ready keep neither steps nor health waiting."""
+
+    async def test(serving, llm):
+        done = []
+
+        async def caller():
+            while not done:
+                await serving.between_steps(lambda: time.sleep(0.003))
+
+        callers = [asyncio.ensure_future(caller()) for _ in range(3)]
+        assert (await asyncio.wait_for(all_of(serving.submit([StubRequest(20)])), 5))[1] == {0: "length"}
+        while not serving._calls:
+            await asyncio.sleep(0.001)
+        waiting = [asyncio.ensure_future(serving.between_steps(done.append)) for _ in range(5)]
+        await asyncio.sleep(0)
+        waiting[-1].cancel()  # whoever asked has gone: it is not done
+        done.append(None)
+        await asyncio.gather(*callers, *waiting, return_exceptions=True)
+        assert serving.trouble() is None and not serving._calls
+
+    run(test, stuck_after=0.5)
+
+
+def test_a_client_that_does_not_read_costs_an_append():
+    async def test(serving, llm):
+        job = Job(serving, [StubRequest(1)])
+        begin = time.perf_counter()
+        for _ in range(30_000):
+            job.put(Piece(0, "some text, ", [TokenLogProbs(1, -1.0, [])]))
+        job.put(Piece(0, "", None, "length"))
+        assert time.perf_counter() - begin < 1
+        [piece] = [piece async for piece in job.pieces()]
+        assert (len(piece.text), len(piece.logprobs), piece.reason) == (11 * 30_000, 30_000, "length")
+
+    run(test)
+
+
+def test_room_is_claimed_before_a_call_is_read():
+    async def test(serving, llm):
+        with serving.claim(2):
+            with pytest.raises(Overloaded, match="2 requests wait or run, and this server takes 3"), serving.claim(2):
+                pass
+            job = serving.submit([StubRequest(2), StubRequest(2)])
+        assert (await all_of(job))[1] == {0: "length", 1: "length"}
+        with serving.claim(3):
+            assert serving.metrics.refused == 2
+
+    run(test, max_queued=3)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_ends_in_a_step_that_fails_ends_once(ahead, tmp_path):
+    """Of the real engine: the one that has ended keeps its answer, the one that the step ran says why, and the next is right."""
+    llm = onchip.LLM(tiny.save(tmp_path / "tiny"), device="cpu")
+    llm.ahead = ahead
+    params = onchip.SamplingParams(max_tokens=5, ignore_eos=True)
+    expected = llm.generate("why wait", params)[0].text
+
+    class Mask:
+        """Fails in the step whose launch fails, unless steps run ahead: then that step reads the last token."""
+
+        left = 6 if ahead else 3
+
+        def fill(self, row):
+            self.left -= 1
+            if not self.left:
+                raise ValueError("no token fits")
+            row.fill_(-1)
+
+        def accept(self, token):
+            pass
+
+    async def test():
+        serving = Serving(llm)
+        serving.start()
+        ends, runs = llm.request("why wait", params), llm.request("the quick", onchip.SamplingParams(max_tokens=100, ignore_eos=True))
+        ends.mask, launch = Mask(), llm.runner.launch
+
+        def failing(work):
+            if ends.reason is not None and runs.reason is None:
+                raise RuntimeError("planted")
+            return launch(work)
+
+        llm.runner.launch = failing
+        jobs = [serving.submit([request]) for request in (ends, runs)]
+        (text, reason), (_, other) = await asyncio.wait_for(asyncio.gather(*map(all_of, jobs)), 10)
+        assert "planted" in other[0]
+        assert (text[0], reason[0]) == (expected, "length") if ahead else reason[0].endswith("no token fits")
+        assert (await asyncio.wait_for(all_of(serving.submit([llm.request("why wait", params)])), 10))[0] == {0: expected}
+        assert not serving._live and not serving._lives and llm.idle
+        await serving.stop()
+
+    asyncio.run(test())
 
 
 def test_a_silent_engine_is_heard_of():

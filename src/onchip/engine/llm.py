@@ -129,6 +129,7 @@ class LLM:
         self.stats = Stats()
         self.ahead = self.device.type == "cuda"  # whether a step is launched before the tokens of the one before are read
         self._launched: deque[Launched] = deque()
+        self._events: list[Event] = []  # of the step that runs, or of one that failed: then the next one hands them out
 
     @property
     def eos(self) -> frozenset[int]:
@@ -233,8 +234,7 @@ class LLM:
 
     def step(self) -> list[Event]:
         """Launch the next step of the model, and say what came of the one before, or of this one where nothing runs ahead; [] where nothing did."""
-        events: list[Event] = []
-        begin = time.perf_counter()
+        begin, events = time.perf_counter(), self._events
         if self._launched and any(r.mask is not None for r in self.scheduler.running):  # the next mask needs the last token
             self._read(events)
         work = self._masked(self.scheduler.plan(), events)
@@ -248,12 +248,13 @@ class LLM:
             stats.prefill_seconds += seconds
         stats.cache_bytes = max(stats.cache_bytes, self.pool.bytes_used)
         stats.preemptions = self.scheduler.preemptions
+        self._events = []
         return events
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do: no request waits or runs, and no step is on its way."""
-        return not (self.scheduler.waiting or self.scheduler.running or self._launched)
+        """Whether there is nothing to do: no request waits or runs, no step is on its way, and none that failed has left events."""
+        return not (self.scheduler.waiting or self.scheduler.running or self._launched or self._events)
 
     # ---- the parts of a step
 

@@ -74,13 +74,14 @@ class SamplingParams:
             (-1e3 <= self.presence_penalty <= 1e3, "presence_penalty", "-1000 to 1000; 0 is none"),
             (-1e3 <= self.frequency_penalty <= 1e3, "frequency_penalty", "-1000 to 1000; 0 is none"),
             (all(isinstance(t, int) and t >= 0 and _biases(x) for t, x in bias.items()), "logit_bias", "{token id: -1e30 to 1e30, or an infinity}"),
+            (len(self.stop_token_ids) <= MOST_BIASED - 16, "stop_token_ids", f"at most {MOST_BIASED - 16}"),
             (len(bias) + len(self.stop_token_ids) <= MOST_BIASED - 16, "logit_bias", f"at most {MOST_BIASED - 16} tokens, stop_token_ids included"),
             (self.logprobs is None or 0 <= self.logprobs <= MOST_TOP, "logprobs", most),
             (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MOST_TOP, "prompt_logprobs", most),
         )
         for good, name, accepted in checks:
             if not good:
-                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r}; give {accepted}")
+                raise ValueError(f"SamplingParams: {name} is {getattr(self, name)!r:.60}; give {accepted}")
 
     @property
     def penalised(self) -> bool:

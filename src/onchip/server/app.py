@@ -6,9 +6,10 @@ import hashlib
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import resources
 
 from fastapi import FastAPI, Request, Response
@@ -18,16 +19,19 @@ from starlette.types import Receive, Scope, Send
 
 import onchip
 from onchip.cache.paged import OutOfPages
-from onchip.engine.grammar import Vocabulary, speller
+from onchip.engine.grammar import Grammar, Vocabulary, speller
 from onchip.engine.llm import LLM
 from onchip.engine.request import Request as EngineRequest
 from onchip.server import errors
 from onchip.server.embeddings import Embeddings
 from onchip.server.errors import ApiError
 from onchip.server.guard import Guard
+from onchip.server.reading import check_text
 from onchip.server.replies import Chat, Plain, Reply
 from onchip.server.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 from onchip.server.serving import Job, Serving
+
+MOST_GRAMMAR = 1 << 16  # characters; one of 400,000 keeps a thread for 0.8 s
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,9 @@ class Front:
         self.llm, self.name, self.limits, self.embeddings = llm, name, limits, embeddings
         self.serving = Serving(llm, max_queued=limits.max_queued)
         self.created = int(time.time())
-        self.spell = speller(llm.tokenizer) if llm.tokenizer else lambda token: b""
+        self.spell = lru_cache(maxsize=None)(speller(llm.tokenizer)) if llm.tokenizer else lambda token: b""
+        self._most = limits.max_prompt or llm.max_len
+        self._parsers = ThreadPoolExecutor(1, "onchip-grammar")  # apart from the threads that make tokens of everybody's text
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -58,8 +64,12 @@ class Front:
     @property
     def generators(self) -> dict[str, int]:
         """The language model and its adapters, and the most tokens of each."""
+        return dict.fromkeys([self.name, *self.adapters], self.llm.max_len)
+
+    @property
+    def adapters(self) -> list[str]:
         table = self.llm.model.adapters
-        return dict.fromkeys([self.name, *(name for name in (table.names if table else ()) if name)], self.llm.max_len)
+        return [name for name in (table.names if table else ()) if name]
 
     @property
     def encoders(self) -> dict[str, int]:
@@ -70,38 +80,60 @@ class Front:
         about = {"object": "model", "created": self.created, "owned_by": "onchip"}
         return {name: {"id": name, **about, "max_model_len": most} for name, most in (self.generators | self.encoders).items()}
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, messages: list[dict[str, str]]) -> list[list[int]]:
+        """The one prompt of a chat."""
         if self.llm.tokenizer is None:
             raise ValueError("this model has no tokenizer.json; call /v1/completions with token ids")
-        return self.llm.tokenizer.chat(messages)
+        for i, message in enumerate(messages):
+            self._check(f"messages.{i}.content", message["content"])
+        return [self.llm.tokenizer.chat(messages)]
+
+    def plain(self, prompts: list[str | list[int]]) -> list[str | list[int]]:
+        for prompt in prompts:
+            if isinstance(prompt, str) and self.llm.tokenizer is not None:
+                self._check("the prompt", prompt)
+        return prompts
+
+    def _check(self, name: str, text: str) -> None:
+        check_text(name, text, self._most, self.llm.tokenizer.encode)
 
     def text(self, prompt: str | list[int]) -> str:
         """A prompt as text, for `echo`."""
         return prompt if isinstance(prompt, str) else self.llm.tokenizer.decode(prompt) if self.llm.tokenizer else ""
 
-    async def submit(self, body: Generation, read: Callable[[], list]) -> Job:
-        """The requests of a call, queued: the samples of each of the prompts that `read` returns side by side. Raises ApiError and Overloaded."""
+    async def submit(self, body: Generation, prompts: int, read: Callable[[], list]) -> Job:
+        """The requests of a call, queued: the samples of each of the `prompts` that `read` returns side by side. Raises ApiError and Overloaded."""
         check_served(body.model, self.generators)
+        if prompts * body.samples > MAX_CHOICES:
+            raise ApiError(400, f"{prompts} prompts with n {body.samples} are more than {MAX_CHOICES} answers; send several calls")
         try:
-            return self.serving.submit(await asyncio.to_thread(self._requests, body, read))
+            with self.serving.claim(prompts * body.samples):
+                made = await asyncio.to_thread(self._requests, body, read)
+                if (grammar := body.grammar()) is not None:
+                    await asyncio.get_running_loop().run_in_executor(self._parsers, self._constrain, grammar, body.min_tokens, made)
+                return self.serving.submit(made)
         except (ValueError, OutOfPages) as error:  # OutOfPages: one that the empty cache could not hold
             raise ApiError(400, str(error).removeprefix("SamplingParams: ").removeprefix("request: ")) from None
 
     def _requests(self, body: Generation, read: Callable[[], list]) -> list[EngineRequest]:
-        """Away from the event loop: text becomes tokens here, and grammars parsers."""
-        prompts, grammar, made = read(), body.grammar(), []
-        if len(prompts) * body.samples > MAX_CHOICES:
-            raise ValueError(f"{len(prompts)} prompts with n {body.samples} are more than {MAX_CHOICES} answers; send several calls")
+        """Away from the event loop: text becomes tokens here."""
         params = body.params(self.llm.max_len, adapter=None if body.model == self.name else body.model)
-        for prompt in prompts:
-            request = self.llm.request(prompt, params, priority=body.priority or 0)
+        made = [self.llm.request(prompt, params) for prompt in read()]
+        for request in made:
             if self.limits.max_prompt is not None and len(request.prompt) > self.limits.max_prompt:
                 raise ValueError(f"the prompt has {len(request.prompt)} tokens and this server takes {self.limits.max_prompt}; shorten it")
-            if grammar is not None:
-                for sample in request.samples:
-                    sample.mask = self.vocabulary.matcher(grammar)
-            made.append(request)
         return made
+
+    def _constrain(self, grammar: Grammar, min_tokens: int | None, made: list[EngineRequest]) -> None:
+        """Give each request its parser of the grammar, which is read once."""
+        if min_tokens:
+            raise ValueError(f"min_tokens is {min_tokens} and the answer has a given form, which says itself where it may end; leave min_tokens out")
+        if len(grammar.text) > MOST_GRAMMAR:
+            raise ValueError(f"the {grammar.kind} grammar has {len(grammar.text)} characters and this server takes {MOST_GRAMMAR}; give a smaller one")
+        matcher = self.vocabulary.matcher(grammar)
+        for request in made:
+            for sample in request.samples:
+                sample.mask = matcher.copy()
 
 
 def check_served(asked: str, models: Iterable[str]) -> None:
@@ -129,24 +161,27 @@ async def _answer(reply: Reply, body: Generation, request: Request) -> Response:
     if body.stream:
         options = body.stream_options
         return _Events(reply.job, reply.stream(options is not None and options.include_usage))
-    watch = asyncio.create_task(_close_when_gone(request, reply.job))
+    watch = asyncio.create_task(_when_gone(request, reply.job.close))
     try:
-        return JSONResponse(await reply.whole())
+        return Response(await reply.whole(), media_type="application/json")
     finally:
         watch.cancel()
         reply.job.close()
 
 
-async def _close_when_gone(request: Request, job: Job) -> None:
+async def _when_gone(request: Request, close: Callable[[], None]) -> None:
     """A client that hangs up does not keep the engine busy."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    job.close()
+    close()
 
 
 def build(llm: LLM, name: str, *, limits: Limits = Limits(), keys: tuple[bytes, ...] = (), embeddings: Embeddings | None = None) -> Guard:
     """The ASGI app that serves `llm` as model `name`, and its adapters under theirs. keys: of `guard.read_keys`; none: open to all who reach it."""
     front = Front(llm, name, limits, embeddings)
+    names = [name, *front.adapters, *front.encoders]
+    if twice := [one for one in names if names.count(one) > 1]:
+        raise ValueError(f"{twice[0]!r} is the name of two models of this server; give each its own")
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -159,24 +194,31 @@ def build(llm: LLM, name: str, *, limits: Limits = Limits(), keys: tuple[bytes, 
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        job = await front.submit(body, lambda: [front.chat([message.plain() for message in body.messages])])
+        job = await front.submit(body, 1, lambda: front.chat([message.plain() for message in body.messages]))
         return await _answer(Reply(Chat(), body.model, job, front.spell), body, request)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        job = await front.submit(body, lambda: body.prompt)
+        job = await front.submit(body, len(body.prompt), lambda: front.plain(body.prompt))
         echoes = [front.text(prompt) for prompt in body.prompt for _ in range(body.samples)] if body.echo else None
-        return await _answer(Reply(Plain(echoes), body.model, job, front.spell), body, request)
+        return await _answer(Reply(Plain(echoes, body.max_tokens == 0), body.model, job, front.spell), body, request)
 
     @app.post("/v1/embeddings")
-    async def embed(body: EmbeddingRequest) -> Response:
+    async def embed(body: EmbeddingRequest, request: Request) -> Response:
         if embeddings is None:
             raise ApiError(501, "this server has no embeddings; start it with --embeddings MODEL")
         check_served(body.model, front.encoders)
-        try:
-            return JSONResponse(await embeddings.answer(body, front.serving))
-        except ValueError as error:
-            raise ApiError(400, str(error)) from None
+        with front.serving.claim(1):
+            work = asyncio.create_task(embeddings.answer(body, front.serving))
+            watch = asyncio.create_task(_when_gone(request, work.cancel))
+            try:
+                await asyncio.wait({work})
+                return Response(status_code=499) if work.cancelled() else Response(work.result(), media_type="application/json")
+            except ValueError as error:
+                raise ApiError(400, str(error)) from None
+            finally:
+                watch.cancel()
+                work.cancel()
 
     @app.get("/v1/models")
     async def models() -> dict:

@@ -1,12 +1,13 @@
 """From pieces of answers to OpenAI's objects: one `Dialect` for chat and one for plain completions, whole or as server-sent events."""
 
+import asyncio
 import json
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from onchip.engine.request import Request, TokenLogProbs
 from onchip.server import errors
@@ -15,6 +16,16 @@ from onchip.server.serving import Job, Piece
 KEEP_ALIVE = 15.0  # seconds of silence after which a stream says that it lives: proxies close silent connections after 30 to 60 s
 ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
+
+
+def sliced(data: Any, depth: int = 5) -> str:
+    """JSON of a large object, in another thread: the encoder does not let the interpreter go within one call, so one call each for what lies `depth` deep,
+    where log-probabilities have a token's entry."""
+    if depth and isinstance(data, dict):
+        return "{" + ",".join(f"{ENCODE(key)}:{sliced(value, depth - 1)}" for key, value in data.items()) + "}"
+    if depth and isinstance(data, list):
+        return "[" + ",".join(sliced(value, depth - 1) for value in data) + "]"
+    return ENCODE(data)
 
 
 class Spelled(NamedTuple):
@@ -36,15 +47,20 @@ class Reply:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def whole(self) -> dict:
-        """The answer in one object. Raises ApiError where a request has failed."""
+    async def whole(self) -> bytes:
+        """The answer in one object, as JSON. Raises ApiError where a request has failed."""
         pieces: list[list[Piece]] = [[] for _ in self.job.requests]
         async for piece in self.job.pieces():
             pieces[piece.index].append(piece)
             if why := _failure(piece):
                 raise errors.ApiError(500, why)
-        choices = [self._choice(Piece.joined(answer)) for answer in pieces if answer]  # one without a piece has lost its client
-        return self._object(self.dialect.whole, choices) | {"usage": self.usage()}
+        answers = [Piece.joined(answer) for answer in pieces if answer]  # one without a piece has lost its client
+        if any(answer.logprobs is not None for answer in answers):
+            return await asyncio.to_thread(self._written, answers, sliced)
+        return self._written(answers, ENCODE)
+
+    def _written(self, answers: list[Piece], encode: Callable[[dict], str]) -> bytes:
+        return encode(self._object(self.dialect.whole, [self._choice(answer) for answer in answers]) | {"usage": self.usage()}).encode()
 
     async def stream(self, include_usage: bool) -> AsyncIterator[bytes]:
         """The answer as server-sent events; an error is an event too, the last one of its choice, which ends before its last words then."""
@@ -66,7 +82,8 @@ class Reply:
     def usage(self) -> dict:
         """Tokens: the prompt of several samples counts once, what came from the prefix cache beside it."""
         asked = self.job.asked
-        prompt, new, cached = sum(len(r.prompt) for r in asked), sum(len(r.tokens) for r in self.job.requests), sum(r.cached_tokens or 0 for r in asked)
+        prompt, cached = sum(len(r.prompt) for r in asked), sum(r.cached_tokens or 0 for r in asked)
+        new = 0 if self.dialect.prompt_alone else sum(len(r.tokens) for r in self.job.requests)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new, "prompt_tokens_details": {"cached_tokens": cached}}
 
     def _object(self, kind: str, choices: list[dict]) -> dict:
@@ -75,9 +92,14 @@ class Reply:
     def _choice(self, piece: Piece, part: bool = False) -> dict:
         found = piece.logprobs
         if found is not None and not part:
-            found = self._of_prompt(self.job.requests[piece.index].samples[0]) + found
+            found = self._of_prompt(self.job.requests[piece.index].samples[0]) + ([] if self.dialect.prompt_alone else found)
         logprobs = None if found is None else self.dialect.logprobs(piece.index, [self._spelled(one) for one in found])
-        return {"index": piece.index, **self.dialect.content(piece, part), "logprobs": logprobs, "finish_reason": piece.reason}
+        return {
+            "index": piece.index,
+            **self.dialect.content(piece, part),
+            "logprobs": logprobs,
+            "finish_reason": "length" if self.dialect.prompt_alone else piece.reason,
+        }
 
     def _of_prompt(self, request: Request) -> list[TokenLogProbs]:
         """Where they were asked for; nothing predicts the first token."""
@@ -92,6 +114,7 @@ class Chat:
     """/v1/chat/completions."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prompt_alone = False
 
     def opening(self, index: int) -> dict | None:
         """The first event of a choice."""
@@ -110,29 +133,35 @@ class Chat:
 
 
 class Plain:
-    """/v1/completions. `echoes`: the text that each choice begins with, where the call asked for its prompt back."""
+    """/v1/completions. `echoes`: the text that each choice begins with, where the call asked for its prompt back; prompt_alone: and for nothing else."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, echoes: list[str] | None = None):
-        self._echoes = echoes
+    def __init__(self, echoes: list[str] | None = None, prompt_alone: bool = False):
+        self._echoes, self.prompt_alone = echoes, prompt_alone
         self._ends: Counter[int] = Counter()  # where the text of a choice's tokens ends
 
     def opening(self, index: int) -> dict | None:
         return {"index": index, "text": self._echoes[index], "logprobs": None, "finish_reason": None} if self._echoes else None
 
     def content(self, piece: Piece, part: bool) -> dict:
-        return {"text": piece.text if part or not self._echoes else self._echoes[piece.index] + piece.text}
+        if part or not self._echoes:
+            return {"text": piece.text}
+        return {"text": self._echoes[piece.index] + ("" if self.prompt_alone else piece.text)}
 
     def logprobs(self, index: int, spelled: list[Spelled]) -> dict:
         def text(token: bytes) -> str:
-            return token.decode("utf-8", "replace")
+            """As OpenAI writes tokens: what is a part of a character by its bytes, so that no two become the same."""
+            try:
+                return token.decode()
+            except UnicodeDecodeError:
+                return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
         tokens, offsets = [text(token) for token, _, _ in spelled], []
-        for token in tokens:
+        for token, _, _ in spelled:
             offsets.append(self._ends[index])
-            self._ends[index] += len(token)
-        tops = [{text(token): p for token, p in one.top} if one.logprob is not None else None for one in spelled]
+            self._ends[index] += sum(byte & 0xC0 != 0x80 for byte in token)  # a character counts where its first byte is
+        tops = [{text(token): p for token, p in [*one.top, one[:2]]} if one.logprob is not None else None for one in spelled]
         return {"tokens": tokens, "token_logprobs": [own for _, own, _ in spelled], "top_logprobs": tops, "text_offset": offsets}
 
 

@@ -135,7 +135,6 @@ class Generation(Body):
     min_tokens: int | None = Field(None, ge=0)
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    priority: int | None = None
     structured_outputs: StructuredOutputs | None = None
     # taken and dropped
     user: str | None = None
@@ -216,7 +215,6 @@ class Part(Body):
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[list[Part], BeforeValidator(_parts)]
-    name: str | None = None
     annotations: Annotated[list, Field(max_length=0)] = []  # of an answer that is sent back
 
     def plain(self) -> dict[str, str]:
@@ -261,9 +259,12 @@ class CompletionRequest(Generation):
     logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
     best_of: int | None = None
     suffix: str | None = None
+    max_tokens: int | None = Field(None, ge=0)
 
     @model_validator(mode="after")
     def _agree(self):
+        if self.max_tokens == 0 and (self.stream or not self.echo):
+            raise ValueError("max_tokens is 0, which is for the prompt alone; set echo to true and leave stream out, or give 1 or more")
         if self.best_of is not None and self.best_of != self.samples:
             raise ValueError(f"best_of is {self.best_of} and n is {self.samples}; this server returns every sample: leave best_of out")
         if self.echo and self.stream and self.logprobs is not None:
@@ -271,7 +272,7 @@ class CompletionRequest(Generation):
         return self
 
     def limit(self) -> int | None:
-        return self.max_tokens or 16  # OpenAI's
+        return 16 if self.max_tokens is None else max(1, self.max_tokens)  # 16 is OpenAI's; of 0 the one token is left out of the answer
 
     def top_logprobs_(self) -> int | None:
         return self.logprobs

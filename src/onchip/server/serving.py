@@ -9,7 +9,10 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -38,7 +41,6 @@ class Piece(NamedTuple):
 
     index: int  # of the request in its job
     text: str
-    tokens: list[int]
     logprobs: list[TokenLogProbs] | None = None
     reason: str | None = None
 
@@ -47,8 +49,7 @@ class Piece(NamedTuple):
         """Pieces of one request, in order, as one."""
         logprobs = [one for piece in pieces for one in piece.logprobs or ()]
         told = any(piece.logprobs is not None for piece in pieces)
-        tokens = [token for piece in pieces for token in piece.tokens]
-        return Piece(pieces[0].index, "".join(piece.text for piece in pieces), tokens, logprobs if told else None, pieces[-1].reason)
+        return Piece(pieces[0].index, "".join(piece.text for piece in pieces), logprobs if told else None, pieces[-1].reason)
 
 
 class Job:
@@ -59,7 +60,7 @@ class Job:
         self.requests = [sample for request in asked for sample in request.samples]
         self.submitted_at, self.closed = time.perf_counter(), False
         self._left = len(self.requests)
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, list[Piece]] = {}  # joined where they are taken: a client that does not read costs an append each
         self._wake = asyncio.Event()
 
     async def pieces(self, patience: float | None = None) -> AsyncIterator[Piece | None]:
@@ -72,13 +73,13 @@ class Job:
                 continue
             self._wake.clear()
             taken, self._pieces = self._pieces, {}
-            for piece in taken.values():
+            for pieces in taken.values():
+                piece = Piece.joined(pieces)
                 self._left -= piece.reason is not None
                 yield piece
 
     def put(self, piece: Piece) -> None:
-        before = self._pieces.get(piece.index)
-        self._pieces[piece.index] = Piece.joined([before, piece]) if before else piece
+        self._pieces.setdefault(piece.index, []).append(piece)
         self._wake.set()
 
     def close(self) -> None:
@@ -113,51 +114,69 @@ class Serving:
         self.llm, self.max_queued, self.stuck_after = llm, max_queued, stuck_after
         self.metrics = Metrics(pages=llm.pool.num_pages)
         self._inbox: SimpleQueue = SimpleQueue()
-        self._live = 0  # requests that have not ended; of the event loop's thread
+        self._live = self._claimed = 0  # requests that have not ended, and calls' that are being read; of the event loop's thread
         self._ending = self._dead = False
         self._thread = threading.Thread(target=self._work, name="onchip-engine", daemon=True)
         self._lives: dict[Request, _Life] = {}  # this and what follows are the engine thread's
         self._fresh: dict[_Life, None] = {}  # those with a piece, in order
         self._flushed = self._beat = time.monotonic()
         self._failures = 0
+        self._calls: deque[tuple[Callable[[], Any], asyncio.Future]] = deque()
 
     # ---- the event loop's side
 
     def start(self) -> None:
         """Start the engine's thread; the running event loop gets what it brings."""
         self._loop = asyncio.get_running_loop()
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL))
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(self._interval, SWITCH_INTERVAL))
         gc.collect()
         gc.freeze()  # a full collection goes over all that torch and the model are made of: 0.2 to 0.3 s in which no step begins
         self._thread.start()
 
     async def stop(self) -> None:
-        """End what still runs, then the engine's thread."""
+        """End what still runs, then the engine's thread; the process is as it was before `start`."""
         self._ending = True
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, FAREWELL)
+        sys.setswitchinterval(self._interval)
+        gc.unfreeze()
+
+    @contextmanager
+    def claim(self, count: int) -> Iterator[None]:
+        """Room for `count` requests while they are read, or worked on elsewhere. Raises Overloaded, before any work is done for them."""
+        self._check_room(count, self._live + self._claimed)
+        self._claimed += count
+        try:
+            yield
+        finally:
+            self._claimed -= count
 
     def submit(self, asked: list[Request]) -> Job:
         """Queue the requests of one call. Raises Overloaded."""
-        job, why = Job(self, asked), self.trouble()
-        if why is None and self._live + len(job.requests) > self.max_queued:
-            why = f"{self._live} requests wait or run, and this server takes {self.max_queued}; send this one again later"
-        if why is not None:
-            self.metrics.refused += len(job.requests)
-            raise Overloaded(why)
+        job = Job(self, asked)
+        self._check_room(len(job.requests), self._live)
         self._live += len(job.requests)
         self._inbox.put((self._add, job))
         return job
+
+    def _check_room(self, count: int, there: int) -> None:
+        why = self.trouble()
+        if why is None and there + count > self.max_queued:
+            why = f"{there} requests wait or run, and this server takes {self.max_queued}; send this one again later"
+        if why is not None:
+            self.metrics.refused += count
+            raise Overloaded(why)
 
     def cancel(self, job: Job) -> None:
         self._inbox.put((self._cancel, job))
 
     async def between_steps(self, call: Callable[[], T]) -> T:
-        """What `call()` returns or raises (ValueError, RuntimeError) in the engine's thread. Raises Overloaded."""
+        """What `call()` returns or raises in the engine's thread, one call a step. Raises Overloaded."""
         if why := self.trouble():
             raise Overloaded(why)
         future = self._loop.create_future()
-        self._inbox.put((self._call, (call, future)))
+        self._inbox.put((self._calls.append, (call, future)))
         return await future
 
     def trouble(self) -> str | None:
@@ -181,9 +200,11 @@ class Serving:
         while not self._inbox.empty():
             do, given = self._inbox.get() or (None, None)
             if do == self._add:
-                self._deliver([(given, Piece(index, "", [], None, why)) for index in range(len(given.requests))])
-            elif do == self._call:
-                _settle(given[1], given[1].set_exception, Overloaded(why.removeprefix("error: ")))
+                self._deliver([(given, Piece(index, "", None, why)) for index in range(len(given.requests))])
+            elif do == self._calls.append:
+                do(given)
+        for _, future in self._calls:
+            _settle(future, future.set_exception, Overloaded(why.removeprefix("error: ")))
 
     # ---- the engine thread's side
 
@@ -192,6 +213,8 @@ class Serving:
             torch.cuda.set_device(self.llm.device)  # each thread has a current device of its own
         try:
             while self._take():
+                if self._calls:
+                    self._call(*self._calls.popleft())
                 if not self.llm.idle:
                     self._step()
                 self._flush()
@@ -206,12 +229,13 @@ class Serving:
 
     def _take(self) -> bool:
         """Do what the inbox asks for, waiting for it where there is nothing else to do. False: it is time to end."""
-        self._beat = time.monotonic()
-        wait = self.llm.idle
+        wait = self.llm.idle and not self._calls
         while True:
+            self._beat = time.monotonic()
             try:
                 command = self._inbox.get(wait, 1.0)
             except Empty:
+                self._beat = time.monotonic()
                 return True
             if command is None:
                 return False
@@ -232,25 +256,27 @@ class Serving:
         for request in job.asked:
             self._stop(request, "cancelled")
 
-    def _call(self, given: tuple[Callable[[], T], asyncio.Future]) -> None:
-        call, future = given
+    def _call(self, call: Callable[[], Any], future: asyncio.Future) -> None:
+        if future.cancelled():  # whoever waited has gone
+            return
         try:
             result, tell = call(), future.set_result
-        except (ValueError, RuntimeError) as error:
+        except Exception as error:  # all of them: it is the caller's, on another thread
             result, tell = error, future.set_exception
         self._loop.call_soon_threadsafe(_settle, future, tell, result)
+        self._beat = time.monotonic()
 
     def _stop(self, request: Request, reason: str) -> None:
-        """End all samples of a request that have not ended."""
+        """End all samples of a request that have not ended. Of those that have, the engine has an event yet to bring."""
         self.llm.cancel(request)
         for sample in request.samples:
-            if sample in self._lives:
+            if sample in self._lives and sample.reason == "cancelled":
                 self._end(self._lives[sample], reason)
 
     def _step(self) -> None:
         try:
             events = self.llm.step()
-        except RuntimeError as error:  # torch's: no memory, a kernel that failed; the engine itself ends what it can blame
+        except Exception as error:  # no memory, a kernel that failed, a bug: the engine itself ends what it can blame
             self._give_up(error)
             return
         self._failures = 0
@@ -268,18 +294,19 @@ class Serving:
             self.metrics.began(event.request, now - life.job.submitted_at)
         self.metrics.new_tokens += len(event.tokens)
         if event.text or event.tokens:
-            self._say(life, Piece(life.index, event.text, event.tokens, event.logprobs))
+            self._say(life, Piece(life.index, event.text, event.logprobs))
         if reason is not None:
             if len(event.request.tokens) > 1 and life.first_at is not None:
                 self.metrics.token_took((now - life.first_at) / (len(event.request.tokens) - 1))
             self._end(life, reason)
 
-    def _give_up(self, error: RuntimeError) -> None:
-        """A step has failed: end the requests that it ran, and keep those that wait."""
+    def _give_up(self, error: Exception) -> None:
+        """A step has failed: end the requests that it ran, and keep those that wait. Those that it ended itself are in the events of the next step."""
         self._failures += 1
         if self._failures > FAILURES:
             raise error
-        blamed = [r for r in self.llm.scheduler.running if r in self._lives] or list(self._lives)
+        blamed = [r for r in self.llm.scheduler.running if r in self._lives] or [r for r in self._lives if r.reason is None]
+        traceback.print_exception(error)
         for request in blamed:
             self._stop(request, f"error: a step of the engine failed ({type(error).__name__}: {error})")
 
@@ -288,7 +315,7 @@ class Serving:
         self._fresh[life] = None
 
     def _end(self, life: _Life, reason: str) -> None:
-        self._say(life, Piece(life.index, "", [], None, reason))
+        self._say(life, Piece(life.index, "", None, reason))
         life.urgent = True
         del self._lives[life.request]
         self.metrics.ended[reason.partition(":")[0]] += 1
