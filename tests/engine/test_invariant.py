@@ -50,6 +50,16 @@ def bits_alone_and_together(folder, dtype: str, **changes):
     assert llm.scheduler.preemptions == 0 and llm.pool.num_free + llm.tree.num_pages == llm.pool.num_pages
 
 
+def test_a_quantised_cache_reads_codes_throughout(tmp_path):
+    """Whether the prefix cache knew a prompt makes no difference then, as it does without `batch_invariant`."""
+    llm = LLM(tiny.save(tmp_path, max_position_embeddings=1024), dtype="fp32", device="cpu", kv_format="int4", batch_invariant=True)
+    params = SamplingParams(9, ignore_eos=True, logprobs=2)
+    prompts = [[(7 * j + i) % 300 for j in range(300)] for i in range(2)]
+    first = llm.generate(prompts, params)
+    again = llm.generate(prompts, params)
+    assert again == first and [done.cached_tokens for done in again] == [INVARIANT_CHUNK] * 2
+
+
 def test_without_it_bits_differ(tmp_path):
     """Else the test above would show nothing."""
     llm = LLM(tiny.save(tmp_path, max_position_embeddings=1024), dtype="fp32", device="cpu")

@@ -40,6 +40,9 @@ def run(llm, adapter):
     llm.load_adapter(adapter)
     each = [dataclasses.replace(GREEDY, adapter="lora" if i % 2 else None) for i in range(len(PROMPTS))]
     found = [llm.generate(PROMPTS, each), llm.generate(PROMPTS[:3], SAMPLED)]
+    never = llm.request(PROMPTS[0], GREEDY)
+    llm.cancel(never)
+    llm.add(never)
     requests = [llm.request(prompt, dataclasses.replace(GREEDY, max_tokens=9), priority=i % 2) for i, prompt in enumerate(PROMPTS[:5])]
     requests[4].mask = Even()
     for request in requests:

@@ -7,9 +7,11 @@ import torch
 
 import tiny
 from onchip.cache.paged import PageList, PagePool
+from onchip.engine import runner
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 from onchip.engine.setup import PrefixCache
+from onchip.engine.state import State, Wants
 from onchip.models.decoder import Step
 
 PROMPT = [(11 * i + 3) % 320 for i in range(37)]
@@ -112,6 +114,23 @@ def test_logprobs(llm, logits):
     assert beside(llm, logprobs=0).logprobs[0].top == [] and beside(llm).logprobs is None
 
 
+def test_what_log_probabilities_cost(monkeypatch):
+    """All rows of a step become lists at once."""
+    rows, calls, tolist = 64, [], torch.Tensor.tolist
+    logits, tokens = torch.randn(rows, 50), torch.arange(rows) % 50
+    counts = [None if row % 3 == 0 else row % 5 for row in range(rows)]
+    found, truth = runner._packed_logprobs(logits, tokens), logits.log_softmax(-1)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: calls.append(x) or tolist(x))
+    said = runner._said(found, tokens.tolist(), counts)
+    assert len(calls) <= 3
+    for row, (one, count) in enumerate(zip(said, counts, strict=True)):
+        assert (one is None) == (count is None)
+        if one is not None:
+            ids = truth[row].topk(count).indices.tolist()
+            expected = truth[row, [row % 50, *ids]].tolist()
+            assert one.token == row % 50 and [t for t, _ in one.top] == ids and [one.logprob, *(x for _, x in one.top)] == pytest.approx(expected, abs=1e-5)
+
+
 def test_typical(llm, logits):
     """The tokens whose information is nearest its mean: of a tiny share only one is left, which is not the likeliest."""
     x = logits(PROMPT)[-1].log_softmax(-1)
@@ -177,6 +196,25 @@ def test_tokens_past_the_vocabulary(llm, what):
         llm.request(PROMPT, SamplingParams(**what))
 
 
+ENDS = [
+    {"max_tokens": 2**31 - 1, "min_tokens": 2**31 - 1},
+    {"temperature": 1e-5},
+    {"temperature": 1e5, "seed": -(2**63)},
+    {"temperature": 1.0, "seed": 2**63 - 1, "top_k": 2**31 - 1},
+    {"temperature": 1.0, "top_p": 5e-324, "min_p": 1 - 1e-16, "typical_p": 5e-324},
+    *[{"repetition_penalty": x, "presence_penalty": y, "frequency_penalty": y} for x, y in ((1e-3, -1e3), (1e3, 1e3))],
+    {"logit_bias": {10: 10**30, 11: -(10**30), 12: -math.inf}},
+]
+
+
+def test_parameters_at_their_ends(llm, logits):
+    """They run, and harm nobody beside them."""
+    asked = [SamplingParams(**{"max_tokens": 4, **how}) for how in ENDS]
+    done = llm.generate([PROMPT] * (len(ENDS) + 1), [*asked, SamplingParams(**PLAIN)])
+    assert [d.reason for d in done] == ["length"] * len(done) and done[-1].tokens == greedy(logits, 12, lambda x, _: x)
+    assert done[1].tokens == done[-1].tokens[:4] == done[4].tokens and done[7].tokens == [10] * 4
+
+
 # ---- the cache
 
 
@@ -234,3 +272,55 @@ def test_out_of_memory_in_a_step(llm, monkeypatch):
     while not llm.idle:
         llm.step()
     assert runs.completion() == expected
+
+
+def test_out_of_memory_for_a_bias(monkeypatch):
+    """All of what a bias needs is there, or nothing, and the next request tries again."""
+    state, full = State(2, 2, 50, torch.device("cpu")), torch.full
+
+    def fail(*args, dtype=None, **more):
+        if dtype == torch.float32:
+            raise torch.OutOfMemoryError("planted")
+        return full(*args, dtype=dtype, **more)
+
+    monkeypatch.setattr(torch, "full", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        state._provide(Wants(bias=True))
+    monkeypatch.undo()
+    assert state.bias_ids is None
+    state._provide(Wants(bias=True))
+    assert state.bias_values.shape == state.bias_ids.shape == state.bias_until.shape
+
+
+def test_out_of_memory_when_all_is_said(llm, monkeypatch):
+    """The last token is read before anybody is blamed: who has ended stays as it did."""
+    monkeypatch.setattr(llm, "ahead", True)
+    expected = llm.generate([OTHERS[0]], SamplingParams(**PLAIN))[0].tokens[:3]
+    launch, steps = llm.runner.launch, iter(range(100))
+    monkeypatch.setattr(llm.runner, "launch", lambda work: launch(work) if next(steps) != 3 else (_ for _ in ()).throw(torch.OutOfMemoryError("planted")))
+    assert len(set(expected)) == 3
+    (done,) = llm.generate([OTHERS[0]], SamplingParams(**PLAIN, stop_token_ids=expected[2:]))
+    assert (done.tokens, done.reason) == (expected, "stop") and next(steps) == 4  # the fourth ran out
+
+
+def test_samples_without_the_scores_of_their_prompt(llm):
+    """They come of the first sample; where it fails before they do, so do the others."""
+    request = llm.request(PROMPT, SamplingParams(**PLAIN, n=2, prompt_logprobs=1))
+    request.mask = Even(fail=0)
+    llm.add(request)
+    events = [event for _ in range(4) for event in llm.step()]
+    assert [e.request for e in events] == request.samples and llm.idle
+    assert {s.reason for s in request.samples} == {"error: the mask of its tokens: no grammar like this"}
+
+
+def test_what_is_on_its_way(llm):
+    """A request is added once, and `generate` takes no events of others."""
+    request = llm.request(PROMPT, SamplingParams(**PLAIN))
+    llm.add(request)
+    with pytest.raises(ValueError, match=r"^add: the request was added before"):
+        llm.add(request)
+    with pytest.raises(ValueError, match=r"^generate: 1 requests given to add are not done"):
+        llm.generate([PROMPT])
+    llm.cancel(request)
+    with pytest.raises(ValueError, match=r"^request: prompt has a token id that is no integer \('float' object"):
+        llm.request([1.9])

@@ -171,8 +171,12 @@ def test_several_tokens_at_once():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"max_tokens": 0}, "max_tokens is 0; give 1 or more"),
-        ({"temperature": -0.1}, r"temperature is -0.1; give 0 \(always the likeliest token\) or more"),
+        ({"max_tokens": 0}, "max_tokens is 0; give 1 to 2147483647"),
+        ({"max_tokens": 2**31, "min_tokens": 2**31}, "max_tokens is 2147483648"),
+        ({"temperature": -0.1}, r"temperature is -0.1; give 0 \(always the likeliest token\), or 1e-5 to 1e5"),
+        ({"temperature": 1e-40}, "temperature is 1e-40"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"top_k": 2**31}, r"top_k is 2147483648; give 0 \(all\) to 2147483647"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0.0}, "top_p is 0.0; give more than 0 and at most 1"),
@@ -188,10 +192,12 @@ def test_several_tokens_at_once():
         ({"stop_token_ids": [-1]}, r"stop_token_ids is \[-1\]; give a list of token ids"),
         ({"min_tokens": 257}, "min_tokens is 257; give 0 to max_tokens, 256"),
         ({"n": 0}, "n is 0; give 1 or more"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; give more than 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; give 0.001 to 1000"),
+        ({"repetition_penalty": 1e-46}, "repetition_penalty is 1e-46"),
         ({"presence_penalty": float("nan")}, "presence_penalty is nan"),
         ({"frequency_penalty": float("inf")}, "frequency_penalty is inf"),
-        ({"logit_bias": {3: float("nan")}}, "logit_bias is {3: nan}; give {token id: number}"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias is {3: nan}; give {token id: -1e30 to 1e30, or an infinity}"),
+        ({"logit_bias": {3: 10**400}}, "logit_bias is {3: 1000"),
         ({"logit_bias": dict.fromkeys(range(500), 1.0)}, "logit_bias is .*; give at most 496 tokens"),
         ({"logprobs": 21}, "logprobs is 21; give 0 to 20, or None"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1; give 0 to 20, or None"),
@@ -201,8 +207,3 @@ def test_several_tokens_at_once():
 def test_parameters_that_cannot_be(given, words):
     with pytest.raises(ValueError, match=f"^SamplingParams: {words}"):
         SamplingParams(**given)
-
-
-def test_parameters_at_their_ends():
-    SamplingParams(1, 0, 0, 1.0, 0.0, -(2**63), ["x"])
-    SamplingParams(1, 100.0, 10**6, 1e-9, 0.999, 2**63 - 1, ("x", "y"))

@@ -169,3 +169,55 @@ def test_ended_wherever_it_is(tree):
         s.end(r)
     s.cache.clear()
     assert not s.waiting and not s.running and s.pool.num_free == 8
+
+
+def test_shared_pages_count_once():
+    """Nobody gives way while there is room; a page of many holders is one page, and so is one that who comes finds."""
+    s = scheduler(pages=29, max_batch=8, tree=RadixTree)
+    add(s, request(40))
+    run(s)
+    low = add(s, *(request(40) for _ in range(4)))
+    run(s)
+    assert sum(len(r.pages.pages) for r in s.running) > s.pool.num_pages and s.pool.num_free == 5
+    (high,) = add(s, request(3, priority=1, token=2))
+    run(s)
+    assert s.preemptions == 0 and len(high.tokens) == 1
+    (other,) = add(s, request(45, 1, priority=1))
+    run(s)
+    assert s.preemptions == 0 and len(other.tokens) == 1 and all(r in s.running for r in low)
+
+
+def test_nobody_gives_way_in_vain():
+    s = scheduler(pages=20)
+    high, low, _ = add(s, request(40, 8, priority=1), request(8, 8), request(4, 4))
+    run(s)
+    (more,) = add(s, request(40, 8, priority=1))
+    while high.reason is None:
+        assert low.reason or low in s.running
+        run(s)
+    assert s.preemptions == 0
+    run(s)
+    assert more.tokens and s.preemptions == 0
+
+
+def test_as_few_give_way_as_it_takes():
+    s = scheduler(pages=12, max_batch=4)
+    low = add(s, *(request(8, 8) for _ in range(3)))
+    run(s)
+    (high,) = add(s, request(13, 3, priority=1))
+    run(s)
+    assert s.running == [high, *low[:2]] and s.waiting == [low[2]]
+
+
+def test_prompts_apart_take_turns_with_decodes():
+    """Nobody's next token waits for more than one step of prompts."""
+    s = scheduler(pages=400, max_batch=8, budget=16)
+    s.apart = True
+    (first,) = add(s, request(3, 50))
+    run(s)
+    add(s, *(request(60) for _ in range(5)))
+    while s.waiting:
+        had = len(first.tokens)
+        steps = [run(s), run(s)]
+        assert len(first.tokens) == had + 1 and sorted(any(w[1] > 1 for w in step) for step in steps) == [False, True]
+    assert first.reason is None

@@ -132,7 +132,7 @@ def test_what_cannot_be(tmp_path):
 
 def test_an_engine_with_an_encoder(tmp_path):
     theirs = save(tmp_path / "encoder", "bert")
-    llm = LLM(tiny.save(tmp_path / "model"), dtype="bf16", device="cpu", embedder=tmp_path / "encoder")  # the encoder is float32 all the same
+    llm = LLM(tiny.save(tmp_path / "model"), dtype="bf16", device="cpu", embedder=tmp_path / "encoder")  # the encoder has a dtype of its own, float32
     found = llm.embed(TEXTS)
     hidden = hidden_of(theirs, llm.embedder.encode(TEXTS))
     torch.testing.assert_close(found, F.normalize(torch.stack([h.mean(0) for h in hidden]), dim=1), atol=1e-6, rtol=1e-5)

@@ -119,7 +119,7 @@ def one_rank(rank: int, of: int, folder: str) -> None:
         step, pool = step_of(model, batch)
         graph, _ = captured(model, step, pool)
         seconds = seconds_of(graph)
-        floor = (weights + batch * TOKENS / PAGE * sum(tensor[:, 0].nbytes for tensor in pool.storage)) / facts.bandwidth
+        floor = (weights + batch * TOKENS / PAGE * pool.page_bytes) / facts.bandwidth
         row = {"model": "Llama-3-8B, bf16", "ranks": of, "batch": batch, "keys": TOKENS, "seconds": seconds, "tokens_per_second": batch / seconds}
         rows.append(row | {"floor": floor, "of_floor": floor / seconds, "error": error})
         del graph, pool, step

@@ -8,6 +8,7 @@ who appends to a part-filled page that others hold gets a copy of it first.
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -63,6 +64,11 @@ class PagePool:
         """The tensors that a page is made of, each [layers, pages, ...]: what is copied when a page is."""
         return self.k, self.v
 
+    @cached_property
+    def page_bytes(self) -> int:
+        """Of one page, keys and values of all layers."""
+        return sum(tensor[:, 0].nbytes for tensor in self.storage)
+
     @property
     def num_free(self) -> int:
         """Pages that nobody holds."""
@@ -75,7 +81,7 @@ class PagePool:
     @property
     def bytes_used(self) -> int:
         """Bytes of keys and values in pages that somebody holds; what is shared counts once."""
-        return (self.num_pages - self.num_free) * sum(tensor[:, 0].nbytes for tensor in self.storage)
+        return (self.num_pages - self.num_free) * self.page_bytes
 
     @staticmethod
     def bytes_per_page(layers: int, page: int, kv_heads: int, dim: int, dtype: torch.dtype, format: Format | str | None = None) -> int:

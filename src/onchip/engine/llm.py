@@ -1,5 +1,6 @@
 """`LLM`: a model from disk, ready to continue prompts."""
 
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -57,6 +58,8 @@ class LLM:
     max_len       most tokens of a sequence; None: the model's context.       max_batch   sequences that run at once.
     cache_gib     memory for keys and values; None: 80% of what is free on a GPU, at most 2 GiB on a CPU, but no more than the batch may need.
     kv_format     what keys and values are quantised to as they are written: "int8", "e4m3", "int4/32", ... (see `Format`); None: they stay in dtype.
+                  A prompt computed in one piece reads its own keys unrounded; what the prefix cache knew, an earlier chunk or a sample before had computed
+                  is read as codes. So tokens may depend on what ran before or beside, unless `batch_invariant`, which reads codes throughout.
     prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages. None: nothing is kept.
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
     batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
@@ -106,8 +109,7 @@ class LLM:
         if kernel != "auto":
             setup.check_kernel(kernel)
         self.max_len = min(max_len or self.config.context, self.config.context)
-        at = {"dtype": self.dtype, "device": self.device}
-        self.model = Decoder(self.config, **at, parallel=parallel)
+        self.model = Decoder(self.config, dtype=self.dtype, device=self.device, parallel=parallel)
         if dummy_weights:
             self.model.randomise()
         else:
@@ -147,8 +149,10 @@ class LLM:
         on_text  called as (index of the result, new text) as soon as text is certain.
 
         Raises ValueError for an empty prompt or one longer than the context, OutOfPages for one the cache cannot hold;
-        in both cases before anything has run.
+        in both cases before anything has run; ValueError while requests of `add` are not done, whose events would be lost here.
         """
+        if others := len(self.scheduler.waiting) + len(self.scheduler.running):
+            raise ValueError(f"generate: {others} requests given to add are not done; call step until idle, or cancel them")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
@@ -162,7 +166,7 @@ class LLM:
         try:
             for request in firsts:
                 self.add(request)
-            while any(request.reason is None for request in requests) or self._launched:
+            while not self.idle:
                 for event in self.step():
                     if on_text and event.text and event.request in places:
                         on_text(places[event.request], event.text)
@@ -208,7 +212,12 @@ class LLM:
         return self._request("request: prompt", prompt, params or SamplingParams(), chat, priority)
 
     def add(self, request: Request) -> None:
-        """Queue a request, all samples of it: `step` brings their events, until the `reason` of each is set. What was cancelled before is not queued."""
+        """Queue a request, all samples of it: `step` brings their events, until the `reason` of each is set. What was cancelled before is not queued.
+
+        Raises ValueError for one that was added before.
+        """
+        if any(sample.order >= 0 for sample in request.samples):
+            raise ValueError("add: the request was added before, and its pages are its own; make another one with request()")
         slot, salt = self._slot("add: the request", request.params.adapter)
         for sample in request.samples:
             sample.slot, sample.salt = slot, salt
@@ -286,7 +295,7 @@ class LLM:
         tokens = launched.wait()
         for request, first, found in launched.of_prompts():
             request.take_prompt_logprobs(first, found)
-        for row, (request, new) in enumerate(zip(launched.requests, tokens, strict=True)):
+        for request, new, said in zip(launched.requests, tokens, launched.of_tokens(), strict=True):
             request.pending -= 1
             if request.reason is not None:  # it ended while this was on its way
                 continue
@@ -294,7 +303,7 @@ class LLM:
                 request.pages.length += len(new) - 1
             text, found = request.accept(new), None
             if request.logprobs is not None:
-                found = [launched.of_token(row)]
+                found = [said]
                 request.logprobs += found
             events.append(Event(request, text, new, found))
             if request.mask is not None and request.reason is None:
@@ -312,10 +321,15 @@ class LLM:
             request.reason = f"error: the mask of its tokens: {error}"
 
     def _fail(self, request: Request, why: str, events: list[Event]) -> None:
-        request.reason = f"error: {why}"
-        self.scheduler.end(request)
-        if all(event.request is not request for event in events):  # else the event of its last token says so
-            events.append(Event(request, "", []))
+        """End a request, if it has not ended; and while the log-probabilities of its prompt are not all there, the samples that would have them from it."""
+        waits = request.scores and len(request.prompt_logprobs) < len(request.prompt)
+        failed = [sample for sample in (request.samples if waits else [request]) if sample.reason is None]
+        for sample in failed:
+            sample.reason = f"error: {why}"
+        for sample in failed:
+            self.scheduler.end(sample)
+            if all(event.request is not sample for event in events):  # else the event of its last token says so
+                events.append(Event(sample, "", []))
 
     # ---- requests
 
@@ -365,7 +379,10 @@ class LLM:
                 raise ValueError(f"{name} is text and this model has no tokenizer.json; add it, or give token ids instead of text")
             ids = self.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else self.tokenizer.encode(prompt)
         elif isinstance(prompt, Iterable):
-            ids = [int(token) for token in prompt]
+            try:
+                ids = [operator.index(token) for token in prompt]
+            except TypeError as error:
+                raise ValueError(f"{name} has a token id that is no integer ({error}); give a list like [1, 2, 3]") from None
         else:
             raise ValueError(f"{name} is {prompt!r}; give text or a list of token ids, as in [[1, 2, 3]]")
         if not ids:

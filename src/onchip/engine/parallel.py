@@ -78,6 +78,8 @@ class ParallelLLM(LLM):
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ValueError(f"add: the request's mask cannot go to the other ranks ({error}); give one that can be pickled") from None
         super().add(request)
+        if first.reason is not None:  # cancelled before, all samples of it: nothing was queued
+            return
         self._numbers[first], self._count = self._count, self._count + 1
         params = dataclasses.replace(request.params, seed=first.seed)
         self._said.append(Add(self._numbers[first], first.prompt, params, first.priority, masks))

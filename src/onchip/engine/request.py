@@ -14,6 +14,7 @@ from onchip.engine.text import StopText
 from onchip.ops.sampling import MOST_TOP
 
 MOST_BIASED = 512  # tokens of a request with a logit bias, or that min_tokens forbids
+MOST = 2**31 - 1  # of a count: the device has int32
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class SamplingParams:
     logit_bias    {token: what is added to its logit}.
     logprobs      0 to 20: log-probabilities of each token and of so many likeliest ones, of the logits as the model gives them. None: none.
     adapter       the name of a LoRA adapter (`LLM.load_adapter`), or None.
-    prompt_logprobs  the same for the tokens of the prompt, which is then computed whole, whatever the prefix cache knows of it.
+    prompt_logprobs  the same for the tokens of the prompt, which is then computed whole, whatever the prefix cache knows of it: once for all samples, that fail
+                  together where that fails.
     """
 
     max_tokens: int = 256
@@ -57,9 +59,9 @@ class SamplingParams:
     def __post_init__(self):
         bias, most = self.logit_bias, f"0 to {MOST_TOP}, or None"
         checks = (
-            (self.max_tokens >= 1, "max_tokens", "1 or more"),
-            (self.temperature >= 0, "temperature", "0 (always the likeliest token) or more"),
-            (self.top_k >= 0, "top_k", "0 (all) or more"),
+            (1 <= self.max_tokens <= MOST, "max_tokens", f"1 to {MOST}"),
+            (self.temperature == 0 or 1e-5 <= self.temperature <= 1e5, "temperature", "0 (always the likeliest token), or 1e-5 to 1e5"),
+            (0 <= self.top_k <= MOST, "top_k", f"0 (all) to {MOST}"),
             (0 < self.top_p <= 1, "top_p", "more than 0 and at most 1 (all)"),
             (0 <= self.min_p < 1, "min_p", "at least 0 (all) and less than 1"),
             (self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer"),
@@ -68,10 +70,10 @@ class SamplingParams:
             (all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids), "stop_token_ids", "a list of token ids"),
             (0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"0 to max_tokens, {self.max_tokens}"),
             (self.n >= 1, "n", "1 or more"),
-            (0 < self.repetition_penalty < math.inf, "repetition_penalty", "more than 0; 1 is none"),
-            (math.isfinite(self.presence_penalty), "presence_penalty", "a number; 0 is none"),
-            (math.isfinite(self.frequency_penalty), "frequency_penalty", "a number; 0 is none"),
-            (all(isinstance(t, int) and t >= 0 and not math.isnan(x) for t, x in bias.items()), "logit_bias", "{token id: number}"),
+            (1e-3 <= self.repetition_penalty <= 1e3, "repetition_penalty", "0.001 to 1000; 1 is none"),  # logits of 60 stay finite in float16
+            (-1e3 <= self.presence_penalty <= 1e3, "presence_penalty", "-1000 to 1000; 0 is none"),
+            (-1e3 <= self.frequency_penalty <= 1e3, "frequency_penalty", "-1000 to 1000; 0 is none"),
+            (all(isinstance(t, int) and t >= 0 and _biases(x) for t, x in bias.items()), "logit_bias", "{token id: -1e30 to 1e30, or an infinity}"),
             (len(bias) + len(self.stop_token_ids) <= MOST_BIASED - 16, "logit_bias", f"at most {MOST_BIASED - 16} tokens, stop_token_ids included"),
             (self.logprobs is None or 0 <= self.logprobs <= MOST_TOP, "logprobs", most),
             (self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MOST_TOP, "prompt_logprobs", most),
@@ -83,6 +85,10 @@ class SamplingParams:
     @property
     def penalised(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+def _biases(x: float) -> bool:
+    return -1e30 <= x <= 1e30 or abs(x) == math.inf
 
 
 class TokenLogProbs(NamedTuple):
@@ -150,7 +156,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     pages: PageList = field(default_factory=PageList)
     reason: str | None = None
-    order: int = 0  # of arrival
+    order: int = -1  # of arrival; -1 before it
     pending: int = 0
     seated: bool = False
     slot: int = -1

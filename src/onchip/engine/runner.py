@@ -11,7 +11,7 @@ from onchip.engine.request import Request, TokenLogProbs
 from onchip.engine.scheduler import Work
 from onchip.engine.state import State, Wants, upload
 from onchip.models.decoder import Decoder, Step
-from onchip.ops.sampling import MOST_TOP, Draft, LogProbs, adjust_logits, log_probs, sample, verify
+from onchip.ops.sampling import MOST_TOP, Draft, adjust_logits, log_probs, sample, verify
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows of graphs; beyond them multiples of 256
 LOGITS = 1024  # tokens of a prompt whose logits are in memory at once
@@ -26,10 +26,11 @@ class Chunk(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a step brings: tokens int64 [rows], or with drafts [rows, n] with -1 past the end of each; and log-probabilities, where somebody wants them."""
+    """What a step brings: tokens int64 [rows], or with drafts [rows, n] with -1 past the end of each; and log-probabilities (`_packed_logprobs`), where
+    somebody wants them."""
 
     tokens: Tensor
-    logprobs: LogProbs | None = None
+    logprobs: Tensor | None = None
 
 
 class Captured(NamedTuple):
@@ -45,8 +46,8 @@ class Launched(NamedTuple):
 
     requests: list[Request]
     tokens: Tensor
-    logprobs: LogProbs | None
-    prompts: list[tuple[Request, int, list[int], LogProbs]]
+    logprobs: Tensor | None
+    prompts: list[tuple[Request, int, list[int], Tensor]]
     done: torch.cuda.Event | None
     kind: str  # "decode", or "prefill" where there were chunks of prompts
 
@@ -58,14 +59,14 @@ class Launched(NamedTuple):
             return [[token] for token in self.tokens.tolist()]
         return [[token for token in row if token >= 0] for row in self.tokens.tolist()]
 
-    def of_token(self, row: int) -> TokenLogProbs:
-        """After `wait`."""
-        return _said(self.logprobs, row, int(self.tokens[row]), self.requests[row].params.logprobs)
+    def of_tokens(self) -> list[TokenLogProbs | None]:
+        """After `wait`: of each request's token, where it wants them."""
+        return [None] * len(self.requests) if self.logprobs is None else _said(self.logprobs, self.tokens.tolist(), [r.params.logprobs for r in self.requests])
 
     def of_prompts(self):
         """After `wait`: (request, place of the first token, log-probabilities of it and those that follow)."""
         for request, first, tokens, found in self.prompts:
-            yield request, first, [_said(found, i, token, request.params.prompt_logprobs) for i, token in enumerate(tokens)]
+            yield request, first, _said(found, tokens, [request.params.prompt_logprobs] * len(tokens))
 
 
 class Runner:
@@ -247,7 +248,7 @@ class Runner:
             s.remember(tokens[:, None], used[:, None])
         s.tokens.copy_(tokens)
         s.positions.add_(used)
-        return Drawn(s.tokens, log_probs(raw, tokens, min(MOST_TOP, s.vocab)) if wants.logprobs else None)
+        return Drawn(s.tokens, _packed_logprobs(raw, tokens) if wants.logprobs else None)
 
     def _score(self, request: Request, start: int, hidden: Tensor, prompts: list) -> None:
         """The log-probabilities of the tokens of a prompt that follow those from `start` on."""
@@ -255,17 +256,17 @@ class Runner:
         for at in range(0, len(following), LOGITS):
             tokens = following[at : at + LOGITS]
             logits = self.model.logits(hidden[at : at + len(tokens)])
-            found = log_probs(logits, upload(torch.tensor(tokens), logits.device), min(MOST_TOP, logits.shape[1]))
-            prompts.append((request, start + 1 + at, tokens, _download(found)))
+            found = _packed_logprobs(logits, upload(torch.tensor(tokens), logits.device))
+            prompts.append((request, start + 1 + at, tokens, found.to("cpu", non_blocking=True)))
 
     def _results(self, drawn: Drawn | None, prompts: list, kind: str) -> Launched:
         """What was launched last, on its way to the host."""
         count = len(self.rows)
         tokens = self.state.tokens[:0] if drawn is None else drawn.tokens[:count]
-        logprobs = None if drawn is None or drawn.logprobs is None else LogProbs(*(x[:count] for x in drawn.logprobs))
+        logprobs = None if drawn is None or drawn.logprobs is None else drawn.logprobs[:count]
         if self.model.device.type != "cuda":
             return Launched(list(self.rows), tokens.clone(), logprobs, prompts, None, kind)
-        logprobs = None if logprobs is None else _download(logprobs)
+        logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
         tokens, done = tokens.to("cpu", non_blocking=True), torch.cuda.Event()
         done.record()
         return Launched(list(self.rows), tokens, logprobs, prompts, done, kind)
@@ -291,9 +292,9 @@ def _packed(chunks: list[Chunk], kept: int, page: int) -> tuple[Tensor, Tensor]:
     """Token, position and slot of each token of the chunks, int64 [3, tokens], and the offsets int32 [kept + chunks + 1] of `kept` decodes and then them."""
     columns = []
     for request, start, size in chunks:
-        places = torch.arange(start, start + size)
-        pages = torch.tensor(request.pages.pages)
-        columns.append(torch.stack((torch.tensor(request.known()[start : start + size]), places, pages[places // page] * page + places % page)))
+        places, first = torch.arange(start, start + size), start // page
+        pages = torch.tensor(request.pages.pages[first : (start + size - 1) // page + 1])
+        columns.append(torch.stack((torch.tensor(request.known()[start : start + size]), places, pages[places // page - first] * page + places % page)))
     sizes = torch.tensor([0, *[1] * kept, *(chunk.size for chunk in chunks)], dtype=torch.int32)
     return torch.cat(columns, 1), sizes.cumsum(0, dtype=torch.int32)
 
@@ -308,10 +309,16 @@ def _power(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def _download(found: LogProbs) -> LogProbs:
-    return LogProbs(*(x.to("cpu", non_blocking=True) for x in found))
+def _packed_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities as one transfer: int32 [rows, 1 + 2 n], the bits of the token's and of the n largest, and whose these are."""
+    chosen, top, ids = log_probs(logits, tokens, min(MOST_TOP, logits.shape[1]))
+    return torch.cat((chosen[:, None].view(torch.int32), top.view(torch.int32), ids.int()), 1)
 
 
-def _said(found: LogProbs, row: int, token: int, count: int) -> TokenLogProbs:
-    top = list(zip(found.ids[row, :count].tolist(), found.top[row, :count].tolist(), strict=True))
-    return TokenLogProbs(token, float(found.chosen[row]), top)
+def _said(found: Tensor, tokens: list[int], counts: list[int | None]) -> list[TokenLogProbs | None]:
+    """A token's of each row, with as many of the largest as `counts` says; None where that is None. Lists at once: a tensor's element takes 3 us."""
+    n = found.shape[1] // 2
+    most = min(n, max(count or 0 for count in counts))
+    values, ids = found[:, : 1 + most].view(torch.float32).tolist(), found[:, 1 + n : 1 + n + most].tolist()
+    rows = zip(tokens, values, ids, counts, strict=True)
+    return [None if count is None else TokenLogProbs(token, x[0], list(zip(i[:count], x[1 : 1 + count], strict=True))) for token, x, i, count in rows]

@@ -73,6 +73,7 @@ class Scheduler:
         self._orders = itertools.count()
         self._held: dict[Request, list[Request]] = {}  # samples that wait for the first of their prompt
         self._stuck: Request | None = None  # the first that waits, for which there was no room when it was looked for last
+        self._prompted = False  # whether the last step, of prompts apart, left out those who decode
         self._steady: list[Work] = []  # the last plan, where it may hold for the next step: nobody came or went since
         self._calm = 0  # for how many steps it holds for certain
 
@@ -139,8 +140,11 @@ class Scheduler:
                 work.append(Work(request, count, count == left))
         work += self._admit(chunks)
         prompts = [w for w in work if w.prompt]
-        if prompts and self.apart:
-            return prompts
+        if prompts and self.apart:  # turn by turn, so that nobody's next token waits for all prompts
+            decodes = [w for w in work if not w.prompt]
+            self._prompted = not (self._prompted and decodes)
+            return prompts if self._prompted else decodes
+        self._prompted = False
         still = work and not prompts and (not self.waiting or self.waiting[0] is self._stuck)
         self._steady = work if still else []
         if still:
@@ -172,15 +176,26 @@ class Scheduler:
         return whole if whole <= most else 0
 
     def _make_way(self) -> None:
-        """Let requests of less priority than the first that waits wait themselves, until it fits."""
-        if not self.waiting or self.chunk:
+        """Let the lowest of those with less priority than the first that waits wait themselves, as many as it takes; nobody where all are too few."""
+        first, running = self.waiting[0] if self.waiting else None, self.running
+        lower = [r for r in running if first and r.priority < first.priority]
+        if not lower or self.chunk or first.pending or first is self._stuck:
             return
-        first, running, page = self.waiting[0], self.running, self.pool.page
-        needs = len(first.known()) // page + 1
-        while running and running[-1].priority < first.priority:
-            if len(running) < self.max_batch and needs + sum(len(r.pages.pages) for r in running) <= self.pool.num_pages:
+        known = first.keyed()
+        found = PageList() if first.scores else self.cache.match(known[:-1])
+        room = self.pool.num_pages - self.pool.pages_for(self._ahead(first, len(known))) + len(found.pages)
+        held, stay = set(found.pages), len(running) - len(lower)  # what several hold counts once, and what nobody holds can be evicted
+        self.pool.release(found)
+        held.update(page for r in running[:stay] for page in r.pages.pages)
+        if len(held) > room:
+            return
+        for r in lower:
+            held.update(r.pages.pages)
+            if stay + 1 >= self.max_batch or len(held) > room:
                 break
-            self.preempt(running[-1])
+            stay += 1
+        for r in reversed(running[stay:]):
+            self.preempt(r)
 
     def _grown(self, request: Request, count: int) -> bool:
         """Pages for `count` more tokens, if need be those of requests that rank lower; False where the request itself had to go."""

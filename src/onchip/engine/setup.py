@@ -28,6 +28,8 @@ GPU_SHARE = 0.8  # of the memory that is free once the weights are in
 class PrefixCache:
     """Prompts and answers stay in the cache as long as nobody needs their pages, and what begins like one of them begins from there.
 
+    With a `kv_format` such a beginning is read as codes, where a prompt that nobody knew reads its keys unrounded: see `LLM`.
+
     host_gib   host memory for what has to leave the GPU, from which it comes back; also that of requests which had to give way. 0: it is computed again.
     """
 
@@ -40,7 +42,7 @@ def tree_of(pool: PagePool, prefix: PrefixCache | None) -> RadixTree | Unshared:
         return Unshared(pool)
     if not prefix.host_gib:
         return RadixTree(pool)
-    each = sum(tensor[:, 0].nbytes for tensor in pool.storage)
+    each = pool.page_bytes
     slots = int(prefix.host_gib * GIB) // each if math.isfinite(prefix.host_gib) else 0
     if slots < 1:
         raise ValueError(f"PrefixCache: host_gib is {prefix.host_gib}; give 0 (none), or at least {each / GIB:.3g} for a page")

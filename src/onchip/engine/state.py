@@ -156,8 +156,8 @@ class State:
         if wants.penalties and self.output is None:
             self.output, self.prompt = full(self.vocab, 0), full(self.vocab, 0)
         if wants.bias and self.bias_ids is None:
-            self.bias_ids, self.bias_until = (full(MOST_BIASED, value, torch.int64) for value in (-1, NEVER))
-            self.bias_values = full(MOST_BIASED, 0, torch.float32)
+            ids, until = (full(MOST_BIASED, value, torch.int64) for value in (-1, NEVER))
+            self.bias_ids, self.bias_until, self.bias_values = ids, until, full(MOST_BIASED, 0, torch.float32)  # all three or, without memory, none
         if wants.mask and self.mask is None:
             self.mask = full(-(-self.vocab // 32), -1)
 
@@ -175,7 +175,7 @@ class State:
         for i, r in enumerate(requests):
             p = r.params
             early = len(r.prompt) + p.min_tokens - 1  # position of the last token at which one that ends the text may follow
-            entries = {token: (value, NEVER) for token, value in p.logit_bias.items()}
+            entries = {token: (float(value), NEVER) for token, value in p.logit_bias.items()}
             if p.min_tokens:
                 entries |= {token: (p.logit_bias.get(token, 0.0), early) for token in sorted(r.ends)}
             if entries:
