@@ -152,7 +152,7 @@ def serve(
     port: Annotated[int, typer.Option(help="0: any that is free")] = 8000,
     name: Annotated[str | None, typer.Option(help="what requests call the model; default: its folder's or file's name")] = None,
     api_keys: Annotated[Path | None, typer.Option(help="a file with one key a line, of which a request must have one; default: open to all")] = None,
-    embeddings: Annotated[str | None, typer.Option(help="an encoder for /v1/embeddings: minilm, or a folder; default: none")] = None,
+    embeddings: Annotated[str | None, typer.Option(help="an encoder for /v1/embeddings, in float32: minilm, or a folder; default: none")] = None,
     adapter: Annotated[list[str] | None, typer.Option(help="NAME=FOLDER: a LoRA adapter, served as model NAME; may be given again")] = None,
     max_prompt: Annotated[int | None, typer.Option(help="most tokens of a prompt; default: as the context allows")] = None,
     max_body: Annotated[int, typer.Option(help="most bytes of a request")] = 4 << 20,

@@ -163,7 +163,9 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
     if residual is not None:
         of.like("residual", residual.stream, (x.dtype, torch.float32))
         if residual.in_place and not _in_rows(residual.stream):
-            raise ValueError(f"{name}: in_place=True needs a residual whose rows are contiguous; call .contiguous() first, or leave in_place out")
+            raise ValueError(
+                f"{name}: in_place=True needs a residual whose rows are contiguous, each in a place of its own; call .contiguous() first, or leave in_place out"
+            )
         norm = norm._replace(residual=residual.stream.reshape(of.rows, of.width), gate=of.samples("gate", residual.gate), in_place=residual.in_place)
         if residual.row_scale is not None:
             if residual.row_scale.shape != x.shape[:-1]:
@@ -194,9 +196,10 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
 
 
 def _in_rows(t: Tensor) -> bool:
-    """Whether t is a matrix of its rows as it lies, so that writing that matrix writes t."""
+    """Whether t is a matrix of its rows as it lies, no two in one place, so that writing that matrix writes t."""
     ahead = [(size, stride) for size, stride in zip(t.shape[:-1], t.stride(), strict=False) if size != 1]
-    return not t.numel() or all(stride == size * inner for (_, stride), (size, inner) in pairwise(ahead))
+    apart = not ahead or ahead[-1][1] >= t.shape[-1]
+    return not t.numel() or (apart and all(stride == size * inner for (_, stride), (size, inner) in pairwise(ahead)))
 
 
 class _Shapes:

@@ -313,6 +313,7 @@ TURNED = torch.zeros(3, 2, 8).transpose(0, 1)
         (lambda: layer_norm(X[..., :0]), "give \\[..., width\\] with a width of 1 or more"),
         (lambda: layer_norm(X, torch.ones(8), torch.ones(3, 8)), "they must be equal"),
         (lambda: layer_norm(X, residual=Residual(TURNED, in_place=True)), "in_place=True needs a residual whose rows are contiguous"),
+        (lambda: layer_norm(X, residual=Residual(X[:1].expand(2, 3, 8), in_place=True)), "each in a place of its own"),
         (lambda: layer_norm(X, residual=X[:1]), "they must be equal \\(a residual may be float32\\)"),
         (lambda: layer_norm(X, residual=Residual(X, row_scale=torch.ones(2))), r"row_scale is \[2\]; x is \[2, 3, 8\]: give \[2, 3\]"),
         (lambda: layer_norm(X, residual=Residual(X, dropout=Dropout(1.0))), "p=1.0; give 0 or more and less than 1"),
