@@ -11,6 +11,7 @@ from onchip.engine import runner
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 from onchip.engine.setup import PrefixCache
+from onchip.engine.state import State, Wants
 from onchip.models.decoder import Step
 
 PROMPT = [(11 * i + 3) % 320 for i in range(37)]
@@ -271,6 +272,24 @@ def test_out_of_memory_in_a_step(llm, monkeypatch):
     while not llm.idle:
         llm.step()
     assert runs.completion() == expected
+
+
+def test_out_of_memory_for_a_bias(monkeypatch):
+    """All of what a bias needs is there, or nothing, and the next request tries again."""
+    state, full = State(2, 2, 50, torch.device("cpu")), torch.full
+
+    def fail(*args, dtype=None, **more):
+        if dtype == torch.float32:
+            raise torch.OutOfMemoryError("planted")
+        return full(*args, dtype=dtype, **more)
+
+    monkeypatch.setattr(torch, "full", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        state._provide(Wants(bias=True))
+    monkeypatch.undo()
+    assert state.bias_ids is None
+    state._provide(Wants(bias=True))
+    assert state.bias_values.shape == state.bias_ids.shape == state.bias_until.shape
 
 
 def test_out_of_memory_when_all_is_said(llm, monkeypatch):

@@ -8,6 +8,7 @@ who appends to a part-filled page that others hold gets a copy of it first.
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,7 +31,6 @@ class PageList:
 class PagePool:
     """Pages of keys and values.
 
-    page_bytes  of a page, keys and values of all layers.
     k, v    [layers, pages, page, kv_heads, dim], or quantised uint8 [layers, pages, bytes of a page]; a free page may hold anything. `layer(i)`: as
             `PagedKV` and `Append` have them.
 
@@ -56,7 +56,6 @@ class PagePool:
             self.k, self.v = (torch.empty(layers, pages, form.page_bytes(*sizes), dtype=torch.uint8, device=device) for _ in range(2))
             channels = [None] * layers if channel is None else channel.to(device)
             self._layers = [(Codes.over(k, form, sizes, c), Codes.over(v, form, sizes)) for k, v, c in zip(self.k, self.v, channels, strict=True)]
-        self.page_bytes = sum(tensor[:, 0].nbytes for tensor in self.storage)
         self._free = list(range(pages))  # a heap: low pages first, so that one sequence's pages mostly lie side by side
         self._holders = [0] * pages
 
@@ -64,6 +63,11 @@ class PagePool:
     def storage(self) -> tuple[Tensor, ...]:
         """The tensors that a page is made of, each [layers, pages, ...]: what is copied when a page is."""
         return self.k, self.v
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Of one page, keys and values of all layers."""
+        return sum(tensor[:, 0].nbytes for tensor in self.storage)
 
     @property
     def num_free(self) -> int:

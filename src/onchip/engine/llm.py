@@ -322,7 +322,7 @@ class LLM:
             request.reason = f"error: the mask of its tokens: {error}"
 
     def _fail(self, request: Request, why: str, events: list[Event]) -> None:
-        """End a request that has not ended yet; and all samples that wait for the log-probabilities of a prompt which come of it."""
+        """End a request, if it has not ended; and while the log-probabilities of its prompt are not all there, the samples that would have them from it."""
         waits = request.scores and len(request.prompt_logprobs) < len(request.prompt)
         failed = [sample for sample in (request.samples if waits else [request]) if sample.reason is None]
         for sample in failed:

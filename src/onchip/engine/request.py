@@ -32,7 +32,8 @@ class SamplingParams:
     logit_bias    {token: what is added to its logit}.
     logprobs      0 to 20: log-probabilities of each token and of so many likeliest ones, of the logits as the model gives them. None: none.
     adapter       the name of a LoRA adapter (`LLM.load_adapter`), or None.
-    prompt_logprobs  the same for the tokens of the prompt, which is then computed whole, whatever the prefix cache knows of it.
+    prompt_logprobs  the same for the tokens of the prompt, which is then computed whole, whatever the prefix cache knows of it: once for all samples, that fail
+                  together where that fails.
     """
 
     max_tokens: int = 256
