@@ -108,8 +108,9 @@ def test_what_cannot_be(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             ours.embed(texts)
-    with pytest.raises(ValueError, match="max_len is 2"):
-        Embedder(tmp_path, device=CPU, max_len=2)
+    for few in (2, 0):
+        with pytest.raises(ValueError, match=f"max_len is {few}"):
+            Embedder(tmp_path, device=CPU, max_len=few)
     raw = json.loads((tmp_path / "config.json").read_text())
     for change, words in (
         ({"model_type": "mpnet"}, "encoder family 'mpnet' is not one of bert"),
@@ -117,6 +118,10 @@ def test_what_cannot_be(tmp_path):
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"hidden_act": "tanh"}, "hidden_act 'tanh'"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+        ({"layer_norm_eps": None}, "layer_norm_eps is None"),
+        ({"layer_norm_eps": -1e-6}, "layer_norm_eps is -1e-06"),
+        ({"model_type": "roberta", "pad_token_id": None}, "pad_token_id is None"),
+        ({"model_type": "roberta", "pad_token_id": 61}, "pad_token_id is 61.*0 to 60, of 64 positions"),
         ({"num_hidden_layers": 3}, "tensors are missing, among them encoder.layer.2"),
         ({"intermediate_size": 81}, r"the config makes it \[81"),
     ):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import tiny
 from onchip.cache.paged import PageList, PagePool
@@ -105,13 +106,18 @@ def test_an_adapter_of_a_model_whose_rotary_pairs_lie_side_by_side(tmp_path):
 def test_adapters_that_cannot_be(tmp_path):
     model = made(tiny.CONFIG, tiny.tensors(tiny.CONFIG))
     table = AdapterTable(model, AdapterSlots(1, 4))
-    tiny.save_adapter(tmp_path / "good", 0)
+    tiny.save_adapter(tmp_path / "good", 0, init_lora_weights=True, lora_dropout=0.1, qalora_group_size=16, use_qalora=False, use_bdlora=None)
     cases = (
         ("no adapter_config.json", None, {}),
         ("peft_type is 'IA3'", "ia3", {"peft_type": "IA3"}),
         ("use_dora is True", "dora", {"use_dora": True}),
         ("modules_to_save is .'lm_head'.", "saved", {"modules_to_save": ["lm_head"]}),
         ("bias is 'all'", "bias", {"bias": "all"}),
+        ("alora_invocation_tokens is .5.", "late", {"alora_invocation_tokens": [5]}),
+        ("init_lora_weights is 'pissa'", "pissa", {"init_lora_weights": "pissa"}),
+        ("target_parameters is .'x'.", "parameters", {"target_parameters": ["x"]}),
+        ("use_what_comes_next is True", "next", {"use_what_comes_next": True}),
+        ("proj lora_alpha is None", "alpha", {"lora_alpha": None}),
     )
     for words, name, config in cases:
         if name:
@@ -132,6 +138,11 @@ def test_adapters_that_cannot_be(tmp_path):
     assert table.add(Adapter.read(tmp_path / "good")) == 0  # again: in its place
     with pytest.raises(ValueError, match="all 1 slots are taken, by good"):
         table.add(Adapter.read(tmp_path / "good", name="other"))
+    for a, b in (((0, 64), (64, 0)), ((3, 64, 1), (64, 3))):
+        names = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight" for half in "AB")
+        save_file(dict(zip(names, map(torch.zeros, (a, b)), strict=True)), tmp_path / "good" / "adapter_model.safetensors")
+        with pytest.raises(ModelError, match="it takes an A"):
+            Adapter.read(tmp_path / "good")
     (tmp_path / "good" / "adapter_model.safetensors").write_bytes(b"no")
     with pytest.raises(ModelError, match="truncated"):
         Adapter.read(tmp_path / "good")

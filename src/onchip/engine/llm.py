@@ -68,7 +68,7 @@ class LLM:
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
     parallel      the ranks that have the model together: see `ParallelLLM`, which is how it is used.
     adapters      `AdapterSlots(slots, rank)`: room for the LoRA adapters that requests may have. None: no room.
-    embedder      an encoder for `embed`, as `Embedder` takes it: "minilm", a folder, a cached model's name.
+    embedder      an encoder for `embed`, as `Embedder` takes it: "minilm", a folder, a cached model's name. It computes in float32, whatever `dtype` is.
 
     Raises ModelError for a model that cannot be read, ValueError for a device or dtype there is none of, OutOfPages for a
     cache that holds no sequence.

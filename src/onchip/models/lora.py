@@ -1,5 +1,6 @@
 """LoRA adapters from PEFT's folders, and the table of those that a decoder's requests may have (Hu et al., 2021)."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,14 +19,35 @@ from onchip.ops.low_rank import route_adapters
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-DEPARTURES = {  # what changes the formula, by PEFT's names: what it must be
-    "use_dora": (False, None),
-    "bias": ("none", None),
-    "lora_bias": (False, None),
-    "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "layer_replication": (None, []),
-    "trainable_token_indices": (None, [], {}),
+HARMLESS = {  # PEFT's keys (0.21) that may be set: to anything where they say how the adapter was made, else to these values
+    "alpha_pattern": None,
+    "auto_mapping": None,
+    "base_model_name_or_path": None,
+    "bias": ("none",),
+    "corda_config": None,
+    "eva_config": None,
+    "exclude_modules": None,
+    "inference_mode": None,
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # others change the base weights: W is then another
+    "layers_pattern": None,
+    "layers_to_transform": None,
+    "loftq_config": None,
+    "lora_alpha": None,
+    "lora_dropout": None,
+    "lora_ga_config": None,
+    "megatron_config": None,
+    "megatron_core": None,
+    "peft_type": ("LORA",),
+    "peft_version": None,
+    "qalora_group_size": None,
+    "r": None,
+    "rank_pattern": None,
+    "revision": None,
+    "runtime_config": None,
+    "target_modules": None,
+    "task_type": None,
+    "use_rslora": None,
+    "velora_config": None,
 }
 
 
@@ -44,7 +66,8 @@ class Adapter:
     def read(cls, folder: str | Path, name: str | None = None) -> "Adapter":
         """From a folder as PEFT's `save_pretrained` writes it; its name, if none is given, is the folder's.
 
-        Raises ModelError for files that are missing or damaged, and for what is not plain LoRA on matrices (DoRA, biases, embeddings).
+        Raises ModelError for files that are missing or damaged, for what is not plain LoRA on matrices (DoRA, biases, embeddings, PiSSA's changed base
+        weights), and for keys of its config that are not known and are set.
         """
         folder = Path(folder).expanduser()
         config = read_json(folder / CONFIG)
@@ -52,11 +75,10 @@ class Adapter:
             raise ModelError(f"adapter {str(folder)!r}: there is no {CONFIG}; give a folder that PEFT's save_pretrained wrote")
         if config.get("peft_type") != "LORA":
             raise ModelError(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}; LORA is read")
-        for key, fine in DEPARTURES.items():
-            if config.get(key) not in (None, *fine):
-                raise ModelError(
-                    f"{folder / CONFIG}: {key} is {config[key]!r}, which is not read; merge the adapter into the model with PEFT's merge_and_unload"
-                )
+        for key, value in config.items():
+            fine = HARMLESS.get(key, ())
+            if value and fine is not None and value not in fine:
+                raise ModelError(f"{folder / CONFIG}: {key} is {value!r}, which is not read; merge the adapter into the model with PEFT's merge_and_unload")
         if not (folder / WEIGHTS).is_file():
             raise ModelError(f"adapter {str(folder)!r}: there is no {WEIGHTS}; save it again with PEFT's save_pretrained(safe_serialization=True)")
         halves: dict[str, dict[str, Tensor]] = {}
@@ -67,7 +89,7 @@ class Adapter:
                     raise ModelError(f"{folder / WEIGHTS}: {key!r} is no A or B of a matrix; LoRA of matrices is read, without embeddings or whole modules")
                 halves.setdefault(found[1], {})[found[2]] = file.get_tensor(key).float()
         for at, pair in halves.items():
-            if set(pair) != {"A", "B"} or len(pair["A"]) != pair["B"].shape[-1]:
+            if set(pair) != {"A", "B"} or not pair["A"].ndim == pair["B"].ndim == 2 or not len(pair["A"]) == pair["B"].shape[1] >= 1:
                 shapes = ", ".join(f"{half} {list(t.shape)}" for half, t in sorted(pair.items()))
                 raise ModelError(f"{folder / WEIGHTS}: of {at} there is {shapes}; it takes an A [rank, in] and a B [out, rank]")
         matrices = {at: (pair["A"], pair["B"] * _scale(config, at, len(pair["A"]))) for at, pair in halves.items()}
@@ -78,6 +100,8 @@ def _scale(config: Mapping[str, Any], matrix: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) where the ranks are stabilised (Kalajdzievski, 2023)."""
     patterns = config.get("alpha_pattern") or {}
     alpha = next((value for pattern, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", matrix)), config.get("lora_alpha", 8))
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
+        raise ModelError(f"{CONFIG}: of {matrix} lora_alpha is {alpha!r}; it must be a number")
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 

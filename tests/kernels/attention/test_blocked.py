@@ -10,8 +10,9 @@ from onchip.core.masks import Causal, Full, Window, as_mask
 from onchip.core.problem import Attention, Dropout, Operands
 from onchip.core.scores import ALiBi, Bias, BucketBias, RelativeBias, ScoreMod, Softcap, chain
 from onchip.kernels.attention import blocked, blocked_tiles
-from onchip.kernels.attention.blocked_tiles import Part, cutting, is_sum, reads, tiles
+from onchip.kernels.attention.blocked_tiles import BESIDE, Part, cutting, groups, is_sum, reads, tiles
 from onchip.kernels.attention.reference import place
+from onchip.ops.attention import PagedKV
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NAN = float("nan")
@@ -332,3 +333,51 @@ def test_nothing_to_see(sizes, how):
         return
     for ours, expected in zip(gradients(inputs, **how), gradients(inputs, kernel="reference", **how), strict=True):
         assert torch.equal(ours, expected)
+
+
+# ---- decodes of several sequences
+
+
+def test_sequences_of_about_equally_many_keys_go_together():
+    lengths = (100, 20, 24, 3000, 0, 95, 2999, 23, BESIDE + 1, BESIDE + 1, 22)
+    found = groups(Causal(), 16, FP32, tuple(range(11)), (1,) * 10 + (2,), lengths)
+    assert sorted(sorted(group.members) for group in found) == [[0, 5], [1, 2, 7]]  # the last has two queries; long ones gain nothing, 0 keys go nowhere
+    for group in found:
+        keys = [lengths[b] for b in group.members]
+        assert group.columns.shape == (len(keys), max(keys)) and group.columns.numel() <= 1.25 * sum(keys)
+        assert group.numbers.tolist() == list(group.members)
+    (window,) = groups(Window(15), 16, FP32, (0, 1), (1, 1), (100, 3000))
+    assert window.columns.shape == (2, 16) and window.mask is None, "of a window only its keys count"
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1, 1), (2, 2, 2, 2, 2), (1, 3, 0, 3, 40)], ids=str)
+@pytest.mark.parametrize("how", [{}, {"sinks": torch.ones(4)}, {"mask": Window(6)}], ids=["plain", "sinks", "window"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_paged_sequences_together(counts, how, dtype, monkeypatch):
+    """As exact as one by one, which is how they go where bits must not depend on others; slots behind a sequence's end and spare pages hold NaN."""
+    sizes = []
+    monkeypatch.setattr(blocked, "fused_forward", lambda q, *rest, **more: sizes.append(len(q)) or forward(q, *rest, **more))
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    lengths, page = (40, 43, 47, 38, 45), 8
+    order = torch.randperm(32)
+    table = torch.cat((order[:30].view(5, 6), order[30:].expand(5, 2)), 1).int()
+    pools = [torch.full((32, page, 2, dim), NAN, dtype=dtype) for dim in (16, 8)]
+    for row, n in zip(table.long(), lengths, strict=True):
+        for pool in pools:
+            pool[row[torch.arange(n) // page], torch.arange(n) % page] = torch.randn(n, 2, pool.shape[-1]).to(dtype)
+    q, offsets = torch.randn(sum(counts), 4, 16).to(dtype), torch.tensor([0, *counts]).cumsum(0).int()
+    cache = PagedKV(*pools, table, torch.tensor(lengths, dtype=torch.int32))
+    how = {"q_offsets": offsets, "return_lse": True} | how
+    truth = onchip.paged_attention(q.double(), cache._replace(k=pools[0].double(), v=pools[1].double()), **how, kernel="reference")
+    low = onchip.paged_attention(q, cache, **how, kernel="reference")
+    found = onchip.paged_attention(q, cache, **how, kernel="blocked")
+    assert max(sizes) > 1
+    sizes.clear()
+    alone = onchip.paged_attention(q, cache, **how, kernel="blocked", batch_invariant=True)
+    assert max(sizes) == 1
+    for ours, *torchs, exact in zip(found, low, alone, truth, strict=True):
+        assert_as_good_as_torch(ours, tuple(torchs), exact)
+    if len(set(counts)) == 1:  # dense, the same bits
+        how["q_offsets"] = None
+        dense = onchip.paged_attention(q.unflatten(0, (5, -1)), cache, **how, kernel="blocked")
+        assert torch.equal(dense[0].flatten(0, 1), found[0]) and torch.equal(dense[1].transpose(0, 1).flatten(1), found[1])

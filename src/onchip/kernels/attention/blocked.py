@@ -20,6 +20,7 @@ from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Place, Traced, untouched
 from onchip.kernels.attention.blocked_tiles import (
+    Group,
     Part,
     Tile,
     add,
@@ -28,6 +29,7 @@ from onchip.kernels.attention.blocked_tiles import (
     bias_dtype,
     cutting,
     differs,
+    groups,
     hull,
     is_sum,
     parts,
@@ -107,15 +109,20 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
 
 @torch.no_grad()
 def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
-    """`q [batch, len_q, heads, dim]`, or packed `[tokens, heads, dim]` with offsets, over the pages of each sequence; no loop over tokens."""
+    """`q [batch, len_q, heads, dim]`, or packed `[tokens, heads, dim]` with offsets, over pages; of few queries, some sequences at once."""
     out = q.new_zeros(*q.shape[:-1], p.value_dim)
     q = q.to(_wide(q)) if p.kv else q  # as what is dequantised
     lse = torch.full((*q.shape[:-3], p.heads, q.shape[-3]), -torch.inf, dtype=_wide(q), device=q.device)
     band = hull(p)
     spans = [None] * p.batch if x.q_offsets is None else [slice(*ends) for ends in pairwise(x.q_offsets.tolist())]
-    for b, (rows, length) in enumerate(zip(spans, cache.lengths.tolist(), strict=True)):
+    lengths = cache.lengths.tolist()
+    beside = _beside(p, cache, spans, lengths) if p.batch > 1 and q.is_cpu and _gathers(p, cache) else ()
+    for group in beside:
+        _side_by_side(p, x, group, q, cache, out, lse)
+    done = {b for group in beside for b in group.members}
+    for b, (rows, length) in enumerate(zip(spans, lengths, strict=True)):
         len_q = p.len_q if rows is None else rows.stop - rows.start
-        if not len_q:
+        if not len_q or b in done:
             continue
         row = band.shift(len_q, length)
         seen = band.keys(row, row + len_q - 1, length)
@@ -128,6 +135,34 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
         part.queries(out).copy_(_narrow(found, p.value_dim))
         part.lse(lse).copy_(found_lse)
     return (out, lse) if return_lse else out
+
+
+def _gathers(p: Attention, cache) -> bool:
+    """Whether keys of several sequences may lie side by side: numbers at equal distances under a band, where bits may depend on neighbours."""
+    plain = not p.kv and p.dtype.itemsize > 1 and p.score is None and not isinstance(p.mask, Traced) and "batch_invariant" not in p.extras
+    return plain and all(pool.stride(0) == p.page * pool.stride(1) for pool in cache[:2])
+
+
+def _beside(p: Attention, cache, spans: list[slice | None], lengths: list[int]) -> tuple[Group, ...]:
+    if spans[0] is None:
+        starts, counts = range(0, p.batch * p.len_q, p.len_q), [p.len_q] * p.batch
+    else:
+        starts, counts = (rows.start for rows in spans), (rows.stop - rows.start for rows in spans)
+    return groups(p.mask, p.page, p.dtype, tuple(starts), tuple(counts), tuple(lengths))
+
+
+def _side_by_side(p: Attention, x: Operands, group: Group, q: Tensor, cache, out: Tensor, lse: Tensor) -> None:
+    """Attention of a group of sequences, into `out` and `lse`: one product where a call a sequence costs more than its keys do."""
+    slots = torch.add(group.offsets, cache.page_table.index_select(0, group.numbers).gather(1, group.columns), alpha=p.page).flatten()
+    k, v = (pool.flatten(0, 1).index_select(0, slots).unflatten(0, group.columns.shape).transpose(1, 2) for pool in cache[:2])
+    near = q.flatten(0, -3).index_select(0, group.rows).unflatten(0, (len(group.numbers), -1)).transpose(1, 2)
+    found, found_lse = _fused(p, x, group.mask, *(_fit(t, p) for t in (near, k, v)))
+    found = _narrow(found, p.value_dim).transpose(1, 2).flatten(0, 1)
+    out.flatten(0, -3).index_copy_(0, group.rows, found.to(out.dtype))
+    if x.q_offsets is None:
+        lse.index_copy_(0, group.numbers, found_lse.to(lse.dtype))
+    else:
+        lse.index_copy_(1, group.rows, found_lse.to(lse.dtype).transpose(0, 1).flatten(1))
 
 
 def _one_row(p: Attention, x: Operands, q: Tensor, cache, b: int, seen: range) -> tuple[Tensor, Tensor]:

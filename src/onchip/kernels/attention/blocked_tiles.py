@@ -14,10 +14,13 @@ from torch import Tensor
 
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
-from onchip.core.trace import PLACE, Place, Traced
+from onchip.core.trace import PLACE, Place, Traced, untouched
 
 BLOCK = 128  # queries that are looked at together to see whether a mask is sparse
 PLACES = 1 << 18  # that a function is computed at in one go: 2 MiB a number
+FEW = 16  # queries of a sequence whose keys may be put beside those of others
+BESIDE = 4096  # keys that are put side by side, padding included: what a core's cache holds of them
+PADDED = 1.25  # and how many they may be for each that is somebody's
 SPARSE = 0.75  # a tile goes in blocks when they see less than this part of what it sees; the more calls cost about a tenth
 
 
@@ -78,7 +81,59 @@ class Tile(NamedTuple):
         return Tile(self.rows, keys, self.at._replace(j=self.at.j[..., cols]), None if seen is None or all_of(seen) else seen)
 
 
+class Group(NamedTuple):
+    """Paged sequences of about equally many keys, which go together; the rows of keys are filled up with the last one, which is hidden there.
+
+    members, numbers   the sequences, as ints and as int64 [n].     rows   int64 [n x len_q]: their queries, in all queries end to end.
+    columns, offsets   int64 [n, keys]: where in its row of the page table, and in the page, each key lies.
+    mask     what torch's kernel adds to the scores, [n, 1, len_q, keys]; None: every query sees every key.
+    """
+
+    members: tuple[int, ...]
+    numbers: Tensor
+    rows: Tensor
+    columns: Tensor
+    offsets: Tensor
+    mask: Tensor | None
+
+
 # ---- from a call to its tiles
+
+
+@functools.lru_cache(maxsize=4)  # the layers of a model ask the same, but for windows
+def groups(band: Band, page: int, dtype: torch.dtype, starts: tuple[int, ...], counts: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[Group, ...]:
+    """The sequences that go together, at least two in each group, which have `counts` queries from `starts` on and `lengths` keys; the others go alone."""
+    waiting = []  # (queries, keys, the first of them, the first query's place, the sequence)
+    for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        row = band.shift(count, length)
+        if 0 < count <= FEW and (seen := band.keys(row, row + count - 1, length)):
+            waiting.append((count, len(seen), seen.start, row, b))
+    waiting.sort()
+    found, first, used = [], 0, 0
+    for i, (count, keys, *_) in enumerate(waiting):
+        padded = (i + 1 - first) * keys
+        if count != waiting[first][0] or padded > min(BESIDE, PADDED * (used + keys)):
+            found.append(waiting[first:i])
+            first, used = i, 0
+        used += keys
+    found.append(waiting[first:])
+    with untouched():
+        return tuple(_group(band, page, dtype, starts, some) for some in found if len(some) > 1)
+
+
+def _group(band: Band, page: int, dtype: torch.dtype, starts: tuple[int, ...], some: list[tuple[int, ...]]) -> Group:
+    count, longest = some[-1][:2]
+    keys, first, row, numbers = (torch.tensor(column)[:, None] for column in list(zip(*some, strict=True))[1:])
+    place = torch.arange(longest)
+    at = first + torch.minimum(place, keys - 1)
+    beside = first[..., None] + place - row[..., None] - torch.arange(count)[:, None]  # [n, len_q, keys]: of a key beside a query
+    seen = (place < keys)[:, None].expand(beside.shape)
+    seen = seen if band.left is None else seen & (beside >= -band.left)
+    seen = seen if band.right is None else seen & (beside <= band.right)
+    wide = dtype if dtype != torch.float16 else torch.float32
+    mask = None if seen.all() else torch.zeros(seen.shape, dtype=wide).masked_fill_(~seen, -torch.inf)[:, None]
+    rows = torch.tensor([starts[b] for *_, b in some])[:, None] + torch.arange(count)
+    return Group(tuple(b for *_, b in some), numbers[:, 0], rows.flatten(), at // page, at % page, mask)
 
 
 def parts(p: Attention, x: Operands, q: Tensor, k: Tensor, most: int) -> list[Part]:

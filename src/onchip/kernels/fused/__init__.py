@@ -128,13 +128,21 @@ ACTIVATE_BACKWARD = _op("activate_backward", "mlp:launch_backward", _passes(2, 1
 
 # ---- softmax and losses over a vocabulary
 
+WIDEST_IN_PLACE = 1 << 22  # bytes of a row: 32 programs of 32 warps hold it
+
+
+def _row_in_registers(p: Rows) -> str | None:
+    size = p.width * p.dtype.itemsize
+    return f"rows of {size} bytes, of at most {WIDEST_IN_PLACE}" if size > WIDEST_IN_PLACE else None
+
+
 SOFTMAX = _op("softmax", "softmax:launch", _passes(1, 1, 5), "reference_losses")
 SOFTMAX_BACKWARD = _op("softmax_backward", "softmax:launch_backward", _passes(2, 1, 5), "reference_losses")
 DIVERGENCE = _op("divergence", "divergence:launch", _passes(2, 0, 12), "reference_losses")
 DIVERGENCE_BACKWARD = _op("divergence_backward", "divergence:launch_backward", _passes(2, 1, 10), "reference_losses")
 CROSS_ENTROPY = _op("cross_entropy", "cross_entropy:launch", _passes(1, 0, 4), "reference_losses")
 CROSS_ENTROPY_BACKWARD = _op("cross_entropy_backward", "cross_entropy:launch_backward", _passes(1, 1, 4), "reference_losses")
-CROSS_ENTROPY_IN_PLACE = _op("cross_entropy_in_place", "cross_entropy:launch_in_place", _passes(1, 1, 8), "reference_losses")
+CROSS_ENTROPY_IN_PLACE = _op("cross_entropy_in_place", "cross_entropy:launch_in_place", _passes(1, 1, 8), "reference_losses", also=(_row_in_registers,))
 SCALE = _op("scale", "cross_entropy:launch_scale", _passes(1, 1, 1), "reference_losses")
 
 

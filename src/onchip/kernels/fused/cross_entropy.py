@@ -335,7 +335,11 @@ def _in_place(
             if CAPPED:
                 z = tl.where(inside, z, float("-inf"))
             p = tl.exp(z - base)
-            tell(words_ptr + piece, top, tl.sum(p))
+            mass = tl.sum(p)
+            # Before others may write the gradient over it: what is read in vain would not be waited for.
+            tl.store(stats_ptr + row, picked, mask=piece == 0)
+            if SMOOTH:
+                tl.store(stats_ptr + 4 * tokens + row, middle, mask=piece == 0)
             if ENTROPY:
                 tell(words_ptr + pieces + piece, tl.sum(tl.where(p > 0, p * (z - base), 0.0)), one)
             if SMOOTH:
@@ -344,8 +348,13 @@ def _in_place(
                     w = tl.load(weights_ptr + col, mask=inside, other=0.0)
                 tell(words_ptr + 2 * pieces + piece, tl.sum(tl.where(inside, w * (z - middle), 0.0)), one)
                 tell(words_ptr + 3 * pieces + piece, tl.sum(w), one)
+            tell(words_ptr + piece, top, mass)  # the last: who has heard it of all writes
         if PHASE != FIRST:
-            tops, sums = hear(words_ptr, pieces, PIECES)
+            if PHASE == SECOND:
+                picked = tl.load(stats_ptr + row)
+                if SMOOTH:
+                    middle = tl.load(stats_ptr + 4 * tokens + row)
+            tops, sums = hear(words_ptr, pieces, PIECES, PHASE)
             there = tl.arange(0, PIECES) < pieces
             tops = tl.where(there, tops, float("-inf"))
             top = tl.max(tops)
@@ -356,11 +365,11 @@ def _in_place(
             if piece == 0:
                 entropy, smooth = tl.zeros([], tl.float32), tl.zeros([], tl.float32)
                 if ENTROPY:
-                    spreads, _ = hear(words_ptr + pieces, pieces, PIECES)
+                    spreads, _ = hear(words_ptr + pieces, pieces, PIECES, PHASE)
                     entropy = log_sum - tl.sum(kept * (spreads + sums * _log_or_zero(tops, base))) / sum_exp
                 if SMOOTH:
-                    totals, _ = hear(words_ptr + 2 * pieces, pieces, PIECES)
-                    masses, _ = hear(words_ptr + 3 * pieces, pieces, PIECES)
+                    totals, _ = hear(words_ptr + 2 * pieces, pieces, PIECES, PHASE)
+                    masses, _ = hear(words_ptr + 3 * pieces, pieces, PIECES, PHASE)
                     smooth = tl.sum(masses) * (base + log_sum - middle) - tl.sum(totals)
                 log_prob = tl.where(local >= 0, picked - base - log_sum, missing)
                 _store_figures(stats_ptr, tokens, row, log_prob, base, log_sum, entropy, smooth, weight)
@@ -471,7 +480,7 @@ def launch_in_place(problem: Rows, config: Tiles, logits: torch.Tensor, targets:
     device, pieces = logits.device, triton.cdiv(problem.width, config.block)
     stats = torch.empty((6, problem.rows), dtype=torch.float32, device=device)
     words = torch.zeros(problem.rows * pieces * WORDS.value, dtype=torch.int64, device=device)
-    for phase in phases(logits):
+    for phase in phases(logits, pieces, config.warps):
         _in_place[(problem.rows * pieces,)](
             logits,
             targets.contiguous(),

@@ -249,6 +249,6 @@ def launch(
     if is_last:
         given |= {"own_ptr": scratch(x, units * t.team, 2, p.channels), "table_ptr": scratch(x, units, 2, p.channels)}
     kernel = _forward_last if is_last else _forward_first
-    for phase in phases(x) if t.team > 1 else (BOTH.value,):
+    for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
         kernel[(units * t.team,)](**given, PHASE=phase)
     return y, *stats

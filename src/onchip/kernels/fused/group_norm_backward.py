@@ -298,7 +298,7 @@ def launch(
     if is_last:
         call |= {"own_ptr": scratch(x, units * t.team, 2, p.channels), "table_ptr": scratch(x, units, 4, p.channels)}
     kernel = _backward_last if is_last else _backward_first
-    for phase in phases(x) if t.team > 1 else (BOTH.value,):
+    for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
         kernel[(units * t.team,)](**call, PHASE=phase)
     grads = torch.empty((2, p.channels), dtype=given, device=x.device)
     wide_parts = min(256, triton.next_power_of_2(p.batch * parts))

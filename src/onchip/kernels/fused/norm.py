@@ -223,7 +223,10 @@ def _norm(
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; a row to be coded is one program's, however wide."""
+    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; a cluster a wide row, where there are any.
+
+    A row to be coded is one program's, however wide.
+    """
     words, row = problem.variant.split(), problem.width * problem.dtype.itemsize
     if problem.width > WIDEST and not any(word in CODES for word in words):
         layer = "layer" in words

@@ -7,12 +7,22 @@ from torch import Tensor
 from onchip.core.problem import Rows
 
 LOW = 0xFFFFFFFF  # the low 32 bits of an int64
+GROUP = 64  # entries of a row whose maximum is taken first
 
 
 def _exact(x: Tensor) -> Tensor:
-    """x in float32, or in float64 when that was given, with -inf for NaN."""
+    """x in float32, or in float64 when that was given, with -inf for NaN; in one pass, for `isnan` and `masked_fill` take 11 times as long on a CPU."""
     x = x if x.dtype == torch.float64 else x.float()
-    return x.masked_fill(x.isnan(), -torch.inf)
+    return x.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+
+
+def _argmax(x: Tensor) -> Tensor:
+    """`x.argmax(-1)` of [rows, vocab] without NaN: of the first group with the largest maximum, since torch finds maxima 5 times as fast as places on a CPU."""
+    if x.shape[1] % GROUP:
+        return x.argmax(-1)
+    groups = x.unflatten(1, (-1, GROUP))
+    first = groups.amax(-1).argmax(-1, keepdim=True)  # [rows, 1]
+    return groups.take_along_dim(first[..., None], 1).squeeze(1).argmax(-1) + first[:, 0] * GROUP
 
 
 def sample(problem: Rows, config: None, logits: Tensor, how):
@@ -26,7 +36,7 @@ def sample(problem: Rows, config: None, logits: Tensor, how):
     x, limited = _exact(logits), problem.variant == "limits"
     hot = (how.temperature > 0).unsqueeze(1)
     if not limited and not _may_be(hot):
-        return x.argmax(-1)
+        return _argmax(x)
     temperature = torch.where(hot, how.temperature.unsqueeze(1), 1.0).to(x.dtype)
     score = x * (1 / temperature) + gumbel(how.seed, how.step, problem.width, x.dtype)
     typical = torch.ones_like(how.top_p) if how.typical is None else how.typical
@@ -38,7 +48,7 @@ def sample(problem: Rows, config: None, logits: Tensor, how):
             middle, reach = around(x, temperature, kept, typical.unsqueeze(1))
             kept &= _distance(x, middle) <= reach
         score = score.masked_fill(~kept, -torch.inf)
-    tokens = torch.where(hot, score, x).argmax(-1)
+    tokens = _argmax(torch.where(hot, score, x))
     if not limited:
         return tokens
     shift = (x / temperature).masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)

@@ -123,7 +123,7 @@ def _softmax_wide(
     if PHASE != SECOND:
         tell(words_ptr + piece, top, total)
     if PHASE != FIRST:
-        tops, totals = hear(words_ptr, pieces, PIECES)
+        tops, totals = hear(words_ptr, pieces, PIECES, PHASE)
         there = tl.arange(0, PIECES) < pieces
         top = tl.max(tl.where(there, tops, float("-inf")))
         base = tl.where(top == float("-inf"), 0.0, top)
@@ -189,7 +189,7 @@ def _backward_wide(
     if PHASE != SECOND:
         tell(words_ptr + piece, total, tl.full([], 1.0, tl.float32))
     if PHASE != FIRST:
-        totals, _ = hear(words_ptr, pieces, PIECES)
+        totals, _ = hear(words_ptr, pieces, PIECES, PHASE)
         total = tl.sum(totals)
         y, dy = held(y, PHASE), held(dy, PHASE)
         for back in range(SPAN):
@@ -249,7 +249,7 @@ def _together(kernel, problem: Rows, config: Tiles, tensors: tuple, given: tuple
     pieces = triton.cdiv(problem.width, config.span * config.block)
     words = torch.zeros(problem.rows * pieces, dtype=torch.int64, device=x.device)
     tiles = {"SPAN": config.span, "PIECES": triton.next_power_of_2(pieces), "BLOCK": config.block, "num_warps": config.warps}
-    for phase in phases(x):
+    for phase in phases(x, pieces, config.warps):
         kernel[(problem.rows * pieces,)](*tensors, words, problem.width, pieces, *given, **said, **tiles, PHASE=phase)
 
 

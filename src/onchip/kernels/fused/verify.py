@@ -14,7 +14,7 @@ import triton.language as tl
 
 from onchip.core.problem import Rows
 from onchip.kernels.fused.vocabulary import entries, gumbel, uniform
-from onchip.kernels.meeting import MOST, hear, tell
+from onchip.kernels.meeting import MOST, hear, phases, tell
 
 BLOCK = 4096
 WARPS = 8
@@ -59,7 +59,7 @@ def _probability(x, temperature, limits_ptr, inside):
 @triton.jit
 def _verify_chain(
     logits_ptr, tokens_ptr, q_ptr, drawn_ptr, limits_ptr, words_ptr, count_ptr, path_ptr, token_ptr, temperature_ptr, seed_ptr, step_ptr,
-    row_stride, place_stride, num, vocab, pieces, NUM: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    row_stride, place_stride, num, vocab, pieces, NUM: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // pieces).to(tl.int64)
     piece = tl.program_id(0) % pieces
@@ -91,7 +91,7 @@ def _verify_chain(
         best, index = _rest(row_ptr, q_row, limit_ptr, given, temperature, seed, step + count, piece * span, (piece + 1) * span, vocab, BLOCK)
         tell(words_ptr + row * pieces + piece, best, (index + 1).to(tl.float32))  # exact below 2^24
         if piece == pieces - 1:
-            bests, indices = hear(words_ptr + row * pieces, pieces, PIECES)
+            bests, indices = hear(words_ptr + row * pieces, pieces, PIECES, PHASE)
             bests = tl.where(tl.arange(0, PIECES) < pieces, bests, float("-inf"))
             best = tl.max(bests)
             index = tl.min(tl.where(bests == best, indices, 1e9)).to(tl.int32) - 1
@@ -161,6 +161,7 @@ def launch(problem: Rows, config: None, logits: torch.Tensor, draft, how, drawn:
             NUM=triton.next_power_of_2(num),
             PIECES=triton.next_power_of_2(pieces),
             BLOCK=BLOCK,
+            PHASE=phases(logits)[-1],
             num_warps=WARPS,
         )
     return count, path, token
