@@ -20,6 +20,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """A tiny model only waits for a second thread, a hundred times as long where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_collection_modifyitems(items):
     on_gpu = torch.cuda.is_available()
     on_hopper = on_gpu and torch.cuda.get_device_capability()[0] == 9

@@ -20,13 +20,7 @@ from onchip.models.gguf import ModelError
 PROMPT = "why wait"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """A model this small only waits for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

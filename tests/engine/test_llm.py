@@ -20,13 +20,7 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 EACH = PagePool.bytes_per_page(2, 16, 2, 16, torch.float32) / 2**30  # GiB of a page
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """A model this small only waits for a second thread, a hundred times as long where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
