@@ -224,9 +224,9 @@ def test_time_does_not_grow_with_tokens_one_by_one(page):
     def best(call):
         times = []
         for _ in range(7):
-            start = time.perf_counter()
+            start = time.thread_time()
             call()
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         return min(times)
 
     def match():

@@ -11,10 +11,11 @@ from onchip.engine.request import SamplingParams
 
 PAGE = PagePool.bytes_per_page(2, 16, 2, 16, torch.float32) / 2**30
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.set_num_threads(1)
     return tiny.save(tmp_path_factory.mktemp("tiny"))
 
 

@@ -15,6 +15,8 @@ PAGE = PagePool.bytes_per_page(2, 16, 2, 16, torch.float32) / 2**30
 LENGTHS = (3, 40, 255, 256, 257, 300, 700, 513)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.mark.gpu
 @pytest.mark.large
@@ -32,7 +34,6 @@ def bits_alone_and_together(folder, dtype: str, **changes):
     """Prompts of many lengths, some with a common beginning of more than a chunk, that come at random, in a small cache, in small steps."""
     folder = tiny.save(folder, max_position_embeddings=1024, **changes)
     at = {"dtype": dtype, "device": DEVICE, "batch_invariant": True, "cache_gib": 0.2}
-    torch.set_num_threads(1)
     prompts = [[(5 * j) % 310 for j in range(n - 2)] + [i, 1] for i, n in enumerate(LENGTHS)]
     params = SamplingParams(9, ignore_eos=True, logprobs=2, temperature=0.7, seed=5)
     alone = [LLM(folder, **at, prefix_cache=None).generate([prompt], params)[0] for prompt in prompts]

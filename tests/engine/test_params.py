@@ -18,10 +18,11 @@ PROMPT = [(11 * i + 3) % 320 for i in range(37)]
 OTHERS = [[5, 6, 7], list(range(100, 150))]  # run beside, and want nothing
 PLAIN = {"max_tokens": 12, "ignore_eos": True}
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    torch.set_num_threads(1)
     return LLM(tiny.save(tmp_path_factory.mktemp("tiny")), dtype="fp32", device="cpu", max_batch=6, step_tokens=30)
 
 

@@ -1,7 +1,6 @@
 """Losses of a head's product without its logits: against the product and torch's loss, in chunks, compiled, and with the vocabulary on two ranks."""
 
-import os
-import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -230,11 +229,10 @@ def test_bad_arguments(change, words):
 # ---- the vocabulary on two ranks
 
 
-def rank_main(rank: int, port: int, cases) -> None:
+def rank_main(rank: int, folder: Path, cases) -> None:
     """The first rank has the words before `at`; every figure and gradient is compared with the whole head's."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
         for leaves, targets, terms, reduction, at in cases:
             mine = slice(at, VOCAB) if rank else slice(0, at)
@@ -280,7 +278,7 @@ def words_that_cannot_be(rank: int) -> None:
     torch.testing.assert_close(part.grad, whole.grad[:, mine])
 
 
-def test_a_vocabulary_on_two_ranks():
+def test_a_vocabulary_on_two_ranks(tmp_path):
     leaves, targets = inputs()
     wrong = targets.clone()
     wrong[5] = VOCAB
@@ -293,7 +291,4 @@ def test_a_vocabulary_on_two_ranks():
         *((leaves, targets, LossTerms(), reduction, 10) for reduction in ("sum", "none")),  # by their own slices chunks would be of 16 tokens and of 8
     ]
     cases = [([t.detach() for t in of], *rest) for of, *rest in cases]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(rank_main, (port, cases), nprocs=2, start_method="fork" if not torch.cuda.is_available() else "spawn")
+    torch.multiprocessing.start_processes(rank_main, (tmp_path, cases), nprocs=2, start_method="fork" if not torch.cuda.is_available() else "spawn")

@@ -7,8 +7,9 @@ import os
 import select
 import shutil
 import signal
-import time
 from pathlib import Path
+
+from live import PATIENCE, until
 
 from onchip.core import settings
 
@@ -30,7 +31,7 @@ class Browser:
         os.close(tells)
         self._held, self._count, self._session = b"", 0, None
         self.complaints: list[str] = []  # what the console and the security policy said
-        pages = self.wait(lambda: [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"])
+        pages = until(lambda: [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"])
         self._session = self.call("Target.attachToTarget", targetId=pages[0]["targetId"], flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
@@ -61,7 +62,7 @@ class Browser:
 
     def _hear(self) -> dict:
         while b"\0" not in self._held:
-            assert select.select([self._in], [], [], 30)[0], "Chromium says nothing"
+            assert select.select([self._in], [], [], PATIENCE)[0], "Chromium says nothing"
             read = os.read(self._in, 1 << 20)
             assert read, "Chromium has ended"
             self._held += read
@@ -73,15 +74,6 @@ class Browser:
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
-
-    def wait(self, condition, seconds: float = 20.0):
-        """The first true value of `condition()`."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if found := condition():
-                return found
-            time.sleep(0.02)
-        raise AssertionError("it did not come true")
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))

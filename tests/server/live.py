@@ -7,6 +7,8 @@ import httpx
 import openai
 import uvicorn
 
+PATIENCE = 120.0  # seconds for what takes one on a quiet machine: only a test that fails waits so long
+
 
 class Live:
     """`with Live(app) as live`: `live.client` is OpenAI's own, `live.http` is httpx at its address."""
@@ -18,23 +20,24 @@ class Live:
     def __enter__(self) -> "Live":
         self._thread.start()
         until(lambda: self._server.started)
-        self.address = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
-        self.http = httpx.Client(base_url=self.address, timeout=30)
-        self.client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=30)
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.address, timeout=PATIENCE)
+        self.client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
         return self
 
     def __exit__(self, *_) -> None:
         self.client.close()
         self.http.close()
         self._server.should_exit = True
-        self._thread.join(20)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "the server does not end"
 
     def stats(self) -> dict:
         return self.http.get("/stats").json()
 
 
-def until(condition, seconds: float = 20.0):
+def until(condition, seconds: float = PATIENCE):
     """The first true value of `condition()`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -42,3 +45,9 @@ def until(condition, seconds: float = 20.0):
             return found
         time.sleep(0.005)
     raise AssertionError("it did not come true")
+
+
+def slow(monkeypatch, llm) -> None:
+    """Each step of `llm` takes 10 ms or more: an answer of 400 tokens is left in its middle on any machine."""
+    step = llm.step
+    monkeypatch.setattr(llm, "step", lambda: (time.sleep(0.01), step())[1])
