@@ -110,6 +110,13 @@ def test_a_prompt_file_alone(generate, tmp_path):
     assert from_file[0] == 0 and from_file[1].splitlines()[0] == generate(PROMPT, "--max-tokens", 4)[1].splitlines()[0]
 
 
+def test_guesses_change_nothing(generate, model):
+    how = (PROMPT, "--max-tokens", 12, "--ignore-eos", "--raw", "--dtype", "fp32")
+    plain, by_model, by_search = (generate(*how, *draft)[1].split("llama, 2 layers") for draft in ((), ("--draft", model), ("--draft", "ngram")))
+    assert plain[0] == by_model[0] == by_search[0] and "guessed tokens" in by_model[1] and "100% of them accepted" in by_model[1]
+    refused(generate(PROMPT, "--draft", "nowhere"), "model 'nowhere' is not found")
+
+
 def test_stop_string(generate):
     whole = generate(PROMPT, "--max-tokens", 12, "--ignore-eos", "--raw")[1].split("llama, 2 layers")[0].rstrip("\n ")
     stop = whole[4:7]

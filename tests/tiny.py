@@ -1,11 +1,12 @@
 """A tiny random Llama on disk, tokenizer and chat template included: enough for the engine and the command line, in milliseconds."""
 
 import json
+import shutil
 from pathlib import Path
 
 import tokenizers
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 CORPUS = ["the quick brown fox jumps over the lazy dog and waits for memory", "why do GPUs wait? because bytes are far and sums are near"] * 3
@@ -37,6 +38,14 @@ def save(folder: Path, tokenizer: bool = True, weights: bool = True, **changes) 
         save_file(tensors(config), folder / "model.safetensors")
     if tokenizer:
         save_tokenizer(folder, config["vocab_size"])
+    return folder
+
+
+def near(model: Path, folder: Path, noise: float) -> Path:
+    """The same model but for `noise` in its weights, relative to each: one that often guesses what the other says."""
+    shutil.copytree(model, folder)
+    generator, found = torch.Generator().manual_seed(1), load_file(model / "model.safetensors")
+    save_file({name: x * (1 + noise * torch.randn(x.shape, generator=generator)) for name, x in found.items()}, folder / "model.safetensors")
     return folder
 
 

@@ -51,7 +51,7 @@ _NAMES = {
     "onchip.engine.llm": ("LLM",),
     "onchip.engine.request": ("Completion", "Event", "Request", "SamplingParams", "TokenLogProbs"),
     "onchip.engine.setup": ("PrefixCache",),
-    "onchip.engine.draft": ("NGram",),
+    "onchip.engine.draft": ("DraftModel", "NGram"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [*_HOME, "__version__"]

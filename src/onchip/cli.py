@@ -19,6 +19,7 @@ app.add_typer(explain_app, name="explain")
 console, errors = Console(), Console(stderr=True)
 
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the model's own")]
+Draft = Annotated[str | None, typer.Option(help="guess tokens: ngram (by what stood before), or a smaller model of the same vocabulary; default: none")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one")]
 
 
@@ -67,15 +68,18 @@ def generate(
     max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence; default: the model's context")] = None,
     cache_gib: Annotated[float | None, typer.Option(help="memory for keys and values")] = None,
     kv_format: Annotated[str | None, typer.Option(help="keys and values quantised: int8, e4m3, int4/32, ...")] = None,
+    draft: Draft = None,
     dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="random weights from the config alone, for benchmarks")] = False,
 ) -> None:
     """Continue prompts with a model, and say how fast and by which kernels."""
     texts = [*(prompts or []), *(_read(path) for path in prompt_file or [])]
     if not texts:
         raise ValueError("generate: no prompt; give one as an argument, or a file with --prompt-file")
+    from onchip.engine.draft import draft_of
+
     how = onchip.SamplingParams(max_tokens, temperature, top_k, top_p, min_p, seed, tuple(stop or ()), ignore_eos)
     with _weights_progress() as progress:
-        cache = {"max_len": max_len, "cache_gib": cache_gib, "kv_format": kv_format}
+        cache = {"max_len": max_len, "cache_gib": cache_gib, "kv_format": kv_format, "draft": draft_of(draft)}
         llm = onchip.LLM(model, dtype=dtype, device=device, kernel=kernel, **cache, dummy_weights=dummy_weights, progress=progress)
     alone = len(texts) == 1
     chat = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat
@@ -127,8 +131,10 @@ def _summary(llm: "onchip.LLM") -> Table:
     computed = s.prompt_tokens - s.cached_tokens
     table.add_row("prefill", f"{computed / s.prefill_seconds:,.0f} tokens/s ({computed} tokens)")
     table.add_row("decode", f"{s.decoded_tokens / s.decode_seconds:,.1f} tokens/s ({s.decoded_tokens} tokens)" if s.decoded_tokens else "none")
+    if s.drafted_tokens:
+        table.add_row("guessed tokens", f"{s.drafted_tokens}, {s.accepted_tokens / s.drafted_tokens:.0%} of them accepted")
     table.add_row("time to first token", f"{s.first_token_seconds * 1e3:,.0f} ms")
-    table.add_row("KV memory", f"{s.cache_bytes / 2**20:,.1f} MiB of {(llm.pool.k.nbytes + llm.pool.v.nbytes) / 2**20:,.0f} MiB")
+    table.add_row("KV memory", f"{s.cache_bytes / 2**20:,.1f} MiB of {llm.pool.num_pages * llm.pool.page_bytes / 2**20:,.0f} MiB")
     table.add_section()
     for op, kernel in s.kernels.items():
         table.add_row(op, kernel)
@@ -164,6 +170,7 @@ def serve(
     max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence; default: the model's context")] = None,
     cache_gib: Annotated[float | None, typer.Option(help="memory for keys and values")] = None,
     kv_format: Annotated[str | None, typer.Option(help="keys and values quantised: int8, e4m3, int4/32, ...")] = None,
+    draft: Draft = None,
     dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="random weights from the config alone, for load tests")] = False,
 ) -> None:
     """An OpenAI-compatible server, with a page for chat and live charts at /."""
@@ -172,6 +179,7 @@ def serve(
     missing = [package for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance") if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install 'onchip[serve]'")
+    from onchip.engine.draft import draft_of
     from onchip.models.lora import Adapter, AdapterSlots
     from onchip.server.app import Limits, build
     from onchip.server.embeddings import Embeddings
@@ -189,7 +197,7 @@ def serve(
         errors.print(f"[yellow]note:[/] whoever reaches {host}:{port} may use this server; --api-keys FILE asks for a key", highlight=False)
     limits = Limits(max_prompt, max_body, max_queued)
     with _weights_progress() as progress:
-        cache = {"max_len": max_len, "max_batch": max_batch, "cache_gib": cache_gib, "kv_format": kv_format}
+        cache = {"max_len": max_len, "max_batch": max_batch, "cache_gib": cache_gib, "kv_format": kv_format, "draft": draft_of(draft)}
         room = AdapterSlots(len(adapters), max(Adapter.read(folder, called).rank for called, folder in adapters.items())) if adapters else None
         llm = onchip.LLM(model, dtype=dtype, device=device, **cache, dummy_weights=dummy_weights, progress=progress, adapters=room, embedder=embeddings)
     for called, folder in adapters.items():

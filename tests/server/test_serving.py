@@ -34,7 +34,7 @@ class StubLLM:
     def __init__(self, batch: int = 4):
         self.batch, self.fail, self.hold, self.entered = batch, None, threading.Event(), threading.Event()
         self.device = SimpleNamespace(type="cpu")
-        self.pool, self.stats = SimpleNamespace(num_pages=8, num_free=8), SimpleNamespace(kernels={"sample": "stub"})
+        self.pool, self.stats = SimpleNamespace(num_pages=8, num_free=8), SimpleNamespace(kernels={"sample": "stub"}, drafted_tokens=0, accepted_tokens=0)
         self.scheduler = SimpleNamespace(waiting=[], running=[])
         self.hold.set()
 

@@ -56,13 +56,14 @@ class PagePool:
             self.k, self.v = (torch.empty(layers, pages, form.page_bytes(*sizes), dtype=torch.uint8, device=device) for _ in range(2))
             channels = [None] * layers if channel is None else channel.to(device)
             self._layers = [(Codes.over(k, form, sizes, c), Codes.over(v, form, sizes)) for k, v, c in zip(self.k, self.v, channels, strict=True)]
+        self.beside: PagePool | None = None  # of a second model that reads the same tokens: its layers of the same pages, which are copied with these
         self._free = list(range(pages))  # a heap: low pages first, so that one sequence's pages mostly lie side by side
         self._holders = [0] * pages
 
     @property
     def storage(self) -> tuple[Tensor, ...]:
         """The tensors that a page is made of, each [layers, pages, ...]: what is copied when a page is."""
-        return self.k, self.v
+        return (self.k, self.v) if self.beside is None else (self.k, self.v, *self.beside.storage)
 
     @cached_property
     def page_bytes(self) -> int:
@@ -90,6 +91,10 @@ class PagePool:
     def layer(self, i: int) -> tuple[Tensor, Tensor] | tuple[Codes, Codes]:
         """Keys and values of a layer, [pages, page, kv_heads, dim]."""
         return self._layers[i]
+
+    def slots(self, table: Tensor, places: Tensor) -> Tensor:
+        """Where keys and values of places int64 [rows, n] of sequences go whose pages are in the rows of `table`: `page index * page size + offset`."""
+        return table.gather(1, (places // self.page).clamp(max=table.shape[1] - 1)).long() * self.page + places % self.page
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""

@@ -1,17 +1,35 @@
-"""Speculation without a draft model: what followed the last few tokens where they stood before (prompt look-up decoding, Saxena, 2023).
+"""What guesses the next tokens: what followed the last few where they stood before (prompt look-up decoding, Saxena, 2023), or a smaller model.
 
-Everything stays on the device: the tokens of a row so far, the search, and what is accepted. The target draws its own token at each place and a draft is
-accepted where it is that token, so what comes out is what comes without a draft.
+`speculate.py` verifies the guesses.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+TOKENS = "1 to 15: with the last one these are queries of one decode"
+
 
 @dataclass(frozen=True)
-class NGram:
+class Guesses:
+    """What every draft is to scheduler and runner: it guesses up to `tokens` tokens a step, in batches of up to `most_rows` requests."""
+
+    def _check(self, *checks: tuple[bool, str, str]) -> None:
+        checks = ((1 <= self.tokens <= 15, "tokens", TOKENS), *checks, (self.most_rows >= 1, "most_rows", "1 or more"))
+        for good, name, accepted in checks:
+            if not good:
+                raise ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)}; give {accepted}")
+
+    @property
+    def room(self) -> int:
+        """Tokens past all a request may become that its pages have: two steps may be on their way when it ends."""
+        return 2 * (self.tokens + 1)
+
+
+@dataclass(frozen=True)
+class NGram(Guesses):
     """Drafts of up to `tokens` tokens: those that followed the latest place where the last tokens, `longest` to `shortest` of them, stood before, the longer
     first. Batches of more than `most_rows` requests go without: they are no longer bound by the weights' bytes."""
 
@@ -21,19 +39,7 @@ class NGram:
     most_rows: int = 16
 
     def __post_init__(self):
-        checks = (
-            (1 <= self.tokens <= 15, "tokens", "1 to 15: with the last one these are queries of one decode"),
-            (1 <= self.shortest <= self.longest <= 16, "shortest", "1 to longest, which is 16 at most"),
-            (self.most_rows >= 1, "most_rows", "1 or more"),
-        )
-        for good, name, accepted in checks:
-            if not good:
-                raise ValueError(f"NGram: {name} is {getattr(self, name)}; give {accepted}")
-
-    @property
-    def room(self) -> int:
-        """Tokens past all a request may become that its pages have: two steps may be on their way when it ends."""
-        return 2 * (self.tokens + 1)
+        self._check((1 <= self.shortest <= self.longest <= 16, "shortest", "1 to longest, which is 16 at most"))
 
     def propose(self, history: Tensor, positions: Tensor) -> Tensor:
         """Drafts int64 [rows, tokens], -1 past the end of each and for a row at position -1.
@@ -54,3 +60,21 @@ class NGram:
         at = place[:, None] + 1 + torch.arange(self.tokens, device=history.device)
         known = (best >= 0)[:, None] & (at <= positions[:, None])
         return torch.where(known, history.gather(1, at.clamp(max=width - 1)).long(), -1)
+
+
+@dataclass(frozen=True)
+class DraftModel(Guesses):
+    """Drafts of `tokens` tokens by another model of the same vocabulary: a Hugging Face folder, a GGUF file, or a name, as `LLM` takes its own. It has the
+    target's dtype, and keys and values in the same pages, never quantised. Batches of more than `most_rows` requests go without, and it only reads along."""
+
+    model: str | Path
+    tokens: int = 4
+    most_rows: int = 16
+
+    def __post_init__(self):
+        self._check()
+
+
+def draft_of(text: str | None) -> NGram | DraftModel | None:
+    """A draft by its name on a command line: "ngram", or a model's; None for none."""
+    return None if text is None else NGram() if text == "ngram" else DraftModel(text)

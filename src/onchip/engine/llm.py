@@ -13,14 +13,14 @@ from onchip import dispatch
 from onchip.cache.paged import OutOfPages
 from onchip.core.formats import Format
 from onchip.engine import setup
-from onchip.engine.draft import NGram
+from onchip.engine.draft import DraftModel, NGram
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
 from onchip.engine.scheduler import Scheduler, Work
 from onchip.engine.setup import PrefixCache
+from onchip.engine.speculate import Speculation
 from onchip.engine.text import NoText, StopText
 from onchip.models import weights
-from onchip.models.decoder import Decoder
 from onchip.models.encoder import Embedder
 from onchip.models.families import ModelConfig
 from onchip.models.lora import Adapter, AdapterSlots, AdapterTable
@@ -45,6 +45,8 @@ class Stats:
     first_token_seconds: float = 0.0
     cache_bytes: int = 0  # the most that was in use, by the prefix cache too
     preemptions: int = 0
+    drafted_tokens: int = 0  # that a draft guessed
+    accepted_tokens: int = 0  # of these, that the model drew itself
     kernels: dict[str, str] = field(default_factory=dict)
 
 
@@ -64,7 +66,8 @@ class LLM:
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
     batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
                   time, pages for all a request may become. Slower.
-    draft         `NGram()`: small batches guess several tokens of a step from what stood before, and keep those that the model draws itself. None: no guesses.
+    draft         `NGram()`: small batches guess several tokens of a step from what stood before, and keep those that the model draws itself; or
+                  `DraftModel("name")`: a smaller model guesses. The tokens are the same as without. None: no guesses.
     dummy_weights random weights: a model's speed from its config alone.      progress   callable(bytes done, bytes in all).
     parallel      the ranks that have the model together: see `ParallelLLM`, which is how it is used.
     adapters      `AdapterSlots(slots, rank)`: room for the LoRA adapters that requests may have. None: no room.
@@ -88,7 +91,7 @@ class LLM:
         prefix_cache: PrefixCache | None = PrefixCache(),
         step_tokens: int | None = None,
         batch_invariant: bool = False,
-        draft: NGram | None = None,
+        draft: NGram | DraftModel | None = None,
         dummy_weights: bool = False,
         progress: Callable[[int, int], None] | None = None,
         parallel: TensorParallel = ALONE,
@@ -109,21 +112,19 @@ class LLM:
         if kernel != "auto":
             setup.check_kernel(kernel)
         self.max_len = min(max_len or self.config.context, self.config.context)
-        self.model = Decoder(self.config, dtype=self.dtype, device=self.device, parallel=parallel)
-        if dummy_weights:
-            self.model.randomise()
-        else:
-            self.model.load(weights.views(path, self.dtype, progress))
-        room = draft.room if draft else 0
-        self.model.prepare(self.max_len + room)
+        longest = self.max_len + (draft.room if draft else 0)
+        smaller = setup.second_of(draft.model, self.config, self.tokenizer) if isinstance(draft, DraftModel) else None
+        how = {"dtype": self.dtype, "device": self.device, "positions": longest, "dummy_weights": dummy_weights, "progress": progress}
+        self.model = setup.decoder_of(path, self.config, **how, parallel=parallel)
+        second = smaller and setup.decoder_of(*smaller, **how)  # whole on every rank: its passes are too short for sums over ranks
         self.model.kernel = kernel
         self.model.adapters = adapters and AdapterTable(self.model, adapters)
         self.embedder = Embedder(embedder, device=self.device) if embedder else None
         if batch_invariant:
             self.model.make_invariant()
-        self.pool = setup.pool_of(self.model, (max_batch, self.max_len + room), cache_gib, kv_format)
+        self.pool = setup.pool_of(self.model, second, (max_batch, longest), cache_gib, kv_format)
         self.tree = setup.tree_of(self.pool, prefix_cache)
-        self.runner = Runner(self.model, self.pool, max_batch, self.max_len, draft)
+        self.runner = Runner(self.model, self.pool, max_batch, longest, draft and Speculation(self.model, self.pool, draft, second))
         budget = step_tokens or STEP_TOKENS[self.device.type]
         self.scheduler = Scheduler(self.pool, self.tree, max_batch, budget, INVARIANT_CHUNK if batch_invariant else 0, draft)
         self.stats = Stats()
@@ -296,12 +297,14 @@ class LLM:
         tokens = launched.wait()
         for request, first, found in launched.of_prompts():
             request.take_prompt_logprobs(first, found)
-        for request, new, said in zip(launched.requests, tokens, launched.of_tokens(), strict=True):
+        for request, new, guessed, said in zip(launched.requests, tokens, launched.guessed(), launched.of_tokens(), strict=True):
             request.pending -= 1
             if request.reason is not None:  # it ended while this was on its way
                 continue
             if len(new) > 1 and request.pages.pages:
                 request.pages.length += len(new) - 1
+            self.stats.drafted_tokens += guessed
+            self.stats.accepted_tokens += len(new) - 1
             text, found = request.accept(new), None
             if request.logprobs is not None:
                 found = [said]

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from onchip.cache.paged import PagePool
-from onchip.engine.draft import NGram
 from onchip.engine.request import Request, TokenLogProbs
 from onchip.engine.scheduler import Work
+from onchip.engine.speculate import Rows, Speculation
 from onchip.engine.state import State, Wants, upload
 from onchip.models.decoder import Decoder, Step
-from onchip.ops.sampling import MOST_TOP, Draft, adjust_logits, log_probs, sample, verify
+from onchip.ops.sampling import MOST_TOP, adjust_logits, log_probs, sample
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows of graphs; beyond them multiples of 256
 LOGITS = 1024  # tokens of a prompt whose logits are in memory at once
@@ -26,8 +26,7 @@ class Chunk(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a step brings: tokens int64 [rows], or with drafts [rows, n] with -1 past the end of each; and log-probabilities (`_packed_logprobs`), where
-    somebody wants them."""
+    """What a step brings: tokens int64 [rows], or what `Speculation.step` gives; and log-probabilities (`_packed_logprobs`), where somebody wants them."""
 
     tokens: Tensor
     logprobs: Tensor | None = None
@@ -57,7 +56,11 @@ class Launched(NamedTuple):
             self.done.synchronize()
         if self.tokens.ndim == 1:
             return [[token] for token in self.tokens.tolist()]
-        return [[token for token in row if token >= 0] for row in self.tokens.tolist()]
+        return [[token for token in row if token >= 0] for row in self.tokens[:, :-1].tolist()]
+
+    def guessed(self) -> list[int]:
+        """After `wait`: how many tokens were guessed of each request."""
+        return [0] * len(self.requests) if self.tokens.ndim == 1 else self.tokens[:, -1].tolist()
 
     def of_tokens(self) -> list[TokenLogProbs | None]:
         """After `wait`: of each request's token, where it wants them."""
@@ -72,14 +75,14 @@ class Launched(NamedTuple):
 class Runner:
     """A model on a device with its cache. `launch` starts a step; requests that decode have rows of `state`, in the order of `rows`.
 
-    draft   `NGram`: steps that only decode also verify a draft for each row, as long as nobody wants more than tokens.
+    longest       most tokens of a sequence, what a draft may write past its end included.
+    speculation   steps that only decode also verify guesses for each row, as long as nobody wants more than tokens.
     """
 
-    def __init__(self, model: Decoder, pool: PagePool, max_batch: int, max_len: int, draft: NGram | None = None):
-        self.model, self.pool, self.draft = model, pool, draft
-        longest = max_len + (draft.room if draft else 0)
+    def __init__(self, model: Decoder, pool: PagePool, max_batch: int, longest: int, speculation: Speculation | None = None):
+        self.model, self.pool, self.speculation = model, pool, speculation
         self.state = State(bucket(max_batch), pool.pages_for(longest), model.config.vocab, model.device)
-        if draft is not None:
+        if speculation is not None and speculation.second is None:
             self.state.history = torch.zeros(self.state.size, longest, dtype=torch.int32, device=model.device)
         self.graphs: dict[tuple[int, Wants], Captured] = {}
         self.rows: list[Request] = []
@@ -177,7 +180,7 @@ class Runner:
             step = Step(*longs, offsets=offsets, longest=longest)
         else:
             at = s.positions[:kept]
-            old = torch.stack((s.tokens[:kept], at, self._slots(s.page_table[:kept], at[:, None])[:, 0]))
+            old = torch.stack((s.tokens[:kept], at, self.pool.slots(s.page_table[:kept], at[:, None])[:, 0]))
             longs = torch.cat((old, longs), 1)
             width = min(_power(max(len(r.pages.pages) for r in self.rows + going)), s.page_table.shape[1])
             table = torch.cat((s.page_table[:, :width], upload(self.pool.table([r.pages for r in going], width), self.model.device)))
@@ -187,7 +190,7 @@ class Runner:
         if any(request.slot >= 0 for request in self.rows + going):
             new = [torch.full((chunk.size,), chunk.request.slot, dtype=torch.int32) for chunk in chunks]
             step = step._replace(adapters=torch.cat((s.adapters[:kept], upload(torch.cat(new), self.model.device))))
-        hidden = self.model.forward(step, self.pool)
+        hidden = self._forward(step)
         first = kept
         for request, start, size in chunks:
             if request.scores:
@@ -197,40 +200,20 @@ class Runner:
 
     def _step(self, s: State, wants: Wants, longest: int | None = None) -> Drawn:
         """A token of each row in, one out, in place; or with a draft one to `n + 1`. `longest` cuts the page table where the host knows it."""
-        drafts = self.draft is not None and wants.plain and s.size <= self.draft.most_rows
-        at = s.positions.clamp(min=0)
+        used, at = s.positions >= 0, s.positions.clamp(min=0)
         table = s.page_table if longest is None else s.page_table[:, : self.pool.pages_for(longest)]
-        if drafts:
-            return self._speculate(s, at, table)
-        slots = torch.where(s.positions >= 0, self._slots(table, at[:, None])[:, 0], -1)
+        if self.speculation and wants.plain and s.size <= self.speculation.draft.most_rows:
+            return Drawn(self.speculation.step(s, Rows(used, at, table)))
+        slots = torch.where(used, self.pool.slots(table, at[:, None])[:, 0], -1)
         adapters = s.adapters if wants.adapter else None
         step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int(), adapters=adapters)
-        return self._draw(s, self.model.forward(step, self.pool), wants)
+        return self._draw(s, self._forward(step), wants)
 
-    def _speculate(self, s: State, at: Tensor, table: Tensor) -> Drawn:
-        """The next tokens of each row: what is accepted of its draft, and the one after it."""
-        draft = self.draft.propose(s.history, s.positions)  # [rows, n]
-        n = draft.shape[1]
-        used = (s.positions >= 0)[:, None]
-        places = at[:, None] + torch.arange(n + 1, device=at.device)
-        slots = torch.where(used, self._slots(table, places), -1)  # also of places without a draft: what is hidden from a query has to be finite
-        tokens = torch.cat((s.tokens[:, None], draft.clamp(min=0)), 1)
-        lengths = torch.where(used[:, 0], s.positions + n + 1, 0).int()
-        step = Step(tokens.flatten(), places.flatten(), slots.flatten(), page_table=table, lengths=lengths)
-        logits = self.model.logits(self.model.forward(step, self.pool)).unflatten(0, (-1, n + 1))
-        s.sampling.step.copy_(at)
-        count, _, last = verify(logits, Draft(draft), s.sampling)
-        order = torch.arange(n + 1, device=at.device)
-        found = torch.where(order < count[:, None], torch.cat((draft, draft[:, :1]), 1), torch.where(order == count[:, None], last[:, None], -1))
-        s.remember(found, used)
-        s.tokens.copy_(last)
-        s.positions.add_(torch.where(used[:, 0], count + 1, 0))
-        return Drawn(found)
-
-    def _slots(self, table: Tensor, at: Tensor) -> Tensor:
-        """Where the keys and values of positions `at` [rows, n] of each row go."""
-        page = self.pool.page
-        return table.gather(1, (at // page).clamp(max=table.shape[1] - 1)).long() * page + at % page
+    def _forward(self, step: Step) -> Tensor:
+        """Hidden states of a step without guesses."""
+        if self.speculation:
+            self.speculation.follow(step)
+        return self.model.forward(step, self.pool)
 
     def _draw(self, s: State, hidden: Tensor, wants: Wants) -> Drawn:
         """The next token of each row, into the state too, and its log-probabilities where somebody wants them."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from onchip.cache.paged import OutOfPages, PageList, PagePool
 from onchip.cache.radix import RadixTree
-from onchip.engine.draft import NGram
+from onchip.engine.draft import Guesses
 from onchip.engine.request import Request
 
 AHEAD = 64  # tokens a growing sequence gets pages for at once where there are enough: its page table changes once in so many steps
@@ -62,7 +62,7 @@ class Scheduler:
     draft       how many tokens more a step may write, and a request have pages for.
     """
 
-    def __init__(self, pool: PagePool, cache: RadixTree | Unshared, max_batch: int, budget: int, chunk: int = 0, draft: NGram | None = None):
+    def __init__(self, pool: PagePool, cache: RadixTree | Unshared, max_batch: int, budget: int, chunk: int = 0, draft: Guesses | None = None):
         self.chunk = chunk
         self.drafted, self.room = (draft.tokens, draft.room) if draft else (0, 0)
         self.apart = chunk > 0 or pool.format is not None  # prompts without decodes: few kernels read codes for chunks, and prompts alone need not read any

@@ -15,7 +15,11 @@ from onchip.core.formats import Format
 from onchip.core.kernel import Unsupported
 from onchip.core.problem import DTYPES, SHORT
 from onchip.engine.scheduler import Unshared
+from onchip.models import weights
 from onchip.models.decoder import Decoder
+from onchip.models.families import ModelConfig
+from onchip.models.gguf import Progress
+from onchip.models.parallel import ALONE, TensorParallel
 from onchip.models.tokenizer import Tokenizer
 
 GIB = 1 << 30
@@ -49,13 +53,39 @@ def tree_of(pool: PagePool, prefix: PrefixCache | None) -> RadixTree | Unshared:
     return RadixTree(pool, HostPool(pool, slots))
 
 
-def pool_of(model: Decoder, sizes: tuple[int, int], cache_gib: float | None, kv_format: Format | None) -> PagePool:
+def decoder_of(
+    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, positions: int, *,
+    dummy_weights: bool = False, progress: Progress | None = None, parallel: TensorParallel = ALONE,
+) -> Decoder:  # fmt: skip
+    """A model with its weights, or random ones, ready for so many positions."""
+    model = Decoder(config, dtype=dtype, device=device, parallel=parallel)
+    if dummy_weights:
+        model.randomise()
+    else:
+        model.load(weights.views(path, dtype, progress))
+    model.prepare(positions)
+    return model
+
+
+def second_of(name: str | Path, target: ModelConfig, tokenizer: Tokenizer | None) -> tuple[Path, ModelConfig]:
+    """Where a draft model is, and its config. Raises ValueError for another vocabulary than the target's."""
+    path = weights.locate(name)
+    config, words = ModelConfig.read(weights.read_config(path)), tokenizer_of(path)
+    if config.vocab != target.vocab:
+        raise ValueError(f"draft: {str(name)!r} has {config.vocab} tokens in its vocabulary, the model {target.vocab}; give a draft model with the model's own")
+    if tokenizer and words and (other := words.difference(tokenizer)) is not None:
+        raise ValueError(f"draft: to {str(name)!r} the text {other!r} is another token than to the model; give a draft model with the model's own vocabulary")
+    return path, config
+
+
+def pool_of(model: Decoder, second: Decoder | None, sizes: tuple[int, int], cache_gib: float | None, kv_format: Format | None) -> PagePool:
     """The page pool for `cache_gib`, or for what the device can spare, and with `cache_gib` None no larger than the sequences of `sizes` need.
 
-    sizes   how many sequences, of how many tokens. All ranks that have the model have as many pages.
+    sizes   how many sequences, of how many tokens. All ranks that have the model have as many pages.        second   a draft model, whose keys and values
+            are beside.
     """
-    c, page, device = model.config, PAGE, model.device
-    each = PagePool.bytes_per_page(c.layers, page, c.kv_heads, c.dim, model.dtype, kv_format)
+    page, device = PAGE, model.device
+    each = _page_bytes(model, kv_format) + (_page_bytes(second, None) if second else 0)
     if cache_gib is not None:
         budget = int(cache_gib * GIB)
     elif device.type == "cuda":
@@ -68,9 +98,21 @@ def pool_of(model: Decoder, sizes: tuple[int, int], cache_gib: float | None, kv_
     if pages < 1:
         raise OutOfPages(f"cache_gib {budget / GIB:.3g} holds no page of {page} tokens ({each / GIB:.3g} GiB); give at least {each / GIB:.3g}")
     try:
-        return PagePool(c.layers, pages, page, c.kv_heads, c.dim, dtype=model.dtype, device=device, format=kv_format)
+        pool = _pages(model, pages, kv_format)
+        pool.beside = second and _pages(second, pages, None)
     except RuntimeError as error:  # torch's allocators: out of memory
         raise OutOfPages(f"{pages * each / GIB:.1f} GiB for the cache are not to be had on {device}; give a smaller cache_gib ({error})") from error
+    return pool
+
+
+def _page_bytes(model: Decoder, form: Format | None) -> int:
+    c = model.config
+    return PagePool.bytes_per_page(c.layers, PAGE, c.kv_heads, c.dim, model.dtype, form)
+
+
+def _pages(model: Decoder, count: int, form: Format | None) -> PagePool:
+    c = model.config
+    return PagePool(c.layers, count, PAGE, c.kv_heads, c.dim, dtype=model.dtype, device=model.device, format=form)
 
 
 def check_sizes(max_len: int | None, max_batch: int, cache_gib: float | None, step_tokens: int | None) -> None:

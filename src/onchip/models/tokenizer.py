@@ -98,6 +98,11 @@ class Tokenizer:
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # a template may do anything
             raise ModelError(f"the model's chat template refused the conversation: {error}; check the roles, their order and that content is text") from None
 
+    def difference(self, other: "Tokenizer") -> str | None:
+        """A text that is one token to this one and another to the other; None where there is none."""
+        theirs = other._backend.get_vocab()
+        return next((text for text, token in self._backend.get_vocab().items() if theirs.get(text, token) != token), None)
+
     def piece(self, token: int, before: int | None) -> bytes:
         """UTF-8 of one token that follows `before` (None: at the start); part of a character when the token is one."""
         text = self._backend.id_to_token(token)

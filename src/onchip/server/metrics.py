@@ -25,7 +25,7 @@ class Metrics:
         self.pages = pages
         self.steps = self.prompt_tokens = self.cached_tokens = self.new_tokens = self.refused = 0
         self.ended: Counter[str] = Counter(dict.fromkeys(("stop", "length", "cancelled", "error"), 0))
-        self.waiting = self.running = self.pages_used = 0
+        self.waiting = self.running = self.pages_used = self.drafted = self.accepted = 0
         self.kernels: dict[str, str] = {}
         self._recent_first: deque[float] = deque(maxlen=RECENT)
         self._recent_token: deque[float] = deque(maxlen=RECENT)
@@ -43,6 +43,7 @@ class Metrics:
         self.waiting, self.running = len(llm.scheduler.waiting), len(llm.scheduler.running)
         self.pages_used = self.pages - llm.pool.num_free
         self.kernels = llm.stats.kernels
+        self.drafted, self.accepted = llm.stats.drafted_tokens, llm.stats.accepted_tokens
 
     def began(self, request: Request, seconds: float) -> None:
         """The first token of a request has come, `seconds` after the call."""
@@ -61,7 +62,7 @@ class Metrics:
 
     def stats(self) -> dict:
         """What the page draws: totals since the start, the state, and quantiles of the last 512 answers in milliseconds."""
-        names = ("steps", "prompt_tokens", "cached_tokens", "new_tokens", "refused", "waiting", "running", "pages", "pages_used")
+        names = ("steps", "prompt_tokens", "cached_tokens", "new_tokens", "drafted", "accepted", "refused", "waiting", "running", "pages", "pages_used")
         found = {name: getattr(self, name) for name in names}
         found |= {"ended": dict(self.ended), "kernels": dict(self.kernels)}
         found["first_token_ms"], found["token_ms"] = _quantiles(self._recent_first), _quantiles(self._recent_token)
@@ -77,6 +78,8 @@ class Metrics:
             ("prompt_tokens", "Tokens of prompts, those from the prefix cache included", self.prompt_tokens),
             ("cached_tokens", "Tokens of prompts that came from the prefix cache", self.cached_tokens),
             ("generated_tokens", "New tokens", self.new_tokens),
+            ("drafted_tokens", "Tokens that a draft guessed", self.drafted),
+            ("accepted_tokens", "Guessed tokens that the model drew itself", self.accepted),
             ("steps", "Steps of the engine", self.steps),
             ("requests_refused", "Requests turned away because too many waited or the engine had stopped", self.refused),
         ):

@@ -1,0 +1,123 @@
+"""A second model that guesses: the tokens are those without it, and its keys and values are wherever the first one's are."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny
+from onchip.cache.paged import PagePool
+from onchip.engine.draft import DraftModel, NGram, draft_of
+from onchip.engine.llm import LLM
+from onchip.engine.request import SamplingParams
+from onchip.engine.setup import PrefixCache
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PAGE = 2 * PagePool.bytes_per_page(2, 16, 2, 16, torch.float32) / 2**30  # both models'
+AGAIN = [7, 8, 9, 10, 11] * 6
+PROMPTS = [AGAIN, AGAIN[:9], [5], list(range(50, 90)), AGAIN * 2]
+KINDS = [
+    {},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "seed": 4, "stop_token_ids": range(0, 320, 19)},
+    {"logprobs": 1, "max_tokens": 3},
+    {"logit_bias": {9: 5.0}, "max_tokens": 6},
+]
+PARAMS = [SamplingParams(**{"max_tokens": 25 + i, "ignore_eos": True} | kind) for i, kind in enumerate(KINDS)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The model, the same again, and one that often says the same."""
+    folder = tmp_path_factory.mktemp("models")
+    model = tiny.save(folder / "model")
+    return {"model": model, "same": model, "near": tiny.near(model, folder / "near", 0.1)}
+
+
+@pytest.fixture(scope="module")
+def expected(models):
+    return said(LLM(models["model"], dtype="fp32", device="cpu").generate(PROMPTS, PARAMS))
+
+
+def said(completions) -> list:
+    return [(done.tokens, done.text, done.reason) for done in completions]
+
+
+def engine(models, draft=None, **how) -> LLM:
+    """With rubbish in the cache."""
+    llm = LLM(models["model"], **{"dtype": "fp32", "device": "cpu", "max_batch": 6} | how, draft=draft)
+    for pool in llm.pool.storage:
+        pool.fill_(torch.nan if pool.is_floating_point() else 255)
+    return llm
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("second", ["same", "near"])
+def test_the_same_tokens(models, expected, second, ahead):
+    """Greedy and drawn, with chunks of prompts, stops in the middle of what was accepted, prefix hits, and requests that want more than tokens."""
+    llm = engine(models, DraftModel(models[second], 4), step_tokens=40)
+    llm.ahead = ahead
+    for turn in range(2):
+        assert said(llm.generate(PROMPTS, PARAMS)) == expected
+        drafted, accepted = llm.stats.drafted_tokens, llm.stats.accepted_tokens
+        assert accepted == drafted > 0 if second == "same" else drafted / 10 < accepted < drafted
+        assert (llm.stats.cached_tokens > 64) == bool(turn)
+        assert llm.pool.num_free + llm.tree.num_pages == llm.pool.num_pages
+
+
+def test_fewer_steps(models):
+    """A draft that is always right: 61 tokens are the prompt's one, and twelve times five."""
+    llm = engine(models, DraftModel(models["same"], 4))
+    request = llm.request(AGAIN, SamplingParams(61, ignore_eos=True))
+    llm.add(request)
+    steps = 0
+    while not llm.idle:
+        steps += bool(llm.step())
+    assert steps == 13 and request.tokens == engine(models).generate([AGAIN], SamplingParams(61, ignore_eos=True))[0].tokens
+
+
+@pytest.mark.parametrize("host", [0.0, 60 * PAGE])
+def test_in_a_cache_that_is_full(models, host):
+    """Requests that give way in the middle of guessing, to come back from the prefix tree, the host's memory or a prompt computed again: the draft reads all
+    of it with them, so that it goes on to be right; and large batches, in which it only reads."""
+    prompts = [[i, 1, 2, 3] * 9 for i in range(4)]
+    params = SamplingParams(90, ignore_eos=True)
+    draft = DraftModel(models["same"], 3, most_rows=2)
+    llm = engine(models, draft, cache_gib=16.5 * PAGE, prefix_cache=PrefixCache(host_gib=host))
+    llm.ahead = True
+    assert llm.pool.num_pages == 16 and llm.pool.page_bytes == PAGE * 2**30
+    assert said(llm.generate(prompts, params)) == said(engine(models).generate(prompts, params))
+    assert llm.stats.preemptions > 0 and llm.stats.accepted_tokens == llm.stats.drafted_tokens > 0
+
+
+def test_a_quantised_cache_is_the_targets(models):
+    """Guesses are verified over codes, and made over numbers: the tokens are those without guesses."""
+    params = [replace(p, logprobs=None, logit_bias={}) for p in PARAMS]
+    how = {"kv_format": "int8", "prefix_cache": None}
+    llm = engine(models, DraftModel(models["same"], 4), **how)
+    assert llm.pool.k.dtype == torch.uint8 and llm.pool.beside.k.dtype == torch.float32
+    assert said(llm.generate(PROMPTS, params)) == said(engine(models, **how).generate(PROMPTS, params)) and llm.stats.accepted_tokens > 20
+
+
+def test_a_step_of_empty_rows_writes_nothing(models, expected):
+    """As it runs before a graph is captured."""
+    llm = engine(models, DraftModel(models["near"], 4))
+    runner = llm.runner
+    runner._step(runner.state.rows(4), runner._wants)
+    assert all(tensor.isnan().all() for tensor in llm.pool.storage)
+    assert said(llm.generate(PROMPTS, PARAMS)) == expected
+
+
+def test_arguments(models, tmp_path):
+    for given in ({"tokens": 0}, {"tokens": 16}, {"most_rows": 0}):
+        with pytest.raises(ValueError, match=r"^DraftModel: \w+ is .*; give "):
+            DraftModel("any", **given)
+    assert (draft_of(None), draft_of("ngram"), draft_of("some/model")) == (None, NGram(), DraftModel("some/model"))
+    with pytest.raises(ValueError, match=r"^draft: .*/other' has 300 tokens in its vocabulary, the model 320; give a draft model with the model's own$"):
+        engine(models, DraftModel(tiny.save(tmp_path / "other", vocab_size=300)))
+    words = tiny.near(models["model"], tmp_path / "words", 0)
+    text = (words / "tokenizer.json").read_text()
+    (words / "tokenizer.json").write_text(text.replace('"a":', '"swap":').replace('"b":', '"a":').replace('"swap":', '"b":'))
+    with pytest.raises(ValueError, match=r"^draft: to .*/words' the text '[ab]' is another token than to the model; give a draft model"):
+        engine(models, DraftModel(words))
