@@ -129,6 +129,10 @@ def tree(sees, i, j, row, len_k):
     return key < 0 or (node >= 0 and sees(node, key))
 
 
+def near(node, key, window):
+    return node < 0 or len(ANCESTORS[node]) - (key + 1 if key < 0 else len(ANCESTORS[key])) <= window
+
+
 def numbers(b, h, i, j):
     return (i - j <= SIDES[h]) & (IDS[b, i] == IDS[b, j])
 
@@ -148,6 +152,9 @@ CASES = {
     "prefix [batch]": (Prefix(torch.tensor([1, 4])), lambda b, h, i, j, row, k: j <= row or j < (1, 4)[b]),
     "tree": (Tree.of(torch.tensor(PARENTS)), lambda b, h, i, j, row, k: tree(lambda n, m: m in ANCESTORS[n], i, j, row, k)),
     "trees": (Tree(TREES), lambda b, h, i, j, row, k: tree(lambda n, m: n == m if b else m in ANCESTORS[n], i, j, row, k)),
+    "tree with a window": (
+        Tree(TREES[0], 2), lambda b, h, i, j, row, k: tree(lambda n, m: m in ANCESTORS[n], i, j, row, k) and near(row - k + 4, j - k + 4, 2),
+    ),
     "lengths": (KeyPadding(torch.tensor([2, 5])), lambda b, h, i, j, row, k: j < (2, 5)[b]),
     "padding": (KeyPadding(GRID[:, 0, 0]), lambda b, h, i, j, row, k: GRID[b, 0, 0, j]),
     "blocks": (Blocks(GRID[0, 0, :2, :2], 4), lambda b, h, i, j, row, k: GRID[0, 0, i // 4, j // 4]),

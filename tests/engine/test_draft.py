@@ -24,20 +24,21 @@ def said(completions) -> list:
 
 
 def brute(tokens: list[int], how: NGram) -> list[int]:
+    found = {}
     for size in range(how.longest, how.shortest - 1, -1):
         for end in range(len(tokens) - 1, size - 1, -1):
             if size < len(tokens) and tokens[end - size : end] == tokens[-size:]:
-                found = tokens[end : end + how.tokens]
-                return found + [-1] * (how.tokens - len(found))
-    return [-1] * how.tokens
+                found.setdefault(tokens[end], tokens[end : end + how.tokens])
+    rows = [*found.values(), *[[]] * how.matches][: how.matches]
+    return [token for row in rows for token in row + [-1] * (how.tokens - len(row))]
 
 
-@pytest.mark.parametrize("how", [NGram(), NGram(1, 1, 1), NGram(7, 4, 1), NGram(3, 5, 5)], ids=str)
+@pytest.mark.parametrize("how", [NGram(), NGram(1, 1, 1), NGram(7, 4, 1), NGram(3, 5, 5), NGram(5, 2, 1, matches=3)], ids=str)
 def test_proposals(how):
     """Those of a search written out, in rows of any length, past whose ends there is rubbish."""
     generator = torch.Generator().manual_seed(0)
     lengths = [0, 1, 2, 3, 9, 20, 33, 40]
-    history = torch.randint(0, 2, (len(lengths), 40), generator=generator, dtype=torch.int32)
+    history = torch.randint(0, 2 + (how.matches > 1), (len(lengths), 40), generator=generator, dtype=torch.int32)
     positions = torch.tensor(lengths) - 1
     expected = [brute(row[:n].tolist(), how) for row, n in zip(history, lengths, strict=True)]
     assert how.propose(history, positions).tolist() == expected
@@ -45,7 +46,7 @@ def test_proposals(how):
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("how", [NGram(), NGram(9, 3, 1)], ids=str)
+@pytest.mark.parametrize("how", [NGram(), NGram(9, 3, 1), NGram(4, 2, 1, matches=3)], ids=str)
 def test_the_same_tokens_in_fewer_steps(folder, how, ahead):
     """Greedy and drawn, with stops and ends in the middle of what was accepted, and requests that come in between and want more than tokens."""
     plain = LLM(folder, dtype="fp32", device="cpu", max_batch=6)
@@ -126,7 +127,7 @@ def test_in_a_cache_that_is_full(folder):
 
 
 def test_arguments(folder):
-    for given in ({"tokens": 0}, {"tokens": 16}, {"shortest": 4}, {"shortest": 0}, {"longest": 17}, {"most_rows": 0}):
+    for given in ({"tokens": 0}, {"tokens": 16}, {"shortest": 4}, {"shortest": 0}, {"longest": 17}, {"most_rows": 0}, {"matches": 0}, {"matches": 4}):
         with pytest.raises(ValueError, match=r"^NGram: \w+ is .*; give "):
             NGram(**given)
     with pytest.raises(ValueError, match=r"^draft: .*; leave draft or batch_invariant out"):

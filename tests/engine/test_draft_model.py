@@ -1,5 +1,7 @@
 """A second model that guesses: the tokens are those without it, and its keys and values are wherever the first one's are."""
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 import tiny
 from onchip.cache.paged import PagePool
+from onchip.core.masks import Window
 from onchip.engine.draft import DraftModel, NGram, draft_of
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
@@ -53,10 +56,10 @@ def engine(models, draft=None, **how) -> LLM:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("second", ["same", "near"])
+@pytest.mark.parametrize("second", ["same", "near", "near tree"])
 def test_the_same_tokens(models, expected, second, ahead):
     """Greedy and drawn, with chunks of prompts, stops in the middle of what was accepted, prefix hits, and requests that want more than tokens."""
-    llm = engine(models, DraftModel(models[second], 4), step_tokens=40)
+    llm = engine(models, DraftModel(models[second.split()[0]], 4, choices=(4, 2, 2) if "tree" in second else ()), step_tokens=40)
     llm.ahead = ahead
     for turn in range(2):
         assert said(llm.generate(PROMPTS, PARAMS)) == expected
@@ -109,10 +112,65 @@ def test_a_step_of_empty_rows_writes_nothing(models, expected):
     assert said(llm.generate(PROMPTS, PARAMS)) == expected
 
 
+def test_a_tree_finds_more(models):
+    """What is accepted of the second candidates is what a chain guesses wrong: as many tokens in fewer steps."""
+    steps = []
+    for choices in ((), (5, 4, 2, 2)):
+        llm = engine(models, DraftModel(models["near"], 4, choices=choices))
+        request = llm.request(AGAIN, SamplingParams(60, ignore_eos=True))
+        llm.add(request)
+        steps.append(0)
+        while not llm.idle:
+            steps[-1] += bool(llm.step())
+        assert llm.stats.accepted_tokens + steps[-1] >= 60 and llm.stats.drafted_tokens == (4 + sum(choices) - len(choices)) * (steps[-1] - 1)
+    assert steps[1] < 0.9 * steps[0]
+
+
+@pytest.mark.parametrize("draft", [NGram(3, 1, 1, matches=5), DraftModel("near", 4, choices=(3, 3, 3, 2)), DraftModel("near", 5)], ids=str)
+def test_under_a_sliding_window(models, tmp_path, draft):
+    """Layers with a window count places along a path of the tree, not slots of the cache."""
+    folder = tiny.save(tmp_path / "window", model_type="mistral", sliding_window=7)
+    draft = replace(draft, model=tiny.near(folder, tmp_path / "near", 0.02)) if isinstance(draft, DraftModel) else draft
+    params = [replace(p, logprobs=None, logit_bias={}, max_tokens=40) for p in PARAMS]
+    there = {"model": folder}
+    llm = engine(there, draft)
+    assert isinstance(llm.config.masks[0], Window)
+    assert said(llm.generate(PROMPTS, params)) == said(engine(there).generate(PROMPTS, params)) and llm.stats.accepted_tokens > 2
+
+
+WORDS, LONG = 5, 4  # a vocabulary so small, and answers so short, that an answer comes often
+DRAWN = SamplingParams(LONG, temperature=1.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("draft", [DraftModel("near", 3, choices=(2, 2)), NGram(3, 2, 1, matches=2)], ids=["model", "ngram"])
+def test_the_distribution_is_the_models(tmp_path, draft):
+    """Pearson's chi-square of 1,500 drawn answers, against the probability of every answer that there is."""
+    folder = tiny.save(tmp_path / "model", tokenizer=False, vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    draft = replace(draft, model=tiny.near(folder, tmp_path / "near", 0.3)) if isinstance(draft, DraftModel) else draft
+    prompt, how = [0, 1, 2, 0, 3, 1, 4, 0], {"dtype": "fp32", "device": "cpu", "max_batch": 16}
+    answers = list(itertools.product(range(WORDS), repeat=LONG))
+    scored = LLM(folder, **how).generate([prompt + list(answer) for answer in answers], SamplingParams(1, prompt_logprobs=0))
+    expected = torch.tensor([[found.logprob for found in one.prompt_logprobs[-LONG:]] for one in scored]).double().sum(1).exp()
+    assert abs(expected.sum() - 1) < 1e-5
+    count = 1500
+    llm = LLM(folder, **how, draft=draft)
+    drawn = Counter(tuple(one.tokens) for one in llm.generate([prompt] * count, [replace(DRAWN, seed=seed) for seed in range(count)]))
+    found = torch.tensor([drawn[answer] for answer in answers]).double()
+    often = expected * count >= 5  # the others are one class
+    seen, wanted = (torch.cat((x[often], x[~often].sum()[None])) for x in (found, expected * count))
+    chi, freedom = ((seen - wanted) ** 2 / wanted).sum(), len(seen) - 1
+    assert freedom > 30 and chi < freedom + 4 * (2 * freedom) ** 0.5, f"chi-square {chi:.0f} of {freedom}"
+    assert llm.stats.accepted_tokens > count / 10
+
+
 def test_arguments(models, tmp_path):
-    for given in ({"tokens": 0}, {"tokens": 16}, {"most_rows": 0}):
+    bad = ({"tokens": 0}, {"tokens": 16}, {"most_rows": 0}, {"choices": (0,)}, {"choices": (9, 9)}, {"choices": (1, 1, 1, 1, 2)})
+    for given in bad:
         with pytest.raises(ValueError, match=r"^DraftModel: \w+ is .*; give "):
             DraftModel("any", **given)
+    for draft, name in ((DraftModel(models["near"], choices=(2,)), "choices"), (NGram(matches=2), "matches")):
+        with pytest.raises(ValueError, match=rf"^draft: what is accepted of a tree moves .* codes in int8 cannot; leave {name} or kv_format out"):
+            engine(models, draft, kv_format="int8")
     assert (draft_of(None), draft_of("ngram"), draft_of("some/model")) == (None, NGram(), DraftModel("some/model"))
     with pytest.raises(ValueError, match=r"^draft: .*/other' has 300 tokens in its vocabulary, the model 320; give a draft model with the model's own$"):
         engine(models, DraftModel(tiny.save(tmp_path / "other", vocab_size=300)))

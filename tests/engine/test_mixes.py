@@ -108,7 +108,7 @@ def draft_of(folder, seed: int):
     near = folder.parent / "near"
     if seed == 8 and not near.exists():
         tiny.near(folder, near, 0.1)
-    return {7: (NGram(3, 2, 1), 1), 8: (DraftModel(near, 3), 2), 9: (DraftModel(folder, 4, most_rows=4), 2)}.get(seed, (None, 1))
+    return {7: (NGram(3, 2, 1, matches=4), 1), 8: (DraftModel(near, 3, choices=(3, 2)), 2), 9: (DraftModel(folder, 4, most_rows=4), 2)}.get(seed, (None, 1))
 
 
 @pytest.mark.parametrize("seed", range(10))

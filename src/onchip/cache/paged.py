@@ -96,6 +96,14 @@ class PagePool:
         """Where keys and values of places int64 [rows, n] of sequences go whose pages are in the rows of `table`: `page index * page size + offset`."""
         return table.gather(1, (places // self.page).clamp(max=table.shape[1] - 1)).long() * self.page + places % self.page
 
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy keys and values, in all layers, from slots `source` to slots `target`, int64 [n] on the device; all are read before one is written. Equal
+        targets need equal sources. Codes cannot be moved: a page of them holds head after head."""
+        assert self.format is None
+        for tensor in (self.k, self.v):
+            flat = tensor.flatten(1, 2)
+            flat.index_copy_(1, target, flat.index_select(1, source))
+
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page)

@@ -16,6 +16,7 @@ from torch import Tensor
 from onchip.core.bands import BANDS, Band, Causal, Full, Mask, Window, check_align, join, meet, parse
 from onchip.core.parts import alike, by_name, check_sizes, check_tensor, name_of, read, squeezed, trace_mod
 from onchip.core.trace import Place, Traced, trace, untouched
+from onchip.core.tree import Tree
 
 # ---- masks of masks
 
@@ -209,54 +210,6 @@ class Prefix(Mask):
 
     def sees(self, at: Place):
         return (at.j <= at.row) | (at.j < (self.length[at.b] if isinstance(self.length, Tensor) else self.length))
-
-
-@dataclass(frozen=True, eq=False)
-class Tree(Mask):
-    """A tree of drafted tokens at the end of the keys: each sees all keys before the tree, and of the tree its ancestors and itself.
-
-    ancestors   bool `[nodes, nodes]` or `[batch, nodes, nodes]`: row n is True at n and at its ancestors; `Tree.of(parents)` makes it.
-    """
-
-    ancestors: Tensor
-
-    __str__ = Mask.__str__
-    key = property(by_name)
-
-    def __post_init__(self):
-        check_tensor(self.name, "ancestors", self.ancestors, (2, 3))
-        if self.ancestors.dtype != torch.bool or self.ancestors.shape[-1] != self.ancestors.shape[-2]:
-            raise ValueError(f"Tree: ancestors are {self.ancestors.dtype} {list(self.ancestors.shape)}; give bool [nodes, nodes] or [batch, nodes, nodes]")
-
-    @classmethod
-    def of(cls, parents: Tensor) -> "Tree":
-        """From `parents` `[nodes]` or `[batch, nodes]`: the index of each node's parent, which comes before it; -1 for a root."""
-        parents, nodes = parents.long(), parents.shape[-1]
-        seen = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(*parents.shape, nodes).clone()
-        at = parents.clone()
-        for _ in range(nodes):
-            alive = at >= 0
-            seen |= torch.nn.functional.one_hot(at.clamp(min=0), nodes).bool() & alive[..., None]
-            at = torch.where(alive, parents.gather(-1, at.clamp(min=0)), at)
-        return cls(seen)
-
-    @property
-    def name(self) -> str:
-        return f"Tree({self.ancestors.shape[-1]})"
-
-    @property
-    def tensors(self):
-        return (self.ancestors,)
-
-    def fits(self, *sizes):
-        check_sizes("Tree", "ancestors", self.ancestors, "b**"[3 - self.ancestors.ndim :], sizes)
-
-    def sees(self, at: Place):
-        nodes = self.ancestors.shape[-1]
-        row, col = at.row - at.len_k + nodes, at.j - at.len_k + nodes  # numbers in the tree; negative: before it
-        inside = (torch.clamp(row, min=0), torch.clamp(col, min=0))
-        among = self.ancestors[inside] if self.ancestors.ndim == 2 else self.ancestors[(at.b, *inside)]
-        return (col < 0) | ((row >= 0) & among)
 
 
 @dataclass(frozen=True, eq=False)

@@ -64,7 +64,7 @@ class Scheduler:
 
     def __init__(self, pool: PagePool, cache: RadixTree | Unshared, max_batch: int, budget: int, chunk: int = 0, draft: Guesses | None = None):
         self.chunk = chunk
-        self.drafted, self.room = (draft.tokens, draft.room) if draft else (0, 0)
+        self.drafted, self.room = (draft.places, draft.room) if draft else (0, 0)
         self.apart = chunk > 0 or pool.format is not None  # prompts without decodes: few kernels read codes for chunks, and prompts alone need not read any
         self.pool, self.cache, self.max_batch, self.budget = pool, cache, max_batch, max(budget, max_batch + max(chunk, pool.page))
         self.waiting: list[Request] = []

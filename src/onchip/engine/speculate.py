@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.cache.paged import PagePool
+from onchip.core.masks import Tree
 from onchip.engine.draft import DraftModel, NGram
 from onchip.engine.state import State
 from onchip.models.decoder import Decoder, Step
@@ -31,20 +32,26 @@ class SecondModel:
     """A draft model in an engine: it reads what the target reads, and goes ahead of it."""
 
     def __init__(self, model: Decoder, pool: PagePool, draft: DraftModel):
-        self.model, self.pool, self.draft = model, pool.beside, draft
+        self.model, self.pool = model, pool.beside
+        self.choices = (*draft.choices, *[1] * (draft.tokens - len(draft.choices)))
 
     def follow(self, step: Step) -> None:
         """Keys and values of the tokens of a step of the target."""
         self.model.forward(step._replace(adapters=None), self.pool)
 
     def propose(self, s: State, rows: Rows) -> Tensor:
-        """Tokens, int64 [rows, tokens], each drawn as the target would draw it, with the noise of its place: the two agree as often as they can."""
-        token, found = s.tokens, []
-        for i in range(self.draft.tokens):
-            hidden = self.read(token, rows, i)
-            token = sample(self.model.logits(hidden), s.sampling._replace(step=rows.at + i))
-            found.append(token)
-        return torch.stack(found, 1)
+        """Tokens, int64 [rows, places], each drawn as the target would draw it, with the noise of its place: the two agree as often as they can. First a
+        chain, then what would be drawn at each place of it if the tokens before were forbidden there."""
+        chain, others = [s.tokens], []
+        for i, choices in enumerate(self.choices):
+            logits, how = self.model.logits(self.read(chain[-1], rows, i)), s.sampling._replace(step=rows.at + i)
+            chain.append(sample(logits, how))
+            last = chain[-1]
+            for _ in range(choices - 1):
+                logits = logits.scatter(1, last[:, None], -torch.inf)
+                last = sample(logits, how)
+                others.append(last)
+        return torch.stack((*chain[1:], *others), 1)
 
     def read(self, tokens: Tensor, rows: Rows, ahead: int | Tensor) -> Tensor:
         """Hidden states of a token of each row, `ahead` places after its last one; its keys and values are in the cache afterwards."""
@@ -60,6 +67,10 @@ class Speculation:
     def __init__(self, model: Decoder, pool: PagePool, draft: NGram | DraftModel, second: Decoder | None):
         self.model, self.pool, self.draft = model, pool, draft
         self.second = second and SecondModel(second, pool, draft)
+        parents = range(-1, draft.tokens - 1) if draft.parents is None else draft.parents
+        tree = Tree.of(torch.tensor([-1, *(parent + 1 for parent in parents)], device=model.device))  # the last token is its root
+        self.depths = tree.ancestors.sum(-1) - 1  # of the last token and each guess
+        self.tree, self.parents = (None, None) if draft.parents is None else (tree, torch.tensor(parents, dtype=torch.int32, device=model.device))
 
     def follow(self, step: Step) -> None:
         """What a step without guesses leaves to a draft model: to read what the target reads."""
@@ -69,22 +80,31 @@ class Speculation:
     def step(self, s: State, rows: Rows) -> Tensor:
         """The next tokens of each row, int64 [rows, tokens + 2]: those accepted and the one after them, -1 past the end, and last how many were guessed."""
         guessed = self.second.propose(s, rows) if self.second else self.draft.propose(s.history, s.positions)
-        n = guessed.shape[1]
-        used = rows.used[:, None]
-        places = rows.at[:, None] + torch.arange(n + 1, device=guessed.device)
-        slots = torch.where(used, self.pool.slots(rows.table, places), -1)  # also of places without a guess: what is hidden from a query has to be finite
+        n, used = guessed.shape[1], rows.used[:, None]
+        order, at = torch.arange(n + 1, device=guessed.device), rows.at[:, None]
+        slots = torch.where(used, self.pool.slots(rows.table, at + order), -1)  # also of places without a guess: what is hidden from a query has to be finite
         tokens = torch.cat((s.tokens[:, None], guessed.clamp(min=0)), 1)
         lengths = torch.where(rows.used, rows.at + n + 1, 0).int()
-        step = Step(tokens.flatten(), places.flatten(), slots.flatten(), page_table=rows.table, lengths=lengths)
+        step = Step(tokens.flatten(), (at + self.depths).flatten(), slots.flatten(), page_table=rows.table, lengths=lengths, tree=self.tree)
         logits = self.model.logits(self.model.forward(step, self.pool)).unflatten(0, (-1, n + 1))
         s.sampling.step.copy_(rows.at)
-        count, _, last = verify(logits, Draft(guessed), s.sampling)
-        order = torch.arange(n + 1, device=guessed.device)
-        found = torch.where(order < count[:, None], tokens.roll(-1, 1), torch.where(order == count[:, None], last[:, None], -1))
+        count, path, last = verify(logits, Draft(guessed, parents=self.parents), s.sampling)
+        order, path = order[: self.draft.tokens + 1], path[:, : self.draft.tokens] + 1  # of the places with the last token
+        taken = torch.cat((s.tokens[:, None], tokens.gather(1, path)), 1)  # up to `count`
+        if self.tree:
+            self._settle(slots, torch.where(order[1:] <= count[:, None], path, order[1:]))
         if self.second:  # the only accepted token that it may not have read is the last one
-            self.second.read(tokens.gather(1, count[:, None])[:, 0], rows, count)
+            self.second.read(taken.gather(1, count[:, None])[:, 0], rows, count)
+        found = torch.where(order < count[:, None], taken.roll(-1, 1), torch.where(order == count[:, None], last[:, None], -1))
         if s.history is not None:
             s.remember(found, used)
         s.tokens.copy_(last)
         s.positions.add_(torch.where(rows.used, count + 1, 0))
         return torch.cat((found, (guessed >= 0).sum(1, keepdim=True)), 1)
+
+    def _settle(self, slots: Tensor, path: Tensor) -> None:
+        """Move the keys and values of the places `path` [rows, tokens] of a tree, whose slots are [rows, places + 1], to those after the root."""
+        source, target = slots.gather(1, path), slots[:, 1 : path.shape[1] + 1]
+        idle = slots[:, :1] < 0  # such rows come last, and repeat what the first one does; without it slot 0 stays where it is
+        source, target = (torch.where(idle, x[:1], x).clamp(min=0).flatten() for x in (source, target))
+        self.pool.move(source, target)

@@ -209,7 +209,11 @@ MASKS = {  # {name: a device -> a mask}
     "function": lambda at: lambda b, h, i, j: (i + j + h) % 3 != 0,
     "nothing": lambda at: lambda b, h, i, j: j < 0,
 }
-TREES = {"tree": lambda at: masks.Tree.of(parents(at)), "trees": lambda at: masks.Tree.of(parents(at, BATCH)) & masks.KeyPadding(flips(at, BATCH, KEYS))}
+TREES = {
+    "tree": lambda at: masks.Tree.of(parents(at)),
+    "tree with a window": lambda at: masks.Tree(masks.Tree.of(parents(at, BATCH)).ancestors, 9),
+    "trees": lambda at: masks.Tree.of(parents(at, BATCH)) & masks.KeyPadding(flips(at, BATCH, KEYS)),
+}
 
 
 def relative(at):
