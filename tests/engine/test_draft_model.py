@@ -144,7 +144,7 @@ DRAWN = SamplingParams(LONG, temperature=1.0, ignore_eos=True)
 
 @pytest.mark.parametrize("draft", [DraftModel("near", 3, choices=(2, 2)), NGram(3, 2, 1, matches=2)], ids=["model", "ngram"])
 def test_the_distribution_is_the_models(tmp_path, draft):
-    """Pearson's chi-square of 1,500 drawn answers, against the probability of every answer that there is."""
+    """Pearson's chi-square of 1,600 drawn answers, against the probability of every answer that there is."""
     folder = tiny.save(tmp_path / "model", tokenizer=False, vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
     draft = replace(draft, model=tiny.near(folder, tmp_path / "near", 0.3)) if isinstance(draft, DraftModel) else draft
     prompt, how = [0, 1, 2, 0, 3, 1, 4, 0], {"dtype": "fp32", "device": "cpu", "max_batch": 16}
@@ -152,15 +152,17 @@ def test_the_distribution_is_the_models(tmp_path, draft):
     scored = LLM(folder, **how).generate([prompt + list(answer) for answer in answers], SamplingParams(1, prompt_logprobs=0))
     expected = torch.tensor([[found.logprob for found in one.prompt_logprobs[-LONG:]] for one in scored]).double().sum(1).exp()
     assert abs(expected.sum() - 1) < 1e-5
-    count = 1500
+    count, accepted, drawn = 1600, 0, Counter()
     llm = LLM(folder, **how, draft=draft)
-    drawn = Counter(tuple(one.tokens) for one in llm.generate([prompt] * count, [replace(DRAWN, seed=seed) for seed in range(count)]))
+    for first in range(0, count, 16):  # a batch: in steps with prompts in them nothing is guessed
+        drawn.update(tuple(one.tokens) for one in llm.generate([prompt] * 16, [replace(DRAWN, seed=first + i) for i in range(16)]))
+        accepted += llm.stats.accepted_tokens
     found = torch.tensor([drawn[answer] for answer in answers]).double()
     often = expected * count >= 5  # the others are one class
     seen, wanted = (torch.cat((x[often], x[~often].sum()[None])) for x in (found, expected * count))
     chi, freedom = ((seen - wanted) ** 2 / wanted).sum(), len(seen) - 1
     assert freedom > 30 and chi < freedom + 4 * (2 * freedom) ** 0.5, f"chi-square {chi:.0f} of {freedom}"
-    assert llm.stats.accepted_tokens > count / 10
+    assert accepted > count / 4
 
 
 def test_arguments(models, tmp_path):
