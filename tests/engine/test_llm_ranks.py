@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import tiny
+from onchip.engine.draft import DraftModel
 from onchip.engine.llm import LLM
 from onchip.engine.parallel import ParallelLLM
 from onchip.engine.request import SamplingParams
@@ -17,10 +18,10 @@ HOW = {
     "dtype": "fp32",
     "device": "cpu",
     "max_batch": 4,
-    "cache_gib": 12 * (16 * 2 * 2 * 16 * 4) / 2**30,
+    "cache_gib": 12 * 3 * (16 * 2 * 2 * 16 * 4) / 2**30,
     "step_tokens": 32,
     "adapters": AdapterSlots(1, 4),
-}  # 12 pages
+}  # 12 pages of three key heads: a rank's one, and the two of the draft model, which every rank has whole
 PROMPTS = [[i + 1, *range(5, 5 + 7 * i)] for i in range(5)]
 GREEDY, SAMPLED = SamplingParams(max_tokens=80, ignore_eos=True), SamplingParams(max_tokens=20, temperature=0.8, seed=5, n=2, ignore_eos=True)
 
@@ -40,6 +41,7 @@ def run(llm, adapter):
     llm.load_adapter(adapter)
     each = [dataclasses.replace(GREEDY, adapter="lora" if i % 2 else None) for i in range(len(PROMPTS))]
     found = [llm.generate(PROMPTS, each), llm.generate(PROMPTS[:3], SAMPLED)]
+    accepted = llm.stats.accepted_tokens
     never = llm.request(PROMPTS[0], GREEDY)
     llm.cancel(never)
     llm.add(never)
@@ -51,16 +53,16 @@ def run(llm, adapter):
     while not llm.idle:
         llm.step()
         steps += 1
-        if steps == 4:
+        if steps == 2:
             llm.cancel(requests[1])
     found.append([request.completion() for request in requests])
-    return [[dataclasses.asdict(completion) for completion in batch] for batch in found], llm.stats.preemptions
+    return [[dataclasses.asdict(completion) for completion in batch] for batch in found], (llm.stats.preemptions, accepted)
 
 
 def one_rank(rank, of, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=of)
-    llm = ParallelLLM(folder / "model", parallel=TensorParallel.join(), **HOW)
+    llm = ParallelLLM(folder / "model", parallel=TensorParallel.join(), **HOW, draft=DraftModel(folder / "model", 3, choices=(2,)))
     if rank:
         with pytest.raises(ValueError, match=r"this is rank 1.*call follow"):
             llm.step()
@@ -80,9 +82,10 @@ def test_two_ranks_say_what_one_says(tmp_path):
     tiny.save(tmp_path / "model", tokenizer=False)
     tiny.save_adapter(tmp_path / "lora", 1)
     torch.multiprocessing.spawn(one_rank, (2, tmp_path), nprocs=2)
-    (found, preemptions), pages = torch.load(tmp_path / "found.pt")
-    alone = LLM(tmp_path / "model", **HOW | {"cache_gib": HOW["cache_gib"] * 2})  # two key heads a page
-    assert alone.pool.num_pages == pages and run(alone, tmp_path / "lora") == (found, preemptions) and preemptions > 0
+    (found, (preemptions, accepted)), pages = torch.load(tmp_path / "found.pt")
+    draft = DraftModel(tmp_path / "model", 3, choices=(2,))
+    alone = LLM(tmp_path / "model", **HOW | {"cache_gib": HOW["cache_gib"] * 4 / 3}, draft=draft)  # two key heads of each
+    assert alone.pool.num_pages == pages and run(alone, tmp_path / "lora") == (found, (preemptions, accepted)) and min(preemptions, accepted) > 0
     greedy, _, single = found
     assert len({tuple(one["tokens"]) for one in greedy}) == len(PROMPTS) and single[1]["reason"] == "cancelled"
     assert all(token % 2 == 0 for token in single[4]["tokens"])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.cache.paged import PagePool
-from onchip.core.masks import Tree
+from onchip.core.masks import Tree, Window
 from onchip.engine.draft import DraftModel, NGram
 from onchip.engine.state import State
 from onchip.models.decoder import Decoder, Step
@@ -67,10 +67,13 @@ class Speculation:
     def __init__(self, model: Decoder, pool: PagePool, draft: NGram | DraftModel, second: Decoder | None):
         self.model, self.pool, self.draft = model, pool, draft
         self.second = second and SecondModel(second, pool, draft)
-        parents = range(-1, draft.tokens - 1) if draft.parents is None else draft.parents
-        tree = Tree.of(torch.tensor([-1, *(parent + 1 for parent in parents)], device=model.device))  # the last token is its root
-        self.depths = tree.ancestors.sum(-1) - 1  # of the last token and each guess
-        self.tree, self.parents = (None, None) if draft.parents is None else (tree, torch.tensor(parents, dtype=torch.int32, device=model.device))
+        self.depths, self.parents, self.masks = torch.arange(draft.places + 1, device=model.device), None, None  # places after the last token, itself included
+        if draft.parents is not None:
+            self.parents = torch.tensor(draft.parents, dtype=torch.int32, device=model.device)
+            seen = Tree.of(torch.nn.functional.pad(self.parents + 1, (1, 0), value=-1)).ancestors  # the last token is the root
+            self.depths = seen.sum(-1) - 1
+            kinds = {mask: Tree(seen, mask.left if isinstance(mask, Window) else None) for mask in model.config.masks}
+            self.masks = tuple(kinds[mask] for mask in model.config.masks)
 
     def follow(self, step: Step) -> None:
         """What a step without guesses leaves to a draft model: to read what the target reads."""
@@ -85,13 +88,13 @@ class Speculation:
         slots = torch.where(used, self.pool.slots(rows.table, at + order), -1)  # also of places without a guess: what is hidden from a query has to be finite
         tokens = torch.cat((s.tokens[:, None], guessed.clamp(min=0)), 1)
         lengths = torch.where(rows.used, rows.at + n + 1, 0).int()
-        step = Step(tokens.flatten(), (at + self.depths).flatten(), slots.flatten(), page_table=rows.table, lengths=lengths, tree=self.tree)
+        step = Step(tokens.flatten(), (at + self.depths).flatten(), slots.flatten(), page_table=rows.table, lengths=lengths, masks=self.masks)
         logits = self.model.logits(self.model.forward(step, self.pool)).unflatten(0, (-1, n + 1))
         s.sampling.step.copy_(rows.at)
         count, path, last = verify(logits, Draft(guessed, parents=self.parents), s.sampling)
         order, path = order[: self.draft.tokens + 1], path[:, : self.draft.tokens] + 1  # of the places with the last token
         taken = torch.cat((s.tokens[:, None], tokens.gather(1, path)), 1)  # up to `count`
-        if self.tree:
+        if self.parents is not None:
             self._settle(slots, torch.where(order[1:] <= count[:, None], path, order[1:]))
         if self.second:  # the only accepted token that it may not have read is the last one
             self.second.read(taken.gather(1, count[:, None])[:, 0], rows, count)

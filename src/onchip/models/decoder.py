@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onchip.cache.paged import PagePool
 from onchip.core.kernel import Op
-from onchip.core.masks import Mask, Tree, Window
+from onchip.core.masks import Mask, Window
 from onchip.kernels.attention import DECODE, PREFILL
 from onchip.models.families import ModelConfig
 from onchip.models.gguf import View
@@ -36,7 +36,7 @@ class Step(NamedTuple):
     offsets, longest    of a prefill or chunks: int32 [batch + 1], and the most tokens of a sequence.
     page_table, lengths of a decode or chunks: int32 [batch, pages] and [batch], the new tokens counted.
     adapters            int32 [tokens]: the LoRA adapter of each, a slot of the decoder's table, -1 for none. None: nobody has one.
-    tree                of a decode whose tokens of each sequence are a tree: which of them follow each other. None: a chain.
+    masks               one a layer in place of the config's: of a decode whose tokens of each sequence are a tree.
     """
 
     tokens: Tensor
@@ -47,13 +47,7 @@ class Step(NamedTuple):
     page_table: Tensor | None = None
     lengths: Tensor | None = None
     adapters: Tensor | None = None
-    tree: Tree | None = None
-
-    def mask(self, layer: Mask) -> Mask:
-        """What a layer's mask becomes under the tree."""
-        if self.tree is None:
-            return layer
-        return dataclasses.replace(self.tree, window=layer.left) if isinstance(layer, Window) else self.tree
+    masks: tuple[Mask, ...] | None = None
 
 
 class Layer:
@@ -134,7 +128,12 @@ class Decoder:
 
     def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, step: Step, pool: PagePool) -> Tensor:
         """Attention of layer `i`, `[tokens, heads dim]`: over the prompts themselves in a prefill, over pages else."""
-        how = {"mask": step.mask(self.config.masks[i]), "scale": self.config.scale, "softcap": self.config.softcap, "batch_invariant": self.batch_invariant}
+        how = {
+            "mask": (step.masks or self.config.masks)[i],
+            "scale": self.config.scale,
+            "softcap": self.config.softcap,
+            "batch_invariant": self.batch_invariant,
+        }
         if step.page_table is None:
             return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=_of(PREFILL, self.kernel)).flatten(1)
         cache = PagedKV(*pool.layer(i), step.page_table, step.lengths)
