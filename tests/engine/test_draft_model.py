@@ -1,11 +1,13 @@
 """A second model that guesses: the tokens are those without it, and its keys and values are wherever the first one's are."""
 
 import itertools
+import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tiny
 from onchip.cache.paged import PagePool
@@ -112,6 +114,20 @@ def test_a_step_of_empty_rows_writes_nothing(models, expected):
     assert said(llm.generate(PROMPTS, PARAMS)) == expected
 
 
+@pytest.mark.parametrize("width", [312, 332])
+def test_logits_of_another_width(models, expected, tmp_path, width):
+    """The same tokens, padded to a narrower or wider product: what one model has and the other has not is never guessed, and may be read."""
+    folder = tiny.near(models["model"], tmp_path / "width", 0)
+    found = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        found[name] = torch.cat((found[name], found[name][:12] + 1))[:width].contiguous()
+    save_file(found, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(tiny.CONFIG | {"vocab_size": width}))
+    llm = engine(models, DraftModel(folder))
+    assert said(llm.generate(PROMPTS, PARAMS)) == expected and llm.stats.drafted_tokens < 2 * llm.stats.accepted_tokens
+    assert any(token >= 312 for tokens, *_ in expected for token in tokens)
+
+
 def test_a_tree_finds_more(models):
     """What is accepted of the second candidates is what a chain guesses wrong: as many tokens in fewer steps."""
     steps = []
@@ -175,7 +191,7 @@ def test_arguments(models, tmp_path):
             engine(models, draft, kv_format="int8")
     assert (draft_of(None), draft_of("ngram"), draft_of("some/model")) == (None, NGram(), DraftModel("some/model"))
     with pytest.raises(ValueError, match=r"^draft: .*/other' has 300 tokens in its vocabulary, the model 320; give a draft model with the model's own$"):
-        engine(models, DraftModel(tiny.save(tmp_path / "other", vocab_size=300)))
+        engine(models, DraftModel(tiny.save(tmp_path / "other", tokenizer=False, vocab_size=300)))
     words = tiny.near(models["model"], tmp_path / "words", 0)
     text = (words / "tokenizer.json").read_text()
     (words / "tokenizer.json").write_text(text.replace('"a":', '"swap":').replace('"b":', '"a":').replace('"swap":', '"b":'))

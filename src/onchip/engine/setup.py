@@ -69,10 +69,11 @@ def decoder_of(
 
 
 def second_of(name: str | Path, target: ModelConfig, tokenizer: Tokenizer | None) -> tuple[Path, ModelConfig]:
-    """Where a draft model is, and its config. Raises ValueError for another vocabulary than the target's."""
+    """Where a draft model is, and its config. Raises ValueError for another vocabulary than the target's. Their logits may be padded to different widths, as
+    those of Qwen2.5's sizes are, where tokenizers tell that the tokens are the same."""
     path = weights.locate(name)
     config, words = ModelConfig.read(weights.read_config(path)), tokenizer_of(path)
-    if config.vocab != target.vocab:
+    if config.vocab != target.vocab and not (tokenizer and words):
         raise ValueError(f"draft: {str(name)!r} has {config.vocab} tokens in its vocabulary, the model {target.vocab}; give a draft model with the model's own")
     if tokenizer and words and (other := words.difference(tokenizer)) is not None:
         raise ValueError(f"draft: to {str(name)!r} the text {other!r} is another token than to the model; give a draft model with the model's own vocabulary")

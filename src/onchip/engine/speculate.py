@@ -31,20 +31,20 @@ class Rows(NamedTuple):
 class SecondModel:
     """A draft model in an engine: it reads what the target reads, and goes ahead of it."""
 
-    def __init__(self, model: Decoder, pool: PagePool, draft: DraftModel):
-        self.model, self.pool = model, pool.beside
+    def __init__(self, model: Decoder, pool: PagePool, draft: DraftModel, vocab: int):
+        self.model, self.pool, self.vocab = model, pool.beside, vocab
         self.choices = (*draft.choices, *[1] * (draft.tokens - len(draft.choices)))
 
     def follow(self, step: Step) -> None:
         """Keys and values of the tokens of a step of the target."""
-        self.model.forward(step._replace(adapters=None), self.pool)
+        self.model.forward(step._replace(tokens=self._known(step.tokens), adapters=None), self.pool)
 
     def propose(self, s: State, rows: Rows) -> Tensor:
         """Tokens, int64 [rows, places], each drawn as the target would draw it, with the noise of its place: the two agree as often as they can. First a
         chain, then what would be drawn at each place of it if the tokens before were forbidden there."""
         chain, others = [s.tokens], []
         for i, choices in enumerate(self.choices):
-            logits, how = self.model.logits(self.read(chain[-1], rows, i)), s.sampling._replace(step=rows.at + i)
+            logits, how = self.model.logits(self.read(chain[-1], rows, i))[:, : self.vocab], s.sampling._replace(step=rows.at + i)
             chain.append(sample(logits, how))
             last = chain[-1]
             for _ in range(choices - 1):
@@ -58,7 +58,11 @@ class SecondModel:
         at = rows.at + ahead
         slots = torch.where(rows.used, self.pool.slots(rows.table, at[:, None])[:, 0], -1)
         lengths = torch.where(rows.used, at + 1, 0).int()
-        return self.model.forward(Step(tokens, at, slots, page_table=rows.table, lengths=lengths), self.pool)
+        return self.model.forward(Step(self._known(tokens), at, slots, page_table=rows.table, lengths=lengths), self.pool)
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """The same, where the target's logits are padded to more tokens than this model has: what no text becomes is another such."""
+        return tokens if self.vocab <= self.model.config.vocab else tokens.clamp(max=self.model.config.vocab - 1)
 
 
 class Speculation:
@@ -66,7 +70,7 @@ class Speculation:
 
     def __init__(self, model: Decoder, pool: PagePool, draft: NGram | DraftModel, second: Decoder | None):
         self.model, self.pool, self.draft = model, pool, draft
-        self.second = second and SecondModel(second, pool, draft)
+        self.second = second and SecondModel(second, pool, draft, model.config.vocab)
         self.depths, self.parents, self.masks = torch.arange(draft.places + 1, device=model.device), None, None  # places after the last token, itself included
         if draft.parents is not None:
             self.parents = torch.tensor(draft.parents, dtype=torch.int32, device=model.device)
