@@ -26,6 +26,22 @@ def test_shapes_and_bytes():
     assert p.bytes_used == 3 * each and p.num_free == 5
 
 
+@pytest.mark.parametrize("form", [None, "e4m3", "int4/64"])
+def test_tokens_move(form):
+    """In all layers, each read before one is written, codes with their scales; all other slots keep theirs."""
+    p = PagePool(2, 5, 4, 3, 64, dtype=torch.bfloat16, device=CPU, format=form)
+    read = lambda layer: [part.dequantised() if form else part.clone() for part in p.layer(layer)]  # noqa: E731
+    for layer in range(2):
+        for part in p.layer(layer):
+            part.put(torch.arange(20), torch.randn(20, 3, 64)) if form else part.normal_()
+    before = [[t.flatten(0, 1) for t in read(layer)] for layer in range(2)]
+    p.move(torch.tensor([7, 9, 18, 4, 4]), torch.tensor([6, 7, 8, 4, 4]))
+    now = torch.arange(20)
+    now[6:9] = torch.tensor([7, 9, 18])
+    for layer in range(2):
+        assert all(torch.equal(new.flatten(0, 1), old[now]) for new, old in zip(read(layer), before[layer], strict=True))
+
+
 def test_layers():
     p = pool(dtype=torch.bfloat16)
     k, v = p.layer(1)

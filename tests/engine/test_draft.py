@@ -88,6 +88,7 @@ def test_fewer_steps(folder, monkeypatch):
         llm.step()
         steps += 1
     assert request.tokens == [n % 10 for n in range(51)] and steps == 11  # the prompt, and ten of five tokens
+    assert (llm.stats.drafted_tokens, llm.stats.accepted_tokens) == (40, 40)
 
 
 def test_a_step_of_empty_rows_changes_nothing(folder):

@@ -30,6 +30,7 @@ def test_a_model_is_called_by_its_name_not_its_place(model, name, tmp_path, monk
         (["--api-keys", "empty.txt"], "holds no key"),
         (["--model", "no/such"], "no/such"),
         (["--max-batch", "0"], "max_batch is 0"),
+        (["--draft", "nowhere"], "model 'nowhere' is not found"),
         (["--adapter", "x"], "is not NAME=FOLDER"),
         (["--adapter", "a=x", "--adapter", "a=y"], "a NAME is given twice"),
         (["--max-queued", "0"], "--max-queued is 0; give 1 or more"),

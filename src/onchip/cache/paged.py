@@ -51,11 +51,14 @@ class PagePool:
         if self.format is None:
             self.k, self.v = (torch.empty(layers, pages, page, kv_heads, dim, dtype=dtype, device=device) for _ in range(2))
             self._layers = list(zip(self.k, self.v, strict=True))
+            self._tokens = [self.k.flatten(0, 1), self.v.flatten(0, 1)]  # [layers pages, page, ...]
         else:
             form, sizes = self.format, (page, kv_heads, dim)
             self.k, self.v = (torch.empty(layers, pages, form.page_bytes(*sizes), dtype=torch.uint8, device=device) for _ in range(2))
             channels = [None] * layers if channel is None else channel.to(device)
             self._layers = [(Codes.over(k, form, sizes, c), Codes.over(v, form, sizes)) for k, v, c in zip(self.k, self.v, channels, strict=True)]
+            parts = [part for whole in (self.k, self.v) for part in Codes.over(whole.flatten(0, 1), form, sizes).tensors]
+            self._tokens = [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts]  # torch does not write floats of 8 bits by index
         self.beside: PagePool | None = None  # of a second model that reads the same tokens: its layers of the same pages, which are copied with these
         self._free = list(range(pages))  # a heap: low pages first, so that one sequence's pages mostly lie side by side
         self._holders = [0] * pages
@@ -98,11 +101,11 @@ class PagePool:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy keys and values, in all layers, from slots `source` to slots `target`, int64 [n] on the device; all are read before one is written. Equal
-        targets need equal sources. Codes cannot be moved: a page of them holds head after head."""
-        assert self.format is None
-        for tensor in (self.k, self.v):
-            flat = tensor.flatten(1, 2)
-            flat.index_copy_(1, target, flat.index_select(1, source))
+        targets need equal sources."""
+        first = torch.arange(0, self.k.shape[0] * self.num_pages, self.num_pages, device=source.device)[:, None]  # page of each layer
+        (old, place), (new, to) = ((first + slots // self.page, slots % self.page) for slots in (source, target))
+        for tensor in self._tokens:
+            tensor[new, to] = tensor[old, place]
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""

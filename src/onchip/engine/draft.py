@@ -76,13 +76,14 @@ class NGram(Guesses):
             common = common + agrees
         score = torch.where(common >= self.shortest, common * width + places, -1)
         found, following = [], torch.nn.functional.pad(history[:, 1:], (0, 1), value=-1)
-        for _ in range(self.matches):
+        while True:
             best, place = score.max(1)
             at = place[:, None] + 1 + torch.arange(self.tokens, device=history.device)
             known = (best >= 0)[:, None] & (at <= positions[:, None])
             found.append(torch.where(known, history.gather(1, at.clamp(max=width - 1)).long(), -1))
-            score = score.masked_fill(following == following.gather(1, place[:, None]), -1)
-        return torch.cat(found, 1)
+            if len(found) == self.matches:
+                return torch.cat(found, 1)
+            score = score.masked_fill(following == following.gather(1, place[:, None]), -1)  # the next one has another token after it
 
 
 @dataclass(frozen=True)

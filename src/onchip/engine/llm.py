@@ -98,7 +98,8 @@ class LLM:
         adapters: AdapterSlots | None = None,
         embedder: str | Path | None = None,
     ):
-        setup.check_draft(draft, batch_invariant, kv_format)
+        if draft is not None and batch_invariant:
+            raise ValueError("draft: a batch's size says whether tokens are guessed, and so how they are computed; leave draft or batch_invariant out")
         setup.check_sizes(max_len, max_batch, cache_gib, step_tokens)
         if batch_invariant and (adapters or parallel.of > 1):
             raise ValueError("batch_invariant with adapters or over several ranks is not to be had: sums depend on the number of rows there; leave one out")

@@ -14,7 +14,6 @@ from onchip.core import device as devices
 from onchip.core.formats import Format
 from onchip.core.kernel import Unsupported
 from onchip.core.problem import DTYPES, SHORT
-from onchip.engine.draft import Guesses, NGram
 from onchip.engine.scheduler import Unshared
 from onchip.models import weights
 from onchip.models.decoder import Decoder
@@ -115,14 +114,6 @@ def _page_bytes(model: Decoder, form: Format | None) -> int:
 def _pages(model: Decoder, count: int, form: Format | None) -> PagePool:
     c = model.config
     return PagePool(c.layers, count, PAGE, c.kv_heads, c.dim, dtype=model.dtype, device=model.device, format=form)
-
-
-def check_draft(draft: Guesses | None, batch_invariant: bool, kv_format: str | None) -> None:
-    if draft is not None and batch_invariant:
-        raise ValueError("draft: a batch's size says whether tokens are guessed, and so how they are computed; leave draft or batch_invariant out")
-    if draft is not None and draft.parents and kv_format:
-        name = "matches" if isinstance(draft, NGram) else "choices"
-        raise ValueError(f"draft: what is accepted of a tree moves in the cache, and codes in {kv_format} cannot; leave {name} or kv_format out")
 
 
 def check_sizes(max_len: int | None, max_batch: int, cache_gib: float | None, step_tokens: int | None) -> None:

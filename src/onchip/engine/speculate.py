@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from onchip.cache.paged import PagePool
-from onchip.core.masks import Tree, Window
+from onchip.core.masks import Causal, Tree, Window
 from onchip.engine.draft import DraftModel, NGram
 from onchip.engine.state import State
 from onchip.models.decoder import Decoder, Step
@@ -76,6 +76,7 @@ class Speculation:
             self.parents = torch.tensor(draft.parents, dtype=torch.int32, device=model.device)
             seen = Tree.of(torch.nn.functional.pad(self.parents + 1, (1, 0), value=-1)).ancestors  # the last token is the root
             self.depths = seen.sum(-1) - 1
+            assert all(isinstance(mask, Causal | Window) for mask in model.config.masks)
             kinds = {mask: Tree(seen, mask.left if isinstance(mask, Window) else None) for mask in model.config.masks}
             self.masks = tuple(kinds[mask] for mask in model.config.masks)
 
