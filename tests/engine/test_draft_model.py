@@ -184,6 +184,39 @@ def test_the_distribution_is_the_models(tmp_path, draft):
     assert accepted > count / 4
 
 
+DRAFTS = [DraftModel("near", 2), DraftModel("near", 2, choices=(2, 2)), NGram(2, 1, 1, matches=2)]
+
+
+def guessed(models, draft, params: list[SamplingParams], runs: int = 1, **how) -> tuple:
+    """What two prompts become, the same in each run, and the last one's stats."""
+    llm = engine(models, replace(draft, model=models[draft.model]) if isinstance(draft, DraftModel) else draft, max_len=96, **how)
+    found = [said(llm.generate([AGAIN[:7], [5]], params)) for _ in range(runs)]
+    assert llm.device.type == "cpu" or all(isinstance(one.graph, torch.cuda.CUDAGraph) for one in llm.runner.graphs.values())
+    assert all(one == found[0] for one in found)
+    return found[0], llm.stats
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the graphs below cover a GPU")
+def test_by_triton_kernels(models):
+    """Guesses, verification and what moves, every operator a Triton kernel."""
+    params = [SamplingParams(4, ignore_eos=True), SamplingParams(3, temperature=0.8, seed=3, ignore_eos=True)]
+    found, stats = guessed(models, DRAFTS[1], params)
+    assert {"triton_decode", "triton_verify"} <= set(stats.kernels.values()) and stats.drafted_tokens
+    assert found == guessed(models, None, params)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize("draft", DRAFTS, ids=str)
+def test_graphs_guess(models, draft):
+    """In one CUDA graph a step, captured in the first run and replayed in the second."""
+    params = [SamplingParams(40, ignore_eos=True), SamplingParams(40, temperature=0.8, seed=3, ignore_eos=True)]
+    how = {"device": "cuda", "cache_gib": 0.1, "prefix_cache": None}
+    found, stats = guessed(models, draft, params, 2, **how)
+    assert found == guessed(models, None, params, **how)[0] and stats.drafted_tokens > 20
+
+
 def test_arguments(models, tmp_path):
     bad = ({"tokens": 0}, {"tokens": 16}, {"most_rows": 0}, {"choices": (0,)}, {"choices": (9, 9)}, {"choices": (1, 1, 1, 1, 2)})
     for given in bad:
