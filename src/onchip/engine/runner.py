@@ -202,12 +202,16 @@ class Runner:
         """A token of each row in, one out, in place; or with a draft one to `n + 1`. `longest` cuts the page table where the host knows it."""
         used, at = s.positions >= 0, s.positions.clamp(min=0)
         table = s.page_table if longest is None else s.page_table[:, : self.pool.pages_for(longest)]
-        if self.speculation and wants.plain and s.size <= self.speculation.draft.most_rows:
+        if self._drafts(s.size, wants):
             return Drawn(self.speculation.step(s, Rows(used, at, table)))
         slots = torch.where(used, self.pool.slots(table, at[:, None])[:, 0], -1)
         adapters = s.adapters if wants.adapter else None
         step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int(), adapters=adapters)
         return self._draw(s, self._forward(step), wants)
+
+    def _drafts(self, size: int, wants: Wants) -> bool:
+        """Whether a decode of so many rows guesses."""
+        return self.speculation is not None and wants.plain and size <= self.speculation.draft.most_rows
 
     def _forward(self, step: Step) -> Tensor:
         """Hidden states of a step without guesses."""
