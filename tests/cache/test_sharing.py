@@ -88,19 +88,19 @@ def test_what_pays(groups, shapes):
     assert [[(len(run.rows), len(run.pages)) for run in runs] for runs in plan.shared] == shapes
 
 
-TWO = [(64, 256), *[(16, 200)] * 4]
+TWO = [(64, 1024), *[(16, 200)] * 4]
 
 
 def test_two_levels_and_no_more_than_asked_for():
-    trunk = list(range(256))
-    pages = [trunk + list(range(1000 * g, 1000 * g + 200)) + [10_000 + 100 * g + i] for g in range(1, 5) for i in range(16)]
-    p, lengths = problem(64), [457 * PAGE] * 64
+    trunk = list(range(1024))
+    pages = [trunk + list(range(2000 * g, 2000 * g + 200)) + [20_000 + 100 * g + i] for g in range(1, 5) for i in range(16)]
+    p, lengths = problem(64), [1225 * PAGE] * 64
     depths = {}
     for most in (0, 1, 2, 3):
         plan = plan_cascade(p, pages, lengths, H200, most=most)
         check(plan, p, pages, lengths)
         depths[most] = [(len(run.rows), len(run.pages)) for runs in plan.shared for run in runs], plan.seconds
-    assert [depths[most][0] for most in (0, 1, 2, 3)] == [[], [(16, 456)] * 4, TWO, TWO]
+    assert [depths[most][0] for most in (0, 1, 2, 3)] == [[], [(16, 1224)] * 4, TWO, TWO]
     assert depths[0][1] > depths[1][1] > depths[2][1] == depths[3][1]
 
 
@@ -179,7 +179,7 @@ def test_a_plan_is_quick():
 @pytest.mark.parametrize("seed", range(6))
 def test_from_the_tree_to_attention(seed, monkeypatch):
     """Requests over a prefix tree, planned and read: the same results as each sequence by itself."""
-    monkeypatch.setattr(sharing, "LAUNCH", 0.0)  # so that small sharing pays
+    monkeypatch.setattr(sharing, "GPU", sharing.GPU._replace(launch=0.0))  # so that small sharing pays
     monkeypatch.setattr(sharing, "PART", 16)
     draw = random.Random(seed)
     page, heads, kv_heads, dim = draw.choice([1, 4, 16]), 4, 2, 8

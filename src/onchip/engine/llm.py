@@ -45,6 +45,7 @@ class Stats:
     first_token_seconds: float = 0.0
     cache_bytes: int = 0  # the most that was in use, by the prefix cache too
     preemptions: int = 0
+    cascade_steps: int = 0  # decodes that read once what several requests share
     kernels: dict[str, str] = field(default_factory=dict)
 
 
@@ -287,6 +288,7 @@ class LLM:
             self.stats.kernels |= {d.problem.op: d.kernel.name for d in decisions}
         for request in prompts:
             self.scheduler.prompt_done(request)
+        self.stats.cascade_steps += launched.shared
         self._launched.append(launched)
         return launched.kind
 

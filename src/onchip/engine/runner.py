@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from onchip.cache.paged import PagePool
+from onchip.cache.sharing import power
+from onchip.engine.cascade import Cascade
 from onchip.engine.draft import NGram
 from onchip.engine.request import Request, TokenLogProbs
 from onchip.engine.scheduler import Work
@@ -50,6 +52,7 @@ class Launched(NamedTuple):
     prompts: list[tuple[Request, int, list[int], Tensor]]
     done: torch.cuda.Event | None
     kind: str  # "decode", or "prefill" where there were chunks of prompts
+    shared: bool = False  # whether what several rows have in common was read once
 
     def wait(self) -> list[list[int]]:
         """The new tokens of each request: one, or with drafts one and those accepted before it."""
@@ -81,12 +84,14 @@ class Runner:
         self.state = State(bucket(max_batch), pool.pages_for(longest), model.config.vocab, model.device)
         if draft is not None:
             self.state.history = torch.zeros(self.state.size, longest, dtype=torch.int32, device=model.device)
-        self.graphs: dict[tuple[int, Wants], Captured] = {}
+        self.cascade = Cascade(model, pool, self.state.size)
+        self.graphs: dict[tuple[int, Wants, tuple], Captured] = {}  # by rows, what they want, and the kind of what they share
         self.rows: list[Request] = []
         self._asked: list[Request] = []  # the same requests, in the order in which they were given last
         self._pages: list[int] = []  # of each row, that its page table has
         self._wants = Wants()
         self._work: list[Work] | None = None  # of the last step, where that was a decode
+        self._planned = False  # whether the cascade's plan is that of the rows
 
     @torch.inference_mode()
     def launch(self, work: list[Work]) -> Launched:
@@ -110,7 +115,7 @@ class Runner:
         """No request has a row, whatever came of the last step; all tokens have to be read by now."""
         for request in self.rows:
             request.seated = False
-        self._asked, self.rows, self._pages, self._wants, self._work = [], [], [], Wants(), None
+        self._asked, self.rows, self._pages, self._wants, self._work, self._planned = [], [], [], Wants(), None, False
         self.state.clear(0)
 
     # ---- rows
@@ -128,7 +133,7 @@ class Runner:
             self._wants = Wants.of(requests)
             self.state.keep(keep)
             self.state.clear(len(keep))
-            self._asked, self.rows, self._pages, kept = [], rows, pages, len(rows)
+            self._asked, self.rows, self._pages, self._planned, kept = [], rows, pages, False, len(rows)
             if new:
                 self.state.load(kept, new, self._wants)
             for request in new:
@@ -148,18 +153,30 @@ class Runner:
             for i in grown:
                 self._pages[i] = len(self.rows[i].pages.pages)
 
+    def _share(self, size: int) -> None:
+        """Plan what the rows share, where they are others than at the last plan, and put those side by side that read the same. `size`: rows of the step."""
+        if self._planned:
+            return
+        self._planned = True
+        if self._drafts(size, self._wants):
+            self.cascade.clear()
+        elif (order := self.cascade.plan([request.pages for request in self.rows], size)) is not None:
+            self.state.keep(order)
+            self.rows, self._pages = [self.rows[i] for i in order], [self._pages[i] for i in order]
+
     # ---- the two kinds of a step
 
     def _decode(self) -> Drawn:
         """One more token of each row."""
         count = len(self.rows)
+        self._share(bucket(count) if self.model.device.type == "cuda" else count)
         if self._wants.mask:
             self.state.allow(self.rows)
         if self.model.device.type != "cuda":
             return self._step(self.state.rows(count), self._wants, max(len(r.pages.pages) for r in self.rows) * self.pool.page)
-        key = bucket(count), self._wants
+        key = bucket(count), self._wants, self.cascade.kind
         if key not in self.graphs:
-            self.graphs[key] = self._capture(*key)
+            self.graphs[key] = self._capture(*key[:2])
         self.graphs[key].graph.replay()
         return self.graphs[key].drawn
 
@@ -179,11 +196,11 @@ class Runner:
             at = s.positions[:kept]
             old = torch.stack((s.tokens[:kept], at, self._slots(s.page_table[:kept], at[:, None])[:, 0]))
             longs = torch.cat((old, longs), 1)
-            width = min(_power(max(len(r.pages.pages) for r in self.rows + going)), s.page_table.shape[1])
+            width = min(power(max(len(r.pages.pages) for r in self.rows + going)), s.page_table.shape[1])
             table = torch.cat((s.page_table[:, :width], upload(self.pool.table([r.pages for r in going], width), self.model.device)))
             ends = torch.tensor([chunk.start + chunk.size for chunk in chunks], dtype=torch.int32)
             lengths = torch.cat((at.int() + 1, upload(ends, self.model.device)))
-            step = Step(*longs, offsets=offsets, longest=min(_power(longest), longs.shape[1]), page_table=table, lengths=lengths)
+            step = Step(*longs, offsets=offsets, longest=min(power(longest), longs.shape[1]), page_table=table, lengths=lengths)
         if any(request.slot >= 0 for request in self.rows + going):
             new = [torch.full((chunk.size,), chunk.request.slot, dtype=torch.int32) for chunk in chunks]
             step = step._replace(adapters=torch.cat((s.adapters[:kept], upload(torch.cat(new), self.model.device))))
@@ -197,15 +214,19 @@ class Runner:
 
     def _step(self, s: State, wants: Wants, longest: int | None = None) -> Drawn:
         """A token of each row in, one out, in place; or with a draft one to `n + 1`. `longest` cuts the page table where the host knows it."""
-        drafts = self.draft is not None and wants.plain and s.size <= self.draft.most_rows
         at = s.positions.clamp(min=0)
         table = s.page_table if longest is None else s.page_table[:, : self.pool.pages_for(longest)]
-        if drafts:
+        if self._drafts(s.size, wants):
             return self._speculate(s, at, table)
         slots = torch.where(s.positions >= 0, self._slots(table, at[:, None])[:, 0], -1)
         adapters = s.adapters if wants.adapter else None
-        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int(), adapters=adapters)
+        shared = self.cascade.of(table, s.positions)
+        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int(), adapters=adapters, shared=shared)
         return self._draw(s, self.model.forward(step, self.pool), wants)
+
+    def _drafts(self, size: int, wants: Wants) -> bool:
+        """Whether a decode of so many rows guesses."""
+        return self.draft is not None and wants.plain and size <= self.draft.most_rows
 
     def _speculate(self, s: State, at: Tensor, table: Tensor) -> Drawn:
         """The next tokens of each row: what is accepted of its draft, and the one after it."""
@@ -261,15 +282,15 @@ class Runner:
 
     def _results(self, drawn: Drawn | None, prompts: list, kind: str) -> Launched:
         """What was launched last, on its way to the host."""
-        count = len(self.rows)
+        count, shared = len(self.rows), kind == "decode" and bool(self.cascade.levels)
         tokens = self.state.tokens[:0] if drawn is None else drawn.tokens[:count]
         logprobs = None if drawn is None or drawn.logprobs is None else drawn.logprobs[:count]
         if self.model.device.type != "cuda":
-            return Launched(list(self.rows), tokens.clone(), logprobs, prompts, None, kind)
+            return Launched(list(self.rows), tokens.clone(), logprobs, prompts, None, kind, shared)
         logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
         tokens, done = tokens.to("cpu", non_blocking=True), torch.cuda.Event()
         done.record()
-        return Launched(list(self.rows), tokens, logprobs, prompts, done, kind)
+        return Launched(list(self.rows), tokens, logprobs, prompts, done, kind, shared)
 
     def _capture(self, size: int, wants: Wants) -> Captured:
         """One CUDA graph of the step for `size` rows, sampler included; the run before it compiles the kernels. The state stays as it was."""
@@ -302,11 +323,6 @@ def _packed(chunks: list[Chunk], kept: int, page: int) -> tuple[Tensor, Tensor]:
 def bucket(count: int) -> int:
     """Rows of the graph that runs `count` sequences."""
     return next((size for size in BUCKETS if count <= size), -(-count // 256) * 256)
-
-
-def _power(count: int) -> int:
-    """The next power of two: few different Problems."""
-    return 1 << (count - 1).bit_length()
 
 
 def _packed_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onchip.cache.paged import PagePool
 from onchip.core.kernel import Op
-from onchip.core.masks import Window
+from onchip.core.masks import Causal, Window
 from onchip.kernels.attention import DECODE, PREFILL
 from onchip.models.families import ModelConfig
 from onchip.models.gguf import View
@@ -22,10 +22,22 @@ from onchip.models.pieces import Places, whole
 from onchip.models.rope import rope_table
 from onchip.ops.activation import gated_act
 from onchip.ops.attention import PagedKV, attention_packed, paged_attention
+from onchip.ops.cascade import Level, cascade_attention
 from onchip.ops.fused import Append, QKNorm, rope_append
 
 SLAB = 64  # rows of a product that has to be the same whatever their number
 LONG = 1024  # queries of a chunk, more than kernels of few queries take
+
+
+class Shared(NamedTuple):
+    """What layers that see all keys read in a decode: `levels` once for the rows that share them, and what is left of each row's pages and keys.
+
+    page_table, lengths   int32 [batch, pages] and [batch].
+    """
+
+    levels: list[Level]
+    page_table: Tensor
+    lengths: Tensor
 
 
 class Step(NamedTuple):
@@ -36,6 +48,7 @@ class Step(NamedTuple):
     offsets, longest    of a prefill or chunks: int32 [batch + 1], and the most tokens of a sequence.
     page_table, lengths of a decode or chunks: int32 [batch, pages] and [batch], the new tokens counted.
     adapters            int32 [tokens]: the LoRA adapter of each, a slot of the decoder's table, -1 for none. None: nobody has one.
+    shared              of a decode, whose rows stand side by side as it wants them. None: every row reads its keys for itself.
     """
 
     tokens: Tensor
@@ -46,6 +59,7 @@ class Step(NamedTuple):
     page_table: Tensor | None = None
     lengths: Tensor | None = None
     adapters: Tensor | None = None
+    shared: Shared | None = None
 
 
 class Layer:
@@ -134,6 +148,10 @@ class Decoder:
             chunks = {"q_offsets": step.offsets, "longest": step.longest}
             return paged_attention(q, cache, **chunks, **how, kernel=_of(DECODE, self.kernel, packed=True)).flatten(1)
         each = q.unflatten(0, (len(step.lengths), -1))
+        if step.shared is not None and isinstance(how["mask"], Causal):
+            levels, *own = step.shared
+            cache = PagedKV(*pool.layer(i), *own)
+            return cascade_attention(each, cache, levels, scale=how["scale"], softcap=how["softcap"]).flatten(2).flatten(0, 1)
         return paged_attention(each, cache, **how, kernel=_of(DECODE, self.kernel)).flatten(2).flatten(0, 1)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,0 +1,214 @@
+"""What requests share is read once for all of them: the same tokens as without, plans that hold while the rows are the same, and nothing where nothing pays."""
+
+import pytest
+import torch
+
+import tiny
+from onchip.cache import sharing
+from onchip.core.device import Device
+from onchip.core.masks import Causal
+from onchip.core.problem import Attention
+from onchip.engine import cascade, runner, scheduler, state
+from onchip.engine.draft import NGram
+from onchip.engine.llm import LLM
+from onchip.engine.request import SamplingParams
+from onchip.engine.runner import bucket
+from onchip.engine.setup import PrefixCache
+from onchip.models import decoder
+
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
+TRUNK, BRANCHES = [7 * i % 290 for i in range(48)], [[(5 * i + n) % 290 for i in range(33)] for n in (1, 2)]
+PROMPTS = [[*TRUNK, *BRANCHES[i % 2], i] for i in range(6)] + [[*TRUNK, 250, 251], [252]] + [[*TRUNK, i] for i in (253, 254)]
+GREEDY, SEEDED = SamplingParams(14, ignore_eos=True), SamplingParams(9, temperature=1.2, top_k=30, seed=3, ignore_eos=True)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("small"), **SMALL)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Sharing a page pays, and entries of tables that nobody is to read are no pages."""
+    for name in ("CPU", "GPU"):
+        monkeypatch.setattr(sharing, name, sharing.ALWAYS)
+    monkeypatch.setattr(sharing, "PART", 16)
+
+    def poisoned(table):
+        def made(lists, *more):
+            found = table(lists, *more)
+            for row, pages in zip(found[0] if isinstance(found, tuple) else found, lists, strict=True):
+                row[len(pages) :] = 1 << 30
+            return found
+
+        return made
+
+    monkeypatch.setattr(sharing, "_table", poisoned(sharing._table))
+    monkeypatch.setattr(state, "_table", poisoned(state._table))
+
+
+def engine(folder, **how) -> LLM:
+    llm = LLM(folder, **{"dtype": "fp32", "device": "cpu", "max_batch": 16, **how})
+    for pool in (llm.pool.k, llm.pool.v):
+        pool.fill_(torch.nan)
+    return llm
+
+
+def primed(folder, **how) -> LLM:
+    """An engine whose prefix cache knows the trunk and both branches."""
+    llm = engine(folder, **how)
+    llm.generate([[*TRUNK, *branch, 299] for branch in BRANCHES], SamplingParams(1))
+    return llm
+
+
+def answers(llm, prompts=PROMPTS, params=None) -> list[list[int]]:
+    return [done.tokens for done in llm.generate(prompts, params or [(GREEDY, SEEDED)[i % 3 == 1] for i in range(len(prompts))])]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(rows, nodes) of each level of each call that had some."""
+    found, read = [], decoder.cascade_attention
+
+    def counted(q, cache, levels, **how):
+        found.append([(len(q), len(level.page_table)) for level in levels])
+        return read(q, cache, levels, **how)
+
+    monkeypatch.setattr(decoder, "cascade_attention", counted)
+    return found
+
+
+def test_tokens_are_those_without(folder, always, calls):
+    """A tree of prefixes, and a request that shares nothing, in an order in which no neighbours share; each plan serves as long as the same requests run."""
+    expected = answers(engine(folder, prefix_cache=None))
+    assert not calls
+    llm, plans = primed(folder), []
+    plan = llm.runner.cascade.plan
+    llm.runner.cascade.plan = lambda *given: plans.append(given) or plan(*given)
+    assert answers(llm) == expected and llm.stats.cached_tokens > 6 * 80
+    assert calls[0] == [(10, 4), (10, 4)]  # the trunk and one without, both branches and those without: each with room for unused rows
+    assert len(plans) == 2 and llm.stats.cascade_steps == 13 and len(calls) == 13 * llm.config.layers  # seeded answers are shorter
+    llm.runner.cascade.most = 1
+    assert answers(llm) == expected and max(map(len, calls)) == 2 and len(calls[-1]) == 1
+    llm.runner.cascade.most, before = 0, len(calls)
+    assert answers(llm) == expected and len(calls) == before and llm.stats.cascade_steps == 0
+
+
+def test_samples_and_preemption(folder, always, monkeypatch):
+    """Samples share their prompt's pages; who gives way and comes back may find others to share with."""
+    monkeypatch.setattr(scheduler, "AHEAD", 16)
+    params = SamplingParams(30, temperature=1.0, seed=5, n=3, ignore_eos=True)
+    expected = answers(engine(folder, prefix_cache=None), [TRUNK, PROMPTS[0]], params)
+    page = 2 * 2 * 16 * 16 * 4 / 2**30
+    for host in (0.0, 4 * page):
+        llm = engine(folder, cache_gib=12.5 * page, prefix_cache=PrefixCache(host))
+        llm.ahead = True
+        assert answers(llm, [TRUNK, PROMPTS[0]], params) == expected
+        assert llm.stats.preemptions > 0 and llm.stats.cascade_steps > 10
+
+
+def test_requests_that_come_and_go(folder, always):
+    """Beside steps with chunks of prompts, which go without; a window in every other layer, which reads for itself."""
+    masks = {"model_type": "mistral", "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+    folder = tiny.save(folder / "windows", **SMALL, **masks)
+    alone = engine(folder, prefix_cache=None, max_batch=1)
+    assert sum(isinstance(mask, Causal) for mask in alone.config.masks) == 1
+    expected, llm = answers(alone), primed(folder, step_tokens=24)
+    requests = [llm.request(prompt, (GREEDY, SEEDED)[i % 3 == 1]) for i, prompt in enumerate(PROMPTS)]
+    waiting = list(requests)
+    while waiting or not llm.idle:
+        for request in waiting[:2]:
+            llm.add(request)
+        del waiting[:2]
+        for _ in range(2):
+            llm.step()
+        if len(waiting) == 2:
+            llm.cancel(requests[3])
+    assert [r.tokens for r in requests if r is not requests[3]] == [tokens for i, tokens in enumerate(expected) if i != 3]
+    assert requests[3].tokens == expected[3][: len(requests[3].tokens)] and llm.stats.cascade_steps > 5
+
+
+def test_a_graph_depends_on_the_kind_alone(folder, always, monkeypatch):
+    """Steps of whole buckets of rows, as graphs have them: those of one kind read the same buffers, and a step of no rows changes nothing."""
+    expected = answers(engine(folder, prefix_cache=None))
+    llm, seen = primed(folder), {}
+    run = llm.runner
+
+    def as_a_graph():
+        size = bucket(len(run.rows))
+        run._share(size)
+        where = [t.data_ptr() for level in run.cascade.levels for t in level if isinstance(t, torch.Tensor)]
+        if (key := (size, run._wants, run.cascade.kind)) not in seen:
+            seen[key], saved = where, run.state.longs.clone()
+            run.state.clear(0)
+            run._step(run.state.rows(size), run._wants)
+            run.state.longs.copy_(saved)
+        assert seen[key] == where
+        return run._step(run.state.rows(size), run._wants)
+
+    monkeypatch.setattr(run, "_decode", as_a_graph)
+    for _ in range(2):
+        assert answers(llm) == expected
+        assert answers(llm, PROMPTS[3:8]) == expected[3:8] and answers(llm, PROMPTS[6:7]) == expected[6:7]
+    assert {bool(kind) for _, _, kind in seen} == {True, False} and len(seen) <= 8
+    for size, _, kind in seen:
+        assert all(rows & (rows - 1) == 0 and width == sharing.LEAST_WIDTH and longest <= size for rows, width, longest, _ in kind)
+
+
+def test_kinds_are_bounded(folder, always, monkeypatch):
+    monkeypatch.setattr(cascade, "KINDS", 1)
+    llm = primed(folder)
+    expected = answers(engine(folder, prefix_cache=None))
+    assert answers(llm) == expected and len(llm.runner.cascade._kept) == 1
+    steps = llm.stats.cascade_steps
+    assert answers(llm, PROMPTS[:2]) == expected[:2] and llm.stats.cascade_steps == 0 < steps
+
+
+def test_what_shares_nothing(folder, always, calls):
+    """Options that go without, each with its reason; guesses read for themselves; and requests without a page in common are not looked at."""
+    for how, words in (
+        ({"batch_invariant": True}, "batch_invariant"), ({"kernel": "reference"}, "'reference' is asked for"), ({"kv_format": "int8"}, "quantised keys"),
+    ):  # fmt: skip
+        llm = LLM(folder, dtype="fp32", device="cpu", **how)
+        assert words in llm.runner.cascade.refused
+        llm.generate([[*TRUNK, 1]] * 2, SamplingParams(2, ignore_eos=True))
+        llm.generate([[*TRUNK, 1]] * 2, SamplingParams(3, ignore_eos=True))
+    llm = primed(folder, draft=NGram())
+    assert answers(llm, PROMPTS[:4], GREEDY) == answers(engine(folder, prefix_cache=None), PROMPTS[:4], GREEDY)
+    assert not calls
+    llm = engine(folder)
+    llm.pool.holders = None
+    assert llm.runner.cascade.refused is None
+    answers(llm, [[i] * 40 for i in range(3)])
+
+
+def test_what_does_not_pay_changes_nothing(folder, calls):
+    """A tiny model's prefixes are not worth a level, on a CPU as on a GPU; long ones of many rows are."""
+    llm = primed(folder)
+    answers(llm)
+    assert not calls and llm.stats.cascade_steps == 0 and llm.runner.cascade.kind == ()
+    many = Attention("decode", 8, 1, 2176, 9, 3, 64, torch.bfloat16, Causal(), "paged", 16)
+    pages, device = (
+        [[*range(128), 1000 + i] for i in range(8)],
+        sharing.Device("CPU", "cpu", 0, 2, 0, 0, 0, 1e10, {torch.float32: 1e11, torch.bfloat16: 2e11}, ""),
+    )
+    assert [len(run.pages) for run in sharing.plan_cascade(many, pages, [128 * 16 + 1] * 8, device).shared[0]] == [128]
+    assert not sharing.plan_cascade(many, [row[-5:] for row in pages], [4 * 16 + 1] * 8, device).shared
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+def test_graphs_of_levels(folder, always):
+    """Captured by kind and replayed for other plans; tokens of an engine without a prefix cache."""
+    expected = answers(engine(folder, device="cuda", cache_gib=0.1, prefix_cache=None))
+    llm = primed(folder, device="cuda", cache_gib=0.1)
+    for _ in range(2):
+        assert answers(llm) == expected and llm.stats.cascade_steps > 10
+        assert answers(llm, PROMPTS[::-1], [(GREEDY, SEEDED)[i % 3 == 1] for i in range(len(PROMPTS))][::-1]) == expected[::-1]
+    assert {bool(kind) for _, _, kind in llm.runner.graphs} == {True, False}
+    assert all(isinstance(found, runner.Captured) for found in llm.runner.graphs.values())
