@@ -67,6 +67,8 @@ def test_a_long_prefix_of_many():
     assert plan.parts == [8] and plan.apart / plan.seconds > 5  # 16 tiles of 128 rows on 132 multiprocessors
     (level,) = plan.levels(torch.device("cpu"))
     assert level.page_table.shape == (8, 64) and level.lengths.tolist() == [1024] * 8 and level.offsets is None and level.longest == 64
+    few = p._replace(heads=8, kv_heads=1)  # a rank's: 4 tiles, but one launch merges no more than 16
+    assert plan_cascade(few, pages, lengths, H200).parts == [8]
 
 
 @pytest.mark.parametrize(
@@ -210,6 +212,14 @@ def test_from_the_tree_to_attention(seed, monkeypatch):
     cache = PagedKV(pool.k[0], pool.v[0], *plan.table(torch.device("cpu")))
     out = cascade_attention(q[plan.order], cache, plan.levels(torch.device("cpu")))
     assert_as_good_as_torch(out, low[plan.order], truth[plan.order])
+    levels = plan.levels(torch.device("cpu"), rows=12)  # as a graph of 12 rows has them, two of which are nobody's
+    for level in levels:
+        nodes, width = level.page_table.shape
+        assert all(n & (n - 1) == 0 for n in (nodes, width, level.parts)) and level.longest in (2, 4, 8, 12)
+    wider = [torch.nn.functional.pad(t, (0, 0, 0, 2)[-2 * t.ndim :]) for t in cache[2:]]
+    out = cascade_attention(torch.cat((q[plan.order], q[:2])), PagedKV(*cache[:2], *wider), levels)
+    assert_as_good_as_torch(out[:10], low[plan.order], truth[plan.order])
+    assert not out[10:].isnan().any()
     for sequence in running:
         pool.release(sequence)
     tree.clear()

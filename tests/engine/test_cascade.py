@@ -190,15 +190,26 @@ def test_what_does_not_pay_changes_nothing(folder, calls):
     answers(llm)
     assert not calls and llm.stats.cascade_steps == 0 and llm.runner.cascade.kind == ()
     many = Attention("decode", 8, 1, 2176, 9, 3, 64, torch.bfloat16, Causal(), "paged", 16)
-    pages, device = (
-        [[*range(128), 1000 + i] for i in range(8)],
-        sharing.Device("CPU", "cpu", 0, 2, 0, 0, 0, 1e10, {torch.float32: 1e11, torch.bfloat16: 2e11}, ""),
-    )
+    pages = [[*range(128), 1000 + i] for i in range(8)]
+    device = Device("CPU", "cpu", 0, 2, 0, 0, 0, 1e10, {torch.float32: 1e11, torch.bfloat16: 2e11}, "")
     assert [len(run.pages) for run in sharing.plan_cascade(many, pages, [128 * 16 + 1] * 8, device).shared[0]] == [128]
     assert not sharing.plan_cascade(many, [row[-5:] for row in pages], [4 * 16 + 1] * 8, device).shared
 
 
 # ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the graphs below cover a GPU")
+def test_in_triton(folder, always):
+    """Two rows of one page and one that shares nothing, every operator a Triton kernel: the tokens of rows that read for themselves."""
+    llm = engine(folder, max_len=32, max_batch=4)
+    prompts = [[*TRUNK[:16], 250], [251], [*TRUNK[:16], 252]]
+    llm.generate([[*TRUNK[:16], 1]], SamplingParams(1))
+    found = answers(llm, prompts, SamplingParams(3, ignore_eos=True))
+    assert llm.stats.cascade_steps == 2 and llm.stats.kernels["merge"] == "triton_merge"
+    llm.runner.cascade.most = 0
+    assert answers(llm, prompts, SamplingParams(3, ignore_eos=True)) == found
 
 
 @pytest.mark.gpu

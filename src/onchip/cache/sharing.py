@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onchip.core.device import Device
 from onchip.core.problem import Attention, Cost
-from onchip.kernels.attention import bytes_of_token
+from onchip.kernels.attention import PARTS, bytes_of_token
 from onchip.ops.cascade import Level
 
 TILE = 128  # rows of a tile there
@@ -141,7 +141,7 @@ def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Se
         todo += [(child, start, left, level) for child in node.children]
     shared = [_covering(sorted(runs, key=lambda run: run.rows.start), len(order)) for runs in shared if runs]
     seconds = best[id(tree), 0, levels][0] + len(shared) * costs.level(len(order))
-    plan = Plan(order, shared, [costs.parts(runs) for runs in shared], [], problem.page, seconds, apart)
+    plan = Plan(order, shared, [costs.parts(runs, len(shared)) for runs in shared], [], problem.page, seconds, apart)
     for i, start in zip(order, plan.starts, strict=True):
         plan.own.append((list(pages[i][start : -(-lengths[i] // problem.page)]), lengths[i] - start * problem.page))
     return plan
@@ -171,8 +171,8 @@ class _Costs:
         state = batch * self.p.len_q * self.p.heads * (self.p.value_dim * self.p.dtype.itemsize + 4)
         return self.rates.launch + 2 * state / self.device.bandwidth
 
-    def parts(self, runs: list[Run]) -> int:
-        """Into how many the runs of a level are cut, a power of two, so that the tiles fill the device."""
+    def parts(self, runs: list[Run], levels: int) -> int:
+        """Into how many the runs of a level are cut, a power of two, so that the tiles fill the device, and one launch merges the parts of all levels."""
         if self.device.kind == "cpu":
             return 1  # nodes go one after the other there
         rows = max(len(run.rows) for run in runs if run.pages) * self.p.len_q
@@ -180,7 +180,7 @@ class _Costs:
             return 1  # the kernel of few queries cuts keys itself
         tiles = sum(math.ceil(len(run.rows) * self.p.len_q * self.p.group / TILE) for run in runs if run.pages) * self.p.kv_heads
         longest = max(len(run.pages) for run in runs) * self.p.page
-        return 1 << max(1, min(self.device.sms // tiles, longest // PART)).bit_length() - 1
+        return 1 << max(1, min(self.device.sms // tiles, longest // PART, (PARTS - 1) // levels)).bit_length() - 1
 
 
 def _tree(lists: list[list[int]]) -> _Fork:
