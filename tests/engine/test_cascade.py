@@ -5,6 +5,7 @@ import torch
 
 import tiny
 from onchip.cache import sharing
+from onchip.cache.paged import PageList
 from onchip.core.device import Device
 from onchip.core.masks import Causal
 from onchip.core.problem import Attention
@@ -86,9 +87,9 @@ def test_tokens_are_those_without(folder, always, calls):
     assert not calls
     llm, plans = primed(folder), []
     plan = llm.runner.cascade.plan
-    llm.runner.cascade.plan = lambda *given: plans.append(given) or plan(*given)
+    llm.runner.cascade.plan = lambda rows, size: plans.extend(rows[:1]) or plan(rows, size)
     assert answers(llm) == expected and llm.stats.cached_tokens > 6 * 80
-    assert calls[0] == [(10, 4), (10, 4)]  # the trunk and one without, both branches and those without: each with room for unused rows
+    assert calls[0] == [(10, 2), (10, 3)]  # the trunk and one without, both branches and those without
     assert len(plans) == 2 and llm.stats.cascade_steps == 13 and len(calls) == 13 * llm.config.layers  # seeded answers are shorter
     llm.runner.cascade.most = 1
     assert answers(llm) == expected and max(map(len, calls)) == 2 and len(calls[-1]) == 1
@@ -110,12 +111,14 @@ def test_samples_and_preemption(folder, always, monkeypatch):
 
 
 def test_requests_that_come_and_go(folder, always):
-    """Beside steps with chunks of prompts, which go without; a window in every other layer, which reads for itself."""
+    """Rows that decode share beside chunks of prompts too; a window in every other layer reads for itself."""
     masks = {"model_type": "mistral", "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
     folder = tiny.save(folder / "windows", **SMALL, **masks)
     alone = engine(folder, prefix_cache=None, max_batch=1)
     assert sum(isinstance(mask, Causal) for mask in alone.config.masks) == 1
-    expected, llm = answers(alone), primed(folder, step_tokens=24)
+    expected, llm, kinds = answers(alone), primed(folder, step_tokens=24), []
+    launch = llm.runner.launch
+    llm.runner.launch = lambda work: kinds.append(launch(work)) or kinds[-1]
     requests = [llm.request(prompt, (GREEDY, SEEDED)[i % 3 == 1]) for i, prompt in enumerate(PROMPTS)]
     waiting = list(requests)
     while waiting or not llm.idle:
@@ -127,7 +130,8 @@ def test_requests_that_come_and_go(folder, always):
         if len(waiting) == 2:
             llm.cancel(requests[3])
     assert [r.tokens for r in requests if r is not requests[3]] == [tokens for i, tokens in enumerate(expected) if i != 3]
-    assert requests[3].tokens == expected[3][: len(requests[3].tokens)] and llm.stats.cascade_steps > 5
+    assert requests[3].tokens == expected[3][: len(requests[3].tokens)]
+    assert {step.kind for step in kinds if step.shared} == {"decode", "prefill"} and llm.stats.cascade_steps == sum(step.shared for step in kinds)
 
 
 def test_a_graph_depends_on_the_kind_alone(folder, always, monkeypatch):
@@ -138,7 +142,7 @@ def test_a_graph_depends_on_the_kind_alone(folder, always, monkeypatch):
 
     def as_a_graph():
         size = bucket(len(run.rows))
-        run._share(size)
+        run._share(len(run.rows), size)
         where = [t.data_ptr() for level in run.cascade.levels for t in level if isinstance(t, torch.Tensor)]
         if (key := (size, run._wants, run.cascade.kind)) not in seen:
             seen[key], saved = where, run.state.longs.clone()
@@ -158,12 +162,14 @@ def test_a_graph_depends_on_the_kind_alone(folder, always, monkeypatch):
 
 
 def test_kinds_are_bounded(folder, always, monkeypatch):
+    """Beyond so many kinds plans go without; those that are known, and steps without a graph, do not."""
     monkeypatch.setattr(cascade, "KINDS", 1)
-    llm = primed(folder)
-    expected = answers(engine(folder, prefix_cache=None))
-    assert answers(llm) == expected and len(llm.runner.cascade._kept) == 1
-    steps = llm.stats.cascade_steps
-    assert answers(llm, PROMPTS[:2]) == expected[:2] and llm.stats.cascade_steps == 0 < steps
+    found = primed(folder).runner.cascade
+    pages = [PageList([*range(5), 10 + i], 90) for i in range(4)]
+    found.pool.share(list(range(5))), found.pool.share(list(range(5)))
+    for rows, size, shares in ((4, 4, True), (2, 2, False), (2, 0, True), (4, 4, True)):
+        assert (found.plan(pages[:rows], size) is not None) == shares == bool(found.levels)
+        assert bool(found.kind) == (shares and size > 0)
 
 
 def test_what_shares_nothing(folder, always, calls):

@@ -34,8 +34,8 @@ class Rates(NamedTuple):
     reached: float
 
 
-# 64 x (8k + 1k) on an H200, in a graph: a copy of the queries 5.8 us, the last merge 4.5, and a launch.
-GPU = Rates(12e-6, 1, 0.5)
+# 64 x (8k + 1k) on an H200, in a graph: a copy of the queries 5.8 us, the last merge 4.5, and what a launch over tiles takes at least.
+GPU = Rates(16e-6, 1, 0.5)
 # SmolLM2's heads, one thread: 8 rows of 64 + 64 keys lose 0.4 ms, of 2,048 + 64 win 14; a key for one row costs four times its bytes at the rate of a copy
 # (it is gathered, and its product is one row's), for many rows at a quarter of the peak.
 CPU = Rates(1e-3, 4, 0.25)

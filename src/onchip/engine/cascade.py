@@ -23,7 +23,7 @@ class Cascade:
     """What the rows that decode share, as far as reading it once pays by the model of `cache/sharing.py`.
 
     levels   of the plan that holds; none: every row reads all of its keys.
-    kind     its sizes, which are all that a graph depends on: the same kind has the same buffers, whatever is in them.
+    kind     of a plan for graphs: its sizes, which are all that one depends on. The same kind has the same buffers, whatever is in them.
     most     levels at most; 0: nothing is read once for several rows.
     """
 
@@ -35,7 +35,7 @@ class Cascade:
         self.levels: list[Level] = []
         self.kind: tuple = ()
         self._starts = torch.zeros(rows, dtype=torch.int64, device=model.device)  # of what is a row's own: its first page
-        self._kept: dict[tuple, list[Level]] = {}
+        self._kept: dict[tuple, list[Level]] = {(): []}
 
     @property
     def refused(self) -> str | None:
@@ -50,41 +50,37 @@ class Cascade:
         )
         return next((why for holds, why in reasons if holds), None)
 
-    def clear(self) -> None:
-        """No plan."""
-        self.levels, self.kind = [], ()
-
     def plan(self, sequences: list[PageList], size: int) -> list[int] | None:
-        """Plan for these sequences, which are the first of `size` rows; what comes back is the order in which they have to stand, None for any.
+        """Plan for these sequences, in the first rows; what comes back is the order in which they have to stand, None for any.
+
+        size   rows of the graph that reads the plan: its kind is one of a few. 0: no graph does.
 
         Only whole pages count that are computed, or about to be before the next step. A plan holds for the same sequences however long they grow:
         what they share is what they began with.
         """
-        self.clear()
+        self.levels, self.kind = [], ()
         if self.refused or len({s.pages[0] for s in sequences}) == len(sequences):
             return None
         shared = [s.pages[: self._held(s)] for s in sequences]
         lengths = [len(pages) * self.pool.page + 1 for pages in shared]  # what is behind costs the same in all plans
         found = plan_cascade(self.problem._replace(batch=len(sequences)), shared, lengths, self.device, most=self.most)
-        if not found.shared:
-            return None
         levels = found.levels(torch.device("cpu"), size)
-        kind = tuple((*level.page_table.shape, level.longest, level.parts) for level in levels)
-        if kind not in self._kept:
-            if len(self._kept) == KINDS:
-                return None
-            empty = [{name: torch.empty_like(t, device=self.model.device) for name, t in _tensors(level)} for level in levels]
-            self._kept[kind] = [level._replace(**buffers) for level, buffers in zip(levels, empty, strict=True)]
-        self.levels, self.kind = self._kept[kind], kind
-        for kept, level in zip(self.levels, levels, strict=True):
-            for name, tensor in _tensors(level):
-                getattr(kept, name).copy_(upload(tensor, self.model.device))
+        kind = tuple((*level.page_table.shape, level.longest, level.parts) for level in levels) if size else ()
+        if not levels or (kind not in self._kept and len(self._kept) > KINDS):
+            return None
+        made = [level._replace(**{name: upload(t, self.model.device) for name, t in _tensors(level)}) for level in levels]
+        self.levels, self.kind = made, kind
+        if size:
+            self.levels = self._kept.setdefault(kind, made)
+            for kept, level in zip(self.levels, made, strict=True):
+                for name, t in _tensors(level):
+                    getattr(kept, name).copy_(t)
         starts = torch.tensor(found.starts)
         self._starts[: len(starts)] = upload(starts, self.model.device)
         return found.order
 
     def of(self, table: Tensor, positions: Tensor) -> Shared | None:
-        """For a step of rows with these pages [rows, pages] and positions [rows], on the device. Rows without a sequence have position -1 and nothing."""
+        """For rows that decode, with these pages [rows, pages] and positions [rows], on the device. Rows without a sequence have position -1 and nothing."""
         if not self.levels:
             return None
         starts, width = self._starts[: len(table)], table.shape[1]

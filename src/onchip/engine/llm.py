@@ -45,7 +45,7 @@ class Stats:
     first_token_seconds: float = 0.0
     cache_bytes: int = 0  # the most that was in use, by the prefix cache too
     preemptions: int = 0
-    cascade_steps: int = 0  # decodes that read once what several requests share
+    cascade_steps: int = 0  # those that read once what several requests share
     kernels: dict[str, str] = field(default_factory=dict)
 
 

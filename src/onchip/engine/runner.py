@@ -91,7 +91,7 @@ class Runner:
         self._pages: list[int] = []  # of each row, that its page table has
         self._wants = Wants()
         self._work: list[Work] | None = None  # of the last step, where that was a decode
-        self._planned = False  # whether the cascade's plan is that of the rows
+        self._planned: tuple[int, int] | None = None  # of how many of the rows the cascade's plan is, in a graph of how many
 
     @torch.inference_mode()
     def launch(self, work: list[Work]) -> Launched:
@@ -115,7 +115,7 @@ class Runner:
         """No request has a row, whatever came of the last step; all tokens have to be read by now."""
         for request in self.rows:
             request.seated = False
-        self._asked, self.rows, self._pages, self._wants, self._work, self._planned = [], [], [], Wants(), None, False
+        self._asked, self.rows, self._pages, self._wants, self._work, self._planned = [], [], [], Wants(), None, None
         self.state.clear(0)
 
     # ---- rows
@@ -133,7 +133,7 @@ class Runner:
             self._wants = Wants.of(requests)
             self.state.keep(keep)
             self.state.clear(len(keep))
-            self._asked, self.rows, self._pages, self._planned, kept = [], rows, pages, False, len(rows)
+            self._asked, self.rows, self._pages, self._planned, kept = [], rows, pages, None, len(rows)
             if new:
                 self.state.load(kept, new, self._wants)
             for request in new:
@@ -153,26 +153,30 @@ class Runner:
             for i in grown:
                 self._pages[i] = len(self.rows[i].pages.pages)
 
-    def _share(self, size: int) -> None:
-        """Plan what the rows share, where they are others than at the last plan, and put those side by side that read the same. `size`: rows of the step."""
-        if self._planned:
+    def _share(self, count: int, size: int) -> None:
+        """Plan what the first `count` rows share, where others were planned last, and put those side by side that read the same.
+
+        size   rows of the step's graph; 0 where there is none.
+        """
+        if self._planned == (count, size):
             return
-        self._planned = True
-        if self._drafts(size, self._wants):
-            self.cascade.clear()
-        elif (order := self.cascade.plan([request.pages for request in self.rows], size)) is not None:
+        self._planned = count, size
+        order = self.cascade.plan([request.pages for request in self.rows[:count]], size)
+        if order is not None:
             self.state.keep(order)
+            order += range(count, len(self.rows))
             self.rows, self._pages = [self.rows[i] for i in order], [self._pages[i] for i in order]
 
     # ---- the two kinds of a step
 
     def _decode(self) -> Drawn:
         """One more token of each row."""
-        count = len(self.rows)
-        self._share(bucket(count) if self.model.device.type == "cuda" else count)
+        count, graphs = len(self.rows), self.model.device.type == "cuda"
+        drafts = self._drafts(bucket(count) if graphs else count, self._wants)
+        self._share(0 if drafts else count, bucket(count) if graphs else 0)
         if self._wants.mask:
             self.state.allow(self.rows)
-        if self.model.device.type != "cuda":
+        if not graphs:
             return self._step(self.state.rows(count), self._wants, max(len(r.pages.pages) for r in self.rows) * self.pool.page)
         key = bucket(count), self._wants, self.cascade.kind
         if key not in self.graphs:
@@ -182,6 +186,7 @@ class Runner:
 
     def _chunks(self, work: list[Work], kept: int, prompts: list) -> Drawn | None:
         """Decodes and chunks of prompts end to end: first the `kept` rows, then the rows whose prompts end here, then chunks that do not end theirs."""
+        self._share(kept, 0)
         counts = {w.request: w.count for w in work}
         going = [w.request for w in work if not w.last]
         chunks = [Chunk(r, r.pages.length, counts[r]) for r in self.rows[kept:] + going]
@@ -200,7 +205,9 @@ class Runner:
             table = torch.cat((s.page_table[:, :width], upload(self.pool.table([r.pages for r in going], width), self.model.device)))
             ends = torch.tensor([chunk.start + chunk.size for chunk in chunks], dtype=torch.int32)
             lengths = torch.cat((at.int() + 1, upload(ends, self.model.device)))
-            step = Step(*longs, offsets=offsets, longest=min(power(longest), longs.shape[1]), page_table=table, lengths=lengths)
+            if (shared := self.cascade.of(table[:kept], at)) is not None:
+                shared = shared._replace(offsets=offsets[kept:] - kept)
+            step = Step(*longs, offsets=offsets, longest=min(power(longest), longs.shape[1]), page_table=table, lengths=lengths, shared=shared)
         if any(request.slot >= 0 for request in self.rows + going):
             new = [torch.full((chunk.size,), chunk.request.slot, dtype=torch.int32) for chunk in chunks]
             step = step._replace(adapters=torch.cat((s.adapters[:kept], upload(torch.cat(new), self.model.device))))
@@ -282,7 +289,7 @@ class Runner:
 
     def _results(self, drawn: Drawn | None, prompts: list, kind: str) -> Launched:
         """What was launched last, on its way to the host."""
-        count, shared = len(self.rows), kind == "decode" and bool(self.cascade.levels)
+        count, shared = len(self.rows), bool(self.cascade.levels)
         tokens = self.state.tokens[:0] if drawn is None else drawn.tokens[:count]
         logprobs = None if drawn is None or drawn.logprobs is None else drawn.logprobs[:count]
         if self.model.device.type != "cuda":

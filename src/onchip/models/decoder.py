@@ -30,14 +30,15 @@ LONG = 1024  # queries of a chunk, more than kernels of few queries take
 
 
 class Shared(NamedTuple):
-    """What layers that see all keys read in a decode: `levels` once for the rows that share them, and what is left of each row's pages and keys.
+    """What layers that see all keys read for rows that decode: `levels` once for those that share them, and what is left of each row's pages and keys.
 
-    page_table, lengths   int32 [batch, pages] and [batch].
+    page_table, lengths   int32 [rows, pages] and [rows].        offsets   int32 [chunks + 1], of the chunks behind the rows; None where there are none.
     """
 
     levels: list[Level]
     page_table: Tensor
     lengths: Tensor
+    offsets: Tensor | None = None
 
 
 class Step(NamedTuple):
@@ -48,7 +49,7 @@ class Step(NamedTuple):
     offsets, longest    of a prefill or chunks: int32 [batch + 1], and the most tokens of a sequence.
     page_table, lengths of a decode or chunks: int32 [batch, pages] and [batch], the new tokens counted.
     adapters            int32 [tokens]: the LoRA adapter of each, a slot of the decoder's table, -1 for none. None: nobody has one.
-    shared              of a decode, whose rows stand side by side as it wants them. None: every row reads its keys for itself.
+    shared              of the first rows, which decode and stand side by side as it wants them. None: every row reads its keys for itself.
     """
 
     tokens: Tensor
@@ -143,16 +144,24 @@ class Decoder:
         how = {"mask": self.config.masks[i], "scale": self.config.scale, "softcap": self.config.softcap, "batch_invariant": self.batch_invariant}
         if step.page_table is None:
             return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=_of(PREFILL, self.kernel)).flatten(1)
+        if step.shared is not None and isinstance(how["mask"], Causal):
+            return self._attend_shared(q, pool.layer(i), step, how).flatten(1)
         cache = PagedKV(*pool.layer(i), step.page_table, step.lengths)
         if step.offsets is not None:
             chunks = {"q_offsets": step.offsets, "longest": step.longest}
             return paged_attention(q, cache, **chunks, **how, kernel=_of(DECODE, self.kernel, packed=True)).flatten(1)
         each = q.unflatten(0, (len(step.lengths), -1))
-        if step.shared is not None and isinstance(how["mask"], Causal):
-            levels, *own = step.shared
-            cache = PagedKV(*pool.layer(i), *own)
-            return cascade_attention(each, cache, levels, scale=how["scale"], softcap=how["softcap"]).flatten(2).flatten(0, 1)
         return paged_attention(each, cache, **how, kernel=_of(DECODE, self.kernel)).flatten(2).flatten(0, 1)
+
+    def _attend_shared(self, q: Tensor, kv: tuple[Tensor, Tensor], step: Step, how: dict) -> Tensor:
+        """`[tokens, heads, dim]`: rows that decode by levels, the chunks behind them over their pages."""
+        levels, table, lengths, offsets = step.shared
+        rows = len(lengths)
+        read = cascade_attention(q[:rows, None], PagedKV(*kv, table, lengths), levels, scale=how["scale"], softcap=how["softcap"])[:, 0]
+        if offsets is None:
+            return read
+        chunks = PagedKV(*kv, step.page_table[rows:], step.lengths[rows:])
+        return torch.cat((read, paged_attention(q[rows:], chunks, q_offsets=offsets, longest=step.longest, **how)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of hidden states `[rows, width]`."""
