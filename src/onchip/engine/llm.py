@@ -61,7 +61,8 @@ class LLM:
     kv_format     what keys and values are quantised to as they are written: "int8", "e4m3", "int4/32", ... (see `Format`); None: they stay in dtype.
                   A prompt computed in one piece reads its own keys unrounded; what the prefix cache knew, an earlier chunk or a sample before had computed
                   is read as codes. So tokens may depend on what ran before or beside, unless `batch_invariant`, which reads codes throughout.
-    prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages. None: nothing is kept.
+    prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages, which requests that run together read once where that
+                  pays (cascade attention). None: nothing is kept.
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
     batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
                   time, pages for all a request may become. Slower.
