@@ -8,9 +8,12 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from onchip.cache.sharing import Rates
+
 CORPUS = ["the quick brown fox jumps over the lazy dog and waits for memory", "why do GPUs wait? because bytes are far and sums are near"] * 3
 EOS = "<|end|>"
 CHAT = "{% for m in messages %}{{ '<|user|>' + m['content'] }}{% endfor %}<|bot|>"
+SHARED = Rates(0.0, 1e6, 1e6)  # of a device on which whatever is shared is worth a level of a cascade
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 320,

@@ -32,7 +32,7 @@ def small(monkeypatch):
     found = [dataclasses.replace(row, load=OWN._replace(new=(9, 9))) if row.name in equal else row for row in found]
     monkeypatch.setattr(serve, "ROWS", found)
     monkeypatch.setattr(serve_rows, "PREFIX", 48)
-    monkeypatch.setattr(sharing, "CPU", sharing.ALWAYS)
+    monkeypatch.setattr(sharing, "CPU", tiny.SHARED)
     monkeypatch.setattr(serve_rows, "SETTLE", 4)
     monkeypatch.setattr(serve_rows, "STEPS", 10)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)

@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 def always(monkeypatch):
     """Sharing a page pays, and entries of tables that nobody is to read are no pages."""
     for name in ("CPU", "GPU"):
-        monkeypatch.setattr(sharing, name, sharing.ALWAYS)
+        monkeypatch.setattr(sharing, name, tiny.SHARED)
     monkeypatch.setattr(sharing, "PART", 16)
 
     def poisoned(table):
@@ -158,17 +158,18 @@ def test_a_graph_depends_on_the_kind_alone(folder, always, monkeypatch):
         assert answers(llm, PROMPTS[3:8]) == expected[3:8] and answers(llm, PROMPTS[6:7]) == expected[6:7]
     assert {bool(kind) for _, _, kind in seen} == {True, False} and len(seen) <= 8
     for size, _, kind in seen:
-        assert all(rows & (rows - 1) == 0 and width == sharing.LEAST_WIDTH and longest <= size for rows, width, longest, _ in kind)
+        assert all(rows & (rows - 1) == 0 and width == sharing.LEAST_WIDTH and longest <= size for rows, width, _, longest in kind)
 
 
 def test_kinds_are_bounded(folder, always, monkeypatch):
     """Beyond so many kinds plans go without; those that are known, and steps without a graph, do not."""
     monkeypatch.setattr(cascade, "KINDS", 1)
     found = primed(folder).runner.cascade
-    pages = [PageList([*range(5), 10 + i], 90) for i in range(4)]
+    four = [PageList([*range(5), 10 + i], 90) for i in range(4)]
+    three = [*four[:2], PageList([20], 9)]
     found.pool.share(list(range(5))), found.pool.share(list(range(5)))
-    for rows, size, shares in ((4, 4, True), (2, 2, False), (2, 0, True), (4, 4, True)):
-        assert (found.plan(pages[:rows], size) is not None) == shares == bool(found.levels)
+    for rows, size, shares in ((four, 4, True), (three, 4, False), (three, 0, True), (four, 4, True), (four[:2], 2, True)):
+        assert (found.plan(rows, size) is not None) == shares == bool(found.levels)
         assert bool(found.kind) == (shares and size > 0)
 
 

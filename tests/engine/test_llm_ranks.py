@@ -61,7 +61,7 @@ def run(llm, adapter):
 def one_rank(rank, of, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=of)
-    sharing.CPU = sharing.ALWAYS  # samples of a prompt read its page once: rows have to stand in one order on all ranks
+    sharing.CPU = tiny.SHARED  # samples of a prompt read its page once: rows have to stand in one order on all ranks
     llm = ParallelLLM(folder / "model", parallel=TensorParallel.join(), **HOW)
     if rank:
         with pytest.raises(ValueError, match=r"this is rank 1.*call follow"):

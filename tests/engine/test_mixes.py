@@ -102,7 +102,7 @@ HOST = PrefixCache(host_gib=20.5 * PAGE)
 @pytest.mark.parametrize("seed", range(10))
 def test_any_mix(folder, alone, seed, monkeypatch):
     """50 mixes of requests that come and go, in a cache that holds two or three of them; where a page is shared it is read once."""
-    monkeypatch.setattr(sharing, "CPU", sharing.ALWAYS)
+    monkeypatch.setattr(sharing, "CPU", tiny.SHARED)
     rng = random.Random(seed)
     llm = LLM(
         folder, dtype="fp32", device="cpu", max_batch=rng.choice([2, 5, 8]), cache_gib=PAGE * rng.choice([5, 8, 12.5]),

@@ -39,7 +39,6 @@ GPU = Rates(16e-6, 1, 0.5)
 # SmolLM2's heads, one thread: 8 rows of 64 + 64 keys lose 0.4 ms, of 2,048 + 64 win 14; a key for one row costs four times its bytes at the rate of a copy
 # (it is gathered, and its product is one row's), for many rows at a quarter of the peak.
 CPU = Rates(1e-3, 4, 0.25)
-ALWAYS = Rates(0.0, 1e6, 1e6)  # for tests: whatever is shared is worth a level
 
 
 class Run(NamedTuple):
