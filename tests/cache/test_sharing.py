@@ -216,6 +216,9 @@ def test_from_the_tree_to_attention(seed, monkeypatch):
     for level in levels:
         nodes, width = level.page_table.shape
         assert all(n & (n - 1) == 0 for n in (nodes, width, level.parts)) and level.longest in (2, 4, 8, 12)
+        if level.offsets is not None:
+            assert level.offsets.diff().max() <= level.longest and level.offsets[-1] == 12 * level.parts
+            assert all(level.lengths[(level.offsets <= row).sum() - 1] == 0 for p in range(level.parts) for row in (12 * p + 10, 12 * p + 11))
     wider = [torch.nn.functional.pad(t, (0, 0, 0, 2)[-2 * t.ndim :]) for t in cache[2:]]
     out = cascade_attention(torch.cat((q[plan.order], q[:2])), PagedKV(*cache[:2], *wider), levels)
     assert_as_good_as_torch(out[:10], low[plan.order], truth[plan.order])

@@ -134,6 +134,22 @@ def test_requests_that_come_and_go(folder, always):
     assert {step.kind for step in kinds if step.shared} == {"decode", "prefill"} and llm.stats.cascade_steps == sum(step.shared for step in kinds)
 
 
+def test_who_takes_a_place_is_planned_for(folder, always):
+    """As many rows as in the plan before, but others: one ends in the step in which another's prompt ends."""
+    prompts, params = [PROMPTS[0], PROMPTS[2], [*BRANCHES[1], 7]], [SamplingParams(n, ignore_eos=True) for n in (4, 12, 12)]
+    expected, llm = answers(engine(folder, prefix_cache=None), prompts, params), primed(folder)
+    requests = [llm.request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+    llm.add(requests[0]), llm.add(requests[1])
+    while len(requests[0].tokens) < 3:
+        llm.step()
+    llm.add(requests[2])
+    llm.step()
+    assert [len(r.tokens) for r in requests] == [4, 4, 1] and llm.stats.cascade_steps == 3
+    while not llm.idle:
+        llm.step()
+    assert [r.tokens for r in requests] == expected and llm.stats.cascade_steps == 3
+
+
 def test_a_graph_depends_on_the_kind_alone(folder, always, monkeypatch):
     """Steps of whole buckets of rows, as graphs have them: those of one kind read the same buffers, and a step of no rows changes nothing."""
     expected = answers(engine(folder, prefix_cache=None))
@@ -152,6 +168,13 @@ def test_a_graph_depends_on_the_kind_alone(folder, always, monkeypatch):
         assert seen[key] == where
         return run._step(run.state.rows(size), run._wants)
 
+    def checked(table, positions):
+        shared = found(table, positions)
+        assert shared is None or (shared.lengths >= (positions >= 0).int()).all()
+        return shared
+
+    found = run.cascade.of
+    monkeypatch.setattr(run.cascade, "of", checked)
     monkeypatch.setattr(run, "_decode", as_a_graph)
     for _ in range(2):
         assert answers(llm) == expected
