@@ -212,15 +212,15 @@ def test_from_the_tree_to_attention(seed, monkeypatch):
     cache = PagedKV(pool.k[0], pool.v[0], *plan.table(torch.device("cpu")))
     out = cascade_attention(q[plan.order], cache, plan.levels(torch.device("cpu")))
     assert_as_good_as_torch(out, low[plan.order], truth[plan.order])
-    levels = plan.levels(torch.device("cpu"), rows=12)  # as a graph of 12 rows has them, two of which are nobody's
+    levels = plan.levels(torch.device("cpu"), rows=16)  # as a graph of 16 rows has them, six of which are nobody's
     for level in levels:
         nodes, width = level.page_table.shape
-        assert all(n & (n - 1) == 0 for n in (nodes, width, level.parts)) and level.longest in (2, 4, 8, 12)
+        assert all(n & (n - 1) == 0 for n in (nodes, width, level.parts)) and level.longest in (2, 4, 8, 16)
         if level.offsets is not None:
-            assert level.offsets.diff().max() <= level.longest and level.offsets[-1] == 12 * level.parts
-            assert all(level.lengths[(level.offsets <= row).sum() - 1] == 0 for p in range(level.parts) for row in (12 * p + 10, 12 * p + 11))
-    wider = [torch.nn.functional.pad(t, (0, 0, 0, 2)[-2 * t.ndim :]) for t in cache[2:]]
-    out = cascade_attention(torch.cat((q[plan.order], q[:2])), PagedKV(*cache[:2], *wider), levels)
+            assert level.offsets.diff().max() <= level.longest and level.offsets[-1] == 16 * level.parts
+            assert all(level.lengths[(level.offsets <= row).sum() - 1] == 0 for p in range(level.parts) for row in range(16 * p + 10, 16 * p + 16))
+    wider = [torch.nn.functional.pad(t, (0, 0, 0, 6)[-2 * t.ndim :]) for t in cache[2:]]
+    out = cascade_attention(torch.cat((q[plan.order], q[:6])), PagedKV(*cache[:2], *wider), levels)
     assert_as_good_as_torch(out[:10], low[plan.order], truth[plan.order])
     assert not out[10:].isnan().any()
     for sequence in running:
