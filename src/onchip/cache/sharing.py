@@ -36,9 +36,9 @@ class Rates(NamedTuple):
 
 # 64 x (8k + 1k) on an H200, in a graph: a copy of the queries 5.8 us, the last merge 4.5, and what a launch over tiles takes at least.
 GPU = Rates(16e-6, 1, 0.5)
-# SmolLM2's heads, one thread: 8 rows of 64 + 64 keys lose 0.4 ms, of 2,048 + 64 win 14; a key for one row costs four times its bytes at the rate of a copy
-# (it is gathered, and its product is one row's), for many rows at a quarter of the peak.
-CPU = Rates(1e-3, 4, 0.25)
+# One thread, time of the processor: a level takes 0.3 to 0.5 ms (8 rows of 16 + 64 keys); a key for one row four times its bytes at the rate of a copy (it
+# is gathered, and its product is one row's: 0.2 us for 768 bytes, 2.2 for 4,096), for many rows a quarter of the peak.
+CPU = Rates(0.5e-3, 4, 0.25)
 
 
 class Run(NamedTuple):
