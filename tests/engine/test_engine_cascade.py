@@ -217,11 +217,11 @@ def test_what_shares_nothing(folder, always, calls):
 def test_what_does_not_pay_changes_nothing(folder, calls):
     """A tiny model's prefixes are not worth a level, on a CPU as on a GPU; long ones of many rows are."""
     llm = primed(folder)
+    llm.runner.cascade.device = device = Device("CPU", "cpu", 0, 2, 0, 0, 0, 1e10, {torch.float32: 1e11, torch.bfloat16: 2e11}, "")
     answers(llm)
     assert not calls and llm.stats.cascade_steps == 0 and llm.runner.cascade.kind == ()
     many = Attention("decode", 8, 1, 2176, 9, 3, 64, torch.bfloat16, Causal(), "paged", 16)
     pages = [[*range(128), 1000 + i] for i in range(8)]
-    device = Device("CPU", "cpu", 0, 2, 0, 0, 0, 1e10, {torch.float32: 1e11, torch.bfloat16: 2e11}, "")
     assert [len(run.pages) for run in sharing.plan_cascade(many, pages, [128 * 16 + 1] * 8, device).shared[0]] == [128]
     assert not sharing.plan_cascade(many, [row[-5:] for row in pages], [4 * 16 + 1] * 8, device).shared
 
