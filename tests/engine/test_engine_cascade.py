@@ -13,7 +13,6 @@ from onchip.engine import cascade, runner, scheduler, state
 from onchip.engine.draft import NGram
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
-from onchip.engine.runner import bucket
 from onchip.engine.setup import PrefixCache
 from onchip.models import decoder
 
@@ -153,34 +152,20 @@ def test_who_takes_a_place_is_planned_for(folder, always):
 def test_a_graph_depends_on_the_kind_alone(folder, always, monkeypatch):
     """Steps of whole buckets of rows, as graphs have them: those of one kind read the same buffers, and a step of no rows changes nothing."""
     expected = answers(engine(folder, prefix_cache=None))
-    llm, seen = primed(folder), {}
-    run = llm.runner
-
-    def as_a_graph():
-        size = bucket(len(run.rows))
-        run._share(len(run.rows), size)
-        where = [t.data_ptr() for level in run.cascade.levels for t in level if isinstance(t, torch.Tensor)]
-        if (key := (size, run._wants, run.cascade.kind)) not in seen:
-            seen[key], saved = where, run.state.longs.clone()
-            run.state.clear(0)
-            run._step(run.state.rows(size), run._wants)
-            run.state.longs.copy_(saved)
-        assert seen[key] == where
-        return run._step(run.state.rows(size), run._wants)
+    llm = primed(folder)
+    graphs, found = tiny.as_graphs(llm.runner), llm.runner.cascade.of
 
     def checked(table, positions):
         shared = found(table, positions)
         assert shared is None or (shared.lengths >= (positions >= 0).int()).all()
         return shared
 
-    found = run.cascade.of
-    monkeypatch.setattr(run.cascade, "of", checked)
-    monkeypatch.setattr(run, "_decode", as_a_graph)
+    monkeypatch.setattr(llm.runner.cascade, "of", checked)
     for _ in range(2):
         assert answers(llm) == expected
         assert answers(llm, PROMPTS[3:8]) == expected[3:8] and answers(llm, PROMPTS[6:7]) == expected[6:7]
-    assert {bool(kind) for _, _, kind in seen} == {True, False} and len(seen) <= 8
-    for size, _, kind in seen:
+    assert {bool(kind) for _, _, kind in graphs} == {True, False} and len(graphs) <= 8
+    for size, _, kind in graphs:
         assert all(rows & (rows - 1) == 0 and width == sharing.LEAST_WIDTH and longest <= size for rows, width, _, longest in kind)
 
 
