@@ -88,6 +88,8 @@ def test_what_pays(groups, shapes):
     plan = plan_cascade(p, pages, lengths, H200)
     check(plan, p, pages, lengths)
     assert [[(len(run.rows), len(run.pages)) for run in runs] for runs in plan.shared] == shapes
+    eager = plan_cascade(p, pages, lengths, H200, graph=False)  # 80 us a level
+    assert bool(eager.shared) == (plan.apart - plan.seconds > sharing.EAGER.launch - sharing.GPU.launch)
 
 
 TWO = [(64, 1024), *[(16, 200)] * 4]

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def always(monkeypatch):
     """Sharing a page pays, and entries of tables that nobody is to read are no pages."""
-    for name in ("CPU", "GPU"):
+    for name in ("CPU", "GPU", "EAGER"):
         monkeypatch.setattr(sharing, name, tiny.SHARED)
     monkeypatch.setattr(sharing, "PART", 16)
 

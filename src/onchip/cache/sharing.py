@@ -36,6 +36,7 @@ class Rates(NamedTuple):
 
 # 64 x (8k + 1k) on an H200, in a graph: a copy of the queries 5.8 us, the last merge 4.5, and what a launch over tiles takes at least.
 GPU = Rates(16e-6, 1, 0.5)
+EAGER = GPU._replace(launch=80e-6)  # of the host, where there is no graph: a launch over pages takes it 36 us, and then there are a copy and the merge
 # One thread, time of the processor: a level takes 0.3 to 0.5 ms (8 rows of 16 + 64 keys); a key for one row four times its bytes at the rate of a copy (it
 # is gathered, and its product is one row's: 0.2 us for 768 bytes, 2.2 for 4,096), for many rows a quarter of the peak.
 CPU = Rates(0.5e-3, 4, 0.25)
@@ -109,11 +110,12 @@ class _Fork(NamedTuple):
     children: list["_Fork"]
 
 
-def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Sequence[int], device: Device, *, most: int = 2) -> Plan:
+def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Sequence[int], device: Device, *, most: int = 2, graph: bool = True) -> Plan:
     """The fastest way, by the model, to read a batch of sequences with at most `most` levels of shared pages.
 
     problem   the paged call: op "decode", with its heads, dim, dtype, page and len_q.
     pages     of each sequence, in order.        lengths   keys of each, those of the current queries included.
+    graph     whether a CUDA graph reads the plan, on a GPU; else the host launches each part of it.
 
     The model: a run of pages takes the longer of its bytes at the device's bandwidth and its products at a share of the peak, and each level one
     launch more, and results that are written and read once more (`Rates`). A pure function; time grows with the batch and with pages compared whole
@@ -121,7 +123,7 @@ def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Se
     """
     whole = [list(own[: max(0, n - problem.len_q) // problem.page]) for own, n in zip(pages, lengths, strict=True)]  # full pages that all queries see
     order = sorted(range(len(whole)), key=whole.__getitem__)
-    costs = _Costs(problem, device, [-(-lengths[i] // problem.page) for i in order])
+    costs = _Costs(problem, device, [-(-lengths[i] // problem.page) for i in order], graph)
     if sum(map(len, whole)) * costs.alone <= costs.level(len(order)):  # even if nobody had to read them
         whole = [[] for _ in order]
     tree = _tree([whole[i] for i in order])
@@ -149,8 +151,8 @@ def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Se
 class _Costs:
     """The model: seconds of the parts of a plan, for one layer."""
 
-    def __init__(self, p: Attention, device: Device, pages: list[int]):
-        self.p, self.device, self.rates = p, device, CPU if device.kind == "cpu" else GPU
+    def __init__(self, p: Attention, device: Device, pages: list[int], graph: bool = True):
+        self.p, self.device, self.rates = p, device, CPU if device.kind == "cpu" else GPU if graph else EAGER
         self.before = [0, *itertools.accumulate(pages)]  # of the rows before each one, the last part-filled ones included
         numbers = p.page * (p.dim + p.value_dim)
         self.read = device.floor(Cost(0, self.rates.reads * p.page * p.kv_heads * bytes_of_token(p)), p.dtype).seconds  # a page
