@@ -9,9 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from onchip.cache.sharing import Rates
+from onchip.engine.runner import bucket
+
 CORPUS = ["the quick brown fox jumps over the lazy dog and waits for memory", "why do GPUs wait? because bytes are far and sums are near"] * 3
 EOS = "<|end|>"
 CHAT = "{% for m in messages %}{{ '<|user|>' + m['content'] }}{% endfor %}<|bot|>"
+SHARED = Rates(0.0, 1e6, 1e6)  # of a device on which whatever is shared is worth a level of a cascade
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 320,
@@ -67,6 +71,31 @@ def tensors(c: dict) -> dict[str, torch.Tensor]:
         found |= {f"{at}.mlp.{name}_proj.weight": matrix(inner, width) for name in ("gate", "up")}
         found |= {f"{at}.{name}.weight": torch.ones(width) for name in ("input_layernorm", "post_attention_layernorm")}
     return found
+
+
+def as_graphs(runner) -> dict:
+    """Let a runner on a CPU decode as CUDA graphs do: in whole buckets of rows, after a step without any, and reading the tensors that were there when
+    the first step of its kind ran. Returns what stands for the graphs."""
+    graphs = {}
+
+    def decode():
+        count = len(runner.rows)
+        size = bucket(count)
+        runner._share(0 if runner._drafts(size, runner._wants) else count, size)
+        if runner._wants.mask:
+            runner.state.allow(runner.rows)
+        key, tensors = (size, runner._wants, runner.cascade.kind), [t for level in runner.cascade.levels for t in level if isinstance(t, torch.Tensor)]
+        if key not in graphs:
+            saved = runner.state.longs.clone()
+            runner.state.clear(0)
+            runner._step(runner.state.rows(size), runner._wants)
+            runner.state.longs.copy_(saved)
+        known = graphs.setdefault(key, [t.data_ptr() for t in tensors])
+        assert known == [t.data_ptr() for t in tensors]
+        return runner._step(runner.state.rows(size), runner._wants)
+
+    runner._decode = decode
+    return graphs
 
 
 def save_tokenizer(folder: Path, size: int) -> None:

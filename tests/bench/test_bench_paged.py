@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tiny
 from onchip.bench import data, paged, paged_peers, peers, run, suite
 from onchip.bench.suite import Row, Shared
 from onchip.cache import sharing
@@ -99,8 +100,7 @@ def test_truth_is_the_reference_and_errors_show(name):
 
 @plain_torch
 def test_a_shared_prefix_is_read_once_or_for_each(monkeypatch):
-    monkeypatch.setattr(sharing, "LAUNCH", 0.0)
-    monkeypatch.setattr(sharing._Costs, "level", lambda *_: 0.0)  # sharing pays
+    monkeypatch.setattr(sharing, "CPU", tiny.SHARED)
     inputs = data.inputs(ROWS["shared"], CPU)
     for kind in (paged_peers.onchip, paged_peers.onchip_cascade):
         with record() as decisions:

@@ -11,6 +11,7 @@ import torch
 import tiny
 from onchip.bench import goals, run, serve, serve_engines, serve_rows
 from onchip.bench.serve_engines import Load
+from onchip.cache import sharing
 from onchip.core import settings
 from onchip.models.families import ModelConfig
 
@@ -31,6 +32,7 @@ def small(monkeypatch):
     found = [dataclasses.replace(row, load=OWN._replace(new=(9, 9))) if row.name in equal else row for row in found]
     monkeypatch.setattr(serve, "ROWS", found)
     monkeypatch.setattr(serve_rows, "PREFIX", 48)
+    monkeypatch.setattr(sharing, "CPU", tiny.SHARED)
     monkeypatch.setattr(serve_rows, "SETTLE", 4)
     monkeypatch.setattr(serve_rows, "STEPS", 10)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
@@ -69,7 +71,8 @@ def test_every_row_says_what_it_measured(small, tmp_path, monkeypatch):
         assert 0 < loaded[f"{share}: TTFT p50, ms"] <= loaded[f"{share}: TTFT p99, ms"]
         assert 0 < loaded[f"{share}: time per token p50, ms"] <= loaded[f"{share}: time per token p99, ms"]
     shared = rows["shared prefix, Llama-3-8B"]["measured"]
-    assert 48 / 68 <= shared["prompt tokens from the cache"] <= 48 / 52
+    assert 48 / 68 <= shared["prompt tokens from the cache"] <= 48 / 52 and shared["decodes that read it once"] > 5
+    assert shared["times a prefix read for each"] > 0
     host = rows["host time, Qwen3-0.6B"]["measured"]
     assert 0 < host["host, us a step"] <= host["us a step"]
     assert serve.table(result).row_count == sum(len(row["measured"]) for row in rows.values())

@@ -67,6 +67,8 @@ def test_a_long_prefix_of_many():
     assert plan.parts == [8] and plan.apart / plan.seconds > 5  # 16 tiles of 128 rows on 132 multiprocessors
     (level,) = plan.levels(torch.device("cpu"))
     assert level.page_table.shape == (8, 64) and level.lengths.tolist() == [1024] * 8 and level.offsets is None and level.longest == 64
+    few = p._replace(heads=8, kv_heads=1)  # a rank's: 4 tiles, but one launch merges no more than 16
+    assert plan_cascade(few, pages, lengths, H200).parts == [8]
 
 
 @pytest.mark.parametrize(
@@ -86,21 +88,23 @@ def test_what_pays(groups, shapes):
     plan = plan_cascade(p, pages, lengths, H200)
     check(plan, p, pages, lengths)
     assert [[(len(run.rows), len(run.pages)) for run in runs] for runs in plan.shared] == shapes
+    eager = plan_cascade(p, pages, lengths, H200, graph=False)  # 80 us a level
+    assert bool(eager.shared) == (plan.apart - plan.seconds > sharing.EAGER.launch - sharing.GPU.launch)
 
 
-TWO = [(64, 256), *[(16, 200)] * 4]
+TWO = [(64, 1024), *[(16, 200)] * 4]
 
 
 def test_two_levels_and_no_more_than_asked_for():
-    trunk = list(range(256))
-    pages = [trunk + list(range(1000 * g, 1000 * g + 200)) + [10_000 + 100 * g + i] for g in range(1, 5) for i in range(16)]
-    p, lengths = problem(64), [457 * PAGE] * 64
+    trunk = list(range(1024))
+    pages = [trunk + list(range(2000 * g, 2000 * g + 200)) + [20_000 + 100 * g + i] for g in range(1, 5) for i in range(16)]
+    p, lengths = problem(64), [1225 * PAGE] * 64
     depths = {}
     for most in (0, 1, 2, 3):
         plan = plan_cascade(p, pages, lengths, H200, most=most)
         check(plan, p, pages, lengths)
         depths[most] = [(len(run.rows), len(run.pages)) for runs in plan.shared for run in runs], plan.seconds
-    assert [depths[most][0] for most in (0, 1, 2, 3)] == [[], [(16, 456)] * 4, TWO, TWO]
+    assert [depths[most][0] for most in (0, 1, 2, 3)] == [[], [(16, 1224)] * 4, TWO, TWO]
     assert depths[0][1] > depths[1][1] > depths[2][1] == depths[3][1]
 
 
@@ -179,7 +183,7 @@ def test_a_plan_is_quick():
 @pytest.mark.parametrize("seed", range(6))
 def test_from_the_tree_to_attention(seed, monkeypatch):
     """Requests over a prefix tree, planned and read: the same results as each sequence by itself."""
-    monkeypatch.setattr(sharing, "LAUNCH", 0.0)  # so that small sharing pays
+    monkeypatch.setattr(sharing, "GPU", sharing.GPU._replace(launch=0.0))  # so that small sharing pays
     monkeypatch.setattr(sharing, "PART", 16)
     draw = random.Random(seed)
     page, heads, kv_heads, dim = draw.choice([1, 4, 16]), 4, 2, 8
@@ -210,6 +214,17 @@ def test_from_the_tree_to_attention(seed, monkeypatch):
     cache = PagedKV(pool.k[0], pool.v[0], *plan.table(torch.device("cpu")))
     out = cascade_attention(q[plan.order], cache, plan.levels(torch.device("cpu")))
     assert_as_good_as_torch(out, low[plan.order], truth[plan.order])
+    levels = plan.levels(torch.device("cpu"), rows=16)  # as a graph of 16 rows has them, six of which are nobody's
+    for level in levels:
+        nodes, width = level.page_table.shape
+        assert all(n & (n - 1) == 0 for n in (nodes, width, level.parts)) and level.longest in (2, 4, 8, 16)
+        if level.offsets is not None:
+            assert level.offsets.diff().max() <= level.longest and level.offsets[-1] == 16 * level.parts
+            assert all(level.lengths[(level.offsets <= row).sum() - 1] == 0 for p in range(level.parts) for row in range(16 * p + 10, 16 * p + 16))
+    wider = [torch.nn.functional.pad(t, (0, 0, 0, 6)[-2 * t.ndim :]) for t in cache[2:]]
+    out = cascade_attention(torch.cat((q[plan.order], q[:6])), PagedKV(*cache[:2], *wider), levels)
+    assert_as_good_as_torch(out[:10], low[plan.order], truth[plan.order])
+    assert not out[10:].isnan().any()
     for sequence in running:
         pool.release(sequence)
     tree.clear()

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import tiny
+from onchip.cache import sharing
 from onchip.engine.draft import DraftModel
 from onchip.engine.llm import LLM
 from onchip.engine.parallel import ParallelLLM
@@ -40,7 +41,7 @@ def run(llm, adapter):
     """Two batches, half of the first with an adapter, then requests one by one: some cancelled, one under a mask."""
     llm.load_adapter(adapter)
     each = [dataclasses.replace(GREEDY, adapter="lora" if i % 2 else None) for i in range(len(PROMPTS))]
-    found = [llm.generate(PROMPTS, each), llm.generate(PROMPTS[:3], SAMPLED)]
+    found = [llm.generate(PROMPTS, each), llm.generate([*PROMPTS[3:], PROMPTS[0]], SAMPLED)]
     accepted = llm.stats.accepted_tokens
     never = llm.request(PROMPTS[0], GREEDY)
     llm.cancel(never)
@@ -62,13 +63,15 @@ def run(llm, adapter):
 def one_rank(rank, of, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=of)
-    llm = ParallelLLM(folder / "model", parallel=TensorParallel.join(), **HOW, draft=DraftModel(folder / "model", 3, choices=(2,)))
+    sharing.CPU = tiny.SHARED  # samples of a prompt read its page once: rows have to stand in one order on all ranks
+    llm = ParallelLLM(folder / "model", parallel=TensorParallel.join(), **HOW, draft=DraftModel(folder / "model", 3, most_rows=2, choices=(2,)))
     if rank:
         with pytest.raises(ValueError, match=r"this is rank 1.*call follow"):
             llm.step()
         llm.follow()
     else:
         torch.save((run(llm, folder / "lora"), llm.pool.num_pages), folder / "found.pt")
+        assert llm.stats.cascade_steps > 0
         with pytest.raises(ValueError, match="mask cannot go to the other ranks"):
             request = llm.request([1])
             request.mask = lambda row: None
@@ -83,7 +86,7 @@ def test_two_ranks_say_what_one_says(tmp_path):
     tiny.save_adapter(tmp_path / "lora", 1)
     torch.multiprocessing.spawn(one_rank, (2, tmp_path), nprocs=2)
     (found, (preemptions, accepted)), pages = torch.load(tmp_path / "found.pt")
-    draft = DraftModel(tmp_path / "model", 3, choices=(2,))
+    draft = DraftModel(tmp_path / "model", 3, most_rows=2, choices=(2,))
     alone = LLM(tmp_path / "model", **HOW | {"cache_gib": HOW["cache_gib"] * 4 / 3}, draft=draft)  # two key heads of each
     assert alone.pool.num_pages == pages and run(alone, tmp_path / "lora") == (found, (preemptions, accepted)) and min(preemptions, accepted) > 0
     greedy, _, single = found

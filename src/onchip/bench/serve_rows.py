@@ -1,5 +1,6 @@
 """How each row of the serving suite is measured. A function a row: (engines, row) -> figures, made one by one, so that those before an error are kept."""
 
+import dataclasses
 import itertools
 import random
 import statistics
@@ -23,6 +24,7 @@ SHARES = (0.5, 0.8, 0.95)  # of saturation
 STEPS, SETTLE = 100, 20  # steps whose host time is read, and those before
 REPEATS = 3
 PREFIX, OWN, ANSWER = 8192, 128, 64  # tokens: of the prefix, of a request behind it, and of its answer
+EMPTY, KNOWN, EACH, NONE = "all at once, cache empty", "prefix in the cache", "prefix in the cache, read for each", "no prefix cache"
 
 
 def run(engines: Engines, llm: LLM, prompts: list[list[int]], params: Sequence[SamplingParams]) -> tuple[float, int]:
@@ -114,21 +116,30 @@ def at_once(engines: Engines, row: Row) -> Figures:
 
 
 def shared_prefix(engines: Engines, row: Row) -> Figures:
-    """First with nothing in the cache, then with the prefix of requests that came before, then on an engine without a prefix cache."""
+    """First with nothing in the cache, then with the prefix of requests that came before, the same when each reads it for itself, and then on an engine
+    without a prefix cache."""
     rates = {}
     for cached in (True, False):
         llm = engines.of(row) if cached else engines.of(row, prefix_cache=None)
-        prefix = Load(1, (PREFIX, PREFIX), row.load.new).draw(llm.config.vocab)[0][0]
+        other, prefix = (Load(1, (PREFIX, PREFIX), row.load.new).draw(llm.config.vocab, seed)[0][0] for seed in (1, 0))
         warm(llm, row.load)
-        for seed, what in ((2, "all at once, cache empty"), (3, "prefix in the cache")) if cached else ((3, "no prefix cache"),):
+        prompts, params = row.load.draw(llm.config.vocab, 1)
+        run(engines, llm, [other + own for own in prompts], [dataclasses.replace(p, max_tokens=2) for p in params])
+        llm.tree.clear()
+        most = llm.runner.cascade.most
+        for seed, what in ((2, EMPTY), (3, KNOWN), (4, EACH)) if cached else ((3, NONE),):
             prompts, params = row.load.draw(llm.config.vocab, seed)
+            llm.runner.cascade.most = 0 if what == EACH else most
             seconds, tokens = run(engines, llm, [prefix + own for own in prompts], params)
             yield f"token/s, {what}", tokens / seconds
             rates[what] = tokens / seconds
-        if cached:
-            yield "prompt tokens from the cache", llm.stats.cached_tokens / llm.stats.prompt_tokens
+            if what == KNOWN:
+                yield "prompt tokens from the cache", llm.stats.cached_tokens / llm.stats.prompt_tokens
+                yield "decodes that read it once", llm.stats.cascade_steps
+        llm.runner.cascade.most = most
         del llm
-    yield "times no prefix cache", rates["prefix in the cache"] / rates["no prefix cache"]
+    yield "times no prefix cache", rates[KNOWN] / rates[NONE]
+    yield "times a prefix read for each", rates[KNOWN] / rates[EACH]
 
 
 # ---- under load

@@ -5,6 +5,7 @@ make a tree of runs of pages; a plan cuts each path through it into at most `mos
 and the sequence's own rest. Which cuts are best is searched for by the time that the model below gives, over all of them.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,14 +16,30 @@ from torch import Tensor
 
 from onchip.core.device import Device
 from onchip.core.problem import Attention, Cost
-from onchip.kernels.attention import bytes_of_token
+from onchip.kernels.attention import PARTS, bytes_of_token
 from onchip.ops.cascade import Level
 
-LAUNCH = 5e-6  # seconds that one more attention call and its share of the merge take in a CUDA graph, before any byte is read
-REACHED = 0.5  # of the peak of matrix products, by a tile of many queries over pages
-TILE = 128  # rows of a tile there
+TILE = 128  # rows of a tile of many queries over pages
 FEW = 16  # queries up to which `triton_decode` reads them
 PART = 512  # keys at least that a part of a node has
+LEAST_WIDTH = 32  # pages of a table that stands for many
+
+
+class Rates(NamedTuple):
+    """What a kind of device makes of its figures: seconds of one more level beside its keys, how often their bytes go by, and the share of the peak of
+    matrix products that many queries reach."""
+
+    launch: float
+    reads: float
+    reached: float
+
+
+# 64 x (8k + 1k) on an H200, in a graph: a copy of the queries 5.8 us, the last merge 4.5, and what a launch over tiles takes at least.
+GPU = Rates(16e-6, 1, 0.5)
+EAGER = GPU._replace(launch=80e-6)  # of the host, where there is no graph: a launch over pages takes it 36 us, and then there are a copy and the merge
+# One thread, time of the processor: a level takes 0.3 to 0.5 ms (8 rows of 16 + 64 keys); a key for one row four times its bytes at the rate of a copy (it
+# is gathered, and its product is one row's: 0.2 us for 768 bytes, 2.2 for 4,096), for many rows a quarter of the peak.
+CPU = Rates(0.5e-3, 4, 0.25)
 
 
 class Run(NamedTuple):
@@ -50,50 +67,71 @@ class Plan(NamedTuple):
     seconds: float
     apart: float
 
-    def levels(self, device: torch.device) -> list[Level]:
-        """The shared levels as `cascade_attention` takes them."""
-        return [self._level(runs, parts, device) for runs, parts in zip(self.shared, self.parts, strict=True)]
+    @property
+    def starts(self) -> list[int]:
+        """The page at which what is its own begins, of each row, in order."""
+        starts = [0] * len(self.order)
+        for run in itertools.chain.from_iterable(self.shared):
+            for i in run.rows:
+                starts[i] += len(run.pages)
+        return starts
+
+    def levels(self, device: torch.device, rows: int = 0) -> list[Level]:
+        """The shared levels as `cascade_attention` takes them.
+
+        rows   of the batch, where graphs are to be few: those past the plan's own may read anything, and sizes are powers of two.
+        """
+        return [self._level(runs, parts, device, rows) for runs, parts in zip(self.shared, self.parts, strict=True)]
 
     def table(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`page_table` and `lengths` of what is each row's own."""
         return _table([pages for pages, _ in self.own], [keys for _, keys in self.own], device)
 
-    def _level(self, runs: list[Run], parts: int, device: torch.device) -> Level:
+    def _level(self, runs: list[Run], parts: int, device: torch.device, rows: int) -> Level:
+        runs, longest, width, batch = list(runs), max(len(run.rows) for run in runs), 0, rows or len(self.order)
+        if rows:
+            unused = range(len(self.order), rows)
+            longest, width = min(rows, power(max(longest, len(unused)))), max(LEAST_WIDTH, power(math.ceil(max(len(run.pages) for run in runs) / parts)))
+            if len(runs) > 1:
+                runs.append(Run(unused, []))
+                runs += [Run(range(rows, rows), [])] * (power(len(runs)) - len(runs))
         chunks = [math.ceil(len(run.pages) / parts) for run in runs]
         pages = [run.pages[p * size : (p + 1) * size] for p in range(parts) for run, size in zip(runs, chunks, strict=True)]
-        offsets = [p * len(self.order) + run.rows.start for p in range(parts) for run in runs] + [parts * len(self.order)]
-        table, lengths = _table(pages, [len(some) * self.page for some in pages], device)
-        longest = max(len(run.rows) for run in runs)
+        offsets = [p * batch + run.rows.start for p in range(parts) for run in runs] + [parts * batch]
+        table, lengths = _table(pages, [len(some) * self.page for some in pages], device, width)
         return Level(table, lengths, torch.tensor(offsets, dtype=torch.int32).to(device) if len(runs) > 1 else None, longest, parts)
 
 
 class _Fork(NamedTuple):
-    """A node of the tree of shared pages: neighbouring rows that agree up to page `end`."""
+    """A node of the tree of shared pages: neighbouring rows that agree up to page `end`, and are equal where it has no children."""
 
     rows: range
     end: int
     children: list["_Fork"]
 
 
-def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Sequence[int], device: Device, *, most: int = 2) -> Plan:
+def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Sequence[int], device: Device, *, most: int = 2, graph: bool = True) -> Plan:
     """The fastest way, by the model, to read a batch of sequences with at most `most` levels of shared pages.
 
     problem   the paged call: op "decode", with its heads, dim, dtype, page and len_q.
     pages     of each sequence, in order.        lengths   keys of each, those of the current queries included.
+    graph     whether a CUDA graph reads the plan, on a GPU; else the host launches each part of it.
 
-    The model: a run of pages takes the longer of its bytes at the device's bandwidth and its products at half the peak, and each level one
-    launch more, and results that are written and read once more. A pure function; time grows with the batch and with pages compared whole lists at once.
+    The model: a run of pages takes the longer of its bytes at the device's bandwidth and its products at a share of the peak, and each level one
+    launch more, and results that are written and read once more (`Rates`). A pure function; time grows with the batch and with pages compared whole
+    lists at once.
     """
     whole = [list(own[: max(0, n - problem.len_q) // problem.page]) for own, n in zip(pages, lengths, strict=True)]  # full pages that all queries see
     order = sorted(range(len(whole)), key=whole.__getitem__)
+    costs = _Costs(problem, device, [-(-lengths[i] // problem.page) for i in order], graph)
+    if sum(map(len, whole)) * costs.alone <= costs.level(len(order)):  # even if nobody had to read them
+        whole = [[] for _ in order]
     tree = _tree([whole[i] for i in order])
-    costs = _Costs(problem, device, [-(-lengths[i] // problem.page) for i in order])
     best = {}
     _search(tree, costs, most, best)
     apart = best[id(tree), 0, 0][0]
     levels = min(range(most + 1), key=lambda n: best[id(tree), 0, n][0] + n * costs.level(len(order)))
     shared: list[list[Run]] = [[] for _ in range(levels)]
-    starts = [0] * len(order)
     todo = [(tree, 0, levels, 0)]
     while todo:
         node, start, left, level = todo.pop()
@@ -101,53 +139,62 @@ def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Se
             row = order[node.rows.start]
             shared[level].append(Run(node.rows, whole[row][start : node.end]))
             start, left, level = node.end, left - 1, level + 1
-            for i in node.rows:
-                starts[i] = start
         todo += [(child, start, left, level) for child in node.children]
     shared = [_covering(sorted(runs, key=lambda run: run.rows.start), len(order)) for runs in shared if runs]
-    own = [(list(pages[i][start : -(-lengths[i] // problem.page)]), lengths[i] - start * problem.page) for i, start in zip(order, starts, strict=True)]
     seconds = best[id(tree), 0, levels][0] + len(shared) * costs.level(len(order))
-    return Plan(order, shared, [costs.parts(runs) for runs in shared], own, problem.page, seconds, apart)
+    plan = Plan(order, shared, [costs.parts(runs, len(shared)) for runs in shared], [], problem.page, seconds, apart)
+    for i, start in zip(order, plan.starts, strict=True):
+        plan.own.append((list(pages[i][start : -(-lengths[i] // problem.page)]), lengths[i] - start * problem.page))
+    return plan
 
 
 class _Costs:
     """The model: seconds of the parts of a plan, for one layer."""
 
-    def __init__(self, p: Attention, device: Device, pages: list[int]):
-        self.p, self.device, self.pages = p, device, pages  # pages of each row, the last part-filled one included
+    def __init__(self, p: Attention, device: Device, pages: list[int], graph: bool = True):
+        self.p, self.device, self.rates = p, device, CPU if device.kind == "cpu" else GPU if graph else EAGER
+        self.before = [0, *itertools.accumulate(pages)]  # of the rows before each one, the last part-filled ones included
         numbers = p.page * (p.dim + p.value_dim)
-        self.read = device.floor(Cost(0, p.page * p.kv_heads * bytes_of_token(p)), p.dtype).seconds  # a page
-        self.multiply = device.floor(Cost(2 * numbers * p.heads * p.len_q / REACHED, 0), p.dtype).seconds  # a page, for one reader
+        self.read = device.floor(Cost(0, self.rates.reads * p.page * p.kv_heads * bytes_of_token(p)), p.dtype).seconds  # a page
+        self.multiply = device.floor(Cost(2 * numbers * p.heads * p.len_q / self.rates.reached, 0), p.dtype).seconds  # a page, for one reader
+        self.alone = self.run(1, 1)
 
     def run(self, pages: int, readers: int) -> float:
         """So many pages, read once for so many rows."""
         return pages * max(self.read, readers * self.multiply)
 
+    def apart(self, rows: range, start: int) -> float:
+        """What rows have from page `start` on, each read for itself."""
+        return (self.before[rows.stop] - self.before[rows.start] - len(rows) * start) * self.alone
+
     def level(self, batch: int) -> float:
         """One level more: its launch, and its results written and read."""
         state = batch * self.p.len_q * self.p.heads * (self.p.value_dim * self.p.dtype.itemsize + 4)
-        return LAUNCH + 2 * state / self.device.bandwidth
+        return self.rates.launch + 2 * state / self.device.bandwidth
 
-    def parts(self, runs: list[Run]) -> int:
-        """Into how many the runs of a level are cut, so that the tiles fill the device."""
+    def parts(self, runs: list[Run], levels: int) -> int:
+        """Into how many the runs of a level are cut, a power of two, so that the tiles fill the device, and one launch merges the parts of all levels."""
+        if self.device.kind == "cpu":
+            return 1  # nodes go one after the other there
         rows = max(len(run.rows) for run in runs if run.pages) * self.p.len_q
         if rows <= FEW and rows * self.p.group <= 4 * FEW:
             return 1  # the kernel of few queries cuts keys itself
         tiles = sum(math.ceil(len(run.rows) * self.p.len_q * self.p.group / TILE) for run in runs if run.pages) * self.p.kv_heads
         longest = max(len(run.pages) for run in runs) * self.p.page
-        return max(1, min(self.device.sms // tiles, longest // PART))
+        return 1 << max(1, min(self.device.sms // tiles, longest // PART, (PARTS - 1) // levels)).bit_length() - 1
 
 
 def _tree(lists: list[list[int]]) -> _Fork:
-    """The tree of what sorted lists share at their beginnings. Its leaves are the rows; every other node has two children or more, but for the root."""
+    """The tree of what sorted lists share at their beginnings. Its leaves are equal rows; every other node has two children or more, but for the root."""
     root = _Fork(range(len(lists)), 0, [])
     open_nodes: list[tuple[int, int, list[_Fork]]] = [(0, 0, root.children)]  # (end, first row, children) on the way to the row before
-    shared = [0, *(_common(a, b) for a, b in pairwise(lists)), 0]
-    for row, own in enumerate(lists):
-        after = shared[row + 1]
-        leaf = _Fork(range(row, row + 1), len(own), [])
+    shared, begin = [*(_common(a, b) for a, b in pairwise(lists)), 0], 0
+    for row, (own, after) in enumerate(zip(lists, shared, strict=True)):
+        if row + 1 < len(lists) and after == len(own) == len(lists[row + 1]):
+            continue
+        leaf, begin = _Fork(range(begin, row + 1), len(own), []), row + 1
         if after > open_nodes[-1][0]:
-            open_nodes.append((after, row, []))
+            open_nodes.append((after, leaf.rows.start, []))
         open_nodes[-1][2].append(leaf)
         while after < open_nodes[-1][0]:
             end, first, children = open_nodes.pop()
@@ -166,14 +213,16 @@ def _search(tree: _Fork, costs: _Costs, most: int, best: dict) -> None:
     for node, ends in reversed(above):
         for start in ends:
             for left in range(most + 1):
-                if not node.children:
-                    best[id(node), start, left] = (sum(costs.run(costs.pages[i] - start, 1) for i in node.rows), False)
-                    continue
-                seconds, cut = sum(best[id(child), start, left][0] for child in node.children), False
-                if left and node.end > start:
-                    once = costs.run(node.end - start, len(node.rows)) + sum(best[id(child), node.end, left - 1][0] for child in node.children)
+                seconds, cut = _below(node, start, left, costs, best), False
+                if left and node.end > start and len(node.rows) > 1:
+                    once = costs.run(node.end - start, len(node.rows)) + _below(node, node.end, left - 1, costs, best)
                     seconds, cut = min((seconds, False), (once, True))
                 best[id(node), start, left] = (seconds, cut)
+
+
+def _below(node: _Fork, start: int, left: int, costs: _Costs, best: dict) -> float:
+    """Seconds of a node's rows from page `start` on, where no run ends at its end."""
+    return sum(best[id(child), start, left][0] for child in node.children) if node.children else costs.apart(node.rows, start)
 
 
 def _covering(runs: list[Run], batch: int) -> list[Run]:
@@ -187,8 +236,9 @@ def _covering(runs: list[Run], batch: int) -> list[Run]:
     return covering
 
 
-def _table(pages: list[list[int]], lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    width = max(1, *map(len, pages)) if pages else 1
+def _table(pages: list[list[int]], lengths: list[int], device: torch.device, width: int = 0) -> tuple[Tensor, Tensor]:
+    """Page table and lengths, of `width` pages or of as many as it takes."""
+    width = width or max([1, *map(len, pages)])
     table = torch.tensor([[*some, *[0] * (width - len(some))] for some in pages], dtype=torch.int32).view(len(pages), width)
     return table.to(device), torch.tensor(lengths, dtype=torch.int32).to(device)
 
@@ -196,10 +246,17 @@ def _table(pages: list[list[int]], lengths: list[int], device: torch.device) -> 
 def _common(a: list[int], b: list[int]) -> int:
     """How many elements two lists have in common from their start, by halving."""
     low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
     return low
+
+
+def power(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 __all__ = ["Plan", "Run", "plan_cascade"]

@@ -4,7 +4,6 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from onchip.engine.runner import Launched, Runner
 from onchip.engine.scheduler import Scheduler, Work
 from onchip.engine.setup import PrefixCache
 from onchip.engine.speculate import Speculation
+from onchip.engine.stats import Stats
 from onchip.engine.text import NoText, StopText
 from onchip.models import weights
 from onchip.models.encoder import Embedder
@@ -30,24 +30,6 @@ from onchip.models.tokenizer import Stream
 STEP_TOKENS = {"cuda": 8192, "cpu": 1024}  # of a step: prompts come in chunks, so that those who decode beside them wait a quarter of a second at most
 
 INVARIANT_CHUNK = 256  # tokens of a prompt's chunk where nothing may depend on what else runs
-
-
-@dataclass
-class Stats:
-    """What the engine did since the last `generate` began, or since it was made: tokens, seconds, bytes, and which kernel ran each operator."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0  # of these, that the prefix cache knew
-    new_tokens: int = 0
-    decoded_tokens: int = 0  # those of steps that only decoded
-    prefill_seconds: float = 0.0  # of steps with chunks of prompts in them
-    decode_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    cache_bytes: int = 0  # the most that was in use, by the prefix cache too
-    preemptions: int = 0
-    drafted_tokens: int = 0  # that a draft guessed
-    accepted_tokens: int = 0  # of these, that the model drew itself
-    kernels: dict[str, str] = field(default_factory=dict)
 
 
 class LLM:
@@ -62,7 +44,8 @@ class LLM:
     kv_format     what keys and values are quantised to as they are written: "int8", "e4m3", "int4/32", ... (see `Format`); None: they stay in dtype.
                   A prompt computed in one piece reads its own keys unrounded; what the prefix cache knew, an earlier chunk or a sample before had computed
                   is read as codes. So tokens may depend on what ran before or beside, unless `batch_invariant`, which reads codes throughout.
-    prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages. None: nothing is kept.
+    prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages, which requests that run together read once where that
+                  pays (cascade attention). None: nothing is kept.
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
     batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
                   time, pages for all a request may become. Slower.
@@ -288,6 +271,7 @@ class LLM:
             self.stats.kernels |= {d.problem.op: d.kernel.name for d in decisions}
         for request in prompts:
             self.scheduler.prompt_done(request)
+        self.stats.cascade_steps += launched.shared
         self._launched.append(launched)
         return launched.kind
 

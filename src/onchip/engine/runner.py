@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from onchip.cache.paged import PagePool
+from onchip.cache.sharing import power
+from onchip.engine.cascade import Cascade
 from onchip.engine.request import Request, TokenLogProbs
 from onchip.engine.scheduler import Work
 from onchip.engine.speculate import Rows, Speculation
@@ -49,6 +51,7 @@ class Launched(NamedTuple):
     prompts: list[tuple[Request, int, list[int], Tensor]]
     done: torch.cuda.Event | None
     kind: str  # "decode", or "prefill" where there were chunks of prompts
+    shared: bool = False  # whether what several rows have in common was read once
 
     def wait(self) -> list[list[int]]:
         """The new tokens of each request: one, or with drafts one and those accepted before it."""
@@ -84,12 +87,14 @@ class Runner:
         self.state = State(bucket(max_batch), pool.pages_for(longest), model.config.vocab, model.device)
         if speculation is not None and speculation.second is None:
             self.state.history = torch.zeros(self.state.size, longest, dtype=torch.int32, device=model.device)
-        self.graphs: dict[tuple[int, Wants], Captured] = {}
+        self.cascade = Cascade(model, pool, self.state.size)
+        self.graphs: dict[tuple[int, Wants, tuple], Captured] = {}  # by rows, what they want, and the kind of what they share
         self.rows: list[Request] = []
         self._asked: list[Request] = []  # the same requests, in the order in which they were given last
         self._pages: list[int] = []  # of each row, that its page table has
         self._wants = Wants()
         self._work: list[Work] | None = None  # of the last step, where that was a decode
+        self._planned: tuple[int, int] | None = None  # of how many of the rows the cascade's plan is, in a graph of how many
 
     @torch.inference_mode()
     def launch(self, work: list[Work]) -> Launched:
@@ -113,7 +118,7 @@ class Runner:
         """No request has a row, whatever came of the last step; all tokens have to be read by now."""
         for request in self.rows:
             request.seated = False
-        self._asked, self.rows, self._pages, self._wants, self._work = [], [], [], Wants(), None
+        self._asked, self.rows, self._pages, self._wants, self._work, self._planned = [], [], [], Wants(), None, None
         self.state.clear(0)
 
     # ---- rows
@@ -131,7 +136,7 @@ class Runner:
             self._wants = Wants.of(requests)
             self.state.keep(keep)
             self.state.clear(len(keep))
-            self._asked, self.rows, self._pages, kept = [], rows, pages, len(rows)
+            self._asked, self.rows, self._pages, self._planned, kept = [], rows, pages, None, len(rows)
             if new:
                 self.state.load(kept, new, self._wants)
             for request in new:
@@ -151,23 +156,40 @@ class Runner:
             for i in grown:
                 self._pages[i] = len(self.rows[i].pages.pages)
 
+    def _share(self, count: int, size: int) -> None:
+        """Plan what the first `count` rows share, where others were planned last, and put those side by side that read the same.
+
+        size   rows of the step's graph; 0 where there is none.
+        """
+        if self._planned == (count, size):
+            return
+        self._planned = count, size
+        order = self.cascade.plan([request.pages for request in self.rows[:count]], size)
+        if order is not None:
+            self.state.keep(order)
+            order += range(count, len(self.rows))
+            self.rows, self._pages = [self.rows[i] for i in order], [self._pages[i] for i in order]
+
     # ---- the two kinds of a step
 
     def _decode(self) -> Drawn:
         """One more token of each row."""
-        count = len(self.rows)
+        count, graphs = len(self.rows), self.model.device.type == "cuda"
+        drafts = self._drafts(bucket(count) if graphs else count, self._wants)
+        self._share(0 if drafts else count, bucket(count) if graphs else 0)
         if self._wants.mask:
             self.state.allow(self.rows)
-        if self.model.device.type != "cuda":
+        if not graphs:
             return self._step(self.state.rows(count), self._wants, max(len(r.pages.pages) for r in self.rows) * self.pool.page)
-        key = bucket(count), self._wants
+        key = bucket(count), self._wants, self.cascade.kind
         if key not in self.graphs:
-            self.graphs[key] = self._capture(*key)
+            self.graphs[key] = self._capture(*key[:2])
         self.graphs[key].graph.replay()
         return self.graphs[key].drawn
 
     def _chunks(self, work: list[Work], kept: int, prompts: list) -> Drawn | None:
         """Decodes and chunks of prompts end to end: first the `kept` rows, then the rows whose prompts end here, then chunks that do not end theirs."""
+        self._share(kept, 0)
         counts = {w.request: w.count for w in work}
         going = [w.request for w in work if not w.last]
         chunks = [Chunk(r, r.pages.length, counts[r]) for r in self.rows[kept:] + going]
@@ -182,11 +204,13 @@ class Runner:
             at = s.positions[:kept]
             old = torch.stack((s.tokens[:kept], at, self.pool.slots(s.page_table[:kept], at[:, None])[:, 0]))
             longs = torch.cat((old, longs), 1)
-            width = min(_power(max(len(r.pages.pages) for r in self.rows + going)), s.page_table.shape[1])
+            width = min(power(max(len(r.pages.pages) for r in self.rows + going)), s.page_table.shape[1])
             table = torch.cat((s.page_table[:, :width], upload(self.pool.table([r.pages for r in going], width), self.model.device)))
             ends = torch.tensor([chunk.start + chunk.size for chunk in chunks], dtype=torch.int32)
             lengths = torch.cat((at.int() + 1, upload(ends, self.model.device)))
-            step = Step(*longs, offsets=offsets, longest=min(_power(longest), longs.shape[1]), page_table=table, lengths=lengths)
+            if (shared := self.cascade.of(table[:kept], at)) is not None:
+                shared = shared._replace(offsets=offsets[kept:] - kept)
+            step = Step(*longs, offsets=offsets, longest=min(power(longest), longs.shape[1]), page_table=table, lengths=lengths, shared=shared)
         if any(request.slot >= 0 for request in self.rows + going):
             new = [torch.full((chunk.size,), chunk.request.slot, dtype=torch.int32) for chunk in chunks]
             step = step._replace(adapters=torch.cat((s.adapters[:kept], upload(torch.cat(new), self.model.device))))
@@ -206,7 +230,8 @@ class Runner:
             return Drawn(self.speculation.step(s, Rows(used, at, table)))
         slots = torch.where(used, self.pool.slots(table, at[:, None])[:, 0], -1)
         adapters = s.adapters if wants.adapter else None
-        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int(), adapters=adapters)
+        shared = self.cascade.of(table, s.positions)
+        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int(), adapters=adapters, shared=shared)
         return self._draw(s, self._forward(step), wants)
 
     def _drafts(self, size: int, wants: Wants) -> bool:
@@ -248,15 +273,15 @@ class Runner:
 
     def _results(self, drawn: Drawn | None, prompts: list, kind: str) -> Launched:
         """What was launched last, on its way to the host."""
-        count = len(self.rows)
+        count, shared = len(self.rows), bool(self.cascade.levels)
         tokens = self.state.tokens[:0] if drawn is None else drawn.tokens[:count]
         logprobs = None if drawn is None or drawn.logprobs is None else drawn.logprobs[:count]
         if self.model.device.type != "cuda":
-            return Launched(list(self.rows), tokens.clone(), logprobs, prompts, None, kind)
+            return Launched(list(self.rows), tokens.clone(), logprobs, prompts, None, kind, shared)
         logprobs = None if logprobs is None else logprobs.to("cpu", non_blocking=True)
         tokens, done = tokens.to("cpu", non_blocking=True), torch.cuda.Event()
         done.record()
-        return Launched(list(self.rows), tokens, logprobs, prompts, done, kind)
+        return Launched(list(self.rows), tokens, logprobs, prompts, done, kind, shared)
 
     def _capture(self, size: int, wants: Wants) -> Captured:
         """One CUDA graph of the step for `size` rows, sampler included; the run before it compiles the kernels. The state stays as it was."""
@@ -289,11 +314,6 @@ def _packed(chunks: list[Chunk], kept: int, page: int) -> tuple[Tensor, Tensor]:
 def bucket(count: int) -> int:
     """Rows of the graph that runs `count` sequences."""
     return next((size for size in BUCKETS if count <= size), -(-count // 256) * 256)
-
-
-def _power(count: int) -> int:
-    """The next power of two: few different Problems."""
-    return 1 << (count - 1).bit_length()
 
 
 def _packed_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

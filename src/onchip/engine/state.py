@@ -102,7 +102,7 @@ class State:
         self.positions[first:].fill_(-1)
 
     def keep(self, rows: list[int]) -> None:
-        """These rows, in ascending order, are the first ones from now on."""
+        """These rows, in this order, are the first ones from now on."""
         if rows == list(range(len(rows))):
             return
         index, count = upload(torch.tensor(rows), self.device), len(rows)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onchip.cache.paged import PagePool
 from onchip.core.kernel import Op
-from onchip.core.masks import Mask, Window
+from onchip.core.masks import Causal, Mask, Window
 from onchip.kernels.attention import DECODE, PREFILL
 from onchip.models.families import ModelConfig
 from onchip.models.gguf import View
@@ -22,10 +22,23 @@ from onchip.models.pieces import Places, whole
 from onchip.models.rope import rope_table
 from onchip.ops.activation import gated_act
 from onchip.ops.attention import PagedKV, attention_packed, paged_attention
+from onchip.ops.cascade import Level, cascade_attention
 from onchip.ops.fused import Append, QKNorm, rope_append
 
 SLAB = 64  # rows of a product that has to be the same whatever their number
 LONG = 1024  # queries of a chunk, more than kernels of few queries take
+
+
+class Shared(NamedTuple):
+    """What layers that see all keys read for rows that decode: `levels` once for those that share them, and what is left of each row's pages and keys.
+
+    page_table, lengths   int32 [rows, pages] and [rows].        offsets   int32 [chunks + 1], of the chunks behind the rows; None where there are none.
+    """
+
+    levels: list[Level]
+    page_table: Tensor
+    lengths: Tensor
+    offsets: Tensor | None = None
 
 
 class Step(NamedTuple):
@@ -37,6 +50,7 @@ class Step(NamedTuple):
     page_table, lengths of a decode or chunks: int32 [batch, pages] and [batch], the new tokens counted.
     adapters            int32 [tokens]: the LoRA adapter of each, a slot of the decoder's table, -1 for none. None: nobody has one.
     masks               one a layer in place of the config's: of a decode whose tokens of each sequence are a tree.
+    shared              of the first rows, which decode and stand side by side as it wants them. None: every row reads its keys for itself.
     """
 
     tokens: Tensor
@@ -48,6 +62,7 @@ class Step(NamedTuple):
     lengths: Tensor | None = None
     adapters: Tensor | None = None
     masks: tuple[Mask, ...] | None = None
+    shared: Shared | None = None
 
 
 class Layer:
@@ -136,12 +151,24 @@ class Decoder:
         }
         if step.page_table is None:
             return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=_of(PREFILL, self.kernel)).flatten(1)
+        if step.shared is not None and isinstance(how["mask"], Causal):
+            return self._attend_shared(q, pool.layer(i), step, how).flatten(1)
         cache = PagedKV(*pool.layer(i), step.page_table, step.lengths)
         if step.offsets is not None:
             chunks = {"q_offsets": step.offsets, "longest": step.longest}
             return paged_attention(q, cache, **chunks, **how, kernel=_of(DECODE, self.kernel, packed=True)).flatten(1)
         each = q.unflatten(0, (len(step.lengths), -1))
         return paged_attention(each, cache, **how, kernel=_of(DECODE, self.kernel)).flatten(2).flatten(0, 1)
+
+    def _attend_shared(self, q: Tensor, kv: tuple[Tensor, Tensor], step: Step, how: dict) -> Tensor:
+        """`[tokens, heads, dim]`: rows that decode by levels, the chunks behind them over their pages."""
+        levels, table, lengths, offsets = step.shared
+        rows = len(lengths)
+        read = cascade_attention(q[:rows, None], PagedKV(*kv, table, lengths), levels, scale=how["scale"], softcap=how["softcap"])[:, 0]
+        if offsets is None:
+            return read
+        chunks = PagedKV(*kv, step.page_table[rows:], step.lengths[rows:])
+        return torch.cat((read, paged_attention(q[rows:], chunks, q_offsets=offsets, longest=step.longest, **how)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of hidden states `[rows, width]`."""
