@@ -49,6 +49,7 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "adamw": Rows("adamw", 300, 1 << 27, BF16, "fp32 moments"),
     "grad_norm": Rows("grad_norm", 300, 1 << 27, BF16),
     "low_rank": Rows("low_rank", 63, 4096, BF16, "from 1024 rank 16 parts 2048+1024+1024 of 8"),
+    "skinny_linear": Rows("skinny_linear", 1, 4096, BF16, "from 1024 norm silu bias residual"),
     "denoise": Rows("denoise", 2, 16384, BF16, "second guided"),
     "softmax": Rows("softmax", 63, 4096, BF16, "log mask"),
     "softmax_backward": Rows("softmax_backward", 63, 4096, BF16, "log"),
