@@ -64,7 +64,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on to --max-tokens")] = False,
     dtype: Dtype = None,
     device: Device = None,
-    kernel: Annotated[str, typer.Option(help="attention's kernel by name; it runs or says why not")] = "auto",
+    kernel: Annotated[str, typer.Option(help="attention's kernel by name; it runs or says why not. Or triton_skinny, for products of few rows")] = "auto",
     max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence; default: the model's context")] = None,
     cache_gib: Annotated[float | None, typer.Option(help="memory for keys and values")] = None,
     kv_format: Annotated[str | None, typer.Option(help="keys and values quantised: int8, e4m3, int4/32, ...")] = None,

@@ -87,9 +87,18 @@ def _select(problem: Problem, device: torch.device | Device, kernel: str) -> Dec
     raise Unsupported(f"{op.name}: no kernel takes {problem} on {facts.name}: {_sentences(refused)}")
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def fused(problem: Problem, device: torch.device, kernel: str = "auto") -> str | None:
+    """The name of the kernel that would take all of `problem` in one pass over memory, the one asked for if it can; None where only plain torch is left."""
+    facts = devices.of(device)
+    able = (k.name for k in OPS[problem.op].kernels if not k.portable and not (k.refuses if k.name == kernel else k.leaves)(problem, facts))
+    return next(able, None)
+
+
 def forget() -> None:
     """Drop every decision, so that changed settings are read again."""
     _select.cache_clear()
+    fused.cache_clear()
 
 
 def _sentences(refused) -> str:

@@ -332,7 +332,7 @@ def test_a_kernel_that_does_not_exist(folder):
     with pytest.raises(
         onchip.Unsupported,
         match="kernel 'flash' does not exist; attention has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, hopper_decode, hopper_paged, "
-        "hopper_mla, register_decode, triton_decode, triton_shares, triton_paged, or leave auto",
+        "hopper_mla, register_decode, triton_decode, triton_shares, triton_paged, products of few rows triton_skinny, or leave auto",
     ):
         LLM(folder, device="cpu", kernel="flash")
 

@@ -167,5 +167,7 @@ def tokenizer_of(path: Path) -> Tokenizer | None:
 
 def check_kernel(name: str) -> None:
     known = {kernel.name: op for op in (dispatch.OPS["prefill"], dispatch.OPS["decode"]) for kernel in op.kernels}
-    if name not in known:
-        raise Unsupported(f"kernel {name!r} does not exist; attention has {', '.join(known)}, or leave auto")
+    products = [kernel for kernel in dispatch.OPS["skinny_linear"].kernels if not kernel.portable]
+    if name not in known and name not in (kernel.name for kernel in products):
+        few = ", ".join(kernel.name for kernel in products)
+        raise Unsupported(f"kernel {name!r} does not exist; attention has {', '.join(known)}, products of few rows {few}, or leave auto")
