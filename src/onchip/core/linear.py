@@ -17,6 +17,7 @@ class Around(NamedTuple):
     """The tensors and numbers of `act(norm(x) W^T + bias) + residual` beside x and W, as kernels get them; the Problem says which are there.
 
     bias   [out], of a gated product [2 out].      residual   [rows, out].      alpha, limit   of a clipped gate.
+    constant   W, the norm's weight and the bias may be read before kernels launched earlier are done.
     """
 
     norm: RowNorm | None = None
@@ -24,3 +25,4 @@ class Around(NamedTuple):
     residual: Tensor | None = None
     alpha: float = 0.0
     limit: float = 0.0
+    constant: bool = False

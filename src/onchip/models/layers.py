@@ -47,7 +47,7 @@ class Linear:
     def around(self, x: Tensor, kernel: str, norm: "Norm | None" = None, act: str | None = None, residual: Tensor | None = None) -> Tensor:
         """`act(norm(x) @ weight.T + bias) + residual` of few rows, by the kernel of that name."""
         before = None if norm is None else RowNorm(norm.weight, norm.eps, norm.offset)
-        return skinny_linear(x, self.weight, norm=before, bias=self.bias, act=act, residual=residual, kernel=kernel)
+        return skinny_linear(x, self.weight, norm=before, bias=self.bias, act=act, residual=residual, constant=True, kernel=kernel)
 
     @property
     def kernel(self) -> str:

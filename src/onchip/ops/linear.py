@@ -17,6 +17,7 @@ def skinny_linear(
     act: str | Clipped | None = None,
     layout: str = "halves",
     residual: Tensor | None = None,  # [rows, out]
+    constant: bool = False,
     kernel: str = "auto",
 ) -> Tensor:
     """`act(norm(x) weight^T + bias) + residual`, `[rows, out]`; on a GPU with sums in float32 and one rounding at the end.
@@ -24,11 +25,13 @@ def skinny_linear(
     norm      RMSNorm of x: `RowNorm(weight, eps, offset)`.
     act       a gate as `gated_act` has it, of a weight that holds rows of gates and of ups; `layout` says where.
     residual  what is added last: the stream of a decoder, which the next call then normalises by itself.
+    constant  True says that nothing launched before and still running writes weight, norm.weight or bias, as is so of a model's: on Hopper and later they
+              are then read before the kernel in front has ended, which is most of the speed of small products.
     Raises ValueError for shapes or dtypes that disagree. No gradients: this is for inference.
     """
     _check(x, weight, norm, bias, act, layout, residual)
     clipped = act if isinstance(act, Clipped) else Clipped()
-    around = Around(norm, bias, residual, *clipped)
+    around = Around(norm, bias, residual, *clipped, constant)
     return select(skinny_problem(x, len(weight), around, act, layout), x.device, kernel).launch(x, weight, around)
 
 

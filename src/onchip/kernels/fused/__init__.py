@@ -230,7 +230,7 @@ def _norm_by_tensor_cores(p: Rows) -> str | None:
 
 
 def _not_timed(p: Rows) -> str | None:
-    """To turn the kernel on for a decoder's steps, return None for what it is faster at: `bench rows --only skinny` and AGENTS.md have the figures."""
+    """To turn the kernel on for a decoder's steps, return None for what it is faster at: `onchip bench rows --only skinny` measures it."""
     return "it has not been timed on a GPU; kernel='triton_skinny' asks for it"
 
 

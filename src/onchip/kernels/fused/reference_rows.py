@@ -10,7 +10,6 @@ from onchip.core import philox
 from onchip.core.linear import Around
 from onchip.core.low_rank import LowRank, Route
 from onchip.core.problem import Rope, Rows, exact_of
-from onchip.kernels.fused.reference import rms_norm
 
 ACT = {
     "silu": F.silu,
@@ -109,10 +108,10 @@ def embedding_backward(problem: Rows, config: None, ids: Tensor, d_out: Tensor, 
 
 def skinny_linear(problem: Rows, config: None, x: Tensor, weight: Tensor, around: Around) -> Tensor:
     """act(norm(x) W^T + bias) + residual, [rows, out], step by step, each rounded to x's dtype."""
-    words = problem.variant.split()[2:]
-    act = [word for word in words if word not in ("norm", "bias", "residual")]
+    act = [word for word in problem.variant.split()[2:] if word not in ("norm", "bias", "residual")]
     if around.norm is not None:
-        x = rms_norm(problem._replace(width=x.shape[1]), None, x, around.norm.weight, around.norm.eps, None, around.norm.offset)
+        exact, (scale, eps, offset) = exact_of(x.dtype), around.norm
+        x = F.rms_norm(x.to(exact), scale.shape, scale.to(exact) + offset, eps).to(x.dtype)
     y = F.linear(x, weight, around.bias)
     if act:
         y = gated_act(problem._replace(variant=" ".join(act)), None, y, None, around.alpha, around.limit)

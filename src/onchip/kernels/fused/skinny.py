@@ -11,8 +11,8 @@ way, or all that there is for it, in loads of 16 (DEPTH steps, each fetched anew
     TOGETHER 3 to 16 rows: tensor cores, W as the long side and 8 or 16 rows of x as the narrow one; the warps of a program have the same rows of W and
              columns of their own, and their sums are added up in order at the end. Rows come to the product rounded to W's dtype, after the norm's weight.
 
-Small products last 2 to 4 us, most of which is latency. With programmatic dependent launch a program starts while the kernel before it runs, and has its first
-DEPTH steps of W, the norm's weight and the bias on their way before it waits for that kernel; only then it reads x and the residual.
+Small products last 2 to 4 us, most of which is latency. With programmatic dependent launch a program starts while the kernel before it runs, and where weights
+are CONSTANT has its first DEPTH steps of W, the norm's weight and the bias on their way before it waits for that kernel; only then it reads x and the residual.
 """
 
 from typing import NamedTuple
@@ -119,15 +119,17 @@ def _total_of_squares(squares, DOT: tl.constexpr):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear(
     x_ptr, x_stride, w_ptr, w_stride, norm_ptr, bias_ptr, residual_ptr, residual_stride, y_ptr, rows, outs, eps, offset, alpha, limit, down, apart,
-    WIDTH: tl.constexpr, ACT: tl.constexpr, EARLY: tl.constexpr, DOT: tl.constexpr,
+    WIDTH: tl.constexpr, ACT: tl.constexpr, EARLY: tl.constexpr, CONSTANT: tl.constexpr, DOT: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Gates are rows `down` n of W, ups `apart` further on. DOT: warps have columns of their own, else rows of W."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+        if not CONSTANT:
+            tl.extra.cuda.gdc_wait()
     PARTS: tl.constexpr = 1 if ACT == "" else 2
     TILES: tl.constexpr = 1 if DOT else ROWS
     STEP: tl.constexpr = WARPS * BLOCK_K if DOT else BLOCK_K
@@ -221,12 +223,12 @@ def launch(problem: Rows, config: Tiles, x: torch.Tensor, weight: torch.Tensor, 
     norm, residual = around.norm, around.residual
     early = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] >= 9
     options = ({"launch_pdl": True} if early else {}) | ({"maxnreg": REGISTERS} if config.dot and torch.version.hip is None else {})
+    tiles = {"DOT": config.dot, "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "DEPTH": config.depth, "WARPS": config.warps}
     grid = (triton.cdiv(outs, config.block_n if config.dot else config.block_n * config.warps),)
     _linear[grid](
         x, x.stride(0) if rows > 1 else width, weight, weight.stride(0), None if norm is None else norm.weight, around.bias,
         residual, 0 if residual is None else residual.stride(0), y, rows, outs, *((0.0, 0.0) if norm is None else norm[1:]),
         around.alpha, around.limit, down, apart,
-        WIDTH=width, ACT=act_of(words), EARLY=early, DOT=config.dot, ROWS=config.rows, BLOCK_N=config.block_n, BLOCK_K=config.block_k, DEPTH=config.depth,
-        WARPS=config.warps, num_warps=config.warps, num_stages=1, **options,
+        WIDTH=width, ACT=act_of(words), EARLY=early, CONSTANT=around.constant, **tiles, num_warps=config.warps, num_stages=1, **options,
     )  # fmt: skip
     return y
