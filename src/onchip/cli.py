@@ -352,6 +352,7 @@ def _typical() -> list:
         *(Rope(op, 4096, 32, 8, 128, 128, bf16, "neox", False, False) for op in ("rotary", "rotary_backward")),
         *(Rows(op, 4096, 4096, bf16, "of 128256") for op in ("embedding", "embedding_backward")),
         Rows("low_rank", 64, 4096, bf16, "from 4096 rank 16 parts 1 of 8"),
+        Rows("skinny_linear", 1, 6144, bf16, "from 4096 norm"),
         Rows("dropout_add", 4096, 4096, bf16, "residual"),
         Rows("hadamard", 4096, 4096, bf16),
         *(Rows(op, 291, 8 << 30, bf16, words) for op, words in (("adamw", "fp32 moments"), ("grad_norm", ""))),
