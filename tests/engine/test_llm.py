@@ -335,6 +335,8 @@ def test_a_kernel_that_does_not_exist(folder):
         "hopper_mla, register_decode, triton_decode, triton_shares, triton_paged, products of few rows triton_skinny, or leave auto",
     ):
         LLM(folder, device="cpu", kernel="flash")
+    with pytest.raises(onchip.Unsupported, match=r"skinny_linear: kernel='triton_skinny' refused .*dtype fp32 is not one of bf16, fp16"):
+        LLM(folder, device="cpu", kernel="triton_skinny", dtype="fp32")
 
 
 def test_weights_of_another_model(folder, tmp_path):
