@@ -354,6 +354,7 @@ def test_skinny(rows, outs, width, words, arch):
         before, after = facts.ptx.split("griddepcontrol.wait")
         steps = tiles.block_n * tiles.block_k * tiles.depth * (2 if act else 1) // 256  # loads of a thread, of 8 numbers each
         assert len(re.findall(r"ld\.global[.\w:]*v4\.b32", before)) >= steps and "griddepcontrol.launch_dependents" in before
+        assert before.count("ld.global") == steps + tiles.depth * ("norm" in words) + ("bias" in words), "and nothing of x or the residual"
         waits = compile_for(skinny._linear, signature, constexprs | {"CONSTANT": False}, arch, tiles.warps, 1, aligned, most_registers=most)
         assert "ld.global" in after and "ld.global" not in waits.ptx.partition("griddepcontrol.wait")[0]
 

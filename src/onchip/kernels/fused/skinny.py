@@ -30,6 +30,7 @@ VECTOR = tl.constexpr(8)  # numbers of 16 bits in 16 bytes
 ALONE = 2  # rows that go without tensor cores: 4 would take 60% of a GPU's instructions, and twice as long where clocks are low
 FLIGHT = 8  # loads of W that a thread has on their way: 128 bytes, so that two kernels' programs fit on a multiprocessor side by side
 FILL = 2  # programs a multiprocessor, before a warp gets more rows of W
+FULL = 0.75  # programs a multiprocessor, 32 KB in flight each, before a program gets 32 rows of W: 16 rows of x for 16 of W are as many bytes of L2 again
 REGISTERS = 128  # of a thread of eight warps, so that a multiprocessor has two such programs; ptxas would take 138 of the widest (16 rows, gated)
 
 
@@ -198,7 +199,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     else:
         rows = 8 if problem.rows <= 8 and device.kind == "cuda" else 16
         shapes = [Tiles(rows, n, 32, _depth(width, 256, n * parts // 8), 8, True) for n in (32, 16) if n * parts <= 32]
-        fits = [tiles for tiles in shapes if triton.cdiv(problem.width, tiles.block_n) >= device.sms]
+        fits = [tiles for tiles in shapes if triton.cdiv(problem.width, tiles.block_n) >= FULL * device.sms]
     best = fits[0] if fits else shapes[-1]
     return [best, *(tiles for tiles in shapes if tiles != best)]
 
