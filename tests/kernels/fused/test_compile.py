@@ -322,7 +322,7 @@ def test_denoise(arch):
 @everywhere
 @pytest.mark.parametrize(
     ("rows", "outs", "width", "words"),
-    [(1, 6144, 4096, "norm"), (2, 576, 1536, "bias residual"), (8, 960, 576, "norm silu"), (16, 14336, 4096, "norm silu")],
+    [(1, 6144, 4096, "norm"), (2, 576, 1536, "bias residual"), (16, 14336, 4096, "norm silu")],
 )
 def test_skinny(rows, outs, width, words, arch):
     """On Hopper all weights of the first steps are on their way before the kernel that came before is waited for; of 1 and 2 rows nothing goes by shared

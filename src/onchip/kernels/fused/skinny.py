@@ -153,11 +153,11 @@ def _linear(
     for m in tl.static_range(TILES):
         row = tl.arange(0, ROWS)[None, :, None] if DOT else m + warp * 0
         x_at += (row * x_stride,)
-        there += (row < rows,)
+        there += (row < (rows if DOT else ROWS),)  # alone, there are as many as ROWS
         squares += (tl.zeros([WARPS, ROWS if DOT else 1, BLOCK_K // VECTOR], tl.float32),)
         if residual_ptr is not None:
             to = tl.arange(0, ROWS)[None, None, :] if DOT else m
-            streams += (tl.load(residual_ptr + to * residual_stride + n, mask=real & (to < rows), other=0.0),)
+            streams += (tl.load(residual_ptr + to * residual_stride + n, mask=real & (to < (rows if DOT else ROWS)), other=0.0),)
     for _ in tl.static_range(PARTS * TILES):
         sums += (tl.zeros([WARPS, BLOCK_N, ROWS if DOT else BLOCK_K // VECTOR], tl.float32),)
     for d in tl.static_range(DEPTH):
@@ -182,7 +182,7 @@ def _linear(
         if residual_ptr is not None:
             y += streams[m].to(tl.float32)
         to = tl.arange(0, ROWS)[None, None, :] if DOT else m
-        tl.store(y_ptr + to * outs + n, y.to(y_ptr.dtype.element_ty), mask=real & (to < rows))
+        tl.store(y_ptr + to * outs + n, y.to(y_ptr.dtype.element_ty), mask=real & (to < (rows if DOT else ROWS)))
 
 
 # ---- host
