@@ -88,17 +88,17 @@ def _select(problem: Problem, device: torch.device | Device, kernel: str) -> Dec
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def fused(problem: Problem, device: torch.device, kernel: str = "auto") -> str | None:
-    """The name of the kernel that would take all of `problem` in one pass over memory, the one asked for if it can; None where only plain torch is left."""
+def native(problem: Problem, device: torch.device, kernel: str = "auto") -> str | None:
+    """The name of the kernel that is not plain torch and would run `problem`: the one asked for if it can, else the menu's first; None where there is none."""
     facts = devices.of(device)
-    able = (k.name for k in OPS[problem.op].kernels if not k.portable and not (k.refuses if k.name == kernel else k.leaves)(problem, facts))
-    return next(able, None)
+    kernels = sorted((k for k in OPS[problem.op].kernels if not k.portable), key=lambda k: k.name != kernel)
+    return next((k.name for k in kernels if not (k.refuses if k.name == kernel else k.leaves)(problem, facts)), None)
 
 
 def forget() -> None:
     """Drop every decision, so that changed settings are read again."""
     _select.cache_clear()
-    fused.cache_clear()
+    native.cache_clear()
 
 
 def _sentences(refused) -> str:

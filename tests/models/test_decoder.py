@@ -176,7 +176,7 @@ def test_products_with_what_stands_around_them(folders, kind, monkeypatch):
     monkeypatch.setattr("onchip.models.layers._onednn_takes", lambda dtype: False)
     plain, none = few_rows(folders(kind), CPU)
     asked = []
-    monkeypatch.setattr("onchip.models.decoder.fused", lambda problem, *_: asked.append(problem) or "reference")
+    monkeypatch.setattr("onchip.models.decoder.native", lambda problem, *_: asked.append(problem) or "reference")
     ours, count = few_rows(folders(kind), CPU)
     assert none == 0 and count == (2 if kind.startswith("gemma") else 26) and {problem.rows for problem in asked} == {9, 1}
     assert torch.equal(ours, plain)

@@ -13,7 +13,7 @@ from onchip.cache.paged import PagePool
 from onchip.core.kernel import Op
 from onchip.core.masks import Mask, Window
 from onchip.core.problem import Rows
-from onchip.dispatch import fused
+from onchip.dispatch import native
 from onchip.kernels.attention import DECODE, PREFILL
 from onchip.kernels.fused import SKINNY_LINEAR
 from onchip.models.families import ModelConfig
@@ -129,11 +129,11 @@ class Decoder:
         return x
 
     def _few(self, rows: int, out: int, *act: str) -> str | None:
-        """The kernel that takes a norm and a product of so few rows in one, if the menu has one for this model."""
+        """The kernel that takes a norm and a product of so few rows in one, if the menu has one for this model: of a layer it is asked for gates and ups."""
         if self.parallel.of > 1 or self.batch_invariant:
             return None
         problem = Rows("skinny_linear", rows, out, self.dtype, " ".join((f"from {self.config.width} norm", *act)))
-        return fused(problem, self.device, _of(SKINNY_LINEAR, self.kernel))
+        return native(problem, self.device, _of(SKINNY_LINEAR, self.kernel))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self.parallel.of == 1:
