@@ -60,11 +60,13 @@ def compile_for(
     num_stages: int = 3,
     aligned: tuple[str, ...] = (),
     ctas: int = 1,
+    most_registers: int = 0,
 ) -> Facts:
     """Compile the JITFunction `fn` for `arch` ("sm_80", "sm_90", "gfx942") without a GPU.
 
     signature    {argument: type}: "*bf16", "i32", "fp32", "tensordesc<bf16[1,1,64,128]>", or a tuple of such; an argument passed as None is a constexpr.
     aligned      integers that are multiples of 16 in a launch; pointers always are.      ctas   of a cluster.
+    most_registers   of a thread (`maxnreg`); 0: no limit.
     Raises RuntimeError with ptxas's own words when it refuses the code. Skips the test under TRITON_INTERPRET.
     """
     if not isinstance(fn, JITFunction):
@@ -75,7 +77,8 @@ def compile_for(
     source = (GluonASTSource if fn.is_gluon() else ASTSource)(fn, types, dict(constexprs), divisible)
     kind, _, number = arch.rpartition("_") if arch.startswith("sm_") else ("hip", "", arch)
     target = GPUTarget("hip", number, 64) if kind == "hip" else GPUTarget("cuda", int(number), 32)
-    return assembled(source, target, {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": ctas}, arch)
+    options = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": ctas} | ({"maxnreg": most_registers} if most_registers else {})
+    return assembled(source, target, options, arch)
 
 
 def assembled(source, target: GPUTarget, options: Mapping[str, object], arch: str) -> Facts:

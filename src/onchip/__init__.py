@@ -19,6 +19,7 @@ _NAMES = {
     "onchip.ops.formats": ("channel_scale", "quantise_cache"),
     "onchip.ops.latent": ("attend_latent", "dequantise_latent", "quantise_latent"),
     "onchip.ops.sparse": ("PageBounds", "append_bounds", "attend_pages", "attend_tokens", "page_bounds", "page_scores", "top_pages"),
+    "onchip.ops.linear": ("RowNorm", "skinny_linear"),
     "onchip.ops.low_rank": ("LowRank", "add_low_rank", "route_adapters"),
     "onchip.ops.fused": ("Append", "QKNorm", "rope_append"),
     "onchip.ops.activation": ("Clipped", "activate", "gated_act"),

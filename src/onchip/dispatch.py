@@ -87,9 +87,18 @@ def _select(problem: Problem, device: torch.device | Device, kernel: str) -> Dec
     raise Unsupported(f"{op.name}: no kernel takes {problem} on {facts.name}: {_sentences(refused)}")
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def native(problem: Problem, device: torch.device, kernel: str = "auto") -> str | None:
+    """The name of the kernel that is not plain torch and would run `problem`: the one asked for if it can, else the menu's first; None where there is none."""
+    facts = devices.of(device)
+    kernels = sorted((k for k in OPS[problem.op].kernels if not k.portable), key=lambda k: k.name != kernel)
+    return next((k.name for k in kernels if not (k.refuses if k.name == kernel else k.leaves)(problem, facts)), None)
+
+
 def forget() -> None:
     """Drop every decision, so that changed settings are read again."""
     _select.cache_clear()
+    native.cache_clear()
 
 
 def _sentences(refused) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import onchip
 from judge import assert_as_good_as_torch
 from onchip.cache.paged import PageList, PagePool
 from onchip.engine.llm import LLM
@@ -17,8 +18,10 @@ from onchip.models import weights
 from onchip.models.decoder import Decoder, Step
 from onchip.models.families import FAMILIES, ModelConfig
 from onchip.models.gguf import ModelError
+from tiny import save
 
 transformers = pytest.importorskip("transformers")
+CPU = torch.device("cpu")
 TINY = {
     "vocab_size": 320,
     "hidden_size": 64,
@@ -85,9 +88,9 @@ def folders(tmp_path_factory):
     return folder
 
 
-def decoder(path, dtype=torch.float32, positions=512) -> tuple[Decoder, PagePool]:
+def decoder(path, dtype=torch.float32, positions=512, device=CPU) -> tuple[Decoder, PagePool]:
     config = ModelConfig.read(weights.read_config(path))
-    model = Decoder(config, dtype=dtype, device=torch.device("cpu"))
+    model = Decoder(config, dtype=dtype, device=device)
     model.load(weights.tensors(path, dtype))
     model.prepare(positions)
     pool = PagePool(config.layers, 64, 16, config.kv_heads, config.dim, dtype=dtype, device=model.device)
@@ -150,6 +153,44 @@ def test_bf16_errs_no_more_than_transformers(folders, kind):
     ids = torch.randint(1, 320, (90,))
     low = theirs(ids[None]).logits[0]
     assert_as_good_as_torch(prefill(model, pool, ids, PageList()), low, theirs.float()(ids[None]).logits[0])
+
+
+# ---- few rows
+
+
+def few_rows(path, device, name="auto", dtype=torch.bfloat16, change=None):
+    """Logits of a prompt of 9 tokens and of the 10th, and how many products had something around them."""
+    model, pool = decoder(path, dtype, device=device)
+    model.kernel, ids, pages = name, torch.arange(1, 11, device=device), PageList()
+    if change:
+        change(model)
+    with onchip.record() as decisions, torch.device(device):
+        found = torch.cat((prefill(model, pool, ids[:9], pages), decode(model, pool, ids[9], pages)))
+    return found, sum(d.problem.op == "skinny_linear" for d in decisions)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", [k for k in MODELS if "-" not in k] + ["llama-mha-biases", "llama-geglu"])
+def test_products_with_what_stands_around_them(folders, kind, monkeypatch):
+    """The layer of four such products is the layer of eight operators, to the bit where plain torch computes both; Gemma's head alone goes this way."""
+    monkeypatch.setattr("onchip.models.layers._onednn_takes", lambda dtype: False)
+    plain, none = few_rows(folders(kind), CPU)
+    asked = []
+    monkeypatch.setattr("onchip.models.decoder.native", lambda problem, *_: asked.append(problem) or "reference")
+    ours, count = few_rows(folders(kind), CPU)
+    assert none == 0 and count == (2 if kind.startswith("gemma") else 26) and {problem.rows for problem in asked} == {9, 1}
+    assert torch.equal(ours, plain)
+    assert few_rows(folders(kind), CPU, change=Decoder.make_invariant)[1] == 0
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_the_kernel_of_few_rows_by_name(tmp_path, device, monkeypatch):
+    monkeypatch.setattr("onchip.models.layers._onednn_takes", lambda dtype: False)  # in the interpreter kernels read the plain weights
+    path = save(tmp_path / "tiny", num_hidden_layers=1)
+    (ours, count), (low, none) = (few_rows(path, device, name) for name in ("triton_skinny", "auto"))
+    assert (count, none) == (10, 0)
+    assert_as_good_as_torch(ours, low, few_rows(path, device, dtype=torch.float32)[0])
 
 
 # ---- Gemma

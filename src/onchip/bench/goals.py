@@ -27,6 +27,7 @@ SERVE = (  # row, figure, asked, and whether that is the most
     ("16 at once, SmolLM2-135M", "times transformers", 1.5, False),
 )
 PRODUCTS = ("linear_", "token_")  # whose floor is arithmetic
+SKINNY = "skinny"  # products of few rows: goals of their own
 BASE = "32x4k"  # bf16, page 16: what other pages, heads and formats stand beside
 
 
@@ -100,7 +101,7 @@ def rows(result: dict) -> list[dict]:
 
 def _rows(timed: list[tuple[Row, dict]]) -> Iterator[Goal]:
     """Of rows and their costs."""
-    bound = [(row, cost) for row, cost in timed if not row.group.startswith(PRODUCTS)]
+    bound = [(row, cost) for row, cost in timed if not row.group.startswith((*PRODUCTS, SKINNY))]
     large = [row for row, cost in bound if cost["bytes"] >= LEAST]
     small = [row for row, _ in bound if row.x in TINY and row.peers]
     yield _goal("share of the copy bandwidth, 64 MiB and more", 0.92, {_at(row): row.share for row in large})
@@ -110,6 +111,9 @@ def _rows(timed: list[tuple[Row, dict]]) -> Iterator[Goal]:
         yield _goal(f"times torch.compile, {begin}", asked, {_at(row): row.over("torch.compile") for row, _ in timed if row.group.startswith(begin)})
     for group, what, unit, asked in STEPS:
         yield _goal(f"{unit}, {group}", asked, {_at(row): cost[what] / row.seconds / 1e12 for row, cost in timed if row.group == group})
+    few = {_at(row): row for row, _ in timed if row.group.startswith(SKINNY)}
+    yield _goal("share of the copy bandwidth, products of 1 row", 0.8, {at: row.share for at, row in few.items() if row.x.startswith("1x")})
+    yield _goal("times the speed of the best peer, products of few rows", 1.0, {at: row.over("") for at, row in few.items()})
     for x, asked in JOINT:
         found = [row for row, _ in timed if (row.group, row.x) == ("sample, joint", x)]
         yield _goal(f"microseconds, joint sampling, {x}", asked, {row.x: 1e6 * row.seconds for row in found}, most=True)

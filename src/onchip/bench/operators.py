@@ -12,10 +12,12 @@ from onchip.bench.operators_steps import STEPS
 from onchip.bench.operators_vocabulary import LOSSES, SAMPLING
 from onchip.bench.row_operator import ENDS, WIDTHS, Operator, draw, flashinfer, halves, liger, of, quack, same, vector, wide
 from onchip.core.norms import Residual, RowCodes, SiluGate
-from onchip.core.problem import Dropout, Groups, Problem, Rope
+from onchip.core.problem import Cost, Dropout, Groups, Problem, Rope, Rows
+from onchip.dispatch import OPS
 from onchip.models.rope import rope_table
 from onchip.ops.activation import Clipped, activate, gated_act
 from onchip.ops.group_norm import group_norm
+from onchip.ops.linear import RowNorm, skinny_linear
 from onchip.ops.lookup import dropout_add, embedding, hadamard
 from onchip.ops.norm import layer_norm, modulated_norm, rms_norm
 from onchip.ops.rotary import rotary
@@ -207,4 +209,86 @@ ROWS = {
 }  # fmt: skip
 
 
-OPERATORS: dict[str, Operator] = {**NORMS, **ROWS, **LOSSES, **SAMPLING, **STEPS}
+# ---- products of few rows
+
+
+def _skinny(out: int, width: int, words: str) -> Operator:
+    """Llama-3-8B's weight of `out` rows and `width` columns, for 1 and 16 rows of x; of another size as tall and wide in proportion."""
+    act = "silu" if "silu" in words else None
+
+    def columns(rows):
+        return max(1, rows * width // out)
+
+    def make(rows, size, dtype, device):
+        wide, ups = columns(size), size if act is None else 2 * size
+        x, last = (torch.randn(shape, dtype=dtype, device=device) for shape in ((rows, wide), (wide,) if "norm" in words else (rows, size)))
+        return x, torch.randn(ups, wide, dtype=dtype, device=device) * wide**-0.5, last
+
+    def ours(x, w, last):
+        around = {"norm": RowNorm(last)} if "norm" in words else {"residual": last}
+        return skinny_linear(x, w, act=act, **around, constant=True, kernel="triton_skinny" if x.is_cuda else "auto")
+
+    def apart(x, w, last):  # a decoder adds the stream in the norm that follows, which the next row then has
+        y = F.linear(rms_norm(x, last) if "norm" in words else x, w)
+        return y + last if "residual" in words else y if act is None else gated_act(y)
+
+    def plain(x, w, last):
+        y = F.linear(_rms(x, last) if "norm" in words else x, w)
+        return y + last if "residual" in words else y if act is None else _gate(y)
+
+    def problem(rows, size, dtype):
+        return Rows("skinny_linear", rows, size, dtype, f"from {columns(size)} {words}")
+
+    return Operator(problem, make, ours, plain, peers={"onchip, one by one": lambda *args: lambda: apart(*args)}, sizes=((1, out), (16, out)), least=(2, 24))
+
+
+def _layer_weights(rows, width, dtype, device):
+    """x, and weights in Llama-3-8B's proportions, the norms' before qkv's and before gate and up's."""
+
+    def draw(*shape):
+        return torch.randn(shape, dtype=dtype, device=device)
+
+    wide, inner = width * 3 // 2, width * 7 // 2
+    norms, matrices = (draw(width) for _ in range(2)), ((wide, width), (width, width), (2 * inner, width), (width, inner))
+    return draw(rows, width), *norms, *(draw(*shape) * shape[1] ** -0.5 for shape in matrices)
+
+
+def _layer_cost(rows, width, dtype) -> Cost:
+    wide, inner = width * 3 // 2, width * 7 // 2
+    products = ((wide, width, "norm"), (width, width, "residual"), (inner, width, "norm silu"), (width, inner, "residual"))
+    costs = [OPS["skinny_linear"].cost(Rows("skinny_linear", rows, out, dtype, f"from {size} {words}")) for out, size, words in products]
+    return functools.reduce(Cost.__add__, costs)
+
+
+def _layer(x, g, h, qkv, out, gate_up, down):
+    """A layer's four products one after the other, its queries in place of what attention makes of them."""
+    how = {"constant": True, "kernel": "triton_skinny" if x.is_cuda else "auto"}
+    q = skinny_linear(x, qkv, norm=RowNorm(g), **how)[:, : x.shape[1]]
+    y = skinny_linear(q, out, residual=x, **how)
+    return skinny_linear(skinny_linear(y, gate_up, norm=RowNorm(h), act="silu", **how), down, residual=y, **how)
+
+
+def _layer_apart(x, g, h, qkv, out, gate_up, down):
+    a = F.linear(F.linear(rms_norm(x, g), qkv)[:, : x.shape[1]], out)
+    normed, y = rms_norm(a, h, residual=x)
+    return y + F.linear(gated_act(F.linear(normed, gate_up)), down)
+
+
+def _layer_plain(x, g, h, qkv, out, gate_up, down):
+    y = x + F.linear(F.linear(_rms(x, g), qkv)[:, : x.shape[1]], out)
+    return y + F.linear(_gate(F.linear(_rms(y, h), gate_up)), down)
+
+
+PRODUCTS = {
+    "skinny, a layer's four": Operator(
+        _layer_cost, _layer_weights, _layer, _layer_plain, peers={"onchip, one by one": lambda *args: lambda: _layer_apart(*args)},
+        sizes=((1, 4096), (16, 4096)), least=(2, 24),
+    ),
+    "skinny qkv": _skinny(6144, 4096, "norm"),
+    "skinny out": _skinny(4096, 4096, "residual"),
+    "skinny gate and up": _skinny(14336, 4096, "norm silu"),
+    "skinny down": _skinny(4096, 14336, "residual"),
+}  # fmt: skip
+
+
+OPERATORS: dict[str, Operator] = {**NORMS, **ROWS, **PRODUCTS, **LOSSES, **SAMPLING, **STEPS}

@@ -307,6 +307,7 @@ PEERS = (  # ours first, for its output is what the others are compared with
     Peer("FlexAttention", Pass, passes.flex(True), (_on("cuda"), passes.flex_takes)),
     Peer("FlexAttention, eager", Pass, passes.flex(False), (_on("cpu"), passes.flex_takes)),
     Peer("onchip", rows.RowOp, rows.onchip),
+    Peer("onchip, one by one", rows.RowOp, rows.package("onchip, one by one"), (rows.has("onchip, one by one"),)),
     Peer("torch.compile", rows.RowOp, rows.torch_compiled, (_on("cuda"),)),
     Peer("Liger", rows.RowOp, rows.package("Liger"), (*GPU_ROWS, rows.has("Liger")), "liger_kernel", "liger-kernel"),
     Peer("quack", rows.RowOp, rows.package("quack"), (*GPU_ROWS, rows.has("quack")), "quack", "quack-kernels"),

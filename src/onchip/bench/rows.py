@@ -51,9 +51,11 @@ def problems(device: torch.device, quick: bool) -> list[tuple[RowOp, str, str]]:
 
 
 def _sizes(operator: Operator, gpu: bool) -> list[tuple[int, int]]:
-    """On a CPU about a million elements, of an operator with sizes of its own a multiple of its least rows."""
+    """On a CPU about a million elements, of an operator with sizes of its own a multiple of its least rows; one row where that is its first size."""
     if gpu:
         return list(operator.sizes) or [(ELEMENTS // width, width) for width in operator.widths]
+    if operator.sizes and operator.sizes[0][0] == 1:
+        return list(operator.sizes[:1])
     if not operator.sizes:
         return [((1 << 20) // width, width) for width in operator.widths]
     width, unit = min(operator.sizes[0][1], 1 << 14), operator.least[0]

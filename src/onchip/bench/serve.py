@@ -30,9 +30,9 @@ ROWS = (  # those of one engine one after the other
     Row("under load", QWEN, measure.under_load, Load(512, (100, 1024), (16, 256)), MANY, 20, "Poisson arrivals at shares of saturation, in process"),
     Row("continuous batching", QWEN, measure.beside_transformers, PROTOCOL._replace(new=(64, 64)), MANY, 25, "the protocol, but 64 new tokens each"),
     Row("protocol", LLAMA, measure.protocol, PROTOCOL, MANY, 25, "nano-vllm's protocol"),
-    Row("batch 1", LLAMA, measure.batch_one_beside, ONE, MANY, 45, "8 tokens of prompt, 200 new ones, greedy"),
+    Row("batch 1", LLAMA, measure.batch_one_beside, ONE, MANY, 49, "8 tokens of prompt, 200 new ones, greedy"),
     Row("shared prefix", LLAMA, measure.shared_prefix, Load(64, (measure.OWN,) * 2, (measure.ANSWER,) * 2), PREFIXED, 40, "8,192 tokens before 128 of each"),
-    Row("batch 1", SMOL, measure.batch_one, ONE, {"max_batch": 8, "max_len": 4096}, 5, "8 tokens of prompt, 200 new ones, greedy"),
+    Row("batch 1", SMOL, measure.batch_one, ONE, {"max_batch": 8, "max_len": 4096}, 7, "8 tokens of prompt, 200 new ones, greedy"),
     Row("16 at once", SMOL, measure.at_once, Load(16, (16, 64), (24, 24), 0.0), {"max_batch": 16, "max_len": 512}, 25, "greedy, the same threads", "cpu"),
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from onchip.cache.swap import HostPool
 from onchip.core import device as devices
 from onchip.core.formats import Format
 from onchip.core.kernel import Unsupported
-from onchip.core.problem import DTYPES, SHORT
+from onchip.core.problem import DTYPES, SHORT, Rows
 from onchip.engine.scheduler import Unshared
 from onchip.models import weights
 from onchip.models.decoder import Decoder
@@ -165,7 +165,12 @@ def tokenizer_of(path: Path) -> Tokenizer | None:
     return Tokenizer.load(path) if path.is_file() or (path / "tokenizer.json").exists() else None
 
 
-def check_kernel(name: str) -> None:
-    known = {kernel.name: op for op in (dispatch.OPS["prefill"], dispatch.OPS["decode"]) for kernel in op.kernels}
-    if name not in known:
-        raise Unsupported(f"kernel {name!r} does not exist; attention has {', '.join(known)}, or leave auto")
+def check_kernel(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Unsupported for the name of no kernel, and for one of few rows' products that does not run here; of attention's each call will say."""
+    products = dispatch.OPS["skinny_linear"]
+    attention = {kernel.name: op for op in (dispatch.OPS["prefill"], dispatch.OPS["decode"]) for kernel in op.kernels}
+    few = [kernel.name for kernel in products.kernels if not kernel.portable]
+    if name not in attention and name not in few:
+        raise Unsupported(f"kernel {name!r} does not exist; attention has {', '.join(attention)}, products of few rows {', '.join(few)}, or leave auto")
+    if name in few:
+        dispatch.select(Rows(products.name, 1, 64, dtype, "from 64 norm"), device, name)

@@ -12,7 +12,10 @@ from torch import Tensor
 from onchip.cache.paged import PagePool
 from onchip.core.kernel import Op
 from onchip.core.masks import Causal, Mask, Window
+from onchip.core.problem import Rows
+from onchip.dispatch import native
 from onchip.kernels.attention import DECODE, PREFILL
+from onchip.kernels.fused import SKINNY_LINEAR
 from onchip.models.families import ModelConfig
 from onchip.models.gguf import View
 from onchip.models.layers import Linear, Norm, unchanged
@@ -101,7 +104,7 @@ class Decoder:
         for matrix in (self.embedding, self.head.weight):
             matrix[vocab.count :].zero_()  # no words: their logits are left off
         self.embedding_scale = torch.tensor(c.embedding_scale).to(dtype).item()  # rounded, as Gemma was trained
-        self.kernel = "auto"  # a kernel for attention, by name
+        self.kernel = "auto"  # a kernel for attention, or for products of few rows, by name
         self.batch_invariant = False  # see `make_invariant`
         self.adapters: AdapterTable | None = None
         self.places = self._places()
@@ -121,16 +124,31 @@ class Decoder:
         c = self.config
         lora = None if step.adapters is None else self.adapters.route(step.adapters)
         residual = self._embed(step.tokens)
+        few = None if c.post_norms or lora is not None else self._few(len(residual), c.inner, c.act)
+        if few is not None:
+            return self._forward_few(residual, step, pool, few)
         x = self.layers[0].norm_in(residual)
         for i, layer in enumerate(self.layers):
-            append, qkv = Append(*pool.layer(i), step.slots), layer.qkv(x, lora)
-            q, k, v = rope_append(qkv, layer.rope, step.positions, (c.heads, c.kv_heads), layout=c.rope_layout, norm=layer.qk_norm, append=append)
-            x = layer.norm_attended(self.parallel.sum(layer.out(self._attend(i, q, k, v, step, pool), lora)))
+            x = layer.norm_attended(self.parallel.sum(layer.out(self._attend(i, layer.qkv(x, lora), step, pool), lora)))
             x, residual = layer.norm_mlp(x, residual)
             x = layer.norm_fed(self.parallel.sum(layer.down(gated_act(layer.gate_up(x, lora), c.act), lora)))
             if i + 1 < c.layers:
                 x, residual = self.layers[i + 1].norm_in(x, residual)
         return x + residual
+
+    def _forward_few(self, x: Tensor, step: Step, pool: PagePool, kernel: str) -> Tensor:
+        """`forward` of embedded tokens by products that begin with their norm and end with the gate or the sum: four of the eight operators of a layer."""
+        for i, layer in enumerate(self.layers):
+            x = layer.out.around(self._attend(i, layer.qkv.around(x, kernel, layer.norm_in), step, pool), kernel, residual=x)
+            x = layer.down.around(layer.gate_up.around(x, kernel, layer.norm_mlp, self.config.act), kernel, residual=x)
+        return x
+
+    def _few(self, rows: int, out: int, *act: str) -> str | None:
+        """The kernel that takes a norm and a product of so few rows in one, if the menu has one for this model: of a layer it is asked for gates and ups."""
+        if self.parallel.of > 1 or self.batch_invariant:
+            return None
+        problem = Rows("skinny_linear", rows, out, self.dtype, " ".join((f"from {self.config.width} norm", *act)))
+        return native(problem, self.device, _of(SKINNY_LINEAR, self.kernel))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self.parallel.of == 1:
@@ -141,14 +159,11 @@ class Decoder:
             x = self.parallel.sum(F.embedding(torch.where(here, local, 0), self.embedding).masked_fill_(~here[:, None], 0))
         return x if self.embedding_scale == 1 else x.mul_(self.embedding_scale)
 
-    def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor, step: Step, pool: PagePool) -> Tensor:
-        """Attention of layer `i`, `[tokens, heads dim]`: over the prompts themselves in a prefill, over pages else."""
-        how = {
-            "mask": (step.masks or self.config.masks)[i],
-            "scale": self.config.scale,
-            "softcap": self.config.softcap,
-            "batch_invariant": self.batch_invariant,
-        }
+    def _attend(self, i: int, qkv: Tensor, step: Step, pool: PagePool) -> Tensor:
+        """Attention of layer `i`, `[tokens, heads dim]`: over the prompts themselves in a prefill, over pages else. Writes keys and values to the pool."""
+        c, layer, append = self.config, self.layers[i], Append(*pool.layer(i), step.slots)
+        q, k, v = rope_append(qkv, layer.rope, step.positions, (c.heads, c.kv_heads), layout=c.rope_layout, norm=layer.qk_norm, append=append)
+        how = {"mask": (step.masks or c.masks)[i], "scale": c.scale, "softcap": c.softcap, "batch_invariant": self.batch_invariant}
         if step.page_table is None:
             return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=_of(PREFILL, self.kernel)).flatten(1)
         if step.shared is not None and isinstance(how["mask"], Causal):
@@ -172,7 +187,9 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`[rows, vocab]` of hidden states `[rows, width]`."""
-        logits, cap = self.parallel.gather(self.head(self.norm(hidden)), self.config.vocab), self.config.logit_softcap
+        few, cap = self._few(len(hidden), self.config.vocab), self.config.logit_softcap
+        found = self.head(self.norm(hidden)) if few is None else self.head.around(hidden, few, self.norm)
+        logits = self.parallel.gather(found, self.config.vocab)
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     # ---- weights

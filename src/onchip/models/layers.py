@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core.low_rank import LowRank, Route
+from onchip.ops.linear import RowNorm, skinny_linear
 from onchip.ops.low_rank import add_low_rank
 from onchip.ops.norm import rms_norm
 
@@ -42,6 +43,11 @@ class Linear:
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    def around(self, x: Tensor, kernel: str, norm: "Norm | None" = None, act: str | None = None, residual: Tensor | None = None) -> Tensor:
+        """`act(norm(x) @ weight.T + bias) + residual` of few rows, by the kernel of that name."""
+        before = None if norm is None else RowNorm(norm.weight, norm.eps, norm.offset)
+        return skinny_linear(x, self.weight, norm=before, bias=self.bias, act=act, residual=residual, constant=True, kernel=kernel)
 
     @property
     def kernel(self) -> str:

@@ -28,6 +28,7 @@ from onchip.kernels.fused import (
     norm_backward,
     penalties,
     rope,
+    skinny,
     verify,
     vocabulary,
 )
@@ -316,6 +317,46 @@ def test_denoise(arch):
     signature |= {"table_ptr": "*fp32", "step_ptr": "*i64", "state_ptr": "*i64", "elements": "i32", "guidance": "fp32", "clip": "fp32"}
     constexprs = {"GUIDED": True, "CLIPPED": True, "NOISY": True, "BLOCK": denoise.BLOCK}
     check(compile_for(denoise._denoise, signature, constexprs, arch, denoise.WARPS, aligned=("elements",)), arch)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("rows", "outs", "width", "words"),
+    [(1, 6144, 4096, "norm"), (2, 576, 1536, "bias residual"), (16, 14336, 4096, "norm silu")],
+)
+def test_skinny(rows, outs, width, words, arch):
+    """On Hopper all weights of the first steps are on their way before the kernel that came before is waited for; of 1 and 2 rows nothing goes by shared
+    memory in the loop."""
+    tiles = skinny.configs(Rows("skinny_linear", rows, outs, BF16, f"from {width} {words}"), GPUS[arch])[0]
+    act, hopper = skinny.act_of(words.split()), arch == "sm_90"
+    there = {f"{name}_ptr" for name in ("x", "w", "y", *words.split())}
+    constexprs = {name: None for name in skinny._linear.arg_names if name.endswith("_ptr") and name not in there}
+    constexprs |= {
+        "WIDTH": width,
+        "ACT": act,
+        "EARLY": hopper,
+        "CONSTANT": True,
+        "DOT": tiles.dot,
+        "ROWS": tiles.rows,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+    }
+    constexprs |= {"DEPTH": tiles.depth, "WARPS": tiles.warps, "down": 1}
+    types = dict.fromkeys(("eps", "offset", "alpha", "limit"), "fp32")
+    signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in skinny._linear.arg_names}
+    aligned = ("x_stride", "w_stride", "residual_stride", "outs", "apart")
+    most = skinny.REGISTERS if tiles.dot and arch != "gfx942" else 0
+    facts = compile_for(skinny._linear, signature, constexprs, arch, tiles.warps, 1, aligned, most_registers=most)
+    assert facts.spills <= 8 and facts.vector_loads  # 8 bytes of 16 rows, gated: the cost of a second program on a multiprocessor
+    if arch != "gfx942":
+        assert facts.registers <= 128 and (tiles.dot or facts.ptx.count("bar.sync") <= 3)
+    if hopper:
+        before, after = facts.ptx.split("griddepcontrol.wait")
+        steps = tiles.block_n * tiles.block_k * tiles.depth * (2 if act else 1) // 256  # loads of a thread, of 8 numbers each
+        assert len(re.findall(r"ld\.global[.\w:]*v4\.b32", before)) >= steps and "griddepcontrol.launch_dependents" in before
+        assert before.count("ld.global") == steps + tiles.depth * ("norm" in words) + ("bias" in words), "and nothing of x or the residual"
+        waits = compile_for(skinny._linear, signature, constexprs | {"CONSTANT": False}, arch, tiles.warps, 1, aligned, most_registers=most)
+        assert "ld.global" in after and "ld.global" not in waits.ptx.partition("griddepcontrol.wait")[0]
 
 
 @everywhere

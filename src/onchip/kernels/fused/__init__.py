@@ -216,6 +216,24 @@ def _rank_in_a_tile(p: Rows) -> str | None:
     return next((f"{name} {value} is more than {most}" for value, most, name in reasons if value > most), None)
 
 
+def _skinny_linear(p: Rows) -> Cost:
+    """The weight read, which is all but a thousandth of it; x and the residual read, y written."""
+    _, width, *words = p.variant.split()
+    weights = int(width) * p.width * (1 if all(word in AROUND for word in words) else 2)
+    return Cost(2 * p.rows * weights, p.dtype.itemsize * (weights + p.rows * (int(width) + p.width * (1 + ("residual" in words)))))
+
+
+def _norm_by_tensor_cores(p: Rows) -> str | None:
+    """Rows times the norm's weight are rounded before they are divided by their length."""
+    beyond = p.dtype == torch.float16 and p.rows > 2 and "norm" in p.variant.split()
+    return f"a norm of {p.rows} rows in fp16, of at most 2: rows times its weight may be more than fp16 holds" if beyond else None
+
+
+def _not_timed(p: Rows) -> str | None:
+    """To turn the kernel on for a decoder's steps, return None for what it is faster at: `onchip bench rows --only skinny` measures it."""
+    return "it has not been timed on a GPU; kernel='triton_skinny' asks for it"
+
+
 EMBEDDING = _op("embedding", "embedding:launch", _passes(1, 1, 0), "reference_rows")
 EMBEDDING_BACKWARD = _op("embedding_backward", "embedding:launch_backward", _embedding_backward, "reference_rows")
 DROPOUT_ADD = _op("dropout_add", "dropout:launch", _dropout_add, "reference_rows", {"variant": ("", "residual")})
@@ -223,6 +241,22 @@ HADAMARD = _op("hadamard", "hadamard:launch", _hadamard, "reference_rows", {"wid
 ADAMW = _op("adamw", "adamw:launch", _adamw, "reference_steps", {"variant": ("fp32 moments", "bf16 moments", "fp16 moments")})
 GRAD_NORM = _op("grad_norm", "adamw:launch_norm", lambda p: Cost(2 * p.width, p.width * p.dtype.itemsize), "reference_steps")
 DENOISE = _op("denoise", "denoise:launch", _denoise, "reference_steps")
+AROUND = ("norm", "bias", "residual")  # of the words of a skinny product those that are no activation
+SKINNY_LINEAR = Op(
+    "skinny_linear",
+    _skinny_linear,
+    (
+        Kernel(
+            "triton_skinny",
+            "onchip.kernels.fused.skinny:launch",
+            GPUS,
+            {"dtype": FLOATS[:2], "rows": range(1, 17)},
+            also=(_norm_by_tensor_cores,),
+            slower=(_not_timed,),
+        ),
+        Kernel("reference", "onchip.kernels.fused.reference_rows:skinny_linear", portable=True),
+    ),
+)
 LOW_RANK = _op("low_rank", "low_rank:launch", _low_rank, "reference_rows", also=(_rank_in_a_tile,))
 
 
@@ -231,5 +265,5 @@ OPS = (
     *(ROPE_APPEND, ROTARY, ROTARY_BACKWARD, GATED_ACT, GATED_ACT_BACKWARD, ACTIVATE, ACTIVATE_BACKWARD),
     *(SOFTMAX, SOFTMAX_BACKWARD, DIVERGENCE, DIVERGENCE_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE),
     *(SAMPLE, LOG_PROBS, ADJUST_LOGITS, VERIFY),
-    *(EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD, ADAMW, GRAD_NORM, DENOISE, LOW_RANK),
+    *(EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD, ADAMW, GRAD_NORM, DENOISE, LOW_RANK, SKINNY_LINEAR),
 )

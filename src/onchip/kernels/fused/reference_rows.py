@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core import philox
+from onchip.core.linear import Around
 from onchip.core.low_rank import LowRank, Route
 from onchip.core.problem import Rope, Rows, exact_of
 
@@ -100,6 +101,21 @@ def embedding_backward(problem: Rows, config: None, ids: Tensor, d_out: Tensor, 
     counted = (ids >= 0) & (ids < vocab) & (ids != padding)
     total = torch.zeros(vocab, problem.width, dtype=exact, device=d_out.device)
     return total.index_add_(0, torch.where(counted, ids, 0), d_out.masked_fill(~counted.unsqueeze(1), 0.0))
+
+
+# ---- products
+
+
+def skinny_linear(problem: Rows, config: None, x: Tensor, weight: Tensor, around: Around) -> Tensor:
+    """act(norm(x) W^T + bias) + residual, [rows, out], step by step, each rounded to x's dtype."""
+    act = [word for word in problem.variant.split()[2:] if word not in ("norm", "bias", "residual")]
+    if around.norm is not None:
+        exact, (scale, eps, offset) = exact_of(x.dtype), around.norm
+        x = F.rms_norm(x.to(exact), scale.shape, scale.to(exact) + offset, eps).to(x.dtype)
+    y = F.linear(x, weight, around.bias)
+    if act:
+        y = gated_act(problem._replace(variant=" ".join(act)), None, y, None, around.alpha, around.limit)
+    return y if around.residual is None else around.residual + y
 
 
 # ---- adapters

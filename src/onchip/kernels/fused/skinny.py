@@ -1,0 +1,235 @@
+"""Products of a few rows with a weight, and what stands around them: y = act(norm(x) W^T + b) + residual, W [out, in]; gated, W holds gates and ups.
+
+    norm(x) W^T = (x g) W^T / sqrt(mean(x^2) + eps)
+
+so that nothing waits for the sum of squares: it is made beside the products, by every program again, of x out of L2. Traffic is W, once; x, y and the
+residual are a thousandth of it. An H200's memory needs about 4.1 TB/s x 700 ns = 2.9 MB in flight, 22 KB a multiprocessor: each thread has 128 bytes on their
+way, or all that there is for it, in loads of 16 (DEPTH steps, each fetched anew as soon as it is used up).
+
+    ALONE    1 and 2 rows: a warp has BLOCK_N rows of W and BLOCK_K columns at a time, products and sums in float32 registers; no barrier and no shared memory.
+             3 instructions an element and row; a GPU has 14 for each at the speed of memory.
+    TOGETHER 3 to 16 rows: tensor cores, W as the long side and 8 or 16 rows of x as the narrow one; the warps of a program have the same rows of W and
+             columns of their own, and their sums are added up in order at the end. Rows come to the product rounded to W's dtype, after the norm's weight.
+
+Small products last 2 to 4 us, most of which is latency. With programmatic dependent launch a program starts while the kernel before it runs, and where weights
+are CONSTANT has its first DEPTH steps of W, the norm's weight and the bias on their way before it waits for that kernel; only then it reads x and the residual.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from onchip.core.device import Device
+from onchip.core.linear import Around
+from onchip.core.problem import Rows
+from onchip.kernels.curves import activated, held
+
+VECTOR = tl.constexpr(8)  # numbers of 16 bits in 16 bytes
+ALONE = 2  # rows that go without tensor cores: 4 would take 60% of a GPU's instructions, and twice as long where clocks are low
+FLIGHT = 8  # loads of W that a thread has on their way: 128 bytes, so that two kernels' programs fit on a multiprocessor side by side
+FILL = 2  # programs a multiprocessor, before a warp gets more rows of W
+FULL = 0.75  # programs a multiprocessor, 32 KB in flight each, before a program gets 32 rows of W: 16 rows of x for 16 of W are as many bytes of L2 again
+REGISTERS = 128  # of a thread of eight warps, so that a multiprocessor has two such programs; ptxas would take 138 of the widest (16 rows, gated)
+
+
+class Tiles(NamedTuple):
+    """`rows` of x, 8 or 16 on tensor cores; `block_n` rows of W a warp, there a program; `block_k` columns a warp and step, `depth` steps ahead."""
+
+    rows: int
+    block_n: int
+    block_k: int
+    depth: int
+    warps: int
+    dot: bool
+
+    def __str__(self):
+        rows = f"{self.block_n} rows of W a program on tensor cores, {self.rows} of x" if self.dot else f"{self.block_n} rows of W a warp"
+        return f"{rows}, {self.block_k} columns a warp and step, {self.depth} steps ahead, {self.warps} warps"
+
+
+# ---- device
+
+
+@triton.jit
+def _weights(w_ptr, norm_ptr, w_at, real, col, WIDTH: tl.constexpr, PARTS: tl.constexpr):
+    """What a step reads that no kernel before this one has made: tiles of W [WARPS, BLOCK_N, BLOCK_K], and the norm's weight [WARPS, 1, BLOCK_K]."""
+    found = ()
+    for part in tl.static_range(PARTS):
+        found += (tl.load(w_ptr + w_at[part] + col, mask=real & (col < WIDTH), other=0.0, eviction_policy="evict_first"),)
+    if norm_ptr is not None:
+        found += (tl.load(norm_ptr + col, mask=col < WIDTH, other=0.0),)
+    return found
+
+
+@triton.jit
+def _inputs(x_ptr, x_at, there, col, WIDTH: tl.constexpr, TILES: tl.constexpr):
+    """Rows of x: a tile each, or one of all."""
+    found = ()
+    for m in tl.static_range(TILES):
+        found += (tl.load(x_ptr + x_at[m] + col, mask=there[m] & (col < WIDTH), other=0.0),)
+    return found
+
+
+@triton.jit
+def _folded(x):
+    """Sums of 8 neighbours of the last axis, which one thread has."""
+    return tl.sum(x.reshape(x.shape[0], x.shape[1], x.shape[2] // VECTOR, VECTOR), 3)
+
+
+@triton.jit
+def _step(sums, squares, own, given, norm_ptr, offset, PARTS: tl.constexpr, TILES: tl.constexpr, DOT: tl.constexpr):
+    """The sums of products, PARTS times TILES of them, and of squares with one step more."""
+    x, new_squares, new_sums = (), (), ()
+    for m in tl.static_range(TILES):
+        wide = given[m].to(tl.float32)
+        if norm_ptr is None:
+            new_squares += (squares[m],)
+        else:
+            new_squares += (squares[m] + _folded(wide * wide),)
+            wide *= own[PARTS].to(tl.float32) + offset
+        x += (wide,)
+    for part in tl.static_range(PARTS):
+        w = own[part]
+        for m in tl.static_range(TILES):
+            if DOT:
+                new_sums += (tl.dot(w, x[m].to(w.dtype).permute(0, 2, 1), sums[part]),)
+            else:
+                new_sums += (sums[part * TILES + m] + _folded(w.to(tl.float32) * x[m]),)
+    return new_sums, new_squares
+
+
+@triton.jit
+def _total(sums, DOT: tl.constexpr):
+    """Of all threads of a warp, or of all warps: [WARPS, BLOCK_N, 1], or [1, BLOCK_N, ROWS]."""
+    if DOT:
+        found = tl.sum(sums, 0, keep_dims=True)
+    else:
+        found = tl.sum(sums, 2, keep_dims=True)
+    return found
+
+
+@triton.jit
+def _total_of_squares(squares, DOT: tl.constexpr):
+    """[WARPS, 1, 1], or [1, 1, ROWS]."""
+    if DOT:
+        found = tl.sum(tl.sum(squares, 2), 0)[None, None, :]
+    else:
+        found = tl.sum(squares, 2, keep_dims=True)
+    return found
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear(
+    x_ptr, x_stride, w_ptr, w_stride, norm_ptr, bias_ptr, residual_ptr, residual_stride, y_ptr, rows, outs, eps, offset, alpha, limit, down, apart,
+    WIDTH: tl.constexpr, ACT: tl.constexpr, EARLY: tl.constexpr, CONSTANT: tl.constexpr, DOT: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DEPTH: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Gates are rows `down` n of W, ups `apart` further on. DOT: warps have columns of their own, else rows of W."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        if not CONSTANT:
+            tl.extra.cuda.gdc_wait()
+    PARTS: tl.constexpr = 1 if ACT == "" else 2
+    TILES: tl.constexpr = 1 if DOT else ROWS
+    STEP: tl.constexpr = WARPS * BLOCK_K if DOT else BLOCK_K
+    warp = tl.arange(0, WARPS)[:, None, None]
+    first_n = tl.program_id(0) * BLOCK_N if DOT else (tl.program_id(0) * WARPS + warp) * BLOCK_N
+    n = first_n + tl.arange(0, BLOCK_N)[None, :, None]
+    col = tl.arange(0, BLOCK_K)[None, None, :] + warp * (BLOCK_K if DOT else 0)
+    real = n < outs
+    w_at, biases, own = (), (), ()
+    for part in tl.static_range(PARTS):
+        row_of_w = n * down + part * apart
+        w_at += (row_of_w.to(tl.int64) * w_stride,)
+        if bias_ptr is not None:
+            biases += (tl.load(bias_ptr + row_of_w, mask=real, other=0.0),)
+    for d in tl.static_range(DEPTH):
+        own += (_weights(w_ptr, norm_ptr, w_at, real, col + d * STEP, WIDTH, PARTS),)
+    if EARLY:  # in every program: whoever comes after this kernel must find the results of the one before it
+        tl.extra.cuda.gdc_wait()
+    x_at, there, sums, squares, given, streams = (), (), (), (), (), ()
+    for m in tl.static_range(TILES):
+        row = tl.arange(0, ROWS)[None, :, None] if DOT else m + warp * 0
+        x_at += (row * x_stride,)
+        there += (row < (rows if DOT else ROWS),)  # alone, there are as many as ROWS
+        squares += (tl.zeros([WARPS, ROWS if DOT else 1, BLOCK_K // VECTOR], tl.float32),)
+        if residual_ptr is not None:
+            to = tl.arange(0, ROWS)[None, None, :] if DOT else m
+            streams += (tl.load(residual_ptr + to * residual_stride + n, mask=real & (to < (rows if DOT else ROWS)), other=0.0),)
+    for _ in tl.static_range(PARTS * TILES):
+        sums += (tl.zeros([WARPS, BLOCK_N, ROWS if DOT else BLOCK_K // VECTOR], tl.float32),)
+    for d in tl.static_range(DEPTH):
+        given += (_inputs(x_ptr, x_at, there, col + d * STEP, WIDTH, TILES),)
+    for first in range(0, WIDTH, DEPTH * STEP):
+        for d in tl.static_range(DEPTH):
+            sums, squares = _step(sums, squares, own[d], given[d], norm_ptr, offset, PARTS, TILES, DOT)
+            after = col + (first + (DEPTH + d) * STEP)
+            own = own[:d] + (_weights(w_ptr, norm_ptr, w_at, real, after, WIDTH, PARTS),) + own[d + 1 :]  # noqa: RUF005 -- Triton knows no other
+            given = given[:d] + (_inputs(x_ptr, x_at, there, after, WIDTH, TILES),) + given[d + 1 :]  # noqa: RUF005
+    for m in tl.static_range(TILES):
+        y, up = _total(sums[m], DOT), _total(sums[(PARTS - 1) * TILES + m], DOT)
+        if norm_ptr is not None:
+            rstd = tl.rsqrt(_total_of_squares(squares[m], DOT) / WIDTH + eps)
+            y, up = y * rstd, up * rstd
+        if bias_ptr is not None:
+            y, up = y + biases[0].to(tl.float32), up + biases[PARTS - 1].to(tl.float32)
+        if ACT == "clipped":
+            y, up = tl.minimum(y, limit, tl.PropagateNan.ALL), held(up, -limit, limit) + 1
+        if PARTS == 2:
+            y = activated(y, ACT, alpha, True) * up
+        if residual_ptr is not None:
+            y += streams[m].to(tl.float32)
+        to = tl.arange(0, ROWS)[None, None, :] if DOT else m
+        tl.store(y_ptr + to * outs + n, y.to(y_ptr.dtype.element_ty), mask=real & (to < (rows if DOT else ROWS)))
+
+
+# ---- host
+
+
+def configs(problem: Rows, device: Device) -> list[Tiles]:
+    """The most rows of W a warp that still make FILL programs a multiprocessor, and the most steps ahead that FLIGHT allows; then the other shapes."""
+    _, width, *words = problem.variant.split()
+    parts, width = 2 if act_of(words) else 1, int(width)
+    columns = 256 if device.kind == "cuda" else 512  # 16 bytes a lane, of which AMD has 64
+    if problem.rows <= ALONE:
+        shapes = [Tiles(problem.rows, n, columns, _depth(width, columns, n * parts), 4, False) for n in (4, 2, 1) if n * parts <= FLIGHT // 2]
+        fits = [tiles for tiles in shapes if triton.cdiv(problem.width, tiles.block_n * tiles.warps) >= FILL * device.sms]
+    else:
+        rows = 8 if problem.rows <= 8 and device.kind == "cuda" else 16
+        shapes = [Tiles(rows, n, 32, _depth(width, 256, n * parts // 8), 8, True) for n in (32, 16) if n * parts <= 32]
+        fits = [tiles for tiles in shapes if triton.cdiv(problem.width, tiles.block_n) >= FULL * device.sms]
+    best = fits[0] if fits else shapes[-1]
+    return [best, *(tiles for tiles in shapes if tiles != best)]
+
+
+def _depth(width: int, columns: int, loads: int) -> int:
+    """Steps that are on their way together, of `columns` and `loads` a thread each: the fewest turns of the loop, all as long as the others or nearly so."""
+    steps = triton.cdiv(width, columns)
+    turns = triton.cdiv(steps, FLIGHT // loads)
+    return triton.cdiv(steps, turns)
+
+
+def act_of(words: list[str]) -> str:
+    """The gate's activation among the words of a Problem; "" where there is no gate."""
+    return next((word for word in words if word not in ("norm", "bias", "residual", "interleaved")), "")
+
+
+def launch(problem: Rows, config: Tiles, x: torch.Tensor, weight: torch.Tensor, around: Around) -> torch.Tensor:
+    """x [rows, in], weight [out, in], or [2 out, in] of a gated product; rows of both contiguous. Returns [rows, out]."""
+    (rows, width), outs, words = x.shape, problem.width, problem.variant.split()[2:]
+    down, apart = (2, 1) if "interleaved" in words else (1, outs)
+    y = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
+    norm, residual = around.norm, around.residual
+    early = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] >= 9
+    options = ({"launch_pdl": True} if early else {}) | ({"maxnreg": REGISTERS} if config.dot and torch.version.hip is None else {})
+    tiles = {"DOT": config.dot, "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "DEPTH": config.depth, "WARPS": config.warps}
+    grid = (triton.cdiv(outs, config.block_n if config.dot else config.block_n * config.warps),)
+    _linear[grid](
+        x, x.stride(0) if rows > 1 else width, weight, weight.stride(0), None if norm is None else norm.weight, around.bias,
+        residual, 0 if residual is None else residual.stride(0), y, rows, outs, *((0.0, 0.0) if norm is None else norm[1:]),
+        around.alpha, around.limit, down, apart,
+        WIDTH=width, ACT=act_of(words), EARLY=early, CONSTANT=around.constant, **tiles, num_warps=config.warps, num_stages=1, **options,
+    )  # fmt: skip
+    return y
