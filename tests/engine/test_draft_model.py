@@ -4,6 +4,7 @@ import itertools
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from onchip.core.masks import Window
 from onchip.engine.draft import DraftModel, NGram, draft_of
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
+from onchip.engine.runner import bucket
 from onchip.engine.setup import PrefixCache
+from onchip.engine.speculate import Speculation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,7 +65,9 @@ def engine(models, draft=None, **how) -> LLM:
 def test_the_same_tokens(models, expected, second, ahead):
     """Greedy and drawn, with chunks of prompts, stops in the middle of what was accepted, prefix hits, and requests that want more than tokens."""
     llm = engine(models, DraftModel(models[second.split()[0]], 4, choices=(4, 2, 2) if "tree" in second else ()), step_tokens=40)
-    llm.ahead = ahead
+    if ahead:  # as on a GPU, where graphs have rows to spare
+        runner, llm.ahead = llm.runner, True
+        runner._decode = lambda: runner._step(runner.state.rows(bucket(len(runner.rows))), runner._wants)
     for turn in range(2):
         assert said(llm.generate(PROMPTS, PARAMS)) == expected
         drafted, accepted = llm.stats.drafted_tokens, llm.stats.accepted_tokens
@@ -215,6 +220,18 @@ def test_graphs_guess(models, draft):
     how = {"device": "cuda", "cache_gib": 0.1, "prefix_cache": None}
     found, stats = guessed(models, draft, params, 2, **how)
     assert found == guessed(models, None, params, **how)[0] and stats.drafted_tokens > 20
+
+
+@pytest.mark.parametrize("rows", [[[7, 0, 1, 2], [-1] * 4], [[-1] * 4, [7, 0, 1, 2], [-1] * 4], [[-1] * 4] * 2], ids=["first", "middle", "none"])
+def test_rows_without_a_sequence_move_nothing(rows):
+    """Nor do they put back what a row that is in use moves to slot 0."""
+    pool = PagePool(1, 2, 4, 1, 1, dtype=torch.float32, device=torch.device("cpu"))
+    for tensor in (pool.k, pool.v):
+        tensor.copy_(torch.arange(8.0).view_as(tensor))
+    path = torch.tensor([[2, 3] if row[0] >= 0 else [1, 2] for row in rows])
+    Speculation._settle(SimpleNamespace(pool=pool), torch.tensor(rows), path)
+    moved = any(row[0] >= 0 for row in rows)
+    assert pool.k.flatten().tolist() == pool.v.flatten().tolist() == ([1, 2] if moved else [0, 1]) + [*range(2, 8)]
 
 
 def test_arguments(models, tmp_path):

@@ -113,6 +113,7 @@ class Speculation:
     def _settle(self, slots: Tensor, path: Tensor) -> None:
         """Move the keys and values of the places `path` [rows, tokens] of a tree, whose slots are [rows, places + 1], to those after the root."""
         source, target = slots.gather(1, path), slots[:, 1 : path.shape[1] + 1]
-        idle = slots[:, :1] < 0  # such rows come last, and repeat what the first one does; without it slot 0 stays where it is
-        source, target = (torch.where(idle, x[:1], x).clamp(min=0).flatten() for x in (source, target))
+        used = slots[:, :1] >= 0
+        first = used[:, 0].int().argmax(0, keepdim=True)  # rows without a sequence repeat what this one does; where all are, slot 0 stays where it is
+        source, target = (torch.where(used, x, x.index_select(0, first)).clamp(min=0).flatten() for x in (source, target))
         self.pool.move(source, target)
