@@ -62,7 +62,7 @@ def loaded_by(statement: str) -> set[str]:
     return set(run.stdout.split())
 
 
-SERVER = {"fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance"}
+SERVER = {"fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance", "ray"}
 
 
 def test_importing_onchip_loads_nothing_heavy():

@@ -164,6 +164,7 @@ def serve(
     max_body: Annotated[int, typer.Option(help="most bytes of a request")] = 4 << 20,
     max_queued: Annotated[int, typer.Option(help="most requests that wait or run; more are turned away")] = 10_000,
     max_batch: Annotated[int, typer.Option(help="most sequences that run at once")] = 64,
+    replicas: Annotated[int, typer.Option(help="engines beside each other, of a GPU each; more than one needs onchip\\[ray]")] = 1,
     drain: Annotated[int, typer.Option(help="seconds that answers on their way have to end after SIGTERM")] = 60,
     dtype: Dtype = None,
     device: Device = None,
@@ -179,31 +180,34 @@ def serve(
     missing = [package for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance") if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install 'onchip[serve]'")
+    if replicas > 1 and importlib.util.find_spec("ray") is None:
+        raise ValueError(f"--replicas is {replicas} and ray is not installed; pip install 'onchip[ray]'")
     from onchip.engine.draft import draft_of
-    from onchip.models.lora import Adapter, AdapterSlots
-    from onchip.server.app import Limits, build
-    from onchip.server.embeddings import Embeddings
+    from onchip.server.app import Limits
     from onchip.server.guard import read_keys
-    from onchip.server.run import run
+    from onchip.server.run import Recipe, run
 
     keys = read_keys(api_keys) if api_keys else ()
     adapters = dict(named := [_named(one) for one in adapter or ()])
     if len(adapters) < len(named):
         raise ValueError(f"--adapter {' --adapter '.join(adapter)}: a NAME is given twice; give each adapter its own")
-    for option, value, least in (("max-prompt", max_prompt, 1), ("max-body", max_body, 1), ("max-queued", max_queued, 1), ("drain", drain, 0)):
+    counts = (("max-prompt", max_prompt, 1), ("max-body", max_body, 1), ("max-queued", max_queued, 1), ("drain", drain, 0), ("replicas", replicas, 1))
+    for option, value, least in counts:
         if value is not None and value < least:
             raise ValueError(f"--{option} is {value}; give {least} or more")
     if not keys and host not in ("127.0.0.1", "::1", "localhost"):
         errors.print(f"[yellow]note:[/] whoever reaches {host}:{port} may use this server; --api-keys FILE asks for a key", highlight=False)
-    limits = Limits(max_prompt, max_body, max_queued)
+    engine = {"model": model, "dtype": dtype, "device": device, "max_len": max_len, "max_batch": max_batch, "cache_gib": cache_gib}
+    engine |= {"kv_format": kv_format, "draft": draft_of(draft), "dummy_weights": dummy_weights}
+    recipe = Recipe(name, engine, Limits(max_prompt, max_body, max_queued), keys, adapters, embeddings)
+    if replicas > 1:
+        from onchip.server import replicas as several
+
+        several.run(recipe, replicas, host, port, drain)
+        return
     with _weights_progress() as progress:
-        cache = {"max_len": max_len, "max_batch": max_batch, "cache_gib": cache_gib, "kv_format": kv_format, "draft": draft_of(draft)}
-        room = AdapterSlots(len(adapters), max(Adapter.read(folder, called).rank for called, folder in adapters.items())) if adapters else None
-        llm = onchip.LLM(model, dtype=dtype, device=device, **cache, dummy_weights=dummy_weights, progress=progress, adapters=room, embedder=embeddings)
-    for called, folder in adapters.items():
-        llm.load_adapter(folder, called)
-    encoder = Embeddings(llm.embedder, served_name(embeddings)) if embeddings else None
-    run(build(llm, name or served_name(model), limits=limits, keys=keys, embeddings=encoder), host, port, drain)
+        app = recipe.build(progress=progress)
+    run(app, host, port, drain)
 
 
 def _named(adapter: str) -> tuple[str, str]:
@@ -211,14 +215,6 @@ def _named(adapter: str) -> tuple[str, str]:
     if not (name and folder):
         raise ValueError(f"--adapter {adapter!r} is not NAME=FOLDER")
     return name, folder
-
-
-def served_name(model: str | None) -> str:
-    """What requests call a model unless --name says otherwise: never a path of this machine."""
-    if model is None:
-        return "smollm2"
-    path = Path(model)
-    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
 
 
 # ---- explain

@@ -11,6 +11,7 @@ from live import PATIENCE, until
 import tiny
 from onchip import cli
 from onchip.core import settings
+from onchip.server.run import served_name
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ def test_a_model_is_called_by_its_name_not_its_place(model, name, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "Qwen3-0.6B").mkdir(parents=True)
     (tmp_path / "models" / "small.gguf").touch()
-    assert cli.served_name(model) == name
+    assert served_name(model) == name
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ def test_a_model_is_called_by_its_name_not_its_place(model, name, tmp_path, monk
         (["--adapter", "x"], "is not NAME=FOLDER"),
         (["--adapter", "a=x", "--adapter", "a=y"], "a NAME is given twice"),
         (["--max-queued", "0"], "--max-queued is 0; give 1 or more"),
+        (["--replicas", "0"], "--replicas is 0; give 1 or more"),
     ],
 )
 def test_a_mistake_is_one_sentence(options, words, tmp_path, monkeypatch, capsys):

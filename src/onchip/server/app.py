@@ -75,6 +75,22 @@ class Front:
     def encoders(self) -> dict[str, int]:
         return {self.embeddings.name: self.embeddings.embedder.max_len} if self.embeddings else {}
 
+    async def health(self) -> dict:
+        """Whether a request can be served, and if not why."""
+        why = self.serving.trouble()
+        return {"status": "ok"} if why is None else {"status": "down", "reason": why}
+
+    async def metrics(self) -> bytes:
+        """Prometheus' text format."""
+        return self.serving.metrics.text()
+
+    async def stats(self) -> dict:
+        """The page's figures."""
+        return self.serving.metrics.stats() | self.about()
+
+    def about(self) -> dict:
+        return {"model": self.name, "max_len": self.llm.max_len, "device": str(self.llm.device)}
+
     def cards(self) -> dict[str, dict]:
         """All models, as OpenAI lists them."""
         about = {"object": "model", "created": self.created, "owned_by": "onchip"}
@@ -176,9 +192,20 @@ async def _when_gone(request: Request, close: Callable[[], None]) -> None:
     close()
 
 
-def build(llm: LLM, name: str, *, limits: Limits = Limits(), keys: tuple[bytes, ...] = (), embeddings: Embeddings | None = None) -> Guard:
-    """The ASGI app that serves `llm` as model `name`, and its adapters under theirs. keys: of `guard.read_keys`; none: open to all who reach it."""
-    front = Front(llm, name, limits, embeddings)
+def build(
+    llm: LLM,
+    name: str,
+    *,
+    limits: Limits = Limits(),
+    keys: tuple[bytes, ...] = (),
+    embeddings: Embeddings | None = None,
+    front: Callable[..., Front] = Front,
+) -> Guard:
+    """The ASGI app that serves `llm` as model `name`, and its adapters under theirs. keys: of `guard.read_keys`; none: open to all who reach it.
+
+    front   makes what the routes share: another `Front` where there are more servers beside this one.
+    """
+    front = front(llm, name, limits, embeddings)
     names = [name, *front.adapters, *front.encoders]
     if twice := [one for one in names if names.count(one) > 1]:
         raise ValueError(f"{twice[0]!r} is the name of two models of this server; give each its own")
@@ -190,6 +217,7 @@ def build(llm: LLM, name: str, *, limits: Limits = Limits(), keys: tuple[bytes, 
         await front.serving.stop()
 
     app = FastAPI(title="onchip", version=onchip.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)  # FastAPI's pages load scripts from elsewhere
+    app.state.front = front
     errors.install(app)
 
     @app.post("/v1/chat/completions")
@@ -232,16 +260,16 @@ def build(llm: LLM, name: str, *, limits: Limits = Limits(), keys: tuple[bytes, 
 
     @app.get("/health")
     async def health() -> Response:
-        why = front.serving.trouble()
-        return JSONResponse({"status": "ok"} if why is None else {"status": "down", "reason": why}, 200 if why is None else 503)
+        told = await front.health()
+        return JSONResponse(told, 503 if told["status"] == "down" else 200)
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(front.serving.metrics.text(), media_type=METRICS_TYPE)
+        return Response(await front.metrics(), media_type=METRICS_TYPE)
 
     @app.get("/stats")
     async def stats() -> dict:
-        return front.serving.metrics.stats() | {"model": name, "max_len": llm.max_len, "device": str(llm.device)}
+        return await front.stats()
 
     page = resources.files("onchip.server").joinpath("page.html").read_text(encoding="utf-8")
     policy = _policy(page)

@@ -5,10 +5,13 @@ The engine's thread only adds to plain numbers; Prometheus' families are made fr
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from prometheus_client import CollectorRegistry, GCCollector, Histogram, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 from onchip.engine.llm import LLM
 from onchip.engine.request import Request
@@ -107,3 +110,23 @@ def _quantiles(seconds: deque[float]) -> dict[str, float | None]:
     if not found:
         return {"p50": None, "p99": None}
     return {"p50": round(statistics.median(found) * 1e3, 3), "p99": round(found[min(len(found) - 1, int(len(found) * 0.99))] * 1e3, 3)}
+
+
+def merged(values: Sequence[Any]) -> Any:
+    """What several servers say of one thing, or of a table of them: counts are summed, of times the largest, of names the first; None where none knows."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    if isinstance(known[0], dict):
+        return {name: merged([value.get(name) for value in known]) for name in dict.fromkeys(name for value in known for name in value)}
+    return sum(known) if isinstance(known[0], int) else max(known) if isinstance(known[0], float) else known[0]
+
+
+def joined(texts: Mapping[str, str]) -> bytes:
+    """Prometheus' texts of several replicas as one: each sample says which it is of."""
+    families: dict[str, Metric] = {}
+    for replica, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples += [sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples]
+    return generate_latest(SimpleNamespace(collect=families.values))

@@ -1,19 +1,65 @@
-"""From an app to a running process: uvicorn, file descriptors, a graceful end."""
+"""From options to a running process: what a server is made of, uvicorn, file descriptors, a graceful end."""
 
 import resource
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
+from onchip.engine.llm import LLM
+from onchip.models.lora import Adapter, AdapterSlots
+from onchip.server.app import Front, Limits, build
+from onchip.server.embeddings import Embeddings
+from onchip.server.guard import Guard
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a server is made of, before anything is loaded: it can go to another process.
+
+    name       what requests call the model; None: its folder's or file's name.
+    engine     arguments of `LLM`.        adapters   {name: folder of PEFT's}.
+    encoder    for /v1/embeddings: "minilm", or a folder. None: there are no embeddings.
+    """
+
+    name: str | None
+    engine: dict[str, Any]
+    limits: Limits = Limits()
+    keys: tuple[bytes, ...] = ()
+    adapters: dict[str, str] = field(default_factory=dict)
+    encoder: str | None = None
+
+    def build(self, front: type[Front] = Front, progress: Callable[[int, int], None] | None = None) -> Guard:
+        """The app, with its model loaded. Raises as `LLM` does."""
+        ranks = [Adapter.read(folder, name).rank for name, folder in self.adapters.items()]
+        room = AdapterSlots(len(ranks), max(ranks)) if ranks else None
+        llm = LLM(**self.engine, adapters=room, embedder=self.encoder, progress=progress)
+        for name, folder in self.adapters.items():
+            llm.load_adapter(folder, name)
+        embeddings = Embeddings(llm.embedder, served_name(self.encoder)) if self.encoder else None
+        name = self.name or served_name(self.engine["model"])
+        return build(llm, name, limits=self.limits, keys=self.keys, embeddings=embeddings, front=front)
+
+
+def served_name(model: str | None) -> str:
+    """What requests call a model unless --name says otherwise: never a path of this machine."""
+    if model is None:
+        return "smollm2"
+    path = Path(model)
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
+
 
 def run(app: ASGIApp, host: str, port: int, drain: float) -> None:
     """Serve until SIGTERM or Ctrl-C; then no connection is taken, and answers on their way have `drain` seconds to end."""
-    _room_for_connections()
+    room_for_connections()
     # one access line a request would cost more than a decode step of a small model
     uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=drain, access_log=False, backlog=4096)
 
 
-def _room_for_connections() -> None:
+def room_for_connections() -> None:
     """As many open sockets as the system allows: 1,024 is a common default, and each queued request holds one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

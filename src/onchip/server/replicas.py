@@ -1,0 +1,149 @@
+"""`onchip serve --replicas N`: engines beside each other, each a process with the whole server of `app.py`, on this machine or all of a Ray cluster.
+
+Ray Serve's proxy gives a request to the less busy of two replicas, or, where it names its session (`x-session-id`), always to the same one, whose prefix
+cache knows how it begins. One that dies or is stuck is started anew. What a route tells of the server (`/health`, `/metrics`, `/stats`) is asked of all.
+Needs the extra `ray`.
+"""
+
+import hashlib
+import random
+import signal
+import sys
+import threading
+from functools import partial
+from typing import NamedTuple
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import RequestRouter
+
+from onchip.core import settings
+from onchip.server.app import Front
+from onchip.server.metrics import joined, merged
+from onchip.server.run import Recipe, room_for_connections
+
+APP, ENGINE = "onchip", "engine"  # Ray's names of the application and of its one deployment
+PATIENCE = 5.0  # seconds that a replica may take to tell of itself
+PERIOD = 2.0  # seconds between Ray's own questions to each replica
+
+
+class Told(NamedTuple):
+    """What a replica says of itself."""
+
+    replica: str
+    trouble: str | None
+    metrics: str
+    stats: dict
+
+
+class Together(Front):
+    """The front of one of `replicas` servers, which tells of all of them."""
+
+    def __init__(self, *given, replicas: int):
+        super().__init__(*given)
+        self.replicas = replicas
+
+    def tell(self) -> Told:
+        metrics = self.serving.metrics
+        return Told(serve.get_replica_context().replica_id.unique_id, self.serving.trouble(), metrics.text().decode(), metrics.stats())
+
+    async def _all(self) -> list[Told]:
+        """Of those that answer; where one keeps silent, of this one alone."""
+        asked = serve.get_deployment_handle(ENGINE, APP).broadcast("tell")
+        try:
+            found = await asked.results_async(timeout_s=PATIENCE, return_exceptions=True)
+        except TimeoutError:
+            found = []
+        return [told for told in found if isinstance(told, Told)] or [self.tell()]
+
+    async def health(self) -> dict:
+        """ "degraded" is healthy: somebody serves."""
+        told = await self._all()
+        troubles = [one.trouble for one in told if one.trouble]
+        well = len(told) - len(troubles)
+        found = {"status": "ok" if well == self.replicas else "degraded" if well else "down", "replicas": self.replicas, "serving": well}
+        if well == self.replicas:
+            return found
+        return found | {"reason": troubles[0] if troubles else f"{well} of {self.replicas} replicas answer; those that have ended are started again"}
+
+    async def metrics(self) -> bytes:
+        return joined({one.replica: one.metrics for one in await self._all()})
+
+    async def stats(self) -> dict:
+        return merged([one.stats for one in await self._all()]) | self.about()
+
+
+class BySession(RequestRouter):
+    """Requests that name their session go where those before went, as long as there is room; others to the less busy of two."""
+
+    async def choose_replicas(self, candidate_replicas, pending_request=None):
+        if pending_request is not None and (session := pending_request.metadata.session_id):
+            # the largest digest: when a replica comes or goes, only its own sessions move
+            return [[one] for one in sorted(candidate_replicas, key=lambda one: hashlib.blake2b(f"{session} {one.replica_id.unique_id}".encode()).digest())]
+        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+
+
+def run(recipe: Recipe, replicas: int, host: str, port: int, drain: int) -> None:
+    """Serve until SIGTERM or Ctrl-C; then no request is taken, and answers on their way have `drain` seconds to end.
+
+    On the cluster that `ray start` or RAY_ADDRESS names, else on this machine. Raises ValueError for more replicas than it has room for, and for replicas
+    that do not start.
+    """
+    room_for_connections()
+    settings.unless_set("RAY_USAGE_STATS_ENABLED", "0")  # Ray would tell its makers
+    ray.init(logging_level="warning")
+    stop = threading.Event()
+    try:
+        share = _share(recipe.engine["device"], replicas, ray.cluster_resources())
+        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+        try:
+            serve.run(_application(recipe, replicas, share, drain), name=APP)
+        except RuntimeError as error:
+            raise ValueError(f"serve: the replicas did not start: {error}") from None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        print(f"running on http://{host}:{port}", file=sys.stderr, flush=True)
+        stop.wait()
+        serve.delete(APP)  # which waits for the answers
+    finally:
+        ray.shutdown()
+
+
+def _share(device: str | None, replicas: int, there: dict[str, float]) -> dict[str, float]:
+    """What each replica gets of a cluster's CPUs and GPUs."""
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"--device is {device} and each of the replicas has its own GPU; give --device cuda, or cpu")
+    gpus, cpus = int(there.get("GPU", 0)), int(there.get("CPU", 0))
+    kind, count = ("GPUs", gpus) if device == "cuda" or (device is None and gpus) else ("CPUs", cpus)
+    if replicas > count:
+        raise ValueError(f"--replicas is {replicas} and there are {count} {kind}; give at most {count}, or add machines to the Ray cluster")
+    return {"num_gpus": 1, "num_cpus": 1} if kind == "GPUs" else {"num_cpus": cpus // replicas}
+
+
+def _application(recipe: Recipe, replicas: int, share: dict[str, float], drain: int) -> serve.Application:
+    def app():  # where it runs
+        return recipe.build(partial(Together, replicas=replicas))
+
+    @serve.deployment(
+        name=ENGINE,
+        num_replicas=replicas,
+        max_ongoing_requests=recipe.limits.max_queued + 100,  # those beyond `max_queued` get the server's own 503
+        graceful_shutdown_timeout_s=drain,
+        graceful_shutdown_wait_loop_s=1.0,
+        health_check_period_s=PERIOD,
+        max_constructor_retry_count=1,
+        request_router_config=RequestRouterConfig(request_router_class=BySession),
+        ray_actor_options=share,
+    )
+    @serve.ingress(app)
+    class Engine:
+        async def tell(self) -> Told:
+            return self.app.app.state.front.tell()
+
+        async def check_health(self) -> None:
+            """For Ray, which starts a replica again after three times."""
+            if why := self.app.app.state.front.serving.trouble():
+                raise RuntimeError(why)
+
+    return Engine.bind()
