@@ -95,7 +95,7 @@ def run(recipe: Recipe, replicas: int, host: str, port: int, drain: int) -> None
     ray.init(logging_level="warning")
     stop = threading.Event()
     try:
-        share = _share(recipe.engine["device"], replicas, ray.cluster_resources())
+        share = share_of(recipe.engine["device"], replicas, ray.cluster_resources())
         serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
         try:
             serve.run(_application(recipe, replicas, share, drain), name=APP)
@@ -110,7 +110,7 @@ def run(recipe: Recipe, replicas: int, host: str, port: int, drain: int) -> None
         ray.shutdown()
 
 
-def _share(device: str | None, replicas: int, there: dict[str, float]) -> dict[str, float]:
+def share_of(device: str | None, replicas: int, there: dict[str, float]) -> dict[str, float]:
     """What each replica gets of a cluster's CPUs and GPUs."""
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"--device is {device} and each of the replicas has its own GPU; give --device cuda, or cpu")
