@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from onchip.server.run import Recipe, room_for_connections
 APP, ENGINE = "onchip", "engine"  # Ray's names of the application and of its one deployment
 PATIENCE = 5.0  # seconds that a replica may take to tell of itself
 PERIOD = 2.0  # seconds between Ray's own questions to each replica
+
+QUIET = {"log_level": "WARNING", "enable_access_log": False}  # a line a request would cost more than a decode step of a small model
 
 
 class Told(NamedTuple):
@@ -96,18 +99,32 @@ def run(recipe: Recipe, replicas: int, host: str, port: int, drain: int) -> None
     stop = threading.Event()
     try:
         share = share_of(recipe.engine["device"], replicas, ray.cluster_resources())
-        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
+        if serve.status().proxies:
+            raise ValueError("serve: this Ray cluster runs Serve already, under an address of its own; end that by `serve shutdown`, or use another cluster")
         try:
-            serve.run(_application(recipe, replicas, share, drain), name=APP)
-        except RuntimeError as error:
-            raise ValueError(f"serve: the replicas did not start: {error}") from None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
+            serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=QUIET)
+        except ray.exceptions.RayError as error:
+            raise ValueError(f"serve: there is no listening at {host}:{port}: {_last_line(str(error))}") from None
+        try:
+            serve.run(_application(recipe, replicas, share, drain), name=APP, logging_config=QUIET)
+        except RuntimeError:
+            said = serve.status().applications[APP].deployments[ENGINE].message
+            raise ValueError(f"serve: the replicas did not start: {_last_line(said)}") from None
+        before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
         print(f"running on http://{host}:{port}", file=sys.stderr, flush=True)
         stop.wait()
-        serve.delete(APP)  # which waits for the answers
+        for number, handler in before.items():  # a second one does not wait
+            signal.signal(number, handler)
+        serve.delete(APP, _blocking=False)
+        while APP in serve.status().applications:  # answers are on their way, for `drain` seconds at most
+            time.sleep(0.2)
+        serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def _last_line(trace: str) -> str:
+    return trace.strip().splitlines()[-1]
 
 
 def share_of(device: str | None, replicas: int, there: dict[str, float]) -> dict[str, float]:
