@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tiny
-from onchip.engine.grammar import Grammar, GrammarError, Vocabulary, speller
+from onchip.engine.grammar import Budget, Grammar, GrammarError, Matcher, Vocabulary, speller
 from onchip.models.tokenizer import Tokenizer
 
 VOCAB = 331  # wider than the tokenizer's 320, and no multiple of 32
@@ -78,6 +78,33 @@ def test_two_matchers_of_one_grammar_do_not_know_each_other(tokenizer, vocabular
     before = allowed(other)
     one.accept(tokenizer.encode("a")[0])
     assert allowed(one) != before == allowed(other)
+
+
+def test_a_grammar_is_read_once_while_it_is_among_the_last(tokenizer, vocabulary, monkeypatch):
+    """What its lexer has learnt serves the next answers; their tokens and budgets are their own. What fails is read anew."""
+    read, init = [], Matcher.__init__
+    monkeypatch.setattr(Matcher, "__init__", lambda self, *given: (read.append(given[1]), init(self, *given))[1])
+    monkeypatch.setattr("onchip.engine.grammar.KEPT", 2)
+    forms = [Grammar("regex", f"x{i}y") for i in range(3)]
+    one, other = vocabulary.matcher(forms[0], Budget()), vocabulary.matcher(forms[0], Budget())
+    one.accept(tokenizer.encode("x")[0])
+    assert allowed(one) != allowed(other) and one.budget is not other.budget and one.copy().budget is one.budget
+    for form in (forms[1], forms[0], forms[2], forms[0], forms[1]):  # 1 has left when 2 came
+        vocabulary.matcher(form)
+    assert read == [forms[0], forms[1], forms[2], forms[1]]
+    with pytest.raises(GrammarError, match="left"):
+        one.accept(tokenizer.encode("b")[0])
+    vocabulary.matcher(forms[0])
+    assert read[4:] == [forms[0]]
+
+
+def test_a_budget_is_for_all_answers_of_a_call(vocabulary):
+    budget = Budget()
+    budget.spend(0.09)
+    budget.spend(0.0)  # a token that took less
+    assert budget.over == pytest.approx(0.086)
+    with pytest.raises(GrammarError, match=r"0\.1 s more than 0\.002 s a token"):
+        budget.spend(0.05)
 
 
 def test_after_its_end_an_answer_is_free(tokenizer, vocabulary):

@@ -1,6 +1,7 @@
 """An engine on two ranks (gloo) against one: the same tokens, whatever comes and goes."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 import tiny
 from onchip.cache import sharing
 from onchip.engine.draft import DraftModel
+from onchip.engine.grammar import Budget, Grammar, Vocabulary
 from onchip.engine.llm import LLM
 from onchip.engine.parallel import ParallelLLM
 from onchip.engine.request import SamplingParams
@@ -26,6 +28,8 @@ HOW = {
 PROMPTS = [[i + 1, *range(5, 5 + 7 * i)] for i in range(5)]
 GREEDY, SAMPLED = SamplingParams(max_tokens=80, ignore_eos=True), SamplingParams(max_tokens=20, temperature=0.8, seed=5, n=2, ignore_eos=True)
 
+FORM = Grammar("regex", "[abc]{2,9}-[0-9]{2}")
+
 
 class Even:
     """Only even tokens may follow."""
@@ -38,7 +42,7 @@ class Even:
 
 
 def run(llm, adapter):
-    """Two batches, half of the first with an adapter, then requests one by one: some cancelled, one under a mask."""
+    """Two batches, half of the first with an adapter, then requests one by one: some cancelled, one under a mask, two under a grammar's."""
     llm.load_adapter(adapter)
     each = [dataclasses.replace(GREEDY, adapter="lora" if i % 2 else None) for i in range(len(PROMPTS))]
     found = [llm.generate(PROMPTS, each), llm.generate([*PROMPTS[3:], PROMPTS[0]], SAMPLED)]
@@ -48,6 +52,14 @@ def run(llm, adapter):
     llm.add(never)
     requests = [llm.request(prompt, dataclasses.replace(GREEDY, max_tokens=9), priority=i % 2) for i, prompt in enumerate(PROMPTS[:5])]
     requests[4].mask = Even()
+    form = llm.request(PROMPTS[0], SamplingParams(max_tokens=30, temperature=1.0, seed=3, n=2))
+    matcher = Vocabulary(llm.tokenizer, llm.config.vocab).matcher(FORM)
+    for sample in form.samples:
+        sample.mask = matcher.copy()
+    begun = llm.request(PROMPTS[1], SamplingParams(max_tokens=30))
+    begun.mask = matcher.copy()
+    begun.mask.accept(llm.tokenizer.encode("a")[0])
+    requests += [form, begun]
     for request in requests:
         llm.add(request)
     steps = 0
@@ -56,7 +68,7 @@ def run(llm, adapter):
         steps += 1
         if steps == 2:
             llm.cancel(requests[1])
-    found.append([request.completion() for request in requests])
+    found.append([sample.completion() for request in requests for sample in request.samples])
     return [[dataclasses.asdict(completion) for completion in batch] for batch in found], (llm.stats.preemptions, accepted)
 
 
@@ -76,13 +88,16 @@ def one_rank(rank, of, folder):
             request = llm.request([1])
             request.mask = lambda row: None
             llm.add(request)
+        with pytest.raises(ValueError, match="seconds of one processor"):
+            request.mask = llm.vocabulary.matcher(FORM, Budget())
+            llm.add(request)
     llm.close()
     assert llm.idle and llm.pool.k.shape[3] == 1  # of two key heads
     dist.destroy_process_group()
 
 
 def test_two_ranks_say_what_one_says(tmp_path):
-    tiny.save(tmp_path / "model", tokenizer=False)
+    tiny.save(tmp_path / "model")
     tiny.save_adapter(tmp_path / "lora", 1)
     torch.multiprocessing.spawn(one_rank, (2, tmp_path), nprocs=2)
     (found, (preemptions, accepted)), pages = torch.load(tmp_path / "found.pt")
@@ -92,3 +107,4 @@ def test_two_ranks_say_what_one_says(tmp_path):
     greedy, _, single = found
     assert len({tuple(one["tokens"]) for one in greedy}) == len(PROMPTS) and single[1]["reason"] == "cancelled"
     assert all(token % 2 == 0 for token in single[4]["tokens"])
+    assert all(re.fullmatch(FORM.text, one["text"]) for one in single[5:7]) and re.fullmatch(FORM.text, "a" + single[7]["text"])

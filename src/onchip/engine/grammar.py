@@ -21,9 +21,9 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 # Of llguidance's 50,000, 200,000 and 250,000: with these the worst of ten hostile grammars takes 13 ms for its first masks (AMD Zen 5, 49,152 tokens), before
 # 1.2 s; a choice of 1,500 words, an enum of 3,000 and a schema of 200 fields go through.
 LIMITS = {"step_max_items": 5_000, "step_lexer_fuel": 100_000, "max_lexer_states": 50_000}
-# An ambiguous grammar stays below them for 60 tokens, and comes to 0.4 s a mask. So there is a budget too, in seconds of the processor: for each token, and
-# beyond that for all answers of one call
+# An ambiguous grammar stays below them for 60 tokens, and comes to 0.4 s a mask. So a server has a `Budget` too
 EACH, BEYOND = 0.002, 0.1
+KEPT = 8  # grammars, the last ones: what their lexers have learnt makes a mask of 64 answers 2.4 ms instead of 11
 
 
 class GrammarError(ValueError):
@@ -58,8 +58,21 @@ def speller(tokenizer: Tokenizer) -> Callable[[int], bytes]:
     return lambda token: b"" if token in silent else tokenizer.piece(token, letter)
 
 
+class Budget:
+    """What the masks of one call may take: seconds of the processor, EACH a token and BEYOND that for all its answers together."""
+
+    def __init__(self):
+        self.over = 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Account for one token. Raises GrammarError when there is no more."""
+        self.over = max(0.0, self.over + seconds - EACH)
+        if self.over > BEYOND:
+            raise GrammarError(f"the grammar takes {BEYOND} s more than {EACH} s a token; give one that reads its text in fewer ways")
+
+
 class Vocabulary:
-    """What llguidance needs to know of a tokenizer, made once a model (0.2 s for 49,152 tokens): the bytes of each token.
+    """What llguidance needs to know of a tokenizer, made once a model (0.2 s for 49,152 tokens): the bytes of each token; and the last grammars read.
 
     vocab   the logits' width, which may exceed the tokenizer's: what has no text is never allowed.
     """
@@ -70,12 +83,24 @@ class Vocabulary:
         if not tokenizer.eos:
             raise GrammarError("a grammar needs a token that ends the answer, and this model's tokenizer names none; set eos_token in tokenizer_config.json")
         self.words = -(-vocab // 32)
+        self._read: dict[Grammar, Matcher] = {}  # in order of use
         spell = speller(tokenizer)
         self.tokenizer = llguidance.LLTokenizer(_Wrapped(tokenizer, [spell(i) for i in range(vocab)]), n_vocab=vocab, eos_token=sorted(tokenizer.eos))
 
-    def matcher(self, grammar: Grammar) -> "Matcher":
-        """Raises GrammarError for a grammar that cannot be read, or is too complex. Takes up to a second for a very large one, without the GIL."""
-        return Matcher(self, grammar)
+    def matcher(self, grammar: Grammar, budget: Budget | None = None) -> "Matcher":
+        """For one answer, or to be copied for several of one call, which share the budget; None: there is no end to it.
+
+        Raises GrammarError for a grammar that cannot be read, or is too complex. Takes up to a second for a very large one, without the GIL.
+        """
+        first = self._read.pop(grammar, None) or Matcher(self, grammar)
+        self._read[grammar] = first
+        if len(self._read) > KEPT:
+            del self._read[next(iter(self._read))]
+        return first.copy(budget)
+
+    def forget(self, grammar: Grammar) -> None:
+        """Have it read anew by the next call: what its lexer has learnt may be what is too much."""
+        self._read.pop(grammar, None)
 
 
 class _Wrapped:
@@ -94,29 +119,40 @@ class _Wrapped:
 
 
 class Matcher:
-    """One answer on its way through a grammar: the engine calls `fill` before each token and `accept` after it. Not to be shared by two requests."""
+    """One answer on its way through a grammar: the engine calls `fill` before each token and `accept` after it. Not to be shared by two requests.
 
-    def __init__(self, vocabulary: Vocabulary, grammar: Grammar):
+    Pickled it is its grammar and its tokens, and its `Vocabulary`, for which the pickler has to have a way.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar, tokens: Sequence[int] = ()):
         import llguidance
 
-        self._words = vocabulary.words
+        self.vocabulary, self.grammar, self.budget, self._tokens = vocabulary, grammar, None, []
         self._matcher = llguidance.LLMatcher(vocabulary.tokenizer, _source(grammar), log_level=0, limits=llguidance.LLParserLimits(**LIMITS))
-        self._over = [0.0]  # seconds beyond EACH, of all copies
         if self._matcher.is_error():
             raise GrammarError(f"the {grammar.kind} grammar {grammar.text!r:.60} cannot be used: {_line(self._matcher.get_error())}")
+        for token in tokens:
+            self.accept(token)
 
-    def copy(self) -> "Matcher":
-        """For another answer of the same form: the grammar is not read again."""
+    def copy(self, budget: Budget | None = None) -> "Matcher":
+        """For another answer of the same form, and of the same call unless it has a budget of its own: the grammar is not read again."""
         twin = object.__new__(Matcher)
-        twin._words, twin._over, twin._matcher = self._words, self._over, self._matcher.deep_copy()
+        twin.vocabulary, twin.grammar, twin.budget = self.vocabulary, self.grammar, budget or self.budget
+        twin._tokens, twin._matcher = list(self._tokens), self._matcher.deep_copy()
         return twin
+
+    def __reduce__(self):
+        if self.budget is not None:
+            raise TypeError("a grammar's budget is seconds of one processor")
+        return Matcher, (self.vocabulary, self.grammar, self._tokens)
 
     def fill(self, row: Tensor) -> None:
         """Set bit i % 32 of word i // 32 of `row` (int32 [ceil(vocab / 32)], contiguous, on the CPU) where token i may come next, and no other."""
-        if row.numel() != self._words or not row.is_contiguous() or row.device.type != "cpu":
-            raise GrammarError(f"fill: row is {list(row.shape)} on {row.device}; give contiguous int32 [{self._words}] on the CPU")
+        words = self.vocabulary.words
+        if row.numel() != words or not row.is_contiguous() or row.device.type != "cpu":
+            raise GrammarError(f"fill: row is {list(row.shape)} on {row.device}; give contiguous int32 [{words}] on the CPU")
         begin = time.thread_time()
-        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), 4 * self._words)
+        self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), 4 * words)
         self._check(begin)
 
     def accept(self, token: int) -> None:
@@ -125,13 +161,14 @@ class Matcher:
             begin = time.thread_time()
             self._matcher.consume_token(token)
             self._check(begin)
+            self._tokens.append(token)
 
     def _check(self, begin: float) -> None:
         if self._matcher.is_error():
+            self.vocabulary.forget(self.grammar)
             raise GrammarError(f"the grammar was left: {_line(self._matcher.get_error())}")
-        self._over[0] = max(0.0, self._over[0] + time.thread_time() - begin - EACH)
-        if self._over[0] > BEYOND:
-            raise GrammarError(f"the grammar takes {BEYOND} s more than {EACH} s a token; give one that reads its text in fewer ways")
+        if self.budget is not None:
+            self.budget.spend(time.thread_time() - begin)
 
 
 def _source(grammar: Grammar) -> str:

@@ -6,16 +6,19 @@ each step are requests that came or were cancelled since the last, in their orde
 
 import dataclasses
 import datetime
+import io
 import pickle
 import weakref
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from onchip.engine.grammar import Vocabulary
 from onchip.engine.llm import LLM
-from onchip.engine.request import Event, Request, SamplingParams, TokenMask
+from onchip.engine.request import Event, Request, SamplingParams
 from onchip.models.parallel import TensorParallel
 
 PATIENCE = datetime.timedelta(days=365)  # that the other ranks wait for a step
@@ -28,7 +31,7 @@ class Add(NamedTuple):
     prompt: list[int]
     params: SamplingParams
     priority: int
-    masks: list[TokenMask | None]
+    masks: bytes  # of each sample, pickled
 
 
 class Cancel(NamedTuple):
@@ -52,7 +55,8 @@ class ParallelLLM(LLM):
     """An `LLM` whose model is on all ranks of `parallel`, one process each.
 
     On rank 0 all is as with an `LLM`, and `close` ends it; each other rank calls `follow`, which comes back then. All ranks make it with the same arguments
-    but `device`. Token masks of requests are pickled. A rank that fails leaves the others waiting: end them all.
+    but `device`. Token masks of requests are pickled, those of grammars as their text, and every rank has a copy. A rank that fails leaves the others waiting:
+    end them all.
 
         parallel = TensorParallel.join()        # after torch.distributed.init_process_group("nccl"), one process a GPU
         llm = ParallelLLM("model", parallel=parallel, device=f"cuda:{parallel.rank}")
@@ -68,21 +72,27 @@ class ParallelLLM(LLM):
         self._numbers: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()  # of the first samples of requests
         self._count = 0
 
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """For the grammars of requests."""
+        return Vocabulary(self.tokenizer, self.config.vocab)
+
     # ---- rank 0
 
     def add(self, request: Request) -> None:
         """As `LLM.add`. Raises ValueError for masks that cannot be pickled."""
-        masks, first = [sample.mask for sample in request.samples], request.samples[0]
+        first, masks = request.samples[0], io.BytesIO()
         try:
-            pickle.dumps(masks)
+            _Pickler(masks).dump([sample.mask for sample in request.samples])
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise ValueError(f"add: the request's mask cannot go to the other ranks ({error}); give one that can be pickled") from None
+        self._mask(request, masks.getvalue())
         super().add(request)
         if first.reason is not None:  # cancelled before, all samples of it: nothing was queued
             return
         self._numbers[first], self._count = self._count, self._count + 1
         params = dataclasses.replace(request.params, seed=first.seed)
-        self._said.append(Add(self._numbers[first], first.prompt, params, first.priority, masks))
+        self._said.append(Add(self._numbers[first], first.prompt, params, first.priority, masks.getvalue()))
 
     def cancel(self, request: Request) -> None:
         super().cancel(request)
@@ -109,6 +119,11 @@ class ParallelLLM(LLM):
             self._said.append(Close())
             self._hand_on()
 
+    def _mask(self, request: Request, masks: bytes) -> None:
+        """Rank 0 too has what was unpickled: a lexer that others of its grammar have used may reach its limits at another token."""
+        for sample, mask in zip(request.samples, _Unpickler(self, masks).load(), strict=True):
+            sample.mask = mask
+
     def _hand_on(self) -> None:
         if self.parallel.rank:
             raise ValueError(f"step: this is rank {self.parallel.rank}, which does what rank 0 does; call follow()")
@@ -128,8 +143,7 @@ class ParallelLLM(LLM):
                 match said:
                     case Add(number, prompt, params, priority, masks):
                         known[number] = request = self.request(prompt, params, priority=priority)
-                        for sample, mask in zip(request.samples, masks, strict=True):
-                            sample.mask = mask
+                        self._mask(request, masks)
                         super().add(request)
                     case Cancel(number) if number in known:
                         super().cancel(known[number])
@@ -150,3 +164,19 @@ class ParallelLLM(LLM):
         data = torch.empty(size.item(), dtype=torch.uint8)
         dist.broadcast(data, self._first, group=self._hosts)
         return pickle.loads(data.numpy().tobytes())
+
+
+class _Pickler(pickle.Pickler):
+    """What every rank has itself goes by its name."""
+
+    def persistent_id(self, thing: Any) -> str | None:
+        return "vocabulary" if isinstance(thing, Vocabulary) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, llm: ParallelLLM, data: bytes):
+        super().__init__(io.BytesIO(data))
+        self._llm = llm
+
+    def persistent_load(self, name: str) -> Any:
+        return getattr(self._llm, name)

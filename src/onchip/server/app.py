@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 import onchip
 from onchip.cache.paged import OutOfPages
-from onchip.engine.grammar import Grammar, Vocabulary, speller
+from onchip.engine.grammar import Budget, Grammar, Vocabulary, speller
 from onchip.engine.llm import LLM
 from onchip.engine.request import Request as EngineRequest
 from onchip.server import errors
@@ -146,7 +146,7 @@ class Front:
             raise ValueError(f"min_tokens is {min_tokens} and the answer has a given form, which says itself where it may end; leave min_tokens out")
         if len(grammar.text) > MOST_GRAMMAR:
             raise ValueError(f"the {grammar.kind} grammar has {len(grammar.text)} characters and this server takes {MOST_GRAMMAR}; give a smaller one")
-        matcher = self.vocabulary.matcher(grammar)
+        matcher = self.vocabulary.matcher(grammar, Budget())
         for request in made:
             for sample in request.samples:
                 sample.mask = matcher.copy()
