@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -60,6 +61,17 @@ class Server:
         found = {family.name: family for family in text_string_to_metric_families(self.get("/metrics").text)}[name].samples
         return {sample.labels["replica"]: sample.value for sample in found if not sample.name.endswith("_created")}
 
+    def of_session(self, some: int) -> dict[str, str]:
+        """{session: replica}, half of them each's."""
+        from onchip.server.sessions import rank
+
+        found, replicas = {}, sorted(self.of_each("onchip_requests_running"))
+        for n in range(1000):
+            replica = min(replicas, key=lambda one, n=n: rank(f"{n}", one))
+            if list(found.values()).count(replica) < some // 2:
+                found[f"{n}"] = replica
+        return found
+
     def replicas(self) -> list[int]:
         """The processes of the replicas, which are this server's and no other's."""
         rows = [line.split(None, 2) for line in subprocess.check_output(["ps", "-eo", "pid,ppid,args"], text=True).splitlines()[1:]]
@@ -74,19 +86,23 @@ def test_two_replicas(tmp_path):
     server = Server(tiny.save(tmp_path / "tiny", weights=False, **SIZES), 20_000 + os.getpid() % 10_000)
     try:
         assert server.get("/health").json() == {"status": "ok", "replicas": 2, "serving": 2}
+        of = server.of_session(8)
         with ThreadPoolExecutor(8) as pool:
-            several = {session: pool.submit(server.stream, session) for session in "abcdefgh"}  # each of both has some of eight but once in 128 runs
-            until(lambda: min(server.of_each("onchip_requests_running").values()) > 0)
+            several = {session: pool.submit(server.stream, session) for session in of}
+            until(lambda: server.of_each("onchip_requests_running") == Counter(of.values()))
             one, other = server.replicas()
             os.kill(one, signal.SIGKILL)
             told = until(lambda: (answer := server.get("/health")).json()["serving"] == 1 and answer)
             assert told.status_code == 200 and told.json()["status"] == "degraded" and "1 of 2 replicas answer" in told.json()["reason"]
             answers = {session: answer.result() for session, answer in several.items()}
         whole = {session for session, lines in answers.items() if lines and lines[-1] == "data: [DONE]"}
-        assert 0 < len(whole) < 8, "of the answers those of one replica end, and no other"
+        lost, left = sorted(set(of.values()), key=[of[session] for session in whole].count)
+        assert whole == {session for session in of if of[session] == left}, "the answers of one replica break off, and no others"
         assert all('"finish_reason":"length"' in answers[session][-2] for session in whole)
         until(lambda: server.get("/health").json() == {"status": "ok", "replicas": 2, "serving": 2})  # another in its place
         assert len(server.replicas()) == 2 and other in server.replicas()
+        there = server.of_each("onchip_requests_running")
+        assert left in there and lost not in there
 
         # a client that leaves, and one session on one replica
         before = server.of_each("onchip_generated_tokens")

@@ -5,8 +5,6 @@ cache knows how it begins. One that dies or is stuck is started anew. What a rou
 Needs the extra `ray`.
 """
 
-import hashlib
-import random
 import signal
 import sys
 import threading
@@ -17,12 +15,12 @@ from typing import NamedTuple
 import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
-from ray.serve.request_router import RequestRouter
 
 from onchip.core import settings
 from onchip.server.app import Front
 from onchip.server.metrics import joined, merged
 from onchip.server.run import Recipe, room_for_connections
+from onchip.server.sessions import BySession
 
 APP, ENGINE = "onchip", "engine"  # Ray's names of the application and of its one deployment
 PATIENCE = 5.0  # seconds that a replica may take to tell of itself
@@ -75,16 +73,6 @@ class Together(Front):
 
     async def stats(self) -> dict:
         return merged([one.stats for one in await self._all()]) | self.about()
-
-
-class BySession(RequestRouter):
-    """Requests that name their session go where those before went, as long as there is room; others to the less busy of two."""
-
-    async def choose_replicas(self, candidate_replicas, pending_request=None):
-        if pending_request is not None and (session := pending_request.metadata.session_id):
-            # the largest digest: when a replica comes or goes, only its own sessions move
-            return [[one] for one in sorted(candidate_replicas, key=lambda one: hashlib.blake2b(f"{session} {one.replica_id.unique_id}".encode()).digest())]
-        return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
 
 
 def run(recipe: Recipe, replicas: int, host: str, port: int, drain: int) -> None:
