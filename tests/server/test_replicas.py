@@ -147,9 +147,9 @@ def test_figures_of_several_servers():
     ("device", "there", "words"),
     [
         ("cuda:1", {"CPU": 8, "GPU": 2}, "--device is cuda:1"),
-        (None, {"CPU": 8, "GPU": 1}, "there are 1 GPUs"),
-        ("cuda", {"CPU": 8}, "there are 0 GPUs"),
-        ("cpu", {"CPU": 1, "GPU": 8}, "there are 1 CPUs"),
+        (None, {"CPU": 8, "GPU": 1}, "the GPUs are 1"),
+        ("cuda", {"CPU": 8}, "the GPUs are 0"),
+        ("cpu", {"CPU": 1, "GPU": 8}, "the CPUs are 1"),
     ],
 )
 @needs_ray

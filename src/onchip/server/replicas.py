@@ -92,7 +92,7 @@ def run(recipe: Recipe, replicas: int, host: str, port: int, drain: int) -> None
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port}, logging_config=QUIET)
         except ray.exceptions.RayError as error:
-            raise ValueError(f"serve: there is no listening at {host}:{port}: {_last_line(str(error))}") from None
+            raise ValueError(f"serve: nothing can listen at {host}:{port}: {_last_line(str(error))}") from None
         try:
             serve.run(_application(recipe, replicas, share, drain), name=APP, logging_config=QUIET)
         except RuntimeError:
@@ -122,7 +122,7 @@ def share_of(device: str | None, replicas: int, there: dict[str, float]) -> dict
     gpus, cpus = int(there.get("GPU", 0)), int(there.get("CPU", 0))
     kind, count = ("GPUs", gpus) if device == "cuda" or (device is None and gpus) else ("CPUs", cpus)
     if replicas > count:
-        raise ValueError(f"--replicas is {replicas} and there are {count} {kind}; give at most {count}, or add machines to the Ray cluster")
+        raise ValueError(f"--replicas is {replicas} and the {kind} are {count}; give at most as many, or add machines to the Ray cluster")
     return {"num_gpus": 1, "num_cpus": 1} if kind == "GPUs" else {"num_cpus": cpus // replicas}
 
 
