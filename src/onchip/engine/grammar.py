@@ -7,6 +7,7 @@ It is an extra (`pip install 'onchip[serve]'`) and is imported by the first gram
 
 import json
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -83,7 +84,7 @@ class Vocabulary:
         if not tokenizer.eos:
             raise GrammarError("a grammar needs a token that ends the answer, and this model's tokenizer names none; set eos_token in tokenizer_config.json")
         self.words = -(-vocab // 32)
-        self._read: dict[Grammar, Matcher] = {}  # in order of use
+        self._read: OrderedDict[Grammar, Matcher] = OrderedDict()  # in order of use
         spell = speller(tokenizer)
         self.tokenizer = llguidance.LLTokenizer(_Wrapped(tokenizer, [spell(i) for i in range(vocab)]), n_vocab=vocab, eos_token=sorted(tokenizer.eos))
 
@@ -95,7 +96,7 @@ class Vocabulary:
         first = self._read.pop(grammar, None) or Matcher(self, grammar)
         self._read[grammar] = first
         if len(self._read) > KEPT:
-            del self._read[next(iter(self._read))]
+            self._read.popitem(last=False)  # one call, as another thread may forget one meanwhile
         return first.copy(budget)
 
     def forget(self, grammar: Grammar) -> None:
