@@ -29,7 +29,7 @@ from onchip.server.guard import Guard
 from onchip.server.reading import check_text
 from onchip.server.replies import Chat, Plain, Reply
 from onchip.server.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, EmbeddingRequest, Generation
-from onchip.server.serving import Job, Serving
+from onchip.server.serving import EACH, Job, Serving
 
 MOST_GRAMMAR = 1 << 16  # characters; one of 400,000 keeps a thread for 0.8 s
 
@@ -46,9 +46,11 @@ class Limits:
 class Front:
     """What the routes share: the LLM as a server sees it."""
 
+    each = EACH  # of `Serving`
+
     def __init__(self, llm: LLM, name: str, limits: Limits, embeddings: Embeddings | None):
         self.llm, self.name, self.limits, self.embeddings = llm, name, limits, embeddings
-        self.serving = Serving(llm, max_queued=limits.max_queued)
+        self.serving = Serving(llm, max_queued=limits.max_queued, each=self.each)
         self.created = int(time.time())
         self.spell = lru_cache(maxsize=None)(speller(llm.tokenizer)) if llm.tokenizer else lambda token: b""
         self._most = limits.max_prompt or llm.max_len

@@ -108,10 +108,11 @@ class Serving:
 
     max_queued    requests that may wait or run at a time; with one more `submit` raises Overloaded.
     stuck_after   seconds that a step may take before the engine counts as stuck; the first steps on a GPU compile kernels.
+    each          seconds for each stream that text is gathered at least, beyond GATHER.
     """
 
-    def __init__(self, llm: LLM, *, max_queued: int = 10_000, stuck_after: float = 300.0):
-        self.llm, self.max_queued, self.stuck_after = llm, max_queued, stuck_after
+    def __init__(self, llm: LLM, *, max_queued: int = 10_000, stuck_after: float = 300.0, each: float = EACH):
+        self.llm, self.max_queued, self.stuck_after, self.each = llm, max_queued, stuck_after, each
         self.metrics = Metrics(pages=llm.pool.num_pages)
         self._inbox: SimpleQueue = SimpleQueue()
         self._live = self._claimed = 0  # requests that have not ended, and calls' that are being read; of the event loop's thread
@@ -323,7 +324,7 @@ class Serving:
     def _flush(self) -> None:
         """Hand over the pieces that have waited long enough."""
         now = time.monotonic()
-        everything = now - self._flushed >= max(GATHER, EACH * len(self._fresh))
+        everything = now - self._flushed >= max(GATHER, self.each * len(self._fresh))
         due = [life for life in self._fresh if everything or life.urgent]
         if not due:
             return
