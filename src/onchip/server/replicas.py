@@ -24,7 +24,7 @@ from onchip.server.sessions import BySession
 
 APP, ENGINE = "onchip", "engine"  # Ray's names of the application and of its one deployment
 PATIENCE = 5.0  # seconds that a replica may take to tell of itself
-PERIOD = 2.0  # seconds between Ray's own questions to each replica
+PERIOD, SILENCE = 2.0, 10.0  # seconds between Ray's own questions to each replica, and that it waits for an answer; after three it starts another
 
 QUIET = {"log_level": "WARNING", "enable_access_log": False}  # a line a request would cost more than a decode step of a small model
 
@@ -139,6 +139,7 @@ def _application(recipe: Recipe, replicas: int, share: dict[str, float], drain: 
         graceful_shutdown_timeout_s=drain,
         graceful_shutdown_wait_loop_s=1.0,
         health_check_period_s=PERIOD,
+        health_check_timeout_s=SILENCE,
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig(request_router_class=BySession),
         ray_actor_options=share,
@@ -149,7 +150,7 @@ def _application(recipe: Recipe, replicas: int, share: dict[str, float], drain: 
             return self.app.app.state.front.tell()
 
         async def check_health(self) -> None:
-            """For Ray, which starts a replica again after three times."""
+            """For Ray."""
             if why := self.app.app.state.front.serving.trouble():
                 raise RuntimeError(why)
 
