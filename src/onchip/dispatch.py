@@ -41,6 +41,11 @@ class Decision:
         return functools.partial(self.kernel.load(), self.problem, self.config)
 
     @functools.cached_property
+    def recorded(self) -> Callable | None:
+        """The same where torch's own autograd has the gradient; else None."""
+        return self.kernel.recorded(self.problem)
+
+    @functools.cached_property
     def cost(self) -> Cost:
         return OPS[self.problem.op].cost(self.problem)
 

@@ -32,7 +32,8 @@ class Kernel:
     """One way to compute an operator.
 
     entry     "module:function"; imported when first launched. The function takes (problem, config, *inputs).
-              A module with a function `configs(problem, device)` gets its first element as `config`, else None.
+              A module with a function `configs(problem, device)` gets its first element as `config`, else None;
+              one with a function `recorded(problem)` may have a form that torch's autograd records by itself.
     arch      {device kind: least arch, or (the only one,)}; empty: any device torch has.
     accepts   {field of the Problem: the values it may have}; for a class, instances of it.
     also      functions problem -> reason or None, for what no single field can say.
@@ -85,8 +86,16 @@ class Kernel:
 
     def configs(self, problem: Problem, device: Device) -> list:
         """The kernel's tile choices for this problem, best first; [None] when it has none."""
-        choose = getattr(importlib.import_module(self.entry.partition(":")[0]), "configs", None)
+        choose = self._beside("configs")
         return choose(problem, device) if choose else [None]
+
+    def recorded(self, problem: Problem) -> Callable | None:
+        """The form of the launch that torch's autograd records, see `blocked.recorded`; None where this kernel has none for the problem."""
+        make = self._beside("recorded")
+        return make(problem) if make else None
+
+    def _beside(self, name: str) -> Callable | None:
+        return getattr(importlib.import_module(self.entry.partition(":")[0]), name, None)
 
 
 @dataclass(frozen=True, eq=False)

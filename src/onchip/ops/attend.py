@@ -1,5 +1,6 @@
 """From the arguments of an attention call to a Problem and a launch, with gradients: what eager calls do."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from onchip.core.masks import Band, as_mask
 from onchip.core.problem import Attention, Dropout, Operands, Rows
 from onchip.core.scales import SHARES, Scales
 from onchip.core.scores import Score
-from onchip.dispatch import select
+from onchip.dispatch import Decision, select
 from onchip.kernels.attention import reference
 from onchip.ops import wire
 
@@ -96,12 +97,17 @@ def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands,
     problem, x = problem_of("prefill", how, sizes, x, q)
     if how.kernel == "reference":  # torch's own derivatives, of any order and kind
         return select(problem, q.device, "reference").launch(q, k, v, x, return_lse)
+    decision = select(problem, q.device, how.kernel)
     if torch.is_grad_enabled() and needs_grad(q, k, v, x):
-        out, lse = Attend.apply(problem, how.kernel, x, q, k, v, x.sinks, *x.score, *(x.sources or x.scales or ()))
+        if decision.recorded and not return_lse and forward_ad._current_level < 0:
+            out = decision.recorded(x, q, k, v, functools.partial(went_back, decision, how.kernel))
+            if out is not None:
+                return out
+        out, lse = Attend.apply(decision, how.kernel, x, q, k, v, x.sinks, *x.score, *(x.sources or x.scales or ()))
         return (out, lse) if return_lse else out
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, x.sinks, *x.score)
-    return select(problem, q.device, how.kernel).launch(q, k, v, x, return_lse)
+    return decision.launch(q, k, v, x, return_lse)
 
 
 def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
@@ -298,18 +304,17 @@ class Attend(torch.autograd.Function):
     """Attention with a backward pass that computes the weights again from q, k and LSE (FlashAttention, Dao et al., 2022, algorithm 4)."""
 
     @staticmethod
-    def forward(ctx, problem: Attention, kernel: str, x: Operands, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Tensor):
+    def forward(ctx, decision: Decision, kernel: str, x: Operands, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Tensor):
         score = rest[: len(x.score)]  # the others are what the gradients of q, k and v in e4m3 go to
-        out, lse = select(problem, q.device, kernel).launch(q, k, v, x, True)
+        out, lse = decision.launch(q, k, v, x, True)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *score)
-        ctx.problem, ctx.kernel, ctx.x, ctx.sourced = problem, kernel, x._replace(sinks=None, score=(), sources=None), x.sources is not None
+        ctx.problem, ctx.kernel, ctx.x, ctx.sourced = decision.problem, kernel, x._replace(sinks=None, score=(), sources=None), x.sources is not None
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, d_out, d_lse):
-        if torch._C._are_functorch_transforms_active() or any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in (d_out, d_lse)):
-            raise NotImplementedError("attention: a batch of backward passes at once (is_grads_batched) is not implemented; kernel='reference' has it")
+        refuse_batches(d_out, d_lse)
         q, k, v, out, lse, sinks, *score = ctx.saved_tensors
         quantised = ctx.x.scales is not None
         if quantised:
@@ -327,6 +332,21 @@ class Attend(torch.autograd.Function):
         raise NotImplementedError(FORWARD)
 
 
+def refuse_batches(*grads: Tensor | None) -> None:
+    """Raises where many backward passes are asked for at once."""
+    if torch._C._are_functorch_transforms_active() or any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in grads):
+        raise NotImplementedError("attention: a batch of backward passes at once (is_grads_batched) is not implemented; kernel='reference' has it")
+
+
+def went_back(decision: Decision, kernel: str, found: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+    """What `Attend.backward` does beside the gradients, for a node of torch's that `found` them: refuses, and counts the kernel."""
+    refuse_batches(given[0])
+    select(backward_problem(decision.problem, torch.are_deterministic_algorithms_enabled()), decision.device, FAMILY.get(kernel, kernel))
+    if torch.is_grad_enabled() and (anchors := [d for d in found if d is not None]):
+        return _Once.apply(anchors[0], *found)
+    return None
+
+
 class _Once(torch.autograd.Function):
     """Gradients that have none themselves."""
 
@@ -341,8 +361,12 @@ class _Once(torch.autograd.Function):
 
 def attention_backward(problem: Attention, kernel: str, x: Operands, q, k, v, out, lse, d_out, d_lse=None):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `problem`, `x`; `kernel` is the forward's, by name or "auto"."""
-    extras = {*problem.extras, *(["score_grad"] * any(t.requires_grad for t in x.score)), *(["deterministic"] * torch.are_deterministic_algorithms_enabled())}
-    if x.scales is not None and 1 in map(Scales.share, x.scales, (q.shape[1], k.shape[1], k.shape[1])):
-        extras.add("token_scales")
-    problem = problem._replace(op="backward", extras=tuple(sorted(extras)))
+    token_scales = x.scales is not None and 1 in map(Scales.share, x.scales, (q.shape[1], k.shape[1], k.shape[1]))
+    problem = backward_problem(problem, torch.are_deterministic_algorithms_enabled(), any(t.requires_grad for t in x.score), token_scales)
     return select(problem, q.device, FAMILY.get(kernel, kernel)).launch(q, k, v, out, lse, d_out, d_lse, x)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def backward_problem(problem: Attention, deterministic: bool, score_grad: bool = False, token_scales: bool = False) -> Attention:
+    asked = {"deterministic": deterministic, "score_grad": score_grad, "token_scales": token_scales}
+    return problem._replace(op="backward", extras=tuple(sorted({*problem.extras, *(name for name, wanted in asked.items() if wanted)})))

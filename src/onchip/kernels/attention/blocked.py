@@ -8,7 +8,7 @@ softmax of FlashAttention (Dao et al., 2022, algorithm 1), backward the weights 
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -19,14 +19,29 @@ from onchip.core.formats import Codes, read
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Place, Traced, untouched
+from onchip.kernels.attention.blocked_fused import (
+    FUSED_FEW,
+    Whole,
+    added,
+    added_bias,
+    even,
+    fit,
+    float_mask,
+    fused_backward,
+    fused_forward,
+    fuses,
+    laid_out,
+    narrow,
+    unmasked,
+    whole,
+    whole_part,
+)
 from onchip.kernels.attention.blocked_tiles import (
     Group,
     Part,
     Tile,
     add,
     add_read,
-    bias,
-    bias_dtype,
     cutting,
     differs,
     groups,
@@ -48,28 +63,29 @@ DEQUANTISED = 512  # keys of a quantised cache that go together
 FUSED_ROWS = (64, 768)  # queries of a call of torch's kernel with a band, from few (windows) to many (it packs the keys anew in each call)
 FUSED_TRACED = 2048  # of one with another mask, at most
 FUSED_MASK = 1 << 22  # elements of the mask of such a call
-FUSED_CAUSAL = range(257, 769)  # lengths at which tiles beat torch's causal mask: it computes what is hidden within 512 keys; 512 take 1.9 and 1.5 ms
-FUSED_FEW = 128  # queries up to which torch's backward pass is faster in float32 than in bfloat16: 128 take 0.5 and 0.9 ms, 256 2.1 and 2.1
-INFINITY = {torch.bfloat16: (torch.int16, -1 << 7), torch.float32: (torch.int32, -1 << 23), torch.float64: (torch.int64, -1 << 52)}  # the bits of -inf
-
-fused_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 # ---- launches
 
 
-@torch.no_grad()
 def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with offsets."""
+    if q.is_cpu and (how := whole(p)):
+        near = laid_out(p, how, q, k, v)
+        mask, all_seen = added(p, how, x, near[0].dtype)
+        if all_seen:
+            out, lse = _fused(p, x, mask, *near, how.causal)
+            out = narrow(out, p.value_dim).to(q.dtype).transpose(1, 2)
+            return (out, lse.contiguous()) if return_lse else out
+    return _prefill(p, q, k, v, x, return_lse)
+
+
+@torch.no_grad()
+def _prefill(p: Attention, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
+    """The same in tiles."""
     if x.scales is not None:
         return prefill_from_e4m3(prefill, p, q, k, v, x, return_lse)
-    if q.is_cpu and (how := _one_call(p)):
-        each = (_fit(t, p).transpose(1, 2) for t in (q, take(k, 1, how[0]), take(v, 1, how[0])))
-        out, lse = _fused(p, x, _bias(p, x, _whole(p), q.dtype), *each, how[1])
-        out = _narrow(out, p.value_dim).to(q.dtype).transpose(1, 2)
-        return (out, lse.contiguous()) if return_lse else out
-    every = parts(p, x, q, k, p.batch if _fuses(p, q.device) else SCORES // p.heads)
+    every = parts(p, x, q, k, p.batch if fuses(p, q.device) else SCORES // p.heads)
     results = (_forward(p, x, part, part.queries(q), part.keys(k), part.keys(v)) for part in every)
     if len(every) == 1 and x.q_offsets is None:  # nothing to put together
         out, lse = next(results)
@@ -82,18 +98,43 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
     return (out, lse) if return_lse else out
 
 
+def recorded(p: Attention) -> Callable | None:
+    """A function of (x, q, k, v, hook) -> the output `[batch, len, heads, dim]` where torch's autograd has the gradient, else None.
+
+    It gives None for what only the launch can do: gradients of the score's tensors, and NaN in a row that sees no key, or in a key that no row
+    sees. `hook(grads of q, k and v, (grad of the output, ..))` runs after the backward pass, and may return other gradients.
+    """
+    how = whole(p) if p.op == "prefill" else None
+    return functools.partial(_recorded, p, how) if how is not None and how.trained else None
+
+
+def _recorded(p: Attention, how: Whole, x: Operands, q: Tensor, k: Tensor, v: Tensor, hook: Callable) -> Tensor | None:
+    if x.score and any(t.requires_grad for t in x.score):
+        return None
+    dtype = q.dtype
+    q, k, v = laid_out(p, how, q, k, v)
+    mask, all_seen = added(p, how, x, q.dtype)
+    if not all_seen:
+        return None
+    out, lse = fused_forward(q, k, v, 0.0, how.causal, attn_mask=mask, scale=x.scale)
+    if mask is not None and lse.sum().isnan():
+        return None
+    out.grad_fn.register_hook(hook)
+    return narrow(out, p.value_dim).to(dtype).transpose(1, 2)
+
+
 @torch.no_grad()
 def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """Gradients of q, k, v, the sinks and each tensor that the score reads; None where one needs none. `d_lse` may be None."""
     if x.scales is not None:
         return backward_from_e4m3(backward, p, q, k, v, out, lse, d_out, d_lse, x)
-    if q.is_cpu and d_lse is None and x.sinks is None and _one_call(p):
+    if q.is_cpu and d_lse is None and x.sinks is None and (how := whole(p)) and how.added != "seen":
         each = (t.transpose(1, 2) for t in (q, k, v, out, d_out.to(q.dtype)))
-        return *(d.to(q.dtype).transpose(1, 2) for d in _fused_backward(p, x, _whole(p), *each, lse)), None, (None,) * len(x.score)
+        return *(d.to(q.dtype).transpose(1, 2) for d in _fused_backward(p, x, whole_part(p), *each, lse)), None, (None,) * len(x.score)
     wide = _wide(q)
     d_sinks = None if x.sinks is None else torch.zeros(p.heads, dtype=wide, device=q.device)
     d_score = [torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, wide), device=t.device) if t.requires_grad else None for t in x.score]
-    fused = _fuses(p, q.device) and d_lse is None and all(d is None for d in d_score)
+    fused = fuses(p, q.device) and d_lse is None and all(d is None for d in d_score)
     every = parts(p, x, q, k, p.batch if fused else SCORES // p.heads)
     results = (_gradients(p, x, part, fused, q, k, v, out, lse, d_out, d_lse, d_sinks, d_score) for part in every)
     if len(every) == 1 and x.q_offsets is None:
@@ -132,7 +173,7 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
             found, found_lse = _one_row(p, x, near, cache, b, seen)
         else:
             found, found_lse = _forward(p, x, part, near, *(_keys(p, pool, cache.page_table[b], seen, q.dtype) for pool in cache[:2]))
-        part.queries(out).copy_(_narrow(found, p.value_dim))
+        part.queries(out).copy_(narrow(found, p.value_dim))
         part.lse(lse).copy_(found_lse)
     return (out, lse) if return_lse else out
 
@@ -156,8 +197,8 @@ def _side_by_side(p: Attention, x: Operands, group: Group, q: Tensor, cache, out
     slots = torch.add(group.offsets, cache.page_table.index_select(0, group.numbers).gather(1, group.columns), alpha=p.page).flatten()
     k, v = (pool.flatten(0, 1).index_select(0, slots).unflatten(0, group.columns.shape).transpose(1, 2) for pool in cache[:2])
     near = q.flatten(0, -3).index_select(0, group.rows).unflatten(0, (len(group.numbers), -1)).transpose(1, 2)
-    found, found_lse = _fused(p, x, group.mask, *(_fit(t, p) for t in (near, k, v)))
-    found = _narrow(found, p.value_dim).transpose(1, 2).flatten(0, 1)
+    found, found_lse = _fused(p, x, group.mask, *(fit(t, p) for t in (near, k, v)))
+    found = narrow(found, p.value_dim).transpose(1, 2).flatten(0, 1)
     out.flatten(0, -3).index_copy_(0, group.rows, found.to(out.dtype))
     if x.q_offsets is None:
         lse.index_copy_(0, group.numbers, found_lse.to(lse.dtype))
@@ -173,7 +214,7 @@ def _one_row(p: Attention, x: Operands, q: Tensor, cache, b: int, seen: range) -
     for start in range(first, seen.stop, step):
         keys = range(max(start, seen.start), min(start + step, seen.stop))
         k, v = (_keys(p, pool, cache.page_table[b], keys, q.dtype) for pool in cache[:2])
-        part, part_lse = _fused(p, plain, None, *(_fit(t, p) for t in (q, k, v)))
+        part, part_lse = _fused(p, plain, None, *(fit(t, p) for t in (q, k, v)))
         if out is None:
             out, lse = part, part_lse
         else:
@@ -204,19 +245,19 @@ def _gather(pool: Tensor | Codes, pages: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _forward(p: Attention, x: Operands, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q `[batch, heads, len_q, dim]`, k and v `[batch, kv_heads, keys, dim]` -> the output like q, LSE `[batch, heads, len_q]`."""
-    dtype, fused = q.dtype, _fuses(p, q.device)
-    q, k, v = (_fit(t, p) if fused else t.to(_wide(t)) for t in (q, k, v))
-    if fused and (how := _unmasked(p, part)):
-        out, lse = _fused(p, x, _bias(p, x, part, q.dtype), q, take(k, 2, how[0]), take(v, 2, how[0]), how[1])
-        return _narrow(out, p.value_dim).to(dtype), lse
+    dtype, fused = q.dtype, fuses(p, q.device)
+    q, k, v = (fit(t, p) if fused else t.to(_wide(t)) for t in (q, k, v))
+    if fused and (how := unmasked(p, part)):
+        out, lse = _fused(p, x, added_bias(p, x, part, q.dtype), q, take(k, 2, how[0]), take(v, 2, how[0]), how[1])
+        return narrow(out, p.value_dim).to(dtype), lse
     out = lse = None
     for tile in _fused_tiles(p, x, part, q.dtype) if fused else tiles(p, x, part, _tile(q)[0], q.device):
         near = q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v)
         found, found_lse = _fused(p, x, _fused_mask(p, x, tile, q.dtype), *near) if fused else _online(p, x, tile, *near)
         if tile.rows == slice(0, part.len_q):
-            return _narrow(found, p.value_dim).to(dtype), found_lse
+            return narrow(found, p.value_dim).to(dtype), found_lse
         out, lse = (out, lse) if out is not None else _nothing(p, x, q, dtype)
-        out[:, :, tile.rows], lse[:, :, tile.rows] = _narrow(found, p.value_dim), found_lse
+        out[:, :, tile.rows], lse[:, :, tile.rows] = narrow(found, p.value_dim), found_lse
     return (out, lse) if out is not None else _nothing(p, x, q, dtype)
 
 
@@ -375,46 +416,6 @@ def _one_order():
 # ---- torch's own kernel
 
 
-def _fuses(p: Attention, device: torch.device) -> bool:
-    """Whether torch's CPU kernel computes this: no dropout, and scores that are sums, whose terms it takes as a mask of floats."""
-    return device.type == "cpu" and "dropout" not in p.extras and (p.score is None or is_sum(p.score))
-
-
-@functools.lru_cache(maxsize=1024)
-def _one_call(p: Attention) -> tuple[slice, bool] | None:
-    """As `_unmasked`, for the whole of a dense call; known beforehand, for at 512 tokens the way there costs 4 %."""
-    return _unmasked(p, _whole(p)) if p.keys == "dense" and p.batch and _fuses(p, torch.device("cpu")) else None
-
-
-def _whole(p: Attention) -> Part:
-    return Part(slice(0, p.batch), None, None, p.len_q, p.len_k)
-
-
-def _unmasked(p: Attention, part: Part) -> tuple[slice, bool] | None:
-    """(the keys that are seen, whether row i sees the first i + 1 of them and not all) where torch's kernel needs no mask, but a bias as it is; else None."""
-    if isinstance(p.mask, Traced) or not part.len_q or not part.len_k:
-        return None
-    unlimited = p.mask.left is p.mask.right is None
-    if p.score is not None and not (unlimited and part.origin == 0 and _takes_bias(p)):
-        return None
-    shift = p.mask.shift(part.len_q, part.len_k)
-    last = shift + part.len_q - 1
-    keys = p.mask.keys(shift, last, part.len_k)
-    if (shift < 0 and not unlimited) or (p.mask.left is not None and p.mask.left < last - keys.start):
-        return None
-    near = slice(keys.start - part.origin, keys.stop - part.origin)
-    if p.mask.right is None or p.mask.right + shift >= keys.stop - 1:
-        return near, False
-    tiled = part.len_q in FUSED_CAUSAL and (p.op, p.dtype) != ("backward", torch.bfloat16)
-    return (near, True) if p.mask.right == shift == keys.start == 0 and not tiled else None
-
-
-def _takes_bias(p: Attention) -> bool:
-    """Whether torch's kernel reads the score's tensor itself."""
-    kinds = {torch.float32: (torch.float32,), torch.bfloat16: (torch.bfloat16, torch.float32)}
-    return bias_dtype(p.score) in kinds.get(p.dtype, ()) and "score_grad" not in p.extras
-
-
 def _fused_rows(p: Attention, len_k: int) -> int:
     """Queries of a call with a mask: more for long rows of keys, as far as the mask stays small."""
     band, each = hull(p), 1 if p.score is None else 2  # a score's terms, and those that count
@@ -459,15 +460,6 @@ def _staircase(left: int | None, right: int | None, rows: int, first: int, width
         return mask.tril_(before) if right is None else mask.triu(right - first + 1).add_(mask.tril_(before))
 
 
-def _bias(p: Attention, x: Operands, part: Part, dtype: torch.dtype) -> Tensor | None:
-    """A score that `_unmasked` lets pass, as torch's kernel takes it beside q, k and v of `dtype`."""
-    if p.score is None:
-        return None
-    found = bias(p, x, part)
-    found = found if found.stride(-1) in (0, 1) else found.contiguous()
-    return found if found.dtype == torch.float32 else found.to(dtype)
-
-
 def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype) -> Tensor | None:
     """What torch's kernel adds to the scores: 0, the terms of the score, or -inf."""
     if tile.added is not None:
@@ -475,9 +467,7 @@ def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype) -> Te
     if p.score is None:
         if tile.seen is None:
             return None
-        bits, infinity = INFINITY[dtype]
-        found = tile.seen.to(bits)
-        return torch.add(torch.tensor([infinity], dtype=bits), found, alpha=-infinity, out=found).view(dtype)  # 30 times as fast as torch.where
+        return float_mask(tile.seen, dtype)
     wide = torch.promote_types(dtype, torch.float32)
     term = value(p.score, x.score, tile.at, torch.zeros(1, 1, 1, 1, dtype=wide)).to(wide)
     return term if tile.seen is None else torch.where(tile.seen, term, -torch.inf)
@@ -488,7 +478,7 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     batch, heads, rows, dim = q.shape
     together = rows == 1 and (mask is None or mask.shape[1] == 1)  # the heads of a group are rows of one product
     q = _grouped(q, p) if together else q
-    out, lse = fused_forward(_even(q), _even(k), _even(v), 0.0, causal, attn_mask=mask, scale=x.scale)
+    out, lse = fused_forward(even(q), even(k), even(v), 0.0, causal, attn_mask=mask, scale=x.scale)
     if together:
         out, lse = out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
     if mask is not None and not (some := lse.abs() > 0).all():  # torch's kernel gives a row that sees no key 0 and LSE 0, or NaN if it holds NaN
@@ -507,17 +497,17 @@ def _with_sinks(x: Operands, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, lse) -> tuple[Tensor, Tensor, Tensor]:
     """Its weights are exp(S - LSE), so an LSE that counts a sink is as good."""
-    how = _unmasked(p, part)
+    how = unmasked(p, part)
     few = min(part.len_q, part.len_q if how else _fused_rows(p, part.len_k)) <= FUSED_FEW
-    q, k, v, out, d_out = (_even(_fit(t, p, few)) for t in (q, k, v, out, d_out))
+    q, k, v, out, d_out = (even(fit(t, p, few)) for t in (q, k, v, out, d_out))
     d_out = d_out.contiguous()
 
     def fitting(dq: Tensor, dk: Tensor, dv: Tensor):
-        return _narrow(dq, p.dim), _narrow(dk, p.dim), _narrow(dv, p.value_dim)
+        return narrow(dq, p.dim), narrow(dk, p.dim), narrow(dv, p.value_dim)
 
     if how:
         near = (take(k, 2, how[0]), take(v, 2, how[0]))
-        found = fused_backward(d_out, q, *near, out, lse, 0.0, how[1], attn_mask=_bias(p, x, part, q.dtype), scale=x.scale)
+        found = fused_backward(d_out, q, *near, out, lse, 0.0, how[1], attn_mask=added_bias(p, x, part, q.dtype), scale=x.scale)
         pad = (0, 0, how[0].start, part.len_k - how[0].stop)
         return fitting(*found) if not any(pad) else fitting(found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
     grads = None
@@ -536,20 +526,3 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
 def _zeros(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Where dq, dk and dv are put together; of a key's, many tiles add up."""
     return tuple(torch.zeros(t.shape, dtype=q.dtype if t is q else _wide(t), device=t.device) for t in (q, k, v))
-
-
-def _narrow(t: Tensor, width: int) -> Tensor:
-    return t if t.shape[-1] == width else t[..., :width]
-
-
-def _even(t: Tensor) -> Tensor:
-    """torch's kernel reads rows as contiguous without looking."""
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def _fit(t: Tensor, p: Attention, wide: bool = False) -> Tensor:
-    """As torch's kernel takes it: keys and values of one width; no half precision, of which a forward pass with a mask takes 3 times as long as
-    of float32 and a backward pass 15 times; and with `wide` no bfloat16."""
-    t = t.float() if t.dtype == torch.float16 or (wide and t.dtype == torch.bfloat16) else t
-    width = max(p.dim, p.value_dim)
-    return t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1]))

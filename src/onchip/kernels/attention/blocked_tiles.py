@@ -318,8 +318,13 @@ def bias_dtype(score: Traced) -> torch.dtype | None:
 
 def bias(p: Attention, x: Operands, part: Part) -> Tensor:
     """All of it that a part reads, as [batch, heads, rows, keys]; a view."""
-    letters, near = cutting(p.score)[1][0], {"b": part.batch, "h": slice(0, p.heads), "i": slice(0, part.len_q), "j": slice(0, part.len_k)}
-    t = x.score[0]
+    return lookup(p.score, x.score, p, part)
+
+
+def lookup(traced: Traced, tensors: tuple[Tensor, ...], p: Attention, part: Part) -> Tensor:
+    """What a part reads of the one tensor of a mask or score, at the place itself, as [batch, heads, rows, keys]; a view."""
+    letters, near = cutting(traced)[1][0], {"b": part.batch, "h": slice(0, p.heads), "i": slice(0, part.len_q), "j": slice(0, part.len_k)}
+    (t,) = tensors
     for dim, letter in enumerate(letters):
         t = take(t, dim, near[letter])
     return t[tuple(slice(None) if letter in letters else None for letter in near)]

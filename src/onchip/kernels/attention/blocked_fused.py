@@ -1,0 +1,152 @@
+"""torch's own attention kernel for CPUs: what it computes, how it wants it, and dense calls that are one call of it, gradients included.
+
+What means the same as a call of torch's is one, and where the way back is the same too it has torch's autograd node (`blocked.recorded`). A mask of
+floats takes 4 bytes a score, so that of a bool tensor is made for small calls alone.
+"""
+
+import functools
+import re
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.core.problem import Attention, Operands
+from onchip.core.trace import Traced
+from onchip.kernels.attention.blocked_tiles import Part, all_of, any_of, bias, bias_dtype, cutting, is_sum, lookup, take
+
+FUSED_CAUSAL = range(257, 769)  # lengths at which tiles beat torch's causal mask: it computes what is hidden within 512 keys; 512 take 1.9 and 1.5 ms
+FUSED_FEW = 128  # queries up to which torch's backward pass is faster in float32 than in bfloat16: 128 take 0.5 and 0.9 ms, 256 2.1 and 2.1
+ALONGSIDE = 256  # queries from which bfloat16 is laid out head by head first: 1,024 of 4 heads of 128 take 27.2 ms then, 30.1 as they come
+WHOLE_MASK = 1 << 20  # elements of the mask of a whole call: 4 MiB, kept for the backward pass
+CPU = torch.device("cpu")
+INFINITY = {torch.bfloat16: (torch.int16, -1 << 7), torch.float32: (torch.int32, -1 << 23), torch.float64: (torch.int64, -1 << 52)}  # the bits of -inf
+fused_forward = torch._scaled_dot_product_flash_attention_for_cpu  # torch.ops has the same, 4 us later
+fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+# ---- what it takes
+
+
+def fuses(p: Attention, device: torch.device) -> bool:
+    """Whether torch's CPU kernel computes this: no dropout, and scores that are sums, whose terms it takes as a mask of floats."""
+    return device.type == "cpu" and "dropout" not in p.extras and (p.score is None or is_sum(p.score))
+
+
+def whole_part(p: Attention) -> Part:
+    return Part(slice(0, p.batch), None, None, p.len_q, p.len_k)
+
+
+def unmasked(p: Attention, part: Part) -> tuple[slice, bool] | None:
+    """(the keys that are seen, whether row i sees the first i + 1 of them and not all) where torch's kernel needs no mask, but a bias as it is; else None."""
+    if isinstance(p.mask, Traced) or not part.len_q or not part.len_k:
+        return None
+    unlimited = p.mask.left is p.mask.right is None
+    if p.score is not None and not (unlimited and part.origin == 0 and takes_bias(p)):
+        return None
+    shift = p.mask.shift(part.len_q, part.len_k)
+    last = shift + part.len_q - 1
+    keys = p.mask.keys(shift, last, part.len_k)
+    if (shift < 0 and not unlimited) or (p.mask.left is not None and p.mask.left < last - keys.start):
+        return None
+    near = slice(keys.start - part.origin, keys.stop - part.origin)
+    if p.mask.right is None or p.mask.right + shift >= keys.stop - 1:
+        return near, False
+    tiled = part.len_q in FUSED_CAUSAL and (p.op, p.dtype) != ("backward", torch.bfloat16)
+    return (near, True) if p.mask.right == shift == keys.start == 0 and not tiled else None
+
+
+def takes_bias(p: Attention) -> bool:
+    """Whether torch's kernel reads the score's tensor itself."""
+    kinds = {torch.float32: (torch.float32,), torch.bfloat16: (torch.bfloat16, torch.float32)}
+    return bias_dtype(p.score) in kinds.get(p.dtype, ()) and "score_grad" not in p.extras
+
+
+def added_bias(p: Attention, x: Operands, part: Part, dtype: torch.dtype) -> Tensor | None:
+    """A score that `_unmasked` lets pass, as torch's kernel takes it beside q, k and v of `dtype`."""
+    if p.score is None:
+        return None
+    found = bias(p, x, part)
+    found = found if found.stride(-1) in (0, 1) else found.contiguous()
+    return found if found.dtype == torch.float32 else found.to(dtype)
+
+
+def narrow(t: Tensor, width: int) -> Tensor:
+    return t if t.shape[-1] == width else t[..., :width]
+
+
+def even(t: Tensor) -> Tensor:
+    """torch's kernel reads rows as contiguous without looking."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def fit(t: Tensor, p: Attention, wide: bool = False) -> Tensor:
+    """As torch's kernel takes it: keys and values of one width; no half precision, of which a forward pass with a mask takes 3 times as long as
+    of float32 and a backward pass 15 times; and with `wide` no bfloat16."""
+    t = t.float() if t.dtype == torch.float16 or (wide and t.dtype == torch.bfloat16) else t
+    width = max(p.dim, p.value_dim)
+    return t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1]))
+
+
+# ---- whole calls
+
+
+class Whole(NamedTuple):
+    """A dense call that is one call of torch's kernel.
+
+    keys   those that are seen.     causal   row i sees the first i + 1 of them.     added   what is added to the scores: "bias", "seen" or "" for nothing.
+    trained   whether torch's gradient of it is the way back.
+    """
+
+    keys: slice
+    causal: bool
+    added: str
+    trained: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def whole(p: Attention) -> Whole | None:
+    """How a call is one of torch's kernel; known beforehand, for at 512 tokens the way there costs 4 %."""
+    if p.keys != "dense" or not p.batch or not p.len_q or not p.len_k or p.dtype.itemsize == 1 or not fuses(p, CPU):
+        return None
+    if how := unmasked(p, whole_part(p)):
+        keys, causal = how
+        back = unmasked(p._replace(op="backward"), whole_part(p)) == how
+        few = p.dtype == torch.bfloat16 and p.len_q <= FUSED_FEW
+        return Whole(keys, causal, "bias" if p.score is not None else "", back and not few and "sinks" not in p.extras)
+    if isinstance(p.mask, Traced) and p.score is None and p.len_q > 1 and LOOKUP.fullmatch(p.mask.text):
+        letters = cutting(p.mask)[1].get(0, ())
+        size = p.len_q * p.len_k * (p.batch if "b" in letters else 1) * (p.heads if "h" in letters else 1)
+        if {"i", "j"} <= {*letters} and size <= WHOLE_MASK:
+            return Whole(slice(0, p.len_k), False, "seen", (p.dtype != torch.bfloat16 or p.len_q > FUSED_FEW) and "sinks" not in p.extras)
+    return None
+
+
+LOOKUP = re.compile(r"def run\(.*c0: 'bool\[\d\]'\):\s+v0: 'bool' = aten\.index\.Tensor\(c0, .*\)\s+return v0\s*")
+
+
+def added(p: Attention, how: Whole, x: Operands, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
+    """(what torch's kernel adds to the scores of a whole call, whether that is all there is to it): a key that no row sees may hold NaN."""
+    if not how.added:
+        return None, True
+    if how.added == "bias":
+        return added_bias(p, x, whole_part(p), dtype), True
+    seen = lookup(p.mask, x.mask, p, whole_part(p))
+    return float_mask(seen, dtype), bool(all_of(any_of(seen, 2)))
+
+
+def laid_out(p: Attention, how: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of a whole call as `[batch, heads, len, dim]`, each as torch's kernel likes it best."""
+    return tuple(head_by_head(fit(t, p).transpose(1, 2), p) for t in (q, take(k, 1, how.keys), take(v, 1, how.keys)))
+
+
+def head_by_head(t: Tensor, p: Attention) -> Tensor:
+    """`t` [batch, heads, len, dim] for torch's kernel, which reads rows as contiguous without looking."""
+    return t if t.stride(-1) == 1 and (t.dtype != torch.bfloat16 or p.len_q < ALONGSIDE) else t.contiguous()
+
+
+def float_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where it is seen, -inf elsewhere: 30 times as fast as torch.where."""
+    bits, infinity = INFINITY[dtype]
+    found = seen.to(bits)
+    return torch.add(torch.tensor([infinity], dtype=bits), found, alpha=-infinity, out=found).view(dtype)
