@@ -248,9 +248,10 @@ def _plain(name: str, *tensors: Tensor) -> None:
 
 def _taken_apart(q, k, v) -> tuple[Tensor, Tensor, Tensor, Scales | None, tuple[Tensor, ...] | None]:
     """Tensors, cast, and the scales and sources of quantised ones."""
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
+        return *_cast(q, k, v), None, None
     if not any(isinstance(t, Quantised) for t in (q, k, v)):
         _plain("attention", q, k, v)
-        return *_cast(q, k, v), None, None
     plain = [name for name, t in (("q", q), ("k", k), ("v", v)) if not isinstance(t, Quantised)]
     if plain:
         raise TypeError(f"attention: of q, k, v, {' and '.join(plain)} not Quantised; give all three as onchip.quantise makes them, or plain tensors")
@@ -301,14 +302,15 @@ def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool =
 
 
 def _check_shapes(name: str, q: Tensor, k: Tensor | Codes, v: Tensor | Codes, rank: int, rank_q: int = 0) -> None:
-    if q.ndim != (rank_q or rank) or k.ndim != rank or v.ndim != rank:
-        raise ValueError(f"{name}: q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions; each needs {rank}")
-    if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(f"{name}: k is {list(k.shape)} and v {list(v.shape)}; all but the last dimension must be equal")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"{name}: q has head dimension {q.shape[-1]}, k has {k.shape[-1]}; they must be equal")
-    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"{name}: {q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
+    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
+    if len(shape_q) != (rank_q or rank) or len(shape_k) != rank or len(shape_v) != rank:
+        raise ValueError(f"{name}: q, k, v have {len(shape_q)}, {len(shape_k)}, {len(shape_v)} dimensions; each needs {rank}")
+    if shape_k != shape_v and shape_k[:-1] != shape_v[:-1]:
+        raise ValueError(f"{name}: k is {list(shape_k)} and v {list(shape_v)}; all but the last dimension must be equal")
+    if shape_q[-1] != shape_k[-1]:
+        raise ValueError(f"{name}: q has head dimension {shape_q[-1]}, k has {shape_k[-1]}; they must be equal")
+    if shape_k[-2] == 0 or shape_q[-2] % shape_k[-2]:
+        raise ValueError(f"{name}: {shape_q[-2]} query heads are not a multiple of {shape_k[-2]} key heads")
 
 
 def _check_codes(q: Tensor, cache: PagedKV) -> None:

@@ -74,8 +74,8 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
         near = laid_out(p, how, q, k, v)
         mask, all_seen = added(p, how, x, near[0].dtype)
         if all_seen:
-            out, lse = _fused(p, x, mask, *near, how.causal)
-            out = narrow(out, p.value_dim).to(q.dtype).transpose(1, 2)
+            out, lse = _fused(p, x, mask, *near, how.causal, return_lse)
+            out = out.transpose(1, 2) if how.as_is else narrow(out, p.value_dim).to(q.dtype).transpose(1, 2)
             return (out, lse.contiguous()) if return_lse else out
     return _prefill(p, q, k, v, x, return_lse)
 
@@ -120,7 +120,7 @@ def _recorded(p: Attention, how: Whole, x: Operands, q: Tensor, k: Tensor, v: Te
     if mask is not None and lse.sum().isnan():
         return None
     out.grad_fn.register_hook(hook)
-    return narrow(out, p.value_dim).to(dtype).transpose(1, 2)
+    return out.transpose(1, 2) if how.as_is else narrow(out, p.value_dim).to(dtype).transpose(1, 2)
 
 
 @torch.no_grad()
@@ -473,18 +473,25 @@ def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype) -> Te
     return term if tile.seen is None else torch.where(tile.seen, term, -torch.inf)
 
 
-def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Output and LSE of q, k, v [batch, heads, .., dim]; `mask` is added to the scores."""
+def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, return_lse: bool = True):
+    """Output and LSE of q, k, v [batch, heads, .., dim]; `mask` is added to the scores. An LSE that nobody reads may be wrong in rows that see no key."""
     batch, heads, rows, dim = q.shape
     together = rows == 1 and (mask is None or mask.shape[1] == 1)  # the heads of a group are rows of one product
     q = _grouped(q, p) if together else q
     out, lse = fused_forward(even(q), even(k), even(v), 0.0, causal, attn_mask=mask, scale=x.scale)
     if together:
         out, lse = out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
-    if mask is not None and not (some := lse.abs() > 0).all():  # torch's kernel gives a row that sees no key 0 and LSE 0, or NaN if it holds NaN
-        blind = ~some & (mask.amax(-1) == -torch.inf)
-        lse, out = lse.masked_fill(blind, -torch.inf), out.masked_fill(blind[..., None], 0.0)
-    return _with_sinks(x, out, lse)
+    if mask is not None and (return_lse or x.sinks is not None or lse.sum().isnan()):
+        out, lse = _cleared(mask, out, lse)
+    return (out, lse) if x.sinks is None else _with_sinks(x, out, lse)
+
+
+def _cleared(mask: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with 0 and LSE -inf in rows that see no key: torch's kernel gives them 0 and LSE 0, or NaN if they hold NaN."""
+    if (some := lse.abs() > 0).all():
+        return out, lse
+    blind = ~some & (mask.amax(-1) == -torch.inf)
+    return out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
 
 
 def _with_sinks(x: Operands, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention.blocked_tiles import Part, all_of, any_of, bias, bias_dtype, cutting, is_sum, lookup, take
+from onchip.kernels.attention.blocked_tiles import Part, bias, bias_dtype, cutting, is_sum, lookup, take
 
 FUSED_CAUSAL = range(257, 769)  # lengths at which tiles beat torch's causal mask: it computes what is hidden within 512 keys; 512 take 1.9 and 1.5 ms
 FUSED_FEW = 128  # queries up to which torch's backward pass is faster in float32 than in bfloat16: 128 take 0.5 and 0.9 ms, 256 2.1 and 2.1
@@ -95,12 +95,13 @@ class Whole(NamedTuple):
     """A dense call that is one call of torch's kernel.
 
     keys   those that are seen.     causal   row i sees the first i + 1 of them.     added   what is added to the scores: "bias", "seen" or "" for nothing.
-    trained   whether torch's gradient of it is the way back.
+    as_is     q, k and v are taken as they come, once rows are contiguous.     trained   torch's gradient of it is the way back.
     """
 
     keys: slice
     causal: bool
     added: str
+    as_is: bool
     trained: bool
 
 
@@ -109,17 +110,23 @@ def whole(p: Attention) -> Whole | None:
     """How a call is one of torch's kernel; known beforehand, for at 512 tokens the way there costs 4 %."""
     if p.keys != "dense" or not p.batch or not p.len_q or not p.len_k or p.dtype.itemsize == 1 or not fuses(p, CPU):
         return None
+    few = p.dtype == torch.bfloat16 and p.len_q <= FUSED_FEW
+    as_is = p.dim == p.value_dim and p.dtype != torch.float16 and not alongside(p)
     if how := unmasked(p, whole_part(p)):
         keys, causal = how
-        back = unmasked(p._replace(op="backward"), whole_part(p)) == how
-        few = p.dtype == torch.bfloat16 and p.len_q <= FUSED_FEW
-        return Whole(keys, causal, "bias" if p.score is not None else "", back and not few and "sinks" not in p.extras)
+        trained = unmasked(p._replace(op="backward"), whole_part(p)) == how and not few and "sinks" not in p.extras
+        return Whole(keys, causal, "bias" if p.score is not None else "", as_is and keys == slice(0, p.len_k), trained)
     if isinstance(p.mask, Traced) and p.score is None and p.len_q > 1 and LOOKUP.fullmatch(p.mask.text):
         letters = cutting(p.mask)[1].get(0, ())
         size = p.len_q * p.len_k * (p.batch if "b" in letters else 1) * (p.heads if "h" in letters else 1)
         if {"i", "j"} <= {*letters} and size <= WHOLE_MASK:
-            return Whole(slice(0, p.len_k), False, "seen", (p.dtype != torch.bfloat16 or p.len_q > FUSED_FEW) and "sinks" not in p.extras)
+            return Whole(slice(0, p.len_k), False, "seen", as_is, not few and "sinks" not in p.extras)
     return None
+
+
+def alongside(p: Attention) -> bool:
+    """Whether the numbers of a head are to lie together."""
+    return p.dtype == torch.bfloat16 and p.len_q >= ALONGSIDE
 
 
 LOOKUP = re.compile(r"def run\(.*c0: 'bool\[\d\]'\):\s+v0: 'bool' = aten\.index\.Tensor\(c0, .*\)\s+return v0\s*")
@@ -132,17 +139,19 @@ def added(p: Attention, how: Whole, x: Operands, dtype: torch.dtype) -> tuple[Te
     if how.added == "bias":
         return added_bias(p, x, whole_part(p), dtype), True
     seen = lookup(p.mask, x.mask, p, whole_part(p))
-    return float_mask(seen, dtype), bool(all_of(any_of(seen, 2)))
+    return float_mask(seen, dtype), bool(seen.view(torch.uint8).amax(2).amin())
 
 
 def laid_out(p: Attention, how: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v of a whole call as `[batch, heads, len, dim]`, each as torch's kernel likes it best."""
+    if how.as_is and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     return tuple(head_by_head(fit(t, p).transpose(1, 2), p) for t in (q, take(k, 1, how.keys), take(v, 1, how.keys)))
 
 
 def head_by_head(t: Tensor, p: Attention) -> Tensor:
     """`t` [batch, heads, len, dim] for torch's kernel, which reads rows as contiguous without looking."""
-    return t if t.stride(-1) == 1 and (t.dtype != torch.bfloat16 or p.len_q < ALONGSIDE) else t.contiguous()
+    return t if t.stride(-1) == 1 and not alongside(p) else t.contiguous()
 
 
 def float_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
