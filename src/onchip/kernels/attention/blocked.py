@@ -21,6 +21,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Place, Traced, untouched
 from onchip.kernels.attention.blocked_fused import (
     FUSED_FEW,
+    Room,
     Whole,
     added,
     added_bias,
@@ -30,6 +31,7 @@ from onchip.kernels.attention.blocked_fused import (
     fused_backward,
     fused_forward,
     fuses,
+    head_by_head,
     laid_out,
     narrow,
     unmasked,
@@ -246,14 +248,15 @@ def _gather(pool: Tensor | Codes, pages: Tensor, dtype: torch.dtype) -> Tensor:
 def _forward(p: Attention, x: Operands, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q `[batch, heads, len_q, dim]`, k and v `[batch, kv_heads, keys, dim]` -> the output like q, LSE `[batch, heads, len_q]`."""
     dtype, fused = q.dtype, fuses(p, q.device)
-    q, k, v = (fit(t, p) if fused else t.to(_wide(t)) for t in (q, k, v))
+    q, k, v = (head_by_head(fit(t, p), p) if fused else t.to(_wide(t)) for t in (q, k, v))
     if fused and (how := unmasked(p, part)):
         out, lse = _fused(p, x, added_bias(p, x, part, q.dtype), q, take(k, 2, how[0]), take(v, 2, how[0]), how[1])
         return narrow(out, p.value_dim).to(dtype), lse
     out = lse = None
+    room = Room()
     for tile in _fused_tiles(p, x, part, q.dtype) if fused else tiles(p, x, part, _tile(q)[0], q.device):
         near = q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v)
-        found, found_lse = _fused(p, x, _fused_mask(p, x, tile, q.dtype), *near) if fused else _online(p, x, tile, *near)
+        found, found_lse = _fused(p, x, _fused_mask(p, x, tile, q.dtype, room), *near) if fused else _online(p, x, tile, *near)
         if tile.rows == slice(0, part.len_q):
             return narrow(found, p.value_dim).to(dtype), found_lse
         out, lse = (out, lse) if out is not None else _nothing(p, x, q, dtype)
@@ -460,14 +463,14 @@ def _staircase(left: int | None, right: int | None, rows: int, first: int, width
         return mask.tril_(before) if right is None else mask.triu(right - first + 1).add_(mask.tril_(before))
 
 
-def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype) -> Tensor | None:
+def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype, room: Room | None = None) -> Tensor | None:
     """What torch's kernel adds to the scores: 0, the terms of the score, or -inf."""
     if tile.added is not None:
         return tile.added
     if p.score is None:
         if tile.seen is None:
             return None
-        return float_mask(tile.seen, dtype)
+        return float_mask(tile.seen, dtype, room)
     wide = torch.promote_types(dtype, torch.float32)
     term = value(p.score, x.score, tile.at, torch.zeros(1, 1, 1, 1, dtype=wide)).to(wide)
     return term if tile.seen is None else torch.where(tile.seen, term, -torch.inf)
@@ -506,8 +509,8 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
     """Its weights are exp(S - LSE), so an LSE that counts a sink is as good."""
     how = unmasked(p, part)
     few = min(part.len_q, part.len_q if how else _fused_rows(p, part.len_k)) <= FUSED_FEW
-    q, k, v, out, d_out = (even(fit(t, p, few)) for t in (q, k, v, out, d_out))
-    d_out = d_out.contiguous()
+    q, k, v = (head_by_head(fit(t, p, few), p) for t in (q, k, v))
+    out, d_out = even(fit(out, p, few)), fit(d_out, p, few).contiguous()
 
     def fitting(dq: Tensor, dk: Tensor, dv: Tensor):
         return narrow(dq, p.dim), narrow(dk, p.dim), narrow(dv, p.value_dim)
@@ -517,10 +520,10 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
         found = fused_backward(d_out, q, *near, out, lse, 0.0, how[1], attn_mask=added_bias(p, x, part, q.dtype), scale=x.scale)
         pad = (0, 0, how[0].start, part.len_k - how[0].stop)
         return fitting(*found) if not any(pad) else fitting(found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
-    grads = None
+    grads, room = None, Room()
     for tile in _fused_tiles(p, x, part, q.dtype):
         near = (d_out[:, :, tile.rows], q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v), out[:, :, tile.rows], lse[:, :, tile.rows])
-        found = fused_backward(*near, 0.0, False, attn_mask=_fused_mask(p, x, tile, q.dtype), scale=x.scale)
+        found = fused_backward(*near, 0.0, False, attn_mask=_fused_mask(p, x, tile, q.dtype, room), scale=x.scale)
         if tile.rows == slice(0, part.len_q) and isinstance(tile.keys, slice) and tile.keys == slice(0, part.len_k):
             return fitting(*found)
         grads = grads or _zeros(q, k, v)

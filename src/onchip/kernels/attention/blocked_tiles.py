@@ -234,9 +234,9 @@ def add(t: Tensor, dim: int, keys: slice | Tensor, more: Tensor) -> None:
 
 
 def value(traced: Traced, tensors: tuple[Tensor, ...], at: Place, *s: Tensor) -> Tensor:
-    """A mask's or score's value [.., .., rows, keys] at `at`, some keys at a time: what comes between takes 8 bytes a place."""
+    """A mask's or score's value [.., .., rows, keys] at `at`, some keys at a time: what comes between takes 8 bytes a place. A tensor's own is a view."""
     rows, keys = at.i.shape[2], at.j.shape[3]
-    step = max(1, PLACES // rows)
+    step = keys if is_lookup(traced) else max(1, PLACES // rows)
     whole = None
     for start in range(0, keys, step):
         near = at._replace(j=at.j[..., start : start + step])
@@ -247,6 +247,15 @@ def value(traced: Traced, tensors: tuple[Tensor, ...], at: Place, *s: Tensor) ->
         whole = found.new_empty(*found.shape[:3], keys) if whole is None else whole
         whole[..., start : start + step] = found
     return whole
+
+
+LOOKUP = re.compile(r"def run\(.*c0: 'bool\[\d\]'\):\s+v0: 'bool' = aten\.index\.Tensor\(c0, .*\)\s+return v0\s*")
+
+
+@functools.lru_cache(maxsize=1024)
+def is_lookup(traced: Traced) -> bool:
+    """Whether a mask is what one bool tensor holds at the place itself."""
+    return LOOKUP.fullmatch(traced.text) is not None and 0 in cutting(traced)[1]
 
 
 def run(traced: Traced, tensors: list[Tensor], at: Place, s: Tensor | None = None) -> Tensor:
