@@ -340,13 +340,13 @@ def test_nothing_to_see(sizes, how):
 
 def test_sequences_of_about_equally_many_keys_go_together():
     lengths = (100, 20, 24, 3000, 0, 95, 2999, 23, BESIDE + 1, BESIDE + 1, 22)
-    found = groups(Causal(), 16, FP32, tuple(range(11)), (1,) * 10 + (2,), lengths)
+    found = groups(Causal(), 16, FP32, 0, tuple(range(11)), (1,) * 10 + (2,), lengths)
     assert sorted(sorted(group.members) for group in found) == [[0, 5], [1, 2, 7]]  # the last has two queries; long ones gain nothing, 0 keys go nowhere
     for group in found:
         keys = [lengths[b] for b in group.members]
         assert group.columns.shape == (len(keys), max(keys)) and group.columns.numel() <= 1.25 * sum(keys)
         assert group.numbers.tolist() == list(group.members)
-    (window,) = groups(Window(15), 16, FP32, (0, 1), (1, 1), (100, 3000))
+    (window,) = groups(Window(15), 16, FP32, 0, (0, 1), (1, 1), (100, 3000))
     assert window.columns.shape == (2, 16) and window.mask is None, "of a window only its keys count"
 
 

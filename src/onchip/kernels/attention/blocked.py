@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from math import isnan
 
 import torch
 from torch import Tensor
@@ -62,6 +63,7 @@ TILE = {"cpu": (128, 256)}  # rows and keys of a tile of our own products; on a 
 MOST_TILE = (512, 1024)  # on a GPU, where a launch costs more than a miss
 SCORES = 64  # tiles, of all sequences and heads, that go together
 DEQUANTISED = 512  # keys of a quantised cache that go together
+SPARE = 1 << 18  # numbers of padded keys that a call of torch's kernel, and what is around it, costs as much as: 1,365 keys of 3 heads of 64, 250 us
 FUSED_ROWS = (64, 768)  # queries of a call of torch's kernel with a band, from few (windows) to many (it packs the keys anew in each call)
 FUSED_TRACED = 2048  # of one with another mask, at most
 FUSED_MASK = 1 << 22  # elements of the mask of such a call
@@ -119,7 +121,7 @@ def _recorded(p: Attention, how: Whole, x: Operands, q: Tensor, k: Tensor, v: Te
     if not all_seen:
         return None
     out, lse = fused_forward(q, k, v, 0.0, how.causal, attn_mask=mask, scale=x.scale)
-    if mask is not None and lse.sum().isnan():
+    if mask is not None and isnan(lse.sum().item()):
         return None
     out.grad_fn.register_hook(hook)
     return out.transpose(1, 2) if how.as_is else narrow(out, p.value_dim).to(dtype).transpose(1, 2)
@@ -153,16 +155,25 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
 @torch.no_grad()
 def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
     """`q [batch, len_q, heads, dim]`, or packed `[tokens, heads, dim]` with offsets, over pages; of few queries, some sequences at once."""
-    out = q.new_zeros(*q.shape[:-1], p.value_dim)
-    q = q.to(_wide(q)) if p.kv else q  # as what is dequantised
-    lse = torch.full((*q.shape[:-3], p.heads, q.shape[-3]), -torch.inf, dtype=_wide(q), device=q.device)
-    band = hull(p)
     spans = [None] * p.batch if x.q_offsets is None else [slice(*ends) for ends in pairwise(x.q_offsets.tolist())]
     lengths = cache.lengths.tolist()
     beside = _beside(p, cache, spans, lengths) if p.batch > 1 and q.is_cpu and _gathers(p, cache) else ()
+    if len(beside) == 1 and beside[0].in_order and len(beside[0].rows) * q.stride(-3) == q.numel():  # everybody's
+        out, lse = _side_by_side(p, x, beside[0], q, cache, return_lse)
+        out = out.view(*q.shape[:-1], p.value_dim)
+        return (out, lse if x.q_offsets is None else lse.transpose(0, 1).flatten(1)) if return_lse else out
+    out = q.new_zeros(*q.shape[:-1], p.value_dim)
+    lse = torch.full((*q.shape[:-3], p.heads, q.shape[-3]), -torch.inf, dtype=_wide(q), device=q.device)
     for group in beside:
-        _side_by_side(p, x, group, q, cache, out, lse)
+        found, found_lse = _side_by_side(p, x, group, q, cache, return_lse)
+        out.flatten(0, -3).index_copy_(0, group.rows, found)
+        if return_lse and x.q_offsets is None:
+            lse.index_copy_(0, group.numbers, found_lse)
+        elif return_lse:
+            lse.index_copy_(1, group.rows, found_lse.transpose(0, 1).flatten(1))
     done = {b for group in beside for b in group.members}
+    q = q.to(_wide(q)) if p.kv else q  # as what is dequantised
+    band = hull(p)
     for b, (rows, length) in enumerate(zip(spans, lengths, strict=True)):
         len_q = p.len_q if rows is None else rows.stop - rows.start
         if not len_q or b in done:
@@ -191,21 +202,18 @@ def _beside(p: Attention, cache, spans: list[slice | None], lengths: list[int]) 
         starts, counts = range(0, p.batch * p.len_q, p.len_q), [p.len_q] * p.batch
     else:
         starts, counts = (rows.start for rows in spans), (rows.stop - rows.start for rows in spans)
-    return groups(p.mask, p.page, p.dtype, tuple(starts), tuple(counts), tuple(lengths))
+    return groups(p.mask, p.page, p.dtype, SPARE // (p.kv_heads * p.dim), tuple(starts), tuple(counts), tuple(lengths))
 
 
-def _side_by_side(p: Attention, x: Operands, group: Group, q: Tensor, cache, out: Tensor, lse: Tensor) -> None:
-    """Attention of a group of sequences, into `out` and `lse`: one product where a call a sequence costs more than its keys do."""
-    slots = torch.add(group.offsets, cache.page_table.index_select(0, group.numbers).gather(1, group.columns), alpha=p.page).flatten()
+def _side_by_side(p: Attention, x: Operands, group: Group, q: Tensor, cache, return_lse: bool) -> tuple[Tensor, Tensor]:
+    """Output [rows, heads, dim_v] and LSE [n, heads, len_q] of a group of sequences: one product where a call a sequence costs more than its keys do."""
+    slots = group.slots(cache.page_table, p.page)
     k, v = (pool.flatten(0, 1).index_select(0, slots).unflatten(0, group.columns.shape).transpose(1, 2) for pool in cache[:2])
-    near = q.flatten(0, -3).index_select(0, group.rows).unflatten(0, (len(group.numbers), -1)).transpose(1, 2)
-    found, found_lse = _fused(p, x, group.mask, *(fit(t, p) for t in (near, k, v)))
-    found = narrow(found, p.value_dim).transpose(1, 2).flatten(0, 1)
-    out.flatten(0, -3).index_copy_(0, group.rows, found.to(out.dtype))
-    if x.q_offsets is None:
-        lse.index_copy_(0, group.numbers, found_lse.to(lse.dtype))
-    else:
-        lse.index_copy_(1, group.rows, found_lse.to(lse.dtype).transpose(0, 1).flatten(1))
+    near = q.flatten(0, -3)
+    near = near if group.in_order and len(near) == len(group.rows) else near.index_select(0, group.rows)
+    near = near.unflatten(0, (len(group.numbers), -1)).transpose(1, 2)
+    found, lse = _fused(p, x, group.mask, *(fit(t, p) for t in (near, k, v)), return_lse=return_lse)
+    return narrow(found, p.value_dim).transpose(1, 2).flatten(0, 1).to(q.dtype), lse.to(_wide(q))
 
 
 def _one_row(p: Attention, x: Operands, q: Tensor, cache, b: int, seen: range) -> tuple[Tensor, Tensor]:
@@ -484,7 +492,7 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     out, lse = fused_forward(even(q), even(k), even(v), 0.0, causal, attn_mask=mask, scale=x.scale)
     if together:
         out, lse = out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
-    if mask is not None and (return_lse or x.sinks is not None or lse.sum().isnan()):
+    if mask is not None and (return_lse or x.sinks is not None or isnan(lse.sum().item())):
         out, lse = _cleared(mask, out, lse)
     return (out, lse) if x.sinks is None else _with_sinks(x, out, lse)
 

@@ -87,6 +87,7 @@ class Group(NamedTuple):
     members, numbers   the sequences, as ints and as int64 [n].     rows   int64 [n x len_q]: their queries, in all queries end to end.
     columns, offsets   int64 [n, keys]: where in its row of the page table, and in the page, each key lies.
     mask     what torch's kernel adds to the scores, [n, 1, len_q, keys]; None: every query sees every key.
+    in_order   `rows` counts from 0.        known   the last page table that slots were asked for, and these.
     """
 
     members: tuple[int, ...]
@@ -95,14 +96,30 @@ class Group(NamedTuple):
     columns: Tensor
     offsets: Tensor
     mask: Tensor | None
+    in_order: bool
+    known: list[tuple[Tensor, Tensor]]
+
+    def slots(self, page_table: Tensor, page: int) -> Tensor:
+        """Where in the pool each key lies, int64 [n x keys]. The layers of a model ask the same."""
+        for table, slots in self.known:
+            if torch.equal(table, page_table):
+                return slots
+        slots = torch.add(self.offsets, page_table.index_select(0, self.numbers).gather(1, self.columns), alpha=page).flatten()
+        self.known[:] = [(page_table.clone(), slots)]
+        return slots
 
 
 # ---- from a call to its tiles
 
 
 @functools.lru_cache(maxsize=4)  # the layers of a model ask the same, but for windows
-def groups(band: Band, page: int, dtype: torch.dtype, starts: tuple[int, ...], counts: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[Group, ...]:
-    """The sequences that go together, at least two in each group, which have `counts` queries from `starts` on and `lengths` keys; the others go alone."""
+def groups(
+    band: Band, page: int, dtype: torch.dtype, spare: int, starts: tuple[int, ...], counts: tuple[int, ...], lengths: tuple[int, ...]
+) -> tuple[Group, ...]:
+    """The sequences that go together, at least two in each group, which have `counts` queries from `starts` on and `lengths` keys; the others go alone.
+
+    `spare`: the keys that may be padding in any group, as they cost no more than one group more.
+    """
     waiting = []  # (queries, keys, the first of them, the first query's place, the sequence)
     for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         row = band.shift(count, length)
@@ -111,8 +128,8 @@ def groups(band: Band, page: int, dtype: torch.dtype, starts: tuple[int, ...], c
     waiting.sort()
     found, first, used = [], 0, 0
     for i, (count, keys, *_) in enumerate(waiting):
-        padded = (i + 1 - first) * keys
-        if count != waiting[first][0] or padded > min(BESIDE, PADDED * (used + keys)):
+        padded, real = (i + 1 - first) * keys, used + keys
+        if count != waiting[first][0] or padded > min(BESIDE, max(PADDED * real, real + spare)):
             found.append(waiting[first:i])
             first, used = i, 0
         used += keys
@@ -123,6 +140,7 @@ def groups(band: Band, page: int, dtype: torch.dtype, starts: tuple[int, ...], c
 
 def _group(band: Band, page: int, dtype: torch.dtype, starts: tuple[int, ...], some: list[tuple[int, ...]]) -> Group:
     count, longest = some[-1][:2]
+    some = sorted(some, key=lambda one: one[-1])
     keys, first, row, numbers = (torch.tensor(column)[:, None] for column in list(zip(*some, strict=True))[1:])
     place = torch.arange(longest)
     at = first + torch.minimum(place, keys - 1)
@@ -133,7 +151,9 @@ def _group(band: Band, page: int, dtype: torch.dtype, starts: tuple[int, ...], s
     wide = dtype if dtype != torch.float16 else torch.float32
     mask = None if seen.all() else torch.zeros(seen.shape, dtype=wide).masked_fill_(~seen, -torch.inf)[:, None]
     rows = torch.tensor([starts[b] for *_, b in some])[:, None] + torch.arange(count)
-    return Group(tuple(b for *_, b in some), numbers[:, 0], rows.flatten(), at // page, at % page, mask)
+    rows = rows.flatten()
+    in_order = torch.equal(rows, torch.arange(len(rows)))
+    return Group(tuple(b for *_, b in some), numbers[:, 0], rows, at // page, at % page, mask, in_order, [])
 
 
 def parts(p: Attention, x: Operands, q: Tensor, k: Tensor, most: int) -> list[Part]:
