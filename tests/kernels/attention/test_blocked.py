@@ -97,6 +97,9 @@ def test_sparse_masks_go_in_blocks(monkeypatch):
     onchip.attention(*inputs, mask=torch.rand(1024, 1024) < 0.5, kernel="blocked")
     assert sum(calls) == 1024 * 1024 and len(calls) == 1
     calls.clear()
+    onchip.attention(*inputs, mask=torch.arange(1024) // 128 == torch.arange(1024)[:, None] // 128, kernel="blocked")
+    assert sum(calls) == 8 * 128 * 128, "whether it is a function or a tensor"
+    calls.clear()
     onchip.attention(*inputs, mask=Window(63), kernel="blocked")
     assert sum(calls) <= 1024 * (64 + 64)
 
@@ -170,6 +173,63 @@ def test_what_goes_to_torchs_kernel(monkeypatch):
     lse = onchip.attention(*inputs, kernel="blocked", return_lse=True)[1]
     torch.autograd.grad(lse.sum(), inputs)
     assert not forward and backward
+
+
+OWN = {  # a call -> whether its gradient is torch's own
+    "full": ((300, FP32), {}, True),
+    "causal": ((200, FP32), {"mask": Causal()}, True),
+    "causal in tiles": ((300, FP32), {"mask": Causal()}, False),
+    "laid out first": ((300, BF16), {}, True),
+    "few rows": ((100, BF16), {}, False),
+    "cast": ((70, FP16), {}, True),
+    "bias": ((90, FP32), {"bias": torch.randn(4, 90, 90)}, True),
+    "a tensor of bools": ((90, FP32), {"mask": torch.rand(2, 1, 90, 90) < 0.5}, True),
+    "with an LSE": ((90, FP32), {"return_lse": True}, False),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_calls_that_are_torchs_own(name):
+    """Their node is torch's; output, gradients and what is recorded are as of any other call."""
+    (n, dtype), how, own = OWN[name]
+    inputs = qkv(n, dtype=dtype, dim_v=24 if name == "cast" else None)
+    with onchip.record() as decisions:
+        out = onchip.attention(*inputs, **how)
+        out = out[0] if isinstance(out, tuple) else out
+        d_out = torch.randn_like(out)
+        found = (out, *torch.autograd.grad(out, inputs, d_out))
+    assert [(d.problem.op, d.kernel.name) for d in decisions] == [("prefill", "blocked"), ("backward", "blocked")]
+    node, names = out.grad_fn, []
+    while node is not None:
+        names.append(node.name())
+        node = node.next_functions[0][0] if node.next_functions else None
+    assert any("FlashAttentionForCpu" in name for name in names) == own, names
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    results = []
+    for tensors, d in ((inputs, d_out), (wide, d_out.double())):
+        other = {key: t.to(tensors[0].dtype) if isinstance(t, torch.Tensor) and t.dtype != torch.bool else t for key, t in how.items() if key != "return_lse"}
+        plain = onchip.attention(*tensors, **other, kernel="reference")
+        results.append((plain, *torch.autograd.grad(plain, tensors, d)))
+    for ours, low, truth, slack in zip(found, *results, (2.0, 3.0, 3.0, 3.0), strict=True):
+        assert_as_good_as_torch(ours, low, truth, slack)
+
+
+@pytest.mark.parametrize("where", ["a row that sees no key", "a key that no row sees"])
+def test_bool_tensors_hide_nan_with_and_without_gradients(where):
+    """Tensors of bools small enough for one call: what they hide may hold anything, as in tiles."""
+    seen, inputs = torch.rand(1, 4, 40, 40) < 0.7, qkv(40, heads=(4, 4))
+    seen[..., 0] = True
+    with torch.no_grad():
+        if where.startswith("a row"):
+            seen[:, :, 3], inputs[0][:, 3] = False, NAN
+        else:
+            seen[..., 5] = False
+            inputs[1][:, 5] = inputs[2][:, 5] = NAN
+    out = onchip.attention(*inputs, mask=seen)
+    assert out.isfinite().all() and (not where.startswith("a row") or not out[:, 3].any())
+    with torch.no_grad():
+        assert torch.equal(onchip.attention(*inputs, mask=seen), out)
+    assert all(d.isfinite().all() for d in torch.autograd.grad(out, inputs, torch.randn_like(out)))
 
 
 # ---- what may hold NaN
@@ -346,6 +406,11 @@ def test_sequences_of_about_equally_many_keys_go_together():
         keys = [lengths[b] for b in group.members]
         assert group.columns.shape == (len(keys), max(keys)) and group.columns.numel() <= 1.25 * sum(keys)
         assert group.numbers.tolist() == list(group.members)
+    (one,) = groups(Causal(), 16, FP32, 400, tuple(range(4)), (1,) * 4, (100, 20, 95, 23))
+    assert one.members == (0, 1, 2, 3) and one.in_order, "as many spare keys cost no more than another call"
+    table, other = (torch.randperm(40).view(4, 10).int() for _ in range(2))
+    for pages in (table, table.clone(), other, table):
+        assert torch.equal(one.slots(pages, 16), (pages.long().gather(1, one.columns) * 16 + one.offsets).flatten())
     (window,) = groups(Window(15), 16, FP32, 0, (0, 1), (1, 1), (100, 3000))
     assert window.columns.shape == (2, 16) and window.mask is None, "of a window only its keys count"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention.blocked_tiles import Part, bias, bias_dtype, cutting, is_lookup, is_sum, lookup, take
+from onchip.kernels.attention.blocked_tiles import SPARSE, Part, all_of, any_of, bias, bias_dtype, cutting, is_lookup, is_sum, lookup, seen_by_blocks, take
 
 FUSED_CAUSAL = range(257, 769)  # lengths at which tiles beat torch's causal mask: it computes what is hidden within 512 keys; 512 take 1.9 and 1.5 ms
 FUSED_FEW = 128  # queries up to which torch's backward pass is faster in float32 than in bfloat16: 128 take 0.5 and 0.9 ms, 256 2.1 and 2.1
@@ -129,13 +129,17 @@ def alongside(p: Attention) -> bool:
 
 
 def added(p: Attention, how: Whole, x: Operands, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
-    """(what torch's kernel adds to the scores of a whole call, whether that is all there is to it): a key that no row sees may hold NaN."""
+    """(what torch's kernel adds to the scores of a whole call, whether that is all there is to it): not where no row of a sequence and head sees a
+    key, which may hold NaN, nor where blocks of rows see so few that tiles cost less."""
     if not how.added:
         return None, True
     if how.added == "bias":
         return added_bias(p, x, whole_part(p), dtype), True
     seen = lookup(p.mask, x.mask, p, whole_part(p))
-    return float_mask(seen, dtype), bool(seen.view(torch.uint8).amax(2).amin())
+    by_block, by_key = seen_by_blocks(seen)
+    if not all_of(any_of(by_block, 2)) or by_key.sum() < SPARSE * by_key.numel():
+        return None, False
+    return float_mask(seen, dtype), True
 
 
 def laid_out(p: Attention, how: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

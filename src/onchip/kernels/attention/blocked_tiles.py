@@ -197,8 +197,7 @@ def tiles(p: Attention, x: Operands, part: Part, most: int, device: torch.device
 
 def _narrowed(p: Attention, tile: Tile, seen: Tensor) -> Iterator[Tile]:
     """The tile without the keys that none of its rows sees; in blocks of rows where these see less than the whole does."""
-    by_block = torch.stack([any_of(block, 2) for block in seen.split(BLOCK, 2)], 2)  # [batch, heads, blocks, keys]
-    by_key = any_of(by_block.flatten(0, 1), 0)
+    by_block, by_key = seen_by_blocks(seen)
     found = any_of(by_key, 0).nonzero()[:, 0]
     if not len(found):
         return
@@ -220,6 +219,12 @@ def _narrowed(p: Attention, tile: Tile, seen: Tensor) -> Iterator[Tile]:
     if by_head.shape[1] > 1:
         by_head = any_of(by_head.unflatten(1, (p.kv_heads, p.group)), 2)
     yield tile._replace(seen=seen, shown=None if all_of(by_head) else by_head[..., None])
+
+
+def seen_by_blocks(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys that some row of each block of rows sees, [batch, heads, blocks, keys], and those that one of any sequence and head does, [blocks, keys]."""
+    by_block = torch.stack([any_of(block, 2) for block in seen.split(BLOCK, 2)], 2)
+    return by_block, any_of(by_block.flatten(0, 1), 0)
 
 
 def hull(p: Attention) -> Band:
