@@ -22,7 +22,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Place, Traced, untouched
 from onchip.kernels.attention.blocked_fused import (
     FUSED_FEW,
-    Room,
+    ROOM,
     Whole,
     added,
     added_bias,
@@ -65,8 +65,8 @@ SCORES = 64  # tiles, of all sequences and heads, that go together
 DEQUANTISED = 512  # keys of a quantised cache that go together
 SPARE = 1 << 18  # numbers of padded keys that a call of torch's kernel, and what is around it, costs as much as: 1,365 keys of 3 heads of 64, 250 us
 FUSED_ROWS = (64, 768)  # queries of a call of torch's kernel with a band, from few (windows) to many (it packs the keys anew in each call)
-FUSED_TRACED = 2048  # of one with another mask, at most
-FUSED_MASK = 1 << 22  # elements of the mask of such a call
+FUSED_TRACED = 1024  # of one with another mask, at most; below 768 the backward pass in bfloat16 takes 1.4 times as long
+FUSED_MASK = 1 << 25  # bytes of the mask of such a call
 
 
 # ---- launches
@@ -261,10 +261,9 @@ def _forward(p: Attention, x: Operands, part: Part, q: Tensor, k: Tensor, v: Ten
         out, lse = _fused(p, x, added_bias(p, x, part, q.dtype), q, take(k, 2, how[0]), take(v, 2, how[0]), how[1])
         return narrow(out, p.value_dim).to(dtype), lse
     out = lse = None
-    room = Room()
     for tile in _fused_tiles(p, x, part, q.dtype) if fused else tiles(p, x, part, _tile(q)[0], q.device):
         near = q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v)
-        found, found_lse = _fused(p, x, _fused_mask(p, x, tile, q.dtype, room), *near) if fused else _online(p, x, tile, *near)
+        found, found_lse = _fused(p, x, _fused_mask(p, x, tile, q.dtype), *near) if fused else _online(p, x, tile, *near)
         if tile.rows == slice(0, part.len_q):
             return narrow(found, p.value_dim).to(dtype), found_lse
         out, lse = (out, lse) if out is not None else _nothing(p, x, q, dtype)
@@ -430,7 +429,7 @@ def _one_order():
 def _fused_rows(p: Attention, len_k: int) -> int:
     """Queries of a call with a mask: more for long rows of keys, as far as the mask stays small."""
     band, each = hull(p), 1 if p.score is None else 2  # a score's terms, and those that count
-    most = FUSED_MASK // (max(1, len_k) * (p.heads if differs(p, "h") else 1) * each)
+    most = FUSED_MASK // max(4 if p.dtype == torch.float16 else 0, p.dtype.itemsize) // (max(1, len_k) * (p.heads if differs(p, "h") else 1) * each)
     bounded = band.left is not None and band.right is not None
     if isinstance(p.mask, Traced) and not bounded:
         return max(32, min(FUSED_TRACED, most))
@@ -471,14 +470,14 @@ def _staircase(left: int | None, right: int | None, rows: int, first: int, width
         return mask.tril_(before) if right is None else mask.triu(right - first + 1).add_(mask.tril_(before))
 
 
-def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype, room: Room | None = None) -> Tensor | None:
-    """What torch's kernel adds to the scores: 0, the terms of the score, or -inf."""
+def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype) -> Tensor | None:
+    """What torch's kernel adds to the scores: 0, the terms of the score, or -inf. It holds until the next tile's."""
     if tile.added is not None:
         return tile.added
     if p.score is None:
         if tile.seen is None:
             return None
-        return float_mask(tile.seen, dtype, room)
+        return float_mask(tile.seen, dtype, ROOM)
     wide = torch.promote_types(dtype, torch.float32)
     term = value(p.score, x.score, tile.at, torch.zeros(1, 1, 1, 1, dtype=wide)).to(wide)
     return term if tile.seen is None else torch.where(tile.seen, term, -torch.inf)
@@ -528,10 +527,10 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
         found = fused_backward(d_out, q, *near, out, lse, 0.0, how[1], attn_mask=added_bias(p, x, part, q.dtype), scale=x.scale)
         pad = (0, 0, how[0].start, part.len_k - how[0].stop)
         return fitting(*found) if not any(pad) else fitting(found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
-    grads, room = None, Room()
+    grads = None
     for tile in _fused_tiles(p, x, part, q.dtype):
         near = (d_out[:, :, tile.rows], q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v), out[:, :, tile.rows], lse[:, :, tile.rows])
-        found = fused_backward(*near, 0.0, False, attn_mask=_fused_mask(p, x, tile, q.dtype, room), scale=x.scale)
+        found = fused_backward(*near, 0.0, False, attn_mask=_fused_mask(p, x, tile, q.dtype), scale=x.scale)
         if tile.rows == slice(0, part.len_q) and isinstance(tile.keys, slice) and tile.keys == slice(0, part.len_k):
             return fitting(*found)
         grads = grads or _zeros(q, k, v)

@@ -5,13 +5,14 @@ floats takes 4 bytes a score, so that of a bool tensor is made for small calls a
 """
 
 import functools
+import threading
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.core.problem import Attention, Operands
-from onchip.core.trace import Traced
+from onchip.core.trace import Traced, untouched
 from onchip.kernels.attention.blocked_tiles import SPARSE, Part, all_of, any_of, bias, bias_dtype, cutting, is_lookup, is_sum, lookup, seen_by_blocks, take
 
 FUSED_CAUSAL = range(257, 769)  # lengths at which tiles beat torch's causal mask: it computes what is hidden within 512 keys; 512 take 1.9 and 1.5 ms
@@ -154,17 +155,20 @@ def head_by_head(t: Tensor, p: Attention) -> Tensor:
     return t if t.stride(-1) == 1 and not alongside(p) else t.contiguous()
 
 
-class Room:
-    """Memory of the mask of one tile after another: the first touch of 16 MiB takes 12 ms in a virtual machine, all else about the mask 1 ms."""
+class Room(threading.local):
+    """A thread's memory for the mask of one tile after another: the first touch of 16 MiB takes 12 ms in a virtual machine, all else about it 1 ms."""
 
-    def __init__(self):
-        self.flat: Tensor | None = None
+    bytes: Tensor | None = None
 
     def of(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        size = shape.numel()
-        if self.flat is None or len(self.flat) < size:
-            self.flat = torch.empty(size, dtype=dtype)
-        return self.flat[:size].view(shape)
+        size = shape.numel() * dtype.itemsize
+        if self.bytes is None or len(self.bytes) < size:
+            with untouched():
+                self.bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return self.bytes[:size].view(dtype).view(shape)
+
+
+ROOM = Room()
 
 
 def float_mask(seen: Tensor, dtype: torch.dtype, room: Room | None = None) -> Tensor:
