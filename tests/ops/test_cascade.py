@@ -71,10 +71,14 @@ def build(tree, *, page=16, len_q=1, heads=(4, 2), dim=16, dim_v=0, dtype=FP32, 
 
 
 def torchs(q, cache):
-    """Output and LSE of torch's own kernels in the same dtype, for one query a row; the LSE on a CPU alone, and there is none of either elsewhere."""
+    """Output and LSE of torch's own kernels in the same dtype, for one query a row; the LSE on a CPU alone, and there is none of either elsewhere.
+
+    The LSE also of rows filled up to 32 keys: of 16 and more torch's exponentials of half precision are quick ones, which err more.
+    """
     if q.shape[1] > 1:
         return (), ()
     out, lse = torch.zeros_like(q), torch.full((len(q), q.shape[2], 1), -torch.inf)
+    filled = lse.clone()
     for b, keys in enumerate(cache.lengths.tolist()):
         pages = cache.page_table[b, : -(-keys // cache.k.shape[1])]
         k, v = (pool[pages].flatten(0, 1)[:keys].transpose(0, 1).repeat_interleave(q.shape[2] // pool.shape[2], 0)[None] for pool in cache[:2])
@@ -82,9 +86,14 @@ def torchs(q, cache):
         if keys and q.is_cpu:
             found, lse[b : b + 1] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(row, k, v)
             out[b] = found[0].transpose(0, 1)
+            more = max(0, 32 - keys)
+            hide = torch.zeros(1, 1, 1, keys + more, dtype=q.dtype)
+            hide[..., keys:] = -torch.inf
+            k, v = (F.pad(t, (0, 0, 0, more)) for t in (k, v))
+            filled[b : b + 1] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(row, k, v, attn_mask=hide)[1]
         elif keys:
             out[b] = F.scaled_dot_product_attention(row, k, v)[0].transpose(0, 1)
-    return (out,), (lse,) * q.is_cpu
+    return (out,), (lse, filled) if q.is_cpu else ()
 
 
 def check(q, cache, levels, everything, kernel="auto", **how):
