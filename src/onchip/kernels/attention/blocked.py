@@ -66,7 +66,7 @@ DEQUANTISED = 512  # keys of a quantised cache that go together
 SPARE = 1 << 18  # numbers of padded keys that a call of torch's kernel, and what is around it, costs as much as: 1,365 keys of 3 heads of 64, 250 us
 FUSED_ROWS = (64, 768)  # queries of a call of torch's kernel with a band, from few (windows) to many (it packs the keys anew in each call)
 FUSED_TRACED = 1024  # of one with another mask, at most; below 768 the backward pass in bfloat16 takes 1.4 times as long
-FUSED_MASK = 1 << 25  # bytes of the mask of such a call
+FUSED_MASK = 1 << 24  # bytes of the mask of such a call
 
 
 # ---- launches
