@@ -170,10 +170,14 @@ def test_rope(problem, arch):
         "FORMAT": form.name if form else "",
         "GROUPS": form.groups(problem.dim) if form else 1,
         "LARGEST": form.largest if form else 1.0,
+        "EARLY": arch == "sm_90",
     } | dict.fromkeys(absent)
     facts = compile_for(rope._rope_append, signature, constexprs, arch, tiles.warps, aligned=strides)
     check(facts, arch)
     assert problem.norm or form or facts.shared == 0, "the elements of a pair met in shared memory, not in a thread"
+    if arch == "sm_90":
+        before, after = facts.ptx.split("griddepcontrol.wait")
+        assert "ld.global" not in before and "ld.global" in after, "nothing is read before the kernel in front is done"
 
 
 TILES = {"MARKS": vocabulary.MARKS, "GROUP": 16, "TILE": vocabulary.TILE, "SLICES": 32, "GROUPS": 8192}  # of a vocabulary of 128,256

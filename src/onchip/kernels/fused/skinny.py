@@ -26,6 +26,7 @@ from onchip.core.device import Device
 from onchip.core.linear import Around
 from onchip.core.problem import Rows
 from onchip.kernels.curves import activated, held
+from onchip.kernels.launch import starts_early
 
 VECTOR = tl.constexpr(8)  # numbers of 16 bits in 16 bytes
 ALONE = 2  # rows that go without tensor cores: 4 would take 60% of a GPU's instructions, and twice as long where clocks are low
@@ -255,7 +256,7 @@ def launch(problem: Rows, config: Tiles, x: torch.Tensor, weight: torch.Tensor, 
     down, apart = (2, 1) if "interleaved" in words else (1, outs)
     y = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     norm, residual = around.norm, around.residual
-    early = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device)[0] >= 9
+    early = starts_early(x)
     options = ({"launch_pdl": True} if early else {}) | ({"maxnreg": REGISTERS} if config.slab and torch.version.hip is None else {})
     tiles = {"SLAB": config.slab, "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "DEPTH": config.depth, "WARPS": config.warps}
     grid = (triton.cdiv(outs, config.block_n if config.slab else config.block_n * config.warps),)
