@@ -232,8 +232,9 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     else:
         slab = 8 if device.kind == "cuda" else 16
         rows = triton.cdiv(problem.rows, slab) * slab
-        shapes = [Tiles(rows, n, LINE, _depth(width, 8 * LINE, n * parts // 4), 8, slab) for n in (32, 16) if n * parts <= 32]
-        fits = [tiles for tiles in shapes if triton.cdiv(problem.width, tiles.block_n) >= FULL * device.sms]
+        lines, half = ([Tiles(rows, n, k, _depth(width, 8 * k, n * parts * k // 256), 8, slab) for n in (32, 16) if n * parts <= 32] for k in (LINE, LINE // 2))
+        shapes = lines + half
+        fits = [tiles for tiles in lines if triton.cdiv(problem.width, tiles.block_n) >= FULL * device.sms] or lines[-1:]
     best = fits[0] if fits else shapes[-1]
     return [best, *(tiles for tiles in shapes if tiles != best)]
 
