@@ -34,7 +34,7 @@ def test_the_rows_of_a_gpu():
     found = [problem for problem, _, _ in rows.problems(torch.device("cuda"), False)]
     large = [p for p in found if (p.rows, p.width) not in rows.SMALL and not rows.OPERATORS[p.name].sizes]
     assert {p.name for p in found} == set(rows.OPERATORS) and all(2 * p.rows * p.width >= 64 << 20 for p in large)
-    assert len(found) <= 100, "the suite is to take 200 s"
+    assert len(found) <= 102, "the suite is to take 200 s"
     assert {p.width for p in found if p.name == "swiglu"} == set(WIDTHS)
     text = "swiglu backward 16384x4096 bf16"
     assert text in {str(p) for p in found} and len({str(p) for p in found}) == len(found)

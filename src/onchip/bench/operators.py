@@ -10,14 +10,15 @@ from torch import Tensor
 
 from onchip.bench.operators_steps import STEPS
 from onchip.bench.operators_vocabulary import LOSSES, SAMPLING
-from onchip.bench.row_operator import ENDS, WIDTHS, Operator, draw, flashinfer, halves, liger, of, quack, same, vector, wide
+from onchip.bench.row_operator import ENDS, TILES, WIDTHS, Operator, draw, flashinfer, halves, liger, of, quack, same, vector, wide
+from onchip.core import device as devices
 from onchip.core.norms import Residual, RowCodes, SiluGate
 from onchip.core.problem import Cost, Dropout, Groups, Problem, Rope, Rows
 from onchip.dispatch import OPS
 from onchip.models.rope import rope_table
 from onchip.ops.activation import Clipped, activate, gated_act
 from onchip.ops.group_norm import group_norm
-from onchip.ops.linear import RowNorm, skinny_linear
+from onchip.ops.linear import Around, RowNorm, skinny_linear, skinny_problem
 from onchip.ops.lookup import dropout_add, embedding, hadamard
 from onchip.ops.norm import layer_norm, modulated_norm, rms_norm
 from onchip.ops.rotary import rotary
@@ -239,7 +240,17 @@ def _skinny(out: int, width: int, words: str) -> Operator:
     def problem(rows, size, dtype):
         return Rows("skinny_linear", rows, size, dtype, f"from {columns(size)} {words}")
 
-    return Operator(problem, make, ours, plain, peers={"onchip, one by one": lambda *args: lambda: apart(*args)}, sizes=((1, out), (16, out)), least=(2, 24))
+    def tiles(n):  # of the kernel's, which runs the first
+        def run(x, w, last):
+            around = Around(norm=RowNorm(last), constant=True) if "norm" in words else Around(residual=last, constant=True)
+            asked = skinny_problem(x, len(w), around, act)
+            kernel = OPS[asked.op].kernels[0]
+            return kernel.load()(asked, kernel.configs(asked, devices.of(x.device))[n], x, w, around)
+
+        return lambda *args: lambda: run(*args)
+
+    peers = {"onchip, one by one": lambda *args: lambda: apart(*args)} | {name: tiles(n) for n, name in enumerate(TILES, 1)}
+    return Operator(problem, make, ours, plain, peers=peers, sizes=((1, out), (16, out)), least=(2, 24))
 
 
 def _layer_weights(rows, width, dtype, device):
@@ -282,7 +293,7 @@ def _layer_plain(x, g, h, qkv, out, gate_up, down):
 PRODUCTS = {
     "skinny, a layer's four": Operator(
         _layer_cost, _layer_weights, _layer, _layer_plain, peers={"onchip, one by one": lambda *args: lambda: _layer_apart(*args)},
-        sizes=((1, 4096), (16, 4096)), least=(2, 24),
+        sizes=((1, 4096), (4, 4096), (16, 4096), (1, 576)), least=(2, 24),
     ),
     "skinny qkv": _skinny(6144, 4096, "norm"),
     "skinny out": _skinny(4096, 4096, "residual"),

@@ -14,6 +14,7 @@ from onchip.bench import block, data, ladder, meters, paged_peers, passes, rows
 from onchip.bench.call import Call
 from onchip.bench.data import Prompts, Tensors, Tiny
 from onchip.bench.paged import Paged
+from onchip.bench.row_operator import TILES
 from onchip.bench.suite import Asked, Generate, Ladder, Overhead, Pass, Shared
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import E4M3, SHORT, Attention, Operands, Rope, Rows
@@ -308,6 +309,7 @@ PEERS = (  # ours first, for its output is what the others are compared with
     Peer("FlexAttention, eager", Pass, passes.flex(False), (_on("cpu"), passes.flex_takes)),
     Peer("onchip", rows.RowOp, rows.onchip),
     Peer("onchip, one by one", rows.RowOp, rows.package("onchip, one by one"), (rows.has("onchip, one by one"),)),
+    *(Peer(name, rows.RowOp, rows.package(name), (_on("cuda"), rows.has(name), rows.has_tiles(n))) for n, name in enumerate(TILES, 2)),
     Peer("torch.compile", rows.RowOp, rows.torch_compiled, (_on("cuda"),)),
     Peer("Liger", rows.RowOp, rows.package("Liger"), (*GPU_ROWS, rows.has("Liger")), "liger_kernel", "liger-kernel"),
     Peer("quack", rows.RowOp, rows.package("quack"), (*GPU_ROWS, rows.has("quack")), "quack", "quack-kernels"),

@@ -12,6 +12,7 @@ from onchip.core.problem import Cost, Problem, Rows
 WIDTHS = (4096, 65_536, 262_144)
 ENDS = (4096, 262_144)
 VOCAB = 128_256
+TILES = ("onchip, tiles 2", "onchip, tiles 3", "onchip, tiles 4")  # a kernel's others than those that it runs with
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from onchip.bench.call import Call
 from onchip.bench.judge import distance, first, larger
 from onchip.bench.operators import OPERATORS
 from onchip.bench.row_operator import Operator
+from onchip.core import device as devices
 from onchip.core.problem import SHORT, Cost
 from onchip.dispatch import OPS
 
@@ -169,6 +170,16 @@ def package(name: str) -> Callable[[Given], Call]:
 
 def has(name: str) -> Callable:
     return lambda p, _device: None if name in OPERATORS[p.name].peers else f"no {p.name}"
+
+
+def has_tiles(n: int) -> Callable:
+    """Whether the operator's first kernel has so many tiles to choose from."""
+
+    def why_not(p: RowOp, device: torch.device) -> str | None:
+        asked = OPERATORS[p.name].problem(p.rows, p.width, p.dtype)
+        return None if len(OPS[asked.op].kernels[0].configs(asked, devices.of(device))) >= n else f"fewer than {n} tiles"
+
+    return why_not
 
 
 def no_backward(p: RowOp, _device) -> str | None:

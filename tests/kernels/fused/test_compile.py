@@ -170,10 +170,14 @@ def test_rope(problem, arch):
         "FORMAT": form.name if form else "",
         "GROUPS": form.groups(problem.dim) if form else 1,
         "LARGEST": form.largest if form else 1.0,
+        "EARLY": arch == "sm_90",
     } | dict.fromkeys(absent)
     facts = compile_for(rope._rope_append, signature, constexprs, arch, tiles.warps, aligned=strides)
     check(facts, arch)
     assert problem.norm or form or facts.shared == 0, "the elements of a pair met in shared memory, not in a thread"
+    if arch == "sm_90":
+        before, after = facts.ptx.split("griddepcontrol.wait")
+        assert "ld.global" not in before and "ld.global" in after, "nothing is read before the kernel in front is done"
 
 
 TILES = {"MARKS": vocabulary.MARKS, "GROUP": 16, "TILE": vocabulary.TILE, "SLICES": 32, "GROUPS": 8192}  # of a vocabulary of 128,256
@@ -325,8 +329,8 @@ def test_denoise(arch):
     [(1, 6144, 4096, "norm"), (2, 576, 1536, "bias residual"), (16, 14336, 4096, "norm silu")],
 )
 def test_skinny(rows, outs, width, words, arch):
-    """On Hopper all weights of the first steps are on their way before the kernel that came before is waited for; of 1 and 2 rows nothing goes by shared
-    memory in the loop."""
+    """On Hopper all weights of the first steps are on their way before the kernel that came before is waited for; nothing goes by shared memory
+    in the loop, and of 16 rows, gated, two programs fit on a multiprocessor."""
     tiles = skinny.configs(Rows("skinny_linear", rows, outs, BF16, f"from {width} {words}"), GPUS[arch])[0]
     act, hopper = skinny.act_of(words.split()), arch == "sm_90"
     there = {f"{name}_ptr" for name in ("x", "w", "y", *words.split())}
@@ -336,7 +340,7 @@ def test_skinny(rows, outs, width, words, arch):
         "ACT": act,
         "EARLY": hopper,
         "CONSTANT": True,
-        "DOT": tiles.dot,
+        "SLAB": tiles.slab,
         "ROWS": tiles.rows,
         "BLOCK_N": tiles.block_n,
         "BLOCK_K": tiles.block_k,
@@ -345,16 +349,17 @@ def test_skinny(rows, outs, width, words, arch):
     types = dict.fromkeys(("eps", "offset", "alpha", "limit"), "fp32")
     signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in skinny._linear.arg_names}
     aligned = ("x_stride", "w_stride", "residual_stride", "outs", "apart")
-    most = skinny.REGISTERS if tiles.dot and arch != "gfx942" else 0
+    most = skinny.REGISTERS if tiles.slab and arch != "gfx942" else 0
     facts = compile_for(skinny._linear, signature, constexprs, arch, tiles.warps, 1, aligned, most_registers=most)
-    assert facts.spills <= 8 and facts.vector_loads  # 8 bytes of 16 rows, gated: the cost of a second program on a multiprocessor
+    assert not facts.spills and facts.vector_loads
     if arch != "gfx942":
-        assert facts.registers <= 128 and (tiles.dot or facts.ptx.count("bar.sync") <= 3)
+        assert facts.registers <= 128 and (tiles.slab or facts.ptx.count("bar.sync") <= 3) and "ldmatrix" not in facts.ptx
     if hopper:
         before, after = facts.ptx.split("griddepcontrol.wait")
         steps = tiles.block_n * tiles.block_k * tiles.depth * (2 if act else 1) // 256  # loads of a thread, of 8 numbers each
         assert len(re.findall(r"ld\.global[.\w:]*v4\.b32", before)) >= steps and "griddepcontrol.launch_dependents" in before
-        assert before.count("ld.global") == steps + tiles.depth * ("norm" in words) + ("bias" in words), "and nothing of x or the residual"
+        of_norm = tiles.depth * (tiles.block_k // 32 if tiles.slab else 1) if "norm" in words else 0
+        assert before.count("ld.global") == steps + of_norm + ("bias" in words), "and nothing of x or the residual"
         waits = compile_for(skinny._linear, signature, constexprs | {"CONSTANT": False}, arch, tiles.warps, 1, aligned, most_registers=most)
         assert "ld.global" in after and "ld.global" not in waits.ptx.partition("griddepcontrol.wait")[0]
 

@@ -49,6 +49,7 @@ from onchip.kernels.attention.register_tiles import (
 )
 from onchip.kernels.attention.tile import ends, outputs
 from onchip.kernels.hopper import gl, gluon, start_next, wait_for_last
+from onchip.kernels.launch import starts_early
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -445,7 +446,7 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
         q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
     kind, tile = kind_of(p), how.n * how.warps
     listed = max(32, min(AT_ONCE, triton.next_power_of_2(p.batch)))
-    early = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] >= 9
+    early = starts_early(q)
     numbers = [t if t is None else t.view(torch.int16) for pool in (cache.k, cache.v) if p.kv for t in (pool.scale, pool.zero)]
     of = [(None, 0, 0) if t is None else (t, t.stride(0), t.stride(2)) for t in numbers]
     steps = [tuple(0 if t is None else t.stride(1) for t in (pools[i], *numbers[2 * i : 2 * i + 2])) for i in (0, 1)]

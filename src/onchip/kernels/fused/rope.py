@@ -7,6 +7,10 @@ A program takes some heads of one token, of queries, keys or values alike, and a
 exchanged but the sum of the norm and the ends of a group. Each byte moves once: q and k read and written, v read, k and v
 written to the cache. What a quantised cache gets are the two halves of each head side by side, as int4 packs them; where pairs
 are others (interleaved, or a part rotated) they are read again as they were written.
+
+From Hopper on it is launched while the kernel before it ends (programmatic dependent launch): of 2 us for a few tokens half is the way from one kernel to the
+next. That is safe on both sides. It touches no memory before that kernel is complete, whatever that one let start early, and that one, by the same rule, is
+complete only after the one before it. And its own results are looked at only by kernels that are launched in the plain way, after its end, or that wait for it.
 """
 
 from typing import NamedTuple
@@ -19,6 +23,7 @@ from onchip.core import formats
 from onchip.core.device import Device
 from onchip.core.formats import Codes, Format
 from onchip.core.problem import Rope
+from onchip.kernels.launch import starts_early
 
 TILE = 2048  # elements of a program
 THREAD = 16  # elements of a thread: two 16-byte loads of bf16
@@ -196,7 +201,11 @@ def _rope_append(
     FORMAT: tl.constexpr,
     GROUPS: tl.constexpr,
     LARGEST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:  # waits before it reads or writes anything, in every program, so whoever comes after finds all that came before, whenever that one starts
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     HALF: tl.constexpr = ROTARY // 2
     total = num_q + (2 * num_kv if APPEND else num_kv)
     tiles = tl.cdiv(total, HEADS)
@@ -345,6 +354,7 @@ def launch(
     to = Target.of(append)
     tiles = triton.cdiv(problem.heads + (1 + problem.append) * problem.kv_heads, config.heads)
     form = Format.of(problem.kv) if problem.kv else None
+    early = starts_early(qkv)
     _rope_append[(problem.tokens * tiles,)](
         qkv,
         table,
@@ -375,7 +385,9 @@ def launch(
         FORMAT=form.name if form else "",
         GROUPS=form.groups(problem.dim) if form else 1,
         LARGEST=form.largest if form else 1.0,
+        EARLY=early,
         num_warps=config.warps,
+        **({"launch_pdl": True} if early else {}),
     )
 
 
