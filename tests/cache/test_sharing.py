@@ -170,13 +170,13 @@ def test_no_plan_is_better(tree, most, scale):
 
 
 def test_a_plan_is_quick():
-    """256 sequences of 2,000 pages; a chain of 200 different prefixes, which costs most: 15 and 200 ms."""
+    """256 sequences of 2,000 pages; a chain of 400 different prefixes, which costs most: 20 and 75 ms."""
     pages, lengths = fan([(128, 1500, 500), (128, 1000, 1000)])
-    chain = [[*range(4 * i), 10**6 + i] for i in range(200)]
+    chain = [[*range(4 * i), 10**6 + i] for i in range(400)]
     for some, n in ((pages, lengths), (chain, [len(row) * PAGE for row in chain])):
         start = time.process_time()
         plan = plan_cascade(problem(len(some)), some, n, H200)
-        assert time.process_time() - start < 1.0
+        assert time.process_time() - start < 0.5  # a search entry by entry takes 1.4
         check(plan, problem(len(some)), some, n)
 
 

@@ -7,6 +7,7 @@ and the sequence's own rest. Which cuts are best is searched for by the time tha
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -127,22 +128,21 @@ def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Se
     if sum(map(len, whole)) * costs.alone <= costs.level(len(order)):  # even if nobody had to read them
         whole = [[] for _ in order]
     tree = _tree([whole[i] for i in order])
-    best = {}
-    _search(tree, costs, most, best)
-    apart = best[id(tree), 0, 0][0]
-    levels = min(range(most + 1), key=lambda n: best[id(tree), 0, n][0] + n * costs.level(len(order)))
+    best, apart = _search(tree, costs, most), costs.apart(tree.rows, 0)
+    times = [apart, *(best[id(tree), left].seconds[0] + left * costs.level(len(order)) for left in range(1, most + 1))]
+    levels = times.index(min(times))
     shared: list[list[Run]] = [[] for _ in range(levels)]
-    todo = [(tree, 0, levels, 0)]
+    todo = [(tree, 0, 0, levels)] if levels else []
     while todo:
-        node, start, left, level = todo.pop()
-        if best[id(node), start, left][1]:
+        node, at, start, left = todo.pop()
+        if best[id(node), left].cuts[at]:
             row = order[node.rows.start]
-            shared[level].append(Run(node.rows, whole[row][start : node.end]))
-            start, left, level = node.end, left - 1, level + 1
-        todo += [(child, start, left, level) for child in node.children]
+            shared[levels - left].append(Run(node.rows, whole[row][start : node.end]))
+            at, start, left = -1, node.end, left - 1
+        below = [child for child in node.children if (id(child), left) in best]
+        todo += [(child, at if at >= 0 else len(best[id(child), left].cuts) - 1, start, left) for child in below]
     shared = [_covering(sorted(runs, key=lambda run: run.rows.start), len(order)) for runs in shared if runs]
-    seconds = best[id(tree), 0, levels][0] + len(shared) * costs.level(len(order))
-    plan = Plan(order, shared, [costs.parts(runs, len(shared)) for runs in shared], [], problem.page, seconds, apart)
+    plan = Plan(order, shared, [costs.parts(runs, len(shared)) for runs in shared], [], problem.page, times[levels], apart)
     for i, start in zip(order, plan.starts, strict=True):
         plan.own.append((list(pages[i][start : -(-lengths[i] // problem.page)]), lengths[i] - start * problem.page))
     return plan
@@ -205,24 +205,40 @@ def _tree(lists: list[list[int]]) -> _Fork:
     return root
 
 
-def _search(tree: _Fork, costs: _Costs, most: int, best: dict) -> None:
-    """best[id of a node, page from which nothing is read yet, levels left] = (least seconds of its rows, whether it ends a run), the leaves first."""
+class _Best(NamedTuple):
+    """Of a node and so many levels left, for each page from which nothing is read yet: the least seconds of its rows, and whether a run ends at its end."""
+
+    seconds: list[float]
+    cuts: list[bool]
+
+
+def _search(tree: _Fork, costs: _Costs, most: int) -> dict[tuple[int, int], _Best]:
+    """By id of a node and levels left, for nodes of several rows; the leaves first. All `most` levels are only left where nothing is read yet.
+
+    In a chain of forks each node has as many such pages as nodes above it: lists of them take 0.5 us an entry, 65 ms for 512 rows.
+    """
     above: list[tuple[_Fork, tuple[int, ...]]] = [(tree, (0,))]  # each node with the pages where a run above it may have ended
     for node, ends in above:
-        above += [(child, (*ends, node.end) if node.end > ends[-1] else ends) for child in node.children]
+        below = (*ends, node.end) if node.end > ends[-1] else ends
+        above += [(child, below) for child in node.children if len(child.rows) > 1]
+    best: dict[tuple[int, int], _Best] = {}
     for node, ends in reversed(above):
-        for start in ends:
-            for left in range(most + 1):
-                seconds, cut = _below(node, start, left, costs, best), False
-                if left and node.end > start and len(node.rows) > 1:
-                    once = costs.run(node.end - start, len(node.rows)) + _below(node, node.end, left - 1, costs, best)
-                    seconds, cut = min((seconds, False), (once, True))
-                best[id(node), start, left] = (seconds, cut)
-
-
-def _below(node: _Fork, start: int, left: int, costs: _Costs, best: dict) -> float:
-    """Seconds of a node's rows from page `start` on, where no run ends at its end."""
-    return sum(best[id(child), start, left][0] for child in node.children) if node.children else costs.apart(node.rows, start)
+        forks = [child for child in node.children if len(child.rows) > 1]
+        single = [child.rows for child in node.children if len(child.rows) == 1] if node.children else [node.rows]
+        count, pages = sum(map(len, single)), sum(costs.before[rows.stop] - costs.before[rows.start] for rows in single)
+        for left in range(1, most + 1):
+            starts = ends if left < most else ends[:1]
+            below = [(pages - count * start) * costs.alone for start in starts]
+            for child in forks:
+                below = list(map(operator.add, below, best[id(child), left].seconds))
+            if left == 1:
+                rest = costs.apart(node.rows, node.end)
+            else:
+                rest = (pages - count * node.end) * costs.alone + sum(best[id(child), left - 1].seconds[-1] for child in forks)
+            each = costs.run(1, len(node.rows))
+            once = [(node.end - start) * each + rest for start in starts]
+            best[id(node), left] = _Best(list(map(min, below, once)), list(map(operator.lt, once, below)))
+    return best
 
 
 def _covering(runs: list[Run], batch: int) -> list[Run]:
