@@ -70,6 +70,19 @@ def test_the_same_tokens_in_fewer_steps(folder, how, ahead):
         assert llm.pool.num_free + llm.tree.num_pages == llm.pool.num_pages
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_which_batches_guess(folder, graphs):
+    """As many rows as a graph for `most_rows` has, on whatever device: 3 are a graph's 4, and 5 are its 8."""
+    drafted = []
+    for rows in (1, 3, 4, 5):
+        llm = LLM(folder, dtype="fp32", device="cpu", max_batch=8, draft=NGram(3, 1, 1, most_rows=3))
+        if graphs:
+            tiny.as_graphs(llm.runner)
+        llm.generate([[7, 8, 9] * 3] * rows, SamplingParams(4, ignore_eos=True))
+        drafted.append(llm.stats.drafted_tokens > 0)
+    assert drafted == [True, True, True, False]
+
+
 def test_fewer_steps(folder, monkeypatch):
     """A model that says its prompt again and again: all of every draft is accepted."""
     llm = LLM(folder, dtype="fp32", device="cpu", draft=NGram(4, 2, 2))

@@ -30,8 +30,7 @@ class Cascade:
     def __init__(self, model: Decoder, pool: PagePool, rows: int, most: int = 2):
         self.model, self.pool, self.most = model, pool, most
         c, self.device = model.config, _agreed(model.parallel, model.device, model.dtype)
-        heads, kv_heads = (model.parallel.least(n, model.device) for n in (c.heads, c.kv_heads))
-        self.problem = Attention("decode", rows, 1, rows, heads, kv_heads, c.dim, model.dtype, Causal(), "paged", pool.page)
+        self.problem = Attention("decode", rows, 1, rows, c.heads, c.kv_heads, c.dim, model.dtype, Causal(), "paged", pool.page)
         self.levels: list[Level] = []
         self.kind: tuple = ()
         self._starts = torch.zeros(rows, dtype=torch.int64, device=model.device)  # of what is a row's own: its first page
@@ -42,7 +41,6 @@ class Cascade:
         """Why this engine shares nothing, whatever its requests have in common."""
         model = self.model
         reasons = (
-            (not self.most, "no levels are asked for"),
             (model.batch_invariant, "batch_invariant: how a row is read may not depend on others"),
             (model.kernel != "auto", f"kernel {model.kernel!r} is asked for by name, and one kernel does not read levels and rows"),
             (self.pool.format is not None, "quantised keys: who reads codes for many queries goes over them once for each 16 rows"),

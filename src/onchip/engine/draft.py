@@ -13,7 +13,8 @@ MOST = 15  # places of a draft: with the last token they are the queries of one 
 
 
 class Guesses:
-    """What every draft is to scheduler and runner: up to `tokens` tokens that follow each other are guessed in a step of up to `most_rows` requests.
+    """What every draft is to scheduler and runner: up to `tokens` tokens that follow each other are guessed in a step of up to `most_rows` requests,
+    rounded up to the rows of a graph (1, 2, 4, 8, 16, 24, 32, ...), and none in a larger one.
 
     parents   of each place of a tree the place of the token before it, below its own, -1 for the row's last token; None: a chain.
     """

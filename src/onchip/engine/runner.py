@@ -236,7 +236,7 @@ class Runner:
 
     def _drafts(self, size: int, wants: Wants) -> bool:
         """Whether a decode of so many rows guesses."""
-        return self.speculation is not None and wants.plain and size <= self.speculation.draft.most_rows
+        return self.speculation is not None and wants.plain and size <= bucket(self.speculation.draft.most_rows)
 
     def _forward(self, step: Step) -> Tensor:
         """Hidden states of a step without guesses."""
