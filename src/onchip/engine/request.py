@@ -174,11 +174,6 @@ class Request:
         self.samples = self.samples if self.samples is not None else [self]
 
     @property
-    def length(self) -> int:
-        """Tokens in all, one included for each step that is not read yet."""
-        return len(self.prompt) + len(self.tokens) + self.pending
-
-    @property
     def left(self) -> int:
         """Tokens whose keys and values are not computed yet; 0 where no token is to follow the ones on their way."""
         new = len(self.tokens) + self.pending
