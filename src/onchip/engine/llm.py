@@ -81,6 +81,8 @@ class LLM:
         adapters: AdapterSlots | None = None,
         embedder: str | Path | None = None,
     ):
+        if not isinstance(draft, NGram | DraftModel | None):
+            raise ValueError(f"draft is {draft!r}; give NGram(), DraftModel('name'), or None for no guesses")
         if draft is not None and batch_invariant:
             raise ValueError("draft: a batch's size says whether tokens are guessed, and so how they are computed; leave draft or batch_invariant out")
         setup.check_sizes(max_len, max_batch, cache_gib, step_tokens)
