@@ -415,11 +415,12 @@ def test_sequences_of_about_equally_many_keys_go_together():
     assert window.columns.shape == (2, 16) and window.mask is None, "of a window only its keys count"
 
 
-@pytest.mark.parametrize("counts", [(1, 1, 1, 1, 1), (2, 2, 2, 2, 2), (1, 3, 0, 3, 40)], ids=str)
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1, 1), (2, 2, 2, 2, 2), (1, 3, 0, 3, 40), (1, 1, 1, 0, 3)], ids=str)
 @pytest.mark.parametrize("how", [{}, {"sinks": torch.ones(4)}, {"mask": Window(6)}], ids=["plain", "sinks", "window"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 def test_paged_sequences_together(counts, how, dtype, monkeypatch):
-    """As exact as one by one, which is how they go where bits must not depend on others; slots behind a sequence's end and spare pages hold NaN."""
+    """As exact as one by one, which is how they go where bits must not depend on others; slots behind a sequence's end and spare pages hold NaN.
+    Queries lie beside keys and values, as a model has them: three rows of twice the numbers are as long as six rows of queries."""
     sizes = []
     monkeypatch.setattr(blocked, "fused_forward", lambda q, *rest, **more: sizes.append(len(q)) or forward(q, *rest, **more))
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -430,7 +431,7 @@ def test_paged_sequences_together(counts, how, dtype, monkeypatch):
     for row, n in zip(table.long(), lengths, strict=True):
         for pool in pools:
             pool[row[torch.arange(n) // page], torch.arange(n) % page] = torch.randn(n, 2, pool.shape[-1]).to(dtype)
-    q, offsets = torch.randn(sum(counts), 4, 16).to(dtype), torch.tensor([0, *counts]).cumsum(0).int()
+    q, offsets = torch.randn(sum(counts), 8, 16).to(dtype)[:, :4], torch.tensor([0, *counts]).cumsum(0).int()
     cache = PagedKV(*pools, table, torch.tensor(lengths, dtype=torch.int32))
     how = {"q_offsets": offsets, "return_lse": True} | how
     truth = onchip.paged_attention(q.double(), cache._replace(k=pools[0].double(), v=pools[1].double()), **how, kernel="reference")
