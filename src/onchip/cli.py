@@ -174,11 +174,11 @@ def serve(
 
     missing = [package for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance") if importlib.util.find_spec(package) is None]
     if missing:
-        raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install 'onchip[serve]'")
+        raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install '.[serve]' in a checkout")
     if replicas > 1 and port == 0:
         raise ValueError(f"--replicas is {replicas} and --port is 0; give the port: Ray's proxy would not tell which one it took")
     if replicas > 1 and importlib.util.find_spec("ray") is None:
-        raise ValueError(f"--replicas is {replicas} and ray is not installed; pip install 'onchip[ray]'")
+        raise ValueError(f"--replicas is {replicas} and ray is not installed; pip install '.[ray]' in a checkout")
     from onchip.engine.draft import draft_of
     from onchip.server.app import Limits
     from onchip.server.guard import read_keys
