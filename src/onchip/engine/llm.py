@@ -47,6 +47,7 @@ class LLM:
     prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages, which requests that run together read once where that
                   pays (cascade attention). None: nothing is kept.
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
+                  Less than max_batch and a page of 16 (a chunk of 256 if `batch_invariant`) together counts as that much: a prompt goes on beside all decodes.
     batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
                   time, pages for all a request may become. Slower.
     draft         `NGram()`: small batches guess several tokens of a step from what stood before, and keep those that the model draws itself; or
