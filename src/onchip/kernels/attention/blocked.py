@@ -158,7 +158,7 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
     spans = [None] * p.batch if x.q_offsets is None else [slice(*ends) for ends in pairwise(x.q_offsets.tolist())]
     lengths = cache.lengths.tolist()
     beside = _beside(p, cache, spans, lengths) if p.batch > 1 and q.is_cpu and _gathers(p, cache) else ()
-    if len(beside) == 1 and beside[0].in_order and len(beside[0].rows) * q.stride(-3) == q.numel():  # everybody's
+    if len(beside) == 1 and beside[0].in_order and len(beside[0].rows) == q.shape[:-2].numel():  # everybody's
         out, lse = _side_by_side(p, x, beside[0], q, cache, return_lse)
         out = out.view(*q.shape[:-1], p.value_dim)
         return (out, lse if x.q_offsets is None else lse.transpose(0, 1).flatten(1)) if return_lse else out
