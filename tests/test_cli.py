@@ -407,6 +407,11 @@ def test_doctor(run):
         assert "this is a CPU" in out and "none: onchip runs its portable kernels on the CPU" in out
 
 
+def test_doctor_cuts_no_path_off(run, monkeypatch):
+    monkeypatch.setattr(cli.console, "width", 60)
+    assert "…" not in run("doctor")[1].split("cached models")[0]
+
+
 def test_doctor_names_cached_models(run, monkeypatch, tmp_path):
     (tmp_path / "hub" / "models--owner--name").mkdir(parents=True)
     monkeypatch.setenv("HF_HOME", str(tmp_path))

@@ -213,6 +213,11 @@ def test_records_nest():
     assert (len(outer), len(inner), len(empty)) == (3, 1, 0)
 
 
+def test_explain_wants_a_function_or_a_problem():
+    with pytest.raises(TypeError, match="explain: 'attention' is neither a function nor a Problem; give one, as in explain"):
+        onchip.explain("attention")
+
+
 def test_a_record_ends_when_its_block_raises():
     with pytest.raises(KeyError), onchip.record() as decisions:
         raise KeyError

@@ -65,14 +65,16 @@ def generate(
     dtype: Dtype = None,
     device: Device = None,
     kernel: Annotated[str, typer.Option(help="attention's kernel by name; it runs or says why not. Or triton_skinny, for products of few rows")] = "auto",
-    max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence; default: the model's context")] = None,
+    max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence, cut to the model's context, the default")] = None,
     cache_gib: Annotated[float | None, typer.Option(help="memory for keys and values")] = None,
     kv_format: Annotated[str | None, typer.Option(help="keys and values quantised: int8, e4m3, int4/32, ...")] = None,
     draft: Draft = None,
     dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="random weights from the config alone, for benchmarks")] = False,
 ) -> None:
     """Continue prompts with a model, and say how fast and by which kernels."""
-    texts = [*(prompts or []), *(_read(path) for path in prompt_file or [])]
+    from onchip.server.reading import read_text
+
+    texts = [*(prompts or []), *(read_text("--prompt-file", path) for path in prompt_file or [])]
     if not texts:
         raise ValueError("generate: no prompt; give one as an argument, or a file with --prompt-file")
     from onchip.engine.draft import draft_of
@@ -95,13 +97,6 @@ def generate(
             console.rule(_plain(str(prompt)[:60]))
             print(completion.text)
     console.print(_summary(llm))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--prompt-file {path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def _stream(_index: int, text: str) -> None:
@@ -168,7 +163,7 @@ def serve(
     drain: Annotated[int, typer.Option(help="seconds that answers on their way have to end after SIGTERM")] = 60,
     dtype: Dtype = None,
     device: Device = None,
-    max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence; default: the model's context")] = None,
+    max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence, cut to the model's context, the default")] = None,
     cache_gib: Annotated[float | None, typer.Option(help="memory for keys and values")] = None,
     kv_format: Annotated[str | None, typer.Option(help="keys and values quantised: int8, e4m3, int4/32, ...")] = None,
     draft: Draft = None,
@@ -179,13 +174,15 @@ def serve(
 
     missing = [package for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance") if importlib.util.find_spec(package) is None]
     if missing:
-        raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install 'onchip[serve]'")
+        raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install '.[serve]' in a checkout")
+    if replicas > 1 and port == 0:
+        raise ValueError(f"--replicas is {replicas} and --port is 0; give the port: Ray's proxy would not tell which one it took")
     if replicas > 1 and importlib.util.find_spec("ray") is None:
-        raise ValueError(f"--replicas is {replicas} and ray is not installed; pip install 'onchip[ray]'")
+        raise ValueError(f"--replicas is {replicas} and ray is not installed; pip install '.[ray]' in a checkout")
     from onchip.engine.draft import draft_of
     from onchip.server.app import Limits
     from onchip.server.guard import read_keys
-    from onchip.server.run import Recipe, run
+    from onchip.server.run import Recipe, check_address, run
 
     keys = read_keys(api_keys) if api_keys else ()
     adapters = dict(named := [_named(one) for one in adapter or ()])
@@ -195,6 +192,7 @@ def serve(
     for option, value, least in counts:
         if value is not None and value < least:
             raise ValueError(f"--{option} is {value}; give {least} or more")
+    check_address(host, port)
     if not keys and host not in ("127.0.0.1", "::1", "localhost"):
         errors.print(f"[yellow]note:[/] whoever reaches {host}:{port} may use this server; --api-keys FILE asks for a key", highlight=False)
     engine = {"model": model, "dtype": dtype, "device": device, "max_len": max_len, "max_batch": max_batch, "cache_gib": cache_gib}
@@ -279,6 +277,8 @@ def doctor() -> None:
     gpu = torch.cuda.is_available()
     facts = devices.of(torch.device("cuda:0" if gpu else "cpu"))
     table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a path that is cut off is of no use in a report
     table.add_row("onchip", f"{onchip.__version__} in {Path(onchip.__file__).parent}")
     table.add_row("Python", f"{platform.python_version()} on {platform.platform()}")
     table.add_row("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads")

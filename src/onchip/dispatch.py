@@ -140,6 +140,8 @@ def explain(call: Callable | Problem, *args, device: torch.device | Device | Non
             call(*args, **keywords)
         unique = {(d.problem, d.kernel.name): d for d in decisions}
         return "\n".join(str(d) for d in unique.values()) or "no onchip operator was called"
+    if not isinstance(call, tuple) or not hasattr(call, "op"):
+        raise TypeError(f"explain: {call!r:.60} is neither a function nor a Problem; give one, as in explain(onchip.attention, q, k, v)")
     return str(select(call, device if device is not None else torch.device("cpu")))
 
 

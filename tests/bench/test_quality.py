@@ -112,3 +112,8 @@ def test_several_tokens_of_several_sequences_in_one_decode(model):
             out.append(model.forward(step, pool).unflatten(0, (2, each)))
         found[each] = torch.cat(out, 1)
     torch.testing.assert_close(found[1], found[3], rtol=1e-4, atol=1e-5)
+
+
+def test_a_format_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match=r"suite 'quality' has no format with 'zzz' in its name; they are e4m3, .*, int4$"):
+        quality.bench({}, tmp_path / "quality.json", CPU, only="zzz")

@@ -10,6 +10,7 @@ import tiny
 from onchip import dispatch
 from onchip.cache.paged import PagePool
 from onchip.core import device as devices
+from onchip.engine.draft import DraftModel
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 from onchip.engine.runner import Captured, Drawn, bucket
@@ -269,6 +270,20 @@ def test_prompts_that_cannot_be(llm, prompts, words):
     assert not shown
 
 
+@pytest.mark.parametrize(
+    ("prompts", "params", "words"),
+    [
+        (None, GREEDY, "prompts are None; give text, a list of texts"),
+        ({"prompt": "fox"}, GREEDY, "prompts are {'prompt': 'fox'}; give text"),
+        ([{"role": "user", "content": "fox"}], GREEDY, r"prompt 0 is {'role': .*}; give .*; of a chat, \[llm.tokenizer.chat\(messages\)\]$"),
+        ("fox", {"max_tokens": 3}, r"prompt 0 has params {'max_tokens': 3}; give SamplingParams\(max_tokens=...\)"),
+    ],
+)
+def test_calls_that_cannot_be(llm, prompts, params, words):
+    with pytest.raises(ValueError, match=f"^generate: {words}"):
+        llm.generate(prompts, params, chat=True)
+
+
 def test_one_prompt_as_a_flat_list_of_tokens(llm):
     with pytest.raises(ValueError, match=r"generate: prompt 0 is 1; give text or a list of token ids, as in \[\[1, 2, 3\]\]"):
         llm.generate([1, 2, 3], GREEDY)
@@ -316,6 +331,14 @@ def test_a_cache_that_holds_nothing(folder, gib):
         ({"device": "cpu", "max_len": -1}, "max_len is -1; give 2 or more"),
         ({"device": "cpu", "max_len": 0}, "max_len is 0; give 2 or more"),
         ({"device": "cpu", "max_batch": 0}, "max_batch is 0; give 1 or more"),
+        ({"device": "cpu", "max_len": 8.5}, "max_len is 8.5; give 2 or more, as an integer"),
+        ({"device": "cpu", "max_batch": None}, "max_batch is None; give 1 or more, as an integer"),
+        ({"device": "cpu", "cache_gib": "1"}, "cache_gib is '1'; give a number of GiB"),
+        ({"device": "cpu", "draft": "ngram"}, r"draft is 'ngram'; give NGram\(\), DraftModel\("),
+        ({"device": "cpu", "draft": DraftModel("no/such")}, r"^draft: model 'no/such' is not found: .*; or NGram\(\), --draft ngram"),
+        ({"device": "cpu", "prefix_cache": True}, r"prefix_cache is True; give PrefixCache\(\), or None"),
+        ({"device": "cpu", "adapters": 8}, r"adapters is 8; give AdapterSlots\("),
+        ({"device": "cpu", "parallel": 2}, r"parallel is 2; give TensorParallel.join\(\)"),
         ({"device": "cpu", "cache_gib": float("inf")}, "cache_gib is inf"),
         ({"device": "cpu", "cache_gib": float("nan")}, "cache_gib is nan"),
         ({"device": "cpu", "kv_format": "int3"}, "'int3' is not a format of keys and values; give one of e4m3, "),

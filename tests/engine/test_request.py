@@ -201,9 +201,26 @@ def test_several_tokens_at_once():
         ({"logit_bias": dict.fromkeys(range(500), 1.0)}, "logit_bias is .*; give at most 496 tokens"),
         ({"logprobs": 21}, "logprobs is 21; give 0 to 20, or None"),
         ({"prompt_logprobs": -1}, "prompt_logprobs is -1; give 0 to 20, or None"),
+        ({"max_tokens": 2.5}, "max_tokens is 2.5; give a whole number"),
+        ({"max_tokens": None}, "max_tokens is None; give a whole number"),
+        ({"seed": 1.5}, "seed is 1.5; give a whole number, or None"),
+        ({"logprobs": True}, "logprobs is True; give a whole number, or None"),
+        ({"temperature": "1"}, "temperature is '1'; give a number"),
+        ({"stop": 5}, "stop is 5; give a list, which may be empty"),
+        ({"stop_token_ids": None}, "stop_token_ids is None; give a list"),
+        ({"logit_bias": [1]}, r"logit_bias is \[1\]; give {token id: number}"),
+        ({"logit_bias": {5: "x"}}, "logit_bias is {5: 'x'}; give {token id: -1e30"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no'; give True or False"),
+        ({"adapter": 3}, "adapter is 3; give a name, or None"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_parameters_that_cannot_be(given, words):
     with pytest.raises(ValueError, match=f"^SamplingParams: {words}"):
         SamplingParams(**given)
+
+
+def test_stops_that_can_be_read_only_once():
+    """The check would read them, and nothing would stop."""
+    with pytest.raises(ValueError, match=r"^SamplingParams: stop is .*; give a list"):
+        SamplingParams(stop=iter(["end"]))

@@ -505,6 +505,9 @@ def test_what_cannot_be_done_is_refused_by_name(device):
         wrapper.run(batch.q.double(), batch.cache)
     with pytest.raises(ValueError, match="2 tokens for 3 sequences"):
         wrapper.run(batch.q[:2], batch.cache)
+    k, v = batch.cache if isinstance(batch.cache, tuple) else batch.cache.unbind(1)
+    with pytest.raises(ValueError, match=rf"pages of {PAGE // 2} tokens and plan\(\) was told page_size {PAGE}"):
+        wrapper.run(batch.q, (k[:, : PAGE // 2], v[:, : PAGE // 2]))
     with pytest.raises(ValueError, match="page lists"):
         wrapper.plan(batch.pages, batch.indices, batch.last + PAGE, 4, 2, 16, PAGE)
     with pytest.raises(ValueError, match="pos_encoding_mode"):

@@ -93,6 +93,8 @@ def test_pooling_is_as_the_folder_says(tmp_path):
     (tmp_path / "modules.json").write_text(json.dumps([*modules, {"path": "", "type": "sentence_transformers.models.Dense"}]))
     with pytest.raises(ModelError, match="type 'Dense' is not read"):
         Embedder(tmp_path, device=CPU)
+    with pytest.raises(ModelError, match=r"^encoder: model 'nowhere' is not found"):
+        Embedder("nowhere", device=CPU)
 
 
 def test_what_cannot_be(tmp_path):

@@ -67,6 +67,7 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"softcap -1.0 is not positive; give the bound of the scores, or None for no cap", ValueError, {"softcap": -1.0}),
         (r"attention: sinks are torch.float32 \[3\] on cpu; give floats, one logit a query head, \[2\] on cpu", ValueError, {"sinks": zeros(3)}),
         (r"attention: sinks are torch.int32 \[2\] on cpu", ValueError, {"sinks": zeros(2).int()}),
+        (r"attention: sinks are a list; give a tensor of one logit a query head, \[2\] on cpu", TypeError, {"sinks": [1.0, 2.0]}),
         (r"attention: dropout 1.0 is not a probability below 1; give 0 <= p < 1", ValueError, {"dropout": 1}),
         (r"attention: dropout -0.5 is not a probability", ValueError, {"dropout": onchip.Dropout(-0.5)}),
         (r"attention: dropout has seed -1 and offset 0; give a seed of 63 bits or None", ValueError, {"dropout": onchip.Dropout(0.5, -1)}),
@@ -95,6 +96,7 @@ def test_packed_inputs_that_disagree():
     for words, args, keywords in (
         (r"q_offsets are torch.int64 \[3\] on cpu; give int32 \[batch \+ 1\] on cpu", (x, offsets.long()), {}),
         (r"q_offsets are torch.int32 \[1\] on cpu", (x, offsets[:1]), {}),
+        (r"q_offsets are a list; give a tensor int32 \[batch \+ 1\] on cpu", (x, [0, 2, 5]), {}),
         (r"k_offsets are torch.int32 \[3\] on meta; give int32 \[batch \+ 1\] on cpu", (x, offsets, offsets.to("meta")), {}),
         (r"k has 4 tokens, q has 5; they must be equal, or give k_offsets", (x[:4], offsets), {}),
         (r"k_offsets are of 1 sequences, q_offsets of 2; they must be as many", (x, offsets, offsets[:2]), {}),

@@ -91,3 +91,8 @@ def test_nothing_waits_for_the_device(device):
         everything()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_dropout_is_a_value():
+    with pytest.raises(TypeError, match=r"dropout_add: dropout is 0.1; give Dropout\(p\)"):
+        onchip.dropout_add(torch.ones(2, 2), None, 0.1)

@@ -369,11 +369,13 @@ def test_no_number_harms_the_server(live, field):
 
 
 def test_a_full_server_does_no_work(alone, monkeypatch):
-    """503 comes before tokens and grammars are made."""
-    with Live(build(alone, "tiny", limits=Limits(max_queued=2))) as live:
+    """503 comes before tokens and grammars are made; what could never have room is 400: a client sends a 503 again."""
+    app = build(alone, "tiny", limits=Limits(max_queued=2))
+    with Live(app) as live, app.app.state.front.serving.claim(1):
         monkeypatch.setattr(alone, "request", None)
-        answer = live.http.post("/v1/chat/completions", json=ASK | {"n": 3})
-        assert answer.status_code == 503 and "this server takes 2" in answer.json()["error"]["message"]
+        for n, status, words in ((2, 503, "1 requests wait or run, and this server takes 2"), (3, 400, "3 answers are asked for in one call")):
+            answer = live.http.post("/v1/chat/completions", json=ASK | {"n": n})
+            assert answer.status_code == status and words in answer.json()["error"]["message"]
 
 
 def test_a_grammar_is_read_once(live, monkeypatch):

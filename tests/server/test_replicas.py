@@ -20,7 +20,7 @@ from onchip import cli
 from onchip.core import settings
 from onchip.server.metrics import Metrics, joined, merged
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray, 400 MB: pip install 'onchip[ray]'")
+needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray, 400 MB: pip install '.[ray]'")
 # 25 ms a step: an answer of 200 tokens has a middle
 SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "max_position_embeddings": 512}
 ASK = {"model": "tiny", "prompt": "why wait", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -167,4 +167,4 @@ def test_without_ray_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["onchip", "serve", "--replicas", "2"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert "--replicas is 2 and ray is not installed; pip install 'onchip[ray]'" in capsys.readouterr().err
+    assert "--replicas is 2 and ray is not installed; pip install '.[ray]'" in capsys.readouterr().err

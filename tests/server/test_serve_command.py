@@ -1,6 +1,7 @@
 """`onchip serve`: its mistakes in one sentence, and its end."""
 
 import signal
+import socket
 import subprocess
 import sys
 
@@ -36,15 +37,32 @@ def test_a_model_is_called_by_its_name_not_its_place(model, name, tmp_path, monk
         (["--adapter", "a=x", "--adapter", "a=y"], "a NAME is given twice"),
         (["--max-queued", "0"], "--max-queued is 0; give 1 or more"),
         (["--replicas", "0"], "--replicas is 0; give 1 or more"),
+        (["--replicas", "2"], "--replicas is 2 and --port is 0; give the port"),
+        (["--api-keys", "."], "--api-keys . cannot be read (Is a directory)"),
+        (["--api-keys", "latin.txt"], "--api-keys latin.txt is not UTF-8 text"),
+        (["--port", "70000"], "--port is 70000; give 1 to 65535, or 0"),
     ],
 )
 def test_a_mistake_is_one_sentence(options, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes(b"\xe9")
+    assert words in _refused(monkeypatch, capsys, "--port", "0", *options)
+
+
+def test_a_port_in_use_is_said_before_a_model_is_read(monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"--host 127.0.0.1 --port {port}: " in _refused(monkeypatch, capsys, "--port", port, "--model", "no/such")
+
+
+def _refused(monkeypatch, capsys, *options: str) -> str:
+    """What `onchip serve` says as it refuses to start."""
     monkeypatch.setattr(sys, "argv", ["onchip", "serve", "--device", "cpu", *options])
     with pytest.raises(SystemExit) as end:
         cli.main()
-    assert end.value.code == 2 and words in capsys.readouterr().err
+    assert end.value.code == 2
+    return capsys.readouterr().err
 
 
 def test_sigterm_lets_answers_end(tmp_path):

@@ -90,6 +90,8 @@ def bench(origin: dict, path: Path, device: torch.device, only: str = "", quick:
     """
     from onchip.engine.llm import LLM
 
+    if not any(only.lower() in kv for kv in FORMATS if kv):
+        raise ValueError(f"suite 'quality' has no format with {only!r} in its name; they are {', '.join(filter(None, FORMATS))}")
     origin["device"].pop("measured", None)  # ceilings, which say nothing of a text
     progress = Console(stderr=True, highlight=False)
     llm = LLM(None, device=str(device), cache_gib=0.1)

@@ -29,7 +29,7 @@ class Format(NamedTuple):
     def of(given: "str | Format") -> "Format":
         """Raises ValueError for what is not a format."""
         if not isinstance(given, (str, Format)):
-            raise ValueError(f"{given!r} is not a format of keys and values; give one of {', '.join(map(str, FORMATS))}")
+            raise ValueError(f"{given!r:.60} is not a format of keys and values; give one of {', '.join(map(str, FORMATS))}")
         name, slash, group = given.partition("/") if isinstance(given, str) else (given.name, "/", str(given.group))
         found = Format(name, int(group) if group.isdecimal() else 0 if not slash else -1)
         if found not in FORMATS:

@@ -2,7 +2,7 @@
 
 llguidance walks a trie of the vocabulary's bytes beside the parser, so that a mask of most grammars takes tens of microseconds and nothing is compiled
 ahead. Ambiguous ones take longer, and end where they would keep a batch waiting: see LIMITS and BEYOND.
-It is an extra (`pip install 'onchip[serve]'`) and is imported by the first grammar.
+It is an extra (`pip install '.[serve]'`) and is imported by the first grammar.
 """
 
 import json

@@ -3,7 +3,7 @@
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,7 +39,7 @@ class LLM:
                   name of a model in the local Hugging Face cache.
     dtype         "bf16", "fp16", "fp32"; None: the model's own (on a CPU without bf16 arithmetic, float32).
     device        "cuda", "cuda:1", "cpu"; None: a GPU if there is one.       kernel   forces one of attention, or of few rows' products, by name.
-    max_len       most tokens of a sequence; None: the model's context.       max_batch   sequences that run at once.
+    max_len       most tokens of a sequence, cut to the model's context; None: all of it.       max_batch   sequences that run at once.
     cache_gib     memory for keys and values; None: 80% of what is free on a GPU, at most 2 GiB on a CPU, but no more than the batch may need.
     kv_format     what keys and values are quantised to as they are written: "int8", "e4m3", "int4/32", ... (see `Format`); None: they stay in dtype.
                   A prompt computed in one piece reads its own keys unrounded; what the prefix cache knew, an earlier chunk or a sample before had computed
@@ -47,6 +47,7 @@ class LLM:
     prefix_cache  `PrefixCache()`: what begins like an earlier prompt or answer starts from its pages, which requests that run together read once where that
                   pays (cascade attention). None: nothing is kept.
     step_tokens   most tokens of a step, those of chunks of prompts and one for each sequence that decodes; None: 8,192 on a GPU, 1,024 on a CPU.
+                  Less than max_batch and a page of 16 (a chunk of 256 if `batch_invariant`) together counts as that much: a prompt goes on beside all decodes.
     batch_invariant  the same bits of every token, whatever else runs: prompts in chunks of 256 tokens without decodes beside them, products 64 rows at a
                   time, pages for all a request may become. Slower.
     draft         `NGram()`: small batches guess several tokens of a step from what stood before, and keep those that the model draws itself; or
@@ -81,8 +82,7 @@ class LLM:
         adapters: AdapterSlots | None = None,
         embedder: str | Path | None = None,
     ):
-        if not isinstance(draft, NGram | DraftModel | None):
-            raise ValueError(f"draft is {draft!r}; give NGram(), DraftModel('name'), or None for no guesses")
+        setup.check_kinds(draft=draft, prefix_cache=prefix_cache, adapters=adapters, parallel=parallel)
         if draft is not None and batch_invariant:
             raise ValueError("draft: a batch's size says whether tokens are guessed, and so how they are computed; leave draft or batch_invariant out")
         setup.check_sizes(max_len, max_batch, cache_gib, step_tokens)
@@ -140,6 +140,8 @@ class LLM:
         """
         if others := len(self.scheduler.waiting) + len(self.scheduler.running):
             raise ValueError(f"generate: {others} requests given to add are not done; call step until idle, or cancel them")
+        if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
+            raise ValueError(f"generate: prompts are {prompts!r:.60}; give text, a list of texts, or a list of lists of token ids")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
         if len(each) != len(prompts):
@@ -183,7 +185,7 @@ class LLM:
         return adapter.name
 
     def unload_adapter(self, name: str) -> None:
-        """Make room for another one. Raises ValueError while a request has it."""
+        """Make room for another one; nothing happens where there is none of that name. Raises ValueError while a request has it."""
         self._check_free(name)
         self.model.adapters.remove(name)
 
@@ -332,6 +334,8 @@ class LLM:
 
     def _request(self, name: str, prompt: str | Sequence[int], params: SamplingParams, chat: bool, priority: int = 0) -> Request:
         """`name`: what errors call the prompt."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{name} has params {params!r:.60}; give SamplingParams(max_tokens=...)")
         ids = self._tokens(name, prompt, chat)
         for what, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if given and max(given) >= self.config.vocab:
@@ -368,13 +372,13 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError(f"{name} is text and this model has no tokenizer.json; add it, or give token ids instead of text")
             ids = self.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else self.tokenizer.encode(prompt)
-        elif isinstance(prompt, Iterable):
+        elif isinstance(prompt, Iterable) and not isinstance(prompt, Mapping):
             try:
                 ids = [operator.index(token) for token in prompt]
             except TypeError as error:
                 raise ValueError(f"{name} has a token id that is no integer ({error}); give a list like [1, 2, 3]") from None
         else:
-            raise ValueError(f"{name} is {prompt!r}; give text or a list of token ids, as in [[1, 2, 3]]")
+            raise ValueError(f"{name} is {prompt!r:.60}; give text or a list of token ids, as in [[1, 2, 3]]; of a chat, [llm.tokenizer.chat(messages)]")
         if not ids:
             raise ValueError(f"{name} is empty; give at least one token")
         if min(ids) < 0 or max(ids) >= self.config.vocab:

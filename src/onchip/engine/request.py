@@ -2,8 +2,10 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
+from types import NoneType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,6 +17,15 @@ from onchip.ops.sampling import MOST_TOP
 
 MOST_BIASED = 512  # tokens of a request with a logit bias, or that min_tokens forbids
 MOST = 2**31 - 1  # of a count: the device has int32
+KINDS = (  # of sampling parameters, looked at before their values: what is none of these would only fail in a step, which others share
+    ("max_tokens top_k min_tokens n", Integral, "a whole number"),
+    ("seed logprobs prompt_logprobs", (Integral, NoneType), "a whole number, or None"),
+    ("temperature top_p min_p typical_p repetition_penalty presence_penalty frequency_penalty", Real, "a number"),
+    ("stop stop_token_ids", Collection, "a list, which may be empty"),
+    ("logit_bias", Mapping, "{token id: number}, which may be empty"),
+    ("ignore_eos", bool, "True or False"),
+    ("adapter", (str, NoneType), "a name, or None"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,11 @@ class SamplingParams:
     adapter: str | None = None
 
     def __post_init__(self):
+        for names, kind, accepted in KINDS:
+            for name in names.split():
+                given = getattr(self, name)
+                if not isinstance(given, kind) or (isinstance(given, bool) and kind is not bool):
+                    raise ValueError(f"SamplingParams: {name} is {given!r:.60}; give {accepted}")
         bias, most = self.logit_bias, f"0 to {MOST_TOP}, or None"
         checks = (
             (1 <= self.max_tokens <= MOST, "max_tokens", f"1 to {MOST}"),
@@ -89,7 +105,7 @@ class SamplingParams:
 
 
 def _biases(x: float) -> bool:
-    return -1e30 <= x <= 1e30 or abs(x) == math.inf
+    return isinstance(x, Real) and (-1e30 <= x <= 1e30 or abs(x) == math.inf)
 
 
 class TokenLogProbs(NamedTuple):

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
+from types import NoneType
 
 import torch
 
@@ -14,11 +16,13 @@ from onchip.core import device as devices
 from onchip.core.formats import Format
 from onchip.core.kernel import Unsupported
 from onchip.core.problem import DTYPES, SHORT, Rows
+from onchip.engine.draft import Guesses
 from onchip.engine.scheduler import Unshared
 from onchip.models import weights
 from onchip.models.decoder import Decoder
 from onchip.models.families import ModelConfig
-from onchip.models.gguf import Progress
+from onchip.models.gguf import ModelError, Progress
+from onchip.models.lora import AdapterSlots
 from onchip.models.parallel import ALONE, TensorParallel
 from onchip.models.tokenizer import Tokenizer
 
@@ -38,6 +42,14 @@ class PrefixCache:
     """
 
     host_gib: float = 0.0
+
+
+KINDS = {  # of LLM's options that are values
+    "draft": ((Guesses, NoneType), "NGram(), DraftModel(name of a smaller model), or None"),
+    "prefix_cache": ((PrefixCache, NoneType), "PrefixCache(), or None for no prefix cache"),
+    "adapters": ((AdapterSlots, NoneType), "AdapterSlots(slots, rank), or None"),
+    "parallel": (TensorParallel, "TensorParallel.join(), to ParallelLLM; leave it out for one device"),
+}
 
 
 def tree_of(pool: PagePool, prefix: PrefixCache | None) -> RadixTree | Unshared:
@@ -70,8 +82,11 @@ def decoder_of(
 def second_of(name: str | Path, target: ModelConfig, tokenizer: Tokenizer | None) -> tuple[Path, ModelConfig]:
     """Where a draft model is, and its config. Raises ValueError for another vocabulary than the target's. Their logits may be padded to different widths, as
     those of Qwen2.5's sizes are, where tokenizers tell that the tokens are the same."""
-    path = weights.locate(name)
-    config, words = ModelConfig.read(weights.read_config(path)), tokenizer_of(path)
+    try:
+        path = weights.locate(name)
+        config, words = ModelConfig.read(weights.read_config(path)), tokenizer_of(path)
+    except ModelError as error:
+        raise ModelError(f"draft: {error}; or NGram(), --draft ngram on a command line, which needs no model") from None
     if config.vocab != target.vocab and not (tokenizer and words):
         raise ValueError(f"draft: {str(name)!r} has {config.vocab} tokens in its vocabulary, the model {target.vocab}; give a draft model with the model's own")
     if tokenizer and words and (other := words.difference(tokenizer)) is not None:
@@ -116,16 +131,28 @@ def _pages(model: Decoder, count: int, form: Format | None) -> PagePool:
     return PagePool(c.layers, count, PAGE, c.kv_heads, c.dim, dtype=model.dtype, device=model.device, format=form)
 
 
+def check_kinds(**given: object) -> None:
+    """Raises ValueError for an option of `KINDS` that is something else."""
+    for name, value in given.items():
+        kind, accepted = KINDS[name]
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} is {value!r:.60}; give {accepted}")
+
+
 def check_sizes(max_len: int | None, max_batch: int, cache_gib: float | None, step_tokens: int | None) -> None:
     checks = (
-        (step_tokens is None or step_tokens >= 1, f"step_tokens is {step_tokens}; give 1 or more"),
-        (max_len is None or max_len >= 2, f"max_len is {max_len}; give 2 or more: a token of the prompt and one of the answer"),
-        (max_batch >= 1, f"max_batch is {max_batch}; give 1 or more"),
-        (cache_gib is None or math.isfinite(cache_gib), f"cache_gib is {cache_gib}; give a number of GiB"),
+        (step_tokens is None or _counts(step_tokens, 1), f"step_tokens is {step_tokens!r}; give 1 or more, as an integer"),
+        (max_len is None or _counts(max_len, 2), f"max_len is {max_len!r}; give 2 or more, as an integer: a token of the prompt and one of the answer"),
+        (_counts(max_batch, 1), f"max_batch is {max_batch!r}; give 1 or more, as an integer"),
+        (cache_gib is None or (isinstance(cache_gib, Real) and math.isfinite(cache_gib)), f"cache_gib is {cache_gib!r}; give a number of GiB"),
     )
     for good, problem in checks:
         if not good:
             raise ValueError(problem)
+
+
+def _counts(value: object, least: int) -> bool:
+    return isinstance(value, Integral) and value >= least
 
 
 def device_of(name: str | None) -> torch.device:

@@ -166,7 +166,10 @@ class Embedder:
         pooling: str | None = None,
         normalise: bool | None = None,
     ):
-        path = weights.locate(model)
+        try:
+            path = weights.locate(model)
+        except ModelError as error:
+            raise ModelError(f"encoder: {error}") from None
         if path.is_file():
             raise ModelError(f"encoder {str(model)!r} is a file; encoders are read from folders in Hugging Face's layout")
         self.config = EncoderConfig.read(weights.read_config(path))

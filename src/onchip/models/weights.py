@@ -24,7 +24,7 @@ FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names of what
 NO_TEXT = re.compile(
     r"(.*rotary_emb\.inv_freq|.*position_ids|(model\.)?(vision_tower|multi_modal_projector)\..*)"
 )  # buffers, and what a model of text does not read
-WAYS = f"give a folder with config.json, a .gguf file, owner/name of a model in the Hugging Face cache, or {' or '.join(map(repr, PACKAGED))}"
+WAYS = "give a folder with config.json, a .gguf file, owner/name of a model in the Hugging Face cache, 'smollm2', or as an encoder 'minilm'"
 
 
 # ---- where

@@ -212,6 +212,8 @@ def _on(q: Tensor, what: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 
 def check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"attention: sinks are a {type(sinks).__name__}; give a tensor of one logit a query head, [{heads}] on {q.device}")
     if sinks.shape != (heads,) or not sinks.dtype.is_floating_point or sinks.device != q.device:
         given = f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
         raise ValueError(f"attention: sinks are {given}; give floats, one logit a query head, [{heads}] on {q.device}")

@@ -344,6 +344,8 @@ def _check_codes(q: Tensor, cache: PagedKV) -> None:
 def _check_offsets(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_used: Tensor | None, k_used: Tensor | None) -> None:
     """What says where the sequences of a packed batch lie."""
     for name, offsets in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
+        if not isinstance(offsets, Tensor):
+            raise ValueError(f"attention_packed: {name} are a {type(offsets).__name__}; give a tensor int32 [batch + 1] on {q.device}")
         if offsets.dtype != torch.int32 or offsets.ndim != 1 or len(offsets) < 2 or offsets.device != q.device:
             raise ValueError(f"attention_packed: {name} are {_kind(offsets)}; give int32 [batch + 1] on {q.device}")
     batch = len(q_offsets) - 1

@@ -106,6 +106,8 @@ def schedule(
 
     prediction   what the model gives: "epsilon" the noise, "v" (alpha noise - sigma data; Salimans and Ho, 2022), "sample" the data, "flow" (noise - data).
     """
+    if not isinstance(sampler, (DDPM, DDIM, Euler, DPM2M)):
+        raise ValueError(f"schedule: sampler is {sampler!r:.60}; give DDPM(), DDIM(), Euler() or DPM2M()")
     if prediction not in PREDICTIONS:
         raise ValueError(f"schedule: prediction={prediction!r} is not one of {', '.join(PREDICTIONS)}")
     if spacing.kind not in SPACINGS:

@@ -43,6 +43,8 @@ def dropout_add(
     dropout    `Dropout(p, seed, offset)`: Philox of (seed, offset, place), the same on every device; drawn again in the backward pass, not kept.
                seed None: drawn from torch's generator of the device.        residual   None: dropout alone.
     """
+    if not isinstance(dropout, Dropout):
+        raise TypeError(f"dropout_add: dropout is {dropout!r:.60}; give Dropout(p)")
     if not 0 <= dropout.p < 1:
         raise ValueError(f"dropout_add: p={dropout.p} is not in [0, 1); at 1 nothing would be left")
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):

@@ -8,13 +8,14 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onchip.server import errors
+from onchip.server.reading import read_text
 
 OPEN = ("/", "/health")  # what needs no key
 
 
 def read_keys(path: Path) -> tuple[bytes, ...]:
     """The keys of a file, one a line; empty lines and those that begin with # are left out. As digests: no key stays in memory."""
-    keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    keys = [line.strip() for line in read_text("--api-keys", path).splitlines()]
     keys = [key for key in keys if key and not key.startswith("#")]
     if not keys:
         raise ValueError(f"--api-keys {path} holds no key; write one a line, or leave the option out")

@@ -1,9 +1,20 @@
 """Text before it becomes tokens: what is no Unicode, or far too long, is refused before it is read whole."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 BEGINNING = 8  # characters for each token allowed: of English twice as many as fit
 SLACK = 64  # tokens that a cut may make more
+
+
+def read_text(option: str, path: Path) -> str:
+    """The text of a file that a command was given as `option`. Raises ValueError for one that cannot be read, or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be read ({error.strerror}); give a file of text") from None
 
 
 def check_text(name: str, text: str, most: int, read: Callable[[str], list[int]]) -> None:

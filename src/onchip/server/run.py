@@ -1,5 +1,6 @@
 """From options to a running process: what a server is made of, uvicorn, file descriptors, a graceful end."""
 
+import asyncio
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,6 +51,20 @@ def served_name(model: str | None) -> str:
         return "smollm2"
     path = Path(model)
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ValueError where a server could not listen: this is asked before a model is read, which may take minutes."""
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"--port is {port}; give 1 to 65535, or 0 for any that is free")
+
+    async def bind() -> None:
+        (await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port, start_serving=False)).close()
+
+    try:
+        asyncio.run(bind())
+    except OSError as error:
+        raise ValueError(f"--host {host} --port {port}: {error.strerror}; give an address of this machine, and a port that is free (0: any)") from None
 
 
 def run(app: ASGIApp, host: str, port: int, drain: float) -> None:

@@ -145,7 +145,10 @@ class Serving:
 
     @contextmanager
     def claim(self, count: int) -> Iterator[None]:
-        """Room for `count` requests while they are read, or worked on elsewhere. Raises Overloaded, before any work is done for them."""
+        """Room for `count` requests while they are read, or worked on elsewhere. Raises Overloaded, before any work is done for them; ValueError for more than
+        there is ever room for."""
+        if count > self.max_queued:
+            raise ValueError(f"{count} answers are asked for in one call and this server takes {self.max_queued} at once; send several calls")
         self._check_room(count, self._live + self._claimed)
         self._claimed += count
         try:

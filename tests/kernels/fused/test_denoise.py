@@ -164,6 +164,7 @@ def test_wrong_arguments(device):
     plan, x, step = schedule(DPM2M(), 5, device=device), torch.zeros(2, 3, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     noisy = schedule(DDPM(), 5, device=device)
     for call, message in (
+        (lambda: schedule(Euler, 5), r"sampler is <class .*Euler'>; give DDPM\(\), DDIM\(\), Euler\(\) or DPM2M\(\)"),
         (lambda: schedule(DDIM(), 5, prediction="x0"), "prediction='x0'"),
         (lambda: schedule(DDIM(), 5, spacing=Spacing("karras")), "spacing='karras'"),
         (lambda: schedule(DDIM(), 0), "steps=0; give 1 to 1000"),

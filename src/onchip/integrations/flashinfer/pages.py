@@ -129,6 +129,8 @@ class Queries(NamedTuple):
 
 def attend(queries: Queries, k: Tensor, v: Tensor, pages: Pages, way: Way, dtype: torch.dtype, **keywords) -> Any:
     """Attention over k and v `[pages, page, kv_heads, dim]`, computed in `dtype`; returns as `paged_attention` and `attention_packed` do."""
+    if k.shape[1] != pages.page:
+        raise ValueError(f"paged_kv_cache has pages of {k.shape[1]} tokens and plan() was told page_size {pages.page}; give plan() the cache's own")
     q = widened(queries.q, dtype)
     if not way.rotates and pages.table.numel() >= len(k):  # all pages are no more than those that the table may name
         k, v = widened(k, dtype), widened(v, dtype)
