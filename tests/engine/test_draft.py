@@ -146,5 +146,3 @@ def test_arguments(folder):
             NGram(**given)
     with pytest.raises(ValueError, match=r"^draft: .*; leave draft or batch_invariant out"):
         LLM(folder, device="cpu", draft=NGram(), batch_invariant=True)
-    with pytest.raises(ValueError, match=r"^draft is 'ngram'; give NGram\(\), DraftModel\('name'\), or None"):
-        LLM(folder, device="cpu", draft="ngram")
