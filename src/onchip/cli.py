@@ -18,6 +18,12 @@ explain_app = typer.Typer(no_args_is_help=True, help="What would run, what refus
 app.add_typer(explain_app, name="explain")
 console, errors = Console(), Console(stderr=True)
 
+# settings of the engine, in every command that makes one
+Model = Annotated[str | None, typer.Option(help="a Hugging Face folder, a GGUF file or a name in the local Hugging Face cache; default: SmolLM2")]
+MaxLen = Annotated[int | None, typer.Option(help="most tokens of a sequence, cut to the model's context, the default")]
+CacheGib = Annotated[float | None, typer.Option(help="memory for keys and values")]
+KvFormat = Annotated[str | None, typer.Option(help="keys and values quantised: int8, e4m3, int4/32, ...")]
+DummyWeights = Annotated[bool, typer.Option("--dummy-weights", help="random weights from the config alone, for benchmarks")]
 Dtype = Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the model's own")]
 Draft = Annotated[str | None, typer.Option(help="guess tokens: ngram (by what stood before), or a smaller model of the same vocabulary; default: none")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one")]
@@ -52,7 +58,7 @@ def _plain(text: str) -> str:
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="one or more prompts; several run as one batch")] = None,
     prompt_file: Annotated[list[Path] | None, typer.Option(help="a file that holds one prompt; may be given again")] = None,
-    model: Annotated[str | None, typer.Option(help="a Hugging Face folder, a GGUF file or a name in the local Hugging Face cache; default: SmolLM2")] = None,
+    model: Model = None,
     raw: Annotated[bool, typer.Option("--raw", help="continue the prompt as it is, without the model's chat template")] = False,
     max_tokens: Annotated[int, typer.Option(help="most new tokens of each prompt")] = 200,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token")] = 0.0,
@@ -65,11 +71,11 @@ def generate(
     dtype: Dtype = None,
     device: Device = None,
     kernel: Annotated[str, typer.Option(help="attention's kernel by name; it runs or says why not. Or triton_skinny, for products of few rows")] = "auto",
-    max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence, cut to the model's context, the default")] = None,
-    cache_gib: Annotated[float | None, typer.Option(help="memory for keys and values")] = None,
-    kv_format: Annotated[str | None, typer.Option(help="keys and values quantised: int8, e4m3, int4/32, ...")] = None,
+    max_len: MaxLen = None,
+    cache_gib: CacheGib = None,
+    kv_format: KvFormat = None,
     draft: Draft = None,
-    dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="random weights from the config alone, for benchmarks")] = False,
+    dummy_weights: DummyWeights = False,
 ) -> None:
     """Continue prompts with a model, and say how fast and by which kernels."""
     from onchip.server.reading import read_text
@@ -148,7 +154,7 @@ def _place(device) -> str:
 
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Option(help="a Hugging Face folder, a GGUF file or a name in the local Hugging Face cache; default: SmolLM2")] = None,
+    model: Model = None,
     host: Annotated[str, typer.Option(help="0.0.0.0: reachable from elsewhere")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any that is free")] = 8000,
     name: Annotated[str | None, typer.Option(help="what requests call the model; default: its folder's or file's name")] = None,
@@ -163,11 +169,11 @@ def serve(
     drain: Annotated[int, typer.Option(help="seconds that answers on their way have to end after SIGTERM")] = 60,
     dtype: Dtype = None,
     device: Device = None,
-    max_len: Annotated[int | None, typer.Option(help="most tokens of a sequence, cut to the model's context, the default")] = None,
-    cache_gib: Annotated[float | None, typer.Option(help="memory for keys and values")] = None,
-    kv_format: Annotated[str | None, typer.Option(help="keys and values quantised: int8, e4m3, int4/32, ...")] = None,
+    max_len: MaxLen = None,
+    cache_gib: CacheGib = None,
+    kv_format: KvFormat = None,
     draft: Draft = None,
-    dummy_weights: Annotated[bool, typer.Option("--dummy-weights", help="random weights from the config alone, for load tests")] = False,
+    dummy_weights: DummyWeights = False,
 ) -> None:
     """An OpenAI-compatible server, with a page for chat and live charts at /."""
     import importlib.util

@@ -4,7 +4,7 @@ Texts go end to end without padding through packed attention; each block is atte
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,7 @@ class Embedder:
         for i, one in enumerate(ids):
             if not 1 <= len(one) <= self.max_len or min(one) < 0 or max(one) >= self.config.vocab:
                 raise ValueError(f"embed: text {i} has {len(one)} token ids; give 1 to {self.max_len} of 0 to {self.config.vocab - 1}")
-        return torch.cat([self._pooled(batch) for batch in _batches(ids)])
+        return torch.cat([self._pooled(batch) for batch in batches(ids)])
 
     def _pooled(self, ids: list[list[int]]) -> Tensor:
         device, lengths = self.encoder.device, [len(one) for one in ids]
@@ -242,11 +242,11 @@ def _pooling(folder: Path) -> tuple[str, bool]:
     return {"mean_tokens": "mean", "cls_token": "cls"}.get(mode, mode), "Normalize" in kinds
 
 
-def _batches(ids: list[list[int]]):
-    """In order, each of at most `TOKENS` tokens."""
+def batches(ids: list[list[int]], most: int = TOKENS) -> Iterator[list[list[int]]]:
+    """In order, each of at most `most` tokens, or of one text."""
     start, total = 0, 0
     for i, one in enumerate(ids):
-        if total and total + len(one) > TOKENS:
+        if total and total + len(one) > most:
             yield ids[start:i]
             start, total = i, 0
         total += len(one)

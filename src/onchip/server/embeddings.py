@@ -3,11 +3,10 @@
 import asyncio
 import base64
 import sys
-from collections.abc import Iterator
 
 from torch import Tensor
 
-from onchip.models.encoder import Embedder
+from onchip.models.encoder import Embedder, batches
 from onchip.server.reading import check_text
 from onchip.server.replies import sliced
 from onchip.server.schemas import EmbeddingRequest
@@ -26,7 +25,7 @@ class Embeddings:
     async def answer(self, body: EmbeddingRequest, serving: Serving) -> bytes:
         """OpenAI's object as JSON. Raises ValueError for what cannot be embedded, and Overloaded."""
         ids = await asyncio.to_thread(self._read, body)
-        rows = [row for batch in _batches(ids) for row in await serving.between_steps(lambda batch=batch: self.embedder.embed(batch).cpu())]
+        rows = [row for batch in batches(ids, BETWEEN_STEPS) for row in await serving.between_steps(lambda batch=batch: self.embedder.embed(batch).cpu())]
         return await asyncio.to_thread(self._object, rows, body.encoding_format, sum(map(len, ids)))
 
     def _object(self, rows: list[Tensor], form: str | None, tokens: int) -> bytes:
@@ -56,16 +55,6 @@ class Embeddings:
 
         check_text(f"input {i}", text, self.embedder.max_len, read)
         return read(text)
-
-
-def _batches(ids: list[list[int]]) -> Iterator[list[list[int]]]:
-    start, total = 0, 0
-    for i, one in enumerate(ids):
-        if total and total + len(one) > BETWEEN_STEPS:
-            yield ids[start:i]
-            start, total = i, 0
-        total += len(one)
-    yield ids[start:]
 
 
 def _written(row, form: str | None) -> list[float] | str:
