@@ -35,7 +35,8 @@ def continuous_batching(name: str, dtype: torch.dtype, device: torch.device, pro
     if p.temperature > 0:
         how |= {"temperature": p.temperature, "top_k": 0, "top_p": 1.0}
     model, cache = model_of(name, dtype, device), ContinuousBatchingConfig()
-    cache.num_blocks = sum(-(-(len(prompt) + p.max_tokens) // cache.page_size) for prompt in prompts)  # all at once: its own choice is most of the memory
+    page = cache.page_size if hasattr(cache, "page_size") else cache.block_size  # what earlier versions call it
+    cache.num_blocks = sum(-(-(len(prompt) + p.max_tokens) // page) for prompt in prompts)  # all at once: its own choice is most of the memory
     given = {"generation_config": GenerationConfig(**how), "continuous_batching_config": cache, "progress_bar": False}
     model.generate_batch(prompts[: max(2, len(prompts) // 32)], **given)
     found = list(model.generate_batch(prompts, **given).values())
