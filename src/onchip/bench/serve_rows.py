@@ -137,8 +137,9 @@ def shared_prefix(engines: Engines, row: Row) -> Figures:
         llm = engines.of(row) if cached else engines.of(row, prefix_cache=None)
         other, prefix = (Load(1, (PREFIX, PREFIX), row.load.new).draw(llm.config.vocab, seed)[0][0] for seed in (1, 0))
         warm(llm, row.load)
-        prompts, params = row.load.draw(llm.config.vocab, 1)
-        run(engines, llm, [other + own for own in prompts], [dataclasses.replace(p, max_tokens=2) for p in params])
+        for seed in (5, 6) if cached else (5,):  # another prefix, new and then known: kernels and graphs of what such requests share
+            prompts, params = row.load.draw(llm.config.vocab, seed)
+            run(engines, llm, [other + own for own in prompts], params if cached else [dataclasses.replace(p, max_tokens=2) for p in params])
         llm.tree.clear()
         most = llm.runner.cascade.most
         for seed, what in ((2, EMPTY), (3, KNOWN), (4, EACH)) if cached else ((3, NONE),):
