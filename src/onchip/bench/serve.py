@@ -28,7 +28,7 @@ QUICK = 8  # of so many requests one
 ROWS = (  # those of one engine one after the other
     Row("protocol", QWEN, measure.protocol, PROTOCOL, MANY, 15, "nano-vllm's protocol"),
     Row("host time", QWEN, measure.host_time, Load(64, (128, 128), (300, 300)), MANY, 3, "a step of 64 that decode, less the wait for the device; medians"),
-    Row("under load", QWEN, measure.under_load, Load(512, (100, 1024), (16, 256)), MANY, 20, "Poisson arrivals at shares of saturation, in process"),
+    Row("under load", QWEN, measure.under_load, Load(512, (100, 1024), (16, 256)), MANY, 35, "Poisson arrivals at shares of saturation, in process"),
     Row("continuous batching", QWEN, measure.beside_transformers, PROTOCOL._replace(new=(64, 64)), MANY, 25, "the protocol, but 64 new tokens each"),
     Row("protocol", LLAMA, measure.protocol, PROTOCOL, MANY, 25, "nano-vllm's protocol"),
     Row("batch 1", LLAMA, measure.batch_one_beside, ONE, MANY, 49, "8 tokens of prompt, 200 new ones, greedy"),
