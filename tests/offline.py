@@ -50,6 +50,13 @@ class Facts:
         """How many instructions read 16 bytes or more of global memory a thread."""
         return len(VECTOR_LOAD.findall(self.ptx))
 
+    @property
+    def barriers(self) -> list[int]:
+        """Where in shared memory mbarriers are made."""
+        known = {m[1]: 0 for m in re.finditer(r"mov\.b32\s+(%r\d+), global_smem;", self.ptx)} | {"global_smem": 0}
+        known |= {m[1]: int(m[3]) for m in re.finditer(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", self.ptx) if m[2] in known}
+        return [known[m[1]] + int(m[2] or 0) for m in re.finditer(r"mbarrier\.init\S* \[(%r\d+|global_smem)\+?(\d*)\]", self.ptx)]
+
 
 def compile_for(
     fn,

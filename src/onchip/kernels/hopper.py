@@ -1,7 +1,10 @@
 """What every Hopper kernel in Gluon is made of: names that Triton's releases spell differently, rings of buffers, barriers.
 
 A ring is `(buffers, full, empty)`: STAGES buffers in shared memory, an mbarrier for each that a TMA copy has filled it and one
-that every reader has let it go. A cursor `(index, phase)` walks round it; the phase flips with every turn.
+that every reader has let it go, unless hardware barriers say so. A cursor `(index, phase)` walks round it; the phase flips with every turn.
+
+No mbarrier may be made that nobody uses: its memory becomes a buffer's, and the multiprocessor, which keeps mbarriers in a cache of its own, writes the
+dead one back over the data when another process gets its turn. (H200: 16 bytes of dS, and with them NaN in 100 to 500 rows of dQ in each call under load.)
 """
 
 import functools
@@ -32,12 +35,16 @@ tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
 
 @gluon.jit
 def ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1):
-    """A ring of STAGES buffers for the tiles of `desc`, which READERS partitions read; of PARTS tiles each, one below the other."""
+    """A ring of STAGES buffers for the tiles of `desc`, which READERS partitions let go by mbarriers (0: by hardware barriers); of PARTS tiles each, one below
+    the other."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = full
+    if READERS > 0:
+        empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=READERS)
+        if READERS > 0:
+            mbarrier.init(empty.index(stage), count=READERS)
     ROWS: gl.constexpr = PARTS * desc.block_type.shape[-2]
     SHAPE: gl.constexpr = [STAGES] + desc.block_type.shape[:-2] + [ROWS, desc.block_type.shape[-1]]  # noqa: RUF005 (device code)
     return gl.allocate_shared_memory(desc.dtype, SHAPE, desc.layout), full, empty

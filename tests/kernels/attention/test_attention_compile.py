@@ -63,7 +63,9 @@ def launched(module, arch: str, p: Attention, *inputs, returns=(True,), entry="l
     found = {}
     for kernel, args, rest in calls:  # one that is started again counts its starts
         again = sum(name.partition(" ")[0] == kernel.__name__ for name in found)
-        found[f"{kernel.__name__} {again + 1}" if again else kernel.__name__] = compiled(kernel, args, rest, arch)
+        facts = found[f"{kernel.__name__} {again + 1}" if again else kernel.__name__] = compiled(kernel, args, rest, arch)
+        dead = [at for at in facts.barriers if at < facts.shared - 1024]
+        assert not dead or "mbarrier.inval" in facts.ptx, f"{kernel.__name__}: mbarriers that nobody uses, at {dead}, where buffers lie later"
     return how, found
 
 

@@ -337,8 +337,8 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk
               counter, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, tiles, tiles_n, together, kv_heads, group,
               len_q, len_k, batch_heads, first, dk_strides, dv_strides, map_strides,
               MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
-    queries, q_full, _ = ring(q_desc, C.stages, 2)
-    outputs, do_full, _ = ring(do_desc, C.stages, 2)
+    queries, q_full, _ = ring(q_desc, C.stages, 0)
+    outputs, do_full, _ = ring(do_desc, C.stages, 0)
     lses = gl.allocate_shared_memory(lse_desc.dtype, [C.stages] + lse_desc.block_type.shape, lse_desc.layout)  # noqa: RUF005 (device code)
     deltas = gl.allocate_shared_memory(lse_desc.dtype, [C.stages] + lse_desc.block_type.shape, lse_desc.layout)  # noqa: RUF005 (device code)
     k_tile = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_type.shape, k_desc.layout)

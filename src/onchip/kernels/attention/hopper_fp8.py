@@ -348,7 +348,7 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_sc
                  tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, lse_strides, scale_strides, C: gl.constexpr):  # fmt: skip
     DV: gl.constexpr = v_desc.block_type.shape[3]
     q_ring = ring(q_desc, C.groups, 1)
-    k_ring = ring(k_desc, C.stages, C.groups)
+    k_ring = ring(k_desc, C.stages, 0)
     v_ring = ring(v_desc, C.stages, 1)
     STAGES: gl.constexpr = C.stages
     t_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

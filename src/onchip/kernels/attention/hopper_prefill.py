@@ -427,15 +427,15 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
              scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups * C.rounds, 1)
-    k_ring = ring(k_desc, C.stages, C.groups, C.parts)
-    v_ring = ring(v_desc, C.stages, C.groups, C.parts)
+    k_ring = ring(k_desc, C.stages, 0, C.parts)
+    v_ring = ring(v_desc, C.stages, 0, C.parts)
     gl.static_assert(t_desc is None or C.groups < 3)
     rings = (q_ring, k_ring, v_ring, None, None, None)  # and, of what a score reads, one for each warpgroup
     if t_desc is not None:
-        t_ring = ring(t_desc, C.stages, 1)
+        t_ring = ring(t_desc, C.stages, 0)
         rings = (q_ring, k_ring, v_ring, t_ring)
         if C.groups == 2:
-            rings = (q_ring, k_ring, v_ring, t_ring, ring(t_desc, C.stages, 1))
+            rings = (q_ring, k_ring, v_ring, t_ring, ring(t_desc, C.stages, 0))
     o_buffers = q_ring[0]
     if not C.share:
         o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
