@@ -283,14 +283,14 @@ def test_lookup(dtype, arch):
     pointer, sizes = POINTER[dtype], {"width": "i32", "weight_stride": "i32", "dy_stride": "i32", "tokens": "i32", "vocab": "i32", "padding": "i32"}
     tiles = embedding.configs(Rows("embedding", 8192, 4096, dtype), GPUS[arch])[0]
     signature = dict.fromkeys(("weight_ptr", "y_ptr", "dy_ptr", "dw_ptr"), pointer) | sizes
-    signature |= {"ids_ptr": "*i32", "known_ptr": "*i32", "order_ptr": "*i64", "head_ptr": "*fp32", "tail_ptr": "*fp32"}
+    signature |= {"ids_ptr": "*i32", "known_ptr": "*i32", "used_ptr": "*u8", "order_ptr": "*i64", "head_ptr": "*fp32", "tail_ptr": "*fp32"}
     aligned = ("width", "weight_stride", "dy_stride")
     for kernel, constexprs in (
-        (embedding._look_up, {}), (embedding._sums, {"CHUNK": embedding.CHUNK}), (embedding._borders, {"CHUNK": embedding.CHUNK}),
+        (embedding._look_up, {}), *((kernel, {"CHUNK": embedding.CHUNK, "EARLY": arch == "sm_90"}) for kernel in (embedding._sums, embedding._borders)),
     ):  # fmt: skip
         check(compile_for(kernel, signature, constexprs | {"BLOCK": tiles.block}, arch, tiles.warps, aligned=aligned), arch)
-    for kernel, constexprs in ((embedding._known, {}), (embedding._clear, {"STEPS": 14, "ROWS": embedding.CLEARED})):
-        assert not compile_for(kernel, signature, constexprs | {"BLOCK": 256}, arch, aligned=aligned).spills
+    for kernel, constexprs in ((embedding._known, {}), (embedding._clear, {"ROWS": embedding.CLEARED})):
+        assert not compile_for(kernel, signature, constexprs | {"BLOCK": tiles.block}, arch, aligned=aligned).spills
     signature = {"x_ptr": pointer, "residual_ptr": pointer, "y_ptr": pointer, "state_ptr": "*i64", "elements": "i32", "bar": "i64", "grow": "fp32"}
     check(compile_for(dropout._dropout_add, signature, {"BLOCK": dropout.BLOCK}, arch, dropout.WARPS, aligned=("elements",)), arch)
 
@@ -319,7 +319,7 @@ def test_adamw(arch):
 def test_denoise(arch):
     signature = dict.fromkeys(("x_ptr", "output_ptr", "history_ptr", "y_ptr", "data_ptr", "input_ptr"), "*bf16")
     signature |= {"table_ptr": "*fp32", "step_ptr": "*i64", "state_ptr": "*i64", "elements": "i32", "guidance": "fp32", "clip": "fp32"}
-    constexprs = {"GUIDED": True, "CLIPPED": True, "NOISY": True, "BLOCK": denoise.BLOCK}
+    constexprs = {"GUIDED": True, "CLIPPED": True, "NOISY": True, "FAST": arch.startswith("sm"), "BLOCK": denoise.BLOCK}
     check(compile_for(denoise._denoise, signature, constexprs, arch, denoise.WARPS, aligned=("elements",)), arch)
 
 
