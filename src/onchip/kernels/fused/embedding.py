@@ -18,7 +18,7 @@ from onchip.core.device import Device, of
 from onchip.core.problem import Rows
 from onchip.kernels.launch import starts_early
 
-CLEARED, CLEARING = 8, 2  # rows that a program clears at once; programs of a multiprocessor
+CLEARED, CLEARING = 16, 1  # rows that a program clears at once; programs of a multiprocessor: 4 of them cost 9 us of 136, as the sort waits for room (H200)
 LOOK = tl.constexpr(256)  # chunks looked at together for the end of an id
 CHUNK = 16  # tokens a program adds up: enough programs for 2k tokens, and at most 1/8 more traffic where all ids are one
 
