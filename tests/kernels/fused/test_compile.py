@@ -13,6 +13,7 @@ from onchip.core.formats import Format
 from onchip.core.problem import Groups, Rope, Rows
 from onchip.kernels.fused import (
     adamw,
+    decode_step,
     denoise,
     dropout,
     embedding,
@@ -313,6 +314,16 @@ def test_adamw(arch):
     constexprs = {"P": tl.bfloat16, "ALIGNED": True, "CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
     check(compile_for(adamw._squares, signature, constexprs, arch, adamw.WARPS), arch)
     check(compile_for(adamw._adamw, signature, constexprs | {"M": tl.float32, "ON_DEVICE": False}, arch, adamw.WARPS), arch)
+
+
+@everywhere
+def test_decode_step(arch):
+    """A number a thread and load."""
+    longs, words = ("positions_ptr", "at_ptr", "slots_ptr", "drawn_ptr", "tokens_ptr"), ("table_ptr", "lengths_ptr", "counts_ptr", "history_ptr")
+    sizes = ("rows", "pages", "table_stride", "counts_stride", "history_stride", "longest")
+    signature = dict.fromkeys(longs, "*i64") | dict.fromkeys(words, "*i32") | dict.fromkeys(sizes, "i32")
+    for kernel, constexprs in ((decode_step._places, {"PAGE": 16}), (decode_step._advance, {})):
+        assert compile_for(kernel, signature, constexprs | {"BLOCK": decode_step.BLOCK}, arch, decode_step.WARPS).spills == 0
 
 
 @everywhere

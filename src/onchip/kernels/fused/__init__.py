@@ -170,6 +170,14 @@ LOG_PROBS = _op("log_probs", "logprobs:launch", _passes(1, 0, 4), "reference_sam
 ADJUST_LOGITS = _op("adjust_logits", "penalties:launch", _adjust, "reference_sampling", VOCABULARY)
 VERIFY = _op("verify", "verify:launch", _verify, "reference_sampling", VOCABULARY)
 
+# ---- beside the model of a decode step
+
+INTEGERS = {"dtype": (torch.int64,)}
+DECODE_PLACES = _op("decode_places", "decode_step:launch_places", lambda p: Cost(6 * p.rows, 32 * p.rows), "reference_steps", INTEGERS)
+DECODE_ADVANCE = _op(
+    "decode_advance", "decode_step:launch_advance", lambda p: Cost(2 * p.rows, (32 + 8 * ("counts" in p.variant)) * p.rows), "reference_steps", INTEGERS
+)
+
 
 # ---- what is used beside a model
 
@@ -264,6 +272,6 @@ OPS = (
     *(RMS_NORM, NORM, NORM_BACKWARD, GROUP_NORM, GROUP_NORM_BACKWARD),
     *(ROPE_APPEND, ROTARY, ROTARY_BACKWARD, GATED_ACT, GATED_ACT_BACKWARD, ACTIVATE, ACTIVATE_BACKWARD),
     *(SOFTMAX, SOFTMAX_BACKWARD, DIVERGENCE, DIVERGENCE_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE),
-    *(SAMPLE, LOG_PROBS, ADJUST_LOGITS, VERIFY),
+    *(SAMPLE, LOG_PROBS, ADJUST_LOGITS, VERIFY, DECODE_PLACES, DECODE_ADVANCE),
     *(EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD, ADAMW, GRAD_NORM, DENOISE, LOW_RANK, SKINNY_LINEAR),
 )
