@@ -468,7 +468,7 @@ def test_triton_kernels_give_the_tokens_of_the_portable_ones(tmp_path, portable)
         return tokens(llm.generate(PROMPTS[:2], [greedy, drawn])), set(llm.stats.kernels.values())
 
     by_triton, kernels = run()
-    assert kernels == {"triton_prefill", "triton_decode", "triton_norm", "triton_mlp", "triton_rope", "triton_logits"}
+    assert kernels == {"triton_prefill", "triton_decode", "triton_norm", "triton_mlp", "triton_rope", "triton_logits", "triton_decode_step"}
     portable()
     by_torch, kernels = run()
     assert kernels == {"blocked", "reference"}
