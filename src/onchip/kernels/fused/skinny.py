@@ -26,13 +26,13 @@ from onchip.core.device import Device
 from onchip.core.linear import Around
 from onchip.core.problem import Rows
 from onchip.kernels.curves import activated, held
-from onchip.kernels.launch import starts_early
+from onchip.kernels.launch import prefer_cache, starts_early
 
 VECTOR = tl.constexpr(8)  # numbers of 16 bits in 16 bytes
 ALONE = 2  # rows that go without tensor cores: 4 would take 60% of a GPU's instructions, and twice as long where clocks are low
 FLIGHT = 8  # loads of W that a thread has on their way: 128 bytes, so that two kernels' programs fit on a multiprocessor side by side
 LINE = 64  # columns of 16 bits that a warp reads side by side on tensor cores: 128 bytes, as pieces of 64 out of 512 come at half of memory's speed
-FILL = 2  # programs a multiprocessor, before a warp gets more rows of W
+FILL = 3  # programs a multiprocessor, before a warp gets more rows of W
 FULL = 0.75  # programs a multiprocessor, 32 KB in flight each, before a program gets 32 rows of W: 16 rows of x for 16 of W are as many bytes of L2 again
 REGISTERS = 128  # of a thread of eight warps, so that a multiprocessor has two such programs; ptxas would take 138 of the widest (16 rows, gated)
 
@@ -261,10 +261,12 @@ def launch(problem: Rows, config: Tiles, x: torch.Tensor, weight: torch.Tensor, 
     options = ({"launch_pdl": True} if early else {}) | ({"maxnreg": REGISTERS} if config.slab and torch.version.hip is None else {})
     tiles = {"SLAB": config.slab, "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "DEPTH": config.depth, "WARPS": config.warps}
     grid = (triton.cdiv(outs, config.block_n if config.slab else config.block_n * config.warps),)
-    _linear[grid](
+    kernel = _linear[grid](
         x, x.stride(0) if rows > 1 else width, weight, weight.stride(0), None if norm is None else norm.weight, around.bias,
         residual, 0 if residual is None else residual.stride(0), y, rows, outs, *((0.0, 0.0) if norm is None else norm[1:]),
         around.alpha, around.limit, down, apart,
         WIDTH=width, ACT=act_of(words), EARLY=early, CONSTANT=around.constant, **tiles, num_warps=config.warps, num_stages=1, **options,
     )  # fmt: skip
+    if early:
+        prefer_cache(kernel)
     return y
