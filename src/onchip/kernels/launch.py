@@ -20,7 +20,7 @@ def prefer_cache(kernel) -> None:
     """Ask that a multiprocessor's memory be L1 while `kernel` runs, a compiled one of Triton on an NVIDIA GPU; from its next launch on.
 
     Without the request a kernel takes a multiprocessor as the one before it left it. Behind one that has much shared memory 28 KB are L1, and that is all that
-    loads have room for on their way: at that a chain of products that read weights goes at 3.6 TB/s, and at 4.1 with 256 KB.
+    loads have room for on their way: at that a chain of products that read weights goes at 3.5 TB/s, and at 4.1 with 256 KB.
     Raises RuntimeError where the driver refuses.
     """
     if kernel in _asked:
