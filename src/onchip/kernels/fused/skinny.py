@@ -32,7 +32,7 @@ from onchip.kernels.launch import prefer_cache, starts_early
 VECTOR = tl.constexpr(8)  # numbers of 16 bits in 16 bytes
 ALONE = 2  # rows that go without tensor cores: 4 would take 60% of a GPU's instructions, and twice as long where clocks are low
 FLIGHT = 8  # loads of W that a thread has on their way: 128 bytes, so that two kernels' programs fit on a multiprocessor side by side
-FLIGHT_OF_ONE = 16  # of one row, whose sums are few: a step of Qwen3-0.6B 669 to 642 us, of Llama-3-8B 3,960 to 3,934
+FLIGHT_OF_ONE = 16  # of one row: a step of Qwen3-0.6B 669 to 642 us, of Llama-3-8B 3,960 to 3,934; of two rows that one 4,169 to 4,549
 LINE = 64  # columns of 16 bits that a warp reads side by side on tensor cores: 128 bytes, as pieces of 64 out of 512 come at half of memory's speed
 FILL = 3  # programs a multiprocessor, before a warp gets more rows of W: 384 for qkv of Llama-3-8B, 2.9 each, take 18 us, 768 take 13
 FULL = 0.75  # programs a multiprocessor, 32 KB in flight each, before a program gets 32 rows of W: 16 rows of x for 16 of W are as many bytes of L2 again
