@@ -347,6 +347,8 @@ def _typical() -> list:
         Rows("log_probs", 8, 128256, bf16, "top 5"),
         Rows("adjust_logits", 8, 128256, bf16, "penalties mask"),
         Rows("verify", 8, 128256, bf16, "chain of 4"),
+        Rows("decode_places", 64, 16, torch.int64),
+        Rows("decode_advance", 64, 1, torch.int64, "counts"),
         Rows("quantise", 4096 * 32, 128, bf16, "block"),
         Rows("merge", 64 * 32, 128, bf16, "2 parts"),
         Rows("page_scores", 8000, 128, bf16, "4 heads"),

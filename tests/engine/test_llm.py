@@ -131,7 +131,7 @@ def test_stats(llm):
     assert s.first_token_seconds > 0 and s.prefill_seconds > 0 and s.decode_seconds > 0
     pages = sum(llm.pool.pages_for(len(c.prompt) + 24) for c in done)
     assert s.cache_bytes == pages * EACH * 2**30 and s.cached_tokens == s.preemptions == 0
-    assert set(s.kernels) == {"prefill", "decode", "rms_norm", "gated_act", "rope_append", "sample"}
+    assert set(s.kernels) == {"prefill", "decode", "rms_norm", "gated_act", "rope_append", "sample", "decode_places", "decode_advance"}
 
 
 @pytest.mark.parametrize("kernel", ["reference", "blocked"])
@@ -468,7 +468,7 @@ def test_triton_kernels_give_the_tokens_of_the_portable_ones(tmp_path, portable)
         return tokens(llm.generate(PROMPTS[:2], [greedy, drawn])), set(llm.stats.kernels.values())
 
     by_triton, kernels = run()
-    assert kernels == {"triton_prefill", "triton_decode", "triton_norm", "triton_mlp", "triton_rope", "triton_logits"}
+    assert kernels == {"triton_prefill", "triton_decode", "triton_norm", "triton_mlp", "triton_rope", "triton_logits", "triton_decode_step"}
     portable()
     by_torch, kernels = run()
     assert kernels == {"blocked", "reference"}

@@ -185,11 +185,14 @@ def test_products_with_what_stands_around_them(folders, kind, monkeypatch):
 
 @pytest.mark.gpu
 @torch.inference_mode()
-def test_the_kernel_of_few_rows_by_name(tmp_path, device, monkeypatch):
-    monkeypatch.setattr("onchip.models.layers._onednn_takes", lambda dtype: False)  # in the interpreter kernels read the plain weights
+def test_the_kernel_of_few_rows(tmp_path, device, monkeypatch):
+    """The menu's own choice, by name the same; beside the eight operators."""
     path = save(tmp_path / "tiny", num_hidden_layers=1)
-    (ours, count), (low, none) = (few_rows(path, device, name) for name in ("triton_skinny", "auto"))
-    assert (count, none) == (10, 0)
+    (ours, count), (named, same) = (few_rows(path, device, name) for name in ("auto", "triton_skinny"))
+    assert count == same == 10 and torch.equal(ours, named)
+    monkeypatch.setattr(Decoder, "_few", lambda *asked: None)
+    low, none = few_rows(path, device)
+    assert none == 0
     assert_as_good_as_torch(ours, low, few_rows(path, device, dtype=torch.float32)[0])
 
 

@@ -18,7 +18,6 @@ from onchip.core.problem import SHORT
 from onchip.engine.llm import LLM
 from onchip.engine.request import Request, SamplingParams
 from onchip.engine.runner import Launched
-from onchip.kernels.fused import SKINNY_LINEAR
 
 Figures = Iterator[tuple[str, float]]
 SHARES = (0.5, 0.8, 0.95)  # of saturation
@@ -55,20 +54,10 @@ def protocol(engines: Engines, row: Row) -> Figures:
 
 
 def batch_one(engines: Engines, row: Row) -> Figures:
-    """As gpt-fast counts: new tokens over all of the time, the prompt's included. On a GPU also by the kernels of few rows that the menu does not choose."""
+    """As gpt-fast counts: new tokens over all of the time, the prompt's included."""
     llm = engines.of(row)
-    model, prompts = llm.model, row.load.draw(llm.config.vocab)
-    yield "token/s", (rate := _median(engines, llm, *prompts))
+    yield "token/s", (rate := _median(engines, llm, *row.load.draw(llm.config.vocab)))
     yield "share of weights over bandwidth", rate * weights_read(llm.config, llm.dtype.itemsize) / engines.bandwidth
-    kernel, others = model.kernel, [kernel.name for kernel in SKINNY_LINEAR.kernels if not kernel.portable and llm.device.type == "cuda"]
-    try:
-        for name in others:
-            model.kernel = name
-            llm.runner.graphs.clear()
-            yield f"token/s, {name}", _median(engines, llm, *prompts)
-    finally:
-        model.kernel = kernel
-        llm.runner.graphs.clear()
 
 
 def _median(engines: Engines, llm: LLM, prompts: list, params: list) -> float:

@@ -13,6 +13,7 @@ from onchip.engine.scheduler import Work
 from onchip.engine.speculate import Rows, Speculation
 from onchip.engine.state import State, Wants, upload
 from onchip.models.decoder import Decoder, Step
+from onchip.ops.decode_step import Places, decode_advance, decode_places
 from onchip.ops.sampling import MOST_TOP, adjust_logits, log_probs, sample
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows of graphs; beyond them multiples of 256
@@ -196,19 +197,18 @@ class Runner:
         if self._wants.mask:
             self.state.allow(self.rows)
         s = self.state.rows(len(self.rows))
+        places = self._places(s, s.page_table)
         longs, offsets = (upload(x, self.model.device) for x in _packed(chunks, kept, self.pool.page))
         longest = max(chunk.size for chunk in chunks)
         if not kept and not any(chunk.start for chunk in chunks) and not self.model.batch_invariant:
             step = Step(*longs, offsets=offsets, longest=longest)
         else:
-            at = s.positions[:kept]
-            old = torch.stack((s.tokens[:kept], at, self.pool.slots(s.page_table[:kept], at[:, None])[:, 0]))
-            longs = torch.cat((old, longs), 1)
+            longs = torch.cat((torch.stack((s.tokens[:kept], places.at[:kept], places.slots[:kept])), longs), 1)
             width = min(power(max(len(r.pages.pages) for r in self.rows + going)), s.page_table.shape[1])
             table = torch.cat((s.page_table[:, :width], upload(self.pool.table([r.pages for r in going], width), self.model.device)))
             ends = torch.tensor([chunk.start + chunk.size for chunk in chunks], dtype=torch.int32)
-            lengths = torch.cat((at.int() + 1, upload(ends, self.model.device)))
-            if (shared := self.cascade.of(table[:kept], at)) is not None:
+            lengths = torch.cat((places.lengths[:kept], upload(ends, self.model.device)))
+            if (shared := self.cascade.of(table[:kept], s.positions[:kept])) is not None:
                 shared = shared._replace(offsets=offsets[kept:] - kept)
             step = Step(*longs, offsets=offsets, longest=min(power(longest), longs.shape[1]), page_table=table, lengths=lengths, shared=shared)
         if any(request.slot >= 0 for request in self.rows + going):
@@ -224,15 +224,17 @@ class Runner:
 
     def _step(self, s: State, wants: Wants, longest: int | None = None) -> Drawn:
         """A token of each row in, one out, in place; or with a draft one to `n + 1`. `longest` cuts the page table where the host knows it."""
-        used, at = s.positions >= 0, s.positions.clamp(min=0)
         table = s.page_table if longest is None else s.page_table[:, : self.pool.pages_for(longest)]
         if self._drafts(s.size, wants):
-            return Drawn(self.speculation.step(s, Rows(used, at, table)))
-        slots = torch.where(used, self.pool.slots(table, at[:, None])[:, 0], -1)
+            return Drawn(self.speculation.step(s, Rows(s.positions >= 0, s.positions.clamp(min=0), table)))
+        at, slots, lengths = self._places(s, table)
         adapters = s.adapters if wants.adapter else None
-        shared = self.cascade.of(table, s.positions)
-        step = Step(s.tokens, at, slots, page_table=table, lengths=(s.positions + 1).int(), adapters=adapters, shared=shared)
+        step = Step(s.tokens, at, slots, page_table=table, lengths=lengths, adapters=adapters, shared=self.cascade.of(table, s.positions))
         return self._draw(s, self._forward(step), wants)
+
+    def _places(self, s: State, table: Tensor) -> Places:
+        """Where the last tokens of the rows belong; their positions are the steps that the next ones are drawn with, too."""
+        return decode_places(s.positions, table, self.pool.page, at=s.sampling.step)
 
     def _drafts(self, size: int, wants: Wants) -> bool:
         """Whether a decode of so many rows guesses."""
@@ -245,21 +247,14 @@ class Runner:
         return self.model.forward(step, self.pool)
 
     def _draw(self, s: State, hidden: Tensor, wants: Wants) -> Drawn:
-        """The next token of each row, into the state too, and its log-probabilities where somebody wants them."""
-        used, sampling = s.positions >= 0, s.sampling
-        sampling.step.copy_(s.positions.clamp(min=0))
+        """After `_places`: the next token of each row, into the state too, and its log-probabilities where somebody wants them."""
         raw = logits = self.model.logits(hidden)
         if wants.penalties or wants.bias or wants.mask:
             penalties = s.penalties() if wants.penalties else None
             bias = s.bias(s.positions) if wants.bias else None
             logits = adjust_logits(logits, penalties=penalties, bias=bias, mask=s.mask if wants.mask else None)
-        tokens = sample(logits, sampling)
-        if wants.penalties:
-            s.output.scatter_add_(1, tokens[:, None], used[:, None].int())
-        if s.history is not None:
-            s.remember(tokens[:, None], used[:, None])
-        s.tokens.copy_(tokens)
-        s.positions.add_(used)
+        tokens = sample(logits, s.sampling)
+        decode_advance(tokens, s.tokens, s.positions, counts=s.output if wants.penalties else None, history=s.history)
         return Drawn(s.tokens, _packed_logprobs(raw, tokens) if wants.logprobs else None)
 
     def _score(self, request: Request, start: int, hidden: Tensor, prompts: list) -> None:

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.core import settings
 from onchip.core.low_rank import LowRank, Route
 from onchip.ops.linear import RowNorm, skinny_linear
 from onchip.ops.low_rank import add_low_rank
@@ -89,6 +90,6 @@ def unchanged(x: Tensor) -> Tensor:
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
+    if settings.INTERPRET.read() or not torch.backends.mkldnn.is_available():  # the interpreter's kernels read the plain weights
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -101,7 +101,7 @@ def test_every_shape_of_the_menu(rows, act, device):
     around = Around(norm, *([None] * 2), *Clipped())
     problem = skinny_problem(x, 18, around, act)
     shapes = skinny.configs(problem, gpu("H200"))
-    assert len(shapes) == len(set(shapes)) == (4 if rows > 2 and not act else 2 if act else 3)
+    assert len(shapes) == len(set(shapes)) == (3 if rows == 1 or (rows == 2 and not act) else 2 if act else 4)
     low = textbook(x, weight, norm, None, act, "halves", None)
     truth = textbook(x.double(), weight.double(), norm._replace(weight=norm.weight.double()), None, act, "halves", None)
     for shape in shapes:
@@ -120,11 +120,15 @@ def test_the_menu():
     pytest.importorskip("triton")
     problem = Rows("skinny_linear", 1, 4096, BF16, "from 4096 norm")
     (kernel, _), h200 = SKINNY_LINEAR.kernels, gpu("H200")
-    assert select(problem, h200).kernel.portable and select(problem, h200, "triton_skinny").kernel is kernel
+    assert select(problem, h200).kernel is kernel and select(problem._replace(rows=3), h200).kernel.portable
+    assert select(problem._replace(rows=8, width=2048), h200).kernel is kernel is select(problem._replace(rows=16), h200, "triton_skinny").kernel
+    assert select(problem._replace(rows=16, width=512), h200).kernel is kernel is not select(problem._replace(rows=9, width=2048), h200).kernel
     cpu, asked = torch.device("cpu"), "triton_skinny"
-    assert native(problem, cpu, asked) == (asked if settings.INTERPRET.read() else None)
-    assert native(problem._replace(rows=17), cpu, asked) is None is native(problem, cpu)
-    assert kernel.leaves(problem, h200) == ["it has not been timed on a GPU; kernel='triton_skinny' asks for it"]
+    assert native(problem, cpu, asked) == native(problem, cpu) == (asked if settings.INTERPRET.read() else None)
+    assert native(problem._replace(rows=17), cpu, asked) is None is native(problem._replace(rows=3), cpu)
+    assert kernel.leaves(problem._replace(rows=3, variant="from 4096 norm silu"), h200) == [
+        "3 rows of a weight of 67.1 MB, of which cuBLAS is faster for more than 2"
+    ]
     assert kernel.refuses(problem._replace(rows=3, dtype=FP16), h200) == [
         "a norm of 3 rows in fp16, of at most 2: rows times its weight may be more than fp16 holds"
     ]

@@ -3,7 +3,7 @@
 import torch
 
 from onchip.core.formats import FORMATS, Format
-from onchip.core.kernel import Kernel, Op
+from onchip.core.kernel import Kernel, Op, pick
 from onchip.core.norms import CODES
 from onchip.core.problem import Cost, Groups, Rope, Rows
 
@@ -170,6 +170,14 @@ LOG_PROBS = _op("log_probs", "logprobs:launch", _passes(1, 0, 4), "reference_sam
 ADJUST_LOGITS = _op("adjust_logits", "penalties:launch", _adjust, "reference_sampling", VOCABULARY)
 VERIFY = _op("verify", "verify:launch", _verify, "reference_sampling", VOCABULARY)
 
+# ---- beside the model of a decode step
+
+INTEGERS = {"dtype": (torch.int64,)}
+DECODE_PLACES = _op("decode_places", "decode_step:launch_places", lambda p: Cost(6 * p.rows, 32 * p.rows), "reference_steps", INTEGERS)
+DECODE_ADVANCE = _op(
+    "decode_advance", "decode_step:launch_advance", lambda p: Cost(2 * p.rows, (32 + 8 * ("counts" in p.variant)) * p.rows), "reference_steps", INTEGERS
+)
+
 
 # ---- what is used beside a model
 
@@ -229,11 +237,16 @@ def _norm_by_tensor_cores(p: Rows) -> str | None:
     return f"a norm of {p.rows} rows in fp16, of at most 2: rows times its weight may be more than fp16 holds" if beyond else None
 
 
-def _not_timed(p: Rows) -> str | None:
-    """To turn the kernel on for a decoder's steps, return None for what it is faster at: `onchip bench rows --only skinny` measures it."""
-    return "it has not been timed on a GPU; kernel='triton_skinny' asks for it"
+def _by_cublas(p: Rows) -> str | None:
+    """Norms and gates of their own and a product of cuBLAS's take less time for more rows than MOST_ROWS."""
+    size = _skinny_linear(p._replace(rows=0)).bytes
+    most = pick(MOST_ROWS, size)
+    return f"{p.rows} rows of a weight of {size / 1e6:.1f} MB, of which cuBLAS is faster for more than {most}" if p.rows > most else None
 
 
+# (Bytes of a weight up to, rows.) Decode steps by cuBLAS and by this, us: SmolLM2-135M (gate and up 3.5 MB) 16 rows 980, 811; Qwen3-0.6B (12.6) 8 rows 1,247,
+# 1,080, 16 rows 1,326, 1,423; Llama-3-8B (235) 2 rows 4,767, 4,173, 4 rows 4,807, 5,138. Nothing between 12.6 and 235 has been timed.
+MOST_ROWS = ((1 << 22, 16), (1 << 24, 8), (float("inf"), 2))
 EMBEDDING = _op("embedding", "embedding:launch", _passes(1, 1, 0), "reference_rows")
 EMBEDDING_BACKWARD = _op("embedding_backward", "embedding:launch_backward", _embedding_backward, "reference_rows")
 DROPOUT_ADD = _op("dropout_add", "dropout:launch", _dropout_add, "reference_rows", {"variant": ("", "residual")})
@@ -252,7 +265,7 @@ SKINNY_LINEAR = Op(
             GPUS,
             {"dtype": FLOATS[:2], "rows": range(1, 17)},
             also=(_norm_by_tensor_cores,),
-            slower=(_not_timed,),
+            slower=(_by_cublas,),
         ),
         Kernel("reference", "onchip.kernels.fused.reference_rows:skinny_linear", portable=True),
     ),
@@ -264,6 +277,6 @@ OPS = (
     *(RMS_NORM, NORM, NORM_BACKWARD, GROUP_NORM, GROUP_NORM_BACKWARD),
     *(ROPE_APPEND, ROTARY, ROTARY_BACKWARD, GATED_ACT, GATED_ACT_BACKWARD, ACTIVATE, ACTIVATE_BACKWARD),
     *(SOFTMAX, SOFTMAX_BACKWARD, DIVERGENCE, DIVERGENCE_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE),
-    *(SAMPLE, LOG_PROBS, ADJUST_LOGITS, VERIFY),
+    *(SAMPLE, LOG_PROBS, ADJUST_LOGITS, VERIFY, DECODE_PLACES, DECODE_ADVANCE),
     *(EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD, ADAMW, GRAD_NORM, DENOISE, LOW_RANK, SKINNY_LINEAR),
 )

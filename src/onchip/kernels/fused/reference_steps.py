@@ -1,4 +1,4 @@
-"""An optimiser's step and a denoising step in plain torch: the oracle in float64, and what a CPU runs."""
+"""An optimiser's step, a denoising step and what a decode step does beside its model in plain torch: the oracle in float64, and what a CPU runs."""
 
 import torch
 from torch import Tensor
@@ -42,3 +42,23 @@ def denoise(problem: Rows, config: None, x: Tensor, output: Tensor, table: Tenso
     if "noisy" in words:
         y = y + of_noise * philox.normal(state, x.numel(), step.view(())).view(x.shape).to(exact)
     return y.to(x.dtype), None if history is None else data.to(x.dtype), (y * scale).to(x.dtype) if "scaled" in words else None
+
+
+def decode_places(problem: Rows, config: None, positions: Tensor, page_table: Tensor, at: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """at and slots, int64 [rows], and lengths, int32 [rows]; `width` is the page."""
+    page = problem.width
+    at = torch.clamp(positions, min=0, out=at)
+    index = page_table.gather(1, (at // page).clamp(max=page_table.shape[1] - 1)[:, None])[:, 0].long()
+    return at, torch.where(positions >= 0, index * page + at % page, -1), (positions + 1).int()
+
+
+def decode_advance(problem: Rows, config: None, drawn: Tensor, tokens: Tensor, positions: Tensor, counts: Tensor | None, history: Tensor | None) -> None:
+    """In place."""
+    used = positions >= 0
+    tokens.copy_(drawn)
+    positions.add_(used)
+    if counts is not None:
+        counts.scatter_add_(1, torch.where(used, drawn, 0)[:, None], used[:, None].int())
+    if history is not None:
+        place = positions.clamp(0, history.shape[1] - 1)[:, None]
+        history.scatter_(1, place, torch.where(used[:, None], drawn[:, None].int(), history.gather(1, place)))

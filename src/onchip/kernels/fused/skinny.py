@@ -4,7 +4,7 @@
 
 so that nothing waits for the sum of squares: it is made beside the products, by every program again, of x out of L2. Traffic is W, once; x, y and the
 residual are a thousandth of it. An H200's memory needs about 4.1 TB/s x 700 ns = 2.9 MB in flight, 22 KB a multiprocessor: each thread has 128 bytes on their
-way, or all that there is for it, in loads of 16 (DEPTH steps, each fetched anew as soon as it is used up).
+way (of one row 256), or all that there is for it, in loads of 16 (DEPTH steps, each fetched anew as soon as it is used up).
 
     ALONE    1 and 2 rows: a warp has BLOCK_N rows of W and BLOCK_K columns at a time, products and sums in float32 registers; no barrier and no shared memory.
              3 instructions an element and row; a GPU has 14 for each at the speed of memory.
@@ -14,6 +14,7 @@ way, or all that there is for it, in loads of 16 (DEPTH steps, each fetched anew
 
 Small products last 2 to 4 us, most of which is latency. With programmatic dependent launch a program starts while the kernel before it runs, and where weights
 are CONSTANT has its first DEPTH steps of W, the norm's weight and the bias on their way before it waits for that kernel; only then it reads x and the residual.
+Loads on their way have room in L1, so that is asked for (`prefer_cache`): behind attention, which takes it for shared memory, products go 14% slower without.
 """
 
 from typing import NamedTuple
@@ -26,13 +27,14 @@ from onchip.core.device import Device
 from onchip.core.linear import Around
 from onchip.core.problem import Rows
 from onchip.kernels.curves import activated, held
-from onchip.kernels.launch import starts_early
+from onchip.kernels.launch import prefer_cache, starts_early
 
 VECTOR = tl.constexpr(8)  # numbers of 16 bits in 16 bytes
 ALONE = 2  # rows that go without tensor cores: 4 would take 60% of a GPU's instructions, and twice as long where clocks are low
 FLIGHT = 8  # loads of W that a thread has on their way: 128 bytes, so that two kernels' programs fit on a multiprocessor side by side
+FLIGHT_OF_ONE = 16  # of one row: a step of Qwen3-0.6B 669 to 642 us, of Llama-3-8B 3,960 to 3,934; of two rows that one 4,169 to 4,549
 LINE = 64  # columns of 16 bits that a warp reads side by side on tensor cores: 128 bytes, as pieces of 64 out of 512 come at half of memory's speed
-FILL = 2  # programs a multiprocessor, before a warp gets more rows of W
+FILL = 3  # programs a multiprocessor, before a warp gets more rows of W: 384 for qkv of Llama-3-8B, 2.9 each, take 18 us, 768 take 13
 FULL = 0.75  # programs a multiprocessor, 32 KB in flight each, before a program gets 32 rows of W: 16 rows of x for 16 of W are as many bytes of L2 again
 REGISTERS = 128  # of a thread of eight warps, so that a multiprocessor has two such programs; ptxas would take 138 of the widest (16 rows, gated)
 
@@ -227,22 +229,24 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     parts, width = 2 if act_of(words) else 1, int(width)
     columns = 256 if device.kind == "cuda" else 512  # 16 bytes a lane, of which AMD has 64
     if problem.rows <= ALONE:
-        shapes = [Tiles(problem.rows, n, columns, _depth(width, columns, n * parts), 4, 0) for n in (4, 2, 1) if n * parts <= FLIGHT // 2]
+        flight = FLIGHT_OF_ONE if problem.rows == 1 else FLIGHT
+        shapes = [Tiles(problem.rows, n, columns, _depth(width, columns, n * parts, flight), 4, 0) for n in (4, 2, 1) if n * parts <= flight // 2]
         fits = [tiles for tiles in shapes if triton.cdiv(problem.width, tiles.block_n * tiles.warps) >= FILL * device.sms]
     else:
         slab = 8 if device.kind == "cuda" else 16
         rows = triton.cdiv(problem.rows, slab) * slab
-        lines, half = ([Tiles(rows, n, k, _depth(width, 8 * k, n * parts * k // 256), 8, slab) for n in (32, 16) if n * parts <= 32] for k in (LINE, LINE // 2))
+        depth = lambda n, k: _depth(width, 8 * k, n * parts * k // 256, FLIGHT)  # noqa: E731
+        lines, half = ([Tiles(rows, n, k, depth(n, k), 8, slab) for n in (32, 16) if n * parts <= 32] for k in (LINE, LINE // 2))
         shapes = lines + half
         fits = [tiles for tiles in lines if triton.cdiv(problem.width, tiles.block_n) >= FULL * device.sms] or lines[-1:]
     best = fits[0] if fits else shapes[-1]
     return [best, *(tiles for tiles in shapes if tiles != best)]
 
 
-def _depth(width: int, columns: int, loads: int) -> int:
+def _depth(width: int, columns: int, loads: int, flight: int) -> int:
     """Steps that are on their way together, of `columns` and `loads` a thread each: the fewest turns of the loop, all as long as the others or nearly so."""
     steps = triton.cdiv(width, columns)
-    turns = triton.cdiv(steps, FLIGHT // loads)
+    turns = triton.cdiv(steps, flight // loads)
     return triton.cdiv(steps, turns)
 
 
@@ -261,10 +265,12 @@ def launch(problem: Rows, config: Tiles, x: torch.Tensor, weight: torch.Tensor, 
     options = ({"launch_pdl": True} if early else {}) | ({"maxnreg": REGISTERS} if config.slab and torch.version.hip is None else {})
     tiles = {"SLAB": config.slab, "ROWS": config.rows, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "DEPTH": config.depth, "WARPS": config.warps}
     grid = (triton.cdiv(outs, config.block_n if config.slab else config.block_n * config.warps),)
-    _linear[grid](
+    kernel = _linear[grid](
         x, x.stride(0) if rows > 1 else width, weight, weight.stride(0), None if norm is None else norm.weight, around.bias,
         residual, 0 if residual is None else residual.stride(0), y, rows, outs, *((0.0, 0.0) if norm is None else norm[1:]),
         around.alpha, around.limit, down, apart,
         WIDTH=width, ACT=act_of(words), EARLY=early, CONSTANT=around.constant, **tiles, num_warps=config.warps, num_stages=1, **options,
     )  # fmt: skip
+    if early:
+        prefer_cache(kernel)
     return y
