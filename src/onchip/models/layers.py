@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core.low_rank import LowRank, Route
+from onchip.core.ranks import Ranks
+from onchip.dispatch import native
 from onchip.ops.linear import RowNorm, skinny_linear
 from onchip.ops.low_rank import add_low_rank
 from onchip.ops.norm import rms_norm
+from onchip.ops.ranks import rank_problem, sum_ranks
 
 
 class Linear:
@@ -68,6 +71,12 @@ class Norm:
             return in_slabs(self._norm, self.slab, *((x,) if residual is None else (x, residual)))
         return self._norm(x, residual)
 
+    def of_sum(self, x: Tensor, ranks: Ranks, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The same of the sum of all ranks' x, which may be written to: in one kernel where there is one."""
+        after = {"residual": residual, "norm": RowNorm(self.weight, self.eps, self.offset)}
+        kernel = native(rank_problem(x, ranks, **after), x.device) if ranks.of > 1 else None
+        return self(summed(x, ranks), residual) if kernel is None else sum_ranks(x, ranks, **after, kernel=kernel)
+
     def _norm(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, residual=residual)
 
@@ -83,9 +92,13 @@ def in_slabs(run: Callable, rows: int, *inputs: Tensor) -> Tensor | tuple[Tensor
     return tuple(torch.cat(some)[:count] for some in zip(*parts, strict=True))
 
 
-def unchanged(x: Tensor) -> Tensor:
-    """In place of a norm that a family does not have."""
-    return x
+def summed(x: Tensor, ranks: Ranks, residual: Tensor | None = None) -> Tensor:
+    """The sum of all ranks' x, and the residual; x may be written to."""
+    kernel = native(rank_problem(x, ranks, residual), x.device) if ranks.of > 1 else None
+    if kernel is not None:
+        return sum_ranks(x, ranks, residual=residual, kernel=kernel)
+    x = x if ranks.of == 1 else sum_ranks(x, ranks, kernel="reference")
+    return x if residual is None else x + residual
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:

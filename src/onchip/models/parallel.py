@@ -4,6 +4,8 @@ q, k, v, gate and up are cut by rows, o and down by columns, with one sum over t
 compute the same stream of numbers, bit for bit, so that each draws the same tokens.
 """
 
+import socket
+import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onchip.core import settings
+from onchip.core.ranks import Boxes, Ranks
 from onchip.models.families import ModelConfig
 from onchip.models.pieces import Span
 
 GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the same; its name from torch 2.13 on
+
+BOX_BYTES = 2 << 20  # of a rank's part of a sum
 
 
 class Share(NamedTuple):
@@ -65,11 +71,41 @@ class TensorParallel:
             Span(first, min(words, c.vocab - first), c.vocab),
         )
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in its dtype, in place; the same bits on every rank."""
-        if self.group is not None:
-            dist.all_reduce(x, group=self.group)
-        return x
+    def meet(self, width: int, dtype: torch.dtype, device: torch.device) -> Ranks:
+        """What this rank's sums of rows [.., width] go by: memory that all ranks can write to where they are GPUs of one host. All ranks call it together."""
+        if self.group is None:
+            return Ranks(self.rank, self.of)
+        apart = self._apart(device)
+        boxes = None if apart else self._boxes(width, dtype, device)
+        return Ranks(self.rank, self.of, self.group, boxes, apart)
+
+    def _boxes(self, width: int, dtype: torch.dtype, device: torch.device) -> Boxes:
+        from torch.distributed import _symmetric_memory as symmetric  # not in every build of torch
+
+        rows = max(1, BOX_BYTES // (width * dtype.itemsize))
+        shape = (2, self.of, rows, width)
+        settings.unless_set("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here is sent to several at once
+        mine = symmetric.empty(shape, dtype=dtype, device=device)
+        memory = symmetric.rendezvous(mine, self.group)
+        mine.view(torch.uint8).fill_(255)
+        boxes = tuple(mine if rank == self.rank else memory.get_buffer(rank, shape, dtype) for rank in range(self.of))
+        self.least(0, device)  # nobody sends before all are empty
+        return Boxes(boxes, torch.zeros(rows, dtype=torch.int32, device=device), memory)
+
+    def _apart(self, device: torch.device) -> str:
+        """Why the ranks have no memory that all can write to, the same sentence on each; "" where they can."""
+        if device.type != "cuda" or torch.version.hip is not None:
+            return "ranks share memory on NVIDIA GPUs alone"
+        own = torch.cuda.current_device() if device.index is None else device.index
+        facts = torch.tensor([zlib.crc32(socket.gethostname().encode()), own], device=device)
+        every = self.gather(facts[None], 2 * self.of).view(-1, 2).tolist()
+        hosts, at = {host for host, _ in every}, [index for _, index in every]
+        if len(hosts) > 1:
+            return f"the ranks are on {len(hosts)} hosts"
+        if len(set(at)) < self.of:
+            return f"ranks call their GPUs by the same numbers ({', '.join(map(str, at))}): let every process see all of them"
+        reached = all(index == own or (index < torch.cuda.device_count() and torch.cuda.can_device_access_peer(own, index)) for index in at)
+        return "" if self.least(int(reached), device) else "not all of the ranks' GPUs reach each other's memory"
 
     def gather(self, x: Tensor, width: int) -> Tensor:
         """[rows, width] of every rank's columns x [rows, ..] side by side; what is past `width` is left off."""

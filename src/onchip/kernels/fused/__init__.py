@@ -5,7 +5,7 @@ import torch
 from onchip.core.formats import FORMATS, Format
 from onchip.core.kernel import Kernel, Op
 from onchip.core.norms import CODES
-from onchip.core.problem import Cost, Groups, Rope, Rows
+from onchip.core.problem import Cost, Groups, RankSum, Rope, Rows
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
@@ -260,10 +260,44 @@ SKINNY_LINEAR = Op(
 LOW_RANK = _op("low_rank", "low_rank:launch", _low_rank, "reference_rows", also=(_rank_in_a_tile,))
 
 
+# ---- over ranks
+
+
+def _sum_ranks(p: RankSum) -> Cost:
+    """x read, a part of each other rank, and the sum or its norm written; a residual read, and the stream written beside its norm."""
+    words = p.variant.split()
+    passes = 2 + (p.ranks - 1) + ("residual" in words) + (len(words) == 2)
+    return Cost((p.ranks + 4) * p.rows * p.width, passes * p.rows * p.width * p.dtype.itemsize)
+
+
+def _within_reach(p: RankSum) -> str | None:
+    return p.apart or None
+
+
+def _fits_boxes(p: RankSum) -> str | None:
+    return f"{p.rows} rows, of at most {p.room} that there is common memory for" if p.rows > p.room and not p.apart else None
+
+
+SUM_RANKS = Op(
+    "sum_ranks",
+    _sum_ranks,
+    (
+        Kernel(
+            "triton_ranks",
+            "onchip.kernels.fused.ranks:launch",
+            {"cuda": 80},
+            {"dtype": FLOATS, "width": range(1, (1 << 14) + 1)},
+            also=(_within_reach, _fits_boxes),
+        ),
+        Kernel("reference", "onchip.kernels.fused.reference_rows:sum_ranks", portable=True),
+    ),
+)
+
+
 OPS = (
     *(RMS_NORM, NORM, NORM_BACKWARD, GROUP_NORM, GROUP_NORM_BACKWARD),
     *(ROPE_APPEND, ROTARY, ROTARY_BACKWARD, GATED_ACT, GATED_ACT_BACKWARD, ACTIVATE, ACTIVATE_BACKWARD),
     *(SOFTMAX, SOFTMAX_BACKWARD, DIVERGENCE, DIVERGENCE_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE),
     *(SAMPLE, LOG_PROBS, ADJUST_LOGITS, VERIFY),
-    *(EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD, ADAMW, GRAD_NORM, DENOISE, LOW_RANK, SKINNY_LINEAR),
+    *(EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD, ADAMW, GRAD_NORM, DENOISE, LOW_RANK, SKINNY_LINEAR, SUM_RANKS),
 )
