@@ -218,7 +218,9 @@ class RankSum(NamedTuple):
     room: int = 0
 
     def __str__(self):
-        return " ".join(f"{self.op} {self.rows}x{self.width} {SHORT.get(self.dtype, str(self.dtype))} over {self.ranks} ranks {self.variant}".split())
+        memory = f"apart: {self.apart}" * bool(self.apart) + f" room {self.room}" * bool(self.room)
+        words = f"{self.op} {self.rows}x{self.width} {SHORT.get(self.dtype, str(self.dtype))} over {self.ranks} ranks {self.variant} {memory}"
+        return " ".join(words.split())
 
 
 Problem = Attention | Rows | Rope | Groups | RankSum

@@ -278,6 +278,12 @@ def _fits_boxes(p: RankSum) -> str | None:
     return f"{p.rows} rows, of at most {p.room} that there is common memory for" if p.rows > p.room and not p.apart else None
 
 
+def _row_of_a_program(p: RankSum) -> str | None:
+    """Of 8 ranks, wider ones spill (ptxas, sm_90)."""
+    size = p.width * p.dtype.itemsize
+    return f"rows of {size} bytes, of at most 16384" if size > 1 << 14 else None
+
+
 SUM_RANKS = Op(
     "sum_ranks",
     _sum_ranks,
@@ -286,8 +292,8 @@ SUM_RANKS = Op(
             "triton_ranks",
             "onchip.kernels.fused.ranks:launch",
             {"cuda": 80},
-            {"dtype": FLOATS, "width": range(1, (1 << 14) + 1)},
-            also=(_within_reach, _fits_boxes),
+            {"dtype": FLOATS},
+            also=(_within_reach, _fits_boxes, _row_of_a_program),
         ),
         Kernel("reference", "onchip.kernels.fused.reference_rows:sum_ranks", portable=True),
     ),

@@ -21,9 +21,10 @@ from onchip.core.linear import RowNorm
 from onchip.core.problem import RankSum
 from onchip.core.ranks import Ranks
 from onchip.kernels.launch import starts_early
-from onchip.kernels.meeting import BOTH, FIRST, SECOND
+from onchip.kernels.meeting import BOTH, FIRST, SECOND, held
 
 EMPTY = tl.constexpr(-1)  # all bits: one NaN of each float, in place of which another is sent
+AHEAD = tl.constexpr(4)  # ranks whose parts a thread holds at once: each takes as many registers as it has numbers, be they of 16 bits
 
 # ---- device
 
@@ -42,13 +43,13 @@ def _sum_ranks(
     col = tl.arange(0, BLOCK)
     inside = col < width
     if weight_ptr is not None:
-        weight = tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32) + offset
+        weight = tl.load(weight_ptr + col, mask=inside, other=0.0)
     if EARLY:  # weights do not change; all else waits for the kernel in front
         tl.extra.cuda.gdc_wait()
     turn = tl.load(turn_ptr + row).to(tl.int64)
     x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0)
     if residual_ptr is not None:
-        residual = tl.load(residual_ptr + row * residual_stride + col, mask=inside, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + row * residual_stride + col, mask=inside, other=0.0)
     RANKS: tl.constexpr = len(boxes)
     if PHASE != SECOND:
         bits = _bits(x)
@@ -59,25 +60,28 @@ def _sum_ranks(
         tl.debug_barrier()  # all threads know the turn, and have sent
         tl.store(turn_ptr + row, (1 - turn).to(tl.int32))
         from_ptr = boxes[RANK] + turn * RANKS * room + row * width + col
-        heard = ()
-        for rank in tl.static_range(RANKS):  # all at once: one way to L2
-            heard += (x if rank == RANK else tl.load(from_ptr + rank * room, mask=inside, other=0.0, volatile=True),)
         z = tl.zeros([BLOCK], tl.float32)
-        for rank in tl.static_range(RANKS):
-            part = heard[rank]
-            if rank != RANK:
-                while tl.max((_bits(part) == EMPTY).to(tl.int32)) != 0:
-                    part = tl.load(from_ptr + rank * room, mask=inside, other=0.0, volatile=True)
-                tl.store(from_ptr + rank * room, tl.full([BLOCK], EMPTY, _bits(x).dtype).to(x.dtype, bitcast=True), mask=inside)
-            z += part.to(tl.float32)
+        for first in tl.static_range(0, RANKS, AHEAD):
+            heard = ()
+            for rank in tl.static_range(first, first + AHEAD):  # all at once: one way to L2
+                if rank < RANKS:
+                    heard += (x if rank == RANK else tl.load(from_ptr + rank * room, mask=inside, other=0.0, volatile=True),)
+            for rank in tl.static_range(first, first + AHEAD):
+                if rank < RANKS:
+                    part = heard[rank - first]
+                    if rank != RANK:
+                        while tl.max((_bits(part) == EMPTY).to(tl.int32)) != 0:
+                            part = tl.load(from_ptr + rank * room, mask=inside, other=0.0, volatile=True)
+                        tl.store(from_ptr + rank * room, tl.full([BLOCK], EMPTY, _bits(x).dtype).to(x.dtype, bitcast=True), mask=inside)
+                    z = held(z + part.to(tl.float32), PHASE)  # now: else all parts live to the end
         if residual_ptr is not None:
-            z += residual
+            z += residual.to(tl.float32)
         total = z.to(x.dtype)
         if total_ptr is not None:
             tl.store(total_ptr + row * width + col, total, mask=inside)
         if weight_ptr is not None:
             z = total.to(tl.float32)
-            y = z * tl.rsqrt(tl.sum(z * z) / width + eps) * weight
+            y = z * tl.rsqrt(tl.sum(z * z) / width + eps) * (weight.to(tl.float32) + offset)
             tl.store(y_ptr + row * width + col, y.to(x.dtype), mask=inside)
 
 
