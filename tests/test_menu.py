@@ -533,6 +533,7 @@ def test_texts_by_hand():
         "grad_norm 300x134217728 bf16",
         "low_rank 63x4096 bf16 from 1024 rank 16 parts 2048+1024+1024 of 8",
         "skinny_linear 1x4096 bf16 from 1024 norm bias residual silu",
+        "sum_ranks 63x4096 bf16 over 2 ranks residual norm room 256",
         "denoise 2x16384 bf16 second guided",
         "softmax 63x4096 bf16 log mask",
         "softmax_backward 63x4096 bf16 log",

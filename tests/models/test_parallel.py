@@ -14,7 +14,7 @@ from onchip.models import weights
 from onchip.models.decoder import Decoder, Step
 from onchip.models.families import ModelConfig
 from onchip.models.lora import Adapter, AdapterSlots, AdapterTable
-from onchip.models.parallel import ALONE, TensorParallel
+from onchip.models.parallel import ALONE, TensorParallel, why_apart
 
 CPU = torch.device("cpu")
 MODELS = {  # what departs from tiny.CONFIG
@@ -58,6 +58,7 @@ def run(raw, folder, parallel):
     views = list(weights.views(folder, torch.float32))
     model.load((name, counted(view)) for name, view in views)
     model.prepare(64)
+    assert model.ranks.boxes is None and model.ranks.apart == ("" if parallel.of == 1 else "ranks share memory on NVIDIA GPUs alone")
     model.adapters = AdapterTable(model, AdapterSlots(2, 4))
     matrices = {name: (torch.randn(3, p.cols.whole) * 0.2, torch.randn(p.rows.whole, 3) * 0.2) for name, p in model.places.matrices.items()}
     model.adapters.add(Adapter("random", 3, matrices))
@@ -138,3 +139,10 @@ def test_shares_cover_the_model():
     assert [tuple(share.kv_heads) for share in shares] == [(0, 1, 2), (0, 1, 2), (1, 1, 2), (1, 1, 2)]
     assert [tuple(share.heads) for share in shares] == [(0, 2, 8), (2, 2, 8), (4, 2, 8), (6, 2, 8)]
     assert [tuple(share.vocab) for share in shares] == [(0, 26, 101), (26, 26, 101), (52, 26, 101), (78, 23, 101)]
+
+
+def test_why_ranks_share_no_memory():
+    assert why_apart([(7, 0), (7, 1)], True) == ""
+    assert why_apart([(7, 0), (7, 1)], False) == "the ranks' GPUs do not all reach each other's memory"
+    assert why_apart([(7, 0), (8, 0)], True) == "the ranks are on 2 hosts"
+    assert why_apart([(7, 0), (7, 0)], True).startswith("the ranks know their GPUs as cuda:0, cuda:0; let every process see all GPUs")

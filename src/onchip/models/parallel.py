@@ -99,13 +99,8 @@ class TensorParallel:
         own = torch.cuda.current_device() if device.index is None else device.index
         facts = torch.tensor([zlib.crc32(socket.gethostname().encode()), own], device=device)
         every = self.gather(facts[None], 2 * self.of).view(-1, 2).tolist()
-        hosts, at = {host for host, _ in every}, [index for _, index in every]
-        if len(hosts) > 1:
-            return f"the ranks are on {len(hosts)} hosts"
-        if len(set(at)) < self.of:
-            return f"ranks call their GPUs by the same numbers ({', '.join(map(str, at))}): let every process see all of them"
-        reached = all(index == own or (index < torch.cuda.device_count() and torch.cuda.can_device_access_peer(own, index)) for index in at)
-        return "" if self.least(int(reached), device) else "not all of the ranks' GPUs reach each other's memory"
+        reached = all(at == own or (at < torch.cuda.device_count() and torch.cuda.can_device_access_peer(own, at)) for _, at in every)
+        return why_apart(every, bool(self.least(int(reached), device)))
 
     def gather(self, x: Tensor, width: int) -> Tensor:
         """[rows, width] of every rank's columns x [rows, ..] side by side; what is past `width` is left off."""
@@ -125,6 +120,16 @@ class TensorParallel:
 
 
 ALONE = TensorParallel()
+
+
+def why_apart(every: list[tuple[int, int]], reached: bool) -> str:
+    """Why ranks with these hosts and numbers of GPUs cannot write to each other's memory; "" where they can. `reached`: whether all of their GPUs can."""
+    hosts, numbers = {host for host, _ in every}, [number for _, number in every]
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    if len(set(numbers)) < len(every):
+        return f"the ranks know their GPUs as {', '.join(f'cuda:{n}' for n in numbers)}; let every process see all GPUs, and take one of its own"
+    return "" if reached else "the ranks' GPUs do not all reach each other's memory"
 
 
 def _fits(c: ModelConfig, of: int) -> bool:

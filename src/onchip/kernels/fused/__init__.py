@@ -280,7 +280,7 @@ def _fits_boxes(p: RankSum) -> str | None:
 
 def _row_of_a_program(p: RankSum) -> str | None:
     """Of 8 ranks, wider ones spill (ptxas, sm_90)."""
-    size = p.width * p.dtype.itemsize
+    size = p.width * min(p.dtype.itemsize, 4)
     return f"rows of {size} bytes, of at most 16384" if size > 1 << 14 else None
 
 
