@@ -82,6 +82,8 @@ def typical(op, kernel):
     """The Problem of an operator that this kernel takes."""
     if kernel.name == "hopper_mla":
         return LATENT
+    if kernel.name == "nccl":
+        return TYPICAL[op.name]._replace(variant="")
     return TYPICAL[op.name]._replace(dtype=E4M3) if kernel.name.startswith("hopper_fp8") else TYPICAL[op.name]
 
 

@@ -25,8 +25,8 @@ class Ranks(NamedTuple):
     boxes   None where the ranks have no memory that all can write to; `apart` is then why, as a sentence.
     """
 
-    rank: int
-    of: int
+    rank: int = 0
+    of: int = 1
     group: ProcessGroup | None = None
     boxes: Boxes | None = None
     apart: str = ""

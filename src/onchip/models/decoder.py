@@ -143,14 +143,18 @@ class Decoder:
 
     def _forward_few(self, x: Tensor, step: Step, pool: PagePool, kernel: str) -> Tensor:
         """`forward` of embedded tokens by products that begin with their norm and end with the gate or the sum: four of the eight operators of a layer."""
+
+        def added(linear: Linear, y: Tensor) -> Tensor:
+            return linear.around(y, kernel, residual=x) if self.ranks.of == 1 else summed(linear.around(y, kernel), self.ranks, x)
+
         for i, layer in enumerate(self.layers):
-            x = layer.out.around(self._attend(i, layer.qkv.around(x, kernel, layer.norm_in), step, pool), kernel, residual=x)
-            x = layer.down.around(layer.gate_up.around(x, kernel, layer.norm_mlp, self.config.act), kernel, residual=x)
+            x = added(layer.out, self._attend(i, layer.qkv.around(x, kernel, layer.norm_in), step, pool))
+            x = added(layer.down, layer.gate_up.around(x, kernel, layer.norm_mlp, self.config.act))
         return x
 
     def _few(self, rows: int, out: int, *act: str) -> str | None:
         """The kernel that takes a norm and a product of so few rows in one, if the menu has one for this model: of a layer it is asked for gates and ups."""
-        if self.parallel.of > 1 or self.batch_invariant:
+        if self.batch_invariant:
             return None
         problem = Rows("skinny_linear", rows, out, self.dtype, " ".join((f"from {self.config.width} norm", *act)))
         return native(problem, self.device, _of(SKINNY_LINEAR, self.kernel))

@@ -74,8 +74,9 @@ class Norm:
     def of_sum(self, x: Tensor, ranks: Ranks, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The same of the sum of all ranks' x, which may be written to: in one kernel where there is one."""
         after = {"residual": residual, "norm": RowNorm(self.weight, self.eps, self.offset)}
-        kernel = native(rank_problem(x, ranks, **after), x.device) if ranks.of > 1 else None
-        return self(summed(x, ranks), residual) if kernel is None else sum_ranks(x, ranks, **after, kernel=kernel)
+        if ranks.of > 1 and native(rank_problem(x, ranks, **after), x.device):
+            return sum_ranks(x, ranks, **after)
+        return self(summed(x, ranks), residual)
 
     def _norm(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, residual=residual)
@@ -94,10 +95,9 @@ def in_slabs(run: Callable, rows: int, *inputs: Tensor) -> Tensor | tuple[Tensor
 
 def summed(x: Tensor, ranks: Ranks, residual: Tensor | None = None) -> Tensor:
     """The sum of all ranks' x, and the residual; x may be written to."""
-    kernel = native(rank_problem(x, ranks, residual), x.device) if ranks.of > 1 else None
-    if kernel is not None:
-        return sum_ranks(x, ranks, residual=residual, kernel=kernel)
-    x = x if ranks.of == 1 else sum_ranks(x, ranks, kernel="reference")
+    if ranks.of > 1 and (residual is None or native(rank_problem(x, ranks, residual), x.device)):
+        return sum_ranks(x, ranks, residual=residual)
+    x = summed(x, ranks) if ranks.of > 1 else x
     return x if residual is None else x + residual
 
 

@@ -74,7 +74,7 @@ class TensorParallel:
     def meet(self, width: int, dtype: torch.dtype, device: torch.device) -> Ranks:
         """What this rank's sums of rows [.., width] go by: memory that all ranks can write to where they are GPUs of one host. All ranks call it together."""
         if self.group is None:
-            return Ranks(self.rank, self.of)
+            return Ranks()
         apart = self._apart(device)
         boxes = None if apart else self._boxes(width, dtype, device)
         return Ranks(self.rank, self.of, self.group, boxes, apart)

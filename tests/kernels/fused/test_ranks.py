@@ -81,7 +81,7 @@ def test_what_is_refused():
     h200 = gpu("H200")
     assert kernel.refuses(rank_problem(x, apart), h200) == ["the ranks are on 2 hosts"]
     assert kernel.refuses(rank_problem(x, mine), h200) == ["5 rows, of at most 4 that there is common memory for"]
-    assert kernel.refuses(rank_problem(x[:4], mine), h200) == [] and select(rank_problem(x, mine), h200).kernel.name == "reference"
+    assert kernel.refuses(rank_problem(x[:4], mine), h200) == [] and select(rank_problem(x, mine), h200).kernel.name == "nccl"
     wide = rank_problem(x, mine)._replace(width=8200, dtype=torch.bfloat16, rows=4)
     assert kernel.refuses(wide, h200) == ["rows of 16400 bytes, of at most 16384"]
     norm = RowNorm(torch.ones(8))

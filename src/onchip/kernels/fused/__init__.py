@@ -295,6 +295,7 @@ SUM_RANKS = Op(
             {"dtype": FLOATS},
             also=(_within_reach, _fits_boxes, _row_of_a_program),
         ),
+        Kernel("nccl", "onchip.kernels.fused.reference_rows:sum_ranks", GPUS, {"variant": ("",)}),
         Kernel("reference", "onchip.kernels.fused.reference_rows:sum_ranks", portable=True),
     ),
 )

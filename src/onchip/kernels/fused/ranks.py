@@ -44,7 +44,8 @@ def _sum_ranks(
     inside = col < width
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + col, mask=inside, other=0.0)
-    if EARLY:  # weights do not change; all else waits for the kernel in front
+    if EARLY:  # weights do not change; all else waits for the kernel in front, and the one behind may load its weights while this one listens
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     turn = tl.load(turn_ptr + row).to(tl.int64)
     x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0)
