@@ -1,7 +1,9 @@
 """Two ranks on one machine (gloo) against one: logits to rounding, greedy tokens the same, and each reads about half of the weights."""
 
+import contextlib
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import tiny
+from onchip import record
 from onchip.cache.paged import PageList, PagePool
 from onchip.models import weights
 from onchip.models.decoder import Decoder, Step
@@ -24,6 +27,10 @@ MODELS = {  # what departs from tiny.CONFIG
     "biases": {"attention_bias": True, "mlp_bias": True},
     "fused": {"model_type": "phi3"},
     "norms": {"model_type": "gemma3_text", "sliding_window": 8, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+}
+FUSED = {  # what a GPU's menus have more of, by plain torch: modules that find a kernel there, of the model "llama"
+    "sums with what follows": ("layers",),
+    "products with what stands around them": ("layers", "decoder"),
 }
 
 
@@ -90,6 +97,15 @@ def one_rank(rank, of, folder):
     for name, changes in MODELS.items():
         torch.manual_seed(1)
         found[name] = run(tiny.CONFIG | changes, folder / name, TensorParallel.join())
+    for name, modules in FUSED.items():
+        torch.manual_seed(1)
+        with contextlib.ExitStack() as stack, record() as decisions:
+            stack.enter_context(mock.patch("onchip.models.layers._onednn_takes", lambda dtype: False))
+            for module in modules:
+                stack.enter_context(mock.patch(f"onchip.models.{module}.native", lambda *_: "reference"))
+            found[name] = run(tiny.CONFIG, folder / "llama", TensorParallel.join())
+        assert {d.problem.variant for d in decisions if d.problem.op == "sum_ranks"} >= {"", "residual", "residual norm"}
+        assert any(d.problem.op == "skinny_linear" for d in decisions) == ("decoder" in modules)
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -107,10 +123,10 @@ def ranks(tmp_path_factory):
     return alone, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *FUSED])
 def test_two_ranks_are_as_one(ranks, name):
     alone, (first, second) = ranks
-    logits, tokens, read = alone[name]
+    logits, tokens, read = alone["llama" if name in FUSED else name]
     assert torch.equal(first[name][0], second[name][0])  # each draws from the same bits
     torch.testing.assert_close(first[name][0], logits, atol=1e-4, rtol=1e-4)
     assert first[name][1] == second[name][1] == tokens
