@@ -106,6 +106,8 @@ def one_rank(rank, of, folder):
             found[name] = run(tiny.CONFIG, folder / "llama", TensorParallel.join())
         assert {d.problem.variant for d in decisions if d.problem.op == "sum_ranks"} >= {"", "residual", "residual norm"}
         assert any(d.problem.op == "skinny_linear" for d in decisions) == ("decoder" in modules)
+    with mock.patch.object(TensorParallel, "_apart", lambda *_: ""):
+        assert TensorParallel.join().meet(64, torch.float32, CPU).apart.startswith("torch shared no memory among the ranks: ")
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 

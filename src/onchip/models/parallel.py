@@ -75,21 +75,27 @@ class TensorParallel:
         """What this rank's sums of rows [.., width] go by: memory that all ranks can write to where they are GPUs of one host. All ranks call it together."""
         if self.group is None:
             return Ranks()
-        apart = self._apart(device)
-        boxes = None if apart else self._boxes(width, dtype, device)
+        boxes, apart = None, self._apart(device)
+        if apart:
+            return Ranks(self.rank, self.of, self.group, None, apart)
+        try:
+            boxes = self._boxes(width, dtype, device)
+        except RuntimeError as error:  # a container may keep its processes apart
+            apart = f"torch shared no memory among the ranks: {str(error).partition(chr(10))[0]}"
+        if not self.least(int(boxes is not None), device):  # which is also when all boxes are empty, and the first may send
+            boxes, apart = None, apart or "torch shared no memory among the other ranks"
         return Ranks(self.rank, self.of, self.group, boxes, apart)
 
     def _boxes(self, width: int, dtype: torch.dtype, device: torch.device) -> Boxes:
-        from torch.distributed import _symmetric_memory as symmetric  # not in every build of torch
+        from torch.distributed import _symmetric_memory as symmetric  # a part of torch that not every build has
 
+        settings.unless_set("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here is sent to several at once
         rows = max(1, BOX_BYTES // (width * dtype.itemsize))
         shape = (2, self.of, rows, width)
-        settings.unless_set("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here is sent to several at once
         mine = symmetric.empty(shape, dtype=dtype, device=device)
         memory = symmetric.rendezvous(mine, self.group)
         mine.view(torch.uint8).fill_(255)
         boxes = tuple(mine if rank == self.rank else memory.get_buffer(rank, shape, dtype) for rank in range(self.of))
-        self.least(0, device)  # nobody sends before all are empty
         return Boxes(boxes, torch.zeros(rows, dtype=torch.int32, device=device), memory)
 
     def _apart(self, device: torch.device) -> str:
