@@ -42,15 +42,15 @@ def _sum_ranks(
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < width
-    if weight_ptr is not None:
-        weight = tl.load(weight_ptr + col, mask=inside, other=0.0)
-    if EARLY:  # weights do not change; all else waits for the kernel in front, and the one behind may load its weights while this one listens
+    if EARLY:  # waits before it reads or writes anything; the kernel behind may begin with its weights while this one listens
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     turn = tl.load(turn_ptr + row).to(tl.int64)
     x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + col, mask=inside, other=0.0)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + col, mask=inside, other=0.0)
     RANKS: tl.constexpr = len(boxes)
     if PHASE != SECOND:
         bits = _bits(x)
