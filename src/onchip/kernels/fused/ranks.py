@@ -20,7 +20,6 @@ from onchip.core.device import Device
 from onchip.core.linear import RowNorm
 from onchip.core.problem import RankSum
 from onchip.core.ranks import Ranks
-from onchip.kernels.launch import starts_early
 from onchip.kernels.meeting import BOTH, FIRST, SECOND, held
 
 EMPTY = tl.constexpr(-1)  # all bits: one NaN of each float, in place of which another is sent
@@ -37,14 +36,11 @@ def _bits(x):
 @triton.jit
 def _sum_ranks(
     x_ptr, x_stride, boxes, turn_ptr, room, residual_ptr, residual_stride, total_ptr, weight_ptr, y_ptr, width, eps, offset,
-    RANK: tl.constexpr, PHASE: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+    RANK: tl.constexpr, PHASE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     inside = col < width
-    if EARLY:  # waits before it reads or writes anything; the kernel behind may begin with its weights while this one listens
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     turn = tl.load(turn_ptr + row).to(tl.int64)
     x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=0.0)
     if residual_ptr is not None:
@@ -105,12 +101,10 @@ def launch(
     boxes, turns, _ = ranks.boxes
     total = None if norm and residual is None else torch.empty_like(x)
     y = torch.empty_like(x) if norm else None
-    early = starts_early(x)
     shared = (boxes, turns, problem.room * problem.width)
     after = (residual, 0 if residual is None else residual.stride(0), total, weight, y)
     _sum_ranks[(problem.rows,)](
         x, x.stride(0), *shared, *after, problem.width, eps, offset,
-        RANK=ranks.rank, PHASE=phase, EARLY=early, BLOCK=triton.next_power_of_2(problem.width), num_warps=config.warps,
-        **({"launch_pdl": True} if early else {}),
+        RANK=ranks.rank, PHASE=phase, BLOCK=triton.next_power_of_2(problem.width), num_warps=config.warps,
     )  # fmt: skip
     return total if y is None else y if total is None else (y, total)
