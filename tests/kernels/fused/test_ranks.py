@@ -96,8 +96,9 @@ def test_what_is_refused():
             wrong()
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(("of", "width", "dtype"), [(2, 4096, "*bf16"), (8, 8192, "*bf16"), (8, 8192, "*fp16"), (8, 4096, "*fp32")])
-def test_compiled(of, width, dtype):
+def test_compiled(of, width, dtype, arch):
     """Nothing spills; x, the residual and the weight are read, and boxes listened to, 16 bytes at a time."""
     problem = rank_problem(poisoned((1, width), torch.bfloat16, "meta"), Ranks(0, of))
     constexprs = {"RANK": 1, "PHASE": 0, "BLOCK": width}
@@ -105,6 +106,6 @@ def test_compiled(of, width, dtype):
     signature = dict.fromkeys(ranks._sum_ranks.arg_names, "i32") | pointers | {"eps": "fp32", "offset": "fp32"}
     aligned = ("x_stride", "residual_stride", "room", "width")
     (warps,) = ranks.configs(problem, None)[0]
-    facts = compile_for(ranks._sum_ranks, signature, constexprs, "sm_90", warps, aligned=aligned)
+    facts = compile_for(ranks._sum_ranks, signature, constexprs, arch, warps, aligned=aligned)
     assert facts.spills == 0 and facts.ptx.count("ld.global.v4.b32") == 3 * width * (4 if dtype == "*fp32" else 2) // (512 * warps)
     assert "ld.volatile.global.v4.b32" in facts.ptx and "ld.volatile.global.b" not in facts.ptx
