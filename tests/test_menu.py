@@ -13,7 +13,7 @@ from onchip.core import device as devices
 from onchip.core.device import GPUS, Device
 from onchip.core.kernel import _is_types, missing
 from onchip.core.masks import Causal, Document, Full, KeyPadding, Mask, MaskMod, Window
-from onchip.core.problem import E4M3, EXTRAS, Attention, Groups, Rope, Rows
+from onchip.core.problem import E4M3, EXTRAS, Attention, Groups, RankSum, Rope, Rows
 from onchip.core.scores import ALiBi, ScoreMod, Softcap
 from onchip.core.trace import Traced
 from onchip.dispatch import OPS, select
@@ -52,6 +52,7 @@ TYPICAL = {  # one Problem an operator, which every kernel of its menu takes
     "grad_norm": Rows("grad_norm", 300, 1 << 27, BF16),
     "low_rank": Rows("low_rank", 63, 4096, BF16, "from 1024 rank 16 parts 2048+1024+1024 of 8"),
     "skinny_linear": Rows("skinny_linear", 1, 4096, BF16, "from 1024 norm bias residual silu"),
+    "sum_ranks": RankSum("sum_ranks", 63, 4096, BF16, 2, "residual norm", room=256),
     "denoise": Rows("denoise", 2, 16384, BF16, "second guided"),
     "softmax": Rows("softmax", 63, 4096, BF16, "log mask"),
     "softmax_backward": Rows("softmax_backward", 63, 4096, BF16, "log"),
@@ -83,6 +84,8 @@ def typical(op, kernel):
     """The Problem of an operator that this kernel takes."""
     if kernel.name == "hopper_mla":
         return LATENT
+    if kernel.name == "nccl":
+        return TYPICAL[op.name]._replace(variant="")
     return TYPICAL[op.name]._replace(dtype=E4M3) if kernel.name.startswith("hopper_fp8") else TYPICAL[op.name]
 
 
@@ -167,7 +170,7 @@ def test_a_row_takes_the_typical_problem_on_every_gpu(op, kernel, name):
     least = kernel.arch.get(gpu.kind, 0)
     reasons = kernel.refuses(typical(op, kernel), gpu)
     runs = gpu.arch in least if isinstance(least, tuple) else gpu.arch >= least
-    assert reasons == [] if runs and (not kernel.arch or gpu.kind in kernel.arch) else re.search("NVIDIA sm_(90 alone|89)", reasons[0])
+    assert reasons == [] if runs and (not kernel.arch or gpu.kind in kernel.arch) else re.search("NVIDIA sm_(90 alone|89|80)", reasons[0])
 
 
 # ---- claims
@@ -484,6 +487,7 @@ VARIED = {
     "batch": 3, "len_q": 5, "len_k": 999, "heads": 16, "kv_heads": 1, "dim": 80, "rows": 64, "width": 4095, "tokens": 64, "rotary_dim": 32,
     "dtype": torch.float16, "mask": Window(9), "page": 32, "variant": "gelu", "layout": "interleaved", "norm": True, "append": False,
     "dim_v": 96, "score": ALIBI, "extras": ("dropout", "sinks"), "kv": "int4/32", "channels": 640, "groups": 16, "pixels": 4097, "act": "",
+    "ranks": 3, "apart": "the ranks are on 2 hosts", "room": 9,
 }  # fmt: skip
 
 
@@ -535,6 +539,7 @@ def test_texts_by_hand():
         "grad_norm 300x134217728 bf16",
         "low_rank 63x4096 bf16 from 1024 rank 16 parts 2048+1024+1024 of 8",
         "skinny_linear 1x4096 bf16 from 1024 norm bias residual silu",
+        "sum_ranks 63x4096 bf16 over 2 ranks residual norm room 256",
         "denoise 2x16384 bf16 second guided",
         "softmax 63x4096 bf16 log mask",
         "softmax_backward 63x4096 bf16 log",

@@ -333,7 +333,7 @@ def _typical() -> list:
     """One everyday Problem of each operator, a Llama-3-8B's."""
     import torch
 
-    from onchip.core.problem import Attention, Groups, Rope, Rows
+    from onchip.core.problem import Attention, Groups, RankSum, Rope, Rows
 
     bf16, causal = torch.bfloat16, onchip.Causal()
     return [
@@ -357,6 +357,7 @@ def _typical() -> list:
         *(Rows(op, 4096, 4096, bf16, "of 128256") for op in ("embedding", "embedding_backward")),
         Rows("low_rank", 64, 4096, bf16, "from 4096 rank 16 parts 1 of 8"),
         Rows("skinny_linear", 1, 6144, bf16, "from 4096 norm"),
+        RankSum("sum_ranks", 16, 4096, bf16, 2, "residual norm", room=256),
         Rows("dropout_add", 4096, 4096, bf16, "residual"),
         Rows("hadamard", 4096, 4096, bf16),
         *(Rows(op, 291, 8 << 30, bf16, words) for op, words in (("adamw", "fp32 moments"), ("grad_norm", ""))),

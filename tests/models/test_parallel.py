@@ -1,7 +1,9 @@
 """Two ranks on one machine (gloo) against one: logits to rounding, greedy tokens the same, and each reads about half of the weights."""
 
+import contextlib
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -9,12 +11,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import tiny
+from onchip import record
 from onchip.cache.paged import PageList, PagePool
 from onchip.models import weights
 from onchip.models.decoder import Decoder, Step
 from onchip.models.families import ModelConfig
 from onchip.models.lora import Adapter, AdapterSlots, AdapterTable
-from onchip.models.parallel import ALONE, TensorParallel
+from onchip.models.parallel import ALONE, TensorParallel, why_apart
 
 CPU = torch.device("cpu")
 MODELS = {  # what departs from tiny.CONFIG
@@ -24,6 +27,10 @@ MODELS = {  # what departs from tiny.CONFIG
     "biases": {"attention_bias": True, "mlp_bias": True},
     "fused": {"model_type": "phi3"},
     "norms": {"model_type": "gemma3_text", "sliding_window": 8, "query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+}
+FUSED = {  # what a GPU's menus have more of, by plain torch: modules that find a kernel there, of the model "llama"
+    "sums with what follows": ("layers",),
+    "products with what stands around them": ("layers", "decoder"),
 }
 
 
@@ -58,6 +65,7 @@ def run(raw, folder, parallel):
     views = list(weights.views(folder, torch.float32))
     model.load((name, counted(view)) for name, view in views)
     model.prepare(64)
+    assert model.ranks.boxes is None and model.ranks.apart == ("" if parallel.of == 1 else "ranks share memory on NVIDIA GPUs alone")
     model.adapters = AdapterTable(model, AdapterSlots(2, 4))
     matrices = {name: (torch.randn(3, p.cols.whole) * 0.2, torch.randn(p.rows.whole, 3) * 0.2) for name, p in model.places.matrices.items()}
     model.adapters.add(Adapter("random", 3, matrices))
@@ -89,6 +97,17 @@ def one_rank(rank, of, folder):
     for name, changes in MODELS.items():
         torch.manual_seed(1)
         found[name] = run(tiny.CONFIG | changes, folder / name, TensorParallel.join())
+    for name, modules in FUSED.items():
+        torch.manual_seed(1)
+        with contextlib.ExitStack() as stack, record() as decisions:
+            stack.enter_context(mock.patch("onchip.models.layers._onednn_takes", lambda dtype: False))
+            for module in modules:
+                stack.enter_context(mock.patch(f"onchip.models.{module}.native", lambda *_: "reference"))
+            found[name] = run(tiny.CONFIG, folder / "llama", TensorParallel.join())
+        assert {d.problem.variant for d in decisions if d.problem.op == "sum_ranks"} >= {"", "residual", "residual norm"}
+        assert any(d.problem.op == "skinny_linear" for d in decisions) == ("decoder" in modules)
+    with mock.patch.object(TensorParallel, "_apart", lambda *_: ""):
+        assert TensorParallel.join().meet(64, torch.float32, CPU).apart.startswith("torch shared no memory among the ranks: ")
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -106,10 +125,10 @@ def ranks(tmp_path_factory):
     return alone, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *FUSED])
 def test_two_ranks_are_as_one(ranks, name):
     alone, (first, second) = ranks
-    logits, tokens, read = alone[name]
+    logits, tokens, read = alone["llama" if name in FUSED else name]
     assert torch.equal(first[name][0], second[name][0])  # each draws from the same bits
     torch.testing.assert_close(first[name][0], logits, atol=1e-4, rtol=1e-4)
     assert first[name][1] == second[name][1] == tokens
@@ -138,3 +157,10 @@ def test_shares_cover_the_model():
     assert [tuple(share.kv_heads) for share in shares] == [(0, 1, 2), (0, 1, 2), (1, 1, 2), (1, 1, 2)]
     assert [tuple(share.heads) for share in shares] == [(0, 2, 8), (2, 2, 8), (4, 2, 8), (6, 2, 8)]
     assert [tuple(share.vocab) for share in shares] == [(0, 26, 101), (26, 26, 101), (52, 26, 101), (78, 23, 101)]
+
+
+def test_why_ranks_share_no_memory():
+    assert why_apart([(7, 0), (7, 1)], True) == ""
+    assert why_apart([(7, 0), (7, 1)], False) == "the ranks' GPUs do not all reach each other's memory"
+    assert why_apart([(7, 0), (8, 0)], True) == "the ranks are on 2 hosts"
+    assert why_apart([(7, 0), (7, 0)], True).startswith("the ranks know their GPUs as cuda:0, cuda:0; let every process see all GPUs")

@@ -1,6 +1,6 @@
 """Decode steps of one model over several GPUs: `python -m onchip.bench.ranks 1 2 4` writes benchmarks/results/<device>/ranks.json.
 
-Each rank is a process with its share of a model of random weights (`TensorParallel`); a step is a CUDA graph, all-reduces inside. The floor of a step
+Each rank is a process with its share of a model of random weights (`TensorParallel`); a step is a CUDA graph, sums over ranks inside. The floor of a step
 is its rank's weights and keys over the bandwidth measured in the same run; before anything is timed, a small model in float32 is held against one rank.
 """
 
@@ -15,9 +15,11 @@ import torch.distributed as dist
 
 from onchip.bench.run import RESULTS, _describe, _measured, _origin
 from onchip.cache.paged import PageList, PagePool
+from onchip.dispatch import select
 from onchip.models.decoder import Decoder, Step
 from onchip.models.families import ModelConfig
 from onchip.models.parallel import ALONE, TensorParallel
+from onchip.ops.ranks import rank_problem
 
 LLAMA3_8B = {
     "model_type": "llama",
@@ -121,7 +123,8 @@ def one_rank(rank: int, of: int, folder: str) -> None:
         seconds = seconds_of(graph)
         floor = (weights + batch * TOKENS / PAGE * pool.page_bytes) / facts.bandwidth
         row = {"model": "Llama-3-8B, bf16", "ranks": of, "batch": batch, "keys": TOKENS, "seconds": seconds, "tokens_per_second": batch / seconds}
-        rows.append(row | {"floor": floor, "of_floor": floor / seconds, "error": error})
+        sums = select(rank_problem(model.embedding[:batch], model.ranks), device).kernel.name if of > 1 else "none"
+        rows.append(row | {"floor": floor, "of_floor": floor / seconds, "error": error, "sums": sums, "apart": model.ranks.apart})
         del graph, pool, step
         torch.cuda.empty_cache()
     if rank == 0:
@@ -142,10 +145,9 @@ def main(counts: list[int], out: Path = RESULTS) -> None:
             merged["rows"] += result["rows"]
             for row in result["rows"]:
                 speed = f"{row['seconds'] * 1e3:.2f} ms a step, {row['tokens_per_second']:.0f} tokens/s"
-                print(
-                    f"{row['ranks']} ranks, batch {row['batch']}: {speed}, {row['of_floor']:.0%} of the floor; float32 differs by {row['error']:.1e}",
-                    flush=True,
-                )
+                sums = f"sums by {row['sums']}" + f" ({row['apart']})" * bool(row["apart"])
+                share = f"{row['of_floor']:.0%} of the floor"
+                print(f"{row['ranks']} ranks, batch {row['batch']}: {speed}, {share}; {sums}; float32 differs by {row['error']:.1e}", flush=True)
     path = out / merged["device"]["slug"] / "ranks.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(merged, indent=1) + "\n")

@@ -201,4 +201,26 @@ class Groups(NamedTuple):
         return " ".join(sizes.split())
 
 
-Problem = Attention | Rows | Rope | Groups
+class RankSum(NamedTuple):
+    """A sum of rows over ranks, each of which has a part of it, with what follows.
+
+    variant   "residual", "norm", both or "".        apart   why the ranks have no memory that all can write to; "" where they do.
+    room      rows that this memory holds.
+    """
+
+    op: str
+    rows: int
+    width: int
+    dtype: torch.dtype
+    ranks: int
+    variant: str = ""
+    apart: str = ""
+    room: int = 0
+
+    def __str__(self):
+        memory = f"apart: {self.apart}" * bool(self.apart) + f" room {self.room}" * bool(self.room)
+        words = f"{self.op} {self.rows}x{self.width} {SHORT.get(self.dtype, str(self.dtype))} over {self.ranks} ranks {self.variant} {memory}"
+        return " ".join(words.split())
+
+
+Problem = Attention | Rows | Rope | Groups | RankSum

@@ -18,7 +18,7 @@ from onchip.kernels.attention import DECODE, PREFILL
 from onchip.kernels.fused import SKINNY_LINEAR
 from onchip.models.families import ModelConfig
 from onchip.models.gguf import View
-from onchip.models.layers import Linear, Norm, unchanged
+from onchip.models.layers import Linear, Norm, summed
 from onchip.models.lora import AdapterTable
 from onchip.models.parallel import ALONE, TensorParallel
 from onchip.models.pieces import Places, whole
@@ -75,7 +75,7 @@ class Layer:
         at = {"dtype": dtype, "device": device}
         norm = functools.partial(Norm, eps=c.eps, offset=c.norm_offset, **at)
         self.norm_in, self.norm_mlp = norm(c.width), norm(c.width)
-        self.norm_attended, self.norm_fed = (norm(c.width), norm(c.width)) if c.post_norms else (unchanged, unchanged)
+        self.norm_attended, self.norm_fed = (norm(c.width), norm(c.width)) if c.post_norms else (None, None)
         self.qkv = Linear((c.heads + 2 * c.kv_heads) * c.dim, c.width, bias=c.qkv_bias, **at)
         self.out = Linear(c.width, c.heads * c.dim, bias=c.out_bias and bias, **at)
         self.gate_up = Linear(2 * c.inner, c.width, bias=c.mlp_bias, **at)
@@ -107,6 +107,7 @@ class Decoder:
         self.kernel = "auto"  # a kernel for attention, or for products of few rows, by name
         self.batch_invariant = False  # see `make_invariant`
         self.adapters: AdapterTable | None = None
+        self.ranks = parallel.meet(c.width, dtype, device)
         self.places = self._places()
 
     def make_invariant(self) -> None:
@@ -129,23 +130,31 @@ class Decoder:
             return self._forward_few(residual, step, pool, few)
         x = self.layers[0].norm_in(residual)
         for i, layer in enumerate(self.layers):
-            x = layer.norm_attended(self.parallel.sum(layer.out(self._attend(i, layer.qkv(x, lora), step, pool), lora)))
-            x, residual = layer.norm_mlp(x, residual)
-            x = layer.norm_fed(self.parallel.sum(layer.down(gated_act(layer.gate_up(x, lora), c.act), lora)))
+            x = layer.out(self._attend(i, layer.qkv(x, lora), step, pool), lora)
+            x, residual = self._joined(x, layer.norm_attended, layer.norm_mlp, residual)
+            x = layer.down(gated_act(layer.gate_up(x, lora), c.act), lora)
             if i + 1 < c.layers:
-                x, residual = self.layers[i + 1].norm_in(x, residual)
-        return x + residual
+                x, residual = self._joined(x, layer.norm_fed, self.layers[i + 1].norm_in, residual)
+        return summed(x, self.ranks, residual) if layer.norm_fed is None else layer.norm_fed.of_sum(x, self.ranks) + residual
+
+    def _joined(self, x: Tensor, own: Norm | None, norm: Norm, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`norm` of the stream, and the stream, to which the sum of all ranks' x is added: its `own` norm of some families."""
+        return norm.of_sum(x, self.ranks, residual) if own is None else norm(own.of_sum(x, self.ranks), residual)
 
     def _forward_few(self, x: Tensor, step: Step, pool: PagePool, kernel: str) -> Tensor:
         """`forward` of embedded tokens by products that begin with their norm and end with the gate or the sum: four of the eight operators of a layer."""
+
+        def added(linear: Linear, y: Tensor) -> Tensor:
+            return linear.around(y, kernel, residual=x) if self.ranks.of == 1 else summed(linear.around(y, kernel), self.ranks, x)
+
         for i, layer in enumerate(self.layers):
-            x = layer.out.around(self._attend(i, layer.qkv.around(x, kernel, layer.norm_in), step, pool), kernel, residual=x)
-            x = layer.down.around(layer.gate_up.around(x, kernel, layer.norm_mlp, self.config.act), kernel, residual=x)
+            x = added(layer.out, self._attend(i, layer.qkv.around(x, kernel, layer.norm_in), step, pool))
+            x = added(layer.down, layer.gate_up.around(x, kernel, layer.norm_mlp, self.config.act))
         return x
 
     def _few(self, rows: int, out: int, *act: str) -> str | None:
         """The kernel that takes a norm and a product of so few rows in one, if the menu has one for this model: of a layer it is asked for gates and ups."""
-        if self.parallel.of > 1 or self.batch_invariant:
+        if self.batch_invariant:
             return None
         problem = Rows("skinny_linear", rows, out, self.dtype, " ".join((f"from {self.config.width} norm", *act)))
         return native(problem, self.device, _of(SKINNY_LINEAR, self.kernel))
@@ -156,7 +165,7 @@ class Decoder:
         else:  # a word is on one rank, and 0 on the others
             local = tokens - self.share.vocab.first
             here = (local >= 0) & (local < self.share.vocab.count)
-            x = self.parallel.sum(F.embedding(torch.where(here, local, 0), self.embedding).masked_fill_(~here[:, None], 0))
+            x = summed(F.embedding(torch.where(here, local, 0), self.embedding).masked_fill_(~here[:, None], 0), self.ranks)
         return x if self.embedding_scale == 1 else x.mul_(self.embedding_scale)
 
     def _attend(self, i: int, qkv: Tensor, step: Step, pool: PagePool) -> Tensor:

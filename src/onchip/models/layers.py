@@ -8,9 +8,12 @@ from torch import Tensor
 
 from onchip.core import settings
 from onchip.core.low_rank import LowRank, Route
+from onchip.core.ranks import Ranks
+from onchip.dispatch import native
 from onchip.ops.linear import RowNorm, skinny_linear
 from onchip.ops.low_rank import add_low_rank
 from onchip.ops.norm import rms_norm
+from onchip.ops.ranks import rank_problem, sum_ranks
 
 
 class Linear:
@@ -69,6 +72,13 @@ class Norm:
             return in_slabs(self._norm, self.slab, *((x,) if residual is None else (x, residual)))
         return self._norm(x, residual)
 
+    def of_sum(self, x: Tensor, ranks: Ranks, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """The same of the sum of all ranks' x, which may be written to: in one kernel where there is one."""
+        after = {"residual": residual, "norm": RowNorm(self.weight, self.eps, self.offset)}
+        if ranks.of > 1 and native(rank_problem(x, ranks, **after), x.device):
+            return sum_ranks(x, ranks, **after)
+        return self(summed(x, ranks), residual)
+
     def _norm(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, residual=residual)
 
@@ -84,9 +94,12 @@ def in_slabs(run: Callable, rows: int, *inputs: Tensor) -> Tensor | tuple[Tensor
     return tuple(torch.cat(some)[:count] for some in zip(*parts, strict=True))
 
 
-def unchanged(x: Tensor) -> Tensor:
-    """In place of a norm that a family does not have."""
-    return x
+def summed(x: Tensor, ranks: Ranks, residual: Tensor | None = None) -> Tensor:
+    """The sum of all ranks' x, and the residual; x may be written to."""
+    if ranks.of > 1 and (residual is None or native(rank_problem(x, ranks, residual), x.device)):
+        return sum_ranks(x, ranks, residual=residual)
+    x = summed(x, ranks) if ranks.of > 1 else x
+    return x if residual is None else x + residual
 
 
 def _onednn_takes(dtype: torch.dtype) -> bool:

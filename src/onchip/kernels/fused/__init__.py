@@ -5,7 +5,7 @@ import torch
 from onchip.core.formats import FORMATS, Format
 from onchip.core.kernel import Kernel, Op, pick
 from onchip.core.norms import CODES
-from onchip.core.problem import Cost, Groups, Rope, Rows
+from onchip.core.problem import Cost, Groups, RankSum, Rope, Rows
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 GPUS = {"cuda": 80, "hip": 942}
@@ -273,10 +273,51 @@ SKINNY_LINEAR = Op(
 LOW_RANK = _op("low_rank", "low_rank:launch", _low_rank, "reference_rows", also=(_rank_in_a_tile,))
 
 
+# ---- over ranks
+
+
+def _sum_ranks(p: RankSum) -> Cost:
+    """x read, a part of each other rank, and the sum or its norm written; a residual read, and the stream written beside its norm."""
+    words = p.variant.split()
+    passes = 2 + (p.ranks - 1) + ("residual" in words) + (len(words) == 2)
+    return Cost((p.ranks + 4) * p.rows * p.width, passes * p.rows * p.width * p.dtype.itemsize)
+
+
+def _within_reach(p: RankSum) -> str | None:
+    return p.apart or None
+
+
+def _fits_boxes(p: RankSum) -> str | None:
+    return f"{p.rows} rows, of at most {p.room} that there is common memory for" if p.rows > p.room and not p.apart else None
+
+
+def _row_of_a_program(p: RankSum) -> str | None:
+    """Of 8 ranks, wider ones spill (ptxas, sm_90)."""
+    size = p.width * min(p.dtype.itemsize, 4)
+    return f"rows of {size} bytes, of at most 16384" if size > 1 << 14 else None
+
+
+SUM_RANKS = Op(
+    "sum_ranks",
+    _sum_ranks,
+    (
+        Kernel(
+            "triton_ranks",
+            "onchip.kernels.fused.ranks:launch",
+            {"cuda": 80},
+            {"dtype": FLOATS},
+            also=(_within_reach, _fits_boxes, _row_of_a_program),
+        ),
+        Kernel("nccl", "onchip.kernels.fused.reference_rows:sum_ranks", GPUS, {"variant": ("",)}),
+        Kernel("reference", "onchip.kernels.fused.reference_rows:sum_ranks", portable=True),
+    ),
+)
+
+
 OPS = (
     *(RMS_NORM, NORM, NORM_BACKWARD, GROUP_NORM, GROUP_NORM_BACKWARD),
     *(ROPE_APPEND, ROTARY, ROTARY_BACKWARD, GATED_ACT, GATED_ACT_BACKWARD, ACTIVATE, ACTIVATE_BACKWARD),
     *(SOFTMAX, SOFTMAX_BACKWARD, DIVERGENCE, DIVERGENCE_BACKWARD, CROSS_ENTROPY, CROSS_ENTROPY_BACKWARD, CROSS_ENTROPY_IN_PLACE, SCALE),
     *(SAMPLE, LOG_PROBS, ADJUST_LOGITS, VERIFY, DECODE_PLACES, DECODE_ADVANCE),
-    *(EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD, ADAMW, GRAD_NORM, DENOISE, LOW_RANK, SKINNY_LINEAR),
+    *(EMBEDDING, EMBEDDING_BACKWARD, DROPOUT_ADD, HADAMARD, ADAMW, GRAD_NORM, DENOISE, LOW_RANK, SKINNY_LINEAR, SUM_RANKS),
 )

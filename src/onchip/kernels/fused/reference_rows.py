@@ -3,13 +3,15 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from onchip.core import philox
-from onchip.core.linear import Around
+from onchip.core.linear import Around, RowNorm
 from onchip.core.low_rank import LowRank, Route
-from onchip.core.problem import Rope, Rows, exact_of
+from onchip.core.problem import RankSum, Rope, Rows, exact_of
+from onchip.core.ranks import Ranks
 
 ACT = {
     "silu": F.silu,
@@ -157,3 +159,14 @@ def hadamard(problem: Rows, config: None, x: Tensor) -> Tensor:
         a, b = y.reshape(-1, problem.width // (2 * step), 2, step).unbind(2)
         y, step = torch.stack((a + b, a - b), 2), 2 * step
     return (y.reshape(x.shape) * problem.width**-0.5).to(x.dtype)
+
+
+def sum_ranks(problem: RankSum, config: None, x: Tensor, ranks: Ranks, residual: Tensor | None, norm: RowNorm | None) -> Tensor | tuple[Tensor, Tensor]:
+    """By the group's all-reduce, in place."""
+    dist.all_reduce(x, group=ranks.group)
+    total = x if residual is None else x + residual
+    if norm is None:
+        return total
+    exact = exact_of(x.dtype)
+    y = F.rms_norm(total.to(exact), (problem.width,), norm.weight.to(exact) + norm.offset, norm.eps).to(x.dtype)
+    return y if residual is None else (y, total)
