@@ -25,7 +25,7 @@ from onchip.core.scores import ScoreMod
 from onchip.core.trace import Place
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.mods import _erf_fast, _real
-from onchip.kernels.attention.texts import pair_tile
+from onchip.kernels.attention.texts import is_tanh, line_of, pair_tile
 
 M, N = 16, 32
 BATCH, HEADS = 2, 3
@@ -449,3 +449,26 @@ def test_captured_and_gradients():
     g, buffers = mods.gradients([flags, table, table], (True, False, True))
     assert buffers[:2] == [None, None] and buffers[2].shape == (5, 3) and buffers[2].dtype == torch.float32
     assert g[0] is buffers[2] and g[1:] == buffers[2].stride() and not buffers[2].any()
+
+
+SLOPES, TURNS, EACH = torch.ones(4), torch.ones(64), torch.ones(4, 64)
+LINES = [  # a score, and where its lines bend; "": it adds none
+    (scores.ALiBi(SLOPES), "row"),
+    (scores.ALiBi(torch.ones(2, 4), "linear"), "straight"),
+    (ScoreMod(lambda s, b, h, i, j: s - SLOPES[h] * (i - j).abs()), "i"),
+    (ScoreMod(lambda s, b, h, i, j: s + (j - i) * torch.exp2(-((h + 1) * 8.0 / 16))), "straight"),
+    (ScoreMod(lambda s, b, h, i, j: (j - 2 * i) * TURNS[i] + s), "straight"),
+    (scores.Scores((scores.ALiBi(SLOPES), ScoreMod(lambda s, b, h, i, j: s + 0.5 * (j - i).abs()))), "i row"),
+    *((ScoreMod(function), "") for function in (
+        lambda s, b, h, i, j: s + (j - (i + 3)).abs(), lambda s, b, h, i, j: s + (j - 2 * i).abs(), lambda s, b, h, i, j: s + (j - i) // 4,
+        lambda s, b, h, i, j: s + (j - i) * j, lambda s, b, h, i, j: s + EACH[h, j], lambda s, b, h, i, j: s * 2 + j, lambda s, b, h, i, j: j * 0.5 - s,
+        lambda s, b, h, i, j: s + s, lambda s, b, h, i, j: s + TURNS[i], lambda s, b, h, i, j: s + torch.where(j > i, j, 0),
+    )),
+    (scores.Scores((scores.ALiBi(SLOPES), scores.Softcap(3.0))), ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("score", "bends"), LINES, ids=str)
+def test_lines(score, bends):
+    assert line_of(score.static().text) == bends
+    assert not is_tanh(score.static().text) and is_tanh(scores.Softcap(3.0).static().text)

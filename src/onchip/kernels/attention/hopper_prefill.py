@@ -6,7 +6,8 @@ both started before the softmax of tile j, and waited for before its exponential
 are packed where the last ones lay.
 A softmax needs no maximum, only weights that its dtype holds. So they are taken over the first tile's, with room for scores to grow; where they
 outgrow it, which the sums show, a tile is done again over the largest so far. Under a mask or a score, and at 256, where it costs nothing, each tile's
-maximum is found, and the output scaled anew only where it grew by more than 2^8 (Dao, FlashAttention-4).
+maximum is found, and the output scaled anew only where it grew by more than 2^8 (Dao, FlashAttention-4). A softcap's scores have a bound, over which weights
+are taken, and their tanh is a polynomial where a warp's are small (`weigh_capped`); ALiBi's lines cost an instruction a score (`lined`).
 Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of a page, or of a tile within one; its number waits in a lane of the copying warp.
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
 Of few queries the heads that share keys are folded into a tile's rows (FlashAttention-3's PackGQA): row r is query r // pack of the group's head r % pack,
@@ -28,9 +29,11 @@ from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.hopper_tiles import (
     by_groups,
+    cap_of,
     clear,
     hide,
     key_steps,
+    lined,
     locate,
     next_sequence,
     of_keys,
@@ -49,13 +52,17 @@ from onchip.kernels.attention.hopper_tiles import (
     rounds,
     scored,
     shrunk,
+    sides,
     tall,
     tile_at,
     tile_of,
     top_of,
+    top_of_lined,
     weigh,
+    weigh_capped,
+    weigh_lined,
 )
-from onchip.kernels.attention.texts import only_adds
+from onchip.kernels.attention.texts import line_of, only_adds
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -123,6 +130,8 @@ class Shape:
     page: int  # keys a page, a power of two from 8 on; 0: no pages
     dim_v: int
     room: float  # between the first maximum and what weights are taken over: HEADROOM, or none
+    cap: int  # what weights are taken over where a softcap bounds the scores, so that nobody looks for a maximum; 0: they have no bound
+    line: str  # where the lines bend that a score function adds to a query's scores (`texts.line_of`); "": it does something else
     bold: bool  # whether weights are taken over a maximum of the tiles before, until one outgrows it: see `outgrown`
     share: bool  # whether the output leaves through the queries' buffer
     lazily: int  # values that are scaled together, or not; 0: always all
@@ -243,11 +252,14 @@ def _let_go(shrink, ki, t_ring, C: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _more(state, count, x, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr,
-          EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
-    """`count` further key tiles from step `x` on. EDGE: they need the mask."""
+def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr,
+          PART: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
+    """`count` further key tiles from step `x` on. PART: "edge", they need the mask; "whole"; "before" and "behind" where a score's lines bend."""
     N: gl.constexpr = C.n
+    EDGE: gl.constexpr = PART == "edge"
+    LINE: gl.constexpr = PART == "before" or PART == "behind"
     words, acc, top, total, ki, kp, vi, vp = state
+    k_ring, v_ring, t_ring = rings
     keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
     READERS: gl.constexpr = 128 * C.groups + 32
@@ -267,18 +279,31 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, alarms, call, steps, map_s
             n = tile_at(x + t, steps, map_strides, C) * N
             of = of_keys(n, call, KEYS, C)
         scores = warpgroup_mma_wait(1, deps=[scores])
-        scores = scored(scores, n, call, of, tile, SCORE, C, s_layout)
+        if LINE:
+            scores, height = lined(scores, n, call, SCORE, C, PART == "before")
+            factor = call[6] * call[7]
+        elif EDGE or C.cap == 0:
+            scores = scored(scores, n, call, of, tile, SCORE, C, s_layout)
         if EDGE:
             scores = hide(scores, n, call, of, MASK, C, s_layout)
         if EDGE or not C.bold:
-            top, shrink = top_of(scores, top, call[7], 0.0, GROWTH if C.lazily > 0 else 0.0)
+            shrink = top  # of a cap, which stays
+            if LINE:
+                top, shrink = top_of_lined(scores, height, factor, top, GROWTH if C.lazily > 0 else 0.0)
+            elif C.cap == 0:
+                top, shrink = top_of(scores, top, call[7], 0.0, GROWTH if C.lazily > 0 else 0.0)
             _let_go(shrink, ki, t_ring, C, GROUP)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
         if C.uneven and C.mapped and EDGE:
             clear(v_ring, vi, vp, n, call[5], C)
-        words, sums = weigh(scores, top, call[7], values.dtype, C)
+        if C.cap > 0 and not EDGE:
+            words, sums = weigh_capped(scores, call[6], call[7], values.dtype, C)
+        elif LINE:
+            words, sums = weigh_lined(scores, height, factor, top, values.dtype, C, s_layout)
+        else:
+            words, sums = weigh(scores, top, call[7], values.dtype, C)
         if C.bold and not EDGE:
             if outgrown(sums, top, alarms, MOST):  # once more, over the largest score so far
                 scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -290,7 +315,7 @@ def _more(state, count, x, q, k_ring, v_ring, t_ring, alarms, call, steps, map_s
             release(ki, 10, READERS)
             if t_ring is not None:
                 release(ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
-        else:
+        elif C.cap == 0:
             acc, total = shrunk(acc, total, shrink, C)
         ki, kp = advance(ki, kp, C.stages)
         total = total + sums
@@ -331,20 +356,30 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     ki, kp = advance(ki, kp, C.stages)
     scores = scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
     scores = hide(scores, first * N, call, of, MASK, C, s_layout)
-    top, _shrink = top_of(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, C.room, 0.0)
+    if C.cap > 0:
+        top = gl.full([64], 1.0 * C.cap, gl.float32, row_layout)
+    else:
+        top, _shrink = top_of(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, C.room, 0.0)
     if t_ring is not None:
         release(ti, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
     words, total = weigh(scores, top, gain, DTYPE, C)
     if C.uneven:
         clear(v_ring, vi, vp, first * N, len_k, C)
     state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
+    rings = (k_ring, v_ring, t_ring)
     if C.right >= 0 or C.mapped:
-        state = _more(state, masked, 1, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout)
-    state = _more(state, bare, 1 + masked, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK, SCORE, KEYS, False, C, GROUP, s_layout, p_layout)
+        state = _more(state, masked, 1, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
+    x, whole = 1 + masked, bare
+    if C.line != "":
+        behind, before = sides(steps, place, C, GROUP)
+        if C.right != 0:
+            state = _more(state, behind, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "behind", C, GROUP, s_layout, p_layout)
+        x, whole = x + behind, bare - behind - before
+    state = _more(state, whole, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "whole", C, GROUP, s_layout, p_layout)
+    if C.line != "":
+        state = _more(state, before, x + whole, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "before", C, GROUP, s_layout, p_layout)
     if C.left >= 0 and not C.mapped:
-        state = _more(
-            state, low, 1 + masked + bare, q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, MASK, SCORE, KEYS, True, C, GROUP, s_layout, p_layout
-        )
+        state = _more(state, low, 1 + masked + bare, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
     words, acc, top, total, ki, kp, vi, vp = state
 
     mbarrier.wait(v_full.index(vi), vp)
@@ -513,12 +548,16 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     first = [*map(for_tma, first[:3]), first[3]]
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    bold = width <= 128 and (p.score is None or only_adds(p.score.text))  # at 256 finding a maximum hides behind the products
-    bold = bold and not (packed and "batch_invariant" in p.extras)  # in a sequence's last tile the next one's queries would raise alarms too
+    make = functools.partial(mods.split_functions, tiled=tile is not None, of_row=tiles.pack > 1)
+    (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
+    cap, line = cap_of(p, scale, gain), line_of(p.score.text) if p.score and keys is None and isinstance(p.mask, Band) and scale > 0 else ""
+    bold = width <= 128 and not line and (p.score is None or only_adds(p.score.text))  # at 256 finding a maximum hides behind the products
+    if packed and "batch_invariant" in p.extras:  # in a sequence's last tile the next one's queries would raise alarms too, and choose a warp's tanh
+        bold, cap = False, 0
     share = width == width_v >= (128 if tile else 256)
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
-        HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0, bold, share,
+        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, line, bold, share,
         pick(LAZILY, width_v), 1 if share or tile else rounds(tiles, width, width_v), tiles.pack,
     )  # fmt: skip
     heads, own, k_rows, out_heads = p.heads, (64,), tiles.n // shape.parts, first[3]
@@ -530,8 +569,6 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, shape.m)
         tiles_m, batch_heads, side_by_side = len(listed), heads, together(p, p.batch * p.len_k if p.page else p.tokens_k or p.tokens)
-    make = functools.partial(mods.split_functions, tiled=tile is not None, of_row=tiles.pack > 1)
-    (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
     pairs = steps = None
     if tile:
         pairs, steps = pair_view(x.score[tile.tensor], tile.axes)

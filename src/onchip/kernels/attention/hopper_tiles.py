@@ -4,6 +4,8 @@
 first of these. Where a tile's rows hold the heads of a group, all of its heads are key heads.
 """
 
+import math
+
 import torch
 import triton
 
@@ -11,7 +13,7 @@ from onchip.core import settings
 from onchip.core.device import Device
 from onchip.core.problem import Attention
 from onchip.core.trace import Traced
-from onchip.kernels.attention.texts import PairTile, of_heads_and_keys, pair_tile
+from onchip.kernels.attention.texts import PairTile, is_tanh, of_heads_and_keys, pair_tile
 from onchip.kernels.attention.tile import describable, inner_span, key_span, reads, sequence
 from onchip.kernels.hopper import (
     advance,
@@ -44,6 +46,33 @@ def programs_and_counter(tiles: int, most: int, device: torch.device):
     So one that has had less to do does more, and the next tile's copies run beside the end of the one before.
     """
     return min(tiles, most), None if tiles <= most else torch.zeros(1, dtype=torch.int32, device=device)
+
+
+# Of tanh(x) / x up to 1, in powers of x^2 - 1: to 2^-13.6, where the instruction errs by 2^-11.
+NEAR = gl.constexpr((0.76153205, -0.17274865, 0.03900824, -0.02662951))
+
+
+def _capped(n: int) -> tuple[str, str]:
+    """PTX: of n scores s the weights exp2(gain tanh(scale s) + rest).
+
+    The special function units take 8 cycles for a warp's exponentials of one score, and as many for its tanh. So where |scale s| < 1 for all scores of a
+    warp, tanh is a polynomial, which runs beside the exponentials. Operands: scores (in place), -1 / scale^2, the polynomial's factors, scale, gain, rest.
+    """
+    near, *k, scale, gain, rest = (f"${n + n * x}" for x in range(1, 9))
+    squares = "".join(f"fma.rn.f32 v{i}, ${i}, ${i}, {near};" for i in range(n))  # below 0, and so NaN: the instruction
+    signs = "mov.b32 a, v0;" + "".join(f"and.b32 a, a, v{i};" for i in range(1, n))
+    fast = ""
+    for i in range(n):
+        fast += f"fma.rn.f32 t, ${i - 12}, 0f00000000, {k[2]};" if i >= 12 else ""  # else ptxas has all polynomials before most weights
+        fast += f"fma.rn.f32 t, v{i}, {k[3]}, {'t' if i >= 12 else k[2]}; fma.rn.f32 t, t, v{i}, {k[1]}; fma.rn.f32 t, t, v{i}, {k[0]};"
+        fast += f"fma.rn.f32 t, t, ${i}, {rest}; ex2.approx.ftz.f32 ${i}, t;"
+    slow = "".join(f"mul.f32 t, ${i}, {scale}; tanh.approx.f32 t, t; fma.rn.f32 t, t, {gain}, {rest}; ex2.approx.ftz.f32 ${i}, t;" for i in range(n))
+    code = f"""{{ .reg .pred p; .reg .b32 a; .reg .f32 t, v<{n}>; {squares} {signs} setp.lt.s32 p, a, 0; vote.sync.all.pred p, p, 0xffffffff;
+        @!p bra FAR; {fast} bra.uni END; FAR: {slow} END: }}"""
+    return code, ",".join(["=f"] * n + [str(x) for x in range(n)] + ["f"] * (8 * n))
+
+
+CAPPED, CAPPED_OPERANDS = (gl.constexpr({n: _capped(n)[i] for n in (32, 64)}) for i in (0, 1))
 
 
 @gluon.jit
@@ -310,9 +339,88 @@ def scored(scores, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, la
 
 
 @gluon.jit
+def sides(steps, place, C: gl.constexpr, GROUP: gl.constexpr):
+    """How many of the whole key tiles lie behind where the lines of a warpgroup's queries bend (the first ones), and how many before (the last)."""
+    top, masked, bare, _, _ = steps
+    _, _, tile_m, _, len_q, _, len_k, _ = place
+    first = tile_m * C.m + GROUP * C.own
+    last, ahead = first + C.own - 1, len_k - len_q
+    if C.line == "row":
+        first, last = first + ahead, last + ahead
+    elif C.line == "i row":
+        first, last = first + gl.minimum(ahead, 0), last + gl.maximum(ahead, 0)
+    high = top - 1 - masked
+    behind, before = bare * 0, bare
+    if C.line != "straight":
+        if C.right != 0:
+            behind = gl.minimum(gl.maximum(high + 1 - gl.cdiv(gl.maximum(last, 0), C.n), 0), bare)
+        before = gl.minimum(gl.maximum(first // C.n - (high + 1 - bare), 0), bare - behind)
+    return behind, before
+
+
+@gluon.jit
+def columns_of(tile):
+    """The columns of scores [64, n // 8, 4, 2] in a warpgroup's registers: float32 [1, n // 8, 1, 2], constants of the code, and [1, 4], those of a thread."""
+    layout: gl.constexpr = tile.type.layout
+    eight = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))) * 8
+    one = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    two = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))) * 2
+    eight, one = eight[None, :][:, :, None][:, :, :, None], one[None, :][:, None, :][:, :, None, :]
+    return (eight + one).to(gl.float32), two[None, :].to(gl.float32)
+
+
+@gluon.jit
+def lined(scores, n, call, SCORE: gl.constexpr, C: gl.constexpr, BEFORE: gl.constexpr):
+    """`scored` of a function that adds a line to each row of a tile, on one side of where it bends (`texts.line_of`): scores [64, n // 8, 4, 2], and what all
+    of a thread's columns lack, [64, 4]; both before the scale.
+
+    That is an instruction a score: columns are constants, and a line's height waits for the maximum. A line is drawn from the tile's end that is nearer,
+    whose weights count most.
+    """
+    N: gl.constexpr = C.n
+    rows, _, b, h, len_q, len_k, scale, _, _, reads, known = call
+    tile = scores.reshape([64, N // 8, 4, 2])
+    of_slope: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, tile.type.layout)))
+    of_height: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout)))
+    nothing = (rows * 0).to(gl.float32)[:, None]
+    first = SCORE(nothing, b, h, rows[:, None], n, len_q, len_k, reads, (known, ()), hand).reshape([64])
+    last = SCORE(nothing, b, h, rows[:, None], n + N, len_q, len_k, reads, (known, ()), hand).reshape([64])
+    slope = gl.convert_layout((last - first) / (N * scale), of_slope)
+    own, two = columns_of(tile)
+    if BEFORE:
+        first, own = last, own - N
+    tile = tile + slope[:, None][:, :, None][:, :, :, None] * own
+    return tile, gl.convert_layout(first / scale, of_height)[:, None] + gl.convert_layout(slope, of_height)[:, None] * two
+
+
+@gluon.jit
+def top_of_lined(tile, height, factor, top, GROWS: gl.constexpr):
+    """`top_of` of them."""
+    most = gl.max(gl.max(tile, 3), 1) + height
+    return grown(gl.convert_layout(gl.max(most, 1), top.type.layout) * factor, top, GROWS)
+
+
+@gluon.jit
+def weigh_lined(tile, height, factor, top, DTYPE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """`weigh` of them."""
+    N: gl.constexpr = C.n
+    base = gl.convert_layout(base_of(top), gl.SliceLayout(1, height.type.layout))
+    rest = height * factor - base[:, None]
+    weights = gl.exp2(tile * factor + rest[:, None, :][:, :, :, None])
+    weights = gl.convert_layout(weights.reshape([64, N]), layout)
+    return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
+
+
+@gluon.jit
 def top_of(scores, top, factor, ROOM: gl.constexpr, GROWS: gl.constexpr):
     """ROOM more than the largest score so far, in base 2, or what is at most GROWS less; and what shrinks all that was summed before."""
-    new_top = gl.maximum(top, gl.max(scores, 1) * factor + ROOM)
+    return grown(gl.max(scores, 1) * factor + ROOM, top, GROWS)
+
+
+@gluon.jit
+def grown(new_top, top, GROWS: gl.constexpr):
+    """The larger of them, or what is at most GROWS less; and what shrinks all that was summed before."""
+    new_top = gl.maximum(top, new_top)
     if GROWS > 0:
         new_top = gl.where(new_top - top > GROWS, new_top, top)
     return new_top, gl.exp2(top - base_of(new_top))
@@ -323,6 +431,22 @@ def weigh(scores, top, factor, DTYPE: gl.constexpr, C: gl.constexpr):
     """The weights, two to a word, and sums that stay in a thread, [64, 8]. The four threads of a row meet once, at the end."""
     N: gl.constexpr = C.n
     weights = gl.exp2(scores * factor - base_of(top)[:, None])
+    return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
+
+
+@gluon.jit
+def weigh_capped(scores, scale, gain, DTYPE: gl.constexpr, C: gl.constexpr):
+    """`weigh` of gain tanh(scale scores) over C.cap, scores as the product left them. See `_capped`."""
+    N: gl.constexpr = C.n
+    CODE: gl.constexpr = CAPPED[N // 2]
+    OPERANDS: gl.constexpr = CAPPED_OPERANDS[N // 2]
+    square = scale * scale
+    k0 = scale * gain
+    k1 = k0 * square
+    k2 = k1 * square
+    near = -1.0 / square
+    given = [scores, near, NEAR[0] * k0, NEAR[1] * k1, NEAR[2] * k2, NEAR[3] * (k2 * square), scale, gain, -1.0 * C.cap]
+    weights = gl.inline_asm_elementwise(CODE, OPERANDS, given, dtype=gl.float32, is_pure=True, pack=N // 2)
     return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
 
 
@@ -356,6 +480,18 @@ def rounds(tiles, width: int, width_v: int) -> int:
     """Tiles of queries that there is room for beside K, V and the output: two or one."""
     queries, keys = 64 * tiles.groups, tiles.n * tiles.stages
     return 2 if 2 * (2 * queries * width + keys * (width + width_v) + queries * width_v) <= ROOM else 1
+
+
+def cap_of(p: Attention, scale: float, gain: float) -> int:
+    """What weights exp2(gain log2(e) tanh(scale s)) are taken over where nobody looks for a maximum, a whole number of powers of 2, or 0: there has to be one.
+
+    Those of bfloat16 and their sums hold 2^-110 to 2^127. A cap of 30 is 2^43.3: over 2^44 no weight is above 1 and none below 2^-88. One of 50, 2^72.2,
+    goes over 2^37: weights of up to 2^36, with values of up to 2^74. Up to 55, and where the polynomial's factors, scale^7 among them, are numbers.
+    Not at 256, where products hide most of a tanh: 1.06 times plain either way, and 1.18 instead of 1.06 where scores are large.
+    """
+    most = math.ceil(gain * math.log2(math.e))
+    softcap = p.score is not None and is_tanh(p.score.text) and max(p.dim, p.value_dim) <= 128 and p.dtype == torch.bfloat16
+    return min(most, 110 - most) if softcap and most <= 80 and 1e-4 < scale < 1e4 else 0
 
 
 def tile_of(p: Attention) -> PairTile | None:

@@ -37,6 +37,43 @@ def only_adds(text: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
+def is_tanh(text: str) -> bool:
+    """Whether a text is a softcap: a tanh of the score, but for factors."""
+    return re.search(r"\n    (v\d+): 'float32' = aten\.tanh\.default\(s\)\n    return \1$", fold(text)[0]) is not None and fold(text)[0].count("\n") == 2
+
+
+@functools.lru_cache(maxsize=1024)
+def line_of(text: str) -> str:
+    """The kind of a text that is a score and, of each query, a line along the keys, bent where they pass it, as ALiBi is; "" of others.
+
+    "straight"; "i" and "row", bent at a query's number or its place (bottom right); "i row".
+    """
+    kinds = {"s": "score", "i": "query", "j": "line", **dict.fromkeys(("b", "h", "len_q", "len_k"), "one")}  # of each value
+    *lines, last = text.splitlines()[1:]
+    ahead = re.findall(r"(\w+): 'int64' = aten\.sub\.Tensor\(len_k, len_q\)\n", text)
+    places = {"i": "i", **dict.fromkeys(re.findall(rf"(\w+): 'int64' = aten\.add\.Tensor\(i, (?:{'|'.join(ahead) or '!'})\)\n", text), "row")}
+    bent = set()
+    for line in lines:
+        name, operator, inputs = re.match(r"    (\w+): '\w+' = aten\.(\w+)\.\w+\((.*)\)$", line).groups()
+        given = re.sub(r"float\('[^']*'\)|\bc\d+\b", "1", inputs).replace("[", "").replace("]", "").split(", ")
+        of = [kinds.get(x, "one") for x in given]
+        kind = ""
+        if set(of) <= {"one", "query"}:
+            kind = max(of)
+        elif operator == "sub" and len(given) == 2 and "j" in given and set(given) & places.keys():
+            kind = next(f"way {places[x]}" for x in given if x in places)
+        elif operator == "abs" and of[0].startswith("way"):
+            kind = "line"
+            bent.add(of[0].removeprefix("way "))
+        elif operator in ("add", "sub") and len(given) == 2 and "" not in of and of.count("score") < 2 and not (operator == "sub" and of[1] == "score"):
+            kind = "score" if "score" in of else "line"
+        elif ((operator == "mul" and set(of) & {"one", "query"}) or operator in ("neg", "_to_copy")) and not set(of) & {"", "score"}:
+            kind = "line"
+        kinds[name] = kind
+    return (" ".join(sorted(bent)) or "straight") if kinds.get(last.split()[-1]) == "score" and re.search(r"\bj\b", text.partition("):\n")[2]) else ""
+
+
+@functools.lru_cache(maxsize=1024)
 def only_compares(text: str) -> bool:
     """Whether a mask compares places and what it reads of them, as one of documents does, and no more."""
     places, truths = {"index", "add", "sub", "clamp", "_to_copy"}, {"bitwise_and", "bitwise_or", "logical_and", "logical_or", "logical_not"}
