@@ -31,6 +31,7 @@ PARTS = (
     "hopper",
     "attention.hopper_tiles",
     "attention.decode_tiles",
+    "attention.gluon_merge",
     "attention.gluon_shares",
     "attention.hopper_decode",
 )
@@ -127,8 +128,8 @@ class Poisoned:
         return torch.empty(*shape, **how).fill_(torch.nan)
 
 
-def emulated(c: Case, call, mode: str, seed=0, edits=()):
-    """Output and LSE of the kernel; a call is queries, cache and sinks, or of packed queries, their offsets."""
+def emulated(c: Case, call, mode: str, seed=0, edits=(), apart=False):
+    """Output and LSE of the kernel; a call is queries, cache and sinks, or of packed queries, their offsets. apart: parts are merged by a second launch."""
     q, cache, third = call
     packed = q.dim() == 3
     sinks, offsets = (None, third) if packed else (third, None)
@@ -144,7 +145,11 @@ def emulated(c: Case, call, mode: str, seed=0, edits=()):
     p, x = problem_of("decode", how, paged_sizes(like, cache.k, cache.v, cache.page_table.shape[1]), Operands(c.scale or c.dim**-0.5, offsets), q)
     p = p._replace(tokens=len(q) * packed)
     assert KERNEL.refuses(p, GPUS["H200"]) == []
-    return kernel.launch(p, kernel.Tiles(*c.tiles, c.item or c.tiles[0]), q, cache, x, True)
+    arrivals = torch.zeros(1024, dtype=torch.int32)
+    kernel.arrivals_of = lambda *_: None if apart else arrivals
+    result = kernel.launch(p, kernel.Tiles(*c.tiles, c.item or c.tiles[0]), q, cache, x, True)
+    assert not arrivals.any()
+    return result
 
 
 # ---- as it is
@@ -231,6 +236,8 @@ ADD = "        acc, total = shrunk(acc, total, shrink, C)\n        total = total
 DONE = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])\n"
 FREE = "        mbarrier.arrive(v_empty.index(vi), count=1)\n"
 MINE = "        mbarrier.arrive(q_empty.index(mine), count=1)\n"
+ARRIVED = 'scope="gpu") == count - 1:'
+MANY, TALL = LONG._replace(tiles=(32, 2, 2, 40), dim=256), Case((64, 2, 2, 5), 16, (290, 30), 9, heads=(4, 2))
 SEQUENCE = "sequence_of(lengths, offsets, b, b < batch, len_q)\n        len_k ="
 BUGS = [
     Bug("a share begins where the next one does", SMALL, (
@@ -254,7 +261,14 @@ BUGS = [
     Bug("values of free slots are not cleared", SMALL, (("        clear(v_ring, vi, vp, n, len_k, C)\n        words", "        words"),)),
     Bug("values of free slots are not cleared in a first tile", SMALL, (("    clear(v_ring, vi, vp, n, len_k, C)\n    acc", "    acc"),)),
     Bug("the output is not over the largest score", LONG, ((ADD, ADD.splitlines()[1]),)),
-    Bug("a part goes where the program's other one does", SMALL, (("part = 2 * gl.program_id(0) + (at > begin).to(gl.int32)", "part = 2 * gl.program_id(0)"),)),
+    Bug("a part goes where the program's other one does", SMALL, (("slot = 2 * gl.program_id(0) + (part & 1)", "slot = 2 * gl.program_id(0)"),)),
+    Bug("a part is added up before the last one is there", SMALL, ((ARRIVED, ARRIVED.replace("1:", "2:")),)),
+    Bug("arrivals are not set back", SMALL, (("        gl.store(parts[2] + owner, 0)\n", ""),)),
+    Bug("the first part is looked for where the program's other one is", SMALL, (("gl.where(s == 0, later, 0)", "0"),)),
+    Bug("parts past a tile of them are left out", MANY, (("for first in range(0, count, P):", "for first in range(0, P, P):"),)),
+    Bug("parts are not over one maximum", LARGE, (("+ gl.sum(x * weights[:, :, None], 0)", "+ gl.sum(x, 0)"),)),
+    Bug("rows past a tile of them are left out", TALL, (("for row in range(0, rows, H):", "for row in range(0, H, H):"),)),
+    Bug("the sink of a unit in parts is left out", SINKS, (("            if sinks is not None:\n                logit = gl.load(", "            if False:\n                logit = gl.load("),)),
     Bug("each part has the sink", SINKS, (('logit = gl.where(part < 0, logit, float("-inf"))', "logit = logit * 1.0"),)),
     Bug("a window hides nothing in a tile that it ends in", WINDOW, (("(n < first_whole) | (n + N > whole_end)", "n + N > whole_end"),)),
     Bug("a tile of a window is left out", WINDOW, (("n = start + item * C.item", "n = start + item * C.item + (start > 0) * N"),)),

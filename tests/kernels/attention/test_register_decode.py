@@ -20,7 +20,7 @@ from onchip.kernels.attention.decode_merge import at_once
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KERNEL = DECODE.kernel("register_decode")
-PARTS = ("curves", "attention.texts", "attention.mods", "attention.tile", "hopper", "attention.decode_tiles", "attention.gluon_shares")
+PARTS = ("curves", "attention.texts", "attention.mods", "attention.tile", "hopper", "attention.decode_tiles", "attention.gluon_merge", "attention.gluon_shares")
 PARTS += ("attention.register_tiles", "attention.register_decode")
 SOURCES = [f"onchip.kernels.{name}" for name in PARTS]
 

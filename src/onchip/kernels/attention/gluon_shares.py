@@ -28,7 +28,7 @@ def _passed(work, there, item, seen):
 
 @gluon.jit
 def my_share(lists, BAND: gl.constexpr, C: gl.constexpr):
-    """This program's items, [begin, stop), the sequence that the first is of, and the items before that sequence's. Loads wait for no other, of a batch
+    """This program's items, [begin, stop), the items of each share, the sequence that the first is of, and the items before that sequence's. Loads wait for no other, of a batch
     that is looked at at once.
 
     lists: lengths, offsets of packed queries or None, sequences, queries, key heads, heads of a group.        C: `rows` and keys of a `tile`, keys
@@ -56,4 +56,4 @@ def my_share(lists, BAND: gl.constexpr, C: gl.constexpr):
             b += more
             before += items
             seen += all_items
-    return begin, share_of(program + 1, total, each), b, before
+    return begin, share_of(program + 1, total, each), each, b, before

@@ -32,6 +32,7 @@ from onchip.core.formats import Codes, Format
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.decode_merge import LISTED, SHARE, at_once, merge
 from onchip.kernels.attention.decode_tiles import ROOM, exponent, items_of, power_of_two, reach, sequence_of
+from onchip.kernels.attention.gluon_merge import add_up, arrivals_of, height_of, part_of
 from onchip.kernels.attention.gluon_shares import my_share
 from onchip.kernels.attention.register_tiles import (
     Shape,
@@ -284,8 +285,15 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
         n = new
         pages = pages_of(entries, n + C.tile, sight, C, OF_KEYS, OF_VALUES)
 
-    place = (b, kv_head, row, group, queries, token, whole, part)
+    place = part
+    if C.item == C.tile:
+        place = 2 * gl.program_id(0) + (part & 1)
+    place = (b, kv_head, row, group, queries, token, whole, place)
     _finish((top, total, zeros, peak, acc, more), (query, head, there), place, sinks, out, lse, parts, C)
+    if parts[2] is not None:
+        MERGING: gl.constexpr = C.merging
+        if not whole:
+            add_up(part, (b, kv_head, row, queries, token), group, out, lse, sinks, parts, C.dim_v, C.rows, MERGING)
 
 
 @gluon.jit
@@ -365,7 +373,7 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, 
         wait_for_last()
         start_next()  # the merge reads lengths too
     lists = (lengths, offsets, batch, len_q, kv_heads, group)
-    begin, stop, b, before = my_share(lists, BAND, C)
+    begin, stop, each, b, before = my_share(lists, BAND, C)
     at = begin
     while at < stop:  # a sequence
         len_k, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
@@ -382,7 +390,9 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, 
             kv_head = number // tiles
             first = start + item * C.item
             last = gl.minimum(first + count * C.item, end)
-            part = at if C.item != C.tile else 2 * gl.program_id(0) + (at > begin).to(gl.int32)
+            part = at
+            if C.item == C.tile:
+                part = part_of(at, begin, before + number * items, items, each)
             of = channel
             if channel is not None:
                 of = channel + kv_head * C.dim
@@ -452,13 +462,14 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     steps = [tuple(0 if t is None else t.stride(1) for t in (pools[i], *numbers[2 * i : 2 * i + 2])) for i in (0, 1)]
     shape = Shape(
         kind, bool(p.kv) and Format.of(p.kv).has_zero, how.n, how.warps, how.rows, p.dim, p.value_dim, p.page, how.item, *steps, left, right, top_left,
-        listed, p.batch <= listed, early,
+        listed, p.batch <= listed, early, height_of(min(how.rows, p.len_q * p.group)),
     )  # fmt: skip
     units = p.kv_heads * how.tiles
     # Of packed queries a tile of rows for every `rows` tokens, and one more a sequence, is all that there may be.
     all_tiles = p.batch * how.tiles if not packed else min(p.batch * how.tiles, p.batch + p.tokens * p.group // how.rows)
     places = 2 * how.programs if how.item == tile else 1 if how.item == WHOLE else all_tiles * p.kv_heads * max(1, triton.cdiv(p.len_k, how.item))
-    parts = tuple(torch.empty((places, how.rows, *columns), dtype=torch.float32, device=q.device) for columns in ((p.value_dim,), ()))
+    arrivals = arrivals_of(q, how.programs) if how.programs > 1 and how.item == tile else None
+    parts = (*(torch.empty((places, how.rows, *columns), dtype=torch.float32, device=q.device) for columns in ((p.value_dim,), ())), arrivals)
     strides = lambda t: (t, *((0,) * packed), *t.stride()[:-1])  # noqa: E731
     o, e = strides(out), (None, 0, 0) if lse is None else (lse, 0, lse.stride(0)) if packed else (lse, *lse.stride()[:2])
     sinks = None if x.sinks is None else x.sinks.contiguous()
@@ -471,10 +482,10 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
         BAND=shape.band, C=shape, num_warps=how.warps, maxnreg=REGISTERS, **early_launch,
     )  # fmt: skip
     by_unit = how.item != tile or p.batch * units <= how.programs
-    if how.item != WHOLE and (how.programs > 1 or how.item != tile):
+    if arrivals is None and how.item != WHOLE and (how.programs > 1 or how.item != tile):
         height = at_once(p.batch * units, how.programs, min(how.rows, p.len_q * p.group), p.value_dim, how.item != tile)
         merge[(p.batch * units if by_unit else how.programs - 1, triton.cdiv(min(how.rows, p.len_q * p.group), height["HEIGHT"]))](
-            o, e, sinks, *parts, cache.lengths, x.q_offsets, p.batch, p.kv_heads, p.group, p.len_q, how.programs, units,
+            o, e, sinks, *parts[:2], cache.lengths, x.q_offsets, p.batch, p.kv_heads, p.group, p.len_q, how.programs, units,
             DV=p.value_dim, ROWS=how.rows, BLOCK_N=tile, BLOCK_DV=p.value_dim, ITEM=how.item, BATCH=min(LISTED, triton.next_power_of_2(p.batch)),
             BAND=shape.band, EARLY=early, BY_UNIT=by_unit, **height, num_warps=2, **early_launch,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from onchip.kernels.attention.gluon_merge import Merging
 from onchip.kernels.hopper import gl, gluon
 
 
@@ -34,6 +35,7 @@ class Shape:
     listed: int
     once: bool
     early: bool
+    high: int  # rows that are merged at once
 
     @property
     def codes(self):
@@ -75,6 +77,10 @@ class Shape:
     def band(self):
         """As `decode_tiles` takes it."""
         return self.left, self.right, self.top_left
+
+    @property
+    def merging(self):
+        return Merging(self.high, self.dim_v, self.warps)
 
     @property
     def whole_pages(self):
