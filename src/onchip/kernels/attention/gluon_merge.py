@@ -21,8 +21,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @dataclass(frozen=True)
 class Merging:
-    """A tile of parts [parts, height, width], 64 float32 numbers a thread, so that 32 KiB are on their way at once. A warp has rows of its own as far as
-    there are `height` of them: sums over parts are then a thread's."""
+    """A tile of parts [parts, height, width], 64 float32 numbers a thread, so that 32 KiB are on their way at once. A warp has rows of its own, so that sums
+    over parts are a thread's, and take no shared memory: `hopper_decode` has none left."""
 
     height: int
     width: int
@@ -35,8 +35,7 @@ class Merging:
     @property
     def layout(self):
         lanes = min(32, self.width // 4)
-        rows = min(self.warps, max(1, self.height * lanes // 32))
-        return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [self.warps // rows, rows, 1], [2, 1, 0])
+        return gl.BlockedLayout([1, 1, 4], [1, 32 // lanes, lanes], [1, self.warps, 1], [2, 1, 0])
 
 
 @gluon.jit
@@ -116,9 +115,9 @@ def add_up(part, unit, group, out, lse, sinks, parts, DIM_V: gl.constexpr, ROWS:
 EACH = 1 << 10  # programs of a call at most
 
 
-def height_of(rows: int) -> int:
-    """Of the tile that adds up units of so many rows. A warp has a row at least."""
-    return min(16, max(4, 1 << (rows - 1).bit_length()))
+def merging_of(rows: int, width: int, warps: int) -> Merging:
+    """For units of so many rows and columns: one row a warp at least, or as many as it can read at once."""
+    return Merging(min(16, max(warps * max(1, 128 // width), 1 << (rows - 1).bit_length())), width, warps)
 
 
 CALLS = 1 << 10  # captured calls that a piece of memory is for, 4 MiB
@@ -130,13 +129,14 @@ class _Arrivals:
     def __init__(self, device: torch.device):
         self.device, self.streams, self.captured, self.lock = device, {}, [], threading.Lock()
 
-    def of_stream(self, stream: int) -> torch.Tensor:
+    def of_stream(self, stream: int) -> tuple[torch.Tensor, bool]:
         if len(self.captured) < CALLS // 2:  # not while capturing, where zeros would be zeros anew in every replay
             with self.lock:
                 self.captured += torch.zeros(CALLS, EACH, dtype=torch.int32, device=self.device).unbind()
-        if stream not in self.streams:
+        new = stream not in self.streams
+        if new:
             self.streams[stream] = torch.zeros(EACH, dtype=torch.int32, device=self.device)
-        return self.streams[stream]
+        return self.streams[stream], new
 
     def of_graph(self) -> torch.Tensor | None:
         with self.lock:
@@ -146,19 +146,20 @@ class _Arrivals:
 _of: dict[int, _Arrivals] = {}
 
 
-def arrivals_of(q: torch.Tensor, programs: int) -> torch.Tensor | None:
-    """int32 [programs or more] that are 0 when the next launch on q's device begins, if that leaves them so; None: there are none, so merge apart.
+def arrivals_of(q: torch.Tensor, programs: int) -> tuple[torch.Tensor | None, bool]:
+    """int32 [programs or more] that are 0 when the next launch on q's device begins, if that leaves them so; None: there are none, so merge apart. And
+    whether a launch has just made them.
 
     A stream's are its own. A captured call has some for ever, which were made before the capture: a graph may run beside another one, or beside eager
     calls. Where nothing on the device came before the capture there are none.
     """
     if programs > EACH:
-        return None
+        return None, False
     if not q.is_cuda:
-        return torch.zeros(EACH, dtype=torch.int32, device=q.device)
+        return torch.zeros(EACH, dtype=torch.int32, device=q.device), True
     found = _of.get(q.device.index)
     if torch.cuda.is_current_stream_capturing():
-        return found and found.of_graph()
+        return found and found.of_graph(), False
     if found is None:
         found = _of.setdefault(q.device.index, _Arrivals(q.device))
     return found.of_stream(torch.cuda.current_stream(q.device).cuda_stream)

@@ -28,8 +28,8 @@ def _passed(work, there, item, seen):
 
 @gluon.jit
 def my_share(lists, BAND: gl.constexpr, C: gl.constexpr):
-    """This program's items, [begin, stop), the items of each share, the sequence that the first is of, and the items before that sequence's. Loads wait for no other, of a batch
-    that is looked at at once.
+    """This program's items, [begin, stop), the items of each share, the sequence that the first is of, and the items before that sequence's. Loads wait
+    for no other, of a batch that is looked at at once.
 
     lists: lengths, offsets of packed queries or None, sequences, queries, key heads, heads of a group.        C: `rows` and keys of a `tile`, keys
     of an `item`, `listed` sequences at a time, by threads as `list` says; `once` if that is all.

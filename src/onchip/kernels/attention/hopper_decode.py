@@ -12,6 +12,7 @@ A unit that lies in one share is written at once. Of one that is cut, each progr
 Bytes moved: keys and values once, and 8 rows d_v for each of at most 2 programs parts.
 """
 
+import operator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.decode_merge import LISTED, SHARE, at_once, merge
 from onchip.kernels.attention.decode_tiles import items_of, reach, sequence_of
-from onchip.kernels.attention.gluon_merge import Merging, add_up, arrivals_of, height_of, part_of
+from onchip.kernels.attention.gluon_merge import Merging, add_up, arrivals_of, merging_of, part_of
 from onchip.kernels.attention.gluon_shares import my_share
 from onchip.kernels.attention.hopper_tiles import ROOM, by_groups, clear, hide, next_sequence, of_keys, of_rows, programs_of, scored, shrunk, top_of, weigh
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, outputs
@@ -92,7 +93,7 @@ class Shape:
     lazily: int  # values that are scaled together, or not; 0: always all
     listed: int  # sequences that a program looks at at once
     once: bool  # whether these are all
-    high: int  # rows that are merged at once
+    merging: Merging
     second: bool  # whether it begins beside the launch in front
 
     @property
@@ -114,10 +115,6 @@ class Shape:
     def band(self):
         """As `decode_tiles` takes it."""
         return self.left, self.right, self.top_left
-
-    @property
-    def merging(self):
-        return Merging(self.high, block(self.dim_v), 4)
 
 
 # ---- device: the copying warp
@@ -392,21 +389,21 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
         return (out, lse) if return_lse else out
     pack, rows = triton.next_power_of_2(p.group), max(16, triton.next_power_of_2(p.len_q * p.group))
     width, width_v = block(p.dim), block(p.value_dim)
-    second = x.beside is not None and x.beside.second
-    if second:
-        tiles = tiles._replace(programs=min(tiles.programs, x.beside.sms * pick(EACH, max(width, width_v))))
     left, right, top_left = ends(p.mask)
     right = right if p.len_q > 1 or top_left else -1  # one query sees to the end
+    pools = [q.transpose(0, 1)[None] if packed else q.transpose(1, 2), cache.k.transpose(1, 2), cache.v.transpose(1, 2)]  # [.., heads, len, dim]
+    queries, k, v = made = [*map(for_tma, pools)]
+    if x.beside is not None:
+        tiles = tiles._replace(programs=min(tiles.programs, x.beside.sms * pick(EACH, max(width, width_v))))
+    arrivals, new = arrivals_of(q, tiles.programs) if tiles.programs > 1 and tiles.item == tiles.n else (None, False)
+    second = x.beside is not None and x.beside.second and not new and all(map(operator.is_, pools, made))  # nothing is launched before it
     shape = Shape(
         tiles.n, tiles.stages, tiles.rounds, tiles.item, left, right, top_left, packed, p.page, p.value_dim, rows, pack, pick(LAZILY, width_v),
-        32 if p.batch <= 32 else AT_ONCE, p.batch <= AT_ONCE, height_of(p.len_q * p.group), second,
+        32 if p.batch <= 32 else AT_ONCE, p.batch <= AT_ONCE, merging_of(p.len_q * p.group, width_v, 4), second,
     )  # fmt: skip
-    pools = [q.transpose(0, 1)[None] if packed else q.transpose(1, 2), cache.k.transpose(1, 2), cache.v.transpose(1, 2)]  # [.., heads, len, dim]
-    queries, k, v = map(for_tma, pools)
     k_rows = tiles.n // shape.parts
     most = max(1, triton.cdiv(p.len_k, tiles.item))  # items of a unit
     places = 2 * tiles.programs if tiles.item == tiles.n else p.batch * p.kv_heads * most
-    arrivals = arrivals_of(q, tiles.programs) if tiles.programs > 1 and tiles.item == tiles.n else None
     parts = (*(torch.empty((places, rows, *columns), dtype=torch.float32, device=q.device) for columns in ((width_v,), ())), arrivals)
     (of_row, of_key, _, score), reads, scale, gain = device_functions(p, x, q, partial(mods.split_functions, of_row=True))
     strides = lambda t: (t, *((0,) * packed), *t.stride()[:-1])  # noqa: E731

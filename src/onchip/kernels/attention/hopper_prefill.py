@@ -14,6 +14,7 @@ so that K and V are read once for all of them. To the copy engine queries are th
 """
 
 import functools
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -524,7 +525,9 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     alike = not packed and len(q) > 1 and q.stride(0) == 0
     if alike:
         first[0] = first[0][:1]
-    first = [*map(for_tma, first[:3]), first[3]]
+    given = first[:3]
+    first = [*map(for_tma, given), first[3]]
+    beside = x.beside if not packed and all(map(operator.is_, given, first)) else None  # what is let go below, the launch behind this one may write to
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     bold = width <= 128 and (p.score is None or only_adds(p.score.text))  # at 256 finding a maximum hides behind the products
@@ -533,7 +536,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
         HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0, bold, share,
-        pick(LAZILY, width_v), 1 if share or tile else rounds(tiles, width, width_v), tiles.pack, alike, x.beside is not None,
+        pick(LAZILY, width_v), 1 if share or tile else rounds(tiles, width, width_v), tiles.pack, alike, beside is not None,
     )  # fmt: skip
     heads, own, k_rows, out_heads = p.heads, (64,), tiles.n // shape.parts, first[3]
     if tiles.pack > 1:
@@ -554,10 +557,10 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if shape.mapped:
         found, map_strides = mask_map(p, mods.mask_function(p.mask.text), reads[0], x, shape.m, tiles.n, False, q.device)
     count = tiles_m * batch_heads
-    if x.beside is None:
+    if beside is None:
         programs, counter = programs_and_counter(count, tiles.programs, q.device)
     else:
-        programs, counter = min(count, tiles.programs, x.beside.sms), None
+        programs, counter = min(count, tiles.programs, beside.sms), None
     _prefill[(programs,)](
         *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, out_heads, lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used,
         page_table if page_table is None else (page_table, page_table.stride(0)), found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads,

@@ -32,7 +32,7 @@ from onchip.core.formats import Codes, Format
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.decode_merge import LISTED, SHARE, at_once, merge
 from onchip.kernels.attention.decode_tiles import ROOM, exponent, items_of, power_of_two, reach, sequence_of
-from onchip.kernels.attention.gluon_merge import add_up, arrivals_of, height_of, part_of
+from onchip.kernels.attention.gluon_merge import add_up, arrivals_of, merging_of, part_of
 from onchip.kernels.attention.gluon_shares import my_share
 from onchip.kernels.attention.register_tiles import (
     Shape,
@@ -462,13 +462,13 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     steps = [tuple(0 if t is None else t.stride(1) for t in (pools[i], *numbers[2 * i : 2 * i + 2])) for i in (0, 1)]
     shape = Shape(
         kind, bool(p.kv) and Format.of(p.kv).has_zero, how.n, how.warps, how.rows, p.dim, p.value_dim, p.page, how.item, *steps, left, right, top_left,
-        listed, p.batch <= listed, early, height_of(min(how.rows, p.len_q * p.group)),
+        listed, p.batch <= listed, early, merging_of(min(how.rows, p.len_q * p.group), p.value_dim, how.warps),
     )  # fmt: skip
     units = p.kv_heads * how.tiles
     # Of packed queries a tile of rows for every `rows` tokens, and one more a sequence, is all that there may be.
     all_tiles = p.batch * how.tiles if not packed else min(p.batch * how.tiles, p.batch + p.tokens * p.group // how.rows)
     places = 2 * how.programs if how.item == tile else 1 if how.item == WHOLE else all_tiles * p.kv_heads * max(1, triton.cdiv(p.len_k, how.item))
-    arrivals = arrivals_of(q, how.programs) if how.programs > 1 and how.item == tile else None
+    arrivals, _ = arrivals_of(q, how.programs) if how.programs > 1 and how.item == tile else (None, False)
     parts = (*(torch.empty((places, how.rows, *columns), dtype=torch.float32, device=q.device) for columns in ((p.value_dim,), ())), arrivals)
     strides = lambda t: (t, *((0,) * packed), *t.stride()[:-1])  # noqa: E731
     o, e = strides(out), (None, 0, 0) if lse is None else (lse, 0, lse.stride(0)) if packed else (lse, *lse.stride()[:2])

@@ -35,7 +35,7 @@ class Shape:
     listed: int
     once: bool
     early: bool
-    high: int  # rows that are merged at once
+    merging: Merging
 
     @property
     def codes(self):
@@ -77,10 +77,6 @@ class Shape:
     def band(self):
         """As `decode_tiles` takes it."""
         return self.left, self.right, self.top_left
-
-    @property
-    def merging(self):
-        return Merging(self.high, self.dim_v, self.warps)
 
     @property
     def whole_pages(self):
