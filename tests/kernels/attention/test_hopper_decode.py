@@ -358,3 +358,25 @@ def test_lengths_change_under_a_graph(problem, lengths, device):
         for ours, theirs in zip((out, lse), onchip.paged_attention(q, cache, scale=0.1, return_lse=True, kernel="reference"), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
         assert torch.equal(out, launch(q, cache, Operands(0.1), True)[0])
+
+
+@pytest.mark.parametrize(("problem", "lengths"), [gpu(*case([700, 5000], 16, **LOW))])
+def test_graphs_run_beside_each_other(problem, lengths, device):
+    """Two of one problem on two streams, and calls on a third: each counts its own arrivals, and leaves zeros."""
+    p, q, cache = problem, queries(problem, device), paged(problem, lengths, device)
+    launch, streams = select(p, device, KERNEL.name).launch, [torch.cuda.Stream() for _ in range(3)]
+    expected = launch(q, cache, Operands(0.1), False)
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    results = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            results.append([launch(q, cache, Operands(0.1), False) for _ in range(20)])
+    for _ in range(10):
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            eager = [launch(q, cache, Operands(0.1), False) for _ in range(10)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for found in (*results, eager) for out in found)

@@ -7,7 +7,8 @@ a multiprocessor has 128 to 192 KiB on their way all the time, as 1 us of latenc
 shared memory which unit comes next. That warpgroup works on 64 rows, the least that wgmma takes; most are padding, which costs nothing: memory is the floor.
 
 A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, of the rows that there are, and
-`decode_merge` adds the parts up in the order of the keys: the same bits in every run.
+the last to arrive adds the parts up in the order of the keys (`gluon_merge`; of a batch_invariant problem a launch does, `decode_merge`): the same bits
+in every run.
 
 Bytes moved: keys and values once, and 8 rows d_v for each of at most 2 programs parts.
 """

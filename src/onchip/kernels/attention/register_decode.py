@@ -15,8 +15,8 @@ of 4 KiB of keys and as much of values on their way while it works on the last o
 A code becomes a float16 on its way. Of an integer the bits are its mantissa (a float16 that is not normal, code 2^-24: exact, and nothing to subtract);
 a key's scale and zero go to its scores, s = scale (q . code) + zero sum(q), a value's to its weight.
 
-A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, and `decode_merge` adds the parts
-up in the order of the keys: the same bits in every run.
+A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, and the last to arrive adds the parts up
+in the order of the keys (`gluon_merge`; of a batch_invariant problem a launch does, `decode_merge`): the same bits in every run.
 
 Bytes moved: keys and values once for each 16 rows, and 8 rows d_v for each of at most 2 programs parts.
 """
