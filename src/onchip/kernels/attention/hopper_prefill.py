@@ -532,7 +532,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     bold = width <= 128 and (p.score is None or only_adds(p.score.text))  # at 256 finding a maximum hides behind the products
     bold = bold and not (packed and "batch_invariant" in p.extras)  # in a sequence's last tile the next one's queries would raise alarms too
-    share = width == width_v >= (128 if tile else 256)
+    share = width == width_v >= (128 if tile or (x.beside is not None and tiles.stages > 2) else 256)
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
         HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0, bold, share,

@@ -49,7 +49,7 @@ from onchip.kernels.attention.register_tiles import (
     weight_operand,
 )
 from onchip.kernels.attention.tile import ends, outputs
-from onchip.kernels.hopper import gl, gluon, start_next, wait_for_last
+from onchip.kernels.hopper import gl, gluon, start_next, uniform, wait_for_last
 from onchip.kernels.launch import starts_early
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -290,10 +290,6 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
         place = 2 * gl.program_id(0) + (part & 1)
     place = (b, kv_head, row, group, queries, token, whole, place)
     _finish((top, total, zeros, peak, acc, more), (query, head, there), place, sinks, out, lse, parts, C)
-    if parts[2] is not None:
-        MERGING: gl.constexpr = C.merging
-        if not whole:
-            add_up(part, (b, kv_head, row, queries, token), group, out, lse, sinks, parts, C.dim_v, C.rows, MERGING)
 
 
 @gluon.jit
@@ -360,6 +356,18 @@ def _write(result, added, grown, PLANE: gl.constexpr, place, out, parts, C: gl.c
         gl.store(parts[0] + to_part, x)
 
 
+@gluon.jit
+def _keep(numbers, first, values):
+    """Numbers that are the same in all threads, in shared memory."""
+    for n in gl.static_range(len(values)):
+        numbers.index(first + n).store(gl.full([1], values[n], gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+
+
+@gluon.jit
+def _kept(numbers, n):
+    return uniform(gl.max(numbers.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0))  # of one
+
+
 @gluon.jit(do_not_specialize=["batch", "len_q", "kv_heads", "group"])
 def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, lengths, offsets, scale, batch, len_q, kv_heads, group,
             BAND: gl.constexpr, C: gl.constexpr):  # fmt: skip
@@ -375,6 +383,11 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, 
     lists = (lengths, offsets, batch, len_q, kv_heads, group)
     begin, stop, each, b, before = my_share(lists, BAND, C)
     at = begin
+    cut = parts[2]
+    if parts[2] is not None:  # of a part that the share begins with, and of one that it ends with: what there is to know
+        cut = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        _keep(cut, 0, (at * 0 - 1, b, at))
+        _keep(cut, 3, (at * 0 - 1, b, at))
     while at < stop:  # a sequence
         len_k, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
         lowest, start, end = reach(len_k, queries, BAND, C.tile)
@@ -398,9 +411,22 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, 
                 of = channel + kv_head * C.dim
             unit = (b, kv_head, (number - kv_head * tiles) * C.rows, first, last, count == items, part, len_k, queries, token, lowest)
             _attend(unit, q, k, v, scales, of, out, lse, sinks, parts, entries, scale * LOG2E, group, C)
+            if parts[2] is not None:
+                if count < items:
+                    _keep(cut, gl.where(at == begin, 0, 3), (part, b, number))
             at += count
         before += items * tiles * kv_heads
         b += 1
+    if parts[2] is not None:  # at the end, for what it takes would be in registers from the beginning: int4 43.7 us to 47.1
+        for side in range(2):
+            part = _kept(cut, 3 * side)
+            if part >= 0:
+                b, number = _kept(cut, 3 * side + 1), _kept(cut, 3 * side + 2)
+                MERGING: gl.constexpr = C.merging
+                _, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
+                tiles = gl.cdiv(queries * group, C.rows)
+                unit = (b, number // tiles, number % tiles * C.rows, queries, token)
+                add_up(part, unit, group, out, lse, sinks, parts, C.dim_v, C.rows, MERGING)
 
 
 # ---- host
