@@ -347,7 +347,8 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
     copied = (q_desc, k_desc, v_desc, rings, told, lists, table)
     gl.warp_specialize([(_compute, (given, SCORE, ROWS, KEYS, C)), (_copy, (copied, BAND, C))], [1], [COPIER])
     if C.second:
-        wait_for_last()  # whoever waits for this one, waits for both
+        if gl.program_id(0) == gl.num_programs(0) - 1:
+            wait_for_last()  # whoever waits for this one, waits for both
 
 
 # ---- host

@@ -81,6 +81,7 @@ from onchip.kernels.hopper import (
     tma,
     tma_store,
     turn_over,
+    wait_for_last,
     warpgroup_mma,
     warpgroup_mma_wait,
     widened,
@@ -450,6 +451,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
     if not C.share:
         o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
     if C.first:
+        wait_for_last()
         start_next()
     fence_async_shared()
     told = message(C.groups)
@@ -491,6 +493,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
 # Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for a score, a window or a map.)
 TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
 LONG_64 = (3, 128, 3)
+BESIDE = ((128, 3), (256, 2))  # stages beside another launch: at 128 the output then leaves through the queries' buffer
 TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
 LAZILY = ((64, 0), (256, 64))
 SHORT = 2048  # queries of a causal problem: smaller tiles are more even
@@ -566,11 +569,19 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         page_table if page_table is None else (page_table, page_table.stride(0)), found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads,
         scale, gain, count, tiles_m, side_by_side, heads, p.group, p.len_q, p.len_k, batch_heads, out_heads.stride()[:3],
         (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides, steps,
-        MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4,
+        MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4, **({"launch_pdl": True} if shape.first else {}),
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
 def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     """`launch` over a PagedKV, as `ops.attention.paged_attention` passes them. Lengths are read on the device: a CUDA graph may capture the call."""
+    tiles = tiles if x.beside is None else of_few(p, tiles)
     return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)
+
+
+def of_few(p: Attention, tiles: Tiles) -> Tiles:
+    """Tiles for a few multiprocessors beside a launch that keeps memory busy: large ones, and as many keys on their way as there is room for."""
+    width = max(block(p.dim), block(p.value_dim))
+    groups, n, stages = pick(TILES, width)
+    return tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)), n=n, stages=max(stages, pick(BESIDE, width)))
