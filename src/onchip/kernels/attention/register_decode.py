@@ -289,22 +289,42 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
     if C.item == C.tile:
         place = 2 * gl.program_id(0) + (part & 1)
     place = (b, kv_head, row, group, queries, token, whole, place)
-    _finish((top, total, zeros, peak, acc, more), (query, head, there), place, sinks, out, lse, parts, C)
+    _finish((top, total, zeros, peak, acc, more), place, sinks, out, lse, parts, C)
 
 
 @gluon.jit
-def _finish(sums_of_warps, rows, place, sinks, out, lse, parts, C: gl.constexpr):
-    """What all warps have of a unit, or of a part of one, added up and written."""
+def _finish(sums_of_warps, place, sinks, out, lse, parts, C: gl.constexpr):
+    """What all warps have of a unit, or of a part of one, added up and written, by threads that have a row's numbers of all warps: what else there is of
+    a row goes there in one piece, since each way through shared memory is two barriers."""
     top, total, zeros, peak, acc, more = sums_of_warps
-    query, head, there = rows
-    b, whole, part, token = place[0], place[6], place[7], place[5]
+    b, kv_head, row, group, queries, token, whole, part = place
+    W: gl.constexpr = C.warps
     R: gl.constexpr = C.rows
     of_row: gl.constexpr = gl.SliceLayout(1, C.product)
-    rows_layout: gl.constexpr = gl.SliceLayout(0, of_row)
+    layout: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 2, 16], [1, W, 1], [2, 1, 0])
+    of_warps: gl.constexpr = gl.SliceLayout(2, layout)
+    rows_layout: gl.constexpr = gl.SliceLayout(0, of_warps)
+    sums = gl.convert_layout(gl.sum(total, 1), of_row)
+    added = sums
+    if C.zeros:
+        added = gl.convert_layout(gl.sum(zeros, 1), of_row)
+    peaks = gl.full([W, R], 0, gl.int32, of_row) + gl.convert_layout(peak, gl.SliceLayout(1, of_row))[:, None]
+    stats = gl.join(gl.join(top, sums), gl.join(added, peaks.to(gl.float32)))
+    stats = gl.convert_layout(stats, gl.BlockedLayout([W, 1, 2, 2], [1, 2, 16, 1], [1, W, 1, 1], [3, 2, 1, 0]))
+    stats, others = gl.split(stats)
+    top, sums = gl.split(stats)
+    added, peaks = gl.split(others)
+    top, peaks = gl.convert_layout(top, of_warps), gl.convert_layout(peaks, of_warps).to(gl.int32)
     best = gl.max(top, 0)
     share = gl.exp2(top - gl.where(best == float("-inf"), 0.0, best)[None, :])  # of each warp
-    sums = gl.sum(gl.convert_layout(gl.sum(total, 1), of_row) * share, 0)
-    logit = gl.full([R], float("-inf"), gl.float32, rows_layout)
+    sums = gl.sum(gl.convert_layout(sums, of_warps) * share, 0)
+    if C.zeros:
+        added = gl.sum(gl.convert_layout(added, of_warps) * share, 0)
+    else:
+        added = sums * 0.0
+    r = row + gl.arange(0, R, layout=rows_layout)
+    query, head = r // group, kv_head * group + r % group
+    there = query < queries
     grown = gl.full([R], 1.0, gl.float32, rows_layout)
     if sinks is not None:  # one more logit, which weighs nothing; of a unit in parts the merge adds it
         logit = gl.where(whole, gl.load(sinks + head, mask=there, other=0.0).to(gl.float32) * LOG2E, float("-inf"))
@@ -315,16 +335,12 @@ def _finish(sums_of_warps, rows, place, sinks, out, lse, parts, C: gl.constexpr)
         best = new_best
     grown = grown * gl.where(sums == 0.0, 0.0, gl.div_rn(1.0, sums))
     row_lse = best + gl.log2(sums)
-    result = acc * share[:, None, :]
-    added = gl.full([R], 0.0, gl.float32, rows_layout)
+    unit = gl.full([W, R], 1.0, gl.float32, of_warps)
     if C.codes:
-        result = result * power_of_two(peak - ROOM + (24 if C.zeros else 0))[:, None, None]
-        if C.zeros:
-            added = gl.sum(gl.convert_layout(gl.sum(zeros, 1), of_row) * share, 0)
-    _write(result, added, grown, 0, place, out, parts, C)
+        unit = power_of_two(peaks - ROOM + (24 if C.zeros else 0))
+    _write(acc, share, unit, added, grown, 0, place, out, parts, layout, C)
     if C.planes == 2:
-        result = more * share[:, None, :] * power_of_two(peak - ROOM + 20)[:, None, None]
-        _write(result, added, grown, 1, place, out, parts, C)
+        _write(more, share, power_of_two(peaks - ROOM + 20), added, grown, 1, place, out, parts, layout, C)
     if whole:
         if lse[0] is not None:
             gl.store(lse[0] + b.to(gl.int64) * lse[1] + head * lse[2] + token + query, row_lse * LN2, mask=there)
@@ -333,17 +349,19 @@ def _finish(sums_of_warps, rows, place, sinks, out, lse, parts, C: gl.constexpr)
 
 
 @gluon.jit
-def _write(result, added, grown, PLANE: gl.constexpr, place, out, parts, C: gl.constexpr):
-    """Results [warps, numbers of columns, rows] of a plane: added up, in the order of the columns."""
+def _write(result, share, unit, added, grown, PLANE: gl.constexpr, place, out, parts, layout: gl.constexpr, C: gl.constexpr):
+    """Results [warps, numbers of columns, rows] of a plane: added up, in the order of the columns. share, unit: [warps, rows], what they are multiplied by."""
     b, kv_head, row, group, queries, token, whole, part = place
     W: gl.constexpr = C.warps
     R: gl.constexpr = C.rows
     P: gl.constexpr = C.dim_v // C.planes
     E: gl.constexpr = C.chunk_v * C.of_word
-    layout: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 2, 16], [1, W, 1], [2, 1, 0])
     of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, layout))
     x = result.reshape([W, P // (8 * E), E, 8, R]).permute((0, 4, 1, 3, 2)).reshape([W, R, P])
-    x = gl.sum(gl.convert_layout(x, layout), 0)  # [rows, columns]
+    x = gl.convert_layout(x, layout) * share[:, :, None]
+    if C.codes:
+        x = x * unit[:, :, None]
+    x = gl.sum(x, 0)  # [rows, columns]
     x = (x + gl.convert_layout(added, of_row)[:, None]) * gl.convert_layout(grown, of_row)[:, None]
     columns = PLANE * P + gl.arange(0, P, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :]
     r = gl.arange(0, R, layout=of_row)
@@ -386,8 +404,8 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, 
     cut = parts[2]
     if parts[2] is not None:  # of a part that the share begins with, and of one that it ends with: what there is to know
         cut = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        _keep(cut, 0, (at * 0 - 1, b, at))
-        _keep(cut, 3, (at * 0 - 1, b, at))
+        _keep(cut, 0, (at * 0 - 1,))
+        _keep(cut, 3, (at * 0 - 1,))
     while at < stop:  # a sequence
         len_k, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
         lowest, start, end = reach(len_k, queries, BAND, C.tile)
