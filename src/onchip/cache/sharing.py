@@ -184,7 +184,7 @@ class _Costs:
     def sms(self, runs: list[Run], own: int) -> int:
         """Multiprocessors that multiply what one node has for all rows, while the others read `own` pages: so many that both take about as long. 0 where
         that is more than three in eight: what is left has to keep memory busy."""
-        if self.device.kind == "cpu" or len(runs) > 1 or self.few(runs):
+        if self.rates is not GPU or len(runs) > 1 or self.few(runs):
             return 0
         share = len(runs[0].pages) * len(runs[0].rows) * self.multiply / max(own * self.alone, 1e-9)
         wanted = STEP * math.ceil(share * self.device.sms / STEP)
