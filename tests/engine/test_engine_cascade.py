@@ -166,7 +166,7 @@ def test_a_graph_depends_on_the_kind_alone(folder, always, monkeypatch):
         assert answers(llm, PROMPTS[3:8]) == expected[3:8] and answers(llm, PROMPTS[6:7]) == expected[6:7]
     assert {bool(kind) for _, _, kind in graphs} == {True, False} and len(graphs) <= 8
     for size, _, kind in graphs:
-        assert all(rows & (rows - 1) == 0 and width == sharing.LEAST_WIDTH and longest <= size for rows, width, _, _, longest in kind)
+        assert all(rows & (rows - 1) == 0 and width == sharing.LEAST_WIDTH and longest <= size for rows, width, _, longest in kind)
 
 
 def test_kinds_are_bounded(folder, always, monkeypatch):

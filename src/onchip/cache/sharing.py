@@ -24,7 +24,7 @@ TILE = 128  # rows of a tile of many queries over pages
 FEW = 16  # queries up to which `triton_decode` reads them
 PART = 512  # keys at least that a part of a node has
 LEAST_WIDTH = 32  # pages of a table that stands for many
-STEP = 16  # multiprocessors: a graph is for one number of them, so they are a few
+STEP = 16  # multiprocessors
 
 
 class Rates(NamedTuple):
@@ -36,9 +36,9 @@ class Rates(NamedTuple):
     reached: float
 
 
-# 64 x (8k + 1k) on an H200, in a graph: a copy of the queries 5.8 us, the last merge 4.5, and what a launch over tiles takes at least.
-GPU = Rates(16e-6, 1, 0.5)
-EAGER = GPU._replace(launch=80e-6)  # of the host, where there is no graph: a launch over pages takes it 36 us, and then there are a copy and the merge
+# 64 x (8k + 1k) on an H200, in a graph: the last merge 4.5 us, and what a launch over tiles takes at least.
+GPU = Rates(11e-6, 1, 0.5)
+EAGER = GPU._replace(launch=80e-6)  # of the host, where there is no graph: a launch over pages takes it 36 us, and then there is the merge
 # One thread, time of the processor: a level takes 0.3 to 0.5 ms (8 rows of 16 + 64 keys); a key for one row four times its bytes at the rate of a copy (it
 # is gathered, and its product is one row's: 0.2 us for 768 bytes, 2.2 for 4,096), for many rows a quarter of the peak.
 CPU = Rates(0.5e-3, 4, 0.25)
@@ -182,13 +182,16 @@ class _Costs:
         return rows <= FEW and rows * self.p.group <= 4 * FEW
 
     def sms(self, runs: list[Run], own: int) -> int:
-        """Multiprocessors that multiply what one node has for all rows, while the others read `own` pages: so many that both take about as long. 0 where
-        that is more than three in eight: what is left has to keep memory busy."""
+        """Multiprocessors that multiply what one node has for all rows, while the others read `own` pages: by the time that each takes alone, and a fifth
+        more, since keys are long on their way beside others. 0 where that is more than a quarter of the time: what is left has to keep memory busy.
+
+        64 x (8k + 1k), a share of 0.24: 91 us by 48 of 132, 98 one after the other; 99 by 32, 98 by 64.
+        """
         if self.rates is not GPU or len(runs) > 1 or self.few(runs):
             return 0
-        share = len(runs[0].pages) * len(runs[0].rows) * self.multiply / max(own * self.alone, 1e-9)
-        wanted = STEP * math.ceil(share * self.device.sms / STEP)
-        return wanted if wanted <= 3 * self.device.sms // 8 else 0
+        alone = self.run(len(runs[0].pages), len(runs[0].rows))
+        share = alone / (alone + own * self.alone)
+        return STEP * math.ceil(1.2 * share * self.device.sms / STEP) if share <= 0.25 else 0
 
     def parts(self, runs: list[Run], levels: int) -> int:
         """Into how many the runs of a level are cut, a power of two, so that the tiles fill the device, and one launch merges the parts of all levels."""

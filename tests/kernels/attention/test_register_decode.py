@@ -25,7 +25,7 @@ PARTS += ("attention.register_tiles", "attention.register_decode")
 SOURCES = [f"onchip.kernels.{name}" for name in PARTS]
 
 
-def emulated(p, q, cache, how, edits=(), sinks=None, seen=1024, offsets=None, scale=None):
+def emulated(p, q, cache, how, edits=(), sinks=None, seen=1024, offsets=None, scale=None, apart=False):
     """Output and LSE of the kernel; `how`: keys of a warp and step, warps, programs, rows of a tile, tiles, and keys of an item or 0."""
     emulator = Emulator("slow loads")
     stand_ins = emulator.stand_ins
@@ -36,7 +36,11 @@ def emulated(p, q, cache, how, edits=(), sinks=None, seen=1024, offsets=None, sc
     kernel.outputs.__globals__["torch"] = kernel.torch
     assert KERNEL.refuses(p, GPUS["H200"]) == []
     *tiles, item = how
-    return kernel.launch(p, kernel.Shares(*tiles, item or how[0] * how[1]), q, cache, Operands(scale or p.dim**-0.5, offsets, sinks=sinks), True)
+    arrivals = torch.zeros(1024, dtype=torch.int32)
+    kernel.arrivals_of = lambda *_: (None if apart else arrivals, False)
+    result = kernel.launch(p, kernel.Shares(*tiles, item or how[0] * how[1]), q, cache, Operands(scale or p.dim**-0.5, offsets, sinks=sinks), True)
+    assert not arrivals.any()
+    return result
 
 
 def judge(p, q, cache, result, sinks=None) -> None:
@@ -109,6 +113,12 @@ def test_scales_far_outside_of_float16():
         p8 = p._replace(kv="int8")
         codes = coded(p8, cache._replace(v=values), False)
         judge(p8, q, codes, emulated(p8, q, codes, ONE))
+
+
+@emulates
+def test_parts_merged_apart():
+    p, q, cache = call("int8", UNEVEN, 16, dim=128)
+    judge(p, q, cache, emulated(p, q, cache, (32, 2, 4, 8, 1, 0), apart=True))
 
 
 @emulates

@@ -28,7 +28,7 @@ from onchip.kernels.attention import mods
 from onchip.kernels.attention.decode_merge import LISTED, SHARE, at_once, merge
 from onchip.kernels.attention.decode_tiles import items_of, reach, sequence_of
 from onchip.kernels.attention.gluon_merge import Merging, add_up, arrivals_of, merging_of, part_of
-from onchip.kernels.attention.gluon_shares import my_share
+from onchip.kernels.attention.gluon_shares import fetch, my_share
 from onchip.kernels.attention.hopper_tiles import ROOM, by_groups, clear, hide, next_sequence, of_keys, of_rows, programs_of, scored, shrunk, top_of, weigh
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, outputs
 from onchip.kernels.hopper import (
@@ -45,7 +45,6 @@ from onchip.kernels.hopper import (
     hear,
     mbarrier,
     message,
-    prefetch,
     ring,
     start_next,
     tell,
@@ -317,16 +316,6 @@ def _compute(given, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
         b = next_sequence(message, turn)
 
 
-@gluon.jit
-def _fetch(lengths, batch, table):
-    """The lengths, and this program's slice of the page table, to L2: all programs together bring most of it while each still prepares to read."""
-    entries, row, columns = table
-    line = 16 * gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))  # 64 bytes
-    prefetch(lengths + gl.where(line < batch, line, 0))
-    line += 16 * 128 * gl.program_id(0)
-    prefetch(entries + gl.where(line < (batch - 1) * row + columns, line, 0))
-
-
 @gluon.jit(do_not_specialize=["batch", "len_q", "kv_heads", "group"])
 def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, offsets, reads, scale, gain, batch, len_q, kv_heads, group,
             SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, BAND: gl.constexpr, C: gl.constexpr):  # fmt: skip
@@ -335,7 +324,7 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
     parts: float32 [2 programs, or items, C.rows, width of the values] and the LSE of their rows in base 2: the first of a program's at twice its number,
     its last, if that is of another unit, behind it.
     """
-    _fetch(lengths, batch, table)
+    fetch(lengths, batch, table)
     if not C.second:
         wait_for_last()
     start_next()  # who merges reads lengths too
@@ -346,7 +335,7 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
     given = (rings, told, group, sinks_ptr, out, lse, parts, scale, gain * LOG2E, reads)
     copied = (q_desc, k_desc, v_desc, rings, told, lists, table)
     gl.warp_specialize([(_compute, (given, SCORE, ROWS, KEYS, C)), (_copy, (copied, BAND, C))], [1], [COPIER])
-    if C.second:
+    if C.second:  # noqa: SIM102 (device code)
         if gl.program_id(0) == gl.num_programs(0) - 1:
             wait_for_last()  # whoever waits for this one, waits for both
 
@@ -355,7 +344,11 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
 
 KEYS = ((64, 128), (128, 64), (256, 32))  # of a tile, 32 KiB with its values, by head dimension up to
 EACH = ((128, 2), (256, 1))  # programs a multiprocessor: 32x4k at d128 131.8 us (one: 137.2), d256 133.5 (two: 139.1)
-MOST_PARTS = 32  # of a unit: as many as the merge has on their way at once
+# Of a unit, by the most keys: one program adds 16 up, a launch 32. (1x8k 15.7 us by 32, 14.3 by 16; 1x32k 38.5, 38.4; 1x128k 128.3, 131.1)
+MOST_PARTS = ((1 << 15, 16), (1 << 30, 32))
+UNEVEN = (
+    7  # eighths of all places: fewer programs than that are one a multiprocessor, since a launch that begins early fills up those that are half empty first
+)
 LAZILY = ((64, 0), (256, 64))
 AT_ONCE = 256  # lengths that a program looks at at once: eight a lane
 # Of a thread, by head dimension up to. Half of all leave room for two programs, or for the merge's before this kernel's end.
@@ -376,7 +369,10 @@ def tiles_of(p: Attention, device: Device, n: int, each: int, rounds: int = 2) -
     room = ROOM // each - (each - 1) * (1 << 10)  # of each program 1 KiB is the system's
     stages = (room - rounds * 64 * width * p.dtype.itemsize) // (n * (width + width_v) * p.dtype.itemsize)
     units = p.batch * p.kv_heads
-    programs = min(each * programs_of(device), MOST_PARTS * units, units * max(1, triton.cdiv(p.len_k, item)))
+    sms = programs_of(device)
+    programs = min(each * sms, pick(MOST_PARTS, p.len_k) * units, units * max(1, triton.cdiv(p.len_k, item)))
+    if sms < programs < each * sms * UNEVEN // 8:
+        programs = sms
     return Tiles(n, min(STAGES, stages), rounds, programs, item)
 
 
@@ -397,7 +393,7 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     queries, k, v = made = [*map(for_tma, pools)]
     if x.beside is not None:
         tiles = tiles._replace(programs=min(tiles.programs, x.beside.sms * pick(EACH, max(width, width_v))))
-    arrivals, new = arrivals_of(q, tiles.programs) if tiles.programs > 1 and tiles.item == tiles.n else (None, False)
+    arrivals, new = arrivals_of(q, tiles.programs, p.batch * p.kv_heads) if tiles.item == tiles.n else (None, False)
     second = x.beside is not None and x.beside.second and not new and all(map(operator.is_, pools, made))  # nothing is launched before it
     shape = Shape(
         tiles.n, tiles.stages, tiles.rounds, tiles.item, left, right, top_left, packed, p.page, p.value_dim, rows, pack, pick(LAZILY, width_v),

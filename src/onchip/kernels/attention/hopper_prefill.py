@@ -493,7 +493,6 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
 # Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for a score, a window or a map.)
 TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
 LONG_64 = (3, 128, 3)
-BESIDE = ((128, 3), (256, 2))  # stages beside another launch: at 128 the output then leaves through the queries' buffer
 TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
 LAZILY = ((64, 0), (256, 64))
 SHORT = 2048  # queries of a causal problem: smaller tiles are more even
@@ -513,7 +512,8 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
         groups = 1
     if (pack := pack_of(p, 64 * groups)) > 1:
         groups = min(groups, 2) if alone and p.tokens else min(groups, 2, triton.cdiv(p.len_q * pack, 64))
-        if not alone and p.kv_heads * query_tiles(p, 64 * groups, pack) < device.sms:
+        enough = device.sms if p.keys != "paged" else device.sms * 7 // 8  # 128 tiles over pages: 17.9 us, as 256 of half the size 24.5
+        if not alone and p.kv_heads * query_tiles(p, 64 * groups, pack) < enough:
             groups = 1
     return [Tiles(groups, n, stages, programs_of(device), pack)]
 
@@ -535,7 +535,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     bold = width <= 128 and (p.score is None or only_adds(p.score.text))  # at 256 finding a maximum hides behind the products
     bold = bold and not (packed and "batch_invariant" in p.extras)  # in a sequence's last tile the next one's queries would raise alarms too
-    share = width == width_v >= (128 if tile or (x.beside is not None and tiles.stages > 2) else 256)
+    share = width == width_v >= (128 if tile else 256)
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
         HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0, bold, share,
@@ -581,7 +581,6 @@ def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: 
 
 
 def of_few(p: Attention, tiles: Tiles) -> Tiles:
-    """Tiles for a few multiprocessors beside a launch that keeps memory busy: large ones, and as many keys on their way as there is room for."""
-    width = max(block(p.dim), block(p.value_dim))
-    groups, n, stages = pick(TILES, width)
-    return tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)), n=n, stages=max(stages, pick(BESIDE, width)))
+    """Whole tiles, for a few multiprocessors beside another launch."""
+    groups, *_ = pick(TILES, max(block(p.dim), block(p.value_dim)))
+    return tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)))

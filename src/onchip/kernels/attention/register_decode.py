@@ -33,7 +33,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.decode_merge import LISTED, SHARE, at_once, merge
 from onchip.kernels.attention.decode_tiles import ROOM, exponent, items_of, power_of_two, reach, sequence_of
 from onchip.kernels.attention.gluon_merge import add_up, arrivals_of, merging_of, part_of
-from onchip.kernels.attention.gluon_shares import my_share
+from onchip.kernels.attention.gluon_shares import fetch, my_share
 from onchip.kernels.attention.register_tiles import (
     Shape,
     base_of,
@@ -387,7 +387,7 @@ def _kept(numbers, n):
 
 
 @gluon.jit(do_not_specialize=["batch", "len_q", "kv_heads", "group"])
-def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, lengths, offsets, scale, batch, len_q, kv_heads, group,
+def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, lengths, offsets, scale, batch, len_q, kv_heads, group,
             BAND: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """A share of the list. q, out: pointer and strides; k, v: pointer and strides of page and head, in words; scales: as much
     of the keys' scales and zeros, and the values'.
@@ -395,6 +395,7 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, 
     Parts go to float32 [2 programs, or items, rows, dim_v] and their LSE in base 2: the first of a program to twice its number, its last, if that is of
     another unit, behind it.
     """
+    fetch(lengths, batch, table)
     if C.early:
         wait_for_last()
         start_next()  # the merge reads lengths too
@@ -410,7 +411,7 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, 
         len_k, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
         lowest, start, end = reach(len_k, queries, BAND, C.tile)
         items, tiles = items_of(len_k, queries, kv_heads, group, BAND, C.rows, C.tile, C.item)
-        entries = table + b.to(gl.int64) * table_row
+        entries = table[0] + b.to(gl.int64) * table[1]
         until = gl.minimum(stop, before + items * tiles * kv_heads)
         while at < until:  # a unit, or a part of one
             number = (at - before) // items
@@ -429,7 +430,7 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, 
                 of = channel + kv_head * C.dim
             unit = (b, kv_head, (number - kv_head * tiles) * C.rows, first, last, count == items, part, len_k, queries, token, lowest)
             _attend(unit, q, k, v, scales, of, out, lse, sinks, parts, entries, scale * LOG2E, group, C)
-            if parts[2] is not None:
+            if parts[2] is not None:  # noqa: SIM102 (device code)
                 if count < items:
                     _keep(cut, gl.where(at == begin, 0, 3), (part, b, number))
             at += count
@@ -512,7 +513,7 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     # Of packed queries a tile of rows for every `rows` tokens, and one more a sequence, is all that there may be.
     all_tiles = p.batch * how.tiles if not packed else min(p.batch * how.tiles, p.batch + p.tokens * p.group // how.rows)
     places = 2 * how.programs if how.item == tile else 1 if how.item == WHOLE else all_tiles * p.kv_heads * max(1, triton.cdiv(p.len_k, how.item))
-    arrivals, _ = arrivals_of(q, how.programs) if how.programs > 1 and how.item == tile else (None, False)
+    arrivals, _ = arrivals_of(q, how.programs, p.batch * units) if how.item == tile else (None, False)
     parts = (*(torch.empty((places, how.rows, *columns), dtype=torch.float32, device=q.device) for columns in ((p.value_dim,), ())), arrivals)
     strides = lambda t: (t, *((0,) * packed), *t.stride()[:-1])  # noqa: E731
     o, e = strides(out), (None, 0, 0) if lse is None else (lse, 0, lse.stride(0)) if packed else (lse, *lse.stride()[:2])
@@ -522,7 +523,7 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     early_launch = {"launch_pdl": True} if early else {}
     _decode[(how.programs,)](
         strides(q), *((t, t.stride(0), t.stride(2)) for t in pools), tuple(of), channel, o, e, parts, sinks,
-        cache.page_table, cache.page_table.stride(0), cache.lengths, x.q_offsets, scale, *sizes,
+        (cache.page_table, cache.page_table.stride(0), cache.page_table.shape[1]), cache.lengths, x.q_offsets, scale, *sizes,
         BAND=shape.band, C=shape, num_warps=how.warps, maxnreg=REGISTERS, **early_launch,
     )  # fmt: skip
     by_unit = how.item != tile or p.batch * units <= how.programs
