@@ -185,11 +185,11 @@ def store(pointer: Pointer, value, mask=None) -> None:
     pointer.written[chosen] = True
 
 
-def count(pointer: Pointer) -> Tensor:
-    """An atomic addition of 1: what stood there before."""
+def count(pointer: Pointer, added=1, **_order) -> Tensor:
+    """An atomic addition: what stood there before."""
     (place,), _ = pointer.chosen(None)
-    pointer.memory[place] += 1
-    return Tensor(pointer.memory[place] - 1)
+    pointer.memory[place] += added
+    return Tensor(pointer.memory[place] - added)
 
 
 def _once(written: torch.Tensor) -> None:
@@ -814,6 +814,8 @@ class Emulator:
             zeros=lambda shape, dtype, layout=None: Tensor(torch.zeros(shape, dtype=dtype)),
             load=load,
             store=store,
+            atomic_add=count,
+            thread_barrier=lambda: None,
             to_tensor=lambda x: Tensor(raw(x)),
             program_id=lambda axis: Tensor(raw(self.program)),
             num_programs=lambda axis: Tensor(raw(self.programs)),

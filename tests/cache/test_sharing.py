@@ -66,7 +66,10 @@ def test_a_long_prefix_of_many():
     assert [[(len(run.rows), len(run.pages)) for run in runs] for runs in plan.shared] == [[(64, 512)]]
     assert plan.parts == [8] and plan.apart / plan.seconds > 5  # 16 tiles of 128 rows on 132 multiprocessors
     (level,) = plan.levels(torch.device("cpu"))
+    assert level.sms == plan.sms == 48
     assert level.page_table.shape == (8, 64) and level.lengths.tolist() == [1024] * 8 and level.offsets is None and level.longest == 64
+    assert plan_cascade(p, pages, lengths, H200, graph=False).sms == plan_cascade(p, *fan([(64, 512, 4)]), H200).sms == 0  # or little is a row's own
+    assert plan_cascade(p._replace(batch=4), *fan([(4, 512, 64)]), H200).sms == 0  # few rows: the same kernel reads both
     few = p._replace(heads=8, kv_heads=1)  # a rank's: 4 tiles, but one launch merges no more than 16
     assert plan_cascade(few, pages, lengths, H200).parts == [8]
 

@@ -195,6 +195,32 @@ def test_on_hopper(device, tree, parts, dtype):
 
 
 @pytest.mark.hopper
+@pytest.mark.parametrize("sms", [16, 48])
+def test_what_is_shared_and_what_is_not_at_once(device, sms):
+    """By two launches of which the second waits for nothing: as one after the other, again and again, in a graph, and behind a kernel that writes queries."""
+    q, cache, levels, everything = build(([[(96, 2048)]], [5, 33, 0, 640] * 24), device=device, dtype=BF16, heads=(8, 2), dim=128, parts=4)
+    both = [levels[0]._replace(sms=sms)]
+    check(q, cache, both, everything)
+    expected = cascade_attention(q, cache, levels)
+    torch.testing.assert_close(cascade_attention(q, cache, both), expected, rtol=1e-2, atol=1e-2)  # the rows' own keys are cut elsewhere
+    expected, there = cascade_attention(q, cache, both), torch.empty_like(q)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(8):
+            there.zero_()
+            there.copy_(q)
+            out = cascade_attention(there, cache, both)
+    for _ in range(20):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
+    # rows that are not whole 16 bytes apart are copied, so that one waits for the other
+    apart = torch.zeros(96, 1, 8, 132, dtype=BF16, device=device)[..., :128].copy_(q)
+    assert torch.equal(cascade_attention(apart, cache, both), expected)
+
+
+@pytest.mark.hopper
 def test_a_graph_reads_levels_on_the_device(device):
     """Captured once; then nodes get other pages and lengths, and rows other nodes."""
     tree = ([[(24, 64), (40, 256)]], [5, 33, 18, 64] * 16)

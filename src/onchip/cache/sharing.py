@@ -24,6 +24,7 @@ TILE = 128  # rows of a tile of many queries over pages
 FEW = 16  # queries up to which `triton_decode` reads them
 PART = 512  # keys at least that a part of a node has
 LEAST_WIDTH = 32  # pages of a table that stands for many
+STEP = 16  # multiprocessors
 
 
 class Rates(NamedTuple):
@@ -35,9 +36,9 @@ class Rates(NamedTuple):
     reached: float
 
 
-# 64 x (8k + 1k) on an H200, in a graph: a copy of the queries 5.8 us, the last merge 4.5, and what a launch over tiles takes at least.
-GPU = Rates(16e-6, 1, 0.5)
-EAGER = GPU._replace(launch=80e-6)  # of the host, where there is no graph: a launch over pages takes it 36 us, and then there are a copy and the merge
+# 64 x (8k + 1k) on an H200, in a graph: the last merge 4.5 us, and what a launch over tiles takes at least.
+GPU = Rates(11e-6, 1, 0.5)
+EAGER = GPU._replace(launch=80e-6)  # of the host, where there is no graph: a launch over pages takes it 36 us, and then there is the merge
 # One thread, time of the processor: a level takes 0.3 to 0.5 ms (8 rows of 16 + 64 keys); a key for one row four times its bytes at the rate of a copy (it
 # is gathered, and its product is one row's: 0.2 us for 768 bytes, 2.2 for 4,096), for many rows a quarter of the peak.
 CPU = Rates(0.5e-3, 4, 0.25)
@@ -55,7 +56,7 @@ class Plan(NamedTuple):
 
     order     the rows of the batch as the levels need them: row `i` of a call is sequence `order[i]`.
     shared    for each level its runs, which cover all rows in order; none where sharing does not pay.
-    parts     for each level, into how many its runs are cut.
+    parts     for each level, into how many its runs are cut.        sms   that read the last level while the others read what is each row's own; 0: none.
     own       what each row, in order, has of its own: pages and keys.
     seconds   of one layer by the model, and with every sequence read for itself.
     """
@@ -63,6 +64,7 @@ class Plan(NamedTuple):
     order: list[int]
     shared: list[list[Run]]
     parts: list[int]
+    sms: int
     own: list[tuple[list[int], int]]
     page: int
     seconds: float
@@ -82,7 +84,8 @@ class Plan(NamedTuple):
 
         rows   of the batch, where graphs are to be few: those past the plan's own may read anything, and sizes are powers of two.
         """
-        return [self._level(runs, parts, device, rows) for runs, parts in zip(self.shared, self.parts, strict=True)]
+        levels = [self._level(runs, parts, device, rows) for runs, parts in zip(self.shared, self.parts, strict=True)]
+        return [*levels[:-1], *(level._replace(sms=self.sms) for level in levels[-1:])]
 
     def table(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """`page_table` and `lengths` of what is each row's own."""
@@ -142,10 +145,11 @@ def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Se
         below = [child for child in node.children if (id(child), left) in best]
         todo += [(child, at if at >= 0 else len(best[id(child), left].cuts) - 1, start, left) for child in below]
     shared = [_covering(sorted(runs, key=lambda run: run.rows.start), len(order)) for runs in shared if runs]
-    plan = Plan(order, shared, [costs.parts(runs, len(shared)) for runs in shared], [], problem.page, times[levels], apart)
-    for i, start in zip(order, plan.starts, strict=True):
+    plan = Plan(order, shared, [costs.parts(runs, len(shared)) for runs in shared], 0, [], problem.page, times[levels], apart)
+    starts = plan.starts
+    for i, start in zip(order, starts, strict=True):
         plan.own.append((list(pages[i][start : -(-lengths[i] // problem.page)]), lengths[i] - start * problem.page))
-    return plan
+    return plan._replace(sms=costs.sms(shared[-1], costs.before[-1] - sum(starts))) if shared else plan
 
 
 class _Costs:
@@ -172,12 +176,28 @@ class _Costs:
         state = batch * self.p.len_q * self.p.heads * (self.p.value_dim * self.p.dtype.itemsize + 4)
         return self.rates.launch + 2 * state / self.device.bandwidth
 
+    def few(self, runs: list[Run]) -> bool:
+        """Whether the kernel of few queries reads a level."""
+        rows = max(len(run.rows) for run in runs if run.pages) * self.p.len_q
+        return rows <= FEW and rows * self.p.group <= 4 * FEW
+
+    def sms(self, runs: list[Run], own: int) -> int:
+        """Multiprocessors that multiply what one node has for all rows, while the others read `own` pages: by the time that each takes alone, and a fifth
+        more, since keys are long on their way beside others. 0 where that is more than a quarter of the time: what is left has to keep memory busy.
+
+        64 x (8k + 1k), a share of 0.24: 91 us by 48 of 132, 98 one after the other; 99 by 32, 98 by 64.
+        """
+        if self.rates is not GPU or len(runs) > 1 or self.few(runs):
+            return 0
+        alone = self.run(len(runs[0].pages), len(runs[0].rows))
+        share = alone / (alone + own * self.alone)
+        return STEP * math.ceil(1.2 * share * self.device.sms / STEP) if share <= 0.25 else 0
+
     def parts(self, runs: list[Run], levels: int) -> int:
         """Into how many the runs of a level are cut, a power of two, so that the tiles fill the device, and one launch merges the parts of all levels."""
         if self.device.kind == "cpu":
             return 1  # nodes go one after the other there
-        rows = max(len(run.rows) for run in runs if run.pages) * self.p.len_q
-        if rows <= FEW and rows * self.p.group <= 4 * FEW:
+        if self.few(runs):
             return 1  # the kernel of few queries cuts keys itself
         tiles = sum(math.ceil(len(run.rows) * self.p.len_q * self.p.group / TILE) for run in runs if run.pages) * self.p.kv_heads
         longest = max(len(run.pages) for run in runs) * self.p.page

@@ -119,6 +119,7 @@ class Operands(NamedTuple):
     drop, state    the probability, and int64 [2] on the device: seed and offset.
     scales         of q, k and v in e4m3.
     sources        what their gradients go to, see `Quantised`: of kernels, only those in plain torch look at it, so that autograd finds its way.
+    beside         which launch shares the device with this one; a kernel need not look at it.
     """
 
     scale: float
@@ -133,6 +134,18 @@ class Operands(NamedTuple):
     state: Tensor | None = None
     scales: Scales | None = None
     sources: tuple[Tensor, ...] | None = None
+    beside: "Beside | None" = None
+
+
+class Beside(NamedTuple):
+    """Two launches, one behind the other, of which neither reads what the other writes and both may run at once.
+
+    sms     multiprocessors that this one takes.        second   whether it is the later one: it may begin when the first has begun,
+            and is complete when both are.
+    """
+
+    sms: int
+    second: bool
 
 
 class Rows(NamedTuple):

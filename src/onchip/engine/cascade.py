@@ -62,7 +62,7 @@ class Cascade:
         shared = [s.pages[: self._held(s)] for s in sequences]
         lengths = [len(pages) * self.pool.page + 1 for pages in shared]  # what is behind costs the same in all plans
         found = plan_cascade(self.problem._replace(batch=len(sequences)), shared, lengths, self.device, most=self.most, graph=size > 0)
-        levels = found.levels(torch.device("cpu"), size)
+        levels = found._replace(sms=0).levels(torch.device("cpu"), size)  # what is behind grows while a plan holds
         kind = tuple((*level.page_table.shape, level.parts, 0 if level.offsets is None else level.longest) for level in levels) if size else ()
         if not levels or (kind not in self._kept and len(self._kept) > KINDS):
             return None

@@ -151,6 +151,13 @@ def paged_attention(
         o = paged_attention(q, PagedKV(latent, latent[..., :512], page_table, lengths), scale=(128 + 64) ** -0.5)
         o = torch.einsum("bqhc,hcv->bqhv", o, w_uv)
     """
+    how = How(mask, chain(bias, score, softcap), sinks, None, False, batch_invariant, kernel)
+    return paged(q, cache, how, Operands(_scale(scale, q), q_offsets), longest, return_lse)
+
+
+def paged(q: Tensor, cache: PagedKV, how: How, x: Operands, longest: int | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """`paged_attention`, for who has more to say than its arguments do."""
+    q_offsets = x.q_offsets
     _plain("paged_attention", q)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q = q.to(torch.get_autocast_dtype(q.device.type) if isinstance(cache.k, Codes) else cache.k.dtype)
@@ -164,11 +171,10 @@ def paged_attention(
         raise ValueError(f"paged_attention: page_table is {_kind(pages)}; give int32 [{batch}, most pages] on {q.device}")
     if cache.lengths.dtype != torch.int32 or cache.lengths.shape != (batch,) or cache.lengths.device != q.device:
         raise ValueError(f"paged_attention: lengths are {_kind(cache.lengths)}; give int32 [{batch}] on {q.device}")
-    how, x = How(mask, chain(bias, score, softcap), sinks, None, False, batch_invariant, kernel), Operands(_scale(scale, q), q_offsets)
     run = graph.attend_paged
-    if not graph.in_graph(kernel, q, k, v):
+    if not graph.in_graph(how.kernel, q, k, v):
         longest = attend.longest_of(q_offsets) if q_offsets is not None and longest is None else longest
-        if kernel == "reference" or not _paged_grad(how, q, cache):
+        if how.kernel == "reference" or not _paged_grad(how, q, cache):
             run = attend.attend_paged
     sizes = attend.paged_sizes(q, cache.k, cache.v, pages.shape[1], None if q_offsets is None else (batch, longest))
     return run(how, sizes, q, cache, x, return_lse)

@@ -11,8 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.masks import Full
-from onchip.ops.attention import PagedKV, merge, paged_attention
+from onchip.core import device as devices
+from onchip.core import settings
+from onchip.core.masks import Causal, Full
+from onchip.core.problem import Beside, Operands
+from onchip.core.scores import chain
+from onchip.ops.attend import How
+from onchip.ops.attention import PagedKV, merge, paged, paged_attention
 
 
 class Level(NamedTuple):
@@ -24,6 +29,8 @@ class Level(NamedTuple):
     longest      the most rows that read one node; an upper bound will do.
     parts        Long nodes are cut into so many, that few of them keep a whole GPU busy. The batch goes by once for each part: `offsets` counts on
                  from `p * batch` for part `p`.
+    sms          multiprocessors that read the last level, if one node of it is read by all, while the others read what is each row's own; 0: one after
+                 the other. A kernel need not look at it.
     """
 
     page_table: Tensor
@@ -31,6 +38,7 @@ class Level(NamedTuple):
     offsets: Tensor | None
     longest: int
     parts: int = 1
+    sms: int = 0
 
 
 def cascade_attention(
@@ -57,30 +65,42 @@ def cascade_attention(
     """
     if q.ndim != 4:
         raise ValueError(f"cascade_attention: q is {list(q.shape)}; give [batch, len_q, heads, dim]")
-    how = {"scale": scale, "softcap": softcap, "kernel": kernel}
     if not levels:
-        return paged_attention(q, cache, sinks=sinks, return_lse=return_lse, **how)
-    states = []
+        return paged_attention(q, cache, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, kernel=kernel)
+    how, scale = How(Full(), chain(None, None, softcap), None, None, False, False, kernel), q.shape[-1] ** -0.5 if scale is None else scale
+    states, first, second = [], None, None
     for n, level in enumerate(levels):
         _check(n, level, q)
-        states += _shared(level, q, cache, how)
-    states.append(paged_attention(q, cache, sinks=sinks, return_lse=True, **how))
+        if n == len(levels) - 1:
+            first, second = _beside(level, q, cache)
+        states += _shared(level, q, cache, how, Operands(scale, beside=first))
+    states.append(paged(q, cache, how._replace(mask=Causal(), sinks=sinks), Operands(scale, beside=second), None, True))
     merged = merge(states)
     return merged if return_lse else merged[0]
 
 
-def _shared(level: Level, q: Tensor, cache: PagedKV, how: dict) -> list[tuple[Tensor, Tensor]]:
+def _beside(level: Level, q: Tensor, cache: PagedKV) -> tuple[Beside | None, Beside | None]:
+    """How the last level and what is each row's own share a GPU, if they do: then nothing else is launched between the two, and nothing that the first
+    reads is let go, since the second may write there."""
+    if not (level.sms and q.is_cuda) or level.offsets is not None or settings.SM_MARGIN.read():
+        return None, None
+    parts = q, level.lengths, cache.lengths, level.page_table, cache.page_table
+    if not all(t.is_contiguous() for t in parts[1:]) or q.flatten(0, 1).data_ptr() != q.data_ptr():
+        return None, None
+    return Beside(level.sms, False), Beside(devices.of(q.device).sms - level.sms, True)
+
+
+def _shared(level: Level, q: Tensor, cache: PagedKV, how: How, x: Operands) -> list[tuple[Tensor, Tensor]]:
     """The partial results of a level, one a part, each like that of the whole batch."""
     batch, len_q, heads, dim = q.shape
     nodes = PagedKV(cache.k, cache.v, level.page_table, level.lengths)
     rows = q.reshape(batch * len_q, heads, dim)
     if level.offsets is None:
-        rows = rows[None].expand(level.parts, -1, -1, -1)
-        out, lse = paged_attention(rows.contiguous(), nodes, mask=Full(), return_lse=True, **how)  # [parts, rows, heads, dim], [parts, heads, rows]
+        out, lse = paged(rows[None].expand(level.parts, -1, -1, -1), nodes, how, x, None, True)  # [parts, rows, heads, dim], [parts, heads, rows]
     else:
         offsets = level.offsets if len_q == 1 else level.offsets * len_q
         rows = rows if level.parts == 1 else rows.repeat(level.parts, 1, 1)
-        out, lse = paged_attention(rows, nodes, q_offsets=offsets, longest=level.longest * len_q, mask=Full(), return_lse=True, **how)
+        out, lse = paged(rows, nodes, how, x._replace(q_offsets=offsets), level.longest * len_q, True)
         lse = lse.unflatten(1, (level.parts, -1)).transpose(0, 1)
     out = out.reshape(level.parts, batch, len_q, heads, -1)
     lse = lse.unflatten(2, (batch, len_q)).transpose(1, 2)  # [parts, batch, heads, len_q]
@@ -89,7 +109,7 @@ def _shared(level: Level, q: Tensor, cache: PagedKV, how: dict) -> list[tuple[Te
 
 def _check(n: int, level: Level, q: Tensor) -> None:
     """Whether a level fits the batch, as far as it can be told without waiting for the device."""
-    table, lengths, offsets, longest, parts = level
+    table, lengths, offsets, longest, parts, _ = level
     if not (table.dtype == lengths.dtype == torch.int32 and table.ndim == 2 and lengths.shape == table.shape[:1] and parts >= 1):
         given = f"page_table {table.dtype} {list(table.shape)}, lengths {lengths.dtype} {list(lengths.shape)}, {parts} parts"
         raise ValueError(f"cascade_attention: level {n} has {given}; give int32 [parts * nodes, most pages] and int32 [parts * nodes], with 1 part or more")

@@ -305,7 +305,7 @@ HOPPER_DECODE = {  # dim, page, heads, len_q, what else
 
 @pytest.mark.parametrize(("dim", "page", "heads", "len_q", "how"), named(HOPPER_DECODE, "d64", "d128 softcap, sinks", "d256"))
 def test_hopper_decode(dim, page, heads, len_q, how):
-    """Nothing spills and nothing waits for each product; shared memory is full, but for what one of the merge's programs takes up to d128."""
+    """Nothing spills and nothing waits for each product; a batch_invariant problem's merge has room beside it up to d128."""
     how = dict(how)
     batch, extras = how.pop("batch", 32), how.pop("extras", ())
     p = Attention("decode", batch, len_q, 8192, *heads, dim, BF16, how.pop("band", Causal()), "paged", page, extras=extras)
@@ -313,12 +313,13 @@ def test_hopper_decode(dim, page, heads, len_q, how):
     ints = {"dtype": torch.int32}
     cache = PagedKV(meta(4096, page, heads[1], dim), meta(4096, page, heads[1], dim), meta(batch, 8192 // page, **ints), meta(batch, **ints))
     tiles, found = launched(hopper_decode, "sm_90", p, meta(batch, len_q, heads[0], dim), cache, x)
-    facts, merge = found["_decode"], found["merge"]
-    assert facts.spills <= allowed(0) and merge.spills == 0, f"{tiles}: {facts.spills} and {merge.spills} bytes"
+    facts, merge = found.pop("_decode"), found.pop("merge", None)
+    assert facts.spills <= allowed(0) and not found, f"{tiles}: {facts.spills} bytes"
+    assert (merge is None) == ("batch_invariant" not in extras) and (merge is None or merge.spills == 0)
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     each = 2 if dim <= 128 else 1  # programs a multiprocessor
     assert each * tiles.stages * tiles.n * dim * 4 >= 128 << 10  # bytes on their way
-    assert each * (facts.shared + (1 << 10)) + (merge.shared + (1 << 10)) * (dim == 128) <= 228 << 10
+    assert each * (facts.shared + (1 << 10)) + (merge.shared + (1 << 10) if merge and dim == 128 else 0) <= 228 << 10
     assert facts.wgmma == 2 * (dim // 16 + tiles.n // 16)
     copies = 2 * max(1, tiles.n // page)  # of a tile
     assert facts.tma_loads in (dim // 64 * (1 + copies), dim // 64 * (1 + 2 * copies))  # where it is one page LLVM unrolls the loop
@@ -346,7 +347,7 @@ def test_register_decode(kv, dim, page, heads, len_q):
     cache = PagedKV(pool, pool, meta(32, 4096 // page, **ints), meta(32, **ints))
     tiles, found = launched(register_decode, "sm_90", p, meta(32, len_q, heads[0], dim), cache, Operands(dim**-0.5))
     facts = found["_decode"]
-    assert facts.spills <= allowed(16) and found["merge"].spills == 0, f"{tiles}: {facts.spills} bytes"
+    assert facts.spills <= allowed(80) and list(found) == ["_decode"], f"{tiles}: {facts.spills} bytes"  # all behind the loop
     bits = 4 if kv == "int4" else 8 if kv else 16
     assert facts.vector_loads >= 2 * tiles.n * dim * bits // 8 // 512  # of a warp's keys and values
     assert len(re.findall("shfl", facts.ptx)) <= 90 and facts.shared <= 16 << 10

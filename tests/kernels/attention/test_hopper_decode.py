@@ -14,7 +14,7 @@ import onchip
 from gluon_emulator import MODES, Fault, timings
 from onchip.core.device import GPUS
 from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import Operands
+from onchip.core.problem import Beside, Operands
 from onchip.core.scores import ALiBi, Softcap, chain
 from onchip.dispatch import select
 from onchip.kernels.attention import DECODE
@@ -31,6 +31,7 @@ PARTS = (
     "hopper",
     "attention.hopper_tiles",
     "attention.decode_tiles",
+    "attention.gluon_merge",
     "attention.gluon_shares",
     "attention.hopper_decode",
 )
@@ -127,8 +128,8 @@ class Poisoned:
         return torch.empty(*shape, **how).fill_(torch.nan)
 
 
-def emulated(c: Case, call, mode: str, seed=0, edits=()):
-    """Output and LSE of the kernel; a call is queries, cache and sinks, or of packed queries, their offsets."""
+def emulated(c: Case, call, mode: str, seed=0, edits=(), apart=False, beside=None):
+    """Output and LSE of the kernel; a call is queries, cache and sinks, or of packed queries, their offsets. apart: parts are merged by a second launch."""
     q, cache, third = call
     packed = q.dim() == 3
     sinks, offsets = (None, third) if packed else (third, None)
@@ -144,7 +145,11 @@ def emulated(c: Case, call, mode: str, seed=0, edits=()):
     p, x = problem_of("decode", how, paged_sizes(like, cache.k, cache.v, cache.page_table.shape[1]), Operands(c.scale or c.dim**-0.5, offsets), q)
     p = p._replace(tokens=len(q) * packed)
     assert KERNEL.refuses(p, GPUS["H200"]) == []
-    return kernel.launch(p, kernel.Tiles(*c.tiles, c.item or c.tiles[0]), q, cache, x, True)
+    arrivals = torch.zeros(1024, dtype=torch.int32)
+    kernel.arrivals_of = lambda *_: (None if apart else arrivals, False)
+    result = kernel.launch(p, kernel.Tiles(*c.tiles, c.item or c.tiles[0]), q, cache, x._replace(beside=beside), True)
+    assert not arrivals.any()
+    return result
 
 
 # ---- as it is
@@ -196,6 +201,22 @@ def test_heads_before_slots():
 
 
 @emulates
+def test_parts_merged_apart():
+    """By a launch of its own where a program may not: the same numbers but for the order of additions."""
+    call = call_of(SMALL)
+    judge(SMALL, call, emulated(SMALL, call, "slow loads", apart=True))
+
+
+@emulates
+def test_beside_another_launch():
+    """With fewer programs, and without a wait before the end."""
+    c = SMALL._replace(tiles=(64, 2, 2, 9))
+    call = call_of(c)
+    for ours, theirs in zip(emulated(c, call, "slow loads", beside=Beside(2, True)), emulated(SMALL, call, "slow loads"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@emulates
 def test_packed_queries():
     """Counts that differ, none at all included; tokens behind the last are left alone."""
     counts, lengths, c = (1, 0, 3, 2), (200, 70, 33, 2), Case((64, 2, 2, 5), 16, (200, 70, 33, 2), 3, heads=(4, 2))
@@ -231,6 +252,8 @@ ADD = "        acc, total = shrunk(acc, total, shrink, C)\n        total = total
 DONE = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])\n"
 FREE = "        mbarrier.arrive(v_empty.index(vi), count=1)\n"
 MINE = "        mbarrier.arrive(q_empty.index(mine), count=1)\n"
+ARRIVED = 'scope="gpu") == count - 1:'
+MANY, TALL = LONG._replace(tiles=(32, 2, 2, 40), dim=256), Case((64, 2, 2, 5), 16, (290, 30), 9, heads=(4, 2))
 SEQUENCE = "sequence_of(lengths, offsets, b, b < batch, len_q)\n        len_k ="
 BUGS = [
     Bug("a share begins where the next one does", SMALL, (
@@ -254,7 +277,14 @@ BUGS = [
     Bug("values of free slots are not cleared", SMALL, (("        clear(v_ring, vi, vp, n, len_k, C)\n        words", "        words"),)),
     Bug("values of free slots are not cleared in a first tile", SMALL, (("    clear(v_ring, vi, vp, n, len_k, C)\n    acc", "    acc"),)),
     Bug("the output is not over the largest score", LONG, ((ADD, ADD.splitlines()[1]),)),
-    Bug("a part goes where the program's other one does", SMALL, (("part = 2 * gl.program_id(0) + (at > begin).to(gl.int32)", "part = 2 * gl.program_id(0)"),)),
+    Bug("a part goes where the program's other one does", SMALL, (("slot = 2 * gl.program_id(0) + (part & 1)", "slot = 2 * gl.program_id(0)"),)),
+    Bug("a part is added up before the last one is there", SMALL, ((ARRIVED, ARRIVED.replace("1:", "2:")),)),
+    Bug("arrivals are not set back", SMALL, (("        gl.store(parts[2] + owner, 0)\n", ""),)),
+    Bug("the first part is looked for where the program's other one is", SMALL, (("gl.where(s == 0, later, 0)", "0"),)),
+    Bug("parts past a tile of them are left out", MANY, (("for first in range(0, count, P):", "for first in range(0, P, P):"),)),
+    Bug("parts are not over one maximum", LARGE, (("+ gl.sum(x * weights[:, :, None], 0)", "+ gl.sum(x, 0)"),)),
+    Bug("rows past a tile of them are left out", TALL, (("for row in range(0, rows, H):", "for row in range(0, H, H):"),)),
+    Bug("the sink of a unit in parts is left out", SINKS, (("if sinks is not None:\n                logit", "if False:\n                logit"),)),
     Bug("each part has the sink", SINKS, (('logit = gl.where(part < 0, logit, float("-inf"))', "logit = logit * 1.0"),)),
     Bug("a window hides nothing in a tile that it ends in", WINDOW, (("(n < first_whole) | (n + N > whole_end)", "n + N > whole_end"),)),
     Bug("a tile of a window is left out", WINDOW, (("n = start + item * C.item", "n = start + item * C.item + (start > 0) * N"),)),
@@ -328,3 +358,25 @@ def test_lengths_change_under_a_graph(problem, lengths, device):
         for ours, theirs in zip((out, lse), onchip.paged_attention(q, cache, scale=0.1, return_lse=True, kernel="reference"), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
         assert torch.equal(out, launch(q, cache, Operands(0.1), True)[0])
+
+
+@pytest.mark.parametrize(("problem", "lengths"), [gpu(*case([700, 5000], 16, **LOW))])
+def test_graphs_run_beside_each_other(problem, lengths, device):
+    """Two of one problem on two streams, and calls on a third: each counts its own arrivals, and leaves zeros."""
+    p, q, cache = problem, queries(problem, device), paged(problem, lengths, device)
+    launch, streams = select(p, device, KERNEL.name).launch, [torch.cuda.Stream() for _ in range(3)]
+    expected = launch(q, cache, Operands(0.1), False)
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    results = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            results.append([launch(q, cache, Operands(0.1), False) for _ in range(20)])
+    for _ in range(10):
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            eager = [launch(q, cache, Operands(0.1), False) for _ in range(10)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for found in (*results, eager) for out in found)

@@ -13,7 +13,7 @@ from gluon_emulator import MODES, Emulator, Fault, timings
 from judge import assert_as_good_as_torch
 from onchip.core.device import GPUS
 from onchip.core.masks import Causal, Chunked, Document, Full, Prefix, Window
-from onchip.core.problem import Operands
+from onchip.core.problem import Beside, Operands
 from onchip.core.scores import ALiBi, Bias, Softcap, chain
 from onchip.dispatch import select
 from onchip.kernels.attention import DECODE
@@ -72,7 +72,7 @@ def call_of(c: Case):
     return q, PagedKV(k, v, table, torch.tensor(c.lengths, dtype=torch.int32)), torch.randn(c.heads[0]) if c.sinks else None
 
 
-def emulated(c: Case, call, mode: str, seed=0, edits=()):
+def emulated(c: Case, call, mode: str, seed=0, edits=(), beside=None):
     """Output and LSE of the kernel."""
     q, cache, sinks = call
     kernel = Strict(mode, seed).load(*SOURCES, edits=edits)
@@ -80,7 +80,7 @@ def emulated(c: Case, call, mode: str, seed=0, edits=()):
     how = How(c.mask, chain(None, c.score, None), sinks, None, False, False, KERNEL.name)
     p, x = problem_of("decode", how, paged_sizes(q, cache.k, cache.v, cache.page_table.shape[1]), Operands(c.dim**-0.5), q)
     assert KERNEL.refuses(p, GPUS["H200"]) == []
-    return kernel.launch_paged(p, kernel.Tiles(*c.tiles), q, cache, x, True)
+    return kernel.launch_paged(p, kernel.Tiles(*c.tiles), q, cache, x._replace(beside=beside), True)
 
 
 def judge(c: Case, call, result) -> None:
@@ -138,6 +138,16 @@ def test_rows_that_see_no_key(page):
     out, lse = emulated(c, call_of(c), "slow loads")
     for row, blind in enumerate((130, 150)):
         assert not out[row, :blind].any() and (lse[row, :, :blind] == -torch.inf).all() and lse[row, :, blind:].isfinite().all()
+
+
+@emulates
+@pytest.mark.parametrize("beside", [None, Beside(3, False)])
+def test_the_same_queries_of_all(beside):
+    """As a cascade has them: in memory once. And by a few programs, each of which has every third tile."""
+    c = Case((2, 64, 2, EACH), 16, UNEVEN, 70, Full(), heads=(4, 2))
+    q, cache, sinks = call_of(c)
+    call = q[:1].expand(len(q), -1, -1, -1), cache, sinks
+    judge(c, call, emulated(c, call, "slow loads", beside=beside))
 
 
 # ---- with a bug

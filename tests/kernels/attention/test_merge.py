@@ -98,7 +98,7 @@ def test_merge_compiles(problem, arch):
         "outs": (kind,) * parts, "lses": ("*fp32",) * parts, "out_strides": (three,) * parts, "lse_strides": (three,) * parts,
         "o_ptr": kind, "o_lse_ptr": "*fp32", "o_lse_strides": three, "rows": "i32", "len_q": "i32", "heads": "i32",
     }  # fmt: skip
-    constexprs = {"PARTS": parts, "DV": problem.width, "ROWS": how.rows, "BLOCK": how.block}
+    constexprs = {"PARTS": parts, "DV": problem.width, "ROWS": how.rows, "BLOCK": how.block, "EARLY": arch == "sm_90"}
     facts = compile_for(triton_merge._merge, signature, constexprs, arch, how.warps, aligned=("out_strides",))
     assert facts.spills == 0 and facts.registers <= 128
     assert facts.vector_loads >= parts or arch == "gfx942"  # 64 lanes a warp: short rows give each less

@@ -20,12 +20,12 @@ from onchip.kernels.attention.decode_merge import at_once
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KERNEL = DECODE.kernel("register_decode")
-PARTS = ("curves", "attention.texts", "attention.mods", "attention.tile", "hopper", "attention.decode_tiles", "attention.gluon_shares")
+PARTS = ("curves", "attention.texts", "attention.mods", "attention.tile", "hopper", "attention.decode_tiles", "attention.gluon_merge", "attention.gluon_shares")
 PARTS += ("attention.register_tiles", "attention.register_decode")
 SOURCES = [f"onchip.kernels.{name}" for name in PARTS]
 
 
-def emulated(p, q, cache, how, edits=(), sinks=None, seen=1024, offsets=None, scale=None):
+def emulated(p, q, cache, how, edits=(), sinks=None, seen=1024, offsets=None, scale=None, apart=False):
     """Output and LSE of the kernel; `how`: keys of a warp and step, warps, programs, rows of a tile, tiles, and keys of an item or 0."""
     emulator = Emulator("slow loads")
     stand_ins = emulator.stand_ins
@@ -36,7 +36,11 @@ def emulated(p, q, cache, how, edits=(), sinks=None, seen=1024, offsets=None, sc
     kernel.outputs.__globals__["torch"] = kernel.torch
     assert KERNEL.refuses(p, GPUS["H200"]) == []
     *tiles, item = how
-    return kernel.launch(p, kernel.Shares(*tiles, item or how[0] * how[1]), q, cache, Operands(scale or p.dim**-0.5, offsets, sinks=sinks), True)
+    arrivals = torch.zeros(1024, dtype=torch.int32)
+    kernel.arrivals_of = lambda *_: (None if apart else arrivals, False)
+    result = kernel.launch(p, kernel.Shares(*tiles, item or how[0] * how[1]), q, cache, Operands(scale or p.dim**-0.5, offsets, sinks=sinks), True)
+    assert not arrivals.any()
+    return result
 
 
 def judge(p, q, cache, result, sinks=None) -> None:
@@ -112,6 +116,12 @@ def test_scales_far_outside_of_float16():
 
 
 @emulates
+def test_parts_merged_apart():
+    p, q, cache = call("int8", UNEVEN, 16, dim=128)
+    judge(p, q, cache, emulated(p, q, cache, (32, 2, 4, 8, 1, 0), apart=True))
+
+
+@emulates
 def test_a_negative_scale():
     p, q, cache = call("int8", UNEVEN, 16)
     result = emulated(p, q, cache, ONE, scale=-0.2)
@@ -143,7 +153,7 @@ def test_packed_queries(item):
 SMALL = ("int8", UNEVEN, 16, (32, 2, 4, 8, 1, 0), {"dim": 128})
 LONG = ("int8", (500,), 16, (16, 2, 1, 8, 1, 0), {})
 NEXT = "        n = new\n        pages = pages_of(entries, n"
-ADDED = "added = gl.sum(gl.convert_layout(gl.sum(zeros, 1), of_row) * share, 0)"
+ADDED = "added = gl.sum(gl.convert_layout(added, of_warps) * share, 0)"
 ZERO = "x += number(of_old[s][1])[:, :, None] * q_sums[:, None, :]"
 ODD = '_merged(even, odd, "0x7362")'
 BUGS = [
@@ -154,12 +164,13 @@ BUGS = [
     Bug("weights are not turned", SMALL, ((".permute((0, 1, 4, 3, 2)).reshape([W, 16, R])", ".reshape([W, 16, R])"),)),
     Bug("even and odd keys change places", SMALL, ((ODD, ODD.replace("even, odd", "odd, even")),)),
     Bug("a key's zero is left out", SMALL, ((ZERO, "x += 0.0"),)),
-    Bug("a value's zero is left out", SMALL, ((ADDED, "added += 0.0"),)),
+    Bug("a value's zero is left out", SMALL, ((ADDED, "added = sums * 0.0"),)),
     Bug("sums do not shrink as the scale grows", LONG, (("gl.maximum(peak - new_peak, -126)", "gl.maximum(peak - peak, -126)"),)),
     Bug("values of free slots are not cleared", SMALL, (("return gl.where(seen[:, :, None], words, 0)", "return words"),
                                                        ("of = (gl.where(seen, of[0], 0), gl.where(seen, of[1], 0))", "of = (of[0], of[1])"))),
-    Bug("a part goes where the program's other one does", SMALL, (("2 * gl.program_id(0) + (at > begin).to(gl.int32)", "2 * gl.program_id(0)"),)),
-    Bug("warps' sums are not over one maximum", SMALL, (("    result = acc * share[:, None, :]", "    result = acc * 1.0"),)),
+    Bug("a part goes where the program's other one does", SMALL, (("place = 2 * gl.program_id(0) + (part & 1)", "place = 2 * gl.program_id(0)"),)),
+    Bug("parts of a unit are those of the one before", SMALL, (("part_of(at, begin, before + number * items,", "part_of(at, begin, before,"),)),
+    Bug("warps' sums are not over one maximum", SMALL, (("gl.convert_layout(x, layout) * share[:, :, None]", "gl.convert_layout(x, layout)"),)),
     Bug("a window hides nothing in a tile that it begins in", ("int8", (300, 90), 16, (16, 2, 4, 8, 1, 0), {"mask": Window(70)}),
         (("(n < first_whole) | (new > whole_end)", "new > whole_end"),)),
 ]  # fmt: skip

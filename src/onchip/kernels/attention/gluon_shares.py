@@ -1,7 +1,7 @@
 """A program's share of the list of key tiles (`decode_tiles`), in Gluon."""
 
 from onchip.kernels.attention.decode_tiles import items_of, sequence_of, share_length, share_of
-from onchip.kernels.hopper import gl, gluon
+from onchip.kernels.hopper import gl, gluon, prefetch
 
 
 @gluon.jit
@@ -27,9 +27,19 @@ def _passed(work, there, item, seen):
 
 
 @gluon.jit
+def fetch(lengths, batch, table):
+    """The lengths, and this program's slice of the page table, to L2: all programs together bring most of it while each still prepares to read. Of 4 warps."""
+    entries, row, columns = table
+    line = 16 * gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))  # 64 bytes
+    prefetch(lengths + gl.where(line < batch, line, 0))
+    line += 16 * 128 * gl.program_id(0)
+    prefetch(entries + gl.where(line < (batch - 1) * row + columns, line, 0))
+
+
+@gluon.jit
 def my_share(lists, BAND: gl.constexpr, C: gl.constexpr):
-    """This program's items, [begin, stop), the sequence that the first is of, and the items before that sequence's. Loads wait for no other, of a batch
-    that is looked at at once.
+    """This program's items, [begin, stop), the items of each share, the sequence that the first is of, and the items before that sequence's. Loads wait
+    for no other, of a batch that is looked at at once.
 
     lists: lengths, offsets of packed queries or None, sequences, queries, key heads, heads of a group.        C: `rows` and keys of a `tile`, keys
     of an `item`, `listed` sequences at a time, by threads as `list` says; `once` if that is all.
@@ -56,4 +66,4 @@ def my_share(lists, BAND: gl.constexpr, C: gl.constexpr):
             b += more
             before += items
             seen += all_items
-    return begin, share_of(program + 1, total, each), b, before
+    return begin, share_of(program + 1, total, each), each, b, before

@@ -7,11 +7,13 @@ a multiprocessor has 128 to 192 KiB on their way all the time, as 1 us of latenc
 shared memory which unit comes next. That warpgroup works on 64 rows, the least that wgmma takes; most are padding, which costs nothing: memory is the floor.
 
 A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, of the rows that there are, and
-`decode_merge` adds the parts up in the order of the keys: the same bits in every run.
+the last to arrive adds the parts up in the order of the keys (`gluon_merge`; of a batch_invariant problem a launch does, `decode_merge`): the same bits
+in every run.
 
 Bytes moved: keys and values once, and 8 rows d_v for each of at most 2 programs parts.
 """
 
+import operator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -25,7 +27,8 @@ from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.decode_merge import LISTED, SHARE, at_once, merge
 from onchip.kernels.attention.decode_tiles import items_of, reach, sequence_of
-from onchip.kernels.attention.gluon_shares import my_share
+from onchip.kernels.attention.gluon_merge import Merging, add_up, arrivals_of, merging_of, part_of
+from onchip.kernels.attention.gluon_shares import fetch, my_share
 from onchip.kernels.attention.hopper_tiles import ROOM, by_groups, clear, hide, next_sequence, of_keys, of_rows, programs_of, scored, shrunk, top_of, weigh
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, outputs
 from onchip.kernels.hopper import (
@@ -42,7 +45,6 @@ from onchip.kernels.hopper import (
     hear,
     mbarrier,
     message,
-    prefetch,
     ring,
     start_next,
     tell,
@@ -91,6 +93,8 @@ class Shape:
     lazily: int  # values that are scaled together, or not; 0: always all
     listed: int  # sequences that a program looks at at once
     once: bool  # whether these are all
+    merging: Merging
+    second: bool  # whether it begins beside the launch in front
 
     @property
     def parts(self):
@@ -132,7 +136,7 @@ def _copy(given, BAND: gl.constexpr, C: gl.constexpr):
     N: gl.constexpr = C.n
     KNOWN: gl.constexpr = 32 // C.parts  # tiles whose pages are looked up at once
     q_ring, k_ring, v_ring = rings
-    begin, stop, b, before = my_share(lists, BAND, C)
+    begin, stop, each, b, before = my_share(lists, BAND, C)
     at, turn = begin, begin * 0
     q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
     while at < stop:  # a sequence
@@ -155,7 +159,7 @@ def _copy(given, BAND: gl.constexpr, C: gl.constexpr):
             pages = _pages(entries, n, lowest, last, C)
             keys = gl.maximum(gl.cdiv(last - n, N), 1)
             if C.item == N:
-                part = 2 * gl.program_id(0) + (at > begin).to(gl.int32)
+                part = part_of(at, begin, at - item, items, each)
             else:
                 part = at
             tell(message, turn, (b, kv_head, n, keys, gl.where(count == items, -1, part), len_k, queries, token))
@@ -279,9 +283,15 @@ def _attend(place, group, cursors, q, k_ring, v_ring, sinks_ptr, out, lse, parts
         if lse[0] is not None:
             gl.store(lse[0] + batch * lse[1] + head * lse[2] + token + query, row_lse * LN2, mask=there)
     else:
-        row = part.to(gl.int64) * C.rows
+        slot = part
+        if C.item == N:
+            slot = 2 * gl.program_id(0) + (part & 1)
+        row = slot.to(gl.int64) * C.rows
         gl.store(parts[0] + ((row + o_query * group + o_member)[:, None] * DV + dims[None, :]), acc, mask=kept)
         gl.store(parts[1] + row + query * group + member, row_lse, mask=there)
+        if parts[2] is not None:
+            MERGING: gl.constexpr = C.merging
+            add_up(part, (b, kv_head, 0, queries, token), group, out, lse, sinks_ptr, parts, C.dim_v, C.rows, MERGING)
     return ki, kp, vi, vp
 
 
@@ -306,16 +316,6 @@ def _compute(given, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
         b = next_sequence(message, turn)
 
 
-@gluon.jit
-def _fetch(lengths, batch, table):
-    """The lengths, and this program's slice of the page table, to L2: all programs together bring most of it while each still prepares to read."""
-    entries, row, columns = table
-    line = 16 * gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))  # 64 bytes
-    prefetch(lengths + gl.where(line < batch, line, 0))
-    line += 16 * 128 * gl.program_id(0)
-    prefetch(entries + gl.where(line < (batch - 1) * row + columns, line, 0))
-
-
 @gluon.jit(do_not_specialize=["batch", "len_q", "kv_heads", "group"])
 def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, offsets, reads, scale, gain, batch, len_q, kv_heads, group,
             SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, BAND: gl.constexpr, C: gl.constexpr):  # fmt: skip
@@ -324,9 +324,10 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
     parts: float32 [2 programs, or items, C.rows, width of the values] and the LSE of their rows in base 2: the first of a program's at twice its number,
     its last, if that is of another unit, behind it.
     """
-    _fetch(lengths, batch, table)
-    wait_for_last()
-    start_next()  # the merge reads lengths too
+    fetch(lengths, batch, table)
+    if not C.second:
+        wait_for_last()
+    start_next()  # who merges reads lengths too
     rings = (ring(q_desc, C.rounds, 1), ring(k_desc, C.stages, 1, C.parts), ring(v_desc, C.stages, 1, C.parts))
     fence_async_shared()
     told = message(1)
@@ -334,13 +335,20 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
     given = (rings, told, group, sinks_ptr, out, lse, parts, scale, gain * LOG2E, reads)
     copied = (q_desc, k_desc, v_desc, rings, told, lists, table)
     gl.warp_specialize([(_compute, (given, SCORE, ROWS, KEYS, C)), (_copy, (copied, BAND, C))], [1], [COPIER])
+    if C.second:  # noqa: SIM102 (device code)
+        if gl.program_id(0) == gl.num_programs(0) - 1:
+            wait_for_last()  # whoever waits for this one, waits for both
 
 
 # ---- host
 
 KEYS = ((64, 128), (128, 64), (256, 32))  # of a tile, 32 KiB with its values, by head dimension up to
 EACH = ((128, 2), (256, 1))  # programs a multiprocessor: 32x4k at d128 131.8 us (one: 137.2), d256 133.5 (two: 139.1)
-MOST_PARTS = 32  # of a unit: as many as the merge has on their way at once
+# Of a unit, by the most keys: one program adds 16 up, a launch 32. (1x8k 15.7 us by 32, 14.3 by 16; 1x32k 38.5, 38.4; 1x128k 128.3, 131.1)
+MOST_PARTS = ((1 << 15, 16), (1 << 30, 32))
+UNEVEN = (
+    7  # eighths of all places: fewer programs than that are one a multiprocessor, since a launch that begins early fills up those that are half empty first
+)
 LAZILY = ((64, 0), (256, 64))
 AT_ONCE = 256  # lengths that a program looks at at once: eight a lane
 # Of a thread, by head dimension up to. Half of all leave room for two programs, or for the merge's before this kernel's end.
@@ -361,7 +369,10 @@ def tiles_of(p: Attention, device: Device, n: int, each: int, rounds: int = 2) -
     room = ROOM // each - (each - 1) * (1 << 10)  # of each program 1 KiB is the system's
     stages = (room - rounds * 64 * width * p.dtype.itemsize) // (n * (width + width_v) * p.dtype.itemsize)
     units = p.batch * p.kv_heads
-    programs = min(each * programs_of(device), MOST_PARTS * units, units * max(1, triton.cdiv(p.len_k, item)))
+    sms = programs_of(device)
+    programs = min(each * sms, pick(MOST_PARTS, p.len_k) * units, units * max(1, triton.cdiv(p.len_k, item)))
+    if sms < programs < each * sms * UNEVEN // 8:
+        programs = sms
     return Tiles(n, min(STAGES, stages), rounds, programs, item)
 
 
@@ -374,20 +385,24 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     out, lse = outputs(p, x, q, return_lse)
     if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
-    width, width_v = block(p.dim), block(p.value_dim)
     pack, rows = triton.next_power_of_2(p.group), max(16, triton.next_power_of_2(p.len_q * p.group))
+    width, width_v = block(p.dim), block(p.value_dim)
     left, right, top_left = ends(p.mask)
     right = right if p.len_q > 1 or top_left else -1  # one query sees to the end
+    pools = [q.transpose(0, 1)[None] if packed else q.transpose(1, 2), cache.k.transpose(1, 2), cache.v.transpose(1, 2)]  # [.., heads, len, dim]
+    queries, k, v = made = [*map(for_tma, pools)]
+    if x.beside is not None:
+        tiles = tiles._replace(programs=min(tiles.programs, x.beside.sms * pick(EACH, max(width, width_v))))
+    arrivals, new = arrivals_of(q, tiles.programs, p.batch * p.kv_heads) if tiles.item == tiles.n else (None, False)
+    second = x.beside is not None and x.beside.second and not new and all(map(operator.is_, pools, made))  # nothing is launched before it
     shape = Shape(
         tiles.n, tiles.stages, tiles.rounds, tiles.item, left, right, top_left, packed, p.page, p.value_dim, rows, pack, pick(LAZILY, width_v),
-        32 if p.batch <= 32 else AT_ONCE, p.batch <= AT_ONCE,
+        32 if p.batch <= 32 else AT_ONCE, p.batch <= AT_ONCE, merging_of(p.len_q * p.group, width_v, 4), second,
     )  # fmt: skip
-    pools = [q.transpose(0, 1)[None] if packed else q.transpose(1, 2), cache.k.transpose(1, 2), cache.v.transpose(1, 2)]  # [.., heads, len, dim]
-    queries, k, v = map(for_tma, pools)
     k_rows = tiles.n // shape.parts
     most = max(1, triton.cdiv(p.len_k, tiles.item))  # items of a unit
     places = 2 * tiles.programs if tiles.item == tiles.n else p.batch * p.kv_heads * most
-    parts = tuple(torch.empty((places, rows, *columns), dtype=torch.float32, device=q.device) for columns in ((width_v,), ()))
+    parts = (*(torch.empty((places, rows, *columns), dtype=torch.float32, device=q.device) for columns in ((width_v,), ())), arrivals)
     (of_row, of_key, _, score), reads, scale, gain = device_functions(p, x, q, partial(mods.split_functions, of_row=True))
     strides = lambda t: (t, *((0,) * packed), *t.stride()[:-1])  # noqa: E731
     o, e = strides(out), (None, 0, 0) if lse is None else (lse, 0, lse.stride(0)) if packed else (lse, *lse.stride()[:2])
@@ -401,10 +416,10 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
         SCORE=score, ROWS=of_row, KEYS=of_key, BAND=shape.band, C=shape, num_warps=4, maxnreg=pick(REGISTERS, max(width, width_v)), launch_pdl=True,
     )  # fmt: skip
     by_unit = tiles.item != tiles.n or p.batch * p.kv_heads <= tiles.programs
-    if tiles.programs > 1 or tiles.item != tiles.n:
+    if arrivals is None and (tiles.programs > 1 or tiles.item != tiles.n):
         height = at_once(p.batch * p.kv_heads, tiles.programs, min(rows, p.len_q * p.group), width_v, tiles.item != tiles.n)
         merge[(p.batch * p.kv_heads if by_unit else tiles.programs - 1, triton.cdiv(min(rows, p.len_q * p.group), height["HEIGHT"]))](
-            o, e, sinks, *parts, cache.lengths, x.q_offsets, *sizes, tiles.programs, p.kv_heads,
+            o, e, sinks, *parts[:2], cache.lengths, x.q_offsets, *sizes, tiles.programs, p.kv_heads,
             DV=p.value_dim, ROWS=rows, BLOCK_N=tiles.n, BLOCK_DV=width_v, ITEM=tiles.item, BATCH=min(LISTED, triton.next_power_of_2(p.batch)),
             BAND=shape.band, EARLY=True, BY_UNIT=by_unit, **height, num_warps=2, launch_pdl=True,
         )  # fmt: skip

@@ -15,6 +15,7 @@ so that K and V are read once for all of them. To the copy engine queries are th
 """
 
 import functools
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -81,11 +82,13 @@ from onchip.kernels.hopper import (
     release,
     release_after,
     ring,
+    start_next,
     take_turn,
     tell,
     tma,
     tma_store,
     turn_over,
+    wait_for_last,
     warpgroup_mma,
     warpgroup_mma_wait,
     widened,
@@ -137,6 +140,8 @@ class Shape:
     lazily: int  # values that are scaled together, or not; 0: always all
     rounds: int  # tiles of queries that a warpgroup has space for: of two, the next one comes while this one is worked on
     pack: int  # heads side by side in the rows of a tile
+    alike: bool  # whether all sequences have the same queries, which are there once
+    first: bool  # whether the launch behind this one may begin when it has begun
 
     @property
     def own(self):
@@ -207,6 +212,9 @@ def _copy(given, C: gl.constexpr):
             batch = b
             if C.packed:
                 batch = b * 0
+            q_batch = batch
+            if C.alike:
+                q_batch = b * 0
             kv_head = head
             if C.pack == 1:
                 kv_head = head // sizes[4]
@@ -214,7 +222,7 @@ def _copy(given, C: gl.constexpr):
             if t_desc is not None:  # from memory, not L2; and queries may have to wait until an output has left
                 t_at = _fill_tiles(rings, t_at, t_desc, t_steps, place, n - start_k, C)
             for group in gl.static_range(GROUPS):  # the first queries and keys first
-                q_at = fill(q_ring, q_at, q_desc, queries_at(batch, head, start_q + tile_m * C.m + group * C.own, C), C.groups * C.rounds, 0, 0)
+                q_at = fill(q_ring, q_at, q_desc, queries_at(q_batch, head, start_q + tile_m * C.m + group * C.own, C), C.groups * C.rounds, 0, 0)
                 if group == 0:
                     k_at = _fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), n, 10, C)
             for x in range(1, 1 + masked + bare + low):
@@ -225,7 +233,10 @@ def _copy(given, C: gl.constexpr):
                 v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
                 n = after
             v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
-        number = draw(counter, sizes[0])
+        if C.first:
+            number += gl.num_programs(0)
+        else:
+            number = draw(counter, sizes[0])
     tell(message, turn, (gl.to_tensor(-1),))
 
 
@@ -474,6 +485,9 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
     o_buffers = q_ring[0]
     if not C.share:
         o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
+    if C.first:
+        wait_for_last()
+        start_next()
     fence_async_shared()
     told = message(C.groups)
     alarms = gl.allocate_shared_memory(gl.int32, [C.groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -481,7 +495,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
     outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, lse_strides), gain * LOG2E
     # Registers: many pages want more, with packed queries again (40: 36 bytes at d128, page 16), and warpgroups with a map spill for each they lack.
-    COPIER: gl.constexpr = (56 if C.packed else 40) if C.parts > 1 and not C.mapped else 24
+    COPIER: gl.constexpr = (56 if C.packed or C.first else 40) if C.parts > 1 and not C.mapped else 24
     given = (outs, rings, told, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads)
     copied = (q_desc, k_desc, v_desc, t_desc, t_steps, rings, told, counter, sizes, lengths, table, map_ptr, map_strides)
     if C.groups == 1:
@@ -533,7 +547,8 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
         groups = 1
     if (pack := pack_of(p, 64 * groups)) > 1:
         groups = min(groups, 2) if alone and p.tokens else min(groups, 2, triton.cdiv(p.len_q * pack, 64))
-        if not alone and p.kv_heads * query_tiles(p, 64 * groups, pack) < device.sms:
+        enough = device.sms if p.keys != "paged" else device.sms * 7 // 8  # 128 tiles over pages: 17.9 us, as 256 of half the size 24.5
+        if not alone and p.kv_heads * query_tiles(p, 64 * groups, pack) < enough:
             groups = 1
     return [Tiles(groups, n, stages, programs_of(device), pack)]
 
@@ -545,7 +560,12 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
     first = [t.transpose(0, 1)[None] if t.ndim == 3 else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch or pages, heads, len, dim]
-    first = [*map(for_tma, first[:3]), first[3]]
+    alike = not packed and len(q) > 1 and q.stride(0) == 0
+    if alike:
+        first[0] = first[0][:1]
+    given = first[:3]
+    first = [*map(for_tma, given), first[3]]
+    beside = x.beside if not packed and all(map(operator.is_, given, first)) else None  # what is let go below, the launch behind this one may write to
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     make = functools.partial(mods.split_functions, tiled=tile is not None, of_row=tiles.pack > 1)
@@ -558,7 +578,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
         cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, line, bold, share,
-        pick(LAZILY, width_v), 1 if share or tile else rounds(tiles, width, width_v), tiles.pack,
+        pick(LAZILY, width_v), 1 if share or tile else rounds(tiles, width, width_v), tiles.pack, alike, beside is not None,
     )  # fmt: skip
     heads, own, k_rows, out_heads = p.heads, (64,), tiles.n // shape.parts, first[3]
     if tiles.pack > 1:
@@ -577,17 +597,27 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if shape.mapped:
         found, map_strides = mask_map(p, mods.mask_function(p.mask.text), reads[0], x, shape.m, tiles.n, False, q.device)
     count = tiles_m * batch_heads
-    programs, counter = programs_and_counter(count, tiles.programs, q.device)
+    if beside is None:
+        programs, counter = programs_and_counter(count, tiles.programs, q.device)
+    else:
+        programs, counter = min(count, tiles.programs, beside.sms), None
     _prefill[(programs,)](
         *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, out_heads, lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used,
         page_table if page_table is None else (page_table, page_table.stride(0)), found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads,
         scale, gain, count, tiles_m, side_by_side, heads, p.group, p.len_q, p.len_k, batch_heads, out_heads.stride()[:3],
         (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides, steps,
-        MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4,
+        MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4, **({"launch_pdl": True} if shape.first else {}),
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
 def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     """`launch` over a PagedKV, as `ops.attention.paged_attention` passes them. Lengths are read on the device: a CUDA graph may capture the call."""
+    tiles = tiles if x.beside is None else of_few(p, tiles)
     return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)
+
+
+def of_few(p: Attention, tiles: Tiles) -> Tiles:
+    """Whole tiles, for a few multiprocessors beside another launch."""
+    groups, *_ = pick(TILES, max(block(p.dim), block(p.value_dim)))
+    return tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)))

@@ -15,8 +15,8 @@ of 4 KiB of keys and as much of values on their way while it works on the last o
 A code becomes a float16 on its way. Of an integer the bits are its mantissa (a float16 that is not normal, code 2^-24: exact, and nothing to subtract);
 a key's scale and zero go to its scores, s = scale (q . code) + zero sum(q), a value's to its weight.
 
-A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, and `decode_merge` adds the parts
-up in the order of the keys: the same bits in every run.
+A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, and the last to arrive adds the parts up
+in the order of the keys (`gluon_merge`; of a batch_invariant problem a launch does, `decode_merge`): the same bits in every run.
 
 Bytes moved: keys and values once for each 16 rows, and 8 rows d_v for each of at most 2 programs parts.
 """
@@ -32,7 +32,8 @@ from onchip.core.formats import Codes, Format
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.decode_merge import LISTED, SHARE, at_once, merge
 from onchip.kernels.attention.decode_tiles import ROOM, exponent, items_of, power_of_two, reach, sequence_of
-from onchip.kernels.attention.gluon_shares import my_share
+from onchip.kernels.attention.gluon_merge import add_up, arrivals_of, merging_of, part_of
+from onchip.kernels.attention.gluon_shares import fetch, my_share
 from onchip.kernels.attention.register_tiles import (
     Shape,
     base_of,
@@ -48,7 +49,7 @@ from onchip.kernels.attention.register_tiles import (
     weight_operand,
 )
 from onchip.kernels.attention.tile import ends, outputs
-from onchip.kernels.hopper import gl, gluon, start_next, wait_for_last
+from onchip.kernels.hopper import gl, gluon, start_next, uniform, wait_for_last
 from onchip.kernels.launch import starts_early
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -284,23 +285,46 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
         n = new
         pages = pages_of(entries, n + C.tile, sight, C, OF_KEYS, OF_VALUES)
 
-    place = (b, kv_head, row, group, queries, token, whole, part)
-    _finish((top, total, zeros, peak, acc, more), (query, head, there), place, sinks, out, lse, parts, C)
+    place = part
+    if C.item == C.tile:
+        place = 2 * gl.program_id(0) + (part & 1)
+    place = (b, kv_head, row, group, queries, token, whole, place)
+    _finish((top, total, zeros, peak, acc, more), place, sinks, out, lse, parts, C)
 
 
 @gluon.jit
-def _finish(sums_of_warps, rows, place, sinks, out, lse, parts, C: gl.constexpr):
-    """What all warps have of a unit, or of a part of one, added up and written."""
+def _finish(sums_of_warps, place, sinks, out, lse, parts, C: gl.constexpr):
+    """What all warps have of a unit, or of a part of one, added up and written, by threads that have a row's numbers of all warps: what else there is of
+    a row goes there in one piece, since each way through shared memory is two barriers."""
     top, total, zeros, peak, acc, more = sums_of_warps
-    query, head, there = rows
-    b, whole, part, token = place[0], place[6], place[7], place[5]
+    b, kv_head, row, group, queries, token, whole, part = place
+    W: gl.constexpr = C.warps
     R: gl.constexpr = C.rows
     of_row: gl.constexpr = gl.SliceLayout(1, C.product)
-    rows_layout: gl.constexpr = gl.SliceLayout(0, of_row)
+    layout: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 2, 16], [1, W, 1], [2, 1, 0])
+    of_warps: gl.constexpr = gl.SliceLayout(2, layout)
+    rows_layout: gl.constexpr = gl.SliceLayout(0, of_warps)
+    sums = gl.convert_layout(gl.sum(total, 1), of_row)
+    added = sums
+    if C.zeros:
+        added = gl.convert_layout(gl.sum(zeros, 1), of_row)
+    peaks = gl.full([W, R], 0, gl.int32, of_row) + gl.convert_layout(peak, gl.SliceLayout(1, of_row))[:, None]
+    stats = gl.join(gl.join(top, sums), gl.join(added, peaks.to(gl.float32)))
+    stats = gl.convert_layout(stats, gl.BlockedLayout([W, 1, 2, 2], [1, 2, 16, 1], [1, W, 1, 1], [3, 2, 1, 0]))
+    stats, others = gl.split(stats)
+    top, sums = gl.split(stats)
+    added, peaks = gl.split(others)
+    top, peaks = gl.convert_layout(top, of_warps), gl.convert_layout(peaks, of_warps).to(gl.int32)
     best = gl.max(top, 0)
     share = gl.exp2(top - gl.where(best == float("-inf"), 0.0, best)[None, :])  # of each warp
-    sums = gl.sum(gl.convert_layout(gl.sum(total, 1), of_row) * share, 0)
-    logit = gl.full([R], float("-inf"), gl.float32, rows_layout)
+    sums = gl.sum(gl.convert_layout(sums, of_warps) * share, 0)
+    if C.zeros:
+        added = gl.sum(gl.convert_layout(added, of_warps) * share, 0)
+    else:
+        added = sums * 0.0
+    r = row + gl.arange(0, R, layout=rows_layout)
+    query, head = r // group, kv_head * group + r % group
+    there = query < queries
     grown = gl.full([R], 1.0, gl.float32, rows_layout)
     if sinks is not None:  # one more logit, which weighs nothing; of a unit in parts the merge adds it
         logit = gl.where(whole, gl.load(sinks + head, mask=there, other=0.0).to(gl.float32) * LOG2E, float("-inf"))
@@ -311,16 +335,12 @@ def _finish(sums_of_warps, rows, place, sinks, out, lse, parts, C: gl.constexpr)
         best = new_best
     grown = grown * gl.where(sums == 0.0, 0.0, gl.div_rn(1.0, sums))
     row_lse = best + gl.log2(sums)
-    result = acc * share[:, None, :]
-    added = gl.full([R], 0.0, gl.float32, rows_layout)
+    unit = gl.full([W, R], 1.0, gl.float32, of_warps)
     if C.codes:
-        result = result * power_of_two(peak - ROOM + (24 if C.zeros else 0))[:, None, None]
-        if C.zeros:
-            added = gl.sum(gl.convert_layout(gl.sum(zeros, 1), of_row) * share, 0)
-    _write(result, added, grown, 0, place, out, parts, C)
+        unit = power_of_two(peaks - ROOM + (24 if C.zeros else 0))
+    _write(acc, share, unit, added, grown, 0, place, out, parts, layout, C)
     if C.planes == 2:
-        result = more * share[:, None, :] * power_of_two(peak - ROOM + 20)[:, None, None]
-        _write(result, added, grown, 1, place, out, parts, C)
+        _write(more, share, power_of_two(peaks - ROOM + 20), added, grown, 1, place, out, parts, layout, C)
     if whole:
         if lse[0] is not None:
             gl.store(lse[0] + b.to(gl.int64) * lse[1] + head * lse[2] + token + query, row_lse * LN2, mask=there)
@@ -329,17 +349,19 @@ def _finish(sums_of_warps, rows, place, sinks, out, lse, parts, C: gl.constexpr)
 
 
 @gluon.jit
-def _write(result, added, grown, PLANE: gl.constexpr, place, out, parts, C: gl.constexpr):
-    """Results [warps, numbers of columns, rows] of a plane: added up, in the order of the columns."""
+def _write(result, share, unit, added, grown, PLANE: gl.constexpr, place, out, parts, layout: gl.constexpr, C: gl.constexpr):
+    """Results [warps, numbers of columns, rows] of a plane: added up, in the order of the columns. share, unit: [warps, rows], what they are multiplied by."""
     b, kv_head, row, group, queries, token, whole, part = place
     W: gl.constexpr = C.warps
     R: gl.constexpr = C.rows
     P: gl.constexpr = C.dim_v // C.planes
     E: gl.constexpr = C.chunk_v * C.of_word
-    layout: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 2, 16], [1, W, 1], [2, 1, 0])
     of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, layout))
     x = result.reshape([W, P // (8 * E), E, 8, R]).permute((0, 4, 1, 3, 2)).reshape([W, R, P])
-    x = gl.sum(gl.convert_layout(x, layout), 0)  # [rows, columns]
+    x = gl.convert_layout(x, layout) * share[:, :, None]
+    if C.codes:
+        x = x * unit[:, :, None]
+    x = gl.sum(x, 0)  # [rows, columns]
     x = (x + gl.convert_layout(added, of_row)[:, None]) * gl.convert_layout(grown, of_row)[:, None]
     columns = PLANE * P + gl.arange(0, P, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :]
     r = gl.arange(0, R, layout=of_row)
@@ -352,8 +374,20 @@ def _write(result, added, grown, PLANE: gl.constexpr, place, out, parts, C: gl.c
         gl.store(parts[0] + to_part, x)
 
 
+@gluon.jit
+def _keep(numbers, first, values):
+    """Numbers that are the same in all threads, in shared memory."""
+    for n in gl.static_range(len(values)):
+        numbers.index(first + n).store(gl.full([1], values[n], gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+
+
+@gluon.jit
+def _kept(numbers, n):
+    return uniform(gl.max(numbers.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0))  # of one
+
+
 @gluon.jit(do_not_specialize=["batch", "len_q", "kv_heads", "group"])
-def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, lengths, offsets, scale, batch, len_q, kv_heads, group,
+def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, lengths, offsets, scale, batch, len_q, kv_heads, group,
             BAND: gl.constexpr, C: gl.constexpr):  # fmt: skip
     """A share of the list. q, out: pointer and strides; k, v: pointer and strides of page and head, in words; scales: as much
     of the keys' scales and zeros, and the values'.
@@ -361,17 +395,23 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, 
     Parts go to float32 [2 programs, or items, rows, dim_v] and their LSE in base 2: the first of a program to twice its number, its last, if that is of
     another unit, behind it.
     """
+    fetch(lengths, batch, table)
     if C.early:
         wait_for_last()
         start_next()  # the merge reads lengths too
     lists = (lengths, offsets, batch, len_q, kv_heads, group)
-    begin, stop, b, before = my_share(lists, BAND, C)
+    begin, stop, each, b, before = my_share(lists, BAND, C)
     at = begin
+    cut = parts[2]
+    if parts[2] is not None:  # of a part that the share begins with, and of one that it ends with: what there is to know
+        cut = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        _keep(cut, 0, (at * 0 - 1,))
+        _keep(cut, 3, (at * 0 - 1,))
     while at < stop:  # a sequence
         len_k, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
         lowest, start, end = reach(len_k, queries, BAND, C.tile)
         items, tiles = items_of(len_k, queries, kv_heads, group, BAND, C.rows, C.tile, C.item)
-        entries = table + b.to(gl.int64) * table_row
+        entries = table[0] + b.to(gl.int64) * table[1]
         until = gl.minimum(stop, before + items * tiles * kv_heads)
         while at < until:  # a unit, or a part of one
             number = (at - before) // items
@@ -382,15 +422,30 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, table_row, 
             kv_head = number // tiles
             first = start + item * C.item
             last = gl.minimum(first + count * C.item, end)
-            part = at if C.item != C.tile else 2 * gl.program_id(0) + (at > begin).to(gl.int32)
+            part = at
+            if C.item == C.tile:
+                part = part_of(at, begin, before + number * items, items, each)
             of = channel
             if channel is not None:
                 of = channel + kv_head * C.dim
             unit = (b, kv_head, (number - kv_head * tiles) * C.rows, first, last, count == items, part, len_k, queries, token, lowest)
             _attend(unit, q, k, v, scales, of, out, lse, sinks, parts, entries, scale * LOG2E, group, C)
+            if parts[2] is not None:  # noqa: SIM102 (device code)
+                if count < items:
+                    _keep(cut, gl.where(at == begin, 0, 3), (part, b, number))
             at += count
         before += items * tiles * kv_heads
         b += 1
+    if parts[2] is not None:  # at the end, for what it takes would be in registers from the beginning: int4 43.7 us to 47.1
+        for side in range(2):
+            part = _kept(cut, 3 * side)
+            if part >= 0:
+                b, number = _kept(cut, 3 * side + 1), _kept(cut, 3 * side + 2)
+                MERGING: gl.constexpr = C.merging
+                _, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
+                tiles = gl.cdiv(queries * group, C.rows)
+                unit = (b, number // tiles, number % tiles * C.rows, queries, token)
+                add_up(part, unit, group, out, lse, sinks, parts, C.dim_v, C.rows, MERGING)
 
 
 # ---- host
@@ -452,13 +507,14 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     steps = [tuple(0 if t is None else t.stride(1) for t in (pools[i], *numbers[2 * i : 2 * i + 2])) for i in (0, 1)]
     shape = Shape(
         kind, bool(p.kv) and Format.of(p.kv).has_zero, how.n, how.warps, how.rows, p.dim, p.value_dim, p.page, how.item, *steps, left, right, top_left,
-        listed, p.batch <= listed, early,
+        listed, p.batch <= listed, early, merging_of(min(how.rows, p.len_q * p.group), p.value_dim, how.warps),
     )  # fmt: skip
     units = p.kv_heads * how.tiles
     # Of packed queries a tile of rows for every `rows` tokens, and one more a sequence, is all that there may be.
     all_tiles = p.batch * how.tiles if not packed else min(p.batch * how.tiles, p.batch + p.tokens * p.group // how.rows)
     places = 2 * how.programs if how.item == tile else 1 if how.item == WHOLE else all_tiles * p.kv_heads * max(1, triton.cdiv(p.len_k, how.item))
-    parts = tuple(torch.empty((places, how.rows, *columns), dtype=torch.float32, device=q.device) for columns in ((p.value_dim,), ()))
+    arrivals, _ = arrivals_of(q, how.programs, p.batch * units) if how.item == tile else (None, False)
+    parts = (*(torch.empty((places, how.rows, *columns), dtype=torch.float32, device=q.device) for columns in ((p.value_dim,), ())), arrivals)
     strides = lambda t: (t, *((0,) * packed), *t.stride()[:-1])  # noqa: E731
     o, e = strides(out), (None, 0, 0) if lse is None else (lse, 0, lse.stride(0)) if packed else (lse, *lse.stride()[:2])
     sinks = None if x.sinks is None else x.sinks.contiguous()
@@ -467,14 +523,14 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     early_launch = {"launch_pdl": True} if early else {}
     _decode[(how.programs,)](
         strides(q), *((t, t.stride(0), t.stride(2)) for t in pools), tuple(of), channel, o, e, parts, sinks,
-        cache.page_table, cache.page_table.stride(0), cache.lengths, x.q_offsets, scale, *sizes,
+        (cache.page_table, cache.page_table.stride(0), cache.page_table.shape[1]), cache.lengths, x.q_offsets, scale, *sizes,
         BAND=shape.band, C=shape, num_warps=how.warps, maxnreg=REGISTERS, **early_launch,
     )  # fmt: skip
     by_unit = how.item != tile or p.batch * units <= how.programs
-    if how.item != WHOLE and (how.programs > 1 or how.item != tile):
+    if arrivals is None and how.item != WHOLE and (how.programs > 1 or how.item != tile):
         height = at_once(p.batch * units, how.programs, min(how.rows, p.len_q * p.group), p.value_dim, how.item != tile)
         merge[(p.batch * units if by_unit else how.programs - 1, triton.cdiv(min(how.rows, p.len_q * p.group), height["HEIGHT"]))](
-            o, e, sinks, *parts, cache.lengths, x.q_offsets, p.batch, p.kv_heads, p.group, p.len_q, how.programs, units,
+            o, e, sinks, *parts[:2], cache.lengths, x.q_offsets, p.batch, p.kv_heads, p.group, p.len_q, how.programs, units,
             DV=p.value_dim, ROWS=how.rows, BLOCK_N=tile, BLOCK_DV=p.value_dim, ITEM=how.item, BATCH=min(LISTED, triton.next_power_of_2(p.batch)),
             BAND=shape.band, EARLY=early, BY_UNIT=by_unit, **height, num_warps=2, **early_launch,
         )  # fmt: skip

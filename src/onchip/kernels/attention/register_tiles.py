@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from onchip.kernels.attention.gluon_merge import Merging
 from onchip.kernels.hopper import gl, gluon
 
 
@@ -34,6 +35,7 @@ class Shape:
     listed: int
     once: bool
     early: bool
+    merging: Merging
 
     @property
     def codes(self):

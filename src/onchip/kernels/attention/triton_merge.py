@@ -14,6 +14,7 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Rows
 from onchip.kernels.attention.tile import LN2
+from onchip.kernels.launch import starts_early
 
 
 class Tiles(NamedTuple):
@@ -39,10 +40,13 @@ def _places(row, len_q, heads, strides):
 
 @triton.jit
 def _merge(outs, lses, out_strides, lse_strides, o_ptr, o_lse_ptr, o_lse_strides, rows, len_q, heads,
-           PARTS: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+           PARTS: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
     near = row < rows
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     inside = near[:, None] & (cols < DV)[None, :]
     top = tl.full([ROWS], float("-inf"), tl.float32)
     for s in tl.static_range(PARTS):
@@ -82,10 +86,11 @@ def launch(p: Rows, how: Tiles, states):
     out = torch.empty(shape, dtype=outs[0].dtype, device=outs[0].device)
     lse = torch.empty((*shape[:-3], heads, len_q), dtype=torch.float32, device=out.device)
     lses = [part for _, part in states]
+    early = starts_early(out)
     _merge[(triton.cdiv(p.rows, how.rows),)](
         tuple(outs), tuple(lses), tuple(_strides(o, (-4, -3, -2), 4) for o in outs), tuple(_strides(e, (-3, -1, -2), 3) for e in lses),
         out, lse, _strides(lse, (-3, -1, -2), 3), p.rows, len_q, heads,
-        PARTS=len(states), DV=dim_v, ROWS=how.rows, BLOCK=how.block, num_warps=how.warps,
+        PARTS=len(states), DV=dim_v, ROWS=how.rows, BLOCK=how.block, EARLY=early, num_warps=how.warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out, lse
 

@@ -8,8 +8,7 @@ Problem alone: a CUDA graph may capture the call and the lengths may then change
 
 A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, and `merge` adds the parts
 up in the order of the keys: the same bits in every run. It starts while the first kernel runs (programmatic dependent launch) and waits for
-its end. The other way, that the last program to arrive merges, needs counters that are zero when a call begins, also in a graph that is
-replayed on two streams at once: a launch to clear them, or memory that two calls may share.
+its end. (On a Hopper GPU the last program to arrive merges: `gluon_merge`.)
 
 Each warp has keys of its own (the first axis of a tile): maxima, sums and weights stay in its registers, and the loop waits for nothing
 but keys. The warps' results are added up once a unit. Wide heads and many rows have no registers for that: there warps share a tile.
