@@ -13,6 +13,15 @@ In the interpreter, where a program holds the whole row, CLUSTER is False and th
 import triton
 import triton.language as tl
 
+from onchip.core.device import Device
+
+
+def largest(device: Device) -> int:
+    """Programs of a cluster at most, 1 where there are none. 16 are more than each GPU promises: a slice of one may not have so many neighbours."""
+    if device.kind != "cuda" or device.arch < 90:
+        return 1
+    return 16 if device.arch < 120 and device.sms > 100 else 8
+
 
 @triton.constexpr_function
 def _begin(values: int, ctas: int) -> str:
@@ -64,6 +73,21 @@ def _moments(ctas: int) -> str:
     return "{ .reg .f32 x, k, n; " + _exchange(3, ctas) + "".join(lines) + "}"
 
 
+@triton.constexpr_function
+def _peak(ctas: int) -> str:
+    """PTX: the maximum of all maxima, and the sum of exponentials from it on of (maximum, sum from it on) of each."""
+    at = [[f"[$2 + {16 + 4 * (v * ctas + c)}]" for c in range(ctas)] for v in range(2)]
+    lines = ["mov.f32 $0, 0fFF800000; mov.f32 $1, 0f00000000; "]
+    lines += [f"ld.shared.f32 x, {at[0][c]}; max.f32 $0, $0, x; " for c in range(ctas)]
+    lines += ["setp.eq.f32 none, $0, 0fFF800000; selp.f32 base, 0f00000000, $0, none; "]
+    lines += [
+        f"ld.shared.f32 x, {at[0][c]}; ld.shared.f32 k, {at[1][c]}; sub.f32 x, x, base; mul.f32 x, x, 0f3FB8AA3B; ex2.approx.ftz.f32 x, x; "
+        "fma.rn.f32 $1, x, k, $1; "
+        for c in range(ctas)
+    ]
+    return "{ .reg .f32 x, k, base; .reg .pred none; " + _exchange(2, ctas) + "".join(lines) + "}"
+
+
 @triton.jit
 def begin(VALUES: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
     """The box that an exchange of VALUES numbers a CTA goes through."""
@@ -105,3 +129,24 @@ def moments(mean, square, count, box, CTAS: tl.constexpr, CLUSTER: tl.constexpr 
         square = tl.zeros_like(square) + tl.sum(square + count * (mean - whole) * (mean - whole), 0)
         mean = tl.zeros_like(mean) + whole
     return mean, square
+
+
+@triton.jit
+def peak(top, mass, box, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
+    """Maximum and sum of exponentials from it on of a row, [CTAS], from those of its pieces; a sum is from 0 on where the maximum is -inf."""
+    if CLUSTER:
+        top, mass = tl.inline_asm_elementwise(_peak(CTAS), "=&f,=&f,r,f,f", [box, top, mass], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)
+    else:
+        most = tl.max(top, 0)
+        base = tl.where(most == float("-inf"), 0.0, most)
+        mass = tl.zeros_like(mass) + tl.sum(mass * tl.exp(top - base), 0)
+        top = tl.zeros_like(top) + most
+    return top, mass
+
+
+@triton.jit
+def kept(x, CLUSTER: tl.constexpr = True):
+    """x, but as it was loaded: else what has been made float32 stays so over an exchange, in twice the registers."""
+    if CLUSTER and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x

@@ -24,6 +24,7 @@ SHARE = 0.46  # of the bytes of weights and hidden states that a chunk's logits 
 LEAST = 1 << 26  # bytes of a chunk that may be more than that share
 ROUND = 128  # tokens of a chunk, by tiles of products
 WAVE = 1024  # of a large one: the 8 x 16 tiles of a gradient [tokens, 4096] fill an H200, of 132 multiprocessors; 1,664 tokens left a fifth of it idle
+NEARLY_TWO = 1792  # tokens whose tiles leave little of a second wave idle, and sums over chunks are read and written half as often as in chunks of WAVE
 IN_WEIGHTS_DTYPE = 16  # chunks whose weight gradients are added in the weights' dtype: each sum rounds once, to half an ulp; more are added in float32
 
 
@@ -103,10 +104,11 @@ def _check(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, targe
 
 
 def chunk_of(tokens: int, vocab: int, dim: int, itemsize: int, heads: int = 1) -> int:
-    """Tokens whose logits are in memory at a time, for one head or more: as few chunks as fit, about equally long, or multiples of WAVE."""
+    """Tokens whose logits are in memory at a time, for one head or more: as few chunks as fit, about equally long, or whole waves, or nearly two."""
     fit = max(LEAST, int(SHARE * itemsize * dim * (vocab + tokens))) // (heads * itemsize * vocab)
     if WAVE <= fit < tokens:
-        return fit // WAVE * WAVE
+        whole = ROUND if NEARLY_TWO <= fit < 2 * WAVE else WAVE
+        return fit // whole * whole
     fit = max(ROUND, fit // ROUND * ROUND)
     chunks = max(1, -(-tokens // fit))
     return min(tokens, -(-tokens // (chunks * ROUND)) * ROUND)

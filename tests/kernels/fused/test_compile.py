@@ -30,6 +30,7 @@ from onchip.kernels.fused import (
     penalties,
     rope,
     skinny,
+    softmax,
     verify,
     vocabulary,
 )
@@ -181,7 +182,7 @@ def test_rope(problem, arch):
         assert "ld.global" not in before and "ld.global" in after, "nothing is read before the kernel in front is done"
 
 
-TILES = {"MARKS": vocabulary.MARKS, "GROUP": 16, "TILE": vocabulary.TILE, "SLICES": 32, "GROUPS": 8192}  # of a vocabulary of 128,256
+TILES = {"GROUP": 16, "TILE": vocabulary.TILE, "SLICES": 32, "GROUPS": 8192}  # of a vocabulary of 128,256
 SIZES = ("row_stride", "place_stride", "vocab", "slices", "groups")
 
 
@@ -197,21 +198,21 @@ def logits_signature(dtype):
 @everywhere
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_survey(dtype, arch):
-    constexprs = {"GROUP": 16, "SLICE": vocabulary.SLICE}
+    constexprs = {"GROUP": 16, "SLICE": vocabulary.SLICE, "EARLY": arch == "sm_90"}
     check(compile_for(vocabulary._survey, logits_signature(dtype), constexprs, arch, vocabulary.SLICE_WARPS, aligned=SIZES), arch)
 
 
 @everywhere
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 def test_logits(dtype, arch):
-    constexprs = TILES | {"BITS": vocabulary.CONSTANT_BITS[dtype]}
+    constexprs = TILES | {"BITS": vocabulary.CONSTANT_BITS[dtype], "EARLY": arch == "sm_90"}
     (tiles,) = logits.configs(Rows("sample", 64, 128_256, dtype), GPUS[arch])
     check(compile_for(logits._draw, logits_signature(dtype), constexprs, arch, tiles.warps, aligned=SIZES), arch)
 
 
 @everywhere
 def test_logprobs(arch):
-    constexprs = TILES | {"BITS": vocabulary.CONSTANT_BITS[BF16], "TOP": 20}
+    constexprs = TILES | {"BITS": vocabulary.CONSTANT_BITS[BF16], "TOP": 20, "EARLY": arch == "sm_90"}
     check(compile_for(logprobs._log_probs, logits_signature(BF16), constexprs, arch, logprobs.WARPS, aligned=SIZES), arch)
 
 
@@ -230,6 +231,22 @@ def test_verify(arch):
         arch,
     )
     assert compile_for(verify._walk, logits_signature(BF16), {"NUM": 64}, arch, 2).spills == 0
+
+
+# ---- wide rows of softmax, by clusters
+
+
+@pytest.mark.parametrize(("op", "width"), [("softmax", 1 << 16), ("softmax", 1 << 18), ("softmax_backward", 1 << 18)])
+def test_softmax_by_clusters(op, width):
+    tiles = softmax.configs(Rows(op, 256, width, BF16), GPUS["sm_90"])[0]
+    kernel = softmax._softmax if op == "softmax" else softmax._backward
+    signature = {name: "*bf16" if name.endswith("_ptr") else "fp32" if name in ("temperature", "inverse") else "i32" for name in kernel.arg_names}
+    constexprs = {"LOG": False, "ROWS": 1, "CTAS": tiles.ctas, "CLUSTER": True, "BLOCK": tiles.block}
+    constexprs |= {"PARTS": tiles.parts, "DIVIDED": False, "BOOL": False, "mask_ptr": None} if op == "softmax" else {}
+    aligned = ("width", "x_stride", "y_stride", "dy_stride")
+    facts = compile_for(kernel, signature, constexprs, "sm_90", tiles.warps, aligned=aligned, ctas=tiles.ctas, most_registers=tiles.registers)
+    check(facts, "sm_90")
+    assert facts.registers <= 80, "a multiprocessor should have three programs or more"
 
 
 # ---- activations, rotation, and what is used beside a model

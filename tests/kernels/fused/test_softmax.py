@@ -141,12 +141,33 @@ def test_programs_that_share_a_row(span, device):
     """Of pieces that each go through once, and of several blocks, the first of which are read again; the last program has fewer columns, or none."""
     from onchip.kernels.fused.softmax import Tiles, configs, launch, launch_backward
 
-    assert [configs(Rows("softmax", 9, width, BF16), gpu("H200"))[0].span for width in (1 << 14, 1 << 17, 1 << 18)] == [0, 1, 2]
+    assert [configs(Rows("softmax", 9, width, BF16), gpu("A100"))[0].span for width in (1 << 14, 1 << 17, 1 << 18)] == [0, 1, 2]
     p, tiles = Rows("softmax", 3, 1100, FP32), Tiles(1, 256, 1, span)
     x, d = torch.randn(3, 1100, device=device), torch.randn(3, 1100, device=device)
     y = launch(p, tiles, x, None, 1.0)
     torch.testing.assert_close(y, x.softmax(-1))
     torch.testing.assert_close(launch_backward(p, tiles, y, d, 1.0), y * (d - (y * d).sum(-1, keepdim=True)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ctas", [2, 8])
+@pytest.mark.parametrize("log", ["", "log"])
+def test_clusters_that_share_a_row(log, ctas, device):
+    """Some have fewer columns, or none; of a row that is -inf in some, or in all."""
+    from onchip.kernels.fused.softmax import Tiles, configs, launch, launch_backward
+
+    assert [configs(Rows("softmax", 9, width, BF16), gpu("H200"))[0].ctas for width in (1 << 13, 1 << 15, 1 << 17, 1 << 18, 1 << 19)] == [1, 4, 16, 16, 1]
+    p, tiles, parted = Rows("softmax", 4, 1100, FP32, log), Tiles(1, 2048 // ctas, 4, 0, ctas), Tiles(1, 1024 // ctas, 4, 0, ctas, 2)
+    x, d = torch.randn(4, 1100, device=device), torch.randn(4, 1100, device=device)
+    x[1, :700], x[2] = -torch.inf, -torch.inf
+    mask = torch.rand(4, 1100, device=device) > 0.5
+    for shown in (None, mask):
+        truth = reference(FUNCTIONS["log_softmax" if log else "softmax"][1], x.double(), shown, 1.0).nan_to_num(-torch.inf if log else 0.0, neginf=-torch.inf)
+        y = launch(p, parted, x, shown, 1.0)
+        torch.testing.assert_close(y, truth.float(), rtol=2e-6, atol=1e-6)
+        dy = d.double().masked_fill(truth == -torch.inf, 0)
+        dx = dy - truth.exp() * dy.sum(-1, keepdim=True) if log else truth * (dy - (truth * dy).sum(-1, keepdim=True))
+        torch.testing.assert_close(launch_backward(p, tiles, truth.float(), d, 1.0), dx.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_the_problems_of_a_call(device):

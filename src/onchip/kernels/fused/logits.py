@@ -10,7 +10,7 @@ Two launches. The survey (`vocabulary.py`) reads the row once from memory, and i
 filters need. Then one program a row chooses the groups of 16 entries that can hold a kept one, narrows over those, and draws. Up to 256 such groups are in
 registers, where a pass of narrowing is a sum over the program (`_few`); more are read again in each pass.
 Bytes: rows x vocab logits, and 1/16 of them written and read again. Measured on an H200 (bf16, vocabulary 128,256, top-k 50 with top-p and min-p): 64 rows
-34.7 us, one 21.1, of which the survey 3.0: AGENTS.md says where the rest goes. Of a distribution so flat that the maxima prove nothing one program reads the
+27 us, one 13.6, of which the survey 3.0: AGENTS.md says where the rest goes. Of a distribution so flat that the maxima prove nothing one program reads the
 whole row. With top-p alone (0.9 of normal logits) it checks what the survey drew from all entries: a token is kept if what is larger weighs less than p, and
 is then the argmax over the kept ones, too; if it is not, the next one is drawn from what is larger. So two passes with probability 1 - p more, where narrowing
 takes 7 in bf16 and 14 in float32: that is left for k beyond 2,004 and typical alone.
@@ -30,22 +30,24 @@ from onchip.kernels.fused.vocabulary import (
     after,
     bound_of_count,
     bound_of_mass,
+    end_of,
     entries,
     gumbel,
     image,
     list_groups,
     listed,
-    marks_of,
+    mark,
     maxima_of,
+    narrowed,
     nth,
-    number,
     ordered,
     step_of,
     told,
     weight,
 )
 
-SPARE = tl.constexpr(128)  # maxima that may reach the bound of top-k: half of what fits in registers
+FEW = tl.constexpr(64)  # groups, as of a top-k of 50: a quarter of what fits in registers takes a quarter of the time
+SPARE = tl.constexpr(56)  # maxima of 4 groups that may reach the bound of top-k
 MOST_NOISE = tl.constexpr(17.0)  # -log(-log(1 - 2^-24)) is 16.64
 
 # ---- device
@@ -71,37 +73,30 @@ def _mass(row_ptr, list_ptr, count, vocab, floor, largest, inverse, GROUP: tl.co
 
 
 @triton.jit
-def _totals(
-    row_ptr, list_ptr, count, vocab, marks, floor, middle, largest, inverse, KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """For each of `marks` [M, 1, 1], of the listed entries: how many reach it, or their weight, or the weight of those from `floor` up as near to `middle`."""
-    total = tl.zeros([marks.shape[0], TILE // GROUP, GROUP], tl.float32)  # exact for counts: a vocabulary has less than 2^24 entries
-    for first in range(0, count, TILE // GROUP):
-        _, index = listed(list_ptr, first, count, vocab, GROUP, TILE)
-        x = entries(row_ptr, index, vocab)
-        w = 1.0 if KIND == "count" else weight(x, largest, inverse)
-        if KIND == "near":
-            w = tl.where(x >= floor, w, 0.0)
-            x = -_distance(x, middle)
-        total += tl.where(x >= marks, w, 0.0)
-    return tl.sum(tl.sum(total, 2, keep_dims=True), 1, keep_dims=True)
-
-
-@triton.jit
 def _threshold(
     row_ptr, list_ptr, count, vocab, floor, low, high, need, middle, largest, inverse,
-    KIND: tl.constexpr, BITS: tl.constexpr, MARKS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The largest number from `low` to `high` such that the listed entries from it up number or weigh at least `need`; of nearness, minus a distance."""
+    """The largest number from `low` to `high` such that the listed entries from it up number or weigh at least `need`; of nearness, minus a distance, those
+    from `floor` up as near to `middle`."""
     low, high = image(low).to(tl.int64) >> BITS, image(high).to(tl.int64) >> BITS
     while low < high:
-        step, marks = marks_of(low, high, BITS, MARKS)
-        total = _totals(row_ptr, list_ptr, count, vocab, marks, floor, middle, largest, inverse, KIND, GROUP, TILE)
-        enough = tl.sum((total >= need).to(tl.int64))
-        high = tl.minimum(high, low + step * (enough + 1) - 1)
-        low = tl.minimum(high, low + step * enough)
-    found = number((low << BITS).to(tl.int32))
-    return tl.where(found == found, found, float("-inf"))  # the image of -inf without its low bits is a NaN's
+        step = (high - low + 5) // 5
+        a, b = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)  # exact for counts: a vocabulary has less than 2^24 entries
+        c, d = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+        for first in range(0, count, TILE // GROUP):
+            _, index = listed(list_ptr, first, count, vocab, GROUP, TILE)
+            x = tl.reshape(entries(row_ptr, index, vocab), [TILE])
+            w = tl.full([TILE], 1.0, tl.float32) if KIND == "count" else weight(x, largest, inverse)
+            if KIND == "near":
+                w = tl.where(x >= floor, w, 0.0)
+                x = -_distance(x, middle)
+            a += tl.where(x >= mark(low, step, 1, BITS), w, 0.0)
+            b += tl.where(x >= mark(low, step, 2, BITS), w, 0.0)
+            c += tl.where(x >= mark(low, step, 3, BITS), w, 0.0)
+            d += tl.where(x >= mark(low, step, 4, BITS), w, 0.0)
+        low, high, _ = narrowed(low, high, step, a, b, c, d, need)
+    return end_of(low, BITS)
 
 
 @triton.jit
@@ -124,28 +119,28 @@ def _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, 
 @triton.jit
 def _few(
     row_ptr, list_ptr, count, vocab, bound, least, mass, largest, temperature, top_k, top_p, typical, seed, step, by_count,
-    BITS: tl.constexpr, MARKS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """(token, floor, middle, reach, weight of what is kept) where all listed entries fit in registers: read once, then each narrowing pass is a sum."""
     inverse = tl.div_rn(1.0, temperature)
     group, index = listed(list_ptr, 0, count, vocab, GROUP, TILE)
     x = entries(row_ptr, index, vocab)
-    values = tl.reshape(x, [1, TILE, 1])
-    weights = tl.where(tl.reshape(index, [1, TILE, 1]) < vocab, weight(values, largest, inverse), 0.0)
+    values = tl.reshape(x, [TILE])
+    weights = tl.where(tl.reshape(index, [TILE]) < vocab, weight(values, largest, inverse), 0.0)
     floor, middle, reach = tl.full([], float("-inf"), tl.float32), tl.full([], 0.0, tl.float32), tl.full([], float("inf"), tl.float32)
     if by_count:
-        floor = nth(values, tl.full(values.shape, 1.0, tl.float32), bound, largest, top_k, 0.0, BITS, MARKS)
+        floor = nth(values, tl.full(values.shape, 1.0, tl.float32), bound, largest, top_k, 0.0, BITS)
         mass = tl.sum(tl.where(values >= floor, weights, 0.0))
         bound = floor
     if top_p < 1:
-        floor = nth(values, weights, bound, largest, top_p * mass, 0.0, BITS, MARKS)
+        floor = nth(values, weights, bound, largest, top_p * mass, 0.0, BITS)
     floor = tl.maximum(floor, least)
     weights = tl.where(values >= floor, weights, 0.0)
     mass = tl.sum(weights)
     if typical < 1:
         middle = largest + tl.sum(tl.where(weights > 0, weights * tl.where(values >= largest, 0.0, values - largest), 0.0)) / mass
         most = -tl.maximum(_distance(largest, middle), _distance(tl.maximum(floor, -3e38), middle))
-        reach = -nth(-_distance(values, middle), weights, most, tl.full([], 0.0, tl.float32), typical * mass, 0.0, 0, MARKS)
+        reach = -nth(-_distance(values, middle), weights, most, tl.full([], 0.0, tl.float32), typical * mass, 0.0, 0)
         mass = tl.sum(tl.where(_distance(values, middle) <= reach, weights, 0.0))
     score = x * inverse + gumbel(seed, step, group * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, None, :], 0)
     best, token = told(tl.max(ordered(tl.where((x >= floor) & (_distance(x, middle) <= reach), score, float("-inf")), index)))
@@ -183,12 +178,14 @@ def _draw(
     places,
     step_places,
     BITS: tl.constexpr,
-    MARKS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     SLICES: tl.constexpr,
     GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     row_ptr, list_ptr = logits_ptr + row * row_stride, list_ptr + row * groups
     who = row // places
@@ -208,16 +205,20 @@ def _draw(
         least = tl.where(min_p > 0, largest + temperature * tl.log(min_p), float("-inf"))
         bound = tl.full([], float("-inf"), tl.float32)
         if by_count:  # before min-p: top-p is of what top-k keeps
-            bound = bound_of_count(maxima, top_k, SPARE, BITS, MARKS)
+            bound = bound_of_count(maxima, top_k, SPARE, BITS)
         elif top_p < 1:
-            bound = tl.maximum(least, bound_of_mass(maxima, largest, inverse, top_p * mass, BITS, MARKS))
+            bound = tl.maximum(least, bound_of_mass(maxima, largest, inverse, top_p * mass, BITS))
         else:
             bound = least
         count = list_groups(list_ptr, maxima, bound, groups)
         seed, step = tl.load(seed_ptr + who), step_of(step_ptr, row, step_places)
-        if count <= TILE // GROUP:
+        if count <= FEW:
             token, floor, middle, reach, mass = _few(
-                row_ptr, list_ptr, count, vocab, bound, least, mass, largest, temperature, top_k, top_p, typical, seed, step, by_count, BITS, MARKS, GROUP, TILE
+                row_ptr, list_ptr, count, vocab, bound, least, mass, largest, temperature, top_k, top_p, typical, seed, step, by_count, BITS, GROUP, FEW * GROUP
+            )  # fmt: skip
+        elif count <= TILE // GROUP:
+            token, floor, middle, reach, mass = _few(
+                row_ptr, list_ptr, count, vocab, bound, least, mass, largest, temperature, top_k, top_p, typical, seed, step, by_count, BITS, GROUP, TILE
             )  # fmt: skip
         elif (top_p < 1) & (typical >= 1) & (by_count == 0) & (limits_ptr is None):
             # most of what is drawn is kept: draw from all, and from what is larger if it is not
@@ -232,19 +233,19 @@ def _draw(
                 above = _kept(row_ptr, list_ptr, count, vocab, after(drawn), middle, reach, largest, inverse, GROUP, TILE)
         else:
             if by_count:
-                floor = _threshold(row_ptr, list_ptr, count, vocab, floor, bound, largest, top_k, middle, largest, inverse, "count", BITS, MARKS, GROUP, TILE)
+                floor = _threshold(row_ptr, list_ptr, count, vocab, floor, bound, largest, top_k, middle, largest, inverse, "count", BITS, GROUP, TILE)
                 if top_p < 1:
                     mass, _ = _mass(row_ptr, list_ptr, count, vocab, floor, largest, inverse, GROUP, TILE)
                     bound = floor
             if top_p < 1:
                 need = top_p * mass
-                floor = _threshold(row_ptr, list_ptr, count, vocab, floor, bound, largest, need, middle, largest, inverse, "weight", BITS, MARKS, GROUP, TILE)
+                floor = _threshold(row_ptr, list_ptr, count, vocab, floor, bound, largest, need, middle, largest, inverse, "weight", BITS, GROUP, TILE)
             floor = tl.maximum(floor, least)
             if typical < 1:
                 mass, middle = _mass(row_ptr, list_ptr, count, vocab, floor, largest, inverse, GROUP, TILE)
                 most = -tl.maximum(_distance(largest, middle), _distance(tl.maximum(floor, -3e38), middle))
                 need, nearest = typical * mass, tl.full([], 0.0, tl.float32)
-                reach = -_threshold(row_ptr, list_ptr, count, vocab, floor, most, nearest, need, middle, largest, inverse, "near", 0, MARKS, GROUP, TILE)
+                reach = -_threshold(row_ptr, list_ptr, count, vocab, floor, most, nearest, need, middle, largest, inverse, "near", 0, GROUP, TILE)
             token = _argmax(row_ptr, list_ptr, count, vocab, temperature, floor, middle, reach, seed, step, GROUP, TILE)
             if limits_ptr is not None:
                 mass = _kept(row_ptr, list_ptr, count, vocab, floor, middle, reach, largest, inverse, GROUP, TILE)
@@ -282,7 +283,7 @@ class Tiles(NamedTuple):
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """16 warps keep L2 busy; of 64 lanes they would spill 148 bytes (gfx942)."""
+    """8 warps take 2 us less of 12 for a few groups and half as much more for all of a row: each sum waits for all of them. 16 of 64 lanes spill (gfx942)."""
     return [Tiles(8 if device.kind == "hip" else 16)]
 
 

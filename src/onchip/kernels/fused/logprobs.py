@@ -1,7 +1,8 @@
 """Log-probabilities of a token and of the largest few: x - log sum exp x, in float32.
 
-The survey (`vocabulary.py`) reads the row once and sums; one program a row then takes the largest from the groups that can hold them, one a
-pass over some n groups of 16, which are in registers, in order of logit and index. Bytes: the logits once, and 1/16 of them written and read again.
+The survey (`vocabulary.py`) reads the row once and sums; one program a row then takes the largest from the groups that can hold them, some n groups of
+16, in order of logit and index: each of the few entries that reach the groups' bound goes behind as many as come before it. Where they are not few, one a pass.
+Bytes: the logits once, and 1/16 of them written and read again.
 """
 
 import torch
@@ -14,6 +15,7 @@ from onchip.kernels.fused.vocabulary import bound_of_count, entries, list_groups
 
 WARPS = 8  # of 16 ptxas spills 64 bytes
 FEW = tl.constexpr(64)  # groups whose entries are kept in registers
+RANKED = tl.constexpr(64)  # entries that are put in order at once: some 30 for the largest 20
 NONE = tl.constexpr(-(1 << 63))  # before all keys
 
 # ---- device
@@ -49,12 +51,14 @@ def _log_probs(
     groups,
     TOP: tl.constexpr,
     BITS: tl.constexpr,
-    MARKS: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     SLICES: tl.constexpr,
     GROUPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     row_ptr, list_ptr = logits_ptr + row * row_stride, list_ptr + row * groups
     part = tl.arange(0, SLICES)
@@ -67,20 +71,40 @@ def _log_probs(
     x = tl.where(x == x, x, float("-inf"))
     tl.store(chosen_ptr + row, tl.where(x > float("-inf"), (x - largest) - total, float("-inf")))
     if TOP > 0:
+        top_ptr += row * TOP
+        ids_ptr += row * TOP
         maxima = maxima_of(maxima_ptr, row, groups, GROUPS)
-        count = list_groups(list_ptr, maxima, bound_of_count(maxima, TOP, FEW // 2, BITS, MARKS), groups)
+        bound = bound_of_count(maxima, TOP, FEW // 2, BITS)
+        count = list_groups(list_ptr, maxima, bound, groups)
         _, index = listed(list_ptr, 0, tl.minimum(count, FEW), vocab, GROUP, FEW * GROUP)
-        few = tl.where(index < vocab, ordered(entries(row_ptr, index, vocab), index), NONE)  # in registers
-        before, at = tl.full([], float("inf"), tl.float32), tl.full([], -1, tl.int32)
-        for n in range(TOP):
-            if count <= FEW:
-                key = tl.max(few)
-                few = tl.where(few == key, NONE, few)
-                before, at = told(key)
-            else:
-                before, at = _next(row_ptr, list_ptr, count, vocab, before, at, GROUP, TILE)
-            tl.store(top_ptr + row * TOP + n, tl.where(before > float("-inf"), (before - largest) - total, float("-inf")))
-            tl.store(ids_ptr + row * TOP + n, at.to(tl.int64))
+        x = entries(row_ptr, index, vocab)
+        reach = (x >= bound) & (index < vocab)
+        num = tl.where(count <= FEW, tl.sum(reach.to(tl.int32)), 0)
+        ranked = (num >= TOP) & (num <= RANKED) & (GROUPS > FEW + RANKED)  # there is room behind the list
+        if ranked:
+            found = tl.reshape(reach, [FEW * GROUP])
+            tl.store(list_ptr + FEW + tl.cumsum(found.to(tl.int32), 0) - 1, tl.reshape(index, [FEW * GROUP]), mask=found)
+            tl.debug_barrier()  # other threads read it
+            n = tl.arange(0, RANKED)
+            of = tl.load(list_ptr + FEW + n, mask=n < num, other=1 << 30)
+            z = entries(row_ptr, of, vocab)
+            keys = ordered(z, of)
+            rank = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+            first = (of < vocab) & (rank < TOP)
+            tl.store(top_ptr + rank, (z - largest) - total, mask=first)
+            tl.store(ids_ptr + rank, of.to(tl.int64), mask=first)
+        if ranked == 0:  # not as `else`: 8 bytes of scalars would be spilled (gfx942)
+            few = tl.where(index < vocab, ordered(x, index), NONE)  # in registers
+            before, at = tl.full([], float("inf"), tl.float32), tl.full([], -1, tl.int32)
+            for place in range(TOP):
+                if count <= FEW:
+                    key = tl.max(few)
+                    few = tl.where(few == key, NONE, few)
+                    before, at = told(key)
+                else:
+                    before, at = _next(row_ptr, list_ptr, count, vocab, before, at, GROUP, TILE)
+                tl.store(top_ptr + place, tl.where(before > float("-inf"), (before - largest) - total, float("-inf")))
+                tl.store(ids_ptr + place, at.to(tl.int64))
 
 
 # ---- host

@@ -20,7 +20,7 @@ from onchip.core.device import Device, of
 from onchip.core.kernel import pick
 from onchip.core.norms import CODES, Norm, Normed
 from onchip.core.problem import Rows
-from onchip.kernels.cluster import begin, moments, total
+from onchip.kernels.cluster import begin, kept, moments, total
 from onchip.kernels.fused.norm_tile import (
     arguments,
     columns,
@@ -83,14 +83,6 @@ def _joined(
         x = scaled(x, parameter(gate_ptr, gate_stride, row, s, col, inside, width, GATE), row_scale, gate_ptr, row_scale_ptr)
         z = (stream.to(tl.float32) + x).to(stream.dtype)
         tl.store(total_ptr + row * total_stride + col, z, mask=inside)
-    return z
-
-
-@triton.jit
-def _kept(z, CLUSTER: tl.constexpr):
-    """z, but as it was loaded: else what has been made float32 stays so over an exchange, in twice the registers."""
-    if CLUSTER and z.dtype.primitive_bitwidth == 16:
-        z = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [z], dtype=z.dtype, is_pure=False, pack=2)
     return z
 
 
@@ -196,7 +188,7 @@ def _norm(
         most = tl.zeros([ROWS * CTAS, BLOCK], tl.int32)
         for n in tl.static_range(PARTS):
             inside = there & (col[n] < width)
-            hat = _kept(z[n], CLUSTER and CTAS > 1).to(tl.float32)
+            hat = kept(z[n], CLUSTER and CTAS > 1).to(tl.float32)
             if LAYER and not ALONE:
                 hat -= mean
             y = modulated(weighed(hat * rstd, w[n], b[n], offset, w_ptr, b_ptr), scale[n], shift[n], scale_ptr, shift_ptr)

@@ -4,9 +4,9 @@
     dx = y (dy - sum dy y) / temperature,  of the logarithm (dy - exp(y) sum dy) / temperature
 
 A program holds a few whole rows in registers: each is read once and written once (backward: two reads, one write), which is the floor. A row too wide
-for that is held by several programs, which meet to add up their sums (`meeting.py`): once as well. Of a row of more pieces than 32 each program has several
-after one another, and reads all but the last twice. A mask is read where it lies, by up to three strides of rows; what a mask of bools
-hides may be NaN.
+for that is held by a cluster of programs (`cluster.py`), or, where it is too wide for one or there are none, by several that meet (`meeting.py`) to add up
+their sums: once as well. Of a row of more pieces than 32 each of these has several after one another, and reads all but the last twice. A mask is read where it
+lies, by up to three strides of rows; what a mask of bools hides may be NaN.
 """
 
 from typing import NamedTuple
@@ -18,25 +18,37 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Rows
+from onchip.kernels.cluster import begin, kept, largest, peak
+from onchip.kernels.cluster import total as whole
+from onchip.kernels.curves import exp
 from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
 
 WARPS = ((2048, 4), (8192, 8), (32768, 16))  # (elements up to, warps): at most 64 elements a thread
 TILE = 4096  # elements of a program that holds several rows
 WIDEST = 1 << 15  # bytes of a row in one program's registers
-# (bytes of a row that each of its programs holds, warps): the first of which a row has no more than can meet, else the last, several after one another.
+OF_CTA, MOST_OF_CTA = 1 << 14, 1 << 15  # bytes of a row that a program of a cluster holds, where that makes no cluster too large, and at most
+OF_THREAD = {"softmax": 128, "softmax_backward": 64}  # bytes of such a row
+PART = 4096  # bytes that such a program goes through at a time: in parts 16 KB take 72 registers of a thread, all at once 95
+REGISTERS = 64  # of a thread where there are MOST_OF_CTA, without a mask or a logarithm: four such programs a multiprocessor (69 us of 256 x 262,144; three 77)
+# Without them, (bytes of a row that each program holds, warps): the first of which a row has no more than can meet, else the last, several after one another.
 WIDE = {"softmax": ((8192, 2), (8192, 4)), "softmax_backward": ((8192, 4), (16384, 4))}  # many small programs hide each other's waiting
 
 
 class Tiles(NamedTuple):
-    """How much of the matrix a program holds: `rows` of `block` columns; of a row that programs share, `span` blocks one after the other."""
+    """How much of the matrix a program holds: `rows` of `block` columns; of a row that programs share, `span` blocks one after the other, or, as one of `ctas`
+    that make a cluster, `parts` blocks at once. `registers` of a thread at most; 0: no limit."""
 
     rows: int
     block: int
     warps: int
     span: int = 0
+    ctas: int = 1
+    parts: int = 1
+    registers: int = 0
 
     def __str__(self):
-        return f"{self.rows}x{self.block} tiles, {self.warps} warps" + f", programs that meet after {self.span}" * bool(self.span)
+        shared = f", programs that meet after {self.span}" * bool(self.span) + f", clusters of {self.ctas}" * (self.ctas > 1)
+        return f"{self.rows}x{self.parts * self.block} tiles, {self.warps} warps{shared}"
 
 
 class MaskRows(NamedTuple):
@@ -76,26 +88,50 @@ def _normal(z, base, total, LOG: tl.constexpr, DTYPE: tl.constexpr):
         return tl.where(total == 0, float("-inf"), z - base - tl.log(total)).to(DTYPE)
     some = tl.where(total == 0, 1.0, total)  # then every exponential is 0
     if tl.float32 == DTYPE:
-        return tl.math.div_rn(tl.exp(z - base), some + tl.zeros_like(z))
-    return (tl.exp(z - base) * tl.math.div_rn(tl.full(some.shape, 1.0, tl.float32), some)).to(DTYPE)  # a division is ten instructions, as much as all others
+        return tl.math.div_rn(exp(z - base, True), some + tl.zeros_like(z))
+    return (exp(z - base, True) * tl.math.div_rn(tl.full(some.shape, 1.0, tl.float32), some)).to(DTYPE)  # a division is ten instructions, as much as all others
 
 
 @triton.jit
 def _softmax(
     x_ptr, mask_ptr, y_ptr, rows, width, x_stride, size_1, size_2, stride_0, stride_1, stride_2, temperature,
-    DIVIDED: tl.constexpr, BOOL: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DIVIDED: tl.constexpr, BOOL: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, CTAS: tl.constexpr,
+    CLUSTER: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    col = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (col < width)
-    row = row.to(tl.int64)
-    mask_at = _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2) + col
-    x = tl.load(x_ptr + row * x_stride + col, mask=inside, other=float("-inf"))  # [ROWS, BLOCK]
-    z = _shown(x, mask_ptr, mask_at, inside, temperature, DIVIDED, BOOL)
-    top = tl.max(z, 1, keep_dims=True)
+    if CTAS > 1:
+        box = begin(2, CTAS, CLUSTER)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    first = tl.arange(0, CTAS)[:, None] * (PARTS * BLOCK) + tl.arange(0, BLOCK)[None, :]
+    mask_at = _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2)
+    x, z = (), ()
+    for n in tl.static_range(PARTS):
+        col = first + n * BLOCK
+        inside = (row < rows) & (col < width)
+        x += (tl.load(x_ptr + row * x_stride + col, mask=inside, other=float("-inf")),)  # [ROWS or CTAS, BLOCK]
+        z += (_shown(x[n], mask_ptr, mask_at + col, inside, temperature, DIVIDED, BOOL),)
+        if n == 0:
+            tops = z[0]
+        else:
+            tops = tl.maximum(tops, z[n])
+    top = tl.max(tops, 1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    y = _normal(z, base, tl.sum(tl.exp(z - base), 1, keep_dims=True), LOG, y_ptr.dtype.element_ty)
-    tl.store(y_ptr + row * width + col, y, mask=inside)
+    again: tl.constexpr = CTAS > 1 and mask_ptr is None and not DIVIDED  # z is made of x again, which alone is kept in registers
+    for n in tl.static_range(PARTS):
+        of_part = kept(x[n], CLUSTER).to(tl.float32) if again else z[n]
+        e = exp(of_part - base[:, None], True)
+        if n == 0:
+            sums = e
+        else:
+            sums += e
+    total = tl.sum(sums, 1)
+    if CTAS > 1:
+        top, total = peak(top, total, box, CTAS, CLUSTER)
+        base = tl.where(top == float("-inf"), 0.0, top)
+    for n in tl.static_range(PARTS):
+        of_part = kept(x[n], CLUSTER).to(tl.float32) if again else z[n]
+        y = _normal(of_part, base[:, None], total[:, None], LOG, y_ptr.dtype.element_ty)
+        col = first + n * BLOCK
+        tl.store(y_ptr + row * width + col, y, mask=(row < rows) & (col < width))
 
 
 @triton.jit
@@ -118,7 +154,7 @@ def _softmax_wide(
         base = tl.where(more == float("-inf"), 0.0, more)
         if mask_ptr is None and not DIVIDED:
             z = held(x, PHASE).to(tl.float32)
-        total = total * tl.exp(top - base) + tl.sum(tl.exp(z - base))
+        total = total * exp(top - base, True) + tl.sum(exp(z - base, True))
         top = more
     if PHASE != SECOND:
         tell(words_ptr + piece, top, total)
@@ -127,7 +163,7 @@ def _softmax_wide(
         there = tl.arange(0, PIECES) < pieces
         top = tl.max(tl.where(there, tops, float("-inf")))
         base = tl.where(top == float("-inf"), 0.0, top)
-        total = tl.sum(tl.where(there, totals * tl.exp(tops - base), 0.0))
+        total = tl.sum(tl.where(there, totals * exp(tops - base, True), 0.0))
         if mask_ptr is None and not DIVIDED:
             z = held(x, PHASE).to(tl.float32)
         for back in range(SPAN):
@@ -153,21 +189,27 @@ def _pair(y, dy, LOG: tl.constexpr):
 @triton.jit
 def _slope(y, dy, total, inverse, LOG: tl.constexpr):
     if LOG:
-        return (dy - tl.exp(y) * total) * inverse
+        return (dy - exp(y, True) * total) * inverse
     return y * (dy - total) * inverse
 
 
 @triton.jit
 def _backward(
-    y_ptr, dy_ptr, dx_ptr, rows, width, y_stride, dy_stride, inverse, LOG: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr, dy_ptr, dx_ptr, rows, width, y_stride, dy_stride, inverse,
+    LOG: tl.constexpr, ROWS: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    col = tl.arange(0, BLOCK)[None, :]
+    if CTAS > 1:
+        box = begin(1, CTAS, CLUSTER)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    col = tl.arange(0, CTAS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (col < width)
-    row = row.to(tl.int64)
-    y, dy = _pair(*_load_pair(y_ptr, dy_ptr, row * y_stride + col, row * dy_stride + col, inside), LOG)
-    total = tl.sum(dy if LOG else dy * y, 1, keep_dims=True)
-    tl.store(dx_ptr + row * width + col, _slope(y, dy, total, inverse, LOG).to(dx_ptr.dtype.element_ty), mask=inside)
+    y, dy = _load_pair(y_ptr, dy_ptr, row * y_stride + col, row * dy_stride + col, inside)
+    a, b = _pair(y, dy, LOG)
+    total = tl.sum(b if LOG else a * b, 1)
+    if CTAS > 1:
+        total = whole(total, box, CTAS, CLUSTER)
+        a, b = _pair(kept(y, CLUSTER), kept(dy, CLUSTER), LOG)
+    tl.store(dx_ptr + row * width + col, _slope(a, b, total[:, None], inverse, LOG).to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -204,12 +246,19 @@ def _backward_wide(
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; several programs a wide row."""
-    size = problem.dtype.itemsize
-    if problem.width * size > WIDEST:
+    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; a cluster, or programs that meet, a wide row."""
+    size, forward = problem.dtype.itemsize, problem.op == "softmax"
+    row = problem.width * size
+    ctas = min(largest(device), triton.next_power_of_2(triton.cdiv(row, OF_CTA)))
+    block = triton.next_power_of_2(triton.cdiv(problem.width, ctas))
+    if ctas > 1 and block * size <= MOST_OF_CTA and (forward or row % 16 == 0):  # without loads of 16 bytes clusters are slower backward (50,257 columns)
+        parts = block * size // PART if forward else 1
+        registers = REGISTERS if forward and not problem.variant and block * size == MOST_OF_CTA else 0
+        return [Tiles(1, block // parts, block * size // (32 * OF_THREAD[problem.op]), 0, ctas, parts, registers)]
+    if row > WIDEST:
         ladder = WIDE[problem.op]
-        piece, warps = next((rung for rung in ladder if problem.width * size <= MOST.value * rung[0]), ladder[-1])
-        return [Tiles(1, piece // size, warps, triton.cdiv(problem.width * size, MOST.value * piece))]
+        piece, warps = next((rung for rung in ladder if row <= MOST.value * rung[0]), ladder[-1])
+        return [Tiles(1, piece // size, warps, triton.cdiv(row, MOST.value * piece))]
     block = triton.next_power_of_2(problem.width)
     rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
@@ -226,7 +275,8 @@ def launch(problem: Rows, config: Tiles, x: torch.Tensor, mask: torch.Tensor | N
         _together(_softmax_wide, problem, config, (rows, lies.mask, y), given, said)
     else:
         grid = (triton.cdiv(problem.rows, config.rows),)
-        _softmax[grid](rows, lies.mask, y, problem.rows, problem.width, *given, **said, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps)
+        config = config._replace(registers=0) if said["DIVIDED"] else config
+        _softmax[grid](rows, lies.mask, y, problem.rows, problem.width, *given, **said, PARTS=config.parts, **_alone(x, config))
     return y
 
 
@@ -239,8 +289,14 @@ def launch_backward(problem: Rows, config: Tiles, y: torch.Tensor, dy: torch.Ten
         _together(_backward_wide, problem, config, (y, dy, dx), given, said)
     else:
         grid = (triton.cdiv(problem.rows, config.rows),)
-        _backward[grid](y, dy, dx, problem.rows, problem.width, *given, **said, ROWS=config.rows, BLOCK=config.block, num_warps=config.warps)
+        _backward[grid](y, dy, dx, problem.rows, problem.width, *given, **said, **_alone(y, config))
     return dx
+
+
+def _alone(x: torch.Tensor, config: Tiles) -> dict:
+    """The constants of a kernel whose programs, or clusters, have whole rows."""
+    options = {"num_ctas": config.ctas, "maxnreg": config.registers or None} if config.ctas > 1 and x.is_cuda else {}
+    return {"ROWS": config.rows, "CTAS": config.ctas, "CLUSTER": x.is_cuda, "BLOCK": config.block, "num_warps": config.warps, **options}
 
 
 def _together(kernel, problem: Rows, config: Tiles, tensors: tuple, given: tuple, said: dict) -> None:

@@ -15,10 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
+from onchip.kernels.launch import starts_early
+
 SLICE = 4096  # entries a program of the survey has: at 128,256 32 programs a row, 8 KiB each in bf16
 SLICE_WARPS = 8
 TILE = 4096  # entries of a tile of listed groups: 8 a thread
-MARKS = 4  # as many comparisons as keep up with L2 on one multiprocessor
 MOST_GROUPS = 8192
 CONSTANT_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 that hold nothing
 
@@ -72,26 +73,38 @@ def uniform(bits):
 
 
 @triton.jit
-def marks_of(low, high, BITS: tl.constexpr, MARKS: tl.constexpr):
-    """What an interval of images is narrowed by: the step, and the logits [MARKS, 1, 1] at its multiples from `low` on."""
-    step = (high - low + 1 + MARKS) // (MARKS + 1)
-    marks = low + step * (1 + tl.arange(0, MARKS)[:, None, None])
-    return step, number((marks << BITS).to(tl.int32))
-
-
-@triton.jit
-def nth(values, weights, low, high, need, spare, BITS: tl.constexpr, MARKS: tl.constexpr):
-    """The largest of the logits from `low` to `high` such that the `values` [1, N, 1] from it up weigh `need`; `low` where none does. Or a smaller one from
-    which on they weigh no more than `spare`: that is narrowed no further."""
+def nth(values, weights, low, high, need, spare, BITS: tl.constexpr):
+    """The largest of the logits from `low` to `high` such that the `values` [N] from it up weigh `need`; `low` where none does. Or a smaller one from which
+    on they weigh no more than `spare`: that is narrowed no further."""
     low, high = image(low).to(tl.int64) >> BITS, image(high).to(tl.int64) >> BITS
     most = tl.full([], float("inf"), tl.float32)
     while (low < high) & (most > spare):
-        step, marks = marks_of(low, high, BITS, MARKS)
-        total = tl.sum(tl.where(values >= marks, weights, 0.0), 1, keep_dims=True)
-        enough = tl.sum((total >= need).to(tl.int64))
-        most = tl.minimum(most, tl.min(tl.where(total >= need, total, float("inf"))))
-        high = tl.minimum(high, low + step * (enough + 1) - 1)
-        low = tl.minimum(high, low + step * enough)
+        step = (high - low + 5) // 5
+        a, b = tl.where(values >= mark(low, step, 1, BITS), weights, 0.0), tl.where(values >= mark(low, step, 2, BITS), weights, 0.0)
+        c, d = tl.where(values >= mark(low, step, 3, BITS), weights, 0.0), tl.where(values >= mark(low, step, 4, BITS), weights, 0.0)
+        low, high, found = narrowed(low, high, step, a, b, c, d, need)
+        most = tl.minimum(most, found)
+    return end_of(low, BITS)
+
+
+@triton.jit
+def mark(low, step, N: tl.constexpr, BITS: tl.constexpr):
+    """The logit of a shortened image `low` and N steps."""
+    return number(((low + N * step) << BITS).to(tl.int32))
+
+
+@triton.jit
+def narrowed(low, high, step, a, b, c, d, need):
+    """The interval of images by what weighs more than its four marks, [N] each; and what is known to weigh `need` least. Joined: one sum, three barriers."""
+    total = tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), 0)  # [2, 2]
+    enough = tl.sum(tl.sum((total >= need).to(tl.int64), 1), 0)
+    high = tl.minimum(high, low + step * (enough + 1) - 1)
+    return tl.minimum(high, low + step * enough), high, tl.min(tl.min(tl.where(total >= need, total, float("inf")), 1), 0)
+
+
+@triton.jit
+def end_of(low, BITS: tl.constexpr):
+    """The logit that an interval of images has been narrowed to."""
     found = number((low << BITS).to(tl.int32))
     return tl.where(found == found, found, float("-inf"))  # the image of -inf without its low bits is a NaN's
 
@@ -110,43 +123,47 @@ def told(key):
 
 @triton.jit
 def maxima_of(maxima_ptr, row, groups, GROUPS: tl.constexpr):
-    """The maxima of a row's groups, float32 [1, GROUPS, 1]."""
-    at = tl.arange(0, GROUPS)[None, :, None]
+    """The maxima of a row's groups, float32 [GROUPS]."""
+    at = tl.arange(0, GROUPS)
     return tl.load(maxima_ptr + row * groups + at, mask=at < groups, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
-def bound_of_count(maxima, count, spare, BITS: tl.constexpr, MARKS: tl.constexpr):
+def bound_of_count(maxima, count, spare, BITS: tl.constexpr):
     """A logit that at least `count` entries reach, -inf where the maxima of 4 groups each do not prove one. It is looked for until `spare` of them do."""
-    coarse = tl.max(tl.reshape(maxima, [1, maxima.shape[1] // 4, 4]), 2, keep_dims=True)
+    coarse = tl.max(tl.reshape(maxima, [maxima.shape[0] // 4, 4]), 1)
     there = coarse > float("-inf")
     bound = tl.full([], float("-inf"), tl.float32)
     if tl.sum(there.to(tl.int32)) >= count:
         low = tl.min(tl.where(there, coarse, float("inf")))
-        bound = nth(coarse, tl.full(coarse.shape, 1.0, tl.float32), low, tl.max(coarse), count, spare, BITS, MARKS)
+        bound = nth(coarse, tl.full(coarse.shape, 1.0, tl.float32), low, tl.max(coarse), count, spare, BITS)
     return bound
 
 
 @triton.jit
-def bound_of_mass(maxima, largest, inverse, need, BITS: tl.constexpr, MARKS: tl.constexpr):
+def bound_of_mass(maxima, largest, inverse, need, BITS: tl.constexpr):
     """A logit such that the entries from it up weigh at least `need`, -inf where the maxima do not prove one."""
     weights = weight(maxima, largest, inverse)
     need = need * (1 + 2**-16)  # the two sums are rounded apart
     least = tl.maximum(largest - tl.div_rn(16.0, inverse), -3e38)
     bound = tl.full([], float("-inf"), tl.float32)
     if tl.sum(tl.where(maxima >= number(image(least) >> BITS << BITS), weights, 0.0)) >= need:
-        bound = nth(maxima, weights, least, largest, need, 0.0, BITS, MARKS)
+        bound = nth(maxima, weights, least, largest, need, 0.0, BITS)
     return bound
 
 
 @triton.jit
 def list_groups(list_ptr, maxima, bound, groups):
     """Write the numbers of the groups that reach `bound`, in order, and return how many."""
-    at = tl.arange(0, maxima.shape[1])
-    found = (tl.reshape(maxima, [maxima.shape[1]]) >= bound) & (at < groups)
-    tl.store(list_ptr + tl.cumsum(found.to(tl.int32), 0) - 1, at, mask=found)
+    GROUPS: tl.constexpr = maxima.shape[0]
+    EACH: tl.constexpr = 8 if GROUPS > 8 else GROUPS  # that a thread has: a scan of all would take 4 us, of as many as threads 1
+    at = tl.arange(0, GROUPS // EACH)[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    found = ((tl.reshape(maxima, [GROUPS // EACH, EACH]) >= bound) & (at < groups)).to(tl.int32)
+    counts = tl.sum(found, 1)
+    before = tl.cumsum(counts, 0) - counts
+    tl.store(list_ptr + before[:, None] + tl.cumsum(found, 1) - 1, at, mask=found > 0)
     tl.debug_barrier()  # other threads read it
-    return tl.sum(found.to(tl.int32))
+    return tl.sum(counts)
 
 
 @triton.jit
@@ -176,7 +193,10 @@ def _survey(
     step_places,
     GROUP: tl.constexpr,
     SLICE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:  # the kernel that follows waits for what is written here
+        tl.extra.cuda.gdc_launch_dependents()
     row = (tl.program_id(0) // slices).to(tl.int64)
     who = row // places  # whose settings
     part = tl.program_id(0) % slices
@@ -226,7 +246,7 @@ class Survey(NamedTuple):
 
     maxima   [rows, groups] in the logits' dtype.        list   int32 [rows, groups].
     slices   float32 [rows, slices, 4]: the largest logit, the sum of weights (of temperatures above 0), the largest score, and its index.
-    tiles    its constants.
+    tiles    its constants, and that it may begin before the survey has ended.
     """
 
     maxima: torch.Tensor
@@ -245,14 +265,17 @@ def survey(logits: torch.Tensor, how: tuple | None = None) -> Survey:
     maxima = torch.empty(rows, groups, dtype=logits.dtype, device=device)
     found = torch.empty(rows, slices, 4, dtype=torch.float32, device=device)
     fields, places = ((None,) * 7, (1, 1)) if how is None else (how, places_of(rows, how))
-    _survey[(rows * slices,)](logits, maxima, found, *fields, logits.stride(0), vocab, slices, *places, GROUP=group, SLICE=part, num_warps=SLICE_WARPS)
+    early = starts_early(logits)
+    sizes = (logits.stride(0), vocab, slices, *places)
+    _survey[(rows * slices,)](logits, maxima, found, *fields, *sizes, GROUP=group, SLICE=part, EARLY=early, num_warps=SLICE_WARPS)
     tiles = {
         "BITS": CONSTANT_BITS[logits.dtype],
-        "MARKS": MARKS,
         "GROUP": group,
         "TILE": min(TILE, triton.next_power_of_2(groups) * group),
         "SLICES": triton.next_power_of_2(slices),
         "GROUPS": triton.next_power_of_2(groups),
+        "EARLY": early,
+        **({"launch_pdl": True} if early else {}),
     }
     return Survey(maxima, found, torch.empty(rows, groups, dtype=torch.int32, device=device), tiles)
 
