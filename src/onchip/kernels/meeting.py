@@ -1,9 +1,9 @@
 """Programs that share a row meet half way, so that a row too wide for one of them is read once:
 
-    PHASE is BOTH on a GPU (BOTH_AMD):  load a piece -> store its sums -> `arrive` -> `wait` -> load all sums -> finish the piece that is still in registers
+    PHASE is BOTH on a GPU (BOTH_AMD):  load a piece -> store its sums -> `meet` -> load all sums -> finish the piece that is still in registers
     in the interpreter, where programs run one after the other, the same kernel is launched with PHASE FIRST (up to the sums), then SECOND (from there on).
 
-Where two numbers a program are all there is to say, `tell` and `hear` stand for storing, arriving, waiting and loading. What only a row's last program has to
+Where two numbers a program are all there is to say, `tell` and `hear` stand for storing, meeting and loading. What only a row's last program has to
 hear needs no phases: in the interpreter it runs last.
 
 A row's programs are neighbours in the grid. A GPU starts programs in order, so those of the first row that is not done are all running as long as a row has
@@ -34,18 +34,14 @@ def phases(x: torch.Tensor, programs: int = 1, warps: int = 1) -> tuple[int, ...
 
 
 @triton.jit
-def arrive(count_ptr):
-    """What the threads of this program have stored may be read by those that `wait`."""
-    tl.debug_barrier()
-    tl.atomic_add(count_ptr, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def wait(count_ptr, programs):
-    """Until `programs` have arrived; loads after it see what they stored."""
-    while tl.atomic_add(count_ptr, 0, sem="acquire", scope="gpu") < programs:
-        pass
-    tl.debug_barrier()
+def meet(count_ptr, programs, PHASE: tl.constexpr):
+    """Until `programs` have come here: what their threads have stored before, loads after it see. Two launches meet between them."""
+    if PHASE != FIRST:
+        tl.debug_barrier()
+        tl.atomic_add(count_ptr, 1, sem="release", scope="gpu")
+        while tl.atomic_add(count_ptr, 0, sem="acquire", scope="gpu") < programs:
+            pass
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -57,13 +53,14 @@ def held(x, PHASE: tl.constexpr):
 
 
 @triton.jit
-def tell(word_ptr, x, y):
-    """Two float32 numbers for the others, in one word of 64 bits, which says by not being 0 that they are there; so they may not be 0 both.
+def tell(word_ptr, x, y, there=None):
+    """Two float32 numbers for the others (or tensors of such, where they are `there`), in one word of 64 bits, which says by not being 0 that they are there;
+    so they may not be 0 both.
 
-    Shorter than `arrive` and `wait` by a fence and a reading: one way to L2 and one back, where those take three and a half ways there and back.
+    Shorter than `meet` by a fence and a reading: one way to L2 and one back, where those take three and a half ways there and back.
     """
     bits = (x.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (y.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-    tl.atomic_xchg(word_ptr, bits, sem="relaxed", scope="gpu")
+    tl.atomic_xchg(word_ptr, bits, mask=there, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -78,8 +75,7 @@ def _words(words_ptr, programs, PROGRAMS: tl.constexpr, PHASE: tl.constexpr):
 
 @triton.jit
 def hear(words_ptr, programs, PROGRAMS: tl.constexpr, PHASE: tl.constexpr):
-    """What each of `programs` has told, float32 [PROGRAMS] twice, when all have; (0, tiny) past them. PROGRAMS is MOST at most: each warp listens to all."""
-    tl.static_assert(PROGRAMS <= MOST)
+    """What each of `programs` has told, float32 [PROGRAMS] twice, when all have; (0, tiny) past them. Up to MOST each warp listens, without a barrier."""
     words = _words(words_ptr, programs, PROGRAMS, PHASE)
     while tl.min((words != 0).to(tl.int32)) == 0:
         words = _words(words_ptr, programs, PROGRAMS, PHASE)

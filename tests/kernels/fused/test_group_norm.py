@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,7 +88,7 @@ def test_large(case, dtype, kernel, device):
     check(case, dtype, kernel, device)
 
 
-def cut(monkeypatch, sms=132, **knobs):
+def cut(monkeypatch, sms=132, held=32, **knobs):
     """Both passes cut as asked, like much larger problems; what has not been written is NaN."""
     from onchip.kernels.fused import group_norm, group_norm_backward, group_tile
 
@@ -95,12 +96,13 @@ def cut(monkeypatch, sms=132, **knobs):
 
         def configs(problem, device, tensors=tensors):
             last = problem.layout == "channels_last"
-            more = {} if last else {"spans": tensors == 2, "most": 64}
-            tiles = (group_tile.last if last else group_tile.first)(problem, replace(device, sms=sms), tensors, warps=1, **more, **knobs)
-            assert 1 < tiles.team <= sms
+            more = {} if last else {"most": 64, "alone": 0}
+            tiles = (group_tile.last if last else group_tile.first)(problem, replace(device, sms=sms), tensors, tensors == 1, warps=1, **more, **knobs)
+            assert tiles.team > 1
             return [tiles]
 
         monkeypatch.setattr(module, "configs", configs)
+        monkeypatch.setattr(group_norm, "MOST", SimpleNamespace(value=held))
         monkeypatch.setattr(module, "scratch", lambda x, *shape: poisoned(shape, torch.float32, x.device))
     onchip.dispatch.forget()
 
@@ -109,8 +111,8 @@ CUTS = {  # what they try: shape, groups, act, layout, knobs
     "teams": ((1, 6, 8, 24), 3, "silu", "first", {"hold": 512}),
     "runs of two tiles": ((1, 4, 16, 16), 2, "silu", "first", {"hold": 512}),
     "several channels a tile": ((1, 40, 4, 4), 2, "silu", "first", {"hold": 256}),
-    "read twice": ((1, 4, 32, 16), 2, "mish", "first", {"hold": 256, "sms": 3}),
-    "read twice, runs torn": ((1, 6, 37, 5), 2, "", "first", {"hold": 256, "sms": 2}),
+    "read twice": ((1, 4, 32, 16), 2, "mish", "first", {"hold": 256, "sms": 3, "held": 1}),
+    "read twice, runs torn": ((1, 6, 37, 5), 2, "", "first", {"hold": 256, "sms": 2, "held": 1}),
     "last": ((2, 6, 8, 8), 3, "silu", "last", {"hold": 512}),
     "last, read twice": ((1, 80, 9, 4), 5, "mish", "last", {"hold": 1024, "sms": 3}),
 }
@@ -144,7 +146,7 @@ def test_more_elements_than_int32_counts(device):
 
 
 def test_how_shapes_are_cut():
-    """A U-Net's groups are one program's; a VAE's are shared out, held as far as registers go, by no more programs than a GPU holds at once."""
+    """A U-Net's groups are one program's; a VAE's are shared out, by backward programs that hold them as far as registers go and are all running at once."""
     pytest.importorskip("triton")
     from onchip.kernels.fused import group_norm, group_norm_backward
 
@@ -159,10 +161,11 @@ def test_how_shapes_are_cut():
         for problem in (vae, video, odd):
             (tiles,) = module.configs(problem, h200)
             runs = problem.channels // problem.groups * -(-problem.pixels // (tiles.cols * tiles.span))
-            assert 1 < tiles.team <= h200.sms and (tiles.team - 1) * tiles.share < runs <= tiles.team * tiles.share
+            assert tiles.team > 1 and (tiles.team - 1) * tiles.share < runs <= tiles.team * tiles.share
+            assert tiles.team <= h200.sms if module is group_norm_backward else tiles.share * tiles.span == tiles.held * tiles.rows
             assert tiles.held * tiles.rows * tiles.cols <= 1 << 16 and tiles.cut == ("torn" if problem is odd else "full")
     (last,) = group_norm.configs(vae._replace(layout="channels_last"), h200)
-    assert last.cols * last.span == 128 and last.team <= h200.sms and (last.team - 1) * last.share < vae.pixels <= last.team * last.share
+    assert last.cols * last.span == 128 and last.share == last.rows and (last.team - 1) * last.share < vae.pixels <= last.team * last.share
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

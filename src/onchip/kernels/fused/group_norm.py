@@ -1,115 +1,46 @@
 """GroupNorm and its activation: y = act((x - mean) / sqrt(var + eps) * weight + bias), mean and var of a group of channels of a sample.
 
-The programs of a unit (`group_tile.py`) hold x in registers, take the mean and the square deviations of what they have, meet, merge those of all (Chan,
-Golub and LeVeque, 1983) and write y. Where channels come last, a program's channels are summed up alone, then folded into groups.
-Bytes moved: the floor, x and y once each, as long as a unit fits the registers of the GPU.
+A group of up to 1 MB is held in registers, by one program or by a team that meets half way (`meeting.py`). A larger one, and a sample whose channels come
+last, is read twice by programs that hold nothing: by those that sum it up, of which the last to be done merges what all have found (Chan, Golub and LeVeque,
+1983) and tells the others, and a little later, from the L2 cache, by those that write y. These wait for programs that a GPU starts before them, and the
+first for none, so that there may be any number of them. Where channels come last, sums of channels are folded into groups.
+Bytes moved: the floor, x and y once each, as long as the L2 cache keeps what has been summed up until it is read again.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from onchip.core.device import Device
+from onchip.core.device import Device, of
 from onchip.core.problem import Groups
 from onchip.kernels.curves import activated
-from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, quick_sigmoid, scratch, spread, tile, wide
-from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, phases, wait
+from onchip.kernels.fused.group_tile import (
+    Tiles,
+    across,
+    arguments,
+    before,
+    block,
+    first,
+    hold,
+    last,
+    of_channel,
+    parts,
+    quick_sigmoid,
+    scratch,
+    spread,
+    tile,
+    wide,
+)
+from onchip.kernels.meeting import BOTH, BOTH_AMD, FIRST, MOST, SECOND, hear, phases, tell
 
 # ---- device
 
-
-@triton.jit
-def _off(x_ptr, mean, at):
-    """x less the mean of a tile of `tile`, 0 outside."""
-    return tl.where(at[3], tl.load(x_ptr + at[2], mask=at[3], other=0.0).to(tl.float32) - mean, 0.0)
-
-
-@triton.jit
-def _finish(x, y_ptr, w_ptr, b_ptr, mean, rstd, first_c, each, at, ACT: tl.constexpr):
-    """y of a tile of `tile`."""
-    c = at[1]
-    w = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd
-    y = activated((x - mean) * w + of_channel(b_ptr, first_c + c, c < each, 0.0), ACT, QUICK=y_ptr.dtype.element_ty.primitive_bitwidth == 16)
-    tl.store(y_ptr + at[2], y.to(y_ptr.dtype.element_ty), mask=at[3])
-
-
-@triton.jit
-def _forward_first(
-    x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, part_mean_ptr, part_square_ptr, count_ptr, eps, pixels, groups, each, pieces, share, team,
-    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
-):  # fmt: skip
-    """A member's share of a group: runs of channels that come first."""
-    ROWS: tl.constexpr = CUT[0]
-    COLS: tl.constexpr = CUT[1]
-    unit = tl.program_id(0) // team
-    member = tl.program_id(0) % team
-    runs = each * pieces
-    begin = member * share
-    end = tl.minimum(begin + share, runs)
-    size = (tl.zeros([], tl.int64) + each) * pixels
-    first = before(begin, pieces, pixels, COLS)
-    x_ptr += unit * size + first
-    y_ptr += unit * size + first
-    held = ()
-    for k in tl.static_range(HELD):
-        _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
-        held += (tl.load(x_ptr + at, mask=inside, other=0.0),)
-    tiles = tl.cdiv(end - begin, ROWS)
-    if PHASE != SECOND:
-        total = tl.zeros([ROWS, COLS], tl.float32)
-        for k in tl.static_range(HELD):
-            total += wide(held[k], 0, WORDS)
-        mean = tl.sum(total) / (before(tl.minimum(begin + ROWS * HELD, end), pieces, pixels, COLS) - first)
-        squares = tl.zeros([ROWS, COLS], tl.float32)
-        for k in tl.static_range(HELD):
-            _, _, _, inside = tile(begin, end, k, pieces, pixels, CUT)
-            off = tl.where(inside, wide(held[k], groups >> 31, WORDS) - mean, 0.0)
-            squares += off * off
-        if STREAM:
-            sums = tl.zeros([ROWS, COLS], tl.float32)
-            for k in tl.range(HELD, tiles, num_stages=3):
-                more = _off(x_ptr, mean, tile(begin, end, k, pieces, pixels, CUT))
-                sums += more
-                squares += more * more
-            count = before(end, pieces, pixels, COLS) - first
-            off_mean = tl.sum(sums) / count
-            mean += off_mean
-            square = tl.sum(squares) - count * off_mean * off_mean
-        else:
-            square = tl.sum(squares)
-        if TEAM > 1:
-            tl.store(part_mean_ptr + unit * team + member, mean)
-            tl.store(part_square_ptr + unit * team + member, square)
-            if PHASE != FIRST:
-                arrive(count_ptr + unit)
-                wait(count_ptr + unit, team)
-    if PHASE != FIRST:
-        if TEAM > 1:
-            t = tl.arange(0, TEAM)
-            means = tl.load(part_mean_ptr + unit * team + t, mask=t < team, other=0.0)
-            squares_of = tl.load(part_square_ptr + unit * team + t, mask=t < team, other=0.0)
-            a, b = tl.minimum(t * share, runs), tl.minimum(t * share + share, runs)
-            counts = (before(b, pieces, pixels, COLS) - before(a, pieces, pixels, COLS)).to(tl.float32)
-            mean = tl.sum(means * counts) / size
-            square = tl.sum(squares_of + counts * (means - mean) * (means - mean))
-        rstd = tl.rsqrt(square / size + eps)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + unit, mean, mask=member == 0)
-            tl.store(rstd_ptr + unit, rstd, mask=member == 0)
-        first_c = unit % groups * each
-        for k in tl.static_range(HELD):
-            at = tile(begin, end, k, pieces, pixels, CUT)
-            _finish(wide(held[k], pixels >> 31, WORDS), y_ptr, w_ptr, b_ptr, mean, rstd, first_c, each, at, ACT)
-        if STREAM:
-            for n in tl.range(HELD, tiles, num_stages=3):
-                at_n = tile(begin, end, tiles + HELD - 1 - n, pieces, pixels, CUT)
-                x = tl.load(x_ptr + at_n[2], mask=at_n[3], other=0.0).to(tl.float32)
-                _finish(x, y_ptr, w_ptr, b_ptr, mean, rstd, first_c, each, at_n, ACT)
+TINY = tl.constexpr(1.2e-38)  # makes no difference, but of two zeros a word that says something
 
 
 @triton.jit
 def _y(x, w, b, y_ptr, ACT: tl.constexpr, WORDS: tl.constexpr):
-    """w is weight / deviation, b the bias less the mean times w."""
+    """w is weight / deviation."""
     u = x * w + b
     if y_ptr.dtype.element_ty.primitive_bitwidth == 32:
         u = activated(u, ACT)
@@ -121,9 +52,163 @@ def _y(x, w, b, y_ptr, ACT: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
+def _moments(held, count, begin, end, pieces, pixels, zero, HELD: tl.constexpr, CUT: tl.constexpr, WORDS: tl.constexpr):
+    """Mean and sum of square deviations of the runs [begin, end), `count` numbers."""
+    ROWS: tl.constexpr = CUT[0]
+    COLS: tl.constexpr = CUT[1]
+    total = tl.zeros([ROWS, COLS], tl.float32)
+    for k in tl.static_range(HELD):
+        total += wide(held[k], 0, WORDS)
+    mean = tl.sum(total) / count
+    squares = tl.zeros([ROWS, COLS], tl.float32)
+    for k in tl.static_range(HELD):
+        _, _, _, inside = tile(begin, end, k, pieces, pixels, CUT)
+        off = tl.where(inside, wide(held[k], zero, WORDS) - mean, 0.0)
+        squares += off * off
+    return mean, tl.sum(squares)
+
+
+@triton.jit
+def _counts(t, share, runs, pieces, pixels, RUN: tl.constexpr):
+    """How many numbers of a group the members t have, float32; 0 of those that are none."""
+    a, b = tl.minimum(t * share, runs), tl.minimum(t * share + share, runs)
+    return (before(b, pieces, pixels, RUN) - before(a, pieces, pixels, RUN)).to(tl.float32)
+
+
+@triton.jit
+def _write(
+    held, y_ptr, w_ptr, b_ptr, mean, rstd, first_c, begin, end, each, pieces, pixels,
+    ACT: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """y of the runs [begin, end)."""
+    SPAN: tl.constexpr = CUT[2]
+    for turn in tl.static_range(HELD // SPAN):
+        _, c, _, _ = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
+        w, b = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd, of_channel(b_ptr, first_c + c, c < each, 0.0)
+        for s in tl.static_range(SPAN):
+            _, _, at, inside = tile(begin, end, turn * SPAN + s, pieces, pixels, CUT)
+            tl.store(y_ptr + at, _y(wide(held[turn * SPAN + s], pixels >> 31, WORDS) - mean, w, b, y_ptr, ACT, WORDS), mask=inside)
+
+
+@triton.jit
+def _held(
+    x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, word_ptr, eps, pixels, groups, each, pieces, share, team,
+    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, TEAM: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """A member's share of a group whose channels come first: runs of them, in registers."""
+    RUN: tl.constexpr = CUT[2] * CUT[1]
+    unit = tl.program_id(0) // team
+    member = tl.program_id(0) % team
+    runs = each * pieces
+    begin = member * share
+    end = tl.minimum(begin + share, runs)
+    size = (tl.zeros([], tl.int64) + each) * pixels
+    first = before(begin, pieces, pixels, RUN)
+    start = unit * size + first
+    held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT)
+    if PHASE != SECOND:
+        mean, square = _moments(held, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, groups >> 31, HELD, CUT, WORDS)
+        if TEAM > 1:
+            tell(word_ptr + tl.program_id(0), mean, square + TINY)
+    if PHASE != FIRST:
+        if TEAM > 1:
+            means, squares = hear(word_ptr + unit * team, team, TEAM, PHASE)
+            counts = _counts(tl.arange(0, TEAM), share, runs, pieces, pixels, RUN)
+            mean = tl.sum(means * counts) / size
+            square = tl.sum(squares + counts * (means - mean) * (means - mean))
+        rstd = tl.rsqrt(square / size + eps)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + unit, mean, mask=member == 0)
+            tl.store(rstd_ptr + unit, rstd, mask=member == 0)
+        _write(held, y_ptr + start, w_ptr, b_ptr, mean, rstd, unit % groups * each, begin, end, each, pieces, pixels, ACT, HELD, CUT, WORDS)
+
+
+@triton.jit
+def _role(team, lag):
+    """(unit, member, whether it writes) of a program: members of a unit sum it up, then those write that is `lag` units behind."""
+    turn = tl.program_id(0) // (2 * team)
+    place = tl.program_id(0) % (2 * team)
+    writes = place >= team
+    return tl.where(writes, turn - lag, turn), place % team, writes
+
+
+@triton.jit
+def _is_last(count_ptr, team):
+    """Whether all others of a team have been here; then what they have stored before may be read."""
+    tl.debug_barrier()
+    behind = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
+    tl.debug_barrier()
+    return behind == team - 1
+
+
+@triton.jit
+def _told(word_ptr, mean_ptr, rstd_ptr, at, there, mean, square, count, eps):
+    """What is found of groups goes to those that write, and to memory if it is kept."""
+    rstd = tl.rsqrt(square / count + eps)
+    tell(word_ptr + at, mean, rstd + TINY, there)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + at, mean, mask=there)
+        tl.store(rstd_ptr + at, rstd, mask=there)
+
+
+@triton.jit
+def _twice(
+    x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, part_ptr, word_ptr, count_ptr, eps, pixels, units, groups, each, pieces, share, team, lag,
+    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
+):  # fmt: skip
+    """A member's share of a group whose channels come first, to be summed up or written."""
+    RUN: tl.constexpr = CUT[2] * CUT[1]
+    unit, member, writes = _role(team, lag)
+    if (unit < 0) | (unit >= units):
+        return
+    runs = each * pieces
+    begin = member * share
+    end = tl.minimum(begin + share, runs)
+    size = (tl.zeros([], tl.int64) + each) * pixels
+    first = before(begin, pieces, pixels, RUN)
+    start = unit * size + first
+    held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT)
+    if writes:
+        mean, rstd = hear(word_ptr + unit, 1, 1, PHASE)
+        mean, rstd = tl.sum(mean), tl.sum(rstd)
+        _write(held, y_ptr + start, w_ptr, b_ptr, mean, rstd, unit % groups * each, begin, end, each, pieces, pixels, ACT, HELD, CUT, WORDS)
+    else:
+        mean, square = _moments(held, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, groups >> 31, HELD, CUT, WORDS)
+        part_ptr += unit.to(tl.int64) * team * 2
+        tl.store(part_ptr + member * 2, mean)
+        tl.store(part_ptr + member * 2 + 1, square)
+        if _is_last(count_ptr + unit, team):
+            about = tl.load(part_ptr)
+            total = tl.zeros([1024], tl.float32)
+            squares = tl.zeros([1024], tl.float32)
+            for t0 in range(0, team, 1024):
+                t = t0 + tl.arange(0, 1024)
+                count = _counts(t, share, runs, pieces, pixels, RUN)
+                off = tl.load(part_ptr + t * 2, mask=t < team, other=0.0) - about
+                total += count * off
+                squares += tl.load(part_ptr + t * 2 + 1, mask=t < team, other=0.0) + count * off * off
+            off_mean = tl.sum(total) / size
+            square = tl.maximum(tl.sum(squares) - size.to(tl.float32) * off_mean * off_mean, 0.0)
+            _told(word_ptr, mean_ptr, rstd_ptr, unit, None, about + off_mean, square, size, eps)
+
+
+@triton.jit
+def _partial(x, PARTS: tl.constexpr):
+    """Sums [PARTS[0], COLS] of rows of x [ROWS, COLS]: of those that one warp has, PARTS[1] at a time, so that nothing goes through shared memory."""
+    COUNT: tl.constexpr = PARTS[0]
+    LANES: tl.constexpr = PARTS[1]
+    ROWS: tl.constexpr = x.shape[0]
+    COLS: tl.constexpr = x.shape[1]
+    x = tl.sum(tl.reshape(x, [ROWS // (COUNT * LANES), COUNT * LANES, COLS]), 0)
+    if LANES > 1:
+        x = tl.sum(tl.reshape(x, [COUNT, LANES, COLS]), 1)
+    return x
+
+
+@triton.jit
 def _merged(mean_ptr, square_ptr, groups, each, pixels, share, team, GROUPS: tl.constexpr):
     """Mean and square deviations of a sample's groups from those of its members, [GROUPS]."""
-    TEAM: tl.constexpr = 4096 // GROUPS if GROUPS < 256 else 16
+    TEAM: tl.constexpr = max(1, 2048 // GROUPS)
     g = tl.arange(0, GROUPS)[None, :]
     about = tl.load(mean_ptr + g, mask=g < groups, other=0.0)
     total = tl.zeros([TEAM, GROUPS], tl.float32)
@@ -141,17 +226,19 @@ def _merged(mean_ptr, square_ptr, groups, each, pixels, share, team, GROUPS: tl.
 
 
 @triton.jit
-def _forward_last(
-    x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, own_ptr, table_ptr, part_mean_ptr, part_square_ptr, count_ptr, eps,
-    channels, pixels, groups, each, share, team,
-    ACT: tl.constexpr, CUT: tl.constexpr, STREAM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
+def _twice_last(
+    x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, own_ptr, part_mean_ptr, part_square_ptr, word_ptr, count_ptr, eps,
+    channels, pixels, units, groups, each, share, team, lag,
+    ACT: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
+    WORDS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
-    """A member's share of a sample: pixels with all their channels, which come last."""
-    ROWS: tl.constexpr = CUT[0]
+    """A member's share of a sample whose channels come last, to be summed up or written: pixels with all their channels."""
     COLS: tl.constexpr = CUT[1]
     BLOCKS: tl.constexpr = CUT[2]
-    unit = tl.program_id(0) // team
-    member = tl.program_id(0) % team
+    COUNT: tl.constexpr = PARTS[0]
+    unit, member, writes = _role(team, lag)
+    if (unit < 0) | (unit >= units):
+        return
     begin = member * share
     own = tl.minimum(share, pixels - begin)  # pixels
     start = (unit.to(tl.int64) * pixels + begin) * channels
@@ -162,67 +249,58 @@ def _forward_last(
         at, inside = block(0, k, own, channels, CUT)
         held += (tl.load(x_ptr + at, mask=inside, other=0.0),)
     g = tl.arange(0, GROUPS)
-    if PHASE != SECOND:
-        own_ptr += tl.program_id(0).to(tl.int64) * channels * 2
+    at_g = unit.to(tl.int64) * groups + g
+    own_ptr += (unit.to(tl.int64) * team + member) * channels * (2 * COUNT)
+    if writes:
+        mean, rstd = hear(word_ptr + unit.to(tl.int64) * groups, groups, GROUPS, PHASE)
+        spread(own_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
+        for k in tl.static_range(BLOCKS):
+            w, b = across(own_ptr, k, channels, CUT), across(own_ptr + channels, k, channels, CUT)
+            at, inside = block(0, k, own, channels, CUT)
+            tl.store(y_ptr + at, _y(wide(held[k], pixels >> 31, WORDS), w, b, y_ptr, ACT, WORDS), mask=inside)
+    else:
+        part = tl.arange(0, COUNT)[:, None]
         for k in tl.static_range(BLOCKS):
             about = across(x_ptr, k, channels, CUT).to(tl.float32)  # the first pixel
             _, inside = block(0, k, own, channels, CUT)
             off = tl.where(inside, wide(held[k], 0, WORDS) - about, 0.0)
-            if STREAM:
-                sums = off
-                squares = off * off
-                for p in tl.range(ROWS, own, ROWS, num_stages=3):
-                    at_p, inside_p = block(p, k, own, channels, CUT)
-                    off_p = tl.where(inside_p, tl.load(x_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32) - about, 0.0)
-                    sums += off_p
-                    squares += off_p * off_p
-                off_c = tl.sum(sums, 0, keep_dims=True) / own
-                square_c = tl.sum(squares, 0, keep_dims=True)
-            else:
-                off_c = tl.sum(off, 0, keep_dims=True) / own
-                square_c = tl.sum(off * off, 0, keep_dims=True)
             c = k * COLS + tl.arange(0, COLS)[None, :]
-            tl.store(own_ptr + c, about + off_c, mask=c < channels)
-            tl.store(own_ptr + channels + c, tl.maximum(square_c - own * off_c * off_c, 0.0), mask=c < channels)
+            tl.store(own_ptr + part * channels + c, _partial(off, PARTS), mask=c < channels)
+            tl.store(own_ptr + (COUNT + part) * channels + c, _partial(off * off, PARTS), mask=c < channels)
         tl.debug_barrier()
         i = tl.arange(0, EACH)[None, :]
         inside_g = (i < each) & (g[:, None] < groups)
-        means = tl.load(own_ptr + g[:, None] * each + i, mask=inside_g, other=0.0)
-        square = tl.load(own_ptr + channels + g[:, None] * each + i, mask=inside_g, other=0.0)
+        c_g = g[:, None] * each + i
+        off_c = tl.zeros([GROUPS, EACH], tl.float32)
+        square = tl.zeros([GROUPS, EACH], tl.float32)
+        for n in tl.static_range(COUNT):
+            off_c += tl.load(own_ptr + n * channels + c_g, mask=inside_g, other=0.0)
+            square += tl.load(own_ptr + (COUNT + n) * channels + c_g, mask=inside_g, other=0.0)
+        off_c = off_c / own
+        square = tl.maximum(square - own * off_c * off_c, 0.0)
+        means = tl.load(x_ptr + c_g, mask=inside_g, other=0.0).to(tl.float32) + off_c
         mean = tl.sum(means, 1) / each
         off_g = tl.where(inside_g, means - mean[:, None], 0.0)
         square = tl.sum(square + own * off_g * off_g, 1)
-        at_g = tl.program_id(0).to(tl.int64) * groups + g
-        tl.store(part_mean_ptr + at_g, mean, mask=g < groups)
-        tl.store(part_square_ptr + at_g, square, mask=g < groups)
-        if PHASE != FIRST:
-            arrive(count_ptr + unit)
-            wait(count_ptr + unit, team)
-    if PHASE != FIRST:
-        first = unit.to(tl.int64) * team * groups
-        mean, square = _merged(part_mean_ptr + first, part_square_ptr + first, groups, each, pixels, share, team, GROUPS)
-        rstd = tl.rsqrt(square / (pixels.to(tl.float32) * each) + eps)
-        if mean_ptr is not None:
-            tl.store(mean_ptr + unit * groups + g, mean, mask=(g < groups) & (member == 0))
-            tl.store(rstd_ptr + unit * groups + g, rstd, mask=(g < groups) & (member == 0))
-        table_ptr += unit.to(tl.int64) * channels * 2
-        spread(table_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
-        for k in tl.static_range(BLOCKS):
-            w, b = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
-            at, inside = block(0, k, own, channels, CUT)
-            tl.store(y_ptr + at, _y(wide(held[k], pixels >> 31, WORDS), w, b, y_ptr, ACT, WORDS), mask=inside)
-            if STREAM:
-                for p in tl.range(ROWS, own, ROWS, num_stages=3):
-                    at_p, inside_p = block(p, k, own, channels, CUT)
-                    x_p = tl.load(x_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32)
-                    tl.store(y_ptr + at_p, _y(x_p, w, b, y_ptr, ACT, WORDS), mask=inside_p)
+        parts = unit.to(tl.int64) * team * groups
+        tl.store(part_mean_ptr + parts + member * groups + g, mean, mask=g < groups)
+        tl.store(part_square_ptr + parts + member * groups + g, square, mask=g < groups)
+        if _is_last(count_ptr + unit, team):
+            mean, square = _merged(part_mean_ptr + parts, part_square_ptr + parts, groups, each, pixels, share, team, GROUPS)
+            _told(word_ptr, mean_ptr, rstd_ptr, at_g, g < groups, mean, square, pixels.to(tl.float32) * each, eps)
 
 
 # ---- host
 
+SHARE = 32 << 10  # bytes of a program where channels come first (1x128x1024x1024: 190 us; 16 KB 201, 64 KB 201)
+SHARE_LAST, WARPS_LAST = 40 << 10, 4  # where they come last: what a warp does once is most of the time (16x320x64x64: 42.5 us; 8 warps 51, 80 KB 44)
+AHEAD = 8  # programs for each multiprocessor that are begun before what they have summed up is read again
+
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
-    return [(last if problem.layout == "channels_last" else first)(problem, device, 1)]
+    if problem.layout == "channels_last":
+        return [last(problem, device, 1, True, SHARE_LAST, WARPS_LAST)]
+    return [first(problem, device, 1, True, SHARE)]
 
 
 def launch(
@@ -237,18 +315,26 @@ def launch(
     """y, and the groups' mean and 1 / deviation, float32 [batch, groups], if they are to be kept."""
     y, p, t = torch.empty_like(x), problem, config
     is_last = p.layout == "channels_last"
-    stats = tuple(scratch(x, p.batch, p.groups) if keep else None for _ in range(2))
+    mean, rstd = (scratch(x, p.batch, p.groups) if keep else None for _ in range(2))
     if not x.numel():
-        return y, *stats
+        return y, mean, rstd
     units = p.batch if is_last else p.batch * p.groups
     weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
-    given = {"x_ptr": x, "y_ptr": y, "w_ptr": weight, "b_ptr": bias, "mean_ptr": stats[0], "rstd_ptr": stats[1], "eps": eps}
-    given |= arguments(p, t, x, units)
-    part = scratch(x, 2, units * t.team, p.groups if is_last else 1)
-    given |= {"part_mean_ptr": part[0], "part_square_ptr": part[1]}
+    given = {"x_ptr": x, "y_ptr": y, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd, "eps": eps} | arguments(p, t, x)
+    given |= {"share": t.share, "team": t.team}
+    if not is_last and t.team <= MOST.value:
+        words = torch.zeros(units * t.team, dtype=torch.int64, device=x.device) if t.team > 1 else None
+        for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
+            _held[(units * t.team,)](**given, word_ptr=words, TEAM=triton.next_power_of_2(t.team), PHASE=phase)
+        return y, mean, rstd
+    lag = min(units, triton.cdiv(AHEAD * of(x.device).sms, 2 * t.team))
+    programs = 2 * t.team * (units + lag)
+    zeros = torch.zeros(units + p.batch * p.groups, dtype=torch.int64, device=x.device)  # counters, and words that say nothing yet
+    given |= {"units": units, "lag": lag, "count_ptr": zeros, "word_ptr": zeros[units:], "PHASE": (BOTH_AMD if torch.version.hip else BOTH).value}
     if is_last:
-        given |= {"own_ptr": scratch(x, units * t.team, 2, p.channels), "table_ptr": scratch(x, units, 2, p.channels)}
-    kernel = _forward_last if is_last else _forward_first
-    for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
-        kernel[(units * t.team,)](**given, PHASE=phase)
-    return y, *stats
+        part = scratch(x, 2, units * t.team, p.groups)
+        own = scratch(x, units * t.team, 2 * parts(p, t)[0], p.channels)
+        _twice_last[(programs,)](**given, part_mean_ptr=part[0], part_square_ptr=part[1], own_ptr=own, PARTS=parts(p, t))
+    else:
+        _twice[(programs,)](**given, part_ptr=scratch(x, units * t.team, 2))
+    return y, mean, rstd

@@ -16,7 +16,7 @@ from onchip.core.device import Device
 from onchip.core.problem import Groups
 from onchip.kernels.curves import slope
 from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, quick_sigmoid, scratch, spread, tile, wide
-from onchip.kernels.meeting import BOTH, FIRST, SECOND, arrive, phases, wait
+from onchip.kernels.meeting import BOTH, FIRST, SECOND, meet, phases
 
 # ---- device
 
@@ -128,9 +128,7 @@ def _backward_first(
         if TEAM > 1:
             tl.store(part_ptr + unit * team + member, one)
             tl.store(part_hat_ptr + unit * team + member, two)
-            if PHASE != FIRST:
-                arrive(count_ptr + unit)
-                wait(count_ptr + unit, team)
+            meet(count_ptr + unit, team, PHASE)
     if PHASE != FIRST:
         if TEAM > 1:
             t = tl.arange(0, TEAM)
@@ -212,9 +210,7 @@ def _backward_last(
         at_g = tl.program_id(0).to(tl.int64) * groups + g
         tl.store(part_ptr + at_g, tl.sum(tl.where(inside_g, sum_du * weight, 0.0), 1), mask=g < groups)
         tl.store(part_hat_ptr + at_g, tl.sum(tl.where(inside_g, sum_hat * weight, 0.0), 1), mask=g < groups)
-        if PHASE != FIRST:
-            arrive(count_ptr + unit)
-            wait(count_ptr + unit, team)
+        meet(count_ptr + unit, team, PHASE)
     if PHASE != FIRST:
         size = pixels.to(tl.float32) * each
         part = unit.to(tl.int64) * team * groups
@@ -268,7 +264,7 @@ def _totals(du_ptr, du_hat_ptr, db_ptr, dw_ptr, batch, channels, parts, PARTS: t
 
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
-    return [last(problem, device, 2) if problem.layout == "channels_last" else first(problem, device, 2, True)]
+    return [last(problem, device, 2) if problem.layout == "channels_last" else first(problem, device, 2)]
 
 
 def launch(
@@ -290,13 +286,16 @@ def launch(
     units = p.batch if is_last else p.batch * p.groups
     weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
     call = {"dy_ptr": dy, "x_ptr": x, "dx_ptr": dx, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd}
-    call |= arguments(p, t, x, units)
+    call |= arguments(p, t, x) | {"share": t.share, "team": t.team, "STREAM": t.share > (t.rows if is_last else t.held // t.span * t.rows)}
+    call["count_ptr"] = torch.zeros(units, dtype=torch.int32, device=x.device) if is_last or t.team > 1 else None
     parts = t.team if is_last else call["pieces"]
     du, du_hat = scratch(x, 2, p.batch * p.channels * parts)
     part = scratch(x, 2, units * t.team, p.groups if is_last else 1)
     call |= {"du_ptr": du, "du_hat_ptr": du_hat, "part_ptr": part[0], "part_hat_ptr": part[1]}
     if is_last:
         call |= {"own_ptr": scratch(x, units * t.team, 2, p.channels), "table_ptr": scratch(x, units, 4, p.channels)}
+    else:
+        call["TEAM"] = triton.next_power_of_2(t.team)
     kernel = _backward_last if is_last else _backward_first
     for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
         kernel[(units * t.team,)](**call, PHASE=phase)

@@ -1,8 +1,8 @@
 """What GroupNorm's kernels share: numbers in registers of half precision, places of runs, and how work is cut.
 
 A unit is what statistics need together: a group where channels come first, a sample where they come last; both are one stretch of memory. The programs
-of a unit, its team, share it out, hold their shares in registers and meet half way (`meeting.py`), so that it is read once. What registers have no
-room for is read again: from the L2 cache, or from memory where that has no room either.
+of a unit, its team, share it out. Backward they hold their shares in registers and meet half way (`meeting.py`), so that it is read once; what registers have
+no room for is read again: from the L2 cache, or from memory where that has no room either. Forward see `group_norm.py`.
 """
 
 import math
@@ -46,7 +46,7 @@ def quick_sigmoid(x, WORDS: tl.constexpr):
 @triton.jit
 def before(run, pieces, pixels, RUN: tl.constexpr):
     """Elements of a group that stand before run number `run`; int64."""
-    return run.to(tl.int64) // pieces * pixels + run % pieces * RUN
+    return (run // pieces).to(tl.int64) * pixels + run % pieces * RUN
 
 
 @triton.jit
@@ -66,6 +66,16 @@ def tile(begin, end, k, pieces, pixels, CUT: tl.constexpr):
         inside = tl.full([ROWS, COLS], CUT[3] == "full", tl.int1) | (run < end)
         place = (run - begin) * (SPAN * COLS) + col
     return run, run // pieces, place, inside
+
+
+@triton.jit
+def hold(x_ptr, begin, end, pieces, pixels, HELD: tl.constexpr, CUT: tl.constexpr):
+    """The first HELD tiles of a program."""
+    held = ()
+    for k in tl.static_range(HELD):
+        _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
+        held += (tl.load(x_ptr + at, mask=inside, other=0.0),)
+    return held
 
 
 @triton.jit
@@ -97,7 +107,7 @@ def block(p, k, own, channels, CUT: tl.constexpr):
 
 @triton.jit
 def spread(table_ptr, u, v, w_ptr, b_ptr, channels, groups, each):
-    """For each channel of a sample, [2, channels]: weight u and bias - weight v, with u and v [GROUPS] of its group. Every member writes it, for itself."""
+    """For each channel of a sample, [2, channels]: weight u and bias - weight v, with u and v [GROUPS] of its group. Every program writes it, for itself."""
     for first in range(0, channels, 1024):
         c = first + tl.arange(0, 1024)
         there = c < channels
@@ -111,7 +121,7 @@ def spread(table_ptr, u, v, w_ptr, b_ptr, channels, groups, each):
 # ---- host
 
 HOLD = 1 << 16  # bytes of a share in registers: two programs of 8 warps hold half of a multiprocessor's, arithmetic takes the other half
-ALONE = 80 << 10  # up to here one program's: the meeting of two costs more (16x320x64x64: 30.6 us beside 35)
+ALONE = 80 << 10  # up to here one program's: the meeting of two costs more (16x320x64x64: 29 us beside 34)
 TILE = 2048  # elements: a 16-byte load of bf16 for each thread of 8 warps
 NARROW = 64  # pixels: of longer runs than this a channel's last one may waste an eighth of the channel
 WIDE = 8192  # elements of a tile where channels come last
@@ -140,10 +150,11 @@ class Tiles(NamedTuple):
         return f"{self.rows}x{self.cols} tiles, {self.held} held, {self.warps} warps, {self.team} programs a {'group' if self.span == 1 else 'unit'}"
 
 
-def first(p: Groups, device: Device, tensors: int, spans: bool = False, hold: int = HOLD, most: int = TILE, warps: int = WARPS) -> Tiles:
-    """Channels that come first, of which a program holds `tensors`. With `spans` the tiles of a channel make up longer runs, which are summed up once.
+def first(p: Groups, device: Device, tensors: int, twice: bool = False, hold: int = HOLD, most: int = TILE, warps: int = WARPS, alone: int = ALONE) -> Tiles:
+    """Channels that come first, of which a program holds `tensors`. The tiles of a channel make up longer runs, which are summed up once.
 
-    A team has no more programs than the device has multiprocessors, so that all of it is running at once.
+    A team has no more programs than the device has multiprocessors, so that all of it is running at once. Where shares are read `twice` it has any number
+    of them, and each holds all of its share.
     """
     each, pixels = p.channels // p.groups, max(1, p.pixels)
     even = pixels & -pixels  # the largest power of two that divides them
@@ -156,30 +167,41 @@ def first(p: Groups, device: Device, tensors: int, spans: bool = False, hold: in
     rows = max(1, min(most // cols, triton.next_power_of_2(each * pieces)))
     tiles = triton.cdiv(each * pieces, rows)
     size = rows * cols * tensors * p.dtype.itemsize
-    room = max(1, (ALONE if hold == HOLD and tiles * size <= ALONE else hold) // size)
-    share = triton.cdiv(tiles, min(device.sms, triton.cdiv(tiles, room)))
+    room = max(1, (alone if tiles * size <= alone else hold) // size)
+    most_programs = tiles if twice else device.sms
+    share = triton.cdiv(tiles, min(most_programs, triton.cdiv(tiles, room)))
 
     def fair(n):  # for all programs, and whole channels or equal parts of one
-        return tiles % n == 0 and tiles // n <= device.sms and (rows > 1 or n % pieces == 0 or pieces % n == 0)
+        return tiles % n == 0 and tiles // n <= most_programs and (rows > 1 or n % pieces == 0 or pieces % n == 0)
 
-    share = next((n for n in (*range(share, max(1, share // 2) - 1, -1), *range(share, share + share // 4 + 1)) if fair(n)), share)
+    share = next((n for n in (*range(share, max(1, share // 2) - 1, -1), *range(share, share if twice else share + share // 4 + 1)) if fair(n)), share)
     held, team = min(share, room), triton.cdiv(tiles, share)
-    span = math.gcd(pieces, share, held) if spans and rows == 1 and not pixels % cols else 1
+    span = math.gcd(pieces, share, held) if rows == 1 and not pixels % cols else 1
     cut = "torn" if pixels % cols else "full" if tiles * rows == each * pieces and tiles % share == 0 else "whole"
-    return Tiles(rows, cols, span, cut, held, share * rows // span, team, min(warps, max(1, rows * cols // 256)), 128 if share > held else None)
+    registers = 128 if share > held else 64 if twice and team > 1 and cut == "full" else None  # 64: four programs of 8 warps a multiprocessor
+    return Tiles(rows, cols, span, cut, held, share * rows // span, team, min(warps, max(1, rows * cols // 256)), registers)
 
 
-def last(p: Groups, device: Device, tensors: int, hold: int = ALONE, warps: int = WARPS) -> Tiles:
+def last(p: Groups, device: Device, tensors: int, twice: bool = False, hold: int = ALONE, warps: int = WARPS) -> Tiles:
     """Channels that come last, of which a program holds `tensors`."""
-    cols = min((64, 128, 256, 512), key=lambda n: (-p.channels % n, -n)) if p.channels > 64 else triton.next_power_of_2(p.channels)
+    cols = triton.next_power_of_2(p.channels)
+    if cols > 64:  # sums of wider tiles go through shared memory where rows are summed up first
+        cols = 64 if twice else min((64, 128, 256, 512), key=lambda n: (-p.channels % n, -n))
     blocks = triton.cdiv(p.channels, cols)
     rows = max(1, min(hold // (cols * blocks * tensors * p.dtype.itemsize), WIDE // cols, p.pixels))
     rows = 1 << rows.bit_length() - 1
     tiles = max(1, triton.cdiv(p.pixels, rows))
-    share = triton.cdiv(tiles, min(device.sms, tiles))
+    share = 1 if twice else triton.cdiv(tiles, min(device.sms, tiles))
     team = triton.cdiv(tiles, share)
     cut = "full" if p.channels == cols * blocks and team * share * rows == p.pixels else "torn"
-    return Tiles(rows, cols, blocks, cut, blocks, share * rows, team, max(1, min(warps, rows * cols // 256)), 128)
+    return Tiles(rows, cols, blocks, cut, blocks, share * rows, team, max(1, min(warps, rows * cols * (blocks if twice else 1) // 256)), 168 if twice else 128)
+
+
+def parts(p: Groups, t: Tiles) -> tuple[int, int]:
+    """(how many parts the rows of a tile are summed up in, as warps have them; rows that a warp has at once) where channels come last."""
+    across = 32 * (16 // p.dtype.itemsize)  # columns of a warp: 16 bytes a thread
+    count = min(t.warps, t.rows, max(1, t.warps * across // t.cols))
+    return count, min(max(1, across // t.cols), t.rows // count)
 
 
 def scratch(x: torch.Tensor, *shape: int) -> torch.Tensor:
@@ -187,15 +209,12 @@ def scratch(x: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=x.device)
 
 
-def arguments(p: Groups, t: Tiles, x: torch.Tensor, units: int) -> dict:
+def arguments(p: Groups, t: Tiles, x: torch.Tensor) -> dict:
     """What every kernel takes of a call."""
-    each, last = p.channels // p.groups, p.layout == "channels_last"
-    given = {"pixels": p.pixels, "groups": p.groups, "each": each, "share": t.share, "team": t.team, "ACT": p.act}
-    given |= {"CUT": (t.rows, t.cols, t.span, t.cut), "num_warps": t.warps, "WORDS": x.is_cuda and torch.version.hip is None}
-    given["STREAM"] = t.share > (t.rows if last else t.held // t.span * t.rows)
-    given["count_ptr"] = torch.zeros(units, dtype=torch.int32, device=x.device) if last or t.team > 1 else None
-    if t.registers and given["WORDS"]:
+    each, words = p.channels // p.groups, x.is_cuda and torch.version.hip is None
+    given = {"pixels": p.pixels, "groups": p.groups, "each": each, "ACT": p.act, "CUT": (t.rows, t.cols, t.span, t.cut), "num_warps": t.warps, "WORDS": words}
+    if t.registers and words:
         given["maxnreg"] = t.registers
-    if last:
+    if p.layout == "channels_last":
         return given | {"channels": p.channels, "GROUPS": triton.next_power_of_2(p.groups), "EACH": triton.next_power_of_2(each)}
-    return given | {"pieces": triton.cdiv(p.pixels, t.cols * t.span), "HELD": t.held, "TEAM": triton.next_power_of_2(t.team)}
+    return given | {"pieces": triton.cdiv(p.pixels, t.cols * t.span), "HELD": t.held}
