@@ -113,16 +113,14 @@ def add_up(part, unit, group, out, lse, sinks, parts, DIM_V: gl.constexpr, ROWS:
 # ---- host
 
 EACH = 1 << 10  # programs of a call at most
+LEAST = 64  # programs: of 24 (9 heads over 3, d64, 1k) a merge apart took 5.9 us, this 6.2; of 64 (32 over 8, d128, 1k) 7.5 and 7.4
+MOST = 16  # parts of a unit on the average: of 32 (1x128k) 128.3 and 129.3
+CALLS = 1 << 10  # captured calls that a piece of memory is for, 4 MiB
 
 
 def merging_of(rows: int, width: int, warps: int) -> Merging:
     """For units of so many rows and columns: one row a warp at least, or as many as it can read at once."""
     return Merging(min(16, max(warps * max(1, 128 // width), 1 << (rows - 1).bit_length())), width, warps)
-
-
-LEAST = 64  # programs: of 24 (9 heads over 3, d64, 1k) a merge apart took 5.9 us, this 6.2; of 64 (32 over 8, d128, 1k) 7.5 and 7.4
-MOST = 16  # parts of a unit on the average: of 32 (1x128k) 128.3 and 129.3
-CALLS = 1 << 10  # captured calls that a piece of memory is for, 4 MiB
 
 
 class _Arrivals:
@@ -132,13 +130,13 @@ class _Arrivals:
         self.device, self.streams, self.captured, self.lock = device, {}, [], threading.Lock()
 
     def of_stream(self, stream: int) -> tuple[torch.Tensor, bool]:
-        if len(self.captured) < CALLS // 2:  # not while capturing, where zeros would be zeros anew in every replay
+        few, new = len(self.captured) < CALLS // 2, stream not in self.streams
+        if few:  # not while capturing, where zeros would be zeros anew in every replay
             with self.lock:
                 self.captured += torch.zeros(CALLS, EACH, dtype=torch.int32, device=self.device).unbind()
-        new = stream not in self.streams
         if new:
             self.streams[stream] = torch.zeros(EACH, dtype=torch.int32, device=self.device)
-        return self.streams[stream], new
+        return self.streams[stream], few or new
 
     def of_graph(self) -> torch.Tensor | None:
         with self.lock:
