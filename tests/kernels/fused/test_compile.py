@@ -51,7 +51,7 @@ def check(facts, arch):
 STRIDES = ("x_stride", "residual_stride", "total_stride", "z_stride", "dy_stride", "d_total_stride", "w_stride", "gate_stride", "mod_stride", "silu_stride")
 IN_FP32 = {f"{name}_ptr" for name in ("codes", "mean", "rstd", "d_w", "d_b", "d_gate", "d_scale", "d_shift")}
 NORM_FORMS = {  # name: (tensors of the forward pass, of the backward pass, words of the Problem)
-    "rms": ("x w y", "dy z w dx d_w rstd", "rms weight"),
+    "rms": ("x w y", "dy z w dx d_w rstd", "rms weight -> x weight"),
     "add": ("x residual total w y", "dy d_total z w dx d_w rstd", "rms residual weight d_total -> x weight"),
     "layer": ("x w b y mean rstd", "dy z w b dx d_w d_b mean rstd", "layer weight bias -> x weight bias"),
     "silu": ("x w silu y rstd", "dy z w silu dx d_w d_silu rstd", "rms weight silu -> x weight silu"),
@@ -69,13 +69,13 @@ def norm_facts(kernel, tiles, width, dtype, there, words, arch):
     there = {f"{name}_ptr" for name in there.split()} | ({"word_ptr", "z_ptr"} if pieces > 1 else set())
     values = {"LAYER": words.startswith("layer"), "W": "all", "GATE": "set", "MOD": "set", "PHILOX_ROUNDS": 7, "CODES": "", "LARGEST": 0.0, "INVERSE": False}
     values |= {"ROWS": tiles.rows, "PARTS": tiles.parts, "BLOCK": tiles.block, "STAGES": getattr(tiles, "stages", 1), "PIECES": triton.next_power_of_2(pieces)}
-    values |= {"LAG": getattr(tiles, "lag", 0) if pieces > 1 else 0, "CTAS": ctas, "CLUSTER": True}
+    values |= {"LAG": getattr(tiles, "lag", 0) if pieces > 1 else 0, "CTAS": ctas, "CLUSTER": True, "HELD": getattr(tiles, "registers", 0) > 0}
     values |= {"PHASE": BOTH if arch.startswith("sm") or pieces == 1 else SECOND} | ({"pieces": 1} if pieces == 1 else {})
     names = kernel.arg_names
     constexprs = {name: values[name] for name in names if name in values} | {name: None for name in names if name.endswith("_ptr") and name not in there}
     types = dict.fromkeys(("eps", "offset", "grown"), "fp32") | {"bar": "i64", "word_ptr": "*i64"} | dict.fromkeys(IN_FP32, "*fp32")
     signature = {name: types.get(name, POINTER[dtype] if name.endswith("_ptr") else "i32") for name in names}
-    return compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", *STRIDES), ctas=ctas)
+    return compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", *STRIDES), ctas=ctas, most_registers=getattr(tiles, "registers", 0))
 
 
 @everywhere
@@ -88,25 +88,35 @@ def norm_facts(kernel, tiles, width, dtype, there, words, arch):
         ("layer", 8192, 8192, FP32),
         ("layer", 8192, 1152, BF16),
         ("layer", 512, 32768, BF16),
+        ("rms", 4096, 16384, BF16),
         ("add", 512, 65536, BF16),
     ],
 )
 def test_norm(form, rows, width, dtype, arch):
     there, _, words = NORM_FORMS[form]
-    tiles = norm.configs(Rows("norm", rows, width, dtype, words), GPUS[arch])[0]
-    check(norm_facts(norm._norm, tiles, width, dtype, there, words, arch), arch)
+    tiles = norm.configs(Rows("norm", rows, width, dtype, words.partition(" ->")[0]), GPUS[arch])[0]
+    facts = norm_facts(norm._norm, tiles, width, dtype, there, words, arch)
+    check(facts, arch)
+    assert facts.ptx.count("barrier.cluster.wait") == (tiles.ctas > 1), "the exchange was written more than once: its result is wanted in two layouts"
 
 
 @everywhere
 @pytest.mark.parametrize(
     ("form", "rows", "width", "dtype"),
-    [("layer", 8192, 1152, BF16), ("zero", 4096, 4096, FP32), ("silu", 8192, 4096, BF16), ("zero", 8192, 5120, BF16), ("add", 512, 131072, BF16)],
+    [
+        ("layer", 8192, 1152, BF16),
+        ("zero", 4096, 4096, FP32),
+        ("silu", 8192, 4096, BF16),
+        ("zero", 8192, 5120, BF16),
+        ("add", 512, 131072, BF16),
+        ("rms", 512, 131072, BF16),
+    ],
 )
 def test_norm_backward(form, rows, width, dtype, arch):
     _, there, words = NORM_FORMS[form]
     tiles = norm_backward.configs(Rows("norm_backward", rows, width, dtype, words), GPUS[arch])[0]
     facts = norm_facts(norm_backward._norm_backward, tiles, width, dtype, there, words, arch)
-    assert facts.spills == 0
+    assert facts.spills == 0 and facts.ptx.count("barrier.cluster.wait") == (tiles.ctas > 1)
     if arch.startswith("sm"):
         assert "cp.async" in facts.ptx and facts.shared <= GPUS[arch].shared_memory
 

@@ -42,7 +42,19 @@ FORMS = {  # name: (kind, shape of x, {tensor: its shape, or its own dtype and s
 LARGE = {
     f"{kind} {rows}x{width}": (kind, (rows, width), {"weight": (width,)} | ({"bias": (width,), "stream": (rows, width)} if kind == "layer" else {}))
     for kind in ("rms", "layer")
-    for rows, width in ((1, 7), (4096, 64), (3, 4096), (4096, 4096), (1001, 8192), (3, 65536), (129, 131072), (1, 262144), (67, 262144), (3, 300007))
+    for rows, width in (
+        (1, 7),
+        (4096, 64),
+        (3, 4096),
+        (4096, 4096),
+        (1001, 8192),
+        (3, 65536),
+        (5, 99991),
+        (129, 131072),
+        (1, 262144),
+        (67, 262144),
+        (3, 300007),
+    )
 } | {
     "DiT": ("layer", (4, 1024, 1152), {"stream": (4, 1024, 1152), "gate": (4, 1152), "scale": (4, 1152), "shift": (4, 1152)}),
     "Flux": ("layer", (2, 4608, 3072), {"scale": (2, 3072), "shift": (2, 3072)}),
@@ -347,26 +359,55 @@ def test_sums_of_more_items_than_a_grid_is_high(monkeypatch):
     assert grids == [(5 << 16,)]
 
 
+def near(found, expected, size=1):
+    """As close as float32 sums in another order, and one rounding; of terms that are about as large as `size`."""
+    eps = torch.finfo(expected.dtype).eps
+    torch.testing.assert_close(found, expected, rtol=16 * eps, atol=16 * eps * size)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_row_of_several_programs(kind, device):
-    """A cluster's, and pieces of two launches, the second of which reads what the first has written over the stream: as of one program."""
+def test_a_row_of_several_programs(kind, dtype, device):
+    """A cluster's, and pieces of two launches, the second of which reads what the first has written over the stream: as of one program. So are gradients, by
+    clusters that stay for further rows.
+    """
+    from onchip.kernels.fused import norm_backward
     from onchip.kernels.fused.norm import Norm, Tiles, configs, launch_norm
 
     if device.type == "cuda" and torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("clusters need sm_90")
-    problem = Rows("norm", 3, 1001, FP32, kind)
+    problem = Rows("norm", 3, 1008, FP32, kind)
     wide = [configs(problem._replace(width=1 << n, dtype=BF16), gpu("H200"))[0].ctas for n in (13, 14, 15, 16, 18, 19)]
-    assert wide == {"rms": [1, 2, 4, 8, 8, 1], "layer": [1, 4, 8, 1, 1, 1]}[kind]
+    assert wide == [1, 1, 4, 8, 16, 1]
     assert configs(problem._replace(width=1 << 16), gpu("A100"))[0].ctas == 1
-    x, stream = torch.randn(3, 1001, device=device) + 9, torch.randn(3, 1001, device=device)
+    x, stream, dy, d_total = (torch.randn(7, 1008, device=device).to(dtype) for _ in range(4))
+    problem = Rows("norm", 7, 1008, dtype, kind)
+    words = {"weight": torch.linspace(-1, 1, 1008, device=device)[None].to(dtype), "row_scale": torch.randn(7, device=device), "keep": True, "in_place": True}
     found = []
-    for tiles in (Tiles(1, 1, 1024, 4), Tiles(1, 1, 256, 4, ctas=4), Tiles(1, 1, 256, 4)):
-        given = Norm(kind, EPS, residual=stream.clone(), weight=torch.linspace(-1, 1, 1001, device=device)[None], keep=True, in_place=True)
-        found.append(launch_norm(problem, tiles, x, given))
+    for tiles in (
+        Tiles(1, 1, 1024, 4),
+        Tiles(1, 1, 256, 4, 4),
+        Tiles(1, 2, 128, 4, 4, registers=64),
+        Tiles(1, 2, 512, 4, registers=64),
+        Tiles(1, 1, 256, 4),
+    ):
+        found.append(launch_norm(problem, tiles, x + 9, Norm(kind, EPS, residual=stream.clone(), **words)))
     for whole, *others in zip(*found, strict=True):
         for other in others if whole is not None else ():
-            torch.testing.assert_close(other, whole, rtol=2e-6, atol=2e-6)
+            near(other, whole)
+    wanted, normed, found = ("x", "residual", "row_scale", "weight"), found[0], []
+    problem = Rows("norm_backward", 7, 1008, dtype, f"{kind} -> {' '.join(wanted)}")
+    for tiles in ((1, 1, 1024, 4, 3, 3), (1, 1, 256, 4, 2, 3, 0, 4), (1, 2, 128, 4, 3, 2, 0, 4, 128)):
+        found.append(
+            norm_backward.launch(
+                problem, norm_backward.Tiles(*tiles), wanted, dy, d_total, normed.total, x + 9, normed, Norm(kind, EPS, residual=stream, **words)
+            )
+        )
+    for name in wanted:
+        whole, *others = (getattr(grads, name) for grads in found)
+        for other in others:
+            near(other, whole, 200 if name == "row_scale" else 4)  # a sum of 1,008 products of up to 50
 
 
 @pytest.mark.gpu

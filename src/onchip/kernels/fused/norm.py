@@ -5,8 +5,9 @@
 
 A program holds a few whole rows of one set in registers, a cluster of programs one wide row (`cluster.py`); x and the residual are read once, y and z written
 once. The variance is of differences from the mean, in float32; of a cluster, from the mean of each program's piece, merged as Chan does. Parameters come from
-L2, loaded before the sums, which hide their latency. Where there are no clusters, or a row is wider than one holds, two launches: one publishes the figures
-of pieces (FIRST, of `meeting.py`), one merges those of its row and reads x, or z, again.
+L2, loaded before the sums, which hide their latency. A wide row is HELD as it is stored, in 32 registers a thread, and its parameters are loaded one part ahead
+of the part that needs them: so many programs fit that they hide each other's latency. Where there are no clusters, or a row is wider than one holds, two
+launches: one publishes the figures of pieces (FIRST, of `meeting.py`), one merges those of its row and reads x, or z, again.
 Bytes moved: the floor, rows width (x + y), with a residual (x + y + 2 z).
 """
 
@@ -20,17 +21,18 @@ from onchip.core.device import Device, of
 from onchip.core.kernel import pick
 from onchip.core.norms import CODES, Norm, Normed
 from onchip.core.problem import Rows
-from onchip.kernels.cluster import begin, kept, moments, total
+from onchip.kernels.cluster import begin, moments, total
 from onchip.kernels.fused.norm_tile import (
     arguments,
     columns,
     dropped,
+    kept,
     matrix,
     meeting_of,
     merged,
     modulated,
+    options,
     parameter,
-    parameters,
     parts_of,
     publish,
     scaled,
@@ -44,20 +46,24 @@ from onchip.kernels.meeting import BOTH, FIRST, SECOND
 # More than 16 warps would leave a thread 64 registers, half of what it needs.
 WARPS = ((4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps)
 TILE = 4096  # elements of a program that holds several rows
-WIDEST = 8192  # elements of a row that is one program's
+WIDEST, MANY = 8192, 8  # elements of a row that is one program's; rows a multiprocessor from which on memory's speed counts, not how long a row takes
 PIECE = 8192  # elements of a program of a wider row, of which two launches are made
-CTAS = 8  # programs of a cluster that each GPU has that has clusters
-OF_CTA, MOST_OF_CTA = 1 << 14, 1 << 16  # bytes of a row: what was fastest, and what registers hold at most; for LayerNorm half of the former is both
+THREAD = 128  # bytes of a row that a thread holds
+OF_CTA, MOST_OF_CTA, CTAS = 1 << 14, 1 << 15, 16  # bytes of a row that four warps hold, and eight; programs of a cluster at most
+PLAIN = {"rms", "layer", "weight", "bias", "offset", "keep"}  # of a Problem's words, those of a norm that loads little beside x
 
 
 class Tiles(NamedTuple):
-    """How much of the matrix a program holds: `rows` of `parts` times `block` columns, for each of `ctas` that make a cluster."""
+    """How much of the matrix a program holds: `rows` of `parts` times `block` columns, for each of `ctas` that make a cluster. With so many `registers` a
+    thread the row is held as it is stored; 0: in float32, where one program has all of it, and as many registers as the compiler likes.
+    """
 
     rows: int
     parts: int
     block: int
     warps: int
     ctas: int = 1
+    registers: int = 0
 
     def __str__(self):
         clusters = f" a program, clusters of {self.ctas}" * (self.ctas > 1)
@@ -108,15 +114,27 @@ def _coded(y, power, by, CODES: tl.constexpr, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def _given(w_ptr, b_ptr, w_stride, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride, row, there, s, col, width, W: tl.constexpr, MOD: tl.constexpr):
+    """Weight, bias, scale, shift and gate of one part of a tile, as they are stored."""
+    inside = there & (col < width)
+    w = parameter(w_ptr, w_stride, row, s, col, inside, width, W)
+    b = parameter(b_ptr, w_stride, row, s, col, inside, width, W)
+    scale = parameter(scale_ptr, mod_stride, row, s, col, inside, width, MOD)
+    shift = parameter(shift_ptr, mod_stride, row, s, col, inside, width, MOD)
+    return w, b, scale, shift, parameter(silu_ptr, silu_stride, row, s, col, inside, width, "row")
+
+
+@triton.jit
 def _norm(
     x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, z_ptr, z_stride, y_ptr, codes_ptr, mean_ptr, rstd_ptr, word_ptr, eps,
     gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, w_ptr, b_ptr, w_stride, offset, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride,
     rows, width, sets, down, apart, pieces, LAYER: tl.constexpr, GATE: tl.constexpr, W: tl.constexpr, MOD: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
     CODES: tl.constexpr, LARGEST: tl.constexpr, PHASE: tl.constexpr, PIECES: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     PIECE: tl.constexpr = PARTS * BLOCK
-    ALONE: tl.constexpr = CTAS == 1 and word_ptr is None
+    ALONE: tl.constexpr = CTAS == 1 and word_ptr is None and not HELD
+    KEPT: tl.constexpr = CLUSTER and (HELD or CTAS > 1)
     piece = tl.program_id(0) % pieces
     tile = tl.program_id(0) // pieces
     s = tile % sets
@@ -139,11 +157,9 @@ def _norm(
             sums = of_part.to(tl.float32)
         else:
             sums += of_part.to(tl.float32)
-    w = parameters(w_ptr, w_stride, row, there, s, col, width, W, PARTS)
-    b = parameters(b_ptr, w_stride, row, there, s, col, width, W, PARTS)
-    scale = parameters(scale_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
-    shift = parameters(shift_ptr, mod_stride, row, there, s, col, width, MOD, PARTS)
-    g = parameters(silu_ptr, silu_stride, row, there, s, col, width, "row", PARTS)
+    given = ()
+    for n in tl.static_range(1 if HELD else PARTS):
+        given += (_given(w_ptr, b_ptr, w_stride, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride, row, there, s, col[n], width, W, MOD),)
     mean = 0.0
     if PHASE != SECOND:
         if LAYER:
@@ -156,7 +172,7 @@ def _norm(
         squares = tl.zeros([ROWS * CTAS, BLOCK], tl.float32)
         centred = ()
         for n in tl.static_range(PARTS):
-            off = z[n].to(tl.float32)
+            off = kept(z[n], rows >> 29, KEPT and LAYER).to(tl.float32)
             if LAYER:
                 off = tl.where(col[n] < width, off - mean, 0.0)
             squares += off * off
@@ -166,10 +182,10 @@ def _norm(
         square = tl.sum(squares, 1)
         if CTAS > 1:
             if LAYER:
-                mean_of_row, square = moments(mean_of_piece, square, of_piece, box, CTAS, CLUSTER)
+                mean_of_row, square = moments(mean_of_piece, square, of_piece, box, 0, CTAS, CLUSTER)
                 mean = mean_of_row[:, None]
             else:
-                square = total(square, box, CTAS, CLUSTER)
+                square = total(square, box, 0, CTAS, CLUSTER)
         square = square[:, None]
         if word_ptr is not None:
             publish(word_ptr + row * pieces + piece, square, tl.zeros_like(square) + mean)
@@ -188,12 +204,15 @@ def _norm(
         most = tl.zeros([ROWS * CTAS, BLOCK], tl.int32)
         for n in tl.static_range(PARTS):
             inside = there & (col[n] < width)
-            hat = kept(z[n], CLUSTER and CTAS > 1).to(tl.float32)
+            if HELD and n + 1 < PARTS:  # one part ahead: all of them would take as many registers as the row
+                given += (_given(w_ptr, b_ptr, w_stride, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride, row, there, s, col[n + 1], width, W, MOD),)
+            w, b, scale, shift, g = given[n]
+            hat = kept(z[n], rows >> 30, KEPT).to(tl.float32)
             if LAYER and not ALONE:
                 hat -= mean
-            y = modulated(weighed(hat * rstd, w[n], b[n], offset, w_ptr, b_ptr), scale[n], shift[n], scale_ptr, shift_ptr)
+            y = modulated(weighed(hat * rstd, w, b, offset, w_ptr, b_ptr), scale, shift, scale_ptr, shift_ptr)
             if silu_ptr is not None:
-                gate = g[n].to(tl.float32)
+                gate = g.to(tl.float32)
                 y = y * (gate * sigmoid(gate))
             if CODES == "":
                 tl.store(y_ptr + row * width + col[n], y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -215,23 +234,45 @@ def _norm(
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; a cluster a wide row, where there are any.
+    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; a wide row as it is stored, by a cluster if it has to be.
 
     A row to be coded is one program's, however wide.
     """
     words, row = problem.variant.split(), problem.width * problem.dtype.itemsize
-    if problem.width > WIDEST and not any(word in CODES for word in words):
-        layer = "layer" in words
-        if device.kind == "cuda" and device.arch >= 90 and row <= CTAS * (OF_CTA // 2 if layer else MOST_OF_CTA):
-            ctas = min(CTAS, triton.next_power_of_2(triton.cdiv(row, OF_CTA // 2 if layer else OF_CTA)))
-            block = triton.next_power_of_2(triton.cdiv(problem.width, ctas))
-            return [Tiles(1, 1, block, max(4, min(16, block * problem.dtype.itemsize // (OF_CTA // 4))), ctas)]
-        return [Tiles(1, 1, PIECE, pick(WARPS, PIECE))]
+    if not any(word in CODES for word in words):
+        plain, layer, clusters = PLAIN.issuperset(words), "layer" in words, device.kind == "cuda" and device.arch >= 90
+        wide = problem.width > WIDEST or (problem.width > TILE and problem.rows > MANY * device.sms and layer and problem.dtype.itemsize == 2)
+        if wide and plain and clusters and row <= CTAS * MOST_OF_CTA:
+            return [_held(row, problem.dtype.itemsize, layer)]
+        if problem.width > WIDEST and clusters and row <= (1 << 16 if layer else 1 << 19):
+            return [_loaded(row, problem.dtype.itemsize, OF_CTA // 2 if layer else OF_CTA)]
+        if problem.width > WIDEST:
+            return [Tiles(1, 1, PIECE, pick(WARPS, PIECE))]
     parts, block = parts_of(problem.width)
     rows = 1 if parts > 1 else max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
     warps = block // 256 if parts > 1 else pick(WARPS, rows * block)
     return [Tiles(rows, parts, block, 2 * warps if "silu" in words and parts == 1 else warps)]
+
+
+def _held(row: int, size: int, layer: bool) -> Tiles:
+    """Tiles of a row of `row` bytes: 128 of them a thread, in parts of 32, LayerNorm's of 16."""
+    warps = 4 if row <= OF_CTA or (row > MOST_OF_CTA and row <= CTAS * OF_CTA) else 8
+    ctas = triton.next_power_of_2(triton.cdiv(row, 32 * warps * THREAD))
+    block = 32 * warps * (16 if layer else 32) // size
+    return Tiles(1, triton.cdiv(triton.cdiv(row // size, ctas), block), block, warps, ctas, 64 if warps == 8 and not layer else 72)
+
+
+def _loaded(row: int, size: int, of_cta: int) -> Tiles:
+    """Tiles of a row of which more is loaded than x, weight and bias: all before the sums, in a cluster of 8 at most."""
+    ctas = min(8, triton.next_power_of_2(triton.cdiv(row, of_cta)))
+    block = triton.next_power_of_2(triton.cdiv(row // size, ctas))
+    return Tiles(1, 1, block, max(4, min(16, block * size // (OF_CTA // 4))), ctas)
+
+
+def _even(width: int, *given: torch.Tensor | None) -> bool:
+    """Whether all rows begin at multiples of 16 elements. Otherwise their layouts differ, and Triton writes the exchange of a cluster once for each."""
+    return width % 16 == 0 and all(x is None or (x.data_ptr() % 16 == 0 and (len(x) < 2 or x.stride(0) % 16 == 0)) for x in given)
 
 
 def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> Normed:
@@ -247,6 +288,8 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
     mean = torch.empty(rows, **numbers) if norm.keep and norm.kind == "layer" else None
     rstd = torch.empty(rows, **numbers) if norm.keep else None
     scale = torch.empty(rows, **numbers) if norm.codes else None
+    if config.ctas > 1 and not config.registers and not _even(width, x, residual, matrix(norm.silu), matrix(norm.gate), norm.scale, norm.shift):
+        config = Tiles(1, 1, PIECE, pick(WARPS, PIECE))
     if rows:
         z = x if total is None else total
         converts = facts.kind == "cuda" and facts.arch >= 89
@@ -257,9 +300,8 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
         given |= {"y_ptr": y.view(torch.uint8) if norm.codes == "e4m3" else y, "codes_ptr": scale, "mean_ptr": mean, "rstd_ptr": rstd, "eps": norm.eps}
         given |= {"CODES": "bits" if norm.codes == "e4m3" and not converts else norm.codes, "LARGEST": coded[1] if coded else 0.0}
         grid = (norm.sets * triton.cdiv(rows // norm.sets, config.rows) * meeting["pieces"],)
-        tile = {"ROWS": config.rows, "PARTS": config.parts, "BLOCK": config.block, "num_warps": config.warps}
-        if config.ctas > 1:
-            tile |= {"num_ctas": config.ctas}
+        tile = {"ROWS": config.rows, "PARTS": config.parts, "BLOCK": config.block, "HELD": config.registers > 0, "num_warps": config.warps}
+        tile |= options(config)
         for phase in (BOTH,) if meeting["pieces"] == 1 else (FIRST, SECOND):
             _norm[grid](**given, PHASE=phase, CTAS=config.ctas, CLUSTER=x.device.type == "cuda", **tile)
     return Normed(y, total, mean, rstd, scale)

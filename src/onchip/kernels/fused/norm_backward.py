@@ -8,8 +8,9 @@
 
 Programs go down the rows of one set, as many as a GPU holds at once, whole rows in registers and the next ones on their way to shared memory: dy and z are
 read once, dx is written once. Of a wider row a program has one piece: it publishes the two sums of its piece, goes on, and finishes the piece
-two rows later, when the sums of the others are there, from L2, which it is read from again; on AMD's GPUs, and where a row has more pieces than there are
-multiprocessors, in a second launch. What rows share is summed in a program's registers, written once
+two rows later, when the sums of the others are there, from L2, which it is read from again; a cluster of programs (`cluster.py`), which 16-bit RMSNorm of more
+than 32,768 columns has, holds the row until then, as it is stored, and reads it once. On AMD's GPUs, and where a row has more pieces than there are
+multiprocessors, a piece is finished in a second launch. What rows share is summed in a program's registers, written once
 a program and added up by a second launch, in one order always: no atomics, the same bits in every run.
 Bytes moved: the floor, rows width (dy + z + dx), and 8 programs width for each parameter.
 """
@@ -25,13 +26,16 @@ import triton.language as tl
 from onchip.core.device import Device, of
 from onchip.core.norms import PARAMETERS, Norm, Normed, NormGrads, sharing
 from onchip.core.problem import Rows
+from onchip.kernels.cluster import begin, total, totals
 from onchip.kernels.fused.norm_tile import (
     arguments,
     columns,
     dropped,
+    kept,
     matrix,
     meeting_of,
     modulated,
+    options,
     parameter,
     parameters,
     parts_of,
@@ -48,6 +52,9 @@ from onchip.kernels.meeting import BOTH, FIRST, SECOND
 
 WIDEST = 8192  # elements of a row that is one program's
 PIECE, LAG = 2048, 2  # elements of a program of a wider row, and rows that it finishes one behind
+NARROW, CTAS = 32768, 16  # elements of a row from which on it is a cluster's, and programs of one
+PLAIN = {"rms", "weight", "offset", "keep", "x"}  # of a Problem's words, those of a norm that such a cluster holds
+FIT = 0.85  # of the places of a GPU, those that clusters of 16 find (21 of 24, 14 of 16 on an H200): one that waited for another's end would double the time
 TILE = 8192  # elements of a program that holds several rows
 SHORT = 12288  # bytes of a tile in parts up to which a fourth stage pays
 THREAD = 16  # elements a thread: with two sums beside dy, z and the parameters, about 110 registers
@@ -55,7 +62,8 @@ THREAD = 16  # elements a thread: with two sums beside dy, z and the parameters,
 
 class Tiles(NamedTuple):
     """How much of the matrix a program holds, `rows` of `parts` times `block` columns; how many programs there are, how many tiles are in flight or
-    in hand, and how many rows behind the last one that it has read a program finishes one of which it has a piece.
+    in hand, and how many rows behind the last one that it has read a program finishes one of which it has a piece; of clusters of `ctas`, `programs` is
+    how many clusters, and `registers` what a thread may have (0: what the compiler likes).
     """
 
     rows: int
@@ -65,9 +73,12 @@ class Tiles(NamedTuple):
     programs: int
     stages: int
     lag: int = 0
+    ctas: int = 1
+    registers: int = 0
 
     def __str__(self):
-        return f"{self.rows}x{self.parts * self.block} tiles, {self.warps} warps, {self.programs} programs, {self.stages} stages"
+        programs = f"{self.programs} programs" if self.ctas == 1 else f"{self.programs} clusters of {self.ctas}"
+        return f"{self.rows}x{self.parts * self.block} tiles, {self.warps} warps, {programs}, {self.stages} stages"
 
 
 # ---- device
@@ -84,6 +95,22 @@ def _row_sums(along, level, LAYER: tl.constexpr):
 
 
 @triton.jit
+def _both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _sums_of_cluster(along, level, box, turn, LAYER: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr):
+    """Of the row whose pieces are the tile's rows: the same number in each."""
+    if LAYER:
+        first, second = tl.reduce((along, level), 1, _both)
+        first, second = totals(first, second, box, turn, CTAS, CLUSTER)
+        return first[:, None], second[:, None]
+    else:  # noqa: RET505
+        return total(tl.sum(along, 1), box, turn, CTAS, CLUSTER)[:, None], 0.0
+
+
+@triton.jit
 def _put(ptr, x, row, col, width, inside):
     if ptr is not None:
         tl.store(ptr + row * width + col, x.to(ptr.dtype.element_ty), mask=inside)
@@ -97,15 +124,28 @@ def _added(acc, x, ptr):
 
 
 @triton.jit
-def _put_sums(ptr, acc, place, col, width, PARTS: tl.constexpr):
+def _put_sums(ptr, acc, place, col, width, ROWS: tl.constexpr, PARTS: tl.constexpr):
     if ptr is not None:
         for n in tl.static_range(PARTS):
-            tl.store(ptr + place * width + col[n], tl.sum(acc[n], 0, keep_dims=True), mask=col[n] < width)
+            x = acc[n]
+            if ROWS > 1:
+                x = tl.sum(x, 0, keep_dims=True)
+            tl.store(ptr + place * width + col[n], x, mask=col[n] < width)
 
 
 @triton.jit
-def _before(dy, z, g, w, b, offset, scale, shift, mean, rstd, whole, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER: tl.constexpr, INVERSE: tl.constexpr):
-    """hat, u, dv, du, dhat and the gradient of the silu gate. Outside of the matrix dy is 0, and with it each term of a sum."""
+def _before(
+    raw, zero, w, b, mean, rstd, whole, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER: tl.constexpr, INVERSE: tl.constexpr, KEPT: tl.constexpr
+):
+    """hat, u, dv, du, dhat and the gradient of the silu gate. Outside of the matrix dy is 0, and with it each term of a sum.
+
+    KEPT: made of `raw` anew, though the program has made it before: over an exchange it would take three times the registers.
+    """
+    dy, z, g, scale, shift = raw
+    dy = kept(dy, zero, KEPT).to(tl.float32)
+    z = kept(z, zero, KEPT).to(tl.float32)
+    w = kept(w, zero, KEPT)
+    b = kept(b, zero, KEPT)
     if INVERSE:
         hat = tl.math.div_rn(z - b.to(tl.float32), tl.where(whole, w.to(tl.float32) + offset, 1.0))
     elif LAYER:
@@ -116,7 +156,7 @@ def _before(dy, z, g, w, b, offset, scale, shift, mean, rstd, whole, w_ptr, b_pt
     dv = dy
     d_silu = dy
     if silu_ptr is not None:
-        g = g.to(tl.float32)
+        g = kept(g, zero, KEPT).to(tl.float32)
         sigma = sigmoid(g)
         d_silu = dy * modulated(u, scale, shift, scale_ptr, shift_ptr) * (sigma * (1.0 + g * (1.0 - sigma)))
         dv = dy * (g * sigma)
@@ -130,23 +170,20 @@ def _before(dy, z, g, w, b, offset, scale, shift, mean, rstd, whole, w_ptr, b_pt
 
 
 @triton.jit
-def _tile(
-    dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, w_ptr, b_ptr, offset, w, b, scale_ptr, shift_ptr, mod_stride, scale, shift, silu_ptr, silu_stride,
-    row, there, s, col, width, MOD: tl.constexpr, LAYER: tl.constexpr, INVERSE: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+def _loaded(
+    dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, scale_ptr, shift_ptr, mod_stride, scale, shift, silu_ptr, silu_stride,
+    row, there, s, col, width, MOD: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """(hat, u, dv, du, dhat, gradient of the silu gate) of each part, the terms of the two sums of a row, and its rstd."""
+    """(dy, z, silu gate, scale, shift) of each part, as they are stored, and the row's mean and rstd."""
     mean = 0.0
     if mean_ptr is not None:
         mean = tl.load(mean_ptr + row, mask=there, other=0.0)
     rstd = tl.load(rstd_ptr + row, mask=there, other=0.0)
-    held = ()
-    along = tl.zeros([ROWS, BLOCK], tl.float32)
-    level = tl.zeros([ROWS, BLOCK], tl.float32)
+    raw = ()
     for n in tl.static_range(PARTS):
-        whole = col[n] < width
-        inside = there & whole
-        dy = tl.load(dy_ptr + row * dy_stride + col[n], mask=inside, other=0.0).to(tl.float32)
-        z = tl.load(z_ptr + row * z_stride + col[n], mask=inside, other=0.0).to(tl.float32)
+        inside = there & (col[n] < width)
+        dy = tl.load(dy_ptr + row * dy_stride + col[n], mask=inside, other=0.0)
+        z = tl.load(z_ptr + row * z_stride + col[n], mask=inside, other=0.0)
         g = parameter(silu_ptr, silu_stride, row, s, col[n], inside, width, "row")
         if MOD == "row":
             scale_n = parameter(scale_ptr, mod_stride, row, s, col[n], inside, width, MOD)
@@ -154,11 +191,24 @@ def _tile(
         else:
             scale_n = scale[n]
             shift_n = shift[n]
-        one = _before(dy, z, g, w[n], b[n], offset, scale_n, shift_n, mean, rstd, whole, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER, INVERSE)
-        along += one[4] * one[0]
-        level += one[4]
-        held += (one,)
-    return held, along, level, rstd
+        raw += ((dy, z, g, scale_n, shift_n),)
+    return raw, mean, rstd
+
+
+@triton.jit
+def _terms(
+    raw, zero, w, b, mean, rstd, col, width, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr,
+    LAYER: tl.constexpr, INVERSE: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The terms of the two sums of a row."""
+    along = tl.zeros([ROWS, BLOCK], tl.float32)
+    level = tl.zeros([ROWS, BLOCK], tl.float32)
+    for n in tl.static_range(PARTS):
+        hat, _, _, _, d_hat, _ = _before(raw[n], zero, w[n], b[n], mean, rstd, col[n] < width, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr,
+                                         LAYER, INVERSE, KEPT)  # fmt: skip
+        along += d_hat * hat
+        level += d_hat
+    return along, level
 
 
 @triton.jit
@@ -168,29 +218,34 @@ def _norm_backward(
     gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, w_ptr, b_ptr, w_stride, offset, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride,
     rows, width, sets, down, apart, per, pieces, LAYER: tl.constexpr, GATE: tl.constexpr, W: tl.constexpr, MOD: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
     INVERSE: tl.constexpr, PHASE: tl.constexpr, LAG: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    CTAS: tl.constexpr, CLUSTER: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    HEIGHT: tl.constexpr = ROWS * CTAS  # of a tile: a cluster's has one row, and a piece of it for each CTA
+    KEPT: tl.constexpr = CLUSTER and CTAS > 1
     piece = tl.program_id(0) % pieces
     team = tl.program_id(0) // pieces
     s = team % sets
     count = rows // sets
     part = 1.0 / width
-    col = columns(piece * PARTS * BLOCK, BLOCK, PARTS)
+    col = columns(piece * PARTS * BLOCK, BLOCK, PARTS, CTAS)
     first = team // sets * ROWS
     step = per * ROWS
     always = s >= 0
-    sum_w = zeros(ROWS, BLOCK, PARTS)
-    sum_b = zeros(ROWS, BLOCK, PARTS)
-    sum_gate = zeros(ROWS, BLOCK, PARTS)
-    sum_scale = zeros(ROWS, BLOCK, PARTS)
-    sum_shift = zeros(ROWS, BLOCK, PARTS)
+    sum_w = zeros(HEIGHT, BLOCK, PARTS)
+    sum_b = zeros(HEIGHT, BLOCK, PARTS)
+    sum_gate = zeros(HEIGHT, BLOCK, PARTS)
+    sum_scale = zeros(HEIGHT, BLOCK, PARTS)
+    sum_shift = zeros(HEIGHT, BLOCK, PARTS)
     w = parameters(w_ptr, w_stride, s, always, s, col, width, W, PARTS)
     b = parameters(b_ptr, w_stride, s, always, s, col, width, W, PARTS)
     scale = parameters(scale_ptr, mod_stride, s, always, s, col, width, MOD, PARTS)  # of the first row of the set where each has its own: not used
     shift = parameters(shift_ptr, mod_stride, s, always, s, col, width, MOD, PARTS)
     if GATE != "row":
         gate = parameters(gate_ptr, gate_stride, s, always, s, col, width, GATE, PARTS)
+    if CTAS > 1:
+        box = begin(2 if LAYER else 1, CTAS, CLUSTER)
     for start in tl.range(first, count + LAG * step, step, num_stages=STAGES):
+        turn = (start - first) // step
         done = tl.maximum(start - LAG * step, first)  # the first of the rows that are finished here
         k = done + tl.arange(0, ROWS)[:, None]
         row = k.to(tl.int64) * down + s * apart
@@ -200,19 +255,20 @@ def _norm_backward(
         if PHASE != SECOND:
             new_k = start + tl.arange(0, ROWS)[:, None]
             new = new_k.to(tl.int64) * down + s * apart
-            held, along, level, rstd = _tile(
-                dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, w_ptr, b_ptr, offset, w, b, scale_ptr, shift_ptr, mod_stride, scale, shift,
-                silu_ptr, silu_stride, new, new_k < count, s, col, width, MOD, LAYER, INVERSE, ROWS, PARTS, BLOCK,
-            )  # fmt: skip
-            along, level = _row_sums(along, level, LAYER)
+            raw, mean, rstd = _loaded(dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, scale_ptr, shift_ptr, mod_stride, scale, shift,
+                                      silu_ptr, silu_stride, new, new_k < count, s, col, width, MOD, PARTS)  # fmt: skip
+            along, level = _terms(raw, (rows + turn) >> 30, w, b, mean, rstd, col, width, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr,
+                                  LAYER, INVERSE, KEPT, HEIGHT, PARTS, BLOCK)  # fmt: skip
+            if CTAS > 1:
+                along, level = _sums_of_cluster(along, level, box, turn, LAYER, CTAS, CLUSTER)
+            else:
+                along, level = _row_sums(along, level, LAYER)
             if word_ptr is not None:
                 publish(word_ptr + new * pieces + piece, along, tl.zeros_like(along) + level, new_k < count)
         if PHASE != FIRST:
             if word_ptr is not None:
-                held, _, _, rstd = _tile(
-                    dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, w_ptr, b_ptr, offset, w, b, scale_ptr, shift_ptr, mod_stride, scale, shift,
-                    silu_ptr, silu_stride, row, there, s, col, width, MOD, LAYER, INVERSE, ROWS, PARTS, BLOCK,
-                )  # fmt: skip
+                raw, mean, rstd = _loaded(dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, scale_ptr, shift_ptr, mod_stride, scale, shift,
+                                          silu_ptr, silu_stride, row, there, s, col, width, MOD, PARTS)  # fmt: skip
                 only = tl.cast(done, tl.int64) * down + s * apart
                 along, level = published(word_ptr, only, pieces, PHASE, PIECES)
                 along = tl.sum(along)
@@ -220,12 +276,13 @@ def _norm_backward(
             row_scale = 1.0
             if row_scale_ptr is not None:
                 row_scale = tl.load(row_scale_ptr + row, mask=there, other=0.0).to(tl.float32)
-            of_row = tl.zeros([ROWS, BLOCK], tl.float32)
+            of_row = tl.zeros([HEIGHT, BLOCK], tl.float32)
             old_w, old_b, old_gate, old_scale, old_shift = sum_w, sum_b, sum_gate, sum_scale, sum_shift
             sum_w, sum_b, sum_gate, sum_scale, sum_shift = (), (), (), (), ()
             for n in tl.static_range(PARTS):
                 inside = there & (col[n] < width)
-                hat, u, dv, du, d_hat, d_silu = held[n]
+                hat, u, dv, du, d_hat, d_silu = _before(raw[n], (rows + turn) >> 29, w[n], b[n], mean, rstd, col[n] < width, offset,
+                                                        w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER, INVERSE, KEPT)  # fmt: skip
                 _put(d_silu_ptr, d_silu, row, col[n], width, inside)
                 dz = d_hat - hat * (along * part)
                 if LAYER:
@@ -255,16 +312,16 @@ def _norm_backward(
                 sum_shift += (_added(old_shift[n], dv, d_shift_ptr),)
             if d_row_scale_ptr is not None:
                 of_row = tl.sum(of_row, 1, keep_dims=True)
-                tl.store(d_row_scale_ptr + row * pieces + piece, of_row.to(d_row_scale_ptr.dtype.element_ty), mask=there)
+                tl.store(d_row_scale_ptr + row * (pieces * CTAS) + piece + tl.arange(0, CTAS)[:, None], of_row.to(d_row_scale_ptr.dtype.element_ty), mask=there)
     if PHASE != FIRST:
         place = s.to(tl.int64) * per + team // sets
-        _put_sums(d_w_ptr, sum_w, place, col, width, PARTS)
-        _put_sums(d_b_ptr, sum_b, place, col, width, PARTS)
+        _put_sums(d_w_ptr, sum_w, place, col, width, ROWS, PARTS)
+        _put_sums(d_b_ptr, sum_b, place, col, width, ROWS, PARTS)
         if GATE != "row":
-            _put_sums(d_gate_ptr, sum_gate, place, col, width, PARTS)
+            _put_sums(d_gate_ptr, sum_gate, place, col, width, ROWS, PARTS)
         if MOD != "row":
-            _put_sums(d_scale_ptr, sum_scale, place, col, width, PARTS)
-            _put_sums(d_shift_ptr, sum_shift, place, col, width, PARTS)
+            _put_sums(d_scale_ptr, sum_scale, place, col, width, ROWS, PARTS)
+            _put_sums(d_shift_ptr, sum_shift, place, col, width, ROWS, PARTS)
 
 
 # ---- host
@@ -278,6 +335,11 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     streams = 1 + ("d_total" in words)  # z, and the gradient of the sum
     load = size * (1 + beside) + (4 if "residual:fp32" in words else size) * streams  # bytes of an element
     plain = streams + beside == 1
+    if problem.width > NARROW and size == 2 and PLAIN.issuperset((*words, *wanted)) and device.kind == "cuda" and device.arch >= 90:
+        block = max(NARROW * 2 // CTAS, triton.next_power_of_2(triton.cdiv(problem.width, CTAS)))
+        each, stages = (3, 4) if block == 4096 else (2, 3)
+        if block <= 8192:
+            return [Tiles(1, 1, block, 4, int(FIT * each * device.sms / CTAS), stages, 0, CTAS, 168 if block == 4096 else 0)]
     if problem.width > WIDEST:
         return [Tiles(1, 1, PIECE, 4, 4 * device.sms, _stages(2 * load * PIECE, 4, 3, device), LAG)]
     parts, block = parts_of(problem.width)
@@ -344,7 +406,7 @@ def launch(
 ) -> NormGrads:
     """Matrices [rows, width]: z is the sum or x, or y where `norm.inverse`; x is what was dropped and scaled, where `wanted` needs it."""
     rows, width, count = problem.rows, problem.width, problem.rows // norm.sets
-    meeting = meeting_of(rows, width, config.parts * config.block, dy.device)
+    meeting = meeting_of(rows, width, config.ctas * config.parts * config.block, dy.device)
     pieces, facts = meeting["pieces"], of(dy.device)
     at_once = pieces == 1 or (facts.kind == "cuda" and dy.device.type == "cuda" and pieces <= facts.sms)  # the programs of a row
     per = max(1, min(config.programs // (norm.sets * pieces), triton.cdiv(count, config.rows)))
@@ -359,7 +421,7 @@ def launch(
     row_scale = None
     if "row_scale" in wanted:
         grads["row_scale"] = new(rows, dtype=norm.row_scale.dtype)
-        row_scale = new(rows, pieces) if pieces > 1 else grads["row_scale"]
+        row_scale = new(rows, pieces * config.ctas) if pieces * config.ctas > 1 else grads["row_scale"]
     dy, d_total, z, x = matrix(dy), matrix(d_total), matrix(z), matrix(x)
     if not rows:
         return NormGrads(**grads, **sums.total(norm))
@@ -369,8 +431,9 @@ def launch(
     given |= {"dx_ptr": grads.get("x"), "d_residual_ptr": grads.get("residual"), "d_silu_ptr": grads.get("silu"), "d_row_scale_ptr": row_scale}
     lag = config.lag if at_once and pieces > 1 else 0
     tile = {"LAG": lag, "STAGES": config.stages, "ROWS": config.rows, "PARTS": config.parts, "BLOCK": config.block, "num_warps": config.warps}
+    tile |= {"CTAS": config.ctas, "CLUSTER": dy.device.type == "cuda"} | options(config)
     for phase in (BOTH,) if at_once else (FIRST, SECOND):
         _norm_backward[(norm.sets * per * pieces,)](**given, PHASE=phase, **tile)
-    if pieces > 1 and row_scale is not None:
+    if row_scale is not None and row_scale is not grads["row_scale"]:
         add_up(row_scale.unsqueeze(-1), grads["row_scale"].unsqueeze(-1))
     return NormGrads(**grads, **sums.total(norm))

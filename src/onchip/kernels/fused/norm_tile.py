@@ -34,6 +34,17 @@ def columns(first, BLOCK: tl.constexpr, PARTS: tl.constexpr, CTAS: tl.constexpr 
 
 
 @triton.jit
+def kept(x, zero, KEPT: tl.constexpr):
+    """x; if KEPT, such that float32 made of it is made here: of equal conversions the compiler keeps the result in between, in twice the registers of x.
+
+    `zero` is one that the compiler does not know for one, another for each pass over the same numbers and in each turn of a loop.
+    """
+    if KEPT and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise("xor.b32 $0, $1, $2;", "=r,r,r,r", [x, zero], dtype=x.dtype, is_pure=True, pack=2)
+    return x
+
+
+@triton.jit
 def zeros(ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     x = ()
     for _ in tl.static_range(PARTS):
@@ -193,6 +204,12 @@ def pair(a: torch.Tensor | None, b: torch.Tensor | None) -> tuple[torch.Tensor |
     if a is not None and b is not None and a.stride(0) != b.stride(0) and len(a) > 1:
         a, b = a.contiguous(), b.contiguous()
     return a, b, (b if a is None else a).stride(0) if a is not None or b is not None else 0
+
+
+def options(tiles) -> dict:
+    """What a launch is told of its clusters, and of the registers that a thread may have."""
+    found = {"num_ctas": tiles.ctas if tiles.ctas > 1 else None, "maxnreg": tiles.registers or None}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def stride(x: torch.Tensor | None) -> int:

@@ -125,7 +125,7 @@ def _softmax(
             sums += e
     total = tl.sum(sums, 1)
     if CTAS > 1:
-        top, total = peak(top, total, box, CTAS, CLUSTER)
+        top, total = peak(top, total, box, 0, CTAS, CLUSTER)
         base = tl.where(top == float("-inf"), 0.0, top)
     for n in tl.static_range(PARTS):
         of_part = kept(x[n], CLUSTER).to(tl.float32) if again else z[n]
@@ -207,7 +207,7 @@ def _backward(
     a, b = _pair(y, dy, LOG)
     total = tl.sum(b if LOG else a * b, 1)
     if CTAS > 1:
-        total = whole(total, box, CTAS, CLUSTER)
+        total = whole(total, box, 0, CTAS, CLUSTER)
         a, b = _pair(kept(y, CLUSTER), kept(dy, CLUSTER), LOG)
     tl.store(dx_ptr + row * width + col, _slope(a, b, total[:, None], inverse, LOG).to(dx_ptr.dtype.element_ty), mask=inside)
 
