@@ -151,6 +151,7 @@ def paged_attention(
         o = paged_attention(q, PagedKV(latent, latent[..., :512], page_table, lengths), scale=(128 + 64) ** -0.5)
         o = torch.einsum("bqhc,hcv->bqhv", o, w_uv)
     """
+    _plain("paged_attention", q)
     how = How(mask, chain(bias, score, softcap), sinks, None, False, batch_invariant, kernel)
     return paged(q, cache, how, Operands(_scale(scale, q), q_offsets), longest, return_lse)
 
@@ -158,7 +159,6 @@ def paged_attention(
 def paged(q: Tensor, cache: PagedKV, how: How, x: Operands, longest: int | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
     """`paged_attention`, for who has more to say than its arguments do."""
     q_offsets = x.q_offsets
-    _plain("paged_attention", q)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
         q = q.to(torch.get_autocast_dtype(q.device.type) if isinstance(cache.k, Codes) else cache.k.dtype)
     batch, pages = _paged_batch(q, q_offsets, longest), cache.page_table
