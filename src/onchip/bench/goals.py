@@ -111,9 +111,10 @@ def _rows(timed: list[tuple[Row, dict]]) -> Iterator[Goal]:
         yield _goal(f"times torch.compile, {begin}", asked, {_at(row): row.over("torch.compile") for row, _ in timed if row.group.startswith(begin)})
     for group, what, unit, asked in STEPS:
         yield _goal(f"{unit}, {group}", asked, {_at(row): cost[what] / row.seconds / 1e12 for row, cost in timed if row.group == group})
-    few = {_at(row): row for row, _ in timed if row.group.startswith(SKINNY)}
-    yield _goal("share of the copy bandwidth, products of 1 row", 0.8, {at: row.share for at, row in few.items() if row.x.startswith("1x")})
-    yield _goal("times the speed of the best peer, products of few rows", 1.0, {at: row.over("onchip, one", "torch") for at, row in few.items()})
+    few = [(row, cost["bytes"]) for row, cost in timed if row.group.startswith(SKINNY)]
+    one = {_at(row): row.share for row, nbytes in few if row.x.startswith("1x") and nbytes >= LEAST}
+    yield _goal("share of the copy bandwidth, products of 1 row, 64 MiB and more", 0.8, one)
+    yield _goal("times the speed of the best peer, products of few rows", 1.0, {_at(row): row.over("onchip, one", "torch") for row, _ in few})
     for x, asked in JOINT:
         found = [row for row, _ in timed if (row.group, row.x) == ("sample, joint", x)]
         yield _goal(f"microseconds, joint sampling, {x}", asked, {row.x: 1e6 * row.seconds for row in found}, most=True)

@@ -214,7 +214,7 @@ ROWS = {
 
 
 def _skinny(out: int, width: int, words: str) -> Operator:
-    """Llama-3-8B's weight of `out` rows and `width` columns, for 1 and 16 rows of x; of another size as tall and wide in proportion."""
+    """Llama-3-8B's weight of `out` rows and `width` columns, for as many rows of x as the menu gives the kernel; of another size in proportion."""
     act = "silu" if "silu" in words else None
 
     def columns(rows):
@@ -227,7 +227,7 @@ def _skinny(out: int, width: int, words: str) -> Operator:
 
     def ours(x, w, last):
         around = {"norm": RowNorm(last)} if "norm" in words else {"residual": last}
-        return skinny_linear(x, w, act=act, **around, constant=True, kernel="triton_skinny" if x.is_cuda else "auto")
+        return skinny_linear(x, w, act=act, **around, constant=True)
 
     def apart(x, w, last):  # a decoder adds the stream in the norm that follows, which the next row then has
         y = F.linear(rms_norm(x, last) if "norm" in words else x, w)
@@ -250,7 +250,7 @@ def _skinny(out: int, width: int, words: str) -> Operator:
         return lambda *args: lambda: run(*args)
 
     peers = {"onchip, one by one": lambda *args: lambda: apart(*args)} | {name: tiles(n) for n, name in enumerate(TILES, 1)}
-    return Operator(problem, make, ours, plain, peers=peers, sizes=((1, out), (16, out)), least=(2, 24))
+    return Operator(problem, make, ours, plain, peers=peers, sizes=((1, out), (2, out)), least=(2, 24))
 
 
 def _layer_weights(rows, width, dtype, device):
@@ -273,10 +273,9 @@ def _layer_cost(rows, width, dtype) -> Cost:
 
 def _layer(x, g, h, qkv, out, gate_up, down):
     """A layer's four products one after the other, its queries in place of what attention makes of them."""
-    how = {"constant": True, "kernel": "triton_skinny" if x.is_cuda else "auto"}
-    q = skinny_linear(x, qkv, norm=RowNorm(g), **how)[:, : x.shape[1]]
-    y = skinny_linear(q, out, residual=x, **how)
-    return skinny_linear(skinny_linear(y, gate_up, norm=RowNorm(h), act="silu", **how), down, residual=y, **how)
+    q = skinny_linear(x, qkv, norm=RowNorm(g), constant=True)[:, : x.shape[1]]
+    y = skinny_linear(q, out, residual=x, constant=True)
+    return skinny_linear(skinny_linear(y, gate_up, norm=RowNorm(h), act="silu", constant=True), down, residual=y, constant=True)
 
 
 def _layer_apart(x, g, h, qkv, out, gate_up, down):
@@ -293,7 +292,7 @@ def _layer_plain(x, g, h, qkv, out, gate_up, down):
 PRODUCTS = {
     "skinny, a layer's four": Operator(
         _layer_cost, _layer_weights, _layer, _layer_plain, peers={"onchip, one by one": lambda *args: lambda: _layer_apart(*args)},
-        sizes=((1, 4096), (4, 4096), (16, 4096), (1, 576)), least=(2, 24),
+        sizes=((1, 4096), (2, 4096), (8, 1024), (1, 576)), least=(2, 24),
     ),
     "skinny qkv": _skinny(6144, 4096, "norm"),
     "skinny out": _skinny(4096, 4096, "residual"),
