@@ -179,8 +179,8 @@ BUGS = [
     Bug("values of free slots are not cleared", SMALL, (("        return self.packed or self.page > 0", "        return self.packed"),)),
     Bug("the table's width is the length of all", SMALL, (("    if used_ptr is not None:\n        length = tl.load(used_ptr + batch)\n", ""),)),
     Bug("values are the next tile's", SMALL, (
-        ("                v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n,",
-         "                v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), after,"),
+        ("                v_at = fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n,",
+         "                v_at = fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), after,"),
     )),
 ]  # fmt: skip
 

@@ -137,7 +137,7 @@ TURNS = "        take_turn(GROUP, C.groups)\n        turn_over(GROUP, C.groups)\
 CURSORS = "    return ki, kp, vi, vp\n\n\n@gluon.jit\ndef scored"
 PASS_OVER = "        release(ki, 10, READERS)\n        ki, kp = advance(ki, kp, C.stages)\n        mbarrier.wait(v_full.index(vi), vp)\n"
 BUGS = [
-    Bug("queries of all sequences begin at the first token", FIRST, (("queries_at(batch, head, start_q + ", "queries_at(batch, head, "),)),
+    Bug("queries of all sequences begin at the first token", FIRST, (("queries_at(q_batch, head, start_q + ", "queries_at(q_batch, head, "),)),
     Bug("outputs of all sequences begin at the first token", FIRST, (("(start_q + rows).to(gl.int64)", "rows.to(gl.int64)"),)),
     Bug("LSE of all sequences begins at the first token", FIRST, (("* lse_strides[1] + start_q + rows", "* lse_strides[1] + rows"),)),
     Bug("rows behind a sequence are stored", FIRST, (("mask=(rows < len_q)[:, None] & (dims", "mask=(rows >= 0)[:, None] & (dims"),)),

@@ -30,7 +30,6 @@ from onchip.kernels.fused import (
     penalties,
     rope,
     skinny,
-    softmax,
     verify,
     vocabulary,
 )
@@ -246,22 +245,6 @@ def test_verify(arch):
         arch,
     )
     assert compile_for(verify._walk, logits_signature(BF16), {"NUM": 64}, arch, 2).spills == 0
-
-
-# ---- wide rows of softmax, by clusters
-
-
-@pytest.mark.parametrize(("op", "width"), [("softmax", 1 << 16), ("softmax", 1 << 18), ("softmax_backward", 1 << 18)])
-def test_softmax_by_clusters(op, width):
-    tiles = softmax.configs(Rows(op, 256, width, BF16), GPUS["sm_90"])[0]
-    kernel = softmax._softmax if op == "softmax" else softmax._backward
-    signature = {name: "*bf16" if name.endswith("_ptr") else "fp32" if name in ("temperature", "inverse") else "i32" for name in kernel.arg_names}
-    constexprs = {"LOG": False, "ROWS": 1, "CTAS": tiles.ctas, "CLUSTER": True, "BLOCK": tiles.block}
-    constexprs |= {"PARTS": tiles.parts, "DIVIDED": False, "BOOL": False, "mask_ptr": None} if op == "softmax" else {}
-    aligned = ("width", "x_stride", "y_stride", "dy_stride")
-    facts = compile_for(kernel, signature, constexprs, "sm_90", tiles.warps, aligned=aligned, ctas=tiles.ctas, most_registers=tiles.registers)
-    check(facts, "sm_90")
-    assert facts.registers <= 80, "a multiprocessor should have three programs or more"
 
 
 # ---- activations, rotation, and what is used beside a model

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import triton
 
 import onchip.kernels.fused.cross_entropy as cross_entropy
 from offline import compile_for
 from onchip.core.device import gpu
 from onchip.core.problem import Rows
 from onchip.kernels.fused import divergence, softmax
+from onchip.kernels.meeting import BOTH
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POINTER = {BF16: "*bf16", FP32: "*fp32"}
@@ -43,34 +45,41 @@ def test_cross_entropy(op, dtype, variant, arch):
     check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "row_stride", "out_stride")), 2)
 
 
+def softmax_facts(problem, arch, constexprs):
+    """(tiles, facts) of a kernel of softmax compiled as it is launched: of whole rows, of a cluster, or of programs that meet."""
+    tiles, forward = softmax.configs(problem, GPUS[arch])[0], problem.op == "softmax"
+    if tiles.span:
+        kernel = softmax._softmax_wide if forward else softmax._backward_wide
+        constexprs |= {"SPAN": tiles.span, "PIECES": triton.next_power_of_2(triton.cdiv(problem.width, tiles.span * tiles.block)), "PHASE": BOTH}
+    else:
+        kernel = softmax._softmax if forward else softmax._backward
+        constexprs |= {"ROWS": tiles.rows, "CTAS": tiles.ctas, "CLUSTER": True} | ({"PARTS": tiles.parts} if forward else {})
+    types = {"words_ptr": "*i64", "mask_ptr": "*u8" if constexprs.get("BOOL") else POINTER[problem.dtype], "temperature": "fp32", "inverse": "fp32"}
+    signature = {name: types.get(name, POINTER[problem.dtype] if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+    aligned = ("width", "x_stride", "y_stride", "dy_stride", "stride_0", "stride_1", "stride_2")
+    constexprs |= {"BLOCK": tiles.block}
+    return tiles, compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=aligned, ctas=tiles.ctas, most_registers=tiles.registers)
+
+
 @everywhere
 @pytest.mark.parametrize("variant", ["", "log bool mask", "log mask"])
-@pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (32768, BF16), (16384, FP32), (131072, BF16), (131072, FP32)])
+@pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (65536, BF16), (16384, FP32), (131072, BF16), (131072, FP32), (1 << 18, BF16)])
 def test_softmax(width, dtype, variant, arch):
-    problem = Rows("softmax", 8192, width, dtype, variant)
-    tiles = softmax.configs(problem, GPUS[arch])[0]
-    signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "mask_ptr": "*u8" if "bool" in variant else POINTER[dtype], "temperature": "fp32"}
-    signature |= dict.fromkeys(("rows", "width", "pieces", "x_stride", "size_1", "size_2", "stride_0", "stride_1", "stride_2"), "i32") | {"words_ptr": "*i64"}
-    constexprs = {"DIVIDED": "log" in variant, "BOOL": "bool" in variant, "LOG": "log" in variant, **form(tiles)}
-    constexprs |= {} if "mask" in variant else {"mask_ptr": None}
-    kernel = softmax._softmax_wide if tiles.span else softmax._softmax
-    check(compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "stride_0", "stride_1", "stride_2")))
-
-
-def form(tiles):
-    """The constants of a kernel of softmax that say which elements a program has."""
-    return {"BLOCK": tiles.block} | ({"SPAN": tiles.span, "PIECES": 32, "PHASE": 0} if tiles.span else {"ROWS": tiles.rows})
+    constexprs = {"DIVIDED": "log" in variant, "BOOL": "bool" in variant, "LOG": "log" in variant} | ({} if "mask" in variant else {"mask_ptr": None})
+    tiles, facts = softmax_facts(Rows("softmax", 8192, width, dtype, variant), arch, constexprs)
+    check(facts)
+    if tiles.ctas > 1 and not variant:
+        assert facts.registers <= 80, "a multiprocessor should have three programs or more"
 
 
 @everywhere
 @pytest.mark.parametrize("variant", ["", "log"])
-@pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (16384, BF16), (8192, FP32), (131072, BF16), (131072, FP32)])
+@pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (16384, BF16), (8192, FP32), (131072, BF16), (131072, FP32), (1 << 18, BF16)])
 def test_softmax_backward(width, dtype, variant, arch):
-    tiles = softmax.configs(Rows("softmax_backward", 8192, width, dtype, variant), GPUS[arch])[0]
-    signature = dict.fromkeys(("y_ptr", "dy_ptr", "dx_ptr"), POINTER[dtype]) | {"inverse": "fp32"}
-    signature |= dict.fromkeys(("rows", "width", "pieces", "y_stride", "dy_stride"), "i32") | {"words_ptr": "*i64"}
-    kernel = softmax._backward_wide if tiles.span else softmax._backward
-    check(compile_for(kernel, signature, {"LOG": "log" in variant, **form(tiles)}, arch, tiles.warps, aligned=("width", "y_stride", "dy_stride")), 2)
+    tiles, facts = softmax_facts(Rows("softmax_backward", 8192, width, dtype, variant), arch, {"LOG": "log" in variant})
+    check(facts, 2)
+    if tiles.ctas > 1 and not variant:
+        assert facts.registers <= 80, "a multiprocessor should have three programs or more"
 
 
 @everywhere

@@ -29,9 +29,13 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.hopper_tiles import (
+    ONE_GROUP,
+    PAIRS_LET_GO,
     by_groups,
     cap_of,
     clear,
+    fill_keys,
+    fill_tiles,
     hide,
     key_steps,
     lined,
@@ -42,7 +46,6 @@ from onchip.kernels.attention.hopper_tiles import (
     outgrown,
     own_rows,
     pack_of,
-    pages_of,
     pair_view,
     pass_over,
     place_of,
@@ -73,7 +76,6 @@ from onchip.kernels.hopper import (
     draw,
     fence_async_shared,
     fill,
-    fill_pages,
     first_turn,
     gl,
     gluon,
@@ -96,8 +98,6 @@ from onchip.kernels.hopper import (
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-# Of the third ring: the hardware barriers at which the first warpgroup lets its buffers go, 14 and 15 (the second one's lie 8 below), and who meets there.
-PAIRS_LET_GO, ONE_GROUP = gl.constexpr(14), gl.constexpr(128 + 32)
 GROWTH = gl.constexpr(8.0)  # weights of up to 2^8 cost a half-precision product no digits, and a float32 sum none that count
 MOST = gl.constexpr(2.0**14)  # of a few weights' sum: what float16 holds, and a product with values of up to 2^110 in float32
 HEADROOM = 8.0  # of bfloat16's weights at first, in base 2: with MOST, later scores may be larger by 15; more would cost LSE digits
@@ -168,32 +168,6 @@ class Shape:
 
 
 @gluon.jit
-def _fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
-    """What a score reads of a tile of queries and the keys from `n` on.
-
-    A ring for each warpgroup, so that none waits for what the other has not let go: that is half a tile's time more for memory to answer.
-    """
-    GROUPS: gl.constexpr = C.groups
-    b, head, tile_m, _, _, _, _, _ = place
-    after = cursor
-    for group in gl.static_range(GROUPS):
-        at = [b * steps[0], head * steps[1], (tile_m * C.m + group * 64) * steps[2], n]
-        after = fill(rings[3 + group], cursor, desc, at, C.stages, PAIRS_LET_GO - 8 * group, ONE_GROUP)
-    return after
-
-
-@gluon.jit
-def _fill_keys(ring, cursor, desc, table, place, at, n, BARRIER: gl.constexpr, C: gl.constexpr):
-    """A tile of keys, or of values, from `n` on. Its pages are looked up before the wait for a buffer, which is the longer one."""
-    READERS: gl.constexpr = 128 * C.groups + 32
-    if C.page > 0:
-        after = fill_pages(ring, cursor, desc, pages_of(table, place, n, C), at[1], n % C.page, C.stages, BARRIER, READERS)
-    else:
-        after = fill(ring, cursor, desc, [at[0], at[1], n, 0], C.stages, BARRIER, READERS)
-    return after
-
-
-@gluon.jit
 def _copy(given, C: gl.constexpr):
     q_desc, k_desc, v_desc, t_desc, t_steps, rings, message, counter, sizes, lengths, table, map_ptr, map_strides = given
     N: gl.constexpr = C.n
@@ -220,19 +194,19 @@ def _copy(given, C: gl.constexpr):
                 kv_head = head // sizes[4]
             n = start_k + top * N
             if t_desc is not None:  # from memory, not L2; and queries may have to wait until an output has left
-                t_at = _fill_tiles(rings, t_at, t_desc, t_steps, place, n - start_k, C)
+                t_at = fill_tiles(rings, t_at, t_desc, t_steps, place, n - start_k, C)
             for group in gl.static_range(GROUPS):  # the first queries and keys first
                 q_at = fill(q_ring, q_at, q_desc, queries_at(q_batch, head, start_q + tile_m * C.m + group * C.own, C), C.groups * C.rounds, 0, 0)
                 if group == 0:
-                    k_at = _fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), n, 10, C)
+                    k_at = fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), n, 10, C)
             for x in range(1, 1 + masked + bare + low):
                 after = start_k + tile_at(x, steps, map_strides, C) * N
                 if t_desc is not None:
-                    t_at = _fill_tiles(rings, t_at, t_desc, t_steps, place, after - start_k, C)
-                k_at = _fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), after, 10, C)
-                v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
+                    t_at = fill_tiles(rings, t_at, t_desc, t_steps, place, after - start_k, C)
+                k_at = fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), after, 10, C)
+                v_at = fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
                 n = after
-            v_at = _fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
+            v_at = fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
         if C.first:
             number += gl.num_programs(0)
         else:

@@ -19,6 +19,8 @@ from onchip.kernels.hopper import (
     advance,
     as_pairs,
     fence_async_shared,
+    fill,
+    fill_pages,
     forget,
     gl,
     gluon,
@@ -30,6 +32,9 @@ from onchip.kernels.hopper import (
     turn_over,
     uniform,
 )
+
+# Of the third ring: the hardware barriers at which the first warpgroup lets its buffers go, 14 and 15 (the second one's lie 8 below), and who meets there.
+PAIRS_LET_GO, ONE_GROUP = gl.constexpr(14), gl.constexpr(128 + 32)
 
 
 def programs_of(device: Device) -> int:
@@ -184,6 +189,32 @@ def pages_of(table, place, n, C: gl.constexpr):
     at = n + lane * ROWS
     there = (lane < PARTS) & (at < len_k) & (at + ROWS > first)
     return gl.load(entries + (b * columns + at // C.page), mask=there, other=-1)
+
+
+@gluon.jit
+def fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
+    """What a score reads of a tile of queries and the keys from `n` on.
+
+    A ring for each warpgroup, so that none waits for what the other has not let go: that is half a tile's time more for memory to answer.
+    """
+    GROUPS: gl.constexpr = C.groups
+    b, head, tile_m, _, _, _, _, _ = place
+    after = cursor
+    for group in gl.static_range(GROUPS):
+        at = [b * steps[0], head * steps[1], (tile_m * C.m + group * 64) * steps[2], n]
+        after = fill(rings[3 + group], cursor, desc, at, C.stages, PAIRS_LET_GO - 8 * group, ONE_GROUP)
+    return after
+
+
+@gluon.jit
+def fill_keys(ring, cursor, desc, table, place, at, n, BARRIER: gl.constexpr, C: gl.constexpr):
+    """A tile of keys, or of values, from `n` on. Its pages are looked up before the wait for a buffer, which is the longer one."""
+    READERS: gl.constexpr = 128 * C.groups + 32
+    if C.page > 0:
+        after = fill_pages(ring, cursor, desc, pages_of(table, place, n, C), at[1], n % C.page, C.stages, BARRIER, READERS)
+    else:
+        after = fill(ring, cursor, desc, [at[0], at[1], n, 0], C.stages, BARRIER, READERS)
+    return after
 
 
 @gluon.jit

@@ -71,13 +71,15 @@ def _mask_row(row, size_1, size_2, stride_0, stride_1, stride_2):
 @triton.jit
 def _shown(x, mask_ptr, mask_at, inside, temperature, DIVIDED: tl.constexpr, BOOL: tl.constexpr):
     """z of x, float32; -inf where nothing is."""
+    if mask_ptr is not None:  # before the division, over whose branches no load is moved; a mask of bools as the load's own would split the load
+        mask = tl.load(mask_ptr + mask_at, mask=inside, other=0)
     z = x.to(tl.float32)
     if DIVIDED:  # a product with the inverse rounds twice, which exponentials of large numbers show
         z = tl.math.div_rn(z, temperature + tl.zeros_like(z))
-    if BOOL:  # as the load's own mask it would split the load
-        z = tl.where(tl.load(mask_ptr + mask_at, mask=inside, other=0) != 0, z, float("-inf"))
+    if BOOL:
+        z = tl.where(mask != 0, z, float("-inf"))
     elif mask_ptr is not None:
-        z += tl.load(mask_ptr + mask_at, mask=inside, other=0.0).to(tl.float32)
+        z += mask.to(tl.float32)
     return z
 
 
