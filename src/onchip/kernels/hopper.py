@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed these
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 as_other = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
@@ -402,7 +403,7 @@ def block(dim: int) -> int:
 __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
     "columns_back", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order",
-    "logarithm", "mbarrier", "message", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell", "tma",
-    "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "uniform", "wait_for_last", "warpgroup_mma",
+    "logarithm", "mbarrier", "message", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell",
+    "thread_barrier", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "uniform", "wait_for_last", "warpgroup_mma",
     "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

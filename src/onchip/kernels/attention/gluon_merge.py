@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onchip.kernels.hopper import gl, gluon
+from onchip.kernels.hopper import gl, gluon, thread_barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -60,7 +60,7 @@ def add_up(part, unit, group, out, lse, sinks, parts, DIM_V: gl.constexpr, ROWS:
     parts    float32 [2 programs, ROWS, M.width], their LSE in base 2 [.., ROWS], and the numbers of arrivals.
     """
     owner, count, later = (part >> 2) & 0x3FFF, part >> 16, (part >> 1) & 1
-    gl.thread_barrier()  # what all threads have stored is this program's
+    thread_barrier()  # what all threads have stored is this program's
     if gl.atomic_add(parts[2] + owner, 1, sem="acq_rel", scope="gpu") == count - 1:
         gl.store(parts[2] + owner, 0)
         b, kv_head, first_row, queries, token = unit
