@@ -190,11 +190,11 @@ def under_load(engines: Engines, row: Row) -> Figures:
     most = (len(ends) - 2 * quarter) / (ends[-quarter - 1] - ends[quarter])
     yield "saturation, request/s", most
     for seed, share in enumerate(SHARES, 1):
-        for again in (True, False):  # kernels of a few sizes are compiled by requests that nobody times
+        for drawn_from in (seed + len(SHARES), seed):  # the first are timed by nobody: kernels of a few sizes are compiled by them
             llm.tree.clear()
-            drawn = random.Random(seed + 10 * again)
+            drawn = random.Random(drawn_from)
             times = list(itertools.accumulate(drawn.expovariate(share * most) for _ in range(row.load.requests)))
-            found = arrive(llm, _requests(llm, row.load, seed + 10 * again), times)
+            found = arrive(llm, _requests(llm, row.load, drawn_from), times)
         waits = [timing.first - timing.came for timing in found]
         each = [(timing.last - timing.first) / (timing.tokens - 1) for timing in found if timing.tokens > 1]
         for what, seconds in (("TTFT", waits), ("time per token", each)):

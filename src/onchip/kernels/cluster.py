@@ -149,11 +149,3 @@ def peak(top, mass, box, turn, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True)
         mass = tl.zeros_like(mass) + tl.sum(mass * tl.exp(top - base), 0)
         top = tl.zeros_like(top) + most
     return top, mass
-
-
-@triton.jit
-def kept(x, CLUSTER: tl.constexpr = True):
-    """x, but as it was loaded: else what has been made float32 stays so over an exchange, in twice the registers."""
-    if CLUSTER and x.dtype.primitive_bitwidth == 16:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
-    return x

@@ -18,7 +18,7 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Rows
-from onchip.kernels.cluster import begin, kept, largest, peak
+from onchip.kernels.cluster import begin, largest, peak
 from onchip.kernels.cluster import total as whole
 from onchip.kernels.curves import exp
 from onchip.kernels.meeting import FIRST, MOST, SECOND, hear, held, phases, tell
@@ -60,6 +60,14 @@ class MaskRows(NamedTuple):
 
 
 # ---- device
+
+
+@triton.jit
+def _kept(x, CLUSTER: tl.constexpr):
+    """x, but as it was loaded: else what has been made float32 stays so over an exchange, in twice the registers."""
+    if CLUSTER and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
 
 
 @triton.jit
@@ -119,7 +127,7 @@ def _softmax(
     base = tl.where(top == float("-inf"), 0.0, top)
     again: tl.constexpr = CTAS > 1 and mask_ptr is None and not DIVIDED  # z is made of x again, which alone is kept in registers
     for n in tl.static_range(PARTS):
-        of_part = kept(x[n], CLUSTER).to(tl.float32) if again else z[n]
+        of_part = _kept(x[n], CLUSTER).to(tl.float32) if again else z[n]
         e = exp(of_part - base[:, None], True)
         if n == 0:
             sums = e
@@ -130,7 +138,7 @@ def _softmax(
         top, total = peak(top, total, box, 0, CTAS, CLUSTER)
         base = tl.where(top == float("-inf"), 0.0, top)
     for n in tl.static_range(PARTS):
-        of_part = kept(x[n], CLUSTER).to(tl.float32) if again else z[n]
+        of_part = _kept(x[n], CLUSTER).to(tl.float32) if again else z[n]
         y = _normal(of_part, base[:, None], total[:, None], LOG, y_ptr.dtype.element_ty)
         col = first + n * BLOCK
         tl.store(y_ptr + row * width + col, y, mask=(row < rows) & (col < width))
@@ -210,7 +218,7 @@ def _backward(
     total = tl.sum(b if LOG else a * b, 1)
     if CTAS > 1:
         total = whole(total, box, 0, CTAS, CLUSTER)
-        a, b = _pair(kept(y, CLUSTER), kept(dy, CLUSTER), LOG)
+        a, b = _pair(_kept(y, CLUSTER), _kept(dy, CLUSTER), LOG)
     tl.store(dx_ptr + row * width + col, _slope(a, b, total[:, None], inverse, LOG).to(dx_ptr.dtype.element_ty), mask=inside)
 
 
