@@ -198,6 +198,15 @@ def forget(message, turn):
 
 
 @gluon.jit
+def one_more(top, sums, logit):
+    """A sink's logit, which weighs nothing, beside sums of weights over `top`: the new maximum, the sums over that, and what weights shrink by."""
+    new_top = gl.maximum(top, logit)
+    base = gl.where(new_top == float("-inf"), 0.0, new_top)
+    shrink = gl.exp2(top - base)
+    return new_top, sums * shrink + gl.exp2(logit - base), shrink
+
+
+@gluon.jit
 def start_next():
     """A kernel that was launched to depend on this one (programmatic dependent launch) may start as soon as there is room for it."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
@@ -403,7 +412,7 @@ def block(dim: int) -> int:
 __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
     "columns_back", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order",
-    "logarithm", "mbarrier", "message", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell",
+    "logarithm", "mbarrier", "message", "one_more", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell",
     "thread_barrier", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "uniform", "wait_for_last", "warpgroup_mma",
     "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

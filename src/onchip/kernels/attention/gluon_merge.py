@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from onchip.kernels.hopper import gl, gluon, thread_barrier
+from onchip.kernels.hopper import gl, gluon, one_more, thread_barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -96,11 +96,7 @@ def add_up(part, unit, group, out, lse, sinks, parts, DIM_V: gl.constexpr, ROWS:
             grown = gl.full([H], 1.0, gl.float32, ROW)
             if sinks is not None:
                 logit = gl.load(sinks + head, mask=there, other=0.0).to(gl.float32) * LOG2E
-                new_top = gl.maximum(top, logit)
-                base = gl.where(new_top == float("-inf"), 0.0, new_top)
-                grown = gl.exp2(top - base)
-                sums = sums * grown + gl.exp2(logit - base)
-                top = new_top
+                top, sums, grown = one_more(top, sums, logit)
             grown = grown * gl.where(sums == 0.0, 0.0, gl.div_rn(1.0, sums))
             x = acc * gl.convert_layout(grown, OUT_ROW)[:, None]
             to = b.to(gl.int64) * out[1] + (token + query).to(gl.int64) * out[2] + head * out[3]

@@ -45,6 +45,7 @@ from onchip.kernels.hopper import (
     hear,
     mbarrier,
     message,
+    one_more,
     ring,
     start_next,
     tell,
@@ -261,11 +262,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, sinks_ptr, out, lse, parts
     if sinks_ptr is not None:  # one more logit, which weighs nothing; of a unit in parts the merge adds it
         logit = gl.load(sinks_ptr + head).to(gl.float32) * LOG2E
         logit = gl.where(part < 0, logit, float("-inf"))
-        new_top = gl.maximum(top, logit)
-        base = gl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink = gl.exp2(top - base)
-        total = total * shrink + gl.exp2(logit - base)
-        top = new_top
+        top, total, shrink = one_more(top, total, logit)
     row_lse = top + gl.log2(total)
     inverse = gl.where(total == 0.0, 0.0, shrink / total)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])

@@ -81,6 +81,7 @@ from onchip.kernels.hopper import (
     gluon,
     mbarrier,
     message,
+    one_more,
     release,
     release_after,
     ring,
@@ -374,11 +375,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     shrink = gl.full([64], 1.0, gl.float32, row_layout)
     if sinks_ptr is not None:  # one more logit, which weighs nothing
         logit = gl.load(sinks_ptr + head, mask=None if C.pack == 1 else rows < len_q).to(gl.float32) * LOG2E
-        new_top = gl.maximum(top, logit)
-        base = gl.where(new_top == float("-inf"), 0.0, new_top)
-        shrink = gl.exp2(top - base)
-        total = total * shrink + gl.exp2(logit - base)
-        top = new_top
+        top, total, shrink = one_more(top, total, logit)
     if lse_ptr is not None:
         batch = b.to(gl.int64)
         if C.packed:

@@ -49,7 +49,7 @@ from onchip.kernels.attention.register_tiles import (
     weight_operand,
 )
 from onchip.kernels.attention.tile import ends, outputs
-from onchip.kernels.hopper import gl, gluon, start_next, uniform, wait_for_last
+from onchip.kernels.hopper import gl, gluon, one_more, start_next, uniform, wait_for_last
 from onchip.kernels.launch import starts_early
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -328,11 +328,7 @@ def _finish(sums_of_warps, place, sinks, out, lse, parts, C: gl.constexpr):
     grown = gl.full([R], 1.0, gl.float32, rows_layout)
     if sinks is not None:  # one more logit, which weighs nothing; of a unit in parts the merge adds it
         logit = gl.where(whole, gl.load(sinks + head, mask=there, other=0.0).to(gl.float32) * LOG2E, float("-inf"))
-        new_best = gl.maximum(best, logit)
-        base = gl.where(new_best == float("-inf"), 0.0, new_best)
-        grown = gl.exp2(best - base)
-        sums = sums * grown + gl.exp2(logit - base)
-        best = new_best
+        best, sums, grown = one_more(best, sums, logit)
     grown = grown * gl.where(sums == 0.0, 0.0, gl.div_rn(1.0, sums))
     row_lse = best + gl.log2(sums)
     unit = gl.full([W, R], 1.0, gl.float32, of_warps)
