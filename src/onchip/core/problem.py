@@ -137,6 +137,19 @@ class Operands(NamedTuple):
     beside: "Beside | None" = None
 
 
+def spans(offsets: Tensor, used: Tensor | None, tokens: int) -> list[slice]:
+    """The tokens of each sequence of a packed batch, of `tokens` in all; waits for the device.
+
+    Raises ValueError where a sequence does not lie in them: torch's own kernels end the process there.
+    """
+    bounds = offsets.tolist()
+    ends = bounds[1:] if used is None else [first + n for first, n in zip(bounds, used.tolist(), strict=False)]
+    for i, (first, end) in enumerate(zip(bounds, ends, strict=False)):
+        if not 0 <= first <= end <= tokens:
+            raise ValueError(f"attention: sequence {i} of a packed batch has tokens {first} to {end} of {tokens}; give offsets that rise and lie in them")
+    return [slice(*span) for span in zip(bounds, ends, strict=False)]
+
+
 class Beside(NamedTuple):
     """Two launches, one behind the other, of which neither reads what the other writes and both may run at once.
 

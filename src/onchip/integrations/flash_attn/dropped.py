@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from onchip.core.philox import draw, kept
+from onchip.core.problem import spans
 from onchip.integrations.flash_attn.call import Call, Lengths
-from onchip.kernels.attention.reference import place, spans
+from onchip.kernels.attention.reference import place
 
 MULTIPLE = 128  # lengths are rounded up to it
 
@@ -20,7 +21,7 @@ def signed_weights(call: Call, q: Tensor, k: Tensor, lengths: Lengths | None) ->
         sequences = list(zip(q, k, strict=True))
         longest = q.shape[1], k.shape[1]
     else:
-        both = zip(spans(lengths.q, lengths.used[0]), spans(lengths.k, lengths.used[1]), strict=True)
+        both = zip(spans(lengths.q, lengths.used[0], len(q)), spans(lengths.k, lengths.used[1], len(k)), strict=True)
         sequences = [(q[rows], k[keys]) for rows, keys in both]
         longest = lengths.longest
     rows, cols = (-(-n // MULTIPLE) * MULTIPLE for n in longest)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from onchip.core.formats import Codes, read
 from onchip.core.philox import kept
-from onchip.core.problem import Attention, Operands
+from onchip.core.problem import Attention, Operands, spans
 from onchip.core.trace import Place, Traced, untouched
 from onchip.kernels.attention.blocked_fused import (
     FUSED_FEW,
@@ -155,9 +155,9 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
 @torch.no_grad()
 def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
     """`q [batch, len_q, heads, dim]`, or packed `[tokens, heads, dim]` with offsets, over pages; of few queries, some sequences at once."""
-    spans = [None] * p.batch if x.q_offsets is None else [slice(*ends) for ends in pairwise(x.q_offsets.tolist())]
+    places = [None] * p.batch if x.q_offsets is None else spans(x.q_offsets, None, len(q))
     lengths = cache.lengths.tolist()
-    beside = _beside(p, cache, spans, lengths) if p.batch > 1 and q.is_cpu and _gathers(p, cache) else ()
+    beside = _beside(p, cache, places, lengths) if p.batch > 1 and q.is_cpu and _gathers(p, cache) else ()
     if len(beside) == 1 and beside[0].in_order and len(beside[0].rows) == q.shape[:-2].numel():  # everybody's
         out, lse = _side_by_side(p, x, beside[0], q, cache, return_lse)
         out = out.view(*q.shape[:-1], p.value_dim)
@@ -174,7 +174,7 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
     done = {b for group in beside for b in group.members}
     q = q.to(_wide(q)) if p.kv else q  # as what is dequantised
     band = hull(p)
-    for b, (rows, length) in enumerate(zip(spans, lengths, strict=True)):
+    for b, (rows, length) in enumerate(zip(places, lengths, strict=True)):
         len_q = p.len_q if rows is None else rows.stop - rows.start
         if not len_q or b in done:
             continue
@@ -197,11 +197,11 @@ def _gathers(p: Attention, cache) -> bool:
     return plain and all(pool.stride(0) == p.page * pool.stride(1) for pool in cache[:2])
 
 
-def _beside(p: Attention, cache, spans: list[slice | None], lengths: list[int]) -> tuple[Group, ...]:
-    if spans[0] is None:
+def _beside(p: Attention, cache, places: list[slice | None], lengths: list[int]) -> tuple[Group, ...]:
+    if places[0] is None:
         starts, counts = range(0, p.batch * p.len_q, p.len_q), [p.len_q] * p.batch
     else:
-        starts, counts = (rows.start for rows in spans), (rows.stop - rows.start for rows in spans)
+        starts, counts = (rows.start for rows in places), (rows.stop - rows.start for rows in places)
     return groups(p.mask, p.page, p.dtype, SPARE // (p.kv_heads * p.dim), tuple(starts), tuple(counts), tuple(lengths))
 
 

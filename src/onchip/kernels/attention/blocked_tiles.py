@@ -6,14 +6,13 @@ A tile is some queries and the keys that any of them sees; what none of them see
 import functools
 import re
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from onchip.core.masks import Band
-from onchip.core.problem import Attention, Operands
+from onchip.core.problem import Attention, Operands, spans
 from onchip.core.trace import PLACE, Place, Traced, untouched
 
 BLOCK = 128  # queries that are looked at together to see whether a mask is sparse
@@ -159,18 +158,11 @@ def _group(band: Band, page: int, dtype: torch.dtype, starts: tuple[int, ...], s
 def parts(p: Attention, x: Operands, q: Tensor, k: Tensor, most: int) -> list[Part]:
     """The sequences, `most` of a dense batch at once; one by one where a mask or score tells them apart, for then each has keys of its own."""
     if x.q_offsets is not None:
-        lengths = zip(_spans(x.q_offsets, x.q_used), _spans(x.k_offsets, x.k_used), strict=True)
+        lengths = zip(spans(x.q_offsets, x.q_used, len(q)), spans(x.k_offsets, x.k_used, len(k)), strict=True)
         return [Part(slice(b, b + 1), rows, cols, rows.stop - rows.start, cols.stop - cols.start) for b, (rows, cols) in enumerate(lengths)]
     batch, len_q, len_k = *q.shape[:2], k.shape[1]
     step = 1 if "batch_invariant" in p.extras or differs(p, "b") else max(1, most)
     return [Part(slice(b, min(b + step, batch)), None, None, len_q, len_k) for b in range(0, batch, step)]
-
-
-def _spans(offsets: Tensor, used: Tensor | None) -> list[slice]:
-    """The tokens of each sequence of a packed batch."""
-    bounds = offsets.tolist()
-    lengths = [b - a for a, b in pairwise(bounds)] if used is None else used.tolist()
-    return [slice(a, a + n) for a, n in zip(bounds, lengths, strict=False)]
 
 
 def tiles(p: Attention, x: Operands, part: Part, most: int, device: torch.device) -> Iterator[Tile]:

@@ -3,14 +3,12 @@
 Gradients are torch's own, through the same lines.
 """
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from onchip.core.formats import read
 from onchip.core.philox import kept
-from onchip.core.problem import Attention, Operands, Rows
+from onchip.core.problem import Attention, Operands, Rows, spans
 from onchip.core.scales import LARGEST, SMALLEST, Scales
 from onchip.core.trace import Place
 from onchip.kernels.attention.dequantised import backward_from_e4m3, prefill_from_e4m3
@@ -27,7 +25,7 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
         if parts:
             out, lse = (torch.stack(each) for each in zip(*parts, strict=True))
         return (out, lse) if return_lse else out
-    for b, (rows, keys) in enumerate(zip(spans(x.q_offsets, x.q_used), spans(x.k_offsets, x.k_used), strict=True)):
+    for b, (rows, keys) in enumerate(zip(spans(x.q_offsets, x.q_used, len(q)), spans(x.k_offsets, x.k_used, len(k)), strict=True)):
         part, part_lse = one(p, b, q[rows], k[keys], v[keys], x)
         index = torch.arange(rows.start, rows.stop, device=q.device)
         out, lse = out.index_copy(0, index, part), lse.index_copy(1, index, part_lse)
@@ -57,7 +55,7 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
     Quantised ones are dequantised to what is computed in.
     """
     packed = x.q_offsets is not None
-    rows = [q[span] for span in spans(x.q_offsets, None)] if packed else q
+    rows = [q[span] for span in spans(x.q_offsets, None, len(q))] if packed else q
     out, lse, work = [], [], torch.promote_types(q.dtype, torch.float32)
     for b, (row, pages, length) in enumerate(zip(rows, cache.page_table, cache.lengths.tolist(), strict=True)):
         used = pages[: -(-length // p.page)].long()
@@ -159,13 +157,6 @@ def place(b: int, heads: int, len_q: int, len_k: int, device: torch.device) -> P
     lengths = (torch.full((1, 1, 1, 1), n, device=device) for n in (len_q, len_k))
     b_at = torch.full((1, 1, 1, 1), b, device=device)
     return Place(b_at, count(heads, 1, -1, 1, 1), count(len_q, 1, 1, -1, 1), count(len_k, 1, 1, 1, -1), *lengths)
-
-
-def spans(offsets: Tensor, used: Tensor | None) -> list[slice]:
-    """The tokens of each sequence of a packed batch."""
-    bounds = offsets.tolist()
-    lengths = [b - a for a, b in pairwise(bounds)] if used is None else used.tolist()
-    return [slice(a, a + n) for a, n in zip(bounds, lengths, strict=False)]
 
 
 def _lse_shape(q: Tensor) -> tuple[int, ...]:
