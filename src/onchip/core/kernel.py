@@ -100,7 +100,7 @@ class Kernel:
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """An operator: its name, the cost of a Problem, and its kernels, fastest first; the last takes anything."""
+    """An operator: its name, the cost of a Problem, and its kernels, fastest first; the last takes floats of any sizes."""
 
     name: str
     cost: Callable[[Problem], Cost]

@@ -8,13 +8,16 @@ from onchip.core.norms import CODES
 from onchip.core.problem import Cost, Groups, RankSum, Rope, Rows
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+ANY_FLOATS = {"dtype": (*FLOATS, torch.float64)}  # of plain torch: its results in integers would be cut off, a softmax's to 0
 GPUS = {"cuda": 80, "hip": 942}
 
 
 def _op(name: str, entry: str, cost, oracle: str, accepts: dict | None = None, also: tuple = ()) -> Op:
     """A Triton kernel, `entry` being "file:function", and plain torch of the same name in `oracle` under it."""
-    kernel = Kernel(f"triton_{entry.partition(':')[0]}", f"onchip.kernels.fused.{entry}", GPUS, {"dtype": FLOATS, **(accepts or {})}, also)
-    return Op(name, cost, (kernel, Kernel("reference", f"onchip.kernels.fused.{oracle}:{name}", portable=True)))
+    accepts = accepts or {}
+    kernel = Kernel(f"triton_{entry.partition(':')[0]}", f"onchip.kernels.fused.{entry}", GPUS, {"dtype": FLOATS, **accepts}, also)
+    wider = {} if "dtype" in accepts else ANY_FLOATS
+    return Op(name, cost, (kernel, Kernel("reference", f"onchip.kernels.fused.{oracle}:{name}", accepts=wider, portable=True)))
 
 
 def _passes(read: int, written: int, flops: int = 8):
@@ -267,7 +270,7 @@ SKINNY_LINEAR = Op(
             also=(_norm_by_tensor_cores,),
             slower=(_by_cublas,),
         ),
-        Kernel("reference", "onchip.kernels.fused.reference_rows:skinny_linear", portable=True),
+        Kernel("reference", "onchip.kernels.fused.reference_rows:skinny_linear", accepts=ANY_FLOATS, portable=True),
     ),
 )
 LOW_RANK = _op("low_rank", "low_rank:launch", _low_rank, "reference_rows", also=(_rank_in_a_tile,))
