@@ -38,7 +38,9 @@ class Decision:
     @functools.cached_property
     def launch(self) -> Callable:
         """The kernel as a function of its inputs alone."""
-        return functools.partial(self.kernel.load(), self.problem, self.config)
+        run = self.kernel.load()
+        run = _as_given(run, "cpu" if self.device.kind == "cpu" else "cuda") if self.kernel.portable else run
+        return functools.partial(run, self.problem, self.config)
 
     @functools.cached_property
     def recorded(self) -> Callable | None:
@@ -104,6 +106,18 @@ def forget() -> None:
     """Drop every decision, so that changed settings are read again."""
     _select.cache_clear()
     native.cache_clear()
+
+
+def _as_given(run: Callable, device: str) -> Callable:
+    """Plain torch without autocast, which operators heed where they begin: inside, it would round what is summed in float32."""
+
+    def launch(*inputs):
+        if not torch.is_autocast_enabled(device):
+            return run(*inputs)
+        with torch.autocast(device, enabled=False):
+            return run(*inputs)
+
+    return launch
 
 
 def _sentences(refused) -> str:

@@ -105,6 +105,9 @@ def test_packed_inputs_that_disagree():
     ):
         with pytest.raises(ValueError, match=f"^attention_packed: {words}"):
             onchip.attention_packed(x, args[0], args[0], *args[1:], longest=5, **keywords)
+    for kernel, bounds in itertools.product(("auto", "reference"), ([0, 4, 2], [0, 2, 6], [-1, 2, 5])):  # torch's kernel would end the process
+        with pytest.raises(ValueError, match=r"^attention: sequence [01] of a packed batch has tokens .* of 5; give offsets that rise and lie in them"):
+            onchip.attention_packed(x, x, x, torch.tensor(bounds, dtype=INT32), kernel=kernel)
     with pytest.raises(ValueError, match=r"^Bias: bias is \[2, 5\]; this call needs \[len_q 3, len_k 3\]"):
         onchip.attention_packed(x, x, x, offsets, bias=zeros(2, 5))
 
@@ -304,15 +307,16 @@ def test_dropout_is_right_on_average():
     assert (mean - onchip.attention(q, k, v)).abs().max() < 0.15
 
 
+@pytest.mark.parametrize("how", [{}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):
-    """q, k and v are cast, gradients come back in the inputs' dtype."""
+def test_autocast(dtype, how):
+    """q, k and v are cast, and nothing else: what a kernel sums in float32 stays there. Gradients come back in the inputs' dtype."""
     q, k, v = qkv(2, 9, grad=True)
     with torch.autocast("cpu", dtype):
-        out = onchip.attention(q, k, v, mask=Causal())
-    found = torch.autograd.grad(out.float().sum(), (q, k, v))
+        out = onchip.attention(q, k, v, mask=Causal(), **how)
+        found = torch.autograd.grad(out.float().sum(), (q, k, v))
     low = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-    expected = onchip.attention(*low, mask=Causal())
+    expected = onchip.attention(*low, mask=Causal(), **how)
     assert out.dtype == dtype and torch.equal(out, expected)
     for grad, exact in zip(found, torch.autograd.grad(expected.float().sum(), low), strict=True):
         assert grad.dtype == FP32 and torch.equal(grad, exact.float())

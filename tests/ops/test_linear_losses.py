@@ -144,6 +144,19 @@ def test_divergence_of_heads(beta, reduction):
     torch.testing.assert_close(grads_of(loss, leaves), grads_of(expected, leaves), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("function", [linear_cross_entropy, lambda h, w, t, bias: -token_log_probs(h, w, t, bias=bias).log_prob.mean(),
+                                      lambda h, w, t, bias: linear_divergence(Head(h, w, bias), Head(h.detach(), w.detach()))])  # fmt: skip
+def test_autocast_casts_what_goes_into_the_product(function):
+    """As of torch's linear: a layer before may have given bfloat16 beside float32 weights, whose gradients stay in it."""
+    (hidden, weight, bias), targets = inputs()
+    with torch.autocast("cpu", BF16):
+        loss = function(hidden.bfloat16(), weight, targets.clamp(min=0), bias=bias)
+    expected = function(*(t.bfloat16() for t in (hidden, weight)), targets.clamp(min=0), bias=bias.bfloat16())
+    assert torch.equal(loss, expected)
+    for found, same in zip(grads_of(loss, (hidden, weight, bias)), grads_of(expected, (hidden, weight, bias)), strict=True):
+        assert found.dtype == torch.float32 and torch.equal(found, same)
+
+
 @pytest.mark.gpu
 @pytest.mark.large
 def test_nothing_waits_for_the_host(device):

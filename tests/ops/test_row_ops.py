@@ -56,11 +56,26 @@ def test_only_what_is_wanted_is_computed():
         assert not onchip.gated_act(x).requires_grad
 
 
-def test_a_gradient_of_a_gradient_is_refused():
+def _entropy(x):
+    return onchip.token_log_probs(x, TABLE[:5].repeat(1, 2), torch.arange(T) % 5).entropy
+
+
+@pytest.mark.parametrize(("name", "function"), [("activation", onchip.activate), ("linear_tokens", _entropy)])
+def test_a_gradient_of_a_gradient_is_refused(name, function):
+    """Of a backward function that returns a tensor, and of one that returns a list."""
     x = torch.randn(T, W, requires_grad=True)
-    (grad,) = torch.autograd.grad(onchip.activate(x).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="activation: gradients of gradients"):
+    (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=f"{name}: gradients of gradients"):
         grad.sum().backward()
+    assert torch.equal(torch.func.grad(lambda x: function(x).sum())(x.detach()), grad.detach())
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_integers_are_refused(kernel):
+    """Plain torch would cut its results off: a softmax's to 0."""
+    for function in (onchip.softmax, lambda x, kernel: onchip.rms_norm(x, torch.ones(W), kernel=kernel), onchip.activate):
+        with pytest.raises(onchip.Unsupported, match=r"dtype torch.int32 is not one of bf16, fp16, fp32, fp64"):
+            function(torch.ones(T, W, dtype=torch.int32), kernel=kernel)
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from onchip.core.scales import SHARES, Quantised, Scales
 from onchip.core.scores import chain
 from onchip.ops import attend, graph, registered
 from onchip.ops.attend import How, PagedKV
+from onchip.ops.differentiable import autocast
 
 
 def attention(
@@ -99,7 +100,7 @@ def attention_packed(
               anything, NaN included, and gives 0 and LSE -inf.
     """
     _plain("attention_packed", q, k, v)
-    q, k, v = _cast(q, k, v)
+    q, k, v = autocast(q, k, v)
     _check("attention_packed", q, k, v, rank=3)
     if k_offsets is None and len(k) != len(q):
         raise ValueError(f"attention_packed: k has {len(k)} tokens, q has {len(q)}; they must be equal, or give k_offsets")
@@ -214,7 +215,7 @@ def quantise(
     if share not in tuple(SHARES):
         raise ValueError(f"quantise: share is {share!r}; give one of {', '.join(map(repr, SHARES))}")
     _plain("quantise", q, k, v)
-    q, k, v = _cast(q, k, v)
+    q, k, v = autocast(q, k, v)
     _check("quantise", q, k, v, rank=4)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"quantise: k has batch {k.shape[0]}, q has {q.shape[0]}; they must be equal")
@@ -237,14 +238,6 @@ def random_signs(dim: int, seed: int = 0, device: torch.device | str = "cpu") ->
 # ---- checks
 
 
-def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in autocast's dtype where it is on."""
-    if not q.is_meta and torch.is_autocast_enabled(q.device.type) and q.is_floating_point() and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(q.device.type)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
-    return q, k, v
-
-
 def _plain(name: str, *tensors: Tensor) -> None:
     """Raises where a tensor is something else; only `attention` takes quantised ones."""
     for given, t in zip("qkv", tensors, strict=False):
@@ -255,7 +248,7 @@ def _plain(name: str, *tensors: Tensor) -> None:
 def _taken_apart(q, k, v) -> tuple[Tensor, Tensor, Tensor, Scales | None, tuple[Tensor, ...] | None]:
     """Tensors, cast, and the scales and sources of quantised ones."""
     if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
-        return *_cast(q, k, v), None, None
+        return *autocast(q, k, v), None, None
     if not any(isinstance(t, Quantised) for t in (q, k, v)):
         _plain("attention", q, k, v)
     plain = [name for name, t in (("q", q), ("k", k), ("v", v)) if not isinstance(t, Quantised)]

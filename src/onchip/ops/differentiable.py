@@ -4,6 +4,7 @@ Both ways run the same two functions: an eager call through a `torch.autograd.Fu
 `onchip::NAME` and `onchip::NAME_backward`, whose boundary costs about 60 us a call.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +25,15 @@ class Rule(NamedTuple):
     shapes: tuple[Callable, Callable]
 
 
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The tensors in autocast's dtype where it is on for the first one's device and that holds floats; doubles stay, as torch leaves them."""
+    first = tensors[0]
+    if first.is_meta or not torch.is_autocast_enabled(first.device.type) or not first.is_floating_point() or first.dtype == torch.float64:
+        return tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
+    return tuple(t if t is None else t.to(dtype) for t in tensors)
+
+
 def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule) -> Callable:
     """`forward` with the gradient that `backward` computes. Both have annotations that torch.library can read; neither changes its inputs."""
     op = torch.library.custom_op(f"onchip::{name}", forward, mutates_args=())
@@ -34,7 +44,7 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
     eager = type(name, (torch.autograd.Function,), {})
     eager.forward = staticmethod(forward)
     eager.setup_context = staticmethod(rule.keep)
-    eager.backward = staticmethod(lambda ctx, *grads: _once(name, ctx, rule.back, backward, grads))
+    eager.backward = staticmethod(lambda ctx, *grads: rule.back(ctx, functools.partial(_Once.apply, name, backward), *grads))
 
     def call(*inputs):
         if torch.compiler.is_compiling():
@@ -46,22 +56,17 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
     return call
 
 
-def _once(name: str, ctx, back: Callable, backward: Callable, grads: tuple) -> tuple:
-    with torch.no_grad():
-        found = back(ctx, backward, *grads)
-    if not torch.is_grad_enabled():
-        return found
-    anchors = [x for x in (*grads, *ctx.saved_tensors) if x is not None]  # create_graph: whoever goes on through these gradients shall know
-    return _Once.apply(name, len(anchors), *anchors, *found)
-
-
 class _Once(torch.autograd.Function):
-    """Gradients that have none themselves."""
+    """`backward`, whose results have no gradients themselves: whoever goes on through them (create_graph) shall know."""
 
     @staticmethod
-    def forward(ctx, name: str, anchors: int, *tensors: Tensor | None):
-        ctx.name = name
-        return tuple(None if x is None else x.view_as(x) for x in tensors[anchors:])
+    def forward(name: str, backward: Callable, *inputs):
+        found = backward(*inputs)
+        return tuple(found) if isinstance(found, list) else found  # autograd does not look into lists
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name = inputs[0]
 
     @staticmethod
     def backward(ctx, *grads):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
-from onchip.ops.differentiable import Rule, differentiable
+from onchip.ops.differentiable import Rule, autocast, differentiable
 from onchip.ops.linear_losses import Sums, chunk_of, chunks
 from onchip.ops.vocabulary import check_reduction, held
 
@@ -64,6 +64,7 @@ def linear_divergence(
 
     The teacher's hidden states may have a width of their own. "mean" and "sum". Raises ValueError for arguments that disagree.
     """
+    student, teacher = (Head(*autocast(*head)) for head in (student, teacher))
     for name, head in (("student", student), ("teacher", teacher)):
         hidden, weight, bias = head
         fits = weight.ndim == 2 and hidden.shape[-1:] == weight.shape[1:] and hidden.shape[:-1] == student.hidden.shape[:-1]

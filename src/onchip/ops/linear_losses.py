@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from onchip.core.losses import ENTROPY, LOG_PROB, WEIGHT, LossTerms
-from onchip.ops.differentiable import Rule, differentiable
+from onchip.ops.differentiable import Rule, autocast, differentiable
 from onchip.ops.losses import row_shapes, wanted, written_over
 from onchip.ops.vocabulary import Call, call_of, check_reduction, check_targets, factor_of, figures, gradient, held, losses_of, reduced, row_loss, weights_of
 
@@ -51,9 +51,11 @@ def linear_cross_entropy(
     per_token   also the log-probability and the entropy of each token, from the same pass and without gradients (`token_log_probs` has them with).
     With `terms.shard`, weight and bias are this rank's rows, hidden is the same on every rank, and so is its gradient.
     A mean or sum has its gradients made in this call, and they go backward once; of "none", and of float16, the backward pass makes the logits again.
+    Under autocast hidden, weight and bias are cast, as torch's linear casts them.
     Raises ValueError for shapes, dtypes and terms that disagree.
     """
     check_reduction("linear_cross_entropy", reduction)
+    hidden, weight, bias = autocast(hidden, weight, bias)
     call = _check("linear_cross_entropy", hidden, weight, bias, targets, terms, per_token, kernel)
     operands = hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), *weights_of(call, terms.class_weights, hidden.dtype)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in operands[:3]]
@@ -84,6 +86,7 @@ def token_log_probs(
     """
     if terms.smoothing or terms.z_loss or terms.class_weights is not None:
         raise ValueError("token_log_probs: terms has smoothing, z_loss or class_weights, which only a loss has; use linear_cross_entropy")
+    hidden, weight, bias = autocast(hidden, weight, bias)
     call = _check("token_log_probs", hidden, weight, bias, targets, terms, True, kernel)
     loss, stats = _tokens(hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), None, None, *call)
     return Tokens(-loss.view(targets.shape), stats[ENTROPY].view(targets.shape))
