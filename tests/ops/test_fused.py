@@ -5,7 +5,7 @@ import torch
 
 from onchip import dispatch
 from onchip.core.problem import Rows
-from onchip.ops.fused import QKNorm, rope_append
+from onchip.ops.fused import Append, QKNorm, rope_append
 from onchip.ops.norm import rms_norm
 
 T, DIM = 24, 16
@@ -29,6 +29,22 @@ def rotate(x, weight):
     table = torch.linspace(-1, 1, 40 * DIM).view(40, DIM)
     out = rope_append(x, table, torch.arange(T), (4, 2), norm=QKNorm(weight, weight, 1e-6, 1.0))
     return [*out, x]
+
+
+def test_what_a_kernel_would_read_past_its_end_is_refused():
+    """One position and one slot a token, weights of a head: nothing on a GPU says that there are fewer."""
+    x, table, places = torch.randn(T, 8 * DIM), torch.randn(40, DIM), torch.arange(T)
+    page = torch.zeros(2, 16, 2, DIM)
+    norm = QKNorm(torch.ones(DIM - 1), torch.ones(DIM), 1e-6)
+    for words, given, how in (
+        (r"positions are torch.int64 \[23\] on cpu; give int64 \[24\], one a token", places[1:], {}),
+        (r"positions are torch.float32 \[24\]", places.float(), {}),
+        (r"append.slots are torch.int32 \[24\]", places, {"append": Append(page, page, places.int())}),
+        (r"append.slots are torch.int64 \[25\]", places, {"append": Append(page, page, torch.arange(T + 1))}),
+        (r"norm has weights \[15\] and \[16\]; give \[16\] both", places, {"norm": norm}),
+    ):
+        with pytest.raises(ValueError, match=f"^rope_append: {words}"):
+            rope_append(x, table, given, (4, 2), **how)
 
 
 COMPILED = {

@@ -9,6 +9,8 @@ from onchip.core.formats import Codes
 from onchip.core.problem import Rope
 from onchip.dispatch import select
 
+PLACES = {"positions": (torch.int64, torch.int32), "append.slots": (torch.int64,)}
+
 
 class QKNorm(NamedTuple):
     """RMSNorm of each query and key head before the rotation (Qwen3, Gemma 3): weights `[dim]` each, epsilon, and what is added to the weights."""
@@ -50,6 +52,10 @@ def rope_append(
     Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of `qkv`, whose rows must be contiguous.
     """
     num_q, num_kv = heads
+    if qkv.ndim != 2 or num_q < 1 or num_kv < 1:
+        raise ValueError(
+            f"rope_append: qkv is {list(qkv.shape)} of {num_q} + 2 x {num_kv} heads; give [tokens, (heads + 2 kv_heads) dim], of 1 head each or more"
+        )
     tokens, packed = qkv.shape
     if torch.compiler.is_compiling():
         if append is not None and isinstance(append.k, Codes):  # "aot_autograd() does not yet handle input mutations on views with different dtypes"
@@ -63,6 +69,9 @@ def rope_append(
     dim = packed // (num_q + 2 * num_kv)
     if table.shape[-1] > dim or table.shape[-1] % 2:
         raise ValueError(f"rope_append: table has {table.shape[-1]} columns; give an even number of at most {dim}")
+    _check_places("positions", positions, qkv)
+    if norm is not None and not norm.q.shape == norm.k.shape == (dim,):
+        raise ValueError(f"rope_append: norm has weights {list(norm.q.shape)} and {list(norm.k.shape)}; give [{dim}] both, a head's")
     kv = "" if append is None else _check_append(append, num_kv, dim, qkv)
     problem = Rope("rope_append", tokens, num_q, num_kv, dim, table.shape[-1], qkv.dtype, layout, norm is not None, append is not None, kv)
     select(problem, qkv.device, kernel).launch(qkv, table, positions, norm, append)
@@ -70,9 +79,17 @@ def rope_append(
     return q, k, v
 
 
+def _check_places(name: str, places: Tensor, qkv: Tensor) -> None:
+    """A kernel reads one for each token, whatever is there."""
+    if places.shape != (len(qkv),) or places.dtype not in PLACES[name] or places.device != qkv.device:
+        given = f"{places.dtype} {list(places.shape)} on {places.device}"
+        raise ValueError(f"rope_append: {name} are {given}; give int64 [{len(qkv)}], one a token, on {qkv.device}")
+
+
 def _check_append(append: Append, kv_heads: int, dim: int, qkv: Tensor) -> str:
     """The format of the cache, "" if it is not quantised; raises where it is none of this call."""
     k, v = append.k, append.v
+    _check_places("append.slots", append.slots, qkv)
     if isinstance(k, Codes) != isinstance(v, Codes) or (isinstance(k, Codes) and k.format != v.format):
         kinds = [str(t.format) if isinstance(t, Codes) else str(t.dtype) for t in (k, v)]
         raise ValueError(f"rope_append: k is {kinds[0]}, v {kinds[1]}; give both as Codes of one format, or both as tensors")
