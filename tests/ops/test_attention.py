@@ -39,6 +39,8 @@ GOOD = zeros(1, 5, 2, 16)
         (GOOD, zeros(1, 5, 2, 32), zeros(1, 5, 2, 32), "q has head dimension 16, k has 32; they must be equal"),
         (zeros(1, 5, 3, 16), GOOD, GOOD, "3 query heads are not a multiple of 2 key heads"),
         (GOOD, zeros(1, 5, 0, 16), zeros(1, 5, 0, 16), "2 query heads are not a multiple of 0 key heads"),
+        (zeros(1, 5, 2, 0), zeros(1, 5, 2, 0), GOOD, "heads of q and k have 0 columns, those of v 16; give 1 or more"),
+        (GOOD, GOOD, zeros(1, 5, 2, 0), "heads of q and k have 16 columns, those of v 0; give 1 or more"),
         (GOOD, GOOD.half(), GOOD.half(), "q is torch.float32, k torch.float16, v torch.float16; cast them to one dtype"),
         (GOOD.int(), GOOD.int(), GOOD.int(), "q, k, v are torch.int32; give floats"),
         (GOOD, GOOD.to("meta"), GOOD, "q is on cpu, k on meta, v on cpu; move them to one device"),
@@ -58,6 +60,8 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"mask is the class Causal; give a Mask", TypeError, {"mask": Causal}),
         (r"Dense: the mask is torch.float32; give bool, .* \(a float tensor goes to bias=\)", ValueError, {"mask": zeros(5, 5)}),
         (r"Dense: the mask is \[5, 4\]; this call needs \[len_q 5, len_k 5\], or 1 for all alike", ValueError, {"mask": zeros(5, 4) == 0}),
+        (r"Dense: the mask is \[7, 5\]; this call needs \[len_q 5, len_k 5\]", ValueError, {"mask": Dense(zeros(7, 5) == 0) & Causal()}),  # of more than these
+        (r"Bias: bias is \[5, 7\]; this call needs \[len_q 5, len_k 5\]", ValueError, {"bias": zeros(5, 7)}),
         (r"Document: ids is \[2, 5\]; this call needs \[batch 1, len_k 5\]", ValueError, {"mask": Document(zeros(2, 5).int())}),
         (r"KeyPadding: valid is \[3\]; this call needs \[batch 1\]", ValueError, {"mask": Causal() & KeyPadding(zeros(3).int())}),
         (r"bias is torch.bool \[5, 5\]; give a float tensor .* \(a bool one goes to mask=\)", ValueError, {"bias": zeros(5, 5) == 0}),

@@ -211,11 +211,19 @@ def check_tensor(name: str, what: str, tensor, ranks: tuple[int, ...], integer: 
         raise ValueError(f"{name}: {what} is {tensor.dtype} {list(tensor.shape)}; give {wanted}")
 
 
+class Exactly(int):
+    """Queries or keys of which a call has just so many; of packed sequences, and over pages, they are the most of any."""
+
+
 def check_sizes(name: str, what: str, tensor: Tensor, letters: str, sizes: tuple[int, int, int, int], loose: bool = False) -> None:
-    """Whether a tensor whose dimensions are `letters` of bhij, or * for one of its own, serves (batch, heads, len_q, len_k). `loose`: sizes of 1 serve all."""
+    """Whether a tensor whose dimensions are `letters` of bhij, or * for one of its own, serves (batch, heads, len_q, len_k).
+
+    loose   it broadcasts: sizes of 1 serve all, and those of a dense call are its own. A mask of all queries beside the last one is a mistake.
+    """
     needs = dict(zip("bhij", sizes, strict=True))
     for letter, size in zip(letters, tensor.shape, strict=True):
-        fine = letter == "*" or (size == 1 and loose) or (size >= needs[letter] if letter in "ij" else size == needs[letter])
+        least = letter in "ij" and not (loose and isinstance(needs[letter], Exactly))
+        fine = letter == "*" or (size == 1 and loose) or (size >= needs[letter] if least else size == needs[letter])
         if not fine:
             needed = ", ".join(f"{WORDS[x]} {needs[x]}" if x != "*" else "any" for x in letters)
             raise ValueError(f"{name}: {what} is {list(tensor.shape)}; this call needs [{needed}]{', or 1 for all alike' if loose else ''}")

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from onchip.core import philox
 from onchip.core.formats import Codes
 from onchip.core.masks import Band, as_mask
+from onchip.core.parts import Exactly
 from onchip.core.problem import Attention, Dropout, Operands, Rows
 from onchip.core.scales import SHARES, Scales
 from onchip.core.scores import Score
@@ -200,6 +201,8 @@ def first_columns(k: Tensor | Codes, v: Tensor | Codes) -> bool:
 def _needs(sizes: Sizes) -> tuple[int, int, int, int]:
     """The least sizes of a tensor of a mask or score: (batch, heads, len_q, len_k); the keys of a paged call are known on the device only."""
     batch, len_q, len_k, heads, *_ = sizes.dims
+    if sizes.keys[0] == "dense":
+        return batch, heads, Exactly(len_q), Exactly(len_k)
     return batch, heads, len_q, 0 if sizes.keys[0] == "paged" else len_k
 
 

@@ -308,6 +308,8 @@ def _check_shapes(name: str, q: Tensor, k: Tensor | Codes, v: Tensor | Codes, ra
         raise ValueError(f"{name}: k is {list(shape_k)} and v {list(shape_v)}; all but the last dimension must be equal")
     if shape_q[-1] != shape_k[-1]:
         raise ValueError(f"{name}: q has head dimension {shape_q[-1]}, k has {shape_k[-1]}; they must be equal")
+    if not shape_q[-1] or not shape_v[-1]:
+        raise ValueError(f"{name}: heads of q and k have {shape_q[-1]} columns, those of v {shape_v[-1]}; give 1 or more")
     if shape_k[-2] == 0 or shape_q[-2] % shape_k[-2]:
         raise ValueError(f"{name}: {shape_q[-2]} query heads are not a multiple of {shape_k[-2]} key heads")
 
