@@ -35,6 +35,34 @@ def test_a_compiled_graph_with_gradients(name):
         torch.testing.assert_close(compiled, eager)
 
 
+def _shifted(y, x):
+    low = onchip.LowRank(torch.ones(2, 4, W), torch.ones(2, T, 4), torch.tensor([T], dtype=torch.int32), (T,))
+    return onchip.add_low_rank(y.clone(), x, low, onchip.route_adapters(torch.tensor([0, 1, -1, 0, 0, 1], dtype=torch.int32), 2))
+
+
+def _chosen(q, k):
+    """Quest's pages of a cache of two sequences."""
+    q, table, lengths = q.view(2, 1, 3, W), torch.arange(4, dtype=torch.int32).view(2, 2), torch.tensor([2, 3], dtype=torch.int32)
+    cache = onchip.PagedKV(*k.view(2, 4, 2, 1, W).unbind(0), table, lengths)
+    pages = onchip.top_pages(onchip.page_scores(q, onchip.page_bounds(cache), table, lengths, 2), 1, 1, lengths, 2)
+    return onchip.attend_pages(q, cache, pages)
+
+
+INFERENCE = {
+    "skinny_linear": (lambda x, w: onchip.skinny_linear(x, w, norm=onchip.RowNorm(w[0], 1e-6), act=onchip.Clipped(limit=0.5)), (T, W), (4, W)),
+    "add_low_rank": (_shifted, (T, T), (T, W)),
+    "attend_pages": (_chosen, (6, W), (16, W)),
+}
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_a_compiled_graph_without_gradients(name):
+    function, *shapes = INFERENCE[name]
+    inputs = [torch.randn(shape) for shape in shapes]
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs), function(*inputs))
+
+
 def test_a_compiled_step_of_a_sampler():
     plan, step, x = schedule(DPM2M(), 5), torch.ones(1, dtype=torch.int64), torch.randn(2, 3, 4)
 

@@ -1,5 +1,6 @@
 """Products of a few rows with a weight, with what stands around them, in one pass over the weight: what a decode step of few sequences is made of."""
 
+import torch
 from torch import Tensor
 
 from onchip.core.linear import Around, RowNorm
@@ -31,6 +32,9 @@ def skinny_linear(
     """
     _check(x, weight, norm, bias, act, layout, residual)
     clipped = act if isinstance(act, Clipped) else Clipped()
+    if torch.compiler.is_compiling():
+        words = "clipped" if isinstance(act, Clipped) else act
+        return torch.ops.onchip.skinny_linear(x, weight, *(norm or (None, 0.0, 0.0)), bias, residual, words, *clipped, layout, constant, kernel)
     around = Around(norm, bias, residual, *clipped, constant)
     return select(skinny_problem(x, len(weight), around, act, layout), x.device, kernel).launch(x, weight, around)
 
@@ -60,6 +64,19 @@ def _check(x: Tensor, weight: Tensor, norm: RowNorm | None, bias: Tensor | None,
             raise ValueError(f"skinny_linear: {name} is {given.dtype} {list(given.shape)} on {given.device}; give {wanted}, as x and weight have it")
     if any(t is not None and t.shape[-1] > 1 and t.stride(-1) != 1 for t in (x, weight, norm and norm.weight, bias, residual)):
         raise ValueError("skinny_linear: rows of x, weight and residual, and norm.weight and bias must be contiguous; call .contiguous() on them first")
+
+
+@torch.library.custom_op("onchip::skinny_linear", mutates_args=())
+def _op(
+    x: Tensor, weight: Tensor, norm: Tensor | None, eps: float, offset: float, bias: Tensor | None, residual: Tensor | None,
+    act: str | None, alpha: float, limit: float, layout: str, constant: bool, kernel: str,
+) -> Tensor:  # fmt: skip
+    given = None if norm is None else RowNorm(norm, eps, offset)
+    gate = Clipped(alpha, limit) if act == "clipped" else act
+    return skinny_linear(x, weight, norm=given, bias=bias, act=gate, layout=layout, residual=residual, constant=constant, kernel=kernel)
+
+
+_op.register_fake(lambda x, weight, norm, eps, offset, bias, residual, act, *_: x.new_empty(len(x), len(weight) // (1 if act is None else 2)))
 
 
 __all__ = ["Around", "RowNorm", "skinny_linear", "skinny_problem"]

@@ -33,6 +33,9 @@ def add_low_rank(
     Of a y in parts (q, k, v of one product) each has a matrix A of its own. A x is summed in float32, rounded to x's dtype on the way to B, and what is
     added to y is rounded with it, once. Raises ValueError for shapes or dtypes that disagree. No gradients: this is for inference.
     """
+    if torch.compiler.is_compiling():
+        torch.ops.onchip.add_low_rank(y, x, *low, *route, kernel)
+        return y
     (count, outer, width), (_, out, rank) = low.a.shape, low.b.shape
     if not y.dtype == x.dtype == low.a.dtype == low.b.dtype:
         raise ValueError(f"add_low_rank: y is {y.dtype}, x {x.dtype}, low.a {low.a.dtype}, low.b {low.b.dtype}; they must be of one dtype")
@@ -49,6 +52,16 @@ def add_low_rank(
     parts = "+".join(map(str, low.parts))
     problem = Rows("low_rank", len(x), out, x.dtype, f"from {width} rank {rank} parts {parts} of {count}")
     return select(problem, x.device, kernel).launch(y, x, low, route)
+
+
+@torch.library.custom_op("onchip::add_low_rank", mutates_args=("y",))
+def _op(
+    y: Tensor, x: Tensor, a: Tensor, b: Tensor, ends: Tensor, parts: list[int], adapters: Tensor, order: Tensor, starts: Tensor, kernel: str
+) -> None:  # fmt: skip
+    add_low_rank(y, x, LowRank(a, b, ends, tuple(parts)), Route(adapters, order, starts), kernel=kernel)
+
+
+_op.register_fake(lambda *_: None)
 
 
 __all__ = ["LowRank", "Route", "add_low_rank", "route_adapters"]

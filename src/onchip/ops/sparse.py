@@ -132,7 +132,7 @@ def _unit(t: Tensor, page: int, folded: bool) -> tuple[Tensor, tuple[int, int, i
         raise ValueError(f"attention over chosen keys: k or v has strides {t.stride()}; give pages that are not expanded, their last dimension contiguous")
     steps = tuple(step // unit for step in steps)
     n = 1 + sum(step * (size - 1) for step, size in zip(steps, (pages, slots, heads), strict=True))
-    return t.as_strided((n, page, 1 if folded else heads, dim), (unit, by_slot, by_head, 1), t.storage_offset()), steps
+    return t.as_strided((n, page, 1 if folded else heads, dim), (unit, by_slot, by_head, 1)), steps
 
 
 def _attend(q: Tensor, cache: PagedKV, page: int, choice: _Choice, scale: float | None, return_lse: bool, kernel: str):
@@ -210,13 +210,23 @@ def page_scores(
 ) -> Tensor:
     """How large the product of a query and any key of a page may be: sum over channels of max(q low, q high), float32 [batch, heads, most pages]; -inf for
     pages past a sequence's end (Quest: Tang et al., 2024, section 3.3)."""
-    batch, len_q, heads, dim = q.shape
+    _, len_q, heads, dim = q.shape
     kv_heads = bounds.low.shape[1]
     if len_q != 1 or heads % kv_heads or bounds.low.shape[2] != dim or bounds.low.dtype != q.dtype:
         given = f"q is {q.dtype} {list(q.shape)} and the bounds {bounds.low.dtype} {list(bounds.low.shape)}"
         raise ValueError(f"page_scores: {given}; give q [batch, 1, heads, dim] and bounds [pages, kv_heads, dim] in its dtype, heads a multiple of kv_heads")
+    run = torch.ops.onchip.page_scores if torch.compiler.is_compiling() else _page_scores
+    return run(q[:, 0], *bounds, page_table, lengths, page, kernel)
+
+
+def _page_scores(q: Tensor, low: Tensor, high: Tensor, page_table: Tensor, lengths: Tensor, page: int, kernel: str) -> Tensor:
+    (batch, heads, dim), kv_heads = q.shape, low.shape[1]
     problem = Rows("page_scores", batch * kv_heads * page_table.shape[1], dim, q.dtype, f"{heads // kv_heads} heads")
-    return select(problem, q.device, kernel).launch(q[:, 0], bounds.low, bounds.high, page_table, lengths, page)
+    return select(problem, q.device, kernel).launch(q, low, high, page_table, lengths, page)
+
+
+_op = torch.library.custom_op("onchip::page_scores", _page_scores, mutates_args=())  # in compiled graphs
+_op.register_fake(lambda q, low, high, table, *_: q.new_empty(*q.shape[:2], table.shape[1], dtype=torch.promote_types(q.dtype, torch.float32)))
 
 
 def top_pages(scores: Tensor, top: int, kv_heads: int, lengths: Tensor, page: int, *, recent: int = 1) -> Tensor:
