@@ -247,6 +247,15 @@ def test_a_request_that_cannot_be(llm):
         llm.request("")
 
 
+def test_a_conversation_goes_through_the_template(llm):
+    """The messages themselves, or one as text; token ids are none."""
+    messages = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}, {"role": "user", "content": "wait"}]
+    assert llm.request(messages, chat=True).prompt == llm.tokenizer.chat(messages)
+    assert llm.request(messages[:1], chat=True).prompt == llm.request("why", chat=True).prompt
+    with pytest.raises(ValueError, match=r"^request: prompt is \[1, 2\] with chat=True; give a user's message as text, or a list of"):
+        llm.request([1, 2], chat=True)
+
+
 # ---- refused, before anything has run
 
 
@@ -275,7 +284,7 @@ def test_prompts_that_cannot_be(llm, prompts, words):
     [
         (None, GREEDY, "prompts are None; give text, a list of texts"),
         ({"prompt": "fox"}, GREEDY, "prompts are {'prompt': 'fox'}; give text"),
-        ([{"role": "user", "content": "fox"}], GREEDY, r"prompt 0 is {'role': .*}; give .*; of a chat, \[llm.tokenizer.chat\(messages\)\]$"),
+        ([{"role": "user", "content": "fox"}], GREEDY, r"prompt 0 is {'role': .*} with chat=True; give .*, or a list of {'role': ..., 'content': ...}$"),
         ("fox", {"max_tokens": 3}, r"prompt 0 has params {'max_tokens': 3}; give SamplingParams\(max_tokens=...\)"),
     ],
 )

@@ -132,7 +132,8 @@ class LLM:
     ) -> list[Completion]:
         """Continue every prompt (text, or token ids); the results are in the order of the prompts, `n` in a row for one of `n` samples.
 
-        params   for all prompts, or one each.      chat   each prompt is a user's message, put into the model's chat template.
+        params   for all prompts, or one each.      chat   each prompt is a user's message, or a list of messages (dicts with "role" and "content"), put
+                 into the model's chat template.
         on_text  called as (index of the result, new text) as soon as text is certain.
 
         Raises ValueError for an empty prompt or one longer than the context, OutOfPages for one the cache cannot hold;
@@ -194,7 +195,7 @@ class LLM:
     def request(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool = False, priority: int = 0) -> Request:
         """A prompt made ready for `add`: the first of its `params.n` samples, which are its `samples`. Nothing is queued yet.
 
-        chat   the prompt is a user's message, put into the model's chat template.        priority   higher ones run first.
+        chat   the prompt is a user's message, or a list of messages, put into the model's chat template.        priority   higher ones run first.
 
         Raises ValueError for an empty prompt or one longer than the context, OutOfPages for one the cache cannot hold.
         """
@@ -372,13 +373,17 @@ class LLM:
             if self.tokenizer is None:
                 raise ValueError(f"{name} is text and this model has no tokenizer.json; add it, or give token ids instead of text")
             ids = self.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else self.tokenizer.encode(prompt)
+        elif chat:
+            if self.tokenizer is None or not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
+                raise ValueError(f"{name} is {prompt!r:.60} with chat=True; give a user's message as text, or a list of {{'role': ..., 'content': ...}}")
+            ids = self.tokenizer.chat(prompt)
         elif isinstance(prompt, Iterable) and not isinstance(prompt, Mapping):
             try:
                 ids = [operator.index(token) for token in prompt]
             except TypeError as error:
                 raise ValueError(f"{name} has a token id that is no integer ({error}); give a list like [1, 2, 3]") from None
         else:
-            raise ValueError(f"{name} is {prompt!r:.60}; give text or a list of token ids, as in [[1, 2, 3]]; of a chat, [llm.tokenizer.chat(messages)]")
+            raise ValueError(f"{name} is {prompt!r:.60}; give text or a list of token ids, as in [[1, 2, 3]]; of a chat, [messages] with chat=True")
         if not ids:
             raise ValueError(f"{name} is empty; give at least one token")
         if min(ids) < 0 or max(ids) >= self.config.vocab:
