@@ -119,14 +119,17 @@ def test_what_counts_does_so_from_the_start_of_a_sequence(kernel, device):
 
 
 @pytest.mark.parametrize("kernel", EVERY)
-def test_tokens_behind_the_last_sequence_change_nothing(kernel, device):
-    """Room for more queries than there are: what a CUDA graph is captured with."""
+def test_tokens_of_no_sequence_change_nothing(kernel, device):
+    """Room for more queries than there are, behind them: what a CUDA graph is captured with. And tokens before the first sequence."""
     q, offsets = packed(MIXED, 2, 16, FP32, device)
     cache = paged(MIXED, 4, 1, 16, FP32, device)
     out, lse = onchip.paged_attention(q, cache, q_offsets=offsets, longest=18, kernel=kernel, return_lse=True)
     room = torch.cat([q, torch.full_like(q, torch.nan)])
     more, more_lse = onchip.paged_attention(room, cache, q_offsets=offsets, longest=18, kernel=kernel, return_lse=True)
     torch.testing.assert_close((more[: len(q)], more_lse[:, : len(q)]), (out, lse))
+    room = torch.cat([torch.full_like(q[:3], torch.nan), q])
+    more, more_lse = onchip.paged_attention(room, cache, q_offsets=offsets + 3, longest=18, kernel=kernel, return_lse=True)
+    torch.testing.assert_close((more[3:], more_lse[:, 3:]), (out, lse))
 
 
 @pytest.mark.parametrize("kernel", EVERY)

@@ -55,7 +55,8 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
     Quantised ones are dequantised to what is computed in.
     """
     packed = x.q_offsets is not None
-    rows = [q[span] for span in spans(x.q_offsets, None, len(q))] if packed else q
+    places = spans(x.q_offsets, None, len(q)) if packed else ()
+    rows = [q[place] for place in places] if packed else q
     out, lse, work = [], [], torch.promote_types(q.dtype, torch.float32)
     for b, (row, pages, length) in enumerate(zip(rows, cache.page_table, cache.lengths.tolist(), strict=True)):
         used = pages[: -(-length // p.page)].long()
@@ -63,11 +64,11 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
         o, e = one(p, b, row, k, v, x)
         out.append(o)
         lse.append(e)
-    if packed:  # and tokens behind the last sequence
-        rest = len(q) - sum(map(len, rows))
-        out.append(q.new_zeros(rest, p.heads, p.value_dim))
-        lse.append(torch.full((p.heads, rest), -torch.inf, dtype=_lse_dtype(q), device=q.device))
-        out, lse = torch.cat(out), torch.cat(lse, 1)
+    if packed:  # and tokens before the first sequence and behind the last
+        rest = places[0].start, len(q) - places[-1].stop
+        before, behind = (q.new_zeros(n, p.heads, p.value_dim) for n in rest)
+        first, last = (torch.full((p.heads, n), -torch.inf, dtype=_lse_dtype(q), device=q.device) for n in rest)
+        out, lse = torch.cat([before, *out, behind]), torch.cat([first, *lse, last], 1)
     else:
         out, lse = torch.stack(out), torch.stack(lse)
     return (out, lse) if return_lse else out
