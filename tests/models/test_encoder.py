@@ -107,6 +107,9 @@ def test_what_cannot_be(tmp_path):
         (["w1", [1] * 65], "text 1 has 65"),
         ([[100]], "of 0 to 99"),
         ([[-1]], "of 0"),
+        (["w1", [["w1"]]], "text 1 is .*; give text, or a list of token ids"),
+        (b"w1", "text 0 is 119; give text"),
+        (None, "texts are None; give a text, a list of texts"),
     ):
         with pytest.raises(ValueError, match=words):
             ours.embed(texts)

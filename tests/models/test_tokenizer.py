@@ -87,6 +87,14 @@ def test_smollm2_splits_every_kind_of_digit(smollm2, theirs):
         assert smollm2.encode(text) == own.encode(text).ids
 
 
+def test_what_is_no_text(smollm2):
+    """A command line's bytes that are no UTF-8 come as halves of surrogate pairs."""
+    with pytest.raises(ValueError, match="the text is no Unicode at character 2, half of a surrogate pair; give a str of whole characters"):
+        smollm2.encode(b"a \xff".decode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match="the text is a NoneType; give a str"):
+        smollm2.encode(None)
+
+
 def test_smollm2_chats_as_transformers(smollm2, theirs):
     assert smollm2.has_chat
     for messages in (CHAT[:1], CHAT, [{"role": "system", "content": "Be terse."}, *CHAT]):

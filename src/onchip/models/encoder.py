@@ -3,8 +3,9 @@
 Texts go end to end without padding through packed attention; each block is attention and an MLP, added to its input and normalised after that.
 """
 
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,10 +202,17 @@ class Embedder:
 
         Raises ValueError for no text at all, ids that are no tokens, and more of them than `max_len`.
         """
+        if not isinstance(texts, Iterable):
+            raise ValueError(f"embed: texts are {texts!r:.60}; give a text, a list of texts, or a list of lists of token ids")
         texts = [texts] if isinstance(texts, str) else list(texts)
         if not texts:
             raise ValueError("embed: there are no texts; give at least one")
-        ids = [self.tokenizer.frame(one, self.max_len) if isinstance(one, str) else list(one) for one in texts]
+        ids = []
+        for i, one in enumerate(texts):
+            try:
+                ids.append(self.tokenizer.frame(one, self.max_len) if isinstance(one, str) else [operator.index(token) for token in one])
+            except TypeError:
+                raise ValueError(f"embed: text {i} is {one!r:.60}; give text, or a list of token ids") from None
         for i, one in enumerate(ids):
             if not 1 <= len(one) <= self.max_len or min(one) < 0 or max(one) >= self.config.vocab:
                 raise ValueError(f"embed: text {i} has {len(one)} token ids; give 1 to {self.max_len} of 0 to {self.config.vocab - 1}")

@@ -62,12 +62,12 @@ class Tokenizer:
 
         The text of a special token ("<|im_end|>") becomes that token, as in transformers: keep untrusted text from holding it.
         """
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        ids = self._read(text)
         return [self._bos, *ids] if special and self._bos is not None else ids
 
     def frame(self, text: str, longest: int) -> list[int]:
         """Token ids of `text` with all that an encoder is trained to have around it ([CLS] text [SEP]), at most `longest`: the end of the text is cut off."""
-        ids = self._backend.encode(text).ids
+        ids = self._read(text, around=True)
         around = self._backend.num_special_tokens_to_add(False)
         return ids if len(ids) <= longest else ids[: longest - around + 1] + ids[len(ids) - around + 1 :]
 
@@ -82,7 +82,16 @@ class Tokenizer:
         add_generation_prompt   end with the header of the assistant's next turn.
         Raises ModelError when the model has no template, or the template is broken or refuses the conversation.
         """
-        return self._backend.encode(self.render(messages, add_generation_prompt), add_special_tokens=False).ids
+        return self._read(self.render(messages, add_generation_prompt))
+
+    def _read(self, text: str, around: bool = False) -> list[int]:
+        """Token ids; `around`: with what the tokenizer puts around a text. Raises ValueError for what is no text."""
+        try:
+            return self._backend.encode(text, add_special_tokens=around).ids
+        except TypeError:  # of what Rust does not take: bytes of a command line that are no UTF-8 arrive as halves of surrogate pairs
+            odd = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None) if isinstance(text, str) else None
+            given = f"a {type(text).__name__}" if odd is None else f"no Unicode at character {odd}, half of a surrogate pair"
+            raise ValueError(f"the text is {given}; give a str of whole characters (in a file or on a command line: UTF-8)") from None
 
     def render(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
         """The prompt that `chat` tokenises, as text."""
