@@ -309,6 +309,8 @@ def test_embeddings_keep_no_answer_waiting(alone):
         ({"bogus": 1}, 400, "bogus is not a field"),
         ({"tools": [{"type": "function"}]}, 400, "tools is not served"),
         ({"logit_bias": {"hello": 1}}, 400, "logit_bias"),
+        ({"logit_bias": {"05": 1}}, 400, "logit_bias has a key that is no token id"),
+        ({"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias has a key that is no token id"),
         ({"logit_bias": {str(i): 1 for i in range(2000)}}, 400, "; give at most 496 tokens"),
         ({"stop_token_ids": list(range(5000))}, 400, "stop_token_ids is [0, 1, 2, "),
         ({"top_logprobs": 2}, 400, "set logprobs to true"),

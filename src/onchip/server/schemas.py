@@ -4,6 +4,7 @@ Fields that would change an answer and are not served are errors, not ignored; t
 """
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
@@ -13,6 +14,7 @@ from onchip.engine.request import SamplingParams
 
 MAX_CHOICES = 128  # prompts times samples of one call
 TOP_LOGPROBS = 20
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}").fullmatch  # each id has one spelling: of "5" and "05" one would count
 NOT_SERVED = ("tools", "functions", "function_call", "audio", "prediction", "suffix", "web_search_options", "reasoning_effort", "verbosity")
 
 
@@ -156,7 +158,7 @@ class Generation(Body):
     @field_validator("logit_bias")
     @classmethod
     def _ids(cls, bias: dict[str, float] | None):
-        if bias is not None and not all(key.isdecimal() and -100 <= value <= 100 for key, value in bias.items()):
+        if bias is not None and not all(TOKEN_ID(key) and -100 <= value <= 100 for key, value in bias.items()):
             raise ValueError("logit_bias has a key that is no token id or a value outside of -100 to 100; give {'token id': bias}")
         return bias
 
