@@ -152,7 +152,7 @@ def ends(name: str, window_size, causal: bool) -> tuple[int | None, int | None]:
 
 @dataclass(frozen=True, eq=False)
 class Descale(Score):
-    """`s * factors[b, h]`: what the scales of quantised queries and keys `[batch, heads]` multiply to."""
+    """`s * factors[b, h]`: what the scales of quantised queries and keys multiply to, `[heads]` or `[batch, heads]`."""
 
     factors: Tensor
 
@@ -164,10 +164,10 @@ class Descale(Score):
         return (self.factors,)
 
     def fits(self, *sizes):
-        check_sizes("Descale", "factors", self.factors, "bh", sizes)
+        check_sizes("Descale", "factors", self.factors, "bh"[2 - self.factors.ndim :], sizes)
 
     def apply(self, s, at: Place):
-        return s * self.factors[at.b, at.h]
+        return s * (self.factors[at.h] if self.factors.ndim == 1 else self.factors[at.b, at.h])
 
 
 def score_of(name: str, softcap: float, alibi_slopes: Tensor | None = None) -> tuple[Score, ...]:

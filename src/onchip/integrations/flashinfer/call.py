@@ -13,7 +13,7 @@ from onchip.core.kernel import Unsupported
 from onchip.core.parts import by_name, check_sizes
 from onchip.core.scores import ALiBi, Score, Softcap
 from onchip.core.trace import Place
-from onchip.integrations.flash_attn.call import band
+from onchip.integrations.flash_attn.call import Descale, band
 from onchip.integrations.flash_attn.rotary import rotate
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
@@ -189,26 +189,6 @@ class Linear(Score):
         return s + self.slopes[at.h] * (at.j - at.i)
 
 
-@dataclass(frozen=True, eq=False)
-class Factor(Score):
-    """`s * factors[h]`: what the scales of queries and keys multiply to."""
-
-    factors: Tensor
-
-    __str__ = Score.__str__
-    key = property(by_name)
-
-    @property
-    def tensors(self):
-        return (self.factors,)
-
-    def fits(self, *sizes):
-        check_sizes("scale", "factors", self.factors, "h", sizes)
-
-    def apply(self, s, at: Place):
-        return s * self.factors[at.h]
-
-
 def mask_of(way: Way, custom: Mask | None = None, lengths: tuple[int | None, int | None] = (None, None)) -> Mask:
     """Which keys are seen. A custom mask stands in causal's place, a window beside both; `lengths`: the most queries and keys, where they are known."""
     left = None if way.window_left < 0 else way.window_left
@@ -233,7 +213,7 @@ def call_of(way: Way, mask: Mask, heads: tuple[int, int], dim: int, device: torc
     if isinstance(scale, Tensor):
         tensors, scale = [_of_heads("sm_scale", scale, 1, heads[0], device), *tensors], 1.0
     if tensors:
-        score.append(Factor(math.prod(tensors[1:], start=tensors[0])))
+        score.append(Descale(math.prod(tensors[1:], start=tensors[0])))
     if way.pos_encoding_mode == "ALIBI":
         score.append(Linear(slopes(heads[0], device)))
     if way.logits_soft_cap is not None and way.logits_soft_cap > 0:
