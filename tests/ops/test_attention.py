@@ -284,6 +284,21 @@ def test_gradients_through_a_cache():
         torch.testing.assert_close(grad, grads[2])
 
 
+@pytest.mark.parametrize(
+    "how", [{"score": ALiBi(torch.rand(4))}, {"mask": Document(torch.arange(9) // 4)}, {"softcap": 2.0}, {"dropout": onchip.Dropout(0.5, 1)}], ids=str
+)
+def test_a_default_device_of_the_users(how):
+    """What a kernel makes lies where its inputs lie."""
+    q, k, v = qkv(2, 9)
+    pages = torch.randn(4, 8, 2, 16)
+    cache = PagedKV(pages, pages, torch.tensor([[0, 1], [2, 3]], dtype=INT32), torch.tensor([9, 12], dtype=INT32))
+    decoded = onchip.paged_attention(q[:, :3], cache)
+    out = onchip.attention(q, k, v, **how)
+    with torch.device("meta"):
+        assert torch.equal(onchip.attention(q, k, v, **how), out)
+        assert torch.equal(onchip.paged_attention(q[:, :3], cache), decoded)
+
+
 # ---- dropout, autocast
 
 

@@ -74,6 +74,17 @@ def test_a_compiled_step_of_a_sampler():
         torch.testing.assert_close(compiled, eager)
 
 
+def test_a_default_device_of_the_users():
+    """An optimiser's and a sampler's numbers are the host's until they are copied."""
+    with torch.device("meta"):
+        param = torch.nn.Parameter(torch.ones(3, device="cpu"))
+        param.grad = torch.ones(3, device="cpu")
+        onchip.AdamW([param], lr=0.5, weight_decay=0.0, max_norm=1.0).step()
+        plan = schedule(DPM2M(), 5, device="cpu")
+    torch.testing.assert_close(param.detach(), torch.full((3,), 0.5))
+    assert torch.equal(plan.table, schedule(DPM2M(), 5).table)
+
+
 def test_only_what_is_wanted_is_computed():
     x, w = torch.randn(T, W), torch.randn(W)
     with onchip.record() as decisions:

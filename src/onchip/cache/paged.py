@@ -178,9 +178,9 @@ class PagePool:
     def append(self, sequence: PageList, tokens: int) -> Tensor:
         """Room for `tokens` more: their slots (`page index * page size + offset`), int64 [tokens] on the CPU. Raises OutOfPages, and then changes nothing."""
         self.reserve(sequence, sequence.length + tokens)
-        positions = torch.arange(sequence.length, sequence.length + tokens)
+        positions = torch.arange(sequence.length, sequence.length + tokens, device="cpu")
         sequence.length += tokens
-        return torch.tensor(sequence.pages, dtype=torch.int64)[positions // self.page] * self.page + positions % self.page
+        return torch.tensor(sequence.pages, dtype=torch.int64, device="cpu")[positions // self.page] * self.page + positions % self.page
 
     def release(self, sequence: PageList) -> None:
         """Let go of every page of `sequence`, which is empty afterwards."""
@@ -193,4 +193,4 @@ class PagePool:
     def table(self, sequences: list[PageList], width: int | None = None) -> Tensor:
         """The page table of a batch, int32 [batch, width] on the CPU, 0 past the end of each list; `width` defaults to the longest."""
         width = max([len(s.pages) for s in sequences] + [1]) if width is None else width
-        return torch.tensor([s.pages[:width] + [0] * (width - len(s.pages)) for s in sequences], dtype=torch.int32).view(len(sequences), width)
+        return torch.tensor([s.pages[:width] + [0] * (width - len(s.pages)) for s in sequences], dtype=torch.int32, device="cpu").view(len(sequences), width)

@@ -28,7 +28,7 @@ class HostPool:
         self.num_slots = slots
         self._device = tuple(_words(tensor) for tensor in pool.storage)  # [layers, pages, ...]
         on_gpu = self._device[0].is_cuda
-        self._host = tuple(torch.empty(slots, *t[:, 0].shape, dtype=t.dtype, pin_memory=on_gpu) for t in self._device)
+        self._host = tuple(torch.empty(slots, *t[:, 0].shape, dtype=t.dtype, device="cpu", pin_memory=on_gpu) for t in self._device)
         self._batch = max(1, STAGING // sum(t[0].nbytes for t in self._host))  # pages
         self._stream = torch.cuda.Stream(self._device[0].device) if on_gpu else None
         self._free = list(range(slots))  # a heap: neighbouring slots travel together
@@ -53,7 +53,7 @@ class HostPool:
     def store(self, pages: list[int], slots: list[int]) -> None:
         """Copy pages of the pool to slots. The pages may be written over by what is launched after this returns."""
         for part, some in self._parts(pages, slots):
-            index = torch.tensor(part).to(self._device[0].device, non_blocking=True)
+            index = torch.tensor(part, device="cpu").to(self._device[0].device, non_blocking=True)
             for host, device in zip(self._host, self._device, strict=True):
                 staging = device.transpose(0, 1).index_select(0, index)
                 with self._beside(staging):
@@ -63,7 +63,7 @@ class HostPool:
     def load(self, slots: list[int], pages: list[int]) -> None:
         """Copy slots to pages of the pool, which what is launched after this returns may read."""
         for part, some in self._parts(pages, slots):
-            index = torch.tensor(part).to(self._device[0].device, non_blocking=True)
+            index = torch.tensor(part, device="cpu").to(self._device[0].device, non_blocking=True)
             for host, device in zip(self._host, self._device, strict=True):
                 staging = torch.empty((len(part), *host.shape[1:]), dtype=host.dtype, device=device.device)
                 with self._beside(staging):

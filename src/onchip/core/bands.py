@@ -102,7 +102,7 @@ class Band(Mask):
 
     def area(self, len_q: int, len_k: int) -> int:
         """How many (query, key) pairs are seen."""
-        rows = torch.arange(len_q) + self.shift(len_q, len_k)
+        rows = torch.arange(len_q, device="cpu") + self.shift(len_q, len_k)
         first = torch.zeros_like(rows) if self.left is None else (rows - self.left).clamp(min=0)
         last = torch.full_like(rows, len_k) if self.right is None else (rows + self.right + 1).clamp(max=len_k)
         return int((last - first).clamp(min=0).sum())

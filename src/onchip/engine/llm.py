@@ -61,6 +61,7 @@ class LLM:
     cache that holds no sequence.
     """
 
+    @setup.on_host
     def __init__(
         self,
         model: str | Path | None = None,
@@ -174,6 +175,7 @@ class LLM:
             raise ValueError("embed: this LLM has no encoder; make it with embedder='minilm', or the folder of one")
         return self.embedder.embed(texts)
 
+    @setup.on_host
     def load_adapter(self, folder: str | Path, name: str | None = None) -> str:
         """Read a LoRA adapter from a folder of PEFT's, for requests with `SamplingParams(adapter=name)`; its name, if none is given, is the folder's.
 
@@ -221,6 +223,7 @@ class LLM:
                 sample.reason = "cancelled"
                 self.scheduler.end(sample)
 
+    @setup.on_host
     def step(self) -> list[Event]:
         """Launch the next step of the model, and say what came of the one before, or of this one where nothing runs ahead; [] where nothing did."""
         begin, events = time.perf_counter(), self._events
@@ -333,6 +336,7 @@ class LLM:
         if users:
             raise ValueError(f"adapter {adapter!r} is in use by {users} requests; wait until they have ended, or cancel them")
 
+    @setup.on_host
     def _request(self, name: str, prompt: str | Sequence[int], params: SamplingParams, chat: bool, priority: int = 0) -> Request:
         """`name`: what errors call the prompt."""
         if not isinstance(params, SamplingParams):

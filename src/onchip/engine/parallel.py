@@ -129,7 +129,7 @@ class ParallelLLM(LLM):
             raise ValueError(f"step: this is rank {self.parallel.rank}, which does what rank 0 does; call follow()")
         data = pickle.dumps(self._said) if self._said else b""
         self._said = []
-        dist.broadcast(torch.tensor([len(data)]), self._first, group=self._hosts)
+        dist.broadcast(torch.tensor([len(data)], device="cpu"), self._first, group=self._hosts)
         if data:
             dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), self._first, group=self._hosts)
 
@@ -157,11 +157,11 @@ class ParallelLLM(LLM):
             known = {number: request for number, request in known.items() if any(sample.reason is None for sample in request.samples)}
 
     def _heard(self) -> list[Add | Cancel | Load | Unload | Close]:
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
         dist.broadcast(size, self._first, group=self._hosts)
         if not size.item():
             return []
-        data = torch.empty(size.item(), dtype=torch.uint8)
+        data = torch.empty(size.item(), dtype=torch.uint8, device="cpu")
         dist.broadcast(data, self._first, group=self._hosts)
         return pickle.loads(data.numpy().tobytes())
 

@@ -1,6 +1,8 @@
 """What an engine is made of: device, dtype, page pool, prefix cache and tokenizer, from the arguments of `LLM`."""
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -50,6 +52,19 @@ KINDS = {  # of LLM's options that are values
     "adapters": ((AdapterSlots, NoneType), "AdapterSlots(slots, rank), or None"),
     "parallel": (TensorParallel, "TensorParallel.join(), to ParallelLLM; leave it out for one device"),
 }
+
+
+def on_host(method: Callable) -> Callable:
+    """`method`, inside which tensors that name no device are the host's: a user's torch.set_default_device would put the engine's lists on a GPU."""
+
+    @functools.wraps(method)
+    def call(*args, **keywords):
+        if torch.get_default_device().type == "cpu":
+            return method(*args, **keywords)
+        with torch.device("cpu"):
+            return method(*args, **keywords)
+
+    return call
 
 
 def tree_of(pool: PagePool, prefix: PrefixCache | None) -> RadixTree | Unshared:

@@ -207,7 +207,7 @@ def _times(sampler, steps: int, noise: Betas, spacing: Spacing) -> list[float]:
 def _levels(noise: Betas, times: Sequence[float]) -> tuple[Sequence[float], list[float], list[float]]:
     """alpha and sigma of each time, and of the end. Between two training steps sigma / alpha is interpolated."""
     power = 0.5 if noise.scaled else 1.0
-    betas = torch.linspace(noise.start**power, noise.end**power, noise.steps, dtype=torch.float64) ** (1 / power)
+    betas = torch.linspace(noise.start**power, noise.end**power, noise.steps, dtype=torch.float64, device="cpu") ** (1 / power)
     product = (1 - betas).cumprod(0)
     ratios = ((1 - product) / product).sqrt().tolist()
     found = []

@@ -132,7 +132,7 @@ class AdamW(torch.optim.Optimizer):
         """Float64, copied once, from pinned memory."""
         key = (numbers, device)
         if key not in self._constants:
-            made = torch.tensor(numbers, dtype=torch.float64)
+            made = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             self._constants[key] = made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
         return self._constants[key]
 

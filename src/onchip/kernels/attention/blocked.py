@@ -463,7 +463,7 @@ def _fused_tiles(p: Attention, x: Operands, part: Part, dtype: torch.dtype) -> I
 def _staircase(left: int | None, right: int | None, rows: int, first: int, width: int, dtype: torch.dtype) -> Tensor:
     """What torch's kernel adds for a band, for `rows` rows and the keys from `first` beside the first row's own: each tile takes a part of it."""
     with untouched():
-        mask = torch.full((1, 1, rows, width), -torch.inf, dtype=dtype)
+        mask = torch.full((1, 1, rows, width), -torch.inf, dtype=dtype, device="cpu")
         if left is None:
             return mask.triu_(right - first + 1)
         before = -left - first - 1
@@ -479,7 +479,7 @@ def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype) -> Te
             return None
         return float_mask(tile.seen, dtype, ROOM)
     wide = torch.promote_types(dtype, torch.float32)
-    term = value(p.score, x.score, tile.at, torch.zeros(1, 1, 1, 1, dtype=wide)).to(wide)
+    term = value(p.score, x.score, tile.at, torch.zeros(1, 1, 1, 1, dtype=wide, device="cpu")).to(wide)
     return term if tile.seen is None else torch.where(tile.seen, term, -torch.inf)
 
 

@@ -140,18 +140,18 @@ def groups(
 def _group(band: Band, page: int, dtype: torch.dtype, starts: tuple[int, ...], some: list[tuple[int, ...]]) -> Group:
     count, longest = some[-1][:2]
     some = sorted(some, key=lambda one: one[-1])
-    keys, first, row, numbers = (torch.tensor(column)[:, None] for column in list(zip(*some, strict=True))[1:])
-    place = torch.arange(longest)
+    keys, first, row, numbers = (torch.tensor(column, device="cpu")[:, None] for column in list(zip(*some, strict=True))[1:])
+    place = torch.arange(longest, device="cpu")
     at = first + torch.minimum(place, keys - 1)
-    beside = first[..., None] + place - row[..., None] - torch.arange(count)[:, None]  # [n, len_q, keys]: of a key beside a query
+    beside = first[..., None] + place - row[..., None] - torch.arange(count, device="cpu")[:, None]  # [n, len_q, keys]: of a key beside a query
     seen = (place < keys)[:, None].expand(beside.shape)
     seen = seen if band.left is None else seen & (beside >= -band.left)
     seen = seen if band.right is None else seen & (beside <= band.right)
     wide = dtype if dtype != torch.float16 else torch.float32
-    mask = None if seen.all() else torch.zeros(seen.shape, dtype=wide).masked_fill_(~seen, -torch.inf)[:, None]
-    rows = torch.tensor([starts[b] for *_, b in some])[:, None] + torch.arange(count)
+    mask = None if seen.all() else torch.zeros(seen.shape, dtype=wide, device=seen.device).masked_fill_(~seen, -torch.inf)[:, None]
+    rows = torch.tensor([starts[b] for *_, b in some], device="cpu")[:, None] + torch.arange(count, device="cpu")
     rows = rows.flatten()
-    in_order = torch.equal(rows, torch.arange(len(rows)))
+    in_order = torch.equal(rows, torch.arange(len(rows), device="cpu"))
     return Group(tuple(b for *_, b in some), numbers[:, 0], rows, at // page, at % page, mask, in_order, [])
 
 

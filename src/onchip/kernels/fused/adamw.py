@@ -149,7 +149,7 @@ def _plan(lists: tuple[list[torch.Tensor], ...]) -> Plan:
     tensor, first = ([place[i] for place in places] for i in (0, 1))
 
     def on_device(values, dtype):
-        made = torch.tensor(values, dtype=dtype)
+        made = torch.tensor(values, dtype=dtype, device="cpu")
         return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
     return Plan(on_device(rows, torch.int64), on_device(sizes, torch.int64), on_device(tensor, torch.int32), on_device(first, torch.int32), aligned)
