@@ -371,6 +371,16 @@ def test_every_small_size(mask, how):
                 torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_a_scale_that_is_not_positive(scale):
+    """torch's kernel hides by -inf before it scales."""
+    inputs = qkv(17)
+    found = torch.autograd.grad(onchip.attention(*inputs, mask=Causal(), scale=scale).sum(), inputs)  # where torch has its own gradient
+    expected = gradients(inputs, mask=Causal(), scale=scale, kernel="reference")
+    for ours, theirs in zip((*gradients(inputs, mask=Causal(), scale=scale), *found), (*expected, *expected[2:]), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_gradients_only_where_they_are_wanted():
     q, k, v = qkv(20)
     wanted, other = torch.randn(20, 20, requires_grad=True), torch.randn(4)

@@ -36,6 +36,7 @@ from onchip.kernels.attention.blocked_fused import (
     laid_out,
     narrow,
     unmasked,
+    upright,
     whole,
     whole_part,
 )
@@ -113,7 +114,7 @@ def recorded(p: Attention) -> Callable | None:
 
 
 def _recorded(p: Attention, how: Whole, x: Operands, q: Tensor, k: Tensor, v: Tensor, hook: Callable) -> Tensor | None:
-    if x.score and any(t.requires_grad for t in x.score):
+    if (how.causal and x.scale <= 0) or any(t.requires_grad for t in x.score):
         return None
     dtype = q.dtype
     q, k, v = laid_out(p, how, q, k, v)
@@ -488,7 +489,8 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     batch, heads, rows, dim = q.shape
     together = rows == 1 and (mask is None or mask.shape[1] == 1)  # the heads of a group are rows of one product
     q = _grouped(q, p) if together else q
-    out, lse = fused_forward(even(q), even(k), even(v), 0.0, causal, attn_mask=mask, scale=x.scale)
+    q, scale, _ = upright(q, x.scale, causal)
+    out, lse = fused_forward(even(q), even(k), even(v), 0.0, causal, attn_mask=mask, scale=scale)
     if together:
         out, lse = out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
     if mask is not None and (return_lse or x.sinks is not None or isnan(lse.sum().item())):
@@ -524,7 +526,9 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
 
     if how:
         near = (take(k, 2, how[0]), take(v, 2, how[0]))
-        found = fused_backward(d_out, q, *near, out, lse, 0.0, how[1], attn_mask=added_bias(p, x, part, q.dtype), scale=x.scale)
+        q, scale, sign = upright(q, x.scale, how[1])
+        dq, *found = fused_backward(d_out, q, *near, out, lse, 0.0, how[1], attn_mask=added_bias(p, x, part, q.dtype), scale=scale)
+        found = (dq if sign == 1 else dq * sign, *found)
         pad = (0, 0, how[0].start, part.len_k - how[0].stop)
         return fitting(*found) if not any(pad) else fitting(found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
     grads = None

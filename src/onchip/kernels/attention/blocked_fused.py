@@ -88,6 +88,14 @@ def fit(t: Tensor, p: Attention, wide: bool = False) -> Tensor:
     return t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1]))
 
 
+def upright(q: Tensor, scale: float, causal: bool) -> tuple[Tensor, float, float]:
+    """q, the scale and what q was multiplied by. torch's causal mask comes before its scale: of one of 0 or below, -inf would end as NaN or inf."""
+    if scale > 0 or not causal:
+        return q, scale, 1.0
+    sign = -1.0 if scale else 0.0
+    return q * sign, -scale or 1.0, sign
+
+
 # ---- whole calls
 
 
