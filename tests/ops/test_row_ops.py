@@ -109,6 +109,16 @@ def test_a_gradient_of_a_gradient_is_refused(name, function):
     assert torch.equal(torch.func.grad(lambda x: function(x).sum())(x.detach()), grad.detach())
 
 
+def test_losses_and_norms_under_torch_func():
+    """A loss whose gradient is made in its forward pass makes it in the backward pass there; norms say that they do not."""
+    x, weight, targets = torch.randn(T, W), torch.randn(9, W), torch.arange(T)
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(onchip.linear_cross_entropy(leaf, weight, targets), leaf)
+    torch.testing.assert_close(torch.func.grad(lambda x: onchip.linear_cross_entropy(x, weight, targets))(x), expected)
+    with pytest.raises(NotImplementedError, match=r"layer_norm: gradients under torch.func are not implemented; use torch.autograd.grad"):
+        torch.func.grad(lambda x: onchip.layer_norm(x).sum())(x)
+
+
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_integers_are_refused(kernel):
     """Plain torch would cut its results off: a softmax's to 0."""

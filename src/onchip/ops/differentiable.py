@@ -44,7 +44,8 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
     eager = type(name, (torch.autograd.Function,), {})
     eager.forward = staticmethod(forward)
     eager.setup_context = staticmethod(rule.keep)
-    eager.backward = staticmethod(lambda ctx, *grads: rule.back(ctx, functools.partial(_Once.apply, name, backward), *grads))
+    again = functools.partial(_Once.apply, name, backward)
+    eager.backward = staticmethod(lambda ctx, *grads: rule.back(ctx, again if torch.is_grad_enabled() else backward, *grads))
 
     def call(*inputs):
         if torch.compiler.is_compiling():

@@ -59,7 +59,7 @@ def linear_cross_entropy(
     call = _check("linear_cross_entropy", hidden, weight, bias, targets, terms, per_token, kernel)
     operands = hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), *weights_of(call, terms.class_weights, hidden.dtype)
     needs = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in operands[:3]]
-    if reduction == "none" or hidden.dtype == torch.float16 or not any(needs):
+    if reduction == "none" or hidden.dtype == torch.float16 or not any(needs) or torch._C._are_functorch_transforms_active():  # torch.func wants no state
         loss, stats = _tokens(*operands, *call)
         loss = loss.view(targets.shape) if reduction == "none" else reduced(loss, stats[WEIGHT], reduction)
     else:

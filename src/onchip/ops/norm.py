@@ -137,6 +137,8 @@ def _call(name: str, x: Tensor, norm: Norm, weight, bias, residual, after, kerne
         raise ValueError(f"{name}: in_place=True would overwrite what autograd keeps; leave it out, or call it under torch.no_grad()")
     if norm.codes and trains:
         raise NotImplementedError(f"{name}: codes have no gradient; call it under torch.no_grad(), or without RowCodes")
+    if trains and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(f"{name}: gradients under torch.func are not implemented; use torch.autograd.grad, or torch's own norm")
     if torch.compiler.is_compiling():
         y, total, scale = compiled(rows, norm._replace(keep=trains), kernel)
     elif trains:

@@ -36,7 +36,7 @@ def signed_weights(call: Call, q: Tensor, k: Tensor, lengths: Lengths | None) ->
 def _one(call: Call, b: int, q: Tensor, k: Tensor, state: Tensor) -> Tensor:
     (len_q, heads, dim), len_k = q.shape, len(k)
     at = place(b, heads, len_q, len_k, q.device)
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float().repeat_interleave(heads // k.shape[1], 1)) * (call.scale or dim**-0.5)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float().repeat_interleave(heads // k.shape[1], 1)) * (dim**-0.5 if call.scale is None else call.scale)
     for score in call.score:
         scores = score.apply(scores[None], at)[0]
     scores = scores.masked_fill(~call.mask.sees(at)[0], -torch.inf)
