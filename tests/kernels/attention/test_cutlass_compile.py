@@ -60,7 +60,7 @@ class Recorder:
     """A compiled function that runs nothing: the values of each launch, named."""
 
     NAMES = (
-        *("q", "k", "v", "out", "do", "dq", "dk", "dv", "lse", "d_lse", "lse2", "delta", "sums", "counter"),
+        *("q", "k", "v", "out", "do", "dq", "dk", "dv", "lse", "d_lse", "lse2", "delta", "sums", "given", "counter"),
         *("listed", "q_offsets", "k_offsets", "q_used", "k_used"),
         *(f"{name}_{axis}" for name in ("q", "k", "v", "out", "do", "dq", "dk", "dv") for axis in ("sequence", "head", "row")),
         *("tiles", "places", "together", "batch", "kv_heads", "group", "len_q", "len_k", "pitch", "rows", "programs", "scale"),
@@ -101,7 +101,7 @@ def test_shares(much, packed, monkeypatch):
         held = 4 * sequences * call.kv_heads * call.group * call.pitch * shape.width
         assert held <= much or sequences * call.kv_heads == 1
         assert max(sequences, call.kv_heads * call.group) <= 65_535
-        assert all(address % 16 == 0 for address in (call.q, call.out, call.do, call.lse2, call.delta, call.sums, call.counter))
+        assert all(address % 16 == 0 for address in (call.q, call.out, call.do, call.lse2, call.delta, call.sums, call.given, call.counter))
         first = (call.lse - lse.data_ptr()) // (4 * call.rows)  # counted in heads through the batch
         assert call.delta - recorder.calls[0].delta == 4 * first * call.pitch and call.d_lse == call.lse
         for name, start, heads, step in (("out", of_q, p.heads, 1), ("do", of_q, p.heads, 1), ("dq", grads[0], p.heads, 1), ("k", of_k, kv_heads, group),

@@ -50,10 +50,11 @@ from onchip.kernels.cutlass import (
     ROWS,
     Compiled,
     as_left,
-    bulk_add,
+    bulk_give,
     bulk_load,
     draw,
     expect,
+    glance,
     halved,
     let_go,
     matrix_store,
@@ -109,7 +110,7 @@ class Backward:
     @cute.jit
     def __call__(self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, out_ptr: cute.Pointer, do_ptr: cute.Pointer,
                  dq_ptr: cute.Pointer, dk_ptr: cute.Pointer, dv_ptr: cute.Pointer, lse: cute.Pointer, d_lse: cute.Pointer,
-                 sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
+                 sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                  lists: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                  q_strides: tuple[Int64, Int64, Int64], k_strides: tuple[Int64, Int64, Int64], v_strides: tuple[Int64, Int64, Int64],
                  out_strides: tuple[Int64, Int64, Int64], do_strides: tuple[Int64, Int64, Int64], dq_strides: tuple[Int64, Int64, Int64],
@@ -128,21 +129,21 @@ class Backward:
         dk = cpasync.make_tiled_tma_atom(store, tensor_of(c, dk_ptr, len_k, kv_heads, batch, dk_strides), half, (c.n // GROUPS, c.width))
         dv = cpasync.make_tiled_tma_atom(store, tensor_of(c, dv_ptr, len_k, kv_heads, batch, dv_strides), half, (c.n // GROUPS, c.width))
         _, q_offsets, _, q_used, _ = lists
-        lse2, delta, dq, counter = sums
+        lse2, delta, dq, given, counter = sums
         ends = batch, heads, rows, pitch, len_q
         blocks = [cute.ceil_div(pitch, ROWS_OF_A_BLOCK), heads, 1 if const_expr(c.packed) else batch]
-        prepare(out_ptr, out_strides, do_ptr, do_strides, lse, d_lse, lse2, delta, dq, counter, q_offsets, q_used, ends, c).launch(
+        prepare(out_ptr, out_strides, do_ptr, do_strides, lse, d_lse, lse2, delta, given, counter, q_offsets, q_used, ends, c).launch(
             grid=blocks, block=[BEFORE, 1, 1], stream=stream
         )
         self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale, scale * LOG2E).launch(
             grid=[programs, 1, 1], block=[128 + COMPUTING, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
-        finish(dq, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(grid=blocks, block=[AFTER, 1, 1], stream=stream, use_pdl=True)
+        finish(dq, given, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(grid=blocks, block=[AFTER, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, q_atom: cute.CopyAtom, q: cute.Tensor, do_atom: cute.CopyAtom, do: cute.Tensor, k_atom: cute.CopyAtom, k: cute.Tensor,
                v_atom: cute.CopyAtom, v: cute.Tensor, dk_atom: cute.CopyAtom, dk: cute.Tensor, dv_atom: cute.CopyAtom, dv: cute.Tensor,
-               sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
+               sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                lists: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], scale: Float32, slope: Float32):  # fmt: skip
         c = self.c
@@ -183,7 +184,7 @@ class Backward:
             if warp == 0:
                 self.copy((q_atom, q, do_atom, do, k_atom, k, v_atom, v), sums, lists, sizes, still, q_ring, do_ring, message)
             if (warp == 1) | (warp == 2):
-                self.send((dk_atom, dk, dv_atom, dv), sums[2], sizes, s_dq, message, warp - 1)
+                self.send((dk_atom, dk, dv_atom, dv), sums[2], sums[3], sizes, s_dq, message, warp - 1)
         else:
             cute.arch.setmaxregister_increase(240)
             self.compute(sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, slope)
@@ -194,7 +195,7 @@ class Backward:
     def copy(self, tensors, sums, lists, sizes, still, q_ring, do_ring, message):
         c = self.c
         q_atom, q, do_atom, do, k_atom, k, v_atom, v = tensors
-        lse, delta, _, counter = sums
+        lse, delta, _, _, counter = sums
         tiles, _, _, _, kv_heads, group, _, _, pitch = sizes
         query_bytes, key_bytes, row_bytes = c.m * c.width * 2, c.n * c.width * 2, c.m * 4
         number, turn, step, taken = cute.arch.block_idx()[0], Int32(0), Int32(0), Int32(0)
@@ -239,7 +240,7 @@ class Backward:
     # ---- device: the sending warps, one for each warpgroup
 
     @cute.jit
-    def send(self, tensors, dq, sizes, s_dq, message, side):
+    def send(self, tensors, dq, given, sizes, s_dq, message, side):
         """dQ of each step, then dV and dK, by way of the warpgroup's buffer."""
         c = self.c
         dk_atom, dk, dv_atom, dv = tensors
@@ -251,13 +252,17 @@ class Backward:
             steps = steps_of(c, tile, len_q, len_k)
             row = row_of(c, b, start_q)
             for member in cutlass.range(group, unroll=1):
-                begin = statistics_of(c, b, kv_head * group + member, kv_heads * group, pitch) * c.width + row * 64
+                head_at = statistics_of(c, b, kv_head * group + member, kv_heads * group, pitch)
+                flags = given + head_at + row + side
+                begin = head_at * c.width + row * 64
                 # half of the columns each, or, of a head of 64, half of the rows of each tile
                 begin += side * self.piece if const_expr(c.width == 64) else Int64(side) * pitch * 64
                 begin = cute.assume(begin, divby=512)
                 for x in cutlass.range(steps[2] + steps[3], unroll=1):
+                    m = tile_of(c, x, steps)
+                    seen = glance(flags + m * c.m)
                     self.take(side, count)
-                    bulk_add(dq + begin + tile_of(c, x, steps) * (c.m * 64), s_dq[None, count % c.slots, side].iterator, self.piece * 4)
+                    bulk_give(dq + begin + m * (c.m * 64), s_dq[None, count % c.slots, side].iterator, self.piece * 4, flags + m * c.m, seen)
                     cute.arch.cp_async_bulk_commit_group()
                     count += 1
             for atom, there in ((dv_atom, dv), (dk_atom, dk)):
@@ -427,7 +432,7 @@ class Backward:
 # ---- host
 
 _HALF, _FLOATS, _FLOAT, _INTS, _STRIDES = ("pointer", None, 16), ("pointer", Float32, 16), ("pointer", Float32, 4), ("pointer", Int32, 4), (Int64,) * 3
-ARGUMENTS = (*(_HALF,) * 8, _FLOAT, _FLOAT, (_FLOATS, _FLOATS, _FLOATS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 8, (Int32,) * 9, Int32, Int32, Float32)
+ARGUMENTS = (*(_HALF,) * 8, _FLOAT, _FLOAT, (_FLOATS, _FLOATS, _FLOATS, _INTS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 8, (Int32,) * 9, Int32, Int32, Float32)
 
 
 class Tiles(NamedTuple):
@@ -497,11 +502,11 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
     pitch = -(-(rows + p.batch * shape.pad) // 8) * 8 if packed else -(-rows // tiles.m) * tiles.m
     parts = shares(batch, p.kv_heads, p.group, 4 * pitch * shape.width)
     most, every = parts[0].sequences * parts[0].heads * p.group * pitch, batch * p.heads * pitch
-    # dQ's sums and LSE of a share, what counts the tiles drawn, and delta of all
-    held = torch.empty(most * (shape.width + 1) + 4 + every, dtype=torch.float32, device=q.device)
+    # dQ's sums and LSE of a share, which sums there are, what counts the tiles drawn, and delta of all
+    held = torch.empty(most * (shape.width + 2) + 4 + every, dtype=torch.float32, device=q.device)
     sums = held.data_ptr()
     lses = sums + 4 * most * shape.width
-    counter, deltas = lses + 4 * most, lses + 4 * most + 16
+    given, counter, deltas = lses + 4 * most, lses + 8 * most, lses + 8 * most + 16
     listed, places, keys = None, -(-p.len_k // tiles.n), p.len_k
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
@@ -518,7 +523,7 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
         skipped = [2 * (b * by[0] + h * by[1] * (p.group if of_queries else 1)) for by, of_queries in zip(strides, OF_QUERIES, strict=True)]
         run(
             *map(int.__add__, begins, skipped), lse_at + 4 * first * rows, d_lse_at and d_lse_at + 4 * first * rows,
-            lses, deltas + 4 * first * pitch, sums, counter, *others, *flat,
+            lses, deltas + 4 * first * pitch, sums, given, counter, *others, *flat,
             count, places, side_by_side, p.batch if packed else sequences, heads, p.group, p.len_q, p.len_k, pitch, rows,
             min(count, tiles.programs), x.scale,
         )  # fmt: skip
