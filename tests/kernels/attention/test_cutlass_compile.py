@@ -23,25 +23,27 @@ from onchip.kernels.attention.tile import ends
 from onchip.kernels.cutlass import DTYPES, Compiled
 
 H200 = devices.gpu("H200")
-CASES = {  # head dimension, mask, whether packed, dtype, and bytes that ptxas may spill, stores and loads together, all of them between two tiles of keys
-    "d64 full": (64, Full(), False, torch.bfloat16, 0),
-    "d64 causal": (64, Causal(), False, torch.bfloat16, 72),
-    "d64 packed": (64, Causal(), True, torch.bfloat16, 72),
-    "d128 full": (128, Full(), False, torch.bfloat16, 60),
-    "d128 causal": (128, Causal(), False, torch.bfloat16, 72),
-    "d128 window": (128, Window(1024), False, torch.bfloat16, 0),
-    "d128 packed": (128, Causal(), True, torch.float16, 72),
-    "d96 top left": (96, Causal("top_left"), False, torch.float16, 72),
+CASES = {  # head dimension, mask, whether packed, dtype, heads of q that share one of k, and bytes that ptxas may spill, stores and loads together: all of
+    # them between two tiles of keys
+    "d64 full": (64, Full(), False, torch.bfloat16, 1, 0),
+    "d64 causal": (64, Causal(), False, torch.bfloat16, 4, 72),
+    "d64 packed": (64, Causal(), True, torch.bfloat16, 1, 72),
+    "d128 full": (128, Full(), False, torch.bfloat16, 1, 60),
+    "d128 causal": (128, Causal(), False, torch.bfloat16, 1, 72),
+    "d128 causal, groups": (128, Causal(), False, torch.bfloat16, 8, 72),
+    "d128 window": (128, Window(1024), False, torch.bfloat16, 1, 0),
+    "d128 packed": (128, Causal(), True, torch.float16, 4, 72),
+    "d96 top left": (96, Causal("top_left"), False, torch.float16, 1, 72),
 }
 
 
-@pytest.mark.parametrize(("dim", "band", "packed", "dtype", "most"), CASES.values(), ids=CASES)
-def test_cutlass_backward(dim, band, packed, dtype, most, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("dim", "band", "packed", "dtype", "group", "most"), CASES.values(), ids=CASES)
+def test_cutlass_backward(dim, band, packed, dtype, group, most, tmp_path, monkeypatch):
     """Five products a tile on wgmma that ptxas does not wait for; Q, K, V, dO, dK and dV by TMA; dQ added in bulk; nothing spilt in a loop."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    p = Attention("backward", 4, 16384, 16384, 16, 4, dim, dtype, band, *(("packed", 0, 65536) if packed else ()))
+    p = Attention("backward", 4, 16384, 16384, 16, 16 // group, dim, dtype, band, *(("packed", 0, 65536) if packed else ()))
     (tiles,) = cutlass_backward.configs(p, H200)
-    shape = cutlass_backward.Shape(DTYPES[dtype], *tiles[:3], dim, *ends(band), packed)
+    shape = cutlass_backward.Shape(DTYPES[dtype], *tiles[:3], dim, *ends(band), packed, grouped=group > 1)
     Compiled(cutlass_backward.Backward(shape), shape.dtype, cutlass_backward.ARGUMENTS, options=f"--gpu-arch=sm_90a --keep-ptx --dump-dir={tmp_path}")
     (file,) = tmp_path.glob("*.ptx")
     ptx = file.read_text()

@@ -33,6 +33,7 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
     hide,
     locate,
     of_queries,
+    passes_of,
     row_of,
     rows_of,
     statistics_of,
@@ -209,19 +210,22 @@ class Backward:
                 k_to, k_from = tiles_in(k_atom, still.k, cute.local_tile(rows_of(c, k, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
                 v_to, v_from = tiles_in(v_atom, still.v, cute.local_tile(rows_of(c, v, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
                 row = row_of(c, b, start_q)
-                for member in cutlass.range(group, unroll=1):
-                    head = kv_head * group + member
-                    q_to, q_from = tiles_in(q_atom, q_ring.tiles, cute.local_tile(rows_of(c, q, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
-                    do_to, do_from = tiles_in(do_atom, do_ring.tiles, cute.local_tile(rows_of(c, do, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
-                    begin = cute.assume(statistics_of(c, b, head, kv_heads * group, pitch) + row, divby=4)
-                    for x in cutlass.range(count, unroll=1):
-                        m = tile_of(c, x, steps)
+                passes, each = passes_of(c, group)
+                for past in cutlass.range(passes, unroll=1):
+                    for y in cutlass.range(count * each, unroll=1):
+                        member, x = past, y
+                        if const_expr(c.abreast):
+                            member, x = y % each, y // each
+                        head, m = kv_head * group + member, tile_of(c, x, steps)
+                        q_to, q_from = tiles_in(q_atom, q_ring.tiles, cute.local_tile(rows_of(c, q, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
+                        do_to, do_from = tiles_in(do_atom, do_ring.tiles, cute.local_tile(rows_of(c, do, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
+                        begin = cute.assume(statistics_of(c, b, head, kv_heads * group, pitch) + row, divby=4)
                         at, phase = step % c.stages, step // c.stages % 2
                         cute.arch.mbarrier_wait(q_ring.empty + at, phase ^ 1)
                         expect(q_ring.full + at, query_bytes + row_bytes)
                         cute.copy(q_atom, q_from[None, m], q_to[None, at], tma_bar_ptr=q_ring.full + at)
                         bulk_load(q_ring.rows[None, at].iterator, lse + begin + m * c.m, row_bytes, q_ring.full + at)
-                        if (member == 0) & (x == 0):  # the tile before is still in use, but its rings are not
+                        if (past == 0) & (y == 0):  # the tile before is still in use, but its rings are not
                             cute.arch.mbarrier_wait(still.empty, taken % 2 ^ 1)
                             expect(still.k_full, key_bytes)
                             cute.copy(k_atom, k_from, k_to, tma_bar_ptr=still.k_full)
@@ -251,18 +255,20 @@ class Backward:
         while tile >= 0:
             steps = steps_of(c, tile, len_q, len_k)
             row = row_of(c, b, start_q)
-            for member in cutlass.range(group, unroll=1):
-                head_at = statistics_of(c, b, kv_head * group + member, kv_heads * group, pitch)
-                flags = given + head_at + row + side
-                begin = head_at * c.width + row * 64
-                # half of the columns each, or, of a head of 64, half of the rows of each tile
-                begin += side * self.piece if const_expr(c.width == 64) else Int64(side) * pitch * 64
-                begin = cute.assume(begin, divby=512)
-                for x in cutlass.range(steps[2] + steps[3], unroll=1):
-                    m = tile_of(c, x, steps)
-                    seen = glance(flags + m * c.m)
+            count_of_steps, (passes, each) = steps[2] + steps[3], passes_of(c, group)
+            for past in cutlass.range(passes, unroll=1):
+                for y in cutlass.range(count_of_steps * each, unroll=1):
+                    member, x = past, y
+                    if const_expr(c.abreast):
+                        member, x = y % each, y // each
+                    head_at, m = statistics_of(c, b, kv_head * group + member, kv_heads * group, pitch), tile_of(c, x, steps)
+                    # half of the columns each, or, of a head of 64, half of the rows of each tile
+                    begin = head_at * c.width + row * 64 + (side * self.piece if const_expr(c.width == 64) else Int64(side) * pitch * 64)
+                    flag = given + head_at + row + side + m * c.m
+                    seen = glance(flag)
                     self.take(side, count)
-                    bulk_give(dq + begin + m * (c.m * 64), s_dq[None, count % c.slots, side].iterator, self.piece * 4, flags + m * c.m, seen)
+                    there = dq + cute.assume(begin, divby=512) + m * (c.m * 64)
+                    bulk_give(there, s_dq[None, count % c.slots, side].iterator, self.piece * 4, flag, seen)
                     cute.arch.cp_async_bulk_commit_group()
                     count += 1
             for atom, there in ((dv_atom, dv), (dk_atom, dk)):
@@ -329,12 +335,12 @@ class Backward:
                 cute.arch.mbarrier_wait(still.k_full, taken % 2)
                 cute.arch.mbarrier_wait(still.v_full, taken % 2)
             place = tile, own_key, own_query, len_q, len_k
-            begin = step
-            for _ in cutlass.range(group, unroll=1):
-                for x in cutlass.range(masked, unroll=1):
-                    self.step(work, tile_of(c, x, steps), step, taken, begin, place, True)
+            begin, (passes, each) = step, passes_of(c, group)
+            for _ in cutlass.range(passes, unroll=1):
+                for x in cutlass.range(masked * each, unroll=1):
+                    self.step(work, tile_of(c, x // each, steps), step, taken, begin, place, True)
                     step += 1
-                for x in cutlass.range(bare, unroll=1):
+                for x in cutlass.range(bare * each, unroll=1):
                     self.step(work, x, step, taken, begin, place, False)
                     step += 1
             if masked + bare > 0:
@@ -497,7 +503,7 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
     """Prologue, kernel and rounding in one call, for each share of the key heads; delta [batch, heads, rows]."""
     q = tensors[0]
     packed = x.q_offsets is not None
-    shape, run = compiled(q.dtype, *tiles[:3], p.dim, *ends(p.mask), packed, x.q_used is not None, x.k_used is not None, d_lse is not None)
+    shape, run = compiled(q.dtype, *tiles[:3], p.dim, *ends(p.mask), packed, x.q_used is not None, x.k_used is not None, d_lse is not None, p.group > 1)
     batch, rows = (1, len(q)) if packed else q.shape[:2]
     pitch = -(-(rows + p.batch * shape.pad) // 8) * 8 if packed else -(-rows // tiles.m) * tiles.m
     parts = shares(batch, p.kv_heads, p.group, 4 * pitch * shape.width)

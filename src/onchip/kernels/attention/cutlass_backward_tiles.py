@@ -18,7 +18,7 @@ FAR = 1 << 30  # rows of a packed batch's tensors as the copy engine sees them: 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the device code is compiled for. `slopes`: LSE has a gradient."""
+    """What the device code is compiled for. `slopes`: LSE has a gradient. `grouped`: several heads of q share one of k."""
 
     dtype: object
     m: int
@@ -32,11 +32,17 @@ class Shape:
     q_used: bool = False
     k_used: bool = False
     slopes: bool = False
+    grouped: bool = False
 
     @property
     def width(self):
         """Columns of a tile; those past the head's own are 0."""
         return 64 if self.dim <= 64 else 128
+
+    @property
+    def abreast(self):
+        """Whether a tile of keys takes a tile of queries of all its heads before the next: see `passes_of`."""
+        return self.grouped and self.left < 0
 
     @property
     def slots(self):
@@ -152,7 +158,7 @@ def steps_of(C, tile, len_q, len_k):
         outer = cutlass.max(inner, cutlass.min(cutlass.max(n + C.left + 1 - shift, 0) // C.m, last))
     if n + C.n > len_k:  # the last keys: every tile needs the mask
         inner, outer = last, last
-    turn = tile * 7 % cutlass.max(outer - inner, 1) if const_expr(C.width == 64) else Int32(0)
+    turn = tile * 7 % cutlass.max(outer - inner, 1) if const_expr(C.width == 64 and not C.abreast) else Int32(0)
     return first, inner - first, inner - first + last - outer, outer - inner, turn
 
 
@@ -164,10 +170,24 @@ def tile_of(C, x, steps):
     if const_expr(C.left >= 0):  # noqa: SIM102 (one is a constant of the compiler's)
         if x >= before:
             m += bare if x < masked else before - masked
-    if const_expr(C.width == 64):  # noqa: SIM102
+    if const_expr(C.abreast and C.right >= 0):
+        if x >= masked:
+            m = first + masked + masked + bare - 1 - x
+    elif const_expr(C.width == 64):  # noqa: SIM102
         if x >= masked:
             m += turn if x - masked + turn < bare else turn - bare
     return m
+
+
+def passes_of(C, group):
+    """How often a tile of keys goes over its steps, and how often it takes each before the next: together once for each head of q that shares its keys.
+
+    Keys that see different queries take different times over a head, and would be heads apart after a few, with what L2 holds of Q, dO and dQ's sums used by
+    one program each. So all heads of a tile of queries come in turn, the last queries first, which all keys see. A window's tiles are all as long.
+    """
+    if C.abreast:
+        return 1, group
+    return group if C.grouped else 1, 1
 
 
 def ahead(C, len_q, len_k):
