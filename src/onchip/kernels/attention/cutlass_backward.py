@@ -30,6 +30,7 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
     Shape,
     Still,
     hear,
+    hidden,
     hide,
     locate,
     of_queries,
@@ -338,7 +339,11 @@ class Backward:
             begin, (passes, each) = step, passes_of(c, group)
             for _ in cutlass.range(passes, unroll=1):
                 for x in cutlass.range(masked * each, unroll=1):
-                    self.step(work, tile_of(c, x // each, steps), step, taken, begin, place, True)
+                    m = tile_of(c, x // each, steps)
+                    if hidden(c, m, tile * c.n + side * 64, len_q, len_k):
+                        self.pause(work, step, taken, begin)
+                    else:
+                        self.step(work, m, step, taken, begin, place, True)
                     step += 1
                 for x in cutlass.range(bare * each, unroll=1):
                     self.step(work, x, step, taken, begin, place, False)
@@ -402,6 +407,27 @@ class Backward:
             self.give(dq, w.dq_mine, w.side, step - 1)
         warpgroup.wait_group(0)
         let_go(w.q_ring.empty + at, w.first_lane)
+
+    @cute.jit
+    def pause(self, w, step, taken, begin):
+        """A tile of queries that sees none of this warpgroup's keys: dS is 0, and of the products that of dQ alone is made, for the tile before."""
+        c = self.c
+        at, phase, beat = step % c.stages, step // c.stages % 2, step + taken
+        nothing = cute.make_rmem_tensor(sums_of(w.of_scores, (c.n, c.m)).layout, c.dtype)
+        nothing.fill(0.0)
+        dq = sums_of(w.of_queries, (c.width, c.m))
+        cute.arch.mbarrier_wait(w.q_ring.full + at, phase)
+        cute.arch.mbarrier_wait(w.do_ring.full + at, phase)
+        self.has_been_read(w.side, beat + 1)
+        w.store_ds(nothing, beat % 2)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        multiply(w.of_queries, dq, w.k_turned, w.ds_right[None, None, None, (beat + 1) % 2], True)
+        warpgroup.wait_group(0)
+        self.has_read(w.side, beat)
+        let_go(w.do_ring.empty + at, w.first_lane)
+        let_go(w.q_ring.empty + at, w.first_lane)
+        if step > begin:
+            self.give(dq, w.dq_mine, w.side, step - 1)
 
     @cute.jit
     def has_read(self, side, beat):

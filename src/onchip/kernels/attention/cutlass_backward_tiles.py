@@ -238,6 +238,18 @@ def of_queries(C, values, at, query):
 
 
 @cute.jit
+def hidden(C, m, key, len_q, len_k):
+    """Whether query tile `m` sees none of the 64 keys from `key` on."""
+    shift = ahead(C, len_q, len_k) + m * C.m
+    found = key >= len_k
+    if const_expr(C.right >= 0):
+        found = found | (shift + C.m - 1 + C.right < key)
+    if const_expr(C.left >= 0):
+        found = found | (shift - C.left > key + 63)
+    return found
+
+
+@cute.jit
 def hide(C, p, m, place):
     """Weights that the mask hides are 0."""
     tile, own_key, own_query, len_q, len_k = place
