@@ -30,6 +30,7 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
     Ring,
     Shape,
     Still,
+    bundle_of,
     hear,
     hidden,
     hide,
@@ -209,7 +210,7 @@ class Backward:
             if b >= 0:
                 tell(c, message, turn, (tile, kv_head, b, start_q, len_q, start_k, len_k))
                 turn += 1
-                steps = steps_of(c, tile, len_q, len_k)
+                steps = steps_of(c, tile, len_q, len_k, bundle_of(c, b, kv_head, sizes))
                 count = steps[2] + steps[3]
                 k_to, k_from = tiles_in(k_atom, still.k, cute.local_tile(rows_of(c, k, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
                 v_to, v_from = tiles_in(v_atom, still.v, cute.local_tile(rows_of(c, v, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
@@ -257,7 +258,7 @@ class Backward:
         turn, count = Int32(0), Int32(0)
         tile, kv_head, b, start_q, len_q, start_k, len_k = hear(c, message, turn, sizes)
         while tile >= 0:
-            steps = steps_of(c, tile, len_q, len_k)
+            steps = steps_of(c, tile, len_q, len_k, bundle_of(c, b, kv_head, sizes))
             row = row_of(c, b, start_q)
             count_of_steps, (passes, each) = steps[2] + steps[3], passes_of(c, group)
             for past in cutlass.range(passes, unroll=1):
@@ -546,7 +547,11 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
         places, keys = len(listed), p.tokens_k or p.tokens
-    side_by_side = together(p, 3 * keys, parts[0].sequences * parts[0].heads)
+    most_heads = parts[0].sequences * parts[0].heads
+    if p.mask.left is not None:  # programs side by side are at queries that few tiles of a head see
+        keys = min(keys, p.mask.left + (p.mask.right or 0) + tiles.n)
+    # of a packed batch two at least: the longest tiles of the last head alone would be begun late
+    side_by_side = max(together(p, 3 * keys, most_heads), min(most_heads, 1 + packed))
     lse, d_lse = lse.contiguous(), None if d_lse is None else d_lse.float().contiguous()
     lse_at, d_lse_at = lse.data_ptr(), 0 if d_lse is None else d_lse.data_ptr()
     others = [0 if t is None else t.data_ptr() for t in (listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used)]

@@ -137,10 +137,15 @@ def locate(C, number, sizes, lists):
     return tile, head, b, start_q, len_q, start_k, len_k
 
 
+def bundle_of(C, b, kv_head, sizes):
+    """Which of the bundles of heads that go side by side a head is in."""
+    return (kv_head if C.packed else b * sizes[4] + kv_head) // sizes[2]
+
+
 @cute.jit
-def steps_of(C, tile, len_q, len_k):
+def steps_of(C, tile, len_q, len_k, bundle=0):
     """The query tiles that see some key of a tile: the first, how many before those that need no mask, how many need it, how many do not, and where
-    among these to begin.
+    among these to begin; where heads share keys, of a tile in that bundle of heads, 0: with the last one, 1: with the first.
 
     Those that need it come first, at both ends of the others, so that there is one loop for them. Heads of 64 begin with another one for each
     tile of keys, so that programs side by side do not add to the same rows of dQ at once: 1% at 16k and 32k. (Of 128 it costs 1%: they share Q in L2.)
@@ -158,7 +163,7 @@ def steps_of(C, tile, len_q, len_k):
         outer = cutlass.max(inner, cutlass.min(cutlass.max(n + C.left + 1 - shift, 0) // C.m, last))
     if n + C.n > len_k:  # the last keys: every tile needs the mask
         inner, outer = last, last
-    turn = tile * 7 % cutlass.max(outer - inner, 1) if const_expr(C.width == 64 and not C.abreast) else Int32(0)
+    turn = bundle % 2 if const_expr(C.abreast) else tile * 7 % cutlass.max(outer - inner, 1) if const_expr(C.width == 64) else Int32(0)
     return first, inner - first, inner - first + last - outer, outer - inner, turn
 
 
@@ -171,7 +176,7 @@ def tile_of(C, x, steps):
         if x >= before:
             m += bare if x < masked else before - masked
     if const_expr(C.abreast and C.right >= 0):
-        if x >= masked:
+        if (x >= masked) & (turn == 0):
             m = first + masked + masked + bare - 1 - x
     elif const_expr(C.width == 64):  # noqa: SIM102
         if x >= masked:
@@ -183,7 +188,8 @@ def passes_of(C, group):
     """How often a tile of keys goes over its steps, and how often it takes each before the next: together once for each head of q that shares its keys.
 
     Keys that see different queries take different times over a head, and would be heads apart after a few, with what L2 holds of Q, dO and dQ's sums used by
-    one program each. So all heads of a tile of queries come in turn, the last queries first, which all keys see. A window's tiles are all as long.
+    one program each. So all heads of a tile of queries come in turn. Under a causal mask a bundle of heads whose programs begin together begins with the last
+    queries, which all keys see; the next one's programs begin the later the fewer queries they see, and begin with their first. A window's tiles are alike.
     """
     if C.abreast:
         return 1, group
