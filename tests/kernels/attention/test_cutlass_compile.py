@@ -119,6 +119,21 @@ def test_shares(much, packed, monkeypatch):
     assert len(recorder.calls) == {1: 4 if packed else 24, 1 << 18: 4 if packed else 6, 1 << 28: 1}[much]
 
 
+@pytest.mark.parametrize(("mask", "packed", "expected"), [(Causal(), False, 1), (Causal(), True, 2), (Window(1024), False, 4), (Full(), False, 1)], ids=str)
+def test_heads_side_by_side(mask, packed, expected, monkeypatch):
+    """One of 16k tokens fills L2; of a packed batch two, so that no long tile is begun last; of a window, whose tiles see few queries, as many as there are."""
+    monkeypatch.setattr(cutlass_backward, "Compiled", Recorder)
+    monkeypatch.setattr(cutlass_backward, "_made", {})
+    monkeypatch.setattr(cutlass_backward, "sequence_tiles", lambda p, x, n, of_keys: torch.zeros(9, 2, dtype=torch.int32))
+    n, heads, dim = 16384, 4, 128
+    p = Attention("backward", 1, n, n, heads, heads, dim, torch.bfloat16, mask, *(("packed", 0, n) if packed else ()))
+    q = torch.zeros(*((n,) if packed else (1, n)), heads, dim, dtype=torch.bfloat16)
+    lse, offsets = torch.zeros((heads, n) if packed else (1, heads, n)), torch.tensor([0, n], dtype=torch.int32)
+    cutlass_backward.launch(p, *cutlass_backward.configs(p, H200), q, q, q, q, lse, q, None, Operands(0.1, offsets, offsets) if packed else Operands(0.1))
+    ((_, recorder),) = cutlass_backward._made.values()
+    assert [call.together for call in recorder.calls] == [expected]
+
+
 def test_values_are_written_where_the_function_looks(monkeypatch):
     """Each at an address of its own kind's size, in order, the stream last; a place for each thread."""
     ran = []
