@@ -548,8 +548,8 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
         places, keys = len(listed), p.tokens_k or p.tokens
     most_heads = parts[0].sequences * parts[0].heads
-    if p.mask.left is not None:  # programs side by side are at queries that few tiles of a head see
-        keys = min(keys, p.mask.left + (p.mask.right or 0) + tiles.n)
+    if p.mask.left is not None:  # a head's programs are at tiles in a row, which see much the same queries; 1k, 16 heads side by side: 671 us, 8 660, 4 665
+        keys = min(keys, 2 * (p.mask.left + (p.mask.right or 0) + tiles.n))
     # of a packed batch two at least: the longest tiles of the last head alone would be begun late
     side_by_side = max(together(p, 3 * keys, most_heads), min(most_heads, 1 + packed))
     lse, d_lse = lse.contiguous(), None if d_lse is None else d_lse.float().contiguous()
