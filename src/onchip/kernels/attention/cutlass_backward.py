@@ -122,7 +122,7 @@ class Backward:
                  sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], rows: Int32, programs: Int32, scale: Float32,
                  stream: driver.CUstream):  # fmt: skip
         c = self.c
-        _, _, together, batch, kv_heads, group, len_q, len_k, pitch = sizes
+        _, _, _, batch, kv_heads, group, len_q, len_k, pitch = sizes
         heads = kv_heads * group
         queries, keys, half = (swizzled((rows, c.width), c.dtype) for rows in (c.m, c.n, c.n // GROUPS))
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -134,7 +134,7 @@ class Backward:
         dv = cpasync.make_tiled_tma_atom(store, tensor_of(c, dv_ptr, len_k, kv_heads, batch, dv_strides), half, (c.n // GROUPS, c.width))
         _, q_offsets, _, q_used, _ = lists
         lse2, delta, dq, given, counter = sums
-        ends = batch, heads, rows, pitch, len_q, together * group
+        ends = batch, heads, rows, pitch, len_q
         blocks = [cute.ceil_div(pitch, ROWS_OF_A_BLOCK), heads, 1 if const_expr(c.packed) else batch]
         prepare(out_ptr, out_strides, do_ptr, do_strides, lse, d_lse, lse2, delta, given, counter, q_offsets, q_used, ends, c).launch(
             grid=blocks, block=[BEFORE, 1, 1], stream=stream
@@ -142,9 +142,7 @@ class Backward:
         self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale, scale * LOG2E).launch(
             grid=[programs, 1, 1], block=[128 + COMPUTING, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
-        finish(dq, given, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(
-            grid=[blocks[0] * blocks[1] * blocks[2], 1, 1], block=[AFTER, 1, 1], stream=stream, use_pdl=True
-        )
+        finish(dq, given, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(grid=blocks, block=[AFTER, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, q_atom: cute.CopyAtom, q: cute.Tensor, do_atom: cute.CopyAtom, do: cute.Tensor, k_atom: cute.CopyAtom, k: cute.Tensor,

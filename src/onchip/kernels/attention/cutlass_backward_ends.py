@@ -1,9 +1,8 @@
 """What goes before and after `cutlass_backward`: delta = rowsum(dO O) - dLSE, LSE in base 2, that no sums of dQ are there yet; and dQ rounded from these.
 
 Both move each byte once: before, O, dO and LSE are read; after, 4 bytes a number of dQ, and 2 written. A block takes 64 rows of a head. `C` is the kernel's
-`Shape`; `sizes`: batch, heads, rows of q, rows of LSE, delta and dQ's sums, queries of a dense sequence, heads side by side. `given` [heads, rows], int32:
-at the row that a tile of queries begins with and the one behind it is 2 where a warpgroup's part of the tile's sums is there, 0 where no key is seen and
-nothing is.
+`Shape`; `sizes`: batch, heads, rows of q, rows of LSE, delta and dQ's sums, queries of a dense sequence. `given` [heads, rows], int32: at the row that a tile
+of queries begins with and the one behind it is 2 where a warpgroup's part of the tile's sums is there, 0 where no key is seen and nothing is.
 """
 
 import cutlass
@@ -45,9 +44,9 @@ def token_of(row, lengths, sizes, C: cutlass.Constexpr):
 @cute.kernel
 def prepare(out: cute.Pointer, out_strides: tuple[Int64, Int64, Int64], do: cute.Pointer, do_strides: tuple[Int64, Int64, Int64],
             lse: cute.Pointer, d_lse: cute.Pointer, lse2: cute.Pointer, delta: cute.Pointer, given: cute.Pointer, counter: cute.Pointer,
-            offsets: cute.Pointer, used: cute.Pointer, sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32], C: cutlass.Constexpr):  # fmt: skip
+            offsets: cute.Pointer, used: cute.Pointer, sizes: tuple[Int32, Int32, Int32, Int32, Int32], C: cutlass.Constexpr):  # fmt: skip
     cute.arch.griddepcontrol_launch_dependents()
-    batch, heads, rows, pitch, _, _ = sizes
+    batch, heads, rows, pitch, _ = sizes
     thread = cute.arch.thread_idx()[0]
     block, head, b = cute.arch.block_idx()
     each = C.width // 8  # threads of a row
@@ -88,22 +87,11 @@ def prepare(out: cute.Pointer, out_strides: tuple[Int64, Int64, Int64], do: cute
 
 @cute.kernel
 def finish(sums: cute.Pointer, given: cute.Pointer, dq: cute.Pointer, dq_strides: tuple[Int64, Int64, Int64], offsets: cute.Pointer, used: cute.Pointer,
-           sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32], scale: Float32, C: cutlass.Constexpr):  # fmt: skip
-    """Of a head, float32 [halves of 64 columns, groups of 8 rows, 512]: an accumulator of dQ^T, 64 x 8, as a warpgroup's threads hold it, 4 numbers each.
-
-    Begins where the sums were made last, heads side by side: these are in L2 still.
-    """
-    batch, heads, _, pitch, _, wide = sizes
+           sizes: tuple[Int32, Int32, Int32, Int32, Int32], scale: Float32, C: cutlass.Constexpr):  # fmt: skip
+    """Of a head, float32 [halves of 64 columns, groups of 8 rows, 512]: an accumulator of dQ^T, 64 x 8, as a warpgroup's threads hold it, 4 numbers each."""
+    batch, heads, _, pitch, _ = sizes
     thread = cute.arch.thread_idx()[0]
-    number, blocks = cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0], cute.ceil_div(pitch, ROWS)
-    bundle = number // (wide * blocks)
-    within = number - bundle * wide * blocks
-    abreast = cutlass.min(wide, (heads if const_expr(C.packed) else batch * heads) - bundle * wide)
-    block = within // abreast
-    head, b = bundle * wide + within - block * abreast, Int32(0)
-    if const_expr(not C.packed):
-        b = head // heads
-        head -= b * heads
+    block, head, b = cute.arch.block_idx()
     halves, groups = C.width // 64, ROWS // 8
     lists = cute.make_layout(1 << 30)
     lengths = batch, cute.make_tensor(offsets, lists), cute.make_tensor(used, lists)
