@@ -91,6 +91,25 @@ def test_readings_take_turns_and_errors_drop_out():
     assert errors == {"c": "RuntimeError: on the clock"}
 
 
+def test_long_calls_run_before_they_are_read():
+    """On a GPU, until its clock is what they make it; not on a CPU, nor calls that do so themselves."""
+
+    class Clock(run.DeviceClock):
+        def __init__(self):
+            pass
+
+        def read(self, call):
+            order.append("read")
+            return 0.0
+
+    for clock, seconds, expected in ((Clock(), 0.04, ["run"] * 3 + ["read"]), (Clock(), 1e-3, ["read"]), (Clock(), 0.2, ["read"])):
+        order = []
+        run.take({"a": Call(lambda: order.append("run"))}, {"a": seconds}, clock, run.Effort(1, 0.0), {})  # noqa: B023
+        assert order == expected
+    run.take({"a": Call(lambda: order.append("run"))}, {"a": 0.04}, run.HostClock(CPU), run.Effort(1, 0.0), {})
+    assert order == ["read", "run"]
+
+
 def test_short_calls_are_repeated_within_a_reading():
     made = []
     call = run.stretch(Call(lambda: made.append(1)), 1e-5)

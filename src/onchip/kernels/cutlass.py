@@ -105,11 +105,43 @@ def bulk_load(to, start, nbytes: cutlass.Constexpr[int], full):
 
 
 @cute.jit
-def bulk_add(to, start, nbytes: cutlass.Constexpr[int]):
-    """float32 of shared memory, added to memory by one thread of a warp; a bulk group of its own."""
+def glance(flag):
+    """What a number in memory is, and that all that came before it was written is there too."""
+    return cute.arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[flag])
+
+
+@cute.jit
+def bulk_give(to, start, nbytes: cutlass.Constexpr[int], flag, seen):
+    """float32 of shared memory to memory that nobody has cleared, by one thread of a warp; a bulk group of its own. Who comes first stores, the others add.
+
+    flag   where the number lies that says how far that is: 0 nobody has come, 1 somebody has, 2 what the first one brought is there.
+    seen   what it was a while ago: after the first few it is 2, and nothing is waited for.
+    """
     with cute.arch.elect_one():
-        code = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};"
-        cute.arch.inline_ptx(code, read_only_args=[to, start, Int32(nbytes)])
+        code = """{
+            .reg .pred p;
+            .reg .b32 t;
+            setp.eq.s32 p, {$r4}, 2;
+            @p bra ADD;
+            atom.relaxed.gpu.global.cas.b32 t, [{$r3}], 0, 1;
+            setp.ne.s32 p, t, 0;
+            @p bra WAIT;
+            cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};
+            cp.async.bulk.commit_group;
+            cp.async.bulk.wait_group 0;
+            fence.proxy.async.global;
+            st.release.gpu.global.b32 [{$r3}], 2;
+            bra DONE;
+        WAIT:
+            ld.acquire.gpu.global.b32 t, [{$r3}];
+            setp.ne.s32 p, t, 2;
+            @p bra WAIT;
+        ADD:
+            fence.proxy.async.global;
+            cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};
+        DONE:
+        }"""
+        cute.arch.inline_ptx(code, read_only_args=[to, start, Int32(nbytes), flag, seen])
 
 
 def tiles_in(atom, tile, tiles):

@@ -20,6 +20,8 @@ CASES = [  # queries and keys of each sequence, heads, head dimension, mask
     (((301, 517),), (2, 2), 64, Causal("top_left")),
     (((517, 301),), (2, 2), 128, Causal()),
     (((384, 512),), (8, 2), 128, Causal()),
+    (((300, 333),), (4, 2), 128, Full()),
+    (((2100, 2100),), (4, 1), 128, Causal()),  # tiles of 80 queries
     (((700, 900),), (2, 2), 128, Window(130, 70)),
     (((1024, 1024),), (8, 1), 64, Window(200)),
     (((512, 512),), (2, 2), 96, Causal()),

@@ -23,30 +23,32 @@ from onchip.kernels.attention.tile import ends
 from onchip.kernels.cutlass import DTYPES, Compiled
 
 H200 = devices.gpu("H200")
-CASES = {  # head dimension, mask, whether packed, dtype, and bytes that ptxas may spill, stores and loads together, all of them between two tiles of keys
-    "d64 full": (64, Full(), False, torch.bfloat16, 0),
-    "d64 causal": (64, Causal(), False, torch.bfloat16, 72),
-    "d64 packed": (64, Causal(), True, torch.bfloat16, 72),
-    "d128 full": (128, Full(), False, torch.bfloat16, 60),
-    "d128 causal": (128, Causal(), False, torch.bfloat16, 72),
-    "d128 window": (128, Window(1024), False, torch.bfloat16, 0),
-    "d128 packed": (128, Causal(), True, torch.float16, 72),
-    "d96 top left": (96, Causal("top_left"), False, torch.float16, 72),
+CASES = {  # head dimension, mask, whether packed, dtype, heads of q that share one of k, and bytes that ptxas may spill, stores and loads together: all of
+    # them between two tiles of keys
+    "d64 full": (64, Full(), False, torch.bfloat16, 1, 0),
+    "d64 causal": (64, Causal(), False, torch.bfloat16, 4, 72),
+    "d64 packed": (64, Causal(), True, torch.bfloat16, 1, 72),
+    "d128 full": (128, Full(), False, torch.bfloat16, 1, 60),
+    "d128 causal": (128, Causal(), False, torch.bfloat16, 1, 72),
+    "d128 causal, groups": (128, Causal(), False, torch.bfloat16, 8, 72),
+    "d128 window": (128, Window(1024), False, torch.bfloat16, 1, 0),
+    "d128 packed": (128, Causal(), True, torch.float16, 4, 72),
+    "d96 top left": (96, Causal("top_left"), False, torch.float16, 1, 72),
 }
 
 
-@pytest.mark.parametrize(("dim", "band", "packed", "dtype", "most"), CASES.values(), ids=CASES)
-def test_cutlass_backward(dim, band, packed, dtype, most, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("dim", "band", "packed", "dtype", "group", "most"), CASES.values(), ids=CASES)
+def test_cutlass_backward(dim, band, packed, dtype, group, most, tmp_path, monkeypatch):
     """Five products a tile on wgmma that ptxas does not wait for; Q, K, V, dO, dK and dV by TMA; dQ added in bulk; nothing spilt in a loop."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
-    p = Attention("backward", 4, 16384, 16384, 16, 4, dim, dtype, band, *(("packed", 0, 65536) if packed else ()))
+    p = Attention("backward", 4, 16384, 16384, 16, 16 // group, dim, dtype, band, *(("packed", 0, 65536) if packed else ()))
     (tiles,) = cutlass_backward.configs(p, H200)
-    shape = cutlass_backward.Shape(DTYPES[dtype], *tiles[:3], dim, *ends(band), packed)
+    shape = cutlass_backward.Shape(DTYPES[dtype], *tiles[:3], dim, *ends(band), packed, grouped=group > 1)
     Compiled(cutlass_backward.Backward(shape), shape.dtype, cutlass_backward.ARGUMENTS, options=f"--gpu-arch=sm_90a --keep-ptx --dump-dir={tmp_path}")
     (file,) = tmp_path.glob("*.ptx")
     ptx = file.read_text()
     products = 2 * (shape.width // 16) + 2 * (tiles.m // 16) + tiles.n // 16  # of S and dP, dV and dK, and dQ
-    assert len(re.findall(r"wgmma\.mma_async", ptx)) == 2 * products + tiles.n // 16  # with and without the mask, and a tile's last dQ
+    assert len(re.findall(r"wgmma\.mma_async", ptx)) == 2 * products + 2 * (tiles.n // 16)  # with and without the mask; without any key, and a tile's last dQ
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)) == 4 * shape.width // 64
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)) == 2 * shape.width // 64
     assert len(re.findall(r"cp\.reduce\.async\.bulk\.global", ptx)) == 1
@@ -60,7 +62,7 @@ class Recorder:
     """A compiled function that runs nothing: the values of each launch, named."""
 
     NAMES = (
-        *("q", "k", "v", "out", "do", "dq", "dk", "dv", "lse", "d_lse", "lse2", "delta", "sums", "counter"),
+        *("q", "k", "v", "out", "do", "dq", "dk", "dv", "lse", "d_lse", "lse2", "delta", "sums", "given", "counter"),
         *("listed", "q_offsets", "k_offsets", "q_used", "k_used"),
         *(f"{name}_{axis}" for name in ("q", "k", "v", "out", "do", "dq", "dk", "dv") for axis in ("sequence", "head", "row")),
         *("tiles", "places", "together", "batch", "kv_heads", "group", "len_q", "len_k", "pitch", "rows", "programs", "scale"),
@@ -101,7 +103,7 @@ def test_shares(much, packed, monkeypatch):
         held = 4 * sequences * call.kv_heads * call.group * call.pitch * shape.width
         assert held <= much or sequences * call.kv_heads == 1
         assert max(sequences, call.kv_heads * call.group) <= 65_535
-        assert all(address % 16 == 0 for address in (call.q, call.out, call.do, call.lse2, call.delta, call.sums, call.counter))
+        assert all(address % 16 == 0 for address in (call.q, call.out, call.do, call.lse2, call.delta, call.sums, call.given, call.counter))
         first = (call.lse - lse.data_ptr()) // (4 * call.rows)  # counted in heads through the batch
         assert call.delta - recorder.calls[0].delta == 4 * first * call.pitch and call.d_lse == call.lse
         for name, start, heads, step in (("out", of_q, p.heads, 1), ("do", of_q, p.heads, 1), ("dq", grads[0], p.heads, 1), ("k", of_k, kv_heads, group),
@@ -115,6 +117,21 @@ def test_shares(much, packed, monkeypatch):
         kv_seen += range(first // group, first // group + sequences * call.kv_heads)
     assert seen == list(range((1 if packed else batch) * p.heads)) and kv_seen == list(range((1 if packed else batch) * kv_heads))
     assert len(recorder.calls) == {1: 4 if packed else 24, 1 << 18: 4 if packed else 6, 1 << 28: 1}[much]
+
+
+@pytest.mark.parametrize(("mask", "packed", "expected"), [(Causal(), False, 1), (Causal(), True, 2), (Window(1024), False, 4), (Full(), False, 1)], ids=str)
+def test_heads_side_by_side(mask, packed, expected, monkeypatch):
+    """One of 16k tokens fills L2; of a packed batch two, so that no long tile is begun last; of a window, whose tiles see few queries, as many as there are."""
+    monkeypatch.setattr(cutlass_backward, "Compiled", Recorder)
+    monkeypatch.setattr(cutlass_backward, "_made", {})
+    monkeypatch.setattr(cutlass_backward, "sequence_tiles", lambda p, x, n, of_keys: torch.zeros(9, 2, dtype=torch.int32))
+    n, heads, dim = 16384, 4, 128
+    p = Attention("backward", 1, n, n, heads, heads, dim, torch.bfloat16, mask, *(("packed", 0, n) if packed else ()))
+    q = torch.zeros(*((n,) if packed else (1, n)), heads, dim, dtype=torch.bfloat16)
+    lse, offsets = torch.zeros((heads, n) if packed else (1, heads, n)), torch.tensor([0, n], dtype=torch.int32)
+    cutlass_backward.launch(p, *cutlass_backward.configs(p, H200), q, q, q, q, lse, q, None, Operands(0.1, offsets, offsets) if packed else Operands(0.1))
+    ((_, recorder),) = cutlass_backward._made.values()
+    assert [call.together for call in recorder.calls] == [expected]
 
 
 def test_values_are_written_where_the_function_looks(monkeypatch):

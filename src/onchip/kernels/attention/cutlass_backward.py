@@ -6,8 +6,9 @@ One warp copies (TMA): K and V once, Q with LSE and dO with delta round two ring
 in registers. dS goes through shared memory too, [queries, keys], and of it each warpgroup makes half of dQ^T, turned so that queries are columns, of which
 there may be any multiple of 16. Two more warps send what the warpgroups leave in a buffer: dQ, added to float32 sums in any order, then dV and dK.
 A step of 80 x 128 at d128 keeps the tensor cores busy for 3,200 cycles and shared memory for 2,790. Sums of dQ are in the order of the threads that make them,
-so that 16 bytes a thread go in and out without bank conflicts; a kernel before clears them, one after rounds them (`cutlass_backward_ends`), all in one call,
-and in several calls where the sums of all heads would take much memory (`statistics.shares`).
+so that 16 bytes a thread go in and out without bank conflicts. Nothing clears them: the first part of a tile is stored, the others are added when it is there.
+A kernel before makes delta, one after rounds dQ (`cutlass_backward_ends`), all in one call, and in several calls where the sums of all heads would take much
+memory (`statistics.shares`).
 """
 
 import threading
@@ -29,10 +30,13 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
     Ring,
     Shape,
     Still,
+    bundle_of,
     hear,
+    hidden,
     hide,
     locate,
     of_queries,
+    passes_of,
     row_of,
     rows_of,
     statistics_of,
@@ -50,10 +54,11 @@ from onchip.kernels.cutlass import (
     ROWS,
     Compiled,
     as_left,
-    bulk_add,
+    bulk_give,
     bulk_load,
     draw,
     expect,
+    glance,
     halved,
     let_go,
     matrix_store,
@@ -109,7 +114,7 @@ class Backward:
     @cute.jit
     def __call__(self, q_ptr: cute.Pointer, k_ptr: cute.Pointer, v_ptr: cute.Pointer, out_ptr: cute.Pointer, do_ptr: cute.Pointer,
                  dq_ptr: cute.Pointer, dk_ptr: cute.Pointer, dv_ptr: cute.Pointer, lse: cute.Pointer, d_lse: cute.Pointer,
-                 sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
+                 sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                  lists: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                  q_strides: tuple[Int64, Int64, Int64], k_strides: tuple[Int64, Int64, Int64], v_strides: tuple[Int64, Int64, Int64],
                  out_strides: tuple[Int64, Int64, Int64], do_strides: tuple[Int64, Int64, Int64], dq_strides: tuple[Int64, Int64, Int64],
@@ -128,21 +133,21 @@ class Backward:
         dk = cpasync.make_tiled_tma_atom(store, tensor_of(c, dk_ptr, len_k, kv_heads, batch, dk_strides), half, (c.n // GROUPS, c.width))
         dv = cpasync.make_tiled_tma_atom(store, tensor_of(c, dv_ptr, len_k, kv_heads, batch, dv_strides), half, (c.n // GROUPS, c.width))
         _, q_offsets, _, q_used, _ = lists
-        lse2, delta, dq, counter = sums
+        lse2, delta, dq, given, counter = sums
         ends = batch, heads, rows, pitch, len_q
         blocks = [cute.ceil_div(pitch, ROWS_OF_A_BLOCK), heads, 1 if const_expr(c.packed) else batch]
-        prepare(out_ptr, out_strides, do_ptr, do_strides, lse, d_lse, lse2, delta, dq, counter, q_offsets, q_used, ends, c).launch(
+        prepare(out_ptr, out_strides, do_ptr, do_strides, lse, d_lse, lse2, delta, given, counter, q_offsets, q_used, ends, c).launch(
             grid=blocks, block=[BEFORE, 1, 1], stream=stream
         )
         self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale, scale * LOG2E).launch(
             grid=[programs, 1, 1], block=[128 + COMPUTING, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
-        finish(dq, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(grid=blocks, block=[AFTER, 1, 1], stream=stream, use_pdl=True)
+        finish(dq, given, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(grid=blocks, block=[AFTER, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
     def kernel(self, q_atom: cute.CopyAtom, q: cute.Tensor, do_atom: cute.CopyAtom, do: cute.Tensor, k_atom: cute.CopyAtom, k: cute.Tensor,
                v_atom: cute.CopyAtom, v: cute.Tensor, dk_atom: cute.CopyAtom, dk: cute.Tensor, dv_atom: cute.CopyAtom, dv: cute.Tensor,
-               sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
+               sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                lists: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], scale: Float32, slope: Float32):  # fmt: skip
         c = self.c
@@ -183,7 +188,7 @@ class Backward:
             if warp == 0:
                 self.copy((q_atom, q, do_atom, do, k_atom, k, v_atom, v), sums, lists, sizes, still, q_ring, do_ring, message)
             if (warp == 1) | (warp == 2):
-                self.send((dk_atom, dk, dv_atom, dv), sums[2], sizes, s_dq, message, warp - 1)
+                self.send((dk_atom, dk, dv_atom, dv), sums[2], sums[3], sizes, s_dq, message, warp - 1)
         else:
             cute.arch.setmaxregister_increase(240)
             self.compute(sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, slope)
@@ -194,7 +199,7 @@ class Backward:
     def copy(self, tensors, sums, lists, sizes, still, q_ring, do_ring, message):
         c = self.c
         q_atom, q, do_atom, do, k_atom, k, v_atom, v = tensors
-        lse, delta, _, counter = sums
+        lse, delta, _, _, counter = sums
         tiles, _, _, _, kv_heads, group, _, _, pitch = sizes
         query_bytes, key_bytes, row_bytes = c.m * c.width * 2, c.n * c.width * 2, c.m * 4
         number, turn, step, taken = cute.arch.block_idx()[0], Int32(0), Int32(0), Int32(0)
@@ -203,24 +208,27 @@ class Backward:
             if b >= 0:
                 tell(c, message, turn, (tile, kv_head, b, start_q, len_q, start_k, len_k))
                 turn += 1
-                steps = steps_of(c, tile, len_q, len_k)
+                steps = steps_of(c, tile, len_q, len_k, bundle_of(c, b, kv_head, sizes))
                 count = steps[2] + steps[3]
                 k_to, k_from = tiles_in(k_atom, still.k, cute.local_tile(rows_of(c, k, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
                 v_to, v_from = tiles_in(v_atom, still.v, cute.local_tile(rows_of(c, v, kv_head, b, start_k, len_k), (c.n, c.width), (tile, 0)))
                 row = row_of(c, b, start_q)
-                for member in cutlass.range(group, unroll=1):
-                    head = kv_head * group + member
-                    q_to, q_from = tiles_in(q_atom, q_ring.tiles, cute.local_tile(rows_of(c, q, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
-                    do_to, do_from = tiles_in(do_atom, do_ring.tiles, cute.local_tile(rows_of(c, do, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
-                    begin = cute.assume(statistics_of(c, b, head, kv_heads * group, pitch) + row, divby=4)
-                    for x in cutlass.range(count, unroll=1):
-                        m = tile_of(c, x, steps)
+                passes, each = passes_of(c, group)
+                for past in cutlass.range(passes, unroll=1):
+                    for y in cutlass.range(count * each, unroll=1):
+                        member, x = past, y
+                        if const_expr(c.abreast):
+                            member, x = y % each, y // each
+                        head, m = kv_head * group + member, tile_of(c, x, steps)
+                        q_to, q_from = tiles_in(q_atom, q_ring.tiles, cute.local_tile(rows_of(c, q, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
+                        do_to, do_from = tiles_in(do_atom, do_ring.tiles, cute.local_tile(rows_of(c, do, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
+                        begin = cute.assume(statistics_of(c, b, head, kv_heads * group, pitch) + row, divby=4)
                         at, phase = step % c.stages, step // c.stages % 2
                         cute.arch.mbarrier_wait(q_ring.empty + at, phase ^ 1)
                         expect(q_ring.full + at, query_bytes + row_bytes)
                         cute.copy(q_atom, q_from[None, m], q_to[None, at], tma_bar_ptr=q_ring.full + at)
                         bulk_load(q_ring.rows[None, at].iterator, lse + begin + m * c.m, row_bytes, q_ring.full + at)
-                        if (member == 0) & (x == 0):  # the tile before is still in use, but its rings are not
+                        if (past == 0) & (y == 0):  # the tile before is still in use, but its rings are not
                             cute.arch.mbarrier_wait(still.empty, taken % 2 ^ 1)
                             expect(still.k_full, key_bytes)
                             cute.copy(k_atom, k_from, k_to, tma_bar_ptr=still.k_full)
@@ -239,7 +247,7 @@ class Backward:
     # ---- device: the sending warps, one for each warpgroup
 
     @cute.jit
-    def send(self, tensors, dq, sizes, s_dq, message, side):
+    def send(self, tensors, dq, given, sizes, s_dq, message, side):
         """dQ of each step, then dV and dK, by way of the warpgroup's buffer."""
         c = self.c
         dk_atom, dk, dv_atom, dv = tensors
@@ -248,16 +256,22 @@ class Backward:
         turn, count = Int32(0), Int32(0)
         tile, kv_head, b, start_q, len_q, start_k, len_k = hear(c, message, turn, sizes)
         while tile >= 0:
-            steps = steps_of(c, tile, len_q, len_k)
+            steps = steps_of(c, tile, len_q, len_k, bundle_of(c, b, kv_head, sizes))
             row = row_of(c, b, start_q)
-            for member in cutlass.range(group, unroll=1):
-                begin = statistics_of(c, b, kv_head * group + member, kv_heads * group, pitch) * c.width + row * 64
-                # half of the columns each, or, of a head of 64, half of the rows of each tile
-                begin += side * self.piece if const_expr(c.width == 64) else Int64(side) * pitch * 64
-                begin = cute.assume(begin, divby=512)
-                for x in cutlass.range(steps[2] + steps[3], unroll=1):
+            count_of_steps, (passes, each) = steps[2] + steps[3], passes_of(c, group)
+            for past in cutlass.range(passes, unroll=1):
+                for y in cutlass.range(count_of_steps * each, unroll=1):
+                    member, x = past, y
+                    if const_expr(c.abreast):
+                        member, x = y % each, y // each
+                    head_at, m = statistics_of(c, b, kv_head * group + member, kv_heads * group, pitch), tile_of(c, x, steps)
+                    # half of the columns each, or, of a head of 64, half of the rows of each tile
+                    begin = head_at * c.width + row * 64 + (side * self.piece if const_expr(c.width == 64) else Int64(side) * pitch * 64)
+                    flag = given + head_at + row + side + m * c.m
+                    seen = glance(flag)
                     self.take(side, count)
-                    bulk_add(dq + begin + tile_of(c, x, steps) * (c.m * 64), s_dq[None, count % c.slots, side].iterator, self.piece * 4)
+                    there = dq + cute.assume(begin, divby=512) + m * (c.m * 64)
+                    bulk_give(there, s_dq[None, count % c.slots, side].iterator, self.piece * 4, flag, seen)
                     cute.arch.cp_async_bulk_commit_group()
                     count += 1
             for atom, there in ((dv_atom, dv), (dk_atom, dk)):
@@ -324,12 +338,16 @@ class Backward:
                 cute.arch.mbarrier_wait(still.k_full, taken % 2)
                 cute.arch.mbarrier_wait(still.v_full, taken % 2)
             place = tile, own_key, own_query, len_q, len_k
-            begin = step
-            for _ in cutlass.range(group, unroll=1):
-                for x in cutlass.range(masked, unroll=1):
-                    self.step(work, tile_of(c, x, steps), step, taken, begin, place, True)
+            begin, (passes, each) = step, passes_of(c, group)
+            for _ in cutlass.range(passes, unroll=1):
+                for x in cutlass.range(masked * each, unroll=1):
+                    m = tile_of(c, x // each, steps)
+                    if hidden(c, m, tile * c.n + side * 64, len_q, len_k):
+                        self.pause(work, step, taken, begin)
+                    else:
+                        self.step(work, m, step, taken, begin, place, True)
                     step += 1
-                for x in cutlass.range(bare, unroll=1):
+                for x in cutlass.range(bare * each, unroll=1):
                     self.step(work, x, step, taken, begin, place, False)
                     step += 1
             if masked + bare > 0:
@@ -393,6 +411,27 @@ class Backward:
         let_go(w.q_ring.empty + at, w.first_lane)
 
     @cute.jit
+    def pause(self, w, step, taken, begin):
+        """A tile of queries that sees none of this warpgroup's keys: dS is 0, and of the products that of dQ alone is made, for the tile before."""
+        c = self.c
+        at, phase, beat = step % c.stages, step // c.stages % 2, step + taken
+        nothing = cute.make_rmem_tensor(sums_of(w.of_scores, (c.n, c.m)).layout, c.dtype)
+        nothing.fill(0.0)
+        dq = sums_of(w.of_queries, (c.width, c.m))
+        cute.arch.mbarrier_wait(w.q_ring.full + at, phase)
+        cute.arch.mbarrier_wait(w.do_ring.full + at, phase)
+        self.has_been_read(w.side, beat + 1)
+        w.store_ds(nothing, beat % 2)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        multiply(w.of_queries, dq, w.k_turned, w.ds_right[None, None, None, (beat + 1) % 2], True)
+        warpgroup.wait_group(0)
+        self.has_read(w.side, beat)
+        let_go(w.do_ring.empty + at, w.first_lane)
+        let_go(w.q_ring.empty + at, w.first_lane)
+        if step > begin:
+            self.give(dq, w.dq_mine, w.side, step - 1)
+
+    @cute.jit
     def has_read(self, side, beat):
         """This warpgroup's dQ product of a beat is made: it has read the other's dS of the beat before."""
         cute.arch.barrier_arrive(barrier_id=READ + 2 * side + beat % 2, number_of_threads=COMPUTING)
@@ -427,7 +466,7 @@ class Backward:
 # ---- host
 
 _HALF, _FLOATS, _FLOAT, _INTS, _STRIDES = ("pointer", None, 16), ("pointer", Float32, 16), ("pointer", Float32, 4), ("pointer", Int32, 4), (Int64,) * 3
-ARGUMENTS = (*(_HALF,) * 8, _FLOAT, _FLOAT, (_FLOATS, _FLOATS, _FLOATS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 8, (Int32,) * 9, Int32, Int32, Float32)
+ARGUMENTS = (*(_HALF,) * 8, _FLOAT, _FLOAT, (_FLOATS, _FLOATS, _FLOATS, _INTS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 8, (Int32,) * 9, Int32, Int32, Float32)
 
 
 class Tiles(NamedTuple):
@@ -492,21 +531,25 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
     """Prologue, kernel and rounding in one call, for each share of the key heads; delta [batch, heads, rows]."""
     q = tensors[0]
     packed = x.q_offsets is not None
-    shape, run = compiled(q.dtype, *tiles[:3], p.dim, *ends(p.mask), packed, x.q_used is not None, x.k_used is not None, d_lse is not None)
+    shape, run = compiled(q.dtype, *tiles[:3], p.dim, *ends(p.mask), packed, x.q_used is not None, x.k_used is not None, d_lse is not None, p.group > 1)
     batch, rows = (1, len(q)) if packed else q.shape[:2]
     pitch = -(-(rows + p.batch * shape.pad) // 8) * 8 if packed else -(-rows // tiles.m) * tiles.m
     parts = shares(batch, p.kv_heads, p.group, 4 * pitch * shape.width)
     most, every = parts[0].sequences * parts[0].heads * p.group * pitch, batch * p.heads * pitch
-    # dQ's sums and LSE of a share, what counts the tiles drawn, and delta of all
-    held = torch.empty(most * (shape.width + 1) + 4 + every, dtype=torch.float32, device=q.device)
+    # dQ's sums and LSE of a share, which sums there are, what counts the tiles drawn, and delta of all
+    held = torch.empty(most * (shape.width + 2) + 4 + every, dtype=torch.float32, device=q.device)
     sums = held.data_ptr()
     lses = sums + 4 * most * shape.width
-    counter, deltas = lses + 4 * most, lses + 4 * most + 16
+    given, counter, deltas = lses + 4 * most, lses + 8 * most, lses + 8 * most + 16
     listed, places, keys = None, -(-p.len_k // tiles.n), p.len_k
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
         places, keys = len(listed), p.tokens_k or p.tokens
-    side_by_side = together(p, 3 * keys, parts[0].sequences * parts[0].heads)
+    most_heads = parts[0].sequences * parts[0].heads
+    if p.mask.left is not None:  # a head's programs are at tiles in a row, which see much the same queries; 1k, 16 heads side by side: 671 us, 8 660, 4 665
+        keys = min(keys, 2 * (p.mask.left + (p.mask.right or 0) + tiles.n))
+    # of a packed batch two at least: the longest tiles of the last head alone would be begun late
+    side_by_side = max(together(p, 3 * keys, most_heads), min(most_heads, 1 + packed))
     lse, d_lse = lse.contiguous(), None if d_lse is None else d_lse.float().contiguous()
     lse_at, d_lse_at = lse.data_ptr(), 0 if d_lse is None else d_lse.data_ptr()
     others = [0 if t is None else t.data_ptr() for t in (listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used)]
@@ -518,7 +561,7 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
         skipped = [2 * (b * by[0] + h * by[1] * (p.group if of_queries else 1)) for by, of_queries in zip(strides, OF_QUERIES, strict=True)]
         run(
             *map(int.__add__, begins, skipped), lse_at + 4 * first * rows, d_lse_at and d_lse_at + 4 * first * rows,
-            lses, deltas + 4 * first * pitch, sums, counter, *others, *flat,
+            lses, deltas + 4 * first * pitch, sums, given, counter, *others, *flat,
             count, places, side_by_side, p.batch if packed else sequences, heads, p.group, p.len_q, p.len_k, pitch, rows,
             min(count, tiles.programs), x.scale,
         )  # fmt: skip

@@ -1,7 +1,8 @@
-"""What goes before and after `cutlass_backward`: delta = rowsum(dO O) - dLSE, LSE in base 2, the sums of dQ cleared; and dQ rounded from these.
+"""What goes before and after `cutlass_backward`: delta = rowsum(dO O) - dLSE, LSE in base 2, that no sums of dQ are there yet; and dQ rounded from these.
 
-Both move each byte once: before, O, dO and LSE are read, and 4 bytes a number of dQ written; after, these are read, and 2 bytes written. A block takes 64
-rows of a head. `C` is the kernel's `Shape`; `sizes`: batch, heads, rows of q, rows of LSE, delta and dQ's sums, queries of a dense sequence.
+Both move each byte once: before, O, dO and LSE are read; after, 4 bytes a number of dQ, and 2 written. A block takes 64 rows of a head. `C` is the kernel's
+`Shape`; `sizes`: batch, heads, rows of q, rows of LSE, delta and dQ's sums, queries of a dense sequence. `given` [heads, rows], int32: at the row that a tile
+of queries begins with and the one behind it is 2 where a warpgroup's part of the tile's sums is there, 0 where no key is seen and nothing is.
 """
 
 import cutlass
@@ -21,8 +22,9 @@ def vector(ptr, offset, dtype, count: int):
 
 @cute.jit
 def token_of(row, lengths, sizes, C: cutlass.Constexpr):
-    """The row of q at `row` of the sums, and whether there is one. Of a packed batch each sequence lies C.pad further on, from a multiple of 8 on."""
-    token, there = row, row < sizes[4]
+    """The row of q at `row` of the sums, whether there is one, and how far into its tile. Of a packed batch each sequence lies C.pad further on, from a
+    multiple of 8 on."""
+    token, there, within = row, row < sizes[4], row
     if const_expr(C.packed):
         sequences, offsets, used = lengths
         low, high = Int32(0), sequences
@@ -36,12 +38,12 @@ def token_of(row, lengths, sizes, C: cutlass.Constexpr):
         length = used[low] if const_expr(C.q_used) else offsets[low + 1] - start
         within = row - (start + low * C.pad) // 8 * 8
         token, there = start + within, within < length
-    return token, there
+    return token, there, within % C.m
 
 
 @cute.kernel
 def prepare(out: cute.Pointer, out_strides: tuple[Int64, Int64, Int64], do: cute.Pointer, do_strides: tuple[Int64, Int64, Int64],
-            lse: cute.Pointer, d_lse: cute.Pointer, lse2: cute.Pointer, delta: cute.Pointer, sums: cute.Pointer, counter: cute.Pointer,
+            lse: cute.Pointer, d_lse: cute.Pointer, lse2: cute.Pointer, delta: cute.Pointer, given: cute.Pointer, counter: cute.Pointer,
             offsets: cute.Pointer, used: cute.Pointer, sizes: tuple[Int32, Int32, Int32, Int32, Int32], C: cutlass.Constexpr):  # fmt: skip
     cute.arch.griddepcontrol_launch_dependents()
     batch, heads, rows, pitch, _ = sizes
@@ -57,7 +59,7 @@ def prepare(out: cute.Pointer, out_strides: tuple[Int64, Int64, Int64], do: cute
     passes = ROWS * each // BEFORE
     for i in cutlass.range_constexpr(passes):
         row = block * ROWS + i * (BEFORE // each) + thread // each
-        token, there = token_of(row, lengths, sizes, C)
+        token, there, _ = token_of(row, lengths, sizes, C)
         o, d = cute.make_rmem_tensor(8, C.dtype), cute.make_rmem_tensor(8, C.dtype)
         o.fill(0.0)
         d.fill(0.0)
@@ -78,20 +80,13 @@ def prepare(out: cute.Pointer, out_strides: tuple[Int64, Int64, Int64], do: cute
             empty = value == -Float32.inf
             cute.make_tensor(lse2 + at * pitch + row, cute.make_layout(1))[0] = Float32.inf if empty else value * LOG2E
             cute.make_tensor(delta + at * pitch + row, cute.make_layout(1))[0] = Float32(0.0) if empty else total
-    zeros = cute.make_rmem_tensor(4, Float32)
-    zeros.fill(0.0)
-    for half in cutlass.range_constexpr(C.width // 64):
-        begin = (at * (C.width // 64) + half) * pitch * 64
-        for i in cutlass.range_constexpr(ROWS * 64 // (4 * BEFORE)):
-            place = block * (ROWS * 64) + (i * BEFORE + thread) * 4
-            if place < pitch * 64:
-                cute.autovec_copy(zeros, vector(sums, begin + place, Float32, 4))
+            cute.make_tensor(given + at * pitch + row, cute.make_layout(1))[0] = Int32(0)
     if (thread == 0) & (block == 0) & (head == 0) & (b == 0):
         cute.make_tensor(counter, cute.make_layout(1))[0] = Int32(0)
 
 
 @cute.kernel
-def finish(sums: cute.Pointer, dq: cute.Pointer, dq_strides: tuple[Int64, Int64, Int64], offsets: cute.Pointer, used: cute.Pointer,
+def finish(sums: cute.Pointer, given: cute.Pointer, dq: cute.Pointer, dq_strides: tuple[Int64, Int64, Int64], offsets: cute.Pointer, used: cute.Pointer,
            sizes: tuple[Int32, Int32, Int32, Int32, Int32], scale: Float32, C: cutlass.Constexpr):  # fmt: skip
     """Of a head, float32 [halves of 64 columns, groups of 8 rows, 512]: an accumulator of dQ^T, 64 x 8, as a warpgroup's threads hold it, 4 numbers each."""
     batch, heads, _, pitch, _ = sizes
@@ -121,7 +116,12 @@ def finish(sums: cute.Pointer, dq: cute.Pointer, dq_strides: tuple[Int64, Int64,
     dq += cute.assume(b * dq_strides[0] + head * dq_strides[1], divby=8)
     for i in cutlass.range_constexpr(ROWS * each // AFTER):
         local, column = i * (AFTER // each) + thread // each, thread % each * 8
-        token, there = token_of(block * ROWS + local, lengths, sizes, C)
+        row = block * ROWS + local
+        token, there, within = token_of(row, lengths, sizes, C)
         if there & (column < C.dim):
-            source = vector(tile.iterator, local * (C.width + 8) + column, C.dtype, 8)
-            cute.autovec_copy(source, vector(dq, token * dq_strides[2] + column, C.dtype, 8))
+            side = column // 64 if const_expr(C.width > 64) else within // (C.m // 2)
+            out = cute.make_rmem_tensor(8, C.dtype)
+            out.fill(0.0)
+            if cute.make_tensor(given + Int64(b * heads + head) * pitch + row - within + side, cute.make_layout(1))[0] != 0:
+                cute.autovec_copy(vector(tile.iterator, local * (C.width + 8) + column, C.dtype, 8), out)
+            cute.autovec_copy(out, vector(dq, token * dq_strides[2] + column, C.dtype, 8))

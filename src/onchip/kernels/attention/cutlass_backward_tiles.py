@@ -18,7 +18,7 @@ FAR = 1 << 30  # rows of a packed batch's tensors as the copy engine sees them: 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the device code is compiled for. `slopes`: LSE has a gradient."""
+    """What the device code is compiled for. `slopes`: LSE has a gradient. `grouped`: several heads of q share one of k."""
 
     dtype: object
     m: int
@@ -32,11 +32,17 @@ class Shape:
     q_used: bool = False
     k_used: bool = False
     slopes: bool = False
+    grouped: bool = False
 
     @property
     def width(self):
         """Columns of a tile; those past the head's own are 0."""
         return 64 if self.dim <= 64 else 128
+
+    @property
+    def abreast(self):
+        """Whether a tile of keys takes a tile of queries of all its heads before the next: see `passes_of`."""
+        return self.grouped and self.left < 0
 
     @property
     def slots(self):
@@ -131,10 +137,15 @@ def locate(C, number, sizes, lists):
     return tile, head, b, start_q, len_q, start_k, len_k
 
 
+def bundle_of(C, b, kv_head, sizes):
+    """Which of the bundles of heads that go side by side a head is in."""
+    return (kv_head if C.packed else b * sizes[4] + kv_head) // sizes[2]
+
+
 @cute.jit
-def steps_of(C, tile, len_q, len_k):
+def steps_of(C, tile, len_q, len_k, bundle=0):
     """The query tiles that see some key of a tile: the first, how many before those that need no mask, how many need it, how many do not, and where
-    among these to begin.
+    among these to begin; where heads share keys, of a tile in that bundle of heads, 0: with the last one, 1: with the first.
 
     Those that need it come first, at both ends of the others, so that there is one loop for them. Heads of 64 begin with another one for each
     tile of keys, so that programs side by side do not add to the same rows of dQ at once: 1% at 16k and 32k. (Of 128 it costs 1%: they share Q in L2.)
@@ -152,7 +163,7 @@ def steps_of(C, tile, len_q, len_k):
         outer = cutlass.max(inner, cutlass.min(cutlass.max(n + C.left + 1 - shift, 0) // C.m, last))
     if n + C.n > len_k:  # the last keys: every tile needs the mask
         inner, outer = last, last
-    turn = tile * 7 % cutlass.max(outer - inner, 1) if const_expr(C.width == 64) else Int32(0)
+    turn = bundle % 2 if const_expr(C.abreast) else tile * 7 % cutlass.max(outer - inner, 1) if const_expr(C.width == 64) else Int32(0)
     return first, inner - first, inner - first + last - outer, outer - inner, turn
 
 
@@ -164,10 +175,25 @@ def tile_of(C, x, steps):
     if const_expr(C.left >= 0):  # noqa: SIM102 (one is a constant of the compiler's)
         if x >= before:
             m += bare if x < masked else before - masked
-    if const_expr(C.width == 64):  # noqa: SIM102
+    if const_expr(C.abreast and C.right >= 0):
+        if (x >= masked) & (turn == 0):
+            m = first + masked + masked + bare - 1 - x
+    elif const_expr(C.width == 64):  # noqa: SIM102
         if x >= masked:
             m += turn if x - masked + turn < bare else turn - bare
     return m
+
+
+def passes_of(C, group):
+    """How often a tile of keys goes over its steps, and how often it takes each before the next: together once for each head of q that shares its keys.
+
+    Keys that see different queries take different times over a head, and would be heads apart after a few, with what L2 holds of Q, dO and dQ's sums used by
+    one program each. So all heads of a tile of queries come in turn. Under a causal mask a bundle of heads whose programs begin together begins with the last
+    queries, which all keys see; the next one's programs begin the later the fewer queries they see, and begin with their first. A window's tiles are alike.
+    """
+    if C.abreast:
+        return 1, group
+    return group if C.grouped else 1, 1
 
 
 def ahead(C, len_q, len_k):
@@ -215,6 +241,18 @@ def of_queries(C, values, at, query):
     out = cute.make_rmem_tensor((2, C.m // 8), Float32)
     cute.autovec_copy(there, out)
     return out
+
+
+@cute.jit
+def hidden(C, m, key, len_q, len_k):
+    """Whether query tile `m` sees none of the 64 keys from `key` on."""
+    shift = ahead(C, len_q, len_k) + m * C.m
+    found = key >= len_k
+    if const_expr(C.right >= 0):
+        found = found | (shift + C.m - 1 + C.right < key)
+    if const_expr(C.left >= 0):
+        found = found | (shift - C.left > key + 63)
+    return found
 
 
 @cute.jit
