@@ -88,7 +88,7 @@ def _counts(t, share, runs, pieces, pixels, RUN: tl.constexpr):
 @triton.jit
 def _write(
     held, y_ptr, w_ptr, b_ptr, mean, rstd, first_c, begin, end, each, pieces, pixels,
-    ACT: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, WORDS: tl.constexpr, KEEP: tl.constexpr = "",
+    ACT: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, WORDS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """y of the runs [begin, end)."""
     SPAN: tl.constexpr = CUT[2]
@@ -115,7 +115,7 @@ def _held(
     size = (tl.zeros([], tl.int64) + each) * pixels
     first = before(begin, pieces, pixels, RUN)
     start = unit * size + first
-    held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT)
+    held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT, "")
     if PHASE != SECOND:
         mean, square = _moments(held, x_ptr + start, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, groups >> 31, HELD, CUT, WORDS)
         if TEAM > 1:
@@ -131,7 +131,7 @@ def _held(
         if mean_ptr is not None:
             tl.store(mean_ptr + unit, mean, mask=member == 0)
             tl.store(rstd_ptr + unit, rstd, mask=member == 0)
-        _write(held, y_ptr + start, w_ptr, b_ptr, mean, rstd, unit % groups * each, begin, end, each, pieces, pixels, ACT, HELD, CUT, WORDS)
+        _write(held, y_ptr + start, w_ptr, b_ptr, mean, rstd, unit % groups * each, begin, end, each, pieces, pixels, ACT, HELD, CUT, WORDS, "")
 
 
 @triton.jit

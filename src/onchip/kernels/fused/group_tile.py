@@ -69,7 +69,7 @@ def tile(begin, end, k, pieces, pixels, CUT: tl.constexpr):
 
 
 @triton.jit
-def hold(x_ptr, begin, end, pieces, pixels, HELD: tl.constexpr, CUT: tl.constexpr, KEEP: tl.constexpr = ""):
+def hold(x_ptr, begin, end, pieces, pixels, HELD: tl.constexpr, CUT: tl.constexpr, KEEP: tl.constexpr):
     """The first HELD tiles of a program."""
     held = ()
     for k in tl.static_range(HELD):
