@@ -92,12 +92,18 @@ def _write(
 ):  # fmt: skip
     """y of the runs [begin, end)."""
     SPAN: tl.constexpr = CUT[2]
+    FAR: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     for turn in tl.static_range(HELD // SPAN):
         _, c, _, _ = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
         w, b = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd, of_channel(b_ptr, first_c + c, c < each, 0.0)
+        if not FAR:
+            b -= mean * w
         for s in tl.static_range(SPAN):
             _, _, at, inside = tile(begin, end, turn * SPAN + s, pieces, pixels, CUT)
-            tl.store(y_ptr + at, _y(wide(held[turn * SPAN + s], pixels >> 31, WORDS) - mean, w, b, y_ptr, ACT, WORDS), mask=inside, eviction_policy=KEEP)
+            x = wide(held[turn * SPAN + s], pixels >> 31, WORDS)
+            if FAR:  # the mean goes off first: a product of thousands would be rounded before it does
+                x -= mean
+            tl.store(y_ptr + at, _y(x, w, b, y_ptr, ACT, WORDS), mask=inside, eviction_policy=KEEP)
 
 
 @triton.jit

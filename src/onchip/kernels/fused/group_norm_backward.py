@@ -285,7 +285,7 @@ def _totals(du_ptr, du_hat_ptr, db_ptr, dw_ptr, batch, channels, parts, PARTS: t
 
 # ---- host
 
-TOTALS = 1024  # numbers of a program that adds up channels
+TOTALS = 256  # numbers of a program that adds up channels
 
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
