@@ -140,7 +140,7 @@ def test_group_norm(problem, arch):
             kernel = group_norm_backward._backward_last if is_last else group_norm_backward._backward_first
         values = group_tile.arguments(problem, tiles, torch.empty(0)) | {"PHASE": 0, "WORDS": arch.startswith("sm")}
         values |= {"STREAM": tiles.share > tiles.held // tiles.span * tiles.rows, "TEAM": triton.next_power_of_2(tiles.team)}
-        values |= {"PARTS": group_tile.parts(problem, tiles), "EVICT": group_norm.EVICT}
+        values["PARTS"] = group_tile.parts(problem, tiles)
         matrices, numbers = {"x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "w_ptr", "b_ptr"}, {"count_ptr": "*i64", "word_ptr": "*i64", "eps": "fp32"}
         numbers |= {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr") and name not in numbers}
         signature = {name: POINTER[problem.dtype] if name in matrices else numbers.get(name, "i32") for name in kernel.arg_names}

@@ -3,7 +3,8 @@
 A group of up to 1 MB is held in registers, by one program or by a team that meets half way (`meeting.py`). A larger one, and a sample whose channels come
 last, is read twice by programs that hold nothing: by those that sum it up, of which the last to be done merges what all have found (Chan, Golub and LeVeque,
 1983) and tells the others, and a little later, from the L2 cache, by those that write y. These wait for programs that a GPU starts before them, and the
-first for none, so that there may be any number of them. Where channels come last, sums of channels are folded into groups.
+first for none, so that there may be any number of them. L2 is told to let y and what is read again go before what has been summed up. Where channels come
+last, sums of channels are folded into groups.
 Bytes moved: the floor, x and y once each, as long as the L2 cache keeps what has been summed up until it is read again.
 """
 
@@ -171,7 +172,7 @@ def _told(word_ptr, mean_ptr, rstd_ptr, at, there, mean, square, count, eps):
 @triton.jit
 def _twice(
     x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, part_ptr, word_ptr, count_ptr, eps, pixels, units, groups, each, pieces, share, team, lag,
-    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr, EVICT: tl.constexpr,
+    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """A member's share of a group whose channels come first, to be summed up or written."""
     RUN: tl.constexpr = CUT[2] * CUT[1]
@@ -184,16 +185,13 @@ def _twice(
     size = (tl.zeros([], tl.int64) + each) * pixels
     first = before(begin, pieces, pixels, RUN)
     start = unit * size + first
-    SUM: tl.constexpr = EVICT[0]
-    READ: tl.constexpr = EVICT[1]
-    STORE: tl.constexpr = EVICT[2]
     if writes:
-        held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT, READ)
+        held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT, "evict_first")
         mean, rstd = hear(word_ptr + unit, 1, 1, PHASE)
         mean, rstd = tl.sum(mean), tl.sum(rstd)
-        _write(held, y_ptr + start, w_ptr, b_ptr, mean, rstd, unit % groups * each, begin, end, each, pieces, pixels, ACT, HELD, CUT, WORDS, STORE)
+        _write(held, y_ptr + start, w_ptr, b_ptr, mean, rstd, unit % groups * each, begin, end, each, pieces, pixels, ACT, HELD, CUT, WORDS, "evict_first")
     else:
-        held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT, SUM)
+        held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT, "evict_last")
         mean, square = _moments(held, x_ptr + start, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, groups >> 31, HELD, CUT, WORDS)
         part_ptr += unit.to(tl.int64) * team * 2
         tl.store(part_ptr + member * 2, mean)
@@ -238,7 +236,7 @@ def _twice_last(
     x_ptr, y_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, own_ptr, part_mean_ptr, part_square_ptr, word_ptr, count_ptr, eps,
     channels, pixels, units, groups, each, share, team, lag,
     ACT: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr,
-    WORDS: tl.constexpr, PHASE: tl.constexpr, EVICT: tl.constexpr,
+    WORDS: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """A member's share of a sample whose channels come last, to be summed up or written: pixels with all their channels."""
     COLS: tl.constexpr = CUT[1]
@@ -252,9 +250,6 @@ def _twice_last(
     start = (unit.to(tl.int64) * pixels + begin) * channels
     x_ptr += start
     y_ptr += start
-    SUM: tl.constexpr = EVICT[0]
-    READ: tl.constexpr = EVICT[1]
-    STORE: tl.constexpr = EVICT[2]
     FAR: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     g = tl.arange(0, GROUPS)
     at_g = unit.to(tl.int64) * groups + g
@@ -263,7 +258,7 @@ def _twice_last(
         held = ()
         for k in tl.static_range(BLOCKS):
             at, inside = block(0, k, own, channels, CUT)
-            held += (tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy=READ),)
+            held += (tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first"),)
         mean, rstd = hear(word_ptr + unit.to(tl.int64) * groups, groups, GROUPS, PHASE)
         if FAR:  # the mean goes off first: a product of thousands would be rounded before it does
             spread(own_ptr + 2 * channels, mean, mean, None, None, channels, groups, each)
@@ -276,12 +271,12 @@ def _twice_last(
             x = wide(held[k], pixels >> 31, WORDS)
             if FAR:
                 x -= across(own_ptr + 2 * channels, k, channels, CUT)
-            tl.store(y_ptr + at, _y(x, w, b, y_ptr, ACT, WORDS), mask=inside, eviction_policy=STORE)
+            tl.store(y_ptr + at, _y(x, w, b, y_ptr, ACT, WORDS), mask=inside, eviction_policy="evict_first")
     else:
         held = ()
         for k in tl.static_range(BLOCKS):
             at, inside = block(0, k, own, channels, CUT)
-            held += (tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy=SUM),)
+            held += (tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last"),)
         part = tl.arange(0, COUNT)[:, None]
         for k in tl.static_range(BLOCKS):
             about = across(x_ptr, k, channels, CUT).to(tl.float32)  # the first pixel
@@ -315,10 +310,9 @@ def _twice_last(
 
 # ---- host
 
-SHARE = 32 << 10  # bytes of a program where channels come first (1x128x1024x1024: 190 us; 16 KB 201, 64 KB 201)
-SHARE_LAST, WARPS_LAST = 40 << 10, 4  # where they come last: what a warp does once is most of the time (16x320x64x64: 42.5 us; 8 warps 51, 80 KB 44)
-EVICT = ("evict_last", "evict_first", "evict_first")
-AHEAD = 4  # programs for each multiprocessor that are begun before what they have summed up is read again
+SHARE = 32 << 10  # bytes of a program where channels come first (1x128x1024x1024: 176 us; 16 KB 209, 64 KB 258)
+SHARE_LAST, WARPS_LAST = 40 << 10, 4  # where they come last: what a warp does once is most of the time (16x320x64x64: 40.2 us; 8 warps 51, 20 KB 57)
+AHEAD = 8  # programs for each multiprocessor that are begun before what they have summed up is read again (1x512x256x256: 47.1 us; 4 53.7, 16 50.7)
 
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
@@ -351,17 +345,11 @@ def launch(
         for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
             _held[(units * t.team,)](**given, word_ptr=words, TEAM=triton.next_power_of_2(t.team), PHASE=phase)
         return y, mean, rstd
+    # One that writes stands (2 lag + 1) teams behind who sums up the same place, which is at least AHEAD programs a multiprocessor.
     lag = min(units, triton.cdiv(max(AHEAD * of(x.device).sms - t.team, 1), 2 * t.team))
     programs = 2 * t.team * (units + lag)
     zeros = torch.zeros(units + p.batch * p.groups, dtype=torch.int64, device=x.device)  # counters, and words that say nothing yet
-    given |= {
-        "EVICT": EVICT,
-        "units": units,
-        "lag": lag,
-        "count_ptr": zeros,
-        "word_ptr": zeros[units:],
-        "PHASE": (BOTH_AMD if torch.version.hip else BOTH).value,
-    }
+    given |= {"units": units, "lag": lag, "count_ptr": zeros, "word_ptr": zeros[units:], "PHASE": (BOTH_AMD if torch.version.hip else BOTH).value}
     if is_last:
         part = scratch(x, 2, units * t.team, p.groups)
         own = scratch(x, units * t.team, max(4, 2 * parts(p, t)[0]), p.channels)

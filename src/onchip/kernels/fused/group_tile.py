@@ -70,7 +70,7 @@ def tile(begin, end, k, pieces, pixels, CUT: tl.constexpr):
 
 @triton.jit
 def hold(x_ptr, begin, end, pieces, pixels, HELD: tl.constexpr, CUT: tl.constexpr, KEEP: tl.constexpr):
-    """The first HELD tiles of a program."""
+    """The first HELD tiles of a program. KEEP is the hint of how long L2 shall keep them."""
     held = ()
     for k in tl.static_range(HELD):
         _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
