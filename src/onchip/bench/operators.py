@@ -123,7 +123,8 @@ NORMS = {
     "modulated_norm, DiT": _dit(32, 1024, 1152),
     "modulated_norm, Flux": _dit(4, 4608, 3072),
     "adaLN-Zero": Operator(
-        **_norm("residual gate scale shift", "x residual gate scale shift", "layer"), make=_samples(4, 1, 3),
+        of("norm", "layer residual gate scale shift"), make=_samples(4, 1, 3),
+        back=of("norm_backward", "layer residual gate scale shift keep d_total -> x residual gate scale shift"),
         ours=lambda x, r, g, s, b: modulated_norm(x, s, b, residual=Residual(r, g)), plain=_zero, learnt=(0, 1, 2, 3, 4),
         sizes=((4 * 4608, 3072),), least=(8, 24),
     ),

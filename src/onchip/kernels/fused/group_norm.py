@@ -3,7 +3,8 @@
 A group of up to 1 MB is held in registers, by one program or by a team that meets half way (`meeting.py`). A larger one, and a sample whose channels come
 last, is read twice by programs that hold nothing: by those that sum it up, of which the last to be done merges what all have found (Chan, Golub and LeVeque,
 1983) and tells the others, and a little later, from the L2 cache, by those that write y. These wait for programs that a GPU starts before them, and the
-first for none, so that there may be any number of them. Where channels come last, sums of channels are folded into groups.
+first for none, so that there may be any number of them. L2 is told to let y and what is read again go before what has been summed up. Where channels come
+last, sums of channels are folded into groups.
 Bytes moved: the floor, x and y once each, as long as the L2 cache keeps what has been summed up until it is read again.
 """
 
@@ -24,6 +25,7 @@ from onchip.kernels.fused.group_tile import (
     hold,
     last,
     of_channel,
+    partial,
     parts,
     quick_sigmoid,
     scratch,
@@ -52,14 +54,23 @@ def _y(x, w, b, y_ptr, ACT: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _moments(held, count, begin, end, pieces, pixels, zero, HELD: tl.constexpr, CUT: tl.constexpr, WORDS: tl.constexpr):
-    """Mean and sum of square deviations of the runs [begin, end), `count` numbers."""
+def _moments(held, first_ptr, count, begin, end, pieces, pixels, zero, HELD: tl.constexpr, CUT: tl.constexpr, WORDS: tl.constexpr):
+    """Mean and sum of square deviations of the runs [begin, end), `count` numbers.
+
+    float32 is added up from the first number on: a sum of thousands would round a mean of 1,000 by half of float32's own steps there, and more.
+    """
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
+    FAR: tl.constexpr = held[0].dtype == tl.float32
     total = tl.zeros([ROWS, COLS], tl.float32)
+    about = tl.load(first_ptr) if FAR else 0.0
     for k in tl.static_range(HELD):
-        total += wide(held[k], 0, WORDS)
-    mean = tl.sum(total) / count
+        x = wide(held[k], 0, WORDS)
+        if FAR:
+            _, _, _, inside = tile(begin, end, k, pieces, pixels, CUT)
+            x = tl.where(inside, x - about, 0.0)
+        total += x
+    mean = about + tl.sum(total) / count
     squares = tl.zeros([ROWS, COLS], tl.float32)
     for k in tl.static_range(HELD):
         _, _, _, inside = tile(begin, end, k, pieces, pixels, CUT)
@@ -78,16 +89,22 @@ def _counts(t, share, runs, pieces, pixels, RUN: tl.constexpr):
 @triton.jit
 def _write(
     held, y_ptr, w_ptr, b_ptr, mean, rstd, first_c, begin, end, each, pieces, pixels,
-    ACT: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, WORDS: tl.constexpr,
+    ACT: tl.constexpr, HELD: tl.constexpr, CUT: tl.constexpr, WORDS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """y of the runs [begin, end)."""
     SPAN: tl.constexpr = CUT[2]
+    FAR: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
     for turn in tl.static_range(HELD // SPAN):
         _, c, _, _ = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
         w, b = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd, of_channel(b_ptr, first_c + c, c < each, 0.0)
+        if not FAR:
+            b -= mean * w
         for s in tl.static_range(SPAN):
             _, _, at, inside = tile(begin, end, turn * SPAN + s, pieces, pixels, CUT)
-            tl.store(y_ptr + at, _y(wide(held[turn * SPAN + s], pixels >> 31, WORDS) - mean, w, b, y_ptr, ACT, WORDS), mask=inside)
+            x = wide(held[turn * SPAN + s], pixels >> 31, WORDS)
+            if FAR:  # the mean goes off first: a product of thousands would be rounded before it does
+                x -= mean
+            tl.store(y_ptr + at, _y(x, w, b, y_ptr, ACT, WORDS), mask=inside, eviction_policy=KEEP)
 
 
 @triton.jit
@@ -105,22 +122,23 @@ def _held(
     size = (tl.zeros([], tl.int64) + each) * pixels
     first = before(begin, pieces, pixels, RUN)
     start = unit * size + first
-    held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT)
+    held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT, "")
     if PHASE != SECOND:
-        mean, square = _moments(held, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, groups >> 31, HELD, CUT, WORDS)
+        mean, square = _moments(held, x_ptr + start, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, groups >> 31, HELD, CUT, WORDS)
         if TEAM > 1:
             tell(word_ptr + tl.program_id(0), mean, square + TINY)
     if PHASE != FIRST:
         if TEAM > 1:
             means, squares = hear(word_ptr + unit * team, team, TEAM, PHASE)
             counts = _counts(tl.arange(0, TEAM), share, runs, pieces, pixels, RUN)
-            mean = tl.sum(means * counts) / size
+            about = tl.sum(tl.where(tl.arange(0, TEAM) == 0, means, 0.0))
+            mean = about + tl.sum((means - about) * counts) / size
             square = tl.sum(squares + counts * (means - mean) * (means - mean))
         rstd = tl.rsqrt(square / size + eps)
         if mean_ptr is not None:
             tl.store(mean_ptr + unit, mean, mask=member == 0)
             tl.store(rstd_ptr + unit, rstd, mask=member == 0)
-        _write(held, y_ptr + start, w_ptr, b_ptr, mean, rstd, unit % groups * each, begin, end, each, pieces, pixels, ACT, HELD, CUT, WORDS)
+        _write(held, y_ptr + start, w_ptr, b_ptr, mean, rstd, unit % groups * each, begin, end, each, pieces, pixels, ACT, HELD, CUT, WORDS, "")
 
 
 @triton.jit
@@ -167,13 +185,14 @@ def _twice(
     size = (tl.zeros([], tl.int64) + each) * pixels
     first = before(begin, pieces, pixels, RUN)
     start = unit * size + first
-    held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT)
     if writes:
+        held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT, "evict_first")
         mean, rstd = hear(word_ptr + unit, 1, 1, PHASE)
         mean, rstd = tl.sum(mean), tl.sum(rstd)
-        _write(held, y_ptr + start, w_ptr, b_ptr, mean, rstd, unit % groups * each, begin, end, each, pieces, pixels, ACT, HELD, CUT, WORDS)
+        _write(held, y_ptr + start, w_ptr, b_ptr, mean, rstd, unit % groups * each, begin, end, each, pieces, pixels, ACT, HELD, CUT, WORDS, "evict_first")
     else:
-        mean, square = _moments(held, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, groups >> 31, HELD, CUT, WORDS)
+        held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT, "evict_last")
+        mean, square = _moments(held, x_ptr + start, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, groups >> 31, HELD, CUT, WORDS)
         part_ptr += unit.to(tl.int64) * team * 2
         tl.store(part_ptr + member * 2, mean)
         tl.store(part_ptr + member * 2 + 1, square)
@@ -190,19 +209,6 @@ def _twice(
             off_mean = tl.sum(total) / size
             square = tl.maximum(tl.sum(squares) - size.to(tl.float32) * off_mean * off_mean, 0.0)
             _told(word_ptr, mean_ptr, rstd_ptr, unit, None, about + off_mean, square, size, eps)
-
-
-@triton.jit
-def _partial(x, PARTS: tl.constexpr):
-    """Sums [PARTS[0], COLS] of rows of x [ROWS, COLS]: of those that one warp has, PARTS[1] at a time, so that nothing goes through shared memory."""
-    COUNT: tl.constexpr = PARTS[0]
-    LANES: tl.constexpr = PARTS[1]
-    ROWS: tl.constexpr = x.shape[0]
-    COLS: tl.constexpr = x.shape[1]
-    x = tl.sum(tl.reshape(x, [ROWS // (COUNT * LANES), COUNT * LANES, COLS]), 0)
-    if LANES > 1:
-        x = tl.sum(tl.reshape(x, [COUNT, LANES, COLS]), 1)
-    return x
 
 
 @triton.jit
@@ -244,29 +250,41 @@ def _twice_last(
     start = (unit.to(tl.int64) * pixels + begin) * channels
     x_ptr += start
     y_ptr += start
-    held = ()
-    for k in tl.static_range(BLOCKS):
-        at, inside = block(0, k, own, channels, CUT)
-        held += (tl.load(x_ptr + at, mask=inside, other=0.0),)
+    FAR: tl.constexpr = x_ptr.dtype.element_ty == tl.float32
     g = tl.arange(0, GROUPS)
     at_g = unit.to(tl.int64) * groups + g
-    own_ptr += (unit.to(tl.int64) * team + member) * channels * (2 * COUNT)
+    own_ptr += (unit.to(tl.int64) * team + member) * channels * max(4, 2 * COUNT)
     if writes:
+        held = ()
+        for k in tl.static_range(BLOCKS):
+            at, inside = block(0, k, own, channels, CUT)
+            held += (tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first"),)
         mean, rstd = hear(word_ptr + unit.to(tl.int64) * groups, groups, GROUPS, PHASE)
-        spread(own_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
+        if FAR:  # the mean goes off first: a product of thousands would be rounded before it does
+            spread(own_ptr + 2 * channels, mean, mean, None, None, channels, groups, each)
+            spread(own_ptr, rstd, tl.zeros_like(mean), w_ptr, b_ptr, channels, groups, each)
+        else:
+            spread(own_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
         for k in tl.static_range(BLOCKS):
             w, b = across(own_ptr, k, channels, CUT), across(own_ptr + channels, k, channels, CUT)
             at, inside = block(0, k, own, channels, CUT)
-            tl.store(y_ptr + at, _y(wide(held[k], pixels >> 31, WORDS), w, b, y_ptr, ACT, WORDS), mask=inside)
+            x = wide(held[k], pixels >> 31, WORDS)
+            if FAR:
+                x -= across(own_ptr + 2 * channels, k, channels, CUT)
+            tl.store(y_ptr + at, _y(x, w, b, y_ptr, ACT, WORDS), mask=inside, eviction_policy="evict_first")
     else:
+        held = ()
+        for k in tl.static_range(BLOCKS):
+            at, inside = block(0, k, own, channels, CUT)
+            held += (tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last"),)
         part = tl.arange(0, COUNT)[:, None]
         for k in tl.static_range(BLOCKS):
             about = across(x_ptr, k, channels, CUT).to(tl.float32)  # the first pixel
             _, inside = block(0, k, own, channels, CUT)
             off = tl.where(inside, wide(held[k], 0, WORDS) - about, 0.0)
             c = k * COLS + tl.arange(0, COLS)[None, :]
-            tl.store(own_ptr + part * channels + c, _partial(off, PARTS), mask=c < channels)
-            tl.store(own_ptr + (COUNT + part) * channels + c, _partial(off * off, PARTS), mask=c < channels)
+            tl.store(own_ptr + part * channels + c, partial(off, PARTS), mask=c < channels)
+            tl.store(own_ptr + (COUNT + part) * channels + c, partial(off * off, PARTS), mask=c < channels)
         tl.debug_barrier()
         i = tl.arange(0, EACH)[None, :]
         inside_g = (i < each) & (g[:, None] < groups)
@@ -292,9 +310,9 @@ def _twice_last(
 
 # ---- host
 
-SHARE = 32 << 10  # bytes of a program where channels come first (1x128x1024x1024: 190 us; 16 KB 201, 64 KB 201)
-SHARE_LAST, WARPS_LAST = 40 << 10, 4  # where they come last: what a warp does once is most of the time (16x320x64x64: 42.5 us; 8 warps 51, 80 KB 44)
-AHEAD = 8  # programs for each multiprocessor that are begun before what they have summed up is read again
+SHARE = 32 << 10  # bytes of a program where channels come first (1x128x1024x1024: 176 us; 16 KB 209, 64 KB 258)
+SHARE_LAST, WARPS_LAST = 40 << 10, 4  # where they come last: what a warp does once is most of the time (16x320x64x64: 40.2 us; 8 warps 51, 20 KB 57)
+AHEAD = 8  # programs for each multiprocessor that are begun before what they have summed up is read again (1x512x256x256: 47.1 us; 4 53.7, 16 50.7)
 
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
@@ -327,13 +345,14 @@ def launch(
         for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
             _held[(units * t.team,)](**given, word_ptr=words, TEAM=triton.next_power_of_2(t.team), PHASE=phase)
         return y, mean, rstd
-    lag = min(units, triton.cdiv(AHEAD * of(x.device).sms, 2 * t.team))
+    # One that writes stands (2 lag + 1) teams behind who sums up the same place, which is at least AHEAD programs a multiprocessor.
+    lag = min(units, triton.cdiv(max(AHEAD * of(x.device).sms - t.team, 1), 2 * t.team))
     programs = 2 * t.team * (units + lag)
     zeros = torch.zeros(units + p.batch * p.groups, dtype=torch.int64, device=x.device)  # counters, and words that say nothing yet
     given |= {"units": units, "lag": lag, "count_ptr": zeros, "word_ptr": zeros[units:], "PHASE": (BOTH_AMD if torch.version.hip else BOTH).value}
     if is_last:
         part = scratch(x, 2, units * t.team, p.groups)
-        own = scratch(x, units * t.team, 2 * parts(p, t)[0], p.channels)
+        own = scratch(x, units * t.team, max(4, 2 * parts(p, t)[0]), p.channels)
         _twice_last[(programs,)](**given, part_mean_ptr=part[0], part_square_ptr=part[1], own_ptr=own, PARTS=parts(p, t))
     else:
         _twice[(programs,)](**given, part_ptr=scratch(x, units * t.team, 2))

@@ -15,7 +15,23 @@ import triton.language as tl
 from onchip.core.device import Device
 from onchip.core.problem import Groups
 from onchip.kernels.curves import slope
-from onchip.kernels.fused.group_tile import Tiles, across, arguments, before, block, first, last, of_channel, quick_sigmoid, scratch, spread, tile, wide
+from onchip.kernels.fused.group_tile import (
+    Tiles,
+    across,
+    arguments,
+    before,
+    block,
+    first,
+    last,
+    of_channel,
+    partial,
+    parts,
+    quick_sigmoid,
+    scratch,
+    spread,
+    tile,
+    wide,
+)
 from onchip.kernels.meeting import BOTH, FIRST, SECOND, meet, phases
 
 # ---- device
@@ -150,12 +166,14 @@ def _backward_first(
 def _backward_last(
     dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, own_ptr, table_ptr, part_ptr, part_hat_ptr, count_ptr,
     channels, pixels, groups, each, share, team,
-    ACT: tl.constexpr, CUT: tl.constexpr, STREAM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
+    ACT: tl.constexpr, CUT: tl.constexpr, PARTS: tl.constexpr, STREAM: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
     """A member's share of a sample: pixels with all their channels, which come last."""
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
     BLOCKS: tl.constexpr = CUT[2]
+    COUNT: tl.constexpr = PARTS[0]
     QUICK: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     unit = tl.program_id(0) // team
     member = tl.program_id(0) % team
@@ -177,7 +195,8 @@ def _backward_last(
     table_ptr += unit.to(tl.int64) * channels * 4
     spread(table_ptr, rstd, mean * rstd, w_ptr, b_ptr, channels, groups, each)
     if PHASE != SECOND:
-        own_ptr += tl.program_id(0).to(tl.int64) * channels * 2
+        own_ptr += tl.program_id(0).to(tl.int64) * channels * (2 * COUNT)
+        part = tl.arange(0, COUNT)[:, None]
         for k in tl.static_range(BLOCKS):
             w, b = across(table_ptr, k, channels, CUT), across(table_ptr + channels, k, channels, CUT)
             x = wide(held_x[k], 0, WORDS)
@@ -191,18 +210,22 @@ def _backward_last(
                     du_p = tl.load(dy_ptr + at_p, mask=inside_p, other=0.0).to(tl.float32) * _slope(x_p * w + b, ACT, QUICK, WORDS)
                     sums += du_p
                     products += du_p * x_p
-                of_du, of_x = tl.sum(sums, 0, keep_dims=True), tl.sum(products, 0, keep_dims=True)
+                of_du, of_x = partial(sums, PARTS), partial(products, PARTS)
             else:
-                of_du, of_x = tl.sum(du, 0, keep_dims=True), tl.sum(du * x, 0, keep_dims=True)
+                of_du, of_x = partial(du, PARTS), partial(du * x, PARTS)
             c = k * COLS + tl.arange(0, COLS)[None, :]
-            tl.store(own_ptr + c, of_du, mask=c < channels)
-            tl.store(own_ptr + channels + c, of_x, mask=c < channels)
+            tl.store(own_ptr + part * channels + c, of_du, mask=c < channels)
+            tl.store(own_ptr + (COUNT + part) * channels + c, of_x, mask=c < channels)
         tl.debug_barrier()
         i = tl.arange(0, EACH)[None, :]
         inside_g = (i < each) & (g[:, None] < groups)
         of_c = g[:, None] * each + i
-        sum_du = tl.load(own_ptr + of_c, mask=inside_g, other=0.0)
-        sum_hat = (tl.load(own_ptr + channels + of_c, mask=inside_g, other=0.0) - mean[:, None] * sum_du) * rstd[:, None]
+        sum_du = tl.zeros([GROUPS, EACH], tl.float32)
+        sum_x = tl.zeros([GROUPS, EACH], tl.float32)
+        for n in tl.static_range(COUNT):
+            sum_du += tl.load(own_ptr + n * channels + of_c, mask=inside_g, other=0.0)
+            sum_x += tl.load(own_ptr + (COUNT + n) * channels + of_c, mask=inside_g, other=0.0)
+        sum_hat = (sum_x - mean[:, None] * sum_du) * rstd[:, None]
         at_c = (unit.to(tl.int64) * channels + of_c) * team + member
         tl.store(du_ptr + at_c, sum_du, mask=inside_g)
         tl.store(du_hat_ptr + at_c, sum_hat, mask=inside_g)
@@ -262,6 +285,8 @@ def _totals(du_ptr, du_hat_ptr, db_ptr, dw_ptr, batch, channels, parts, PARTS: t
 
 # ---- host
 
+TOTALS = 256  # numbers of a program that adds up channels
+
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
     return [last(problem, device, 2) if problem.layout == "channels_last" else first(problem, device, 2)]
@@ -288,19 +313,20 @@ def launch(
     call = {"dy_ptr": dy, "x_ptr": x, "dx_ptr": dx, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd}
     call |= arguments(p, t, x) | {"share": t.share, "team": t.team, "STREAM": t.share > (t.rows if is_last else t.held // t.span * t.rows)}
     call["count_ptr"] = torch.zeros(units, dtype=torch.int32, device=x.device) if is_last or t.team > 1 else None
-    parts = t.team if is_last else call["pieces"]
-    du, du_hat = scratch(x, 2, p.batch * p.channels * parts)
+    runs = t.team if is_last else call["pieces"]
+    du, du_hat = scratch(x, 2, p.batch * p.channels * runs)
     part = scratch(x, 2, units * t.team, p.groups if is_last else 1)
     call |= {"du_ptr": du, "du_hat_ptr": du_hat, "part_ptr": part[0], "part_hat_ptr": part[1]}
     if is_last:
-        call |= {"own_ptr": scratch(x, units * t.team, 2, p.channels), "table_ptr": scratch(x, units, 4, p.channels)}
+        call |= {"own_ptr": scratch(x, units * t.team, 2 * parts(p, t)[0], p.channels), "table_ptr": scratch(x, units, 4, p.channels)}
+        call["PARTS"] = parts(p, t)
     else:
         call["TEAM"] = triton.next_power_of_2(t.team)
     kernel = _backward_last if is_last else _backward_first
     for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
         kernel[(units * t.team,)](**call, PHASE=phase)
     grads = torch.empty((2, p.channels), dtype=given, device=x.device)
-    wide_parts = min(256, triton.next_power_of_2(p.batch * parts))
-    some = min(1024 // wide_parts, triton.next_power_of_2(p.channels))
-    _totals[(triton.cdiv(p.channels, some),)](du, du_hat, grads[0], grads[1], p.batch, p.channels, parts, PARTS=wide_parts, CHANNELS=some, num_warps=4)
+    wide_parts = min(256, triton.next_power_of_2(p.batch * runs))
+    some = min(max(1, TOTALS // wide_parts), triton.next_power_of_2(p.channels))
+    _totals[(triton.cdiv(p.channels, some),)](du, du_hat, grads[0], grads[1], p.batch, p.channels, runs, PARTS=wide_parts, CHANNELS=some, num_warps=4)
     return dx, grads[1], grads[0]

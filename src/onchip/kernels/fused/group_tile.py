@@ -69,12 +69,12 @@ def tile(begin, end, k, pieces, pixels, CUT: tl.constexpr):
 
 
 @triton.jit
-def hold(x_ptr, begin, end, pieces, pixels, HELD: tl.constexpr, CUT: tl.constexpr):
-    """The first HELD tiles of a program."""
+def hold(x_ptr, begin, end, pieces, pixels, HELD: tl.constexpr, CUT: tl.constexpr, KEEP: tl.constexpr):
+    """The first HELD tiles of a program. KEEP is the hint of how long L2 shall keep them."""
     held = ()
     for k in tl.static_range(HELD):
         _, _, at, inside = tile(begin, end, k, pieces, pixels, CUT)
-        held += (tl.load(x_ptr + at, mask=inside, other=0.0),)
+        held += (tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy=KEEP),)
     return held
 
 
@@ -103,6 +103,19 @@ def block(p, k, own, channels, CUT: tl.constexpr):
     else:
         inside = (row < own) & (c < channels)
     return row * channels + c, inside
+
+
+@triton.jit
+def partial(x, PARTS: tl.constexpr):
+    """Sums [PARTS[0], COLS] of rows of x [ROWS, COLS]: of those that one warp has, PARTS[1] at a time, so that nothing goes through shared memory."""
+    COUNT: tl.constexpr = PARTS[0]
+    LANES: tl.constexpr = PARTS[1]
+    ROWS: tl.constexpr = x.shape[0]
+    COLS: tl.constexpr = x.shape[1]
+    x = tl.sum(tl.reshape(x, [ROWS // (COUNT * LANES), COUNT * LANES, COLS]), 0)
+    if LANES > 1:
+        x = tl.sum(tl.reshape(x, [COUNT, LANES, COLS]), 1)
+    return x
 
 
 @triton.jit

@@ -45,11 +45,12 @@ from onchip.kernels.meeting import BOTH, FIRST, SECOND
 # A thread holds 32 elements: four 16-byte loads of bf16 in flight, and registers for two blocks or more on a multiprocessor.
 # More than 16 warps would leave a thread 64 registers, half of what it needs.
 WARPS = ((4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps)
-TILE = 4096  # elements of a program that holds several rows
+TILE, SPLIT = 4096, 6144  # elements of a program that holds several rows, and of one that holds several of LayerNorm in parts
 WIDEST, MANY = 8192, 8  # elements of a row that is one program's; rows a multiprocessor from which on memory's speed counts, not how long a row takes
 PIECE = 8192  # elements of a program of a wider row, of which two launches are made
 THREAD = 128  # bytes of a row that a thread holds
 OF_CTA, MOST_OF_CTA, CTAS = 1 << 14, 1 << 15, 16  # bytes of a row that four warps hold, and eight; programs of a cluster at most
+LEVEL = {"layer", "weight", "bias", "scale", "shift", "keep"}  # and of a LayerNorm that may be modulated
 PLAIN = {"rms", "layer", "weight", "bias", "offset", "keep"}  # of a Problem's words, those of a norm that loads little beside x
 
 
@@ -249,9 +250,10 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
         if problem.width > WIDEST:
             return [Tiles(1, 1, PIECE, pick(WARPS, PIECE))]
     parts, block = parts_of(problem.width)
-    rows = 1 if parts > 1 else max(1, min(TILE // block, problem.rows // (2 * device.sms)))
+    most = TILE if parts == 1 else SPLIT if LEVEL.issuperset(words) else parts * block
+    rows = max(1, min(most // (parts * block), problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
-    warps = block // 256 if parts > 1 else pick(WARPS, rows * block)
+    warps = block // 256 if parts > 1 and rows == 1 else pick(WARPS, rows * block)
     return [Tiles(rows, parts, block, 2 * warps if "silu" in words and parts == 1 else warps)]
 
 
