@@ -152,7 +152,7 @@ def test_packed_queries(item):
 
 SMALL = ("int8", UNEVEN, 16, (32, 2, 4, 8, 1, 0), {"dim": 128})
 LONG = ("int8", (500,), 16, (16, 2, 1, 8, 1, 0), {})
-NEXT = "        n = new\n        pages = pages_of(entries, n"
+NEXT = "        n = new\n        pages = pages_of(entries, k[1], n"
 ADDED = "added = gl.sum(gl.convert_layout(added, of_warps) * share, 0)"
 ZERO = "x += number(of_old[s][1])[:, :, None] * q_sums[:, None, :]"
 ODD = '_merged(even, odd, "0x7362")'
