@@ -689,7 +689,7 @@ class Emulator:
             return args[0].to(torch.float32)
         if "atom.relaxed.gpu.global.add.u32 t, [$1], 1;" in code:
             return count(*args)
-        if code.startswith(("griddepcontrol.", "prefetch.global.L2 ")):
+        if code.startswith(("griddepcontrol.", "prefetch.global.L2 ", "bar.warp.sync ")):
             return Tensor(torch.tensor(0, dtype=torch.int32))
         if code == "redux.sync.or.b32 $0, $1, 0xffffffff;":
             return args[0]
@@ -709,6 +709,8 @@ class Emulator:
             return _bytes(raw(args[0]), raw(args[1]), found[1])
         if code.startswith("{ .reg .b32 y; shr.u32 y, $4, 8;"):
             return tuple(Tensor((raw(args[0]) >> shift) & int(mask, 16)) for mask, shift in zip(re.findall(r"0x(\w+);", code), (0, 8, 0, 8), strict=True))
+        if code.startswith("and.b32 $0, $4, 0x00FF00FF; prmt.b32 $1, $4, 0, 0x4341;"):
+            return tuple(Tensor((raw(args[0]) >> shift) & mask) for mask, shift in ((0xFF00FF, 0), (0xFF00FF, 8), (0xF000F0, 0), (0xF000F0, 8)))
         if code.startswith("prmt.b32 $0"):
             return _shuffled(args[0], code)
         if found := re.search(r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32 a, \$2, \$1; cvt\.rn\.satfinite\.\1x2\.f32 b, \$4, \$3; mov\.b32 \$0, {a, b};", code):

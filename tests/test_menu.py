@@ -461,9 +461,17 @@ def test_what_hopper_decode_leaves_to_triton():
         assert kernel.refuses(p._replace(**changed), H200) == [reason]
         assert OPS["decode"].kernel("triton_shares").refuses(p._replace(**changed), H200) == []
     packed = p._replace(tokens=9, extras=("batch_invariant",))
-    assert kernel.leaves(p, H200) == [] and "the longest of the batch" in kernel.leaves(packed, H200)[0]
+    assert kernel.leaves(p._replace(batch=17), H200) == [] and "the longest of the batch" in kernel.leaves(packed, H200)[0]
     for score in (ALIBI, Softcap(2.0).static()):
         assert kernel.refuses(p._replace(score=score), H200) == []
+
+
+def test_a_few_heads_of_64_columns_go_straight_to_registers():
+    """On Hopper; not where something else of the Problem was not measured, or may not choose."""
+    p = TYPICAL["decode"]
+    assert select(p, H200).kernel.name == select(p._replace(batch=16), H200).kernel.name == "register_decode"
+    others = {"batch": 17}, {"dim": 128}, {"dim_v": 128}, {"len_k": 4097}, {"len_q": 2}, {"heads": 18}, {"score": ALIBI}, {"extras": ("batch_invariant",)}
+    assert {select(p._replace(**other), H200).kernel.name for other in others} == {"hopper_decode"}
 
 
 def test_few_queries_share_a_tile_with_other_heads():

@@ -72,7 +72,7 @@ UNEVEN = (200, 0, 61, 131)
 ONE = (16, 2, 3, 8, 1, 0)
 CASES = [
     ("", UNEVEN, 16, ONE, {}),
-    ("", UNEVEN, 3, (32, 2, 5, 8, 1, 0), {"dtype": FP16, "dim": 128, "dim_v": 64}),
+    ("", UNEVEN, 16, (32, 2, 5, 8, 1, 0), {"dtype": FP16, "dim": 128, "dim_v": 64}),  # pages of keys and of values are not alike
     ("e4m3", UNEVEN, 64, (32, 1, 4, 8, 1, 0), {"dim": 128}),
     ("e5m2", UNEVEN, 1, ONE, {"len_q": 3, "heads": (8, 2), "rows": 16}),
     ("int8", UNEVEN, 16, (32, 2, 4, 8, 1, 0), {"dim": 128}),
@@ -152,7 +152,7 @@ def test_packed_queries(item):
 
 SMALL = ("int8", UNEVEN, 16, (32, 2, 4, 8, 1, 0), {"dim": 128})
 LONG = ("int8", (500,), 16, (16, 2, 1, 8, 1, 0), {})
-NEXT = "        n = new\n        pages = pages_of(entries, n"
+NEXT = "        n = new\n        pages = pages_of(entries, k[1], n"
 ADDED = "added = gl.sum(gl.convert_layout(added, of_warps) * share, 0)"
 ZERO = "x += number(of_old[s][1])[:, :, None] * q_sums[:, None, :]"
 ODD = '_merged(even, odd, "0x7362")'
@@ -163,6 +163,8 @@ BUGS = [
     Bug("columns of queries come in order", SMALL, (("inside = 2 * e + h if C.planes == 2 else 2 * h + e", "inside = 2 * e + h"),)),
     Bug("weights are not turned", SMALL, ((".permute((0, 1, 4, 3, 2)).reshape([W, 16, R])", ".reshape([W, 16, R])"),)),
     Bug("even and odd keys change places", SMALL, ((ODD, ODD.replace("even, odd", "odd, even")),)),
+    Bug("numbers lie as far apart as words do", SMALL, (("2 if C.alike else 1", "1"),)),
+    Bug("values of int4's low bits keep the high ones", ("int4", UNEVEN, 16, (64, 1, 4, 8, 1, 0), {"dim": 128}), (("acc = acc - more", "acc = acc"),)),
     Bug("a key's zero is left out", SMALL, ((ZERO, "x += 0.0"),)),
     Bug("a value's zero is left out", SMALL, ((ADDED, "added = sums * 0.0"),)),
     Bug("sums do not shrink as the scale grows", LONG, (("gl.maximum(peak - new_peak, -126)", "gl.maximum(peak - peak, -126)"),)),

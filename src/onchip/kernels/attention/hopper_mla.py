@@ -13,7 +13,8 @@ their columns, so that each one's softmax runs beside the other's products:
 Weights and the maxima they are taken over go to the other warpgroup through shared memory: weights lie where the rope columns of their own keys did,
 which are done with by then. A maximum only moves where it grew by more than 2^8 (FlashAttention-4), so that outputs are scaled seldom.
 
-A key block comes in three parts, columns 0 to 255, 256 to 511 and the rest, each of which goes when its last reader is done. Work is cut evenly: the
+A key block comes in three parts, columns 0 to 255, 256 to 511 and the rest, each of which goes when its last reader is done; and it is waited for in five
+pieces, since it is the way of the next keys that takes longest: a product begins with the first 128 columns that are there. Work is cut evenly: the
 pairs of all sequences, end to end, are dealt out to as many programs as there are multiprocessors, from lengths that are read on the device, so that a
 CUDA graph may capture the call. A sequence that two programs share is merged by a second kernel (Flash-Decoding, Dao et al., 2023).
 """
@@ -50,6 +51,10 @@ from onchip.kernels.hopper import (
 
 BLOCK = gl.constexpr(64)  # keys of a block, and rows of a tile
 PAIR = gl.constexpr(128)
+PIECE = gl.constexpr(128)  # columns of a key that come, and are waited for, together (128 x 4k: 272 us with 256, 262 with 128, 285 with 64)
+# Pieces of a block in the order in which they come: four of columns, and the rope columns. Of an odd block the right warpgroup lets its half go first.
+EVEN, ODD = gl.constexpr((0, 1, 2, 3, 4)), gl.constexpr((2, 3, 0, 1, 4))
+FIRST, OTHERS = gl.constexpr((0,)), gl.constexpr((1, 2, 3, 4))
 HALF = gl.constexpr(256)  # columns of the output of a warpgroup
 ROPE = gl.constexpr(64)  # columns of a key that are not its value's
 GROWTH = gl.constexpr(8.0)  # weights of up to 2^8 cost half precision no digits
@@ -148,17 +153,22 @@ def _pages(table, sequence, n, length, C: gl.constexpr):
 
 
 @gluon.jit
-def _fill(desc, buffer, full, pages, slot, column, used, GONE: gl.constexpr, THREADS: gl.constexpr, C: gl.constexpr):
-    """A part of a block of keys, once its readers have let the last one go."""
+def _fill(desc, buffer, full, N: gl.constexpr, pages, slot, column, used, GONE: gl.constexpr, THREADS: gl.constexpr, C: gl.constexpr):
+    """A part of a block of keys, once its readers have let the last one go; `full` from N on are the mbarriers of its pieces."""
+    WIDTH: gl.constexpr = desc.block_type.shape[-1]
+    PIECES: gl.constexpr = buffer.shape[-1] // WIDTH
     PARTS: gl.constexpr = C.parts
     ROWS: gl.constexpr = 64 // PARTS
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     if used > 0:
         arrive_and_wait(used * 0, GONE, THREADS)
-    mbarrier.expect(full, PARTS * desc.block_type.nbytes)
+    for piece in gl.static_range(PIECES):
+        mbarrier.expect(full.index(N + piece), PARTS * desc.block_type.nbytes)
     for part in gl.static_range(PARTS):
         page = gl.sum(gl.where(lane == part, pages, 0), 0)  # one instruction: redux
-        tma_load(desc, [page, slot, column], full, buffer.index(0).slice(part * ROWS, ROWS, 1))
+        rows = buffer.index(0).slice(part * ROWS, ROWS, 1)
+        for piece in gl.static_range(PIECES):
+            tma_load(desc, [page, slot, column + piece * WIDTH], full.index(N + piece), rows.slice(piece * WIDTH, WIDTH, 2))
 
 
 @gluon.jit
@@ -185,12 +195,12 @@ def _copy(given, C: gl.constexpr):
             n = (high - 1 - x) * 128
             pages, more = _pages(table, sequence, n, length, C), _pages(table, sequence, n + 64, length, C)
             at, after = n % C.page, (n + 64) % C.page
-            _fill(k_descs[0], even[0], even[3].index(0), pages, at, 0, used, LEFT_GONE, ONE_GROUP, C)
-            _fill(k_descs[0], even[1], even[3].index(1), pages, at, 256, used, RIGHT_GONE, ONE_GROUP, C)
-            _fill(k_descs[1], even[2], even[3].index(2), pages, at, 512, used, ROPE_GONE, TWO_GROUPS, C)
-            _fill(k_descs[0], odd[0], odd[3].index(0), more, after, 0, used, LEFT_GONE + 1, ONE_GROUP, C)
-            _fill(k_descs[0], odd[1], odd[3].index(1), more, after, 256, used, RIGHT_GONE + 1, ONE_GROUP, C)
-            _fill(k_descs[1], odd[2], odd[3].index(2), more, after, 512, used, ROPE_GONE + 1, TWO_GROUPS, C)
+            _fill(k_descs[0], even[0], even[3], 0, pages, at, 0, used, LEFT_GONE, ONE_GROUP, C)
+            _fill(k_descs[0], even[1], even[3], 2, pages, at, 256, used, RIGHT_GONE, ONE_GROUP, C)
+            _fill(k_descs[1], even[2], even[3], 4, pages, at, 512, used, ROPE_GONE, TWO_GROUPS, C)
+            _fill(k_descs[0], odd[1], odd[3], 2, more, after, 256, used, RIGHT_GONE + 1, ONE_GROUP, C)
+            _fill(k_descs[0], odd[0], odd[3], 0, more, after, 0, used, LEFT_GONE + 1, ONE_GROUP, C)
+            _fill(k_descs[1], odd[2], odd[3], 4, more, after, 512, used, ROPE_GONE + 1, TWO_GROUPS, C)
             used += 1
         before += pairs
         sequence += 1
@@ -297,6 +307,20 @@ def _hear(told, turn):
     return sequence, length, low, high, slot
 
 
+@gluon.jit
+def _scores(scores, queries, block, ORDER: gl.constexpr, BEGIN: gl.constexpr, used, zero):
+    """The products of some pieces of a block, each as soon as it is there, added to scores; or, the first of them, in their place."""
+    for i in gl.static_range(len(ORDER)):
+        mbarrier.wait(block[3].index(ORDER[i]), used % 2)
+        if ORDER[i] == 4:
+            q, k = queries[2].index(zero).reshape([64, 64]), block[2].index(zero).reshape([64, 64])
+        else:
+            q = queries[ORDER[i] // 2].index(zero).reshape([64, 256]).slice(ORDER[i] % 2 * PIECE, PIECE, 1)
+            k = block[ORDER[i] // 2].index(zero).reshape([64, 256]).slice(ORDER[i] % 2 * PIECE, PIECE, 1)
+        scores = warpgroup_mma(q, k.permute((1, 0)), scores, use_acc=i > 0 or not BEGIN, is_async=True)
+    return scores
+
+
 # ---- device: the left warpgroup, of columns 0 to 255
 
 
@@ -347,15 +371,8 @@ def _left(given, C: gl.constexpr):
         n = (high - 1) * PAIR
 
         zero = _zero(used)
-        q_left, q_right, q_rope = _parts(queries, zero)
-        left, right, rope = _parts(even, zero)
         mbarrier.wait(q_full.index(0), turn % 2)
-        mbarrier.wait(even[3].index(0), used % 2)
-        scores = warpgroup_mma(q_left, left.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(even[3].index(1), used % 2)
-        scores = warpgroup_mma(q_right, right.permute((1, 0)), scores, is_async=True)
-        mbarrier.wait(even[3].index(2), used % 2)
-        scores = warpgroup_mma(q_rope, rope.permute((1, 0)), scores, is_async=True)
+        scores = _scores(zeros, queries, even, EVEN, True, used, zero)
         release(used * 0, TURN, BOTH)
         scores = warpgroup_mma_wait(0, deps=[scores])
         acc, top, total = _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd, tops, s_layout)
@@ -363,20 +380,14 @@ def _left(given, C: gl.constexpr):
         for _x in range(1, high - low):
             n -= PAIR
             zero = _zero(used)
-            q_left, q_right, q_rope = _parts(queries, zero)
-            left, right, rope = _parts(even, zero)
             values, _unused, weights = _parts(odd, zero)
             acc = warpgroup_mma(weights, values, acc, is_async=True)
-            mbarrier.wait(even[3].index(0), used % 2)
             zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
-            scores = warpgroup_mma(q_left, left.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            scores = _scores(zeros, queries, even, FIRST, True, used, zero)
             acc = warpgroup_mma_wait(1, deps=[acc])
             release(used * 0, LEFT_GONE + 1, ONE_GROUP)
             release(used * 0, ROPE_GONE + 1, TWO_GROUPS)
-            mbarrier.wait(even[3].index(1), used % 2)
-            scores = warpgroup_mma(q_right, right.permute((1, 0)), scores, is_async=True)
-            mbarrier.wait(even[3].index(2), used % 2)
-            scores = warpgroup_mma(q_rope, rope.permute((1, 0)), scores, is_async=True)
+            scores = _scores(scores, queries, even, OTHERS, False, used, zero)
             release(used * 0, TURN, BOTH)
             scores = warpgroup_mma_wait(0, deps=[scores])
             acc, top, total = _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd, tops, s_layout)
@@ -400,17 +411,11 @@ def _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, od
     """The odd block's scores, and the output that lacks the odd block's part, but is scaled as that wants it."""
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     zero = _zero(used)
-    q_left, q_right, q_rope = _parts(queries, zero)
-    left, right, rope = _parts(odd, zero)
+    _unused, right, rope = _parts(odd, zero)
     _unused, values, others = _parts(even, zero)
     arrive_and_wait(used * 0, TURN, BOTH)
-    mbarrier.wait(odd[3].index(0), used % 2)
     zeros = gl.zeros([64, BLOCK], gl.float32, s_layout)
-    scores = warpgroup_mma(q_left, left.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(odd[3].index(1), used % 2)
-    scores = warpgroup_mma(q_right, right.permute((1, 0)), scores, is_async=True)
-    mbarrier.wait(odd[3].index(2), used % 2)
-    scores = warpgroup_mma(q_rope, rope.permute((1, 0)), scores, is_async=True)
+    scores = _scores(zeros, queries, odd, ODD, True, used, zero)
     arrive_and_wait(used * 0, EVEN_READY, BOTH)
     new_top = tops[0].load(row_layout)
     acc, total = _shrunk(acc, total, gl.exp2(top - base_of(new_top)))
@@ -474,10 +479,10 @@ def _right(given, C: gl.constexpr):
 
 @gluon.jit
 def _block(desc, rope_desc):
-    """Shared memory for 64 keys or queries, in three parts, and an mbarrier for each part."""
-    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for part in gl.static_range(3):
-        mbarrier.init(full.index(part), count=1)
+    """Shared memory for 64 keys or queries, in three parts, and an mbarrier for each of five pieces."""
+    full = gl.allocate_shared_memory(gl.int64, [5, 1], mbarrier.MBarrierLayout())
+    for piece in gl.static_range(5):
+        mbarrier.init(full.index(piece), count=1)
     left = gl.allocate_shared_memory(desc.dtype, [1, 1, 64, 256], desc.layout)
     right = gl.allocate_shared_memory(desc.dtype, [1, 1, 64, 256], desc.layout)
     return left, right, gl.allocate_shared_memory(desc.dtype, [1, 1, 64, 64], rope_desc.layout), full
@@ -498,7 +503,7 @@ def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, ou
     outs, sizes = (out_ptr, lse_ptr, part_ptr, part_lse_ptr), (heads, len_q, tiles)
     given = (queries, q_empty, even, odd, told, tops, sums, outs, sizes, scale * LOG2E)
     copied = ((q_desc, q_rope_desc), (k_desc, k_rope_desc), queries, q_empty, even, odd, told, lengths_ptr, (table_ptr, columns), share, tiles)
-    COPIER: gl.constexpr = 40 if C.parts == 1 else 56  # registers
+    COPIER: gl.constexpr = 40  # registers
     gl.warp_specialize([(_left, (given, C)), (_right, (given, C)), (_copy, (copied, C))], [4, 1], [(504 - COPIER) // 2, COPIER])
 
 
@@ -581,8 +586,8 @@ def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
     part_lse = q.new_empty(slots, grid.tiles * 64, dtype=torch.float32)
     keys = min(64, p.page)
     _decode[(grid.shares * grid.tiles,)](
-        describe(q, 64, 256), describe(q, 64, 64), describe(k, keys, 256), describe(k, keys, 64), cache.lengths, cache.page_table, out, lse, part, part_lse,
-        scale, p.batch, grid.shares, grid.tiles, p.heads, p.len_q, cache.page_table.stride(0), C=shape, num_warps=4,
+        describe(q, 64, 256), describe(q, 64, 64), describe(k, keys, int(PIECE)), describe(k, keys, 64), cache.lengths, cache.page_table,
+        out, lse, part, part_lse, scale, p.batch, grid.shares, grid.tiles, p.heads, p.len_q, cache.page_table.stride(0), C=shape, num_warps=4,
     )  # fmt: skip
     if not slots:
         return (out, lse) if return_lse else out

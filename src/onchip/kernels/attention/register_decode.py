@@ -37,6 +37,7 @@ from onchip.kernels.attention.gluon_shares import fetch, my_share
 from onchip.kernels.attention.register_tiles import (
     Shape,
     base_of,
+    begin_loads,
     first_of,
     key_columns,
     key_operands,
@@ -191,14 +192,14 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
     sight = (lowest, last)
 
     k_base, v_base = base_of(k, kv_head, 1, K_TOKEN, C, KEYS), base_of(v, kv_head, 2, V_TOKEN, C, VALUES)
-    pages = pages_of(entries, first, sight, C, OF_KEYS, OF_VALUES)
+    pages = pages_of(entries, k[1], first, sight, C, OF_KEYS, OF_VALUES)
     keys, values, of_keys, of_values = (), (), (), ()
     for s in gl.static_range(STEPS):
         keys = keys + (load_keys(k_base, k, pages[s], first, s, C, KEYS),)  # noqa: RUF005
         values = values + (load_values(v_base, v, pages[s], first, s, C, VALUES),)  # noqa: RUF005
         of_keys = of_keys + (load_scales(scales, 0, kv_head, pages[s], first, s, C, OF_KEYS),)  # noqa: RUF005
         of_values = of_values + (load_scales(scales, 1, kv_head, pages[s], first, s, C, OF_KEYS),)  # noqa: RUF005
-    pages = pages_of(entries, first + C.tile, sight, C, OF_KEYS, OF_VALUES)
+    pages = pages_of(entries, k[1], first + C.tile, sight, C, OF_KEYS, OF_VALUES)
 
     q_rows = b.to(gl.int64) * q[1] + (token + query).to(gl.int64) * q[2] + head * q[3]
     low, high, factor, q_sums = _queries(q[0], q_rows, there, channel, DTYPE, C)
@@ -216,9 +217,6 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
         new = n + C.tile
         scores, old, keys, of_old, of_keys = (), keys, (), of_keys, ()
         for s in gl.static_range(STEPS):
-            of_keys = of_keys + (load_scales(scales, 0, kv_head, pages[s], new, s, C, OF_KEYS),)  # noqa: RUF005
-            keys = keys + (load_keys(k_base, k, pages[s], new, s, C, KEYS),)  # noqa: RUF005
-        for s in gl.static_range(STEPS):
             planes = key_operands(old[s], DTYPE, C)
             x = mma_v2(planes[0], low, nothing)
             if C.planes == 2:
@@ -228,6 +226,10 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
                 if C.zeros:
                     x += number(of_old[s][1])[:, :, None] * q_sums[:, None, :]
             scores = scores + (x,)  # noqa: RUF005
+        for s in gl.static_range(STEPS):
+            of_keys = of_keys + (load_scales(scales, 0, kv_head, pages[s], new, s, C, OF_KEYS),)  # noqa: RUF005
+            keys = keys + (load_keys(k_base, k, pages[s], new, s, C, KEYS),)  # noqa: RUF005
+        begin_loads()
         if (n < first_whole) | (new > whole_end):
             clean, cleared, of_cleared = (), (), ()
             for s in gl.static_range(STEPS):
@@ -283,7 +285,7 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
             values = values + (load_values(v_base, v, pages[s], new, s, C, VALUES),)  # noqa: RUF005
             of_values = of_values + (load_scales(scales, 1, kv_head, pages[s], new, s, C, OF_KEYS),)  # noqa: RUF005
         n = new
-        pages = pages_of(entries, n + C.tile, sight, C, OF_KEYS, OF_VALUES)
+        pages = pages_of(entries, k[1], n + C.tile, sight, C, OF_KEYS, OF_VALUES)
 
     place = part
     if C.item == C.tile:
@@ -297,6 +299,8 @@ def _finish(sums_of_warps, place, sinks, out, lse, parts, C: gl.constexpr):
     """What all warps have of a unit, or of a part of one, added up and written, by threads that have a row's numbers of all warps: what else there is of
     a row goes there in one piece, since each way through shared memory is two barriers."""
     top, total, zeros, peak, acc, more = sums_of_warps
+    if C.planes == 2:
+        acc = acc - more  # sums of whole bytes
     b, kv_head, row, group, queries, token, whole, part = place
     W: gl.constexpr = C.warps
     R: gl.constexpr = C.rows
@@ -501,9 +505,10 @@ def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     numbers = [t if t is None else t.view(torch.int16) for pool in (cache.k, cache.v) if p.kv for t in (pool.scale, pool.zero)]
     of = [(None, 0, 0) if t is None else (t, t.stride(0), t.stride(2)) for t in numbers]
     steps = [tuple(0 if t is None else t.stride(1) for t in (pools[i], *numbers[2 * i : 2 * i + 2])) for i in (0, 1)]
+    alike = p.page % 16 == 0 and len({t.stride(0) * t.element_size() for t in (*pools, *numbers) if t is not None}) == 1
     shape = Shape(
-        kind, bool(p.kv) and Format.of(p.kv).has_zero, how.n, how.warps, how.rows, p.dim, p.value_dim, p.page, how.item, *steps, left, right, top_left,
-        listed, p.batch <= listed, early, merging_of(min(how.rows, p.len_q * p.group), p.value_dim, how.warps),
+        kind, bool(p.kv) and Format.of(p.kv).has_zero, how.n, how.warps, how.rows, p.dim, p.value_dim, p.page, alike, how.item, *steps,
+        left, right, top_left, listed, p.batch <= listed, early, merging_of(min(how.rows, p.len_q * p.group), p.value_dim, how.warps),
     )  # fmt: skip
     units = p.kv_heads * how.tiles
     # Of packed queries a tile of rows for every `rows` tokens, and one more a sequence, is all that there may be.

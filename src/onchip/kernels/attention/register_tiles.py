@@ -16,6 +16,8 @@ class Shape:
     """What the device code is compiled for. Words are 4 bytes.
 
     kind    "bf16", "fp16", or the format of the codes.        k_steps, v_steps   from token to token: words of the pool, numbers of its scales and zeros.
+    alike   whether pages of all pools lie equally far apart, and hold 16 keys whole: then a page is carried as the words before it, one product for all
+            pools. (LLVM does not see across blocks that both factors have 32 bits: three multiplications for each of six pools, a tenth of int4's loop.)
     """
 
     kind: str
@@ -26,6 +28,7 @@ class Shape:
     dim: int
     dim_v: int
     page: int
+    alike: bool
     item: int
     k_steps: tuple[int, int, int]
     v_steps: tuple[int, int, int]
@@ -122,6 +125,13 @@ def _nibbles(words):
 
 
 @gluon.jit
+def _bytes_and_high(words):
+    """Eight codes of a word as four words of two float16 each: bytes 0 and 2, then 1 and 3, whole; then their high bits, 16 times as large, alone."""
+    code: gl.constexpr = "and.b32 $0, $4, 0x00FF00FF; prmt.b32 $1, $4, 0, 0x4341; and.b32 $2, $4, 0x00F000F0; and.b32 $3, $1, 0x00F000F0;"
+    return gl.inline_asm_elementwise(code, "=&r,=&r,=&r,=r,r", [words], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)
+
+
+@gluon.jit
 def _pairs(words, KIND: gl.constexpr):
     """Four codes of a word as two words of two float16 each, in order."""
     if KIND == "e4m3":
@@ -178,7 +188,7 @@ def key_operands(words, DTYPE: gl.constexpr, C: gl.constexpr):
 @gluon.jit
 def value_operands(even, odd, DTYPE: gl.constexpr, C: gl.constexpr):
     """For each plane, words [warps, 8, words] of even keys and of odd ones as the left operand [warps, columns, 16]: of column number (i, q, j, g) thread g
-    has number j of word q of its chunk i."""
+    has number j of word q of its chunk i. The first of int4's planes has whole bytes, which take no shift; what that is too much is the second plane's sum."""
     W: gl.constexpr = C.warps
     Q: gl.constexpr = C.chunk_v
     I: gl.constexpr = C.value_words // (8 * Q)  # noqa: E741
@@ -189,8 +199,8 @@ def value_operands(even, odd, DTYPE: gl.constexpr, C: gl.constexpr):
     planes = ()
     if C.codes:
         if C.planes == 2:
-            x0, x1, x2, x3 = _nibbles(_merged(even, odd, "0x5410"))
-            y0, y1, y2, y3 = _nibbles(_merged(even, odd, "0x7632"))
+            x0, x1, x2, x3 = _bytes_and_high(_merged(even, odd, "0x5410"))
+            y0, y1, y2, y3 = _bytes_and_high(_merged(even, odd, "0x7632"))
             pairs = ((x0, x1, y0, y1), (x2, x3, y2, y3))
         else:
             x0, x1 = _pairs(_merged(even, odd, "0x5140"), KIND)
@@ -237,6 +247,13 @@ def _flipped_blocks(x):
 
 
 @gluon.jit
+def begin_loads():
+    """The loads above begin here. ptxas lets those that nobody wants before the loop's next turn sink to its end, where their way is waited for; past a
+    barrier of a warp, which waits for no load, it does not."""
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def first_of(n, step: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """The first of a warp's keys in step `step` of the tile at `n`, [warps, 1]."""
     return n + step * 16 + C.n * gl.arange(0, C.warps, layout=gl.SliceLayout(1, layout))[:, None]
@@ -250,14 +267,16 @@ def _page(entries, at, sight, C: gl.constexpr):
 
 
 @gluon.jit
-def pages_of(entries, n, sight, C: gl.constexpr, OF_KEYS: gl.constexpr, OF_VALUES: gl.constexpr):
+def pages_of(entries, words, n, sight, C: gl.constexpr, OF_KEYS: gl.constexpr, OF_VALUES: gl.constexpr):
     """Of each step the pages of keys g and 8 + g, [warps, 8], and of 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, [warps, 4]; where 16 keys lie in one page,
-    that of each warp."""
+    that of each warp, and where pages are alike the words before it, of which a page has `words`."""
     pages = ()
     for step in gl.static_range(C.n // 16):
         at = first_of(n, step, C, OF_KEYS)
         if C.whole_pages:
             page = _page(entries, at, sight, C)
+            if C.alike:
+                page = page.to(gl.int64) * words
             of_value = gl.convert_layout(page, OF_VALUES)
             pages = pages + ((page, page, of_value, of_value, of_value, of_value),)  # noqa: RUF005
         else:
@@ -283,7 +302,9 @@ def base_of(pool, kv_head, EACH: gl.constexpr, TOKEN: gl.constexpr, C: gl.conste
 def _inside(page, n, step: gl.constexpr, stride, TOKEN: gl.constexpr, OFF: gl.constexpr, EACH: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """How far keys OFF, OFF + EACH, .. lie behind what `base_of` points to."""
     KEYS: gl.constexpr = 8 // EACH
-    place = page.to(gl.int64) * stride
+    place = page
+    if not C.alike:
+        place = page.to(gl.int64) * stride
     if not C.whole_pages:
         at = first_of(n, step, C, layout) + OFF + EACH * gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))[None, :]
         place += at % C.page * TOKEN
@@ -344,8 +365,9 @@ def _scale(pool, kv_head, pages, n, step: gl.constexpr, TOKEN: gl.constexpr, C: 
     W: gl.constexpr = C.warps
     base = pool[0] + kv_head.to(gl.int64) * pool[2] + gl.arange(0, 8, layout=gl.SliceLayout(0, OF))[None, :] * (TOKEN if C.whole_pages else 0)
     FAR: gl.constexpr = 8 * TOKEN if C.whole_pages else 0
-    low = _widened(gl.load(base + _inside(pages[0], n, step, pool[1], TOKEN, 0, 1, C, OF)))
-    high = _widened(gl.load(base + _inside(pages[1], n, step, pool[1], TOKEN, 8, 1, C, OF) + FAR))
+    NUMBERS: gl.constexpr = 2 if C.alike else 1  # of a word, or pages
+    low = _widened(gl.load(base + _inside(pages[0] * NUMBERS, n, step, pool[1], TOKEN, 0, 1, C, OF)))
+    high = _widened(gl.load(base + _inside(pages[1] * NUMBERS, n, step, pool[1], TOKEN, 8, 1, C, OF) + FAR))
     return gl.convert_layout(gl.join(low, high).permute((0, 2, 1)).reshape([W, 16]), gl.SliceLayout(2, C.product))
 
 
