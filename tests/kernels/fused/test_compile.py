@@ -325,9 +325,10 @@ def test_hadamard(rows, width, dtype, arch):
 def test_adamw(arch):
     """Parameters in bfloat16, moments in float32."""
     signature = {"addresses_ptr": "*i64", "sizes_ptr": "*i64", "tensor_ptr": "*i32", "first_ptr": "*i32", "tensors": "i32", "partial_ptr": "*fp32"}
-    signature |= {"corrections_ptr": "*fp64", "factor_ptr": "*fp64"} | dict.fromkeys(("lr", "fresh1", "b2", "fresh2", "eps", "decay"), "fp32")
+    signature |= {"powers_ptr": "*fp64", "norm_ptr": "*fp64", "count": "i32"} | dict.fromkeys(("lr", "most", "fresh1", "b2", "fresh2", "eps", "decay"), "fp32")
     constexprs = {"P": tl.bfloat16, "ALIGNED": True, "CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
     check(compile_for(adamw._squares, signature, constexprs, arch, adamw.WARPS), arch)
+    check(compile_for(adamw._root, signature, {"MANY": adamw.MANY}, arch, adamw.ADDERS), arch)
     check(compile_for(adamw._adamw, signature, constexprs | {"M": tl.float32, "ON_DEVICE": False}, arch, adamw.WARPS), arch)
 
 
