@@ -93,19 +93,22 @@ def _joined(
 
 
 @triton.jit
-def _bits(y, inside):
-    """|y| as integers, of which those of NaN are the largest; 0 outside."""
-    return tl.where(inside, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def _coded(y, power, by, CODES: tl.constexpr, LARGEST: tl.constexpr):
     """y * power * by as codes, rounded to even: of at most LARGEST. "bits" are those of e4m3 where a GPU does not convert to it."""
-    y = tl.minimum(tl.maximum(y * power * by, -LARGEST), LARGEST)
+    y = y * power * by
+    if CODES == "e4m3":  # of four at once; the GPU cuts them off itself
+        code: tl.constexpr = (
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+        )
+        return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4)
+    y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
     if CODES == "int8":
         codes = ((y + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23, whose last digit is 1
-    elif CODES == "e4m3":
-        codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = (y * 2.0**-120).to(tl.int32, bitcast=True)  # exponents begin at 7 instead of 127; subnormal numbers become such
         size = bits + ((1 << 19) - 1) + (bits >> 20 & 1)
@@ -201,7 +204,6 @@ def _norm(
             if LAYER:
                 tl.store(mean_ptr + each, each * 0 + mean, mask=there & (piece == 0))
         ys = ()
-        most = tl.zeros([ROWS * CTAS, BLOCK], tl.int32)
         for n in tl.static_range(PARTS):
             inside = there & (col[n] < width)
             if HELD and n + 1 < PARTS:  # one part ahead: all of them would take as many registers as the row
@@ -217,10 +219,13 @@ def _norm(
             if CODES == "":
                 tl.store(y_ptr + row * width + col[n], y.to(y_ptr.dtype.element_ty), mask=inside)
             else:
-                most = tl.maximum(most, _bits(y, inside))
-                ys += (y,)
+                ys += (y,)  # 0 outside
+                if n == 0:
+                    most = tl.abs(y)
+                else:
+                    most = _larger(most, tl.abs(y))
         if CODES != "":
-            largest = tl.max(most, 1, keep_dims=True).to(tl.float32, bitcast=True)
+            largest = tl.reduce(most, 1, _larger, keep_dims=True)
             codes = tl.full(largest.shape, LARGEST, tl.float32)
             # Both sides of the quotient are within reach of float32 whatever the largest is: a power of two goes by y, exactly.
             power = tl.where(largest < 1.0, 2.0**64, 2.0**-64)
@@ -292,7 +297,7 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
         config = Tiles(1, 1, PIECE, pick(WARPS, PIECE))
     if rows:
         z = x if total is None else total
-        converts = facts.kind == "cuda" and facts.arch >= 89
+        converts = facts.kind == "cuda" and facts.arch >= 89 and x.device.type == "cuda"
         meeting = meeting_of(rows, width, config.ctas * config.parts * config.block, x.device)
         given = arguments(norm, rows, width) | meeting
         given |= {"x_ptr": x, "x_stride": stride(x), "residual_ptr": residual, "residual_stride": stride(residual)}

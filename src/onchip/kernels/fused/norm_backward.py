@@ -41,6 +41,7 @@ from onchip.kernels.fused.norm_tile import (
     parts_of,
     publish,
     published,
+    raised,
     scaled,
     sigmoid,
     stride,
@@ -147,7 +148,7 @@ def _before(
     w = kept(w, zero, KEPT)
     b = kept(b, zero, KEPT)
     if INVERSE:
-        hat = tl.math.div_rn(z - b.to(tl.float32), tl.where(whole, w.to(tl.float32) + offset, 1.0))
+        hat = tl.math.div_rn(z - b.to(tl.float32), tl.where(whole, raised(w, offset), 1.0))
     elif LAYER:
         hat = (z - mean) * rstd
     else:
@@ -165,7 +166,7 @@ def _before(
         du = dv * (1.0 + scale.to(tl.float32))
     d_hat = du
     if w_ptr is not None:
-        d_hat = du * (w.to(tl.float32) + offset)
+        d_hat = du * raised(w, offset)
     return hat, u, dv, du, d_hat, d_silu
 
 
