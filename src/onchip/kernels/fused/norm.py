@@ -98,6 +98,31 @@ def _larger(a, b):
 
 
 @triton.jit
+def _sum_and_larger(a, b, c, d):
+    return a + c, _larger(b, d)
+
+
+@triton.jit
+def _after(hat, given, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr):
+    """y of hat, with what `_given` has loaded."""
+    w, b, scale, shift, g = given
+    y = modulated(weighed(hat, w, b, offset, w_ptr, b_ptr), scale, shift, scale_ptr, shift_ptr)
+    if silu_ptr is not None:
+        gate = g.to(tl.float32)
+        y = y * (gate * sigmoid(gate))
+    return y
+
+
+@triton.jit
+def _largest(ys, PARTS: tl.constexpr):
+    """|y| of all parts, the larger of each column."""
+    most = tl.abs(ys[0])
+    for n in tl.static_range(1, PARTS):
+        most = _larger(most, tl.abs(ys[n]))
+    return most
+
+
+@triton.jit
 def _coded(y, power, by, CODES: tl.constexpr, LARGEST: tl.constexpr):
     """y * power * by as codes, rounded to even: of at most LARGEST. "bits" are those of e4m3 where a GPU does not convert to it."""
     y = y * power * by
@@ -138,6 +163,7 @@ def _norm(
     PIECE: tl.constexpr = PARTS * BLOCK
     ALONE: tl.constexpr = CTAS == 1 and word_ptr is None and not HELD
     KEPT: tl.constexpr = CLUSTER and (HELD or CTAS > 1)
+    LINEAR: tl.constexpr = CODES != "" and not LAYER and b_ptr is None and shift_ptr is None  # y is rstd times what is made of z: the same codes, and one sum
     piece = tl.program_id(0) % pieces
     tile = tl.program_id(0) // pieces
     s = tile % sets
@@ -182,7 +208,13 @@ def _norm(
             centred += (off,)
         if ALONE:
             z = centred
-        square = tl.sum(squares, 1)
+        ys = ()
+        if LINEAR:
+            for n in tl.static_range(PARTS):
+                ys += (_after(centred[n], given[n], offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr),)
+            square, largest = tl.reduce((squares, _largest(ys, PARTS)), 1, _sum_and_larger)
+        else:
+            square = tl.sum(squares, 1)
         if CTAS > 1:
             if LAYER:
                 mean_of_row, square = moments(mean_of_piece, square, of_piece, box, 0, CTAS, CLUSTER)
@@ -203,35 +235,31 @@ def _norm(
             tl.store(rstd_ptr + each, each * 0 + rstd, mask=there & (piece == 0))
             if LAYER:
                 tl.store(mean_ptr + each, each * 0 + mean, mask=there & (piece == 0))
-        ys = ()
-        for n in tl.static_range(PARTS):
+        for n in tl.static_range(0 if LINEAR else PARTS):
             inside = there & (col[n] < width)
             if HELD and n + 1 < PARTS:  # one part ahead: all of them would take as many registers as the row
                 given += (_given(w_ptr, b_ptr, w_stride, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride, row, there, s, col[n + 1], width, W, MOD),)
-            w, b, scale, shift, g = given[n]
             hat = kept(z[n], rows >> 30, KEPT).to(tl.float32)
             if LAYER and not ALONE:
                 hat -= mean
-            y = modulated(weighed(hat * rstd, w, b, offset, w_ptr, b_ptr), scale, shift, scale_ptr, shift_ptr)
-            if silu_ptr is not None:
-                gate = g.to(tl.float32)
-                y = y * (gate * sigmoid(gate))
+            y = _after(hat * rstd, given[n], offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr)
             if CODES == "":
                 tl.store(y_ptr + row * width + col[n], y.to(y_ptr.dtype.element_ty), mask=inside)
             else:
-                ys += (y,)  # 0 outside
-                if n == 0:
-                    most = tl.abs(y)
-                else:
-                    most = _larger(most, tl.abs(y))
+                ys += (y,)  # 0 outside of the row
         if CODES != "":
-            largest = tl.reduce(most, 1, _larger, keep_dims=True)
+            if LINEAR:
+                largest = largest[:, None]
+            else:
+                largest = tl.reduce(_largest(ys, PARTS), 1, _larger, keep_dims=True)
             codes = tl.full(largest.shape, LARGEST, tl.float32)
             # Both sides of the quotient are within reach of float32 whatever the largest is: a power of two goes by y, exactly.
             power = tl.where(largest < 1.0, 2.0**64, 2.0**-64)
             by = tl.where(largest > 0, tl.math.div_rn(codes, tl.where(largest > 0, largest * power, 1.0)), 0.0)
             for n in tl.static_range(PARTS):
                 tl.store(y_ptr + row * width + col[n], _coded(ys[n], power, by, CODES, LARGEST), mask=there & (col[n] < width))
+            if LINEAR:
+                largest *= rstd
             tl.store(codes_ptr + row, tl.math.div_rn(largest, codes), mask=there)
 
 
