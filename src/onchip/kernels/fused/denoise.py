@@ -16,7 +16,7 @@ import triton.language as tl
 from onchip.core.philox import ROUNDS
 from onchip.core.problem import Rows
 
-BLOCK, WARPS = 1024, 4
+BLOCK, WARPS = 1024, 2
 COLUMNS = tl.constexpr(8)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
