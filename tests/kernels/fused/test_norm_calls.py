@@ -401,7 +401,7 @@ def test_a_row_of_several_programs(kind, dtype, device):
             near(other, whole)
     wanted, normed, found = ("x", "residual", "row_scale", "weight"), found[0], []
     problem = Rows("norm_backward", 7, 1008, dtype, f"{kind} -> {' '.join(wanted)}")
-    parts = [(1, 2, 128, 4, 3, 2, 0, 4, 128)] if dtype == BF16 else []  # Triton 3.6 gives float32 of two parts a second layout and cannot lower it; no menu has it
+    parts = [(1, 2, 128, 4, 3, 2, 0, 4, 128)] if dtype == BF16 else []  # float32 gets a second layout, which Triton 3.6 cannot lower; no menu has it
     for tiles in ((1, 1, 1024, 4, 3, 3), (1, 1, 256, 4, 2, 3, 0, 4), *parts):
         found.append(
             norm_backward.launch(

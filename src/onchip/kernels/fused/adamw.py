@@ -3,9 +3,9 @@
     m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2        p <- p (1 - lr decay) - lr / c1 m / (sqrt(v / c2) + eps)
 
 with g the gradient times min(1, most / (norm + 1e-6)) where it is clipped, c1 = 1 - b1^t and c2 = 1 - b2^t. A table on the device holds the addresses of the
-tensors, and a map the tensor and the first element of each chunk; a program takes one chunk. Traffic is the floor: p, m and v read and written, g read. The norm
-reads g once: a sum of squares for each chunk, which one program then adds up. A clipped step goes over the chunks from the last to the first: of those that the
-norm has read last some are in L2.
+tensors, and a map the tensor and the first element of each chunk; a program takes one chunk. Traffic is the floor: p, m and v read and written, g read. The
+norm reads g once: a sum of squares for each chunk, which one program then adds up. A clipped step goes over the chunks from the last to the first: some of
+what the norm has read last is in L2.
 """
 
 from typing import NamedTuple

@@ -8,6 +8,7 @@ once. The variance is of differences from the mean, in float32; of a cluster, fr
 L2, loaded before the sums, which hide their latency. A wide row is HELD as it is stored, in 32 registers a thread, and its parameters are loaded one part ahead
 of the part that needs them: so many programs fit that they hide each other's latency. Where there are no clusters, or a row is wider than one holds, two
 launches: one publishes the figures of pieces (FIRST, of `meeting.py`), one merges those of its row and reads x, or z, again.
+Codes of a norm without a mean, and without anything added, do not depend on rstd: the largest of weight * z is found beside the sum of squares.
 Bytes moved: the floor, rows width (x + y), with a residual (x + y + 2 z).
 """
 
