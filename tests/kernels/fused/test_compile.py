@@ -54,6 +54,7 @@ NORM_FORMS = {  # name: (tensors of the forward pass, of the backward pass, word
     "add": ("x residual total w y", "dy d_total z w dx d_w rstd", "rms residual weight d_total -> x weight"),
     "layer": ("x w b y mean rstd", "dy z w b dx d_w d_b mean rstd", "layer weight bias -> x weight bias"),
     "silu": ("x w silu y rstd", "dy z w silu dx d_w d_silu rstd", "rms weight silu -> x weight silu"),
+    "modulated": ("x scale shift y", "dy z scale dx d_scale d_shift mean rstd", "layer scale shift -> x scale shift"),
     "zero": (
         "x residual total gate scale shift y mean rstd", "dy d_total z x gate scale dx d_residual d_gate d_scale d_shift mean rstd",
         "layer residual gate scale shift d_total -> x residual gate scale shift",
@@ -68,7 +69,8 @@ def norm_facts(kernel, tiles, width, dtype, there, words, arch, codes=""):
     there = {f"{name}_ptr" for name in there.split()} | ({"word_ptr", "z_ptr"} if pieces > 1 else set())
     values = {"LAYER": words.startswith("layer"), "W": "all", "GATE": "set", "MOD": "set", "PHILOX_ROUNDS": 7, "CODES": codes, "LARGEST": 0.0, "INVERSE": False}
     values |= {"ROWS": tiles.rows, "PARTS": tiles.parts, "BLOCK": tiles.block, "STAGES": getattr(tiles, "stages", 1), "PIECES": triton.next_power_of_2(pieces)}
-    values |= {"offset": None, "LAG": getattr(tiles, "lag", 0) if pieces > 1 else 0, "CTAS": ctas, "CLUSTER": True, "HELD": getattr(tiles, "registers", 0) > 0}
+    values |= {"LAG": getattr(tiles, "lag", 0) if pieces > 1 else 0, "CTAS": ctas, "CLUSTER": True, "HELD": getattr(tiles, "registers", 0) > 0}
+    values |= {"offset": None, "HOPPER": arch == "sm_90"}
     values |= {"PHASE": BOTH if arch.startswith("sm") or pieces == 1 else SECOND} | ({"pieces": 1} if pieces == 1 else {})
     names = kernel.arg_names
     constexprs = {name: values[name] for name in names if name in values} | {name: None for name in names if name.endswith("_ptr") and name not in there}
@@ -87,6 +89,8 @@ def norm_facts(kernel, tiles, width, dtype, there, words, arch, codes=""):
         ("zero", 4096, 4096, BF16),
         ("layer", 8192, 8192, FP32),
         ("layer", 8192, 1152, BF16),
+        ("modulated", 32768, 1152, BF16),
+        ("modulated", 18432, 3072, BF16),
         ("layer", 512, 32768, BF16),
         ("rms", 4096, 16384, BF16),
         ("add", 512, 65536, BF16),

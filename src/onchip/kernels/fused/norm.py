@@ -40,6 +40,7 @@ from onchip.kernels.fused.norm_tile import (
     sigmoid,
     stride,
     weighed,
+    widened,
 )
 from onchip.kernels.meeting import BOTH, FIRST, SECOND
 
@@ -51,6 +52,7 @@ WIDEST, MANY = 8192, 8  # elements of a row that is one program's; rows a multip
 PIECE = 8192  # elements of a program of a wider row, of which two launches are made
 THREAD = 128  # bytes of a row that a thread holds
 OF_CTA, MOST_OF_CTA, CTAS = 1 << 14, 1 << 15, 16  # bytes of a row that four warps hold, and eight; programs of a cluster at most
+SHARED = 6144  # elements of a program of 4 warps that holds several rows in parts, with scales and shifts that these share: 48 a thread
 PLAIN = {"rms", "layer", "weight", "bias", "offset", "keep"}  # of a Problem's words, those of a norm that loads little beside x
 
 
@@ -107,7 +109,7 @@ def _sum_and_larger(a, b, c, d):
 def _after(hat, given, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, CODES: tl.constexpr):
     """y of hat, with what `_given` has loaded."""
     w, b, scale, shift, g = given
-    y = modulated(weighed(hat, _widened(w, CODES), b, offset, w_ptr, b_ptr), scale, shift, scale_ptr, shift_ptr)
+    y = modulated(weighed(hat, widened(w, CODES == "e4m3"), b, offset, w_ptr, b_ptr), scale, shift, scale_ptr, shift_ptr)
     if silu_ptr is not None:
         gate = g.to(tl.float32)
         y = y * (gate * sigmoid(gate))
@@ -121,15 +123,6 @@ def _largest(ys, PARTS: tl.constexpr):
     for n in tl.static_range(1, PARTS):
         most = _larger(most, tl.abs(ys[n]))
     return most
-
-
-@triton.jit
-def _widened(x, CODES: tl.constexpr):
-    """x, of bfloat16 as float32 where the GPU makes the codes: Triton's conversion takes two instructions for each second number, one is enough."""
-    if CODES == "e4m3" and tl.bfloat16 == x.dtype:
-        code: tl.constexpr = "{ .reg .b32 a, b; shl.b32 a, $2, 16; and.b32 b, $2, 0xffff0000; mov.b32 $0, a; mov.b32 $1, b; }"
-        x = tl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
-    return x
 
 
 @triton.jit
@@ -211,7 +204,7 @@ def _norm(
         squares = tl.zeros([ROWS * CTAS, BLOCK], tl.float32)
         centred = ()
         for n in tl.static_range(PARTS):
-            off = kept(_widened(z[n], CODES), rows >> 29, KEPT and LAYER).to(tl.float32)
+            off = kept(widened(z[n], CODES == "e4m3"), rows >> 29, KEPT and LAYER).to(tl.float32)
             if LAYER:
                 off = tl.where(col[n] < width, off - mean, 0.0)
             squares += off * off
@@ -292,9 +285,11 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
         if problem.width > WIDEST:
             return [Tiles(1, 1, PIECE, pick(WARPS, PIECE))]
     parts, block = parts_of(problem.width)
-    rows = 1 if parts > 1 else max(1, min(TILE // block, problem.rows // (2 * device.sms)))
+    shared = parts > 1 and not {"scale", "shift"}.isdisjoint(words) and (PLAIN | {"scale", "shift"}).issuperset(words)
+    tile = SHARED // parts if shared else TILE if parts == 1 else block
+    rows = max(1, min(tile // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
-    warps = block // 256 if parts > 1 else pick(WARPS, rows * block)
+    warps = pick(WARPS, rows * block) if parts == 1 else block // 256 if rows == 1 else 4
     return [Tiles(rows, parts, block, 2 * warps if "silu" in words and parts == 1 else warps)]
 
 
