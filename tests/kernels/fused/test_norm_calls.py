@@ -369,6 +369,22 @@ def near(found, expected, size=1):
 
 
 @pytest.mark.gpu
+def test_modulated_rows_of_one_program(device):
+    """Several rows of a set, with columns in parts and a last program that the set does not fill: as by one row a program."""
+    from onchip.kernels.fused.norm import Norm, Tiles, configs, launch_norm
+
+    problem = Rows("norm", 14, 700, FP32, "layer scale shift")
+    rows = [configs(problem._replace(rows=1 << 14, width=width, dtype=BF16), gpu("H200"))[0].rows for width in (1152, 1536, 3072, 5120)]
+    assert rows == [4, 2, 2, 1]
+    x, scale, shift = torch.randn(14, 700, device=device), torch.randn(2, 700, device=device), torch.randn(2, 700, device=device)
+    norm = Norm("layer", EPS, scale=scale, shift=shift, sets=2, span=7, keep=True)
+    one, several = (launch_norm(problem, Tiles(*tiles), x, norm) for tiles in ((1, 3, 256, 1), (4, 3, 256, 4)))
+    for found, expected in ((several.y, one.y), (several.mean, one.mean), (several.rstd, one.rstd)):
+        near(found, expected, 4)
+    near(one.y, F.layer_norm(x, (700,), eps=EPS) * (1 + scale.repeat_interleave(7, 0)) + shift.repeat_interleave(7, 0), 4)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_a_row_of_several_programs(kind, dtype, device):

@@ -52,7 +52,7 @@ WIDEST, MANY = 8192, 8  # elements of a row that is one program's; rows a multip
 PIECE = 8192  # elements of a program of a wider row, of which two launches are made
 THREAD = 128  # bytes of a row that a thread holds
 OF_CTA, MOST_OF_CTA, CTAS = 1 << 14, 1 << 15, 16  # bytes of a row that four warps hold, and eight; programs of a cluster at most
-SHARED = 6144  # elements of a program of 4 warps that holds several rows in parts, with scales and shifts that these share: 48 a thread
+MODULATED = ((1280, (4, 4)), (1536, (2, 2)), (3072, (2, 4)))  # (columns in parts up to, (rows, warps)) of rows that share scales and shifts
 PLAIN = {"rms", "layer", "weight", "bias", "offset", "keep"}  # of a Problem's words, those of a norm that loads little beside x
 
 
@@ -270,7 +270,7 @@ def _norm(
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; a wide row as it is stored, by a cluster if it has to be.
+    """Several narrow or modulated rows a program, while two programs for each multiprocessor are left; a wide row as it is stored, by a cluster if it must.
 
     A row to be coded is one program's, however wide.
     """
@@ -285,12 +285,16 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
         if problem.width > WIDEST:
             return [Tiles(1, 1, PIECE, pick(WARPS, PIECE))]
     parts, block = parts_of(problem.width)
-    shared = parts > 1 and not {"scale", "shift"}.isdisjoint(words) and (PLAIN | {"scale", "shift"}).issuperset(words)
-    tile = SHARED // parts if shared else TILE if parts == 1 else block
-    rows = max(1, min(tile // block, problem.rows // (2 * device.sms)))
+    if parts > 1:
+        rows, warps = pick(MODULATED, parts * block)
+        shared = not {"scale", "shift"}.isdisjoint(words) and (PLAIN | {"scale", "shift"}).issuperset(words)
+        if shared and problem.dtype.itemsize == 2 and parts * block <= MODULATED[-1][0] and problem.rows >= 2 * rows * device.sms:
+            return [Tiles(rows, parts, block, warps)]
+        return [Tiles(1, parts, block, block // 256)]
+    rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
-    warps = pick(WARPS, rows * block) if parts == 1 else block // 256 if rows == 1 else 4
-    return [Tiles(rows, parts, block, 2 * warps if "silu" in words and parts == 1 else warps)]
+    warps = pick(WARPS, rows * block)
+    return [Tiles(rows, 1, block, 2 * warps if "silu" in words else warps)]
 
 
 def _held(row: int, size: int, layer: bool) -> Tiles:
