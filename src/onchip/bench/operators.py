@@ -31,8 +31,9 @@ LOOKED_UP = 32_768  # rows of an embedding's weight
 
 
 def _norm(forward: str, wanted: str, kind: str = "rms") -> dict:
-    """The Problems of a norm: words of the forward pass, and the gradients."""
-    return {"problem": of("norm", f"{kind} {forward}"), "back": of("norm_backward", f"{kind} {forward} keep -> {wanted}")}
+    """The Problems of a norm: words of the forward pass, and the gradients; where there is a residual, the sum has one too, which is read."""
+    back = f"{kind} {forward} keep{' d_total' * ('residual' in forward)} -> {wanted}"
+    return {"problem": of("norm", f"{kind} {forward}"), "back": of("norm_backward", back)}
 
 
 def _rms(x, w):
@@ -123,8 +124,7 @@ NORMS = {
     "modulated_norm, DiT": _dit(32, 1024, 1152),
     "modulated_norm, Flux": _dit(4, 4608, 3072),
     "adaLN-Zero": Operator(
-        of("norm", "layer residual gate scale shift"), make=_samples(4, 1, 3),
-        back=of("norm_backward", "layer residual gate scale shift keep d_total -> x residual gate scale shift"),
+        **_norm("residual gate scale shift", "x residual gate scale shift", "layer"), make=_samples(4, 1, 3),
         ours=lambda x, r, g, s, b: modulated_norm(x, s, b, residual=Residual(r, g)), plain=_zero, learnt=(0, 1, 2, 3, 4),
         sizes=((4 * 4608, 3072),), least=(8, 24),
     ),

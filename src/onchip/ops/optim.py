@@ -23,6 +23,13 @@ class Hyper(NamedTuple):
     decay: float
 
 
+class Clip(NamedTuple):
+    """The norm of all gradients, float64 [] on the device, and what it may be at most."""
+
+    norm: Tensor
+    most: float
+
+
 class AdamW(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter, 2019) as torch.optim.AdamW computes it, with clipping in the same pass.
 
@@ -62,12 +69,12 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         batches = self._batches()
-        factor = self._clip(batches) if self.max_norm is not None and batches else None
+        clip = self._clip(batches) if self.max_norm is not None and batches else None
         for n, (group, lists) in enumerate(batches):
             steps = self.state[lists[0][0]]["step"].add_(1)
-            corrections = 1 - self._on_device(group["betas"], steps.device) ** steps
+            powers = self._on_device(group["betas"], steps.device) ** steps
             hyper = Hyper(group["lr"], *group["betas"], group["eps"], group["weight_decay"])
-            self._select("adamw", lists).launch(lists, self._plans[n], hyper, corrections, factor)
+            self._select("adamw", lists).launch(lists, self._plans[n], hyper, powers, clip)
         return loss
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -81,11 +88,10 @@ class AdamW(torch.optim.Optimizer):
             moments = {name: given[name].to(p.device, self._moments(p), copy=True) for name in MOMENTS}
             self.state[p] = moments | {"step": counts.setdefault((count, p.device), torch.full((), count, dtype=torch.float64, device=p.device))}
 
-    def _clip(self, batches: list) -> Tensor:
-        """max_norm / norm where that is below 1, as torch.nn.utils.clip_grad_norm_ has it."""
+    def _clip(self, batches: list) -> Clip:
         norms = [self._select("grad_norm", lists).launch(lists, self._plans[n]) for n, (_, lists) in enumerate(batches)]
         self.norm = norms[0] if len(norms) == 1 else torch.stack(norms).square().sum().sqrt()
-        return (self.max_norm / (self.norm + 1e-6)).clamp(max=1.0)
+        return Clip(self.norm, float(self.max_norm))
 
     def _batches(self) -> list[tuple[dict, tuple[list[Tensor], ...]]]:
         """(group, lists of p, g, m and v) of one dtype and count of steps each."""

@@ -54,6 +54,7 @@ NORM_FORMS = {  # name: (tensors of the forward pass, of the backward pass, word
     "add": ("x residual total w y", "dy d_total z w dx d_w rstd", "rms residual weight d_total -> x weight"),
     "layer": ("x w b y mean rstd", "dy z w b dx d_w d_b mean rstd", "layer weight bias -> x weight bias"),
     "silu": ("x w silu y rstd", "dy z w silu dx d_w d_silu rstd", "rms weight silu -> x weight silu"),
+    "modulated": ("x scale shift y", "dy z scale dx d_scale d_shift mean rstd", "layer scale shift -> x scale shift"),
     "zero": (
         "x residual total gate scale shift y mean rstd", "dy d_total z x gate scale dx d_residual d_gate d_scale d_shift mean rstd",
         "layer residual gate scale shift d_total -> x residual gate scale shift",
@@ -61,18 +62,20 @@ NORM_FORMS = {  # name: (tensors of the forward pass, of the backward pass, word
 }  # fmt: skip
 
 
-def norm_facts(kernel, tiles, width, dtype, there, words, arch):
+def norm_facts(kernel, tiles, width, dtype, there, words, arch, codes=""):
     """A norm kernel compiled with these tensors there and no others; of a row in pieces, with the wait for the others where a GPU's kernel has it."""
     ctas = getattr(tiles, "ctas", 1)
     pieces = triton.cdiv(width, tiles.parts * tiles.block * ctas)
     there = {f"{name}_ptr" for name in there.split()} | ({"word_ptr", "z_ptr"} if pieces > 1 else set())
-    values = {"LAYER": words.startswith("layer"), "W": "all", "GATE": "set", "MOD": "set", "PHILOX_ROUNDS": 7, "CODES": "", "LARGEST": 0.0, "INVERSE": False}
+    values = {"LAYER": words.startswith("layer"), "W": "all", "GATE": "set", "MOD": "set", "PHILOX_ROUNDS": 7, "CODES": codes, "LARGEST": 0.0, "INVERSE": False}
     values |= {"ROWS": tiles.rows, "PARTS": tiles.parts, "BLOCK": tiles.block, "STAGES": getattr(tiles, "stages", 1), "PIECES": triton.next_power_of_2(pieces)}
     values |= {"LAG": getattr(tiles, "lag", 0) if pieces > 1 else 0, "CTAS": ctas, "CLUSTER": True, "HELD": getattr(tiles, "registers", 0) > 0}
+    values |= {"offset": None, "HOPPER": arch == "sm_90"}
     values |= {"PHASE": BOTH if arch.startswith("sm") or pieces == 1 else SECOND} | ({"pieces": 1} if pieces == 1 else {})
     names = kernel.arg_names
     constexprs = {name: values[name] for name in names if name in values} | {name: None for name in names if name.endswith("_ptr") and name not in there}
     types = dict.fromkeys(("eps", "offset", "grown"), "fp32") | {"bar": "i64", "word_ptr": "*i64"} | dict.fromkeys(IN_FP32, "*fp32")
+    types |= {"y_ptr": "*u8"} if codes else {}
     signature = {name: types.get(name, POINTER[dtype] if name.endswith("_ptr") else "i32") for name in names}
     return compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", *STRIDES), ctas=ctas, most_registers=getattr(tiles, "registers", 0))
 
@@ -86,6 +89,8 @@ def norm_facts(kernel, tiles, width, dtype, there, words, arch):
         ("zero", 4096, 4096, BF16),
         ("layer", 8192, 8192, FP32),
         ("layer", 8192, 1152, BF16),
+        ("modulated", 32768, 1152, BF16),
+        ("modulated", 18432, 3072, BF16),
         ("layer", 512, 32768, BF16),
         ("rms", 4096, 16384, BF16),
         ("add", 512, 65536, BF16),
@@ -97,6 +102,16 @@ def test_norm(form, rows, width, dtype, arch):
     facts = norm_facts(norm._norm, tiles, width, dtype, there, words, arch)
     check(facts, arch)
     assert facts.ptx.count("barrier.cluster.wait") == (tiles.ctas > 1), "the exchange was written more than once: its result is wanted in two layouts"
+
+
+@pytest.mark.parametrize("form", ["rms", "layer"])
+def test_norm_to_codes(form):
+    """By the GPU's own conversion, two numbers at a time; without a mean by one reduction, of two barriers."""
+    there, _, words = NORM_FORMS[form]
+    tiles = norm.configs(Rows("norm", 8192, 4096, BF16, f"{words.partition(' ->')[0]} e4m3"), GPUS["sm_90"])[0]
+    facts = norm_facts(norm._norm, tiles, 4096, BF16, f"{there} codes", words, "sm_90", "e4m3")
+    check(facts, "sm_90")
+    assert facts.ptx.count("cvt.rn.satfinite.e4m3x2") == 16 and (facts.ptx.count("bar.sync") == 2) == (form == "rms")
 
 
 @everywhere
@@ -325,9 +340,10 @@ def test_hadamard(rows, width, dtype, arch):
 def test_adamw(arch):
     """Parameters in bfloat16, moments in float32."""
     signature = {"addresses_ptr": "*i64", "sizes_ptr": "*i64", "tensor_ptr": "*i32", "first_ptr": "*i32", "tensors": "i32", "partial_ptr": "*fp32"}
-    signature |= {"corrections_ptr": "*fp64", "factor_ptr": "*fp64"} | dict.fromkeys(("lr", "fresh1", "b2", "fresh2", "eps", "decay"), "fp32")
+    signature |= {"powers_ptr": "*fp64", "norm_ptr": "*fp64", "count": "i32"} | dict.fromkeys(("lr", "most", "fresh1", "b2", "fresh2", "eps", "decay"), "fp32")
     constexprs = {"P": tl.bfloat16, "ALIGNED": True, "CHUNK": adamw.CHUNK, "BLOCK": adamw.BLOCK}
     check(compile_for(adamw._squares, signature, constexprs, arch, adamw.WARPS), arch)
+    assert compile_for(adamw._root, signature, {"MANY": adamw.MANY}, arch, adamw.ADDERS).spills == 0
     check(compile_for(adamw._adamw, signature, constexprs | {"M": tl.float32, "ON_DEVICE": False}, arch, adamw.WARPS), arch)
 
 

@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 from judge import assert_as_good_as_torch, poisoned
 from onchip.core.device import gpu
-from onchip.core.norms import Norm
 from onchip.core.problem import Rows
 from onchip.kernels.fused import RMS_NORM
 from onchip.ops.norm import NORMS, rms_norm
@@ -112,19 +111,6 @@ def test_several_rows_a_program(problem, device):
     tiled, alone = (as_tuple(launch(problem, Tiles(rows, 1, 64, 4), x, weight, EPS, residual)) for rows in (4, 1))
     for ours, expected in zip(tiled, alone, strict=True):
         torch.testing.assert_close(ours, expected, rtol=torch.finfo(x.dtype).eps, atol=0)
-
-
-@pytest.mark.gpu
-def test_several_rows_in_parts(device):
-    """Modulated rows of two samples, the second tile of each with fewer; each row comes out as when it is alone."""
-    from onchip.kernels.fused.norm import Tiles, configs, launch_norm
-
-    problem = Rows("norm", 10, 1152, FP32, "layer scale shift")
-    assert configs(problem._replace(rows=32768), gpu("H200")) == [Tiles(4, 5, 256, 4)]
-    x, scale, shift = (torch.randn(rows, 1152, device=device) for rows in (10, 2, 2))
-    norm = Norm("layer", EPS, scale=scale, shift=shift, span=5, sets=2)
-    tiled, alone = (launch_norm(problem, Tiles(rows, 5, 256, 4), x, norm).y for rows in (4, 1))
-    torch.testing.assert_close(tiled, alone, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -213,17 +213,20 @@ def test_invertible(width, kernel, narrow, device):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("format", ["int8", "e4m3"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-def test_codes(dtype, format, kernel, device):
-    x = torch.randn(6, 100, device=device).to(dtype)
+@pytest.mark.parametrize("bias", [False, True], ids=["rms", "layer"])
+def test_codes(bias, dtype, format, kernel, device):
+    """Of a norm that is linear the factor of the codes is found beside the sum of squares, of LayerNorm behind it."""
+    x = torch.randn(6, 300, device=device).to(dtype)
     x[2] = 0
-    weight = torch.randn(100, device=device).to(dtype)
-    (codes, scale), total = rms_norm(x, weight, residual=x, after=RowCodes(format), kernel=kernel)
-    truth = rms_norm(2 * x.double(), weight.double(), kernel="reference")
+    weight = torch.randn(300, device=device).to(dtype)
+    call = (lambda x, w, **more: layer_norm(x, w, 0 * w, **more)) if bias else rms_norm
+    (codes, scale), total = call(x, weight, residual=x, after=RowCodes(format), kernel=kernel)
+    truth = call(2 * x.double(), weight.double(), kernel="reference")
     largest = truth.abs().amax(-1, keepdim=True)
     assert torch.equal(total, x + x) and scale.shape == (6,) and scale.dtype == FP32 and scale[2] == 0
     assert codes.dtype == {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}[format]
     step = {"int8": 0.5 / 127 * largest, "e4m3": torch.maximum(truth.abs() / 16, largest / 448 * 2**-10)}[format]
-    assert ((codes.double() * scale.double().unsqueeze(1) - truth).abs() <= step * 1.001 + 1e-7 * largest).all()
+    assert ((codes.double() * scale.double().unsqueeze(1) - truth).abs() <= step * 1.001 + (1e-6 if bias else 1e-7) * largest).all()
     assert (codes.double().abs().amax(-1)[[0, 1, 3]] == {"int8": 127, "e4m3": 448}[format]).all()
 
 
@@ -366,6 +369,22 @@ def near(found, expected, size=1):
 
 
 @pytest.mark.gpu
+def test_modulated_rows_of_one_program(device):
+    """Several rows of a set, with columns in parts and a last program that the set does not fill: as by one row a program."""
+    from onchip.kernels.fused.norm import Norm, Tiles, configs, launch_norm
+
+    problem = Rows("norm", 14, 700, FP32, "layer scale shift")
+    rows = [configs(problem._replace(rows=1 << 14, width=width, dtype=BF16), gpu("H200"))[0].rows for width in (1152, 1536, 3072, 5120)]
+    assert rows == [4, 2, 2, 1]
+    x, scale, shift = torch.randn(14, 700, device=device), torch.randn(2, 700, device=device), torch.randn(2, 700, device=device)
+    norm = Norm("layer", EPS, scale=scale, shift=shift, sets=2, span=7, keep=True)
+    one, several = (launch_norm(problem, Tiles(*tiles), x, norm) for tiles in ((1, 3, 256, 1), (4, 3, 256, 4)))
+    for found, expected in ((several.y, one.y), (several.mean, one.mean), (several.rstd, one.rstd)):
+        near(found, expected, 4)
+    near(one.y, F.layer_norm(x, (700,), eps=EPS) * (1 + scale.repeat_interleave(7, 0)) + shift.repeat_interleave(7, 0), 4)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_a_row_of_several_programs(kind, dtype, device):
@@ -398,7 +417,8 @@ def test_a_row_of_several_programs(kind, dtype, device):
             near(other, whole)
     wanted, normed, found = ("x", "residual", "row_scale", "weight"), found[0], []
     problem = Rows("norm_backward", 7, 1008, dtype, f"{kind} -> {' '.join(wanted)}")
-    for tiles in ((1, 1, 1024, 4, 3, 3), (1, 1, 256, 4, 2, 3, 0, 4), (1, 2, 128, 4, 3, 2, 0, 4, 128)):
+    parts = [(1, 2, 128, 4, 3, 2, 0, 4, 128)] if dtype == BF16 else []  # float32 gets a second layout, which Triton 3.6 cannot lower; no menu has it
+    for tiles in ((1, 1, 1024, 4, 3, 3), (1, 1, 256, 4, 2, 3, 0, 4), *parts):
         found.append(
             norm_backward.launch(
                 problem, norm_backward.Tiles(*tiles), wanted, dy, d_total, normed.total, x + 9, normed, Norm(kind, EPS, residual=stream, **words)

@@ -8,6 +8,7 @@ once. The variance is of differences from the mean, in float32; of a cluster, fr
 L2, loaded before the sums, which hide their latency. A wide row is HELD as it is stored, in 32 registers a thread, and its parameters are loaded one part ahead
 of the part that needs them: so many programs fit that they hide each other's latency. Where there are no clusters, or a row is wider than one holds, two
 launches: one publishes the figures of pieces (FIRST, of `meeting.py`), one merges those of its row and reads x, or z, again.
+Codes of a norm without a mean, and without anything added, do not depend on rstd: the largest of weight * z is found beside the sum of squares.
 Bytes moved: the floor, rows width (x + y), with a residual (x + y + 2 z).
 """
 
@@ -39,18 +40,19 @@ from onchip.kernels.fused.norm_tile import (
     sigmoid,
     stride,
     weighed,
+    widened,
 )
 from onchip.kernels.meeting import BOTH, FIRST, SECOND
 
 # A thread holds 32 elements: four 16-byte loads of bf16 in flight, and registers for two blocks or more on a multiprocessor.
 # More than 16 warps would leave a thread 64 registers, half of what it needs.
 WARPS = ((4096, 4), (8192, 8), (32768, 16))  # (elements up to, warps)
-TILE, SPLIT = 4096, 6144  # elements of a program that holds several rows, and of one that holds several of LayerNorm in parts
+TILE = 4096  # elements of a program that holds several rows
 WIDEST, MANY = 8192, 8  # elements of a row that is one program's; rows a multiprocessor from which on memory's speed counts, not how long a row takes
 PIECE = 8192  # elements of a program of a wider row, of which two launches are made
 THREAD = 128  # bytes of a row that a thread holds
 OF_CTA, MOST_OF_CTA, CTAS = 1 << 14, 1 << 15, 16  # bytes of a row that four warps hold, and eight; programs of a cluster at most
-LEVEL = {"layer", "weight", "bias", "scale", "shift", "keep"}  # and of a LayerNorm that may be modulated
+MODULATED = ((1280, (4, 4)), (1536, (2, 2)), (3072, (2, 4)))  # (columns in parts up to, (rows, warps)) of rows that share scales and shifts
 PLAIN = {"rms", "layer", "weight", "bias", "offset", "keep"}  # of a Problem's words, those of a norm that loads little beside x
 
 
@@ -94,19 +96,47 @@ def _joined(
 
 
 @triton.jit
-def _bits(y, inside):
-    """|y| as integers, of which those of NaN are the largest; 0 outside."""
-    return tl.where(inside, y.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _sum_and_larger(a, b, c, d):
+    return a + c, _larger(b, d)
+
+
+@triton.jit
+def _after(hat, given, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, CODES: tl.constexpr):
+    """y of hat, with what `_given` has loaded."""
+    w, b, scale, shift, g = given
+    y = modulated(weighed(hat, widened(w, CODES == "e4m3"), b, offset, w_ptr, b_ptr), scale, shift, scale_ptr, shift_ptr)
+    if silu_ptr is not None:
+        gate = g.to(tl.float32)
+        y = y * (gate * sigmoid(gate))
+    return y
+
+
+@triton.jit
+def _largest(ys, PARTS: tl.constexpr):
+    """|y| of all parts, the larger of each column."""
+    most = tl.abs(ys[0])
+    for n in tl.static_range(1, PARTS):
+        most = _larger(most, tl.abs(ys[n]))
+    return most
 
 
 @triton.jit
 def _coded(y, power, by, CODES: tl.constexpr, LARGEST: tl.constexpr):
     """y * power * by as codes, rounded to even: of at most LARGEST. "bits" are those of e4m3 where a GPU does not convert to it."""
-    y = tl.minimum(tl.maximum(y * power * by, -LARGEST), LARGEST)
+    y = y * power * by
+    if CODES == "e4m3":  # of four at once; the GPU cuts them off itself
+        code: tl.constexpr = (
+            "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+        )
+        return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4)
+    y = tl.minimum(tl.maximum(y, -LARGEST), LARGEST)
     if CODES == "int8":
         codes = ((y + 12582912.0) - 12582912.0).to(tl.int8)  # 1.5 * 2^23, whose last digit is 1
-    elif CODES == "e4m3":
-        codes = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
         bits = (y * 2.0**-120).to(tl.int32, bitcast=True)  # exponents begin at 7 instead of 127; subnormal numbers become such
         size = bits + ((1 << 19) - 1) + (bits >> 20 & 1)
@@ -136,6 +166,7 @@ def _norm(
     PIECE: tl.constexpr = PARTS * BLOCK
     ALONE: tl.constexpr = CTAS == 1 and word_ptr is None and not HELD
     KEPT: tl.constexpr = CLUSTER and (HELD or CTAS > 1)
+    LINEAR: tl.constexpr = CODES != "" and not LAYER and b_ptr is None and shift_ptr is None  # y is rstd times what is made of z: the same codes, and one sum
     piece = tl.program_id(0) % pieces
     tile = tl.program_id(0) // pieces
     s = tile % sets
@@ -173,14 +204,20 @@ def _norm(
         squares = tl.zeros([ROWS * CTAS, BLOCK], tl.float32)
         centred = ()
         for n in tl.static_range(PARTS):
-            off = kept(z[n], rows >> 29, KEPT and LAYER).to(tl.float32)
+            off = kept(widened(z[n], CODES == "e4m3"), rows >> 29, KEPT and LAYER).to(tl.float32)
             if LAYER:
                 off = tl.where(col[n] < width, off - mean, 0.0)
             squares += off * off
             centred += (off,)
         if ALONE:
             z = centred
-        square = tl.sum(squares, 1)
+        ys = ()
+        if LINEAR:
+            for n in tl.static_range(PARTS):
+                ys += (_after(centred[n], given[n], offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, CODES),)
+            square, largest = tl.reduce((squares, _largest(ys, PARTS)), 1, _sum_and_larger)
+        else:
+            square = tl.sum(squares, 1)
         if CTAS > 1:
             if LAYER:
                 mean_of_row, square = moments(mean_of_piece, square, of_piece, box, 0, CTAS, CLUSTER)
@@ -201,33 +238,31 @@ def _norm(
             tl.store(rstd_ptr + each, each * 0 + rstd, mask=there & (piece == 0))
             if LAYER:
                 tl.store(mean_ptr + each, each * 0 + mean, mask=there & (piece == 0))
-        ys = ()
-        most = tl.zeros([ROWS * CTAS, BLOCK], tl.int32)
-        for n in tl.static_range(PARTS):
+        for n in tl.static_range(0 if LINEAR else PARTS):
             inside = there & (col[n] < width)
             if HELD and n + 1 < PARTS:  # one part ahead: all of them would take as many registers as the row
                 given += (_given(w_ptr, b_ptr, w_stride, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride, row, there, s, col[n + 1], width, W, MOD),)
-            w, b, scale, shift, g = given[n]
             hat = kept(z[n], rows >> 30, KEPT).to(tl.float32)
             if LAYER and not ALONE:
                 hat -= mean
-            y = modulated(weighed(hat * rstd, w, b, offset, w_ptr, b_ptr), scale, shift, scale_ptr, shift_ptr)
-            if silu_ptr is not None:
-                gate = g.to(tl.float32)
-                y = y * (gate * sigmoid(gate))
+            y = _after(hat * rstd, given[n], offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, CODES)
             if CODES == "":
                 tl.store(y_ptr + row * width + col[n], y.to(y_ptr.dtype.element_ty), mask=inside)
             else:
-                most = tl.maximum(most, _bits(y, inside))
-                ys += (y,)
+                ys += (y,)  # 0 outside of the row
         if CODES != "":
-            largest = tl.max(most, 1, keep_dims=True).to(tl.float32, bitcast=True)
+            if LINEAR:
+                largest = largest[:, None]
+            else:
+                largest = tl.reduce(_largest(ys, PARTS), 1, _larger, keep_dims=True)
             codes = tl.full(largest.shape, LARGEST, tl.float32)
             # Both sides of the quotient are within reach of float32 whatever the largest is: a power of two goes by y, exactly.
             power = tl.where(largest < 1.0, 2.0**64, 2.0**-64)
             by = tl.where(largest > 0, tl.math.div_rn(codes, tl.where(largest > 0, largest * power, 1.0)), 0.0)
             for n in tl.static_range(PARTS):
                 tl.store(y_ptr + row * width + col[n], _coded(ys[n], power, by, CODES, LARGEST), mask=there & (col[n] < width))
+            if LINEAR:
+                largest *= rstd
             tl.store(codes_ptr + row, tl.math.div_rn(largest, codes), mask=there)
 
 
@@ -235,7 +270,7 @@ def _norm(
 
 
 def configs(problem: Rows, device: Device) -> list[Tiles]:
-    """Several narrow rows a program, as long as that leaves two programs for each multiprocessor; a wide row as it is stored, by a cluster if it has to be.
+    """Several narrow or modulated rows a program, while two programs for each multiprocessor are left; a wide row as it is stored, by a cluster if it must.
 
     A row to be coded is one program's, however wide.
     """
@@ -250,11 +285,16 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
         if problem.width > WIDEST:
             return [Tiles(1, 1, PIECE, pick(WARPS, PIECE))]
     parts, block = parts_of(problem.width)
-    most = TILE if parts == 1 else SPLIT if LEVEL.issuperset(words) else parts * block
-    rows = max(1, min(most // (parts * block), problem.rows // (2 * device.sms)))
+    if parts > 1:
+        rows, warps = pick(MODULATED, parts * block)
+        shared = not {"scale", "shift"}.isdisjoint(words) and (PLAIN | {"scale", "shift"}).issuperset(words)
+        if shared and problem.dtype.itemsize == 2 and parts * block <= MODULATED[-1][0] and problem.rows >= 2 * rows * device.sms:
+            return [Tiles(rows, parts, block, warps)]
+        return [Tiles(1, parts, block, block // 256)]
+    rows = max(1, min(TILE // block, problem.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
-    warps = block // 256 if parts > 1 and rows == 1 else pick(WARPS, rows * block)
-    return [Tiles(rows, parts, block, 2 * warps if "silu" in words and parts == 1 else warps)]
+    warps = pick(WARPS, rows * block)
+    return [Tiles(rows, 1, block, 2 * warps if "silu" in words else warps)]
 
 
 def _held(row: int, size: int, layer: bool) -> Tiles:
@@ -294,7 +334,7 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
         config = Tiles(1, 1, PIECE, pick(WARPS, PIECE))
     if rows:
         z = x if total is None else total
-        converts = facts.kind == "cuda" and facts.arch >= 89
+        converts = facts.kind == "cuda" and facts.arch >= 89 and x.device.type == "cuda"
         meeting = meeting_of(rows, width, config.ctas * config.parts * config.block, x.device)
         given = arguments(norm, rows, width) | meeting
         given |= {"x_ptr": x, "x_stride": stride(x), "residual_ptr": residual, "residual_stride": stride(residual)}

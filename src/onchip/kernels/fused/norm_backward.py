@@ -41,13 +41,16 @@ from onchip.kernels.fused.norm_tile import (
     parts_of,
     publish,
     published,
+    raised,
     scaled,
     sigmoid,
     stride,
     sum_partials,
     weighed,
+    widened,
     zeros,
 )
+from onchip.kernels.launch import starts_early
 from onchip.kernels.meeting import BOTH, FIRST, SECOND
 
 WIDEST = 8192  # elements of a row that is one program's
@@ -135,19 +138,20 @@ def _put_sums(ptr, acc, place, col, width, ROWS: tl.constexpr, PARTS: tl.constex
 
 @triton.jit
 def _before(
-    raw, zero, w, b, mean, rstd, whole, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER: tl.constexpr, INVERSE: tl.constexpr, KEPT: tl.constexpr
-):
+    raw, zero, w, b, mean, rstd, whole, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr,
+    LAYER: tl.constexpr, INVERSE: tl.constexpr, KEPT: tl.constexpr, HOPPER: tl.constexpr,
+):  # fmt: skip
     """hat, u, dv, du, dhat and the gradient of the silu gate. Outside of the matrix dy is 0, and with it each term of a sum.
 
     KEPT: made of `raw` anew, though the program has made it before: over an exchange it would take three times the registers.
     """
     dy, z, g, scale, shift = raw
-    dy = kept(dy, zero, KEPT).to(tl.float32)
-    z = kept(z, zero, KEPT).to(tl.float32)
+    dy = widened(kept(dy, zero, KEPT), HOPPER).to(tl.float32)
+    z = widened(kept(z, zero, KEPT), HOPPER).to(tl.float32)
     w = kept(w, zero, KEPT)
     b = kept(b, zero, KEPT)
     if INVERSE:
-        hat = tl.math.div_rn(z - b.to(tl.float32), tl.where(whole, w.to(tl.float32) + offset, 1.0))
+        hat = tl.math.div_rn(z - b.to(tl.float32), tl.where(whole, raised(w, offset), 1.0))
     elif LAYER:
         hat = (z - mean) * rstd
     else:
@@ -165,7 +169,7 @@ def _before(
         du = dv * (1.0 + scale.to(tl.float32))
     d_hat = du
     if w_ptr is not None:
-        d_hat = du * (w.to(tl.float32) + offset)
+        d_hat = du * raised(w, offset)
     return hat, u, dv, du, d_hat, d_silu
 
 
@@ -198,14 +202,14 @@ def _loaded(
 @triton.jit
 def _terms(
     raw, zero, w, b, mean, rstd, col, width, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr,
-    LAYER: tl.constexpr, INVERSE: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    LAYER: tl.constexpr, INVERSE: tl.constexpr, KEPT: tl.constexpr, HOPPER: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The terms of the two sums of a row."""
     along = tl.zeros([ROWS, BLOCK], tl.float32)
     level = tl.zeros([ROWS, BLOCK], tl.float32)
     for n in tl.static_range(PARTS):
         hat, _, _, _, d_hat, _ = _before(raw[n], zero, w[n], b[n], mean, rstd, col[n] < width, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr,
-                                         LAYER, INVERSE, KEPT)  # fmt: skip
+                                         LAYER, INVERSE, KEPT, HOPPER)  # fmt: skip
         along += d_hat * hat
         level += d_hat
     return along, level
@@ -218,8 +222,10 @@ def _norm_backward(
     gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, w_ptr, b_ptr, w_stride, offset, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride,
     rows, width, sets, down, apart, per, pieces, LAYER: tl.constexpr, GATE: tl.constexpr, W: tl.constexpr, MOD: tl.constexpr, PHILOX_ROUNDS: tl.constexpr,
     INVERSE: tl.constexpr, PHASE: tl.constexpr, LAG: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
-    CTAS: tl.constexpr, CLUSTER: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    CTAS: tl.constexpr, CLUSTER: tl.constexpr, HOPPER: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    if HOPPER:  # of the sums of programs, which wait
+        tl.extra.cuda.gdc_launch_dependents()
     HEIGHT: tl.constexpr = ROWS * CTAS  # of a tile: a cluster's has one row, and a piece of it for each CTA
     KEPT: tl.constexpr = CLUSTER and CTAS > 1
     piece = tl.program_id(0) % pieces
@@ -258,7 +264,7 @@ def _norm_backward(
             raw, mean, rstd = _loaded(dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, scale_ptr, shift_ptr, mod_stride, scale, shift,
                                       silu_ptr, silu_stride, new, new_k < count, s, col, width, MOD, PARTS)  # fmt: skip
             along, level = _terms(raw, (rows + turn) >> 30, w, b, mean, rstd, col, width, offset, w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr,
-                                  LAYER, INVERSE, KEPT, HEIGHT, PARTS, BLOCK)  # fmt: skip
+                                  LAYER, INVERSE, KEPT, HOPPER, HEIGHT, PARTS, BLOCK)  # fmt: skip
             if CTAS > 1:
                 along, level = _sums_of_cluster(along, level, box, turn, LAYER, CTAS, CLUSTER)
             else:
@@ -282,7 +288,7 @@ def _norm_backward(
             for n in tl.static_range(PARTS):
                 inside = there & (col[n] < width)
                 hat, u, dv, du, d_hat, d_silu = _before(raw[n], (rows + turn) >> 29, w[n], b[n], mean, rstd, col[n] < width, offset,
-                                                        w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER, INVERSE, KEPT)  # fmt: skip
+                                                        w_ptr, b_ptr, scale_ptr, shift_ptr, silu_ptr, LAYER, INVERSE, KEPT, HOPPER)  # fmt: skip
                 _put(d_silu_ptr, d_silu, row, col[n], width, inside)
                 dz = d_hat - hat * (along * part)
                 if LAYER:
@@ -387,10 +393,12 @@ class Sums(NamedTuple):
 
 
 def add_up(partial: torch.Tensor, out: torch.Tensor) -> None:
-    """out[i] = the sum of partial[i], [items, count, width] float32."""
+    """out[i] = the sum of partial[i], [items, count, width] float32; behind the kernel that writes them, with nothing launched between."""
     items, count, width = partial.shape
     block = min(16, triton.next_power_of_2(width))
-    sum_partials[(items * triton.cdiv(width, block),)](partial, out, count, width, COUNT=min(256, triton.next_power_of_2(count)), BLOCK=block, num_warps=4)
+    tile = {"COUNT": min(256, triton.next_power_of_2(count)), "BLOCK": block, "num_warps": 4}
+    early = {"EARLY": True, "launch_pdl": True} if starts_early(partial) else {}
+    sum_partials[(items * triton.cdiv(width, block),)](partial, out, count, width, **tile, **early)
 
 
 def launch(
@@ -431,7 +439,7 @@ def launch(
     given |= {"dx_ptr": grads.get("x"), "d_residual_ptr": grads.get("residual"), "d_silu_ptr": grads.get("silu"), "d_row_scale_ptr": row_scale}
     lag = config.lag if at_once and pieces > 1 else 0
     tile = {"LAG": lag, "STAGES": config.stages, "ROWS": config.rows, "PARTS": config.parts, "BLOCK": config.block, "num_warps": config.warps}
-    tile |= {"CTAS": config.ctas, "CLUSTER": dy.device.type == "cuda"} | options(config)
+    tile |= {"CTAS": config.ctas, "CLUSTER": dy.device.type == "cuda", "HOPPER": starts_early(dy)} | options(config)
     for phase in (BOTH,) if at_once else (FIRST, SECOND):
         _norm_backward[(norm.sets * per * pieces,)](**given, PHASE=phase, **tile)
     if row_scale is not None and row_scale is not grads["row_scale"]:

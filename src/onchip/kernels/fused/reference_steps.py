@@ -12,11 +12,15 @@ def grad_norm(problem: Rows, config: None, lists: tuple[list[Tensor], ...], know
     return torch.stack([g.to(exact_of(g.dtype)).square().sum(dtype=torch.float64) for g in lists[1]]).sum().sqrt()
 
 
-def adamw(problem: Rows, config: None, lists: tuple[list[Tensor], ...], known: dict, how, corrections: Tensor, factor: Tensor | None) -> None:
-    """One step in place; p, g, m and v are lists of tensors. how: ops.optim.Hyper, corrections: float64 [2], factor: a number or None."""
+def adamw(problem: Rows, config: None, lists: tuple[list[Tensor], ...], known: dict, how, powers: Tensor, clip) -> None:
+    """One step in place; p, g, m and v are lists of tensors. how: ops.optim.Hyper, powers: b1^t and b2^t, float64 [2], clip: ops.optim.Clip or None.
+
+    Gradients are scaled as torch.nn.utils.clip_grad_norm_ scales them.
+    """
+    factor = None if clip is None else (clip.most / (clip.norm + 1e-6)).clamp(max=1.0)
     for p, g, m, v in zip(*lists, strict=True):
         exact = exact_of(p.dtype)
-        first, second = corrections.to(exact)
+        first, second = (1 - powers).to(exact)
         grad = g.to(exact) if factor is None else g.to(exact) * factor.to(exact)
         mean, square = m.to(exact).lerp(grad, 1 - how.beta1), how.beta2 * v.to(exact) + (1 - how.beta2) * grad * grad
         m.copy_(mean)
