@@ -20,6 +20,8 @@ from onchip.engine.setup import PrefixCache
 from onchip.engine.speculate import Speculation
 from onchip.engine.stats import Stats
 from onchip.engine.text import NoText, StopText
+from onchip.engine.warm import Warmed, warm
+from onchip.kernels.compiling import compilations
 from onchip.models import weights
 from onchip.models.encoder import Embedder
 from onchip.models.families import ModelConfig
@@ -90,6 +92,8 @@ class LLM:
             raise ValueError("batch_invariant with adapters or over several ranks is not to be had: sums depend on the number of rows there; leave one out")
         kv_format = None if kv_format is None else Format.of(kv_format)
         self.device = setup.device_of(device)
+        if self.device.type == "cuda":
+            compilations.watch()
         path = weights.locate(model)
         self.config = ModelConfig.read(weights.read_config(path))
         self.dtype = setup.dtype_of(dtype, self.config.dtype, self.device)
@@ -188,6 +192,11 @@ class LLM:
         """Make room for another one; nothing happens where there is none of that name. Raises ValueError while a request has it."""
         self._check_free(name)
         self.model.adapters.remove(name)
+
+    def warm(self) -> Warmed:
+        """Compile the kernels and capture the graphs that requests will want, on a GPU, so that none of them waits for it: see `engine.warm`. `str` of what
+        comes back says what was done. Raises ValueError while requests wait or run."""
+        return warm(self)
 
     # ---- step by step: one thread calls these
 

@@ -211,7 +211,9 @@ def _copy(given, C: gl.constexpr):
         if C.first:
             number += gl.num_programs(0)
         else:
-            number = draw(counter, sizes[0])
+            number = sizes[0]
+            if number > gl.num_programs(0):
+                number = draw(counter, sizes[0])
     tell(message, turn, (gl.to_tensor(-1),))
 
 
@@ -439,7 +441,10 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads"])
+@gluon.jit(
+    do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads"],
+    do_not_specialize_on_alignment=["q_offsets", "k_offsets", "q_used", "k_used"],  # of part of a batch: they begin anywhere
+)
 def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr, reads,
              scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
@@ -570,6 +575,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     count = tiles_m * batch_heads
     if beside is None:
         programs, counter = programs_and_counter(count, tiles.programs, q.device)
+        if counter is None:  # nobody looks at it: one compiled kernel is for both
+            counter = torch.empty(1, dtype=torch.int32, device=q.device)
     else:
         programs, counter = min(count, tiles.programs, beside.sms), None
     _prefill[(programs,)](

@@ -1,0 +1,198 @@
+"""Nothing compiles while people wait: an engine's own steps over requests that nobody made, before the first of those that somebody did.
+
+Which kernels a step wants depends on how many rows decode, on how many prompts of which lengths come beside them, and on what its requests want. So rounds
+go through these, twice. First launches are withheld (`kernels.compiling`), which takes the host 5 ms a step: what they ask for is compiled by threads. Then
+the rounds that asked for something run, and with them the graph of each batch-size bucket is captured.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.engine.request import Request, SamplingParams
+from onchip.engine.runner import BUCKETS
+from onchip.engine.stats import Stats
+from onchip.kernels.compiling import compilations, withheld
+from onchip.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from onchip.engine.llm import LLM
+
+LENGTHS = (1, 3, 6, 11, 16, 24, 40, 100, 200, 400, 800, 1700, 3500, 7000)  # tokens of a prompt, where nobody decodes: tiles change between them
+COUNTS = (1, 2, 5, 12, 20, 40, 100, 200)  # prompts that come together
+BESIDE = (1, 3, 8, 15, 32, 64, 128)  # requests that decode meanwhile; the longest prompt counts as the next power of two then
+FEW = (1, 3, 10, 40)  # prompts that come together beside them
+SHORT = 4  # tokens of a prompt that is there to decode
+PREFIXES = (512, 1024, 2048, 8192)  # tokens that all requests of a batch have in common
+READERS = (2, 3, 5, 9, 16, 33, 64)  # of them
+
+
+class Warmed(NamedTuple):
+    """What a warm-up did: seconds in all, kernels that were compiled, and that were found compiled, rounds that ran, graphs that were captured."""
+
+    seconds: float
+    compiled: int
+    loaded: int
+    rounds: int
+    graphs: int
+
+    def __str__(self):
+        return f"{self.compiled} kernels compiled, {self.loaded} loaded, {self.graphs} graphs captured in {self.seconds:.1f} s"
+
+
+class Round(NamedTuple):
+    """Prompts of so many tokens that come together, while so many other requests decode; `new` tokens of each, and what all of them want.
+
+    prefix   tokens that all of them begin with, the others too.        oldest   tokens of the first one's prompt of the others.
+    """
+
+    lengths: tuple[int, ...]
+    beside: int = 0
+    new: tuple[int, ...] = (1,)
+    params: SamplingParams = SamplingParams()
+    masked: bool = False
+    prefix: int = 0
+    oldest: int = SHORT
+
+
+class Anything:
+    """A mask under which every token may follow."""
+
+    def fill(self, row: Tensor) -> None:
+        row.fill_(-1)
+
+    def accept(self, token: int) -> None:
+        pass
+
+
+def warm(llm: "LLM") -> Warmed:
+    """Compile and capture what requests will want, and leave no trace of it but that. Only an idle engine can be warmed up: else ValueError."""
+    if not llm.idle:
+        raise ValueError("warm: requests wait or run; warm an engine up before the first of them")
+    if llm.device.type != "cuda":
+        return Warmed(0.0, 0, 0, 0, 0)  # nothing compiles
+    start, compiled, loaded = time.perf_counter(), compilations.compiled, compilations.loaded
+    todo, runner, numbers = list(rounds(llm)), llm.runner, itertools.count()
+    if runner.speculation is None and llm.model.parallel.of == 1:  # tokens that no kernel drew are those that were there:
+        with withheld() as asked, _sketched(llm.model):  # indices that torch reads are all from the host, but for guesses
+            known, found = 0, []
+            for one in run(llm, todo, numbers):
+                if len(asked) > known:
+                    found.append(one)
+                known = len(asked)
+        todo = found
+        runner.thin(graphs=True)
+        llm.tree.clear()
+    ran = sum(1 for _ in run(llm, todo, numbers))
+    runner.thin()
+    llm.tree.clear()
+    llm.stats, llm.scheduler.preemptions = Stats(kernels=llm.stats.kernels), 0
+    torch.cuda.synchronize(llm.device)
+    return Warmed(time.perf_counter() - start, compilations.compiled - compiled, compilations.loaded - loaded, ran, len(runner.graphs))
+
+
+def rounds(llm: "LLM") -> Iterator[Round]:
+    """Those that an engine of this size can run, each in a step or a few."""
+    most, budget = _most(llm), llm.scheduler.budget
+    longest = min(llm.max_len, (llm.pool.num_pages - 1) * llm.pool.page - llm.scheduler.room) - 2
+    if most < 1 or longest < SHORT:
+        return
+    sizes = [size for size in BUCKETS if size < most]
+    adapters = [name for name in llm.model.adapters.names if name][:1] if llm.model.adapters else []
+    for params in (SamplingParams(), *(SamplingParams(adapter=name) for name in adapters)):
+        yield Round((SHORT,) * most, 0, tuple(2 + sum(size > i for size in sizes) for i in range(most)), params)  # all buckets, one after the other
+        shapes = [(0, count, length) for count in COUNTS for length in LENGTHS]
+        decodes = sorted({*BESIDE, most - 1})
+        shapes += [(beside, count, 1 << n) for beside in decodes for count in FEW for n in range(14)]
+        rounds = [Round((length,) * count, beside, params=params) for beside, count, length in shapes]
+        rounds += [Round((1 << n,) * count, beside, params=params, oldest=longest // 2) for beside in decodes for count in FEW[:2] for n in range(9)]
+        for one in rounds:
+            if one.beside + len(one.lengths) <= most and one.lengths[0] <= longest and one.beside + sum(one.lengths) <= budget:
+                yield one
+        if longest > budget:
+            yield Round((budget + SHORT,), 0, params=params)  # a chunk behind another
+    room = llm.pool.num_pages // 2
+    for prefix in PREFIXES:
+        for count in sorted({*READERS, most - 1}):
+            if count < most and prefix + 100 <= longest and prefix // llm.pool.page + (count + 1) * llm.pool.pages_for(100 + 64) <= room:
+                yield from (Round((prefix + own,), count, prefix=prefix) for own in (SHORT, 20, 100))
+    wants = [{"presence_penalty": 0.5}, {"logit_bias": {0: 1.0}}]
+    for some in itertools.chain.from_iterable(itertools.combinations(wants, n) for n in range(3)):
+        for masked in (False, True):
+            yield Round((min(20, longest),), 0, (3,), SamplingParams(**dict(itertools.chain.from_iterable(map(dict.items, some)))), masked)
+    for wanted in ({"logprobs": 1}, {"prompt_logprobs": 1}):
+        yield Round((min(20, longest),), 0, (3,), SamplingParams(**wanted))
+
+
+def run(llm: "LLM", todo: Iterable[Round], numbers: Iterator[int]) -> Iterator[Round]:
+    """Each round, when its last token is there. `numbers` are of requests: no two begin with the same page, but for a prefix."""
+    others: list[Request] = []
+    there = 0, 0, SHORT
+    for one in todo:
+        if there != (one.beside, one.prefix, one.oldest) or any(request.reason for request in others):
+            _end(llm, others)
+            there = one.beside, one.prefix, one.oldest
+            if one.prefix:
+                _start(llm, [_request(llm, numbers, one.prefix, 1, Round((), prefix=one.prefix))])
+            lengths = [one.oldest, *[SHORT] * (one.beside - 1)][: one.beside]
+            others = [_request(llm, numbers, one.prefix + length, llm.max_len, Round((), prefix=one.prefix)) for length in lengths]
+            _start(llm, others)
+            for _ in range(2 if others else 0):
+                llm.step()
+        made = [_request(llm, numbers, n, one.new[i % len(one.new)], one) for i, n in enumerate(one.lengths)]
+        _start(llm, made)
+        while any(request.reason is None for request in made):
+            llm.step()
+        if failed := next((request.reason for request in made if request.reason.startswith("error")), None):
+            raise RuntimeError(f"warm: a step of the warm-up failed: {failed}")
+        yield one
+    _end(llm, others)
+
+
+def _start(llm: "LLM", requests: list[Request]) -> None:
+    """Until each has a token."""
+    for request in requests:
+        llm.add(request)
+    while any(not (request.tokens or request.reason) for request in requests):
+        llm.step()
+
+
+def _end(llm: "LLM", requests: list[Request]) -> None:
+    for request in requests:
+        llm.cancel(request)
+    while not llm.idle:
+        llm.step()
+
+
+def _request(llm: "LLM", numbers: Iterator[int], length: int, new: int, one: Round = Round(())) -> Request:
+    vocab, number = llm.config.vocab, next(numbers)
+    ids = ([0] * one.prefix + [number % vocab, number // vocab % vocab] + [1] * length)[:length]
+    request = llm.request(ids, dataclasses.replace(one.params, max_tokens=new, ignore_eos=True, seed=0))
+    request.mask = Anything() if one.masked else None
+    return request
+
+
+def _most(llm: "LLM") -> int:
+    """Requests that decode at once, a page or a few of each."""
+    each = llm.pool.pages_for(SHORT + 64 + llm.scheduler.room)
+    return min(llm.scheduler.max_batch, llm.pool.num_pages // each)
+
+
+@contextmanager
+def _sketched(model: Decoder) -> Iterator[None]:
+    """A model whose layers stand for those like them, and whose products by torch do nothing: their results hold anything."""
+    linear, layers, config = torch.nn.functional.linear, model.layers, model.config
+    few = max(config.masks.index(mask) for mask in config.masks) + 1  # up to the first of the last kind
+    few = min(max(few, 2), len(layers))  # the norm of the second one has a residual
+    torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))
+    model.layers, model.config = layers[:few], dataclasses.replace(config, layers=few)
+    try:
+        yield
+    finally:
+        torch.nn.functional.linear, model.layers, model.config = linear, layers, config
