@@ -441,10 +441,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads"],
-    do_not_specialize_on_alignment=["q_offsets", "k_offsets", "q_used", "k_used"],  # of part of a batch: they begin anywhere
-)
+@gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads", "q_offsets", "k_offsets", "q_used", "k_used"])
 def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr, reads,
              scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
