@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from onchip.engine.llm import LLM
 
 LENGTHS = (1, 3, 6, 11, 16, 24, 40, 100, 200, 400, 800, 1700, 3500, 7000)  # tokens of a prompt, where nobody decodes: tiles change between them
-COUNTS = (1, 2, 5, 12, 20, 40, 100, 200)  # prompts that come together
-BESIDE = (1, 3, 8, 15, 32, 64, 128)  # requests that decode meanwhile; the longest prompt counts as the next power of two then
-FEW = (1, 3, 10, 40)  # prompts that come together beside them
+COUNTS = (1, 5, 40)  # prompts that come together
+BESIDE = (1, 3, 8, 32, 128)  # requests that decode meanwhile, and all that there may be
 SHORT = 4  # tokens of a prompt that is there to decode
-PREFIXES = (512, 1024, 2048, 8192)  # tokens that all requests of a batch have in common
-READERS = (2, 3, 5, 9, 16, 33, 64)  # of them
+PREFIXES = (512, 2048, 8192)  # tokens that all requests of a batch have in common
+READERS = (2, 9, 33)  # of them, and all that there may be
 
 
 class Warmed(NamedTuple):
@@ -49,7 +48,8 @@ class Warmed(NamedTuple):
 class Round(NamedTuple):
     """Prompts of so many tokens that come together, while so many other requests decode; `new` tokens of each, and what all of them want.
 
-    prefix   tokens that all of them begin with, the others too.        oldest   tokens of the first one's prompt of the others.
+    prefix   tokens that all of them begin with, the others too; with `apart` half of the others do not.
+    oldest   tokens of the first one's prompt of the others.
     """
 
     lengths: tuple[int, ...]
@@ -58,6 +58,7 @@ class Round(NamedTuple):
     params: SamplingParams = SamplingParams()
     masked: bool = False
     prefix: int = 0
+    apart: bool = False
     oldest: int = SHORT
 
 
@@ -107,11 +108,11 @@ def rounds(llm: "LLM") -> Iterator[Round]:
     adapters = [name for name in llm.model.adapters.names if name][:1] if llm.model.adapters else []
     for params in (SamplingParams(), *(SamplingParams(adapter=name) for name in adapters)):
         yield Round((SHORT,) * most, 0, tuple(2 + sum(size > i for size in sizes) for i in range(most)), params)  # all buckets, one after the other
-        shapes = [(0, count, length) for count in COUNTS for length in LENGTHS]
+        rounds = [Round((length,) * count, params=params) for count in COUNTS for length in LENGTHS]
         decodes = sorted({*BESIDE, most - 1})
-        shapes += [(beside, count, 1 << n) for beside in decodes for count in FEW for n in range(14)]
-        rounds = [Round((length,) * count, beside, params=params) for beside, count, length in shapes]
-        rounds += [Round((1 << n,) * count, beside, params=params, oldest=longest // 2) for beside in decodes for count in FEW[:2] for n in range(9)]
+        powers = [(count, 1 << n) for count, least in zip(COUNTS, (13, 10, 7), strict=True) for n in range(least)]  # what the longest of a step counts as
+        rounds += [Round((length,) * count, beside, params=params) for beside in decodes for count, length in powers]
+        rounds += [Round((1 << n,), beside, params=params, oldest=longest // 2) for beside in decodes for n in range(9)]
         for one in rounds:
             if one.beside + len(one.lengths) <= most and one.lengths[0] <= longest and one.beside + sum(one.lengths) <= budget:
                 yield one
@@ -121,27 +122,28 @@ def rounds(llm: "LLM") -> Iterator[Round]:
     for prefix in PREFIXES:
         for count in sorted({*READERS, most - 1}):
             if count < most and prefix + 100 <= longest and prefix // llm.pool.page + (count + 1) * llm.pool.pages_for(100 + 64) <= room:
-                yield from (Round((prefix + own,), count, prefix=prefix) for own in (SHORT, 20, 100))
+                yield from (Round((prefix + own,), count, prefix=prefix, apart=apart) for apart in (False, True) for own in (SHORT, 100))
     wants = [{"presence_penalty": 0.5}, {"logit_bias": {0: 1.0}}]
     for some in itertools.chain.from_iterable(itertools.combinations(wants, n) for n in range(3)):
         for masked in (False, True):
-            yield Round((min(20, longest),), 0, (3,), SamplingParams(**dict(itertools.chain.from_iterable(map(dict.items, some)))), masked)
+            yield Round((min(20, longest),), params=SamplingParams(**dict(itertools.chain.from_iterable(map(dict.items, some)))), masked=masked)
     for wanted in ({"logprobs": 1}, {"prompt_logprobs": 1}):
-        yield Round((min(20, longest),), 0, (3,), SamplingParams(**wanted))
+        yield Round((min(20, longest),), params=SamplingParams(**wanted))
 
 
 def run(llm: "LLM", todo: Iterable[Round], numbers: Iterator[int]) -> Iterator[Round]:
     """Each round, when its last token is there. `numbers` are of requests: no two begin with the same page, but for a prefix."""
     others: list[Request] = []
-    there = 0, 0, SHORT
+    there = None
     for one in todo:
-        if there != (one.beside, one.prefix, one.oldest) or any(request.reason for request in others):
+        if there != (asked := (one.beside, one.prefix, one.apart, one.oldest)) or any(request.reason for request in others):
             _end(llm, others)
-            there = one.beside, one.prefix, one.oldest
+            there = asked
             if one.prefix:
                 _start(llm, [_request(llm, numbers, one.prefix, 1, Round((), prefix=one.prefix))])
-            lengths = [one.oldest, *[SHORT] * (one.beside - 1)][: one.beside]
-            others = [_request(llm, numbers, one.prefix + length, llm.max_len, Round((), prefix=one.prefix)) for length in lengths]
+            begins = [0 if one.apart and i % 2 else one.prefix for i in range(one.beside)]
+            lengths = [one.oldest, *[SHORT] * (one.beside - 1)]
+            others = [_request(llm, numbers, first + own, llm.max_len, Round((), prefix=first)) for first, own in zip(begins, lengths, strict=False)]
             _start(llm, others)
             for _ in range(2 if others else 0):
                 llm.step()
