@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from onchip.engine.request import Request, SamplingParams
-from onchip.engine.runner import BUCKETS
+from onchip.engine.runner import BUCKETS, Runner
 from onchip.engine.stats import Stats
 from onchip.kernels.compiling import compilations, withheld
-from onchip.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from onchip.engine.llm import LLM
@@ -80,11 +79,11 @@ def warm(llm: "LLM") -> Warmed:
         return Warmed(0.0, 0, 0, 0, 0)  # nothing compiles
     start, compiled, loaded = time.perf_counter(), compilations.compiled, compilations.loaded
     todo, runner, numbers = list(rounds(llm)), llm.runner, itertools.count()
-    if runner.speculation is None and llm.model.parallel.of == 1:  # tokens that no kernel drew are those that were there:
-        with withheld() as asked, _sketched(llm.model):  # indices that torch reads are all from the host, but for guesses
+    if llm.model.parallel.of == 1:  # several ranks wait for each other's sums
+        with withheld() as asked, _sketched(runner):
             known, found = 0, []
             for one in run(llm, todo, numbers):
-                if len(asked) > known:
+                if len(asked) > known or len(one.new) > 1:  # these capture graphs
                     found.append(one)
                 known = len(asked)
         todo = found
@@ -187,14 +186,18 @@ def _most(llm: "LLM") -> int:
 
 
 @contextmanager
-def _sketched(model: Decoder) -> Iterator[None]:
-    """A model whose layers stand for those like them, and whose products by torch do nothing: their results hold anything."""
-    linear, layers, config = torch.nn.functional.linear, model.layers, model.config
+def _sketched(runner: Runner) -> Iterator[None]:
+    """A model whose layers stand for those like them, and whose products by torch do nothing: results hold anything.
+
+    Tokens stay those that were there, since no kernel advances them, and all that torch takes for an index comes from the host. Guesses do not, so nobody guesses.
+    """
+    linear, model, speculation = torch.nn.functional.linear, runner.model, runner.speculation
+    layers, config = model.layers, model.config
     few = max(config.masks.index(mask) for mask in config.masks) + 1  # up to the first of the last kind
     few = min(max(few, 2), len(layers))  # the norm of the second one has a residual
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))
-    model.layers, model.config = layers[:few], dataclasses.replace(config, layers=few)
+    model.layers, model.config, runner.speculation = layers[:few], dataclasses.replace(config, layers=few), None
     try:
         yield
     finally:
-        torch.nn.functional.linear, model.layers, model.config = linear, layers, config
+        torch.nn.functional.linear, model.layers, model.config, runner.speculation = linear, layers, config, speculation
