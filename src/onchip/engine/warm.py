@@ -189,7 +189,7 @@ def _most(llm: "LLM") -> int:
 def _sketched(runner: Runner) -> Iterator[None]:
     """A model whose layers stand for those like them, and whose products by torch do nothing: results hold anything.
 
-    Tokens stay those that were there, since no kernel advances them, and all that torch takes for an index comes from the host. Guesses do not, so nobody guesses.
+    Tokens stay those that were there, since no kernel advances them, and all that torch takes for an index is the host's. Guesses are not: nobody guesses.
     """
     linear, model, speculation = torch.nn.functional.linear, runner.model, runner.speculation
     layers, config = model.layers, model.config
