@@ -125,7 +125,7 @@ class Runner:
 
     def thin(self, graphs: bool = False) -> None:
         """Let go of the graphs, and of their memory, that only some requests want or that read what rows share; with `graphs` of all."""
-        self.graphs = {} if graphs else {key: kept for key, kept in self.graphs.items() if key[1].plain and not key[2]}
+        self.graphs = {} if graphs else {key: kept for key, kept in self.graphs.items() if key[1]._replace(adapter=False).plain and not key[2]}
         self.forget()
         self.state.thin()
         self.cascade.thin()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from onchip.engine.request import Request, SamplingParams
-from onchip.engine.runner import BUCKETS, Runner
+from onchip.engine.runner import BUCKETS, Captured, Runner
 from onchip.engine.stats import Stats
 from onchip.kernels.compiling import compilations, withheld
 
@@ -53,12 +53,24 @@ class Round(NamedTuple):
 
     lengths: tuple[int, ...]
     beside: int = 0
-    new: tuple[int, ...] = (1,)
+    new: int = 1
     params: SamplingParams = SamplingParams()
     masked: bool = False
     prefix: int = 0
     apart: bool = False
     oldest: int = SHORT
+
+    @property
+    def plain(self) -> bool:
+        """Whether its steps are those of most requests, for which graphs stay."""
+        return not self.prefix and not self.masked and dataclasses.replace(self.params, adapter=None) == SamplingParams()
+
+
+class Once:
+    """Stands for the graph of a step that has run: there is nothing to repeat."""
+
+    def replay(self) -> None:
+        pass
 
 
 class Anything:
@@ -83,7 +95,7 @@ def warm(llm: "LLM") -> Warmed:
         with withheld() as asked, _sketched(runner):
             known, found = 0, []
             for one in run(llm, todo, numbers):
-                if len(asked) > known or len(one.new) > 1:  # these capture graphs
+                if one.new > 1 or (len(asked) > known and one.plain):  # others have nothing to leave but what is compiled
                     found.append(one)
                 known = len(asked)
         todo = found
@@ -106,12 +118,13 @@ def rounds(llm: "LLM") -> Iterator[Round]:
     sizes = [size for size in BUCKETS if size < most]
     adapters = [name for name in llm.model.adapters.names if name][:1] if llm.model.adapters else []
     for params in (SamplingParams(), *(SamplingParams(adapter=name) for name in adapters)):
-        yield Round((SHORT,) * most, 0, tuple(2 + sum(size > i for size in sizes) for i in range(most)), params)  # all buckets, one after the other
+        for size in (*sizes, most):
+            yield Round((SHORT,) * size, new=2, params=params)
         rounds = [Round((length,) * count, params=params) for count in COUNTS for length in LENGTHS]
         decodes = sorted({*BESIDE, most - 1})
         powers = [(count, 1 << n) for count, least in zip(COUNTS, (13, 10, 7), strict=True) for n in range(least)]  # what the longest of a step counts as
         rounds += [Round((length,) * count, beside, params=params) for beside in decodes for count, length in powers]
-        rounds += [Round((1 << n,), beside, params=params, oldest=longest // 2) for beside in decodes for n in range(9)]
+        rounds += [Round((1 << n,), beside, params=params, oldest=longest // 2) for beside in (1, most // 2) for n in range(9)]
         for one in rounds:
             if one.beside + len(one.lengths) <= most and one.lengths[0] <= longest and one.beside + sum(one.lengths) <= budget:
                 yield one
@@ -121,7 +134,7 @@ def rounds(llm: "LLM") -> Iterator[Round]:
     for prefix in PREFIXES:
         for count in sorted({*READERS, most - 1}):
             if count < most and prefix + 100 <= longest and prefix // llm.pool.page + (count + 1) * llm.pool.pages_for(100 + 64) <= room:
-                yield from (Round((prefix + own,), count, prefix=prefix, apart=apart) for apart in (False, True) for own in (SHORT, 100))
+                yield from (Round((prefix + own,), count, prefix=prefix, apart=apart) for own, apart in ((SHORT, False), (100, False), (SHORT, True)))
     wants = [{"presence_penalty": 0.5}, {"logit_bias": {0: 1.0}}]
     for some in itertools.chain.from_iterable(itertools.combinations(wants, n) for n in range(3)):
         for masked in (False, True):
@@ -146,7 +159,7 @@ def run(llm: "LLM", todo: Iterable[Round], numbers: Iterator[int]) -> Iterator[R
             _start(llm, others)
             for _ in range(2 if others else 0):
                 llm.step()
-        made = [_request(llm, numbers, n, one.new[i % len(one.new)], one) for i, n in enumerate(one.lengths)]
+        made = [_request(llm, numbers, length, one.new, one) for length in one.lengths]
         _start(llm, made)
         while any(request.reason is None for request in made):
             llm.step()
@@ -197,7 +210,9 @@ def _sketched(runner: Runner) -> Iterator[None]:
     few = min(max(few, 2), len(layers))  # the norm of the second one has a residual
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))
     model.layers, model.config, runner.speculation = layers[:few], dataclasses.replace(config, layers=few), None
+    runner._capture = lambda size, wants: Captured(Once(), runner._step(runner.state.rows(size), wants))
     try:
         yield
     finally:
         torch.nn.functional.linear, model.layers, model.config, runner.speculation = linear, layers, config, speculation
+        del runner._capture
