@@ -9,7 +9,6 @@ import torch
 import tiny
 from onchip import dispatch
 from onchip.core import device as devices
-from onchip.engine.draft import NGram
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 from onchip.engine.warm import rounds, run
@@ -97,12 +96,11 @@ def test_only_an_idle_engine(model):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("draft", [None, NGram()])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's interpreter compiles nothing")
-def test_nothing_is_compiled_after_it(model, draft):
-    llm = LLM(model, device="cuda", dtype="bf16", dummy_weights=True, max_batch=20, step_tokens=1024, cache_gib=1.0, draft=draft)
+def test_nothing_is_compiled_after_it(model):
+    llm = LLM(model, device="cuda", dtype="bf16", dummy_weights=True, max_batch=20, step_tokens=1024, cache_gib=1.0)
     warmed = llm.warm()
-    assert warmed.compiled + warmed.loaded > 20 and warmed.graphs >= 5 and llm.pool.num_free == llm.pool.num_pages
+    assert warmed.rounds and warmed.graphs >= 5 and llm.pool.num_free == llm.pool.num_pages
     before, graphs = compilations.compiled + compilations.loaded, len(llm.runner.graphs)
     traffic(llm, 0, share=0.0)
     assert len(llm.runner.graphs) == graphs

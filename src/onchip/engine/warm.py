@@ -28,7 +28,7 @@ COUNTS = (1, 5, 40)  # prompts that come together
 BESIDE = (1, 3, 8, 32, 128)  # requests that decode meanwhile, and all that there may be
 SHORT = 4  # tokens of a prompt that is there to decode
 PREFIXES = (512, 2048, 8192)  # tokens that all requests of a batch have in common
-READERS = (2, 9, 33)  # of them, and all that there may be
+READERS = (2, 9, 33, 80)  # of them, and all that there may be
 
 
 class Warmed(NamedTuple):
