@@ -20,7 +20,7 @@ console, errors = Console(), Console(stderr=True)
 
 # settings of the engine, in every command that makes one
 Model = Annotated[str | None, typer.Option(help="a Hugging Face folder, a GGUF file or a name in the local Hugging Face cache; default: SmolLM2")]
-MaxLen = Annotated[int | None, typer.Option(help="most tokens of a sequence, cut to the model's context, the default")]
+MaxLen = Annotated[int | None, typer.Option(help="most tokens of a sequence; default: the model's context")]
 CacheGib = Annotated[float | None, typer.Option(help="memory for keys and values")]
 KvFormat = Annotated[str | None, typer.Option(help="keys and values quantised: int8, e4m3, int4/32, ...")]
 DummyWeights = Annotated[bool, typer.Option("--dummy-weights", help="random weights from the config alone, for benchmarks")]

@@ -186,8 +186,10 @@ def test_to_the_end_of_the_models_context(llm):
     assert len(done.prompt) + len(done.tokens) == 128 == llm.max_len
 
 
-def test_max_len_is_cut_to_the_context(folder):
-    assert LLM(folder, device="cpu", max_len=1000).max_len == 128
+def test_max_len_is_of_the_context(folder):
+    assert LLM(folder, device="cpu", max_len=128).max_len == 128
+    with pytest.raises(ValueError, match="max_len is 129 and the model's context is 128 tokens; give 2 to 128, or leave it out"):
+        LLM(folder, device="cpu", max_len=129)
 
 
 # ---- cut short

@@ -193,6 +193,7 @@ def test_models_health_and_metrics(live):
     }
     assert {sample.labels["operator"] for sample in families["onchip_kernel_info"].samples} >= {"rms_norm", "sample"}
     assert families["onchip_time_to_first_token_seconds"].type == families["onchip_time_per_token_seconds"].type == "histogram"
+    assert families["onchip_kernels_compiled"].samples[0].value >= 0
     assert {"onchip_requests_waiting", "onchip_requests_running", "onchip_cache_pages_used", "onchip_cached_tokens", "onchip_steps"} <= set(families)
 
 

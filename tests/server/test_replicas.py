@@ -122,6 +122,9 @@ def test_two_replicas(tmp_path):
             last = pool.submit(server.stream, "a")
             until(lambda: server.get("/stats").json()["running"] == 1)
             server.process.send_signal(signal.SIGTERM)
+            late = {"json": ASK | {"max_tokens": 1, "stream": False}, "timeout": PATIENCE}
+            refused = until(lambda: (answer := httpx.post(f"{server.address}/v1/completions", **late)).status_code != 200 and answer)
+            assert refused.status_code == 503 and "the server is shutting down" in refused.json()["error"]["message"]
             assert last.result()[-1] == "data: [DONE]"
         assert server.process.wait(PATIENCE) == 0
         assert not server.replicas()

@@ -18,6 +18,7 @@ from onchip.core.problem import SHORT
 from onchip.engine.llm import LLM
 from onchip.engine.request import Request, SamplingParams
 from onchip.engine.runner import Launched
+from onchip.kernels.compiling import compilations
 
 Figures = Iterator[tuple[str, float]]
 SHARES = (0.5, 0.8, 0.95)  # of saturation
@@ -181,25 +182,29 @@ def arrive(llm: LLM, requests: list[Request], times: Sequence[float]) -> list[Ti
 
 
 def under_load(engines: Engines, row: Row) -> Figures:
-    """Saturation is what the engine finishes a second with all requests there at once, over the middle half of them; then they come as a Poisson process."""
+    """Saturation is what the engine finishes a second with all requests there at once, over the middle half of them; then they come as a Poisson process.
+    All that was compiled before is what a server's start compiles."""
     llm = engines.of(row)
-    warm(llm, row.load)
+    warmed = llm.warm()
+    yield "warm-up, s", warmed.seconds
+    yield "kernels compiled in it", warmed.compiled
+    compiled = compilations.compiled
     made = _requests(llm, row.load, 0)
     ends = sorted(timing.last for timing in arrive(llm, made, [0.0] * len(made)))
     quarter = len(ends) // 4
     most = (len(ends) - 2 * quarter) / (ends[-quarter - 1] - ends[quarter])
     yield "saturation, request/s", most
     for seed, share in enumerate(SHARES, 1):
-        for drawn_from in (seed + len(SHARES), seed):  # the first are timed by nobody: kernels of a few sizes are compiled by them
-            llm.tree.clear()
-            drawn = random.Random(drawn_from)
-            times = list(itertools.accumulate(drawn.expovariate(share * most) for _ in range(row.load.requests)))
-            found = arrive(llm, _requests(llm, row.load, drawn_from), times)
+        llm.tree.clear()
+        drawn = random.Random(seed)
+        times = list(itertools.accumulate(drawn.expovariate(share * most) for _ in range(row.load.requests)))
+        found = arrive(llm, _requests(llm, row.load, seed), times)
         waits = [timing.first - timing.came for timing in found]
         each = [(timing.last - timing.first) / (timing.tokens - 1) for timing in found if timing.tokens > 1]
         for what, seconds in (("TTFT", waits), ("time per token", each)):
             for percent in (50, 99):
                 yield f"{share:.0%}: {what} p{percent}, ms", 1e3 * percentile(seconds, percent)
+    yield "kernels compiled under load", compilations.compiled - compiled
 
 
 def _requests(llm: LLM, load: Load, seed: int) -> list[Request]:

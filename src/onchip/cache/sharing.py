@@ -24,6 +24,7 @@ TILE = 128  # rows of a tile of many queries over pages
 FEW = 16  # queries up to which `triton_decode` reads them
 PART = 512  # keys at least that a part of a node has
 LEAST_WIDTH = 32  # pages of a table that stands for many
+EVEN = 16  # pages that the width of any other is a multiple of: a kernel is compiled once for all of these
 STEP = 16  # multiprocessors
 
 
@@ -101,6 +102,7 @@ class Plan(NamedTuple):
                 runs += [Run(range(rows, rows), [])] * (power(len(runs)) - len(runs))
         chunks = [math.ceil(len(run.pages) / parts) for run in runs]
         pages = [run.pages[p * size : (p + 1) * size] for p in range(parts) for run, size in zip(runs, chunks, strict=True)]
+        width = width or EVEN * math.ceil(max(map(len, pages)) / EVEN)
         offsets = [p * batch + run.rows.start for p in range(parts) for run in runs] + [parts * batch]
         table, lengths = _table(pages, [len(some) * self.page for some in pages], device, width)
         return Level(table, lengths, torch.tensor(offsets, dtype=torch.int32).to(device) if len(runs) > 1 else None, longest, parts)

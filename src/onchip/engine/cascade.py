@@ -77,6 +77,10 @@ class Cascade:
         self._starts[: len(starts)] = upload(starts, self.model.device)
         return found.order
 
+    def thin(self) -> None:
+        """Forget the kinds of plans, whose graphs are gone."""
+        self.levels, self.kind, self._kept = [], (), {(): []}
+
     def of(self, table: Tensor, positions: Tensor) -> Shared | None:
         """For rows that decode, with these pages [rows, pages] and positions [rows], on the device. Rows without a sequence have position -1 and nothing."""
         if not self.levels:

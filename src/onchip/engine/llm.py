@@ -20,6 +20,8 @@ from onchip.engine.setup import PrefixCache
 from onchip.engine.speculate import Speculation
 from onchip.engine.stats import Stats
 from onchip.engine.text import NoText, StopText
+from onchip.engine.warm import Warmed, warm
+from onchip.kernels.compiling import compilations
 from onchip.models import weights
 from onchip.models.encoder import Embedder
 from onchip.models.families import ModelConfig
@@ -39,7 +41,7 @@ class LLM:
                   name of a model in the local Hugging Face cache.
     dtype         "bf16", "fp16", "fp32"; None: the model's own (on a CPU without bf16 arithmetic, float32).
     device        "cuda", "cuda:1", "cpu"; None: a GPU if there is one.       kernel   forces one of attention, or of few rows' products, by name.
-    max_len       most tokens of a sequence, cut to the model's context; None: all of it.       max_batch   sequences that run at once.
+    max_len       most tokens of a sequence, of the model's context; None: all of it.       max_batch   sequences that run at once.
     cache_gib     memory for keys and values; None: 80% of what is free on a GPU, at most 2 GiB on a CPU, but no more than the batch may need.
     kv_format     what keys and values are quantised to as they are written: "int8", "e4m3", "int4/32", ... (see `Format`); None: they stay in dtype.
                   A prompt computed in one piece reads its own keys unrounded; what the prefix cache knew, an earlier chunk or a sample before had computed
@@ -91,13 +93,15 @@ class LLM:
             raise ValueError("batch_invariant with adapters or over several ranks is not to be had: sums depend on the number of rows there; leave one out")
         kv_format = None if kv_format is None else Format.of(kv_format)
         self.device = setup.device_of(device)
+        if self.device.type == "cuda":
+            compilations.watch()
         path = weights.locate(model)
         self.config = ModelConfig.read(weights.read_config(path))
         self.dtype = setup.dtype_of(dtype, self.config.dtype, self.device)
         self.tokenizer = setup.tokenizer_of(path)
         if kernel != "auto":
             setup.check_kernel(kernel, self.dtype, self.device)
-        self.max_len = min(max_len or self.config.context, self.config.context)
+        self.max_len = setup.length_of(max_len, self.config.context)
         longest = self.max_len + (draft.room if draft else 0)
         smaller = setup.second_of(draft.model, self.config, self.tokenizer) if isinstance(draft, DraftModel) else None
         how = {"dtype": self.dtype, "device": self.device, "positions": longest, "dummy_weights": dummy_weights, "progress": progress}
@@ -191,6 +195,11 @@ class LLM:
         """Make room for another one; nothing happens where there is none of that name. Raises ValueError while a request has it."""
         self._check_free(name)
         self.model.adapters.remove(name)
+
+    def warm(self) -> Warmed:
+        """Compile the kernels and capture the graphs that requests will want, on a GPU, so that none of them waits for it: see `engine.warm`. `str` of what
+        comes back says what was done. Raises ValueError while requests wait or run."""
+        return warm(self)
 
     # ---- step by step: one thread calls these
 

@@ -17,6 +17,7 @@ from onchip.ops.decode_step import Places, decode_advance, decode_places
 from onchip.ops.sampling import MOST_TOP, adjust_logits, log_probs, sample
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # rows of graphs; beyond them multiples of 256
+LEAST = 16  # pages of a table of chunks: Triton compiles anew for one whose width is no multiple of 16
 LOGITS = 1024  # tokens of a prompt whose logits are in memory at once
 
 
@@ -122,6 +123,13 @@ class Runner:
         self._asked, self.rows, self._pages, self._wants, self._work, self._planned = [], [], [], Wants(), None, None
         self.state.clear(0)
 
+    def thin(self, graphs: bool = False) -> None:
+        """Let go of the graphs, and of their memory, that only some requests want or that read what rows share; with `graphs` of all."""
+        self.graphs = {} if graphs else {key: kept for key, kept in self.graphs.items() if key[1]._replace(adapter=False).plain and not key[2]}
+        self.forget()
+        self.state.thin()
+        self.cascade.thin()
+
     # ---- rows
 
     def _seat(self, requests: list[Request]) -> int:
@@ -204,7 +212,7 @@ class Runner:
             step = Step(*longs, offsets=offsets, longest=longest)
         else:
             longs = torch.cat((torch.stack((s.tokens[:kept], places.at[:kept], places.slots[:kept])), longs), 1)
-            width = min(power(max(len(r.pages.pages) for r in self.rows + going)), s.page_table.shape[1])
+            width = min(power(max(LEAST, *(len(r.pages.pages) for r in self.rows + going))), s.page_table.shape[1])
             table = torch.cat((s.page_table[:, :width], upload(self.pool.table([r.pages for r in going], width), self.model.device)))
             ends = torch.tensor([chunk.start + chunk.size for chunk in chunks], dtype=torch.int32)
             lengths = torch.cat((places.lengths[:kept], upload(ends, self.model.device)))

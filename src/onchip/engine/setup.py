@@ -166,6 +166,13 @@ def check_sizes(max_len: int | None, max_batch: int, cache_gib: float | None, st
             raise ValueError(problem)
 
 
+def length_of(max_len: int | None, context: int) -> int:
+    """Most tokens of a sequence. Raises ValueError for more than the model's context."""
+    if max_len is not None and max_len > context:
+        raise ValueError(f"max_len is {max_len} and the model's context is {context} tokens; give 2 to {context}, or leave it out for all of it")
+    return context if max_len is None else max_len
+
+
 def _counts(value: object, least: int) -> bool:
     return isinstance(value, Integral) and value >= least
 

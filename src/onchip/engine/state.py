@@ -101,6 +101,12 @@ class State:
         """No sequence in the rows from `first` on."""
         self.positions[first:].fill_(-1)
 
+    def thin(self) -> None:
+        """Give back the memory of what only some requests want: no graph may read it any more."""
+        for name in OPTIONAL:
+            if name != "history":
+                setattr(self, name, None)
+
     def keep(self, rows: list[int]) -> None:
         """These rows, in this order, are the first ones from now on."""
         if rows == list(range(len(rows))):

@@ -21,9 +21,9 @@ def prefer_cache(kernel) -> None:
 
     Without the request a kernel takes a multiprocessor as the one before it left it. Behind one that has much shared memory 28 KB are L1, and that is all that
     loads have room for on their way: at that a chain of products that read weights goes at 3.5 TB/s, and at 4.1 with 256 KB.
-    Raises RuntimeError where the driver refuses.
+    None stands for one that was not launched (`compiling.withheld`). Raises RuntimeError where the driver refuses.
     """
-    if kernel in _asked:
+    if kernel is None or kernel in _asked:
         return
     failed = _driver().cuFuncSetAttribute(ctypes.c_void_p(kernel.function), CARVEOUT, 0)
     if failed:

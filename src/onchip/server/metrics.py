@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from onchip.engine.llm import LLM
 from onchip.engine.request import Request
+from onchip.kernels.compiling import compilations
 
 RECENT = 512  # requests that the page's quantiles are of
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)  # seconds
@@ -84,6 +85,7 @@ class Metrics:
             ("drafted_tokens", "Tokens that a draft guessed", self.drafted),
             ("accepted_tokens", "Guessed tokens that the model drew itself", self.accepted),
             ("steps", "Steps of the engine", self.steps),
+            ("kernels_compiled", "Kernels that Triton compiled since the process began; more after the start are waits in answers", compilations.compiled),
             ("requests_refused", "Requests turned away because too many waited or the engine had stopped", self.refused),
         ):
             yield CounterMetricFamily(f"onchip_{name}", about, value)

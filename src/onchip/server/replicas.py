@@ -105,12 +105,26 @@ def run(recipe: Recipe, replicas: int, host: str, port: int, drain: int) -> None
         stop.wait()
         for number, handler in before.items():  # a second one does not wait
             signal.signal(number, handler)
+        _drain(drain)
         serve.delete(APP, _blocking=False)
         while APP in serve.status().applications:  # answers are on their way, for `drain` seconds at most
             time.sleep(0.2)
         serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def _drain(patience: float) -> None:
+    """Let all replicas refuse what comes, by a 503 that says why, and wait for the answers on their way: of an application that Ray ends its proxy says 404."""
+    engines, end = serve.get_deployment_handle(ENGINE, APP), time.monotonic() + patience
+    while time.monotonic() < end:
+        try:
+            left = engines.broadcast("drain").results(timeout_s=PATIENCE, return_exceptions=True)
+        except TimeoutError:
+            continue  # one that is stuck, or is started anew; the others have heard
+        if not any(count for count in left if isinstance(count, int)):
+            return
+        time.sleep(0.2)
 
 
 def _last_line(trace: str) -> str:
@@ -149,9 +163,13 @@ def _application(recipe: Recipe, replicas: int, share: dict[str, float], drain: 
         async def tell(self) -> Told:
             return self.app.app.state.front.tell()
 
+        async def drain(self) -> int:
+            return self.app.app.state.front.serving.drain()
+
         async def check_health(self) -> None:
             """For Ray."""
-            if why := self.app.app.state.front.serving.trouble():
+            serving = self.app.app.state.front.serving
+            if not serving.draining and (why := serving.trouble()):
                 raise RuntimeError(why)
 
     return Engine.bind()

@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,9 @@ class Recipe:
         llm = LLM(**self.engine, adapters=room, embedder=self.encoder, progress=progress)
         for name, folder in self.adapters.items():
             llm.load_adapter(folder, name)
+        if llm.device.type == "cuda":
+            print("warming up: steps of all sizes, so that no request waits for a kernel to be compiled", file=sys.stderr, flush=True)
+            print(f"warm: {llm.warm()}", file=sys.stderr, flush=True)
         embeddings = Embeddings(llm.embedder, served_name(self.encoder)) if self.encoder else None
         name = self.name or served_name(self.engine["model"])
         return build(llm, name, limits=self.limits, keys=self.keys, embeddings=embeddings, front=front)

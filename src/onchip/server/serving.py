@@ -116,7 +116,7 @@ class Serving:
         self.metrics = Metrics(pages=llm.pool.num_pages)
         self._inbox: SimpleQueue = SimpleQueue()
         self._live = self._claimed = 0  # requests that have not ended, and calls' that are being read; of the event loop's thread
-        self._ending = self._dead = False
+        self._ending = self._dead = self.draining = False
         self._thread = threading.Thread(target=self._work, name="onchip-engine", daemon=True)
         self._lives: dict[Request, _Life] = {}  # this and what follows are the engine thread's
         self._fresh: dict[_Life, None] = {}  # those with a piece, in order
@@ -134,6 +134,11 @@ class Serving:
         gc.collect()
         gc.freeze()  # a full collection goes over all that torch and the model are made of: 0.2 to 0.3 s in which no step begins
         self._thread.start()
+
+    def drain(self) -> int:
+        """Refuse what comes from now on; answers on their way go on. Returns how many of them are left."""
+        self.draining = True
+        return self._live + self._claimed
 
     async def stop(self) -> None:
         """End what still runs, then the engine's thread; the process is as it was before `start`."""
@@ -185,7 +190,7 @@ class Serving:
 
     def trouble(self) -> str | None:
         """Why no request can be served; None when all is well."""
-        if self._ending:
+        if self._ending or self.draining:
             return "the server is shutting down; send the request to another one"
         if self._dead or not self._thread.is_alive():
             return "the engine's thread has ended; the server's log says why, and it has to be started again"

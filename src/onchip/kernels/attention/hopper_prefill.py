@@ -29,6 +29,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.hopper_tiles import (
+    ANYTHING,
     ONE_GROUP,
     PAIRS_LET_GO,
     by_groups,
@@ -211,7 +212,9 @@ def _copy(given, C: gl.constexpr):
         if C.first:
             number += gl.num_programs(0)
         else:
-            number = draw(counter, sizes[0])
+            number = sizes[0]
+            if number > gl.num_programs(0):
+                number = draw(counter, sizes[0])
     tell(message, turn, (gl.to_tensor(-1),))
 
 
@@ -439,9 +442,9 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads"])
+@gluon.jit(do_not_specialize=ANYTHING)
 def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr, reads,
-             scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_strides, map_strides, t_steps,
+             scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_batch, lse_head, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups * C.rounds, 1)
     k_ring = ring(k_desc, C.stages, 0, C.parts)
@@ -464,7 +467,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
     alarms = gl.allocate_shared_memory(gl.int32, [C.groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
-    outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, lse_strides), gain * LOG2E
+    outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, (lse_batch, lse_head)), gain * LOG2E
     # Registers: many pages want more, with packed queries again (40: 36 bytes at d128, page 16), and warpgroups with a map spill for each they lack.
     COPIER: gl.constexpr = (56 if C.packed or C.first else 40) if C.parts > 1 and not C.mapped else 24
     given = (outs, rings, told, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads)
@@ -570,13 +573,14 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     count = tiles_m * batch_heads
     if beside is None:
         programs, counter = programs_and_counter(count, tiles.programs, q.device)
+        counter = torch.empty(1, dtype=torch.int32, device=q.device) if counter is None else counter  # nobody looks at it: one kernel is compiled for both
     else:
         programs, counter = min(count, tiles.programs, beside.sms), None
     _prefill[(programs,)](
         *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, out_heads, lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used,
         page_table if page_table is None else (page_table, page_table.stride(0)), found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads,
         scale, gain, count, tiles_m, side_by_side, heads, p.group, p.len_q, p.len_k, batch_heads, out_heads.stride()[:3],
-        (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2], map_strides, steps,
+        *((0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]), map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4, **({"launch_pdl": True} if shape.first else {}),
     )  # fmt: skip
     return (out, lse) if return_lse else out

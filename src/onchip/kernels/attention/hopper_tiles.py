@@ -33,6 +33,11 @@ from onchip.kernels.hopper import (
     uniform,
 )
 
+# Arguments of which nothing is known when a kernel is compiled: Triton would compile another one for each that is 1, or a multiple of 16 (offsets of part
+# of a batch begin anywhere).
+ANYTHING = ["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads", "lse_batch", "lse_head"]
+ANYTHING += ["q_offsets", "k_offsets", "q_used", "k_used"]
+
 # Of the third ring: the hardware barriers at which the first warpgroup lets its buffers go, 14 and 15 (the second one's lie 8 below), and who meets there.
 PAIRS_LET_GO, ONE_GROUP = gl.constexpr(14), gl.constexpr(128 + 32)
 

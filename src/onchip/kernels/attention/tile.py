@@ -202,9 +202,9 @@ def _collect(map_ptr, kind_ptr, inners, BLOCK: tl.constexpr):
     tl.store(map_ptr + 1, whole)
 
 
-@triton.jit(do_not_specialize=["bound", "most"])
-def _number(found_ptr, offsets, other_offsets, used, other_used, bound, most, BEFORE: tl.constexpr, AFTER: tl.constexpr, TOP_LEFT: tl.constexpr,
-            TOKENS: tl.constexpr, LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["bound", "most", "tokens"], do_not_specialize_on_alignment=["offsets", "other_offsets", "used", "other_used"])
+def _number(found_ptr, offsets, other_offsets, used, other_used, bound, most, tokens, BEFORE: tl.constexpr, AFTER: tl.constexpr, TOP_LEFT: tl.constexpr,
+            LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Sequence, tile and work of the tiles of one sequence, at most `most`, behind those of the sequences before it; int32 [3, bound].
 
     A tile's work is what its tokens see of the other side, queries or keys: from BEFORE the first to AFTER the last, -1 is no limit.
@@ -214,10 +214,10 @@ def _number(found_ptr, offsets, other_offsets, used, other_used, bound, most, BE
     for first in range(0, b, BLOCK):
         others = first + tl.arange(0, BLOCK)
         _, length = sequence(offsets, used, tl.minimum(others, b), 0)
-        start += tl.sum(tl.where(others < b, tl.minimum(tl.cdiv(length, TOKENS), most), 0), 0)
+        start += tl.sum(tl.where(others < b, tl.minimum(tl.cdiv(length, tokens), most), 0), 0)
     _, length = sequence(offsets, used, b, 0)
     _, other = sequence(other_offsets, other_used, b, 0)
-    tiles = tl.minimum(tl.cdiv(length, TOKENS), most)
+    tiles = tl.minimum(tl.cdiv(length, tokens), most)
     shift = other - length
     if TOP_LEFT:
         shift = shift * 0
@@ -226,8 +226,8 @@ def _number(found_ptr, offsets, other_offsets, used, other_used, bound, most, BE
         tile = at
         if LAST_FIRST:
             tile = tiles - 1 - at
-        row = tile * TOKENS + shift
-        begin, end = key_span(row, row + TOKENS - 1, other, BEFORE, AFTER)
+        row = tile * tokens + shift
+        begin, end = key_span(row, row + tokens - 1, other, BEFORE, AFTER)
         to = found_ptr + start + at
         there = (at < tiles) & (start + at < bound)
         tl.store(to, at * 0 + b, mask=there)
@@ -329,7 +329,7 @@ def sequence_tiles(p, x, block: int, of_keys: bool = False):
         lengths = (x.k_offsets, x.q_offsets, x.k_used, x.q_used)
     most = triton.cdiv(longest, block)
     bound = min(tokens // block + p.batch, most * p.batch)
-    how = {"BEFORE": before, "AFTER": after, "TOP_LEFT": top_left, "TOKENS": block, "LAST_FIRST": not of_keys}
+    how = {"BEFORE": before, "AFTER": after, "TOP_LEFT": top_left, "tokens": block, "LAST_FIRST": not of_keys}
     make = lambda: _sequence_tiles(lengths, bound, most, how)  # noqa: E731
     return make() if p.page else remembered(("tiles", bound, most, *how.values()), lengths, x.q_offsets.device, make)
 

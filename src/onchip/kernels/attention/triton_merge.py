@@ -38,7 +38,7 @@ def _places(row, len_q, heads, strides):
     return (token // len_q).to(tl.int64) * strides[0] + (token % len_q).to(tl.int64) * strides[1] + head.to(tl.int64) * strides[2]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _merge(outs, lses, out_strides, lse_strides, o_ptr, o_lse_ptr, o_lse_strides, rows, len_q, heads,
            PARTS: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

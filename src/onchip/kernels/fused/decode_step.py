@@ -17,7 +17,7 @@ BLOCK, WARPS = 64, 2  # rows of a program: their loads of pages and counts are a
 # ---- device
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _places(positions_ptr, table_ptr, at_ptr, slots_ptr, lengths_ptr, rows, pages, table_stride, PAGE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
@@ -30,7 +30,7 @@ def _places(positions_ptr, table_ptr, at_ptr, slots_ptr, lengths_ptr, rows, page
     tl.store(lengths_ptr + row, (position + 1).to(tl.int32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _advance(drawn_ptr, tokens_ptr, positions_ptr, counts_ptr, history_ptr, rows, counts_stride, history_stride, longest, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows

@@ -155,7 +155,7 @@ def _given(w_ptr, b_ptr, w_stride, scale_ptr, shift_ptr, mod_stride, silu_ptr, s
     return w, b, scale, shift, parameter(silu_ptr, silu_stride, row, s, col, inside, width, "row")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm(
     x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, total_stride, z_ptr, z_stride, y_ptr, codes_ptr, mean_ptr, rstd_ptr, word_ptr, eps,
     gate_ptr, gate_stride, row_scale_ptr, state_ptr, bar, grown, w_ptr, b_ptr, w_stride, offset, scale_ptr, shift_ptr, mod_stride, silu_ptr, silu_stride,

@@ -163,7 +163,7 @@ def _store_scales(k_ptr, v_ptr, at, a, b, of_k, kept, GROUPS: tl.constexpr):
         _store(k_ptr, v_ptr, at + GROUPS // 2 + group, b.reshape(b.shape[0], b.shape[1]).to(tl.bfloat16), of_k, some)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _rope_append(
     qkv_ptr,
     table_ptr,
