@@ -1,6 +1,5 @@
 """`LLM`: a model from disk, ready to continue prompts."""
 
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from onchip.cache.paged import OutOfPages
 from onchip.core.formats import Format
 from onchip.engine import setup
 from onchip.engine.draft import DraftModel, NGram
+from onchip.engine.prompt import tokens_of
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
 from onchip.engine.scheduler import Scheduler, Work
@@ -350,7 +350,11 @@ class LLM:
         """`name`: what errors call the prompt."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params {params!r:.60}; give SamplingParams(max_tokens=...)")
-        ids = self._tokens(name, prompt, chat)
+        ids = tokens_of(name, prompt, chat, self.tokenizer)
+        if min(ids) < 0 or max(ids) >= self.config.vocab:
+            raise ValueError(f"{name} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {self.config.vocab - 1}")
+        if len(ids) >= self.max_len:
+            raise ValueError(f"{name} has {len(ids)} tokens, the context is {self.max_len}, one of them for the answer; shorten the prompt")
         for what, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if given and max(given) >= self.config.vocab:
                 raise ValueError(f"{name}: {what} has token {max(given)}; the vocabulary is 0 to {self.config.vocab - 1}")
@@ -377,30 +381,3 @@ class LLM:
             raise ValueError(f"{name} has adapter {adapter!r}; loaded are {', '.join(there) or 'none'}: see load_adapter")
         slot = table.names.index(adapter)
         return slot, table.serials[slot]
-
-    def _tokens(self, name: str, prompt: str | Sequence[int], chat: bool) -> list[int]:
-        """The token ids of a prompt. Raises ValueError."""
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise ValueError(f"{name} is empty; give at least one word")
-            if self.tokenizer is None:
-                raise ValueError(f"{name} is text and this model has no tokenizer.json; add it, or give token ids instead of text")
-            ids = self.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else self.tokenizer.encode(prompt)
-        elif chat:
-            if self.tokenizer is None or not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
-                raise ValueError(f"{name} is {prompt!r:.60} with chat=True; give a user's message as text, or a list of {{'role': ..., 'content': ...}}")
-            ids = self.tokenizer.chat(prompt)
-        elif isinstance(prompt, Iterable) and not isinstance(prompt, Mapping):
-            try:
-                ids = [operator.index(token) for token in prompt]
-            except TypeError as error:
-                raise ValueError(f"{name} has a token id that is no integer ({error}); give a list like [1, 2, 3]") from None
-        else:
-            raise ValueError(f"{name} is {prompt!r:.60}; give text or a list of token ids, as in [[1, 2, 3]]; of a chat, [messages] with chat=True")
-        if not ids:
-            raise ValueError(f"{name} is empty; give at least one token")
-        if min(ids) < 0 or max(ids) >= self.config.vocab:
-            raise ValueError(f"{name} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {self.config.vocab - 1}")
-        if len(ids) >= self.max_len:
-            raise ValueError(f"{name} has {len(ids)} tokens, the context is {self.max_len}, one of them for the answer; shorten the prompt")
-        return ids
