@@ -91,6 +91,15 @@ def release_after(shrink, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
+def release_behind(sums, index, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """`release_after` of four values a thread."""
+    code: gl.constexpr = """{ .reg .b32 t, u, v, w; mov.b32 t, $4; mov.b32 u, $5; mov.b32 v, $6; mov.b32 w, $7; or.b32 t, t, u; or.b32 v, v, w; or.b32 t, t, v;
+        shr.u32 t, t, 31; add.u32 t, t, $8; bar.arrive t, $12; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; }"""
+    given = [sums, index + BARRIER, index * 0 + THREADS]
+    gl.inline_asm_elementwise(code, "=r,=r,=r,=r,f,f,f,f,r,r,r,r,r,r,r,r", given, dtype=gl.int32, is_pure=False, pack=4)
+
+
+@gluon.jit
 def _until_free(empty, cursor, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """Wait until the buffer at a cursor is free. BARRIER 0: the ring's mbarriers say when."""
     index, phase, used = cursor
@@ -412,7 +421,7 @@ def block(dim: int) -> int:
 __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
     "columns_back", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order",
-    "logarithm", "mbarrier", "message", "one_more", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell",
+    "logarithm", "mbarrier", "message", "one_more", "prefetch", "reclaim", "release", "release_after", "release_behind", "ring", "scale_rows", "start_next", "take_turn", "tell",
     "thread_barrier", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "uniform", "wait_for_last", "warpgroup_mma",
     "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

@@ -36,6 +36,7 @@ from onchip.kernels.hopper import (
     first_turn,
     gl,
     gluon,
+    hear,
     in_order,
     logarithm,
     mbarrier,
@@ -43,6 +44,7 @@ from onchip.kernels.hopper import (
     reclaim,
     release,
     release_after,
+    release_behind,
     ring,
     scale_rows,
     take_turn,
@@ -70,6 +72,8 @@ class Tiles(NamedTuple):
     stages: int
     programs: int
     helpers: int
+    ahead: int = 1
+    registers: tuple = ()
 
     def __str__(self):
         warps = f"{self.groups} warpgroups, {self.helpers} warps transpose"
@@ -92,6 +96,7 @@ class Shape:
     pairs_of_v: gl.DistributedLinearLayout
     registers: tuple[int, int]  # of a computing thread, but for the first warpgroup's, and of a helping one
     lazily: int  # values that are scaled together, or not; 0: always all
+    ahead: int
     packed: bool = False
     uneven: bool = False
     mapped: bool = False
@@ -99,6 +104,10 @@ class Shape:
     @property
     def m(self):
         return 64 * self.groups
+
+    @property
+    def turns(self):
+        return 1 if self.ahead == 2 else self.groups
 
     @property
     def readers(self):
@@ -206,7 +215,7 @@ def _weigh(scores, base, factor, v_scale, C: gl.constexpr):
         v_log = logarithm(v_scale)
         base = base - v_log
     weights = gl.exp2(scores * factor[:, None] - base[:, None])
-    sums = gl.sum(weights.reshape([64, N // 8, 8]), 1)
+    sums = gl.sum(gl.sum(weights.reshape([64, N // 8, 4, 2]), 1), 2)
     if C.each_v == 1:
         weights = weights * v_scale
     elif C.each_v > 1:
@@ -227,12 +236,12 @@ def _more(state, count, n, q, k_ring, t_ring, factor, call, EDGE: gl.constexpr, 
         k_scale = _scale_at(call[6], at, C.each_k, N, call[5], s_layout)
         p = gl.convert_layout(as_bytes(weights), p_layout)
         mbarrier.wait(k_full.index(ki), kp)
-        take_turn(GROUP, C.groups)
+        take_turn(GROUP, C.turns)
         zeros = gl.zeros([64, N], gl.float32, s_layout)
         scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(t_full.index(vi), vp)
         acc = warpgroup_mma(p, turned.index(vi).permute((1, 0)), acc, is_async=True)
-        turn_over(GROUP, C.groups)
+        turn_over(GROUP, C.turns)
         v_scale = _scale_at(call[7], at, C.each_v, N, call[5], s_layout)
         scores = warpgroup_mma_wait(1, deps=[scores])
         if C.each_k == 1:
@@ -252,7 +261,66 @@ def _more(state, count, n, q, k_ring, t_ring, factor, call, EDGE: gl.constexpr, 
 
 
 @gluon.jit
-def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
+def _ahead(state, scores, at, q, k_ring, t_ring, factor, call, LAST: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
+           s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
+    """A tile of keys from `at` on whose scores are there: beside its softmax run the product of the tile before, and that of the next one's scores, which
+    come back. LAST: there is no next one."""
+    N: gl.constexpr = C.n
+    weights, acc, top, total, ki, kp, vi, vp = state
+    keys, k_full, _ = k_ring
+    turned, t_full = t_ring
+    other = scores
+    k_scale = _scale_at(call[6], at, C.each_k, N, call[5], s_layout)
+    v_scale = _scale_at(call[7], at, C.each_v, N, call[5], s_layout)
+    p = gl.convert_layout(as_bytes(weights), p_layout)
+    mbarrier.wait(t_full.index(vi), vp)
+    if not LAST:
+        mbarrier.wait(k_full.index(ki), kp)
+    take_turn(GROUP, C.turns)
+    acc = warpgroup_mma(p, turned.index(vi).permute((1, 0)), acc, is_async=True)
+    if not LAST:
+        zeros = gl.zeros([64, N], gl.float32, s_layout)
+        other = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    turn_over(GROUP, C.turns)
+    if C.each_k == 1:
+        scores = scores * k_scale
+    top, base, shrink, each = _top(scores, top, factor, k_scale, False, C)
+    acc, weights = warpgroup_mma_wait(0 if LAST else 1, deps=[acc, weights])
+    acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
+    weights, sums = _weigh(scores, base, each, v_scale, C)
+    release_after(sums, vi, 10 + C.stages, C.turners)
+    vi, vp = advance(vi, vp, C.stages)
+    total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
+    if not LAST:
+        other = warpgroup_mma_wait(0, deps=[other])
+        release(ki, 10, C.readers)
+        ki, kp = advance(ki, kp, C.stages)
+    return (weights, acc, top, total, ki, kp, vi, vp), other
+
+
+@gluon.jit
+def _run(state, pairs, n, q, k_ring, t_ring, factor, call, C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):
+    """2 `pairs` + 1 whole key tiles, down from key `n`."""
+    N: gl.constexpr = C.n
+    weights, acc, top, total, ki, kp, vi, vp = state
+    keys, k_full, _ = k_ring
+    mbarrier.wait(k_full.index(ki), kp)
+    zeros = gl.zeros([64, N], gl.float32, s_layout)
+    scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    release(ki, 10, C.readers)
+    ki, kp = advance(ki, kp, C.stages)
+    state = (weights, acc, top, total, ki, kp, vi, vp)
+    for t in range(pairs):
+        at = n - 2 * t * N
+        state, other = _ahead(state, scores, at, q, k_ring, t_ring, factor, call, False, C, GROUP, s_layout, p_layout)
+        state, scores = _ahead(state, other, at - N, q, k_ring, t_ring, factor, call, False, C, GROUP, s_layout, p_layout)
+    state, scores = _ahead(state, scores, n - 2 * pairs * N, q, k_ring, t_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+    return state
+
+
+@gluon.jit
+def _attend(message, turn, place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
     """The output of 64 queries, and the cursors after it; LSE is stored."""
     N: gl.constexpr = C.n
     keys, k_full, _ = k_ring
@@ -282,10 +350,10 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     k_scale = _scale_at(k_scales, first * N, C.each_k, N, len_k, s_layout)
     v_scale = _scale_at(v_scales, first * N, C.each_v, N, len_k, s_layout)
     mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
-    take_turn(GROUP, C.groups)
+    take_turn(GROUP, C.turns)
     zeros = gl.zeros([64, N], gl.float32, s_layout)
     scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    turn_over(GROUP, C.groups)
+    turn_over(GROUP, C.turns)
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(ki, 10, C.readers)
     ki, kp = advance(ki, kp, C.stages)
@@ -295,10 +363,18 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     top, base, _shrink, each = _top(scores, gl.full([64], float("-inf"), gl.float32, row_layout), factor, k_scale, True, C)
     weights, total = _weigh(scores, base, each, v_scale, C)
     state, n = (weights, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp), (first - 1) * N
-    if C.right >= 0:
-        state = _more(state, masked, n, q, k_ring, t_ring, factor, call, True, C, GROUP, s_layout, p_layout)
-        n -= masked * N
-    state = _more(state, bare, n, q, k_ring, t_ring, factor, call, False, C, GROUP, s_layout, p_layout)
+    if C.ahead:
+        single = gl.maximum(bare, 1) % 2 ^ 1  # an even number: one tile goes with those that need the mask
+        state = _more(state, masked + single, n, q, k_ring, t_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+        n -= (masked + single) * N
+        bare -= single
+        if bare > 0:
+            state = _run(state, bare // 2, n, q, k_ring, t_ring, factor, call, C, GROUP, s_layout, p_layout)
+    else:
+        if C.right >= 0:
+            state = _more(state, masked, n, q, k_ring, t_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+            n -= masked * N
+        state = _more(state, bare, n, q, k_ring, t_ring, factor, call, False, C, GROUP, s_layout, p_layout)
     if C.left >= 0:
         state = _more(state, low, n - bare * N, q, k_ring, t_ring, factor, call, True, C, GROUP, s_layout, p_layout)
     weights, acc, top, total, ki, kp, vi, vp = state
@@ -306,6 +382,10 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     mbarrier.wait(t_full.index(vi), vp)
     acc = warpgroup_mma(gl.convert_layout(as_bytes(weights), p_layout), turned.index(vi).permute((1, 0)), acc, is_async=True)
     total = gl.convert_layout(gl.sum(total, 1), row_layout)
+    place = place_of(message, turn, hear(message, turn, 0, 4), sizes, C)
+    b, head, tile_m, _, _, _, _, _ = place
+    kv_head = head // sizes[4]
+    rows = tile_m * C.m + GROUP * 64 + gl.arange(0, 64, layout=row_layout)
     if lse_ptr is not None:
         at = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1] + rows
         gl.store(at, (top + (gl.log2(total) - RAISED)) * LN2, mask=rows < len_q)
@@ -314,7 +394,7 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     release(vi, 10 + C.stages, C.turners)
     vi, vp = advance(vi, vp, C.stages)
-    return columns_back(acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]), ki, kp, vi, vp
+    return columns_back(acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]), place, ki, kp, vi, vp
 
 
 @gluon.jit
@@ -324,14 +404,14 @@ def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, message, lse_ptr, lse_st
     q = queries.index(GROUP).reshape([64, queries.shape[-1]])
     buffer = o_buffers.index(GROUP)
     qp, ki, kp, vi, vp = 0, 0, 0, 0, 0
-    first_turn(GROUP, C.groups)
+    first_turn(GROUP, C.turns)
     turn = 0
     b = next_sequence(message, turn)
     while b >= 0:
-        place = place_of(message, turn, b, sizes, C)
-        b, head, tile_m, _, _, _, _, _ = place
+        place = place_of(message, turn, b, sizes, C, 4, True)
         mbarrier.wait(q_full.index(GROUP), qp)
-        acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, C, GROUP)
+        acc, place, ki, kp, vi, vp = _attend(message, turn, place, (ki, kp, vi, vp), q, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, C, GROUP)
+        b, head, tile_m, _, _, _, _, _ = place
         mbarrier.arrive(q_empty.index(GROUP), count=1)
         tma.store_wait(0)  # the tile before has left
         buffer.reshape([64, DV]).store(acc.to(buffer.dtype))
@@ -410,11 +490,9 @@ REGISTERS = {(1, 2): (0, 72), (1, 4): (0, 56), (2, 2): (216, 72), (2, 4): (216, 
 def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
     groups, n, stages, helpers = pick(TILES, p.dim)
-    if p.dim <= 64 and p.mask.left is None and (p.len_q > SHORT or p.mask.right is None):
-        groups, n, stages, helpers = LONG_64
     if p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
         groups = 1
-    return [Tiles(groups, n, stages, programs_of(device), helpers)]
+    return [Tiles(groups, n, stages, programs_of(device), 2, 1, (240, 24))]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
@@ -437,9 +515,9 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     scale = x.scale
     if scale < 0:  # the largest score is taken before it is scaled
         first[0], scale = (first[0].view(torch.uint8) ^ 0x80).view(q.dtype), -scale
-    rows = min(tiles.n, 4096 * tiles.helpers // p.value_dim)  # of V that the helpers hold at once: 32 registers a thread
+    rows = min(tiles.n, max(16, (1024 if tiles.ahead else 4096) * tiles.helpers // p.value_dim))  # of V that the helpers hold at once: 8 registers a thread
     shape = Shape(tiles.groups, tiles.n, tiles.stages, left, right, top_left, tiles.helpers, each_k, each_v,
-                  byte_pairs(rows, p.value_dim, tiles.helpers), REGISTERS[tiles.groups, tiles.helpers], pick(LAZILY, p.value_dim))  # fmt: skip
+                  byte_pairs(rows, p.value_dim, tiles.helpers), tiles.registers or REGISTERS[tiles.groups, tiles.helpers], pick(LAZILY, p.value_dim), tiles.ahead)  # fmt: skip
     blocks = ((64, p.dim), (tiles.n, p.dim), (tiles.n, p.value_dim), (64, p.value_dim))
     tiles_m = triton.cdiv(p.len_q, shape.m)
     count = tiles_m * p.batch * p.heads

@@ -128,14 +128,15 @@ def next_sequence(message, turn, WARPS: gl.constexpr = 4):
 
 
 @gluon.jit
-def place_of(message, turn, b, sizes, C: gl.constexpr, WARPS: gl.constexpr = 4):
-    """The place of that tile."""
+def place_of(message, turn, b, sizes, C: gl.constexpr, WARPS: gl.constexpr = 4, AGAIN: gl.constexpr = False):
+    """The place of that tile. AGAIN: it will be asked for once more, so that it need not be kept in registers meanwhile."""
     start_q, len_q, start_k, len_k = b * 0, sizes[5], b * 0, sizes[6]
     head, tile = hear(message, turn, 1, WARPS), hear(message, turn, 2, WARPS)
     if C.uneven:
         start_q, len_q = hear(message, turn, 3, WARPS), hear(message, turn, 4, WARPS)
         start_k, len_k = hear(message, turn, 5, WARPS), hear(message, turn, 6, WARPS)
-    forget(message, turn)
+    if not AGAIN:
+        forget(message, turn)
     return b, head, tile, start_q, len_q, start_k, len_k, _shift(len_q, len_k, C)
 
 
@@ -319,20 +320,37 @@ def of_keys(n, call, KEYS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def columns_of(tile):
+    """The columns of scores [64, n // 8, 4, 2] in a warpgroup's registers: int32 [1, n // 8, 1, 2], constants of the code, and [1, 4], those of a thread."""
+    layout: gl.constexpr = tile.type.layout
+    eight = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))) * 8
+    one = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    two = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))) * 2
+    eight, one = eight[None, :][:, :, None][:, :, :, None], one[None, :][:, None, :][:, :, None, :]
+    return eight + one, two[None, :]
+
+
+@gluon.jit
 def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """Scores with -inf where the mask hides the key. `keys`: from `of_keys`."""
     N: gl.constexpr = C.n
     rows, shift, b, h, len_q, len_k, _, _, reads, _, known = call
-    cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
     if MASK is not None:
+        cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
         seen = MASK(b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand) & (cols < len_k)[None, :]
-    elif C.right >= 0:
-        seen = cols[None, :] < gl.minimum(rows + (shift + C.right + 1), len_k)[:, None]
+        scores = gl.where(seen, scores, float("-inf"))
     else:
-        seen = (cols < len_k)[None, :]
-    if MASK is None and C.left >= 0:
-        seen = seen & (cols[None, :] >= (rows + (shift - C.left))[:, None])
-    return gl.where(seen, scores, float("-inf"))
+        tile = scores.reshape([64, N // 8, 4, 2])
+        of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout)))
+        own, two = columns_of(tile)
+        end = rows * 0 + len_k
+        if C.right >= 0:
+            end = gl.minimum(rows + (shift + C.right + 1), len_k)
+        seen = own < (gl.convert_layout(end - n, of_row)[:, None] - two)[:, None, :][:, :, :, None]
+        if C.left >= 0:
+            seen = seen & (own >= (gl.convert_layout(rows + (shift - C.left - n), of_row)[:, None] - two)[:, None, :][:, :, :, None])
+        scores = gl.convert_layout(gl.where(seen, tile, float("-inf")).reshape([64, N]), layout)
+    return scores
 
 
 @gluon.jit
@@ -390,17 +408,6 @@ def sides(steps, place, C: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def columns_of(tile):
-    """The columns of scores [64, n // 8, 4, 2] in a warpgroup's registers: float32 [1, n // 8, 1, 2], constants of the code, and [1, 4], those of a thread."""
-    layout: gl.constexpr = tile.type.layout
-    eight = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))) * 8
-    one = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    two = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))) * 2
-    eight, one = eight[None, :][:, :, None][:, :, :, None], one[None, :][:, None, :][:, :, None, :]
-    return (eight + one).to(gl.float32), two[None, :].to(gl.float32)
-
-
-@gluon.jit
 def lined(scores, n, call, SCORE: gl.constexpr, C: gl.constexpr, BEFORE: gl.constexpr):
     """`scored` of a function that adds a line to each row of a tile, on one side of where it bends (`texts.line_of`): scores [64, n // 8, 4, 2], and what all
     of a thread's columns lack, [64, 4]; both before the scale.
@@ -418,6 +425,7 @@ def lined(scores, n, call, SCORE: gl.constexpr, C: gl.constexpr, BEFORE: gl.cons
     last = SCORE(nothing, b, h, rows[:, None], n + N, len_q, len_k, reads, (known, ()), hand).reshape([64])
     slope = gl.convert_layout((last - first) / (N * scale), of_slope)
     own, two = columns_of(tile)
+    own, two = own.to(gl.float32), two.to(gl.float32)
     if BEFORE:
         first, own = last, own - N
     tile = tile + slope[:, None][:, :, None][:, :, :, None] * own
