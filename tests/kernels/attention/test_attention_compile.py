@@ -471,17 +471,13 @@ def prefill_fp8(dim, mask, share=0):
     ids=str,
 )
 def test_hopper_fp8(dim, mask, share):
-    """Both products in e4m3; V turned by whole matrices, two byte permutations for two registers; weights packed by the conversion alone."""
+    """Both products in e4m3, weights packed by the conversion alone; no byte is moved from one place of a register to another."""
     tiles, facts = prefill_fp8(dim, mask, share)
-    assert facts.spills <= allowed(0 if dim < 256 else 12), f"{tiles}: {facts.spills} bytes"
+    assert facts.spills == 0, f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     steps = dim // 32 + tiles.n // 32  # of one tile of scores, and of one of the output
     assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and facts.ptx.count(".f32.e4m3.e4m3 ") == facts.wgmma
-    turned = tiles.n * dim // (512 * tiles.helpers)  # of 512 bytes by each helping warp
-    assert facts.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans") == turned
-    assert facts.ptx.count("stmatrix.sync.aligned.m8n8.x4.shared") == turned
-    assert facts.ptx.count("prmt.b32") == 4 * turned
-    assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+    assert "prmt.b32" not in facts.ptx and not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 
 FP8_BACKWARD = {  # head dimension, mask, scales for 128 tokens, and bytes that the passes of dQ and of dK and dV may spill

@@ -122,21 +122,20 @@ def _shift(len_q, len_k, C: gl.constexpr):
 
 
 @gluon.jit
-def next_sequence(message, turn, WARPS: gl.constexpr = 4):
+def next_sequence(message, turn):
     """The sequence of this program's next tile, as the copying warp tells it (to find it takes four divisions); -1: there is none."""
-    return hear(message, turn, 0, WARPS)
+    return hear(message, turn, 0)
 
 
 @gluon.jit
-def place_of(message, turn, b, sizes, C: gl.constexpr, WARPS: gl.constexpr = 4, AGAIN: gl.constexpr = False):
-    """The place of that tile. AGAIN: it will be asked for once more, so that it need not be kept in registers meanwhile."""
+def place_of(message, turn, b, sizes, C: gl.constexpr):
+    """The place of that tile."""
     start_q, len_q, start_k, len_k = b * 0, sizes[5], b * 0, sizes[6]
-    head, tile = hear(message, turn, 1, WARPS), hear(message, turn, 2, WARPS)
+    head, tile = hear(message, turn, 1), hear(message, turn, 2)
     if C.uneven:
-        start_q, len_q = hear(message, turn, 3, WARPS), hear(message, turn, 4, WARPS)
-        start_k, len_k = hear(message, turn, 5, WARPS), hear(message, turn, 6, WARPS)
-    if not AGAIN:
-        forget(message, turn)
+        start_q, len_q = hear(message, turn, 3), hear(message, turn, 4)
+        start_k, len_k = hear(message, turn, 5), hear(message, turn, 6)
+    forget(message, turn)
     return b, head, tile, start_q, len_q, start_k, len_k, _shift(len_q, len_k, C)
 
 
@@ -339,7 +338,7 @@ def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.
         cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
         seen = MASK(b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand) & (cols < len_k)[None, :]
         scores = gl.where(seen, scores, float("-inf"))
-    else:
+    else:  # columns are constants of the code: those of all 64 scores took registers of the whole kernel, or were spilled
         tile = scores.reshape([64, N // 8, 4, 2])
         of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout)))
         own, two = columns_of(tile)
