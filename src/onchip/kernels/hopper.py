@@ -181,13 +181,13 @@ def tell(message, turn, values):
 
 
 @gluon.jit
-def hear(message, turn, N: gl.constexpr):
-    """Number N of the `turn`-th message, in a partition of four warps; the first is waited for, behind the last comes `forget`."""
+def hear(message, turn, N: gl.constexpr, WARPS: gl.constexpr):
+    """Number N of the `turn`-th message, in a partition of WARPS warps; the first is waited for, behind the last comes `forget`."""
     numbers, full, _ = message
     index = turn % 2
     if N == 0:
         mbarrier.wait(full.index(index), turn // 2 % 2)
-    return uniform(gl.max(numbers.index(8 * index + N).load(gl.BlockedLayout([1], [32], [4], [0])), 0))  # of one
+    return uniform(gl.max(numbers.index(8 * index + N).load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0))  # of one
 
 
 @gluon.jit

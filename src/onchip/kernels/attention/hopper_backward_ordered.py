@@ -444,7 +444,7 @@ def _compute(outs, descs, own, ring, message, stats, call, sizes, lengths, map_p
             if C.slopes and C.values:
                 release(0, OWN_V_LET_GO, READERS)
             tiles += 1
-        number = hear(message, turn, 0)
+        number = hear(message, turn, 0, 4)
         forget(message, turn)
         turn += 1
 

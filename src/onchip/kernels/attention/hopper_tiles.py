@@ -122,19 +122,19 @@ def _shift(len_q, len_k, C: gl.constexpr):
 
 
 @gluon.jit
-def next_sequence(message, turn):
+def next_sequence(message, turn, WARPS: gl.constexpr = 4):
     """The sequence of this program's next tile, as the copying warp tells it (to find it takes four divisions); -1: there is none."""
-    return hear(message, turn, 0)
+    return hear(message, turn, 0, WARPS)
 
 
 @gluon.jit
-def place_of(message, turn, b, sizes, C: gl.constexpr):
+def place_of(message, turn, b, sizes, C: gl.constexpr, WARPS: gl.constexpr = 4):
     """The place of that tile."""
     start_q, len_q, start_k, len_k = b * 0, sizes[5], b * 0, sizes[6]
-    head, tile = hear(message, turn, 1), hear(message, turn, 2)
+    head, tile = hear(message, turn, 1, WARPS), hear(message, turn, 2, WARPS)
     if C.uneven:
-        start_q, len_q = hear(message, turn, 3), hear(message, turn, 4)
-        start_k, len_k = hear(message, turn, 5), hear(message, turn, 6)
+        start_q, len_q = hear(message, turn, 3, WARPS), hear(message, turn, 4, WARPS)
+        start_k, len_k = hear(message, turn, 5, WARPS), hear(message, turn, 6, WARPS)
     forget(message, turn)
     return b, head, tile, start_q, len_q, start_k, len_k, _shift(len_q, len_k, C)
 
