@@ -146,7 +146,7 @@ WAIT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all
 RELEASE = "        release(vi, 10 + C.stages, C.readers)\n"
 FULL = Case((2, 128, 2, FEW), 260, 700, Full(), heads=(3, 1), shared=(0, 128, 128))
 BUGS = {  # what is wrong, and how the sources differ
-    "turned tiles are not waited for": (("        mbarrier.wait(v_full.index(vi), vp)\n        acc = ", "        acc = "),),
+    "turned tiles are not waited for": (("        mbarrier.wait(v_full.index(vi), vp)\n        if C", "        if C"),),
     "a turned tile is let go before its product is waited for": ((WAIT + RELEASE, RELEASE + WAIT),),
     "keys keep their order": (("return x.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])", "return x"),),
     "the scale of a block is its neighbour's": (("len_k - 1, 0)) // EACH", "len_k - 1, 0)) // EACH * 0"),),

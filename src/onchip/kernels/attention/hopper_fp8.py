@@ -86,6 +86,7 @@ class Shape:
     each_k: int  # keys that share a scale; 0: all
     each_v: int
     lazily: int  # values that are scaled together, or not; 0: always all
+    maxima_below: bool  # whether scores are waited for before the product that holds the warps up, so that maxima are found meanwhile
     packed: bool = False
     uneven: bool = False
     mapped: bool = False
@@ -197,10 +198,13 @@ def _more(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.constexpr, 
         zeros = gl.zeros([64, N], gl.float32, s_layout)
         scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(vi), vp)
+        if C.maxima_below:
+            scores = warpgroup_mma_wait(0, deps=[scores])
         acc = warpgroup_mma(p, values.index(vi).reshape([values.shape[-2], N]).permute((1, 0)), acc, is_async=True)
         turn_over(GROUP, C.groups)
         v_scale = _scale_at(call[7], at, C.each_v, N, call[5], s_layout)
-        scores = warpgroup_mma_wait(1, deps=[scores])
+        if not C.maxima_below:
+            scores = warpgroup_mma_wait(1, deps=[scores])
         if C.each_k == 1:
             scores = scores * k_scale
         if EDGE:
@@ -394,7 +398,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     if scale < 0:  # the largest score is taken before it is scaled
         first[0], scale = (first[0].view(torch.uint8) ^ 0x80).view(q.dtype), -scale
     first[2] = turned(first[2], tiles.n)
-    shape = Shape(tiles.groups, tiles.n, tiles.stages, left, right, top_left, each_k, each_v, pick(LAZILY, p.value_dim))
+    shape = Shape(tiles.groups, tiles.n, tiles.stages, left, right, top_left, each_k, each_v, pick(LAZILY, p.value_dim), p.value_dim <= 128)
     blocks = ((64, p.dim), (tiles.n, p.dim), (p.value_dim, tiles.n), (64, p.value_dim))
     tiles_m = triton.cdiv(p.len_q, shape.m)
     count = tiles_m * p.batch * p.heads
