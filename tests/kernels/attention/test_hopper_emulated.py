@@ -399,7 +399,7 @@ BUGS = [
     Bug("of three, nobody comes after the second", THREE, (("TURNS[(GROUP + 1) % GROUPS]", "TURNS[(GROUP + 1) % 2]"),)),
     Bug("both warpgroups take the first one's queries", FULL, (("queries.index(mine)", "queries.index(mine - GROUP)"),)),
     Bug("a causal mask off by one", CAUSAL, (("(shift + C.right + 1)", "(shift + C.right + 2)"),)),
-    Bug("a window off by one", WINDOW, (("(shift - C.left - n)", "(shift - C.left - n + 1)"),)),
+    Bug("a window off by one", WINDOW, (("(shift - C.left)", "(shift - C.left + 1)"),)),
     Bug("the window's end is taken for whole tiles", WINDOW, ((LOW + '"edge"', LOW + '"whole"'),)),
     Bug("one tile too many goes without the mask", CAUSAL, (
         ("masked = top - outer", "masked = gl.maximum(top - outer - 1, 0)"),

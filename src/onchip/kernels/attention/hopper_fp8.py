@@ -87,6 +87,7 @@ class Shape:
     each_v: int
     lazily: int  # values that are scaled together, or not; 0: always all
     maxima_below: bool  # whether scores are waited for before the product that holds the warps up, so that maxima are found meanwhile
+    page: int = 0
     packed: bool = False
     uneven: bool = False
     mapped: bool = False

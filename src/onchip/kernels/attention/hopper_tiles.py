@@ -334,20 +334,28 @@ def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.
     """Scores with -inf where the mask hides the key. `keys`: from `of_keys`."""
     N: gl.constexpr = C.n
     rows, shift, b, h, len_q, len_k, _, _, reads, _, known = call
-    if MASK is not None:
+    start = rows
+    end = rows * 0 + len_k
+    if C.right >= 0:
+        end = gl.minimum(rows + (shift + C.right + 1), len_k)
+    if C.left >= 0:
+        start = rows + (shift - C.left)
+    if MASK is not None or C.page > 0:  # over pages constants spill 40 to 150 bytes
         cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-        seen = MASK(b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand) & (cols < len_k)[None, :]
+        if MASK is not None:
+            seen = MASK(b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand) & (cols < len_k)[None, :]
+        else:
+            seen = cols[None, :] < end[:, None]
+            if C.left >= 0:
+                seen = seen & (cols[None, :] >= start[:, None])
         scores = gl.where(seen, scores, float("-inf"))
     else:  # columns are constants of the code: those of all 64 scores took registers of the whole kernel, or were spilled
         tile = scores.reshape([64, N // 8, 4, 2])
         of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout)))
         own, two = columns_of(tile)
-        end = rows * 0 + len_k
-        if C.right >= 0:
-            end = gl.minimum(rows + (shift + C.right + 1), len_k)
         seen = own < (gl.convert_layout(end - n, of_row)[:, None] - two)[:, None, :][:, :, :, None]
         if C.left >= 0:
-            seen = seen & (own >= (gl.convert_layout(rows + (shift - C.left - n), of_row)[:, None] - two)[:, None, :][:, :, :, None])
+            seen = seen & (own >= (gl.convert_layout(start - n, of_row)[:, None] - two)[:, None, :][:, :, :, None])
         scores = gl.convert_layout(gl.where(seen, tile, float("-inf")).reshape([64, N]), layout)
     return scores
 
