@@ -298,32 +298,6 @@ def widened(x):
 
 
 @gluon.jit
-def transpose_bytes(tile, out, LAYOUT: gl.constexpr):
-    """Put a tile of bytes [n, dim] into `out` [dim, n], both in shared memory, in another order (`byte_pairs` makes LAYOUT):
-
-        column 16 K + 4 t + 2 i + b holds row 16 K + 8 i + 2 t + b       t < 4; b, i, e < 2; g < 8
-        row 16 D + 8 e + g holds column 16 D + 2 g + e
-
-    so that a warp moves 16 bytes a thread at once, without a shuffle or a bank conflict: pairs of columns are the 16-bit elements of ldmatrix.trans,
-    which leaves 4 rows of 2 columns in a thread; two byte permutations make of them 4 rows of each column, a line of stmatrix. The order of columns
-    is that in which a product's accumulator, turned into bytes in place, is the first operand of another (`in_order`).
-    """
-    N: gl.constexpr = tile.shape[0]
-    DIM: gl.constexpr = tile.shape[1]
-    FROM: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128 if DIM >= 128 else DIM, element_bitwidth=16, rank=2)
-    TO: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128 if N >= 128 else N, element_bitwidth=16, rank=2)
-    code: gl.constexpr = "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;"
-    ROWS: gl.constexpr = LAYOUT.shape[0]
-    tile = as_other(tile, gl.int16, [N, DIM // 2], FROM)
-    out = as_other(out, gl.int16, [DIM, N // 2], TO)
-    for row in gl.static_range(0, N, ROWS):
-        pairs = tile.slice(row, ROWS, 0).load(LAYOUT)
-        pairs = gl.inline_asm_elementwise(code, "=&r,=&r,r,r", [pairs], dtype=gl.int16, is_pure=True, pack=4)  # the bits of rows i and b now mean e and i
-        pairs = pairs.reshape([ROWS // 16, 2, 8, DIM // 16, 8]).permute((3, 1, 4, 0, 2)).reshape([DIM, ROWS // 2])
-        out.slice(row // 2, ROWS // 2, 1).store(pairs)
-
-
-@gluon.jit
 def logarithm(x):
     """log2 of float32, within 2^-22: gl.log2's polynomial is a chain of fifteen instructions."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
@@ -331,7 +305,10 @@ def logarithm(x):
 
 @gluon.jit
 def in_order(x):
-    """Columns of an accumulator in the order of `transpose_bytes`: a thread keeps its own."""
+    """Columns of an accumulator in the order in which, turned into bytes in place, it is the first operand of another product: a thread keeps its own.
+
+    Column 16 K + 4 t + 2 i + b holds column 16 K + 8 i + 2 t + b       t < 4; b, i < 2
+    """
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
     return x.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])
@@ -378,21 +355,6 @@ def as_bytes(words, DTYPE: gl.constexpr = gl.float8e4nv):
     return gl.join(gl.join(x0, x2), gl.join(x1, x3)).reshape([words.shape[0], 4 * words.shape[1]])
 
 
-@gluon.jit
-def columns_back(x):
-    """Columns that are rows of `transpose_bytes`'s result, in their old order: a thread keeps its own."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
-    return x.reshape([M, N // 16, 2, 8]).permute((0, 1, 3, 2)).reshape([M, N])
-
-
-def byte_pairs(n: int, dim: int, warps: int) -> gl.DistributedLinearLayout:
-    """The layout of `transpose_bytes` for a tile [n, dim] of bytes: int16 [n, dim // 2] as ldmatrix.trans leaves it."""
-    rest = [[0, 1 << bit] for bit in range(3, dim.bit_length() - 2)] + [[1 << bit, 0] for bit in range(4, n.bit_length() - 1)]
-    mine = len(rest) - (warps.bit_length() - 1)
-    return gl.DistributedLinearLayout([[1, 0], [8, 0], *rest[:mine]], [[2, 0], [4, 0], [0, 1], [0, 2], [0, 4]], rest[mine:], [], [n, dim // 2])
-
-
 def describe(t: torch.Tensor, *sizes: int) -> TensorDescriptor:
     """Tiles of `sizes` of the last dimensions, as of [batch, heads, len, dim] the last two; what lies outside reads as 0 and is not written."""
     tile = [1] * (t.dim() - len(sizes)) + list(sizes)
@@ -410,9 +372,8 @@ def block(dim: int) -> int:
 
 
 __all__ = [
-    "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "byte_pairs",
-    "columns_back", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order",
-    "logarithm", "mbarrier", "message", "one_more", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell",
-    "thread_barrier", "tma", "tma_add", "tma_load", "tma_store", "transpose_bytes", "turn_over", "uniform", "wait_for_last", "warpgroup_mma",
-    "warpgroup_mma_wait", "widened",
+    "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "describe", "draw",
+    "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order", "logarithm", "mbarrier", "message",
+    "one_more", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell", "thread_barrier", "tma", "tma_add",
+    "tma_load", "tma_store", "turn_over", "uniform", "wait_for_last", "warpgroup_mma", "warpgroup_mma_wait", "widened",
 ]  # fmt: skip

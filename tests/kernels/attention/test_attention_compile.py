@@ -210,12 +210,12 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d64 causal": (64, False, {"band": Causal(), "len_q": 16384}, 0),
     "d64 short causal": (64, False, {"band": Causal(), "len_q": 1024}, 0),
     "d128": (128, False, {}, 0),
-    "d128 window": (128, False, {"band": Window(1024)}, 0),
+    "d128 window": (128, False, {"band": Window(1024)}, 12),
     "d128 packed": (128, True, {"band": Causal()}, 0),
     "d128 softcap": (128, False, {"band": Causal(), "score": scores.Softcap(30.0)}, 0),
-    "d128 ALiBi": (128, False, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 0),
+    "d128 ALiBi": (128, False, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 56),
     "d128 document": (128, False, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, 312),
-    "d256 causal": (256, False, {"band": Causal()}, 44),
+    "d256 causal": (256, False, {"band": Causal()}, 60),
     "d128 heads alone": (128, False, {"mask": masks.MaskMod(lambda b, h, i, j: h == 2), "score": scores.ScoreMod(lambda s, b, h, i, j: h.float())}, 0),
     "d128 activation": (128, False, {"score": scores.ScoreMod(lambda s, b, h, i, j: torch.log(torch.nn.functional.gelu(s) + 1.0))}, 0),
     "d128 bias": (128, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 60),
@@ -471,17 +471,13 @@ def prefill_fp8(dim, mask, share=0):
     ids=str,
 )
 def test_hopper_fp8(dim, mask, share):
-    """Both products in e4m3; V turned by whole matrices, two byte permutations for two registers; weights packed by the conversion alone."""
+    """Both products in e4m3, weights packed by the conversion alone; no byte is moved from one place of a register to another."""
     tiles, facts = prefill_fp8(dim, mask, share)
-    assert facts.spills <= allowed(0 if dim < 256 else 12), f"{tiles}: {facts.spills} bytes"
+    assert facts.spills == 0, f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     steps = dim // 32 + tiles.n // 32  # of one tile of scores, and of one of the output
     assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and facts.ptx.count(".f32.e4m3.e4m3 ") == facts.wgmma
-    turned = tiles.n * dim // (512 * tiles.helpers)  # of 512 bytes by each helping warp
-    assert facts.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans") == turned
-    assert facts.ptx.count("stmatrix.sync.aligned.m8n8.x4.shared") == turned
-    assert facts.ptx.count("prmt.b32") == 4 * turned
-    assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+    assert "prmt.b32" not in facts.ptx and not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 
 FP8_BACKWARD = {  # head dimension, mask, scales for 128 tokens, and bytes that the passes of dQ and of dK and dV may spill

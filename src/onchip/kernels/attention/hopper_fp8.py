@@ -1,14 +1,16 @@
 """Attention of many queries in e4m3 on Hopper: o = softmax(scale q k^T + mask) v, 8 bits in and bf16 out, warp-specialised as `hopper_prefill.py`.
 
 What differs, after FlashAttention-3 (Shah et al., 2024):
-- wgmma takes 8-bit operands only where the summed dimension is contiguous. A partition of its own turns each tile of V round in shared memory, its keys
-  in the order in which a thread holds the weights: the accumulator of the scores becomes the operand of the second product without a shuffle.
+- wgmma takes 8-bit operands only where the summed dimension is contiguous. So a launch before copies V, in tiles turned round (`fp8_operands.turned`), its
+  keys in the order in which a thread holds the weights: the accumulator of the scores becomes the operand of the second product without a shuffle.
+  Warps that turned tiles in shared memory instead took registers and instructions from those that compute.
 - Weights are 2^8 exp(score - maximum), and the maximum is raised only once it grew by more than 2^0.8: they stay below 448, the largest of e4m3, and
   weights down to 2^-14 of the largest keep all of their digits (with V's scales of blocks or tokens, times what is left of the largest). Sums are
   of weights before rounding.
 - Scales of a head are part of the softmax's factor and of the output's; of 128 keys, of a tile's factor; of a token, columns of scores and weights.
 
-Reads q, k, v once a tile of queries; exponentials take as long as both products: 128 x 128 of them 1,024 cycles, and the products at d128 1,024.
+Reads q, k, v once a tile of queries, and V once more before. Exponentials take as long as both products: 128 x 128 of them 1,024 cycles, and the products at
+d128 1,024.
 """
 
 from dataclasses import dataclass
@@ -21,14 +23,13 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import SMALLEST, Scales
+from onchip.kernels.attention.fp8_operands import turned
 from onchip.kernels.attention.hopper_tiles import hide, key_steps, locate, next_sequence, place_of, programs_and_counter, programs_of
 from onchip.kernels.attention.tile import ends, for_tma, together
 from onchip.kernels.hopper import (
     advance,
     as_bytes,
     as_words,
-    byte_pairs,
-    columns_back,
     describe,
     draw,
     fence_async_shared,
@@ -40,7 +41,6 @@ from onchip.kernels.hopper import (
     logarithm,
     mbarrier,
     message,
-    reclaim,
     release,
     release_after,
     ring,
@@ -49,7 +49,6 @@ from onchip.kernels.hopper import (
     tell,
     tma,
     tma_store,
-    transpose_bytes,
     turn_over,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -63,17 +62,15 @@ GROWTH = gl.constexpr(0.8)  # of a maximum that is not followed: 2^8.8 = 446
 
 
 class Tiles(NamedTuple):
-    """Warpgroups of 64 queries, keys a tile, key tiles in flight, programs at most (`programs_and_counter`), and warps that transpose V."""
+    """Warpgroups of 64 queries, keys a tile, key tiles in flight, and programs at most (`programs_and_counter`)."""
 
     groups: int
     n: int
     stages: int
     programs: int
-    helpers: int
 
     def __str__(self):
-        warps = f"{self.groups} warpgroups, {self.helpers} warps transpose"
-        return f"{64 * self.groups}x{self.n} tiles, {warps}, {self.stages} stages, at most {self.programs} programs"
+        return f"{64 * self.groups}x{self.n} tiles, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
 
 
 @dataclass(frozen=True)
@@ -86,12 +83,11 @@ class Shape:
     left: int
     right: int
     top_left: bool
-    helpers: int
     each_k: int  # keys that share a scale; 0: all
     each_v: int
-    pairs_of_v: gl.DistributedLinearLayout
-    registers: tuple[int, int]  # of a computing thread, but for the first warpgroup's, and of a helping one
     lazily: int  # values that are scaled together, or not; 0: always all
+    maxima_below: bool  # whether scores are waited for before the product that holds the warps up, so that maxima are found meanwhile
+    page: int = 0
     packed: bool = False
     uneven: bool = False
     mapped: bool = False
@@ -102,21 +98,17 @@ class Shape:
 
     @property
     def readers(self):
-        """Threads at a barrier of K: who computes, and the warp that copies."""
+        """Threads at a barrier of K or V: who computes, and the warp that copies."""
         return 128 * self.groups + 32
 
-    @property
-    def turners(self):
-        """Threads at a barrier of V: who computes, and who transposes."""
-        return 128 * self.groups + 32 * self.helpers
 
-
-# ---- device: the copying warp, and those that transpose
+# ---- device: the copying warp
 
 
 @gluon.jit
 def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, message, counter, sizes, lengths, C: gl.constexpr):
     N: gl.constexpr = C.n
+    DV: gl.constexpr = v_desc.block_type.shape[2]
     GROUPS: gl.constexpr = C.groups
     q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
     number, turn = gl.program_id(0), 0
@@ -134,37 +126,13 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, message, counter, size
                 q_at = fill(q_ring, q_at, q_desc, [b, head, tile_m * C.m + group * 64, 0], C.groups, 0, 0)
                 if group == 0:
                     k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.stages, 10, C.readers)
-            v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n, 0], C.stages, 0, 0)
+            v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n // N * DV, 0], C.stages, 10 + C.stages, C.readers)
             for _x in range(masked + bare + low):
                 n -= N
                 k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.stages, 10, C.readers)
-                v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n, 0], C.stages, 0, 0)
+                v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n // N * DV, 0], C.stages, 10 + C.stages, C.readers)
         number = draw(counter, sizes[0])
     tell(message, turn, (gl.to_tensor(-1),))
-
-
-@gluon.jit
-def _transpose(v_ring, t_ring, message, sizes, C: gl.constexpr):
-    values, v_full, v_empty = v_ring
-    turned, t_full = t_ring
-    LAYOUT: gl.constexpr = C.pairs_of_v
-    vi, vp, used = 0, 0, 0
-    turn = 0
-    b = next_sequence(message, turn, C.helpers)
-    while b >= 0:
-        place = place_of(message, turn, b, sizes, C, C.helpers)
-        _, masked, bare, low, _ = key_steps(place, None, (0, 0, 0), C)
-        for _x in range(1 + masked + bare + low):
-            mbarrier.wait(v_full.index(vi), vp)
-            reclaim(vi, used, C.stages, 10 + C.stages, C.turners)
-            transpose_bytes(values.index(vi).reshape([C.n, values.shape[-1]]), turned.index(vi), LAYOUT)
-            fence_async_shared()
-            mbarrier.arrive(t_full.index(vi), count=1)
-            mbarrier.arrive(v_empty.index(vi), count=1)
-            vi, vp = advance(vi, vp, C.stages)
-            used += 1
-        turn += 1
-        b = next_sequence(message, turn, C.helpers)
 
 
 # ---- device: a computing warpgroup
@@ -215,13 +183,13 @@ def _weigh(scores, base, factor, v_scale, C: gl.constexpr):
 
 
 @gluon.jit
-def _more(state, count, n, q, k_ring, t_ring, factor, call, EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
+def _more(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
           s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
     """`count` further key tiles, down from key `n`. EDGE: they need the mask."""
     N: gl.constexpr = C.n
     weights, acc, top, total, ki, kp, vi, vp = state
     keys, k_full, _ = k_ring
-    turned, t_full = t_ring
+    values, v_full, _ = v_ring
     for t in range(count):
         at = n - t * N
         k_scale = _scale_at(call[6], at, C.each_k, N, call[5], s_layout)
@@ -230,11 +198,14 @@ def _more(state, count, n, q, k_ring, t_ring, factor, call, EDGE: gl.constexpr, 
         take_turn(GROUP, C.groups)
         zeros = gl.zeros([64, N], gl.float32, s_layout)
         scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        mbarrier.wait(t_full.index(vi), vp)
-        acc = warpgroup_mma(p, turned.index(vi).permute((1, 0)), acc, is_async=True)
+        mbarrier.wait(v_full.index(vi), vp)
+        if C.maxima_below:
+            scores = warpgroup_mma_wait(0, deps=[scores])
+        acc = warpgroup_mma(p, values.index(vi).reshape([values.shape[-2], N]).permute((1, 0)), acc, is_async=True)
         turn_over(GROUP, C.groups)
         v_scale = _scale_at(call[7], at, C.each_v, N, call[5], s_layout)
-        scores = warpgroup_mma_wait(1, deps=[scores])
+        if not C.maxima_below:
+            scores = warpgroup_mma_wait(1, deps=[scores])
         if C.each_k == 1:
             scores = scores * k_scale
         if EDGE:
@@ -243,7 +214,7 @@ def _more(state, count, n, q, k_ring, t_ring, factor, call, EDGE: gl.constexpr, 
         release_after(shrink, ki, 10, C.readers)
         ki, kp = advance(ki, kp, C.stages)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
-        release(vi, 10 + C.stages, C.turners)
+        release(vi, 10 + C.stages, C.readers)
         vi, vp = advance(vi, vp, C.stages)
         acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
         weights, sums = _weigh(scores, base, each, v_scale, C)
@@ -252,12 +223,12 @@ def _more(state, count, n, q, k_ring, t_ring, factor, call, EDGE: gl.constexpr, 
 
 
 @gluon.jit
-def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
+def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
     """The output of 64 queries, and the cursors after it; LSE is stored."""
     N: gl.constexpr = C.n
     keys, k_full, _ = k_ring
-    turned, t_full = t_ring
-    DV: gl.constexpr = turned.shape[1]
+    values, v_full, _ = v_ring
+    DV: gl.constexpr = values.shape[-2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=4)
@@ -296,15 +267,15 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     weights, total = _weigh(scores, base, each, v_scale, C)
     state, n = (weights, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp), (first - 1) * N
     if C.right >= 0:
-        state = _more(state, masked, n, q, k_ring, t_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+        state = _more(state, masked, n, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
         n -= masked * N
-    state = _more(state, bare, n, q, k_ring, t_ring, factor, call, False, C, GROUP, s_layout, p_layout)
+    state = _more(state, bare, n, q, k_ring, v_ring, factor, call, False, C, GROUP, s_layout, p_layout)
     if C.left >= 0:
-        state = _more(state, low, n - bare * N, q, k_ring, t_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+        state = _more(state, low, n - bare * N, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
     weights, acc, top, total, ki, kp, vi, vp = state
 
-    mbarrier.wait(t_full.index(vi), vp)
-    acc = warpgroup_mma(gl.convert_layout(as_bytes(weights), p_layout), turned.index(vi).permute((1, 0)), acc, is_async=True)
+    mbarrier.wait(v_full.index(vi), vp)
+    acc = warpgroup_mma(gl.convert_layout(as_bytes(weights), p_layout), values.index(vi).reshape([values.shape[-2], N]).permute((1, 0)), acc, is_async=True)
     total = gl.convert_layout(gl.sum(total, 1), row_layout)
     if lse_ptr is not None:
         at = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1] + rows
@@ -312,15 +283,15 @@ def _attend(place, cursors, q, k_ring, t_ring, lse_ptr, lse_strides, scale, scal
     most = gl.load(v_most + b * most_strides[0] + kv_head * most_strides[1])
     inverse = gl.where(total == 0.0, 0.0, most / total)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
-    release(vi, 10 + C.stages, C.turners)
+    release(vi, 10 + C.stages, C.readers)
     vi, vp = advance(vi, vp, C.stages)
-    return columns_back(acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]), ki, kp, vi, vp
+    return acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None], ki, kp, vi, vp
 
 
 @gluon.jit
-def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, message, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
+def _compute(o_desc, o_buffers, q_ring, k_ring, v_ring, message, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
     queries, q_full, q_empty = q_ring
-    DV: gl.constexpr = t_ring[0].shape[1]
+    DV: gl.constexpr = v_ring[0].shape[-2]
     q = queries.index(GROUP).reshape([64, queries.shape[-1]])
     buffer = o_buffers.index(GROUP)
     qp, ki, kp, vi, vp = 0, 0, 0, 0, 0
@@ -331,7 +302,7 @@ def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, message, lse_ptr, lse_st
         place = place_of(message, turn, b, sizes, C)
         b, head, tile_m, _, _, _, _, _ = place
         mbarrier.wait(q_full.index(GROUP), qp)
-        acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, t_ring, lse_ptr, lse_strides, scale, scales, sizes, C, GROUP)
+        acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, lse_ptr, lse_strides, scale, scales, sizes, C, GROUP)
         mbarrier.arrive(q_empty.index(GROUP), count=1)
         tma.store_wait(0)  # the tile before has left
         buffer.reshape([64, DV]).store(acc.to(buffer.dtype))
@@ -346,19 +317,12 @@ def _compute(o_desc, o_buffers, q_ring, k_ring, t_ring, message, lse_ptr, lse_st
 @gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads", "each_q"])
 def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_scale, v_scale, v_most, scale, each_q,
                  tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, lse_strides, scale_strides, C: gl.constexpr):  # fmt: skip
-    DV: gl.constexpr = v_desc.block_type.shape[3]
     q_ring = ring(q_desc, C.groups, 1)
     k_ring = ring(k_desc, C.stages, 0)
-    v_ring = ring(v_desc, C.stages, 1)
-    STAGES: gl.constexpr = C.stages
-    t_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(t_full.index(stage), count=1)
-    t_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128 if C.n >= 128 else C.n, element_bitwidth=8, rank=2)
-    t_ring = (gl.allocate_shared_memory(v_desc.dtype, [C.stages, DV, C.n], t_layout), t_full)
+    v_ring = ring(v_desc, C.stages, 0)
     o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
     fence_async_shared()
-    told = message(C.groups + 1)
+    told = message(C.groups)
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (None, None, None, None, None)
     scales = (q_scale, k_scale, v_scale, v_most, scale_strides, each_q)
@@ -366,55 +330,52 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_sc
     if C.groups == 1:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
-                (_transpose, (v_ring, t_ring, told, sizes, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
                 (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
             ],
-            [C.helpers, 1],
-            [C.registers[1], 24],
+            [1],
+            [24],
         )
     elif C.groups == 2:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 1)),
-                (_transpose, (v_ring, t_ring, told, sizes, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 1)),
                 (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
             ],
-            [4, C.helpers, 1],
-            [C.registers[0], C.registers[1], 24],
+            [4, 1],
+            [240, 24],
         )
     else:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 1)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, t_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 2)),
-                (_transpose, (v_ring, t_ring, told, sizes, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 1)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 2)),
                 (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
             ],
-            [4, 4, C.helpers, 1],
-            [C.registers[0], C.registers[0], C.registers[1], 24],
+            [4, 4, 1],
+            [160, 160, 32],
         )
 
 
 # ---- host
 
-TILES = ((64, (2, 128, 3, 4)), (128, (2, 128, 3, 4)), (256, (2, 64, 2, 2)))  # groups, keys a tile, stages and helpers, by head dimension up to
+# Groups, keys a tile and stages, by head dimension up to.
+TILES = ((128, (2, 128, 3)), (256, (2, 128, 2)))
 LAZILY = ((64, 0), (256, 64))
-LONG_64 = (3, 128, 3, 2)
+LONG_64 = (3, 128, 3)
 SHORT = 4096  # queries of a causal problem: smaller tiles are more even
-REGISTERS = {(1, 2): (0, 72), (1, 4): (0, 56), (2, 2): (216, 72), (2, 4): (216, 56), (3, 2): (144, 72), (3, 4): (136, 56)}  # by groups and helpers
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
-    groups, n, stages, helpers = pick(TILES, p.dim)
+    groups, n, stages = pick(TILES, p.dim)
     if p.dim <= 64 and p.mask.left is None and (p.len_q > SHORT or p.mask.right is None):
-        groups, n, stages, helpers = LONG_64
+        groups, n, stages = LONG_64
     if p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
         groups = 1
-    return [Tiles(groups, n, stages, programs_of(device), helpers)]
+    return [Tiles(groups, n, stages, programs_of(device))]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
@@ -437,10 +398,9 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     scale = x.scale
     if scale < 0:  # the largest score is taken before it is scaled
         first[0], scale = (first[0].view(torch.uint8) ^ 0x80).view(q.dtype), -scale
-    rows = min(tiles.n, 4096 * tiles.helpers // p.value_dim)  # of V that the helpers hold at once: 32 registers a thread
-    shape = Shape(tiles.groups, tiles.n, tiles.stages, left, right, top_left, tiles.helpers, each_k, each_v,
-                  byte_pairs(rows, p.value_dim, tiles.helpers), REGISTERS[tiles.groups, tiles.helpers], pick(LAZILY, p.value_dim))  # fmt: skip
-    blocks = ((64, p.dim), (tiles.n, p.dim), (tiles.n, p.value_dim), (64, p.value_dim))
+    first[2] = turned(first[2], tiles.n)
+    shape = Shape(tiles.groups, tiles.n, tiles.stages, left, right, top_left, each_k, each_v, pick(LAZILY, p.value_dim), p.value_dim <= 128)
+    blocks = ((64, p.dim), (tiles.n, p.dim), (p.value_dim, tiles.n), (64, p.value_dim))
     tiles_m = triton.cdiv(p.len_q, shape.m)
     count = tiles_m * p.batch * p.heads
     programs, counter = programs_and_counter(count, tiles.programs, q.device)

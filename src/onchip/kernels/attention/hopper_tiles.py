@@ -324,20 +324,45 @@ def of_keys(n, call, KEYS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def columns_of(tile):
+    """The columns of scores [64, n // 8, 4, 2] in a warpgroup's registers: int32 [1, n // 8, 1, 2], constants of the code, and [1, 4], those of a thread."""
+    layout: gl.constexpr = tile.type.layout
+    eight = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))) * 8
+    one = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
+    two = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))) * 2
+    eight, one = eight[None, :][:, :, None][:, :, :, None], one[None, :][:, None, :][:, :, None, :]
+    return eight + one, two[None, :]
+
+
+@gluon.jit
 def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """Scores with -inf where the mask hides the key. `keys`: from `of_keys`."""
     N: gl.constexpr = C.n
     rows, shift, b, h, len_q, len_k, _, _, reads, _, known = call
-    cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-    if MASK is not None:
-        seen = MASK(b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand) & (cols < len_k)[None, :]
-    elif C.right >= 0:
-        seen = cols[None, :] < gl.minimum(rows + (shift + C.right + 1), len_k)[:, None]
-    else:
-        seen = (cols < len_k)[None, :]
-    if MASK is None and C.left >= 0:
-        seen = seen & (cols[None, :] >= (rows + (shift - C.left))[:, None])
-    return gl.where(seen, scores, float("-inf"))
+    start = rows
+    end = rows * 0 + len_k
+    if C.right >= 0:
+        end = gl.minimum(rows + (shift + C.right + 1), len_k)
+    if C.left >= 0:
+        start = rows + (shift - C.left)
+    if MASK is not None or C.page > 0:  # over pages constants spill 40 to 150 bytes
+        cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        if MASK is not None:
+            seen = MASK(b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand) & (cols < len_k)[None, :]
+        else:
+            seen = cols[None, :] < end[:, None]
+            if C.left >= 0:
+                seen = seen & (cols[None, :] >= start[:, None])
+        scores = gl.where(seen, scores, float("-inf"))
+    else:  # columns are constants of the code: those of all 64 scores took registers of the whole kernel, or were spilled
+        tile = scores.reshape([64, N // 8, 4, 2])
+        of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout)))
+        own, two = columns_of(tile)
+        seen = own < (gl.convert_layout(end - n, of_row)[:, None] - two)[:, None, :][:, :, :, None]
+        if C.left >= 0:
+            seen = seen & (own >= (gl.convert_layout(start - n, of_row)[:, None] - two)[:, None, :][:, :, :, None])
+        scores = gl.convert_layout(gl.where(seen, tile, float("-inf")).reshape([64, N]), layout)
+    return scores
 
 
 @gluon.jit
@@ -395,17 +420,6 @@ def sides(steps, place, C: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def columns_of(tile):
-    """The columns of scores [64, n // 8, 4, 2] in a warpgroup's registers: float32 [1, n // 8, 1, 2], constants of the code, and [1, 4], those of a thread."""
-    layout: gl.constexpr = tile.type.layout
-    eight = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))) * 8
-    one = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout))))
-    two = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, layout)))) * 2
-    eight, one = eight[None, :][:, :, None][:, :, :, None], one[None, :][:, None, :][:, :, None, :]
-    return (eight + one).to(gl.float32), two[None, :].to(gl.float32)
-
-
-@gluon.jit
 def lined(scores, n, call, SCORE: gl.constexpr, C: gl.constexpr, BEFORE: gl.constexpr):
     """`scored` of a function that adds a line to each row of a tile, on one side of where it bends (`texts.line_of`): scores [64, n // 8, 4, 2], and what all
     of a thread's columns lack, [64, 4]; both before the scale.
@@ -423,6 +437,7 @@ def lined(scores, n, call, SCORE: gl.constexpr, C: gl.constexpr, BEFORE: gl.cons
     last = SCORE(nothing, b, h, rows[:, None], n + N, len_q, len_k, reads, (known, ()), hand).reshape([64])
     slope = gl.convert_layout((last - first) / (N * scale), of_slope)
     own, two = columns_of(tile)
+    own, two = own.to(gl.float32), two.to(gl.float32)
     if BEFORE:
         first, own = last, own - N
     tile = tile + slope[:, None][:, :, None][:, :, :, None] * own
