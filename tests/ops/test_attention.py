@@ -285,7 +285,7 @@ def test_gradients_through_a_cache():
 
 
 @pytest.mark.parametrize(
-    "how", [{"score": ALiBi(torch.rand(4))}, {"mask": Document(torch.arange(9) // 4)}, {"softcap": 2.0}, {"dropout": onchip.Dropout(0.5, 1)}], ids=str
+    "how", [{"score": ALiBi(torch.rand(4))}, {"mask": Document(torch.arange(9) // 4)}, {"softcap": 2.0}, {"dropout": onchip.Dropout(0.5, 1)}], ids=list
 )
 def test_a_default_device_of_the_users(how):
     """What a kernel makes lies where its inputs lie."""
