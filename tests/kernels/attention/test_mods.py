@@ -253,7 +253,8 @@ def test_score_and_gradients(name, axis, device):
         g, buffers = mods.gradients(tensors, wanted)
         ours = tile(forward, inside, sizes, axis, s, kind="SCORE")
         if axis == 0:
-            assert torch.equal(ours, tile(mods.split_functions(None, static.text), inside, sizes, axis, s, kind="split"))
+            split = tile(mods.split_functions(None, static.text), inside, sizes, axis, s, kind="split")
+            torch.testing.assert_close(split, ours, rtol=1e-6, atol=1e-6, equal_nan=True)  # a GPU's compiler rounds a product once where a sum takes it in
         ours_ds = tile(backward, inside, sizes, axis, s, ds, g, kind="SCORE_GRAD")
         assert torch.equal(ours_ds, tile(alone, inside, sizes, axis, s, ds, kind="SCORE_GRAD"))
         assert_as_good_as_torch(ours, low[0], truth[0], slack=4.0)
