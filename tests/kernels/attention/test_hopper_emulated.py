@@ -124,10 +124,10 @@ def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
 def mask_map(p, _sees, _captured, x: Operands, m: int, n: int, *_):
     """`tile.mask_map` of a mask that is the same for all heads, in plain torch."""
     found = torch.full((p.batch, -(-p.len_q // m), 2 - (-p.len_k // n)), -1, dtype=torch.int32)
-    queries = [p.len_q] * p.batch if x.q_offsets is None else [s.stop - s.start for s in spans(x.q_offsets, x.q_used)]
+    queries = [p.len_q] * p.batch if x.q_offsets is None else [s.stop - s.start for s in spans(x.q_offsets, x.q_used, int(x.q_offsets[-1]))]
     keys = [p.len_k] * p.batch if x.k_used is None else x.k_used.tolist()
     if x.k_offsets is not None:
-        keys = [s.stop - s.start for s in spans(x.k_offsets, x.k_used)]
+        keys = [s.stop - s.start for s in spans(x.k_offsets, x.k_used, int(x.k_offsets[-1]))]
     for b, (len_q, len_k) in enumerate(zip(queries, keys, strict=True)):
         seen = p.mask.seen(place(b, 1, len_q, len_k, torch.device("cpu")), x.mask)[0, 0] if len_q and len_k else torch.zeros(len_q, len_k)
         for row, line in zip(found[b], seen.split(m), strict=False):
