@@ -32,8 +32,8 @@ LOOKED_UP = 32_768  # rows of an embedding's weight
 
 def _norm(forward: str, wanted: str, kind: str = "rms") -> dict:
     """The Problems of a norm: words of the forward pass, and the gradients; where there is a residual, the sum has one too, which is read."""
-    back = f"{kind} {forward} keep{' d_total' * ('residual' in forward)} -> {wanted}"
-    return {"problem": of("norm", f"{kind} {forward}"), "back": of("norm_backward", back)}
+    kept = "keep d_total" if "residual" in forward else "keep"
+    return {"problem": of("norm", f"{kind} {forward}"), "back": of("norm_backward", f"{kind} {forward} {kept} -> {wanted}")}
 
 
 def _rms(x, w):
