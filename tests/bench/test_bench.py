@@ -301,6 +301,7 @@ def test_a_suite_writes_what_it_measured(tiny, tmp_path):
     assert {"suite", "device", "versions", "date", "commit", "rows"} <= set(result)
     assert {"onchip", "torch", "python"} <= set(result["versions"])
     assert result["device"]["measured"]["bandwidth"] > 0 and result["device"]["measured"]["flops"]["fp32"] > 0
+    assert result["device"]["measured"]["flops"]["e4m3"] >= result["device"]["measured"]["flops"]["bf16"]
     for row, made in zip(TINY, result["rows"], strict=True):
         assert (made["problem"], made["error"], made["kernel"]) == (str(row.problem), {}, "blocked")
         assert made["fields"]["dim"] == row.problem.dim and made["fields"]["x"] == row.x

@@ -125,6 +125,12 @@ def measure(device: torch.device) -> tuple[float, Mapping[torch.dtype, float], s
             continue  # no fp16 units to speak of on most CPUs
         a, b = (torch.randn(n, n, device=device, dtype=FP32).to(dtype) for _ in range(2))
         peaks[dtype] = 2 * n**3 / clock(lambda a=a, b=b: a @ b)
+    peaks[E4M3] = peaks[BF16]  # numbers of 16 bits are made of them
+    if on_gpu and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
+        n = 8192
+        a, b = (torch.randn(n, n, device=device).to(E4M3) for _ in range(2))
+        one = torch.ones((), device=device)
+        peaks[E4M3] = 2 * n**3 / clock(lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=BF16, use_fast_accum=True))
     return bandwidth, peaks, f"measured: copy {bandwidth / 1e9:.0f} GB/s, " + ", ".join(f"{SHORT[t]} {rate / 1e12:.3g} TFLOP/s" for t, rate in peaks.items())
 
 
