@@ -16,7 +16,7 @@ from onchip.core import masks, scores
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Dropout
 from onchip.kernels import attention
-from onchip.kernels.attention import blocked, blocked_fused, blocked_tiles
+from onchip.kernels.attention import blocked, blocked_fused, blocked_halves, blocked_tiles
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -261,7 +261,8 @@ def small_tiles(rows=16, keys=24):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(blocked.TILE, "cpu", (rows, keys))
         patch.setattr(blocked, "FUSED_ROWS", (32, 48))
-        patch.setattr(blocked_fused, "FUSED_CAUSAL", range(20, 1000))
+        patch.setattr(blocked_halves, "BASE", 16)
+        patch.setattr(blocked_halves, "LEAST", 17)
         patch.setattr(blocked_fused, "WHOLE_MASK", 5000)  # of the shorter sequences
         patch.setattr(blocked_tiles, "BLOCK", 16)
         yield
