@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from onchip.cache.sharing import Rates
+from onchip.engine.padded import SIZES, Captured, accepts
 from onchip.engine.runner import bucket
 
 CORPUS = ["the quick brown fox jumps over the lazy dog and waits for memory", "why do GPUs wait? because bytes are far and sums are near"] * 3
@@ -73,10 +74,24 @@ def tensors(c: dict) -> dict[str, torch.Tensor]:
     return found
 
 
+class Again:
+    """Stands for the graph of a call: a replay calls it anew, and leaves what it gives where the first call did."""
+
+    def __init__(self, run):
+        self.run, self.out = run, run()
+
+    def replay(self) -> None:
+        self.out.copy_(self.run())
+
+
 def as_graphs(runner) -> dict:
-    """Let a runner on a CPU decode as CUDA graphs do: in whole buckets of rows, after a step without any, and reading the tensors that were there when
+    """Let a runner on a CPU pad chunks, and decode, as CUDA graphs do: in whole buckets of rows, after a step without any, and reading the tensors that were there when
     the first step of its kind ran. Returns what stands for the graphs."""
-    graphs = {}
+    graphs, runner.padded.most = {}, SIZES[-1] if accepts(runner.model, runner.pool) else 0
+
+    def captured(run):
+        again = Again(run)
+        return Captured(again, again.out)
 
     def decode():
         count = len(runner.rows)
@@ -94,7 +109,7 @@ def as_graphs(runner) -> dict:
         assert known == [t.data_ptr() for t in tensors]
         return runner._step(runner.state.rows(size), runner._wants)
 
-    runner._decode = decode
+    runner._decode, runner._captured = decode, captured
     return graphs
 
 

@@ -1,5 +1,6 @@
-"""Runs a step: what decodes alone as one CUDA graph a batch-size bucket, with chunks of prompts as one packed pass. Nothing here waits for the device."""
+"""Runs a step: what decodes alone as one CUDA graph a batch-size bucket, with chunks of prompts as one packed pass (`padded.py`: up to a thousand tokens as a graph). Nothing here waits for the device."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from onchip.cache.paged import PagePool
 from onchip.cache.sharing import power
 from onchip.engine.cascade import Cascade
+from onchip.engine.padded import Captured, Padded
 from onchip.engine.request import Request, TokenLogProbs
 from onchip.engine.scheduler import Work
 from onchip.engine.speculate import Rows, Speculation
@@ -34,13 +36,6 @@ class Drawn(NamedTuple):
 
     tokens: Tensor
     logprobs: Tensor | None = None
-
-
-class Captured(NamedTuple):
-    """A graph, and where it leaves its results."""
-
-    graph: torch.cuda.CUDAGraph
-    drawn: Drawn
 
 
 class Launched(NamedTuple):
@@ -90,6 +85,7 @@ class Runner:
         if speculation is not None and speculation.second is None:
             self.state.history = torch.zeros(self.state.size, longest, dtype=torch.int32, device=model.device)
         self.cascade = Cascade(model, pool, self.state.size)
+        self.padded = Padded(model, pool, self.state.size + 1, self.state.page_table.shape[1])  # who decodes, and one whose prompt goes on
         self.graphs: dict[tuple[int, Wants, tuple], Captured] = {}  # by rows, what they want, and the kind of what they share
         self.rows: list[Request] = []
         self._asked: list[Request] = []  # the same requests, in the order in which they were given last
@@ -125,6 +121,8 @@ class Runner:
 
     def thin(self, graphs: bool = False) -> None:
         """Let go of the graphs, and of their memory, that only some requests want or that read what rows share; with `graphs` of all."""
+        if graphs:
+            self.padded.graphs.clear()
         self.graphs = {} if graphs else {key: kept for key, kept in self.graphs.items() if key[1]._replace(adapter=False).plain and not key[2]}
         self.forget()
         self.state.thin()
@@ -194,7 +192,7 @@ class Runner:
         if key not in self.graphs:
             self.graphs[key] = self._capture(*key[:2])
         self.graphs[key].graph.replay()
-        return self.graphs[key].drawn
+        return self.graphs[key].out
 
     def _chunks(self, work: list[Work], kept: int, prompts: list) -> Drawn | None:
         """Decodes and chunks of prompts end to end: first the `kept` rows, then the rows whose prompts end here, then chunks that do not end theirs."""
@@ -208,7 +206,8 @@ class Runner:
         places = self._places(s, s.page_table)
         longs, offsets = (upload(x, self.model.device) for x in _packed(chunks, kept, self.pool.page))
         longest = max(chunk.size for chunk in chunks)
-        if not kept and not any(chunk.start for chunk in chunks) and not self.model.batch_invariant:
+        padded = longs.shape[1] + kept <= self.padded.most
+        if not padded and not kept and not any(chunk.start for chunk in chunks) and not self.model.batch_invariant:
             step = Step(*longs, offsets=offsets, longest=longest)
         else:
             longs = torch.cat((torch.stack((s.tokens[:kept], places.at[:kept], places.slots[:kept])), longs), 1)
@@ -222,7 +221,8 @@ class Runner:
         if any(request.slot >= 0 for request in self.rows + going):
             new = [torch.full((chunk.size,), chunk.request.slot, dtype=torch.int32) for chunk in chunks]
             step = step._replace(adapters=torch.cat((s.adapters[:kept], upload(torch.cat(new), self.model.device))))
-        hidden = self._forward(step)
+        padded = padded and step.shared is None and step.adapters is None
+        hidden = self.padded.forward(step, self._forward, self._captured) if padded else self._forward(step)
         first = kept
         for request, start, size in chunks:
             if request.scores:
@@ -287,20 +287,25 @@ class Runner:
         return Launched(list(self.rows), tokens, logprobs, prompts, done, kind, shared)
 
     def _capture(self, size: int, wants: Wants) -> Captured:
-        """One CUDA graph of the step for `size` rows, sampler included; the run before it compiles the kernels. The state stays as it was."""
+        """The step of `size` rows as a graph, sampler included. The state stays as it was."""
         rows, saved = self.state.rows(size), self.state.longs.clone()
         self.state.clear(0)  # nothing is written to the cache
+        made = self._captured(lambda: self._step(rows, wants))
+        self.state.longs.copy_(saved)
+        return made
+
+    def _captured(self, run: Callable) -> Captured:
+        """One CUDA graph of `run`; the call before it compiles the kernels."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(rows, wants)
+            run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        pool = next(iter(self.graphs.values())).graph.pool() if self.graphs else None
+        pool = next((one.graph.pool() for one in (*self.graphs.values(), *self.padded.graphs.values())), None)
         with torch.cuda.graph(graph, pool=pool):
-            drawn = self._step(rows, wants)
-        self.state.longs.copy_(saved)
-        return Captured(graph, drawn)
+            out = run()
+        return Captured(graph, out)
 
 
 def _packed(chunks: list[Chunk], kept: int, page: int) -> tuple[Tensor, Tensor]:

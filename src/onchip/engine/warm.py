@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.engine.padded import Captured
 from onchip.engine.request import Request, SamplingParams
-from onchip.engine.runner import BUCKETS, Captured, Runner
+from onchip.engine.runner import BUCKETS, Runner
 from onchip.engine.stats import Stats
 from onchip.kernels.compiling import compilations, withheld
 
@@ -210,9 +211,9 @@ def _sketched(runner: Runner) -> Iterator[None]:
     few = min(max(few, 2), len(layers))  # the norm of the second one has a residual
     torch.nn.functional.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))
     model.layers, model.config, runner.speculation = layers[:few], dataclasses.replace(config, layers=few), None
-    runner._capture = lambda size, wants: Captured(Once(), runner._step(runner.state.rows(size), wants))
+    runner._captured = lambda run: Captured(Once(), run())
     try:
         yield
     finally:
         torch.nn.functional.linear, model.layers, model.config, runner.speculation = linear, layers, config, speculation
-        del runner._capture
+        del runner._captured
