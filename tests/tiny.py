@@ -85,8 +85,8 @@ class Again:
 
 
 def as_graphs(runner) -> dict:
-    """Let a runner on a CPU pad chunks, and decode, as CUDA graphs do: in whole buckets of rows, after a step without any, and reading the tensors that were there when
-    the first step of its kind ran. Returns what stands for the graphs."""
+    """Let a runner on a CPU pad chunks, and decode, as CUDA graphs do: in whole buckets of rows, after a step without any, and reading the tensors that were
+    there when the first step of its kind ran. Returns what stands for the graphs."""
     graphs, runner.padded.most = {}, SIZES[-1] if accepts(runner.model, runner.pool) else 0
 
     def captured(run):

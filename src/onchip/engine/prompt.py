@@ -20,7 +20,7 @@ def tokens_of(name: str, prompt: str | Sequence, chat: bool, tokenizer: Tokenize
         ids = tokenizer.chat(prompt)
     elif isinstance(prompt, Iterable) and not isinstance(prompt, Mapping):
         try:
-            ids = [operator.index(token) for token in prompt]
+            ids = list(map(operator.index, prompt))
         except TypeError as error:
             raise ValueError(f"{name} has a token id that is no integer ({error}); give a list like [1, 2, 3]") from None
     else:

@@ -1,4 +1,7 @@
-"""Runs a step: what decodes alone as one CUDA graph a batch-size bucket, with chunks of prompts as one packed pass (`padded.py`: up to a thousand tokens as a graph). Nothing here waits for the device."""
+"""Runs a step: what decodes alone as one CUDA graph a batch-size bucket, with chunks of prompts as one packed pass, up to a thousand tokens as a graph too.
+
+Nothing here waits for the device.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple

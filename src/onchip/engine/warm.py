@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.engine.padded import Captured
+from onchip.engine.padded import SIZES, Captured
 from onchip.engine.request import Request, SamplingParams
 from onchip.engine.runner import BUCKETS, Runner
 from onchip.engine.stats import Stats
@@ -29,7 +29,9 @@ COUNTS = (1, 5, 40)  # prompts that come together
 BESIDE = (1, 3, 8, 32, 128)  # requests that decode meanwhile, and all that there may be
 SHORT = 4  # tokens of a prompt that is there to decode
 PREFIXES = (512, 2048, 8192)  # tokens that all requests of a batch have in common
-READERS = (2, 9, 33, 80)  # of them, and all that there may be
+READERS = (2, 9, 20, 33, 80)  # of them, and all that there may be
+NONE = -1
+TURNS = ((0, NONE), (0, 1), (0, 1, 2, 3), tuple(range(8)))  # of prefixes, where not all have the same; of the longest prefix the first alone
 
 
 class Warmed(NamedTuple):
@@ -48,7 +50,7 @@ class Warmed(NamedTuple):
 class Round(NamedTuple):
     """Prompts of so many tokens that come together, while so many other requests decode; `new` tokens of each, and what all of them want.
 
-    prefix   tokens that all of them begin with, the others too; with `apart` half of the others do not.
+    prefix   tokens that they begin with, and the others: those of the prefixes `turn`, one after the other; NONE is no prefix.
     oldest   tokens of the first one's prompt of the others.
     """
 
@@ -58,7 +60,7 @@ class Round(NamedTuple):
     params: SamplingParams = SamplingParams()
     masked: bool = False
     prefix: int = 0
-    apart: bool = False
+    turn: tuple[int, ...] = (0,)
     oldest: int = SHORT
 
     @property
@@ -121,13 +123,15 @@ def rounds(llm: "LLM") -> Iterator[Round]:
     for params in (SamplingParams(), *(SamplingParams(adapter=name) for name in adapters)):
         for size in (*sizes, most):
             yield Round((SHORT,) * size, new=2, params=params)
+        padded = 0 if params.adapter else llm.runner.padded.most  # up to so many tokens a step is one of a few sizes
+        yield from (Round((size - 1,), 1) for size in SIZES if size <= min(padded, longest, budget) and most > 1)
         rounds = [Round((length,) * count, params=params) for count in COUNTS for length in LENGTHS]
         decodes = sorted({*BESIDE, most - 1})
         powers = [(count, 1 << n) for count, least in zip(COUNTS, (13, 10, 7), strict=True) for n in range(least)]  # what the longest of a step counts as
         rounds += [Round((length,) * count, beside, params=params) for beside in decodes for count, length in powers]
         rounds += [Round((1 << n,), beside, params=params, oldest=longest // 2) for beside in (1, most // 2) for n in range(9)]
         for one in rounds:
-            if one.beside + len(one.lengths) <= most and one.lengths[0] <= longest and one.beside + sum(one.lengths) <= budget:
+            if one.beside + len(one.lengths) <= most and one.lengths[0] <= longest and padded < one.beside + sum(one.lengths) <= budget:
                 yield one
         if longest > budget:
             yield Round((budget + SHORT,), 0, params=params)  # a chunk behind another
@@ -135,7 +139,8 @@ def rounds(llm: "LLM") -> Iterator[Round]:
     for prefix in PREFIXES:
         for count in sorted({*READERS, most - 1}):
             if count < most and prefix + 100 <= longest and prefix // llm.pool.page + (count + 1) * llm.pool.pages_for(100 + 64) <= room:
-                yield from (Round((prefix + own,), count, prefix=prefix, apart=apart) for own, apart in ((SHORT, False), (100, False), (SHORT, True)))
+                yield from (Round((prefix + own,), count, prefix=prefix) for own in (SHORT, 100))
+                yield from (Round((prefix + SHORT,), count, prefix=prefix, turn=turn) for turn in TURNS[: 1 if prefix == PREFIXES[-1] else None])
     wants = [{"presence_penalty": 0.5}, {"logit_bias": {0: 1.0}}]
     for some in itertools.chain.from_iterable(itertools.combinations(wants, n) for n in range(3)):
         for masked in (False, True):
@@ -149,14 +154,14 @@ def run(llm: "LLM", todo: Iterable[Round], numbers: Iterator[int]) -> Iterator[R
     others: list[Request] = []
     there = None
     for one in todo:
-        if there != (asked := (one.beside, one.prefix, one.apart, one.oldest)) or any(request.reason for request in others):
+        if there != (asked := (one.beside, one.prefix, one.turn, one.oldest)) or any(request.reason for request in others):
             _end(llm, others)
             there = asked
+            firsts = [Round((), prefix=0 if which == NONE else one.prefix, turn=(which,)) for which in one.turn]
             if one.prefix:
-                _start(llm, [_request(llm, numbers, one.prefix, 1, Round((), prefix=one.prefix))])
-            begins = [0 if one.apart and i % 2 else one.prefix for i in range(one.beside)]
-            lengths = [one.oldest, *[SHORT] * (one.beside - 1)]
-            others = [_request(llm, numbers, first + own, llm.max_len, Round((), prefix=first)) for first, own in zip(begins, lengths, strict=False)]
+                _start(llm, [_request(llm, numbers, one.prefix, 1, first) for first in firsts if first.prefix])
+            lengths = [one.oldest, *[SHORT] * (one.beside - 1)][: one.beside]
+            others = [_request(llm, numbers, first.prefix + own, llm.max_len, first) for first, own in zip(itertools.cycle(firsts), lengths, strict=False)]
             _start(llm, others)
             for _ in range(2 if others else 0):
                 llm.step()
@@ -187,7 +192,7 @@ def _end(llm: "LLM", requests: list[Request]) -> None:
 
 def _request(llm: "LLM", numbers: Iterator[int], length: int, new: int, one: Round = Round(())) -> Request:
     vocab, number = llm.config.vocab, next(numbers)
-    ids = ([0] * one.prefix + [number % vocab, number // vocab % vocab] + [1] * length)[:length]
+    ids = ([one.turn[0]] * one.prefix + [number % vocab, number // vocab % vocab] + [1] * length)[:length]
     request = llm.request(ids, dataclasses.replace(one.params, max_tokens=new, ignore_eos=True, seed=0))
     request.mask = Anything() if one.masked else None
     return request
