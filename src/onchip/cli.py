@@ -1,5 +1,6 @@
 """The command line: arguments and tables only; what it calls is `onchip`'s Python interface."""
 
+import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -185,6 +186,7 @@ def serve(
         raise ValueError(f"--replicas is {replicas} and --port is 0; give the port: Ray's proxy would not tell which one it took")
     if replicas > 1 and importlib.util.find_spec("ray") is None:
         raise ValueError(f"--replicas is {replicas} and ray is not installed; pip install '.[ray]' in a checkout")
+    gc.disable()  # until the server listens: modules and the model stay, and looking them over again and again took a seventh of the start
     from onchip.engine.draft import draft_of
     from onchip.server.app import Limits
     from onchip.server.guard import read_keys
@@ -207,10 +209,12 @@ def serve(
     if replicas > 1:
         from onchip.server import replicas as several
 
+        gc.enable()
         several.run(recipe, replicas, host, port, drain)
         return
     with _weights_progress() as progress:
         app = recipe.build(progress=progress)
+    gc.enable()
     run(app, host, port, drain)
 
 

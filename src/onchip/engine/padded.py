@@ -13,7 +13,7 @@ from torch import Tensor
 from onchip.cache.paged import PagePool
 from onchip.models.decoder import Decoder, Step
 
-SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)  # tokens
+SIZES = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)  # tokens
 
 
 def accepts(model: Decoder, pool: PagePool) -> bool:
@@ -38,8 +38,8 @@ class Padded:
         self.graphs: dict[int, Captured] = {}
         self._step: Step | None = None
 
-    def forward(self, step: Step, run: Callable[[Step], Tensor], capture: Callable[[Callable], Captured]) -> Tensor:
-        """`run(step)`, of chunks over pages, of up to `most` tokens: hidden states, which the next pass of this size overwrites."""
+    def forward(self, step: Step, kept: int, run: Callable[[Step], Tensor], capture: Callable[[Callable], Captured]) -> Tensor:
+        """`run(step)`, of `kept` decodes and then chunks, over pages, of up to `most` tokens: hidden states, which the next pass of this size overwrites."""
         tokens, sequences = len(step.tokens), len(step.lengths)
         size = next(size for size in SIZES if tokens <= size)
         padded = self._padded(size)
@@ -49,6 +49,9 @@ class Padded:
         padded.page_table[:sequences, : step.page_table.shape[1]].copy_(step.page_table)
         padded.slots[tokens:].fill_(-1)  # nowhere
         padded.offsets[sequences + 1 :].fill_(tokens)
+        padded.offsets.clamp_(min=kept)
+        padded.decodes[:kept].copy_(step.lengths[:kept])
+        padded.decodes[kept:].fill_(0)
         padded.lengths[sequences:].fill_(0)
         if size not in self.graphs:
             self.graphs[size] = capture(lambda: run(padded))
@@ -59,9 +62,9 @@ class Padded:
         """The buffers of a size: the first of all."""
         if self._step is None:
             longs = torch.zeros(3, SIZES[-1], dtype=torch.int64, device=self.device)
-            ints = torch.zeros(2, self.rows + 1, dtype=torch.int32, device=self.device)
+            ints = torch.zeros(3, self.rows + 1, dtype=torch.int32, device=self.device)
             table = torch.zeros(self.rows, self.width, dtype=torch.int32, device=self.device)
-            self._step = Step(*longs, offsets=ints[0], page_table=table, lengths=ints[1, 1:])
+            self._step = Step(*longs, offsets=ints[0], page_table=table, lengths=ints[1, 1:], decodes=ints[2, 1:])
         s, rows = self._step, min(size, self.rows)
         cut = s._replace(tokens=s.tokens[:size], positions=s.positions[:size], slots=s.slots[:size], offsets=s.offsets[: rows + 1], longest=size)
-        return cut._replace(page_table=s.page_table[:rows], lengths=s.lengths[:rows])
+        return cut._replace(page_table=s.page_table[:rows], lengths=s.lengths[:rows], decodes=s.decodes[:rows])

@@ -154,14 +154,15 @@ def run(llm: "LLM", todo: Iterable[Round], numbers: Iterator[int]) -> Iterator[R
     others: list[Request] = []
     there = None
     for one in todo:
-        if there != (asked := (one.beside, one.prefix, one.turn, one.oldest)) or any(request.reason for request in others):
+        if there != (asked := (one.beside, one.prefix, one.turn, one.oldest)) or any(sample.reason for request in others for sample in request.samples):
             _end(llm, others)
             there = asked
             firsts = [Round((), prefix=0 if which == NONE else one.prefix, turn=(which,)) for which in one.turn]
             if one.prefix:
                 _start(llm, [_request(llm, numbers, one.prefix, 1, first) for first in firsts if first.prefix])
-            lengths = [one.oldest, *[SHORT] * (one.beside - 1)][: one.beside]
-            others = [_request(llm, numbers, first.prefix + own, llm.max_len, first) for first, own in zip(itertools.cycle(firsts), lengths, strict=False)]
+            counts = [len(range(i, one.beside - 1, len(firsts))) for i in range(len(firsts))]
+            others = [_request(llm, numbers, firsts[0].prefix + one.oldest, llm.max_len, firsts[0])][: one.beside]
+            others += [_request(llm, numbers, first.prefix + SHORT, llm.max_len, first, n) for first, n in zip(firsts, counts, strict=True) if n > 0]
             _start(llm, others)
             for _ in range(2 if others else 0):
                 llm.step()
@@ -176,10 +177,10 @@ def run(llm: "LLM", todo: Iterable[Round], numbers: Iterator[int]) -> Iterator[R
 
 
 def _start(llm: "LLM", requests: list[Request]) -> None:
-    """Until each has a token."""
+    """Until each sample has a token."""
     for request in requests:
         llm.add(request)
-    while any(not (request.tokens or request.reason) for request in requests):
+    while any(not (sample.tokens or sample.reason) for request in requests for sample in request.samples):
         llm.step()
 
 
@@ -190,10 +191,10 @@ def _end(llm: "LLM", requests: list[Request]) -> None:
         llm.step()
 
 
-def _request(llm: "LLM", numbers: Iterator[int], length: int, new: int, one: Round = Round(())) -> Request:
+def _request(llm: "LLM", numbers: Iterator[int], length: int, new: int, one: Round, samples: int = 1) -> Request:
     vocab, number = llm.config.vocab, next(numbers)
     ids = ([one.turn[0]] * one.prefix + [number % vocab, number // vocab % vocab] + [1] * length)[:length]
-    request = llm.request(ids, dataclasses.replace(one.params, max_tokens=new, ignore_eos=True, seed=0))
+    request = llm.request(ids, dataclasses.replace(one.params, max_tokens=new, ignore_eos=True, seed=0, n=samples))
     request.mask = Anything() if one.masked else None
     return request
 
