@@ -76,7 +76,7 @@ def test_a_warm_up_asks_for_all_that_traffic_asks_for(model, hopper):
             traffic(llm, seed)
         late = asked - known
     assert not late, {name for name, _ in late}
-    assert len(llm.runner.padded.graphs) == len(padded.SIZES)
+    assert set(padded.SIZES) - set(llm.runner.padded.graphs) == {1792, 2048}  # more than the tokens of a step
     assert llm.idle and llm.pool.num_free == llm.pool.num_pages
 
 

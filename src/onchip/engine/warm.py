@@ -124,7 +124,11 @@ def rounds(llm: "LLM") -> Iterator[Round]:
         for size in (*sizes, most):
             yield Round((SHORT,) * size, new=2, params=params)
         padded = 0 if params.adapter else llm.runner.padded.most  # up to so many tokens a step is one of a few sizes
-        yield from (Round((size - 1,), 1) for size in SIZES if size <= min(padded, longest, budget) and most > 1)
+        for size, below in zip(SIZES, (0, *SIZES), strict=False):
+            total = min(size, budget)
+            parts = -(-total // longest)
+            if below < total and size <= padded and parts < most:
+                yield Round(((total - 1) // parts,) * parts, 1)
         rounds = [Round((length,) * count, params=params) for count in COUNTS for length in LENGTHS]
         decodes = sorted({*BESIDE, most - 1})
         powers = [(count, 1 << n) for count, least in zip(COUNTS, (13, 10, 7), strict=True) for n in range(least)]  # what the longest of a step counts as
