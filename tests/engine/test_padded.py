@@ -55,12 +55,3 @@ def test_who_goes_without(folder, how, taken):
     tiny.as_graphs(llm.runner)
     llm.generate([[1, 2, 3]], SamplingParams(2, ignore_eos=True))
     assert list(llm.runner.padded.graphs) == [SIZES[0]] * taken
-
-
-def test_the_longest_answers_begin_first(folder):
-    """Whoever needs most steps; of the same length in their order. What comes back is in the order of the prompts."""
-    llm, added = LLM(folder, device="cpu", dtype="fp32", max_batch=2), []
-    add = llm.add
-    llm.add = lambda request: (added.append(request.prompt[0]), add(request))
-    done = llm.generate([[i, 2, 3] for i in range(4)], [SamplingParams(n, ignore_eos=True) for n in (2, 5, 2, 9)])
-    assert added == [3, 1, 0, 2] and [len(found.tokens) for found in done] == [2, 5, 2, 9]

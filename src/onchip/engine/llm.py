@@ -159,7 +159,7 @@ class LLM:
         places = {request: i for i, request in enumerate(requests)}
         start = time.perf_counter()
         try:
-            for request in sorted(firsts, key=lambda r: -r.limit):  # who needs most steps first: others begin and end beside them
+            for request in firsts:
                 self.add(request)
             while not self.idle:
                 for event in self.step():

@@ -18,13 +18,17 @@ class Compilations:
     def __init__(self):
         self.compiled = self.loaded = 0
         self._lock, self._watches = threading.Lock(), False
+        self._read: threading.Thread | None = None
 
     def watch(self) -> None:
         """Count from now on. Whoever listened to Triton before still does."""
         if self._watches:
             return
         from triton import knobs  # here: there is none on some systems without a GPU
+        from triton.runtime.cache import triton_key
 
+        self._read = threading.Thread(target=triton_key, daemon=True)  # its own files, 400 MB: 0.4 s in which others run
+        self._read.start()
         self._watches, before = True, knobs.compilation.listener
 
         def listener(*, cache_hit: bool, **told) -> None:
@@ -35,6 +39,11 @@ class Compilations:
                 before(cache_hit=cache_hit, **told)
 
         knobs.compilation.listener = listener
+
+    def wait(self) -> None:
+        """Until Triton has read its own files, which names what it keeps: else each thread that compiles would read them."""
+        if self._read is not None:
+            self._read.join()
 
 
 compilations = Compilations()
@@ -50,6 +59,7 @@ def withheld() -> Iterator[set[tuple]]:
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
+    compilations.wait()
     asked, run, compile_one = set(), JITFunction.run, JITFunction._do_compile
 
     def ask(self, *args, grid, warmup, **options) -> None:

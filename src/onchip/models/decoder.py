@@ -12,6 +12,7 @@ from torch import Tensor
 from onchip.cache.paged import PagePool
 from onchip.core.kernel import Op
 from onchip.core.masks import Causal, Mask, Window
+from onchip.core.once import one_pass
 from onchip.core.problem import Rows
 from onchip.dispatch import native
 from onchip.kernels.attention import DECODE, PREFILL
@@ -123,6 +124,7 @@ class Decoder:
 
     # ---- forward
 
+    @one_pass()
     def forward(self, step: Step, pool: PagePool) -> Tensor:
         """Hidden states `[tokens, width]` before the last norm; keys and values of the tokens are in the pool afterwards."""
         c = self.config

@@ -9,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from onchip.core.masks import Causal, Document, Full, Window
+from onchip.core.once import one_pass
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.tile import describable, for_tma, remembered, sequence_tiles
 
@@ -89,11 +90,11 @@ def test_a_list_stays_in_its_place_whatever_lengths_say(device):
 
 
 def test_remembered_until_a_tensor_changes():
-    """By torch's count of writes; one tensor in another's place is another tensor; what inference mode made counts nothing."""
+    """By torch's count of writes; one tensor in another's place is another tensor; what inference mode made counts nothing. In a pass nothing is written."""
     made, tensor = [], torch.zeros(3)
 
-    def ask(what="a", of=tensor):
-        return remembered((what,), (of, None), tensor.device, lambda: made.append(what) or len(made))
+    def ask(what="a", of=tensor, changing=False):
+        return remembered((what,), (of, None), tensor.device, lambda: made.append(what) or len(made), changing)
 
     assert [ask(), ask(), ask("b"), ask("b"), ask()] == [1, 1, 2, 2, 1]
     tensor += 1
@@ -101,6 +102,17 @@ def test_remembered_until_a_tensor_changes():
     with torch.inference_mode():
         blank = torch.zeros(3)
     assert [ask(of=blank), ask(of=blank)] == [5, 6]
+    assert [ask(changing=True), ask(changing=True)] == [7, 8]
+    for first in (9, 12):
+        with one_pass():
+            assert [ask(of=blank), ask(of=blank), ask("b", blank), ask(changing=True), ask(), ask(of=blank)] == [
+                first,
+                first,
+                first + 1,
+                *[first + 2] * 2,
+                first,
+            ]
+    assert ask() == 3
 
 
 # ---- what TMA takes

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from onchip.core.masks import Band
+from onchip.core.once import once
 from onchip.core.philox import ROUNDS, threshold
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods, texts
@@ -269,14 +270,16 @@ _made: OrderedDict = OrderedDict()
 REMEMBERED = 64  # maps and lists: the layers of a model share one
 
 
-def remembered(what: tuple, tensors, device, make):
+def remembered(what: tuple, tensors, device, make, changing: bool = False):
     """What `make()` gives: made once for a `what` and `tensors` that live unchanged.
 
     torch counts what writes to a tensor, except a foreign kernel, after which `torch.autograd.graph.increment_version(tensor)` says so.
-    Inside a CUDA graph, and of tensors of inference mode, which count nothing, it is made anew.
+    Inside a CUDA graph, and of tensors of inference mode, which count nothing, or which are `changing` unseen, it is made anew, but for those of `one_pass`.
     """
     tensors = [t for t in tensors if t is not None]
-    if any(t.is_inference() for t in tensors) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if (found := once(what, tensors, make)) is not None:
+        return found
+    if changing or any(t.is_inference() for t in tensors) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return make()
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (*what, device, stream, tuple((id(t), t._version) for t in tensors))
@@ -296,7 +299,7 @@ def mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     what = ("map", p.mask.text, m, n, of_keys, p.batch, p.heads, p.len_q, p.len_k)
     tensors = (*x.mask, x.q_offsets, x.k_offsets, x.q_used, x.k_used)
     make = lambda: _mask_map(p, sees, captured, x, m, n, of_keys, device)  # noqa: E731
-    return make() if p.page else remembered(what, tensors, device, make)  # lengths of a cache change inside of CUDA graphs, which count no writes
+    return remembered(what, tensors, device, make, changing=p.page > 0)  # lengths of a cache change inside of CUDA graphs, which count no writes
 
 
 def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
@@ -331,7 +334,7 @@ def sequence_tiles(p, x, block: int, of_keys: bool = False):
     bound = min(tokens // block + p.batch, most * p.batch)
     how = {"BEFORE": before, "AFTER": after, "TOP_LEFT": top_left, "tokens": block, "LAST_FIRST": not of_keys}
     make = lambda: _sequence_tiles(lengths, bound, most, how)  # noqa: E731
-    return make() if p.page else remembered(("tiles", bound, most, *how.values()), lengths, x.q_offsets.device, make)
+    return remembered(("tiles", bound, most, *how.values()), lengths, x.q_offsets.device, make, changing=p.page > 0)
 
 
 def _sequence_tiles(lengths, bound: int, most: int, how: dict):
