@@ -33,14 +33,13 @@ def test_padding_is_nobodys(folder):
         ints = torch.full((sequences, width), 7, dtype=torch.int32)
         return Step(*longs, offsets=offsets, longest=tokens, page_table=ints, lengths=ints[:, 0].clone())
 
-    for tokens, sequences, width, kept in ((30, 5, 8, 4), (17, 2, 3, 0), (9, 3, 8, 1)):
+    for tokens, sequences, width in ((30, 5, 8), (17, 2, 3), (9, 3, 8)):
         step = made(tokens, sequences, width)
-        assert padded.forward(step, kept, run, capture).tolist() == [[token] * 3 for token in step.tokens.tolist()]
+        assert padded.forward(step, run, capture).tolist() == [[token] * 3 for token in step.tokens.tolist()]
         found = seen[-1]
         assert len(found.tokens) == len(found.positions) == len(found.slots) == found.longest == (16 if tokens == 9 else 32)
         assert found.slots.tolist() == step.slots.tolist() + [-1] * (found.longest - tokens)
-        assert found.offsets.tolist() == [max(kept, offset) for offset in step.offsets.tolist()] + [tokens] * (5 - sequences)
-        assert found.decodes.tolist() == step.lengths[:kept].tolist() + [0] * (5 - kept)
+        assert found.offsets.tolist() == step.offsets.tolist() + [tokens] * (5 - sequences)
         assert found.lengths.tolist() == step.lengths.tolist() + [0] * (5 - sequences)
         assert torch.equal(found.page_table[:sequences, :width], step.page_table)
     assert set(padded.graphs) == {16, 32} and len(seen) == 3 + 2  # a capture runs once more than it is replayed

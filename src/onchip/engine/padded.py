@@ -1,7 +1,7 @@
 """Forward passes over chunks of prompts, and the decodes beside them, as CUDA graphs: one for each of a few numbers of tokens, to which a step is padded.
 
-On the host a layer in eight operators takes 0.3 ms, whatever it computes: for up to a thousand tokens longer than on an H200 of most models. What a pass
-reads of lengths, places and pages it reads on the device, so that a graph is for all of a size: a replay takes 0.1 ms of the host.
+On the host a layer in eight operators takes 0.3 ms, and 1 to 1.8 where others use its cores, whatever it computes: longer than on an H200 for a thousand tokens
+of most models. What a pass reads of lengths, places and pages it reads on the device, so that a graph is for all steps of its size.
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ class Padded:
         self.graphs: dict[int, Captured] = {}
         self._step: Step | None = None
 
-    def forward(self, step: Step, kept: int, run: Callable[[Step], Tensor], capture: Callable[[Callable], Captured]) -> Tensor:
-        """`run(step)`, of `kept` decodes and then chunks, over pages, of up to `most` tokens: hidden states, which the next pass of this size overwrites."""
+    def forward(self, step: Step, run: Callable[[Step], Tensor], capture: Callable[[Callable], Captured]) -> Tensor:
+        """`run(step)`, of chunks over pages, of up to `most` tokens: hidden states, which the next pass of this size overwrites."""
         tokens, sequences = len(step.tokens), len(step.lengths)
         size = next(size for size in SIZES if tokens <= size)
         padded = self._padded(size)
@@ -49,9 +49,6 @@ class Padded:
         padded.page_table[:sequences, : step.page_table.shape[1]].copy_(step.page_table)
         padded.slots[tokens:].fill_(-1)  # nowhere
         padded.offsets[sequences + 1 :].fill_(tokens)
-        padded.offsets.clamp_(min=kept)
-        padded.decodes[:kept].copy_(step.lengths[:kept])
-        padded.decodes[kept:].fill_(0)
         padded.lengths[sequences:].fill_(0)
         if size not in self.graphs:
             self.graphs[size] = capture(lambda: run(padded))
@@ -62,9 +59,9 @@ class Padded:
         """The buffers of a size: the first of all."""
         if self._step is None:
             longs = torch.zeros(3, SIZES[-1], dtype=torch.int64, device=self.device)
-            ints = torch.zeros(3, self.rows + 1, dtype=torch.int32, device=self.device)
+            ints = torch.zeros(2, self.rows + 1, dtype=torch.int32, device=self.device)
             table = torch.zeros(self.rows, self.width, dtype=torch.int32, device=self.device)
-            self._step = Step(*longs, offsets=ints[0], page_table=table, lengths=ints[1, 1:], decodes=ints[2, 1:])
+            self._step = Step(*longs, offsets=ints[0], page_table=table, lengths=ints[1, 1:])
         s, rows = self._step, min(size, self.rows)
         cut = s._replace(tokens=s.tokens[:size], positions=s.positions[:size], slots=s.slots[:size], offsets=s.offsets[: rows + 1], longest=size)
-        return cut._replace(page_table=s.page_table[:rows], lengths=s.lengths[:rows], decodes=s.decodes[:rows])
+        return cut._replace(page_table=s.page_table[:rows], lengths=s.lengths[:rows])

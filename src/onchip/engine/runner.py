@@ -225,7 +225,7 @@ class Runner:
             new = [torch.full((chunk.size,), chunk.request.slot, dtype=torch.int32) for chunk in chunks]
             step = step._replace(adapters=torch.cat((s.adapters[:kept], upload(torch.cat(new), self.model.device))))
         padded = padded and step.shared is None and step.adapters is None
-        hidden = self.padded.forward(step, kept, self._forward, self._captured) if padded else self._forward(step)
+        hidden = self.padded.forward(step, self._forward, self._captured) if padded else self._forward(step)
         first = kept
         for request, start, size in chunks:
             if request.scores:

@@ -55,8 +55,6 @@ class Step(NamedTuple):
     adapters            int32 [tokens]: the LoRA adapter of each, a slot of the decoder's table, -1 for none. None: nobody has one.
     masks               one a layer in place of the config's: of a decode whose tokens of each sequence are a tree.
     shared              of the first rows, which decode and stand side by side as it wants them. None: every row reads its keys for itself.
-    decodes             int32 [rows]: of chunks, the keys of those of the first rows that decode, 0 of others; `offsets` begin behind them. They are read as
-                        in a decode, by a kernel that is made for it. None: the chunks' kernel reads them too.
     """
 
     tokens: Tensor
@@ -69,7 +67,6 @@ class Step(NamedTuple):
     adapters: Tensor | None = None
     masks: tuple[Mask, ...] | None = None
     shared: Shared | None = None
-    decodes: Tensor | None = None
 
 
 class Layer:
@@ -185,12 +182,7 @@ class Decoder:
         cache = PagedKV(*pool.layer(i), step.page_table, step.lengths)
         if step.offsets is not None:
             chunks = {"q_offsets": step.offsets, "longest": step.longest}
-            read = paged_attention(q, cache, **chunks, **how, kernel=_of(DECODE, self.kernel, packed=True))
-            if step.decodes is not None:
-                rows = len(step.decodes)
-                alone = paged_attention(q[:rows, None], cache._replace(page_table=step.page_table[:rows], lengths=step.decodes), **how)[:, 0]
-                torch.where(step.decodes[:, None, None] > 0, alone, read[:rows], out=read[:rows])
-            return read.flatten(1)
+            return paged_attention(q, cache, **chunks, **how, kernel=_of(DECODE, self.kernel, packed=True)).flatten(1)
         each = q.unflatten(0, (len(step.lengths), -1))
         return paged_attention(each, cache, **how, kernel=_of(DECODE, self.kernel)).flatten(2).flatten(0, 1)
 
