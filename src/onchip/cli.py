@@ -1,6 +1,5 @@
 """The command line: arguments and tables only; what it calls is `onchip`'s Python interface."""
 
-import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -186,11 +185,13 @@ def serve(
         raise ValueError(f"--replicas is {replicas} and --port is 0; give the port: Ray's proxy would not tell which one it took")
     if replicas > 1 and importlib.util.find_spec("ray") is None:
         raise ValueError(f"--replicas is {replicas} and ray is not installed; pip install '.[ray]' in a checkout")
-    gc.disable()  # until the server listens: modules and the model stay, and looking them over again and again took a seventh of the start
-    from onchip.engine.draft import draft_of
-    from onchip.server.app import Limits
-    from onchip.server.guard import read_keys
-    from onchip.server.run import Recipe, check_address, run
+    from onchip.server import uncollected
+
+    with uncollected():
+        from onchip.engine.draft import draft_of
+        from onchip.server.app import Limits
+        from onchip.server.guard import read_keys
+        from onchip.server.run import Recipe, check_address, run
 
     keys = read_keys(api_keys) if api_keys else ()
     adapters = dict(named := [_named(one) for one in adapter or ()])
@@ -209,12 +210,10 @@ def serve(
     if replicas > 1:
         from onchip.server import replicas as several
 
-        gc.enable()
         several.run(recipe, replicas, host, port, drain)
         return
-    with _weights_progress() as progress:
+    with _weights_progress() as progress, uncollected():
         app = recipe.build(progress=progress)
-    gc.enable()
     run(app, host, port, drain)
 
 
