@@ -1,5 +1,6 @@
 """`onchip serve`: its mistakes in one sentence, and its end."""
 
+import gc
 import signal
 import socket
 import subprocess
@@ -47,7 +48,7 @@ def test_a_mistake_is_one_sentence(options, words, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes(b"\xe9")
-    assert words in _refused(monkeypatch, capsys, "--port", "0", *options)
+    assert words in _refused(monkeypatch, capsys, "--port", "0", *options) and gc.isenabled()
 
 
 def test_a_port_in_use_is_said_before_a_model_is_read(monkeypatch, capsys):
