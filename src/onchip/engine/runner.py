@@ -1,4 +1,4 @@
-"""Runs a step: what decodes alone as one CUDA graph a batch-size bucket, with chunks of prompts as one packed pass, up to a thousand tokens as a graph too.
+"""Runs a step: what decodes alone as one CUDA graph a batch-size bucket, with chunks of prompts as one packed pass, up to 2,048 tokens as a graph too.
 
 Nothing here waits for the device.
 """
