@@ -2,8 +2,8 @@
 
 Which kernels a step wants depends on how many rows decode, on how many prompts of which lengths come beside them, and on what its requests want. So rounds
 go through these, twice. First launches are withheld (`kernels.compiling`), which takes the host 5 ms a step: what they ask for is compiled by threads. Then
-the rounds that asked for something run, and with them the graph of each batch-size bucket is captured. Steps with chunks of few tokens are padded (`padded.py`),
-so that one round of each size stands for all.
+the rounds that asked for something run, and with them the graph of each batch-size bucket is captured.
+Steps with chunks of few tokens are padded (`padded.py`), so that one round of each size stands for all.
 """
 
 import dataclasses
