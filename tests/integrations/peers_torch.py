@@ -102,7 +102,7 @@ class Torch(Sampled):
             if why and self.options.suites[0] == "torch":
                 self.left_out[item.name] = why
             elif self.options.suites[0] == "torch" or self._here(item):
-                cases[item.parent.name, inspect.unwrap(item.function).__name__].append(item)
+                cases[item.parent.name, getattr(inspect.unwrap(item.function), "__name__", item.name)].append(item)
         count = self.options.count or sys.maxsize
         items[:] = [x for test, each in cases.items() for x in random.Random(f"{self.options.seed} {test}").sample(each, min(count, len(each)))]
 
