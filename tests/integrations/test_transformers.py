@@ -375,7 +375,7 @@ def test_masks_of_callers():
     torch.testing.assert_close(integration.attention_forward(Module(), q[:1], k, k, seen, scaling=0.2)[0][0], plain[0])
     with pytest.raises(ValueError, match=r"attention_mask is torch.bool \[2, 9\]"):
         integration.attention_forward(Module(), q, k, k, seen[:, 0, 0])
-    with pytest.warns(UserWarning, match='output_attentions=True asks for: None in their place; use "eager"'):
+    with pytest.warns(UserWarning, match='output_attentions=True wants: None in their place; use "eager"'):
         assert integration.attention_forward(Module(), q, k, k, None, output_attentions=True)[1] is None
 
 

@@ -63,8 +63,10 @@ def _mask(attn_mask: Tensor | None, is_causal: bool, len_q: int, len_k: int) -> 
     if attn_mask is None:
         return Causal("top_left") if is_causal else Full(), None
     if is_causal:
-        rule = "CausalBias should not be used with causal=True" if isinstance(attn_mask, CausalBias) else "Explicit attn_mask should not be set when is_causal=True"
-        raise Refused(f"scaled_dot_product_attention: {rule}; give one of them, a bool mask with its lower triangle for both")  # torch's own words
+        rule = "Explicit attn_mask should not be set when is_causal=True"  # torch's own words
+        if isinstance(attn_mask, CausalBias):
+            rule = "CausalBias should not be used with causal=True"
+        raise Refused(f"scaled_dot_product_attention: {rule}; give one of them, a bool mask with its lower triangle for both")
     if isinstance(attn_mask, CausalBias):
         made_for = attn_mask.seq_len_q, attn_mask.seq_len_kv
         if made_for != (len_q, len_k):
@@ -85,9 +87,7 @@ def _four(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[
         raise Refused(f"scaled_dot_product_attention: query, key and value have {ranks} dimensions; each needs 2 at least")
     heads, kv_heads, v_heads = (t.shape[-3] if t.ndim > 2 else 1 for t in tensors)
     if not enable_gqa and len({heads, kv_heads, v_heads} - {1}) > 1:
-        raise Refused(
-            f"scaled_dot_product_attention: query, key and value have {heads}, {kv_heads} and {v_heads} heads; make them equal, or enable_gqa=True"
-        )
+        raise Refused(f"scaled_dot_product_attention: query, key and value have {heads}, {kv_heads} and {v_heads} heads; make them equal, or enable_gqa=True")
     most = heads if enable_gqa else max(heads, kv_heads, v_heads)
     if kv_heads != v_heads:  # broadcast, or repeated as torch does
         key, value = (t if n == 1 else t.repeat_interleave(most // n, -3) for t, n in ((key, kv_heads), (value, v_heads)))

@@ -176,7 +176,7 @@ def attention_forward(
                      documents or pages; elsewhere it is in the mask.
     """
     if how.get("output_attentions"):
-        warnings.warn('attn_implementation="onchip" never stores the weights that output_attentions=True asks for: None in their place; use "eager"', stacklevel=2)
+        warnings.warn('attn_implementation="onchip" never stores the weights that output_attentions=True wants: None in their place; use "eager"', stacklevel=2)
     causal = how.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     common = {"scale": how.get("scaling"), "softcap": how.get("softcap"), "sinks": how.get("s_aux"), "dropout": how.get("dropout") or None}
