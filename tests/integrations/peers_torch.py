@@ -1,13 +1,13 @@
 """The own test files of torch, transformers and diffusers, unchanged, with onchip where they call torch's attention.
 
     python tests/integrations/peers_torch.py CHECKOUT torch [--count 40] [-- pytest's arguments]
-    python tests/integrations/peers_torch.py CHECKOUT llama gemma3 bert masks ...
-    python tests/integrations/peers_torch.py CHECKOUT flux dit unet backends ...
+    python tests/integrations/peers_torch.py CHECKOUT llama gemma3 bert ...
+    python tests/integrations/peers_torch.py CHECKOUT flux dit unet ...
 
 CHECKOUT is a work tree of github.com/pytorch/pytorch, huggingface/transformers or huggingface/diffusers. torch's tests are of the torch that is installed,
 and need expecttest; the other two run by the package of their CHECKOUT, transformers' need `datasets` and parameterized. `--count` is of a test's cases.
 In torch's file and in diffusers the function is patched, and "onchip" is diffusers' backend under test; in transformers "onchip" has the names of "sdpa".
-What loads a model from the hub, compiles it, or spreads it over processes is not run.
+What loads a model from the hub, compiles it, or spreads it over processes is not run; nor are models that never call torch's attention (GPT-OSS).
 """
 
 import collections
@@ -21,16 +21,13 @@ import sys
 import pytest
 from peers import Sampled, main
 
-MODELS = ("bert", "gemma2", "gemma3", "gpt_oss", "llama", "llama4", "mistral", "modernbert", "qwen3", "t5", "whisper")
+MODELS = ("bert", "gemma2", "gemma3", "llama", "mistral", "modernbert", "qwen3", "t5", "whisper")
 DIFFUSION = {"dit": "models_dit_transformer2d", "flux": "models_transformer_flux", "sd3": "models_transformer_sd3", "wan": "models_transformer_wan"}
 SUITES = {  # name -> (file, folders whose modules it imports)
     "torch": ("test/test_transformers.py", ("test",)),
     **{name: (f"tests/models/{name}/test_modeling_{name}.py", ("src", ".")) for name in MODELS},
-    "masks": ("tests/utils/test_masking_utils.py", ("src", ".")),
-    "batches": ("tests/generation/test_continuous_batching.py", ("src", ".")),
     **{name: (f"tests/models/transformers/test_{file}.py", ("src", ".")) for name, file in DIFFUSION.items()},
     "unet": ("tests/models/unets/test_models_unet_2d_condition.py", ("src", ".")),
-    "processors": ("tests/models/test_attention_processor.py", ("src", ".")),
 }
 DRAWS = "what dropout drops is drawn by Philox, not as torch draws it"
 BATCHES = "asks for a batch of backward passes at once, which is refused"
