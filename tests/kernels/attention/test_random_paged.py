@@ -79,6 +79,8 @@ def check(given: Paged, kernel: str, device) -> None:
         beside = (low, *hardware(truth, c.dtype, device))
         if name == "lse" and c.dtype == BF16:
             beside += (truth + 2**-14,)  # what torch's CPU kernel errs, and scores in base 2
+        elif name == "lse" and device.type == "cuda":
+            beside += (truth + 2**-21,)  # of one key it is the score, a sum of terms that may be larger: 7e-7 on an H200, beside 0.6
         if c.softcap and device.type == "cuda" and mine.numel():  # the hardware's tanh, see test_random.py
             beside += (truth + c.softcap * 2**-11 * max(1.0, truth.nan_to_num(0, 0, 0).abs().max().item()),)
         assert mine.dtype == low.dtype and mine.shape == low.shape, name
