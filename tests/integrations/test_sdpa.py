@@ -115,6 +115,8 @@ X = torch.zeros(2, 4, 5, 8)
     ("inputs", "keywords", "words"),
     [
         ((X, X, X), {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "is_causal": True}, "give one of them"),
+        ((X, X, X), {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "is_causal": True}, "Explicit attn_mask should not be set when is_causal=True"),
+        ((X, X, X), {"attn_mask": causal_upper_left(5, 5), "is_causal": True}, "CausalBias should not be used with causal=True"),
         ((X, X, X), {"attn_mask": torch.ones(5, 5, dtype=torch.int64)}, "attn_mask is torch.int64"),
         ((X, X, X), {"attn_mask": causal_lower_right(4, 5)}, r"CausalBias of \(4, 5\)"),
         ((X, X, X), {"dropout_p": 1.0}, "dropout 1.0"),
@@ -125,8 +127,9 @@ X = torch.zeros(2, 4, 5, 8)
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_refusals(inputs, keywords, words):
-    with pytest.raises(ValueError, match=words):
-        sdpa.scaled_dot_product_attention(*inputs, **keywords)
+    for kind in (ValueError, RuntimeError):  # onchip's, and torch's
+        with pytest.raises(kind, match=words):
+            sdpa.scaled_dot_product_attention(*inputs, **keywords)
 
 
 def test_nested_tensors_are_refused():
@@ -191,6 +194,15 @@ def test_modules_of_torch(name, training):
         grads.append([p.grad for p in module.parameters()])
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+
+
+def test_scripts_keep_torchs_operator():
+    module, x = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, 9, 32)
+    expected = module(x, x, x, need_weights=False)[0]
+    with sdpa.installed(), onchip.record() as decisions:
+        scripted = torch.jit.script(module)
+        torch.testing.assert_close(scripted(x, x, x, need_weights=False)[0], expected)
+    assert not decisions
 
 
 def test_under_compile():

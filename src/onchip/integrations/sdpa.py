@@ -4,8 +4,8 @@
 >>> with sdpa.installed():
 ...     model(x)
 
-Beside torch: `attn_mask` together with `is_causal` is refused on every device (torch refuses it on a GPU), nested tensors
-and a dropout of 1 are refused. A row that sees no key gives zeros, as torch gives since 2.5 (NaN before).
+Beside torch: nested tensors and a dropout of 1 are refused, and what is dropped is drawn by Philox on every device. A row that
+sees no key gives zeros, as torch gives since 2.5 (NaN before).
 """
 
 import contextlib
@@ -22,6 +22,10 @@ from onchip.core.masks import Causal, Full, Mask
 from onchip.ops.attention import attention
 
 _before: dict[str, Any] = {}  # what `install` replaced; empty while nothing is installed
+
+
+class Refused(ValueError, RuntimeError):
+    """onchip refuses arguments by a ValueError, torch by a RuntimeError: who catches either catches this."""
 
 
 def scaled_dot_product_attention(
@@ -41,13 +45,16 @@ def scaled_dot_product_attention(
     enable_gqa  `heads` may be a multiple of `kv_heads`; without it leading dimensions broadcast.
     """
     if query.is_nested or key.is_nested or value.is_nested:
-        raise ValueError("scaled_dot_product_attention: nested tensors; give their values and offsets to onchip.attention_packed")
+        raise Refused("scaled_dot_product_attention: nested tensors; give their values and offsets to onchip.attention_packed")
     lead, q, k, v = _four(query, key, value, enable_gqa)
     mask, bias = _mask(attn_mask, is_causal, query.shape[-2], key.shape[-2])
     if len(lead) > 2:
         mask, bias = (_over(m, lead[:-1]) if isinstance(m, Tensor) else m for m in (mask, bias))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = attention(q, k, v, mask=mask, bias=bias, scale=scale, dropout=dropout_p or None).transpose(1, 2)
+    try:
+        out = attention(q, k, v, mask=mask, bias=bias, scale=scale, dropout=dropout_p or None).transpose(1, 2)
+    except ValueError as error:
+        raise Refused(str(error)) from None
     return out if len(lead) == 2 else out.reshape(*lead, *out.shape[-2:])
 
 
@@ -56,16 +63,19 @@ def _mask(attn_mask: Tensor | None, is_causal: bool, len_q: int, len_k: int) -> 
     if attn_mask is None:
         return Causal("top_left") if is_causal else Full(), None
     if is_causal:
-        raise ValueError("scaled_dot_product_attention: attn_mask beside is_causal=True; give one of them, a bool mask with its lower triangle for both")
+        rule = "Explicit attn_mask should not be set when is_causal=True"  # torch's own words
+        if isinstance(attn_mask, CausalBias):
+            rule = "CausalBias should not be used with causal=True"
+        raise Refused(f"scaled_dot_product_attention: {rule}; give one of them, a bool mask with its lower triangle for both")
     if isinstance(attn_mask, CausalBias):
         made_for = attn_mask.seq_len_q, attn_mask.seq_len_kv
         if made_for != (len_q, len_k):
-            raise ValueError(f"scaled_dot_product_attention: attn_mask is a CausalBias of {made_for} queries and keys; these are {(len_q, len_k)}")
+            raise Refused(f"scaled_dot_product_attention: attn_mask is a CausalBias of {made_for} queries and keys; these are {(len_q, len_k)}")
         return Causal("top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"), None
     if attn_mask.dtype == torch.bool:
         return attn_mask, None
     if not attn_mask.is_floating_point():
-        raise ValueError(f"scaled_dot_product_attention: attn_mask is {attn_mask.dtype}; give bool (True: seen) or a float tensor, which is added")
+        raise Refused(f"scaled_dot_product_attention: attn_mask is {attn_mask.dtype}; give bool (True: seen) or a float tensor, which is added")
     return Full(), attn_mask
 
 
@@ -74,12 +84,10 @@ def _four(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[
     tensors = (query, key, value)
     ranks = [t.ndim for t in tensors]
     if min(ranks) < 2:
-        raise ValueError(f"scaled_dot_product_attention: query, key and value have {ranks} dimensions; each needs 2 at least")
+        raise Refused(f"scaled_dot_product_attention: query, key and value have {ranks} dimensions; each needs 2 at least")
     heads, kv_heads, v_heads = (t.shape[-3] if t.ndim > 2 else 1 for t in tensors)
     if not enable_gqa and len({heads, kv_heads, v_heads} - {1}) > 1:
-        raise ValueError(
-            f"scaled_dot_product_attention: query, key and value have {heads}, {kv_heads} and {v_heads} heads; make them equal, or enable_gqa=True"
-        )
+        raise Refused(f"scaled_dot_product_attention: query, key and value have {heads}, {kv_heads} and {v_heads} heads; make them equal, or enable_gqa=True")
     most = heads if enable_gqa else max(heads, kv_heads, v_heads)
     if kv_heads != v_heads:  # broadcast, or repeated as torch does
         key, value = (t if n == 1 else t.repeat_interleave(most // n, -3) for t, n in ((key, kv_heads), (value, v_heads)))
@@ -109,9 +117,10 @@ def install() -> None:
 
     That is torch's own modules, transformers' "sdpa" and diffusers' "native", not names imported before. torch's fused
     inference path of `nn.TransformerEncoder` and `nn.MultiheadAttention`, which goes round the function, is turned off.
-    What `torch.compile` compiled before keeps what it has.
+    What `torch.compile` compiled before keeps what it has, and `torch.jit.script` means torch's operator, which a file can hold.
     """
     if not _before:
+        torch.jit._builtins._register_builtin(scaled_dot_product_attention, "aten::scaled_dot_product_attention")
         torch.overrides.get_overridable_functions()  # torch lists its functions once, when first asked: with its own in place
         _before.update(function=F.scaled_dot_product_attention, fastpath=torch.backends.mha.get_fastpath_enabled())
         F.scaled_dot_product_attention = scaled_dot_product_attention

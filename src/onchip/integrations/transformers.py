@@ -12,6 +12,7 @@ O(len) memory and turns into the dense one when a model computes with it.
 
 import functools
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -166,7 +167,7 @@ def attention_forward(
     attention_mask: Tensor | None,
     **how: Any,
 ) -> tuple[Tensor, None]:
-    """(output `[batch, len_q, heads, dim_v]`, None: the weights are never stored). transformers' contract of attention functions.
+    """(output `[batch, len_q, heads, dim_v]`, None: the weights are never stored, and asking for them warns). transformers' contract of attention functions.
 
     attention_mask   a `LazyMask`, bool (True: seen) or float (added) `[batch or 1, heads or 1, len_q or 1, len_k]`; None: causal
                      from the top left where `is_causal`, or else the module, says so.
@@ -175,7 +176,7 @@ def attention_forward(
                      documents or pages; elsewhere it is in the mask.
     """
     if how.get("output_attentions"):
-        raise ValueError('attn_implementation="onchip" never stores the weights that output_attentions=True asks for; use "eager"')
+        warnings.warn('attn_implementation="onchip" never stores the weights that output_attentions=True wants: None in their place; use "eager"', stacklevel=2)
     causal = how.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     common = {"scale": how.get("scaling"), "softcap": how.get("softcap"), "sinks": how.get("s_aux"), "dropout": how.get("dropout") or None}

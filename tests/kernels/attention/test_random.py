@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
 import onchip
@@ -335,11 +335,17 @@ def test_triton(c, device):
 @settings(max_examples=1000, **QUIET)
 @given(c=cases(300, (8, 16, 24, 40, 64, 128)), half=st.sampled_from((BF16, torch.float16)), ordered=st.booleans())
 def test_hopper(c, half, ordered, device):
-    """What the menu gives it, with the gradients of what the menu takes for them, summed in any order or not."""
+    """What the menu gives it, with the gradients of what the menu takes for them, summed in any order or not; and the same bits again."""
     torch.use_deterministic_algorithms(ordered, warn_only=True)
     c = c._replace(dtype=half, drop=0.0, gradients=False)
-    with contextlib.suppress(onchip.Unsupported), pytest.MonkeyPatch.context() as patch:
+    made = make(c, device)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "FEW", 0)  # small problems too
+        try:
+            once, again = (run(c, "hopper_prefill", made) for _ in range(2))
+        except onchip.Unsupported:
+            reject()  # a third of what is drawn: 1,000 reach the kernel
+        assert [name for name in once if (ordered or not name.startswith("d ")) and not torch.equal(once[name], again[name])] == []
         check(c, "hopper_prefill", device)
 
 
