@@ -368,7 +368,7 @@ def test_hopper_has_room_for_a_bias(dim, dim_v, dtype):
 
 @pytest.mark.parametrize(("dtype", "widening"), [(BF16, "and.b32 %r\\d+, %r\\d+, 0xffff0000;"), (torch.float16, "cvt.f32.f16")], ids=["bf16", "fp16"])
 def test_hopper_takes_a_bias_by_matrices(dtype, widening):
-    """Of a tile of 64 x 128 in 128 threads 8 loads of four matrices, and of each value an instruction that widens it and a multiply-add.
+    """Of a tile of 64 x 128 in 128 threads 8 loads of four matrices, and of each value an instruction that widens it and a product.
 
     Two warpgroups have it in three places: the first tile, the others, and those done again over another maximum.
     """
@@ -378,7 +378,8 @@ def test_hopper_takes_a_bias_by_matrices(dtype, widening):
     assert count[1] - count[0] == 8 * 2 * 3
     assert len(re.findall(widening, facts.ptx)) == 64 * 2 * 3 // (2 if dtype == BF16 else 1)  # beside a shift of bf16's other half
     assert facts.ptx.count("ld.global") == plain.ptx.count("ld.global")
-    assert facts.ptx.count("fma.rn.f32") - plain.ptx.count("fma.rn.f32") == 64 * 2 * 3
+    assert facts.ptx.count("fma.rn.f32") == plain.ptx.count("fma.rn.f32")  # the product of queries and keys adds it
+    assert facts.ptx.count("mul.f32") - plain.ptx.count("mul.f32") == 64 * 2 * 3
     assert facts.tma_loads - plain.tma_loads == 2 * 2 * 2  # a box of 64 columns for each half of a tile
 
 

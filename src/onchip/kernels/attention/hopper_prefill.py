@@ -7,7 +7,7 @@ are packed where the last ones lay.
 A softmax needs no maximum, only weights that its dtype holds. So they are taken over the first tile's, with room for scores to grow; where they
 outgrow it, which the sums show, a tile is done again over the largest so far. Under a mask or a score, and at 256, where it costs nothing, each tile's
 maximum is found, and the output scaled anew only where it grew by more than 2^8 (Dao, FlashAttention-4). A softcap's scores have a bound, over which weights
-are taken, and their tanh is a polynomial where a warp's are small (`weigh_capped`); ALiBi's lines cost an instruction a score (`lined`).
+are taken, and their tanh is a polynomial while they are small (`capped`); ALiBi's lines cost an instruction a score (`lined`); with a bias the product begins.
 Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of a page, or of a tile within one; its number waits in a lane of the copying warp.
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
 Of few queries the heads that share keys are folded into a tile's rows (FlashAttention-3's PackGQA): row r is query r // pack of the group's head r % pack,
@@ -28,12 +28,13 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
+from onchip.kernels.attention.capped import cap_of, weigh_capped, weigh_near
 from onchip.kernels.attention.hopper_tiles import (
     ANYTHING,
     ONE_GROUP,
     PAIRS_LET_GO,
+    begin,
     by_groups,
-    cap_of,
     clear,
     fill_keys,
     fill_tiles,
@@ -54,6 +55,7 @@ from onchip.kernels.attention.hopper_tiles import (
     programs_of,
     queries_at,
     query_tiles,
+    read_tile,
     rounds,
     scored,
     shrunk,
@@ -64,10 +66,9 @@ from onchip.kernels.attention.hopper_tiles import (
     top_of,
     top_of_lined,
     weigh,
-    weigh_capped,
     weigh_lined,
 )
-from onchip.kernels.attention.texts import line_of, only_adds
+from onchip.kernels.attention.texts import is_tanh, line_of, only_adds
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -95,7 +96,6 @@ from onchip.kernels.hopper import (
     wait_for_last,
     warpgroup_mma,
     warpgroup_mma_wait,
-    widened,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -136,6 +136,7 @@ class Shape:
     dim_v: int
     room: float  # between the first maximum and what weights are taken over: HEADROOM, or none
     cap: int  # what weights are taken over where a softcap bounds the scores, so that nobody looks for a maximum; 0: they have no bound
+    adds: bool  # whether a score is the product and what it reads, with which the product then begins (`hopper_tiles.begin`)
     line: str  # where the lines bend that a score function adds to a query's scores (`texts.line_of`); "": it does something else
     bold: bool  # whether weights are taken over a maximum of the tiles before, until one outgrows it: see `outgrown`
     share: bool  # whether the output leaves through the queries' buffer
@@ -222,17 +223,6 @@ def _copy(given, C: gl.constexpr):
 
 
 @gluon.jit
-def _tile(t_ring, index, phase, C: gl.constexpr, layout: gl.constexpr):
-    """What the score reads of these queries and keys, waited for, in the layout of the scores; None where it reads nothing."""
-    tile = t_ring
-    if t_ring is not None:
-        tiles, full, _ = t_ring
-        mbarrier.wait(full.index(index), phase)
-        tile = widened(tiles.index(index).reshape([64, C.n]).load(layout))
-    return tile
-
-
-@gluon.jit
 def _let_go(shrink, ki, t_ring, C: gl.constexpr, GROUP: gl.constexpr):
     """A tile of keys, and of what a score reads, is done with when `shrink` is there."""
     release_after(shrink, ki, 10, 128 * C.groups + 32)
@@ -247,24 +237,28 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
     N: gl.constexpr = C.n
     EDGE: gl.constexpr = PART == "edge"
     LINE: gl.constexpr = PART == "before" or PART == "behind"
-    words, acc, top, total, ki, kp, vi, vp = state
+    words, acc, top, total, near, ki, kp, vi, vp = state
     k_ring, v_ring, t_ring = rings
     keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
     READERS: gl.constexpr = 128 * C.groups + 32
     for t in range(count):
         mbarrier.wait(k_full.index(ki), kp)
+        n = 0
+        of = ()
+        if C.adds:
+            n = tile_at(x + t, steps, map_strides, C) * N
+            of = of_keys(n, call, KEYS, C)
+        start = begin(n, call, of, t_ring, ki, kp, SCORE, C, s_layout)
         take_turn(GROUP, C.groups)
-        zeros = gl.zeros([64, N], gl.float32, s_layout)
-        scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        kt = keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0))
+        scores = warpgroup_mma(q, kt, start, use_acc=C.adds, is_async=True)
         mbarrier.wait(v_full.index(vi), vp)
         weights = gl.convert_layout(as_halves(words, values.dtype), p_layout)
         acc = warpgroup_mma(weights, values.index(vi).reshape([N, values.shape[-1]]), acc, is_async=True)
         turn_over(GROUP, C.groups)
-        tile = _tile(t_ring, ki, kp, C, s_layout)
-        n = 0
-        of = ()
-        if EDGE or SCORE is not None:  # beside the product
+        tile = read_tile(None if C.adds else t_ring, ki, kp, C, s_layout)
+        if (EDGE or SCORE is not None) and not C.adds:  # beside the product
             n = tile_at(x + t, steps, map_strides, C) * N
             of = of_keys(n, call, KEYS, C)
         scores = warpgroup_mma_wait(1, deps=[scores])
@@ -288,16 +282,22 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
         if C.uneven and C.mapped and EDGE:
             clear(v_ring, vi, vp, n, call[5], C)
         if C.cap > 0 and not EDGE:
-            words, sums = weigh_capped(scores, call[6], call[7], values.dtype, C)
+            sums = total
+            if near:  # until a score of this warpgroup's rows is not
+                words, sums = weigh_near(scores, call[6], call[7], values.dtype, C)
+                near = not outgrown(sums, top, alarms, MOST)
+            if not near:
+                words, sums = weigh_capped(scores, call[6], call[7], values.dtype, C)
         elif LINE:
             words, sums = weigh_lined(scores, height, factor, top, values.dtype, C, s_layout)
         else:
             words, sums = weigh(scores, top, call[7], values.dtype, C)
         if C.bold and not EDGE:
             if outgrown(sums, top, alarms, MOST):  # once more, over the largest score so far
-                scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                scores = scored(scores, n, call, of, _tile(t_ring, ki, kp, C, s_layout), SCORE, C, s_layout)
+                again = of_keys(n, call, KEYS if C.adds else None, C)  # to keep it beside the product spills 676 bytes
+                start = begin(n, call, again, t_ring, ki, kp, SCORE, C, s_layout)
+                scores = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, kt, start, use_acc=C.adds, is_async=True)])
+                scores = scored(scores, n, call, of, None, SCORE, C, s_layout)
                 top, shrink = top_of(scores, top, call[7], C.room, 0.0)
                 acc, total = shrunk(acc, total, shrink, C)
                 words, sums = weigh(scores, top, call[7], values.dtype, C)
@@ -308,7 +308,7 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
             acc, total = shrunk(acc, total, shrink, C)
         ki, kp = advance(ki, kp, C.stages)
         total = total + sums
-    return words, acc, top, total, ki, kp, vi, vp
+    return words, acc, top, total, near, ki, kp, vi, vp
 
 
 @gluon.jit
@@ -330,16 +330,18 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     steps = key_steps(place, map_ptr, map_strides, C)
     first, masked, bare, low, _ = steps
     rows, head = own_rows(place, group, C, GROUP, row_layout)
+    if C.adds:
+        gain = scale * gain
     call = (rows, shift, b, tall(head, C), len_q, len_k, scale, gain, reads[0], reads[1], of_rows(rows, b, head, len_q, len_k, reads, ROWS))
 
     mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
-    take_turn(GROUP, C.groups)
-    zeros = gl.zeros([64, N], gl.float32, s_layout)
-    scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    turn_over(GROUP, C.groups)
-    tile = _tile(t_ring, ki, kp, C, s_layout)
-    ti = ki
     of = of_keys(first * N, call, KEYS, C)
+    start = begin(first * N, call, of, t_ring, ki, kp, SCORE, C, s_layout)
+    take_turn(GROUP, C.groups)
+    scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), start, use_acc=C.adds, is_async=True)
+    turn_over(GROUP, C.groups)
+    tile = read_tile(None if C.adds else t_ring, ki, kp, C, s_layout)
+    ti = ki
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(ki, 10, READERS)
     ki, kp = advance(ki, kp, C.stages)
@@ -354,7 +356,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     words, total = weigh(scores, top, gain, DTYPE, C)
     if C.uneven:
         clear(v_ring, vi, vp, first * N, len_k, C)
-    state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
+    state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki >= 0, ki, kp, vi, vp)
     rings = (k_ring, v_ring, t_ring)
     if C.right >= 0 or C.mapped:
         state = _more(state, masked, 1, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
@@ -369,7 +371,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
         state = _more(state, before, x + whole, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "before", C, GROUP, s_layout, p_layout)
     if C.left >= 0 and not C.mapped:
         state = _more(state, low, 1 + masked + bare, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
-    words, acc, top, total, ki, kp, vi, vp = state
+    words, acc, top, total, _near, ki, kp, vi, vp = state
 
     mbarrier.wait(v_full.index(vi), vp)
     weights = gl.convert_layout(as_halves(words, DTYPE), p_layout)
@@ -511,7 +513,7 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
     width = max(block(p.dim), block(p.value_dim))
     groups, n, stages = pick(TILES, width)
-    plain = p.score is None and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
+    plain = (p.score is None or is_tanh(p.score.text)) and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
     if width == 64 and plain and (p.len_q > SHORT or p.mask.right is None):
         groups, n, stages = LONG_64
     if tile := tile_of(p):
@@ -545,13 +547,14 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     make = functools.partial(mods.split_functions, tiled=tile is not None, of_row=tiles.pack > 1)
     (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
     cap, line = cap_of(p, scale, gain), line_of(p.score.text) if p.score and keys is None and isinstance(p.mask, Band) and scale > 0 else ""
-    bold = width <= 128 and not line and (p.score is None or only_adds(p.score.text))  # at 256 finding a maximum hides behind the products
+    adds = p.score is not None and only_adds(p.score.text) and scale > 0
+    bold = width <= 128 and not line and (p.score is None or adds)  # at 256 finding a maximum hides behind the products
     if packed and "batch_invariant" in p.extras:  # in a sequence's last tile the next one's queries would raise alarms too, and choose a warp's tanh
         bold, cap = False, 0
     share = width == width_v >= (128 if tile else 256)
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
-        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, line, bold, share,
+        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, adds, line, bold, share,
         pick(LAZILY, width_v), 1 if share or tile else rounds(tiles, width, width_v), tiles.pack, alike, beside is not None,
     )  # fmt: skip
     heads, own, k_rows, out_heads = p.heads, (64,), tiles.n // shape.parts, first[3]
