@@ -22,7 +22,14 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 FEW, EACH = 3, 1000  # programs: few, which do several tiles each, or one for each tile
 SOURCES = [
     f"onchip.kernels.{name}"
-    for name in ("curves", "attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.capped", "attention.hopper_prefill")
+    for name in (
+        "curves",
+        "attention.texts",
+        "attention.mods",
+        "attention.tile",
+        "hopper",
+        *(f"attention.{x}" for x in ("hopper_tiles", "capped", "hopper_prefill")),
+    )
 ]
 
 

@@ -27,26 +27,7 @@ def _near(n: int) -> tuple[str, str]:
     return code, ",".join(["=f"] * n + [str(x) for x in range(n)] + ["f"] * (4 * n))
 
 
-def _far() -> tuple[str, str]:
-    """PTX: of 8 scores s the weights exp2(gain tanh(scale s) + rest), rest a whole number: tanh by the instruction, and so the exponentials of five columns.
-
-    Those of three are a polynomial of degree 3 (to 2^-13.7) and an exponent: of what is left of t when 1.5 * 2^23 was added and taken away again.
-    Operands: scores, scale, gain, rest, rest + 1.5 * 2^23.
-    """
-    scale, gain, rest, whole = (f"${8 + 8 * x}" for x in range(1, 5))
-    code = ""
-    for i in range(8):
-        code += f"mul.f32 t, ${8 + i}, {scale}; tanh.approx.f32 t, t;"
-        if i in (1, 4, 7):
-            code += f"fma.rn.f32 m, t, {gain}, {whole}; sub.f32 d, {whole}, m; fma.rn.f32 d, t, {gain}, d; fma.rn.f32 p, d, 0f3D61FBB0, 0f3E786F0E;"
-            code += f"fma.rn.f32 p, p, d, 0f3F31798D; fma.rn.f32 p, p, d, 0f3F7FFB49; shl.b32 m, m, 23; add.s32 p, p, m; mov.b32 ${i}, p;"
-        else:
-            code += f"fma.rn.f32 t, t, {gain}, {rest}; ex2.approx.ftz.f32 ${i}, t;"
-    return f"{{ .reg .b32 t, m, d, p; {code} }}", ",".join(["=&f"] * 8 + ["f"] * 40)
-
-
 CAPPED, CAPPED_OPERANDS = (gl.constexpr({n: _near(n)[i] for n in (32, 64)}) for i in (0, 1))
-CAPPED_FAR, CAPPED_FAR_OPERANDS = (gl.constexpr(x) for x in _far())
 
 
 # ---- device
@@ -62,14 +43,6 @@ def weigh_near(scores, scale, gain, DTYPE: gl.constexpr, C: gl.constexpr):
     given = [scores, -REACH * REACH / (scale * scale), NEAR[0] * k, NEAR[1] * (k * scale * scale), -1.0 * C.cap]
     weights = gl.inline_asm_elementwise(CODE, OPERANDS, given, dtype=gl.float32, is_pure=True, pack=N // 2)
     return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
-
-
-@gluon.jit
-def weigh_capped(scores, scale, gain, DTYPE: gl.constexpr, C: gl.constexpr):
-    """`weigh` of gain tanh(scale scores) over C.cap, scores as the product left them. See `_far`."""
-    given = [scores, scale, gain, -1.0 * C.cap, 12582912.0 - C.cap]
-    weights = gl.inline_asm_elementwise(CAPPED_FAR, CAPPED_FAR_OPERANDS, given, dtype=gl.float32, is_pure=True, pack=8)
-    return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, C.n // 8, 8]), 1)
 
 
 # ---- host

@@ -28,7 +28,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
-from onchip.kernels.attention.capped import cap_of, weigh_capped, weigh_near
+from onchip.kernels.attention.capped import cap_of, weigh_near
 from onchip.kernels.attention.hopper_tiles import (
     ANYTHING,
     ONE_GROUP,
@@ -40,6 +40,7 @@ from onchip.kernels.attention.hopper_tiles import (
     fill_tiles,
     hide,
     key_steps,
+    let_go,
     lined,
     locate,
     next_sequence,
@@ -85,7 +86,6 @@ from onchip.kernels.hopper import (
     message,
     one_more,
     release,
-    release_after,
     ring,
     start_next,
     take_turn,
@@ -223,29 +223,22 @@ def _copy(given, C: gl.constexpr):
 
 
 @gluon.jit
-def _let_go(shrink, ki, t_ring, C: gl.constexpr, GROUP: gl.constexpr):
-    """A tile of keys, and of what a score reads, is done with when `shrink` is there."""
-    release_after(shrink, ki, 10, 128 * C.groups + 32)
-    if t_ring is not None:
-        release_after(shrink, ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
-
-
-@gluon.jit
 def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr,
           PART: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
-    """`count` further key tiles from step `x` on. PART: "edge", they need the mask; "whole"; "before" and "behind" where a score's lines bend."""
+    """`count` further key tiles from step `x` on, and how many were done. PART: "edge", they need the mask; "whole"; "before" and "behind" where a score's
+    lines bend; "near", a softcap's scores are taken for small ones, to the first tile that has others."""
     N: gl.constexpr = C.n
     EDGE: gl.constexpr = PART == "edge"
     LINE: gl.constexpr = PART == "before" or PART == "behind"
-    words, acc, top, total, near, ki, kp, vi, vp = state
+    words, acc, top, total, ki, kp, vi, vp = state
     k_ring, v_ring, t_ring = rings
     keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
     READERS: gl.constexpr = 128 * C.groups + 32
-    for t in range(count):
+    t, far = count * 0, count < 0
+    while (t < count) & (not far):
         mbarrier.wait(k_full.index(ki), kp)
-        n = 0
-        of = ()
+        n, of = 0, ()
         if C.adds:
             n = tile_at(x + t, steps, map_strides, C) * N
             of = of_keys(n, call, KEYS, C)
@@ -265,7 +258,7 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
         if LINE:
             scores, height = lined(scores, n, call, SCORE, C, PART == "before")
             factor = call[6] * call[7]
-        elif EDGE or C.cap == 0:
+        elif PART != "near":
             scores = scored(scores, n, call, of, tile, SCORE, C, s_layout)
         if EDGE:
             scores = hide(scores, n, call, of, MASK, C, s_layout)
@@ -275,19 +268,17 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
                 top, shrink = top_of_lined(scores, height, factor, top, GROWTH if C.lazily > 0 else 0.0)
             elif C.cap == 0:
                 top, shrink = top_of(scores, top, call[7], 0.0, GROWTH if C.lazily > 0 else 0.0)
-            _let_go(shrink, ki, t_ring, C, GROUP)
+            let_go(shrink, ki, t_ring, C, GROUP)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
         if C.uneven and C.mapped and EDGE:
             clear(v_ring, vi, vp, n, call[5], C)
-        if C.cap > 0 and not EDGE:
-            sums = total
-            if near:  # until a score of this warpgroup's rows is not
-                words, sums = weigh_near(scores, call[6], call[7], values.dtype, C)
-                near = not outgrown(sums, top, alarms, MOST)
-            if not near:
-                words, sums = weigh_capped(scores, call[6], call[7], values.dtype, C)
+        if PART == "near":
+            words, sums = weigh_near(scores, call[6], call[7], values.dtype, C)
+            far = outgrown(sums, top, alarms, MOST)
+            if far:
+                words, sums = weigh(scored(scores, n, call, of, tile, SCORE, C, s_layout), top, call[7], values.dtype, C)
         elif LINE:
             words, sums = weigh_lined(scores, height, factor, top, values.dtype, C, s_layout)
         else:
@@ -308,7 +299,8 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
             acc, total = shrunk(acc, total, shrink, C)
         ki, kp = advance(ki, kp, C.stages)
         total = total + sums
-    return words, acc, top, total, near, ki, kp, vi, vp
+        t += 1
+    return (words, acc, top, total, ki, kp, vi, vp), t
 
 
 @gluon.jit
@@ -330,8 +322,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     steps = key_steps(place, map_ptr, map_strides, C)
     first, masked, bare, low, _ = steps
     rows, head = own_rows(place, group, C, GROUP, row_layout)
-    if C.adds:
-        gain = scale * gain
+    gain = scale * gain if C.adds else gain
     call = (rows, shift, b, tall(head, C), len_q, len_k, scale, gain, reads[0], reads[1], of_rows(rows, b, head, len_q, len_k, reads, ROWS))
 
     mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
@@ -356,22 +347,25 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     words, total = weigh(scores, top, gain, DTYPE, C)
     if C.uneven:
         clear(v_ring, vi, vp, first * N, len_k, C)
-    state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki >= 0, ki, kp, vi, vp)
+    state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
     rings = (k_ring, v_ring, t_ring)
     if C.right >= 0 or C.mapped:
-        state = _more(state, masked, 1, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
+        state, done = _more(state, masked, 1, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
     x, whole = 1 + masked, bare
     if C.line != "":
         behind, before = sides(steps, place, C, GROUP)
         if C.right != 0:
-            state = _more(state, behind, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "behind", C, GROUP, s_layout, p_layout)
+            state, done = _more(state, behind, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "behind", C, GROUP, s_layout, p_layout)
         x, whole = x + behind, bare - behind - before
-    state = _more(state, whole, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "whole", C, GROUP, s_layout, p_layout)
+    if C.cap > 0:
+        state, done = _more(state, whole, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "near", C, GROUP, s_layout, p_layout)
+        x, whole = x + done, whole - done
+    state, done = _more(state, whole, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "whole", C, GROUP, s_layout, p_layout)
     if C.line != "":
-        state = _more(state, before, x + whole, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "before", C, GROUP, s_layout, p_layout)
+        state, done = _more(state, before, x + whole, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "before", C, GROUP, s_layout, p_layout)
     if C.left >= 0 and not C.mapped:
-        state = _more(state, low, 1 + masked + bare, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
-    words, acc, top, total, _near, ki, kp, vi, vp = state
+        state, done = _more(state, low, 1 + masked + bare, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
+    words, acc, top, total, ki, kp, vi, vp = state
 
     mbarrier.wait(v_full.index(vi), vp)
     weights = gl.convert_layout(as_halves(words, DTYPE), p_layout)
@@ -513,7 +507,7 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
     width = max(block(p.dim), block(p.value_dim))
     groups, n, stages = pick(TILES, width)
-    plain = (p.score is None or is_tanh(p.score.text)) and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
+    plain = (p.score is None or is_tanh(p.score.text) or line_of(p.score.text)) and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
     if width == 64 and plain and (p.len_q > SHORT or p.mask.right is None):
         groups, n, stages = LONG_64
     if tile := tile_of(p):

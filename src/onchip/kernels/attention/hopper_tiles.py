@@ -4,7 +4,6 @@
 first of these. Where a tile's rows hold the heads of a group, all of its heads are key heads.
 """
 
-
 import torch
 import triton
 
@@ -26,6 +25,7 @@ from onchip.kernels.hopper import (
     hear,
     mbarrier,
     release,
+    release_after,
     scale_rows,
     take_turn,
     turn_over,
@@ -381,6 +381,14 @@ def read_tile(t_ring, index, phase, C: gl.constexpr, layout: gl.constexpr):
         mbarrier.wait(full.index(index), phase)
         tile = widened(tiles.index(index).reshape([64, C.n]).load(layout))
     return tile
+
+
+@gluon.jit
+def let_go(shrink, ki, t_ring, C: gl.constexpr, GROUP: gl.constexpr):
+    """A tile of keys, and of what a score reads, is done with when `shrink` is there."""
+    release_after(shrink, ki, 10, 128 * C.groups + 32)
+    if t_ring is not None:
+        release_after(shrink, ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
 
 
 @gluon.jit
