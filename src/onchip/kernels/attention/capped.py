@@ -35,7 +35,7 @@ CAPPED, CAPPED_OPERANDS = (gl.constexpr({n: _near(n)[i] for n in (32, 64)}) for 
 
 @gluon.jit
 def weigh_near(scores, scale, gain, DTYPE: gl.constexpr, C: gl.constexpr):
-    """`weigh_capped` of scores near 0: a row of a thread that has others has an infinite sum. See `_near`."""
+    """`weigh` of gain tanh(scale scores) over C.cap, scores as the product left them; where one is not small, a sum is infinite. See `_near`."""
     N: gl.constexpr = C.n
     CODE: gl.constexpr = CAPPED[N // 2]
     OPERANDS: gl.constexpr = CAPPED_OPERANDS[N // 2]
@@ -52,7 +52,7 @@ def cap_of(p: Attention, scale: float, gain: float) -> int:
     """What weights exp2(gain log2(e) tanh(scale s)) are taken over where nobody looks for a maximum, a whole number of powers of 2, or 0: there has to be one.
 
     Those of bfloat16 and their sums hold 2^-110 to 2^127. A cap of 30 is 2^43.3: over 2^44 no weight is above 1 and none below 2^-88. One of 50, 2^72.2,
-    goes over 2^37: weights of up to 2^36, with values of up to 2^74. Up to 55, and where the polynomial's factors, scale^7 among them, are numbers.
+    goes over 2^37: weights of up to 2^36, with values of up to 2^74. Up to 55, and where the polynomial's factors, scale^3 among them, are numbers.
     Not at 256, where products hide most of a tanh: 1.06 times plain either way, and 1.18 instead of 1.06 where scores are large.
     """
     most = math.ceil(gain * math.log2(math.e))

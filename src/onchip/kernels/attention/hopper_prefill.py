@@ -258,7 +258,7 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
         if LINE:
             scores, height = lined(scores, n, call, SCORE, C, PART == "before")
             factor = call[6] * call[7]
-        elif PART != "near":
+        elif PART != "near" and not C.adds:
             scores = scored(scores, n, call, of, tile, SCORE, C, s_layout)
         if EDGE:
             scores = hide(scores, n, call, of, MASK, C, s_layout)
@@ -288,7 +288,8 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
                 again = of_keys(n, call, KEYS if C.adds else None, C)  # to keep it beside the product spills 676 bytes
                 start = begin(n, call, again, t_ring, ki, kp, SCORE, C, s_layout)
                 scores = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, kt, start, use_acc=C.adds, is_async=True)])
-                scores = scored(scores, n, call, of, None, SCORE, C, s_layout)
+                if not C.adds:
+                    scores = scored(scores, n, call, of, None, SCORE, C, s_layout)
                 top, shrink = top_of(scores, top, call[7], C.room, 0.0)
                 acc, total = shrunk(acc, total, shrink, C)
                 words, sums = weigh(scores, top, call[7], values.dtype, C)
@@ -336,7 +337,8 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(ki, 10, READERS)
     ki, kp = advance(ki, kp, C.stages)
-    scores = scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
+    if not C.adds:
+        scores = scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
     scores = hide(scores, first * N, call, of, MASK, C, s_layout)
     if C.cap > 0:
         top = gl.full([64], 1.0 * C.cap, gl.float32, row_layout)

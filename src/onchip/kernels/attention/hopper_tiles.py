@@ -362,7 +362,7 @@ def pass_over(place, cursors, k_ring, v_ring, map_ptr, map_strides, C: gl.conste
 def scored(scores, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """What happens to a score before the mask."""
     N: gl.constexpr = C.n
-    if SCORE is not None and not C.adds:
+    if SCORE is not None:
         rows, _, b, h, len_q, len_k, scale, _, _, reads, known = call
         cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
         if tile is not None:
