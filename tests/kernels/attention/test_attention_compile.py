@@ -214,7 +214,7 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d128 packed": (128, True, {"band": Causal()}, 0),
     "d128 softcap": (128, False, {"band": Causal(), "score": scores.Softcap(30.0)}, 0),
     "d64 softcap": (64, False, {"score": scores.Softcap(30.0)}, 8),
-    "d128 ALiBi": (128, False, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 56),
+    "d128 ALiBi": (128, False, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 72),
     "d128 document": (128, False, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, 312),
     "d256 causal": (256, False, {"band": Causal()}, 60),
     "d128 heads alone": (128, False, {"mask": masks.MaskMod(lambda b, h, i, j: h == 2), "score": scores.ScoreMod(lambda s, b, h, i, j: h.float())}, 0),

@@ -236,12 +236,12 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
     values, v_full, _ = v_ring
     READERS: gl.constexpr = 128 * C.groups + 32
     t, far = count * 0, count < 0
+    adds = of_keys(gl.maximum(tile_at(x, steps, map_strides, C), 0) * N, call, KEYS if C.adds else None, C)  # behind the last one there is none
     while (t < count) & (not far):
         mbarrier.wait(k_full.index(ki), kp)
-        n, of = 0, ()
+        n, of = 0, adds
         if C.adds:
             n = tile_at(x + t, steps, map_strides, C) * N
-            of = of_keys(n, call, KEYS, C)
         start = begin(n, call, of, t_ring, ki, kp, SCORE, C, s_layout)
         take_turn(GROUP, C.groups)
         kt = keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0))
@@ -251,7 +251,9 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
         acc = warpgroup_mma(weights, values.index(vi).reshape([N, values.shape[-1]]), acc, is_async=True)
         turn_over(GROUP, C.groups)
         tile = read_tile(None if C.adds else t_ring, ki, kp, C, s_layout)
-        if (EDGE or SCORE is not None) and not C.adds:  # beside the product
+        if C.adds:  # of the next tile, beside the product
+            adds = of_keys(gl.maximum(tile_at(x + t + 1, steps, map_strides, C), 0) * N, call, KEYS, C)
+        elif EDGE or SCORE is not None:
             n = tile_at(x + t, steps, map_strides, C) * N
             of = of_keys(n, call, KEYS, C)
         scores = warpgroup_mma_wait(1, deps=[scores])
@@ -497,7 +499,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
 
 # ---- host
 
-# Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for a score, a window or a map.)
+# Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for a bias, a window or a map.)
 TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
 LONG_64 = (3, 128, 3)
 TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
