@@ -680,11 +680,12 @@ class Emulator:
             return self.meet("arrive", *(operator.index(inputs[x]) for x in found.groups()))
         if re.search(r"mul\.f32 \$0, \$0, \$\d+; mul\.f32 \$1, ", code):
             return args[0] * args[1]
-        if "tanh.approx.f32" in code and "vote.sync.all.pred" in code:  # the polynomial, or the instruction, by warps of 16 rows
-            s, near, *k, scale, gain, rest = map(raw, args)
+        if "ex2.approx.ftz.f32" in code and "0x7f800000" in code:  # near 0 a polynomial for tanh, elsewhere an alarm
+            s, near, *k, rest = map(raw, args)
             v = s * s + near
-            fast = (v < 0).view(4, -1).all(1).repeat_interleave(16)[:, None]
-            return Tensor((torch.where(fast, (((k[3] * v + k[2]) * v + k[1]) * v + k[0]) * s, (s * scale).tanh() * gain) + rest).exp2())
+            weights = ((k[1] * v + k[0]) * s + rest).exp2()
+            weights[:, -1] = torch.where((v < 0).all(1), weights[:, -1], torch.inf)
+            return Tensor(weights)
         if code == "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;":
             return args[0].to(torch.float32)
         if "atom.relaxed.gpu.global.add.u32 t, [$1], 1;" in code:

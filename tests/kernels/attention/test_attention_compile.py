@@ -213,7 +213,8 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d128 window": (128, False, {"band": Window(1024)}, 12),
     "d128 packed": (128, True, {"band": Causal()}, 0),
     "d128 softcap": (128, False, {"band": Causal(), "score": scores.Softcap(30.0)}, 0),
-    "d128 ALiBi": (128, False, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 56),
+    "d64 softcap": (64, False, {"score": scores.Softcap(30.0)}, 8),
+    "d128 ALiBi": (128, False, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 72),
     "d128 document": (128, False, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, 312),
     "d256 causal": (256, False, {"band": Causal()}, 60),
     "d128 heads alone": (128, False, {"mask": masks.MaskMod(lambda b, h, i, j: h == 2), "score": scores.ScoreMod(lambda s, b, h, i, j: h.float())}, 0),
@@ -368,7 +369,7 @@ def test_hopper_has_room_for_a_bias(dim, dim_v, dtype):
 
 @pytest.mark.parametrize(("dtype", "widening"), [(BF16, "and.b32 %r\\d+, %r\\d+, 0xffff0000;"), (torch.float16, "cvt.f32.f16")], ids=["bf16", "fp16"])
 def test_hopper_takes_a_bias_by_matrices(dtype, widening):
-    """Of a tile of 64 x 128 in 128 threads 8 loads of four matrices, and of each value an instruction that widens it and a multiply-add.
+    """Of a tile of 64 x 128 in 128 threads 8 loads of four matrices, and of each value an instruction that widens it and a product.
 
     Two warpgroups have it in three places: the first tile, the others, and those done again over another maximum.
     """
@@ -378,7 +379,9 @@ def test_hopper_takes_a_bias_by_matrices(dtype, widening):
     assert count[1] - count[0] == 8 * 2 * 3
     assert len(re.findall(widening, facts.ptx)) == 64 * 2 * 3 // (2 if dtype == BF16 else 1)  # beside a shift of bf16's other half
     assert facts.ptx.count("ld.global") == plain.ptx.count("ld.global")
-    assert facts.ptx.count("fma.rn.f32") - plain.ptx.count("fma.rn.f32") == 64 * 2 * 3
+    assert facts.ptx.count("fma.rn.f32") == plain.ptx.count("fma.rn.f32")  # the product of queries and keys adds it
+    products = [len(re.findall(r"mul(\.rn)?\.f32", f.ptx)) for f in (plain, facts)]
+    assert products[1] - products[0] == 64 * 2 * 3 + 2, products  # and each warpgroup's factor
     assert facts.tma_loads - plain.tma_loads == 2 * 2 * 2  # a box of 64 columns for each half of a tile
 
 

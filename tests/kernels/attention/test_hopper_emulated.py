@@ -22,7 +22,14 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 FEW, EACH = 3, 1000  # programs: few, which do several tiles each, or one for each tile
 SOURCES = [
     f"onchip.kernels.{name}"
-    for name in ("curves", "attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_prefill")
+    for name in (
+        "curves",
+        "attention.texts",
+        "attention.mods",
+        "attention.tile",
+        "hopper",
+        *(f"attention.{x}" for x in ("hopper_tiles", "capped", "hopper_prefill")),
+    )
 ]
 
 
@@ -256,8 +263,8 @@ STEEP = [  # the largest score of the tile taken first, or of all before, is not
     Case((1, 64, 2, FEW), 200, 263, MaskMod(lambda b, h, i, j: (j < 128) | (i % 2 > 0)), steep=-300.0),
     Case((2, 64, 2, EACH), lengths=(130, 0, 300), used=(90, 0, 250), mask=MaskMod(lambda b, h, i, j: (j < 128) | (i % 3 > 0)), steep=800.0),
     CAPPED := Case(
-        (2, 64, 2, FEW), 140, 330, Full(), heads=(1, 1), score=Softcap(30.0), steep=120.0, sinks=True
-    ),  # warps that take the polynomial for tanh, and not
+        (2, 64, 2, FEW), 140, 460, Full(), heads=(1, 1), score=Softcap(30.0), steep=40.0, sinks=True
+    ),  # tiles that take the polynomial for tanh, and then not
     Case((2, 64, 2, FEW), lengths=((100, 0, 70), (163, 9, 197)), dim=128, score=Softcap(50.0), steep=-2000.0),
     Case((2, 64, 2, FEW), 136, 392, Full(), batch=2, score=bias(2, 2, 136, 392), steep=500.0),
     Case((2, 64, 2, EACH), 200, 328, dtype=FP16, batch=2, score=bias(2, 2, 200, 328, dtype=FP16, causal=True), steep=500.0),
@@ -344,7 +351,7 @@ NEIGHBOUR = Case((2, 64, 2, EACH), lengths=(100, 70), used=(90, 70), mask=Full()
 
 WAIT_FOR_SCORES = "        scores = warpgroup_mma_wait(1, deps=[scores])\n"
 RELEASE_KEYS = "            release(ki, 10, READERS)\n"
-RELEASE_MASKED = "            _let_go(shrink, ki, t_ring, C, GROUP)\n"
+RELEASE_MASKED = "            let_go(shrink, ki, t_ring, C, GROUP)\n"
 RELEASE_VALUES = "        release(vi, 10 + C.stages, READERS)\n"
 ALL_BUT_DONE = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done"
 WAIT_FOR_OUTPUT = ALL_BUT_DONE + ": its first operand is read from registers, which held the warps up\n" + RELEASE_VALUES
@@ -425,7 +432,7 @@ BUGS = [
     Bug("how long a sequence is has not been heard", UNEVEN, (("turn, 3, WARPS), hear(message, turn, 4, WARPS)", "turn, 3, WARPS), len_q"),)),
 ]  # fmt: skip
 
-READ = "        tile = _tile(t_ring, ki, kp, C, s_layout)\n        n = 0"
+READ = "        start = begin(n, call, of, t_ring, ki, kp, SCORE, C, s_layout)\n"
 RELEASE_TILE = "                release(ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)\n"
 RELEASE_MASKED_TILE = "        release_after(shrink, ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)\n"
 BUGS += [
@@ -460,13 +467,15 @@ BUGS += [
     Bug("weights stay what they were after an alarm", RISING, ((AGAIN + "                words, sums =", AGAIN + "                _, sums ="),)),
     Bug("sums stay what they were after an alarm", RISING, ((AGAIN + "                words, sums =", AGAIN + "                words, _ ="),)),
     Bug("a tile is done again without what its score adds", TILED_RISING, (
-        ("                scores = scored(scores, n, call, of, _tile(t_ring, ki, kp, C, s_layout), SCORE, C, s_layout)\n", ""),
+        ("deps=[warpgroup_mma(q, kt, start, use_acc=C.adds", "deps=[warpgroup_mma(q, kt, start, use_acc=False"),
     )),
     Bug("K is released before a tile may be done again", RISING, ((RELEASE_KEYS, ""), (IF_OUTGROWN, RELEASE_KEYS + IF_OUTGROWN))),
     Bug("a line goes past where it bends", BENT, (("gl.maximum(first // C.n - (high", "gl.maximum(first // C.n + 1 - (high"),)),
     Bug("a line begins where it does not bend yet", BENT, (("gl.cdiv(gl.maximum(last, 0), C.n)", "(gl.maximum(last, 0) // C.n)"),)),
     Bug("a line is as high at its far end", BENT, (("        first, own = last, own - N\n", "        own = own - N\n"),)),
     Bug("a cap's weights are over another number", CAPPED, (("-1.0 * C.cap]", "-1.0 * C.cap + 1.0]"),)),
+    Bug("large scores are taken for small ones", CAPPED, (("            if far:\n", "            if C.cap == 0:\n"),)),
+    Bug("a tile is done twice where scores grow", CAPPED, (("x, whole = x + done, whole - done\n", "x, whole = x + done - 1, bare + 1 - done\n"),)),
     Bug("the third ring is released before a tile may be done again", TILED_RISING, (
         (RELEASE_TILE, "                pass\n"), (IF_OUTGROWN, f"            if t_ring is not None:\n{RELEASE_TILE}{IF_OUTGROWN}"),
     )),

@@ -25,7 +25,7 @@ from onchip.core.scores import ScoreMod
 from onchip.core.trace import Place
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.mods import _erf_fast, _real
-from onchip.kernels.attention.texts import is_tanh, line_of, pair_tile
+from onchip.kernels.attention.texts import is_tanh, line_of, only_adds, pair_tile
 
 M, N = 16, 32
 BATCH, HEADS = 2, 3
@@ -473,3 +473,13 @@ LINES = [  # a score, and where its lines bend; "": it adds none
 def test_lines(score, bends):
     assert line_of(score.static().text) == bends
     assert not is_tanh(score.static().text) and is_tanh(scores.Softcap(3.0).static().text)
+
+
+def test_only_adds():
+    """A score that is there once, and nothing of it in what is added."""
+    adds = (lambda s, b, h, i, j: EACH[h, j] + s, lambda s, b, h, i, j: (s + TURNS[i]) + (EACH[h, j] + EACH[b, j]))
+    others = (
+        lambda s, b, h, i, j: s + s + TURNS[i], lambda s, b, h, i, j: torch.add(TURNS[i], s, alpha=2), lambda s, b, h, i, j: (s + TURNS[i]) + (s + TURNS[j]),
+        lambda s, b, h, i, j: TURNS[i] + TURNS[j], lambda s, b, h, i, j: (x := s + TURNS[i]) + x, lambda s, b, h, i, j: s - TURNS[i],
+    )  # fmt: skip
+    assert all(only_adds(ScoreMod(f).static().text) for f in adds) and not any(only_adds(ScoreMod(f).static().text) for f in others)

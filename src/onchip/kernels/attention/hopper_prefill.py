@@ -7,7 +7,7 @@ are packed where the last ones lay.
 A softmax needs no maximum, only weights that its dtype holds. So they are taken over the first tile's, with room for scores to grow; where they
 outgrow it, which the sums show, a tile is done again over the largest so far. Under a mask or a score, and at 256, where it costs nothing, each tile's
 maximum is found, and the output scaled anew only where it grew by more than 2^8 (Dao, FlashAttention-4). A softcap's scores have a bound, over which weights
-are taken, and their tanh is a polynomial where a warp's are small (`weigh_capped`); ALiBi's lines cost an instruction a score (`lined`).
+are taken, and their tanh is a polynomial while they are small (`capped`); ALiBi's lines cost an instruction a score (`lined`); with a bias the product begins.
 Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of a page, or of a tile within one; its number waits in a lane of the copying warp.
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
 Of few queries the heads that share keys are folded into a tile's rows (FlashAttention-3's PackGQA): row r is query r // pack of the group's head r % pack,
@@ -28,17 +28,19 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
+from onchip.kernels.attention.capped import cap_of, weigh_near
 from onchip.kernels.attention.hopper_tiles import (
     ANYTHING,
     ONE_GROUP,
     PAIRS_LET_GO,
+    begin,
     by_groups,
-    cap_of,
     clear,
     fill_keys,
     fill_tiles,
     hide,
     key_steps,
+    let_go,
     lined,
     locate,
     next_sequence,
@@ -54,6 +56,7 @@ from onchip.kernels.attention.hopper_tiles import (
     programs_of,
     queries_at,
     query_tiles,
+    read_tile,
     rounds,
     scored,
     shrunk,
@@ -64,10 +67,9 @@ from onchip.kernels.attention.hopper_tiles import (
     top_of,
     top_of_lined,
     weigh,
-    weigh_capped,
     weigh_lined,
 )
-from onchip.kernels.attention.texts import line_of, only_adds
+from onchip.kernels.attention.texts import is_tanh, line_of, only_adds
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -84,7 +86,6 @@ from onchip.kernels.hopper import (
     message,
     one_more,
     release,
-    release_after,
     ring,
     start_next,
     take_turn,
@@ -95,7 +96,6 @@ from onchip.kernels.hopper import (
     wait_for_last,
     warpgroup_mma,
     warpgroup_mma_wait,
-    widened,
 )
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -136,6 +136,7 @@ class Shape:
     dim_v: int
     room: float  # between the first maximum and what weights are taken over: HEADROOM, or none
     cap: int  # what weights are taken over where a softcap bounds the scores, so that nobody looks for a maximum; 0: they have no bound
+    adds: bool  # whether a score is the product and what it reads, with which the product then begins (`hopper_tiles.begin`)
     line: str  # where the lines bend that a score function adds to a query's scores (`texts.line_of`); "": it does something else
     bold: bool  # whether weights are taken over a maximum of the tiles before, until one outgrows it: see `outgrown`
     share: bool  # whether the output leaves through the queries' buffer
@@ -222,28 +223,10 @@ def _copy(given, C: gl.constexpr):
 
 
 @gluon.jit
-def _tile(t_ring, index, phase, C: gl.constexpr, layout: gl.constexpr):
-    """What the score reads of these queries and keys, waited for, in the layout of the scores; None where it reads nothing."""
-    tile = t_ring
-    if t_ring is not None:
-        tiles, full, _ = t_ring
-        mbarrier.wait(full.index(index), phase)
-        tile = widened(tiles.index(index).reshape([64, C.n]).load(layout))
-    return tile
-
-
-@gluon.jit
-def _let_go(shrink, ki, t_ring, C: gl.constexpr, GROUP: gl.constexpr):
-    """A tile of keys, and of what a score reads, is done with when `shrink` is there."""
-    release_after(shrink, ki, 10, 128 * C.groups + 32)
-    if t_ring is not None:
-        release_after(shrink, ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
-
-
-@gluon.jit
 def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr,
           PART: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
-    """`count` further key tiles from step `x` on. PART: "edge", they need the mask; "whole"; "before" and "behind" where a score's lines bend."""
+    """`count` further key tiles from step `x` on, and how many were done. PART: "edge", they need the mask; "whole"; "before" and "behind" where a score's
+    lines bend; "near", a softcap's scores are taken for small ones, to the first tile that has others."""
     N: gl.constexpr = C.n
     EDGE: gl.constexpr = PART == "edge"
     LINE: gl.constexpr = PART == "before" or PART == "behind"
@@ -252,26 +235,32 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
     keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
     READERS: gl.constexpr = 128 * C.groups + 32
-    for t in range(count):
+    t, far = count * 0, count < 0
+    adds = of_keys(gl.maximum(tile_at(x, steps, map_strides, C), 0) * N, call, KEYS if C.adds else None, C)  # behind the last one there is none
+    while (t < count) & (not far):
         mbarrier.wait(k_full.index(ki), kp)
+        n, of = 0, adds
+        if C.adds:
+            n = tile_at(x + t, steps, map_strides, C) * N
+        start = begin(n, call, of, t_ring, ki, kp, SCORE, C, s_layout)
         take_turn(GROUP, C.groups)
-        zeros = gl.zeros([64, N], gl.float32, s_layout)
-        scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        kt = keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0))
+        scores = warpgroup_mma(q, kt, start, use_acc=C.adds, is_async=True)
         mbarrier.wait(v_full.index(vi), vp)
         weights = gl.convert_layout(as_halves(words, values.dtype), p_layout)
         acc = warpgroup_mma(weights, values.index(vi).reshape([N, values.shape[-1]]), acc, is_async=True)
         turn_over(GROUP, C.groups)
-        tile = _tile(t_ring, ki, kp, C, s_layout)
-        n = 0
-        of = ()
-        if EDGE or SCORE is not None:  # beside the product
+        tile = read_tile(None if C.adds else t_ring, ki, kp, C, s_layout)
+        if C.adds:  # of the next tile, beside the product
+            adds = of_keys(gl.maximum(tile_at(x + t + 1, steps, map_strides, C), 0) * N, call, KEYS, C)
+        elif EDGE or SCORE is not None:
             n = tile_at(x + t, steps, map_strides, C) * N
             of = of_keys(n, call, KEYS, C)
         scores = warpgroup_mma_wait(1, deps=[scores])
         if LINE:
             scores, height = lined(scores, n, call, SCORE, C, PART == "before")
             factor = call[6] * call[7]
-        elif EDGE or C.cap == 0:
+        elif PART != "near" and not C.adds:
             scores = scored(scores, n, call, of, tile, SCORE, C, s_layout)
         if EDGE:
             scores = hide(scores, n, call, of, MASK, C, s_layout)
@@ -281,23 +270,28 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
                 top, shrink = top_of_lined(scores, height, factor, top, GROWTH if C.lazily > 0 else 0.0)
             elif C.cap == 0:
                 top, shrink = top_of(scores, top, call[7], 0.0, GROWTH if C.lazily > 0 else 0.0)
-            _let_go(shrink, ki, t_ring, C, GROUP)
+            let_go(shrink, ki, t_ring, C, GROUP)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, READERS)
         vi, vp = advance(vi, vp, C.stages)
         if C.uneven and C.mapped and EDGE:
             clear(v_ring, vi, vp, n, call[5], C)
-        if C.cap > 0 and not EDGE:
-            words, sums = weigh_capped(scores, call[6], call[7], values.dtype, C)
+        if PART == "near":
+            words, sums = weigh_near(scores, call[6], call[7], values.dtype, C)
+            far = outgrown(sums, top, alarms, MOST)
+            if far:
+                words, sums = weigh(scored(scores, n, call, of, tile, SCORE, C, s_layout), top, call[7], values.dtype, C)
         elif LINE:
             words, sums = weigh_lined(scores, height, factor, top, values.dtype, C, s_layout)
         else:
             words, sums = weigh(scores, top, call[7], values.dtype, C)
         if C.bold and not EDGE:
             if outgrown(sums, top, alarms, MOST):  # once more, over the largest score so far
-                scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                scores = scored(scores, n, call, of, _tile(t_ring, ki, kp, C, s_layout), SCORE, C, s_layout)
+                again = of_keys(n, call, KEYS if C.adds else None, C)  # to keep it beside the product spills 676 bytes
+                start = begin(n, call, again, t_ring, ki, kp, SCORE, C, s_layout)
+                scores = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, kt, start, use_acc=C.adds, is_async=True)])
+                if not C.adds:
+                    scores = scored(scores, n, call, of, None, SCORE, C, s_layout)
                 top, shrink = top_of(scores, top, call[7], C.room, 0.0)
                 acc, total = shrunk(acc, total, shrink, C)
                 words, sums = weigh(scores, top, call[7], values.dtype, C)
@@ -308,7 +302,8 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
             acc, total = shrunk(acc, total, shrink, C)
         ki, kp = advance(ki, kp, C.stages)
         total = total + sums
-    return words, acc, top, total, ki, kp, vi, vp
+        t += 1
+    return (words, acc, top, total, ki, kp, vi, vp), t
 
 
 @gluon.jit
@@ -330,20 +325,22 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     steps = key_steps(place, map_ptr, map_strides, C)
     first, masked, bare, low, _ = steps
     rows, head = own_rows(place, group, C, GROUP, row_layout)
+    gain = scale * gain if C.adds else gain
     call = (rows, shift, b, tall(head, C), len_q, len_k, scale, gain, reads[0], reads[1], of_rows(rows, b, head, len_q, len_k, reads, ROWS))
 
     mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
-    take_turn(GROUP, C.groups)
-    zeros = gl.zeros([64, N], gl.float32, s_layout)
-    scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    turn_over(GROUP, C.groups)
-    tile = _tile(t_ring, ki, kp, C, s_layout)
-    ti = ki
     of = of_keys(first * N, call, KEYS, C)
+    start = begin(first * N, call, of, t_ring, ki, kp, SCORE, C, s_layout)
+    take_turn(GROUP, C.groups)
+    scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), start, use_acc=C.adds, is_async=True)
+    turn_over(GROUP, C.groups)
+    tile = read_tile(None if C.adds else t_ring, ki, kp, C, s_layout)
+    ti = ki
     scores = warpgroup_mma_wait(0, deps=[scores])
     release(ki, 10, READERS)
     ki, kp = advance(ki, kp, C.stages)
-    scores = scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
+    if not C.adds:
+        scores = scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
     scores = hide(scores, first * N, call, of, MASK, C, s_layout)
     if C.cap > 0:
         top = gl.full([64], 1.0 * C.cap, gl.float32, row_layout)
@@ -357,18 +354,21 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
     rings = (k_ring, v_ring, t_ring)
     if C.right >= 0 or C.mapped:
-        state = _more(state, masked, 1, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
+        state, done = _more(state, masked, 1, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
     x, whole = 1 + masked, bare
     if C.line != "":
         behind, before = sides(steps, place, C, GROUP)
         if C.right != 0:
-            state = _more(state, behind, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "behind", C, GROUP, s_layout, p_layout)
+            state, done = _more(state, behind, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "behind", C, GROUP, s_layout, p_layout)
         x, whole = x + behind, bare - behind - before
-    state = _more(state, whole, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "whole", C, GROUP, s_layout, p_layout)
+    if C.cap > 0:
+        state, done = _more(state, whole, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "near", C, GROUP, s_layout, p_layout)
+        x, whole = x + done, whole - done
+    state, done = _more(state, whole, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "whole", C, GROUP, s_layout, p_layout)
     if C.line != "":
-        state = _more(state, before, x + whole, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "before", C, GROUP, s_layout, p_layout)
+        state, done = _more(state, before, x + whole, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "before", C, GROUP, s_layout, p_layout)
     if C.left >= 0 and not C.mapped:
-        state = _more(state, low, 1 + masked + bare, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
+        state, done = _more(state, low, 1 + masked + bare, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
     words, acc, top, total, ki, kp, vi, vp = state
 
     mbarrier.wait(v_full.index(vi), vp)
@@ -499,7 +499,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
 
 # ---- host
 
-# Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for a score, a window or a map.)
+# Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for a bias, a window or a map.)
 TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
 LONG_64 = (3, 128, 3)
 TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
@@ -511,7 +511,7 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
     width = max(block(p.dim), block(p.value_dim))
     groups, n, stages = pick(TILES, width)
-    plain = p.score is None and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
+    plain = (p.score is None or is_tanh(p.score.text) or line_of(p.score.text)) and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
     if width == 64 and plain and (p.len_q > SHORT or p.mask.right is None):
         groups, n, stages = LONG_64
     if tile := tile_of(p):
@@ -545,13 +545,14 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     make = functools.partial(mods.split_functions, tiled=tile is not None, of_row=tiles.pack > 1)
     (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
     cap, line = cap_of(p, scale, gain), line_of(p.score.text) if p.score and keys is None and isinstance(p.mask, Band) and scale > 0 else ""
-    bold = width <= 128 and not line and (p.score is None or only_adds(p.score.text))  # at 256 finding a maximum hides behind the products
+    adds = p.score is not None and only_adds(p.score.text) and scale > 0
+    bold = width <= 128 and not line and (p.score is None or adds)  # at 256 finding a maximum hides behind the products
     if packed and "batch_invariant" in p.extras:  # in a sequence's last tile the next one's queries would raise alarms too, and choose a warp's tanh
         bold, cap = False, 0
     share = width == width_v >= (128 if tile else 256)
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
-        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, line, bold, share,
+        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, adds, line, bold, share,
         pick(LAZILY, width_v), 1 if share or tile else rounds(tiles, width, width_v), tiles.pack, alike, beside is not None,
     )  # fmt: skip
     heads, own, k_rows, out_heads = p.heads, (64,), tiles.n // shape.parts, first[3]

@@ -4,8 +4,6 @@
 first of these. Where a tile's rows hold the heads of a group, all of its heads are key heads.
 """
 
-import math
-
 import torch
 import triton
 
@@ -13,7 +11,7 @@ from onchip.core import settings
 from onchip.core.device import Device
 from onchip.core.problem import Attention
 from onchip.core.trace import Traced
-from onchip.kernels.attention.texts import PairTile, is_tanh, of_heads_and_keys, pair_tile
+from onchip.kernels.attention.texts import PairTile, of_heads_and_keys, pair_tile
 from onchip.kernels.attention.tile import describable, inner_span, key_span, reads, sequence
 from onchip.kernels.hopper import (
     advance,
@@ -27,10 +25,12 @@ from onchip.kernels.hopper import (
     hear,
     mbarrier,
     release,
+    release_after,
     scale_rows,
     take_turn,
     turn_over,
     uniform,
+    widened,
 )
 
 # Arguments of which nothing is known when a kernel is compiled: Triton would compile another one for each that is 1, or a multiple of 16 (offsets of part
@@ -56,33 +56,6 @@ def programs_and_counter(tiles: int, most: int, device: torch.device):
     So one that has had less to do does more, and the next tile's copies run beside the end of the one before.
     """
     return min(tiles, most), None if tiles <= most else torch.zeros(1, dtype=torch.int32, device=device)
-
-
-# Of tanh(x) / x up to 1, in powers of x^2 - 1: to 2^-13.6, where the instruction errs by 2^-11.
-NEAR = gl.constexpr((0.76153205, -0.17274865, 0.03900824, -0.02662951))
-
-
-def _capped(n: int) -> tuple[str, str]:
-    """PTX: of n scores s the weights exp2(gain tanh(scale s) + rest).
-
-    The special function units take 8 cycles for a warp's exponentials of one score, and as many for its tanh. So where |scale s| < 1 for all scores of a
-    warp, tanh is a polynomial, which runs beside the exponentials. Operands: scores (in place), -1 / scale^2, the polynomial's factors, scale, gain, rest.
-    """
-    near, *k, scale, gain, rest = (f"${n + n * x}" for x in range(1, 9))
-    squares = "".join(f"fma.rn.f32 v{i}, ${i}, ${i}, {near};" for i in range(n))  # below 0, and so NaN: the instruction
-    signs = "mov.b32 a, v0;" + "".join(f"and.b32 a, a, v{i};" for i in range(1, n))
-    fast = ""
-    for i in range(n):
-        fast += f"fma.rn.f32 t, ${i - 12}, 0f00000000, {k[2]};" if i >= 12 else ""  # else ptxas has all polynomials before most weights
-        fast += f"fma.rn.f32 t, v{i}, {k[3]}, {'t' if i >= 12 else k[2]}; fma.rn.f32 t, t, v{i}, {k[1]}; fma.rn.f32 t, t, v{i}, {k[0]};"
-        fast += f"fma.rn.f32 t, t, ${i}, {rest}; ex2.approx.ftz.f32 ${i}, t;"
-    slow = "".join(f"mul.f32 t, ${i}, {scale}; tanh.approx.f32 t, t; fma.rn.f32 t, t, {gain}, {rest}; ex2.approx.ftz.f32 ${i}, t;" for i in range(n))
-    code = f"""{{ .reg .pred p; .reg .b32 a; .reg .f32 t, v<{n}>; {squares} {signs} setp.lt.s32 p, a, 0; vote.sync.all.pred p, p, 0xffffffff;
-        @!p bra FAR; {fast} bra.uni END; FAR: {slow} END: }}"""
-    return code, ",".join(["=f"] * n + [str(x) for x in range(n)] + ["f"] * (8 * n))
-
-
-CAPPED, CAPPED_OPERANDS = (gl.constexpr({n: _capped(n)[i] for n in (32, 64)}) for i in (0, 1))
 
 
 @gluon.jit
@@ -400,6 +373,48 @@ def scored(scores, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, la
 
 
 @gluon.jit
+def read_tile(t_ring, index, phase, C: gl.constexpr, layout: gl.constexpr):
+    """What the score reads of these queries and keys, waited for, in the layout of the scores; None where it reads nothing."""
+    tile = t_ring
+    if t_ring is not None:
+        tiles, full, _ = t_ring
+        mbarrier.wait(full.index(index), phase)
+        tile = widened(tiles.index(index).reshape([64, C.n]).load(layout))
+    return tile
+
+
+@gluon.jit
+def let_go(shrink, ki, t_ring, C: gl.constexpr, GROUP: gl.constexpr):
+    """A tile of keys, and of what a score reads, is done with when `shrink` is there."""
+    release_after(shrink, ki, 10, 128 * C.groups + 32)
+    if t_ring is not None:
+        release_after(shrink, ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
+
+
+@gluon.jit
+def begin(n, call, of, t_ring, index, phase, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """What a product of queries and keys is added to: 0, or what the score adds. It is read and unpacked while the warpgroup waits for its turn."""
+    N: gl.constexpr = C.n
+    scores = gl.zeros([64, N], gl.float32, layout)
+    if C.adds:
+        scores = added(scores, n, call, of, read_tile(t_ring, index, phase, C, layout), SCORE, C, layout)
+    return scores
+
+
+@gluon.jit
+def added(zeros, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """What a score adds to the product, before the scale."""
+    rows, _, b, h, len_q, len_k, scale, _, _, reads, known = call
+    cols = n + gl.arange(0, C.n, layout=gl.SliceLayout(0, layout))
+    nothing = zeros * -1.0  # -0: an addition that the compiler leaves out, which of 0 it may not
+    if tile is not None:
+        given = SCORE(nothing, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys, tile), hand)
+    else:
+        given = SCORE(nothing, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys), hand)
+    return given * (1.0 / scale)
+
+
+@gluon.jit
 def sides(steps, place, C: gl.constexpr, GROUP: gl.constexpr):
     """How many of the whole key tiles lie behind where the lines of a warpgroup's queries bend (the first ones), and how many before (the last)."""
     top, masked, bare, _, _ = steps
@@ -486,22 +501,6 @@ def weigh(scores, top, factor, DTYPE: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def weigh_capped(scores, scale, gain, DTYPE: gl.constexpr, C: gl.constexpr):
-    """`weigh` of gain tanh(scale scores) over C.cap, scores as the product left them. See `_capped`."""
-    N: gl.constexpr = C.n
-    CODE: gl.constexpr = CAPPED[N // 2]
-    OPERANDS: gl.constexpr = CAPPED_OPERANDS[N // 2]
-    square = scale * scale
-    k0 = scale * gain
-    k1 = k0 * square
-    k2 = k1 * square
-    near = -1.0 / square
-    given = [scores, near, NEAR[0] * k0, NEAR[1] * k1, NEAR[2] * k2, NEAR[3] * (k2 * square), scale, gain, -1.0 * C.cap]
-    weights = gl.inline_asm_elementwise(CODE, OPERANDS, given, dtype=gl.float32, is_pure=True, pack=N // 2)
-    return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
-
-
-@gluon.jit
 def shrunk(acc, total, shrink, C: gl.constexpr):
     """Output and sums over the largest score so far."""
     acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout)), C.lazily)
@@ -531,18 +530,6 @@ def rounds(tiles, width: int, width_v: int) -> int:
     """Tiles of queries that there is room for beside K, V and the output: two or one."""
     queries, keys = 64 * tiles.groups, tiles.n * tiles.stages
     return 2 if 2 * (2 * queries * width + keys * (width + width_v) + queries * width_v) <= ROOM else 1
-
-
-def cap_of(p: Attention, scale: float, gain: float) -> int:
-    """What weights exp2(gain log2(e) tanh(scale s)) are taken over where nobody looks for a maximum, a whole number of powers of 2, or 0: there has to be one.
-
-    Those of bfloat16 and their sums hold 2^-110 to 2^127. A cap of 30 is 2^43.3: over 2^44 no weight is above 1 and none below 2^-88. One of 50, 2^72.2,
-    goes over 2^37: weights of up to 2^36, with values of up to 2^74. Up to 55, and where the polynomial's factors, scale^7 among them, are numbers.
-    Not at 256, where products hide most of a tanh: 1.06 times plain either way, and 1.18 instead of 1.06 where scores are large.
-    """
-    most = math.ceil(gain * math.log2(math.e))
-    softcap = p.score is not None and is_tanh(p.score.text) and max(p.dim, p.value_dim) <= 128 and p.dtype == torch.bfloat16
-    return min(most, 110 - most) if softcap and most <= 80 and 1e-4 < scale < 1e4 else 0
 
 
 def tile_of(p: Attention) -> PairTile | None:

@@ -32,8 +32,11 @@ def pair_bytes(text: str) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def only_adds(text: str) -> bool:
-    """Whether a text is a score and what it reads, as a bias is: scores that nothing else moves grow little from one tile of keys to the next."""
-    return set(re.findall(r"aten\.(\w+)\.", text)) <= {"index", "add", "_to_copy"}
+    """Whether a text is a score, once, and what it reads, as a bias is: scores that nothing else moves grow little from one tile of keys to the next, and a
+    product can begin with what is added."""
+    used = re.findall(r"\b(?:s|v\d+)\b", text.partition("):\n")[2])
+    once = used.count("s") == 1 and all(used.count(name) == 2 for name in used if name != "s") and "alpha=" not in text
+    return once and set(re.findall(r"aten\.(\w+)\.", text)) <= {"index", "add", "_to_copy"}
 
 
 @functools.lru_cache(maxsize=1024)
