@@ -25,7 +25,7 @@ FEW, EACH = 3, 1000  # programs: few, which do several tiles each, or one for ea
 class Case(NamedTuple):
     """A call and the tiles it is run with. `shared`: how many tokens share a scale of q, k and v; 0: all."""
 
-    tiles: tuple[int, int, int, int]  # groups, keys a tile, stages, programs
+    tiles: tuple[int, ...]  # groups, keys a tile, stages, programs, keys of a piece
     len_q: int
     len_k: int
     mask: Any = Causal()
@@ -114,10 +114,14 @@ CASES = [
     Case((2, 128, 2, FEW), 130, 300, Full(), scale=-0.125),
     Case((2, 128, 2, EACH), 200, 300, shared=(1, 128, 0), scale=-0.01),
     Case((2, 128, 2, FEW), 130, 300, Full(), shared=(128, 128, 1), scale=0.0),
+    Case((2, 256, 2, FEW, 64), 300, 700, Full(), dim=128),
+    Case((2, 256, 2, EACH, 64), 300, 500, dim=128),
+    Case((2, 256, 2, FEW, 32), 300, 900, Window(300, 20), shared=(1, 0, 0)),
+    Case((2, 256, 2, EACH, 64), 130, 400, Full(), shared=(0, 128, 1)),
 ]
 
 
-@pytest.mark.parametrize(("case", "mode"), timings(CASES, [*CASES[:5], CASES[9], CASES[12]]), ids=str)
+@pytest.mark.parametrize(("case", "mode"), timings(CASES, [*CASES[:5], CASES[9], CASES[12], *CASES[-4:-2]]), ids=str)
 def test_emulated(case, mode):
     call = call_of(case)
     check(case, call, emulated(case, call, mode))
@@ -143,7 +147,8 @@ def test_tokens_of_zeros(share, spread):
 # ---- with a bug
 
 WAIT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up\n"
-RELEASE = "        release(vi, 10 + C.stages, C.readers)\n"
+RELEASE = "        release(vi, 10 + C.stages, C.readers)\n        vi, vp = advance(vi, vp, C.stages)\n"
+DONE, LET_GO = "        acc = warpgroup_mma_wait(0, deps=[acc])\n", RELEASE + "    return acc, top"
 FULL = Case((2, 128, 2, FEW), 260, 700, Full(), heads=(3, 1), shared=(0, 128, 128))
 BUGS = {  # what is wrong, and how the sources differ
     "turned tiles are not waited for": (("        mbarrier.wait(v_full.index(vi), vp)\n        if C", "        if C"),),
@@ -157,14 +162,27 @@ BUGS = {  # what is wrong, and how the sources differ
     "weights outgrow e4m3": (("GROWTH = gl.constexpr(0.8)", "GROWTH = gl.constexpr(8.0)"),),
 }  # fmt: skip
 
+PIECES = Case((2, 256, 2, FEW, 64), 260, 900, Full(), heads=(3, 1))
+SCORES = "        scores = warpgroup_mma_wait(0, deps=[scores])\n        if EDGE"
+TOP = "        top, base, shrink, _each = _top(scores, top, factor, 1.0, EDGE, C)\n"
+KEYS_GO = "        release(ki, 10, C.readers)\n"
+SCALED = "        acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)\n        total"
+BUGS_OF_PIECES = {
+    "values are not waited for": (("        mbarrier.wait(v_full.index(vi), vp)\n        tiles", "        tiles"),),
+    "values are let go before their products are waited for": ((DONE + LET_GO, LET_GO.replace("    return", DONE + "    return")),),
+    "keys are let go before their product is waited for": ((SCORES, KEYS_GO + SCORES), (TOP + KEYS_GO, TOP)),
+    "a piece's values are another's": (("i * PIECE % KEYS, PIECE", "0, PIECE"),),
+    "the output is not scaled where a maximum grew": ((SCALED, "        total"),),
+}
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_shows(bug):
+
+@pytest.mark.parametrize(("case", "bug"), [*((FULL, bug) for bug in BUGS), *((PIECES, bug) for bug in BUGS_OF_PIECES)], ids=str)
+def test_a_planted_bug_shows(case, bug):
     """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
-    call = call_of(FULL)
+    call = call_of(case)
     for mode in MODES:
         try:
-            check(FULL, call, emulated(FULL, call, mode, edits=BUGS[bug]))
+            check(case, call, emulated(case, call, mode, edits=(BUGS | BUGS_OF_PIECES)[bug]))
         except (Fault, AssertionError):
             return
     pytest.fail(f"nobody noticed that {bug}")

@@ -7,6 +7,8 @@ What differs, after FlashAttention-3 (Shah et al., 2024):
 - Weights are 2^8 exp(score - maximum), and the maximum is raised only once it grew by more than 2^0.8: they stay below 448, the largest of e4m3, and
   weights down to 2^-14 of the largest keep all of their digits (with V's scales of blocks or tokens, times what is left of the largest). Sums are
   of weights before rounding.
+- Of long sequences at d128 a step takes 256 keys, and 64 keys' weights go to the output's product while the next ones' exponentials are made (`_by_pieces`):
+  what a step costs whatever its size (barriers, the first and last cycles of products, maxima of four threads) comes half as often.
 - Scales of a head are part of the softmax's factor and of the output's; of 128 keys, of a tile's factor; of a token, columns of scores and weights.
 
 Reads q, k, v once a tile of queries, and V once more before. Exponentials take as long as both products: 128 x 128 of them 1,024 cycles, and the products at
@@ -62,15 +64,18 @@ GROWTH = gl.constexpr(0.8)  # of a maximum that is not followed: 2^8.8 = 446
 
 
 class Tiles(NamedTuple):
-    """Warpgroups of 64 queries, keys a tile, key tiles in flight, and programs at most (`programs_and_counter`)."""
+    """Warpgroups of 64 queries, keys a tile, key tiles in flight, programs at most (`programs_and_counter`), and keys whose weights go to the output's product
+    as soon as they are made; 0: those of a tile go there together, behind the next tile's scores."""
 
     groups: int
     n: int
     stages: int
     programs: int
+    piece: int = 0
 
     def __str__(self):
-        return f"{64 * self.groups}x{self.n} tiles, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
+        pieces = f" in pieces of {self.piece} keys" if self.piece else ""
+        return f"{64 * self.groups}x{self.n} tiles{pieces}, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Shape:
 
     groups: int
     n: int  # keys a tile
+    piece: int  # as in `Tiles`
     stages: int
     left: int
     right: int
@@ -108,7 +114,7 @@ class Shape:
 @gluon.jit
 def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, message, counter, sizes, lengths, C: gl.constexpr):
     N: gl.constexpr = C.n
-    DV: gl.constexpr = v_desc.block_type.shape[2]
+    ROWS: gl.constexpr = v_desc.block_type.shape[2]  # of values, turned
     GROUPS: gl.constexpr = C.groups
     q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
     number, turn = gl.program_id(0), 0
@@ -126,11 +132,11 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, message, counter, size
                 q_at = fill(q_ring, q_at, q_desc, [b, head, tile_m * C.m + group * 64, 0], C.groups, 0, 0)
                 if group == 0:
                     k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.stages, 10, C.readers)
-            v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n // N * DV, 0], C.stages, 10 + C.stages, C.readers)
+            v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n // N * ROWS, 0], C.stages, 10 + C.stages, C.readers)
             for _x in range(masked + bare + low):
                 n -= N
                 k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.stages, 10, C.readers)
-                v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n // N * DV, 0], C.stages, 10 + C.stages, C.readers)
+                v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n // N * ROWS, 0], C.stages, 10 + C.stages, C.readers)
         number = draw(counter, sizes[0])
     tell(message, turn, (gl.to_tensor(-1),))
 
@@ -168,7 +174,7 @@ def _top(scores, top, factor, k_scale, MAY_BE_EMPTY: gl.constexpr, C: gl.constex
 @gluon.jit
 def _weigh(scores, base, factor, v_scale, C: gl.constexpr):
     """The other half: weights times 2^RAISED and V's scale in e4m3, four to a word, and sums that stay in a thread, [64, 8]."""
-    N: gl.constexpr = C.n
+    N: gl.constexpr = scores.shape[1]
     base = base - RAISED
     if C.each_v > 1:
         v_log = logarithm(v_scale)
@@ -223,12 +229,69 @@ def _more(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.constexpr, 
 
 
 @gluon.jit
-def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
+def _pieces(x, PIECE: gl.constexpr):
+    """The columns of x, left to right, as a tuple: no instruction."""
+    found = (x,)
+    ROWS: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    if N > PIECE:
+        left, right = gl.split(x.reshape([ROWS, 2, N // 2]).permute((0, 2, 1)))
+        found = _pieces(left, PIECE) + _pieces(right, PIECE)
+    return found
+
+
+@gluon.jit
+def _by_pieces(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
+               s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
+    """`_more` from the first tile on, where a piece's product runs beside the next one's exponentials; of scales of heads. No weight outlives its turn of the
+    loop, so there is room for the scores of 256 keys."""
+    N: gl.constexpr = C.n
+    PIECE: gl.constexpr = C.piece
+    acc, top, total, ki, kp, vi, vp = state
+    keys, k_full, _ = k_ring
+    values, v_full, _ = v_ring
+    DV: gl.constexpr = acc.shape[1]
+    KEYS: gl.constexpr = values.shape[-1]  # of a tile of values, turned
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, PIECE, 32])
+    rows: gl.constexpr = gl.SliceLayout(1, layout)
+    for t in range(count):
+        at = n - t * N
+        mbarrier.wait(k_full.index(ki), kp)
+        take_turn(GROUP, C.groups)
+        zeros = gl.zeros([64, N], gl.float32, s_layout)
+        scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        turn_over(GROUP, C.groups)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        if EDGE:
+            scores = hide(scores, at, call, (), None, C, s_layout)
+        top, base, shrink, _each = _top(scores, top, factor, 1.0, EDGE, C)
+        release(ki, 10, C.readers)
+        ki, kp = advance(ki, kp, C.stages)
+        acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
+        total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
+        pieces = _pieces(scores, PIECE)
+        each, base = gl.convert_layout(factor, rows), gl.convert_layout(base, rows)
+        mbarrier.wait(v_full.index(vi), vp)
+        tiles = values.index(vi).reshape([N // KEYS * DV, KEYS])
+        for i in gl.static_range(N // PIECE):
+            weights, sums = _weigh(gl.convert_layout(pieces[i], layout), base, each, 1.0, C)
+            total = total + gl.convert_layout(sums, total.type.layout)
+            piece = tiles.slice(i * PIECE // KEYS * DV, DV, 0).slice(i * PIECE % KEYS, PIECE, 1)
+            acc = warpgroup_mma(gl.convert_layout(as_bytes(weights), p_layout), piece.permute((1, 0)), acc, is_async=True)
+            if i > 0 and i < N // PIECE - 1:  # else the weights of all pieces keep their registers: 128 bytes of spills
+                total = warpgroup_mma_wait(1, deps=[total])
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        release(vi, 10 + C.stages, C.readers)
+        vi, vp = advance(vi, vp, C.stages)
+    return acc, top, total, ki, kp, vi, vp
+
+
+@gluon.jit
+def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr):
     """The output of 64 queries, and the cursors after it; LSE is stored."""
     N: gl.constexpr = C.n
     keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
-    DV: gl.constexpr = values.shape[-2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 32])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=4)
@@ -250,48 +313,63 @@ def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scal
     factor = gl.maximum(factor, LEAST)
     call = (rows, shift, b, head, len_q, len_k, k_scales, v_scales, (), (), ())
 
-    k_scale = _scale_at(k_scales, first * N, C.each_k, N, len_k, s_layout)
-    v_scale = _scale_at(v_scales, first * N, C.each_v, N, len_k, s_layout)
-    mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
-    take_turn(GROUP, C.groups)
-    zeros = gl.zeros([64, N], gl.float32, s_layout)
-    scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    turn_over(GROUP, C.groups)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    release(ki, 10, C.readers)
-    ki, kp = advance(ki, kp, C.stages)
-    if C.each_k == 1:
-        scores = scores * k_scale
-    scores = hide(scores, first * N, call, (), None, C, s_layout)
-    top, base, _shrink, each = _top(scores, gl.full([64], float("-inf"), gl.float32, row_layout), factor, k_scale, True, C)
-    weights, total = _weigh(scores, base, each, v_scale, C)
-    state, n = (weights, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp), (first - 1) * N
-    if C.right >= 0:
-        state = _more(state, masked, n, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+    top = gl.full([64], float("-inf"), gl.float32, row_layout)
+    acc = gl.zeros([64, DV], gl.float32, o_layout)
+    if C.piece > 0:
+        total = gl.sum(gl.zeros([64, N], gl.float32, s_layout).reshape([64, N // 8, 8]), 1)
+        state, n = (acc, top, total, ki, kp, vi, vp), first * N
+        masked += 1  # the first tile holds the last keys and (of) the diagonal
+        state = _by_pieces(state, masked, n, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
         n -= masked * N
-    state = _more(state, bare, n, q, k_ring, v_ring, factor, call, False, C, GROUP, s_layout, p_layout)
-    if C.left >= 0:
-        state = _more(state, low, n - bare * N, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
-    weights, acc, top, total, ki, kp, vi, vp = state
+        state = _by_pieces(state, bare, n, q, k_ring, v_ring, factor, call, False, C, GROUP, s_layout, p_layout)
+        if C.left >= 0:
+            state = _by_pieces(state, low, n - bare * N, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+        acc, top, total, ki, kp, vi, vp = state
+    else:
+        k_scale = _scale_at(k_scales, first * N, C.each_k, N, len_k, s_layout)
+        v_scale = _scale_at(v_scales, first * N, C.each_v, N, len_k, s_layout)
+        mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
+        take_turn(GROUP, C.groups)
+        zeros = gl.zeros([64, N], gl.float32, s_layout)
+        scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        turn_over(GROUP, C.groups)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        release(ki, 10, C.readers)
+        ki, kp = advance(ki, kp, C.stages)
+        if C.each_k == 1:
+            scores = scores * k_scale
+        scores = hide(scores, first * N, call, (), None, C, s_layout)
+        top, base, _shrink, each = _top(scores, top, factor, k_scale, True, C)
+        weights, total = _weigh(scores, base, each, v_scale, C)
+        state, n = (weights, acc, top, total, ki, kp, vi, vp), (first - 1) * N
+        if C.right >= 0:
+            state = _more(state, masked, n, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+            n -= masked * N
+        state = _more(state, bare, n, q, k_ring, v_ring, factor, call, False, C, GROUP, s_layout, p_layout)
+        if C.left >= 0:
+            state = _more(state, low, n - bare * N, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+        weights, acc, top, total, ki, kp, vi, vp = state
 
-    mbarrier.wait(v_full.index(vi), vp)
-    acc = warpgroup_mma(gl.convert_layout(as_bytes(weights), p_layout), values.index(vi).reshape([values.shape[-2], N]).permute((1, 0)), acc, is_async=True)
+        mbarrier.wait(v_full.index(vi), vp)
+        acc = warpgroup_mma(gl.convert_layout(as_bytes(weights), p_layout), values.index(vi).reshape([DV, N]).permute((1, 0)), acc, is_async=True)
+
     total = gl.convert_layout(gl.sum(total, 1), row_layout)
     if lse_ptr is not None:
         at = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1] + rows
         gl.store(at, (top + (gl.log2(total) - RAISED)) * LN2, mask=rows < len_q)
     most = gl.load(v_most + b * most_strides[0] + kv_head * most_strides[1])
     inverse = gl.where(total == 0.0, 0.0, most / total)
-    acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
-    release(vi, 10 + C.stages, C.readers)
-    vi, vp = advance(vi, vp, C.stages)
+    if C.piece == 0:
+        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+        release(vi, 10 + C.stages, C.readers)
+        vi, vp = advance(vi, vp, C.stages)
     return acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None], ki, kp, vi, vp
 
 
 @gluon.jit
 def _compute(o_desc, o_buffers, q_ring, k_ring, v_ring, message, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
     queries, q_full, q_empty = q_ring
-    DV: gl.constexpr = v_ring[0].shape[-2]
+    DV: gl.constexpr = o_buffers.shape[-1]
     q = queries.index(GROUP).reshape([64, queries.shape[-1]])
     buffer = o_buffers.index(GROUP)
     qp, ki, kp, vi, vp = 0, 0, 0, 0, 0
@@ -302,7 +380,7 @@ def _compute(o_desc, o_buffers, q_ring, k_ring, v_ring, message, lse_ptr, lse_st
         place = place_of(message, turn, b, sizes, C)
         b, head, tile_m, _, _, _, _, _ = place
         mbarrier.wait(q_full.index(GROUP), qp)
-        acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, lse_ptr, lse_strides, scale, scales, sizes, C, GROUP)
+        acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, lse_ptr, lse_strides, scale, scales, sizes, C, GROUP, DV)
         mbarrier.arrive(q_empty.index(GROUP), count=1)
         tma.store_wait(0)  # the tile before has left
         buffer.reshape([64, DV]).store(acc.to(buffer.dtype))
@@ -365,7 +443,9 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_sc
 TILES = ((128, (2, 128, 3)), (256, (2, 128, 2)))
 LAZILY = ((64, 0), (256, 64))
 LONG_64 = (3, 128, 3)
-SHORT = 4096  # queries of a causal problem: smaller tiles are more even
+LONG_128 = (2, 256, 2)
+PIECE = 64
+SHORT = 4096  # queries: of a causal problem smaller tiles are more even
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -373,9 +453,11 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     groups, n, stages = pick(TILES, p.dim)
     if p.dim <= 64 and p.mask.left is None and (p.len_q > SHORT or p.mask.right is None):
         groups, n, stages = LONG_64
+    elif p.dim == 128 and p.mask.left is None and p.len_q > SHORT and p.batch * p.heads * triton.cdiv(p.len_q, 128) >= device.sms:
+        groups, n, stages = LONG_128
     if p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
         groups = 1
-    return [Tiles(groups, n, stages, programs_of(device))]
+    return [Tiles(groups, n, stages, programs_of(device), PIECE if n == 256 else 0)]
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
@@ -390,6 +472,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     first = [*map(for_tma, first[:3]), first[3]]
     left, right, top_left = ends(p.mask)
     each_q, each_k, each_v = Scales.share(scales.q, p.len_q), Scales.share(scales.k, p.len_k), Scales.share(scales.v, p.len_k)
+    if tiles.piece and (each_k or each_v):  # scales of blocks spill 88 bytes beside 256 scores, of tokens 5.7 KB
+        tiles = tiles._replace(n=128, stages=3, piece=0)
     assert all(each <= 1 or each % tiles.n == 0 for each in (each_k, each_v)), f"a tile of {tiles.n} keys has one scale"
     factors = [s.expand(p.batch, heads, -1) for s, heads in zip(scales, (p.heads, p.kv_heads, p.kv_heads), strict=True)]
     most = (factors[2].amax(-1) if each_v else factors[2][..., 0]).clamp(min=SMALLEST)
@@ -398,9 +482,10 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     scale = x.scale
     if scale < 0:  # the largest score is taken before it is scaled
         first[0], scale = (first[0].view(torch.uint8) ^ 0x80).view(q.dtype), -scale
-    first[2] = turned(first[2], tiles.n)
-    shape = Shape(tiles.groups, tiles.n, tiles.stages, left, right, top_left, each_k, each_v, pick(LAZILY, p.value_dim), p.value_dim <= 128)
-    blocks = ((64, p.dim), (tiles.n, p.dim), (p.value_dim, tiles.n), (64, p.value_dim))
+    keys = min(tiles.n, 128)  # TMA's rows have 128 bytes
+    first[2] = turned(first[2], keys)
+    shape = Shape(tiles.groups, tiles.n, tiles.piece, tiles.stages, left, right, top_left, each_k, each_v, pick(LAZILY, p.value_dim), p.value_dim <= 128)
+    blocks = ((64, p.dim), (tiles.n, p.dim), (p.value_dim * (tiles.n // keys), keys), (64, p.value_dim))
     tiles_m = triton.cdiv(p.len_q, shape.m)
     count = tiles_m * p.batch * p.heads
     programs, counter = programs_and_counter(count, tiles.programs, q.device)
