@@ -36,12 +36,15 @@ PROBLEMS = [
     for layout in ("neox", "interleaved")
     for norm, append in ((False, False), (True, True), (False, True), (True, False))
 ]
+WHOLE = Rope("rope_append", 17, 20, 3, 128, 128, BF16, "neox", False, True)  # tokens enough, in the interpreter, for a whole one a program: two tiles
+PROBLEMS += [WHOLE, WHOLE._replace(append=False)]
 LARGE = [
     Rope("rope_append", tokens, 32, 8, 128, rotary, dtype, layout, True, True)
     for tokens, rotary in ((4097, 128), (4097, 64), (400000, 128))
     for dtype, layout in ((BF16, "neox"), (FP32, "interleaved"))
     if tokens * dtype.itemsize < 1 << 20
 ]
+LARGE.append(WHOLE._replace(tokens=4097, heads=32, kv_heads=8))
 
 
 def inputs(p, device):
@@ -229,6 +232,7 @@ QUANTISED = [
     for layout, norm in (("neox", True), ("interleaved", False))
     if not ("/64" in kv and size[3] == 192) and (size[3] == 64 or layout == "neox" or "/32" in kv)
 ]  # fmt: skip
+QUANTISED += [WHOLE._replace(kv=kv) for kv in ("int4", "e4m3")]
 
 
 def distance(form, codes, scale, zero, x):
