@@ -286,7 +286,7 @@ def test_activations(problem, arch):
     back, bias = problem.op.endswith("backward"), "bias" in problem.variant
     signature = dict.fromkeys(("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "bias_ptr"), POINTER[problem.dtype]) | {"partial_ptr": "*fp32"}
     signature |= dict.fromkeys(("rows", "width", "x_stride", "dy_stride"), "i32") | {"alpha": "fp32", "limit": "fp32"}
-    constexprs = {"ACT": act, "FORM": lie, "BLOCK": tiles.block} | ({"ROWS": tiles.rows} if back else {}) | ({} if bias else {"bias_ptr": None})
+    constexprs = {"ACT": act, "FORM": lie, "BLOCK": tiles.block} | ({"STAGES": tiles.stages} if back else {}) | ({} if bias else {"bias_ptr": None})
     constexprs |= {"partial_ptr": None} if back and not bias else {}
     facts = compile_for(mlp._gradient if back else mlp._activate, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "dy_stride"))
     check(facts, arch)
@@ -302,7 +302,9 @@ def test_rotary(dim, rotary_dim, dtype, layout, arch):
     tiles = rope.configs(problem, GPUS[arch])[0]
     signature = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), POINTER[dtype]) | {"table_ptr": "*fp32", "positions_ptr": "*i64"}
     signature |= dict.fromkeys(("num_q", "num_kv", "length", "table_stride"), "i32") | dict.fromkeys(("q_strides", "k_strides"), ("i32",) * 3)
-    constexprs = {"BACK": True, "INTERLEAVED": layout == "interleaved", "ROTARY": rotary_dim, "DIM": dim, "PAIRS": rope.pairs(problem), "HEADS": tiles.heads}
+    signature |= {"position_strides": ("i32",) * 2}
+    constexprs = {"BACK": True, "INTERLEAVED": layout == "interleaved", "ROTARY": rotary_dim, "DIM": dim, "PAIRS": rope.pairs(problem)}
+    constexprs |= {"HEADS": tiles.heads, "SPAN": tiles.span}
     facts = compile_for(rope._rotary, signature, constexprs, arch, tiles.warps, aligned=("table_stride", "q_strides", "k_strides"))
     check(facts, arch)
     assert facts.shared == 0, "the elements of a pair met in shared memory, not in a thread"
