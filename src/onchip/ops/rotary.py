@@ -1,6 +1,5 @@
 """Rotary embedding of queries and keys, with a gradient: one pass over both, forward and backward."""
 
-import torch
 from torch import Tensor
 
 from onchip.core.problem import Rope

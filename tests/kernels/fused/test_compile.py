@@ -17,6 +17,7 @@ from onchip.kernels.fused import (
     denoise,
     dropout,
     embedding,
+    gluon_hadamard,
     group_norm,
     group_norm_backward,
     group_tile,
@@ -336,6 +337,18 @@ def test_hadamard(rows, width, dtype, arch):
     part = width // tiles.parts
     constexprs = {"ROWS": tiles.rows, "WIDTH": part, "PARTS": tiles.parts, "BITS": part.bit_length() - 1, "STEP": tiles.step, "SCALE": width**-0.5}
     check(compile_for(hadamard._hadamard, signature, constexprs, arch, tiles.warps, aligned=("x_stride",)), arch)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (8192, FP32), (32768, BF16)])
+def test_gluon_hadamard(width, dtype):
+    """Two exchanges by vectors, of no more than three barriers each, and nothing else through shared memory."""
+    tiles = gluon_hadamard.configs(Rows("hadamard", 2048, width, dtype), GPUS["sm_90"])[0]
+    signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "x_stride": "i32"}
+    part = width // tiles.parts
+    constexprs = {"WIDTH": part, "PARTS": tiles.parts, "SCALE": width**-0.5, "SIZE": dtype.itemsize}
+    facts = compile_for(gluon_hadamard._hadamard, signature, constexprs, "sm_90", tiles.warps, aligned=("x_stride",), most_registers=tiles.registers)
+    check(facts, "sm_90")
+    assert facts.shared <= 4 * part and facts.ptx.count("bar.sync") <= 4
 
 
 @everywhere

@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from judge import assert_as_good_as_torch, poisoned
-from onchip.core.device import gpu
 from onchip.core.problem import Rows
 from onchip.dispatch import record
 from onchip.kernels.fused import GATED_ACT, GATED_ACT_BACKWARD, mlp

@@ -106,7 +106,9 @@ def _activate(x_ptr, bias_ptr, y_ptr, width, x_stride, alpha, limit, ACT: tl.con
 
 
 @triton.jit
-def _slopes(x_ptr, dy_ptr, dx_ptr, b, c, bias_ptr, row, first, width, x_stride, dy_stride, alpha, limit, ACT: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr):
+def _slopes(
+    x_ptr, dy_ptr, dx_ptr, b, c, bias_ptr, row, first, width, x_stride, dy_stride, alpha, limit, ACT: tl.constexpr, FORM: tl.constexpr, BLOCK: tl.constexpr
+):
     """Writes dx of a piece of a row; the gradients of its gates and ups."""
     QUICK: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     gate, up = _load(x_ptr + row * x_stride, first, width, FORM, BLOCK)

@@ -65,7 +65,7 @@ def zeros(ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
 def parameter(ptr, stride, row, s, col, inside, width, PER: tl.constexpr):
     """A parameter as it is stored: [ROWS, BLOCK] where each row has its own, else [1, BLOCK]; 0 where there is none.
 
-    "set, spread": [ROWS, BLOCK] of one row, where warps lie side by side down the rows: of [1, BLOCK] each would load a part, and get the others' by shared memory.
+    "set, spread": [ROWS, BLOCK] of one row, where warps lie down the rows: of [1, BLOCK] each would load a part, and get the others' by shared memory.
     """
     if ptr is None:
         x = tl.zeros([1, 1], tl.float32)

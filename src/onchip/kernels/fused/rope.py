@@ -343,7 +343,7 @@ def launch_rotary_backward(problem: Rope, config: Tiles, dq: torch.Tensor, dk: t
 
 
 def configs(problem: Rope, device: Device) -> list[Tiles]:
-    """As many heads as fill a tile; of many tokens a program without a cache takes several tiles of one, whose angles it reads once, all loads before its stores."""
+    """As many heads as fill a tile; of many tokens a program without a cache takes several tiles of one, all loads before its stores, and the angles once."""
     block = 2 * pairs(problem)
     heads = max(1, min(TILE // block, triton.next_power_of_2(problem.heads + (1 + problem.append) * problem.kv_heads)))
     tiles = triton.cdiv(problem.heads, heads) + triton.cdiv(problem.kv_heads, heads)
