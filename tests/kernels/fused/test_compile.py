@@ -28,6 +28,7 @@ from onchip.kernels.fused import (
     mlp,
     norm,
     norm_backward,
+    norm_stay,
     penalties,
     rope,
     skinny,
@@ -103,6 +104,20 @@ def test_norm(form, rows, width, dtype, arch):
     facts = norm_facts(norm._norm, tiles, width, dtype, there, words, arch)
     check(facts, arch)
     assert facts.ptx.count("barrier.cluster.wait") == (tiles.ctas > 1), "the exchange was written more than once: its result is wanted in two layouts"
+
+
+@pytest.mark.parametrize("form", ["rms", "layer"])
+def test_norm_by_clusters_that_stay(form):
+    """What is heard is heard once a turn, and rows come by copies that nobody waits for; a program has 16 warps, and so 128 registers a thread."""
+    (tiles,) = norm_stay.config(Rows("norm", 256, norm_stay.WIDTH, BF16, "layer weight bias"), GPUS["sm_90"])
+    values = {"LAYER": form == "layer", "CTAS": tiles.ctas, "CLUSTER": True, "PARTS": tiles.parts, "BLOCK": tiles.block, "STAGES": tiles.stages, "offset": None}
+    pointers = {"x_ptr", "y_ptr", "rstd_ptr", "w_ptr"} | ({"mean_ptr", "b_ptr"} if form == "layer" else set())
+    kernel = norm_stay._norm_stay
+    values |= {name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in pointers}
+    signature = dict.fromkeys(pointers, "*bf16") | {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "x_stride": "i32", "rows": "i32", "eps": "fp32"}
+    facts = compile_for(kernel, signature, values, "sm_90", tiles.warps, aligned=("x_stride",), ctas=tiles.ctas)
+    check(facts, "sm_90")
+    assert facts.ptx.count("try_wait") == 1 and facts.ptx.count("st.async") == 1 + (form == "layer") and "cp.async.cg" in facts.ptx
 
 
 @pytest.mark.parametrize("form", ["rms", "layer"])
