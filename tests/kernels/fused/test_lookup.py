@@ -156,13 +156,11 @@ def test_hadamard(rows, width, dtype, kernel, device):
 @pytest.mark.parametrize(
     ("rows", "width", "dtype", "kernel"),
     [
-        (300_000, 8192, BF16, "gluon_hadamard"),
+        (150_000, 16384, BF16, "gluon_hadamard"),
         (4099, 32768, FP32, "gluon_hadamard"),
         (3, 16384, FP32, "gluon_hadamard"),
         (5, 32768, FP16, "gluon_hadamard"),
-        (7, 2048, FP32, "gluon_hadamard"),
-        (1, 4096, BF16, "gluon_hadamard"),
-        (4099, 32768, FP32, "triton_hadamard"),
+        (300_000, 8192, BF16, "triton_hadamard"),
         (70_001, 128, BF16, "triton_hadamard"),
     ],
 )
@@ -172,7 +170,7 @@ def test_large_hadamard(rows, width, dtype, kernel, device):
     check_hadamard(rows, width, dtype, kernel, device)
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(2048, BF16), (4096, FP32), (8192, FP16), (32768, FP32)])
+@pytest.mark.parametrize(("width", "dtype"), [(16384, BF16), (32768, FP32)])
 def test_six_bits_at_a_time(width, dtype):
     """The text of the kernel for wide rows in the emulator, rows apart by more than their width; each bit of the column is added along once, in registers."""
     kernel = Emulator("slow loads").load("onchip.kernels.fused.gluon_hadamard")
@@ -180,7 +178,7 @@ def test_six_bits_at_a_time(width, dtype):
     problem = Rows("hadamard", 2, width, dtype)
     ours = kernel.launch(problem, kernel.configs(problem, GPUS["H200"])[0], x)
     assert_as_good_as_torch(ours, product(x), product(x.double()))
-    for columns in (width, max(width // 2, 2048)):
+    for columns in (width, width // 2):
         passes = kernel.passes(columns, x.element_size())
         assert sorted(bit for _, added in passes for bit in added) == list(range(columns.bit_length() - 1))
         assert all(len(set(held)) == kernel.HELD and set(added) <= set(held) for held, added in passes)

@@ -50,7 +50,7 @@ def test_which_calls():
     """Rows of one width in 16 bits, so many that the beginning is hidden; on one of Hopper's GPUs that has a place for a cluster."""
     asked = Rows("norm", 256, 1 << 18, BF16, "layer weight bias keep")
     first, held = norm.configs(asked, GPUS["H200"])
-    assert str(first) == "1x16384 tiles, 16 warps a program, 7 clusters of 16 that stay, 4 stages" and held == norm._held(1 << 19, 2, True)
+    assert str(first) == "1x16384 tiles, 16 warps a program, 7 clusters of 16 that stay, 3 stages" and held == norm._held(1 << 19, 2, True)
     for other in (asked._replace(rows=27), asked._replace(width=1 << 17), asked._replace(dtype=FP32), asked._replace(variant="layer")):
         assert not norm_stay.config(other, GPUS["H200"])
     assert not any(isinstance(config, norm_stay.Stay) for config in norm.configs(asked, GPUS["A100"]))

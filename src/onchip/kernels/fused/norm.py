@@ -351,8 +351,6 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
         grid = (norm.sets * triton.cdiv(rows // norm.sets, config.rows) * meeting["pieces"],)
         tile = {"ROWS": config.rows, "PARTS": config.parts, "BLOCK": config.block, "HELD": config.registers > 0, "num_warps": config.warps}
         tile |= options(config)
-        if given["MOD"] == "set" and config.rows > 1 and config.block * x.element_size() < 512 * config.warps:
-            given["MOD"] = "set, spread"
         for phase in (BOTH,) if meeting["pieces"] == 1 else (FIRST, SECOND):
             _norm[grid](**given, PHASE=phase, CTAS=config.ctas, CLUSTER=x.device.type == "cuda", **tile)
     return Normed(y, total, mean, rstd, scale)

@@ -22,6 +22,7 @@ from onchip.kernels.fused.norm_tile import columns, weighed, widened
 
 WIDTH, CTAS = 1 << 18, 16  # columns, of numbers of 16 bits: programs of 32 KB
 FIT = 0.85  # of the multiprocessors of a GPU, those that clusters of 16 find: one cluster more would wait for another's end
+EACH = tl.constexpr(8)  # neighbours of a row that a thread loads at once
 TURNS = 4  # rows of a cluster from which on its beginning is hidden
 
 
@@ -51,6 +52,54 @@ def _again(x, CLUSTER: tl.constexpr):
 
 
 @triton.jit
+def _squares(x, CLUSTER: tl.constexpr, PARTS: tl.constexpr):
+    """The sum of squares of each program's piece, [CTAS]."""
+    for n in tl.static_range(PARTS):
+        of_part = _again(x[n], CLUSTER)
+        if n == 0:
+            squares = of_part * of_part
+        else:
+            squares += of_part * of_part
+    return tl.sum(squares, 1)
+
+
+@triton.jit
+def _pair(mean, square, count, other_mean, other_square, other_count):
+    """Mean, sum of square deviations and count of two sets together (Chan, Golub and LeVeque, 1983)."""
+    off = other_mean - mean
+    share = off * (other_count / (count + other_count))
+    return mean + share, square + other_square + off * share * count, count + other_count
+
+
+@triton.jit
+def _even_pair(mean, square, count, other_mean, other_square, other_count):
+    """The same of sets of one size, as a GPU's threads have: no quotient."""
+    half = (other_mean - mean) * 0.5
+    return mean + half, square + other_square + half * half * (count + other_count), count + other_count
+
+
+@triton.jit
+def _moments(x, CTAS: tl.constexpr, CLUSTER: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Mean and sum of square deviations of each program's piece, [CTAS]: of a thread's numbers first, then by one reduction, where two have barriers each."""
+    for n in tl.static_range(PARTS):
+        of_part = tl.sum(_again(x[n], CLUSTER).reshape(CTAS, BLOCK // EACH, EACH), 2)
+        if n == 0:
+            mean = of_part
+        else:
+            mean += of_part
+    mean *= 1.0 / (EACH * PARTS)
+    for n in tl.static_range(PARTS):
+        off = _again(x[n], CLUSTER).reshape(CTAS, BLOCK // EACH, EACH) - mean[:, :, None]
+        of_part = tl.sum(off * off, 2)
+        if n == 0:
+            square = of_part
+        else:
+            square += of_part
+    mean, square, _ = tl.reduce((mean, square, tl.full(mean.shape, EACH * PARTS, tl.float32)), 1, _even_pair if CLUSTER else _pair)
+    return mean, square
+
+
+@triton.jit
 def _norm_stay(
     x_ptr, x_stride, y_ptr, mean_ptr, rstd_ptr, eps, w_ptr, b_ptr, offset, rows, LAYER: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -74,23 +123,7 @@ def _norm_stay(
         new = ()
         for n in tl.static_range(PARTS):
             new += (tl.load(x_ptr + tl.cast(start, tl.int64) * x_stride + col[n], mask=live, other=0.0),)
-        new_level = level
-        if LAYER:
-            for n in tl.static_range(PARTS):
-                if n == 0:
-                    sums = _again(new[n], CLUSTER)
-                else:
-                    sums += _again(new[n], CLUSTER)
-            new_level = tl.sum(sums, 1) * (1.0 / PIECE)
-        for n in tl.static_range(PARTS):
-            off = _again(new[n], CLUSTER)
-            if LAYER:
-                off -= new_level[:, None]
-            if n == 0:
-                squares = off * off
-            else:
-                squares += off * off
-        new_square = tl.sum(squares, 1)
+        new_level, new_square = _moments(new, CTAS, CLUSTER, PARTS, BLOCK) if LAYER else (level, _squares(new, CLUSTER, PARTS))
         if LAYER:
             tell(new_level, new_square, box, turn, tl.cast(live, tl.int32), VALUES, CTAS, CLUSTER)
             mean, total = heard_moments(level, square, box, turn - 1, PIECE, CTAS, CLUSTER)
@@ -122,7 +155,7 @@ def config(problem: Rows, device: Device) -> list[Stay]:
     clusters = int(FIT * device.sms / CTAS)
     if problem.width != WIDTH or problem.dtype.itemsize != 2 or "weight" not in problem.variant.split() or problem.rows < TURNS * clusters:
         return []
-    return [Stay(clusters, CTAS, 4, 4096, 16, 4)] if clusters else []
+    return [Stay(clusters, CTAS, 4, 4096, 16, 3 if "layer" in problem.variant else 4)] if clusters else []
 
 
 def launch(config: Stay, x: torch.Tensor, y: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor | None, norm: Norm) -> None:

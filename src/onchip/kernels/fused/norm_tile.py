@@ -63,18 +63,13 @@ def zeros(ROWS: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def parameter(ptr, stride, row, s, col, inside, width, PER: tl.constexpr):
-    """A parameter as it is stored: [ROWS, BLOCK] where each row has its own, else [1, BLOCK]; 0 where there is none.
-
-    "set, spread": [ROWS, BLOCK] of one row, where warps lie down the rows: of [1, BLOCK] each would load a part, and get the others' by shared memory.
-    """
+    """A parameter as it is stored: [ROWS, BLOCK] where each row has its own, else [1, BLOCK]; 0 where there is none."""
     if ptr is None:
         x = tl.zeros([1, 1], tl.float32)
     elif PER == "row":
         x = tl.load(ptr + row * stride + col, mask=inside, other=0.0)
     elif PER == "set":
         x = tl.load(ptr + s.to(tl.int64) * stride + col, mask=col < width, other=0.0)
-    elif PER == "set, spread":
-        x = tl.load(tl.broadcast_to(ptr + s.to(tl.int64) * stride + col, inside.shape), mask=inside, other=0.0)
     else:
         x = tl.load(ptr + col, mask=col < width, other=0.0)
     return x

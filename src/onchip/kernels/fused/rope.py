@@ -26,20 +26,18 @@ from onchip.core.problem import Rope
 from onchip.kernels.launch import starts_early
 
 TILE = 2048  # elements of a program
-SPAN, MANY = 3, 8  # tiles of a program at most where there is no cache: H200, 32 + 8 heads of 128, 68.0 us (one 70.7)
 THREAD = 16  # elements of a thread: two 16-byte loads of bf16
 TINY = tl.constexpr(formats.TINY)
 
 
 class Tiles(NamedTuple):
-    """How many heads of a token a tile has, and how many tiles a program."""
+    """How many heads of a token a program takes."""
 
     heads: int
     warps: int
-    span: int = 1
 
     def __str__(self):
-        return f"{self.heads * self.span} heads a program, {self.warps} warps"
+        return f"{self.heads} heads a program, {self.warps} warps"
 
 
 # ---- device
@@ -276,44 +274,36 @@ def _rope_append(
 @triton.jit
 def _rotary(q_ptr, k_ptr, q_out_ptr, k_out_ptr, table_ptr, positions_ptr, num_q, num_kv, length, q_strides, k_strides, table_stride, position_strides,
             BACK: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
-            SPAN: tl.constexpr):  # fmt: skip
-    """SPAN tiles of HEADS heads of one token of q and k [batch, len, heads, DIM] to memory that is contiguous. BACK: by minus the angle."""
+            ALIGNED: tl.constexpr):  # fmt: skip
+    """HEADS heads of one token of q or k [batch, len, heads, DIM] to memory that is contiguous. BACK: by minus the angle. ALIGNED: q and k to 16 bytes."""
     HALF: tl.constexpr = ROTARY // 2
     of_q, tiles = tl.cdiv(num_q, HEADS), tl.cdiv(num_q, HEADS) + tl.cdiv(num_kv, HEADS)
-    groups = tl.cdiv(tiles, SPAN)
-    token, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
-    pair = tl.arange(0, PAIRS)[None, :]
+    token, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    is_q = tile < of_q
+    heads = tl.where(is_q, num_q, num_kv)
+    head = (tile - tl.where(is_q, 0, of_q)) * HEADS + tl.arange(0, HEADS)[:, None]
+    rows, pair = head < heads, tl.arange(0, PAIRS)[None, :]
     sample, position = token // length, token % length
+    from_q = sample * q_strides[0] + position * q_strides[1] + head.to(tl.int64) * q_strides[2]
+    from_k = sample * k_strides[0] + position * k_strides[1] + head.to(tl.int64) * k_strides[2]
+    x_ptr = tl.where(is_q, q_ptr, k_ptr)
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    x_a, x_b = _load_pairs(x_ptr + tl.where(is_q, from_q, from_k), rows, PAIRS, DIM, ROTARY, INTERLEAVED)
     if positions_ptr is None:
         row = position
     else:
         row = tl.load(positions_ptr + sample * position_strides[0] + position * position_strides[1]).to(tl.int64)
     angles_ptr = table_ptr + row * table_stride + pair
-    read = ()
-    for n in tl.static_range(SPAN):
-        tile = group * SPAN + n
-        is_q = tile < of_q
-        head = (tile - tl.where(is_q, 0, of_q)) * HEADS + tl.arange(0, HEADS)[:, None]
-        rows = (head < tl.where(is_q, num_q, num_kv)) & (tile < tiles)
-        from_q = sample * q_strides[0] + position * q_strides[1] + head.to(tl.int64) * q_strides[2]
-        from_k = sample * k_strides[0] + position * k_strides[1] + head.to(tl.int64) * k_strides[2]
-        x_ptr = tl.multiple_of(tl.where(is_q, q_ptr, k_ptr), 16)
-        read += (_load_pairs(x_ptr + tl.where(is_q, from_q, from_k), rows, PAIRS, DIM, ROTARY, INTERLEAVED),)
     cos = tl.load(angles_ptr, mask=pair < HALF, other=1.0).to(tl.float32)  # [1, PAIRS]
     sin = tl.load(angles_ptr + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
     if BACK:
         sin = -sin
-    for n in tl.static_range(SPAN):
-        tile = group * SPAN + n
-        is_q = tile < of_q
-        head = (tile - tl.where(is_q, 0, of_q)) * HEADS + tl.arange(0, HEADS)[:, None]
-        heads = tl.where(is_q, num_q, num_kv)
-        x_a, x_b = read[n]
-        a, b = x_a.to(tl.float32), x_b.to(tl.float32)
-        y_a = tl.where(pair < HALF, (a * cos - b * sin).to(x_a.dtype), x_a)
-        y_b = tl.where(pair < HALF, (b * cos + a * sin).to(x_b.dtype), x_b)
-        y_ptr = tl.multiple_of(tl.where(is_q, q_out_ptr, k_out_ptr), 16)
-        _store_pairs(y_ptr + (token * heads + head) * DIM, y_a, y_b, (head < heads) & (tile < tiles), DIM, DIM, ROTARY, INTERLEAVED)
+    a, b = x_a.to(tl.float32), x_b.to(tl.float32)
+    y_a = tl.where(pair < HALF, (a * cos - b * sin).to(x_a.dtype), x_a)
+    y_b = tl.where(pair < HALF, (b * cos + a * sin).to(x_b.dtype), x_b)
+    y_ptr = tl.multiple_of(tl.where(is_q, q_out_ptr, k_out_ptr), 16)
+    _store_pairs(y_ptr + (token * heads + head) * DIM, y_a, y_b, rows, DIM, DIM, ROTARY, INTERLEAVED)
 
 
 # ---- host
@@ -329,10 +319,10 @@ def launch_rotary(
     turned = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     places = (0, 0) if positions is None else positions.stride()
     if p.tokens:
-        _rotary[(p.tokens * triton.cdiv(tiles, config.span),)](
+        _rotary[(p.tokens * tiles,)](
             q, k, *turned, table, positions, p.heads, p.kv_heads, q.shape[1], q.stride()[:3], k.stride()[:3], table.stride(0), places,
-            BACK=back, INTERLEAVED=p.layout == "interleaved", ROTARY=p.rotary_dim, DIM=p.dim, PAIRS=pairs(p), HEADS=config.heads, SPAN=config.span,
-            num_warps=config.warps,
+            BACK=back, INTERLEAVED=p.layout == "interleaved", ROTARY=p.rotary_dim, DIM=p.dim, PAIRS=pairs(p), HEADS=config.heads,
+            ALIGNED=all(x.data_ptr() % 16 == 0 for x in (q, k)), num_warps=config.warps,
         )  # fmt: skip
     return turned
 
@@ -343,12 +333,10 @@ def launch_rotary_backward(problem: Rope, config: Tiles, dq: torch.Tensor, dk: t
 
 
 def configs(problem: Rope, device: Device) -> list[Tiles]:
-    """As many heads as fill a tile; of many tokens a program without a cache takes several tiles of one, all loads before its stores, and the angles once."""
+    """As many heads as fill a tile."""
     block = 2 * pairs(problem)
     heads = max(1, min(TILE // block, triton.next_power_of_2(problem.heads + (1 + problem.append) * problem.kv_heads)))
-    tiles = triton.cdiv(problem.heads, heads) + triton.cdiv(problem.kv_heads, heads)
-    many = problem.op.startswith("rotary") and problem.tokens > MANY * device.sms
-    return [Tiles(heads, max(1, heads * block // (32 * THREAD)), triton.cdiv(tiles, triton.cdiv(tiles, SPAN)) if many else 1)]
+    return [Tiles(heads, max(1, heads * block // (32 * THREAD)))]
 
 
 def pairs(problem: Rope) -> int:
