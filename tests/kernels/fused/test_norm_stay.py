@@ -51,6 +51,7 @@ def test_which_calls():
     asked = Rows("norm", 256, 1 << 18, BF16, "layer weight bias keep")
     first, held = norm.configs(asked, GPUS["H200"])
     assert str(first) == "1x16384 tiles, 16 warps a program, 7 clusters of 16 that stay, 3 stages" and held == norm._held(1 << 19, 2, True)
+    assert norm_stay.config(Rows("rms_norm", 28, 1 << 18, FP16, ""), GPUS["H200"]) == [norm_stay.Stay(7, 16, 4, 4096, 16, 4)]
     for other in (asked._replace(rows=27), asked._replace(width=1 << 17), asked._replace(dtype=FP32), asked._replace(variant="layer")):
         assert not norm_stay.config(other, GPUS["H200"])
     assert not any(isinstance(config, norm_stay.Stay) for config in norm.configs(asked, GPUS["A100"]))

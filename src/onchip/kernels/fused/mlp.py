@@ -41,31 +41,16 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _fetch(ptr, first, width, there, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """A piece of the row at `ptr` as it lies: gates and ups; interleaved both together, twice; of a plain activation its numbers, twice."""
+def _load(ptr, first, width, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    """Gates and ups of a piece of the row at `ptr`, float32 [BLOCK]; neighbours are taken apart in registers. Of a plain activation its numbers, twice."""
     if FORM == "interleaved":
         both = 2 * first + tl.arange(0, 2 * BLOCK)
-        gate = tl.load(ptr + both, mask=(both < 2 * width) & there, other=0.0)
-        up = gate
+        gate, up = tl.split(tl.load(ptr + both, mask=both < 2 * width, other=0.0).reshape(BLOCK, 2))
     else:
         col = first + tl.arange(0, BLOCK)
-        gate = tl.load(ptr + col, mask=(col < width) & there, other=0.0)
-        up = tl.load(ptr + width + col, mask=(col < width) & there, other=0.0) if FORM == "halves" else gate
-    return gate, up
-
-
-@triton.jit
-def _wide(gate, up, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """Gates and ups, float32 [BLOCK]; neighbours are taken apart in registers."""
-    if FORM == "interleaved":
-        gate, up = tl.split(gate.reshape(BLOCK, 2))
+        gate = tl.load(ptr + col, mask=col < width, other=0.0)
+        up = tl.load(ptr + width + col, mask=col < width, other=0.0) if FORM == "halves" else gate
     return gate.to(tl.float32), up.to(tl.float32)
-
-
-@triton.jit
-def _load(ptr, first, width, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    gate, up = _fetch(ptr, first, width, True, FORM, BLOCK)
-    return _wide(gate, up, FORM, BLOCK)
 
 
 @triton.jit

@@ -354,7 +354,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
         warps = 1 << round(math.log2(parts * block / (32 * THREAD if plain else 48 * THREAD)))
         each = {1: 8, 2: 4, 4: 2, 8: 2}.get(warps, 1)
         return [Tiles(1, parts, block, warps, each * device.sms, _stages(load, each, 4 if load <= SHORT else 3, device))]
-    if plain and "layer" in words and block == TILE // 2 and problem.rows >= 64 * device.sms:
+    if plain and size == 2 and "layer" in words and block == TILE // 2 and problem.rows >= 64 * device.sms:
         programs = 1 << (2 * device.sms).bit_length() - 1  # 103.0 us with 256 of one row (H200, 16,384 x 4,096), with 264 104.2, 104.7 with 132 of two rows
         return [Tiles(1, 1, block, 8, programs, _stages(load * block, 2, 3, device))]
     rows = max(1, min((TILE if plain else TILE // 2) // block, problem.rows // device.sms))

@@ -152,8 +152,8 @@ def _norm_stay(
 
 def config(problem: Rows, device: Device) -> list[Stay]:
     """How many clusters of which programs, of a plain norm that they are for; else nothing."""
-    clusters = int(FIT * device.sms / CTAS)
-    if problem.width != WIDTH or problem.dtype.itemsize != 2 or "weight" not in problem.variant.split() or problem.rows < TURNS * clusters:
+    clusters, has_weight = int(FIT * device.sms / CTAS), problem.op == "rms_norm" or "weight" in problem.variant.split()
+    if problem.width != WIDTH or problem.dtype.itemsize != 2 or not has_weight or problem.rows < TURNS * clusters:
         return []
     return [Stay(clusters, CTAS, 4, 4096, 16, 3 if "layer" in problem.variant else 4)] if clusters else []
 
