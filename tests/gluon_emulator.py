@@ -765,7 +765,9 @@ class Emulator:
         hopper = SimpleNamespace(fence_async_shared=self.fence, mbarrier=mbarrier, tma=tma, **products)
         gluon = SimpleNamespace(jit=self.jit, language=language)
         sizes = {"cdiv": lambda a, b: -(-a // b), "next_power_of_2": lambda n: 1 << (n - 1).bit_length()}
-        triton = SimpleNamespace(jit=self.jit, language=language, knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)), **sizes)
+        triton = SimpleNamespace(
+            jit=self.jit, language=language, constexpr_function=lambda f: f, knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)), **sizes
+        )
         return {
             "triton": triton,
             "triton.language": language,

@@ -1,6 +1,5 @@
 """Rotary embedding of queries and keys, with a gradient: one pass over both, forward and backward."""
 
-import torch
 from torch import Tensor
 
 from onchip.core.problem import Rope
@@ -35,12 +34,13 @@ def rotary(
     if positions is None:
         if len(table) < places[-1]:
             raise ValueError(f"rotary: table has {len(table)} positions, q has {places[-1]} tokens; give a longer rope_table or positions")
-        positions = torch.arange(places[-1], device=q.device)
-    if positions.shape not in (places, places[-1:]) or positions.is_floating_point():
+    elif positions.shape not in (places, places[-1:]) or positions.is_floating_point():
         raise ValueError(f"rotary: positions are {positions.dtype} {list(positions.shape)}; give int64 {list(places)} or {list(places[-1:])}")
+    else:
+        positions = positions.expand(places if q.ndim == 4 else (1, *places))
     if q.ndim == 4:
-        return _run(q, k, table, positions.expand(places), layout, kernel)
-    q, k = _run(q.unsqueeze(0), k.unsqueeze(0), table, positions.unsqueeze(0), layout, kernel)
+        return _run(q, k, table, positions, layout, kernel)
+    q, k = _run(q.unsqueeze(0), k.unsqueeze(0), table, positions, layout, kernel)
     return q.squeeze(0), k.squeeze(0)
 
 
@@ -49,11 +49,11 @@ def _problem(op: str, q: Tensor, k: Tensor, table: Tensor, layout: str) -> Rope:
     return Rope(op, batch * length, heads, k.shape[2], dim, table.shape[1], q.dtype, layout, False, False)
 
 
-def _forward(q: Tensor, k: Tensor, table: Tensor, positions: Tensor, layout: str, kernel: str) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, table: Tensor, positions: Tensor | None, layout: str, kernel: str) -> tuple[Tensor, Tensor]:
     return select(_problem("rotary", q, k, table, layout), q.device, kernel).launch(q, k, table, positions)
 
 
-def _backward(dq: Tensor, dk: Tensor, table: Tensor, positions: Tensor, layout: str, kernel: str) -> tuple[Tensor, Tensor]:
+def _backward(dq: Tensor, dk: Tensor, table: Tensor, positions: Tensor | None, layout: str, kernel: str) -> tuple[Tensor, Tensor]:
     return select(_problem("rotary_backward", dq, dk, table, layout), dq.device, kernel).launch(dq, dk, table, positions)
 
 

@@ -17,6 +17,7 @@ from onchip.kernels.fused import (
     denoise,
     dropout,
     embedding,
+    gluon_hadamard,
     group_norm,
     group_norm_backward,
     group_tile,
@@ -27,6 +28,7 @@ from onchip.kernels.fused import (
     mlp,
     norm,
     norm_backward,
+    norm_stay,
     penalties,
     rope,
     skinny,
@@ -102,6 +104,20 @@ def test_norm(form, rows, width, dtype, arch):
     facts = norm_facts(norm._norm, tiles, width, dtype, there, words, arch)
     check(facts, arch)
     assert facts.ptx.count("barrier.cluster.wait") == (tiles.ctas > 1), "the exchange was written more than once: its result is wanted in two layouts"
+
+
+@pytest.mark.parametrize("form", ["rms", "layer"])
+def test_norm_by_clusters_that_stay(form):
+    """What is heard is heard once a turn, and rows come by copies that nobody waits for; a program has 16 warps, and so 128 registers a thread."""
+    (tiles,) = norm_stay.config(Rows("norm", 256, norm_stay.WIDTH, BF16, "layer weight bias"), GPUS["sm_90"])
+    values = {"LAYER": form == "layer", "CTAS": tiles.ctas, "CLUSTER": True, "PARTS": tiles.parts, "BLOCK": tiles.block, "STAGES": tiles.stages, "offset": None}
+    pointers = {"x_ptr", "y_ptr", "rstd_ptr", "w_ptr"} | ({"mean_ptr", "b_ptr"} if form == "layer" else set())
+    kernel = norm_stay._norm_stay
+    values |= {name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in pointers}
+    signature = dict.fromkeys(pointers, "*bf16") | {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "x_stride": "i32", "rows": "i32", "eps": "fp32"}
+    facts = compile_for(kernel, signature, values, "sm_90", tiles.warps, aligned=("x_stride",), ctas=tiles.ctas)
+    check(facts, "sm_90")
+    assert facts.ptx.count("try_wait") == 1 and facts.ptx.count("st.async") == 1 + (form == "layer") and "cp.async.cg" in facts.ptx
 
 
 @pytest.mark.parametrize("form", ["rms", "layer"])
@@ -288,7 +304,7 @@ def test_activations(problem, arch):
     back, bias = problem.op.endswith("backward"), "bias" in problem.variant
     signature = dict.fromkeys(("x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "bias_ptr"), POINTER[problem.dtype]) | {"partial_ptr": "*fp32"}
     signature |= dict.fromkeys(("rows", "width", "x_stride", "dy_stride"), "i32") | {"alpha": "fp32", "limit": "fp32"}
-    constexprs = {"ACT": act, "FORM": lie, "BLOCK": tiles.block} | ({"ROWS": tiles.rows} if back else {}) | ({} if bias else {"bias_ptr": None})
+    constexprs = {"ACT": act, "FORM": lie, "BLOCK": tiles.block} | ({"STAGES": tiles.stages} if back else {}) | ({} if bias else {"bias_ptr": None})
     constexprs |= {"partial_ptr": None} if back and not bias else {}
     facts = compile_for(mlp._gradient if back else mlp._activate, signature, constexprs, arch, tiles.warps, aligned=("width", "x_stride", "dy_stride"))
     check(facts, arch)
@@ -304,7 +320,9 @@ def test_rotary(dim, rotary_dim, dtype, layout, arch):
     tiles = rope.configs(problem, GPUS[arch])[0]
     signature = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), POINTER[dtype]) | {"table_ptr": "*fp32", "positions_ptr": "*i64"}
     signature |= dict.fromkeys(("num_q", "num_kv", "length", "table_stride"), "i32") | dict.fromkeys(("q_strides", "k_strides"), ("i32",) * 3)
-    constexprs = {"BACK": True, "INTERLEAVED": layout == "interleaved", "ROTARY": rotary_dim, "DIM": dim, "PAIRS": rope.pairs(problem), "HEADS": tiles.heads}
+    signature |= {"position_strides": ("i32",) * 2}
+    constexprs = {"BACK": True, "INTERLEAVED": layout == "interleaved", "ROTARY": rotary_dim, "DIM": dim, "PAIRS": rope.pairs(problem)}
+    constexprs |= {"HEADS": tiles.heads, "ALIGNED": True}
     facts = compile_for(rope._rotary, signature, constexprs, arch, tiles.warps, aligned=("table_stride", "q_strides", "k_strides"))
     check(facts, arch)
     assert facts.shared == 0, "the elements of a pair met in shared memory, not in a thread"
@@ -336,6 +354,18 @@ def test_hadamard(rows, width, dtype, arch):
     part = width // tiles.parts
     constexprs = {"ROWS": tiles.rows, "WIDTH": part, "PARTS": tiles.parts, "BITS": part.bit_length() - 1, "STEP": tiles.step, "SCALE": width**-0.5}
     check(compile_for(hadamard._hadamard, signature, constexprs, arch, tiles.warps, aligned=("x_stride",)), arch)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(16384, FP32), (32768, BF16)])
+def test_gluon_hadamard(width, dtype):
+    """Two exchanges by vectors, of no more than three barriers each, and nothing else through shared memory."""
+    tiles = gluon_hadamard.configs(Rows("hadamard", 2048, width, dtype), GPUS["sm_90"])[0]
+    signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "x_stride": "i32"}
+    part = width // tiles.parts
+    constexprs = {"WIDTH": part, "PARTS": tiles.parts, "SCALE": width**-0.5, "SIZE": dtype.itemsize}
+    facts = compile_for(gluon_hadamard._hadamard, signature, constexprs, "sm_90", tiles.warps, aligned=("x_stride",), most_registers=tiles.registers)
+    check(facts, "sm_90")
+    assert facts.shared <= 4 * part and facts.ptx.count("bar.sync") <= 4
 
 
 @everywhere

@@ -4,10 +4,13 @@ import pytest
 import torch
 
 from judge import assert_as_good_as_torch, poisoned
+from onchip.core.problem import Rope
 from onchip.dispatch import record
 from onchip.kernels.fused import ROTARY
 from onchip.models.rope import grid_positions, rope_rows, rope_table
 from onchip.ops.rotary import rotary
+
+rope = pytest.importorskip("onchip.kernels.fused.rope")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = [pytest.param(kernel.name, marks=pytest.mark.gpu if kernel.needs_triton else ()) for kernel in ROTARY.kernels]
@@ -70,6 +73,18 @@ def test_against_float64(case, kernel, device):
 @pytest.mark.parametrize("case", [((2, 4097, 32, 8, 128, 128), BF16, "neox"), ((1, 140_000, 32, 8, 128, 64), BF16, "interleaved")], ids=str)
 def test_large(case, kernel, device):
     check(*case, kernel, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "tiles"), [((11, 3), (4, 1)), ((3, 2), (4, 1))])
+def test_tiles_of_a_program(heads, tiles, device):
+    """Tiles that hold queries, keys, and heads of neither: the bits of plain torch in float32, and positions of any strides."""
+    q, k = (torch.randn(2, 5, n, 16, device=device) for n in heads)
+    table, positions = rope_table(7, 16, 1e4, device=device), torch.randint(7, (5, 2), device=device).t()
+    problem = Rope("rotary", 10, *heads, 16, 16, FP32, "neox", False, False)
+    found = rope.launch_rotary(problem, rope.Tiles(*tiles), q, k, table, positions)
+    for ours, x in zip(found, (q, k), strict=True):
+        torch.testing.assert_close(ours, textbook(x, table, positions, "neox"), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

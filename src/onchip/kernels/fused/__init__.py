@@ -253,7 +253,16 @@ MOST_ROWS = ((1 << 22, 16), (1 << 24, 8), (float("inf"), 2))
 EMBEDDING = _op("embedding", "embedding:launch", _passes(1, 1, 0), "reference_rows")
 EMBEDDING_BACKWARD = _op("embedding_backward", "embedding:launch_backward", _embedding_backward, "reference_rows")
 DROPOUT_ADD = _op("dropout_add", "dropout:launch", _dropout_add, "reference_rows", {"variant": ("", "residual")})
-HADAMARD = _op("hadamard", "hadamard:launch", _hadamard, "reference_rows", {"width": tuple(1 << i for i in range(16))})
+HADAMARD = Op(
+    "hadamard",
+    _hadamard,
+    (
+        Kernel(
+            "gluon_hadamard", "onchip.kernels.fused.gluon_hadamard:launch", {"cuda": (90,)}, {"dtype": FLOATS, "width": tuple(1 << i for i in range(11, 16))}
+        ),
+        *_op("hadamard", "hadamard:launch", _hadamard, "reference_rows", {"width": tuple(1 << i for i in range(16))}).kernels,
+    ),
+)
 ADAMW = _op("adamw", "adamw:launch", _adamw, "reference_steps", {"variant": ("fp32 moments", "bf16 moments", "fp16 moments")})
 GRAD_NORM = _op("grad_norm", "adamw:launch_norm", lambda p: Cost(2 * p.width, p.width * p.dtype.itemsize), "reference_steps")
 DENOISE = _op("denoise", "denoise:launch", _denoise, "reference_steps")

@@ -23,6 +23,7 @@ from onchip.core.kernel import pick
 from onchip.core.norms import CODES, Norm, Normed
 from onchip.core.problem import Rows
 from onchip.kernels.cluster import begin, moments, total
+from onchip.kernels.fused import norm_stay
 from onchip.kernels.fused.norm_tile import (
     arguments,
     columns,
@@ -279,7 +280,8 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
         plain, layer, clusters = PLAIN.issuperset(words), "layer" in words, device.kind == "cuda" and device.arch >= 90
         wide = problem.width > WIDEST or (problem.width > TILE and problem.rows > MANY * device.sms and layer and problem.dtype.itemsize == 2)
         if wide and plain and clusters and row <= CTAS * MOST_OF_CTA:
-            return [_held(row, problem.dtype.itemsize, layer)]
+            stays = norm_stay.config(problem, device)
+            return [*stays, _held(row, problem.dtype.itemsize, layer)]
         if problem.width > WIDEST and clusters and row <= (1 << 16 if layer else 1 << 19):
             return [_loaded(row, problem.dtype.itemsize, OF_CTA // 2 if layer else OF_CTA)]
         if problem.width > WIDEST:
@@ -330,6 +332,11 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
     mean = torch.empty(rows, **numbers) if norm.keep and norm.kind == "layer" else None
     rstd = torch.empty(rows, **numbers) if norm.keep else None
     scale = torch.empty(rows, **numbers) if norm.codes else None
+    if isinstance(config, norm_stay.Stay):
+        if norm.sets == 1 and norm.weight.dtype == x.dtype and (norm.bias is None or norm.bias.dtype == x.dtype) and _even(width, x):
+            norm_stay.launch(config, x, y, mean, rstd, norm)
+            return Normed(y, None, mean, rstd, None)
+        config = _held(width * x.element_size(), x.element_size(), norm.kind == "layer")
     if config.ctas > 1 and not config.registers and not _even(width, x, residual, matrix(norm.silu), matrix(norm.gate), norm.scale, norm.shift):
         config = Tiles(1, 1, PIECE, pick(WARPS, PIECE))
     if rows:

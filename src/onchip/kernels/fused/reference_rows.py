@@ -64,16 +64,22 @@ def gated_act_backward(problem: Rows, config: None, x: Tensor, bias: Tensor | No
 # ---- rotation
 
 
-def rotary(problem: Rope, config: None, q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """q [batch, len, heads, dim] and k [batch, len, kv_heads, dim] rotated; positions [batch, len]."""
-    cos, sin = table[positions].unsqueeze(2).chunk(2, -1)  # [batch, len, 1, half]
+def rotary(problem: Rope, config: None, q: Tensor, k: Tensor, table: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    """q [batch, len, heads, dim] and k [batch, len, kv_heads, dim] rotated; positions [batch, len], or None: 0, 1, 2, ... along len."""
+    cos, sin = _angles(q, table, positions)
     return tuple(_rotated(x, cos, sin, problem) for x in (q, k))
 
 
-def rotary_backward(problem: Rope, config: None, q: Tensor, k: Tensor, table: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_backward(problem: Rope, config: None, q: Tensor, k: Tensor, table: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradients of q and k from those of the rotated: turned back."""
-    cos, sin = table[positions].unsqueeze(2).chunk(2, -1)
+    cos, sin = _angles(q, table, positions)
     return tuple(_rotated(x, cos, -sin, problem) for x in (q, k))
+
+
+def _angles(q: Tensor, table: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [batch or 1, len, 1, half]."""
+    rows = table[: q.shape[1]].unsqueeze(0) if positions is None else table[positions]
+    return rows.unsqueeze(2).chunk(2, -1)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, p: Rope) -> Tensor:

@@ -283,15 +283,29 @@ def _rope_append(
 
 
 @triton.jit
-def _turn(x_ptr, y_ptr, table_ptr, positions_ptr, token, length, first, heads, strides, table_stride,
-          BACK: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
-    """HEADS heads of one token of x [batch, len, heads, DIM], from `first` on, to y, which is contiguous. BACK: by minus the angle."""
+def _rotary(q_ptr, k_ptr, q_out_ptr, k_out_ptr, table_ptr, positions_ptr, num_q, num_kv, length, q_strides, k_strides, table_stride, position_strides,
+            BACK: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr,
+            ALIGNED: tl.constexpr):  # fmt: skip
+    """HEADS heads of one token of q or k [batch, len, heads, DIM] to memory that is contiguous. BACK: by minus the angle. ALIGNED: q and k to 16 bytes."""
     HALF: tl.constexpr = ROTARY // 2
-    head = first + tl.arange(0, HEADS)[:, None]
+    of_q, tiles = tl.cdiv(num_q, HEADS), tl.cdiv(num_q, HEADS) + tl.cdiv(num_kv, HEADS)
+    token, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    is_q = tile < of_q
+    heads = tl.where(is_q, num_q, num_kv)
+    head = (tile - tl.where(is_q, 0, of_q)) * HEADS + tl.arange(0, HEADS)[:, None]
     rows, pair = head < heads, tl.arange(0, PAIRS)[None, :]
-    at = token // length * strides[0] + token % length * strides[1] + head.to(tl.int64) * strides[2]
-    x_a, x_b = _load_pairs(x_ptr + at, rows, PAIRS, DIM, ROTARY, INTERLEAVED)
-    angles_ptr = table_ptr + tl.load(positions_ptr + token).to(tl.int64) * table_stride + pair
+    sample, position = token // length, token % length
+    from_q = sample * q_strides[0] + position * q_strides[1] + head.to(tl.int64) * q_strides[2]
+    from_k = sample * k_strides[0] + position * k_strides[1] + head.to(tl.int64) * k_strides[2]
+    x_ptr = tl.where(is_q, q_ptr, k_ptr)
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    x_a, x_b = _load_pairs(x_ptr + tl.where(is_q, from_q, from_k), rows, PAIRS, DIM, ROTARY, INTERLEAVED)
+    if positions_ptr is None:
+        row = position
+    else:
+        row = tl.load(positions_ptr + sample * position_strides[0] + position * position_strides[1]).to(tl.int64)
+    angles_ptr = table_ptr + row * table_stride + pair
     cos = tl.load(angles_ptr, mask=pair < HALF, other=1.0).to(tl.float32)  # [1, PAIRS]
     sin = tl.load(angles_ptr + HALF, mask=pair < HALF, other=0.0).to(tl.float32)
     if BACK:
@@ -299,40 +313,32 @@ def _turn(x_ptr, y_ptr, table_ptr, positions_ptr, token, length, first, heads, s
     a, b = x_a.to(tl.float32), x_b.to(tl.float32)
     y_a = tl.where(pair < HALF, (a * cos - b * sin).to(x_a.dtype), x_a)
     y_b = tl.where(pair < HALF, (b * cos + a * sin).to(x_b.dtype), x_b)
+    y_ptr = tl.multiple_of(tl.where(is_q, q_out_ptr, k_out_ptr), 16)
     _store_pairs(y_ptr + (token * heads + head) * DIM, y_a, y_b, rows, DIM, DIM, ROTARY, INTERLEAVED)
-
-
-@triton.jit
-def _rotary(q_ptr, k_ptr, q_out_ptr, k_out_ptr, table_ptr, positions_ptr, num_q, num_kv, length, q_strides, k_strides, table_stride,
-            BACK: tl.constexpr, INTERLEAVED: tl.constexpr, ROTARY: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr):  # fmt: skip
-    of_q, tiles = tl.cdiv(num_q, HEADS), tl.cdiv(num_q, HEADS) + tl.cdiv(num_kv, HEADS)
-    token, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    if tile < of_q:
-        _turn(q_ptr, q_out_ptr, table_ptr, positions_ptr, token, length, tile * HEADS, num_q, q_strides, table_stride,
-              BACK, INTERLEAVED, ROTARY, DIM, PAIRS, HEADS)  # fmt: skip
-    else:
-        _turn(k_ptr, k_out_ptr, table_ptr, positions_ptr, token, length, (tile - of_q) * HEADS, num_kv, k_strides, table_stride,
-              BACK, INTERLEAVED, ROTARY, DIM, PAIRS, HEADS)  # fmt: skip
 
 
 # ---- host
 
 
-def launch_rotary(problem: Rope, config: Tiles, q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, back: bool = False):
-    """q [batch, len, heads, dim] and k [batch, len, kv_heads, dim] rotated, contiguous; positions [batch, len]."""
+def launch_rotary(
+    problem: Rope, config: Tiles, q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor | None, back: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [batch, len, heads, dim] and k [batch, len, kv_heads, dim] rotated, contiguous; positions [batch, len], or None: 0, 1, 2, ... along len."""
     p, tiles = problem, triton.cdiv(problem.heads, config.heads) + triton.cdiv(problem.kv_heads, config.heads)
     q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
     table = table if table.stride(1) == 1 else table.contiguous()
     turned = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    places = (0, 0) if positions is None else positions.stride()
     if p.tokens:
         _rotary[(p.tokens * tiles,)](
-            q, k, *turned, table, positions.contiguous(), p.heads, p.kv_heads, q.shape[1], q.stride()[:3], k.stride()[:3], table.stride(0),
-            BACK=back, INTERLEAVED=p.layout == "interleaved", ROTARY=p.rotary_dim, DIM=p.dim, PAIRS=pairs(p), HEADS=config.heads, num_warps=config.warps,
+            q, k, *turned, table, positions, p.heads, p.kv_heads, q.shape[1], q.stride()[:3], k.stride()[:3], table.stride(0), places,
+            BACK=back, INTERLEAVED=p.layout == "interleaved", ROTARY=p.rotary_dim, DIM=p.dim, PAIRS=pairs(p), HEADS=config.heads,
+            ALIGNED=all(x.data_ptr() % 16 == 0 for x in (q, k)), num_warps=config.warps,
         )  # fmt: skip
     return turned
 
 
-def launch_rotary_backward(problem: Rope, config: Tiles, dq: torch.Tensor, dk: torch.Tensor, table: torch.Tensor, positions: torch.Tensor):
+def launch_rotary_backward(problem: Rope, config: Tiles, dq: torch.Tensor, dk: torch.Tensor, table: torch.Tensor, positions: torch.Tensor | None):
     """The gradients of q and k from those of the rotated: turned back."""
     return launch_rotary(problem, config, dq, dk, table, positions, back=True)
 
