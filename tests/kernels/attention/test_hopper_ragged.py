@@ -88,7 +88,8 @@ def judge(c: Case, call: Call, result) -> None:
         return onchip.paged_attention(q.to(dtype), there, q_offsets=call.q_offsets, **how)
 
     for ours, low, truth in zip(result, reference(c.dtype), reference(torch.float64), strict=True):
-        assert_as_good_as_torch(ours, low, truth)
+        capped = (truth + c.score.cap * 2**-11,) if isinstance(c.score, Softcap) and q.is_cuda else ()  # the hardware's tanh, see test_random.py
+        assert_as_good_as_torch(ours, (low, *capped), truth)
 
 
 # ---- as it is
