@@ -269,7 +269,7 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
     "d128 document": (128, 16, {"mask": masks.Document(meta(4, 8192, dtype=torch.int32))}, 576),  # packed, without pages: 548
     "d128 packed, four heads in a tile's rows": (128, 16, {"tokens": 160}, 0),
     "d128 packed, pages of 64, full": (128, 64, {"tokens": 160, "band": Full()}, 0),
-    "d256 packed": (256, 16, {"tokens": 8192}, 0),
+    "d256 packed": (256, 16, {"tokens": 8192}, 36),
 }
 
 

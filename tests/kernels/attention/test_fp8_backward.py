@@ -206,7 +206,7 @@ TELL = "        tell(message, turn, (number,))\n        turn += 1\n"
 BUGS = {  # what is wrong, and how the sources differ
     "a stage is let go before its products are there": ((WAIT + RELEASE, RELEASE + WAIT),),
     "a stage is never let go": ((RELEASE, ""),),
-    "copies are not waited for": (("        mbarrier.wait(full.index(index), phase)\n", ""),),
+    "copies are not waited for": (("        mbarrier.wait(full.index(index), phase)\n        factor", "        factor"),),
     "rows of dO's copies are announced and forgotten": (("        tma_load(delta_desc, [row, tile * C.stream], barrier, deltas.index(index))\n", ""),),
     "what stays is not waited for": ((WAIT_FOR_OWN, ""),),
     "what stays is overwritten in use": ((LET_OWN_GO, ""), ("    if tiles > 0:\n        arrive_and_wait(0, OWN_LET_GO, C.readers)\n", "")),
