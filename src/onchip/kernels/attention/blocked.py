@@ -20,7 +20,6 @@ from onchip.core.formats import Codes, read
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, spans
 from onchip.core.trace import Place, Traced, untouched
-from onchip.kernels.attention import blocked_halves
 from onchip.kernels.attention.blocked_fused import (
     FUSED_FEW,
     ROOM,
@@ -41,7 +40,7 @@ from onchip.kernels.attention.blocked_fused import (
     whole,
     whole_part,
 )
-from onchip.kernels.attention.blocked_halves import halved
+from onchip.kernels.attention.blocked_halves import by_halves, halved
 from onchip.kernels.attention.blocked_tiles import (
     Group,
     Part,
@@ -492,11 +491,7 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     together = rows == 1 and (mask is None or mask.shape[1] == 1)  # the heads of a group are rows of one product
     q = _grouped(q, p) if together else q
     q, scale, _ = upright(q, x.scale, causal)
-    q, k, v = even(q), even(k), even(v)
-    if causal and halved(rows, k.shape[2], q.dtype):
-        out, lse = blocked_halves.forward(fused_forward, q, k, v, scale)
-    else:
-        out, lse = fused_forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = fused_forward(even(q), even(k), even(v), 0.0, causal, attn_mask=mask, scale=scale)
     if together:
         out, lse = out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
     if mask is not None and (return_lse or x.sinks is not None or isnan(lse.sum().item())):
@@ -533,8 +528,8 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
     if how:
         near = (take(k, 2, how[0]), take(v, 2, how[0]))
         q, scale, sign = upright(q, x.scale, how[1])
-        if how[1] and halved(part.len_q, near[0].shape[2], q.dtype, backward=True):
-            dq, *found = blocked_halves.backward(fused_backward, d_out, q, *near, out, lse, scale)
+        if how[1] and halved(part.len_q, how[0], q.dtype):
+            dq, *found = by_halves(fused_backward, d_out, q, *near, out, lse, scale)
         else:
             dq, *found = fused_backward(d_out, q, *near, out, lse, 0.0, how[1], attn_mask=added_bias(p, x, part, q.dtype), scale=scale)
         found = (dq if sign == 1 else dq * sign, *found)
