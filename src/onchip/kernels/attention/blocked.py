@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from math import isnan
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -142,7 +143,8 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
     d_score = [torch.zeros(t.shape, dtype=torch.promote_types(t.dtype, wide), device=t.device) if t.requires_grad else None for t in x.score]
     fused = fuses(p, q.device) and d_lse is None and all(d is None for d in d_score)
     every = parts(p, x, q, k, p.batch if fused else SCORES // p.heads)
-    results = (_gradients(p, x, part, fused, q, k, v, out, lse, d_out, d_lse, d_sinks, d_score) for part in every)
+    given = Given(q, k, v, out, lse, d_out.to(q.dtype), d_lse)
+    results = (_gradients(p, x, part, fused, given, d_sinks, d_score) for part in every)
     if len(every) == 1 and x.q_offsets is None:
         grads = [d.to(t.dtype).transpose(1, 2) for d, t in zip(next(results), (q, k, v), strict=True)]
     else:
@@ -348,19 +350,31 @@ def _wide(t: Tensor) -> torch.dtype:
 # ---- backward
 
 
-def _gradients(p: Attention, x: Operands, part: Part, fused: bool, q, k, v, out, lse, d_out, d_lse, d_sinks, d_score) -> tuple[Tensor, Tensor, Tensor]:
+class Given(NamedTuple):
+    """What a backward pass is given, of all parts: the forward pass's tensors, and gradients in the dtype of q; `d_lse` may be None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    d_out: Tensor
+    d_lse: Tensor | None
+
+
+def _gradients(p: Attention, x: Operands, part: Part, fused: bool, given: Given, d_sinks, d_score) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv `[batch, heads or kv_heads, len, dim]` of a part; adds to `d_sinks` and `d_score`."""
-    wide = _wide(q)
-    q, out, d_out, k, v = part.queries(q), part.queries(out), part.queries(d_out.to(q.dtype)), part.keys(k), part.keys(v)
-    lse = part.lse(lse).to(wide)
+    wide = _wide(given.q)
+    q, out, d_out = part.queries(given.q), part.queries(given.out), part.queries(given.d_out)
+    k, v, lse = part.keys(given.k), part.keys(given.v), part.lse(given.lse).to(wide)
     blind = lse == -torch.inf
     if blind.any():  # their weights are 0; what they hold must not make 0 x NaN of that
         q, d_out, lse = q.masked_fill(blind[..., None], 0.0), d_out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, 0.0)
     delta = None
     if not fused or x.sinks is not None:
         delta = (d_out.to(wide) * out).sum(-1)
-        if d_lse is not None:
-            delta -= part.lse(d_lse).masked_fill(blind, 0.0)
+        if given.d_lse is not None:
+            delta -= part.lse(given.d_lse).masked_fill(blind, 0.0)
     if x.sinks is not None:
         d_sinks -= ((x.sinks.to(wide)[:, None] - lse).exp() * delta).sum((0, 2))
     if fused:
