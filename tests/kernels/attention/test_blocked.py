@@ -371,6 +371,39 @@ def test_every_small_size(mask, how):
                 torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("lengths", [(), ([300, 0, 7], [1, 1, 1])], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("how", [{}, {"mask": Causal()}, {"softcap": 3.0}], ids=str)
+def test_over_one_key(lengths, dtype, how):
+    """Its weight is 1 whatever the score is: gradients of q and k are 0 in all bits, that of v is a sum rounded once."""
+    if lengths:
+        q, k, v = (torch.randn(sum(n), heads, 16).to(dtype).requires_grad_() for n, heads in zip((*lengths, lengths[1]), (4, 2, 2), strict=True))
+        offsets = [torch.tensor([0, *n]).cumsum(0).int() for n in lengths]
+        out, rows = onchip.attention_packed(q, k, v, *offsets, **how), lengths[0]
+    else:
+        q, k, v = qkv(300, 1, dtype=dtype)
+        out, rows = onchip.attention(q, k, v, **how), [300, 300]
+    d_out = torch.randn_like(out)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), d_out)
+    assert not dq.any() and not dk.any()
+    seen = (torch.arange(n) >= (n - 1 if how.get("mask") else 0) for n in rows)  # the last query alone sees the key of a causal mask
+    each = zip(d_out.double().flatten(0, -3).split(rows), seen, strict=True)
+    expected = torch.stack([(d * rows[:, None, None]).unflatten(1, (2, 2)).sum((0, 2)) for d, rows in each])
+    torch.testing.assert_close(dv.double().view_as(expected), expected, rtol=torch.finfo(dtype).eps, atol=5e-5)
+
+
+def test_a_sinks_gradient_does_not_see_how_the_output_is_rounded():
+    """Over as many keys as one tile holds: delta is made of weights."""
+    inputs = (*(t.bfloat16().detach().requires_grad_() for t in qkv(40)), torch.randn(4, requires_grad=True))
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    out, lse = onchip.attention(*inputs[:3], sinks=inputs[3], return_lse=True)
+    exact = onchip.attention(*wide[:3], sinks=wide[3], return_lse=True, kernel="reference")
+    d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+    (found,) = torch.autograd.grad((out, lse), inputs[3:], (d_out, d_lse))
+    (expected,) = torch.autograd.grad(exact, wide[3:], (d_out.double(), d_lse.double()))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("scale", [-0.5, 0.0])
 def test_a_scale_that_is_not_positive(scale):
     """torch's kernel hides by -inf before it scales."""

@@ -362,6 +362,19 @@ class Given(NamedTuple):
     d_lse: Tensor | None
 
 
+class Sums(NamedTuple):
+    """Of each row `[batch, heads, len_q]`: the LSE, delta = rowsum(dO O), and the gradient of the LSE or None."""
+
+    lse: Tensor
+    delta: Tensor | None
+    d_lse: Tensor | None
+
+    def shared(self, rows: slice) -> Tensor:
+        """What the gradients of all weights of a row are less by."""
+        delta = self.delta[:, :, rows, None]
+        return delta if self.d_lse is None else delta - self.d_lse[:, :, rows, None]
+
+
 def _gradients(p: Attention, x: Operands, part: Part, fused: bool, given: Given, d_sinks, d_score) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv `[batch, heads or kv_heads, len, dim]` of a part; adds to `d_sinks` and `d_score`."""
     wide = _wide(given.q)
@@ -370,24 +383,26 @@ def _gradients(p: Attention, x: Operands, part: Part, fused: bool, given: Given,
     blind = lse == -torch.inf
     if blind.any():  # their weights are 0; what they hold must not make 0 x NaN of that
         q, d_out, lse = q.masked_fill(blind[..., None], 0.0), d_out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, 0.0)
-    delta = None
-    if not fused or x.sinks is not None:
-        delta = (d_out.to(wide) * out).sum(-1)
-        if given.d_lse is not None:
-            delta -= part.lse(given.d_lse).masked_fill(blind, 0.0)
-    if x.sinks is not None:
-        d_sinks -= ((x.sinks.to(wide)[:, None] - lse).exp() * delta).sum((0, 2))
+    fused = fused and part.len_k > 1  # of one key torch's kernel rounds dV twice
+    delta = (d_out.to(wide) * out).sum(-1) if not fused or x.sinks is not None else None
+    sums = Sums(lse, delta, None if given.d_lse is None else part.lse(given.d_lse).masked_fill(blind, 0.0))
     if fused:
-        return _fused_backward(p, x, part, q, k, v, out, d_out, lse)
-    return _backward(p, x, part, *(t.to(wide) for t in (q, k, v, d_out)), lse, delta, d_score)
+        found = _fused_backward(p, x, part, q, k, v, out, d_out, lse)
+    else:
+        found = _backward(p, x, part, *(t.to(wide) for t in (q, k, v, d_out)), sums, d_score)
+    if x.sinks is not None:
+        d_sinks -= ((x.sinks.to(wide)[:, None] - lse).exp() * sums.shared(slice(None))[..., 0]).sum((0, 2))
+    elif part.len_k == 1 and sums.d_lse is None:  # the one weight is 1 whatever its score, which rounding misses by 1e-6
+        found = (torch.zeros_like(found[0]), torch.zeros_like(found[1]), found[2])
+    return found
 
 
-def _backward(p: Attention, x: Operands, part: Part, q, k, v, d_out, lse, delta, d_score) -> tuple[Tensor, Tensor, Tensor]:
-    """By our own products, tile by tile; adds to `d_score`."""
+def _backward(p: Attention, x: Operands, part: Part, q, k, v, d_out, sums: Sums, d_score) -> tuple[Tensor, Tensor, Tensor]:
+    """By our own products, tile by tile; adds to `d_score`. Where a row's keys are one tile its delta is made anew, without the output's rounding."""
     dq, dk, dv = _zeros(q, k, v)
     for tile in tiles(p, x, part, _tile(q)[0], q.device):
         near, d_near = _grouped(q[:, :, tile.rows] * x.scale, p), _grouped(d_out[:, :, tile.rows], p)
-        row_lse, row_delta = (t[:, :, tile.rows, None] for t in (lse, delta))
+        row_lse = sums.lse[:, :, tile.rows, None]
         keys, values = tile.of_keys(k), tile.of_keys(v)
         found = torch.zeros_like(near)
         for cols, small in _columns(tile, keys):
@@ -399,7 +414,9 @@ def _backward(p: Attention, x: Operands, part: Part, q, k, v, d_out, lse, delta,
                 d_weights *= keeps
                 kept_weights = weights * keeps
             add(dv, 2, small.keys, _grouped(kept_weights, p).transpose(2, 3) @ d_near)
-            d_scores = _grouped(pull(d_weights.sub_(row_delta).mul_(weights)), p)
+            if part.len_k <= _tile(q)[1]:
+                sums.delta[:, :, tile.rows] = (weights * d_weights).sum(-1)
+            d_scores = _grouped(pull(d_weights.sub_(sums.shared(tile.rows)).mul_(weights)), p)
             found += d_scores @ keys[:, :, cols]
             add(dk, 2, small.keys, d_scores.transpose(2, 3) @ near)
         dq[:, :, tile.rows] = _ungrouped(found * x.scale, p)

@@ -119,7 +119,7 @@ class Whole(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def whole(p: Attention) -> Whole | None:
     """How a call is one of torch's kernel; known beforehand, for at 512 tokens the way there costs 4 %."""
-    if p.keys != "dense" or not p.batch or not p.len_q or not p.len_k or p.dtype.itemsize == 1 or not fuses(p, CPU):
+    if p.keys != "dense" or not p.batch or not p.len_q or p.len_k < 2 or p.dtype.itemsize == 1 or not fuses(p, CPU):  # of one key the gradients are known
         return None
     few = p.dtype == torch.bfloat16 and p.len_q <= FUSED_FEW
     as_is = p.dim == p.value_dim and p.dtype != torch.float16 and not alongside(p)
