@@ -1,6 +1,6 @@
 """The peers of a Pass: one forward pass, the gradients alone of one that was made before, or both, each through torch's autograd.
 
-A peer says how it attends in its own layout; `through` makes the call that is timed. The graph of a backward pass is made once and
+A peer says how it attends in its own layout; `through` makes the call that is timed, of tensors that lie as the Pass says. The graph of a backward pass is made once and
 kept (`retain_graph`), so that gradients alone are on the clock.
 """
 
@@ -23,10 +23,10 @@ from onchip.ops.attention import attention, attention_packed, quantise
 def through(i: Trained, attend: Callable[..., Tensor], turn: Callable[[Tensor], Tensor] = lambda x: x) -> Call:
     """`attend(q, k, v[, sinks])` -> output, as a Call; `turn` goes from [batch, len, heads, dim] to the peer's layout and back."""
     op, extra = i.problem.op, [] if i.mod.sinks is None else [i.mod.sinks]
-    leaves = [*(turn(x).contiguous().detach() for x in (i.q, i.k, i.v)), *(x.detach() for x in extra)]
+    leaves = [*(_lying(x, i.problem.memory, turn).detach() for x in (i.q, i.k, i.v)), *(x.detach() for x in extra)]
     if op == "forward":
         return Call(lambda: turn(attend(*leaves)))
-    d_out, leaves = turn(i.d_out).contiguous(), [x.requires_grad_() for x in leaves]
+    d_out, leaves = _lying(i.d_out, i.problem.memory, turn), [x.requires_grad_() for x in leaves]
 
     def gradients(out: Tensor) -> tuple[Tensor, ...]:
         found = torch.autograd.grad(out, leaves, d_out, retain_graph=op == "backward")
@@ -42,6 +42,13 @@ def through(i: Trained, attend: Callable[..., Tensor], turn: Callable[[Tensor], 
     with torch.enable_grad():
         out = attend(*leaves)
     return Call(lambda: gradients(out))
+
+
+def _lying(x: Tensor, memory: str, turn: Callable[[Tensor], Tensor]) -> Tensor:
+    """`x` [batch, len, heads, dim] in a peer's layout, its numbers in the order that is asked for."""
+    if not memory:
+        return turn(x).contiguous()
+    return turn(x.contiguous() if memory == "tokens first" else _heads_first(_heads_first(x).contiguous()))
 
 
 def onchip(i: Trained) -> Call:
@@ -60,7 +67,7 @@ def onchip_bf16(i: Trained) -> Call:
 
 
 def sdpa(backend: str | None) -> Callable[[Trained], Call]:
-    """torch's attention in the layout it likes best, [batch, heads, len, dim]; `backend` None: torch chooses."""
+    """torch's attention, which takes [batch, heads, len, dim]; `backend` None: torch chooses."""
 
     def prepare(i: Trained) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -62,18 +63,22 @@ class Pass(NamedTuple):
     """One pass of attention as a model in training makes it: "forward", "backward", or "step" (both, and the memory they hold).
 
     `inner` is without the mod, which is one of `bench/mods.py` by name; empty: the plain Problem is all that is asked.
+    memory   "tokens first" ([batch, len, heads, dim]) or "heads first": how q, k, v and the output's gradient lie, for all peers alike; empty: for
+             each as it likes best, and the copy is off the clock.
     """
 
     op: str
     inner: Attention
     mod: str = ""
+    memory: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
         return self.inner.dtype
 
     def __str__(self):
-        return str(self.inner._replace(op=self.op, mask=Traced(self.mod, "") if self.mod else self.inner.mask))
+        asked = self.inner._replace(op=self.op, mask=Traced(self.mod, "") if self.mod else self.inner.mask)
+        return f"{asked} {self.memory}".rstrip()
 
 
 class Shared(NamedTuple):
@@ -259,18 +264,15 @@ def _mods(device: torch.device, quick: bool) -> list[Row]:
 
 
 def _sdpa(device: torch.device, quick: bool) -> list[Row]:
-    """All that torch's attention has, on a CPU: its masks are tensors of all pairs."""
+    """All that torch's attention has, on a CPU, of the same tensors in either layout: its masks are tensors of all pairs."""
     if device.type != "cpu":
         return []
     kinds = {"full": (4, Full(), ""), "causal": (4, Causal(), ""), "grouped causal": (2, Causal(), "")} | {name: (4, Full(), name) for name in mods.DENSE}
     found = []
-    for op in ("forward", "backward"):
-        for name, (kv_heads, mask, mod) in kinds.items():
-            for dtype in (FP32, BF16):
-                for dim in (64, 128):
-                    for n in (256, 1024) if quick else (256, 1024, 2048, 4096):
-                        p = Attention("prefill", 1, n, n, 4, kv_heads, dim, dtype, mask)
-                        found.append(Row(Pass(op, p, mod), f"{op}, {name}, {SHORT[dtype]}, d{dim}", _short(n)))
+    for op, memory, (name, (kv_heads, mask, mod)) in product(("forward", "backward"), ("tokens first", "heads first"), kinds.items()):
+        for dtype, dim, n in product((FP32, BF16), (64, 128), (256, 1024) if quick else (256, 1024, 2048, 4096)):
+            p = Attention("prefill", 1, n, n, 4, kv_heads, dim, dtype, mask)
+            found.append(Row(Pass(op, p, mod, memory), f"{op}, {memory}, {name}, {SHORT[dtype]}, d{dim}", _short(n)))
     return found
 
 
