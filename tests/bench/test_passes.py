@@ -72,6 +72,20 @@ def test_gradients_in_eight_bits():
     assert made.error(tuple(1.2 * x for x in right), None) > made.tolerance
 
 
+@pytest.mark.parametrize("memory", ["tokens first", "heads first"])
+@pytest.mark.parametrize("turn", [lambda x: x, lambda x: x.transpose(1, 2)], ids=["as it comes", "turned"])
+def test_tensors_of_all_peers_lie_as_asked(memory, turn):
+    made, seen = data.inputs(Row(Pass("backward", DENSE, memory=memory), "backward", memory), CPU), []
+
+    def attend(q, k, v):
+        seen.extend(turn(x) for x in (q, k, v))
+        return q * 1
+
+    passes.through(made, attend, turn)
+    for x, given in zip(seen, (made.q, made.k, made.v), strict=True):
+        assert torch.equal(x, given) and (x if memory == "tokens first" else x.transpose(1, 2)).is_contiguous()
+
+
 def test_gradients_can_be_taken_again():
     call = passes.onchip(data.inputs(ROWS[1], CPU))
     assert all(torch.equal(x, y) for x, y in zip(call.run(), call.run(), strict=True))
