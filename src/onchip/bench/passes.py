@@ -1,7 +1,7 @@
 """The peers of a Pass: one forward pass, the gradients alone of one that was made before, or both, each through torch's autograd.
 
-A peer says how it attends in its own layout; `through` makes the call that is timed, of tensors that lie as the Pass says. The graph of a backward pass is made once and
-kept (`retain_graph`), so that gradients alone are on the clock.
+A peer says how it attends in its own layout; `through` makes the call that is timed, of tensors that lie as the Pass says. The graph of
+a backward pass is made once and kept (`retain_graph`), so that gradients alone are on the clock.
 """
 
 from collections.abc import Callable
