@@ -207,7 +207,8 @@ def run(c: Case, kernel: str, made: dict, dtype: torch.dtype | None = None, roun
     if rounded:
         known = lse.detach().masked_fill(lse == -torch.inf, 0.0)
         off = 1 + torch.finfo(FP32).eps * (1 + known.abs())
-        error = torch.finfo(c.dtype).eps * (out * d_out).detach().square().sum(-1).sqrt().transpose(-1, -2)
+        step = torch.finfo(c.dtype).eps * out.detach().abs().clamp(min=torch.finfo(c.dtype).smallest_normal)  # an output of 1e-9 is 0 in float16
+        error = (step * d_out).square().sum(-1).sqrt().transpose(-1, -2)
         d_lse = (d_lse + error.masked_fill(lse == -torch.inf, 0.0)) * off
         d_out = d_out * off.transpose(-1, -2)[..., None]
         lse = lse + torch.finfo(FP32).eps * (1 + known.abs())
