@@ -166,6 +166,8 @@ def _report(d: Decision) -> str:
     tiles = f"   {d.config}" if d.config is not None else ""
     lines.append(f"  runs   {d.kernel.name:<15}  {d.kernel.file}{tiles}")
     intensity = d.cost.flops / max(d.cost.bytes, 1)
+    if told := getattr(d.config, "order", None):
+        lines.append(f"  order  {told(d.problem)}")
     lines.append(f"  floor  {_time(seconds)}, bound by {bound}: {_si(d.cost.flops)}FLOP, {_si(d.cost.bytes)}B, {intensity:.0f} flop/byte ({d.device.source})")
     lines += [f"  not    {name:<15}  {'; '.join(reasons)}" for name, reasons in d.refused]
     return "\n".join(lines)
