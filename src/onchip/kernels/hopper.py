@@ -35,15 +35,15 @@ tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
 
 
 @gluon.jit
-def ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1):
+def ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1, COPIES: gl.constexpr = 1):
     """A ring of STAGES buffers for the tiles of `desc`, which READERS partitions let go by mbarriers (0: by hardware barriers); of PARTS tiles each, one below
-    the other."""
+    the other. COPIES: announced (`mbarrier.expect`) for a buffer to be full."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = full
     if READERS > 0:
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(full.index(stage), count=COPIES)
         if READERS > 0:
             mbarrier.init(empty.index(stage), count=READERS)
     ROWS: gl.constexpr = PARTS * desc.block_type.shape[-2]

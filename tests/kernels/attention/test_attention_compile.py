@@ -35,6 +35,7 @@ from onchip.kernels.attention import (
     triton_prefill,
     triton_shares,
 )
+from onchip.kernels.attention.texts import key_tile
 from onchip.ops.attention import PagedKV
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -222,6 +223,8 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d128 bias": (128, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 60),
     "d128 bias in fp32": (128, False, {"score": scores.Bias(meta(4096, 4096, dtype=FP32))}, 0),
     "d256 bias": (256, False, {"score": scores.Bias(meta(4096, 4096))}, 24),
+    "d128 bias of keys": (128, False, {"score": scores.Bias(meta(32, 1, 4096))}, 0),
+    "d64 bias of keys": (64, False, {"band": Causal(), "len_q": 16384, "score": scores.Bias(meta(1, 4096, dtype=torch.float16))}, 0),
 }
 
 
@@ -231,9 +234,11 @@ def test_hopper_prefill(dim, packed, how, most):
     tiles, facts = prefill("sm_90", dim, packed=packed, module=hopper_prefill, **{"band": Full(), **how})
     assert facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
-    steps = (dim // 16) + (tiles.n // 16)  # of one tile of scores, and of one of the output
-    bold = dim <= 128 and ("score" not in how or hopper_prefill.only_adds(how["score"].static().text))
-    again = tiles.groups * (dim // 16) if bold else 0  # the scores of a tile that is done over another maximum
+    text = how["score"].static().text if "score" in how else ""
+    of_scores = dim // 16 + (key_tile(text) is not None)  # and a bias of keys
+    steps = of_scores + (tiles.n // 16)  # of one tile of scores, and of one of the output
+    bold = dim <= 128 and (not text or hopper_prefill.only_adds(text))
+    again = tiles.groups * of_scores if bold else 0  # the scores of a tile that is done over another maximum
     once = facts.wgmma - again
     assert once % steps == 0 and once >= 2 * steps * tiles.groups and "mma.sync" not in facts.ptx
     assert facts.tma_loads and "cp.async.cg" not in facts.ptx and (packed or "cp.async.bulk.tensor.4d.global" in facts.ptx)

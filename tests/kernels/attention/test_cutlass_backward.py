@@ -53,8 +53,8 @@ def _of_nan(empty):
 class Case:
     """Dense, with sinks, where all sequences are equally long, else packed; with a gradient of LSE. `unused`: tokens (queries, keys) at each sequence's end."""
 
-    def __init__(self, lengths, heads, dim, mask, dtype, device, unused=(0, 0)):
-        self.lengths, self.mask, self.dtype = lengths, mask, dtype
+    def __init__(self, lengths, heads, dim, mask, dtype, device, unused=(0, 0), softcap=None):
+        self.lengths, self.mask, self.dtype, self.softcap = lengths, mask, dtype, softcap
         self.dense = len(set(lengths)) == 1 and unused == (0, 0)
         counts = [torch.tensor(n, device=device) for n in zip(*lengths, strict=True)]
         self.longest = tuple(int(n.max()) for n in counts)
@@ -73,7 +73,7 @@ class Case:
 
     def gradients(self, kernel, leaves):
         q, k, v = leaves[:3]
-        how = {"mask": self.mask, "return_lse": True, "kernel": kernel}
+        how = {"mask": self.mask, "softcap": self.softcap, "return_lse": True, "kernel": kernel}
         if self.dense:
             q, k, v = (x.unflatten(0, (len(self.lengths), -1)) for x in (q, k, v))
             out, lse = onchip.attention(q, k, v, sinks=leaves[3].to(torch.promote_types(q.dtype, torch.float32)), **how)
@@ -100,6 +100,17 @@ class Case:
 @pytest.mark.parametrize(("lengths", "heads", "dim", "mask"), CASES, ids=str)
 def test_gradients(lengths, heads, dim, mask, dtype, device):
     Case(lengths, heads, dim, mask, dtype, device).judge()
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("lengths", "heads", "dim", "mask"), [CASES[i] for i in (2, 5, 7, 8, 10, 11)], ids=str)
+def test_softcap(lengths, heads, dim, mask, dtype, device):
+    """Scores near the cap, and far beyond it."""
+    case = Case(lengths, heads, dim, mask, dtype, device, softcap=2.0)
+    case.inputs[0][::7] *= 30.0
+    case.judge()
 
 
 @pytest.mark.gpu

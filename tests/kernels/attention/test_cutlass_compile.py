@@ -34,16 +34,18 @@ CASES = {  # head dimension, mask, whether packed, dtype, heads of q that share 
     "d128 window": (128, Window(1024), False, torch.bfloat16, 1, 0),
     "d128 packed": (128, Causal(), True, torch.float16, 4, 72),
     "d96 top left": (96, Causal("top_left"), False, torch.float16, 1, 72),
+    "d128 softcap": (128, Causal(), False, torch.bfloat16, 4, 240),
+    "d96 packed softcap": (96, Causal(), True, torch.float16, 1, 240),
 }
 
 
-@pytest.mark.parametrize(("dim", "band", "packed", "dtype", "group", "most"), CASES.values(), ids=CASES)
-def test_cutlass_backward(dim, band, packed, dtype, group, most, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "dim", "band", "packed", "dtype", "group", "most"), [(name, *case) for name, case in CASES.items()], ids=CASES)
+def test_cutlass_backward(name, dim, band, packed, dtype, group, most, tmp_path, monkeypatch):
     """Five products a tile on wgmma that ptxas does not wait for; Q, K, V, dO, dK and dV by TMA; dQ added in bulk; nothing spilt in a loop."""
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     p = Attention("backward", 4, 16384, 16384, 16, 16 // group, dim, dtype, band, *(("packed", 0, 65536) if packed else ()))
     (tiles,) = cutlass_backward.configs(p, H200)
-    shape = cutlass_backward.Shape(DTYPES[dtype], *tiles[:3], dim, *ends(band), packed, grouped=group > 1)
+    shape = cutlass_backward.Shape(DTYPES[dtype], *tiles[:3], dim, *ends(band), packed, grouped=group > 1, capped="softcap" in name)
     Compiled(cutlass_backward.Backward(shape), shape.dtype, cutlass_backward.ARGUMENTS, options=f"--gpu-arch=sm_90a --keep-ptx --dump-dir={tmp_path}")
     (file,) = tmp_path.glob("*.ptx")
     ptx = file.read_text()
@@ -65,7 +67,7 @@ class Recorder:
         *("q", "k", "v", "out", "do", "dq", "dk", "dv", "lse", "d_lse", "lse2", "delta", "sums", "given", "counter"),
         *("listed", "q_offsets", "k_offsets", "q_used", "k_used"),
         *(f"{name}_{axis}" for name in ("q", "k", "v", "out", "do", "dq", "dk", "dv") for axis in ("sequence", "head", "row")),
-        *("tiles", "places", "together", "batch", "kv_heads", "group", "len_q", "len_k", "pitch", "rows", "programs", "scale"),
+        *("tiles", "places", "together", "batch", "kv_heads", "group", "len_q", "len_k", "pitch", "rows", "programs", "scale", "cap"),
     )  # fmt: skip
 
     def __init__(self, *_arguments):

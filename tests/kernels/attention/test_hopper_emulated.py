@@ -28,7 +28,7 @@ SOURCES = [
         "attention.mods",
         "attention.tile",
         "hopper",
-        *(f"attention.{x}" for x in ("hopper_tiles", "capped", "hopper_prefill")),
+        *(f"attention.{x}" for x in ("hopper_tiles", "capped", "key_bias", "hopper_prefill")),
     )
 ]
 
@@ -243,6 +243,16 @@ TILED = [  # which a third ring brings
     Case((2, 64, 2, FEW), lengths=(100, 70, 200), dim=128, score=bias(3, 2, 200, 200)),
     Case((2, 64, 2, EACH), lengths=((20, 90, 8), (150, 40, 7)), mask=Full(), score=bias(3, 1, 90, 152, inside=((20, 150), (90, 40), (8, 7)))),
 ]
+HIDDEN = torch.randn(2, 1, 264).masked_fill(torch.rand(2, 1, 264) < 0.5, -torch.inf)
+ADDED = [  # by the tensor cores
+    Case((2, 64, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), dim=128, score=bias(2, 4, 1, 264)),
+    Case((3, 128, 2, FEW), 400, 400, heads=(2, 2), score=Bias(HIDDEN.to(BF16)[..., :1].expand(2, 1, 400))),
+    Case((1, 64, 2, EACH), 130, 150, Full(), batch=2, dtype=FP16, score=Bias(100 * torch.randn(2, 1, 1, 150).half())),
+    Case((2, 64, 2, FEW), 200, 264, Window(70), dtype=FP16, score=Bias(HIDDEN.to(BF16)), sinks=True),
+    Case((2, 64, 2, FEW), 136, 264, Full(), dim=256, heads=(2, 2), score=Bias(HIDDEN.half())),
+    Case((2, 64, 2, EACH), lengths=(70, 0, 5, 200), dim=128, score=bias(4, 1, 1, 200, inside=((1, 70), (1, 0), (1, 5), (1, 200)))),
+    Case((2, 64, 2, FEW), 136, 392, Causal() & Document(torch.arange(392) // 60), score=Bias(torch.randn(1, 392).to(BF16)), steep=500.0),
+]
 BLIND = torch.randn(2, 136, 200)
 BLIND[:, ::3, 60:], BLIND[:, 5] = -torch.inf, -torch.inf  # rows that see nothing of the tiles taken first, and one that sees nothing
 STEEP = [  # the largest score of the tile taken first, or of all before, is not one to take weights over
@@ -282,10 +292,10 @@ def filled():
     torch.use_deterministic_algorithms(False)
 
 
-HARD = [*DENSE[:5], PACKED[0], PACKED[6], MODS[0], *TILED[:3], STEEP[0], STEEP[3]]  # beside those of the bugs
+HARD = [*DENSE[:5], PACKED[0], PACKED[6], MODS[0], *TILED[:3], ADDED[0], STEEP[0], STEEP[3]]  # beside those of the bugs
 
 
-@pytest.mark.parametrize(("case", "mode"), timings(DENSE + PACKED + MODS + TILED + STEEP, HARD), ids=str)
+@pytest.mark.parametrize(("case", "mode"), timings(DENSE + PACKED + MODS + TILED + ADDED + STEEP, HARD), ids=str)
 def test_emulated(case, mode):
     call = call_of(case)
     check(case, call, emulated(case, call, mode))
@@ -451,6 +461,12 @@ BUGS += [
     Bug("what one dimension repeats is looked for further on", TILED[3], (("head * steps[1]", "head"),)),
     Bug("a row that is repeated is looked for further on", TILED[5], (("+ group * 64) * steps[2], n]", "+ group * 64), n]"),)),
     Bug("all sequences read the first one's", TILED[3], (("[b * steps[0], head", "[b * 0, head"),)),
+    Bug("all heads read the first one's bias of keys", ADDED[0], (("steps[1] * head", "0"),)),
+    Bug("a bias of keys is not waited for", ADDED[0], (("C.parts, 2 if C.biased else 1)", "C.parts)"),)),
+    Bug("a bias of keys is another stage's", ADDED[0], (("rows.index(index).reshape", "rows.index(0).reshape"),)),
+    Bug("a bias of keys is rounded", ADDED[2], (("gl.where(columns < 3, each", "gl.where(columns < 1, each"),)),
+    Bug("a bias of -inf meets a factor of 0", ADDED[3], (("rest)), LEAST)", "0.0)), 0.0)"),)),
+    Bug("an output takes the place of queries that are ahead", ADDED[0], (("o_buffers.index(mine if C.share else GROUP)", "o_buffers.index(GROUP)"),)),
 ]  # fmt: skip
 
 RISING, SLOWLY, TILED_RISING = STEEP[0], STEEP[1], STEEP[-5]
@@ -467,7 +483,7 @@ BUGS += [
     Bug("weights stay what they were after an alarm", RISING, ((AGAIN + "                words, sums =", AGAIN + "                _, sums ="),)),
     Bug("sums stay what they were after an alarm", RISING, ((AGAIN + "                words, sums =", AGAIN + "                words, _ ="),)),
     Bug("a tile is done again without what its score adds", TILED_RISING, (
-        ("deps=[warpgroup_mma(q, kt, start, use_acc=C.adds", "deps=[warpgroup_mma(q, kt, start, use_acc=False"),
+        ("deps=[product(q, kt, k_ring, ki, start, C)]", "deps=[warpgroup_mma(q, kt, start, use_acc=False, is_async=True)]"),
     )),
     Bug("K is released before a tile may be done again", RISING, ((RELEASE_KEYS, ""), (IF_OUTGROWN, RELEASE_KEYS + IF_OUTGROWN))),
     Bug("a line goes past where it bends", BENT, (("gl.maximum(first // C.n - (high", "gl.maximum(first // C.n + 1 - (high"),)),

@@ -121,6 +121,7 @@ CASES = [
     Case((2, 64, 2, EACH), 16, UNEVEN, 70, Chunked(40)),
     Case((2, 64, 2, EACH), 64, (210, 100), 70, Causal() & Document(torch.arange(256) // 60)),
     Case((2, 64, 2, EACH), 8, (210, 100), 70, Prefix(torch.tensor([30, 1]))),
+    Case((2, 64, 2, EACH), 16, (136, 30), 70, score=Bias(torch.randn(2, 2, 1, 136).to(BF16))),
 ]
 
 

@@ -25,7 +25,7 @@ from onchip.core.scores import ScoreMod
 from onchip.core.trace import Place
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.mods import _erf_fast, _real
-from onchip.kernels.attention.texts import is_tanh, line_of, only_adds, pair_tile
+from onchip.kernels.attention.texts import is_tanh, key_tile, line_of, only_adds, pair_tile
 
 M, N = 16, 32
 BATCH, HEADS = 2, 3
@@ -438,6 +438,19 @@ def test_what_can_be_copied_by_tiles():
     ):
         assert pair_tile(ScoreMod(function).static().text) == found
     assert pair_tile(scores.Bias(table[:1]).static().text) == (0, "h", torch.float32)
+    keys, wide = torch.randn(2, 3, 8).bfloat16(), torch.randn(8)
+    for function, axes in (
+        (lambda s, b, h, i, j: s + keys[b, h, j], "bh"),
+        (lambda s, b, h, i, j: keys[h, b, j] + s, "hb"),
+        (lambda s, b, h, i, j: s + half[h, j], "h"),
+        (lambda s, b, h, i, j: s * 2.0 + half[h, j], None),
+        (lambda s, b, h, i, j: s + half[i, j], None),
+        (lambda s, b, h, i, j: s + half[h, j] + half[b, j], None),
+        (lambda s, b, h, i, j: s + wide[j], None),
+        (lambda s, b, h, i, j: s - half[h, j], None),
+    ):
+        found = key_tile(ScoreMod(function).static().text)
+        assert found == (axes if axes is None else (0, axes, keys.dtype if "b" in axes else half.dtype))
     *_, forward = mods.split_functions(None, scores.Bias(half).static().text, tiled=True)
     source = "".join(linecache.getlines(forward.fn.__code__.co_filename))
     assert "tl.load" not in source and "t = known[2]\n    v0 = s + t" in source

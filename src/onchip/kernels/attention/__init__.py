@@ -157,6 +157,12 @@ def _scales_of_blocks(p: Attention) -> str | None:
     return None
 
 
+def _no_score_but_a_softcap(p: Attention) -> str | None:
+    if p.score is None or (p.dim > 64 and importlib.import_module("onchip.kernels.attention.texts").is_tanh(p.score.text)):
+        return None
+    return f"score {p.score} beside dim {p.dim}: accepted are none, and a softcap beside more than 64: hopper_backward takes the others"
+
+
 def _may_hide_padding(p: Attention) -> str | None:
     return f"values that {p.mask} hides may be NaN" if hides_keys(p.mask) else None
 
@@ -301,8 +307,8 @@ BACKWARD = Op(
             "cutlass_backward",
             "onchip.kernels.attention.cutlass_backward:launch",
             {"cuda": (90,)},
-            {"dtype": HALF, "dim": range(8, 129, 8), "mask": BANDS, "keys": ("dense", "packed"), "score": (None,)},
-            also=(_one_width, _only("sinks", "used"), _sinks_of_tokens),
+            {"dtype": HALF, "dim": range(8, 129, 8), "mask": BANDS, "keys": ("dense", "packed")},
+            also=(_one_width, _only("sinks", "used"), _sinks_of_tokens, _no_score_but_a_softcap),
             slower=(_slower_backward_on_hopper,),
             extra=CUTLASS,
         ),

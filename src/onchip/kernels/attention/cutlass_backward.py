@@ -23,6 +23,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from onchip.core.device import Device
 from onchip.core.problem import Attention, Operands
+from onchip.kernels.attention import texts
 from onchip.kernels.attention.cutlass_backward_ends import AFTER, BEFORE, finish, prepare
 from onchip.kernels.attention.cutlass_backward_ends import ROWS as ROWS_OF_A_BLOCK
 from onchip.kernels.attention.cutlass_backward_tiles import (
@@ -44,6 +45,7 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
     tell,
     tensor_of,
     tile_of,
+    weigh_capped,
 )
 from onchip.kernels.attention.hopper_tiles import programs_of
 from onchip.kernels.attention.statistics import shares, sink_gradient, statistics
@@ -101,7 +103,7 @@ class Work(NamedTuple):
     dq_mine: object
     dk: object
     dv: object
-    scale: object
+    factors: object
 
 
 class Backward:
@@ -119,7 +121,7 @@ class Backward:
                  q_strides: tuple[Int64, Int64, Int64], k_strides: tuple[Int64, Int64, Int64], v_strides: tuple[Int64, Int64, Int64],
                  out_strides: tuple[Int64, Int64, Int64], do_strides: tuple[Int64, Int64, Int64], dq_strides: tuple[Int64, Int64, Int64],
                  dk_strides: tuple[Int64, Int64, Int64], dv_strides: tuple[Int64, Int64, Int64],
-                 sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], rows: Int32, programs: Int32, scale: Float32,
+                 sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], rows: Int32, programs: Int32, scale: Float32, cap: Float32,
                  stream: driver.CUstream):  # fmt: skip
         c = self.c
         _, _, _, batch, kv_heads, group, len_q, len_k, pitch = sizes
@@ -139,7 +141,8 @@ class Backward:
         prepare(out_ptr, out_strides, do_ptr, do_strides, lse, d_lse, lse2, delta, given, counter, q_offsets, q_used, ends, c).launch(
             grid=blocks, block=[BEFORE, 1, 1], stream=stream
         )
-        self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale, scale * LOG2E).launch(
+        factors = (scale / cap, cap * LOG2E) if const_expr(c.capped) else (scale * LOG2E, cap)  # of scores, and of a tanh
+        self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale, factors).launch(
             grid=[programs, 1, 1], block=[128 + COMPUTING, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
         finish(dq, given, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(grid=blocks, block=[AFTER, 1, 1], stream=stream, use_pdl=True)
@@ -149,7 +152,7 @@ class Backward:
                v_atom: cute.CopyAtom, v: cute.Tensor, dk_atom: cute.CopyAtom, dk: cute.Tensor, dv_atom: cute.CopyAtom, dv: cute.Tensor,
                sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                lists: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
-               sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], scale: Float32, slope: Float32):  # fmt: skip
+               sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], scale: Float32, factors: tuple[Float32, Float32]):  # fmt: skip
         c = self.c
         memory = cutlass.utils.SmemAllocator()
 
@@ -191,7 +194,7 @@ class Backward:
                 self.send((dk_atom, dk, dv_atom, dv), sums[2], sums[3], sizes, s_dq, message, warp - 1)
         else:
             cute.arch.setmaxregister_increase(240)
-            self.compute(sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, slope)
+            self.compute(sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, factors)
 
     # ---- device: the copying warp
 
@@ -297,7 +300,7 @@ class Backward:
     # ---- device: a computing warpgroup
 
     @cute.jit
-    def compute(self, sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, slope):
+    def compute(self, sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, factors):
         c = self.c
         group = sizes[5]
         thread = cute.arch.thread_idx()[0] - 128
@@ -325,7 +328,7 @@ class Backward:
         own_key, own_query = side * 64 + thread // 32 * 16 + lane // 4, lane % 4 * 2
         dk, dv = sums_of(of_keys, (c.n, c.width)), sums_of(of_keys, (c.n, c.width))
         right = (q_right, do_right, q_turned, do_turned, k_turned, ds_right)
-        work = Work(side, first_lane, q_ring, do_ring, of_scores, of_keys, of_queries, k_left, v_left, *right, store_ds, dq_mine, dk, dv, slope)
+        work = Work(side, first_lane, q_ring, do_ring, of_scores, of_keys, of_queries, k_left, v_left, *right, store_ds, dq_mine, dk, dv, factors)
         turn, step, taken = Int32(0), Int32(0), Int32(0)  # messages heard; query tiles; key tiles with any, of which each takes a beat more
         self.has_read(side, 1)
         tile, _, _, _, len_q, _, len_k = hear(c, message, turn, sizes)
@@ -376,25 +379,36 @@ class Backward:
         s, dp = sums_of(w.of_scores, (c.n, c.m)), sums_of(w.of_scores, (c.n, c.m))
         cute.arch.mbarrier_wait(w.q_ring.full + at, phase)
         multiply(w.of_scores, s, w.k_left, w.q_right[None, None, None, at], True)
-        lse = None
-        if const_expr(c.width > 64):  # of 128 queries a thread has 32: no room for them yet
+        lse, delta = None, None
+        early = c.width > 64 and not c.capped  # of 128 queries a thread has 32, and a softcap's scores become two words: no room for them yet
+        if const_expr(early):
             lse = of_queries(c, w.q_ring.rows, at, place[2])
         cute.arch.mbarrier_wait(w.do_ring.full + at, phase)
         multiply(w.of_scores, dp, w.v_left, w.do_right[None, None, None, at], True)
         warpgroup.wait_group(1)
-        if const_expr(c.width == 64):
+        if const_expr(not early):
             lse = of_queries(c, w.q_ring.rows, at, place[2])
-        for i in cutlass.range_constexpr(cute.size(s) // 4):
-            for x in cutlass.range_constexpr(4):  # two queries of two keys
-                s[4 * i + x] = cute.math.exp2(s[4 * i + x] * w.scale - lse[2 * i + x % 2], fastmath=True)
-        if const_expr(edge):
-            hide(c, s, m, place)
-        delta = of_queries(c, w.do_ring.rows, at, place[2])
-        warpgroup.wait_group(0)
+        if const_expr(c.capped):
+            if const_expr(edge):
+                hide(c, s, m, place, -Float32.inf)
+            p, slopes = weigh_capped(c, s, lse, w.factors, edge)
+            warpgroup.wait_group(0)
+            delta = of_queries(c, w.do_ring.rows, at, place[2])
+        else:
+            for i in cutlass.range_constexpr(cute.size(s) // 4):
+                for x in cutlass.range_constexpr(4):  # two queries of two keys
+                    s[4 * i + x] = cute.math.exp2(s[4 * i + x] * w.factors[0] - lse[2 * i + x % 2], fastmath=True)
+            if const_expr(edge):
+                hide(c, s, m, place)
+            delta = of_queries(c, w.do_ring.rows, at, place[2])
+            warpgroup.wait_group(0)
         for i in cutlass.range_constexpr(cute.size(s) // 4):
             for x in cutlass.range_constexpr(4):
-                dp[4 * i + x] = s[4 * i + x] * (dp[4 * i + x] - delta[2 * i + x % 2])
-        p, ds = halved(s, c.dtype), halved(dp, c.dtype)
+                slope = slopes[4 * i + x].to(Float32) if const_expr(c.capped) else s[4 * i + x]
+                dp[4 * i + x] = slope * (dp[4 * i + x] - delta[2 * i + x % 2])
+        if const_expr(not c.capped):
+            p = halved(s, c.dtype)
+        ds = halved(dp, c.dtype)
         dq = sums_of(w.of_queries, (c.width, c.m))
         self.has_been_read(w.side, beat + 1)
         w.store_ds(ds, beat % 2)
@@ -466,7 +480,7 @@ class Backward:
 # ---- host
 
 _HALF, _FLOATS, _FLOAT, _INTS, _STRIDES = ("pointer", None, 16), ("pointer", Float32, 16), ("pointer", Float32, 4), ("pointer", Int32, 4), (Int64,) * 3
-ARGUMENTS = (*(_HALF,) * 8, _FLOAT, _FLOAT, (_FLOATS, _FLOATS, _FLOATS, _INTS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 8, (Int32,) * 9, Int32, Int32, Float32)
+ARGUMENTS = (*(_HALF,) * 8, _FLOAT, _FLOAT, (*(_FLOATS,) * 3, _INTS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 8, (Int32,) * 9, Int32, Int32, Float32, Float32)
 
 
 class Tiles(NamedTuple):
@@ -529,9 +543,11 @@ OF_QUERIES = True, False, False, True, True, True, False, False  # of q, k, v, o
 
 def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
     """Prologue, kernel and rounding in one call, for each share of the key heads; delta [batch, heads, rows]."""
+    before, gain = texts.fold(p.score.text)[1:] if p.score else (1.0, 1.0)
     q = tensors[0]
     packed = x.q_offsets is not None
-    shape, run = compiled(q.dtype, *tiles[:3], p.dim, *ends(p.mask), packed, x.q_used is not None, x.k_used is not None, d_lse is not None, p.group > 1)
+    asked = x.q_used is not None, x.k_used is not None, d_lse is not None, p.group > 1, p.score is not None
+    shape, run = compiled(q.dtype, *tiles[:3], p.dim, *ends(p.mask), packed, *asked)
     batch, rows = (1, len(q)) if packed else q.shape[:2]
     pitch = -(-(rows + p.batch * shape.pad) // 8) * 8 if packed else -(-rows // tiles.m) * tiles.m
     parts = shares(batch, p.kv_heads, p.group, 4 * pitch * shape.width)
@@ -563,6 +579,6 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
             *map(int.__add__, begins, skipped), lse_at + 4 * first * rows, d_lse_at and d_lse_at + 4 * first * rows,
             lses, deltas + 4 * first * pitch, sums, given, counter, *others, *flat,
             count, places, side_by_side, p.batch if packed else sequences, heads, p.group, p.len_q, p.len_k, pitch, rows,
-            min(count, tiles.programs), x.scale,
+            min(count, tiles.programs), x.scale * before * gain, gain,
         )  # fmt: skip
     return held[-every:].view(batch, p.heads, pitch)

@@ -18,7 +18,7 @@ FAR = 1 << 30  # rows of a packed batch's tensors as the copy engine sees them: 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the device code is compiled for. `slopes`: LSE has a gradient. `grouped`: several heads of q share one of k."""
+    """What the device code is compiled for. `slopes`: LSE has a gradient. `grouped`: several heads of q share one of k. `capped`: scores are a softcap's."""
 
     dtype: object
     m: int
@@ -33,6 +33,7 @@ class Shape:
     k_used: bool = False
     slopes: bool = False
     grouped: bool = False
+    capped: bool = False
 
     @property
     def width(self):
@@ -256,8 +257,8 @@ def hidden(C, m, key, len_q, len_k):
 
 
 @cute.jit
-def hide(C, p, m, place):
-    """Weights that the mask hides are 0."""
+def hide(C, p, m, place, value=0.0):
+    """Weights that the mask hides are 0, or scores `value`."""
     tile, own_key, own_query, len_q, len_k = place
     shift = ahead(C, len_q, len_k) + m * C.m  # the key that the tile's first query is at
     for r in cutlass.range_constexpr(2):
@@ -275,4 +276,26 @@ def hide(C, p, m, place):
                 seen = column <= high
                 if const_expr(C.right >= 0):
                     seen = seen & (column >= low)
-                p[here] = p[here] if seen else Float32(0.0)
+                p[here] = p[here] if seen else Float32(value)
+
+
+@cute.jit
+def weigh_capped(C, s, lse, factors, edge: cutlass.Constexpr[bool]):
+    """Of a softcap's scores the weights P = exp2(b tanh(a s) - LSE), and P times the derivative 1 - tanh^2: both rounded, since of 80 queries there is
+    no room for them in float32 (and for no more than a few at a time). `edge`: a score of -inf is hidden."""
+    half = "bf16x2" if const_expr(C.dtype is cutlass.BFloat16) else "f16x2"
+    code = "{ .reg .pred q; .reg .f32 t, p0, p1, d0, d1;"
+    for pair in (0, 1):
+        for x in (0, 1):
+            score = f"{{$r{2 * pair + x}}}"
+            code += f"mul.f32 t, {score}, {{$r6}}; tanh.approx.f32 t, t; neg.f32 d{x}, {{$r{4 + x}}}; fma.rn.f32 p{x}, t, {{$r7}}, d{x};"
+            if const_expr(edge):
+                code += f"setp.gt.f32 q, {score}, 0fFF800000; selp.f32 p{x}, p{x}, 0fFF800000, q;"
+            code += f"ex2.approx.ftz.f32 p{x}, p{x}; neg.f32 d{x}, t; mul.f32 d{x}, d{x}, p{x}; fma.rn.f32 d{x}, t, d{x}, p{x};"
+        code += f"cvt.rn.{half}.f32 {{$w{pair}}}, p1, p0; cvt.rn.{half}.f32 {{$w{2 + pair}}}, d1, d0;"
+    words = tuple(cute.make_rmem_tensor((cute.size(s) // 2,), Int32) for _ in range(2))
+    for i in cutlass.range_constexpr(cute.size(s) // 4):
+        given = (*(s[4 * i + x] for x in range(4)), lse[2 * i], lse[2 * i + 1], *factors)
+        made = cute.arch.inline_ptx(code + "}", write_only_types=[Int32] * 4, read_only_args=given)
+        words[0][2 * i], words[0][2 * i + 1], words[1][2 * i], words[1][2 * i + 1] = made
+    return tuple(cute.make_tensor(cute.recast_ptr(x.iterator, dtype=C.dtype), s.layout) for x in words)

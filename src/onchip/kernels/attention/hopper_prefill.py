@@ -2,12 +2,12 @@
 
 One warp draws tiles and copies (TMA): Q a tile ahead, K and V round two rings, and round a third what a score reads of each query and key (a bias).
 Two or three warpgroups compute, 64 rows each, in step with nobody but the copies: the products of key tile j's scores and of tile j - 1's output are
-both started before the softmax of tile j, and waited for before its exponentials, which run beside the other warpgroups' products, so that weights
-are packed where the last ones lay.
+started before the softmax of tile j, and waited for before its exponentials, beside the other warpgroups' products: weights are packed where the last lay.
 A softmax needs no maximum, only weights that its dtype holds. So they are taken over the first tile's, with room for scores to grow; where they
 outgrow it, which the sums show, a tile is done again over the largest so far. Under a mask or a score, and at 256, where it costs nothing, each tile's
 maximum is found, and the output scaled anew only where it grew by more than 2^8 (Dao, FlashAttention-4). A softcap's scores have a bound, over which weights
-are taken, and their tanh is a polynomial while they are small (`capped`); ALiBi's lines cost an instruction a score (`lined`); with a bias the product begins.
+are taken, and their tanh is a polynomial while they are small (`capped`); ALiBi's lines cost an instruction a score (`lined`); with a bias the product begins,
+and one of keys the tensor cores add (`key_bias`).
 Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of a page, or of a tile within one; its number waits in a lane of the copying warp.
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
 Of few queries the heads that share keys are folded into a tile's rows (FlashAttention-3's PackGQA): row r is query r // pack of the group's head r % pack,
@@ -69,7 +69,8 @@ from onchip.kernels.attention.hopper_tiles import (
     weigh,
     weigh_lined,
 )
-from onchip.kernels.attention.texts import is_tanh, line_of, only_adds
+from onchip.kernels.attention.key_bias import fill_biased, key_ring, product, room_of, taken_out
+from onchip.kernels.attention.texts import is_light, line_of, only_adds
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -136,6 +137,7 @@ class Shape:
     dim_v: int
     room: float  # between the first maximum and what weights are taken over: HEADROOM, or none
     cap: int  # what weights are taken over where a softcap bounds the scores, so that nobody looks for a maximum; 0: they have no bound
+    biased: bool  # whether the tensor cores add a bias of keys (`key_bias`), and nothing else is a score
     adds: bool  # whether a score is the product and what it reads, with which the product then begins (`hopper_tiles.begin`)
     line: str  # where the lines bend that a score function adds to a query's scores (`texts.line_of`); "": it does something else
     bold: bool  # whether weights are taken over a maximum of the tiles before, until one outgrows it: see `outgrown`
@@ -196,17 +198,17 @@ def _copy(given, C: gl.constexpr):
             if C.pack == 1:
                 kv_head = head // sizes[4]
             n = start_k + top * N
-            if t_desc is not None:  # from memory, not L2; and queries may have to wait until an output has left
+            if t_desc is not None and not C.biased:  # from memory, not L2; and queries may have to wait until an output has left
                 t_at = fill_tiles(rings, t_at, t_desc, t_steps, place, n - start_k, C)
             for group in gl.static_range(GROUPS):  # the first queries and keys first
                 q_at = fill(q_ring, q_at, q_desc, queries_at(q_batch, head, start_q + tile_m * C.m + group * C.own, C), C.groups * C.rounds, 0, 0)
                 if group == 0:
-                    k_at = fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), n, 10, C)
+                    k_at = fill_biased(k_ring, k_at, k_desc, t_desc, t_steps, table, place, (batch, kv_head), n, C)
             for x in range(1, 1 + masked + bare + low):
                 after = start_k + tile_at(x, steps, map_strides, C) * N
-                if t_desc is not None:
+                if t_desc is not None and not C.biased:
                     t_at = fill_tiles(rings, t_at, t_desc, t_steps, place, after - start_k, C)
-                k_at = fill_keys(k_ring, k_at, k_desc, table, place, (batch, kv_head), after, 10, C)
+                k_at = fill_biased(k_ring, k_at, k_desc, t_desc, t_steps, table, place, (batch, kv_head), after, C)
                 v_at = fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
                 n = after
             v_at = fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
@@ -245,7 +247,7 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
         start = begin(n, call, of, t_ring, ki, kp, SCORE, C, s_layout)
         take_turn(GROUP, C.groups)
         kt = keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0))
-        scores = warpgroup_mma(q, kt, start, use_acc=C.adds, is_async=True)
+        scores = product(q, kt, k_ring, ki, start, C)
         mbarrier.wait(v_full.index(vi), vp)
         weights = gl.convert_layout(as_halves(words, values.dtype), p_layout)
         acc = warpgroup_mma(weights, values.index(vi).reshape([N, values.shape[-1]]), acc, is_async=True)
@@ -289,7 +291,7 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
             if outgrown(sums, top, alarms, MOST):  # once more, over the largest score so far
                 again = of_keys(n, call, KEYS if C.adds else None, C)  # to keep it beside the product spills 676 bytes
                 start = begin(n, call, again, t_ring, ki, kp, SCORE, C, s_layout)
-                scores = warpgroup_mma_wait(0, deps=[warpgroup_mma(q, kt, start, use_acc=C.adds, is_async=True)])
+                scores = warpgroup_mma_wait(0, deps=[product(q, kt, k_ring, ki, start, C)])
                 if not C.adds:
                     scores = scored(scores, n, call, of, None, SCORE, C, s_layout)
                 top, shrink = top_of(scores, top, call[7], C.room, 0.0)
@@ -332,7 +334,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     of = of_keys(first * N, call, KEYS, C)
     start = begin(first * N, call, of, t_ring, ki, kp, SCORE, C, s_layout)
     take_turn(GROUP, C.groups)
-    scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), start, use_acc=C.adds, is_async=True)
+    scores = product(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), k_ring, ki, start, C)
     turn_over(GROUP, C.groups)
     tile = read_tile(None if C.adds else t_ring, ki, kp, C, s_layout)
     ti = ki
@@ -399,8 +401,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
     q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
     queries, q_full, q_empty = q_ring
     DV: gl.constexpr = v_ring[0].shape[-1]
-    buffer, alarms = o_buffers.index(GROUP), alarms.index(GROUP)
-    ki, kp, vi, vp = 0, 0, 0, 0
+    alarms, ki, kp, vi, vp = alarms.index(GROUP), 0, 0, 0, 0
     first_turn(GROUP, C.groups)
     turn = 0
     b = next_sequence(message, turn)
@@ -419,6 +420,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
             if not C.share:
                 mbarrier.arrive(q_empty.index(mine), count=1)
                 tma.store_wait(0)  # the tile before has left
+            buffer = o_buffers.index(mine if C.share else GROUP)
             buffer.reshape([64, DV]).store(acc.to(queries.dtype))
             if C.packed:  # the copy engine does not know where a sequence ends
                 layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -447,11 +449,11 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
              scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_batch, lse_head, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups * C.rounds, 1)
-    k_ring = ring(k_desc, C.stages, 0, C.parts)
+    k_ring = key_ring(k_desc, t_desc, gain, C)
     v_ring = ring(v_desc, C.stages, 0, C.parts)
-    gl.static_assert(t_desc is None or C.groups < 3)
+    gl.static_assert(t_desc is None or C.biased or C.groups < 3)
     rings = (q_ring, k_ring, v_ring, None, None, None)  # and, of what a score reads, one for each warpgroup
-    if t_desc is not None:
+    if t_desc is not None and not C.biased:
         t_ring = ring(t_desc, C.stages, 0)
         rings = (q_ring, k_ring, v_ring, t_ring)
         if C.groups == 2:
@@ -511,7 +513,7 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
     width = max(block(p.dim), block(p.value_dim))
     groups, n, stages = pick(TILES, width)
-    plain = (p.score is None or is_tanh(p.score.text) or line_of(p.score.text)) and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
+    plain = (p.score is None or is_light(p.score.text)) and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
     if width == 64 and plain and (p.len_q > SHORT or p.mask.right is None):
         groups, n, stages = LONG_64
     if tile := tile_of(p):
@@ -541,6 +543,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     first = [*map(for_tma, given), first[3]]
     beside = x.beside if not packed and all(map(operator.is_, given, first)) else None  # what is let go below, the launch behind this one may write to
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
+    p, x, pairs, steps = taken_out(p, x, tiles.n)
+    biased = pairs is not None
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     make = functools.partial(mods.split_functions, tiled=tile is not None, of_row=tiles.pack > 1)
     (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
@@ -549,11 +553,12 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     bold = width <= 128 and not line and (p.score is None or adds)  # at 256 finding a maximum hides behind the products
     if packed and "batch_invariant" in p.extras:  # in a sequence's last tile the next one's queries would raise alarms too, and choose a warp's tanh
         bold, cap = False, 0
-    share = width == width_v >= (128 if tile else 256)
+    share = width == width_v >= (128 if tile or biased else 256)
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
-        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, adds, line, bold, share,
-        pick(LAZILY, width_v), 1 if share or tile else rounds(tiles, width, width_v), tiles.pack, alike, beside is not None,
+        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, biased, adds, line, bold, share,
+        pick(LAZILY, width_v), 1 if tile else rounds(tiles, width, width_v, 0 if share else width_v, biased * room_of(tiles)),
+        tiles.pack, alike, beside is not None,
     )  # fmt: skip
     heads, own, k_rows, out_heads = p.heads, (64,), tiles.n // shape.parts, first[3]
     if tiles.pack > 1:
@@ -564,7 +569,6 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, shape.m)
         tiles_m, batch_heads, side_by_side = len(listed), heads, together(p, p.batch * p.len_k if p.page else p.tokens_k or p.tokens)
-    pairs = steps = None
     if tile:
         pairs, steps = pair_view(x.score[tile.tensor], tile.axes)
         pairs = describe(pairs, 64, tiles.n)
@@ -589,11 +593,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
 
 def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     """`launch` over a PagedKV, as `ops.attention.paged_attention` passes them. Lengths are read on the device: a CUDA graph may capture the call."""
-    tiles = tiles if x.beside is None else of_few(p, tiles)
+    if x.beside is not None:  # whole tiles, for a few multiprocessors beside another launch
+        groups, *_ = pick(TILES, max(block(p.dim), block(p.value_dim)))
+        tiles = tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)))
     return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)
-
-
-def of_few(p: Attention, tiles: Tiles) -> Tiles:
-    """Whole tiles, for a few multiprocessors beside another launch."""
-    groups, *_ = pick(TILES, max(block(p.dim), block(p.value_dim)))
-    return tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)))

@@ -526,10 +526,10 @@ def clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
 ROOM = 226 << 10  # bytes of shared memory, 227 KB less what barriers take
 
 
-def rounds(tiles, width: int, width_v: int) -> int:
-    """Tiles of queries that there is room for beside K, V and the output: two or one."""
+def rounds(tiles, width: int, width_v: int, own: int, taken: int) -> int:
+    """Tiles of queries that there is room for beside K, V, an output of `own` columns in a buffer of its own, and `taken` bytes: two or one."""
     queries, keys = 64 * tiles.groups, tiles.n * tiles.stages
-    return 2 if 2 * (2 * queries * width + keys * (width + width_v) + queries * width_v) <= ROOM else 1
+    return 2 if 2 * (2 * queries * width + keys * (width + width_v) + queries * own) + taken <= ROOM else 1
 
 
 def tile_of(p: Attention) -> PairTile | None:

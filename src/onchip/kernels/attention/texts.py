@@ -9,6 +9,10 @@ import torch
 IDENTITY = "def run(s, b, h, i, j, len_q, len_k):\n    return s"  # the score function of a scale that is not positive
 FIRST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\(s, float\('([^']+)'\)\)(?=\n)")
 LAST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\((\w+), float\('([^']+)'\)\)\n    return (v\d+)$")
+KEYS = re.compile(
+    r"def run\(s, b, h, i, j, len_q, len_k, c0: '(bfloat16|float16)\[\d\]'\):"
+    r"\n    v0: '\1' = aten\.index\.Tensor\(c0, \[((?:b, )?(?:h, )?|h, b, )j\]\)\n    v1: 'float32' = aten\.add\.Tensor\((?:s, v0|v0, s)\)\n    return v1"
+)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,6 +80,11 @@ def line_of(text: str) -> str:
     return (" ".join(sorted(bent)) or "straight") if kinds.get(last.split()[-1]) == "score" and re.search(r"\bj\b", text.partition("):\n")[2]) else ""
 
 
+def is_light(text: str) -> bool:
+    """Whether a score takes few registers beside a product's: a softcap, lines, or a bias of keys that the product adds."""
+    return bool(is_tanh(text) or line_of(text) or key_tile(text))
+
+
 @functools.lru_cache(maxsize=1024)
 def only_compares(text: str) -> bool:
     """Whether a mask compares places and what it reads of them, as one of documents does, and no more."""
@@ -118,3 +127,10 @@ def pair_tile(text: str) -> PairTile | None:
     if axes not in ("", "b", "h", "bh", "hb") or dtype not in ("bfloat16", "float16", "float32") or others:
         return None
     return PairTile(int(name[1:]), axes, getattr(torch, dtype))
+
+
+@functools.lru_cache(maxsize=1024)
+def key_tile(text: str) -> PairTile | None:
+    """The same of a text that adds one half-precision tensor at [.., j] to the score, and does nothing else."""
+    found = KEYS.fullmatch(text)
+    return found and PairTile(0, found[2].replace(", ", ""), getattr(torch, found[1]))
