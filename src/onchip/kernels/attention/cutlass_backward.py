@@ -137,7 +137,7 @@ class Backward:
         _, q_offsets, _, q_used, _ = lists
         lse2, delta, dq, given, counter = sums
         ends = batch, heads, rows, pitch, len_q
-        blocks = [cute.ceil_div(pitch, ROWS_OF_A_BLOCK), heads, 1 if const_expr(c.packed) else batch]
+        blocks = [cute.ceil_div(pitch, ROWS_OF_A_BLOCK) * heads, 1, 1 if const_expr(c.packed) else batch]
         prepare(out_ptr, out_strides, do_ptr, do_strides, lse, d_lse, lse2, delta, given, counter, q_offsets, q_used, ends, c).launch(
             grid=blocks, block=[BEFORE, 1, 1], stream=stream
         )
@@ -271,8 +271,7 @@ class Backward:
                     # half of the columns each, or, of a head of 64, half of the rows of each tile
                     begin = head_at * c.width + row * 64 + (side * self.piece if const_expr(c.width == 64) else Int64(side) * pitch * 64)
                     flag = given + head_at + row + side + m * c.m
-                    seen = glance(flag)
-                    self.take(side, count)
+                    seen = self.take(side, count, flag)
                     there = dq + cute.assume(begin, divby=512) + m * (c.m * 64)
                     bulk_give(there, s_dq[None, count % c.slots, side].iterator, self.piece * 4, flag, seen)
                     cute.arch.cp_async_bulk_commit_group()
@@ -290,12 +289,17 @@ class Backward:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def take(self, side, count):
-        """Once what was in a warpgroup's buffer has left, tell it so; wait until something else is in it, the `count`-th thing that is sent."""
+    def take(self, side, count, flag=None):
+        """Once what was in a warpgroup's buffer has left, tell it so; wait until something else is in it, the `count`-th thing that is sent.
+
+        Returns what the number at `flag` is meanwhile: the look is an acquiring load, which waits, and nobody waits for this warp then.
+        """
         at = 2 * side + count % self.c.slots
         cute.arch.cp_async_bulk_wait_group(self.c.slots - 1, read=True)
         cute.arch.barrier_arrive(barrier_id=ROOM + at, number_of_threads=SENDING)
+        seen = None if const_expr(flag is None) else glance(flag)
         cute.arch.barrier(barrier_id=SENT + at, number_of_threads=SENDING)
+        return seen
 
     # ---- device: a computing warpgroup
 

@@ -412,7 +412,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
         q = queries.index(mine).reshape([64, queries.shape[-1]])
         mbarrier.wait(q_full.index(mine), turn // C.rounds % 2)
         busy = True
-        if C.page > 0 and C.packed and GROUP > 0 and rings[3 + GROUP] is None:  # of a decode in a mixed batch
+        if C.packed and GROUP > 0 and rings[3 + GROUP] is None:  # past the end of a sequence, or of a decode in a mixed batch
             busy = tile_m * C.m + GROUP * C.own < len_q
         if busy:
             acc, ki, kp, vi, vp = _attend(place, sizes[4], (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], alarms, sinks_ptr, lse, scale, gain, map_ptr,
