@@ -827,6 +827,7 @@ class Emulator:
             allocate_shared_memory=self.allocate,
             inline_asm_elementwise=self.assembly,
             warp_specialize=self.specialise,
+            extra=SimpleNamespace(cuda=SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)),  # kernels come one after the other
         )
 
 

@@ -21,7 +21,18 @@ from onchip.ops.attend import How, PagedKV, paged_problem, paged_sizes
 
 BF16, FP16 = torch.bfloat16, torch.float16
 KERNEL = DECODE.kernel("hopper_mla")
-PARTS = ("curves", "attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_mla")
+PARTS = (
+    "curves",
+    "attention.texts",
+    "attention.mods",
+    "attention.tile",
+    "attention.decode_tiles",
+    "hopper",
+    "attention.gluon_shares",
+    "attention.hopper_tiles",
+    "attention.latent_merge",
+    "attention.hopper_mla",
+)
 SOURCES = [f"onchip.kernels.{name}" for name in PARTS]
 emulates = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 
@@ -70,7 +81,7 @@ def emulated(c: Case, call, mode: str, seed=0, edits=()):
     q, cache = call
     p, x = problem(c, q, cache)
     assert KERNEL.refuses(p, GPUS["H200"]) == []
-    kernel = Strict(mode, seed).load(*SOURCES, edits=edits)
+    kernel = Strict(mode, seed).load(*SOURCES, edits=[("MERGING, ALL = 1056, 2112", "MERGING, ALL = 9, 9"), *edits])  # fewer than blocks
     return kernel.launch(p, kernel.Grid(c.shares, -(-c.len_q * c.heads // 64)), q, cache, x, True)
 
 
@@ -142,6 +153,7 @@ MUTANTS = {
     "the wrong phase": ("mbarrier.wait(block[3].index(ORDER[i]), used % 2)", "mbarrier.wait(block[3].index(ORDER[i]), used % 2 ^ 1)"),
     "each query sees all": ("        least = length - (len_q - 1)\n", ""),
     "slots of two parts are one": ("-1, number + sequence)", "-1, sequence)"),
+    "a program's first block alone": ("range(own, blocks, each)", "range(own, each, each)"),
     "no turns": ("            release(used * 0, TURN, BOTH)\n", ""),
 }  # fmt: skip
 
@@ -163,7 +175,7 @@ def test_mutant(name):
 # ---- compiled
 
 
-@pytest.mark.parametrize(("page", "len_q", "spills"), [(64, 1, 0), (16, 2, 168)], ids=str)
+@pytest.mark.parametrize(("page", "len_q", "spills"), [(64, 1, 0), (16, 2, 192)], ids=str)
 def test_compiled(page, len_q, spills):
     """The loop over pairs in registers; products of both warpgroups, once before the loop and once in it: 36 for scores, 12 for the output with its end."""
     q, latent = meta(32, len_q, 128, 576), meta(2048, page, 1, 576)
@@ -171,7 +183,7 @@ def test_compiled(page, len_q, spills):
     p, x = problem(Case((), page=page), q, cache)
     how, facts = launched(hopper_mla, "sm_90", p, q, cache, x)
     assert how.shares * how.tiles == 132
-    assert facts["_merge"].spills == 0
+    assert facts["_merge"].spills <= 8
     facts = facts["_decode"]
     assert facts.spills <= spills
     assert facts.wgmma == 2 * (2 * 36 + 4 * 4)

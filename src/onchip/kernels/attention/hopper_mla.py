@@ -16,7 +16,8 @@ which are done with by then. A maximum only moves where it grew by more than 2^8
 A key block comes in three parts, columns 0 to 255, 256 to 511 and the rest, each of which goes when its last reader is done; and it is waited for in five
 pieces, since it is the way of the next keys that takes longest: a product begins with the first 128 columns that are there. Work is cut evenly: the
 pairs of all sequences, end to end, are dealt out to as many programs as there are multiprocessors, from lengths that are read on the device, so that a
-CUDA graph may capture the call. A sequence that two programs share is merged by a second kernel (Flash-Decoding, Dao et al., 2023).
+CUDA graph may capture the call. A sequence that two programs share is merged by a second kernel (`latent_merge`; Flash-Decoding, Dao et al., 2023). Each
+kernel begins while the one before it ends: what a program makes ready waits for nobody.
 """
 
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 
 from onchip.core.device import Device
-from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
+from onchip.kernels.attention.gluon_shares import fetch
 from onchip.kernels.attention.hopper_tiles import base_of, programs_of
+from onchip.kernels.attention.latent_merge import merge, pairs_of, parts_of, share_of
 from onchip.kernels.attention.tile import LN2, LOG2E, for_tma
 from onchip.kernels.hopper import (
     arrive_and_wait,
@@ -43,8 +44,10 @@ from onchip.kernels.hopper import (
     message,
     release,
     scale_rows,
+    start_next,
     tell,
     tma_load,
+    wait_for_last,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -57,6 +60,12 @@ EVEN, ODD = gl.constexpr((0, 1, 2, 3, 4)), gl.constexpr((2, 3, 0, 1, 4))
 FIRST, OTHERS = gl.constexpr((0,)), gl.constexpr((1, 2, 3, 4))
 HALF = gl.constexpr(256)  # columns of the output of a warpgroup
 ROPE = gl.constexpr(64)  # columns of a key that are not its value's
+# Half of a tile's rows [64, 256] as they are written: a thread has 8 columns side by side, four threads 64 bytes of a row; a warp's own numbers still.
+WRITTEN = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [0, 64], [0, 128], [8, 0]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 256]
+    )
+)
 GROWTH = gl.constexpr(8.0)  # weights of up to 2^8 cost half precision no digits
 # Hardware barriers. For all of a warpgroup: before it writes weights over keys that its other warps may be reading.
 LEFT_WARPS, RIGHT_WARPS = gl.constexpr(4), gl.constexpr(5)
@@ -91,51 +100,38 @@ class Shape:
 # ---- device: who does what
 
 
-@triton.jit
-def share_of(total, most, shares):
-    """Pairs of a share: as many for all; but where whole sequences, were they all as long as the longest, cost an eighth more at most, whole ones, which
-    need no merging."""
-    share = tl.cdiv(total, shares)
-    whole = tl.cdiv(share, most) * most
-    return tl.where(8 * (whole - share) <= share, whole, share)
-
-
-@triton.jit
-def pairs_of(length):
-    """Pairs of blocks of a sequence: one at least, so that one without keys has its zeros written."""
-    return tl.maximum((length + 127) // 128, 1)
-
-
 @gluon.jit
-def _lengths(lengths_ptr, first, batch, N: gl.constexpr, layout: gl.constexpr):
-    """Pairs of N sequences from `first` on."""
-    i = first + gl.arange(0, N, layout=layout)
+def _pairs(lengths_ptr, i, batch):
+    """Pairs of sequences `i`; of those past the last 0."""
     return gl.where(i < batch, pairs_of(gl.load(lengths_ptr + i, mask=i < batch, other=0)), 0)
 
 
 @gluon.jit
+def _plus(x, y):
+    return x + y
+
+
+@gluon.jit
 def _my_share(lengths_ptr, batch, shares, number):
-    """Of share `number`, of all sequences' pairs end to end: the sequence where it begins, the pairs before that one, and the first and last pair."""
-    all_at_once: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    """Of share `number`, of all sequences' pairs end to end: the sequence where it begins, the pairs before that one, and the first and last pair. Of one
+    warp, whose lanes need no barrier."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    i = gl.arange(0, 128, layout=layout)
     total, most = batch * 0, batch * 0
     for first in range(0, batch, 128):
-        pairs = _lengths(lengths_ptr, first, batch, 128, all_at_once)
+        pairs = _pairs(lengths_ptr, first + i, batch)
         total += gl.sum(pairs, 0)
         most = gl.maximum(most, gl.max(pairs, 0))
     share = share_of(total, most, shares)
     begin = gl.minimum(number * share, total)
-    layout: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [4, 1], [0, 1])
-    i = gl.arange(0, 32, layout=gl.SliceLayout(1, layout))
-    j = gl.arange(0, 32, layout=gl.SliceLayout(0, layout))
     first, sequence, before, seen = batch * 0, batch * 0, batch * 0, batch * 0
     while (first < batch) & (seen <= begin):
-        pairs = _lengths(lengths_ptr, first, batch, 32, gl.SliceLayout(1, layout))
-        ends = seen + gl.sum(gl.where(i[:, None] <= j[None, :], pairs[:, None], 0), 0)
-        over = (ends <= begin) & (first + j < batch)
+        pairs = _pairs(lengths_ptr, first + i, batch)
+        over = (first + i < batch) & (seen + gl.associative_scan(pairs, 0, _plus) <= begin)
         sequence += gl.sum(over.to(gl.int32), 0)
-        before = gl.maximum(before, gl.max(gl.where(over, ends, 0), 0))
+        before += gl.sum(gl.where(over, pairs, 0), 0)
         seen += gl.sum(pairs, 0)
-        first += 32
+        first += 128
     return sequence, before, begin, gl.minimum(begin + share, total)
 
 
@@ -145,11 +141,11 @@ def _my_share(lengths_ptr, batch, shares, number):
 @gluon.jit
 def _pages(table, sequence, n, length, C: gl.constexpr):
     """The pages of keys from `n` on, one in each lane; -1, where TMA reads 0, for those past the end: the table may say anything there."""
-    entries, columns = table
+    entries, stride = table
     PARTS: gl.constexpr = C.parts
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     at = n + lane * (64 // PARTS)
-    return gl.load(entries + sequence.to(gl.int64) * columns + at // C.page, mask=(lane < PARTS) & (at < length), other=-1)
+    return gl.load(entries + sequence.to(gl.int64) * stride + at // C.page, mask=(lane < PARTS) & (at >= 0) & (at < length), other=-1)
 
 
 @gluon.jit
@@ -173,16 +169,20 @@ def _fill(desc, buffer, full, N: gl.constexpr, pages, slot, column, used, GONE: 
 
 @gluon.jit
 def _copy(given, C: gl.constexpr):
-    q_descs, k_descs, queries, q_empty, even, odd, told, lengths_ptr, table, share, tiles = given
-    sequence, before, begin, end = share
+    q_descs, k_descs, queries, q_empty, even, odd, told, lists, table, tiles = given
+    lengths_ptr, batch, shares = lists
     q_left, q_right, q_rope, q_full = queries
     q_full = q_full.index(0)
     number, tile = gl.program_id(0) // tiles, gl.program_id(0) % tiles
     turn, used = 0, 0
+    wait_for_last()
+    sequence, before, begin, end = _my_share(lengths_ptr, batch, shares, number)
     while before < end:
         length = gl.load(lengths_ptr + sequence)
         pairs = pairs_of(length)
         low, high = gl.maximum(begin - before, 0), gl.minimum(end - before, pairs)
+        n = (high - 1) * 128
+        pages, more = _pages(table, sequence, n, length, C), _pages(table, sequence, n + 64, length, C)
         # Of a result that is to be merged; the next one is the next program's or the next sequence's.
         slot = gl.where((low == 0) & (high == pairs), -1, number + sequence)
         tell(told, turn, (sequence, length, low, high, slot))
@@ -191,9 +191,7 @@ def _copy(given, C: gl.constexpr):
         tma_load(q_descs[0], [sequence, tile * 64, 0], q_full, q_left.index(0))
         tma_load(q_descs[0], [sequence, tile * 64, 256], q_full, q_right.index(0))
         tma_load(q_descs[1], [sequence, tile * 64, 512], q_full, q_rope.index(0))
-        for x in range(high - low):
-            n = (high - 1 - x) * 128
-            pages, more = _pages(table, sequence, n, length, C), _pages(table, sequence, n + 64, length, C)
+        for _x in range(high - low):
             at, after = n % C.page, (n + 64) % C.page
             _fill(k_descs[0], even[0], even[3], 0, pages, at, 0, used, LEFT_GONE, ONE_GROUP, C)
             _fill(k_descs[0], even[1], even[3], 2, pages, at, 256, used, RIGHT_GONE, ONE_GROUP, C)
@@ -202,9 +200,12 @@ def _copy(given, C: gl.constexpr):
             _fill(k_descs[0], odd[0], odd[3], 0, more, after, 0, used, LEFT_GONE + 1, ONE_GROUP, C)
             _fill(k_descs[1], odd[2], odd[3], 4, more, after, 512, used, ROPE_GONE + 1, TWO_GROUPS, C)
             used += 1
+            n -= 128
+            pages, more = _pages(table, sequence, n, length, C), _pages(table, sequence, n + 64, length, C)
         before += pairs
         sequence += 1
         turn += 1
+    start_next()  # who merges finds from the lengths what there is to merge
     tell(told, turn, (gl.to_tensor(-1),))
 
 
@@ -267,6 +268,15 @@ def _shrunk(acc, total, shrink):
 
 
 @gluon.jit
+def _put(acc, out_ptr, rows, GROUP: gl.constexpr):
+    """Half of the columns of `rows` rows of a tile, from `out_ptr` on, 16 bytes a thread: each warp turns its numbers round first (128x4k: 255 us to 249)."""
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, WRITTEN))
+    column = GROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, WRITTEN))
+    out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), WRITTEN)
+    gl.store(out_ptr + row[:, None] * (2 * HALF) + column[None, :], out, mask=(row < rows)[:, None])
+
+
+@gluon.jit
 def _finish(acc, total, top, place, tile, outs, sums, sizes, GROUP: gl.constexpr, row_layout: gl.constexpr):
     """Half of the columns of 64 rows' results: to the output, or to be merged."""
     out_ptr, lse_ptr, part_ptr, part_lse_ptr = outs
@@ -278,19 +288,17 @@ def _finish(acc, total, top, place, tile, outs, sums, sizes, GROUP: gl.constexpr
     total += sums[1 - GROUP].load(row_layout)
     acc = acc * gl.convert_layout(gl.where(total == 0.0, 0.0, 1.0 / total), gl.SliceLayout(1, acc.type.layout))[:, None]
     lse = top + gl.log2(total)  # in base 2
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout))
-    column = GROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, acc.type.layout))
     rows = gl.arange(0, 64, layout=row_layout)
     if slot < 0:
-        first = sequence.to(gl.int64) * (heads * len_q) + tile * 64
-        there = tile * 64 + row < heads * len_q
-        gl.store(out_ptr + (first + row)[:, None] * (2 * HALF) + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=there[:, None])
+        _put(acc, out_ptr + (sequence.to(gl.int64) * (heads * len_q) + tile * 64) * (2 * HALF), heads * len_q - tile * 64, GROUP)
         if lse_ptr is not None and GROUP == 0:
             rows = tile * 64 + rows
             at = sequence.to(gl.int64) * (heads * len_q) + rows % heads * len_q + rows // heads
             gl.store(lse_ptr + at, lse * LN2, mask=rows < heads * len_q)
     else:
         first = (slot.to(gl.int64) * tiles + tile) * 64
+        row = gl.arange(0, 64, layout=gl.SliceLayout(1, acc.type.layout))
+        column = GROUP * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(0, acc.type.layout))
         gl.store(part_ptr + (first + row)[:, None] * (2 * HALF) + column[None, :], acc)
         if GROUP == 0:
             gl.store(part_lse_ptr + first + rows, lse)
@@ -488,9 +496,10 @@ def _block(desc, rope_desc):
     return left, right, gl.allocate_shared_memory(desc.dtype, [1, 1, 64, 64], rope_desc.layout), full
 
 
-@gluon.jit(do_not_specialize=["batch", "shares", "tiles", "heads", "len_q", "columns"])
+@gluon.jit(do_not_specialize=["batch", "shares", "tiles", "heads", "len_q", "stride", "columns"])
 def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr,
-            scale, batch, shares, tiles, heads, len_q, columns, C: gl.constexpr):  # fmt: skip
+            scale, batch, shares, tiles, heads, len_q, stride, columns, C: gl.constexpr):  # fmt: skip
+    fetch(lengths_ptr, batch, (table_ptr, stride, columns))
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(q_empty, count=2)
     queries, even, odd = _block(q_desc, q_rope_desc), _block(k_desc, k_rope_desc), _block(k_desc, k_rope_desc)
@@ -499,63 +508,15 @@ def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, ou
     sums = (gl.allocate_shared_memory(gl.float32, [64], plain), gl.allocate_shared_memory(gl.float32, [64], plain))
     told = message(2)
     fence_async_shared()
-    share = _my_share(lengths_ptr, batch, shares, gl.program_id(0) // tiles)
     outs, sizes = (out_ptr, lse_ptr, part_ptr, part_lse_ptr), (heads, len_q, tiles)
     given = (queries, q_empty, even, odd, told, tops, sums, outs, sizes, scale * LOG2E)
-    copied = ((q_desc, q_rope_desc), (k_desc, k_rope_desc), queries, q_empty, even, odd, told, lengths_ptr, (table_ptr, columns), share, tiles)
+    copied = ((q_desc, q_rope_desc), (k_desc, k_rope_desc), queries, q_empty, even, odd, told, (lengths_ptr, batch, shares), (table_ptr, stride), tiles)
     COPIER: gl.constexpr = 40  # registers
     gl.warp_specialize([(_left, (given, C)), (_right, (given, C)), (_copy, (copied, C))], [4, 1], [(504 - COPIER) // 2, COPIER])
 
 
-# ---- device: the merge
-
-
-@triton.jit
-def _merge(part_ptr, part_lse_ptr, out_ptr, lse_ptr, lengths_ptr, batch, shares, tiles, heads, len_q,
-           BATCH: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """ROWS rows of a sequence that more than one program has worked on, WIDTH columns of them: o = sum_s 2^(lse_s - lse) o_s, PARTS at a time."""
-    rows_all = heads * len_q
-    blocks = tl.cdiv(rows_all, ROWS) * (512 // WIDTH)
-    sequence, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    i = tl.arange(0, BATCH)
-    pairs = tl.where(i < batch, pairs_of(tl.load(lengths_ptr + i, mask=i < batch, other=0)), 0)
-    share = share_of(tl.sum(pairs, 0), tl.max(pairs, 0), shares)
-    begin = tl.sum(tl.where(i < sequence, pairs, 0), 0)
-    first = begin // share
-    last = (begin + tl.sum(tl.where(i == sequence, pairs, 0), 0) - 1) // share
-    if first < last:
-        row = block // (512 // WIDTH) * ROWS + tl.arange(0, ROWS)
-        column = block % (512 // WIDTH) * WIDTH + tl.arange(0, WIDTH)
-        there = row < rows_all
-        acc = tl.zeros([ROWS, WIDTH], tl.float32)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        for part in range(first, last + 1, PARTS):
-            parts = part + tl.arange(0, PARTS)
-            slot = ((parts + sequence).to(tl.int64) * (tiles * 64))[:, None] + row[None, :]
-            real = (parts <= last)[:, None] & there[None, :]
-            lse = tl.load(part_lse_ptr + slot, mask=real, other=float("-inf"))  # [PARTS, ROWS]
-            new_top = tl.maximum(top, tl.max(lse, 0))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weight = tl.exp2(lse - base[None, :])
-            values = tl.load(part_ptr + slot[:, :, None] * 512 + column[None, None, :], mask=real[:, :, None], other=0.0)
-            shrink = tl.exp2(top - base)
-            acc = acc * shrink[:, None] + tl.sum(values * weight[:, :, None], 0)
-            total = total * shrink + tl.sum(weight, 0)
-            top = new_top
-        acc = acc * tl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
-        at = sequence.to(tl.int64) * rows_all + row
-        tl.store(out_ptr + at[:, None] * 512 + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=there[:, None])
-        if lse_ptr is not None:
-            at = sequence.to(tl.int64) * rows_all + row % heads * len_q + row // heads
-            tl.store(lse_ptr + at, (top + tl.log2(total)) * LN2, mask=there & (block % (512 // WIDTH) == 0))
-
-
 # ---- host
 
-# Parts of a sequence up to: parts at a time, rows and columns of a merging program. Whole rows: of 2 parts (32x4k) 78 us a call, of half rows 88; of 4 parts
-# (16x4k) 51, of 128 columns 80; of 16 (4x4k) 26 and 32; of 32 parts (1x8k) 22 and 20.
-MERGE = ((2, (2, 2, 512)), (16, (4, 1, 512)), (1 << 62, (32, 1, 128)))
 LEAST = 2  # pairs of a share: a part of 64 rows is as many bytes as the keys of one pair
 
 
@@ -568,7 +529,7 @@ def configs(p: Attention, device: Device) -> list[Grid]:
 
 def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
     """q `[batch, len_q, heads, 576]` over a PagedKV whose values are the first 512 columns of its keys. Lengths are read on the device."""
-    rows, scale = p.len_q * p.heads, x.scale
+    scale = x.scale
     out = q.new_empty(p.batch, p.len_q, p.heads, 512)
     lse = q.new_empty(p.batch, p.heads, p.len_q, dtype=torch.float32) if return_lse else None
     if out.numel() == 0 or p.len_k == 0:
@@ -576,24 +537,17 @@ def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
         return (out, lse.fill_(-torch.inf)) if return_lse else out
     if scale <= 0:  # the kernel takes the largest score before it scales
         q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
-    q = q.reshape(p.batch, rows, 576)
+    q = q.reshape(p.batch, p.len_q * p.heads, 576)
     if q.stride(-1) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16 or 0 in q.stride():
         q = q.clone(memory_format=torch.contiguous_format)
     k = for_tma(cache.k).squeeze(2)
     shape = Shape(p.len_q > 1 and p.mask.right is not None, p.page)
-    slots = grid.shares + p.batch if grid.shares > 1 else 0  # of one share nothing is merged
-    part = q.new_empty(slots, grid.tiles * 64, 512, dtype=torch.float32)
-    part_lse = q.new_empty(slots, grid.tiles * 64, dtype=torch.float32)
-    keys = min(64, p.page)
+    parts, sizes = parts_of(q, p.batch, *grid), (p.batch, *grid, p.heads, p.len_q)
+    keys, table = min(64, p.page), cache.page_table
     _decode[(grid.shares * grid.tiles,)](
-        describe(q, 64, 256), describe(q, 64, 64), describe(k, keys, int(PIECE)), describe(k, keys, 64), cache.lengths, cache.page_table,
-        out, lse, part, part_lse, scale, p.batch, grid.shares, grid.tiles, p.heads, p.len_q, cache.page_table.stride(0), C=shape, num_warps=4,
+        describe(q, 64, 256), describe(q, 64, 64), describe(k, keys, int(PIECE)), describe(k, keys, 64), cache.lengths, table,
+        out, lse, *parts, scale, *sizes, table.stride(0), table.shape[1], C=shape, num_warps=4, launch_pdl=True,
     )  # fmt: skip
-    if not slots:
-        return (out, lse) if return_lse else out
-    parts, height, width = pick(MERGE, triton.cdiv(grid.shares, p.batch))
-    _merge[(p.batch * triton.cdiv(rows, height) * (512 // width),)](
-        part, part_lse, out, lse, cache.lengths, p.batch, grid.shares, grid.tiles, p.heads, p.len_q,
-        BATCH=triton.next_power_of_2(p.batch), PARTS=parts, ROWS=height, WIDTH=width, num_warps=4,
-    )  # fmt: skip
+    if grid.shares > 1:
+        merge(parts, out, lse, cache.lengths, sizes)
     return (out, lse) if return_lse else out
