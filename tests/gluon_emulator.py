@@ -192,6 +192,15 @@ def count(pointer: Pointer, added=1, **_order) -> Tensor:
     return Tensor(pointer.memory[place] - added)
 
 
+def _maxima(words: torch.Tensor, below: torch.Tensor) -> Tensor:
+    """What threads of `hopper.largest` find, each in its columns of the first eight; other columns are NaN. As whole numbers floats below 0 are in reverse."""
+    each = words.view(64, -1, 8)
+    most, least = each.amax(1), each.masked_fill(each >= 0, -1).amin(1)  # of the latter, without a sign, the least
+    found = torch.full(words.shape, torch.nan).view(torch.int32)
+    found[:, :8] = torch.where((below != 0) & (most < 0), least, most)
+    return Tensor(found)
+
+
 def _once(written: torch.Tensor) -> None:
     """Work that is done twice gives the same result; this is where it shows."""
     if written.any():
@@ -680,6 +689,11 @@ class Emulator:
             return self.meet("arrive", *(operator.index(inputs[x]) for x in found.groups()))
         if re.search(r"mul\.f32 \$0, \$0, \$\d+; mul\.f32 \$1, ", code):
             return args[0] * args[1]
+        if "max.s32 m0, m0, " in code:
+            return _maxima(*map(raw, args))
+        if "setp.lt.f32 p, t, 0f00000000; vote.sync.any.pred p, p," in code:
+            warps = (raw(args[0]) < 0).view(4, 16)
+            return Tensor(warps.any(1, keepdim=True).expand(4, 16).reshape(64).to(torch.int32))
         if "ex2.approx.ftz.f32" in code and "0x7f800000" in code:  # near 0 a polynomial for tanh, elsewhere an alarm
             s, near, *k, rest = map(raw, args)
             v = s * s + near
@@ -763,7 +777,7 @@ class Emulator:
         tma = SimpleNamespace(store_wait=self.store_wait, **copies)
         products = {"warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait_for_products}
         hopper = SimpleNamespace(fence_async_shared=self.fence, mbarrier=mbarrier, tma=tma, **products)
-        gluon = SimpleNamespace(jit=self.jit, language=language)
+        gluon = SimpleNamespace(jit=self.jit, language=language, constexpr_function=lambda f: f)
         sizes = {"cdiv": lambda a, b: -(-a // b), "next_power_of_2": lambda n: 1 << (n - 1).bit_length()}
         triton = SimpleNamespace(
             jit=self.jit, language=language, constexpr_function=lambda f: f, knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)), **sizes

@@ -286,6 +286,55 @@ def scale_rows(acc, factor, TOGETHER: gl.constexpr):
     return acc
 
 
+@gluon.constexpr_function
+def _maxima(n: int) -> str:
+    """PTX of `largest`: outputs, n scores, n times the alarm; of four scores side by side two are of a row of the thread and two of its other."""
+
+    def chains(kind: str, name: str) -> str:
+        begin = "".join(f"mov.b32 {name}{j}, ${n + j};" for j in range(4))
+        return begin + "".join(f"{kind} {name}{j}, {name}{j}, ${x};" for j in range(4) for x in range(n + j + 4, 2 * n, 4))
+
+    mend = "".join(f"setp.lt.s32 p, m{j}, 0; selp.b32 m{j}, u{j}, m{j}, p;" for j in range(4))
+    return f"""{{ .reg .b32 m<4>; .reg .b32 u<4>; .reg .pred p; {chains("max.s32", "m")} setp.ne.b32 p, ${2 * n}, 0; @!p bra SKIP;
+        {chains("min.u32", "u")} {mend} SKIP: mov.b32 $0, m0; mov.b32 $1, m1; mov.b32 $2, m2; mov.b32 $3, m3; }}"""
+
+
+@gluon.constexpr_function
+def _maxima_operands(n: int) -> str:
+    return ",".join(["=r"] * n + ["r"] * (2 * n))
+
+
+@gluon.jit
+def any_below(x):
+    """Of [64] in the layout of an accumulator's rows: 1 where one of a warp's 16 is below 0."""
+    code: gl.constexpr = """{ .reg .pred p; .reg .f32 t; min.f32 t, $2, $3; setp.lt.f32 p, t, 0f00000000; vote.sync.any.pred p, p, 0xffffffff;
+        selp.b32 $0, 1, 0, p; mov.b32 $1, $0; }"""
+    return gl.inline_asm_elementwise(code, "=r,=r,f,f", [x], dtype=gl.int32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def columns(x, N: gl.constexpr):
+    """The first N, a power of two: no instruction."""
+    found = x
+    if x.shape[1] > N:
+        found, _rest = gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
+        found = columns(found, N)
+    return found
+
+
+@gluon.jit
+def largest(scores, below):
+    """Of each row of scores [64, N] the largest, or, where it is below 0 and `below` 0, any number below 0.
+
+    Floats that are not negative are in order as whole numbers too, of which an instruction takes the largest of three (VIMNMX3); the others are in reverse.
+    below   [64], `any_below` of what the rows' largest are compared with: asked for before the scores are there.
+    """
+    VALUES: gl.constexpr = scores.shape[1] // 2  # of a thread
+    words = [scores.to(gl.int32, bitcast=True), below[:, None]]
+    found = gl.inline_asm_elementwise(_maxima(VALUES), _maxima_operands(VALUES), words, dtype=gl.int32, is_pure=True, pack=VALUES)
+    return gl.max(columns(found, 8).to(gl.float32, bitcast=True), 1)
+
+
 @gluon.jit
 def widened(x):
     """Values in float32. Two of bfloat16 side by side take an instruction each, where Triton's own conversion takes three."""
@@ -372,8 +421,9 @@ def block(dim: int) -> int:
 
 
 __all__ = [
-    "DTYPES", "TensorDescriptor", "advance", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block", "describe", "draw",
-    "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order", "logarithm", "mbarrier", "message",
-    "one_more", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn", "tell", "thread_barrier", "tma", "tma_add",
-    "tma_load", "tma_store", "turn_over", "uniform", "wait_for_last", "warpgroup_mma", "warpgroup_mma_wait", "widened",
+    "DTYPES", "TensorDescriptor", "advance", "any_below", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block",
+    "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order", "largest",
+    "logarithm", "mbarrier", "message", "one_more", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn",
+    "tell", "thread_barrier", "tma", "tma_add", "tma_load", "tma_store", "turn_over", "uniform", "wait_for_last", "warpgroup_mma", "warpgroup_mma_wait",
+    "widened",
 ]  # fmt: skip

@@ -476,7 +476,7 @@ def prefill_fp8(dim, mask, share=0, tokens=4096):
         pytest.param(128, Full(), 0, 8192, 0, marks=newest),
         (128, Causal(), 0, 8192, 16),  # a thread's row, once a tile of queries
         pytest.param(256, Causal(), 0, 4096, 0, marks=newest),
-        (256, Full(), 128, 4096, 0),
+        (256, Full(), 128, 4096, 8),
     ],
     ids=str,
 )

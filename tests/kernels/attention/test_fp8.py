@@ -144,6 +144,22 @@ def test_tokens_of_zeros(share, spread):
     assert out.isfinite().all() and lse.isfinite().all()
 
 
+@pytest.mark.parametrize("bug", [(), (("(largest(scores, below)", "(largest(scores, 0 * below)"),)], ids=["right", "wrong"])
+@pytest.mark.parametrize("tiles", [(2, 256, 2, FEW, 64), (1, 64, 2, FEW)], ids=str)
+def test_scores_below_zero(tiles, bug):
+    """As whole numbers they are in reverse, which shows where a row's largest so far is below 0 too, and nobody looks."""
+    c = Case(tiles, 70, 600, Causal(), dim=128, batch=2)
+    call = call_of(c)
+    call = call._replace(q=call.q.float().abs().to(E4M3), k=(-call.k.float().abs()).to(E4M3))
+    call.k[1, 150:160] = call.q[1, :1, :1]  # scores above 0, in the midst of one sequence
+    call.k[1, 300:310] = 0
+    if bug:
+        with pytest.raises(AssertionError):
+            check(c, call, emulated(c, call, MODES[0], edits=bug))
+    else:
+        check(c, call, emulated(c, call, MODES[0]))
+
+
 # ---- with a bug
 
 WAIT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up\n"
@@ -164,7 +180,7 @@ BUGS = {  # what is wrong, and how the sources differ
 
 PIECES = Case((2, 256, 2, FEW, 64), 260, 900, Full(), heads=(3, 1))
 SCORES = "        scores = warpgroup_mma_wait(0, deps=[scores])\n        if EDGE"
-TOP = "        top, base, shrink, _each = _top(scores, top, factor, 1.0, EDGE, C)\n"
+TOP = "        top, base, shrink, _each = _top(scores, top, below, factor, 1.0, EDGE, C)\n"
 KEYS_GO = "        release(ki, 10, C.readers)\n"
 SCALED = "        acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)\n        total"
 BUGS_OF_PIECES = {

@@ -30,6 +30,7 @@ from onchip.kernels.attention.hopper_tiles import hide, key_steps, locate, next_
 from onchip.kernels.attention.tile import ends, for_tma, together
 from onchip.kernels.hopper import (
     advance,
+    any_below,
     as_bytes,
     as_words,
     describe,
@@ -40,6 +41,7 @@ from onchip.kernels.hopper import (
     gl,
     gluon,
     in_order,
+    largest,
     logarithm,
     mbarrier,
     message,
@@ -157,13 +159,11 @@ def _scale_at(scale, n, EACH: gl.constexpr, N: gl.constexpr, len_k, layout: gl.c
 
 
 @gluon.jit
-def _top(scores, top, factor, k_scale, MAY_BE_EMPTY: gl.constexpr, C: gl.constexpr):
+def _top(scores, top, below, factor, k_scale, MAY_BE_EMPTY: gl.constexpr, C: gl.constexpr):
     """The first half of a step of the online softmax, in base 2: the new maximum, what is taken off the scores, what shrinks all before, and the factor."""
-    N: gl.constexpr = C.n
     if C.each_k > 1:
         factor = gl.maximum(factor * k_scale, LEAST)
-    most = gl.max(gl.max(scores.reshape([64, N // 8, 8]), 1), 1)  # in four chains instead of two
-    new_top = gl.maximum(top, gl.convert_layout(most, top.type.layout) * factor)
+    new_top = gl.maximum(top, gl.convert_layout(largest(scores, below), top.type.layout) * factor)
     new_top = gl.where(new_top - top > GROWTH, new_top, top)
     base = new_top
     if MAY_BE_EMPTY:  # a row that has seen no key yet: -inf minus -inf is NaN
@@ -198,6 +198,7 @@ def _more(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.constexpr, 
     values, v_full, _ = v_ring
     for t in range(count):
         at = n - t * N
+        below = any_below(top)
         k_scale = _scale_at(call[6], at, C.each_k, N, call[5], s_layout)
         p = gl.convert_layout(as_bytes(weights), p_layout)
         mbarrier.wait(k_full.index(ki), kp)
@@ -216,7 +217,7 @@ def _more(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.constexpr, 
             scores = scores * k_scale
         if EDGE:
             scores = hide(scores, at, call, (), None, C, s_layout)
-        top, base, shrink, each = _top(scores, top, factor, k_scale, EDGE, C)
+        top, base, shrink, each = _top(scores, top, below, factor, k_scale, EDGE, C)
         release_after(shrink, ki, 10, C.readers)
         ki, kp = advance(ki, kp, C.stages)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
@@ -256,6 +257,7 @@ def _by_pieces(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.conste
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     for t in range(count):
         at = n - t * N
+        below = any_below(top)
         mbarrier.wait(k_full.index(ki), kp)
         take_turn(GROUP, C.groups)
         zeros = gl.zeros([64, N], gl.float32, s_layout)
@@ -264,7 +266,7 @@ def _by_pieces(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.conste
         scores = warpgroup_mma_wait(0, deps=[scores])
         if EDGE:
             scores = hide(scores, at, call, (), None, C, s_layout)
-        top, base, shrink, _each = _top(scores, top, factor, 1.0, EDGE, C)
+        top, base, shrink, _each = _top(scores, top, below, factor, 1.0, EDGE, C)
         release(ki, 10, C.readers)
         ki, kp = advance(ki, kp, C.stages)
         acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
@@ -339,7 +341,7 @@ def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scal
         if C.each_k == 1:
             scores = scores * k_scale
         scores = hide(scores, first * N, call, (), None, C, s_layout)
-        top, base, _shrink, each = _top(scores, top, factor, k_scale, True, C)
+        top, base, _shrink, each = _top(scores, top, any_below(top), factor, k_scale, True, C)
         weights, total = _weigh(scores, base, each, v_scale, C)
         state, n = (weights, acc, top, total, ki, kp, vi, vp), (first - 1) * N
         if C.right >= 0:
