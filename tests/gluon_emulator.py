@@ -15,6 +15,7 @@ threads are not emulated: what compiles is for the compiler to say.
 """
 
 import builtins
+import functools
 import heapq
 import importlib.util
 import itertools
@@ -136,6 +137,11 @@ def _largest(x: Tensor, axis: int) -> Tensor:
     return Tensor(values.amax(axis))
 
 
+def _reduce(given: tuple, axis: int, combine: Callable) -> tuple:
+    """Several tensors together, one number of each after the other."""
+    return functools.reduce(lambda so_far, next: combine(*so_far, *next), zip(*(map(Tensor, raw(x).unbind(axis)) for x in given), strict=True))
+
+
 def _where(condition, x, y):
     if isinstance(x, Pointer):
         return Pointer(x.memory, x.written, torch.where(raw(condition), x.places, y.places))
@@ -219,6 +225,7 @@ class Partition(threading.Thread):
         self.go, self.ready, self.waits_for = threading.Lock(), lambda: True, "its start"
         self.done, self.stopped = False, False
         self.products, self.stores, self.unfenced = [], [], set()  # issued and not waited for, oldest first; addresses written and not fenced
+        self.copies = [[]]  # groups of them, oldest first; the last is not committed
         self.go.acquire()
 
     def run(self):
@@ -605,6 +612,29 @@ class Emulator:
 
         self.clock.after(self.delay("slow loads"), land)
 
+    def copy(self, buffer: Shared, pointer: Pointer):
+        """`cp.async`: of a thread's own pointers, waited for by groups."""
+        places, _ = pointer.chosen(None)
+        landed = threading.Event()
+        self.clock.running.copies[-1].append(landed)
+        buffer.values.fill_(torch.nan)
+
+        def land():
+            buffer.values.view(-1).copy_(pointer.memory[places])
+            landed.set()
+
+        self.clock.after(self.delay("slow loads"), land)
+
+    def commit_copies(self):
+        self.clock.running.copies.append([])
+
+    def wait_for_copies(self, num_outstanding=0):
+        self.pause()
+        groups = self.clock.running.copies
+        while len(groups) - 1 > num_outstanding:
+            group = groups.pop(0)
+            self.clock.until(lambda group=group: all(landed.is_set() for landed in group), "a group of copies")
+
     def tma_store(self, descriptor: Descriptor, at, buffer: Shared):
         written = self.marks(descriptor.base)
 
@@ -777,6 +807,7 @@ class Emulator:
         tma = SimpleNamespace(store_wait=self.store_wait, **copies)
         products = {"warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait_for_products}
         hopper = SimpleNamespace(fence_async_shared=self.fence, mbarrier=mbarrier, tma=tma, **products)
+        copies = {"async_copy_global_to_shared": self.copy, "commit_group": self.commit_copies, "wait_group": self.wait_for_copies}
         gluon = SimpleNamespace(jit=self.jit, language=language, constexpr_function=lambda f: f)
         sizes = {"cdiv": lambda a, b: -(-a // b), "next_power_of_2": lambda n: 1 << (n - 1).bit_length()}
         triton = SimpleNamespace(
@@ -791,7 +822,9 @@ class Emulator:
             "triton._C.libtriton": SimpleNamespace(ir=None),
             "triton.experimental.gluon.language.nvidia.hopper": hopper,
             "triton.experimental.gluon.nvidia.hopper": SimpleNamespace(TensorDescriptor=Descriptor),
-            "triton.experimental.gluon.language.nvidia.ampere": SimpleNamespace(mma_v2=lift(lambda a, b, acc: acc + a.float() @ b.float())),
+            "triton.experimental.gluon.language.nvidia.ampere": SimpleNamespace(
+                async_copy=SimpleNamespace(**copies), mma_v2=lift(lambda a, b, acc: acc + a.float() @ b.float())
+            ),
         }
 
     def jit(self, function: Callable | None = None, **options):
@@ -820,9 +853,11 @@ class Emulator:
             abs=lift(torch.abs),
             div_rn=lift(torch.div),
             exp2=lift(torch.exp2),
+            rsqrt=lift(torch.rsqrt),
             log2=lift(torch.log2),
             cdiv=lift(lambda x, y: _quotient(x + y - 1, y)),
             max=_largest,
+            reduce=_reduce,
             sum=lambda x, axis: Tensor(raw(x).sum(axis, dtype=raw(x).dtype)),
             associative_scan=lambda x, axis, _sum: Tensor(raw(x).cumsum(axis, dtype=raw(x).dtype)),
             cast=lambda x, dtype, bitcast=False: x.to(dtype, bitcast) if isinstance(x, Tensor) else Tensor(raw(x).to(dtype)),

@@ -5,14 +5,9 @@
     box = begin(VALUES, N)                          as early as may be: the others' start is waited for in `total`, beside which loads are in flight by then
     sums = total(tl.sum(x, 1), box, turn, N)        [N], the same in all; without keep_dims, with which Triton would write the assembly once for each register
 
-    box = begin(VALUES, N, BOXES=LATE)             a row's numbers are told in one turn, and heard in the next, when they have long come:
-    tell(x, y, box, turn, live, VALUES, N)          float32 [N] each, of one value x alone; `live` 0: nothing is told, by nobody of the cluster
-    x, y = heard_moments(x, y, box, turn - 1, ...)  a number each, the same in all; of turn -1, in which nobody spoke, any
-
 Exchanges of VALUES float32 numbers a CTA, `turn` 0, 1, 2 and so on. A value goes by `st.async` to each CTA's box, which counts bytes (an mbarrier): no fence of
 memory, which a cluster's barrier would mean. No CTA leaves before it has what is sent to it, so nobody writes to one that has left. There are two boxes, by
 turns: who writes in turn n + 2 has heard all in turn n + 1, and they spoke, behind the barrier of their own sum, after they had read turn n.
-Heard a turn later there are four: who writes in turn n + 4 has heard all in turn n + 2, and they spoke after they had read turn n.
 In the interpreter, where a program holds the whole row, CLUSTER is False and the sum is the tile's own.
 """
 
@@ -20,8 +15,6 @@ import triton
 import triton.language as tl
 
 from onchip.core.device import Device
-
-LATE, ROUND = tl.constexpr(4), tl.constexpr(2)  # boxes of who hears a turn later, and the bits of such a number
 
 
 def largest(device: Device) -> int:
@@ -32,13 +25,13 @@ def largest(device: Device) -> int:
 
 
 @triton.constexpr_function
-def _begin(values: int, ctas: int, count: int) -> str:
-    """PTX: `count` boxes, each of an mbarrier and `values` rows of `ctas` numbers; the address of the first."""
+def _begin(values: int, ctas: int) -> str:
+    """PTX: two boxes, each of an mbarrier and `values` rows of `ctas` numbers; the address of the first."""
     size = 4 * values * ctas
-    boxes = [f"[$0 + {n * (16 + size)}]" for n in range(count)]
+    boxes = [f"[$0 + {n * (16 + size)}]" for n in range(2)]
     return (
         "{ .reg .pred one; .reg .b32 t; "
-        f".shared .align 16 .b8 box[{count * (16 + size)}]; "
+        f".shared .align 16 .b8 box[{2 * (16 + size)}]; "
         "mov.u32 t, %tid.x; setp.eq.u32 one, t, 0; mov.u32 $0, box; "
         + "".join(f"@one mbarrier.init.shared::cta.b64 {box}, 1; " for box in boxes)
         + "@one fence.mbarrier_init.release.cluster; "
@@ -102,90 +95,12 @@ def _peak(ctas: int) -> str:
     return "{ .reg .f32 x, k, base; .reg .pred none; " + _exchange(2, ctas) + "".join(lines) + "}"
 
 
-@triton.constexpr_function
-def _told(values: int, ctas: int) -> str:
-    """PTX: each value to the boxes of all, if `live`. Operands: a result that is nothing, the box, the turn, live, and the values."""
-    size = 4 * values * ctas
-    send = "".join(f"@to st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there + {4 * v * ctas}], ${4 + v}, [bar]; " for v in range(values))
-    return (
-        "{ .reg .pred to, one; .reg .b32 t, there, bar, here; setp.eq.u32 one, $2, 0; @one barrier.cluster.wait.acquire.aligned; "
-        f"and.b32 t, $2, {LATE.value - 1}; mad.lo.u32 here, t, {16 + size}, $1; "
-        f"mov.u32 t, %tid.x; setp.lt.u32 to, t, {ctas}; setp.ne.and.u32 to, $3, 0, to; mov.u32 there, %cluster_ctarank; shl.b32 there, there, 2; "
-        "add.u32 there, there, here; add.u32 there, there, 16; @to mapa.shared::cluster.u32 there, there, t; @to mapa.shared::cluster.u32 bar, here, t; "
-        f"{send}mov.u32 $0, 0; }}"
-    )
-
-
-@triton.constexpr_function
-def _heard(values: int, ctas: int) -> str:
-    """PTX: waits for a turn, if it is not -1; then value v of lane n is number n % ctas of those that came. Operands: results, the box and the turn."""
-    size = 4 * values * ctas
-    return (
-        ".reg .pred one, done; .reg .b32 t, here, odd; .reg .f32 o; "
-        f"and.b32 t, ${values + 1}, {LATE.value - 1}; mad.lo.u32 here, t, {16 + size}, ${values}; "
-        f"shr.u32 odd, ${values + 1}, {ROUND.value}; and.b32 odd, odd, 1; "
-        f"mov.u32 t, %tid.x; setp.eq.u32 one, t, 0; setp.ge.and.s32 one, ${values + 1}, 0, one; "
-        "again_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 done, [here], odd; @!done bra again_${:uid}; "
-        f"@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [here], {size}; and.b32 t, t, {ctas - 1}; shl.b32 t, t, 2; add.u32 here, here, t; "
-        + "".join(f"ld.shared.f32 ${v}, [here + {16 + 4 * v * ctas}]; " for v in range(values))
-    )
-
-
-@triton.constexpr_function
-def _folded(x: str, ctas: int) -> str:
-    """PTX: the sum of x over `ctas` lanes, in all of them."""
-    steps = (ctas >> n for n in range(1, ctas.bit_length()))
-    return "".join(f"shfl.sync.bfly.b32 o, {x}, {step}, 0x1f, 0xffffffff; add.f32 {x}, {x}, o; " for step in steps)
-
-
-@triton.constexpr_function
-def _late_total(ctas: int) -> str:
-    return "{ " + _heard(1, ctas) + _folded("$0", ctas) + "}"
-
-
-@triton.constexpr_function
-def _late_moments(ctas: int, piece: int) -> str:
-    """PTX: mean and sum of square deviations of all from those of pieces of one length."""
-    mean = f".reg .f32 d; mov.f32 d, $0; {_folded('$0', ctas)}mul.f32 $0, $0, {1 / ctas!r}; "
-    return "{ " + _heard(2, ctas) + mean + f"sub.f32 d, d, $0; mul.f32 d, d, d; fma.rn.f32 $1, d, {float(piece)!r}, $1; " + _folded("$1", ctas) + "}"
-
-
 @triton.jit
-def tell(x, y, box, turn, live, VALUES: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
-    """x [CTAS], and y if there are two VALUES, to all of the cluster."""
-    if CLUSTER and VALUES == 1:
-        tl.inline_asm_elementwise(_told(1, CTAS), "=&r,r,r,r,f", [box, turn, live, x], dtype=tl.int32, is_pure=False, pack=1)
-    elif CLUSTER:
-        tl.inline_asm_elementwise(_told(2, CTAS), "=&r,r,r,r,f,f", [box, turn, live, x, y], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def heard_total(x, box, turn, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
-    """The sum of what was told in `turn`; x [CTAS] is that of this program, for the interpreter. A scalar: of a tensor Triton would hear in each layout."""
-    if CLUSTER:
-        return tl.inline_asm_elementwise(_late_total(CTAS), "=&f,r,r", [box, turn], dtype=tl.float32, is_pure=False, pack=1)
-    else:  # noqa: RET505  (Triton compiles what follows a branch that returns)
-        return tl.sum(x, 0)
-
-
-@triton.jit
-def heard_moments(mean, square, box, turn, PIECE: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
-    """Mean and sum of square deviations of a row of CTAS pieces of PIECE columns, from those that were told in `turn`."""
-    if CLUSTER:
-        mean, square = tl.inline_asm_elementwise(_late_moments(CTAS, PIECE), "=&f,=&f,r,r", [box, turn], dtype=(tl.float32, tl.float32), is_pure=False, pack=1)
-    else:
-        whole = tl.sum(mean, 0) / CTAS
-        square = tl.sum(square + PIECE * (mean - whole) * (mean - whole), 0)
-        mean = whole
-    return mean, square
-
-
-@triton.jit
-def begin(VALUES: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True, BOXES: tl.constexpr = 2):
+def begin(VALUES: tl.constexpr, CTAS: tl.constexpr, CLUSTER: tl.constexpr = True):
     """The boxes that exchanges of VALUES numbers a CTA go through."""
     box = 0
     if CLUSTER:
-        box = tl.inline_asm_elementwise(_begin(VALUES, CTAS, BOXES), "=&r,r", [CTAS], dtype=tl.int32, is_pure=False, pack=1)
+        box = tl.inline_asm_elementwise(_begin(VALUES, CTAS), "=&r,r", [CTAS], dtype=tl.int32, is_pure=False, pack=1)
     return box
 
 

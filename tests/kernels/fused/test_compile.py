@@ -18,6 +18,7 @@ from onchip.kernels.fused import (
     dropout,
     embedding,
     gluon_hadamard,
+    gluon_stay,
     group_norm,
     group_norm_backward,
     group_tile,
@@ -28,7 +29,6 @@ from onchip.kernels.fused import (
     mlp,
     norm,
     norm_backward,
-    norm_stay,
     penalties,
     rope,
     skinny,
@@ -107,17 +107,24 @@ def test_norm(form, rows, width, dtype, arch):
 
 
 @pytest.mark.parametrize("form", ["rms", "layer"])
-def test_norm_by_clusters_that_stay(form):
-    """What is heard is heard once a turn, and rows come by copies that nobody waits for; a program has 16 warps, and so 128 registers a thread."""
-    (tiles,) = norm_stay.config(Rows("norm", 256, norm_stay.WIDTH, BF16, "layer weight bias"), GPUS["sm_90"])
-    values = {"LAYER": form == "layer", "CTAS": tiles.ctas, "CLUSTER": True, "PARTS": tiles.parts, "BLOCK": tiles.block, "STAGES": tiles.stages, "offset": None}
-    pointers = {"x_ptr", "y_ptr", "rstd_ptr", "w_ptr"} | ({"mean_ptr", "b_ptr"} if form == "layer" else set())
-    kernel = norm_stay._norm_stay
-    values |= {name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in pointers}
-    signature = dict.fromkeys(pointers, "*bf16") | {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "x_stride": "i32", "rows": "i32", "eps": "fp32"}
-    facts = compile_for(kernel, signature, values, "sm_90", tiles.warps, aligned=("x_stride",), ctas=tiles.ctas)
+@pytest.mark.parametrize("op", ["norm", "norm_backward"])
+def test_norm_by_clusters_that_stay(op, form):
+    """A row is waited for twice, and by nobody for all of a program's threads; the ring is all of Triton's shared memory, where `_copy` finds it."""
+    words, wanted = ("layer weight bias keep", "x weight bias") if form == "layer" else ("rms weight keep", "x weight")
+    back = op == "norm_backward"
+    (tiles,) = gluon_stay.configs(Rows(op, 256, 1 << 18, BF16, f"{words} -> {wanted}" if back else words), GPUS["sm_90"])
+    shape = gluon_stay.Shape(form == "layer", 1 + back, *tiles[1:5], True)
+    kernel = gluon_stay._backward if back else gluon_stay._forward
+    pointers = {"x_ptr", "y_ptr", "rstd_ptr", "w_ptr", "dy_ptr", "z_ptr", "dx_ptr", "dw_ptr"} | ({"mean_ptr", "b_ptr", "db_ptr"} if form == "layer" else set())
+    signature = dict.fromkeys(pointers, "*bf16") | dict.fromkeys(("mean_ptr", "rstd_ptr", "dw_ptr", "db_ptr"), "*fp32") | {"eps": "fp32"}
+    signature |= dict.fromkeys(("x_stride", "dy_stride", "z_stride", "rows"), "i32")
+    values = {name: None for name in kernel.arg_names if name.endswith("_ptr") and name not in pointers} | {"offset": None, "EARLY": True, "C": shape}
+    values = {name: value for name, value in values.items() if name in kernel.arg_names}
+    facts = compile_for(kernel, signature, values, "sm_90", tiles.warps, aligned=("x_stride", "dy_stride", "z_stride"), ctas=tiles.ctas)
     check(facts, "sm_90")
-    assert facts.ptx.count("try_wait") == 1 and facts.ptx.count("st.async") == 1 + (form == "layer") and "cp.async.cg" in facts.ptx
+    assert facts.shared == tiles.stages * tiles.parts * tiles.warps * 512 * (1 + back) and "bar.sync \t0" not in facts.ptx
+    assert facts.ptx.count("try_wait") == 2 and facts.ptx.count("st.async") == 1 + (form == "layer")
+    assert facts.ptx.count("cp.async.bulk") == (1 + back) * (tiles.stages + 1)
 
 
 @pytest.mark.parametrize("form", ["rms", "layer"])
@@ -144,7 +151,7 @@ def test_norm_to_codes(form):
 )
 def test_norm_backward(form, rows, width, dtype, arch):
     _, there, words = NORM_FORMS[form]
-    tiles = norm_backward.configs(Rows("norm_backward", rows, width, dtype, words), GPUS[arch])[0]
+    tiles = norm_backward.configs(Rows("norm_backward", rows, width, dtype, words), GPUS[arch])[-1]  # of which the first may be clusters that stay
     facts = norm_facts(norm_backward._norm_backward, tiles, width, dtype, there, words, arch)
     assert facts.spills == 0 and facts.ptx.count("barrier.cluster.wait") == (tiles.ctas > 1)
     if arch.startswith("sm"):
@@ -356,16 +363,16 @@ def test_hadamard(rows, width, dtype, arch):
     check(compile_for(hadamard._hadamard, signature, constexprs, arch, tiles.warps, aligned=("x_stride",)), arch)
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(16384, FP32), (32768, BF16)])
+@pytest.mark.parametrize(("width", "dtype"), [(16384, FP32), (4096, BF16), (32768, BF16)])
 def test_gluon_hadamard(width, dtype):
-    """Two exchanges by vectors, of no more than three barriers each, and nothing else through shared memory."""
+    """Two exchanges by vectors, of no more than three barriers each; of 16 bits and up to 8,192 columns one, behind a product of x as it was loaded."""
     tiles = gluon_hadamard.configs(Rows("hadamard", 2048, width, dtype), GPUS["sm_90"])[0]
     signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "x_stride": "i32"}
     part = width // tiles.parts
-    constexprs = {"WIDTH": part, "PARTS": tiles.parts, "SCALE": width**-0.5, "SIZE": dtype.itemsize}
+    constexprs = {"WIDTH": part, "PARTS": tiles.parts, "SCALE": width**-0.5, "SIZE": dtype.itemsize, "WARPS": tiles.warps, "HALVES": tiles.halves}
     facts = compile_for(gluon_hadamard._hadamard, signature, constexprs, "sm_90", tiles.warps, aligned=("x_stride",), most_registers=tiles.registers)
-    check(facts, "sm_90")
-    assert facts.shared <= 4 * part and facts.ptx.count("bar.sync") <= 4
+    check(facts, "sm_90", 8)
+    assert facts.shared <= 4 * part and facts.ptx.count("bar.sync") <= (4 if width > 8192 else 3)
 
 
 @everywhere

@@ -128,10 +128,10 @@ def walsh(width, device):
     return (1 - 2 * (bits & 1)).double()
 
 
-def product(x):
-    """With the matrix, or beyond 4,096 columns with two that it is the Kronecker product of."""
+def product(x, most=4096):
+    """With the matrix, or beyond so many columns with two that it is the Kronecker product of."""
     rows, width = x.shape
-    inner = width if width <= 4096 else 256
+    inner = width if width <= most else 256
     left, right = (walsh(n, x.device).to(x.dtype) for n in (width // inner, inner))
     return (left @ (x.view(rows, -1, inner) @ right)).reshape(rows, width) * width**-0.5
 
@@ -156,6 +156,10 @@ def test_hadamard(rows, width, dtype, kernel, device):
 @pytest.mark.parametrize(
     ("rows", "width", "dtype", "kernel"),
     [
+        (3, 2048, BF16, "gluon_hadamard"),
+        (5, 4096, FP16, "gluon_hadamard"),
+        (5, 4096, FP32, "gluon_hadamard"),
+        (300_000, 8192, BF16, "gluon_hadamard"),
         (150_000, 16384, BF16, "gluon_hadamard"),
         (4099, 32768, FP32, "gluon_hadamard"),
         (3, 16384, FP32, "gluon_hadamard"),
@@ -170,18 +174,20 @@ def test_large_hadamard(rows, width, dtype, kernel, device):
     check_hadamard(rows, width, dtype, kernel, device)
 
 
-@pytest.mark.parametrize(("width", "dtype"), [(16384, BF16), (32768, FP32)])
+@pytest.mark.parametrize(("width", "dtype"), [(2048, FP16), (4096, BF16), (4096, FP32), (16384, BF16), (32768, BF16), (32768, FP32)])
 def test_six_bits_at_a_time(width, dtype):
-    """The text of the kernel for wide rows in the emulator, rows apart by more than their width; each bit of the column is added along once, in registers."""
+    """The text of the kernel for Hopper in the emulator, rows apart by more than their width; each bit of the column is added along once, in registers or by
+    the product."""
     kernel = Emulator("slow loads").load("onchip.kernels.fused.gluon_hadamard")
     x = poisoned((2, width + 16), dtype, "cpu")[:, 16:].copy_(torch.randn(2, width))
     problem = Rows("hadamard", 2, width, dtype)
     ours = kernel.launch(problem, kernel.configs(problem, GPUS["H200"])[0], x)
-    assert_as_good_as_torch(ours, product(x), product(x.double()))
-    for columns in (width, width // 2):
-        passes = kernel.passes(columns, x.element_size())
-        assert sorted(bit for _, added in passes for bit in added) == list(range(columns.bit_length() - 1))
-        assert all(len(set(held)) == kernel.HELD and set(added) <= set(held) for held, added in passes)
+    truth = product(x.double(), 256)
+    assert_as_good_as_torch(ours, product(x, 256) if dtype == FP32 else truth.to(dtype), truth)
+    columns, passes = min(width, kernel.WHOLE), kernel.passes(min(width, kernel.WHOLE), x.element_size())
+    done = kernel.PRODUCT if kernel.multiplied(columns, x.element_size()) else ()
+    assert sorted([*done, *(bit for _, added in passes for bit in added)]) == list(range(columns.bit_length() - 1))
+    assert all(len(set(held)) == kernel.HELD and set(added) <= set(held) for held, added in passes)
 
 
 def test_wrong_arguments(device):

@@ -8,6 +8,7 @@ once. The variance is of differences from the mean, in float32; of a cluster, fr
 L2, loaded before the sums, which hide their latency. A wide row is HELD as it is stored, in 32 registers a thread, and its parameters are loaded one part ahead
 of the part that needs them: so many programs fit that they hide each other's latency. Where there are no clusters, or a row is wider than one holds, two
 launches: one publishes the figures of pieces (FIRST, of `meeting.py`), one merges those of its row and reads x, or z, again.
+Plain norms of the widest rows in 16 bits are `gluon_stay.py`'s.
 Codes of a norm without a mean, and without anything added, do not depend on rstd: the largest of weight * z is found beside the sum of squares.
 Bytes moved: the floor, rows width (x + y), with a residual (x + y + 2 z).
 """
@@ -23,7 +24,7 @@ from onchip.core.kernel import pick
 from onchip.core.norms import CODES, Norm, Normed
 from onchip.core.problem import Rows
 from onchip.kernels.cluster import begin, moments, total
-from onchip.kernels.fused import norm_stay
+from onchip.kernels.fused import gluon_stay
 from onchip.kernels.fused.norm_tile import (
     arguments,
     columns,
@@ -280,8 +281,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
         plain, layer, clusters = PLAIN.issuperset(words), "layer" in words, device.kind == "cuda" and device.arch >= 90
         wide = problem.width > WIDEST or (problem.width > TILE and problem.rows > MANY * device.sms and layer and problem.dtype.itemsize == 2)
         if wide and plain and clusters and row <= CTAS * MOST_OF_CTA:
-            stays = norm_stay.config(problem, device)
-            return [*stays, _held(row, problem.dtype.itemsize, layer)]
+            return [*gluon_stay.configs(problem, device), _held(row, problem.dtype.itemsize, layer)]
         if problem.width > WIDEST and clusters and row <= (1 << 16 if layer else 1 << 19):
             return [_loaded(row, problem.dtype.itemsize, OF_CTA // 2 if layer else OF_CTA)]
         if problem.width > WIDEST:
@@ -332,9 +332,9 @@ def launch_norm(problem: Rows, config: Tiles, x: torch.Tensor, norm: Norm) -> No
     mean = torch.empty(rows, **numbers) if norm.keep and norm.kind == "layer" else None
     rstd = torch.empty(rows, **numbers) if norm.keep else None
     scale = torch.empty(rows, **numbers) if norm.codes else None
-    if isinstance(config, norm_stay.Stay):
-        if norm.sets == 1 and norm.weight.dtype == x.dtype and (norm.bias is None or norm.bias.dtype == x.dtype) and _even(width, x):
-            norm_stay.launch(config, x, y, mean, rstd, norm)
+    if isinstance(config, gluon_stay.Tiles):
+        if gluon_stay.takes(norm, x):
+            gluon_stay.launch(config, x, y, mean, rstd, norm)
             return Normed(y, None, mean, rstd, None)
         config = _held(width * x.element_size(), x.element_size(), norm.kind == "layer")
     if config.ctas > 1 and not config.registers and not _even(width, x, residual, matrix(norm.silu), matrix(norm.gate), norm.scale, norm.shift):

@@ -9,9 +9,10 @@
 Programs go down the rows of one set, as many as a GPU holds at once, whole rows in registers and the next ones on their way to shared memory: dy and z are
 read once, dx is written once. Of a wider row a program has one piece: it publishes the two sums of its piece, goes on, and finishes the piece
 two rows later, when the sums of the others are there, from L2, which it is read from again; a cluster of programs (`cluster.py`), which 16-bit RMSNorm of more
-than 32,768 columns has, holds the row until then, as it is stored, and reads it once. On AMD's GPUs, and where a row has more pieces than there are
-multiprocessors, a piece is finished in a second launch. What rows share is summed in a program's registers, written once
-a program and added up by a second launch, in one order always: no atomics, the same bits in every run.
+than 32,768 columns has, holds the row until then, as it is stored, and reads it once. Plain LayerNorm of 16,384 to 262,144 columns in 16 bits, and RMSNorm
+of 262,144, are `gluon_stay.py`'s. On AMD's GPUs, and where a row has more pieces than there are multiprocessors, a piece is finished in a second launch. What
+rows share is summed in a program's registers, written once a program and added up by a second launch, in one order always: no atomics, the same bits in every
+run.
 Bytes moved: the floor, rows width (dy + z + dx), and 8 programs width for each parameter.
 """
 
@@ -27,6 +28,7 @@ from onchip.core.device import Device, of
 from onchip.core.norms import PARAMETERS, Norm, Normed, NormGrads, sharing
 from onchip.core.problem import Rows
 from onchip.kernels.cluster import begin, total, totals
+from onchip.kernels.fused import gluon_stay
 from onchip.kernels.fused.norm_tile import (
     arguments,
     columns,
@@ -60,6 +62,10 @@ PLAIN = {"rms", "weight", "offset", "keep", "x"}  # of a Problem's words, those 
 FIT = 0.85  # of the places of a GPU, those that clusters of 16 find (21 of 24, 14 of 16 on an H200): one that waited for another's end would double the time
 TILE = 8192  # elements of a program that holds several rows
 SHORT = 12288  # bytes of a tile in parts up to which a fourth stage pays
+SUMMED, LONG = (
+    4096,
+    1 << 17,
+)  # partial sums that a program adds up of so many columns, at most two rows of them: by 16 columns each 256k take 7 us longer, LayerNorm's 16
 THREAD = 16  # elements a thread: with two sums beside dy, z and the parameters, about 110 registers
 
 
@@ -341,13 +347,14 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     streams = 1 + ("d_total" in words)  # z, and the gradient of the sum
     load = size * (1 + beside) + (4 if "residual:fp32" in words else size) * streams  # bytes of an element
     plain = streams + beside == 1
+    stays = gluon_stay.configs(problem, device)
     if problem.width > NARROW and size == 2 and PLAIN.issuperset((*words, *wanted)) and device.kind == "cuda" and device.arch >= 90:
         block = max(NARROW * 2 // CTAS, triton.next_power_of_2(triton.cdiv(problem.width, CTAS)))
         each = 3 if block == 4096 else 2
         if block <= 8192:
-            return [Tiles(1, 1, block, 4, int(FIT * each * device.sms / CTAS), 3, 0, CTAS, 168 if block == 4096 else 0)]
+            return [*stays, Tiles(1, 1, block, 4, int(FIT * each * device.sms / CTAS), 3, 0, CTAS, 168 if block == 4096 else 0)]
     if problem.width > WIDEST:
-        return [Tiles(1, 1, PIECE, 4, 4 * device.sms, _stages(2 * load * PIECE, 4, 3, device), LAG)]
+        return [*stays, Tiles(1, 1, PIECE, 4, 4 * device.sms, _stages(2 * load * PIECE, 4, 3, device), LAG)]
     parts, block = parts_of(problem.width)
     if parts > 1:
         load *= parts * block
@@ -398,8 +405,10 @@ class Sums(NamedTuple):
 def add_up(partial: torch.Tensor, out: torch.Tensor) -> None:
     """out[i] = the sum of partial[i], [items, count, width] float32; behind the kernel that writes them, with nothing launched between."""
     items, count, width = partial.shape
-    block = min(16, triton.next_power_of_2(width))
-    tile = {"COUNT": min(256, triton.next_power_of_2(count)), "BLOCK": block, "num_warps": 4}
+    most = min(256, triton.next_power_of_2(count))
+    wide = SUMMED // most if width * min(items, 2) >= LONG else 16
+    block = min(max(16, wide), triton.next_power_of_2(width))
+    tile = {"COUNT": most, "BLOCK": block, "num_warps": 4}
     early = {"EARLY": True, "launch_pdl": True} if starts_early(partial) else {}
     sum_partials[(items * triton.cdiv(width, block),)](partial, out, count, width, **tile, **early)
 
@@ -417,6 +426,10 @@ def launch(
 ) -> NormGrads:
     """Matrices [rows, width]: z is the sum or x, or y where `norm.inverse`; x is what was dropped and scaled, where `wanted` needs it."""
     rows, width, count = problem.rows, problem.width, problem.rows // norm.sets
+    if isinstance(config, gluon_stay.Tiles):
+        if dy.dtype == z.dtype and gluon_stay.takes(norm, dy, z):
+            return _by_clusters_that_stay(config, wanted, matrix(dy), matrix(z), normed, norm)
+        config = configs(problem, of(dy.device))[-1]
     meeting = meeting_of(rows, width, config.ctas * config.parts * config.block, dy.device)
     pieces, facts = meeting["pieces"], of(dy.device)
     at_once = pieces == 1 or (facts.kind == "cuda" and dy.device.type == "cuda" and pieces <= facts.sms)  # the programs of a row
@@ -448,3 +461,10 @@ def launch(
     if row_scale is not None and row_scale is not grads["row_scale"]:
         add_up(row_scale.unsqueeze(-1), grads["row_scale"].unsqueeze(-1))
     return NormGrads(**grads, **sums.total(norm))
+
+
+def _by_clusters_that_stay(config: gluon_stay.Tiles, wanted: tuple[str, ...], dy: torch.Tensor, z: torch.Tensor, normed: Normed, norm: Norm) -> NormGrads:
+    names, dx = list(wanted[1:]), torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    sums = Sums(names, torch.empty((len(names), 1, min(config.clusters, len(z)), z.shape[1]), dtype=torch.float32, device=z.device), {})
+    gluon_stay.launch_backward(config, dy, z, dx, dict(zip(names, sums.partial, strict=True)), normed.mean, normed.rstd, norm)
+    return NormGrads(dx, **sums.total(norm))
