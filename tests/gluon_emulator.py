@@ -225,7 +225,8 @@ class Partition(threading.Thread):
         self.go, self.ready, self.waits_for = threading.Lock(), lambda: True, "its start"
         self.done, self.stopped = False, False
         self.products, self.stores, self.unfenced = [], [], set()  # issued and not waited for, oldest first; addresses written and not fenced
-        self.copies = [[]]  # groups of them, oldest first; the last is not committed
+        self.copies, self.copied = [[]], 0.0  # by its threads: groups of them, oldest first, the last not committed; and when the last of them lands
+        self.unseen = set()  # addresses where what threads copied landed since this partition's last fence
         self.go.acquire()
 
     def run(self):
@@ -307,8 +308,11 @@ class Clock:
             following.go.release()
         return following is not None and following is here
 
+    def at(self, moment: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (moment, next(self.order), action))
+
     def after(self, delay: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self.events, (self.now + delay, next(self.order), action))
+        self.at(self.now + delay, action)
 
     def until(self, ready: Callable[[], bool], what: str) -> None:
         """The running partition waits."""
@@ -374,6 +378,8 @@ class Shared:
         for partition in self.emulator.clock.partitions:
             if any(first < end and start < last for first, last in partition.unfenced):
                 raise Fault("a product or a TMA store reads what was written before fence_async_shared()")
+        if any(first < end and start < last for first, last in self.emulator.clock.running.unseen):
+            raise Fault("a product or a TMA store reads what threads copied, without fence_async_shared() since")
 
     def check_major(self, dim: int):
         """Of bytes, wgmma takes operands whose summed dimension is contiguous."""
@@ -612,18 +618,23 @@ class Emulator:
 
         self.clock.after(self.delay("slow loads"), land)
 
-    def copy(self, buffer: Shared, pointer: Pointer):
-        """`cp.async`: of a thread's own pointers, waited for by groups."""
-        places, _ = pointer.chosen(None)
-        landed = threading.Event()
-        self.clock.running.copies[-1].append(landed)
+    def copy(self, buffer: Shared, pointer: Pointer, mask=None):
+        """cp.async: a copy by threads, which wait for groups of them or arrive when they have landed. Products see it past a fence of who issues them."""
+        chosen, mask = pointer.chosen(mask)
+        delay, here, landed = self.delay("slow loads"), self.clock.running, threading.Event()
+        here.copies[-1].append(landed)
+        here.copied = max(here.copied, self.clock.now + delay)
         buffer.values.fill_(torch.nan)
 
         def land():
-            buffer.values.view(-1).copy_(pointer.memory[places])
+            values = torch.zeros(mask.shape, dtype=pointer.memory.dtype)
+            values[mask] = pointer.memory[chosen]
+            buffer.values.copy_(values.view(buffer.values.shape))
+            for partition in self.clock.partitions:
+                partition.unseen.add(buffer.span)
             landed.set()
 
-        self.clock.after(self.delay("slow loads"), land)
+        self.clock.after(delay, land)
 
     def commit_copies(self):
         self.clock.running.copies.append([])
@@ -634,6 +645,11 @@ class Emulator:
         while len(groups) - 1 > num_outstanding:
             group = groups.pop(0)
             self.clock.until(lambda group=group: all(landed.is_set() for landed in group), "a group of copies")
+
+    def arrive_when_copied(self, barrier: Barrier, increment_count=True):
+        """Each thread arrives when all its copies so far have landed."""
+        here = self.clock.running
+        self.clock.at(max(here.copied, self.clock.now), partial(barrier.arrive, here.threads))
 
     def tma_store(self, descriptor: Descriptor, at, buffer: Shared):
         written = self.marks(descriptor.base)
@@ -672,6 +688,7 @@ class Emulator:
 
     def fence(self, cluster=False):
         self.clock.running.unfenced.clear()
+        self.clock.running.unseen.clear()
 
     # products
 
@@ -738,6 +755,10 @@ class Emulator:
             return Tensor(torch.tensor(0, dtype=torch.int32))
         if code == "redux.sync.or.b32 $0, $1, 0xffffffff;":
             return args[0]
+        if code == "mov.b32 $0, $1;":
+            return args[0]
+        if code == "mul.wide.u32 $0, $1, $2;":
+            return args[0].to(torch.int64) * args[1].to(torch.int64)
         if code == "lg2.approx.ftz.f32 $0, $1;":
             return Tensor(torch.as_tensor(raw(args[0]), dtype=torch.float32).log2())
         if code == "cvt.u32.u16 $0, $1;":
@@ -808,6 +829,7 @@ class Emulator:
         products = {"warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.wait_for_products}
         hopper = SimpleNamespace(fence_async_shared=self.fence, mbarrier=mbarrier, tma=tma, **products)
         copies = {"async_copy_global_to_shared": self.copy, "commit_group": self.commit_copies, "wait_group": self.wait_for_copies}
+        copies["mbarrier_arrive"] = self.arrive_when_copied
         gluon = SimpleNamespace(jit=self.jit, language=language, constexpr_function=lambda f: f)
         sizes = {"cdiv": lambda a, b: -(-a // b), "next_power_of_2": lambda n: 1 << (n - 1).bit_length()}
         triton = SimpleNamespace(

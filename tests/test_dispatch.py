@@ -239,8 +239,10 @@ def test_explain_by_hand():
     assert lines[0] == "prefill B4 q4096 k4096 h32/8 d128 bf16 Window(512), on H200"
     assert re.fullmatch(r"  runs   hopper_prefill   kernels/attention/hopper_prefill.py   \d+x\d+ tiles, \d warpgroups, .*at most 132 programs", lines[1])
     expected = f"  floor  {seconds * 1e6:.1f} us, bound by math: {flops / 1e9:.1f} GFLOP, {moved / 1e6:.1f} MB, {flops / moved:.0f} flop/byte (NVIDIA H200"
-    assert lines[2].startswith(expected) and "130.5 us" in lines[2] and "129.1 GFLOP" in lines[2]
-    assert len(lines) == 3
+    tiles = 4 * 32 * 4096 // 128
+    assert lines[2] == f"  order  {tiles} tiles by 132 programs, each drawing its next, the last queries first, 16 heads side by side"  # 1 MB of K, 16 MB of L2
+    assert lines[3].startswith(expected) and "130.5 us" in lines[3] and "129.1 GFLOP" in lines[3]
+    assert len(lines) == 4
 
 
 def test_explain_a_call_bound_by_memory():

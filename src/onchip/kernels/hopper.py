@@ -14,12 +14,15 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # Triton 3.9 renamed these
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+arrive_when_copied = async_copy.mbarrier_arrive
 as_other = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
 
@@ -35,15 +38,15 @@ tma_add = getattr(tma, "async_atomic_add", None) or _tma_add
 
 
 @gluon.jit
-def ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1, COPIES: gl.constexpr = 1):
+def ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr = 1, FILLERS: gl.constexpr = 1):
     """A ring of STAGES buffers for the tiles of `desc`, which READERS partitions let go by mbarriers (0: by hardware barriers); of PARTS tiles each, one below
-    the other. COPIES: announced (`mbarrier.expect`) for a buffer to be full."""
+    the other. FILLERS: arrivals (`mbarrier.expect` is one) that fill a buffer."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = full
     if READERS > 0:
         empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=COPIES)
+        mbarrier.init(full.index(stage), count=FILLERS)
         if READERS > 0:
             mbarrier.init(empty.index(stage), count=READERS)
     ROWS: gl.constexpr = PARTS * desc.block_type.shape[-2]
@@ -113,8 +116,8 @@ def fill(ring, cursor, desc, at, STAGES: gl.constexpr, BARRIER: gl.constexpr, TH
 
 
 @gluon.jit
-def fill_pages(ring, cursor, desc, pages, head, slot, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr, first=0):
-    """`fill` of a buffer of one or more tiles of a pool [pages, heads, slots, dim], from page `pages[first]` on; a lane of the warp holds each."""
+def fill_pages(ring, cursor, desc, pages, head, n, PAGE: gl.constexpr, STAGES: gl.constexpr, BARRIER: gl.constexpr, THREADS: gl.constexpr, first=0):
+    """`fill` of a buffer of one or more tiles of a pool [pages, heads, PAGE, dim], keys from `n` on; lanes of the warp from `first` on hold their pages."""
     buffers, full, empty = ring
     index, phase, used = cursor
     ROWS: gl.constexpr = desc.block_type.shape[2]
@@ -124,6 +127,9 @@ def fill_pages(ring, cursor, desc, pages, head, slot, STAGES: gl.constexpr, BARR
     mbarrier.expect(full.index(index), PARTS * desc.block_type.nbytes)
     for part in gl.static_range(PARTS):
         page = gl.sum(gl.where(lane == first + part, pages, 0), 0)  # one instruction: redux
+        slot = n * 0
+        if PAGE > ROWS:
+            slot = (n + part * ROWS) % PAGE
         tma_load(desc, [page, head, slot, 0], full.index(index), buffers.index(index).slice(part * ROWS, ROWS, 2))
     index, phase = advance(index, phase, STAGES)
     return index, phase, used + 1
@@ -421,8 +427,9 @@ def block(dim: int) -> int:
 
 
 __all__ = [
-    "DTYPES", "TensorDescriptor", "advance", "any_below", "arrive_and_wait", "as_bytes", "as_halves", "as_other", "as_pairs", "as_words", "block",
-    "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon", "hear", "in_order", "largest",
+    "DTYPES", "TensorDescriptor", "advance", "any_below", "arrive_and_wait", "arrive_when_copied", "as_bytes", "as_halves", "as_other", "as_pairs",
+    "as_words", "block", "copy_async", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon",
+    "hear", "in_order", "largest",
     "logarithm", "mbarrier", "message", "one_more", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn",
     "tell", "thread_barrier", "tma", "tma_add", "tma_load", "tma_store", "turn_over", "uniform", "wait_for_last", "warpgroup_mma", "warpgroup_mma_wait",
     "widened",

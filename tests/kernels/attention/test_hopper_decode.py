@@ -266,7 +266,7 @@ BUGS = [
     Bug("pages of a tile are another one's", SMALL, (("lane = t % KNOWN * C.parts", "lane = t % KNOWN"),)),
     Bug("keys are copied before their buffer is free", SMALL, (("mbarrier.wait(empty.index(index), phase ^ 1)", "pass"),)),
     Bug("a tile in a large page begins where the page does", LARGE, (
-        ("v_ring, v_at, v_desc, pages, kv_head, n % C.page,", "v_ring, v_at, v_desc, pages, kv_head, n * 0,"),
+        ("v_ring, v_at, v_desc, pages, kv_head, n, C.page,", "v_ring, v_at, v_desc, pages, kv_head, n * 0, C.page,"),
     )),
     Bug("queries are let go before they are multiplied", SHORT, (
         ("        q = tiles.index(mine)", MINE + "        q = tiles.index(mine)"),

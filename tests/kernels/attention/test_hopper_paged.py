@@ -121,6 +121,16 @@ CASES = [
     Case((2, 64, 2, EACH), 16, UNEVEN, 70, Chunked(40)),
     Case((2, 64, 2, EACH), 64, (210, 100), 70, Causal() & Document(torch.arange(256) // 60)),
     Case((2, 64, 2, EACH), 8, (210, 100), 70, Prefix(torch.tensor([30, 1]))),
+    Case((2, 128, 2, EACH), 24, (200, 0, 23, 25), 70),
+    Case((2, 64, 2, EACH), 48, (300, 49, 131), 70, Window(50)),
+    Case((2, 64, 2, EACH), 2048, (130, 2050), 70, Window(100)),
+    Case((2, 128, 2, EACH), 1, (200, 0, 1, 131), 70),
+    Case((2, 64, 2, EACH), 4, (200, 3, 5, 131), 70, Window(50)),
+    Case((1, 64, 2, EACH), 12, (100, 11, 13), 64, heads=(3, 3), dtype=FP16),
+    Case((2, 64, 3, FEW), 2, (128, 64, 144), 130, Full(), heads=(4, 2), dim=40, dim_v=96),
+    Case((2, 64, 2, EACH), 1, (200, 70), 70, Chunked(40)),
+    Case((2, 64, 2, EACH), 1, (136, 30), 70, score=Bias(torch.randn(2, 2, 70, 136).to(BF16))),
+    Case((2, 64, 2, EACH), 1, (136, 30), 70, score=Bias(torch.randn(2, 2, 1, 136).to(BF16))),
     Case((2, 64, 2, EACH), 16, (136, 30), 70, score=Bias(torch.randn(2, 2, 1, 136).to(BF16))),
 ]
 
@@ -139,6 +149,17 @@ def test_rows_that_see_no_key(page):
     out, lse = emulated(c, call_of(c), "slow loads")
     for row, blind in enumerate((130, 150)):
         assert not out[row, :blind].any() and (lse[row, :, :blind] == -torch.inf).all() and lse[row, :, blind:].isfinite().all()
+
+
+@emulates
+@pytest.mark.parametrize("page", [1, 4])
+def test_threads_copy_out_of_any_pool(page):
+    """Of keys head after head, with a gap behind a page that is no number of slots; of values beside something else."""
+    c = Case((2, 64, 2, EACH), page, (90, 33), 70, heads=(4, 2))
+    q, cache, sinks = call_of(c)
+    k = torch.empty(len(cache.k), 2 * page * 64 + 8, dtype=c.dtype)[:, :-8].unflatten(1, (2, page, 64)).transpose(1, 2).copy_(cache.k)
+    call = q, cache._replace(k=k, v=torch.stack([cache.k, cache.v], 1)[:, 1]), sinks
+    judge(c, call, emulated(c, call, "slow loads"))
 
 
 @emulates
@@ -163,12 +184,15 @@ class Bug(NamedTuple):
 
 
 SMALL, LARGE, WINDOW, FITS = CASES[1], CASES[9], CASES[14], CASES[11]
+ODD, ONES, FOURS, TWELVES, LONG, MAPPED = CASES[28], *CASES[31:36]
 BUGS = [
     Bug("all parts come from the first page", SMALL, (("gl.where(lane == first + part, pages, 0)", "gl.where(lane == first, pages, 0)"),)),
     Bug("all parts go to the first rows", SMALL, ((".slice(part * ROWS, ROWS, 2)", ".slice(0, ROWS, 2)"),)),
     Bug("a part's page is that of the tile's first key", SMALL, (("at = n + lane * ROWS", "at = n + lane * 0"),)),
-    Bug("all sequences are the first one's", SMALL, (("b * columns", "b * 0"),)),
-    Bug("a tile in a large page begins where the page does", LARGE, (("n % C.page,", "n * 0,"),)),
+    Bug("all sequences are the first one's", SMALL, (("(b * columns", "(b * 0"),)),
+    Bug("a tile in a large page begins where the page does", LARGE, (("slot = (n + part * ROWS) % PAGE", "slot = n * 0"),)),
+    Bug("all parts of an odd page are its first", ODD, (("(n + part * ROWS) % PAGE", "n % PAGE"),)),
+    Bug("a page larger than its parts is looked up as one of them", ODD, (("at // C.page)", "at // ROWS)"),)),
     Bug("entries behind a sequence are read", SMALL, (("& (at < len_k) &", "& (at < len_k + C.n) &"),)),
     Bug("entries behind the table are read", FITS, (("& (at < len_k) &", "&"),)),
     Bug("entries before a window are read", WINDOW, (("(at + ROWS > first)", "(at >= 0)"),)),
@@ -179,6 +203,23 @@ BUGS = [
     Bug("pages are copied before their buffer is free", SMALL, (("    elif used >= STAGES:", "    elif used > STAGES:"),)),
     Bug("values of free slots are not cleared", SMALL, (("        return self.packed or self.page > 0", "        return self.packed"),)),
     Bug("the table's width is the length of all", SMALL, (("    if used_ptr is not None:\n        length = tl.load(used_ptr + batch)\n", ""),)),
+    Bug("what threads copied is not fenced off", ONES, (("    if C.gathers > 0:\n        fence_async_shared()\n", ""),)),
+    Bug("threads arrive before they have copied", ONES, (
+        ("arrive_when_copied(full.index(index), increment_count=False)", "mbarrier.arrive(full.index(index), 64)"),
+    )),
+    Bug("threads copy before a buffer is free", LONG, (("reclaim(index, used, C.stages,", "reclaim(index, used, C.stages + 1,"),)),
+    Bug("threads read entries behind a sequence", ONES, (("last = gl.maximum(len_k - 1, 0)", "last = len_k"), ("mask=at < len_k, other=0)", "other=0)"))),
+    Bug("threads read an entry of a sequence without keys", ONES, (("mask=at < len_k, other=0)", "other=0)"),)),
+    Bug("threads read entries before a window", FOURS, ((", gl.minimum(first_seen(place, C), last))", ", 0)"),)),
+    Bug("threads read a page's first key for all", FOURS, (("% C.page * of_slot", "* 0"),)),
+    Bug("threads read the pages of the tile before", LONG, (("place, kv_head, after, more, 10, C)", "place, kv_head, after, pages, 10, C)"),)),
+    Bug("threads look up what a map does not say", MAPPED, (
+        ("return gl.maximum(gl.minimum(at, last), gl.minimum(first_seen(place, C), last))", "return gl.minimum(at, last)"),
+    )),
+    Bug("threads read the first head", TWELVES, (("kv_head.to(gl.int64) * of_head", "kv_head.to(gl.int64) * 0"),)),
+    Bug("threads bring the next tile's values", ONES, (
+        ("kv_head, n, pages, 10 + C.stages, C)\n            n,", "kv_head, after, more, 10 + C.stages, C)\n            n,"),
+    )),
     Bug("values are the next tile's", SMALL, (
         ("                v_at = fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n,",
          "                v_at = fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), after,"),
@@ -209,11 +250,25 @@ def gpu(problem, lengths):
 
 LENGTHS = [700, 0, 61, 1031]
 LOW = {"dtype": BF16, "dim": 128, "heads": (4, 2)}
-ON_GPU = [gpu(*case(LENGTHS, page, len_q=300, mask=mask, **LOW)) for page in (8, 16, 32, 64, 128, 256, 1024) for mask in (Full(), Causal(), Window(90))]
+ON_GPU = [gpu(*case(LENGTHS, page, len_q=300, mask=mask, **LOW)) for page in (8, 16, 24, 64, 128, 1000, 2048) for mask in (Full(), Causal(), Window(90))]
 ON_GPU += [gpu(*case(LENGTHS, 16, len_q=n, **LOW)) for n in (1, 16, 17, 64, 65, 129, 1000)]
 ON_GPU += [gpu(*case(LENGTHS, page, len_q=100, dim=dim, dtype=dtype)) for page in (8, 64) for dim in (8, 40, 64, 96, 256) for dtype in (BF16, FP16)]
 ON_GPU += [gpu(*case(LENGTHS, 16, len_q=100, dim=dim, dim_v=dim_v, dtype=BF16)) for dim, dim_v in ((128, 64), (64, 256), (192, 128))]
 ON_GPU += [gpu(*case(LENGTHS, 16, len_q=200, mask=mask, **LOW)) for mask in (Causal("top_left"), Window(60, 40), Window(None, 30), Window(2, 30, "top_left"))]
+
+
+GATHERED = [gpu(*case(LENGTHS, page, len_q=100, mask=mask, **LOW)) for page, mask in ((1, Causal()), (1, Window(90)), (4, Full()))]
+GATHERED += [gpu(*case([11, 12, 13, 1], 12, len_q=20, **LOW)), gpu(*case([130, 0, 1, 257], 1, len_q=200, **LOW))]
+GATHERED += [gpu(*case(LENGTHS, page, len_q=100, dim=dim, dtype=FP16)) for page, dim in ((1, 40), (2, 256))]
+
+
+@pytest.mark.parametrize(("problem", "lengths"), GATHERED)
+def test_small_pages(problem, lengths, device):
+    """Which threads copy: the same bits each time."""
+    q, cache = queries(problem, device), paged(problem, lengths, device)
+    first, _ = check(KERNEL.name, problem, q, cache)
+    for _ in range(20):
+        assert torch.equal(onchip.paged_attention(q, cache, mask=problem.mask, kernel=KERNEL.name), first)
 
 
 @pytest.mark.parametrize(("problem", "lengths"), ON_GPU)

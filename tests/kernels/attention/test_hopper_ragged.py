@@ -112,6 +112,9 @@ CASES = [
     Case((2, 64, 2, EACH), score=Bias(torch.randn(7, 2, 130, 208).to(BF16))),
     Case((2, 64, 2, EACH), mask=Chunked(40)),
     Case((2, 64, 2, FEW), mask=Causal() & Document(torch.arange(256) // 60)),
+    Case((2, 64, 2, FEW, 2), page=1),
+    Case((2, 64, 2, FEW), page=4, mask=Window(50)),
+    Case((1, 64, 2, EACH), page=24, heads=(4, 2)),
 ]
 
 
@@ -136,14 +139,14 @@ class Bug(NamedTuple):
 FIRST, TWO, PACKED = CASES[0], CASES[3], CASES[7]
 TURNS = "        take_turn(GROUP, C.groups)\n        turn_over(GROUP, C.groups)\n        release"
 CURSORS = "    return ki, kp, vi, vp\n\n\n@gluon.jit\ndef scored"
-PASS_OVER = "        release(ki, 10, READERS)\n        ki, kp = advance(ki, kp, C.stages)\n        mbarrier.wait(v_full.index(vi), vp)\n"
+PASS_OVER = "        release(ki, 10, C.readers)\n        ki, kp = advance(ki, kp, C.stages)\n        mbarrier.wait(v_full.index(vi), vp)\n"
 BUGS = [
     Bug("queries of all sequences begin at the first token", FIRST, (("queries_at(q_batch, head, start_q + ", "queries_at(q_batch, head, "),)),
     Bug("outputs of all sequences begin at the first token", FIRST, (("(start_q + rows).to(gl.int64)", "rows.to(gl.int64)"),)),
     Bug("LSE of all sequences begins at the first token", FIRST, (("* lse_strides[1] + start_q + rows", "* lse_strides[1] + rows"),)),
     Bug("rows behind a sequence are stored", FIRST, (("mask=(rows < len_q)[:, None] & (dims", "mask=(rows >= 0)[:, None] & (dims"),)),
     Bug("rows that a warpgroup has are passed over", TWO, (("GROUP * C.own < len_q", "GROUP * C.own + C.own <= len_q"),)),
-    Bug("a warpgroup without rows keeps the keys", TWO, ((PASS_OVER, PASS_OVER.replace("        release(ki, 10, READERS)\n", "")),)),
+    Bug("a warpgroup without rows keeps the keys", TWO, ((PASS_OVER, PASS_OVER.replace("        release(ki, 10, C.readers)\n", "")),)),
     Bug("a warpgroup without rows takes no turns", TWO, ((TURNS, "        release"),)),
     Bug("a warpgroup without rows keeps its queries", Case((2, 64, 2, FEW), dim=128), (
         ("C, GROUP)\n            mbarrier.arrive(q_empty.index(mine), count=1)\n        turn", "C, GROUP)\n        turn"),

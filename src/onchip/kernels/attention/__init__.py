@@ -229,6 +229,10 @@ def _faster_with_split_keys(p: Attention) -> str | None:
     return f"{heads} key heads of sequences, of at least 64: triton_decode splits keys" if heads < 64 else None
 
 
+def _map_of_small_pages(p: Attention) -> str | None:
+    return f"pages of {p.page} under {p.mask}, of a multiple of 8: not measured" if p.page % 8 and isinstance(p.mask, Traced) else None
+
+
 def _any_length(p: Attention) -> str | None:
     """The longest of the batch may not choose the kernel of another sequence."""
     alone = p.tokens and "batch_invariant" in p.extras
@@ -371,11 +375,11 @@ DECODE = Op(
                 "mask": MASKS,
                 "keys": ("paged",),
                 "len_q": range(1, 1 << 20),
-                "page": PAGES,
+                "page": range(1, 1 << 20),
                 "kv": ("",),
             },
             also=(_only("batch_invariant", "deterministic", "latent", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
-            slower=(_faster_with_split_keys,),
+            slower=(_faster_with_split_keys, _map_of_small_pages),
         ),
         Kernel(
             "hopper_mla",

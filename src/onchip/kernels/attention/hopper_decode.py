@@ -172,8 +172,8 @@ def _copy(given, BAND: gl.constexpr, C: gl.constexpr):
                 lane = t % KNOWN * C.parts
                 if (lane == 0) & (t > 0):
                     pages = _pages(entries, n, lowest, last, C)
-                k_at = fill_pages(k_ring, k_at, k_desc, pages, kv_head, n % C.page, C.stages, 0, 0, lane)
-                v_at = fill_pages(v_ring, v_at, v_desc, pages, kv_head, n % C.page, C.stages, 0, 0, lane)
+                k_at = fill_pages(k_ring, k_at, k_desc, pages, kv_head, n, C.page, C.stages, 0, 0, lane)
+                v_at = fill_pages(v_ring, v_at, v_desc, pages, kv_head, n, C.page, C.stages, 0, 0, lane)
                 n += N
             turn += 1
             at += count

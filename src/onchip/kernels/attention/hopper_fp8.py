@@ -26,8 +26,8 @@ from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import SMALLEST, Scales
 from onchip.kernels.attention.fp8_operands import turned
-from onchip.kernels.attention.hopper_tiles import hide, key_steps, locate, next_sequence, place_of, programs_and_counter, programs_of
-from onchip.kernels.attention.tile import ends, for_tma, together
+from onchip.kernels.attention.hopper_tiles import hide, key_steps, locate, next_sequence, place_of, programs_and_counter, programs_of, query_tiles
+from onchip.kernels.attention.tile import ends, for_tma, order, together
 from onchip.kernels.hopper import (
     advance,
     any_below,
@@ -78,6 +78,10 @@ class Tiles(NamedTuple):
     def __str__(self):
         pieces = f" in pieces of {self.piece} keys" if self.piece else ""
         return f"{64 * self.groups}x{self.n} tiles{pieces}, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
+
+    def order(self, p: Attention) -> str:
+        """How programs take the tiles of a call."""
+        return order(p, query_tiles(p, 64 * self.groups) * p.heads, self.programs, together(p))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ outgrow it, which the sums show, a tile is done again over the largest so far. U
 maximum is found, and the output scaled anew only where it grew by more than 2^8 (Dao, FlashAttention-4). A softcap's scores have a bound, over which weights
 are taken, and their tanh is a polynomial while they are small (`capped`); ALiBi's lines cost an instruction a score (`lined`); with a bias the product begins,
 and one of keys the tensor cores add (`key_bias`).
-Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of a page, or of a tile within one; its number waits in a lane of the copying warp.
+Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of as many as always lie in one; small ones other warps copy (`hopper_copies`).
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
 Of few queries the heads that share keys are folded into a tile's rows (FlashAttention-3's PackGQA): row r is query r // pack of the group's head r % pack,
 so that K and V are read once for all of them. To the copy engine queries are then [batch, kv_heads, len, group, dim].
@@ -29,6 +29,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.capped import cap_of, weigh_near
+from onchip.kernels.attention.hopper_copies import come, copy, gather, pool_of
 from onchip.kernels.attention.hopper_tiles import (
     ANYTHING,
     ONE_GROUP,
@@ -36,13 +37,11 @@ from onchip.kernels.attention.hopper_tiles import (
     begin,
     by_groups,
     clear,
-    fill_keys,
-    fill_tiles,
     hide,
     key_steps,
+    keys_ahead,
     let_go,
     lined,
-    locate,
     next_sequence,
     of_keys,
     of_rows,
@@ -69,17 +68,15 @@ from onchip.kernels.attention.hopper_tiles import (
     weigh,
     weigh_lined,
 )
-from onchip.kernels.attention.key_bias import fill_biased, key_ring, product, room_of, taken_out
+from onchip.kernels.attention.key_bias import key_ring, product, room_of, taken_out
 from onchip.kernels.attention.texts import is_light, line_of, only_adds
-from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, outputs, sequence_tiles, together
+from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, order, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
     as_halves,
     block,
     describe,
-    draw,
     fence_async_shared,
-    fill,
     first_turn,
     gl,
     gluon,
@@ -90,7 +87,6 @@ from onchip.kernels.hopper import (
     ring,
     start_next,
     take_turn,
-    tell,
     tma,
     tma_store,
     turn_over,
@@ -120,6 +116,11 @@ class Tiles(NamedTuple):
         rows = f" of {64 * self.groups // self.pack} queries x {self.pack} heads" if self.pack > 1 else ""
         return f"{64 * self.groups}x{self.n} tiles{rows}, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
 
+    def order(self, p: Attention) -> str:
+        """How programs take the tiles of a call."""
+        heads = p.kv_heads if self.pack > 1 else p.heads
+        return order(p, query_tiles(p, 64 * self.groups, self.pack) * heads, self.programs, side_by_side(p))
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -133,7 +134,9 @@ class Shape:
     top_left: bool
     packed: bool
     mapped: bool
-    page: int  # keys a page, a power of two from 8 on; 0: no pages
+    page: int  # keys a page; 0: no pages
+    gathers: int  # warps that bring keys and values out of small pages; 0: the copy engine brings them
+    dim: int
     dim_v: int
     room: float  # between the first maximum and what weights are taken over: HEADROOM, or none
     cap: int  # what weights are taken over where a softcap bounds the scores, so that nobody looks for a maximum; 0: they have no bound
@@ -160,65 +163,23 @@ class Shape:
 
     @property
     def parts(self):
-        """Pages that hold a tile of keys."""
-        return max(1, self.n // self.page) if self.page else 1
+        """Copies that bring a tile of keys: each lies in one page, since a tile begins at a multiple of its keys, a power of two."""
+        return self.n // min(self.n, self.page & -self.page) if self.page and not self.gathers else 1
+
+    @property
+    def fillers(self):
+        """Arrivals that fill a buffer of keys or values: the copying warp's, or of each thread of those that bring small pages."""
+        return max(1, 32 * self.gathers)
+
+    @property
+    def readers(self):
+        """Threads that meet where a buffer of keys or values is let go."""
+        return 128 * self.groups + 32 * max(1, self.gathers)
 
     @property
     def uneven(self):
         """Whether sequences differ in length: behind the keys of one lies what is not 0, and may be NaN."""
         return self.packed or self.page > 0
-
-
-# ---- device: the copying warp
-
-
-@gluon.jit
-def _copy(given, C: gl.constexpr):
-    q_desc, k_desc, v_desc, t_desc, t_steps, rings, message, counter, sizes, lengths, table, map_ptr, map_strides = given
-    N: gl.constexpr = C.n
-    GROUPS: gl.constexpr = C.groups
-    q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
-    q_at, k_at, v_at, t_at = (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)
-    number, turn = gl.program_id(0), 0
-    while number < sizes[0]:
-        place, there = locate(number, sizes, lengths, False, C)
-        b, head, tile_m, start_q, _, start_k, _, _ = place
-        if there:
-            tell(message, turn, place)
-            turn += 1
-            steps = key_steps(place, map_ptr, map_strides, C)
-            top, masked, bare, low, _row = steps  # `_` is of another type already
-            batch = b
-            if C.packed:
-                batch = b * 0
-            q_batch = batch
-            if C.alike:
-                q_batch = b * 0
-            kv_head = head
-            if C.pack == 1:
-                kv_head = head // sizes[4]
-            n = start_k + top * N
-            if t_desc is not None and not C.biased:  # from memory, not L2; and queries may have to wait until an output has left
-                t_at = fill_tiles(rings, t_at, t_desc, t_steps, place, n - start_k, C)
-            for group in gl.static_range(GROUPS):  # the first queries and keys first
-                q_at = fill(q_ring, q_at, q_desc, queries_at(q_batch, head, start_q + tile_m * C.m + group * C.own, C), C.groups * C.rounds, 0, 0)
-                if group == 0:
-                    k_at = fill_biased(k_ring, k_at, k_desc, t_desc, t_steps, table, place, (batch, kv_head), n, C)
-            for x in range(1, 1 + masked + bare + low):
-                after = start_k + tile_at(x, steps, map_strides, C) * N
-                if t_desc is not None and not C.biased:
-                    t_at = fill_tiles(rings, t_at, t_desc, t_steps, place, after - start_k, C)
-                k_at = fill_biased(k_ring, k_at, k_desc, t_desc, t_steps, table, place, (batch, kv_head), after, C)
-                v_at = fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
-                n = after
-            v_at = fill_keys(v_ring, v_at, v_desc, table, place, (batch, kv_head), n, 10 + C.stages, C)
-        if C.first:
-            number += gl.num_programs(0)
-        else:
-            number = sizes[0]
-            if number > gl.num_programs(0):
-                number = draw(counter, sizes[0])
-    tell(message, turn, (gl.to_tensor(-1),))
 
 
 # ---- device: a computing warpgroup
@@ -236,11 +197,10 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
     k_ring, v_ring, t_ring = rings
     keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
-    READERS: gl.constexpr = 128 * C.groups + 32
     t, far = count * 0, count < 0
-    adds = of_keys(gl.maximum(tile_at(x, steps, map_strides, C), 0) * N, call, KEYS if C.adds else None, C)  # behind the last one there is none
+    adds = keys_ahead(x, steps, map_strides, call, KEYS if C.adds else None, C)
     while (t < count) & (not far):
-        mbarrier.wait(k_full.index(ki), kp)
+        come(k_full, ki, kp, C)
         n, of = 0, adds
         if C.adds:
             n = tile_at(x + t, steps, map_strides, C) * N
@@ -248,13 +208,13 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
         take_turn(GROUP, C.groups)
         kt = keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0))
         scores = product(q, kt, k_ring, ki, start, C)
-        mbarrier.wait(v_full.index(vi), vp)
+        come(v_full, vi, vp, C)
         weights = gl.convert_layout(as_halves(words, values.dtype), p_layout)
         acc = warpgroup_mma(weights, values.index(vi).reshape([N, values.shape[-1]]), acc, is_async=True)
         turn_over(GROUP, C.groups)
         tile = read_tile(None if C.adds else t_ring, ki, kp, C, s_layout)
         if C.adds:  # of the next tile, beside the product
-            adds = of_keys(gl.maximum(tile_at(x + t + 1, steps, map_strides, C), 0) * N, call, KEYS, C)
+            adds = keys_ahead(x + t + 1, steps, map_strides, call, KEYS, C)
         elif EDGE or SCORE is not None:
             n = tile_at(x + t, steps, map_strides, C) * N
             of = of_keys(n, call, KEYS, C)
@@ -274,7 +234,7 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
                 top, shrink = top_of(scores, top, call[7], 0.0, GROWTH if C.lazily > 0 else 0.0)
             let_go(shrink, ki, t_ring, C, GROUP)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
-        release(vi, 10 + C.stages, READERS)
+        release(vi, 10 + C.stages, C.readers)
         vi, vp = advance(vi, vp, C.stages)
         if C.uneven and C.mapped and EDGE:
             clear(v_ring, vi, vp, n, call[5], C)
@@ -297,7 +257,7 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
                 top, shrink = top_of(scores, top, call[7], C.room, 0.0)
                 acc, total = shrunk(acc, total, shrink, C)
                 words, sums = weigh(scores, top, call[7], values.dtype, C)
-            release(ki, 10, READERS)
+            release(ki, 10, C.readers)
             if t_ring is not None:
                 release(ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
         elif C.cap == 0:
@@ -316,7 +276,6 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
     DV: gl.constexpr = values.shape[-1]
-    READERS: gl.constexpr = 128 * C.groups + 32
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
@@ -330,7 +289,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     gain = scale * gain if C.adds else gain
     call = (rows, shift, b, tall(head, C), len_q, len_k, scale, gain, reads[0], reads[1], of_rows(rows, b, head, len_q, len_k, reads, ROWS))
 
-    mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
+    come(k_full, ki, kp, C)  # the first tile holds the last keys and (of) the diagonal
     of = of_keys(first * N, call, KEYS, C)
     start = begin(first * N, call, of, t_ring, ki, kp, SCORE, C, s_layout)
     take_turn(GROUP, C.groups)
@@ -339,7 +298,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     tile = read_tile(None if C.adds else t_ring, ki, kp, C, s_layout)
     ti = ki
     scores = warpgroup_mma_wait(0, deps=[scores])
-    release(ki, 10, READERS)
+    release(ki, 10, C.readers)
     ki, kp = advance(ki, kp, C.stages)
     if not C.adds:
         scores = scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
@@ -373,7 +332,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
         state, done = _more(state, low, 1 + masked + bare, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
     words, acc, top, total, ki, kp, vi, vp = state
 
-    mbarrier.wait(v_full.index(vi), vp)
+    come(v_full, vi, vp, C)
     weights = gl.convert_layout(as_halves(words, DTYPE), p_layout)
     acc = warpgroup_mma(weights, values.index(vi).reshape([N, DV]), acc, is_async=True)
     total = gl.convert_layout(gl.sum(total, 1), row_layout)
@@ -389,7 +348,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
         gl.store(at, (top - C.room + gl.log2(total * 2.0**C.room)) * LN2, mask=rows < len_q)  # sums near 1 have more digits in their logarithms
     inverse = gl.where(total == 0.0, 0.0, shrink / total)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
-    release(vi, 10 + C.stages, READERS)
+    release(vi, 10 + C.stages, C.readers)
     vi, vp = advance(vi, vp, C.stages)
     return acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None], ki, kp, vi, vp
 
@@ -445,12 +404,12 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
 
 
 @gluon.jit(do_not_specialize=ANYTHING)
-def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr, reads,
-             scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_batch, lse_head, map_strides, t_steps,
+def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, counter, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr,
+             reads, scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_batch, lse_head, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups * C.rounds, 1)
     k_ring = key_ring(k_desc, t_desc, gain, C)
-    v_ring = ring(v_desc, C.stages, 0, C.parts)
+    v_ring = ring(v_desc, C.stages, 0, C.parts, C.fillers)
     gl.static_assert(t_desc is None or C.biased or C.groups < 3)
     rings = (q_ring, k_ring, v_ring, None, None, None)  # and, of what a score reads, one for each warpgroup
     if t_desc is not None and not C.biased:
@@ -465,26 +424,45 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
         wait_for_last()
         start_next()
     fence_async_shared()
-    told = message(C.groups)
+    told = message(C.groups + (C.gathers > 0))
     alarms = gl.allocate_shared_memory(gl.int32, [C.groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
     outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, (lse_batch, lse_head)), gain * LOG2E
     # Registers: many pages want more, with packed queries again (40: 36 bytes at d128, page 16), and warpgroups with a map spill for each they lack.
-    COPIER: gl.constexpr = (56 if C.packed or C.first else 40) if C.parts > 1 and not C.mapped else 24
+    MANY: gl.constexpr = C.packed or C.first or C.parts > 8
+    COPIER: gl.constexpr = 56 if C.gathers == 2 else 24 if C.parts == 1 or C.mapped else 56 if MANY else 40
+    GATHERER: gl.constexpr = 32 if C.gathers > 2 else COPIER  # a warpgroup's warps have as many, and two stand beside the copying one
+    COMPUTER: gl.constexpr = (504 - COPIER - (GATHERER if C.gathers > 2 else 0)) // 2
     given = (outs, rings, told, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads)
     copied = (q_desc, k_desc, v_desc, t_desc, t_steps, rings, told, counter, sizes, lengths, table, map_ptr, map_strides)
-    if C.groups == 1:
-        gl.warp_specialize([(_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)), (_copy, (copied, C))], [1], [COPIER])
+    gathered = (pools, k_ring, v_ring, told, sizes, table, map_ptr, map_strides)
+    if C.groups == 1 and C.gathers == 0:
+        gl.warp_specialize([(_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)), (copy, (copied, C))], [1], [COPIER])
+    elif C.groups == 1:
+        gl.warp_specialize(
+            [(_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)), (copy, (copied, C)), (gather, (gathered, C))], [1, C.gathers], [COPIER, GATHERER]
+        )
+    elif C.groups == 2 and C.gathers == 0:
+        gl.warp_specialize(
+            [
+                (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)),
+                (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 1)),
+                (copy, (copied, C)),
+            ],
+            [4, 1],
+            [COMPUTER, COPIER],
+        )
     elif C.groups == 2:
         gl.warp_specialize(
             [
                 (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)),
                 (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 1)),
-                (_copy, (copied, C)),
+                (copy, (copied, C)),
+                (gather, (gathered, C)),
             ],
-            [4, 1],
-            [(504 - COPIER) // 2, COPIER],
+            [4, 1, C.gathers],
+            [COMPUTER, COPIER, GATHERER],
         )
     else:
         gl.warp_specialize(
@@ -492,7 +470,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, o_ptr, lse_ptr, counter, li
                 (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)),
                 (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 1)),
                 (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 2)),
-                (_copy, (copied, C)),
+                (copy, (copied, C)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -506,6 +484,7 @@ TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
 LONG_64 = (3, 128, 3)
 TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
 LAZILY = ((64, 0), (256, 64))
+GATHERS = ((128, 4), (256, 2))  # warps that bring keys of small pages. Four leave 128 registers at first: too few for a product of 256 columns
 SHORT = 2048  # queries of a causal problem: smaller tiles are more even
 
 
@@ -527,6 +506,11 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
         if not alone and p.kv_heads * query_tiles(p, 64 * groups, pack) < enough:
             groups = 1
     return [Tiles(groups, n, stages, programs_of(device), pack)]
+
+
+def side_by_side(p: Attention) -> int:
+    """`together`; a head's keys in flight are in a packed problem those of all sequences."""
+    return together(p, 0 if not p.tokens else p.batch * p.len_k if p.page else p.tokens_k or p.tokens)
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
@@ -554,8 +538,9 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if packed and "batch_invariant" in p.extras:  # in a sequence's last tile the next one's queries would raise alarms too, and choose a warp's tanh
         bold, cap = False, 0
     share = width == width_v >= (128 if tile or biased else 256)
+    gathers = pick(GATHERS, max(width, width_v)) if p.page % 8 else 0
     shape = Shape(
-        tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, p.value_dim,
+        tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, gathers, p.dim, p.value_dim,
         cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, biased, adds, line, bold, share,
         pick(LAZILY, width_v), 1 if tile else rounds(tiles, width, width_v, 0 if share else width_v, biased * room_of(tiles)),
         tiles.pack, alike, beside is not None,
@@ -565,10 +550,10 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         heads, own = p.kv_heads, (shape.own, shape.pack)
         first[0], first[3] = by_groups(first[0], heads), by_groups(first[3], heads)
     blocks = ((*own, width), (k_rows, width), (k_rows, width_v), (*own, width_v))
-    listed, tiles_m, batch_heads, side_by_side = None, triton.cdiv(p.len_q, shape.m), p.batch * heads, together(p)
+    listed, tiles_m, batch_heads = None, triton.cdiv(p.len_q, shape.m), p.batch * heads
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, shape.m)
-        tiles_m, batch_heads, side_by_side = len(listed), heads, together(p, p.batch * p.len_k if p.page else p.tokens_k or p.tokens)
+        tiles_m, batch_heads = len(listed), heads
     if tile:
         pairs, steps = pair_view(x.score[tile.tensor], tile.axes)
         pairs = describe(pairs, 64, tiles.n)
@@ -582,9 +567,10 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     else:
         programs, counter = min(count, tiles.programs, beside.sms), None
     _prefill[(programs,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, out_heads, lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used,
-        page_table if page_table is None else (page_table, page_table.stride(0)), found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads,
-        scale, gain, count, tiles_m, side_by_side, heads, p.group, p.len_q, p.len_k, batch_heads, out_heads.stride()[:3],
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, tuple(map(pool_of, first[1:3])) if gathers else None, out_heads,
+        lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, page_table if page_table is None else (page_table, page_table.stride(0)),
+        found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads, scale, gain, count, tiles_m, side_by_side(p), heads, p.group, p.len_q, p.len_k,
+        batch_heads, out_heads.stride()[:3],
         *((0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]), map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4, **({"launch_pdl": True} if shape.first else {}),
     )  # fmt: skip

@@ -18,7 +18,6 @@ from onchip.kernels.hopper import (
     as_pairs,
     fence_async_shared,
     fill,
-    fill_pages,
     forget,
     gl,
     gluon,
@@ -153,23 +152,6 @@ def queries_at(b, head, query, C: gl.constexpr):
 
 
 @gluon.jit
-def pages_of(table, place, n, C: gl.constexpr):
-    """The pages of a tile of keys from `n` on, in order, one in each lane of a warp: -1, where TMA reads 0, for those of which the tile of queries
-    sees nothing, since the table may say anything there, and where the tile has no more."""
-    entries, columns = table
-    b, _, tile_m, _, _, _, len_k, shift = place
-    first = 0
-    if C.left >= 0:
-        first, _ = key_span(tile_m * C.m + shift, 0, len_k, C.left, -1)
-    PARTS: gl.constexpr = C.parts
-    ROWS: gl.constexpr = C.n // PARTS
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    at = n + lane * ROWS
-    there = (lane < PARTS) & (at < len_k) & (at + ROWS > first)
-    return gl.load(entries + (b * columns + at // C.page), mask=there, other=-1)
-
-
-@gluon.jit
 def fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
     """What a score reads of a tile of queries and the keys from `n` on.
 
@@ -181,17 +163,6 @@ def fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
     for group in gl.static_range(GROUPS):
         at = [b * steps[0], head * steps[1], (tile_m * C.m + group * 64) * steps[2], n]
         after = fill(rings[3 + group], cursor, desc, at, C.stages, PAIRS_LET_GO - 8 * group, ONE_GROUP)
-    return after
-
-
-@gluon.jit
-def fill_keys(ring, cursor, desc, table, place, at, n, BARRIER: gl.constexpr, C: gl.constexpr):
-    """A tile of keys, or of values, from `n` on. Its pages are looked up before the wait for a buffer, which is the longer one."""
-    READERS: gl.constexpr = 128 * C.groups + 32
-    if C.page > 0:
-        after = fill_pages(ring, cursor, desc, pages_of(table, place, n, C), at[1], n % C.page, C.stages, BARRIER, READERS)
-    else:
-        after = fill(ring, cursor, desc, [at[0], at[1], n, 0], C.stages, BARRIER, READERS)
     return after
 
 
@@ -297,6 +268,15 @@ def of_keys(n, call, KEYS: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def keys_ahead(x, steps, map_strides, call, KEYS: gl.constexpr, C: gl.constexpr):
+    """`of_keys` of step `x`. There may be none: behind the last one a map may say anything."""
+    tile = gl.maximum(tile_at(x, steps, map_strides, C), 0)
+    if C.mapped:  # times C.n it may be any number, which is looked up where it is below 0
+        tile = gl.minimum(tile, call[5] // C.n)
+    return of_keys(tile * C.n, call, KEYS, C)
+
+
+@gluon.jit
 def columns_of(tile):
     """The columns of scores [64, n // 8, 4, 2] in a warpgroup's registers: int32 [1, n // 8, 1, 2], constants of the code, and [1, 4], those of a thread."""
     layout: gl.constexpr = tile.type.layout
@@ -343,17 +323,16 @@ def pass_over(place, cursors, k_ring, v_ring, map_ptr, map_strides, C: gl.conste
     """The cursors after a tile in which this warpgroup has no queries: it lets the keys go, so that one query costs one warpgroup's products."""
     _, k_full, _ = k_ring
     _, v_full, _ = v_ring
-    READERS: gl.constexpr = 128 * C.groups + 32
     ki, kp, vi, vp = cursors
     _top, masked, bare, low, _row = key_steps(place, map_ptr, map_strides, C)
     for _t in range(1 + masked + bare + low):
         mbarrier.wait(k_full.index(ki), kp)
         take_turn(GROUP, C.groups)
         turn_over(GROUP, C.groups)
-        release(ki, 10, READERS)
+        release(ki, 10, C.readers)
         ki, kp = advance(ki, kp, C.stages)
         mbarrier.wait(v_full.index(vi), vp)
-        release(vi, 10 + C.stages, READERS)
+        release(vi, 10 + C.stages, C.readers)
         vi, vp = advance(vi, vp, C.stages)
     return ki, kp, vi, vp
 
@@ -386,7 +365,7 @@ def read_tile(t_ring, index, phase, C: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def let_go(shrink, ki, t_ring, C: gl.constexpr, GROUP: gl.constexpr):
     """A tile of keys, and of what a score reads, is done with when `shrink` is there."""
-    release_after(shrink, ki, 10, 128 * C.groups + 32)
+    release_after(shrink, ki, 10, C.readers)
     if t_ring is not None:
         release_after(shrink, ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
 

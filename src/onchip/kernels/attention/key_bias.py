@@ -6,9 +6,9 @@ begins with that one: at d128 64 cycles of the tensor cores' 1,024 a step of a w
 """
 
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention.hopper_tiles import fill_keys, pair_view
+from onchip.kernels.attention.hopper_tiles import pair_view
 from onchip.kernels.attention.texts import key_tile
-from onchip.kernels.hopper import describe, gl, gluon, mbarrier, ring, tma_load, warpgroup_mma
+from onchip.kernels.hopper import describe, gl, gluon, ring, warpgroup_mma
 
 COPIES, WIDE = 3, 16  # a product takes 16 columns at once
 COLUMNS = gl.constexpr(WIDE)
@@ -21,7 +21,7 @@ LEAST = gl.constexpr(2.0**-24)  # float16's, and of 1 / scale, at least 1/2, wha
 @gluon.jit
 def key_ring(desc, bias_desc, scale, C: gl.constexpr):
     """K's ring; with a bias what stands beside it is the third part: [64, 16], each row's columns, and buffers for the rows that they are multiplied with."""
-    keys = ring(desc, C.stages, 0, C.parts, 2 if C.biased else 1)
+    keys = ring(desc, C.stages, 0, C.parts, 2 if C.biased else C.fillers)
     if C.biased:
         DTYPE: gl.constexpr = bias_desc.dtype
         KEPT: gl.constexpr = -65536 if DTYPE == gl.bfloat16 else -8192  # noqa: SIM300 (DTYPE varies): float32's bits that a half has
@@ -42,19 +42,6 @@ def key_ring(desc, bias_desc, scale, C: gl.constexpr):
 
 
 @gluon.jit
-def fill_biased(keys, cursor, desc, bias_desc, steps, table, place, at, n, C: gl.constexpr):
-    """`fill_keys` of K, and of what stands beside it."""
-    after = fill_keys(keys, cursor, desc, table, place, at, n, 10, C)
-    if C.biased:
-        full, rows = keys[1], keys[2][1]
-        b, head, _, _, _, start_k, _, _ = place
-        index, _, _ = cursor
-        mbarrier.expect(full.index(index), bias_desc.block_type.nbytes)
-        tma_load(bias_desc, [steps[0] * b, steps[1] * head, 0, n - start_k], full.index(index), rows.index(index))
-    return after
-
-
-@gluon.jit
 def product(q, kt, keys, index, start, C: gl.constexpr):
     """The product of queries and keys, on its way, behind `start` or the bias."""
     if C.biased:
@@ -69,9 +56,10 @@ def product(q, kt, keys, index, start, C: gl.constexpr):
 def taken_out(p: Attention, x: Operands, n: int):
     """The call without a bias that the tensor cores add, its rows for tiles of `n` keys, and how far a sequence and a head are; None where there is none.
 
-    Of a scale whose reciprocal three of float16's numbers can say.
+    Of a scale whose reciprocal three of float16's numbers can say. Of small pages other warps bring the keys than the one that would bring the bias: there
+    it is added as any score is.
     """
-    tile = key_tile(p.score.text) if p.score and 2.0**-15 <= x.scale <= 2 else None
+    tile = key_tile(p.score.text) if p.score and not p.page % 8 and 2.0**-15 <= x.scale <= 2 else None
     if tile is None:
         return p, x, None, None
     rows, steps = pair_view(x.score[tile.tensor].unsqueeze(-2), tile.axes)
@@ -83,4 +71,4 @@ def room_of(tiles) -> int:
     return 2 * WIDE * (64 + tiles.n * tiles.stages)
 
 
-__all__ = ["fill_biased", "key_ring", "product", "room_of", "taken_out"]
+__all__ = ["key_ring", "product", "room_of", "taken_out"]
