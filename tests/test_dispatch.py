@@ -240,7 +240,7 @@ def test_explain_by_hand():
     assert re.fullmatch(r"  runs   hopper_prefill   kernels/attention/hopper_prefill.py   \d+x\d+ tiles, \d warpgroups, .*at most 132 programs", lines[1])
     expected = f"  floor  {seconds * 1e6:.1f} us, bound by math: {flops / 1e9:.1f} GFLOP, {moved / 1e6:.1f} MB, {flops / moved:.0f} flop/byte (NVIDIA H200"
     tiles = 4 * 32 * 4096 // 128
-    assert lines[2] == f"  order  {tiles} tiles by 132 programs, each drawing its next, the last queries first, 16 heads side by side"  # 1 MB of K, 16 MB of L2
+    assert lines[2] == f"  order  {tiles} tiles by 132 programs, each drawing its next, the last queries first, 16 heads side by side"  # 2 of 32 MB of K and V
     assert lines[3].startswith(expected) and "130.5 us" in lines[3] and "129.1 GFLOP" in lines[3]
     assert len(lines) == 4
 

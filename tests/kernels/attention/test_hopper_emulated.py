@@ -129,8 +129,8 @@ def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
 
 
 def mask_map(p, _sees, _captured, x: Operands, m: int, n: int, *_):
-    """`tile.mask_map` of a mask that is the same for all heads, in plain torch; what it leaves out may be any number, as on a GPU."""
-    found = torch.full((p.batch, -(-p.len_q // m), 2 - (-p.len_k // n)), -(1 << 20), dtype=torch.int32)
+    """`tile.mask_map` of a mask that is the same for all heads, in plain torch; what it leaves out may be any number, here one too large."""
+    found = torch.full((p.batch, -(-p.len_q // m), 2 - (-p.len_k // n)), 3 << 24, dtype=torch.int32)
     queries = [p.len_q] * p.batch if x.q_offsets is None else [s.stop - s.start for s in spans(x.q_offsets, x.q_used, int(x.q_offsets[-1]))]
     keys = [p.len_k] * p.batch if x.k_used is None else x.k_used.tolist()
     if x.k_offsets is not None:
@@ -461,8 +461,9 @@ BUGS += [
     Bug("what one dimension repeats is looked for further on", TILED[3], (("head * steps[1]", "head"),)),
     Bug("a row that is repeated is looked for further on", TILED[5], (("+ group * 64) * steps[2], n]", "+ group * 64), n]"),)),
     Bug("all sequences read the first one's", TILED[3], (("[b * steps[0], head", "[b * 0, head"),)),
+    Bug("keys are looked up that a map does not say", SPLIT, (("        tile = gl.minimum(tile, call[5] // C.n)\n", "        pass\n"),)),
     Bug("all heads read the first one's bias of keys", ADDED[0], (("steps[1] * head", "0"),)),
-    Bug("a bias of keys is not waited for", ADDED[0], (("C.parts, 2 if C.biased else 1)", "C.parts)"),)),
+    Bug("a bias of keys is not waited for", ADDED[0], (("2 if C.biased else C.fillers)", "C.fillers)"),)),
     Bug("a bias of keys is another stage's", ADDED[0], (("rows.index(index).reshape", "rows.index(0).reshape"),)),
     Bug("a bias of keys is rounded", ADDED[2], (("gl.where(columns < 3, each", "gl.where(columns < 1, each"),)),
     Bug("a bias of -inf meets a factor of 0", ADDED[3], (("rest)), LEAST)", "0.0)), 0.0)"),)),
