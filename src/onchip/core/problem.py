@@ -120,6 +120,7 @@ class Operands(NamedTuple):
     scales         of q, k and v in e4m3.
     sources        what their gradients go to, see `Quantised`: of kernels, only those in plain torch look at it, so that autograd finds its way.
     beside         which launch shares the device with this one; a kernel need not look at it.
+    softmax        what the output and LSE of a backward pass are of: the "whole" of a row's keys, or these are a "part" of them (ring attention).
     """
 
     scale: float
@@ -135,6 +136,7 @@ class Operands(NamedTuple):
     scales: Scales | None = None
     sources: tuple[Tensor, ...] | None = None
     beside: "Beside | None" = None
+    softmax: str = "whole"
 
 
 def spans(offsets: Tensor, used: Tensor | None, tokens: int) -> list[slice]:

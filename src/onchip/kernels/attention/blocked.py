@@ -383,7 +383,7 @@ def _gradients(p: Attention, x: Operands, part: Part, fused: bool, given: Given,
     blind = lse == -torch.inf
     if blind.any():  # their weights are 0; what they hold must not make 0 x NaN of that
         q, d_out, lse = q.masked_fill(blind[..., None], 0.0), d_out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, 0.0)
-    fused = fused and part.len_k > 1  # of one key torch's kernel makes gradients of q and k of 1e-6, and rounds dV twice
+    fused = fused and (part.len_k > 1 or x.softmax == "part")  # of one key torch's kernel makes gradients of q and k of 1e-6, and rounds dV twice
     delta = (d_out.to(wide) * out).sum(-1) if not fused or x.sinks is not None else None
     sums = Sums(lse, delta, None if given.d_lse is None else part.lse(given.d_lse).masked_fill(blind, 0.0))
     if fused:
@@ -406,7 +406,7 @@ def _backward(p: Attention, x: Operands, part: Part, q, k, v, d_out, sums: Sums,
         for cols, small in _columns(tile, keys):
             scores, pull = _with_gradient(p, x, small, _ungrouped(near @ keys[:, :, cols].transpose(2, 3), p), d_score)
             weights = kept_weights = (_hide(scores, small) - row_lse).exp_()
-            if part.len_k == 1 and x.sinks is None:
+            if part.len_k == 1 and x.sinks is None and x.softmax == "whole":
                 weights.round_()  # 1 whatever its score is, or 0: gradients of q and k are 0 in all bits
             d_weights = _ungrouped(d_near @ values[:, :, cols].transpose(2, 3), p)
             if x.drop:
@@ -414,7 +414,7 @@ def _backward(p: Attention, x: Operands, part: Part, q, k, v, d_out, sums: Sums,
                 d_weights *= keeps
                 kept_weights = weights * keeps
             add(dv, 2, small.keys, _grouped(kept_weights, p).transpose(2, 3) @ d_near)
-            if part.len_k <= _tile(q)[1]:
+            if part.len_k <= _tile(q)[1] and x.softmax == "whole":
                 sums.delta[:, :, tile.rows] = (weights * d_weights).sum(-1)
             d_scores = _grouped(pull(d_weights.sub_(sums.shared(tile.rows)).mul_(weights)), p)
             found += d_scores @ keys[:, :, cols]
