@@ -28,7 +28,7 @@ SOURCES = [
         "attention.mods",
         "attention.tile",
         "hopper",
-        *(f"attention.{x}" for x in ("hopper_tiles", "hopper_copies", "capped", "key_bias", "hopper_prefill")),
+        *(f"attention.{x}" for x in ("hopper_tiles", "hopper_copies", "capped", "lines", "key_bias", "hopper_prefill")),
     )
 ]
 
@@ -272,6 +272,11 @@ STEEP = [  # the largest score of the tile taken first, or of all before, is not
     Case((1, 64, 2, FEW), lengths=(70, 0, 5, 400), mask=Full(), steep=500.0),
     Case((1, 64, 2, FEW), 200, 263, MaskMod(lambda b, h, i, j: (j < 128) | (i % 2 > 0)), steep=-300.0),
     Case((2, 64, 2, EACH), lengths=(130, 0, 300), used=(90, 0, 250), mask=MaskMod(lambda b, h, i, j: (j < 128) | (i % 3 > 0)), steep=800.0),
+    CLIMBING := Case((2, 64, 2, FEW), 460, 460, Full(), dtype=FP16, score=ALiBi(torch.tensor([0.1, 0.05]))),  # lines that rise by a little at each tile
+    Case((2, 64, 2, FEW), 260, 460, Full(), score=ALiBi(torch.tensor([2.0, -2.0])), steep=400.0),  # lines that rise by 184 a tile, and fall
+    Case((1, 64, 2, EACH), 200, 463, Full(), heads=(2, 2), dim=128, dtype=FP16, score=ALiBi(torch.tensor([0.02, -0.02])), steep=100.0),
+    Case((2, 64, 2, FEW), 300, 400, heads=(2, 2), score=ALiBi(torch.tensor([0.03, -0.03])), steep=900.0),
+    Case((2, 64, 2, EACH), lengths=((100, 0, 70), (263, 9, 397)), mask=Window(200, 100), score=ALiBi(torch.tensor([0.3, 0.03])), steep=-600.0),
     CAPPED := Case(
         (2, 64, 2, FEW), 140, 460, Full(), heads=(1, 1), score=Softcap(30.0), steep=40.0, sinks=True
     ),  # tiles that take the polynomial for tanh, and then not
@@ -370,7 +375,7 @@ LEFT_BEFORE = "                tma.store_wait(0)  # the tile before has left\n"
 LEFT = "                tma.store_wait(0)\n"
 NEXT = "        b = next_sequence(message, turn)\n"
 MESSAGE = "    numbers, full, empty = message\n"
-LOW = "low, 1 + masked + bare, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "
+LOW = "low, 1 + masked + bare, own, "
 ATTEND = "            acc, ki, kp, vi, vp = _attend("
 SHRUNK = "    return acc, total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]\n"
 BUGS = [
@@ -474,7 +479,7 @@ RISING, SLOWLY, TILED_RISING = STEEP[0], STEEP[1], STEEP[-5]
 UNSETTLED = [STEEP[7], STEEP[8], STEEP[14], STEEP[-2]]
 ALARM = "    return gl.max(alarms.load(gl.BlockedLayout([4], [32], [4], [0])), 0) > 0\n"
 AGAIN = "                acc, total = shrunk(acc, total, shrink, C)\n"
-IF_OUTGROWN = "            if outgrown("
+IF_OUTGROWN, IF_RISES = "            if outgrown(", "        if RISES:\n            "
 BUGS += [
     *(Bug("the alarm is never raised", case, ((ALARM, "    return alarms is None\n"),)) for case in (RISING, RISING._replace(dtype=FP16), TILED_RISING)),
     Bug("one warp's alarm counts", RISING, ((ALARM, ALARM.replace("gl.max(", "").replace(", 0) > 0", "[3] > 0")),)),
@@ -484,12 +489,16 @@ BUGS += [
     Bug("weights stay what they were after an alarm", RISING, ((AGAIN + "                words, sums =", AGAIN + "                _, sums ="),)),
     Bug("sums stay what they were after an alarm", RISING, ((AGAIN + "                words, sums =", AGAIN + "                words, _ ="),)),
     Bug("a tile is done again without what its score adds", TILED_RISING, (
-        ("deps=[product(q, kt, k_ring, ki, start, C)]", "deps=[warpgroup_mma(q, kt, start, use_acc=False, is_async=True)]"),
+        ("deps=[product(q, kt, k_ring, ki, start, PART, C, GROUP)]", "deps=[warpgroup_mma(q, kt, start, use_acc=False, is_async=True)]"),
     )),
     Bug("K is released before a tile may be done again", RISING, ((RELEASE_KEYS, ""), (IF_OUTGROWN, RELEASE_KEYS + IF_OUTGROWN))),
     Bug("a line goes past where it bends", BENT, (("gl.maximum(first // C.n - (high", "gl.maximum(first // C.n + 1 - (high"),)),
     Bug("a line begins where it does not bend yet", BENT, (("gl.cdiv(gl.maximum(last, 0), C.n)", "(gl.maximum(last, 0) // C.n)"),)),
-    Bug("a line is as high at its far end", BENT, (("        first, own = last, own - N\n", "        own = own - N\n"),)),
+    Bug("a line is as high at its far end", BENT, (("        n += C.n\n", "        n += 1\n"),)),
+    Bug("a line is as steep as bfloat16 says", BENT, (("gl.where(column == 1, middle, ", "gl.where(column == 1, 0.0, "),)),
+    Bug("weights of a rising line are over the tile before's crest", CLIMBING, (("top, shrink = grown(crest + height", "_, shrink = grown(crest + height"),)),
+    Bug("the output does not shrink where lines rise", CLIMBING, ((IF_RISES + "acc, total =", IF_RISES + "_, _ ="),)),
+    Bug("a bend lies in a tile of one slope", BENT, (("x + bare - before, own", "x + bare - before - bent, own"),)),
     Bug("a cap's weights are over another number", CAPPED, (("-1.0 * C.cap]", "-1.0 * C.cap + 1.0]"),)),
     Bug("large scores are taken for small ones", CAPPED, (("            if far:\n", "            if C.cap == 0:\n"),)),
     Bug("a tile is done twice where scores grow", CAPPED, (("x, whole = x + done, whole - done\n", "x, whole = x + done - 1, bare + 1 - done\n"),)),

@@ -6,8 +6,8 @@ started before the softmax of tile j, and waited for before its exponentials, be
 A softmax needs no maximum, only weights that its dtype holds. So they are taken over the first tile's, with room for scores to grow; where they
 outgrow it, which the sums show, a tile is done again over the largest so far. Under a mask or a score, and at 256, where it costs nothing, each tile's
 maximum is found, and the output scaled anew only where it grew by more than 2^8 (Dao, FlashAttention-4). A softcap's scores have a bound, over which weights
-are taken, and their tanh is a polynomial while they are small (`capped`); ALiBi's lines cost an instruction a score (`lined`); with a bias the product begins,
-and one of keys the tensor cores add (`key_bias`).
+are taken, and their tanh is a polynomial while they are small (`capped`); with a bias the product begins, and one of keys, or ALiBi's lines, the tensor cores
+add (`key_bias`, `lines`).
 Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of as many as always lie in one; small ones other warps copy (`hopper_copies`).
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
 Of few queries the heads that share keys are folded into a tile's rows (FlashAttention-3's PackGQA): row r is query r // pack of the group's head r % pack,
@@ -37,11 +37,11 @@ from onchip.kernels.attention.hopper_tiles import (
     begin,
     by_groups,
     clear,
+    grown,
     hide,
     key_steps,
     keys_ahead,
     let_go,
-    lined,
     next_sequence,
     of_keys,
     of_rows,
@@ -64,11 +64,10 @@ from onchip.kernels.attention.hopper_tiles import (
     tile_at,
     tile_of,
     top_of,
-    top_of_lined,
     weigh,
-    weigh_lined,
 )
 from onchip.kernels.attention.key_bias import key_ring, product, room_of, taken_out
+from onchip.kernels.attention.lines import below, draw, height_of, top_above
 from onchip.kernels.attention.texts import is_light, line_of, only_adds
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, order, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -186,18 +185,25 @@ class Shape:
 
 
 @gluon.jit
-def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr,
-          PART: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr, s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
-    """`count` further key tiles from step `x` on, and how many were done. PART: "edge", they need the mask; "whole"; "before" and "behind" where a score's
-    lines bend; "near", a softcap's scores are taken for small ones, to the first tile that has others."""
+def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
+          s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
+    """`count` further key tiles from step `x` on, and how many were done. PART: "edge", they need the mask, or lines bend there; "whole"; "before" and
+    "behind" where a score's lines bend; "near", a softcap's scores are taken for small ones, to the first tile that has others."""
     N: gl.constexpr = C.n
     EDGE: gl.constexpr = PART == "edge"
     LINE: gl.constexpr = PART == "before" or PART == "behind"
+    RISES: gl.constexpr = PART == "behind" and C.bold
     words, acc, top, total, ki, kp, vi, vp = state
-    k_ring, v_ring, t_ring = rings
+    q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides = own
     keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
     t, far = count * 0, count < 0
+    factor = call[7]
+    if LINE:
+        factor = call[6] * call[7]
+        draw(tile_at(x + (count - 1 if PART == "behind" else 0), steps, map_strides, C) * N, k_ring, call, SCORE, C, GROUP)
+    if RISES:  # over the line of the tile before
+        crest = top - height_of(tile_at(x - 1, steps, map_strides, C) * N, call, SCORE, PART, C)
     adds = keys_ahead(x, steps, map_strides, call, KEYS if C.adds else None, C)
     while (t < count) & (not far):
         come(k_full, ki, kp, C)
@@ -207,7 +213,7 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
         start = begin(n, call, of, t_ring, ki, kp, SCORE, C, s_layout)
         take_turn(GROUP, C.groups)
         kt = keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0))
-        scores = product(q, kt, k_ring, ki, start, C)
+        scores = product(q, kt, k_ring, ki, start, PART, C, GROUP)
         come(v_full, vi, vp, C)
         weights = gl.convert_layout(as_halves(words, values.dtype), p_layout)
         acc = warpgroup_mma(weights, values.index(vi).reshape([N, values.shape[-1]]), acc, is_async=True)
@@ -218,21 +224,22 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
         elif EDGE or SCORE is not None:
             n = tile_at(x + t, steps, map_strides, C) * N
             of = of_keys(n, call, KEYS, C)
-        scores = warpgroup_mma_wait(1, deps=[scores])
         if LINE:
-            scores, height = lined(scores, n, call, SCORE, C, PART == "before")
-            factor = call[6] * call[7]
-        elif PART != "near" and not C.adds:
+            height = height_of(n, call, SCORE, PART, C)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        if PART != "near" and not LINE and not C.adds:
             scores = scored(scores, n, call, of, tile, SCORE, C, s_layout)
         if EDGE:
             scores = hide(scores, n, call, of, MASK, C, s_layout)
         if EDGE or not C.bold:
             shrink = top  # of a cap, which stays
             if LINE:
-                top, shrink = top_of_lined(scores, height, factor, top, GROWTH if C.lazily > 0 else 0.0)
+                top, shrink = top_above(scores, top, factor, height, 0.0, GROWTH if C.lazily > 0 else 0.0)
             elif C.cap == 0:
-                top, shrink = top_of(scores, top, call[7], 0.0, GROWTH if C.lazily > 0 else 0.0)
+                top, shrink = top_of(scores, top, factor, 0.0, GROWTH if C.lazily > 0 else 0.0)
             let_go(shrink, ki, t_ring, C, GROUP)
+        elif RISES:  # lines do, as far as is known before they are seen
+            top, shrink = grown(crest + height, top, GROWTH)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, C.readers)
         vi, vp = advance(vi, vp, C.stages)
@@ -242,21 +249,26 @@ def _more(state, count, x, q, rings, alarms, call, steps, map_strides, MASK: gl.
             words, sums = weigh_near(scores, call[6], call[7], values.dtype, C)
             far = outgrown(sums, top, alarms, MOST)
             if far:
-                words, sums = weigh(scored(scores, n, call, of, tile, SCORE, C, s_layout), top, call[7], values.dtype, C)
-        elif LINE:
-            words, sums = weigh_lined(scores, height, factor, top, values.dtype, C, s_layout)
+                words, sums = weigh(scored(scores, n, call, of, tile, SCORE, C, s_layout), top, factor, values.dtype, C)
         else:
-            words, sums = weigh(scores, top, call[7], values.dtype, C)
+            words, sums = weigh(scores, below(top, height) if LINE else top, factor, values.dtype, C)
+        if RISES:
+            acc, total = shrunk(acc, total, shrink, C)
         if C.bold and not EDGE:
             if outgrown(sums, top, alarms, MOST):  # once more, over the largest score so far
                 again = of_keys(n, call, KEYS if C.adds else None, C)  # to keep it beside the product spills 676 bytes
                 start = begin(n, call, again, t_ring, ki, kp, SCORE, C, s_layout)
-                scores = warpgroup_mma_wait(0, deps=[product(q, kt, k_ring, ki, start, C)])
-                if not C.adds:
-                    scores = scored(scores, n, call, of, None, SCORE, C, s_layout)
-                top, shrink = top_of(scores, top, call[7], C.room, 0.0)
+                scores = warpgroup_mma_wait(0, deps=[product(q, kt, k_ring, ki, start, PART, C, GROUP)])
+                if LINE:
+                    top, shrink = top_above(scores, top, factor, height, C.room, 0.0)
+                else:
+                    if not C.adds:
+                        scores = scored(scores, n, call, of, None, SCORE, C, s_layout)
+                    top, shrink = top_of(scores, top, factor, C.room, 0.0)
                 acc, total = shrunk(acc, total, shrink, C)
-                words, sums = weigh(scores, top, call[7], values.dtype, C)
+                words, sums = weigh(scores, below(top, height) if LINE else top, factor, values.dtype, C)
+                if RISES:
+                    crest = top - height
             release(ki, 10, C.readers)
             if t_ring is not None:
                 release(ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
@@ -293,7 +305,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     of = of_keys(first * N, call, KEYS, C)
     start = begin(first * N, call, of, t_ring, ki, kp, SCORE, C, s_layout)
     take_turn(GROUP, C.groups)
-    scores = product(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), k_ring, ki, start, C)
+    scores = product(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), k_ring, ki, start, "edge", C, GROUP)
     turn_over(GROUP, C.groups)
     tile = read_tile(None if C.adds else t_ring, ki, kp, C, s_layout)
     ti = ki
@@ -313,23 +325,25 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     if C.uneven:
         clear(v_ring, vi, vp, first * N, len_k, C)
     state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
-    rings = (k_ring, v_ring, t_ring)
-    if C.right >= 0 or C.mapped:
-        state, done = _more(state, masked, 1, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
+    own = (q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides)
+    behind, bent, before = sides(steps, place, C, GROUP)  # where there are lines, no tile is whole that has a bend
+    if C.line != "" and C.right == 0:
+        state, done = _more(state, masked + bent, 1, own, "edge", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
+    elif C.right >= 0 or C.mapped:
+        state, done = _more(state, masked, 1, own, "edge", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
     x, whole = 1 + masked, bare
-    if C.line != "":
-        behind, before = sides(steps, place, C, GROUP)
-        if C.right != 0:
-            state, done = _more(state, behind, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "behind", C, GROUP, s_layout, p_layout)
-        x, whole = x + behind, bare - behind - before
+    if C.line != "" and C.right != 0:
+        state, done = _more(state, behind, x, own, "behind", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
+        state, done = _more(state, bent, x + behind, own, "edge", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
     if C.cap > 0:
-        state, done = _more(state, whole, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "near", C, GROUP, s_layout, p_layout)
+        state, done = _more(state, whole, x, own, "near", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
         x, whole = x + done, whole - done
-    state, done = _more(state, whole, x, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "whole", C, GROUP, s_layout, p_layout)
     if C.line != "":
-        state, done = _more(state, before, x + whole, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "before", C, GROUP, s_layout, p_layout)
+        state, done = _more(state, before, x + bare - before, own, "before", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
+    else:
+        state, done = _more(state, whole, x, own, "whole", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
     if C.left >= 0 and not C.mapped:
-        state, done = _more(state, low, 1 + masked + bare, q, rings, alarms, call, steps, map_strides, MASK, SCORE, KEYS, "edge", C, GROUP, s_layout, p_layout)
+        state, done = _more(state, low, 1 + masked + bare, own, "edge", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
     words, acc, top, total, ki, kp, vi, vp = state
 
     come(v_full, vi, vp, C)
@@ -534,15 +548,15 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
     cap, line = cap_of(p, scale, gain), line_of(p.score.text) if p.score and keys is None and isinstance(p.mask, Band) and scale > 0 else ""
     adds = p.score is not None and only_adds(p.score.text) and scale > 0
-    bold = width <= 128 and not line and (p.score is None or adds)  # at 256 finding a maximum hides behind the products
+    bold = width <= 128 and (p.score is None or adds or line != "")  # at 256 finding a maximum hides behind the products
     if packed and "batch_invariant" in p.extras:  # in a sequence's last tile the next one's queries would raise alarms too, and choose a warp's tanh
         bold, cap = False, 0
-    share = width == width_v >= (128 if tile or biased else 256)
+    share = width == width_v >= (128 if tile or biased or line else 256)
     gathers = pick(GATHERS, max(width, width_v)) if p.page % 8 else 0
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, gathers, p.dim, p.value_dim,
         cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, biased, adds, line, bold, share,
-        pick(LAZILY, width_v), 1 if tile else rounds(tiles, width, width_v, 0 if share else width_v, biased * room_of(tiles)),
+        pick(LAZILY, width_v), 1 if tile else rounds(tiles, width, width_v, 0 if share else width_v, room_of(tiles, biased, line, right)),
         tiles.pack, alike, beside is not None,
     )  # fmt: skip
     heads, own, k_rows, out_heads = p.heads, (64,), tiles.n // shape.parts, first[3]

@@ -395,7 +395,7 @@ def added(zeros, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, layo
 
 @gluon.jit
 def sides(steps, place, C: gl.constexpr, GROUP: gl.constexpr):
-    """How many of the whole key tiles lie behind where the lines of a warpgroup's queries bend (the first ones), and how many before (the last)."""
+    """How many of the whole key tiles lie behind where the lines of a warpgroup's queries bend (the first ones), there, and before (the last)."""
     top, masked, bare, _, _ = steps
     _, _, tile_m, _, len_q, _, len_k, _ = place
     first = tile_m * C.m + GROUP * C.own
@@ -410,50 +410,7 @@ def sides(steps, place, C: gl.constexpr, GROUP: gl.constexpr):
         if C.right != 0:
             behind = gl.minimum(gl.maximum(high + 1 - gl.cdiv(gl.maximum(last, 0), C.n), 0), bare)
         before = gl.minimum(gl.maximum(first // C.n - (high + 1 - bare), 0), bare - behind)
-    return behind, before
-
-
-@gluon.jit
-def lined(scores, n, call, SCORE: gl.constexpr, C: gl.constexpr, BEFORE: gl.constexpr):
-    """`scored` of a function that adds a line to each row of a tile, on one side of where it bends (`texts.line_of`): scores [64, n // 8, 4, 2], and what all
-    of a thread's columns lack, [64, 4]; both before the scale.
-
-    That is an instruction a score: columns are constants, and a line's height waits for the maximum. A line is drawn from the tile's end that is nearer,
-    whose weights count most.
-    """
-    N: gl.constexpr = C.n
-    rows, _, b, h, len_q, len_k, scale, _, _, reads, known = call
-    tile = scores.reshape([64, N // 8, 4, 2])
-    of_slope: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, tile.type.layout)))
-    of_height: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout)))
-    nothing = (rows * 0).to(gl.float32)[:, None]
-    first = SCORE(nothing, b, h, rows[:, None], n, len_q, len_k, reads, (known, ()), hand).reshape([64])
-    last = SCORE(nothing, b, h, rows[:, None], n + N, len_q, len_k, reads, (known, ()), hand).reshape([64])
-    slope = gl.convert_layout((last - first) / (N * scale), of_slope)
-    own, two = columns_of(tile)
-    own, two = own.to(gl.float32), two.to(gl.float32)
-    if BEFORE:
-        first, own = last, own - N
-    tile = tile + slope[:, None][:, :, None][:, :, :, None] * own
-    return tile, gl.convert_layout(first / scale, of_height)[:, None] + gl.convert_layout(slope, of_height)[:, None] * two
-
-
-@gluon.jit
-def top_of_lined(tile, height, factor, top, GROWS: gl.constexpr):
-    """`top_of` of them."""
-    most = gl.max(gl.max(tile, 3), 1) + height
-    return grown(gl.convert_layout(gl.max(most, 1), top.type.layout) * factor, top, GROWS)
-
-
-@gluon.jit
-def weigh_lined(tile, height, factor, top, DTYPE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
-    """`weigh` of them."""
-    N: gl.constexpr = C.n
-    base = gl.convert_layout(base_of(top), gl.SliceLayout(1, height.type.layout))
-    rest = height * factor - base[:, None]
-    weights = gl.exp2(tile * factor + rest[:, None, :][:, :, :, None])
-    weights = gl.convert_layout(weights.reshape([64, N]), layout)
-    return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
+    return behind, bare - behind - before, before
 
 
 @gluon.jit

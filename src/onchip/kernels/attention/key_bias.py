@@ -7,6 +7,7 @@ begins with that one: at d128 64 cycles of the tensor cores' 1,024 a step of a w
 
 from onchip.core.problem import Attention, Operands
 from onchip.kernels.attention.hopper_tiles import pair_view
+from onchip.kernels.attention.lines import ramps
 from onchip.kernels.attention.texts import key_tile
 from onchip.kernels.hopper import describe, gl, gluon, ring, warpgroup_mma
 
@@ -20,7 +21,7 @@ LEAST = gl.constexpr(2.0**-24)  # float16's, and of 1 / scale, at least 1/2, wha
 
 @gluon.jit
 def key_ring(desc, bias_desc, scale, C: gl.constexpr):
-    """K's ring; with a bias what stands beside it is the third part: [64, 16], each row's columns, and buffers for the rows that they are multiplied with."""
+    """K's ring; with a bias or lines what stands beside it is the third part: each row's columns, and those of keys that they are multiplied with."""
     keys = ring(desc, C.stages, 0, C.parts, 2 if C.biased else C.fillers)
     if C.biased:
         DTYPE: gl.constexpr = bias_desc.dtype
@@ -38,16 +39,23 @@ def key_ring(desc, bias_desc, scale, C: gl.constexpr):
         of_rows.store(each.to(DTYPE))
         buffers = gl.allocate_shared_memory(DTYPE, [C.stages] + bias_desc.block_type.shape, bias_desc.layout)  # noqa: RUF005 (device code)
         keys = (keys[0], keys[1], (of_rows, buffers))
+    elif C.line != "":
+        keys = (keys[0], keys[1], ramps(C))
     return keys
 
 
 @gluon.jit
-def product(q, kt, keys, index, start, C: gl.constexpr):
-    """The product of queries and keys, on its way, behind `start` or the bias."""
+def product(q, kt, keys, index, start, PART: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
+    """The product of queries and keys, on its way, behind `start`, the bias or the lines."""
+    LINE: gl.constexpr = PART == "before" or PART == "behind"
+    SIDE: gl.constexpr = 1 if PART == "behind" else 0
     if C.biased:
         columns, rows = keys[2]
         start = warpgroup_mma(columns, rows.index(index).reshape([COLUMNS, C.n]), start, use_acc=False, is_async=True)
-    return warpgroup_mma(q, kt, start, use_acc=C.adds or C.biased, is_async=True)
+    elif LINE:
+        columns, rows = keys[2]
+        start = warpgroup_mma(columns.index(GROUP), rows.index(SIDE).permute((1, 0)), start, use_acc=False, is_async=True)
+    return warpgroup_mma(q, kt, start, use_acc=C.adds or C.biased or LINE, is_async=True)
 
 
 # ---- host
@@ -66,9 +74,10 @@ def taken_out(p: Attention, x: Operands, n: int):
     return p._replace(score=None), x._replace(score=()), describe(rows.expand(-1, -1, COPIES, -1), WIDE, n), steps
 
 
-def room_of(tiles) -> int:
+def room_of(tiles, biased: bool, line: str, right: int) -> int:
     """Bytes of shared memory."""
-    return 2 * WIDE * (64 + tiles.n * tiles.stages)
+    rows = 64 + tiles.n * tiles.stages if biased else (64 * tiles.groups + tiles.n * (1 + (right != 0))) if line else 0
+    return 2 * WIDE * rows
 
 
 __all__ = ["key_ring", "product", "room_of", "taken_out"]
