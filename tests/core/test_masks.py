@@ -130,7 +130,8 @@ def tree(sees, i, j, row, len_k):
 
 
 def near(node, key, window):
-    return node < 0 or len(ANCESTORS[node]) - (key + 1 if key < 0 else len(ANCESTORS[key])) <= window
+    stands, lies = (n + 1 if n < 0 else len(ANCESTORS[n]) for n in (node, key))
+    return stands - lies <= window
 
 
 def numbers(b, h, i, j):
@@ -308,6 +309,10 @@ def test_a_mask_that_does_not_list_its_tensors():
     [
         (lambda: Window(-1), "Window: left -1 is negative; it counts keys beside a query's own, so 0 or more, or None for all"),
         (lambda: Window(1, -2), "Window: right -2 is negative"),
+        (lambda: Window(2.5), "Window: left is 2.5; give a whole number"),
+        (lambda: Chunked(2.5), "Chunked: size is 2.5; give a whole number"),
+        (lambda: Prefix("3"), "Prefix: length is '3'; give a whole number"),
+        (lambda: Blocks(GRID, [16, 2.5]), r"Blocks: size \[16, 2.5\] is not one or two positive numbers"),
         (lambda: Window(1, align="left"), "Window: align 'left' is not one of bottom_right, top_left"),
         (lambda: Causal("middle"), "Causal: align 'middle' is not one of bottom_right, top_left"),
         (lambda: Window(torch.rand(3)), r"Window: left is torch.float32 \[3\]; give an integer tensor \[heads\], \[batch, heads\] or \[batch, 1\]"),

@@ -14,6 +14,8 @@ from onchip.core.trace import Place
 class Tree(Mask):
     """A tree of drafted tokens at the end of the keys: each sees all keys before the tree, and of the tree its ancestors and itself.
 
+    Queries before the tree see all keys before it.
+
     ancestors   bool `[nodes, nodes]` or `[batch, nodes, nodes]`: row n is True at n and at its ancestors; `Tree.of(parents)` makes it.
     window      keys farther back are hidden, as of `Window(window)`: counted along the path, so siblings stand equally far from what both see. None: all seen.
     """
@@ -51,7 +53,7 @@ class Tree(Mask):
     @property
     def hull(self) -> Band:
         nodes = self.ancestors.shape[-1]
-        return Full() if self.window is None else Window(self.window + nodes, nodes)
+        return Full() if self.window is None else Window(self.window + nodes, None)  # of queries before the tree all keys before it are seen
 
     @property
     def tensors(self):
@@ -68,5 +70,5 @@ class Tree(Mask):
         seen = (col < 0) | ((row >= 0) & self.ancestors[(*batch, *inside)])
         if self.window is None:
             return seen
-        apart = self.depths[(*batch, inside[0])] - torch.where(col < 0, col, self.depths[(*batch, inside[1])])
-        return seen & ((row < 0) | (apart <= self.window))
+        stands, lies = (torch.where(n < 0, n, self.depths[(*batch, m)]) for n, m in zip((row, col), inside, strict=True))
+        return seen & (stands - lies <= self.window)

@@ -95,6 +95,7 @@ MASKS = {
     "Prefix of each": lambda c: masks.Prefix(whole(0, 30, c.batch)),
     "Tree": lambda c: masks.Tree.of(torch.tensor([-1, 0, 0, 1, 3, -1, 5])),
     "Tree of each": lambda c: masks.Tree.of(whole(-1, 1, c.batch, 4)),
+    "Tree with a window": lambda c: masks.Tree(masks.Tree.of(whole(-1, 1, c.batch, 4)).ancestors, some(20)),
     "KeyPadding": lambda c: masks.KeyPadding(whole(0, c.longest[1] + 1, c.batch)),
     "KeyPadding flags": lambda c: masks.KeyPadding(flags(c.batch, c.longest[1])),
     "Blocks": lambda c: masks.Blocks(flags(c.query_heads, *(-(-n // 16) for n in c.longest), share=0.4), 16),
