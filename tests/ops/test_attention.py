@@ -69,11 +69,16 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"ALiBi: slopes is \[3\]; this call needs \[heads 2\]", ValueError, {"score": ALiBi(zeros(3))}),
         (r"score is a float; give a function score_mod\(s, b, h, i, j\), a Score .* or a list of them", TypeError, {"score": 3.0}),
         (r"softcap -1.0 is not positive; give the bound of the scores, or None for no cap", ValueError, {"softcap": -1.0}),
+        (r"softcap '30' is not positive", ValueError, {"softcap": "30"}),
+        (r"attention: scale is 'small'; give a number, or None for dim \*\* -0.5", TypeError, {"scale": "small"}),
+        (r"attention: scale requires a gradient, which a number has not; give scale=1.0 and score=", TypeError, {"scale": zeros(()).requires_grad_()}),
         (r"attention: sinks are torch.float32 \[3\] on cpu; give floats, one logit a query head, \[2\] on cpu", ValueError, {"sinks": zeros(3)}),
         (r"attention: sinks are torch.int32 \[2\] on cpu", ValueError, {"sinks": zeros(2).int()}),
         (r"attention: sinks are a list; give a tensor of one logit a query head, \[2\] on cpu", TypeError, {"sinks": [1.0, 2.0]}),
-        (r"attention: dropout 1.0 is not a probability below 1; give 0 <= p < 1", ValueError, {"dropout": 1}),
+        (r"attention: dropout 1 is not a probability below 1; give 0 <= p < 1", ValueError, {"dropout": 1}),
         (r"attention: dropout -0.5 is not a probability", ValueError, {"dropout": onchip.Dropout(-0.5)}),
+        (r"attention: dropout 'some' is not a probability", ValueError, {"dropout": "some"}),
+        (r"attention: dropout has seed 1.5 and offset 0; give a seed of 63 bits", ValueError, {"dropout": onchip.Dropout(0.5, 1.5)}),
         (r"attention: dropout has seed -1 and offset 0; give a seed of 63 bits or None", ValueError, {"dropout": onchip.Dropout(0.5, -1)}),
         (
             r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, or leave kernel='auto'",
@@ -91,8 +96,16 @@ def test_arguments_that_mean_nothing(words, error, keywords, graph, monkeypatch)
 
 
 def test_a_function_that_cannot_be_traced():
-    with pytest.raises(ValueError, match=r"^lambda: the function cannot be traced: it branches on, or takes the Python value of, a tensor"):
+    with pytest.raises(ValueError, match=r"^mask lambda: the function cannot be traced: it branches on, or takes the Python value of, a tensor"):
         onchip.attention(GOOD, GOOD, GOOD, mask=lambda b, h, i, j: i if i > j else j)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("made", ["jagged", "strided", "sparse"])
+def test_tensors_that_are_not_dense(made):
+    x = zeros(2, 3, 2, 16).to_sparse() if made == "sparse" else torch.nested.nested_tensor([zeros(3, 2, 16), zeros(5, 2, 16)], layout=getattr(torch, made))
+    with pytest.raises(TypeError, match=r"^attention: a nested or sparse tensor; give dense ones, sequences of different lengths as values"):
+        onchip.attention(x, x, x)
 
 
 def test_packed_inputs_that_disagree():
@@ -100,15 +113,18 @@ def test_packed_inputs_that_disagree():
     for words, args, keywords in (
         (r"q_offsets are torch.int64 \[3\] on cpu; give int32 \[batch \+ 1\] on cpu", (x, offsets.long()), {}),
         (r"q_offsets are torch.int32 \[1\] on cpu", (x, offsets[:1]), {}),
-        (r"q_offsets are a list; give a tensor int32 \[batch \+ 1\] on cpu", (x, [0, 2, 5]), {}),
+        (r"q_offsets are a list; give int32 \[batch \+ 1\] on cpu", (x, [0, 2, 5]), {}),
         (r"k_offsets are torch.int32 \[3\] on meta; give int32 \[batch \+ 1\] on cpu", (x, offsets, offsets.to("meta")), {}),
         (r"k has 4 tokens, q has 5; they must be equal, or give k_offsets", (x[:4], offsets), {}),
         (r"k_offsets are of 1 sequences, q_offsets of 2; they must be as many", (x, offsets, offsets[:2]), {}),
         (r"used is torch.int64 \[2\] on cpu; give int32 \[2\] on cpu", (x, offsets), {"used": offsets[:2].long()}),
         (r"used is torch.int32 \[3\] on cpu; give int32 \[2\]", (x, offsets), {"used": (None, offsets)}),
+        (r"used is a list; give int32 \[2\] on cpu", (x, offsets), {"used": [2, 3]}),
+        (r"used is a tuple of 3; give one for queries and keys alike, or \(queries, keys\)", (x, offsets), {"used": (None,) * 3}),
+        (r"longest is 2, and a sequence has 3 tokens; give the most of any, or more", (x, offsets), {"longest": (5, 2)}),
     ):
         with pytest.raises(ValueError, match=f"^attention_packed: {words}"):
-            onchip.attention_packed(x, args[0], args[0], *args[1:], longest=5, **keywords)
+            onchip.attention_packed(x, args[0], args[0], *args[1:], **{"longest": 5} | keywords)
     for kernel, bounds in itertools.product(("auto", "reference"), ([0, 4, 2], [0, 2, 6], [-1, 2, 5])):  # torch's kernel would end the process
         with pytest.raises(ValueError, match=r"^attention: sequence [01] of a packed batch has tokens .* of 5; give offsets that rise and lie in them"):
             onchip.attention_packed(x, x, x, torch.tensor(bounds, dtype=INT32), kernel=kernel)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.core.parts import Part
+from onchip.core.parts import Part, check_whole
 from onchip.core.trace import Place, Traced, trace
 
 ALIGN = ("bottom_right", "top_left")
@@ -155,7 +155,10 @@ class Window(Band):
     def __post_init__(self):
         check_align("Window", self.align)
         for side, keys in (("left", self.left), ("right", self.right)):
-            if keys is not None and keys < 0:
+            if keys is None:
+                continue
+            check_whole("Window", side, keys)
+            if keys < 0:
                 raise ValueError(f"Window: {side} {keys} is negative; it counts keys beside a query's own, so 0 or more, or None for all")
 
     @property

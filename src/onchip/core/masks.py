@@ -8,13 +8,14 @@ say so, and cost kernels two comparisons. `&` and `|` combine any of them.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip.core.bands import BANDS, Band, Causal, Full, Mask, Window, check_align, join, meet, parse
-from onchip.core.parts import alike, by_name, check_sizes, check_tensor, name_of, read, squeezed, trace_mod
+from onchip.core.parts import alike, by_name, check_sizes, check_tensor, check_whole, name_of, read, squeezed, trace_mod
 from onchip.core.trace import Place, Traced, trace, untouched
 from onchip.core.tree import Tree
 
@@ -141,6 +142,7 @@ class Chunked(Mask):
     tensors = ()
 
     def __post_init__(self):
+        check_whole("Chunked", "size", self.size)
         if self.size < 1:
             raise ValueError(f"Chunked: size {self.size} is less than 1; it counts the positions of a chunk")
 
@@ -193,7 +195,9 @@ class Prefix(Mask):
     def __post_init__(self):
         if isinstance(self.length, Tensor):
             check_tensor(self.name, "length", self.length, (1,), integer=True)
-        elif self.length < 0:
+            return
+        check_whole("Prefix", "length", self.length)
+        if self.length < 0:
             raise ValueError(f"Prefix: length {self.length} is negative; it counts the keys that all see, so 0 or more")
 
     def fits(self, *sizes):
@@ -253,12 +257,12 @@ class Blocks(Mask):
         check_tensor(self.name, "blocks", self.blocks, (2, 3, 4))
         if self.blocks.dtype != torch.bool:
             raise ValueError(f"Blocks: blocks are {self.blocks.dtype}; give bool, True where a block of queries sees a block of keys")
-        if len(self.sizes) != 2 or min(self.sizes) < 1:
+        if len(self.sizes) != 2 or not all(isinstance(n, Integral) and n > 0 for n in self.sizes):
             raise ValueError(f"Blocks: size {self.size} is not one or two positive numbers; give the tokens a side, or (queries, keys)")
 
     @property
     def sizes(self) -> tuple[int, int]:
-        return self.size if isinstance(self.size, tuple) else (self.size, self.size)
+        return tuple(self.size) if isinstance(self.size, (tuple, list)) else (self.size, self.size)
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 import functools
 import types
 from collections.abc import Callable, Hashable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -201,6 +202,11 @@ def read(tensor: Tensor, letters: str, at: Place):
 
 
 # ---- checks
+
+
+def check_whole(name: str, what: str, number) -> None:
+    if not isinstance(number, Integral):
+        raise ValueError(f"{name}: {what} is {number!r}; give a whole number")
 
 
 def check_tensor(name: str, what: str, tensor, ranks: tuple[int, ...], integer: bool = False) -> None:

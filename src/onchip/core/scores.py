@@ -8,6 +8,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -42,15 +43,15 @@ class Softcap(Score):
     tensors = ()
 
     def __post_init__(self):
-        if not self.cap > 0:
-            raise ValueError(f"softcap {self.cap} is not positive; give the bound of the scores, or None for no cap")
+        if not isinstance(self.cap, Real) or not self.cap > 0:
+            raise ValueError(f"softcap {self.cap!r} is not positive; give the bound of the scores, or None for no cap")
 
     @property
     def name(self) -> str:
         return f"Softcap({self.cap:g})"
 
     def apply(self, s, at: Place):
-        return torch.tanh(s * (1.0 / self.cap)) * self.cap
+        return torch.tanh(s * (1.0 / self.cap)) * float(self.cap)
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,5 +289,5 @@ def chain(bias: Tensor | None, score: Any, softcap: float | None) -> Score | Non
             raise TypeError(f"score is {kind}; give a function score_mod(s, b, h, i, j), a Score (ALiBi(...), Softcap(30.0)) or a list of them")
         each.append(one if isinstance(one, Score) else ScoreMod(one))
     if softcap:
-        each.append(Softcap(float(softcap)))
+        each.append(Softcap(softcap))
     return each[0] if len(each) == 1 else Scores(tuple(each)) if each else None

@@ -113,7 +113,10 @@ def trace(function: Callable, name: str, tensors: Sequence[Tensor] = (), score: 
         return recorder.finish(out, score), recorder.tensors
     except (_CannotError, RuntimeError, TypeError, IndexError) as error:
         why = BRANCHED if "cannot be called on meta tensors" in str(error) else error
-        raise TraceError(f"{name}: the function cannot be traced: {why}; write it with torch operators on its arguments") from error
+        way_out = "write it with torch operators on its arguments"
+        if "positional argument" in str(error):
+            way_out = f"it is called as {'score_mod(s, b, h, i, j)' if score else 'mask_mod(b, h, i, j)'}"
+        raise TraceError(f"{'score' if score else 'mask'} {name}: the function cannot be traced: {why}; {way_out}") from error
 
 
 def _dispatch_state() -> tuple:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -84,9 +85,13 @@ def dim_v(q: Tensor, v: Tensor | Codes) -> int:
     return 0 if v.shape[-1] == q.shape[-1] else v.shape[-1]
 
 
-def longest_of(offsets: Tensor) -> int:
-    """Of the sequences; waits for the device."""
-    return int(offsets.diff().max())
+def longest_of(offsets: Tensor, given: int | None = None, used: Tensor | None = None) -> int:
+    """Of the sequences: `given`, or read, which waits for the device. On a CPU `given` is compared: rows past it are not computed on a GPU."""
+    if given is None:
+        return int(offsets.diff().max())
+    if offsets.device.type == "cpu" and given < (most := int((offsets.diff() if used is None else used).max())):
+        raise ValueError(f"attention_packed: longest is {given}, and a sequence has {most} tokens; give the most of any, or more")
+    return given
 
 
 def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
@@ -224,12 +229,12 @@ def check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
 
 def drawn(dropout: float | Dropout, q: Tensor, x: Operands) -> Operands:
     """`x` with the probability, and the seed of this call's random numbers."""
-    p, seed, offset = dropout if isinstance(dropout, Dropout) else Dropout(float(dropout))
-    if not 0 <= p < 1:
-        raise ValueError(f"attention: dropout {p} is not a probability below 1; give 0 <= p < 1")
-    if not (0 <= (seed or 0) < 1 << 63 and 0 <= offset < 1 << 32):
+    p, seed, offset = dropout if isinstance(dropout, Dropout) else Dropout(dropout)
+    if not isinstance(p, Real) or not 0 <= p < 1:
+        raise ValueError(f"attention: dropout {p!r} is not a probability below 1; give 0 <= p < 1")
+    if not all(n is None or isinstance(n, Integral) for n in (seed, offset)) or not (0 <= (seed or 0) < 1 << 63 and 0 <= offset < 1 << 32):
         raise ValueError(f"attention: dropout has seed {seed} and offset {offset}; give a seed of 63 bits or None, and an offset of 32 bits")
-    return x._replace(drop=p, state=philox.draw(q.device, seed, offset)) if p else x
+    return x._replace(drop=float(p), state=philox.draw(q.device, seed, offset)) if p else x
 
 
 def needs_grad(q: Tensor, k: Tensor, v: Tensor, x: Operands) -> bool:

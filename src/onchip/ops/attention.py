@@ -42,7 +42,7 @@ def attention(
               Causal and Window align to the bottom right: the last query sees the last key.
     scale     `dim ** -0.5` when None.      bias   a float tensor that broadcasts over [batch, heads, len_q, len_k]; it may have a gradient.
     score     `score_mod(s, b, h, i, j)`, a Score (`ALiBi`, `RelativeBias`, ...) or a list of them, applied in order after the bias.
-    softcap   `softcap tanh(s / softcap)`, after the score.      sinks   [heads]: a logit more in each row's sum; LSE includes it.
+    softcap   `softcap tanh(s / softcap)`, after the score; None or 0: none.      sinks   [heads]: a logit more in each row's sum; LSE includes it.
     dropout   a probability, or `Dropout(p, seed, offset)`; drawn again in the backward pass, never stored.
     deterministic   the same gradients, bit by bit, in every run.      batch_invariant   a row's bits do not depend on its neighbours.
     kernel    one by name: it runs or raises. Gradients then come from the same family of kernels.
@@ -105,15 +105,14 @@ def attention_packed(
     if k_offsets is None and len(k) != len(q):
         raise ValueError(f"attention_packed: k has {len(k)} tokens, q has {len(q)}; they must be equal, or give k_offsets")
     k_offsets = q_offsets if k_offsets is None else k_offsets
-    q_used, k_used = used if isinstance(used, tuple) else (used, used)
+    (q_used, k_used), (longest_q, longest_k) = _both("used", used), _both("longest", longest)
     _check_offsets(q, q_offsets, k_offsets, q_used, k_used)
-    longest_q, longest_k = longest if isinstance(longest, tuple) else (longest, longest)
     how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
     x = Operands(_scale(scale, q), q_offsets, k_offsets, q_used, k_used)
     run = graph.attend
     if not graph.in_graph(kernel, q, k, v):
         run = attend.attend
-        longest_q, longest_k = (attend.longest_of(o) if n is None else n for n, o in ((longest_q, q_offsets), (longest_k, k_offsets)))
+        longest_q, longest_k = attend.longest_of(q_offsets, longest_q, q_used), attend.longest_of(k_offsets, longest_k, k_used)
     return run(how, attend.packed_sizes(q, k, v, len(q_offsets) - 1, longest_q, longest_k), q, k, v, x, return_lse)
 
 
@@ -284,11 +283,18 @@ def _check_scales(q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> None:
 
 
 def _scale(scale: float | None, q: Tensor) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise TypeError("attention: scale requires a gradient, which a number has not; give scale=1.0 and score=lambda s, b, h, i, j: s * scale")
+    try:
+        return q.shape[-1] ** -0.5 if scale is None else float(scale)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"attention: scale is {scale!r}; give a number, or None for dim ** -0.5") from error
 
 
 def _check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool = False, rank_q: int = 0) -> None:
     """The ways in which q, k and v may disagree, each with the way out. `rank_q`: of q, where it is another one."""
+    if q.is_nested or k.is_nested or v.is_nested or not q.layout == k.layout == v.layout == torch.strided:
+        raise TypeError(f"{name}: a nested or sparse tensor; give dense ones, sequences of different lengths as values() and offsets() to attention_packed")
     _check_shapes(name, q, k, v, rank, rank_q)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{name}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; cast them to one dtype")
@@ -345,15 +351,15 @@ def _check_codes(q: Tensor, cache: PagedKV) -> None:
 def _check_offsets(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_used: Tensor | None, k_used: Tensor | None) -> None:
     """What says where the sequences of a packed batch lie."""
     for name, offsets in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
-        if not isinstance(offsets, Tensor):
-            raise ValueError(f"attention_packed: {name} are a {type(offsets).__name__}; give a tensor int32 [batch + 1] on {q.device}")
-        if offsets.dtype != torch.int32 or offsets.ndim != 1 or len(offsets) < 2 or offsets.device != q.device:
+        if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.ndim != 1 or len(offsets) < 2 or offsets.device != q.device:
             raise ValueError(f"attention_packed: {name} are {_kind(offsets)}; give int32 [batch + 1] on {q.device}")
     batch = len(q_offsets) - 1
     if len(k_offsets) != batch + 1:
         raise ValueError(f"attention_packed: k_offsets are of {len(k_offsets) - 1} sequences, q_offsets of {batch}; they must be as many")
     for lengths in (q_used, k_used):
-        if lengths is not None and (lengths.dtype != torch.int32 or lengths.shape != (batch,) or lengths.device != q.device):
+        if lengths is None:
+            continue
+        if not isinstance(lengths, Tensor) or lengths.dtype != torch.int32 or lengths.shape != (batch,) or lengths.device != q.device:
             raise ValueError(f"attention_packed: used is {_kind(lengths)}; give int32 [{batch}] on {q.device}")
 
 
@@ -373,8 +379,15 @@ def _paged_batch(q: Tensor, q_offsets: Tensor | None, longest: int | None) -> in
     return len(q_offsets) - 1
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+def _both(what: str, given) -> tuple:
+    pair = given if isinstance(given, tuple) else (given, given)
+    if len(pair) != 2:
+        raise ValueError(f"attention_packed: {what} is a tuple of {len(pair)}; give one for queries and keys alike, or (queries, keys)")
+    return pair
+
+
+def _kind(tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
 
 
 def _paged_grad(how: How, q: Tensor, cache: PagedKV) -> bool:

@@ -134,11 +134,11 @@ def _refuse_gradients(wanted) -> None:
 def _folded(info, dims, count: int, tensors, longest_q, longest_k, drop: float, scale: float, how: str) -> list[Tensor | None]:
     """The tensors, the first `count` with the mapped dimension in front of the batch, as one."""
     call = registered.Packed(*wire.build(how, list(tensors[count:])))
-    rules = (
-        (all(dim is None for dim in dims[count:]), "over sinks, or over what the mask or score reads,"),
-        (not _reads_batch(call.mask) and not _reads_batch(call.score), "of a mask or score that reads the batch index"),
+    rules = (  # what dropout and packed sequences read is among the tensors
         (drop == 0, "with dropout"),
         (call.q_offsets is None, "of packed sequences"),
+        (all(dim is None for dim in dims[count:]), "over sinks, or over what the mask or score reads,"),
+        (not _reads_batch(call.mask) and not _reads_batch(call.score), "of a mask or score that reads the batch index"),
     )
     why = next((why for fine, why in rules if not fine), None)
     if why:
