@@ -42,6 +42,21 @@ def test_speed_by_group_and_over_all():
     ]
 
 
+def test_what_tritons_kernels_took_is_said_beside_it():
+    rows = [
+        row("prefill d64 full", "16k", {"onchip": 1.0, "onchip, Triton": 4.0, "a": 8.0}),
+        row("w", "window", {"onchip": 0.5, "onchip, Triton": 0.4, "a": 1.0}, mask="Window(1024)"),
+        row("other", "96", {"onchip": 1.0, "a": 2.0}),
+    ]
+    ours = [bar for bar in found(rows, "speed") if bar.group.endswith("by Triton")]
+    assert ours == [
+        bars.Bar("prefill d64 full, by Triton", "a", "speed", 1, pytest.approx(2.0), 2.0, "16k"),
+        bars.Bar("w, by Triton", "a", "speed", 1, pytest.approx(2.5), 2.5, "window"),
+        bars.Bar("all rows, by Triton", "a", "speed", 2, pytest.approx(5**0.5), 2.0, "prefill d64 full, 16k"),
+    ]
+    assert [bar.worst for bar in found(rows, "less time")] == [2.0, 10.0]
+
+
 @pytest.mark.parametrize("op", ["prefill", "backward"])
 def test_windows_and_packed_rows_stand_beside_their_partners(op):
     rows = [

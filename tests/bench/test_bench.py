@@ -277,8 +277,8 @@ def test_peers_say_why_not():
         return {peer.name for peer in peers.PEERS if isinstance(problem, peer.kind) and peer.why_not(problem, device) is None}
 
     half = PREFILL._replace(dtype=BF16)
-    assert takers(half, GPU) == {"onchip", "cuDNN (torch)", "FlashAttention-2 (torch)", "FlashAttention-4"}
-    assert takers(half._replace(mask=Window(9)), GPU) == takers(PACKED._replace(dtype=BF16), GPU) == {"onchip", "FlashAttention-4"}
+    assert takers(half, GPU) == {"onchip", "onchip, Triton", "cuDNN (torch)", "FlashAttention-2 (torch)", "FlashAttention-4"}
+    assert takers(half._replace(mask=Window(9)), GPU) == takers(PACKED._replace(dtype=BF16), GPU) == {"onchip", "onchip, Triton", "FlashAttention-4"}
     paged = PAGED._replace(dtype=BF16, dim=128)
     assert takers(paged, GPU) == {"onchip", "FlashInfer", "FlashInfer (CUDA cores)", "torch SDPA, dense keys"}
     assert takers(paged._replace(len_q=64), GPU) == {"onchip", "FlashInfer", "FlashInfer (FA3)"}

@@ -157,9 +157,9 @@ def test_peers_say_why_not():
         return {peer.name for peer in peers.PEERS if isinstance(problem, peer.kind) and peer.why_not(problem, device) is None}
 
     half = Pass("backward", DENSE._replace(dtype=BF16))
-    assert takers(half, GPU) == {"onchip", "cuDNN (torch)", "FlashAttention-2 (torch)", "FlashAttention-4"}
+    assert takers(half, GPU) == {"onchip", "onchip, Triton", "cuDNN (torch)", "FlashAttention-2 (torch)", "FlashAttention-4"}
     assert takers(half._replace(inner=DENSE._replace(dtype=E4M3, dim=64)), GPU) == {"onchip", "onchip, bf16"}
-    assert takers(half._replace(inner=PACKED._replace(dtype=BF16)), GPU) == {"onchip", "FlashAttention-4"}
+    assert takers(half._replace(inner=PACKED._replace(dtype=BF16)), GPU) == {"onchip", "onchip, Triton", "FlashAttention-4"}
     assert takers(half._replace(mod="softcap"), GPU) == {"onchip", "FlexAttention"}
     assert takers(Pass("backward", DENSE), CPU) == {"onchip", "torch SDPA"}
     assert takers(Pass("backward", DENSE, "softcap"), CPU) == {"onchip"}

@@ -8,6 +8,8 @@ A Bar is one line of it: `mean` is the geometric mean over `rows` rows, `worst` 
     time          mods: time over that of the plain kernel.                        1: the mod costs nothing.
     time a pair   the same for masks, divided by the pairs that they let through.
     memory        held at most over inputs, output, their gradients and LSE.
+
+Where rows were timed by Triton's kernels too, all of it is said of these once more, in groups with ", by Triton" behind their name.
 """
 
 import math
@@ -20,6 +22,7 @@ from rich.table import Table
 GRID = re.compile(r"(prefill|backward) d\d+ (full|causal)")
 ALL, GRIDS = "all rows", "all heads and masks"
 BEST = "the best peer"  # of each row
+PORTABLE = "onchip, Triton"  # ours by the kernels that every NVIDIA GPU has
 
 
 class Bar(NamedTuple):
@@ -34,7 +37,9 @@ class Bar(NamedTuple):
 
 def summary(rows: list[dict]) -> list[dict]:
     """The Bars of a suite, as JSON holds them."""
-    return [bar._asdict() for bar in [*_speeds(rows), *_beside(rows)]]
+    portable = [{**row, "seconds": row["seconds"] | {"onchip": row["seconds"][PORTABLE]}, "memory": {}} for row in rows if PORTABLE in row["seconds"]]
+    again = [bar._replace(group=f"{bar.group}, by Triton") for bar in (*_speeds(portable), *_beside(portable))]
+    return [bar._asdict() for bar in [*_speeds(rows), *_beside(rows), *again]]
 
 
 def over_plain(row: dict, rows: list[dict]) -> dict[str, float] | None:

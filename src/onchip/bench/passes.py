@@ -51,14 +51,19 @@ def _lying(x: Tensor, memory: str, turn: Callable[[Tensor], Tensor]) -> Tensor:
     return turn(x.contiguous() if memory == "tokens first" else _heads_first(_heads_first(x).contiguous()))
 
 
-def onchip(i: Trained) -> Call:
+def onchip(i: Trained, kernel: str = "auto") -> Call:
     p = i.problem.inner
-    how = {"mask": p.mask, **i.mod.arguments}
+    how = {"mask": p.mask, "kernel": kernel, **i.mod.arguments}
     if p.keys == "packed":
         return through(i, lambda q, k, v: attention_packed(q, k, v, i.offsets, longest=p.len_q, **how))
     if p.dtype == E4M3:
         return through(i, lambda q, k, v: attention(*quantise(q, k, v, share="head"), **how))
     return through(i, lambda q, k, v, sinks=None: attention(q, k, v, sinks=sinks, **how))
+
+
+def onchip_triton(i: Trained) -> Call:
+    """By the kernels that every NVIDIA GPU has, wherever this runs."""
+    return onchip(i, "triton_prefill")
 
 
 def onchip_bf16(i: Trained) -> Call:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from onchip.bench import block, data, ladder, meters, paged_peers, passes, rows
+from onchip.bench.bars import PORTABLE
 from onchip.bench.call import Call
 from onchip.bench.data import Prompts, Tensors, Tiny
 from onchip.bench.paged import Paged
@@ -99,6 +100,15 @@ def _onchip(inputs: Tensors | Paged) -> Call:
     if p.keys == "packed":
         return Call(lambda: attention_packed(i.q, i.k, i.v, i.offsets, longest=p.len_q, mask=p.mask))
     return Call(lambda: attention(i.q, i.k, i.v, mask=p.mask))
+
+
+def _onchip_triton(inputs: Tensors) -> Call:
+    """By the kernels that every NVIDIA GPU has, wherever this runs."""
+    p, i = inputs.problem, inputs
+    how = {"mask": p.mask, "kernel": "triton_prefill"}
+    if p.keys == "packed":
+        return Call(lambda: attention_packed(i.q, i.k, i.v, i.offsets, longest=p.len_q, **how))
+    return Call(lambda: attention(i.q, i.k, i.v, **how))
 
 
 def _onchip_bf16(inputs: Tensors | Paged) -> Call:
@@ -277,11 +287,13 @@ GPU_PAGED = (_on("cuda"), _op("decode"), _half)
 FLASHINFER = ("flashinfer", "flashinfer-python")
 PEERS = (  # ours first, for its output is what the others are compared with
     Peer("onchip", Attention, _onchip),
+    Peer(PORTABLE, Attention, _onchip_triton, GPU_PREFILL),
     Peer("onchip, bf16", Attention, _onchip_bf16, (_quantised,)),
     Peer("onchip", Generate, _onchip_generate),
     Peer("onchip", Overhead, _onchip_overhead),
     Peer("onchip", Ladder, _onchip),
     Peer("onchip", Pass, passes.onchip),
+    Peer(PORTABLE, Pass, passes.onchip_triton, (*GPU_PASS, passes.no_mod)),
     Peer("onchip, bf16", Pass, passes.onchip_bf16, (_quantised,)),
     *(Peer(name, Ladder, _rung(rung)) for name, rung in ladder.RUNGS.items()),
     Peer("onchip kernel alone", Overhead, _kernel_alone, (_op("call"),)),
