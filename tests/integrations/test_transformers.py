@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
@@ -46,6 +47,15 @@ DECODERS = {  # name: (config, what it is compared with)
     "gpt_oss": (lambda: GptOssConfig(**GROUPED, sliding_window=6, layer_types=ALTERNATING, num_local_experts=2, num_experts_per_tok=1), "eager"),  # sinks
     "deepseek": (lambda: DeepseekV3Config(**{**GROUPED, "num_key_value_heads": 4, "head_dim": 8}, **LATENT), "sdpa"),
     "llama4": (lambda: Llama4TextConfig(**GROUPED, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=4), "sdpa"),
+}
+CHOSEN = {  # models that say for each query which keys it sees, or what its sink is; of late 5.x: (type, fields, what it is compared with)
+    "keys": ("deepseek_v32", {"num_key_value_heads": 4, "head_dim": 8, "n_group": 1, "topk_group": 1, "index_topk": 4, "index_n_heads": 4} | LATENT, "sdpa"),
+    "blocks": (
+        "minimax_m3_vl_text",
+        {"layer_types": ["minimax_m3_sparse"] * 2, "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2},
+        "sdpa",
+    ),
+    "sinks": ("inkling2_text", {"sliding_window": 6}, "eager"),
 }
 LEFT, RIGHT = torch.tensor([[1] * 11, [0] * 4 + [1] * 7]), torch.tensor([[1] * 11, [1] * 7 + [0] * 4])
 
@@ -148,6 +158,22 @@ def test_the_cache_of_continuous_batching(name):
             found = model.generate_batch(prompts, generation_config=GenerationConfig(**how), progress_bar=False)
         assert sorted(r.generated_tokens for r in found.values()) == sorted(one_by_one)
         assert {d.problem.keys for d in decisions} == {"packed"}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_what_is_chosen_for_each_query(name):
+    kind, fields, other = CHOSEN[name]
+    if kind not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {kind}")
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**GROUPED, **fields}), attn_implementation=other).eval()
+    ids = tokens(2, 11)
+    for padding in (None, RIGHT):
+        theirs, ours, masks = both(model, other, lambda m: m(ids, attention_mask=padding, use_cache=False).logits)  # noqa: B023
+        real = torch.ones(2, 11, dtype=torch.bool) if padding is None else padding.bool()
+        torch.testing.assert_close(ours[real], theirs[real])
+        assert all({"keys": "Dense", "blocks": "Blocks(1x4)", "sinks": "Window(5)"}[name] in mask for mask in masks)
+    same_gradients(model, other, lambda m: m(ids, labels=ids, use_cache=False))
 
 
 # ---- packed batches

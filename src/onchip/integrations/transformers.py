@@ -24,7 +24,7 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from onchip.core.masks import Band, Both, Causal, Document, Full, KeyPadding, Mask, Window
+from onchip.core.masks import Band, Blocks, Both, Causal, Dense, Document, Full, KeyPadding, Mask, Window, as_mask
 from onchip.ops.attention import attention, attention_packed
 
 NAMES = ("onchip", "paged|onchip")  # the second is what releases before 5.23 ask for in `generate_batch`
@@ -173,18 +173,21 @@ def attention_forward(
                      from the top left where `is_causal`, or else the module, says so.
     how              dropout, scaling, is_causal, sliding_window, softcap, s_aux (sinks), position_bias (added), cu_seq_lens_q/k and
                      max_length_q/k (documents laid end to end), cache (of continuous batching). The window counts where there are
-                     documents or pages; elsewhere it is in the mask.
+                     documents or pages; elsewhere it is in the mask. Of models that choose keys: indices, block_indices; sinks of each query.
     """
     if how.get("output_attentions"):
         warnings.warn('attn_implementation="onchip" never stores the weights that output_attentions=True wants: None in their place; use "eager"', stacklevel=2)
     causal = how.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     common = {"scale": how.get("scaling"), "softcap": how.get("softcap"), "sinks": how.get("s_aux"), "dropout": how.get("dropout") or None}
+    chosen, sinks = _chosen(module, query, key, how), how.get("sinks")
     if isinstance(how.get("cache"), PagedAttentionCache):
+        if chosen is not None or sinks is not None:
+            raise NotImplementedError('attn_implementation="onchip": indices, block_indices and sinks of queries over pages; use generate, or another one')
         key, value = how["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=how)
         return _packed(query, key, value, _window(True, how), how, common)
     lazy = attention_mask if isinstance(attention_mask, LazyMask) else None
-    if how.get("position_bias") is None and len(query) == 1:
+    if how.get("position_bias") is None and chosen is None and sinks is None and len(query) == 1:
         if attention_mask is None and how.get("cu_seq_lens_q") is not None:
             return _packed(query, key, value, _window(causal, how), how, common)
         if lazy is not None and lazy.documents:
@@ -204,7 +207,27 @@ def attention_forward(
         batch = max(len(query), len(key))
         query, key, value = (x.expand(batch, *x.shape[1:]) for x in (query, key, value))
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return attention(query, key, value, mask=seen, bias=bias, **common).contiguous(), None  # models view it
+    seen = seen if chosen is None else as_mask(seen) & chosen
+    out = attention(query, key, value, mask=seen, bias=bias, return_lse=sinks is not None, **common)
+    if sinks is not None:  # a logit more in the sum of each row
+        out, lse = out
+        out = out * torch.sigmoid(lse[..., None] - sinks).transpose(1, 2).to(out.dtype)
+    return out.contiguous(), None  # models view it
+
+
+def _chosen(module: nn.Module, query: Tensor, key: Tensor, how: dict[str, Any]) -> Mask | None:
+    """The keys that a model's indexer chose for each query: `indices [batch, len_q, n]`, or `block_indices [batch, kv_heads, len_q, n]` of blocks, -1: none."""
+    tokens, blocks = how.get("indices"), how.get("block_indices")
+    if tokens is not None:
+        seen = torch.zeros(*tokens.shape[:2], key.shape[2], dtype=torch.bool, device=key.device)
+        return Dense(seen.scatter_(-1, tokens.long(), True)[:, None])
+    if blocks is not None:
+        size = module.indexer.block_size
+        count = -(-key.shape[2] // size)
+        seen = torch.zeros(*blocks.shape[:3], count + 1, dtype=torch.bool, device=key.device)
+        seen = seen.scatter_(-1, torch.where(blocks < 0, count, blocks), True)[..., :count]
+        return Blocks(seen.repeat_interleave(query.shape[1] // blocks.shape[1], 1), (1, size))
+    return None
 
 
 def _window(causal: bool, how: dict[str, Any]) -> Band:

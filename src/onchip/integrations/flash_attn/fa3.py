@@ -218,7 +218,7 @@ def _joined(name: str, call: Call, q: Tensor, k: Tensor, v: Tensor, qv: Tensor |
     if any(d is not None for d in descales):
         raise ValueError(f"{name}: qv with descale arguments; widen the inputs to bfloat16 and scale them before the call")
     both = torch.cat((q, qv), -1)
-    return both, torch.cat((k, v), -1), call._replace(scale=call.scale or both.shape[-1] ** -0.5)
+    return both, torch.cat((k, v), -1), call._replace(scale=both.shape[-1] ** -0.5 if call.scale is None else call.scale)
 
 
 def _descaled(call: Call, q: Tensor, k: Tensor, descales: Descales) -> Call:

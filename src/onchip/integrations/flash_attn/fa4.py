@@ -189,7 +189,7 @@ def _joined(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, scale: float | N
     if qv is None:
         return q, k, scale
     both = torch.cat((q, qv), -1)
-    return both, torch.cat((k, v), -1), scale or both.shape[-1] ** -0.5
+    return both, torch.cat((k, v), -1), both.shape[-1] ** -0.5 if scale is None else scale
 
 
 def _offsets(x: Tensor, given: Tensor | None) -> Tensor:
