@@ -367,15 +367,16 @@ def test_a_mask_is_the_dense_one(name, span, padding):
 
 def test_as_little_as_possible():
     asked = {"batch_size": 2, "q_length": 9, "kv_length": 9, "mask_function": masking_utils.causal_mask_function}
-    assert integration.mask(**asked) is None
-    assert integration.mask(**asked, attention_mask=torch.ones(2, 9, dtype=torch.bool)) is None
-    assert integration.mask(**{**asked, "mask_function": masking_utils.sliding_window_causal_mask_function(9)}, local_size=9) is None
+    plain = integration.mask(**asked)
+    assert plain.seen == Causal("top_left") and plain[..., :9].seen == plain[:].seen == plain.seen and type(plain[..., :8]) is torch.Tensor
+    assert integration.mask(**asked, attention_mask=torch.ones(2, 9, dtype=torch.bool)).seen == plain.seen
+    assert integration.mask(**{**asked, "mask_function": masking_utils.sliding_window_causal_mask_function(9)}, local_size=9).seen == plain.seen
     window = integration.mask(**{**asked, "mask_function": masking_utils.sliding_window_causal_mask_function(4)}, local_size=4)
     assert window.seen == Window(3) and window.documents is None
     full = {**asked, "mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
     assert integration.mask(**full, allow_is_bidirectional_skip=True) is None and integration.mask(**full).seen == Full()
     static = {**asked, "kv_length": 20, "q_offset": torch.tensor(0), "attention_mask": torch.ones(2, 9, dtype=torch.bool)}
-    assert integration.mask(**static) is None
+    assert integration.mask(**static).seen == plain.seen
     padded = integration.mask(**asked, attention_mask=RIGHT[:, 2:].bool())
     assert padded.seen.a == Causal() and isinstance(padded.seen.b, KeyPadding)
     one = integration.mask(**{**asked, "q_length": 1, "q_offset": 8}, attention_mask=RIGHT[:, 2:].bool())
@@ -399,10 +400,40 @@ def test_masks_of_callers():
     added = torch.zeros(2, 1, 5, 9).masked_fill(~seen, torch.finfo(torch.float32).min)
     torch.testing.assert_close(integration.attention_forward(Module(), q, k, k, added, scaling=0.2)[0], plain)
     torch.testing.assert_close(integration.attention_forward(Module(), q[:1], k, k, seen, scaling=0.2)[0][0], plain[0])
+    with pytest.raises(NotImplementedError, match="indices, block_indices and sinks of queries over pages"):
+        cache = object.__new__(integration.PagedAttentionCache)
+        integration.attention_forward(Module(), q, k, k, None, cache=cache, indices=torch.zeros(2, 5, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"attention_mask is torch.bool \[2, 9\]"):
         integration.attention_forward(Module(), q, k, k, seen[:, 0, 0])
     with pytest.warns(UserWarning, match='output_attentions=True wants: None in their place; use "eager"'):
         assert integration.attention_forward(Module(), q, k, k, None, output_attentions=True)[1] is None
+
+
+class Both(Module):
+    """A decoder's, as transformers has some: nothing in it says causal."""
+
+    is_causal = False
+
+
+def test_a_causal_mask_counts_whatever_the_module_says():
+    q, k = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16)
+    causal = integration.mask(batch_size=1, q_length=9, kv_length=9, mask_function=masking_utils.causal_mask_function)
+    expected, _ = integration.attention_forward(Module(), q, k, k, None)
+    assert torch.equal(integration.attention_forward(Both(), q, k, k, causal)[0], expected)
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 5, "max_length_k": 5}
+    two = torch.cat([integration.attention_forward(Module(), q[:, :, s], k[:, :, s], k[:, :, s], None)[0] for s in (slice(4), slice(4, 9))], 1)
+    torch.testing.assert_close(integration.attention_forward(Both(), q, k, k, causal, **packed)[0], two)
+
+
+def test_a_mask_that_is_added_to_scores_hides():
+    for dtype in (torch.float32, torch.bfloat16):
+        mask = integration.mask(batch_size=2, q_length=9, kv_length=9, mask_function=masking_utils.causal_mask_function)
+        scores = torch.randn(2, 3, 9, 9, dtype=dtype)
+        seen = torch.ones(9, 9, dtype=torch.bool).tril()
+        for added in (scores + mask, mask + scores, scores.clone().add_(mask)):
+            assert added.dtype == dtype and torch.equal(added.softmax(-1), scores.masked_fill(~seen, -torch.inf).softmax(-1))
+        assert torch.equal(mask + 1, seen.expand(2, 1, 9, 9) + 1)
 
 
 def test_names_are_there_and_go_again():

@@ -27,6 +27,8 @@ from transformers.modeling_utils import AttentionInterface
 from onchip.core.masks import Band, Blocks, Both, Causal, Dense, Document, Full, KeyPadding, Mask, Window, as_mask
 from onchip.ops.attention import attention, attention_packed
 
+aten = torch.ops.aten
+PLAIN = Causal("top_left")
 NAMES = ("onchip", "paged|onchip")  # the second is what releases before 5.23 ask for in `generate_batch`
 
 
@@ -65,10 +67,26 @@ class LazyMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        if func in (aten.detach.default, aten.alias.default) or _whole(func, args):
             return cls(args[0].seen, args[0].asked)
         args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, cls) else x, (args, kwargs or {}))
+        if func in (aten.add.Tensor, aten.add_.Tensor):  # modules that attend for themselves add what "eager" gives them
+            args = [_added(x, args) if isinstance(x, Tensor) and x.dtype == torch.bool else x for x in args]
         return func(*args, **kwargs)
+
+
+def _added(seen: Tensor, terms) -> Tensor:
+    """A mask as a term of a sum: 0 where seen, else the least number of the other term's dtype."""
+    dtype = next((x.dtype for x in terms if isinstance(x, Tensor) and x.is_floating_point()), None)
+    return seen if dtype is None else torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _whole(func, args) -> bool:
+    """Whether it is a slice that leaves nothing out."""
+    if func is not aten.slice.Tensor:
+        return False
+    x, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    return not start and step == 1 and (end is None or end >= x.shape[dim])
 
 
 class Span(NamedTuple):
@@ -86,7 +104,10 @@ class Span(NamedTuple):
 
 
 def mask(**asked: Any) -> Tensor | None:
-    """The mask function: keywords as of transformers' `sdpa_mask`; None as there, a `LazyMask`, or for what is not recognised its dense mask."""
+    """The mask function: keywords as of transformers' `sdpa_mask`; a `LazyMask`, None where all is seen, or for what is not recognised its dense mask.
+
+    A causal mask is said, not left to a module's `is_causal`: decoders that transformers gives a mask at all times have none.
+    """
     padding = asked.get("attention_mask")
     if asked["q_length"] == 1 or torch.compiler.is_compiling() or (padding is not None and padding.ndim != 2):
         return sdpa_mask(**asked)
@@ -100,8 +121,8 @@ def mask(**asked: Any) -> Tensor | None:
         end = span.len_k if seen.hull.right is None else min(span.len_k, span.len_q + seen.hull.right + seen.hull.shift(span.len_q, span.len_k))
         if not valid[:, :end].all():  # keys from `end` on are hidden as it is
             return LazyMask(seen & KeyPadding(valid), asked)
-    if asked.get("allow_is_causal_skip", True) and (seen == Causal("top_left") or (seen == Causal() and span.len_q == span.len_k)):
-        return None
+    if seen == Causal() and span.len_q == span.len_k:
+        seen = PLAIN
     if asked.get("allow_is_bidirectional_skip", False) and seen == Full():
         return None
     return LazyMask(seen, asked)
@@ -187,6 +208,8 @@ def attention_forward(
         key, value = how["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=how)
         return _packed(query, key, value, _window(True, how), how, common)
     lazy = attention_mask if isinstance(attention_mask, LazyMask) else None
+    if lazy is not None and lazy.seen == PLAIN:
+        attention_mask, lazy, causal = None, None, True
     if how.get("position_bias") is None and chosen is None and sinks is None and len(query) == 1:
         if attention_mask is None and how.get("cu_seq_lens_q") is not None:
             return _packed(query, key, value, _window(causal, how), how, common)
@@ -196,7 +219,7 @@ def attention_forward(
     if lazy is not None:
         seen = lazy.seen
     elif attention_mask is None:
-        seen = Causal("top_left") if causal and query.shape[2] > 1 else Full()
+        seen = PLAIN if causal and query.shape[2] > 1 else Full()
     elif attention_mask.ndim != 4:
         raise ValueError(f"attention_mask is {attention_mask.dtype} {list(attention_mask.shape)}; give [batch, heads or 1, len_q, len_k]")
     elif attention_mask.dtype == torch.bool:
