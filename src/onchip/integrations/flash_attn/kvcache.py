@@ -2,8 +2,8 @@
 
 Nothing here waits for the device. A dense cache is read where it lies: a sequence's row, its left padding and how much of it
 is used are an offset and a length. Few queries go to the decode kernels, which cut one sequence's keys among many blocks; a dense
-cache is for them a pool whose pages lie in order. Else the queries go as packed ones do, over the dense cache in place or over
-pages gathered into one.
+cache is for them a pool whose pages lie in order. Pages are read where they lie, by any number of queries. Else the queries go as packed
+ones do, over the dense cache in place, or, with gradients, dropout, padding on the left or a cache of another dtype, over pages gathered into one.
 """
 
 import math
@@ -17,7 +17,7 @@ from onchip.integrations.flash_attn.call import Call, Lengths, run, wide_enough
 from onchip.integrations.flash_attn.rotary import at, rotate, sequence_of
 from onchip.ops.attention import PagedKV, paged_attention
 
-DECODE, ROWS, PAGE = 16, 64, 1024  # what the decode kernels take at most: queries a sequence, queries times heads of a group, tokens a page
+DECODE, ROWS, PAGE = 16, 64, 1024  # of a dense cache the decode kernels take at most: queries a sequence, queries times heads of a group, tokens a page
 
 
 class Cache(NamedTuple):
@@ -132,13 +132,14 @@ def attend(call: Call, q: Tensor, cache: Cache, return_lse: bool, cu_seqlens_q: 
     wide_enough(q)
     batch, packed = len(cache.used), q.ndim == 3
     even = packed and longest is not None and len(q) == batch * longest  # then no sequence has fewer queries
-    if even or not packed:
-        four = q.unflatten(0, (batch, longest)) if packed else q
-        paged = _as_pages(call, four, cache)
-        if paged is not None:
-            out = paged_attention(four, paged, mask=call.mask, scale=call.scale, score=list(call.score) or None, sinks=call.sinks, return_lse=return_lse)
-            out, lse = out if return_lse else (out, None)
-            return (out.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1)) if packed else (out, lse)
+    asked = q.unflatten(0, (batch, longest)) if even else q
+    paged = _as_pages(call, asked, cache)
+    if paged is not None:
+        how = {"mask": call.mask, "scale": call.scale, "score": list(call.score) or None, "sinks": call.sinks, "return_lse": return_lse}
+        how |= {"q_offsets": cu_seqlens_q, "longest": longest} if asked.ndim == 3 else {}
+        out = paged_attention(asked, paged, **how)
+        out, lse = out if return_lse else (out, None)
+        return (out.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1)) if even else (out, lse)
     k, v, offsets = _flat(cache, q.dtype)
     if not packed:
         longest = q.shape[1]
@@ -153,19 +154,13 @@ def attend(call: Call, q: Tensor, cache: Cache, return_lse: bool, cu_seqlens_q: 
 
 
 def _as_pages(call: Call, q: Tensor, cache: Cache) -> PagedKV | None:
-    """The cache as the decode kernels read it; None where they do not take it."""
-    len_q, heads = q.shape[1:3]
-    if not 0 < len_q <= DECODE or len_q * heads > ROWS * cache.k.shape[2] or not cache.k.numel() or cache.k.dtype != q.dtype:
-        return None
-    if call.dropout or _needs_gradient(call, q, cache):
+    """The cache as pages, for `q` of four dimensions or packed; None where it is better, or has to be, read otherwise."""
+    if not q.numel() or not cache.k.numel() or cache.k.dtype != q.dtype or call.dropout or _needs_gradient(call, q, cache):
         return None
     if cache.table is not None:
-        page = cache.k.shape[1]
-        if cache.leftpad is not None or page & (page - 1) or page > PAGE:
-            return None
-        return PagedKV(cache.k, cache.v, cache.pages.contiguous(), cache.lengths)
+        return None if cache.leftpad is not None else PagedKV(cache.k, cache.v, cache.pages.contiguous(), cache.lengths)
     rows, same = _row(cache.k), _row(cache.v)
-    if rows is None or rows != same:
+    if q.ndim == 3 or q.shape[1] > DECODE or q.shape[1] * q.shape[2] > ROWS * cache.k.shape[2] or rows is None or rows != same:
         return None
     both = math.gcd(rows, cache.capacity)
     page = 1 if cache.leftpad is not None else min(both & -both, PAGE)  # the largest power of two that divides both
@@ -196,6 +191,8 @@ def _flat(cache: Cache, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     k, v, row = cache.k, cache.v, cache.rows
     if cache.table is not None:
         pages = cache.pages.long()
+        first = torch.arange(pages.shape[1], device=k.device) * cache.k.shape[1]
+        pages = pages.where(first < cache.used[:, None], 0)  # what stands behind a sequence's last page is not read
         k, v = (_plain(x)[pages].flatten(1, 2) for x in (k, v))
         k, v = (x.view(pool.dtype) if x.dtype != pool.dtype else x for x, pool in ((k, cache.k), (v, cache.v)))  # a view of a dtype has no gradient
         row = torch.arange(len(cache.used), dtype=torch.int32, device=k.device)
