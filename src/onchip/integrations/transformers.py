@@ -106,7 +106,8 @@ class Span(NamedTuple):
 def mask(**asked: Any) -> Tensor | None:
     """The mask function: keywords as of transformers' `sdpa_mask`; a `LazyMask`, None where all is seen, or for what is not recognised its dense mask.
 
-    A causal mask is said, not left to a module's `is_causal`: decoders that transformers gives a mask at all times have none.
+    A causal mask is said, not left to a module's `is_causal`: decoders that transformers gives a mask at all times have none. In compiled graphs it
+    is `sdpa_mask`'s.
     """
     padding = asked.get("attention_mask")
     if asked["q_length"] == 1 or torch.compiler.is_compiling() or (padding is not None and padding.ndim != 2):
