@@ -218,7 +218,10 @@ class Prefix(Mask):
 
 @dataclass(frozen=True, eq=False)
 class KeyPadding(Mask):
-    """Keys that are not padding: integer `lengths` `[batch]` (the first so many are real), or bool `[batch, len_k]`, True at a real key."""
+    """Keys that are not padding: integer `lengths` `[batch]` (the first so many are real), or bool `[batch, len_k]`, True at a real key.
+
+    Padding may hold anything, NaN included, as what a bool tensor hides; what other masks hide has to be finite on a GPU, which multiplies it by 0.
+    """
 
     valid: Tensor
 
