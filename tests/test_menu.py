@@ -14,7 +14,7 @@ from onchip.core.device import GPUS, Device
 from onchip.core.kernel import _is_types, missing
 from onchip.core.masks import Causal, Document, Full, KeyPadding, Mask, MaskMod, Window
 from onchip.core.problem import E4M3, EXTRAS, Attention, Groups, RankSum, Rope, Rows
-from onchip.core.scores import ALiBi, ScoreMod, Softcap
+from onchip.core.scores import ALiBi, Bias, ScoreMod, Softcap
 from onchip.core.trace import Traced
 from onchip.dispatch import OPS, select
 
@@ -291,7 +291,11 @@ def test_what_hopper_leaves_to_triton():
     assert kernel.leaves(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
     assert kernel.leaves(p._replace(score=pairs, keys="packed", tokens=4000), H200) == []
     kernel, p = OPS["backward"].kernel("hopper_backward"), TYPICAL["backward"]
-    assert kernel.leaves(p._replace(score=pairs), H200) == ["a score reads a value for each query and key: triton_backward is faster"]
+    slow = "a score reads a value for each query and key, and is no half-precision bias beside heads of up to 128: triton_backward is faster"
+    half = Bias(torch.zeros(8, 1000, 1000, dtype=torch.bfloat16)).static()
+    for changed in ({"score": pairs}, {"score": half, "dim": 256}, {"score": half, "extras": ("deterministic",)}, {"score": half, "len_k": 1001}):
+        assert kernel.leaves(p._replace(**changed), H200) == [slow]
+    assert kernel.leaves(p._replace(score=half), H200) == []
     assert kernel.leaves(p._replace(score=look_up), H200) == ["a score looks values up at places that it computes: not measured"]
     assert kernel.leaves(p._replace(batch=2), H200) == [
         "2e+07 pairs of a query and a key, of at least 1e+08: two more launches cost what the faster kernel saves"

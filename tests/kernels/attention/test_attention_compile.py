@@ -426,6 +426,16 @@ def test_hopper_backward(dim, packed, band, most):
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 
+@pytest.mark.parametrize(("dim", "most"), [(64, 0), (128, 168)])
+def test_hopper_backward_of_a_bias(dim, most):
+    """Each warpgroup's part of a tile comes through TMA, and turned round by `ldmatrix`; it has room beside all else."""
+    tiles, found = backward(dim, False, Full(), score=scores.Bias(meta(4, 32, 4096, 4096)))
+    facts = found["_backward"]
+    assert tiles.m == 64 and facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
+    assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
+    assert len(re.findall(r"ldmatrix\S*\.trans", facts.ptx)) == 2 * 2 * 4, "each loop of each warpgroup, 64 x 64 in tiles of 16 x 16 and a quarter a warp"
+
+
 ORDERED = {  # head dimension, that of values, packed, mask, and bytes that each pass may spill, all of them outside of the loops
     "d64 full": (64, 0, False, Full(), (0, 0)),
     "d128 packed": (128, 0, True, Causal(), (36, 64)),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_hopper_emulated import EACH, FEW, FP16, Call, Case, both, call_of, mask_map
+from test_hopper_emulated import EACH, FEW, FP16, Call, Case, bias, both, call_of, mask_map
 
 import onchip
 from gluon_emulator import MODES, Emulator, Fault, timings
@@ -14,7 +14,7 @@ from judge import assert_as_good_as_torch
 from onchip.core.device import GPUS
 from onchip.core.masks import Causal, Document, Full, Window
 from onchip.core.problem import Operands
-from onchip.core.scores import ALiBi, Softcap, chain
+from onchip.core.scores import ALiBi, Bias, Softcap, chain
 from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
@@ -142,6 +142,16 @@ CASES = [
     Case((1, 128, 2, FEW), 130, 200, Full(), score=Softcap(2.0)),
     Case((2, 128, 2, EACH), 130, 130, score=ALiBi(torch.tensor([0.5, 0.25]))),
 ]
+PAIRS = [  # a bias that the copy engine brings
+    Case((1, 128, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), dim=128, score=bias(2, 4, 200, 264)),
+    Case((1, 128, 2, FEW), 304, 304, dim=128, heads=(2, 1), score=bias(304, 304, causal=True)),
+    Case((1, 128, 2, EACH), 130, 200, Full(), batch=2, dtype=FP16, score=bias(2, 1, 1, 200, dtype=FP16, expand=(2, 2, 130, 200))),
+    Case((1, 128, 2, FEW), 136, 264, Window(50), dim=40, score=bias(2, 136, 264)),
+    Case((1, 128, 2, EACH), lengths=((20, 90, 8), (150, 40, 7)), mask=Full(), score=bias(3, 1, 90, 152, inside=((20, 150), (90, 40), (8, 7)))),
+    Case((1, 128, 2, EACH), 200, 200, Causal() & Document(torch.arange(200) // 60), score=bias(2, 200, 200, causal=True), sinks=True),
+    Case((1, 128, 2, EACH), 130, 200, Full(), heads=(1, 1), score=Bias(torch.randn(130, 200).masked_fill(torch.rand(130, 200) < 0.5, -torch.inf).to(FP16))),
+]
+CASES += PAIRS
 APIECE, DRAWN = (2, 64, 3, EACH), (2, 64, 3, FEW)  # of heads beyond 128 all else is given
 CASES += [
     Case(APIECE, 200, 200, dim=256),
@@ -284,6 +294,10 @@ TELL = "        tell(message, turn, (number,))\n        turn += 1\n"
 TELL_NO_END = f"        if number < sizes[0]:\n    {TELL}"
 LAST_PRODUCT = "            dq = warpgroup_mma_wait(0, deps=["
 BUGS = [
+    Bug("a bias is not waited for", PAIRS[0], (("        mbarrier.wait(full.index(0), phase)\n        zeros", "        zeros"),)),
+    Bug("a bias is never let go", PAIRS[0], (("        mbarrier.arrive(empty.index(0), count=1)\n", ""),)),
+    Bug("a bias is the first warpgroup's keys'", PAIRS[0], (("tile_n * C.n + warpgroup * 64]", "tile_n * C.n]"),)),
+    Bug("a bias is the head before's", PAIRS[0], (("head * t_steps[1], (m", "kv_head * group * t_steps[1], (m"),)),
     Bug("dO is never released", FULL, ((LET_OUTPUTS_GO, ""),)),
     Bug("P goes not through the wait for dV", FULL, ((WAIT_FOR_DV, "        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])\n"),)),
     Bug("Q is released before dK is there", FULL, ((WAIT_FOR_DK + LET_QUERIES_GO, LET_QUERIES_GO + WAIT_FOR_DK),)),

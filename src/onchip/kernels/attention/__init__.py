@@ -260,8 +260,13 @@ def _slower_backward_on_hopper(p: Attention) -> str | None:
     if pairs < FEW and "batch_invariant" not in p.extras:
         return f"{pairs:.0e} pairs of a query and a key, of at least {FEW:.0e}: two more launches cost what the faster kernel saves"
     texts = importlib.import_module("onchip.kernels.attention.texts")
-    reads_pairs = p.score is not None and texts.pair_bytes(p.score.text)
-    return "a score reads a value for each query and key: triton_backward is faster" if reads_pairs else None
+    if p.score is None or not texts.pair_bytes(p.score.text):
+        return None
+    tile = texts.pair_tile(p.score.text) if texts.only_adds(p.score.text) else None
+    summed = max(p.dim, p.value_dim) <= 128 and {"batch_invariant", "deterministic"}.isdisjoint(p.extras)  # dQ, in memory
+    if tile and tile.dtype.itemsize == 2 and p.len_k % 8 == 0 and summed:  # B2 h16 8k d128
+        return None
+    return "a score reads a value for each query and key, and is no half-precision bias beside heads of up to 128: triton_backward is faster"
 
 
 def _many_parts(p: Rows) -> str | None:

@@ -6,7 +6,8 @@ One warp copies (TMA): K and V once, Q with LSE and dO with delta round two ring
 one has products while the other has exponentials. Scores are held transposed, so that P^T and dS^T are left operands in registers. dS goes
 through shared memory as well, and of the tile before, which nobody waits for, each warpgroup makes half of dQ; the copy engine adds it to
 a float32 tensor: in any order, so its last bits differ from run to run. Problems that forbid it, and wider heads, go to `hopper_backward_ordered`.
-LSE and delta are what the sums S and dP start from, negated, so that neither is subtracted again.
+LSE and delta are what the sums S and dP start from, negated, so that neither is subtracted again. A bias for each query and key is there as well: each
+warpgroup has a buffer for its keys' part of a tile, filled again as soon as it was read, a whole step before it is needed.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     steps_of,
     weights,
 )
-from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
+from onchip.kernels.attention.hopper_tiles import locate, pair_view, programs_and_counter, programs_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
 from onchip.kernels.attention.tile import ends, fast, for_tma, mask_map, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -43,6 +44,7 @@ from onchip.kernels.hopper import (
     describe,
     draw,
     fence_async_shared,
+    fill,
     fill_both,
     first_turn,
     forget,
@@ -61,6 +63,7 @@ from onchip.kernels.hopper import (
     turn_over,
     warpgroup_mma,
     warpgroup_mma_wait,
+    widened,
 )
 
 # Hardware barriers: that a warpgroup's dS lies in shared memory, two each; that K and V are done with; for both to meet; of the two rings, one a stage.
@@ -99,6 +102,7 @@ class Shape:
     mapped: bool
     dim: int
     dim_v: int
+    adds: bool  # whether a score is the product and a bias, which then comes by the copy engine
     of_keys = True
 
     @property
@@ -111,10 +115,11 @@ class Shape:
 
 
 @gluon.jit
-def _copy(descs, still, q_ring, do_ring, message, counter, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc = descs
+def _copy(descs, still, rings, t_steps, message, counter, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc = descs
+    q_ring, do_ring, t_rings = rings
     heads, group = sizes[3] * sizes[4], sizes[4]
-    q_at, do_at, tiles = (0, 0, 0), (0, 0, 0), 0
+    q_at, do_at, t_at, t_next, tiles = (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0), 0
     number, turn = gl.program_id(0), 0
     while number < sizes[0]:
         place, there = locate(number, sizes, lengths, True, C)
@@ -131,6 +136,11 @@ def _copy(descs, still, q_ring, do_ring, message, counter, sizes, lengths, map_p
                 masked, bare, _before, _first, _row = steps  # `_` is of another type already
                 for x in range(masked + bare):
                     m = start_q + step_tile(x, steps, map_strides, C) * C.m
+                    if C.adds:
+                        for warpgroup in gl.static_range(2):
+                            pair = [b * t_steps[0], head * t_steps[1], (m - start_q) * t_steps[2], tile_n * C.n + warpgroup * 64]
+                            t_next = fill(t_rings[warpgroup], t_at, t_desc, pair, 1, 0, 0)
+                        t_at = t_next
                     row = batch * heads + head
                     late = m * 0
                     if C.packed:
@@ -164,9 +174,20 @@ def _copy_keys(still, k_desc, v_desc, at, tiles):
 
 
 @gluon.jit
-def _scores(k, queries, lses, index, SCORE: gl.constexpr, M: gl.constexpr, layout: gl.constexpr):
-    """K Q^T - LSE, started; LSE is in units of the scores. Before a function of them, K Q^T."""
+def _begin(t_ring, phase, unit, M: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """What the scores of a step begin with: 0, or a bias, in units of the scores; its buffer is let go."""
     zeros = gl.zeros([64, M], gl.float32, layout)
+    if C.adds:
+        tiles, full, empty = t_ring
+        mbarrier.wait(full.index(0), phase)
+        zeros = widened(tiles.index(0).reshape([M, 64]).permute((1, 0)).load(layout)) * unit
+        mbarrier.arrive(empty.index(0), count=1)
+    return zeros
+
+
+@gluon.jit
+def _scores(zeros, k, queries, lses, index, SCORE: gl.constexpr, M: gl.constexpr, layout: gl.constexpr):
+    """K Q^T - LSE, started; LSE is in units of the scores. Before a function of them, K Q^T."""
     q = queries.index(index).reshape([M, queries.shape[-1]]).permute((1, 0))
     if SCORE is None:
         s = warpgroup_mma(k, q, start(zeros, lses.index(index), gl.SliceLayout(0, layout)), is_async=True)
@@ -215,11 +236,12 @@ def _add(dq, desc, buffer, row, m, place, C: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, row,
+def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, row,
           MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
           s_layout: gl.constexpr, p_layout: gl.constexpr, dq_layout: gl.constexpr):  # fmt: skip
     """`count` further query tiles from step `x` on. EDGE: they need the mask."""
     dk, dv, index, phase, step, row_before, m_before = state
+    q_ring, do_ring, t_ring = rings
     queries, lses, q_full = q_ring
     outputs, deltas, do_full = do_ring
     written, dq_buffer = buffers
@@ -231,6 +253,7 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
         m = step_tile(x + t, steps, map_strides, C) * M
         q = queries.index(index).reshape([M, D])
         do = outputs.index(index).reshape([M, outputs.shape[-1]])
+        begun = _begin(t_ring, index, call[4], M, C, s_layout)  # two stages: `index` is the other one at each step, as a phase is
         mbarrier.wait(q_full.index(index), phase)
         if EDGE and C.packed:  # noqa: SIM102 (one is a constant of the compiler's)
             if m + M > place[4]:  # the end of a sequence; what the scores begin with is hidden
@@ -239,7 +262,7 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
                 clear(do, place[4] - m, M, GROUP)
                 arrive_and_wait(0, MEETING, 256)
         take_turn(GROUP, C.partners)
-        s = _scores(k.slice(GROUP * 64, 64, dim=0), queries, lses, index, SCORE, M, s_layout)
+        s = _scores(begun, k.slice(GROUP * 64, 64, dim=0), queries, lses, index, SCORE, M, s_layout)
         mbarrier.wait(do_full.index(index), phase)
         dp = _outputs(v.slice(GROUP * 64, 64, dim=0), outputs, deltas, index, M, s_layout)
         turn_over(GROUP, C.partners)
@@ -269,16 +292,16 @@ def _more(state, count, x, steps, map_strides, still, q_ring, do_ring, buffers, 
 
 
 @gluon.jit
-def _compute(outs, dq_desc, still, q_ring, do_ring, message, buffers, call, sizes, lengths, map_ptr, map_strides,
+def _compute(outs, dq_desc, still, rings, message, buffers, call, sizes, lengths, map_ptr, map_strides,
              MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     dk_desc, dv_desc, dk_ptr, dv_ptr, dk_strides, dv_strides = outs
     k_tile, v_tile, full = still
-    queries = q_ring[0]
+    queries, outputs = rings[0][0], rings[1][0]
     group = sizes[4]
     M: gl.constexpr = C.m
     N: gl.constexpr = C.n
     D: gl.constexpr = queries.shape[-1]
-    DV: gl.constexpr = do_ring[0].shape[-1]
+    DV: gl.constexpr = outputs.shape[-1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, M, 16])
     k_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
     v_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
@@ -310,9 +333,9 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, message, buffers, call, size
                 h = kv_head * group + member
                 steps = steps_of(place, h, map_ptr, map_strides, C)
                 masked, bare, _b, _f, _r = steps
-                state = _more(state, masked, 0, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
+                state = _more(state, masked, 0, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, rows + h,
                               MASK, SCORE, SCORE_GRAD, True, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
-                state = _more(state, bare, masked, steps, map_strides, still, q_ring, do_ring, buffers, dq_desc, call, place, h, rows + h,
+                state = _more(state, bare, masked, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, rows + h,
                               MASK, SCORE, SCORE_GRAD, False, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
             dk, dv, index, phase, step, row, m = state
             arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)  # one step more, of dQ alone
@@ -333,9 +356,9 @@ def _compute(outs, dq_desc, still, q_ring, do_ring, message, buffers, call, size
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_n", "together", "kv_heads", "group", "len_q", "len_k", "batch_heads", "first"])
-def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr,
-              counter, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, tiles, tiles_n, together, kv_heads, group,
-              len_q, len_k, batch_heads, first, dk_strides, dv_strides, map_strides,
+def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr,
+              counter, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, unit, tiles, tiles_n, together, kv_heads, group,
+              len_q, len_k, batch_heads, first, dk_strides, dv_strides, map_strides, t_steps,
               MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
     queries, q_full, _ = ring(q_desc, C.stages, 0)
     outputs, do_full, _ = ring(do_desc, C.stages, 0)
@@ -353,14 +376,19 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk
     sizes = (tiles, tiles_n, together, kv_heads, group, len_q, len_k, batch_heads, first)
     lengths, still = (listed, q_offsets, k_offsets, q_used, k_used), (k_tile, v_tile, full.index(0))
     q_ring, do_ring = (queries, lses, q_full), (outputs, deltas, do_full)
-    call, outs = (scale, gain, reads, factor), (dk_desc, dv_desc, dk_ptr, dv_ptr, dk_strides, dv_strides)
-    descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc)
+    call, outs = (scale, gain, reads, factor, unit), (dk_desc, dv_desc, dk_ptr, dv_ptr, dk_strides, dv_strides)
+    descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc)
+    t_rings = (None, None)
+    if C.adds:
+        t_rings = (ring(t_desc, 1, 1), ring(t_desc, 1, 1))
+        fence_async_shared()
     mine, others = (written, dq_buffers.index(0)), (written, dq_buffers.index(1))
+    my_rings, their_rings = (q_ring, do_ring, t_rings[0]), (q_ring, do_ring, t_rings[1])
     gl.warp_specialize(
         [
-            (_compute, (outs, dq_desc, still, q_ring, do_ring, told, mine, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
-            (_compute, (outs, dq_desc, still, q_ring, do_ring, told, others, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
-            (_copy, (descs, still, q_ring, do_ring, told, counter, sizes, lengths, map_ptr, map_strides, C)),
+            (_compute, (outs, dq_desc, still, my_rings, told, mine, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
+            (_compute, (outs, dq_desc, still, their_rings, told, others, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
+            (_copy, (descs, still, (q_ring, do_ring, t_rings), t_steps, told, counter, sizes, lengths, map_ptr, map_strides, C)),
         ],
         [4, 1],
         [240, 24],
@@ -378,7 +406,7 @@ def configs(p: Attention, device: Device) -> list[Tiles | hopper_backward_ordere
     """The tiles of the head dimension. Long problems go in several launches."""
     if _ordered(p):
         return hopper_backward_ordered.configs(p, device)
-    m, n, stages = pick(TILES, max(p.dim, p.value_dim))
+    m, n, stages = pick(TILES, 128 if pairs_of(p) else max(p.dim, p.value_dim))
     keys = p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens
     shares = max(1, triton.cdiv(keys * p.kv_heads, MOST))
     return [Tiles(m, n, stages, shares, programs_of(device))]
@@ -387,6 +415,12 @@ def configs(p: Attention, device: Device) -> list[Tiles | hopper_backward_ordere
 def _ordered(p: Attention) -> bool:
     """Whether nothing may be summed in memory, or a warpgroup's registers do not hold dK and dV of its keys beside what dQ needs."""
     return max(p.dim, p.value_dim) > TILES[-1][0] or not {"batch_invariant", "deterministic"}.isdisjoint(p.extras)
+
+
+def pairs_of(p: Attention) -> texts.PairTile | None:
+    """What the copy engine brings of a score that is the product and a half-precision tensor at [.., i, j], and does nothing else."""
+    tile = p.score and not _ordered(p) and texts.only_adds(p.score.text) and texts.pair_tile(p.score.text)
+    return tile if tile and tile.dtype.itemsize == 2 else None
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
@@ -402,7 +436,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
         score = score_grad = None
         before, gain = x.scale, 1.0
         unit = 1 / (x.scale or 1.0)  # LSE in units of the scores
-        if p.score is not None or x.scale <= 0:  # LSE over a negative scale is no place to start from
+        added = pairs_of(p) if x.scale > 0 else None
+        if (p.score is not None and not added) or x.scale <= 0:  # LSE over a negative scale is no place to start from
             text, factor, gain = texts.fold(p.score.text if p.score is not None else texts.IDENTITY)
             score, score_grad = mods.score_functions(text, wanted=(False,) * len(x.score), fast=fast(q))
             before, unit = x.scale * factor, LOG2E
@@ -424,7 +459,11 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
     width_v = block(p.value_dim)
     width = max(block(p.dim), width_v)  # dV leaves through a buffer as wide as half of dQ
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    shape = Shape(tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim)
+    pairs, steps, added = None, (0, 0, 0), p.score is not None and score is None and pairs_of(p)
+    if added:
+        pairs, steps = pair_view(x.score[added.tensor], added.axes)
+        pairs = describe(pairs, tiles.m, 64)
+    shape = Shape(tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim, pairs is not None)
     reads = mods.captured(x.mask), mods.captured(x.score)
     found, map_strides = None, (0, 0, 0)
     if sees is not None:
@@ -445,9 +484,10 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
         sums = held[: count * p.group].zero_()
         grid = tiles_n * count
         programs, counter = programs_and_counter(grid, tiles.programs, q.device)
+        factors = before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain, 1 / (x.scale or 1.0)
         _backward[(programs,)](
-            *kinds, *stats, describe(sums, *half), *grads, dk, dv, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
-            before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain, grid, tiles_n, side_by_side, p.kv_heads, p.group, p.len_q, p.len_k,
-            count, first, dk.stride()[:3], dv.stride()[:3], map_strides, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
+            *kinds, *stats, pairs, describe(sums, *half), *grads, dk, dv, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
+            *factors, grid, tiles_n, side_by_side, p.kv_heads, p.group, p.len_q, p.len_k, count, first, dk.stride()[:3], dv.stride()[:3], map_strides, steps,
+            MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip
         finish(sums, dq, before * gain, first * p.group)

@@ -118,7 +118,7 @@ def weights(s, other, h, lses, index, call, place, MASK: gl.constexpr, SCORE: gl
             C: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):  # fmt: skip
     """P, and P times the derivative of the score. EDGE: they need the mask. `s` is less LSE already, unless a function of the scores is in between;
     `lses` are in shared memory, buffer `index`, where rows are keys, else in registers."""
-    scale, gain, reads, _ = call
+    scale, gain, reads = call[0], call[1], call[2]
     b, _, tile, _, len_q, _, len_k, _ = place
     i = _of_columns(other, C, layout)
     rows = (tile * (C.n if C.of_keys else C.m) + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))[:, None]
