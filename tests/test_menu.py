@@ -270,6 +270,7 @@ def test_what_hopper_leaves_to_triton():
     kernel, p = OPS["prefill"].kernel("hopper_prefill"), TYPICAL["prefill"]
     table, flags = torch.zeros(8, 1000, 1000), torch.zeros(1000, 1000, dtype=torch.int32)
     pairs, look_up = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, i, j], lambda s, b, h, i, j: s + table[h, (i - j).abs(), 0]))
+    elsewhere = ScoreMod(lambda s, b, h, i, j: s + table[h, i * j % 1000, 0]).static()
     turned, group = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, j, i], lambda s, b, h, i, j: s + table[h // 2, i, j]))
     both, counts = (ScoreMod(f).static() for f in (lambda s, b, h, i, j: s + table[h, i, j] * flags[i, j], lambda s, b, h, i, j: s + flags[i, j]))
     many = "a score reads more for each query and key than one float tensor at [.., i, j]: slow"
@@ -279,7 +280,9 @@ def test_what_hopper_leaves_to_triton():
         *(({"score": score}, many) for score in (turned, group, both, counts)),
         ({"score": pairs, "len_k": 1001}, "a score reads rows of 1001 in fp32, of a multiple of 16 bytes: triton_prefill is faster"),
         ({"score": pairs, "dim": 256}, "a score reads fp32 for each query and key beside heads of 256, of at most 128: no room for tiles of it"),
-        ({"score": look_up}, "a score looks values up at places that it computes: not measured"),
+        ({"score": look_up}, "2e+07 pairs of a query and a key, of at least 1e+08: to lay distances out takes twenty launches, and triton_prefill is faster"),
+        ({"score": look_up, "keys": "packed", "tokens": 4000}, "a score looks values up at places that it computes: not measured"),
+        ({"score": elsewhere}, "a score looks values up at places that it computes: not measured"),
         (
             {"len_q": 1025, "len_k": 1025, "mask": dilated},
             "dim 64 under a mask with arithmetic of its own, 1025 queries, of at most 1024: triton_prefill is faster",

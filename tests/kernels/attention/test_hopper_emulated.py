@@ -12,7 +12,7 @@ from gluon_emulator import MODES, Deadlock, Emulator, Fault, timings
 from judge import assert_as_good_as_torch
 from onchip.core.masks import Causal, Document, Full, MaskMod, Window
 from onchip.core.problem import Operands
-from onchip.core.scores import ALiBi, Bias, ScoreMod, Softcap, chain
+from onchip.core.scores import ALiBi, Bias, BucketBias, RelativeBias, ScoreMod, Softcap, chain
 from onchip.kernels.attention.reference import place, spans
 from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
 
@@ -28,7 +28,7 @@ SOURCES = [
         "attention.mods",
         "attention.tile",
         "hopper",
-        *(f"attention.{x}" for x in ("hopper_tiles", "hopper_copies", "capped", "lines", "key_bias", "hopper_prefill")),
+        *(f"attention.{x}" for x in ("pairs", "hopper_tiles", "hopper_copies", "capped", "lines", "key_bias", "hopper_prefill")),
     )
 ]
 
@@ -242,6 +242,18 @@ TILED = [  # which a third ring brings
     Case((2, 64, 2, EACH), lengths=(70, 0, 5, 200), score=bias(4, 2, 200, 200, inside=((70, 70), (0, 0), (5, 5), (200, 200)))),
     Case((2, 64, 2, FEW), lengths=(100, 70, 200), dim=128, score=bias(3, 2, 200, 200)),
     Case((2, 64, 2, EACH), lengths=((20, 90, 8), (150, 40, 7)), mask=Full(), score=bias(3, 1, 90, 152, inside=((20, 150), (90, 40), (8, 7)))),
+]
+FAR = torch.randn(4, 600)
+TILED += [  # by distance
+    BY_DISTANCE := Case((2, 64, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), score=RelativeBias(torch.randn(4, 401).bfloat16())),
+    Case((2, 64, 2, EACH), 300, 300, heads=(4, 2), score=RelativeBias(torch.randn(4, 61).half()), dtype=FP16),
+    Case((2, 128, 2, FEW), 130, 77, Full(), dim=128, score=BucketBias(torch.randn(32, 2).bfloat16())),
+    Case((1, 64, 2, FEW), 200, 300, Window(90), heads=(4, 1), score=ScoreMod(lambda s, b, h, i, j: s + FAR[h, i - j + 299]), sinks=True),
+    Case((2, 64, 2, FEW), 140, 200, dim=256, heads=(1, 1), score=RelativeBias(torch.randn(1, 201).bfloat16())),
+    Case((2, 64, 2, FEW), 260, 392, Full(), heads=(1, 1), score=RelativeBias(torch.randn(1, 801).bfloat16()), steep=500.0),
+    Case(
+        (2, 64, 2, EACH), 200, 200, Causal() & Document(torch.arange(200) // 60), heads=(4, 4), score=ScoreMod(lambda s, b, h, i, j: s + FAR[h, (j - i).abs()])
+    ),
 ]
 HIDDEN = torch.randn(2, 1, 264).masked_fill(torch.rand(2, 1, 264) < 0.5, -torch.inf)
 ADDED = [  # by the tensor cores
@@ -462,8 +474,8 @@ BUGS += [
     Bug("both warpgroups take the first one's tile", TILED[0], (("v_ring, rings[3 + GROUP]", "v_ring, rings[3]"),)),
     Bug("both warpgroups' tiles are the first one's", TILED[0], (("(tile_m * C.m + group * 64) * steps[2], n]", "tile_m * C.m * steps[2], n]"),)),
     Bug("a tile is that of the keys before", TILED[0], (("place, after - start_k, C)", "place, n - start_k, C)"),)),
-    Bug("a packed batch's keys are counted from its beginning", TILED[-1], (("place, n - start_k, C)", "place, n, C)"),)),
-    Bug("what one dimension repeats is looked for further on", TILED[3], (("head * steps[1]", "head"),)),
+    Bug("a packed batch's keys are counted from its beginning", TILED[14], (("place, n - start_k, C)", "place, n, C)"),)),
+    Bug("what one dimension repeats is looked for further on", TILED[3], (("head * steps[1], (tile", "head, (tile"),)),
     Bug("a row that is repeated is looked for further on", TILED[5], (("+ group * 64) * steps[2], n]", "+ group * 64), n]"),)),
     Bug("all sequences read the first one's", TILED[3], (("[b * steps[0], head", "[b * 0, head"),)),
     Bug("keys are looked up that a map does not say", SPLIT, (("        tile = gl.minimum(tile, call[5] // C.n)\n", "        pass\n"),)),
@@ -492,6 +504,8 @@ BUGS += [
         ("deps=[product(q, kt, k_ring, ki, start, PART, C, GROUP)]", "deps=[warpgroup_mma(q, kt, start, use_acc=False, is_async=True)]"),
     )),
     Bug("K is released before a tile may be done again", RISING, ((RELEASE_KEYS, ""), (IF_OUTGROWN, RELEASE_KEYS + IF_OUTGROWN))),
+    Bug("distances are those of the first rows of a tile", BY_DISTANCE, (("[b, head, 0, x - eighth * ROWS]", "[b, head, 0, x]"),)),
+    Bug("distances are the first warpgroup's", BY_DISTANCE, (("(tile_m * C.m + group * 64)\n            after", "(tile_m * C.m)\n            after"),)),
     Bug("a line goes past where it bends", BENT, (("gl.maximum(first // C.n - (high", "gl.maximum(first // C.n + 1 - (high"),)),
     Bug("a line begins where it does not bend yet", BENT, (("gl.cdiv(gl.maximum(last, 0), C.n)", "(gl.maximum(last, 0) // C.n)"),)),
     Bug("a line is as high at its far end", BENT, (("        n += C.n\n", "        n += 1\n"),)),

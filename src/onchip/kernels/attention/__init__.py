@@ -177,11 +177,20 @@ def _score_on_hopper(p: Attention) -> str | None:
         return "a score reads more for each query and key than one float tensor at [.., i, j]: slow"
     if tile and tile.dtype == torch.float32 and max(p.dim, p.value_dim) > 128:
         return f"a score reads fp32 for each query and key beside heads of {max(p.dim, p.value_dim)}, of at most 128: no room for tiles of it"
-    return _not_measured(p)
+    return None if _by_distance(p) else _not_measured(p)
+
+
+def _by_distance(p: Attention) -> bool:
+    """Whether the copy engine brings what a score adds for each distance."""
+    tile = p.keys == "dense" and importlib.import_module("onchip.kernels.attention.texts").distance_tile(p.score.text)
+    return bool(tile) and (tile.dtype != torch.float32 or max(p.dim, p.value_dim) <= 128)
 
 
 def _slower_on_hopper(p: Attention) -> str | None:
     """What `triton_prefill` does faster on an H200."""
+    pairs = p.batch * p.heads * p.len_q * p.len_k
+    if p.score is not None and pairs < FEW and _by_distance(p):
+        return f"{pairs:.0e} pairs of a query and a key, of at least {FEW:.0e}: to lay distances out takes twenty launches, and triton_prefill is faster"
     tile = p.score and importlib.import_module("onchip.kernels.attention.texts").pair_tile(p.score.text)
     alone = p.keys == "packed" and "batch_invariant" in p.extras  # the longest sequence must not show in others
     if tile and p.len_k * tile.dtype.itemsize % 16 and not alone:  # of a tensor that is contiguous; a copy costs more than it saves

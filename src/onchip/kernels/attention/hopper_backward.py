@@ -34,7 +34,8 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     steps_of,
     weights,
 )
-from onchip.kernels.attention.hopper_tiles import locate, pair_view, programs_and_counter, programs_of
+from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
+from onchip.kernels.attention.pairs import pair_view
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
 from onchip.kernels.attention.tile import ends, fast, for_tma, mask_map, sequence_tiles, together
 from onchip.kernels.hopper import (

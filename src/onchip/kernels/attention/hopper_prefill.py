@@ -48,7 +48,6 @@ from onchip.kernels.attention.hopper_tiles import (
     outgrown,
     own_rows,
     pack_of,
-    pair_view,
     pass_over,
     place_of,
     programs_and_counter,
@@ -68,6 +67,7 @@ from onchip.kernels.attention.hopper_tiles import (
 )
 from onchip.kernels.attention.key_bias import key_ring, product, room_of, taken_out
 from onchip.kernels.attention.lines import below, draw, height_of, top_above
+from onchip.kernels.attention.pairs import laid_out
 from onchip.kernels.attention.texts import is_light, line_of, only_adds
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, order, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -140,6 +140,7 @@ class Shape:
     room: float  # between the first maximum and what weights are taken over: HEADROOM, or none
     cap: int  # what weights are taken over where a softcap bounds the scores, so that nobody looks for a maximum; 0: they have no bound
     biased: bool  # whether the tensor cores add a bias of keys (`key_bias`), and nothing else is a score
+    far: bool  # whether what a score reads of each query and key lies there by distance (`pairs`)
     adds: bool  # whether a score is the product and what it reads, with which the product then begins (`hopper_tiles.begin`)
     line: str  # where the lines bend that a score function adds to a query's scores (`texts.line_of`); "": it does something else
     bold: bool  # whether weights are taken over a maximum of the tiles before, until one outgrows it: see `outgrown`
@@ -427,10 +428,10 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, coun
     gl.static_assert(t_desc is None or C.biased or C.groups < 3)
     rings = (q_ring, k_ring, v_ring, None, None, None)  # and, of what a score reads, one for each warpgroup
     if t_desc is not None and not C.biased:
-        t_ring = ring(t_desc, C.stages, 0)
+        t_ring = ring(t_desc, C.stages, 0, 8 if C.far else 1)
         rings = (q_ring, k_ring, v_ring, t_ring)
         if C.groups == 2:
-            rings = (q_ring, k_ring, v_ring, t_ring, ring(t_desc, C.stages, 0))
+            rings = (q_ring, k_ring, v_ring, t_ring, ring(t_desc, C.stages, 0, 8 if C.far else 1))
     o_buffers = q_ring[0]
     if not C.share:
         o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
@@ -528,7 +529,7 @@ def side_by_side(p: Attention) -> int:
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
-    """q, k, v as `ops.attention` passes them: dense, or packed with offsets. What the third ring brings is copied first where `pair_view` says so."""
+    """q, k, v as `ops.attention` passes them: dense, or packed with offsets. What the third ring brings is copied first where `pairs` says so."""
     packed = x.q_offsets is not None
     out, lse = outputs(p, x, q, return_lse)
     if out.numel() == 0 or p.len_k == 0:
@@ -542,7 +543,9 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     beside = x.beside if not packed and all(map(operator.is_, given, first)) else None  # what is let go below, the launch behind this one may write to
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     p, x, pairs, steps = taken_out(p, x, tiles.n)
-    biased = pairs is not None
+    biased, far = pairs is not None, tile is not None and tile.tensor < 0
+    if tile:
+        p, x, pairs, steps = laid_out(p, x, tile, tiles.n)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     make = functools.partial(mods.split_functions, tiled=tile is not None, of_row=tiles.pack > 1)
     (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
@@ -555,7 +558,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     gathers = pick(GATHERS, max(width, width_v)) if p.page % 8 else 0
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, gathers, p.dim, p.value_dim,
-        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, biased, adds, line, bold, share,
+        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, biased, far, adds, line, bold, share,
         pick(LAZILY, width_v), 1 if tile else rounds(tiles, width, width_v, 0 if share else width_v, room_of(tiles, biased, line, right)),
         tiles.pack, alike, beside is not None,
     )  # fmt: skip
@@ -568,9 +571,6 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, shape.m)
         tiles_m, batch_heads = len(listed), heads
-    if tile:
-        pairs, steps = pair_view(x.score[tile.tensor], tile.axes)
-        pairs = describe(pairs, 64, tiles.n)
     found, map_strides = None, (0, 0, 0)
     if shape.mapped:
         found, map_strides = mask_map(p, mods.mask_function(p.mask.text), reads[0], x, shape.m, tiles.n, False, q.device)

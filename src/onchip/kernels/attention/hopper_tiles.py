@@ -11,8 +11,9 @@ from onchip.core import settings
 from onchip.core.device import Device
 from onchip.core.problem import Attention
 from onchip.core.trace import Traced
-from onchip.kernels.attention.texts import PairTile, of_heads_and_keys, pair_tile
-from onchip.kernels.attention.tile import describable, inner_span, key_span, reads, sequence
+from onchip.kernels.attention.pairs import fill_distances
+from onchip.kernels.attention.texts import PairTile, distance_tile, of_heads_and_keys, pair_tile
+from onchip.kernels.attention.tile import inner_span, key_span, reads, sequence
 from onchip.kernels.hopper import (
     advance,
     as_pairs,
@@ -161,8 +162,12 @@ def fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
     b, head, tile_m, _, _, _, _, _ = place
     after = cursor
     for group in gl.static_range(GROUPS):
-        at = [b * steps[0], head * steps[1], (tile_m * C.m + group * 64) * steps[2], n]
-        after = fill(rings[3 + group], cursor, desc, at, C.stages, PAIRS_LET_GO - 8 * group, ONE_GROUP)
+        if C.far:
+            x = n + steps[2] - (tile_m * C.m + group * 64)
+            after = fill_distances(rings[3 + group], cursor, desc, b * steps[0], head * steps[1], x, C.stages, PAIRS_LET_GO - 8 * group, ONE_GROUP)
+        else:
+            at = [b * steps[0], head * steps[1], (tile_m * C.m + group * 64) * steps[2], n]
+            after = fill(rings[3 + group], cursor, desc, at, C.stages, PAIRS_LET_GO - 8 * group, ONE_GROUP)
     return after
 
 
@@ -470,7 +475,7 @@ def rounds(tiles, width: int, width_v: int, own: int, taken: int) -> int:
 
 def tile_of(p: Attention) -> PairTile | None:
     """What the third ring brings."""
-    return p.score and pair_tile(p.score.text)
+    return p.score and (pair_tile(p.score.text) or (distance_tile(p.score.text) if p.keys == "dense" else None))
 
 
 def pack_of(p: Attention, m: int) -> int:
@@ -498,23 +503,3 @@ def query_tiles(p: Attention, rows: int, pack: int = 1) -> int:
 def by_groups(t, kv_heads: int):
     """[batch, heads, len, dim] as [batch, kv_heads, len, group, dim]: rows of a tile are a query's heads, then the next one's."""
     return t.unflatten(1, (kv_heads, -1)).transpose(2, 3)
-
-
-def pair_view(t, axes: str):
-    """A tensor of `axes` and i, j as TMA describes it, [batch or 1, heads or 1, i, j], and how far a sequence, a head and a query are in its dimensions.
-
-    What one dimension repeats is taken once, of rows 64. A layout that TMA does not know (rows of no multiple of 16 bytes, a base that is not aligned)
-    is copied.
-    """
-    if axes == "hb":
-        t = t.transpose(0, 1)
-    for n, axis in enumerate("bh"):
-        if axis not in axes or t.stride(n) == 0:
-            t = (t.select(n, 0) if axis in axes else t).unsqueeze(n)
-    steps = (int(t.shape[0] > 1), int(t.shape[1] > 1), int(t.stride(2) > 0))
-    if not steps[2]:
-        t = t[:, :, :64]
-    if not describable(t):
-        unit = 16 // t.element_size()
-        t = t.new_empty((*t.shape[:3], triton.cdiv(t.shape[3], unit) * unit))[..., : t.shape[3]].copy_(t)
-    return t, steps

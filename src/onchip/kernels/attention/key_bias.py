@@ -6,8 +6,8 @@ begins with that one: at d128 64 cycles of the tensor cores' 1,024 a step of a w
 """
 
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention.hopper_tiles import pair_view
 from onchip.kernels.attention.lines import ramps
+from onchip.kernels.attention.pairs import pair_view
 from onchip.kernels.attention.texts import key_tile
 from onchip.kernels.hopper import describe, gl, gluon, ring, warpgroup_mma
 
