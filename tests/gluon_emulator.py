@@ -763,6 +763,16 @@ class Emulator:
             return Tensor(torch.as_tensor(raw(args[0]), dtype=torch.float32).log2())
         if code == "cvt.u32.u16 $0, $1;":
             return Tensor(raw(args[0]).to(torch.int32) & 0xFFFF)
+        if "st.relaxed.gpu.global.b64 [$1], w;" in code:  # two numbers in a word that others wait for
+            self.pause()
+            word, *numbers = args
+            numbers = torch.broadcast_tensors(*(torch.as_tensor(raw(x), dtype=torch.float32) for x in numbers), torch.as_tensor(word.places))[:2]
+            return store(word, Tensor(torch.stack(numbers, -1).view(torch.int64)[..., 0])) or Tensor(torch.tensor(0, dtype=torch.int32))
+        if "ld.relaxed.gpu.global.b64 w0" in code:
+            self.clock.until(lambda: bool((raw(load(args[0])) != 0).all()), "words of others")
+            return tuple(map(Tensor, raw(load(args[0]))[..., None].view(torch.float32).unbind(-1)))
+        if "fma.rn.f32 t, t, 0fBFB8AA3B, 0fBFB8AA3B; rcp.approx.ftz.f32" in code:
+            return Tensor(raw(args[0]) / ((raw(args[0]).exp2() + 1) * -math.log2(math.e)))
         if code.startswith("movmatrix.sync.aligned.m8n8.trans.b16"):
             warps, rows, columns = args[0].shape
             return Tensor(raw(args[0]).view(warps, rows // 8, 8, columns // 8, 8).transpose(2, 4).reshape(warps, rows, columns))

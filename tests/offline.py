@@ -18,9 +18,9 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 NEWEST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)  # `make newest`
 OPTIONS = ["--regAllocOptLevel=2"] if NEWEST else []  # as Triton's own call has it
@@ -86,6 +86,16 @@ def compile_for(
     target = GPUTarget("hip", number, 64) if kind == "hip" else GPUTarget("cuda", int(number), 32)
     options = {"num_warps": num_warps, "num_stages": num_stages, "num_ctas": ctas} | ({"maxnreg": most_registers} if most_registers else {})
     return assembled(source, target, options, arch)
+
+
+def compiled(kernel, args, rest, arch: str) -> Facts:
+    """A kernel compiled as Triton would for these arguments."""
+    amd = arch.startswith("gfx")
+    target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    backend = make_backend(target)
+    bound, kinds, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **rest)
+    options, signature, constexprs, attrs = kernel._pack_args(backend, rest | {"debug": False}, bound, kinds, options)
+    return assembled((GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs), target, options.__dict__, arch)
 
 
 def assembled(source, target: GPUTarget, options: Mapping[str, object], arch: str) -> Facts:

@@ -8,12 +8,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import JITFunction
 
-from offline import NEWEST, Facts, assembled
+from offline import NEWEST, compiled
 from onchip.core import device as devices
 from onchip.core import masks, scores
 from onchip.core.formats import Codes, Format
@@ -68,16 +65,6 @@ def launched(module, arch: str, p: Attention, *inputs, returns=(True,), entry="l
         dead = [at for at in facts.barriers if at < facts.shared - 1024]
         assert not dead or "mbarrier.inval" in facts.ptx, f"{kernel.__name__}: mbarriers that nobody uses, at {dead}, where buffers lie later"
     return how, found
-
-
-def compiled(kernel, args, rest, arch: str) -> Facts:
-    """A kernel compiled as Triton would for these arguments."""
-    amd = arch.startswith("gfx")
-    target = GPUTarget("hip", arch, 64) if amd else GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
-    backend = make_backend(target)
-    bound, kinds, options = create_function_from_signature(kernel.signature, kernel.params, backend)(*args, **rest)
-    options, signature, constexprs, attrs = kernel._pack_args(backend, rest | {"debug": False}, bound, kinds, options)
-    return assembled((GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs), target, options.__dict__, arch)
 
 
 def static(p: Attention, x: Operands, mask=None, score=None):

@@ -6,8 +6,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
-from offline import compile_for
+from offline import compile_for, compiled
 from onchip.core.device import gpu
 from onchip.core.formats import Format
 from onchip.core.problem import Groups, Rope, Rows
@@ -21,8 +22,10 @@ from onchip.kernels.fused import (
     gluon_stay,
     group_norm,
     group_norm_backward,
+    group_stay,
     group_tile,
     hadamard,
+    hopper_hadamard,
     logits,
     logprobs,
     low_rank,
@@ -171,14 +174,14 @@ def test_norm_backward(form, rows, width, dtype, arch):
 def test_group_norm(problem, arch):
     is_last = problem.layout == "channels_last"
     for module in (group_norm, group_norm_backward):
-        tiles = module.configs(problem, GPUS[arch])[0]
+        tiles = module.configs(problem, GPUS[arch])[-1]
         if module is group_norm:
             kernel = group_norm._twice_last if is_last else group_norm._twice if tiles.team > 32 else group_norm._held
         else:
             kernel = group_norm_backward._backward_last if is_last else group_norm_backward._backward_first
         values = group_tile.arguments(problem, tiles, torch.empty(0)) | {"PHASE": 0, "WORDS": arch.startswith("sm")}
         values |= {"STREAM": tiles.share > tiles.held // tiles.span * tiles.rows, "TEAM": triton.next_power_of_2(tiles.team)}
-        values["PARTS"] = group_tile.parts(problem, tiles)
+        values |= {"PARTS": group_tile.parts(problem, tiles), "KEEP": group_norm_backward._keeps(tiles)}
         matrices, numbers = {"x_ptr", "y_ptr", "dy_ptr", "dx_ptr", "w_ptr", "b_ptr"}, {"count_ptr": "*i64", "word_ptr": "*i64", "eps": "fp32"}
         numbers |= {name: "*fp32" for name in kernel.arg_names if name.endswith("_ptr") and name not in numbers}
         signature = {name: POINTER[problem.dtype] if name in matrices else numbers.get(name, "i32") for name in kernel.arg_names}
@@ -186,6 +189,23 @@ def test_group_norm(problem, arch):
         facts = compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("channels", "pixels", "share"))
         assert facts.spills <= (64 if module is group_norm_backward else 0)  # where a share is read twice
         assert facts.vector_loads or not arch.startswith("sm")
+
+
+def launched(monkeypatch, launch, *args):
+    """What the kernel of a launch on meta tensors becomes for Hopper."""
+    calls = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *args, grid, warmup, **rest: calls.append((kernel, args, rest)))
+    launch(*args)
+    ((kernel, args, rest),) = calls
+    return compiled(kernel, args, rest, "sm_90")
+
+
+def test_programs_that_stay(monkeypatch):
+    """Everything in registers, one copy's instruction, all of a multiprocessor's shared memory."""
+    p = Groups("group_norm", 1, 128, 32, 1 << 20, BF16, "silu")
+    x, weight = torch.empty(p.batch, p.channels, p.pixels, dtype=BF16, device="meta"), torch.empty(p.channels, dtype=BF16, device="meta")
+    facts = launched(monkeypatch, group_stay.launch, p, group_stay.configs(p, GPUS["sm_90"])[0], x, x, weight, weight, 1e-5, None, None)
+    assert facts.tma_loads == 1 and facts.spills <= 16 and facts.shared <= GPUS["sm_90"].shared_memory
 
 
 @everywhere
@@ -341,14 +361,24 @@ def test_lookup(dtype, arch):
     pointer, sizes = POINTER[dtype], {"width": "i32", "weight_stride": "i32", "dy_stride": "i32", "tokens": "i32", "vocab": "i32", "padding": "i32"}
     tiles = embedding.configs(Rows("embedding", 8192, 4096, dtype), GPUS[arch])[0]
     signature = dict.fromkeys(("weight_ptr", "y_ptr", "dy_ptr", "dw_ptr"), pointer) | sizes
-    signature |= {"ids_ptr": "*i32", "known_ptr": "*i32", "used_ptr": "*u8", "order_ptr": "*i64", "head_ptr": "*fp32", "tail_ptr": "*fp32"}
+    signature |= {
+        "ids_ptr": "*i32",
+        "known_ptr": "*i32",
+        "count_ptr": "*i32",
+        "first_ptr": "*i32",
+        "order_ptr": "*i64",
+        "head_ptr": "*fp32",
+        "tail_ptr": "*fp32",
+    }
     aligned = ("width", "weight_stride", "dy_stride")
     for kernel, constexprs in (
         (embedding._look_up, {}), *((kernel, {"CHUNK": embedding.CHUNK, "EARLY": arch == "sm_90"}) for kernel in (embedding._sums, embedding._borders)),
     ):  # fmt: skip
-        check(compile_for(kernel, signature, constexprs | {"BLOCK": tiles.block}, arch, tiles.warps, aligned=aligned), arch)
-    for kernel, constexprs in ((embedding._known, {}), (embedding._clear, {"ROWS": embedding.CLEARED})):
-        assert not compile_for(kernel, signature, constexprs | {"BLOCK": tiles.block}, arch, aligned=aligned).spills
+        check(compile_for(kernel, signature, constexprs | {"BLOCK": tiles.block}, arch, tiles.warps, aligned=aligned), arch, 16)
+    for kernel, constexprs in ((embedding._known, {"BLOCK": embedding.KNOWN}), (embedding._rows, {"ROWS": embedding.ROWS, "BLOCK": embedding.ROW}),
+        (embedding._clear, {"ROWS": embedding.CLEARED, "BLOCK": tiles.block}),
+    ):  # fmt: skip
+        assert not compile_for(kernel, signature, constexprs, arch, aligned=aligned).spills
     signature = {"x_ptr": pointer, "residual_ptr": pointer, "y_ptr": pointer, "state_ptr": "*i64", "elements": "i32", "bar": "i64", "grow": "fp32"}
     check(compile_for(dropout._dropout_add, signature, {"BLOCK": dropout.BLOCK}, arch, dropout.WARPS, aligned=("elements",)), arch)
 
@@ -366,13 +396,21 @@ def test_hadamard(rows, width, dtype, arch):
 @pytest.mark.parametrize(("width", "dtype"), [(16384, FP32), (4096, BF16), (32768, BF16)])
 def test_gluon_hadamard(width, dtype):
     """Two exchanges by vectors, of no more than three barriers each; of 16 bits and up to 8,192 columns one, behind a product of x as it was loaded."""
-    tiles = gluon_hadamard.configs(Rows("hadamard", 2048, width, dtype), GPUS["sm_90"])[0]
+    tiles = gluon_hadamard.configs(Rows("hadamard", 64, width, dtype), GPUS["sm_90"])[0]
     signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "x_stride": "i32"}
     part = width // tiles.parts
     constexprs = {"WIDTH": part, "PARTS": tiles.parts, "SCALE": width**-0.5, "SIZE": dtype.itemsize, "WARPS": tiles.warps, "HALVES": tiles.halves}
     facts = compile_for(gluon_hadamard._hadamard, signature, constexprs, "sm_90", tiles.warps, aligned=("x_stride",), most_registers=tiles.registers)
     check(facts, "sm_90", 8)
     assert facts.shared <= 4 * part and facts.ptx.count("bar.sync") <= (4 if width > 8192 else 3)
+
+
+def test_hopper_hadamard(monkeypatch):
+    """Products of 64 x 64 in steps of 16; nothing goes between threads but on its way out."""
+    p = Rows("hadamard", 2048, 32768, BF16)
+    x = torch.empty(p.rows, p.width, dtype=BF16, device="meta")
+    facts = launched(monkeypatch, hopper_hadamard.launch, p, gluon_hadamard.configs(p, GPUS["sm_90"])[0], x, x)
+    assert facts.wgmma == 2 * 4 * 4 * 4 and not facts.serialized and facts.spills <= 128 and facts.shared <= GPUS["sm_90"].shared_memory
 
 
 @everywhere

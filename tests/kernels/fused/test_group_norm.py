@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import onchip
+from gluon_emulator import Emulator
 from judge import assert_as_good_as_torch, poisoned
 from onchip.core.device import gpu
 from onchip.core.problem import Groups
@@ -156,10 +157,11 @@ def test_how_shapes_are_cut():
     video = Groups("group_norm", 1, 128, 32, 17 << 18, FP32, "silu")
     odd = Groups("group_norm", 3, 7, 7, 1013 * 1009, BF16, "silu")
     for module in (group_norm, group_norm_backward):
-        (tiles,) = module.configs(unet, h200)
+        *_, tiles = module.configs(unet, h200)
         assert tiles.team == 1 and tiles.held * tiles.rows * tiles.cols == 40 * 256
         for problem in (vae, video, odd):
-            (tiles,) = module.configs(problem, h200)
+            *stay, tiles = module.configs(problem, h200)
+            assert len(stay) == (module is group_norm and problem is vae)
             runs = problem.channels // problem.groups * -(-problem.pixels // (tiles.cols * tiles.span))
             assert tiles.team > 1 and (tiles.team - 1) * tiles.share < runs <= tiles.team * tiles.share
             assert tiles.team <= h200.sms if module is group_norm_backward else tiles.share * tiles.span == tiles.held * tiles.rows
@@ -214,3 +216,17 @@ X = torch.zeros(2, 6, 4)
 def test_what_does_not_fit_is_said(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.parametrize("problem", [Groups("group_norm", 5, 3, 1, 8192, BF16, "silu"), Groups("group_norm", 1, 8, 4, 16384, FP16)], ids=str)
+def test_programs_that_stay(problem):
+    """The text of the kernel for Hopper in the emulator, by two teams of one program."""
+    kernel, p = Emulator("slow loads").load("onchip.kernels.hopper", "onchip.kernels.fused.group_stay"), problem
+    x = (torch.randn(p.batch, p.channels, p.pixels) * 2 + 3).to(p.dtype)
+    weight, bias = torch.randn(2, p.channels).to(p.dtype)
+    y, (mean, rstd) = poisoned(x.shape, p.dtype, "cpu"), poisoned((2, p.batch, p.groups), FP32, "cpu")
+    kernel.launch(p, kernel.Tiles(2, 1, p.channels // p.groups * p.pixels), x, y, weight, bias, EPS, mean, rstd)
+    exact = textbook(p.act, p.groups, [t.double() for t in (x, weight, bias)])
+    assert_as_good_as_torch(y, textbook(p.act, p.groups, (x, weight, bias)), exact)
+    groups = x.double().reshape(p.batch, p.groups, -1)
+    assert torch.allclose(mean.double(), groups.mean(-1), atol=1e-5) and torch.allclose(rstd.double(), (groups.var(-1, False) + EPS).rsqrt(), rtol=1e-4)

@@ -28,6 +28,7 @@ IDS = {  # tokens of a vocabulary of 50
     "all one": lambda: torch.full((83,), 7),
     "few": lambda: torch.randint(3, (2, 40)),
     "any": lambda: torch.randint(50, (100,)),
+    "a few of many rows": lambda: torch.randint(6, (20,)),
     "one": lambda: torch.tensor([[49]]),
     "unknown": lambda: torch.tensor([3, -1, 50, 3, 1 << 40, 0, -1, -(1 << 40)]),
 }
@@ -56,6 +57,7 @@ def check_embedding(ids, vocab, width, dtype, kernel, device, padding=None):
 @pytest.mark.parametrize("kernel", kernels(EMBEDDING))
 @pytest.mark.parametrize(("name", "width", "dtype", "padding"), [
     ("all different", 130, BF16, None), ("all one", 63, FP32, None), ("few", 8, FP16, 1), ("any", 200, BF16, 0), ("one", 1, FP32, 49),
+    ("a few of many rows", 24, FP32, 3),
     ("unknown", 40, FP32, None),
 ])  # fmt: skip
 def test_embedding(name, width, dtype, padding, kernel, device):
@@ -160,10 +162,13 @@ def test_hadamard(rows, width, dtype, kernel, device):
         (5, 4096, FP16, "gluon_hadamard"),
         (5, 4096, FP32, "gluon_hadamard"),
         (300_000, 8192, BF16, "gluon_hadamard"),
-        (150_000, 16384, BF16, "gluon_hadamard"),
+        (150_001, 16384, BF16, "gluon_hadamard"),
+        (75_001, 32768, BF16, "gluon_hadamard"),
+        (1, 16384, FP16, "gluon_hadamard"),
+        (5, 32768, FP16, "gluon_hadamard"),
+        (601, 32768, FP16, "gluon_hadamard"),
         (4099, 32768, FP32, "gluon_hadamard"),
         (3, 16384, FP32, "gluon_hadamard"),
-        (5, 32768, FP16, "gluon_hadamard"),
         (300_000, 8192, BF16, "triton_hadamard"),
         (70_001, 128, BF16, "triton_hadamard"),
     ],
@@ -188,6 +193,19 @@ def test_six_bits_at_a_time(width, dtype):
     done = kernel.PRODUCT if kernel.multiplied(columns, x.element_size()) else ()
     assert sorted([*done, *(bit for _, added in passes for bit in added)]) == list(range(columns.bit_length() - 1))
     assert all(len(set(held)) == kernel.HELD and set(added) <= set(held) for held, added in passes)
+
+
+@pytest.mark.parametrize("mode", ["slow loads", "slow products"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_by_products(dtype, mode):
+    """The text of the kernel for Hopper in the emulator: two programs that stay, an odd number of rows, apart by more than their width."""
+    rows, width = 5, 32768
+    kernel = Emulator(mode).load("onchip.kernels.hopper", "onchip.kernels.fused.hopper_hadamard")
+    x = poisoned((rows, width + 16), dtype, "cpu")[:, 16:].copy_(torch.randn(rows, width))
+    ours = poisoned((rows, width), dtype, "cpu")
+    kernel.launch(Rows("hadamard", rows, width, dtype), kernel.Tiles(2), x, ours)
+    truth = product(x.double(), 256)
+    assert_as_good_as_torch(ours, truth.to(dtype), truth)
 
 
 def test_wrong_arguments(device):

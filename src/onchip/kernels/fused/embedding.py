@@ -3,8 +3,9 @@
 Forward a program copies a piece of one row: traffic is 2 tokens width. Backward the ids have been sorted once, so that the tokens of an id stand
 side by side. A program takes CHUNK of them and a piece of the width, adds them up in float32 in their order, and writes each sum that lies wholly
 inside; what reaches over a border goes to `head` (of an id that began before) or `tail` (of one that goes on), and a second kernel adds those up.
-No atomics: the same bits in every run, however often an id occurs. Rows of no token are cleared beside all that, on a stream of their own: sorting is all
-latency. Traffic is dy and dweight, once.
+No atomics in sums: the same bits in every run, however often an id occurs. Rows of no token are cleared beside all that, on a stream of their own: sorting
+is all latency. Where tokens are many beside rows, so are rows of FEW tokens made, from a list of a row's tokens, which a program puts in order; what
+needs a sort goes beside it. Traffic is dy and dweight, once.
 """
 
 import functools
@@ -19,7 +20,11 @@ from onchip.core.problem import Rows
 from onchip.kernels.launch import starts_early
 
 CLEARED, CLEARING = 16, 1  # rows that a program clears at once; programs of a multiprocessor: 4 of them cost 9 us of 136, as the sort waits for room (H200)
+FEW = tl.constexpr(4)  # tokens of a row that need no sort
+SPARSE = 2  # rows a token up to which rows of few tokens go without: 16,384 tokens of 32,768 rows 123 us (139), of 128,256 370 (328)
+ROWS, ROW = 4, 2048  # of a program that makes rows of few tokens: how many, and columns; 8 rows 131 us, 4,096 columns 126
 LOOK = tl.constexpr(256)  # chunks looked at together for the end of an id
+KNOWN = 256  # tokens of a program that counts them
 CHUNK = 16  # tokens a program adds up: enough programs for 2k tokens, and at most 1/8 more traffic where all ids are one
 
 
@@ -46,23 +51,31 @@ def _look_up(ids_ptr, weight_ptr, y_ptr, width, vocab, weight_stride, BLOCK: tl.
 
 
 @triton.jit
-def _known(ids_ptr, known_ptr, used_ptr, tokens, vocab, padding, BLOCK: tl.constexpr):
-    """Ids in fewer bytes, which sort sooner; what is no row of weight is -1. 1 where a row has a gradient."""
+def _known(ids_ptr, known_ptr, count_ptr, first_ptr, tokens, vocab, padding, BLOCK: tl.constexpr):
+    """Ids in fewer bytes, which sort sooner; what is no row of weight is -1. How many tokens each row has a gradient of, and FEW of them, in any order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     id = tl.load(ids_ptr + at, mask=at < tokens, other=-1).to(tl.int64)
     id = tl.where((id >= 0) & (id < vocab), id, -1)
     tl.store(known_ptr + at, id.to(known_ptr.dtype.element_ty), mask=at < tokens)
-    tl.store(used_ptr + id, 1, mask=(id >= 0) & (id != padding))
+    counted = (id >= 0) & (id != padding)
+    place = tl.atomic_add(count_ptr + id, 1, mask=counted, sem="relaxed")
+    if first_ptr is not None:
+        tl.store(first_ptr + id * FEW + place, at.to(tl.int32), mask=counted & (place < FEW))
 
 
 @triton.jit
-def _token(ids_ptr, order_ptr, at, tokens):
-    """The id of a sorted token, and where the token stands; any past the last."""
-    return tl.load(ids_ptr + at, mask=at < tokens, other=0).to(tl.int64), tl.load(order_ptr + at, mask=at < tokens, other=0)
+def _token(ids_ptr, order_ptr, count_ptr, at, tokens, vocab, padding):
+    """The id of a sorted token, where the token stands, and whether `_sums` makes its row, of more than FEW tokens where there is a `count_ptr`; any past the
+    last."""
+    id = tl.load(ids_ptr + at, mask=at < tokens, other=-1).to(tl.int64)
+    mine = (id >= 0) & (id < vocab) & (id != padding)
+    if count_ptr is not None:
+        mine = tl.load(count_ptr + id, mask=mine, other=0) > FEW
+    return id, tl.load(order_ptr + at, mask=at < tokens, other=0), mine
 
 
 @triton.jit
-def _sums(dy_ptr, ids_ptr, order_ptr, dw_ptr, head_ptr, tail_ptr, tokens, width, dy_stride, vocab, padding,
+def _sums(dy_ptr, ids_ptr, order_ptr, count_ptr, dw_ptr, head_ptr, tail_ptr, tokens, width, dy_stride, vocab, padding,
           CHUNK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     if EARLY:  # of `_borders`, which waits
         tl.extra.cuda.gdc_launch_dependents()
@@ -70,35 +83,72 @@ def _sums(dy_ptr, ids_ptr, order_ptr, dw_ptr, head_ptr, tail_ptr, tokens, width,
     chunk = (tl.program_id(0) // pieces).to(tl.int64)
     col = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
     inside, start = col < width, chunk * CHUNK
-    id = tl.load(ids_ptr + start).to(tl.int64)
+    if count_ptr is not None:
+        _, _, any_mine = _token(ids_ptr, order_ptr, count_ptr, start + tl.arange(0, CHUNK), tokens, vocab, padding)
+        if tl.max(any_mine.to(tl.int32), 0) == 0:
+            return
+    id, place, mine = _token(ids_ptr, order_ptr, count_ptr, start, tokens, vocab, padding)
     began = (start == 0) | (tl.load(ids_ptr + start - 1, mask=start > 0, other=0).to(tl.int64) != id)
-    row = tl.load(dy_ptr + tl.load(order_ptr + start) * dy_stride + col, mask=inside, other=0.0)
-    following, place = _token(ids_ptr, order_ptr, start + 1, tokens)
+    row = tl.load(dy_ptr + place * dy_stride + col, mask=inside & mine, other=0.0)
+    following, place, next_mine = _token(ids_ptr, order_ptr, count_ptr, start + 1, tokens, vocab, padding)
     total = tl.zeros([BLOCK], tl.float32)
     for n in range(CHUNK):
         at = start + n
         total += row.to(tl.float32)
         more = at + 1 < tokens
         ahead = more & (n + 1 < CHUNK)  # the next row is on its way before this one is stored, and the place of the one after it
-        row = tl.load(dy_ptr + place * dy_stride + col, mask=inside & ahead, other=0.0)
-        after, place = _token(ids_ptr, order_ptr, at + 2, tokens)
-        ends = (at < tokens) & ((not more) | (following != id))
-        counted = (id >= 0) & (id < vocab) & (id != padding)
-        last = (at < tokens) & ((n + 1 == CHUNK) | (not more))
-        tl.store(dw_ptr + id * width + col, total.to(dw_ptr.dtype.element_ty), mask=inside & ends & began & counted)
-        tl.store(head_ptr + chunk * width + col, total, mask=inside & (ends | last) & (not began))
-        tl.store(tail_ptr + chunk * width + col, total, mask=inside & last & (not ends) & began)
+        row = tl.load(dy_ptr + place * dy_stride + col, mask=inside & ahead & next_mine, other=0.0)
+        after, place, after_mine = _token(ids_ptr, order_ptr, count_ptr, at + 2, tokens, vocab, padding)
+        ends = (not more) | (following != id)
+        last = (n + 1 == CHUNK) | (not more)
+        here = inside & mine
+        tl.store(dw_ptr + id * width + col, total.to(dw_ptr.dtype.element_ty), mask=here & ends & began)
+        tl.store(head_ptr + chunk * width + col, total, mask=here & (ends | last) & (not began))
+        tl.store(tail_ptr + chunk * width + col, total, mask=here & last & (not ends) & began)
         began = began | ends
         total = tl.where(ends, 0.0, total)
-        id, following = following, after
+        id, following, mine, next_mine = following, after, next_mine & more, after_mine
 
 
 @triton.jit
-def _clear(used_ptr, dw_ptr, vocab, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _few(first_ptr, count):
+    """The tokens of a row, in order, where there are FEW at most."""
+    a, b, c, d = tl.load(first_ptr), tl.load(first_ptr + 1), tl.load(first_ptr + 2), tl.load(first_ptr + 3)
+    b, c, d = tl.where(count > 1, b, 0x7FFFFFFF), tl.where(count > 2, c, 0x7FFFFFFF), tl.where(count > 3, d, 0x7FFFFFFF)
+    a, b, c, d = tl.minimum(a, b), tl.maximum(a, b), tl.minimum(c, d), tl.maximum(c, d)
+    a, b, c, d = tl.minimum(a, c), tl.minimum(b, d), tl.maximum(a, c), tl.maximum(b, d)
+    return a, tl.minimum(b, c), tl.maximum(b, c), d
+
+
+@triton.jit
+def _rows(count_ptr, first_ptr, dy_ptr, dw_ptr, vocab, width, dy_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Pieces of ROWS rows of FEW tokens at most, each added up in their order; 0 of none."""
+    pieces = tl.cdiv(width, BLOCK)
+    first = (tl.program_id(0) // pieces).to(tl.int64) * ROWS
+    col = tl.program_id(0) % pieces * BLOCK + tl.arange(0, BLOCK)
+    counts, places, rows = (), (), ()
+    for n in tl.static_range(ROWS):
+        count = tl.load(count_ptr + first + n, mask=first + n < vocab, other=FEW + 1)
+        counts += (count,)
+        places += (_few(first_ptr + tl.minimum(first + n, vocab - 1) * FEW, count),)
+    for n in tl.static_range(ROWS):  # one of each, before any is stored
+        there = (counts[n] > 0) & (counts[n] <= FEW)
+        rows += (tl.load(dy_ptr + places[n][0].to(tl.int64) * dy_stride + col, mask=there & (col < width), other=0.0),)
+    for n in tl.static_range(ROWS):
+        total = rows[n].to(tl.float32)
+        if (counts[n] > 1) & (counts[n] <= FEW):
+            for m in tl.static_range(1, FEW):
+                row = tl.load(dy_ptr + places[n][m].to(tl.int64) * dy_stride + col, mask=(counts[n] > m) & (col < width), other=0.0)
+                total += row.to(tl.float32)
+        tl.store(dw_ptr + (first + n) * width + col, total.to(dw_ptr.dtype.element_ty), mask=(counts[n] <= FEW) & (col < width))
+
+
+@triton.jit
+def _clear(count_ptr, dw_ptr, vocab, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """0 in the rows that have no gradient."""
     for first in range(tl.program_id(0) * ROWS, vocab, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
-        empty = (tl.load(used_ptr + row, mask=row < vocab, other=1) == 0)[:, None]
+        empty = (tl.load(count_ptr + row, mask=row < vocab, other=1) == 0)[:, None]
         rows = dw_ptr + row.to(tl.int64)[:, None] * width
         for begin in range(0, width, BLOCK):
             col = begin + tl.arange(0, BLOCK)[None, :]
@@ -106,7 +156,7 @@ def _clear(used_ptr, dw_ptr, vocab, width, ROWS: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _borders(ids_ptr, dw_ptr, head_ptr, tail_ptr, tokens, width, vocab, padding, CHUNK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _borders(ids_ptr, count_ptr, dw_ptr, head_ptr, tail_ptr, tokens, width, vocab, padding, CHUNK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """The sum of an id that begins in this chunk and goes on after it."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -118,6 +168,8 @@ def _borders(ids_ptr, dw_ptr, head_ptr, tail_ptr, tokens, width, vocab, padding,
     began = (start == 0) | (tl.load(ids_ptr + start - 1, mask=start > 0, other=0).to(tl.int64) != id)
     on = (after < tokens) & (tl.load(ids_ptr + after, mask=after < tokens, other=0).to(tl.int64) == id)
     here = on & began & (id >= 0) & (id < vocab) & (id != padding)
+    if count_ptr is not None:
+        here = here & (tl.load(count_ptr + id, mask=here, other=0) > FEW)
     following, on = 0, here
     while on:  # chunks after this one that begin with the same id, LOOK at a time: ids are sorted
         at = after + (following + tl.arange(0, LOOK)).to(tl.int64) * CHUNK
@@ -149,9 +201,9 @@ def launch(problem: Rows, config: Tiles, ids: torch.Tensor, weight: torch.Tensor
 
 
 @functools.cache
-def _side(device: torch.device) -> torch.cuda.Stream:
-    """Where rows are cleared."""
-    return torch.cuda.Stream(device)
+def _side(device: torch.device, first: bool) -> torch.cuda.Stream:
+    """What goes beside the rest; if `first`, its programs go before others, since sorting is all latency."""
+    return torch.cuda.Stream(device, priority=-1 if first else 0)
 
 
 def launch_backward(problem: Rows, config: Tiles, ids: torch.Tensor, dy: torch.Tensor, vocab: int, padding: int) -> torch.Tensor:
@@ -162,23 +214,37 @@ def launch_backward(problem: Rows, config: Tiles, ids: torch.Tensor, dy: torch.T
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     narrow = torch.int16 if vocab <= 1 << 15 else torch.int32  # 16,384 ids sort in 31 us, in 47, and as int64 in 80 (H200)
     known = torch.empty(problem.rows, dtype=narrow, device=dy.device)
-    used = torch.zeros(vocab, dtype=torch.uint8, device=dy.device)
-    _known[(triton.cdiv(problem.rows, 1024),)](ids.contiguous(), known, used, problem.rows, vocab, padding, BLOCK=1024)
+    count = torch.zeros(vocab, dtype=torch.int32, device=dy.device)
+    few = vocab <= SPARSE * problem.rows
+    first = torch.empty(vocab * FEW.value, dtype=torch.int32, device=dy.device) if few else None
+    _known[(triton.cdiv(problem.rows, KNOWN),)](ids.contiguous(), known, count, first, problem.rows, vocab, padding, BLOCK=KNOWN)
     dw = torch.empty((vocab, problem.width), dtype=dy.dtype, device=dy.device)
-    side = _side(dy.device) if dy.is_cuda else None
+
+    def by_order():
+        found, order = torch.sort(known, stable=True)
+        chunks, counted = triton.cdiv(problem.rows, CHUNK), count if few else None
+        head, tail = torch.empty((2, chunks, problem.width), dtype=torch.float32, device=dy.device)
+        grid, sizes = (chunks * triton.cdiv(problem.width, config.block),), (problem.rows, problem.width)
+        early = starts_early(dy)
+        tiles = {"CHUNK": CHUNK, "BLOCK": config.block, "EARLY": early, "num_warps": config.warps}
+        _sums[grid](dy, found, order, counted, dw, head, tail, *sizes, dy.stride(0), vocab, padding, **tiles)
+        _borders[grid](found, counted, dw, head, tail, *sizes, vocab, padding, **tiles, **({"launch_pdl": True} if early else {}))
+
+    def directly():
+        if few:
+            block = min(ROW, triton.next_power_of_2(problem.width))
+            grid = (triton.cdiv(vocab, ROWS) * triton.cdiv(problem.width, block),)
+            _rows[grid](count, first, dy, dw, vocab, problem.width, dy.stride(0), ROWS=ROWS, BLOCK=block, num_warps=4)
+        else:  # by few programs, between which the sort's find room
+            programs = min(triton.cdiv(vocab, CLEARED), CLEARING * of(dy.device).sms)
+            _clear[(programs,)](count, dw, vocab, problem.width, ROWS=CLEARED, BLOCK=config.block, num_warps=4)
+
+    side = _side(dy.device, few) if dy.is_cuda else None
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(dy.device))
-    with torch.cuda.stream(side):  # few programs, between which the sort's find room
-        programs = min(triton.cdiv(vocab, CLEARED), CLEARING * of(dy.device).sms)
-        _clear[(programs,)](used, dw, vocab, problem.width, ROWS=CLEARED, BLOCK=config.block, num_warps=4)
-    found, order = torch.sort(known, stable=True)
-    chunks = triton.cdiv(problem.rows, CHUNK)
-    head, tail = torch.empty((2, chunks, problem.width), dtype=torch.float32, device=dy.device)
-    grid, sizes = (chunks * triton.cdiv(problem.width, config.block),), (problem.rows, problem.width)
-    early = starts_early(dy)
-    tiles = {"CHUNK": CHUNK, "BLOCK": config.block, "EARLY": early, "num_warps": config.warps}
-    _sums[grid](dy, found, order, dw, head, tail, *sizes, dy.stride(0), vocab, padding, **tiles)
-    _borders[grid](found, dw, head, tail, *sizes, vocab, padding, **tiles, **({"launch_pdl": True} if early else {}))
+    with torch.cuda.stream(side):
+        (by_order if few else directly)()
+    (directly if few else by_order)()
     if side is not None:
         torch.cuda.current_stream(dy.device).wait_stream(side)
     return dw

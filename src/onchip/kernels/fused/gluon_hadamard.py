@@ -4,7 +4,8 @@ A thread holds 64 elements: those whose columns differ in six bits, along which 
 bits that a load of 16 bytes has, and the highest. Of 16 bits and up to 8,192 columns one product of matrices (`mma.sync`, x as it was loaded times 1 and -1,
 which is exact) adds along four bits first, two of them between lanes, and one exchange turns all that are left to registers. Otherwise an exchange turns the
 next six to registers, and a second one brings what is left beside the low ones of a store. Of 32,768 columns two programs read the row and make half of it
-each: three of them fit on a multiprocessor, where one with all of the row would have nothing beside it. Traffic is the floor: x read and y written, once.
+each: three of them fit on a multiprocessor, where one with all of the row would have nothing beside it. Many such rows of 16 bits are
+`hopper_hadamard.py`'s. Traffic is the floor: x read and y written, once.
 """
 
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from onchip.core.device import Device
 from onchip.core.problem import Rows
+from onchip.kernels.fused import hopper_hadamard
 
 HELD = 6  # bits of the column in a thread's registers
 PRODUCT = (0, 1, 3, 4)  # bits of the column along which one product of matrices adds, of 16 bits: exact, as x times 1 or -1 is
@@ -177,16 +179,22 @@ def _hadamard(
 # ---- host
 
 
-def configs(problem: Rows, device: Device) -> list[Tiles]:
+def configs(problem: Rows, device: Device) -> list[Tiles | hopper_hadamard.Tiles]:
     """64 elements a thread."""
     parts = max(1, problem.width // WHOLE)
     half = problem.dtype.itemsize == 2
-    return [Tiles(parts, problem.width // parts >> 11, REGISTERS if parts > 1 and half else 0, half and problem.width == HALVED)]
+    return [
+        *hopper_hadamard.configs(problem, device),
+        Tiles(parts, problem.width // parts >> 11, REGISTERS if parts > 1 and half else 0, half and problem.width == HALVED),
+    ]
 
 
-def launch(problem: Rows, config: Tiles, x: torch.Tensor) -> torch.Tensor:  # x: [..., width]
+def launch(problem: Rows, config: Tiles | hopper_hadamard.Tiles, x: torch.Tensor) -> torch.Tensor:  # x: [..., width]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not x.numel():
+        return y
+    if isinstance(config, hopper_hadamard.Tiles):
+        hopper_hadamard.launch(problem, config, x, y)
         return y
     rows = x.reshape(problem.rows, problem.width)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()

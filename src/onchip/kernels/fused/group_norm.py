@@ -6,6 +6,7 @@ last, is read twice by programs that hold nothing: by those that sum it up, of w
 first for none, so that there may be any number of them. L2 is told to let y and what is read again go before what has been summed up. Where channels come
 last, sums of channels are folded into groups.
 Bytes moved: the floor, x and y once each, as long as the L2 cache keeps what has been summed up until it is read again.
+On Hopper groups of more than 4 MB are `group_stay.py`'s.
 """
 
 import torch
@@ -15,6 +16,7 @@ import triton.language as tl
 from onchip.core.device import Device, of
 from onchip.core.problem import Groups
 from onchip.kernels.curves import activated
+from onchip.kernels.fused import group_stay
 from onchip.kernels.fused.group_tile import (
     Tiles,
     across,
@@ -29,6 +31,7 @@ from onchip.kernels.fused.group_tile import (
     parts,
     quick_sigmoid,
     scratch,
+    silu_of,
     spread,
     tile,
     wide,
@@ -54,29 +57,33 @@ def _y(x, w, b, y_ptr, ACT: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _moments(held, first_ptr, count, begin, end, pieces, pixels, zero, HELD: tl.constexpr, CUT: tl.constexpr, WORDS: tl.constexpr):
-    """Mean and sum of square deviations of the runs [begin, end), `count` numbers.
-
-    float32 is added up from the first number on: a sum of thousands would round a mean of 1,000 by half of float32's own steps there, and more.
+def _moments(held, first_ptr, count, begin, end, pieces, pixels, HELD: tl.constexpr, CUT: tl.constexpr, WORDS: tl.constexpr):
+    """Mean and sum of square deviations of the runs [begin, end), `count` numbers, by sums from the first number on: those of thousands would round a mean of
+    1,000 by half of float32's own steps there, and more. Half precision takes one pass.
     """
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
     FAR: tl.constexpr = held[0].dtype == tl.float32
     total = tl.zeros([ROWS, COLS], tl.float32)
-    about = tl.load(first_ptr) if FAR else 0.0
-    for k in tl.static_range(HELD):
-        x = wide(held[k], 0, WORDS)
-        if FAR:
-            _, _, _, inside = tile(begin, end, k, pieces, pixels, CUT)
-            x = tl.where(inside, x - about, 0.0)
-        total += x
-    mean = about + tl.sum(total) / count
     squares = tl.zeros([ROWS, COLS], tl.float32)
+    about = tl.load(first_ptr).to(tl.float32)
     for k in tl.static_range(HELD):
         _, _, _, inside = tile(begin, end, k, pieces, pixels, CUT)
-        off = tl.where(inside, wide(held[k], zero, WORDS) - mean, 0.0)
-        squares += off * off
-    return mean, tl.sum(squares)
+        off = tl.where(inside, wide(held[k], 0, WORDS) - about, 0.0)
+        total += off
+        if not FAR:
+            squares += off * off
+    total = tl.sum(total)
+    mean = about + total / count
+    if FAR:
+        for k in tl.static_range(HELD):
+            _, _, _, inside = tile(begin, end, k, pieces, pixels, CUT)
+            off = tl.where(inside, held[k] - mean, 0.0)
+            squares += off * off
+        square = tl.sum(squares)
+    else:
+        square = tl.maximum(tl.sum(squares) - total * total / count, 0.0)
+    return mean, square
 
 
 @triton.jit
@@ -94,17 +101,21 @@ def _write(
     """y of the runs [begin, end)."""
     SPAN: tl.constexpr = CUT[2]
     FAR: tl.constexpr = y_ptr.dtype.element_ty == tl.float32
+    SILU: tl.constexpr = ACT == "silu" and WORDS and not FAR
     for turn in tl.static_range(HELD // SPAN):
         _, c, _, _ = tile(begin, end, turn * SPAN, pieces, pixels, CUT)
         w, b = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd, of_channel(b_ptr, first_c + c, c < each, 0.0)
         if not FAR:
             b -= mean * w
+        if SILU:
+            w, b = w * -1.4426950408889634, b * -1.4426950408889634
         for s in tl.static_range(SPAN):
             _, _, at, inside = tile(begin, end, turn * SPAN + s, pieces, pixels, CUT)
             x = wide(held[turn * SPAN + s], pixels >> 31, WORDS)
             if FAR:  # the mean goes off first: a product of thousands would be rounded before it does
                 x -= mean
-            tl.store(y_ptr + at, _y(x, w, b, y_ptr, ACT, WORDS), mask=inside, eviction_policy=KEEP)
+            y = silu_of(x * w + b).to(y_ptr.dtype.element_ty) if SILU else _y(x, w, b, y_ptr, ACT, WORDS)
+            tl.store(y_ptr + at, y, mask=inside, eviction_policy=KEEP)
 
 
 @triton.jit
@@ -124,7 +135,7 @@ def _held(
     start = unit * size + first
     held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT, "")
     if PHASE != SECOND:
-        mean, square = _moments(held, x_ptr + start, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, groups >> 31, HELD, CUT, WORDS)
+        mean, square = _moments(held, x_ptr + start, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, HELD, CUT, WORDS)
         if TEAM > 1:
             tell(word_ptr + tl.program_id(0), mean, square + TINY)
     if PHASE != FIRST:
@@ -192,7 +203,7 @@ def _twice(
         _write(held, y_ptr + start, w_ptr, b_ptr, mean, rstd, unit % groups * each, begin, end, each, pieces, pixels, ACT, HELD, CUT, WORDS, "evict_first")
     else:
         held = hold(x_ptr + start, begin, end, pieces, pixels, HELD, CUT, "evict_last")
-        mean, square = _moments(held, x_ptr + start, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, groups >> 31, HELD, CUT, WORDS)
+        mean, square = _moments(held, x_ptr + start, before(end, pieces, pixels, RUN) - first, begin, end, pieces, pixels, HELD, CUT, WORDS)
         part_ptr += unit.to(tl.int64) * team * 2
         tl.store(part_ptr + member * 2, mean)
         tl.store(part_ptr + member * 2 + 1, square)
@@ -315,15 +326,19 @@ SHARE_LAST, WARPS_LAST = 40 << 10, 4  # where they come last: what a warp does o
 AHEAD = 8  # programs for each multiprocessor that are begun before what they have summed up is read again (1x512x256x256: 47.1 us; 4 53.7, 16 50.7)
 
 
-def configs(problem: Groups, device: Device) -> list[Tiles]:
+def configs(problem: Groups, device: Device) -> list[Tiles | group_stay.Tiles]:
+    return [*group_stay.configs(problem, device), _tiles(problem, device)]
+
+
+def _tiles(problem: Groups, device: Device) -> Tiles:
     if problem.layout == "channels_last":
-        return [last(problem, device, 1, True, SHARE_LAST, WARPS_LAST)]
-    return [first(problem, device, 1, True, SHARE)]
+        return last(problem, device, 1, True, SHARE_LAST, WARPS_LAST)
+    return first(problem, device, 1, True, SHARE)
 
 
 def launch(
     problem: Groups,
-    config: Tiles,
+    config: Tiles | group_stay.Tiles,
     x: torch.Tensor,  # [batch, channels, pixels] or [batch, pixels, channels], contiguous
     weight: torch.Tensor | None,  # [channels]
     bias: torch.Tensor | None,
@@ -338,6 +353,11 @@ def launch(
         return y, mean, rstd
     units = p.batch if is_last else p.batch * p.groups
     weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
+    if not isinstance(t, Tiles):
+        if x.data_ptr() % 16 == 0:  # as the copies want it
+            group_stay.launch(p, t, x, y, weight, bias, eps, mean, rstd)
+            return y, mean, rstd
+        t = _tiles(p, of(x.device))
     given = {"x_ptr": x, "y_ptr": y, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd, "eps": eps} | arguments(p, t, x)
     given |= {"share": t.share, "team": t.team}
     if not is_last and t.team <= MOST.value:

@@ -4,8 +4,8 @@
     dx = rstd (du weight - mean(du weight) - hat mean(du weight hat))        means over the group
 
 Cut like the forward pass (`group_norm.py`): the programs of a unit hold dy and x in registers, sum up du and du hat, meet, add the sums of all and write
-dx, for which they make du again. Sums of channels over runs or members and over samples are a second launch's; all in one order always, so the
-same bits in every run. Bytes moved: the floor, dy, x and dx once each, as long as a unit fits the registers of the GPU.
+dx, for which they make du again where registers have no room for it. Sums of channels over runs or members and over samples are a second launch's; all in
+one order always, so the same bits in every run. Bytes moved: the floor, dy, x and dx once each, as long as a unit fits the registers of the GPU.
 """
 
 import torch
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from onchip.core.device import Device
+from onchip.core.kernel import pick
 from onchip.core.problem import Groups
 from onchip.kernels.curves import slope
 from onchip.kernels.fused.group_tile import (
@@ -70,24 +71,29 @@ def _channels(sums, products, w, rstd, du_ptr, du_hat_ptr, run, end):
 
 
 @triton.jit
-def _finish(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
-    """dx of a tile of `tile`."""
+def _finish(dy, x, du, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT: tl.constexpr, QUICK: tl.constexpr, WORDS: tl.constexpr):
+    """dx of a tile of `tile`; du is made of dy where it is None."""
     c = at[1]
-    w, b = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd, of_channel(b_ptr, first_c + c, c < each, 0.0)
-    du, off = _du(dy, x, mean, w, b, ACT, QUICK, WORDS)
+    w = of_channel(w_ptr, first_c + c, c < each, 1.0) * rstd
+    if du is None:
+        du, off = _du(dy, x, mean, w, of_channel(b_ptr, first_c + c, c < each, 0.0), ACT, QUICK, WORDS)
+    else:
+        off = x - mean
     tl.store(dx_ptr + at[2], (du * w - one - off * two).to(dx_ptr.dtype.element_ty), mask=at[3])
 
 
 @triton.jit
 def _backward_first(
     dy_ptr, x_ptr, dx_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, du_ptr, du_hat_ptr, part_ptr, part_hat_ptr, count_ptr, pixels, groups, each, pieces, share, team,
-    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, WORDS: tl.constexpr, PHASE: tl.constexpr,
+    ACT: tl.constexpr, CUT: tl.constexpr, HELD: tl.constexpr, STREAM: tl.constexpr, TEAM: tl.constexpr, KEEP: tl.constexpr, WORDS: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
     """A member's share of a group: runs of channels that come first."""
     ROWS: tl.constexpr = CUT[0]
     COLS: tl.constexpr = CUT[1]
     SPAN: tl.constexpr = CUT[2]
     RUN: tl.constexpr = SPAN * COLS
+    KEPT: tl.constexpr = KEEP and PHASE == BOTH
     QUICK: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     unit = tl.program_id(0) // team
     member = tl.program_id(0) % team
@@ -111,6 +117,7 @@ def _backward_first(
     first_c = unit % groups * each
     tiles = tl.cdiv(end - begin, ROWS) * SPAN
     if PHASE != SECOND:
+        held_du = ()
         along = tl.zeros([ROWS, 1], tl.float32)
         along_hat = tl.zeros([ROWS, 1], tl.float32)
         for turn in tl.static_range(HELD // SPAN):
@@ -121,6 +128,8 @@ def _backward_first(
             for s in tl.static_range(SPAN):
                 dy, x = wide(held_dy[turn * SPAN + s], 0, WORDS), wide(held_x[turn * SPAN + s], 0, WORDS)
                 du, off = _du(dy, x, mean, w * rstd, b, ACT, QUICK, WORDS)
+                if KEPT:
+                    held_du += (du,)
                 sums += du
                 products += du * off
             more, more_hat = _channels(sums, products, w, rstd, du_ptr, du_hat_ptr, at[0], end)
@@ -154,12 +163,13 @@ def _backward_first(
         two = two / size * rstd * rstd
         for k in tl.static_range(HELD):
             at = tile(begin, end, k, pieces, pixels, CUT)
-            dy, x = wide(held_dy[k], groups >> 31, WORDS), wide(held_x[k], groups >> 31, WORDS)
-            _finish(dy, x, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT, QUICK, WORDS)
+            x = wide(held_x[k], groups >> 31, WORDS)
+            dy = wide(held_dy[k], groups >> 31, WORDS)
+            _finish(dy, x, held_du[k] if KEPT else None, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at, ACT, QUICK, WORDS)
         if STREAM:
             for n in tl.range(HELD, tiles, num_stages=3):
                 at_n = tile(begin, end, tiles + HELD - 1 - n, pieces, pixels, CUT)
-                _finish(_loaded(dy_ptr, at_n), _loaded(x_ptr, at_n), dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at_n, ACT, QUICK, WORDS)
+                _finish(_loaded(dy_ptr, at_n), _loaded(x_ptr, at_n), None, dx_ptr, w_ptr, b_ptr, mean, rstd, one, two, first_c, each, at_n, ACT, QUICK, WORDS)
 
 
 @triton.jit
@@ -285,11 +295,32 @@ def _totals(du_ptr, du_hat_ptr, db_ptr, dw_ptr, batch, channels, parts, PARTS: t
 
 # ---- host
 
+KEPT = ((32, 80), (64, 128))  # (numbers of a thread up to, registers), where du stays in them as float32: 16x320x64x64 53 us (61 by 98 registers)
 TOTALS = 256  # numbers of a program that adds up channels
 
 
 def configs(problem: Groups, device: Device) -> list[Tiles]:
-    return [last(problem, device, 2) if problem.layout == "channels_last" else first(problem, device, 2)]
+    if problem.layout == "channels_last":
+        return [last(problem, device, 2)]
+    tiles = first(problem, device, 2)
+    if _keeps(tiles) and problem.dtype.itemsize == 2:
+        tiles = tiles._replace(registers=pick(KEPT, _numbers(tiles)))
+    return [tiles]
+
+
+def _numbers(t: Tiles) -> int:
+    """Of a tensor in a thread."""
+    return t.held * t.rows * t.cols // (32 * t.warps)
+
+
+def _streams(t: Tiles) -> bool:
+    """Whether a share is more than registers hold."""
+    return t.share > t.held // t.span * t.rows
+
+
+def _keeps(t: Tiles) -> bool:
+    """Whether du has room in registers."""
+    return not _streams(t) and _numbers(t) <= KEPT[-1][0]
 
 
 def launch(
@@ -311,7 +342,7 @@ def launch(
     units = p.batch if is_last else p.batch * p.groups
     weight, bias = (None if v is None else v.contiguous() for v in (weight, bias))
     call = {"dy_ptr": dy, "x_ptr": x, "dx_ptr": dx, "w_ptr": weight, "b_ptr": bias, "mean_ptr": mean, "rstd_ptr": rstd}
-    call |= arguments(p, t, x) | {"share": t.share, "team": t.team, "STREAM": t.share > (t.rows if is_last else t.held // t.span * t.rows)}
+    call |= arguments(p, t, x) | {"share": t.share, "team": t.team, "STREAM": t.share > t.rows if is_last else _streams(t)}
     call["count_ptr"] = torch.zeros(units, dtype=torch.int32, device=x.device) if is_last or t.team > 1 else None
     runs = t.team if is_last else call["pieces"]
     du, du_hat = scratch(x, 2, p.batch * p.channels * runs)
@@ -321,7 +352,7 @@ def launch(
         call |= {"own_ptr": scratch(x, units * t.team, 2 * parts(p, t)[0], p.channels), "table_ptr": scratch(x, units, 4, p.channels)}
         call["PARTS"] = parts(p, t)
     else:
-        call["TEAM"] = triton.next_power_of_2(t.team)
+        call |= {"TEAM": triton.next_power_of_2(t.team), "KEEP": _keeps(t)}
     kernel = _backward_last if is_last else _backward_first
     for phase in phases(x, t.team, t.warps) if t.team > 1 else (BOTH.value,):
         kernel[(units * t.team,)](**call, PHASE=phase)
