@@ -2,8 +2,9 @@
 
 A program of a cluster has the same PARTS x 256 WARPS columns of one row after another: its weight and bias stay in registers, and so do the sums of their
 gradients. The next rows are on their way to a ring of STAGES buffers in shared memory, by copies that one thread starts (`cp.async.bulk`), and are read from
-there twice: for the sums of the row, and once the sums of all programs have come. Warps go on by themselves: they hand their sums to the first warp, which
-tells the other programs, and say when they are past what a copy has brought, in whose place the first warp has the next row copied.
+there twice: for the sums of the row, and once the sums of all programs have come, which may be while the next row is summed up (LATER). Warps go on by
+themselves: they hand their sums to the first warp, which tells the other programs, and say when they are past what a copy has brought, in whose place the first
+warp has the next row copied. LATER, they may be a turn ahead of it: what they meet it by is there twice, for even turns and for odd ones.
 Bytes moved: the floor, rows width (x + y) or rows width (dy + x + dx), and the parameters, or their partial gradients in float32, once a cluster.
 """
 
@@ -22,21 +23,22 @@ from onchip.core.problem import Rows
 from onchip.kernels.hopper import advance, start_next
 from onchip.kernels.launch import starts_early
 
-FIT = 0.85  # of the multiprocessors of a GPU, those that clusters of 16 find: one cluster more would wait for another's end
+FIT, FIT_PAIRS = 0.85, 0.97  # of the multiprocessors of a GPU, those that clusters of 16 find: one cluster more would wait for another's end; and pairs
 TURNS = 4  # rows of a cluster from which on its beginning is hidden
 BOXES, ROUND = 4, 2  # of turns one after the other, and the bits of such a number
-TOLD, FREE = 1, 2  # hardware barriers: the sums of a program's warps are there; none of them reads the row any more
+TOLD, FREE = 1, 3  # hardware barriers, behind each that of odd turns: the sums of a program's warps are there; none of them reads the row any more
 
 
 class Tiles(NamedTuple):
-    """`clusters` of `ctas` programs that each have `parts` times 256 columns a warp; `stages`: rows in shared memory; `registers` of a thread at most, 0: no
-    limit."""
+    """`clusters` of `ctas` programs that each have `parts` times 256 columns a warp; `stages`: rows in shared memory; `later`: a row's sums are heard while the
+    next row is summed up; `registers` of a thread at most, 0: no limit."""
 
     clusters: int
     ctas: int
     parts: int
     warps: int
     stages: int
+    later: bool = False
     registers: int = 0
 
     def __str__(self):
@@ -44,23 +46,29 @@ class Tiles(NamedTuple):
 
 
 # By LayerNorm or not, then by columns; `clusters` are here those that share multiprocessors. Behind them microseconds of 128 MiB in bfloat16 on an H200, in
-# brackets of the kernels that others go by. RMSNorm of 64k and 128k columns 75 and 73 (68, 71), backward 106 and 109 (106, 111).
+# brackets of the kernels that others go by, or of sums heard in the same turn. RMSNorm of 64k and 128k columns 75 and 75 (69, 72), backward 64k 108 (107).
 STAY = {
-    False: {1 << 18: Tiles(2, 16, 8, 8, 3, 128)},  # 71 (76); one a multiprocessor, six stages: 72.5
+    False: {1 << 18: Tiles(2, 16, 8, 8, 3, registers=128)},  # 72 (76); one a multiprocessor, later: 73
     True: {
-        1 << 16: Tiles(1, 4, 4, 16, 6),  # 76 (80)
-        1 << 17: Tiles(1, 8, 8, 8, 6),  # 77 (82)
-        1 << 18: Tiles(1, 16, 8, 8, 6),  # 78 (92)
+        1 << 15: Tiles(1, 2, 8, 8, 6, True),  # 75 (78)
+        1 << 16: Tiles(1, 4, 4, 16, 6),  # 76 (80); later 78
+        1 << 17: Tiles(1, 8, 8, 8, 6, True),  # 76 (82)
+        1 << 18: Tiles(1, 16, 8, 8, 6, True),  # 76 (80)
     },
 }
 STAY_BACKWARD = {
-    False: {1 << 18: Tiles(1, 16, 8, 8, 3)},  # 111 (132)
+    False: {
+        1 << 14: Tiles(1, 2, 4, 8, 6, True),  # 111 (121)
+        1 << 15: Tiles(1, 4, 2, 16, 6),  # 107 (119); later 110
+        1 << 17: Tiles(1, 16, 2, 16, 6, True),  # 105 (110; 115)
+        1 << 18: Tiles(1, 16, 8, 8, 3),  # 111 (132); later 113
+    },
     True: {
-        1 << 14: Tiles(1, 2, 2, 16, 6),  # 112 (122)
-        1 << 15: Tiles(1, 4, 2, 16, 6),  # 112 (124)
-        1 << 16: Tiles(1, 8, 2, 16, 6),  # 112 (128); pieces of 16,384 columns and three stages 126
-        1 << 17: Tiles(1, 16, 2, 16, 6),  # 115 (139)
-        1 << 18: Tiles(1, 16, 8, 8, 3),  # 123 (149); 16 warps 132, of which 128 registers are too few
+        1 << 14: Tiles(1, 2, 2, 16, 6, True),  # 113 (122)
+        1 << 15: Tiles(1, 4, 4, 8, 6, True),  # 111 (124; 114)
+        1 << 16: Tiles(1, 8, 4, 8, 6, True),  # 111 (128; 113); pieces of 16,384 columns and three stages 121
+        1 << 17: Tiles(1, 16, 2, 16, 6, True),  # 111 (139; 117)
+        1 << 18: Tiles(1, 16, 8, 8, 3),  # 121 (149); later 127, as three stages are too few; 16 warps 132, of which 128 registers are too few
     },
 }
 GRADIENTS = {False: "x weight", True: "x weight bias"}  # that the backward kernel makes
@@ -76,6 +84,7 @@ class Shape:
     parts: int
     warps: int
     stages: int
+    later: bool
     cluster: bool
 
     width = property(lambda self: self.ctas * self.parts * self.warps * 256)  # columns of a row
@@ -88,9 +97,9 @@ class Shape:
 
 @triton.constexpr_function
 def _places(c: Shape) -> tuple[int, int, int]:
-    """Bytes of a box, and where the sums of warps and the mbarriers of stages begin, behind all boxes."""
+    """Bytes of a box, and where the sums of warps (LATER of even and of odd turns) and the mbarriers of stages begin, behind all boxes."""
     box = 16 + 4 * c.values * c.ctas
-    return box, BOXES * box, BOXES * box + 4 * c.values * c.warps + 8 & -8
+    return box, BOXES * box, BOXES * box + (1 + c.later) * 4 * c.values * c.warps + 8 & -8
 
 
 @triton.constexpr_function
@@ -115,16 +124,17 @@ def _begin(c: Shape) -> str:
 def _copy(c: Shape, wait: bool) -> str:
     """PTX: this program's piece of a row of each array to a stage; if `wait`, when all warps are past what lies there, for which the first one waits.
 
-    Operands: a result that is nothing, the box, the stage, whether, the rows' addresses. The ring is all that Triton has put in shared memory.
+    Operands: a result that is nothing, the box, the stage, whether, the turn, the rows' addresses. The ring is all that Triton has put in shared memory.
     """
     piece = 2 * c.parts * c.block
     copies = "".join(
-        f"mad.lo.u64 from, rank, {piece}, ${4 + array}; "
+        f"mad.lo.u64 from, rank, {piece}, ${5 + array}; "
         f"@one cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [from], {piece}, [bar]; add.u32 to, to, {piece}; "
         for array in range(c.arrays)
     )
     threads = 32 * c.warps
-    until = f"setp.ge.u32 one, t, 32; @one bar.arrive {FREE}, {threads}; @one bra past_${{:uid}}; bar.sync {FREE}, {threads}; " if wait else ""
+    turn, free = (f"and.b32 to, $4, 1; add.u32 to, to, {FREE}; ", "to") if c.later else ("", FREE)
+    until = f"{turn}setp.ge.u32 one, t, 32; @one bar.arrive {free}, {threads}; @one bra past_${{:uid}}; bar.sync {free}, {threads}; " if wait else ""
     return (
         f"{{ .reg .pred one; .reg .b32 t, to, bar; .reg .b64 from, rank; mov.u32 t, %tid.x; {until}setp.eq.u32 one, t, 0; setp.ne.and.u32 one, $3, 0, one; "
         f"mad.lo.u32 bar, $2, 8, $1; add.u32 bar, bar, {_places(c)[2]}; mov.u32 to, global_smem; mad.lo.u32 to, $2, {c.arrays * piece}, to; "
@@ -168,12 +178,14 @@ def _tell(c: Shape, piece: int) -> str:
     keep = "".join(f"@one st.shared.f32 [t + {sums + 4 * v * warps}], ${3 + v}; " for v in range(values))
     load = "".join(f"ld.shared.f32 x{v}, [t + {sums + 4 * v * warps}]; " for v in range(values))
     fold = _spread("x0", "x1", warps, piece) if piece else "".join(_folded(f"x{v}", warps) for v in range(values))
+    odd = f"and.b32 odd, $2, 1; mad.lo.u32 here, odd, {4 * values * warps}, $1; add.u32 odd, odd, {TOLD}; " if c.later else ""
+    at, told = ("here", "odd") if c.later else ("$1", TOLD)
     send = "".join(f"@to st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there + {4 * v * ctas}], x{v}, [bar]; " for v in range(values))
     return (
-        "{ .reg .pred to, one; .reg .b32 t, u, there, bar, here; .reg .f32 x0, x1, o, d; mov.u32 t, %tid.x; and.b32 u, t, 31; shr.u32 t, t, 5; "
-        f"setp.eq.u32 one, u, 0; setp.ne.u32 to, t, 0; shl.b32 t, t, 2; add.u32 t, t, $1; {keep}"
-        f"@to bar.arrive {TOLD}, {32 * warps}; @to bra told_${{:uid}}; bar.sync {TOLD}, {32 * warps}; "
-        f"and.b32 t, u, {warps - 1}; shl.b32 t, t, 2; add.u32 t, t, $1; {load}{fold}"
+        "{ .reg .pred to, one; .reg .b32 t, u, there, bar, here, odd; .reg .f32 x0, x1, o, d; mov.u32 t, %tid.x; and.b32 u, t, 31; shr.u32 t, t, 5; "
+        f"{odd}setp.eq.u32 one, u, 0; setp.ne.u32 to, t, 0; shl.b32 t, t, 2; add.u32 t, t, {at}; {keep}"
+        f"@to bar.arrive {told}, {32 * warps}; @to bra told_${{:uid}}; bar.sync {told}, {32 * warps}; "
+        f"and.b32 t, u, {warps - 1}; shl.b32 t, t, 2; add.u32 t, t, {at}; {load}{fold}"
         f"and.b32 t, $2, {BOXES - 1}; mad.lo.u32 here, t, {box}, $1; setp.lt.u32 to, u, {ctas}; mov.u32 there, %cluster_ctarank; "
         "mad.lo.u32 there, there, 4, here; add.u32 there, there, 16; @to mapa.shared::cluster.u32 there, there, u; @to mapa.shared::cluster.u32 bar, here, u; "
         f"{send}told_${{:uid}}: mov.u32 $0, 0; }}"
@@ -203,10 +215,9 @@ def _hear(c: Shape, piece: int) -> str:
 
 @gluon.jit
 def begin(C: gl.constexpr):
-    CTAS: gl.constexpr = C.ctas
     box = 0
     if C.cluster:
-        box = gl.inline_asm_elementwise(_begin(C), "=&r,r", [CTAS], dtype=gl.int32, is_pure=False, pack=1)
+        box = gl.inline_asm_elementwise(_begin(C), "=&r,r", [C.ctas], dtype=gl.int32, is_pure=False, pack=1)
     return box
 
 
@@ -232,8 +243,7 @@ def tell(x, y, box, turn, PIECE: gl.constexpr, C: gl.constexpr):
 def heard(x, y, box, turn, PIECE: gl.constexpr, C: gl.constexpr):
     """The sums of what was told in `turn`, or the row's moments, numbers; x and y [ctas, warps] are those of this program, where it has the whole row."""
     if C.cluster and C.values == 1:
-        x = gl.inline_asm_elementwise(_hear(C, 0), "=&f,r,r", [box, turn], dtype=gl.float32, is_pure=False, pack=1)
-        y = 0.0
+        x, y = gl.inline_asm_elementwise(_hear(C, 0), "=&f,r,r", [box, turn], dtype=gl.float32, is_pure=False, pack=1), 0.0
     elif C.cluster:
         x, y = gl.inline_asm_elementwise(_hear(C, PIECE * C.warps), "=&f,=&f,r,r", [box, turn], dtype=(gl.float32, gl.float32), is_pure=False, pack=1)
     elif PIECE > 0:
@@ -301,15 +311,15 @@ def part(ring, stage, ARRAY: gl.constexpr, n: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def fetch(ring, box, stage, live, a, b, WAIT: gl.constexpr, C: gl.constexpr):
+def fetch(ring, box, stage, live, turn, a, b, WAIT: gl.constexpr, C: gl.constexpr):
     """A row, to which a and of two arrays b point, on its way to a stage of the ring; if WAIT, when all warps are past what lies there."""
     PARTS: gl.constexpr = C.parts
     if C.cluster and C.arrays == 1:
-        given = [box, stage, live.to(gl.int32), a.to(gl.int64)]
-        gl.inline_asm_elementwise(_copy(C, WAIT), "=&r,r,r,r,l", given, dtype=gl.int32, is_pure=False, pack=1)
+        given = [box, stage, live.to(gl.int32), turn, a.to(gl.int64)]
+        gl.inline_asm_elementwise(_copy(C, WAIT), "=&r,r,r,r,r,l", given, dtype=gl.int32, is_pure=False, pack=1)
     elif C.cluster:
-        given = [box, stage, live.to(gl.int32), a.to(gl.int64), b.to(gl.int64)]
-        gl.inline_asm_elementwise(_copy(C, WAIT), "=&r,r,r,r,l,l", given, dtype=gl.int32, is_pure=False, pack=1)
+        given = [box, stage, live.to(gl.int32), turn, a.to(gl.int64), b.to(gl.int64)]
+        gl.inline_asm_elementwise(_copy(C, WAIT), "=&r,r,r,r,r,l,l", given, dtype=gl.int32, is_pure=False, pack=1)
     else:
         if live:
             col = columns(C)
@@ -326,7 +336,7 @@ def wait(box, stage, phase, C: gl.constexpr):
     if C.cluster:
         gl.inline_asm_elementwise(_came(C), "=r,r,r,r", [box, stage, phase], dtype=gl.int32, is_pure=False, pack=1)
     else:
-        async_copy.wait_group(C.stages - 1)
+        async_copy.wait_group(C.stages - 1 - C.later)
 
 
 # ---- forward
@@ -392,7 +402,7 @@ def _forward(x_ptr, x_stride, y_ptr, mean_ptr, rstd_ptr, eps, w_ptr, b_ptr, offs
     x = x_ptr + first.to(gl.int64) * x_stride  # of the row that is fetched next
     by = step.to(gl.int64) * x_stride
     for stage in gl.static_range(STAGES):
-        fetch(ring, box, gl.to_tensor(stage), stage < turns, x, x, False, C)
+        fetch(ring, box, gl.to_tensor(stage), stage < turns, stage, x, x, False, C)
         x += by
     col = columns(C)
     w, b = (), ()
@@ -401,10 +411,23 @@ def _forward(x_ptr, x_stride, y_ptr, mean_ptr, rstd_ptr, eps, w_ptr, b_ptr, offs
         b += (gl.load(b_ptr + col + n * BLOCK) if b_ptr is not None else 0.0,)
     together(C)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
+    if C.later:
+        sums, squares = _sums(ring, box, stage, phase, C)
+        tell(sums, squares, box, gl.to_tensor(0), PIECE, C)
+        ahead, ahead_phase = advance(stage, phase, STAGES)
     for turn in range(turns):
-        mean, square = _sums(ring, box, stage, phase, C)
-        tell(mean, square, box, turn, PIECE, C)
-        mean, square = heard(mean, square, box, turn, PIECE, C)
+        if C.later:
+            next_sums, next_squares = sums, squares
+            if turn + 1 < turns:  # while this turn's sums are on their way
+                next_sums, next_squares = _sums(ring, box, ahead, ahead_phase, C)
+                tell(next_sums, next_squares, box, turn + 1, PIECE, C)
+            ahead, ahead_phase = advance(ahead, ahead_phase, STAGES)
+            mean, square = heard(sums, squares, box, turn, PIECE, C)
+            sums, squares = next_sums, next_squares
+        else:
+            mean, square = _sums(ring, box, stage, phase, C)
+            tell(mean, square, box, turn, PIECE, C)
+            mean, square = heard(mean, square, box, turn, PIECE, C)
         rstd = gl.rsqrt((square if C.layer else mean) * (1.0 / C.width) + eps)
         row = first + turn * step
         if rstd_ptr is not None:
@@ -420,7 +443,7 @@ def _forward(x_ptr, x_stride, y_ptr, mean_ptr, rstd_ptr, eps, w_ptr, b_ptr, offs
             if C.layer:
                 hat += raised(b[n], None, False, C)
             gl.store(y + n * BLOCK, hat.to(y_ptr.dtype.element_ty))
-        fetch(ring, box, stage, turn + STAGES < turns, x, x, True, C)
+        fetch(ring, box, stage, turn + STAGES < turns, turn, x, x, True, C)
         x += by
         stage, phase = advance(stage, phase, STAGES)
 
@@ -448,6 +471,12 @@ def _sums_back(ring, box, stage, phase, mean, w, offset, C: gl.constexpr):
     return along, of_warps(level, C) if C.layer else along
 
 
+@gluon.jit
+def _statistics(mean_ptr, rstd_ptr, row, rows, C: gl.constexpr):
+    row = gl.minimum(row, rows - 1)
+    return gl.load(mean_ptr + row) if C.layer else 0.0, gl.load(rstd_ptr + row)
+
+
 @gluon.jit(do_not_specialize=["rows"])
 def _backward(dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, w_ptr, offset, dx_ptr, dw_ptr, db_ptr, rows, EARLY: gl.constexpr, C: gl.constexpr):
     CTAS: gl.constexpr = C.ctas
@@ -463,7 +492,7 @@ def _backward(dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, w_ptr, off
     dy, z = dy_ptr + first.to(gl.int64) * dy_stride, z_ptr + first.to(gl.int64) * z_stride  # of the row that is fetched next
     by, z_by = step.to(gl.int64) * dy_stride, step.to(gl.int64) * z_stride
     for stage in gl.static_range(STAGES):
-        fetch(ring, box, gl.to_tensor(stage), stage < turns, dy, z, False, C)
+        fetch(ring, box, gl.to_tensor(stage), stage < turns, stage, dy, z, False, C)
         dy += by
         z += z_by
     col = columns(C)
@@ -472,21 +501,30 @@ def _backward(dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, w_ptr, off
         w += (gl.load(w_ptr + col + n * BLOCK),)
         sum_w += (gl.zeros([CTAS, BLOCK], gl.float32, layout=layout(C)),)
         sum_b += (gl.zeros([CTAS, BLOCK], gl.float32, layout=layout(C)) if C.layer else 0.0,)
-    mean, rstd = 0.0, gl.load(rstd_ptr + first)
-    if C.layer:
-        mean = gl.load(mean_ptr + first)
+    mean, rstd = _statistics(mean_ptr, rstd_ptr, first, rows, C)
+    if C.later:
+        next_mean, next_rstd = _statistics(mean_ptr, rstd_ptr, first + step, rows, C)
     together(C)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
+    if C.later:
+        sums, levels = _sums_back(ring, box, stage, phase, mean, w, offset, C)
+        tell(sums, levels, box, gl.to_tensor(0), 0, C)
+        ahead, ahead_phase = advance(stage, phase, STAGES)
     for turn in range(turns):
         row = first + turn * step
-        next_row = gl.minimum(row + step, rows - 1)
-        next_rstd = gl.load(rstd_ptr + next_row)
-        next_mean = 0.0
-        if C.layer:
-            next_mean = gl.load(mean_ptr + next_row)
-        along, level = _sums_back(ring, box, stage, phase, mean, w, offset, C)
-        tell(along, level, box, turn, 0, C)
-        along, level = heard(along, level, box, turn, 0, C)
+        new_mean, new_rstd = _statistics(mean_ptr, rstd_ptr, row + (1 + C.later) * step, rows, C)
+        if C.later:
+            next_sums, next_levels = sums, levels
+            if turn + 1 < turns:
+                next_sums, next_levels = _sums_back(ring, box, ahead, ahead_phase, next_mean, w, offset, C)
+                tell(next_sums, next_levels, box, turn + 1, 0, C)
+            ahead, ahead_phase = advance(ahead, ahead_phase, STAGES)
+            along, level = heard(sums, levels, box, turn, 0, C)
+            sums, levels = next_sums, next_levels
+        else:
+            along, level = _sums_back(ring, box, stage, phase, mean, w, offset, C)
+            tell(along, level, box, turn, 0, C)
+            along, level = heard(along, level, box, turn, 0, C)
         along *= rstd * rstd * rstd * (-1.0 / C.width)
         level *= rstd * (-1.0 / C.width)
         dx = dx_ptr + row.to(gl.int64) * C.width + col
@@ -505,10 +543,12 @@ def _backward(dy_ptr, dy_stride, z_ptr, z_stride, mean_ptr, rstd_ptr, w_ptr, off
             d_z += g * raised(w[n], offset, True, C)
             sum_w += (old_w[n] + g * off,)
             gl.store(dx + n * BLOCK, d_z.to(dx_ptr.dtype.element_ty))
-        fetch(ring, box, stage, turn + STAGES < turns, dy, z, True, C)
+        fetch(ring, box, stage, turn + STAGES < turns, turn, dy, z, True, C)
         dy += by
         z += z_by
-        mean, rstd = next_mean, next_rstd
+        mean, rstd = (next_mean, next_rstd) if C.later else (new_mean, new_rstd)
+        if C.later:
+            next_mean, next_rstd = new_mean, new_rstd
         stage, phase = advance(stage, phase, STAGES)
     at = first.to(gl.int64) * C.width + col
     for n in gl.static_range(PARTS):
@@ -528,7 +568,7 @@ def configs(problem: Rows, device: Device) -> list[Tiles]:
     plain = said - {"offset", "keep"} in ({"rms", "weight"}, {"weight"}) if not layer else said - {"offset", "keep"} == {"layer", "weight", "bias"}
     if tiles is None or problem.dtype.itemsize != 2 or not plain or device.kind != "cuda" or device.arch < 90 or not (forward or wanted == GRADIENTS[layer]):
         return []
-    tiles = tiles._replace(clusters=tiles.clusters * int(FIT * device.sms / tiles.ctas))
+    tiles = tiles._replace(clusters=tiles.clusters * int((FIT_PAIRS if tiles.ctas == 2 else FIT) * device.sms / tiles.ctas))
     return [tiles] if tiles.clusters and problem.rows >= TURNS * tiles.clusters else []
 
 
@@ -540,7 +580,7 @@ def takes(norm: Norm, *given: torch.Tensor) -> bool:
 
 
 def _options(config: Tiles, arrays: int, x: torch.Tensor, norm: Norm) -> dict:
-    return {"C": Shape(norm.kind == "layer", arrays, *config[1:5], x.is_cuda), "num_warps": config.warps, "maxnreg": config.registers or None} | (
+    return {"C": Shape(norm.kind == "layer", arrays, *config[1:6], x.is_cuda), "num_warps": config.warps, "maxnreg": config.registers or None} | (
         {"num_ctas": config.ctas} if x.is_cuda else {}
     )
 

@@ -9,10 +9,10 @@
 Programs go down the rows of one set, as many as a GPU holds at once, whole rows in registers and the next ones on their way to shared memory: dy and z are
 read once, dx is written once. Of a wider row a program has one piece: it publishes the two sums of its piece, goes on, and finishes the piece
 two rows later, when the sums of the others are there, from L2, which it is read from again; a cluster of programs (`cluster.py`), which 16-bit RMSNorm of more
-than 32,768 columns has, holds the row until then, as it is stored, and reads it once. Plain LayerNorm of 16,384 to 262,144 columns in 16 bits, and RMSNorm
-of 262,144, are `gluon_stay.py`'s. On AMD's GPUs, and where a row has more pieces than there are multiprocessors, a piece is finished in a second launch. What
-rows share is summed in a program's registers, written once a program and added up by a second launch, in one order always: no atomics, the same bits in every
-run.
+than 32,768 columns has, holds the row until then, as it is stored, and reads it once. Plain norms of 16,384 to 262,144 columns in 16 bits, powers of two but
+for RMSNorm's 65,536, are `gluon_stay.py`'s. On AMD's GPUs, and where a row has more pieces than there are multiprocessors, a piece is finished in a second
+launch. What rows share is summed in a program's registers, written once a program and added up by a second launch, in one order always: no atomics, the same
+bits in every run.
 Bytes moved: the floor, rows width (dy + z + dx), and 8 programs width for each parameter.
 """
 
