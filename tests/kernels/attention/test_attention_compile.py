@@ -333,16 +333,17 @@ REGISTERS += [
     ("e4m3", 128, 1, (32, 8), 1),
     ("e4m3", 128, 16, (32, 1), 1),
 ]
+REGISTERS = [(*row, 32) for row in REGISTERS] + [(kv, 128, 16, (32, 8), 1, batch) for kv, batch in (("e4m3", 64), ("e4m3", 128), ("int8", 128), ("int4", 128))]
 
 
-@pytest.mark.parametrize(("kv", "dim", "page", "heads", "len_q"), REGISTERS, ids=str)
-def test_register_decode(kv, dim, page, heads, len_q):
+@pytest.mark.parametrize(("kv", "dim", "page", "heads", "len_q", "batch"), REGISTERS, ids=str)
+def test_register_decode(kv, dim, page, heads, len_q, batch):
     """Keys and values come 16 bytes a thread and go to products as they lie: what is left of shuffles and shared memory is maxima, and a unit's end."""
-    p = Attention("decode", 32, len_q, 4096, *heads, dim, BF16, Causal(), "paged", page, kv=kv)
+    p = Attention("decode", batch, len_q, 4096, *heads, dim, BF16, Causal(), "paged", page, kv=kv)
     ints = {"dtype": torch.int32}
     pool = codes(Format.of(kv), 4096, page, heads[1], dim) if kv else meta(4096, page, heads[1], dim)
-    cache = PagedKV(pool, pool, meta(32, 4096 // page, **ints), meta(32, **ints))
-    tiles, found = launched(register_decode, "sm_90", p, meta(32, len_q, heads[0], dim), cache, Operands(dim**-0.5))
+    cache = PagedKV(pool, pool, meta(batch, 4096 // page, **ints), meta(batch, **ints))
+    tiles, found = launched(register_decode, "sm_90", p, meta(batch, len_q, heads[0], dim), cache, Operands(dim**-0.5))
     facts = found["_decode"]
     assert facts.spills <= allowed(80) and list(found) == ["_decode"], f"{tiles}: {facts.spills} bytes"  # all behind the loop
     bits = 4 if kv == "int4" else 8 if kv else 16

@@ -63,11 +63,13 @@ class Case(NamedTuple):
         return " ".join(changed).replace("torch.", "")
 
 
-def share_length(total, longest, programs):
-    """As many items for all, or a little more where that cuts no unit, or each one evenly."""
+def starts_of(total, longest, programs):
+    """Where shares begin, and the last ends: as many items for all, or a little more where that cuts no unit, or each one evenly."""
     each = max(1, -(-total // programs))
-    even = 2 * longest if longest < each else -(-longest // (longest // each))
-    return even if each <= even <= each * 17 // 16 else each
+    even = (-(-3 * longest // 2) if 2 * each <= 3 * longest else 2 * longest) if longest < each else -(-longest // (longest // each))
+    if each <= even <= each * 17 // 16:
+        return [min(p * even, total) for p in range(programs + 1)]
+    return [p * (total // programs) + min(p, total % programs) for p in range(programs + 1)]
 
 
 class Merge:
@@ -89,8 +91,7 @@ class Merge:
                 first = spans[-1][3] if spans else 0
                 spans.append((b, head, first, first + max(1, -(-(end - start) // ITEM))))
         total = spans[-1][3] if spans else 0
-        share = share_length(total, max((last - first for *_, first, last in spans), default=0), programs)
-        starts = [min(p * share, total) for p in range(programs + 1)]
+        starts = starts_of(total, max((last - first for *_, first, last in spans), default=1), programs)
         for b, head, first, last in spans:
             if ITEM != BLOCK_N:
                 places = list(range(first, last))
@@ -254,13 +255,15 @@ FREE = "        mbarrier.arrive(v_empty.index(vi), count=1)\n"
 MINE = "        mbarrier.arrive(q_empty.index(mine), count=1)\n"
 ARRIVED = 'scope="gpu") == count - 1:'
 MANY, TALL = LONG._replace(tiles=(32, 2, 2, 40), dim=256), Case((64, 2, 2, 5), 16, (290, 30), 9, heads=(4, 2))
-SEQUENCE = "sequence_of(lengths, offsets, b, b < batch, len_q)\n        len_k ="
+SEQUENCE = "sequence_of(lengths, offsets, b, b < batch, len_q)\n            len_k ="
 BUGS = [
     Bug("a share begins where the next one does", SMALL, (
-        ("begin = share_of(program, total, each)\n        b, before, _", "begin = share_of(program + 1, total, each)\n        b, before, _"),
+        ("begin = share_of(program, total, each)\n        b, before = _p", "begin = share_of(program + 1, total, each)\n        b, before = _p"),
     )),
+    Bug("the last unit begins with the share's last item", SMALL, (("before + (stop - 1 - before) // items * items", "stop - 1"),)),
+    Bug("the others begin where the share does", SMALL, (("at, until = others, last_begin", "at, until = begin, last_begin"),)),
     Bug("a program begins with the first sequence's pages", SMALL, (("table[0] + b.to(gl.int64)", "table[0] + b.to(gl.int64) * 0"),)),
-    Bug("items of sequences before the list's second part are forgotten", LISTED, (("            seen += all_items\n", ""),)),
+    Bug("items of sequences before the list's second part are forgotten", LISTED, (("            seen += _all(work)\n", ""),)),
     Bug("lengths are those of the sequence before", SMALL, ((SEQUENCE, SEQUENCE.replace("b, b <", "gl.maximum(b - 1, 0), b <")),)),
     Bug("the pages behind 32 are not looked up", LONG, (("(lane == 0) & (t > 0)", "t < 0"),)),
     Bug("pages of a tile are another one's", SMALL, (("lane = t % KNOWN * C.parts", "lane = t % KNOWN"),)),

@@ -13,9 +13,9 @@ from gluon_emulator import Emulator, Fault
 from judge import assert_as_good_as_torch
 from onchip.core.device import GPUS
 from onchip.core.masks import Causal, Full, Window
-from onchip.core.problem import Operands
+from onchip.core.problem import Attention, Operands
 from onchip.dispatch import select
-from onchip.kernels.attention import DECODE
+from onchip.kernels.attention import DECODE, register_decode
 from onchip.kernels.attention.decode_merge import at_once
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -148,6 +148,21 @@ def test_packed_queries(item):
             judge(one, q[own, -n:], cache._replace(page_table=cache.page_table[own], lengths=cache.lengths[own]), (out[None, here], lse[None, :, here]))
 
 
+SMALL_PROGRAMS = [("e4m3", 1, 1024, 4), ("e4m3", 61, 1024, 4), ("e4m3", 62, 1024, 2), ("e4m3", 123, 1024, 2), ("e4m3", 124, 1 << 14, 1)]
+SMALL_PROGRAMS += [("e4m3", 999, 1 << 15, 2), ("int8", 128, 1 << 13, 1), ("int8", 128, 1 << 14, 2), ("int8", 128, 1 << 15, 4)]
+SMALL_PROGRAMS += [("int4", 128, 2048, 1), ("int4", 128, 2049, 2), ("int4", 128, 8192, 4)]
+
+
+@pytest.mark.parametrize(("form", "batch", "len_k", "warps"), SMALL_PROGRAMS)
+def test_programs_are_small_where_units_are_many(form, batch, len_k, warps):
+    """And where no warp adds up so many keys that its sums lose digits."""
+    p = Attention("decode", batch, 1, len_k, 32, 8, 128, BF16, Causal(), "paged", 16, kv=form)
+    how = register_decode.configs(p, GPUS["H200"])[0]
+    assert how.warps == warps and how.warps * how.programs <= 8 * 132
+    for other in (p._replace(extras=("batch_invariant",)), p._replace(len_q=40)):  # a row's bits are not the batch's
+        assert register_decode.configs(other, GPUS["H200"])[0].warps == 4
+
+
 # ---- with a bug
 
 SMALL = ("int8", UNEVEN, 16, (32, 2, 4, 8, 1, 0), {"dim": 128})
@@ -194,6 +209,7 @@ ON_GPU = [(form, page, {}) for form in ("", "e4m3", "e5m2", "int8", "int4") for 
 ON_GPU += [(form, 16, {"dim": dim, "dim_v": dim_v}) for form in ("", "int8", "int4") for dim, dim_v in ((64, 0), (256, 0), (64, 256), (128, 64))]
 ON_GPU += [(form, 16, {"len_q": n, "heads": heads}) for form in ("", "e4m3", "int4") for n, heads in ((4, (8, 2)), (3, (16, 1)), (16, (8, 2)))]
 ON_GPU += [("int8", 16, {"mask": mask, "len_q": 3, "dtype": FP16}) for mask in (Full(), Window(90), Window(40, 1), Causal("top_left"))]
+ON_GPU += [(form, 16, {"lengths": LENGTHS * n, "heads": (16, 8)}) for form in ("e4m3", "int8", "int4") for n in (8, 15)]  # programs of two warps, and of one
 ON_GPU += [("int8", 16, {"len_q": 70}), ("e4m3", 16, {"len_q": 600, "lengths": [900, 600, 1300]})]
 
 

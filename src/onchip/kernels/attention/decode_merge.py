@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from onchip.kernels.attention.decode_tiles import items_of, locate, sequence_of, share_length, share_of, total_work
+from onchip.kernels.attention.decode_tiles import items_of, locate, owner_of, sequence_of, share_length, share_of, total_work
 from onchip.kernels.attention.tile import LN2, sink
 
 SHARE = 512  # keys an item where the batch must not decide: writing and merging 16 rows costs 6% of reading as many keys of d128
@@ -45,8 +45,8 @@ def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr,
         parts = items
         owner = begin
     else:
-        owner = begin // each
-        parts = (begin + items - 1) // each - owner + 1
+        owner = owner_of(begin, each)
+        parts = owner_of(begin + items - 1, each) - owner + 1
     if not BY_UNIT:
         shared = shared & (owner == tl.program_id(0)) & (begin < cut)
     kv_head = unit // tl.maximum(tiles, 1)
@@ -67,7 +67,7 @@ def merge(out, lse, sinks_ptr, part_ptr, part_lse_ptr, lengths_ptr, offsets_ptr,
             part = first + tl.arange(0, PARTS)
             place = begin + part
             if ITEM == BLOCK_N:
-                place = 2 * (owner + part) + ((part == 0) & (begin > owner * each)).to(tl.int32)
+                place = 2 * (owner + part) + ((part == 0) & (begin > share_of(owner, total, each))).to(tl.int32)
             place = (place.to(tl.int64) * ROWS)[:, None] + row[None, :]
             real = (part < parts)[:, None] & there[None, :]
             part_lse = tl.load(part_lse_ptr + place, mask=real, other=float("-inf"))

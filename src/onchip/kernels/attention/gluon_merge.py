@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from onchip.kernels.attention.decode_tiles import owner_of, share_of
 from onchip.kernels.hopper import gl, gluon, one_more, thread_barrier
 
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -40,15 +41,15 @@ class Merging:
 
 @gluon.jit
 def part_of(at, begin, first, items, each):
-    """What there is to know of a part, from item `at` of the list on, of a unit of `items` from `first` on, in a word. Shares are of `each` items, this
-    program's begins at `begin`.
+    """What there is to know of a part, from item `at` of the list on, of a unit of `items` from `first` on, in a word. Shares are as `each`
+    says (`share_length`), this program's begins at `begin`.
 
     Bit 0: which of the program's two places the part goes to. Bit 1: which of its two the unit's first part does. From bit 2: the program
     of that, and from bit 16: how many parts there are.
     """
-    owner = first // each
-    count = (first + items - 1) // each - owner + 1
-    return (at > begin).to(gl.int32) | ((first > owner * each).to(gl.int32) << 1) | (owner << 2) | (count << 16)
+    owner = owner_of(first, each)
+    count = owner_of(first + items - 1, each) - owner + 1
+    return (at > begin).to(gl.int32) | ((first > share_of(owner, first, each)).to(gl.int32) << 1) | (owner << 2) | (count << 16)
 
 
 @gluon.jit
@@ -108,10 +109,10 @@ def add_up(part, unit, group, out, lse, sinks, parts, DIM_V: gl.constexpr, ROWS:
 
 # ---- host
 
-EACH = 1 << 10  # programs of a call at most
+EACH = 1 << 11  # programs of a call at most
 LEAST = 64  # programs: of 24 (9 heads over 3, d64, 1k) a merge apart took 5.9 us, this 6.2; of 64 (32 over 8, d128, 1k) 7.5 and 7.4
 MOST = 16  # parts of a unit on the average: of 32 (1x128k) 128.3 and 129.3
-CALLS = 1 << 10  # captured calls that a piece of memory is for, 4 MiB
+CALLS = 1 << 10  # captured calls that a piece of memory is for, 8 MiB
 
 
 def merging_of(rows: int, width: int, warps: int) -> Merging:

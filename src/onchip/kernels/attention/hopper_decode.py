@@ -6,6 +6,7 @@ One warp copies (TMA, a page or a piece of a page at a time) round two rings tha
 a multiprocessor has 128 to 192 KiB on their way all the time, as 1 us of latency at 34 GB/s and more asks for; and it tells the computing warpgroup through
 shared memory which unit comes next. That warpgroup works on 64 rows, the least that wgmma takes; most are padding, which costs nothing: memory is the floor.
 
+The first unit of a share is read first, the last one then: those are the ones that are cut, and nobody adds parts up when memory has been read.
 A unit that lies in one share is written at once. Of one that is cut, each program writes its part in float32, of the rows that there are, and
 the last to arrive adds the parts up in the order of the keys (`gluon_merge`; of a batch_invariant problem a launch does, `decode_merge`): the same bits
 in every run.
@@ -109,8 +110,8 @@ class Shape:
 
     @property
     def list(self):
-        """[listed] numbers of sequences."""
-        return gl.BlockedLayout([self.listed // 32], [32], [1], [0])
+        """[1, listed] numbers of sequences."""
+        return gl.BlockedLayout([1, self.listed // 32], [1, 32], [1, 1], [1, 0])
 
     @property
     def band(self):
@@ -130,56 +131,75 @@ def _pages(entries, n, lowest, last, C: gl.constexpr):
 
 
 @gluon.jit
+def _copy_unit(given, turn, cursors, place, last, lowest, entries, C: gl.constexpr):
+    """Queries, keys and values of a unit, or of a part of one, and its place, which the others are told; the cursors after it."""
+    q_desc, k_desc, v_desc, rings, message, _, _ = given
+    q_ring, k_ring, v_ring = rings
+    q_at, k_at, v_at = cursors
+    b, kv_head, n, keys, _, _, _, token = place
+    KNOWN: gl.constexpr = 32 // C.parts  # tiles whose pages are looked up at once
+    pages = _pages(entries, n, lowest, last, C)
+    tell(message, turn, place)
+    if C.packed:
+        b = b * 0
+    q_at = fill(q_ring, q_at, q_desc, (b, kv_head, token, 0, 0), C.rounds, 0, 0)
+    for t in range(keys):
+        lane = t % KNOWN * C.parts
+        if (lane == 0) & (t > 0):
+            pages = _pages(entries, n, lowest, last, C)
+        k_at = fill_pages(k_ring, k_at, k_desc, pages, kv_head, n, C.page, C.stages, 0, 0, lane)
+        v_at = fill_pages(v_ring, v_at, v_desc, pages, kv_head, n, C.page, C.stages, 0, 0, lane)
+        n += C.n
+    return q_at, k_at, v_at
+
+
+@gluon.jit
 def _copy(given, BAND: gl.constexpr, C: gl.constexpr):
-    """Queries, keys and values of all units of a share, and their places."""
-    q_desc, k_desc, v_desc, rings, message, lists, table = given
+    """All units of a share: the first, the last, the others. What of a unit is cut is so written long before the end, and added up while memory is read."""
+    lists, table = given[5], given[6]
     lengths, offsets, batch, len_q, kv_heads, group = lists
     N: gl.constexpr = C.n
-    KNOWN: gl.constexpr = 32 // C.parts  # tiles whose pages are looked up at once
-    q_ring, k_ring, v_ring = rings
-    begin, stop, each, b, before = my_share(lists, BAND, C)
-    at, turn = begin, begin * 0
-    q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
-    while at < stop:  # a sequence
-        len_k, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
-        len_k = uniform(len_k)
-        if C.packed:
-            queries, token = uniform(queries), uniform(token)
-        lowest, start, end = reach(len_k, queries, BAND, N)
-        items, tiles = items_of(len_k, queries, kv_heads, group, BAND, C.rows, N, C.item)
-        entries = table[0] + b.to(gl.int64) * table[1]
-        until = gl.minimum(stop, before + items * tiles * kv_heads)
-        while at < until:  # a unit, or a part of one
-            kv_head = (at - before) // items
-            item = at - before - kv_head * items
-            count = gl.minimum(items - item, until - at)
-            if C.item != N:
-                count = count * 0 + 1
-            n = start + item * C.item
-            last = gl.minimum(n + count * C.item, end)
-            pages = _pages(entries, n, lowest, last, C)
-            keys = gl.maximum(gl.cdiv(last - n, N), 1)
-            if C.item == N:
-                part = part_of(at, begin, at - item, items, each)
-            else:
-                part = at
-            tell(message, turn, (b, kv_head, n, keys, gl.where(count == items, -1, part), len_k, queries, token))
-            of = b
+    begin, stop, each, first_b, first_before = my_share(lists, BAND, C)
+    b, before, at, until, turn = first_b, first_before, begin, stop, begin * 0
+    others, last_begin = stop, stop  # where the second unit begins, and the last
+    cursors = ((0, 0, 0), (0, 0, 0), (0, 0, 0))
+    for which in range(3):
+        while at < until:  # a sequence
+            len_k, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
+            len_k = uniform(len_k)
             if C.packed:
-                of = b * 0
-            q_at = fill(q_ring, q_at, q_desc, (of, kv_head, token, 0, 0), C.rounds, 0, 0)
-            for t in range(keys):
-                lane = t % KNOWN * C.parts
-                if (lane == 0) & (t > 0):
-                    pages = _pages(entries, n, lowest, last, C)
-                k_at = fill_pages(k_ring, k_at, k_desc, pages, kv_head, n, C.page, C.stages, 0, 0, lane)
-                v_at = fill_pages(v_ring, v_at, v_desc, pages, kv_head, n, C.page, C.stages, 0, 0, lane)
-                n += N
-            turn += 1
-            at += count
-        before += items * tiles * kv_heads
-        b += 1
-    tell(message, turn, (gl.to_tensor(-1),))
+                queries, token = uniform(queries), uniform(token)
+            lowest, start, end = reach(len_k, queries, BAND, N)
+            items, tiles = items_of(len_k, queries, kv_heads, group, BAND, C.rows, N, C.item)
+            entries = table[0] + b.to(gl.int64) * table[1]
+            behind = before + items * tiles * kv_heads
+            if which == 0:
+                until = gl.minimum(stop, before + ((at - before) // items + 1) * items)
+                others = until
+            if which == 1:  # in a sequence before the last one that is behind it
+                at = gl.maximum(others, before + (stop - 1 - before) // items * items)
+                last_begin = at
+            while at < gl.minimum(until, behind):
+                kv_head = (at - before) // items
+                item = at - before - kv_head * items
+                count = gl.minimum(items - item, until - at)
+                part = at
+                if C.item != N:
+                    count = count * 0 + 1
+                else:
+                    part = part_of(at, begin, at - item, items, each)
+                n = start + item * C.item
+                last = gl.minimum(n + count * C.item, end)
+                place = (b, kv_head, n, gl.maximum(gl.cdiv(last - n, N), 1), gl.where(count == items, -1, part), len_k, queries, token)
+                cursors = _copy_unit(given, turn, cursors, place, last, lowest, entries, C)
+                turn += 1
+                at += count
+            before, b = behind, b + 1
+        at, until = others, last_begin
+        if which == 0:
+            at, until = gl.maximum(others, stop - 1), stop
+        b, before = first_b, first_before
+    tell(given[4], turn, (gl.to_tensor(-1),))
 
 
 # ---- device: the computing warpgroup
@@ -321,7 +341,7 @@ def _decode(q_desc, k_desc, v_desc, out, lse, parts, sinks_ptr, table, lengths, 
     parts: float32 [2 programs, or items, C.rows, width of the values] and the LSE of their rows in base 2: the first of a program's at twice its number,
     its last, if that is of another unit, behind it.
     """
-    fetch(lengths, batch, table)
+    fetch(lengths, batch, table, 4)
     if not C.second:
         wait_for_last()
     start_next()  # who merges reads lengths too

@@ -10,7 +10,8 @@ Each warp has keys of its own, so that the loop has no barrier, and reads them 1
 
 A product does not mind in which order its columns or its rows come, as long as queries and results are taken in the same. Rows are the narrow side, of 8 or
 16: little of a product is padding, and sums of 128 columns take 32 registers. Nothing goes through shared memory until a unit ends. A warp has a whole tile
-of 4 KiB of keys and as much of values on their way while it works on the last one; eight such warps a multiprocessor keep memory busy.
+of 4 KiB of keys and as much of values on their way while it works on the last one; eight such warps a multiprocessor keep memory busy. A unit's beginning
+and its end have nothing on their way, and a program's warps wait for each other there: where units are many, programs are of two warps, or of one.
 
 A code becomes a float16 on its way. Of an integer the bits are its mantissa (a float16 that is not normal, code 2^-24: exact, and nothing to subtract);
 a key's scale and zero go to its scores, s = scale (q . code) + zero sum(q), a value's to its weight.
@@ -69,7 +70,7 @@ class Shares(NamedTuple):
 
     def __str__(self):
         shares = "" if self.item == self.n * self.warps else f" of {self.item} keys at a time"
-        return f"{self.n} keys x {self.rows} rows a warp, {self.programs} shares{shares}, {self.warps} warps"
+        return f"{self.n} keys x {self.rows} rows a warp, {self.programs} shares{shares}, {self.warps} warp{'s' * (self.warps > 1)}"
 
 
 # ---- device: queries, and who sees what
@@ -375,15 +376,15 @@ def _write(result, share, unit, added, grown, PLANE: gl.constexpr, place, out, p
 
 
 @gluon.jit
-def _keep(numbers, first, values):
+def _keep(numbers, first, values, C: gl.constexpr):
     """Numbers that are the same in all threads, in shared memory."""
     for n in gl.static_range(len(values)):
-        numbers.index(first + n).store(gl.full([1], values[n], gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        numbers.index(first + n).store(gl.full([1], values[n], gl.int32, gl.BlockedLayout([1], [32], [C.warps], [0])))
 
 
 @gluon.jit
-def _kept(numbers, n):
-    return uniform(gl.max(numbers.index(n).load(gl.BlockedLayout([1], [32], [4], [0])), 0))  # of one
+def _kept(numbers, n, C: gl.constexpr):
+    return uniform(gl.max(numbers.index(n).load(gl.BlockedLayout([1], [32], [C.warps], [0])), 0))  # of one
 
 
 @gluon.jit(do_not_specialize=["batch", "len_q", "kv_heads", "group"])
@@ -395,7 +396,7 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, lengths, of
     Parts go to float32 [2 programs, or items, rows, dim_v] and their LSE in base 2: the first of a program to twice its number, its last, if that is of
     another unit, behind it.
     """
-    fetch(lengths, batch, table)
+    fetch(lengths, batch, table, C.warps)
     if C.early:
         wait_for_last()
         start_next()  # the merge reads lengths too
@@ -405,8 +406,8 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, lengths, of
     cut = parts[2]
     if parts[2] is not None:  # of a part that the share begins with, and of one that it ends with: what there is to know
         cut = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        _keep(cut, 0, (at * 0 - 1,))
-        _keep(cut, 3, (at * 0 - 1,))
+        _keep(cut, 0, (at * 0 - 1,), C)
+        _keep(cut, 3, (at * 0 - 1,), C)
     while at < stop:  # a sequence
         len_k, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
         lowest, start, end = reach(len_k, queries, BAND, C.tile)
@@ -432,15 +433,15 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, lengths, of
             _attend(unit, q, k, v, scales, of, out, lse, sinks, parts, entries, scale * LOG2E, group, C)
             if parts[2] is not None:  # noqa: SIM102 (device code)
                 if count < items:
-                    _keep(cut, gl.where(at == begin, 0, 3), (part, b, number))
+                    _keep(cut, gl.where(at == begin, 0, 3), (part, b, number), C)
             at += count
         before += items * tiles * kv_heads
         b += 1
     if parts[2] is not None:  # at the end, for what it takes would be in registers from the beginning: int4 43.7 us to 47.1
         for side in range(2):
-            part = _kept(cut, 3 * side)
+            part = _kept(cut, 3 * side, C)
             if part >= 0:
-                b, number = _kept(cut, 3 * side + 1), _kept(cut, 3 * side + 2)
+                b, number = _kept(cut, 3 * side + 1, C), _kept(cut, 3 * side + 2, C)
                 MERGING: gl.constexpr = C.merging
                 _, queries, token = sequence_of(lengths, offsets, b, b < batch, len_q)
                 tiles = gl.cdiv(queries * group, C.rows)
@@ -451,9 +452,14 @@ def _decode(q, k, v, scales, channel, out, lse, parts, sinks, table, lengths, of
 # ---- host
 
 AHEAD = 4 << 10  # bytes of keys, and of values, that a warp has on their way
-WARPS, EACH = 4, 2  # of a program, and programs of a multiprocessor: 255 registers a thread, which codes of 32 keys and what they become need
+EACH = 8  # warps of a multiprocessor: 255 registers a thread, which codes of 32 keys and what they become need
+WARPS = (1, 2, 4)  # of a program, see `warps_of`. 128x1k int4 53.2 us by 4, 47.5 by 2, 45.8 by 1; 32x4k 41.6, 44.4, 48.1
 REGISTERS = 255
 MOST_PARTS = 32  # of a unit: as many as the merge has on their way at once
+LONGEST = 1 << 14  # keys of a sequence for programs of a warp: one adds up the parts of a long one (128k among 63 of 512: 102 us by 4, 95 by 2, 114 by 1)
+# Keys of a warp. What tensor cores add up errs with their number, and codes that are never negative are a large sum over a small result: int4 by one
+# warp errs by 2.4e-3, 5.8e-3 and 1.7e-2 at 1k, 2k and 4k (by four 1.7e-3, 1.9e-3, 3.4e-3), int8 at 4k by 2.7e-3 (1.8e-3).
+ADDED = {"int4": 1 << 11, "int8": 1 << 13}
 WHOLE = 1 << 30  # keys of an item that is never cut
 AT_ONCE = 1024  # lengths that a program looks at at once
 
@@ -470,14 +476,24 @@ def configs(p: Attention, device: Device) -> list[Shares]:
     return [tiles_of(p, device, max(16, min(64, n)), rows)]
 
 
+def warps_of(p: Attention, device: Device, units: int) -> int:
+    """The fewest for a program that leave all programs but a sixteenth a unit: warps that have one of their own never wait for each other."""
+    if "batch_invariant" in p.extras or units > p.batch * p.kv_heads:  # several tiles of a head find its keys in L2: not timed
+        return WARPS[-1]
+    most = ADDED.get(kind_of(p), p.len_k)
+    enough = (w for w in WARPS if 16 * units > 15 * (EACH // w * device.sms) and p.len_k <= min(w * most, LONGEST if w == 1 else p.len_k))
+    return next(enough, WARPS[-1])
+
+
 def tiles_of(p: Attention, device: Device, n: int, rows: int) -> Shares:
     """Tiles of `n` keys a warp."""
     units = p.batch * p.kv_heads * triton.cdiv(p.len_q * p.group, rows)
-    item = n * WARPS
+    warps = warps_of(p, device, units)
+    item = n * warps
     if "batch_invariant" in p.extras:  # of many queries, which are work enough, whole units: 2,048 over 32k in parts would want 16 GiB of them
         item = WHOLE if p.len_q > 16 and not p.tokens else max(SHARE, item)
-    programs = min(EACH * device.sms, MOST_PARTS * units, units * max(1, triton.cdiv(p.len_k, item)))
-    return Shares(n, WARPS, programs, rows, triton.cdiv(p.len_q * p.group, rows), item)
+    programs = min(EACH // warps * device.sms, MOST_PARTS * units, units * max(1, triton.cdiv(p.len_k, item)))
+    return Shares(n, warps, programs, rows, triton.cdiv(p.len_q * p.group, rows), item)
 
 
 def kind_of(p: Attention) -> str:

@@ -102,8 +102,8 @@ class Shape:
 
     @property
     def list(self):
-        """[listed] numbers of sequences."""
-        return gl.BlockedLayout([max(1, self.listed // (32 * self.warps))], [32], [self.warps], [0])
+        """[1, listed] numbers of sequences, all of them in each warp."""
+        return gl.BlockedLayout([1, self.listed // 32], [1, 32], [self.warps, 1], [1, 0])
 
     def _linear(self, lanes, shape, chunk):
         return gl.DistributedLinearLayout(_bases((2, 1, _log(chunk))), lanes, _bases((0, 1, _log(self.warps))), [], shape)
