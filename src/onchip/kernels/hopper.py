@@ -164,6 +164,13 @@ def uniform(x):
 
 
 @gluon.jit
+def here(x):
+    """x, an int32 of an argument: what is made of it is made where this stands. LLVM makes it in the kernel's first lines, since warps wait for their
+    partition in a loop, and it is then in registers of all, or in memory, until it is needed. Not everywhere faster (AGENTS.md)."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def message(READERS: gl.constexpr):
     """Two places for 8 numbers that the copying warp tells READERS other partitions, so that each is not made by all of them."""
     numbers = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -426,8 +426,8 @@ def test_hopper_backward_of_a_bias(dim, most):
 
 ORDERED = {  # head dimension, that of values, packed, mask, and bytes that each pass may spill, all of them outside of the loops
     "d64 full": (64, 0, False, Full(), (0, 0)),
-    "d128 packed": (128, 0, True, Causal(), (36, 64)),
-    "d256 window": (256, 0, False, Window(1024), (0, 60, 60)),
+    "d128 packed": (128, 0, True, Causal(), (0, 60)),
+    "d256 window": (256, 0, False, Window(1024), (0, 0, 0)),
     "d192 and 128": (192, 128, False, Causal(), (0, 0, 0)),
     "d192 and 64": (192, 64, False, Causal(), (0, 0)),
 }
@@ -455,7 +455,7 @@ def test_hopper_backward_in_order(dim, dim_v, packed, band, most):
 def test_hopper_backward_in_order_under_a_mask():
     _, found = backward(128, False, Full(), extras=("deterministic",), mask=masks.Document(meta(4, 4096, dtype=torch.int32)))
     spills = [facts.spills for name, facts in found.items() if name.startswith("_backward_pass")]
-    assert all(ours <= allowed(limit) for ours, limit in zip(spills, (188, 268), strict=True)), spills
+    assert all(ours <= allowed(limit) for ours, limit in zip(spills, (160, 244), strict=True)), spills
 
 
 def prefill_fp8(dim, mask, share=0, tokens=4096):
@@ -476,9 +476,10 @@ def prefill_fp8(dim, mask, share=0, tokens=4096):
         pytest.param(128, Causal(), 128, 4096, 0, marks=newest),
         (128, Window(1024), 0, 4096, 0),
         pytest.param(128, Full(), 0, 8192, 0, marks=newest),
-        (128, Causal(), 0, 8192, 16),  # a thread's row, once a tile of queries
+        (128, Causal(), 0, 8192, 0),
+        (128, Causal(), 1, 4096, 0),
         pytest.param(256, Causal(), 0, 4096, 0, marks=newest),
-        (256, Full(), 128, 4096, 8),
+        (256, Full(), 128, 4096, 0),
     ],
     ids=str,
 )
@@ -487,7 +488,7 @@ def test_hopper_fp8(dim, mask, share, tokens, spills):
     tiles, facts = prefill_fp8(dim, mask, share, tokens)
     assert facts.spills <= allowed(spills), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
-    steps = dim // 32 + tiles.n // 32  # of one tile of scores, and of one of the output
+    steps = dim // 32 + (128 if share else tiles.n) // 32  # of one tile of scores, and of one of the output
     assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and facts.ptx.count(".f32.e4m3.e4m3 ") == facts.wgmma
     assert "prmt.b32" not in facts.ptx and not facts.serialized and "setmaxnreg.dec" in facts.ptx
 

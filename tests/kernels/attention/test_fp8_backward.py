@@ -102,8 +102,10 @@ def seen(c: Case):
     return shown
 
 
-def turned(x, rows: int):
+def turned(x, rows: int, counter=None):
     """`fp8_operands.turned` in plain torch."""
+    if counter is not None:
+        counter.zero_()
     batch, heads, length, dim = x.shape
     x = torch.nn.functional.pad(x.view(torch.uint8), (0, 0, 0, -length % rows)).view(batch, heads, -1, rows // 16, 2, 4, 2, dim)
     return x.permute(0, 1, 2, 7, 3, 5, 4, 6).reshape(batch, heads, -1, rows).view(E4M3)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from onchip.core.scales import LARGEST
+from onchip.kernels.launch import starts_early
 
 MOST = tl.constexpr(LARGEST)
 LEAST = tl.constexpr(2.0**-100)  # of a token's scale
@@ -60,13 +61,35 @@ def _place(heads, length, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _turn(x_ptr, t_ptr, heads, length, strides, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Bytes."""
+def _pairs(x, y):
+    """Of two tokens' words of four bytes the even bytes, in turn, and the odd ones."""
+    return (x & 0x00FF00FF) | ((y & 0x00FF00FF) << 8), ((x >> 8) & 0x00FF00FF) | (y & 0xFF00FF00)
+
+
+@triton.jit
+def _turn(x_ptr, t_ptr, counter, heads, length, strides, DIM: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):
+    """Words of four bytes: those of four tokens that lie side by side in the copy become those of four columns in a thread, and words change places alone. And
+    0 for what the launch behind this one counts."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if counter is not None:
+        tl.store(counter, 0, mask=tl.program_id(0) == 0)
     batch, head, first = _place(heads, length, ROWS)
-    rows, cols = first + tl.arange(0, ROWS), tl.arange(0, DIM)
-    x_ptr += batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
-    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * strides[2] + cols[None, :], mask=(rows < length)[:, None], other=0)
-    _store_turned(t_ptr, x, ROWS, DIM)
+    word, col = tl.arange(0, ROWS // 4), tl.arange(0, DIM // 4)
+    x_ptr += batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + col[None, :]
+    token = first + word // 4 * 16 + word % 4 * 2  # and the one behind it, and those 8 and 9 behind
+    x0, x1, x2, x3 = (), (), (), ()
+    for n in tl.static_range(4):
+        rows = (token + (n // 2 * 8 + n % 2))[:, None]
+        x = tl.load(x_ptr + rows.to(tl.int64) * strides[2], mask=rows < length, other=0)
+        x0, x1, x2, x3 = x1, x2, x3, x
+    even, odd = _pairs(x0, x1)
+    even_behind, odd_behind = _pairs(x2, x3)
+    low = tl.join((even & 0xFFFF) | (even_behind << 16), (odd & 0xFFFF) | (odd_behind << 16))  # of columns 0 and 1
+    high = tl.join((even >> 16) | (even_behind & 0xFFFF0000), (odd >> 16) | (odd_behind & 0xFFFF0000))  # 2 and 3
+    turned = tl.reshape(tl.permute(tl.join(low, high), (1, 3, 2, 0)), [DIM, ROWS // 4])
+    places = tl.arange(0, DIM)[:, None] * (ROWS // 4) + word[None, :]
+    tl.store(t_ptr + tl.program_id(0).to(tl.int64) * (DIM * ROWS // 4) + places, turned)
 
 
 @triton.jit
@@ -104,12 +127,13 @@ def _of_output(o_ptr, do_ptr, lse_ptr, dlse_ptr, most_ptr, y_ptr, t_ptr, token_p
 # ---- host
 
 
-def turned(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """The transposed copy of x [batch, heads, len, dim] in e4m3, in tiles of `rows` tokens: [batch, heads, tiles x dim, rows]."""
+def turned(x: torch.Tensor, rows: int, counter: torch.Tensor | None = None) -> torch.Tensor:
+    """The transposed copy of x [batch, heads, len, dim] in e4m3, in tiles of `rows` tokens: [batch, heads, tiles x dim, rows]; and 0 in `counter`."""
     batch, heads, length, dim = x.shape
     tiles = triton.cdiv(length, rows)
     copy = torch.empty(batch, heads, tiles * dim, rows, dtype=x.dtype, device=x.device)
-    _turn[(tiles * heads * batch,)](x.view(torch.uint8), copy.view(torch.uint8), heads, length, x.stride()[:3], DIM=dim, ROWS=rows, num_warps=4)
+    x, words = x.view(torch.uint32), copy.view(torch.uint32)
+    _turn[(tiles * heads * batch,)](x, words, counter, heads, length, x.stride()[:3], DIM=dim, ROWS=rows, EARLY=starts_early(x), num_warps=4)
     return copy
 
 

@@ -52,7 +52,7 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     steps_of,
     weights,
 )
-from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
+from onchip.kernels.attention.hopper_tiles import anew, locate, programs_and_counter, programs_of
 from onchip.kernels.attention.tile import ends, mask_map, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
@@ -67,6 +67,7 @@ from onchip.kernels.hopper import (
     gl,
     gluon,
     hear,
+    here,
     mbarrier,
     message,
     release,
@@ -195,9 +196,9 @@ def _copy(descs, own, ring, message, counter, sizes, lengths, map_ptr, map_strid
     _own_desc, _own_v_desc, far_desc, far_v_desc, lse_desc, delta_desc = descs
     group = sizes[4]
     cursor, tiles = (0, 0, 0), 0
-    number, turn = gl.program_id(0), 0
+    number, turn = here(gl.program_id(0)), 0
     while number < sizes[0]:
-        place, there = locate(number, sizes, lengths, C.of_keys, C)
+        place, there = locate(number, anew(sizes), lengths, C.of_keys, C)
         b, own_head, tile, start_q, _, start_k, _, _ = place
         if there:
             batch = b
@@ -219,10 +220,11 @@ def _copy(descs, own, ring, message, counter, sizes, lengths, map_ptr, map_strid
                 masked, bare, _before, _first, _row = steps
                 for x in range(masked + bare):
                     at = others + step_tile(x, steps, map_strides, C) * C.stream
-                    stats = [batch * sizes[3] * group + head, at]
+                    heads = here(sizes[3]) * group
+                    stats = [batch * heads + head, at]
                     if C.packed:
                         late = at % PHASES
-                        stats = [late * sizes[3] * group + head, at - late]
+                        stats = [late * heads + head, at - late]
                     to = [batch, far_head, at, 0]
                     if C.slopes:  # the order of use, and of release
                         cursor = _fill(ring, cursor, far_v_desc, to, delta_desc, stats, C)
@@ -407,9 +409,9 @@ def _compute(outs, descs, own, ring, message, stats, call, sizes, lengths, map_p
     tiles_of = (mine, mine_v, v_desc)
     index, phase, tiles = 0, 0, 0
     first_turn(GROUP, C.partners)
-    number, turn = gl.program_id(0), 0
+    number, turn = here(gl.program_id(0)), 0
     while number < sizes[0]:
-        place, there = locate(number, sizes, lengths, C.of_keys, C)
+        place, there = locate(number, anew(sizes), lengths, C.of_keys, C)
         if there:
             rows = _statistics(stats, place, sizes, C, GROUP, s_layout)
             mbarrier.wait(own_full, tiles % 2)

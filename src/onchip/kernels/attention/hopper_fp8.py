@@ -26,7 +26,7 @@ from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import SMALLEST, Scales
 from onchip.kernels.attention.fp8_operands import turned
-from onchip.kernels.attention.hopper_tiles import hide, key_steps, locate, next_sequence, place_of, programs_and_counter, programs_of, query_tiles
+from onchip.kernels.attention.hopper_tiles import anew, hand, hide, key_steps, locate, next_sequence, place_of, programs_of, query_tiles, rounds
 from onchip.kernels.attention.tile import ends, for_tma, order, together
 from onchip.kernels.hopper import (
     advance,
@@ -40,6 +40,7 @@ from onchip.kernels.hopper import (
     first_turn,
     gl,
     gluon,
+    here,
     in_order,
     largest,
     logarithm,
@@ -54,14 +55,17 @@ from onchip.kernels.hopper import (
     tma,
     tma_store,
     turn_over,
+    wait_for_last,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from onchip.kernels.launch import starts_early
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 RAISED = gl.constexpr(8.0)  # log2 of what weights are multiplied by
 LEAST = gl.constexpr(1e-36)  # of a score's factor: 0 times the -inf of a key that is hidden is NaN
+LEAST_V = gl.constexpr(SMALLEST)
 GROWTH = gl.constexpr(0.8)  # of a maximum that is not followed: 2^8.8 = 446
 
 
@@ -98,7 +102,9 @@ class Shape:
     each_k: int  # keys that share a scale; 0: all
     each_v: int
     lazily: int  # values that are scaled together, or not; 0: always all
+    rounds: int  # tiles of queries that a warpgroup has space for: of two, the next one comes while this one is worked on
     maxima_below: bool  # whether scores are waited for before the product that holds the warps up, so that maxima are found meanwhile
+    first: bool  # whether the launch begins before the one ahead of it has ended
     page: int = 0
     packed: bool = False
     uneven: bool = False
@@ -123,9 +129,9 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, message, counter, size
     ROWS: gl.constexpr = v_desc.block_type.shape[2]  # of values, turned
     GROUPS: gl.constexpr = C.groups
     q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
-    number, turn = gl.program_id(0), 0
+    number, turn = here(gl.program_id(0)), 0
     while number < sizes[0]:
-        place, there = locate(number, sizes, lengths, False, C)
+        place, there = locate(number, anew(sizes), lengths, False, C)
         b, head, tile_m, _, _, _, _, _ = place
         if there:
             tell(message, turn, place)
@@ -134,10 +140,11 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, message, counter, size
             top, masked, bare, low, _row = steps  # `_` is of another type already
             kv_head = head // sizes[4]
             n = top * N
-            for group in gl.static_range(GROUPS):  # the first queries and keys first
-                q_at = fill(q_ring, q_at, q_desc, [b, head, tile_m * C.m + group * 64, 0], C.groups, 0, 0)
-                if group == 0:
-                    k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.stages, 10, C.readers)
+            k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.stages, 10, C.readers)
+            for group in gl.static_range(GROUPS):
+                q_at = fill(q_ring, q_at, q_desc, [b, head, tile_m * C.m + group * 64, 0], C.groups * C.rounds, 0, 0)
+            if C.first:
+                wait_for_last()  # for V turned, and a counter at 0
             v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n // N * ROWS, 0], C.stages, 10 + C.stages, C.readers)
             for _x in range(masked + bare + low):
                 n -= N
@@ -151,12 +158,12 @@ def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, message, counter, size
 
 
 @gluon.jit
-def _scale_at(scale, n, EACH: gl.constexpr, N: gl.constexpr, len_k, layout: gl.constexpr):
-    """Of the keys from `n` on: one each [1, N], or one of them all. `scale`: where a head's begin, and their stride."""
+def _scale_at(scale, n, EACH: gl.constexpr, N: gl.constexpr, len_k):
+    """Of the keys from `n` on: one each [N], which `hand` brings to their columns, or one of them all. `scale`: where a head's begin, and their stride."""
     found = 1.0
-    if EACH == 1:
-        cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-        found = gl.load(scale[0] + cols * scale[1], mask=cols < len_k, other=1.0)[None, :]
+    if EACH == 1:  # a thread has one of them until they are wanted: beside its columns, it would have 32
+        cols = n + gl.arange(0, N, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        found = gl.load(scale[0] + cols * scale[1], mask=cols < len_k, other=1.0)
     elif EACH > 1:
         found = gl.load(scale[0] + gl.minimum(n, gl.maximum(len_k - 1, 0)) // EACH * scale[1])  # a row that sees nothing may begin past the last key
     return found
@@ -186,7 +193,7 @@ def _weigh(scores, base, factor, v_scale, C: gl.constexpr):
     weights = gl.exp2(scores * factor[:, None] - base[:, None])
     sums = gl.sum(weights.reshape([64, N // 8, 8]), 1)
     if C.each_v == 1:
-        weights = weights * v_scale
+        weights = weights * hand(v_scale, weights)
     elif C.each_v > 1:
         sums = sums * gl.exp2(-v_log)
     return as_words(in_order(weights)), sums
@@ -203,7 +210,7 @@ def _more(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.constexpr, 
     for t in range(count):
         at = n - t * N
         below = any_below(top)
-        k_scale = _scale_at(call[6], at, C.each_k, N, call[5], s_layout)
+        k_scale = _scale_at(call[6], at, C.each_k, N, call[5])
         p = gl.convert_layout(as_bytes(weights), p_layout)
         mbarrier.wait(k_full.index(ki), kp)
         take_turn(GROUP, C.groups)
@@ -214,11 +221,11 @@ def _more(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.constexpr, 
             scores = warpgroup_mma_wait(0, deps=[scores])
         acc = warpgroup_mma(p, values.index(vi).reshape([values.shape[-2], N]).permute((1, 0)), acc, is_async=True)
         turn_over(GROUP, C.groups)
-        v_scale = _scale_at(call[7], at, C.each_v, N, call[5], s_layout)
+        v_scale = _scale_at(call[7], at, C.each_v, N, call[5])
         if not C.maxima_below:
             scores = warpgroup_mma_wait(1, deps=[scores])
         if C.each_k == 1:
-            scores = scores * k_scale
+            scores = scores * hand(k_scale, scores)
         if EDGE:
             scores = hide(scores, at, call, (), None, C, s_layout)
         top, base, shrink, each = _top(scores, top, below, factor, k_scale, EDGE, C)
@@ -246,7 +253,31 @@ def _pieces(x, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def _by_pieces(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
+def _joined(pieces):
+    """The tile of which they are the columns: no instruction."""
+    found = pieces[0]
+    HALF: gl.constexpr = len(pieces) // 2
+    if HALF > 0:
+        found = gl.join(_joined(pieces[:HALF]), _joined(pieces[HALF:])).permute((0, 2, 1))
+        found = found.reshape([found.shape[0], 2 * found.shape[2]])
+    return found
+
+
+@gluon.jit
+def _hide(pieces, n, seen, call, C: gl.constexpr, layout: gl.constexpr):
+    """Pieces of scores from key `n` on, with -inf where the mask hides the key. The first `seen` keys are hidden from no row, or only by a window."""
+    found = ()
+    for i in gl.static_range(len(pieces)):
+        piece = gl.convert_layout(pieces[i], layout)
+        n += piece.shape[1]
+        if C.left >= 0 or n > seen:
+            piece = hide(piece, n - piece.shape[1], call, (), None, C, layout)
+        found += (piece,)
+    return found
+
+
+@gluon.jit
+def _by_pieces(state, count, n, ends, q, k_ring, v_ring, factor, call, EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
                s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
     """`_more` from the first tile on, where a piece's product runs beside the next one's exponentials; of scales of heads. No weight outlives its turn of the
     loop, so there is room for the scores of 256 keys."""
@@ -268,23 +299,27 @@ def _by_pieces(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.conste
         scores = warpgroup_mma(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), zeros, use_acc=False, is_async=True)
         turn_over(GROUP, C.groups)
         scores = warpgroup_mma_wait(0, deps=[scores])
+        pieces = _pieces(scores, PIECE)
         if EDGE:
-            scores = hide(scores, at, call, (), None, C, s_layout)
+            pieces = _hide(pieces, at, ends[0], call, C, layout)
+            scores = gl.convert_layout(_joined(pieces), s_layout)
         top, base, shrink, _each = _top(scores, top, below, factor, 1.0, EDGE, C)
         release(ki, 10, C.readers)
         ki, kp = advance(ki, kp, C.stages)
         acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
-        pieces = _pieces(scores, PIECE)
         each, base = gl.convert_layout(factor, rows), gl.convert_layout(base, rows)
         mbarrier.wait(v_full.index(vi), vp)
         tiles = values.index(vi).reshape([N // KEYS * DV, KEYS])
         for i in gl.static_range(N // PIECE):
-            weights, sums = _weigh(gl.convert_layout(pieces[i], layout), base, each, 1.0, C)
-            total = total + gl.convert_layout(sums, total.type.layout)
-            piece = tiles.slice(i * PIECE // KEYS * DV, DV, 0).slice(i * PIECE % KEYS, PIECE, 1)
-            acc = warpgroup_mma(gl.convert_layout(as_bytes(weights), p_layout), piece.permute((1, 0)), acc, is_async=True)
-            if i > 0 and i < N // PIECE - 1:  # else the weights of all pieces keep their registers: 128 bytes of spills
+            if not EDGE or at + i * PIECE < ends[1]:
+                weights, sums = _weigh(gl.convert_layout(pieces[i], layout), base, each, 1.0, C)
+                total = total + gl.convert_layout(sums, total.type.layout)
+                piece = tiles.slice(i * PIECE // KEYS * DV, DV, 0).slice(i * PIECE % KEYS, PIECE, 1)
+                acc = warpgroup_mma(gl.convert_layout(as_bytes(weights), p_layout), piece.permute((1, 0)), acc, is_async=True)
+                if EDGE:
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+            if not EDGE and i > 0 and i < N // PIECE - 1:  # else the weights of all pieces keep their registers: 128 bytes of spills
                 total = warpgroup_mma_wait(1, deps=[total])
         acc = warpgroup_mma_wait(0, deps=[acc])
         release(vi, 10 + C.stages, C.readers)
@@ -317,6 +352,7 @@ def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scal
     if C.each_k == 0:
         factor = factor * gl.load(k_scales[0])
     factor = gl.maximum(factor, LEAST)
+    most = gl.maximum(gl.load(v_most + b * most_strides[0] + kv_head * most_strides[1]), LEAST_V)
     call = (rows, shift, b, head, len_q, len_k, k_scales, v_scales, (), (), ())
 
     top = gl.full([64], float("-inf"), gl.float32, row_layout)
@@ -324,16 +360,20 @@ def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scal
     if C.piece > 0:
         total = gl.sum(gl.zeros([64, N], gl.float32, s_layout).reshape([64, N // 8, 8]), 1)
         state, n = (acc, top, total, ki, kp, vi, vp), first * N
+        ends = (len_k, len_k)  # of what the warpgroup's first row sees, and its last
+        if C.right >= 0:
+            own = tile_m * C.m + GROUP * 64 + shift + C.right
+            ends = (gl.minimum(own + 1, len_k), gl.minimum(own + 64, len_k))
         masked += 1  # the first tile holds the last keys and (of) the diagonal
-        state = _by_pieces(state, masked, n, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+        state = _by_pieces(state, masked, n, ends, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
         n -= masked * N
-        state = _by_pieces(state, bare, n, q, k_ring, v_ring, factor, call, False, C, GROUP, s_layout, p_layout)
+        state = _by_pieces(state, bare, n, ends, q, k_ring, v_ring, factor, call, False, C, GROUP, s_layout, p_layout)
         if C.left >= 0:
-            state = _by_pieces(state, low, n - bare * N, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
+            state = _by_pieces(state, low, n - bare * N, ends, q, k_ring, v_ring, factor, call, True, C, GROUP, s_layout, p_layout)
         acc, top, total, ki, kp, vi, vp = state
     else:
-        k_scale = _scale_at(k_scales, first * N, C.each_k, N, len_k, s_layout)
-        v_scale = _scale_at(v_scales, first * N, C.each_v, N, len_k, s_layout)
+        k_scale = _scale_at(k_scales, first * N, C.each_k, N, len_k)
+        v_scale = _scale_at(v_scales, first * N, C.each_v, N, len_k)
         mbarrier.wait(k_full.index(ki), kp)  # the first tile holds the last keys and (of) the diagonal
         take_turn(GROUP, C.groups)
         zeros = gl.zeros([64, N], gl.float32, s_layout)
@@ -343,7 +383,7 @@ def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scal
         release(ki, 10, C.readers)
         ki, kp = advance(ki, kp, C.stages)
         if C.each_k == 1:
-            scores = scores * k_scale
+            scores = scores * hand(k_scale, scores)
         scores = hide(scores, first * N, call, (), None, C, s_layout)
         top, base, _shrink, each = _top(scores, top, any_below(top), factor, k_scale, True, C)
         weights, total = _weigh(scores, base, each, v_scale, C)
@@ -363,7 +403,6 @@ def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scal
     if lse_ptr is not None:
         at = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1] + rows
         gl.store(at, (top + (gl.log2(total) - RAISED)) * LN2, mask=rows < len_q)
-    most = gl.load(v_most + b * most_strides[0] + kv_head * most_strides[1])
     inverse = gl.where(total == 0.0, 0.0, most / total)
     if C.piece == 0:
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
@@ -376,23 +415,23 @@ def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scal
 def _compute(o_desc, o_buffers, q_ring, k_ring, v_ring, message, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
     queries, q_full, q_empty = q_ring
     DV: gl.constexpr = o_buffers.shape[-1]
-    q = queries.index(GROUP).reshape([64, queries.shape[-1]])
     buffer = o_buffers.index(GROUP)
-    qp, ki, kp, vi, vp = 0, 0, 0, 0, 0
+    ki, kp, vi, vp = 0, 0, 0, 0
     first_turn(GROUP, C.groups)
     turn = 0
     b = next_sequence(message, turn)
     while b >= 0:
-        place = place_of(message, turn, b, sizes, C)
+        place = place_of(message, turn, b, anew(sizes), C)
         b, head, tile_m, _, _, _, _, _ = place
-        mbarrier.wait(q_full.index(GROUP), qp)
+        mine = turn % C.rounds * C.groups + GROUP
+        q = queries.index(mine).reshape([64, queries.shape[-1]])
+        mbarrier.wait(q_full.index(mine), turn // C.rounds % 2)
         acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, lse_ptr, lse_strides, scale, scales, sizes, C, GROUP, DV)
-        mbarrier.arrive(q_empty.index(GROUP), count=1)
+        mbarrier.arrive(q_empty.index(mine), count=1)
         tma.store_wait(0)  # the tile before has left
         buffer.reshape([64, DV]).store(acc.to(buffer.dtype))
         fence_async_shared()
         tma_store(o_desc, [b, head, tile_m * C.m + GROUP * 64, 0], buffer)
-        qp ^= 1
         turn += 1
         b = next_sequence(message, turn)
     tma.store_wait(0)
@@ -401,7 +440,7 @@ def _compute(o_desc, o_buffers, q_ring, k_ring, v_ring, message, lse_ptr, lse_st
 @gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads", "each_q"])
 def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_scale, v_scale, v_most, scale, each_q,
                  tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, lse_strides, scale_strides, C: gl.constexpr):  # fmt: skip
-    q_ring = ring(q_desc, C.groups, 1)
+    q_ring = ring(q_desc, C.groups * C.rounds, 1)
     k_ring = ring(k_desc, C.stages, 0)
     v_ring = ring(v_desc, C.stages, 0)
     o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
@@ -451,15 +490,15 @@ LAZILY = ((64, 0), (256, 64))
 LONG_64 = (3, 128, 3)
 LONG_128 = (2, 256, 2)
 PIECE = 64
-SHORT = 4096  # queries: of a causal problem smaller tiles are more even
+SHORT_64, SHORT_128 = 4096, 1024  # queries: of a causal problem smaller tiles are more even
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
     groups, n, stages = pick(TILES, p.dim)
-    if p.dim <= 64 and p.mask.left is None and (p.len_q > SHORT or p.mask.right is None):
+    if p.dim <= 64 and p.mask.left is None and (p.len_q > SHORT_64 or p.mask.right is None):
         groups, n, stages = LONG_64
-    elif p.dim == 128 and p.mask.left is None and p.len_q > SHORT and p.batch * p.heads * triton.cdiv(p.len_q, 128) >= device.sms:
+    elif p.dim == 128 and p.mask.left is None and p.len_q > SHORT_128 and p.batch * p.heads * triton.cdiv(p.len_q, 128) >= device.sms:
         groups, n, stages = LONG_128
     if p.batch * p.heads * triton.cdiv(p.len_q, 64 * groups) < device.sms:
         groups = 1
@@ -478,26 +517,31 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     first = [*map(for_tma, first[:3]), first[3]]
     left, right, top_left = ends(p.mask)
     each_q, each_k, each_v = Scales.share(scales.q, p.len_q), Scales.share(scales.k, p.len_k), Scales.share(scales.v, p.len_k)
-    if tiles.piece and (each_k or each_v):  # scales of blocks spill 88 bytes beside 256 scores, of tokens 5.7 KB
+    if tiles.piece and (each_k or each_v):  # scales of blocks spill 88 bytes beside 256 scores
         tiles = tiles._replace(n=128, stages=3, piece=0)
     assert all(each <= 1 or each % tiles.n == 0 for each in (each_k, each_v)), f"a tile of {tiles.n} keys has one scale"
     factors = [s.expand(p.batch, heads, -1) for s, heads in zip(scales, (p.heads, p.kv_heads, p.kv_heads), strict=True)]
-    most = (factors[2].amax(-1) if each_v else factors[2][..., 0]).clamp(min=SMALLEST)
+    most = factors[2][..., 0]
     if each_v:  # keys whose values are 2^-40 of the largest add nothing that shows
+        most = factors[2].amax(-1).clamp(min=SMALLEST)
         factors[2] = (factors[2] / most[..., None]).clamp(min=2**-40)
     scale = x.scale
     if scale < 0:  # the largest score is taken before it is scaled
         first[0], scale = (first[0].view(torch.uint8) ^ 0x80).view(q.dtype), -scale
     keys = min(tiles.n, 128)  # TMA's rows have 128 bytes
-    first[2] = turned(first[2], keys)
-    shape = Shape(tiles.groups, tiles.n, tiles.piece, tiles.stages, left, right, top_left, each_k, each_v, pick(LAZILY, p.value_dim), p.value_dim <= 128)
-    blocks = ((64, p.dim), (tiles.n, p.dim), (p.value_dim * (tiles.n // keys), keys), (64, p.value_dim))
-    tiles_m = triton.cdiv(p.len_q, shape.m)
+    tiles_m = triton.cdiv(p.len_q, 64 * tiles.groups)
     count = tiles_m * p.batch * p.heads
-    programs, counter = programs_and_counter(count, tiles.programs, q.device)
+    programs = min(count, tiles.programs)
+    counter = torch.empty(1, dtype=torch.int32, device=q.device) if count > programs else None
+    first[2], early = turned(first[2], keys, counter), starts_early(q)
+    shape = Shape(
+        tiles.groups, tiles.n, tiles.piece, tiles.stages, left, right, top_left, each_k, each_v, pick(LAZILY, p.value_dim),
+        rounds(tiles, p.dim, p.value_dim, p.value_dim, 0, 1), p.value_dim <= 128, early,
+    )  # fmt: skip
+    blocks = ((64, p.dim), (tiles.n, p.dim), (p.value_dim * (tiles.n // keys), keys), (64, p.value_dim))
     _prefill_fp8[(programs,)](
         *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), lse, counter, *factors, most, scale, each_q or p.len_q, count, tiles_m, together(p),
         p.heads, p.group, p.len_q, p.len_k, p.batch * p.heads, (0, 0) if lse is None else lse.stride()[:2],
-        tuple(tuple(t.stride()) for t in (*factors, most)), C=shape, num_warps=4,
+        tuple(tuple(t.stride()) for t in (*factors, most)), C=shape, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return (out, lse) if return_lse else out

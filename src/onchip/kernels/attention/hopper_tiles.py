@@ -23,6 +23,7 @@ from onchip.kernels.hopper import (
     gl,
     gluon,
     hear,
+    here,
     mbarrier,
     release,
     release_after,
@@ -56,6 +57,12 @@ def programs_and_counter(tiles: int, most: int, device: torch.device):
     So one that has had less to do does more, and the next tile's copies run beside the end of the one before.
     """
     return min(tiles, most), None if tiles <= most else torch.zeros(1, dtype=torch.int32, device=device)
+
+
+@gluon.jit
+def anew(sizes):
+    """`sizes`, of which nothing is made before it is wanted (`here`)."""
+    return sizes[0], sizes[1], here(sizes[2]), sizes[3], sizes[4], here(sizes[5]), here(sizes[6]), sizes[7], sizes[8]
 
 
 @gluon.jit
@@ -295,7 +302,7 @@ def columns_of(tile):
 @gluon.jit
 def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """Scores with -inf where the mask hides the key. `keys`: from `of_keys`."""
-    N: gl.constexpr = C.n
+    N: gl.constexpr = scores.shape[1]
     rows, shift, b, h, len_q, len_k, _, _, reads, _, known = call
     start = rows
     end = rows * 0 + len_k
@@ -467,10 +474,11 @@ def clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
 ROOM = 226 << 10  # bytes of shared memory, 227 KB less what barriers take
 
 
-def rounds(tiles, width: int, width_v: int, own: int, taken: int) -> int:
-    """Tiles of queries that there is room for beside K, V, an output of `own` columns in a buffer of its own, and `taken` bytes: two or one."""
+def rounds(tiles, width: int, width_v: int, own: int, taken: int, size: int = 2) -> int:
+    """Tiles of queries that there is room for beside K, V, an output of `own` columns in a buffer of its own, and `taken` bytes: two or one. `size`: bytes of
+    a number of Q, K and V."""
     queries, keys = 64 * tiles.groups, tiles.n * tiles.stages
-    return 2 if 2 * (2 * queries * width + keys * (width + width_v) + queries * own) + taken <= ROOM else 1
+    return 2 if size * (2 * queries * width + keys * (width + width_v)) + 2 * queries * own + taken <= ROOM else 1
 
 
 def tile_of(p: Attention) -> PairTile | None:
