@@ -297,7 +297,7 @@ BUGS = [
     Bug("a bias is not waited for", PAIRS[0], (("        mbarrier.wait(full.index(0), phase)\n        zeros", "        zeros"),)),
     Bug("a bias is never let go", PAIRS[0], (("        mbarrier.arrive(empty.index(0), count=1)\n", ""),)),
     Bug("a bias is the first warpgroup's keys'", PAIRS[0], (("tile_n * C.n + warpgroup * 64]", "tile_n * C.n]"),)),
-    Bug("a bias is the head before's", PAIRS[0], (("head * t_steps[1], (m", "kv_head * group * t_steps[1], (m"),)),
+    Bug("a bias is the head before's", PAIRS[0], (("head * OF_HEAD, (m", "kv_head * group * OF_HEAD, (m"),)),
     Bug("dO is never released", FULL, ((LET_OUTPUTS_GO, ""),)),
     Bug("P goes not through the wait for dV", FULL, ((WAIT_FOR_DV, "        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])\n"),)),
     Bug("Q is released before dK is there", FULL, ((WAIT_FOR_DK + LET_QUERIES_GO, LET_QUERIES_GO + WAIT_FOR_DK),)),

@@ -96,7 +96,7 @@ def norm_facts(kernel, tiles, width, dtype, there, words, arch, codes=""):
         ("layer", 8192, 1152, BF16),
         ("modulated", 32768, 1152, BF16),
         ("modulated", 18432, 3072, BF16),
-        ("layer", 512, 32768, BF16),
+        ("add", 512, 32768, BF16),
         ("rms", 4096, 16384, BF16),
         ("add", 512, 65536, BF16),
     ],

@@ -103,8 +103,18 @@ class Shape:
     mapped: bool
     dim: int
     dim_v: int
-    adds: bool  # whether a score is the product and a bias, which then comes by the copy engine
+    steps: tuple[int, int, int] | None  # of a bias that a score adds, which the copy engine brings: how far a sequence, a head and a query are in it
     of_keys = True
+
+    @property
+    def adds(self):
+        """Whether scores begin with a bias."""
+        return self.steps is not None
+
+    @property
+    def pair(self):
+        """`steps`, of which a kernel's arguments would take registers of all it does (52 bytes of spills)."""
+        return self.steps or (0, 0, 0)
 
     @property
     def partners(self):
@@ -116,7 +126,7 @@ class Shape:
 
 
 @gluon.jit
-def _copy(descs, still, rings, t_steps, message, counter, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
+def _copy(descs, still, rings, message, counter, sizes, lengths, map_ptr, map_strides, C: gl.constexpr):
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc = descs
     q_ring, do_ring, t_rings = rings
     heads, group = sizes[3] * sizes[4], sizes[4]
@@ -138,8 +148,11 @@ def _copy(descs, still, rings, t_steps, message, counter, sizes, lengths, map_pt
                 for x in range(masked + bare):
                     m = start_q + step_tile(x, steps, map_strides, C) * C.m
                     if C.adds:
+                        OF_BATCH: gl.constexpr = C.pair[0]
+                        OF_HEAD: gl.constexpr = C.pair[1]
+                        OF_QUERY: gl.constexpr = C.pair[2]
                         for warpgroup in gl.static_range(2):
-                            pair = [b * t_steps[0], head * t_steps[1], (m - start_q) * t_steps[2], tile_n * C.n + warpgroup * 64]
+                            pair = [b * OF_BATCH, head * OF_HEAD, (m - start_q) * OF_QUERY, tile_n * C.n + warpgroup * 64]
                             t_next = fill(t_rings[warpgroup], t_at, t_desc, pair, 1, 0, 0)
                         t_at = t_next
                     row = batch * heads + head
@@ -254,7 +267,7 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
         m = step_tile(x + t, steps, map_strides, C) * M
         q = queries.index(index).reshape([M, D])
         do = outputs.index(index).reshape([M, outputs.shape[-1]])
-        begun = _begin(t_ring, index, call[4], M, C, s_layout)  # two stages: `index` is the other one at each step, as a phase is
+        begun = _begin(t_ring, index, 1.0 / call[3], M, C, s_layout)  # two stages: `index` is the other one at each step, as a phase is
         mbarrier.wait(q_full.index(index), phase)
         if EDGE and C.packed:  # noqa: SIM102 (one is a constant of the compiler's)
             if m + M > place[4]:  # the end of a sequence; what the scores begin with is hidden
@@ -358,8 +371,8 @@ def _compute(outs, dq_desc, still, rings, message, buffers, call, sizes, lengths
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_n", "together", "kv_heads", "group", "len_q", "len_k", "batch_heads", "first"])
 def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr,
-              counter, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, unit, tiles, tiles_n, together, kv_heads, group,
-              len_q, len_k, batch_heads, first, dk_strides, dv_strides, map_strides, t_steps,
+              counter, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, tiles, tiles_n, together, kv_heads, group,
+              len_q, len_k, batch_heads, first, dk_strides, dv_strides, map_strides,
               MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
     queries, q_full, _ = ring(q_desc, C.stages, 0)
     outputs, do_full, _ = ring(do_desc, C.stages, 0)
@@ -377,7 +390,7 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc, dq_
     sizes = (tiles, tiles_n, together, kv_heads, group, len_q, len_k, batch_heads, first)
     lengths, still = (listed, q_offsets, k_offsets, q_used, k_used), (k_tile, v_tile, full.index(0))
     q_ring, do_ring = (queries, lses, q_full), (outputs, deltas, do_full)
-    call, outs = (scale, gain, reads, factor, unit), (dk_desc, dv_desc, dk_ptr, dv_ptr, dk_strides, dv_strides)
+    call, outs = (scale, gain, reads, factor), (dk_desc, dv_desc, dk_ptr, dv_ptr, dk_strides, dv_strides)
     descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc)
     t_rings = (None, None)
     if C.adds:
@@ -389,7 +402,7 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc, dq_
         [
             (_compute, (outs, dq_desc, still, my_rings, told, mine, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
             (_compute, (outs, dq_desc, still, their_rings, told, others, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
-            (_copy, (descs, still, (q_ring, do_ring, t_rings), t_steps, told, counter, sizes, lengths, map_ptr, map_strides, C)),
+            (_copy, (descs, still, (q_ring, do_ring, t_rings), told, counter, sizes, lengths, map_ptr, map_strides, C)),
         ],
         [4, 1],
         [240, 24],
@@ -460,11 +473,11 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
     width_v = block(p.value_dim)
     width = max(block(p.dim), width_v)  # dV leaves through a buffer as wide as half of dQ
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    pairs, steps, added = None, (0, 0, 0), p.score is not None and score is None and pairs_of(p)
+    pairs, steps, added = None, None, p.score is not None and score is None and pairs_of(p)
     if added:
         pairs, steps = pair_view(x.score[added.tensor], added.axes)
         pairs = describe(pairs, tiles.m, 64)
-    shape = Shape(tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim, pairs is not None)
+    shape = Shape(tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim, steps)
     reads = mods.captured(x.mask), mods.captured(x.score)
     found, map_strides = None, (0, 0, 0)
     if sees is not None:
@@ -485,10 +498,10 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
         sums = held[: count * p.group].zero_()
         grid = tiles_n * count
         programs, counter = programs_and_counter(grid, tiles.programs, q.device)
-        factors = before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain, 1 / (x.scale or 1.0)
+        factors = before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain
         _backward[(programs,)](
             *kinds, *stats, pairs, describe(sums, *half), *grads, dk, dv, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
-            *factors, grid, tiles_n, side_by_side, p.kv_heads, p.group, p.len_q, p.len_k, count, first, dk.stride()[:3], dv.stride()[:3], map_strides, steps,
+            *factors, grid, tiles_n, side_by_side, p.kv_heads, p.group, p.len_q, p.len_k, count, first, dk.stride()[:3], dv.stride()[:3], map_strides,
             MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip
         finish(sums, dq, before * gain, first * p.group)

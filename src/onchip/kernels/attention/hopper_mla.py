@@ -499,7 +499,7 @@ def _block(desc, rope_desc):
 @gluon.jit(do_not_specialize=["batch", "shares", "tiles", "heads", "len_q", "stride", "columns"])
 def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr,
             scale, batch, shares, tiles, heads, len_q, stride, columns, C: gl.constexpr):  # fmt: skip
-    fetch(lengths_ptr, batch, (table_ptr, stride, columns))
+    fetch(lengths_ptr, batch, (table_ptr, stride, columns), 4)
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(q_empty, count=2)
     queries, even, odd = _block(q_desc, q_rope_desc), _block(k_desc, k_rope_desc), _block(k_desc, k_rope_desc)
