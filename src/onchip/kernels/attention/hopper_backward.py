@@ -103,18 +103,14 @@ class Shape:
     mapped: bool
     dim: int
     dim_v: int
-    steps: tuple[int, int, int] | None  # of a bias that a score adds, which the copy engine brings: how far a sequence, a head and a query are in it
+    steps: tuple[int, int, int] | None  # of a bias that a score adds, which the copy engine brings: how far a sequence, a head and a query
+    # are in it; as a kernel's arguments they would take registers of all it does (52 bytes of spills)
     of_keys = True
 
     @property
     def adds(self):
         """Whether scores begin with a bias."""
         return self.steps is not None
-
-    @property
-    def pair(self):
-        """`steps`, of which a kernel's arguments would take registers of all it does (52 bytes of spills)."""
-        return self.steps or (0, 0, 0)
 
     @property
     def partners(self):
@@ -148,9 +144,9 @@ def _copy(descs, still, rings, message, counter, sizes, lengths, map_ptr, map_st
                 for x in range(masked + bare):
                     m = start_q + step_tile(x, steps, map_strides, C) * C.m
                     if C.adds:
-                        OF_BATCH: gl.constexpr = C.pair[0]
-                        OF_HEAD: gl.constexpr = C.pair[1]
-                        OF_QUERY: gl.constexpr = C.pair[2]
+                        OF_BATCH: gl.constexpr = C.steps[0]
+                        OF_HEAD: gl.constexpr = C.steps[1]
+                        OF_QUERY: gl.constexpr = C.steps[2]
                         for warpgroup in gl.static_range(2):
                             pair = [b * OF_BATCH, head * OF_HEAD, (m - start_q) * OF_QUERY, tile_n * C.n + warpgroup * 64]
                             t_next = fill(t_rings[warpgroup], t_at, t_desc, pair, 1, 0, 0)

@@ -13,7 +13,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention.texts import PairTile
 from onchip.kernels.attention.tile import describable, remembered
-from onchip.kernels.hopper import advance, arrive_and_wait, describe, gl, gluon, mbarrier, tma_load
+from onchip.kernels.hopper import advance, describe, gl, gluon, mbarrier, reclaim, tma_load
 
 EIGHT = 8  # rows of a box, as shared memory is swizzled
 ROWS = gl.constexpr(EIGHT)
@@ -31,8 +31,7 @@ def fill_distances(ring, cursor, desc, b, head, x, STAGES: gl.constexpr, BARRIER
     """`hopper.fill` of a tile of 64 queries, the first of which finds its first key's number at `x`."""
     buffers, full, _ = ring
     index, phase, used = cursor
-    if used >= STAGES:
-        arrive_and_wait(index, BARRIER, THREADS)
+    reclaim(index, used, STAGES, BARRIER, THREADS)
     mbarrier.expect(full.index(index), 64 // ROWS * desc.block_type.nbytes)
     for eighth in gl.static_range(64 // ROWS):
         tma_load(desc, [b, head, 0, x - eighth * ROWS], full.index(index), buffers.index(index).slice(eighth * ROWS, ROWS, 2))
@@ -88,7 +87,7 @@ def _rows(p: Attention, tile: PairTile, tensors):
     at = lambda n, *shape: torch.arange(n, device=tensors[0].device).view(shape)  # noqa: E731
     r, e = at(EIGHT, EIGHT, 1), at(count, 1, count)
     distance = (e - r - _ahead(p)).clamp(1 - p.len_q, p.len_k - 1)
-    lengths = (torch.tensor(n, device=r.device) for n in (p.len_q, p.len_k))
+    lengths = (torch.full((), n, device=r.device) for n in (p.len_q, p.len_k))  # by a launch: a CUDA graph may capture it, and nobody waits
     zero = torch.zeros(batch, heads, EIGHT, count, device=r.device)
     with torch.no_grad():
         made = Traced(p.score.name, p.score.text).run(zero, at(batch, batch, 1, 1, 1), at(heads, heads, 1, 1), r, distance + r, *lengths, *tensors)
