@@ -16,8 +16,8 @@ demo: .venv/.demo
 	$(BIN)/onchip generate "$(PROMPT)" $(SAMPLING)
 
 test: .venv/.test
-	$(BIN)/python -m pytest -q -n auto -m "not gpu"
-	$(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),-n auto) -m "gpu and not large"
+	$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not gpu"
+	$(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),-n auto --dist loadfile) -m "gpu and not large"
 
 gpu-test: .venv/.test
 	$(BIN)/python -m pytest -q -m gpu
