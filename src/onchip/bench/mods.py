@@ -371,11 +371,14 @@ def float_mask(size: Size) -> Mod:
 
 
 DENSE = {"bool mask": bool_mask, "float mask": float_mask}
-PRICE = {"plain": plain, "softcap": softcap, "ALiBi": alibi_both, "sinks": sinks, "bias [B,H,N,N]": bias_full, "bias [H,1,N]": bias_of_keys}
+PRICE = {
+    "plain": plain, "softcap": softcap, "ALiBi": alibi_both, "sinks": sinks, "bias [B,H,N,N]": bias_full, "bias [H,1,N]": bias_of_keys,
+    "relative bias": relative_bias,
+}  # fmt: skip
 GYM = {
     "causal": causal, "sliding window": sliding_window, "prefix LM": prefix_lm, "document": document, "dilated window": dilated_window,
     "NATTEN": natten, "cross-attention": cross_attention, "global window": global_window, "ALiBi, causal": alibi, "latent attention": plain,
-    "transfusion": transfusion, "relative bias": relative_bias,
+    "transfusion": transfusion,
 }  # fmt: skip
 REST = {
     "batched": batched, "block diffusion": block_diffusion, "shared prefix": shared_prefix, "draft training": draft_training,
