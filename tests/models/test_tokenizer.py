@@ -4,6 +4,8 @@ import importlib.util
 import json
 import random
 import re
+import threading
+import time
 import warnings
 from datetime import datetime
 from pathlib import Path
@@ -93,6 +95,25 @@ def test_what_is_no_text(smollm2):
         smollm2.encode(b"a \xff".decode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match="the text is a NoneType; give a str"):
         smollm2.encode(None)
+
+
+def test_reading_a_long_text_stops_no_other_thread(smollm2):
+    """A server's prompts are read beside its engine: where Python's lock is held for all of a text, every answer waits for it."""
+    beats, done = [], []
+
+    def beat():
+        while not done:
+            beats.append(None)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    before = len(beats)
+    smollm2.encode(TEXTS["long"] * 100)
+    during = len(beats) - before
+    done.append(True)
+    thread.join()
+    assert during > 10
 
 
 def test_smollm2_chats_as_transformers(smollm2, theirs):

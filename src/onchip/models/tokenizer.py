@@ -86,12 +86,14 @@ class Tokenizer:
 
     def _read(self, text: str, around: bool = False) -> list[int]:
         """Token ids; `around`: with what the tokenizer puts around a text. Raises ValueError for what is no text."""
-        try:
-            return self._backend.encode(text, add_special_tokens=around).ids
-        except TypeError:  # of what Rust does not take: bytes of a command line that are no UTF-8 arrive as halves of surrogate pairs
-            odd = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None) if isinstance(text, str) else None
-            given = f"a {type(text).__name__}" if odd is None else f"no Unicode at character {odd}, half of a surrogate pair"
-            raise ValueError(f"the text is {given}; give a str of whole characters (in a file or on a command line: UTF-8)") from None
+        given = f"a {type(text).__name__}"
+        if isinstance(text, str):
+            try:  # as a batch, for which Python's lock is let go: others would wait 0.7 s for a text of 100,000 tokens
+                return self._backend.encode_batch_fast([text], add_special_tokens=around)[0].ids
+            except TypeError:  # of what Rust does not take: bytes of a command line that are no UTF-8 arrive as halves of surrogate pairs
+                odd = next(at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff")
+                given = f"no Unicode at character {odd}, half of a surrogate pair"
+        raise ValueError(f"the text is {given}; give a str of whole characters (in a file or on a command line: UTF-8)")
 
     def render(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
         """The prompt that `chat` tokenises, as text."""
