@@ -104,6 +104,7 @@ class Front:
             raise ValueError("this model has no tokenizer.json; call /v1/completions with token ids")
         for i, message in enumerate(messages):
             self._check(f"messages.{i}.content", message["content"])
+        self._check("the conversation", "".join(message["content"] for message in messages))
         return [self.llm.tokenizer.chat(messages)]
 
     def plain(self, prompts: list[str | list[int]]) -> list[str | list[int]]:
