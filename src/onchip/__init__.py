@@ -50,6 +50,7 @@ _NAMES = {
     "onchip.models.parallel": ("TensorParallel",),
     "onchip.engine.parallel": ("ParallelLLM",),
     "onchip.engine.llm": ("LLM",),
+    "onchip.engine.grammar": ("Grammar",),
     "onchip.engine.request": ("Completion", "Event", "Request", "SamplingParams", "TokenLogProbs"),
     "onchip.engine.setup": ("PrefixCache",),
     "onchip.engine.draft": ("DraftModel", "NGram"),

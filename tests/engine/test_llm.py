@@ -2,6 +2,7 @@
 
 import importlib.util
 
+import numpy as np
 import pytest
 import torch
 
@@ -105,7 +106,7 @@ def test_same_seed_same_tokens(llm):
     def run(seed):
         return llm.generate(PROMPTS[0], SamplingParams(20, temperature=1.0, seed=seed, ignore_eos=True))[0].tokens
 
-    assert run(1) == run(1) and run(-5) == run(-5)
+    assert run(1) == run(1) == run(np.int64(1)) and run(-5) == run(-5)
     assert len({tuple(run(seed)) for seed in (1, 2, -5, 1 + 2**32, None, None)}) == 6
 
 
@@ -296,6 +297,7 @@ def test_prompts_that_cannot_be(llm, prompts, words):
         ({"prompt": "fox"}, GREEDY, "prompts are {'prompt': 'fox'}; give text"),
         ([{"role": "user", "content": "fox"}], GREEDY, r"prompt 0 is {'role': .*} with chat=True; give .*, or a list of {'role': ..., 'content': ...}$"),
         ("fox", {"max_tokens": 3}, r"prompt 0 has params {'max_tokens': 3}; give SamplingParams\(max_tokens=...\)"),
+        ("fox", {}, "prompt 0 has params {}; give SamplingParams"),
     ],
 )
 def test_calls_that_cannot_be(llm, prompts, params, words):

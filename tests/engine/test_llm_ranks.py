@@ -10,7 +10,7 @@ import torch.distributed as dist
 import tiny
 from onchip.cache import sharing
 from onchip.engine.draft import DraftModel
-from onchip.engine.grammar import Budget, Grammar, Vocabulary
+from onchip.engine.grammar import Budget, Grammar
 from onchip.engine.llm import LLM
 from onchip.engine.parallel import ParallelLLM
 from onchip.engine.request import SamplingParams
@@ -52,12 +52,7 @@ def run(llm, adapter):
     llm.add(never)
     requests = [llm.request(prompt, dataclasses.replace(GREEDY, max_tokens=9), priority=i % 2) for i, prompt in enumerate(PROMPTS[:5])]
     requests[4].mask = Even()
-    form = llm.request(PROMPTS[0], SamplingParams(max_tokens=30, temperature=1.0, seed=3, n=2))
-    matcher = Vocabulary(llm.tokenizer, llm.config.vocab).matcher(FORM)
-    for sample in form.samples:
-        sample.mask = matcher.copy()
-    begun = llm.request(PROMPTS[1], SamplingParams(max_tokens=30))
-    begun.mask = matcher.copy()
+    form, begun = (llm.request(PROMPTS[2 - n], SamplingParams(max_tokens=30, temperature=1.0, seed=3, n=n, grammar=FORM)) for n in (2, 1))
     begun.mask.accept(llm.tokenizer.encode("a")[0])
     requests += [form, begun]
     for request in requests:

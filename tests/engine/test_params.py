@@ -1,6 +1,7 @@
 """What sampling parameters do, against one prompt computed at a time and formulas written out in float64."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import tiny
 from onchip.cache.paged import PageList, PagePool
 from onchip.engine import runner
+from onchip.engine.grammar import Grammar, GrammarError
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 from onchip.engine.setup import PrefixCache
@@ -214,6 +216,23 @@ def test_parameters_at_their_ends(llm, logits):
     done = llm.generate([PROMPT] * (len(ENDS) + 1), [*asked, SamplingParams(**PLAIN)])
     assert [d.reason for d in done] == ["length"] * len(done) and done[-1].tokens == greedy(logits, 12, lambda x, _: x)
     assert done[1].tokens == done[-1].tokens[:4] == done[4].tokens and done[7].tokens == [10] * 4
+
+
+def test_a_grammar(llm, logits):
+    """Each sample is on a way of its own through it, and nobody beside them is."""
+    form = Grammar("regex", "[abc]{2,9}-[0-9]{2}")
+    *found, free = llm.generate([PROMPT] * 2, [SamplingParams(30, 1.0, seed=3, n=3, grammar=form), SamplingParams(**PLAIN)])
+    assert all(re.fullmatch(form.text, done.text) and done.reason == "stop" for done in found) and len({done.text for done in found}) == 3
+    assert free.tokens == greedy(logits, 12, lambda x, _: x)
+    with pytest.raises(GrammarError, match="unclosed"):
+        llm.generate([PROMPT], SamplingParams(grammar=Grammar("regex", "([")))
+    assert llm.idle
+
+
+def test_a_grammar_without_a_tokenizer(tmp_path):
+    silent = LLM(tiny.save(tmp_path, tokenizer=False), device="cpu")
+    with pytest.raises(GrammarError, match=r"no tokenizer\.json, and a grammar is about text"):
+        silent.generate([PROMPT], SamplingParams(grammar=Grammar("regex", "a")))
 
 
 # ---- the cache

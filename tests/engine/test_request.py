@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onchip.engine.grammar import Grammar
 from onchip.engine.request import Request, SamplingParams
 from onchip.engine.text import StopText
 
@@ -212,6 +213,8 @@ def test_several_tokens_at_once():
         ({"logit_bias": {5: "x"}}, "logit_bias is {5: 'x'}; give {token id: -1e30"),
         ({"ignore_eos": "no"}, "ignore_eos is 'no'; give True or False"),
         ({"adapter": 3}, "adapter is 3; give a name, or None"),
+        ({"grammar": "a+"}, r"grammar is 'a\+'; give Grammar\('json', schema\), or None"),
+        ({"grammar": Grammar("regex", "a"), "min_tokens": 1}, "min_tokens is 1; give 0 beside a grammar"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

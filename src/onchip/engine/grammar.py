@@ -33,7 +33,8 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True)
 class Grammar:
-    """The form of an answer: `kind` is "json" (a JSON schema), "regex" or "lark" (llguidance's EBNF, first rule `start`); `text` is its source.
+    """The form of an answer: `kind` is "json" (a JSON schema), "regex" or "lark" (llguidance's EBNF, first rule `start`); `text` is its source. JSON comes
+    on one line. While an answer has one, each step waits for the last token of the whole batch.
 
     References of a schema to files or addresses are errors: nothing outside of the text is read.
     """
@@ -44,6 +45,8 @@ class Grammar:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise GrammarError(f"Grammar: kind is {self.kind!r}; give one of {', '.join(KINDS)}")
+        if not isinstance(self.text, str):
+            raise GrammarError(f"Grammar: text is {self.text!r:.60}; give a str, of a schema json.dumps(schema)")
 
     @staticmethod
     def of_choices(choices: Sequence[str]) -> "Grammar":
@@ -79,8 +82,10 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab: int):
-        import llguidance
-
+        try:
+            import llguidance
+        except ImportError:
+            raise GrammarError("a grammar needs llguidance, which is not installed; pip install '.[serve]' in a checkout") from None
         if not tokenizer.eos:
             raise GrammarError("a grammar needs a token that ends the answer, and this model's tokenizer names none; set eos_token in tokenizer_config.json")
         self.words = -(-vocab // 32)

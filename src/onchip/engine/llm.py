@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from onchip.cache.paged import OutOfPages
 from onchip.core.formats import Format
 from onchip.engine import setup
 from onchip.engine.draft import DraftModel, NGram
+from onchip.engine.grammar import GrammarError, Vocabulary
 from onchip.engine.prompt import tokens_of
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
@@ -127,6 +129,13 @@ class LLM:
         """Tokens that end a text."""
         return self.tokenizer.eos if self.tokenizer else frozenset()
 
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """For grammars, made by the first one that is asked for. Raises GrammarError where there is no tokenizer."""
+        if self.tokenizer is None:
+            raise GrammarError("this model has no tokenizer.json, and a grammar is about text; leave it out")
+        return Vocabulary(self.tokenizer, self.config.vocab)
+
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
@@ -141,15 +150,15 @@ class LLM:
                  into the model's chat template.
         on_text  called as (index of the result, new text) as soon as text is certain.
 
-        Raises ValueError for an empty prompt or one longer than the context, OutOfPages for one the cache cannot hold;
-        in both cases before anything has run; ValueError while requests of `add` are not done, whose events would be lost here.
+        Raises ValueError for an empty prompt, one longer than the context or a grammar that cannot be read, OutOfPages for a prompt that the cache cannot hold,
+        in all cases before anything has run; ValueError while requests of `add` are not done, whose events would be lost here.
         """
         if others := len(self.scheduler.waiting) + len(self.scheduler.running):
             raise ValueError(f"generate: {others} requests given to add are not done; call step until idle, or cancel them")
         if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
             raise ValueError(f"generate: prompts are {prompts!r:.60}; give text, a list of texts, or a list of lists of token ids")
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(prompts)
+        each = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"generate: {len(each)} params for {len(prompts)} prompts; give one for all, or one each")
         firsts = [self._request(f"generate: prompt {i}", prompt, p, chat) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
@@ -208,9 +217,9 @@ class LLM:
 
         chat   the prompt is a user's message, or a list of messages, put into the model's chat template.        priority   higher ones run first.
 
-        Raises ValueError for an empty prompt or one longer than the context, OutOfPages for one the cache cannot hold.
+        Raises ValueError for an empty prompt, one longer than the context or a grammar that cannot be read, OutOfPages for a prompt that the cache cannot hold.
         """
-        return self._request("request: prompt", prompt, params or SamplingParams(), chat, priority)
+        return self._request("request: prompt", prompt, SamplingParams() if params is None else params, chat, priority)
 
     def add(self, request: Request) -> None:
         """Queue a request, all samples of it: `step` brings their events, until the `reason` of each is set. What was cancelled before is not queued.
@@ -362,13 +371,17 @@ class LLM:
         if len(ids) >= capacity:
             raise OutOfPages(f"{name} has {len(ids)} tokens and the cache holds {capacity}, one of them for the answer; give a larger cache_gib")
         self._slot(name, params.adapter)
-        seed = torch.randint(2**62, (1,)).item() if params.seed is None else params.seed
+        seed = torch.randint(2**62, (1,)).item() if params.seed is None else int(params.seed)
         limit = min(params.max_tokens, self.max_len - len(ids), capacity - len(ids))
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         samples: list[Request] = []
         for i in range(params.n):
             text = StopText(Stream(self.tokenizer) if self.tokenizer else NoText(), params.stop)
             samples.append(Request(ids, params, (seed + i + 2**63) % 2**64 - 2**63, limit, text, priority, ends, samples=samples))
+        if params.grammar is not None:
+            matcher = self.vocabulary.matcher(params.grammar)
+            for sample in samples:
+                sample.mask = matcher.copy()
         return samples[0]
 
     def _slot(self, name: str, adapter: str | None) -> tuple[int, int]:

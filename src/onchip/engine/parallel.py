@@ -9,7 +9,6 @@ import datetime
 import io
 import pickle
 import weakref
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ PATIENCE = datetime.timedelta(days=365)  # that the other ranks wait for a step
 
 
 class Add(NamedTuple):
-    """A request, with the seed it has on rank 0."""
+    """A request, with the seed it has on rank 0; of its grammar there are the masks."""
 
     number: int
     prompt: list[int]
@@ -72,11 +71,6 @@ class ParallelLLM(LLM):
         self._numbers: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()  # of the first samples of requests
         self._count = 0
 
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
-        """For the grammars of requests."""
-        return Vocabulary(self.tokenizer, self.config.vocab)
-
     # ---- rank 0
 
     def add(self, request: Request) -> None:
@@ -91,7 +85,7 @@ class ParallelLLM(LLM):
         if first.reason is not None:  # cancelled before, all samples of it: nothing was queued
             return
         self._numbers[first], self._count = self._count, self._count + 1
-        params = dataclasses.replace(request.params, seed=first.seed)
+        params = dataclasses.replace(request.params, seed=first.seed, grammar=None)
         self._said.append(Add(self._numbers[first], first.prompt, params, first.priority, masks.getvalue()))
 
     def cancel(self, request: Request) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.cache.paged import PageList
+from onchip.engine.grammar import Grammar
 from onchip.engine.text import StopText
 from onchip.ops.sampling import MOST_TOP
 
@@ -25,6 +26,7 @@ KINDS = (  # of sampling parameters, looked at before their values: what is none
     ("logit_bias", Mapping, "{token id: number}, which may be empty"),
     ("ignore_eos", bool, "True or False"),
     ("adapter", (str, NoneType), "a name, or None"),
+    ("grammar", (Grammar, NoneType), "Grammar('json', schema), or None"),
 )
 
 
@@ -43,6 +45,7 @@ class SamplingParams:
     logit_bias    {token: what is added to its logit}.
     logprobs      0 to 20: log-probabilities of each token and of so many likeliest ones, of the logits as the model gives them. None: none.
     adapter       the name of a LoRA adapter (`LLM.load_adapter`), or None.
+    grammar       the form of the answer, which says itself where it may end: a JSON schema, a regular expression, ... (`Grammar`). None: any.
     prompt_logprobs  the same for the tokens of the prompt, which is then computed whole, whatever the prefix cache knows of it: once for all samples, that fail
                   together where that fails.
     """
@@ -66,6 +69,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     adapter: str | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self):
         for names, kind, accepted in KINDS:
@@ -85,6 +89,7 @@ class SamplingParams:
             (0 < self.typical_p <= 1, "typical_p", "more than 0 and at most 1 (all)"),
             (all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids), "stop_token_ids", "a list of token ids"),
             (0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"0 to max_tokens, {self.max_tokens}"),
+            (not (self.grammar and self.min_tokens), "min_tokens", "0 beside a grammar, which says itself where the answer may end"),
             (self.n >= 1, "n", "1 or more"),
             (1e-3 <= self.repetition_penalty <= 1e3, "repetition_penalty", "0.001 to 1000; 1 is none"),  # logits of 60 stay finite in float16
             (-1e3 <= self.presence_penalty <= 1e3, "presence_penalty", "-1000 to 1000; 0 is none"),

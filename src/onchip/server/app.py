@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib import resources
 
 from fastapi import FastAPI, Request, Response
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 import onchip
 from onchip.cache.paged import OutOfPages
-from onchip.engine.grammar import Budget, Grammar, Vocabulary, speller
+from onchip.engine.grammar import Budget, Grammar, speller
 from onchip.engine.llm import LLM
 from onchip.engine.request import Request as EngineRequest
 from onchip.server import errors
@@ -55,13 +55,6 @@ class Front:
         self.spell = lru_cache(maxsize=None)(speller(llm.tokenizer)) if llm.tokenizer else lambda token: b""
         self._most = limits.max_prompt or llm.max_len
         self._parsers = ThreadPoolExecutor(1, "onchip-grammar")  # apart from the threads that make tokens of everybody's text
-
-    @cached_property
-    def vocabulary(self) -> Vocabulary:
-        """Made by the first call that asks for a grammar."""
-        if self.llm.tokenizer is None:
-            raise ValueError("this model has no tokenizer.json, and a grammar is about text; leave it out")
-        return Vocabulary(self.llm.tokenizer, self.llm.config.vocab)
 
     @property
     def generators(self) -> dict[str, int]:
@@ -149,7 +142,7 @@ class Front:
             raise ValueError(f"min_tokens is {min_tokens} and the answer has a given form, which says itself where it may end; leave min_tokens out")
         if len(grammar.text) > MOST_GRAMMAR:
             raise ValueError(f"the {grammar.kind} grammar has {len(grammar.text)} characters and this server takes {MOST_GRAMMAR}; give a smaller one")
-        matcher = self.vocabulary.matcher(grammar, Budget())
+        matcher = self.llm.vocabulary.matcher(grammar, Budget())
         for request in made:
             for sample in request.samples:
                 sample.mask = matcher.copy()
