@@ -105,6 +105,12 @@ def test_min_tokens_and_stop_tokens(llm, logits):
     assert (done.tokens, done.reason) == (later, "stop") and later[7] == ends[0]
 
 
+def test_min_tokens_and_stop_strings(llm):
+    """What ends a text in its first tokens does not where there are to be more of them, but does after these."""
+    asked = {"stop": ["o"], "logit_bias": {llm.tokenizer.encode("o")[0]: 100.0}}
+    assert [beside(llm, min_tokens=n, **asked).text for n in (0, 1, 7)] == ["", "o", "o" * 7]
+
+
 def test_logprobs(llm, logits):
     """Of the logits as they are, whatever penalties and a temperature make of them."""
     done = beside(llm, logprobs=3, prompt_logprobs=2, temperature=0.8, seed=4, presence_penalty=1.0)

@@ -88,6 +88,11 @@ def test_the_streams_own_tail_can_complete_a_stop_string():
     assert text.text == "a " and text.stopped
 
 
+def test_the_first_tokens_are_free():
+    text = StopText(Letters(["aE", "ND", "b", "END", "c"]), ["END", "NDb"], free=2)
+    assert "".join(text.push(i) for i in range(5)) == text.text == "aENDb" and text.stopped
+
+
 def test_nothing_comes_after_the_stop():
     text = StopText(Letters(["ab", "cd"]), ["b"])
     assert (text.push(0), text.push(1), text.finish()) == ("a", "", "") and text.text == "a"

@@ -376,7 +376,7 @@ class LLM:
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos)
         samples: list[Request] = []
         for i in range(params.n):
-            text = StopText(Stream(self.tokenizer) if self.tokenizer else NoText(), params.stop)
+            text = StopText(Stream(self.tokenizer) if self.tokenizer else NoText(), params.stop, params.min_tokens)
             samples.append(Request(ids, params, (seed + i + 2**63) % 2**64 - 2**63, limit, text, priority, ends, samples=samples))
         if params.grammar is not None:
             matcher = self.vocabulary.matcher(params.grammar)

@@ -39,7 +39,8 @@ class SamplingParams:
     seed          None: a fresh one. The same seed, prompt, device and batch size give the same tokens: noise depends on the
                   seed and the position alone, but a GPU's matrix products round differently in batches of another size.
     stop          strings that end the text; they are not part of it.           ignore_eos   go on to max_tokens.
-    stop_token_ids   tokens that end the text, and are no part of it.           min_tokens   no token ends the text before there are so many.
+    stop_token_ids   tokens that end the text, and are no part of it.
+    min_tokens    no token ends the text before there are so many, and no stop string in the text of these.
     n             samples of the prompt, whose pages they share; sample i has the seed after that of sample i - 1.
     repetition_penalty, presence_penalty, frequency_penalty   see `onchip.ops.sampling.Penalties`; 1, 0 and 0: none.
     logit_bias    {token: what is added to its logit}.

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 
 class StopText:
-    """The text of a request. `push` and `finish` return what is certain; `stopped` is set where a stop string came, which is not part of the text."""
+    """The text of a request. `push` and `finish` return what is certain; `stopped` is set where a stop string came, which is not part of the text. In that of
+    the first `free` tokens none is looked for."""
 
-    def __init__(self, stream, stop: Sequence[str]):
+    def __init__(self, stream, stop: Sequence[str], free: int = 0):
         self._stream, self._stop = stream, tuple(stop)
         self._longest = max((len(s) - 1 for s in self._stop), default=0)
         self._firsts = {s[0] for s in self._stop}
-        self._held = ""
+        self._held, self._free = "", free
         self._out: list[str] = []
         self.stopped = False
 
@@ -22,8 +23,9 @@ class StopText:
 
     def push(self, token: int) -> str:
         new = self._stream.push(token)
-        if self._stop:
+        if self._stop and self._free <= 0:
             return self._emit(new, last=False)
+        self._free -= 1
         self._out.append(new)
         return new
 
