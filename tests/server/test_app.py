@@ -25,7 +25,7 @@ from onchip.models.lora import AdapterSlots
 from onchip.server.app import Limits, build
 from onchip.server.embeddings import Embeddings
 from onchip.server.guard import read_keys
-from onchip.server.replies import Plain, Spelled
+from onchip.server.replies import Plain, Spelled, Word, words
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "why wait"}], "temperature": 0, "max_tokens": 12}
 PERSON = {
@@ -141,13 +141,24 @@ def test_log_probabilities(live):
 
 def test_parts_of_characters_keep_their_log_probabilities():
     """Two tokens that are halves of characters, and one that was drawn from beyond the likeliest."""
-    e, acute, a = b"\xc3", b"\xa9", b"a"
-    spelled = [Spelled(e, -3.0, [(acute, -1.0), (b"\xe2", -2.0)]), Spelled(acute, -1.0, [(acute, -1.0), (e, -2.0)]), Spelled(a, -1.0, [(a, -1.0)])]
+    e, acute, a, other = (Word(text) for text in (b"\xc3", b"\xa9", b"a", b"\xe2"))
+    spelled = [Spelled(e, -3.0, [(acute, -1.0), (other, -2.0)]), Spelled(acute, -1.0, [(acute, -1.0), (e, -2.0)]), Spelled(a, -1.0, [(a, -1.0)])]
     found = Plain().logprobs(0, spelled)
     assert found["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "a"]
     assert found["top_logprobs"][0] == {"bytes:\\xa9": -1.0, "bytes:\\xe2": -2.0, "bytes:\\xc3": -3.0}
     assert [len(top) for top in found["top_logprobs"]] == [3, 2, 1]
     assert found["text_offset"] == [0, 1, 1]
+
+
+def test_tokens_that_are_no_text_go_by_their_names(live, llm):
+    (end,) = llm.tokenizer.eos
+    how = {"model": "tiny", "max_tokens": 2, "temperature": 0, "extra_body": {"ignore_eos": True}, "logit_bias": {str(end): 100}}
+    found = live.client.completions.create(prompt=[[end, 7]], logprobs=20, echo=True, **how).choices[0]
+    assert found.logprobs.tokens == [tiny.EOS, llm.tokenizer.decode([7]), tiny.EOS, tiny.EOS]
+    assert found.logprobs.text_offset == [0, 0, 1, 1] and found.text == llm.tokenizer.decode([7])
+    entry = live.client.chat.completions.create(messages=ASK["messages"], logprobs=True, **how).choices[0].logprobs.content[0]
+    assert (entry.token, entry.bytes) == (tiny.EOS, None)
+    assert words(llm.tokenizer)(400) == words(None)(400) == Word(b"", "token_id:400")
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -114,6 +114,10 @@ class Tokenizer:
         theirs = other._backend.get_vocab()
         return next((text for text, token in self._backend.get_vocab().items() if theirs.get(text, token) != token), None)
 
+    def name(self, token: int) -> str | None:
+        """A token as the vocabulary has it, "<|im_end|>"; None for one that it has not."""
+        return self._backend.id_to_token(token)
+
     def piece(self, token: int, before: int | None) -> bytes:
         """UTF-8 of one token that follows `before` (None: at the start); part of a character when the token is one."""
         text = self._backend.id_to_token(token)

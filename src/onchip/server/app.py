@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import resources
 
 from fastapi import FastAPI, Request, Response
@@ -19,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 import onchip
 from onchip.cache.paged import OutOfPages
-from onchip.engine.grammar import Budget, Grammar, speller
+from onchip.engine.grammar import Budget, Grammar
 from onchip.engine.llm import LLM
 from onchip.engine.request import Request as EngineRequest
 from onchip.server import errors
@@ -27,7 +26,7 @@ from onchip.server.embeddings import Embeddings
 from onchip.server.errors import ApiError
 from onchip.server.guard import Guard
 from onchip.server.reading import check_text
-from onchip.server.replies import Chat, Plain, Reply
+from onchip.server.replies import Chat, Plain, Reply, words
 from onchip.server.schemas import MAX_CHOICES, ChatRequest, CompletionRequest, EmbeddingRequest, Generation
 from onchip.server.serving import EACH, Job, Serving
 
@@ -52,7 +51,7 @@ class Front:
         self.llm, self.name, self.limits, self.embeddings = llm, name, limits, embeddings
         self.serving = Serving(llm, max_queued=limits.max_queued, each=self.each)
         self.created = int(time.time())
-        self.spell = lru_cache(maxsize=None)(speller(llm.tokenizer)) if llm.tokenizer else lambda token: b""
+        self.spell = words(llm.tokenizer)
         self._most = limits.max_prompt or llm.max_len
         self._parsers = ThreadPoolExecutor(1, "onchip-grammar")  # apart from the threads that make tokens of everybody's text
 

@@ -7,9 +7,12 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+from onchip.engine.grammar import speller
 from onchip.engine.request import Request, TokenLogProbs
+from onchip.models.tokenizer import Tokenizer
 from onchip.server import errors
 from onchip.server.serving import Job, Piece
 
@@ -28,22 +31,40 @@ def sliced(data: Any, depth: int = 5) -> str:
     return ENCODE(data)
 
 
-class Spelled(NamedTuple):
-    """A token's bytes, its log-probability, and those of the likeliest."""
+class Word(NamedTuple):
+    """A token's bytes, or the name of one that is no text: two of those are not to be taken for each other."""
 
-    token: bytes
+    text: bytes
+    name: str = ""
+
+
+def words(tokenizer: Tokenizer | None) -> Callable[[int], Word]:
+    """The words of tokens; without a tokenizer all go by their numbers."""
+    spell = speller(tokenizer) if tokenizer else lambda token: b""
+
+    def word(token: int) -> Word:
+        text = spell(token)
+        return Word(text) if text else Word(text, (tokenizer and tokenizer.name(token)) or f"token_id:{token}")
+
+    return lru_cache(maxsize=None)(word)
+
+
+class Spelled(NamedTuple):
+    """A token, its log-probability, and those of the likeliest."""
+
+    token: Word
     logprob: float | None
-    top: list[tuple[bytes, float]]
+    top: list[tuple[Word, float]]
 
 
 @dataclass
 class Reply:
-    """One call's answer. `dialect` says how its choices look; `spell` the bytes of a token, for log-probabilities."""
+    """One call's answer. `dialect` says how its choices look; `spell` a token's word, for log-probabilities."""
 
     dialect: "Chat | Plain"
     model: str
     job: Job
-    spell: Callable[[int], bytes]
+    spell: Callable[[int], Word]
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -126,8 +147,9 @@ class Chat:
         return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
 
     def logprobs(self, index: int, spelled: list[Spelled]) -> dict:
-        def entry(token: bytes, logprob: float) -> dict:
-            return {"token": token.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token)}
+        def entry(token: Word, logprob: float) -> dict:
+            shown = {"token": token.name, "bytes": None} if token.name else {"token": token.text.decode("utf-8", "replace"), "bytes": list(token.text)}
+            return shown | {"logprob": logprob}
 
         return {"content": [entry(token, own) | {"top_logprobs": [entry(*one) for one in top]} for token, own, top in spelled], "refusal": None}
 
@@ -150,17 +172,17 @@ class Plain:
         return {"text": self._echoes[piece.index] + ("" if self.prompt_alone else piece.text)}
 
     def logprobs(self, index: int, spelled: list[Spelled]) -> dict:
-        def text(token: bytes) -> str:
+        def text(token: Word) -> str:
             """As OpenAI writes tokens: what is a part of a character by its bytes, so that no two become the same."""
             try:
-                return token.decode()
+                return token.name or token.text.decode()
             except UnicodeDecodeError:
-                return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+                return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.text)
 
         tokens, offsets = [text(token) for token, _, _ in spelled], []
         for token, _, _ in spelled:
             offsets.append(self._ends[index])
-            self._ends[index] += sum(byte & 0xC0 != 0x80 for byte in token)  # a character counts where its first byte is
+            self._ends[index] += sum(byte & 0xC0 != 0x80 for byte in token.text)  # a character counts where its first byte is
         tops = [{text(token): p for token, p in [*one.top, one[:2]]} if one.logprob is not None else None for one in spelled]
         return {"tokens": tokens, "token_logprobs": [own for _, own, _ in spelled], "top_logprobs": tops, "text_offset": offsets}
 
