@@ -389,9 +389,9 @@ def bench(
 ) -> None:
     """Time onchip and every installed peer in turn, and write JSON and a page with plots."""
     from onchip.bench.run import bench as run
-    from onchip.engine.setup import device_of
+    from onchip.core.device import named
 
-    print(run(suite, device_of(device), out, only, quick))
+    print(run(suite, named(device), out, only, quick))
 
 
 if __name__ == "__main__":

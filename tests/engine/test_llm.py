@@ -259,10 +259,11 @@ def test_a_conversation_goes_through_the_template(llm):
         llm.request([1, 2], chat=True)
 
 
-def test_a_default_device_of_the_users(folder, llm):
-    """As of `torch.set_default_device("cuda")` in a script: the engine's lists are the host's all the same. Here a device on which nothing has numbers."""
+def test_settings_of_the_users(folder, llm):
+    """As of `torch.set_default_device("cuda")` in a script: the engine's lists are the host's all the same. Here a device on which nothing has numbers. Nor
+    does autocast round anything."""
     params = SamplingParams(6, 1.0, seed=3, n=2, logprobs=1, prompt_logprobs=0, logit_bias={5: 1.0}, presence_penalty=0.5, stop_token_ids=[7])
-    with torch.device("meta"):
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
         found = LLM(folder, device="cpu").generate(PROMPTS[:2], params)
     assert found == llm.generate(PROMPTS[:2], params)
 

@@ -110,9 +110,13 @@ def test_what_cannot_be(tmp_path):
         (["w1", [["w1"]]], "text 1 is .*; give text, or a list of token ids"),
         (b"w1", "text 0 is 119; give text"),
         (None, "texts are None; give a text, a list of texts"),
+        ({"w1": 1}, "texts are {'w1': 1}; give a text"),
     ):
         with pytest.raises(ValueError, match=words):
             ours.embed(texts)
+    for how, words in (({"dtype": "fp32"}, "dtype is 'fp32'; give one of torch.bfloat16"), ({"device": "tpu"}, "device 'tpu' is not a device")):
+        with pytest.raises(ValueError, match=words):
+            Embedder(tmp_path, **how)
     for few in (2, 0):
         with pytest.raises(ValueError, match=f"max_len is {few}"):
             Embedder(tmp_path, device=CPU, max_len=few)
@@ -133,6 +137,18 @@ def test_what_cannot_be(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(raw | change))
         with pytest.raises(ModelError, match=words):
             Embedder(tmp_path, device=CPU)
+
+
+def test_settings_of_the_users(tmp_path):
+    """Neither a default device nor autocast changes an embedding; and it is a tensor like others, on which something can be trained."""
+    save(tmp_path, "bert")
+    truth = Embedder(tmp_path, device="cpu").embed(TEXTS)
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        found = Embedder(tmp_path, device="cpu").embed(TEXTS)
+    assert torch.equal(found, truth)
+    head = torch.nn.Linear(truth.shape[1], 1)
+    head(found).sum().backward()
+    torch.testing.assert_close(head.weight.grad[0], truth.sum(0))
 
 
 def test_an_engine_with_an_encoder(tmp_path):

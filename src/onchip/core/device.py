@@ -1,8 +1,9 @@
 """Facts of a device, and the floor they set: no kernel is faster than its arithmetic at peak or its bytes at full bandwidth."""
 
+import contextlib
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -96,6 +97,46 @@ def of(device: torch.device) -> Device:
     if device.type == "cpu":
         return Device("CPU", "cpu", 0, torch.get_num_threads(), 1 << 20, 32 << 20, _memory_of_host(), *measure(device))
     raise ValueError(f"device {device.type!r}: onchip runs on cuda (NVIDIA, AMD) and cpu")
+
+
+def on_host(method: Callable) -> Callable:
+    """`method`, inside which two settings of a user's do not hold: torch.set_default_device, which would put host lists on a GPU, and autocast, whose dtype
+    would stay in captured graphs."""
+
+    @functools.wraps(method)
+    def call(*args, **keywords):
+        casts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        if not casts and torch.get_default_device().type == "cpu":
+            return method(*args, **keywords)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.device("cpu"))
+            for kind in casts:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return method(*args, **keywords)
+
+    return call
+
+
+def named(name: str | torch.device | None) -> torch.device:
+    """The device of that name, the current one from now on if it is a GPU; None: a GPU if there is one. Raises ValueError for one that is not there."""
+    if name is None:
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is not a device; give cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {name!r} is not supported; give cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        index = device.index or 0
+        if index >= count:
+            raise ValueError(
+                f"device {name!r} is not there: torch {torch.__version__} sees {count} GPUs; give cpu" + (f" or cuda:0 to cuda:{count - 1}" if count else "")
+            )
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    return device
 
 
 def _gfx(name: str) -> int:

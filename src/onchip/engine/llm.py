@@ -10,6 +10,7 @@ import torch
 
 from onchip import dispatch
 from onchip.cache.paged import OutOfPages
+from onchip.core import device as devices
 from onchip.core.formats import Format
 from onchip.engine import setup
 from onchip.engine.draft import DraftModel, NGram
@@ -65,7 +66,7 @@ class LLM:
     cache that holds no sequence.
     """
 
-    @setup.on_host
+    @devices.on_host
     def __init__(
         self,
         model: str | Path | None = None,
@@ -94,7 +95,7 @@ class LLM:
         if batch_invariant and (adapters or parallel.of > 1):
             raise ValueError("batch_invariant with adapters or over several ranks is not to be had: sums depend on the number of rows there; leave one out")
         kv_format = None if kv_format is None else Format.of(kv_format)
-        self.device = setup.device_of(device)
+        self.device = devices.named(device)
         if self.device.type == "cuda":
             compilations.watch()
         path = weights.locate(model)
@@ -188,7 +189,7 @@ class LLM:
             raise ValueError("embed: this LLM has no encoder; make it with embedder='minilm', or the folder of one")
         return self.embedder.embed(texts)
 
-    @setup.on_host
+    @devices.on_host
     def load_adapter(self, folder: str | Path, name: str | None = None) -> str:
         """Read a LoRA adapter from a folder of PEFT's, for requests with `SamplingParams(adapter=name)`; its name, if none is given, is the folder's.
 
@@ -241,7 +242,7 @@ class LLM:
                 sample.reason = "cancelled"
                 self.scheduler.end(sample)
 
-    @setup.on_host
+    @devices.on_host
     def step(self) -> list[Event]:
         """Launch the next step of the model, and say what came of the one before, or of this one where nothing runs ahead; [] where nothing did."""
         begin, events = time.perf_counter(), self._events
@@ -354,7 +355,7 @@ class LLM:
         if users:
             raise ValueError(f"adapter {adapter!r} is in use by {users} requests; wait until they have ended, or cancel them")
 
-    @setup.on_host
+    @devices.on_host
     def _request(self, name: str, prompt: str | Sequence[int], params: SamplingParams, chat: bool, priority: int = 0) -> Request:
         """`name`: what errors call the prompt."""
         if not isinstance(params, SamplingParams):

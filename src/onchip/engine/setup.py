@@ -1,8 +1,6 @@
 """What an engine is made of: device, dtype, page pool, prefix cache and tokenizer, from the arguments of `LLM`."""
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
@@ -52,19 +50,6 @@ KINDS = {  # of LLM's options that are values
     "adapters": ((AdapterSlots, NoneType), "AdapterSlots(slots, rank), or None"),
     "parallel": (TensorParallel, "TensorParallel.join(), to ParallelLLM; leave it out for one device"),
 }
-
-
-def on_host(method: Callable) -> Callable:
-    """`method`, inside which tensors that name no device are the host's: a user's torch.set_default_device would put the engine's lists on a GPU."""
-
-    @functools.wraps(method)
-    def call(*args, **keywords):
-        if torch.get_default_device().type == "cpu":
-            return method(*args, **keywords)
-        with torch.device("cpu"):
-            return method(*args, **keywords)
-
-    return call
 
 
 def tree_of(pool: PagePool, prefix: PrefixCache | None) -> RadixTree | Unshared:
@@ -175,27 +160,6 @@ def length_of(max_len: int | None, context: int) -> int:
 
 def _counts(value: object, least: int) -> bool:
     return isinstance(value, Integral) and value >= least
-
-
-def device_of(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device {name!r} is not a device; give cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} is not supported; give cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        index = device.index or 0
-        if index >= count:
-            raise ValueError(
-                f"device {name!r} is not there: torch {torch.__version__} sees {count} GPUs; give cpu" + (f" or cuda:0 to cuda:{count - 1}" if count else "")
-            )
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
-    return device
 
 
 def dtype_of(name: str | None, model: torch.dtype, device: torch.device) -> torch.dtype:

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.core import device as devices
 from onchip.core.norms import Residual
+from onchip.core.problem import DTYPES
 from onchip.models import weights
 from onchip.models.families import ACTIVATIONS
 from onchip.models.gguf import ModelError
@@ -157,16 +159,20 @@ class Embedder:
     Raises ModelError for a model that cannot be read, or that pools in another way.
     """
 
+    @devices.on_host
     def __init__(
         self,
         model: str | Path = "minilm",
         *,
         dtype: torch.dtype = torch.float32,
-        device: torch.device | None = None,
+        device: str | torch.device | None = None,
         max_len: int | None = None,
         pooling: str | None = None,
         normalise: bool | None = None,
     ):
+        if dtype not in DTYPES.values():
+            raise ValueError(f"Embedder: dtype is {dtype!r}; give one of {', '.join(map(str, DTYPES.values()))}")
+        device = devices.named(device)
         try:
             path = weights.locate(model)
         except ModelError as error:
@@ -183,7 +189,6 @@ class Embedder:
         if self.pooling not in POOLINGS:
             raise ModelError(f"encoder {str(model)!r}: pooling {self.pooling!r} is not one of {', '.join(POOLINGS)}")
         self.tokenizer = Tokenizer.load(path)
-        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.encoder = Encoder(self.config, dtype=dtype, device=device)
         self.encoder.load(weights.views(path, dtype))
 
@@ -196,13 +201,14 @@ class Embedder:
         """Token ids of each text as the encoder reads it, [CLS] and [SEP] included, at most `max_len`."""
         return [self.tokenizer.frame(text, self.max_len) for text in texts]
 
-    @torch.inference_mode()
+    @devices.on_host
+    @torch.no_grad()
     def embed(self, texts: str | Sequence[str] | Sequence[Sequence[int]]) -> Tensor:
-        """Float32 [texts, dim] on the encoder's device; texts, or token ids as `encode` gives them.
+        """Float32 [texts, dim] on the encoder's device; texts, of which what goes over `max_len` is cut off, or token ids as `encode` gives them.
 
         Raises ValueError for no text at all, ids that are no tokens, and more of them than `max_len`.
         """
-        if not isinstance(texts, Iterable):
+        if not isinstance(texts, Iterable) or isinstance(texts, Mapping):
             raise ValueError(f"embed: texts are {texts!r:.60}; give a text, a list of texts, or a list of lists of token ids")
         texts = [texts] if isinstance(texts, str) else list(texts)
         if not texts:
