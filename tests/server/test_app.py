@@ -421,18 +421,18 @@ def test_the_clients_own_errors(live):
 
 def test_keys(alone, tmp_path):
     file = tmp_path / "keys"
-    file.write_text("# the team's\nsecret-1\n\nsecret-2\n")
+    file.write_text("# the team's\nsecret-1\n\nsecret-2\nschlüssel\n", encoding="utf-8")
     app = build(alone, "tiny", keys=read_keys(file))
 
     async def get(path: str, key: str | None) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers) as client:
             return await client.get(path)
 
     def status(path: str, key: str | None = None) -> int:
         return asyncio.run(get(path, key)).status_code
 
-    assert [status("/v1/models", key) for key in ("secret-1", "secret-2", "secret", "# the team's", None)] == [200, 200, 401, 401, 401]
+    assert [status("/v1/models", key) for key in ("secret-1", "secret-2", "schlüssel", "secret", "# the team's", None)] == [200] * 3 + [401] * 3
     assert [status(path) for path in ("/metrics", "/stats", "/v1/chat/completions", "/", "/openapi.json")] == [401, 401, 401, 200, 401]
     error = asyncio.run(get("/v1/models", "wrong")).json()["error"]
     assert error["code"] == "invalid_api_key" and "wrong" not in error["message"]

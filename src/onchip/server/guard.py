@@ -19,11 +19,11 @@ def read_keys(path: Path) -> tuple[bytes, ...]:
     keys = [key for key in keys if key and not key.startswith("#")]
     if not keys:
         raise ValueError(f"--api-keys {path} holds no key; write one a line, or leave the option out")
-    return tuple(_digest(key) for key in keys)
+    return tuple(_digest(key.encode()) for key in keys)
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 class Guard:
@@ -48,10 +48,10 @@ class Guard:
         await refused(scope, receive, send)
 
     def _known(self, header: bytes) -> bool:
-        kind, _, key = header.decode("latin-1").partition(" ")
+        kind, _, key = header.partition(b" ")
         given = _digest(key.strip())
         found = [hmac.compare_digest(given, known) for known in self.keys]  # all of them: no time tells which came near
-        return kind.lower() == "bearer" and any(found)
+        return kind.lower() == b"bearer" and any(found)
 
     def _too_large(self, size: str) -> str:
         return f"the body has {size} bytes and this server takes {self.max_body}; send less, or start it with a larger --max-body"
