@@ -140,6 +140,8 @@ def test_rows_and_choices_are_checked(vocabulary):
         vocabulary.matcher(Grammar("regex", "a")).fill(torch.zeros(3, dtype=torch.int32))
     with pytest.raises(GrammarError, match="at least one text"):
         Grammar.of_choices([])
+    with pytest.raises(GrammarError, match="choices are 'abc'; give a list"):
+        Grammar.of_choices("abc")
     with pytest.raises(GrammarError, match=r"text is {'type': 'object'}; give a str, of a schema json\.dumps\(schema\)"):
         Grammar("json", {"type": "object"})
 

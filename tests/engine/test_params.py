@@ -230,6 +230,8 @@ def test_a_grammar(llm, logits):
     *found, free = llm.generate([PROMPT] * 2, [SamplingParams(30, 1.0, seed=3, n=3, grammar=form), SamplingParams(**PLAIN)])
     assert all(re.fullmatch(form.text, done.text) and done.reason == "stop" for done in found) and len({done.text for done in found}) == 3
     assert free.tokens == greedy(logits, 12, lambda x, _: x)
+    (stuck,) = llm.generate([PROMPT], SamplingParams(grammar=Grammar("regex", "a"), logit_bias={llm.tokenizer.encode("a")[0]: -math.inf}))
+    assert (stuck.tokens, stuck.reason) == ([], "error: no token is left that both the mask of its tokens and its logit_bias allow")
     with pytest.raises(GrammarError, match="unclosed"):
         llm.generate([PROMPT], SamplingParams(grammar=Grammar("regex", "([")))
     assert llm.idle

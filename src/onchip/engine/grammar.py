@@ -51,8 +51,8 @@ class Grammar:
     @staticmethod
     def of_choices(choices: Sequence[str]) -> "Grammar":
         """One of these texts and nothing else."""
-        if not choices or not all(isinstance(choice, str) and choice for choice in choices):
-            raise GrammarError(f"Grammar: choices are {choices!r:.80}; give at least one text, none of them empty")
+        if isinstance(choices, str) or not choices or not all(isinstance(choice, str) and choice for choice in choices):
+            raise GrammarError(f"Grammar: choices are {choices!r:.80}; give a list of at least one text, none of them empty")
         return Grammar("lark", "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices))
 
 
@@ -81,11 +81,13 @@ class Vocabulary:
     vocab   the logits' width, which may exceed the tokenizer's: what has no text is never allowed.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab: int):
+    def __init__(self, tokenizer: Tokenizer | None, vocab: int):
         try:
             import llguidance
         except ImportError:
             raise GrammarError("a grammar needs llguidance, which is not installed; pip install '.[serve]' in a checkout") from None
+        if tokenizer is None:
+            raise GrammarError("this model has no tokenizer.json, and a grammar is about text; leave it out")
         if not tokenizer.eos:
             raise GrammarError("a grammar needs a token that ends the answer, and this model's tokenizer names none; set eos_token in tokenizer_config.json")
         self.words = -(-vocab // 32)

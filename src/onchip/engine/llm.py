@@ -14,7 +14,7 @@ from onchip.core import device as devices
 from onchip.core.formats import Format
 from onchip.engine import setup
 from onchip.engine.draft import DraftModel, NGram
-from onchip.engine.grammar import GrammarError, Vocabulary
+from onchip.engine.grammar import Vocabulary
 from onchip.engine.prompt import tokens_of
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
@@ -133,8 +133,6 @@ class LLM:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """For grammars, made by the first one that is asked for. Raises GrammarError where there is no tokenizer."""
-        if self.tokenizer is None:
-            raise GrammarError("this model has no tokenizer.json, and a grammar is about text; leave it out")
         return Vocabulary(self.tokenizer, self.config.vocab)
 
     def generate(
@@ -311,6 +309,9 @@ class LLM:
         for request, new, guessed, said in zip(launched.requests, tokens, launched.guessed(), launched.of_tokens(), strict=True):
             request.pending -= 1
             if request.reason is not None:  # it ended while this was on its way
+                continue
+            if request.mask is not None and not request.allows(new[0]):
+                self._fail(request, "no token is left that both the mask of its tokens and its logit_bias allow", events)
                 continue
             if len(new) > 1 and request.pages.pages:
                 request.pages.length += len(new) - 1

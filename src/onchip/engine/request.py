@@ -250,6 +250,10 @@ class Request:
             self.allowed = torch.empty(-(-vocab // 32), dtype=torch.int32)
         self.mask.fill(self.allowed)
 
+    def allows(self, token: int) -> bool:
+        """Whether the mask as it was filled last does: of a row of -inf alone token 0 is drawn."""
+        return bool(self.allowed[token // 32] >> token % 32 & 1)
+
     def take_prompt_logprobs(self, first: int, found: list[TokenLogProbs]) -> None:
         """Those of the tokens of the prompt from place `first` on; a request that had to give way gets some again."""
         self.prompt_logprobs[first : first + len(found)] = found
