@@ -277,7 +277,7 @@ def test_what_gives_way_comes_back_from_the_host(llm, tmp_path):
     assert again == expected and [done.cached_tokens for done in again] == [32] * 4
 
 
-@pytest.mark.parametrize("gib", [1e-9, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("gib", [1e-9, -1.0, math.nan, math.inf, "1"])
 def test_host_memory_that_cannot_be(tmp_path, gib):
     with pytest.raises(ValueError, match=r"^PrefixCache: host_gib is .*; give 0 \(none\), or at least"):
         LLM(tiny.save(tmp_path), device="cpu", prefix_cache=PrefixCache(host_gib=gib))

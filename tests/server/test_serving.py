@@ -260,7 +260,7 @@ def test_calls_and_steps_take_turns():
 
 def test_a_client_that_does_not_read_costs_an_append():
     async def test(serving, llm):
-        job = Job(serving, [StubRequest(1)])
+        job = Job(serving, [StubRequest(1)], 0.0)
         begin = time.thread_time()
         for _ in range(30_000):
             job.put(Piece(0, "some text, ", [TokenLogProbs(1, -1.0, [])]))
@@ -274,11 +274,13 @@ def test_a_client_that_does_not_read_costs_an_append():
 
 def test_room_is_claimed_before_a_call_is_read():
     async def test(serving, llm):
-        with serving.claim(2):
+        with serving.claim(2) as arrived:
             with pytest.raises(Overloaded, match="2 requests wait or run, and this server takes 3"), serving.claim(2):
                 pass
-            job = serving.submit([StubRequest(2), StubRequest(2)])
+            await asyncio.sleep(0.1)
+            job = serving.submit([StubRequest(2), StubRequest(2)], arrived)
         assert (await all_of(job))[1] == {0: "length", 1: "length"}
+        assert serving.metrics.stats()["first_token_ms"]["p50"] >= 100  # its reading included
         with serving.claim(3):
             assert serving.metrics.refused == 2
 

@@ -56,12 +56,12 @@ def tree_of(pool: PagePool, prefix: PrefixCache | None) -> RadixTree | Unshared:
     """The prefix cache over a pool, or what stands in for none. Raises ValueError for less host memory than a page takes."""
     if prefix is None:
         return Unshared(pool)
-    if not prefix.host_gib:
+    if prefix.host_gib == 0:
         return RadixTree(pool)
     each = pool.page_bytes
-    slots = int(prefix.host_gib * GIB) // each if math.isfinite(prefix.host_gib) else 0
+    slots = int(prefix.host_gib * GIB) // each if isinstance(prefix.host_gib, Real) and math.isfinite(prefix.host_gib) else 0
     if slots < 1:
-        raise ValueError(f"PrefixCache: host_gib is {prefix.host_gib}; give 0 (none), or at least {each / GIB:.3g} for a page")
+        raise ValueError(f"PrefixCache: host_gib is {prefix.host_gib!r}; give 0 (none), or at least {each / GIB:.3g} for a page")
     return RadixTree(pool, HostPool(pool, slots))
 
 

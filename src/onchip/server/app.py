@@ -118,11 +118,11 @@ class Front:
         if prompts * body.samples > MAX_CHOICES:
             raise ApiError(400, f"{prompts} prompts with n {body.samples} are more than {MAX_CHOICES} answers; send several calls")
         try:
-            with self.serving.claim(prompts * body.samples):
+            with self.serving.claim(prompts * body.samples) as arrived:
                 made = await asyncio.to_thread(self._requests, body, read)
                 if (grammar := body.grammar()) is not None:
                     await asyncio.get_running_loop().run_in_executor(self._parsers, self._constrain, grammar, body.min_tokens, made)
-                return self.serving.submit(made)
+                return self.serving.submit(made, arrived)
         except (ValueError, OutOfPages) as error:  # OutOfPages: one that the empty cache could not hold
             raise ApiError(400, str(error).removeprefix("SamplingParams: ").removeprefix("request: ")) from None
 

@@ -55,10 +55,10 @@ class Piece(NamedTuple):
 class Job:
     """The requests of one HTTP call, all samples of each, queued by `Serving.submit`. `close` ends what is left; pages are free before the next step."""
 
-    def __init__(self, serving: "Serving", asked: list[Request]):
+    def __init__(self, serving: "Serving", asked: list[Request], arrived: float):
         self.asked, self._serving = asked, serving
         self.requests = [sample for request in asked for sample in request.samples]
-        self.submitted_at, self.closed = time.perf_counter(), False
+        self.arrived, self.closed = arrived, False
         self._left = len(self.requests)
         self._pieces: dict[int, list[Piece]] = {}  # joined where they are taken: a client that does not read costs an append each
         self._wake = asyncio.Event()
@@ -149,21 +149,21 @@ class Serving:
         gc.unfreeze()
 
     @contextmanager
-    def claim(self, count: int) -> Iterator[None]:
-        """Room for `count` requests while they are read, or worked on elsewhere. Raises Overloaded, before any work is done for them; ValueError for more than
-        there is ever room for."""
+    def claim(self, count: int) -> Iterator[float]:
+        """Room for `count` requests while they are read, or worked on elsewhere; the time, for `submit`. Raises Overloaded, before any work is done for them;
+        ValueError for more than there is ever room for."""
         if count > self.max_queued:
             raise ValueError(f"{count} answers are asked for in one call and this server takes {self.max_queued} at once; send several calls")
         self._check_room(count, self._live + self._claimed)
         self._claimed += count
         try:
-            yield
+            yield time.perf_counter()
         finally:
             self._claimed -= count
 
-    def submit(self, asked: list[Request]) -> Job:
-        """Queue the requests of one call. Raises Overloaded."""
-        job = Job(self, asked)
+    def submit(self, asked: list[Request], arrived: float | None = None) -> Job:
+        """Queue the requests of one call, which arrived now or, as `claim` says, before they were read. Raises Overloaded."""
+        job = Job(self, asked, time.perf_counter() if arrived is None else arrived)
         self._check_room(len(job.requests), self._live)
         self._live += len(job.requests)
         self._inbox.put((self._add, job))
@@ -300,7 +300,7 @@ class Serving:
         reason = event.request.reason
         if event.tokens and life.first_at is None:
             life.first_at, life.urgent = now, True
-            self.metrics.began(event.request, now - life.job.submitted_at)
+            self.metrics.began(event.request, now - life.job.arrived)
         self.metrics.new_tokens += len(event.tokens)
         if event.text or event.tokens:
             self._say(life, Piece(life.index, event.text, event.logprobs))
