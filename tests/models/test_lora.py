@@ -103,10 +103,15 @@ def test_an_adapter_of_a_model_whose_rotary_pairs_lie_side_by_side(tmp_path):
     torch.testing.assert_close(*found, atol=2e-4, rtol=1e-4)
 
 
-def test_adapters_that_cannot_be(tmp_path):
+def test_adapters_that_cannot_be(tmp_path, monkeypatch):
     model = made(tiny.CONFIG, tiny.tensors(tiny.CONFIG))
+    for room in (AdapterSlots(0, 4), AdapterSlots(1.5, 4), AdapterSlots(1, None)):
+        with pytest.raises(ValueError, match=r"AdapterSlots: slots is .*; give whole numbers of 1 or more"):
+            AdapterTable(model, room)
     table = AdapterTable(model, AdapterSlots(1, 4))
     tiny.save_adapter(tmp_path / "good", 0, init_lora_weights=True, lora_dropout=0.1, qalora_group_size=16, use_qalora=False, use_bdlora=None)
+    monkeypatch.chdir(tmp_path / "good")
+    assert Adapter.read(".").name == "good"
     cases = (
         ("no adapter_config.json", None, {}),
         ("peft_type is 'IA3'", "ia3", {"peft_type": "IA3"}),

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ class Adapter:
                 shapes = ", ".join(f"{half} {list(t.shape)}" for half, t in sorted(pair.items()))
                 raise ModelError(f"{folder / WEIGHTS}: of {at} there is {shapes}; it takes an A [rank, in] and a B [out, rank]")
         matrices = {at: (pair["A"], pair["B"] * _scale(config, at, len(pair["A"]))) for at, pair in halves.items()}
-        return cls(name or folder.name, max((len(a) for a, _ in matrices.values()), default=0), matrices)
+        return cls(name or folder.resolve().name, max((len(a) for a, _ in matrices.values()), default=0), matrices)
 
 
 def _scale(config: Mapping[str, Any], matrix: str, rank: int) -> float:
@@ -122,8 +123,8 @@ class AdapterTable:
 
     def __init__(self, decoder, room: AdapterSlots = AdapterSlots()):
         slots, rank = room
-        if slots < 1 or rank < 1:
-            raise ValueError(f"AdapterSlots: slots is {slots}, rank {rank}; give 1 or more of both")
+        if not all(isinstance(count, Integral) and count >= 1 for count in room):
+            raise ValueError(f"AdapterSlots: slots is {slots!r}, rank {rank!r}; give whole numbers of 1 or more")
         self.rank, self.names, self.serials = rank, [None] * slots, [0] * slots
         self._added = 0
         self._places: Places = decoder.places
