@@ -208,6 +208,37 @@ def test_models_health_and_metrics(live):
     assert {"onchip_requests_waiting", "onchip_requests_running", "onchip_cache_pages_used", "onchip_cached_tokens", "onchip_steps"} <= set(families)
 
 
+def test_metrics_count_what_was_served(live):
+    def counted() -> dict[str, float]:
+        families = text_string_to_metric_families(live.http.get("/metrics").text)
+        return {"".join((s.name, *s.labels.values())): s.value for family in families if family.name.startswith("onchip") for s in family.samples}
+
+    before, asked = counted(), [{"role": "user", "content": "the quick brown fox jumps over the lazy dog and waits for nothing at all"}]
+    used = [chat(live, messages=asked, max_tokens=5, n=n, extra_body={"ignore_eos": True}).usage for n in (1, 2)]
+    after = counted()
+    grown = {name.removeprefix("onchip_"): value - before[name] for name, value in after.items()}
+    assert grown["prompt_tokens_total"] == sum(one.prompt_tokens for one in used) and grown["generated_tokens_total"] == 15
+    assert grown["cached_tokens_total"] == sum(one.prompt_tokens_details.cached_tokens for one in used) >= 16
+    assert [grown[f"requests_ended_total{reason}"] for reason in ("length", "stop", "cancelled", "error")] == [3, 0, 0, 0]
+    assert grown["time_to_first_token_seconds_count"] == grown["time_per_token_seconds_count"] == 3 and grown["steps_total"] >= 10
+    assert 0 < after["onchip_cache_pages_used"] < after["onchip_cache_pages"] and after["onchip_requests_running"] == after["onchip_requests_waiting"] == 0
+
+
+def test_a_stream_says_that_it_lives(live, llm, monkeypatch):
+    """Proxies close connections that are silent."""
+    monkeypatch.setattr("onchip.server.replies.KEEP_ALIVE", 0.05)
+    step = llm.step
+    monkeypatch.setattr(llm, "step", lambda: (time.sleep(0.3), step())[1])
+    with live.http.stream("POST", "/v1/chat/completions", json=ASK | {"stream": True, "max_tokens": 1}) as answer:
+        events = answer.read().decode().split("\n\n")
+    assert ": waiting" in events and events[-2:] == ["data: [DONE]", ""]
+
+
+def test_the_page_may_load_nothing_else(live):
+    policy = live.http.get("/").headers["Content-Security-Policy"].split("; ")
+    assert {"default-src 'none'", "connect-src 'self'", "frame-ancestors 'none'"} <= set(policy) and "unsafe" not in str(policy)
+
+
 # ---- other models beside it
 
 
@@ -391,6 +422,7 @@ def test_a_full_server_does_no_work(alone, monkeypatch):
         for n, status, words in ((2, 503, "1 requests wait or run, and this server takes 2"), (3, 400, "3 answers are asked for in one call")):
             answer = live.http.post("/v1/chat/completions", json=ASK | {"n": n})
             assert answer.status_code == status and words in answer.json()["error"]["message"]
+            assert answer.headers.get("Retry-After") == ("1" if status == 503 else None)
 
 
 def test_a_grammar_is_read_once(live, monkeypatch):
@@ -434,7 +466,9 @@ def test_keys(alone, tmp_path):
 
     assert [status("/v1/models", key) for key in ("secret-1", "secret-2", "schlüssel", "secret", "# the team's", None)] == [200] * 3 + [401] * 3
     assert [status(path) for path in ("/metrics", "/stats", "/v1/chat/completions", "/", "/openapi.json")] == [401, 401, 401, 200, 401]
-    error = asyncio.run(get("/v1/models", "wrong")).json()["error"]
+    answer = asyncio.run(get("/v1/models", "wrong"))
+    assert answer.headers["WWW-Authenticate"] == "Bearer"
+    error = answer.json()["error"]
     assert error["code"] == "invalid_api_key" and "wrong" not in error["message"]
     file.write_text("# none\n")
     with pytest.raises(ValueError, match="holds no key"):

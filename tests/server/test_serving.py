@@ -1,7 +1,9 @@
 """The engine's thread: every request ends once, whatever fails; what is full says so; health tells the truth."""
 
 import asyncio
+import gc
 import math
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -74,7 +76,7 @@ def run(test, **options):
     """`await test(serving, llm)` beside a running engine thread."""
 
     async def main():
-        llm = StubLLM()
+        llm, before = StubLLM(), sys.getswitchinterval()
         serving = Serving(llm, **options)
         serving.start()
         try:
@@ -82,7 +84,7 @@ def run(test, **options):
         finally:
             llm.hold.set()
             await serving.stop()
-        assert not serving._thread.is_alive()
+        assert not serving._thread.is_alive() and (sys.getswitchinterval(), gc.get_freeze_count()) == (before, 0)  # the process is as it was
 
     asyncio.run(main())
 
@@ -331,6 +333,18 @@ def test_what_ends_in_a_step_that_fails_ends_once(ahead, tmp_path):
         await serving.stop()
 
     asyncio.run(test())
+
+
+def test_the_middle_of_an_answer_is_gathered():
+    """Its first and its last text do not wait."""
+
+    async def test(serving, llm):
+        step = llm.step
+        llm.step = lambda: (time.sleep(0.002), step())[1]
+        pieces = [piece async for piece in serving.submit([StubRequest(20)]).pieces()]
+        assert len(pieces) <= 2 and "".join(piece.text for piece in pieces).split() == [str(i) for i in range(20)]
+
+    run(test, each=60.0)
 
 
 def test_a_silent_engine_is_heard_of():

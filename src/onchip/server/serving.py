@@ -226,8 +226,8 @@ class Serving:
                     self._call(*self._calls.popleft())
                 if not self.llm.idle:
                     self._step()
+                self.metrics.watch(self.llm)  # before whoever has an answer can ask
                 self._flush()
-                self.metrics.watch(self.llm)
         finally:  # after a bug too, whose traceback Python prints
             why = "error: the server was shut down before the answer was complete" if self._ending else "error: the engine has stopped"
             self._dead = True
