@@ -40,7 +40,7 @@ def bits_alone_and_together(folder, dtype: str, **changes):
     page = PagePool.bytes_per_page(2, 16, 2, changes.get("head_dim", 16), DTYPES[dtype]) / 2**30
     llm, rng = LLM(folder, **at | {"cache_gib": 130.5 * page}, max_batch=5, step_tokens=400), random.Random(0)
     for _ in range(2):
-        requests = [llm.request(prompt, params) for prompt in prompts]
+        requests = [llm.request(prompt, params, priority=i % 2) for i, prompt in enumerate(prompts)]
         todo = rng.sample(requests, len(requests))
         while todo or not llm.idle:
             if todo and rng.random() < 0.5:
