@@ -283,19 +283,21 @@ def test_host_memory_that_cannot_be(tmp_path, gib):
         LLM(tiny.save(tmp_path), device="cpu", prefix_cache=PrefixCache(host_gib=gib))
 
 
-def test_out_of_memory_in_a_step(llm, monkeypatch):
+@pytest.mark.parametrize("drawn", [False, True], ids=["in the forward pass", "with all tokens drawn"])
+def test_out_of_memory_in_a_step(llm, monkeypatch, drawn):
     """The prompts of that step end with the reason, and nobody else."""
     expected = llm.generate([OTHERS[1]], SamplingParams(**PLAIN))[0]
-    runs, comes = llm.request(OTHERS[1], SamplingParams(**PLAIN)), llm.request(PROMPT, SamplingParams(**PLAIN))
+    runs, comes = llm.request(OTHERS[1], SamplingParams(**PLAIN)), llm.request(PROMPT, SamplingParams(**PLAIN, logprobs=1))
+    llm.tree.clear()
     llm.add(runs)
     for _ in range(4):
         llm.step()
     llm.add(comes)
-    forward = llm.model.forward
     with monkeypatch.context() as patch:
-        patch.setattr(llm.model, "forward", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("planted")))
-        (event,) = llm.step()
-    assert llm.model.forward == forward
+        patch.setattr(*((runner, "_packed_logprobs") if drawn else (llm.model, "forward")), lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("planted")))
+        while comes.reason is None:
+            events = llm.step()
+    (event,) = events
     assert event.request is comes and comes.reason.startswith("error: out of memory in a step of") and not comes.pages.pages
     while not llm.idle:
         llm.step()
