@@ -116,7 +116,7 @@ def test_stop_and_length(live):
     assert chat(live, max_completion_tokens=3).usage.completion_tokens == 3
 
 
-def test_log_probabilities(live):
+def test_log_probabilities(live, llm):
     choice = chat(live, logprobs=True, top_logprobs=2).choices[0]
     entries = choice.logprobs.content
     assert bytes(b for entry in entries for b in entry.bytes).decode("utf-8", "replace").startswith(choice.message.content[:4])
@@ -132,7 +132,8 @@ def test_log_probabilities(live):
     assert "".join(echoed.logprobs.tokens[:-4]) == "why wait" and echoed.text.startswith("why wait")
     assert echoed.logprobs.token_logprobs[0] is None and echoed.logprobs.top_logprobs[0] is None
     assert echoed.logprobs.token_logprobs[-4:] == pytest.approx(found.token_logprobs, abs=1e-4)
-    scored = live.client.completions.create(model="tiny", prompt="why wait", max_tokens=0, temperature=0, logprobs=1, echo=True)  # as evaluations do
+    ends = {str(min(llm.tokenizer.eos)): 100}  # the one token that is drawn, and is no part of this
+    scored = live.client.completions.create(model="tiny", prompt="why wait", max_tokens=0, temperature=0, logprobs=1, echo=True, logit_bias=ends)
     assert scored.choices[0].text == "why wait" and scored.choices[0].logprobs.tokens == echoed.logprobs.tokens[:-4]
     assert (scored.choices[0].finish_reason, scored.usage.completion_tokens) == ("length", 0)
     with pytest.raises(openai.BadRequestError, match="max_tokens is 0"):
@@ -276,6 +277,7 @@ def test_embeddings(alone):
             ({"input": "far " * 60_000}, "input 0 has 240000 characters"),
             ({"dimensions": 3}, "dimensions is 3"),
             ({"input": [[1, -1]]}, "token ids from -1"),
+            ({"input": ["x"] * 2049}, "input has 2049 texts; give at most 2048 a call"),
         ):
             with pytest.raises(openai.BadRequestError, match=words):
                 create(**{"model": "minilm", "input": "x"} | wrong)

@@ -13,7 +13,7 @@ from live import PATIENCE, until
 import tiny
 from onchip import cli
 from onchip.core import settings
-from onchip.server.run import served_name
+from onchip.server.run import Recipe, served_name
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,13 @@ def test_a_model_is_called_by_its_name_not_its_place(model, name, tmp_path, monk
     (tmp_path / "models" / "Qwen3-0.6B").mkdir(parents=True)
     (tmp_path / "models" / "small.gguf").touch()
     assert served_name(model) == name
+
+
+def test_adapters_have_the_room_of_the_largest(tmp_path):
+    for name, rank in (("small", 2), ("large", 5)):
+        tiny.save_adapter(tmp_path / name, rank, rank=rank)
+    recipe = Recipe(None, {"model": tiny.save(tmp_path / "tiny"), "device": "cpu"}, adapters={name: str(tmp_path / name) for name in ("small", "large")})
+    assert list(recipe.build().app.state.front.generators) == ["tiny", "small", "large"]
 
 
 @pytest.mark.parametrize(
