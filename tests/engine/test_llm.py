@@ -129,7 +129,7 @@ def test_stats(llm):
     s = llm.stats
     assert s.prompt_tokens == sum(len(c.prompt) for c in done)
     assert s.new_tokens == 24 * len(PROMPTS) and s.decoded_tokens == 23 * len(PROMPTS)
-    assert s.first_token_seconds > 0 and s.prefill_seconds > 0 and s.decode_seconds > 0
+    assert 0 < s.first_token_seconds < 60 and s.prefill_seconds > 0 and s.decode_seconds > 0
     pages = sum(llm.pool.pages_for(len(c.prompt) + 24) for c in done)
     assert s.cache_bytes == pages * EACH * 2**30 and s.cached_tokens == s.preemptions == 0
     assert set(s.kernels) == {"prefill", "decode", "rms_norm", "gated_act", "rope_append", "sample", "decode_places", "decode_advance"}

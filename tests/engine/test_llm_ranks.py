@@ -42,10 +42,15 @@ class Even:
 
 
 def run(llm, adapter):
-    """Two batches, half of the first with an adapter, then requests one by one: some cancelled, one under a mask, two under a grammar's."""
+    """A batch, half of it with an adapter, one with another in its place, one of samples, then requests one by one: some cancelled, one under a mask, two under
+    a grammar's."""
     llm.load_adapter(adapter)
     each = [dataclasses.replace(GREEDY, adapter="lora" if i % 2 else None) for i in range(len(PROMPTS))]
-    found = [llm.generate(PROMPTS, each), llm.generate([*PROMPTS[3:], PROMPTS[0]], SAMPLED)]
+    found = [llm.generate(PROMPTS, each)]
+    llm.unload_adapter("lora")  # there is room for one
+    llm.load_adapter(adapter, "again")
+    found.append(llm.generate(PROMPTS[:2], dataclasses.replace(GREEDY, max_tokens=9, adapter="again")))
+    found.append(llm.generate([*PROMPTS[3:], PROMPTS[0]], SAMPLED))
     accepted = llm.stats.accepted_tokens
     never = llm.request(PROMPTS[0], GREEDY)
     llm.cancel(never)
@@ -99,7 +104,7 @@ def test_two_ranks_say_what_one_says(tmp_path):
     draft = DraftModel(tmp_path / "model", 3, most_rows=2, choices=(2,))
     alone = LLM(tmp_path / "model", **HOW | {"cache_gib": HOW["cache_gib"] * 4 / 3}, draft=draft)  # two key heads of each
     assert alone.pool.num_pages == pages and run(alone, tmp_path / "lora") == (found, (preemptions, accepted)) and min(preemptions, accepted) > 0
-    greedy, _, single = found
+    greedy, _, _, single = found
     assert len({tuple(one["tokens"]) for one in greedy}) == len(PROMPTS) and single[1]["reason"] == "cancelled"
     assert all(token % 2 == 0 for token in single[4]["tokens"])
     assert all(re.fullmatch(FORM.text, one["text"]) for one in single[5:7]) and re.fullmatch(FORM.text, "a" + single[7]["text"])
