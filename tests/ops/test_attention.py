@@ -78,8 +78,8 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"attention: dropout 1 is not a probability below 1; give 0 <= p < 1", ValueError, {"dropout": 1}),
         (r"attention: dropout -0.5 is not a probability", ValueError, {"dropout": onchip.Dropout(-0.5)}),
         (r"attention: dropout 'some' is not a probability", ValueError, {"dropout": "some"}),
-        (r"attention: dropout has seed 1.5 and offset 0; give a seed of 63 bits", ValueError, {"dropout": onchip.Dropout(0.5, 1.5)}),
-        (r"attention: dropout has seed -1 and offset 0; give a seed of 63 bits or None", ValueError, {"dropout": onchip.Dropout(0.5, -1)}),
+        (r"attention: the seed is 1.5, the offset 0; give a seed of 63 bits", ValueError, {"dropout": onchip.Dropout(0.5, 1.5)}),
+        (r"attention: the seed is -1, the offset 0; give a seed of 63 bits or None", ValueError, {"dropout": onchip.Dropout(0.5, -1)}),
         (
             r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, or leave kernel='auto'",
             onchip.Unsupported,

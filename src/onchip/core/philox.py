@@ -4,6 +4,7 @@ The counter is (key, query, batch * heads + head, offset), the key the 64-bit se
 """
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -44,6 +45,13 @@ def kept(p: float, state: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, he
     seed, offset = state[0], state[1]
     counter = tuple(word.long() & WORD for word in (j, i, b * heads + h, offset))
     return philox((seed & WORD, (seed >> 32) & WORD), counter)[0] >= threshold(p)
+
+
+def check(name: str, p: float, seed: int | None, offset: int) -> None:
+    if not isinstance(p, Real) or not 0 <= p < 1:
+        raise ValueError(f"{name}: dropout {p!r} is not a probability below 1; give 0 <= p < 1")
+    if not all(n is None or isinstance(n, Integral) for n in (seed, offset)) or not (0 <= (seed or 0) < 1 << 63 and 0 <= offset < 1 << 32):
+        raise ValueError(f"{name}: the seed is {seed}, the offset {offset}; give a seed of 63 bits or None, and an offset of 32 bits")
 
 
 def draw(device: torch.device, seed: int | None, offset: int) -> Tensor:

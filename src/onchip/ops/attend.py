@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -230,10 +229,7 @@ def check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
 def drawn(dropout: float | Dropout, q: Tensor, x: Operands) -> Operands:
     """`x` with the probability, and the seed of this call's random numbers."""
     p, seed, offset = dropout if isinstance(dropout, Dropout) else Dropout(dropout)
-    if not isinstance(p, Real) or not 0 <= p < 1:
-        raise ValueError(f"attention: dropout {p!r} is not a probability below 1; give 0 <= p < 1")
-    if not all(n is None or isinstance(n, Integral) for n in (seed, offset)) or not (0 <= (seed or 0) < 1 << 63 and 0 <= offset < 1 << 32):
-        raise ValueError(f"attention: dropout has seed {seed} and offset {offset}; give a seed of 63 bits or None, and an offset of 32 bits")
+    philox.check("attention", p, seed, offset)
     return x._replace(drop=float(p), state=philox.draw(q.device, seed, offset)) if p else x
 
 

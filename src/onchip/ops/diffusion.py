@@ -168,6 +168,7 @@ def denoise_step(
 
 def noise_state(seed: int | None, device: torch.device) -> Tensor:
     """What a plan's noise is drawn from, int64 [2]; seed None: from torch's generator of the device."""
+    philox.check("noise_state", 0.0, seed, 0)
     return philox.draw(torch.device(device), seed, 0)
 
 

@@ -45,8 +45,7 @@ def dropout_add(
     """
     if not isinstance(dropout, Dropout):
         raise TypeError(f"dropout_add: dropout is {dropout!r:.60}; give Dropout(p)")
-    if not 0 <= dropout.p < 1:
-        raise ValueError(f"dropout_add: p={dropout.p} is not in [0, 1); at 1 nothing would be left")
+    philox.check("dropout_add", *dropout)
     if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
         raise ValueError(f"dropout_add: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; they must be equal")
     if not training or dropout.p == 0:

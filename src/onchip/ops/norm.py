@@ -11,7 +11,7 @@ from torch import Tensor
 
 from onchip.core import philox
 from onchip.core.norms import CODES, TENSORS, Modulate, Norm, Residual, RowCodes, SiluGate
-from onchip.core.problem import Rows
+from onchip.core.problem import Dropout, Rows
 from onchip.dispatch import select
 from onchip.ops.norm_grad import Eager, compiled, forward
 
@@ -174,8 +174,10 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
                 raise ValueError(f"{name}: row_scale is {list(residual.row_scale.shape)}; x is {list(x.shape)}: give {list(x.shape[:-1])}")
             norm = norm._replace(row_scale=residual.row_scale.reshape(of.rows))
         drop = residual.dropout
-        if drop is not None and not 0 <= drop.p < 1:
-            raise ValueError(f"{name}: dropout has p={drop.p}; give 0 or more and less than 1")
+        if drop is not None:
+            if not isinstance(drop, Dropout):
+                raise TypeError(f"{name}: dropout is {drop!r:.60}; give Dropout(p)")
+            philox.check(name, *drop)
         if drop is not None and drop.p:
             norm = norm._replace(drop=drop.p, state=philox.draw(x.device, drop.seed, drop.offset))
     if isinstance(after, Modulate):

@@ -214,7 +214,8 @@ def test_wrong_arguments(device):
         (lambda: embedding(x, x), "ids are torch.float32"),
         (lambda: embedding(ids, x[0]), r"weight is \[6\]"),
         (lambda: embedding(ids, x, padding_idx=2), "padding_idx=2 is no row"),
-        (lambda: dropout_add(x, None, Dropout(1.0)), "p=1.0"),
+        (lambda: dropout_add(x, None, Dropout(1.0)), "dropout 1.0 is not a probability below 1"),
+        (lambda: dropout_add(x, None, Dropout(0.5, 1 << 63)), "give a seed of 63 bits or None, and an offset of 32 bits"),
         (lambda: dropout_add(x, x[:1], Dropout(0.5)), "must be equal"),
         (lambda: hadamard(x), "width 6 is no power of two; pad x to 8"),
     ):

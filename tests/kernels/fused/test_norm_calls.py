@@ -256,8 +256,10 @@ def test_in_place_of_part_of_a_stream(device):
 def test_sums_over_no_rows(kernel, device):
     """Of samples."""
     x, scale = (torch.randn(size, device=device, requires_grad=True) for size in ((2, 0, 8), (2, 8)))
-    d_x, d_scale = torch.autograd.grad(modulated_norm(x, scale, None, kernel=kernel), (x, scale), torch.ones_like(x))
-    assert d_x.shape == x.shape and torch.equal(d_scale, torch.zeros_like(scale))
+    for residual in (None, Residual(x.detach(), dropout=DROP)):
+        y = modulated_norm(x, scale, None, residual=residual, kernel=kernel)
+        d_x, d_scale = torch.autograd.grad(y if residual is None else y[0], (x, scale), torch.ones_like(x))
+        assert d_x.shape == x.shape and torch.equal(d_scale, torch.zeros_like(scale))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -331,7 +333,8 @@ TURNED = torch.zeros(3, 2, 8).transpose(0, 1)
         (lambda: layer_norm(X, residual=Residual(X[:1].expand(2, 3, 8), in_place=True)), "each in a place of its own"),
         (lambda: layer_norm(X, residual=X[:1]), "they must be equal \\(a residual may be float32\\)"),
         (lambda: layer_norm(X, residual=Residual(X, row_scale=torch.ones(2))), r"row_scale is \[2\]; x is \[2, 3, 8\]: give \[2, 3\]"),
-        (lambda: layer_norm(X, residual=Residual(X, dropout=Dropout(1.0))), "p=1.0; give 0 or more and less than 1"),
+        (lambda: layer_norm(X, residual=Residual(X, dropout=Dropout(1.0))), "dropout 1.0 is not a probability below 1; give 0 <= p < 1"),
+        (lambda: layer_norm(X, residual=Residual(X, dropout=Dropout(0.5, -1))), "the seed is -1, the offset 0; give a seed of 63 bits or None"),
         (lambda: modulated_norm(X, None, None), "neither scale nor shift"),
         (lambda: modulated_norm(X, torch.ones(3, 8), None), r"scale is \[3, 8\], x is \[2, 3, 8\]; give \[8\], \[2, 8\] for each sample"),
         (lambda: modulated_norm(X, torch.ones(2, 8), X), "give both a row for each sample, or for each row"),

@@ -25,7 +25,8 @@ def _dropped(norm: Norm, x: Tensor) -> Tensor:
     if norm.state is None:
         return exact
     row, col = (torch.arange(n, device=x.device) for n in x.shape)
-    kept = philox.kept(norm.drop, norm.state, row[:1] * 0, row[:1] * 0, row.unsqueeze(1), col, 1)
+    none = col[:1] * 0
+    kept = philox.kept(norm.drop, norm.state, none, none, row.unsqueeze(1), col, 1)
     return torch.where(kept, exact / (1 - norm.drop), 0.0)
 
 
