@@ -109,6 +109,23 @@ def test_a_gradient_of_a_gradient_is_refused(name, function):
     assert torch.equal(torch.func.grad(lambda x: function(x).sum())(x.detach()), grad.detach())
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["rope_append", "log_probs", "adjust_logits"])
+def test_what_has_no_gradient_says_so(name, compiled):
+    """It would be lost in silence: a rotation in place is not in autograd's graph."""
+    calls = {
+        "rope_append": lambda x: onchip.rope_append(x * 1, TABLE, torch.arange(T), (2, 1))[0],
+        "log_probs": lambda x: onchip.log_probs(x, torch.zeros(T, dtype=torch.int64)).chosen,
+        "adjust_logits": lambda x: onchip.adjust_logits(x),
+    }
+    x, call = torch.randn(T, 4 * W), torch.compile(calls[name], backend="aot_eager") if compiled else calls[name]
+    assert not call(x).requires_grad
+    with pytest.raises(Exception, match=f"{name}: gradients are not implemented; call it under torch.no_grad\\(\\), or"):
+        call(x.requires_grad_())
+    with torch.no_grad():
+        call(x)
+
+
 def test_losses_and_norms_under_torch_func():
     """A loss whose gradient is made in its forward pass makes it in the backward pass there; norms say that they do not."""
     x, weight, targets = torch.randn(T, W), torch.randn(9, W), torch.arange(T)

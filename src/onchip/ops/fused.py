@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import refuse_gradients
 from onchip.core.formats import Codes
 from onchip.core.problem import Rope
 from onchip.dispatch import select
@@ -49,9 +50,10 @@ def rope_append(
     heads    (heads, kv_heads).        table   `rope_table(...)`: cosines of the first half of its columns, then sines.
     layout   "neox" pairs element i with i + rotary_dim / 2, "interleaved" 2i with 2i + 1; elements past rotary_dim stay.
     append   a cache to write to. A quantised one gets the codes of the keys (rotated, in qkv's dtype) and of the values.
-    Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of `qkv`, whose rows must be contiguous.
+    Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of `qkv`, whose rows must be contiguous. It has no gradient, and says so.
     """
     num_q, num_kv = heads
+    refuse_gradients("rope_append", "train with onchip.rotary (and onchip.rms_norm of each head)", qkv, *(norm or ())[:2])
     if qkv.ndim != 2 or num_q < 1 or num_kv < 1:
         raise ValueError(
             f"rope_append: qkv is {list(qkv.shape)} of {num_q} + 2 x {num_kv} heads; give [tokens, (heads + 2 kv_heads) dim], of 1 head each or more"

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import refuse_gradients
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 
@@ -106,14 +107,14 @@ def sample(
     Philox4x32-10 keyed by (seed, step), so a row's token does not depend on its neighbours.
     A NaN counts as -inf; a row of -inf gives token 0; of logits that are inf the first is taken.
 
-    logprobs   0 to 20: log-probabilities come back as well, of the token and of so many others.
+    logprobs   0 to 20: log-probabilities come back as well, of the token and of so many others, without gradients.
     """
     rows, vocab = _check_rows("sample", logits, how)
     if torch.compiler.is_compiling():
         tokens = torch.ops.onchip.sample(logits, *how, kernel)
     else:
         tokens = select(Rows("sample", rows, vocab, logits.dtype), logits.device, kernel).launch(logits, how)
-    return tokens if logprobs is None else (tokens, log_probs(logits, tokens, logprobs, kernel="reference" if kernel == "reference" else "auto"))
+    return tokens if logprobs is None else (tokens, log_probs(logits.detach(), tokens, logprobs, kernel="reference" if kernel == "reference" else "auto"))
 
 
 def log_probs(
@@ -124,7 +125,8 @@ def log_probs(
     kernel: str = "auto",
 ) -> LogProbs:
     """`x[token] - log sum exp x` in float32, and the same of the `top` largest logits, at most 20. A NaN counts as -inf; a row of -inf gives -inf, and so
-    does a token outside the vocabulary."""
+    does a token outside the vocabulary. It has no gradient, and says so."""
+    refuse_gradients("log_probs", "train with onchip.log_softmax or onchip.token_log_probs", logits)
     rows, vocab = _check_logits("log_probs", logits)
     if not 0 <= top <= min(MOST_TOP, vocab):
         raise ValueError(f"log_probs: top={top} of a vocabulary of {vocab}; give 0 to {min(MOST_TOP, vocab)}")
@@ -146,8 +148,9 @@ def adjust_logits(
     """New logits `[rows, vocab]` in their dtype: the bias added, then the penalties, in float32, rounded once; -inf where the mask's bit is 0.
 
     mask   bit i % 32 of word i // 32 says whether token i may follow: xgrammar's layout of structured output.
-    Raises ValueError for shapes or dtypes that disagree.
+    Raises ValueError for shapes or dtypes that disagree. It has no gradient, and says so.
     """
+    refuse_gradients("adjust_logits", "give logits.detach()", logits, None if bias is None else bias.values)
     rows, vocab = _check_logits("adjust_logits", logits)
     if penalties is not None and penalties.output is None:
         raise ValueError(f"adjust_logits: penalties.output is None; give counts or TokenIds (of no tokens: int64 [{rows}, 0])")
