@@ -35,9 +35,10 @@ class AdamW(torch.optim.Optimizer):
 
     max_norm   gradients whose norm over all groups is larger are scaled down to it, in registers: `p.grad` stays as it is. None: not clipped.
     moments    dtype of the two moments: float32 (also beside bfloat16 parameters), or bfloat16, which halves their memory.
-    Parameters that change dtype or device mid-way, sparse or complex ones are refused. `step()` returns nothing but the closure's loss;
-    `norm` is the norm of the last step's gradients, a float64 tensor on the device. Steps are counted on the device, so that a CUDA graph of a step
-    goes on counting: capture after one plain step, and keep gradients where they are (`zero_grad(set_to_none=False)`).
+    Parameters may lie in any order without gaps (channels_last). Sparse or complex ones are refused, and amsgrad and maximize in a group.
+    `step()` returns nothing but the closure's loss; `norm` is the norm of the last step's gradients, a float64 tensor on the device. Steps are counted on
+    the device, so that a CUDA graph of a step goes on counting: capture after one plain step, and keep gradients where they are
+    (`zero_grad(set_to_none=False)`).
     """
 
     def __init__(
@@ -52,10 +53,10 @@ class AdamW(torch.optim.Optimizer):
         moments: torch.dtype = torch.float32,
         kernel: str = "auto",
     ):
-        if not all(0 <= beta < 1 for beta in betas) or eps < 0 or weight_decay < 0 or (not isinstance(lr, Tensor) and lr < 0):
-            raise ValueError(f"AdamW: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}; betas lie in [0, 1), the others are not negative")
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"AdamW: max_norm={max_norm}; give a positive number, or None not to clip")
+        if moments not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"AdamW: moments={moments}; give torch.float32 or torch.bfloat16")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.max_norm, self.moments, self.kernel = max_norm, moments, kernel
         self.norm: Tensor | None = None
@@ -77,15 +78,36 @@ class AdamW(torch.optim.Optimizer):
             self._select("adamw", lists).launch(lists, self._plans[n], hyper, powers, clip)
         return loss
 
+    def add_param_group(self, param_group: dict) -> None:
+        _check_group({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict:
+        """As torch.optim.AdamW reads it, too: a count for each parameter, float32 on the CPU, where here one on the device is for all."""
+        made = super().state_dict()
+        counts = {id(state["step"]): state["step"] for state in made["state"].values()}
+        counts = {key: count.to("cpu", torch.float32) for key, count in counts.items()}
+        return made | {"state": {n: state | {"step": counts[id(state["step"])].clone()} for n, state in made["state"].items()}}
+
+    def __getstate__(self) -> dict:
+        """Of copies and pickles."""
+        return super().__getstate__() | {name: getattr(self, name) for name in ("max_norm", "moments", "kernel", "norm")}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__({"_plans": defaultdict(dict), "_constants": {}} | self.__dict__ | state)
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict) -> None:
         """Also of torch.optim.AdamW. Moments keep their dtype (torch would round them to the parameters'); equal counts of steps become one again."""
+        for group in state_dict["param_groups"]:
+            _check_group(group)
         super().load_state_dict(state_dict)
         params = [p for group in self.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         counts: dict[tuple, Tensor] = {}
         for p, given in ((p, state_dict["state"][n]) for p, n in zip(params, numbers, strict=True) if n in state_dict["state"]):
             count = float(given["step"])
-            moments = {name: given[name].to(p.device, self._moments(p), copy=True) for name in MOMENTS}
+            moments = {name: torch.empty_like(p, dtype=self._moments(p)).copy_(given[name]) for name in MOMENTS}
             self.state[p] = moments | {"step": counts.setdefault((count, p.device), torch.full((), count, dtype=torch.float64, device=p.device))}
 
     def _clip(self, batches: list) -> Clip:
@@ -108,12 +130,12 @@ class AdamW(torch.optim.Optimizer):
                 if step is None:
                     step = torch.zeros((), dtype=torch.float64, device=params[0].device)
                     for p in params:
-                        self.state[p] |= {name: torch.zeros(p.shape, dtype=self._moments(p), device=p.device) for name in MOMENTS} | {"step": step}
+                        self.state[p] |= {name: torch.zeros_like(p, dtype=self._moments(p)) for name in MOMENTS} | {"step": step}
                 elif holders[id(step)] > len(params):  # another batch counts by itself; what has no gradient does not count
                     step = step.clone()
                     for p in params:
                         self.state[p]["step"] = step
-                batches.append((group, (params, [p.grad.contiguous() for p in params], *([self.state[p][name] for p in params] for name in MOMENTS))))
+                batches.append((group, (params, [_in_order(p.grad, p) for p in params], *([self.state[p][name] for p in params] for name in MOMENTS))))
         if len({p.device for _, lists in batches for p in lists[0]}) > 1:
             raise ValueError("AdamW: parameters lie on several devices; give an optimiser for each")
         return batches
@@ -123,8 +145,8 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"AdamW: lr is a tensor on {lr.device}, a parameter is on {p.device}; give a float, or a tensor there")
         if p.grad.is_sparse or p.is_complex() or p.grad.dtype != p.dtype:
             raise ValueError(f"AdamW: a parameter is {p.dtype}, its gradient {p.grad.dtype} ({p.grad.layout}); give dense real ones of one dtype")
-        if not p.is_contiguous():
-            raise ValueError(f"AdamW: a parameter of shape {list(p.shape)} has strides {p.stride()}; give contiguous ones, as they are updated in place")
+        if not p.is_contiguous() and torch.empty_like(p, device="meta").stride() != p.stride():
+            raise ValueError(f"AdamW: a parameter of shape {list(p.shape)} has strides {p.stride()}, with gaps; give contiguous ones, updated in place")
 
     def _moments(self, p: Tensor) -> torch.dtype:
         return torch.float64 if p.dtype == torch.float64 else self.moments
@@ -141,6 +163,24 @@ class AdamW(torch.optim.Optimizer):
             made = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             self._constants[key] = made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
         return self._constants[key]
+
+
+def _check_group(group: dict) -> None:
+    lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+    rate = lr.ndim == 0 if isinstance(lr, Tensor) else lr >= 0
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or not eps >= 0 or not decay >= 0 or not rate:
+        given = f"lr={lr}, betas={betas}, eps={eps}, weight_decay={decay}"
+        raise ValueError(f"AdamW: {given}; betas lie in [0, 1), the others are not negative numbers, or lr a tensor []")
+    coupled = decay and not group.get("decoupled_weight_decay", True)
+    if group.get("amsgrad") or group.get("maximize") or coupled:
+        raise ValueError("AdamW: a group has amsgrad, maximize or weight decay as Adam's, which this step does not know; use torch.optim.AdamW or Adam")
+
+
+def _in_order(g: Tensor, p: Tensor) -> Tensor:
+    """A gradient as its parameter lies."""
+    if p.is_contiguous():
+        return g.contiguous()
+    return g if g.stride() == p.stride() else torch.empty_like(p, dtype=g.dtype).copy_(g)
 
 
 __all__ = ["AdamW", "Hyper"]

@@ -153,6 +153,44 @@ def test_state_comes_back(device):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_torchs_own_goes_on_from_a_state(device):
+    """A count that several parameters share would be counted up once for each of them."""
+    params = parameters((FP32,), device)
+    gradients = [[torch.randn(p.shape, device=device) for p in params] for _ in range(4)]
+    ours = AdamW(params, **HOW)
+    train(params, ours, gradients[:2])
+    theirs = torch.optim.AdamW(twin := copy.deepcopy(params), **HOW)
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for a, b in zip(train(params, ours, gradients[2:]), train(twin, theirs, gradients[2:]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_copy_is_an_optimiser(device):
+    ours = AdamW(params := parameters((FP32,), device), **HOW, max_norm=1.0, moments=BF16)
+    gradients = [[torch.randn(p.shape, device=device) for p in params] for _ in range(2)]
+    train(params, ours, gradients[:1])
+    twin, other = copy.deepcopy((params, ours))
+    assert all(torch.equal(a, b) for a, b in zip(train(params, ours, gradients[1:]), train(twin, other, gradients[1:]), strict=True))
+    assert torch.equal(other.norm, ours.norm)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_channels_last(kernel, device):
+    """A gradient that lies as the parameter does is read where it is, another one is laid out so."""
+    start = torch.randn(5, 4, 3, 3, device=device)
+    flat, turned = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.to(memory_format=torch.channels_last))
+    optimisers = [AdamW([p], **HOW, max_norm=1.0, kernel=kernel) for p in (flat, turned)]
+    for n in range(4):
+        flat.grad = torch.randn_like(start)
+        turned.grad = flat.grad.to(memory_format=torch.channels_last) if n % 2 else flat.grad.clone()
+        for optimiser in optimisers:
+            optimiser.step()
+        if n == 1:
+            optimisers[1].load_state_dict(copy.deepcopy(optimisers[1].state_dict()))
+    assert turned.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(turned, flat, rtol=1e-5, atol=1e-6)  # the norm is added up in another order
+
+
 def test_counts_of_steps(device):
     """Groups of one count, after a state was loaded, count once a step each; who has no gradient does not count."""
     start = parameters((FP32, FP64), device, ((7,), (9,), (5,)))
@@ -176,10 +214,24 @@ def test_counts_of_steps(device):
 
 
 def test_wrong_arguments(device):
-    p = torch.nn.Parameter(torch.zeros(3, 2, device=device).T)
-    for keywords, message in (({"betas": (1.0, 0.9)}, "betas lie in"), ({"max_norm": 0.0}, "max_norm=0.0"), ({"lr": -1.0}, "lr=-1.0")):
+    p = torch.nn.Parameter(torch.zeros(3, 4, device=device)[:, ::2])
+    for keywords, message in (
+        ({"betas": (1.0, 0.9)}, "betas lie in"),
+        ({"max_norm": 0.0}, "max_norm=0.0"),
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"lr": torch.ones(2)}, r"or lr a tensor \[\]"),
+        ({"moments": torch.float16}, "moments=torch.float16; give torch.float32 or torch.bfloat16"),
+    ):
         with pytest.raises(ValueError, match=message):
             AdamW([p], **keywords)
+    with pytest.raises(ValueError, match="betas lie in"):
+        AdamW([{"params": [p], "betas": (0.9, 1.5)}])
+    with pytest.raises(ValueError, match="a group has amsgrad, maximize or"):
+        AdamW([{"params": [p], "maximize": True}])
+    for theirs in (torch.optim.AdamW([p], amsgrad=True), torch.optim.Adam([p], weight_decay=0.1)):
+        with pytest.raises(ValueError, match="a group has amsgrad, maximize or"):
+            AdamW([p]).load_state_dict(theirs.state_dict())
     p.grad = torch.zeros_like(p)
     with pytest.raises(ValueError, match="give contiguous ones"):
         AdamW([p]).step()

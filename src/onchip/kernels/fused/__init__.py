@@ -202,7 +202,7 @@ def _hadamard(p: Rows) -> Cost:
 
 def _adamw(p: Rows) -> Cost:
     """p and the moments read and written, g read; `width` is the elements of all tensors, `rows` their number."""
-    moments = 2 if p.variant.startswith(("bf16", "fp16")) else 4
+    moments = 2 if p.variant.startswith("bf16") else 4
     return Cost(16 * p.width, p.width * (3 * p.dtype.itemsize + 4 * moments))
 
 
@@ -263,7 +263,7 @@ HADAMARD = Op(
         *_op("hadamard", "hadamard:launch", _hadamard, "reference_rows", {"width": tuple(1 << i for i in range(16))}).kernels,
     ),
 )
-ADAMW = _op("adamw", "adamw:launch", _adamw, "reference_steps", {"variant": ("fp32 moments", "bf16 moments", "fp16 moments")})
+ADAMW = _op("adamw", "adamw:launch", _adamw, "reference_steps", {"variant": ("fp32 moments", "bf16 moments")})
 GRAD_NORM = _op("grad_norm", "adamw:launch_norm", lambda p: Cost(2 * p.width, p.width * p.dtype.itemsize), "reference_steps")
 DENOISE = _op("denoise", "denoise:launch", _denoise, "reference_steps")
 AROUND = ("norm", "bias", "residual")  # of the words of a skinny product those that are no activation
