@@ -56,3 +56,19 @@ def test_axes_that_do_not_fit():
     for axes in ([0] * 7, [0] * 7 + [2]):
         with pytest.raises(ValueError, match=r"rope_rows: . axes .* for 8 frequencies and 2 positions a token; give one for each frequency"):
             rope_rows(table, positions, axes)
+
+
+def test_what_a_scaling_lacks_is_named():
+    for words, dim, theta, scaling in (
+        (r"rope_type 'longrope' is not one of default, linear, dynamic, llama3, yarn", 8, 1e4, {"rope_type": "longrope"}),
+        (r"rope_type 'yarn' without factor, original_max_position_embeddings; give it in `scaling`", 8, 1e4, {"type": "yarn"}),
+        (
+            r"rope_type 'llama3' without low_freq_factor; give it",
+            8,
+            1e4,
+            {"rope_type": "llama3", "factor": 8, "high_freq_factor": 4, "original_max_position_embeddings": 64},
+        ),
+        (r"dim is 7, theta 10000.0; give an even number, and more than 0", 7, 1e4, None),
+    ):
+        with pytest.raises(ValueError, match=f"^rope_table: {words}"):
+            rope_table(10, dim, theta, scaling)

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+OLD = "original_max_position_embeddings"
+SCALINGS = {  # rope_type: what it needs
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", OLD),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", OLD),
+    "yarn": ("factor", OLD),
+}
 
 
 def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any] | None = None, device: torch.device | None = None) -> Tensor:
@@ -20,6 +27,12 @@ def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any
     """
     scaling = dict(scaling or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in SCALINGS:
+        raise ValueError(f"rope_table: rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
+    if dim % 2 or not theta > 0:
+        raise ValueError(f"rope_table: dim is {dim}, theta {theta}; give an even number, and more than 0")
+    if missing := [key for key in SCALINGS[kind] if scaling.get(key) is None]:
+        raise ValueError(f"rope_table: rope_type {kind!r} without {', '.join(missing)}; give it in `scaling`")
     if kind == "dynamic":
         theta = _dynamic(positions, dim, theta, scaling)
     frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -30,8 +43,6 @@ def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any
         frequencies = _llama3(frequencies, scaling)
     elif kind == "yarn":
         frequencies, factor = _yarn(frequencies, dim, theta, scaling)
-    elif kind not in SCALINGS:
-        raise ValueError(f"rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
     if scaling.get("rope_freqs"):
         frequencies = frequencies / torch.tensor(scaling["rope_freqs"], dtype=torch.float32)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
@@ -66,20 +77,20 @@ def grid_positions(*sizes: int, device: torch.device | None = None) -> Tensor:
 
 def _dynamic(positions: int, dim: int, theta: float, s: Mapping[str, Any]) -> float:
     """NTK: theta such that the slowest frequency is interpolated by as much as there are more positions than in the old context."""
-    old = s["original_max_position_embeddings"]
+    old = s[OLD]
     return theta if positions <= old else theta * (s["factor"] * positions / old - (s["factor"] - 1)) ** (dim / (dim - 2))
 
 
 def _llama3(frequencies: Tensor, s: Mapping[str, Any]) -> Tensor:
     """Slow frequencies divided by `factor`, fast ones kept, a ramp between the two wavelengths."""
-    low, high, old = s["low_freq_factor"], s["high_freq_factor"], s["original_max_position_embeddings"]
+    low, high, old = s["low_freq_factor"], s["high_freq_factor"], s[OLD]
     smooth = ((old * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return frequencies * (smooth + (1 - smooth) / s["factor"])
 
 
 def _yarn(frequencies: Tensor, dim: int, theta: float, s: Mapping[str, Any]) -> tuple[Tensor, float]:
     """NTK-by-parts: dimensions that turn less than `beta_slow` times over the old context are interpolated, those above `beta_fast` kept."""
-    factor, old = s["factor"], s["original_max_position_embeddings"]
+    factor, old = s["factor"], s[OLD]
 
     def turns(count: float) -> float:  # the dimension that turns `count` times over the old context
         return dim * math.log(old / (count * 2 * math.pi)) / (2 * math.log(theta))
