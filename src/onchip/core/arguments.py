@@ -1,7 +1,31 @@
-"""Arguments of operators as they come."""
+"""Arguments of operators as they come: tensors that are tensors, all in one place, numbers that are numbers, and no gradient that would be lost."""
+
+from numbers import Real
 
 import torch
 from torch import Tensor
+
+
+def check_tensors(name: str, **given: Tensor | None) -> None:
+    """Each is a dense tensor where the first one is, or, but for that one, None."""
+    leader = None
+    for what, t in given.items():
+        if t is None and leader is not None:
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: {what} is a {type(t).__name__}; give a tensor")
+        if t.is_nested or t.layout != torch.strided:
+            raise TypeError(f"{name}: {what} is a nested or sparse tensor; give a dense one")
+        leader = leader or (what, t.device)
+        if t.device != leader[1]:
+            raise ValueError(f"{name}: {what} is on {t.device}, {leader[0]} on {leader[1]}; move one of them")
+
+
+def check_numbers(name: str, **given: float) -> None:
+    """A tensor is none: its gradient would be lost, and to read it is to wait for the device."""
+    for what, number in given.items():
+        if not isinstance(number, Real):
+            raise TypeError(f"{name}: {what} is {number!r:.60}; give a number")
 
 
 def refuse_gradients(name: str, way_out: str, *tensors: Tensor | None) -> None:

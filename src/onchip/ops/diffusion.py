@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from onchip.core import philox
+from onchip.core.arguments import check_tensors
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 
@@ -64,7 +65,11 @@ class DPM2M(NamedTuple):
 
 
 class Spacing(NamedTuple):
-    """Which of the training steps are taken: "leading", "trailing" or "linspace" (Lin et al., 2023), the leading ones moved by `offset`."""
+    """Which of the training steps are taken: "leading", "trailing" or "linspace" (Lin et al., 2023), the leading ones moved by `offset`.
+
+    A step ends where the next begins. diffusers' DDIM and DDPM end it `1000 // steps` training steps on, which is elsewhere with "linspace", and with
+    "trailing" where 1000 / steps is no whole number: there their pictures are others.
+    """
 
     kind: str = "leading"
     offset: int = 0
@@ -119,7 +124,14 @@ def schedule(
         raise ValueError(
             f"schedule: {sampler} with prediction={prediction!r} over {noise}; a Flow goes with 'flow' and with Euler or DPM2M, and 'flow' with a Flow"
         )
-    times, alphas, sigmas = _flow_levels(noise, steps, isinstance(sampler, DPM2M)) if flow else _levels(noise, _times(sampler, steps, noise, spacing))
+    if flow:
+        times, alphas, sigmas = _flow_levels(noise, steps, isinstance(sampler, DPM2M))
+    else:
+        times = _times(sampler, steps, noise, spacing)
+        if times != sorted({min(max(t, 0), noise.steps - 1) for t in times}, reverse=True):
+            taken = f"{times[0]:g} to {times[-1]:g}, some twice" if len(set(times)) < steps else f"{times[0]:g} to {times[-1]:g}"
+            raise ValueError(f"schedule: {steps} steps of {spacing} are training steps {taken}, of 0 to {noise.steps - 1}; give fewer, or another offset")
+        times, alphas, sigmas = _levels(noise, times)
     exploding = isinstance(sampler, Euler) and not flow  # in the coordinates of x / alpha
     rows = []
     for n in range(steps):
@@ -153,13 +165,13 @@ def denoise_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(next sample, predicted data, next model input), each as x, computed in float32; without gradients.
 
-    step       which row of the plan: a counter on the device, so that a CUDA graph of a step serves all; add 1 to it after each.
+    step       which row of the plan, below plan.steps: a counter on the device, so that a CUDA graph of a step serves all; add 1 to it after each.
     guidance   classifier-free (Ho and Salimans, 2022): `output` holds the outputs without the prompt, then those with it.
     history    the predicted data of the step before; a DPM2M plan needs it (before the first step any tensor like x).
     state      `noise_state(seed)`, for a plan that draws noise; the noise is a function of it, the step and the place.
     The predicted data is `x` itself where the plan has no use for it, and the next model input the next sample where it needs no scale.
     """
-    _check(x, output, plan, guidance, history, state)
+    _check(x, output, plan, step, guidance, history, state)
     if torch.compiler.is_compiling():
         return torch.ops.onchip.denoise_step(x, output, *plan, step, guidance, history, state, kernel)
     y, data, scaled = _step_forward(x, output, plan, step, guidance, history, state, kernel)
@@ -172,7 +184,10 @@ def noise_state(seed: int | None, device: torch.device) -> Tensor:
     return philox.draw(torch.device(device), seed, 0)
 
 
-def _check(x: Tensor, output: Tensor, plan: Schedule, guidance: float | None, history: Tensor | None, state: Tensor | None) -> None:
+def _check(x: Tensor, output: Tensor, plan: Schedule, step: Tensor, guidance: float | None, history: Tensor | None, state: Tensor | None) -> None:
+    check_tensors("denoise_step", x=x, output=output, plan=plan.table, step=step, history=history, state=state)
+    if step.numel() != 1 or step.dtype != torch.int64:
+        raise ValueError(f"denoise_step: step is {step.dtype} {list(step.shape)}; give int64 [] or [1]")
     shape = x.shape if guidance is None else (2 * len(x), *x.shape[1:])
     if output.shape != shape:
         raise ValueError(f"denoise_step: output is {list(output.shape)}; give {list(shape)}" + ", without and with the prompt" * (guidance is not None))
