@@ -116,6 +116,13 @@ def test_logits_are_never_all_there(monkeypatch):
         assert_as_good_as_torch(ours, low, truth, slack=3)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_backward_pass_of_no_tokens(kernel, device):
+    hidden, weight = (torch.zeros(n, 8, device=device, requires_grad=True) for n in (0, 9))
+    linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64, device=device), reduction="sum", kernel=kernel).backward()
+    assert hidden.grad.shape == (0, 8) and torch.equal(weight.grad, torch.zeros_like(weight))
+
+
 def test_no_tokens_and_all_ignored():
     leaves, targets = inputs()
     loss = linear_cross_entropy(leaves[0][:0], leaves[1], targets[:0], reduction="sum")
@@ -216,11 +223,12 @@ def test_in_place_is_refused_in_a_compiled_graph():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"weight": torch.zeros(9, 5)}, r"hidden is torch.float32 \[3, 4\] on cpu, weight torch.float32 \[9, 5\]"),
+        ({"weight": torch.zeros(9, 5)}, r"hidden is torch.float32 \[3, 4\], weight torch.float32 \[9, 5\]"),
+        ({"hidden": torch.zeros(3, 0), "weight": torch.zeros(9, 0)}, "give .* of one dtype, dim at least 1"),
         ({"weight": torch.zeros(0, 4)}, "the vocabulary has 0 words; give at least 1"),
-        ({"weight": torch.zeros(4)}, r"weight torch.float32 \[4\] on cpu; give \[..., dim\] and \[vocab, dim\]"),
-        ({"weight": torch.zeros(9, 4, dtype=BF16)}, "of one dtype and device"),
-        ({"bias": torch.zeros(4)}, r"bias is torch.float32 \[4\] on cpu; give torch.float32 \[9\]"),
+        ({"weight": torch.zeros(4)}, r"weight torch.float32 \[4\]; give \[..., dim\] and \[vocab, dim\]"),
+        ({"weight": torch.zeros(9, 4, dtype=BF16)}, "of one dtype, dim at least 1"),
+        ({"bias": torch.zeros(4)}, r"bias is torch.float32 \[4\]; give torch.float32 \[9\]"),
         ({"targets": torch.zeros(2, dtype=torch.int64)}, r"give int64 \[3\]"),
         ({"reduction": "avg"}, "reduction='avg' is not one of"),
         ({"terms": LossTerms(shard=Shard(None, 5, 12))}, "terms.shard has columns 5 to 14 of 12"),

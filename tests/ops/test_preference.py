@@ -137,6 +137,9 @@ def test_bad_arguments():
     for call, words in (
         (lambda: onchip.dpo(PAIR, REFERENCE, loss="square"), "loss='square' is not one of sigmoid, hinge, ipo"),
         (lambda: onchip.dpo(PAIR, Pair(NLL, NLL[:1])), r"\[2\], \[2\], \[2\], \[1\]; they must be of one shape"),
+        (lambda: onchip.dpo(PAIR, REFERENCE, smoothing=2), "smoothing is 2, beta 0.1; give 0 to 1, and more than 0 where the loss is 'ipo'"),
+        (lambda: onchip.dpo(PAIR, REFERENCE, beta=0, loss="ipo"), "smoothing is 0.0, beta 0; give"),
+        (lambda: onchip.simpo(PAIR, beta=-1.0), "simpo: beta is -1.0; give 0 or more"),
         (lambda: onchip.kto(NLL, NLL, NLL, NLL[0]), r"desirable is torch.float32 \[2\]; give bools \[2\]"),
         (lambda: onchip.kto(NLL, NLL, NLL > 0, NLL), r"divergence is \[2\]; give one number"),
         (lambda: onchip.grpo(LOG_PROB, OLD, ADVANTAGES[:1], COUNTS), r"advantages \[1, 1\]; give bools \[2, 4\], and one an answer"),

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from onchip.core.arguments import check_numbers, check_tensors
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
@@ -35,13 +36,14 @@ def gated_act(
     Gradients go to x and to the bias; they are computed from x again, so that nothing else is kept. A sum over rows has one order.
     """
     parts = act if isinstance(act, Clipped) else None
+    check_numbers("gated_act", **(parts._asdict() if parts else {}))
     if parts is None and act not in ACTIVATIONS:
         raise ValueError(f"gated_act: act={act!r} is not one of {', '.join(ACTIVATIONS)} or a Clipped")
     if layout not in LAYOUTS:
         raise ValueError(f"gated_act: layout={layout!r} is not one of {', '.join(LAYOUTS)}")
+    _check_input("gated_act", x, bias)
     if x.shape[-1] % 2:
         raise ValueError(f"gated_act: width {x.shape[-1]} is odd; x holds as many gates as ups")
-    _check_bias("gated_act", x, bias)
     words = ("clipped" if parts else act) + " interleaved" * (layout == "interleaved")
     return _run("gated_act", x, bias, words, *(parts or Clipped()), kernel)
 
@@ -56,11 +58,14 @@ def activate(
     """`act(x + bias)`, of the shape of x: "silu", "gelu" (exact), "gelu_tanh", "relu", "relu2" (squared) or "mish". Gradients as of `gated_act`."""
     if act not in ACTIVATIONS:
         raise ValueError(f"activate: act={act!r} is not one of {', '.join(ACTIVATIONS)}")
-    _check_bias("activate", x, bias)
+    _check_input("activate", x, bias)
     return _run("activate", x, bias, act, *Clipped(), kernel)
 
 
-def _check_bias(name: str, x: Tensor, bias: Tensor | None) -> None:
+def _check_input(name: str, x: Tensor, bias: Tensor | None) -> None:
+    check_tensors(name, x=x, bias=bias)
+    if not x.ndim:
+        raise ValueError(f"{name}: x is []; give [..., width]")
     if bias is not None and (bias.shape != x.shape[-1:] or bias.dtype != x.dtype):
         raise ValueError(f"{name}: bias is {bias.dtype} {list(bias.shape)}; give {x.dtype} [{x.shape[-1]}], as wide as x")
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_numbers, check_tensors
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, autocast, differentiable
@@ -39,6 +40,7 @@ def divergence(
     counts   the rows that count; others are not read, and give 0. "mean" is over rows that count: NaN of none.
     The gradient is the student's alone. It is not multiplied by T^2. Raises ValueError for arguments that disagree.
     """
+    check_tensors("divergence", student=student, teacher=teacher, counts=counts)
     check_reduction("divergence", reduction)
     _check("divergence", student, teacher, counts, beta, temperature)
     if teacher.requires_grad and torch.is_grad_enabled():
@@ -64,14 +66,17 @@ def linear_divergence(
 
     The teacher's hidden states may have a width of their own. "mean" and "sum". Raises ValueError for arguments that disagree.
     """
+    student, teacher = Head(*student), Head(*teacher)
+    check_tensors("linear_divergence", **{f"student.{k}": t for k, t in student._asdict().items()}, counts=counts)
+    check_tensors("linear_divergence", **{f"teacher.{k}": t for k, t in teacher._asdict().items()}, student=student.hidden)
     student, teacher = (Head(*autocast(*head)) for head in (student, teacher))
     for name, head in (("student", student), ("teacher", teacher)):
         hidden, weight, bias = head
-        fits = weight.ndim == 2 and hidden.shape[-1:] == weight.shape[1:] and hidden.shape[:-1] == student.hidden.shape[:-1]
+        fits = weight.ndim == 2 and weight.shape[1] > 0 and hidden.shape[-1:] == weight.shape[1:] and hidden.shape[:-1] == student.hidden.shape[:-1]
         if not fits or not hidden.dtype == weight.dtype == student.hidden.dtype:
             raise ValueError(
                 f"linear_divergence: {name} is {hidden.dtype} {list(hidden.shape)} and {weight.dtype} {list(weight.shape)}; "
-                f"give {student.hidden.dtype} {[*student.hidden.shape[:-1], 'dim']} and [vocab, dim]"
+                f"give {student.hidden.dtype} {[*student.hidden.shape[:-1], 'dim']} and [vocab, dim], dim at least 1"
             )
         if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
             raise ValueError(f"linear_divergence: {name}'s bias is {bias.dtype} {list(bias.shape)}; give {weight.dtype} {list(weight.shape[:1])}")
@@ -110,6 +115,7 @@ def _share(losses: Tensor, counts: Tensor | None) -> Tensor:
 
 
 def _check_numbers(name: str, beta: float, temperature: float) -> None:
+    check_numbers(name, beta=beta, temperature=temperature)
     if not 0 <= beta <= 1 or not temperature > 0:
         raise ValueError(f"{name}: beta is {beta}, temperature {temperature}; give 0 to 1, and more than 0")
 
@@ -121,8 +127,8 @@ def _check_counts(name: str, counts: Tensor | None, shape: torch.Size) -> None:
 
 def _check(name: str, student: Tensor, teacher: Tensor, counts: Tensor | None, beta: float, temperature: float) -> None:
     _check_numbers(name, beta, temperature)
-    if student.shape != teacher.shape or student.dtype != teacher.dtype or student.device != teacher.device:
-        of = [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (student, teacher)]
+    if student.shape != teacher.shape or student.dtype != teacher.dtype:
+        of = [f"{t.dtype} {list(t.shape)}" for t in (student, teacher)]
         raise ValueError(f"{name}: student is {of[0]}, teacher {of[1]}; they must be equal")
     if student.ndim == 0 or student.shape[-1] < 1:
         raise ValueError(f"{name}: student and teacher are {list(student.shape)}; give [..., vocab], vocab at least 1")

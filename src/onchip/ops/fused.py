@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import refuse_gradients
+from onchip.core.arguments import check_tensors, refuse_gradients
 from onchip.core.formats import Codes
 from onchip.core.problem import Rope
 from onchip.dispatch import select
@@ -53,6 +53,7 @@ def rope_append(
     Returns q `[tokens, heads, dim]`, k and v `[tokens, kv_heads, dim]`: views of `qkv`, whose rows must be contiguous. It has no gradient, and says so.
     """
     num_q, num_kv = heads
+    check_tensors("rope_append", qkv=qkv, table=table, positions=positions)
     refuse_gradients("rope_append", "train with onchip.rotary (and onchip.rms_norm of each head)", qkv, *(norm or ())[:2])
     if qkv.ndim != 2 or num_q < 1 or num_kv < 1:
         raise ValueError(

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_numbers, check_tensors
 from onchip.core.problem import Groups, exact_of
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
@@ -29,13 +30,15 @@ def group_norm(
     read and written as it lies, anything else is made contiguous first. Differentiable in all tensors.
     Raises ValueError for groups that do not divide the channels and for shapes that disagree.
     """
-    if x.ndim < 2 or groups < 1 or x.shape[1] % groups or not x.shape[1]:
-        raise ValueError(f"group_norm: x is {list(x.shape)}, groups={groups}; give [batch, channels, ...] and a number that divides the channels")
+    check_tensors("group_norm", x=x, weight=weight, bias=bias)
+    check_numbers("group_norm", eps=eps)
+    if x.ndim < 2 or not isinstance(groups, int) or groups < 1 or x.shape[1] % groups or not x.shape[1]:
+        raise ValueError(f"group_norm: x is {list(x.shape)}, groups={groups!r}; give [batch, channels, ...] and a number that divides the channels")
     if act not in ACTS:
         raise ValueError(f"group_norm: act={act!r} is not one of {', '.join(map(repr, ACTS))}")
     for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and (t.shape != x.shape[1:2] or t.device != x.device):
-            raise ValueError(f"group_norm: {name} is {list(t.shape)} on {t.device}; x has {x.shape[1]} channels on {x.device}: give [{x.shape[1]}] there")
+        if t is not None and t.shape != x.shape[1:2]:
+            raise ValueError(f"group_norm: {name} is {list(t.shape)}; x has {x.shape[1]} channels: give [{x.shape[1]}]")
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise ValueError(f"group_norm: weight is {weight.dtype}, bias {bias.dtype}; they must be of one dtype")
     trains = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from onchip.core.arguments import check_tensors
 from onchip.core.losses import ENTROPY, LOG_PROB, WEIGHT, LossTerms
 from onchip.ops.differentiable import Rule, autocast, differentiable
 from onchip.ops.losses import row_shapes, wanted, written_over
@@ -55,6 +56,7 @@ def linear_cross_entropy(
     Raises ValueError for shapes, dtypes and terms that disagree.
     """
     check_reduction("linear_cross_entropy", reduction)
+    check_tensors("linear_cross_entropy", hidden=hidden, weight=weight, bias=bias, targets=targets)
     hidden, weight, bias = autocast(hidden, weight, bias)
     call = _check("linear_cross_entropy", hidden, weight, bias, targets, terms, per_token, kernel)
     operands = hidden.reshape(-1, hidden.shape[-1]), weight, bias, targets.reshape(-1), *weights_of(call, terms.class_weights, hidden.dtype)
@@ -84,6 +86,7 @@ def token_log_probs(
 
     terms   softcap, temperature, ignore_index and shard; what only a loss has raises ValueError. Otherwise as `linear_cross_entropy` of "none".
     """
+    check_tensors("token_log_probs", hidden=hidden, weight=weight, bias=bias, targets=targets)
     if terms.smoothing or terms.z_loss or terms.class_weights is not None:
         raise ValueError("token_log_probs: terms has smoothing, z_loss or class_weights, which only a loss has; use linear_cross_entropy")
     hidden, weight, bias = autocast(hidden, weight, bias)
@@ -93,14 +96,14 @@ def token_log_probs(
 
 
 def _check(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, terms: LossTerms, entropy: bool, kernel: str) -> Call:
-    if hidden.ndim == 0 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or hidden.dtype != weight.dtype or hidden.device != weight.device:
-        of = [f"{t.dtype} {list(t.shape)} on {t.device}" for t in (hidden, weight)]
-        raise ValueError(f"{name}: hidden is {of[0]}, weight {of[1]}; give [..., dim] and [vocab, dim] of one dtype and device")
+    if hidden.ndim == 0 or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or not weight.shape[1] or hidden.dtype != weight.dtype:
+        of = [f"{t.dtype} {list(t.shape)}" for t in (hidden, weight)]
+        raise ValueError(f"{name}: hidden is {of[0]}, weight {of[1]}; give [..., dim] and [vocab, dim] of one dtype, dim at least 1")
     vocab = len(weight)
-    if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype or bias.device != weight.device):
-        raise ValueError(f"{name}: bias is {bias.dtype} {list(bias.shape)} on {bias.device}; give {weight.dtype} [{vocab}] on {weight.device}")
-    check_targets(name, targets, hidden.shape[:-1], hidden.device)
-    return call_of(name, vocab, terms, entropy, kernel)
+    if bias is not None and (bias.shape != (vocab,) or bias.dtype != weight.dtype):
+        raise ValueError(f"{name}: bias is {bias.dtype} {list(bias.shape)}; give {weight.dtype} [{vocab}]")
+    check_targets(name, targets, hidden.shape[:-1])
+    return call_of(name, hidden, vocab, terms, entropy, kernel)
 
 
 # ---- chunks

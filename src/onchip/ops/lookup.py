@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from onchip.core import philox
+from onchip.core.arguments import check_tensors
 from onchip.core.problem import Dropout, Rows
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
@@ -23,9 +24,10 @@ def embedding(
     The gradient of weight is dense, summed in float32 in the order of the tokens: the same bits in every run.
     padding_idx   an id whose row gets no gradient.
     """
-    if ids.is_floating_point() or ids.dtype == torch.bool or weight.ndim != 2:
-        raise ValueError(f"embedding: ids are {ids.dtype}, weight is {list(weight.shape)}; give int64 or int32 ids and weight [vocab, width]")
-    if padding_idx is not None and not 0 <= padding_idx < len(weight):
+    check_tensors("embedding", ids=ids, weight=weight)
+    if ids.dtype not in (torch.int64, torch.int32) or weight.ndim != 2 or not len(weight):
+        raise ValueError(f"embedding: ids are {ids.dtype}, weight is {list(weight.shape)}; give int64 or int32 ids and weight [vocab, width], vocab at least 1")
+    if padding_idx is not None and not (isinstance(padding_idx, int) and 0 <= padding_idx < len(weight)):
         raise ValueError(f"embedding: padding_idx={padding_idx} is no row of weight {list(weight.shape)}; give 0 to {len(weight) - 1}")
     return _embed(ids, weight, NONE if padding_idx is None else padding_idx, kernel)
 
@@ -43,6 +45,7 @@ def dropout_add(
     dropout    `Dropout(p, seed, offset)`: Philox of (seed, offset, place), the same on every device; drawn again in the backward pass, not kept.
                seed None: drawn from torch's generator of the device.        residual   None: dropout alone.
     """
+    check_tensors("dropout_add", x=x, residual=residual)
     if not isinstance(dropout, Dropout):
         raise TypeError(f"dropout_add: dropout is {dropout!r:.60}; give Dropout(p)")
     philox.check("dropout_add", *dropout)
@@ -55,7 +58,8 @@ def dropout_add(
 
 def hadamard(x: Tensor, *, kernel: str = "auto") -> Tensor:  # [..., width]
     """`x H / sqrt(width)` with H the Walsh-Hadamard matrix, width a power of two: orthonormal, its own inverse and its own gradient."""
-    width = x.shape[-1]
+    check_tensors("hadamard", x=x)
+    width = x.shape[-1] if x.ndim else 0
     if width < 1 or width & (width - 1):
         raise ValueError(f"hadamard: width {width} is no power of two; pad x to {1 << max(width - 1, 0).bit_length()} columns")
     return _hadamard(x, kernel)
@@ -89,7 +93,7 @@ def _embed_back(ctx, backward, d_out):
 
 
 def _drop_forward(x: Tensor, residual: Tensor | None, p: float, state: Tensor, kernel: str) -> Tensor:
-    problem = _rows("dropout_add", x, x.shape[-1], "" if residual is None else "residual")
+    problem = _rows("dropout_add", x, x.shape[-1] if x.ndim else 1, "" if residual is None else "residual")
     return select(problem, x.device, kernel).launch(x, residual, p, state)
 
 

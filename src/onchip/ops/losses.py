@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_tensors
 from onchip.core.losses import ENTROPY, WEIGHT, LossTerms
 from onchip.core.problem import exact_of
 from onchip.dispatch import select
@@ -40,11 +41,12 @@ def cross_entropy(
     A target that is neither a class nor `terms.ignore_index` makes the loss, and the gradient of its row, NaN; nothing waits for the host to say so.
     Raises ValueError for shapes and terms that are out of range.
     """
+    check_tensors("cross_entropy", logits=logits, targets=targets)
     check_reduction("cross_entropy", reduction)
     if logits.ndim == 0:
         raise ValueError("cross_entropy: logits are []; give [..., vocab]")
-    check_targets("cross_entropy", targets, logits.shape[:-1], logits.device)
-    call = call_of("cross_entropy", logits.shape[-1], terms, False, kernel)
+    check_targets("cross_entropy", targets, logits.shape[:-1])
+    call = call_of("cross_entropy", logits, logits.shape[-1], terms, False, kernel)
     weights = weights_of(call, terms.class_weights, logits.dtype)
     if in_place and logits.requires_grad and torch.is_grad_enabled():
         return _in_place(logits, targets, *weights, call, reduction)

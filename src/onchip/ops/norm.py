@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onchip.core import philox
+from onchip.core.arguments import check_numbers, check_tensors
 from onchip.core.norms import CODES, TENSORS, Modulate, Norm, Residual, RowCodes, SiluGate
 from onchip.core.problem import Dropout, Rows
 from onchip.dispatch import select
@@ -38,7 +39,8 @@ def rms_norm(
     after     what follows: `Modulate(scale, shift)`, `SiluGate(gate)`, or `RowCodes("e4m3" or "int8")`, whose first result is (codes, scales [...]).
     Differentiable in every tensor, but not with codes. Raises ValueError for shapes that disagree.
     """
-    plain = weight is not None and bias is None and after is None and weight.ndim == 1
+    check_tensors("rms_norm", x=x, weight=weight, bias=bias)
+    plain = weight is not None and bias is None and after is None and weight.ndim == 1 and x.ndim > 0
     plain = plain and (residual is None or (isinstance(residual, Tensor) and residual.dtype == x.dtype))
     if plain and not _trains(x, weight, residual):
         return _rms_norm(x, weight, eps, offset, residual, kernel)
@@ -76,9 +78,10 @@ def invertible_layer_norm(
     The backward pass divides by the weight: where that is 0, or so small that y is rounded away beside the bias, the gradients of x and of the
     weight are wrong or not finite. That is not looked for, as it would wait for the GPU: use `layer_norm` where weights may be 0.
     """
-    if weight is None or bias is None or weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
+    check_tensors("invertible_layer_norm", x=x, weight=weight, bias=bias)
+    if weight is None or bias is None or not x.ndim or weight.shape != x.shape[-1:] or bias.shape != x.shape[-1:]:
         shapes = [None if t is None else list(t.shape) for t in (weight, bias)]
-        raise ValueError(f"invertible_layer_norm: weight and bias are {shapes[0]} and {shapes[1]}, x has width {x.shape[-1]}; give [{x.shape[-1]}] both")
+        raise ValueError(f"invertible_layer_norm: weight and bias are {shapes[0]} and {shapes[1]}, x is {list(x.shape)}; give [..., width], and [width] both")
     return _call("invertible_layer_norm", x, Norm("layer", eps, inverse=True), weight, bias, None, None, kernel)
 
 
@@ -115,8 +118,9 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Te
     width = x.shape[-1]
     if weight.shape != (width,) or not width:
         raise ValueError(f"rms_norm: weight is {list(weight.shape)}, x has width {width}; give [{width}], of 1 or more")
-    if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"rms_norm: residual is {residual.dtype} {list(residual.shape)}, x is {x.dtype} {list(x.shape)}; they must be equal")
+    if residual is not None and (residual.shape != x.shape or residual.device != x.device):
+        given = f"{residual.dtype} {list(residual.shape)} on {residual.device}"
+        raise ValueError(f"rms_norm: residual is {given}, x is {x.dtype} {list(x.shape)} on {x.device}; they must be equal")
     problem = Rows("rms_norm", x.numel() // width, width, x.dtype, NORMS[(residual is not None) + 2 * (offset != 0)])
     return select(problem, x.device, kernel).launch(x, weight, eps, residual, offset)
 
@@ -126,6 +130,8 @@ def _trains(*tensors: Tensor | None) -> bool:
 
 
 def _call(name: str, x: Tensor, norm: Norm, weight, bias, residual, after, kernel: str):
+    check_tensors(name, x=x, weight=weight, bias=bias)
+    check_numbers(name, eps=norm.eps, offset=norm.offset)
     if not x.ndim or not x.shape[-1]:
         raise ValueError(f"{name}: x is {list(x.shape)}; its last dimension is what is normalised: give [..., width] with a width of 1 or more")
     if isinstance(residual, Tensor):
@@ -163,6 +169,9 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
     if weight is not None and bias is not None and weight.shape != bias.shape:
         raise ValueError(f"{name}: weight is {list(weight.shape)}, bias {list(bias.shape)}; they must be equal")
     if residual is not None:
+        if not isinstance(residual, Residual):
+            raise TypeError(f"{name}: residual is a {type(residual).__name__}; give a tensor like x, or a Residual")
+        check_tensors(name, residual=residual.stream, x=x, gate=residual.gate, row_scale=residual.row_scale)
         of.like("residual", residual.stream, (x.dtype, torch.float32))
         if residual.in_place and not _in_rows(residual.stream):
             raise ValueError(
@@ -181,6 +190,7 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
         if drop is not None and drop.p:
             norm = norm._replace(drop=drop.p, state=philox.draw(x.device, drop.seed, drop.offset))
     if isinstance(after, Modulate):
+        check_tensors(name, x=x, scale=after.scale, shift=after.shift)
         if after.scale is None and after.shift is None:
             raise ValueError(f"{name}: Modulate has neither scale nor shift; give one of them, or leave it out")
         scale, shift = of.samples("scale", after.scale), of.samples("shift", after.shift)
@@ -188,6 +198,7 @@ def _with(name: str, x: Tensor, norm: Norm, weight, bias, residual: Residual | N
             raise ValueError(f"{name}: scale is {list(after.scale.shape)}, shift {list(after.shift.shape)}; give both a row for each sample, or for each row")
         norm = norm._replace(scale=scale, shift=shift)
     elif isinstance(after, SiluGate):
+        check_tensors(name, gate=after.gate, x=x)
         of.like("gate", after.gate)
         norm = norm._replace(silu=after.gate.reshape(of.rows, of.width))
     elif isinstance(after, RowCodes):
@@ -218,12 +229,7 @@ class _Shapes:
             raise ValueError(f"{self.name}: {what} has a row for each of {sets} sets of rows, another parameter for each of {self.sets}; give heads or samples")
         self.sets, self.span = sets, span
 
-    def _there(self, what: str, t: Tensor) -> None:
-        if t.device != self.x.device:
-            raise ValueError(f"{self.name}: {what} is on {t.device}, x on {self.x.device}; move one of them")
-
     def like(self, what: str, t: Tensor, dtypes: tuple[torch.dtype, ...] = ()) -> None:
-        self._there(what, t)
         if t.shape != self.x.shape or (dtypes and t.dtype not in dtypes):
             raise ValueError(f"{self.name}: {what} is {t.dtype} {list(t.shape)}, x is {self.x.dtype} {list(self.x.shape)}; they must be equal"
                              + " (a residual may be float32)" * bool(dtypes))  # fmt: skip
@@ -232,7 +238,6 @@ class _Shapes:
         """[width] or [heads, width]."""
         if t is None:
             return None
-        self._there(what, t)
         if t.shape == (self.width,):
             return t.unsqueeze(0)
         if t.ndim != 2 or self.x.ndim < 2 or t.shape != self.x.shape[-2:]:
@@ -245,7 +250,6 @@ class _Shapes:
         """[width], [batch, width], [batch, 1, width] or like x."""
         if t is None:
             return None
-        self._there(what, t)
         if t.shape == (self.width,):
             return t.unsqueeze(0)
         if t.shape == self.x.shape:

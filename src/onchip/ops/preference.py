@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.core.arguments import check_numbers, check_tensors
 from onchip.core.losses import LossTerms
 from onchip.ops.linear_losses import token_log_probs
 
@@ -77,22 +78,27 @@ def dpo(policy: Pair, reference: Pair, *, beta: float = 0.1, smoothing: float = 
     smoothing   the share of labels that are turned round (cDPO; Mitchell, 2023).
     loss        "sigmoid"; "hinge", `relu(1 - beta m)` (SLiC; Zhao et al., 2023); "ipo", `(m - 1 / 2 beta)^2` of mean log-probabilities (Azar et al., 2023).
     """
-    _check("dpo", *policy, *reference)
+    policy, reference = Pair(*policy), Pair(*reference)
+    _check("dpo", beta, *policy, *reference)
     if loss not in DPO_LOSSES:
         raise ValueError(f"dpo: loss={loss!r} is not one of {', '.join(DPO_LOSSES)}")
+    if not 0 <= smoothing <= 1 or (loss == "ipo" and not beta):
+        raise ValueError(f"dpo: smoothing is {smoothing}, beta {beta}; give 0 to 1, and more than 0 where the loss is 'ipo'")
     margin, of = (policy.chosen - policy.rejected) - (reference.chosen - reference.rejected), DPO_LOSSES[loss]
     return (1 - smoothing) * of(margin, beta) + smoothing * of(-margin, beta) if smoothing else of(margin, beta)
 
 
 def simpo(policy: Pair, *, beta: float = 2.0, margin: float = 1.0) -> Tensor:
     """`-log sigmoid(beta (chosen - rejected) - margin)` of mean log-probabilities, [pairs], without a reference (SimPO; Meng et al., 2024)."""
-    _check("simpo", *policy)
+    policy = Pair(*policy)
+    _check("simpo", beta, *policy)
     return -F.logsigmoid(beta * (policy.chosen - policy.rejected) - margin)
 
 
 def cpo(policy: Pair, nll: Tensor, *, beta: float = 0.1, weight: float = 1.0) -> Tensor:
     """Contrastive preference optimisation, [pairs] (Xu et al., 2024): `-log sigmoid(beta (chosen - rejected)) + weight nll`, nll that of the chosen answers."""
-    _check("cpo", *policy, nll)
+    policy = Pair(*policy)
+    _check("cpo", beta, *policy, nll)
     return -F.logsigmoid(beta * (policy.chosen - policy.rejected)) + weight * nll
 
 
@@ -101,7 +107,8 @@ def orpo(policy: Pair, nll: Tensor, *, beta: float = 0.1) -> Tensor:
 
     Of mean log-probabilities below 0: `log odds(l) = l - log(1 - exp l)`.
     """
-    _check("orpo", *policy, nll)
+    policy = Pair(*policy)
+    _check("orpo", beta, *policy, nll)
     return nll - beta * F.logsigmoid(_log_odds(policy.chosen) - _log_odds(policy.rejected))
 
 
@@ -128,7 +135,8 @@ def kto(
     divergence   z, the policy's from the reference on answers of other prompts: taken from 0 up, without gradients.
     weights      w of desirable answers and of others.
     """
-    _check("kto", policy, reference)
+    _check("kto", beta, policy, reference)
+    check_tensors("kto", policy=policy, desirable=desirable, divergence=divergence)
     if desirable.dtype != torch.bool or desirable.shape != policy.shape:
         raise ValueError(f"kto: desirable is {desirable.dtype} {list(desirable.shape)}; give bools {list(policy.shape)}")
     if divergence.numel() != 1:
@@ -151,7 +159,10 @@ def grpo(
     how      GRPO, or one of its relatives BNPO, DAPO, DR_GRPO, GSPO, or a Policy of your own.
     counts   the tokens that the model wrote; what other places hold is not looked at.
     """
-    _check("grpo", log_prob, old, *([] if reference is None else [reference]))
+    if not isinstance(how, Policy):
+        raise TypeError(f"grpo: how is a {type(how).__name__}; give GRPO, or a Policy")
+    _check("grpo", how.beta, log_prob, old, *([] if reference is None else [reference]))
+    check_tensors("grpo", log_prob=log_prob, advantages=advantages, counts=counts)
     advantages = advantages.unsqueeze(-1) if advantages.ndim == log_prob.ndim - 1 else advantages
     if counts.dtype != torch.bool or counts.shape != log_prob.shape or advantages.shape not in (log_prob.shape, (*log_prob.shape[:-1], 1)):
         raise ValueError(
@@ -179,7 +190,11 @@ def grpo(
     return loss.sum() / (counts.sum().clamp(min=1) if how.average == "tokens" else len(loss) * (how.length or loss.shape[-1]))
 
 
-def _check(name: str, *log_probs: Tensor) -> None:
+def _check(name: str, beta: float, *log_probs: Tensor) -> None:
+    check_numbers(name, beta=beta)
+    if not beta >= 0:
+        raise ValueError(f"{name}: beta is {beta}; give 0 or more")
+    check_tensors(name, **{f"log-probabilities {n}": t for n, t in enumerate(log_probs, 1)})
     shapes = [list(t.shape) for t in log_probs]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{name}: log-probabilities are {', '.join(map(str, shapes))}; they must be of one shape")

@@ -1,7 +1,9 @@
 """Rotary embedding of queries and keys, with a gradient: one pass over both, forward and backward."""
 
+import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_tensors
 from onchip.core.problem import Rope
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
@@ -24,6 +26,7 @@ def rotary(
     layout     "neox" pairs element i with i + rotary_dim / 2, "interleaved" 2i with 2i + 1; elements past rotary_dim stay.
     Any strides: q and k may be views of packed qkv, or transposed. The gradient is the rotation by minus the angle; none goes to the table.
     """
+    check_tensors("rotary", q=q, k=k, table=table, positions=positions)
     if layout not in ("neox", "interleaved"):
         raise ValueError(f"rotary: layout={layout!r} is not one of neox, interleaved")
     if q.ndim not in (3, 4) or q.ndim != k.ndim or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1] or q.dtype != k.dtype:
@@ -34,7 +37,7 @@ def rotary(
     if positions is None:
         if len(table) < places[-1]:
             raise ValueError(f"rotary: table has {len(table)} positions, q has {places[-1]} tokens; give a longer rope_table or positions")
-    elif positions.shape not in (places, places[-1:]) or positions.is_floating_point():
+    elif positions.shape not in (places, places[-1:]) or positions.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"rotary: positions are {positions.dtype} {list(positions.shape)}; give int64 {list(places)} or {list(places[-1:])}")
     else:
         positions = positions.expand(places if q.ndim == 4 else (1, *places))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from onchip.core.arguments import refuse_gradients
+from onchip.core.arguments import check_tensors, refuse_gradients
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 
@@ -126,6 +126,7 @@ def log_probs(
 ) -> LogProbs:
     """`x[token] - log sum exp x` in float32, and the same of the `top` largest logits, at most 20. A NaN counts as -inf; a row of -inf gives -inf, and so
     does a token outside the vocabulary. It has no gradient, and says so."""
+    check_tensors("log_probs", logits=logits, tokens=tokens)
     refuse_gradients("log_probs", "train with onchip.log_softmax or onchip.token_log_probs", logits)
     rows, vocab = _check_logits("log_probs", logits)
     if not 0 <= top <= min(MOST_TOP, vocab):
@@ -150,12 +151,17 @@ def adjust_logits(
     mask   bit i % 32 of word i // 32 says whether token i may follow: xgrammar's layout of structured output.
     Raises ValueError for shapes or dtypes that disagree. It has no gradient, and says so.
     """
+    for what, value, kind in (("penalties", penalties, Penalties), ("bias", bias, Bias)):
+        if value is not None and not isinstance(value, kind):
+            raise TypeError(f"adjust_logits: {what} is a {type(value).__name__}; give {kind.__name__}(...)")
+    check_tensors("adjust_logits", logits=logits, mask=mask, **(bias._asdict() if bias else {}))
     refuse_gradients("adjust_logits", "give logits.detach()", logits, None if bias is None else bias.values)
     rows, vocab = _check_logits("adjust_logits", logits)
     if penalties is not None and penalties.output is None:
         raise ValueError(f"adjust_logits: penalties.output is None; give counts or TokenIds (of no tokens: int64 [{rows}, 0])")
     counts = (None, None) if penalties is None else (_counted("output", penalties.output, logits), _counted("prompt", penalties.prompt, logits))
     rates = (None,) * 3 if penalties is None else penalties[:3]
+    check_tensors("adjust_logits", logits=logits, output=counts[0], prompt=counts[1], **dict(zip(Penalties._fields, rates, strict=False)))
     for name, rate in zip(Penalties._fields, rates, strict=False):
         if rate is not None and (rate.shape != (rows,) or rate.dtype != torch.float32):
             raise ValueError(f"adjust_logits: penalties.{name} is {rate.dtype} {list(rate.shape)}; give float32 [{rows}]")
@@ -212,6 +218,9 @@ def verify(
     changes the distribution but never gives a token that `how` does not keep, and where nothing is left of p - q the token is drawn from p.
     Temperature 0 accepts the largest logit. Raises ValueError for shapes that disagree, and for a tree with probabilities.
     """
+    if not isinstance(draft, Draft):
+        raise TypeError(f"verify: draft is a {type(draft).__name__}; give Draft(tokens, ...)")
+    check_tensors("verify", logits=logits, **{f"draft.{field}": t for field, t in draft._asdict().items()})
     tokens, q, parents = draft
     if tokens.ndim != 2 or tokens.dtype != torch.int64 or logits.ndim != 3 or logits.shape[:2] != (tokens.shape[0], tokens.shape[1] + 1):
         given = f"logits are {list(logits.shape)}, draft tokens {tokens.dtype} {list(tokens.shape)}"
@@ -264,6 +273,9 @@ def _check_logits(name: str, logits: Tensor) -> tuple[int, int]:
 
 def _check_rows(name: str, logits: Tensor, how: Sampling) -> tuple[int, int]:
     """The shape of the logits; raises where a field of `how` does not fit."""
+    if not isinstance(how, Sampling):
+        raise TypeError(f"{name}: how is a {type(how).__name__}; give Sampling(...)")
+    check_tensors(name, logits=logits, **{f"how.{field}": t for field, t in how._asdict().items()})
     rows, vocab = _check_logits(name, logits)
     for field, value in zip(Sampling._fields, how, strict=True):
         if value is None:
@@ -271,8 +283,8 @@ def _check_rows(name: str, logits: Tensor, how: Sampling) -> tuple[int, int]:
         if value.shape != (rows,):
             raise ValueError(f"{name}: how.{field} is {list(value.shape)}; give [{rows}], one value a row")
         dtype = DTYPES.get(field, torch.float32)
-        if value.dtype != dtype or value.device != logits.device:
-            raise ValueError(f"{name}: how.{field} is {value.dtype} on {value.device}; give {dtype} on {logits.device}, where the logits are")
+        if value.dtype != dtype:
+            raise ValueError(f"{name}: how.{field} is {value.dtype}; give {dtype}")
     return rows, vocab
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from onchip.core.arguments import check_numbers, check_tensors
 from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
@@ -39,11 +40,17 @@ class Call(NamedTuple):
         return Rows(op, *logits.shape, logits.dtype, " ".join(parts))
 
 
-def call_of(name: str, width: int, terms: LossTerms, entropy: bool, kernel: str) -> Call:
-    """Raises ValueError where a term is out of its range, or there is no word."""
+def call_of(name: str, x: Tensor, width: int, terms: LossTerms, entropy: bool, kernel: str) -> Call:
+    """Of logits of `width` words, beside x. Raises ValueError where a term is out of its range, or there is no word."""
+    if not isinstance(terms, LossTerms):
+        raise TypeError(f"{name}: terms is a {type(terms).__name__}; give LossTerms(...)")
     if width < 1:
         raise ValueError(f"{name}: the vocabulary has {width} words; give at least 1")
     smoothing, z_loss, softcap, temperature, weights, ignore, shard = terms
+    check_numbers(name, **{f"terms.{term}": value for term, value in zip(LossTerms._fields[:4], terms[:4], strict=True)})
+    check_tensors(name, logits=x, **{"terms.class_weights": weights})
+    if not isinstance(ignore, int):
+        raise TypeError(f"{name}: terms.ignore_index is {ignore!r:.60}; give a whole number, below 0 where no target is to be ignored")
     for term, value, fine, accepted in (
         ("smoothing", smoothing, 0 <= smoothing <= 1, "0 to 1"),
         ("z_loss", z_loss, z_loss >= 0, "0 or more"),
@@ -61,9 +68,9 @@ def call_of(name: str, width: int, terms: LossTerms, entropy: bool, kernel: str)
     return Call([float(v) for v in terms[:4]], [ignore, first, vocab], group.group_name if group is not None else "", entropy, kernel)
 
 
-def check_targets(name: str, targets: Tensor, shape: torch.Size, device: torch.device) -> None:
-    if targets.shape != shape or targets.dtype != torch.int64 or targets.device != device:
-        raise ValueError(f"{name}: targets is {targets.dtype} {list(targets.shape)} on {targets.device}; give int64 {list(shape)} on {device}")
+def check_targets(name: str, targets: Tensor, shape: torch.Size) -> None:
+    if targets.shape != shape or targets.dtype != torch.int64:
+        raise ValueError(f"{name}: targets is {targets.dtype} {list(targets.shape)}; give int64 {list(shape)}")
 
 
 def check_reduction(name: str, reduction: str) -> None:

@@ -202,7 +202,7 @@ def test_in_place_is_noticed_on_a_gpu_too(device):
     ("change", "words"),
     [
         ({"reduction": "avg"}, "reduction='avg' is not one of mean, sum, none"),
-        ({"targets": torch.zeros(3, dtype=torch.int32)}, r"targets is torch.int32 \[3\] on cpu; give int64 \[3\]"),
+        ({"targets": torch.zeros(3, dtype=torch.int32)}, r"targets is torch.int32 \[3\]; give int64 \[3\]"),
         ({"targets": torch.zeros(4, dtype=torch.int64)}, r"give int64 \[3\]"),
         ({"terms": LossTerms(smoothing=1.5)}, "terms.smoothing is 1.5; give 0 to 1"),
         ({"terms": LossTerms(temperature=0.0)}, "terms.temperature is 0.0; give more than 0"),

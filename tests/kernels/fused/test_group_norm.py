@@ -209,7 +209,7 @@ X = torch.zeros(2, 6, 4)
     [
         (lambda: group_norm(X, 4), "x is \\[2, 6, 4\\], groups=4; give \\[batch, channels, ...\\] and a number that divides the channels"),
         (lambda: group_norm(X, 3, act="gelu"), "act='gelu' is not one of '', 'silu', 'mish'"),
-        (lambda: group_norm(X, 3, torch.ones(4)), r"weight is \[4\] on cpu; x has 6 channels on cpu: give \[6\] there"),
+        (lambda: group_norm(X, 3, torch.ones(4)), r"weight is \[4\]; x has 6 channels: give \[6\]"),
         (lambda: group_norm(X, 3, torch.ones(6), torch.ones(6).half()), "they must be of one dtype"),
     ],
 )

@@ -342,7 +342,10 @@ TURNED = torch.zeros(3, 2, 8).transpose(0, 1)
         (lambda: layer_norm(X, torch.ones(3, 8), after=Modulate(torch.ones(2, 8))), "give heads or samples"),
         (lambda: layer_norm(X, after=RowCodes("int3")), r"RowCodes\('int3'\) is not one of e4m3, int8"),
         (lambda: layer_norm(X, after="silu"), "is not one of Modulate, SiluGate, RowCodes"),
-        (lambda: invertible_layer_norm(X, torch.ones(8), None), r"weight and bias are \[8\] and None, x has width 8; give \[8\] both"),
+        (
+            lambda: invertible_layer_norm(X, torch.ones(8), None),
+            r"weight and bias are \[8\] and None, x is \[2, 3, 8\]; give \[..., width\], and \[width\] both",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(call, words):

@@ -514,7 +514,7 @@ def launch_scale(problem: Rows, config: Tiles, x: torch.Tensor, factor: torch.Te
     """x *= factor, in place; x is contiguous, and neither read nor written where the factor is 1: which few programs find out."""
     block = BACKWARD[0] // x.element_size()
     pieces = triton.cdiv(x.numel(), block)
-    programs = min(pieces, SCALING)
+    programs = max(1, min(pieces, SCALING))
     _scale[(programs,)](x, factor, x.numel(), triton.cdiv(pieces, programs), BLOCK=block, num_warps=BACKWARD[0] // (32 * BACKWARD[1]))
     return x
 

@@ -1,0 +1,80 @@
+"""What is no tensor, lies elsewhere or is no number is named, whatever row operator gets it."""
+
+import pytest
+import torch
+
+import onchip
+from onchip.ops.diffusion import denoise_step, schedule
+
+X, W, FAR = torch.ones(2, 3, 8), torch.ones(8), torch.ones(8, device="meta")
+IDS, LEARNT = torch.zeros(2, 3, dtype=torch.int64), torch.ones((), requires_grad=True)
+LOGITS, PAIR = torch.zeros(2, 40), onchip.Pair(torch.zeros(2), torch.zeros(2))
+HOW = onchip.Sampling(*(torch.ones(2, dtype=t) for t in (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64, torch.int64)))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: onchip.rms_norm([1.0], W), "rms_norm: x is a list; give a tensor"),
+        (lambda: onchip.rms_norm(X, W, residual=1.0), "rms_norm: residual is a float; give a tensor like x, or a Residual"),
+        (lambda: onchip.rms_norm(X.to_sparse(), W), "rms_norm: x is a nested or sparse tensor; give a dense one"),
+        (lambda: onchip.layer_norm(X, (8,)), "layer_norm: weight is a tuple; give a tensor"),
+        (lambda: onchip.layer_norm(X, W, eps=LEARNT), r"layer_norm: eps is tensor\(1., requires_grad=True\); give a number"),
+        (lambda: onchip.layer_norm(X, W, residual=onchip.Residual(None)), "layer_norm: residual is a NoneType; give a tensor"),
+        (lambda: onchip.layer_norm(X, W, residual=onchip.Residual(X, dropout=0.1)), r"layer_norm: dropout is 0.1; give Dropout\(p\)"),
+        (lambda: onchip.rms_norm(X, W, after=onchip.Modulate(1.0)), "rms_norm: scale is a float; give a tensor"),
+        (lambda: onchip.group_norm(X, 1, [1.0] * 3), "group_norm: weight is a list"),
+        (lambda: onchip.rotary(X, X, (X, X)), "rotary: table is a tuple"),
+        (lambda: onchip.rope_append(X[0], [1.0], IDS[0], (1, 1)), "rope_append: table is a list"),
+        (lambda: onchip.activate(X, bias=[1.0]), "activate: bias is a list"),
+        (lambda: onchip.gated_act(X, onchip.Clipped(limit=None)), "gated_act: limit is None; give a number"),
+        (lambda: onchip.softmax(X, temperature=LEARNT), r"softmax: temperature is tensor\(1., requires_grad=True\); give a number"),
+        (lambda: onchip.softmax(X, mask=[True]), "softmax: mask is a list"),
+        (lambda: onchip.cross_entropy(X, [0]), "cross_entropy: targets is a list"),
+        (lambda: onchip.cross_entropy(X, IDS, 0.1), r"cross_entropy: terms is a float; give LossTerms\(...\)"),
+        (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(softcap=LEARNT)), "cross_entropy: terms.softcap is tensor"),
+        (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(class_weights=[1.0])), "cross_entropy: terms.class_weights is a list"),
+        (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(ignore_index=None)), "cross_entropy: terms.ignore_index is None; give a whole number"),
+        (lambda: onchip.linear_cross_entropy(X, [1.0], IDS), "linear_cross_entropy: weight is a list"),
+        (lambda: onchip.divergence(X, X, counts=[True]), "divergence: counts is a list"),
+        (lambda: onchip.linear_divergence((X, W), (X, [1.0])), "linear_divergence: teacher.weight is a list"),
+        (lambda: onchip.dpo(PAIR, ([0.0], [0.0])), "dpo: log-probabilities 3 is a list"),
+        (lambda: onchip.dpo(PAIR, PAIR, beta="0.1"), "dpo: beta is '0.1'; give a number"),
+        (lambda: onchip.kto(*PAIR, PAIR[0] > 0, 0.0), "kto: divergence is a float; give a tensor"),
+        (lambda: onchip.grpo(*PAIR, PAIR[0], PAIR[0] > 0, "dapo"), "grpo: how is a str; give GRPO, or a Policy"),
+        (lambda: onchip.sample(LOGITS, (1.0, 5)), r"sample: how is a tuple; give Sampling\(...\)"),
+        (lambda: onchip.sample(LOGITS, HOW._replace(seed=3)), "sample: how.seed is a int; give a tensor"),
+        (lambda: onchip.verify(LOGITS[:, None], (IDS,), HOW), r"verify: draft is a tuple; give Draft\(tokens, ...\)"),
+        (lambda: onchip.adjust_logits(LOGITS, bias={1: 2.0}), r"adjust_logits: bias is a dict; give Bias\(...\)"),
+        (lambda: onchip.embedding([1], X[0]), "embedding: ids is a list"),
+        (lambda: onchip.dropout_add(X, 1.0, onchip.Dropout(0.5)), "dropout_add: residual is a float"),
+        (lambda: denoise_step(X, X, schedule(onchip.DDIM(), 5), 0), "denoise_step: step is a int; give a tensor"),
+    ],
+)
+def test_what_is_none_is_named(call, words):
+    with pytest.raises(TypeError, match=f"^{words}"):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: onchip.rms_norm(X, FAR), "rms_norm: weight is on meta, x on cpu; move one of them"),
+        (lambda: onchip.layer_norm(X, W, residual=onchip.Residual(X, row_scale=X.to("meta"))), "layer_norm: row_scale is on meta, residual on cpu"),
+        (lambda: onchip.group_norm(X, 1, bias=FAR), "group_norm: bias is on meta, x on cpu"),
+        (lambda: onchip.rotary(X, X, X[0], IDS.to("meta")), "rotary: positions is on meta, q on cpu"),
+        (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(class_weights=FAR)), "cross_entropy: terms.class_weights is on meta, logits on cpu"),
+        (lambda: onchip.log_probs(LOGITS, IDS.to("meta")), "log_probs: tokens is on meta, logits on cpu"),
+        (lambda: onchip.embedding(IDS.to("meta"), X[0]), "embedding: weight is on cpu, ids on meta"),
+        (lambda: denoise_step(X.to("meta"), X.to("meta"), schedule(onchip.DDIM(), 5), IDS[0, :1]), "denoise_step: plan is on cpu, x on meta"),
+    ],
+)
+def test_what_lies_elsewhere_is_named(call, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        call()
+
+
+@pytest.mark.parametrize("call", [onchip.activate, onchip.gated_act, onchip.hadamard, onchip.softmax, onchip.layer_norm])
+def test_a_number_is_no_row(call):
+    with pytest.raises(ValueError, match=rf"^{call.__name__}: (x is \[\]|width 0)"):
+        call(torch.tensor(1.0))
