@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -103,18 +104,45 @@ def _entropy(x):
     return onchip.token_log_probs(x, TABLE[:5].repeat(1, 2), torch.arange(T) % 5).entropy
 
 
-@pytest.mark.parametrize(("name", "function"), [("activation", onchip.activate), ("linear_tokens", _entropy)])
-def test_a_gradient_of_a_gradient_is_refused(name, function):
-    """Of a backward function that returns a tensor, and of one that returns a list."""
+def _of_head(loss):
+    return lambda x: loss(x, TABLE[:5].repeat(1, 2), torch.arange(T) % 5)
+
+
+TWICE = {  # of backward functions that return a tensor or a list, of norms (of a sum, whose parts share a gradient), and of losses with their gradients made
+    "activation": onchip.activate,
+    "linear_tokens": _entropy,
+    "norm": lambda x: onchip.rms_norm(x, torch.ones(W)),
+    "norm of a sum": lambda x: onchip.layer_norm(x, residual=x)[0],
+    "loss": _of_head(onchip.linear_cross_entropy),
+    "loss in place": lambda x: onchip.cross_entropy(x * 1, torch.arange(T), in_place=True),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_gradient_of_a_gradient_is_refused(name):
+    """Also where nothing but the input needs one: the penalty of a gradient would have none."""
+    function = TWICE[name]
     x = torch.randn(T, W, requires_grad=True)
     (grad,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match=f"{name}: gradients of gradients"):
+    with pytest.raises(NotImplementedError, match=f"{name.split()[0]}: gradients of gradients"):
         grad.sum().backward()
-    assert torch.equal(torch.func.grad(lambda x: function(x).sum())(x.detach()), grad.detach())
+    assert torch.equal(torch.autograd.grad(function(x).sum(), x)[0], grad.detach())
+    if name in ("activation", "linear_tokens"):
+        assert torch.equal(torch.func.grad(lambda x: function(x).sum())(x.detach()), grad.detach())
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["rope_append", "log_probs", "adjust_logits"])
+@pytest.mark.parametrize("name", TWICE)
+def test_a_tangent_is_refused(name):
+    """A kernel would lose it in silence."""
+    with forward_ad.dual_level():
+        x = forward_ad.make_dual(torch.randn(T, W), torch.randn(T, W))
+        if name == "loss in place":  # without a gradient it is as any other
+            x = x.requires_grad_()
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"[Ff]orward (AD|mode)"):
+            TWICE[name](x)
+
+
+@pytest.mark.parametrize(("name", "compiled"), [("rope_append", False), ("rope_append", True), ("log_probs", False), ("adjust_logits", False)])
 def test_what_has_no_gradient_says_so(name, compiled):
     """It would be lost in silence: a rotation in place is not in autograd's graph."""
     calls = {

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 class Rule(NamedTuple):
@@ -50,11 +51,16 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
     def call(*inputs):
         if torch.compiler.is_compiling():
             return op(*inputs)
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            return eager.apply(*inputs)
+        if (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)) or forward_ad._current_level >= 0:
+            return eager.apply(*inputs)  # which refuses tangents: a kernel would lose them in silence
         return forward(*inputs)
 
     return call
+
+
+def once(name: str, run: Callable):
+    """`run()`, which a backward pass ends with; one that is differentiated itself (create_graph) shall find that its results have no gradients."""
+    return _Once.apply(name, lambda _: run(), torch.empty((), requires_grad=True)) if torch.is_grad_enabled() else run()
 
 
 class _Once(torch.autograd.Function):

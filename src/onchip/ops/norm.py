@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from onchip.core import philox
 from onchip.core.arguments import check_numbers, check_tensors
@@ -126,7 +127,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float, residual: Te
 
 
 def _trains(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    """Also with forward-mode derivatives, which autograd then refuses: a kernel would lose them in silence."""
+    return (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)) or forward_ad._current_level >= 0
 
 
 def _call(name: str, x: Tensor, norm: Norm, weight, bias, residual, after, kernel: str):

@@ -12,6 +12,7 @@ from torch import Tensor
 from onchip.core.norms import CODES, TENSORS, Norm, Normed, NormGrads, words
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
+from onchip.ops.differentiable import once
 
 
 def forward(x: Tensor, norm: Norm, kernel: str) -> Normed:
@@ -63,11 +64,8 @@ class Eager(torch.autograd.Function):
         return normed.y, normed.total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor | None, d_total: Tensor | None):
-        given = _kept(ctx, dy, d_total)
-        grads = backward(ctx.wanted.names, *given, ctx.kernel)
-        return None, None, *ctx.wanted.all(grads)
+        return None, None, *once("norm", lambda: ctx.wanted.all(backward(ctx.wanted.names, *_kept(ctx, dy, d_total), ctx.kernel)))
 
 
 def _keep(ctx, norm: Norm, x: Tensor, normed: Normed) -> None:

@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from onchip.core.arguments import check_numbers, check_tensors
 from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
+from onchip.ops.differentiable import once
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -178,12 +178,11 @@ class _Held(torch.autograd.Function):
         return loss, *more
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g, *_):
         if ctx.held is None:
             raise RuntimeError("the gradients of this loss were given in its first backward pass, and scaled in place; call the loss again")
         held, ctx.held = ctx.held, None
-        return None, *(None if grad is None or g is None else _scaled(grad, g) for grad in held)
+        return None, *once("loss", lambda: [None if grad is None or g is None else _scaled(grad, g.detach()) for grad in held])
 
 
 def held(run, *inputs: Tensor | None) -> tuple[Tensor, ...]:
