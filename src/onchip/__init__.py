@@ -39,7 +39,10 @@ _NAMES = {
     "onchip.core.norms": ("Modulate", "Residual", "RowCodes", "SiluGate"),
     "onchip.ops.norm": ("invertible_layer_norm", "layer_norm", "modulated_norm", "rms_norm"),
     "onchip.ops.group_norm": ("group_norm",),
-    "onchip.ops.norm_modules": ("GroupNorm", "LayerNorm", "RMSNorm"),
+    "onchip.ops.modules": (
+        *("Activation", "CrossEntropy", "DropoutAdd", "Embedding", "GatedAct", "GroupNorm"),
+        *("InvertibleLayerNorm", "LayerNorm", "LinearCrossEntropy", "ModulatedNorm", "RMSNorm", "Rotary"),
+    ),
     "onchip.ops.sampling": ("Bias", "Draft", "LogProbs", "Penalties", "Sampling", "TokenIds", "Verified", "adjust_logits", "log_probs", "sample", "verify"),
     "onchip.cache.paged": ("OutOfPages", "PagePool"),
     "onchip.cache.radix": ("RadixTree",),

@@ -31,8 +31,8 @@ def rotary(
         raise ValueError(f"rotary: layout={layout!r} is not one of neox, interleaved")
     if q.ndim not in (3, 4) or q.ndim != k.ndim or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1] or q.dtype != k.dtype:
         raise ValueError(f"rotary: q is {q.dtype} {list(q.shape)}, k {k.dtype} {list(k.shape)}; they may differ in heads alone, [(batch), len, heads, dim]")
-    if table.ndim != 2 or table.shape[1] > q.shape[-1] or table.shape[1] % 2:
-        raise ValueError(f"rotary: table is {list(table.shape)}; give [positions, an even number of columns, at most {q.shape[-1]}]")
+    if table.ndim != 2 or table.shape[1] > q.shape[-1] or table.shape[1] % 2 or table.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"rotary: table is {table.dtype} {list(table.shape)}; give float32 [positions, an even number of columns, at most {q.shape[-1]}]")
     places = q.shape[:-2]
     if positions is None:
         if len(table) < places[-1]:
