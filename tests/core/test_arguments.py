@@ -34,7 +34,6 @@ HOW = onchip.Sampling(*(torch.ones(2, dtype=t) for t in (torch.float32, torch.in
         (lambda: onchip.cross_entropy(X, IDS, 0.1), r"cross_entropy: terms is a float; give LossTerms\(...\)"),
         (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(softcap=LEARNT)), "cross_entropy: terms.softcap is tensor"),
         (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(class_weights=[1.0])), "cross_entropy: terms.class_weights is a list"),
-        (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(ignore_index=None)), "cross_entropy: terms.ignore_index is None; give a whole number"),
         (lambda: onchip.linear_cross_entropy(X, [1.0], IDS), "linear_cross_entropy: weight is a list"),
         (lambda: onchip.divergence(X, X, counts=[True]), "divergence: counts is a list"),
         (lambda: onchip.linear_divergence((X, W), (X, [1.0])), "linear_divergence: teacher.weight is a list"),
@@ -64,12 +63,14 @@ def test_what_is_none_is_named(call, words):
         (lambda: onchip.group_norm(X, 1, bias=FAR), "group_norm: bias is on meta, x on cpu"),
         (lambda: onchip.rotary(X, X, X[0], IDS.to("meta")), "rotary: positions is on meta, q on cpu"),
         (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(class_weights=FAR)), "cross_entropy: terms.class_weights is on meta, logits on cpu"),
+        (lambda: onchip.cross_entropy(X, IDS, onchip.LossTerms(ignore_index=None)), "cross_entropy: terms.ignore_index is None; give a whole number"),
+        (lambda: onchip.group_norm(X, 1.0), r"group_norm: x is \[2, 3, 8\], groups=1.0; give"),
         (lambda: onchip.log_probs(LOGITS, IDS.to("meta")), "log_probs: tokens is on meta, logits on cpu"),
         (lambda: onchip.embedding(IDS.to("meta"), X[0]), "embedding: weight is on cpu, ids on meta"),
         (lambda: denoise_step(X.to("meta"), X.to("meta"), schedule(onchip.DDIM(), 5), IDS[0, :1]), "denoise_step: plan is on cpu, x on meta"),
     ],
 )
-def test_what_lies_elsewhere_is_named(call, words):
+def test_what_lies_elsewhere_or_is_not_whole_is_named(call, words):
     with pytest.raises(ValueError, match=f"^{words}"):
         call()
 

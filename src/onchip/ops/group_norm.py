@@ -1,6 +1,7 @@
 """GroupNorm with its activation, in every layout, with gradients."""
 
 import math
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ def group_norm(
     """
     check_tensors("group_norm", x=x, weight=weight, bias=bias)
     check_numbers("group_norm", eps=eps)
-    if x.ndim < 2 or not isinstance(groups, int) or groups < 1 or x.shape[1] % groups or not x.shape[1]:
+    if x.ndim < 2 or not isinstance(groups, Integral) or groups < 1 or x.shape[1] % groups or not x.shape[1]:
         raise ValueError(f"group_norm: x is {list(x.shape)}, groups={groups!r}; give [batch, channels, ...] and a number that divides the channels")
     if act not in ACTS:
         raise ValueError(f"group_norm: act={act!r} is not one of {', '.join(map(repr, ACTS))}")

@@ -1,5 +1,7 @@
 """Embeddings, dropout and the Hadamard rotation, each with its gradient."""
 
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ def embedding(
     check_tensors("embedding", ids=ids, weight=weight)
     if ids.dtype not in (torch.int64, torch.int32) or weight.ndim != 2 or not len(weight):
         raise ValueError(f"embedding: ids are {ids.dtype}, weight is {list(weight.shape)}; give int64 or int32 ids and weight [vocab, width], vocab at least 1")
-    if padding_idx is not None and not (isinstance(padding_idx, int) and 0 <= padding_idx < len(weight)):
+    if padding_idx is not None and not (isinstance(padding_idx, Integral) and 0 <= padding_idx < len(weight)):
         raise ValueError(f"embedding: padding_idx={padding_idx} is no row of weight {list(weight.shape)}; give 0 to {len(weight) - 1}")
     return _embed(ids, weight, NONE if padding_idx is None else padding_idx, kernel)
 

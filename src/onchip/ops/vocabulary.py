@@ -8,6 +8,7 @@ from torch import Tensor
 
 from onchip.core.arguments import check_numbers, check_tensors
 from onchip.core.losses import LOG_PROB, LOG_SUM, SMOOTH, TOP, WEIGHT, LossTerms, RowLoss
+from onchip.core.parts import check_whole
 from onchip.core.problem import Rows, exact_of
 from onchip.dispatch import select
 from onchip.ops.differentiable import once
@@ -49,8 +50,7 @@ def call_of(name: str, x: Tensor, width: int, terms: LossTerms, entropy: bool, k
     smoothing, z_loss, softcap, temperature, weights, ignore, shard = terms
     check_numbers(name, **{f"terms.{term}": value for term, value in zip(LossTerms._fields[:4], terms[:4], strict=True)})
     check_tensors(name, logits=x, **{"terms.class_weights": weights})
-    if not isinstance(ignore, int):
-        raise TypeError(f"{name}: terms.ignore_index is {ignore!r:.60}; give a whole number, below 0 where no target is to be ignored")
+    check_whole(name, "terms.ignore_index", ignore)
     for term, value, fine, accepted in (
         ("smoothing", smoothing, 0 <= smoothing <= 1, "0 to 1"),
         ("z_loss", z_loss, z_loss >= 0, "0 or more"),
