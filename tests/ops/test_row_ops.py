@@ -142,13 +142,19 @@ def test_a_tangent_is_refused(name):
             TWICE[name](x)
 
 
-@pytest.mark.parametrize(("name", "compiled"), [("rope_append", False), ("rope_append", True), ("log_probs", False), ("adjust_logits", False)])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [("rope_append", False), ("rope_append", True), *((name, False) for name in ("log_probs", "adjust_logits", "skinny_linear", "add_low_rank"))],
+)
 def test_what_has_no_gradient_says_so(name, compiled):
     """It would be lost in silence: a rotation in place is not in autograd's graph."""
+    low = onchip.LowRank(torch.ones(1, 2, 4 * W), torch.ones(1, 4 * W, 2), torch.tensor([4 * W], dtype=torch.int32), (4 * W,))
     calls = {
         "rope_append": lambda x: onchip.rope_append(x * 1, TABLE, torch.arange(T), (2, 1))[0],
         "log_probs": lambda x: onchip.log_probs(x, torch.zeros(T, dtype=torch.int64)).chosen,
         "adjust_logits": lambda x: onchip.adjust_logits(x),
+        "skinny_linear": lambda x: onchip.skinny_linear(x, torch.ones(3, 4 * W)),
+        "add_low_rank": lambda x: onchip.add_low_rank(x * 1, x, low, onchip.route_adapters(torch.zeros(T, dtype=torch.int32), 1)),
     }
     x, call = torch.randn(T, 4 * W), torch.compile(calls[name], backend="aot_eager") if compiled else calls[name]
     assert not call(x).requires_grad

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import refuse_gradients
 from onchip.core.linear import Around, RowNorm
 from onchip.core.problem import Rows
 from onchip.dispatch import select
@@ -28,9 +29,10 @@ def skinny_linear(
     residual  what is added last: the stream of a decoder, which the next call then normalises by itself.
     constant  True says that nothing launched before and still running writes weight, norm.weight or bias, as is so of a model's: on Hopper and later they
               are then read before the kernel in front has ended, which is most of the speed of small products.
-    Raises ValueError for shapes or dtypes that disagree. No gradients: this is for inference.
+    Raises ValueError for shapes or dtypes that disagree. It has no gradient, and says so.
     """
     _check(x, weight, norm, bias, act, layout, residual)
+    refuse_gradients("skinny_linear", "train with onchip.rms_norm, torch's linear and onchip.gated_act", x, weight, norm and norm.weight, bias, residual)
     clipped = act if isinstance(act, Clipped) else Clipped()
     if torch.compiler.is_compiling():
         words = "clipped" if isinstance(act, Clipped) else act

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import refuse_gradients
 from onchip.core.low_rank import LowRank, Route
 from onchip.core.problem import Rows
 from onchip.dispatch import select
@@ -31,8 +32,9 @@ def add_low_rank(
     """`y[r] += B[i] (A[i] x[r])` in place, i the adapter of row r; rows without one stay as they are (Hu et al., 2021).
 
     Of a y in parts (q, k, v of one product) each has a matrix A of its own. A x is summed in float32, rounded to x's dtype on the way to B, and what is
-    added to y is rounded with it, once. Raises ValueError for shapes or dtypes that disagree. No gradients: this is for inference.
+    added to y is rounded with it, once. Raises ValueError for shapes or dtypes that disagree. It has no gradient, and says so.
     """
+    refuse_gradients("add_low_rank", "train with torch's products", y, x, low.a, low.b)
     if torch.compiler.is_compiling():
         torch.ops.onchip.add_low_rank(y, x, *low, *route, kernel)
         return y
