@@ -40,8 +40,8 @@ def rms_norm(
     after     what follows: `Modulate(scale, shift)`, `SiluGate(gate)`, or `RowCodes("e4m3" or "int8")`, whose first result is (codes, scales [...]).
     Differentiable in every tensor, but not with codes. Raises ValueError for shapes that disagree.
     """
-    check_tensors("rms_norm", x=x, weight=weight, bias=bias)
-    plain = weight is not None and bias is None and after is None and weight.ndim == 1 and x.ndim > 0
+    plain = isinstance(x, Tensor) and isinstance(weight, Tensor) and bias is None and after is None
+    plain = plain and x.ndim > 0 and weight.ndim == 1 and x.layout == torch.strided and weight.device == x.device
     plain = plain and (residual is None or (isinstance(residual, Tensor) and residual.dtype == x.dtype))
     if plain and not _trains(x, weight, residual):
         return _rms_norm(x, weight, eps, offset, residual, kernel)
