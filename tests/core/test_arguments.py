@@ -43,6 +43,7 @@ HOW = onchip.Sampling(*(torch.ones(2, dtype=t) for t in (torch.float32, torch.in
         (lambda: onchip.grpo(*PAIR, PAIR[0], PAIR[0] > 0, "dapo"), "grpo: how is a str; give GRPO, or a Policy"),
         (lambda: onchip.sample(LOGITS, (1.0, 5)), r"sample: how is a tuple; give Sampling\(...\)"),
         (lambda: onchip.sample(LOGITS, HOW._replace(seed=3)), "sample: how.seed is a int; give a tensor"),
+        (lambda: onchip.sample(LOGITS, HOW._replace(top_p=None)), r"sample: how.top_p is None; give a tensor \[2\]"),
         (lambda: onchip.verify(LOGITS[:, None], (IDS,), HOW), r"verify: draft is a tuple; give Draft\(tokens, ...\)"),
         (lambda: onchip.adjust_logits(LOGITS, bias={1: 2.0}), r"adjust_logits: bias is a dict; give Bias\(...\)"),
         (lambda: onchip.embedding([1], X[0]), "embedding: ids is a list"),

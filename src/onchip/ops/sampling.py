@@ -279,8 +279,10 @@ def _check_rows(name: str, logits: Tensor, how: Sampling) -> tuple[int, int]:
     check_tensors(name, logits=logits, **{f"how.{field}": t for field, t in how._asdict().items()})
     rows, vocab = _check_logits(name, logits)
     for field, value in zip(Sampling._fields, how, strict=True):
-        if value is None:
+        if value is None and field == "typical":
             continue
+        if value is None:
+            raise TypeError(f"{name}: how.{field} is None; give a tensor [{rows}]")
         if value.shape != (rows,):
             raise ValueError(f"{name}: how.{field} is {list(value.shape)}; give [{rows}], one value a row")
         dtype = DTYPES.get(field, torch.float32)
