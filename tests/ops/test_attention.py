@@ -132,6 +132,14 @@ def test_packed_inputs_that_disagree():
         onchip.attention_packed(x, x, x, offsets, bias=zeros(2, 5))
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 4, 16), (2, 3, 0, 16), (0, 3, 4, 16)], ids=str)
+def test_no_rows_over_pages(shape):
+    pages, (batch, len_q, heads, _) = torch.randn(4, 8, 2, 16), shape
+    cache = PagedKV(pages, pages, zeros(batch, 1, dtype=INT32), zeros(batch, dtype=INT32) + 5)
+    out, lse = onchip.paged_attention(zeros(*shape), cache, return_lse=True)
+    assert out.shape == shape and lse.shape == (batch, heads, len_q)
+
+
 def test_paged_inputs_that_disagree():
     q, pages = zeros(2, 1, 2, 16), zeros(4, 8, 2, 16)
     good = PagedKV(pages, pages, zeros(2, 3, dtype=INT32), zeros(2, dtype=INT32))
@@ -143,9 +151,27 @@ def test_paged_inputs_that_disagree():
         (good._replace(lengths=good.lengths[:1]), r"lengths are torch.int32 \[1\]"),
         (good._replace(lengths=good.lengths.to("meta")), r"lengths are torch.int32 \[2\] on meta"),
         (good._replace(k=pages.half(), v=pages.half()), "q is torch.float32, k torch.float16"),
+        (good._replace(page_table=[[0, 1]] * 2), "page_table is a list; give int32"),
+        (good._replace(lengths=[1, 2]), "lengths are a list; give int32"),
+        (good._replace(lengths=good.lengths + 25), r"lengths are 25 to 25; give 0 to 24: 3 pages of 8 tokens each"),
+        (good._replace(lengths=good.lengths - 1), r"lengths are -1 to -1; give 0 to 24"),
+        (
+            good._replace(page_table=good.page_table - 1, lengths=good.lengths + 9),
+            "page_table has pages -1 to -1 among those of a sequence; the cache has 0 to 3",
+        ),
+        (good._replace(k=pages[:, :0], v=pages[:, :0]), r"k is \[4, 0, 2, 16\], pages of no tokens; give 1 token a page or more"),
     ):
         with pytest.raises(ValueError, match=f"^paged_attention: {words}"):
+            onchip.paged_attention(q, bad, softcap=9.0)
+    for bad, words in (
+        (tuple(good), r"cache is a tuple; give PagedKV\(k, v, page_table, lengths\)"),
+        (good._replace(v=None), "v of the cache not tensors; give"),
+    ):
+        with pytest.raises(TypeError, match=f"^paged_attention: {words}"):
             onchip.paged_attention(q, bad)
+    for part, how in (("bias", {"bias": zeros(1, 23)}), ("the mask", {"mask": zeros(1, 23).bool()})):
+        with pytest.raises(ValueError, match=rf": {part} is \[1, 23\]; this call needs \[len_q 1, len_k 24\], or 1 for all alike$"):
+            onchip.paged_attention(q, good._replace(lengths=good.lengths + 24), **how)
     with pytest.raises(ValueError, match=r"^Window: left is \[3\]; this call needs \[heads 2\]"):
         onchip.paged_attention(q, good, mask=Window(zeros(3).int()))
 

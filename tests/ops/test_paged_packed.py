@@ -214,6 +214,8 @@ def test_what_counts_as_cost():
         ({"q_offsets": torch.zeros(1, dtype=torch.int32)}, r"q_offsets are torch.int32 \[1\] on cpu"),
         ({"q_offsets": torch.zeros(9, dtype=torch.int32, device="meta")}, r"q_offsets are torch.int32 \[9\] on meta"),
         ({"q_offsets": torch.zeros(3, dtype=torch.int32)}, r"page_table is torch.int32 \[8, 11\] on cpu; give int32 \[2, most pages\] on cpu"),
+        ({"q_offsets": [0, 1]}, r"q_offsets are a list; give int32 \[batch \+ 1\] on cpu"),
+        ({"longest": 3}, r"longest is 3, and a sequence has 18 tokens; give the most of any, or more"),
         ({"longest": -1}, "longest is -1; give the most queries of a sequence, or None to have it read from q_offsets"),
     ],
 )

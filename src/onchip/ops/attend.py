@@ -84,12 +84,13 @@ def dim_v(q: Tensor, v: Tensor | Codes) -> int:
     return 0 if v.shape[-1] == q.shape[-1] else v.shape[-1]
 
 
-def longest_of(offsets: Tensor, given: int | None = None, used: Tensor | None = None) -> int:
+def longest_of(offsets: Tensor, given: int | None = None, used: Tensor | None = None, name: str = "attention_packed") -> int:
     """Of the sequences: `given`, or read, which waits for the device. On a CPU `given` is compared: rows past it are not computed on a GPU."""
     if given is None:
         return int(offsets.diff().max())
+    given = int(given)  # a tensor would make a Problem that equals no other
     if offsets.device.type == "cpu" and given < (most := int((offsets.diff() if used is None else used).max())):
-        raise ValueError(f"attention_packed: longest is {given}, and a sequence has {most} tokens; give the most of any, or more")
+        raise ValueError(f"{name}: longest is {given}, and a sequence has {most} tokens; give the most of any, or more")
     return given
 
 
@@ -119,16 +120,17 @@ def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands,
     """The launch of a call over a paged cache. Gradients: by the operator of `ops/registered.py`, or the reference's own."""
     if torch._C._are_functorch_transforms_active():
         how = spelt_out(how, q)
-    problem, x = paged_problem(how, sizes, q, cache.k, cache.v, x)
+    keys = max(cache.lengths.tolist(), default=0) if cache.lengths.device.type == "cpu" else 0
+    problem, x = paged_problem(how, sizes, q, cache.k, cache.v, x, keys)
     return launch_paged(problem, how.kernel, q, cache, x, return_lse)
 
 
 def launch_paged(problem: Attention, kernel: str, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
-    """By `kernel`; of no queries by plain torch, and of no sequences not at all: there is no launch of nothing."""
-    if x.q_offsets is None and not len(q):
+    """By `kernel`; of no queries by plain torch, and of no rows not at all: there is no launch of nothing."""
+    if x.q_offsets is None and not q.numel():
         out = q.new_zeros(*q.shape[:-1], problem.value_dim)
-        return (out, out.new_zeros(0, problem.heads, problem.len_q, dtype=torch.promote_types(q.dtype, torch.float32))) if return_lse else out
-    nothing = x.q_offsets is not None and not len(q)
+        return (out, out.new_zeros(len(q), problem.heads, problem.len_q, dtype=torch.promote_types(q.dtype, torch.float32))) if return_lse else out
+    nothing = x.q_offsets is not None and not q.numel()
     table = cache.page_table
     cache = cache._replace(page_table=table if table.stride(-1) == 1 else table.contiguous(), lengths=cache.lengths.contiguous())
     if x.q_offsets is not None:
@@ -158,16 +160,16 @@ def spelt_out(how: How, q: Tensor) -> How:
     return how._replace(mask=mask, score=score)
 
 
-def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor) -> tuple[Attention, Operands]:
-    """The Problem and the operands of a call; dropout is in `x` already."""
+def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor, keys: int = 0) -> tuple[Attention, Operands]:
+    """The Problem and the operands of a call; dropout is in `x` already. `keys`: the most of a sequence over pages, where that is known."""
     mask, score, extras = how.mask, None, ()
     if not isinstance(mask, Band):
         mask = as_mask(mask)
-        mask.fits(*_needs(sizes))
+        mask.fits(*_needs(sizes, keys))
         mask, reads = mask.parts()
         x = x._replace(mask=_on(q, "mask", reads))
     if how.score is not None:
-        how.score.fits(*_needs(sizes))
+        how.score.fits(*_needs(sizes, keys))
         score, reads = how.score.parts()
         x = x._replace(score=_on(q, "score", reads))
     if how.sinks is not None:
@@ -187,9 +189,9 @@ def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor) -> tuple
     return Attention(op, *sizes.dims, mask, *sizes.keys, score, tuple(sorted(extras)) if extras else (), sizes.kv), x
 
 
-def paged_problem(how: How, sizes: Sizes, q: Tensor, k: Tensor | Codes, v: Tensor | Codes, x: Operands) -> tuple[Attention, Operands]:
+def paged_problem(how: How, sizes: Sizes, q: Tensor, k: Tensor | Codes, v: Tensor | Codes, x: Operands, keys: int = 0) -> tuple[Attention, Operands]:
     """The same of a call over a cache, which says whether its values are columns of its keys."""
-    problem, x = problem_of("decode", how, sizes, x, q)
+    problem, x = problem_of("decode", how, sizes, x, q, keys)
     if sizes.keys[-1] and first_columns(k, v):
         problem = problem._replace(extras=tuple(sorted((*problem.extras, "latent"))))
     return problem, x
@@ -202,12 +204,12 @@ def first_columns(k: Tensor | Codes, v: Tensor | Codes) -> bool:
     return v.stride() == k.stride() and v.data_ptr() == k.data_ptr()
 
 
-def _needs(sizes: Sizes) -> tuple[int, int, int, int]:
-    """The least sizes of a tensor of a mask or score: (batch, heads, len_q, len_k); the keys of a paged call are known on the device only."""
+def _needs(sizes: Sizes, keys: int) -> tuple[int, int, int, int]:
+    """The least sizes of a tensor of a mask or score: (batch, heads, len_q, len_k); of a paged call a host knows `keys`, or none where lengths are on a GPU."""
     batch, len_q, len_k, heads, *_ = sizes.dims
     if sizes.keys[0] == "dense":
         return batch, heads, Exactly(len_q), Exactly(len_k)
-    return batch, heads, len_q, 0 if sizes.keys[0] == "paged" else len_k
+    return batch, heads, len_q, keys if sizes.keys[0] == "paged" else len_k
 
 
 def _on(q: Tensor, what: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

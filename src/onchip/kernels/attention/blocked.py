@@ -249,6 +249,10 @@ def _gather(pool: Tensor | Codes, pages: Tensor, dtype: torch.dtype) -> Tensor:
     """Pages of a pool as one `[keys, kv_heads, dim]`; no copy when they lie side by side, as one sequence's mostly do. Codes are dequantised to `dtype`."""
     if pool.device.type == "cpu":
         ids = pages.tolist()
+        if ids and not 0 <= min(ids) <= max(ids) < pool.shape[0]:
+            raise ValueError(
+                f"paged_attention: page_table has pages {min(ids)} to {max(ids)} among those of a sequence; the cache has 0 to {pool.shape[0] - 1}"
+            )
         if ids and ids[-1] - ids[0] == len(ids) - 1 and all(b - a == 1 for a, b in pairwise(ids)):
             return read(pool, slice(ids[0], ids[-1] + 1), dtype).flatten(0, 1)
     return read(pool, pages.long(), dtype).flatten(0, 1)
