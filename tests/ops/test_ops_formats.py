@@ -137,8 +137,17 @@ def test_appending_in_a_compiled_graph_is_refused():
     torch.testing.assert_close(ours, step(qkv.clone(), append) * 2)
 
 
+def test_gradients_of_a_channel_scale():
+    """Also where nothing else has one."""
+    quantised = quantise_cache(cache((40, 7)), "int8", torch.rand(2, 64) + 0.5)
+    channel, q = quantised.k.channel.clone().requires_grad_(), torch.randn(2, 1, 4, 64)
+    found = [onchip.paged_attention(q, quantised._replace(k=quantised.k._replace(channel=channel)), kernel=kernel) for kernel in ("auto", "reference")]
+    ours, right = (torch.autograd.grad(out.square().sum(), channel)[0] for out in found)
+    torch.testing.assert_close(ours, right)
+
+
 def test_gradients_of_queries():
-    """Codes have none."""
+    """Of codes alone, none."""
     quantised, q = quantise_cache(cache((40, 7)), "int8"), torch.randn(2, 1, 4, 64, requires_grad=True)
     onchip.paged_attention(q, quantised).square().sum().backward()
     (right,) = torch.autograd.grad(onchip.paged_attention(q, numbers(quantised, FP32), kernel="reference").square().sum(), q)

@@ -6,7 +6,7 @@ Gradients are torch's own, through the same lines.
 import torch
 from torch import Tensor
 
-from onchip.core.formats import read
+from onchip.core.formats import Codes, read
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, Rows, spans
 from onchip.core.scales import LARGEST, SMALLEST, Scales
@@ -60,7 +60,7 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
     out, lse, work = [], [], torch.promote_types(q.dtype, torch.float32)
     for b, (row, pages, length) in enumerate(zip(rows, cache.page_table, cache.lengths.tolist(), strict=True)):
         used = pages[: -(-length // p.page)].long()
-        k, v = (read(pool, used, work).flatten(0, 1)[:length] for pool in (cache.k, cache.v))
+        k, v = (_keys(pool, used, length, work) for pool in (cache.k, cache.v))
         o, e = one(p, b, row, k, v, x)
         out.append(o)
         lse.append(e)
@@ -72,6 +72,13 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
     else:
         out, lse = torch.stack(out), torch.stack(lse)
     return (out, lse) if return_lse else out
+
+
+def _keys(pool: Tensor | Codes, pages: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """The numbers of a sequence. Those of no token are cut off before the channel scale, whose gradient would sum over them."""
+    if not isinstance(pool, Codes) or pool.channel is None:
+        return read(pool, pages, dtype).flatten(0, 1)[:length]
+    return (read(pool._replace(channel=None), pages, torch.float32).flatten(0, 1)[:length] * pool.channel).to(dtype)
 
 
 def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> tuple[Tensor, Tensor]:
