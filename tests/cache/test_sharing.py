@@ -241,3 +241,11 @@ def test_page_lists_are_left_alone():
     plan.own[0][0].append(7)
     plan.shared[0][0].pages.append(7)
     assert pages == before
+
+
+def test_a_device_of_torchs_and_lists_of_different_lengths():
+    pages, lengths = fan([(2, 64, 1)])
+    assert plan_cascade(problem(2), pages, lengths, torch.device("cpu")).order == [0, 1]
+    for some in (lengths[:1], []):
+        with pytest.raises(ValueError, match=rf"^plan_cascade: 2 lists of pages and {len(some)} lengths; give one of each a sequence"):
+            plan_cascade(problem(2), pages, some, H200)

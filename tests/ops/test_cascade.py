@@ -257,6 +257,21 @@ def test_what_does_not_go_together():
         (level._replace(offsets=level.offsets[:-1]), r"offsets of level 0 are torch.int32 \[3\] for 3 nodes in 1 parts; give int32 \[parts \* nodes \+ 1\]"),
         (level._replace(parts=2), "for 3 nodes in 2 parts"),
         (level._replace(longest=8), "longest of level 0 is 8 for a batch of 7; give the most rows that read one node"),
+        (level._replace(longest=1), "longest is 1, and a sequence has 4 tokens; give the most of any, or more"),
+        (level._replace(offsets=level.offsets.clamp(max=6)), "the offsets of level 0 go from 0 to 6; give 0 to 7: each row reads one node"),
     ):
         with pytest.raises(ValueError, match=words):
             cascade_attention(q, cache, [wrong])
+    for wrong, words in (
+        (tuple(level), "level 0 is a tuple; give a list of Level"),
+        (level._replace(lengths=[8]), "level 0 has .* no tensor; give int32 tensors"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            cascade_attention(q, cache, [wrong])
+
+
+def test_no_rows():
+    q, cache, levels, _ = build(TREES["two levels"])
+    nothing = cache._replace(page_table=cache.page_table[:0], lengths=cache.lengths[:0])
+    out, lse = cascade_attention(q[:0], nothing, levels, return_lse=True)
+    assert out.shape == q[:0].shape and lse.shape == (0, q.shape[2], q.shape[1])

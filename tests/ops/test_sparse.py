@@ -129,6 +129,7 @@ def test_latent_stays_latent():
         ({"tokens": torch.zeros(4, 3, dtype=torch.int64)}, "int32"),
         ({"tokens": torch.zeros(3, 3, dtype=torch.int32)}, "the choice is"),
         ({"tokens": torch.zeros(4, 0, dtype=torch.int32)}, "top at least 1"),
+        ({"tokens": [[0, 1]] * 4}, "the choice is a list; give int32"),
         ({"q": torch.zeros(4, 2, 4, 32)}, "one query"),
         ({"q": torch.zeros(4, 1, 3, 32)}, "not a multiple"),
     ],
@@ -138,6 +139,14 @@ def test_errors(attend, change, words):
     given = {"q": torch.zeros(4, 1, 4, 32), "tokens": torch.zeros(4, 3, dtype=torch.int32)} | change
     with pytest.raises(ValueError, match=words):
         attend(given["q"], cache_of(), given["tokens"])
+
+
+@pytest.mark.parametrize("attend", [attend_tokens, attend_pages])
+def test_sizes_that_a_compiler_does_not_know(attend):
+    cache, q = cache_of(), torch.randn(len(LENGTHS), 1, 4, 32)
+    chosen = torch.tensor([[0, 3, -1], [0, 1, 2], [2, 1, 0], [0, -1, -1]], dtype=torch.int32)
+    compiled = torch.compile(lambda q, cache, chosen: attend(q, cache, chosen), backend="aot_eager", dynamic=True, fullgraph=True)
+    torch.testing.assert_close(compiled(q, cache, chosen), attend(q, cache, chosen))
 
 
 def test_mixed_orders_of_memory_are_refused():

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core import device as devices
 from onchip.core.device import Device
 from onchip.core.problem import Attention, Cost
 from onchip.kernels.attention import PARTS, bytes_of_token
@@ -116,7 +117,9 @@ class _Fork(NamedTuple):
     children: list["_Fork"]
 
 
-def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Sequence[int], device: Device, *, most: int = 2, graph: bool = True) -> Plan:
+def plan_cascade(
+    problem: Attention, pages: Sequence[Sequence[int]], lengths: Sequence[int], device: Device | torch.device, *, most: int = 2, graph: bool = True
+) -> Plan:
     """The fastest way, by the model, to read a batch of sequences with at most `most` levels of shared pages.
 
     problem   the paged call: op "decode", with its heads, dim, dtype, page and len_q.
@@ -127,6 +130,9 @@ def plan_cascade(problem: Attention, pages: Sequence[Sequence[int]], lengths: Se
     launch more, and results that are written and read once more (`Rates`). A pure function; time grows with the batch and with pages compared whole
     lists at once.
     """
+    device = device if isinstance(device, Device) else devices.of(device)
+    if not 0 < len(pages) == len(lengths):
+        raise ValueError(f"plan_cascade: {len(pages)} lists of pages and {len(lengths)} lengths; give one of each a sequence, of one sequence or more")
     whole = [list(own[: max(0, n - problem.len_q) // problem.page]) for own, n in zip(pages, lengths, strict=True)]  # full pages that all queries see
     order = sorted(range(len(whole)), key=whole.__getitem__)
     costs = _Costs(problem, device, [-(-lengths[i] // problem.page) for i in order], graph)

@@ -167,7 +167,7 @@ def paged(q: Tensor, cache: PagedKV, how: How, x: Operands, longest: int | None,
     else:
         checks.check("paged_attention", q, cache.k, cache.v, rank=4, rank_q=q.ndim)
     (k, v), _ = registered.taken_apart(cache)
-    checks.check_pages(q, cache, batch)
+    checks.check_pages("paged_attention", q, cache, batch)
     run = graph.attend_paged
     if not graph.in_graph(how.kernel, q, k, v):
         longest = None if q_offsets is None else attend.longest_of(q_offsets, longest, name="paged_attention")

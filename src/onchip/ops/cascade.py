@@ -65,7 +65,7 @@ def cascade_attention(
     """
     if q.ndim != 4:
         raise ValueError(f"cascade_attention: q is {list(q.shape)}; give [batch, len_q, heads, dim]")
-    if not levels:
+    if not levels or not q.numel():
         return paged_attention(q, cache, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, kernel=kernel)
     how, scale = How(Full(), chain(None, None, softcap), None, None, False, False, kernel), q.shape[-1] ** -0.5 if scale is None else scale
     states, first, second = [], None, None
@@ -109,7 +109,11 @@ def _shared(level: Level, q: Tensor, cache: PagedKV, how: How, x: Operands) -> l
 
 def _check(n: int, level: Level, q: Tensor) -> None:
     """Whether a level fits the batch, as far as it can be told without waiting for the device."""
+    if not isinstance(level, Level):
+        raise TypeError(f"cascade_attention: level {n} is a {type(level).__name__}; give a list of Level, as plan_cascade(...).levels(device) makes it")
     table, lengths, offsets, longest, parts, _ = level
+    if not all(isinstance(t, Tensor) for t in (table, lengths, table if offsets is None else offsets)):
+        raise TypeError(f"cascade_attention: level {n} has a page_table, lengths or offsets that are no tensor; give int32 tensors on {q.device}")
     if not (table.dtype == lengths.dtype == torch.int32 and table.ndim == 2 and lengths.shape == table.shape[:1] and parts >= 1):
         given = f"page_table {table.dtype} {list(table.shape)}, lengths {lengths.dtype} {list(lengths.shape)}, {parts} parts"
         raise ValueError(f"cascade_attention: level {n} has {given}; give int32 [parts * nodes, most pages] and int32 [parts * nodes], with 1 part or more")
@@ -118,6 +122,10 @@ def _check(n: int, level: Level, q: Tensor) -> None:
     if offsets is not None and (offsets.dtype != torch.int32 or offsets.shape != (len(table) + 1,) or len(table) % parts):
         given = f"{offsets.dtype} {list(offsets.shape)} for {len(table)} nodes in {parts} parts"
         raise ValueError(f"cascade_attention: the offsets of level {n} are {given}; give int32 [parts * nodes + 1]")
+    if offsets is not None and type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        first, *_, last = offsets.tolist()
+        if (first, last) != (0, parts * len(q)):
+            raise ValueError(f"cascade_attention: the offsets of level {n} go from {first} to {last}; give 0 to {parts * len(q)}: each row reads one node")
     if offsets is not None and not 1 <= longest <= len(q):
         raise ValueError(f"cascade_attention: longest of level {n} is {longest} for a batch of {len(q)}; give the most rows that read one node")
 

@@ -156,20 +156,20 @@ def paged_batch(q: Tensor, cache: PagedKV, q_offsets: Tensor | None, longest: in
     return len(q_offsets) - 1
 
 
-def check_pages(q: Tensor, cache: PagedKV, batch: int) -> None:
+def check_pages(name: str, q: Tensor, cache: PagedKV, batch: int) -> None:
     """Whether there is a page of each sequence for all of its keys; of lengths on a GPU nothing is known here."""
     _, _, table, lengths = cache
     page = cache.k.shape[1]
     if not isinstance(table, Tensor) or table.dtype != torch.int32 or table.ndim != 2 or table.shape[0] != batch or table.device != q.device:
-        raise ValueError(f"paged_attention: page_table is {kind_of(table)}; give int32 [{batch}, most pages] on {q.device}")
+        raise ValueError(f"{name}: page_table is {kind_of(table)}; give int32 [{batch}, most pages] on {q.device}")
     if not isinstance(lengths, Tensor) or lengths.dtype != torch.int32 or lengths.shape != (batch,) or lengths.device != q.device:
-        raise ValueError(f"paged_attention: lengths are {kind_of(lengths)}; give int32 [{batch}] on {q.device}")
+        raise ValueError(f"{name}: lengths are {kind_of(lengths)}; give int32 [{batch}] on {q.device}")
     if not page:
-        raise ValueError(f"paged_attention: k is {list(cache.k.shape)}, pages of no tokens; give 1 token a page or more")
+        raise ValueError(f"{name}: k is {list(cache.k.shape)}, pages of no tokens; give 1 token a page or more")
     if type(lengths) is Tensor and lengths.device.type == "cpu" and not torch.compiler.is_compiling():
         known, most = lengths.tolist() or [0], page * table.shape[1]
         if min(known) < 0 or max(known) > most:
-            raise ValueError(f"paged_attention: lengths are {min(known)} to {max(known)}; give 0 to {most}: {table.shape[1]} pages of {page} tokens each")
+            raise ValueError(f"{name}: lengths are {min(known)} to {max(known)}; give 0 to {most}: {table.shape[1]} pages of {page} tokens each")
 
 
 def pair_of(what: str, given) -> tuple:

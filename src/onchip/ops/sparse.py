@@ -4,7 +4,6 @@ A choice of tokens is a page table of pages of one token, a choice of pages a ta
 nothing else. All of it is worked out on the device: a CUDA graph may capture it.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from onchip.core.problem import Rows
 from onchip.dispatch import select
 from onchip.ops.attend import PagedKV, first_columns
 from onchip.ops.attention import paged_attention
+from onchip.ops.checks import check_pages, kind_of
 
 ROWS = 64  # heads of a latent that `triton_decode`, which takes pages of one token, has at most
 PAGE = 64  # tokens of a page of copied keys
@@ -44,8 +44,8 @@ def attend_tokens(
     Of several queries with a choice each, fold them into the batch: `q.flatten(0, 1).unsqueeze(1)` over a table and lengths that repeat.
     Raises ValueError where the choice does not fit, or k and v lie in memory in different orders.
     """
-    page, length = cache.k.shape[1], cache.lengths.view(-1, *[1] * (tokens.ndim - 1))
     _check("attend_tokens", q, cache, tokens)
+    page, length = cache.k.shape[1], cache.lengths.view(-1, *[1] * (tokens.ndim - 1))
     tokens, count = _packed(tokens, (tokens < 0) | (tokens >= length))
     if cache.k.shape[2] == 1 and q.shape[2] > ROWS and first_columns(cache.k, cache.v):
         cache, at = _copied(cache, tokens.flatten(1), count.flatten())
@@ -84,8 +84,8 @@ def attend_pages(
              below 0 or past the end is none; of the last page the tokens that are there count.
     All else as for `attend_tokens`.
     """
-    page, length = cache.k.shape[1], cache.lengths.view(-1, *[1] * (pages.ndim - 1))
     _check("attend_pages", q, cache, pages)
+    page, length = cache.k.shape[1], cache.lengths.view(-1, *[1] * (pages.ndim - 1))
     first = pages.long() * page
     none = (pages < 0) | (first >= length)
     partly = ~none & (first + page > length)  # comes last, so that the others' tokens lie end to end
@@ -95,17 +95,18 @@ def attend_pages(
 
 
 def _check(name: str, q: Tensor, cache: PagedKV, chosen: Tensor) -> None:
-    if not (isinstance(cache.k, Tensor) and isinstance(cache.v, Tensor)):
-        raise TypeError(f"{name}: the cache holds {type(cache.k).__name__}; give tensors")
+    if not (isinstance(cache, PagedKV) and isinstance(cache.k, Tensor) and isinstance(cache.v, Tensor)):
+        given = f"holds {type(cache.k).__name__}" if isinstance(cache, PagedKV) else f"is a {type(cache).__name__}"
+        raise TypeError(f"{name}: the cache {given}; give PagedKV(k, v, page_table, lengths) of tensors")
     if q.ndim != 4 or q.shape[1] != 1:
         raise ValueError(f"{name}: q is {list(q.shape)}; give one query a sequence, [batch, 1, heads, dim], and fold more into the batch")
     (batch, _, heads, _), kv_heads = q.shape, cache.k.shape[2]
     if heads % kv_heads:
         raise ValueError(f"{name}: {heads} query heads are not a multiple of {kv_heads} key heads")
-    fits = chosen.shape[:-1] in ((batch,), (batch, kv_heads)) and chosen.shape[-1] > 0
-    if chosen.dtype != torch.int32 or not fits or chosen.device != q.device:
-        given = f"{chosen.dtype} {list(chosen.shape)} on {chosen.device}"
-        raise ValueError(f"{name}: the choice is {given}; give int32 [{batch}, top] or [{batch}, {kv_heads}, top] on {q.device}, top at least 1")
+    check_pages(name, q, cache, batch)
+    fits = isinstance(chosen, Tensor) and chosen.shape[:-1] in ((batch,), (batch, kv_heads)) and chosen.shape[-1] > 0
+    if not fits or chosen.dtype != torch.int32 or chosen.device != q.device:
+        raise ValueError(f"{name}: the choice is {kind_of(chosen)}; give int32 [{batch}, top] or [{batch}, {kv_heads}, top] on {q.device}, top at least 1")
 
 
 def _packed(chosen: Tensor, none: Tensor, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -127,12 +128,21 @@ def _unit(t: Tensor, page: int, folded: bool) -> tuple[Tensor, tuple[int, int, i
     pages, slots, heads, dim = t.shape
     by_page, by_slot, by_head, _ = t.stride()
     steps = (by_page, by_slot if page == 1 else 0, by_head if folded else 0)
-    unit = math.gcd(*steps)
+    unit = _divisor(*steps)
     if t.stride(-1) != 1 or unit == 0:
         raise ValueError(f"attention over chosen keys: k or v has strides {t.stride()}; give pages that are not expanded, their last dimension contiguous")
     steps = tuple(step // unit for step in steps)
     n = 1 + sum(step * (size - 1) for step, size in zip(steps, (pages, slots, heads), strict=True))
     return t.as_strided((n, page, 1 if folded else heads, dim), (unit, by_slot, by_head, 1)), steps
+
+
+def _divisor(*numbers: int) -> int:
+    """The greatest common one; by its own loop, since torch.compile follows `math.gcd` only where it knows the numbers."""
+    found = 0
+    for n in numbers:
+        while n:
+            found, n = n, found % n
+    return found
 
 
 def _attend(q: Tensor, cache: PagedKV, page: int, choice: _Choice, scale: float | None, return_lse: bool, kernel: str):
