@@ -34,6 +34,7 @@ TINY = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [1.0 + i / 2 for i in range(8)]}
 BOTH_ROPES = {  # as in Gemma 3 from 4B on
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -58,6 +59,7 @@ MODELS = {  # id: (transformers config class, what departs from TINY)
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "phi3-partial-window": ("Phi3Config", {"sliding_window": 24, "partial_rotary_factor": 0.5}),
+    "phi3-longrope": ("Phi3Config", {"sliding_window": None, "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}),
     "gemma2": ("Gemma2Config", GEMMA2),
     "gemma2-tied": ("Gemma2Config", {**GEMMA2, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gemma2-no-softcap": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
@@ -345,7 +347,7 @@ def test_missing_and_foreign_weights_are_named(folders):
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ({"hidden_act": "relu6"}, "hidden_act 'relu6'"),
-        ({"rope_scaling": {"rope_type": "longrope"}, "rope_parameters": None}, "rope_type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "spiral"}, "rope_parameters": None}, "rope_type 'spiral'"),
     ],
 )
 def test_configs_that_cannot_be(folders, change, words):

@@ -23,6 +23,38 @@ def test_dynamic(positions):
     torch.testing.assert_close(ours, torch.cat((angles.cos(), angles.sin()), 1) * factor, atol=2e-4, rtol=0)
 
 
+LISTS = {"short_factor": [1.0 + i / 16 for i in range(16)], "long_factor": [1.0 + i for i in range(16)]}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 128, **LISTS}, 128),
+        ({"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 128, **LISTS}, 129),
+        ({"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 128, "attention_factor": 1.25, **LISTS}, 300),
+        ({"rope_type": "proportional", "partial_rotary_factor": 0.25}, 100),
+        ({"rope_type": "proportional", "factor": 8.0}, 100),
+    ],
+    ids=str,
+)
+def test_by_lists_and_by_a_part(scaling, positions):
+    config = transformers.LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=512, rope_parameters={"rope_theta": 1e4, **scaling})
+    frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"), seq_len=positions)
+    angles = torch.outer(torch.arange(positions).float(), frequencies)
+    ours = rope_table(positions, 32, 1e4, scaling)
+    torch.testing.assert_close(ours, torch.cat((angles.cos(), angles.sin()), 1) * factor, atol=2e-4, rtol=0)
+
+
+def test_a_dict_that_lacks_something():
+    for scaling, words in (
+        ({"rope_type": "spiral"}, "rope_type 'spiral' is not one of default, linear"),
+        ({"rope_type": "linear"}, "^rope_table: rope_type 'linear' without factor; give it in `scaling`$"),
+        ({"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 8, **LISTS}, "long_factor has 16 numbers for 8 frequencies; give one"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            rope_table(9, 16, 1e4, scaling)
+
+
 def test_sections_of_three_positions():
     """Qwen2-VL: time, height and width turn 4, 6 and 6 of 16 frequencies."""
     tokens, sections = 7, (4, 6, 6)

@@ -127,11 +127,13 @@ class ModelConfig:
         if kind not in SCALINGS:
             raise ModelError(f"config: rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
         context = _positive(raw, "max_position_embeddings")
-        rope.setdefault("original_max_position_embeddings", context)
+        rope.setdefault("original_max_position_embeddings", raw.get("original_max_position_embeddings") or context)  # Phi-3 has it beside the dict
+        if kind == "longrope":
+            rope.setdefault("factor", context / rope["original_max_position_embeddings"])
         act = raw.get("hidden_activation") or raw.get("hidden_act", "silu")  # Gemma's files have both, and go by the first
         if act not in ACTIVATIONS:
             raise ModelError(f"config: hidden_act {act!r} is not one of {', '.join(ACTIVATIONS)}")
-        partial = rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+        partial = 1.0 if kind == "proportional" else rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
         return cls(
             family=name,
             layers=layers,

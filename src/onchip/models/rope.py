@@ -14,6 +14,8 @@ SCALINGS = {  # rope_type: what it needs
     "dynamic": ("factor", OLD),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", OLD),
     "yarn": ("factor", OLD),
+    "longrope": ("factor", "short_factor", "long_factor", OLD),
+    "proportional": (),
 }
 
 
@@ -22,8 +24,11 @@ def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any
 
     scaling   a Hugging Face `rope_scaling` dict. rope_type "linear": all frequencies divided by `factor` (Chen et al., 2023);
               "llama3": only the slow ones, with a ramp (Llama 3.1); "yarn": by parts, and the table scaled by the
-              attention factor (Peng et al., 2023); "dynamic": a larger theta where `positions` exceed the old context. "rope_freqs": a divisor for
-              each frequency, as GGUF files carry them.
+              attention factor (Peng et al., 2023); "dynamic": a larger theta where `positions` exceed the old context; "longrope": a divisor for each
+              frequency, `long_factor` where `positions` exceed the old context, else `short_factor`, and the table scaled (Ding et al., 2024);
+              "proportional": the last pairs of a head stand still but for `partial_rotary_factor` (Gemma 4). "rope_freqs": a divisor for each
+              frequency, as GGUF files carry them.
+    Raises ValueError for another rope_type, or a dict that lacks what its own needs.
     """
     scaling = dict(scaling or {})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -43,6 +48,11 @@ def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any
         frequencies = _llama3(frequencies, scaling)
     elif kind == "yarn":
         frequencies, factor = _yarn(frequencies, dim, theta, scaling)
+    elif kind == "longrope":
+        frequencies, factor = _longrope(frequencies, positions, scaling)
+    elif kind == "proportional":
+        frequencies[int(scaling.get("partial_rotary_factor", 1.0) * dim // 2) :] = 0.0
+        frequencies = frequencies / scaling.get("factor", 1.0)
     if scaling.get("rope_freqs"):
         frequencies = frequencies / torch.tensor(scaling["rope_freqs"], dtype=torch.float32)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
@@ -79,6 +89,16 @@ def _dynamic(positions: int, dim: int, theta: float, s: Mapping[str, Any]) -> fl
     """NTK: theta such that the slowest frequency is interpolated by as much as there are more positions than in the old context."""
     old = s[OLD]
     return theta if positions <= old else theta * (s["factor"] * positions / old - (s["factor"] - 1)) ** (dim / (dim - 2))
+
+
+def _longrope(frequencies: Tensor, positions: int, s: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Divided by what was searched for each of them, for long texts or for short ones; and the scale of the table."""
+    factor, old = s["factor"], s[OLD]
+    which = "long_factor" if positions > old else "short_factor"
+    if len(s[which]) != len(frequencies):
+        raise ValueError(f"rope_table: rope_type 'longrope': {which} has {len(s[which])} numbers for {len(frequencies)} frequencies; give one for each")
+    scale = s.get("attention_factor") or (1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(old)))
+    return frequencies / torch.tensor(s[which], dtype=torch.float32), scale
 
 
 def _llama3(frequencies: Tensor, s: Mapping[str, Any]) -> Tensor:
