@@ -30,7 +30,6 @@ SUITES = {  # name -> (file, folders whose modules it imports)
     "mla-page": (f"{TESTS}mla_page.py", (".",)),
     "page": (f"{TESTS}page.py", (".",)),
     "prefill": (f"{TESTS}batch_prefill_kernels.py", (".",)),
-    "prefill-sinks": (f"{TESTS}attention_sink.py", (".",)),
     "prefill-small": (f"{TESTS}batch_prefill.py", (".",)),
     "rope": (f"{TESTS}rope.py", (".",)),
     "shared-prefix": (f"{TESTS}shared_prefix_kernels.py", (".",)),

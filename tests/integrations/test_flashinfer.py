@@ -516,6 +516,52 @@ def test_what_cannot_be_done_is_refused_by_name(device):
         batch.paged().run(batch.q[:2], batch.cache)
 
 
+def test_what_a_plan_and_its_run_disagree_about(device):
+    """Each would read other memory, or the same memory as something else."""
+    work, batch = torch.empty(8, device=device), Batch(device, (1,) * 3, (7, 2, 12))
+    for wrapper, dims in ((batch.decode(), "4 heads over 2, of 16"), (batch.paged(), "4 heads over 2, of 16")):
+        for q in (batch.q[:, :2], batch.q[..., :8]):
+            with pytest.raises(ValueError, match=rf"run: q is \[3, .*\] over 2 key heads; plan\(\) was told {dims} columns"):
+                wrapper.run(q, batch.cache)
+    with pytest.raises(ValueError, match=r"run: q is \[3, 4, 16\] over 1 key heads; plan"):
+        batch.ragged().run(batch.q, batch.k[:, :1], batch.v[:, :1])
+    for last, indices, words in ((batch.last - 9, batch.indices, "each list must hold its keys"), (batch.last, batch.indices[:-1], "5 indices .* go on to 6")):
+        with pytest.raises(ValueError, match=words):
+            fi.BatchDecodeWithPagedKVCacheWrapper(work).plan(batch.pages, indices, last, 4, 2, 16, PAGE)
+    for count in (20, 22):  # of 7 + 2 + 12
+        with pytest.raises(ValueError, match=rf"custom_mask has {count} elements for \[1, 1, 1\] queries over \[7, 2, 12\] keys; give"):
+            batch.paged(custom_mask=torch.ones(count, dtype=torch.bool, device=device))
+    with pytest.raises(ValueError, match=r"^segment_packbits: x has 3 elements, and indptr ends at 4; give as many"):
+        fi.segment_packbits(torch.ones(3), torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match="pos_encoding_mode 'ALIBI' is not one of NONE"):
+        fi.BatchAttentionWithAttentionSinkWrapper(work, pos_encoding_mode="ALIBI")
+
+
+def test_positions_past_the_pages_of_a_sequence():
+    """There another one's page would be written."""
+    batch = Batch("cpu", (1,) * 3, (7, 2, 12))
+    for position in (-1, 2 * PAGE):
+        with pytest.raises(ValueError, match=r"^append: positions up to .* are past the pages of their sequences; give kv_indptr and kv_indices with room"):
+            tokens, place = torch.zeros(1, 2, 16), torch.tensor([position], dtype=torch.int32)
+            fi.append_paged_kv_cache(tokens, tokens, torch.tensor([0]), place, batch.cache, batch.indices, batch.pages, batch.last)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_plan_that_fails_leaves_none(device, graph):
+    batch = Batch(device, (1, 1), (7, 2))
+    places = [torch.zeros(n, dtype=torch.int32, device=device) for n in (3, 3, 8, 2)]
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(8, device=device), "NHD", graph, *(places if graph else ()))
+    with pytest.raises(RuntimeError, match="nothing is planned"):
+        wrapper.forward(batch.q, batch.cache)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="each list must hold its keys"):
+            wrapper.plan(batch.q_indptr, batch.pages, batch.indices, batch.last + PAGE, 4, 2, 16, PAGE)
+        with pytest.raises(RuntimeError, match="nothing is planned"):
+            wrapper.run(batch.q, batch.cache)
+        more = Batch(device, (2, 3), (7, 2))  # than the plan that failed had, which does not count as the first
+        close(more.paged(wrapper).run(more.q, more.cache), more.truth()[0])
+
+
 def test_run_reads_nothing_from_the_device(device, monkeypatch):
     """On a CPU: no `.item()`, `.tolist()` or `.cpu()` of a plan's tensors in the drop-in itself."""
     import onchip.integrations.flashinfer.pages as pages

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from onchip.integrations.flashinfer.call import refuse
+from onchip.integrations.flashinfer.call import one_of, refuse
 from onchip.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 
@@ -57,7 +57,10 @@ class BatchAttention:
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """`BatchPrefillWithPagedKVCacheWrapper` whose `run` takes a logit a head that joins each row's sum, and the scale, by position."""
+    """`BatchPrefillWithPagedKVCacheWrapper` whose `run` takes a logit a head that joins each row's sum, and the scale, by position.
+
+    What FlashInfer compiles its kernel for (dtypes, dimensions, `window_left`) changes nothing: `plan` says it again.
+    """
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         head_dim_vo: int = 128,
         window_left: int = -1,
     ) -> None:
+        one_of(type(self).__name__, "pos_encoding_mode", pos_encoding_mode, ("NONE",))  # plan() takes the others
         buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf)
         super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, *buffers, backend)
 

@@ -319,6 +319,13 @@ def keep(buffer: Tensor, given: Tensor, what: str = "") -> None:
     buffer[: len(given)].copy_(given)
 
 
+def check_heads(name: str, q: Tensor, kv_heads: int, heads: tuple[int, int], dim: int) -> None:
+    """Whether `run` gets what `plan` was told: `heads` of queries and of keys."""
+    if q.ndim != 3 or tuple(q.shape[1:]) != (heads[0], dim) or kv_heads != heads[1]:
+        given = f"q is {list(q.shape)} over {kv_heads} key heads; plan() was told {heads[0]} heads over {heads[1]}, of {dim} columns"
+        raise ValueError(f"{name}: {given}; give plan() the heads that run() gets")
+
+
 def planned(name: str, way: Way | None) -> None:
     if way is None:
         raise RuntimeError(f"{name}: nothing is planned; call plan() first")

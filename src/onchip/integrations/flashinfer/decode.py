@@ -15,6 +15,7 @@ from onchip.integrations.flashinfer.call import (
     Way,
     as_planned,
     call_of,
+    check_heads,
     compute_dtype,
     dtype_of,
     finished,
@@ -112,6 +113,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """
         name = f"{type(self).__name__}.plan"
         one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
+        self._way = None  # what a plan that fails leaves behind is none
         if window_right != 0:
             raise ValueError(f"{name}: window_right {window_right} is not supported; a decoded token sees none after itself, so leave it 0")
         if q_len_per_req < 1:
@@ -157,6 +159,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         k, v = unpacked(name, paged_kv_cache, self._kv_layout)
         as_planned(name, "q", q.dtype, self._q_dtype)
         as_planned(name, "paged_kv_cache", k.dtype, self._kv_dtype)
+        check_heads(name, q, k.shape[2], self._heads, self._dim)
         batch = len(self._pages.lengths)
         if q_len_per_req is not None:
             warnings.warn("q_len_per_req in run() is deprecated; give it to plan()", DeprecationWarning, stacklevel=2)
@@ -195,6 +198,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ):
         """`run`, with what is computed given here instead of to `plan`."""
         one_of(f"{type(self).__name__}.forward", "pos_encoding_mode", pos_encoding_mode, POSITIONS)
+        planned(f"{type(self).__name__}.forward", self._way)
         self._way = Way(True, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 

@@ -54,6 +54,7 @@ class BatchMLAPagedAttentionWrapper:
         """The page table of the batch. `kv_len_arr` int32 [batch]: keys of each sequence."""
         name = f"{type(self).__name__}.plan"
         refuse(name, use_profiler=use_profiler)
+        self._way = None  # what a plan that fails leaves behind is none
         lists = lists_of(name, kv_indptr, None, page_size, kv_len_arr)
         host = qo_indptr.detach().to("cpu", torch.int32)
         if len(host) != len(lists.lengths) + 1 or (host.diff() < 0).any():
@@ -61,10 +62,10 @@ class BatchMLAPagedAttentionWrapper:
         self._rows, longest = int(host[-1]), int(host.diff().max())
         self._even = longest if longest and int(host.diff().min()) == longest and not int(host[0]) else None
         if self._use_cuda_graph:
-            self._most_rows = self._most_rows or self._rows
-            if self._rows > self._most_rows:
-                raise ValueError(f"{name}: {self._rows} queries in a wrapper for CUDA graphs first planned for {self._most_rows}; that many are the most")
-            longest, self._even = self._most_rows, None  # a graph keeps what it was captured with, and other plans may share rows out otherwise
+            most = self._most_rows or self._rows
+            if self._rows > most:
+                raise ValueError(f"{name}: {self._rows} queries in a wrapper for CUDA graphs first planned for {most}; that many are the most")
+            longest, self._even = most, None  # a graph keeps what it was captured with, and other plans may share rows out otherwise
             for buffer, given in ((self._buffers["qo_indptr"], host), (self._buffers["kv_indptr"], kv_indptr), (self._buffers["kv_len_arr"], kv_len_arr)):
                 keep(buffer, given)
             keep(self._buffers["kv_indices"], kv_indices, "indices")
@@ -74,7 +75,7 @@ class BatchMLAPagedAttentionWrapper:
         self._longest, self._pages = longest, self._table.fill(name, lists, kv_indices, page_size)
         self._q_dtype, self._kv_dtype = dtype_of(q_data_type), dtype_of(kv_data_type)
         self._heads, self._dims = num_heads, (head_dim_ckv, head_dim_kpe)
-        self._way = Way(causal, sm_scale=sm_scale)
+        self._way, self._most_rows = Way(causal, sm_scale=sm_scale), longest if self._use_cuda_graph else None
 
     def run(
         self,
@@ -111,8 +112,9 @@ class BatchMLAPagedAttentionWrapper:
             as_planned(name, argument, given.dtype, dtype)
         as_planned(name, "kpe_cache", kpe_cache.dtype, self._kv_dtype)
         refuse_scales(name, ckv_cache.dtype, ckv_scale, ckv_scale_arr, kpe_scale)
-        if len(q_nope) != self._rows:
-            raise ValueError(f"{name}: q_nope has {len(q_nope)} tokens, qo_indptr ends at {self._rows}; give [{self._rows}, heads, dim_ckv]")
+        for argument, given, dim in (("q_nope", q_nope, self._dims[0]), ("q_pe", q_pe, self._dims[1])):
+            if given.shape != (self._rows, self._heads, dim):
+                raise ValueError(f"{name}: {argument} is {list(given.shape)}; plan() was told [{self._rows}, {self._heads}, {dim}], give both the same")
         scaling = None if ckv_scale is ckv_scale_arr is None else (ckv_scale if ckv_scale_arr is None else ckv_scale_arr, kpe_scale)
         k, v, pages = latent(ckv_cache, kpe_cache, self._pages, q_nope.dtype, scaling)
         queries = Queries(torch.cat((q_nope, q_pe), -1), self._offsets, self._longest, self._even)

@@ -77,6 +77,12 @@ def _append(pairs: list[tuple[Tensor, Tensor]], batch_indices: Tensor, positions
     written = batch_indices >= 0
     token = torch.arange(len(written), device=device)
     token = torch.where(written, token, torch.where(written, token, 0).amax())
+    if device.type == "cpu":
+        full = indptr.diff()[batch_indices.long().clamp(min=0)] * pairs[0][0].shape[1]
+        if (written & ((positions < 0) | (positions >= full))).any():
+            raise ValueError(
+                f"append: positions up to {int(positions[written].max())} are past the pages of their sequences; give kv_indptr and kv_indices with room"
+            )
     sequence, position, some = batch_indices[token].long().clamp(min=0), positions[token].long().clamp(min=0), written.any()
     for pool, new in pairs:
         page = pool.shape[1]

@@ -62,7 +62,7 @@ def lists_of(name: str, indptr: Tensor, last_page_len: Tensor | None, page: int,
             raise ValueError(f"{name}: last_page_len is {list(last_page_len.shape)} beside {len(pages)} page lists; give one length a list")
         lengths = torch.where(pages > 0, (pages - 1) * page + last, 0)
     lengths = lengths.detach().flatten().to("cpu", torch.int32)
-    if lengths.shape != pages.shape or (pages < 0).any() or (lengths > pages * page).any():
+    if lengths.shape != pages.shape or (pages < 0).any() or (lengths < 0).any() or (lengths > pages * page).any():
         raise ValueError(f"{name}: page lists of {pages.tolist()} pages of {page} tokens for {lengths.tolist()} keys; each list must hold its keys")
     return Lists(indptr, lengths)
 
@@ -82,6 +82,9 @@ class Table:
     def fill(self, name: str, lists: Lists, indices: Tensor, page: int) -> Pages:
         """The table of a plan; `indices` are the pages of all sequences, end to end."""
         batch, most = len(lists.lengths), lists.most_pages(page)
+        needed = int((lists.indptr[:-1] + -(-lists.lengths // page)).where(lists.lengths > 0, 0).max()) if batch else 0
+        if needed > len(indices):
+            raise ValueError(f"{name}: {len(indices)} indices of pages for lists that go on to {needed}; give the pages of all sequences, end to end")
         indices = indices.to(self.device, torch.int32)
         indptr, lengths = (t.to(self.device, non_blocking=True) for t in lists)
         slots = indptr[:-1, None] + torch.arange(most, dtype=torch.int32, device=self.device)

@@ -18,6 +18,7 @@ from onchip.integrations.flashinfer.call import (
     Way,
     as_planned,
     call_of,
+    check_heads,
     compute_dtype,
     dtype_of,
     finished,
@@ -68,15 +69,20 @@ class Prefill:
         if not self._use_cuda_graph:
             self._qo_indptr_buf = host.to(self.device, non_blocking=True)
             return host
-        if self._most_rows is None:
-            self._most_rows = self._rows
-        if self._rows > self._most_rows:
-            raise ValueError(f"{name}: {self._rows} queries in a wrapper for CUDA graphs first planned for {self._most_rows}; that many are the most")
+        most = self._rows if self._most_rows is None else self._most_rows
+        if self._rows > most:
+            raise ValueError(f"{name}: {self._rows} queries in a wrapper for CUDA graphs first planned for {most}; that many are the most")
         if len(host) != self._fixed_batch_size + 1:
             raise ValueError(f"{name}: {len(host) - 1} sequences in a wrapper for CUDA graphs of {self._fixed_batch_size}; the batch size cannot change")
         keep(self._qo_indptr_buf, host)
-        self._longest, self._even = self._most_rows, None  # whatever later plans say, what is captured serves them
+        self._longest, self._even = most, None  # whatever later plans say, what is captured serves them
         return host
+
+    def _done(self, way: Way) -> None:
+        """A plan that went well: `run` may come."""
+        self._way = way
+        if self._use_cuda_graph:
+            self._most_rows = self._longest
 
     def _masks(self, custom_mask: Tensor | None, packed: Tensor | None, lengths_q: Tensor, lengths_k: Tensor) -> None:
         """The bits of the sequences' masks, and each one's first byte."""
@@ -86,6 +92,9 @@ class Prefill:
             self._masked = False
             return
         sizes = lengths_q.long() * lengths_k.long()
+        if packed is None and custom_mask.numel() != int(sizes.sum()):
+            given = f"custom_mask has {custom_mask.numel()} elements for {lengths_q.tolist()} queries over {lengths_k.tolist()} keys"
+            raise ValueError(f"plan: {given}; give [len_q, len_k] of each sequence, flat and end to end: {int(sizes.sum())} elements")
         if packed is None:
             packed, first = segment_packbits(custom_mask.reshape(-1), torch.nn.functional.pad(sizes.cumsum(0), (1, 0)), "little")
         else:
@@ -216,6 +225,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Prefill):
         """
         name = f"{type(self).__name__}.plan"
         one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
+        self._way = None  # what a plan that fails leaves behind is none
         in_elements = self._backend == "cudnn" and max_token_per_sequence is not None
         host = self._queries(name, qo_indptr.div(num_qo_heads * head_dim_qk, rounding_mode="floor") if in_elements else qo_indptr)
         lists = lists_of(name, paged_kv_indptr, paged_kv_last_page_len, page_size, seq_lens)
@@ -230,7 +240,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Prefill):
         self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, len(host) - 1)
         self._dtypes(q_data_type, kv_data_type, o_data_type)
         self._heads, self._dim = (num_qo_heads, num_kv_heads), head_dim_qk
-        self._way = Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
+        self._done(Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta))
 
     begin_forward = plan
 
@@ -263,6 +273,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Prefill):
         k, v = unpacked(name, paged_kv_cache, self._kv_layout)
         as_planned(name, "q", q.dtype, self._q_dtype)
         as_planned(name, "paged_kv_cache", k.dtype, self._kv_dtype)
+        check_heads(name, q, k.shape[2], self._heads, self._dim)
         way = self._way if window_left is None else self._way._replace(window_left=window_left)
         scaling = scaling_of(name, q, args, Scaling(q_scale, k_scale, v_scale))
         queries, dtype = Queries(q, self._qo_indptr_buf, self._longest, self._even), compute_dtype(q.dtype, self._o_dtype)
@@ -289,6 +300,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Prefill):
     ):
         """`run`, with what is computed given here instead of to `plan`."""
         one_of(f"{type(self).__name__}.forward", "pos_encoding_mode", pos_encoding_mode, POSITIONS)
+        planned(f"{type(self).__name__}.forward", self._way)
         self._way = Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 

@@ -18,6 +18,8 @@ def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
 def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[Tensor, Tensor]:
     """`packbits` of each segment `x[indptr[i]:indptr[i + 1]]`, and where each one's bytes begin, like `indptr`. Waits for the device."""
     bounds = indptr.to(x.device)
+    if x.numel() < (last := int(bounds[-1])):
+        raise ValueError(f"segment_packbits: x has {x.numel()} elements, and indptr ends at {last}; give as many")
     lengths = bounds.diff()
     starts = F.pad((lengths + 7).div(8, rounding_mode="floor").cumsum(0), (1, 0)).to(indptr.dtype)
     bits = torch.zeros(int(starts[-1]) * 8, dtype=torch.bool, device=x.device)

@@ -13,6 +13,7 @@ from onchip.integrations.flashinfer.call import (
     Scaling,
     Way,
     as_planned,
+    check_heads,
     compute_dtype,
     fixed_batch,
     keep,
@@ -95,6 +96,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
         """
         name = f"{type(self).__name__}.plan"
         one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
+        self._way = None  # what a plan that fails leaves behind is none
         if (v_indptr is not None or o_indptr is not None) and self._backend != "cudnn":
             raise Unsupported(f"{name}: v_indptr or o_indptr beside backend {self._backend!r}; values lie as keys do and outputs as queries, so leave them out")
         if self._backend == "cudnn" and max_token_per_sequence is not None:
@@ -113,7 +115,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
         self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, len(host) - 1)
         self._dtypes(q_data_type, kv_data_type, o_data_type)
         self._heads, self._dim = (num_qo_heads, num_kv_heads), head_dim_qk
-        self._way = Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
+        self._done(Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta))
 
     begin_forward = plan
 
@@ -149,6 +151,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
         scaling = scaling_of(name, q, args, Scaling(q_scale, k_scale, v_scale))
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
+        check_heads(name, q, k.shape[1], self._heads, self._dim)
         if min(len(k), len(v)) < self._keys:
             raise ValueError(f"{name}: k has {len(k)} tokens and v {len(v)}, and kv_indptr ends at {self._keys}; give as many as were planned")
         wide_q, k, v = (widened(t, dtype) for t in (q, k, v))
@@ -180,6 +183,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
     ):
         """`run`, with what is computed given here instead of to `plan`."""
         one_of(f"{type(self).__name__}.forward", "pos_encoding_mode", pos_encoding_mode, POSITIONS)
+        planned(f"{type(self).__name__}.forward", self._way)
         self._way = Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
         return self.run(q, k, v, return_lse=return_lse)
 
