@@ -98,6 +98,13 @@ def test_a_named_kernel_never_falls_back():
     )
 
 
+def test_a_cache_that_may_not_be_quantised():
+    paged = DECODE._replace(kv="int8/32")
+    reasons = dict(select(paged, H200).refused)
+    assert "kv int8/32 is not none" in reasons["hopper_decode"]
+    assert "kv int8/32 is not one of none, e4m3, e5m2, int8, int4" in reasons["register_decode"]
+
+
 def test_a_named_kernel_refuses_a_cpu(plain_cpu):
     with pytest.raises(
         onchip.Unsupported, match=r"kernel='triton_prefill' refused .*: runs on NVIDIA sm_80 and AMD gfx942, this is a CPU\. Leave kernel='auto'"

@@ -91,8 +91,14 @@ def test_pages_for(tokens, pages):
 
 @pytest.mark.parametrize(("pages", "page"), [(0, 4), (-1, 4), (4, 0), (4, -4)])
 def test_a_pool_that_cannot_be(pages, page):
-    with pytest.raises(ValueError, match=f"PagePool: {pages} pages of {page} tokens; give at least one page, of at least one token"):
+    with pytest.raises(ValueError, match=f"PagePool: .* {pages} pages of {page} tokens, .* give whole numbers: at least one page, of at least one token"):
         pool(pages, page)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 4, 2, 8), (1, 2.5, 4, 2, 8), (1, 4, 4, 0, 8), (1, 4, 4, 2, 0)], ids=str)
+def test_sizes_that_cannot_be(sizes):
+    with pytest.raises(ValueError, match=r"PagePool: .*; give whole numbers"):
+        PagePool(*sizes, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_append_gives_slots_in_order():
@@ -109,6 +115,15 @@ def test_append_gives_slots_in_order():
 def test_append_of_nothing():
     p, a = pool(), PageList()
     assert p.append(a, 0).tolist() == [] and a.pages == [] and a.length == 0
+
+
+@pytest.mark.parametrize("tokens", [-1, 2.0])
+def test_append_of_what_is_no_number_of_tokens(tokens):
+    p, a = pool(), PageList()
+    p.append(a, 3)
+    with pytest.raises(ValueError, match=f"^append: {tokens} tokens; give a whole number, 0 or more"):
+        p.append(a, tokens)
+    assert a.length == 3 and type(a.length) is int
 
 
 def test_append_after_reserve_takes_no_more_pages():

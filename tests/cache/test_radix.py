@@ -201,6 +201,16 @@ def test_out_of_pages_evicts_nothing():
     assert tree.pool.num_free == 0 and tree.num_pages == 2
 
 
+def test_what_is_no_count_and_what_is_no_token():
+    tree = RadixTree(pool(4))
+    remember(tree, [1, 1, 2, 2])
+    tree.evict(-1)
+    assert tree.num_pages == 2
+    for tokens in ([1 << 31], ["a"], [1.5]):
+        with pytest.raises(ValueError, match=r"^RadixTree: tokens are no whole numbers of 32 bits \(.*\); give a list of ids"):
+            tree.match(tokens)
+
+
 def test_clear():
     tree = RadixTree(pool(8), HostPool(pool(8), 4))
     remember(tree, [1, 2, 3, 4], [1, 2, 5, 6])

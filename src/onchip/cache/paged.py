@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -42,8 +43,9 @@ class PagePool:
         self, layers: int, pages: int, page: int, kv_heads: int, dim: int, *, dtype: torch.dtype, device: torch.device,
         format: Format | str | None = None, channel: Tensor | None = None,
     ):  # fmt: skip
-        if pages < 1 or page < 1:
-            raise ValueError(f"PagePool: {pages} pages of {page} tokens; give at least one page, of at least one token")
+        if not all(isinstance(n, Integral) and n > 0 for n in (layers, pages, page, kv_heads, dim)):
+            given = f"{layers} layers, {pages} pages of {page} tokens, {kv_heads} heads of {dim}"
+            raise ValueError(f"PagePool: {given}; give whole numbers: at least one page, of at least one token, and one or more of the others")
         if channel is not None and (format is None or channel.shape != (layers, kv_heads, dim) or channel.dtype != torch.float32):
             given = f"{channel.dtype} {list(channel.shape)} beside format {format}"
             raise ValueError(f"PagePool: channel is {given}; give float32 [{layers}, {kv_heads}, {dim}] beside a format, or None")
@@ -177,6 +179,8 @@ class PagePool:
 
     def append(self, sequence: PageList, tokens: int) -> Tensor:
         """Room for `tokens` more: their slots (`page index * page size + offset`), int64 [tokens] on the CPU. Raises OutOfPages, and then changes nothing."""
+        if not isinstance(tokens, Integral) or tokens < 0:
+            raise ValueError(f"append: {tokens!r} tokens; give a whole number, 0 or more")
         self.reserve(sequence, sequence.length + tokens)
         positions = torch.arange(sequence.length, sequence.length + tokens, device="cpu")
         sequence.length += tokens

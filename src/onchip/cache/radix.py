@@ -103,7 +103,7 @@ class RadixTree:
         Raises OutOfPages where there are too few, and then changes nothing.
         """
         leaving: dict[Node, None] = {}
-        found = 0
+        found, count = 0, max(0, count)
         for node in self._here:
             if found >= count:
                 break
@@ -229,7 +229,10 @@ class RadixTree:
 
 
 def _text(tokens: Sequence[int]) -> bytes:
-    return array("i", tokens).tobytes()
+    try:
+        return array("i", tokens).tobytes()
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"RadixTree: tokens are no whole numbers of 32 bits ({error}); give a list of ids") from error
 
 
 def _common(a: bytes, b: bytes, step: int) -> int:

@@ -169,4 +169,4 @@ def _say(value) -> str:
     if isinstance(value, (tuple, frozenset, list)):
         names = [_say(v) for v in value]
         return names[0] if len(names) == 1 else "one of " + ", ".join(names)
-    return str(value)
+    return str(value) or "none"
