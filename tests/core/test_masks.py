@@ -324,6 +324,8 @@ def test_a_mask_that_does_not_list_its_tensors():
         (lambda: Prefix(-1), "Prefix: length -1 is negative; it counts the keys that all see, so 0 or more"),
         (lambda: Prefix(torch.ones(2, 2)), r"Prefix: length is torch.float32 \[2, 2\]; give an integer tensor of 1 dimensions"),
         (lambda: Tree(torch.ones(3, 4)), r"Tree: ancestors are torch.float32 \[3, 4\]; give bool \[nodes, nodes\] or \[batch, nodes, nodes\]"),
+        (lambda: Tree.of([-1, 0]), r"Tree: parents is a list; give a tensor"),
+        (lambda: Tree.of(torch.tensor([-1.0, 0.0])), r"Tree: parents is torch.float32 \[2\]; give an integer tensor of 1 or 2 dimensions"),
         (lambda: KeyPadding(torch.ones(2, 3)), r"KeyPadding: valid is torch.float32 \[2, 3\]; give integer lengths \[batch\] or bool \[batch, len_k\]"),
         (lambda: KeyPadding(torch.ones(2)), r"KeyPadding: valid is torch.float32 \[2\]; give integer lengths"),
         (lambda: Blocks(torch.ones(2, 2)), "Blocks: blocks are torch.float32; give bool, True where a block of queries sees a block of keys"),

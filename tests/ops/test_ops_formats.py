@@ -200,6 +200,14 @@ def test_wrong_arguments():
         quantise_cache(quantised, "int4")
     with pytest.raises(ValueError, match=r"channel is torch.float32 \[64\] on cpu; give float32 \[2, 64\] on cpu"):
         quantise_cache(original, "int8", torch.ones(64))
+    with pytest.raises(ValueError, match="channel is a list; give float32"):
+        quantise_cache(original, "int8", [1.0])
+    with pytest.raises(ValueError, match=r"k is torch.int32, v torch.float32; give floats"):
+        quantise_cache(original._replace(k=original.k.int()), "int8")
+    with pytest.raises(TypeError, match=r"^quantise_cache: cache is a tuple; give PagedKV"):
+        quantise_cache(tuple(original), "int8")
+    with pytest.raises(ValueError, match=r"^channel_scale: k is torch.float32 \[0, 2, 64\]; give floats \[..., kv_heads, dim\], of a token or more"):
+        channel_scale(torch.zeros(0, 2, 64))
     with pytest.raises(ValueError, match="format int8/64 of heads of 96"):
         quantise_cache(cache((20,), dim=96), "int8/64")
     with pytest.raises(ValueError, match=r"k is torch.float32 \[64\]; give floats"):

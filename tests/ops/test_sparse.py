@@ -196,6 +196,13 @@ def test_appended_bounds():
     assert all(torch.equal(ours, was) for ours, was in zip(bounds, before, strict=True))
 
 
+def test_bounds_of_other_keys():
+    bounds = page_bounds(cache_of())
+    for k, slots in ((torch.zeros(3, 2, 32), torch.zeros(2).long()), (torch.zeros(3, 1, 32), torch.zeros(3).long())):
+        with pytest.raises(ValueError, match=r"^append_bounds: k is .*; give \[tokens, 2, 32\], a slot for each token, and the cache's page"):
+            append_bounds(bounds, k, slots, 16)
+
+
 def test_pages_without_bounds_are_never_chosen():
     q, bounds = torch.zeros(1, 1, 2, 32), PageBounds(torch.full((3, 2, 32), torch.inf), torch.full((3, 2, 32), -torch.inf))
     bounds.low[1], bounds.high[1] = -1.0, 1.0
@@ -232,6 +239,9 @@ def test_top_pages():
     assert top_pages(scores, 6, 1, lengths, 16).shape == (2, 1, 6)
     with pytest.raises(ValueError, match="top is 0"):
         top_pages(scores, 0, 1, lengths, 16)
+    for recent in (-1, 3):  # of 2, one would be left out
+        with pytest.raises(ValueError, match=rf"^top_pages: top is 2, recent {recent}, .*; give a top of at least 1, of which recent is a part"):
+            top_pages(scores, 2, 1, lengths, 16, recent=recent)
 
 
 def test_quest_finds_the_page_that_matters():

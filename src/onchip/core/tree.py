@@ -37,6 +37,7 @@ class Tree(Mask):
     @classmethod
     def of(cls, parents: Tensor) -> "Tree":
         """From `parents` `[nodes]` or `[batch, nodes]`: the index of each node's parent, which comes before it; -1 for a root."""
+        check_tensor("Tree", "parents", parents, (1, 2), integer=True)
         parents, nodes = parents.long(), parents.shape[-1]
         seen = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(*parents.shape, nodes).clone()
         at = parents.clone()

@@ -60,7 +60,8 @@ def cascade_attention(
 
     What depends on places, windows and ALiBi among it, is for `paged_attention`: a node does not know where in a sequence it stands. Nothing
     is read on the host, so a CUDA graph may capture the call, and what the levels hold may then change. (Not of a quantised cache with more than
-    16 rows at a node: no GPU kernel reads those yet, so plain torch does, which waits for the device.) Returns as `attention` does.
+    16 rows at a node, unless there is one scale a head, of 64, 128 or 256 columns, and no softcap: plain torch reads it, and waits for the device.)
+    Returns as `attention` does.
     Raises ValueError where a level and the batch do not go together.
     """
     if q.ndim != 4:

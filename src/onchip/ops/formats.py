@@ -5,6 +5,7 @@ from torch import Tensor
 
 from onchip.core.formats import Codes, Format
 from onchip.ops.attend import PagedKV
+from onchip.ops.checks import kind_of
 
 AT_ONCE = 1 << 24  # numbers whose float32 copy is held
 
@@ -17,12 +18,16 @@ def quantise_cache(cache: PagedKV, format: Format | str, channel: Tensor | None 
 
     Raises ValueError for a cache that is quantised, a format that its heads do not fit, or a channel of another shape.
     """
-    form, (pages, page, kv_heads, dim) = Format.of(format), cache.k.shape
+    if not isinstance(cache, PagedKV):
+        raise TypeError(f"quantise_cache: cache is a {type(cache).__name__}; give PagedKV(k, v, page_table, lengths)")
     if isinstance(cache.k, Codes) or isinstance(cache.v, Codes):
         raise ValueError(f"quantise_cache: the cache has format {cache.k.format} already; give one of tensors")
-    if channel is not None and (channel.shape != (kv_heads, dim) or channel.dtype != torch.float32 or channel.device != cache.k.device):
-        given = f"{channel.dtype} {list(channel.shape)} on {channel.device}"
-        raise ValueError(f"quantise_cache: channel is {given}; give float32 [{kv_heads}, {dim}] on {cache.k.device}, or None")
+    form, (pages, page, kv_heads, dim) = Format.of(format), cache.k.shape
+    if not (cache.k.dtype.is_floating_point and cache.v.dtype.is_floating_point):
+        raise ValueError(f"quantise_cache: k is {cache.k.dtype}, v {cache.v.dtype}; give floats")
+    fits = isinstance(channel, Tensor) and (channel.shape, channel.dtype, channel.device) == ((kv_heads, dim), torch.float32, cache.k.device)
+    if channel is not None and not fits:
+        raise ValueError(f"quantise_cache: channel is {kind_of(channel)}; give float32 [{kv_heads}, {dim}] on {cache.k.device}, or None")
     found = []
     for pool, divisor in ((cache.k, channel), (cache.v, None)):
         sizes = (page, kv_heads, pool.shape[-1])
@@ -43,8 +48,8 @@ def channel_scale(k: Tensor) -> Tensor:
     Keys have few channels much larger than the others, which would take all digits of a token's scale (KIVI, Liu et al., 2024). A head's scales have a
     geometric mean of 1; a channel of zeros has the least of its head.
     """
-    if k.ndim < 2 or not k.dtype.is_floating_point:
-        raise ValueError(f"channel_scale: k is {k.dtype} {list(k.shape)}; give floats [..., kv_heads, dim]")
+    if k.ndim < 2 or not k.dtype.is_floating_point or not k.numel():
+        raise ValueError(f"channel_scale: k is {k.dtype} {list(k.shape)}; give floats [..., kv_heads, dim], of a token or more")
     size = k.detach().abs()
     most = size.where(size < torch.inf, 0.0).reshape(-1, *k.shape[-2:]).amax(0).float()
     least = torch.where(most > 0, most, torch.inf).amin(-1, keepdim=True)

@@ -198,6 +198,9 @@ def append_bounds(
     """Take the keys that are being written to the cache into the bounds, in place; `slots` as `PagePool.append` gives them (page index * page + offset).
     A page whose first slot is among them starts anew: it was another sequence's before. A slot of -1 is nowhere. A page that `PagePool` has copied
     (`fork`) has no bounds of its own yet: they are `page_bounds`'."""
+    if slots.shape != k.shape[:1] or k.shape[1:] != bounds.low.shape[1:] or page < 1:
+        given = f"k is {list(k.shape)}, slots {list(slots.shape)}, page {page}"
+        raise ValueError(f"append_bounds: {given}; give [tokens, {', '.join(map(str, bounds.low.shape[1:]))}], a slot for each token, and the cache's page")
     real = slots >= 0
     at = torch.where(real, slots // page, 0)
     begun = torch.zeros(len(bounds.low) + 1, dtype=torch.bool, device=k.device)
@@ -243,8 +246,9 @@ def top_pages(scores: Tensor, top: int, kv_heads: int, lengths: Tensor, page: in
     """The `top` pages of each key head, int32 [batch, kv_heads, top] for `attend_pages`, -1 where a sequence has fewer: by the largest score among the heads
     that share it, the `recent` last ones in any case."""
     batch, heads, pages = scores.shape
-    if top < 1 or heads % kv_heads:
-        raise ValueError(f"top_pages: top is {top} for {heads} heads over {kv_heads}; give at least 1, and key heads that divide the heads")
+    if top < 1 or heads % kv_heads or not 0 <= recent <= top:
+        given = f"top is {top}, recent {recent}, for {heads} heads over {kv_heads}"
+        raise ValueError(f"top_pages: {given}; give a top of at least 1, of which recent is a part, and key heads that divide the heads")
     scores = scores.view(batch, kv_heads, heads // kv_heads, pages).amax(2)
     used = ((lengths + page - 1) // page)[:, None, None]
     at = torch.arange(pages, device=scores.device)
