@@ -321,6 +321,29 @@ def test_computed_again_while_on_the_host():
     check(tree, [mine])
 
 
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_a_copy_that_fails_loses_nothing(way, monkeypatch):
+    """A full GPU has no room for the pages that are gathered: what was known stays known, and nothing is held for who has nothing."""
+    p = pool(6)
+    tree = RadixTree(p, HostPool(p, 4))
+    remember(tree, [1, 1, 2, 2])
+    remember(tree, [1, 1, 2, 2, 3, 3, 4, 4])
+    tree.evict(2)  # the end, to the host
+
+    def fails(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tree.host, way, fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            tree.evict(1) if way == "store" else tree.match([1, 1, 2, 2, 3, 3, 4, 4])
+    check(tree, [])
+    assert (tree.num_pages, p.num_free, tree.host.num_free) == (2, 4, 2)
+    sequence = tree.match([1, 1, 2, 2, 3, 3, 4, 4])
+    assert read(p, sequence) == [value([1, 1, 2, 2, 3, 3, 4, 4][: i + 1]) for i in range(8)]
+    check(tree, [sequence])
+
+
 # ---- any order of calls
 
 

@@ -11,6 +11,7 @@ Where there is a `HostPool`, what is evicted goes to host memory, whose own leas
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from onchip.cache.paged import OutOfPages, PageList, PagePool
 from onchip.cache.swap import HostPool
@@ -61,7 +62,10 @@ class RadixTree:
             pages += node.pages
         self.pool.share(pages)  # from here on they are not evicted
         self._touch(path)
-        pages += self._return(path[len(here) :])
+        with ExitStack() as undo:  # a copy may fail, a GPU that is full has no room for what it gathers
+            undo.callback(self.pool.drop, pages)
+            self._return(path[len(here) :], pages)
+            undo.pop_all()
         self._touch(path)
         return PageList(pages, len(pages) * self.pool.page)
 
@@ -115,7 +119,8 @@ class RadixTree:
                 f"{count} pages are to be evicted and {found} are held by the prefix tree alone; wait for a sequence to end, or make the pool larger"
             )
         if found > count:  # the beginning of the last one stays
-            self._here.move_to_end(self._split(next(reversed(leaving)), found - count), last=False)
+            for node in (self._split(next(reversed(leaving)), found - count), *reversed(leaving)):  # in order, should one not get away
+                self._here.move_to_end(node, last=False)
         for node in leaving:
             self._send_away(node)
 
@@ -191,10 +196,13 @@ class RadixTree:
         if not self._room_on_host(len(node.pages)):
             self._forget(node)
             return
-        node.slots = self.host.take(len(node.pages))
-        self.host.store(node.pages, node.slots)
+        slots = self.host.take(len(node.pages))
+        with ExitStack() as undo:
+            undo.callback(self.host.free, slots)
+            self.host.store(node.pages, slots)
+            undo.pop_all()
         self.pool.drop(node.pages)
-        node.pages = []
+        node.pages, node.slots = [], slots
         del self._here[node]
         self._away[node] = None
 
@@ -206,9 +214,8 @@ class RadixTree:
             self._forget(next(iter(self._away)))
         return count <= self.host.num_free
 
-    def _return(self, nodes: list[Node]) -> list[int]:
-        """Bring nodes from the host, from the highest on, as many as fit; the pages, held once for the caller."""
-        pages, slots = [], []
+    def _return(self, nodes: list[Node], pages: list[int]) -> None:
+        """Bring nodes from the host, from the highest on, as many as fit; to `pages`, held once for the caller."""
         for node in nodes:
             try:
                 self._room(len(node.slots))
@@ -216,16 +223,13 @@ class RadixTree:
                 break
             if not node.slots:  # making room took it
                 break
-            node.pages = self.pool.take(len(node.slots))
-            self.pool.share(node.pages)  # for the tree and for the caller
-            pages, slots = pages + node.pages, slots + node.slots
-            node.slots = []
-            del self._away[node]
-            self._here[node] = None
-        if pages:
-            self.host.load(slots, pages)
-            self.host.free(slots)
-        return pages
+            own = self.pool.take(len(node.slots))
+            with ExitStack() as undo:
+                undo.callback(self.pool.drop, own)
+                self.host.load(node.slots, own)
+                undo.pop_all()
+            pages += own
+            self._hold(node, own)
 
 
 def _text(tokens: Sequence[int]) -> bytes:
