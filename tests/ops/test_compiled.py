@@ -317,6 +317,29 @@ def test_an_export_and_its_file(strict):
     assert set(loaded.state_dict) == set(module.state_dict())
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["paged", "packed", "chosen pages", "cascade"])
+def test_an_export_of_any_batch(name, strict):
+    pages, table, lengths = torch.randn(9, 4, KV_HEADS, DIM), torch.arange(6, dtype=torch.int32).view(3, 2), torch.tensor([5, 8, 1], dtype=torch.int32)
+    shared = onchip.Level(torch.tensor([[6, 7]], dtype=torch.int32), torch.tensor([8], dtype=torch.int32), None, 3)
+    run, inputs = {
+        "paged": (lambda q, t, n: onchip.paged_attention(q, onchip.PagedKV(pages, pages, t, n)), (table, lengths)),
+        "packed": (lambda q, _: onchip.attention_packed(q[:, 0], q[:, 0], q[:, 0], shared.lengths.new_tensor([0, 2]), longest=9), (lengths,)),
+        "chosen pages": (lambda q, t, n, at: onchip.attend_pages(q, onchip.PagedKV(pages, pages, t, n), at), (table, lengths, table % 2)),
+        "cascade": (lambda q, t, n: onchip.cascade_attention(q, onchip.PagedKV(pages, pages, t, n), [shared]), (table, lengths)),
+    }[name]
+
+    class Module(torch.nn.Module):
+        def forward(self, *given):
+            return run(*given)
+
+    given = (torch.randn(3, 1, HEADS, DIM), *inputs)
+    batch = torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(Module(), given, dynamic_shapes=(({0: batch},) * len(given),), strict=strict)
+    fewer = [t[:2] for t in given]
+    torch.testing.assert_close(program.module()(*fewer), run(*fewer))
+
+
 def test_an_export_of_any_length():
     class Plain(torch.nn.Module):
         def forward(self, q, k, v):

@@ -67,7 +67,9 @@ def dense_sizes(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
 
 def packed_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: int, longest_q: int, longest_k: int) -> Sizes:
     tokens, heads, dim = q.shape
-    return Sizes((sequences, longest_q, longest_k, heads, k.shape[1], dim, q.dtype), ("packed", 0, tokens, 0 if len(k) == tokens else len(k), dim_v(q, v)))
+    return Sizes(
+        (sequences, longest_q, longest_k, heads, k.shape[1], dim, q.dtype), ("packed", 0, tokens, 0 if k.shape[0] == tokens else k.shape[0], dim_v(q, v))
+    )
 
 
 def paged_sizes(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, pages: int, packed: tuple[int, int] | None = None) -> Sizes:
@@ -75,7 +77,7 @@ def paged_sizes(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, pages: int, pac
     batch, len_q = packed or q.shape[:2]
     heads, dim = q.shape[-2:]
     _, page, kv_heads, _ = k.shape
-    keys = ("paged", page, len(q) if packed else 0, 0, dim_v(q, v))
+    keys = ("paged", page, q.shape[0] if packed else 0, 0, dim_v(q, v))
     return Sizes((batch, len_q, pages * page, heads, kv_heads, dim, q.dtype), keys, str(k.format) if isinstance(k, Codes) else "")
 
 

@@ -102,8 +102,8 @@ def attention_packed(
     checks.plain("attention_packed", q, k, v)
     q, k, v = autocast(q, k, v)
     checks.check("attention_packed", q, k, v, rank=3)
-    if k_offsets is None and len(k) != len(q):
-        raise ValueError(f"attention_packed: k has {len(k)} tokens, q has {len(q)}; they must be equal, or give k_offsets")
+    if k_offsets is None and k.shape[0] != q.shape[0]:
+        raise ValueError(f"attention_packed: k has {k.shape[0]} tokens, q has {q.shape[0]}; they must be equal, or give k_offsets")
     k_offsets = q_offsets if k_offsets is None else k_offsets
     (q_used, k_used), (longest_q, longest_k) = checks.pair_of("used", used), checks.pair_of("longest", longest)
     checks.check_offsets(q, q_offsets, k_offsets, q_used, k_used)
@@ -113,7 +113,7 @@ def attention_packed(
     if not graph.in_graph(kernel, q, k, v):
         run = attend.attend
         longest_q, longest_k = attend.longest_of(q_offsets, longest_q, q_used), attend.longest_of(k_offsets, longest_k, k_used)
-    return run(how, attend.packed_sizes(q, k, v, len(q_offsets) - 1, longest_q, longest_k), q, k, v, x, return_lse)
+    return run(how, attend.packed_sizes(q, k, v, q_offsets.shape[0] - 1, longest_q, longest_k), q, k, v, x, return_lse)
 
 
 def paged_attention(

@@ -118,17 +118,19 @@ def _check(n: int, level: Level, q: Tensor) -> None:
     if not (table.dtype == lengths.dtype == torch.int32 and table.ndim == 2 and lengths.shape == table.shape[:1] and parts >= 1):
         given = f"page_table {table.dtype} {list(table.shape)}, lengths {lengths.dtype} {list(lengths.shape)}, {parts} parts"
         raise ValueError(f"cascade_attention: level {n} has {given}; give int32 [parts * nodes, most pages] and int32 [parts * nodes], with 1 part or more")
-    if offsets is None and len(table) != parts:
-        raise ValueError(f"cascade_attention: level {n} has {len(table)} nodes in {parts} parts and no offsets; give offsets, or one node that all rows read")
-    if offsets is not None and (offsets.dtype != torch.int32 or offsets.shape != (len(table) + 1,) or len(table) % parts):
-        given = f"{offsets.dtype} {list(offsets.shape)} for {len(table)} nodes in {parts} parts"
+    if offsets is None and table.shape[0] != parts:
+        raise ValueError(
+            f"cascade_attention: level {n} has {table.shape[0]} nodes in {parts} parts and no offsets; give offsets, or one node that all rows read"
+        )
+    if offsets is not None and (offsets.dtype != torch.int32 or offsets.shape != (table.shape[0] + 1,) or table.shape[0] % parts):
+        given = f"{offsets.dtype} {list(offsets.shape)} for {table.shape[0]} nodes in {parts} parts"
         raise ValueError(f"cascade_attention: the offsets of level {n} are {given}; give int32 [parts * nodes + 1]")
     if offsets is not None and type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
         first, *_, last = offsets.tolist()
-        if (first, last) != (0, parts * len(q)):
-            raise ValueError(f"cascade_attention: the offsets of level {n} go from {first} to {last}; give 0 to {parts * len(q)}: each row reads one node")
-    if offsets is not None and not 1 <= longest <= len(q):
-        raise ValueError(f"cascade_attention: longest of level {n} is {longest} for a batch of {len(q)}; give the most rows that read one node")
+        if (first, last) != (0, parts * q.shape[0]):
+            raise ValueError(f"cascade_attention: the offsets of level {n} go from {first} to {last}; give 0 to {parts * q.shape[0]}: each row reads one node")
+    if offsets is not None and not 1 <= longest <= q.shape[0]:
+        raise ValueError(f"cascade_attention: longest of level {n} is {longest} for a batch of {q.shape[0]}; give the most rows that read one node")
 
 
 __all__ = ["Level", "cascade_attention"]

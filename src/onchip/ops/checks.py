@@ -124,11 +124,11 @@ def check_codes(q: Tensor, cache: PagedKV) -> None:
 def check_offsets(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_used: Tensor | None, k_used: Tensor | None) -> None:
     """What says where the sequences of a packed batch lie."""
     for name, offsets in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
-        if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.ndim != 1 or len(offsets) < 2 or offsets.device != q.device:
+        if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.ndim != 1 or offsets.shape[0] < 2 or offsets.device != q.device:
             raise ValueError(f"attention_packed: {name} are {kind_of(offsets)}; give int32 [batch + 1] on {q.device}")
-    batch = len(q_offsets) - 1
-    if len(k_offsets) != batch + 1:
-        raise ValueError(f"attention_packed: k_offsets are of {len(k_offsets) - 1} sequences, q_offsets of {batch}; they must be as many")
+    batch = q_offsets.shape[0] - 1
+    if k_offsets.shape[0] != batch + 1:
+        raise ValueError(f"attention_packed: k_offsets are of {k_offsets.shape[0] - 1} sequences, q_offsets of {batch}; they must be as many")
     for lengths in (q_used, k_used):
         if lengths is None:
             continue
@@ -148,12 +148,12 @@ def paged_batch(q: Tensor, cache: PagedKV, q_offsets: Tensor | None, longest: in
     if q_offsets is None:
         if longest is not None:
             raise ValueError(f"paged_attention: longest is {longest} without q_offsets; give q_offsets for packed queries, or leave longest out")
-        return len(q)
-    if not isinstance(q_offsets, Tensor) or q_offsets.dtype != torch.int32 or q_offsets.ndim != 1 or len(q_offsets) < 2 or q_offsets.device != q.device:
+        return q.shape[0]
+    if not isinstance(q_offsets, Tensor) or q_offsets.dtype != torch.int32 or q_offsets.ndim != 1 or q_offsets.shape[0] < 2 or q_offsets.device != q.device:
         raise ValueError(f"paged_attention: q_offsets are {kind_of(q_offsets)}; give int32 [batch + 1] on {q.device}")
     if longest is not None and longest < 0:
         raise ValueError(f"paged_attention: longest is {longest}; give the most queries of a sequence, or None to have it read from q_offsets")
-    return len(q_offsets) - 1
+    return q_offsets.shape[0] - 1
 
 
 def check_pages(name: str, q: Tensor, cache: PagedKV, batch: int) -> None:

@@ -58,12 +58,12 @@ def _copied(cache: PagedKV, tokens: Tensor, count: Tensor) -> tuple[PagedKV, _Ch
 
     Of so many heads attention is bound by products, and the kernel for them takes pages of 8 tokens and more: a copy costs two bytes moved for one read.
     """
-    page, batch = cache.k.shape[1], len(tokens)
+    page, batch = cache.k.shape[1], tokens.shape[0]
     slots = cache.page_table.gather(1, (tokens // page).long()).long() * page + tokens % page
     slots = torch.where(torch.arange(tokens.shape[1], device=tokens.device) < count[:, None], slots, 0)
     slots = torch.nn.functional.pad(slots, (0, -tokens.shape[1] % PAGE))
     k = cache.k[slots // page, slots % page].view(-1, PAGE, 1, cache.k.shape[-1])
-    table = torch.arange(len(k), dtype=torch.int32, device=k.device).view(batch, -1)
+    table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device).view(batch, -1)
     at = torch.arange(table.shape[1], dtype=torch.int32, device=k.device).expand(batch, -1)
     return PagedKV(k, k[..., : cache.v.shape[-1]], table, count), _Choice(at, at * 0, count)
 
@@ -155,7 +155,7 @@ def _attend(q: Tensor, cache: PagedKV, page: int, choice: _Choice, scale: float 
     if folded:
         table = table + by_head * torch.arange(table.shape[1], dtype=torch.int32, device=q.device)[:, None]
         q = q.reshape(table.shape[0] * table.shape[1], 1, -1, dim)
-    chosen = PagedKV(k, v, table.reshape(len(q), -1), choice.count.reshape(len(q)))
+    chosen = PagedKV(k, v, table.reshape(q.shape[0], -1), choice.count.reshape(q.shape[0]))
     found = paged_attention(q, chosen, mask=Full(), scale=scale, return_lse=return_lse, kernel=kernel)
     if not return_lse:
         return found.reshape(batch, 1, heads, -1)
@@ -203,8 +203,8 @@ def append_bounds(
         raise ValueError(f"append_bounds: {given}; give [tokens, {', '.join(map(str, bounds.low.shape[1:]))}], a slot for each token, and the cache's page")
     real = slots >= 0
     at = torch.where(real, slots // page, 0)
-    begun = torch.zeros(len(bounds.low) + 1, dtype=torch.bool, device=k.device)
-    begun[torch.where(real & (slots % page == 0), at, len(bounds.low))] = True
+    begun = torch.zeros(bounds.low.shape[0] + 1, dtype=torch.bool, device=k.device)
+    begun[torch.where(real & (slots % page == 0), at, bounds.low.shape[0])] = True
     anew = begun[at][:, None, None]
     k = k.to(bounds.low.dtype)
     for bound, start, how in ((bounds.low, torch.inf, "amin"), (bounds.high, -torch.inf, "amax")):
