@@ -464,7 +464,7 @@ def test_what_hopper_decode_leaves_to_triton():
     for changed, reason in (
         ({"len_q": 16, "heads": 10}, "16 queries of 8 heads, of at most 64 in all"),
         ({"mask": DOCUMENT}, "mask Document is not one of Full, Causal, Window"),
-        ({"kv": "int8"}, "kv int8 is not "),
+        ({"kv": "int8"}, "kv int8 is not none"),
         *(({"score": score}, "a score reads values of keys for each query or head: triton_decode looks them up") for score in (by_pair, by_head)),
     ):
         assert kernel.refuses(p._replace(**changed), H200) == [reason]
