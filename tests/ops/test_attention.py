@@ -165,7 +165,7 @@ def test_paged_inputs_that_disagree():
             onchip.paged_attention(q, bad, softcap=9.0)
     for bad, words in (
         (tuple(good), r"cache is a tuple; give PagedKV\(k, v, page_table, lengths\)"),
-        (good._replace(v=None), "v of the cache not tensors; give"),
+        (good._replace(v=None), "k is a Tensor, v a NoneType; give tensors"),
     ):
         with pytest.raises(TypeError, match=f"^paged_attention: {words}"):
             onchip.paged_attention(q, bad)

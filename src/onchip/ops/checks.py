@@ -140,8 +140,9 @@ def paged_batch(q: Tensor, cache: PagedKV, q_offsets: Tensor | None, longest: in
     """How many sequences `q` has."""
     if not isinstance(cache, PagedKV):
         raise TypeError(f"paged_attention: cache is a {type(cache).__name__}; give PagedKV(k, v, page_table, lengths)")
-    if odd := [name for name, t in zip("kv", cache[:2], strict=True) if not isinstance(t, (Tensor, Codes))]:
-        raise TypeError(f"paged_attention: {' and '.join(odd)} of the cache not tensors; give [pages, page, kv_heads, dim] both, or Codes")
+    if not (isinstance(cache.k, (Tensor, Codes)) and isinstance(cache.v, (Tensor, Codes))):
+        kinds = f"k is a {type(cache.k).__name__}, v a {type(cache.v).__name__}"
+        raise TypeError(f"paged_attention: {kinds}; give tensors [pages, page, kv_heads, dim], or Codes")
     if q.ndim != (4 if q_offsets is None else 3):
         way = "[batch, len_q, heads, dim] without q_offsets, [tokens, heads, dim] with them"
         raise ValueError(f"paged_attention: q is {list(q.shape)} {'without' if q_offsets is None else 'with'} q_offsets; give {way}")
@@ -185,6 +186,7 @@ def kind_of(tensor) -> str:
 
 def paged_grad(how: How, q: Tensor, cache: PagedKV) -> bool:
     """Whether a call over a cache needs gradients."""
-    reads = () if how.score is None else how.score.tensors
+    if not torch.is_grad_enabled():
+        return False
     pools = [t for pool in cache[:2] for t in ((*pool.tensors, pool.channel) if isinstance(pool, Codes) else (pool,))]
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, *pools, how.sinks, *reads))
+    return any(t is not None and t.requires_grad for t in (q, *pools, how.sinks, *(() if how.score is None else how.score.tensors)))
