@@ -183,6 +183,8 @@ def test_merge_of_what_does_not_belong_together():
     for pair in ((out, lse.transpose(1, 2)), (out[:, :3], lse[..., :3]), (out, lse[..., :3])):
         with pytest.raises(ValueError, match=r"merge: part 1 has an output \[.*\] and LSE \[.*\]; give \[..., len, heads, dim\] and \[..., heads, len\]"):
             onchip.merge([(out, lse), pair])
+    with pytest.raises(ValueError, match=r"merge: part 0 has an output \[2, 16\] and LSE \[2\]; give"):
+        onchip.merge([(out[0, 0], lse[0, :, 0])])
 
 
 # ---- merge

@@ -188,7 +188,7 @@ def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if not states:
         raise ValueError("merge: states is empty; give at least one (output, LSE) pair")
     for n, (out, lse) in enumerate(states):
-        if out.shape != states[0][0].shape or lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
+        if out.ndim < 3 or out.shape != states[0][0].shape or lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
             raise ValueError(f"merge: part {n} has an output {list(out.shape)} and LSE {list(lse.shape)}; give [..., len, heads, dim] and [..., heads, len]")
     return attend.merge(states)
 
