@@ -27,7 +27,8 @@ from onchip.models.rope import rope_table
 from onchip.ops.activation import gated_act
 from onchip.ops.attention import PagedKV, attention_packed, paged_attention
 from onchip.ops.cascade import Level, cascade_attention
-from onchip.ops.fused import Append, QKNorm, rope_append
+from onchip.ops.fused import Append, rope_append
+from onchip.ops.rotary import QKNorm
 
 SLAB = 64  # rows of a product that has to be the same whatever their number
 LONG = 1024  # queries of a chunk, more than kernels of few queries take

@@ -9,17 +9,9 @@ from onchip.core.arguments import check_tensors, refuse_gradients
 from onchip.core.formats import Codes
 from onchip.core.problem import Rope
 from onchip.dispatch import select
+from onchip.ops.rotary import QKNorm
 
 PLACES = {"positions": (torch.int64, torch.int32), "append.slots": (torch.int64,)}
-
-
-class QKNorm(NamedTuple):
-    """RMSNorm of each query and key head before the rotation (Qwen3, Gemma 3): weights `[dim]` each, epsilon, and what is added to the weights."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
-    offset: float = 0.0
 
 
 class Append(NamedTuple):
@@ -54,7 +46,7 @@ def rope_append(
     """
     num_q, num_kv = heads
     check_tensors("rope_append", qkv=qkv, table=table, positions=positions)
-    refuse_gradients("rope_append", "train with onchip.rotary (and onchip.rms_norm of each head)", qkv, *(norm or ())[:2])
+    refuse_gradients("rope_append", "train with onchip.rotary, which takes a norm too", qkv, *(norm or ())[:2])
     if qkv.ndim != 2 or num_q < 1 or num_kv < 1:
         raise ValueError(
             f"rope_append: qkv is {list(qkv.shape)} of {num_q} + 2 x {num_kv} heads; give [tokens, (heads + 2 kv_heads) dim], of 1 head each or more"

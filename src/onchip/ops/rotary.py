@@ -1,4 +1,6 @@
-"""Rotary embedding of queries and keys, with a gradient: one pass over both, forward and backward."""
+"""Rotary embedding of queries and keys, with a gradient: one pass over both, forward and backward; a norm of each head before it is one more."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -7,6 +9,16 @@ from onchip.core.arguments import check_tensors
 from onchip.core.problem import Rope
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
+from onchip.ops.norm import rms_norm
+
+
+class QKNorm(NamedTuple):
+    """RMSNorm of each query and key head before the rotation (Qwen3, Gemma 3): weights `[dim]` each, epsilon, and what is added to the weights."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+    offset: float = 0.0
 
 
 def rotary(
@@ -15,6 +27,7 @@ def rotary(
     table: Tensor,  # [positions, rotary_dim] float32
     positions: Tensor | None = None,  # [batch, len], [len] or [tokens], int64 or int32
     *,
+    norm: QKNorm | None = None,
     layout: str = "neox",
     kernel: str = "auto",
 ) -> tuple[Tensor, Tensor]:
@@ -23,8 +36,9 @@ def rotary(
     table      `models.rope.rope_table(...)`: cosines of the first half of its columns, then sines; scaled or not. What has several positions a token
                (pictures, films, Qwen2-VL's sections) has a row of its own for each, see `models.rope.rope_rows`.
     positions  the row of the table for each token, in [0, positions); None: 0, 1, 2, ... along len or the tokens.
+    norm       RMSNorm of each head before the rotation, by `rms_norm`, a pass of its own; `rope_append` has both in one, in place, without a gradient.
     layout     "neox" pairs element i with i + rotary_dim / 2, "interleaved" 2i with 2i + 1; elements past rotary_dim stay.
-    Any strides: q and k may be views of packed qkv, or transposed. The gradient is the rotation by minus the angle; none goes to the table.
+    Any strides: q and k may be views of packed qkv, or transposed. The gradient is the rotation by minus the angle; none goes to the table. `kernel` is the rotation's.
     """
     check_tensors("rotary", q=q, k=k, table=table, positions=positions)
     if layout not in ("neox", "interleaved"):
@@ -41,6 +55,8 @@ def rotary(
         raise ValueError(f"rotary: positions are {positions.dtype} {list(positions.shape)}; give int64 {list(places)} or {list(places[-1:])}")
     else:
         positions = positions.expand(places if q.ndim == 4 else (1, *places))
+    if norm is not None:
+        q, k = (rms_norm(x, weight, eps=norm.eps, offset=norm.offset) for x, weight in ((q, norm.q), (k, norm.k)))
     if q.ndim == 4:
         return _run(q, k, table, positions, layout, kernel)
     q, k = _run(q.unsqueeze(0), k.unsqueeze(0), table, positions, layout, kernel)
@@ -75,4 +91,4 @@ def _back(ctx, backward, dq, dk):
 
 _run = differentiable("rotary", _forward, _backward, Rule(_keep, _back, (_shapes, _shapes)))
 
-__all__ = ["rotary"]
+__all__ = ["QKNorm", "rotary"]

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from judge import assert_as_good_as_torch, poisoned
 from onchip.core.problem import Rope
 from onchip.dispatch import record
 from onchip.kernels.fused import ROTARY
 from onchip.models.rope import grid_positions, rope_rows, rope_table
-from onchip.ops.rotary import rotary
+from onchip.ops.rotary import QKNorm, rotary
 
 rope = pytest.importorskip("onchip.kernels.fused.rope")
 
@@ -109,6 +110,28 @@ def test_sections_of_pictures(kernel, device):
     for x, ours in zip((q, k), found, strict=True):
         a, b = x.chunk(2, -1)
         torch.testing.assert_close(ours, x * cos + torch.cat((-b, a), -1) * sin, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_norm_before_it(kernel, device):
+    """The norm of each head in the same call, its weights' gradients too."""
+    table, made = rope_table(8, 16, 1e4), [torch.randn(*shape) for shape in ((2, 6, 4, 32), (2, 6, 2, 32), (32,), (32,))]
+
+    def own(q, k, norm_q, norm_k):
+        return rotary(q, k, table.to(device), norm=QKNorm(norm_q, norm_k, 1e-6, 1.0), layout="interleaved", kernel=kernel)
+
+    def plain(q, k, norm_q, norm_k):
+        normed = (F.rms_norm(x, (32,), weight + 1, 1e-6) for x, weight in ((q, norm_q), (k, norm_k)))
+        return [textbook(x, table.to(x), torch.arange(6).expand(2, 6), "interleaved") for x in normed]
+
+    results = []
+    for function, at, dtype in ((own, device, torch.float32), (plain, "cpu", torch.float32), (plain, "cpu", torch.float64)):
+        given = [t.to(at, dtype).requires_grad_() for t in made]
+        out = function(*given)
+        grads = torch.autograd.grad([o.square().sum() for o in out], given)
+        results.append([t.detach().cpu() for t in (*out, *grads)])
+    for n, (ours, low, truth) in enumerate(zip(*results, strict=True)):
+        assert_as_good_as_torch(ours, low, truth, slack=3.0 if n > 1 else 2.0)
 
 
 def test_wrong_arguments(device):
