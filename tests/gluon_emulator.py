@@ -478,15 +478,17 @@ class Product:
     def values(self):
         raise Fault("a product is used before it was waited for")
 
+    shape = values
+
 
 # ---- the device
 
 
 class Layout:
-    """Any layout: kernels ask one for its parent, no more."""
+    """Any layout: kernels ask one for its parent and for the shape of its instructions, no more."""
 
-    def __init__(self, *args, parent=None, **kwargs):
-        self.parent = parent
+    def __init__(self, *args, parent=None, instr_shape=None, **kwargs):
+        self.parent, self.instr_shape = parent, instr_shape
 
     get_default_for = classmethod(lambda cls, *args: cls())
 

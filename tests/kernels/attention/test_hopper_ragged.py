@@ -138,8 +138,8 @@ class Bug(NamedTuple):
 
 FIRST, TWO, PACKED = CASES[0], CASES[3], CASES[7]
 TURNS = "        take_turn(GROUP, C.groups)\n        turn_over(GROUP, C.groups)\n        release"
-CURSORS = "    return ki, kp, vi, vp\n\n\n@gluon.jit\ndef scored"
-PASS_OVER = "        release(ki, 10, C.readers)\n        ki, kp = advance(ki, kp, C.stages)\n        mbarrier.wait(v_full.index(vi), vp)\n"
+CURSORS = "    return ki, kp, vi, vp\n\n\n@gluon.jit\ndef among"
+PASS_OVER = "        release(ki, 10, C.readers)\n        if t_ring is not None:\n            mbarrier"
 BUGS = [
     Bug("queries of all sequences begin at the first token", FIRST, (("queries_at(q_batch, head, start_q + ", "queries_at(q_batch, head, "),)),
     Bug("outputs of all sequences begin at the first token", FIRST, (("(start_q + rows).to(gl.int64)", "rows.to(gl.int64)"),)),

@@ -8,6 +8,7 @@ What threads copy is not seen by products, unless who waits for it fences it off
 
 import math
 
+from onchip.kernels.attention.hopper_halves import hidden_of
 from onchip.kernels.attention.hopper_tiles import fill_tiles, key_steps, locate, next_sequence, place_of, queries_at, tile_at
 from onchip.kernels.attention.tile import key_span
 from onchip.kernels.hopper import (
@@ -98,11 +99,13 @@ def copy(given, C: gl.constexpr):
     number, turn = gl.program_id(0), 0
     while number < sizes[0]:
         place, there = locate(number, sizes, lengths, False, C)
-        b, head, tile_m, start_q, _, start_k, _, _ = place
+        b, head, tile_m, start_q, len_q, start_k, len_k, hidden = place  # the last is how far keys are ahead
         if there:
-            tell(message, turn, place)
-            turn += 1
             steps = key_steps(place, map_ptr, map_strides, C)
+            if C.hides:
+                hidden = hidden_of(place, steps, C)
+            tell(message, turn, (b, head, tile_m, start_q, len_q, start_k, len_k, hidden))
+            turn += 1
             top, masked, bare, low, _row = steps  # `_` is of another type already
             batch = b
             if C.packed:

@@ -9,7 +9,8 @@ maximum is found, and the output scaled anew only where it grew by more than 2^8
 are taken, and their tanh is a polynomial while they are small (`capped`); with a bias the product begins, and one of keys, or ALiBi's lines, the tensor cores
 add (`key_bias`, `lines`).
 Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of as many as always lie in one; small ones other warps copy (`hopper_copies`).
-A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end.
+A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end. A warpgroup leaves out what
+the mask hides from all of its rows, tiles and halves (`hopper_halves`).
 Of few queries the heads that share keys are folded into a tile's rows (FlashAttention-3's PackGQA): row r is query r // pack of the group's head r % pack,
 so that K and V are read once for all of them. To the copy engine queries are then [batch, kv_heads, len, group, dim].
 """
@@ -30,6 +31,7 @@ from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.capped import cap_of, weigh_near
 from onchip.kernels.attention.hopper_copies import come, copy, gather, pool_of
+from onchip.kernels.attention.hopper_halves import among, first_tile, own_steps, pass_over, told_of
 from onchip.kernels.attention.hopper_tiles import (
     ANYTHING,
     ONE_GROUP,
@@ -48,7 +50,6 @@ from onchip.kernels.attention.hopper_tiles import (
     outgrown,
     own_rows,
     pack_of,
-    pass_over,
     place_of,
     programs_and_counter,
     programs_of,
@@ -177,6 +178,11 @@ class Shape:
         return 128 * self.groups + 32 * max(1, self.gathers)
 
     @property
+    def hides(self):
+        """Whether a mask hides keys of a tile from all rows of one warpgroup and not from another's (`hopper_halves`)."""
+        return self.groups > 1 and not self.mapped and (self.left >= 0 or self.right >= 0)
+
+    @property
     def uneven(self):
         """Whether sequences differ in length: behind the keys of one lies what is not 0, and may be NaN."""
         return self.packed or self.page > 0
@@ -188,10 +194,13 @@ class Shape:
 @gluon.jit
 def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
           s_layout: gl.constexpr, p_layout: gl.constexpr):  # fmt: skip
-    """`count` further key tiles from step `x` on, and how many were done. PART: "edge", they need the mask, or lines bend there; "whole"; "before" and
-    "behind" where a score's lines bend; "near", a softcap's scores are taken for small ones, to the first tile that has others."""
+    """`count` further key tiles from step `x` on, and how many were done. PART: "edge", they need the mask, or lines bend there; "right", and the mask hides
+    all but the right half of keys; "whole"; "before" and "behind" where a score's lines bend; "near", a softcap's scores are taken for small ones, to the
+    first tile that has others."""
     N: gl.constexpr = C.n
-    EDGE: gl.constexpr = PART == "edge"
+    SEEN: gl.constexpr = s_layout.instr_shape[1]
+    LEFT: gl.constexpr = N - SEEN  # keys to the left of those that are seen
+    EDGE: gl.constexpr = PART == "edge" or PART == "right"
     LINE: gl.constexpr = PART == "before" or PART == "behind"
     RISES: gl.constexpr = PART == "behind" and C.bold
     words, acc, top, total, ki, kp, vi, vp = state
@@ -213,7 +222,7 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
             n = tile_at(x + t, steps, map_strides, C) * N
         start = begin(n, call, of, t_ring, ki, kp, SCORE, C, s_layout)
         take_turn(GROUP, C.groups)
-        kt = keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0))
+        kt = keys.index(ki).reshape([N, keys.shape[-1]]).slice(LEFT, SEEN, 0).permute((1, 0))
         scores = product(q, kt, k_ring, ki, start, PART, C, GROUP)
         come(v_full, vi, vp, C)
         weights = gl.convert_layout(as_halves(words, values.dtype), p_layout)
@@ -231,7 +240,7 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
         if PART != "near" and not LINE and not C.adds:
             scores = scored(scores, n, call, of, tile, SCORE, C, s_layout)
         if EDGE:
-            scores = hide(scores, n, call, of, MASK, C, s_layout)
+            scores = hide(scores, n + LEFT, call, of, MASK, C, s_layout)
         if EDGE or not C.bold:
             shrink = top  # of a cap, which stays
             if LINE:
@@ -252,7 +261,8 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
             if far:
                 words, sums = weigh(scored(scores, n, call, of, tile, SCORE, C, s_layout), top, factor, values.dtype, C)
         else:
-            words, sums = weigh(scores, below(top, height) if LINE else top, factor, values.dtype, C)
+            made, sums = weigh(scores, below(top, height) if LINE else top, factor, values.dtype, C)
+            words = among(made, LEFT > 0, words)
         if RISES:
             acc, total = shrunk(acc, total, shrink, C)
         if C.bold and not EDGE:
@@ -276,57 +286,42 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
         elif C.cap == 0:
             acc, total = shrunk(acc, total, shrink, C)
         ki, kp = advance(ki, kp, C.stages)
-        total = total + sums
+        total = total + gl.convert_layout(sums, total.type.layout)
         t += 1
     return (words, acc, top, total, ki, kp, vi, vp), t
 
 
 @gluon.jit
-def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
+def _attend(place, hidden, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
             MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """The output of 64 rows, and the cursors after it; LSE is stored."""
     N: gl.constexpr = C.n
-    keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
     DV: gl.constexpr = values.shape[-1]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    half_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N // 2, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     b, head, _, start_q, len_q, _, len_k, shift = place
-    ki, kp, vi, vp = cursors
     lse_ptr, lse_strides = lse
-    steps = key_steps(place, map_ptr, map_strides, C)
+    HALVES: gl.constexpr = N == 128 and (SCORE is None or C.cap > 0) and not C.biased and C.hides
+    steps, early, late, right, left = own_steps(key_steps(place, map_ptr, map_strides, C), hidden, HALVES, C, GROUP)
+    ki, kp, vi, vp = pass_over(early, cursors, k_ring, v_ring, t_ring, C, GROUP)
     first, masked, bare, low, _ = steps
     rows, head = own_rows(place, group, C, GROUP, row_layout)
     gain = scale * gain if C.adds else gain
     call = (rows, shift, b, tall(head, C), len_q, len_k, scale, gain, reads[0], reads[1], of_rows(rows, b, head, len_q, len_k, reads, ROWS))
-
-    come(k_full, ki, kp, C)  # the first tile holds the last keys and (of) the diagonal
-    of = of_keys(first * N, call, KEYS, C)
-    start = begin(first * N, call, of, t_ring, ki, kp, SCORE, C, s_layout)
-    take_turn(GROUP, C.groups)
-    scores = product(q, keys.index(ki).reshape([N, keys.shape[-1]]).permute((1, 0)), k_ring, ki, start, "edge", C, GROUP)
-    turn_over(GROUP, C.groups)
-    tile = read_tile(None if C.adds else t_ring, ki, kp, C, s_layout)
-    ti = ki
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    release(ki, 10, C.readers)
-    ki, kp = advance(ki, kp, C.stages)
-    if not C.adds:
-        scores = scored(scores, first * N, call, of, tile, SCORE, C, s_layout)
-    scores = hide(scores, first * N, call, of, MASK, C, s_layout)
-    if C.cap > 0:
-        top = gl.full([64], 1.0 * C.cap, gl.float32, row_layout)
+    own = (q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides)
+    come(k_ring[1], ki, kp, C)
+    if right and HALVES:
+        words, top, total = first_tile(first * N, ki, kp, own, DTYPE, MASK, SCORE, KEYS, C, GROUP, s_layout, half_layout)
     else:
-        top, _shrink = top_of(scores, gl.full([64], float("-inf"), gl.float32, row_layout), gain, C.room, 0.0)
-    if t_ring is not None:
-        release(ti, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
-    words, total = weigh(scores, top, gain, DTYPE, C)
+        words, top, total = first_tile(first * N, ki, kp, own, DTYPE, MASK, SCORE, KEYS, C, GROUP, s_layout, s_layout)
+    ki, kp = advance(ki, kp, C.stages)
     if C.uneven:
         clear(v_ring, vi, vp, first * N, len_k, C)
     state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
-    own = (q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides)
     behind, bent, before = sides(steps, place, C, GROUP)  # where there are lines, no tile is whole that has a bend
     if C.line != "" and C.right == 0:
         state, done = _more(state, masked + bent, 1, own, "edge", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
@@ -344,7 +339,9 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     else:
         state, done = _more(state, whole, x, own, "whole", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
     if C.left >= 0 and not C.mapped:
-        state, done = _more(state, low, 1 + masked + bare, own, "edge", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
+        state, done = _more(state, low - left, 1 + masked + bare, own, "edge", MASK, SCORE, KEYS, C, GROUP, s_layout, p_layout)
+        if HALVES and GROUP > 0:
+            state, done = _more(state, left, 1 + masked + bare + low - left, own, "right", MASK, SCORE, KEYS, C, GROUP, half_layout, p_layout)
     words, acc, top, total, ki, kp, vi, vp = state
 
     come(v_full, vi, vp, C)
@@ -365,6 +362,7 @@ def _attend(place, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr,
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     release(vi, 10 + C.stages, C.readers)
     vi, vp = advance(vi, vp, C.stages)
+    ki, kp, vi, vp = pass_over(late, (ki, kp, vi, vp), k_ring, v_ring, t_ring, C, GROUP)
     return acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None], ki, kp, vi, vp
 
 
@@ -380,17 +378,18 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
     turn = 0
     b = next_sequence(message, turn)
     while b >= 0:
+        hidden = told_of(message, turn, C)
         place = place_of(message, turn, b, sizes, C)
         b, head, tile_m, start_q, len_q, _, _, _ = place
         mine = turn % C.rounds * C.groups + GROUP
         q = queries.index(mine).reshape([64, queries.shape[-1]])
         mbarrier.wait(q_full.index(mine), turn // C.rounds % 2)
         busy = True
-        if C.packed and GROUP > 0 and rings[3 + GROUP] is None:  # past the end of a sequence, or of a decode in a mixed batch
+        if C.packed and GROUP > 0:  # past the end of a sequence, or of a decode in a mixed batch
             busy = tile_m * C.m + GROUP * C.own < len_q
         if busy:
-            acc, ki, kp, vi, vp = _attend(place, sizes[4], (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], alarms, sinks_ptr, lse, scale, gain, map_ptr,
-                                          map_strides, reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
+            acc, ki, kp, vi, vp = _attend(place, hidden, sizes[4], (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], alarms, sinks_ptr, lse, scale, gain,
+                                          map_ptr, map_strides, reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
             if not C.share:
                 mbarrier.arrive(q_empty.index(mine), count=1)
                 tma.store_wait(0)  # the tile before has left
@@ -411,7 +410,8 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(mine), count=1)
         else:
-            ki, kp, vi, vp = pass_over(place, (ki, kp, vi, vp), k_ring, v_ring, map_ptr, map_strides, C, GROUP)
+            _top, masked, bare, low, _row = key_steps(place, map_ptr, map_strides, C)
+            ki, kp, vi, vp = pass_over(1 + masked + bare + low, (ki, kp, vi, vp), k_ring, v_ring, rings[3 + GROUP], C, GROUP)
             mbarrier.arrive(q_empty.index(mine), count=1)
         turn += 1
         b = next_sequence(message, turn)

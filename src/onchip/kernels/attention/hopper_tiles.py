@@ -15,7 +15,6 @@ from onchip.kernels.attention.pairs import fill_distances
 from onchip.kernels.attention.texts import PairTile, distance_tile, of_heads_and_keys, pair_tile
 from onchip.kernels.attention.tile import inner_span, key_span, reads, sequence
 from onchip.kernels.hopper import (
-    advance,
     as_pairs,
     fence_async_shared,
     fill,
@@ -25,11 +24,8 @@ from onchip.kernels.hopper import (
     hear,
     here,
     mbarrier,
-    release,
     release_after,
     scale_rows,
-    take_turn,
-    turn_over,
     uniform,
     widened,
 )
@@ -304,6 +300,7 @@ def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.
     """Scores with -inf where the mask hides the key. `keys`: from `of_keys`."""
     N: gl.constexpr = scores.shape[1]
     rows, shift, b, h, len_q, len_k, _, _, reads, _, known = call
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
     start = rows
     end = rows * 0 + len_k
     if C.right >= 0:
@@ -331,31 +328,12 @@ def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.
 
 
 @gluon.jit
-def pass_over(place, cursors, k_ring, v_ring, map_ptr, map_strides, C: gl.constexpr, GROUP: gl.constexpr):
-    """The cursors after a tile in which this warpgroup has no queries: it lets the keys go, so that one query costs one warpgroup's products."""
-    _, k_full, _ = k_ring
-    _, v_full, _ = v_ring
-    ki, kp, vi, vp = cursors
-    _top, masked, bare, low, _row = key_steps(place, map_ptr, map_strides, C)
-    for _t in range(1 + masked + bare + low):
-        mbarrier.wait(k_full.index(ki), kp)
-        take_turn(GROUP, C.groups)
-        turn_over(GROUP, C.groups)
-        release(ki, 10, C.readers)
-        ki, kp = advance(ki, kp, C.stages)
-        mbarrier.wait(v_full.index(vi), vp)
-        release(vi, 10 + C.stages, C.readers)
-        vi, vp = advance(vi, vp, C.stages)
-    return ki, kp, vi, vp
-
-
-@gluon.jit
 def scored(scores, n, call, keys, tile, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """What happens to a score before the mask."""
-    N: gl.constexpr = C.n
     if SCORE is not None:
         rows, _, b, h, len_q, len_k, scale, _, _, reads, known = call
-        cols = n + gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))
+        cols = n + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, layout))
         if tile is not None:
             scores = SCORE(scores * scale, b, h, rows[:, None], cols[None, :], len_q, len_k, reads, (known, keys, tile), hand)
         else:
@@ -385,7 +363,7 @@ def let_go(shrink, ki, t_ring, C: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def begin(n, call, of, t_ring, index, phase, SCORE: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """What a product of queries and keys is added to: 0, or what the score adds. It is read and unpacked while the warpgroup waits for its turn."""
-    N: gl.constexpr = C.n
+    N: gl.constexpr = layout.instr_shape[1]
     scores = gl.zeros([64, N], gl.float32, layout)
     if C.adds:
         scores = added(scores, n, call, of, read_tile(t_ring, index, phase, C, layout), SCORE, C, layout)
@@ -428,7 +406,7 @@ def sides(steps, place, C: gl.constexpr, GROUP: gl.constexpr):
 @gluon.jit
 def top_of(scores, top, factor, ROOM: gl.constexpr, GROWS: gl.constexpr):
     """ROOM more than the largest score so far, in base 2, or what is at most GROWS less; and what shrinks all that was summed before."""
-    return grown(gl.max(scores, 1) * factor + ROOM, top, GROWS)
+    return grown(gl.convert_layout(gl.max(scores, 1), top.type.layout) * factor + ROOM, top, GROWS)
 
 
 @gluon.jit
@@ -443,8 +421,8 @@ def grown(new_top, top, GROWS: gl.constexpr):
 @gluon.jit
 def weigh(scores, top, factor, DTYPE: gl.constexpr, C: gl.constexpr):
     """The weights, two to a word, and sums that stay in a thread, [64, 8]. The four threads of a row meet once, at the end."""
-    N: gl.constexpr = C.n
-    weights = gl.exp2(scores * factor - base_of(top)[:, None])
+    N: gl.constexpr = scores.shape[1]
+    weights = gl.exp2(scores * factor - gl.convert_layout(base_of(top), gl.SliceLayout(1, scores.type.layout))[:, None])
     return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
 
 
