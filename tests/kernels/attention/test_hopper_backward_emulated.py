@@ -276,13 +276,14 @@ class Bug(NamedTuple):
 
 FULL = Case((1, 128, 2, FEW), 400, 260, Full(), heads=(4, 4))
 WINDOW = Case((1, 128, 2, EACH), 300, 300, Window(100))
+NARROW = Case((1, 128, 2, EACH), 300, 300, Window(100), dim=128, heads=(1, 1))  # tiles of 64 queries, of which some see one warpgroup's keys alone
 PACKED = Case((1, 128, 2, EACH), lengths=(70, 5, 150), used=(60, 5, 100), mask=Full())
 WIDE = Case((1, 128, 2, EACH), 700, 700, Window(330), heads=(1, 1))  # has tiles that it shows whole
 TURNS = Case((1, 128, 2, FEW), 500, 500, dim=128, heads=(3, 3))
 HIDDEN = Case((1, 128, 2, FEW), lengths=(100, 20, 0, 0, 0), mask=Full(), heads=(8, 4))  # three places without a tile behind the two of each head
-WAIT_FOR_DV = "        dv, left_p, dq = warpgroup_mma_wait(1, deps=[dv, left_p, dq])\n"
+WAIT_FOR_DV = "            dv, left_p, dq = warpgroup_mma_wait(1, deps=[dv, left_p, dq])\n"
 LET_OUTPUTS_GO = "        release(index, OUTPUTS_LET_GO, READERS)\n"
-WAIT_FOR_DK = "        dk, left = warpgroup_mma_wait(0, deps=[dk, left])\n"
+WAIT_FOR_DK = "            dk, left = warpgroup_mma_wait(0, deps=[dk, left])\n"
 LET_QUERIES_GO = "        release(index, QUERIES_LET_GO, READERS)\n"
 LET_KEYS_GO = "            release(0, KEYS_LET_GO, READERS)\n"
 DELTA = "start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout))"
@@ -292,18 +293,19 @@ IS_TOLD = "    if N == 0:\n        mbarrier.wait(full.index(index), turn // 2 % 
 IS_HEARD = "    mbarrier.arrive(empty.index(turn % 2), count=1)\n"
 TELL = "        tell(message, turn, (number,))\n        turn += 1\n"
 TELL_NO_END = f"        if number < sizes[0]:\n    {TELL}"
-LAST_PRODUCT = "            dq = warpgroup_mma_wait(0, deps=["
+BLIND_DS = "            ds = gl.zeros([64, M], queries.dtype, s_layout)\n"
+LAST_PRODUCT = "            dq = warpgroup_mma_wait(0, deps=[_queries(written, step, k_tile"
 BUGS = [
     Bug("a bias is not waited for", PAIRS[0], (("        mbarrier.wait(full.index(0), phase)\n        zeros", "        zeros"),)),
     Bug("a bias is never let go", PAIRS[0], (("        mbarrier.arrive(empty.index(0), count=1)\n", ""),)),
     Bug("a bias is the first warpgroup's keys'", PAIRS[0], (("tile_n * C.n + warpgroup * 64]", "tile_n * C.n]"),)),
     Bug("a bias is the head before's", PAIRS[0], (("head * OF_HEAD, (m", "kv_head * group * OF_HEAD, (m"),)),
     Bug("dO is never released", FULL, ((LET_OUTPUTS_GO, ""),)),
-    Bug("P goes not through the wait for dV", FULL, ((WAIT_FOR_DV, "        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])\n"),)),
-    Bug("Q is released before dK is there", FULL, ((WAIT_FOR_DK + LET_QUERIES_GO, LET_QUERIES_GO + WAIT_FOR_DK),)),
+    Bug("P goes not through the wait for dV", FULL, ((WAIT_FOR_DV, "            dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])\n"),)),
+    Bug("Q is released before dK is there", FULL, ((f'        if PART != "blind":\n{WAIT_FOR_DK}{LET_QUERIES_GO}', LET_QUERIES_GO + WAIT_FOR_DK[4:]),)),
     Bug("Q is never released", FULL, ((LET_QUERIES_GO, ""),)),
     Bug("Q is not waited for", FULL, (("        mbarrier.wait(q_full.index(index), phase)\n", ""),)),
-    Bug("dO is not waited for", FULL, (("        mbarrier.wait(do_full.index(index), phase)\n        dp", "        dp"),)),
+    Bug("dO is not waited for", FULL, (("            mbarrier.wait(do_full.index(index), phase)\n            dp", "            dp"),)),
     Bug("K is not waited for", FULL, (("            mbarrier.wait(full, tiles % 2)\n", ""),)),
     Bug("the next K is not waited for", FULL, (("mbarrier.wait(full, tiles % 2)", "mbarrier.wait(full, 0)"),)),
     Bug("K is released before the last dQ", FULL, ((LET_KEYS_GO, ""), (LAST_PRODUCT, LET_KEYS_GO + LAST_PRODUCT))),
@@ -321,6 +323,12 @@ BUGS = [
     Bug("dQ lies in another order", FULL, ((".permute((0, 1, 3, 2, 4)).reshape([ROWS, COLS]))", ".reshape([ROWS, COLS]))"),)),
     Bug("delta is left out", FULL, ((DELTA, "gl.zeros([64, M], gl.float32, layout)"),)),
     Bug("a causal mask off by one", Case((1, 128, 2, EACH), 200, 200), (("(shift + C.right)", "(shift + C.right + 1)"),)),
+    Bug("a warpgroup's first queries are taken to see none of its keys", NARROW, (
+        ("early = gl.minimum(gl.maximum(", "early = gl.minimum(1 + gl.maximum("),
+    )),
+    Bug("a warpgroup's last queries are taken to see none of its keys", NARROW, (("late = gl.minimum(gl.maximum(", "late = gl.minimum(1 + gl.maximum("),)),
+    Bug("of who is blind to a tile dS is what it was", NARROW, ((BLIND_DS, BLIND_DS.replace("zeros([64, M]", "full([64, M], 1.0")),)),
+    Bug("who is blind to a tile does not hand its turn over", NARROW, ((f"            turn_over(GROUP, C.partners)\n{BLIND_DS}", BLIND_DS),)),
     Bug("a window off by one", WINDOW, (("i + (shift - C.left)", "i + (shift - C.left + 1)"),)),
     Bug("tiles past a window's whole ones are taken from behind its start", WIDE, (("gl.where(x < masked, bare, before - masked)", "0"),)),
     Bug("another tile is told than is copied", TURNS, (("values[n], gl.int32", "values[n] + 1, gl.int32"),)),

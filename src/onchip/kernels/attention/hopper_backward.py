@@ -6,8 +6,9 @@ One warp copies (TMA): K and V once, Q with LSE and dO with delta round two ring
 one has products while the other has exponentials. Scores are held transposed, so that P^T and dS^T are left operands in registers. dS goes
 through shared memory as well, and of the tile before, which nobody waits for, each warpgroup makes half of dQ; the copy engine adds it to
 a float32 tensor: in any order, so its last bits differ from run to run. Problems that forbid it, and wider heads, go to `hopper_backward_ordered`.
-LSE and delta are what the sums S and dP start from, negated, so that neither is subtracted again. A bias for each query and key is there as well: each
-warpgroup has a buffer for its keys' part of a tile, filled again as soon as it was read, a whole step before it is needed.
+LSE and delta are what the sums S and dP start from, negated, so that neither is subtracted again. Of 64 queries that see none of a warpgroup's
+keys it makes no product but that half of dQ. A bias for each query and key is there as well: each warpgroup has a buffer for its keys' part of a tile,
+filled again as soon as it was read, a whole step before it is needed.
 """
 
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     start,
     step_tile,
     steps_of,
+    unseen,
     weights,
 )
 from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
@@ -111,6 +113,11 @@ class Shape:
     def adds(self):
         """Whether scores begin with a bias."""
         return self.steps is not None
+
+    @property
+    def blind(self):
+        """Whether a band hides all of a warpgroup's keys from some tiles of queries that see the other's: where these are not longer than its keys."""
+        return self.m == 64 and not self.mapped
 
     @property
     def partners(self):
@@ -247,9 +254,11 @@ def _add(dq, desc, buffer, row, m, place, C: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, row,
-          MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, EDGE: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
+          MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, PART: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
           s_layout: gl.constexpr, p_layout: gl.constexpr, dq_layout: gl.constexpr):  # fmt: skip
-    """`count` further query tiles from step `x` on. EDGE: they need the mask."""
+    """`count` further query tiles from step `x` on. PART: "edge", they need the mask; "whole"; "blind", they see none of this warpgroup's keys, so that it
+    makes its half of the dQ before and nothing else."""
+    EDGE: gl.constexpr = PART != "whole"
     dk, dv, index, phase, step, row_before, m_before = state
     q_ring, do_ring, t_ring = rings
     queries, lses, q_full = q_ring
@@ -272,29 +281,38 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
                 clear(do, place[4] - m, M, GROUP)
                 arrive_and_wait(0, MEETING, 256)
         take_turn(GROUP, C.partners)
-        s = _scores(begun, k.slice(GROUP * 64, 64, dim=0), queries, lses, index, SCORE, M, s_layout)
-        mbarrier.wait(do_full.index(index), phase)
-        dp = _outputs(v.slice(GROUP * 64, 64, dim=0), outputs, deltas, index, M, s_layout)
-        turn_over(GROUP, C.partners)
-        s = warpgroup_mma_wait(1, deps=[s])
-        p, sloped = weights(s, m, h, lses, index, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
-        left_p = gl.convert_layout(p.to(queries.dtype), p_layout)
-        dv = warpgroup_mma(left_p, do, dv, is_async=True)
-        dp = warpgroup_mma_wait(1, deps=[dp])
-        if EDGE and C.packed:  # the delta of the next sequence
-            dp = gl.where((m + gl.arange(0, M, layout=gl.SliceLayout(0, s_layout)) < place[4])[None, :], dp, 0.0)
-        ds = (sloped * dp).to(queries.dtype)
+        if PART == "blind":
+            mbarrier.wait(do_full.index(index), phase)
+            turn_over(GROUP, C.partners)
+            ds = gl.zeros([64, M], queries.dtype, s_layout)
+        else:
+            s = _scores(begun, k.slice(GROUP * 64, 64, dim=0), queries, lses, index, SCORE, M, s_layout)
+            mbarrier.wait(do_full.index(index), phase)
+            dp = _outputs(v.slice(GROUP * 64, 64, dim=0), outputs, deltas, index, M, s_layout)
+            turn_over(GROUP, C.partners)
+            s = warpgroup_mma_wait(1, deps=[s])
+            p, sloped = weights(s, m, h, lses, index, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
+            left_p = gl.convert_layout(p.to(queries.dtype), p_layout)
+            dv = warpgroup_mma(left_p, do, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=[dp])
+            if EDGE and C.packed:  # the delta of the next sequence
+                dp = gl.where((m + gl.arange(0, M, layout=gl.SliceLayout(0, s_layout)) < place[4])[None, :], dp, 0.0)
+            ds = (sloped * dp).to(queries.dtype)
         arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)
         written.index(step % BUFFERS).slice(GROUP * 64, 64, dim=0).store(ds)
         fence_async_shared()
         release(step % 2, WRITTEN + 2 * GROUP, 256)
-        left = gl.convert_layout(ds, p_layout)
-        dq = _queries(written, step, k, C, GROUP, dq_layout)
-        dk = warpgroup_mma(left, q, dk, is_async=True)
-        dv, left_p, dq = warpgroup_mma_wait(1, deps=[dv, left_p, dq])
+        if PART == "blind":
+            dq = warpgroup_mma_wait(0, deps=[_queries(written, step, k, C, GROUP, dq_layout)])
+        else:
+            left = gl.convert_layout(ds, p_layout)
+            dq = _queries(written, step, k, C, GROUP, dq_layout)
+            dk = warpgroup_mma(left, q, dk, is_async=True)
+            dv, left_p, dq = warpgroup_mma_wait(1, deps=[dv, left_p, dq])
         release(index, OUTPUTS_LET_GO, READERS)
         _add(dq, dq_desc, dq_buffer, row_before, m_before, place, C, GROUP)
-        dk, left = warpgroup_mma_wait(0, deps=[dk, left])
+        if PART != "blind":
+            dk, left = warpgroup_mma_wait(0, deps=[dk, left])
         release(index, QUERIES_LET_GO, READERS)
         index, phase = advance(index, phase, C.stages)
         step, row_before, m_before = step + 1, row, m
@@ -343,10 +361,17 @@ def _compute(outs, dq_desc, still, rings, message, buffers, call, sizes, lengths
                 h = kv_head * group + member
                 steps = steps_of(place, h, map_ptr, map_strides, C)
                 masked, bare, _b, _f, _r = steps
-                state = _more(state, masked, 0, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, rows + h,
-                              MASK, SCORE, SCORE_GRAD, True, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
+                early, late = unseen(place, steps, C, GROUP)
+                if C.blind and GROUP == 1 and C.right >= 0:
+                    state = _more(state, early, 0, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, rows + h,
+                                  MASK, SCORE, SCORE_GRAD, "blind", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
+                state = _more(state, masked - early - late, early, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, rows + h,
+                              MASK, SCORE, SCORE_GRAD, "edge", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
+                if C.blind and GROUP == 0 and C.left >= 0:
+                    state = _more(state, late, masked - late, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, rows + h,
+                                  MASK, SCORE, SCORE_GRAD, "blind", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
                 state = _more(state, bare, masked, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, rows + h,
-                              MASK, SCORE, SCORE_GRAD, False, C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
+                              MASK, SCORE, SCORE_GRAD, "whole", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
             dk, dv, index, phase, step, row, m = state
             arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)  # one step more, of dQ alone
             release(step % 2, WRITTEN + 2 * GROUP, 256)

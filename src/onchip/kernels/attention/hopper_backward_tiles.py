@@ -55,6 +55,20 @@ def steps_of(place, head, map_ptr, map_strides, C: gl.constexpr):
 
 
 @gluon.jit
+def unseen(place, steps, C: gl.constexpr, GROUP: gl.constexpr):
+    """How many of the first tiles of queries see the keys of the first warpgroup alone, and how many of the last ones that need the mask those of the
+    second: half a tile of 64 queries x 128 keys at the diagonal, and as much at the other end of a window."""
+    _, _, tile, _, _, _, _, shift = place
+    masked, bare, before, first, _ = steps
+    early, late, middle = 0, 0, tile * C.n + 64 - shift
+    if C.blind and GROUP == 1 and C.right >= 0:
+        early = gl.minimum(gl.maximum(gl.maximum(middle - C.right, 0) // C.m - first, 0), before)
+    if C.blind and GROUP == 0 and C.left >= 0:
+        late = gl.minimum(gl.maximum(first + masked + bare - gl.cdiv(gl.maximum(middle + C.left, 0), C.m), 0), masked - before)
+    return early, late
+
+
+@gluon.jit
 def step_tile(x, steps, map_strides, C: gl.constexpr):
     """The tile of step `x`."""
     masked, bare, before, first, row = steps
