@@ -38,7 +38,8 @@ def rotary(
     positions  the row of the table for each token, in [0, positions); None: 0, 1, 2, ... along len or the tokens.
     norm       RMSNorm of each head before the rotation, by `rms_norm`, a pass of its own; `rope_append` has both in one, in place, without a gradient.
     layout     "neox" pairs element i with i + rotary_dim / 2, "interleaved" 2i with 2i + 1; elements past rotary_dim stay.
-    Any strides: q and k may be views of packed qkv, or transposed. The gradient is the rotation by minus the angle; none goes to the table. `kernel` is the rotation's.
+    Any strides: q and k may be views of packed qkv, or transposed. The gradient is the rotation by minus the angle; none goes to the table.
+    `kernel` is the rotation's.
     """
     check_tensors("rotary", q=q, k=k, table=table, positions=positions)
     if layout not in ("neox", "interleaved"):
