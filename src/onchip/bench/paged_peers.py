@@ -52,16 +52,16 @@ def _attend(i: Paged, cache: PagedKV) -> Callable:
 
 
 def onchip_append(inputs: Appended) -> Call:
-    i, p = inputs, inputs.problem
+    """Rows of its own, since they are rotated in place."""
+    i, p, qkv = inputs, inputs.problem, inputs.qkv.clone()
     append = Append(i.k, i.v, i.slots)
-    run = functools.partial(rope_append, i.qkv, i.table, i.positions, (p.heads, p.kv_heads), append=append)
-    return Call(run, result=lambda: (_heads(i)[0].clone(), i.written(i.k), i.written(i.v)))
+    run = functools.partial(rope_append, qkv, i.table, i.positions, (p.heads, p.kv_heads), append=append)
+    return Call(run, result=lambda: (_heads(p, qkv)[0].clone(), i.written(i.k), i.written(i.v)))
 
 
-def _heads(i: Appended) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(p: Rope, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v, views of the packed rows."""
-    p = i.problem
-    return i.qkv.view(p.tokens, -1, p.dim).split((p.heads, p.kv_heads, p.kv_heads), 1)
+    return qkv.view(p.tokens, -1, p.dim).split((p.heads, p.kv_heads, p.kv_heads), 1)
 
 
 # ---- torch
@@ -219,8 +219,7 @@ def flashinfer_append(inputs: Appended) -> Call:
     bounds = torch.tensor([0, len(pages)], dtype=torch.int32, device=device)
     last = torch.tensor([i.page], dtype=torch.int32, device=device)
     of, within = torch.zeros(p.tokens, dtype=torch.int32, device=device), torch.arange(p.tokens, dtype=torch.int32, device=device)
-    qkv = i.qkv.clone()
-    q, k, v = qkv.view(p.tokens, -1, p.dim).split((p.heads, p.kv_heads, p.kv_heads), 1)
+    q, k, v = _heads(p, i.qkv.clone())
     positions = i.positions.int()
     if not p.kv:
 
