@@ -28,6 +28,7 @@ from onchip.kernels.attention import (
     hopper_prefill,
     register_decode,
     tile,
+    triton_backward,
     triton_decode,
     triton_prefill,
     triton_shares,
@@ -391,7 +392,7 @@ BACKWARD = {  # head dimension, packed, and bytes that ptxas may spill, stores a
 }
 
 
-def backward(dim, packed, band, dim_v=0, extras=(), **mod):
+def backward(dim, packed, band, dim_v=0, extras=(), module=hopper_backward, **mod):
     """Four sequences of 4096 tokens in bf16, 4 heads a group."""
     tokens = (4 * 4096,) if packed else (4, 4096)
     p = Attention("backward", 4, 4096, 4096, 32, 8, dim, BF16, band, *(("packed", 0, 4 * 4096) if packed else ()), dim_v=dim_v, extras=extras)
@@ -399,7 +400,16 @@ def backward(dim, packed, band, dim_v=0, extras=(), **mod):
     p, x = static(p, Operands(dim**-0.5, offsets, offsets), **mod)
     q, k, v, out = (meta(*tokens, heads, d) for heads, d in ((32, dim), (8, dim), (8, p.value_dim), (32, p.value_dim)))
     lse = meta(32, 4 * 4096, dtype=FP32) if packed else meta(4, 32, 4096, dtype=FP32)
-    return launched(hopper_backward, "sm_90", p, q, k, v, out, lse, out, None, x, returns=())
+    return launched(module, "sm_90", p, q, k, v, out, lse, out, None, x, returns=())
+
+
+@pytest.mark.parametrize(("packed", "most"), [(False, 0), (True, 124)], ids=["dense", "packed"])
+def test_triton_backward(packed, most):
+    """LSE and delta come by TMA as queries do: as single reads of each thread they took a third of a packed batch's loop over queries, and spilled in it."""
+    _, found = backward(128, packed, Causal(), module=triton_backward)
+    facts = found["_backward"]
+    assert facts.spills <= allowed(most) and not facts.serialized
+    assert facts.tma_loads and "cp.async.ca" not in facts.ptx and "mma.sync" not in facts.ptx
 
 
 @pytest.mark.parametrize(("dim", "packed", "band", "most"), named(BACKWARD, "d64 causal", "d128 packed"))

@@ -219,15 +219,22 @@ def test_packed_is_each_sequence_alone(kernel, problem, longest, device):
 
 @pytest.mark.parametrize(("kernel", "problem"), rows([packed([40, 70, 33], mask, 32) for mask in (Full(), Causal(), Window(20))]))
 def test_a_neighbour_of_nan_does_not_leak(kernel, problem, device):
+    """Neither into results nor into gradients."""
     p = problem
     q, k, v = flat(p, device)
-    offsets = offsets_of([40, 70, 33], device)
-    clean, clean_lse = onchip.attention_packed(q, k, v, offsets, longest=70, mask=p.mask, kernel=kernel, return_lse=True)
-    for x in (q, k, v):
+    d_out, offsets = torch.randn_like(q), offsets_of([40, 70, 33], device)
+
+    def step():
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = onchip.attention_packed(*leaves, offsets, longest=70, mask=p.mask, kernel=kernel, return_lse=True)
+        return out, lse.T, *torch.autograd.grad(out, leaves, d_out)
+
+    clean = step()
+    for x in (q, k, v, d_out):
         x[40:110] = NAN
-    out, lse = onchip.attention_packed(q, k, v, offsets, longest=70, mask=p.mask, kernel=kernel, return_lse=True)
     others = torch.tensor([*range(40), *range(110, 143)], device=device)
-    assert torch.equal(out[others], clean[others]) and torch.equal(lse[:, others], clean_lse[:, others])
+    for found, expected in zip(step(), clean, strict=True):
+        assert torch.equal(found[others], expected[others])
 
 
 @pytest.mark.parametrize(("kernel", "problem"), rows([packed([40, 7], Causal(), 32, heads=(4, 2))]))

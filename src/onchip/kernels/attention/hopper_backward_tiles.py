@@ -6,11 +6,11 @@ A tile's rows are keys (`C.of_keys`), past which queries stream, or queries, pas
 import math
 
 from onchip.kernels.attention.hopper_tiles import map_entry, map_row
+from onchip.kernels.attention.statistics import LATE
 from onchip.kernels.attention.tile import inner_span, key_span, query_span
 from onchip.kernels.hopper import as_other, fence_async_shared, gl, gluon, tma_store
 
 LOG2E = math.log2(math.e)
-LATE = 4  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin: LSE and delta lie four times in memory, each a row later
 PHASES = gl.constexpr(LATE)
 READERS = gl.constexpr(288)  # threads at a release: of two warpgroups and the copying warp
 

@@ -205,20 +205,27 @@ def _collect(map_ptr, kind_ptr, inners, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["bound", "most", "tokens"], do_not_specialize_on_alignment=["offsets", "other_offsets", "used", "other_used"])
 def _number(found_ptr, offsets, other_offsets, used, other_used, bound, most, tokens, BEFORE: tl.constexpr, AFTER: tl.constexpr, TOP_LEFT: tl.constexpr,
-            LAST_FIRST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Sequence, tile and work of the tiles of one sequence, at most `most`, behind those of the sequences before it; int32 [3, bound].
+            LAST_FIRST: tl.constexpr, BY_LENGTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Sequence, tile and work of the tiles of one sequence, at most `most`, behind those of sequences before it or, BY_LENGTH, longer ones; int32 [3, bound].
 
     A tile's work is what its tokens see of the other side, queries or keys: from BEFORE the first to AFTER the last, -1 is no limit.
     """
     b = tl.program_id(0)
-    start = 0
-    for first in range(0, b, BLOCK):
-        others = first + tl.arange(0, BLOCK)
-        _, length = sequence(offsets, used, tl.minimum(others, b), 0)
-        start += tl.sum(tl.where(others < b, tl.minimum(tl.cdiv(length, tokens), most), 0), 0)
     _, length = sequence(offsets, used, b, 0)
     _, other = sequence(other_offsets, other_used, b, 0)
     tiles = tl.minimum(tl.cdiv(length, tokens), most)
+    count = b
+    if BY_LENGTH:
+        count = tl.num_programs(0)
+    start = 0
+    for first in range(0, count, BLOCK):
+        others = first + tl.arange(0, BLOCK)
+        _starts, lengths = sequence(offsets, used, tl.minimum(others, b if not BY_LENGTH else count - 1), 0)
+        theirs = tl.minimum(tl.cdiv(lengths, tokens), most)
+        ahead = others < b
+        if BY_LENGTH:
+            ahead = (others < count) & ((theirs > tiles) | ((theirs == tiles) & ahead))
+        start += tl.sum(tl.where(ahead, theirs, 0), 0)
     shift = other - length
     if TOP_LEFT:
         shift = shift * 0
@@ -318,8 +325,9 @@ def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     return found, (found.stride(0) * (batch > 1), found.stride(1) * (heads > 1), found.stride(2))
 
 
-def sequence_tiles(p, x, block: int, of_keys: bool = False):
+def sequence_tiles(p, x, block: int, of_keys: bool = False, by_work: bool = True):
     """The tiles of `block` queries (or keys) of a packed batch, int32 [bound, 2] of (sequence, tile), those with most work first.
+    Not `by_work`: sequence after sequence, the longest first, their tiles in order, int32 [3, bound] of sequences, tiles and work.
 
     The host knows `bound` from sizes alone; behind the last tile come (-1, 0). Work is counted by the band around the mask. Of tiles with as much
     the later queries (the earlier keys) go first: they see more where a mask that is no band is like a causal one. It is `remembered`.
@@ -332,7 +340,7 @@ def sequence_tiles(p, x, block: int, of_keys: bool = False):
         lengths = (x.k_offsets, x.q_offsets, x.k_used, x.q_used)
     most = triton.cdiv(longest, block)
     bound = min(tokens // block + p.batch, most * p.batch)
-    how = {"BEFORE": before, "AFTER": after, "TOP_LEFT": top_left, "tokens": block, "LAST_FIRST": not of_keys}
+    how = {"BEFORE": before, "AFTER": after, "TOP_LEFT": top_left, "tokens": block, "LAST_FIRST": by_work and not of_keys, "BY_LENGTH": not by_work}
     make = lambda: _sequence_tiles(lengths, bound, most, how)  # noqa: E731
     return remembered(("tiles", bound, most, *how.values()), lengths, x.q_offsets.device, make, changing=p.page > 0)
 
@@ -340,8 +348,10 @@ def sequence_tiles(p, x, block: int, of_keys: bool = False):
 def _sequence_tiles(lengths, bound: int, most: int, how: dict):
     offsets = lengths[0]
     found = offsets.new_full((3, bound), -1)
-    tiles = offsets.new_empty((bound, 2))
     _number[(len(offsets) - 1,)](found, *lengths, bound, most, **how, BLOCK=LISTED)
+    if how["BY_LENGTH"]:
+        return found
+    tiles = offsets.new_empty((bound, 2))
     _rank[(triton.cdiv(bound, LISTED),)](tiles, found, bound, BLOCK=LISTED)
     return tiles
 

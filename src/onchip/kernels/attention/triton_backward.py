@@ -7,7 +7,8 @@ Some programs take a tile of keys, past which all queries stream; dK and dV stay
 after the other. Others take a tile of queries for dQ. Seven products instead of five, but nothing is summed in memory: no
 atomics, no float32 copy of dQ, the same bits in every run. (dQ summed by TMA reductions in the first ones: five products,
 and 0.65 to 0.8 times the speed on an H200.) Heads too large for two sums in registers take dK and dV in two passes: eight products.
-Over keys, scores are held transposed, [keys, queries]: P^T and dS^T are then left operands in registers.
+Over keys, scores are held transposed, [keys, queries]: P^T and dS^T are then left operands in registers. LSE and delta stream by TMA as q and dO do;
+as loads of each thread they were a third of the instructions of a packed batch, whose rows begin anywhere.
 """
 
 from typing import NamedTuple
@@ -23,7 +24,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import mods, texts
-from onchip.kernels.attention.statistics import sink_gradient, statistics
+from onchip.kernels.attention.statistics import LATE, sink_gradient, statistics
 from onchip.kernels.attention.tile import (
     LOG2E,
     bar,
@@ -38,8 +39,11 @@ from onchip.kernels.attention.tile import (
     mask_map,
     query_span,
     sequence,
+    sequence_tiles,
     tf32,
 )  # fmt: skip
+
+PHASES = tl.constexpr(LATE)
 
 
 class Tiles(NamedTuple):
@@ -90,6 +94,36 @@ def _rows(src, row, head, first, batch, stride, last, dim, ROWS: tl.constexpr, C
 
 
 @triton.jit
+def _stats(src, lies, first, last, other, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """LSE or delta of ROWS queries from `first` on. By TMA what stands past `last` is there too, else it reads as `other`.
+
+    lies   the first query; the rows, of heads, until a head's row a query later, and the head's own, or without TMA where it begins.
+    """
+    row, heads, head = lies
+    if TMA:
+        at = row + first
+        late = at % PHASES  # of a dense batch 0
+        found = src.load([late * heads + head, at - late]).reshape(ROWS)
+    else:
+        rows = first + tl.arange(0, ROWS)
+        found = tl.load(src + head + row + rows, mask=rows < last, other=other)
+    return found
+
+
+@triton.jit
+def _step(t, first, tiles, step, jump, BLOCK: tl.constexpr):
+    """Where tile `t` of a run begins: it is numbered at `tiles`, `step` apart, or `first` is where tile 0 does, and behind `jump[0]` tiles the run goes on
+    `jump[1]` further away."""
+    if tiles is not None:
+        begin = tl.load(tiles + t * step) * BLOCK
+    else:
+        begin = first + t * BLOCK
+        if jump is not None:
+            begin += tl.where(t < jump[0], 0, jump[1])
+    return tl.multiple_of(begin, BLOCK)
+
+
+@triton.jit
 def _visible(i, j, at, reads, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr):
     """Whether queries `i` see keys `j`, both real; the two broadcast against each other."""
     b, h, shift, len_q, len_k = at
@@ -105,29 +139,24 @@ def _visible(i, j, at, reads, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.
 
 
 @triton.jit
-def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, call, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, jump, call, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, WHAT: tl.constexpr,
                TMA: tl.constexpr, EDGE: tl.constexpr, ZERO: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
                STAGES: tl.constexpr):  # fmt: skip
-    """dk and dv after `count` query tiles: from query `first` on, or those numbered at `tiles`, `step` apart.
+    """dk and dv after `count` query tiles, as `_step` has them.
 
     EDGE: they need the mask.      ZERO: past the last query anything may lie, NaN included.
     """
-    lse_ptr, delta_ptr, n, place, strides, scale, gain, at, reads, grads, dropout = call
+    lse_src, delta_src, lies, n, place, strides, scale, gain, at, reads, grads, dropout = call
     batch, head, row = place
     b, h, _, len_q, len_k = at
     state_ptr, drop_bar, keep_scale, b_h = dropout
     j = (n + tl.arange(0, k.shape[0]))[:, None]
     for t in tl.range(0, count, num_stages=STAGES):
-        if tiles is not None:
-            m = tl.load(tiles + t * step) * BLOCK_M
-        else:
-            m = first + t * BLOCK_M
-        m = tl.multiple_of(m, BLOCK_M)
-        rows = m + tl.arange(0, BLOCK_M)
-        i = rows[None, :]
+        m = _step(t, first, tiles, step, jump, BLOCK_M)
+        i = (m + tl.arange(0, BLOCK_M))[None, :]
         q = _rows(q_src, row, head, m, batch, strides[0], len_q, D, BLOCK_M, k.shape[1], TMA, ZERO)
-        lse = tl.load(lse_ptr + rows, mask=rows < len_q, other=float("inf"))
+        lse = _stats(lse_src, lies, m, len_q, float("inf"), BLOCK_M, TMA)
         scores = tl.dot(k, q.T, input_precision=PRECISION)  # [N, M]
         if SCORE is not None:
             raw = scores * scale
@@ -150,7 +179,7 @@ def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, call, D: 
             d_weights = tl.dot(v, do.T, input_precision=PRECISION)
             if state_ptr is not None:
                 d_weights = tl.where(keep, d_weights * keep_scale, 0.0)
-            delta = tl.load(delta_ptr + rows, mask=rows < len_q, other=0.0)
+            delta = _stats(delta_src, lies, m, len_q, 0.0, BLOCK_M, TMA)
             ds = weights * (d_weights - delta[None, :])
             if EDGE and (MASK is not None or PACKED):  # 0 times what a hidden place holds may be NaN
                 ds = tl.where(seen, ds, 0.0)
@@ -161,19 +190,18 @@ def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, call, D: 
 
 
 @triton.jit
-def _keys(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides, reads, grads, tile_n, index,
+def _keys(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides, reads, grads, tile_n, b, kv_head,
           D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
           LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
           WHAT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dK and dV (or WHAT of the two) of one tile of keys of key head `index`, counted through the batch."""
-    q_src, k_src, v_src, do_src = sources
+    """dK and dV (or WHAT of the two) of one tile of keys of a key head of sequence `b`."""
+    q_src, k_src, v_src, do_src, lse_by_k, delta_by_k = sources
     dk_ptr, dv_ptr, _ = outs
-    lse_ptr, delta_ptr, total_q, state_ptr = stats
+    _, _, pitch, state_ptr = stats
     q_offsets, k_offsets, q_used, k_used = lengths
     scale, gain, heads, kv_heads, len_q, len_k, drop_bar, keep_scale = sizes
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, _ = strides
     PACKED: tl.constexpr = q_offsets is not None
-    b, kv_head = index // kv_heads, index % kv_heads
     start_q, len_q = sequence(q_offsets, q_used, b, len_q)
     start_k, len_k = sequence(k_offsets, k_used, b, len_k)
     n = tile_n * BLOCK_N
@@ -203,27 +231,33 @@ def _keys(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides, r
         first, inner, outer, last = query_span(n, shift, len_q, len_k, LEFT, RIGHT, BLOCK_M, BLOCK_N, PACKED)
         for member in range(group):
             head = kv_head * group + member
-            at, rows = (b, head, shift, len_q, len_k), (batch * heads + head).to(tl.int64) * total_q + start_q
+            at = b, head, shift, len_q, len_k
+            lies = start_q, heads, batch * heads + head
+            if not TMA:
+                lies = start_q, heads, (batch * heads + head).to(tl.int64) * pitch
             q_at, do_at = q_src, do_src
             if not TMA:
                 q_at += batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1] + start_q.to(tl.int64) * q_strides[2]
                 do_at += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1] + start_q.to(tl.int64) * do_strides[2]
-            call = (lse_ptr + rows, delta_ptr + rows, n, (batch, head, start_q), (q_strides[2], do_strides[2]), factor, gain * LOG2E, at, reads, grads,
+            call = (lse_by_k, delta_by_k, lies, n, (batch, head, start_q), (q_strides[2], do_strides[2]), factor, gain * LOG2E, at, reads, grads,
                     (state_ptr, drop_bar, keep_scale, b * heads + head))  # fmt: skip
             if MASK is not None:
                 row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_n.to(tl.int64) * map_strides[2]
-                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row), row + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row), row + 2, 1, None, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
                                     MASK, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
-                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
-                                    MASK, SCORE, SCORE_GRAD, WHAT, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
+                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, None, call, D, DV, LEFT, RIGHT, BLOCK_M,
+                                    BLOCK_DV, MASK, SCORE, SCORE_GRAD, WHAT, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
             else:
-                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, first, (inner - first) // BLOCK_M, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
-                                    None, SCORE, SCORE_GRAD, WHAT, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
-                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, inner, (outer - inner) // BLOCK_M, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                before, bare = (inner - first) // BLOCK_M, (outer - inner) // BLOCK_M
+                edges = before
+                jump = None
+                if LEFT >= 0 or PACKED:  # the tiles at both ends of those that need no mask, in one run
+                    edges += tl.cdiv(last - outer, BLOCK_M)
+                    jump = before, outer - inner
+                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, first, edges, None, 0, jump, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                                    None, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
+                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, inner, bare, None, 0, None, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
                                     None, SCORE, SCORE_GRAD, WHAT, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
-                if LEFT >= 0 or PACKED:
-                    dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, outer, tl.cdiv(last - outer, BLOCK_M), None, 0, call, D, DV, LEFT, RIGHT, BLOCK_M,
-                                        BLOCK_DV, None, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
         cols = n + tl.arange(0, BLOCK_N)
         at_k = (start_k + cols).to(tl.int64)[:, None]
         if WHAT != "dV":
@@ -238,31 +272,27 @@ def _keys(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides, r
 
 
 @triton.jit
-def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, call, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, jump, call, D: tl.constexpr, DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
                   BLOCK_N: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
-                  TMA: tl.constexpr, EDGE: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+                  TMA: tl.constexpr, EDGE: tl.constexpr, ZERO: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
                   STAGES: tl.constexpr):  # fmt: skip
-    """dq after `count` key tiles: from key `first` on, or those numbered at `tiles`, `step` apart. EDGE: they need the mask."""
+    """dq after `count` key tiles, as `_step` has them. EDGE: they need the mask. ZERO: past the last key anything may lie, as in `_past_keys`."""
     lse, delta, rows, place, strides, scale, gain, at, reads, dropout = call
     batch, head, row = place
     b, h, _, len_q, len_k = at
     state_ptr, drop_bar, keep_scale, b_h = dropout
     i = rows[:, None]
     for t in tl.range(0, count, num_stages=STAGES):
-        if tiles is not None:
-            n = tl.load(tiles + t * step) * BLOCK_N
-        else:
-            n = first + t * BLOCK_N
-        n = tl.multiple_of(n, BLOCK_N)
+        n = _step(t, first, tiles, step, jump, BLOCK_N)
         j = (n + tl.arange(0, BLOCK_N))[None, :]
-        k = _rows(k_src, row, head, n, batch, strides[0], len_k, D, BLOCK_N, q.shape[1], TMA, EDGE and PACKED)
+        k = _rows(k_src, row, head, n, batch, strides[0], len_k, D, BLOCK_N, q.shape[1], TMA, ZERO)
         scores = tl.dot(q, k.T, input_precision=PRECISION)  # [M, N]
         if SCORE is not None:
             raw = scores * scale
             weights = tl.math.exp2(SCORE(raw, b, h, i, j, len_q, len_k, reads[1]) * gain - lse[:, None])
         else:
             weights = tl.math.exp2(scores * scale - lse[:, None])
-        v = _rows(v_src, row, head, n, batch, strides[1], len_k, DV, BLOCK_N, do.shape[1], TMA, EDGE and PACKED)
+        v = _rows(v_src, row, head, n, batch, strides[1], len_k, DV, BLOCK_N, do.shape[1], TMA, False)
         d_weights = tl.dot(do, v.T, input_precision=PRECISION)
         if state_ptr is not None:
             d_weights = tl.where(kept(state_ptr, drop_bar, b_h, i, j), d_weights * keep_scale, 0.0)
@@ -279,19 +309,18 @@ def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, call, D: t
 
 
 @triton.jit
-def _queries(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides, reads, tile_m, index,
+def _queries(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides, reads, tile_m, b, head,
              D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
              LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
              PADDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dQ of one tile of queries of head `index`, counted through the batch."""
+    """dQ of one tile of queries of a head of sequence `b`."""
     q_src, k_src, v_src, do_src = sources
     _, _, dq_ptr = outs
-    lse_ptr, delta_ptr, total_q, state_ptr = stats
+    lse_ptr, delta_ptr, pitch, state_ptr = stats
     q_offsets, k_offsets, q_used, k_used = lengths
     scale, gain, heads, kv_heads, len_q, len_k, drop_bar, keep_scale = sizes
     q_strides, k_strides, v_strides, do_strides, _, _, dq_strides = strides
     PACKED: tl.constexpr = q_offsets is not None
-    b, head = index // heads, index % heads
     kv_head = head // (heads // kv_heads)
     start_q, len_q = sequence(q_offsets, q_used, b, len_q)
     start_k, len_k = sequence(k_offsets, k_used, b, len_k)
@@ -308,7 +337,7 @@ def _queries(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides
         q = _rows(q_src, start_q, head, m, batch, q_strides[2], len_q, D, BLOCK_M, BLOCK_D, TMA, False)
         do = _rows(do_src, start_q, head, m, batch, do_strides[2], len_q, DV, BLOCK_M, BLOCK_DV, TMA, False)
         rows = m + tl.arange(0, BLOCK_M)
-        at_row = (batch * heads + head).to(tl.int64) * total_q + start_q + rows
+        at_row = (batch * heads + head).to(tl.int64) * pitch + start_q + rows
         lse = tl.load(lse_ptr + at_row, mask=rows < len_q, other=float("inf"))
         delta = tl.load(delta_ptr + at_row, mask=rows < len_q, other=0.0)
         shift = len_k - len_q
@@ -322,53 +351,83 @@ def _queries(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides
                 (state_ptr, drop_bar, keep_scale, b * heads + head))  # fmt: skip
         if MASK is not None:
             row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
-            dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row), row + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                               MASK, SCORE, SCORE_GRAD, TMA, True, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
-            dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                               MASK, SCORE, SCORE_GRAD, TMA, False, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
+            dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row), row + 2, 1, None, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                               MASK, SCORE, SCORE_GRAD, TMA, True, PACKED, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
+            dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, None, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                               MASK, SCORE, SCORE_GRAD, TMA, False, False, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
         else:
             row_first, row_last = m + shift, m + BLOCK_M - 1 + shift
             first, last = key_span(row_first, row_last, len_k, LEFT, RIGHT)
             first = first // BLOCK_N * BLOCK_N
             inner, outer = inner_span(row_first, row_last, len_k, LEFT, RIGHT, BLOCK_N)
+            before = 0
+            jump = None
             if LEFT >= 0:
                 whole = inner < outer
                 inner = tl.where(whole, inner, first)
                 outer = tl.where(whole, outer, first)
-                dq = _past_queries(dq, q, do, k_src, v_src, first, (inner - first) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                                   None, SCORE, SCORE_GRAD, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
-            dq = _past_queries(dq, q, do, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                               None, SCORE, SCORE_GRAD, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
-            dq = _past_queries(dq, q, do, k_src, v_src, outer, tl.cdiv(last - outer, BLOCK_N), None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
-                               None, SCORE, SCORE_GRAD, TMA, True, False, PACKED, PRECISION, STAGES)  # fmt: skip
+                before = (inner - first) // BLOCK_N
+                jump = before, outer - inner
+            else:
+                first = outer
+            edges = before + tl.cdiv(last - outer, BLOCK_N)
+            dq = _past_queries(dq, q, do, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, None, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                               None, SCORE, SCORE_GRAD, TMA, False, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
+            dq = _past_queries(dq, q, do, k_src, v_src, first, edges, None, 0, jump, call, D, DV, LEFT, RIGHT, BLOCK_N,
+                               None, SCORE, SCORE_GRAD, TMA, True, PACKED, False, PACKED, PRECISION, STAGES)  # fmt: skip
         dims = tl.arange(0, BLOCK_D)
         dq_ptr += batch.to(tl.int64) * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
         at_q = (start_q + rows).to(tl.int64)[:, None] * dq_strides[2] + dims[None, :]
         tl.store(dq_ptr + at_q, (dq * (scale * gain)).to(dq_ptr.dtype.element_ty), mask=(rows < len_q)[:, None] & (dims < D)[None, :])
 
 
+@triton.jit
+def _place(number, listed, offsets, used, length, tiles, heads, BLOCK: tl.constexpr):
+    """Tile, the last one of its sequence, sequence (-1: none) and head of program `number`.
+
+    Heads of a sequence come one after the other, so that tiles side by side share L2. Of a packed batch the longest sequences come first, and few programs
+    have no tile. (All tiles by work, as Hopper's kernels take them, lose more of L2 than they gain at the grid's end.)
+    """
+    if listed is not None:
+        within = number // heads
+        b, before = tl.load(listed + within), tl.load(listed + tiles + within)
+        number -= (within - before) * heads  # of the programs of this sequence
+        _, own = sequence(offsets, used, tl.maximum(b, 0), 0)
+        tiles = tl.maximum(tl.cdiv(tl.minimum(own, length), BLOCK), 1)
+        head = number // tiles
+    else:
+        head = number // tiles
+        b = head // heads
+        head -= b * heads
+    return number % tiles, tiles - 1, b, head
+
+
 @triton.jit(do_not_specialize=["sizes", "tiles_n", "tiles_m", "over_keys"])
-def _backward(q_by_k, k_by_k, v_by_k, do_by_k, q_by_q, k_by_q, v_by_q, do_by_q, outs, stats, lengths, sizes, strides,
-              k_map, k_map_strides, q_map, q_map_strides, reads, grads, tiles_n, tiles_m, over_keys,
+def _backward(q_by_k, k_by_k, v_by_k, do_by_k, lse_by_k, delta_by_k, q_by_q, k_by_q, v_by_q, do_by_q, outs, stats, lengths, sizes, strides,
+              k_map, k_map_strides, q_map, q_map_strides, k_listed, q_listed, reads, grads, tiles_n, tiles_m, over_keys,
               D: tl.constexpr, DV: tl.constexpr, KM: tl.constexpr, KN: tl.constexpr, QM: tl.constexpr, QN: tl.constexpr,
               BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
               MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, SCORE_BACK: tl.constexpr, WHAT: tl.constexpr, PADDED: tl.constexpr,
               TMA: tl.constexpr, PRECISION: tl.constexpr, K_STAGES: tl.constexpr, Q_STAGES: tl.constexpr):  # fmt: skip
     """The first `over_keys` programs take a tile of keys each, the others one of queries: neither waits for the last of the other."""
     program = tl.program_id(0)
+    heads, kv_heads, len_q, len_k = sizes[2], sizes[3], sizes[4], sizes[5]
+    q_offsets, k_offsets, q_used, k_used = lengths
     if WHAT != "":  # noqa: SIM102 (decided when compiled, the next when run)
         if program < over_keys:
-            _keys((q_by_k, k_by_k, v_by_k, do_by_k), outs, stats, lengths, sizes, strides, k_map, k_map_strides, reads, grads,
-                  program % tiles_n, program // tiles_n, D, DV, KM, KN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT,
-                  MASK, SCORE, SCORE_GRAD, WHAT, TMA, PRECISION, K_STAGES)  # fmt: skip
+            tile_n, _last, b, kv_head = _place(program, k_listed, k_offsets, k_used, len_k, tiles_n, kv_heads, KN)
+            if b >= 0:
+                _keys((q_by_k, k_by_k, v_by_k, do_by_k, lse_by_k, delta_by_k), outs, stats, lengths, sizes, strides, k_map, k_map_strides, reads, grads,
+                      tile_n, b, kv_head, D, DV, KM, KN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT,
+                      MASK, SCORE, SCORE_GRAD, WHAT, TMA, PRECISION, K_STAGES)  # fmt: skip
     if Q_STAGES > 0:  # noqa: SIM102
         if program >= over_keys:
-            tile_m = (program - over_keys) % tiles_m
-            index = (program - over_keys) // tiles_m
+            tile_m, last_m, b, head = _place(program - over_keys, q_listed, q_offsets, q_used, len_q, tiles_m, heads, QM)
             if RIGHT >= 0 or MASK is not None:  # the longest rows first
-                tile_m = tiles_m - 1 - tile_m
-            _queries((q_by_q, k_by_q, v_by_q, do_by_q), outs, stats, lengths, sizes, strides, q_map, q_map_strides, reads, tile_m, index,
-                     D, DV, QM, QN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_BACK, PADDED, TMA, PRECISION, Q_STAGES)  # fmt: skip
+                tile_m = last_m - tile_m
+            if b >= 0:
+                _queries((q_by_q, k_by_q, v_by_q, do_by_q), outs, stats, lengths, sizes, strides, q_map, q_map_strides, reads, tile_m, b, head,
+                         D, DV, QM, QN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_BACK, PADDED, TMA, PRECISION, Q_STAGES)  # fmt: skip
 
 
 # ---- host
@@ -428,7 +487,8 @@ def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operand
     delta = None
     if q.numel():
         lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, dk, dv, dq, out)]  # [batch, heads, len, dim]
-        *lead, delta, lse2 = *lead[:7], *statistics(p, lead[7], lead[3], lse, d_lse, LOG2E.value)
+        tile = max((one.keys or one.queries).m for one in plan)  # rows that fill up a tile see nothing
+        *lead, delta, lse2 = *lead[:7], *statistics(p, lead[7], lead[3], lse, d_lse, LOG2E.value, tile, LATE if packed else 1)
     if q.numel() and k.numel():
         sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
         reads = mods.captured(x.mask), mods.captured(x.score)
@@ -437,7 +497,7 @@ def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operand
             _over(p, one, lead, lse2, delta, x, sees, reads, wanted if wants else (False,) * len(wanted), grads if wants else ())
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
-        d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta.view(lse.shape))
+        d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta[:, : len(x.sinks), : lse.shape[-1]])
     return dq, dk, dv, d_sinks, tuple(s if s is None else s.to(t.dtype) for s, t in zip(sums, x.score, strict=True))
 
 
@@ -448,8 +508,10 @@ def _over(p: Attention, how: Launch, lead, lse2, delta, x: Operands, sees, reads
     width, width_v = block(p.dim), block(p.value_dim)
     tma = has_tma(q.device) and all(describable(t) for t in lead[:4])
     k_side = q_side = tuple(lead[:4])
+    lses, deltas = lse2, delta
     if tma:
         k_side = _described(lead, keys, width, width_v)
+        lses, deltas = (TensorDescriptor.from_tensor(t.view(-1, t.shape[-1]), [1, keys.m]) for t in (lse2, delta))
         q_side = k_side if (queries.m, queries.n) == (keys.m, keys.n) else _described(lead, queries, width, width_v)
     scale, gain, score, score_grad, score_back = x.scale, 1.0, None, None, None
     if p.score is not None:  # gradients of what the score reads are of the whole score; all others carry its factors at the end
@@ -463,12 +525,18 @@ def _over(p: Attention, how: Launch, lead, lse2, delta, x: Operands, sees, reads
     if sees is not None and how.queries:
         q_map = mask_map(p, sees, reads[0], x, queries.m, queries.n, False, q.device)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    tiles_n, tiles_m = triton.cdiv(p.len_k, keys.n), triton.cdiv(p.len_q, queries.m)
-    first = tiles_n * p.batch * p.kv_heads if how.keys else 0
-    _backward[(first + (tiles_m * p.batch * p.heads if how.queries else 0),)](
-        *k_side, *q_side, tuple(lead[4:]), (lse2, delta, q.shape[2], x.state), (x.q_offsets, x.k_offsets, x.q_used, x.k_used),
+    tiles_n, tiles_m, batch = triton.cdiv(p.len_k, keys.n), triton.cdiv(p.len_q, queries.m), p.batch
+    k_listed = q_listed = None
+    if x.q_offsets is not None:
+        k_listed = q_listed = sequence_tiles(p, x, keys.n, of_keys=True, by_work=False)
+        if queries.m != keys.n or x.q_offsets is not x.k_offsets or x.q_used is not x.k_used or p.len_q != p.len_k:
+            q_listed = sequence_tiles(p, x, queries.m, by_work=False)
+        tiles_n, tiles_m, batch = k_listed.shape[1], q_listed.shape[1], 1
+    first = tiles_n * batch * p.kv_heads if how.keys else 0
+    _backward[(first + (tiles_m * batch * p.heads if how.queries else 0),)](
+        *k_side, lses, deltas, *q_side, tuple(lead[4:]), (lse2, delta, lse2.shape[-1], x.state), (x.q_offsets, x.k_offsets, x.q_used, x.k_used),
         (scale, gain, p.heads, p.kv_heads, p.len_q, p.len_k, bar(x.drop), 1 / (1 - x.drop)),
-        tuple(t.stride()[:3] for t in lead), *k_map, *q_map, reads, grads, tiles_n, tiles_m, first,
+        tuple(t.stride()[:3] for t in lead), *k_map, *q_map, k_listed, q_listed, reads, grads, tiles_n, tiles_m, first,
         D=p.dim, DV=p.value_dim, KM=keys.m, KN=keys.n, QM=queries.m, QN=queries.n, BLOCK_D=width, BLOCK_DV=width_v,
         LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, SCORE_BACK=score_back, WHAT=how.what,
         PADDED=hides_keys(p.mask), TMA=tma, PRECISION=tf32(p), K_STAGES=keys.stages,
