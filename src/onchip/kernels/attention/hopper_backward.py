@@ -511,7 +511,8 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
         tiles_n, every, keys = len(listed), p.kv_heads, p.tokens_k or p.tokens
     at_once = triton.cdiv(every, tiles.shares)
-    side_by_side = together(p, 3 * keys, at_once)
+    # of a packed batch two at least: the longest tiles of the last head alone would be begun late
+    side_by_side = max(together(p, 3 * keys, at_once), min(at_once, 1 + packed))
     half = (tiles.m, width // 2) if tiles.m == 64 else (64, width)
     held = torch.empty(at_once * p.group, q.shape[2], width, dtype=torch.float32, device=q.device)
     for first in range(0, every, at_once):
