@@ -151,6 +151,8 @@ def _where(condition, x, y):
 class Pointer:
     """Places in the memory of a tensor, in elements from where it begins."""
 
+    type = SimpleNamespace(layout=None)
+
     def __init__(self, memory: torch.Tensor, written: torch.Tensor, places=0):
         self.memory, self.written, self.places = memory, written, places
 
@@ -753,7 +755,17 @@ class Emulator:
             return args[0].to(torch.float32)
         if "atom.relaxed.gpu.global.add.u32 t, [$1], 1;" in code:
             return count(*args)
-        if code.startswith(("griddepcontrol.", "prefetch.global.L2 ", "bar.warp.sync ")):
+        if code.startswith(("griddepcontrol.", "prefetch.global.", "bar.warp.sync ")):
+            return Tensor(torch.tensor(0, dtype=torch.int32))
+        if "red.relaxed.gpu.global.add.v" in code:  # every other column to the thread that has the next row, or the one before
+            numbers, places = raw(args[0]), args[1].places
+            row, column = (torch.arange(size).view(shape) % 8 for size, shape in zip(numbers.shape, ((-1, 1), (1, -1)), strict=True))
+            odd, q = row % 2 > 0, column // 2
+            before = torch.where(places % 4 > 0, places - 1, places - 253)  # of the eight before
+            own = torch.where(odd & (q == 0), before, places)
+            other = torch.where(odd, places - 16, places + 16 + torch.where(q < 3, 4, -12))
+            places = torch.where(column % 2 == 0, own, other)
+            args[1].memory.index_add_(0, places.flatten(), numbers.flatten())
             return Tensor(torch.tensor(0, dtype=torch.int32))
         if code == "redux.sync.or.b32 $0, $1, 0xffffffff;":
             return args[0]

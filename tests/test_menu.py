@@ -299,7 +299,15 @@ def test_what_hopper_leaves_to_triton():
     for changed in ({"score": pairs}, {"score": half, "dim": 256}, {"score": half, "extras": ("deterministic",)}, {"score": half, "len_k": 1001}):
         assert kernel.leaves(p._replace(**changed), H200) == [slow]
     assert kernel.leaves(p._replace(score=half), H200) == []
-    assert kernel.leaves(p._replace(score=look_up), H200) == ["a score looks values up at places that it computes: not measured"]
+    learnt = p._replace(score=look_up, extras=("score_grad",))
+    assert kernel.leaves(p._replace(score=look_up), H200) == kernel.leaves(learnt, H200) == []
+    gradients = "no score_grad for anything but what is looked up by distance, beside heads of up to 128 and where nothing is to be the same every time"
+    for changed in ({"score": half}, {"dim": 256}, {"extras": ("deterministic", "score_grad")}, {"keys": "packed", "tokens": 4000}):
+        assert kernel.refuses(learnt._replace(**changed), H200) == [gradients]
+    for changed in ({"dim": 256}, {"extras": ("deterministic",)}, {"score": elsewhere}):
+        assert kernel.refuses(learnt._replace(extras=(), **changed) if "extras" not in changed else learnt._replace(**changed), H200) == [
+            "a score looks values up at places that it computes: not measured"
+        ]
     assert kernel.leaves(p._replace(batch=2), H200) == [
         "2e+07 pairs of a query and a key, of at least 1e+08: two more launches cost what the faster kernel saves"
     ]

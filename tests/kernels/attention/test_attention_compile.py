@@ -33,7 +33,7 @@ from onchip.kernels.attention import (
     triton_prefill,
     triton_shares,
 )
-from onchip.kernels.attention.texts import is_tanh, key_tile, line_of
+from onchip.kernels.attention.texts import distance_axes, is_tanh, key_tile, line_of
 from onchip.ops.attention import PagedKV
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -212,6 +212,8 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d128 bias in fp32": (128, False, {"score": scores.Bias(meta(4096, 4096, dtype=FP32))}, 0),
     "d256 bias": (256, False, {"score": scores.Bias(meta(4096, 4096))}, 24),
     "d128 bias of keys": (128, False, {"score": scores.Bias(meta(32, 1, 4096))}, 0),
+    "d128 distances": (128, False, {"score": scores.RelativeBias(meta(32, 257, dtype=FP32))}, 0),
+    "d64 distances": (64, False, {"band": Causal(), "len_q": 16384, "score": scores.BucketBias(meta(32, 32, dtype=FP32))}, 12),
     "d64 bias of keys": (64, False, {"band": Causal(), "len_q": 16384, "score": scores.Bias(meta(1, 4096, dtype=torch.float16))}, 0),
 }
 
@@ -226,11 +228,14 @@ def test_hopper_prefill(dim, packed, how, most):
     of_scores = dim // 16 + (key_tile(text) is not None)  # and a bias of keys
     steps = of_scores + (tiles.n // 16)  # of one tile of scores, and of one of the output
     sides = 2 * bool(text and line_of(text))  # loops for tiles before where ALiBi's lines bend, and behind it: one product more for a tile's scores
-    bold = dim <= 128 and (not text or hopper_prefill.only_adds(text))
+    far = bool(text) and distance_axes(text) is not None
+    bold = dim <= 128 and (not text or far or hopper_prefill.only_adds(text))
     again = sides * (of_scores + 1) if sides else of_scores * bold  # the scores of a tile that is done over another maximum
     halves = tiles.n == 128 and isinstance(how.get("band"), Causal | Window) and (not text or is_tanh(text))
     once = facts.wgmma - tiles.groups * (again + sides) - (tiles.groups - 1) * of_scores * halves  # of a first tile's left half, of all but the last rows
     assert once % steps == 0 and once >= 2 * steps * tiles.groups and "mma.sync" not in facts.ptx
+    loads = len(re.findall(r"ld\.global\S*\.v4", facts.ptx))  # each is 4 of a thread's n / 2 scores
+    assert not far or loads == (once // steps + tiles.groups) * tiles.n // 8
     assert facts.tma_loads and "cp.async.cg" not in facts.ptx and (packed or "cp.async.bulk.tensor.4d.global" in facts.ptx)
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
     assert max(int(number) for number in re.findall(r"bar(?:rier)?\.sync\s+(\d+)(?:, 128)?;", facts.ptx)) < 6  # hardware barriers: the rest is ours
@@ -435,6 +440,16 @@ def test_hopper_backward_of_a_bias(dim, most):
     assert tiles.m == 64 and facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     assert len(re.findall(r"ldmatrix\S*\.trans", facts.ptx)) == 2 * 2 * 4, "each loop of each warpgroup, 64 x 64 in tiles of 16 x 16 and a quarter a warp"
+
+
+@pytest.mark.parametrize(("dim", "learnt", "most"), [(128, False, 332), (128, True, 592), (64, True, 132)])
+def test_hopper_backward_by_distance(dim, learnt, most):
+    """16 bytes a load of what scores begin with, and 16 an addition to the sums; no room in shared memory."""
+    tiles, found = backward(dim, False, Full(), score=scores.RelativeBias(meta(32, 257, dtype=FP32).requires_grad_(learnt)))
+    facts = found["_backward"]
+    assert tiles.m == 64 and facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
+    assert len(re.findall(r"ld\.global\S*\.v4", facts.ptx)) == 2 * 2 * 8, "each loop of each warpgroup, 64 x 64 a quarter a warp"
+    assert facts.ptx.count("red.relaxed.gpu.global.add.v4.f32") == 2 * 2 * 2 * learnt
 
 
 ORDERED = {  # head dimension, that of values, packed, mask, and bytes that each pass may spill, all of them outside of the loops

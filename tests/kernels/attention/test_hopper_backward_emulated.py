@@ -14,7 +14,7 @@ from judge import assert_as_good_as_torch
 from onchip.core.device import GPUS
 from onchip.core.masks import Causal, Document, Full, Window
 from onchip.core.problem import Operands
-from onchip.core.scores import ALiBi, Bias, Softcap, chain
+from onchip.core.scores import ALiBi, Bias, BucketBias, RelativeBias, ScoreMod, Softcap, chain
 from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
@@ -47,7 +47,7 @@ def finish(sums, dq, factor, first):
 def forward(c: Case, call: Call, dtype: torch.dtype):
     """Output, LSE and the leaves of the reference in `dtype`."""
     leaves = [x.to(dtype, copy=True).requires_grad_() for x in (call.q, call.k, call.v, *([call.sinks] if c.sinks else []))]
-    how = {"mask": c.mask, "score": c.score, "sinks": leaves[3] if c.sinks else None, "return_lse": True, "kernel": "reference"}
+    how = {"mask": c.mask, "score": c.score, "sinks": leaves[3] if c.sinks else None, "scale": c.scale, "return_lse": True, "kernel": "reference"}
     if not c.packed:
         return *onchip.attention(*leaves[:3], **how), leaves
     return *onchip.attention_packed(*leaves[:3], *call.offsets, longest=tuple(both(c.lengths).amax(1).tolist()), used=call.used, **how), leaves
@@ -61,15 +61,15 @@ def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), sha
     sizes = (
         packed_sizes(call.q, call.k, call.v, both(c.lengths).shape[1], *both(c.lengths).amax(1).tolist()) if c.packed else dense_sizes(call.q, call.k, call.v)
     )
-    x = Operands(c.dim**-0.5, *call.offsets, *(call.used or ()))
+    x = Operands(c.dim**-0.5 if c.scale is None else c.scale, *call.offsets, *(call.used or ()))
     p, x = problem_of("backward", How(c.mask, chain(None, c.score, None), call.sinks, None, c.deterministic, False, "hopper_backward"), sizes, x, call.q)
     out, lse = (t.detach() for t in forward(c, call, torch.float64)[:2])
     groups, n, stages, programs = c.tiles
     tiles = kernel.Tiles(64 * groups, n, stages, shares, programs)
     if c.deterministic or max(c.dim, c.dim_v) > 128:
         tiles = kernel.hopper_backward_ordered.configs(p, GPUS["H200"])[0]._replace(programs=programs)
-    dq, dk, dv, d_sinks, _ = kernel.launch(p, tiles, call.q, call.k, call.v, out.to(c.dtype), lse.float(), d_out, d_lse, x)
-    return [dq, dk, dv] + [d_sinks] * c.sinks
+    dq, dk, dv, d_sinks, d_score = kernel.launch(p, tiles, call.q, call.k, call.v, out.to(c.dtype), lse.float(), d_out, d_lse, x)
+    return [dq, dk, dv, *[d_sinks] * c.sinks, *(d.to(c.dtype) for d in d_score if d is not None)]  # of scores: delta is as good as the output
 
 
 def mask_map_of_either(p, _sees, _captured, x: Operands, m: int, n: int, of_keys: bool, _device):
@@ -117,6 +117,7 @@ def expected(c: Case):
 def gradients(c: Case, call: Call, d_out, dtype):
     out, lse, leaves = forward(c, call, dtype)
     seen = lse != -torch.inf
+    leaves += [t for t in (c.score.tensors if c.score else ()) if t.requires_grad]
     return torch.autograd.grad([out, lse[seen].sum()], leaves, [d_out.to(out.dtype), torch.ones((), dtype=lse.dtype)])
 
 
@@ -142,6 +143,7 @@ CASES = [
     Case((1, 128, 2, FEW), 130, 200, Full(), score=Softcap(2.0)),
     Case((2, 128, 2, EACH), 130, 130, score=ALiBi(torch.tensor([0.5, 0.25]))),
 ]
+TABLES = torch.randn(2, 200).requires_grad_()
 PAIRS = [  # a bias that the copy engine brings
     Case((1, 128, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), dim=128, score=bias(2, 4, 200, 264)),
     Case((1, 128, 2, FEW), 304, 304, dim=128, heads=(2, 1), score=bias(304, 304, causal=True)),
@@ -152,6 +154,16 @@ PAIRS = [  # a bias that the copy engine brings
     Case((1, 128, 2, EACH), 130, 200, Full(), heads=(1, 1), score=Bias(torch.randn(130, 200).masked_fill(torch.rand(130, 200) < 0.5, -torch.inf).to(FP16))),
 ]
 CASES += PAIRS
+DISTANCES = [  # by distance; of some the table has a gradient
+    BY_DISTANCE := Case((1, 128, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), dim=128, score=RelativeBias(torch.randn(4, 401).requires_grad_())),
+    Case((1, 128, 2, FEW), 300, 300, heads=(2, 1), dim=40, score=RelativeBias(torch.randn(2, 61).half()), dtype=FP16),
+    Case((1, 128, 2, EACH), 333, 77, Full(), heads=(2, 2), score=BucketBias(torch.randn(32, 2).requires_grad_()), sinks=True),
+    Case((1, 128, 2, EACH), 130, 290, Window(90), heads=(4, 1), score=BucketBias(torch.randn(8, 4).requires_grad_(), 40, both=False)),
+    Case((1, 128, 2, FEW), 200, 200, Causal() & Document(torch.arange(200) // 60), score=ScoreMod(lambda s, b, h, i, j: s + TABLES[b, (j - i).abs()]), batch=2),
+    Case((1, 128, 2, EACH), 100, 150, heads=(2, 2), score=RelativeBias(torch.randn(2, 101).requires_grad_()), scale=-0.25),
+    Case((1, 128, 2, EACH), 100, 150, Full(), heads=(1, 1), score=RelativeBias(torch.randn(1, 101).requires_grad_()), scale=0.0),
+]
+CASES += DISTANCES
 APIECE, DRAWN = (2, 64, 3, EACH), (2, 64, 3, FEW)  # of heads beyond 128 all else is given
 CASES += [
     Case(APIECE, 200, 200, dim=256),
@@ -225,6 +237,15 @@ def test_nobody_to_attend(lengths, monkeypatch):
     assert all(not grad.any() for grad in grads[:3])
 
 
+@pytest.mark.parametrize("lengths", [(0, 20), (20, 0)])
+def test_nobody_to_look_up(lengths):
+    """Nor has what would be looked up by distance a gradient other than 0."""
+    c = Case((1, 128, 2, EACH), *lengths, score=RelativeBias(torch.randn(2, 9).requires_grad_()))
+    call = call_of(c)
+    for grad in emulated(c, call, torch.zeros_like(call.q), None, MODES[0]):
+        assert grad.shape in (call.q.shape, call.k.shape, c.score.table.shape) and not grad.any()
+
+
 @pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (64, True), (256, False)])
 def test_nan_stays_in_its_sequence(dim, deterministic):
     torch.manual_seed(0)
@@ -296,6 +317,12 @@ TELL_NO_END = f"        if number < sizes[0]:\n    {TELL}"
 BLIND_DS = "            ds = gl.zeros([64, M], queries.dtype, s_layout)\n"
 LAST_PRODUCT = "            dq = warpgroup_mma_wait(0, deps=[_queries(written, step, k_tile"
 BUGS = [
+    Bug("distances are the first warpgroup's", BY_DISTANCE, (("h, tile_n * N + GROUP * 64, len_k, M", "h, tile_n * N, len_k, M"),)),
+    Bug("distances are the first head's", BY_DISTANCE, (("distances_of(call[2][1], b, h, ", "distances_of(call[2][1], b, h * 0, "),)),
+    Bug("sums by distance are the first warpgroup's", BY_DISTANCE, (("h, place[2] * C.n + GROUP * 64, place[6], m", "h, place[2] * C.n, place[6], m"),)),
+    Bug("sums by distance are the first head's", BY_DISTANCE, (("place[0], h, place[2] * C.n", "place[0], h * 0, place[2] * C.n"),)),
+    Bug("sums by distance are another tile's", BY_DISTANCE, (("place[6], m, ds", "place[6], m + 64, ds"),)),
+    Bug("sums by distance are a row's", BY_DISTANCE, (("cols // 8 - rows // 32 * 4", "cols // 8"),)),
     Bug("a bias is not waited for", PAIRS[0], (("        mbarrier.wait(full.index(0), phase)\n        zeros", "        zeros"),)),
     Bug("a bias is never let go", PAIRS[0], (("        mbarrier.arrive(empty.index(0), count=1)\n", ""),)),
     Bug("a bias is the first warpgroup's keys'", PAIRS[0], (("tile_n * C.n + warpgroup * 64]", "tile_n * C.n]"),)),

@@ -52,6 +52,7 @@ class Case(NamedTuple):
     deterministic: bool = False
     steep: float = 0.0  # how far scores rise from the last key to the first, see `tilt`
     alone: bool = False  # batch_invariant
+    scale: float | None = None
 
     def __str__(self):
         changed = [f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults.get(name)]
@@ -123,7 +124,7 @@ def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
         sizes = packed_sizes(call.q, call.k, call.v, both(c.lengths).shape[1], *both(c.lengths).amax(1).tolist())
     else:
         sizes = dense_sizes(call.q, call.k, call.v)
-    x = Operands(c.dim**-0.5, *call.offsets, *(call.used or ()))
+    x = Operands(c.dim**-0.5 if c.scale is None else c.scale, *call.offsets, *(call.used or ()))
     p, x = problem_of("prefill", How(c.mask, chain(None, c.score, None), call.sinks, None, False, c.alone, "hopper_prefill"), sizes, x, call.q)
     return kernel.launch(p, kernel.Tiles(*c.tiles), call.q, call.k, call.v, x, True)
 
@@ -150,7 +151,7 @@ def mask_map(p, _sees, _captured, x: Operands, m: int, n: int, *_):
 def reference(c: Case, call: Call, dtype: torch.dtype):
     """The same of the reference, on the tensors in `dtype`."""
     q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
-    how = {"mask": c.mask, "score": c.score, "sinks": call.sinks, "return_lse": True, "kernel": "reference"}
+    how = {"mask": c.mask, "score": c.score, "sinks": call.sinks, "scale": c.scale, "return_lse": True, "kernel": "reference"}
     if not c.packed:
         return onchip.attention(q, k, v, **how)
     return onchip.attention_packed(q, k, v, *call.offsets, longest=tuple(both(c.lengths).amax(1).tolist()), used=call.used, **how)
@@ -260,6 +261,8 @@ TILED += [  # by distance
     Case((2, 64, 2, EACH), 300, 300, heads=(4, 2), score=RelativeBias(torch.randn(4, 61).half()), dtype=FP16),
     Case((2, 128, 2, FEW), 130, 77, Full(), dim=128, score=BucketBias(torch.randn(32, 2).bfloat16())),
     Case((1, 64, 2, FEW), 200, 300, Window(90), heads=(4, 1), score=ScoreMod(lambda s, b, h, i, j: s + FAR[h, i - j + 299]), sinks=True),
+    Case((2, 64, 2, EACH), 200, 300, heads=(2, 2), batch=2, score=ScoreMod(lambda s, b, h, i, j: s + FAR[b + 1, j - i + 200] * 2), scale=-0.25),
+    Case((1, 64, 2, EACH), 70, 130, Full(), heads=(2, 2), score=RelativeBias(FAR[:2, :61]), scale=0.0),
     Case((2, 64, 2, FEW), 140, 200, dim=256, heads=(1, 1), score=RelativeBias(torch.randn(1, 201).bfloat16())),
     Case((2, 64, 2, FEW), 260, 392, Full(), heads=(1, 1), score=RelativeBias(torch.randn(1, 801).bfloat16()), steep=500.0),
     Case(
@@ -530,8 +533,9 @@ BUGS += [
         ("deps=[product(q, kt, k_ring, ki, start, PART, C, GROUP)]", "deps=[warpgroup_mma(q, kt, start, use_acc=False, is_async=True)]"),
     )),
     Bug("K is released before a tile may be done again", RISING, ((RELEASE_KEYS, ""), (IF_OUTGROWN, RELEASE_KEYS + IF_OUTGROWN))),
-    Bug("distances are those of the first rows of a tile", BY_DISTANCE, (("[b, head, 0, x - eighth * ROWS]", "[b, head, 0, x]"),)),
-    Bug("distances are the first warpgroup's", BY_DISTANCE, (("(tile_m * C.m + group * 64)\n            after", "(tile_m * C.m)\n            after"),)),
+    Bug("distances are those of a warp's first rows", BY_DISTANCE, ((":, None] - below\n", ":, None] - below // 16 * 16\n"),)),
+    Bug("distances are the first warpgroup's", BY_DISTANCE, (("C.m + GROUP * 64, len_q, N,", "C.m, len_q, N,"),)),
+    Bug("distances are the first head's", BY_DISTANCE, (("head.to(gl.int64) * rows[6] + ahead", "head.to(gl.int64) * 0 + ahead"),)),
     Bug("a line goes past where it bends", BENT, (("gl.maximum(first // C.n - (high", "gl.maximum(first // C.n + 1 - (high"),)),
     Bug("a line begins where it does not bend yet", BENT, (("gl.cdiv(gl.maximum(last, 0), C.n)", "(gl.maximum(last, 0) // C.n)"),)),
     Bug("a line is as high at its far end", BENT, (("        n += C.n\n", "        n += 1\n"),)),

@@ -181,15 +181,14 @@ def _score_on_hopper(p: Attention) -> str | None:
 
 
 def _by_distance(p: Attention) -> bool:
-    """Whether the copy engine brings what a score adds for each distance."""
-    tile = p.keys == "dense" and importlib.import_module("onchip.kernels.attention.texts").distance_tile(p.score.text)
-    return bool(tile) and (tile.dtype != torch.float32 or max(p.dim, p.value_dim) <= 128)
+    """Whether a score adds what it looks up by the distance between query and key."""
+    return p.score is not None and p.keys == "dense" and importlib.import_module("onchip.kernels.attention.texts").distance_axes(p.score.text) is not None
 
 
 def _slower_on_hopper(p: Attention) -> str | None:
     """What `triton_prefill` does faster on an H200."""
     pairs = p.batch * p.heads * p.len_q * p.len_k
-    if p.score is not None and pairs < FEW and _by_distance(p):
+    if pairs < FEW and _by_distance(p):
         return f"{pairs:.0e} pairs of a query and a key, of at least {FEW:.0e}: to lay distances out takes twenty launches, and triton_prefill is faster"
     tile = p.score and importlib.import_module("onchip.kernels.attention.texts").pair_tile(p.score.text)
     alone = p.keys == "packed" and "batch_invariant" in p.extras  # the longest sequence must not show in others
@@ -262,6 +261,20 @@ def _not_measured(p: Attention) -> str | None:
     return "a score looks values up at places that it computes: not measured" if gathers else None
 
 
+def _sums_in_memory(p: Attention) -> bool:
+    """Whether `hopper_backward` adds up dQ in memory, in any order."""
+    return max(p.dim, p.value_dim) <= 128 and {"batch_invariant", "deterministic"}.isdisjoint(p.extras)
+
+
+def _gradients_on_hopper(p: Attention) -> str | None:
+    """What a score may look up there, and what of it has a gradient."""
+    if _by_distance(p) and _sums_in_memory(p):
+        return None
+    if "score_grad" in p.extras:
+        return "no score_grad for anything but what is looked up by distance, beside heads of up to 128 and where nothing is to be the same every time"
+    return _not_measured(p)
+
+
 def _slower_backward_on_hopper(p: Attention) -> str | None:
     """What `triton_backward` does faster on an H200. The batch does not choose where it must not show."""
     pairs = p.batch * p.heads * p.len_q * p.len_k
@@ -272,8 +285,7 @@ def _slower_backward_on_hopper(p: Attention) -> str | None:
     if p.score is None or not texts.pair_bytes(p.score.text):
         return None
     tile = texts.pair_tile(p.score.text) if texts.only_adds(p.score.text) else None
-    summed = max(p.dim, p.value_dim) <= 128 and {"batch_invariant", "deterministic"}.isdisjoint(p.extras)  # dQ, in memory
-    if tile and tile.dtype.itemsize == 2 and p.len_k % 8 == 0 and summed:  # B2 h16 8k d128
+    if tile and tile.dtype.itemsize == 2 and p.len_k % 8 == 0 and _sums_in_memory(p):  # B2 h16 8k d128
         return None
     return "a score reads a value for each query and key, and is no half-precision bias beside heads of up to 128: triton_backward is faster"
 
@@ -335,7 +347,7 @@ BACKWARD = Op(
             "onchip.kernels.attention.hopper_backward:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _not_measured, _translates),
+            also=(_only("batch_invariant", "deterministic", "score_grad", "sinks", "used"), _may_hide_padding, _gradients_on_hopper, _translates),
             slower=(_slower_backward_on_hopper,),
         ),
         Kernel(

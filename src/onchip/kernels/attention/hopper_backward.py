@@ -8,7 +8,8 @@ through shared memory as well, and of the tile before, which nobody waits for, e
 a float32 tensor: in any order, so its last bits differ from run to run. Problems that forbid it, and wider heads, go to `hopper_backward_ordered`.
 LSE and delta are what the sums S and dP start from, negated, so that neither is subtracted again. Of 64 queries that see none of a warpgroup's
 keys it makes no product but that half of dQ. A bias for each query and key is there as well: each warpgroup has a buffer for its keys' part of a tile,
-filled again as soon as it was read, a whole step before it is needed.
+filled again as soon as it was read, a whole step before it is needed. What is looked up by
+distance each thread reads itself, and adds its gradients to sums in memory (`pairs`).
 """
 
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     weights,
 )
 from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
-from onchip.kernels.attention.pairs import pair_view
+from onchip.kernels.attention.pairs import add_by_distance, ask_for, by_distance, distances_of, empty_sums, far_of, laid_out, pair_tiles, slopes_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
 from onchip.kernels.attention.tile import ends, fast, for_tma, mask_map, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -107,6 +108,8 @@ class Shape:
     dim_v: int
     steps: tuple[int, int, int] | None  # of a bias that a score adds, which the copy engine brings: how far a sequence, a head and a query
     # are in it; as a kernel's arguments they would take registers of all it does (52 bytes of spills)
+    far: bool  # whether what a score adds lies in memory by distance (`pairs`)
+    summed: bool  # whether that has a gradient
     of_keys = True
 
     @property
@@ -150,6 +153,8 @@ def _copy(descs, still, rings, message, counter, sizes, lengths, map_ptr, map_st
                 masked, bare, _before, _first, _row = steps  # `_` is of another type already
                 for x in range(masked + bare):
                     m = start_q + step_tile(x, steps, map_strides, C) * C.m
+                    if C.far:
+                        ask_for(t_desc, b, head, tile_n * C.n, sizes[6], m, C.n, C.m)
                     if C.adds:
                         OF_BATCH: gl.constexpr = C.steps[0]
                         OF_HEAD: gl.constexpr = C.steps[1]
@@ -191,10 +196,12 @@ def _copy_keys(still, k_desc, v_desc, at, tiles):
 
 
 @gluon.jit
-def _begin(t_ring, phase, unit, M: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+def _begin(t_ring, phase, m, unit, M: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """What the scores of a step begin with: 0, or a bias, in units of the scores; its buffer is let go."""
     zeros = gl.zeros([64, M], gl.float32, layout)
-    if C.adds:
+    if C.far:
+        zeros = by_distance(t_ring, m, M, layout)
+    elif C.adds:
         tiles, full, empty = t_ring
         mbarrier.wait(full.index(0), phase)
         zeros = widened(tiles.index(0).reshape([M, 64]).permute((1, 0)).load(layout)) * unit
@@ -272,7 +279,7 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
         m = step_tile(x + t, steps, map_strides, C) * M
         q = queries.index(index).reshape([M, D])
         do = outputs.index(index).reshape([M, outputs.shape[-1]])
-        begun = _begin(t_ring, index, 1.0 / call[3], M, C, s_layout)  # two stages: `index` is the other one at each step, as a phase is
+        begun = _begin(t_ring, index, m, 1.0 / call[3], M, C, s_layout)  # two stages: `index` is the other one at each step, as a phase is
         mbarrier.wait(q_full.index(index), phase)
         if EDGE and C.packed:  # noqa: SIM102 (one is a constant of the compiler's)
             if m + M > place[4]:  # the end of a sequence; what the scores begin with is hidden
@@ -297,7 +304,10 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
             dp = warpgroup_mma_wait(1, deps=[dp])
             if EDGE and C.packed:  # the delta of the next sequence
                 dp = gl.where((m + gl.arange(0, M, layout=gl.SliceLayout(0, s_layout)) < place[4])[None, :], dp, 0.0)
-            ds = (sloped * dp).to(queries.dtype)
+            ds = sloped * dp
+            if C.summed:
+                add_by_distance(call[2][1], place[0], h, place[2] * C.n + GROUP * 64, place[6], m, ds, s_layout)
+            ds = ds.to(queries.dtype)
         arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)
         written.index(step % BUFFERS).slice(GROUP * 64, 64, dim=0).store(ds)
         fence_async_shared()
@@ -361,16 +371,19 @@ def _compute(outs, dq_desc, still, rings, message, buffers, call, sizes, lengths
                 h = kv_head * group + member
                 steps = steps_of(place, h, map_ptr, map_strides, C)
                 masked, bare, _b, _f, _r = steps
+                read = rings
+                if C.far:
+                    read = (rings[0], rings[1], distances_of(call[2][1], b, h, tile_n * N + GROUP * 64, len_k, M, s_layout))
                 early, late = unseen(place, steps, C, GROUP)
                 if C.blind and GROUP == 1 and C.right >= 0:
-                    state = _more(state, early, 0, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, rows + h,
+                    state = _more(state, early, 0, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h,
                                   MASK, SCORE, SCORE_GRAD, "blind", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
-                state = _more(state, masked - early - late, early, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, rows + h,
+                state = _more(state, masked - early - late, early, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h,
                               MASK, SCORE, SCORE_GRAD, "edge", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
                 if C.blind and GROUP == 0 and C.left >= 0:
-                    state = _more(state, late, masked - late, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, rows + h,
+                    state = _more(state, late, masked - late, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h,
                                   MASK, SCORE, SCORE_GRAD, "blind", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
-                state = _more(state, bare, masked, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, rows + h,
+                state = _more(state, bare, masked, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h,
                               MASK, SCORE, SCORE_GRAD, "whole", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
             dk, dv, index, phase, step, row, m = state
             arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)  # one step more, of dQ alone
@@ -412,7 +425,7 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc, dq_
     lengths, still = (listed, q_offsets, k_offsets, q_used, k_used), (k_tile, v_tile, full.index(0))
     q_ring, do_ring = (queries, lses, q_full), (outputs, deltas, do_full)
     call, outs = (scale, gain, reads, factor), (dk_desc, dv_desc, dk_ptr, dv_ptr, dk_strides, dv_strides)
-    descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc)
+    descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, reads[1] if C.far else t_desc)
     t_rings = (None, None)
     if C.adds:
         t_rings = (ring(t_desc, 1, 1), ring(t_desc, 1, 1))
@@ -441,7 +454,7 @@ def configs(p: Attention, device: Device) -> list[Tiles | hopper_backward_ordere
     """The tiles of the head dimension. Long problems go in several launches."""
     if _ordered(p):
         return hopper_backward_ordered.configs(p, device)
-    m, n, stages = pick(TILES, 128 if pairs_of(p) else max(p.dim, p.value_dim))
+    m, n, stages = pick(TILES, 128 if pairs_of(p) or far_of(p) is not None else max(p.dim, p.value_dim))
     keys = p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens
     shares = max(1, triton.cdiv(keys * p.kv_heads, MOST))
     return [Tiles(m, n, stages, shares, programs_of(device))]
@@ -460,6 +473,8 @@ def pairs_of(p: Attention) -> texts.PairTile | None:
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
+    if not _ordered(p) and far_of(p) is not None and q.numel() and k.numel():
+        return _by_distance(p, tiles, q, k, v, out, lse, d_out, d_lse, x)
     packed = x.q_offsets is not None
     new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (q.numel(), k.numel()) else torch.empty
     dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
@@ -484,7 +499,19 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
         d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta[:, : len(x.sinks), : lse.shape[-1]])
-    return dq, dk, dv, d_sinks, (None,) * len(x.score)
+    return dq, dk, dv, d_sinks, tuple(torch.zeros_like(t) if t.requires_grad else None for t in x.score)
+
+
+def _by_distance(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
+    """`launch` where a score adds what it looks up by distance."""
+    axes, tables = far_of(p), x.score
+    plain, x, q, sign = laid_out(p, x, q, axes, of_keys=True)
+    sums = empty_sums(p, axes, q.device) if any(t.requires_grad for t in tables) else None
+    if sums is not None:
+        x = x._replace(score=(*x.score, sums.expand(p.batch, p.heads, -1, -1)))
+    dq, dk, dv, d_sinks, _ = launch(plain, tiles, q, k, v, out, lse, d_out, d_lse, x)
+    slopes = (None,) * len(tables) if sums is None else slopes_of(p, tables, axes, sums)
+    return dq if sign > 0 else dq * sign, dk, dv, d_sinks, slopes
 
 
 def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, score, score_grad, before: float, gain: float) -> None:
@@ -494,11 +521,11 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
     width_v = block(p.value_dim)
     width = max(block(p.dim), width_v)  # dV leaves through a buffer as wide as half of dQ
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
+    far = p.score is None and len(x.score) > 0  # where `_by_distance` has put them
     pairs, steps, added = None, None, p.score is not None and score is None and pairs_of(p)
     if added:
-        pairs, steps = pair_view(x.score[added.tensor], added.axes)
-        pairs = describe(pairs, tiles.m, 64)
-    shape = Shape(tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim, steps)
+        pairs, steps = pair_tiles(x.score[added.tensor], added.axes, tiles.m, 64)
+    shape = Shape(tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim, steps, far, far and len(x.score) > 1)
     reads = mods.captured(x.mask), mods.captured(x.score)
     found, map_strides = None, (0, 0, 0)
     if sees is not None:

@@ -10,6 +10,7 @@ import math
 
 from onchip.kernels.attention.hopper_halves import hidden_of
 from onchip.kernels.attention.hopper_tiles import fill_tiles, key_steps, locate, next_sequence, place_of, queries_at, tile_at
+from onchip.kernels.attention.pairs import ask_for
 from onchip.kernels.attention.tile import key_span
 from onchip.kernels.hopper import (
     advance,
@@ -125,6 +126,8 @@ def copy(given, C: gl.constexpr):
                     k_at = fill_biased(k_ring, k_at, k_desc, t_desc, t_steps, table, place, (batch, kv_head), n, C)
             for x in range(1, 1 + masked + bare + low):
                 after = start_k + tile_at(x, steps, map_strides, C) * N
+                if C.far:
+                    ask_for(t_steps, b, head, tile_m * C.m, place[4], after, C.m, N)
                 if t_desc is not None and not C.biased:
                     t_at = fill_tiles(rings, t_at, t_desc, t_steps, place, after - start_k, C)
                 k_at = fill_biased(k_ring, k_at, k_desc, t_desc, t_steps, table, place, (batch, kv_head), after, C)

@@ -6,8 +6,7 @@ started before the softmax of tile j, and waited for before its exponentials, be
 A softmax needs no maximum, only weights that its dtype holds. So they are taken over the first tile's, with room for scores to grow; where they
 outgrow it, which the sums show, a tile is done again over the largest so far. Under a mask or a score, and at 256, where it costs nothing, each tile's
 maximum is found, and the output scaled anew only where it grew by more than 2^8 (Dao, FlashAttention-4). A softcap's scores have a bound, over which weights
-are taken, and their tanh is a polynomial while they are small (`capped`); with a bias the product begins, and one of keys, or ALiBi's lines, the tensor cores
-add (`key_bias`, `lines`).
+are taken, and their tanh is a polynomial while they are small (`capped`); with a bias the product begins, or tensor cores add it (`key_bias`, `lines`).
 Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of as many as always lie in one; small ones other warps copy (`hopper_copies`).
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end. A warpgroup leaves out what
 the mask hides from all of its rows, tiles and halves (`hopper_halves`).
@@ -68,7 +67,7 @@ from onchip.kernels.attention.hopper_tiles import (
 )
 from onchip.kernels.attention.key_bias import key_ring, product, room_of, taken_out
 from onchip.kernels.attention.lines import below, draw, height_of, top_above
-from onchip.kernels.attention.pairs import laid_out
+from onchip.kernels.attention.pairs import distances_of, far_of, laid_out, pair_tiles
 from onchip.kernels.attention.texts import is_light, line_of, only_adds
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, order, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -141,7 +140,7 @@ class Shape:
     room: float  # between the first maximum and what weights are taken over: HEADROOM, or none
     cap: int  # what weights are taken over where a softcap bounds the scores, so that nobody looks for a maximum; 0: they have no bound
     biased: bool  # whether the tensor cores add a bias of keys (`key_bias`), and nothing else is a score
-    far: bool  # whether what a score reads of each query and key lies there by distance (`pairs`)
+    far: bool  # whether what a score adds lies in memory by distance (`pairs`)
     adds: bool  # whether a score is the product and what it reads, with which the product then begins (`hopper_tiles.begin`)
     line: str  # where the lines bend that a score function adds to a query's scores (`texts.line_of`); "": it does something else
     bold: bool  # whether weights are taken over a maximum of the tiles before, until one outgrows it: see `outgrown`
@@ -305,13 +304,14 @@ def _attend(place, hidden, group, cursors, q, k_ring, v_ring, t_ring, alarms, si
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     b, head, _, start_q, len_q, _, len_k, shift = place
     lse_ptr, lse_strides = lse
-    HALVES: gl.constexpr = N == 128 and (SCORE is None or C.cap > 0) and not C.biased and C.hides
+    HALVES: gl.constexpr = N == 128 and (SCORE is None or C.cap > 0) and not C.biased and not C.far and C.hides
     steps, early, late, right, left = own_steps(key_steps(place, map_ptr, map_strides, C), hidden, HALVES, C, GROUP)
     ki, kp, vi, vp = pass_over(early, cursors, k_ring, v_ring, t_ring, C, GROUP)
     first, masked, bare, low, _ = steps
     rows, head = own_rows(place, group, C, GROUP, row_layout)
     gain = scale * gain if C.adds else gain
-    call = (rows, shift, b, tall(head, C), len_q, len_k, scale, gain, reads[0], reads[1], of_rows(rows, b, head, len_q, len_k, reads, ROWS))
+    read = distances_of(reads[1], b, head, place[2] * C.m + GROUP * 64, len_q, N, s_layout) if C.far else reads[1]
+    call = (rows, shift, b, tall(head, C), len_q, len_k, scale, gain, reads[0], read, of_rows(rows, b, head, len_q, len_k, reads, ROWS))
     own = (q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides)
     come(k_ring[1], ki, kp, C)
     if right and HALVES:
@@ -428,10 +428,9 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, coun
     gl.static_assert(t_desc is None or C.biased or C.groups < 3)
     rings = (q_ring, k_ring, v_ring, None, None, None)  # and, of what a score reads, one for each warpgroup
     if t_desc is not None and not C.biased:
-        t_ring = ring(t_desc, C.stages, 0, 8 if C.far else 1)
-        rings = (q_ring, k_ring, v_ring, t_ring)
+        rings = (q_ring, k_ring, v_ring, ring(t_desc, C.stages, 0))
         if C.groups == 2:
-            rings = (q_ring, k_ring, v_ring, t_ring, ring(t_desc, C.stages, 0, 8 if C.far else 1))
+            rings = (q_ring, k_ring, v_ring, rings[3], ring(t_desc, C.stages, 0))
     o_buffers = q_ring[0]
     if not C.share:
         o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
@@ -450,7 +449,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, coun
     GATHERER: gl.constexpr = 32 if C.gathers > 2 else COPIER  # a warpgroup's warps have as many, and two stand beside the copying one
     COMPUTER: gl.constexpr = (504 - COPIER - (GATHERER if C.gathers > 2 else 0)) // 2
     given = (outs, rings, told, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads)
-    copied = (q_desc, k_desc, v_desc, t_desc, t_steps, rings, told, counter, sizes, lengths, table, map_ptr, map_strides)
+    copied = (q_desc, k_desc, v_desc, t_desc, reads[1] if C.far else t_steps, rings, told, counter, sizes, lengths, table, map_ptr, map_strides)
     gathered = (pools, k_ring, v_ring, told, sizes, table, map_ptr, map_strides)
     if C.groups == 1 and C.gathers == 0:
         gl.warp_specialize([(_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)), (copy, (copied, C))], [1], [COPIER])
@@ -507,7 +506,7 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
     width = max(block(p.dim), block(p.value_dim))
     groups, n, stages = pick(TILES, width)
-    plain = (p.score is None or is_light(p.score.text)) and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
+    plain = (p.score is None or is_light(p.score.text) or far_of(p) is not None) and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
     if width == 64 and plain and (p.len_q > SHORT or p.mask.right is None):
         groups, n, stages = LONG_64
     if tile := tile_of(p):
@@ -529,11 +528,13 @@ def side_by_side(p: Attention) -> int:
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
-    """q, k, v as `ops.attention` passes them: dense, or packed with offsets. What the third ring brings is copied first where `pairs` says so."""
+    """q, k, v as `ops.attention` passes them: dense, or packed with offsets. What a score reads is copied first where `pairs` says so."""
     packed = x.q_offsets is not None
     out, lse = outputs(p, x, q, return_lse)
     if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
+    if (far := far_of(p)) is not None:
+        p, x, q, _ = laid_out(p, x, q, far)
     first = [t.transpose(0, 1)[None] if t.ndim == 3 else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch or pages, heads, len, dim]
     alike = not packed and len(q) > 1 and q.stride(0) == 0
     if alike:
@@ -543,14 +544,13 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     beside = x.beside if not packed and all(map(operator.is_, given, first)) else None  # what is let go below, the launch behind this one may write to
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     p, x, pairs, steps = taken_out(p, x, tiles.n)
-    biased, far = pairs is not None, tile is not None and tile.tensor < 0
-    if tile:
-        p, x, pairs, steps = laid_out(p, x, tile, tiles.n)
+    biased = pairs is not None
+    pairs, steps = pair_tiles(x.score[tile.tensor], tile.axes, 64, tiles.n) if tile else (pairs, steps)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     make = functools.partial(mods.split_functions, tiled=tile is not None, of_row=tiles.pack > 1)
     (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
     cap, line = cap_of(p, scale, gain), line_of(p.score.text) if p.score and keys is None and isinstance(p.mask, Band) and scale > 0 else ""
-    adds = p.score is not None and only_adds(p.score.text) and scale > 0
+    adds = far is not None or (p.score is not None and only_adds(p.score.text) and scale > 0)
     bold = width <= 128 and (p.score is None or adds or line != "")  # at 256 finding a maximum hides behind the products
     if packed and "batch_invariant" in p.extras:  # in a sequence's last tile the next one's queries would raise alarms too, and choose a warp's tanh
         bold, cap = False, 0
@@ -558,7 +558,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     gathers = pick(GATHERS, max(width, width_v)) if p.page % 8 else 0
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, gathers, p.dim, p.value_dim,
-        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, biased, far, adds, line, bold, share,
+        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, biased, far is not None, adds, line, bold, share,
         pick(LAZILY, width_v), 1 if tile else rounds(tiles, width, width_v, 0 if share else width_v, room_of(tiles, biased, line, right)),
         tiles.pack, alike, beside is not None,
     )  # fmt: skip

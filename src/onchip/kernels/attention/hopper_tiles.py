@@ -11,8 +11,8 @@ from onchip.core import settings
 from onchip.core.device import Device
 from onchip.core.problem import Attention
 from onchip.core.trace import Traced
-from onchip.kernels.attention.pairs import fill_distances
-from onchip.kernels.attention.texts import PairTile, distance_tile, of_heads_and_keys, pair_tile
+from onchip.kernels.attention.pairs import by_distance, far_of
+from onchip.kernels.attention.texts import PairTile, of_heads_and_keys, pair_tile
 from onchip.kernels.attention.tile import inner_span, key_span, reads, sequence
 from onchip.kernels.hopper import (
     as_pairs,
@@ -165,12 +165,8 @@ def fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
     b, head, tile_m, _, _, _, _, _ = place
     after = cursor
     for group in gl.static_range(GROUPS):
-        if C.far:
-            x = n + steps[2] - (tile_m * C.m + group * 64)
-            after = fill_distances(rings[3 + group], cursor, desc, b * steps[0], head * steps[1], x, C.stages, PAIRS_LET_GO - 8 * group, ONE_GROUP)
-        else:
-            at = [b * steps[0], head * steps[1], (tile_m * C.m + group * 64) * steps[2], n]
-            after = fill(rings[3 + group], cursor, desc, at, C.stages, PAIRS_LET_GO - 8 * group, ONE_GROUP)
+        at = [b * steps[0], head * steps[1], (tile_m * C.m + group * 64) * steps[2], n]
+        after = fill(rings[3 + group], cursor, desc, at, C.stages, PAIRS_LET_GO - 8 * group, ONE_GROUP)
     return after
 
 
@@ -365,7 +361,9 @@ def begin(n, call, of, t_ring, index, phase, SCORE: gl.constexpr, C: gl.constexp
     """What a product of queries and keys is added to: 0, or what the score adds. It is read and unpacked while the warpgroup waits for its turn."""
     N: gl.constexpr = layout.instr_shape[1]
     scores = gl.zeros([64, N], gl.float32, layout)
-    if C.adds:
+    if C.far:
+        scores = by_distance(call[9], n, N, layout)
+    elif C.adds:
         scores = added(scores, n, call, of, read_tile(t_ring, index, phase, C, layout), SCORE, C, layout)
     return scores
 
@@ -461,7 +459,7 @@ def rounds(tiles, width: int, width_v: int, own: int, taken: int, size: int = 2)
 
 def tile_of(p: Attention) -> PairTile | None:
     """What the third ring brings."""
-    return p.score and (pair_tile(p.score.text) or (distance_tile(p.score.text) if p.keys == "dense" else None))
+    return p.score and pair_tile(p.score.text)
 
 
 def pack_of(p: Attention, m: int) -> int:
@@ -471,7 +469,7 @@ def pack_of(p: Attention, m: int) -> int:
     """
     pack, len_q = triton.next_power_of_2(p.group), p.len_q
     by_head = isinstance(p.mask, Traced) and reads(p.mask.text, "h")
-    if pack > 64 or by_head or (p.score and (tile_of(p) or of_heads_and_keys(p.score.text))):
+    if pack > 64 or by_head or (p.score and (tile_of(p) or far_of(p) is not None or of_heads_and_keys(p.score.text))):
         return 1
     if p.tokens:  # as if all sequences were equally long, which a result that does not depend on others must not
         if "batch_invariant" in p.extras:

@@ -130,14 +130,14 @@ def pair_tile(text: str) -> PairTile | None:
 
 
 @functools.lru_cache(maxsize=1024)
-def distance_tile(text: str) -> PairTile | None:
-    """The same of a text that adds to the score what it looks up by the distance between query and key, and by b and h: `tensor` is -1, there is none yet."""
+def distance_axes(text: str) -> str | None:
+    """Of a text that adds to the score what it looks up by the distance between query and key: which of b and h it looks up by as well."""
     if not gathers(text):
         return None
     kinds = {"s": "score", "i": "query", "j": "key", **dict.fromkeys(("b", "h", "len_q", "len_k"), "one")}  # of each value
-    dtypes, (*lines, last) = {}, text.splitlines()[1:]
+    *lines, last = text.splitlines()[1:]
     for line in lines:
-        name, dtype, operator, inputs = re.match(r"    (\w+): '(\w+)' = aten\.(\w+)\.\w+\((.*)\)$", line).groups()
+        name, operator, inputs = re.match(r"    (\w+): '\w+' = aten\.(\w+)\.\w+\((.*)\)$", line).groups()
         given = re.sub(r"float\('[^']*'\)|\bc\d+\b|\w+=[\w.]+", "1", inputs).replace("[", "").replace("]", "").split(", ")
         of = [kinds.get(x, "one") for x in given]
         if set(of) <= {"one", "distance"}:
@@ -147,12 +147,10 @@ def distance_tile(text: str) -> PairTile | None:
         elif operator in ("add", "sub") and of[0] in ("query", "key") and of[1:] == ["one"]:
             kind = of[0]
         elif operator == "add" and sorted(of) == ["distance", "score"] and line == lines[-1] and last == f"    return {name}":
-            dtype = next(dtypes[x] for x in given if kinds[x] == "distance")
-            axes = "".join(x for x in "bh" if re.search(rf"\b{x}\b", text.partition("):\n")[2]))
-            return PairTile(-1, axes, getattr(torch, dtype if dtype in ("bfloat16", "float16") else "float32"))
+            return "".join(x for x in "bh" if re.search(rf"\b{x}\b", text.partition("):\n")[2]))
         else:
             return None
-        kinds[name], dtypes[name] = kind, dtype
+        kinds[name] = kind
     return None
 
 
