@@ -92,7 +92,7 @@ def test_axes_that_do_not_fit():
 
 def test_what_a_scaling_lacks_is_named():
     for words, dim, theta, scaling in (
-        (r"rope_type 'longrope' is not one of default, linear, dynamic, llama3, yarn", 8, 1e4, {"rope_type": "longrope"}),
+        (r"rope_type 'ntk' is not one of default, linear, dynamic, llama3, yarn, longrope, proportional", 8, 1e4, {"rope_type": "ntk"}),
         (r"rope_type 'yarn' without factor, original_max_position_embeddings; give it in `scaling`", 8, 1e4, {"type": "yarn"}),
         (
             r"rope_type 'llama3' without low_freq_factor; give it",
