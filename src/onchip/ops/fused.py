@@ -9,7 +9,7 @@ from onchip.core.arguments import check_tensors, refuse_gradients
 from onchip.core.formats import Codes
 from onchip.core.problem import Rope
 from onchip.dispatch import select
-from onchip.ops.rotary import QKNorm
+from onchip.ops.rotary import QKNorm, check_norm
 
 PLACES = {"positions": (torch.int64, torch.int32), "append.slots": (torch.int64,)}
 
@@ -65,8 +65,7 @@ def rope_append(
     if table.shape[-1] > dim or table.shape[-1] % 2:
         raise ValueError(f"rope_append: table has {table.shape[-1]} columns; give an even number of at most {dim}")
     _check_places("positions", positions, qkv)
-    if norm is not None and not norm.q.shape == norm.k.shape == (dim,):
-        raise ValueError(f"rope_append: norm has weights {list(norm.q.shape)} and {list(norm.k.shape)}; give [{dim}] both, a head's")
+    check_norm("rope_append", norm, dim)
     kv = "" if append is None else _check_append(append, num_kv, dim, qkv)
     problem = Rope("rope_append", tokens, num_q, num_kv, dim, table.shape[-1], qkv.dtype, layout, norm is not None, append is not None, kv)
     select(problem, qkv.device, kernel).launch(qkv, table, positions, norm, append)

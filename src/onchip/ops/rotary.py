@@ -21,6 +21,13 @@ class QKNorm(NamedTuple):
     offset: float = 0.0
 
 
+def check_norm(name: str, norm: QKNorm | None, dim: int) -> None:
+    if norm is not None and not isinstance(norm, QKNorm):
+        raise TypeError(f"{name}: norm is a {type(norm).__name__}; give QKNorm(q, k, eps), the weights of query and key heads")
+    if norm is not None and not norm.q.shape == norm.k.shape == (dim,):
+        raise ValueError(f"{name}: norm has weights {list(norm.q.shape)} and {list(norm.k.shape)}; give [{dim}] both, a head's")
+
+
 def rotary(
     q: Tensor,  # [batch, len, heads, dim] or [tokens, heads, dim]
     k: Tensor,  # [batch, len, kv_heads, dim] or [tokens, kv_heads, dim]
@@ -48,6 +55,7 @@ def rotary(
         raise ValueError(f"rotary: q is {q.dtype} {list(q.shape)}, k {k.dtype} {list(k.shape)}; they may differ in heads alone, [(batch), len, heads, dim]")
     if table.ndim != 2 or table.shape[1] > q.shape[-1] or table.shape[1] % 2 or table.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"rotary: table is {table.dtype} {list(table.shape)}; give float32 [positions, an even number of columns, at most {q.shape[-1]}]")
+    check_norm("rotary", norm, q.shape[-1])
     places = q.shape[:-2]
     if positions is None:
         if len(table) < places[-1]:
@@ -92,4 +100,4 @@ def _back(ctx, backward, dq, dk):
 
 _run = differentiable("rotary", _forward, _backward, Rule(_keep, _back, (_shapes, _shapes)))
 
-__all__ = ["QKNorm", "rotary"]
+__all__ = ["QKNorm", "check_norm", "rotary"]

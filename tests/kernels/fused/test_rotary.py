@@ -138,6 +138,7 @@ def test_wrong_arguments(device):
     q, k, table = torch.zeros(1, 6, 4, 32, device=device), torch.zeros(1, 6, 2, 32, device=device), torch.zeros(8, 16, device=device)
     for call, message in (
         (lambda: rotary(q, k, table, layout="gptj"), "layout='gptj'"),
+        (lambda: rotary(q, k, table, norm=QKNorm(q[0, 0, 0], k[0, 0, 0, :31], 1e-6)), r"norm has weights \[32\] and \[31\]; give \[32\] both"),
         (lambda: rotary(q, k[:, :5], table), "may differ in heads alone"),
         (lambda: rotary(q, k, table[:5]), "table has 5 positions, q has 6 tokens; give a longer rope_table or positions"),
         (lambda: rotary(q, k, torch.zeros(8, 34, device=device)), "at most 32"),
@@ -146,3 +147,5 @@ def test_wrong_arguments(device):
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(TypeError, match=r"^rotary: norm is a tuple; give QKNorm"):
+        rotary(q, k, table, norm=(q[0, 0, 0], k[0, 0, 0]))

@@ -138,13 +138,18 @@ def _no_gradient_of_reads(p: Attention) -> str | None:
     return "gradients of what the score reads are summed in any order, so not deterministic" if both else None
 
 
+def _texts():
+    """What a text says (`texts.py`): a menu imports nothing of the kernels' before it is asked."""
+    return importlib.import_module("onchip.kernels.attention.texts")
+
+
 def _translates(p: Attention) -> str | None:
     """Whether the texts of mask and score have a Triton form."""
-    texts = [part.text for part in (p.mask, p.score) if isinstance(part, Traced)]
-    if not texts:
+    traced = [part.text for part in (p.mask, p.score) if isinstance(part, Traced)]
+    if not traced:
         return None
     refuses = importlib.import_module("onchip.kernels.attention.mods").refuses
-    return next((why for text in texts if (why := refuses(text))), None)
+    return next((why for text in traced if (why := refuses(text))), None)
 
 
 def _one_width(p: Attention) -> str | None:
@@ -158,7 +163,7 @@ def _scales_of_blocks(p: Attention) -> str | None:
 
 
 def _no_score_but_a_softcap(p: Attention) -> str | None:
-    if p.score is None or (p.dim > 64 and importlib.import_module("onchip.kernels.attention.texts").is_tanh(p.score.text)):
+    if p.score is None or (p.dim > 64 and _texts().is_tanh(p.score.text)):
         return None
     return f"score {p.score} beside dim {p.dim}: accepted are none, and a softcap beside more than 64: hopper_backward takes the others"
 
@@ -171,33 +176,27 @@ def _score_on_hopper(p: Attention) -> str | None:
     """What a score may not read there."""
     if p.score is None:
         return None
-    texts = importlib.import_module("onchip.kernels.attention.texts")
-    tile = texts.pair_tile(p.score.text)
-    if texts.pair_bytes(p.score.text) and tile is None:
+    tile = _texts().pair_tile(p.score.text)
+    if _texts().pair_bytes(p.score.text) and tile is None:
         return "a score reads more for each query and key than one float tensor at [.., i, j]: slow"
     if tile and tile.dtype == torch.float32 and max(p.dim, p.value_dim) > 128:
         return f"a score reads fp32 for each query and key beside heads of {max(p.dim, p.value_dim)}, of at most 128: no room for tiles of it"
-    return None if _by_distance(p) else _not_measured(p)
-
-
-def _by_distance(p: Attention) -> bool:
-    """Whether a score adds what it looks up by the distance between query and key."""
-    return p.score is not None and p.keys == "dense" and importlib.import_module("onchip.kernels.attention.texts").distance_axes(p.score.text) is not None
+    return None if _texts().far_of(p) is not None else _not_measured(p)
 
 
 def _slower_on_hopper(p: Attention) -> str | None:
     """What `triton_prefill` does faster on an H200."""
     pairs = p.batch * p.heads * p.len_q * p.len_k
-    if pairs < FEW and _by_distance(p):
+    if pairs < FEW and _texts().far_of(p) is not None:
         return f"{pairs:.0e} pairs of a query and a key, of at least {FEW:.0e}: to lay distances out takes twenty launches, and triton_prefill is faster"
-    tile = p.score and importlib.import_module("onchip.kernels.attention.texts").pair_tile(p.score.text)
+    tile = p.score and _texts().pair_tile(p.score.text)
     alone = p.keys == "packed" and "batch_invariant" in p.extras  # the longest sequence must not show in others
     if tile and p.len_k * tile.dtype.itemsize % 16 and not alone:  # of a tensor that is contiguous; a copy costs more than it saves
         return f"a score reads rows of {p.len_k} in {SHORT[tile.dtype]}, of a multiple of 16 bytes: triton_prefill is faster"
-    if max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and isinstance(p.mask, Traced) and not alone:
-        texts = importlib.import_module("onchip.kernels.attention.texts")
-        if not texts.only_compares(p.mask.text):  # 8k, d64: a document 302 us (409 there), a dilated window 1,306 (1,035), Morton's order 918 (702)
-            return f"dim {p.dim} under a mask with arithmetic of its own, {p.len_q} queries, of at most 1024: triton_prefill is faster"
+    narrow = max(p.dim, p.value_dim) <= 64 and p.len_q > 1024 and not alone
+    if narrow and isinstance(p.mask, Traced) and not _texts().only_compares(p.mask.text):
+        # 8k, d64: a document 302 us (409 there), a dilated window 1,306 (1,035), Morton's order 918 (702)
+        return f"dim {p.dim} under a mask with arithmetic of its own, {p.len_q} queries, of at most 1024: triton_prefill is faster"
     return None
 
 
@@ -208,8 +207,7 @@ def _rows_of_a_tile(p: Attention) -> str | None:
 
 def _score_in_registers(p: Attention) -> str | None:
     """No tile of what a score reads for each query and key is copied."""
-    texts = importlib.import_module("onchip.kernels.attention.texts") if p.score else None
-    if texts and (texts.pair_bytes(p.score.text) or texts.of_heads_and_keys(p.score.text)):
+    if p.score and (_texts().pair_bytes(p.score.text) or _texts().of_heads_and_keys(p.score.text)):
         return "a score reads values of keys for each query or head: triton_decode looks them up"
     return _not_measured(p)
 
@@ -257,7 +255,7 @@ def _few_narrow_heads(p: Attention) -> str | None:
 
 
 def _not_measured(p: Attention) -> str | None:
-    gathers = p.score is not None and importlib.import_module("onchip.kernels.attention.texts").gathers(p.score.text)
+    gathers = p.score is not None and _texts().gathers(p.score.text)
     return "a score looks values up at places that it computes: not measured" if gathers else None
 
 
@@ -268,7 +266,7 @@ def _sums_in_memory(p: Attention) -> bool:
 
 def _gradients_on_hopper(p: Attention) -> str | None:
     """What a score may look up there, and what of it has a gradient."""
-    if _by_distance(p) and _sums_in_memory(p):
+    if _texts().far_of(p) is not None and _sums_in_memory(p):
         return None
     if "score_grad" in p.extras:
         return "no score_grad for anything but what is looked up by distance, beside heads of up to 128 and where nothing is to be the same every time"
@@ -281,10 +279,9 @@ def _slower_backward_on_hopper(p: Attention) -> str | None:
     # 8 heads of 2,048: 53 TFLOP/s there, 34 here, both with the launch; 256 of 1,024, causal, without it: 290 and 315
     if pairs < FEW and "batch_invariant" not in p.extras:
         return f"{pairs:.0e} pairs of a query and a key, of at least {FEW:.0e}: two more launches cost what the faster kernel saves"
-    texts = importlib.import_module("onchip.kernels.attention.texts")
-    if p.score is None or not texts.pair_bytes(p.score.text):
+    if p.score is None or not _texts().pair_bytes(p.score.text):
         return None
-    tile = texts.pair_tile(p.score.text) if texts.only_adds(p.score.text) else None
+    tile = _texts().pair_tile(p.score.text) if _texts().only_adds(p.score.text) else None
     if tile and tile.dtype.itemsize == 2 and p.len_k % 8 == 0 and _sums_in_memory(p):  # B2 h16 8k d128
         return None
     return "a score reads a value for each query and key, and is no half-precision bias beside heads of up to 128: triton_backward is faster"

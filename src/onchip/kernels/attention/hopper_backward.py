@@ -38,7 +38,7 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     weights,
 )
 from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
-from onchip.kernels.attention.pairs import add_by_distance, ask_for, by_distance, distances_of, empty_sums, far_of, laid_out, pair_tiles, slopes_of
+from onchip.kernels.attention.pairs import add_by_distance, ask_for, by_distance, distances_of, empty_sums, laid_out, pair_tiles, slopes_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
 from onchip.kernels.attention.tile import ends, fast, for_tma, mask_map, sequence_tiles, together
 from onchip.kernels.hopper import (
@@ -454,7 +454,7 @@ def configs(p: Attention, device: Device) -> list[Tiles | hopper_backward_ordere
     """The tiles of the head dimension. Long problems go in several launches."""
     if _ordered(p):
         return hopper_backward_ordered.configs(p, device)
-    m, n, stages = pick(TILES, 128 if pairs_of(p) or far_of(p) is not None else max(p.dim, p.value_dim))
+    m, n, stages = pick(TILES, 128 if pairs_of(p) or texts.far_of(p) is not None else max(p.dim, p.value_dim))
     keys = p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens
     shares = max(1, triton.cdiv(keys * p.kv_heads, MOST))
     return [Tiles(m, n, stages, shares, programs_of(device))]
@@ -473,7 +473,7 @@ def pairs_of(p: Attention) -> texts.PairTile | None:
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
-    if not _ordered(p) and far_of(p) is not None and q.numel() and k.numel():
+    if not _ordered(p) and texts.far_of(p) is not None and q.numel() and k.numel():
         return _by_distance(p, tiles, q, k, v, out, lse, d_out, d_lse, x)
     packed = x.q_offsets is not None
     new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (q.numel(), k.numel()) else torch.empty
@@ -504,7 +504,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
 
 def _by_distance(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """`launch` where a score adds what it looks up by distance."""
-    axes, tables = far_of(p), x.score
+    axes, tables = texts.far_of(p), x.score
     plain, x, q, sign = laid_out(p, x, q, axes, of_keys=True)
     sums = empty_sums(p, axes, q.device) if any(t.requires_grad for t in tables) else None
     if sums is not None:

@@ -67,8 +67,8 @@ from onchip.kernels.attention.hopper_tiles import (
 )
 from onchip.kernels.attention.key_bias import key_ring, product, room_of, taken_out
 from onchip.kernels.attention.lines import below, draw, height_of, top_above
-from onchip.kernels.attention.pairs import distances_of, far_of, laid_out, pair_tiles
-from onchip.kernels.attention.texts import is_light, line_of, only_adds
+from onchip.kernels.attention.pairs import distances_of, laid_out, pair_tiles
+from onchip.kernels.attention.texts import far_of, is_light, line_of, only_adds
 from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, order, outputs, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,

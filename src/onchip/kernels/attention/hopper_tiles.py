@@ -11,8 +11,8 @@ from onchip.core import settings
 from onchip.core.device import Device
 from onchip.core.problem import Attention
 from onchip.core.trace import Traced
-from onchip.kernels.attention.pairs import by_distance, far_of
-from onchip.kernels.attention.texts import PairTile, of_heads_and_keys, pair_tile
+from onchip.kernels.attention.pairs import by_distance
+from onchip.kernels.attention.texts import PairTile, far_of, of_heads_and_keys, pair_tile
 from onchip.kernels.attention.tile import inner_span, key_span, reads, sequence
 from onchip.kernels.hopper import (
     as_pairs,

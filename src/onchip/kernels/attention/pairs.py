@@ -15,7 +15,6 @@ import triton
 
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention.texts import distance_axes
 from onchip.kernels.attention.tile import describable, remembered
 from onchip.kernels.hopper import describe, gl, gluon
 
@@ -132,11 +131,6 @@ def pair_tiles(t, axes: str, rows: int, columns: int):
     return describe(t, rows, columns), steps
 
 
-def far_of(p: Attention) -> str | None:
-    """Which of b and h a score looks up by, where it adds what it looks up by the distance; None of others."""
-    return distance_axes(p.score.text) if p.score and p.keys == "dense" else None
-
-
 def laid_out(p: Attention, x: Operands, q, axes: str, of_keys: bool = False):
     """The call with what its scores begin with, [batch, heads, distances, 4] (`_rows`), in place of a score; with queries for which the scale is positive,
     since it is in units of the scores; and the sign that they have now. `of_keys`: rows are keys, and columns queries."""
@@ -223,4 +217,4 @@ def slopes_of(p: Attention, tensors, axes: str, sums) -> tuple:
     return tuple(next(found).to(t.dtype) if t.requires_grad else None for t in tensors)
 
 
-__all__ = ["add_by_distance", "ask_for", "by_distance", "distances_of", "empty_sums", "far_of", "laid_out", "pair_tiles", "pair_view", "slopes_of"]
+__all__ = ["add_by_distance", "ask_for", "by_distance", "distances_of", "empty_sums", "laid_out", "pair_tiles", "pair_view", "slopes_of"]

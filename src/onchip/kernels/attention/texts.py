@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from onchip.core.problem import Attention
+
 IDENTITY = "def run(s, b, h, i, j, len_q, len_k):\n    return s"  # the score function of a scale that is not positive
 FIRST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\(s, float\('([^']+)'\)\)(?=\n)")
 LAST = re.compile(r"\n    (v\d+): 'float32' = aten\.mul\.Tensor\((\w+), float\('([^']+)'\)\)\n    return (v\d+)$")
@@ -152,6 +154,11 @@ def distance_axes(text: str) -> str | None:
             return None
         kinds[name] = kind
     return None
+
+
+def far_of(p: Attention) -> str | None:
+    """Which of b and h a score looks up by, where it adds what it looks up by the distance; None of others."""
+    return distance_axes(p.score.text) if p.score and p.keys == "dense" else None
 
 
 @functools.lru_cache(maxsize=1024)
