@@ -15,7 +15,7 @@ from onchip.engine.runner import bucket
 
 CORPUS = ["the quick brown fox jumps over the lazy dog and waits for memory", "why do GPUs wait? because bytes are far and sums are near"] * 3
 EOS = "<|end|>"
-CHAT = "{% for m in messages %}{{ '<|user|>' + m['content'] }}{% endfor %}<|bot|>"
+CHAT = "{% for m in messages %}{{ '<|user|>' + m['content'] }}{% endfor %}<|bot|>{% if hum %}hm {% endif %}"
 SHARED = Rates(0.0, 1e6, 1e6)  # of a device on which whatever is shared is worth a level of a cascade
 CONFIG = {
     "model_type": "llama",

@@ -38,10 +38,10 @@ CHATML = (
 SPECIALS = ["<|bos|>", "<|im_start|>", "<|im_end|>"]
 
 
-def refuses(words, call, *args):
+def refuses(words, call, *args, **how):
     """`call(*args)` raises ModelError, and the message has each of `words`."""
     with pytest.raises(ModelError) as error:
-        call(*args)
+        call(*args, **how)
     for word in words:
         assert word in str(error.value), f"{word!r} is not in: {error.value}"
 
@@ -282,6 +282,16 @@ def test_template_has_what_transformers_gives_it(tmp_path):
     ours = with_template(tmp_path, RICH).render(messages)
     assert ours == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert "<a href='x'>&amp; é" in ours and str(datetime.now().year) in ours
+
+
+def test_settings_of_a_template(tmp_path):
+    ours = with_template(tmp_path, "{% set a = 1 %}{{ messages[0].content }}{% if think is not defined or think %}<think>{% endif %}{{ bos_token }}")
+    user = [{"role": "user", "content": "hi"}]
+    assert ours.render(user) == "hi<think><|bos|>"
+    assert ours.render(user, settings={"think": False}) == "hi<|bos|>"
+    for odd in ("thinking", "messages", "bos_token", "strftime_now", "a"):
+        refuses([f"no setting '{odd}'", "it takes: think"], ours.chat, user, settings={odd: 1})
+    refuses(["it takes: nothing else"], with_template(tmp_path, "{{ messages[0].content }}").chat, user, settings={"think": True})
 
 
 def test_template_that_fails(tmp_path):

@@ -68,6 +68,14 @@ def chat(live, **changes):
 # ---- answers
 
 
+def test_settings_of_the_chat_template(live, alone):
+    expected = alone.generate("why wait", onchip.SamplingParams(max_tokens=12), chat={"hum": True})[0]
+    said = chat(live, extra_body={"chat_template_kwargs": {"hum": True}})
+    assert said.choices[0].message.content == expected.text and said.usage.prompt_tokens == len(expected.prompt) > chat(live).usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match=r"no setting 'think'.*it takes: hum"):
+        chat(live, extra_body={"chat_template_kwargs": {"think": True}})
+
+
 def test_chat_is_what_the_model_says_alone(live, alone):
     expected = alone.generate("why wait", onchip.SamplingParams(max_tokens=12), chat=True)[0]
     said = chat(live)
@@ -197,6 +205,7 @@ def test_models_health_and_metrics(live):
     assert [model.id for model in live.client.models.list()] == ["tiny"]
     assert live.client.models.retrieve("tiny").owned_by == "onchip"
     assert live.http.get("/health").json() == {"status": "ok"}
+    assert live.http.head("/health").status_code == 200
     chat(live)
     families = {family.name: family for family in text_string_to_metric_families(live.http.get("/metrics").text)}
     assert families["onchip_generated_tokens"].samples[0].value > 0

@@ -140,13 +140,13 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        chat: bool = False,
+        chat: bool | Mapping = False,
         on_text: Callable[[int, str], None] | None = None,
     ) -> list[Completion]:
         """Continue every prompt (text, or token ids); the results are in the order of the prompts, `n` in a row for one of `n` samples.
 
         params   for all prompts, or one each.      chat   each prompt is a user's message, or a list of messages (dicts with "role" and "content"), put
-                 into the model's chat template.
+                 into the model's chat template; or settings of that template, as in {"enable_thinking": False}.
         on_text  called as (index of the result, new text) as soon as text is certain.
 
         Raises ValueError for an empty prompt, one longer than the context or a grammar that cannot be read, OutOfPages for a prompt that the cache cannot hold,
@@ -211,10 +211,10 @@ class LLM:
 
     # ---- step by step: one thread calls these
 
-    def request(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool = False, priority: int = 0) -> Request:
+    def request(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, chat: bool | Mapping = False, priority: int = 0) -> Request:
         """A prompt made ready for `add`: the first of its `params.n` samples, which are its `samples`. Nothing is queued yet.
 
-        chat   the prompt is a user's message, or a list of messages, put into the model's chat template.        priority   higher ones run first.
+        chat   as in `generate`.        priority   higher ones run first.
 
         Raises ValueError for an empty prompt, one longer than the context or a grammar that cannot be read, OutOfPages for a prompt that the cache cannot hold.
         """
@@ -357,7 +357,7 @@ class LLM:
             raise ValueError(f"adapter {adapter!r} is in use by {users} requests; wait until they have ended, or cancel them")
 
     @devices.on_host
-    def _request(self, name: str, prompt: str | Sequence[int], params: SamplingParams, chat: bool, priority: int = 0) -> Request:
+    def _request(self, name: str, prompt: str | Sequence[int], params: SamplingParams, chat: bool | Mapping, priority: int = 0) -> Request:
         """`name`: what errors call the prompt."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params {params!r:.60}; give SamplingParams(max_tokens=...)")

@@ -5,13 +5,14 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -75,14 +76,15 @@ class Tokenizer:
         """The text of token ids, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
-    def chat(self, messages: list[dict], add_generation_prompt: bool = True) -> list[int]:
+    def chat(self, messages: list[dict], add_generation_prompt: bool = True, settings: Mapping | None = None) -> list[int]:
         """Token ids of a conversation, rendered by the model's own template, BOS included if the template writes one.
 
         messages   dicts with "role" ("system", "user", "assistant") and "content".
         add_generation_prompt   end with the header of the assistant's next turn.
-        Raises ModelError when the model has no template, or the template is broken or refuses the conversation.
+        settings   what the template takes beside these (Qwen3's: {"enable_thinking": False}).
+        Raises ModelError when the model has no template, or the template is broken, knows no such setting or refuses the conversation.
         """
-        return self._read(self.render(messages, add_generation_prompt))
+        return self._read(self.render(messages, add_generation_prompt, settings))
 
     def _read(self, text: str, around: bool = False) -> list[int]:
         """Token ids; `around`: with what the tokenizer puts around a text. Raises ValueError for what is no text."""
@@ -95,15 +97,20 @@ class Tokenizer:
                 given = f"no Unicode at character {odd}, half of a surrogate pair"
         raise ValueError(f"the text is {given}; give a str of whole characters (in a file or on a command line: UTF-8)")
 
-    def render(self, messages: list[dict], add_generation_prompt: bool = True) -> str:
+    def render(self, messages: list[dict], add_generation_prompt: bool = True, settings: Mapping | None = None) -> str:
         """The prompt that `chat` tokenises, as text."""
         if self._template is None:
             raise ModelError("this model has no chat template; encode a prompt of your own, or use an instruction-tuned model")
         for i, message in enumerate(messages):
             if not isinstance(message, dict) or "role" not in message:
                 raise ModelError(f"messages[{i}] is {message!r:.60}; each message is a dict with 'role' and 'content'")
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None, **self._named}
         try:
-            return _compile(self._template).render(messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **self._named)
+            template, known = _compile(self._template)
+            if odd := [name for name in settings or () if name not in known or name in given]:
+                takes = ", ".join(sorted(known - given.keys())) or "nothing else"
+                raise ModelError(f"the model's chat template has no setting {odd[0]!r:.60}; beside messages it takes: {takes}")
+            return template.render(given | dict(settings or {}))
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the model's chat template is broken at line {error.lineno}: {error.message}; encode a prompt of your own") from None
         except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # a template may do anything
@@ -187,8 +194,9 @@ class _Generation(jinja2.ext.Extension):
 
 
 @functools.lru_cache(16)
-def _compile(template: str) -> jinja2.Template:
-    """A template with what transformers gives it: the sandbox, whitespace rules, loop controls, tojson, raise_exception, strftime_now."""
+def _compile(template: str) -> tuple[jinja2.Template, set[str]]:
+    """A template with what transformers gives it (the sandbox, whitespace rules, loop controls, tojson, raise_exception,
+    strftime_now), and the names that it takes."""
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
 
     def raise_exception(message):
@@ -199,7 +207,7 @@ def _compile(template: str) -> jinja2.Template:
 
     env.filters["tojson"] = tojson  # jinja2's own escapes HTML
     env.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
-    return env.from_string(template)
+    return env.from_string(template), jinja2.meta.find_undeclared_variables(env.parse(template)) - env.globals.keys()
 
 
 # ---- a folder

@@ -90,14 +90,14 @@ class Front:
         about = {"object": "model", "created": self.created, "owned_by": "onchip"}
         return {name: {"id": name, **about, "max_model_len": most} for name, most in (self.generators | self.encoders).items()}
 
-    def chat(self, messages: list[dict[str, str]]) -> list[list[int]]:
+    def chat(self, messages: list[dict[str, str]], settings: dict | None) -> list[list[int]]:
         """The one prompt of a chat."""
         if self.llm.tokenizer is None:
             raise ValueError("this model has no tokenizer.json; call /v1/completions with token ids")
         for i, message in enumerate(messages):
             self._check(f"messages.{i}.content", message["content"])
         self._check("the conversation", "".join(message["content"] for message in messages))
-        return [self.llm.tokenizer.chat(messages)]
+        return [self.llm.tokenizer.chat(messages, settings=settings)]
 
     def plain(self, prompts: list[str | list[int]]) -> list[str | list[int]]:
         for prompt in prompts:
@@ -217,7 +217,7 @@ def build(
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        job = await front.submit(body, 1, lambda: front.chat([message.plain() for message in body.messages]))
+        job = await front.submit(body, 1, lambda: front.chat([message.plain() for message in body.messages], body.chat_template_kwargs))
         return await _answer(Reply(Chat(), body.model, job, front.spell), body, request)
 
     @app.post("/v1/completions")
@@ -253,7 +253,7 @@ def build(
         check_served(asked, cards)
         return cards[asked]
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         told = await front.health()
         return JSONResponse(told, 503 if told["status"] == "down" else 200)

@@ -230,6 +230,7 @@ class ChatRequest(Generation):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)
     response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     # of these only the values that ask for nothing, see NOT_SERVED
     tools: list | None = None
     functions: list | None = None
