@@ -57,3 +57,61 @@ def test_nothing_timed_is_nothing_said_but_of_what_failed():
         "share of the copy bandwidth, append": False,
         "rows that make the host wait": True,
     }
+
+
+def attended(rows, summary=()):
+    made = goals.attention({"rows": rows, "summary": list(summary), "device": {"kind": "cuda", "measured": {"bandwidth": 1e12}}})
+    return {goal["what"]: (goal["measured"], goal["at"], goal["met"]) for goal in made}
+
+
+def test_goals_of_attention_by_hand():
+    found = attended(
+        [
+            row(
+                "backward d64 full",
+                "1k",
+                {"onchip": 1.0, "FlashAttention-4": 2.0, "cuDNN (torch)": 1.0, "FlashAttention-2 (torch)": 3.0, "onchip, Triton": 2.0},
+            ),
+            row("backward d64 full", "2k", {"onchip": 1.0, "FlashAttention-4": 0.9, "FlashAttention-2 (torch)": 1.5, "onchip, Triton": 2.0}),
+            row("backward d256 causal", "1k", {"onchip": 1.0, "FlashAttention-4": 1.09}),
+            row("backward, other shapes", "packed 64..8k", {"onchip": 1.0, "FlashAttention-4": 1.21}),
+            row("backward, other shapes", "packed, drawn", {"onchip": 1.0, "FlashAttention-4": 1.0}),
+            row("backward, other shapes", "window 1k", {"onchip": 1.0, "FlashAttention-4": 1.2}),
+            row("backward d128 full", "1k", {"FlashAttention-4": 1.0}),  # ours was wrong
+            row("backward, other shapes", "4 x 8k", {"onchip": 1.0, "FlashAttention-4": 0.5}),  # nothing is asked of it
+            row("backward d128 causal, 32 heads over 4", "8k", {"onchip": 1.0, "FlashAttention-4": 1.3}),
+        ],
+        [
+            {"group": "g", "against": "dense", "measure": "rate", "worst": 0.89, "at": "packed"},
+            {"group": "f", "against": "onchip", "measure": "memory", "worst": 1.1, "at": "64k"},
+            {"group": "f", "against": "onchip, Triton", "measure": "memory", "worst": 1.3, "at": "64k"},
+            {"group": "f", "against": "cuDNN (torch)", "measure": "memory", "worst": 1.5, "at": "64k"},
+        ],
+    )
+    assert found.pop("times the best peer, d64 and d128, mean over lengths") == (0.0, "backward d128 full", False)
+    assert found.pop("times the best peer, d256, mean over lengths") == (pytest.approx(1.09), "backward d256 causal", False)
+    assert found.pop("times the best peer, each length") == (0.0, "backward d128 full, 1k", False)
+    assert found.pop("times the best peer, grouped heads, packed, window") == (pytest.approx(1.1), "packed", True)
+    assert found.pop("times FlashAttention-2, by Triton, mean") == (pytest.approx((1.5 * 0.75) ** 0.5), "2 rows", False)
+    assert found.pop("times FlashAttention-2, by Triton, each") == (pytest.approx(0.75), "backward d64 full, 2k", False)
+    assert found.pop("rate of dense rows, packed") == (0.89, "g, packed, dense", False)
+    assert found.pop("memory held over what must exist") == (1.3, "f, 64k, onchip, Triton", False)
+    assert not found  # what was not timed is left out
+
+
+def test_goals_of_eight_bits_and_of_scores_by_hand():
+    eight = [row("prefill e4m3", f"d128 {mask} 16k", {"onchip": 1.0, "onchip, bf16": t}) for mask, t in (("full", 1.6), ("causal", 1.44))]
+    assert attended(eight) == {"times our bf16, e4m3, d128 at 16k, mean of full and causal": (pytest.approx((1.6 * 1.44) ** 0.5), "d128 16k", True)}
+
+    def priced(which, x, time):
+        made = row(f"the price of a mod, {which}", x, {"onchip": 1.0})
+        return {**made, "fields": made["fields"] | {"mod": x}, "over_plain": {"time": time}}
+
+    made = [priced("forward", "softcap", 1.1), priced("backward", "softcap", 1.2), priced("forward", "plain", 1.0), priced("forward", "sinks", 1.0)]
+    flex = {"group": "the price of a mod, forward", "against": "FlexAttention", "measure": "speed", "worst": 0.9, "at": "softcap"}
+    assert attended(made, [flex, {**flex, "group": "all rows", "worst": 0.8}]) == {
+        "time over plain, softcap": (1.2, "backward", False),
+        "time over plain, sinks": (1.0, "forward", True),
+        "times FlexAttention": (0.9, "the price of a mod, forward, softcap", False),
+    }
+    assert goals.attention({"device": {"kind": "cpu"}, "rows": [], "summary": []}) == []

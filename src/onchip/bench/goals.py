@@ -4,7 +4,8 @@ A Goal is one line: `measured` is the worst of its rows, at the place `at`; None
 """
 
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from rich.table import Table
@@ -29,6 +30,15 @@ SERVE = (  # row, figure, asked, and whether that is the most
 PRODUCTS = ("linear_", "token_")  # whose floor is arithmetic
 SKINNY = "skinny"  # products of few rows: goals of their own
 BASE = "32x4k"  # bf16, page 16: what other pages, heads and formats stand beside
+GRID = re.compile(r"(prefill|backward) d(64|128|256) (full|causal)")
+OTHERS = ("packed", "window")
+TRITON, FA2 = "onchip, Triton", "FlashAttention-2 (torch)"
+BARS = (  # what, asked, measure of `bars`, whether that is the most
+    ("rate of dense rows, packed", 0.9, "rate", False),
+    ("times as fast as causal, window of 1k at 16k", 6.0, "less time", False),
+    ("memory held over what must exist", 1.2, "memory", True),
+)
+PRICE = "the price of a mod, "  # and which pass
 
 
 class Goal(NamedTuple):
@@ -91,6 +101,52 @@ def _decode(rows: list[Row]) -> Iterator[Goal]:
     yield _goal("rows that make the host wait", 0.0, {_at(row): float(row.waits) for row in rows if row.waits is not None}, most=True)
 
 
+def attention(result: dict) -> list[dict]:
+    """Those of a pass of attention: beside the best peer, by Triton beside FlashAttention-2, packed, within a window, in memory and in 8 bits."""
+    if result["device"]["kind"] != "cuda":
+        return []
+    timed = [_row(row, result["device"]["measured"]["bandwidth"]) for row in result["rows"]]
+    return [{**goal._asdict(), "met": goal.met} for goal in (*_attention(timed), *_beside(result["summary"]), *_prices(result["rows"])) if goal.met is not None]
+
+
+def _attention(rows: list[Row]) -> Iterator[Goal]:
+    """A mean is the geometric one: over the lengths of a group, over both packed batches, over both masks in 8 bits."""
+    backward = any(row.group.startswith("backward") for row in rows)
+    grid = [row for row in rows if GRID.fullmatch(row.group)]
+    for heads, asked in (("d64 d128", 1.0), ("d256", 1.1 if backward else 1.0)):
+        groups = _means((row.group, row.over("")) for row in grid if row.group.split()[1] in heads.split())
+        yield _goal(f"times the best peer, {heads.replace(' ', ' and ')}, mean over lengths", asked, groups)
+    yield _goal("times the best peer, each length", 0.95, {_at(row): row.over("") for row in grid})
+    others = [
+        (row, row.x.split()[0].strip(",") if "other" in row.group else row.group) for row in rows if row.x.startswith(OTHERS) or "heads over" in row.group
+    ]
+    yield _goal("times the best peer, grouped heads, packed, window", 1.05, _means((place, row.over("")) for row, place in others))
+    yield _goal("times the best peer, one short sequence", 0.95, {row.x: row.over("") for row in rows if row.group.endswith("one short sequence")})
+    by_triton = {_at(row): row.peers[FA2] / row.ours[TRITON] for row in grid if TRITON in row.ours and FA2 in row.peers}
+    yield _goal("times FlashAttention-2, by Triton, mean", 1.25 if backward else 1.5, _means((f"{len(by_triton)} rows", value) for value in by_triton.values()))
+    yield _goal("times FlashAttention-2, by Triton, each", 1.0 if backward else 1.2, by_triton)
+    eight = [row for row in rows if row.group == "prefill e4m3" and re.fullmatch("d128 (full|causal) 16k", row.x)]
+    yield _goal("times our bf16, e4m3, d128 at 16k, mean of full and causal", 1.5, _means(("d128 16k", _ratio(row, "onchip, bf16")) for row in eight))
+
+
+def _beside(bars: list[dict]) -> Iterator[Goal]:
+    """Of what stands in the summary: rows beside other rows of ours, and FlexAttention."""
+    ours = [bar for bar in bars if bar["measure"] != "memory" or bar["against"].startswith("onchip")]
+    for what, asked, measure, most in BARS:
+        found = [bar for bar in ours if bar["measure"] == measure]
+        yield _goal(what, asked, {", ".join((bar["group"], bar["at"], bar["against"])): bar["worst"] for bar in found}, most)
+    flex = [bar for bar in bars if bar["against"] == "FlexAttention" and bar["group"] != "all rows"]
+    yield _goal("times FlexAttention", 1.0, {f"{bar['group']}, {bar['at']}": bar["worst"] for bar in flex})
+
+
+def _prices(rows: list[dict]) -> Iterator[Goal]:
+    """What a score costs over the plain kernel, the worse of both passes."""
+    priced = [row for row in rows if row["fields"]["group"].startswith(PRICE) and row["fields"].get("mod") != "plain" and row["over_plain"]]
+    for x in dict.fromkeys(row["fields"]["x"] for row in priced):
+        found = {row["fields"]["group"].removeprefix(PRICE): row["over_plain"]["time"] for row in priced if row["fields"]["x"] == x}
+        yield _goal(f"time over plain, {x}", 1.15, found, most=True)
+
+
 def rows(result: dict) -> list[dict]:
     """Those of the operators on rows: at the bandwidth of a copy where they are large, and no slower than the best peer."""
     if result["device"]["kind"] != "cuda":
@@ -143,13 +199,22 @@ def _at(row: Row) -> str:
     return f"{row.group}, {row.x}"
 
 
+def _means(values: Iterable[tuple[str, float | None]]) -> dict[str, float]:
+    """The geometric mean of the values of each name; what no peer could do is left out."""
+    named: dict[str, list[float]] = {}
+    for name, value in values:
+        if value is not None:
+            named.setdefault(name, []).append(value)
+    return {name: math.prod(found) ** (1 / len(found)) for name, found in named.items()}
+
+
 def _goal(what: str, asked: float, values: dict[str, float | None], most: bool = False) -> Goal:
     known = {at: value for at, value in values.items() if value is not None}
     worst = (max if most else min)(known, key=known.get) if known else None
     return Goal(what, asked, known.get(worst), worst or "", most)
 
 
-GOALS: dict[str, Callable[[dict], list[dict]]] = {"decode": decode, "rows": rows}
+GOALS: dict[str, Callable[[dict], list[dict]]] = {"decode": decode, "rows": rows, **dict.fromkeys(("attention", "backward", "mods", "gym"), attention)}
 
 
 def table(goals: list[dict]) -> Table:
