@@ -63,6 +63,17 @@ def test_this_cpu(monkeypatch):
         devices.of.cache_clear()
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_measuring_draws_nothing_and_heeds_no_autocast(dtype, monkeypatch):
+    """It happens in somebody's first call: under a checkpoint, other random numbers the second time would be wrong gradients."""
+    seen = []
+    monkeypatch.setattr(devices, "_cpu_clock", lambda call: seen.append(call()) or 1.0)
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", BF16, enabled=dtype == BF16):
+        devices.measure.__wrapped__(torch.device("cpu"))
+    assert torch.equal(before, torch.get_rng_state()) and [t.dtype for t in seen] == [FP32, BF16, FP32]
+
+
 def test_the_interpreter_stands_in_for_a_gpu(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     devices.of.cache_clear()

@@ -11,6 +11,7 @@ import torch
 
 from onchip.core import settings
 from onchip.core.problem import E4M3, SHORT, Cost
+from onchip.core.trace import untouched
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -154,9 +155,14 @@ def _memory_of_host() -> int:
 @functools.lru_cache
 def measure(device: torch.device) -> tuple[float, Mapping[torch.dtype, float], str]:
     """Ceilings measured now: (copy bytes/s counting read and write, {dtype: FLOP/s of a large product}, a note). Takes up to 1 s."""
+    with untouched():  # autocast and modes are for the user's own products, and so is torch's generator
+        return _measure(device, torch.Generator(device).manual_seed(0))
+
+
+def _measure(device: torch.device, generator: torch.Generator) -> tuple[float, Mapping[torch.dtype, float], str]:
     on_gpu = device.type == "cuda"
     clock = _gpu_clock if on_gpu else _cpu_clock
-    source = torch.empty((1 << 32 if on_gpu else 1 << 26) // 4, dtype=FP32, device=device).uniform_()
+    source = torch.empty((1 << 32 if on_gpu else 1 << 26) // 4, dtype=FP32, device=device).uniform_(generator=generator)
     target = torch.empty_like(source)
     bandwidth = 2 * source.numel() * 4 / clock(lambda: target.copy_(source))
     peaks = {}
@@ -164,13 +170,13 @@ def measure(device: torch.device) -> tuple[float, Mapping[torch.dtype, float], s
         n = 1024 if not on_gpu else 8192 if dtype != FP32 else 4096
         if not on_gpu and dtype == FP16:
             continue  # no fp16 units to speak of on most CPUs
-        a, b = (torch.randn(n, n, device=device, dtype=FP32).to(dtype) for _ in range(2))
+        a, b = (torch.randn(n, n, generator=generator, device=device, dtype=FP32).to(dtype) for _ in range(2))
         peaks[dtype] = 2 * n**3 / clock(lambda a=a, b=b: a @ b)
     peaks[E4M3] = peaks[BF16]  # numbers of 16 bits are made of them
     if on_gpu and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
         n = 8192
-        a, b = (torch.randn(n, n, device=device).to(E4M3) for _ in range(2))
-        one = torch.ones((), device=device)
+        a, b = (torch.randn(n, n, generator=generator, device=device, dtype=FP32).to(E4M3) for _ in range(2))
+        one = torch.ones((), dtype=FP32, device=device)
         peaks[E4M3] = 2 * n**3 / clock(lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=BF16, use_fast_accum=True))
     return bandwidth, peaks, f"measured: copy {bandwidth / 1e9:.0f} GB/s, " + ", ".join(f"{SHORT[t]} {rate / 1e12:.3g} TFLOP/s" for t, rate in peaks.items())
 
