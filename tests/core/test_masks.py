@@ -106,6 +106,12 @@ def test_texts_of_bands():
         parse("Odd(3)")
 
 
+@pytest.mark.parametrize("size", [1 << 30, (1 << 31) - 1, 1 << 40, 1 << 70])
+def test_a_window_longer_than_any_sequence_has_no_end(size):
+    """Kernels would add it to rows in 32 bits."""
+    assert Window(size, size) == Window(None, None) and Window(3, size) == Window(3, None) and Window(size) == Window(None)
+
+
 def test_alignment():
     """The last query sees what the last key sees, whatever the lengths; or the first query what the first key sees."""
     assert seen(Causal(), 2, 4)[0, 0].tolist() == [[True, True, True, False], [True] * 4]
@@ -310,6 +316,7 @@ def test_a_mask_that_does_not_list_its_tensors():
         (lambda: Window(-1), "Window: left -1 is negative; it counts keys beside a query's own, so 0 or more, or None for all"),
         (lambda: Window(1, -2), "Window: right -2 is negative"),
         (lambda: Window(2.5), "Window: left is 2.5; give a whole number"),
+        (lambda: Chunked(1 << 62), "Chunked: size is 4611686018427387904; give a whole number of up to 62 bits"),
         (lambda: Chunked(2.5), "Chunked: size is 2.5; give a whole number"),
         (lambda: Prefix("3"), "Prefix: length is '3'; give a whole number"),
         (lambda: Blocks(GRID, [16, 2.5]), r"Blocks: size \[16, 2.5\] is not one or two positive numbers"),
@@ -326,6 +333,7 @@ def test_a_mask_that_does_not_list_its_tensors():
         (lambda: Tree(torch.ones(3, 4)), r"Tree: ancestors are torch.float32 \[3, 4\]; give bool \[nodes, nodes\] or \[batch, nodes, nodes\]"),
         (lambda: Tree.of([-1, 0]), r"Tree: parents is a list; give a tensor"),
         (lambda: Tree.of(torch.tensor([-1.0, 0.0])), r"Tree: parents is torch.float32 \[2\]; give an integer tensor of 1 or 2 dimensions"),
+        (lambda: Tree.of(torch.tensor([-1, 5])), r"Tree: parents are \[-1, 5\]; none may come after its node; give an index before it, -1 for a root"),
         (lambda: KeyPadding(torch.ones(2, 3)), r"KeyPadding: valid is torch.float32 \[2, 3\]; give integer lengths \[batch\] or bool \[batch, len_k\]"),
         (lambda: KeyPadding(torch.ones(2)), r"KeyPadding: valid is torch.float32 \[2\]; give integer lengths"),
         (lambda: Blocks(torch.ones(2, 2)), "Blocks: blocks are torch.float32; give bool, True where a block of queries sees a block of keys"),

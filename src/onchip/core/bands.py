@@ -1,6 +1,7 @@
 """Masks that are a band of keys around each row: all a kernel needs to know is two numbers. And what every mask is."""
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from onchip.core.parts import Part, check_whole
 from onchip.core.trace import Place, Traced, trace
 
 ALIGN = ("bottom_right", "top_left")
+ALL = 1 << 30  # keys of a window from which on it is without an end: no sequence has them, and kernels add them to rows in 32 bits
 
 
 class Mask(Part):
@@ -156,6 +158,9 @@ class Window(Band):
         check_align("Window", self.align)
         for side, keys in (("left", self.left), ("right", self.right)):
             if keys is None:
+                continue
+            if isinstance(keys, Integral) and keys >= ALL:
+                object.__setattr__(self, side, None)
                 continue
             check_whole("Window", side, keys)
             if keys < 0:

@@ -205,8 +205,8 @@ def read(tensor: Tensor, letters: str, at: Place):
 
 
 def check_whole(name: str, what: str, number) -> None:
-    if not isinstance(number, Integral):
-        raise ValueError(f"{name}: {what} is {number!r}; give a whole number")
+    if not isinstance(number, Integral) or abs(number) >= 1 << 62:
+        raise ValueError(f"{name}: {what} is {number!r}; give a whole number of up to 62 bits")
 
 
 def check_tensor(name: str, what: str, tensor, ranks: tuple[int, ...], integer: bool = False) -> None:

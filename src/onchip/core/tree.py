@@ -39,6 +39,8 @@ class Tree(Mask):
         """From `parents` `[nodes]` or `[batch, nodes]`: the index of each node's parent, which comes before it; -1 for a root."""
         check_tensor("Tree", "parents", parents, (1, 2), integer=True)
         parents, nodes = parents.long(), parents.shape[-1]
+        if parents.device.type == "cpu" and not torch.compiler.is_compiling() and (parents > torch.arange(nodes, device="cpu")).any():
+            raise ValueError(f"Tree: parents are {parents.tolist()}; none may come after its node; give an index before it, -1 for a root")
         seen = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(*parents.shape, nodes).clone()
         at = parents.clone()
         for _ in range(nodes):
