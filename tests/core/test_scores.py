@@ -157,17 +157,23 @@ def test_which_scores_share_a_text(a, b, same):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Softcap(0.0), "softcap 0.0 is not positive; give the bound of the scores, or None for no cap"),
-        (lambda: chain(None, None, -1.0), "softcap -1.0 is not positive"),
+        (lambda: Softcap(0.0), "softcap 0.0 is not a number from 1e-30 to 1e30; give the bound of the scores, or None for no cap"),
+        (lambda: chain(None, None, -1.0), "softcap -1.0 is not a number"),
+        (lambda: Softcap(torch.inf), "softcap inf is not a number from 1e-30 to 1e30"),
+        (lambda: Softcap(1e39), r"softcap 1e\+39 is not a number"),  # infinite in float32
         (lambda: ALiBi(SLOPES, "square"), "ALiBi: form 'square' is not one of absolute, linear"),
         (lambda: ALiBi(SLOPES.long()), r"ALiBi: slopes are torch.int64 \[3\]; give floats \[heads\] or \[batch, heads\]"),
         (lambda: ALiBi(SLOPES[None, None]), r"ALiBi: slopes are torch.float32 \[1, 1, 3\]"),
+        (lambda: ALiBi([1.0, 0.5]), r"ALiBi: slopes are a list; give floats \[heads\] or \[batch, heads\]"),
+        (lambda: RelativeBias([1.0]), r"RelativeBias: table is a list; give floats \[heads, 2 reach \+ 1\]"),
+        (lambda: BucketBias(None), r"BucketBias: table is a NoneType; give floats \[buckets, heads\]"),
+        (lambda: BucketBias(BUCKETS, 2.5), "BucketBias: longest is 2.5; give a whole number"),
         (lambda: RelativeBias(TABLE[:, :4]), r"RelativeBias: table is torch.float32 \[3, 4\]; give floats \[heads, 2 reach \+ 1\]"),
         (lambda: BucketBias(BUCKETS[:6]), r"BucketBias: table is torch.float32 \[6, 3\]; give floats \[buckets, heads\], buckets a multiple of 4"),
         (lambda: BucketBias(BUCKETS, 2), "BucketBias: longest 2 is not past the 2 exact buckets; give a larger distance"),
-        (lambda: Bias(BIAS > 0), r"bias is torch.bool \[2, 3, 5, 8\]; give a float tensor that broadcasts .* \(a bool one goes to mask=\)"),
-        (lambda: Bias(3.0), "bias is float; give a float tensor"),
-        (lambda: chain(BIAS[0, 0, 0], None, None), r"bias is torch.float32 \[8\]"),
+        (lambda: Bias(BIAS > 0), r"bias is torch.bool \[2, 3, 5, 8\]; give floats that broadcast .* \(a bool tensor goes to mask=\)"),
+        (lambda: Bias(3.0), "bias is a float; give floats that broadcast"),
+        (lambda: chain(BIAS[None], None, None), r"bias is torch.float32 \[1, 2, 3, 5, 8\]"),
     ],
 )
 def test_what_a_score_says_to_bad_arguments(make, words):

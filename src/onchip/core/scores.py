@@ -6,7 +6,7 @@ Several are applied in order. Gradients flow to the tensors that they read.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -14,8 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onchip.core.parts import Part, alike, by_name, check_sizes, name_of, read, squeezed, trace_mod
+from onchip.core.parts import Part, alike, by_name, check_sizes, check_whole, name_of, read, squeezed, trace_mod
 from onchip.core.trace import Place, Traced, trace, untouched
+
+
+def check_floats(what: str, given: Any, ranks: Sequence[int], way: str, fits: Callable[[torch.Size], Any] = lambda shape: True) -> None:
+    """Raises ValueError where `given` is no tensor of floats of so many dimensions, or its shape does not fit."""
+    if not isinstance(given, Tensor):
+        raise ValueError(f"{what} a {type(given).__name__}; give floats {way}")
+    if given.ndim not in ranks or not given.dtype.is_floating_point or not fits(given.shape):
+        raise ValueError(f"{what} {given.dtype} {list(given.shape)}; give floats {way}")
 
 
 class Score(Part):
@@ -43,8 +51,8 @@ class Softcap(Score):
     tensors = ()
 
     def __post_init__(self):
-        if not isinstance(self.cap, Real) or not self.cap > 0:
-            raise ValueError(f"softcap {self.cap!r} is not positive; give the bound of the scores, or None for no cap")
+        if not isinstance(self.cap, Real) or not 1e-30 <= self.cap <= 1e30:  # whose reciprocal float32 has, too
+            raise ValueError(f"softcap {self.cap!r} is not a number from 1e-30 to 1e30; give the bound of the scores, or None for no cap")
 
     @property
     def name(self) -> str:
@@ -70,8 +78,7 @@ class ALiBi(Score):
     def __post_init__(self):
         if self.form not in ("absolute", "linear"):
             raise ValueError(f"ALiBi: form {self.form!r} is not one of absolute, linear")
-        if self.slopes.ndim not in (1, 2) or not self.slopes.dtype.is_floating_point:
-            raise ValueError(f"ALiBi: slopes are {self.slopes.dtype} {list(self.slopes.shape)}; give floats [heads] or [batch, heads]")
+        check_floats("ALiBi: slopes are", self.slopes, (1, 2), "[heads] or [batch, heads]")
 
     @staticmethod
     def slopes_of(heads: int, device: torch.device | None = None) -> Tensor:
@@ -111,8 +118,7 @@ class RelativeBias(Score):
     key = property(by_name)
 
     def __post_init__(self):
-        if self.table.ndim != 2 or self.table.shape[1] % 2 == 0 or not self.table.dtype.is_floating_point:
-            raise ValueError(f"RelativeBias: table is {self.table.dtype} {list(self.table.shape)}; give floats [heads, 2 reach + 1]")
+        check_floats("RelativeBias: table is", self.table, (2,), "[heads, 2 reach + 1]", lambda shape: shape[1] % 2)
 
     @property
     def reach(self) -> int:
@@ -149,8 +155,9 @@ class BucketBias(Score):
 
     def __post_init__(self):
         least = 4 if self.both else 2
-        if self.table.ndim != 2 or not self.table.dtype.is_floating_point or self.table.shape[0] < least or self.table.shape[0] % least:
-            raise ValueError(f"BucketBias: table is {self.table.dtype} {list(self.table.shape)}; give floats [buckets, heads], buckets a multiple of {least}")
+        way = f"[buckets, heads], buckets a multiple of {least}"
+        check_floats("BucketBias: table is", self.table, (2,), way, lambda shape: shape[0] >= least and shape[0] % least == 0)
+        check_whole("BucketBias", "longest", self.longest)
         if self.longest <= self.table.shape[0] // least:
             raise ValueError(f"BucketBias: longest {self.longest} is not past the {self.table.shape[0] // least} exact buckets; give a larger distance")
 
@@ -189,9 +196,7 @@ class Bias(Score):
     __str__ = Score.__str__
 
     def __post_init__(self):
-        if not isinstance(self.bias, Tensor) or not self.bias.dtype.is_floating_point or not 2 <= self.bias.ndim <= 4:
-            given = f"{self.bias.dtype} {list(self.bias.shape)}" if isinstance(self.bias, Tensor) else type(self.bias).__name__
-            raise ValueError(f"bias is {given}; give a float tensor that broadcasts over [batch, heads, len_q, len_k] (a bool one goes to mask=)")
+        check_floats("bias is", self.bias, range(5), "that broadcast over [batch, heads, len_q, len_k] (a bool tensor goes to mask=)")
 
     @property
     def name(self) -> str:
