@@ -278,6 +278,26 @@ def test_rows_that_see_nothing(how):
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("kernel", ["blocked", "reference"])
+@pytest.mark.parametrize("wanted", [False, True], ids=["bias", "bias with a gradient"])
+@pytest.mark.parametrize("how", [{}, {"mask": Causal()}, {"score": lambda s, b, h, i, j: 0.5 * s}], ids=["torch's", "torch's in tiles", "ours"])
+def test_rows_that_a_bias_hides(how, wanted, kernel):
+    """-inf of a whole row: as of a mask, and no NaN in any gradient."""
+    bias = torch.randn(60, 60)
+    bias[[3, 40]] = bias[:, 7] = -torch.inf
+    q, k, v = qkv(60)
+    out, lse, *grads = gradients([q, k, v], bias=bias.clone().requires_grad_(wanted), kernel=kernel, **how)
+    whole = bias.masked_fill(bias == -torch.inf, 0.0)
+    seen = (bias > -torch.inf) & (torch.ones(60, 60).tril().bool() if "mask" in how else True)
+    for ours, expected in zip((out, lse, *grads), gradients([q, k, v], bias=whole, mask=seen, kernel="reference", score=how.get("score")), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    assert not out[:, [3, 40]].any() and (lse[..., [3, 40]] == -torch.inf).all() and not grads[0][:, [3, 40]].any()
+    if wanted:
+        learnt = bias.clone().requires_grad_()
+        (d_bias,) = torch.autograd.grad(onchip.attention(q, k, v, bias=learnt, kernel=kernel, **how).square().sum(), learnt)
+        assert not d_bias[[3, 40]].any() and d_bias.isfinite().all()
+
+
 # ---- dtypes and layouts
 
 

@@ -134,7 +134,7 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
     """Gradients of q, k, v, the sinks and each tensor that the score reads; None where one needs none. `d_lse` may be None."""
     if x.scales is not None:
         return backward_from_e4m3(backward, p, q, k, v, out, lse, d_out, d_lse, x)
-    if q.is_cpu and d_lse is None and x.sinks is None and (how := whole(p)) and how.added != "seen":
+    if q.is_cpu and d_lse is None and x.sinks is None and (how := whole(p)) and (not how.added or (how.added == "bias" and not (lse == -torch.inf).any())):
         each = (t.transpose(1, 2) for t in (q, k, v, out, d_out.to(q.dtype)))
         return *(d.to(q.dtype).transpose(1, 2) for d in _fused_backward(p, x, whole_part(p), *each, lse)), None, (None,) * len(x.score)
     wide = _wide(q)

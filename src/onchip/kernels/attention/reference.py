@@ -99,7 +99,8 @@ def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> t
     scores = scores.masked_fill(~seen, -torch.inf)
     if x.sinks is not None:
         scores = torch.cat([scores, x.sinks.to(work)[:, None, None].expand(heads, len_q, 1)], -1)
-    lse = scores.logsumexp(-1) if scores.shape[-1] else scores.sum(-1) - torch.inf
+    blind = (scores == -torch.inf).all(-1, keepdim=True)  # of these logsumexp has no gradient
+    lse = scores.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind[..., 0], -torch.inf) if scores.shape[-1] else scores.sum(-1) - torch.inf
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()[..., :len_k]  # a row that sees nothing gets all zeros
     if x.drop:
         weights = weights * kept(x.drop, x.state, at.b, at.h, at.i, at.j, heads)[0] / (1 - x.drop)
