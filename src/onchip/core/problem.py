@@ -4,6 +4,7 @@ It is the dispatch key, the test id, the benchmark row and the input of the cost
 building and hashing one is on the path of every call (about 1 us; a frozen dataclass takes three times that).
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -139,17 +140,23 @@ class Operands(NamedTuple):
     softmax: str = "whole"
 
 
-def spans(offsets: Tensor, used: Tensor | None, tokens: int) -> list[slice]:
+def spans(offsets: Tensor, used: Tensor | None, tokens: int, shared: bool = False) -> list[slice]:
     """The tokens of each sequence of a packed batch, of `tokens` in all; waits for the device.
 
-    Raises ValueError where a sequence does not lie in them: torch's own kernels end the process there.
+    Raises ValueError where a sequence does not lie in them: torch's own kernels end the process there. And where two have some in common, unless
+    they may be `shared`: the one would be written over the other.
     """
     bounds = offsets.tolist()
     ends = bounds[1:] if used is None else [first + n for first, n in zip(bounds, used.tolist(), strict=False)]
-    for i, (first, end) in enumerate(zip(bounds, ends, strict=False)):
+    found = list(zip(bounds, ends, strict=False))
+    for i, (first, end) in enumerate(found):
         if not 0 <= first <= end <= tokens:
             raise ValueError(f"attention: sequence {i} of a packed batch has tokens {first} to {end} of {tokens}; give offsets that rise and lie in them")
-    return [slice(*span) for span in zip(bounds, ends, strict=False)]
+    if used is not None and not shared:
+        for (_, end), (first, _) in itertools.pairwise(sorted(span for span in found if span[0] < span[1])):
+            if first < end:
+                raise ValueError(f"attention: two sequences of a packed batch use token {first}; give used lengths that end where the next one begins")
+    return [slice(*span) for span in found]
 
 
 class Beside(NamedTuple):

@@ -158,7 +158,7 @@ def _group(band: Band, page: int, dtype: torch.dtype, starts: tuple[int, ...], s
 def parts(p: Attention, x: Operands, q: Tensor, k: Tensor, most: int) -> list[Part]:
     """The sequences, `most` of a dense batch at once; one by one where a mask or score tells them apart, for then each has keys of its own."""
     if x.q_offsets is not None:
-        lengths = zip(spans(x.q_offsets, x.q_used, len(q)), spans(x.k_offsets, x.k_used, len(k)), strict=True)
+        lengths = zip(spans(x.q_offsets, x.q_used, len(q)), spans(x.k_offsets, x.k_used, len(k), shared=p.op != "backward"), strict=True)
         return [Part(slice(b, b + 1), rows, cols, rows.stop - rows.start, cols.stop - cols.start) for b, (rows, cols) in enumerate(lengths)]
     batch, len_q, len_k = *q.shape[:2], k.shape[1]
     step = 1 if "batch_invariant" in p.extras or differs(p, "b") else max(1, most)

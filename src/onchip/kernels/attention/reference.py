@@ -25,7 +25,7 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
         if parts:
             out, lse = (torch.stack(each) for each in zip(*parts, strict=True))
         return (out, lse) if return_lse else out
-    for b, (rows, keys) in enumerate(zip(spans(x.q_offsets, x.q_used, len(q)), spans(x.k_offsets, x.k_used, len(k)), strict=True)):
+    for b, (rows, keys) in enumerate(zip(spans(x.q_offsets, x.q_used, len(q)), spans(x.k_offsets, x.k_used, len(k), shared=True), strict=True)):
         part, part_lse = one(p, b, q[rows], k[keys], v[keys], x)
         index = torch.arange(rows.start, rows.stop, device=q.device)
         out, lse = out.index_copy(0, index, part), lse.index_copy(1, index, part_lse)
