@@ -64,12 +64,12 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"Bias: bias is \[5, 7\]; this call needs \[len_q 5, len_k 5\]", ValueError, {"bias": zeros(5, 7)}),
         (r"Document: ids is \[2, 5\]; this call needs \[batch 1, len_k 5\]", ValueError, {"mask": Document(zeros(2, 5).int())}),
         (r"KeyPadding: valid is \[3\]; this call needs \[batch 1\]", ValueError, {"mask": Causal() & KeyPadding(zeros(3).int())}),
-        (r"bias is torch.bool \[5, 5\]; give a float tensor .* \(a bool one goes to mask=\)", ValueError, {"bias": zeros(5, 5) == 0}),
+        (r"bias is torch.bool \[5, 5\]; give floats .* \(a bool tensor goes to mask=\)", ValueError, {"bias": zeros(5, 5) == 0}),
         (r"Bias: bias is \[3, 5, 5\]; this call needs \[heads 2, len_q 5, len_k 5\], or 1 for all alike", ValueError, {"bias": zeros(3, 5, 5)}),
         (r"ALiBi: slopes is \[3\]; this call needs \[heads 2\]", ValueError, {"score": ALiBi(zeros(3))}),
         (r"score is a float; give a function score_mod\(s, b, h, i, j\), a Score .* or a list of them", TypeError, {"score": 3.0}),
-        (r"softcap -1.0 is not positive; give the bound of the scores, or None for no cap", ValueError, {"softcap": -1.0}),
-        (r"softcap '30' is not positive", ValueError, {"softcap": "30"}),
+        (r"softcap -1.0 is not a number from 1e-30 to 1e30; give the bound of the scores, or None for no cap", ValueError, {"softcap": -1.0}),
+        (r"softcap '30' is not a number", ValueError, {"softcap": "30"}),
         (r"attention: scale is 'small'; give a number, or None for dim \*\* -0.5", TypeError, {"scale": "small"}),
         (r"attention: scale requires a gradient, which a number has not; give scale=1.0 and score=", TypeError, {"scale": zeros(()).requires_grad_()}),
         (r"attention: sinks are torch.float32 \[3\] on cpu; give floats, one logit a query head, \[2\] on cpu", ValueError, {"sinks": zeros(3)}),
@@ -128,6 +128,14 @@ def test_packed_inputs_that_disagree():
     for kernel, bounds in itertools.product(("auto", "reference"), ([0, 4, 2], [0, 2, 6], [-1, 2, 5])):  # torch's kernel would end the process
         with pytest.raises(ValueError, match=r"^attention: sequence [01] of a packed batch has tokens .* of 5; give offsets that rise and lie in them"):
             onchip.attention_packed(x, x, x, torch.tensor(bounds, dtype=INT32), kernel=kernel)
+    shared = r"^attention: two sequences of a packed batch use token 2; give used lengths that end where the next one begins"
+    used = torch.tensor([3, 1], dtype=INT32)
+    for kernel in ("auto", "reference"):
+        with pytest.raises(ValueError, match=shared):
+            onchip.attention_packed(x, x, x, offsets, used=(used, None), kernel=kernel)
+    out = onchip.attention_packed(x, x, x.clone().requires_grad_(), offsets, used=(None, used))  # keys may be read twice, their gradients not be put twice
+    with pytest.raises(ValueError, match=shared):
+        out.sum().backward()
     with pytest.raises(ValueError, match=r"^Bias: bias is \[2, 5\]; this call needs \[len_q 3, len_k 3\]"):
         onchip.attention_packed(x, x, x, offsets, bias=zeros(2, 5))
 
@@ -185,6 +193,10 @@ def test_merge_of_what_does_not_belong_together():
             onchip.merge([(out, lse), pair])
     with pytest.raises(ValueError, match=r"merge: part 0 has an output \[2, 16\] and LSE \[2\]; give"):
         onchip.merge([(out[0, 0], lse[0, :, 0])])
+    with pytest.raises(TypeError, match=r"merge: part 1 is a list; give an \(output, LSE\) pair of tensors"):
+        onchip.merge([(out, lse), [out, None]])
+    with pytest.raises(TypeError, match=r"merge: part 0 is torch.float32 \[1, 5, 2, 16\] on cpu; give an \(output, LSE\) pair"):
+        onchip.merge(part for part in (out, lse))
 
 
 # ---- merge

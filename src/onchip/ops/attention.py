@@ -96,7 +96,7 @@ def attention_packed(
 
     longest   the most queries and keys of a sequence, one number or two; an upper bound will do. None: read from the
               offsets, which waits for the device.
-    used      int32 [batch]: how many tokens of each sequence are used, for queries and keys alike or (queries, keys); the rest may hold
+    used      int32 [batch]: how many of its own tokens each sequence uses, for queries and keys alike or (queries, keys); the rest may hold
               anything, NaN included, and gives 0 and LSE -inf.
     """
     checks.plain("attention_packed", q, k, v)
@@ -185,9 +185,13 @@ def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Returns such a pair; both have gradients (Flash-Decoding, Dao et al., 2023). Parts with LSE -inf add nothing, whatever their output holds.
     One kernel on a GPU, as long as nobody needs gradients.
     """
+    states = tuple(states)
     if not states:
         raise ValueError("merge: states is empty; give at least one (output, LSE) pair")
-    for n, (out, lse) in enumerate(states):
+    for n, part in enumerate(states):
+        if not isinstance(part, (tuple, list)) or [isinstance(t, Tensor) for t in part] != [True, True]:
+            raise TypeError(f"merge: part {n} is {checks.kind_of(part)}; give an (output, LSE) pair of tensors")
+        out, lse = part
         if out.ndim < 3 or out.shape != states[0][0].shape or lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
             raise ValueError(f"merge: part {n} has an output {list(out.shape)} and LSE {list(lse.shape)}; give [..., len, heads, dim] and [..., heads, len]")
     return attend.merge(states)
