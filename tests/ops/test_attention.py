@@ -316,6 +316,20 @@ def test_lse_has_a_gradient():
     assert found[2] is None or not found[2].any()
 
 
+@pytest.mark.parametrize("how", ["mask", "function", "offsets", "used"])
+def test_what_is_written_to_before_the_backward_pass(how):
+    """Gradients of another mask than the output's would be wrong in silence."""
+    q, k, v = (t.requires_grad_() for t in qkv(12))
+    offsets, used = torch.tensor([0, 5, 12], dtype=INT32), torch.tensor([5, 6], dtype=INT32)
+    reach = torch.tensor([1, 2, 3, 4])
+    mask = {"mask": KeyPadding(reach[:2]), "function": lambda b, h, i, j: (i - j).abs() < reach[h]}.get(how, Causal())
+    out = onchip.attention_packed(q, k, v, offsets, used=used, mask=mask, softcap=3.0)
+    torch.autograd.grad(out.sum(), q, retain_graph=True)
+    {"offsets": offsets[1:2], "used": used}.get(how, reach).fill_(4)
+    with pytest.raises(RuntimeError, match=r"^attention: offsets, used lengths or a tensor of the mask were written to before the backward pass"):
+        out.sum().backward()
+
+
 def test_a_call_keeps_nothing_alive():
     q, k, v = qkv(2, 5, grad=True)
     bias, table = (torch.randn(4, 5, 5, requires_grad=True) for _ in range(2))

@@ -319,12 +319,15 @@ class Attend(torch.autograd.Function):
         out, lse = decision.launch(q, k, v, x, True)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *score)
         ctx.problem, ctx.kernel, ctx.x, ctx.sourced = decision.problem, kernel, x._replace(sinks=None, score=(), sources=None), x.sources is not None
+        ctx.writes = writes(x)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, d_out, d_lse):
         refuse_batches(d_out, d_lse)
+        if ctx.writes != writes(ctx.x):
+            raise RuntimeError("attention: offsets, used lengths or a tensor of the mask were written to before the backward pass; give clones, or write later")
         q, k, v, out, lse, sinks, *score = ctx.saved_tensors
         quantised = ctx.x.scales is not None
         if quantised:
@@ -340,6 +343,11 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError(FORWARD)
+
+
+def writes(x: Operands) -> list[int]:
+    """How often what says where to look was written to, in torch's count; q, k, v and what a score reads are counted by autograd."""
+    return [t._version for t in (*x.mask, *x[1:5], *(x.scales or ())) if t is not None and not t.is_inference()]
 
 
 def refuse_batches(*grads: Tensor | None) -> None:

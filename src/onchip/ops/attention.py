@@ -39,7 +39,9 @@ def attention(
     exponentials, float32 `[batch, heads, len_q]`. Both have gradients. A row that sees no key gives 0 and LSE -inf.
 
     mask      a Mask (`Full`, `Causal`, `Window`, `Document`, ... and `&`, `|` of them), a bool tensor (True: seen), or `mask_mod(b, h, i, j)`.
-              Causal and Window align to the bottom right: the last query sees the last key.
+              Causal and Window align to the bottom right: the last query sees the last key. A GPU remembers which tiles a mask's tensors, and offsets,
+              show, by torch's count of writes: after one that torch does not see (a CUDA graph replayed, a kernel of yours) call
+              `torch.autograd.graph.increment_version(tensor)`.
     scale     `dim ** -0.5` when None.      bias   a float tensor that broadcasts over [batch, heads, len_q, len_k]; it may have a gradient.
     score     `score_mod(s, b, h, i, j)`, a Score (`ALiBi`, `RelativeBias`, ...) or a list of them, applied in order after the bias.
     softcap   `softcap tanh(s / softcap)`, after the score; None or 0: none.      sinks   [heads]: a logit more in each row's sum; LSE includes it.
