@@ -409,6 +409,19 @@ def test_masks_of_callers():
         assert integration.attention_forward(Module(), q, k, k, None, output_attentions=True)[1] is None
 
 
+def test_a_float_mask_hides_beside_a_softcap():
+    """Gemma 2's order: what is added comes after the cap, which would make -3e38 a score like others."""
+    q, k = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 9, 16)
+    seen = torch.rand(2, 1, 5, 9) > 0.3
+    added = torch.zeros(2, 1, 5, 9).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = integration.attention_forward(Module(), q, k, k, seen, softcap=3.0)[0]
+    torch.testing.assert_close(integration.attention_forward(Module(), q, k, k, added, softcap=3.0)[0], expected)
+    bias = torch.randn(1, 4, 5, 9)
+    scores = 3.0 * torch.tanh(torch.einsum("bhqd,bhkd->bhqk", q, k.repeat_interleave(2, 1)) * 0.25 / 3.0) + bias
+    expected = torch.einsum("bhqk,bhkd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), k.repeat_interleave(2, 1))
+    torch.testing.assert_close(integration.attention_forward(Module(), q, k, k, seen, softcap=3.0, position_bias=bias)[0], expected)
+
+
 class Both(Module):
     """A decoder's, as transformers has some: nothing in it says causal."""
 

@@ -25,6 +25,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from onchip.core.masks import Band, Blocks, Both, Causal, Dense, Document, Full, KeyPadding, Mask, Window, as_mask
+from onchip.core.scores import Bias, Softcap
 from onchip.ops.attention import attention, attention_packed
 
 aten = torch.ops.aten
@@ -232,6 +233,9 @@ def attention_forward(
         query, key, value = (x.expand(batch, *x.shape[1:]) for x in (query, key, value))
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     seen = seen if chosen is None else as_mask(seen) & chosen
+    if bias is not None and common["softcap"]:  # what is added to a capped score comes after the cap
+        common |= {"softcap": None, "score": [Softcap(common["softcap"]), Bias(bias)]}
+        bias = None
     out = attention(query, key, value, mask=seen, bias=bias, return_lse=sinks is not None, **common)
     if sinks is not None:  # a logit more in the sum of each row
         out, lse = out
