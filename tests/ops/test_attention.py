@@ -290,6 +290,19 @@ def test_the_problem_of_gradients_says_what_the_score_needs():
         assert decisions[1].problem.extras == extras
 
 
+@pytest.mark.parametrize("how", [{}, {"softcap": 3.0}], ids=["torch's node", "ours"])
+def test_torchs_switch_asks_for_deterministic_gradients(how):
+    q, k, v = (t.requires_grad_() for t in qkv(2, 12))
+    for asked in (False, True):
+        torch.use_deterministic_algorithms(asked)
+        try:
+            with onchip.record() as decisions:
+                onchip.attention(q, k, v, **how).sum().backward()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert ["deterministic" in d.problem.extras for d in decisions if d.problem.op == "backward"] == [asked]
+
+
 def test_only_a_bias_or_sinks_need_gradients():
     q, k, v = qkv(2, 5)
     bias, sinks = torch.randn(4, 5, 5, requires_grad=True), torch.randn(4, requires_grad=True)

@@ -149,10 +149,11 @@ def test_functional_call():
     torch.testing.assert_close(found, module.bias.grad)
 
 
+@pytest.mark.parametrize("how", [{}, {"softcap": 3.0}], ids=["torch's node", "ours"])
 @pytest.mark.parametrize("kernel", ["auto", "blocked"])
-def test_gradients_of_gradients_are_refused(qkv, kernel):
+def test_gradients_of_gradients_are_refused(qkv, kernel, how):
     q, k, v = (t[0] for t in qkv)
-    for function in (lambda q: attend(q, k, v, kernel=kernel).sum(), lambda q: loss(q, k, v, kernel=kernel)):
+    for function in (lambda q: attend(q, k, v, kernel=kernel, **how).sum(), lambda q: loss(q, k, v, kernel=kernel, **how)):
         leaf = q.clone().requires_grad_()
         (first,) = torch.autograd.grad(function(leaf), leaf, create_graph=True)
         torch.testing.assert_close(first.detach(), *plain_grad(function, q))
