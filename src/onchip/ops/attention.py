@@ -94,7 +94,8 @@ def attention_packed(
 
     The queries of sequence `i` are the tokens `q_offsets[i]` to `q_offsets[i + 1]`, its keys those of `k_offsets` (None: the same).
     Returns `[tokens, heads, dim_v]`, and with `return_lse` float32 `[heads, tokens]`. All else as for `attention`; masks and
-    scores count queries and keys from the start of their sequence.
+    scores count queries and keys from the start of their sequence. Tokens before the first offset and from the last one on are not computed: without `used`
+    they, and their gradients, may come back as anything.
 
     longest   the most queries and keys of a sequence, one number or two; an upper bound will do. None: read from the
               offsets, which waits for the device.

@@ -357,13 +357,14 @@ def _sequence_tiles(lengths, bound: int, most: int, how: dict):
 
 
 def outputs(p, x, q, return_lse: bool):
-    """Output and LSE (or None) of a forward pass, empty; where some rows have no keys or are not used, filled for those."""
+    """Output and LSE (or None) of a forward pass, empty; where some rows have no keys or are not used, filled for those. Tokens of no sequence have an LSE
+    where sinks sum over it for their gradient."""
     packed = x.q_offsets is not None
     out = torch.empty(*q.shape[:-1], p.value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty((p.heads, p.tokens) if packed else (p.batch, p.heads, p.len_q), dtype=torch.float32, device=q.device) if return_lse else None
     if p.len_k == 0 or x.q_used is not None:
         out.zero_()
-    if return_lse and (p.len_k == 0 or x.q_used is not None):
+    if return_lse and (p.len_k == 0 or x.q_used is not None or (p.keys == "packed" and x.sinks is not None)):
         lse.fill_(-torch.inf)
         if p.len_k == 0 and x.sinks is not None:  # a query without keys has its sink alone
             sinks = x.sinks.float().view(-1, 1).expand_as(lse)
