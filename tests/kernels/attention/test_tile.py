@@ -1,17 +1,66 @@
-"""What the attention kernels share: the list of a packed batch's tiles, and the memory of what is made from tensors."""
+"""What the attention kernels share: the tiles of a band, the list of a packed batch's tiles, and the memory of what is made from tensors."""
 
 import random
-from itertools import accumulate
+from itertools import accumulate, product
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from onchip.core.masks import Causal, Document, Full, Window
 from onchip.core.once import one_pass
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention.tile import describable, for_tma, remembered, sequence_tiles
+from onchip.kernels.attention.tile import describable, ends, for_tma, inner_span, key_span, query_span, remembered, sequence_tiles
+
+# ---- which tiles a band shows
+
+BANDS = [Full(), Causal(), Causal("top_left"), *map(Window, (0, 5, 14, 15)), Window(30, 1), Window(40, 15), Window(None, 4), Window(7, None, "top_left")]
+SIZES = [(1, 1), (16, 16), (17, 40), (40, 17), (33, 64), (64, 33), (48, 48), (70, 5)]
+
+
+@triton.jit
+def _spans(of_keys_ptr, of_queries_ptr, shift, len_q, len_k, LEFT: tl.constexpr, RIGHT: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr):
+    tile = tl.program_id(0)
+    first, inner, outer, last = query_span(tile * N, shift, len_q, len_k, LEFT, RIGHT, M, N, PACKED)
+    tl.store(of_keys_ptr + tile * 4, first)
+    tl.store(of_keys_ptr + tile * 4 + 1, inner)
+    tl.store(of_keys_ptr + tile * 4 + 2, outer)
+    tl.store(of_keys_ptr + tile * 4 + 3, last)
+    top = tile * M + shift
+    first, last = key_span(top, tl.minimum(tile * M + M, len_q) - 1 + shift, len_k, LEFT, RIGHT)
+    inner, outer = inner_span(top, top + M - 1, len_k, LEFT, RIGHT, N)
+    tl.store(of_queries_ptr + tile * 4, first)
+    tl.store(of_queries_ptr + tile * 4 + 1, inner)
+    tl.store(of_queries_ptr + tile * 4 + 2, outer)
+    tl.store(of_queries_ptr + tile * 4 + 3, last)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("band", BANDS, ids=str)
+def test_spans_hold_what_is_seen_and_mask_what_has_to_be(band, packed, device):
+    """Of a tile of keys: the queries that see some of it, and between them tiles that see all of it; the same of a tile of queries."""
+    for (len_q, len_k), (m, n) in product(SIZES, ((16, 16), (16, 32), (32, 16))):
+        of_keys, of_queries = (torch.zeros(max(len_q, len_k), 4, dtype=torch.int32, device=device) for _ in range(2))
+        shift = band.shift(len_q, len_k)
+        left, right, _ = ends(band)
+        _spans[(-(-max(len_q, len_k) // min(m, n)),)](of_keys, of_queries, shift, len_q, len_k, LEFT=left, RIGHT=right, M=m, N=n, PACKED=packed)
+        seen = band.dense(torch.arange(len_q)[:, None] + shift, torch.arange(len_k))
+        for start, (first, inner, outer, last) in zip(range(0, len_k, n), of_keys.tolist(), strict=False):
+            rows = seen[:, start : start + n].any(1).nonzero()[:, 0].tolist()
+            assert first % m == inner % m == outer % m == 0 and first <= inner <= outer <= last
+            assert not rows or (first <= rows[0] < first + m and rows[-1] < last)
+            assert seen[inner:outer, start : start + n].all() and (inner == outer or start + n <= len_k)
+            assert outer <= -(-len_q // m) * m and (not packed or inner == outer or outer <= len_q)
+        for start, (first, inner, outer, last) in zip(range(0, len_q, m), of_queries.tolist(), strict=False):
+            cols = seen[start : start + m].any(0).nonzero()[:, 0].tolist()
+            assert not cols or (first, last) == (cols[0], cols[-1] + 1)
+            assert inner >= outer or (inner % n == outer % n == 0 and outer <= len_k and seen[start : start + m, inner:outer].all())
+
 
 # ---- tiles of a packed batch
 
