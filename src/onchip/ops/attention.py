@@ -36,7 +36,7 @@ def attention(
     """`softmax(softcap(score(scale q k^T + bias)) + mask) v`, in O(len_q + len_k) memory (FlashAttention-2, Dao, 2023).
 
     Returns `[batch, len_q, heads, dim_v]` in q's dtype; with `return_lse` also the natural log of each row's sum of
-    exponentials, float32 `[batch, heads, len_q]`. Both have gradients. A row that sees no key gives 0 and LSE -inf.
+    exponentials, float32 `[batch, heads, len_q]` (float64 of float64). Both have gradients. A row that sees no key gives 0 and LSE -inf.
 
     mask      a Mask (`Full`, `Causal`, `Window`, `Document`, ... and `&`, `|` of them), a bool tensor (True: seen), or `mask_mod(b, h, i, j)`.
               Causal and Window align to the bottom right: the last query sees the last key. A GPU remembers which tiles a mask's tensors, and offsets,
