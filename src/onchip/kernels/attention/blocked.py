@@ -546,7 +546,8 @@ def _with_sinks(x: Operands, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     if x.sinks is None:
         return out, lse
     total = torch.logaddexp(lse, x.sinks.to(lse.dtype)[:, None])
-    return (out * (lse - total.masked_fill(total == -torch.inf, 0.0)).exp()[..., None]).to(out.dtype), total
+    share = torch.sigmoid(lse - x.sinks.to(lse.dtype)[:, None]).masked_fill(total == -torch.inf, 0.0)  # exp(lse - total), without the rounding of total
+    return (out * share[..., None]).to(out.dtype), total
 
 
 def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, lse) -> tuple[Tensor, Tensor, Tensor]:
