@@ -290,8 +290,9 @@ def test_what_a_window_of_minus_one_means(device):
     q, k, v = tensors(device, (1, 6, 2, 8), (1, 6, 2, 8), (1, 6, 2, 8))
     full, causal = (formula(q[0], k[0], v[0], causal=c)[0] for c in (False, True))
     for module in (fa2, fa3):
-        close(module.flash_attn_func(q, k, v, window_size=(-1, 0))[0], causal)
-        close(module.flash_attn_func(q, k, v, window_size=(-1, -1))[0], full)
+        for none in (-1, -5):
+            close(module.flash_attn_func(q, k, v, window_size=(none, 0))[0], causal)
+            close(module.flash_attn_func(q, k, v, window_size=(none, none))[0], full)
     close(fa4.flash_attn_func(q, k, v, window_size=(None, 0))[0][0], causal)
     with pytest.warns(UserWarning, match="takes that for no window"):
         close(fa4.flash_attn_func(q, k, v, window_size=(-1, 0))[0][0], full)
