@@ -439,6 +439,19 @@ def test_a_causal_mask_counts_whatever_the_module_says():
     torch.testing.assert_close(integration.attention_forward(Both(), q, k, k, causal, **packed)[0], two)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_in_documents_counts_the_query_itself(causal):
+    """`sliding_window` keys with the query's own: one fewer before it, and behind it where nothing is causal."""
+    q, k = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16)
+    offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+    packed = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 5, "max_length_k": 5, "is_causal": causal, "sliding_window": 3}
+    back = torch.arange(9)[:, None] - torch.arange(9)
+    ids = torch.arange(9) // 4 > 0
+    seen = (back < 3) & (back >= 0 if causal else back > -3) & (ids[:, None] == ids)
+    expected = integration.attention_forward(Module(), q, k, k, seen[None, None])[0]
+    torch.testing.assert_close(integration.attention_forward(Module(), q, k, k, None, **packed)[0], expected)
+
+
 def test_a_mask_that_is_added_to_scores_hides():
     for dtype in (torch.float32, torch.bfloat16):
         mask = integration.mask(batch_size=2, q_length=9, kv_length=9, mask_function=masking_utils.causal_mask_function)
