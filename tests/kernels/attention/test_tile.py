@@ -131,16 +131,18 @@ def test_equal_sequences_leave_no_place_empty(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("many", [0, 70])
 def test_sequence_after_sequence(many, device):
-    """The longest first, of equal ones the earlier; tiles in order, on either side; and what is used counts."""
+    """The longest first, of equal ones the earlier; tiles in order, on either side, with where both begin and how long they are; what is used counts."""
     lengths = [(64, 1), (200, 70), (0, 300), (130, 0), *[(10, 10)] * many, (150, 129)]
     for used in (None, [(min(q, 130), min(k, 70)) for q, k in lengths]):
         p, x = packed(lengths, used, Causal(), device)
         for side in (0, 1):
             tiles = [-(-n[side] // 64) for n in used or lengths]
             order = sorted(range(len(tiles)), key=lambda b: -tiles[b])
-            found = sequence_tiles(p, x, 64, bool(side), by_work=False)[:2].T.tolist()
-            expected = [[b, tile] for b in order for tile in range(tiles[b])]
-            assert found == expected + [[-1, -1]] * (len(found) - len(expected))
+            found = sequence_tiles(p, x, 64, bool(side), by_work=False)[:, :6].tolist()
+            starts = [[sum(n[i] for n in lengths[:b]) for b in range(len(lengths))] for i in (side, 1 - side)]
+            ends = [[n[i] for n in used or lengths] for i in (side, 1 - side)]
+            expected = [[b, tile, starts[0][b], ends[0][b], starts[1][b], ends[1][b]] for b in order for tile in range(tiles[b])]
+            assert found == expected + [[-1] * 6] * (len(found) - len(expected))
 
 
 @pytest.mark.gpu

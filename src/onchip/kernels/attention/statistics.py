@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from onchip.kernels.attention.tile import block
+from onchip.kernels.attention.tile import LISTED, block, sequence
 
 LATE = 4  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin: LSE and delta lie four times in memory, each a row later
 MUCH = 9 << 25  # bytes of float32 sums of dQ at once: 32k tokens, 16 heads of 128; at 64k all of them make the peak 1.25 of what must exist, these 1.13
@@ -41,6 +41,42 @@ def _delta(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, tiles, heads, 
         tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * unit), mask=there)
 
 
+@triton.jit
+def apart(start, b, TILE: tl.constexpr):
+    """Where sequence `b` of a packed batch, whose first token is `start`, lies if each begins a tile: no other one's rows are in its tiles."""
+    return (start // TILE + b) * TILE
+
+
+@triton.jit(do_not_specialize=["sequences", "pitch"])
+def _delta_apart(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, offsets, used, sequences, heads, pitch, unit, o_strides, do_strides, lse_stride,
+                 dlse_strides, DV: tl.constexpr, TILE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr, LISTED: tl.constexpr):  # fmt: skip
+    """`_delta` of a packed batch, its sequences `apart`: [heads, pitch]. Between them are rows that see nothing."""
+    head = tl.program_id(0) % heads
+    to = tl.program_id(0) // heads * BLOCK_M
+    b = -1
+    for first in range(0, sequences, LISTED):
+        others = first + tl.arange(0, LISTED)
+        starts = tl.load(offsets + others, mask=others < sequences, other=0)
+        b += tl.sum(((others < sequences) & (apart(starts, others, TILE) <= to)).to(tl.int32), 0)
+    b = tl.maximum(b, 0)
+    start, length = sequence(offsets, used, b, 0)
+    rows = to - apart(start, b, TILE) + tl.arange(0, BLOCK_M)
+    there = (rows >= 0) & (rows < length)
+    rows = (start + rows).to(tl.int64)
+    dims = tl.arange(0, BLOCK_DV)
+    inside = there[:, None] & (dims < DV)[None, :]
+    o = tl.load(o_ptr + head.to(tl.int64) * o_strides[0] + rows[:, None] * o_strides[1] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    do = tl.load(do_ptr + head.to(tl.int64) * do_strides[0] + rows[:, None] * do_strides[1] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + head.to(tl.int64) * lse_stride + rows, mask=there, other=float("-inf"))
+    delta = tl.sum(o * do, 1)
+    if dlse_ptr is not None:
+        delta -= tl.load(dlse_ptr + head.to(tl.int64) * dlse_strides[0] + rows * dlse_strides[1], mask=there, other=0.0).to(tl.float32)
+    empty = lse == float("-inf")
+    at = head.to(tl.int64) * pitch + to + tl.arange(0, BLOCK_M)
+    tl.store(delta_ptr + at, tl.where(empty, 0.0, delta))
+    tl.store(lse2_ptr + at, tl.where(empty, float("inf"), lse * unit))
+
+
 @triton.jit(do_not_specialize=["tiles"])
 def _finish(sums_ptr, dq_ptr, factor, first, tiles, heads, len_q, sums_strides, dq_strides, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     """dQ = factor times its float32 sums, whose columns lie as the tensor cores' threads hold them: see `finish`."""
@@ -70,6 +106,22 @@ def statistics(p, out, d_out, lse, d_lse, unit: float, tile: int = 1, phases: in
         out, d_out, lse, d_lse, delta, scaled, tiles, heads, len_q, pitch, unit, out.stride()[:3], d_out.stride()[:3], lse.stride()[:2],
         (0, 0, 0) if d_lse is None else d_lse.stride(), DV=p.value_dim, BLOCK_M=rows, BLOCK_DV=block(p.value_dim),
         PHASES=phases,
+    )  # fmt: skip
+    return delta, scaled
+
+
+def statistics_apart(p, x, out, d_out, lse, d_lse, unit: float, tile: int):
+    """`statistics` of a packed batch whose sequences lie `apart`, in tiles of `tile` rows: [1, heads, rows]."""
+    _, heads, tokens, _ = out.shape
+    sequences = len(x.q_offsets) - 1
+    pitch = (tokens // tile + sequences) * tile
+    delta, scaled = (torch.empty(1, heads, pitch, dtype=torch.float32, device=out.device) for _ in range(2))
+    lse = lse.view(heads, tokens)
+    d_lse = d_lse if d_lse is None else d_lse.reshape(heads, tokens)
+    rows = min(tile, 64 if p.value_dim <= 128 else 16)
+    _delta_apart[(pitch // rows * heads,)](
+        out, d_out, lse, d_lse, delta, scaled, x.q_offsets, x.q_used, sequences, heads, pitch, unit, out.stride()[1:3], d_out.stride()[1:3], lse.stride(0),
+        (0, 0) if d_lse is None else d_lse.stride(), DV=p.value_dim, TILE=tile, BLOCK_M=rows, BLOCK_DV=block(p.value_dim), LISTED=LISTED,
     )  # fmt: skip
     return delta, scaled
 

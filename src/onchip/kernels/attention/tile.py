@@ -23,6 +23,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 L2_SHARE = 32 << 20  # bytes of K and V that the programs in flight may spread over and still find in L2
+FIELDS = tl.constexpr(8)  # of a tile in a list by length: a sector of memory
 LISTED = 64  # tiles of a packed batch that a program sorts, each against as many at once
 CHUNK = 8  # tiles that one program of a mask's map looks at, a microsecond or less each
 
@@ -206,13 +207,14 @@ def _collect(map_ptr, kind_ptr, inners, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["bound", "most", "tokens"], do_not_specialize_on_alignment=["offsets", "other_offsets", "used", "other_used"])
 def _number(found_ptr, offsets, other_offsets, used, other_used, bound, most, tokens, BEFORE: tl.constexpr, AFTER: tl.constexpr, TOP_LEFT: tl.constexpr,
             LAST_FIRST: tl.constexpr, BY_LENGTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Sequence, tile and work of the tiles of one sequence, at most `most`, behind those of sequences before it or, BY_LENGTH, longer ones; int32 [3, bound].
+    """Sequence, tile and work of the tiles of one sequence, at most `most`, behind those of sequences before it; int32 [3, bound].
+    BY_LENGTH: behind those of longer ones, int32 [bound, 8], the first token and the length of the sequence and of the other side in place of its work.
 
     A tile's work is what its tokens see of the other side, queries or keys: from BEFORE the first to AFTER the last, -1 is no limit.
     """
     b = tl.program_id(0)
-    _, length = sequence(offsets, used, b, 0)
-    _, other = sequence(other_offsets, other_used, b, 0)
+    token, length = sequence(offsets, used, b, 0)
+    other_token, other = sequence(other_offsets, other_used, b, 0)
     tiles = tl.minimum(tl.cdiv(length, tokens), most)
     count = b
     if BY_LENGTH:
@@ -236,11 +238,20 @@ def _number(found_ptr, offsets, other_offsets, used, other_used, bound, most, to
             tile = tiles - 1 - at
         row = tile * tokens + shift
         begin, end = key_span(row, row + tokens - 1, other, BEFORE, AFTER)
-        to = found_ptr + start + at
         there = (at < tiles) & (start + at < bound)
-        tl.store(to, at * 0 + b, mask=there)
-        tl.store(to + bound, tile, mask=there)
-        tl.store(to + 2 * bound, at * 0 + tl.maximum(end - begin, 0), mask=there)
+        if BY_LENGTH:  # all that a program asks for lies side by side
+            to = found_ptr + (start + at) * FIELDS
+            tl.store(to, at * 0 + b, mask=there)
+            tl.store(to + 1, tile, mask=there)
+            tl.store(to + 2, at * 0 + token, mask=there)
+            tl.store(to + 3, at * 0 + length, mask=there)
+            tl.store(to + 4, at * 0 + other_token, mask=there)
+            tl.store(to + 5, at * 0 + other, mask=there)
+        else:
+            to = found_ptr + start + at
+            tl.store(to, at * 0 + b, mask=there)
+            tl.store(to + bound, tile, mask=there)
+            tl.store(to + 2 * bound, at * 0 + tl.maximum(end - begin, 0), mask=there)
 
 
 @triton.jit(do_not_specialize=["bound"])
@@ -327,7 +338,7 @@ def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
 
 def sequence_tiles(p, x, block: int, of_keys: bool = False, by_work: bool = True):
     """The tiles of `block` queries (or keys) of a packed batch, int32 [bound, 2] of (sequence, tile), those with most work first.
-    Not `by_work`: sequence after sequence, the longest first, their tiles in order, int32 [3, bound] of sequences, tiles and work.
+    Not `by_work`: sequence after sequence, the longest first, their tiles in order, int32 [bound, 8]: sequence, tile, first token and length of both sides.
 
     The host knows `bound` from sizes alone; behind the last tile come (-1, 0). Work is counted by the band around the mask. Of tiles with as much
     the later queries (the earlier keys) go first: they see more where a mask that is no band is like a causal one. It is `remembered`.
@@ -347,7 +358,7 @@ def sequence_tiles(p, x, block: int, of_keys: bool = False, by_work: bool = True
 
 def _sequence_tiles(lengths, bound: int, most: int, how: dict):
     offsets = lengths[0]
-    found = offsets.new_full((3, bound), -1)
+    found = offsets.new_full((bound, FIELDS.value) if how["BY_LENGTH"] else (3, bound), -1)
     _number[(len(offsets) - 1,)](found, *lengths, bound, most, **how, BLOCK=LISTED)
     if how["BY_LENGTH"]:
         return found

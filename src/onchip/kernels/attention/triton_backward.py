@@ -24,8 +24,9 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import mods, texts
-from onchip.kernels.attention.statistics import LATE, sink_gradient, statistics
+from onchip.kernels.attention.statistics import apart, sink_gradient, statistics, statistics_apart
 from onchip.kernels.attention.tile import (
+    FIELDS,
     LOG2E,
     bar,
     block,
@@ -42,8 +43,6 @@ from onchip.kernels.attention.tile import (
     sequence_tiles,
     tf32,
 )  # fmt: skip
-
-PHASES = tl.constexpr(LATE)
 
 
 class Tiles(NamedTuple):
@@ -80,33 +79,31 @@ class Plan(tuple):
 
 
 @triton.jit
-def _rows(src, row, head, first, batch, stride, last, dim, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr, ZERO: tl.constexpr):
-    """ROWS queries or keys from `row + first` on, [ROWS, COLS]; ZERO: those past `last` read as 0, whatever lies there."""
+def _head(ptr, strides, batch, head, row):
+    """Where `row` of a head lies."""
+    return ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + row.to(tl.int64) * strides[2]
+
+
+@triton.jit
+def _rows(src, row, head, first, batch, stride, last, dim, ROWS: tl.constexpr, COLS: tl.constexpr, TMA: tl.constexpr):
+    """ROWS queries or keys from `row + first` on, [ROWS, COLS]; without TMA `src` is a pointer to `row`, and those past `last` read as 0."""
     rows = first + tl.arange(0, ROWS)
     dims = tl.arange(0, COLS)
     if TMA:
         tile = src.load([batch, head, row + first, 0]).reshape(ROWS, COLS)
-        if ZERO:
-            tile = tl.where((rows < last)[:, None], tile, 0.0)
     else:
         tile = tl.load(src + rows.to(tl.int64)[:, None] * stride + dims[None, :], mask=(rows < last)[:, None] & (dims < dim)[None, :], other=0.0)
     return tile
 
 
 @triton.jit
-def _stats(src, lies, first, last, other, ROWS: tl.constexpr, TMA: tl.constexpr):
-    """LSE or delta of ROWS queries from `first` on. By TMA what stands past `last` is there too, else it reads as `other`.
-
-    lies   the first query; the rows, of heads, until a head's row a query later, and the head's own, or without TMA where it begins.
-    """
-    row, heads, head = lies
+def _stats(src, lies, first, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """LSE or delta of ROWS queries from `first` on; `lies` has the first query and the head's row, or without TMA where that begins."""
+    row, head = lies
     if TMA:
-        at = row + first
-        late = at % PHASES  # of a dense batch 0
-        found = src.load([late * heads + head, at - late]).reshape(ROWS)
+        found = src.load([head, row + first]).reshape(ROWS)
     else:
-        rows = first + tl.arange(0, ROWS)
-        found = tl.load(src + head + row + rows, mask=rows < last, other=other)
+        found = tl.load(src + head + row + first + tl.arange(0, ROWS))
     return found
 
 
@@ -125,11 +122,11 @@ def _step(t, first, tiles, step, jump, BLOCK: tl.constexpr):
 
 @triton.jit
 def _visible(i, j, at, reads, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr):
-    """Whether queries `i` see keys `j`, both real; the two broadcast against each other."""
+    """Whether queries `i` see keys `j`; the two broadcast against each other."""
     b, h, shift, len_q, len_k = at
-    seen = (i < len_q) & (j < len_k)
+    seen = True
     if MASK is not None:
-        seen = seen & MASK(b, h, i, j, len_q, len_k, reads)
+        seen = (i < len_q) & (j < len_k) & MASK(b, h, i, j, len_q, len_k, reads)
     else:
         if RIGHT >= 0:
             seen = seen & (j <= i + (shift + RIGHT))
@@ -145,7 +142,7 @@ def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, jump, cal
                STAGES: tl.constexpr):  # fmt: skip
     """dk and dv after `count` query tiles, as `_step` has them.
 
-    EDGE: they need the mask.      ZERO: past the last query anything may lie, NaN included.
+    EDGE: they need the mask.      ZERO: past the last query anything may lie, NaN included, so that a pointer reads q and dO.
     """
     lse_src, delta_src, lies, n, place, strides, scale, gain, at, reads, grads, dropout = call
     batch, head, row = place
@@ -155,8 +152,8 @@ def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, jump, cal
     for t in tl.range(0, count, num_stages=STAGES):
         m = _step(t, first, tiles, step, jump, BLOCK_M)
         i = (m + tl.arange(0, BLOCK_M))[None, :]
-        q = _rows(q_src, row, head, m, batch, strides[0], len_q, D, BLOCK_M, k.shape[1], TMA, ZERO)
-        lse = _stats(lse_src, lies, m, len_q, float("inf"), BLOCK_M, TMA)
+        q = _rows(q_src, row, head, m, batch, strides[0], len_q, D, BLOCK_M, k.shape[1], TMA and not ZERO)
+        lse = _stats(lse_src, lies, m, BLOCK_M, TMA)
         scores = tl.dot(k, q.T, input_precision=PRECISION)  # [N, M]
         if SCORE is not None:
             raw = scores * scale
@@ -165,8 +162,10 @@ def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, jump, cal
             weights = tl.math.exp2(scores * scale - lse[None, :])
         if EDGE:
             seen = _visible(i, j, at, reads[0], LEFT, RIGHT, MASK)
+            if SCORE is not None:  # it may be infinite out there, or sum up gradients; else keys there are rows that nobody stores, and q, dO and the weights 0
+                seen = seen & (i < len_q) & (j < len_k)
             weights = tl.where(seen, weights, 0.0)
-        do = _rows(do_src, row, head, m, batch, strides[1], len_q, DV, BLOCK_M, BLOCK_DV, TMA, ZERO)
+        do = _rows(do_src, row, head, m, batch, strides[1], len_q, DV, BLOCK_M, BLOCK_DV, TMA and not ZERO)
         keep = True
         if state_ptr is not None:
             keep = kept(state_ptr, drop_bar, b_h, i, j)
@@ -179,9 +178,9 @@ def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, jump, cal
             d_weights = tl.dot(v, do.T, input_precision=PRECISION)
             if state_ptr is not None:
                 d_weights = tl.where(keep, d_weights * keep_scale, 0.0)
-            delta = _stats(delta_src, lies, m, len_q, 0.0, BLOCK_M, TMA)
+            delta = _stats(delta_src, lies, m, BLOCK_M, TMA)
             ds = weights * (d_weights - delta[None, :])
-            if EDGE and (MASK is not None or PACKED):  # 0 times what a hidden place holds may be NaN
+            if EDGE and (MASK is not None or (PACKED and SCORE is not None)):  # 0 times what a hidden place holds may be NaN
                 ds = tl.where(seen, ds, 0.0)
             if SCORE is not None:
                 ds = SCORE_GRAD(raw, ds, b, h, i, j, len_q, len_k, reads[1], grads, 1)
@@ -190,60 +189,60 @@ def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, jump, cal
 
 
 @triton.jit
-def _keys(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides, reads, grads, tile_n, b, kv_head,
+def _keys(sources, plain, outs, stats, of_q, of_k, again, sizes, strides, map_ptr, map_strides, reads, grads, tile_n, b, kv_head,
           D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
           LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
-          WHAT: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """dK and dV (or WHAT of the two) of one tile of keys of a key head of sequence `b`."""
+          WHAT: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+          STAGES: tl.constexpr):  # fmt: skip
+    """dK and dV (or WHAT of the two) of one tile of keys of a key head of sequence `b`; of a packed batch `again` is where its queries' number is read."""
     q_src, k_src, v_src, do_src, lse_by_k, delta_by_k = sources
     dk_ptr, dv_ptr, _ = outs
     _, _, pitch, state_ptr = stats
-    q_offsets, k_offsets, q_used, k_used = lengths
-    scale, gain, heads, kv_heads, len_q, len_k, drop_bar, keep_scale = sizes
+    start_q, len_q = of_q
+    start_k, len_k = of_k
+    scale, gain, heads, _, _, _, drop_bar, keep_scale = sizes
     q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, _ = strides
-    PACKED: tl.constexpr = q_offsets is not None
-    start_q, len_q = sequence(q_offsets, q_used, b, len_q)
-    start_k, len_k = sequence(k_offsets, k_used, b, len_k)
     n = tile_n * BLOCK_N
-    batch = b
+    batch, place = b, start_q
     if PACKED:
-        batch = b * 0
+        batch, place = b * 0, apart(start_q, b, TILE)
     if n < len_k:
         if not TMA:
-            k_src += batch.to(tl.int64) * k_strides[0] + kv_head.to(tl.int64) * k_strides[1] + start_k.to(tl.int64) * k_strides[2]
-            v_src += batch.to(tl.int64) * v_strides[0] + kv_head.to(tl.int64) * v_strides[1] + start_k.to(tl.int64) * v_strides[2]
-        k = _rows(k_src, start_k, kv_head, n, batch, k_strides[2], len_k, D, BLOCK_N, BLOCK_D, TMA, False)
+            k_src, v_src = _head(k_src, k_strides, batch, kv_head, start_k), _head(v_src, v_strides, batch, kv_head, start_k)
+        k = _rows(k_src, start_k, kv_head, n, batch, k_strides[2], len_k, D, BLOCK_N, BLOCK_D, TMA)
         v = k  # dV does without
         dk = 0.0
         dv = 0.0
         if WHAT != "dV":
-            v = _rows(v_src, start_k, kv_head, n, batch, v_strides[2], len_k, DV, BLOCK_N, BLOCK_DV, TMA, False)
+            v = _rows(v_src, start_k, kv_head, n, batch, v_strides[2], len_k, DV, BLOCK_N, BLOCK_DV, TMA)
             dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         if WHAT != "dK":
             dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-        shift = len_k - len_q
-        if TOP_LEFT:
-            shift = shift * 0
         factor = scale
         if SCORE is None:
             factor = scale * LOG2E
-        group = heads // kv_heads
-        first, inner, outer, last = query_span(n, shift, len_q, len_k, LEFT, RIGHT, BLOCK_M, BLOCK_N, PACKED)
-        for member in range(group):
-            head = kv_head * group + member
+        for member in range(GROUP):
+            head = kv_head * GROUP + member
+            if PACKED and GROUP > 1:  # read here, as LLVM makes addresses of what it knows before the loop there, and keeps them in memory
+                len_q = tl.load(again, volatile=True)
+            shift = len_k - len_q
+            if TOP_LEFT:
+                shift = shift * 0
+            first, inner, outer, last = query_span(n, shift, len_q, len_k, LEFT, RIGHT, BLOCK_M, BLOCK_N, PACKED)
             at = b, head, shift, len_q, len_k
-            lies = start_q, heads, batch * heads + head
-            if not TMA:
-                lies = start_q, heads, (batch * heads + head).to(tl.int64) * pitch
+            lies = place, batch * heads + head
             q_at, do_at = q_src, do_src
             if not TMA:
-                q_at += batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1] + start_q.to(tl.int64) * q_strides[2]
-                do_at += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1] + start_q.to(tl.int64) * do_strides[2]
+                lies = place, (batch * heads + head).to(tl.int64) * pitch
+                q_at, do_at = _head(q_src, q_strides, batch, head, start_q), _head(do_src, do_strides, batch, head, start_q)
+            q_end, do_end = q_at, do_at
+            if TMA and PACKED:
+                q_end, do_end = _head(plain[0], q_strides, batch, head, start_q), _head(plain[1], do_strides, batch, head, start_q)
             call = (lse_by_k, delta_by_k, lies, n, (batch, head, start_q), (q_strides[2], do_strides[2]), factor, gain * LOG2E, at, reads, grads,
                     (state_ptr, drop_bar, keep_scale, b * heads + head))  # fmt: skip
             if MASK is not None:
                 row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_n.to(tl.int64) * map_strides[2]
-                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row), row + 2, 1, None, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                dk, dv = _past_keys(dk, dv, k, v, q_end, do_end, 0, tl.load(row), row + 2, 1, None, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
                                     MASK, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
                 dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, None, call, D, DV, LEFT, RIGHT, BLOCK_M,
                                     BLOCK_DV, MASK, SCORE, SCORE_GRAD, WHAT, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
@@ -254,7 +253,7 @@ def _keys(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides, r
                 if LEFT >= 0 or PACKED:  # the tiles at both ends of those that need no mask, in one run
                     edges += tl.cdiv(last - outer, BLOCK_M)
                     jump = before, outer - inner
-                dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, first, edges, None, 0, jump, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
+                dk, dv = _past_keys(dk, dv, k, v, q_end, do_end, first, edges, None, 0, jump, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
                                     None, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
                 dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, inner, bare, None, 0, None, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
                                     None, SCORE, SCORE_GRAD, WHAT, TMA, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
@@ -276,7 +275,7 @@ def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, jump, call
                   BLOCK_N: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
                   TMA: tl.constexpr, EDGE: tl.constexpr, ZERO: tl.constexpr, PADDED: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
                   STAGES: tl.constexpr):  # fmt: skip
-    """dq after `count` key tiles, as `_step` has them. EDGE: they need the mask. ZERO: past the last key anything may lie, as in `_past_keys`."""
+    """dq after `count` key tiles, as `_step` has them. EDGE: they need the mask. ZERO: a pointer reads k, as in `_past_keys`."""
     lse, delta, rows, place, strides, scale, gain, at, reads, dropout = call
     batch, head, row = place
     b, h, _, len_q, len_k = at
@@ -285,20 +284,20 @@ def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, jump, call
     for t in tl.range(0, count, num_stages=STAGES):
         n = _step(t, first, tiles, step, jump, BLOCK_N)
         j = (n + tl.arange(0, BLOCK_N))[None, :]
-        k = _rows(k_src, row, head, n, batch, strides[0], len_k, D, BLOCK_N, q.shape[1], TMA, ZERO)
+        k = _rows(k_src, row, head, n, batch, strides[0], len_k, D, BLOCK_N, q.shape[1], TMA and not ZERO)
         scores = tl.dot(q, k.T, input_precision=PRECISION)  # [M, N]
         if SCORE is not None:
             raw = scores * scale
             weights = tl.math.exp2(SCORE(raw, b, h, i, j, len_q, len_k, reads[1]) * gain - lse[:, None])
         else:
             weights = tl.math.exp2(scores * scale - lse[:, None])
-        v = _rows(v_src, row, head, n, batch, strides[1], len_k, DV, BLOCK_N, do.shape[1], TMA, False)
+        v = _rows(v_src, row, head, n, batch, strides[1], len_k, DV, BLOCK_N, do.shape[1], TMA)
         d_weights = tl.dot(do, v.T, input_precision=PRECISION)
         if state_ptr is not None:
             d_weights = tl.where(kept(state_ptr, drop_bar, b_h, i, j), d_weights * keep_scale, 0.0)
         ds = weights * (d_weights - delta[:, None])
         if EDGE:
-            seen = _visible(i, j, at, reads[0], LEFT, RIGHT, MASK)
+            seen = _visible(i, j, at, reads[0], LEFT, RIGHT, MASK) & (j < len_k)
             ds = tl.where(seen, ds, 0.0)
             if PADDED:  # 0 x NaN is NaN: a hidden key may hold anything, and one that is seen has spoilt its row of `ds` already
                 k = tl.where(tl.abs(k.to(tl.float32)) < float("inf"), k, 0.0)
@@ -309,35 +308,34 @@ def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, jump, call
 
 
 @triton.jit
-def _queries(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides, reads, tile_m, b, head,
+def _queries(sources, plain, outs, stats, of_q, of_k, sizes, strides, map_ptr, map_strides, reads, tile_m, b, head,
              D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
              LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
-             PADDED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+             PADDED: tl.constexpr, TMA: tl.constexpr, PACKED: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """dQ of one tile of queries of a head of sequence `b`."""
     q_src, k_src, v_src, do_src = sources
     _, _, dq_ptr = outs
     lse_ptr, delta_ptr, pitch, state_ptr = stats
-    q_offsets, k_offsets, q_used, k_used = lengths
-    scale, gain, heads, kv_heads, len_q, len_k, drop_bar, keep_scale = sizes
+    start_q, len_q = of_q
+    start_k, len_k = of_k
+    scale, gain, heads, kv_heads, _, _, drop_bar, keep_scale = sizes
     q_strides, k_strides, v_strides, do_strides, _, _, dq_strides = strides
-    PACKED: tl.constexpr = q_offsets is not None
     kv_head = head // (heads // kv_heads)
-    start_q, len_q = sequence(q_offsets, q_used, b, len_q)
-    start_k, len_k = sequence(k_offsets, k_used, b, len_k)
     m = tile_m * BLOCK_M
-    batch = b
+    batch, place = b, start_q
     if PACKED:
-        batch = b * 0
+        batch, place = b * 0, apart(start_q, b, TILE)
     if m < len_q:
         if not TMA:
-            q_src += batch.to(tl.int64) * q_strides[0] + head.to(tl.int64) * q_strides[1] + start_q.to(tl.int64) * q_strides[2]
-            do_src += batch.to(tl.int64) * do_strides[0] + head.to(tl.int64) * do_strides[1] + start_q.to(tl.int64) * do_strides[2]
-            k_src += batch.to(tl.int64) * k_strides[0] + kv_head.to(tl.int64) * k_strides[1] + start_k.to(tl.int64) * k_strides[2]
-            v_src += batch.to(tl.int64) * v_strides[0] + kv_head.to(tl.int64) * v_strides[1] + start_k.to(tl.int64) * v_strides[2]
-        q = _rows(q_src, start_q, head, m, batch, q_strides[2], len_q, D, BLOCK_M, BLOCK_D, TMA, False)
-        do = _rows(do_src, start_q, head, m, batch, do_strides[2], len_q, DV, BLOCK_M, BLOCK_DV, TMA, False)
+            q_src, do_src = _head(q_src, q_strides, batch, head, start_q), _head(do_src, do_strides, batch, head, start_q)
+            k_src, v_src = _head(k_src, k_strides, batch, kv_head, start_k), _head(v_src, v_strides, batch, kv_head, start_k)
+        k_end = k_src
+        if TMA and PACKED:
+            k_end = _head(plain[2], k_strides, batch, kv_head, start_k)
+        q = _rows(q_src, start_q, head, m, batch, q_strides[2], len_q, D, BLOCK_M, BLOCK_D, TMA)
+        do = _rows(do_src, start_q, head, m, batch, do_strides[2], len_q, DV, BLOCK_M, BLOCK_DV, TMA)
         rows = m + tl.arange(0, BLOCK_M)
-        at_row = (batch * heads + head).to(tl.int64) * pitch + start_q + rows
+        at_row = (batch * heads + head).to(tl.int64) * pitch + place + rows
         lse = tl.load(lse_ptr + at_row, mask=rows < len_q, other=float("inf"))
         delta = tl.load(delta_ptr + at_row, mask=rows < len_q, other=0.0)
         shift = len_k - len_q
@@ -351,7 +349,7 @@ def _queries(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides
                 (state_ptr, drop_bar, keep_scale, b * heads + head))  # fmt: skip
         if MASK is not None:
             row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
-            dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row), row + 2, 1, None, call, D, DV, LEFT, RIGHT, BLOCK_N,
+            dq = _past_queries(dq, q, do, k_end, v_src, 0, tl.load(row), row + 2, 1, None, call, D, DV, LEFT, RIGHT, BLOCK_N,
                                MASK, SCORE, SCORE_GRAD, TMA, True, PACKED, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
             dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, None, call, D, DV, LEFT, RIGHT, BLOCK_N,
                                MASK, SCORE, SCORE_GRAD, TMA, False, False, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
@@ -373,7 +371,7 @@ def _queries(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides
             edges = before + tl.cdiv(last - outer, BLOCK_N)
             dq = _past_queries(dq, q, do, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, None, call, D, DV, LEFT, RIGHT, BLOCK_N,
                                None, SCORE, SCORE_GRAD, TMA, False, False, False, PACKED, PRECISION, STAGES)  # fmt: skip
-            dq = _past_queries(dq, q, do, k_src, v_src, first, edges, None, 0, jump, call, D, DV, LEFT, RIGHT, BLOCK_N,
+            dq = _past_queries(dq, q, do, k_end, v_src, first, edges, None, 0, jump, call, D, DV, LEFT, RIGHT, BLOCK_N,
                                None, SCORE, SCORE_GRAD, TMA, True, PACKED, False, PACKED, PRECISION, STAGES)  # fmt: skip
         dims = tl.arange(0, BLOCK_D)
         dq_ptr += batch.to(tl.int64) * dq_strides[0] + head.to(tl.int64) * dq_strides[1]
@@ -382,52 +380,65 @@ def _queries(sources, outs, stats, lengths, sizes, strides, map_ptr, map_strides
 
 
 @triton.jit
-def _place(number, listed, offsets, used, length, tiles, heads, BLOCK: tl.constexpr):
-    """Tile, the last one of its sequence, sequence (-1: none) and head of program `number`.
+def _place(number, listed, used, lengths, tiles, heads, BLOCK: tl.constexpr):
+    """Tile, the last one of its sequence, sequence (-1: none) and head of program `number`, and first token and length of its side and of the other.
 
     Heads of a sequence come one after the other, so that tiles side by side share L2. Of a packed batch the longest sequences come first, and few programs
     have no tile. (All tiles by work, as Hopper's kernels take them, lose more of L2 than they gain at the grid's end.)
     """
     if listed is not None:
         within = number // heads
-        b, before = tl.load(listed + within), tl.load(listed + tiles + within)
+        listed += within * FIELDS
+        b, before = tl.load(listed), tl.load(listed + 1)
+        own = tl.load(listed + 2), tl.load(listed + 3)
+        other = tl.load(listed + 4), tl.load(listed + 5)
         number -= (within - before) * heads  # of the programs of this sequence
-        _, own = sequence(offsets, used, tl.maximum(b, 0), 0)
-        tiles = tl.maximum(tl.cdiv(tl.minimum(own, length), BLOCK), 1)
+        tiles = tl.maximum(tl.cdiv(tl.minimum(own[1], lengths[0]), BLOCK), 1)
         head = number // tiles
     else:
         head = number // tiles
         b = head // heads
         head -= b * heads
-    return number % tiles, tiles - 1, b, head
+        own = sequence(None, used[0], b, lengths[0])
+        other = sequence(None, used[1], b, lengths[1])
+    return number % tiles, tiles - 1, b, head, own, other
 
 
 @triton.jit(do_not_specialize=["sizes", "tiles_n", "tiles_m", "over_keys"])
-def _backward(q_by_k, k_by_k, v_by_k, do_by_k, lse_by_k, delta_by_k, q_by_q, k_by_q, v_by_q, do_by_q, outs, stats, lengths, sizes, strides,
+def _backward(q_by_k, k_by_k, v_by_k, do_by_k, lse_by_k, delta_by_k, q_by_q, k_by_q, v_by_q, do_by_q, plain, outs, stats, used, sizes, strides,
               k_map, k_map_strides, q_map, q_map_strides, k_listed, q_listed, reads, grads, tiles_n, tiles_m, over_keys,
               D: tl.constexpr, DV: tl.constexpr, KM: tl.constexpr, KN: tl.constexpr, QM: tl.constexpr, QN: tl.constexpr,
               BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
               MASK: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, SCORE_BACK: tl.constexpr, WHAT: tl.constexpr, PADDED: tl.constexpr,
-              TMA: tl.constexpr, PRECISION: tl.constexpr, K_STAGES: tl.constexpr, Q_STAGES: tl.constexpr):  # fmt: skip
-    """The first `over_keys` programs take a tile of keys each, the others one of queries: neither waits for the last of the other."""
+              GROUP: tl.constexpr, TMA: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, K_STAGES: tl.constexpr,
+              Q_STAGES: tl.constexpr):  # fmt: skip
+    """The first `over_keys` programs take a tile of keys each, the others one of queries: neither waits for the last of the other.
+
+    plain   q, dO and k again, as pointers, where they come by TMA and another sequence may lie behind a tile's last row.
+    TILE    rows of LSE and delta that the sequences of a packed batch begin at a multiple of.
+    """
     program = tl.program_id(0)
     heads, kv_heads, len_q, len_k = sizes[2], sizes[3], sizes[4], sizes[5]
-    q_offsets, k_offsets, q_used, k_used = lengths
+    PACKED: tl.constexpr = k_listed is not None
     if WHAT != "":  # noqa: SIM102 (decided when compiled, the next when run)
         if program < over_keys:
-            tile_n, _last, b, kv_head = _place(program, k_listed, k_offsets, k_used, len_k, tiles_n, kv_heads, KN)
+            tile_n, _last, b, kv_head, of_k, of_q = _place(program, k_listed, (used[1], used[0]), (len_k, len_q), tiles_n, kv_heads, KN)
+            again = k_listed
+            if PACKED:
+                again += program // kv_heads * FIELDS + 5
             if b >= 0:
-                _keys((q_by_k, k_by_k, v_by_k, do_by_k, lse_by_k, delta_by_k), outs, stats, lengths, sizes, strides, k_map, k_map_strides, reads, grads,
-                      tile_n, b, kv_head, D, DV, KM, KN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT,
-                      MASK, SCORE, SCORE_GRAD, WHAT, TMA, PRECISION, K_STAGES)  # fmt: skip
+                _keys((q_by_k, k_by_k, v_by_k, do_by_k, lse_by_k, delta_by_k), plain, outs, stats, of_q, of_k, again, sizes, strides, k_map, k_map_strides,
+                      reads, grads, tile_n, b, kv_head, D, DV, KM, KN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT,
+                      MASK, SCORE, SCORE_GRAD, WHAT, GROUP, TMA, PACKED, TILE, PRECISION, K_STAGES)  # fmt: skip
     if Q_STAGES > 0:  # noqa: SIM102
         if program >= over_keys:
-            tile_m, last_m, b, head = _place(program - over_keys, q_listed, q_offsets, q_used, len_q, tiles_m, heads, QM)
+            tile_m, last_m, b, head, of_q, of_k = _place(program - over_keys, q_listed, used, (len_q, len_k), tiles_m, heads, QM)
             if RIGHT >= 0 or MASK is not None:  # the longest rows first
                 tile_m = last_m - tile_m
             if b >= 0:
-                _queries((q_by_q, k_by_q, v_by_q, do_by_q), outs, stats, lengths, sizes, strides, q_map, q_map_strides, reads, tile_m, b, head,
-                         D, DV, QM, QN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_BACK, PADDED, TMA, PRECISION, Q_STAGES)  # fmt: skip
+                _queries((q_by_q, k_by_q, v_by_q, do_by_q), plain, outs, stats, of_q, of_k, sizes, strides, q_map, q_map_strides, reads, tile_m, b, head,
+                         D, DV, QM, QN, BLOCK_D, BLOCK_DV, LEFT, RIGHT, TOP_LEFT, MASK, SCORE, SCORE_BACK, PADDED, TMA, PACKED, TILE, PRECISION,
+                         Q_STAGES)  # fmt: skip
 
 
 # ---- host
@@ -488,30 +499,33 @@ def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operand
     if q.numel():
         lead = [t.transpose(0, 1)[None] if packed else t.transpose(1, 2) for t in (q, k, v, d_out, dk, dv, dq, out)]  # [batch, heads, len, dim]
         tile = max((one.keys or one.queries).m for one in plan)  # rows that fill up a tile see nothing
-        *lead, delta, lse2 = *lead[:7], *statistics(p, lead[7], lead[3], lse, d_lse, LOG2E.value, tile, LATE if packed else 1)
+        how = (lead.pop(), lead[3], lse, d_lse, LOG2E.value, tile)
+        delta, lse2 = statistics_apart(p, x, *how) if packed else statistics(p, *how)
     if q.numel() and k.numel():
         sees = mods.mask_function(p.mask.text) if isinstance(p.mask, Traced) else None
         reads = mods.captured(x.mask), mods.captured(x.score)
         for one in plan:  # what the score reads gets its gradient where dS is computed over keys
             wants = "dK" in one.what
-            _over(p, one, lead, lse2, delta, x, sees, reads, wanted if wants else (False,) * len(wanted), grads if wants else ())
+            _over(p, one, lead, (lse2, delta, tile), x, sees, reads, wanted if wants else (False,) * len(wanted), grads if wants else ())
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
-        d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta[:, : len(x.sinks), : lse.shape[-1]])
+        d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse2 / LOG2E.value, delta)
     return dq, dk, dv, d_sinks, tuple(s if s is None else s.to(t.dtype) for s, t in zip(sums, x.score, strict=True))
 
 
-def _over(p: Attention, how: Launch, lead, lse2, delta, x: Operands, sees, reads, wanted, grads) -> None:
+def _over(p: Attention, how: Launch, lead, stats, x: Operands, sees, reads, wanted, grads) -> None:
     """One launch."""
+    lse2, delta, tile = stats
     keys, queries = how.keys or how.queries, how.queries or how.keys
     q = lead[0]
     width, width_v = block(p.dim), block(p.value_dim)
     tma = has_tma(q.device) and all(describable(t) for t in lead[:4])
     k_side = q_side = tuple(lead[:4])
-    lses, deltas = lse2, delta
+    lses, deltas, plain = lse2, delta, None
     if tma:
         k_side = _described(lead, keys, width, width_v)
         lses, deltas = (TensorDescriptor.from_tensor(t.view(-1, t.shape[-1]), [1, keys.m]) for t in (lse2, delta))
+        plain = (lead[0], lead[3], lead[1]) if x.q_offsets is not None else None
         q_side = k_side if (queries.m, queries.n) == (keys.m, keys.n) else _described(lead, queries, width, width_v)
     scale, gain, score, score_grad, score_back = x.scale, 1.0, None, None, None
     if p.score is not None:  # gradients of what the score reads are of the whole score; all others carry its factors at the end
@@ -527,19 +541,20 @@ def _over(p: Attention, how: Launch, lead, lse2, delta, x: Operands, sees, reads
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     tiles_n, tiles_m, batch = triton.cdiv(p.len_k, keys.n), triton.cdiv(p.len_q, queries.m), p.batch
     k_listed = q_listed = None
-    if x.q_offsets is not None:
+    packed = x.q_offsets is not None
+    if packed:
         k_listed = q_listed = sequence_tiles(p, x, keys.n, of_keys=True, by_work=False)
         if queries.m != keys.n or x.q_offsets is not x.k_offsets or x.q_used is not x.k_used or p.len_q != p.len_k:
             q_listed = sequence_tiles(p, x, queries.m, by_work=False)
-        tiles_n, tiles_m, batch = k_listed.shape[1], q_listed.shape[1], 1
+        tiles_n, tiles_m, batch = len(k_listed), len(q_listed), 1
     first = tiles_n * batch * p.kv_heads if how.keys else 0
     _backward[(first + (tiles_m * batch * p.heads if how.queries else 0),)](
-        *k_side, lses, deltas, *q_side, tuple(lead[4:]), (lse2, delta, lse2.shape[-1], x.state), (x.q_offsets, x.k_offsets, x.q_used, x.k_used),
+        *k_side, lses, deltas, *q_side, plain, tuple(lead[4:]), (lse2, delta, lse2.shape[-1], x.state), (None, None) if packed else (x.q_used, x.k_used),
         (scale, gain, p.heads, p.kv_heads, p.len_q, p.len_k, bar(x.drop), 1 / (1 - x.drop)),
         tuple(t.stride()[:3] for t in lead), *k_map, *q_map, k_listed, q_listed, reads, grads, tiles_n, tiles_m, first,
         D=p.dim, DV=p.value_dim, KM=keys.m, KN=keys.n, QM=queries.m, QN=queries.n, BLOCK_D=width, BLOCK_DV=width_v,
         LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, SCORE_BACK=score_back, WHAT=how.what,
-        PADDED=hides_keys(p.mask), TMA=tma, PRECISION=tf32(p), K_STAGES=keys.stages,
+        PADDED=hides_keys(p.mask), TMA=tma, PRECISION=tf32(p), TILE=tile, GROUP=p.heads // p.kv_heads, K_STAGES=keys.stages,
         Q_STAGES=queries.stages if how.queries else 0, num_warps=keys.warps, num_stages=keys.stages,
     )  # fmt: skip
 
