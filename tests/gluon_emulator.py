@@ -745,12 +745,9 @@ class Emulator:
         if "setp.lt.f32 p, t, 0f00000000; vote.sync.any.pred p, p," in code:
             warps = (raw(args[0]) < 0).view(4, 16)
             return Tensor(warps.any(1, keepdim=True).expand(4, 16).reshape(64).to(torch.int32))
-        if "ex2.approx.ftz.f32" in code and "0x7f800000" in code:  # near 0 a polynomial for tanh, elsewhere an alarm
-            s, near, *k, rest = map(raw, args)
-            v = s * s + near
-            weights = ((k[1] * v + k[0]) * s + rest).exp2()
-            weights[:, -1] = torch.where((v < 0).all(1), weights[:, -1], torch.inf)
-            return Tensor(weights)
+        if "mul.rn.sat.f32 v, " in code:  # near 0 a polynomial for tanh
+            s, *k, rest = map(raw, args)
+            return Tensor(((k[0] + k[1] * (s * s).nan_to_num(0.0).clamp(0, 1)) * s + rest).exp2())
         if code == "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;":
             return args[0].to(torch.float32)
         if "atom.relaxed.gpu.global.add.u32 t, [$1], 1;" in code:

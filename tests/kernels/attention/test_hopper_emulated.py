@@ -544,7 +544,8 @@ BUGS += [
     Bug("the output does not shrink where lines rise", CLIMBING, ((IF_RISES + "acc, total =", IF_RISES + "_, _ ="),)),
     Bug("a bend lies in a tile of one slope", BENT, (("x + bare - before, own", "x + bare - before - bent, own"),)),
     Bug("a cap's weights are over another number", CAPPED, (("-1.0 * C.cap]", "-1.0 * C.cap + 1.0]"),)),
-    Bug("large scores are taken for small ones", CAPPED, (("            if far:\n", "            if C.cap == 0:\n"),)),
+    Bug("large scores are taken for small ones", CAPPED, (("    far = strayed(sums, call[7], alarms, C)\n", "    far = C.cap == 0\n"),)),
+    Bug("queries are as they came", CAPPED, ((" * 2.0**C.fold", ""),)),
     Bug("a tile is done twice where scores grow", CAPPED, (("x, whole = x + done, whole - done\n", "x, whole = x + done - 1, bare + 1 - done\n"),)),
     Bug("the third ring is released before a tile may be done again", TILED_RISING, (
         (RELEASE_TILE, "                pass\n"), (IF_OUTGROWN, f"            if t_ring is not None:\n{RELEASE_TILE}{IF_OUTGROWN}"),

@@ -28,7 +28,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
-from onchip.kernels.attention.capped import cap_of, weigh_near
+from onchip.kernels.attention.capped import cap_of, fold, scaled, weigh_capped
 from onchip.kernels.attention.hopper_copies import come, copy, gather, pool_of
 from onchip.kernels.attention.hopper_halves import among, first_tile, own_steps, pass_over, told_of
 from onchip.kernels.attention.hopper_tiles import (
@@ -139,6 +139,7 @@ class Shape:
     dim_v: int
     room: float  # between the first maximum and what weights are taken over: HEADROOM, or none
     cap: int  # what weights are taken over where a softcap bounds the scores, so that nobody looks for a maximum; 0: they have no bound
+    fold: int  # queries are multiplied by this power of two
     biased: bool  # whether the tensor cores add a bias of keys (`key_bias`), and nothing else is a score
     far: bool  # whether what a score adds lies in memory by distance (`pairs`)
     adds: bool  # whether a score is the product and what it reads, with which the product then begins (`hopper_tiles.begin`)
@@ -255,10 +256,7 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
         if C.uneven and C.mapped and EDGE:
             clear(v_ring, vi, vp, n, call[5], C)
         if PART == "near":
-            words, sums = weigh_near(scores, call[6], call[7], values.dtype, C)
-            far = outgrown(sums, top, alarms, MOST)
-            if far:
-                words, sums = weigh(scored(scores, n, call, of, tile, SCORE, C, s_layout), top, factor, values.dtype, C)
+            words, sums, far = weigh_capped(scores, top, n, call, of, tile, alarms, SCORE, values.dtype, C, s_layout)
         else:
             made, sums = weigh(scores, below(top, height) if LINE else top, factor, values.dtype, C)
             words = among(made, LEFT > 0, words)
@@ -382,8 +380,8 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
         place = place_of(message, turn, b, sizes, C)
         b, head, tile_m, start_q, len_q, _, _, _ = place
         mine = turn % C.rounds * C.groups + GROUP
-        q = queries.index(mine).reshape([64, queries.shape[-1]])
         mbarrier.wait(q_full.index(mine), turn // C.rounds % 2)
+        q = fold(queries.index(mine).reshape([64, queries.shape[-1]]), C)
         busy = True
         if C.packed and GROUP > 0:  # past the end of a sequence, or of a decode in a mixed batch
             busy = tile_m * C.m + GROUP * C.own < len_q
@@ -554,11 +552,12 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     bold = width <= 128 and (p.score is None or adds or line != "")  # at 256 finding a maximum hides behind the products
     if packed and "batch_invariant" in p.extras:  # in a sequence's last tile the next one's queries would raise alarms too, and choose a warp's tanh
         bold, cap = False, 0
+    power, scale = scaled(scale, cap)
     share = width == width_v >= (128 if tile or biased or line else 256)
     gathers = pick(GATHERS, max(width, width_v)) if p.page % 8 else 0
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, gathers, p.dim, p.value_dim,
-        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, biased, far is not None, adds, line, bold, share,
+        cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, power, biased, far is not None, adds, line, bold, share,
         pick(LAZILY, width_v), 1 if tile else rounds(tiles, width, width_v, 0 if share else width_v, room_of(tiles, biased, line, right)),
         tiles.pack, alike, beside is not None,
     )  # fmt: skip
