@@ -83,9 +83,13 @@ class Tiles(NamedTuple):
         pieces = f" in pieces of {self.piece} keys" if self.piece else ""
         return f"{64 * self.groups}x{self.n} tiles{pieces}, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
 
+    def together(self, p: Attention) -> int:
+        """Heads side by side: of long sequences half as many as L2 has room for, so that programs end at more nearly the same time."""
+        return together(p, 2 * p.len_k) if self.piece and p.len_q >= LONG else together(p)
+
     def order(self, p: Attention) -> str:
         """How programs take the tiles of a call."""
-        return order(p, query_tiles(p, 64 * self.groups) * p.heads, self.programs, together(p))
+        return order(p, query_tiles(p, 64 * self.groups) * p.heads, self.programs, self.together(p))
 
 
 @dataclass(frozen=True)
@@ -491,6 +495,7 @@ LONG_64 = (3, 128, 3)
 LONG_128 = (2, 256, 2)
 PIECE = 64
 SHORT_64, SHORT_128 = 4096, 1024  # queries: of a causal problem smaller tiles are more even
+LONG = 16384  # queries from which fewer heads go side by side
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -540,8 +545,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     )  # fmt: skip
     blocks = ((64, p.dim), (tiles.n, p.dim), (p.value_dim * (tiles.n // keys), keys), (64, p.value_dim))
     _prefill_fp8[(programs,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), lse, counter, *factors, most, scale, each_q or p.len_q, count, tiles_m, together(p),
-        p.heads, p.group, p.len_q, p.len_k, p.batch * p.heads, (0, 0) if lse is None else lse.stride()[:2],
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), lse, counter, *factors, most, scale, each_q or p.len_q, count, tiles_m,
+        tiles.together(p), p.heads, p.group, p.len_q, p.len_k, p.batch * p.heads, (0, 0) if lse is None else lse.stride()[:2],
         tuple(tuple(t.stride()) for t in (*factors, most)), C=shape, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return (out, lse) if return_lse else out
