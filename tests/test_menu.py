@@ -5,13 +5,14 @@ import itertools
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from onchip.core import device as devices
 from onchip.core.device import GPUS, Device
-from onchip.core.kernel import _is_types, missing
+from onchip.core.kernel import Unsupported, _is_types, missing
 from onchip.core.masks import Causal, Document, Full, KeyPadding, Mask, MaskMod, Window
 from onchip.core.problem import E4M3, EXTRAS, Attention, Groups, RankSum, Rope, Rows
 from onchip.core.scores import ALiBi, Bias, ScoreMod, Softcap
@@ -386,6 +387,8 @@ EXTRA = "needs the extra onchip[cutlass], nvidia-cutlass-dsl 4.8 or later, which
         ("cutlass", "4.8.0", None),
         ("cutlass", "4.10rc1", None),
         ("cutlass", "5", None),
+        ("cutlass", "dev", "is dev"),
+        ("cutlass", "", "has no version that can be read"),
     ],
 )
 def test_an_extra(module, version, found, tmp_path, monkeypatch):
@@ -393,13 +396,28 @@ def test_an_extra(module, version, found, tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "triton" or (module if name == "cutlass" else find(name)))
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    if version:
-        folder = tmp_path / f"nvidia_cutlass_dsl-{version}.dist-info"
+    if version is not None:
+        folder = tmp_path / f"nvidia_cutlass_dsl-{version or 1}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: nvidia-cutlass-dsl\nVersion: {version}\n")
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-cutlass-dsl\n" + f"Version: {version}\n" * bool(version))
     monkeypatch.setattr("onchip.core.kernel.missing", missing.__wrapped__)
     reasons = OPS["backward"].kernel("cutlass_backward").refuses(TYPICAL["backward"], H200)
     assert reasons == ([EXTRA.format(found)] if found else [])
+
+
+@pytest.mark.parametrize("broken", ["raise ImportError('libcute.so: cannot open')", "raise OSError('libcute.so')", "import nowhere_to_be_found"])
+def test_an_extra_that_cannot_be_imported(broken, tmp_path, monkeypatch):
+    """It says so, and how to go on, where its kernel is asked for its tiles or for what it does; nothing else runs instead."""
+    (tmp_path / "broken_kernel.py").write_text(broken)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_kernel", raising=False)
+    kernel = replace(OPS["backward"].kernel("cutlass_backward"), entry="broken_kernel:launch")
+    words = r"cutlass_backward: the extra onchip\[cutlass\] is installed and cannot be imported \(\w+: .*(libcute|nowhere).*\); pip install .* or pip uninstall"
+    for asked in (kernel.load, partial(kernel.configs, TYPICAL["backward"], H200)):
+        with pytest.raises(Unsupported, match=words):
+            asked()
+    with pytest.raises((ImportError, OSError)):  # of our own modules it is a bug
+        replace(kernel, extra=None).load()
 
 
 def test_what_cutlass_leaves_to_others():

@@ -81,8 +81,7 @@ class Kernel:
         return self.refuses(problem, device) or _reasons(self.slower, problem)
 
     def load(self) -> Callable:
-        module, _, function = self.entry.partition(":")
-        return getattr(importlib.import_module(module), function)
+        return getattr(self._module(), self.entry.partition(":")[2])
 
     def configs(self, problem: Problem, device: Device) -> list:
         """The kernel's tile choices for this problem, best first; [None] when it has none."""
@@ -95,7 +94,20 @@ class Kernel:
         return make(problem) if make else None
 
     def _beside(self, name: str) -> Callable | None:
-        return getattr(importlib.import_module(self.entry.partition(":")[0]), name, None)
+        return getattr(self._module(), name, None)
+
+    def _module(self):
+        """Where the entry is. Of an extra that is installed and cannot be imported it is said; no other kernel is taken in silence."""
+        try:
+            return importlib.import_module(self.entry.partition(":")[0])
+        except (ImportError, AttributeError, OSError) as error:
+            if self.extra is None:
+                raise
+            name, distribution, least = self.extra
+            raise Unsupported(
+                f"{self.name}: the extra onchip[{name}] is installed and cannot be imported ({type(error).__name__}: {error}); "
+                f"pip install --force-reinstall '{distribution}>={least}', or pip uninstall {distribution}: then another kernel runs"
+            ) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,13 +139,13 @@ def missing(extra: Extra) -> str | None:
         else:
             if _release(version) >= _release(least):
                 return None
-            found = f"is {version}"
+            found = f"is {version}" if version else "has no version that can be read"
     return f"needs the extra onchip[{name}], {distribution} {least} or later, which {found}: pip install '.[{name}]' in a checkout"
 
 
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with, for comparison: (4, 10) of "4.10rc1"."""
-    return tuple(map(int, re.match(r"\d+(?:\.\d+)*", version)[0].split(".")))
+def _release(version: str | None) -> tuple[int, ...]:
+    """The numbers that a version begins with, for comparison: (4, 10) of "4.10rc1", none of "dev"."""
+    return tuple(map(int, re.findall(r"\d+", re.match(r"[\d.]*", version or "")[0])))
 
 
 def pick(ladder: Sequence[tuple], size: int):
