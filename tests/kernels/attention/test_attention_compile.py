@@ -33,7 +33,7 @@ from onchip.kernels.attention import (
     triton_prefill,
     triton_shares,
 )
-from onchip.kernels.attention.texts import distance_axes, is_tanh, key_tile, line_of
+from onchip.kernels.attention.texts import distance_axes, is_tanh, key_tile, line_of, pair_tile
 from onchip.ops.attention import PagedKV
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -236,7 +236,11 @@ def test_hopper_prefill(dim, packed, how, most):
     assert once % steps == 0 and once >= 2 * steps * tiles.groups and "mma.sync" not in facts.ptx
     loads = len(re.findall(r"ld\.global\S*\.v4", facts.ptx))  # each is 4 of a thread's n / 2 scores
     assert not far or loads == (once // steps + tiles.groups) * tiles.n // 8
-    assert facts.tma_loads and "cp.async.cg" not in facts.ptx and (packed or "cp.async.bulk.tensor.4d.global" in facts.ptx)
+    tile, row = (pair_tile(text), key_tile(text)) if text else (None, None)
+    boxes = 0 if tile is None else tiles.groups * tiles.n * tile.dtype.itemsize // 128  # 128 bytes wide: of a tile that a score reads, and of a bias of keys
+    boxes += 0 if row is None else tiles.n // 64
+    assert facts.tma_loads == dim // 64 * (tiles.groups + 4) + 2 * boxes  # queries, and of keys and values a tile's first and the others
+    assert "cp.async.cg" not in facts.ptx and facts.ptx.count("cp.async.bulk.tensor.4d.global") == (0 if packed else tiles.groups)
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
     assert max(int(number) for number in re.findall(r"bar(?:rier)?\.sync\s+(\d+)(?:, 128)?;", facts.ptx)) < 6  # hardware barriers: the rest is ours
 
@@ -389,11 +393,11 @@ def test_hopper_takes_a_bias_by_matrices(dtype, widening):
     assert facts.tma_loads - plain.tma_loads == 2 * 2 * 2  # a box of 64 columns for each half of a tile
 
 
-BACKWARD = {  # head dimension, packed, and bytes that ptxas may spill, stores and loads together
-    "d64 causal": (64, False, Causal(), 284),
-    "d128 full": (128, False, Full(), 120),
-    "d128 packed": (128, True, Causal(), 476),
-    "d128 window": (128, False, Window(1024), 276),
+BACKWARD = {  # head dimension, packed, mask, copies by TMA and its additions, and bytes that ptxas may spill, stores and loads together
+    "d64 causal": (64, False, Causal(), (12, 6), 284),
+    "d128 full": (128, False, Full(), (20, 6), 120),
+    "d128 packed": (128, True, Causal(), (14, 7), 476),
+    "d128 window": (128, False, Window(1024), (14, 8), 276),
 }
 
 
@@ -417,8 +421,8 @@ def test_triton_backward(packed, most):
     assert facts.tma_loads and "cp.async.ca" not in facts.ptx and "mma.sync" not in facts.ptx
 
 
-@pytest.mark.parametrize(("dim", "packed", "band", "most"), named(BACKWARD, "d64 causal", "d128 packed"))
-def test_hopper_backward(dim, packed, band, most):
+@pytest.mark.parametrize(("dim", "packed", "band", "copies", "most"), named(BACKWARD, "d64 causal", "d128 packed"))
+def test_hopper_backward(dim, packed, band, copies, most):
     """Five products a tile on wgmma, everything through TMA, dQ by its reductions, and no product that ptxas waits for on its own."""
     tiles, found = backward(dim, packed, band)
     facts = found["_backward"]
@@ -428,7 +432,7 @@ def test_hopper_backward(dim, packed, band, most):
     blind = (band.right is not None) + (band.left is not None) if tiles.m == 64 else 0  # loops of dQ alone
     in_loops = facts.wgmma - (2 + blind) * (tiles.n // 16)  # each warpgroup adds a tile's last dQ behind them
     assert in_loops % (2 * steps) == 0 and in_loops >= 2 * 2 * steps and "mma.sync" not in facts.ptx
-    assert "cp.reduce.async.bulk.tensor.3d" in facts.ptx and "cp.async.cg" not in facts.ptx
+    assert (facts.tma_loads, facts.ptx.count("cp.reduce.async.bulk.tensor.3d")) == copies and "cp.async.cg" not in facts.ptx
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 
@@ -452,17 +456,17 @@ def test_hopper_backward_by_distance(dim, learnt, most):
     assert facts.ptx.count("red.relaxed.gpu.global.add.v4.f32") == 2 * 2 * 2 * learnt
 
 
-ORDERED = {  # head dimension, that of values, packed, mask, and bytes that each pass may spill, all of them outside of the loops
-    "d64 full": (64, 0, False, Full(), (0, 0)),
-    "d128 packed": (128, 0, True, Causal(), (0, 60)),
-    "d256 window": (256, 0, False, Window(1024), (0, 0, 0)),
-    "d192 and 128": (192, 128, False, Causal(), (0, 0, 0)),
-    "d192 and 64": (192, 64, False, Causal(), (0, 0)),
+ORDERED = {  # head dimension, that of values, packed, mask, of each pass copies by TMA, and bytes that it may spill, all of them outside of the loops
+    "d64 full": (64, 0, False, Full(), (16, 12), (0, 0)),
+    "d128 packed": (128, 0, True, Causal(), (22, 20), (0, 60)),
+    "d256 window": (256, 0, False, Window(1024), (26, 42, 40), (0, 0, 0)),
+    "d192 and 128": (192, 128, False, Causal(), (24, 32, 30), (0, 0, 0)),
+    "d192 and 64": (192, 64, False, Causal(), (27, 25), (0, 0)),
 }
 
 
-@pytest.mark.parametrize(("dim", "dim_v", "packed", "band", "most"), named(ORDERED, "d128 packed", "d192 and 128"))
-def test_hopper_backward_in_order(dim, dim_v, packed, band, most):
+@pytest.mark.parametrize(("dim", "dim_v", "packed", "band", "copies", "most"), named(ORDERED, "d128 packed", "d192 and 128"))
+def test_hopper_backward_in_order(dim, dim_v, packed, band, copies, most):
     """Seven or eight products of a tile in passes; everything through TMA, nothing summed in memory, no product that ptxas waits for on its own."""
     tiles, found = backward(dim, packed, band, dim_v, ("deterministic",))
     facts_of = [facts for name, facts in found.items() if name.startswith("_backward_pass")]
@@ -475,8 +479,9 @@ def test_hopper_backward_in_order(dim, dim_v, packed, band, most):
             steps += sum(cuts_v) // 16 + len(cuts) * one.stream // 16  # of dP, and dK or dQ
         assert facts.wgmma == 2 * 2 * steps  # of two warpgroups, in loops with and without a mask
         assert "mma.sync" not in facts.ptx and "cp.async.cg" not in facts.ptx and "cp.reduce" not in facts.ptx
-        assert facts.tma_loads and (packed or "cp.async.bulk.tensor.4d.global" in facts.ptx)
+        assert packed or "cp.async.bulk.tensor.4d.global" in facts.ptx
         assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+    assert tuple(facts.tma_loads for facts in facts_of) == copies
 
 
 @newest
@@ -518,6 +523,7 @@ def test_hopper_fp8(dim, mask, share, tokens, spills):
     assert facts.shared <= GPU["sm_90"].shared_memory, str(tiles)
     steps = dim // 32 + (128 if share else tiles.n) // 32  # of one tile of scores, and of one of the output
     assert facts.wgmma % steps == 0 and facts.wgmma >= 2 * steps * tiles.groups and facts.ptx.count(".f32.e4m3.e4m3 ") == facts.wgmma
+    assert facts.tma_loads == -(-dim // 128) * (tiles.groups + 2) + 2  # boxes of 128 bytes: of queries, and of a first tile and others
     assert "prmt.b32" not in facts.ptx and not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 
@@ -547,6 +553,7 @@ def test_hopper_fp8_backward(dim, mask, blocks, most):
         assert facts.wgmma == loops * (2 * dim + mixed * stream) // 32
         assert "prmt" not in facts.ptx and "cp.reduce" not in facts.ptx
         assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
+    assert [facts.tma_loads for facts in passes] == [18, 20]
     assert found["_of_output"].spills == found["_turn"].spills == 0
 
 

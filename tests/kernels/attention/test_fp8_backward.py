@@ -33,7 +33,7 @@ class Case(NamedTuple):
     batch: int = 1
     shared: tuple[int, int, int] = (0, 0, 0)
     scale: float | None = None
-    uneven: float = 1.0  # how much larger than the first token's the last one's gradient is
+    uneven: float = 1.0  # how much larger than the first token's the last one's gradient is, and than a head's the next one's, in pairs of heads
 
     def __str__(self):
         return " ".join(f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults.get(name))
@@ -55,7 +55,7 @@ def call_of(c: Case) -> Call:
     lengths, heads = (c.len_q, c.len_k, c.len_k), (c.heads[0], c.heads[1], c.heads[1])
     tensors = [torch.randn(c.batch, n, h, c.dim).mul(10).to(E4M3) for n, h in zip(lengths, heads, strict=True)]
     scales = Scales(*(0.05 + 0.1 * torch.rand(c.batch, h, -(-n // each) if each else 1) for n, h, each in zip(lengths, heads, c.shared, strict=True)))
-    sizes = c.uneven ** torch.linspace(0, 1, c.len_q)[:, None, None]
+    sizes = c.uneven ** (torch.linspace(0, 1, c.len_q)[:, None, None] + torch.arange(c.heads[0])[:, None] % 2)
     return Call(*tensors, scales, (torch.randn(c.batch, c.len_q, c.heads[0], c.dim) * sizes).bfloat16(), torch.randn(c.batch, c.heads[0], c.len_q))
 
 
@@ -225,6 +225,7 @@ BUGS = {  # what is wrong, and how the sources differ
     "the scales of V's blocks are left out of dP": (("            delta = delta / each\n", ""),),
     "the scales of K's blocks are left out of dS": (("            lse = lse - logarithm(each)\n        if C.each_v", "        if C.each_v"),),
     "gradients of tokens weigh alike": (("lses - (token / top.repeat_interleave(p.group, 1)[..., None]).log2() - RAISED", "lses - RAISED"),),
+    "the largest gradient is that of a group's first head": ((".amax((2, 3))\n        q_most", "[:, :, 0].amax(2)\n        q_most"),),
     "P outgrows e5m2": (("RAISED = 15", "RAISED = 22"),),
     "dS outgrows e5m2": (("return dim.bit_length() + 2", "return dim.bit_length() - 12"),),
     "dS falls below e5m2": (("return dim.bit_length() + 2", "return dim.bit_length() + 16"),),
