@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from judge import assert_as_good_as_torch
-from onchip.core.scales import LARGEST, Scales
+from onchip.core.scales import LARGEST, SMALLEST, Scales
 from onchip.kernels.attention import quantise
 from onchip.kernels.attention.reference import quantise as plain
 from onchip.kernels.attention.reference import rotate
@@ -32,11 +32,11 @@ def test_a_rotation_spreads_a_large_channel():
 @pytest.mark.parametrize("length", [1, 128, 300])
 def test_quantised(share, length):
     x = torch.randn(2, length, 3, 64) * torch.rand(2, length, 3, 1)
-    x[0, 0, 1] = 0
+    x[0, 0, 1], x[1, :, 0] = 0, 1e-17
     y, scale = plain(None, None, x, share, None)
     assert scale.shape == (2, 3, {0: 1, 1: length, 128: -(-length // 128)}[share])
     back = y.float() * Scales.of_tokens(scale, length).transpose(1, 2)[..., None]
-    assert (back - x).abs().max() <= x.abs().max() * 2**-4 and (scale > 0).all()
+    assert (back - x).abs().max() <= x.abs().max() * 2**-4 and (scale >= SMALLEST).all()
     assert y.float().abs().amax((1, 3)).max() == LARGEST
 
 
@@ -52,14 +52,14 @@ def test_scales_of_an_odd_length_are_refused():
 def test_kernel(length, dim, share, rotated, device):
     """Scales, and values of which both rounded the same number: they may differ by one rounding where the sums differ."""
     x = torch.randn(2, length, 2, dim, device=device).bfloat16()
-    x[0, 0, 1] = 0
+    x[0, 0, 1], x[1, :, 0] = 0, 1e-17
     signs = signs_of(dim, device) if rotated else None
     (y, scale), (y_low, scale_low), (y_true, scale_true) = (
         quantise.launch(None, None, x, share, signs),
         plain(None, None, x, share, signs),
         plain(None, None, x.double(), share, signs),
     )
-    assert torch.allclose(scale, scale_true, rtol=1e-5) and torch.allclose(scale_low, scale_true, rtol=1e-5)
+    assert (scale >= SMALLEST).all() and torch.allclose(scale, scale_true, rtol=1e-5) and torch.allclose(scale_low, scale_true, rtol=1e-5)
     each = Scales.of_tokens(scale, length).transpose(1, 2)[..., None]
     assert_as_good_as_torch(y.float() * each, y_low.float() * each, y_true.double() * each)
     assert (y.float() != y_low.float()).float().mean() < 1e-2

@@ -65,16 +65,16 @@ def _quantise(x_ptr, y_ptr, scale_ptr, signs_ptr, length, heads, x_strides, y_st
     else:
         if SHARE == 1:
             most = most / MOST
-            most = tl.where(most == 0, LEAST, most)
+            most = tl.where(most < LEAST, LEAST, most)
             tl.store(scale_ptr + row.to(tl.int64) * length + tokens, most, mask=tokens < length)
             scale = most[:, None]
         elif SHARE > 1:
             scale = tl.max(most, 0) / MOST
-            scale = tl.where(scale == 0, LEAST, scale)
+            scale = tl.where(scale < LEAST, LEAST, scale)
             tl.store(scale_ptr + row.to(tl.int64) * tiles + tile, scale)
         else:
             scale = tl.load(scale_ptr + row) / MOST
-            scale = tl.where(scale == 0, LEAST, scale)
+            scale = tl.where(scale < LEAST, LEAST, scale)
         at = y_ptr + tokens.to(tl.int64)[:, None] * y_strides[1] + cols[None, :]
         tl.store(at, (low / scale).to(tl.float8e4nv), mask=(tokens < length)[:, None])
         if DIM > 128:
@@ -96,4 +96,4 @@ def launch(_p, _config, x: torch.Tensor, share: int, signs: torch.Tensor | None 
         _quantise[(tiles * heads * batch,)](
             x, y, scale, signs, length, heads, x.stride()[:3], y.stride()[:3], DIM=dim, SHARE=share, MEASURE=measure, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip
-    return y, scale if share else torch.where(scale / LARGEST == 0, SMALLEST, scale / LARGEST)
+    return y, scale if share else torch.where(scale / LARGEST < SMALLEST, SMALLEST, scale / LARGEST)

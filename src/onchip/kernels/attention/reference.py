@@ -143,7 +143,7 @@ def quantise(_p: Rows, _config, x: Tensor, share: int, signs: Tensor | None) -> 
         parts = most.split(share or length, -1) if length else [most.new_zeros(*most.shape[:2], 1)] * (share == 0)
         most = torch.stack([part.amax(-1) for part in parts], -1) if parts else most
     scale = most / LARGEST
-    scale = torch.where(scale == 0, SMALLEST, scale)
+    scale = torch.where(scale < SMALLEST, SMALLEST, scale)
     each = Scales.of_tokens(scale, length).transpose(1, 2)[..., None]
     return (x / each).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
 
