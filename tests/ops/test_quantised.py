@@ -28,6 +28,21 @@ def exact(quantised, **how):
     return onchip.attention(*(t.dequantised().double() for t in quantised), kernel="reference", return_lse=True, **how)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("kernel", ["blocked", "reference"])
+def test_nan_and_infinity_go_through(kernel, share, number):
+    """As those of a diverging training step do: they are no error, and stay in their head."""
+    leaves = inputs("cpu", heads=2)
+    leaves[0][0, 150, 1, 3] = number
+    leaves = [t.requires_grad_() for t in leaves]
+    out = onchip.attention(*onchip.quantise(*leaves, share=share), kernel=kernel)
+    out.float().pow(2).sum().backward()
+    for t in (out, *(leaf.grad for leaf in leaves)):
+        assert t[1].isfinite().all() and t[0, :, 0].isfinite().all() and not t[0, :, 1].isfinite().all()
+    assert not out[0, 150, 1].isfinite().any()
+
+
 @pytest.mark.parametrize("mask", [Full(), Causal(), Window(100)], ids=str)
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("kernel", ["auto", "reference"])

@@ -12,8 +12,8 @@ from onchip.core.scales import Quantised
 def prefill_from_e4m3(prefill: Callable, p: Attention, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """What a kernel's `prefill`, run in float32, makes of q, k and v: bfloat16, and LSE."""
     for name, scale in zip("qkv", x.scales, strict=True):
-        if scale.is_cpu and not (scale > 0).all():
-            raise ValueError(f"attention: a scale of {name} is {scale.min().item():g}; all are to be positive")
+        if scale.is_cpu and (wrong := scale[scale <= 0]).numel():  # NaN, of what was NaN before, goes where it should
+            raise ValueError(f"attention: a scale of {name} is {wrong.min().item():g}; all are to be positive")
     q, k, v = (Quantised(*given).dequantised() for given in zip((q, k, v), x.scales, x.sources or (None,) * 3, strict=True))
     out, lse = prefill(p._replace(dtype=torch.float32), None, q, k, v, x._replace(scales=None, sources=None), True)
     return (out.bfloat16(), lse) if return_lse else out.bfloat16()
