@@ -258,6 +258,14 @@ def test_explain_a_call_bound_by_memory():
     assert f"floor  {read / 4.8e12 * 1e6:.1f} us, bound by memory: " in text and f" {read / 1e6:.1f} MB, 4 flop/byte" in text
 
 
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("len_q", [0, 16])
+def test_explain_where_there_are_no_keys(len_q, mask):
+    pytest.importorskip("triton")
+    text = onchip.explain(Attention("prefill", 1, len_q, 0, 8, 2, 128, BF16, mask), device=H200)
+    assert "runs   hopper_prefill" in text and "0 FLOP" in text
+
+
 def test_explain_says_why_not():
     text = onchip.explain(WIDE._replace(dtype=FP64), device=GPUS["A100"])
     assert "  runs   blocked          kernels/attention/blocked.py\n" in text

@@ -409,7 +409,7 @@ def together(p, keys: int = 0, heads: int = 0) -> int:
     if isinstance(p.mask, Band) and p.mask.right is None:
         return 1
     heads = heads or p.batch * p.heads
-    most = max(1, min(heads, L2_SHARE // (2 * (keys or p.len_k) * p.dim * p.dtype.itemsize)))
+    most = max(1, min(heads, L2_SHARE // (2 * max(1, keys or p.len_k) * p.dim * p.dtype.itemsize)))
     return next((n for n in range(most, most // 2, -1) if heads % n == 0), most)
 
 
