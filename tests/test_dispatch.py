@@ -266,6 +266,11 @@ def test_explain_where_there_are_no_keys(len_q, mask):
     assert "runs   hopper_prefill" in text and "0 FLOP" in text
 
 
+def test_explain_where_there_are_no_sequences():
+    pytest.importorskip("triton")
+    assert "runs   triton_decode" in onchip.explain(DECODE._replace(batch=0, dim=200, dim_v=512), device=H200)
+
+
 def test_explain_says_why_not():
     text = onchip.explain(WIDE._replace(dtype=FP64), device=GPUS["A100"])
     assert "  runs   blocked          kernels/attention/blocked.py\n" in text

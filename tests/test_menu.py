@@ -321,7 +321,9 @@ def test_what_hopper_leaves_to_triton():
     assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
 
 
-@pytest.mark.parametrize(("op", "name"), [("prefill", "hopper_prefill"), ("prefill", "hopper_fp8"), ("backward", "hopper_backward")])
+@pytest.mark.parametrize(("op", "name"), [
+    ("prefill", "hopper_prefill"), ("prefill", "hopper_fp8"), ("backward", "hopper_backward"), ("backward", "hopper_fp8_backward"), ("decode", "hopper_paged"),
+])  # fmt: skip
 def test_multiprocessors_left_to_others(op, name, monkeypatch):
     pytest.importorskip("triton")
     kernel = OPS[op].kernel(name)

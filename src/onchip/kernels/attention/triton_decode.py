@@ -171,7 +171,7 @@ def configs(p: Attention, device: Device) -> list[Split]:
     width, width_v, itemsize = block(p.dim), block(p.value_dim), p.dtype.itemsize
     size = (width + width_v) * itemsize  # of a key and its value
     rows, tiles = row_tiles(p)
-    programs = p.batch * p.kv_heads * tiles
+    programs = max(1, p.batch * p.kv_heads * tiles)
     alone = "batch_invariant" in p.extras
     if alone or programs > 2 * device.sms:
         n, splits, stages = 64, 1, 4
