@@ -31,7 +31,8 @@ PRODUCTS = ("linear_", "token_")  # whose floor is arithmetic
 SKINNY = "skinny"  # products of few rows: goals of their own
 BASE = "32x4k"  # bf16, page 16: what other pages, heads and formats stand beside
 GRID = re.compile(r"(prefill|backward) d(64|128|256) (full|causal)")
-OTHERS = ("packed", "window")
+PASSES = ("prefill", "backward")
+OTHERS = ("heads over", "packed", "window")  # in the names of rows beside the grid of which more is asked: "32 heads over 8", "packed 64..8k"
 TRITON, FA2 = "onchip, Triton", "FlashAttention-2 (torch)"
 BARS = (  # what, asked, measure of `bars`, whether that is the most
     ("rate of dense rows, packed", 0.9, "rate", False),
@@ -117,10 +118,8 @@ def _attention(rows: list[Row]) -> Iterator[Goal]:
         groups = _means((row.group, row.over("")) for row in grid if row.group.split()[1] in heads.split())
         yield _goal(f"times the best peer, {heads.replace(' ', ' and ')}, mean over lengths", asked, groups)
     yield _goal("times the best peer, each length", 0.95, {_at(row): row.over("") for row in grid})
-    others = [
-        (row, row.x.split()[0].strip(",") if "other" in row.group else row.group) for row in rows if row.x.startswith(OTHERS) or "heads over" in row.group
-    ]
-    yield _goal("times the best peer, grouped heads, packed, window", 1.05, _means((place, row.over("")) for row, place in others))
+    others = _means((kind, row.over("")) for kind in OTHERS for row in rows if row.group.startswith(PASSES) and kind in _at(row))
+    yield _goal("times the best peer, grouped heads, packed, window", 1.05, others)
     yield _goal("times the best peer, one short sequence", 0.95, {row.x: row.over("") for row in rows if row.group.endswith("one short sequence")})
     by_triton = {_at(row): row.peers[FA2] / row.ours[TRITON] for row in grid if TRITON in row.ours and FA2 in row.peers}
     yield _goal("times FlashAttention-2, by Triton, mean", 1.25 if backward else 1.5, _means((f"{len(by_triton)} rows", value) for value in by_triton.values()))
