@@ -179,7 +179,7 @@ class Pointer:
         return chosen, mask
 
 
-def load(pointer: Pointer, mask=None, other=0) -> Tensor:
+def load(pointer: Pointer, mask=None, other=0, **_hints) -> Tensor:
     chosen, mask = pointer.chosen(mask)
     values = torch.full(mask.shape, other, dtype=pointer.memory.dtype)
     values[mask] = pointer.memory[chosen]
@@ -784,9 +784,10 @@ class Emulator:
             return tuple(map(Tensor, raw(load(args[0]))[..., None].view(torch.float32).unbind(-1)))
         if "fma.rn.f32 t, t, 0fBFB8AA3B, 0fBFB8AA3B; rcp.approx.ftz.f32" in code:
             return Tensor(raw(args[0]) / ((raw(args[0]).exp2() + 1) * -math.log2(math.e)))
-        if code.startswith("movmatrix.sync.aligned.m8n8.trans.b16"):
+        if "movmatrix.sync.aligned.m8n8.trans.b16" in code:
             warps, rows, columns = args[0].shape
-            return Tensor(raw(args[0]).view(warps, rows // 8, 8, columns // 8, 8).transpose(2, 4).reshape(warps, rows, columns))
+            x = raw(args[0]).view(warps, rows // 8, 8, columns // 8, 8).transpose(2, 4).reshape(warps, rows, columns)
+            return Tensor(x) if len(args) == 1 else (Tensor(torch.where(raw(args[1]) < 0, x, 0)), Tensor(torch.where(raw(args[1]) < 0, 0, x)))
         if "cvt.rn.f16x2.e4m3x2" in code:
             halves = raw(args[0])[..., None].view(torch.float8_e4m3fn).to(torch.float16).view(torch.int32)
             return tuple(map(Tensor, halves.unbind(-1)))
@@ -796,8 +797,8 @@ class Emulator:
             return _bytes(raw(args[0]), raw(args[1]), found[1])
         if code.startswith("{ .reg .b32 y; shr.u32 y, $4, 8;"):
             return tuple(Tensor((raw(args[0]) >> shift) & int(mask, 16)) for mask, shift in zip(re.findall(r"0x(\w+);", code), (0, 8, 0, 8), strict=True))
-        if code.startswith("and.b32 $0, $4, 0x00FF00FF; prmt.b32 $1, $4, 0, 0x4341;"):
-            return tuple(Tensor((raw(args[0]) >> shift) & mask) for mask, shift in ((0xFF00FF, 0), (0xFF00FF, 8), (0xF000F0, 0), (0xF000F0, 8)))
+        if code.startswith("and.b32 $2, $4, 0x00FF00FF; prmt.b32 $3, $4, 0, 0x4341;"):
+            return tuple(Tensor((raw(args[0]) >> shift) & mask) for mask in (0xF000F, 0xFF00FF) for shift in (0, 8))
         if code.startswith("prmt.b32 $0"):
             return _shuffled(args[0], code)
         if found := re.search(r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32 a, \$2, \$1; cvt\.rn\.satfinite\.\1x2\.f32 b, \$4, \$3; mov\.b32 \$0, {a, b};", code):

@@ -78,6 +78,10 @@ CASES = [
     ("int8", UNEVEN, 16, (32, 2, 4, 8, 1, 0), {"dim": 128}),
     ("int8", (300, 20), 8, (16, 4, 3, 16, 1, 0), {"len_q": 5, "mask": Window(70), "heads": (6, 2)}),
     ("int4", UNEVEN, 16, (64, 1, 4, 8, 1, 0), {"dim": 128}),
+    ("int4", UNEVEN, 16, (64, 1, 4, 4, 1, 0), {"dim": 128}),
+    ("int8", UNEVEN, 16, (32, 2, 4, 4, 1, 0), {"dim": 128}),
+    ("e4m3", UNEVEN, 1, (32, 2, 3, 4, 1, 0), {"heads": (6, 2)}),
+    ("int4", UNEVEN, 64, (64, 2, 3, 4, 2, 0), {"len_q": 3, "mask": Window(70)}),
     ("int4", UNEVEN, 3, (16, 2, 4, 8, 1, 0), {"dim": 64, "dim_v": 128, "dtype": FP16}),
     ("int4", (90,), 16, (16, 1, 2, 8, 1, 0), {"dim": 256}),
     ("", (90, 40), 32, (16, 1, 2, 8, 1, 0), {"dim": 256, "heads": (2, 1)}),
@@ -150,7 +154,7 @@ def test_packed_queries(item):
 
 SMALL_PROGRAMS = [("e4m3", 1, 1024, 4), ("e4m3", 61, 1024, 4), ("e4m3", 62, 1024, 2), ("e4m3", 123, 1024, 2), ("e4m3", 124, 1 << 14, 1)]
 SMALL_PROGRAMS += [("e4m3", 999, 1 << 15, 2), ("int8", 128, 1 << 13, 1), ("int8", 128, 1 << 14, 2), ("int8", 128, 1 << 15, 4)]
-SMALL_PROGRAMS += [("int4", 128, 2048, 1), ("int4", 128, 2049, 2), ("int4", 128, 8192, 4)]
+SMALL_PROGRAMS += [("int4", 128, 8192, 1), ("int4", 128, 8193, 2)]
 
 
 @pytest.mark.parametrize(("form", "batch", "len_k", "warps"), SMALL_PROGRAMS)
@@ -163,23 +167,34 @@ def test_programs_are_small_where_units_are_many(form, batch, len_k, warps):
         assert register_decode.configs(other, GPUS["H200"])[0].warps == 4
 
 
+@pytest.mark.parametrize(
+    ("form", "heads", "page", "rows"), [("int4", 32, 16, 4), ("int8", 32, 16, 4), ("int8", 32, 1, 8), ("int4", 64, 16, 8), ("e4m3", 32, 16, 8), ("", 32, 16, 8)]
+)
+def test_two_steps_of_few_rows_stand_abreast(form, heads, page, rows):
+    """Where scores are much of the work, and a tile has two steps."""
+    p = Attention("decode", 32, 1, 4096, heads, 8, 128, BF16, Causal(), "paged", page, kv=form)
+    assert register_decode.configs(p, GPUS["H200"])[0].rows == rows
+    assert register_decode.configs(p._replace(extras=("batch_invariant",)), GPUS["H200"])[0].rows == 16
+
+
 # ---- with a bug
 
 SMALL = ("int8", UNEVEN, 16, (32, 2, 4, 8, 1, 0), {"dim": 128})
+FOUR = ("int4", UNEVEN, 16, (64, 2, 4, 4, 1, 0), {"dim": 128})
 LONG = ("int8", (500,), 16, (16, 2, 1, 8, 1, 0), {})
 NEXT = "        n = new\n        pages = pages_of(entries, k[1], n"
 ADDED = "added = gl.sum(gl.convert_layout(added, of_warps) * share, 0)"
-ZERO = "x += number(of_old[s][1])[:, :, None] * q_sums[:, None, :]"
+ZERO = "x += number(of_old[s][1])[:, :, :, None] * q_sums[:, None, :, :]"
 ODD = '_merged(even, odd, "0x7362")'
 BUGS = [
     Bug("a warp reads another one's keys", SMALL, (("C.n * gl.arange(0, C.warps", "0 * gl.arange(0, C.warps"),)),
-    Bug("a step's second keys are its first ones'", SMALL, (("return n + step * 16 +", "return n + step * 0 +"),)),
+    Bug("a step's second keys are its first ones'", SMALL, (("* self.abreast + step % self.abreast) * 8", "* self.abreast + step % self.abreast) * 0"),)),
     Bug("pages are those of the tile before", SMALL, ((NEXT + " + C.tile", NEXT),)),
     Bug("columns of queries come in order", SMALL, (("inside = 2 * e + h if C.planes == 2 else 2 * h + e", "inside = 2 * e + h"),)),
     Bug("weights are not turned", SMALL, ((".permute((0, 1, 4, 3, 2)).reshape([W, 16, R])", ".reshape([W, 16, R])"),)),
     Bug("even and odd keys change places", SMALL, ((ODD, ODD.replace("even, odd", "odd, even")),)),
     Bug("numbers lie as far apart as words do", SMALL, (("2 if C.alike else 1", "1"),)),
-    Bug("values of int4's low bits keep the high ones", ("int4", UNEVEN, 16, (64, 1, 4, 8, 1, 0), {"dim": 128}), (("acc = acc - more", "acc = acc"),)),
+    Bug("values of int4's high bits keep the low ones", ("int4", UNEVEN, 16, (64, 1, 4, 8, 1, 0), {"dim": 128}), (("more = more - acc", "more = more"),)),
     Bug("a key's zero is left out", SMALL, ((ZERO, "x += 0.0"),)),
     Bug("a value's zero is left out", SMALL, ((ADDED, "added = sums * 0.0"),)),
     Bug("sums do not shrink as the scale grows", LONG, (("gl.maximum(peak - new_peak, -126)", "gl.maximum(peak - peak, -126)"),)),
@@ -188,6 +203,9 @@ BUGS = [
     Bug("a part goes where the program's other one does", SMALL, (("place = 2 * gl.program_id(0) + (part & 1)", "place = 2 * gl.program_id(0)"),)),
     Bug("parts of a unit are those of the one before", SMALL, (("part_of(at, begin, before + number * items,", "part_of(at, begin, before,"),)),
     Bug("warps' sums are not over one maximum", SMALL, (("gl.convert_layout(x, layout) * share[:, :, None]", "gl.convert_layout(x, layout)"),)),
+    Bug("a step's values are weighed by the other one's weights", FOUR, (("-1, 0)[None, :, None]", "0, -1)[None, :, None]"),)),
+    Bug("scores of the second step are the first one's", FOUR, (("gl.where(first_abreast, x, raw[2 * s + 1])", "x"),)),
+    Bug("scales of the second step are the first one's", FOUR, (("[None, :, None] + 8 * later)", "[None, :, None] + 0 * later)"),)),
     Bug("a window hides nothing in a tile that it begins in", ("int8", (300, 90), 16, (16, 2, 4, 8, 1, 0), {"mask": Window(70)}),
         (("(n < first_whole) | (new > whole_end)", "new > whole_end"),)),
 ]  # fmt: skip

@@ -9,9 +9,11 @@ Each warp has keys of its own, so that the loop has no barrier, and reads them 1
     O^T [columns, rows]  += V^T [columns, keys] P  V^T is the left operand: thread (g, t) has keys 2 t and 2 t + 1, and 16 bytes of columns from 16 g on
 
 A product does not mind in which order its columns or its rows come, as long as queries and results are taken in the same. Rows are the narrow side, of 8 or
-16: little of a product is padding, and sums of 128 columns take 32 registers. Nothing goes through shared memory until a unit ends. A warp has a whole tile
-of 4 KiB of keys and as much of values on their way while it works on the last one; eight such warps a multiprocessor keep memory busy. A unit's beginning
-and its end have nothing on their way, and a program's warps wait for each other there: where units are many, programs are of two warps, or of one.
+16: little of a product is padding, and sums of 128 columns take 32 registers. Of 4 rows at most, where scores are much of the work, those of two steps stand
+side by side in a product's columns, and what each score takes is done half as often; each step has sums of its own, as if it were another warp's, and its
+values meet its own weights beside zeros for the others. Nothing goes through shared memory until a unit ends. A warp has a whole tile of 4 KiB of keys and as
+much of values on their way while it works on the last one; eight such warps a multiprocessor keep memory busy. A unit's beginning and its end have nothing on
+their way, and a program's warps wait for each other there: where units are many, programs are of two warps, or of one.
 
 A code becomes a float16 on its way. Of an integer the bits are its mantissa (a float16 that is not normal, code 2^-24: exact, and nothing to subtract);
 a key's scale and zero go to its scores, s = scale (q . code) + zero sum(q), a value's to its weight.
@@ -40,15 +42,16 @@ from onchip.kernels.attention.register_tiles import (
     base_of,
     begin_loads,
     first_of,
-    key_columns,
     key_operands,
     load_keys,
     load_scales,
     load_values,
     number,
     pages_of,
+    queries_of,
+    row_of,
     value_operands,
-    weight_operand,
+    weight_operands,
 )
 from onchip.kernels.attention.tile import ends, outputs
 from onchip.kernels.hopper import gl, gluon, one_more, start_next, uniform, wait_for_last
@@ -73,74 +76,55 @@ class Shares(NamedTuple):
         return f"{self.n} keys x {self.rows} rows a warp, {self.programs} shares{shares}, {self.warps} warp{'s' * (self.warps > 1)}"
 
 
-# ---- device: queries, and who sees what
-
-
-@gluon.jit
-def _queries(q, q_rows, there, channel, DTYPE: gl.constexpr, C: gl.constexpr):
-    """Right operands [warps, columns, rows], one for each plane. Of codes in float16, a row divided by a power of two (products are exact): that, and
-    the row's sum."""
-    P: gl.constexpr = C.dim // C.planes
-    operand: gl.constexpr = gl.DotOperandLayout(1, C.product, 2)
-    columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, operand))
-    places = gl.convert_layout(q_rows, gl.SliceLayout(0, gl.SliceLayout(1, operand)))[None, None, :]
-    there = gl.convert_layout(there, gl.SliceLayout(0, gl.SliceLayout(1, operand)))[None, None, :]
-    at = key_columns(gl.arange(0, P, layout=columns), C)[None, :, None]
-    at += gl.arange(0, C.warps, layout=gl.SliceLayout(1, gl.SliceLayout(2, operand)))[:, None, None] * 0
-    low = gl.load(q + (places + at), mask=there & (at < P), other=0.0)
-    high = low
-    W: gl.constexpr = C.warps
-    R: gl.constexpr = C.rows
-    factor = gl.full([W, R], 1.0, gl.float32, gl.SliceLayout(1, C.product))
-    sums = factor
-    if C.planes == 2:
-        high = gl.load(q + (places + P + at), mask=there & (at < P), other=0.0)
-    if C.codes:
-        low, high = low.to(gl.float32), high.to(gl.float32)
-        if channel is not None:
-            low = low * gl.load(channel + at)
-            high = high * gl.load(channel + at + (C.planes - 1) * P)
-        most = gl.maximum(gl.max(gl.abs(low), 1), gl.max(gl.abs(high), 1))
-        e = exponent(most)
-        unit = power_of_two(-e)[:, None, :]
-        low = (low * unit).to(DTYPE)
-        high = (high * (unit * 0.0625)).to(DTYPE)  # high bits count 16 times
-        total = gl.sum(low.to(gl.float32), 1)
-        if C.planes == 2:
-            total += gl.sum(high.to(gl.float32), 1) * 16.0
-        factor = gl.convert_layout(power_of_two(e), gl.SliceLayout(1, C.product))
-        sums = gl.convert_layout(total, gl.SliceLayout(1, C.product))
-    return low, high, factor, sums
+# ---- device: rows, and who sees what
 
 
 @gluon.jit
 def _sums(x, C: gl.constexpr):
-    """[warps, 16, rows] -> [warps, 8, rows]: what a thread adds up alone."""
-    W: gl.constexpr = C.warps
-    R: gl.constexpr = C.rows
-    return gl.sum(x.reshape([W, 2, 8, R]), 1)
+    """[warps, 16, abreast, rows] -> [warps, 8, abreast, rows]: what a thread adds up alone."""
+    return gl.sum(x.reshape([C.warps, 2, 8, C.abreast, C.rows]), 1)
 
 
 @gluon.jit
 def _beside(x, total):
-    """Factors of rows [warps, rows] as `total`, made by `_sums`, wants them."""
-    return gl.convert_layout(x, gl.SliceLayout(1, total.type.layout))[:, None, :]
+    """Factors of rows [warps, abreast, rows] as `total`, made by `_sums`, wants them."""
+    return gl.convert_layout(x, gl.SliceLayout(1, total.type.layout))[:, None, :, :]
 
 
 @gluon.jit
-def _seen(n, step: gl.constexpr, sight, C: gl.constexpr, layout: gl.constexpr, EACH: gl.constexpr, OFF: gl.constexpr):
-    """Keys OFF, OFF + EACH, .. of a step, [warps, 16 / EACH], and whether somebody sees them."""
-    at = first_of(n, step, C, layout) + OFF + EACH * gl.arange(0, 16 // EACH, layout=gl.SliceLayout(0, layout))[None, :]
+def _of_columns(x, C: gl.constexpr):
+    """Factors of rows [warps, abreast, rows] beside sums [warps, .., columns of a product]."""
+    return gl.convert_layout(x.reshape([C.warps, C.columns]), gl.SliceLayout(1, C.product))[:, None, :]
+
+
+@gluon.jit
+def _of_scores(x, C: gl.constexpr):
+    """A product [warps, 16, columns] as [warps, 16, abreast, rows]."""
+    return gl.convert_layout(x.reshape([C.warps, 16, C.abreast, C.rows]), C.scores)
+
+
+@gluon.jit
+def _key_of(at, C: gl.constexpr):
+    """Of a step's keys, counted as a product's rows are, how far they lie behind its first."""
+    return at + at // 8 * (8 * C.abreast - 8)
+
+
+@gluon.jit
+def _seen(n, step: gl.constexpr, sight, C: gl.constexpr):
+    """The keys of the steps abreast from `step` on, [warps, 16, abreast], and whether somebody sees them."""
+    OF: gl.constexpr = gl.SliceLayout(3, C.scores)
+    AT: gl.constexpr = C.eight(step, 0)
+    at = first_of(n, AT, C, gl.SliceLayout(2, OF)) + _key_of(gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, OF))), C)[None, :]
+    at = at[:, :, None] + 8 * gl.arange(0, C.abreast, layout=gl.SliceLayout(0, gl.SliceLayout(1, OF)))[None, None, :]
     return at, (at >= sight[0]) & (at < sight[1])
 
 
 @gluon.jit
 def _hidden(scores, n, step: gl.constexpr, query, shift, sight, C: gl.constexpr):
     """-inf where a row does not see a key."""
-    OF: gl.constexpr = gl.SliceLayout(2, C.product)
-    at, seen = _seen(n, step, sight, C, OF, 1, 0)
-    at, seen = at[:, :, None], seen[:, :, None]
-    rows = (query + shift)[None, None, :]
+    at, seen = _seen(n, step, sight, C)
+    at, seen = at[:, :, :, None], seen[:, :, :, None]
+    rows = (query + shift)[None, None, :][:, None, :, :]
     if C.right >= 0:
         seen = seen & (at <= rows + C.right)
     if C.left >= 0:
@@ -152,7 +136,9 @@ def _hidden(scores, n, step: gl.constexpr, query, shift, sight, C: gl.constexpr)
 def _cleared(words, n, step: gl.constexpr, odd: gl.constexpr, sight, C: gl.constexpr):
     """Words of values [warps, 8, words] with 0 where nobody sees the key: what lies there may be NaN, and 0 times NaN is NaN."""
     OF: gl.constexpr = gl.SliceLayout(2, words.type.layout)
-    _, seen = _seen(n, step, sight, C, OF, 2, odd)
+    AT: gl.constexpr = C.eight(step, 0)
+    at = first_of(n, AT, C, OF) + _key_of(odd + 2 * gl.arange(0, 8, layout=gl.SliceLayout(0, OF)), C)[None, :]
+    seen = (at >= sight[0]) & (at < sight[1])
     return gl.where(seen[:, :, None], words, 0)
 
 
@@ -165,6 +151,8 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
     b, kv_head, row, first, last, whole, part, len_k, queries, token, lowest = unit
     W: gl.constexpr = C.warps
     R: gl.constexpr = C.rows
+    A: gl.constexpr = C.abreast
+    N: gl.constexpr = C.columns
     DV: gl.constexpr = C.dim_v // C.planes
     STEPS: gl.constexpr = C.n // 16
     DTYPE: gl.constexpr = gl.float16 if C.kind != "bf16" else gl.bfloat16
@@ -173,15 +161,11 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
     OF_KEYS: gl.constexpr = gl.SliceLayout(2, C.keys)
     OF_VALUES: gl.constexpr = gl.SliceLayout(2, C.values)
     product: gl.constexpr = C.product
-    OF_SCORES: gl.constexpr = gl.SliceLayout(2, product)
-    of_row: gl.constexpr = gl.SliceLayout(1, product)
-    rows_layout: gl.constexpr = gl.SliceLayout(0, of_row)
+    of_row: gl.constexpr = gl.SliceLayout(1, C.scores)
+    rows_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, of_row))
     K_TOKEN: gl.constexpr = C.k_steps[0]
     V_TOKEN: gl.constexpr = C.v_steps[0]
-    r = row + gl.arange(0, R, layout=rows_layout)
-    query, member = r // group, r % group  # the queries of all heads of the group, one after the other
-    head = kv_head * group + member
-    there = query < queries
+    query = row_of(row + gl.arange(0, R, layout=rows_layout), kv_head, group)[0]
     shift = len_k - queries
     if C.top_left:
         shift = shift * 0
@@ -198,93 +182,102 @@ def _attend(unit, q, k, v, scales, channel, out, lse, sinks, parts, entries, gai
     for s in gl.static_range(STEPS):
         keys = keys + (load_keys(k_base, k, pages[s], first, s, C, KEYS),)  # noqa: RUF005
         values = values + (load_values(v_base, v, pages[s], first, s, C, VALUES),)  # noqa: RUF005
-        of_keys = of_keys + (load_scales(scales, 0, kv_head, pages[s], first, s, C, OF_KEYS),)  # noqa: RUF005
-        of_values = of_values + (load_scales(scales, 1, kv_head, pages[s], first, s, C, OF_KEYS),)  # noqa: RUF005
+        if s % A == 0:
+            of_keys = of_keys + (load_scales(scales, 0, kv_head, pages, first, s, C),)  # noqa: RUF005
+            of_values = of_values + (load_scales(scales, 1, kv_head, pages, first, s, C),)  # noqa: RUF005
     pages = pages_of(entries, k[1], first + C.tile, sight, C, OF_KEYS, OF_VALUES)
 
-    q_rows = b.to(gl.int64) * q[1] + (token + query).to(gl.int64) * q[2] + head * q[3]
-    low, high, factor, q_sums = _queries(q[0], q_rows, there, channel, DTYPE, C)
+    low, high, factor, q_sums = queries_of(q, (b, kv_head, row, queries, token), group, channel, DTYPE, C)
     gain = factor * (gain * (16777216.0 if C.zeros else 1.0))  # 2^24: an integer code is 2^-24 of itself
     q_sums = q_sums * 5.9604644775390625e-08
-    top = gl.full([W, R], float("-inf"), gl.float32, of_row)
-    nothing = gl.zeros([W, 16, R], gl.float32, product)
-    total = _sums(nothing, C)
+    top = gl.full([W, A, R], float("-inf"), gl.float32, of_row)
+    nothing = gl.zeros([W, 16, N], gl.float32, product)
+    total = _sums(_of_scores(nothing, C), C)
     zeros = total
-    peak = gl.full([W], -100, gl.int32, gl.SliceLayout(1, gl.SliceLayout(2, product)))
-    acc = gl.zeros([W, DV, R], gl.float32, product)
+    peak = gl.full([W, A], -100, gl.int32, gl.SliceLayout(1, gl.SliceLayout(3, C.scores)))
+    acc = gl.zeros([W, DV, N], gl.float32, product)
     more = acc
+    first_abreast = (gl.arange(0, A, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, C.scores)))) == 0)[None, None, :][:, :, :, None]
     n = first
     while n < last:
         new = n + C.tile
-        scores, old, keys, of_old, of_keys = (), keys, (), of_keys, ()
+        raw, scores, old, keys, of_old, of_keys = (), (), keys, (), of_keys, ()
         for s in gl.static_range(STEPS):
             planes = key_operands(old[s], DTYPE, C)
             x = mma_v2(planes[0], low, nothing)
             if C.planes == 2:
                 x = mma_v2(planes[1], high, x)
+            raw = raw + (_of_scores(x, C),)  # noqa: RUF005
+        for s in gl.static_range(STEPS // A):
+            x = raw[A * s]
+            if A == 2:
+                x = gl.where(first_abreast, x, raw[2 * s + 1])
             if C.codes:
-                x = x * number(of_old[s][0])[:, :, None]
+                x = x * number(of_old[s][0])[:, :, :, None]
                 if C.zeros:
-                    x += number(of_old[s][1])[:, :, None] * q_sums[:, None, :]
+                    x += number(of_old[s][1])[:, :, :, None] * q_sums[:, None, :, :]
             scores = scores + (x,)  # noqa: RUF005
         for s in gl.static_range(STEPS):
-            of_keys = of_keys + (load_scales(scales, 0, kv_head, pages[s], new, s, C, OF_KEYS),)  # noqa: RUF005
+            if s % A == 0:
+                of_keys = of_keys + (load_scales(scales, 0, kv_head, pages, new, s, C),)  # noqa: RUF005
             keys = keys + (load_keys(k_base, k, pages[s], new, s, C, KEYS),)  # noqa: RUF005
         begin_loads()
         if (n < first_whole) | (new > whole_end):
             clean, cleared, of_cleared = (), (), ()
             for s in gl.static_range(STEPS):
-                clean = clean + (_hidden(scores[s], n, s, query, shift, sight, C),)  # noqa: RUF005
                 cleared = cleared + ((_cleared(values[s][0], n, s, 0, sight, C), _cleared(values[s][1], n, s, 1, sight, C)),)  # noqa: RUF005
+            for s in gl.static_range(STEPS // A):
+                clean = clean + (_hidden(scores[s], n, A * s, query, shift, sight, C),)  # noqa: RUF005
                 of = of_values[s]
                 if C.codes:
-                    _, seen = _seen(n, s, sight, C, OF_SCORES, 1, 0)
+                    _, seen = _seen(n, A * s, sight, C)
                     of = (gl.where(seen, of[0], 0), gl.where(seen, of[1], 0))
                 of_cleared = of_cleared + (of,)  # noqa: RUF005
             scores, values, of_values = clean, cleared, of_cleared
         most = scores[0]
-        for s in gl.static_range(1, STEPS):
+        for s in gl.static_range(1, STEPS // A):
             most = gl.maximum(most, scores[s])
         new_top = gl.maximum(top, gl.max(most, 1) * gain)
         base = gl.where(new_top == float("-inf"), 0.0, new_top)
         shrink = gl.exp2(top - base)
         top = new_top
         weights = ()
-        for s in gl.static_range(STEPS):
-            weights = weights + (gl.exp2(scores[s] * gain[:, None, :] - base[:, None, :]),)  # noqa: RUF005
+        for s in gl.static_range(STEPS // A):
+            weights = weights + (gl.exp2(scores[s] * gain[:, None, :, :] - base[:, None, :, :]),)  # noqa: RUF005
         sums = weights[0]
-        for s in gl.static_range(1, STEPS):
+        for s in gl.static_range(1, STEPS // A):
             sums += weights[s]
         total = total * _beside(shrink, total) + _sums(sums, C)
-        small = gl.full([W], 1.0, gl.float32, peak.type.layout)
+        small = gl.full([W, A], 1.0, gl.float32, peak.type.layout)
         if C.codes:  # weights times scales, in a unit that float16 holds: 2^ROOM over the largest scale so far, 2^peak
             most = number(of_values[0][0])
-            for s in gl.static_range(1, STEPS):
+            for s in gl.static_range(1, STEPS // A):
                 most = gl.maximum(most, number(of_values[s][0]))
             new_peak = gl.maximum(peak, exponent(gl.max(most, 1)))
             if C.zeros:
-                added = weights[0] * number(of_values[0][1])[:, :, None]
-                for s in gl.static_range(1, STEPS):
-                    added += weights[s] * number(of_values[s][1])[:, :, None]
+                added = weights[0] * number(of_values[0][1])[:, :, :, None]
+                for s in gl.static_range(1, STEPS // A):
+                    added += weights[s] * number(of_values[s][1])[:, :, :, None]
                 zeros = zeros * _beside(shrink, zeros) + _sums(added, C)
             small = power_of_two(-(new_peak - ROOM))
-            shrink = shrink * gl.convert_layout(power_of_two(gl.maximum(peak - new_peak, -126)), gl.SliceLayout(1, of_row))[:, None]
+            shrink = shrink * gl.convert_layout(power_of_two(gl.maximum(peak - new_peak, -126)), gl.SliceLayout(2, of_row))[:, :, None]
             peak = new_peak
-        acc = acc * shrink[:, None, :]
+        acc = acc * _of_columns(shrink, C)
         if C.planes == 2:
-            more = more * shrink[:, None, :]
+            more = more * _of_columns(shrink, C)
         old, values, of_old, of_values = values, (), of_values, ()
-        for s in gl.static_range(STEPS):
+        for s in gl.static_range(STEPS // A):
             x = weights[s]
             if C.codes:
-                x = x * (number(of_old[s][0]) * small[:, None])[:, :, None]
-            x = weight_operand(x, DTYPE, C)
-            planes = value_operands(old[s][0], old[s][1], DTYPE, C)
-            acc = mma_v2(planes[0], x, acc)
-            if C.planes == 2:
-                more = mma_v2(planes[1], x, more)
-            values = values + (load_values(v_base, v, pages[s], new, s, C, VALUES),)  # noqa: RUF005
-            of_values = of_values + (load_scales(scales, 1, kv_head, pages[s], new, s, C, OF_KEYS),)  # noqa: RUF005
+                x = x * (number(of_old[s][0]) * small[:, None, :])[:, :, :, None]
+            operands = weight_operands(x, DTYPE, C)
+            for h in gl.static_range(A):
+                planes = value_operands(old[A * s + h][0], old[A * s + h][1], DTYPE, C)
+                acc = mma_v2(planes[0], operands[h], acc)
+                if C.planes == 2:
+                    more = mma_v2(planes[1], operands[h], more)
+                values = values + (load_values(v_base, v, pages[A * s + h], new, A * s + h, C, VALUES),)  # noqa: RUF005
+            of_values = of_values + (load_scales(scales, 1, kv_head, pages, new, A * s, C),)  # noqa: RUF005
         n = new
         pages = pages_of(entries, k[1], n + C.tile, sight, C, OF_KEYS, OF_VALUES)
 
@@ -301,21 +294,21 @@ def _finish(sums_of_warps, place, sinks, out, lse, parts, C: gl.constexpr):
     a row goes there in one piece, since each way through shared memory is two barriers."""
     top, total, zeros, peak, acc, more = sums_of_warps
     if C.planes == 2:
-        acc = acc - more  # sums of whole bytes
+        more = more - acc  # sums of whole bytes
     b, kv_head, row, group, queries, token, whole, part = place
-    W: gl.constexpr = C.warps
+    V: gl.constexpr = C.warps * C.abreast
     R: gl.constexpr = C.rows
-    of_row: gl.constexpr = gl.SliceLayout(1, C.product)
-    layout: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 2, 16], [1, W, 1], [2, 1, 0])
+    of_row: gl.constexpr = gl.SliceLayout(1, C.scores)
+    layout: gl.constexpr = gl.BlockedLayout([V, 1, 4], [1, 2, 16], [1, C.warps, 1], [2, 1, 0])
     of_warps: gl.constexpr = gl.SliceLayout(2, layout)
     rows_layout: gl.constexpr = gl.SliceLayout(0, of_warps)
     sums = gl.convert_layout(gl.sum(total, 1), of_row)
     added = sums
     if C.zeros:
         added = gl.convert_layout(gl.sum(zeros, 1), of_row)
-    peaks = gl.full([W, R], 0, gl.int32, of_row) + gl.convert_layout(peak, gl.SliceLayout(1, of_row))[:, None]
-    stats = gl.join(gl.join(top, sums), gl.join(added, peaks.to(gl.float32)))
-    stats = gl.convert_layout(stats, gl.BlockedLayout([W, 1, 2, 2], [1, 2, 16, 1], [1, W, 1, 1], [3, 2, 1, 0]))
+    peaks = gl.full([C.warps, C.abreast, R], 0, gl.int32, of_row) + gl.convert_layout(peak, gl.SliceLayout(2, of_row))[:, :, None]
+    stats = gl.join(gl.join(top, sums), gl.join(added, peaks.to(gl.float32))).reshape([V, R, 2, 2])
+    stats = gl.convert_layout(stats, gl.BlockedLayout([V, 1, 2, 2], [1, 2, 16, 1], [1, C.warps, 1, 1], [3, 2, 1, 0]))
     stats, others = gl.split(stats)
     top, sums = gl.split(stats)
     added, peaks = gl.split(others)
@@ -327,8 +320,7 @@ def _finish(sums_of_warps, place, sinks, out, lse, parts, C: gl.constexpr):
         added = gl.sum(gl.convert_layout(added, of_warps) * share, 0)
     else:
         added = sums * 0.0
-    r = row + gl.arange(0, R, layout=rows_layout)
-    query, head = r // group, kv_head * group + r % group
+    query, head = row_of(row + gl.arange(0, R, layout=rows_layout), kv_head, group)
     there = query < queries
     grown = gl.full([R], 1.0, gl.float32, rows_layout)
     if sinks is not None:  # one more logit, which weighs nothing; of a unit in parts the merge adds it
@@ -336,7 +328,7 @@ def _finish(sums_of_warps, place, sinks, out, lse, parts, C: gl.constexpr):
         best, sums, grown = one_more(best, sums, logit)
     grown = grown * gl.where(sums == 0.0, 0.0, gl.div_rn(1.0, sums))
     row_lse = best + gl.log2(sums)
-    unit = gl.full([W, R], 1.0, gl.float32, of_warps)
+    unit = gl.full([V, R], 1.0, gl.float32, of_warps)
     if C.codes:
         unit = power_of_two(peaks - ROOM + (24 if C.zeros else 0))
     _write(acc, share, unit, added, grown, 0, place, out, parts, layout, C)
@@ -351,14 +343,15 @@ def _finish(sums_of_warps, place, sinks, out, lse, parts, C: gl.constexpr):
 
 @gluon.jit
 def _write(result, share, unit, added, grown, PLANE: gl.constexpr, place, out, parts, layout: gl.constexpr, C: gl.constexpr):
-    """Results [warps, numbers of columns, rows] of a plane: added up, in the order of the columns. share, unit: [warps, rows], what they are multiplied by."""
+    """Results [warps, numbers of columns, rows] of a plane: added up, in the order of the columns. share, unit: [warps and steps abreast, rows], what they
+    are multiplied by."""
     b, kv_head, row, group, queries, token, whole, part = place
     W: gl.constexpr = C.warps
     R: gl.constexpr = C.rows
     P: gl.constexpr = C.dim_v // C.planes
     E: gl.constexpr = C.chunk_v * C.of_word
     of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, layout))
-    x = result.reshape([W, P // (8 * E), E, 8, R]).permute((0, 4, 1, 3, 2)).reshape([W, R, P])
+    x = result.reshape([W, P // (8 * E), E, 8, C.columns]).permute((0, 4, 1, 3, 2)).reshape([W * C.abreast, R, P])
     x = gl.convert_layout(x, layout) * share[:, :, None]
     if C.codes:
         x = x * unit[:, :, None]
@@ -366,9 +359,9 @@ def _write(result, share, unit, added, grown, PLANE: gl.constexpr, place, out, p
     x = (x + gl.convert_layout(added, of_row)[:, None]) * gl.convert_layout(grown, of_row)[:, None]
     columns = PLANE * P + gl.arange(0, P, layout=gl.SliceLayout(0, gl.SliceLayout(0, layout)))[None, :]
     r = gl.arange(0, R, layout=of_row)
-    query, member = (row + r) // group, (row + r) % group
+    query, head = row_of(row + r, kv_head, group)
     if whole:
-        to = b.to(gl.int64) * out[1] + (token + query).to(gl.int64) * out[2] + (kv_head * group + member) * out[3]
+        to = b.to(gl.int64) * out[1] + (token + query).to(gl.int64) * out[2] + head * out[3]
         gl.store(out[0] + (to[:, None] + columns), x.to(out[0].dtype.element_ty), mask=(query < queries)[:, None])
     else:
         to_part = part.to(gl.int64) * (R * C.dim_v) + (r[:, None] * C.dim_v + columns)
@@ -457,9 +450,9 @@ WARPS = (1, 2, 4)  # of a program, see `warps_of`. 128x1k int4 53.2 us by 4, 47.
 REGISTERS = 255
 MOST_PARTS = 32  # of a unit: as many as the merge has on their way at once
 LONGEST = 1 << 14  # keys of a sequence for programs of a warp: one adds up the parts of a long one (128k among 63 of 512: 102 us by 4, 95 by 2, 114 by 1)
-# Keys of a warp. What tensor cores add up errs with their number, and codes that are never negative are a large sum over a small result: int4 by one
-# warp errs by 2.4e-3, 5.8e-3 and 1.7e-2 at 1k, 2k and 4k (by four 1.7e-3, 1.9e-3, 3.4e-3), int8 at 4k by 2.7e-3 (1.8e-3).
-ADDED = {"int4": 1 << 11, "int8": 1 << 13}
+# Keys of a warp. What tensor cores add up errs with their number, and codes that are never negative are a large sum over a small result: at 128x8k by one
+# warp int4 errs by 2.1e-3 and int8 by 2.5e-3 of a norm (by four 1.7e-3).
+ADDED = 1 << 13
 WHOLE = 1 << 30  # keys of an item that is never cut
 AT_ONCE = 1024  # lengths that a program looks at at once
 
@@ -473,14 +466,17 @@ def configs(p: Attention, device: Device) -> list[Shares]:
     n = AHEAD // size
     if rows == 16 or p.page % 16:  # twice the sums, or a page for each key, in registers
         n //= 2
-    return [tiles_of(p, device, max(16, min(64, n)), rows)]
+    n = max(16, min(64, n))
+    if p.len_q * p.group <= 4 and n >= 32 and p.kv and Format.of(p.kv).has_zero and not alone:  # of e4m3 a score is less work: 32x4k 67.8 us to 68.1
+        rows = 4
+    return [tiles_of(p, device, n, rows)]
 
 
 def warps_of(p: Attention, device: Device, units: int) -> int:
     """The fewest for a program that leave all programs but a sixteenth a unit: warps that have one of their own never wait for each other."""
     if "batch_invariant" in p.extras or units > p.batch * p.kv_heads:  # several tiles of a head find its keys in L2: not timed
         return WARPS[-1]
-    most = ADDED.get(kind_of(p), p.len_k)
+    most = ADDED if p.kv and Format.of(p.kv).has_zero else p.len_k
     enough = (w for w in WARPS if 16 * units > 15 * (EACH // w * device.sms) and p.len_k <= min(w * most, LONGEST if w == 1 else p.len_k))
     return next(enough, WARPS[-1])
 
