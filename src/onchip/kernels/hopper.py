@@ -167,7 +167,13 @@ def uniform(x):
 def here(x):
     """x, an int32 of an argument: what is made of it is made where this stands. LLVM makes it in the kernel's first lines, since warps wait for their
     partition in a loop, and it is then in registers of all, or in memory, until it is needed. Not everywhere faster (AGENTS.md)."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def wide_product(x, y):
+    """Of two int32 that are not negative, as int64: one instruction, where a product of int64 is five, and takes the high word of what y is widened to."""
+    return gl.inline_asm_elementwise("mul.wide.u32 $0, $1, $2;", "=l,r,r", [x, y], dtype=gl.int64, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -436,8 +442,8 @@ def block(dim: int) -> int:
 __all__ = [
     "DTYPES", "TensorDescriptor", "advance", "any_below", "arrive_and_wait", "arrive_when_copied", "as_bytes", "as_halves", "as_other", "as_pairs",
     "as_words", "block", "copy_async", "describe", "draw", "fence_async_shared", "fill", "fill_both", "fill_pages", "first_turn", "forget", "gl", "gluon",
-    "hear", "in_order", "largest",
+    "hear", "here", "in_order", "largest",
     "logarithm", "mbarrier", "message", "one_more", "prefetch", "reclaim", "release", "release_after", "ring", "scale_rows", "start_next", "take_turn",
     "tell", "thread_barrier", "tma", "tma_add", "tma_load", "tma_store", "turn_over", "uniform", "wait_for_last", "warpgroup_mma", "warpgroup_mma_wait",
-    "widened",
+    "wide_product", "widened",
 ]  # fmt: skip

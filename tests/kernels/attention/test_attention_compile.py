@@ -199,21 +199,21 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d64 causal": (64, False, {"band": Causal(), "len_q": 16384}, 0),
     "d64 short causal": (64, False, {"band": Causal(), "len_q": 1024}, 0),
     "d128": (128, False, {}, 0),
-    "d128 window": (128, False, {"band": Window(1024)}, 92),
+    "d128 window": (128, False, {"band": Window(1024)}, 0),
     "d128 packed": (128, True, {"band": Causal()}, 0),
     "d128 softcap": (128, False, {"band": Causal(), "score": scores.Softcap(30.0)}, 0),
-    "d64 softcap": (64, False, {"score": scores.Softcap(30.0)}, 8),
-    "d128 ALiBi": (128, False, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 132),
-    "d128 document": (128, False, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, 312),
-    "d256 causal": (256, False, {"band": Causal()}, 60),
+    "d64 softcap": (64, False, {"score": scores.Softcap(30.0)}, 0),
+    "d128 ALiBi": (128, False, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 64),
+    "d128 document": (128, False, {"mask": masks.Document(meta(4, 4096, dtype=torch.int32))}, 0),
+    "d256 causal": (256, False, {"band": Causal()}, 0),
     "d128 heads alone": (128, False, {"mask": masks.MaskMod(lambda b, h, i, j: h == 2), "score": scores.ScoreMod(lambda s, b, h, i, j: h.float())}, 0),
     "d128 activation": (128, False, {"score": scores.ScoreMod(lambda s, b, h, i, j: torch.log(torch.nn.functional.gelu(s) + 1.0))}, 0),
-    "d128 bias": (128, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 60),
+    "d128 bias": (128, False, {"score": scores.Bias(meta(4, 32, 4096, 4096))}, 0),
     "d128 bias in fp32": (128, False, {"score": scores.Bias(meta(4096, 4096, dtype=FP32))}, 0),
-    "d256 bias": (256, False, {"score": scores.Bias(meta(4096, 4096))}, 24),
+    "d256 bias": (256, False, {"score": scores.Bias(meta(4096, 4096))}, 0),
     "d128 bias of keys": (128, False, {"score": scores.Bias(meta(32, 1, 4096))}, 0),
     "d128 distances": (128, False, {"score": scores.RelativeBias(meta(32, 257, dtype=FP32))}, 0),
-    "d64 distances": (64, False, {"band": Causal(), "len_q": 16384, "score": scores.BucketBias(meta(32, 32, dtype=FP32))}, 12),
+    "d64 distances": (64, False, {"band": Causal(), "len_q": 16384, "score": scores.BucketBias(meta(32, 32, dtype=FP32))}, 0),
     "d64 bias of keys": (64, False, {"band": Causal(), "len_q": 16384, "score": scores.Bias(meta(1, 4096, dtype=torch.float16))}, 0),
 }
 
@@ -248,9 +248,9 @@ def test_hopper_prefill(dim, packed, how, most):
 FOLDED = {  # dim, packed, queries, mask or score, and bytes that a thread may spill: of few queries, whose heads share a tile's rows
     "d64 full": (64, False, 200, {"band": Full()}, 0),
     "d128, one warpgroup": (128, False, 16, {}, 0),
-    "d128 window": (128, False, 130, {"band": Window(1024)}, 52),
-    "d128 ALiBi": (128, False, 130, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 52),
-    "d256 packed": (256, True, 130, {}, 36),
+    "d128 window": (128, False, 130, {"band": Window(1024)}, 0),
+    "d128 ALiBi": (128, False, 130, {"score": scores.ALiBi(meta(32, dtype=FP32))}, 0),
+    "d256 packed": (256, True, 130, {}, 0),
 }
 
 
@@ -266,15 +266,15 @@ def test_hopper_folds_heads(dim, packed, len_q, how, most):
 
 PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 registers the copying warp spilt 188 bytes at d128, page 16
     "d64, pages of 8": (64, 8, {}, 0),
-    "d128": (128, 16, {}, 24),
+    "d128": (128, 16, {}, 0),
     "d128, pages of 24": (128, 24, {}, 0),
-    "d128 packed, pages of 1": (128, 1, {"tokens": 8192}, 96),  # outside of what computes
+    "d128 packed, pages of 1": (128, 1, {"tokens": 8192}, 92),  # outside of what computes
     "d128, pages of 1024": (128, 1024, {}, 0),
     "d128 window": (128, 16, {"band": Window(1024)}, 0),
-    "d128 document": (128, 16, {"mask": masks.Document(meta(4, 8192, dtype=torch.int32))}, 576),  # packed, without pages: 548
+    "d128 document": (128, 16, {"mask": masks.Document(meta(4, 8192, dtype=torch.int32))}, 20),
     "d128 packed, four heads in a tile's rows": (128, 16, {"tokens": 160}, 0),
     "d128 packed, pages of 64, full": (128, 64, {"tokens": 160, "band": Full()}, 0),
-    "d256 packed": (256, 16, {"tokens": 8192}, 36),
+    "d256 packed": (256, 16, {"tokens": 8192}, 0),
 }
 
 
@@ -446,7 +446,7 @@ def test_hopper_backward_of_a_bias(dim, most):
     assert len(re.findall(r"ldmatrix\S*\.trans", facts.ptx)) == 2 * 2 * 4, "each loop of each warpgroup, 64 x 64 in tiles of 16 x 16 and a quarter a warp"
 
 
-@pytest.mark.parametrize(("dim", "learnt", "most"), [(128, False, 332), (128, True, 592), (64, True, 132)])
+@pytest.mark.parametrize(("dim", "learnt", "most"), [(128, False, 332), (128, True, 512), (64, True, 132)])
 def test_hopper_backward_by_distance(dim, learnt, most):
     """16 bytes a load of what scores begin with, and 16 an addition to the sums; no room in shared memory."""
     tiles, found = backward(dim, False, Full(), score=scores.RelativeBias(meta(32, 257, dtype=FP32).requires_grad_(learnt)))
@@ -488,7 +488,7 @@ def test_hopper_backward_in_order(dim, dim_v, packed, band, copies, most):
 def test_hopper_backward_in_order_under_a_mask():
     _, found = backward(128, False, Full(), extras=("deterministic",), mask=masks.Document(meta(4, 4096, dtype=torch.int32)))
     spills = [facts.spills for name, facts in found.items() if name.startswith("_backward_pass")]
-    assert all(ours <= allowed(limit) for ours, limit in zip(spills, (160, 244), strict=True)), spills
+    assert all(ours <= allowed(limit) for ours, limit in zip(spills, (8, 112), strict=True)), spills
 
 
 def prefill_fp8(dim, mask, share=0, tokens=4096):

@@ -92,7 +92,7 @@ def mask_map_of_either(p, _sees, _captured, x: Operands, m: int, n: int, of_keys
             row[:2] = torch.tensor([len(part), len(whole)])
             row[2 : 2 + len(part)] = torch.tensor(part)
             row[len(row) - len(whole) :] = torch.tensor(whole[::-1])
-    return result, (result.stride(0), 0, result.stride(1))
+    return result, (result.shape[1], 0, result.shape[2])
 
 
 def check(c: Case, mode: str, edits=(), shares=1) -> None:

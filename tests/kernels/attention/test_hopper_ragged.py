@@ -142,8 +142,8 @@ CURSORS = "    return ki, kp, vi, vp\n\n\n@gluon.jit\ndef among"
 PASS_OVER = "        release(ki, 10, C.readers)\n        if t_ring is not None:\n            mbarrier"
 BUGS = [
     Bug("queries of all sequences begin at the first token", FIRST, (("queries_at(q_batch, head, start_q + ", "queries_at(q_batch, head, "),)),
-    Bug("outputs of all sequences begin at the first token", FIRST, (("(start_q + rows).to(gl.int64)", "rows.to(gl.int64)"),)),
-    Bug("LSE of all sequences begins at the first token", FIRST, (("* lse_strides[1] + start_q + rows", "* lse_strides[1] + rows"),)),
+    Bug("outputs of all sequences begin at the first token", FIRST, (("output_at(start_q + rows,", "output_at(rows,"),)),
+    Bug("LSE of all sequences begins at the first token", FIRST, (("lse_at(b, head, start_q + rows,", "lse_at(b, head, rows,"),)),
     Bug("rows behind a sequence are stored", FIRST, (("mask=(rows < len_q)[:, None] & (dims", "mask=(rows >= 0)[:, None] & (dims"),)),
     Bug("rows that a warpgroup has are passed over", TWO, (("GROUP * C.own < len_q", "GROUP * C.own + C.own <= len_q"),)),
     Bug("a warpgroup without rows keeps the keys", TWO, ((PASS_OVER, PASS_OVER.replace("        release(ki, 10, C.readers)\n", "")),)),

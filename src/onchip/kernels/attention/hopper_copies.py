@@ -9,7 +9,7 @@ What threads copy is not seen by products, unless who waits for it fences it off
 import math
 
 from onchip.kernels.attention.hopper_halves import hidden_of
-from onchip.kernels.attention.hopper_tiles import fill_tiles, key_steps, locate, next_sequence, place_of, queries_at, tile_at
+from onchip.kernels.attention.hopper_tiles import anew, fill_tiles, key_steps, locate, next_sequence, place_of, queries_at, tile_at
 from onchip.kernels.attention.pairs import ask_for
 from onchip.kernels.attention.tile import key_span
 from onchip.kernels.hopper import (
@@ -26,6 +26,7 @@ from onchip.kernels.hopper import (
     reclaim,
     tell,
     tma_load,
+    wide_product,
 )
 
 
@@ -99,7 +100,7 @@ def copy(given, C: gl.constexpr):
     q_at, k_at, v_at, t_at = (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)
     number, turn = gl.program_id(0), 0
     while number < sizes[0]:
-        place, there = locate(number, sizes, lengths, False, C)
+        place, there = locate(number, sizes if C.cap > 0 else anew(sizes), lengths, False, C)  # with a cap nothing spills, and all it changes is worse
         b, head, tile_m, start_q, len_q, start_k, len_k, hidden = place  # the last is how far keys are ahead
         if there:
             steps = key_steps(place, map_ptr, map_strides, C)
@@ -144,12 +145,6 @@ def copy(given, C: gl.constexpr):
 
 
 # ---- by warps
-
-
-@gluon.jit
-def wide_product(x, y):
-    """Of two int32 that are not negative, as int64: one instruction, where a product of int64 is five."""
-    return gl.inline_asm_elementwise("mul.wide.u32 $0, $1, $2;", "=l,r,r", [x, y], dtype=gl.int64, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -35,6 +35,7 @@ from onchip.kernels.attention.hopper_tiles import (
     ANYTHING,
     ONE_GROUP,
     PAIRS_LET_GO,
+    anew,
     begin,
     by_groups,
     clear,
@@ -43,10 +44,12 @@ from onchip.kernels.attention.hopper_tiles import (
     key_steps,
     keys_ahead,
     let_go,
+    lse_at,
     next_sequence,
     of_keys,
     of_rows,
     outgrown,
+    output_at,
     own_rows,
     pack_of,
     place_of,
@@ -289,7 +292,7 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
 
 
 @gluon.jit
-def _attend(place, hidden, group, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
+def _attend(place, hidden, sizes, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
             MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     """The output of 64 rows, and the cursors after it; LSE is stored."""
     N: gl.constexpr = C.n
@@ -301,12 +304,12 @@ def _attend(place, hidden, group, cursors, q, k_ring, v_ring, t_ring, alarms, si
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     b, head, _, start_q, len_q, _, len_k, shift = place
-    lse_ptr, lse_strides = lse
+    lse_ptr, lse_len = lse
     HALVES: gl.constexpr = N == 128 and (SCORE is None or C.cap > 0) and not C.biased and not C.far and C.hides
     steps, early, late, right, left = own_steps(key_steps(place, map_ptr, map_strides, C), hidden, HALVES, C, GROUP)
     ki, kp, vi, vp = pass_over(early, cursors, k_ring, v_ring, t_ring, C, GROUP)
     first, masked, bare, low, _ = steps
-    rows, head = own_rows(place, group, C, GROUP, row_layout)
+    rows, head = own_rows(place, sizes[4], C, GROUP, row_layout)
     gain = scale * gain if C.adds else gain
     read = distances_of(reads[1], b, head, place[2] * C.m + GROUP * 64, len_q, N, s_layout) if C.far else reads[1]
     call = (rows, shift, b, tall(head, C), len_q, len_k, scale, gain, reads[0], read, of_rows(rows, b, head, len_q, len_k, reads, ROWS))
@@ -351,10 +354,7 @@ def _attend(place, hidden, group, cursors, q, k_ring, v_ring, t_ring, alarms, si
         logit = gl.load(sinks_ptr + head, mask=None if C.pack == 1 else rows < len_q).to(gl.float32) * LOG2E
         top, total, shrink = one_more(top, total, logit)
     if lse_ptr is not None:
-        batch = b.to(gl.int64)
-        if C.packed:
-            batch = batch * 0
-        at = lse_ptr + batch * lse_strides[0] + head.to(gl.int64) * lse_strides[1] + start_q + rows
+        at = lse_ptr + lse_at(b, head, start_q + rows, lse_len, sizes, C)
         gl.store(at, (top - C.room + gl.log2(total * 2.0**C.room)) * LN2, mask=rows < len_q)  # sums near 1 have more digits in their logarithms
     inverse = gl.where(total == 0.0, 0.0, shrink / total)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
@@ -367,7 +367,7 @@ def _attend(place, hidden, group, cursors, q, k_ring, v_ring, t_ring, alarms, si
 @gluon.jit
 def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
     outs, rings, message, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads = given
-    o_desc, o_ptr, o_strides, o_buffers = outs
+    o_desc, o_ptr, o_buffers = outs
     q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
     queries, q_full, q_empty = q_ring
     DV: gl.constexpr = v_ring[0].shape[-1]
@@ -377,7 +377,8 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
     b = next_sequence(message, turn)
     while b >= 0:
         hidden = told_of(message, turn, C)
-        place = place_of(message, turn, b, sizes, C)
+        # without `anew` windows are 1.2% slower, three warpgroups 2%, and causal lines spill; with it all others are up to 1.5% slower
+        place = place_of(message, turn, b, anew(sizes) if C.left >= 0 or C.groups == 3 or (C.line != "" and C.right == 0) else sizes, C)
         b, head, tile_m, start_q, len_q, _, _, _ = place
         mine = turn % C.rounds * C.groups + GROUP
         mbarrier.wait(q_full.index(mine), turn // C.rounds % 2)
@@ -386,7 +387,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
         if C.packed and GROUP > 0:  # past the end of a sequence, or of a decode in a mixed batch
             busy = tile_m * C.m + GROUP * C.own < len_q
         if busy:
-            acc, ki, kp, vi, vp = _attend(place, hidden, sizes[4], (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], alarms, sinks_ptr, lse, scale, gain,
+            acc, ki, kp, vi, vp = _attend(place, hidden, sizes, (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], alarms, sinks_ptr, lse, scale, gain,
                                           map_ptr, map_strides, reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
             if not C.share:
                 mbarrier.arrive(q_empty.index(mine), count=1)
@@ -397,7 +398,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
                 layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
                 rows, heads = own_rows(place, sizes[4], C, GROUP, gl.SliceLayout(1, layout))
                 dims = gl.arange(0, DV, layout=gl.SliceLayout(0, layout))
-                at = o_ptr + tall(heads, C).to(gl.int64) * o_strides[1] + (start_q + rows).to(gl.int64)[:, None] * o_strides[2] + dims[None, :]
+                at = o_ptr + output_at(start_q + rows, heads, sizes, C) + dims[None, :]
                 gl.store(at, buffer.reshape([64, DV]).load(layout), mask=(rows < len_q)[:, None] & (dims < C.dim_v)[None, :])
                 if C.share:  # before the copy engine fills it again
                     fence_async_shared()
@@ -418,7 +419,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
 
 @gluon.jit(do_not_specialize=ANYTHING)
 def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, counter, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr,
-             reads, scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, o_strides, lse_batch, lse_head, map_strides, t_steps,
+             reads, scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, lse_len, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups * C.rounds, 1)
     k_ring = key_ring(k_desc, t_desc, gain, C)
@@ -440,10 +441,10 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, coun
     alarms = gl.allocate_shared_memory(gl.int32, [C.groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
-    outs, lse, gain = (o_desc, o_ptr, o_strides, o_buffers), (lse_ptr, (lse_batch, lse_head)), gain * LOG2E
-    # Registers: many pages want more, with packed queries again (40: 36 bytes at d128, page 16), and warpgroups with a map spill for each they lack.
+    outs, lse, gain = (o_desc, o_ptr, o_buffers), (lse_ptr, lse_len), gain * LOG2E
+    # Registers: many pages want more, with packed queries again (40: 36 bytes at d128, page 16).
     MANY: gl.constexpr = C.packed or C.first or C.parts > 8
-    COPIER: gl.constexpr = 56 if C.gathers == 2 else 24 if C.parts == 1 or C.mapped else 56 if MANY else 40
+    COPIER: gl.constexpr = 56 if C.gathers == 2 else 24 if C.parts == 1 else 56 if MANY and not C.mapped else 40
     GATHERER: gl.constexpr = 32 if C.gathers > 2 else COPIER  # a warpgroup's warps have as many, and two stand beside the copying one
     COMPUTER: gl.constexpr = (504 - COPIER - (GATHERER if C.gathers > 2 else 0)) // 2
     given = (outs, rings, told, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads)
@@ -561,7 +562,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         pick(LAZILY, width_v), 1 if tile else rounds(tiles, width, width_v, 0 if share else width_v, room_of(tiles, biased, line, right)),
         tiles.pack, alike, beside is not None,
     )  # fmt: skip
-    heads, own, k_rows, out_heads = p.heads, (64,), tiles.n // shape.parts, first[3]
+    heads, own, k_rows = p.heads, (64,), tiles.n // shape.parts
     if tiles.pack > 1:
         heads, own = p.kv_heads, (shape.own, shape.pack)
         first[0], first[3] = by_groups(first[0], heads), by_groups(first[3], heads)
@@ -580,11 +581,10 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     else:
         programs, counter = min(count, tiles.programs, beside.sms), None
     _prefill[(programs,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, tuple(map(pool_of, first[1:3])) if gathers else None, out_heads,
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, tuple(map(pool_of, first[1:3])) if gathers else None, first[3],
         lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, page_table if page_table is None else (page_table, page_table.stride(0)),
         found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads, scale, gain, count, tiles_m, side_by_side(p), heads, p.group, p.len_q, p.len_k,
-        batch_heads, out_heads.stride()[:3],
-        *((0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]), map_strides, steps,
+        batch_heads, p.tokens if packed else p.len_q, map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4, **({"launch_pdl": True} if shape.first else {}),
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -27,12 +27,13 @@ from onchip.kernels.hopper import (
     release_after,
     scale_rows,
     uniform,
+    wide_product,
     widened,
 )
 
 # Arguments of which nothing is known when a kernel is compiled: Triton would compile another one for each that is 1, or a multiple of 16 (offsets of part
 # of a batch begin anywhere).
-ANYTHING = ["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads", "lse_batch", "lse_head"]
+ANYTHING = ["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads", "lse_len"]
 ANYTHING += ["q_offsets", "k_offsets", "q_used", "k_used"]
 
 # Of the third ring: the hardware barriers at which the first warpgroup lets its buffers go, 14 and 15 (the second one's lie 8 below), and who meets there.
@@ -146,6 +147,35 @@ def tall(head, C: gl.constexpr):
 
 
 @gluon.jit
+def _all_heads(sizes, C: gl.constexpr):
+    """How many heads queries have."""
+    heads = here(sizes[3])
+    if C.pack > 1:
+        heads = heads * sizes[4]
+    return heads
+
+
+@gluon.jit
+def lse_at(b, head, rows, lse_len, sizes, C: gl.constexpr):
+    """Where in LSE rows of a head lie, of which each has `lse_len`."""
+    if C.cap > 0:  # in so many instructions, since ptxas makes of one less another kernel, 2 to 4% slower
+        if C.packed:
+            b = b * 0
+        at = b.to(gl.int64) * (sizes[3] * lse_len) + head.to(gl.int64) * lse_len + rows
+    else:
+        if not C.packed:
+            head += b * _all_heads(sizes, C)
+        at = wide_product(head, lse_len) + rows
+    return at
+
+
+@gluon.jit
+def output_at(rows, head, sizes, C: gl.constexpr):
+    """Where rows of a packed batch's output begin, beside its columns."""
+    return (wide_product(rows, _all_heads(sizes, C))[:, None] + tall(head, C)) * C.dim_v
+
+
+@gluon.jit
 def queries_at(b, head, query, C: gl.constexpr):
     """Where the copy engine finds a warpgroup's queries, and leaves its output."""
     if C.pack > 1:
@@ -173,13 +203,13 @@ def fill_tiles(rings, cursor, desc, steps, place, n, C: gl.constexpr):
 @gluon.jit
 def map_row(map_ptr, map_strides, b, head, tile):
     """Where the mask's map tells of a tile: how many others it sees in part and in whole, and which (`tile.mask_map`)."""
-    return map_ptr + b.to(gl.int64) * map_strides[0] + head.to(gl.int64) * map_strides[1] + tile.to(gl.int64) * map_strides[2]
+    return map_ptr + wide_product(b * here(map_strides[0]) + head * here(map_strides[1]) + tile, here(map_strides[2]))
 
 
 @gluon.jit
 def map_entry(x, part, row, map_strides):
     """The tile number `x` of a row of the map: those seen in `part` come first, the whole ones stand at its end."""
-    return gl.load(gl.where(x < part, row + 2 + x, row + map_strides[2] - 1 - (x - part)))
+    return gl.load(row + gl.where(x < part, 2 + x, here(map_strides[2]) - 1 - (x - part)))
 
 
 @gluon.jit
@@ -195,7 +225,7 @@ def key_steps(place, map_ptr, map_strides, C: gl.constexpr):
         row = map_row(map_ptr, map_strides, b, head, tile_m)
         part = gl.load(row)
         whole = gl.load(row + 1)
-        top = gl.where(part > 0, gl.load(row + 2), gl.where(whole > 0, gl.load(row + map_strides[2] - 1), 0))
+        top = gl.where(part > 0, gl.load(row + 2), gl.where(whole > 0, gl.load(row + here(map_strides[2]) - 1), 0))
         masked = gl.maximum(part - 1, 0)
         bare = gl.where(part > 0, whole, gl.maximum(whole - 1, 0))
         low = part * 0

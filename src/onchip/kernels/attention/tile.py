@@ -313,7 +313,7 @@ def remembered(what: tuple, tensors, device, make, changing: bool = False):
 
 def mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
     """The tiles of `m` queries and `n` keys that a mask which is no band shows, for each tile of queries (or of keys), int32
-    [batch or 1, heads or 1, tiles, 2 + most tiles], and its strides; see `_collect`. It is `remembered`."""
+    [batch or 1, heads or 1, tiles, 2 + most tiles], how many rows a batch and a head are apart, and how long a row is; see `_collect`. It is `remembered`."""
     what = ("map", p.mask.text, m, n, of_keys, p.batch, p.heads, p.len_q, p.len_k)
     tensors = (*x.mask, x.q_offsets, x.k_offsets, x.q_used, x.k_used)
     make = lambda: _mask_map(p, sees, captured, x, m, n, of_keys, device)  # noqa: E731
@@ -333,7 +333,7 @@ def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
         MASK=sees, LEFT=left, RIGHT=right, TOP_LEFT=top_left, BLOCK_M=m, BLOCK_N=n, OF_KEYS=of_keys, CHUNK=CHUNK,
     )  # fmt: skip
     _collect[(batch * heads * outer,)](found, kinds, inner, BLOCK=min(1024, triton.next_power_of_2(inner)))
-    return found, (found.stride(0) * (batch > 1), found.stride(1) * (heads > 1), found.stride(2))
+    return found, (heads * outer * (batch > 1), outer * (heads > 1), 2 + inner)
 
 
 def sequence_tiles(p, x, block: int, of_keys: bool = False, by_work: bool = True):

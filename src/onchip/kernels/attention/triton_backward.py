@@ -241,7 +241,7 @@ def _keys(sources, plain, outs, stats, of_q, of_k, again, sizes, strides, map_pt
             call = (lse_by_k, delta_by_k, lies, n, (batch, head, start_q), (q_strides[2], do_strides[2]), factor, gain * LOG2E, at, reads, grads,
                     (state_ptr, drop_bar, keep_scale, b * heads + head))  # fmt: skip
             if MASK is not None:
-                row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_n.to(tl.int64) * map_strides[2]
+                row = map_ptr + (b * map_strides[0] + head * map_strides[1] + tile_n).to(tl.int64) * map_strides[2]
                 dk, dv = _past_keys(dk, dv, k, v, q_end, do_end, 0, tl.load(row), row + 2, 1, None, call, D, DV, LEFT, RIGHT, BLOCK_M, BLOCK_DV,
                                     MASK, SCORE, SCORE_GRAD, WHAT, TMA, True, PACKED, PACKED, PRECISION, STAGES)  # fmt: skip
                 dk, dv = _past_keys(dk, dv, k, v, q_at, do_at, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, None, call, D, DV, LEFT, RIGHT, BLOCK_M,
@@ -348,7 +348,7 @@ def _queries(sources, plain, outs, stats, of_q, of_k, sizes, strides, map_ptr, m
         call = (lse, delta, rows, (batch, kv_head, start_k), (k_strides[2], v_strides[2]), factor, gain * LOG2E, (b, head, shift, len_q, len_k), reads,
                 (state_ptr, drop_bar, keep_scale, b * heads + head))  # fmt: skip
         if MASK is not None:
-            row = map_ptr + b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
+            row = map_ptr + (b * map_strides[0] + head * map_strides[1] + tile_m).to(tl.int64) * map_strides[2]
             dq = _past_queries(dq, q, do, k_end, v_src, 0, tl.load(row), row + 2, 1, None, call, D, DV, LEFT, RIGHT, BLOCK_N,
                                MASK, SCORE, SCORE_GRAD, TMA, True, PACKED, PADDED, PACKED, PRECISION, STAGES)  # fmt: skip
             dq = _past_queries(dq, q, do, k_src, v_src, 0, tl.load(row + 1), row + map_strides[2] - 1, -1, None, call, D, DV, LEFT, RIGHT, BLOCK_N,

@@ -201,7 +201,7 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
     dropout = (state_ptr, drop_bar, keep_scale, batch_head)
     call = (rows, place, strides, scale, gain * LOG2E, at, reads, dropout)
     if MASK is not None:
-        map_ptr += b.to(tl.int64) * map_strides[0] + head.to(tl.int64) * map_strides[1] + tile_m.to(tl.int64) * map_strides[2]
+        map_ptr += (b * map_strides[0] + head * map_strides[1] + tile_m).to(tl.int64) * map_strides[2]
         part, whole = tl.load(map_ptr), tl.load(map_ptr + 1)
         acc, top, total = _attend(acc, top, total, q, k_src, v_src, 0, part, map_ptr + 2, 1, call, D, DV, LEFT, RIGHT, BLOCK_N,
                                   MASK, SCORE, TMA, True, PADDED, PACKED, PAGE, PRECISION, STAGES)  # fmt: skip
