@@ -36,7 +36,7 @@ PACKED = [  # tiles with a fifth number: heads in their rows
     Case((1, 64, 2, EACH, 4), 17, 300, Window(40), heads=(6, 2)),
     Case((2, 64, 2, EACH, 2), 100, 200, Window(70, 20), dim=128, dim_v=64, heads=(4, 2)),
     Case((1, 64, 2, EACH, 4), 17, 90, heads=(6, 2), sinks=True),
-    Case((1, 64, 2, EACH, 4), 17, 200, Full(), heads=(6, 2), score=Softcap(2.0)),
+    Case((1, 64, 2, EACH, 4), 17, 200, Full(), heads=(6, 2), batch=2, score=Softcap(2.0)),
     Case((1, 64, 2, EACH, 4), 17, 200, heads=(6, 2), score=ALiBi(SLOPES), sinks=True),
     Case((2, 64, 2, EACH, 4), 64, 130, dim=128, heads=(6, 2), score=chain(None, ALiBi(SLOPES), 2.0)),
     Case((1, 64, 2, EACH, 4), 17, 150, heads=(6, 2), score=BY_HEAD),
@@ -95,7 +95,7 @@ BUGS = [
     Bug("queries lie in memory as the next group's heads do", THREE, (
         ("t.unflatten(1, (kv_heads, -1)).transpose(2, 3)", "t.unflatten(1, (-1, kv_heads)).transpose(1, 2).transpose(2, 3)"),
     )),
-    Bug("a sink is that of the group's first head", WITH_SINKS, (("sinks_ptr + head, mask", "sinks_ptr + place[1] * group, mask"),)),
+    Bug("a sink is that of the group's first head", WITH_SINKS, (("sinks_ptr + head, mask", "sinks_ptr + place[1] * sizes[4], mask"),)),
     Bug("sinks behind the last one are read", WITH_SINKS, (("mask=None if C.pack == 1 else rows < len_q)", "mask=None)"),)),
     Bug("a score's head is that of the keys", LOOKED_UP, (("b, tall(head, C), len_q", "b, place[1], len_q"),)),
     Bug("what rows decide is that of the keys' head", WITH_SLOPES, (("of_rows(rows, b, head,", "of_rows(rows, b, rows * 0 + place[1],"),)),

@@ -161,7 +161,10 @@ def lse_at(b, head, rows, lse_len, sizes, C: gl.constexpr):
     if C.cap > 0:  # in so many instructions, since ptxas makes of one less another kernel, 2 to 4% slower
         if C.packed:
             b = b * 0
-        at = b.to(gl.int64) * (sizes[3] * lse_len) + head.to(gl.int64) * lse_len + rows
+        heads = sizes[3]
+        if C.pack > 1:
+            heads = heads * sizes[4]
+        at = b.to(gl.int64) * (heads * lse_len) + head.to(gl.int64) * lse_len + rows
     else:
         if not C.packed:
             head += b * _all_heads(sizes, C)
