@@ -15,15 +15,14 @@ from onchip.core.scales import SMALLEST, Scales
 
 E4M3 = torch.float8_e4m3fn
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
-SOURCES = [
-    f"onchip.kernels.{name}"
-    for name in ("curves", "attention.texts", "attention.mods", "attention.tile", "hopper", "attention.hopper_tiles", "attention.hopper_fp8")
-]
+ATTENTION = ("texts", "mods", "tile", "hopper_tiles", "hopper_parts", "hopper_fp8")
+SOURCES = ["onchip.kernels.curves", "onchip.kernels.hopper", *(f"onchip.kernels.attention.{name}" for name in ATTENTION)]
 FEW, EACH = 3, 1000  # programs: few, which do several tiles each, or one for each tile
 
 
 class Case(NamedTuple):
-    """A call and the tiles it is run with. `shared`: how many tokens share a scale of q, k and v; 0: all."""
+    """A call and the tiles it is run with. `shared`: how many tokens share a scale of q, k and v; 0: all. `parts`: of the keys of the
+    last tiles of queries."""
 
     tiles: tuple[int, ...]  # groups, keys a tile, stages, programs, keys of a piece
     len_q: int
@@ -34,6 +33,7 @@ class Case(NamedTuple):
     batch: int = 1
     shared: tuple[int, int, int] = (0, 0, 0)
     scale: float | None = None
+    parts: int = 1
 
     def __str__(self):
         return " ".join(f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults.get(name))
@@ -57,7 +57,7 @@ def call_of(c: Case) -> Call:
 def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
     """Output and LSE of the kernel."""
     kernel = Emulator(mode, seed).load(*SOURCES, edits=edits)
-    kernel.turned = turned
+    kernel.turned, kernel.parts_of = turned, lambda *_: c.parts
     p = Attention("prefill", c.batch, c.len_q, c.len_k, *c.heads, c.dim, E4M3, c.mask)
     return kernel.launch(p, kernel.Tiles(*c.tiles), *call[:3], Operands(factor(c), scales=call.scales), True)
 
@@ -118,10 +118,12 @@ CASES = [
     Case((2, 256, 2, EACH, 64), 300, 500, dim=128),
     Case((2, 256, 2, FEW, 32), 300, 900, Window(300, 20), shared=(1, 0, 0)),
     Case((2, 256, 2, EACH, 64), 130, 400, Full(), shared=(0, 128, 1)),
+    Case((2, 256, 2, 5, 64), 300, 900, Full(), dim=128, heads=(4, 2), parts=3),
+    Case((2, 256, 2, 5, 64), 200, 600, Full(), dim=128, batch=4, parts=2),
 ]
 
 
-@pytest.mark.parametrize(("case", "mode"), timings(CASES, [*CASES[:5], CASES[9], CASES[12], *CASES[-4:-2]]), ids=str)
+@pytest.mark.parametrize(("case", "mode"), timings(CASES, [*CASES[:5], CASES[9], CASES[12], *CASES[-6:-4], *CASES[-2:]]), ids=str)
 def test_emulated(case, mode):
     call = call_of(case)
     check(case, call, emulated(case, call, mode))
@@ -163,7 +165,7 @@ def test_scores_below_zero(tiles, bug):
 # ---- with a bug
 
 WAIT = "        acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up\n"
-RELEASE = "        release(vi, 10 + C.stages, C.readers)\n        vi, vp = advance(vi, vp, C.stages)\n"
+RELEASE = "        release(vi, 10 + C.k_stages, C.readers)\n        vi, vp = advance(vi, vp, C.stages)\n"
 DONE, LET_GO = "        acc = warpgroup_mma_wait(0, deps=[acc])\n", RELEASE + "    return acc, top"
 FULL = Case((2, 128, 2, FEW), 260, 700, Full(), heads=(3, 1), shared=(0, 128, 128))
 BUGS = {  # what is wrong, and how the sources differ
@@ -179,24 +181,28 @@ BUGS = {  # what is wrong, and how the sources differ
 }  # fmt: skip
 
 PIECES = Case((2, 256, 2, FEW, 64), 260, 900, Full(), heads=(3, 1))
-SCORES = "        scores = warpgroup_mma_wait(0, deps=[scores])\n        pieces"
-TOP = "        top, base, shrink, _each = _top(scores, top, below, factor, 1.0, EDGE, C)\n"
-KEYS_GO = "        release(ki, 10, C.readers)\n"
 SCALED = "        acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)\n        total"
 BUGS_OF_PIECES = {
     "values are not waited for": (("        mbarrier.wait(v_full.index(vi), vp)\n        tiles", "        tiles"),),
     "values are let go before their products are waited for": ((DONE + LET_GO, LET_GO.replace("    return", DONE + "    return")),),
-    "keys are let go before their product is waited for": ((SCORES, KEYS_GO + SCORES), (TOP + KEYS_GO, TOP)),
     "a piece's values are another's": (("i * PIECE % KEYS, PIECE", "0, PIECE"),),
     "what only some rows see is left out": (("at + i * PIECE < ends[1]", "at + i * PIECE < ends[0]"),),
     "what only some rows see is seen by all": (("or n > seen", "or n > seen + 63"),),
     "the output is not scaled where a maximum grew": ((SCALED, "        total"),),
 }
+BUGS_OF_PARTS = {
+    "a part's last keys are left out": (("(part + 1) * (top + 1) // C.parts", "(part + 1) * top // C.parts"),),
+    "parts weigh the same": (("tl.exp2((tl.load(lse_ptr + first + s * M) - top) * LOG2E)", "tl.exp2(top * 0)"),),
+}
 
 
 @pytest.mark.parametrize(
     ("case", "bug"),
-    [*((FULL, bug) for bug in BUGS), *((PIECES if "rows see" not in bug else PIECES._replace(mask=Causal(), len_q=250), bug) for bug in BUGS_OF_PIECES)],
+    [
+        *((FULL, bug) for bug in BUGS),
+        *((PIECES if "rows see" not in bug else PIECES._replace(mask=Causal(), len_q=250), bug) for bug in BUGS_OF_PIECES),
+        *((CASES[-1], bug) for bug in BUGS_OF_PARTS),
+    ],
     ids=str,
 )
 def test_a_planted_bug_shows(case, bug):
@@ -204,7 +210,7 @@ def test_a_planted_bug_shows(case, bug):
     call = call_of(case)
     for mode in MODES:
         try:
-            check(case, call, emulated(case, call, mode, edits=(BUGS | BUGS_OF_PIECES)[bug]))
+            check(case, call, emulated(case, call, mode, edits=(BUGS | BUGS_OF_PIECES | BUGS_OF_PARTS)[bug]))
         except (Fault, AssertionError):
             return
     pytest.fail(f"nobody noticed that {bug}")

@@ -9,6 +9,7 @@ What differs, after FlashAttention-3 (Shah et al., 2024):
   of weights before rounding.
 - Of long sequences at d128 a step takes 256 keys, and 64 keys' weights go to the output's product while the next ones' exponentials are made (`_by_pieces`):
   what a step costs whatever its size (barriers, the first and last cycles of products, maxima of four threads) comes half as often.
+- Of such tiles without a causal mask those that are left when all programs have done as many are dealt out in parts of their keys (`hopper_parts`).
 - Scales of a head are part of the softmax's factor and of the output's; of 128 keys, of a tile's factor; of a token, columns of scores and weights.
 
 Reads q, k, v once a tile of queries, and V once more before. Exponentials take as long as both products: 128 x 128 of them 1,024 cycles, and the products at
@@ -26,7 +27,8 @@ from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
 from onchip.core.scales import SMALLEST, Scales
 from onchip.kernels.attention.fp8_operands import turned
-from onchip.kernels.attention.hopper_tiles import anew, hand, hide, key_steps, locate, next_sequence, place_of, programs_of, query_tiles, rounds
+from onchip.kernels.attention.hopper_parts import join, part_of, part_steps, parts_of
+from onchip.kernels.attention.hopper_tiles import anew, hand, hide, locate, next_sequence, place_of, programs_of, query_tiles, rounds
 from onchip.kernels.attention.tile import ends, for_tma, order, together
 from onchip.kernels.hopper import (
     advance,
@@ -40,6 +42,7 @@ from onchip.kernels.hopper import (
     first_turn,
     gl,
     gluon,
+    hear,
     here,
     in_order,
     largest,
@@ -50,6 +53,7 @@ from onchip.kernels.hopper import (
     release_after,
     ring,
     scale_rows,
+    start_next,
     take_turn,
     tell,
     tma,
@@ -70,14 +74,19 @@ GROWTH = gl.constexpr(0.8)  # of a maximum that is not followed: 2^8.8 = 446
 
 
 class Tiles(NamedTuple):
-    """Warpgroups of 64 queries, keys a tile, key tiles in flight, programs at most (`programs_and_counter`), and keys whose weights go to the output's product
-    as soon as they are made; 0: those of a tile go there together, behind the next tile's scores."""
+    """Warpgroups of 64 queries, keys a tile, tiles of values in flight (of keys that go in pieces there is room for one more), programs at most
+    (`programs_and_counter`), and keys whose weights go to the output's product as soon as they are made; 0: those of a tile go there together, behind the next
+    tile's scores."""
 
     groups: int
     n: int
     stages: int
     programs: int
     piece: int = 0
+
+    @property
+    def k_stages(self):
+        return self.stages + (self.piece > 0)
 
     def __str__(self):
         pieces = f" in pieces of {self.piece} keys" if self.piece else ""
@@ -100,6 +109,8 @@ class Shape:
     n: int  # keys a tile
     piece: int  # as in `Tiles`
     stages: int
+    k_stages: int
+    parts: int  # of the keys of some tiles of queries (`hopper_parts`)
     left: int
     right: int
     top_left: bool
@@ -128,32 +139,35 @@ class Shape:
 
 
 @gluon.jit
-def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, message, counter, sizes, lengths, C: gl.constexpr):
+def _copy(q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, message, counter, whole, sizes, lengths, C: gl.constexpr):
     N: gl.constexpr = C.n
     ROWS: gl.constexpr = v_desc.block_type.shape[2]  # of values, turned
     GROUPS: gl.constexpr = C.groups
+    if C.parts > 1:
+        start_next()  # it joins what these give
     q_at, k_at, v_at = (0, 0, 0), (0, 0, 0), (0, 0, 0)
     number, turn = here(gl.program_id(0)), 0
     while number < sizes[0]:
-        place, there = locate(number, anew(sizes), lengths, False, C)
+        tile, _part = part_of(number, whole, C)
+        place, there = locate(tile, anew(sizes), lengths, False, C)
         b, head, tile_m, _, _, _, _, _ = place
         if there:
-            tell(message, turn, place)
+            tell(message, turn, (b, head, tile_m, number))
             turn += 1
-            steps = key_steps(place, None, (0, 0, 0), C)
+            steps = part_steps(place, number, whole, C)
             top, masked, bare, low, _row = steps  # `_` is of another type already
             kv_head = head // sizes[4]
             n = top * N
-            k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.stages, 10, C.readers)
+            k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.k_stages, 10, C.readers)
             for group in gl.static_range(GROUPS):
                 q_at = fill(q_ring, q_at, q_desc, [b, head, tile_m * C.m + group * 64, 0], C.groups * C.rounds, 0, 0)
             if C.first:
                 wait_for_last()  # for V turned, and a counter at 0
-            v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n // N * ROWS, 0], C.stages, 10 + C.stages, C.readers)
+            v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n // N * ROWS, 0], C.stages, 10 + C.k_stages, C.readers)
             for _x in range(masked + bare + low):
                 n -= N
-                k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.stages, 10, C.readers)
-                v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n // N * ROWS, 0], C.stages, 10 + C.stages, C.readers)
+                k_at = fill(k_ring, k_at, k_desc, [b, kv_head, n, 0], C.k_stages, 10, C.readers)
+                v_at = fill(v_ring, v_at, v_desc, [b, kv_head, n // N * ROWS, 0], C.stages, 10 + C.k_stages, C.readers)
         number = draw(counter, sizes[0])
     tell(message, turn, (gl.to_tensor(-1),))
 
@@ -234,9 +248,9 @@ def _more(state, count, n, q, k_ring, v_ring, factor, call, EDGE: gl.constexpr, 
             scores = hide(scores, at, call, (), None, C, s_layout)
         top, base, shrink, each = _top(scores, top, below, factor, k_scale, EDGE, C)
         release_after(shrink, ki, 10, C.readers)
-        ki, kp = advance(ki, kp, C.stages)
+        ki, kp = advance(ki, kp, C.k_stages)
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
-        release(vi, 10 + C.stages, C.readers)
+        release(vi, 10 + C.k_stages, C.readers)
         vi, vp = advance(vi, vp, C.stages)
         acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
         weights, sums = _weigh(scores, base, each, v_scale, C)
@@ -309,7 +323,7 @@ def _by_pieces(state, count, n, ends, q, k_ring, v_ring, factor, call, EDGE: gl.
             scores = gl.convert_layout(_joined(pieces), s_layout)
         top, base, shrink, _each = _top(scores, top, below, factor, 1.0, EDGE, C)
         release(ki, 10, C.readers)
-        ki, kp = advance(ki, kp, C.stages)
+        ki, kp = advance(ki, kp, C.k_stages)
         acc = scale_rows(acc, gl.convert_layout(shrink, gl.SliceLayout(1, p_layout.parent)), C.lazily)
         total = total * gl.convert_layout(shrink, gl.SliceLayout(1, total.type.layout))[:, None]
         each, base = gl.convert_layout(factor, rows), gl.convert_layout(base, rows)
@@ -326,13 +340,14 @@ def _by_pieces(state, count, n, ends, q, k_ring, v_ring, factor, call, EDGE: gl.
             if not EDGE and i > 0 and i < N // PIECE - 1:  # else the weights of all pieces keep their registers: 128 bytes of spills
                 total = warpgroup_mma_wait(1, deps=[total])
         acc = warpgroup_mma_wait(0, deps=[acc])
-        release(vi, 10 + C.stages, C.readers)
+        release(vi, 10 + C.k_stages, C.readers)
         vi, vp = advance(vi, vp, C.stages)
     return acc, top, total, ki, kp, vi, vp
 
 
 @gluon.jit
-def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr):
+def _attend(place, number, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scales, sizes, parts, C: gl.constexpr, GROUP: gl.constexpr,
+            DV: gl.constexpr):  # fmt: skip
     """The output of 64 queries, and the cursors after it; LSE is stored."""
     N: gl.constexpr = C.n
     keys, k_full, _ = k_ring
@@ -343,7 +358,7 @@ def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scal
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     b, head, tile_m, _, len_q, _, len_k, shift = place
     ki, kp, vi, vp = cursors
-    steps = key_steps(place, None, (0, 0, 0), C)
+    steps = part_steps(place, number, parts[0], C)
     first, masked, bare, low, _ = steps
     rows = tile_m * C.m + GROUP * 64 + gl.arange(0, 64, layout=row_layout)
 
@@ -385,7 +400,7 @@ def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scal
         turn_over(GROUP, C.groups)
         scores = warpgroup_mma_wait(0, deps=[scores])
         release(ki, 10, C.readers)
-        ki, kp = advance(ki, kp, C.stages)
+        ki, kp = advance(ki, kp, C.k_stages)
         if C.each_k == 1:
             scores = scores * hand(k_scale, scores)
         scores = hide(scores, first * N, call, (), None, C, s_layout)
@@ -404,19 +419,21 @@ def _attend(place, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, scale, scal
         acc = warpgroup_mma(gl.convert_layout(as_bytes(weights), p_layout), values.index(vi).reshape([DV, N]).permute((1, 0)), acc, is_async=True)
 
     total = gl.convert_layout(gl.sum(total, 1), row_layout)
-    if lse_ptr is not None:
-        at = lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1] + rows
-        gl.store(at, (top + (gl.log2(total) - RAISED)) * LN2, mask=rows < len_q)
+    lse = (top + (gl.log2(total) - RAISED)) * LN2
+    if C.parts > 1 and number >= parts[0]:
+        gl.store(parts[2] + (number - parts[0]) * C.m + (rows - tile_m * C.m), lse)
+    elif lse_ptr is not None:
+        gl.store(lse_ptr + b.to(gl.int64) * lse_strides[0] + head.to(gl.int64) * lse_strides[1] + rows, lse, mask=rows < len_q)
     inverse = gl.where(total == 0.0, 0.0, most / total)
     if C.piece == 0:
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
-        release(vi, 10 + C.stages, C.readers)
+        release(vi, 10 + C.k_stages, C.readers)
         vi, vp = advance(vi, vp, C.stages)
     return acc * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None], ki, kp, vi, vp
 
 
 @gluon.jit
-def _compute(o_desc, o_buffers, q_ring, k_ring, v_ring, message, lse_ptr, lse_strides, scale, scales, sizes, C: gl.constexpr, GROUP: gl.constexpr):
+def _compute(o_desc, o_buffers, q_ring, k_ring, v_ring, message, lse_ptr, lse_strides, scale, scales, sizes, parts, C: gl.constexpr, GROUP: gl.constexpr):
     queries, q_full, q_empty = q_ring
     DV: gl.constexpr = o_buffers.shape[-1]
     buffer = o_buffers.index(GROUP)
@@ -425,27 +442,33 @@ def _compute(o_desc, o_buffers, q_ring, k_ring, v_ring, message, lse_ptr, lse_st
     turn = 0
     b = next_sequence(message, turn)
     while b >= 0:
+        number = b
+        if C.parts > 1:
+            number = hear(message, turn, 3, 4)
         place = place_of(message, turn, b, anew(sizes), C)
         b, head, tile_m, _, _, _, _, _ = place
         mine = turn % C.rounds * C.groups + GROUP
         q = queries.index(mine).reshape([64, queries.shape[-1]])
         mbarrier.wait(q_full.index(mine), turn // C.rounds % 2)
-        acc, ki, kp, vi, vp = _attend(place, (ki, kp, vi, vp), q, k_ring, v_ring, lse_ptr, lse_strides, scale, scales, sizes, C, GROUP, DV)
+        acc, ki, kp, vi, vp = _attend(place, number, (ki, kp, vi, vp), q, k_ring, v_ring, lse_ptr, lse_strides, scale, scales, sizes, parts, C, GROUP, DV)
         mbarrier.arrive(q_empty.index(mine), count=1)
         tma.store_wait(0)  # the tile before has left
         buffer.reshape([64, DV]).store(acc.to(buffer.dtype))
         fence_async_shared()
-        tma_store(o_desc, [b, head, tile_m * C.m + GROUP * 64, 0], buffer)
+        if C.parts > 1 and number >= parts[0]:
+            tma_store(parts[1], [0, number - parts[0], GROUP * 64, 0], buffer)
+        else:
+            tma_store(o_desc, [b, head, tile_m * C.m + GROUP * 64, 0], buffer)
         turn += 1
         b = next_sequence(message, turn)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads", "each_q"])
-def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_scale, v_scale, v_most, scale, each_q,
+@gluon.jit(do_not_specialize=["tiles", "tiles_m", "together", "heads", "group", "len_q", "len_k", "batch_heads", "each_q", "whole"])
+def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_scale, v_scale, v_most, whole, part_desc, part_lse, scale, each_q,
                  tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, lse_strides, scale_strides, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups * C.rounds, 1)
-    k_ring = ring(k_desc, C.stages, 0)
+    k_ring = ring(k_desc, C.k_stages, 0)
     v_ring = ring(v_desc, C.stages, 0)
     o_buffers = gl.allocate_shared_memory(o_desc.dtype, [C.groups] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005 (device code)
     fence_async_shared()
@@ -454,11 +477,12 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_sc
     lengths = (None, None, None, None, None)
     scales = (q_scale, k_scale, v_scale, v_most, scale_strides, each_q)
     scale = scale * LOG2E
+    parts = (whole, part_desc, part_lse)
     if C.groups == 1:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
-                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, parts, C, 0)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, whole, sizes, lengths, C)),
             ],
             [1],
             [24],
@@ -466,9 +490,9 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_sc
     elif C.groups == 2:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 1)),
-                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, parts, C, 0)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, parts, C, 1)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, whole, sizes, lengths, C)),
             ],
             [4, 1],
             [240, 24],
@@ -476,10 +500,10 @@ def _prefill_fp8(q_desc, k_desc, v_desc, o_desc, lse_ptr, counter, q_scale, k_sc
     else:
         gl.warp_specialize(
             [
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 0)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 1)),
-                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, C, 2)),
-                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, sizes, lengths, C)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, parts, C, 0)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, parts, C, 1)),
+                (_compute, (o_desc, o_buffers, q_ring, k_ring, v_ring, told, lse_ptr, lse_strides, scale, scales, sizes, parts, C, 2)),
+                (_copy, (q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, told, counter, whole, sizes, lengths, C)),
             ],
             [4, 4, 1],
             [160, 160, 32],
@@ -537,16 +561,25 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     tiles_m = triton.cdiv(p.len_q, 64 * tiles.groups)
     count = tiles_m * p.batch * p.heads
     programs = min(count, tiles.programs)
+    parts = parts_of(count, programs, triton.cdiv(p.len_k, tiles.n)) if tiles.piece and p.mask.right is None else 1
+    whole, part, part_lse = count, first[3], None
+    if parts > 1:
+        whole = count // programs * programs
+        part = out.new_empty(1, (count - whole) * parts, 64 * tiles.groups, p.value_dim)
+        part_lse = torch.empty(part.shape[1:3], dtype=torch.float32, device=q.device)
     counter = torch.empty(1, dtype=torch.int32, device=q.device) if count > programs else None
     first[2], early = turned(first[2], keys, counter), starts_early(q)
     shape = Shape(
-        tiles.groups, tiles.n, tiles.piece, tiles.stages, left, right, top_left, each_k, each_v, pick(LAZILY, p.value_dim),
-        rounds(tiles, p.dim, p.value_dim, p.value_dim, 0, 1), p.value_dim <= 128, early,
+        tiles.groups, tiles.n, tiles.piece, tiles.stages, tiles.k_stages, parts, left, right, top_left, each_k, each_v, pick(LAZILY, p.value_dim),
+        rounds(tiles, p.dim, p.value_dim, p.value_dim, (tiles.k_stages - tiles.stages) * tiles.n * p.dim, 1), p.value_dim <= 128, early,
     )  # fmt: skip
     blocks = ((64, p.dim), (tiles.n, p.dim), (p.value_dim * (tiles.n // keys), keys), (64, p.value_dim))
     _prefill_fp8[(programs,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), lse, counter, *factors, most, scale, each_q or p.len_q, count, tiles_m,
-        tiles.together(p), p.heads, p.group, p.len_q, p.len_k, p.batch * p.heads, (0, 0) if lse is None else lse.stride()[:2],
+        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), lse, counter, *factors, most, whole, describe(part, *blocks[3]), part_lse, scale,
+        each_q or p.len_q, whole + (count - whole) * parts, tiles_m, tiles.together(p), p.heads,
+        p.group, p.len_q, p.len_k, p.batch * p.heads, (0, 0) if lse is None else lse.stride()[:2],
         tuple(tuple(t.stride()) for t in (*factors, most)), C=shape, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
+    if parts > 1:
+        join(part[0], part_lse, first[3], lse, whole, parts)
     return (out, lse) if return_lse else out

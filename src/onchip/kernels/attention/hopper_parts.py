@@ -1,0 +1,95 @@
+"""Tiles of queries that are left when each program has done as many as every other: their keys are dealt out in parts, and what these give is joined.
+
+Of 2,048 tiles 132 programs do 15 each, and 68 are left: in five parts each they take three fifths of a tile's time instead of all of it. A part's output is
+normalised and in the result's dtype, with its LSE.
+"""
+
+import triton
+import triton.language as tl
+
+from onchip.kernels.attention.hopper_tiles import key_steps
+from onchip.kernels.attention.tile import LN2, LOG2E
+from onchip.kernels.hopper import gl, gluon
+from onchip.kernels.launch import starts_early
+
+# ---- device
+
+
+@gluon.jit
+def part_of(number, whole, C: gl.constexpr):
+    """The tile of a program's next work, and which part of its keys; below 0: all."""
+    part = number - whole
+    tile = number
+    if C.parts > 1 and part >= 0:
+        tile = whole + part // C.parts
+        part = part % C.parts
+    return tile, part
+
+
+@gluon.jit
+def part_steps(place, number, whole, C: gl.constexpr):
+    """`key_steps` of a tile, or of a part of its keys."""
+    top, masked, bare, low, row = key_steps(place, None, (0, 0, 0), C)
+    if C.parts > 1:
+        _tile, part = part_of(number, whole, C)
+        if part >= 0:
+            first, end = part * (top + 1) // C.parts, (part + 1) * (top + 1) // C.parts
+            top, bare = top - first, end - first - 1
+    return top, masked, bare, low, row
+
+
+@triton.jit(do_not_specialize=["whole", "tiles_m", "heads", "len_q"])
+def _join(part_ptr, lse_ptr, o_ptr, o_lse_ptr, whole, tiles_m, heads, len_q, strides, lse_strides, M: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr,
+          ROWS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """ROWS queries of one tile, sum_s exp(lse_s - lse) o_s; each part has seen a key."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    tile, row = tl.program_id(0) // (M // ROWS), tl.program_id(0) % (M // ROWS) * ROWS
+    batch_head = (whole + tile) // tiles_m
+    batch, head = batch_head // heads, batch_head % heads
+    rows, cols = row + tl.arange(0, ROWS), tl.arange(0, DIM)
+    first = tile * (PARTS * M) + rows
+    top = tl.load(lse_ptr + first)
+    for s in tl.static_range(1, PARTS):
+        top = tl.maximum(top, tl.load(lse_ptr + first + s * M))
+    total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
+    for s in tl.static_range(PARTS):
+        weight = tl.exp2((tl.load(lse_ptr + first + s * M) - top) * LOG2E)
+        total += weight
+        acc += tl.load(part_ptr + (first + s * M)[:, None] * DIM + cols[None, :]).to(tl.float32) * weight[:, None]
+    query = (whole + tile) % tiles_m * M + rows
+    at = o_ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + query.to(tl.int64)[:, None] * strides[2]
+    tl.store(at + cols[None, :], acc / total[:, None], mask=query[:, None] < len_q)
+    if o_lse_ptr is not None:
+        at = o_lse_ptr + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + query
+        tl.store(at, top + tl.log2(total) * LN2, mask=query < len_q)
+
+
+# ---- host
+
+MOST = 6  # parts of a tile
+ROWS = 16  # of a tile's queries, a program
+COST = 6  # steps' time that joining takes
+
+
+def parts_of(count: int, programs: int, steps: int) -> int:
+    """How many parts the keys of the tiles that are left are best dealt out in, each of some of a tile's `steps` and one step's time more; 1: whole tiles."""
+    left = count % programs
+    if count <= programs or left == 0 or steps < MOST:
+        return 1
+    takes = {parts: triton.cdiv(left * parts, programs) * (triton.cdiv(steps, parts) + 1) + COST for parts in range(2, MOST + 1)}
+    return min(takes, key=takes.get) if min(takes.values()) < steps else 1
+
+
+def join(parts, part_lse, out, lse, whole: int, count: int) -> None:
+    """Into `out` [batch, heads, len, dim] and `lse` (or None) the tiles of queries from number `whole` on, of `count` parts each.
+
+    parts   [tiles x count, queries, dim], of a tile side by side.        part_lse   [tiles x count, queries]
+    """
+    _, heads, len_q, dim = out.shape
+    units, m, _ = parts.shape
+    early = starts_early(out)
+    _join[(units // count * (m // ROWS),)](
+        parts, part_lse, out, lse, whole, triton.cdiv(len_q, m), heads, len_q, out.stride()[:3], (0, 0) if lse is None else lse.stride()[:2],
+        M=m, DIM=dim, PARTS=count, ROWS=ROWS, EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
