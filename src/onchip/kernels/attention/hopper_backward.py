@@ -332,7 +332,7 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
 @gluon.jit
 def _compute(outs, dq_desc, still, rings, message, buffers, call, sizes, lengths, map_ptr, map_strides,
              MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    dk_desc, dv_desc, dk_ptr, dv_ptr, dk_strides, dv_strides = outs
+    dk_desc, dv_desc, dk_ptr, dv_ptr = outs
     k_tile, v_tile, full = still
     queries, outputs = rings[0][0], rings[1][0]
     group = sizes[4]
@@ -394,9 +394,9 @@ def _compute(outs, dq_desc, still, rings, message, buffers, call, sizes, lengths
             tiles += 1
             _add(dq, dq_desc, dq_buffer, row, m, place, C, GROUP)
             tma.store_wait(0)  # dQ has left the buffer
-            send(dv_desc, dv_ptr, dv_strides, (dv,), 1.0, dq_buffer, place, C.dim_v, C, GROUP)
+            send(dv_desc, dv_ptr, sizes[3], (dv,), 1.0, dq_buffer, place, C.dim_v, C, GROUP)
             tma.store_wait(0)  # so has dV
-            send(dk_desc, dk_ptr, dk_strides, (dk,), call[3], dq_buffer, place, C.dim, C, GROUP)
+            send(dk_desc, dk_ptr, sizes[3], (dk,), call[3], dq_buffer, place, C.dim, C, GROUP)
         number = hear(message, turn, 0, 4)
         forget(message, turn)
         turn += 1
@@ -406,7 +406,7 @@ def _compute(outs, dq_desc, still, rings, message, buffers, call, sizes, lengths
 @gluon.jit(do_not_specialize=["tiles", "tiles_n", "together", "kv_heads", "group", "len_q", "len_k", "batch_heads", "first"])
 def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr,
               counter, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, tiles, tiles_n, together, kv_heads, group,
-              len_q, len_k, batch_heads, first, dk_strides, dv_strides, map_strides,
+              len_q, len_k, batch_heads, first, map_strides,
               MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
     queries, q_full, _ = ring(q_desc, C.stages, 0)
     outputs, do_full, _ = ring(do_desc, C.stages, 0)
@@ -424,7 +424,7 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc, dq_
     sizes = (tiles, tiles_n, together, kv_heads, group, len_q, len_k, batch_heads, first)
     lengths, still = (listed, q_offsets, k_offsets, q_used, k_used), (k_tile, v_tile, full.index(0))
     q_ring, do_ring = (queries, lses, q_full), (outputs, deltas, do_full)
-    call, outs = (scale, gain, reads, factor), (dk_desc, dv_desc, dk_ptr, dv_ptr, dk_strides, dv_strides)
+    call, outs = (scale, gain, reads, factor), (dk_desc, dv_desc, dk_ptr, dv_ptr)
     descs = (q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, reads[1] if C.far else t_desc)
     t_rings = (None, None)
     if C.adds:
@@ -550,7 +550,7 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
         factors = before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain
         _backward[(programs,)](
             *kinds, *stats, pairs, describe(sums, *half), *grads, dk, dv, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
-            *factors, grid, tiles_n, side_by_side, p.kv_heads, p.group, p.len_q, p.len_k, count, first, dk.stride()[:3], dv.stride()[:3], map_strides,
+            *factors, grid, tiles_n, side_by_side, p.kv_heads, p.group, p.len_q, p.len_k, count, first, map_strides,
             MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip
         finish(sums, dq, before * gain, first * p.group)

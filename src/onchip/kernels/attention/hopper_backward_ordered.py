@@ -78,6 +78,7 @@ from onchip.kernels.hopper import (
     turn_over,
     warpgroup_mma,
     warpgroup_mma_wait,
+    wide_product,
 )
 
 STAY = gl.constexpr(128)  # rows of a tile that stays
@@ -253,11 +254,10 @@ def _statistics(stats, place, sizes, C: gl.constexpr, GROUP: gl.constexpr, layou
     lse, delta = 0, 0
     if not C.of_keys:
         b, head, tile, start_q, len_q, _, _, _ = place
-        batch = b.to(gl.int64)
-        if C.packed:
-            batch = batch * 0
+        if not C.packed:
+            head += b * sizes[3]
         i = tile * C.m + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
-        at = (batch * sizes[3] + head) * pitch + start_q + i
+        at = wide_product(head, pitch) + start_q + i
         lse = gl.load(lse_ptr + at, mask=i < len_q, other=float("inf"))
         delta = gl.load(delta_ptr + at, mask=i < len_q, other=0.0)
     return lse, delta
@@ -396,7 +396,7 @@ def _more(sums, index, phase, count, x, steps, map_strides, own, ring, stats, ca
 @gluon.jit
 def _compute(outs, descs, own, ring, message, stats, call, sizes, lengths, map_ptr, map_strides,
              MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    out_desc, out_v_desc, out_ptr, out_v_ptr, out_strides, out_v_strides = outs
+    out_desc, out_v_desc, out_ptr, out_v_ptr = outs
     firsts, seconds, own_full, own_v_full = own
     v_desc = descs[3]
     STREAM: gl.constexpr = C.stream
@@ -436,9 +436,9 @@ def _compute(outs, descs, own, ring, message, stats, call, sizes, lengths, map_p
             if C.slopes and not C.values:
                 release(0, OWN_V_LET_GO, READERS)
             if C.values:
-                send(out_v_desc, out_v_ptr, out_v_strides, of_v, 1.0, seconds.index(GROUP), place, C.dim_v, C, GROUP)
+                send(out_v_desc, out_v_ptr, sizes[3], of_v, 1.0, seconds.index(GROUP), place, C.dim_v, C, GROUP)
             if C.slopes:
-                send(out_desc, out_ptr, out_strides, of_d, call[3], firsts.index(GROUP), place, C.dim, C, GROUP)
+                send(out_desc, out_ptr, sizes[3], of_d, call[3], firsts.index(GROUP), place, C.dim, C, GROUP)
             if C.packed:  # the buffer was read by threads: the next copy into it comes after
                 fence_async_shared()
             tma.store_wait(0)
@@ -454,7 +454,7 @@ def _compute(outs, descs, own, ring, message, stats, call, sizes, lengths, map_p
 @gluon.jit(do_not_specialize=["tiles", "places", "together", "heads", "group", "len_q", "len_k", "batch_heads", "pitch"])
 def _backward_pass(own_desc, own_v_desc, far_desc, far_v_desc, lse_desc, delta_desc, out_desc, out_v_desc, out_ptr, out_v_ptr,
                    lse_ptr, delta_ptr, pitch, counter, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor,
-                   tiles, places, together, heads, group, len_q, len_k, batch_heads, out_strides, out_v_strides, map_strides,
+                   tiles, places, together, heads, group, len_q, len_k, batch_heads, map_strides,
                    MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
     wide: gl.constexpr = far_desc.block_type.shape
     slots = gl.allocate_shared_memory(far_desc.dtype, [C.slots] + wide, far_desc.layout)  # noqa: RUF005 (device code)
@@ -477,7 +477,7 @@ def _backward_pass(own_desc, own_v_desc, far_desc, far_v_desc, lse_desc, delta_d
     own = (firsts, seconds, own_full.index(0), own_full.index(1))
     descs = (own_desc, own_v_desc, far_desc, far_v_desc, lse_desc, delta_desc)
     call, stats = (scale, gain, reads, factor), (lse_ptr, delta_ptr, pitch)
-    outs = (out_desc, out_v_desc, out_ptr, out_v_ptr, out_strides, out_v_strides)
+    outs = (out_desc, out_v_desc, out_ptr, out_v_ptr)
     gl.warp_specialize(
         [
             (_compute, (outs, descs, own, ring, told, stats, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
@@ -532,5 +532,5 @@ def launches(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, s
             *(describe(t.view(-1, t.shape[-1]), 1, stream) for t in (lses, delta)), describe(out, 64, width), describe(dv, 64, width_v), out, dv,
             lses, delta, lses.shape[-1], counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
             before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain, grid, places, together(p, streaming), heads, p.group, p.len_q, p.len_k,
-            every, out.stride()[:3], dv.stride()[:3], map_strides, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
+            every, map_strides, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip

@@ -5,10 +5,10 @@ A tile's rows are keys (`C.of_keys`), past which queries stream, or queries, pas
 
 import math
 
-from onchip.kernels.attention.hopper_tiles import map_entry, map_row
+from onchip.kernels.attention.hopper_tiles import between, map_entry, map_row
 from onchip.kernels.attention.statistics import LATE
 from onchip.kernels.attention.tile import inner_span, key_span, query_span
-from onchip.kernels.hopper import as_other, fence_async_shared, gl, gluon, tma_store
+from onchip.kernels.hopper import as_other, fence_async_shared, gl, gluon, here, tma_store, wide_product
 
 LOG2E = math.log2(math.e)
 PHASES = gl.constexpr(LATE)
@@ -111,19 +111,31 @@ def _of_columns(other, C: gl.constexpr, layout: gl.constexpr):
 def _seen(rows, other, place, h, reads, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """Which scores the mask shows."""
     b, _, _, _, len_q, _, len_k, shift = place
-    if C.of_keys:
-        i, j = _of_columns(other, C, layout), rows
-    else:
-        i, j = rows, _of_columns(other, C, layout)
-    seen = j < len_k
+    N: gl.constexpr = C.m if C.of_keys else C.n
     if MASK is not None:
-        seen = seen & MASK(b, h, i, j, len_q, len_k, reads)
-    elif C.right >= 0:
-        seen = seen & (j <= i + (shift + C.right))
-    if C.of_keys and (C.packed or MASK is not None):
-        seen = seen & (i < len_q)
-    if MASK is None and C.left >= 0:
-        seen = seen & (j >= i + (shift - C.left))
+        if C.of_keys:
+            i, j = _of_columns(other, C, layout), rows[:, None]
+        else:
+            i, j = rows[:, None], _of_columns(other, C, layout)
+        seen = (j < len_k) & MASK(b, h, i, j, len_q, len_k, reads)
+        if C.of_keys:
+            seen = seen & (i < len_q)
+    elif C.of_keys:  # a key's queries
+        end = rows * 0 + (len_q - other)
+        if C.left >= 0:
+            end = gl.minimum(rows - (shift - C.left - 1 + other), end)
+        if C.right >= 0:
+            start = gl.where(rows < len_k, rows - (shift + C.right + other), N)
+            seen = between(start, end, True, C.packed or C.left >= 0, N, layout)
+        else:
+            seen = (rows < len_k)[:, None]
+            if C.packed or C.left >= 0:
+                seen = seen & between(end, end, False, True, N, layout)
+    else:
+        start, end = rows + (shift - C.left - other), rows * 0 + (len_k - other)
+        if C.right >= 0:
+            end = gl.minimum(rows + (shift + C.right + 1 - other), end)
+        seen = between(start, end, C.left >= 0, True, N, layout)
     return seen
 
 
@@ -135,8 +147,8 @@ def weights(s, other, h, lses, index, call, place, MASK: gl.constexpr, SCORE: gl
     scale, gain, reads = call[0], call[1], call[2]
     b, _, tile, _, len_q, _, len_k, _ = place
     i = _of_columns(other, C, layout)
-    rows = (tile * (C.n if C.of_keys else C.m) + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))[:, None]
-    j = rows
+    own = tile * (C.n if C.of_keys else C.m) + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    j = own[:, None]
     if not C.of_keys:
         i, j = j, i
     if SCORE is not None:
@@ -149,7 +161,7 @@ def weights(s, other, h, lses, index, call, place, MASK: gl.constexpr, SCORE: gl
     else:
         p = gl.exp2(s * scale)
     if EDGE:
-        seen = _seen(rows, other, place, h, reads[0], MASK, C, layout)
+        seen = _seen(own, other, place, h, reads[0], MASK, C, layout)
         p = gl.where(seen, p, 0.0)
     sloped = p
     if SCORE is not None:
@@ -160,8 +172,8 @@ def weights(s, other, h, lses, index, call, place, MASK: gl.constexpr, SCORE: gl
 
 
 @gluon.jit
-def send(desc, ptr, strides, sums, factor, buffer, place, DIM: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
-    """The gradients of a warpgroup's rows, `factor` times sums of 128 columns each or of all, by way of `buffer`, which is free."""
+def send(desc, ptr, heads, sums, factor, buffer, place, DIM: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
+    """The gradients of a warpgroup's rows, `factor` times sums of 128 columns each or of all, by way of `buffer`, which is free. `heads`: of all rows."""
     b, head, tile, start_q, len_q, start_k, len_k, _ = place
     if C.of_keys:
         first, begin, length = tile * C.n + GROUP * 64, start_k, len_k
@@ -176,7 +188,7 @@ def send(desc, ptr, strides, sums, factor, buffer, place, DIM: gl.constexpr, C: 
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
         rows = first + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
         dims = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
-        at = ptr + head.to(gl.int64) * strides[1] + (begin + rows).to(gl.int64)[:, None] * strides[2] + dims[None, :]
+        at = ptr + (wide_product(begin + rows, here(heads))[:, None] + head) * DIM + dims[None, :]
         gl.store(at, flat.load(layout), mask=(rows < length)[:, None] & (dims < DIM)[None, :])
     else:
         fence_async_shared()

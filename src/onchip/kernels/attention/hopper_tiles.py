@@ -325,6 +325,21 @@ def columns_of(tile):
 
 
 @gluon.jit
+def between(start, end, STARTS: gl.constexpr, ENDS: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """Which columns of scores [64, N] lie in [`start`, `end`) of their rows, or have no such bound. They are constants of the code: those of all 64 scores of a
+    thread took registers of the whole kernel, or were spilled."""
+    tile = gl.zeros([64, N], gl.float32, layout).reshape([64, N // 8, 4, 2])
+    of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout)))
+    own, two = columns_of(tile)
+    seen = tile == 0.0
+    if ENDS:
+        seen = seen & (own < (gl.convert_layout(end, of_row)[:, None] - two)[:, None, :][:, :, :, None])
+    if STARTS:
+        seen = seen & (own >= (gl.convert_layout(start, of_row)[:, None] - two)[:, None, :][:, :, :, None])
+    return gl.convert_layout(seen.reshape([64, N]), layout)
+
+
+@gluon.jit
 def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
     """Scores with -inf where the mask hides the key. `keys`: from `of_keys`."""
     N: gl.constexpr = scores.shape[1]
@@ -345,14 +360,8 @@ def hide(scores, n, call, keys, MASK: gl.constexpr, C: gl.constexpr, layout: gl.
             if C.left >= 0:
                 seen = seen & (cols[None, :] >= start[:, None])
         scores = gl.where(seen, scores, float("-inf"))
-    else:  # columns are constants of the code: those of all 64 scores took registers of the whole kernel, or were spilled
-        tile = scores.reshape([64, N // 8, 4, 2])
-        of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout)))
-        own, two = columns_of(tile)
-        seen = own < (gl.convert_layout(end - n, of_row)[:, None] - two)[:, None, :][:, :, :, None]
-        if C.left >= 0:
-            seen = seen & (own >= (gl.convert_layout(start - n, of_row)[:, None] - two)[:, None, :][:, :, :, None])
-        scores = gl.convert_layout(gl.where(seen, tile, float("-inf")).reshape([64, N]), layout)
+    else:
+        scores = gl.where(between(start - n, end - n, C.left >= 0, True, N, layout), scores, float("-inf"))
     return scores
 
 
