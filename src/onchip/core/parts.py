@@ -189,7 +189,8 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
 
 def alike(tensor: Tensor) -> str:
     """Which of b, h, i, j a tensor that broadcasts over [batch, heads, len_q, len_k] depends on."""
-    return "".join(letter for letter, size in zip("bhij"[4 - tensor.ndim :], tensor.shape, strict=True) if size != 1)
+    shape, letters = tensor.shape, "bhij"[4 - tensor.ndim :]
+    return letters if 1 not in shape else "".join(letter for letter, size in zip(letters, shape, strict=True) if size != 1)
 
 
 def squeezed(tensor: Tensor) -> Tensor:
@@ -226,6 +227,8 @@ def check_sizes(name: str, what: str, tensor: Tensor, letters: str, sizes: tuple
 
     loose   it broadcasts: sizes of 1 serve all, and those of a dense call are its own. A mask of all queries beside the last one is a mistake.
     """
+    if letters == "bhij"[-len(letters) :] and tensor.shape == sizes[-len(letters) :]:  # as most are, and half of the time of what is below
+        return
     needs = dict(zip("bhij", sizes, strict=True))
     for letter, size in zip(letters, tensor.shape, strict=True):
         least = letter in "ij" and not (loose and isinstance(needs[letter], Exactly))

@@ -149,7 +149,7 @@ def added(p: Attention, how: Whole, x: Operands, dtype: torch.dtype) -> tuple[Te
         return added_bias(p, x, whole_part(p), dtype), True
     seen = lookup(p.mask, x.mask, p, whole_part(p))
     if p.len_q <= FEW_BLOCKS * blocked_tiles.BLOCK:
-        return (float_mask(seen, dtype), True) if all_of(any_of(seen, 2)) else (None, False)
+        return (float_mask(seen, dtype), True) if seen.view(torch.uint8).amax(2).amin().item() else (None, False)
     by_block, by_key = seen_by_blocks(seen)
     if not all_of(any_of(by_block, 2)) or by_key.sum() < SPARSE * by_key.numel():
         return None, False

@@ -351,9 +351,9 @@ def lookup(traced: Traced, tensors: tuple[Tensor, ...], p: Attention, part: Part
     """What a part reads of the one tensor of a mask or score, at the place itself, as [batch, heads, rows, keys]; a view."""
     letters, near = cutting(traced)[1][0], {"b": part.batch, "h": slice(0, p.heads), "i": slice(0, part.len_q), "j": slice(0, part.len_k)}
     (t,) = tensors
-    for dim, letter in enumerate(letters):
-        t = take(t, dim, near[letter])
-    return t[tuple(slice(None) if letter in letters else None for letter in near)]
+    for dim, (letter, places) in enumerate(near.items()):
+        t = take(t, dim, places) if letter in letters else t.unsqueeze(dim)
+    return t
 
 
 @functools.lru_cache(maxsize=1024)
