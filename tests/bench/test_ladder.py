@@ -212,6 +212,11 @@ NCU = """==PROF== Connected to process 1 (/usr/bin/python3)
 "0","1","python3","_prefill","Command line profiler metrics","dram__bytes_write.sum","byte","7"
 "1","1","python3","copy","Command line profiler metrics","dram__bytes_read.sum","byte","3"
 "1","1","python3","copy","Command line profiler metrics","gpu__time.sum","ns","99"
+"2","1","python3","at::cuda::spin_kernel(long)","Command line profiler metrics","dram__bytes_read.sum","byte","50"
+"2","1","python3","at::cuda::spin_kernel(long)","Command line profiler metrics","dram__bytes_write.sum","byte","60"
+"3","1","python3","at::cuda::spin_kernel(long)","Command line profiler metrics","dram__bytes_read.sum","byte","50"
+"4","1","python3","_one_block","Command line profiler metrics","dram__bytes_read.sum","byte","8"
+"5","1","python3","at::cuda::spin_kernel(long)","Command line profiler metrics","dram__bytes_read.sum","byte","50"
 """
 
 
@@ -232,10 +237,12 @@ def ncu(monkeypatch, tmp_path):
     meters.refusal.cache_clear()
 
 
-def test_bytes_are_summed_over_kernels(ncu):
-    asked = ncu(NCU)
-    assert meters.count("onchip", problem(64, 16, Causal(), BF16), GPU) == (1_234_570, None)
-    assert asked.read_text().strip().endswith("-m onchip.bench.meters onchip 2 64 2 16 bf16 Causal cuda")
+def test_bytes_are_summed_over_the_kernels_of_each(ncu):
+    asked, names = ncu(NCU), ("onchip", *ladder.RUNGS)
+    nothing = (None, "no counter: ncu counted nothing")  # it ran out of memory, and the last one ended the process
+    counted = meters.count(names, problem(64, 16, Causal(), BF16), GPU)
+    assert counted == dict(zip(names, ((1_234_570, None), nothing, (8, None), nothing), strict=True))
+    assert asked.read_text().strip().endswith(f"-m onchip.bench.meters 2 64 2 16 bf16 Causal cuda {' '.join(names)}")
 
 
 @pytest.mark.parametrize(
@@ -247,14 +254,14 @@ def test_bytes_are_summed_over_kernels(ncu):
 )
 def test_no_permission_to_count(ncu, text, why):
     ncu(text, 1)
-    assert meters.count("onchip", problem(64), GPU) == (None, why)
+    assert meters.count(["onchip"], problem(64), GPU) == {"onchip": (None, why)}
 
 
 def test_nothing_to_count_with(monkeypatch, tmp_path):
     meters.refusal.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert meters.count("onchip", problem(64), CPU) == (None, "no counter: NVIDIA GPUs only")
-    assert meters.count("onchip", problem(64), GPU) == (None, "no counter: ncu (Nsight Compute) is not installed")
+    assert meters.count(["onchip"], problem(64), CPU) == {"onchip": (None, "no counter: NVIDIA GPUs only")}
+    assert meters.count(["onchip"], problem(64), GPU) == {"onchip": (None, "no counter: ncu (Nsight Compute) is not installed")}
     meters.refusal.cache_clear()
 
 

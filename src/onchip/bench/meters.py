@@ -1,6 +1,6 @@
 """What a call takes beside time: the memory it holds at most, and the bytes that cross the pins of a GPU's memory.
 
-`python -m onchip.bench.meters NAME BATCH LEN HEADS DIM DTYPE MASK DEVICE` is what runs under ncu: one rung of the ladder, counted in its second call.
+`python -m onchip.bench.meters BATCH LEN HEADS DIM DTYPE MASK DEVICE NAME...` is what runs under ncu: rungs of the ladder, counted in their second calls.
 """
 
 import csv
@@ -8,7 +8,7 @@ import functools
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from onchip.core.problem import DTYPES, SHORT, Attention
 
 SPARE = 0.8  # of a host's free memory may be asked for: when the last of it goes, Linux ends a process, and it may be this one
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+BETWEEN = "spin_kernel"  # what stands in ncu's list behind each rung: torch's own kernel that waits for a while, which no rung launches
 COUNTING = 300  # seconds for ncu: it runs every kernel alone and loads torch first
 CGROUPS = (  # (limit, used) of the control group that a container is, version 2 and version 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -70,13 +71,13 @@ def free_memory() -> int | None:
 # ---- bytes moved
 
 
-def count(name: str, p: Attention, device: torch.device) -> tuple[int | None, str | None]:
-    """Bytes that the GPU's memory read and wrote in one call of the rung `name`, or None and why there is no count.
+def count(names: Sequence[str], p: Attention, device: torch.device) -> dict[str, tuple[int | None, str | None]]:
+    """Of each rung the bytes that the GPU's memory read and wrote in one call, or None and why there is no count. All in one process: ncu takes 10 s to begin.
 
     Nsight Compute empties the caches before each kernel, so what one kernel leaves in L2 for the next counts as moved.
     """
     why = refusal(device)
-    return (None, why) if why else _ncu(name, p, device)
+    return dict.fromkeys(names, (None, why)) if why else _ncu(names, p, device)
 
 
 @functools.cache
@@ -86,50 +87,65 @@ def refusal(device: torch.device) -> str | None:
         return "no counter: NVIDIA GPUs only"
     if shutil.which("ncu") is None:
         return "no counter: ncu (Nsight Compute) is not installed"
-    return _ncu("onchip", Attention("prefill", 1, 64, 64, 1, 1, 64, torch.bfloat16), device)[1]
+    return _ncu(["onchip"], Attention("prefill", 1, 64, 64, 1, 1, 64, torch.bfloat16), device)["onchip"][1]
 
 
-def _ncu(name: str, p: Attention, device: torch.device) -> tuple[int | None, str | None]:
+def _ncu(names: Sequence[str], p: Attention, device: torch.device) -> dict[str, tuple[int | None, str | None]]:
     sizes = [str(n) for n in (p.batch, p.len_q, p.heads, p.dim)]
     flags = ["--csv", "--print-units", "base", "--profile-from-start", "off", "--target-processes", "all", "--metrics", ",".join(METRICS)]
-    command = ["ncu", *flags, sys.executable, "-m", "onchip.bench.meters", name, *sizes, SHORT[p.dtype], str(p.mask), str(device)]
+    command = ["ncu", *flags, sys.executable, "-m", "onchip.bench.meters", *sizes, SHORT[p.dtype], str(p.mask), str(device), *names]
     torch.cuda.empty_cache()  # the other process needs the memory that torch keeps here for later
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COUNTING, check=False)
     except subprocess.TimeoutExpired:
-        return None, f"no counter: ncu took more than {COUNTING} s"
-    total = parse(done.stdout)
-    if total is None:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if "==ERROR==" in line] or done.stderr.strip().splitlines()[-1:]
-        return None, f"no counter: ncu says {said[0].removeprefix('==ERROR==').strip()[:120]!r}" if said else "no counter: ncu counted nothing"
-    return total, None
+        return dict.fromkeys(names, (None, f"no counter: ncu took more than {COUNTING} s"))
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "==ERROR==" in line] or done.stderr.strip().splitlines()[-1:]
+    why = f"no counter: ncu says {said[0].removeprefix('==ERROR==').strip()[:120]!r}" if said else "no counter: ncu counted nothing"
+    totals = parse(done.stdout)
+    totals += [None] * (len(names) - len(totals))
+    return {name: (total, why if total is None else None) for name, total in zip(names, totals, strict=False)}
 
 
-def parse(text: str) -> int | None:
-    """The sum of METRICS over all kernels in ncu's CSV; None when there is none."""
+def parse(text: str) -> list[int | None]:
+    """From ncu's CSV the sum of METRICS over the kernels in front of each one of BETWEEN; None where there is none."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
-    values = [row["Metric Value"] for row in csv.DictReader(lines) if row.get("Metric Name") in METRICS]
-    return round(sum(float(value.replace(",", "")) for value in values)) if values else None
+    totals, values, last = [], [], None
+    for row in csv.DictReader(lines):
+        if BETWEEN in row["Kernel Name"]:
+            if row["ID"] != last:
+                totals.append(round(sum(values)) if values else None)
+            values, last = [], row["ID"]
+        elif row["Metric Name"] in METRICS:
+            values.append(float(row["Metric Value"].replace(",", "")))
+    return totals
 
 
-def _counted(name: str, batch: str, length: str, heads: str, dim: str, dtype: str, mask: str, device: str) -> None:
+def _counted(batch: str, length: str, heads: str, dim: str, dtype: str, mask: str, device: str, *names: str) -> None:
     """What runs under ncu."""
     from onchip.bench import data, suite
+    from onchip.bench.failures import noted
     from onchip.bench.peers import PEERS
     from onchip.core.masks import Causal, Full
 
     sizes = (int(size) for size in (batch, length, length, heads, heads, dim))
     problem = Attention("prefill", *sizes, DTYPES[dtype], {"Full": Full, "Causal": Causal}[mask]())
-    row = suite.Row(suite.Ladder("ladder", problem), "", "")
+    row, errors = suite.Row(suite.Ladder("ladder", problem), "", ""), {}
     with torch.no_grad(), torch.cuda.device(torch.device(device)):
-        peer = next(peer for peer in PEERS if peer.kind is suite.Ladder and peer.name == name)
-        call = peer.prepare(data.inputs(row, torch.device(device)))
-        call.run()  # compiles
-        torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        call.run()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        inputs = data.inputs(row, torch.device(device))
+        for name in names:
+            with noted(errors, name):
+                call = next(peer for peer in PEERS if peer.kind is suite.Ladder and peer.name == name).prepare(inputs)
+                call.run()  # compiles
+                torch.cuda.synchronize()
+                torch.cuda.profiler.start()
+                call.run()
+            torch.cuda.profiler.start()
+            torch.cuda._sleep(1)
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+            torch.cuda.empty_cache()
+    for name, text in errors.items():
+        print(f"{name}: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":
