@@ -20,6 +20,7 @@ H200, CPU = GPUS["H200"], torch.device("cpu")
 PREFILL = Attention("prefill", 4, 4096, 4096, 32, 8, 128, BF16, Window(512))
 BACKWARD = PREFILL._replace(op="backward")
 WIDE = PREFILL._replace(dim=600, dim_v=128)
+EIGHT_BITS = PREFILL._replace(dtype=torch.float8_e4m3fn, mask=Causal())
 DECODE = Attention("decode", 32, 1, 4096, 32, 8, 128, BF16, Causal(), "paged", 16)
 
 DOCUMENT, CAPPED = Document(torch.zeros(4, dtype=torch.int64)).static(), Softcap(30.0).static()
@@ -275,6 +276,38 @@ def test_explain_says_why_not():
     text = onchip.explain(WIDE._replace(dtype=FP64), device=GPUS["A100"])
     assert "  runs   blocked          kernels/attention/blocked.py\n" in text
     assert text.endswith("  not    triton_prefill   dtype fp64 is not one of bf16, fp16, fp32; dim 600 is not in 8..576")
+
+
+@pytest.mark.parametrize(
+    ("problem", "change"),
+    [
+        (PREFILL, None),
+        (PREFILL._replace(dtype=FP32, extras=("tf32",)), "hopper_prefill   would run in bf16"),
+        (PREFILL._replace(dim=100), "hopper_prefill   would run with heads of 104 columns (add zeros, and give scale=100**-0.5)"),
+        (PREFILL._replace(dim=90, dim_v=50), "hopper_prefill   would run with heads of 96 and 56 columns (add zeros, and give scale=90**-0.5)"),
+        (BACKWARD._replace(dim=100, dtype=FP32), "hopper_backward  would run in bf16 and with heads of 104 columns (add zeros, and give scale=100**-0.5)"),
+        (EIGHT_BITS._replace(dim=96), "hopper_fp8       would run with heads of 128 columns (add zeros, and give scale=96**-0.5)"),
+        (DECODE._replace(page=5), "hopper_decode    would run over pages of 64 tokens"),
+        (DECODE._replace(dim=96, kv="int8"), None),  # of codes, zeros are not zeros
+        (DECODE._replace(dim=600), None),  # nothing helps
+        (Rows("rms_norm", 64, 128, FP64), None),
+    ],
+    ids=str,
+)
+def test_explain_says_what_to_change(problem, change):
+    pytest.importorskip("triton")
+    said = [line for line in onchip.explain(problem, device=H200).split("\n") if line.startswith("  change ")]
+    assert said == ([f"  change {change}"] if change else [])
+
+
+def test_what_to_change_for_a_backward_pass_in_order(monkeypatch):
+    """Where the extra is installed, its kernel stands first and takes no order."""
+    pytest.importorskip("triton")
+    kernel = OPS["backward"].kernel("cutlass_backward")
+    leaves = Kernel.leaves
+    monkeypatch.setattr(Kernel, "leaves", lambda self, *call: [why for why in leaves(self, *call) if self is not kernel or "cutlass" not in why])
+    problem = BACKWARD._replace(mask=Causal(), extras=("deterministic",))
+    assert str(select(problem, H200)).endswith("  change cutlass_backward  would run without deterministic")
 
 
 def test_explain_a_function(plain_cpu):

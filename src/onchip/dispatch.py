@@ -1,6 +1,7 @@
-"""From a Problem to the kernel that runs it: `select`, and `explain` and `record` to see what was chosen and why."""
+"""From a Problem to the kernel that runs it: `select`, and `explain` and `record` to see what was chosen, why, and what to change."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from onchip.core import device as devices
 from onchip.core import settings
 from onchip.core.device import Device, Floor
 from onchip.core.kernel import Kernel, Op, Unsupported
-from onchip.core.problem import Cost, Problem
+from onchip.core.problem import Attention, Cost, Problem
 from onchip.kernels import attention, fused
 
 OPS: dict[str, Op] = {op.name: op for op in (*attention.OPS, *fused.OPS)}
@@ -145,7 +146,8 @@ def record() -> Iterator[list[Decision]]:
 
 
 def explain(call: Callable | Problem, *args, device: torch.device | Device | None = None, **keywords) -> str:
-    """What runs, why, and the floor of the hardware, as text: for a function and its arguments (which is run once), or for a Problem.
+    """What runs, why, the floor of the hardware, and what to change so that a kernel further ahead runs, as text: for a function and its arguments (which
+    is run once), or for a Problem.
 
     >>> print(onchip.explain(onchip.attention, q, k, v, mask=onchip.Causal()))
     """
@@ -170,7 +172,66 @@ def _report(d: Decision) -> str:
         lines.append(f"  order  {told(d.problem)}")
     lines.append(f"  floor  {_time(seconds)}, bound by {bound}: {_si(d.cost.flops)}FLOP, {_si(d.cost.bytes)}B, {intensity:.0f} flop/byte ({d.device.source})")
     lines += [f"  not    {name:<15}  {'; '.join(reasons)}" for name, reasons in d.refused]
+    lines += [f"  change {kernel:<15}  would run {' and '.join(words)}" for kernel, words in _changes(d)]
     return "\n".join(lines)
+
+
+# ---- what to change: other Problems whose result is the same, or nearly
+
+
+def _in_bfloat16(p: Attention) -> tuple[str, Attention] | None:
+    extras = tuple(extra for extra in p.extras if extra != "tf32")
+    return ("in bf16", p._replace(dtype=torch.bfloat16, extras=extras)) if p.dtype in (torch.float32, torch.float64) else None
+
+
+def _wider(least: Callable[[int], int], p: Attention) -> tuple[str, Attention] | None:
+    dim, dim_v = least(p.dim), least(p.value_dim)
+    if (dim, dim_v) == (p.dim, p.value_dim) or p.kv or "latent" in p.extras:
+        return None
+    columns = f"{dim}" if dim == dim_v else f"{dim} and {dim_v}"
+    return f"with heads of {columns} columns (add zeros, and give scale={p.dim}**-0.5)", p._replace(dim=dim, dim_v=0 if dim == dim_v else dim_v)
+
+
+def _by_pages(page: int, p: Attention) -> tuple[str, Attention] | None:
+    return (f"over pages of {page} tokens", p._replace(page=page)) if p.keys == "paged" and p.page != page else None
+
+
+def _without(extra: str, p: Attention) -> tuple[str, Attention] | None:
+    return (f"without {extra}", p._replace(extras=tuple(e for e in p.extras if e != extra))) if extra in p.extras else None
+
+
+EDITS: tuple[Callable[[Attention], tuple[str, Attention] | None], ...] = (
+    _in_bfloat16,
+    functools.partial(_wider, lambda dim: -(-dim // 8) * 8),
+    functools.partial(_wider, lambda dim: max(64, 1 << (dim - 1).bit_length())),
+    functools.partial(_by_pages, 64),
+    functools.partial(_without, "deterministic"),
+    functools.partial(_without, "batch_invariant"),
+)
+
+
+def _changes(d: Decision) -> list[tuple[str, list[str]]]:
+    """The kernel that stands first in the menu of those that one edit leads to, or else two, and the words of these edits."""
+    order = [kernel.name for kernel in OPS[d.problem.op].kernels]
+    if not isinstance(d.problem, Attention) or not d.refused:
+        return []
+    for count in (1, 2):
+        found = []
+        for edits in itertools.combinations(EDITS, count):
+            problem, words = d.problem, []
+            for edit in edits:
+                word, problem = edit(problem) or (None, problem)
+                words.append(word)
+            try:
+                place = order.index(_select(problem, d.device, "auto").kernel.name) if None not in words else len(order)
+            except Unsupported:
+                continue
+            if place < order.index(d.kernel.name):
+                found.append((place, words))
+        if found:
+            place, words = min(found, key=lambda each: each[0])
+            return [(order[place], words)]
+    return []
 
 
 def _si(value: float) -> str:
