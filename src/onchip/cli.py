@@ -14,7 +14,7 @@ from rich.table import Table
 import onchip
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Exact IO-aware attention, and a small engine on it.")
-explain_app = typer.Typer(no_args_is_help=True, help="What would run, what refuses and why, and the floor of the hardware.")
+explain_app = typer.Typer(no_args_is_help=True, help="What would run, what refuses and why, the floor of the hardware, and what to change.")
 app.add_typer(explain_app, name="explain")
 console, errors = Console(), Console(stderr=True)
 
