@@ -84,6 +84,43 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     )
 
 
+def test_a_launch_goes_to_the_gpu_of_its_tensors(monkeypatch):
+    """Not to the current one, where Triton would send it: a model over several GPUs leaves that at the first."""
+    current = [0]
+
+    class Current:
+        def __init__(self, place):
+            self.place = place
+
+        def __enter__(self):
+            current.append(self.place)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(dispatch.devices, "of", lambda device: H200)
+    monkeypatch.setattr(Kernel, "load", lambda self: lambda problem, config, *inputs: (current[-1], inputs))
+    monkeypatch.setattr(Kernel, "configs", lambda self, problem, device: [None])
+    for place in (0, 1, 0):
+        assert select(PREFILL, torch.device("cuda", place)).launch("q") == (place, ("q",))
+    assert current == [0] and select(PREFILL, H200).launch("q") == (0, ("q",))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_that_is_not_the_current_one(device):
+    if device.type == "cpu" or torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    away = torch.device("cuda", 1 - torch.cuda.current_device())
+    q, k, v = (torch.randn(2, 300, 4, 64, dtype=BF16, device=away, requires_grad=True) for _ in range(3))
+    out = onchip.attention(q, k, v, mask=Causal())
+    grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    expected = onchip.attention(*(t.detach().double().requires_grad_() for t in (q, k, v)), mask=Causal(), kernel="reference")
+    torch.testing.assert_close(out.double(), expected.detach(), atol=2e-2, rtol=2e-2)
+    assert all(grad.isfinite().all() and grad.device == away for grad in grads)
+
+
 def test_a_named_kernel_runs():
     for name in ("hopper_prefill", "triton_prefill", "blocked", "reference"):
         assert select(PREFILL, H200, name).kernel.name == name

@@ -24,12 +24,14 @@ class Decision:
     """The kernel chosen for a Problem on a device, and why the ones before it were not.
 
     refused   ((kernel name, its reasons), ...) in the order of the menu: what it cannot do, or what does it better.
+    place     the number of the GPU that the call's tensors are on; None on a CPU, and of a device that is only described.
     """
 
     problem: Problem
     device: Device
     kernel: Kernel
     refused: tuple[tuple[str, tuple[str, ...]], ...]
+    place: int | None = None
 
     @functools.cached_property
     def config(self):
@@ -41,7 +43,8 @@ class Decision:
         """The kernel as a function of its inputs alone."""
         run = self.kernel.load()
         run = _as_given(run, "cpu" if self.device.kind == "cpu" else "cuda") if self.kernel.portable else run
-        return functools.partial(run, self.problem, self.config)
+        run = functools.partial(run, self.problem, self.config)
+        return run if self.place is None or self.kernel.portable else _there(run, self.place)
 
     @functools.cached_property
     def recorded(self) -> Callable | None:
@@ -75,13 +78,14 @@ def select(problem: Problem, device: torch.device | Device, kernel: str = "auto"
 @functools.lru_cache(maxsize=1 << 14)
 def _select(problem: Problem, device: torch.device | Device, kernel: str) -> Decision:
     op, facts = OPS[problem.op], device if isinstance(device, Device) else devices.of(device)
+    place = device.index if isinstance(device, torch.device) and device.type == "cuda" else None
     if kernel != "auto":
         chosen = op.kernel(kernel)
         reasons = chosen.refuses(problem, facts)
         if reasons:
             others = [k.name for k in op.kernels if not k.leaves(problem, facts)]
             raise Unsupported(f"{op.name}: kernel={kernel!r} refused {problem}: {'; '.join(reasons)}. {_way_out(others)}")
-        return Decision(problem, facts, chosen, ())
+        return Decision(problem, facts, chosen, (), place)
     refused = []
     for candidate in op.kernels:
         reasons = candidate.leaves(problem, facts)
@@ -90,7 +94,7 @@ def _select(problem: Problem, device: torch.device | Device, kernel: str) -> Dec
                 raise Unsupported(
                     f"{op.name}: ONCHIP_STRICT is set and only the portable kernel {candidate.name} takes {problem} on {facts.name}: {_sentences(refused)}"
                 )
-            return Decision(problem, facts, candidate, tuple(refused))
+            return Decision(problem, facts, candidate, tuple(refused), place)
         refused.append((candidate.name, tuple(reasons)))
     raise Unsupported(f"{op.name}: no kernel takes {problem} on {facts.name}: {_sentences(refused)}")
 
@@ -116,6 +120,18 @@ def _as_given(run: Callable, device: str) -> Callable:
         if not torch.is_autocast_enabled(device):
             return run(*inputs)
         with torch.autocast(device, enabled=False):
+            return run(*inputs)
+
+    return launch
+
+
+def _there(run: Callable, place: int) -> Callable:
+    """A launch where its tensors are: Triton's go to the current GPU, whatever they are given. (Models over several GPUs leave that at the first one.)"""
+
+    def launch(*inputs):
+        if torch.cuda.current_device() == place:
+            return run(*inputs)
+        with torch.cuda.device(place):
             return run(*inputs)
 
     return launch
