@@ -128,3 +128,30 @@ def test_an_amd_gpu_that_is_not_in_the_table(monkeypatch, reported, arch):
 def test_a_device_that_is_neither():
     with pytest.raises(ValueError, match=r"device 'meta': onchip runs on cuda \(NVIDIA, AMD\) and cpu"):
         devices.of(torch.device("meta"))
+
+
+def test_an_engine_runs_on_its_own_gpu(monkeypatch):
+    """Whatever GPU is the current one: that of the engine made last, for one."""
+    current = [1]
+
+    class Current:
+        def __init__(self, device):
+            self.place = device.index
+
+        def __enter__(self):
+            current.append(self.place)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    class Engine:
+        def __init__(self, device):
+            self.device = device
+
+        @devices.on_host
+        def step(self):
+            return current[-1]
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    assert [Engine(torch.device(name)).step() for name in ("cuda:0", "cuda:1", "cpu")] == [0, 1, 1] and current == [1]

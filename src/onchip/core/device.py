@@ -101,15 +101,19 @@ def of(device: torch.device) -> Device:
 
 
 def on_host(method: Callable) -> Callable:
-    """`method`, inside which two settings of a user's do not hold: torch.set_default_device, which would put host lists on a GPU, and autocast, whose dtype
-    would stay in captured graphs."""
+    """`method`, inside which three settings of a user's do not hold: torch.set_default_device, which would put host lists on a GPU, autocast, whose dtype
+    would stay in captured graphs, and a current GPU that is not the `device` of its object, whose graphs and streams would be the other one's."""
 
     @functools.wraps(method)
     def call(*args, **keywords):
         casts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        if not casts and torch.get_default_device().type == "cpu":
+        device = getattr(args[0], "device", None)
+        away = device is not None and device.type == "cuda" and torch.cuda.current_device() != device.index
+        if not casts and not away and torch.get_default_device().type == "cpu":
             return method(*args, **keywords)
         with contextlib.ExitStack() as stack:
+            if away:
+                stack.enter_context(torch.cuda.device(device))
             stack.enter_context(torch.device("cpu"))
             for kind in casts:
                 stack.enter_context(torch.autocast(kind, enabled=False))

@@ -172,7 +172,7 @@ class Embedder:
     ):
         if dtype not in DTYPES.values():
             raise ValueError(f"Embedder: dtype is {dtype!r}; give one of {', '.join(map(str, DTYPES.values()))}")
-        device = devices.named(device)
+        self.device = devices.named(device)
         try:
             path = weights.locate(model)
         except ModelError as error:
@@ -189,7 +189,7 @@ class Embedder:
         if self.pooling not in POOLINGS:
             raise ModelError(f"encoder {str(model)!r}: pooling {self.pooling!r} is not one of {', '.join(POOLINGS)}")
         self.tokenizer = Tokenizer.load(path)
-        self.encoder = Encoder(self.config, dtype=dtype, device=device)
+        self.encoder = Encoder(self.config, dtype=dtype, device=self.device)
         self.encoder.load(weights.views(path, dtype))
 
     @property
