@@ -43,7 +43,7 @@ clean:
 ifeq ($(GPU),0)
 	$(PIP) install "torch==2.13.0+cpu" triton==3.6.0 || $(PIP) install torch==2.13.0 triton==3.6.0
 else
-	$(PIP) install "torch>=2.9"
+	$(PIP) install "torch>=2.10"
 endif
 	@touch $@
 

@@ -376,6 +376,17 @@ def test_triton_not_installed(monkeypatch):
             assert kernel.refuses(typical(op, kernel), H200) == (["needs the package triton"] if kernel.needs_triton else [])
 
 
+@pytest.mark.parametrize(("version", "old"), [("3.5.1", True), ("2.3.0+git1", True), ("3.6.0", False), ("3.10.0", False), (None, False)])
+def test_an_old_triton(version, old, monkeypatch):
+    """Its Gluon lacks what kernels import: a reason, where it was an ImportError in the middle of a call."""
+    monkeypatch.setattr("onchip.core.kernel._version_of_triton", lambda: version)
+    reasons = [f"needs Triton 3.6 or later, as torch 2.10 and later bring it; this is {version}"] if old else []
+    for op in OPS.values():
+        for kernel in op.kernels:
+            found = kernel.refuses(typical(op, kernel), H200)
+            assert [why for why in found if "Triton" in why] == (reasons if kernel.needs_triton else [])
+
+
 EXTRA = "needs the extra onchip[cutlass], nvidia-cutlass-dsl 4.8 or later, which {}: pip install '.[cutlass]' in a checkout"
 
 

@@ -1,5 +1,6 @@
 """What an operator is (its cost and its kernels) and what a kernel declares (as data, so that a refusal is a sentence)."""
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
@@ -66,9 +67,7 @@ class Kernel:
             reasons.append(f"runs on {' and '.join(_arch(k, a) for k, a in self.arch.items())}, this is a {device.name}")
         elif self.arch and not _runs(self.arch[device.kind], device.arch):
             reasons.append(f"needs {_arch(device.kind, self.arch[device.kind])}, {device.name} is {device.arch}")
-        elif self.needs_triton and importlib.util.find_spec("triton") is None:
-            reasons.append("needs the package triton")
-        elif self.extra and (reason := missing(self.extra)):
+        elif reason := (self.needs_triton and _without_triton()) or (self.extra and missing(self.extra)):
             reasons.append(reason)
         for name, allowed in self.accepts.items():
             value = getattr(problem, name)
@@ -141,6 +140,23 @@ def missing(extra: Extra) -> str | None:
                 return None
             found = f"is {version}" if version else "has no version that can be read"
     return f"needs the extra onchip[{name}], {distribution} {least} or later, which {found}: pip install '.[{name}]' in a checkout"
+
+
+def _without_triton() -> str | None:
+    """Why there is no Triton for these kernels: Gluon as they are written in came with 3.6."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton"
+    version = _version_of_triton()
+    return f"needs Triton 3.6 or later, as torch 2.10 and later bring it; this is {version}" if version and _release(version) < (3, 6) else None
+
+
+@functools.cache
+def _version_of_triton() -> str | None:
+    """None where it is installed under a name that is not known."""
+    for name in ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return None
 
 
 def _release(version: str | None) -> tuple[int, ...]:
