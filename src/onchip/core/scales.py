@@ -7,7 +7,8 @@ from torch import Tensor
 
 BLOCK = 128  # tokens that may share a scale
 LARGEST = 448.0  # of e4m3
-SMALLEST = 2.0**-50  # a scale, of tokens that are 0 too: products of three are still numbers. Hopper's kernels take what is less for that
+SMALLEST = 2.0**-50  # a scale that `quantise` gives, of tokens that are 0 too: products of three are still numbers
+LEAST = 2.0**-100  # a scale that Hopper's kernels tell from 0: what divides by it, an LSE's gradient above all, is still a number
 SHARES = {"head": 0, "block": BLOCK, "token": 1}  # tokens that share a scale; 0: all
 
 
@@ -41,8 +42,9 @@ class Quantised(NamedTuple):
     """Queries, keys or values in e4m3: `values * scale`. As `quantise` makes them, or from a cache or a checkpoint.
 
     values   float8_e4m3fn [batch, len, heads, dim].
-    scale    float32 [batch, heads, n], 2^-50 at least; n 1: one for all tokens of a head; ceil(len / 128): one for each 128 in a row; len: one for each
-             token. Sizes of 1 are broadcast: [1, 1, 1] is one for the tensor.
+    scale    float32 [batch, heads, n], positive; n 1: one for all tokens of a head; ceil(len / 128): one for each 128 in a row; len: one for each
+             token. Sizes of 1 are broadcast: [1, 1, 1] is one for the tensor. Hopper's kernels take less than 2^-100 for that, less than 2^-40 of a head's
+             largest for as much, and what two scales below 2^-63 are multiplied to for 0; plain torch takes all as they are.
     source   a tensor of the values' shape that gets the gradient of `values * scale`, as if nothing had been rounded ("straight through", Bengio et al.,
              2013): what `quantise` was given, where it needs a gradient; what it holds is not read. Values and scale then get none. None: no gradient.
     """

@@ -146,6 +146,17 @@ def test_tokens_of_zeros(share, spread):
     assert out.isfinite().all() and lse.isfinite().all()
 
 
+@pytest.mark.parametrize("tiny", [2.0**-60, 2.0**-95])
+@pytest.mark.parametrize("share", [0, 128, 1])
+def test_tiny_scales(share, tiny):
+    """A user's own are taken as they are, down to LEAST; the largest of a head alone is looked at."""
+    c = Case((2, 128, 2, FEW), 130, 300, Full(), shared=(share, share, share))
+    call = call_of(c)
+    for which in (0, 2):
+        scales = Scales(*(s * (tiny if i == which else 1) for i, s in enumerate(call.scales)))
+        check(c, call._replace(scales=scales), emulated(c, call._replace(scales=scales), MODES[0]))
+
+
 @pytest.mark.parametrize("bug", [(), (("(largest(scores, below)", "(largest(scores, 0 * below)"),)], ids=["right", "wrong"])
 @pytest.mark.parametrize("tiles", [(2, 256, 2, FEW, 64), (1, 64, 2, FEW)], ids=str)
 def test_scores_below_zero(tiles, bug):

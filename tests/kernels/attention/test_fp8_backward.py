@@ -186,6 +186,17 @@ def test_tokens_without_a_gradient():
 
 
 @emulated_only
+@pytest.mark.parametrize("tiny", [(2.0**-60, 1, 1), (1, 2.0**-95, 1), (1, 1, 2.0**-95), (2.0**-60, 1, 2.0**-90)], ids=str)
+def test_tiny_scales(tiny):
+    """A user's own are taken as they are, down to LEAST."""
+    c = Case((*FAST, FEW), 130, 300, shared=(0, 128, 128))
+    call = call_of(c)
+    call = call._replace(scales=Scales(*(s * less for s, less in zip(call.scales, tiny, strict=True))))
+    check(c, MODES[0], call=call)
+    check(c, MODES[0], call=call._replace(d_lse=call.d_lse * 0))  # which is large beside what tiny values make
+
+
+@emulated_only
 @pytest.mark.parametrize(("len_q", "len_k"), [(0, 5), (5, 0)])
 def test_no_tokens(len_q, len_k):
     c = Case((*FAST, FEW), len_q, len_k, Full())

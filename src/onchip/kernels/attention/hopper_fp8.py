@@ -25,7 +25,7 @@ import triton
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
-from onchip.core.scales import SMALLEST, Scales
+from onchip.core.scales import LEAST, Scales
 from onchip.kernels.attention.fp8_operands import turned
 from onchip.kernels.attention.hopper_parts import join, part_of, part_steps, parts_of
 from onchip.kernels.attention.hopper_tiles import anew, hand, hide, locate, next_sequence, place_of, programs_of, query_tiles, rounds
@@ -68,8 +68,8 @@ from onchip.kernels.launch import starts_early
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 RAISED = gl.constexpr(8.0)  # log2 of what weights are multiplied by
-LEAST = gl.constexpr(1e-36)  # of a score's factor: 0 times the -inf of a key that is hidden is NaN
-LEAST_V = gl.constexpr(SMALLEST)
+LEAST_FACTOR = gl.constexpr(1e-36)  # of a score's factor: 0 times the -inf of a key that is hidden is NaN
+LEAST_V = gl.constexpr(LEAST)
 GROWTH = gl.constexpr(0.8)  # of a maximum that is not followed: 2^8.8 = 446
 
 
@@ -191,7 +191,7 @@ def _scale_at(scale, n, EACH: gl.constexpr, N: gl.constexpr, len_k):
 def _top(scores, top, below, factor, k_scale, MAY_BE_EMPTY: gl.constexpr, C: gl.constexpr):
     """The first half of a step of the online softmax, in base 2: the new maximum, what is taken off the scores, what shrinks all before, and the factor."""
     if C.each_k > 1:
-        factor = gl.maximum(factor * k_scale, LEAST)
+        factor = gl.maximum(factor * k_scale, LEAST_FACTOR)
     new_top = gl.maximum(top, gl.convert_layout(largest(scores, below), top.type.layout) * factor)
     new_top = gl.where(new_top - top > GROWTH, new_top, top)
     base = new_top
@@ -370,7 +370,7 @@ def _attend(place, number, cursors, q, k_ring, v_ring, lse_ptr, lse_strides, sca
     v_scales = (v_scale + b * v_strides[0] + kv_head * v_strides[1], v_strides[2])
     if C.each_k == 0:
         factor = factor * gl.load(k_scales[0])
-    factor = gl.maximum(factor, LEAST)
+    factor = gl.maximum(factor, LEAST_FACTOR)
     most = gl.maximum(gl.load(v_most + b * most_strides[0] + kv_head * most_strides[1]), LEAST_V)
     call = (rows, shift, b, head, len_q, len_k, k_scales, v_scales, (), (), ())
 
@@ -552,7 +552,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     factors = [s.expand(p.batch, heads, -1) for s, heads in zip(scales, (p.heads, p.kv_heads, p.kv_heads), strict=True)]
     most = factors[2][..., 0]
     if each_v:  # keys whose values are 2^-40 of the largest add nothing that shows
-        most = factors[2].amax(-1).clamp(min=SMALLEST)
+        most = factors[2].amax(-1).clamp(min=LEAST)
         factors[2] = (factors[2] / most[..., None]).clamp(min=2**-40)
     scale = x.scale
     if scale < 0:  # the largest score is taken before it is scaled

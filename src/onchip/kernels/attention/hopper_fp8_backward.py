@@ -32,7 +32,7 @@ import triton
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
-from onchip.core.scales import SMALLEST, Scales
+from onchip.core.scales import LEAST, Scales
 from onchip.kernels.attention.fp8_operands import of_output, turned
 from onchip.kernels.attention.hopper_backward_tiles import LOG2E, send, step_tile, steps_of, weights
 from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
@@ -432,7 +432,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
         top = token.unflatten(1, (p.kv_heads, p.group)).amax((2, 3))
         q_most, k_most, v_most = most
         shared = x.scale * 2.0 ** room(p.dim) * v_most
-        gains = torch.stack([x.scale * LOG2E * q_most * k_most, shared * k_most, shared * q_most * top, top * 2.0**-RAISED])
+        gains = torch.stack([x.scale * LOG2E * q_most * k_most, shared * k_most, shared * top * q_most, top * 2.0**-RAISED])
         of_k, of_q = turned(k, tiles.keys), turned(q, tiles.queries)
         weighed = lses - (token / top.repeat_interleave(p.group, 1)[..., None]).log2() - RAISED  # of dO's rows the scale goes with P
         rows = [describe(t.view(-1, t.shape[-1]), 1, tiles.queries) for t in (weighed, deltas)]
@@ -444,7 +444,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
 def _relative(scale, p: Attention, t):
     """Scales [batch, heads, n] beside the largest of a key head's, and these [batch, kv_heads]; what is 2^-40 of the largest adds nothing that shows."""
     scale = scale.expand(*t.shape[:2], -1)
-    most = scale.unflatten(1, (p.kv_heads, -1)).amax((2, 3)).clamp(min=SMALLEST)
+    most = scale.unflatten(1, (p.kv_heads, -1)).amax((2, 3)).clamp(min=LEAST)
     return (scale / most.repeat_interleave(t.shape[1] // p.kv_heads, 1)[..., None]).clamp(min=2.0**-40), most
 
 
