@@ -139,9 +139,10 @@ def paged_attention(
 
     Of up to 16 queries the keys of one sequence are read by several blocks at once and merged by their LSE (Flash-Decoding, Dao et al.,
     2023); the heads of a group, and the queries, share each key that is read. More go in tiles: on a Hopper GPU by a kernel for bf16 and fp16, head
-    dimensions 8 to 256 by 8; on any other by one for all GPUs. Pages may have any size. Lengths are read on the device, so the call can be captured
-    in a CUDA graph. (Not of a quantised cache with more than 16 queries, unless there is one scale a head, of 64, 128 or 256 columns, a band for a mask and
-    no score: plain torch reads it, and waits for the device.) Returns as `attention` does; arguments and errors as there.
+    dimensions 8 to 256 by 8; on any other by one for all GPUs. Pages may have any size; pools whose rows Hopper's copy engine does not take (not whole, or not
+    at multiples of 16 bytes) are copied in each call, with a warning. Lengths are read on the device, so the call can be captured in a CUDA graph.
+    (Not of a quantised cache with more than 16 queries, unless there is one scale a head, of 64, 128 or 256 columns, a band for a mask and no score:
+    plain torch reads it, and waits for the device.) Returns as `attention` does; arguments and errors as there.
 
     q_offsets   for sequences with different numbers of queries, laid end to end (chunks of prefills and decodes in one call): those of sequence
                 `i` are the tokens `q_offsets[i]` to `q_offsets[i + 1]`, none at all included, and still its last ones. Returns

@@ -1,6 +1,7 @@
 """What the attention kernels share: the tiles of a band, the list of a packed batch's tiles, and the memory of what is made from tensors."""
 
 import random
+import warnings
 from itertools import accumulate, product
 
 import pytest
@@ -14,6 +15,8 @@ import triton.language as tl
 from onchip.core.masks import Causal, Document, Full, Window
 from onchip.core.once import one_pass
 from onchip.core.problem import Attention, Operands
+from onchip.kernels.attention.hopper_copies import pool_of
+from onchip.kernels.attention.register_decode import _words
 from onchip.kernels.attention.tile import describable, ends, for_tma, inner_span, key_span, query_span, remembered, sequence_tiles
 
 # ---- which tiles a band shows
@@ -215,3 +218,33 @@ def test_what_tma_takes(shape, strides, first, dtype, fits):
     assert (mended is t) == fits
     assert describable(mended) and mended.data_ptr() % 16 == 0
     assert torch.equal(mended, t)
+
+
+def test_copies_of_pools_are_said():
+    """Once for each pool of its kind: by what, of what, and what to do."""
+    t = laid_out((2, 4, 3, 64), (780, 195, 65, 1), 0, torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"hopper_paged copies all pages of a pool \[2, 4, 3, 64\] in each call.*\(780, 195, 65, 1\).*16 bytes; give one"):
+        mended = for_tma(t, "hopper_paged")
+    assert describable(mended) and torch.equal(mended, t)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert for_tma(mended, "hopper_paged") is mended and describable(for_tma(t))
+
+
+def test_a_pool_at_an_odd_number():
+    """Is contiguous, so that `contiguous` would leave it there; words of four bytes begin at even ones."""
+    numbers = torch.randn(2 * 4 * 3 * 64 + 1).bfloat16()
+    pool = numbers[1:].view(2, 4, 3, 64)
+    with pytest.warns(UserWarning, match="register_decode copies all pages .* 4 bytes"):
+        words = _words(pool)
+    assert torch.equal(words.view(torch.bfloat16), pool)
+    assert _words(numbers[:-1].view(2, 4, 3, 64)).data_ptr() == numbers.data_ptr()
+
+
+def test_pages_out_of_reach():
+    """Of 12 slots, 8 numbers more than a whole number of slots apart; a whole number of slots apart many more are in reach."""
+    pool = lambda pages, page: torch.empty(1, device="meta").bfloat16().as_strided((pages, 8, 12, 128), (page, 128, 1024, 1))  # noqa: E731
+    assert pool_of(pool(1 << 21, 12 * 1024 + 8))[1:] == (1, 16, 1537, 128)
+    assert pool_of(pool(1 << 27, 13 * 1024))[1:] == (128, 16, 13, 1)
+    with pytest.raises(ValueError, match=r"4194304 pages of 12 slots, 12296 .*give pages a multiple of 1024 numbers apart, or kernel='triton_paged'"):
+        pool_of(pool(1 << 22, 12 * 1024 + 8))

@@ -225,12 +225,14 @@ def gather(given, C: gl.constexpr):
 def pool_of(t):
     """A pool [pages, heads, slots, dim] as threads read it: the tensor; in 16 bytes how large a unit is, and a head; in units how large a page is, and a slot.
 
-    A row's place is an int32 of units: where a page is a whole number of slots, 2^32 slots are in reach.
+    A row's place is an int32 of units: where a page is a whole number of slots, 2^32 slots are in reach, else at least 64 GiB. A Problem knows neither how
+    many pages there are nor where, so that it is refused here.
     """
     page, head, slot = t.stride()[:3]
     unit = math.gcd(page, slot if t.shape[2] > 1 else 0) or 8  # the stride of a single page may be 0
     if len(t) * (page // unit) >= 1 << 32:
         raise ValueError(
-            f"paged_attention: {len(t)} pages {page} numbers apart, slots {slot}: too far for kernel='hopper_paged'; give pages a multiple of {slot} apart"
+            f"paged_attention: {len(t)} pages of {t.shape[2]} slots, {page} numbers apart, slots {slot}: too far for hopper_paged, whose places are multiples "
+            f"of {unit} numbers in 32 bits; give pages a multiple of {slot} numbers apart, or kernel='triton_paged'"
         )
     return t, unit // 8, head // 8, page // unit, slot // unit

@@ -396,7 +396,7 @@ def tiles_of(p: Attention, device: Device, n: int, each: int, rounds: int = 2) -
 def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     """q `[batch, len_q, heads, dim]`, or `[tokens, heads, dim]` with `x.q_offsets`; cache a PagedKV, as `ops.attention.paged_attention` passes them.
 
-    Queries and pools that TMA does not take (rows that are not aligned to 16 bytes) are copied first.
+    Queries and pools that TMA does not take (rows that are not aligned to 16 bytes) are copied first, pools with a warning.
     """
     packed = x.q_offsets is not None
     out, lse = outputs(p, x, q, return_lse)
@@ -407,7 +407,7 @@ def launch(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
     left, right, top_left = ends(p.mask)
     right = right if p.len_q > 1 or top_left else -1  # one query sees to the end
     pools = [q.transpose(0, 1)[None] if packed else q.transpose(1, 2), cache.k.transpose(1, 2), cache.v.transpose(1, 2)]  # [.., heads, len, dim]
-    queries, k, v = made = [*map(for_tma, pools)]
+    queries, k, v = made = [for_tma(pools[0]), *(for_tma(t, "hopper_decode") for t in pools[1:])]
     if x.beside is not None:
         tiles = tiles._replace(programs=min(tiles.programs, x.beside.sms * pick(EACH, max(width, width_v))))
     arrivals, new = arrivals_of(q, tiles.programs, p.batch * p.kv_heads) if tiles.item == tiles.n else (None, False)

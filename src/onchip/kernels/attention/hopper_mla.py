@@ -528,7 +528,8 @@ def configs(p: Attention, device: Device) -> list[Grid]:
 
 
 def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
-    """q `[batch, len_q, heads, 576]` over a PagedKV whose values are the first 512 columns of its keys. Lengths are read on the device."""
+    """q `[batch, len_q, heads, 576]` over a PagedKV whose values are the first 512 columns of its keys. Lengths are read on the device. What TMA does
+    not take is copied first, pages with a warning."""
     scale = x.scale
     out = q.new_empty(p.batch, p.len_q, p.heads, 512)
     lse = q.new_empty(p.batch, p.heads, p.len_q, dtype=torch.float32) if return_lse else None
@@ -540,7 +541,7 @@ def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
     q = q.reshape(p.batch, p.len_q * p.heads, 576)
     if q.stride(-1) != 1 or q.stride(0) % 8 or q.stride(1) % 8 or q.data_ptr() % 16 or 0 in q.stride():
         q = q.clone(memory_format=torch.contiguous_format)
-    k = for_tma(cache.k).squeeze(2)
+    k = for_tma(cache.k, "hopper_mla").squeeze(2)
     shape = Shape(p.len_q > 1 and p.mask.right is not None, p.page)
     parts, sizes = parts_of(q, p.batch, *grid), (p.batch, *grid, p.heads, p.len_q)
     keys, table = min(64, p.page), cache.page_table

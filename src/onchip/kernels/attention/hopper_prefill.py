@@ -539,7 +539,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if alike:
         first[0] = first[0][:1]
     given = first[:3]
-    first = [*map(for_tma, given), first[3]]
+    first = [for_tma(first[0]), *(for_tma(t, "hopper_paged" * (p.page > 0)) for t in first[1:3]), first[3]]
     beside = x.beside if not packed and all(map(operator.is_, given, first)) else None  # what is let go below, the launch behind this one may write to
     width, width_v, tile = block(p.dim), block(p.value_dim), tile_of(p)
     p, x, pairs, steps = taken_out(p, x, tiles.n)
@@ -591,7 +591,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
 
 
 def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: bool):
-    """`launch` over a PagedKV, as `ops.attention.paged_attention` passes them. Lengths are read on the device: a CUDA graph may capture the call."""
+    """`launch` over a PagedKV, as `ops.attention.paged_attention` passes them. Lengths are read on the device: a CUDA graph may capture the call. Pools that
+    TMA does not take are copied first, with a warning."""
     if x.beside is not None:  # whole tiles, for a few multiprocessors beside another launch
         groups, *_ = pick(TILES, max(block(p.dim), block(p.value_dim)))
         tiles = tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)))

@@ -53,7 +53,7 @@ from onchip.kernels.attention.register_tiles import (
     value_operands,
     weight_operands,
 )
-from onchip.kernels.attention.tile import ends, outputs
+from onchip.kernels.attention.tile import ends, outputs, whole
 from onchip.kernels.hopper import gl, gluon, one_more, start_next, uniform, wait_for_last
 from onchip.kernels.launch import starts_early
 
@@ -499,7 +499,7 @@ def kind_of(p: Attention) -> str:
 def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     """q `[batch, len_q, heads, dim]`, or `[tokens, heads, dim]` with `x.q_offsets`; cache a PagedKV, as `ops.attention.paged_attention` passes them.
 
-    Pages whose rows do not begin at a multiple of four bytes are copied first.
+    Pages whose rows do not begin at a multiple of four bytes are copied first, with a warning.
     """
     q = q if q.stride(-1) == 1 else q.contiguous()
     packed = x.q_offsets is not None
@@ -554,5 +554,5 @@ def _words(pool):
     """Pages as they are loaded, four bytes at a time; copied where rows do not begin at a multiple of four."""
     each = 4 // pool.element_size()
     if pool.stride(-1) != 1 or pool.storage_offset() % each or any(stride % each for stride in pool.stride()[:-1]):
-        pool = pool.contiguous()
+        pool = whole(pool, "register_decode", 4)
     return pool.view(torch.int32)

@@ -6,6 +6,7 @@ aligned to the bottom right. Any other mask is a function MASK(b, h, i, j, len_q
 """
 
 import re
+import warnings
 import weakref
 from collections import OrderedDict
 
@@ -464,6 +465,16 @@ def describable(t) -> bool:
     return last == 1 and t.data_ptr() % 16 == 0 and all(s % unit == 0 and (s > 0 or n == 1) for s, n in zip(outer, t.shape, strict=False))
 
 
-def for_tma(t):
-    """`t`, or a copy that TMA takes. (A contiguous tensor that begins anywhere is what `contiguous` gives back as it is.)"""
-    return t if describable(t) else t.clone(memory_format=torch.contiguous_format)
+def for_tma(t, kernel: str = ""):
+    """`t`, or a copy that TMA takes. (A contiguous tensor that begins anywhere is what `contiguous` gives back as it is.) `kernel`: whose pages they are."""
+    return t if describable(t) else whole(t, kernel, 16) if kernel else t.clone(memory_format=torch.contiguous_format)
+
+
+def whole(pool, kernel: str, unit: int):
+    """A copy of all pages of a pool. A Problem has no strides, so that the launch alone can say it."""
+    warnings.warn(
+        f"paged_attention: {kernel} copies all pages of a pool {list(pool.shape)} in each call, since with strides {pool.stride()} not all of its rows are "
+        f"whole and begin at multiples of {unit} bytes; give one whose rows do, or a kernel of Triton's by name, which copies none whose rows are whole",
+        stacklevel=2,
+    )
+    return pool.clone(memory_format=torch.contiguous_format)
