@@ -321,21 +321,38 @@ def test_what_hopper_leaves_to_triton():
     assert kernel.refuses(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
 
 
-@pytest.mark.parametrize(("op", "name"), [
-    ("prefill", "hopper_prefill"), ("prefill", "hopper_fp8"), ("backward", "hopper_backward"), ("backward", "hopper_fp8_backward"), ("decode", "hopper_paged"),
+@pytest.mark.parametrize(("op", "name", "each"), [
+    ("prefill", "hopper_prefill", 1), ("prefill", "hopper_fp8", 1), ("backward", "hopper_backward", 1), ("backward", "hopper_fp8_backward", 1),
+    ("decode", "hopper_paged", 1), ("decode", "hopper_decode", 2), ("decode", "register_decode", 2),
 ])  # fmt: skip
-def test_multiprocessors_left_to_others(op, name, monkeypatch):
+def test_multiprocessors_left_to_others(op, name, each, monkeypatch):
+    """`each`: programs of a multiprocessor."""
     pytest.importorskip("triton")
     kernel = OPS[op].kernel(name)
     p = typical(OPS[op], kernel)
+    p = p._replace(batch=64, len_k=8192) if op == "decode" else p
     (tiles,) = kernel.configs(p, H200)
-    assert tiles.programs == 132
+    assert tiles.programs == 132 * each
     monkeypatch.setenv("ONCHIP_SM_MARGIN", "12")
     (tiles,) = kernel.configs(p, H200)
-    assert tiles.programs == 120
+    assert tiles.programs == 120 * each
     monkeypatch.setenv("ONCHIP_SM_MARGIN", "132")
     with pytest.raises(ValueError, match="ONCHIP_SM_MARGIN=132 of the 132 multiprocessors of H200; give 0 to 131"):
         kernel.configs(p, H200)
+
+
+def test_multiprocessors_left_to_others_by_a_latent_decode(monkeypatch):
+    """Of more tiles of rows than multiprocessors are left, a launch has no more than these."""
+    pytest.importorskip("triton")
+    kernel = OPS["decode"].kernel("hopper_mla")
+    few, many = LATENT._replace(batch=64, len_k=8192), LATENT._replace(batch=64, len_k=8192, len_q=65)
+    assert [tuple(kernel.configs(p, H200)[0]) for p in (few, many)] == [(66, 2, 2), (1, 130, 130)]
+    monkeypatch.setenv("ONCHIP_SM_MARGIN", "12")
+    assert [tuple(kernel.configs(p, H200)[0]) for p in (few, many)] == [(60, 2, 2), (1, 130, 120)]
+    assert "130 tiles of rows, 120 a launch" in str(kernel.configs(many, H200)[0])
+    monkeypatch.setenv("ONCHIP_SM_MARGIN", "132")
+    with pytest.raises(ValueError, match="give 0 to 131"):
+        kernel.configs(many, H200)
 
 
 @pytest.mark.parametrize("op", ["prefill", "backward", "decode"])

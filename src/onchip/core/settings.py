@@ -1,4 +1,4 @@
-"""Every environment variable that onchip reads: name, type, default, one sentence. `docs/settings.md` is made from this table."""
+"""Every environment variable that onchip reads: name, type, default, what it does. `docs/settings.md` is made from this table."""
 
 import os
 from dataclasses import dataclass
@@ -43,7 +43,12 @@ FA4_CACHE = Setting(
     "FlashAttention-4's own: its kernels stay on disk, so that `onchip bench` compiles them ahead.",
 )
 SM_MARGIN = Setting(
-    "ONCHIP_SM_MARGIN", int, 0, "Multiprocessors that Hopper's attention kernels leave to others, communication above all; read when a problem first comes."
+    "ONCHIP_SM_MARGIN",
+    int,
+    0,
+    "Multiprocessors that Hopper's attention kernels and `register_decode` leave to others, communication above all; read when a problem first comes. A launch "
+    "has as many programs less; those of two and more a multiprocessor lie where the GPU puts them. Not bound are Triton's own attention kernels and what is "
+    "launched before and behind (statistics, turned copies, maps, merges): short programs, none of which waits for another one.",
 )
 COMMIT = Setting("GIT_COMMIT", str, "", "The commit that benchmark results name where git cannot say: in an exported tree.")
 

@@ -49,6 +49,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = BF16
     scale: float = 576**-0.5
     steep: float = 0.0  # how much larger scores of early keys are
+    at_once: int = 0  # tiles of rows of a launch; 0: all
 
     def __str__(self):
         changed = [f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults.get(name)]
@@ -82,7 +83,8 @@ def emulated(c: Case, call, mode: str, seed=0, edits=()):
     p, x = problem(c, q, cache)
     assert KERNEL.refuses(p, GPUS["H200"]) == []
     kernel = Strict(mode, seed).load(*SOURCES, edits=[("MERGING, ALL = 1056, 2112", "MERGING, ALL = 9, 9"), *edits])  # fewer than blocks
-    return kernel.launch(p, kernel.Grid(c.shares, -(-c.len_q * c.heads // 64)), q, cache, x, True)
+    tiles = -(-c.len_q * c.heads // 64)
+    return kernel.launch(p, kernel.Grid(c.shares, tiles, c.at_once or tiles), q, cache, x, True)
 
 
 def judge(c: Case, call, result, lse_slack=2.0) -> None:
@@ -116,6 +118,7 @@ CASES = [
     Case((260, 100), 2, dtype=FP16),
     Case((900,), 2, steep=0.02),  # maxima that grow from block to block
     Case((200, 60), 2, scale=-0.03),
+    Case((140, 70), 1, len_q=20, heads=15, at_once=2),  # 5 tiles of rows, the last one in part, in three launches
     Case(tuple(range(5, 180, 5)), 7, heads=3),  # more sequences than a warp has lanes
 ]
 

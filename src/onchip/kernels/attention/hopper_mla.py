@@ -75,13 +75,16 @@ BOTH, ONE_GROUP, TWO_GROUPS = gl.constexpr(256), gl.constexpr(128 + 32), gl.cons
 
 
 class Grid(NamedTuple):
-    """Shares of all key pairs, and tiles of 64 rows; a program for each of both."""
+    """Shares of all key pairs, and tiles of 64 rows; a program for each of both. And tiles of a launch: fewer than all only of one share, where
+    multiprocessors are left to others."""
 
     shares: int
     tiles: int
+    at_once: int
 
     def __str__(self):
-        return f"64 rows and 2 x 64 keys a step, {self.shares} shares of the keys x {self.tiles} tiles of rows"
+        launches = f", {self.at_once} a launch" * (self.at_once < self.tiles)
+        return f"64 rows and 2 x 64 keys a step, {self.shares} shares of the keys x {self.tiles} tiles of rows{launches}"
 
 
 @dataclass(frozen=True)
@@ -169,11 +172,11 @@ def _fill(desc, buffer, full, N: gl.constexpr, pages, slot, column, used, GONE: 
 
 @gluon.jit
 def _copy(given, C: gl.constexpr):
-    q_descs, k_descs, queries, q_empty, even, odd, told, lists, table, tiles = given
+    q_descs, k_descs, queries, q_empty, even, odd, told, lists, table, tiles, first = given
     lengths_ptr, batch, shares = lists
     q_left, q_right, q_rope, q_full = queries
     q_full = q_full.index(0)
-    number, tile = gl.program_id(0) // tiles, gl.program_id(0) % tiles
+    number, tile = gl.program_id(0) // tiles, first + gl.program_id(0) % tiles
     turn, used = 0, 0
     wait_for_last()
     sequence, before, begin, end = _my_share(lengths_ptr, batch, shares, number)
@@ -280,7 +283,7 @@ def _put(acc, out_ptr, rows, GROUP: gl.constexpr):
 def _finish(acc, total, top, place, tile, outs, sums, sizes, GROUP: gl.constexpr, row_layout: gl.constexpr):
     """Half of the columns of 64 rows' results: to the output, or to be merged."""
     out_ptr, lse_ptr, part_ptr, part_lse_ptr = outs
-    heads, len_q, tiles = sizes
+    heads, len_q, tiles, _first = sizes
     sequence, slot = place[0], place[4]
     total = gl.convert_layout(gl.sum(total, 1), row_layout)
     sums[GROUP].store(total)
@@ -361,12 +364,12 @@ def _left_pair(scores, acc, top, total, n, sight, length, gain, zero, even, odd,
 @gluon.jit
 def _left(given, C: gl.constexpr):
     queries, q_empty, even, odd, told, tops, sums, outs, sizes, gain = given
-    heads, len_q, tiles = sizes
+    heads, len_q, tiles, first = sizes
     q_full = queries[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    tile = gl.program_id(0) % tiles
+    tile = first + gl.program_id(0) % tiles
     turn, used = 0, 0
     place = _hear(told, turn)
     while place[0] >= 0:
@@ -447,12 +450,12 @@ def _right_pair(acc, top, total, n, sight, length, gain, used, queries, even, od
 @gluon.jit
 def _right(given, C: gl.constexpr):
     queries, q_empty, even, odd, told, tops, sums, outs, sizes, gain = given
-    heads, len_q, tiles = sizes
+    heads, len_q, tiles, first = sizes
     q_full = queries[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    tile = gl.program_id(0) % tiles
+    tile = first + gl.program_id(0) % tiles
     turn, used = 0, 0
     place = _hear(told, turn)
     while place[0] >= 0:
@@ -496,9 +499,9 @@ def _block(desc, rope_desc):
     return left, right, gl.allocate_shared_memory(desc.dtype, [1, 1, 64, 64], rope_desc.layout), full
 
 
-@gluon.jit(do_not_specialize=["batch", "shares", "tiles", "heads", "len_q", "stride", "columns"])
+@gluon.jit(do_not_specialize=["batch", "shares", "tiles", "heads", "len_q", "first", "stride", "columns"])
 def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, out_ptr, lse_ptr, part_ptr, part_lse_ptr,
-            scale, batch, shares, tiles, heads, len_q, stride, columns, C: gl.constexpr):  # fmt: skip
+            scale, batch, shares, tiles, heads, len_q, first, stride, columns, C: gl.constexpr):  # fmt: skip
     fetch(lengths_ptr, batch, (table_ptr, stride, columns), 4)
     q_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(q_empty, count=2)
@@ -508,9 +511,9 @@ def _decode(q_desc, q_rope_desc, k_desc, k_rope_desc, lengths_ptr, table_ptr, ou
     sums = (gl.allocate_shared_memory(gl.float32, [64], plain), gl.allocate_shared_memory(gl.float32, [64], plain))
     told = message(2)
     fence_async_shared()
-    outs, sizes = (out_ptr, lse_ptr, part_ptr, part_lse_ptr), (heads, len_q, tiles)
+    outs, sizes = (out_ptr, lse_ptr, part_ptr, part_lse_ptr), (heads, len_q, tiles, first)
     given = (queries, q_empty, even, odd, told, tops, sums, outs, sizes, scale * LOG2E)
-    copied = ((q_desc, q_rope_desc), (k_desc, k_rope_desc), queries, q_empty, even, odd, told, (lengths_ptr, batch, shares), (table_ptr, stride), tiles)
+    copied = ((q_desc, q_rope_desc), (k_desc, k_rope_desc), queries, q_empty, even, odd, told, (lengths_ptr, batch, shares), (table_ptr, stride), tiles, first)
     COPIER: gl.constexpr = 40  # registers
     gl.warp_specialize([(_left, (given, C)), (_right, (given, C)), (_copy, (copied, C))], [4, 1], [(504 - COPIER) // 2, COPIER])
 
@@ -521,10 +524,12 @@ LEAST = 2  # pairs of a share: a part of 64 rows is as many bytes as the keys of
 
 
 def configs(p: Attention, device: Device) -> list[Grid]:
-    """As many shares of the keys as multiprocessors hold programs for all tiles of rows, of LEAST pairs or more."""
+    """As many shares of the keys as multiprocessors hold programs for all tiles of rows, of LEAST pairs or more. Of more tiles than multiprocessors, if some
+    are left to others, a launch has no more than those that are not."""
+    sms = programs_of(device)
     tiles = triton.cdiv(p.len_q * p.heads, 64)
     most = triton.cdiv(p.batch * triton.cdiv(p.len_k, 128), LEAST)
-    return [Grid(max(1, min(programs_of(device) // tiles, most)), tiles)]
+    return [Grid(max(1, min(sms // tiles, most)), tiles, tiles if sms == device.sms else min(tiles, sms))]
 
 
 def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
@@ -543,12 +548,13 @@ def launch(p: Attention, grid: Grid, q, cache, x: Operands, return_lse: bool):
         q = q.clone(memory_format=torch.contiguous_format)
     k = for_tma(cache.k, "hopper_mla").squeeze(2)
     shape = Shape(p.len_q > 1 and p.mask.right is not None, p.page)
-    parts, sizes = parts_of(q, p.batch, *grid), (p.batch, *grid, p.heads, p.len_q)
+    parts, sizes = parts_of(q, p.batch, grid.shares, grid.tiles), (p.batch, grid.shares, grid.tiles, p.heads, p.len_q)
     keys, table = min(64, p.page), cache.page_table
-    _decode[(grid.shares * grid.tiles,)](
-        describe(q, 64, 256), describe(q, 64, 64), describe(k, keys, int(PIECE)), describe(k, keys, 64), cache.lengths, table,
-        out, lse, *parts, scale, *sizes, table.stride(0), table.shape[1], C=shape, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+    for first in range(0, grid.tiles, grid.at_once):
+        _decode[(grid.shares * min(grid.at_once, grid.tiles - first),)](
+            describe(q, 64, 256), describe(q, 64, 64), describe(k, keys, int(PIECE)), describe(k, keys, 64), cache.lengths, table,
+            out, lse, *parts, scale, *sizes, first, table.stride(0), table.shape[1], C=shape, num_warps=4, launch_pdl=True,
+        )  # fmt: skip
     if grid.shares > 1:
         merge(parts, out, lse, cache.lengths, sizes)
     return (out, lse) if return_lse else out

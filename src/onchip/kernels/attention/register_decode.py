@@ -37,6 +37,7 @@ from onchip.kernels.attention.decode_merge import LISTED, SHARE, at_once, merge
 from onchip.kernels.attention.decode_tiles import ROOM, exponent, items_of, power_of_two, reach, sequence_of
 from onchip.kernels.attention.gluon_merge import add_up, arrivals_of, merging_of, part_of
 from onchip.kernels.attention.gluon_shares import fetch, my_share
+from onchip.kernels.attention.hopper_tiles import programs_of
 from onchip.kernels.attention.register_tiles import (
     Shape,
     base_of,
@@ -472,23 +473,24 @@ def configs(p: Attention, device: Device) -> list[Shares]:
     return [tiles_of(p, device, n, rows)]
 
 
-def warps_of(p: Attention, device: Device, units: int) -> int:
+def warps_of(p: Attention, sms: int, units: int) -> int:
     """The fewest for a program that leave all programs but a sixteenth a unit: warps that have one of their own never wait for each other."""
     if "batch_invariant" in p.extras or units > p.batch * p.kv_heads:  # several tiles of a head find its keys in L2: not timed
         return WARPS[-1]
     most = ADDED if p.kv and Format.of(p.kv).has_zero else p.len_k
-    enough = (w for w in WARPS if 16 * units > 15 * (EACH // w * device.sms) and p.len_k <= min(w * most, LONGEST if w == 1 else p.len_k))
+    enough = (w for w in WARPS if 16 * units > 15 * (EACH // w * sms) and p.len_k <= min(w * most, LONGEST if w == 1 else p.len_k))
     return next(enough, WARPS[-1])
 
 
 def tiles_of(p: Attention, device: Device, n: int, rows: int) -> Shares:
     """Tiles of `n` keys a warp."""
     units = p.batch * p.kv_heads * triton.cdiv(p.len_q * p.group, rows)
-    warps = warps_of(p, device, units)
+    sms = programs_of(device)
+    warps = warps_of(p, sms, units)
     item = n * warps
     if "batch_invariant" in p.extras:  # of many queries, which are work enough, whole units: 2,048 over 32k in parts would want 16 GiB of them
         item = WHOLE if p.len_q > 16 and not p.tokens else max(SHARE, item)
-    programs = min(EACH // warps * device.sms, MOST_PARTS * units, units * max(1, triton.cdiv(p.len_k, item)))
+    programs = min(EACH // warps * sms, MOST_PARTS * units, units * max(1, triton.cdiv(p.len_k, item)))
     return Shares(n, warps, programs, rows, triton.cdiv(p.len_q * p.group, rows), item)
 
 
