@@ -23,7 +23,7 @@ gpu-test: .venv/.test
 	$(BIN)/python -m pytest -q -m gpu
 
 newest: .venv/.newest
-	PYTHONPATH=.venv/newest $(BIN)/python -m pytest -q -n auto tests/kernels/attention/test_attention_compile.py tests/kernels/attention/test_hopper_mla.py -m newest
+	PYTHONPATH=.venv/newest $(BIN)/python -m pytest -q -n auto tests/kernels/attention/test_*_compile.py tests/kernels/attention/test_hopper_mla.py -m newest
 
 lint: .venv/.test
 	$(BIN)/ruff check .

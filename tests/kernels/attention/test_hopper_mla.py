@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_attention_compile import launched, meta
+from offline_attention import launched, meta
 from test_hopper_paged import NOWHERE, Strict
 
 import onchip

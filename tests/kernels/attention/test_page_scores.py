@@ -4,9 +4,10 @@ import re
 
 import pytest
 import torch
-from test_attention_compile import compiled, meta
+from offline_attention import meta
 from triton.runtime.jit import JITFunction
 
+from offline import compiled
 from onchip.core.problem import Rows
 from onchip.kernels.attention import page_scores
 
