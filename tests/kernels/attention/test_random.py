@@ -352,6 +352,22 @@ def test_hopper(c, half, ordered, device):
         check(c, "hopper_prefill", device)
 
 
+# ---- widths of heads that are not drawn, since the oracle takes long over them
+
+WIDTHS = ((8, 512), (9, 33), (64, 256), (100, 72), (192, 128), (256, 256), (512, 512), (576, 512))
+KERNELS = ("blocked", pytest.param("triton_prefill", marks=pytest.mark.gpu))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("dims", WIDTHS, ids=lambda dims: "x".join(map(str, dims)))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_widths(kernel, dims, dtype, packed, device):
+    """Any width of keys from 8 to 576 and of values from 8 to 512, forward and every gradient, of grouped heads."""
+    lengths = ((17, 40), (21, 5)) if packed else ((17, 40),)
+    check(NO_KEYS._replace(lengths=lengths, packed=packed, heads=(1, 2), dims=dims, dtype=dtype, mask=("Causal",)), kernel, device)
+
+
 # ---- finite differences
 
 EXACT = {
