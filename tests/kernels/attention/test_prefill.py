@@ -275,6 +275,28 @@ def test_the_same_bits_again(kernel, problem, device):
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
+ALONE = [packed([33, 7, 0, 70], mask, 32, dtype, (4, 2)) for mask, dtype in ((Full(), FP32), (Causal(), BF16), (Window(20), FP32))]
+
+
+@pytest.mark.parametrize(("kernel", "problem"), rows(ALONE, [kernel for kernel in PREFILL.kernels if kernel.name != "reference"]))
+def test_bits_do_not_depend_on_the_batch(kernel, problem, device):
+    """With batch_invariant: outputs, LSE and gradients of a sequence among others, and alone; the same bits again."""
+
+    def results(tensors, offsets):
+        *inputs, d_out = (t.detach().requires_grad_() for t in tensors)
+        longest = int(offsets.diff().max())
+        out, lse = onchip.attention_packed(*inputs, offsets, longest=longest, mask=problem.mask, return_lse=True, batch_invariant=True, kernel=kernel)
+        return [out.detach(), lse.detach().T, *torch.autograd.grad(out, inputs, d_out)]
+
+    tensors = [*flat(problem, device), torch.randn(problem.tokens, problem.heads, problem.dim, device=device).to(problem.dtype)]
+    offsets = offsets_of([33, 7, 0, 70], device)
+    together, again = (results(tensors, offsets) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(together, again, strict=True))
+    for a, b in pairwise(offsets.tolist()):
+        alone = results([t[a:b] for t in tensors], offsets_of([b - a], device))
+        assert [torch.equal(one, whole[a:b]) for one, whole in zip(alone, together, strict=True)] == [True] * 5
+
+
 TRITON = PREFILL.kernel("triton_prefill")
 
 
