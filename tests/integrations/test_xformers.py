@@ -274,6 +274,8 @@ def test_names_are_there_and_go_again():
         assert importlib.import_module("xformers.ops.fmha.attn_bias").LowerTriangularMask is ops.LowerTriangularMask
         assert importlib.import_module("xformers").ops.fmha.BlockDiagonalMask is ab.BlockDiagonalMask
         assert importlib.util.find_spec("xformers") is not None
+        q, _, v = ops.unbind(torch.arange(12).view(2, 3, 2), 1)
+        assert q.tolist() == [[0, 1], [6, 7]] and v.tolist() == [[4, 5], [10, 11]]
     finally:
         xf.uninstall()
     assert not [name for name in sys.modules if name.partition(".")[0] == "xformers"]

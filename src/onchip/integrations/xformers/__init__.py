@@ -94,6 +94,11 @@ def merge_attentions(
     return out.to(dtype), lse if write_lse else None
 
 
+def unbind(x: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """`x.unbind(dim)`: models that split a qkv import it beside the functions, and go without them where it is not there (DINOv2)."""
+    return x.unbind(dim)
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, attn_bias, p: float, scale: float | None, op: str | None, return_lse: bool):
     """(output, LSE or None) in the shapes of the caller."""
     rank = query.ndim
