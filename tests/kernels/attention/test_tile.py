@@ -12,12 +12,14 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from onchip.core.masks import Causal, Document, Full, Window
+from onchip.core.masks import Blocks, Causal, Chunked, Dense, Document, Full, MaskMod, Prefix, Window
 from onchip.core.once import one_pass
 from onchip.core.problem import Attention, Operands
+from onchip.kernels.attention import mods
 from onchip.kernels.attention.hopper_copies import pool_of
+from onchip.kernels.attention.reference import place
 from onchip.kernels.attention.register_decode import _words
-from onchip.kernels.attention.tile import describable, ends, for_tma, inner_span, key_span, query_span, remembered, sequence_tiles
+from onchip.kernels.attention.tile import describable, ends, for_tma, inner_span, key_span, mask_map, query_span, remembered, sequence_tiles
 
 # ---- which tiles a band shows
 
@@ -63,6 +65,46 @@ def test_spans_hold_what_is_seen_and_mask_what_has_to_be(band, packed, device):
             cols = seen[start : start + m].any(0).nonzero()[:, 0].tolist()
             assert not cols or (first, last) == (cols[0], cols[-1] + 1)
             assert inner >= outer or (inner % n == outer % n == 0 and outer <= len_k and seen[start : start + m, inner:outer].all())
+
+
+# ---- which tiles any other mask shows
+
+MAPPED = {
+    "document": lambda: Document(torch.arange(70) // 20),
+    "document, causal": lambda: Document(torch.tensor([[0] * 30 + [1] * 40, [0] * 60 + [1] * 10])) & Causal(),
+    "chunked": lambda: Chunked(20),
+    "prefix": lambda: Prefix(40),
+    "blocks": lambda: Blocks(torch.rand(2, 5, 5) < 0.4, 16),
+    "dense": lambda: Dense(torch.rand(70, 70) < 0.002),
+    "a function": lambda: MaskMod(lambda b, h, i, j: (i - j) % 32 == 0),
+    "two windows": lambda: Window(10) | Prefix(8),
+    "nothing": lambda: MaskMod(lambda b, h, i, j: i < 0),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of_keys", [False, True], ids=["of queries", "of keys"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("name", MAPPED)
+def test_a_map_holds_the_tiles_that_are_seen_and_no_others(name, packed, of_keys, device):
+    """So a hidden tile costs nothing, and one that is seen in whole no mask; rows past the end hide nothing of a tile of queries."""
+    mask = MAPPED[name]()
+    lengths = ((70, 70), (33, 70)) if packed else ((70, 70),) * 2
+    p = Attention("prefill", 2, 70, 70, 2, 2, 16, torch.float32, mask.static(), *(("packed", 0, 103, 140) if packed else ()))
+    offsets = [torch.tensor([0, *accumulate(n[side] for n in lengths)], dtype=torch.int32, device=device) for side in (0, 1)] if packed else [None, None]
+    reads = tuple(t.to(device) for t in mask.tensors)
+    sees, x = mods.mask_function(p.mask.text), Operands(1.0, *offsets, mask=reads)
+    for m, n in ((16, 16), (32, 16), (16, 32)):
+        found, (apart, next_head, _) = mask_map(p, sees, mods.captured(reads), x, m, n, of_keys, device)
+        for (b, (len_q, len_k)), h in product(enumerate(lengths), range(2)):
+            seen = p.mask.seen(place(b, 2, len_q, len_k, device), reads).expand(1, 2, len_q, len_k)[0, h].cpu()
+            rows = found.flatten(0, 2)[b * apart + h * next_head :]
+            tiles = [[seen[i : i + m, j : j + n] for j in range(0, 70, n)] for i in range(0, 70, m)]
+            for row, line in zip(rows.tolist(), zip(*tiles, strict=True) if of_keys else tiles, strict=False):
+                whole = [at for at, tile in enumerate(line) if tile.shape[1] == n and tile.all() and (len(tile) == m or (len(tile) and not of_keys))]
+                part = [at for at, tile in enumerate(line) if tile.any() and at not in whole]
+                assert (row[0], row[1]) == (len(part), len(whole))
+                assert row[2 : 2 + len(part)] == part and row[len(row) - len(whole) :] == whole[::-1]
 
 
 # ---- tiles of a packed batch
