@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import types
 import weakref
 
 import pytest
@@ -11,7 +12,9 @@ import onchip
 import onchip.ops.graph
 from onchip import dispatch
 from onchip.core.masks import Causal, Dense, Document, Full, KeyPadding, Window
+from onchip.core.problem import Operands
 from onchip.core.scores import ALiBi, Bias, Softcap
+from onchip.ops.attend import How, dense_sizes, problem_of
 from onchip.ops.attention import PagedKV
 
 FP32, INT32 = torch.float32, torch.int32
@@ -301,6 +304,24 @@ def test_torchs_switch_asks_for_deterministic_gradients(how):
         finally:
             torch.use_deterministic_algorithms(False)
         assert ["deterministic" in d.problem.extras for d in decisions if d.problem.op == "backward"] == [asked]
+
+
+@pytest.mark.parametrize("given", [None, "tf32", "ieee"])
+def test_tf32_where_torchs_switch_says_so(given):
+    """torch's newer one, too, beside which the older cannot be read."""
+    q = types.SimpleNamespace(dtype=torch.float32, is_cuda=True)
+    sizes = dense_sizes(*(torch.empty(1, 5, 2, 16, device="meta") for _ in range(3)))
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        if given:
+            torch.backends.cuda.matmul.fp32_precision = given
+        else:
+            torch.set_float32_matmul_precision("high")
+        problem, _ = problem_of("prefill", How(Full(), None, None, None, False, False, "auto"), sizes, Operands(1.0), q)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert problem.extras == (() if given == "ieee" else ("tf32",))
 
 
 def test_only_a_bias_or_sinks_need_gradients():

@@ -186,7 +186,7 @@ def problem_of(op: str, how: How, sizes: Sizes, x: Operands, q: Tensor, keys: in
         extras += ("batch_invariant",)
     if x.q_used is not None or x.k_used is not None:
         extras += ("used",)
-    if q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+    if q.dtype == torch.float32 and q.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32":  # allow_tf32 cannot be read then
         extras += ("tf32",)
     return Attention(op, *sizes.dims, mask, *sizes.keys, score, tuple(sorted(extras)) if extras else (), sizes.kv), x
 
