@@ -47,6 +47,22 @@ def device() -> torch.device:
     return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def current_gpu(monkeypatch) -> list[int]:
+    """The current GPU, last of the list, where there is none: torch's own functions read it and change it."""
+    current = [0]
+
+    @contextlib.contextmanager
+    def changed(device):
+        current.append(device if isinstance(device, int) else device.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", changed)
+    return current
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

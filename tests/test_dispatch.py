@@ -23,6 +23,7 @@ WIDE = PREFILL._replace(dim=600, dim_v=128)
 EIGHT_BITS = PREFILL._replace(dtype=torch.float8_e4m3fn, mask=Causal())
 DECODE = Attention("decode", 32, 1, 4096, 32, 8, 128, BF16, Causal(), "paged", 16)
 
+PADDED = "(add zeros; scale"
 DOCUMENT, CAPPED = Document(torch.zeros(4, dtype=torch.int64)).static(), Softcap(30.0).static()
 
 
@@ -84,28 +85,14 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     )
 
 
-def test_a_launch_goes_to_the_gpu_of_its_tensors(monkeypatch):
+def test_a_launch_goes_to_the_gpu_of_its_tensors(current_gpu, monkeypatch):
     """Not to the current one, where Triton would send it: a model over several GPUs leaves that at the first."""
-    current = [0]
-
-    class Current:
-        def __init__(self, place):
-            self.place = place
-
-        def __enter__(self):
-            current.append(self.place)
-
-        def __exit__(self, *_):
-            current.pop()
-
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "device", Current)
     monkeypatch.setattr(dispatch.devices, "of", lambda device: H200)
-    monkeypatch.setattr(Kernel, "load", lambda self: lambda problem, config, *inputs: (current[-1], inputs))
+    monkeypatch.setattr(Kernel, "load", lambda self: lambda problem, config, *inputs: (current_gpu[-1], inputs))
     monkeypatch.setattr(Kernel, "configs", lambda self, problem, device: [None])
-    for place in (0, 1, 0):
-        assert select(PREFILL, torch.device("cuda", place)).launch("q") == (place, ("q",))
-    assert current == [0] and select(PREFILL, H200).launch("q") == (0, ("q",))
+    for index in (0, 1, 0):
+        assert select(PREFILL, torch.device("cuda", index)).launch("q") == (index, ("q",))
+    assert current_gpu == [0] and select(PREFILL, H200).launch("q") == (0, ("q",))
 
 
 @pytest.mark.gpu
@@ -320,10 +307,13 @@ def test_explain_says_why_not():
     [
         (PREFILL, None),
         (PREFILL._replace(dtype=FP32, extras=("tf32",)), "hopper_prefill   would run in bf16"),
-        (PREFILL._replace(dim=100), "hopper_prefill   would run with heads of 104 columns (add zeros, and give scale=100**-0.5)"),
-        (PREFILL._replace(dim=90, dim_v=50), "hopper_prefill   would run with heads of 96 and 56 columns (add zeros, and give scale=90**-0.5)"),
-        (BACKWARD._replace(dim=100, dtype=FP32), "hopper_backward  would run in bf16 and with heads of 104 columns (add zeros, and give scale=100**-0.5)"),
-        (EIGHT_BITS._replace(dim=96), "hopper_fp8       would run with heads of 128 columns (add zeros, and give scale=96**-0.5)"),
+        (PREFILL._replace(dim=100), f"hopper_prefill   would run with heads of 104 columns {PADDED}=100**-0.5 where none is given)"),
+        (PREFILL._replace(dim=90, dim_v=50), f"hopper_prefill   would run with heads of 96 and 56 columns {PADDED}=90**-0.5 where none is given)"),
+        (
+            BACKWARD._replace(dim=100, dtype=FP32),
+            f"hopper_backward  would run in bf16 and with heads of 104 columns {PADDED}=100**-0.5 where none is given)",
+        ),
+        (EIGHT_BITS._replace(dim=96), f"hopper_fp8       would run with heads of 128 columns {PADDED}=96**-0.5 where none is given)"),
         (DECODE._replace(page=5), "hopper_decode    would run over pages of 64 tokens"),
         (DECODE._replace(dim=96, kv="int8"), None),  # of codes, zeros are not zeros
         (DECODE._replace(dim=600), None),  # nothing helps

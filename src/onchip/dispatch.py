@@ -24,14 +24,14 @@ class Decision:
     """The kernel chosen for a Problem on a device, and why the ones before it were not.
 
     refused   ((kernel name, its reasons), ...) in the order of the menu: what it cannot do, or what does it better.
-    place     the number of the GPU that the call's tensors are on; None on a CPU, and of a device that is only described.
+    index     of the GPU that the call's tensors are on; None on a CPU, and of a device that is only described.
     """
 
     problem: Problem
     device: Device
     kernel: Kernel
     refused: tuple[tuple[str, tuple[str, ...]], ...]
-    place: int | None = None
+    index: int | None = None
 
     @functools.cached_property
     def config(self):
@@ -44,7 +44,7 @@ class Decision:
         run = self.kernel.load()
         run = _as_given(run, "cpu" if self.device.kind == "cpu" else "cuda") if self.kernel.portable else run
         run = functools.partial(run, self.problem, self.config)
-        return run if self.place is None or self.kernel.portable else _there(run, self.place)
+        return run if self.index is None or self.kernel.portable else _there(run, self.index)
 
     @functools.cached_property
     def recorded(self) -> Callable | None:
@@ -78,14 +78,14 @@ def select(problem: Problem, device: torch.device | Device, kernel: str = "auto"
 @functools.lru_cache(maxsize=1 << 14)
 def _select(problem: Problem, device: torch.device | Device, kernel: str) -> Decision:
     op, facts = OPS[problem.op], device if isinstance(device, Device) else devices.of(device)
-    place = device.index if isinstance(device, torch.device) and device.type == "cuda" else None
+    index = device.index if isinstance(device, torch.device) and device.type == "cuda" else None
     if kernel != "auto":
         chosen = op.kernel(kernel)
         reasons = chosen.refuses(problem, facts)
         if reasons:
             others = [k.name for k in op.kernels if not k.leaves(problem, facts)]
             raise Unsupported(f"{op.name}: kernel={kernel!r} refused {problem}: {'; '.join(reasons)}. {_way_out(others)}")
-        return Decision(problem, facts, chosen, (), place)
+        return Decision(problem, facts, chosen, (), index)
     refused = []
     for candidate in op.kernels:
         reasons = candidate.leaves(problem, facts)
@@ -94,7 +94,7 @@ def _select(problem: Problem, device: torch.device | Device, kernel: str) -> Dec
                 raise Unsupported(
                     f"{op.name}: ONCHIP_STRICT is set and only the portable kernel {candidate.name} takes {problem} on {facts.name}: {_sentences(refused)}"
                 )
-            return Decision(problem, facts, candidate, tuple(refused), place)
+            return Decision(problem, facts, candidate, tuple(refused), index)
         refused.append((candidate.name, tuple(reasons)))
     raise Unsupported(f"{op.name}: no kernel takes {problem} on {facts.name}: {_sentences(refused)}")
 
@@ -125,13 +125,13 @@ def _as_given(run: Callable, device: str) -> Callable:
     return launch
 
 
-def _there(run: Callable, place: int) -> Callable:
+def _there(run: Callable, index: int) -> Callable:
     """A launch where its tensors are: Triton's go to the current GPU, whatever they are given. (Models over several GPUs leave that at the first one.)"""
 
     def launch(*inputs):
-        if torch.cuda.current_device() == place:
+        if torch.cuda.current_device() == index:
             return run(*inputs)
-        with torch.cuda.device(place):
+        with torch.cuda.device(index):
             return run(*inputs)
 
     return launch
@@ -188,7 +188,8 @@ def _report(d: Decision) -> str:
         lines.append(f"  order  {told(d.problem)}")
     lines.append(f"  floor  {_time(seconds)}, bound by {bound}: {_si(d.cost.flops)}FLOP, {_si(d.cost.bytes)}B, {intensity:.0f} flop/byte ({d.device.source})")
     lines += [f"  not    {name:<15}  {'; '.join(reasons)}" for name, reasons in d.refused]
-    lines += [f"  change {kernel:<15}  would run {' and '.join(words)}" for kernel, words in _changes(d)]
+    if change := _change(d):
+        lines.append(f"  change {change[0]:<15}  would run {' and '.join(change[1])}")
     return "\n".join(lines)
 
 
@@ -205,7 +206,7 @@ def _wider(least: Callable[[int], int], p: Attention) -> tuple[str, Attention] |
     if (dim, dim_v) == (p.dim, p.value_dim) or p.kv or "latent" in p.extras:
         return None
     columns = f"{dim}" if dim == dim_v else f"{dim} and {dim_v}"
-    return f"with heads of {columns} columns (add zeros, and give scale={p.dim}**-0.5)", p._replace(dim=dim, dim_v=0 if dim == dim_v else dim_v)
+    return f"with heads of {columns} columns (add zeros; scale={p.dim}**-0.5 where none is given)", p._replace(dim=dim, dim_v=0 if dim == dim_v else dim_v)
 
 
 def _by_pages(page: int, p: Attention) -> tuple[str, Attention] | None:
@@ -226,28 +227,29 @@ EDITS: tuple[Callable[[Attention], tuple[str, Attention] | None], ...] = (
 )
 
 
-def _changes(d: Decision) -> list[tuple[str, list[str]]]:
+def _change(d: Decision) -> tuple[str, tuple[str, ...]] | None:
     """The kernel that stands first in the menu of those that one edit leads to, or else two, and the words of these edits."""
-    order = [kernel.name for kernel in OPS[d.problem.op].kernels]
     if not isinstance(d.problem, Attention) or not d.refused:
-        return []
+        return None
+    ranks = {kernel.name: rank for rank, kernel in enumerate(OPS[d.problem.op].kernels)}
     for count in (1, 2):
-        found = []
-        for edits in itertools.combinations(EDITS, count):
-            problem, words = d.problem, []
-            for edit in edits:
-                word, problem = edit(problem) or (None, problem)
-                words.append(word)
-            try:
-                place = order.index(_select(problem, d.device, "auto").kernel.name) if None not in words else len(order)
-            except Unsupported:
-                continue
-            if place < order.index(d.kernel.name):
-                found.append((place, words))
+        found = [edited for edits in itertools.combinations(EDITS, count) if (edited := _edited(d, edits)) and ranks[edited[0]] < ranks[d.kernel.name]]
         if found:
-            place, words = min(found, key=lambda each: each[0])
-            return [(order[place], words)]
-    return []
+            return min(found, key=lambda edited: ranks[edited[0]])
+    return None
+
+
+def _edited(d: Decision, edits) -> tuple[str, tuple[str, ...]] | None:
+    """The kernel that would run the Problem after these edits, and their words; None where one of them has nothing to change, or no kernel takes it."""
+    problem, words = d.problem, ()
+    for edit in edits:
+        if (made := edit(problem)) is None:
+            return None
+        words, problem = (*words, made[0]), made[1]
+    try:
+        return _select(problem, d.device, "auto").kernel.name, words
+    except Unsupported:
+        return None
 
 
 def _si(value: float) -> str:

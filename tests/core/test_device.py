@@ -130,19 +130,8 @@ def test_a_device_that_is_neither():
         devices.of(torch.device("meta"))
 
 
-def test_an_engine_runs_on_its_own_gpu(monkeypatch):
+def test_an_engine_runs_on_its_own_gpu(current_gpu):
     """Whatever GPU is the current one: that of the engine made last, for one."""
-    current = [1]
-
-    class Current:
-        def __init__(self, device):
-            self.place = device.index
-
-        def __enter__(self):
-            current.append(self.place)
-
-        def __exit__(self, *_):
-            current.pop()
 
     class Engine:
         def __init__(self, device):
@@ -150,8 +139,6 @@ def test_an_engine_runs_on_its_own_gpu(monkeypatch):
 
         @devices.on_host
         def step(self):
-            return current[-1]
+            return current_gpu[-1]
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "device", Current)
-    assert [Engine(torch.device(name)).step() for name in ("cuda:0", "cuda:1", "cpu")] == [0, 1, 1] and current == [1]
+    assert [Engine(torch.device(name)).step() for name in ("cuda:0", "cuda:1", "cpu")] == [0, 1, 0] and current_gpu == [0]

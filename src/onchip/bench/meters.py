@@ -134,12 +134,12 @@ def _counted(batch: str, length: str, heads: str, dim: str, dtype: str, mask: st
         inputs = data.inputs(row, torch.device(device))
         for name in names:
             with noted(errors, name):
-                call = next(peer for peer in PEERS if peer.kind is suite.Ladder and peer.name == name).prepare(inputs)
-                call.run()  # compiles
+                run = next(peer for peer in PEERS if peer.kind is suite.Ladder and peer.name == name).prepare(inputs).run
+                run()  # compiles, or runs out of memory
                 torch.cuda.synchronize()
-                torch.cuda.profiler.start()
-                call.run()
             torch.cuda.profiler.start()
+            if name not in errors:
+                run()
             torch.cuda._sleep(1)
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()

@@ -183,8 +183,9 @@ def _account(entry: dict, calls: dict[str, Call], p: Attention, device: torch.de
     for name, call in calls.items():
         with noted(entry["error"], name):
             entry["held"][name] = meters.peak(call.run, device)
-    for name, (counted, why) in meters.count(list(entry["held"]), p, device).items():
-        entry["moved"][name] |= {"counted": counted, "why": why}
+    with noted(entry["error"], "ncu"):
+        for name, (counted, why) in meters.count(list(entry["held"]), p, device).items():
+            entry["moved"][name] |= {"counted": counted, "why": why}
 
 
 def _hold(entry: dict, calls: dict[str, Call], inputs: data.Trained, device: torch.device) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 BLOCK = 128  # tokens that may share a scale
 LARGEST = 448.0  # of e4m3
 SMALLEST = 2.0**-50  # a scale that `quantise` gives, of tokens that are 0 too: products of three are still numbers
-LEAST = 2.0**-100  # a scale that Hopper's kernels tell from 0: what divides by it, an LSE's gradient above all, is still a number
+SMALLEST_TAKEN = 2.0**-100  # a scale that Hopper's kernels tell from 0: what divides by it, an LSE's gradient above all, is still a number
 SHARES = {"head": 0, "block": BLOCK, "token": 1}  # tokens that share a scale; 0: all
 
 

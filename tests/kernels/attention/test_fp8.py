@@ -149,7 +149,7 @@ def test_tokens_of_zeros(share, spread):
 @pytest.mark.parametrize("tiny", [2.0**-60, 2.0**-95])
 @pytest.mark.parametrize("share", [0, 128, 1])
 def test_tiny_scales(share, tiny):
-    """A user's own are taken as they are, down to LEAST; the largest of a head alone is looked at."""
+    """A user's own are taken as they are, down to SMALLEST_TAKEN; the largest of a head alone is looked at."""
     c = Case((2, 128, 2, FEW), 130, 300, Full(), shared=(share, share, share))
     call = call_of(c)
     for which in (0, 2):

@@ -188,7 +188,7 @@ def test_tokens_without_a_gradient():
 @emulated_only
 @pytest.mark.parametrize("tiny", [(2.0**-60, 1, 1), (1, 2.0**-95, 1), (1, 1, 2.0**-95), (2.0**-60, 1, 2.0**-90)], ids=str)
 def test_tiny_scales(tiny):
-    """A user's own are taken as they are, down to LEAST."""
+    """A user's own are taken as they are, down to SMALLEST_TAKEN."""
     c = Case((*FAST, FEW), 130, 300, shared=(0, 128, 128))
     call = call_of(c)
     call = call._replace(scales=Scales(*(s * less for s, less in zip(call.scales, tiny, strict=True))))

@@ -25,7 +25,7 @@ import triton
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
-from onchip.core.scales import LEAST, Scales
+from onchip.core.scales import SMALLEST_TAKEN, Scales
 from onchip.kernels.attention.fp8_operands import turned
 from onchip.kernels.attention.hopper_parts import join, part_of, part_steps, parts_of
 from onchip.kernels.attention.hopper_tiles import anew, hand, hide, locate, next_sequence, place_of, programs_of, query_tiles, rounds
@@ -69,7 +69,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 RAISED = gl.constexpr(8.0)  # log2 of what weights are multiplied by
 LEAST_FACTOR = gl.constexpr(1e-36)  # of a score's factor: 0 times the -inf of a key that is hidden is NaN
-LEAST_V = gl.constexpr(LEAST)
+LEAST_V = gl.constexpr(SMALLEST_TAKEN)
 GROWTH = gl.constexpr(0.8)  # of a maximum that is not followed: 2^8.8 = 446
 
 
@@ -552,7 +552,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool):
     factors = [s.expand(p.batch, heads, -1) for s, heads in zip(scales, (p.heads, p.kv_heads, p.kv_heads), strict=True)]
     most = factors[2][..., 0]
     if each_v:  # keys whose values are 2^-40 of the largest add nothing that shows
-        most = factors[2].amax(-1).clamp(min=LEAST)
+        most = factors[2].amax(-1).clamp(min=SMALLEST_TAKEN)
         factors[2] = (factors[2] / most[..., None]).clamp(min=2**-40)
     scale = x.scale
     if scale < 0:  # the largest score is taken before it is scaled

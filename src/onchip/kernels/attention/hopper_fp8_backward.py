@@ -32,7 +32,7 @@ import triton
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
-from onchip.core.scales import LEAST, Scales
+from onchip.core.scales import SMALLEST_TAKEN, Scales
 from onchip.kernels.attention.fp8_operands import of_output, turned
 from onchip.kernels.attention.hopper_backward_tiles import LOG2E, send, step_tile, steps_of, weights
 from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
@@ -444,7 +444,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
 def _relative(scale, p: Attention, t):
     """Scales [batch, heads, n] beside the largest of a key head's, and these [batch, kv_heads]; what is 2^-40 of the largest adds nothing that shows."""
     scale = scale.expand(*t.shape[:2], -1)
-    most = scale.unflatten(1, (p.kv_heads, -1)).amax((2, 3)).clamp(min=LEAST)
+    most = scale.unflatten(1, (p.kv_heads, -1)).amax((2, 3)).clamp(min=SMALLEST_TAKEN)
     return (scale / most.repeat_interleave(t.shape[1] // p.kv_heads, 1)[..., None]).clamp(min=2.0**-40), most
 
 
