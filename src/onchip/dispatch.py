@@ -14,6 +14,7 @@ from onchip.core.device import Device, Floor
 from onchip.core.kernel import Kernel, Op, Unsupported
 from onchip.core.problem import Attention, Cost, Problem
 from onchip.kernels import attention, fused
+from onchip.kernels.again import again
 
 OPS: dict[str, Op] = {op.name: op for op in (*attention.OPS, *fused.OPS)}
 _recorders: list[list["Decision"]] = []
@@ -44,7 +45,9 @@ class Decision:
         run = self.kernel.load()
         run = _as_given(run, "cpu" if self.device.kind == "cpu" else "cuda") if self.kernel.portable else run
         run = functools.partial(run, self.problem, self.config)
-        return run if self.index is None or self.kernel.portable else _there(run, self.index)
+        if self.index is None or self.kernel.portable:
+            return run
+        return _there(again(run) if self.kernel.extra is None else run, self.index)
 
     @functools.cached_property
     def recorded(self) -> Callable | None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 MOST = 16  # threads: with more the one that holds Python's lock is what the others wait for
+PATCHING = threading.Lock()  # of who changes what a launch does: launches are withheld here, and written down in `again.py`
 
 
 class Compilations:
@@ -71,7 +72,7 @@ def withheld() -> Iterator[set[tuple]]:
         asked.add((self.__name__, key))
         return made
 
-    with ThreadPoolExecutor(min(MOST, os.cpu_count() or 1)) as threads, AsyncCompileMode(threads):
+    with PATCHING, ThreadPoolExecutor(min(MOST, os.cpu_count() or 1)) as threads, AsyncCompileMode(threads):
         JITFunction.run, JITFunction._do_compile = ask, compile_once
         try:
             yield asked

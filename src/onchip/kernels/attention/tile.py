@@ -18,6 +18,7 @@ from onchip.core.masks import Band
 from onchip.core.once import once
 from onchip.core.philox import ROUNDS, threshold
 from onchip.core.trace import Traced
+from onchip.kernels.again import refuse
 from onchip.kernels.attention import mods, texts
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -295,6 +296,7 @@ def remembered(what: tuple, tensors, device, make, changing: bool = False):
     torch counts what writes to a tensor, except a foreign kernel, after which `torch.autograd.graph.increment_version(tensor)` says so.
     Inside a CUDA graph, and of tensors of inference mode, which count nothing, or which are `changing` unseen, it is made anew, but for those of `one_pass`.
     """
+    refuse("what is remembered")  # a call that is repeated as it was would look up nothing
     tensors = [t for t in tensors if t is not None]
     if (found := once(what, tensors, make)) is not None:
         return found

@@ -1,0 +1,314 @@
+"""A launch that comes again: torch's operations and Triton's launches of the last one, with the tensors of this one.
+
+To find what a call launches, how its memory is described and what of it Triton has compiled takes a host 60 to 100 us, in which a GPU attends 2,048
+tokens to each other. All of that follows from the inputs' sizes, strides, types and alignment: the second call that has them all in common with an earlier
+one is written down, as it runs, and those behind it go by what is written.
+
+    inputs -> key -> known? -> allocate, launch, ... -> outputs
+
+Nothing is written down that what is written could not repeat: reading a number from the device, a tensor that is neither an input nor made on the way
+(kept lists of tiles, counters), a second stream. Then the call goes its whole way each time, as the first one does.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from onchip.kernels import compiling
+
+MOST = 256  # calls of one Problem that are known; strides and numbers of a call that never comes again are let go with the others
+HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)  # of operations that the host waits for
+PLAIN = (int, float, bool, str, type(None))
+aten = torch.ops.aten
+SOONER = {aten.empty.memory_format: torch.empty, aten.zeros.default: torch.zeros, aten.empty_like.default: torch.empty_like}  # 1.8 us instead of 5.2
+_here = threading.local()  # .recorder: of this thread
+
+
+class Slot(NamedTuple):
+    """Where a tensor stands among those of a call: the inputs, then what is made."""
+
+    n: int
+
+
+class Again:
+    """The steps of a call, each a function of its slots, and its result."""
+
+    def __init__(self, slots: int, steps: Sequence[Callable], result: Callable | None):
+        self.blank, self.steps, self.result = [None] * slots, steps, result
+
+    def __call__(self, tensors: list[Tensor]):
+        slots = tensors + self.blank
+        for step in self.steps:
+            step(slots)
+        return self.result and self.result(slots)
+
+
+def again(run: Callable) -> Callable:
+    """`run(*inputs)`, which calls that come again do not go through; `inputs` are tensors, numbers and tuples of them."""
+    known: dict[tuple, Again | bool] = {}  # False: seen once; True: it has to go its whole way
+
+    def launch(*inputs):
+        if compiling.PATCHING.locked() or torch._C._are_functorch_transforms_active():  # launches are withheld; tensors have no address
+            return run(*inputs)
+        tensors: list[Tensor] = []
+        try:
+            key = _key(inputs, tensors)
+            found = known.get(key)
+        except TypeError:  # a tensor of another kind, or what cannot be compared
+            return run(*inputs)
+        if found is None:
+            if len(known) >= MOST:
+                known.clear()
+            known[key] = False
+        elif found is False:
+            known[key], result = _written_down(run, inputs, tensors)
+            return result
+        elif found is not True:
+            return found(tensors)
+        return run(*inputs)
+
+    return launch
+
+
+def _key(inputs: tuple, tensors: list[Tensor]) -> tuple:
+    key = _of(inputs, tensors)
+    begins = [t.data_ptr() for t in tensors]
+    if len({*begins}) < len(begins):  # the same memory twice, as in a latent cache
+        return key, *map(begins.index, begins)
+    return key
+
+
+def _of(value, tensors: list[Tensor]):
+    kind = value.__class__
+    if kind is Tensor or kind is torch.nn.Parameter:
+        tensors.append(value)
+        return value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15, value.requires_grad
+    if kind is list or isinstance(value, tuple):
+        return kind, *[part if part is None else _of(part, tensors) for part in value]
+    if isinstance(value, Tensor):
+        raise TypeError
+    return value
+
+
+# ---- writing down
+
+
+def refuse(why: str) -> None:
+    """Said by what a launch goes through, where it does something that cannot be repeated: the call is not written down."""
+    recorder = getattr(_here, "recorder", None)
+    if recorder is not None:
+        recorder.refused = recorder.refused or why
+
+
+def _written_down(run: Callable, inputs: tuple, tensors: list[Tensor]) -> tuple[Again | bool, Any]:
+    """What is known of the call from now on, and its result."""
+    watched = torch._C._len_torch_dispatch_stack() > 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    capturing = any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
+    if watched or capturing or not tensors or not compiling.PATCHING.acquire(blocking=False):
+        return False, run(*inputs)  # another time
+    try:
+        recorder = Recorder(tensors)
+        with _launches_told(recorder), recorder:
+            result = run(*inputs)
+    finally:
+        compiling.PATCHING.release()
+    return recorder.again(result) or True, result
+
+
+@contextmanager
+def _launches_told(recorder: "Recorder"):
+    """Triton's launches of this thread are told to `recorder`."""
+    from triton.runtime.jit import JITFunction  # here: there is none on some systems without a GPU
+
+    run, _here.recorder = JITFunction.run, recorder
+
+    def told(self, *args, grid, warmup, **options):
+        made = run(self, *args, grid=grid, warmup=warmup, **options)
+        if getattr(_here, "recorder", None) is recorder:
+            recorder.launched(self, made, grid, args, options)
+        return made
+
+    JITFunction.run = told
+    try:
+        yield
+    finally:
+        JITFunction.run, _here.recorder = run, None
+
+
+class Unrepeatable(Exception):
+    """What keeps a call from being written down."""
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what happens inside. `refused`: why it could not."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        super().__init__()
+        self.device, self.stream, self.refused = tensors[0].device, _stream(), ""
+        self.kept: list[Tensor] = []  # so that no address is two tensors'
+        self.exactly: dict[tuple, Slot] = {}
+        self.beginning: dict[int, Slot] = {}
+        self.steps: list[tuple[Callable | None, list, dict, list[Slot | None], Any]] = []
+        self.inputs = len(tensors)
+        for t in tensors:
+            self.enter(t)
+
+    def enter(self, t: Tensor) -> Slot | None:
+        """A new tensor; None where it is one that is known."""
+        slot = Slot(len(self.kept))
+        known = self.exactly.setdefault(_exactly(t), slot)
+        if known is not slot and len(self.kept) >= self.inputs:
+            return None
+        self.kept.append(t)
+        if t.numel():
+            self.beginning.setdefault(t.data_ptr(), slot)
+        return slot
+
+    def find(self, t: Tensor) -> Slot:
+        slot = self.exactly.get(_exactly(t))
+        if slot is None or not t.numel():
+            raise Unrepeatable(f"a tensor {list(t.shape)} of unknown origin")
+        return slot
+
+    def memory(self, t: Tensor) -> Slot:
+        """What begins where it does: of a tensor a launch gets the address."""
+        slot = self.beginning.get(t.data_ptr())
+        return self.find(t) if slot is None else slot
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if not self.refused:
+            try:
+                self.operated(func, args, kwargs, found)
+            except Unrepeatable as error:
+                self.refused = str(error)
+        return found
+
+    def operated(self, func, args: tuple, kwargs: dict, found) -> None:
+        made = [found] if isinstance(found, Tensor) else found
+        stays = isinstance(made, (list, tuple)) and all(isinstance(t, Tensor) and t.device == self.device for t in made)
+        if not stays or any(tag in func.tags for tag in HOST):
+            raise Unrepeatable(f"{func} gives something to the host")
+        if _stream() != self.stream:
+            raise Unrepeatable(f"{func} on another stream")
+        args, kwargs = (tree_map_only(Tensor, self.find, given) for given in (list(args), kwargs))
+        slots = [self.enter(t) for t in made]
+        self.steps.append((func, args, kwargs, slots, isinstance(found, Tensor)))
+
+    def launched(self, kernel, made, grid, args: tuple, options: dict) -> None:
+        if self.refused:
+            return
+        try:
+            if made is None or callable(grid) or _stream() != self.stream:
+                raise Unrepeatable(f"{kernel.__name__} is not launched as it stands")
+            given = [args[n] if n < len(args) else options.get(param.name, param.default) for n, param in enumerate(kernel.params)]
+            given = [value if param.is_constexpr else self.argument(value) for value, param in zip(given, kernel.params, strict=True)]
+            self.steps.append((made[(*grid, 1, 1)[:3]], given, {}, [], None))
+        except Unrepeatable as error:
+            self.refused = str(error)
+
+    def argument(self, value):
+        """An argument of a launch with slots for its tensors."""
+        if isinstance(value, Tensor):
+            return self.memory(value)
+        if isinstance(base := getattr(value, "base", None), Tensor):
+            return Described(value, self.memory(base))
+        if isinstance(value, tuple):
+            return type(value)(*map(self.argument, value)) if hasattr(value, "_fields") else tuple(map(self.argument, value))
+        if isinstance(value, PLAIN) or type(value).__name__ in ("constexpr", "dtype", "JITFunction", "GluonJITFunction"):
+            return value
+        raise Unrepeatable(f"an argument of {type(value).__name__}")
+
+    def again(self, result) -> Again | None:
+        """What was written down, less the steps that nothing needs; None where that is not all."""
+        try:
+            result = tree_map_only(Tensor, self.find, result)
+        except Unrepeatable as error:
+            self.refused = self.refused or str(error)
+        if self.refused:
+            return None
+        needed, steps = set(_slots(result)), []
+        for func, args, kwargs, slots, alone in reversed(self.steps):
+            launch = alone is None
+            if launch or func._schema.is_mutable or needed.intersection(slots):
+                needed.update(_slots((args, kwargs)))
+                steps.append(_launch(func, args) if launch else _operation(func, args, kwargs, slots, alone))
+        return Again(len(self.kept) - self.inputs, steps[::-1], _filled(result) or (lambda slots: result))
+
+
+class Described:
+    """A descriptor whose memory is a slot's."""
+
+    def __init__(self, descriptor, slot: Slot):
+        self.kind, self.fields, self.slot = type(descriptor), {**descriptor.__dict__, "base": None}, slot
+
+    def fill(self, slots: list[Tensor]):
+        """It was checked when it was made."""
+        found = object.__new__(self.kind)
+        found.__dict__.update(self.fields, base=slots[self.slot.n])
+        return found
+
+
+def _exactly(t: Tensor) -> tuple:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype
+
+
+def _stream() -> int:
+    from triton.runtime import driver
+
+    return driver.active.get_current_stream(driver.active.get_current_device())
+
+
+def _slots(value) -> list[Slot]:
+    leaves = tree_iter(value, is_leaf=lambda leaf: isinstance(leaf, (Slot, Described)))
+    return [leaf.slot if isinstance(leaf, Described) else leaf for leaf in leaves if isinstance(leaf, (Slot, Described))]
+
+
+# ---- doing it again
+
+
+def _filled(value) -> Callable | None:
+    """A function of the slots -> `value` with their tensors; None where it has none."""
+    if isinstance(value, Slot):
+        return lambda slots, n=value.n: slots[n]
+    if isinstance(value, Described):
+        return value.fill
+    if isinstance(value, (tuple, list)):
+        holes = [(n, fill) for n, part in enumerate(value) if (fill := _filled(part))]
+        if not holes:
+            return None
+        whole = value._make if hasattr(value, "_make") else type(value)
+
+        def fill(slots):
+            parts = list(value)
+            for n, one in holes:
+                parts[n] = one(slots)
+            return whole(parts)
+
+        return fill
+    return None
+
+
+def _launch(run: Callable, args: list) -> Callable:
+    fill = _filled(args) or (lambda slots: args)
+    return lambda slots: run(*fill(slots))
+
+
+def _operation(func: Callable, args: list, kwargs: dict, made: list[Slot | None], alone: bool) -> Callable:
+    fill, fill_named, func = _filled(args), _filled(list(kwargs.values())), SOONER.get(func, func)
+
+    def step(slots):
+        named = kwargs if fill_named is None else dict(zip(kwargs, fill_named(slots), strict=True))
+        found = func(*(args if fill is None else fill(slots)), **named)
+        for slot, t in zip(made, (found,) if alone else found, strict=True):
+            if slot is not None:
+                slots[slot.n] = t
+
+    return step

@@ -1,0 +1,296 @@
+"""A launch that comes again, beside the launch as it is: on a CPU with a stand-in for Triton's launches, and the operators themselves on a GPU."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import onchip
+from onchip import dispatch
+from onchip.kernels import again, compiling
+
+triton = pytest.importorskip("triton")
+from triton.runtime.jit import JITFunction  # noqa: E402
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+
+class Launches:
+    """Runs a Python function where Triton would run a kernel, on the memory that it is given."""
+
+    def __init__(self, compute):
+        self.compute, self.grids = compute, []
+        params = [SimpleNamespace(name=name, default=3, is_constexpr=name.isupper()) for name in compute.__code__.co_varnames[: compute.__code__.co_argcount]]
+        self.kernel = SimpleNamespace(__name__="kernel", params=params)
+
+    def __getitem__(self, grid):  # the compiled kernel's: all arguments by position
+        return lambda *args: (self.grids.append(grid), self.compute(*args))[0]
+
+    def run(self, kernel, *args, grid, warmup, **options):
+        given = [args[n] if n < len(args) else options.get(p.name, p.default) for n, p in enumerate(kernel.params)]
+        with torch.utils._python_dispatch._disable_current_modes():  # a kernel's work is no operation of torch's
+            self[(*grid, 1, 1)[:3]](*given)
+        return self
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A function that launches `compute(...)` as a kernel of Triton is launched."""
+    monkeypatch.setattr(again, "_stream", lambda: 0)
+
+    def by(compute):
+        stand_in = Launches(compute)
+        monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: stand_in.run(self, *args, **options))
+
+        def launch(*args, **options):
+            return JITFunction.run(stand_in.kernel, *args, grid=(2,), warmup=False, num_warps=4, **options)
+
+        launch.grids = stand_in.grids
+        return launch
+
+    return by
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many calls went by what was written."""
+    calls, call = [], again.Again.__call__
+    monkeypatch.setattr(again.Again, "__call__", lambda self, tensors: calls.append(self) or call(self, tensors))
+    return calls
+
+
+def repeated(run, make, counted, times: int = 4):
+    """The calls that were repeated; each must give what `run` gives."""
+    launch = again.again(run)
+    for n in range(times):
+        inputs = make(n)
+        copies = [t.clone() if isinstance(t, Tensor) else t for t in inputs]
+        found, expected = launch(*inputs), run(*copies)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    return len(counted)
+
+
+def test_operations_and_launches_are_repeated(launched, counted):
+    def compute(x, sums, described, several, factor, BLOCK):
+        described.base.copy_(x.as_strided((2, 4), (4, 1)) * factor + BLOCK)
+        sums += several[0].sum() + several[1][0]
+
+    kernel = launched(compute)
+
+    def run(x, y, factor):
+        out, sums = torch.empty(2, 4), torch.zeros(1)
+        kernel(x.transpose(0, 1), sums, TensorDescriptor(out, [2, 4], [4, 1], [2, 4]), (y[1], (5, y)), factor, BLOCK=7)
+        return out, sums + 1, None
+
+    assert repeated(run, lambda n: (torch.randn(4, 4), torch.arange(4.0) + n, 2.0), counted) == 2
+    assert kernel.grids == [(2, 1, 1)] * 8
+
+
+def test_steps_that_nothing_needs_are_left_out(launched):
+    kernel = launched(lambda x, y: y.copy_(x))
+
+    def run(x):
+        x.transpose(0, 1), torch.empty(100)
+        y = torch.empty_like(x)
+        kernel(x.view(-1).view(x.shape), y)
+        return y
+
+    launch, x = again.again(run), torch.randn(3, 5)
+    recorder = again.Recorder([x])
+    with again._launches_told(recorder), recorder:
+        result = run(x)
+    made = recorder.again(result)
+    assert len(made.steps) == 2, "an allocation and a launch"
+    assert torch.equal(made([x + 1]), x + 1)
+    assert launch is not run
+
+
+def test_inputs_that_are_written_to(launched, counted):
+    def run(x, y):
+        x[:2].add_(y)
+        return x
+
+    launched(lambda: None)
+    launch = again.again(run)
+    for n in range(4):
+        x, y = torch.full((4,), float(n)), torch.ones(2)
+        assert launch(x, y) is x
+        assert x.tolist() == [n + 1, n + 1, n, n]
+    assert len(counted) == 2
+
+
+@pytest.mark.parametrize(
+    "differ",
+    [
+        lambda x: x.repeat(2)[:4].clone().view(2, 2),
+        lambda x: torch.stack([x, x], 1)[:, 0],
+        lambda x: torch.cat([x[:1], x])[1:],
+        lambda x: x.double(),
+        lambda x: x.clone().requires_grad_(),
+    ],
+    ids=["shape", "stride", "alignment", "dtype", "gradient"],
+)
+def test_what_differs_is_another_call(launched, counted, differ):
+    launched(lambda: None)
+    facts = lambda x: (list(x.shape), x.stride(), str(x.dtype), x.data_ptr() % 16, x.requires_grad)  # noqa: E731
+    launch, x = again.again(lambda x: (x.detach() * 2, facts(x))), torch.randn(4)
+    for _ in range(3):
+        launch(x)
+    assert len(counted) == 1
+    other = differ(x)
+    assert launch(other)[1] == facts(other)
+    assert len(counted) == 1
+
+
+def test_the_same_memory_twice_is_another_call(launched, counted):
+    launched(lambda: None)
+    launch, x, y = again.again(lambda x, y: x - y), torch.ones(4), torch.zeros(4)
+    for _ in range(3):
+        assert launch(x, x).tolist() == [0] * 4
+    assert len(counted) == 1
+    assert [launch(x, y).tolist() for _ in range(3)] == [[1] * 4] * 3
+
+
+def test_numbers_and_tuples_are_part_of_a_call(launched, counted):
+    launched(lambda: None)
+
+    def run(pair, factor, name):
+        return pair[0] * factor + (len(pair) if name == "a" else 0)
+
+    launch, x = again.again(run), torch.ones(2)
+    for _ in range(3):
+        assert launch((x, x + 1), 2.0, "a").tolist() == [4, 4]
+    assert launch((x, x + 1), 3.0, "a").tolist() == [5, 5]
+    assert launch((x, x + 1), 2.0, "b").tolist() == [2, 2]
+    assert launch((x, None), 2.0, "a").tolist() == [4, 4]
+    assert len(counted) == 1
+
+
+KEPT = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x, kernel: x * x.sum().item(),
+        lambda x, kernel: x[x > 0].sum(),
+        lambda x, kernel: x * KEPT,
+        lambda x, kernel: torch.tensor([1.0, 2.0, 3.0, 4.0]) * x,
+        lambda x, kernel: kernel(x, object(), torch.empty_like(x)) and x + 1,
+        lambda x, kernel: kernel(x, 1, KEPT.clone()[1:]) and x + 1,
+        lambda x, kernel: (again.refuse("it keeps something"), x + 1)[1],
+    ],
+    ids=["a number", "sizes", "kept", "a constant", "an object", "a kept copy", "said"],
+)
+def test_what_cannot_be_repeated_goes_its_whole_way(launched, counted, run):
+    kernel = launched(lambda x, something, y: y.copy_(x[: len(y)]))
+    assert repeated(lambda x: run(x, kernel), lambda n: (torch.randn(4) + n,), counted) == 0
+
+
+def test_a_second_stream_is_not_written_down(launched, counted, monkeypatch):
+    launched(lambda: None)
+    now = [0]
+    monkeypatch.setattr(again, "_stream", lambda: now[0])
+
+    def run(x):
+        now[0] = 1
+        y = x + 1
+        now[0] = 0
+        return y
+
+    assert repeated(run, lambda n: (torch.randn(4),), counted) == 0
+
+
+def test_nothing_is_written_down_or_repeated_where_launches_are_withheld(launched, counted):
+    launched(lambda: None)
+    ran = []
+    launch, x = again.again(lambda x: ran.append(1) or x + 1), torch.ones(2)
+    with compiling.PATCHING:
+        for _ in range(3):
+            launch(x)
+    launch(x), launch(x)
+    assert len(counted) == 0
+    with compiling.PATCHING:
+        launch(x)
+    assert len(ran) == 6
+
+
+def test_what_never_comes_again_is_let_go(launched, monkeypatch):
+    launched(lambda: None)
+    monkeypatch.setattr(again, "MOST", 4)
+    launch = again.again(lambda x, factor: x * factor)
+    for n in range(20):
+        assert launch(torch.ones(1), float(n)).item() == n
+    known = launch.__closure__[launch.__code__.co_freevars.index("known")].cell_contents
+    assert len(known) <= 4
+
+
+def test_tensors_of_another_kind_go_their_whole_way(launched, counted):
+    class Kind(Tensor):
+        pass
+
+    launched(lambda: None)
+    launch = again.again(lambda x: x * 2)
+    assert [launch(torch.ones(2).as_subclass(Kind)).tolist() for _ in range(3)] == [[2, 2]] * 3
+    assert torch.func.vmap(launch)(torch.ones(3, 2)).tolist() == [[2, 2]] * 3
+    assert len(counted) == 0
+
+
+# ---- on a GPU
+
+
+def _attention(**options):
+    def call(q, k, v):
+        return onchip.attention(q, k, v, return_lse=True, **options)
+
+    return call, lambda: (torch.randn(2, 300, 8, 64), torch.randn(2, 300, 2, 64), torch.randn(2, 300, 2, 64))
+
+
+CALLS = {
+    "plain": _attention(),
+    "causal": _attention(mask=onchip.Causal()),
+    "triton": _attention(mask=onchip.Causal(), kernel="triton_prefill"),
+    "softcap": _attention(mask=onchip.Window(64, 0), softcap=20.0),
+    "rms_norm": (onchip.rms_norm, lambda: (torch.randn(70, 512), torch.randn(512))),
+    "swiglu": (lambda x: onchip.gated_act(x, "silu"), lambda: (torch.randn(70, 512),)),
+    "softmax": (lambda x: onchip.softmax(x), lambda: (torch.randn(70, 1000),)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="launches are written down on a GPU")
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_give_the_same_on_a_gpu(name, gradients, counted):
+    call, make = CALLS[name]
+    dispatch.forget()
+    torch.manual_seed(0)
+    every = [[t.to("cuda", torch.bfloat16).requires_grad_(gradients) for t in make()] for _ in range(4)]
+
+    def results(inputs):
+        out = call(*inputs)
+        out = out if isinstance(out, tuple) else (out,)
+        return [*out, *(torch.autograd.grad(out[0].float().square().sum(), inputs) if gradients else ())]
+
+    found = [results(inputs) for inputs in every]
+    assert len(counted) >= (4 if gradients else 2)
+    for inputs, given in zip(every, found, strict=True):
+        dispatch.forget()  # the whole way
+        for one, other in zip(given, results(inputs), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2) if gradients else torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="launches are written down on a GPU")
+def test_a_graph_captures_what_is_repeated(counted):
+    q, k, v = (torch.randn(1, 256, 4, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+    for _ in range(3):
+        expected = onchip.attention(q, k, v)
+    before = len(counted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = onchip.attention(q, k, v)
+    assert len(counted) == before + 1
+    found.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(found, expected)
