@@ -187,6 +187,31 @@ def test_what_cannot_be_repeated_goes_its_whole_way(launched, counted, run):
     assert repeated(lambda x: run(x, kernel), lambda n: (torch.randn(4) + n,), counted) == 0
 
 
+def test_what_lasts_is_used_on_its_stream_by_eager_calls(launched, counted, monkeypatch):
+    counters = {0: torch.zeros(4), 1: torch.ones(4)}
+    now, capturing = [0], [False]
+    kernel = launched(lambda x, counter, y: y.copy_(x + counter))
+    monkeypatch.setattr(again, "_stream", lambda: now[0])
+    monkeypatch.setattr(again, "_capturing", lambda: capturing[0])
+
+    def run(x):
+        y = torch.empty_like(x)
+        kernel(x, again.lasting(counters[now[0]]), y)
+        return y, again.lasting(counters[now[0]]).sum()
+
+    launch, x = again.again(run), torch.randn(4)
+    for n in range(4):
+        now[0] = 0
+        counters[0].fill_(n)
+        assert torch.equal(launch(x)[0], x + n)
+        now[0] = 1
+        assert torch.equal(launch(x)[0], x + 1)
+    assert len(counted) == 3, "the second call was written down, on stream 1"
+    now[0], capturing[0] = 1, True
+    launch(x)
+    assert len(counted) == 3
+
+
 def test_a_second_stream_is_not_written_down(launched, counted, monkeypatch):
     launched(lambda: None)
     now = [0]
@@ -225,13 +250,14 @@ def test_what_never_comes_again_is_let_go(launched, monkeypatch):
     assert len(known) <= 4
 
 
-def test_tensors_of_another_kind_go_their_whole_way(launched, counted):
+def test_lists_and_tensors_of_another_kind_go_their_whole_way(launched, counted):
     class Kind(Tensor):
         pass
 
     launched(lambda: None)
     launch = again.again(lambda x: x * 2)
     assert [launch(torch.ones(2).as_subclass(Kind)).tolist() for _ in range(3)] == [[2, 2]] * 3
+    assert [again.again(sum)([1, 2, 3]) for _ in range(3)] == [6] * 3
     assert torch.func.vmap(launch)(torch.ones(3, 2)).tolist() == [[2, 2]] * 3
     assert len(counted) == 0
 

@@ -7,7 +7,7 @@ one is written down, as it runs, and those behind it go by what is written.
     inputs -> key -> known? -> allocate, launch, ... -> outputs
 
 Nothing is written down that what is written could not repeat: reading a number from the device, a tensor that is neither an input nor made on the way
-(kept lists of tiles, counters), a second stream. Then the call goes its whole way each time, as the first one does.
+(kept lists of tiles), a second stream. Then the call goes its whole way each time, as the first one does.
 """
 
 import threading
@@ -37,16 +37,23 @@ class Slot(NamedTuple):
 
 
 class Again:
-    """The steps of a call, each a function of its slots, and its result."""
+    """The steps of a call, each a function of its slots, and its result.
 
-    def __init__(self, slots: int, steps: Sequence[Callable], result: Callable | None):
-        self.blank, self.steps, self.result = [None] * slots, steps, result
+    slots    what those behind the inputs hold in the beginning: None, or what `lasting` was told of.
+    stream   the only one on which these may be used, and by eager calls; None where there are none.
+    """
+
+    def __init__(self, slots: list[Tensor | None], steps: Sequence[Callable], result: Callable, stream: int | None):
+        self.slots, self.steps, self.result, self.stream = slots, steps, result, stream
+
+    def fits(self) -> bool:
+        return self.stream is None or (self.stream == _stream() and not _capturing())
 
     def __call__(self, tensors: list[Tensor]):
-        slots = tensors + self.blank
+        slots = tensors + self.slots
         for step in self.steps:
             step(slots)
-        return self.result and self.result(slots)
+        return self.result(slots)
 
 
 def again(run: Callable) -> Callable:
@@ -60,7 +67,7 @@ def again(run: Callable) -> Callable:
         try:
             key = _key(inputs, tensors)
             found = known.get(key)
-        except TypeError:  # a tensor of another kind, or what cannot be compared
+        except TypeError:  # a tensor of another kind, a list, or what cannot be compared
             return run(*inputs)
         if found is None:
             if len(known) >= MOST:
@@ -69,7 +76,7 @@ def again(run: Callable) -> Callable:
         elif found is False:
             known[key], result = _written_down(run, inputs, tensors)
             return result
-        elif found is not True:
+        elif found is not True and found.fits():
             return found(tensors)
         return run(*inputs)
 
@@ -89,9 +96,9 @@ def _of(value, tensors: list[Tensor]):
     if kind is Tensor or kind is torch.nn.Parameter:
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15, value.requires_grad
-    if kind is list or isinstance(value, tuple):
+    if isinstance(value, tuple):
         return kind, *[part if part is None else _of(part, tensors) for part in value]
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, list)):  # all parameters of a model, say
         raise TypeError
     return value
 
@@ -106,11 +113,18 @@ def refuse(why: str) -> None:
         recorder.refused = recorder.refused or why
 
 
+def lasting(t: Tensor) -> Tensor:
+    """`t`, which lives on, and which each eager call of the current stream may use as this one does."""
+    recorder = getattr(_here, "recorder", None)
+    if recorder is not None and (slot := recorder.enter(t)) is not None:
+        recorder.lasting[slot] = t
+    return t
+
+
 def _written_down(run: Callable, inputs: tuple, tensors: list[Tensor]) -> tuple[Again | bool, Any]:
     """What is known of the call from now on, and its result."""
     watched = torch._C._len_torch_dispatch_stack() > 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    capturing = any(t.is_cuda for t in tensors) and torch.cuda.is_current_stream_capturing()
-    if watched or capturing or not tensors or not compiling.PATCHING.acquire(blocking=False):
+    if watched or not tensors or _capturing() or not compiling.PATCHING.acquire(blocking=False):
         return False, run(*inputs)  # another time
     try:
         recorder = Recorder(tensors)
@@ -156,6 +170,7 @@ class Recorder(TorchDispatchMode):
         self.beginning: dict[int, Slot] = {}
         self.steps: list[tuple[Callable | None, list, dict, list[Slot | None], Any]] = []
         self.inputs = len(tensors)
+        self.lasting: dict[Slot, Tensor] = {}
         for t in tensors:
             self.enter(t)
 
@@ -240,7 +255,8 @@ class Recorder(TorchDispatchMode):
             if launch or func._schema.is_mutable or needed.intersection(slots):
                 needed.update(_slots((args, kwargs)))
                 steps.append(_launch(func, args) if launch else _operation(func, args, kwargs, slots, alone))
-        return Again(len(self.kept) - self.inputs, steps[::-1], _filled(result) or (lambda slots: result))
+        slots = [self.lasting.get(Slot(n)) for n in range(self.inputs, len(self.kept))]
+        return Again(slots, steps[::-1], _filled(result) or (lambda slots: result), self.stream if self.lasting else None)
 
 
 class Described:
@@ -264,6 +280,10 @@ def _stream() -> int:
     from triton.runtime import driver
 
     return driver.active.get_current_stream(driver.active.get_current_device())
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _slots(value) -> list[Slot]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from onchip.kernels.again import lasting
 from onchip.kernels.attention.decode_tiles import owner_of, share_of
 from onchip.kernels.hopper import gl, gluon, one_more, thread_barrier
 
@@ -159,4 +160,5 @@ def arrivals_of(q: torch.Tensor, programs: int, units: int) -> tuple[torch.Tenso
         return found and found.of_graph(), False
     if found is None:
         found = _of.setdefault(q.device.index, _Arrivals(q.device))
-    return found.of_stream(torch.cuda.current_stream(q.device).cuda_stream)
+    numbers, new = found.of_stream(torch.cuda.current_stream(q.device).cuda_stream)
+    return lasting(numbers), new
