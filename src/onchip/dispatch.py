@@ -13,8 +13,7 @@ from onchip.core import settings
 from onchip.core.device import Device, Floor
 from onchip.core.kernel import Kernel, Op, Unsupported
 from onchip.core.problem import Attention, Cost, Problem
-from onchip.kernels import attention, fused
-from onchip.kernels.again import again
+from onchip.kernels import again, attention, fused
 
 OPS: dict[str, Op] = {op.name: op for op in (*attention.OPS, *fused.OPS)}
 _recorders: list[list["Decision"]] = []
@@ -47,7 +46,7 @@ class Decision:
         run = functools.partial(run, self.problem, self.config)
         if self.index is None or self.kernel.portable:
             return run
-        return _there(again(run) if self.kernel.extra is None else run, self.index)
+        return _there(again.repeated(run) if self.kernel.extra is None else run, self.index)
 
     @functools.cached_property
     def recorded(self) -> Callable | None:
@@ -114,6 +113,7 @@ def forget() -> None:
     """Drop every decision, so that changed settings are read again."""
     _select.cache_clear()
     native.cache_clear()
+    again.forget()
 
 
 def _as_given(run: Callable, device: str) -> Callable:

@@ -61,7 +61,7 @@ def counted(monkeypatch):
 
 def repeated(run, make, counted, times: int = 4):
     """The calls that were repeated; each must give what `run` gives."""
-    launch = again.again(run)
+    launch = again.repeated(run)
     for n in range(times):
         inputs = make(n)
         copies = [t.clone() if isinstance(t, Tensor) else t for t in inputs]
@@ -95,7 +95,7 @@ def test_steps_that_nothing_needs_are_left_out(launched):
         kernel(x.view(-1).view(x.shape), y)
         return y
 
-    launch, x = again.again(run), torch.randn(3, 5)
+    launch, x = again.repeated(run), torch.randn(3, 5)
     recorder = again.Recorder([x])
     with again._launches_told(recorder), recorder:
         result = run(x)
@@ -111,7 +111,7 @@ def test_inputs_that_are_written_to(launched, counted):
         return x
 
     launched(lambda: None)
-    launch = again.again(run)
+    launch = again.repeated(run)
     for n in range(4):
         x, y = torch.full((4,), float(n)), torch.ones(2)
         assert launch(x, y) is x
@@ -133,7 +133,7 @@ def test_inputs_that_are_written_to(launched, counted):
 def test_what_differs_is_another_call(launched, counted, differ):
     launched(lambda: None)
     facts = lambda x: (list(x.shape), x.stride(), str(x.dtype), x.data_ptr() % 16, x.requires_grad)  # noqa: E731
-    launch, x = again.again(lambda x: (x.detach() * 2, facts(x))), torch.randn(4)
+    launch, x = again.repeated(lambda x: (x.detach() * 2, facts(x))), torch.randn(4)
     for _ in range(3):
         launch(x)
     assert len(counted) == 1
@@ -144,7 +144,7 @@ def test_what_differs_is_another_call(launched, counted, differ):
 
 def test_the_same_memory_twice_is_another_call(launched, counted):
     launched(lambda: None)
-    launch, x, y = again.again(lambda x, y: x - y), torch.ones(4), torch.zeros(4)
+    launch, x, y = again.repeated(lambda x, y: x - y), torch.ones(4), torch.zeros(4)
     for _ in range(3):
         assert launch(x, x).tolist() == [0] * 4
     assert len(counted) == 1
@@ -157,7 +157,7 @@ def test_numbers_and_tuples_are_part_of_a_call(launched, counted):
     def run(pair, factor, name):
         return pair[0] * factor + (len(pair) if name == "a" else 0)
 
-    launch, x = again.again(run), torch.ones(2)
+    launch, x = again.repeated(run), torch.ones(2)
     for _ in range(3):
         assert launch((x, x + 1), 2.0, "a").tolist() == [4, 4]
     assert launch((x, x + 1), 3.0, "a").tolist() == [5, 5]
@@ -175,12 +175,13 @@ KEPT = torch.ones(4)
         lambda x, kernel: x * x.sum().item(),
         lambda x, kernel: x[x > 0].sum(),
         lambda x, kernel: x * KEPT,
+        lambda x, kernel: x.as_strided((2,), (2,), x.storage_offset()) + 1,
         lambda x, kernel: torch.tensor([1.0, 2.0, 3.0, 4.0]) * x,
         lambda x, kernel: kernel(x, object(), torch.empty_like(x)) and x + 1,
         lambda x, kernel: kernel(x, 1, KEPT.clone()[1:]) and x + 1,
         lambda x, kernel: (again.refuse("it keeps something"), x + 1)[1],
     ],
-    ids=["a number", "sizes", "kept", "a constant", "an object", "a kept copy", "said"],
+    ids=["a number", "sizes", "kept", "a place", "a constant", "an object", "a kept copy", "said"],
 )
 def test_what_cannot_be_repeated_goes_its_whole_way(launched, counted, run):
     kernel = launched(lambda x, something, y: y.copy_(x[: len(y)]))
@@ -199,7 +200,7 @@ def test_what_lasts_is_used_on_its_stream_by_eager_calls(launched, counted, monk
         kernel(x, again.lasting(counters[now[0]]), y)
         return y, again.lasting(counters[now[0]]).sum()
 
-    launch, x = again.again(run), torch.randn(4)
+    launch, x = again.repeated(run), torch.randn(4)
     for n in range(4):
         now[0] = 0
         counters[0].fill_(n)
@@ -229,7 +230,7 @@ def test_a_second_stream_is_not_written_down(launched, counted, monkeypatch):
 def test_nothing_is_written_down_or_repeated_where_launches_are_withheld(launched, counted):
     launched(lambda: None)
     ran = []
-    launch, x = again.again(lambda x: ran.append(1) or x + 1), torch.ones(2)
+    launch, x = again.repeated(lambda x: ran.append(1) or x + 1), torch.ones(2)
     with compiling.PATCHING:
         for _ in range(3):
             launch(x)
@@ -243,11 +244,12 @@ def test_nothing_is_written_down_or_repeated_where_launches_are_withheld(launche
 def test_what_never_comes_again_is_let_go(launched, monkeypatch):
     launched(lambda: None)
     monkeypatch.setattr(again, "MOST", 4)
-    launch = again.again(lambda x, factor: x * factor)
+    launch = again.repeated(lambda x, factor: x * factor)
     for n in range(20):
         assert launch(torch.ones(1), float(n)).item() == n
-    known = launch.__closure__[launch.__code__.co_freevars.index("known")].cell_contents
-    assert len(known) <= 4
+    assert len(again._known) <= 4
+    again.forget()
+    assert not again._known
 
 
 def test_lists_and_tensors_of_another_kind_go_their_whole_way(launched, counted):
@@ -255,9 +257,9 @@ def test_lists_and_tensors_of_another_kind_go_their_whole_way(launched, counted)
         pass
 
     launched(lambda: None)
-    launch = again.again(lambda x: x * 2)
+    launch = again.repeated(lambda x: x * 2)
     assert [launch(torch.ones(2).as_subclass(Kind)).tolist() for _ in range(3)] == [[2, 2]] * 3
-    assert [again.again(sum)([1, 2, 3]) for _ in range(3)] == [6] * 3
+    assert [again.repeated(sum)([1, 2, 3]) for _ in range(3)] == [6] * 3
     assert torch.func.vmap(launch)(torch.ones(3, 2)).tolist() == [[2, 2]] * 3
     assert len(counted) == 0
 

@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from onchip.kernels import compiling
 
-MOST = 256  # calls of one Problem that are known; strides and numbers of a call that never comes again are let go with the others
+MOST = 1 << 12  # calls that are known, of some KB each; those that never come again are let go with the others
 HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)  # of operations that the host waits for
+PLACES = (torch.ops.aten.as_strided.default,)  # by the place in the whole memory, of which a key says nothing
 PLAIN = (int, float, bool, str, type(None))
 aten = torch.ops.aten
 SOONER = {aten.empty.memory_format: torch.empty, aten.zeros.default: torch.zeros, aten.empty_like.default: torch.empty_like}  # 1.8 us instead of 5.2
@@ -56,31 +57,38 @@ class Again:
         return self.result(slots)
 
 
-def again(run: Callable) -> Callable:
+_known: dict[tuple, Again | bool] = {}  # False: seen once; True: it has to go its whole way
+
+
+def repeated(run: Callable) -> Callable:
     """`run(*inputs)`, which calls that come again do not go through; `inputs` are tensors, numbers and tuples of them."""
-    known: dict[tuple, Again | bool] = {}  # False: seen once; True: it has to go its whole way
 
     def launch(*inputs):
         if compiling.PATCHING.locked() or torch._C._are_functorch_transforms_active():  # launches are withheld; tensors have no address
             return run(*inputs)
         tensors: list[Tensor] = []
         try:
-            key = _key(inputs, tensors)
-            found = known.get(key)
+            key = run, _key(inputs, tensors)
+            found = _known.get(key)
         except TypeError:  # a tensor of another kind, a list, or what cannot be compared
             return run(*inputs)
         if found is None:
-            if len(known) >= MOST:
-                known.clear()
-            known[key] = False
+            if len(_known) >= MOST:
+                _known.clear()
+            _known[key] = False
         elif found is False:
-            known[key], result = _written_down(run, inputs, tensors)
+            _known[key], result = _written_down(run, inputs, tensors)
             return result
         elif found is not True and found.fits():
             return found(tensors)
         return run(*inputs)
 
     return launch
+
+
+def forget() -> None:
+    """Drop all that was written down."""
+    _known.clear()
 
 
 def _key(inputs: tuple, tensors: list[Tensor]) -> tuple:
@@ -209,8 +217,8 @@ class Recorder(TorchDispatchMode):
     def operated(self, func, args: tuple, kwargs: dict, found) -> None:
         made = [found] if isinstance(found, Tensor) else found
         stays = isinstance(made, (list, tuple)) and all(isinstance(t, Tensor) and t.device == self.device for t in made)
-        if not stays or any(tag in func.tags for tag in HOST):
-            raise Unrepeatable(f"{func} gives something to the host")
+        if not stays or func in PLACES or any(tag in func.tags for tag in HOST):
+            raise Unrepeatable(f"{func} gives something to the host, or looks past what a key says")
         if _stream() != self.stream:
             raise Unrepeatable(f"{func} on another stream")
         args, kwargs = (tree_map_only(Tensor, self.find, given) for given in (list(args), kwargs))
