@@ -132,7 +132,7 @@ def test_inputs_that_are_written_to(launched, counted):
 )
 def test_what_differs_is_another_call(launched, counted, differ):
     launched(lambda: None)
-    facts = lambda x: (list(x.shape), x.stride(), str(x.dtype), x.data_ptr() % 16, x.requires_grad)  # noqa: E731
+    facts = lambda x: (tuple(x.shape), x.stride(), str(x.dtype), x.data_ptr() % 16, x.requires_grad)  # noqa: E731
     launch, x = again.repeated(lambda x: (x.detach() * 2, facts(x))), torch.randn(4)
     for _ in range(3):
         launch(x)
@@ -140,6 +140,79 @@ def test_what_differs_is_another_call(launched, counted, differ):
     other = differ(x)
     assert launch(other)[1] == facts(other)
     assert len(counted) == 1
+
+
+@pytest.mark.parametrize("view", [lambda x: x[1:3], lambda x: x[1:]], ids=["exactly", "its beginning"])
+def test_of_inputs_that_overlap_a_view_is_no_other_input(launched, counted, view):
+    """The call that is written down has a second input where the first one's view is."""
+    kernel = launched(lambda x, y, out: out.copy_(10 * x + y))
+
+    def run(x, y):
+        out = torch.empty_like(y)
+        kernel(view(x)[:2], y, out)
+        return out, view(x) * 2
+
+    launch, buffer = again.repeated(run), torch.arange(8.0)
+    for _ in range(3):
+        inputs = buffer[0:4], buffer[1:3]
+        torch.testing.assert_close(launch(*inputs), run(*inputs))
+    inputs = torch.arange(4.0), torch.full((2,), 100.0)
+    torch.testing.assert_close(launch(*inputs), run(*inputs))
+
+
+def test_numbers_of_two_kinds_are_two_calls(launched, counted):
+    launched(lambda: None)
+    launch, x = again.repeated(lambda x, factor: x * factor), torch.tensor([3])
+    for factor, dtype in ((2, torch.int64), (2.0, torch.float32), (True, torch.int64)):
+        for _ in range(3):
+            assert launch(x, factor).dtype == dtype
+    assert len(counted) == 3
+
+
+def test_a_conjugate_is_another_tensor(launched, counted):
+    launched(lambda: None)
+    launch, x = again.repeated(lambda x: x * 1), torch.tensor([1 + 2j])
+    for _ in range(3):
+        assert launch(x).item() == 1 + 2j
+    assert [launch(x.conj()).item() for _ in range(3)] == [1 - 2j] * 3
+
+
+def test_what_lasts_may_be_made_by_the_call_that_is_written_down(launched, counted):
+    kept = []
+    kernel = launched(lambda x, counter, y: (y.copy_(x + counter), counter.add_(1)))
+
+    def run(x):
+        if len(kept) < 2:  # the second call makes what it keeps
+            kept.append(torch.zeros(1))
+        y = torch.empty_like(x)
+        kernel(x, again.lasting(kept[-1]), y)
+        return y
+
+    launch = again.repeated(run)
+    assert [launch(torch.zeros(1)).item() for _ in range(5)] == [0, 0, 1, 2, 3]
+    assert len(counted) == 3
+
+
+def test_memory_is_let_go_when_nobody_reads_it_any_more(launched, counted):
+    import weakref
+
+    launched(lambda: None)
+    alive = []
+
+    def run(x):
+        for _ in range(5):
+            x = x + 1
+        return x
+
+    launch, x = again.repeated(run), torch.zeros(3)
+    for _ in range(3):
+        launch(x)
+    made = counted[0]
+    add = made.steps[1]
+    made.steps[1] = lambda slots: (alive.append(weakref.ref(slots[1])), add(slots))[1]
+    made.steps[2] = lambda slots, step=made.steps[2]: (alive.append(alive[0]() is None), step(slots))[1]
+    assert launch(x).tolist() == [5] * 3
+    assert alive[1]
 
 
 def test_the_same_memory_twice_is_another_call(launched, counted):
@@ -180,8 +253,15 @@ KEPT = torch.ones(4)
         lambda x, kernel: kernel(x, object(), torch.empty_like(x)) and x + 1,
         lambda x, kernel: kernel(x, 1, KEPT.clone()[1:]) and x + 1,
         lambda x, kernel: (again.refuse("it keeps something"), x + 1)[1],
+        lambda x, kernel: [x + 1],
+        lambda x, kernel: x.detach(),
+        lambda x, kernel: torch.rand(4, generator=torch.Generator().manual_seed(1)) * x,
+        lambda x, kernel: x.to_sparse().to_dense(),
     ],
-    ids=["a number", "sizes", "kept", "a place", "a constant", "an object", "a kept copy", "said"],
+    ids=[
+        *("a number", "sizes", "kept", "a place", "a constant", "an object", "a kept copy", "said"),
+        *("a list", "an input's view of itself", "a generator", "sparse"),
+    ],
 )
 def test_what_cannot_be_repeated_goes_its_whole_way(launched, counted, run):
     kernel = launched(lambda x, something, y: y.copy_(x[: len(y)]))

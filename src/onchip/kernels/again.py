@@ -24,9 +24,9 @@ from onchip.kernels import compiling
 
 MOST = 1 << 12  # calls that are known, of some KB each; those that never come again are let go with the others
 HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)  # of operations that the host waits for
-PLACES = (torch.ops.aten.as_strided.default,)  # by the place in the whole memory, of which a key says nothing
-PLAIN = (int, float, bool, str, type(None))
 aten = torch.ops.aten
+PLACES = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)  # in the whole memory, of which a key says nothing
+PLAIN = (int, float, bool, str, type(None))
 SOONER = {aten.empty.memory_format: torch.empty, aten.zeros.default: torch.zeros, aten.empty_like.default: torch.empty_like}  # 1.8 us instead of 5.2
 _here = threading.local()  # .recorder: of this thread
 
@@ -70,7 +70,7 @@ def repeated(run: Callable) -> Callable:
         try:
             key = run, _key(inputs, tensors)
             found = _known.get(key)
-        except TypeError:  # a tensor of another kind, a list, or what cannot be compared
+        except (TypeError, RuntimeError):  # a tensor of another kind or without an address, a list, or what cannot be compared
             return run(*inputs)
         if found is None:
             if len(_known) >= MOST:
@@ -102,13 +102,15 @@ def _key(inputs: tuple, tensors: list[Tensor]) -> tuple:
 def _of(value, tensors: list[Tensor]):
     kind = value.__class__
     if kind is Tensor or kind is torch.nn.Parameter:
+        if value.is_conj() or value.is_neg():
+            raise TypeError
         tensors.append(value)
         return value.shape, value.stride(), value.dtype, value.get_device(), value.data_ptr() & 15, value.requires_grad
     if isinstance(value, tuple):
         return kind, *[part if part is None else _of(part, tensors) for part in value]
-    if isinstance(value, (Tensor, list)):  # all parameters of a model, say
+    if isinstance(value, (Tensor, list)) or (kind is float and value != value):  # all parameters of a model, say; what equals nothing
         raise TypeError
-    return value
+    return kind, value  # 2 and 2.0 are two calls
 
 
 # ---- writing down
@@ -124,14 +126,15 @@ def refuse(why: str) -> None:
 def lasting(t: Tensor) -> Tensor:
     """`t`, which lives on, and which each eager call of the current stream may use as this one does."""
     recorder = getattr(_here, "recorder", None)
-    if recorder is not None and (slot := recorder.enter(t)) is not None:
-        recorder.lasting[slot] = t
+    if recorder is not None:
+        recorder.keep(t)
     return t
 
 
 def _written_down(run: Callable, inputs: tuple, tensors: list[Tensor]) -> tuple[Again | bool, Any]:
     """What is known of the call from now on, and its result."""
     watched = torch._C._len_torch_dispatch_stack() > 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
+    watched = watched or (len(tensors) > 0 and torch.is_autocast_enabled(tensors[0].device.type))
     if watched or not tensors or _capturing() or not compiling.PATCHING.acquire(blocking=False):
         return False, run(*inputs)  # another time
     try:
@@ -152,7 +155,7 @@ def _launches_told(recorder: "Recorder"):
 
     def told(self, *args, grid, warmup, **options):
         made = run(self, *args, grid=grid, warmup=warmup, **options)
-        if getattr(_here, "recorder", None) is recorder:
+        if not warmup and getattr(_here, "recorder", None) is recorder:
             recorder.launched(self, made, grid, args, options)
         return made
 
@@ -168,30 +171,49 @@ class Unrepeatable(Exception):
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what happens inside. `refused`: why it could not."""
+    """Writes down what happens inside. `refused`: why it could not.
+
+    A tensor is known again by what it is exactly, or for a launch by where it begins. Of inputs that overlap, one may hold a tensor that another one is a
+    view of: so each has `roots`, the inputs that it was made of.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]):
         super().__init__()
         self.device, self.stream, self.refused = tensors[0].device, _stream(), ""
         self.kept: list[Tensor] = []  # so that no address is two tensors'
+        self.roots: list[frozenset[int]] = []
         self.exactly: dict[tuple, Slot] = {}
-        self.beginning: dict[int, Slot] = {}
+        self.beginning: dict[int, Slot | None] = {}  # None: more than one tensor's
         self.steps: list[tuple[Callable | None, list, dict, list[Slot | None], Any]] = []
         self.inputs = len(tensors)
         self.lasting: dict[Slot, Tensor] = {}
+        begins = [t.data_ptr() for t in tensors]
         for t in tensors:
-            self.enter(t)
+            self.enter(t, frozenset((begins.index(t.data_ptr()),)))
+        if any(t.device != self.device for t in tensors):
+            self.refused = "an input on another device"
 
-    def enter(self, t: Tensor) -> Slot | None:
+    def enter(self, t: Tensor, roots: frozenset[int] = frozenset()) -> Slot | None:
         """A new tensor; None where it is one that is known."""
         slot = Slot(len(self.kept))
         known = self.exactly.setdefault(_exactly(t), slot)
         if known is not slot and len(self.kept) >= self.inputs:
+            if self.roots[known.n] != roots:
+                raise Unrepeatable("two tensors in one place")
             return None
         self.kept.append(t)
+        self.roots.append(roots)
         if t.numel():
-            self.beginning.setdefault(t.data_ptr(), slot)
+            first = self.beginning.setdefault(t.data_ptr(), slot)
+            if first is not None and self.roots[first.n] != roots:
+                self.beginning[t.data_ptr()] = None
         return slot
+
+    def keep(self, t: Tensor) -> None:
+        try:
+            self.lasting[self.enter(t) or self.find(t)] = t  # it may have been made just now
+        except Unrepeatable as error:
+            self.refused = self.refused or str(error)
 
     def find(self, t: Tensor) -> Slot:
         slot = self.exactly.get(_exactly(t))
@@ -210,7 +232,7 @@ class Recorder(TorchDispatchMode):
         if not self.refused:
             try:
                 self.operated(func, args, kwargs, found)
-            except Unrepeatable as error:
+            except (Unrepeatable, RuntimeError) as error:  # a tensor without an address
                 self.refused = str(error)
         return found
 
@@ -221,8 +243,12 @@ class Recorder(TorchDispatchMode):
             raise Unrepeatable(f"{func} gives something to the host, or looks past what a key says")
         if _stream() != self.stream:
             raise Unrepeatable(f"{func} on another stream")
+        of = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, (Tensor, torch.Generator))]
+        if any(isinstance(leaf, torch.Generator) for leaf in of):
+            raise Unrepeatable("a generator of random numbers")
+        roots = frozenset().union(*(self.roots[self.find(t).n] for t in of))
+        slots = [None if any(t is given for given in of) else self.enter(t, roots) for t in made]
         args, kwargs = (tree_map_only(Tensor, self.find, given) for given in (list(args), kwargs))
-        slots = [self.enter(t) for t in made]
         self.steps.append((func, args, kwargs, slots, isinstance(found, Tensor)))
 
     def launched(self, kernel, made, grid, args: tuple, options: dict) -> None:
@@ -234,7 +260,7 @@ class Recorder(TorchDispatchMode):
             given = [args[n] if n < len(args) else options.get(param.name, param.default) for n, param in enumerate(kernel.params)]
             given = [value if param.is_constexpr else self.argument(value) for value, param in zip(given, kernel.params, strict=True)]
             self.steps.append((made[(*grid, 1, 1)[:3]], given, {}, [], None))
-        except Unrepeatable as error:
+        except (Unrepeatable, RuntimeError) as error:
             self.refused = str(error)
 
     def argument(self, value):
@@ -252,19 +278,36 @@ class Recorder(TorchDispatchMode):
     def again(self, result) -> Again | None:
         """What was written down, less the steps that nothing needs; None where that is not all."""
         try:
-            result = tree_map_only(Tensor, self.find, result)
-        except Unrepeatable as error:
+            result = self.returned(result, {})
+        except (Unrepeatable, RuntimeError) as error:
             self.refused = self.refused or str(error)
         if self.refused:
             return None
         needed, steps = set(_slots(result)), []
+        needed.difference_update(self.lasting)
         for func, args, kwargs, slots, alone in reversed(self.steps):
             launch = alone is None
             if launch or func._schema.is_mutable or needed.intersection(slots):
-                needed.update(_slots((args, kwargs)))
-                steps.append(_launch(func, args) if launch else _operation(func, args, kwargs, slots, alone))
+                read = set(_slots((args, kwargs))).difference(self.lasting)
+                last = [slot.n for slot in read.difference(needed)]
+                needed.update(read)
+                steps.append(_launch(func, args, last) if launch else _operation(func, args, kwargs, slots, alone, last))
         slots = [self.lasting.get(Slot(n)) for n in range(self.inputs, len(self.kept))]
         return Again(slots, steps[::-1], _filled(result) or (lambda slots: result), self.stream if self.lasting else None)
+
+    def returned(self, result, seen: dict[Slot, Tensor]):
+        """A result with slots for its tensors, each of which is one object: an input itself, or another one."""
+        if isinstance(result, Tensor):
+            slot = self.find(result)
+            if seen.setdefault(slot, self.kept[slot.n] if slot.n < self.inputs else result) is not result:
+                raise Unrepeatable("a result that is another one's view of itself")
+            return slot
+        if isinstance(result, tuple):
+            parts = [self.returned(part, seen) for part in result]
+            return result._make(parts) if hasattr(result, "_make") else tuple(parts)
+        if isinstance(result, PLAIN):
+            return result
+        raise Unrepeatable(f"a result that is a {type(result).__name__}")
 
 
 class Described:
@@ -281,7 +324,7 @@ class Described:
 
 
 def _exactly(t: Tensor) -> tuple:
-    return t.data_ptr(), t.shape, t.stride(), t.dtype
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.is_conj(), t.is_neg()
 
 
 def _stream() -> int:
@@ -324,17 +367,26 @@ def _filled(value) -> Callable | None:
     return None
 
 
-def _launch(run: Callable, args: list) -> Callable:
+def _launch(run: Callable, args: list, last: list[int]) -> Callable:
+    """`last`: the slots that nobody reads after it."""
     fill = _filled(args) or (lambda slots: args)
-    return lambda slots: run(*fill(slots))
+
+    def step(slots):
+        run(*fill(slots))
+        for n in last:
+            slots[n] = None
+
+    return step
 
 
-def _operation(func: Callable, args: list, kwargs: dict, made: list[Slot | None], alone: bool) -> Callable:
+def _operation(func: Callable, args: list, kwargs: dict, made: list[Slot | None], alone: bool, last: list[int]) -> Callable:
     fill, fill_named, func = _filled(args), _filled(list(kwargs.values())), SOONER.get(func, func)
 
     def step(slots):
         named = kwargs if fill_named is None else dict(zip(kwargs, fill_named(slots), strict=True))
         found = func(*(args if fill is None else fill(slots)), **named)
+        for n in last:
+            slots[n] = None
         for slot, t in zip(made, (found,) if alone else found, strict=True):
             if slot is not None:
                 slots[slot.n] = t

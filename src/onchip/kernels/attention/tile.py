@@ -474,6 +474,7 @@ def for_tma(t, kernel: str = ""):
 
 def whole(pool, kernel: str, unit: int):
     """A copy of all pages of a pool. A Problem has no strides, so that the launch alone can say it."""
+    refuse("a warning in each call")
     warnings.warn(
         f"paged_attention: {kernel} copies all pages of a pool {list(pool.shape)} in each call, since with strides {pool.stride()} not all of its rows are "
         f"whole and begin at multiples of {unit} bytes; give one whose rows do, or a kernel of Triton's by name, which copies none whose rows are whole",
