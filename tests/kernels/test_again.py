@@ -302,6 +302,29 @@ def test_what_lasts_is_used_on_its_stream_by_eager_calls(launched, counted, monk
     assert len(counted) == 3
 
 
+def test_what_is_asked_for_is_asked_again(launched, counted):
+    """A list that is kept while what it is of is the same, and made anew of another; in it anything may happen."""
+    kernel = launched(lambda x, y: y.copy_(x * 2))
+    kept, made = {}, []
+
+    def find(lengths, nothing):
+        assert nothing is None
+        if id(lengths) not in kept:
+            again.refuse("it keeps something")
+            made.append(lengths.tolist())
+            found = torch.empty_like(lengths)
+            kernel(lengths, found)
+            kept[id(lengths)] = lengths, found
+        return kept[id(lengths)][1]
+
+    launch = again.repeated(lambda x, lengths: x + again.asked(find, lengths, None))
+    first, second = torch.arange(3.0), torch.full((3,), 5.0)
+    for n in range(4):
+        assert launch(torch.full((3,), float(n)), first).tolist() == [n, n + 2, n + 4]
+    assert launch(torch.zeros(3), second).tolist() == [10] * 3
+    assert made == [[0, 1, 2], [5, 5, 5]] and len(counted) == 3
+
+
 def test_a_second_stream_is_not_written_down(launched, counted, monkeypatch):
     launched(lambda: None)
     now = [0]
@@ -363,7 +386,13 @@ def _attention(**options):
     return call, lambda: (torch.randn(2, 300, 8, 64), torch.randn(2, 300, 2, 64), torch.randn(2, 300, 2, 64))
 
 
+def _packed(q, k, v):
+    offsets = torch.tensor([0, 100, 101, 600], dtype=torch.int32, device=q.device)
+    return onchip.attention_packed(q, k, v, offsets, longest=499, mask=onchip.Causal(), return_lse=True)
+
+
 CALLS = {
+    "packed": (_packed, lambda: (torch.randn(600, 8, 64), torch.randn(600, 2, 64), torch.randn(600, 2, 64))),
     "plain": _attention(),
     "causal": _attention(mask=onchip.Causal()),
     "triton": _attention(mask=onchip.Causal(), kernel="triton_prefill"),

@@ -7,7 +7,7 @@ one is written down, as it runs, and those behind it go by what is written.
     inputs -> key -> known? -> allocate, launch, ... -> outputs
 
 Nothing is written down that what is written could not repeat: reading a number from the device, a tensor that is neither an input nor made on the way
-(kept lists of tiles), a second stream. Then the call goes its whole way each time, as the first one does.
+(a mask's map that is kept), a second stream. Then the call goes its whole way each time, as the first one does.
 """
 
 import threading
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from onchip.kernels import compiling
@@ -131,6 +131,12 @@ def lasting(t: Tensor) -> Tensor:
     return t
 
 
+def asked(find: Callable, *tensors: Tensor | None) -> Tensor:
+    """`find(*tensors)`, of which calls that come again ask too: it knows best whether what it found before still holds. Its sizes are the same each time."""
+    recorder = getattr(_here, "recorder", None)
+    return find(*tensors) if recorder is None else recorder.asked(find, tensors)
+
+
 def _written_down(run: Callable, inputs: tuple, tensors: list[Tensor]) -> tuple[Again | bool, Any]:
     """What is known of the call from now on, and its result."""
     watched = torch._C._len_torch_dispatch_stack() > 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
@@ -215,6 +221,22 @@ class Recorder(TorchDispatchMode):
         except Unrepeatable as error:
             self.refused = self.refused or str(error)
 
+    def asked(self, find: Callable, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        """What happens in it is not written down, but that it is asked."""
+        _here.recorder = None
+        try:
+            with _disable_current_modes():
+                found = find(*tensors)
+        finally:
+            _here.recorder = self
+        if not self.refused:
+            try:
+                given = [None if t is None else self.find(t) for t in tensors]
+                self.steps.append((find, given, {}, [self.enter(found)], True))
+            except Unrepeatable as error:
+                self.refused = str(error)
+        return found
+
     def find(self, t: Tensor) -> Slot:
         slot = self.exactly.get(_exactly(t))
         if slot is None or not t.numel():
@@ -287,7 +309,7 @@ class Recorder(TorchDispatchMode):
         needed.difference_update(self.lasting)
         for func, args, kwargs, slots, alone in reversed(self.steps):
             launch = alone is None
-            if launch or func._schema.is_mutable or needed.intersection(slots):
+            if launch or (isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable) or needed.intersection(slots):
                 read = set(_slots((args, kwargs))).difference(self.lasting)
                 last = [slot.n for slot in read.difference(needed)]
                 needed.update(read)

@@ -18,7 +18,7 @@ from onchip.core.masks import Band
 from onchip.core.once import once
 from onchip.core.philox import ROUNDS, threshold
 from onchip.core.trace import Traced
-from onchip.kernels.again import refuse
+from onchip.kernels.again import asked, refuse
 from onchip.kernels.attention import mods, texts
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -355,8 +355,8 @@ def sequence_tiles(p, x, block: int, of_keys: bool = False, by_work: bool = True
     most = triton.cdiv(longest, block)
     bound = min(tokens // block + p.batch, most * p.batch)
     how = {"BEFORE": before, "AFTER": after, "TOP_LEFT": top_left, "tokens": block, "LAST_FIRST": by_work and not of_keys, "BY_LENGTH": not by_work}
-    make = lambda: _sequence_tiles(lengths, bound, most, how)  # noqa: E731
-    return remembered(("tiles", bound, most, *how.values()), lengths, x.q_offsets.device, make, changing=p.page > 0)
+    what, device, changing = ("tiles", bound, most, *how.values()), x.q_offsets.device, p.page > 0
+    return asked(lambda *lengths: remembered(what, lengths, device, lambda: _sequence_tiles(lengths, bound, most, how), changing), *lengths)
 
 
 def _sequence_tiles(lengths, bound: int, most: int, how: dict):
