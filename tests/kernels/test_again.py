@@ -302,6 +302,19 @@ def test_what_lasts_is_used_on_its_stream_by_eager_calls(launched, counted, monk
     assert len(counted) == 3
 
 
+def test_calls_under_autocast_are_others(launched, counted):
+    launched(lambda: None)
+    launch, x = again.repeated(lambda x: x @ x), torch.randn(4, 4)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            for _ in range(3):
+                found = launch(x)
+                assert found.dtype == dtype and torch.equal(found, x @ x)
+    for _ in range(3):
+        assert launch(x).dtype == torch.float32 and torch.equal(launch(x), x @ x)
+    assert len(counted) == 6
+
+
 def test_what_is_asked_for_is_asked_again(launched, counted):
     """A list that is kept while what it is of is the same, and made anew of another; in it anything may happen."""
     kernel = launched(lambda x, y: y.copy_(x * 2))

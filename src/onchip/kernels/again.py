@@ -93,6 +93,8 @@ def forget() -> None:
 
 def _key(inputs: tuple, tensors: list[Tensor]) -> tuple:
     key = _of(inputs, tensors)
+    if tensors and torch.is_autocast_enabled(kind := tensors[0].device.type):  # whose casts are written down
+        key = key, torch.get_autocast_dtype(kind)
     begins = [t.data_ptr() for t in tensors]
     if len({*begins}) < len(begins):  # the same memory twice, as in a latent cache
         return key, *map(begins.index, begins)
@@ -140,7 +142,6 @@ def asked(find: Callable, *tensors: Tensor | None) -> Tensor:
 def _written_down(run: Callable, inputs: tuple, tensors: list[Tensor]) -> tuple[Again | bool, Any]:
     """What is known of the call from now on, and its result."""
     watched = torch._C._len_torch_dispatch_stack() > 0 or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-    watched = watched or (len(tensors) > 0 and torch.is_autocast_enabled(tensors[0].device.type))
     if watched or not tensors or _capturing() or not compiling.PATCHING.acquire(blocking=False):
         return False, run(*inputs)  # another time
     try:
