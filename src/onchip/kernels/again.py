@@ -38,7 +38,8 @@ class Slot(NamedTuple):
 
 
 class Again:
-    """The steps of a call, each a function of its slots, and its result.
+    """The steps of a call, each a function of its slots, and its result. What is made lives until the last step has run: a launch may begin before the one
+    in front of it has ended, so nothing may lie where that still reads.
 
     slots    what those behind the inputs hold in the beginning: None, or what `lasting` was told of.
     stream   the only one on which these may be used, and by eager calls; None where there are none.
@@ -311,10 +312,8 @@ class Recorder(TorchDispatchMode):
         for func, args, kwargs, slots, alone in reversed(self.steps):
             launch = alone is None
             if launch or (isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable) or needed.intersection(slots):
-                read = set(_slots((args, kwargs))).difference(self.lasting)
-                last = [slot.n for slot in read.difference(needed)]
-                needed.update(read)
-                steps.append(_launch(func, args, last) if launch else _operation(func, args, kwargs, slots, alone, last))
+                needed.update(set(_slots((args, kwargs))).difference(self.lasting))
+                steps.append(_launch(func, args) if launch else _operation(func, args, kwargs, slots, alone))
         slots = [self.lasting.get(Slot(n)) for n in range(self.inputs, len(self.kept))]
         return Again(slots, steps[::-1], _filled(result) or (lambda slots: result), self.stream if self.lasting else None)
 
@@ -390,26 +389,17 @@ def _filled(value) -> Callable | None:
     return None
 
 
-def _launch(run: Callable, args: list, last: list[int]) -> Callable:
-    """`last`: the slots that nobody reads after it."""
+def _launch(run: Callable, args: list) -> Callable:
     fill = _filled(args) or (lambda slots: args)
-
-    def step(slots):
-        run(*fill(slots))
-        for n in last:
-            slots[n] = None
-
-    return step
+    return lambda slots: run(*fill(slots))
 
 
-def _operation(func: Callable, args: list, kwargs: dict, made: list[Slot | None], alone: bool, last: list[int]) -> Callable:
+def _operation(func: Callable, args: list, kwargs: dict, made: list[Slot | None], alone: bool) -> Callable:
     fill, fill_named, func = _filled(args), _filled(list(kwargs.values())), SOONER.get(func, func)
 
     def step(slots):
         named = kwargs if fill_named is None else dict(zip(kwargs, fill_named(slots), strict=True))
         found = func(*(args if fill is None else fill(slots)), **named)
-        for n in last:
-            slots[n] = None
         for slot, t in zip(made, (found,) if alone else found, strict=True):
             if slot is not None:
                 slots[slot.n] = t
