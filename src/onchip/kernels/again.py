@@ -37,6 +37,22 @@ class Slot(NamedTuple):
     n: int
 
 
+class Step(NamedTuple):
+    """What happened, with slots for tensors. `gives`: "nothing", as a launch, which is always made, or "one" tensor or "several", of which those that were new
+    have slots in `made`."""
+
+    run: Callable
+    args: list
+    named: dict
+    made: list[Slot | None]
+    gives: str
+
+    @property
+    def writes(self) -> bool:
+        """Whether it is made though nobody needs what it gives."""
+        return self.gives == "nothing" or (isinstance(self.run, torch._ops.OpOverload) and self.run._schema.is_mutable)
+
+
 class Again:
     """The steps of a call, each a function of its slots, and its result. What is made lives until the last step has run: a launch may begin before the one
     in front of it has ended, so nothing may lie where that still reads.
@@ -192,7 +208,7 @@ class Recorder(TorchDispatchMode):
         self.roots: list[frozenset[int]] = []
         self.exactly: dict[tuple, Slot] = {}
         self.beginning: dict[int, Slot | None] = {}  # None: more than one tensor's
-        self.steps: list[tuple[Callable | None, list, dict, list[Slot | None], Any]] = []
+        self.steps: list[Step] = []
         self.inputs = len(tensors)
         self.lasting: dict[Slot, Tensor] = {}
         begins = [t.data_ptr() for t in tensors]
@@ -234,7 +250,7 @@ class Recorder(TorchDispatchMode):
         if not self.refused:
             try:
                 given = [None if t is None else self.find(t) for t in tensors]
-                self.steps.append((find, given, {}, [self.enter(found)], True))
+                self.steps.append(Step(find, given, {}, [self.enter(found)], "one"))
             except Unrepeatable as error:
                 self.refused = str(error)
         return found
@@ -273,7 +289,7 @@ class Recorder(TorchDispatchMode):
         roots = frozenset().union(*(self.roots[self.find(t).n] for t in of))
         slots = [None if any(t is given for given in of) else self.enter(t, roots) for t in made]
         args, kwargs = (tree_map_only(Tensor, self.find, given) for given in (list(args), kwargs))
-        self.steps.append((func, args, kwargs, slots, isinstance(found, Tensor)))
+        self.steps.append(Step(func, args, kwargs, slots, "one" if isinstance(found, Tensor) else "several"))
 
     def launched(self, kernel, made, grid, args: tuple, options: dict) -> None:
         if self.refused:
@@ -283,7 +299,7 @@ class Recorder(TorchDispatchMode):
                 raise Unrepeatable(f"{kernel.__name__} is not launched as it stands")
             given = [args[n] if n < len(args) else options.get(param.name, param.default) for n, param in enumerate(kernel.params)]
             given = [value if param.is_constexpr else self.argument(value) for value, param in zip(given, kernel.params, strict=True)]
-            self.steps.append((made[(*grid, 1, 1)[:3]], given, {}, [], None))
+            self.steps.append(Step(made[(*grid, 1, 1)[:3]], given, {}, [], "nothing"))
         except (Unrepeatable, RuntimeError) as error:
             self.refused = str(error)
 
@@ -309,11 +325,10 @@ class Recorder(TorchDispatchMode):
             return None
         needed, steps = set(_slots(result)), []
         needed.difference_update(self.lasting)
-        for func, args, kwargs, slots, alone in reversed(self.steps):
-            launch = alone is None
-            if launch or (isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable) or needed.intersection(slots):
-                needed.update(set(_slots((args, kwargs))).difference(self.lasting))
-                steps.append(_launch(func, args) if launch else _operation(func, args, kwargs, slots, alone))
+        for step in reversed(self.steps):
+            if step.writes or needed.intersection(step.made):
+                needed.update(set(_slots((step.args, step.named))).difference(self.lasting))
+                steps.append(_done_again(step))
         slots = [self.lasting.get(Slot(n)) for n in range(self.inputs, len(self.kept))]
         return Again(slots, steps[::-1], _filled(result) or (lambda slots: result), self.stream if self.lasting else None)
 
@@ -389,19 +404,17 @@ def _filled(value) -> Callable | None:
     return None
 
 
-def _launch(run: Callable, args: list) -> Callable:
-    fill = _filled(args) or (lambda slots: args)
-    return lambda slots: run(*fill(slots))
+def _done_again(step: Step) -> Callable:
+    """It as a function of the slots."""
+    run, args, named, made, gives = step
+    fill, fill_named, run = _filled(args) or (lambda slots: args), _filled(list(named.values())), SOONER.get(run, run)
+    if gives == "nothing":
+        return lambda slots: run(*fill(slots))
 
-
-def _operation(func: Callable, args: list, kwargs: dict, made: list[Slot | None], alone: bool) -> Callable:
-    fill, fill_named, func = _filled(args), _filled(list(kwargs.values())), SOONER.get(func, func)
-
-    def step(slots):
-        named = kwargs if fill_named is None else dict(zip(kwargs, fill_named(slots), strict=True))
-        found = func(*(args if fill is None else fill(slots)), **named)
-        for slot, t in zip(made, (found,) if alone else found, strict=True):
+    def again(slots):
+        found = run(*fill(slots), **(named if fill_named is None else dict(zip(named, fill_named(slots), strict=True))))
+        for slot, t in zip(made, (found,) if gives == "one" else found, strict=True):
             if slot is not None:
                 slots[slot.n] = t
 
-    return step
+    return again
