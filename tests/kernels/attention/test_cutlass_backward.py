@@ -53,8 +53,8 @@ def _of_nan(empty):
 class Case:
     """Dense, with sinks, where all sequences are equally long, else packed; with a gradient of LSE. `unused`: tokens (queries, keys) at each sequence's end."""
 
-    def __init__(self, lengths, heads, dim, mask, dtype, device, unused=(0, 0), softcap=None):
-        self.lengths, self.mask, self.dtype, self.softcap = lengths, mask, dtype, softcap
+    def __init__(self, lengths, heads, dim, mask, dtype, device, unused=(0, 0), softcap=None, score=None):
+        self.lengths, self.mask, self.dtype, self.softcap, self.score = lengths, mask, dtype, softcap, score
         self.dense = len(set(lengths)) == 1 and unused == (0, 0)
         counts = [torch.tensor(n, device=device) for n in zip(*lengths, strict=True)]
         self.longest = tuple(int(n.max()) for n in counts)
@@ -73,7 +73,7 @@ class Case:
 
     def gradients(self, kernel, leaves):
         q, k, v = leaves[:3]
-        how = {"mask": self.mask, "softcap": self.softcap, "return_lse": True, "kernel": kernel}
+        how = {"mask": self.mask, "softcap": self.softcap, "score": self.score, "return_lse": True, "kernel": kernel}
         if self.dense:
             q, k, v = (x.unflatten(0, (len(self.lengths), -1)) for x in (q, k, v))
             out, lse = onchip.attention(q, k, v, sinks=leaves[3].to(torch.promote_types(q.dtype, torch.float32)), **how)
@@ -111,6 +111,21 @@ def test_softcap(lengths, heads, dim, mask, dtype, device):
     case = Case(lengths, heads, dim, mask, dtype, device, softcap=2.0)
     case.inputs[0][::7] *= 30.0
     case.judge()
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("axes", ["bh", "h", ""])
+@pytest.mark.parametrize(("lengths", "heads", "dim", "mask"), CASES[:-2], ids=str)
+def test_scores_by_distance(lengths, heads, dim, mask, axes, device):
+    """What a score looks up by the distance between query and key, and by sequence and head."""
+    sizes = [n for axis, n in (("b", len(lengths)), ("h", heads[0])) if axis in axes]
+    table = torch.randn(*sizes, 100, device=device)
+
+    def score(s, b, h, i, j):
+        return s + table[(*(x for axis, x in (("b", b), ("h", h)) if axis in axes), (j - i + 40).clamp(0, 99))]
+
+    Case(lengths, heads, dim, mask, torch.bfloat16, device, score=score).judge()
 
 
 @pytest.mark.gpu

@@ -18,13 +18,15 @@ from offline import _ptxas
 from onchip.core import device as devices
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention, Operands
+from onchip.core.scores import ScoreMod
 from onchip.kernels.attention import cutlass_backward, statistics
+from onchip.kernels.attention.pairs import BESIDE
 from onchip.kernels.attention.tile import ends
 from onchip.kernels.cutlass import DTYPES, Compiled
 
 H200 = devices.gpu("H200")
 CASES = {  # head dimension, mask, whether packed, dtype, heads of q that share one of k, and bytes that ptxas may spill, stores and loads together: all of
-    # them between two tiles of keys
+    # them between two tiles of keys, but for one word of a step by distance (three of some that need the mask)
     "d64 full": (64, Full(), False, torch.bfloat16, 1, 0),
     "d64 causal": (64, Causal(), False, torch.bfloat16, 4, 72),
     "d64 packed": (64, Causal(), True, torch.bfloat16, 1, 72),
@@ -36,6 +38,9 @@ CASES = {  # head dimension, mask, whether packed, dtype, heads of q that share 
     "d96 top left": (96, Causal("top_left"), False, torch.float16, 1, 72),
     "d128 softcap": (128, Causal(), False, torch.bfloat16, 4, 240),
     "d96 packed softcap": (96, Causal(), True, torch.float16, 1, 240),
+    "d64 distances": (64, Full(), False, torch.bfloat16, 1, 72),
+    "d128 distances": (128, Full(), False, torch.bfloat16, 1, 72),
+    "d128 causal distances": (128, Causal(), False, torch.bfloat16, 4, 80),
 }
 
 
@@ -45,7 +50,7 @@ def test_cutlass_backward(name, dim, band, packed, dtype, group, most, tmp_path,
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     p = Attention("backward", 4, 16384, 16384, 16, 16 // group, dim, dtype, band, *(("packed", 0, 65536) if packed else ()))
     (tiles,) = cutlass_backward.configs(p, H200)
-    shape = cutlass_backward.Shape(DTYPES[dtype], *tiles[:3], dim, *ends(band), packed, grouped=group > 1, capped="softcap" in name)
+    shape = cutlass_backward.Shape(DTYPES[dtype], *tiles[:3], dim, *ends(band), packed, grouped=group > 1, capped="softcap" in name, far="distances" in name)
     Compiled(cutlass_backward.Backward(shape), shape.dtype, cutlass_backward.ARGUMENTS, options=f"--gpu-arch=sm_90a --keep-ptx --dump-dir={tmp_path}")
     (file,) = tmp_path.glob("*.ptx")
     ptx = file.read_text()
@@ -53,6 +58,9 @@ def test_cutlass_backward(name, dim, band, packed, dtype, group, most, tmp_path,
     assert len(re.findall(r"wgmma\.mma_async", ptx)) == 2 * products + 2 * (tiles.n // 16)  # with and without the mask; without any key, and a tile's last dQ
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)) == 4 * shape.width // 64
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)) == 2 * shape.width // 64
+    (main,) = (entry for entry in ptx.split(".entry") if "wgmma" in entry)
+    rows = len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.\w*32", main))
+    assert rows == (2 * (tiles.m // 8) if shape.far else 0), "with and without the mask, 16 bytes for two queries of two keys"
     assert len(re.findall(r"cp\.reduce\.async\.bulk\.global", ptx)) == 1
     log = _ptxas(ptx, "sm_100")
     assert "serializ" not in log
@@ -68,6 +76,7 @@ class Recorder:
         *("listed", "q_offsets", "k_offsets", "q_used", "k_used"),
         *(f"{name}_{axis}" for name in ("q", "k", "v", "out", "do", "dq", "dk", "dv") for axis in ("sequence", "head", "row")),
         *("tiles", "places", "together", "batch", "kv_heads", "group", "len_q", "len_k", "pitch", "rows", "programs", "scale", "cap"),
+        *("far", "far_sequence", "far_head"),
     )  # fmt: skip
 
     def __init__(self, *_arguments):
@@ -151,3 +160,36 @@ def test_values_are_written_where_the_function_looks(monkeypatch):
     assert {at.value for at in ran[0]} == {at.value for at in ran[1]} and not {at.value for at in ran[0]} & {at.value for at in ran[2]}
     with pytest.raises(struct.error):
         run(0, 1 << 31, 0, 0, 0.0, 0)
+
+
+@pytest.mark.parametrize(("of", "axes"), [("b, h", (2, 4)), ("h", (4,)), ("", ())], ids=str)
+def test_scores_begin_with_what_lies_by_distance(of, axes, monkeypatch):
+    """Where a thread looks for two queries of two keys, in every launch of a few heads, lies what the score adds there; of a scale below 0 too."""
+    monkeypatch.setattr(statistics, "MUCH", 1 << 18)
+    monkeypatch.setattr(cutlass_backward, "Compiled", Recorder)
+    monkeypatch.setattr(cutlass_backward, "_made", {})
+    len_q, len_k, heads, group, dim, scale = 200, 333, 4, 2, 128, -0.25
+    table = torch.randn(*axes, 64, dtype=torch.float64).float()
+    index = {"b, h": lambda b, h: (b, h), "h": lambda b, h: (h,), "": lambda b, h: ()}[of]
+    (text, reads) = ScoreMod(lambda s, b, h, i, j: s + table[(*index(b, h), (j - i + 16).clamp(0, 63))]).parts()
+    p = Attention("backward", 2, len_q, len_k, heads, heads // group, dim, torch.bfloat16, Full(), score=text)
+    q = torch.zeros(2, len_q, heads, dim, dtype=torch.bfloat16)
+    k = torch.zeros(2, len_k, heads // group, dim, dtype=torch.bfloat16)
+    (tiles,) = cutlass_backward.configs(p, H200)
+    lse = torch.zeros(2, heads, len_q)
+    cutlass_backward.launch(p, tiles, q, k, k, q, lse, q, None, Operands(scale, score=reads))
+    ((shape, recorder),) = cutlass_backward._made.values()
+    assert shape.far and not shape.capped and len(recorder.calls) == 4
+    for call, (b, kv_head) in zip(recorder.calls, [(0, 0), (0, 1), (1, 0), (1, 1)], strict=True):
+        assert call.scale == -scale
+        for member, tile, m, thread in ((0, 0, 0, 0), (1, 1, 2, 77), (0, 2, 1, 255), (1, 2, 2, 128)):
+            side, lane = thread // 128, thread % 32
+            own_key, own_query = side * 64 + thread % 128 // 32 * 16 + lane // 4, lane % 4 * 2
+            at = call.far + 4 * (member * call.far_head + 4 * (len_k + BESIDE + m * shape.m + own_query - tile * shape.n - own_key))
+            for eight in range(shape.m // 8):
+                found = (ctypes.c_float * 4).from_address(at + 128 * eight)
+                for n, number in enumerate(found):
+                    i, j = m * shape.m + own_query + 8 * eight + n % 2, tile * shape.n + own_key + n // 2 * 8
+                    if i < len_q and j < len_k:
+                        expected = table[(*index(b, kv_head * group + member), min(max(j - i + 16, 0), 63))] / -scale
+                        assert number == pytest.approx(expected.item(), rel=1e-6), (i, j)

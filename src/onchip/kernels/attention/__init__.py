@@ -162,10 +162,11 @@ def _scales_of_blocks(p: Attention) -> str | None:
     return None
 
 
-def _no_score_but_a_softcap(p: Attention) -> str | None:
-    if p.score is None or (p.dim > 64 and _texts().is_tanh(p.score.text)):
+def _few_scores(p: Attention) -> str | None:
+    if p.score is None or (p.dim > 64 and _texts().is_tanh(p.score.text)) or _texts().far_of(p) is not None:
         return None
-    return f"score {p.score} beside dim {p.dim}: accepted are none, and a softcap beside more than 64: hopper_backward takes the others"
+    took = "none, what is looked up by distance in dense calls, and a softcap beside more than 64"
+    return f"score {p.score} beside dim {p.dim}: accepted are {took}: hopper_backward takes the others"
 
 
 def _may_hide_padding(p: Attention) -> str | None:
@@ -335,7 +336,7 @@ BACKWARD = Op(
             "onchip.kernels.attention.cutlass_backward:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 129, 8), "mask": BANDS, "keys": ("dense", "packed")},
-            also=(_one_width, _only("sinks", "used"), _sinks_of_tokens, _no_score_but_a_softcap),
+            also=(_one_width, _only("sinks", "used"), _sinks_of_tokens, _few_scores),
             slower=(_slower_backward_on_hopper,),
             extra=CUTLASS,
         ),

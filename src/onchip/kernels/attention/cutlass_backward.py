@@ -31,7 +31,11 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
     Ring,
     Shape,
     Still,
+    ask_for,
+    begin_with,
     bundle_of,
+    distances_at,
+    first_of,
     hear,
     hidden,
     hide,
@@ -48,6 +52,7 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
     weigh_capped,
 )
 from onchip.kernels.attention.hopper_tiles import programs_of
+from onchip.kernels.attention.pairs import laid_out
 from onchip.kernels.attention.statistics import shares, sink_gradient, statistics
 from onchip.kernels.attention.tile import ends, for_tma, sequence_tiles, together
 from onchip.kernels.cutlass import (
@@ -122,7 +127,7 @@ class Backward:
                  out_strides: tuple[Int64, Int64, Int64], do_strides: tuple[Int64, Int64, Int64], dq_strides: tuple[Int64, Int64, Int64],
                  dk_strides: tuple[Int64, Int64, Int64], dv_strides: tuple[Int64, Int64, Int64],
                  sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], rows: Int32, programs: Int32, scale: Float32, cap: Float32,
-                 stream: driver.CUstream):  # fmt: skip
+                 far: tuple[cute.Pointer, Int64, Int64], stream: driver.CUstream):  # fmt: skip
         c = self.c
         _, _, _, batch, kv_heads, group, len_q, len_k, pitch = sizes
         heads = kv_heads * group
@@ -142,7 +147,7 @@ class Backward:
             grid=blocks, block=[BEFORE, 1, 1], stream=stream
         )
         factors = (scale / cap, cap * LOG2E) if const_expr(c.capped) else (scale * LOG2E, cap)  # of scores, and of a tanh
-        self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale, factors).launch(
+        self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale, factors, far).launch(
             grid=[programs, 1, 1], block=[128 + COMPUTING, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
         finish(dq, given, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(grid=blocks, block=[AFTER, 1, 1], stream=stream, use_pdl=True)
@@ -152,7 +157,8 @@ class Backward:
                v_atom: cute.CopyAtom, v: cute.Tensor, dk_atom: cute.CopyAtom, dk: cute.Tensor, dv_atom: cute.CopyAtom, dv: cute.Tensor,
                sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                lists: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
-               sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], scale: Float32, factors: tuple[Float32, Float32]):  # fmt: skip
+               sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], scale: Float32, factors: tuple[Float32, Float32],
+               far: tuple[cute.Pointer, Int64, Int64]):  # fmt: skip
         c = self.c
         memory = cutlass.utils.SmemAllocator()
 
@@ -189,17 +195,17 @@ class Backward:
             cute.arch.setmaxregister_decrease(24)
             cute.arch.griddepcontrol_wait()
             if warp == 0:
-                self.copy((q_atom, q, do_atom, do, k_atom, k, v_atom, v), sums, lists, sizes, still, q_ring, do_ring, message)
+                self.copy((q_atom, q, do_atom, do, k_atom, k, v_atom, v), sums, lists, sizes, still, q_ring, do_ring, message, far)
             if (warp == 1) | (warp == 2):
                 self.send((dk_atom, dk, dv_atom, dv), sums[2], sums[3], sizes, s_dq, message, warp - 1)
         else:
             cute.arch.setmaxregister_increase(240)
-            self.compute(sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, factors)
+            self.compute(sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, factors, far)
 
     # ---- device: the copying warp
 
     @cute.jit
-    def copy(self, tensors, sums, lists, sizes, still, q_ring, do_ring, message):
+    def copy(self, tensors, sums, lists, sizes, still, q_ring, do_ring, message, far):
         c = self.c
         q_atom, q, do_atom, do, k_atom, k, v_atom, v = tensors
         lse, delta, _, _, counter = sums
@@ -223,6 +229,8 @@ class Backward:
                         if const_expr(c.abreast):
                             member, x = y % each, y // each
                         head, m = kv_head * group + member, tile_of(c, x, steps)
+                        if const_expr(c.far):
+                            ask_for(c, distances_at(c, far, b, head, len_k, m * c.m - (tile + 1) * c.n))
                         q_to, q_from = tiles_in(q_atom, q_ring.tiles, cute.local_tile(rows_of(c, q, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
                         do_to, do_from = tiles_in(do_atom, do_ring.tiles, cute.local_tile(rows_of(c, do, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
                         begin = cute.assume(statistics_of(c, b, head, kv_heads * group, pitch) + row, divby=4)
@@ -304,7 +312,7 @@ class Backward:
     # ---- device: a computing warpgroup
 
     @cute.jit
-    def compute(self, sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, factors):
+    def compute(self, sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, factors, far):
         c = self.c
         group = sizes[5]
         thread = cute.arch.thread_idx()[0] - 128
@@ -335,7 +343,7 @@ class Backward:
         work = Work(side, first_lane, q_ring, do_ring, of_scores, of_keys, of_queries, k_left, v_left, *right, store_ds, dq_mine, dk, dv, factors)
         turn, step, taken = Int32(0), Int32(0), Int32(0)  # messages heard; query tiles; key tiles with any, of which each takes a beat more
         self.has_read(side, 1)
-        tile, _, _, _, len_q, _, len_k = hear(c, message, turn, sizes)
+        tile, kv_head, b, _, len_q, _, len_k = hear(c, message, turn, sizes)
         while tile >= 0:
             steps = steps_of(c, tile, len_q, len_k)
             _, _, masked, bare, _ = steps
@@ -346,16 +354,18 @@ class Backward:
                 cute.arch.mbarrier_wait(still.v_full, taken % 2)
             place = tile, own_key, own_query, len_q, len_k
             begin, (passes, each) = step, passes_of(c, group)
-            for _ in cutlass.range(passes, unroll=1):
+            for past in cutlass.range(passes, unroll=1):
                 for x in cutlass.range(masked * each, unroll=1):
                     m = tile_of(c, x // each, steps)
                     if hidden(c, m, tile * c.n + side * 64, len_q, len_k):
                         self.pause(work, step, taken, begin)
                     else:
-                        self.step(work, m, step, taken, begin, place, True)
+                        there = first_of(c, far, b, kv_head * group + (x % each if const_expr(c.abreast) else past), m, place)
+                        self.step(work, m, step, taken, begin, place, there, True)
                     step += 1
                 for x in cutlass.range(bare * each, unroll=1):
-                    self.step(work, x, step, taken, begin, place, False)
+                    there = first_of(c, far, b, kv_head * group + (x % each if const_expr(c.abreast) else past), tile_of(c, masked + x // each, steps), place)
+                    self.step(work, x, step, taken, begin, place, there, False)
                     step += 1
             if masked + bare > 0:
                 beat = step + taken  # a step more, of dQ alone
@@ -373,18 +383,20 @@ class Backward:
                 store_out(halved((dv, dk)[i], c.dtype), at)
                 self.filled(side, at)
             turn += 1
-            tile, _, _, _, len_q, _, len_k = hear(c, message, turn, sizes)
+            tile, kv_head, b, _, len_q, _, len_k = hear(c, message, turn, sizes)
 
     @cute.jit
-    def step(self, w, m, step, taken, begin, place, edge: cutlass.Constexpr[bool]):
-        """A tile of queries past the keys. `edge`: it needs the mask."""
+    def step(self, w, m, step, taken, begin, place, there, edge: cutlass.Constexpr[bool]):
+        """A tile of queries past the keys. `there`: what its scores begin with. `edge`: it needs the mask."""
         c = self.c
         at, phase, beat = step % c.stages, step // c.stages % 2, step + taken
         s, dp = sums_of(w.of_scores, (c.n, c.m)), sums_of(w.of_scores, (c.n, c.m))
+        if const_expr(c.far):
+            begin_with(c, s, there)
         cute.arch.mbarrier_wait(w.q_ring.full + at, phase)
-        multiply(w.of_scores, s, w.k_left, w.q_right[None, None, None, at], True)
+        multiply(w.of_scores, s, w.k_left, w.q_right[None, None, None, at], not c.far)
         lse, delta = None, None
-        early = c.width > 64 and not c.capped  # of 128 queries a thread has 32, and a softcap's scores become two words: no room for them yet
+        early = c.width > 64 and not (c.capped or c.far)  # of 128 queries a thread has 32, and a softcap's scores become two words: no room for them yet
         if const_expr(early):
             lse = of_queries(c, w.q_ring.rows, at, place[2])
         cute.arch.mbarrier_wait(w.do_ring.full + at, phase)
@@ -484,7 +496,20 @@ class Backward:
 # ---- host
 
 _HALF, _FLOATS, _FLOAT, _INTS, _STRIDES = ("pointer", None, 16), ("pointer", Float32, 16), ("pointer", Float32, 4), ("pointer", Int32, 4), (Int64,) * 3
-ARGUMENTS = (*(_HALF,) * 8, _FLOAT, _FLOAT, (*(_FLOATS,) * 3, _INTS, _INTS), (_INTS,) * 5, *(_STRIDES,) * 8, (Int32,) * 9, Int32, Int32, Float32, Float32)
+ARGUMENTS = (
+    *(_HALF,) * 8,
+    _FLOAT,
+    _FLOAT,
+    (*(_FLOATS,) * 3, _INTS, _INTS),
+    (_INTS,) * 5,
+    *(_STRIDES,) * 8,
+    (Int32,) * 9,
+    Int32,
+    Int32,
+    Float32,
+    Float32,
+    (_FLOATS, Int64, Int64),
+)
 
 
 class Tiles(NamedTuple):
@@ -527,6 +552,10 @@ def compiled(dtype: torch.dtype, *fields) -> tuple[Shape, Compiled]:
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
+    if (axes := texts.far_of(p)) is not None and q.numel() and k.numel():
+        plain, given, q, sign = laid_out(p, x, q, axes, of_keys=True)
+        dq, dk, dv, d_sinks, _ = launch(plain, tiles, q, k, v, out, lse, d_out, d_lse, given)
+        return dq if sign > 0 else dq * sign, dk, dv, d_sinks, (None,) * len(x.score)
     some = 0 not in (q.numel(), k.numel(), p.len_q, p.len_k)
     new = torch.empty_like if some and x.q_used is None and x.k_used is None else torch.zeros_like
     grads = [new(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
@@ -550,7 +579,8 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
     before, gain = texts.fold(p.score.text)[1:] if p.score else (1.0, 1.0)
     q = tensors[0]
     packed = x.q_offsets is not None
-    asked = x.q_used is not None, x.k_used is not None, d_lse is not None, p.group > 1, p.score is not None
+    far = x.score[0] if p.score is None and x.score else None  # where `launch` has put what lies by distance
+    asked = x.q_used is not None, x.k_used is not None, d_lse is not None, p.group > 1, p.score is not None, far is not None
     shape, run = compiled(q.dtype, *tiles[:3], p.dim, *ends(p.mask), packed, *asked)
     batch, rows = (1, len(q)) if packed else q.shape[:2]
     pitch = -(-(rows + p.batch * shape.pad) // 8) * 8 if packed else -(-rows // tiles.m) * tiles.m
@@ -575,6 +605,7 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
     others = [0 if t is None else t.data_ptr() for t in (listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used)]
     # of a sequence, a head, and a row
     strides = [(0, by[1], by[0]) if packed else (by[0], by[2], by[1]) for by in (t.stride() for t in tensors)]
+    far_at, of_sequence, of_head = (0, 0, 0) if far is None else (far.data_ptr(), *far.stride()[:2])
     begins, flat = [t.data_ptr() for t in tensors], [s for by in strides for s in by]
     for b, sequences, h, heads in parts:
         first, count = b * p.heads + h * p.group, places * sequences * heads
@@ -584,5 +615,6 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
             lses, deltas + 4 * first * pitch, sums, given, counter, *others, *flat,
             count, places, side_by_side, p.batch if packed else sequences, heads, p.group, p.len_q, p.len_k, pitch, rows,
             min(count, tiles.programs), x.scale * before * gain, gain,
+            far_at + 4 * (b * of_sequence + h * p.group * of_head), of_sequence, of_head,
         )  # fmt: skip
     return held[-every:].view(batch, p.heads, pitch)

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from onchip.kernels.attention.pairs import BESIDE
 from onchip.kernels.cutlass import let_go
 
 FAR = 1 << 30  # rows of a packed batch's tensors as the copy engine sees them: see `tensor_of`
@@ -18,7 +19,8 @@ FAR = 1 << 30  # rows of a packed batch's tensors as the copy engine sees them: 
 
 @dataclass(frozen=True)
 class Shape:
-    """What the device code is compiled for. `slopes`: LSE has a gradient. `grouped`: several heads of q share one of k. `capped`: scores are a softcap's."""
+    """What the device code is compiled for. `slopes`: LSE has a gradient. `grouped`: several heads of q share one of k. `capped`: scores are a softcap's.
+    `far`: they begin with what lies in memory by distance (`pairs`)."""
 
     dtype: object
     m: int
@@ -34,6 +36,7 @@ class Shape:
     slopes: bool = False
     grouped: bool = False
     capped: bool = False
+    far: bool = False
 
     @property
     def width(self):
@@ -202,6 +205,12 @@ def ahead(C, len_q, len_k):
     return Int32(0) if C.top_left else len_k - len_q
 
 
+def distances_at(C, far, b, head, len_k, ahead):
+    """What a score begins with whose query is `ahead` of its key, with those beside it: four numbers, see `pairs.laid_out`."""
+    rows, of_sequence, of_head = far
+    return rows + cute.assume(b * of_sequence + head * of_head + 4 * Int64(len_k + BESIDE + ahead), divby=4)
+
+
 def row_of(C, b, start_q):
     """Where a sequence's queries begin in LSE, delta and dQ's sums of a head."""
     return (start_q + b * C.pad) // 8 * 8 if C.packed else Int32(0)
@@ -242,6 +251,25 @@ def of_queries(C, values, at, query):
     out = cute.make_rmem_tensor((2, C.m // 8), Float32)
     cute.autovec_copy(there, out)
     return out
+
+
+@cute.jit
+def begin_with(C, s, there):
+    """A thread's scores begin with what lies in memory by distance: of each eight queries two of two keys, 16 bytes at a time."""
+    cute.autovec_copy(cute.make_tensor(there, cute.make_layout((4, C.m // 8), stride=(1, 32))), cute.make_tensor(s.iterator, cute.make_layout((4, C.m // 8))))
+
+
+def first_of(C, far, b, head, m, place):
+    """Where a thread finds what its scores of query tile `m` begin with."""
+    tile, own_key, own_query, _, len_k = place
+    return distances_at(C, far, b, head, len_k, m * C.m + own_query - tile * C.n - own_key) if C.far else None
+
+
+@cute.jit
+def ask_for(C, there):
+    """Let the multiprocessor's cache fetch what a tile's scores begin with, eight distances a line; by one warp, a tile ahead."""
+    line = cutlass.min(cute.arch.lane_idx(), (C.m + C.n) // 8)
+    cute.arch.inline_ptx("prefetch.global.L1 [{$r0}];", read_only_args=[there + 32 * line])
 
 
 @cute.jit
