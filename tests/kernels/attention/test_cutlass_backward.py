@@ -115,16 +115,17 @@ def test_softcap(lengths, heads, dim, mask, dtype, device):
 
 @pytest.mark.gpu
 @pytest.mark.hopper
-@pytest.mark.parametrize("axes", ["bh", "h", ""])
+@pytest.mark.parametrize("axes", ["bh", "h", "", "ALiBi"])
 @pytest.mark.parametrize(("lengths", "heads", "dim", "mask"), CASES[:-2], ids=str)
 def test_scores_by_distance(lengths, heads, dim, mask, axes, device):
-    """What a score looks up by the distance between query and key, and by sequence and head."""
+    """What a score looks up by the distance between query and key, and by sequence and head; or computes."""
     sizes = [n for axis, n in (("b", len(lengths)), ("h", heads[0])) if axis in axes]
     table = torch.randn(*sizes, 100, device=device)
 
     def score(s, b, h, i, j):
         return s + table[(*(x for axis, x in (("b", b), ("h", h)) if axis in axes), (j - i + 40).clamp(0, 99))]
 
+    score = onchip.ALiBi(torch.rand(heads[0], device=device)) if axes == "ALiBi" else score
     Case(lengths, heads, dim, mask, torch.bfloat16, device, score=score).judge()
 
 

@@ -552,7 +552,7 @@ def compiled(dtype: torch.dtype, *fields) -> tuple[Shape, Compiled]:
 
 def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
-    if (axes := texts.far_of(p)) is not None and q.numel() and k.numel():
+    if (axes := texts.ahead_of(p)) is not None and q.numel() and k.numel():
         plain, given, q, sign = laid_out(p, x, q, axes, of_keys=True)
         dq, dk, dv, d_sinks, _ = launch(plain, tiles, q, k, v, out, lse, d_out, d_lse, given)
         return dq if sign > 0 else dq * sign, dk, dv, d_sinks, (None,) * len(x.score)

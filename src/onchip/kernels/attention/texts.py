@@ -131,15 +131,19 @@ def pair_tile(text: str) -> PairTile | None:
     return PairTile(int(name[1:]), axes, getattr(torch, dtype))
 
 
+ADDS_DISTANCE = (("add", ["score", "distance"]), ("add", ["distance", "score"]), ("sub", ["score", "distance"]))
+
+
 @functools.lru_cache(maxsize=1024)
-def distance_axes(text: str) -> str | None:
-    """Of a text that adds to the score what it looks up by the distance between query and key: which of b and h it looks up by as well."""
-    if not gathers(text):
-        return None
+def ahead_axes(text: str) -> str | None:
+    """Of a text that adds to the score what depends on the distance between query and key alone: by which of b and h it differs as well."""
     kinds = {"s": "score", "i": "query", "j": "key", **dict.fromkeys(("b", "h", "len_q", "len_k"), "one")}  # of each value
     *lines, last = text.splitlines()[1:]
     for line in lines:
-        name, operator, inputs = re.match(r"    (\w+): '\w+' = aten\.(\w+)\.\w+\((.*)\)$", line).groups()
+        made = re.match(r"    (\w+): '\w+' = aten\.(\w+)\.\w+\((.*)\)$", line)
+        if made is None:
+            return None
+        name, operator, inputs = made.groups()
         given = re.sub(r"float\('[^']*'\)|\bc\d+\b|\w+=[\w.]+", "1", inputs).replace("[", "").replace("]", "").split(", ")
         of = [kinds.get(x, "one") for x in given]
         if set(of) <= {"one", "distance"}:
@@ -148,7 +152,7 @@ def distance_axes(text: str) -> str | None:
             kind = "distance"
         elif operator in ("add", "sub") and of[0] in ("query", "key") and of[1:] == ["one"]:
             kind = of[0]
-        elif operator == "add" and sorted(of) == ["distance", "score"] and line == lines[-1] and last == f"    return {name}":
+        elif (operator, of) in ADDS_DISTANCE and line == lines[-1] and last == f"    return {name}":
             return "".join(x for x in "bh" if re.search(rf"\b{x}\b", text.partition("):\n")[2]))
         else:
             return None
@@ -156,9 +160,19 @@ def distance_axes(text: str) -> str | None:
     return None
 
 
+def distance_axes(text: str) -> str | None:
+    """The same of a text that looks it up."""
+    return ahead_axes(text) if gathers(text) else None
+
+
 def far_of(p: Attention) -> str | None:
     """Which of b and h a score looks up by, where it adds what it looks up by the distance; None of others."""
     return distance_axes(p.score.text) if p.score and p.keys == "dense" else None
+
+
+def ahead_of(p: Attention) -> str | None:
+    """The same of a score that may compute it too, as ALiBi does."""
+    return ahead_axes(p.score.text) if p.score and p.keys == "dense" else None
 
 
 @functools.lru_cache(maxsize=1024)
