@@ -106,6 +106,29 @@ def test_steps_that_nothing_needs_are_left_out(launched):
     assert launch is not run
 
 
+def test_views_of_what_has_a_gradient_are_known_again(launched, counted):
+    launch = launched(lambda x, out: out.copy_(x))
+
+    def run(x):
+        turned, out = x.transpose(0, 1), torch.empty(x.shape)
+        launch(turned[None].transpose(1, 2)[0], out)
+        return out + turned.T
+
+    with torch.no_grad():
+        assert repeated(run, lambda n: [torch.full((2, 3), float(n)).requires_grad_()], counted) == 2
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_a_result_that_is_an_input_under_another_name_goes_its_whole_way(launched, counted, gradient):
+    launched(lambda: None)
+    launch = again.repeated(lambda x: x.detach())
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.ones(2).requires_grad_(gradient)
+            assert launch(x) is not x
+    assert len(counted) == 0
+
+
 def test_inputs_that_are_written_to(launched, counted):
     def run(x, y):
         x[:2].add_(y)

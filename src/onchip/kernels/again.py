@@ -361,7 +361,8 @@ class Described:
 
 
 def _exactly(t: Tensor) -> tuple:
-    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.is_conj(), t.is_neg()
+    """Not `requires_grad`: a view tells the one before it has, once it is out of the mode that saw it made."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
 
 
 def _stream() -> int:

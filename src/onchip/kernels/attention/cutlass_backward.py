@@ -7,6 +7,7 @@ in registers. dS goes through shared memory too, [queries, keys], and of it each
 there may be any multiple of 16. Two more warps send what the warpgroups leave in a buffer: dQ, added to float32 sums in any order, then dV and dK.
 A step of 80 x 128 at d128 keeps the tensor cores busy for 3,200 cycles and shared memory for 2,790. Sums of dQ are in the order of the threads that make them,
 so that 16 bytes a thread go in and out without bank conflicts. Nothing clears them: the first part of a tile is stored, the others are added when it is there.
+What a score adds by the distance between query and key (`pairs.laid_out`: a table's, ALiBi's) its sums begin with.
 A kernel before makes delta, one after rounds dQ (`cutlass_backward_ends`), all in one call, and in several calls where the sums of all heads would take much
 memory (`statistics.shares`).
 """
