@@ -1,5 +1,7 @@
 """Every decode kernel of the menu against float64: page and group sizes, ragged lengths, many queries, masks and scores, and NaN wherever nobody may look."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -331,6 +333,16 @@ def test_strides(kernel, problem, lengths, storage, device):
     else:
         table = torch.cat((table, torch.full_like(table, -1)), 1)[:, : table.shape[1]]
     check(kernel, p, q, PagedKV(k, v, table, sizes))
+
+
+@pytest.mark.parametrize(("kernel", "problem", "lengths"), rows([case([5, 40, 33], len_q=2)]))
+def test_a_pool_whose_rows_are_scattered(kernel, problem, lengths, device):
+    """Is copied, and that is said: a Problem has no strides, so that no menu could refuse it."""
+    k, v, table, sizes = paged(problem, lengths, device)
+    k, v = (x.transpose(1, 3).contiguous().transpose(1, 3) for x in (k, v))
+    portable = DECODE.kernel(kernel).portable
+    with contextlib.nullcontext() if portable else pytest.warns(UserWarning, match=f"{kernel} copies all pages of a pool"):
+        check(kernel, problem, queries(problem, device), PagedKV(k, v, table, sizes))
 
 
 @pytest.mark.parametrize(("kernel", "problem", "lengths"), rows([case([40, 33, 70], len_q=2)]))

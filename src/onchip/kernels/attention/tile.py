@@ -472,6 +472,11 @@ def for_tma(t, kernel: str = ""):
     return t if describable(t) else whole(t, kernel, 16) if kernel else t.clone(memory_format=torch.contiguous_format)
 
 
+def adjacent(t, kernel: str = ""):
+    """`t`, or a copy of which the numbers of a row lie side by side. `kernel`: whose pages they are."""
+    return t if t.stride(-1) == 1 else whole(t, kernel, t.element_size()) if kernel else t.contiguous()
+
+
 def whole(pool, kernel: str, unit: int):
     """A copy of all pages of a pool. A Problem has no strides, so that the launch alone can say it."""
     refuse("a warning in each call")

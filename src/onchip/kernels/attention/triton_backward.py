@@ -28,6 +28,7 @@ from onchip.kernels.attention.statistics import apart, sink_gradient, statistics
 from onchip.kernels.attention.tile import (
     FIELDS,
     LOG2E,
+    adjacent,
     bar,
     block,
     describable,
@@ -489,7 +490,7 @@ def configs(p: Attention, device: Device) -> list[Plan]:
 
 def launch(p: Attention, plan: Plan, q, k, v, out, lse, d_out, d_lse, x: Operands):
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `p`, `x`; as `reference.backward` returns them."""
-    q, k, v, d_out = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v, d_out))
+    q, k, v, d_out = map(adjacent, (q, k, v, d_out))
     packed = x.q_offsets is not None
     new = torch.zeros if x.q_used is not None or x.k_used is not None or 0 in (q.numel(), k.numel()) else torch.empty
     dq, dk, dv = (new(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))

@@ -17,7 +17,7 @@ from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
 from onchip.kernels.attention import mods, texts
-from onchip.kernels.attention.tile import LN2, LOG2E, band, block, ends, fast, key_span, normalise, online_softmax, page_slots, tf32
+from onchip.kernels.attention.tile import LN2, LOG2E, adjacent, band, block, ends, fast, key_span, normalise, online_softmax, page_slots, tf32
 
 
 class Split(NamedTuple):
@@ -193,7 +193,7 @@ def configs(p: Attention, device: Device) -> list[Split]:
 
 def launch(p: Attention, how: Split, q, cache, x: Operands, return_lse: bool):
     """q `[batch, len_q, heads, dim]`, cache a PagedKV, as `ops.attention.paged_attention` passes them."""
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, cache.k, cache.v))
+    q, k, v = adjacent(q), adjacent(cache.k, "triton_decode"), adjacent(cache.v, "triton_decode")
     out = torch.empty((*q.shape[:-1], p.value_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((p.batch, p.heads, p.len_q), dtype=torch.float32, device=q.device) if return_lse else None
     (rows, tiles), width_v = row_tiles(p), block(p.value_dim)

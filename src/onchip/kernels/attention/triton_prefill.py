@@ -21,6 +21,7 @@ from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import texts
 from onchip.kernels.attention.tile import (
     LOG2E,
+    adjacent,
     band,
     bar,
     block,
@@ -291,7 +292,8 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
     """q, k, v as `ops.attention` passes them: dense, or packed with offsets."""
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    pages = "" if page_table is None else "triton_paged"
+    q, k, v = adjacent(q), adjacent(k, pages), adjacent(v, pages)
     packed = x.q_offsets is not None
     out, lse = outputs(p, x, q, return_lse)
     if out.numel() == 0 or p.len_k == 0:

@@ -56,7 +56,7 @@ from onchip.kernels.attention.decode_tiles import (
     share_of,
     total_work,
 )
-from onchip.kernels.attention.tile import LN2, LOG2E, block, ends, fast, online_softmax, page_slots, sink, tf32
+from onchip.kernels.attention.tile import LN2, LOG2E, adjacent, block, ends, fast, online_softmax, page_slots, sink, tf32
 
 
 class Shares(NamedTuple):
@@ -284,7 +284,7 @@ def configs(p: Attention, device: Device) -> list[Shares]:
 
 def launch(p: Attention, how: Shares, q, cache, x: Operands, return_lse: bool):
     """q `[batch, len_q, heads, dim]`, or `[tokens, heads, dim]` with `x.q_offsets`; cache a PagedKV, as `ops.attention.paged_attention` passes them."""
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    q = adjacent(q)
     packed = x.q_offsets is not None
     out = torch.empty((*q.shape[:-1], p.value_dim), dtype=q.dtype, device=q.device)
     lse = None
@@ -338,7 +338,7 @@ def _stages(how: Shares) -> int:
 
 def _numbers(pool):
     """Keys or values as they are loaded: two codes in an int16."""
-    return pool.codes.view(torch.int16) if isinstance(pool, Codes) else pool if pool.stride(-1) == 1 else pool.contiguous()
+    return pool.codes.view(torch.int16) if isinstance(pool, Codes) else adjacent(pool, "triton_shares")
 
 
 def _alignment(*pools) -> int:
