@@ -385,3 +385,40 @@ def test_units(value, text):
 @pytest.mark.parametrize(("seconds", "text"), [(1e-7, "0.1 us"), (130.5e-6, "130.5 us"), (1e-3, "1.00 ms"), (2.5, "2500.00 ms")])
 def test_times(seconds, text):
     assert dispatch._time(seconds) == text
+
+
+# ---- multiprocessors left to others
+
+
+def test_multiprocessors_left_by_some_calls(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("ONCHIP_SM_MARGIN", "4")
+    programs = lambda: select(PREFILL, H200, "hopper_prefill").config.programs  # noqa: E731
+    assert programs() == 128 and dispatch.left_to_others() == 4
+    with onchip.sm_margin(12):
+        assert programs() == 120 and dispatch.left_to_others() == 12
+        assert "120 programs" in onchip.explain(PREFILL, device=H200)
+        with onchip.sm_margin(0):
+            assert programs() == 132 and dispatch.left_to_others() == 0
+        with pytest.raises(RuntimeError), onchip.sm_margin(None):
+            assert programs() == 128
+            raise RuntimeError
+        assert programs() == 120
+    assert programs() == 128
+    with onchip.sm_margin(132), pytest.raises(ValueError, match="sm_margin=132 of the 132 multiprocessors of H200; give 0 to 131"):
+        programs()
+    for wrong in (-1, 1.5, True, "3"):
+        with pytest.raises(ValueError, match=f"sm_margin: {wrong!r}; give a number of multiprocessors, 0 or more, or None"), onchip.sm_margin(wrong):
+            pass
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_way_back_leaves_as_many_as_the_way_there(inside, plain_cpu):
+    """In whichever thread torch goes back, and whatever holds then."""
+    q, k, v = (t.requires_grad_() for t in qkv())
+    with onchip.record() as decisions, onchip.sm_margin(12 if inside else None):
+        out, _ = onchip.attention(q, k, v, return_lse=True)
+    with onchip.record() as back, onchip.sm_margin(3):
+        out.sum().backward()
+    assert [d.problem.op for d in (*decisions, *back)] == ["prefill", "backward"]
+    assert [d.device.margin for d in (*decisions, *back)] == [12 if inside else None] * 2

@@ -12,7 +12,7 @@ _NAMES = {
     "onchip.core.scores": ("ALiBi", "BucketBias", "RelativeBias", "ScoreMod", "Softcap"),
     "onchip.core.problem": ("Dropout",),
     "onchip.core.kernel": ("Unsupported",),
-    "onchip.dispatch": ("explain", "record"),
+    "onchip.dispatch": ("explain", "record", "sm_margin"),
     "onchip.ops.attention": ("PagedKV", "Quantised", "attention", "attention_packed", "merge", "paged_attention", "quantise", "random_signs"),
     "onchip.core.formats": ("Codes", "Format"),
     "onchip.ops.cascade": ("Level", "cascade_attention"),

@@ -4,7 +4,8 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +18,7 @@ from onchip.kernels import again, attention, fused
 
 OPS: dict[str, Op] = {op.name: op for op in (*attention.OPS, *fused.OPS)}
 _recorders: list[list["Decision"]] = []
+_margin: ContextVar[int | None] = ContextVar("onchip.sm_margin", default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,15 +73,16 @@ def select(problem: Problem, device: torch.device | Device, kernel: str = "auto"
     Raises `Unsupported` with every reason when the named kernel refuses, when none is left, or when `ONCHIP_STRICT` is
     set and only a portable kernel is left on a GPU. A second call with an equal problem is one dictionary look-up.
     """
-    decision = _select(problem, device, kernel)
+    decision = _select(problem, device, kernel, _margin.get())
     for recorder in _recorders:
         recorder.append(decision)
     return decision
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _select(problem: Problem, device: torch.device | Device, kernel: str) -> Decision:
+def _select(problem: Problem, device: torch.device | Device, kernel: str, margin: int | None = None) -> Decision:
     op, facts = OPS[problem.op], device if isinstance(device, Device) else devices.of(device)
+    facts = facts if margin is None else replace(facts, margin=margin)
     index = device.index if isinstance(device, torch.device) and device.type == "cuda" else None
     if kernel != "auto":
         chosen = op.kernel(kernel)
@@ -162,6 +165,29 @@ def record() -> Iterator[list[Decision]]:
         yield decisions
     finally:
         _recorders[:] = [recorder for recorder in _recorders if recorder is not decisions]
+
+
+@contextmanager
+def sm_margin(multiprocessors: int | None) -> Iterator[None]:
+    """Leave so many multiprocessors of a GPU to others, as communication that runs beside; 0 none, None as many as `ONCHIP_SM_MARGIN` says.
+
+    Hopper's attention kernels and `register_decode` keep to it, and the backward passes of eager calls made inside; compiled graphs forward alone.
+
+    >>> with onchip.sm_margin(16):
+    ...     out = onchip.attention(q, k, v)
+    """
+    if multiprocessors is not None and (type(multiprocessors) is not int or multiprocessors < 0):
+        raise ValueError(f"sm_margin: {multiprocessors!r}; give a number of multiprocessors, 0 or more, or None")
+    before = _margin.set(multiprocessors)
+    try:
+        yield
+    finally:
+        _margin.reset(before)
+
+
+def left_to_others() -> int:
+    """Multiprocessors that a call made now leaves."""
+    return settings.SM_MARGIN.read() if (margin := _margin.get()) is None else margin
 
 
 def explain(call: Callable | Problem, *args, device: torch.device | Device | None = None, **keywords) -> str:

@@ -406,3 +406,25 @@ def test_every_form_of_varlen_agrees(device):
     assert fa4.flash_attn_varlen_func(q, k, v)[1] is None
     truth = torch.autograd.grad(sum(w[0].sum() + w[1].sum() for w in want), sink)[0]
     close(torch.autograd.grad(forms[0][0].sum() + forms[0][1].sum(), sink)[0], truth)
+
+
+def test_multiprocessors_left_to_others():
+    """`sm_margin` of FlashAttention-3's functions, there and back; 0 is what the setting says."""
+    q, k, v = (torch.randn(2, 9, 2, 16, requires_grad=True) for _ in range(3))
+    offsets = torch.tensor([0, 9, 18], dtype=torch.int32)
+    packed, cache = [t.flatten(0, 1) for t in (q, k, v)], [t.detach().clone() for t in (k, v)]
+    calls = {
+        "dense": lambda n: fa3.flash_attn_func(q, k, v, sm_margin=n, return_attn_probs=True)[0],
+        "packed": lambda n: fa3.flash_attn_varlen_func(*packed, offsets, offsets, 9, 9, sm_margin=n),
+        "together": lambda n: fa3.flash_attn_qkvpacked_func(torch.stack((q, k, v), 2), sm_margin=n, return_attn_probs=True)[0],
+        "cached": lambda n: fa3.flash_attn_with_kvcache(q.detach(), *cache, sm_margin=n),
+    }
+    for name, call in calls.items():
+        for margin in (0, 7):
+            with onchip.record() as decisions:
+                out = call(margin)
+                if name != "cached":
+                    out.sum().backward()
+            assert decisions and {d.device.margin for d in decisions} == {margin or None}, name
+    with pytest.raises(ValueError, match="sm_margin: -1; give"):
+        fa3.flash_attn_func(q, k, v, sm_margin=-1)

@@ -30,6 +30,7 @@ class Device:
     kind     "cuda", "hip" or "cpu".      arch    90 for sm_90, 942 for gfx942, 0 for a CPU.
     shared_memory   bytes one block may use.      l2, memory   bytes.
     bandwidth       bytes/s of main memory.       peaks   dense FLOP/s by dtype.      source   where the figures come from.
+    margin   multiprocessors that are left to others; None: as the setting says.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Device:
     bandwidth: float
     peaks: Mapping[torch.dtype, float]
     source: str
+    margin: int | None = None
 
     def floor(self, cost: Cost, dtype: torch.dtype) -> Floor:
         """The larger of arithmetic time and memory time for `cost` in `dtype`."""

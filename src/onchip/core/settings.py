@@ -46,9 +46,10 @@ SM_MARGIN = Setting(
     "ONCHIP_SM_MARGIN",
     int,
     0,
-    "Multiprocessors that Hopper's attention kernels and `register_decode` leave to others, communication above all; read when a problem first comes. A launch "
-    "has as many programs less; those of two and more a multiprocessor lie where the GPU puts them. Not bound are Triton's own attention kernels and what is "
-    "launched before and behind (statistics, turned copies, maps, merges): short programs, none of which waits for another one.",
+    "Multiprocessors that Hopper's attention kernels and `register_decode` leave to others, communication above all; read when a problem first comes "
+    "(`onchip.sm_margin` says it for some calls). A launch has as many programs less; those of two and more a multiprocessor lie where the GPU puts them. Not "
+    "bound are Triton's own attention kernels and what is launched before and behind (statistics, turned copies, maps, merges): short programs, none of which "
+    "waits for another one.",
 )
 COMMIT = Setting("GIT_COMMIT", str, "", "The commit that benchmark results name where git cannot say: in an exported tree.")
 

@@ -15,7 +15,7 @@ from onchip.core.parts import Exactly
 from onchip.core.problem import Attention, Dropout, Operands, Rows
 from onchip.core.scales import SHARES, Scales
 from onchip.core.scores import Score
-from onchip.dispatch import Decision, select
+from onchip.dispatch import Decision, select, sm_margin
 from onchip.kernels.attention import reference
 from onchip.ops import wire
 
@@ -319,7 +319,7 @@ class Attend(torch.autograd.Function):
         out, lse = decision.launch(q, k, v, x, True)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *score)
         ctx.problem, ctx.kernel, ctx.x, ctx.sourced = decision.problem, kernel, x._replace(sinks=None, score=(), sources=None), x.sources is not None
-        ctx.writes = writes(x)
+        ctx.writes, ctx.margin = writes(x), decision.device.margin
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -332,7 +332,7 @@ class Attend(torch.autograd.Function):
         quantised = ctx.x.scales is not None
         if quantised:
             refuse_training(*ctx.needs_input_grad[3:6], *(() if ctx.sourced else ctx.needs_input_grad[-3:]))
-        with torch.no_grad():
+        with torch.no_grad(), sm_margin(ctx.margin):  # torch goes back in a thread of its own
             d_out = torch.zeros_like(out) if d_out is None else d_out
             grads = attention_backward(ctx.problem, ctx.kernel, ctx.x._replace(sinks=sinks, score=tuple(score)), q, k, v, out, lse, d_out, d_lse)
         grads = (*grads[:4], *grads[4]) if not quantised else (None, None, None, grads[3], *grads[4], *(grads[:3] if ctx.sourced else (None,) * 3))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from onchip.core import device as devices
-from onchip.core import settings
 from onchip.core.masks import Causal, Full
 from onchip.core.problem import Beside, Operands
 from onchip.core.scores import chain
+from onchip.dispatch import left_to_others
 from onchip.ops.attend import How
 from onchip.ops.attention import PagedKV, merge, paged, paged_attention
 
@@ -83,7 +83,7 @@ def cascade_attention(
 def _beside(level: Level, q: Tensor, cache: PagedKV) -> tuple[Beside | None, Beside | None]:
     """How the last level and what is each row's own share a GPU, if they do: then nothing else is launched between the two, and nothing that the first
     reads is let go, since the second may write there."""
-    if not (level.sms and q.is_cuda) or level.offsets is not None or settings.SM_MARGIN.read():
+    if not (level.sms and q.is_cuda) or level.offsets is not None or left_to_others():
         return None, None
     parts = q, level.lengths, cache.lengths, level.page_table, cache.page_table
     if not all(t.is_contiguous() for t in parts[1:]) or q.flatten(0, 1).data_ptr() != q.data_ptr():

@@ -1,7 +1,8 @@
 """FlashAttention-3 (`flash_attn_interface`): its functions by their names, arguments, defaults, shapes and results.
 
 As flash-attn 2, but a row that sees no key has LSE -inf, and `flash_attn_with_kvcache` returns four. Accepted and without effect,
-because they only steer the original's kernels: `num_splits`, `pack_gqa`, `sm_margin`, `scheduler_metadata`.
+because they only steer the original's kernels: `num_splits`, `pack_gqa`, `scheduler_metadata`. `sm_margin` is as in `onchip.sm_margin` for eager
+calls; 0 is what the setting says.
 
 float8_e4m3fn   q, k and v are widened to bfloat16, exactly, and computed in that; the output is bfloat16. `q_descale` and `k_descale`
                 `[batch, kv_heads]` multiply the scores, `v_descale` the output. As in the original they count for float8 inputs only.
@@ -12,11 +13,13 @@ attention_chunk queries see the keys of their own chunk of so many positions; to
 Wider than the original: gradients of `attention_chunk`, `qv`, LSE; any head dimension; a CPU.
 """
 
+import contextlib
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from onchip import dispatch
 from onchip.core.masks import Chunked, Mask
 from onchip.integrations.flash_attn.call import FP8, Call, Descale, Lengths, SameChunk, band, ends, run, score_of
 from onchip.integrations.flash_attn.kvcache import Rotary, agree, append, attend, cache_of, tokens_of, turned
@@ -53,7 +56,7 @@ def flash_attn_func(
 ):
     """`[batch, len_q, heads, dim_v]`; with `return_attn_probs` also LSE float32 `[batch, heads, len_q]`."""
     call = _call(q.shape[1], k.shape[1], softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
-    return _results(call, q, k, v, qv, Descales(q_descale, k_descale, v_descale), None, return_attn_probs)
+    return _results(call, q, k, v, qv, Descales(q_descale, k_descale, v_descale), None, return_attn_probs, sm_margin)
 
 
 def flash_attn_qkvpacked_func(
@@ -77,7 +80,7 @@ def flash_attn_qkvpacked_func(
     heads = num_heads_q if qkv.ndim == 4 else 0
     q, k, v = qkv.unbind(2) if qkv.ndim == 5 else qkv.split((heads, *[(qkv.shape[2] - heads) // 2] * 2), 2)
     call = _call(q.shape[1], k.shape[1], softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
-    return _results(call, q, k, v, None, Descales(q_descale, k_descale, v_descale), None, return_attn_probs)
+    return _results(call, q, k, v, None, Descales(q_descale, k_descale, v_descale), None, return_attn_probs, sm_margin)
 
 
 def flash_attn_varlen_func(
@@ -109,7 +112,7 @@ def flash_attn_varlen_func(
     longest = int(max_seqlen_q), int(max_seqlen_k)
     call = _call(*longest, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, longest, (seqused_q, seqused_k))
-    return _results(call, q, k, v, qv, Descales(q_descale, k_descale, v_descale), lengths, return_attn_probs)
+    return _results(call, q, k, v, qv, Descales(q_descale, k_descale, v_descale), lengths, return_attn_probs, sm_margin)
 
 
 @torch.no_grad()
@@ -169,7 +172,8 @@ def flash_attn_with_kvcache(
     q, beside_k, call = _joined(name, call, q, k_cache, v_cache, qv, descales)
     call = _descaled(call, q, k_cache, descales)
     q = q.to(torch.bfloat16) if q.dtype == FP8 else q
-    out, lse = attend(call, q, cache._replace(k=beside_k), return_softmax_lse, cu_seqlens_q, max_seqlen_q)
+    with left(sm_margin):
+        out, lse = attend(call, q, cache._replace(k=beside_k), return_softmax_lse, cu_seqlens_q, max_seqlen_q)
     out = _rescaled(out, descales, cu_seqlens_q)
     return (out, lse, *(out.new_empty(0, dtype=torch.float32) for _ in range(2))) if return_softmax_lse else out
 
@@ -201,12 +205,18 @@ def _call(len_q, len_k, softmax_scale, causal, window_size, attention_chunk, sof
     return Call(mask, softmax_scale, score_of("flash_attn", softcap), deterministic=deterministic)
 
 
-def _results(call: Call, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, descales: Descales, lengths: Lengths | None, return_lse: bool):
+def left(sm_margin: int) -> contextlib.AbstractContextManager:
+    """Multiprocessors that an eager call leaves to others; a compiled graph leaves what the setting says."""
+    return dispatch.sm_margin(int(sm_margin)) if sm_margin and not torch.compiler.is_compiling() else contextlib.nullcontext()
+
+
+def _results(call: Call, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, descales: Descales, lengths: Lengths | None, return_lse: bool, sm_margin: int):
     descales = descales if q.dtype == FP8 else Descales()
     q, k, call = _joined("flash_attn", call, q, k, v, qv, descales)
     call = _descaled(call, q, k, descales)
     q, k, v = (t.to(torch.bfloat16) if t.dtype == FP8 else t for t in (q, k, v))
-    out, lse = run(call, q, k, v, lengths, return_lse)
+    with left(sm_margin):
+        out, lse = run(call, q, k, v, lengths, return_lse)
     out = _rescaled(out, descales, None if lengths is None else lengths.q)
     return (out, lse) if return_lse else out
 

@@ -41,7 +41,7 @@ def _flash_attn_forward(q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_
     """(output, LSE, and twice an empty tensor) of dense or packed q, k, v, or over a cache."""
     window = window_size_left, window_size_right
     tail = {"softmax_scale": softmax_scale, "causal": causal, "qv": qv, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
-            "window_size": window, "attention_chunk": attention_chunk, "softcap": softcap}  # fmt: skip
+            "window_size": window, "attention_chunk": attention_chunk, "softcap": softcap, "sm_margin": sm_margin}  # fmt: skip
     cached = any(t is not None for t in (k_new, page_table, kv_batch_idx, leftpad_k)) or (seqused_k is not None and cu_seqlens_k is None)
     if cached:
         if seqused_q is not None or cu_seqlens_k is not None:
@@ -73,7 +73,8 @@ def _flash_attn_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_
     longest = (q.shape[1], k.shape[1]) if cu_seqlens_q is None else (int(max_seqlen_q), int(max_seqlen_k))
     lengths = None if cu_seqlens_q is None else Lengths(cu_seqlens_q, cu_seqlens_k, longest, (sequed_q, sequed_k))
     call = fa3._call(*longest, softmax_scale, is_causal, (window_size_left, window_size_right), 0, softcap, deterministic)
-    found = gradients(call, dout.contiguous(), q, k, v, out, softmax_lse, lengths, None)
+    with fa3.left(sm_margin):
+        found = gradients(call, dout.contiguous(), q, k, v, out, softmax_lse, lengths, None)
     for target, grad in zip((dq, dk, dv), found, strict=False):
         if target is not None:
             target.copy_(grad)

@@ -42,9 +42,9 @@ PAIRS_LET_GO, ONE_GROUP = gl.constexpr(14), gl.constexpr(128 + 32)
 
 def programs_of(device: Device) -> int:
     """The multiprocessors that a kernel may use: all but those that are left to others."""
-    left = settings.SM_MARGIN.read()
+    name, left = ("sm_margin", device.margin) if device.margin is not None else (settings.SM_MARGIN.name, settings.SM_MARGIN.read())
     if not 0 <= left < device.sms:
-        raise ValueError(f"{settings.SM_MARGIN.name}={left} of the {device.sms} multiprocessors of {device.name}; give 0 to {device.sms - 1}")
+        raise ValueError(f"{name}={left} of the {device.sms} multiprocessors of {device.name}; give 0 to {device.sms - 1}")
     return device.sms - left
 
 
