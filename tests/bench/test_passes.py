@@ -202,5 +202,9 @@ def test_each_row_is_compiled_once(monkeypatch):
 def test_processes_that_compile_come_to_an_end(monkeypatch, capsys):
     monkeypatch.setattr(warm, "MOST", 2)
     warm.compile_rows("no such suite", CPU, "", True)
-    assert "compiled in " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "compiled in " in said and "cut off" not in said
+    monkeypatch.setattr(warm, "LIMIT", 0.0)
+    warm.compile_rows("no such suite", CPU, "", True)
+    assert "of them were cut off: a row takes long" in " ".join(capsys.readouterr().err.split())
     assert set(warm.SUITES) <= set(suite.SUITES)

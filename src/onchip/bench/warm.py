@@ -38,10 +38,12 @@ def compile_rows(suite: str, device: torch.device, only: str, quick: bool) -> No
     except subprocess.TimeoutExpired:
         pass
     finally:
+        cut = sum(worker.poll() is None for worker in workers)
         for worker in workers:
             worker.kill()
             worker.wait()
-    Console(stderr=True, highlight=False).print(f"compiled in {parts} processes, {time.perf_counter() - start:.0f} s")
+    more = f"; {cut} of them were cut off: a row takes long to compile, or to run" if cut else ""
+    Console(stderr=True, highlight=False).print(f"compiled in {parts} processes, {time.perf_counter() - start:.0f} s{more}")
 
 
 def _part(suite_name: str, device_name: str, only: str, quick: str, part: str, parts: str) -> None:
