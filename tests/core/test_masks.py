@@ -27,6 +27,8 @@ from onchip.core.masks import (
     as_mask,
     parse,
 )  # fmt: skip
+from onchip.core.parts import Part
+from onchip.core.scores import Score
 from onchip.core.trace import Place, TraceError
 
 BATCH, HEADS = 2, 3
@@ -377,3 +379,13 @@ def test_what_is_no_mask():
     with pytest.raises(TypeError, match="mask is a int"):
         _ = Causal() & 3
     assert str(as_mask(GRID)) == "Dense" and str(as_mask(numbers)) == "numbers" and as_mask(Causal()) == Causal()
+
+
+@pytest.mark.parametrize(("kind", "call", "way"), [
+    (Mask, lambda part: part.sees(None), r"Odd is a Mask that says nothing: define sees\(self, at\)"),
+    (Score, lambda part: part.apply(None, None), r"Odd is a Score that does nothing: define apply\(self, s, at\)"),
+    (Part, lambda part: part.write(), "Odd is neither a Mask nor a Score: derive it from one of these"),
+])  # fmt: skip
+def test_kinds_that_lack_what_makes_them_one(kind, call, way):
+    with pytest.raises(NotImplementedError, match=way):
+        call(type("Odd", (kind,), {})())

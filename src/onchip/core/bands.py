@@ -21,7 +21,7 @@ class Mask(Part):
 
     def sees(self, at: Place):
         """Whether the query at `at` sees its key: a bool expression of torch operators."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} is a Mask that says nothing: define sees(self, at)")
 
     @property
     def hull(self) -> "Band":

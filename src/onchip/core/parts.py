@@ -61,7 +61,7 @@ class Part:
 
     def write(self, tensors: Sequence[Tensor] = ()) -> tuple[Traced, tuple[Tensor, ...]]:
         """The text, made anew, and the tensors it reads: `tensors` first."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} is neither a Mask nor a Score: derive it from one of these")
 
 
 def by_name(part: Part) -> Hashable:

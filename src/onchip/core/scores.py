@@ -33,7 +33,7 @@ class Score(Part):
 
     def apply(self, s, at: Place):
         """The new score: an expression of torch operators."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} is a Score that does nothing: define apply(self, s, at)")
 
     def write(self, tensors=()):
         text, tensors = trace(self.apply, self.name, tensors, score=True)

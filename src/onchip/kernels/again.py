@@ -361,7 +361,7 @@ class Described:
 
 
 def _exactly(t: Tensor) -> tuple:
-    """Not `requires_grad`: a view tells the one before it has, once it is out of the mode that saw it made."""
+    """Without `requires_grad`: the mode that sees a view made finds it False there, and True when the view is used."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
 
 

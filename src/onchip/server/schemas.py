@@ -181,7 +181,7 @@ class Generation(Body):
 
     def top_logprobs_(self) -> int | None:
         """How many log-probabilities beside a token's own; None: not even that."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} is no request: define top_logprobs_(self)")
 
     def prompt_logprobs_(self) -> int | None:
         """The same of the prompt's tokens."""

@@ -193,3 +193,21 @@ def test_scores_begin_with_what_lies_by_distance(of, axes, monkeypatch):
                     if i < len_q and j < len_k:
                         expected = table[(*index(b, kv_head * group + member), min(max(j - i + 16, 0), 63))] / -scale
                         assert number == pytest.approx(expected.item(), rel=1e-6), (i, j)
+
+
+def test_distances_that_are_computed_of_numbers_alone(monkeypatch):
+    """A score that reads no tensor: what it adds lies on the device of q."""
+    monkeypatch.setattr(cutlass_backward, "Compiled", Recorder)
+    monkeypatch.setattr(cutlass_backward, "_made", {})
+    text, reads = ScoreMod(lambda s, b, h, i, j: s - 0.5 * (i - j)).parts()
+    assert reads == ()
+    p = Attention("backward", 1, 200, 200, 2, 2, 128, torch.bfloat16, Full(), score=text)
+    q = torch.zeros(1, 200, 2, 128, dtype=torch.bfloat16)
+    (tiles,) = cutlass_backward.configs(p, H200)
+    cutlass_backward.launch(p, tiles, q, q, q, q, torch.zeros(1, 2, 200), q, None, Operands(0.25))
+    ((shape, recorder),) = cutlass_backward._made.values()
+    assert shape.far
+    (call,) = recorder.calls
+    for i, j in ((0, 0), (199, 3), (7, 150)):
+        (number,) = (ctypes.c_float * 1).from_address(call.far + 16 * (200 + BESIDE + i - j))
+        assert number == pytest.approx(-0.5 * (i - j) / 0.25)

@@ -172,7 +172,7 @@ def flash_attn_with_kvcache(
     q, beside_k, call = _joined(name, call, q, k_cache, v_cache, qv, descales)
     call = _descaled(call, q, k_cache, descales)
     q = q.to(torch.bfloat16) if q.dtype == FP8 else q
-    with left(sm_margin):
+    with leaving(sm_margin):
         out, lse = attend(call, q, cache._replace(k=beside_k), return_softmax_lse, cu_seqlens_q, max_seqlen_q)
     out = _rescaled(out, descales, cu_seqlens_q)
     return (out, lse, *(out.new_empty(0, dtype=torch.float32) for _ in range(2))) if return_softmax_lse else out
@@ -205,9 +205,9 @@ def _call(len_q, len_k, softmax_scale, causal, window_size, attention_chunk, sof
     return Call(mask, softmax_scale, score_of("flash_attn", softcap), deterministic=deterministic)
 
 
-def left(sm_margin: int) -> contextlib.AbstractContextManager:
+def leaving(sm_margin: int) -> contextlib.AbstractContextManager:
     """Multiprocessors that an eager call leaves to others; a compiled graph leaves what the setting says."""
-    return dispatch.sm_margin(int(sm_margin)) if sm_margin and not torch.compiler.is_compiling() else contextlib.nullcontext()
+    return dispatch.sm_margin(sm_margin) if sm_margin and not torch.compiler.is_compiling() else contextlib.nullcontext()
 
 
 def _results(call: Call, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, descales: Descales, lengths: Lengths | None, return_lse: bool, sm_margin: int):
@@ -215,7 +215,7 @@ def _results(call: Call, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, des
     q, k, call = _joined("flash_attn", call, q, k, v, qv, descales)
     call = _descaled(call, q, k, descales)
     q, k, v = (t.to(torch.bfloat16) if t.dtype == FP8 else t for t in (q, k, v))
-    with left(sm_margin):
+    with leaving(sm_margin):
         out, lse = run(call, q, k, v, lengths, return_lse)
     out = _rescaled(out, descales, None if lengths is None else lengths.q)
     return (out, lse) if return_lse else out

@@ -73,7 +73,7 @@ def _flash_attn_backward(dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_
     longest = (q.shape[1], k.shape[1]) if cu_seqlens_q is None else (int(max_seqlen_q), int(max_seqlen_k))
     lengths = None if cu_seqlens_q is None else Lengths(cu_seqlens_q, cu_seqlens_k, longest, (sequed_q, sequed_k))
     call = fa3._call(*longest, softmax_scale, is_causal, (window_size_left, window_size_right), 0, softcap, deterministic)
-    with fa3.left(sm_margin):
+    with fa3.leaving(sm_margin):
         found = gradients(call, dout.contiguous(), q, k, v, out, softmax_lse, lengths, None)
     for target, grad in zip((dq, dk, dv), found, strict=False):
         if target is not None:

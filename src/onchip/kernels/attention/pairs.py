@@ -138,7 +138,7 @@ def laid_out(p: Attention, x: Operands, q, axes: str, of_keys: bool = False):
     if sign <= 0:
         q, x = q * sign, x._replace(scale=-x.scale or 1.0)
     what = ("distances", p.score.text, p.batch, p.heads, p.len_q, p.len_k, x.scale, of_keys)
-    rows = remembered(what, x.score, x.score[0].device, lambda: _rows(p, x, axes, of_keys))
+    rows = remembered(what, x.score, q.device, lambda: _rows(p, x, axes, of_keys, q.device))
     return p._replace(score=None), x._replace(score=(rows.expand(p.batch, p.heads, -1, -1),)), q, sign
 
 
@@ -147,16 +147,16 @@ def _places(p: Attention) -> int:
 
 
 @torch.no_grad()
-def _rows(p: Attention, x: Operands, axes: str, of_keys: bool):
+def _rows(p: Attention, x: Operands, axes: str, of_keys: bool, device: torch.device):
     """[batch or 1, heads or 1, distances, 4]: at e are numbers e, e + 1, e - 8 and e - 7 of those where a column is e - BESIDE - all rows ahead of a row."""
-    made = _looked_up(p, x.score, axes, of_keys) / x.scale
+    made = _looked_up(p, x.score, axes, of_keys, device) / x.scale
     return torch.stack((made[..., 8:-1], made[..., 9:], made[..., :-9], made[..., 1:-8]), -1)
 
 
-def _looked_up(p: Attention, tensors, axes: str, of_keys: bool):
+def _looked_up(p: Attention, tensors, axes: str, of_keys: bool, device: torch.device):
     """[batch or 1, heads or 1, 8 + distances + 1]."""
     batch, heads = (size if axis in axes else 1 for axis, size in (("b", p.batch), ("h", p.heads)))
-    count, device = 8 + _places(p) + 1, tensors[0].device
+    count = 8 + _places(p) + 1
     at = lambda n, *shape: torch.arange(n, device=device).view(shape)  # noqa: E731
     ahead = at(count, 1, 1, 1, count) - (8 + BESIDE + (p.len_k if of_keys else p.len_q))
     distance = (-ahead if of_keys else ahead).clamp(1 - p.len_q, p.len_k - 1)
@@ -213,7 +213,7 @@ def slopes_of(p: Attention, tensors, axes: str, sums) -> tuple:
     with torch.enable_grad(), _Scattered():
         leaves = [t.detach().float().requires_grad_() if t.requires_grad else t for t in tensors]  # thousands of distances may be one bucket's
         wanted = [t for t in leaves if t.requires_grad]
-        found = iter(torch.autograd.grad(_looked_up(p, leaves, axes, True)[..., 8:-1], wanted, of, allow_unused=True, materialize_grads=True))
+        found = iter(torch.autograd.grad(_looked_up(p, leaves, axes, True, sums.device)[..., 8:-1], wanted, of, allow_unused=True, materialize_grads=True))
     return tuple(next(found).to(t.dtype) if t.requires_grad else None for t in tensors)
 
 
