@@ -29,6 +29,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+def pytest_collectstart(collector):
+    """What a file draws while it is imported is the same whichever files came before."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(items):
     on_gpu = torch.cuda.is_available()
     on_hopper = on_gpu and torch.cuda.get_device_capability()[0] == 9

@@ -20,11 +20,16 @@ def one_pass() -> Iterator[None]:
         _pass.reset(token)
 
 
-def once(what: tuple, tensors: list, make: Callable[[], T]) -> T | None:
-    """What `make()` gives, made once a pass for a `what` and these tensors; None where no pass is on."""
+def passing() -> bool:
+    """Whether a pass is on."""
+    return _pass.get() is not None
+
+
+def once(what: tuple, tensors: list, make: Callable[[], T]) -> T:
+    """What `make()` gives, made once a pass for a `what` and these tensors; in each call where no pass is on."""
     known = _pass.get()
     if known is None:
-        return None
+        return make()
     key = (*what, *map(id, tensors))
     if key not in known:
         known[key] = tensors, make()  # who lives keeps its id

@@ -93,6 +93,21 @@ def matrix_store(mma, tile, thread, dtype, transpose: bool):
     return store
 
 
+def matrix_load(mma, tile, thread, dtype, transpose: bool):
+    """The other way: a function of `n` and of what is behind `tile`'s two modes; it gives the eight registers of a product from 8 n on."""
+    atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose=transpose, num_matrices=4), dtype)
+    tiled = cute.make_tiled_copy_C(atom, mma)
+    part = tiled.get_slice(thread)
+    there = part.partition_S(tile)
+
+    def load(n, index):
+        values = cute.make_rmem_tensor((8,), dtype)
+        cute.copy(atom, there[(None, n), 0, 0, index], values)
+        return values
+
+    return load
+
+
 # ---- device: copies
 
 

@@ -267,5 +267,7 @@ class Decoder:
 
 def _of(op: Op, kernel: str, packed: bool = False) -> str:
     """The kernel asked for where it is one of this operator, and if need be one for chunks of any lengths."""
+    if kernel == "auto":
+        return kernel
     found = any(one.name == kernel and not (packed and "len_q" in one.accepts and LONG not in one.accepts["len_q"]) for one in op.kernels)
     return kernel if found else "auto"

@@ -262,6 +262,20 @@ def test_keys_that_no_query_sees_may_hold_anything(name, n, how):
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("how", [{}, {"sinks": torch.ones(4)}, {"bias": torch.randn(2, 4, 1, 70)}, {"mask": masks.KeyPadding(torch.tensor([70, 0]))}], ids=str)
+@pytest.mark.parametrize(("len_k", "dim"), [(70, 16), (70, 64)], ids=["once", "twice"])
+def test_a_row_that_goes_alone(len_k, dim, how, monkeypatch):
+    """Of bfloat16 and many numbers torch's kernel gets it twice."""
+    rows, run = [], blocked.fused_forward
+    monkeypatch.setattr(blocked, "fused_forward", lambda q, *args, **named: (rows.append(q.shape[2]), run(q, *args, **named))[1])
+    q, k, v = (t.detach() for t in qkv(1, len_k, (4, 4), dim, dtype=BF16))
+    found = onchip.attention(q, k, v, return_lse=True, kernel="blocked", **how)
+    (low, _), (truth, lse) = (onchip.attention(q.to(d), k.to(d), v.to(d), return_lse=True, kernel="reference", **how) for d in (BF16, FP64))
+    assert_as_good_as_torch(found[0], low, truth)
+    torch.testing.assert_close(found[1], lse.float(), atol=1e-4, rtol=1e-4)  # torch's own exponentials, of bfloat16
+    assert set(rows) == {1 + (len_k * dim >= blocked.LONE)}
+
+
 @pytest.mark.parametrize("how", [{}, {"softcap": 4.0}], ids=["torch's", "ours"])
 def test_rows_that_see_nothing(how):
     """They give 0 and -inf, get no gradient, and what they hold (and their gradient) is of no consequence."""

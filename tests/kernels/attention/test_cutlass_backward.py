@@ -8,6 +8,7 @@ pytest.importorskip("cutlass", reason="the extra onchip[cutlass] is not installe
 import onchip
 from judge import assert_as_good_as_torch
 from onchip.core.masks import Causal, Full, Window
+from onchip.core.scores import Bias
 from onchip.dispatch import forget
 from onchip.kernels import attention
 from onchip.kernels.attention import statistics
@@ -127,6 +128,35 @@ def test_scores_by_distance(lengths, heads, dim, mask, axes, device):
 
     score = onchip.ALiBi(torch.rand(heads[0], device=device)) if axes == "ALiBi" else score
     Case(lengths, heads, dim, mask, torch.bfloat16, device, score=score).judge()
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("axes", ["bh", "h", "b", "", "of keys, for each query"])
+@pytest.mark.parametrize(
+    ("n", "heads", "dim", "mask"),
+    [
+        ((80, 128), (1, 1), 128, Full()),
+        ((304, 520), (4, 2), 128, Full()),
+        ((2104, 2104), (4, 1), 128, Causal()),  # tiles of 80 queries
+        ((520, 304), (2, 2), 128, Causal()),
+        ((704, 904), (2, 2), 128, Window(130, 70)),
+        ((300, 512), (2, 2), 96, Causal()),
+        ((1024, 1024), (8, 1), 64, Window(200)),
+        ((301, 520), (2, 2), 64, Full()),
+        ((1100, 2048), (16, 16), 128, Causal()),  # several tiles of keys for a program
+        ((1100, 2048), (16, 4), 128, Full()),
+    ],
+    ids=str,
+)
+def test_biases(n, heads, dim, mask, axes, dtype, device):
+    """A number for each query and key, some of them -inf; of every sequence and head, or of all."""
+    expanded = axes.startswith("of keys")
+    lead = [2 if "b" in axes else 1, heads[0] if "h" in axes else 1] if not expanded else [1, heads[0]]
+    bias = torch.randn(*lead, 1 if expanded else n[0], n[1], device=device).to(dtype)
+    bias[torch.rand(bias.shape, device=device) < 0.1] = -torch.inf
+    Case((n, n), heads, dim, mask, dtype, device, score=Bias(bias.expand(-1, -1, n[0], -1))).judge()
 
 
 @pytest.mark.gpu

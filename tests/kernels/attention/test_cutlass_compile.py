@@ -18,9 +18,9 @@ from offline import _ptxas
 from onchip.core import device as devices
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention, Operands
-from onchip.core.scores import ScoreMod
+from onchip.core.scores import Bias, ScoreMod
 from onchip.kernels.attention import cutlass_backward, statistics
-from onchip.kernels.attention.pairs import BESIDE
+from onchip.kernels.attention.pairs import BESIDE, pair_view
 from onchip.kernels.attention.tile import ends
 from onchip.kernels.cutlass import DTYPES, Compiled
 
@@ -41,6 +41,9 @@ CASES = {  # head dimension, mask, whether packed, dtype, heads of q that share 
     "d64 distances": (64, Full(), False, torch.bfloat16, 1, 72),
     "d128 distances": (128, Full(), False, torch.bfloat16, 1, 72),
     "d128 causal distances": (128, Causal(), False, torch.bfloat16, 4, 80),
+    "d64 bias": (64, Full(), False, torch.bfloat16, 1, 72),
+    "d128 bias": (128, Full(), False, torch.bfloat16, 1, 72),
+    "d128 causal bias": (128, Causal(), False, torch.bfloat16, 4, 80),
 }
 
 
@@ -50,13 +53,18 @@ def test_cutlass_backward(name, dim, band, packed, dtype, group, most, tmp_path,
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_90a")
     p = Attention("backward", 4, 16384, 16384, 16, 16 // group, dim, dtype, band, *(("packed", 0, 65536) if packed else ()))
     (tiles,) = cutlass_backward.configs(p, H200)
-    shape = cutlass_backward.Shape(DTYPES[dtype], *tiles[:3], dim, *ends(band), packed, grouped=group > 1, capped="softcap" in name, far="distances" in name)
+    scores = {"capped": "softcap" in name, "far": "distances" in name, "biased": "bias" in name}
+    shape = cutlass_backward.Shape(DTYPES[dtype], *tiles[:3], dim, *ends(band), packed, grouped=group > 1, **scores)
     Compiled(cutlass_backward.Backward(shape), shape.dtype, cutlass_backward.ARGUMENTS, options=f"--gpu-arch=sm_90a --keep-ptx --dump-dir={tmp_path}")
     (file,) = tmp_path.glob("*.ptx")
     ptx = file.read_text()
     products = 2 * (shape.width // 16) + 2 * (tiles.m // 16) + tiles.n // 16  # of S and dP, dV and dK, and dQ
     assert len(re.findall(r"wgmma\.mma_async", ptx)) == 2 * products + 2 * (tiles.n // 16)  # with and without the mask; without any key, and a tile's last dQ
-    assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)) == 4 * shape.width // 64
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared", ptx)) == 4 * shape.width // 64 + 2 * shape.biased
+    assert len(re.findall(r"cp\.async\.bulk\.prefetch\.tensor", ptx)) == 2 * shape.biased
+    alone = re.findall(r"elect\.sync[^$]*\$L\w+;[^$]*?cp\.async\.bulk\.prefetch\.tensor", ptx)  # in a branch of one lane's
+    assert len(alone) == shape.biased
+    assert len(re.findall(r"ldmatrix\S*\.x4\.trans", ptx)) == 2 * (tiles.m // 16) * shape.biased, "with and without the mask"
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.global", ptx)) == 2 * shape.width // 64
     (main,) = (entry for entry in ptx.split(".entry") if "wgmma" in entry)
     rows = len(re.findall(r"ld\.global(?:\.\w+)*\.v4\.\w*32", main))
@@ -77,6 +85,7 @@ class Recorder:
         *(f"{name}_{axis}" for name in ("q", "k", "v", "out", "do", "dq", "dk", "dv") for axis in ("sequence", "head", "row")),
         *("tiles", "places", "together", "batch", "kv_heads", "group", "len_q", "len_k", "pitch", "rows", "programs", "scale", "cap"),
         *("far", "far_sequence", "far_head"),
+        *("bias", "bias_sequence", "bias_head", "bias_row", "bias_sequences", "bias_heads", "bias_rows"),
     )  # fmt: skip
 
     def __init__(self, *_arguments):
@@ -211,3 +220,33 @@ def test_distances_that_are_computed_of_numbers_alone(monkeypatch):
     for i, j in ((0, 0), (199, 3), (7, 150)):
         (number,) = (ctypes.c_float * 1).from_address(call.far + 16 * (200 + BESIDE + i - j))
         assert number == pytest.approx(-0.5 * (i - j) / 0.25)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 200, 336), (1, 4, 200, 336), (2, 1, 200, 336), (200, 336), (2, 4, 200, 333)], ids=str)
+@pytest.mark.parametrize("expanded", [False, True])
+def test_biases_lie_where_tiles_are_copied_from(shape, expanded, monkeypatch):
+    """In every launch of a few heads, what its strides and sizes say of a sequence, head, query and key; a query that repeats another's is that of a tile."""
+    monkeypatch.setattr(statistics, "MUCH", 1 << 18)
+    monkeypatch.setattr(cutlass_backward, "Compiled", Recorder)
+    monkeypatch.setattr(cutlass_backward, "_made", {})
+    len_q, len_k, heads, group, dim = 200, shape[-1], 4, 2, 128
+    held = torch.randn(*shape[:-2], 1 if expanded else len_q, len_k).to(torch.bfloat16)
+    bias = held.expand(*shape)
+    (text, reads) = Bias(bias).parts()
+    p = Attention("backward", 2, len_q, len_k, heads, heads // group, dim, torch.bfloat16, Full(), score=text)
+    q = torch.zeros(2, len_q, heads, dim, dtype=torch.bfloat16)
+    k = torch.zeros(2, len_k, heads // group, dim, dtype=torch.bfloat16)
+    (tiles,) = cutlass_backward.configs(p, H200)
+    made = []
+    monkeypatch.setattr(cutlass_backward, "pair_view", lambda *given: made.append(pair_view(*given)) or made[-1])  # and so kept
+    cutlass_backward.launch(p, tiles, q, k, k, q, torch.zeros(2, heads, len_q), q, None, Operands(0.25, score=reads))
+    ((of, recorder),) = cutlass_backward._made.values()
+    assert of.biased and not of.capped and not of.far and len(recorder.calls) == 4
+    for call, (b, kv_head) in zip(recorder.calls, [(0, 0), (0, 1), (1, 0), (1, 1)], strict=True):
+        assert call.bias % 16 == 0 and all(by > 0 and by % 8 == 0 for by in (call.bias_sequence, call.bias_head, call.bias_row))
+        assert call.bias_rows == (tiles.m if expanded else len_q) and call.scale == 0.25
+        for member, i, j in ((0, 0, 0), (1, 199, 330), (1, 81, 77)):
+            row = min(i // tiles.m, (call.bias_rows - 1) // tiles.m) * tiles.m + i % tiles.m
+            at = call.bias + 2 * (min(member, call.bias_heads - 1) * call.bias_head + row * call.bias_row + j)
+            word = torch.tensor(ctypes.c_int16.from_address(at).value, dtype=torch.int16).view(torch.bfloat16)
+            assert word == bias.expand(2, heads, len_q, len_k)[b, kv_head * group + member, i, j], (b, kv_head, member, i, j)

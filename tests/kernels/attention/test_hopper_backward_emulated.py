@@ -69,7 +69,7 @@ def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), sha
     if c.deterministic or max(c.dim, c.dim_v) > 128:
         tiles = kernel.hopper_backward_ordered.configs(p, GPUS["H200"])[0]._replace(programs=programs)
     dq, dk, dv, d_sinks, d_score = kernel.launch(p, tiles, call.q, call.k, call.v, out.to(c.dtype), lse.float(), d_out, d_lse, x)
-    return [dq, dk, dv, *[d_sinks] * c.sinks, *(d.to(c.dtype) for d in d_score if d is not None)]  # of scores: delta is as good as the output
+    return [dq, dk, dv, *(d.to(c.dtype) for d in (*[d_sinks] * c.sinks, *d_score) if d is not None)]  # sums of delta are as good as the output
 
 
 def mask_map_of_either(p, _sees, _captured, x: Operands, m: int, n: int, of_keys: bool, _device):

@@ -163,9 +163,9 @@ def _scales_of_blocks(p: Attention) -> str | None:
 
 
 def _few_scores(p: Attention) -> str | None:
-    if p.score is None or (p.dim > 64 and _texts().is_tanh(p.score.text)) or _texts().ahead_of(p) is not None:
+    if p.score is None or (p.dim > 64 and _texts().is_tanh(p.score.text)) or _texts().ahead_of(p) is not None or _texts().bias_of(p):
         return None
-    took = "none, what depends on the distance alone in dense calls, and a softcap beside more than 64"
+    took = "none, in dense calls what depends on the distance alone and a bias of q's dtype for each query and key, and a softcap beside more than 64"
     return f"score {p.score} beside dim {p.dim}: accepted are {took}: hopper_backward takes the others"
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.formats import Codes, read
+from onchip.core.once import once
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, spans
 from onchip.core.trace import Place, Traced, untouched
@@ -66,6 +67,7 @@ MOST_TILE = (512, 1024)  # on a GPU, where a launch costs more than a miss
 SCORES = 64  # tiles, of all sequences and heads, that go together
 DEQUANTISED = 512  # keys of a quantised cache that go together
 SPARE = 1 << 18  # numbers of padded keys that a call of torch's kernel, and what is around it, costs as much as: 1,365 keys of 3 heads of 64, 250 us
+LONE = 2048  # numbers of a head's keys from which a row of bfloat16 that goes alone goes twice: 32 heads of 128 over 64 keys 607 us, two equal rows 132
 FUSED_ROWS = (64, 768)  # queries of a call of torch's kernel with a band, from few (windows) to many (it packs the keys anew in each call)
 FUSED_TRACED = 1024  # of one with another mask, at most; below 768 the backward pass in bfloat16 takes 1.4 times as long
 FUSED_MASK = 1 << 24  # bytes of the mask of such a call
@@ -97,10 +99,11 @@ def _prefill(p: Attention, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_
         out, lse = next(results)
         return (out.transpose(1, 2), lse.contiguous()) if return_lse else out.transpose(1, 2)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
-    lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=_wide(q), device=q.device)
+    lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, dtype=_wide(q), device=q.device) if return_lse else None
     for part, (part_out, part_lse) in zip(every, results, strict=True):
         part.queries(out).copy_(part_out)
-        part.lse(lse).copy_(part_lse)
+        if return_lse:
+            part.lse(lse).copy_(part_lse)
     return (out, lse) if return_lse else out
 
 
@@ -158,9 +161,8 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
 @torch.no_grad()
 def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
     """`q [batch, len_q, heads, dim]`, or packed `[tokens, heads, dim]` with offsets, over pages; of few queries, some sequences at once."""
-    places = [None] * p.batch if x.q_offsets is None else spans(x.q_offsets, None, len(q))
-    lengths = cache.lengths.tolist()
-    beside = _beside(p, cache, places, lengths) if p.batch > 1 and q.is_cpu and _gathers(p, cache) else ()
+    read = [cache.page_table, cache.lengths, x.q_offsets]
+    places, lengths, beside = once(("beside", p, *(() if p.kv else (pool.stride() for pool in cache[:2]))), read, lambda: _laid_side_by_side(p, x, q, cache))
     if len(beside) == 1 and beside[0].in_order and len(beside[0].rows) == q.shape[:-2].numel():  # everybody's
         out, lse = _side_by_side(p, x, beside[0], q, cache, return_lse)
         out = out.view(*q.shape[:-1], p.value_dim)
@@ -194,28 +196,29 @@ def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: boo
     return (out, lse) if return_lse else out
 
 
-def _gathers(p: Attention, cache) -> bool:
-    """Whether keys of several sequences may lie side by side: numbers at equal distances under a band, where bits may depend on neighbours."""
+def _laid_side_by_side(p: Attention, x: Operands, q: Tensor, cache) -> tuple[list[slice | None], list[int], tuple[Group, ...]]:
+    """Of each sequence its queries, None of a dense batch, and how many keys it has; and those whose keys lie side by side: numbers at equal
+    distances under a band, where bits may depend on neighbours."""
+    places = [None] * p.batch if x.q_offsets is None else spans(x.q_offsets, None, len(q))
+    lengths = cache.lengths.tolist()
     plain = not p.kv and p.dtype.itemsize > 1 and p.score is None and not isinstance(p.mask, Traced) and "batch_invariant" not in p.extras
-    return plain and all(pool.stride(0) == p.page * pool.stride(1) for pool in cache[:2])
-
-
-def _beside(p: Attention, cache, places: list[slice | None], lengths: list[int]) -> tuple[Group, ...]:
-    if places[0] is None:
+    if p.batch < 2 or not q.is_cpu or not plain or any(pool.stride(0) != p.page * pool.stride(1) for pool in cache[:2]):
+        return places, lengths, ()
+    if x.q_offsets is None:
         starts, counts = range(0, p.batch * p.len_q, p.len_q), [p.len_q] * p.batch
     else:
         starts, counts = (rows.start for rows in places), (rows.stop - rows.start for rows in places)
-    return groups(p.mask, p.page, p.dtype, SPARE // (p.kv_heads * p.dim), tuple(starts), tuple(counts), tuple(lengths))
+    return places, lengths, groups(p.mask, p.page, p.dtype, SPARE // (p.kv_heads * p.dim), tuple(starts), tuple(counts), tuple(lengths))
 
 
 def _side_by_side(p: Attention, x: Operands, group: Group, q: Tensor, cache, return_lse: bool) -> tuple[Tensor, Tensor]:
     """Output [rows, heads, dim_v] and LSE [n, heads, len_q] of a group of sequences: one product where a call a sequence costs more than its keys do."""
-    slots = group.slots(cache.page_table, p.page)
+    slots = once(("slots", group.members, p.page), [cache.page_table, group.columns], lambda: group.slots(cache.page_table, p.page))
     k, v = (pool.flatten(0, 1).index_select(0, slots).unflatten(0, group.columns.shape).transpose(1, 2) for pool in cache[:2])
     near = q.flatten(0, -3)
     near = near if group.in_order and len(near) == len(group.rows) else near.index_select(0, group.rows)
     near = near.unflatten(0, (len(group.numbers), -1)).transpose(1, 2)
-    found, lse = _fused(p, x, group.mask, *(fit(t, p) for t in (near, k, v)), return_lse=return_lse)
+    found, lse = _fused(p, x, group.mask, *(fit(t, p) for t in (near, k, v)), return_lse=return_lse, blind=group.blind)
     return narrow(found, p.value_dim).transpose(1, 2).flatten(0, 1).to(q.dtype), lse.to(_wide(q))
 
 
@@ -519,16 +522,20 @@ def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype) -> Te
     return term if tile.seen is None else torch.where(tile.seen, term, -torch.inf)
 
 
-def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, return_lse: bool = True):
-    """Output and LSE of q, k, v [batch, heads, .., dim]; `mask` is added to the scores. An LSE that nobody reads may be wrong in rows that see no key."""
+def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, causal: bool = False, return_lse: bool = True, blind=True):
+    """Output and LSE of q, k, v [batch, heads, .., dim]; `mask` is added to the scores. An LSE that nobody reads may be wrong in rows that see no key:
+    `blind`, whether there may be some."""
     batch, heads, rows, dim = q.shape
     together = rows == 1 and (mask is None or mask.shape[1] == 1)  # the heads of a group are rows of one product
     q = _grouped(q, p) if together else q
     q, scale, _ = upright(q, x.scale, causal)
+    alone = q.shape[2] == 1 and q.dtype == torch.bfloat16 and not causal and k.shape[2] * dim >= LONE
+    q = q.expand(-1, -1, 2, -1) if alone else q
     out, lse = fused_forward(even(q), even(k), even(v), 0.0, causal, attn_mask=mask, scale=scale)
+    out, lse = (out[:, :, :1], lse[:, :, :1]) if alone else (out, lse)
     if together:
         out, lse = out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
-    if mask is not None and (return_lse or x.sinks is not None or isnan(lse.sum().item())):
+    if mask is not None and blind and (return_lse or x.sinks is not None or isnan(lse.sum().item())):
         out, lse = _cleared(mask, out, lse)
     return (out, lse) if x.sinks is None else _with_sinks(x, out, lse)
 

@@ -86,7 +86,7 @@ class Group(NamedTuple):
     members, numbers   the sequences, as ints and as int64 [n].     rows   int64 [n x len_q]: their queries, in all queries end to end.
     columns, offsets   int64 [n, keys]: where in its row of the page table, and in the page, each key lies.
     mask     what torch's kernel adds to the scores, [n, 1, len_q, keys]; None: every query sees every key.
-    in_order   `rows` counts from 0.        known   the last page table that slots were asked for, and these.
+    in_order   `rows` counts from 0.        blind   whether a query sees no key.        known   the last page table that slots were asked for, and these.
     """
 
     members: tuple[int, ...]
@@ -96,6 +96,7 @@ class Group(NamedTuple):
     offsets: Tensor
     mask: Tensor | None
     in_order: bool
+    blind: bool
     known: list[tuple[Tensor, Tensor]]
 
     def slots(self, page_table: Tensor, page: int) -> Tensor:
@@ -152,7 +153,7 @@ def _group(band: Band, page: int, dtype: torch.dtype, starts: tuple[int, ...], s
     rows = torch.tensor([starts[b] for *_, b in some], device="cpu")[:, None] + torch.arange(count, device="cpu")
     rows = rows.flatten()
     in_order = torch.equal(rows, torch.arange(len(rows), device="cpu"))
-    return Group(tuple(b for *_, b in some), numbers[:, 0], rows, at // page, at % page, mask, in_order, [])
+    return Group(tuple(b for *_, b in some), numbers[:, 0], rows, at // page, at % page, mask, in_order, not bool(seen.any(-1).all()), [])
 
 
 def parts(p: Attention, x: Operands, q: Tensor, k: Tensor, most: int) -> list[Part]:

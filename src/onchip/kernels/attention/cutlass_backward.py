@@ -7,7 +7,8 @@ in registers. dS goes through shared memory too, [queries, keys], and of it each
 there may be any multiple of 16. Two more warps send what the warpgroups leave in a buffer: dQ, added to float32 sums in any order, then dV and dK.
 A step of 80 x 128 at d128 keeps the tensor cores busy for 3,200 cycles and shared memory for 2,790. Sums of dQ are in the order of the threads that make them,
 so that 16 bytes a thread go in and out without bank conflicts. Nothing clears them: the first part of a tile is stored, the others are added when it is there.
-What a score adds by the distance between query and key (`pairs.laid_out`: a table's, ALiBi's) its sums begin with.
+What a score adds by the distance between query and key (`pairs.laid_out`: a table's, ALiBi's) its sums begin with. A bias of each query and key has no memory
+of its own: a tile of it (TMA) lies where dS will, from when both warpgroups have made dQ of what was there until its threads have read it.
 A kernel before makes delta, one after rounds dQ (`cutlass_backward_ends`), all in one call, and in several calls where the sums of all heads would take much
 memory (`statistics.shares`).
 """
@@ -29,11 +30,13 @@ from onchip.kernels.attention.cutlass_backward_ends import AFTER, BEFORE, finish
 from onchip.kernels.attention.cutlass_backward_ends import ROWS as ROWS_OF_A_BLOCK
 from onchip.kernels.attention.cutlass_backward_steps import COMPUTING, GROUPS, ROOM, SENDING, SENT, Computing
 from onchip.kernels.attention.cutlass_backward_tiles import (
+    LOG2E,
     Message,
     Ring,
     Shape,
     Still,
     ask_for,
+    bias_at,
     bundle_of,
     distances_at,
     hear,
@@ -48,7 +51,7 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
     tile_of,
 )
 from onchip.kernels.attention.hopper_tiles import programs_of
-from onchip.kernels.attention.pairs import laid_out
+from onchip.kernels.attention.pairs import laid_out, pair_view
 from onchip.kernels.attention.statistics import shares, sink_gradient, statistics
 from onchip.kernels.attention.tile import ends, for_tma, sequence_tiles, together
 from onchip.kernels.cutlass import (
@@ -63,8 +66,6 @@ from onchip.kernels.cutlass import (
     tiles_in,
 )
 
-LOG2E = 1.4426950408889634
-
 
 class Backward(Computing):
     """The kernel for a Shape. Its arguments: `ARGUMENTS`."""
@@ -78,7 +79,8 @@ class Backward(Computing):
                  out_strides: tuple[Int64, Int64, Int64], do_strides: tuple[Int64, Int64, Int64], dq_strides: tuple[Int64, Int64, Int64],
                  dk_strides: tuple[Int64, Int64, Int64], dv_strides: tuple[Int64, Int64, Int64],
                  sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], rows: Int32, programs: Int32, scale: Float32, cap: Float32,
-                 far: tuple[cute.Pointer, Int64, Int64], stream: driver.CUstream):  # fmt: skip
+                 far: tuple[cute.Pointer, Int64, Int64], bias: tuple[cute.Pointer, Int64, Int64, Int64, Int32, Int32, Int32],
+                 stream: driver.CUstream):  # fmt: skip
         c = self.c
         _, _, _, batch, kv_heads, group, len_q, len_k, pitch = sizes
         heads = kv_heads * group
@@ -98,7 +100,13 @@ class Backward(Computing):
             grid=blocks, block=[BEFORE, 1, 1], stream=stream
         )
         factors = (scale / cap, cap * LOG2E) if const_expr(c.capped) else (scale * LOG2E, cap)  # of scores, and of a tanh
-        self.kernel(*q, *do, *k, *v, *dk, *dv, sums, lists, sizes, scale, factors, far).launch(
+        added = q
+        if const_expr(c.biased):
+            ptr, of_sequence, of_head, of_row, sequences, members, rows = bias
+            of_sequence, of_head, of_row = (cute.assume(x, divby=8) for x in (of_sequence, of_head, of_row))
+            there = cute.make_tensor(ptr, cute.make_layout((rows, len_k, members, sequences), stride=(of_row, 1, of_head, of_sequence)))
+            added = cpasync.make_tiled_tma_atom(load, there, swizzled((c.m, c.n), c.dtype), (c.m, c.n))
+        self.kernel(*q, *do, *k, *v, *dk, *dv, *added, sums, lists, sizes, scale, factors, far).launch(
             grid=[programs, 1, 1], block=[128 + COMPUTING, 1, 1], stream=stream, min_blocks_per_mp=1, use_pdl=True
         )
         finish(dq, given, dq_ptr, dq_strides, q_offsets, q_used, ends, scale, c).launch(grid=blocks, block=[AFTER, 1, 1], stream=stream, use_pdl=True)
@@ -106,7 +114,7 @@ class Backward(Computing):
     @cute.kernel
     def kernel(self, q_atom: cute.CopyAtom, q: cute.Tensor, do_atom: cute.CopyAtom, do: cute.Tensor, k_atom: cute.CopyAtom, k: cute.Tensor,
                v_atom: cute.CopyAtom, v: cute.Tensor, dk_atom: cute.CopyAtom, dk: cute.Tensor, dv_atom: cute.CopyAtom, dv: cute.Tensor,
-               sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
+               bias_atom: cute.CopyAtom, bias: cute.Tensor, sums: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                lists: tuple[cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer, cute.Pointer],
                sizes: tuple[Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32, Int32], scale: Float32, factors: tuple[Float32, Float32],
                far: tuple[cute.Pointer, Int64, Int64]):  # fmt: skip
@@ -124,16 +132,17 @@ class Backward(Computing):
         s_ds = tile((c.m, c.n, 2))
         s_dq = memory.allocate_tensor(Float32, cute.make_layout((self.piece, c.slots, GROUPS)), byte_alignment=1024)
         lses, deltas, told = numbers(c.m, c.stages), numbers(c.m, c.stages), numbers(8, 2, dtype=Int32)
-        bars = memory.allocate_array(Int64, 4 * c.stages + 7)
-        once, warps = [(c.stages, 1), (c.stages, 1), (1, 1), (1, 1), (2, 1)], COMPUTING // 32
-        counts = [*once, (c.stages, warps), (c.stages, warps), (1, warps), (2, warps + GROUPS)]
+        once, warps = [(c.stages, 1), (c.stages, 1), (1, 1), (1, 1), (2, 1), (2, 1)], COMPUTING // 32
+        counts = [*once, (c.stages, warps), (c.stages, warps), (1, warps), (2, warps + GROUPS), (1, warps)]
+        bars = memory.allocate_array(Int64, sum(n for n, _ in counts))
         places = [bars + sum(n for n, _ in counts[:i]) for i in range(len(counts))]
-        q_full, do_full, k_full, v_full, told_full, q_empty, do_empty, still_empty, told_empty = places
+        q_full, do_full, k_full, v_full, told_full, bias_full, q_empty, do_empty, still_empty, told_empty, bias_empty = places
         q_ring, do_ring = Ring(q_tiles, lses, q_full, q_empty), Ring(do_tiles, deltas, do_full, do_empty)
+        bias_ring = Ring(s_ds, None, bias_full, bias_empty)  # where dS of a step will lie, its bias lies before
         still, message = Still(k_tile, v_tile, k_full, v_full, still_empty), Message(told, told_full, told_empty)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for atom in (q_atom, do_atom, k_atom, v_atom, dk_atom, dv_atom):
+            for atom in (q_atom, do_atom, k_atom, v_atom, dk_atom, dv_atom, *((bias_atom,) if c.biased else ())):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 for place, (n, count) in zip(places, counts, strict=True):
@@ -146,19 +155,19 @@ class Backward(Computing):
             cute.arch.setmaxregister_decrease(24)
             cute.arch.griddepcontrol_wait()
             if warp == 0:
-                self.copy((q_atom, q, do_atom, do, k_atom, k, v_atom, v), sums, lists, sizes, still, q_ring, do_ring, message, far)
+                self.copy((q_atom, q, do_atom, do, k_atom, k, v_atom, v, bias_atom, bias), sums, lists, sizes, still, q_ring, do_ring, bias_ring, message, far)
             if (warp == 1) | (warp == 2):
                 self.send((dk_atom, dk, dv_atom, dv), sums[2], sums[3], sizes, s_dq, message, warp - 1)
         else:
             cute.arch.setmaxregister_increase(240)
-            self.compute(sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, factors, far)
+            self.compute(sizes, still, q_ring, do_ring, bias_ring, s_dq, message, scale, factors, far)
 
     # ---- device: the copying warp
 
     @cute.jit
-    def copy(self, tensors, sums, lists, sizes, still, q_ring, do_ring, message, far):
+    def copy(self, tensors, sums, lists, sizes, still, q_ring, do_ring, bias_ring, message, far):
         c = self.c
-        q_atom, q, do_atom, do, k_atom, k, v_atom, v = tensors
+        q_atom, q, do_atom, do, k_atom, k, v_atom, v, bias_atom, bias = tensors
         lse, delta, _, _, counter = sums
         tiles, _, _, _, kv_heads, group, _, _, pitch = sizes
         query_bytes, key_bytes, row_bytes = c.m * c.width * 2, c.n * c.width * 2, c.m * 4
@@ -182,6 +191,11 @@ class Backward(Computing):
                         head, m = kv_head * group + member, tile_of(c, x, steps)
                         if const_expr(c.far):
                             ask_for(c, distances_at(c, far, b, head, len_k, m * c.m - (tile + 1) * c.n))
+                        if const_expr(c.biased):
+                            bias_to, bias_from = tiles_in(bias_atom, bias_ring.tiles, cute.local_tile(bias_at(bias, head, b), (c.m, c.n), (None, tile)))
+                            bias_from = bias_from[None, cutlass.min(m, (bias.shape[0] - 1) // c.m)]
+                            with cute.arch.elect_one():  # it is made by every lane else
+                                cute.prefetch(bias_atom, bias_from)
                         q_to, q_from = tiles_in(q_atom, q_ring.tiles, cute.local_tile(rows_of(c, q, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
                         do_to, do_from = tiles_in(do_atom, do_ring.tiles, cute.local_tile(rows_of(c, do, head, b, start_q, len_q), (c.m, c.width), (None, 0)))
                         begin = cute.assume(statistics_of(c, b, head, kv_heads * group, pitch) + row, divby=4)
@@ -200,6 +214,11 @@ class Backward(Computing):
                         expect(do_ring.full + at, query_bytes + row_bytes)
                         cute.copy(do_atom, do_from[None, m], do_to[None, at], tma_bar_ptr=do_ring.full + at)
                         bulk_load(do_ring.rows[None, at].iterator, delta + begin + m * c.m, row_bytes, do_ring.full + at)
+                        if const_expr(c.biased):  # where dS of the step before the last one was, of which dQ is made in the last one
+                            beat = step + taken  # (a first step has waited for `still`, and so for the beat before: two since the last wait here)
+                            cute.arch.mbarrier_wait(bias_ring.empty, beat % 2 ^ 1)
+                            expect(bias_ring.full + step % 2, c.m * c.n * 2)
+                            cute.copy(bias_atom, bias_from, bias_to[None, beat % 2], tma_bar_ptr=bias_ring.full + step % 2)
                         step += 1
                 if count > 0:
                     taken += 1
@@ -277,6 +296,7 @@ ARGUMENTS = (
     Float32,
     Float32,
     (_FLOATS, Int64, Int64),
+    (_HALF, Int64, Int64, Int64, Int32, Int32, Int32),
 )
 
 
@@ -344,11 +364,12 @@ OF_QUERIES = True, False, False, True, True, True, False, False  # of q, k, v, o
 
 def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
     """Prologue, kernel and rounding in one call, for each share of the key heads; delta [batch, heads, rows]."""
-    before, gain = texts.fold(p.score.text)[1:] if p.score else (1.0, 1.0)
+    added = texts.bias_of(p)
+    before, gain = texts.fold(p.score.text)[1:] if p.score and not added else (1.0, 1.0)
     q = tensors[0]
     packed = x.q_offsets is not None
     far = x.score[0] if p.score is None and x.score else None  # where `launch` has put what lies by distance
-    asked = x.q_used is not None, x.k_used is not None, d_lse is not None, p.group > 1, p.score is not None, far is not None
+    asked = x.q_used is not None, x.k_used is not None, d_lse is not None, p.group > 1, p.score is not None and not added, far is not None, added is not None
     shape, run = compiled(q.dtype, *tiles[:3], p.dim, *ends(p.mask), packed, *asked)
     batch, rows = (1, len(q)) if packed else q.shape[:2]
     pitch = -(-(rows + p.batch * shape.pad) // 8) * 8 if packed else -(-rows // tiles.m) * tiles.m
@@ -374,6 +395,11 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
     # of a sequence, a head, and a row
     strides = [(0, by[1], by[0]) if packed else (by[0], by[2], by[1]) for by in (t.stride() for t in tensors)]
     far_at, of_sequence, of_head = (0, 0, 0) if far is None else (far.data_ptr(), *far.stride()[:2])
+    begin_bias, bias_strides, bias_sizes = 0, (0, 0, 0), (1, 1, 1)
+    if added:
+        bias, _ = pair_view(x.score[added.tensor], added.axes, tiles.m)
+        begin_bias, bias_strides = bias.data_ptr(), [s if n > 1 else 8 for s, n in zip(bias.stride()[:3], bias.shape[:3], strict=True)]
+        bias_sizes = bias.shape[:3]
     begins, flat = [t.data_ptr() for t in tensors], [s for by in strides for s in by]
     for b, sequences, h, heads in parts:
         first, count = b * p.heads + h * p.group, places * sequences * heads
@@ -384,5 +410,7 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
             count, places, side_by_side, p.batch if packed else sequences, heads, p.group, p.len_q, p.len_k, pitch, rows,
             min(count, tiles.programs), x.scale * before * gain, gain,
             far_at + 4 * (b * of_sequence + h * p.group * of_head), of_sequence, of_head,
+            begin_bias + 2 * (b * bias_strides[0] * (bias_sizes[0] > 1) + h * p.group * bias_strides[1] * (bias_sizes[1] > 1)), *bias_strides,
+            min(bias_sizes[0], sequences), min(bias_sizes[1], heads * p.group), bias_sizes[2],
         )  # fmt: skip
     return held[-every:].view(batch, p.heads, pitch)

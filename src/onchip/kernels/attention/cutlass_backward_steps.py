@@ -19,6 +19,7 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
     passes_of,
     steps_of,
     tile_of,
+    weigh_biased,
     weigh_capped,
 )
 from onchip.kernels.cutlass import (
@@ -27,6 +28,7 @@ from onchip.kernels.cutlass import (
     as_left,
     halved,
     let_go,
+    matrix_load,
     matrix_store,
     multiply,
     operands,
@@ -62,6 +64,8 @@ class Work(NamedTuple):
     k_turned: object
     ds_right: object
     store_ds: object
+    bias: Ring
+    load_bias: object
     dq_mine: object
     dk: object
     dv: object
@@ -76,8 +80,8 @@ class Computing:
         self.piece = shape.m * shape.width // GROUPS  # floats of a step's dQ that a warpgroup makes
 
     @cute.jit
-    def compute(self, sizes, still, q_ring, do_ring, s_ds, s_dq, message, scale, factors, far):
-        c = self.c
+    def compute(self, sizes, still, q_ring, do_ring, bias_ring, s_dq, message, scale, factors, far):
+        c, s_ds = self.c, bias_ring.tiles
         group = sizes[5]
         thread = cute.arch.thread_idx()[0] - 128
         side = cute.arch.make_warp_uniform(thread // 128)
@@ -94,7 +98,9 @@ class Computing:
         _, do_turned = operands(of_keys, side, None, turned(do_ring.tiles))
         k_turned, ds_right = operands(of_queries, side, turned(still.k), s_ds)
         one_of_scores, one_of_keys = products(c.dtype, ROWS, ROWS, (1, 1), c.m), products(c.dtype, ROWS, COLUMNS, (1, 1), c.width)
-        store_ds = matrix_store(one_of_scores, cute.local_tile(turned(s_ds), (64, c.m, 2), (side, 0, 0)), thread, c.dtype, transpose=True)
+        ds_mine = cute.local_tile(turned(s_ds), (64, c.m, 2), (side, 0, 0))
+        store_ds = matrix_store(one_of_scores, ds_mine, thread, c.dtype, transpose=True)
+        bias = bias_ring, matrix_load(one_of_scores, ds_mine, thread, c.dtype, transpose=True) if c.biased else None
         mine = s_dq[None, None, side].iterator
         dq_mine = cute.make_tensor(mine + thread * 4, cute.make_layout((4, self.piece // 512, c.slots), stride=(1, 512, self.piece)))
         layout = cute.append(swizzled((64, c.width), c.dtype).outer, cute.make_layout(c.slots, stride=self.piece * 2))
@@ -104,7 +110,7 @@ class Computing:
         own_key, own_query = side * 64 + thread // 32 * 16 + lane // 4, lane % 4 * 2
         dk, dv = sums_of(of_keys, (c.n, c.width)), sums_of(of_keys, (c.n, c.width))
         right = (q_right, do_right, q_turned, do_turned, k_turned, ds_right)
-        work = Work(side, first_lane, q_ring, do_ring, of_scores, of_keys, of_queries, k_left, v_left, *right, store_ds, dq_mine, dk, dv, factors)
+        work = Work(side, first_lane, q_ring, do_ring, of_scores, of_keys, of_queries, k_left, v_left, *right, store_ds, *bias, dq_mine, dk, dv, factors)
         turn, step, taken = Int32(0), Int32(0), Int32(0)  # messages heard; query tiles; key tiles with any, of which each takes a beat more
         self.has_read(side, 1)
         tile, kv_head, b, _, len_q, _, len_k = hear(c, message, turn, sizes)
@@ -138,6 +144,8 @@ class Computing:
                 multiply(of_queries, dq, k_turned, ds_right[None, None, None, (beat + 1) % 2], True)
                 warpgroup.wait_group(0)
                 self.has_read(side, beat)
+                if const_expr(c.biased):
+                    let_go(bias_ring.empty, first_lane)
                 let_go(still.empty, first_lane)
                 self.give(dq, dq_mine, side, step - 1)
                 taken += 1
@@ -160,13 +168,13 @@ class Computing:
         cute.arch.mbarrier_wait(w.q_ring.full + at, phase)
         multiply(w.of_scores, s, w.k_left, w.q_right[None, None, None, at], not c.far)
         lse, delta = None, None
-        early = c.width > 64 and not (c.capped or c.far)  # of 128 queries a thread has 32, and a softcap's scores become two words: no room for them yet
+        early = c.width > 64 and not (c.capped or c.far or c.biased)  # of 128 queries a thread has 32, a softcap's scores become two words: no room yet
         if const_expr(early):
             lse = of_queries(c, w.q_ring.rows, at, place[2])
         cute.arch.mbarrier_wait(w.do_ring.full + at, phase)
         multiply(w.of_scores, dp, w.v_left, w.do_right[None, None, None, at], True)
         warpgroup.wait_group(1)
-        if const_expr(not early):
+        if const_expr(not early and not c.biased):
             lse = of_queries(c, w.q_ring.rows, at, place[2])
         if const_expr(c.capped):
             if const_expr(edge):
@@ -175,7 +183,10 @@ class Computing:
             warpgroup.wait_group(0)
             delta = of_queries(c, w.do_ring.rows, at, place[2])
         else:
-            for i in cutlass.range_constexpr(cute.size(s) // 4):
+            if const_expr(c.biased):
+                cute.arch.mbarrier_wait(w.bias.full + step % 2, step // 2 % 2)
+                weigh_biased(c, s, w.load_bias, beat % 2, w.q_ring.rows[None, at].iterator + place[2], w.factors[0])
+            for i in cutlass.range_constexpr(0 if c.biased else cute.size(s) // 4):
                 for x in cutlass.range_constexpr(4):  # two queries of two keys
                     s[4 * i + x] = cute.math.exp2(s[4 * i + x] * w.factors[0] - lse[2 * i + x % 2], fastmath=True)
             if const_expr(edge):
@@ -198,6 +209,8 @@ class Computing:
         multiply(w.of_keys, w.dk, as_left(ds), w.q_turned[None, None, None, at], False)
         warpgroup.wait_group(1)
         self.has_read(w.side, beat)
+        if const_expr(c.biased):
+            let_go(w.bias.empty, w.first_lane)
         let_go(w.do_ring.empty + at, w.first_lane)
         if step > begin:
             self.give(dq, w.dq_mine, w.side, step - 1)
@@ -214,12 +227,16 @@ class Computing:
         dq = sums_of(w.of_queries, (c.width, c.m))
         cute.arch.mbarrier_wait(w.q_ring.full + at, phase)
         cute.arch.mbarrier_wait(w.do_ring.full + at, phase)
+        if const_expr(c.biased):
+            cute.arch.mbarrier_wait(w.bias.full + step % 2, step // 2 % 2)
         self.has_been_read(w.side, beat + 1)
         w.store_ds(nothing, beat % 2)
         cute.arch.fence_proxy("async.shared", space="cta")
         multiply(w.of_queries, dq, w.k_turned, w.ds_right[None, None, None, (beat + 1) % 2], True)
         warpgroup.wait_group(0)
         self.has_read(w.side, beat)
+        if const_expr(c.biased):
+            let_go(w.bias.empty, w.first_lane)
         let_go(w.do_ring.empty + at, w.first_lane)
         let_go(w.q_ring.empty + at, w.first_lane)
         if step > begin:

@@ -14,13 +14,14 @@ from cutlass import Float32, Int32, Int64, const_expr
 from onchip.kernels.attention.pairs import BESIDE
 from onchip.kernels.cutlass import let_go
 
+LOG2E = 1.4426950408889634
 FAR = 1 << 30  # rows of a packed batch's tensors as the copy engine sees them: see `tensor_of`
 
 
 @dataclass(frozen=True)
 class Shape:
     """What the device code is compiled for. `slopes`: LSE has a gradient. `grouped`: several heads of q share one of k. `capped`: scores are a softcap's.
-    `far`: they begin with what lies in memory by distance (`pairs`)."""
+    `far`: they begin with what lies in memory by distance (`pairs`). `biased`: a bias of each query and key is added to them."""
 
     dtype: object
     m: int
@@ -37,6 +38,7 @@ class Shape:
     grouped: bool = False
     capped: bool = False
     far: bool = False
+    biased: bool = False
 
     @property
     def width(self):
@@ -211,6 +213,12 @@ def distances_at(C, far, b, head, len_k, ahead):
     return rows + cute.assume(b * of_sequence + head * of_head + 4 * Int64(len_k + BESIDE + ahead), divby=4)
 
 
+def bias_at(tensor, head, b):
+    """What is added to a head's scores, [queries, keys]; a sequence's and a head's, or that of all."""
+    _, _, heads, batch = tensor.shape
+    return tensor[None, None, cutlass.min(head, heads - 1), cutlass.min(b, batch - 1)]
+
+
 def row_of(C, b, start_q):
     """Where a sequence's queries begin in LSE, delta and dQ's sums of a head."""
     return (start_q + b * C.pad) // 8 * 8 if C.packed else Int32(0)
@@ -263,6 +271,18 @@ def first_of(C, far, b, head, m, place):
     """Where a thread finds what its scores of query tile `m` begin with."""
     tile, own_key, own_query, _, len_k = place
     return distances_at(C, far, b, head, len_k, m * C.m + own_query - tile * C.n - own_key) if C.far else None
+
+
+@cute.jit
+def weigh_biased(C, s, load, at, lse, factor):
+    """Of scores and what is added to them the weights exp2(factor s + log2 e bias - LSE): eight at a time, with their LSE, since there is no room for all."""
+    for i in cutlass.range_constexpr(cute.size(s) // 8):
+        bias = load(i, at)
+        own = cute.make_rmem_tensor((2, 2), Float32)
+        cute.autovec_copy(cute.make_tensor(lse + 16 * i, cute.make_layout((2, 2), stride=(1, 8))), own)
+        for x in cutlass.range_constexpr(8):
+            above = bias[x].to(Float32) * LOG2E - own[x // 4 * 2 + x % 2]
+            s[8 * i + x] = cute.math.exp2(s[8 * i + x] * factor + above, fastmath=True)
 
 
 @cute.jit

@@ -105,10 +105,10 @@ def add_by_distance(sums, b, head, row, len_rows, n, slopes, layout: gl.constexp
 # ---- host
 
 
-def pair_view(t, axes: str):
+def pair_view(t, axes: str, rows: int = 64):
     """A tensor of `axes` and i, j as TMA describes it, [batch or 1, heads or 1, i, j], and how far a sequence, a head and a query are in its dimensions.
 
-    What one dimension repeats is taken once, of rows 64. A layout that TMA does not know (rows of no multiple of 16 bytes, a base that is not aligned)
+    What one dimension repeats is taken once, of rows `rows`. A layout that TMA does not know (rows of no multiple of 16 bytes, a base that is not aligned)
     is copied.
     """
     if axes == "hb":
@@ -118,7 +118,7 @@ def pair_view(t, axes: str):
             t = (t.select(n, 0) if axis in axes else t).unsqueeze(n)
     steps = (int(t.shape[0] > 1), int(t.shape[1] > 1), int(t.stride(2) > 0))
     if not steps[2]:
-        t = t[:, :, :64]
+        t = t[:, :, :rows]
     if not describable(t):
         unit = 16 // t.element_size()
         t = t.new_empty((*t.shape[:3], triton.cdiv(t.shape[3], unit) * unit))[..., : t.shape[3]].copy_(t)

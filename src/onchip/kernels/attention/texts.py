@@ -131,6 +131,12 @@ def pair_tile(text: str) -> PairTile | None:
     return PairTile(int(name[1:]), axes, getattr(torch, dtype))
 
 
+def bias_of(p: Attention) -> PairTile | None:
+    """The tensor of a score that adds one of the queries' dtype at [.., i, j], and does nothing else."""
+    tile = pair_tile(p.score.text) if p.score and p.keys == "dense" and only_adds(p.score.text) else None
+    return tile if tile and tile.dtype == p.dtype else None
+
+
 ADDS_DISTANCE = (("add", ["score", "distance"]), ("add", ["distance", "score"]), ("sub", ["score", "distance"]))
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from onchip.core.masks import Band
-from onchip.core.once import once
+from onchip.core.once import once, passing
 from onchip.core.philox import ROUNDS, threshold
 from onchip.core.trace import Traced
 from onchip.kernels.again import asked, refuse
@@ -298,8 +298,8 @@ def remembered(what: tuple, tensors, device, make, changing: bool = False):
     """
     refuse("what is remembered")  # a call that is repeated as it was would look up nothing
     tensors = [t for t in tensors if t is not None]
-    if (found := once(what, tensors, make)) is not None:
-        return found
+    if passing():
+        return once(what, tensors, make)
     if changing or any(t.is_inference() for t in tensors) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return make()
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -4,7 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onchip.core.once import once
 from onchip.core.problem import Rope, Rows, exact_of
+from onchip.kernels.fused.formulas import angles, normed, turn
 
 
 def rms_norm(
@@ -12,15 +14,13 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Norm of x, or (norm of the sum, sum); x [..., width], weight [width]."""
     total = x if residual is None else (x + residual).contiguous()
-    exact = exact_of(x.dtype)
-    weight = weight.to(exact) + offset if offset else weight.to(exact)
-    y = F.rms_norm(total.to(exact), (problem.width,), weight, eps).to(x.dtype).contiguous()
+    y = normed(total, weight, eps, offset)
     return y if residual is None else (y, total)
 
 
 def rope_append(problem: Rope, config: None, qkv: Tensor, table: Tensor, positions: Tensor, norm, append) -> None:
     """Rotate the heads of qkv [tokens, (heads + 2 kv_heads) dim] in place; norm: QKNorm or None, append: Append or None."""
-    p, half, exact = problem, problem.rotary_dim // 2, exact_of(qkv.dtype)
+    p, exact = problem, exact_of(qkv.dtype)
     heads = qkv.view(p.tokens, p.heads + 2 * p.kv_heads, p.dim)
     x = heads[:, : p.heads + p.kv_heads]
     if norm is not None:
@@ -30,15 +30,11 @@ def rope_append(problem: Rope, config: None, qkv: Tensor, table: Tensor, positio
         x[..., p.rotary_dim :] = y[..., p.rotary_dim :]
     else:
         y = x
-    first, second = (slice(0, half), slice(half, 2 * half)) if p.layout == "neox" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-    a, b = y[..., first].to(exact), y[..., second].to(exact)
-    cos, sin = table.index_select(0, positions).to(exact).unsqueeze(1).chunk(2, -1)  # [tokens, 1, half]
-    rotated = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
-    x[..., first], x[..., second] = rotated
+    turn(x, y, once(("angles", p.layout, exact), [table, positions], lambda: angles(table.index_select(0, positions).unsqueeze(1), exact, p)), p)
     if append is not None:
         slots, k, v = append.slots, heads[:, p.heads : p.heads + p.kv_heads], heads[:, p.heads + p.kv_heads :]
-        kept = slots >= 0
-        if not kept.all():
+        kept = once(("kept",), [slots], lambda: None if (kept := slots >= 0).all() else kept)
+        if kept is not None:
             slots, k, v = slots[kept], k[kept], v[kept]
         for pages, new in ((append.k, k), (append.v, v)):
             if p.kv:

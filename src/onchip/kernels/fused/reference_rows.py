@@ -12,6 +12,7 @@ from onchip.core.linear import Around, RowNorm
 from onchip.core.low_rank import LowRank, Route
 from onchip.core.problem import RankSum, Rope, Rows, exact_of
 from onchip.core.ranks import Ranks
+from onchip.kernels.fused.formulas import angles, normed, turn
 
 ACT = {
     "silu": F.silu,
@@ -48,7 +49,8 @@ def gated_act(problem: Rows, config: None, x: Tensor, bias: Tensor | None = None
     if act == "clipped":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (gate * (alpha * gate).sigmoid() * (up + 1)).contiguous()
-    return (ACT[act](gate) * up).contiguous()
+    y = ACT[act](gate)
+    return (y * up if y.requires_grad else y.mul_(up)).contiguous()
 
 
 def activate_backward(problem: Rows, config: None, x: Tensor, bias: Tensor | None, alpha: float, limit: float, d_out: Tensor) -> list[Tensor | None]:
@@ -66,27 +68,26 @@ def gated_act_backward(problem: Rows, config: None, x: Tensor, bias: Tensor | No
 
 def rotary(problem: Rope, config: None, q: Tensor, k: Tensor, table: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
     """q [batch, len, heads, dim] and k [batch, len, kv_heads, dim] rotated; positions [batch, len], or None: 0, 1, 2, ... along len."""
-    cos, sin = _angles(q, table, positions)
-    return tuple(_rotated(x, cos, sin, problem) for x in (q, k))
+    by = _angles(q, table, positions, problem)
+    return tuple(_rotated(x, by, problem) for x in (q, k))
 
 
 def rotary_backward(problem: Rope, config: None, q: Tensor, k: Tensor, table: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
     """The gradients of q and k from those of the rotated: turned back."""
-    cos, sin = _angles(q, table, positions)
-    return tuple(_rotated(x, cos, -sin, problem) for x in (q, k))
+    *cos, across = _angles(q, table, positions, problem)
+    by = *cos, across.conj_physical() if across.is_complex() else -across
+    return tuple(_rotated(x, by, problem) for x in (q, k))
 
 
-def _angles(q: Tensor, table: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [batch or 1, len, 1, half]."""
+def _angles(q: Tensor, table: Tensor, positions: Tensor | None, p: Rope) -> tuple[Tensor, ...]:
+    """Of each token, [batch or 1, len, 1, half]."""
     rows = table[: q.shape[1]].unsqueeze(0) if positions is None else table[positions]
-    return rows.unsqueeze(2).chunk(2, -1)
+    return angles(rows.unsqueeze(2), exact_of(q.dtype), p)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, p: Rope) -> Tensor:
-    half, exact = p.rotary_dim // 2, exact_of(x.dtype)
-    first, second = (slice(0, half), slice(half, 2 * half)) if p.layout == "neox" else (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
-    y, a, b, cos, sin = x.clone(memory_format=torch.contiguous_format), x[..., first].to(exact), x[..., second].to(exact), cos.to(exact), sin.to(exact)
-    y[..., first], y[..., second] = a * cos - b * sin, b * cos + a * sin
+def _rotated(x: Tensor, by: tuple[Tensor, ...], p: Rope) -> Tensor:
+    y = x.clone(memory_format=torch.contiguous_format)
+    turn(y, x, by, p)
     return y
 
 
@@ -118,8 +119,7 @@ def skinny_linear(problem: Rows, config: None, x: Tensor, weight: Tensor, around
     """act(norm(x) W^T + bias) + residual, [rows, out], step by step, each rounded to x's dtype."""
     act = [word for word in problem.variant.split()[2:] if word not in ("norm", "bias", "residual")]
     if around.norm is not None:
-        exact, (scale, eps, offset) = exact_of(x.dtype), around.norm
-        x = F.rms_norm(x.to(exact), scale.shape, scale.to(exact) + offset, eps).to(x.dtype)
+        x = normed(x, *around.norm)
     y = F.linear(x, weight, around.bias)
     if act:
         y = gated_act(problem._replace(variant=" ".join(act)), None, y, None, around.alpha, around.limit)
@@ -173,6 +173,5 @@ def sum_ranks(problem: RankSum, config: None, x: Tensor, ranks: Ranks, residual:
     total = x if residual is None else x + residual
     if norm is None:
         return total
-    exact = exact_of(x.dtype)
-    y = F.rms_norm(total.to(exact), (problem.width,), norm.weight.to(exact) + norm.offset, norm.eps).to(x.dtype)
+    y = normed(total, *norm)
     return y if residual is None else (y, total)
