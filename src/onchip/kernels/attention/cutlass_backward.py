@@ -66,6 +66,8 @@ from onchip.kernels.cutlass import (
     tiles_in,
 )
 
+EVICT_FIRST = 0x12F0000000000000  # the policy of L2 for what is read once, as `createpolicy.fractional.L2::evict_first` encodes it
+
 
 class Backward(Computing):
     """The kernel for a Shape. Its arguments: `ARGUMENTS`."""
@@ -218,7 +220,7 @@ class Backward(Computing):
                             beat = step + taken  # (a first step has waited for `still`, and so for the beat before: two since the last wait here)
                             cute.arch.mbarrier_wait(bias_ring.empty, beat % 2 ^ 1)
                             expect(bias_ring.full + step % 2, c.m * c.n * 2)
-                            cute.copy(bias_atom, bias_from, bias_to[None, beat % 2], tma_bar_ptr=bias_ring.full + step % 2)
+                            cute.copy(bias_atom, bias_from, bias_to[None, beat % 2], tma_bar_ptr=bias_ring.full + step % 2, cache_policy=Int64(EVICT_FIRST))
                         step += 1
                 if count > 0:
                     taken += 1
