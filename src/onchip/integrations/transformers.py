@@ -55,9 +55,10 @@ class LazyMask(Tensor):
     def documents(self) -> dict[str, Any] | None:
         """The keywords `cu_seq_lens_q` and so on of documents laid end to end in a batch of one; None where it is something else."""
         parts = (self.seen.a, self.seen.b) if isinstance(self.seen, Both) and self.seen.sign == "&" else (self.seen, Full())
-        if not isinstance(parts[0], Document) or not isinstance(parts[1], Band) or len(parts[0].ids) != 1 or self.shape[2] != self.shape[3]:
+        document, band = parts if isinstance(parts[0], Document) else parts[::-1]  # releases differ in the order
+        if not isinstance(document, Document) or not isinstance(band, Band) or len(document.ids) != 1 or self.shape[2] != self.shape[3]:
             return None
-        ids = parts[0].ids[0]
+        ids = document.ids[0]
         starts = (ids[1:] != ids[:-1]).nonzero()[:, 0] + 1
         offsets = torch.nn.functional.pad(torch.nn.functional.pad(starts, (1, 0)), (0, 1), value=len(ids)).int()
         longest = int(offsets.diff().max())
@@ -204,16 +205,22 @@ def attention_forward(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     common = {"scale": how.get("scaling"), "softcap": how.get("softcap"), "sinks": how.get("s_aux"), "dropout": how.get("dropout") or None}
     chosen, sinks = _chosen(module, query, key, how), how.get("sinks")
-    if isinstance(how.get("cache"), PagedAttentionCache):
-        if chosen is not None or sinks is not None:
-            raise NotImplementedError('attn_implementation="onchip": indices, block_indices and sinks of queries over pages; use generate, or another one')
-        key, value = how["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=how)
-        return _packed(query, key, value, _window(True, how), how, common)
     lazy = attention_mask if isinstance(attention_mask, LazyMask) else None
     if lazy is not None and lazy.seen == PLAIN:
         attention_mask, lazy, causal = None, None, True
-    if how.get("position_bias") is None and chosen is None and sinks is None and len(query) == 1:
-        if attention_mask is None and how.get("cu_seq_lens_q") is not None:
+    alone = how.get("position_bias") is None and chosen is None and sinks is None  # nothing that depends on where a query stands in its batch
+    pages = isinstance(how.get("cache"), PagedAttentionCache)  # releases from 5.24 on write to it before they call
+    documents = attention_mask is None and how.get("cu_seq_lens_q") is not None
+    if (pages or documents) and not alone:
+        raise NotImplementedError(
+            'attn_implementation="onchip": indices, block_indices, sinks of queries and position_bias over pages, or over documents without a mask; '
+            "use generate, give position_ids, or choose another implementation"
+        )
+    if pages:
+        key, value = how["cache"].update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=how)
+        return _packed(query, key, value, _window(True, how), how, common)
+    if alone and len(query) == 1:
+        if documents:
             return _packed(query, key, value, _window(causal, how), how, common)
         if lazy is not None and lazy.documents:
             return _packed(query, key, value, lazy.seen.hull, lazy.documents, common)
