@@ -77,13 +77,16 @@ def test_mods_stand_beside_the_plain_kernel_of_their_pass():
         row("price", "bias", {"onchip": 1.2}, "forward", mod="bias"),
         row("gym", "causal", {"onchip": 0.6}, "forward", flops=5e11, mod="causal"),
         row("gym", "latent", {"onchip": 9.0}, "forward", mod="latent", dim=192),
+        row("price", "dropout", {"onchip": 1.4}, "forward", mod="dropout"),
+        row("price", "dropout, causal", {"onchip": 0.8}, "forward", flops=5e11, mod="dropout, causal"),
         row("price", "softcap", {"onchip": 7.0}, "backward", mod="softcap"),
         row("price", "broken", {}, "forward", mod="broken"),
     ]
     assert found(rows, "time") == [bars.Bar("price", "plain", "time", 2, pytest.approx((1.1 * 1.2) ** 0.5), 1.2, "bias")]
     assert found(rows, "time a pair") == [bars.Bar("gym", "plain", "time a pair", 1, pytest.approx(1.2), pytest.approx(1.2), "causal")]
     assert bars.over_plain(rows[3], rows) == {"time": pytest.approx(0.6), "a pair": pytest.approx(1.2)}
-    assert [bars.over_plain(one, rows) for one in rows[4:]] == [None] * 3
+    assert found(rows, "dropout") == [bars.Bar("price", "plain", "dropout", 2, pytest.approx((1.4 * 1.6) ** 0.5), pytest.approx(1.6), "dropout, causal")]
+    assert [bool(bars.over_plain(one, rows)) for one in rows[4:]] == [False, True, True, False, False]
 
 
 def test_memory_and_rows_that_did_not_run():

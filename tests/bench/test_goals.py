@@ -108,6 +108,7 @@ def test_goals_of_eight_bits_and_of_scores_by_hand():
         return {**made, "fields": made["fields"] | {"mod": x}, "over_plain": {"time": time}}
 
     made = [priced("forward", "softcap", 1.1), priced("backward", "softcap", 1.2), priced("forward", "plain", 1.0), priced("forward", "sinks", 1.0)]
+    made += [priced("forward", "dropout", 1.4), priced("backward", "dropout, causal", 0.9)]  # shown, and nothing is asked of it
     made.append(row("attention-gym, forward", "sliding window", {"onchip": 1.0, "FlexAttention": 0.9}) | {"over_plain": None})  # no window of a pass
     flex = {"group": "the price of a mod, forward", "against": "FlexAttention", "measure": "speed", "worst": 0.9, "at": "softcap"}
     assert attended(made, [flex, {**flex, "group": "all rows", "worst": 0.8}]) == {

@@ -7,6 +7,7 @@ A Bar is one line of it: `mean` is the geometric mean over `rows` rows, `worst` 
     less time     windows: the time of the causal row over that of the window.
     time          mods: time over that of the plain kernel.                        1: the mod costs nothing.
     time a pair   the same for masks, divided by the pairs that they let through.
+    dropout       the time a pair of rows with dropout over that of the plain kernel; they are in no other line beside it.
     memory        held at most over inputs, output, their gradients and LSE.
 
 Where rows were timed by Triton's kernels too, all of it is said of these once more, in groups with ", by Triton" behind their name.
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from rich.table import Table
+
+from onchip.bench import mods
 
 GRID = re.compile(r"(prefill|backward) d\d+ (full|causal)")
 ALL, GRIDS = "all rows", "all heads and masks"
@@ -101,9 +104,11 @@ def _beside(rows: list[dict]) -> Iterator[Bar]:
             yield _bar(group, name, "memory", {x: held / row["memory"]["ideal"]}, max)
     for group in dict.fromkeys(row["fields"]["group"] for row in timed if row["fields"].get("mod")):
         pairs = [(row, base) for row in timed if row["fields"]["group"] == group and (base := _plain(row, timed)) and base is not row]
-        for measure, alike in (("time", True), ("time a pair", False)):  # a score changes the time, a mask also what there is to do
-            found = {row["fields"]["x"]: (row, base) for row, base in pairs if (row["cost"]["flops"] == base["cost"]["flops"]) == alike}
-            costs = {x: _a_pair(row) / _a_pair(base) for x, (row, base) in found.items()}
+        kinds: dict[str, dict[str, float]] = {"time": {}, "time a pair": {}, "dropout": {}}
+        for row, base in pairs:  # a score changes the time, a mask also what there is to do
+            dropped, alike = row["fields"]["mod"] in mods.DROPPED, row["cost"]["flops"] == base["cost"]["flops"]
+            kinds["dropout" if dropped else "time" if alike else "time a pair"][row["fields"]["x"]] = _a_pair(row) / _a_pair(base)
+        for measure, costs in kinds.items():
             if costs:
                 yield _bar(group, "plain", measure, costs, max)
 

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from onchip.ops.attention import attention
 
 SAMPLE = 64  # queries of one sequence that are held against the reference
 MODDED = 4  # heads of a mod that are; their scores fill 20 GB at 8k, with all that torch keeps for the gradients
+PAIRS = 1 << 27  # pairs whose random numbers are drawn for it: they and what they are made from may fill 300 bytes a pair
 DENSE = 1 << 29  # scores of a head group that the reference may hold at once: 2 GiB of float32, several times
 PASSES = {"forward": ("prefill",), "backward": ("backward",), "step": ("prefill", "backward")}  # {what is asked: its operators}
 
@@ -117,7 +119,8 @@ class Trained:
     def _heads(self) -> tuple[int, int]:
         """Query and key heads of the part that is held against the reference: those of one group, or with a mod a few, for it may tell them apart."""
         p = self.problem.inner
-        groups = min(MODDED, p.kv_heads) if self.problem.mod else 1
+        most = max(1, min(MODDED, PAIRS // (p.len_q * p.len_k))) if "dropout" in self.mod.own else MODDED
+        groups = min(most, p.kv_heads) if self.problem.mod else 1
         return groups * p.group, groups
 
     @property
@@ -132,14 +135,27 @@ class Trained:
         of_keys = index >= {"forward": 1, "backward": 1, "step": 2}[self.problem.op]
         return (x[-self.lengths[-1] :] if self.lengths else x[0])[-self._rows :, : self._heads[of_keys]]
 
+    def beside_undropped(self, output: Tensor | tuple[Tensor, ...]) -> list[tuple[Tensor, Tensor]]:
+        """The part of the output or of each gradient that is held against the reference, and the same of the reference without dropout."""
+        found = output if isinstance(output, tuple) else (output,)
+        return [(self._part(x, index), truth) for index, (x, truth) in enumerate(zip(found, self._undropped, strict=True))]
+
     @functools.cached_property
     def _truth(self) -> tuple[Tensor, ...]:
+        return self._reference(self.mod.functions)
+
+    @functools.cached_property
+    def _undropped(self) -> tuple[Tensor, ...]:
+        return self._reference(self.mod.functions | {"dropout": None})
+
+    def _reference(self, modded: dict[str, Any]) -> tuple[Tensor, ...]:
+        """The results of the part, in float32; the first heads of the first sequence are numbered as in the whole, and so drop the same weights."""
         op, (heads, kv_heads) = self.problem.op, self._heads
         parts = [(x[-self.lengths[-1] :] if self.lengths else x[0])[None].float() for x in (self.q, self.k, self.v, self.d_out)]
         q, d_out = (parts[n][:, -self._rows :, :heads] for n in (0, 3))
         leaves = [x.detach().requires_grad_(op != "forward") for x in (q, parts[1][:, :, :kv_heads], parts[2][:, :, :kv_heads])]
         how = {"mask": self.problem.inner.mask, "kernel": "reference", "sinks": None if self.mod.sinks is None else self.mod.sinks[:heads]}
-        how |= self.mod.functions
+        how |= modded
         with torch.set_grad_enabled(op != "forward"):
             out = attention(*leaves, **how)
         grads = () if op == "forward" else torch.autograd.grad(out, leaves, d_out)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from onchip.bench import mods
+
 LARGE = ("32x4k", "128x1k", "128x8k", "1x128k")
 SMALL = ("1x1k", "1x8k", "8x8k")
 TINY = ("1x4096", "64x4096")
@@ -140,8 +142,9 @@ def _beside(bars: list[dict]) -> Iterator[Goal]:
 
 
 def _prices(rows: list[dict]) -> Iterator[Goal]:
-    """What a score costs over the plain kernel, the worse of both passes."""
-    priced = [row for row in rows if row["fields"]["group"].startswith(PRICE) and row["fields"].get("mod") != "plain" and row["over_plain"]]
+    """What a score costs over the plain kernel, the worse of both passes; of dropout, which draws a number a pair, nothing is asked."""
+    free = ("plain", *mods.DROPPED)
+    priced = [row for row in rows if row["fields"]["group"].startswith(PRICE) and row["fields"].get("mod") not in free and row["over_plain"]]
     for x in dict.fromkeys(row["fields"]["x"] for row in priced):
         found = {row["fields"]["group"].removeprefix(PRICE): row["over_plain"]["time"] for row in priced if row["fields"]["x"] == x}
         yield _goal(f"time over plain, {x}", 1.15, found, most=True)

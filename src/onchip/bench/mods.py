@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.core.masks import MaskMod, as_mask
-from onchip.core.problem import Attention
+from onchip.core.masks import Causal, MaskMod, as_mask
+from onchip.core.problem import Attention, Dropout
 from onchip.core.scores import ALiBi, ScoreMod, chain
 
 CELLS = 1 << 26  # (query, key) pairs that are looked at together when the seen ones are counted
+DROP = Dropout(0.1, seed=20_260_101)  # given, so that the reference drops the same weights
 
 
 class Size(NamedTuple):
@@ -35,7 +36,7 @@ class Mod:
     """What is asked of attention beside its sizes.
 
     mask, score   functions (b, h, i, j) -> bool and (s, b, h, i, j) -> s.       sinks   a logit a head.
-    own           arguments of `onchip.attention` that say the same without the functions.
+    own           arguments of `onchip.attention` that say the same without the functions; a dropout, which is none of them, stands here alone.
     alike         whether the mask is the same for all sequences and heads.
     """
 
@@ -53,7 +54,7 @@ class Mod:
     @property
     def functions(self) -> dict[str, Any]:
         """The same from the functions alone, which take part of the sequences and heads as well."""
-        given = {"mask": MaskMod(self.mask) if self.mask else None, "score": ScoreMod(self.score) if self.score else None}
+        given = {"mask": MaskMod(self.mask) if self.mask else None, "score": ScoreMod(self.score) if self.score else None, "dropout": self.own.get("dropout")}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
@@ -371,9 +372,10 @@ def float_mask(size: Size) -> Mod:
 
 
 DENSE = {"bool mask": bool_mask, "float mask": float_mask}
+DROPPED = {"dropout": lambda _size: Mod(own={"dropout": DROP}), "dropout, causal": lambda _size: Mod(_past, own={"mask": Causal(), "dropout": DROP})}
 PRICE = {
     "plain": plain, "softcap": softcap, "ALiBi": alibi_both, "sinks": sinks, "bias [B,H,N,N]": bias_full, "bias [H,1,N]": bias_of_keys,
-    "relative bias": relative_bias,
+    "relative bias": relative_bias, **DROPPED,
 }  # fmt: skip
 GYM = {
     "causal": causal, "sliding window": sliding_window, "prefix LM": prefix_lm, "document": document, "dilated window": dilated_window,

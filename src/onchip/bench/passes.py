@@ -19,6 +19,8 @@ from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import E4M3
 from onchip.ops.attention import attention, attention_packed, quantise
 
+NO_DROPOUT = "has no dropout"
+
 
 def through(i: Trained, attend: Callable[..., Tensor], turn: Callable[[Tensor], Tensor] = lambda x: x) -> Call:
     """`attend(q, k, v[, sinks])` -> output, as a Call; `turn` goes from [batch, len, heads, dim] to the peer's layout and back."""
@@ -77,13 +79,13 @@ def sdpa(backend: str | None) -> Callable[[Trained], Call]:
     def prepare(i: Trained) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        p = i.problem.inner
-
-        given = i.mod.own.get("mask", i.mod.own.get("bias"))
+        p, own = i.problem.inner, i.mod.own
+        mask, drop = own.get("mask", p.mask), own["dropout"].p if "dropout" in own else 0.0
+        given, causal = mask if isinstance(mask, Tensor) else own.get("bias"), isinstance(mask, Causal)
 
         def attend(q, k, v):
             with sdpa_kernel(getattr(SDPBackend, backend)) if backend else nullcontext():
-                return F.scaled_dot_product_attention(q, k, v, given, is_causal=isinstance(p.mask, Causal), enable_gqa=p.group > 1)
+                return F.scaled_dot_product_attention(q, k, v, given, drop, is_causal=causal, enable_gqa=p.group > 1)
 
         return through(i, attend, _heads_first)
 
@@ -94,7 +96,7 @@ def sdpa_takes(p: Pass, _device) -> str | None:
     inner = p.inner
     if inner.keys != "dense":
         return "no packed keys"
-    if p.mod in mods.DENSE:
+    if p.mod in mods.DENSE or p.mod in mods.DROPPED:
         return None
     if p.mod or not isinstance(inner.mask, (Full, Causal)):
         return f"{p.mod or inner.mask} only as a dense mask"
@@ -117,11 +119,18 @@ def flex_takes(p: Pass, device) -> str | None:
         return "asked for mods only"
     if p.mod in mods.DENSE:
         return f"has no {p.mod} but as a function"
+    if p.mod in mods.DROPPED:
+        return NO_DROPOUT
     return "no gradients on a CPU" if device.type == "cpu" and p.op != "forward" else None
 
 
 def no_mod(p: Pass, _device) -> str | None:
-    return f"no {p.mod}" if p.mod else None
+    return NO_DROPOUT if p.mod in mods.DROPPED else f"no {p.mod}" if p.mod else None
+
+
+def plain_only(p: Pass, _device) -> str | None:
+    """Of a contender that could."""
+    return "timed without a mod only" if p.mod else None
 
 
 def flex(compiled: bool) -> Callable[[Trained], Call]:

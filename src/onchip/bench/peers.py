@@ -36,6 +36,7 @@ class Peer:
     prepare   inputs -> Call; copies and plans made here are not timed.
     rules     functions (problem, device) -> the reason it cannot take this row, or None.
     module, package   what is imported, and the distribution whose version is written down; empty: part of onchip or torch.
+    draws     whether its random numbers, where a row asks for some, are others than ours.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Peer:
     rules: tuple[Callable, ...] = ()
     module: str = ""
     package: str = ""
+    draws: bool = False
 
     @property
     def installed(self) -> bool:
@@ -293,7 +295,7 @@ PEERS = (  # ours first, for its output is what the others are compared with
     Peer("onchip", Overhead, _onchip_overhead),
     Peer("onchip", Ladder, _onchip),
     Peer("onchip", Pass, passes.onchip),
-    Peer(PORTABLE, Pass, passes.onchip_triton, (*GPU_PASS, passes.no_mod)),
+    Peer(PORTABLE, Pass, passes.onchip_triton, (*GPU_PASS, passes.plain_only)),
     Peer("onchip, bf16", Pass, passes.onchip_bf16, (_quantised,)),
     *(Peer(name, Ladder, _rung(rung)) for name, rung in ladder.RUNGS.items()),
     Peer("onchip kernel alone", Overhead, _kernel_alone, (_op("call"),)),
@@ -313,10 +315,10 @@ PEERS = (  # ours first, for its output is what the others are compared with
     Peer("FlashInfer", Rope, paged_peers.flashinfer_append, (_on("cuda"), _half, paged_peers.append_takes), *FLASHINFER),
     Peer("torch SDPA", Attention, _sdpa(None), (_on("cpu"), _sdpa_takes)),
     Peer("torch SDPA, dense keys", Attention, paged_peers.sdpa, (_op("decode"), paged_peers.sdpa_takes)),
-    Peer("cuDNN (torch)", Pass, passes.sdpa("CUDNN_ATTENTION"), (*GPU_PASS, passes.sdpa_takes)),
-    Peer("FlashAttention-2 (torch)", Pass, passes.sdpa("FLASH_ATTENTION"), (*GPU_PASS, passes.sdpa_takes)),
+    Peer("cuDNN (torch)", Pass, passes.sdpa("CUDNN_ATTENTION"), (*GPU_PASS, passes.sdpa_takes), draws=True),
+    Peer("FlashAttention-2 (torch)", Pass, passes.sdpa("FLASH_ATTENTION"), (*GPU_PASS, passes.sdpa_takes), draws=True),
     Peer("FlashAttention-4", Pass, passes.fa4, (*GPU_PASS, passes.no_mod), "flash_attn.cute", "flash-attn-4"),
-    Peer("torch SDPA", Pass, passes.sdpa(None), (_on("cpu"), passes.sdpa_takes)),
+    Peer("torch SDPA", Pass, passes.sdpa(None), (_on("cpu"), passes.sdpa_takes), draws=True),
     Peer("FlexAttention", Pass, passes.flex(True), (_on("cuda"), passes.flex_takes)),
     Peer("FlexAttention, eager", Pass, passes.flex(False), (_on("cpu"), passes.flex_takes)),
     Peer("onchip", rows.RowOp, rows.onchip),

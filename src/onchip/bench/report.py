@@ -51,7 +51,7 @@ def summary(row: dict) -> Summary:
 
 
 def notes(row: dict) -> list[str]:
-    """What the columns do not say: a goal, the path to the kernel, and everything that went wrong."""
+    """What the columns do not say: a goal, the path to the kernel, what results that were drawn were compared with, and everything that went wrong."""
     ours, alone = row["seconds"].get("onchip"), row["seconds"].get("onchip kernel alone")
     found = []
     if row["goal"] and ours:
@@ -60,6 +60,7 @@ def notes(row: dict) -> list[str]:
         found.append(f"{duration(max(0.0, ours - alone))} over the kernel alone")
     for name, held in row.get("memory", {}).get("held", {}).items():
         found.append(f"{name} holds {quantity(held, 'B')}, {held / row['memory']['ideal']:.2f}x of inputs, output, gradients and LSE")
+    found += [f"{name} was compared {text}" for name, text in row.get("compared", {}).items()]
     return found + [f"{name}: {text}" for name, text in row["error"].items()]
 
 

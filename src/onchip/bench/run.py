@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 import onchip
-from onchip.bench import bars, block_report, data, goals, judge, ladder, ladder_report, meters, paged, quality, report, serve, suite, warm
+from onchip.bench import bars, block_report, chance, data, goals, judge, ladder, ladder_report, meters, paged, quality, report, serve, suite, warm
 from onchip.bench import rows as operators
 from onchip.bench.call import Call
 from onchip.bench.failures import noted
@@ -107,7 +107,7 @@ def _place(out: Path, device: dict, suite_name: str, only: str) -> Path:
 def measure(row: suite.Row, device: torch.device, facts: Device, effort: Effort) -> dict:
     """A row of the result: the times of every contender that was right, and what was wrong with the others."""
     fields = {**plain(row.problem), "group": row.group, "x": row.x, "lengths": list(row.lengths), "queries": list(row.queries)}
-    entry = {"problem": str(row.problem), "fields": fields, "kernel": None, "config": None, "seconds": {}, "spread": {}, "distance": {}}
+    entry = {"problem": str(row.problem), "fields": fields, "kernel": None, "config": None, "seconds": {}, "spread": {}, "distance": {}, "compared": {}}
     entry |= {"cost": None, "floor": None, "rate": None, "goal": None, "timed_by": None, "waits": None, "error": {}}
     errors = entry["error"]
     found, entry["refused"] = contenders(row.problem, device)
@@ -156,7 +156,7 @@ def _weigh(entry: dict, inputs, facts: Device) -> None:
 
 def _checked(found: list[Peer], inputs, entry: dict) -> dict[str, Call]:
     """The contenders whose result is right, as calls that have run once; ours is the first of them and gives the row its kernel."""
-    calls, ours, errors = {}, None, entry["error"]
+    calls, ours, errors, drops = {}, None, entry["error"], chance.drops(inputs)
     for peer in found:
         with noted(errors, peer.name):
             call = peer.prepare(inputs)
@@ -167,8 +167,10 @@ def _checked(found: list[Peer], inputs, entry: dict) -> dict[str, Call]:
                 entry["waits"] = meters.waits(call.run) if serves(inputs) and inputs.device.type == "cuda" else None
                 entry["kernel"] = ", ".join(dict.fromkeys(d.kernel.name for d in decisions)) or None
                 entry["config"] = ", ".join(dict.fromkeys(str(d.config) for d in decisions if d.config is not None)) or None
-            distance = inputs.error(output, ours)
+            distance = None if drops and peer.draws else inputs.error(output, ours)
             entry["distance"][peer.name] = distance if distance is None or math.isfinite(distance) else None
+            if drops:
+                entry["compared"][peer.name] = chance.compared(inputs, output, peer.draws)
             if distance is not None and not distance <= inputs.tolerance:
                 raise ValueError(f"wrong: its result is off by {distance:.2g}, where {inputs.tolerance:g} is allowed; not timed")
             calls[peer.name] = call
