@@ -101,6 +101,9 @@ class Tensor:
     def permute(self, order):
         return Tensor(self.values.permute(order))
 
+    def expand_dims(self, dim):
+        return Tensor(self.values.unsqueeze(dim))
+
     def __getitem__(self, index):
         return Tensor(self.values[index])
 
@@ -769,7 +772,10 @@ class Emulator:
         if code == "mov.b32 $0, $1;":
             return args[0]
         if code == "mul.wide.u32 $0, $1, $2;":
-            return args[0].to(torch.int64) * args[1].to(torch.int64)
+            return Tensor((raw(args[0]).long() & 0xFFFFFFFF) * (raw(args[1]).long() & 0xFFFFFFFF))
+        if code == "shf.l.wrap.b32 $0, $1, $1, $2;":
+            word, turns = raw(args[0]).long() & 0xFFFFFFFF, raw(args[1])
+            return Tensor((word << turns | word >> (32 - turns)).to(torch.int32))
         if code == "lg2.approx.ftz.f32 $0, $1;":
             return Tensor(torch.as_tensor(raw(args[0]), dtype=torch.float32).log2())
         if code == "cvt.u32.u16 $0, $1;":

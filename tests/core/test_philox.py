@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from onchip.core.philox import WORD, draw, kept, philox, threshold
+from onchip.core.philox import WORD, bar, draw, kept, philox, threshold
 
 PI = ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0))
 ZEROS, ONES = ((0,) * 4, (0,) * 2), ((WORD,) * 4, (WORD,) * 2)
@@ -72,6 +72,31 @@ def test_a_state():
     a, b = (draw(torch.device("cpu"), None, 3) for _ in range(2))
     torch.manual_seed(1)
     assert torch.equal(draw(torch.device("cpu"), None, 3), a) and a[0] != b[0] and a[1] == b[1] == 3 and 0 <= a[0] < 1 << 62
+
+
+def test_sixteen_weights_of_a_call():
+    """As the text says it, a weight at a time: odd places, the same ones again, and those of one query or key alone."""
+    p, heads, state = 0.3, 3, draw(torch.device("cpu"), (5 << 40) + 77, 9)
+    b, h = torch.tensor([0, 2]).view(2, 1, 1, 1), torch.tensor([1, 2]).view(1, 2, 1, 1)
+    for rows, cols in (([3, 17, 18, 19, 40, 3], [8, 0, 9, 1, 1000]), ([7], [70000]), ([], [1])):
+        i, j = torch.tensor(rows, dtype=torch.int64).view(1, 1, -1, 1), torch.tensor(cols).view(1, 1, 1, -1)
+        found = kept(p, state, b, h, i, j, heads)
+        assert found.shape == (2, 2, len(rows), len(cols))
+        for at in itertools.product(range(2), range(2), range(len(rows)), range(len(cols))):
+            query, key = rows[at[2]], cols[at[3]]
+            counter = key & ~9, query & ~9, int(b[at[0], 0, 0, 0]) * heads + int(h[0, at[1], 0, 0]), 9
+            words = philox((torch.tensor(77), torch.tensor(5 << 8)), tuple(map(torch.tensor, counter)))
+            word, turns = int(words[query % 2 * 2 + key % 2]), (query & 8) * 2 + (key & 8)
+            word = (word << turns | word >> 32 - turns) & WORD
+            assert bool(found[at]) == ((word if word < 1 << 31 else word - (1 << 32)) >= bar(p)), at
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_weights_of_a_call_do_not_know_each_other(p):
+    """The correlation of any two of the sixteen, over 131,072 calls: within five standard deviations, beside 1/256 of tied first bytes."""
+    keep = masks(p, sizes=(4, 8, 256, 1024)).view(32, 16, 2, 4, 2, 64, 2, 4, 2).permute(0, 1, 3, 5, 7, 2, 4, 6, 8).reshape(-1, 16).double()
+    found = torch.corrcoef(keep.T) - torch.eye(16)
+    assert found.abs().max() < 5 / math.sqrt(len(keep)) + 1 / 256
 
 
 @pytest.mark.gpu

@@ -1,6 +1,10 @@
 """Philox-4x32 with seven rounds (Salmon et al., 2011) in plain torch: the random numbers of dropout, the same on every device.
 
-The counter is (key, query, batch * heads + head, offset), the key the 64-bit seed; the first of the four words decides.
+Of attention's weights sixteen share a call: queries i, i + 1, i + 8, i + 9 and keys j, j + 1, j + 8, j + 9, since these are what a thread of a tensor core's
+accumulator has side by side, whether its rows are queries or keys. The counter is (key, query, batch * heads + head, offset), key and query without their
+bits of value 1 and 8; the key of the cipher is the 64-bit seed. Bits 1 of query and key choose one of the four words, bits 8 which of its bytes comes first:
+a weight is dropped where that word, turned round and read as a signed number, is below `bar(p)`. So each weight is dropped with probability p to 2^-32, and two
+that share a word depend on each other only where a first byte is that of the bar, once in 256 times.
 """
 
 from collections.abc import Sequence
@@ -13,6 +17,7 @@ ROUNDS = 7  # passes BigCrush; ten are only more of a margin
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
+SHARED = 9  # the bits of a query and of a key that choose one of the sixteen numbers of a call
 
 
 def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor], rounds: int = ROUNDS) -> tuple[Tensor, ...]:
@@ -27,24 +32,40 @@ def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor], rounds: int = 
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32-bit product, in halves: int64 has a sign."""
-    low = a * (b & 0xFFFF)
-    high = a * (b >> 16)
-    middle = (high & 0xFFFF) << 16
-    total = low + middle
-    return ((high >> 16) + (total >> 32)) & WORD, total & WORD
+    """High and low 32 bits of a 32 x 32-bit product, whose 64 bits are those of int64's too."""
+    product = a * b
+    return (product >> 32) & WORD, product & WORD
 
 
 def threshold(p: float) -> int:
-    """A weight is dropped when its word is below this."""
+    """A number is dropped when its word is below this."""
     return min(int(p * 2**32), WORD)
 
 
+def bar(p: float) -> int:
+    """`threshold` of words that are read as signed numbers, as kernels compare them."""
+    return threshold(p) - (1 << 31)
+
+
 def kept(p: float, state: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, heads: int) -> Tensor:
-    """True where a weight stays; b, h, i, j broadcast as in a Place."""
+    """True where a weight stays; b, h, i, j broadcast as in a Place, queries along the last but one dimension and keys along the last."""
+    (rows, own_row), (cols, own_col) = _calls(i.flatten()), _calls(j.flatten())
+    head = (b * heads + h).long()
     seed, offset = state[0], state[1]
-    counter = tuple(word.long() & WORD for word in (j, i, b * heads + h, offset))
-    return philox((seed & WORD, (seed >> 32) & WORD), counter)[0] >= threshold(p)
+    counter = cols & WORD, (rows & WORD)[:, None], head & WORD, (offset & WORD).view(1, 1)
+    w0, w1, w2, w3 = (word.to(torch.int32) for word in philox((seed & WORD, (seed >> 32) & WORD), counter))  # [.., rows, cols]
+    words = torch.stack((torch.stack((w0, w1), -1), torch.stack((w2, w3), -1)), -3)  # [.., rows, 2, cols, 2]: bits 1
+    stays = torch.empty(*w0.shape[:-1], 2, 2, len(cols), 2, 2, dtype=torch.bool, device=i.device)  # bits 8 in front of bits 1
+    for n in range(4):
+        turned = words << 8 * n | words >> 32 - 8 * n & (1 << 8 * n) - 1 if n else words
+        torch.ge(turned, bar(p), out=stays[..., n // 2, :, :, n % 2, :])
+    return stays.flatten(-6, -4).flatten(-3).index_select(-2, own_row).index_select(-1, own_col)
+
+
+def _calls(places: Tensor) -> tuple[Tensor, Tensor]:
+    """The different numbers without SHARED, and where each of `places` is among four times as many, its bits 8 and 1 behind."""
+    found, at = torch.unique(places.long() & ~SHARED, return_inverse=True)
+    return found, 4 * at + (places & 8) // 4 + (places & 1)
 
 
 def check(name: str, p: float, seed: int | None, offset: int) -> None:

@@ -15,7 +15,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.scales import SMALLEST, Scales
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MODULES = ("texts", "mods", "tile", "pairs", "hopper_tiles", "hopper_backward_tiles", "hopper_fp8_backward")
+MODULES = ("texts", "mods", "tile", "pairs", "hopper_dropout", "hopper_tiles", "hopper_backward_tiles", "hopper_fp8_backward")
 SOURCES = ["onchip.kernels.curves", "onchip.kernels.hopper", *(f"onchip.kernels.attention.{name}" for name in MODULES)]
 FEW, EACH = 3, 1000  # programs: few, which do several tiles each, or one for each tile
 emulated_only = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_hopper_emulated import EACH, FEW, FP16, Call, Case, bias, both, call_of, mask_map
+from test_hopper_emulated import EACH, FEW, FP16, Call, Case, bias, both, call_of, mask_map, operands
 
 import onchip
 from gluon_emulator import MODES, Emulator, Fault, timings
@@ -19,7 +19,7 @@ from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 
-MODULES = ("texts", "mods", "tile", "pairs", "hopper_tiles", "hopper_backward_tiles", "hopper_backward_ordered", "hopper_backward")
+MODULES = ("texts", "mods", "tile", "hopper_dropout", "pairs", "hopper_tiles", "hopper_backward_tiles", "hopper_backward_ordered", "hopper_backward")
 SOURCES = ["onchip.kernels.curves", "onchip.kernels.hopper", *(f"onchip.kernels.attention.{name}" for name in MODULES)]
 
 
@@ -48,6 +48,7 @@ def forward(c: Case, call: Call, dtype: torch.dtype):
     """Output, LSE and the leaves of the reference in `dtype`."""
     leaves = [x.to(dtype, copy=True).requires_grad_() for x in (call.q, call.k, call.v, *([call.sinks] if c.sinks else []))]
     how = {"mask": c.mask, "score": c.score, "sinks": leaves[3] if c.sinks else None, "scale": c.scale, "return_lse": True, "kernel": "reference"}
+    how["dropout"] = c.dropout
     if not c.packed:
         return *onchip.attention(*leaves[:3], **how), leaves
     return *onchip.attention_packed(*leaves[:3], *call.offsets, longest=tuple(both(c.lengths).amax(1).tolist()), used=call.used, **how), leaves
@@ -61,8 +62,8 @@ def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), sha
     sizes = (
         packed_sizes(call.q, call.k, call.v, both(c.lengths).shape[1], *both(c.lengths).amax(1).tolist()) if c.packed else dense_sizes(call.q, call.k, call.v)
     )
-    x = Operands(c.dim**-0.5 if c.scale is None else c.scale, *call.offsets, *(call.used or ()))
-    p, x = problem_of("backward", How(c.mask, chain(None, c.score, None), call.sinks, None, c.deterministic, False, "hopper_backward"), sizes, x, call.q)
+    how = How(c.mask, chain(None, c.score, None), call.sinks, None, c.deterministic, False, "hopper_backward")
+    p, x = problem_of("backward", how, sizes, operands(c, call), call.q)
     out, lse = (t.detach() for t in forward(c, call, torch.float64)[:2])
     groups, n, stages, programs = c.tiles
     tiles = kernel.Tiles(64 * groups, n, stages, shares, programs)
@@ -164,6 +165,15 @@ DISTANCES = [  # by distance; of some the table has a gradient
     Case((1, 128, 2, EACH), 100, 150, Full(), heads=(1, 1), score=RelativeBias(torch.randn(1, 101).requires_grad_()), scale=0.0),
 ]
 CASES += DISTANCES
+CASES += [
+    Case((1, 128, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), dim=128, drop=0.3),
+    Case((1, 128, 2, EACH), 200, 200, drop=0.1, dtype=FP16),
+    Case((1, 128, 2, EACH), 300, 300, Window(70), dim=40, drop=0.5, sinks=True),
+    Case((1, 128, 2, EACH), lengths=((20, 90, 0), (150, 40, 7)), drop=0.3, score=Softcap(2.0)),
+    Case((1, 128, 2, FEW), lengths=(70, 0, 5, 200), heads=(4, 2), drop=0.3, dim=128),
+    Case((1, 128, 2, EACH), 136, 264, Window(50), drop=0.3, score=bias(2, 136, 264)),
+    Case((1, 128, 2, EACH), 200, 200, Causal() & Document(torch.arange(200) // 60), drop=0.3),
+]
 APIECE, DRAWN = (2, 64, 3, EACH), (2, 64, 3, FEW)  # of heads beyond 128 all else is given
 CASES += [
     Case(APIECE, 200, 200, dim=256),

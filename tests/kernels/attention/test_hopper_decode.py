@@ -29,6 +29,7 @@ PARTS = (
     "attention.mods",
     "attention.tile",
     "hopper",
+    "attention.hopper_dropout",
     "attention.hopper_tiles",
     "attention.decode_tiles",
     "attention.gluon_merge",

@@ -11,10 +11,10 @@ import onchip
 from gluon_emulator import MODES, Deadlock, Emulator, Fault, timings
 from judge import assert_as_good_as_torch
 from onchip.core.masks import Causal, Document, Full, MaskMod, Window
-from onchip.core.problem import Operands
+from onchip.core.problem import Dropout, Operands
 from onchip.core.scores import ALiBi, Bias, BucketBias, RelativeBias, ScoreMod, Softcap, chain
 from onchip.kernels.attention.reference import place, spans
-from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
+from onchip.ops.attend import How, dense_sizes, drawn, packed_sizes, problem_of
 
 BF16, FP16 = torch.bfloat16, torch.float16
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
@@ -28,7 +28,10 @@ SOURCES = [
         "attention.mods",
         "attention.tile",
         "hopper",
-        *(f"attention.{x}" for x in ("pairs", "hopper_tiles", "capped", "lines", "key_bias", "hopper_halves", "hopper_copies", "hopper_prefill")),
+        *(
+            f"attention.{x}"
+            for x in ("hopper_dropout", "pairs", "hopper_tiles", "capped", "lines", "key_bias", "hopper_halves", "hopper_copies", "hopper_prefill")
+        ),
     )
 ]
 
@@ -53,6 +56,7 @@ class Case(NamedTuple):
     steep: float = 0.0  # how far scores rise from the last key to the first, see `tilt`
     alone: bool = False  # batch_invariant
     scale: float | None = None
+    drop: float = 0.0
 
     def __str__(self):
         changed = [f"{name}={value}" for name, value in self._asdict().items() if value != self._field_defaults.get(name)]
@@ -61,6 +65,10 @@ class Case(NamedTuple):
     @property
     def packed(self) -> bool:
         return self.lengths is not None
+
+    @property
+    def dropout(self) -> Dropout | None:
+        return Dropout(self.drop, (9 << 40) + 5, 3) if self.drop else None
 
 
 class Call(NamedTuple):
@@ -124,9 +132,14 @@ def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
         sizes = packed_sizes(call.q, call.k, call.v, both(c.lengths).shape[1], *both(c.lengths).amax(1).tolist())
     else:
         sizes = dense_sizes(call.q, call.k, call.v)
-    x = Operands(c.dim**-0.5 if c.scale is None else c.scale, *call.offsets, *(call.used or ()))
+    x = operands(c, call)
     p, x = problem_of("prefill", How(c.mask, chain(None, c.score, None), call.sinks, None, False, c.alone, "hopper_prefill"), sizes, x, call.q)
     return kernel.launch(p, kernel.Tiles(*c.tiles), call.q, call.k, call.v, x, True)
+
+
+def operands(c: Case, call: Call) -> Operands:
+    x = Operands(c.dim**-0.5 if c.scale is None else c.scale, *call.offsets, *(call.used or ()))
+    return drawn(c.dropout, call.q, x) if c.drop else x
 
 
 def mask_map(p, _sees, _captured, x: Operands, m: int, n: int, *_):
@@ -151,7 +164,7 @@ def mask_map(p, _sees, _captured, x: Operands, m: int, n: int, *_):
 def reference(c: Case, call: Call, dtype: torch.dtype):
     """The same of the reference, on the tensors in `dtype`."""
     q, k, v = (x.to(dtype) for x in (call.q, call.k, call.v))
-    how = {"mask": c.mask, "score": c.score, "sinks": call.sinks, "scale": c.scale, "return_lse": True, "kernel": "reference"}
+    how = {"mask": c.mask, "score": c.score, "sinks": call.sinks, "scale": c.scale, "dropout": c.dropout, "return_lse": True, "kernel": "reference"}
     if not c.packed:
         return onchip.attention(q, k, v, **how)
     return onchip.attention_packed(q, k, v, *call.offsets, longest=tuple(both(c.lengths).amax(1).tolist()), used=call.used, **how)
@@ -323,10 +336,19 @@ def filled():
     torch.use_deterministic_algorithms(False)
 
 
+DROPPED = [
+    Case((2, 64, 2, FEW), 300, 300, drop=0.3),
+    Case((2, 128, 2, EACH), 200, 330, Full(), dim=128, heads=(4, 2), batch=2, drop=0.1, dtype=FP16),
+    Case((1, 128, 2, EACH), 130, 190, Window(70), dim=40, drop=0.5, sinks=True),
+    Case((2, 64, 2, EACH), 140, 140, dim=256, heads=(1, 1), drop=0.3),
+    Case((2, 128, 2, EACH), lengths=((200, 3, 130), (40, 90, 130)), drop=0.3, score=Softcap(2.0)),
+    Case((2, 64, 2, EACH), 150, 200, Causal() & Document(torch.arange(200) // 60), drop=0.3, score=ALiBi(torch.tensor([0.5, 0.25]))),
+    Case((2, 128, 2, EACH), 300, 300, Full(), drop=0.3, steep=30.0),  # tiles that are done again drop the same weights
+]
 HARD = [*DENSE[:5], PACKED[0], PACKED[6], MODS[0], *TILED[:3], ADDED[0], STEEP[0], STEEP[3]]  # beside those of the bugs
 
 
-@pytest.mark.parametrize(("case", "mode"), timings(DENSE + HALVES + PACKED + MODS + TILED + ADDED + STEEP, HARD), ids=str)
+@pytest.mark.parametrize(("case", "mode"), timings(DENSE + HALVES + PACKED + MODS + TILED + ADDED + STEEP + DROPPED, HARD), ids=str)
 def test_emulated(case, mode):
     call = call_of(case)
     check(case, call, emulated(case, call, mode))

@@ -29,6 +29,7 @@ PARTS = (
     "attention.decode_tiles",
     "hopper",
     "attention.gluon_shares",
+    "attention.hopper_dropout",
     "attention.hopper_tiles",
     "attention.latent_merge",
     "attention.hopper_mla",

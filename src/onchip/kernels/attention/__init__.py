@@ -274,6 +274,12 @@ def _gradients_on_hopper(p: Attention) -> str | None:
     return _not_measured(p)
 
 
+def _drops_where_sums_are_in_memory(p: Attention) -> str | None:
+    if "dropout" not in p.extras or ("score_grad" not in p.extras and _sums_in_memory(p)):
+        return None
+    return "dropout beside heads of more than 128, score_grad, or what is to be the same every time"
+
+
 def _slower_backward_on_hopper(p: Attention) -> str | None:
     """What `triton_backward` does faster on an H200. The batch does not choose where it must not show."""
     pairs = p.batch * p.heads * p.len_q * p.len_k
@@ -305,7 +311,7 @@ PREFILL = Op(
             "onchip.kernels.attention.hopper_prefill:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("batch_invariant", "deterministic", "sinks", "used"), _may_hide_padding, _score_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "dropout", "sinks", "used"), _may_hide_padding, _score_on_hopper, _translates),
             slower=(_slower_on_hopper,),
         ),
         Kernel(
@@ -345,7 +351,13 @@ BACKWARD = Op(
             "onchip.kernels.attention.hopper_backward:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("batch_invariant", "deterministic", "score_grad", "sinks", "used"), _may_hide_padding, _gradients_on_hopper, _translates),
+            also=(
+                _only("batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "used"),
+                _may_hide_padding,
+                _gradients_on_hopper,
+                _drops_where_sums_are_in_memory,
+                _translates,
+            ),
             slower=(_slower_backward_on_hopper,),
         ),
         Kernel(

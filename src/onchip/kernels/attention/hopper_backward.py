@@ -30,13 +30,16 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     PHASES,
     READERS,
     clear,
+    dropped,
     send,
     start,
     step_tile,
     steps_of,
+    through,
     unseen,
     weights,
 )
+from onchip.kernels.attention.hopper_dropout import dropout_of, drops_of, kept_bits
 from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
 from onchip.kernels.attention.pairs import add_by_distance, ask_for, by_distance, distances_of, empty_sums, laid_out, pair_tiles, slopes_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
@@ -110,6 +113,7 @@ class Shape:
     # are in it; as a kernel's arguments they would take registers of all it does (52 bytes of spills)
     far: bool  # whether what a score adds lies in memory by distance (`pairs`)
     summed: bool  # whether that has a gradient
+    drops: bool  # whether weights are dropped
     of_keys = True
 
     @property
@@ -260,7 +264,7 @@ def _add(dq, desc, buffer, row, m, place, C: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, row,
+def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, call, place, h, row, drops,
           MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, PART: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr,
           s_layout: gl.constexpr, p_layout: gl.constexpr, dq_layout: gl.constexpr):  # fmt: skip
     """`count` further query tiles from step `x` on. PART: "edge", they need the mask; "whole"; "blind", they see none of this warpgroup's keys, so that it
@@ -287,6 +291,9 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
                 clear(q, place[4] - m, M, GROUP)
                 clear(do, place[4] - m, M, GROUP)
                 arrive_and_wait(0, MEETING, 256)
+        bits = m
+        if C.drops and PART != "blind":
+            bits = kept_bits(m, drops, M, True, s_layout)
         take_turn(GROUP, C.partners)
         if PART == "blind":
             mbarrier.wait(do_full.index(index), phase)
@@ -299,9 +306,15 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
             turn_over(GROUP, C.partners)
             s = warpgroup_mma_wait(1, deps=[s])
             p, sloped = weights(s, m, h, lses, index, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
-            left_p = gl.convert_layout(p.to(queries.dtype), p_layout)
+            stays = p
+            if C.drops:
+                p = dropped(p, bits)
+                stays = gl.maximum(p, 0.0)
+            left_p = gl.convert_layout(stays.to(queries.dtype), p_layout)
             dv = warpgroup_mma(left_p, do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
+            if C.drops:
+                dp = through(dp, p, deltas.index(index))
             if EDGE and C.packed:  # the delta of the next sequence
                 dp = gl.where((m + gl.arange(0, M, layout=gl.SliceLayout(0, s_layout)) < place[4])[None, :], dp, 0.0)
             ds = sloped * dp
@@ -330,7 +343,7 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
 
 
 @gluon.jit
-def _compute(outs, dq_desc, still, rings, message, buffers, call, sizes, lengths, map_ptr, map_strides,
+def _compute(outs, dq_desc, still, rings, message, buffers, call, dropout, sizes, lengths, map_ptr, map_strides,
              MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
     dk_desc, dv_desc, dk_ptr, dv_ptr = outs
     k_tile, v_tile, full = still
@@ -374,16 +387,17 @@ def _compute(outs, dq_desc, still, rings, message, buffers, call, sizes, lengths
                 read = rings
                 if C.far:
                     read = (rings[0], rings[1], distances_of(call[2][1], b, h, tile_n * N + GROUP * 64, len_k, M, s_layout))
+                drops = drops_of(dropout, tile_n * N + GROUP * 64, b * (sizes[3] * group) + h, C)
                 early, late = unseen(place, steps, C, GROUP)
                 if C.blind and GROUP == 1 and C.right >= 0:
-                    state = _more(state, early, 0, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h,
+                    state = _more(state, early, 0, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h, drops,
                                   MASK, SCORE, SCORE_GRAD, "blind", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
-                state = _more(state, masked - early - late, early, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h,
+                state = _more(state, masked - early - late, early, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h, drops,
                               MASK, SCORE, SCORE_GRAD, "edge", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
                 if C.blind and GROUP == 0 and C.left >= 0:
-                    state = _more(state, late, masked - late, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h,
+                    state = _more(state, late, masked - late, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h, drops,
                                   MASK, SCORE, SCORE_GRAD, "blind", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
-                state = _more(state, bare, masked, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h,
+                state = _more(state, bare, masked, steps, map_strides, still, read, buffers, dq_desc, call, place, h, rows + h, drops,
                               MASK, SCORE, SCORE_GRAD, "whole", C, GROUP, s_layout, p_layout, dq_layout)  # fmt: skip
             dk, dv, index, phase, step, row, m = state
             arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)  # one step more, of dQ alone
@@ -394,9 +408,9 @@ def _compute(outs, dq_desc, still, rings, message, buffers, call, sizes, lengths
             tiles += 1
             _add(dq, dq_desc, dq_buffer, row, m, place, C, GROUP)
             tma.store_wait(0)  # dQ has left the buffer
-            send(dv_desc, dv_ptr, sizes[3], (dv,), 1.0, dq_buffer, place, C.dim_v, C, GROUP)
+            send(dv_desc, dv_ptr, sizes[3], (dv,), dropout[2], dq_buffer, place, C.dim_v, C, GROUP)
             tma.store_wait(0)  # so has dV
-            send(dk_desc, dk_ptr, sizes[3], (dk,), call[3], dq_buffer, place, C.dim, C, GROUP)
+            send(dk_desc, dk_ptr, sizes[3], (dk,), call[3] * dropout[2], dq_buffer, place, C.dim, C, GROUP)
         number = hear(message, turn, 0, 4)
         forget(message, turn)
         turn += 1
@@ -405,7 +419,7 @@ def _compute(outs, dq_desc, still, rings, message, buffers, call, sizes, lengths
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_n", "together", "kv_heads", "group", "len_q", "len_k", "batch_heads", "first"])
 def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc, dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr,
-              counter, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, scale, gain, factor, tiles, tiles_n, together, kv_heads, group,
+              counter, listed, q_offsets, k_offsets, q_used, k_used, map_ptr, reads, dropout, scale, gain, factor, tiles, tiles_n, together, kv_heads, group,
               len_q, len_k, batch_heads, first, map_strides,
               MASK: gl.constexpr, SCORE: gl.constexpr, SCORE_GRAD: gl.constexpr, C: gl.constexpr):  # fmt: skip
     queries, q_full, _ = ring(q_desc, C.stages, 0)
@@ -434,8 +448,8 @@ def _backward(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, t_desc, dq_
     my_rings, their_rings = (q_ring, do_ring, t_rings[0]), (q_ring, do_ring, t_rings[1])
     gl.warp_specialize(
         [
-            (_compute, (outs, dq_desc, still, my_rings, told, mine, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
-            (_compute, (outs, dq_desc, still, their_rings, told, others, call, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
+            (_compute, (outs, dq_desc, still, my_rings, told, mine, call, dropout, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 0)),
+            (_compute, (outs, dq_desc, still, their_rings, told, others, call, dropout, sizes, lengths, map_ptr, map_strides, MASK, SCORE, SCORE_GRAD, C, 1)),
             (_copy, (descs, still, (q_ring, do_ring, t_rings), told, counter, sizes, lengths, map_ptr, map_strides, C)),
         ],
         [4, 1],
@@ -454,7 +468,7 @@ def configs(p: Attention, device: Device) -> list[Tiles | hopper_backward_ordere
     """The tiles of the head dimension. Long problems go in several launches."""
     if _ordered(p):
         return hopper_backward_ordered.configs(p, device)
-    m, n, stages = pick(TILES, 128 if pairs_of(p) or texts.far_of(p) is not None else max(p.dim, p.value_dim))
+    m, n, stages = pick(TILES, 128 if "dropout" in p.extras or pairs_of(p) or texts.far_of(p) is not None else max(p.dim, p.value_dim))
     keys = p.batch * p.len_k if p.keys == "dense" else p.tokens_k or p.tokens
     shares = max(1, triton.cdiv(keys * p.kv_heads, MOST))
     return [Tiles(m, n, stages, shares, programs_of(device))]
@@ -495,7 +509,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
         delta, lses = statistics(p, lead[4], lead[3], lse, d_lse, unit, rows, LATE if packed else 1)  # rows that fill up a tile see nothing
         if k.numel():
             over = hopper_backward_ordered.launches if _ordered(p) else _over
-            over(p, tiles, lead, lses, delta, x, sees, score, score_grad, before, gain)
+            deltas = delta * (1 - x.drop) if x.drop else delta  # as of weights that do not grow by what dropout leaves: all gradients do at the end
+            over(p, tiles, lead, lses, deltas, x, sees, score, score_grad, before, gain)
     d_sinks = None
     if x.sinks is not None:  # d LSE / d sink = exp(sink - LSE), and a growing LSE shrinks every weight: delta carries both
         d_sinks = torch.zeros_like(x.sinks) if delta is None else sink_gradient(x.sinks, lse, delta[:, : len(x.sinks), : lse.shape[-1]])
@@ -525,7 +540,9 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
     pairs, steps, added = None, None, p.score is not None and score is None and pairs_of(p)
     if added:
         pairs, steps = pair_tiles(x.score[added.tensor], added.axes, tiles.m, 64)
-    shape = Shape(tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim, steps, far, far and len(x.score) > 1)
+    shape = Shape(
+        tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim, steps, far, far and len(x.score) > 1, x.drop > 0
+    )
     reads = mods.captured(x.mask), mods.captured(x.score)
     found, map_strides = None, (0, 0, 0)
     if sees is not None:
@@ -541,6 +558,7 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
     # of a packed batch two at least: the longest tiles of the last head alone would be begun late
     side_by_side = max(together(p, 3 * keys, at_once), min(at_once, 1 + packed))
     half = (tiles.m, width // 2) if tiles.m == 64 else (64, width)
+    dropout = dropout_of(x)
     held = torch.empty(at_once * p.group, q.shape[2], width, dtype=torch.float32, device=q.device)
     for first in range(0, every, at_once):
         count = min(at_once, every - first)
@@ -550,7 +568,7 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
         factors = before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain
         _backward[(programs,)](
             *kinds, *stats, pairs, describe(sums, *half), *grads, dk, dv, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
-            *factors, grid, tiles_n, side_by_side, p.kv_heads, p.group, p.len_q, p.len_k, count, first, map_strides,
+            dropout, *factors, grid, tiles_n, side_by_side, p.kv_heads, p.group, p.len_q, p.len_k, count, first, map_strides,
             MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip
-        finish(sums, dq, before * gain, first * p.group)
+        finish(sums, dq, before * gain * dropout[2], first * p.group)

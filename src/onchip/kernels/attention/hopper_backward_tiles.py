@@ -5,6 +5,7 @@ A tile's rows are keys (`C.of_keys`), past which queries stream, or queries, pas
 
 import math
 
+from onchip.kernels.attention.hopper_dropout import of_bits
 from onchip.kernels.attention.hopper_tiles import between, map_entry, map_row
 from onchip.kernels.attention.statistics import LATE
 from onchip.kernels.attention.tile import inner_span, key_span, query_span
@@ -99,6 +100,21 @@ def clear(tile, count, ROWS: gl.constexpr, GROUP: gl.constexpr):
 def start(zeros, values, col: gl.constexpr):
     """What sums over [keys, queries] begin with, so that `values` [queries] are taken off."""
     return zeros - values.reshape([zeros.shape[1]]).load(col)[None, :]
+
+
+@gluon.jit
+def dropped(p, bits):
+    """P with the weights that dropout does not keep negated."""
+    M: gl.constexpr = p.shape[1]
+    layout: gl.constexpr = p.type.layout
+    return gl.where(of_bits(bits, M, layout), p, -p)
+
+
+@gluon.jit
+def through(dp, p, values):
+    """dP - delta where dropout keeps a weight of `dropped`, else - delta, of which `values` is a buffer; all in units of 1 / (1 - p) of dropout's p."""
+    layout: gl.constexpr = gl.SliceLayout(0, dp.type.layout)
+    return gl.where(p > 0.0, dp, -values.reshape([dp.shape[1]]).load(layout)[None, :])
 
 
 @gluon.jit

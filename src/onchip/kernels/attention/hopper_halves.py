@@ -16,6 +16,7 @@ from onchip.kernels.attention.hopper_tiles import (
     scored,
     top_of,
     weigh,
+    weigh_kept,
 )
 from onchip.kernels.attention.key_bias import product
 from onchip.kernels.attention.tile import key_span
@@ -116,7 +117,7 @@ def first_tile(n, ki, kp, own, DTYPE: gl.constexpr, MASK: gl.constexpr, SCORE: g
            s_layout: gl.constexpr, layout: gl.constexpr):  # fmt: skip
     """Weights of the first tile of keys, which holds the last ones and (of) the diagonal, what they are taken over, and their sums. `layout`: of its scores,
     or of the left half's, where the mask hides the others."""
-    q, k_ring, _, t_ring, _, call, _, _ = own
+    q, k_ring, _, t_ring, _, call, _, _, drops = own
     keys, _, _ = k_ring
     N: gl.constexpr = C.n
     SEEN: gl.constexpr = layout.instr_shape[1]
@@ -139,6 +140,6 @@ def first_tile(n, ki, kp, own, DTYPE: gl.constexpr, MASK: gl.constexpr, SCORE: g
         top, _shrink = top_of(scores, gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout)), gain, C.room, 0.0)
     if t_ring is not None:
         release(ki, PAIRS_LET_GO - 8 * GROUP, ONE_GROUP)
-    words, sums = weigh(scores, top, gain, DTYPE, C)
+    words, sums = weigh_kept(scores, top, gain, n, drops, DTYPE, C)
     like, total = weigh(gl.zeros([64, N], gl.float32, s_layout), top, gain, DTYPE, C)  # their layouts alone
     return among(words, False, like), top, gl.convert_layout(sums, total.type.layout)

@@ -30,6 +30,7 @@ from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.capped import cap_of, fold, scaled, weigh_capped
 from onchip.kernels.attention.hopper_copies import come, copy, gather, pool_of
+from onchip.kernels.attention.hopper_dropout import dropout_of, drops_of
 from onchip.kernels.attention.hopper_halves import among, first_tile, own_steps, pass_over, told_of
 from onchip.kernels.attention.hopper_tiles import (
     ANYTHING,
@@ -66,7 +67,7 @@ from onchip.kernels.attention.hopper_tiles import (
     tile_at,
     tile_of,
     top_of,
-    weigh,
+    weigh_kept,
 )
 from onchip.kernels.attention.key_bias import key_ring, product, room_of, taken_out
 from onchip.kernels.attention.lines import below, draw, height_of, top_above
@@ -153,6 +154,7 @@ class Shape:
     rounds: int  # tiles of queries that a warpgroup has space for: of two, the next one comes while this one is worked on
     pack: int  # heads side by side in the rows of a tile
     alike: bool  # whether all sequences have the same queries, which are there once
+    drops: bool  # whether weights are dropped
     first: bool  # whether the launch behind this one may begin when it has begun
 
     @property
@@ -207,7 +209,7 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
     LINE: gl.constexpr = PART == "before" or PART == "behind"
     RISES: gl.constexpr = PART == "behind" and C.bold
     words, acc, top, total, ki, kp, vi, vp = state
-    q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides = own
+    q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, drops = own
     keys, k_full, _ = k_ring
     values, v_full, _ = v_ring
     t, far = count * 0, count < 0
@@ -234,7 +236,7 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
         tile = read_tile(None if C.adds else t_ring, ki, kp, C, s_layout)
         if C.adds:  # of the next tile, beside the product
             adds = keys_ahead(x + t + 1, steps, map_strides, call, KEYS, C)
-        elif EDGE or SCORE is not None:
+        elif EDGE or SCORE is not None or C.drops:
             n = tile_at(x + t, steps, map_strides, C) * N
             of = of_keys(n, call, KEYS, C)
         if LINE:
@@ -261,7 +263,7 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
         if PART == "near":
             words, sums, far = weigh_capped(scores, top, n, call, of, tile, alarms, SCORE, values.dtype, C, s_layout)
         else:
-            made, sums = weigh(scores, below(top, height) if LINE else top, factor, values.dtype, C)
+            made, sums = weigh_kept(scores, below(top, height) if LINE else top, factor, n + LEFT, drops, values.dtype, C)
             words = among(made, LEFT > 0, words)
         if RISES:
             acc, total = shrunk(acc, total, shrink, C)
@@ -277,7 +279,7 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
                         scores = scored(scores, n, call, of, None, SCORE, C, s_layout)
                     top, shrink = top_of(scores, top, factor, C.room, 0.0)
                 acc, total = shrunk(acc, total, shrink, C)
-                words, sums = weigh(scores, below(top, height) if LINE else top, factor, values.dtype, C)
+                words, sums = weigh_kept(scores, below(top, height) if LINE else top, factor, n + LEFT, drops, values.dtype, C)
                 if RISES:
                     crest = top - height
             release(ki, 10, C.readers)
@@ -292,12 +294,15 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
 
 
 @gluon.jit
-def _attend(place, hidden, sizes, cursors, q, k_ring, v_ring, t_ring, alarms, sinks_ptr, lse, scale, gain, map_ptr, map_strides, reads, DTYPE: gl.constexpr,
-            MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
+def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr,
+            GROUP: gl.constexpr):  # fmt: skip
     """The output of 64 rows, and the cursors after it; LSE is stored."""
-    N: gl.constexpr = C.n
+    _, rings, _, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads, dropout = given
+    k_ring, v_ring, t_ring, alarms = rings[1], rings[2], rings[3 + GROUP], alarms.index(GROUP)
     values, v_full, _ = v_ring
+    N: gl.constexpr = C.n
     DV: gl.constexpr = values.shape[-1]
+    DTYPE: gl.constexpr = values.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N // 2, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
@@ -313,7 +318,8 @@ def _attend(place, hidden, sizes, cursors, q, k_ring, v_ring, t_ring, alarms, si
     gain = scale * gain if C.adds else gain
     read = distances_of(reads[1], b, head, place[2] * C.m + GROUP * 64, len_q, N, s_layout) if C.far else reads[1]
     call = (rows, shift, b, tall(head, C), len_q, len_k, scale, gain, reads[0], read, of_rows(rows, b, head, len_q, len_k, reads, ROWS))
-    own = (q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides)
+    drops = drops_of(dropout, place[2] * C.m + GROUP * C.own, b * sizes[3] + head, C)
+    own = (q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, drops)
     come(k_ring[1], ki, kp, C)
     if right and HALVES:
         words, top, total = first_tile(first * N, ki, kp, own, DTYPE, MASK, SCORE, KEYS, C, GROUP, s_layout, half_layout)
@@ -357,6 +363,8 @@ def _attend(place, hidden, sizes, cursors, q, k_ring, v_ring, t_ring, alarms, si
         at = lse_ptr + lse_at(b, head, start_q + rows, lse_len, sizes, C)
         gl.store(at, (top - C.room + gl.log2(total * 2.0**C.room)) * LN2, mask=rows < len_q)  # sums near 1 have more digits in their logarithms
     inverse = gl.where(total == 0.0, 0.0, shrink / total)
+    if C.drops:
+        inverse = inverse * dropout[2]
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     release(vi, 10 + C.stages, C.readers)
     vi, vp = advance(vi, vp, C.stages)
@@ -366,12 +374,12 @@ def _attend(place, hidden, sizes, cursors, q, k_ring, v_ring, t_ring, alarms, si
 
 @gluon.jit
 def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
-    outs, rings, message, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads = given
+    outs, rings, message, sizes, map_ptr, map_strides = given[0], given[1], given[2], given[8], given[9], given[10]
     o_desc, o_ptr, o_buffers = outs
     q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
     queries, q_full, q_empty = q_ring
     DV: gl.constexpr = v_ring[0].shape[-1]
-    alarms, ki, kp, vi, vp = alarms.index(GROUP), 0, 0, 0, 0
+    ki, kp, vi, vp = 0, 0, 0, 0
     first_turn(GROUP, C.groups)
     turn = 0
     b = next_sequence(message, turn)
@@ -387,8 +395,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
         if C.packed and GROUP > 0:  # past the end of a sequence, or of a decode in a mixed batch
             busy = tile_m * C.m + GROUP * C.own < len_q
         if busy:
-            acc, ki, kp, vi, vp = _attend(place, hidden, sizes, (ki, kp, vi, vp), q, k_ring, v_ring, rings[3 + GROUP], alarms, sinks_ptr, lse, scale, gain,
-                                          map_ptr, map_strides, reads, queries.dtype, MASK, SCORE, ROWS, KEYS, C, GROUP)  # fmt: skip
+            acc, ki, kp, vi, vp = _attend(place, hidden, (ki, kp, vi, vp), q, given, MASK, SCORE, ROWS, KEYS, C, GROUP)
             if not C.share:
                 mbarrier.arrive(q_empty.index(mine), count=1)
                 tma.store_wait(0)  # the tile before has left
@@ -419,7 +426,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
 
 @gluon.jit(do_not_specialize=ANYTHING)
 def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, counter, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr,
-             reads, scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, lse_len, map_strides, t_steps,
+             reads, dropout, scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, lse_len, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups * C.rounds, 1)
     k_ring = key_ring(k_desc, t_desc, gain, C)
@@ -447,7 +454,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, coun
     COPIER: gl.constexpr = 56 if C.gathers == 2 else 24 if C.parts == 1 else 56 if MANY and not C.mapped else 40
     GATHERER: gl.constexpr = 32 if C.gathers > 2 else COPIER  # a warpgroup's warps have as many, and two stand beside the copying one
     COMPUTER: gl.constexpr = (504 - COPIER - (GATHERER if C.gathers > 2 else 0)) // 2
-    given = (outs, rings, told, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads)
+    given = (outs, rings, told, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads, dropout)
     copied = (q_desc, k_desc, v_desc, t_desc, reads[1] if C.far else t_steps, rings, told, counter, sizes, lengths, table, map_ptr, map_strides)
     gathered = (pools, k_ring, v_ring, told, sizes, table, map_ptr, map_strides)
     if C.groups == 1 and C.gathers == 0:
@@ -457,15 +464,8 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, coun
             [(_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)), (copy, (copied, C)), (gather, (gathered, C))], [1, C.gathers], [COPIER, GATHERER]
         )
     elif C.groups == 2 and C.gathers == 0:
-        gl.warp_specialize(
-            [
-                (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)),
-                (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 1)),
-                (copy, (copied, C)),
-            ],
-            [4, 1],
-            [COMPUTER, COPIER],
-        )
+        gl.warp_specialize([(_compute, (given, MASK, SCORE, ROWS, KEYS, C, 0)), (_compute, (given, MASK, SCORE, ROWS, KEYS, C, 1)), (copy, (copied, C))],
+                           [4, 1], [COMPUTER, COPIER])  # fmt: skip
     elif C.groups == 2:
         gl.warp_specialize(
             [
@@ -505,8 +505,8 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     """The tiles of the head dimension; half of them where they are too few for the device."""
     width = max(block(p.dim), block(p.value_dim))
     groups, n, stages = pick(TILES, width)
-    plain = (p.score is None or is_light(p.score.text) or far_of(p) is not None) and p.keys != "paged" and isinstance(p.mask, Band) and p.mask.left is None
-    if width == 64 and plain and (p.len_q > SHORT or p.mask.right is None):
+    light = p.keys != "paged" and "dropout" not in p.extras and (p.score is None or is_light(p.score.text) or far_of(p) is not None)
+    if width == 64 and light and isinstance(p.mask, Band) and p.mask.left is None and (p.len_q > SHORT or p.mask.right is None):
         groups, n, stages = LONG_64
     if tile := tile_of(p):
         n, stages = n * 2 // tile.dtype.itemsize, TILED
@@ -548,7 +548,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     make = functools.partial(mods.split_functions, tiled=tile is not None, of_row=tiles.pack > 1)
     (rows, keys, sees, score), reads, scale, gain = device_functions(p, x, q, make)
-    cap, line = cap_of(p, scale, gain), line_of(p.score.text) if p.score and keys is None and isinstance(p.mask, Band) and scale > 0 else ""
+    cap, line = 0 if x.drop else cap_of(p, scale, gain), line_of(p.score.text) if p.score and keys is None and isinstance(p.mask, Band) and scale > 0 else ""
     adds = far is not None or (p.score is not None and only_adds(p.score.text) and scale > 0)
     bold = width <= 128 and (p.score is None or adds or line != "")  # at 256 finding a maximum hides behind the products
     if packed and "batch_invariant" in p.extras:  # in a sequence's last tile the next one's queries would raise alarms too, and choose a warp's tanh
@@ -560,7 +560,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, gathers, p.dim, p.value_dim,
         cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, power, biased, far is not None, adds, line, bold, share,
         pick(LAZILY, width_v), 1 if tile else rounds(tiles, width, width_v, 0 if share else width_v, room_of(tiles, biased, line, right)),
-        tiles.pack, alike, beside is not None,
+        tiles.pack, alike, x.drop > 0, beside is not None,
     )  # fmt: skip
     heads, own, k_rows = p.heads, (64,), tiles.n // shape.parts
     if tiles.pack > 1:
@@ -583,8 +583,8 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     _prefill[(programs,)](
         *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, tuple(map(pool_of, first[1:3])) if gathers else None, first[3],
         lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, page_table if page_table is None else (page_table, page_table.stride(0)),
-        found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads, scale, gain, count, tiles_m, side_by_side(p), heads, p.group, p.len_q, p.len_k,
-        batch_heads, p.tokens if packed else p.len_q, map_strides, steps,
+        found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads, dropout_of(x), scale, gain, count, tiles_m, side_by_side(p), heads, p.group,
+        p.len_q, p.len_k, batch_heads, p.tokens if packed else p.len_q, map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4, **({"launch_pdl": True} if shape.first else {}),
     )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -11,6 +11,7 @@ from onchip.core import settings
 from onchip.core.device import Device
 from onchip.core.problem import Attention
 from onchip.core.trace import Traced
+from onchip.kernels.attention.hopper_dropout import kept
 from onchip.kernels.attention.pairs import by_distance
 from onchip.kernels.attention.texts import PairTile, far_of, of_heads_and_keys, pair_tile
 from onchip.kernels.attention.tile import inner_span, key_span, reads, sequence
@@ -461,9 +462,25 @@ def grown(new_top, top, GROWS: gl.constexpr):
 @gluon.jit
 def weigh(scores, top, factor, DTYPE: gl.constexpr, C: gl.constexpr):
     """The weights, two to a word, and sums that stay in a thread, [64, 8]. The four threads of a row meet once, at the end."""
-    N: gl.constexpr = scores.shape[1]
+    weights, sums = _weights(scores, top, factor)
+    return as_pairs(weights, DTYPE), sums
+
+
+@gluon.jit
+def weigh_kept(scores, top, factor, n, drops, DTYPE: gl.constexpr, C: gl.constexpr):
+    """`weigh` of keys from `n` on, of which dropout leaves some (`hopper_dropout`): the sums have all."""
+    weights, sums = _weights(scores, top, factor)
+    if C.drops:
+        N: gl.constexpr = scores.shape[1]
+        layout: gl.constexpr = scores.type.layout
+        weights = gl.where(kept(n, drops, N, False, layout), weights, 0.0)
+    return as_pairs(weights, DTYPE), sums
+
+
+@gluon.jit
+def _weights(scores, top, factor):
     weights = gl.exp2(scores * factor - gl.convert_layout(base_of(top), gl.SliceLayout(1, scores.type.layout))[:, None])
-    return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, N // 8, 8]), 1)
+    return weights, gl.sum(weights.reshape([64, scores.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
@@ -507,11 +524,12 @@ def tile_of(p: Attention) -> PairTile | None:
 def pack_of(p: Attention, m: int) -> int:
     """Heads side by side in tiles of `m` rows: the group's, where that makes more than an eighth of the tiles less, or 1.
 
-    Not where what a score reads comes as a tile of one head's queries and keys, or is one key's and head's, nor under a map of a head's tiles.
+    Not where what a score reads comes as a tile of one head's queries and keys, or is one key's and head's, nor under a map of a head's tiles, nor where
+    weights are dropped, which `hopper_dropout` knows by rows that are queries side by side.
     """
     pack, len_q = triton.next_power_of_2(p.group), p.len_q
     by_head = isinstance(p.mask, Traced) and reads(p.mask.text, "h")
-    if pack > 64 or by_head or (p.score and (tile_of(p) or far_of(p) is not None or of_heads_and_keys(p.score.text))):
+    if pack > 64 or by_head or "dropout" in p.extras or (p.score and (tile_of(p) or far_of(p) is not None or of_heads_and_keys(p.score.text))):
         return 1
     if p.tokens:  # as if all sequences were equally long, which a result that does not depend on others must not
         if "batch_invariant" in p.extras:

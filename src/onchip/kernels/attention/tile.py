@@ -16,7 +16,7 @@ import triton.language as tl
 
 from onchip.core.masks import Band
 from onchip.core.once import once, passing
-from onchip.core.philox import ROUNDS, threshold
+from onchip.core.philox import ROUNDS
 from onchip.core.trace import Traced
 from onchip.kernels.again import asked, refuse
 from onchip.kernels.attention import mods, texts
@@ -131,10 +131,29 @@ def sink(acc, top, total, logit):
 
 
 @triton.jit
-def kept(state_ptr, bar, b_h, i, j):
-    """Which weights dropout keeps: Philox of (seed, offset, sequence and head, query, key), as `core/philox.py` draws them."""
-    word, _, _, _ = tl.philox(tl.load(state_ptr), j, i, b_h, tl.load(state_ptr + 1).to(tl.int32), PHILOX_ROUNDS)
-    return word >= bar.to(tl.uint32)
+def kept(state_ptr, bar, b_h, i, j, M: tl.constexpr, N: tl.constexpr, TURNED: tl.constexpr):
+    """Which weights of M queries from `i` on and N keys from `j` on, all of them multiples of 16, dropout keeps: [M, N], or [N, M] if TURNED.
+
+    Sixteen share a call of Philox, as `core/philox.py` says.
+    """
+    i = i + tl.arange(0, M // 4) // 4 * 16 + tl.arange(0, M // 4) % 4 * 2  # without bits 1 and 8
+    j = j + tl.arange(0, N // 4) // 4 * 16 + tl.arange(0, N // 4) % 4 * 2
+    w0, w1, w2, w3 = tl.philox(tl.load(state_ptr), j[None, :], i[:, None], b_h, tl.load(state_ptr + 1).to(tl.int32), PHILOX_ROUNDS)
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3)).to(tl.uint32, bitcast=True)  # bit 1 of the key, then of the query
+    first, second = _stays(words, bar), _stays(words << 8 | words >> 24, bar)
+    third, fourth = _stays(words << 16 | words >> 16, bar), _stays(words << 24 | words >> 8, bar)
+    stays = tl.join(tl.join(first, second), tl.join(third, fourth))  # bit 8 of the key, then of the query
+    stays = stays.reshape(M // 16, 4, N // 16, 4, 2, 2, 2, 2)
+    if TURNED:
+        stays = stays.permute(2, 6, 3, 4, 0, 7, 1, 5).reshape(N, M)
+    else:
+        stays = stays.permute(0, 7, 1, 5, 2, 6, 3, 4).reshape(M, N)
+    return stays != 0
+
+
+@triton.jit
+def _stays(words, bar):
+    return (words.to(tl.int32, bitcast=True) >= bar).to(tl.int8)
 
 
 @triton.jit
@@ -437,12 +456,6 @@ def reads(text: str, name: str) -> bool:
 def ends(band: Band) -> tuple[int, int, bool]:
     """A band as kernels take it: LEFT, RIGHT (-1: no limit) and whether it is aligned to the top left."""
     return *(-1 if side is None else side for side in (band.left, band.right)), band.align == "top_left"
-
-
-def bar(drop: float) -> int:
-    """The probability of dropout as a kernel compares with it, an int32 of the same bits."""
-    value = threshold(drop)
-    return value - (1 << 32) if value >= 1 << 31 else value
 
 
 def tf32(p) -> str:

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.masks import Band
+from onchip.core.philox import bar
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import mods, texts
@@ -29,7 +30,6 @@ from onchip.kernels.attention.tile import (
     FIELDS,
     LOG2E,
     adjacent,
-    bar,
     block,
     describable,
     ends,
@@ -169,7 +169,7 @@ def _past_keys(dk, dv, k, v, q_src, do_src, first, count, tiles, step, jump, cal
         do = _rows(do_src, row, head, m, batch, strides[1], len_q, DV, BLOCK_M, BLOCK_DV, TMA and not ZERO)
         keep = True
         if state_ptr is not None:
-            keep = kept(state_ptr, drop_bar, b_h, i, j)
+            keep = kept(state_ptr, drop_bar, b_h, m, n, BLOCK_M, k.shape[0], True)
         if WHAT != "dK":
             dropped = weights
             if state_ptr is not None:
@@ -280,7 +280,7 @@ def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, jump, call
     lse, delta, rows, place, strides, scale, gain, at, reads, dropout = call
     batch, head, row = place
     b, h, _, len_q, len_k = at
-    state_ptr, drop_bar, keep_scale, b_h = dropout
+    state_ptr, drop_bar, keep_scale, b_h, query = dropout
     i = rows[:, None]
     for t in tl.range(0, count, num_stages=STAGES):
         n = _step(t, first, tiles, step, jump, BLOCK_N)
@@ -295,7 +295,8 @@ def _past_queries(dq, q, do, k_src, v_src, first, count, tiles, step, jump, call
         v = _rows(v_src, row, head, n, batch, strides[1], len_k, DV, BLOCK_N, do.shape[1], TMA)
         d_weights = tl.dot(do, v.T, input_precision=PRECISION)
         if state_ptr is not None:
-            d_weights = tl.where(kept(state_ptr, drop_bar, b_h, i, j), d_weights * keep_scale, 0.0)
+            keep = kept(state_ptr, drop_bar, b_h, query, n, q.shape[0], BLOCK_N, False)
+            d_weights = tl.where(keep, d_weights * keep_scale, 0.0)
         ds = weights * (d_weights - delta[:, None])
         if EDGE:
             seen = _visible(i, j, at, reads[0], LEFT, RIGHT, MASK) & (j < len_k)
@@ -347,7 +348,7 @@ def _queries(sources, plain, outs, stats, of_q, of_k, sizes, strides, map_ptr, m
         if SCORE is None:
             factor = scale * LOG2E
         call = (lse, delta, rows, (batch, kv_head, start_k), (k_strides[2], v_strides[2]), factor, gain * LOG2E, (b, head, shift, len_q, len_k), reads,
-                (state_ptr, drop_bar, keep_scale, b * heads + head))  # fmt: skip
+                (state_ptr, drop_bar, keep_scale, b * heads + head, m))  # fmt: skip
         if MASK is not None:
             row = map_ptr + (b * map_strides[0] + head * map_strides[1] + tile_m).to(tl.int64) * map_strides[2]
             dq = _past_queries(dq, q, do, k_end, v_src, 0, tl.load(row), row + 2, 1, None, call, D, DV, LEFT, RIGHT, BLOCK_N,

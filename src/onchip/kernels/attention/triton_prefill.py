@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.masks import Band
+from onchip.core.philox import bar
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import texts
@@ -23,7 +24,6 @@ from onchip.kernels.attention.tile import (
     LOG2E,
     adjacent,
     band,
-    bar,
     block,
     describable,
     device_functions,
@@ -103,7 +103,7 @@ def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D
     b, h, shift, len_q, len_k = at
     k_stride, v_stride = strides
     mask_reads, score_reads = reads
-    state_ptr, drop_bar, keep_scale, b_h = dropout
+    state_ptr, drop_bar, keep_scale, b_h, query = dropout
     for t in tl.range(0, count, num_stages=STAGES):
         if tiles is not None:
             n = tl.load(tiles + t * step) * BLOCK_N
@@ -130,7 +130,7 @@ def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D
                 scores = band(scores, rows + shift, n + cols, len_k, LEFT, RIGHT)
         weights, shrink, top, total = online_softmax(scores, top, total, gain, EDGE or SCORE is not None)
         if state_ptr is not None:
-            weights = tl.where(kept(state_ptr, drop_bar, b_h, rows[:, None], (n + cols)[None, :]), weights * keep_scale, 0.0)
+            weights = tl.where(kept(state_ptr, drop_bar, b_h, query, n, weights.shape[0], BLOCK_N, False), weights * keep_scale, 0.0)
         acc = acc * shrink[:, None]
         if PAGE > 0:
             v = _paged_tile(v_src, pages, slots, near, v_stride, dims_v, DV, EDGE)
@@ -199,7 +199,7 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
     row_first, row_last = tile_m * BLOCK_M + shift, tile_m * BLOCK_M + BLOCK_M - 1 + shift
     first, last = key_span(row_first, row_last, len_k, LEFT, RIGHT)
     place, strides, at = (batch, kv_head, start_k, table_ptr, first), ((k_batch, k_row), (v_batch, v_row)), (b, head, shift, len_q, len_k)
-    dropout = (state_ptr, drop_bar, keep_scale, batch_head)
+    dropout = (state_ptr, drop_bar, keep_scale, batch_head, tile_m * BLOCK_M)
     call = (rows, place, strides, scale, gain * LOG2E, at, reads, dropout)
     if MASK is not None:
         map_ptr += (b * map_strides[0] + head * map_strides[1] + tile_m).to(tl.int64) * map_strides[2]
