@@ -773,6 +773,8 @@ class Emulator:
             return args[0]
         if code == "mul.wide.u32 $0, $1, $2;":
             return Tensor((raw(args[0]).long() & 0xFFFFFFFF) * (raw(args[1]).long() & 0xFFFFFFFF))
+        if code == "shfl.sync.bfly.b32 $0, $1, 4, 31, -1;":  # of an accumulator's rows, [warps, 8, ..], the one beside it
+            return Tensor(raw(args[0]).unflatten(1, (4, 2)).flip(2).flatten(1, 2))
         if code == "shf.l.wrap.b32 $0, $1, $1, $2;":
             word, turns = raw(args[0]).long() & 0xFFFFFFFF, raw(args[1])
             return Tensor((word << turns | word >> (32 - turns)).to(torch.int32))
@@ -811,8 +813,8 @@ class Emulator:
             kind, most = {"e4m3": (torch.float8_e4m3fn, 448), "e5m2": (torch.float8_e5m2, 57344)}[found[1]]
             values = torch.stack([raw(x) for x in args], -1).clamp(-most, most)
             return Tensor(values.to(kind).view(torch.int32)[..., 0])
-        if found := re.fullmatch(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", code):
-            halves = torch.stack([raw(x) for x in args], -1).to({"bf16": torch.bfloat16, "f16": torch.float16}[found[1]])
+        if found := re.fullmatch(r"cvt\.rn(\.relu)?\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", code):
+            halves = torch.stack([raw(x).relu() if found[1] else raw(x) for x in args], -1).to({"bf16": torch.bfloat16, "f16": torch.float16}[found[2]])
             return Tensor(halves.view(torch.int32)[..., 0])
         raise NotImplementedError(f"no emulation of {code!r}")
 

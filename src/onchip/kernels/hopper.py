@@ -383,11 +383,13 @@ def in_order(x):
 
 
 @gluon.jit
-def as_pairs(x, DTYPE: gl.constexpr):
-    """Values in half precision, rounded, two columns of a thread in an int32: halves that go from one loop to another are taken apart and put together anew."""
+def as_pairs(x, DTYPE: gl.constexpr, RELU: gl.constexpr = False):
+    """Values in half precision, rounded, two columns of a thread in an int32: halves that go from one loop to another are taken apart and put together anew.
+    RELU: those below 0 are 0, by the same instruction."""
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
-    code: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if DTYPE == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"  # noqa: SIM300 (DTYPE varies)
+    KIND: gl.constexpr = "bf16x2" if DTYPE == gl.bfloat16 else "f16x2"  # noqa: SIM300 (DTYPE varies)
+    code: gl.constexpr = f"cvt.rn.relu.{KIND}.f32 $0, $2, $1;" if RELU else f"cvt.rn.{KIND}.f32 $0, $2, $1;"
     even, odd = gl.split(x.reshape([M, N // 2, 2]))
     return gl.inline_asm_elementwise(code, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 

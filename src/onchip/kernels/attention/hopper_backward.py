@@ -47,6 +47,8 @@ from onchip.kernels.attention.tile import ends, fast, for_tma, mask_map, sequenc
 from onchip.kernels.hopper import (
     advance,
     arrive_and_wait,
+    as_halves,
+    as_pairs,
     block,
     describe,
     draw,
@@ -225,10 +227,14 @@ def _scores(zeros, k, queries, lses, index, SCORE: gl.constexpr, M: gl.constexpr
 
 
 @gluon.jit
-def _outputs(v, outputs, deltas, index, M: gl.constexpr, layout: gl.constexpr):
-    """V dO^T - delta, started."""
-    do = outputs.index(index).reshape([M, outputs.shape[-1]]).permute((1, 0))
-    return warpgroup_mma(v, do, start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout)), is_async=True)
+def _outputs(v, outputs, deltas, index, M: gl.constexpr, C: gl.constexpr, layout: gl.constexpr):
+    """V dO^T - delta, started; where weights are dropped, of whom dP knows nothing, V dO^T."""
+    do, zeros = outputs.index(index).reshape([M, outputs.shape[-1]]).permute((1, 0)), gl.zeros([64, M], gl.float32, layout)
+    if C.drops:
+        dp = warpgroup_mma(v, do, zeros, use_acc=False, is_async=True)
+    else:
+        dp = warpgroup_mma(v, do, start(zeros, deltas.index(index), gl.SliceLayout(0, layout)), is_async=True)
+    return dp
 
 
 @gluon.jit
@@ -302,22 +308,28 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
         else:
             s = _scores(begun, k.slice(GROUP * 64, 64, dim=0), queries, lses, index, SCORE, M, s_layout)
             mbarrier.wait(do_full.index(index), phase)
-            dp = _outputs(v.slice(GROUP * 64, 64, dim=0), outputs, deltas, index, M, s_layout)
+            dp = _outputs(v.slice(GROUP * 64, 64, dim=0), outputs, deltas, index, M, C, s_layout)
             turn_over(GROUP, C.partners)
             s = warpgroup_mma_wait(1, deps=[s])
             p, sloped = weights(s, m, h, lses, index, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
-            stays = p
             if C.drops:
                 p = dropped(p, bits)
-                stays = gl.maximum(p, 0.0)
-            left_p = gl.convert_layout(stays.to(queries.dtype), p_layout)
+                kept_p = as_halves(as_pairs(p, queries.dtype, True), queries.dtype)
+            else:
+                kept_p = p.to(queries.dtype)
+            left_p = gl.convert_layout(kept_p, p_layout)
             dv = warpgroup_mma(left_p, do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=[dp])
+            there = m + gl.arange(0, M, layout=gl.SliceLayout(0, s_layout)) < place[4]  # else it is the delta of the next sequence
             if C.drops:
-                dp = through(dp, p, deltas.index(index))
-            if EDGE and C.packed:  # the delta of the next sequence
-                dp = gl.where((m + gl.arange(0, M, layout=gl.SliceLayout(0, s_layout)) < place[4])[None, :], dp, 0.0)
-            ds = sloped * dp
+                delta = deltas.index(index).reshape([M]).load(gl.SliceLayout(0, s_layout))
+                if EDGE and C.packed:
+                    delta = gl.where(there, delta, 0.0)
+                ds = through(dp, p, sloped, delta, SCORE)
+            else:
+                if EDGE and C.packed:
+                    dp = gl.where(there[None, :], dp, 0.0)
+                ds = sloped * dp
             if C.summed:
                 add_by_distance(call[2][1], place[0], h, place[2] * C.n + GROUP * 64, place[6], m, ds, s_layout)
             ds = ds.to(queries.dtype)

@@ -111,10 +111,13 @@ def dropped(p, bits):
 
 
 @gluon.jit
-def through(dp, p, values):
-    """dP - delta where dropout keeps a weight of `dropped`, else - delta, of which `values` is a buffer; all in units of 1 / (1 - p) of dropout's p."""
-    layout: gl.constexpr = gl.SliceLayout(0, dp.type.layout)
-    return gl.where(p > 0.0, dp, -values.reshape([dp.shape[1]]).load(layout)[None, :])
+def through(dp, p, sloped, delta, SCORE: gl.constexpr):
+    """dS of weights of `dropped`: a dropped one has no part of dP. All but the weights in units of 1 / (1 - p) of dropout's p."""
+    if SCORE is None:
+        ds = gl.maximum(p, 0.0) * dp - gl.abs(p) * delta[None, :]
+    else:
+        ds = gl.where(p > 0.0, sloped, 0.0) * dp - sloped * delta[None, :]
+    return ds
 
 
 @gluon.jit

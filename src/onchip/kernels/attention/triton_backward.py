@@ -464,6 +464,7 @@ QUERIES = (
 # At 256 dK and dV fit in registers one at a time (520 and 432, both at once 246). Passes beside each other in one launch fill each other's tail: at 128,
 # 431 TFLOP/s instead of 371, at 256, 333 instead of 299. At 64 they spill together: 369 instead of 391.
 DV, DK = Tiles(64, 128, 8, 2), Tiles(32, 128, 8, 3)
+DROPPED_DK = Tiles(32, 128, 8, 2)  # what dropout keeps goes through shared memory, a byte for each weight of a tile
 
 
 def configs(p: Attention, device: Device) -> list[Plan]:
@@ -471,10 +472,13 @@ def configs(p: Attention, device: Device) -> list[Plan]:
     width = max(block(p.dim), block(p.value_dim))
     half = p.dtype.itemsize == 2 or "tf32" in p.extras
     pairs = sum(texts.pair_bytes(part.text) for part in (p.mask, p.score) if isinstance(part, Traced))
+    drops = "dropout" in p.extras
+    dk = DROPPED_DK if drops else DK
 
     def fits(t: Tiles, what: str) -> bool:
         still, moving = (t.m, t.n) if what == "dQ" else (t.n, t.m)
         shared = (still * (1 if what == "dV" else 2) + 2 * moving * t.stages) * width * p.dtype.itemsize + (t.stages - 1) * t.m * t.n * pairs
+        shared += drops * t.m * t.n
         registers = (still * width * (2 if what == "dK, dV" else 1) + 2 * t.m * t.n) // (32 * t.warps)
         return shared <= device.shared_memory and registers <= 224
 
@@ -482,8 +486,8 @@ def configs(p: Attention, device: Device) -> list[Plan]:
         return next((t for t in tiles if fits(t, what)), tiles[-1])
 
     keys, queries = (first(pick(ladder, width) if half else IEEE, what) for ladder, what in ((KEYS, "dK, dV"), (QUERIES, "dQ")))
-    if half and 128 < width <= 256 and fits(DV, "dV") and fits(DK, "dK") and queries.warps == DK.warps:
-        return [Plan((Launch("dV", DV, None), Launch("dK", DK, queries)))]
+    if half and 128 < width <= 256 and fits(DV, "dV") and fits(dk, "dK") and queries.warps == dk.warps:
+        return [Plan((Launch("dV", DV, None), Launch("dK", dk, queries)))]
     if half and width == 128 and keys.warps == queries.warps:
         return [Plan((Launch("dK, dV", keys, queries),))]
     return [Plan((Launch("dK, dV", keys, None), Launch("", None, queries)))]

@@ -266,9 +266,10 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     """The candidates that fit the device, best first; those that leave rows or multiprocessors idle go last."""
     size, width, width_v = p.dtype.itemsize, block(p.dim), block(p.value_dim)
     pairs = sum(texts.pair_bytes(part.text) for part in (p.mask, p.score) if isinstance(part, Traced))
+    drops = "dropout" in p.extras  # what it keeps goes through shared memory, a byte for each weight of a tile
 
     def fits(t: Tiles) -> bool:
-        shared = (t.m * max(width, width_v) + t.stages * t.n * (width + width_v)) * size + (t.stages - 1) * t.m * t.n * pairs
+        shared = (t.m * max(width, width_v) + t.stages * t.n * (width + width_v)) * size + (t.stages - 1) * t.m * t.n * pairs + drops * t.m * t.n
         registers = t.m * (width_v + t.n) // (32 * t.warps)  # accumulator and scores, of 255 a thread
         return shared <= device.shared_memory and registers <= 192
 
