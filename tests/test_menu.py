@@ -212,11 +212,11 @@ def test_refusals_by_hand():
 
 
 ALSO = {  # what each kernel of a GPU takes beside the fields that it names
-    "hopper_prefill": {"batch_invariant", "deterministic", "sinks", "used"},
+    "hopper_prefill": {"batch_invariant", "deterministic", "dropout", "sinks", "used"},
     "triton_prefill": {"batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"},
     "hopper_fp8": {"deterministic"},
     "cutlass_backward": {"sinks", "used"},
-    "hopper_backward": {"batch_invariant", "deterministic", "sinks", "used"},
+    "hopper_backward": {"batch_invariant", "deterministic", "dropout", "sinks", "used"},
     "hopper_fp8_backward": {"batch_invariant", "deterministic"},
     "triton_backward": {"batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"},
     "hopper_decode": {"batch_invariant", "deterministic", "sinks"},
@@ -237,6 +237,15 @@ def test_extras(op, kernel, extra):
     p = typical(op, kernel)
     reasons = kernel.refuses(p._replace(extras=tuple(sorted({*p.extras, extra}))), H200)
     assert not reasons if takes else [reason.split(" for ")[0] for reason in reasons] == [f"no {extra}"]
+
+
+@pytest.mark.parametrize("more", [{"dim": 256}, {"extras": ("deterministic", "dropout")}, {"extras": ("batch_invariant", "dropout")}], ids=str)
+def test_dropout_goes_where_sums_are_in_memory(more):
+    """The passes that sum nothing in memory know no dropout: `triton_backward` does."""
+    p = TYPICAL["backward"]._replace(**{"extras": ("dropout",), **more})
+    (reason,) = OPS["backward"].kernel("hopper_backward").refuses(p, H200)
+    assert reason == "dropout beside heads of more than 128, score_grad, or what is to be the same every time"
+    assert not OPS["backward"].kernel("triton_backward").refuses(p, H200)
 
 
 def test_gradients_that_are_the_same_every_time():

@@ -57,8 +57,10 @@ def launched(module, arch: str, p: Attention, *inputs, returns=(True,), entry="l
     return how, found
 
 
-def static(p: Attention, x: Operands, mask=None, score=None):
-    """A Problem and its operands with a mask and a score."""
+def static(p: Attention, x: Operands, mask=None, score=None, drops=False):
+    """A Problem and its operands with a mask, a score, and dropout."""
+    if drops:
+        p, x = p._replace(extras=tuple(sorted({*p.extras, "dropout"}))), x._replace(drop=0.1, state=meta(2, dtype=torch.int64))
     if mask is not None:
         p, x = p._replace(mask=mask.static()), x._replace(mask=mask.tensors)
     if score is not None:

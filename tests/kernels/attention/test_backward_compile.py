@@ -61,6 +61,16 @@ def check(dim, band, tiles, facts, copies, most):
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 
+@pytest.mark.parametrize(("dim", "most"), [(128, 484), (64, 68)])
+def test_hopper_backward_of_dropout(dim, most):
+    """A word of bits for a step, made before there are scores: the loop has no more memory for it."""
+    tiles, found = backward(dim, False, Full(), drops=True)
+    facts = found["_backward"]
+    assert tiles.m == 64
+    check(dim, Full(), tiles, facts, (20 if dim == 128 else 12, 6), most)
+    assert facts.ptx.count("cvt.rn.relu.bf16x2") and len(re.findall(r"shfl\.sync\.bfly\.b32 \S+ \S+ 4,", facts.ptx)) == 2 * 2 * 4
+
+
 @pytest.mark.parametrize(("dim", "most"), [(128, 204), (64, 0)])
 def test_hopper_backward_of_a_bias(dim, most):
     """Each warpgroup's part of a tile comes through TMA, and turned round by `ldmatrix`; it has room beside all else."""

@@ -165,8 +165,9 @@ DISTANCES = [  # by distance; of some the table has a gradient
     Case((1, 128, 2, EACH), 100, 150, Full(), heads=(1, 1), score=RelativeBias(torch.randn(1, 101).requires_grad_()), scale=0.0),
 ]
 CASES += DISTANCES
+DROPS = Case((1, 128, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), dim=128, drop=0.3)
 CASES += [
-    Case((1, 128, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), dim=128, drop=0.3),
+    DROPS,
     Case((1, 128, 2, EACH), 200, 200, drop=0.1, dtype=FP16),
     Case((1, 128, 2, EACH), 300, 300, Window(70), dim=40, drop=0.5, sinks=True),
     Case((1, 128, 2, EACH), lengths=((20, 90, 0), (150, 40, 7)), drop=0.3, score=Softcap(2.0)),
@@ -317,7 +318,7 @@ LET_OUTPUTS_GO = "        release(index, OUTPUTS_LET_GO, READERS)\n"
 WAIT_FOR_DK = "            dk, left = warpgroup_mma_wait(0, deps=[dk, left])\n"
 LET_QUERIES_GO = "        release(index, QUERIES_LET_GO, READERS)\n"
 LET_KEYS_GO = "            release(0, KEYS_LET_GO, READERS)\n"
-DELTA = "start(gl.zeros([64, M], gl.float32, layout), deltas.index(index), gl.SliceLayout(0, layout))"
+DELTA = "start(zeros, deltas.index(index), gl.SliceLayout(0, layout))"
 WAIT_FOR_OTHER = "        arrive_and_wait((step + 1) % 2, WRITTEN + 2 * (1 - GROUP), 256)\n"
 MAY_TELL = "    mbarrier.wait(empty.index(index), turn // 2 % 2 ^ 1)\n"
 IS_TOLD = "    if N == 0:\n        mbarrier.wait(full.index(index), turn // 2 % 2)\n"
@@ -448,6 +449,17 @@ BUGS += [
     Bug("dP is not waited for beside scores of two products", TWO_CUTS, (("wait(len(CUTS[C.columns])", "wait(1 + len(CUTS[C.columns])"),)),
     Bug("both warpgroups' dV leave through the same tile", BOTH, (("seconds.index(GROUP), place", "seconds.index(0), place"),)),
 ]  # fmt: skip
+
+
+BUGS += [
+    Bug("a dropped weight has no delta", DROPS, (("- gl.abs(p) * delta", "- gl.maximum(p, 0.0) * delta"),)),
+    Bug("dropped weights are in dV", DROPS, (("as_pairs(p, queries.dtype, True)", "as_pairs(gl.abs(p), queries.dtype, True)"),)),
+    Bug("dV does not grow", DROPS, (("(dv,), dropout[2],", "(dv,), 1.0,"),)),
+    Bug("dK does not grow", DROPS, (("call[3] * dropout[2]", "call[3]"),)),
+    Bug("queries drop as keys do", DROPS, (("kept_bits(m, drops, M, True,", "kept_bits(m, drops, M, False,"),)),
+    Bug("both warpgroups drop the same keys", DROPS, (("tile_n * N + GROUP * 64, b * (sizes[3]", "tile_n * N, b * (sizes[3]"),)),
+    Bug("a head's weights are dropped as the group's first one's", DROPS, (("(sizes[3] * group) + h, C)", "(sizes[3] * group) + kv_head * group, C)"),)),
+]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)

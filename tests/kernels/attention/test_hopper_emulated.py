@@ -576,6 +576,24 @@ BUGS += [
 ]  # fmt: skip
 
 
+LANES = "    first, second = gl.where(odd, other, mine), gl.where(odd, mine, other)\n"
+DROP = "        weights = gl.where(kept(n, drops, N, False, layout), weights, 0.0)\n"
+BUGS += [
+    Bug("dropped weights are not in the sums", DROPPED[0], ((DROP, DROP + "        sums = gl.sum(weights.reshape([64, N // 8, 8]), 1)\n"),)),
+    Bug("weights that stay do not grow", DROPPED[0], (("inverse * dropout[2]", "inverse * 1.0"),)),
+    Bug("both warpgroups drop the same weights", DROPPED[0], (("place[2] * C.m + GROUP * C.own, b * sizes[3]", "place[2] * C.m, b * sizes[3]"),)),
+    Bug("all heads drop the same weights", DROPPED[1], (("b * sizes[3] + head, C)", "b * sizes[3], C)"),)),
+    Bug("all tiles of keys drop the same weights", DROPPED[1], ((DROP, DROP.replace("kept(n,", "kept(n * 0,")),)),
+    Bug("a lane has its own words twice", DROPPED[1], ((LANES, "    first, second = mine, mine\n"),)),
+    Bug(
+        "a lane has its neighbour's words in its own place",
+        DROPPED[1],
+        ((LANES, "    second, first = gl.where(odd, other, mine), gl.where(odd, mine, other)\n"),),
+    ),
+    Bug("words are not turned", DROPPED[1], (("16 * _along(tile, ROW_8) + 8 * _along(tile, COLUMN_8)", "16 * _along(tile, ROW_8)"),)),
+]
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
 def test_a_planted_bug_shows(bug):
     """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""

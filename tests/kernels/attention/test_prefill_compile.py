@@ -84,6 +84,29 @@ def test_every_gpu_has_tiles_that_fit(name, dtype, dim):
         assert found[0].m <= max(16, 2 * len_q)
 
 
+PHILOX = 2 * 7  # wide products of a call of seven rounds
+
+
+@pytest.mark.parametrize(("arch", "dim", "most"), [("sm_90", 64, 0), ("sm_90", 128, 0), ("sm_90", 256, 0), ("sm_80", 128, 96)])
+def test_weights_share_calls_of_philox(arch, dim, most):
+    """Sixteen do, and what they are goes once through shared memory: a call for each made the forward pass 6.5 times as long."""
+    tiles, facts = prefill(arch, dim, Full(), drops=True)
+    assert facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
+    calls = 2 * max(1, tiles.m * tiles.n // 16 // (32 * tiles.warps))  # of a thread, in a loop with the mask and one without
+    assert len(re.findall(r"mul\.hi\.u32", facts.ptx)) <= (calls + 2) * PHILOX
+
+
+@pytest.mark.parametrize(("dim", "band", "most"), [(64, Full(), 0), (128, Full(), 0), (128, Causal(), 124), (256, Full(), 56)])
+def test_dropout_on_hopper(dim, band, most):
+    """A lane makes half of the calls of its weights, and gets the other words from its neighbour; nothing goes through shared memory."""
+    _, plain = prefill("sm_90", dim, band, module=hopper_prefill)
+    tiles, facts = prefill("sm_90", dim, band, module=hopper_prefill, drops=True)
+    assert facts.spills <= allowed(most), f"{tiles}: {facts.spills} bytes"
+    assert not facts.serialized and (dim == 64 or facts.ptx.count("st.shared") == plain.ptx.count("st.shared"))
+    calls, words = len(re.findall(r"mul\.wide\.u32", facts.ptx)) / PHILOX, len(re.findall(r"shfl\.sync\.bfly\.b32 \S+ \S+ 4,", facts.ptx))
+    assert words and calls * 2 <= words + 2
+
+
 # ---- on Hopper
 
 
