@@ -103,8 +103,8 @@ EXTRAS = {
 class Dropout(NamedTuple):
     """Each weight is dropped with probability `p`, the others grow by 1 / (1 - p).
 
-    The random numbers are Philox-4x32 (Salmon et al., 2011) of (seed, offset, sequence, head, query, key): whatever kernel runs, on
-    whatever device, drops the same ones. `seed` None: drawn from torch's generator of the device.
+    The random numbers are Philox-4x32 (Salmon et al., 2011) of (seed, offset, sequence, head, query, key), as `core/philox.py` says: whatever kernel runs,
+    on whatever device, drops the same ones. `seed` None: drawn from torch's generator of the device.
     """
 
     p: float

@@ -166,7 +166,7 @@ def uniform(x):
 @gluon.jit
 def here(x):
     """x, an int32 of an argument: what is made of it is made where this stands. LLVM makes it in the kernel's first lines, since warps wait for their
-    partition in a loop, and it is then in registers of all, or in memory, until it is needed. Not everywhere faster (AGENTS.md)."""
+    partition in a loop, and it is then in registers of all, or in memory, until it is needed. Not everywhere faster (docs/measured/hopper-backward.md)."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(x)], dtype=gl.int32, is_pure=False, pack=1)
 
 

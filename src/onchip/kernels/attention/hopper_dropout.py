@@ -102,7 +102,7 @@ def _numbers(column, drops, N: gl.constexpr, OF_KEYS: gl.constexpr, layout: gl.c
 def _of_both(even_row, odd_row, odd, tile):
     """The word of a lane's row in its own call and in its neighbour's, beside each of its weights. An odd lane has made the second block of 16 columns."""
     mine, other = gl.where(odd, odd_row, even_row), gl.where(odd, even_row, odd_row)
-    other = gl.inline_asm_elementwise("shfl.sync.bfly.b32 $0, $1, 4, 31, -1;", "=r,r", [other], dtype=gl.int32, is_pure=True, pack=1)
+    other = gl.inline_asm_elementwise("shfl.sync.bfly.b32 $0, $1, 4, 31, -1;", "=r,r", [other], dtype=gl.int32, is_pure=False, pack=1)
     first, second = gl.where(odd, other, mine), gl.where(odd, mine, other)
     return gl.where(_along(tile, COLUMN_16) == 0, _everywhere(first), _everywhere(second))
 
