@@ -10,7 +10,7 @@ Two launches. The survey (`vocabulary.py`) reads the row once from memory, and i
 filters need. Then one program a row chooses the groups of 16 entries that can hold a kept one, narrows over those, and draws. Up to 256 such groups are in
 registers, where a pass of narrowing is a sum over the program (`_few`); more are read again in each pass.
 Bytes: rows x vocab logits, and 1/16 of them written and read again. Measured on an H200 (bf16, vocabulary 128,256, top-k 50 with top-p and min-p): 64 rows
-27 us, one 13.6, of which the survey 3.0: docs/measured/sampling.md says where the rest goes. Of a distribution so flat that the maxima prove nothing one program reads the
+27 us, one 13.6, of which the survey 3.0: sampling.md says where the rest goes. Of a distribution so flat that the maxima prove nothing one program reads the
 whole row. With top-p alone (0.9 of normal logits) it checks what the survey drew from all entries: a token is kept if what is larger weighs less than p, and
 is then the argmax over the kept ones, too; if it is not, the next one is drawn from what is larger. So two passes with probability 1 - p more, where narrowing
 takes 7 in bf16 and 14 in float32: that is left for k beyond 2,004 and typical alone.
