@@ -3,8 +3,9 @@
 Of attention's weights sixteen share a call: queries i, i + 1, i + 8, i + 9 and keys j, j + 1, j + 8, j + 9, since these are what a thread of a tensor core's
 accumulator has side by side, whether its rows are queries or keys. The counter is (key, query, batch * heads + head, offset), key and query without their
 bits of value 1 and 8; the key of the cipher is the 64-bit seed. Bits 1 of query and key choose one of the four words, bits 8 which of its bytes comes first:
-a weight is dropped where that word, turned round and read as a signed number, is below `bar(p)`. So each weight is dropped with probability p to 2^-32, and two
-that share a word depend on each other only where a first byte is that of the bar, once in 256 times.
+a weight is dropped where that word, turned round and read as a signed number, is below `bar(p)`. So each weight is dropped with probability p to 2^-32.
+Two that share a word know of each other where a first byte is that of the bar: their correlation is at most about 1/256. (Where p is below 1/256, that is
+whenever one is dropped: of those few there are more together than chance would have.)
 """
 
 from collections.abc import Sequence
@@ -48,24 +49,42 @@ def bar(p: float) -> int:
 
 
 def kept(p: float, state: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, heads: int) -> Tensor:
-    """True where a weight stays; b, h, i, j broadcast as in a Place, queries along the last but one dimension and keys along the last."""
+    """True where a weight of attention stays; b, h, i, j broadcast as in a Place, queries along the last but one dimension and keys along the last."""
+    if i.device.type != "cpu":  # to find what calls there are would wait for the device
+        return _kept_alone(p, state, b * heads + h, i, j)
     (rows, own_row), (cols, own_col) = _calls(i.flatten()), _calls(j.flatten())
-    head = (b * heads + h).long()
-    seed, offset = state[0], state[1]
-    counter = cols & WORD, (rows & WORD)[:, None], head & WORD, (offset & WORD).view(1, 1)
-    w0, w1, w2, w3 = (word.to(torch.int32) for word in philox((seed & WORD, (seed >> 32) & WORD), counter))  # [.., rows, cols]
-    words = torch.stack((torch.stack((w0, w1), -1), torch.stack((w2, w3), -1)), -3)  # [.., rows, 2, cols, 2]: bits 1
-    stays = torch.empty(*w0.shape[:-1], 2, 2, len(cols), 2, 2, dtype=torch.bool, device=i.device)  # bits 8 in front of bits 1
-    for n in range(4):
-        turned = words << 8 * n | words >> 32 - 8 * n & (1 << 8 * n) - 1 if n else words
-        torch.ge(turned, bar(p), out=stays[..., n // 2, :, :, n % 2, :])
+    w0, w1, w2, w3 = (word.to(torch.int32) for word in _words(state, b * heads + h, rows[:, None], cols))  # [.., rows, cols]
+    words = torch.stack((torch.stack((w0, w1), -1), torch.stack((w2, w3), -1)), -3)  # bit 1 of a query behind rows, of a key behind cols
+    stays = [words >= bar(p), *((words << n | words >> 32 - n & (1 << n) - 1) >= bar(p) for n in (8, 16, 24))]
+    stays = torch.stack((torch.stack(stays[:2], -2), torch.stack(stays[2:], -2)), -5)  # and bits 8 in front of these
     return stays.flatten(-6, -4).flatten(-3).index_select(-2, own_row).index_select(-1, own_col)
+
+
+def _kept_alone(p: float, state: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """The same by a call for each weight."""
+    words, turns = _words(state, head, i, j), (i & 8) * 2 + (j & 8)
+    word = torch.where(i % 2 == 0, torch.where(j % 2 == 0, *words[:2]), torch.where(j % 2 == 0, *words[2:]))
+    return (((word << turns | word >> 32 - turns) & WORD) ^ 1 << 31) >= threshold(p)
+
+
+def _words(state: Tensor, head: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, ...]:
+    """The four words of the calls of queries and keys."""
+    seed, offset = state[0], state[1]
+    counter = tuple(x.long() & WORD for x in (j & ~SHARED, i & ~SHARED, head, offset))
+    return philox((seed & WORD, (seed >> 32) & WORD), counter)
 
 
 def _calls(places: Tensor) -> tuple[Tensor, Tensor]:
     """The different numbers without SHARED, and where each of `places` is among four times as many, its bits 8 and 1 behind."""
     found, at = torch.unique(places.long() & ~SHARED, return_inverse=True)
     return found, 4 * at + (places & 8) // 4 + (places & 1)
+
+
+def kept_rows(p: float, state: Tensor, rows: int, width: int) -> Tensor:
+    """True where an element of [rows, width] stays, a call each: of norms, whose programs have whole rows."""
+    row, col = (torch.arange(n, device=state.device) for n in (rows, width))
+    seed, offset = state[0], state[1]
+    return philox((seed & WORD, (seed >> 32) & WORD), (col, row[:, None], torch.zeros_like(col), offset & WORD))[0] >= threshold(p)
 
 
 def check(name: str, p: float, seed: int | None, offset: int) -> None:

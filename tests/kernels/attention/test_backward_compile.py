@@ -63,7 +63,7 @@ def check(dim, band, tiles, facts, copies, most):
 
 @pytest.mark.parametrize(("dim", "most"), [(128, 484), (64, 68)])
 def test_hopper_backward_of_dropout(dim, most):
-    """A word of bits for a step, made before there are scores: the loop has no more memory for it."""
+    """What is kept is a word of bits for a step, made before there are scores; plain attention spills 120 bytes at d128."""
     tiles, found = backward(dim, False, Full(), drops=True)
     facts = found["_backward"]
     assert tiles.m == 64

@@ -454,8 +454,8 @@ BUGS += [
 BUGS += [
     Bug("a dropped weight has no delta", DROPS, (("- gl.abs(p) * delta", "- gl.maximum(p, 0.0) * delta"),)),
     Bug("dropped weights are in dV", DROPS, (("as_pairs(p, queries.dtype, True)", "as_pairs(gl.abs(p), queries.dtype, True)"),)),
-    Bug("dV does not grow", DROPS, (("(dv,), dropout[2],", "(dv,), 1.0,"),)),
-    Bug("dK does not grow", DROPS, (("call[3] * dropout[2]", "call[3]"),)),
+    Bug("dV does not grow", DROPS, (("(dv,), growth(dropout, C),", "(dv,), 1.0,"),)),
+    Bug("dK does not grow", DROPS, (("call[3] * growth(dropout, C)", "call[3]"),)),
     Bug("queries drop as keys do", DROPS, (("kept_bits(m, drops, M, True,", "kept_bits(m, drops, M, False,"),)),
     Bug("both warpgroups drop the same keys", DROPS, (("tile_n * N + GROUP * 64, b * (sizes[3]", "tile_n * N, b * (sizes[3]"),)),
     Bug("a head's weights are dropped as the group's first one's", DROPS, (("(sizes[3] * group) + h, C)", "(sizes[3] * group) + kv_head * group, C)"),)),

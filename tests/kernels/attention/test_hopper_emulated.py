@@ -344,6 +344,8 @@ DROPPED = [
     Case((2, 128, 2, EACH), lengths=((200, 3, 130), (40, 90, 130)), drop=0.3, score=Softcap(2.0)),
     Case((2, 64, 2, EACH), 150, 200, Causal() & Document(torch.arange(200) // 60), drop=0.3, score=ALiBi(torch.tensor([0.5, 0.25]))),
     Case((2, 128, 2, EACH), 300, 300, Full(), drop=0.3, steep=30.0),  # tiles that are done again drop the same weights
+    Case((2, 128, 2, EACH), 260, 260, drop=0.3),  # halves of tiles
+    Case((2, 128, 2, EACH), 200, 330, Window(70), dim=128, drop=0.3),
 ]
 HARD = [*DENSE[:5], PACKED[0], PACKED[6], MODS[0], *TILED[:3], ADDED[0], STEEP[0], STEEP[3]]  # beside those of the bugs
 
@@ -522,7 +524,7 @@ BUGS += [
     Bug("the third ring is never released", TILED[0], ((RELEASE_TILE, "                pass\n"),)),
     Bug("the third ring is never released under a mask", TILED[1], ((RELEASE_MASKED_TILE, "        pass\n"),)),
     Bug("another buffer of the third ring is released first", TILED[0], (("is not None:\n        release(ki,", "is not None:\n        release(ki ^ 1,"),)),
-    Bug("both warpgroups take the first one's tile", TILED[0], (("v_ring, rings[3 + GROUP], alarms", "v_ring, rings[3], alarms"),)),
+    Bug("both warpgroups take the first one's tile", TILED[0], (("rings[2], rings[3 + GROUP], alarms", "rings[2], rings[3], alarms"),)),
     Bug("both warpgroups' tiles are the first one's", TILED[0], (("(tile_m * C.m + group * 64) * steps[2], n]", "tile_m * C.m * steps[2], n]"),)),
     Bug("a tile is that of the keys before", TILED[0], (("place, after - start_k, C)", "place, n - start_k, C)"),)),
     Bug("a packed batch's keys are counted from its beginning", TILED[14], (("place, n - start_k, C)", "place, n, C)"),)),
@@ -577,10 +579,12 @@ BUGS += [
 
 
 LANES = "    first, second = gl.where(odd, other, mine), gl.where(odd, mine, other)\n"
-DROP = "        weights = gl.where(kept(n, drops, N, False, layout), weights, 0.0)\n"
+SUMS = "        sums = gl.sum(weights.reshape([64, N // 8, 8]), 1)\n"
+DROP_FIRST = "        weights = gl.where(kept(n, drops, N, False, layout), weights, 0.0)\n"
+DROP = "        words = as_pairs(gl.where(kept(n, drops, N, False, layout), weights, 0.0), DTYPE)\n"
 BUGS += [
-    Bug("dropped weights are not in the sums", DROPPED[0], ((DROP, DROP + "        sums = gl.sum(weights.reshape([64, N // 8, 8]), 1)\n"),)),
-    Bug("weights that stay do not grow", DROPPED[0], (("inverse * dropout[2]", "inverse * 1.0"),)),
+    Bug("dropped weights are not in the sums", DROPPED[0], ((SUMS + DROP, DROP_FIRST + SUMS + "        words = as_pairs(weights, DTYPE)\n"),)),
+    Bug("weights that stay do not grow", DROPPED[0], (("inverse * growth(dropout, C)", "inverse * 1.0"),)),
     Bug("both warpgroups drop the same weights", DROPPED[0], (("place[2] * C.m + GROUP * C.own, b * sizes[3]", "place[2] * C.m, b * sizes[3]"),)),
     Bug("all heads drop the same weights", DROPPED[1], (("b * sizes[3] + head, C)", "b * sizes[3], C)"),)),
     Bug("all tiles of keys drop the same weights", DROPPED[1], ((DROP, DROP.replace("kept(n,", "kept(n * 0,")),)),
@@ -589,6 +593,17 @@ BUGS += [
         "a lane has its neighbour's words in its own place",
         DROPPED[1],
         ((LANES, "    second, first = gl.where(odd, other, mine), gl.where(odd, mine, other)\n"),),
+    ),
+    Bug(
+        "a tile's right half drops as its left one",
+        DROPPED[8],
+        (("n + LEFT, drops, values.dtype, C)\n            words = among", "n, drops, values.dtype, C)\n            words = among"),),
+    ),
+    Bug("half of a first tile is not dropped", DROPPED[7], (("weigh_kept(scores, top, gain, n, drops, DTYPE, C)", "weigh(scores, top, gain, DTYPE, C)"),)),
+    Bug(
+        "half of a first tile drops as another tile",
+        DROPPED[7],
+        (("weigh_kept(scores, top, gain, n, drops, DTYPE, C)", "weigh_kept(scores, top, gain, n + N, drops, DTYPE, C)"),),
     ),
     Bug("words are not turned", DROPPED[1], (("16 * _along(tile, ROW_8) + 8 * _along(tile, COLUMN_8)", "16 * _along(tile, ROW_8)"),)),
 ]

@@ -103,9 +103,7 @@ def textbook(form, given):
     z, t = given["x"], given
     if "stream" in t:
         if "drop" in tensors:
-            row, col = (torch.arange(n, device=z.device) for n in (z.numel() // shape[-1], shape[-1]))
-            state = philox.draw(z.device, DROP.seed, DROP.offset)
-            kept = philox.kept(DROP.p, state, row[:1] * 0, row[:1] * 0, row.unsqueeze(1), col, 1).view(shape)
+            kept = philox.kept_rows(DROP.p, philox.draw(z.device, DROP.seed, DROP.offset), z.numel() // shape[-1], shape[-1]).view(shape)
             z = torch.where(kept, z / (1 - DROP.p), 0)
         z = z * per_row(t["gate"], z) if "gate" in t else z
         z = z * t["row_scale"].unsqueeze(-1) if "row_scale" in t else z

@@ -275,9 +275,12 @@ def _gradients_on_hopper(p: Attention) -> str | None:
 
 
 def _drops_where_sums_are_in_memory(p: Attention) -> str | None:
-    if "dropout" not in p.extras or ("score_grad" not in p.extras and _sums_in_memory(p)):
+    if "dropout" not in p.extras:
         return None
-    return "dropout beside heads of more than 128, score_grad, or what is to be the same every time"
+    if max(p.dim, p.value_dim) > 128:
+        return f"dropout beside heads of {max(p.dim, p.value_dim)}, of at most 128"
+    beside = [extra for extra in ("batch_invariant", "deterministic", "score_grad") if extra in p.extras]
+    return f"no dropout beside {', '.join(beside)}" if beside else None
 
 
 def _slower_backward_on_hopper(p: Attention) -> str | None:

@@ -30,16 +30,16 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     PHASES,
     READERS,
     clear,
-    dropped,
+    d_scores,
     send,
+    signed,
     start,
     step_tile,
     steps_of,
-    through,
     unseen,
     weights,
 )
-from onchip.kernels.attention.hopper_dropout import dropout_of, drops_of, kept_bits
+from onchip.kernels.attention.hopper_dropout import dropout_of, drops_of, growth, kept_bits
 from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
 from onchip.kernels.attention.pairs import add_by_distance, ask_for, by_distance, distances_of, empty_sums, laid_out, pair_tiles, slopes_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
@@ -313,7 +313,7 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
             s = warpgroup_mma_wait(1, deps=[s])
             p, sloped = weights(s, m, h, lses, index, call, place, MASK, SCORE, SCORE_GRAD, EDGE, C, GROUP, s_layout)
             if C.drops:
-                p = dropped(p, bits)
+                p = signed(p, bits)
                 kept_p = as_halves(as_pairs(p, queries.dtype, True), queries.dtype)
             else:
                 kept_p = p.to(queries.dtype)
@@ -325,7 +325,7 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
                 delta = deltas.index(index).reshape([M]).load(gl.SliceLayout(0, s_layout))
                 if EDGE and C.packed:
                     delta = gl.where(there, delta, 0.0)
-                ds = through(dp, p, sloped, delta, SCORE)
+                ds = d_scores(dp, p, sloped, delta, SCORE)
             else:
                 if EDGE and C.packed:
                     dp = gl.where(there[None, :], dp, 0.0)
@@ -420,9 +420,9 @@ def _compute(outs, dq_desc, still, rings, message, buffers, call, dropout, sizes
             tiles += 1
             _add(dq, dq_desc, dq_buffer, row, m, place, C, GROUP)
             tma.store_wait(0)  # dQ has left the buffer
-            send(dv_desc, dv_ptr, sizes[3], (dv,), dropout[2], dq_buffer, place, C.dim_v, C, GROUP)
+            send(dv_desc, dv_ptr, sizes[3], (dv,), growth(dropout, C), dq_buffer, place, C.dim_v, C, GROUP)
             tma.store_wait(0)  # so has dV
-            send(dk_desc, dk_ptr, sizes[3], (dk,), call[3] * dropout[2], dq_buffer, place, C.dim, C, GROUP)
+            send(dk_desc, dk_ptr, sizes[3], (dk,), call[3] * growth(dropout, C), dq_buffer, place, C.dim, C, GROUP)
         number = hear(message, turn, 0, 4)
         forget(message, turn)
         turn += 1
@@ -583,4 +583,4 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
             dropout, *factors, grid, tiles_n, side_by_side, p.kv_heads, p.group, p.len_q, p.len_k, count, first, map_strides,
             MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip
-        finish(sums, dq, before * gain * dropout[2], first * p.group)
+        finish(sums, dq, before * gain / (1 - x.drop), first * p.group)

@@ -103,16 +103,21 @@ def start(zeros, values, col: gl.constexpr):
 
 
 @gluon.jit
-def dropped(p, bits):
-    """P with the weights that dropout does not keep negated."""
+def signed(p, bits):
+    """P', which is P with the weights negated that dropout does not keep."""
     M: gl.constexpr = p.shape[1]
     layout: gl.constexpr = p.type.layout
     return gl.where(of_bits(bits, M, layout), p, -p)
 
 
 @gluon.jit
-def through(dp, p, sloped, delta, SCORE: gl.constexpr):
-    """dS of weights of `dropped`: a dropped one has no part of dP. All but the weights in units of 1 / (1 - p) of dropout's p."""
+def d_scores(dp, p, sloped, delta, SCORE: gl.constexpr):
+    """dS, where dropout of probability r keeps the weights whose Z is 1: with P' (`signed`) and a delta that is multiplied by 1 - r already
+
+        dS = P (Z dP / (1 - r) - delta) = (max(P', 0) dP - |P'| (1 - r) delta) / (1 - r),
+
+    of which the last factor is dQ's and dK's at their ends. `sloped`: P times the derivative of the score.
+    """
     if SCORE is None:
         ds = gl.maximum(p, 0.0) * dp - gl.abs(p) * delta[None, :]
     else:

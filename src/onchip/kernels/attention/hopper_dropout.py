@@ -13,9 +13,9 @@ from onchip.core.problem import Operands
 from onchip.kernels.hopper import gl, gluon, here, uniform, wide_product
 
 
-def dropout_of(x: Operands) -> tuple:
+def dropout_of(x: Operands) -> tuple | None:
     """What a kernel gets of a call's dropout: seed and offset, the bar, and by how much weights grow."""
-    return x.state, bar(x.drop), 1 / (1 - x.drop)
+    return (x.state, bar(x.drop), 1 / (1 - x.drop)) if x.drop else None
 
 
 def _signed(word: int) -> int:
@@ -42,6 +42,15 @@ def drops_of(dropout, row, b_h, C: gl.constexpr):
 
 
 @gluon.jit
+def growth(dropout, C: gl.constexpr):
+    """By how much weights grow that stay."""
+    found = 1.0
+    if C.drops:
+        found = dropout[2]
+    return found
+
+
+@gluon.jit
 def kept(column, drops, N: gl.constexpr, OF_KEYS: gl.constexpr, layout: gl.constexpr):
     """Of weights [64, N] those that stay, of columns from a multiple of 16 on. OF_KEYS: rows are keys."""
     numbers = _numbers(column, drops, N, OF_KEYS, layout)
@@ -50,20 +59,21 @@ def kept(column, drops, N: gl.constexpr, OF_KEYS: gl.constexpr, layout: gl.const
 
 @gluon.jit
 def kept_bits(column, drops, N: gl.constexpr, OF_KEYS: gl.constexpr, layout: gl.constexpr):
-    """The same, a thread's 32 bits in a word: made where this stands, before there are sums that need registers."""
+    """The same of [64, 64], a thread's 32 bits in a word: made where this stands, before there are sums that need registers."""
+    gl.static_assert(N == 64)
     stays = _numbers(column, drops, N, OF_KEYS, layout) >= drops[2]
-    bits = gl.where(stays, 1 << _places(N, layout), 0).reshape([4, 2, 8, N // 64, 2, 2, 2, 4, 2])
-    bits = gl.sum(gl.sum(gl.sum(gl.sum(gl.sum(bits, 8), 6), 5), 4), 1)  # [4, 8, N // 64, 4]: each thread's own
+    bits = gl.where(stays, 1 << _places(N, layout), 0)
+    bits = gl.sum(gl.sum(gl.sum(gl.sum(gl.sum(bits, COLUMN_1), COLUMN_8), COLUMN_16), COLUMN_32), ROW_8)  # [4, 8, 4]: each thread's own
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def of_bits(bits, N: gl.constexpr, layout: gl.constexpr):
     """What `kept_bits` says of each weight."""
-    whole = gl.zeros([64, N], gl.int32, layout).reshape([4, 2, 8, N // 64, 2, 2, 2, 4, 2])
-    own: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, gl.SliceLayout(5, gl.SliceLayout(6, gl.SliceLayout(8, whole.type.layout)))))
-    bits = gl.convert_layout(bits, own).expand_dims(1).expand_dims(4).expand_dims(5).expand_dims(6).expand_dims(8) + whole
-    return gl.convert_layout(((bits.reshape([4, 2, 8, N // 32, 2, 2, 4, 2]) & (1 << _places(N, layout))) != 0).reshape([64, N]), layout)
+    places = _places(N, layout)
+    own: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, gl.SliceLayout(7, places.type.layout)))))
+    bits = gl.convert_layout(bits, own).expand_dims(1).expand_dims(3).expand_dims(4).expand_dims(5).expand_dims(7)
+    return gl.convert_layout(((bits & (1 << places)) != 0).reshape([64, N]), layout)
 
 
 @gluon.jit
@@ -71,7 +81,7 @@ def _places(N: gl.constexpr, layout: gl.constexpr):
     """Which bit is a weight's."""
     tile = gl.zeros([64, N], gl.int32, layout).reshape([4, 2, 8, N // 32, 2, 2, 4, 2])
     low = _along(tile, ROW_8) + 2 * _along(tile, COLUMN_1) + 4 * _along(tile, COLUMN_8)
-    return low + 8 * _along(tile, COLUMN_16) + 16 * (_along(tile, COLUMN_32) & 1)
+    return low + 8 * _along(tile, COLUMN_16) + 16 * _along(tile, COLUMN_32)
 
 
 @gluon.jit

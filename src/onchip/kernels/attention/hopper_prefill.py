@@ -30,7 +30,7 @@ from onchip.core.trace import Traced
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.capped import cap_of, fold, scaled, weigh_capped
 from onchip.kernels.attention.hopper_copies import come, copy, gather, pool_of
-from onchip.kernels.attention.hopper_dropout import dropout_of, drops_of
+from onchip.kernels.attention.hopper_dropout import dropout_of, drops_of, growth
 from onchip.kernels.attention.hopper_halves import among, first_tile, own_steps, pass_over, told_of
 from onchip.kernels.attention.hopper_tiles import (
     ANYTHING,
@@ -297,12 +297,13 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
 def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr,
             GROUP: gl.constexpr):  # fmt: skip
     """The output of 64 rows, and the cursors after it; LSE is stored."""
-    _, rings, _, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads, dropout = given
+    _outs, _message, rings, sizes, maps, softmax, reads, dropout = given
+    map_ptr, map_strides = maps
+    alarms, sinks_ptr, lse, scale, gain = softmax
     k_ring, v_ring, t_ring, alarms = rings[1], rings[2], rings[3 + GROUP], alarms.index(GROUP)
     values, v_full, _ = v_ring
     N: gl.constexpr = C.n
     DV: gl.constexpr = values.shape[-1]
-    DTYPE: gl.constexpr = values.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     half_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N // 2, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
@@ -322,9 +323,9 @@ def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.cons
     own = (q, k_ring, v_ring, t_ring, alarms, call, steps, map_strides, drops)
     come(k_ring[1], ki, kp, C)
     if right and HALVES:
-        words, top, total = first_tile(first * N, ki, kp, own, DTYPE, MASK, SCORE, KEYS, C, GROUP, s_layout, half_layout)
+        words, top, total = first_tile(first * N, ki, kp, own, values.dtype, MASK, SCORE, KEYS, C, GROUP, s_layout, half_layout)
     else:
-        words, top, total = first_tile(first * N, ki, kp, own, DTYPE, MASK, SCORE, KEYS, C, GROUP, s_layout, s_layout)
+        words, top, total = first_tile(first * N, ki, kp, own, values.dtype, MASK, SCORE, KEYS, C, GROUP, s_layout, s_layout)
     ki, kp = advance(ki, kp, C.stages)
     if C.uneven:
         clear(v_ring, vi, vp, first * N, len_k, C)
@@ -352,7 +353,7 @@ def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.cons
     words, acc, top, total, ki, kp, vi, vp = state
 
     come(v_full, vi, vp, C)
-    weights = gl.convert_layout(as_halves(words, DTYPE), p_layout)
+    weights = gl.convert_layout(as_halves(words, values.dtype), p_layout)
     acc = warpgroup_mma(weights, values.index(vi).reshape([N, DV]), acc, is_async=True)
     total = gl.convert_layout(gl.sum(total, 1), row_layout)
     shrink = gl.full([64], 1.0, gl.float32, row_layout)
@@ -364,7 +365,7 @@ def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.cons
         gl.store(at, (top - C.room + gl.log2(total * 2.0**C.room)) * LN2, mask=rows < len_q)  # sums near 1 have more digits in their logarithms
     inverse = gl.where(total == 0.0, 0.0, shrink / total)
     if C.drops:
-        inverse = inverse * dropout[2]
+        inverse = inverse * growth(dropout, C)
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     release(vi, 10 + C.stages, C.readers)
     vi, vp = advance(vi, vp, C.stages)
@@ -374,14 +375,14 @@ def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.cons
 
 @gluon.jit
 def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
-    outs, rings, message, sizes, map_ptr, map_strides = given[0], given[1], given[2], given[8], given[9], given[10]
+    outs, message, rings, sizes, maps, _softmax, _reads, _dropout = given
+    map_ptr, map_strides = maps
     o_desc, o_ptr, o_buffers = outs
     q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
     queries, q_full, q_empty = q_ring
     DV: gl.constexpr = v_ring[0].shape[-1]
-    ki, kp, vi, vp = 0, 0, 0, 0
+    ki, kp, vi, vp, turn = 0, 0, 0, 0, 0
     first_turn(GROUP, C.groups)
-    turn = 0
     b = next_sequence(message, turn)
     while b >= 0:
         hidden = told_of(message, turn, C)
@@ -454,7 +455,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, coun
     COPIER: gl.constexpr = 56 if C.gathers == 2 else 24 if C.parts == 1 else 56 if MANY and not C.mapped else 40
     GATHERER: gl.constexpr = 32 if C.gathers > 2 else COPIER  # a warpgroup's warps have as many, and two stand beside the copying one
     COMPUTER: gl.constexpr = (504 - COPIER - (GATHERER if C.gathers > 2 else 0)) // 2
-    given = (outs, rings, told, alarms, sinks_ptr, lse, scale, gain, sizes, map_ptr, map_strides, reads, dropout)
+    given = (outs, told, rings, sizes, (map_ptr, map_strides), (alarms, sinks_ptr, lse, scale, gain), reads, dropout)
     copied = (q_desc, k_desc, v_desc, t_desc, reads[1] if C.far else t_steps, rings, told, counter, sizes, lengths, table, map_ptr, map_strides)
     gathered = (pools, k_ring, v_ring, told, sizes, table, map_ptr, map_strides)
     if C.groups == 1 and C.gathers == 0:

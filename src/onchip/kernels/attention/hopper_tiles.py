@@ -462,25 +462,27 @@ def grown(new_top, top, GROWS: gl.constexpr):
 @gluon.jit
 def weigh(scores, top, factor, DTYPE: gl.constexpr, C: gl.constexpr):
     """The weights, two to a word, and sums that stay in a thread, [64, 8]. The four threads of a row meet once, at the end."""
-    weights, sums = _weights(scores, top, factor)
-    return as_pairs(weights, DTYPE), sums
+    weights = _weights(scores, top, factor)
+    return as_pairs(weights, DTYPE), gl.sum(weights.reshape([64, scores.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
 def weigh_kept(scores, top, factor, n, drops, DTYPE: gl.constexpr, C: gl.constexpr):
     """`weigh` of keys from `n` on, of which dropout leaves some (`hopper_dropout`): the sums have all."""
-    weights, sums = _weights(scores, top, factor)
     if C.drops:
         N: gl.constexpr = scores.shape[1]
         layout: gl.constexpr = scores.type.layout
-        weights = gl.where(kept(n, drops, N, False, layout), weights, 0.0)
-    return as_pairs(weights, DTYPE), sums
+        weights = _weights(scores, top, factor)
+        sums = gl.sum(weights.reshape([64, N // 8, 8]), 1)
+        words = as_pairs(gl.where(kept(n, drops, N, False, layout), weights, 0.0), DTYPE)
+    else:
+        words, sums = weigh(scores, top, factor, DTYPE, C)
+    return words, sums
 
 
 @gluon.jit
 def _weights(scores, top, factor):
-    weights = gl.exp2(scores * factor - gl.convert_layout(base_of(top), gl.SliceLayout(1, scores.type.layout))[:, None])
-    return weights, gl.sum(weights.reshape([64, scores.shape[1] // 8, 8]), 1)
+    return gl.exp2(scores * factor - gl.convert_layout(base_of(top), gl.SliceLayout(1, scores.type.layout))[:, None])
 
 
 @gluon.jit

@@ -86,7 +86,7 @@ def parameters(ptr, stride, row, there, s, col, width, PER: tl.constexpr, PARTS:
 
 @triton.jit
 def dropped(x, state_ptr, bar, grown, row, col, PHILOX_ROUNDS: tl.constexpr):
-    """x where dropout keeps it, grown by 1 / (1 - p): Philox of (seed, offset, row, column), as `core/philox.py` draws them."""
+    """x where dropout keeps it, grown by 1 / (1 - p): Philox of (seed, offset, row, column), as `philox.kept_rows` draws them."""
     if state_ptr is not None:
         zero = (row + col).to(tl.int32) * 0
         word, _, _, _ = tl.philox(tl.load(state_ptr), zero + col, zero + row.to(tl.int32), zero, tl.load(state_ptr + 1).to(tl.int32), PHILOX_ROUNDS)

@@ -24,10 +24,7 @@ def _dropped(norm: Norm, x: Tensor) -> Tensor:
     exact = x.to(exact_of(x.dtype))
     if norm.state is None:
         return exact
-    row, col = (torch.arange(n, device=x.device) for n in x.shape)
-    none = col[:1] * 0
-    kept = philox.kept(norm.drop, norm.state, none, none, row.unsqueeze(1), col, 1)
-    return torch.where(kept, exact / (1 - norm.drop), 0.0)
+    return torch.where(philox.kept_rows(norm.drop, norm.state, *x.shape), exact / (1 - norm.drop), 0.0)
 
 
 def _factor(norm: Norm, x: Tensor) -> Tensor | float:
