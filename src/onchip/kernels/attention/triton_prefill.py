@@ -281,16 +281,19 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
         programs = p.batch * p.heads * -(-p.len_q // t.m)
         return t.m > 16 and (t.m >= 2 * p.len_q or (t.m > 64 and programs < device.sms))
 
-    candidates = pick(PAGED if p.page else CANDIDATES, max(width, width_v)) if size == 2 or "tf32" in p.extras else IEEE
-    if ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)[0] >= 0 and max(width, width_v) <= 128 and candidates is not IEEE:
-        candidates = (pick(WINDOW, max(width, width_v)), *candidates)
-    elif drops and max(width, width_v) <= 128 and candidates is not IEEE:
-        candidates = (pick(DROPPING, max(width, width_v)), *candidates)
-    elif p.score is not None and max(width, width_v) == 128 and candidates is not IEEE:
-        if texts.pair_bytes(p.score.text):
-            candidates = (READING, Tiles(64, 64, 4, 2), *candidates)  # the second where many tables leave no room for the first
-        elif texts.gathers(p.score.text) or isinstance(p.mask, Traced):
-            candidates = (GATHERING, *candidates)
+    widest, half = max(width, width_v), size == 2 or "tf32" in p.extras
+    first = ()
+    if half and widest <= 128:
+        text = "" if p.score is None or widest < 128 else p.score.text
+        if ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)[0] >= 0:
+            first = (pick(WINDOW, widest),)
+        elif text and texts.pair_bytes(text):
+            first = (READING, Tiles(64, 64, 4, 2))  # the second where many tables leave no room for the first
+        elif text and (texts.gathers(text) or isinstance(p.mask, Traced)):
+            first = (GATHERING,)
+        elif drops:
+            first = (pick(DROPPING, widest),)
+    candidates = (*first, *(pick(PAGED if p.page else CANDIDATES, widest) if half else IEEE))
     fitting = filter(fits, candidates)
     if "batch_invariant" in p.extras:  # what is best must not depend on how much else there is to do
         return list(fitting)
