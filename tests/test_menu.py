@@ -13,7 +13,7 @@ import torch
 from onchip.core import device as devices
 from onchip.core.device import GPUS, Device
 from onchip.core.kernel import Unsupported, _is_types, missing
-from onchip.core.masks import Causal, Document, Full, KeyPadding, Mask, MaskMod, Window
+from onchip.core.masks import Causal, Dense, Document, Full, KeyPadding, Mask, MaskMod, Window
 from onchip.core.problem import E4M3, EXTRAS, Attention, Groups, RankSum, Rope, Rows
 from onchip.core.scores import ALiBi, Bias, ScoreMod, Softcap
 from onchip.core.trace import Traced
@@ -302,13 +302,23 @@ def test_what_hopper_leaves_to_triton():
             {"len_q": 1025, "len_k": 1025, "mask": dilated},
             "dim 64 under a mask with arithmetic of its own, 1025 queries, of at most 1024: triton_prefill is faster",
         ),
-        ({"mask": padded}, f"values that {padded} hides may be NaN"),
     ):
         assert kernel.leaves(p._replace(**changed), H200) == [reason]
         assert bool(kernel.refuses(p._replace(**changed), H200)) == (not reason.endswith("faster"))
     assert kernel.leaves(p._replace(score=ALIBI, mask=DOCUMENT, extras=("sinks",)), H200) == []
     assert kernel.leaves(p._replace(score=pairs, keys="packed", tokens=4000), H200) == []
+    assert kernel.leaves(p._replace(mask=padded), H200) == []
     kernel, p = OPS["backward"].kernel("hopper_backward"), TYPICAL["backward"]
+    assert kernel.leaves(p._replace(mask=padded), H200) == []
+    for changed in ({"dim": 256}, {"extras": ("deterministic",)}, {"extras": ("batch_invariant",)}):
+        assert kernel.refuses(p._replace(mask=padded, **changed), H200) == [
+            f"keys that {padded} hides may be NaN: accepted beside heads of at most 128, and where nothing is to be the same every time"
+        ]
+    pairs_seen = Dense(torch.ones(1000, 1000, dtype=torch.bool)).static()
+    assert kernel.leaves(p._replace(mask=pairs_seen), H200) == [
+        "a mask reads a value for each query and key, of 1000 queries, of at least 2048: triton_backward is faster"
+    ]
+    assert kernel.leaves(p._replace(mask=pairs_seen, len_q=2048, len_k=2048), H200) == []
     slow = "a score reads a value for each query and key, and is no half-precision bias beside heads of up to 128: triton_backward is faster"
     half = Bias(torch.zeros(8, 1000, 1000, dtype=torch.bfloat16)).static()
     for changed in ({"score": pairs}, {"score": half, "dim": 256}, {"score": half, "extras": ("deterministic",)}, {"score": half, "len_k": 1001}):
@@ -523,7 +533,7 @@ def test_who_takes_many_queries_over_pages():
     assert select(alone, H200).kernel.name == "hopper_paged" and select(alone, GPUS["A100"]).kernel.name == "triton_paged"
     kernel = OPS["decode"].kernel("hopper_paged")
     assert not any(kernel.refuses(p._replace(page=page), H200) for page in (1, 4, 12, 24, 2048))
-    assert kernel.refuses(p._replace(mask=KeyPadding(torch.ones(2, dtype=torch.int32)).static()), H200)[0].endswith("hides may be NaN")
+    assert not kernel.refuses(p._replace(mask=KeyPadding(torch.ones(2, dtype=torch.int32)).static()), H200)
 
 
 def test_what_hopper_decode_leaves_to_triton():

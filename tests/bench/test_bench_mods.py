@@ -119,6 +119,30 @@ def test_a_suite_on_this_machine(monkeypatch, tmp_path, capsys):
     assert "Summary" in capsys.readouterr().out and "Summary" in path.with_suffix(".html").read_text()
 
 
+# ---- padding
+
+
+def test_rows_with_padding_and_who_takes_them():
+    for device, takers in ((GPU, ["onchip", "cuDNN (torch)", "FlexAttention"]), (CPU, ["onchip", "torch SDPA", "FlexAttention, eager"])):
+        rows = suite.rows("mods", device, True, "padding")
+        assert [(row.problem.op, row.problem.mod) for row in rows] == [(op, name) for op in ("forward", "backward") for name in mods.PADDED]
+        said = {peer.name: peer.why_not(rows[0].problem, device) for peer in peers.PEERS if peer.kind is Pass}
+        assert [name for name, why in said.items() if why is None] == takers
+        assert device == CPU or said["FlashAttention-2 (torch)"] == "no padding"
+
+
+@pytest.mark.parametrize("name", mods.PADDED)
+def test_padding_is_in_the_sequence_that_is_looked_at(name):
+    """The first one, of which a wrong mask shows in the row's own check; torch's own attention says the same of all."""
+    made = data.inputs(row("backward", name), CPU)
+    ours = passes.onchip(made).run()
+    assert made.error(passes.sdpa(None)(made).run(), ours) <= made.tolerance
+    seen = mods.dense(made.mod, made.problem.inner, CPU)
+    keys, causal = made.problem.inner.len_k, "causal" in name
+    assert seen[0].any(1).sum() == keys * 3 // 4 and seen[0, 0, -1].sum() == keys * 3 // 4
+    assert seen[0, 0, 0].sum() == (1 if causal else keys * 3 // 4)
+
+
 # ---- dropout
 
 

@@ -427,7 +427,13 @@ def _packed(q, k, v):
     return onchip.attention_packed(q, k, v, offsets, longest=499, mask=onchip.Causal(), return_lse=True)
 
 
+def _padded(q, k, v):
+    valid = torch.arange(q.shape[1], device=q.device) >= torch.tensor([[40], [0]], device=q.device)
+    return onchip.attention(q, k, v, mask=onchip.KeyPadding(valid) & onchip.Causal(), return_lse=True)
+
+
 CALLS = {
+    "padded": (_padded, _attention()[1]),
     "packed": (_packed, lambda: (torch.randn(600, 8, 64), torch.randn(600, 2, 64), torch.randn(600, 2, 64))),
     "plain": _attention(),
     "causal": _attention(mask=onchip.Causal()),

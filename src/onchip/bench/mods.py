@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.core.masks import Causal, MaskMod, as_mask
+from onchip.core.masks import Causal, KeyPadding, MaskMod, as_mask
 from onchip.core.problem import Attention, Dropout
 from onchip.core.scores import ALiBi, ScoreMod, chain
 
@@ -88,6 +88,12 @@ def area(mod: Mod, p: Attention, device: torch.device) -> int:
     return seen * (p.batch * p.heads // (batch * heads))
 
 
+def dense(mod: Mod, p: Attention, device: torch.device) -> Tensor:
+    """Its mask, one for all heads, as torch's own attention takes it: bool [batch, 1, len_q, len_k]."""
+    b, i, j = (torch.arange(n, device=device).view(shape) for n, shape in ((p.batch, (-1, 1, 1, 1)), (p.len_q, (-1, 1)), (p.len_k, (-1,))))
+    return mod.mask(b, 0, i, j).expand(p.batch, 1, p.len_q, p.len_k).contiguous()
+
+
 # ---- what a mod costs: the plain kernel, and one thing more at a time
 
 
@@ -116,6 +122,25 @@ def bias_full(size: Size) -> Mod:
 def bias_of_keys(size: Size) -> Mod:
     bias = torch.randn(size.heads, 1, size.cols, device=size.device, dtype=size.dtype)
     return Mod(score=lambda s, b, h, i, j: s + bias[h, 0, j], own={"bias": bias})
+
+
+# ---- a batch of sequences of which some are filled up, as tokenizers do
+
+
+def _real(size: Size) -> Tensor:
+    """Which tokens are no padding: of the first sequence, and of each second one from it on, three quarters."""
+    last = torch.tensor([size.cols * 3 // 4, size.cols], device=size.device).repeat(size.batch)[: size.batch]
+    return torch.arange(size.cols, device=size.device) < last[:, None]
+
+
+def padding(size: Size) -> Mod:
+    real = _real(size)
+    return Mod(lambda b, h, i, j: real[b, j], own={"mask": KeyPadding(real)}, alike=False)
+
+
+def padding_causal(size: Size) -> Mod:
+    real = _real(size)
+    return Mod(lambda b, h, i, j: real[b, j] & (i >= j), own={"mask": KeyPadding(real) & Causal()}, alike=False)
 
 
 # ---- attention-gym: along a line
@@ -373,6 +398,7 @@ def float_mask(size: Size) -> Mod:
 
 DENSE = {"bool mask": bool_mask, "float mask": float_mask}
 DROPPED = {"dropout": lambda _size: Mod(own={"dropout": DROP}), "dropout, causal": lambda _size: Mod(_past, own={"mask": Causal(), "dropout": DROP})}
+PADDED = {"padding": padding, "padding, causal": padding_causal}
 PRICE = {
     "plain": plain, "softcap": softcap, "ALiBi": alibi_both, "sinks": sinks, "bias [B,H,N,N]": bias_full, "bias [H,1,N]": bias_of_keys,
     "relative bias": relative_bias, **DROPPED,
@@ -388,4 +414,4 @@ REST = {
     "spatial head": spatial_head, "temporal head": temporal_head, "video sparse": video_sparse, "sandwich": sandwich,
     "graph distance": graph_distance, "graph edges": graph_edges, "activation": activation,
 }  # fmt: skip
-MODS: dict[str, Callable[[Size], Mod]] = {**PRICE, **GYM, **REST, **DENSE}
+MODS: dict[str, Callable[[Size], Mod]] = {**PRICE, **PADDED, **GYM, **REST, **DENSE}

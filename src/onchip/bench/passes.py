@@ -82,6 +82,8 @@ def sdpa(backend: str | None) -> Callable[[Trained], Call]:
         p, own = i.problem.inner, i.mod.own
         mask, drop = own.get("mask", p.mask), own["dropout"].p if "dropout" in own else 0.0
         given, causal = mask if isinstance(mask, Tensor) else own.get("bias"), isinstance(mask, Causal)
+        if i.problem.mod in mods.PADDED:
+            given = mods.dense(i.mod, p, i.q.device)
 
         def attend(q, k, v):
             with sdpa_kernel(getattr(SDPBackend, backend)) if backend else nullcontext():
@@ -96,11 +98,16 @@ def sdpa_takes(p: Pass, _device) -> str | None:
     inner = p.inner
     if inner.keys != "dense":
         return "no packed keys"
-    if p.mod in mods.DENSE or p.mod in mods.DROPPED:
+    if p.mod in (*mods.DENSE, *mods.DROPPED, *mods.PADDED):
         return None
     if p.mod or not isinstance(inner.mask, (Full, Causal)):
         return f"{p.mod or inner.mask} only as a dense mask"
     return "aligns Causal to the top left" if isinstance(inner.mask, Causal) and inner.len_q != inner.len_k else None
+
+
+def flash_takes(p: Pass, device) -> str | None:
+    """FlashAttention-2 as torch has it, which takes no mask."""
+    return f"no {p.mod}" if p.mod in (*mods.DENSE, *mods.PADDED) else sdpa_takes(p, device)
 
 
 def fa4(i: Trained) -> Call:

@@ -316,7 +316,7 @@ PEERS = (  # ours first, for its output is what the others are compared with
     Peer("torch SDPA", Attention, _sdpa(None), (_on("cpu"), _sdpa_takes)),
     Peer("torch SDPA, dense keys", Attention, paged_peers.sdpa, (_op("decode"), paged_peers.sdpa_takes)),
     Peer("cuDNN (torch)", Pass, passes.sdpa("CUDNN_ATTENTION"), (*GPU_PASS, passes.sdpa_takes), draws=True),
-    Peer("FlashAttention-2 (torch)", Pass, passes.sdpa("FLASH_ATTENTION"), (*GPU_PASS, passes.sdpa_takes), draws=True),
+    Peer("FlashAttention-2 (torch)", Pass, passes.sdpa("FLASH_ATTENTION"), (*GPU_PASS, passes.flash_takes), draws=True),
     Peer("FlashAttention-4", Pass, passes.fa4, (*GPU_PASS, passes.no_mod), "flash_attn.cute", "flash-attn-4"),
     Peer("torch SDPA", Pass, passes.sdpa(None), (_on("cpu"), passes.sdpa_takes), draws=True),
     Peer("FlexAttention", Pass, passes.flex(True), (_on("cuda"), passes.flex_takes)),

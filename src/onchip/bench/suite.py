@@ -259,7 +259,7 @@ def _pass(op: str, row: Row) -> Row:
 
 
 def _mods(device: torch.device, quick: bool) -> list[Row]:
-    names = {"the price of a mod": mods.PRICE, "attention-gym": mods.GYM}
+    names = {"the price of a mod": mods.PRICE, "padding": mods.PADDED, "attention-gym": mods.GYM}
     few = {title: [name for n, name in enumerate(found) if n < 3 or name in mods.DROPPED] for title, found in names.items()}
     return [row for title, found in (few if quick else names).items() for row in _modded(device, title, list(found))]
 

@@ -6,8 +6,8 @@ one is written down, as it runs, and those behind it go by what is written.
 
     inputs -> key -> known? -> allocate, launch, ... -> outputs
 
-Nothing is written down that what is written could not repeat: reading a number from the device, a tensor that is neither an input nor made on the way
-(a mask's map that is kept), a second stream. Then the call goes its whole way each time, as the first one does.
+Nothing is written down that what is written could not repeat: reading a number from the device, a tensor that is neither an input nor made on the way,
+a second stream. Then the call goes its whole way each time, as the first one does. What is kept while inputs stay the same (a mask's map) is `asked` for.
 """
 
 import threading

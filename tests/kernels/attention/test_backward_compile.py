@@ -71,6 +71,13 @@ def test_hopper_backward_of_dropout(dim, most):
     assert facts.ptx.count("cvt.rn.relu.bf16x2") and len(re.findall(r"shfl\.sync\.bfly\.b32 \S+ \S+ 4,", facts.ptx)) == 2 * 2 * 4
 
 
+@pytest.mark.parametrize(("dim", "copies", "most"), [(128, (14, 6), 288), (64, (12, 6), 808)])
+def test_hopper_backward_of_padding(dim, copies, most):
+    """Cleared once a tile of keys; a document's mask spills 356 and 1,912 bytes, in its tiles that are seen in part."""
+    tiles, found = backward(dim, False, Full(), mask=masks.KeyPadding(meta(4, 4096, dtype=torch.bool)) & Causal())
+    check(dim, Full(), tiles, found["_backward"], copies, most)
+
+
 @pytest.mark.parametrize(("dim", "most"), [(128, 204), (64, 0)])
 def test_hopper_backward_of_a_bias(dim, most):
     """Each warpgroup's part of a tile comes through TMA, and turned round by `ldmatrix`; it has room beside all else."""

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_hopper_emulated import EACH, FEW, FP16, Call, Case, bias, both, call_of, mask_map, operands
+from test_hopper_emulated import EACH, FEW, FP16, ON_THE_LEFT, Call, Case, bias, both, call_of, mask_map, operands
 
 import onchip
 from gluon_emulator import MODES, Emulator, Fault, timings
 from judge import assert_as_good_as_torch
 from onchip.core.device import GPUS
-from onchip.core.masks import Causal, Document, Full, Window
+from onchip.core.masks import Causal, Dense, Document, Full, KeyPadding, Window
 from onchip.core.problem import Operands
 from onchip.core.scores import ALiBi, Bias, BucketBias, RelativeBias, ScoreMod, Softcap, chain
 from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
@@ -73,17 +73,18 @@ def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), sha
     return [dq, dk, dv, *(d.to(c.dtype) for d in (*[d_sinks] * c.sinks, *d_score) if d is not None)]  # sums of delta are as good as the output
 
 
-def mask_map_of_either(p, _sees, _captured, x: Operands, m: int, n: int, of_keys: bool, _device):
+def mask_map_of_either(p, _sees, x: Operands, m: int, n: int, of_keys: bool, _device):
     """The map of the same mask, for tiles of keys with queries and keys the other way round."""
     if not of_keys:
-        return mask_map(p, None, None, x, m, n, False, None)
-    found, _ = mask_map(p, None, None, x, 1, 1, False, None)
+        return mask_map(p, None, x, m, n, False, None)
+    found, _ = mask_map(p, None, x, 1, 1, False, None)
     batch, rows, keys = found.shape[0], found.shape[1], found.shape[2] - 2
     shown = torch.zeros(batch, -(-rows // m) * m, -(-keys // n) * n, dtype=torch.bool)
     for b in range(batch):
         for i, row in enumerate(found[b].tolist()):
             for j in row[2 : 2 + max(row[0], 0)] + row[len(row) - max(row[1], 0) :]:
-                shown[b, i, j] = True
+                if j < keys:  # rows past the end of a sequence say anything
+                    shown[b, i, j] = True
     tiles = shown.view(batch, -(-rows // m), m, -(-keys // n), n).transpose(2, 3).flatten(3)
     result = torch.full((batch, tiles.shape[2], 2 + tiles.shape[1]), -1, dtype=torch.int32)
     for b in range(batch):
@@ -174,6 +175,13 @@ CASES += [
     Case((1, 128, 2, FEW), lengths=(70, 0, 5, 200), heads=(4, 2), drop=0.3, dim=128),
     Case((1, 128, 2, EACH), 136, 264, Window(50), drop=0.3, score=bias(2, 136, 264)),
     Case((1, 128, 2, EACH), 200, 200, Causal() & Document(torch.arange(200) // 60), drop=0.3),
+]
+CASES += [  # padding, which holds NaN, infinity and more
+    HELD := Case((1, 128, 2, FEW), 200, 200, KeyPadding(torch.tensor([150, 64])) & Causal(), batch=2, dim=128),
+    Case((1, 128, 2, EACH), 300, 300, ON_THE_LEFT & Causal(), batch=2, heads=(4, 2)),
+    Case((1, 128, 2, FEW), 130, 200, KeyPadding(torch.rand(2, 200) < 0.7), batch=2, sinks=True),
+    Case((1, 128, 2, EACH), 70, 130, Dense(torch.rand(70, 130) < 0.02), dtype=FP16, dim=40, drop=0.3),
+    Case((1, 128, 2, EACH), lengths=(130, 0, 200), used=(90, 0, 150), mask=KeyPadding(torch.tensor([70, 9, 200])) & Causal()),
 ]
 APIECE, DRAWN = (2, 64, 3, EACH), (2, 64, 3, FEW)  # of heads beyond 128 all else is given
 CASES += [
@@ -376,6 +384,8 @@ BUGS = [
     Bug("nobody says that the next tile was heard", TURNS, ((IS_HEARD, "    pass\n"),)),
     Bug("the end is never told", TURNS, ((f"{TELL}\n\n@gluon", f"{TELL_NO_END}\n\n@gluon"),)),
     Bug("queries of the next sequence are not cleared", PACKED, (("            if m + M > place[4]:", "            if m < 0:"),)),
+    Bug("keys of padding are not cleared", HELD, (("finite(k_tile.reshape([N, D]), N, GROUP)", "pass"),)),
+    Bug("gradients of weights of padding are not 0", HELD, (("if C.padded and EDGE:", "if C.padded and C.far:"),)),
     Bug("keys of the next sequence are not cleared", PACKED, (("            if tile_n * N + N > len_k:", "            if tile_n < 0:"),)),
     Bug("a sequence's LSE is taken from a multiple of four", PACKED, (("late = m % PHASES", "late = m % 1"),)),
 ]  # fmt: skip

@@ -10,9 +10,10 @@ import torch
 import onchip
 from gluon_emulator import MODES, Deadlock, Emulator, Fault, timings
 from judge import assert_as_good_as_torch
-from onchip.core.masks import Causal, Document, Full, MaskMod, Window
+from onchip.core.masks import Causal, Dense, Document, Full, KeyPadding, MaskMod, Window, as_mask
 from onchip.core.problem import Dropout, Operands
 from onchip.core.scores import ALiBi, Bias, BucketBias, RelativeBias, ScoreMod, Softcap, chain
+from onchip.core.trace import hides_keys
 from onchip.kernels.attention.reference import place, spans
 from onchip.ops.attend import How, dense_sizes, drawn, packed_sizes, problem_of
 
@@ -83,13 +84,17 @@ class Call(NamedTuple):
 
 
 def call_of(c: Case) -> Call:
-    """Random tensors; rows that no sequence uses hold NaN, and so does what lies behind the last one."""
+    """Random tensors; rows that no sequence uses hold NaN, and so do padding and what lies behind the last one."""
     heads, dims = (c.heads[0], c.heads[1], c.heads[1]), (c.dim, c.dim, c.dim_v or c.dim)
     sinks = torch.randn(c.heads[0]) if c.sinks else None
     if not c.packed:
         lengths = (c.len_q, c.len_k, c.len_k)
         q, k, v = (torch.randn(c.batch, n, h, d).to(c.dtype) for n, h, d in zip(lengths, heads, dims, strict=True))
         tilt(q, k, c.steep)
+        if hides_keys(mask := as_mask(c.mask).static()):
+            seen = [mask.seen(place(b, 1, c.len_q, c.len_k, q.device), c.mask.tensors)[0, 0].any(0) for b in range(c.batch)]
+            for t in (k, v):
+                t[~torch.stack(seen)] = torch.tensor([torch.nan, -torch.inf, torch.finfo(c.dtype).max, -1.0]).repeat(t.shape[-1] // 4).to(c.dtype)
         return Call(q, k, v, sinks=sinks)
     lengths, used = both(c.lengths), both(c.used or c.lengths)
     q, k, v = (rows(*of, h, d, c.dtype) for of, h, d in zip(zip(lengths[[0, 1, 1]], used[[0, 1, 1]], strict=True), heads, dims, strict=True))
@@ -142,15 +147,18 @@ def operands(c: Case, call: Call) -> Operands:
     return drawn(c.dropout, call.q, x) if c.drop else x
 
 
-def mask_map(p, _sees, _captured, x: Operands, m: int, n: int, *_):
+def mask_map(p, _sees, x: Operands, m: int, n: int, _of_keys: bool, _device, bits: bool = False):
     """`tile.mask_map` of a mask that is the same for all heads, in plain torch; what it leaves out may be any number, here one too large."""
-    found = torch.full((p.batch, -(-p.len_q // m), 2 - (-p.len_k // n)), 3 << 24, dtype=torch.int32)
+    inner = -(-p.len_k // n)
+    found = torch.full((p.batch, -(-p.len_q // m), 2 + inner * (2 + n // 32 if bits else 1)), 3 << 24, dtype=torch.int32)
     queries = [p.len_q] * p.batch if x.q_offsets is None else [s.stop - s.start for s in spans(x.q_offsets, x.q_used, int(x.q_offsets[-1]))]
     keys = [p.len_k] * p.batch if x.k_used is None else x.k_used.tolist()
     if x.k_offsets is not None:
         keys = [s.stop - s.start for s in spans(x.k_offsets, x.k_used, int(x.k_offsets[-1]))]
     for b, (len_q, len_k) in enumerate(zip(queries, keys, strict=True)):
-        seen = p.mask.seen(place(b, 1, len_q, len_k, torch.device("cpu")), x.mask)[0, 0] if len_q and len_k else torch.zeros(len_q, len_k)
+        seen = torch.zeros(len_q, len_k)
+        if len_q and len_k:
+            seen = p.mask.seen(place(b, 1, len_q, len_k, torch.device("cpu")), x.mask)[0, 0].expand(len_q, len_k)
         for row, line in zip(found[b], seen.split(m), strict=False):
             tiles = line.split(n, 1)
             whole = [j for j, tile in enumerate(tiles) if tile.all() and tile.shape[1] == n]
@@ -158,7 +166,10 @@ def mask_map(p, _sees, _captured, x: Operands, m: int, n: int, *_):
             row[:2] = torch.tensor([len(part), len(whole)])
             row[2 : 2 + len(part)] = torch.tensor(part)
             row[len(row) - len(whole) :] = torch.tensor(whole[::-1])
-    return found, (found.shape[1], 0, found.shape[2])
+            if bits:
+                shown = torch.nn.functional.pad(line.any(0), (0, inner * n - line.shape[1])).view(-1, 32)
+                row[2 + inner : 2 + inner + len(shown)] = (shown << torch.arange(32)).sum(1).to(torch.int32)
+    return found, (found.shape[1], 0, found.shape[2], *[2 + inner] * bits)
 
 
 def reference(c: Case, call: Call, dtype: torch.dtype):
@@ -233,6 +244,15 @@ MODS = [
     Case((1, 64, 2, EACH), 100, 260, Causal(align="top_left"), score=ScoreMod(lambda s, b, h, i, j: s - TILT[i] * (i - j).abs() + 0.1 * j), sinks=True),
     Case((2, 64, 2, EACH), 150, 150, Causal() & Document(torch.arange(150) // 40), heads=(2, 1), score=Bias(torch.randn(2, 1, 150))),
     Case((2, 64, 2, FEW), 130, 170, MaskMod(lambda b, h, i, j: (i // 9 % 5 - j // 7 % 6).abs() < 2), score=Bias(torch.randn(2, 130, 1).bfloat16())),
+]
+ON_THE_LEFT = KeyPadding(torch.arange(300) >= torch.tensor([[90], [0]]))
+PADDED = [  # which holds NaN, infinity and more
+    HELD := Case((2, 64, 2, FEW), 200, 200, KeyPadding(torch.tensor([170, 64])) & Causal(), batch=2),
+    Case((2, 128, 2, EACH), 300, 300, ON_THE_LEFT & Causal(), batch=2, dim=128, heads=(4, 2)),
+    Case((2, 64, 2, FEW), 130, 200, KeyPadding(torch.rand(2, 200) < 0.7), batch=2, sinks=True),
+    Case((1, 64, 2, FEW), 70, 130, Dense(torch.rand(70, 130) < 0.02), dtype=FP16),
+    Case((2, 64, 2, FEW), 136, 264, Dense(torch.rand(2, 1, 1, 264) < 0.6) & Window(90), dim=256, batch=2, heads=(1, 1), score=Softcap(3.0)),
+    Case((2, 64, 2, EACH), lengths=(130, 0, 200), used=(90, 0, 150), mask=KeyPadding(torch.tensor([70, 9, 200])) & Causal()),
 ]
 
 
@@ -350,7 +370,7 @@ DROPPED = [
 HARD = [*DENSE[:5], PACKED[0], PACKED[6], MODS[0], *TILED[:3], ADDED[0], STEEP[0], STEEP[3]]  # beside those of the bugs
 
 
-@pytest.mark.parametrize(("case", "mode"), timings(DENSE + HALVES + PACKED + MODS + TILED + ADDED + STEEP + DROPPED, HARD), ids=str)
+@pytest.mark.parametrize(("case", "mode"), timings(DENSE + HALVES + PACKED + MODS + PADDED + TILED + ADDED + STEEP + DROPPED, HARD), ids=str)
 def test_emulated(case, mode):
     call = call_of(case)
     check(case, call, emulated(case, call, mode))
@@ -479,8 +499,12 @@ BUGS = [
     )),
     Bug("the sum does not shrink", GROWING, ((SHRUNK, "    return acc, total\n"),)),
     Bug("the output does not shrink", GROWING, (("    acc = scale_rows(", "    scale_rows("),)),
-    Bug("values of the next sequence are not cleared", NEIGHBOUR, (("    if n + N > len_k:\n        mbarrier", "    if n < 0:\n        mbarrier"),)),
-    Bug("cleared values are read without a fence", NEIGHBOUR, (("0.0).to(values.dtype))\n        fence_async_shared()\n", "0.0).to(values.dtype))\n"),)),
+    Bug("values of the next sequence are not cleared", NEIGHBOUR, (("    if n + N > len_k:\n        layout", "    if n < 0:\n        layout"),)),
+    Bug("values of padding are not cleared", HELD, (("if seen != -1:", "if seen == 1:"),)),
+    Bug("padding is another tile's", HELD, (("here(map_strides[3]) + n // 32", "here(map_strides[3])"),)),
+    Bug("padding of a part of a tile is not looked for", HELD, (("gl.static_range(C.n // 32)", "gl.static_range(1)"),)),
+    Bug("padding is in the first tile alone", PADDED[2], (("if C.mapped and EDGE:\n            clear", "if C.mapped and C.cap > 0:\n            clear"),)),
+    Bug("cleared values are read without a fence", NEIGHBOUR, (("0.0).to(values.dtype))\n    fence_async_shared()\n", "0.0).to(values.dtype))\n"),)),
     Bug("what keys decide is that of the first tile", SPLIT, (("        j = n + gl.arange(0, C.n, layout", "        j = gl.arange(0, C.n, layout"),)),
     Bug("what rows decide is that of the first warpgroup", SPLIT, (("of_rows(rows, b, head,", "of_rows(rows - GROUP * 64, b, head,"),)),
     Bug("what keys decide of another head", SPLIT, (("known = KEYS(call[2], call[3]", "known = KEYS(call[2], call[3] * 0"),)),

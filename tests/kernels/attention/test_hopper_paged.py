@@ -12,7 +12,7 @@ import onchip
 from gluon_emulator import MODES, Emulator, Fault, timings
 from judge import assert_as_good_as_torch
 from onchip.core.device import GPUS
-from onchip.core.masks import Causal, Chunked, Document, Full, Prefix, Window
+from onchip.core.masks import Causal, Chunked, Document, Full, KeyPadding, Prefix, Window
 from onchip.core.problem import Beside, Operands
 from onchip.core.scores import ALiBi, Bias, Softcap, chain
 from onchip.dispatch import select
@@ -61,10 +61,12 @@ def call_of(c: Case):
     order = torch.randperm(sum(used) + 2)
     k, v = (torch.full((len(order), c.page, c.heads[1], dim), torch.nan, dtype=c.dtype) for dim in (c.dim, c.dim_v or c.dim))
     table = torch.full((len(used), max(used) + c.spare), NOWHERE, dtype=torch.int32)
-    for row, n, own in zip(table, c.lengths, order[: sum(used)].split(used), strict=True):
+    for b, (row, n, own) in enumerate(zip(table, c.lengths, order[: sum(used)].split(used), strict=True)):
         slots = (own[:, None] * c.page + torch.arange(c.page)).flatten()[:n]
         for pool in (k, v):
             pool.flatten(0, 1)[slots] = torch.randn(n, c.heads[1], pool.shape[-1]).to(c.dtype)
+            if isinstance(c.mask, KeyPadding):
+                pool.flatten(0, 1)[slots[~c.mask.valid[b, :n]]] = torch.nan
         row[: len(own)] = own
         if isinstance(c.mask, Window) and c.mask.left is not None and c.mask.align != "top_left":
             row[: max(0, n - c.len_q - c.mask.left) // c.page] = NOWHERE
@@ -121,6 +123,7 @@ CASES = [
     Case((2, 64, 2, EACH), 16, UNEVEN, 70, Chunked(40)),
     Case((2, 64, 2, EACH), 64, (210, 100), 70, Causal() & Document(torch.arange(256) // 60)),
     Case((2, 64, 2, EACH), 8, (210, 100), 70, Prefix(torch.tensor([30, 1]))),
+    Case((2, 64, 2, EACH), 16, (150, 90), 70, KeyPadding(torch.arange(176) >= torch.tensor([[70], [3]]))),
     Case((2, 128, 2, EACH), 24, (200, 0, 23, 25), 70),
     Case((2, 64, 2, EACH), 48, (300, 49, 131), 70, Window(50)),
     Case((2, 64, 2, EACH), 2048, (130, 2050), 70, Window(100)),

@@ -169,8 +169,11 @@ def _few_scores(p: Attention) -> str | None:
     return f"score {p.score} beside dim {p.dim}: accepted are {took}: hopper_backward takes the others"
 
 
-def _may_hide_padding(p: Attention) -> str | None:
-    return f"values that {p.mask} hides may be NaN" if hides_keys(p.mask) else None
+def _padding_where_sums_are_in_memory(p: Attention) -> str | None:
+    """Keys that lie in shared memory for a whole tile are cleared of padding there; those that pass through are not."""
+    if _sums_in_memory(p) or not hides_keys(p.mask):
+        return None
+    return f"keys that {p.mask} hides may be NaN: accepted beside heads of at most 128, and where nothing is to be the same every time"
 
 
 def _score_on_hopper(p: Attention) -> str | None:
@@ -289,6 +292,9 @@ def _slower_backward_on_hopper(p: Attention) -> str | None:
     # 8 heads of 2,048: 53 TFLOP/s there, 34 here, both with the launch; 256 of 1,024, causal, without it: 290 and 315
     if pairs < FEW and "batch_invariant" not in p.extras:
         return f"{pairs:.0e} pairs of a query and a key, of at least {FEW:.0e}: two more launches cost what the faster kernel saves"
+    if isinstance(p.mask, Traced) and _texts().pair_bytes(p.mask.text) and p.len_q < 2048 and "batch_invariant" not in p.extras:
+        # us, causal behind padding, d128: 512 492 (413 there), 1k 620 (565), 2k 892 (886), 4k 1,266 (1,367); d64 758 (638), 900 (815), 1,178 (1,180)
+        return f"a mask reads a value for each query and key, of {p.len_q} queries, of at least 2048: triton_backward is faster"
     if p.score is None or not _texts().pair_bytes(p.score.text):
         return None
     tile = _texts().pair_tile(p.score.text) if _texts().only_adds(p.score.text) else None
@@ -314,7 +320,7 @@ PREFILL = Op(
             "onchip.kernels.attention.hopper_prefill:launch",
             {"cuda": (90,)},
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
-            also=(_only("batch_invariant", "deterministic", "dropout", "sinks", "used"), _may_hide_padding, _score_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "dropout", "sinks", "used"), _score_on_hopper, _translates),
             slower=(_slower_on_hopper,),
         ),
         Kernel(
@@ -356,7 +362,7 @@ BACKWARD = Op(
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
             also=(
                 _only("batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "used"),
-                _may_hide_padding,
+                _padding_where_sums_are_in_memory,
                 _gradients_on_hopper,
                 _drops_where_sums_are_in_memory,
                 _translates,
@@ -417,7 +423,7 @@ DECODE = Op(
                 "page": range(1, 1 << 20),
                 "kv": ("",),
             },
-            also=(_only("batch_invariant", "deterministic", "latent", "sinks"), _may_hide_padding, _score_on_hopper, _translates),
+            also=(_only("batch_invariant", "deterministic", "latent", "sinks"), _score_on_hopper, _translates),
             slower=(_faster_with_split_keys, _map_of_small_pages),
         ),
         Kernel(

@@ -22,7 +22,7 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
-from onchip.core.trace import Traced
+from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import hopper_backward_ordered, mods, texts
 from onchip.kernels.attention.hopper_backward_tiles import (
     LATE,
@@ -31,6 +31,7 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     READERS,
     clear,
     d_scores,
+    finite,
     send,
     signed,
     start,
@@ -116,6 +117,7 @@ class Shape:
     far: bool  # whether what a score adds lies in memory by distance (`pairs`)
     summed: bool  # whether that has a gradient
     drops: bool  # whether weights are dropped
+    padded: bool  # whether the mask may hide padding, which holds anything
     of_keys = True
 
     @property
@@ -330,6 +332,8 @@ def _more(state, count, x, steps, map_strides, still, rings, buffers, dq_desc, c
                 if EDGE and C.packed:
                     dp = gl.where(there[None, :], dp, 0.0)
                 ds = sloped * dp
+            if C.padded and EDGE:  # V dO^T may be anything where V is padding
+                ds = gl.where(p == 0.0, 0.0, ds)
             if C.summed:
                 add_by_distance(call[2][1], place[0], h, place[2] * C.n + GROUP * 64, place[6], m, ds, s_layout)
             ds = ds.to(queries.dtype)
@@ -385,7 +389,9 @@ def _compute(outs, dq_desc, still, rings, message, buffers, call, dropout, sizes
                 batch = b * 0
             rows = (batch * sizes[3] - sizes[8]) * group  # of the sums: that of head 0
             mbarrier.wait(full, tiles % 2)
-            if C.packed:  # noqa: SIM102 (one is a constant of the compiler's)
+            if C.padded:  # the other's half is read behind the first dS alone, when both have met
+                finite(k_tile.reshape([N, D]), N, GROUP)
+            elif C.packed:  # noqa: SIM102 (one is a constant of the compiler's)
                 if tile_n * N + N > len_k:
                     clear(k_tile.reshape([N, D]), len_k - tile_n * N, N, GROUP)
                     clear(v_tile.reshape([N, DV]), len_k - tile_n * N, N, GROUP)
@@ -553,12 +559,13 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
     if added:
         pairs, steps = pair_tiles(x.score[added.tensor], added.axes, tiles.m, 64)
     shape = Shape(
-        tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim, steps, far, far and len(x.score) > 1, x.drop > 0
-    )
+        tiles.m, tiles.n, tiles.stages, left, right, top_left, packed, sees is not None, p.dim, p.value_dim, steps, far, far and len(x.score) > 1,
+        x.drop > 0, hides_keys(p.mask),
+    )  # fmt: skip
     reads = mods.captured(x.mask), mods.captured(x.score)
     found, map_strides = None, (0, 0, 0)
     if sees is not None:
-        found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, True, q.device)
+        found, map_strides = mask_map(p, sees, x, tiles.m, tiles.n, True, q.device)
     kinds = describe(q, tiles.m, width), describe(k, tiles.n, width), describe(v, tiles.n, width_v), describe(d_out, tiles.m, width_v)
     grads = describe(dk, 64, width), describe(dv, 64, width_v)
     stats = [describe(t.view(-1, t.shape[-1]), 1, tiles.m) for t in (lses, delta)]

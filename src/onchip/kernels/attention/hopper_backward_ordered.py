@@ -517,7 +517,7 @@ def launches(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, s
         shape = Shape(m, n, slots, of_keys, values, slopes, left, right, top_left, packed, sees is not None, p.dim, p.value_dim)
         found, map_strides = None, (0, 0, 0)
         if sees is not None:
-            found, map_strides = mask_map(p, sees, reads[0], x, m, n, of_keys, q.device)
+            found, map_strides = mask_map(p, sees, x, m, n, of_keys, q.device)
         heads, length = (p.kv_heads, p.len_k) if of_keys else (p.heads, p.len_q)
         streaming = (p.tokens or p.len_q) * p.group if of_keys else p.tokens_k or p.tokens or p.len_k
         listed, places, every = None, triton.cdiv(length, int(STAY)), p.batch * heads

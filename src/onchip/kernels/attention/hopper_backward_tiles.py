@@ -97,6 +97,18 @@ def clear(tile, count, ROWS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def finite(tile, ROWS: gl.constexpr, GROUP: gl.constexpr):
+    """A tile of keys that both warpgroups clear, with 0 for what is not finite, so that a dS of 0 may be multiplied by padding. A query that sees such a number
+    has an LSE that is not finite, and so its gradients are not, either."""
+    half: gl.constexpr = ROWS // 2
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    mine = tile.slice(GROUP * half, half, dim=0)
+    x = mine.load(layout)
+    mine.store(gl.where(gl.abs(x.to(gl.float32)) < float("inf"), x, 0.0).to(tile.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
 def start(zeros, values, col: gl.constexpr):
     """What sums over [keys, queries] begin with, so that `values` [queries] are taken off."""
     return zeros - values.reshape([zeros.shape[1]]).load(col)[None, :]

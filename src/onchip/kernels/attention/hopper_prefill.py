@@ -26,7 +26,7 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
-from onchip.core.trace import Traced
+from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.capped import cap_of, fold, scaled, weigh_capped
 from onchip.kernels.attention.hopper_copies import come, copy, gather, pool_of
@@ -39,7 +39,7 @@ from onchip.kernels.attention.hopper_tiles import (
     anew,
     begin,
     by_groups,
-    clear,
+    clear_unseen,
     grown,
     hide,
     key_steps,
@@ -155,6 +155,7 @@ class Shape:
     pack: int  # heads side by side in the rows of a tile
     alike: bool  # whether all sequences have the same queries, which are there once
     drops: bool  # whether weights are dropped
+    padded: bool  # whether the mask may hide padding, which holds anything
     first: bool  # whether the launch behind this one may begin when it has begun
 
     @property
@@ -258,8 +259,8 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
         acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])  # all but done: its first operand is read from registers, which held the warps up
         release(vi, 10 + C.stages, C.readers)
         vi, vp = advance(vi, vp, C.stages)
-        if C.uneven and C.mapped and EDGE:
-            clear(v_ring, vi, vp, n, call[5], C)
+        if C.mapped and EDGE:
+            clear_unseen(v_ring, vi, vp, n, call[5], steps, map_strides, C)
         if PART == "near":
             words, sums, far = weigh_capped(scores, top, n, call, of, tile, alarms, SCORE, values.dtype, C, s_layout)
         else:
@@ -327,8 +328,7 @@ def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.cons
     else:
         words, top, total = first_tile(first * N, ki, kp, own, values.dtype, MASK, SCORE, KEYS, C, GROUP, s_layout, s_layout)
     ki, kp = advance(ki, kp, C.stages)
-    if C.uneven:
-        clear(v_ring, vi, vp, first * N, len_k, C)
+    clear_unseen(v_ring, vi, vp, first * N, len_k, steps, map_strides, C)
     state = (words, gl.zeros([64, DV], gl.float32, o_layout), top, total, ki, kp, vi, vp)
     behind, bent, before = sides(steps, place, C, GROUP)  # where there are lines, no tile is whole that has a bend
     if C.line != "" and C.right == 0:
@@ -561,7 +561,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, gathers, p.dim, p.value_dim,
         cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, power, biased, far is not None, adds, line, bold, share,
         pick(LAZILY, width_v), 1 if tile else rounds(tiles, width, width_v, 0 if share else width_v, room_of(tiles, biased, line, right)),
-        tiles.pack, alike, x.drop > 0, beside is not None,
+        tiles.pack, alike, x.drop > 0, hides_keys(p.mask), beside is not None,
     )  # fmt: skip
     heads, own, k_rows = p.heads, (64,), tiles.n // shape.parts
     if tiles.pack > 1:
@@ -574,7 +574,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         tiles_m, batch_heads = len(listed), heads
     found, map_strides = None, (0, 0, 0)
     if shape.mapped:
-        found, map_strides = mask_map(p, mods.mask_function(p.mask.text), reads[0], x, shape.m, tiles.n, False, q.device)
+        found, map_strides = mask_map(p, mods.mask_function(p.mask.text), x, shape.m, tiles.n, False, q.device, shape.padded)
     count = tiles_m * batch_heads
     if beside is None:
         programs, counter = programs_and_counter(count, tiles.programs, q.device)

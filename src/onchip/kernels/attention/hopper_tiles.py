@@ -495,15 +495,34 @@ def shrunk(acc, total, shrink, C: gl.constexpr):
 @gluon.jit
 def clear(v_ring, vi, vp, n, len_k, C: gl.constexpr):
     """Values of keys from `n` on, waited for, with 0 behind the last key: another sequence lies there, or what was in its page, and 0 times NaN is NaN."""
-    values, full, _ = v_ring
     N: gl.constexpr = C.n
     if n + N > len_k:
-        mbarrier.wait(full.index(vi), vp)
         layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        real = n + gl.arange(0, N, layout=gl.SliceLayout(1, layout)) < len_k
-        tile = values.index(vi).reshape([N, values.shape[-1]])
-        tile.store(gl.where(real[:, None], tile.load(layout), 0.0).to(values.dtype))
-        fence_async_shared()
+        _keep(n + gl.arange(0, N, layout=gl.SliceLayout(1, layout)) < len_k, v_ring, vi, vp, 0, layout)
+
+
+@gluon.jit
+def clear_unseen(v_ring, vi, vp, n, len_k, steps, map_strides, C: gl.constexpr):
+    """The same, and for keys that no query of the tile sees, as the map says, 32 in a word: padding may hold anything."""
+    if C.padded:
+        words = steps[4] + here(map_strides[3]) + n // 32
+        for word in gl.static_range(C.n // 32):
+            seen = gl.load(words + word)
+            if seen != -1:
+                layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+                _keep((seen >> gl.arange(0, 32, layout=gl.SliceLayout(1, layout))) & 1 != 0, v_ring, vi, vp, 32 * word, layout)
+    elif C.uneven:
+        clear(v_ring, vi, vp, n, len_k, C)
+
+
+@gluon.jit
+def _keep(real, v_ring, vi, vp, FIRST: gl.constexpr, layout: gl.constexpr):
+    """Of a tile's values from the key FIRST on those that are `real`, the others 0."""
+    values, full, _ = v_ring
+    mbarrier.wait(full.index(vi), vp)
+    tile = values.index(vi).reshape([values.shape[-2], values.shape[-1]]).slice(FIRST, real.shape[0], dim=0)
+    tile.store(gl.where(real[:, None], tile.load(layout), 0.0).to(values.dtype))
+    fence_async_shared()
 
 
 # ---- host

@@ -169,10 +169,11 @@ def sequence(offsets_ptr, used_ptr, batch, length):
 
 
 @triton.jit
-def _classify(kind_ptr, q_offsets, k_offsets, q_used, k_used, captured, heads, len_q, len_k, outers, inners,
+def _classify(kind_ptr, bits_ptr, q_offsets, k_offsets, q_used, k_used, captured, heads, len_q, len_k, outers, inners, length,
               MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """What a mask shows of CHUNK tiles in a row: 0 nothing, 1 a part, 2 all of each; int8 [batch, heads, outer, inner]. [LEFT, RIGHT] is its hull."""
+    """What a mask shows of CHUNK tiles in a row: 0 nothing, 1 a part, 2 all of each; int8 [batch, heads, outer, inner]. [LEFT, RIGHT] is its hull.
+    With `bits_ptr`, to each tile's in the map's first row: which of its keys a query of the tile sees, 32 in a word."""
     chunks = tl.cdiv(inners, CHUNK)
     row = tl.program_id(0) // chunks  # of the map
     outer, batch, head = row % outers, row // outers // heads, row // outers % heads
@@ -193,6 +194,7 @@ def _classify(kind_ptr, q_offsets, k_offsets, q_used, k_used, captured, heads, l
         if LEFT >= 0:
             possible = possible & (n + BLOCK_N - 1 >= m + shift - LEFT)
         kind = 0
+        bits = tl.zeros([BLOCK_N // 32 if bits_ptr is not None else 1], tl.int32)
         if possible:
             i = (m + tl.arange(0, BLOCK_M))[:, None]
             j = (n + tl.arange(0, BLOCK_N))[None, :]
@@ -202,14 +204,19 @@ def _classify(kind_ptr, q_offsets, k_offsets, q_used, k_used, captured, heads, l
             if not OF_KEYS:
                 rows = tl.minimum(len_q - m, BLOCK_M)
             kind = tl.where(count == rows * BLOCK_N, 2, tl.where(count > 0, 1, 0))
+            if bits_ptr is not None:
+                by_words = tl.max(seen.to(tl.int32), 0).reshape(BLOCK_N // 32, 32)
+                bits = tl.sum(by_words << tl.arange(0, 32)[None, :], 1)
         tl.store(kind_ptr + inner, kind.to(tl.int8))
+        if bits_ptr is not None:
+            tl.store(bits_ptr + row.to(tl.int64) * length + inner * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32), bits)
 
 
 @triton.jit
-def _collect(map_ptr, kind_ptr, inners, BLOCK: tl.constexpr):
+def _collect(map_ptr, kind_ptr, inners, length, BLOCK: tl.constexpr):
     """A row of the map: how many tiles are seen in part and in whole, then their numbers, those in part from the front, those in whole from the back."""
     row = tl.program_id(0).to(tl.int64)
-    map_ptr += row * (2 + inners)
+    map_ptr += row * length
     kind_ptr += row * inners
     part = 0
     whole = 0
@@ -218,7 +225,7 @@ def _collect(map_ptr, kind_ptr, inners, BLOCK: tl.constexpr):
         kind = tl.load(kind_ptr + inner, mask=inner < inners, other=0)
         in_part, in_whole = (kind == 1).to(tl.int32), (kind == 2).to(tl.int32)
         tl.store(map_ptr + 2 + part + tl.cumsum(in_part, 0) - 1, inner, mask=in_part == 1)
-        tl.store(map_ptr + 2 + inners - whole - tl.cumsum(in_whole, 0), inner, mask=in_whole == 1)
+        tl.store(map_ptr + length - whole - tl.cumsum(in_whole, 0), inner, mask=in_whole == 1)
         part += tl.sum(in_part, 0)
         whole += tl.sum(in_whole, 0)
     tl.store(map_ptr, part)
@@ -333,29 +340,38 @@ def remembered(what: tuple, tensors, device, make, changing: bool = False):
     return known[1]
 
 
-def mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
+def mask_map(p, sees, x, m: int, n: int, of_keys: bool, device, bits: bool = False):
     """The tiles of `m` queries and `n` keys that a mask which is no band shows, for each tile of queries (or of keys), int32
-    [batch or 1, heads or 1, tiles, 2 + most tiles], how many rows a batch and a head are apart, and how long a row is; see `_collect`. It is `remembered`."""
-    what = ("map", p.mask.text, m, n, of_keys, p.batch, p.heads, p.len_q, p.len_k)
-    tensors = (*x.mask, x.q_offsets, x.k_offsets, x.q_used, x.k_used)
-    make = lambda: _mask_map(p, sees, captured, x, m, n, of_keys, device)  # noqa: E731
-    return remembered(what, tensors, device, make, changing=p.page > 0)  # lengths of a cache change inside of CUDA graphs, which count no writes
-
-
-def _mask_map(p, sees, captured, x, m: int, n: int, of_keys: bool, device):
-    tiles_m, tiles_n = triton.cdiv(p.len_q, m), triton.cdiv(p.len_k, n)
-    outer, inner = (tiles_n, tiles_m) if of_keys else (tiles_m, tiles_n)
+    [batch or 1, heads or 1, tiles, 2 + most tiles], how many rows a batch and a head are apart, and how long a row is; see `_collect`. It is `remembered`.
+    With `bits`, between the tiles seen in part and those in whole: which keys of each tile a query of the tile sees; and where in a row that begins.
+    """
+    tiles = triton.cdiv(p.len_q, m), triton.cdiv(p.len_k, n)
+    outer, inner = tiles[::-1] if of_keys else tiles
     batch = p.batch if p.keys != "dense" or reads(p.mask.text, "b") else 1
     heads = p.heads if reads(p.mask.text, "h") else 1
-    found = torch.empty((batch, heads, outer, 2 + inner), dtype=torch.int32, device=device)
+    shape = batch, heads, outer, 2 + inner * (2 + n // 32 if bits else 1)
+    what, reading, changing = ("map", p.mask.text, m, n, of_keys, bits, p.batch, p.heads, p.len_q, p.len_k), len(x.mask), p.page > 0
+
+    def find(*tensors):  # lengths of a cache change inside of CUDA graphs, which count no writes
+        make = lambda: _mask_map(p, sees, tensors[:reading], tensors[reading:], m, n, of_keys, shape, inner, device)  # noqa: E731
+        return remembered(what, tensors, device, make, changing)
+
+    found = asked(find, *x.mask, x.q_offsets, x.k_offsets, x.q_used, x.k_used)
+    return found, (heads * outer * (batch > 1), outer * (heads > 1), shape[3], *[2 + inner] * bits)
+
+
+def _mask_map(p, sees, captured, lengths, m: int, n: int, of_keys: bool, shape, inner: int, device):
+    batch, heads, outer, length = shape
+    found = torch.empty(shape, dtype=torch.int32, device=device)
     kinds = torch.empty((batch, heads, outer, inner), dtype=torch.int8, device=device)
+    bits = found.view(-1)[2 + inner :] if length > 2 + inner else None
     left, right, top_left = ends(p.mask.hull)
     _classify[(triton.cdiv(inner, CHUNK) * outer * batch * heads,)](
-        kinds, x.q_offsets, x.k_offsets, x.q_used, x.k_used, captured, heads, p.len_q, p.len_k, outer, inner,
+        kinds, bits, *lengths, mods.captured(captured), heads, p.len_q, p.len_k, outer, inner, length,
         MASK=sees, LEFT=left, RIGHT=right, TOP_LEFT=top_left, BLOCK_M=m, BLOCK_N=n, OF_KEYS=of_keys, CHUNK=CHUNK,
     )  # fmt: skip
-    _collect[(batch * heads * outer,)](found, kinds, inner, BLOCK=min(1024, triton.next_power_of_2(inner)))
-    return found, (heads * outer * (batch > 1), outer * (heads > 1), 2 + inner)
+    _collect[(batch * heads * outer,)](found, kinds, inner, length, BLOCK=min(1024, triton.next_power_of_2(inner)))
+    return found
 
 
 def sequence_tiles(p, x, block: int, of_keys: bool = False, by_work: bool = True):

@@ -541,9 +541,9 @@ def _over(p: Attention, how: Launch, lead, stats, x: Operands, sees, reads, want
         _, score_back = mods.score_functions(text, wanted=(False,) * len(wanted), fast=fast(q))
     k_map = q_map = None, (0, 0, 0)
     if sees is not None and how.keys:
-        k_map = mask_map(p, sees, reads[0], x, keys.m, keys.n, True, q.device)
+        k_map = mask_map(p, sees, x, keys.m, keys.n, True, q.device)
     if sees is not None and how.queries:
-        q_map = mask_map(p, sees, reads[0], x, queries.m, queries.n, False, q.device)
+        q_map = mask_map(p, sees, x, queries.m, queries.n, False, q.device)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
     tiles_n, tiles_m, batch = triton.cdiv(p.len_k, keys.n), triton.cdiv(p.len_q, queries.m), p.batch
     k_listed = q_listed = None

@@ -323,7 +323,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     (sees, score), reads, scale, gain = device_functions(p, x, q)
     found, map_strides = None, (0, 0, 0)
     if sees is not None:
-        found, map_strides = mask_map(p, sees, reads[0], x, tiles.m, tiles.n, False, q.device)
+        found, map_strides = mask_map(p, sees, x, tiles.m, tiles.n, False, q.device)
     _prefill[(tiles_m * p.batch * p.heads,)](
         *sources, lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, page_table, found, x.sinks if x.sinks is None else x.sinks.contiguous(), x.state, reads,
         scale, gain, p.heads, p.group, p.len_q, p.len_k, tiles_m, together(p), bar(x.drop), 1 / (1 - x.drop), 0 if page_table is None else page_table.stride(0),
