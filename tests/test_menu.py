@@ -310,10 +310,9 @@ def test_what_hopper_leaves_to_triton():
     assert kernel.leaves(p._replace(mask=padded), H200) == []
     kernel, p = OPS["backward"].kernel("hopper_backward"), TYPICAL["backward"]
     assert kernel.leaves(p._replace(mask=padded), H200) == []
-    for changed in ({"dim": 256}, {"extras": ("deterministic",)}, {"extras": ("batch_invariant",)}):
-        assert kernel.refuses(p._replace(mask=padded, **changed), H200) == [
-            f"keys that {padded} hides may be NaN: accepted beside heads of at most 128, and where nothing is to be the same every time"
-        ]
+    assert not any(
+        kernel.leaves(p._replace(mask=padded, **how), H200) for how in ({"dim": 256}, {"extras": ("deterministic",)}, {"extras": ("batch_invariant",)})
+    )
     pairs_seen = Dense(torch.ones(1000, 1000, dtype=torch.bool)).static()
     assert kernel.leaves(p._replace(mask=pairs_seen), H200) == [
         "a mask reads a value for each query and key, of 1000 queries, of at least 2048: triton_backward is faster"

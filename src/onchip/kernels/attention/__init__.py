@@ -8,7 +8,7 @@ from onchip.core.formats import FORMATS, Format
 from onchip.core.kernel import Extra, Kernel, Op
 from onchip.core.masks import BANDS, Band, Causal, Full
 from onchip.core.problem import E4M3, SHORT, Attention, Cost, Rows
-from onchip.core.trace import Traced, hides_keys
+from onchip.core.trace import Traced
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (*HALF, torch.float32)
@@ -167,13 +167,6 @@ def _few_scores(p: Attention) -> str | None:
         return None
     took = "none, in dense calls what depends on the distance alone and a bias of q's dtype for each query and key, and a softcap beside more than 64"
     return f"score {p.score} beside dim {p.dim}: accepted are {took}: hopper_backward takes the others"
-
-
-def _padding_where_sums_are_in_memory(p: Attention) -> str | None:
-    """Keys that lie in shared memory for a whole tile are cleared of padding there; those that pass through are not."""
-    if _sums_in_memory(p) or not hides_keys(p.mask):
-        return None
-    return f"keys that {p.mask} hides may be NaN: accepted beside heads of at most 128, and where nothing is to be the same every time"
 
 
 def _score_on_hopper(p: Attention) -> str | None:
@@ -362,7 +355,6 @@ BACKWARD = Op(
             {"dtype": HALF, "dim": range(8, 257, 8), "value_dim": range(8, 257, 8), "mask": MASKS, "keys": ("dense", "packed")},
             also=(
                 _only("batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "used"),
-                _padding_where_sums_are_in_memory,
                 _gradients_on_hopper,
                 _drops_where_sums_are_in_memory,
                 _translates,

@@ -40,12 +40,14 @@ import triton
 from onchip.core.device import Device
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
+from onchip.core.trace import hides_keys
 from onchip.kernels.attention import mods
 from onchip.kernels.attention.hopper_backward_tiles import (
     LOG2E,
     PHASES,
     READERS,
     clear,
+    finite,
     send,
     start,
     step_tile,
@@ -124,6 +126,7 @@ class Shape:
     mapped: bool
     dim: int
     dim_v: int
+    padded: bool  # whether the mask may hide padding, which holds anything
 
     @property
     def stream(self):
@@ -353,6 +356,10 @@ def _more(sums, index, phase, count, x, steps, map_strides, own, ring, stats, ca
                 if C.values:
                     clear(far_v, length - other, STREAM, GROUP)
                 arrive_and_wait(0, MEETING, 256)
+        if EDGE and C.padded and not C.of_keys:
+            mbarrier.wait(full.index(second), second_phase)
+            finite(far, STREAM, GROUP)
+            arrive_and_wait(0, MEETING, 256)
         take_turn(GROUP, C.partners)
         if C.slopes:
             dp = _across(mine_v, far_v, _less(deltas, first, C, s_layout), False, C.columns_v)
@@ -379,6 +386,8 @@ def _more(sums, index, phase, count, x, steps, map_strides, own, ring, stats, ca
             if EDGE and C.packed:  # what the next sequence's rows make of it may be NaN
                 there = other + gl.arange(0, STREAM, layout=gl.SliceLayout(0, s_layout)) < length
                 ds = gl.where(there[None, :], ds, 0.0)
+            if EDGE and C.padded:  # V dO^T may be anything where V is padding
+                ds = gl.where(p == 0.0, 0.0, ds)
             left = gl.convert_layout(ds.to(slots.dtype), p_layout)
             of_d = _add(of_d, left, far)
         if C.values and C.slopes:
@@ -514,7 +523,7 @@ def launches(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, s
         of_keys, values, slopes = makes != "dQ", "dV" in makes, makes != "dV"
         m, n = (stream, int(STAY)) if of_keys else (int(STAY), stream)
         slots = min(4, (ROOM - 2 * int(STAY) * (width + width_v * slopes)) // (2 * stream * width))
-        shape = Shape(m, n, slots, of_keys, values, slopes, left, right, top_left, packed, sees is not None, p.dim, p.value_dim)
+        shape = Shape(m, n, slots, of_keys, values, slopes, left, right, top_left, packed, sees is not None, p.dim, p.value_dim, hides_keys(p.mask))
         found, map_strides = None, (0, 0, 0)
         if sees is not None:
             found, map_strides = mask_map(p, sees, x, m, n, of_keys, q.device)
