@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onchip.bench import chance, data, mods, passes, peers, report, run, suite
+from onchip.bench import chance, data, mod, mods, passes, peers, report, run, suite
 from onchip.bench.suite import Pass, Row
 from onchip.core import device as devices
 from onchip.core import settings
@@ -69,7 +69,7 @@ def test_a_kernel_for_a_gpu_takes_it(name):
 def test_areas_by_hand():
     def area(name):
         p = mods.sizes(name, SMALL)
-        return mods.area(mods.make(name, p, CPU), p, CPU) / (p.batch * p.heads)
+        return mod.area(mods.make(name, p, CPU), p, CPU) / (p.batch * p.heads)
 
     assert area("plain") == area("softcap") == area("dropout") == 64 * 64
     assert area("causal") == area("dropout, causal") == 64 * 65 / 2
@@ -82,9 +82,9 @@ def test_areas_by_hand():
 
 def test_a_mask_of_every_head_is_counted_in_parts(monkeypatch):
     made = mods.make("video sparse", SMALL, CPU)
-    whole = mods.area(made, SMALL, CPU)
-    monkeypatch.setattr(mods, "CELLS", 1000)
-    assert mods.area(made, SMALL, CPU) == whole
+    whole = mod.area(made, SMALL, CPU)
+    monkeypatch.setattr(mod, "CELLS", 1000)
+    assert mod.area(made, SMALL, CPU) == whole
 
 
 def test_cost_counts_what_is_seen_and_what_is_read():
@@ -137,7 +137,7 @@ def test_padding_is_in_the_sequence_that_is_looked_at(name):
     made = data.inputs(row("backward", name), CPU)
     ours = passes.onchip(made).run()
     assert made.error(passes.sdpa(None)(made).run(), ours) <= made.tolerance
-    seen = mods.dense(made.mod, made.problem.inner, CPU)
+    seen = mod.dense(made.mod, made.problem.inner, CPU)
     keys, causal = made.problem.inner.len_k, "causal" in name
     assert seen[0].any(1).sum() == keys * 3 // 4 and seen[0, 0, -1].sum() == keys * 3 // 4
     assert seen[0, 0, 0].sum() == (1 if causal else keys * 3 // 4)
@@ -215,7 +215,7 @@ def test_a_row_says_what_was_compared(monkeypatch):
         return passes.onchip(replace(i, mod=replace(i.mod, own={"dropout": Dropout(mods.DROP.p, mods.DROP.seed + 1)})))
 
     def never_drops(i):
-        return passes.sdpa(None)(replace(i, mod=mods.Mod()))
+        return passes.sdpa(None)(replace(i, mod=mod.Mod()))
 
     monkeypatch.setattr(peers, "PEERS", (peers.Peer("onchip", Pass, other_seed), peers.Peer("torch SDPA", Pass, never_drops, draws=True)))
     made = run.measure(row, CPU, facts, EFFORT)

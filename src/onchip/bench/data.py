@@ -11,7 +11,8 @@ from torch import Tensor
 
 from onchip.bench import block, paged, rows
 from onchip.bench.judge import distance, larger
-from onchip.bench.mods import Mod, area, make
+from onchip.bench.mod import Mod, area
+from onchip.bench.mods import make
 from onchip.bench.suite import Generate, Ladder, Overhead, Pass, Row, Shared
 from onchip.core.masks import Causal
 from onchip.core.problem import E4M3, Attention, Cost, Operands, Rope, Rows

@@ -14,6 +14,7 @@ from torch import Tensor
 from onchip.bench import mods
 from onchip.bench.call import Call
 from onchip.bench.data import Trained
+from onchip.bench.mod import dense
 from onchip.bench.suite import Pass
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import E4M3
@@ -83,7 +84,7 @@ def sdpa(backend: str | None) -> Callable[[Trained], Call]:
         mask, drop = own.get("mask", p.mask), own["dropout"].p if "dropout" in own else 0.0
         given, causal = mask if isinstance(mask, Tensor) else own.get("bias"), isinstance(mask, Causal)
         if i.problem.mod in mods.PADDED:
-            given = mods.dense(i.mod, p, i.q.device)
+            given = dense(i.mod, p, i.q.device)
 
         def attend(q, k, v):
             with sdpa_kernel(getattr(SDPBackend, backend)) if backend else nullcontext():
