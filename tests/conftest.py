@@ -11,14 +11,13 @@ import pytest
 import torch
 
 ABREAST = 3  # large tests on a GPU at once
-LONGEST = [  # files of more than 10 seconds
-    "kernels/attention/test_hopper_backward_emulated", "ops/test_compiled", "kernels/attention/test_prefill_compile", "models/test_decoder",
-    "kernels/attention/test_decode_compile", "kernels/attention/test_blocked", "kernels/attention/test_random", "kernels/attention/test_fp8_backward",
-    "kernels/attention/test_backward_compile", "kernels/attention/test_register_decode", "kernels/attention/test_hopper_mla",
+LONGEST = [  # files of more than 10 seconds, where nothing is compiled yet
+    "kernels/attention/test_prefill_compile", "kernels/fused/test_compile", "kernels/attention/test_decode_compile",
+    "kernels/attention/test_backward_compile", "kernels/attention/test_hopper_backward_emulated", "ops/test_compiled", "kernels/attention/test_fp8_compile",
+    "kernels/fused/test_compile_losses", "kernels/attention/test_hopper_emulated", "models/test_decoder", "kernels/attention/test_blocked",
+    "kernels/attention/test_random", "kernels/attention/test_fp8_backward", "kernels/attention/test_register_decode", "kernels/attention/test_hopper_mla",
     "kernels/attention/test_hopper_ragged", "engine/test_mixes", "engine/test_llm", "engine/test_draft_model", "engine/test_llm_ranks",
-    "models/test_parallel", "integrations/test_transformers", "kernels/attention/test_fp8_compile", "kernels/attention/test_memory",
-    "kernels/attention/test_hopper_emulated", "ops/test_training", "server/test_serving", "cache/test_radix", "bench/test_serve",
-    "kernels/fused/test_compile", "server/test_serve_command",
+    "models/test_parallel", "integrations/test_transformers", "kernels/attention/test_memory", "cache/test_radix", "bench/test_serve",
 ]  # fmt: skip
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRET:
