@@ -10,14 +10,17 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 
+# compiling the tests and the package takes every process 10 s: only the first one does
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint wheel gpu-test newest clean
 
 demo: .venv/.demo
 	$(BIN)/onchip generate "$(PROMPT)" $(SAMPLING)
 
 test: .venv/.test
-	$(BIN)/python -m pytest -q -n auto --dist loadfile -m "not gpu"
-	$(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),-n auto --dist loadfile) -m "gpu and not large"
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m "not gpu"
+	$(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),-n auto --dist loadfile --no-loadscope-reorder) -m "gpu and not large"
 
 gpu-test: .venv/.test
 	$(BIN)/python -m pytest -q -m gpu

@@ -24,8 +24,9 @@ def pool(pages=16, page=2) -> PagePool:
 
 def write(p: PagePool, tokens, sequence: PageList, first: int) -> None:
     """Keys and values from token `first` on, each a number that tells the whole prefix: what a page must hold wherever it is."""
+    k, v = p.k[0].numpy(), p.v[0].numpy()  # a tensor takes ten times as long for one number
     for at in range(first, len(tokens)):
-        p.k[0, sequence.pages[at // p.page], at % p.page] = p.v[0, sequence.pages[at // p.page], at % p.page] = value(tokens[: at + 1])
+        k[sequence.pages[at // p.page], at % p.page] = v[sequence.pages[at // p.page], at % p.page] = value(tokens[: at + 1])
 
 
 def value(prefix) -> float:
@@ -33,7 +34,7 @@ def value(prefix) -> float:
 
 
 def read(p: PagePool, sequence: PageList) -> list[float]:
-    return p.k[0, sequence.pages].flatten()[: sequence.length].tolist()
+    return p.k[0].numpy()[sequence.pages].ravel()[: sequence.length].tolist()
 
 
 def run(tree: RadixTree, tokens) -> PageList:

@@ -162,24 +162,25 @@ def test_under_a_sliding_window(models, tmp_path, draft):
     assert said(llm.generate(PROMPTS, params)) == said(engine(there).generate(PROMPTS, params)) and llm.stats.accepted_tokens > 2
 
 
+BATCH = 80  # at once: a step of many rows takes little longer than one of a few
 WORDS, LONG = 5, 4  # a vocabulary so small, and answers so short, that an answer comes often
 DRAWN = SamplingParams(LONG, temperature=1.0, ignore_eos=True)
 
 
-@pytest.mark.parametrize("draft", [DraftModel("near", 3, choices=(2, 2)), NGram(3, 2, 1, matches=2)], ids=["model", "ngram"])
+@pytest.mark.parametrize("draft", [DraftModel("near", 3, BATCH, (2, 2)), NGram(3, 2, 1, BATCH, 2)], ids=["model", "ngram"])
 def test_the_distribution_is_the_models(tmp_path, draft):
     """Pearson's chi-square of 1,600 drawn answers, against the probability of every answer that there is."""
     folder = tiny.save(tmp_path / "model", tokenizer=False, vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
     draft = replace(draft, model=tiny.near(folder, tmp_path / "near", 0.3)) if isinstance(draft, DraftModel) else draft
-    prompt, how = [0, 1, 2, 0, 3, 1, 4, 0], {"dtype": "fp32", "device": "cpu", "max_batch": 16}
+    prompt, how = [0, 1, 2, 0, 3, 1, 4, 0], {"dtype": "fp32", "device": "cpu", "max_batch": BATCH}
     answers = list(itertools.product(range(WORDS), repeat=LONG))
     scored = LLM(folder, **how).generate([prompt + list(answer) for answer in answers], SamplingParams(1, prompt_logprobs=0))
     expected = torch.tensor([[found.logprob for found in one.prompt_logprobs[-LONG:]] for one in scored]).double().sum(1).exp()
     assert abs(expected.sum() - 1) < 1e-5
     count, accepted, drawn = 1600, 0, Counter()
     llm = LLM(folder, **how, draft=draft)
-    for first in range(0, count, 16):  # a batch: in steps with prompts in them nothing is guessed
-        drawn.update(tuple(one.tokens) for one in llm.generate([prompt] * 16, [replace(DRAWN, seed=first + i) for i in range(16)]))
+    for first in range(0, count, BATCH):  # a batch: in steps with prompts in them nothing is guessed
+        drawn.update(tuple(one.tokens) for one in llm.generate([prompt] * BATCH, [replace(DRAWN, seed=first + i) for i in range(BATCH)]))
         accepted += llm.stats.accepted_tokens
     found = torch.tensor([drawn[answer] for answer in answers]).double()
     often = expected * count >= 5  # the others are one class

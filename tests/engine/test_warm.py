@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tiny
 from onchip import dispatch
@@ -57,6 +58,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(jit.JITFunction, "_do_compile", lambda *asked: object())
     monkeypatch.setattr(checks, "check_pages", lambda *given: None)  # nobody reads lengths of a GPU, and where launches are withheld they may be any
     monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    monkeypatch.setattr(F, "linear", lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight)))  # nor numbers: a CPU's in bf16 take 20 s
     dispatch.forget()
     yield
     dispatch.forget()

@@ -85,31 +85,6 @@ def refuses(words, call, *args):
 # ---- the real model
 
 
-def unpermuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head from llama.cpp's order (pairs side by side) to Hugging Face's (halves)."""
-    rows, width = weight.shape
-    return weight.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
-
-
-def test_smollm2_holds_what_transformers_reads(smollm2):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
-    theirs, config = model.state_dict(), read_config(smollm2)
-    reports = []
-    ours = dict(tensors(smollm2, torch.float32, lambda *counts: reports.append(counts)))
-    assert set(ours) | {"lm_head.weight"} == set(theirs)
-    for name, weight in ours.items():
-        heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
-        assert torch.equal(unpermuted(weight, heads) if heads else weight, theirs[name]), name
-    assert reports == sorted(reports) and reports[-1][0] == reports[-1][1] > 90e6
-    keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
-    keys += ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "model_type", "hidden_act", "attention_bias", "bos_token_id", "eos_token_id")
-    assert {key: config[key] for key in keys} == {key: getattr(model.config, key) for key in keys}
-    assert config["rope_theta"] == model.config.rope_parameters["rope_theta"] and config["rope_scaling"] is None
-    assert config["rope_interleaved"] and config["quantization"] == "Q4_1" and config["torch_dtype"] == "bfloat16"
-
-
 def test_dtype_is_a_rounding_of_float32(smollm2):
     for (name, wide), (_, low) in zip(tensors(smollm2, torch.float32), tensors(smollm2, torch.bfloat16), strict=True):
         assert low.dtype == torch.bfloat16 and torch.equal(wide.bfloat16(), low), name

@@ -173,11 +173,14 @@ def _measure(device: torch.device, generator: torch.Generator) -> tuple[float, M
     bandwidth = 2 * source.numel() * 4 / clock(lambda: target.copy_(source))
     peaks = {}
     for dtype in (BF16, FP16, FP32):
-        n = 1024 if not on_gpu else 8192 if dtype != FP32 else 4096
         if not on_gpu and dtype == FP16:
             continue  # no fp16 units to speak of on most CPUs
-        a, b = (torch.randn(n, n, generator=generator, device=device, dtype=FP32).to(dtype) for _ in range(2))
-        peaks[dtype] = 2 * n**3 / clock(lambda a=a, b=b: a @ b)
+        for n in (256, 512, 1024) if not on_gpu else (8192,) if dtype != FP32 else (4096,):
+            a, b = (torch.randn(n, n, generator=generator, device=device, dtype=FP32).to(dtype) for _ in range(2))
+            seconds = clock(lambda a=a, b=b: a @ b)
+            peaks[dtype] = 2 * n**3 / seconds
+            if seconds > 0.01:  # the next size takes eight times that: 15 s on a CPU without units for bf16
+                break
     peaks[E4M3] = peaks[BF16]  # numbers of 16 bits are made of them
     if on_gpu and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
         n = 8192

@@ -1,5 +1,7 @@
 """Embeddings, dropout and the Hadamard rotation with their gradients."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,6 +124,7 @@ def test_normal_noise(device):
 # ---- Hadamard
 
 
+@functools.lru_cache(2)
 def walsh(width, device):
     at = torch.arange(width, device=device)
     bits = at[:, None] & at
