@@ -15,8 +15,7 @@ from onchip.ops.norm import rms_norm
 from onchip.ops.optim import AdamW
 from onchip.ops.rotary import rotary
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, MLP = 512, 128, 4, 2, 32, 352
-LAYERS = {"cpu": 2, "cuda": 4}
+VOCAB, HIDDEN, HEADS, KV_HEADS, DIM, MLP, LAYERS = 512, 128, 4, 2, 32, 352, 4
 BATCH, LENGTH, STEPS, LAST = 4, 48, 200, 20
 EPS = 1e-6
 HOW = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -41,7 +40,7 @@ def weights(device):
         return (torch.randn(shape, generator=made) * (0.02 if len(shape) == 2 else 0) + (len(shape) == 1)).to(device).requires_grad_()
 
     layer = {"norm": (HIDDEN,), "qkv": (sum(QKV), HIDDEN), "o": (HIDDEN, HEADS * DIM), "norm_mlp": (HIDDEN,), "gate_up": (2 * MLP, HIDDEN)}
-    layers = [{name: new(*shape) for name, shape in (layer | {"down": (HIDDEN, MLP)}).items()} for _ in range(LAYERS[device.type])]
+    layers = [{name: new(*shape) for name, shape in (layer | {"down": (HIDDEN, MLP)}).items()} for _ in range(LAYERS)]
     return {"embed": new(VOCAB, HIDDEN), "layers": layers, "norm": new(HIDDEN), "head": new(VOCAB, HIDDEN)}
 
 
