@@ -15,6 +15,8 @@ triton = pytest.importorskip("triton")
 from triton.runtime.jit import JITFunction  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+from onchip.kernels.attention import tile  # noqa: E402
+
 
 class Launches:
     """Runs a Python function where Triton would run a kernel, on the memory that it is given."""
@@ -361,6 +363,40 @@ def test_what_is_asked_for_is_asked_again(launched, counted):
     assert made == [[0, 1, 2], [5, 5, 5]] and len(counted) == 3
 
 
+def test_a_masks_map_is_asked_for_again(launched, counted, monkeypatch):
+    """It is made anew of a mask that was written to, by whatever torch counts, and of another one in its place; and let go with its mask."""
+    made = []
+    monkeypatch.setattr(tile, "_mask_map", lambda p, sees, captured, *_: made.append(1) or captured[0].int().cumsum(-1))
+    launched(lambda: None)
+    valid = torch.ones(1, 8, dtype=torch.bool)
+    p = onchip.core.problem.Attention("prefill", 1, 8, 8, 1, 1, 16, torch.float32, onchip.KeyPadding(valid).static())
+
+    def run(x, mask):
+        return x + tile.mask_map(p, None, onchip.core.problem.Operands(1.0, mask=mask), 32, 32, False, x.device, True)[0]
+
+    launch, x = again.repeated(run), torch.zeros(1, 8)
+
+    def is_right(mask):
+        assert torch.equal(launch(x, (mask,)), mask.cumsum(-1).float())
+
+    for _ in range(4):
+        is_right(valid)
+    assert len(made) == 1 and len(counted) == 2
+    valid[0, 3] = False
+    is_right(valid)
+    with torch.no_grad():
+        valid.detach()[0, 4] = False
+    is_right(valid)
+    valid.data = torch.zeros(1, 8, dtype=torch.bool)
+    is_right(valid)
+    for n in range(8):  # each where the one before lay
+        is_right(torch.arange(8)[None] >= n)
+    assert len(made) == 12
+    known = len(tile._made)
+    del valid
+    assert len(tile._made) == known - 4
+
+
 def test_a_second_stream_is_not_written_down(launched, counted, monkeypatch):
     launched(lambda: None)
     now = [0]
@@ -428,7 +464,7 @@ def _packed(q, k, v):
 
 
 def _padded(q, k, v):
-    valid = torch.arange(q.shape[1], device=q.device) >= torch.tensor([[40], [0]], device=q.device)
+    valid = torch.arange(q.shape[1], device=q.device) >= 40 * (q[:, :1, 0, 0] > 0)  # another one in each call
     return onchip.attention(q, k, v, mask=onchip.KeyPadding(valid) & onchip.Causal(), return_lse=True)
 
 

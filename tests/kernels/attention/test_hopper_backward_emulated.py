@@ -73,10 +73,10 @@ def emulated(c: Case, call: Call, d_out, d_lse, mode: str, seed=0, edits=(), sha
     return [dq, dk, dv, *(d.to(c.dtype) for d in (*[d_sinks] * c.sinks, *d_score) if d is not None)]  # sums of delta are as good as the output
 
 
-def mask_map_of_either(p, _sees, x: Operands, m: int, n: int, of_keys: bool, _device):
+def mask_map_of_either(p, _sees, x: Operands, m: int, n: int, of_keys: bool, _device, bits: bool = False):
     """The map of the same mask, for tiles of keys with queries and keys the other way round."""
     if not of_keys:
-        return mask_map(p, None, x, m, n, False, None)
+        return mask_map(p, None, x, m, n, False, None, bits)
     found, _ = mask_map(p, None, x, 1, 1, False, None)
     batch, rows, keys = found.shape[0], found.shape[1], found.shape[2] - 2
     shown = torch.zeros(batch, -(-rows // m) * m, -(-keys // n) * n, dtype=torch.bool)
@@ -86,7 +86,8 @@ def mask_map_of_either(p, _sees, x: Operands, m: int, n: int, of_keys: bool, _de
                 if j < keys:  # rows past the end of a sequence say anything
                     shown[b, i, j] = True
     tiles = shown.view(batch, -(-rows // m), m, -(-keys // n), n).transpose(2, 3).flatten(3)
-    result = torch.full((batch, tiles.shape[2], 2 + tiles.shape[1]), -1, dtype=torch.int32)
+    inner = tiles.shape[1]
+    result = torch.full((batch, tiles.shape[2], 2 + inner + bits * (inner + n // 32)), -1, dtype=torch.int32)
     for b in range(batch):
         for key, row in enumerate(result[b]):
             whole = [t for t in range(tiles.shape[1]) if tiles[b, t, key].all()]
@@ -94,7 +95,10 @@ def mask_map_of_either(p, _sees, x: Operands, m: int, n: int, of_keys: bool, _de
             row[:2] = torch.tensor([len(part), len(whole)])
             row[2 : 2 + len(part)] = torch.tensor(part)
             row[len(row) - len(whole) :] = torch.tensor(whole[::-1])
-    return result, (result.shape[1], 0, result.shape[2])
+            if bits:
+                seen = shown[b].any(0).view(-1, n // 32, 32)[key]
+                row[2 + inner : 2 + inner + n // 32] = (seen << torch.arange(32)).sum(1).to(torch.int32)
+    return result, (result.shape[1], 0, result.shape[2], *[2 + inner] * bits)
 
 
 def check(c: Case, mode: str, edits=(), shares=1) -> None:
@@ -182,6 +186,8 @@ CASES += [  # padding, which holds NaN, infinity and more
     Case((1, 128, 2, FEW), 130, 200, KeyPadding(torch.rand(2, 200) < 0.7), batch=2, sinks=True),
     Case((1, 128, 2, EACH), 70, 130, Dense(torch.rand(70, 130) < 0.02), dtype=FP16, dim=40, drop=0.3),
     Case((1, 128, 2, EACH), lengths=(130, 0, 200), used=(90, 0, 150), mask=KeyPadding(torch.tensor([70, 9, 200])) & Causal()),
+    Case((1, 128, 2, EACH), 200, 200, KeyPadding(torch.rand(2, 200) < 0.5), batch=2, score=Softcap(3.0)),
+    Case((1, 128, 2, EACH), 333, 77, KeyPadding(torch.tensor([60])), heads=(2, 2), score=BucketBias(torch.randn(32, 2).requires_grad_())),
 ]
 APIECE, DRAWN = (2, 64, 3, EACH), (2, 64, 3, FEW)  # of heads beyond 128 all else is given
 CASES += [
@@ -207,6 +213,7 @@ CASES += [
     APART_HELD := HELD._replace(tiles=DRAWN, dim=256),
     Case(APIECE, 130, 200, KeyPadding(torch.rand(2, 200) < 0.7), batch=2, dim=192, dim_v=128, sinks=True, dtype=FP16),
     Case(APIECE, lengths=(130, 0, 200), used=(90, 0, 150), mask=KeyPadding(torch.tensor([70, 9, 200])) & Causal(), dim=256),
+    Case(APIECE, 130, 200, KeyPadding(torch.rand(1, 200) < 0.5), dim=256, heads=(1, 1), score=Softcap(3.0)),
 ]
 ORDERED = [  # dK and dV together, nothing summed in memory
     Case(APIECE, 200, 200),
@@ -230,6 +237,17 @@ HARD += [CASES[-12], CASES[-11]]
 @pytest.mark.parametrize(("case", "mode"), timings(CASES, HARD), ids=str)
 def test_emulated(case, mode):
     check(case, mode)
+
+
+@pytest.mark.parametrize("held", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("case", [HELD, APART_HELD, HELD._replace(score=Softcap(3.0))], ids=str)
+def test_what_somebody_sees_is_not_hidden(case, held):
+    """A key that is no padding: dQ of who sees it is as little a number as the reference's."""
+    call = call_of(case)
+    call.k[0, 5, :, 3] = held
+    d_out = torch.randn(call.q.shape).to(case.dtype)
+    exact, ours = (dq.isfinite().all(-1) for dq in (gradients(case, call, d_out, torch.float64)[0], emulated(case, call, d_out, None, MODES[0])[0]))
+    assert torch.equal(ours, exact) and exact[1].all() and not exact[0, 5:].any()
 
 
 SHARED = [
@@ -390,9 +408,9 @@ BUGS = [
     Bug("nobody says that the next tile was heard", TURNS, ((IS_HEARD, "    pass\n"),)),
     Bug("the end is never told", TURNS, ((f"{TELL}\n\n@gluon", f"{TELL_NO_END}\n\n@gluon"),)),
     Bug("queries of the next sequence are not cleared", PACKED, (("            if m + M > place[4]:", "            if m < 0:"),)),
-    Bug("keys of padding that pass by are not cleared", APART_HELD, (("finite(far, STREAM, GROUP)", "pass"),)),
+    Bug("keys of padding that pass by are not cleared", APART_HELD, (("clear_unseen_of(far, other, steps, map_strides, STREAM, GROUP)", "pass"),)),
     Bug("weights of padding have slopes where nothing is summed in memory", APART_HELD, (("if EDGE and C.padded:", "if EDGE and C.of_keys and C.dim < 8:"),)),
-    Bug("keys of padding are not cleared", HELD, (("finite(k_tile.reshape([N, D]), N, GROUP)", "pass"),)),
+    Bug("keys of padding are not cleared", HELD, (("clear_unseen(k_tile.reshape([N, D]), place, group, map_ptr, map_strides, N, GROUP)", "pass"),)),
     Bug("gradients of weights of padding are not 0", HELD, (("if C.padded and EDGE:", "if C.padded and C.far:"),)),
     Bug("keys of the next sequence are not cleared", PACKED, (("            if tile_n * N + N > len_k:", "            if tile_n < 0:"),)),
     Bug("a sequence's LSE is taken from a multiple of four", PACKED, (("late = m % PHASES", "late = m % 1"),)),

@@ -91,16 +91,24 @@ def call_of(c: Case) -> Call:
         lengths = (c.len_q, c.len_k, c.len_k)
         q, k, v = (torch.randn(c.batch, n, h, d).to(c.dtype) for n, h, d in zip(lengths, heads, dims, strict=True))
         tilt(q, k, c.steep)
-        if hides_keys(mask := as_mask(c.mask).static()):
-            seen = [mask.seen(place(b, 1, c.len_q, c.len_k, q.device), c.mask.tensors)[0, 0].any(0) for b in range(c.batch)]
-            for t in (k, v):
-                t[~torch.stack(seen)] = torch.tensor([torch.nan, -torch.inf, torch.finfo(c.dtype).max, -1.0]).repeat(t.shape[-1] // 4).to(c.dtype)
+        for b in range(c.batch):
+            hold_anything(c, b, c.len_q, k[b], v[b])
         return Call(q, k, v, sinks=sinks)
     lengths, used = both(c.lengths), both(c.used or c.lengths)
     q, k, v = (rows(*of, h, d, c.dtype) for of, h, d in zip(zip(lengths[[0, 1, 1]], used[[0, 1, 1]], strict=True), heads, dims, strict=True))
     for one in zip(q.split(lengths[0].tolist()), k.split(lengths[1].tolist()), strict=True):
         tilt(*one, c.steep)
+    for b, of in enumerate(zip(used[0].tolist(), k.split(lengths[1].tolist()), v.split(lengths[1].tolist()), strict=True)):
+        hold_anything(c, b, of[0], *(t[: used[1][b]] for t in of[1:]))
     return Call(q, k, v, tuple(offsets(n) for n in lengths), tuple(n.int() for n in used) if c.used else None, sinks)
+
+
+def hold_anything(c: Case, b: int, len_q: int, k: torch.Tensor, v: torch.Tensor) -> None:
+    """What a mask that may hide padding shows to no query of sequence `b`."""
+    if len_q and len(k) and hides_keys(mask := as_mask(c.mask).static()):
+        seen = mask.seen(place(b, 1, len_q, len(k), k.device), c.mask.tensors)[0, 0].any(0)
+        for t in (k, v):
+            t[~seen] = torch.tensor([torch.nan, -torch.inf, torch.finfo(c.dtype).max, -1.0]).repeat(t.shape[-1] // 4).to(c.dtype)
 
 
 def tilt(q: torch.Tensor, k: torch.Tensor, steep: float) -> None:
@@ -253,6 +261,9 @@ PADDED = [  # which holds NaN, infinity and more
     Case((1, 64, 2, FEW), 70, 130, Dense(torch.rand(70, 130) < 0.02), dtype=FP16),
     Case((2, 64, 2, FEW), 136, 264, Dense(torch.rand(2, 1, 1, 264) < 0.6) & Window(90), dim=256, batch=2, heads=(1, 1), score=Softcap(3.0)),
     Case((2, 64, 2, EACH), lengths=(130, 0, 200), used=(90, 0, 150), mask=KeyPadding(torch.tensor([70, 9, 200])) & Causal()),
+    Case((2, 64, 2, EACH), 200, 200, KeyPadding(torch.rand(2, 200) < 0.5), batch=2, score=Softcap(30.0)),
+    Case((2, 128, 2, EACH), 300, 300, ON_THE_LEFT & Causal(), batch=2, drop=0.3),
+    Case((1, 64, 2, EACH, 4), 14, 200, KeyPadding(torch.rand(2, 200) < 0.5), batch=2, heads=(4, 1)),
 ]
 
 

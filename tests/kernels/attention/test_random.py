@@ -15,8 +15,10 @@ from judge import assert_as_good_as_torch, hardware
 from onchip.core import masks, scores
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Dropout
+from onchip.core.trace import hides_keys
 from onchip.kernels import attention
 from onchip.kernels.attention import blocked, blocked_fused, blocked_halves, blocked_tiles
+from onchip.kernels.attention.reference import place
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -177,6 +179,9 @@ def run(c: Case, kernel: str, made: dict, dtype: torch.dtype | None = None, roun
     each = [MASKS[name](c) for name in c.mask[::2]]
     each = [move(masks.as_mask(mask), device) for mask in each]
     mask = each[0] if len(each) == 1 else each[0] & each[1] if c.mask[1] == "&" else each[0] | each[1]
+    if hides_keys(static := mask.static()):
+        unseen = hidden_keys(c, static, mask.tensors, len(k), device).view(*k.shape[:-2], 1, 1)
+        k, v = (t.masked_fill(unseen, torch.nan) for t in (k, v))
     how = {
         "mask": mask,
         "scale": c.scale,
@@ -221,6 +226,18 @@ def run(c: Case, kernel: str, made: dict, dtype: torch.dtype | None = None, roun
         alone = call()
     grads = {f"d {name}": torch.zeros_like(leaves[name]) if d is None else d for name, d in zip(graded, found, strict=True)}
     return {"out": out.detach(), "alone": alone, "lse": lse.detach()} | grads
+
+
+def hidden_keys(c: Case, mask, tensors, tokens: int, device) -> torch.Tensor:
+    """Which keys no query sees, of all sequences one behind the other: what is padding may hold NaN."""
+    hidden = []
+    for b, lengths in enumerate(c.lengths):
+        len_q, len_k = (max(0, n - spare) for n, spare in zip(lengths, c.unused, strict=True))
+        seen = torch.zeros(lengths[1], dtype=torch.bool, device=device)
+        if len_q and len_k:
+            seen[:len_k] = mask.seen(place(b, c.query_heads, len_q, len_k, device), tensors).expand(1, c.query_heads, len_q, len_k).flatten(0, 2).any(0)
+        hidden.append(~seen)
+    return torch.cat(hidden) if hidden else torch.zeros(tokens, dtype=torch.bool, device=device)
 
 
 def move(mask, device):

@@ -96,7 +96,7 @@ def test_a_map_holds_the_tiles_that_are_seen_and_no_others(name, packed, of_keys
     reads = tuple(t.to(device) for t in mask.tensors)
     sees, x = mods.mask_function(p.mask.text), Operands(1.0, *offsets, mask=reads)
     for m, n in ((16, 16), (32, 16), (16, 32)):
-        bits = n == 32 and not of_keys
+        bits = n == 32
         found, (apart, next_head, _, *words) = mask_map(p, sees, x, m, n, of_keys, device, bits)
         for (b, (len_q, len_k)), h in product(enumerate(lengths), range(2)):
             seen = p.mask.seen(place(b, 2, len_q, len_k, device), reads).expand(1, 2, len_q, len_k)[0, h].cpu()
@@ -107,7 +107,10 @@ def test_a_map_holds_the_tiles_that_are_seen_and_no_others(name, packed, of_keys
                 part = [at for at, tile in enumerate(line) if tile.any() and at not in whole]
                 assert (row[0], row[1]) == (len(part), len(whole))
                 assert row[2 : 2 + len(part)] == part and row[len(row) - len(whole) :] == whole[::-1]
-                if bits:  # which keys of each tile are seen
+                if bits and of_keys:  # which of its own keys are seen
+                    shown = F.pad(torch.cat(line).any(0), (0, n - line[0].shape[1])).view(-1, 32)
+                    assert row[words[0] : words[0] + 1] == (shown << torch.arange(32)).sum(1).to(torch.int32).tolist()
+                elif bits:  # which keys of each tile are seen
                     shown = F.pad(torch.cat(line, 1).any(0), (0, -70 % n)).view(-1, 32)
                     assert row[words[0] : words[0] + len(shown)] == (shown << torch.arange(32)).sum(1).to(torch.int32).tolist()
 

@@ -30,8 +30,8 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     PHASES,
     READERS,
     clear,
+    clear_unseen,
     d_scores,
-    finite,
     send,
     signed,
     start,
@@ -390,7 +390,7 @@ def _compute(outs, dq_desc, still, rings, message, buffers, call, dropout, sizes
             rows = (batch * sizes[3] - sizes[8]) * group  # of the sums: that of head 0
             mbarrier.wait(full, tiles % 2)
             if C.padded:  # the other's half is read behind the first dS alone, when both have met
-                finite(k_tile.reshape([N, D]), N, GROUP)
+                clear_unseen(k_tile.reshape([N, D]), place, group, map_ptr, map_strides, N, GROUP)
             elif C.packed:  # noqa: SIM102 (one is a constant of the compiler's)
                 if tile_n * N + N > len_k:
                     clear(k_tile.reshape([N, D]), len_k - tile_n * N, N, GROUP)
@@ -565,7 +565,7 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
     reads = mods.captured(x.mask), mods.captured(x.score)
     found, map_strides = None, (0, 0, 0)
     if sees is not None:
-        found, map_strides = mask_map(p, sees, x, tiles.m, tiles.n, True, q.device)
+        found, map_strides = mask_map(p, sees, x, tiles.m, tiles.n, True, q.device, shape.padded)
     kinds = describe(q, tiles.m, width), describe(k, tiles.n, width), describe(v, tiles.n, width_v), describe(d_out, tiles.m, width_v)
     grads = describe(dk, 64, width), describe(dv, 64, width_v)
     stats = [describe(t.view(-1, t.shape[-1]), 1, tiles.m) for t in (lses, delta)]

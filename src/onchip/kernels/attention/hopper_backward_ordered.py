@@ -47,7 +47,7 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     PHASES,
     READERS,
     clear,
-    finite,
+    clear_unseen_of,
     send,
     start,
     step_tile,
@@ -358,7 +358,7 @@ def _more(sums, index, phase, count, x, steps, map_strides, own, ring, stats, ca
                 arrive_and_wait(0, MEETING, 256)
         if EDGE and C.padded and not C.of_keys:
             mbarrier.wait(full.index(second), second_phase)
-            finite(far, STREAM, GROUP)
+            clear_unseen_of(far, other, steps, map_strides, STREAM, GROUP)
             arrive_and_wait(0, MEETING, 256)
         take_turn(GROUP, C.partners)
         if C.slopes:
@@ -526,7 +526,7 @@ def launches(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, s
         shape = Shape(m, n, slots, of_keys, values, slopes, left, right, top_left, packed, sees is not None, p.dim, p.value_dim, hides_keys(p.mask))
         found, map_strides = None, (0, 0, 0)
         if sees is not None:
-            found, map_strides = mask_map(p, sees, x, m, n, of_keys, q.device)
+            found, map_strides = mask_map(p, sees, x, m, n, of_keys, q.device, shape.padded and not of_keys)
         heads, length = (p.kv_heads, p.len_k) if of_keys else (p.heads, p.len_q)
         streaming = (p.tokens or p.len_q) * p.group if of_keys else p.tokens_k or p.tokens or p.len_k
         listed, places, every = None, triton.cdiv(length, int(STAY)), p.batch * heads

@@ -88,23 +88,41 @@ def step_tile(x, steps, map_strides, C: gl.constexpr):
 @gluon.jit
 def clear(tile, count, ROWS: gl.constexpr, GROUP: gl.constexpr):
     """Rows from `count` on are 0 in a tile that both warpgroups clear: another sequence lies there, and 0 times NaN is NaN."""
-    half: gl.constexpr = ROWS // 2
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    mine = tile.slice(GROUP * half, half, dim=0)
-    real = GROUP * half + gl.arange(0, half, layout=gl.SliceLayout(1, layout)) < count
-    mine.store(gl.where(real[:, None], mine.load(layout), 0.0).to(tile.dtype))
-    fence_async_shared()
+    _keep(tile, _half(ROWS, GROUP, layout) < count, GROUP, layout)
 
 
 @gluon.jit
-def finite(tile, ROWS: gl.constexpr, GROUP: gl.constexpr):
-    """A tile of keys that both warpgroups clear, with 0 for what is not finite, so that a dS of 0 may be multiplied by padding. A query that sees such a number
-    has an LSE that is not finite, and so its gradients are not, either."""
-    half: gl.constexpr = ROWS // 2
+def clear_unseen(tile, place, group, map_ptr, map_strides, ROWS: gl.constexpr, GROUP: gl.constexpr):
+    """The same of keys that stay, where no query of the group's heads sees them, as the map says, 32 in a word: padding may hold anything."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    key = _half(ROWS, GROUP, layout)
+    seen = key * 0
+    for member in range(group):
+        row = map_row(map_ptr, map_strides, place[0], place[1] * group + member, place[2])
+        seen = seen | (gl.load(row + here(map_strides[3]) + key // 32) >> (key % 32))
+    _keep(tile, seen & 1 != 0, GROUP, layout)
+
+
+@gluon.jit
+def clear_unseen_of(tile, first, steps, map_strides, ROWS: gl.constexpr, GROUP: gl.constexpr):
+    """The same of keys from `first` on that pass by, where no query of the tile that stays sees them."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    key = first + _half(ROWS, GROUP, layout)
+    _keep(tile, (gl.load(steps[4] + here(map_strides[3]) + key // 32) >> (key % 32)) & 1 != 0, GROUP, layout)
+
+
+@gluon.jit
+def _half(ROWS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
+    """The rows that a warpgroup clears."""
+    return GROUP * (ROWS // 2) + gl.arange(0, ROWS // 2, layout=gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def _keep(tile, real, GROUP: gl.constexpr, layout: gl.constexpr):
+    half: gl.constexpr = real.shape[0]
     mine = tile.slice(GROUP * half, half, dim=0)
-    x = mine.load(layout)
-    mine.store(gl.where(gl.abs(x.to(gl.float32)) < float("inf"), x, 0.0).to(tile.dtype))
+    mine.store(gl.where(real[:, None], mine.load(layout), 0.0).to(tile.dtype))
     fence_async_shared()
 
 

@@ -9,6 +9,7 @@ import re
 import warnings
 import weakref
 from collections import OrderedDict
+from typing import NamedTuple
 
 import torch
 import triton
@@ -168,12 +169,12 @@ def sequence(offsets_ptr, used_ptr, batch, length):
     return start, length
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["bits_ptr"])
 def _classify(kind_ptr, bits_ptr, q_offsets, k_offsets, q_used, k_used, captured, heads, len_q, len_k, outers, inners, length,
               MASK: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OF_KEYS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """What a mask shows of CHUNK tiles in a row: 0 nothing, 1 a part, 2 all of each; int8 [batch, heads, outer, inner]. [LEFT, RIGHT] is its hull.
-    With `bits_ptr`, to each tile's in the map's first row: which of its keys a query of the tile sees, 32 in a word."""
+    With `bits_ptr`, into the map's first row: which keys of each tile a query of the tile sees, 32 in a word; of keys, which of its keys any query sees."""
     chunks = tl.cdiv(inners, CHUNK)
     row = tl.program_id(0) // chunks  # of the map
     outer, batch, head = row % outers, row // outers // heads, row // outers % heads
@@ -209,10 +210,14 @@ def _classify(kind_ptr, bits_ptr, q_offsets, k_offsets, q_used, k_used, captured
                 bits = tl.sum(by_words << tl.arange(0, 32)[None, :], 1)
         tl.store(kind_ptr + inner, kind.to(tl.int8))
         if bits_ptr is not None:
-            tl.store(bits_ptr + row.to(tl.int64) * length + inner * (BLOCK_N // 32) + tl.arange(0, BLOCK_N // 32), bits)
+            words = bits_ptr + row.to(tl.int64) * length + tl.arange(0, BLOCK_N // 32)
+            if OF_KEYS:
+                tl.atomic_or(words, bits, sem="relaxed")
+            else:
+                tl.store(words + inner * (BLOCK_N // 32), bits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _collect(map_ptr, kind_ptr, inners, length, BLOCK: tl.constexpr):
     """A row of the map: how many tiles are seen in part and in whole, then their numbers, those in part from the front, those in whole from the back."""
     row = tl.program_id(0).to(tl.int64)
@@ -319,8 +324,9 @@ REMEMBERED = 64  # maps and lists: the layers of a model share one
 def remembered(what: tuple, tensors, device, make, changing: bool = False):
     """What `make()` gives: made once for a `what` and `tensors` that live unchanged.
 
-    torch counts what writes to a tensor, except a foreign kernel, after which `torch.autograd.graph.increment_version(tensor)` says so.
-    Inside a CUDA graph, and of tensors of inference mode, which count nothing, or which are `changing` unseen, it is made anew, but for those of `one_pass`.
+    torch counts what writes to a tensor, except a foreign kernel, `tensor.data` and numpy, after which `torch.autograd.graph.increment_version(tensor)` says
+    so. Inside a CUDA graph, and of tensors of inference mode, which count nothing, or which are `changing` unseen, it is made anew, but for those of
+    `one_pass`. It is let go with the first of the tensors.
     """
     refuse("what is remembered")  # a call that is repeated as it was would look up nothing
     tensors = [t for t in tensors if t is not None]
@@ -329,10 +335,10 @@ def remembered(what: tuple, tensors, device, make, changing: bool = False):
     if changing or any(t.is_inference() for t in tensors) or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return make()
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    key = (*what, device, stream, tuple((id(t), t._version) for t in tensors))
+    key = (*what, device, stream, tuple((id(t), t._version, t.data_ptr()) for t in tensors))
     known = _made.get(key)
     if known is None or any(ref() is not t for ref, t in zip(known[0], tensors, strict=True)):
-        known = [weakref.ref(t) for t in tensors], make()
+        known = [weakref.ref(t, lambda _: _made.pop(key, None)) for t in tensors], make()
         _made[key] = known
         while len(_made) > REMEMBERED:
             _made.popitem(last=False)
@@ -340,35 +346,46 @@ def remembered(what: tuple, tensors, device, make, changing: bool = False):
     return known[1]
 
 
+class MapShape(NamedTuple):
+    """Of a map: tiles of `m` queries and `n` keys; whether its rows are tiles `of_keys`; its sizes; and where in a row it is said which keys are seen, or 0."""
+
+    m: int
+    n: int
+    of_keys: bool
+    sizes: tuple[int, int, int, int]
+    bits: int
+
+
 def mask_map(p, sees, x, m: int, n: int, of_keys: bool, device, bits: bool = False):
     """The tiles of `m` queries and `n` keys that a mask which is no band shows, for each tile of queries (or of keys), int32
     [batch or 1, heads or 1, tiles, 2 + most tiles], how many rows a batch and a head are apart, and how long a row is; see `_collect`. It is `remembered`.
-    With `bits`, between the tiles seen in part and those in whole: which keys of each tile a query of the tile sees; and where in a row that begins.
+    With `bits`, between the tiles seen in part and those in whole: which keys of each tile a query of the tile sees (of keys: which of the row's own any
+    query sees); and where in a row that begins.
     """
     tiles = triton.cdiv(p.len_q, m), triton.cdiv(p.len_k, n)
     outer, inner = tiles[::-1] if of_keys else tiles
     batch = p.batch if p.keys != "dense" or reads(p.mask.text, "b") else 1
     heads = p.heads if reads(p.mask.text, "h") else 1
-    shape = batch, heads, outer, 2 + inner * (2 + n // 32 if bits else 1)
-    what, reading, changing = ("map", p.mask.text, m, n, of_keys, bits, p.batch, p.heads, p.len_q, p.len_k), len(x.mask), p.page > 0
+    length = 2 + inner + bits * (inner + n // 32 * (1 if of_keys else inner))
+    shape = MapShape(m, n, of_keys, (batch, heads, outer, length), bits * (2 + inner))
+    what, reading, changing = ("map", p.mask.text, shape, p.batch, p.heads, p.len_q, p.len_k), len(x.mask), p.page > 0
 
     def find(*tensors):  # lengths of a cache change inside of CUDA graphs, which count no writes
-        make = lambda: _mask_map(p, sees, tensors[:reading], tensors[reading:], m, n, of_keys, shape, inner, device)  # noqa: E731
-        return remembered(what, tensors, device, make, changing)
+        return remembered(what, tensors, device, lambda: _mask_map(p, sees, tensors[:reading], tensors[reading:], shape, device), changing)
 
     found = asked(find, *x.mask, x.q_offsets, x.k_offsets, x.q_used, x.k_used)
-    return found, (heads * outer * (batch > 1), outer * (heads > 1), shape[3], *[2 + inner] * bits)
+    return found, (heads * outer * (batch > 1), outer * (heads > 1), length, *[2 + inner] * bits)
 
 
-def _mask_map(p, sees, captured, lengths, m: int, n: int, of_keys: bool, shape, inner: int, device):
-    batch, heads, outer, length = shape
-    found = torch.empty(shape, dtype=torch.int32, device=device)
+def _mask_map(p, sees, captured, lengths, shape: MapShape, device):
+    batch, heads, outer, length = shape.sizes
+    inner = triton.cdiv(p.len_q, shape.m) if shape.of_keys else triton.cdiv(p.len_k, shape.n)
+    found = (torch.zeros if shape.bits else torch.empty)(shape.sizes, dtype=torch.int32, device=device)
     kinds = torch.empty((batch, heads, outer, inner), dtype=torch.int8, device=device)
-    bits = found.view(-1)[2 + inner :] if length > 2 + inner else None
     left, right, top_left = ends(p.mask.hull)
     _classify[(triton.cdiv(inner, CHUNK) * outer * batch * heads,)](
-        kinds, bits, *lengths, mods.captured(captured), heads, p.len_q, p.len_k, outer, inner, length,
-        MASK=sees, LEFT=left, RIGHT=right, TOP_LEFT=top_left, BLOCK_M=m, BLOCK_N=n, OF_KEYS=of_keys, CHUNK=CHUNK,
+        kinds, found.view(-1)[shape.bits :] if shape.bits else None, *lengths, mods.captured(captured), heads, p.len_q, p.len_k, outer, inner, length,
+        MASK=sees, LEFT=left, RIGHT=right, TOP_LEFT=top_left, BLOCK_M=shape.m, BLOCK_N=shape.n, OF_KEYS=shape.of_keys, CHUNK=CHUNK,
     )  # fmt: skip
     _collect[(batch * heads * outer,)](found, kinds, inner, length, BLOCK=min(1024, triton.next_power_of_2(inner)))
     return found
