@@ -99,7 +99,7 @@ BUGS = [
     Bug("sinks behind the last one are read", WITH_SINKS, (("mask=None if C.pack == 1 else rows < len_q)", "mask=None)"),)),
     Bug("a score's head is that of the keys", LOOKED_UP, (("b, tall(head, C), len_q", "b, place[1], len_q"),)),
     Bug("what rows decide is that of the keys' head", WITH_SLOPES, (("of_rows(rows, b, head,", "of_rows(rows, b, rows * 0 + place[1],"),)),
-    Bug("a map is of tiles of as many queries as rows", MASKED, (("reads[0], x, shape.m, tiles.n", "reads[0], x, 64 * tiles.groups, tiles.n"),)),
+    Bug("a map is of tiles of as many queries as rows", MASKED, (("x, shape.m, tiles.n", "x, 64 * tiles.groups, tiles.n"),)),
 ]  # fmt: skip
 
 
