@@ -120,6 +120,7 @@ def _half(ROWS: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _keep(tile, real, GROUP: gl.constexpr, layout: gl.constexpr):
+    """Of the rows that a warpgroup clears those that are `real`, the others 0."""
     half: gl.constexpr = real.shape[0]
     mine = tile.slice(GROUP * half, half, dim=0)
     mine.store(gl.where(real[:, None], mine.load(layout), 0.0).to(tile.dtype))
