@@ -12,7 +12,8 @@ from gluon_emulator import MODES, Emulator, Fault, timings
 from judge import assert_as_good_as_torch
 from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Attention, Operands
-from onchip.core.scales import SMALLEST, Scales
+from onchip.core.scales import SMALLEST, SMALLEST_TAKEN, Scales
+from onchip.kernels.attention.fp8_operands import Relative
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MODULES = ("texts", "mods", "tile", "pairs", "hopper_dropout", "hopper_tiles", "hopper_backward_tiles", "hopper_fp8_backward")
@@ -78,12 +79,13 @@ def rounded(c: Case, call: Call, out, lse):
     q_scale, k_scale, v_scale = (Scales.of_tokens(s, t.shape[2])[..., None] for s, t in zip(call.scales, (q, k, v), strict=True))
     k, v, k_scale, v_scale = (t.repeat_interleave(group, 1) for t in (k, v, k_scale, v_scale))
     most, k_most, q_most = v_scale.amax(2, keepdim=True), k_scale.amax(2, keepdim=True), q_scale.amax(2, keepdim=True)
-    do, _, token, lse2, delta = of_output(None, out.transpose(1, 2), call.d_out.transpose(1, 2), lse, call.d_lse, most[:, ::group, 0, 0], 1)
-    token, do = token[..., None], do.float()
+    p = Attention("backward", c.batch, c.len_q, c.len_k, *c.heads, c.dim, E4M3, c.mask)
+    relative = scales_of(p, call.scales)
+    do, _, token, lse2, delta = of_output(p, out.transpose(1, 2), call.d_out.transpose(1, 2), lse, call.d_lse, relative, 1)
+    token, do, top = token[..., None], do.float(), relative.top.repeat_interleave(group, 1)[..., None, None]
     p = ((q * q_scale) @ (k * k_scale).mT * (factor(c) * 1.4426950408889634) - lse2[..., None]).exp2() * seen(c)
     dp = do @ v.mT * (v_scale / most).mT - delta[..., None]
     ds = p * dp * 2.0**-room
-    top = token.unflatten(1, (-1, group)).amax((2, 3, 4))[:, :, None].repeat_interleave(group, 1)[..., None]
     dv = (p * token / top * 2.0**15).to(E5M2).float().mT @ do * top * 2.0**-15
     dq = (ds * (k_scale / k_most).mT).to(E5M2).float() @ k * k_most * most * token
     dk = (ds * token / top * (q_scale / q_most)).to(E5M2).float().mT @ q * q_most * most * top
@@ -111,14 +113,31 @@ def turned(x, rows: int, counter=None):
     return x.permute(0, 1, 2, 7, 3, 5, 4, 6).reshape(batch, heads, -1, rows).view(E4M3)
 
 
-def of_output(_p, out, d_out, lse, d_lse, most, rows: int):
+def scales_of(p, scales):
+    """`fp8_operands.scales_of` in plain torch."""
+    given = [scale.expand(p.batch, heads, -1) for scale, heads in zip(scales, (p.heads, p.kv_heads, p.kv_heads), strict=True)]
+    most = torch.stack([t.unflatten(1, (p.kv_heads, -1)).amax((2, 3)).clamp(min=SMALLEST_TAKEN) for t in given])
+    over = [(t / m.repeat_interleave(t.shape[1] // p.kv_heads, 1)[..., None]).clamp(min=2.0**-40) for t, m in zip(given, most, strict=True)]
+    return Relative(tuple(over), most, torch.zeros(p.batch, p.kv_heads))
+
+
+def weighed(p, scale, relative, token, lse, room, raised):
+    """`fp8_operands.weighed` in plain torch."""
+    (q, k, v), top = relative.most, relative.top
+    shared = scale * 2.0**room * v
+    gains = torch.stack([scale * 1.4426950408889634 * q * k, shared * k, shared * top * q, top * 2.0**-raised])
+    return gains, lse + room, lse - (token / top.repeat_interleave(p.group, 1)[..., None]).log2() - raised
+
+
+def of_output(p, out, d_out, lse, d_lse, relative, rows: int):
     """`fp8_operands.of_output` in plain torch."""
-    out, d_out, group = out.float(), d_out.float(), out.shape[1] // most.shape[1]
-    most, empty = most.repeat_interleave(group, 1)[..., None], lse == -torch.inf
+    out, d_out = out.float(), d_out.float()
+    most, empty = relative.most[2].repeat_interleave(p.group, 1)[..., None], lse == -torch.inf
     d_lse = torch.zeros_like(lse) if d_lse is None else d_lse.masked_fill(empty, 0.0) / most
     token = torch.maximum((d_out.abs().amax(-1) / 448).clamp(min=2.0**-100), d_lse.abs() * 4 / (448 * 448 * out.shape[-1]))
     y = (d_out / token[..., None]).clamp(-448, 448).to(E4M3)
     delta = ((y.float() * out).sum(-1) / most - d_lse / token).masked_fill(empty, 0.0)
+    relative.top.copy_(token.unflatten(1, (p.kv_heads, -1)).amax((2, 3)))
     lse2 = (lse * 1.4426950408889634).masked_fill(empty, torch.inf)
     fill = lambda t, value: torch.nn.functional.pad(t.float(), (0, -t.shape[-1] % rows), value=value)  # noqa: E731
     return y, turned(y, rows) if rows > 1 else None, fill(token, 2.0**-100), fill(lse2, torch.inf), fill(delta, 0.0)
@@ -127,7 +146,7 @@ def of_output(_p, out, d_out, lse, d_lse, most, rows: int):
 def emulated(c: Case, call: Call, out, lse, mode: str, seed=0, edits=()):
     """The gradients of the kernel."""
     kernel = Emulator(mode, seed).load(*SOURCES, edits=edits)
-    kernel.turned, kernel.of_output = turned, of_output
+    kernel.turned, kernel.of_output, kernel.scales_of, kernel.weighed = turned, of_output, scales_of, weighed
     p = Attention("backward", c.batch, c.len_q, c.len_k, *c.heads, c.dim, E4M3, c.mask)
     x = Operands(factor(c), scales=call.scales)
     return kernel.launch(p, kernel.Tiles(*c.tiles), *call[:3], out, lse, call.d_out, call.d_lse, x)[:3]
@@ -235,8 +254,7 @@ BUGS = {  # what is wrong, and how the sources differ
     "the scale of a block is its neighbour's": (("at += first // EACH * strides[2]", "at += first // EACH * 0"),),
     "the scales of V's blocks are left out of dP": (("            delta = delta / each\n", ""),),
     "the scales of K's blocks are left out of dS": (("            lse = lse - logarithm(each)\n        if C.each_v", "        if C.each_v"),),
-    "gradients of tokens weigh alike": (("lses - (token / top.repeat_interleave(p.group, 1)[..., None]).log2() - RAISED", "lses - RAISED"),),
-    "the largest gradient is that of a group's first head": ((".amax((2, 3))\n        q_most", "[:, :, 0].amax(2)\n        q_most"),),
+    "gradients of tokens weigh alike": (("for t in (heavy, deltas)", "for t in (lses - RAISED, deltas)"),),
     "P outgrows e5m2": (("RAISED = 15", "RAISED = 22"),),
     "dS outgrows e5m2": (("return dim.bit_length() + 2", "return dim.bit_length() - 12"),),
     "dS falls below e5m2": (("return dim.bit_length() + 2", "return dim.bit_length() + 16"),),

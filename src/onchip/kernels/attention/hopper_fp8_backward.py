@@ -32,10 +32,10 @@ import triton
 from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.problem import Attention, Operands
-from onchip.core.scales import SMALLEST_TAKEN, Scales
-from onchip.kernels.attention.fp8_operands import of_output, turned
-from onchip.kernels.attention.hopper_backward_tiles import LOG2E, send, step_tile, steps_of, weights
-from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
+from onchip.core.scales import Scales
+from onchip.kernels.attention.fp8_operands import of_output, scales_of, turned, weighed
+from onchip.kernels.attention.hopper_backward_tiles import send, step_tile, steps_of, weights
+from onchip.kernels.attention.hopper_tiles import locate, programs_of
 from onchip.kernels.attention.tile import ends, for_tma, together
 from onchip.kernels.hopper import (
     advance,
@@ -72,7 +72,7 @@ E5M2 = gl.constexpr(gl.float8e5)
 
 class Tiles(NamedTuple):
     """Warpgroups of 64 queries that stay, keys that stream past and stages of dQ's pass; queries that stream past 128 keys and stages of the other; programs
-    at most (`programs_and_counter`)."""
+    at most, each of which draws another tile when it has done one."""
 
     groups: int
     keys: int
@@ -427,36 +427,27 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
         q, k, v, out, d_out, dq, dk, dv = (t.transpose(1, 2) for t in (q, k, v, out, d_out, *grads))  # [batch, heads, len, dim]
         q, k, v = map(for_tma, (q, k, v))
         lasts = [Scales.share(scale, t.shape[2]) for scale, t in zip(x.scales, (q, k, v), strict=True)]
-        relative, most = zip(*(_relative(scale, p, t) for scale, t in zip(x.scales, (q, k, v), strict=True)), strict=True)
-        do, do_turned, token, lses, deltas = of_output(p, out, d_out, lse, d_lse, most[2], tiles.queries)
-        top = token.unflatten(1, (p.kv_heads, p.group)).amax((2, 3))
-        q_most, k_most, v_most = most
-        shared = x.scale * 2.0 ** room(p.dim) * v_most
-        gains = torch.stack([x.scale * LOG2E * q_most * k_most, shared * k_most, shared * top * q_most, top * 2.0**-RAISED])
-        of_k, of_q = turned(k, tiles.keys), turned(q, tiles.queries)
-        weighed = lses - (token / top.repeat_interleave(p.group, 1)[..., None]).log2() - RAISED  # of dO's rows the scale goes with P
-        rows = [describe(t.view(-1, t.shape[-1]), 1, tiles.queries) for t in (weighed, deltas)]
-        _over(p, tiles, False, lasts, (q, do, k, v, of_k, of_k), rows, (dq, dq), (lses + room(p.dim), deltas, token), gains, relative)
-        _over(p, tiles, True, lasts, (k, v, q, do, of_q, do_turned), rows, (dk, dv), (lses, deltas, token), gains, relative)
+        relative = scales_of(p, x.scales)
+        do, do_turned, token, lses, deltas = of_output(p, out, d_out, lse, d_lse, relative, tiles.queries)
+        gains, roomy, heavy = weighed(p, x.scale, relative, token, lses, room(p.dim), RAISED)  # of dO's rows the scale goes with P
+        rows = [describe(t.view(-1, t.shape[-1]), 1, tiles.queries) for t in (heavy, deltas)]
+        _over(p, tiles, False, lasts, (q, do, k, v), None, rows, (dq, dq), (roomy, deltas, token), gains, relative.scales)
+        _over(p, tiles, True, lasts, (k, v, q, do), do_turned, rows, (dk, dv), (lses, deltas, token), gains, relative.scales)
     return *grads, None, ()
 
 
-def _relative(scale, p: Attention, t):
-    """Scales [batch, heads, n] beside the largest of a key head's, and these [batch, kv_heads]; what is 2^-40 of the largest adds nothing that shows."""
-    scale = scale.expand(*t.shape[:2], -1)
-    most = scale.unflatten(1, (p.kv_heads, -1)).amax((2, 3)).clamp(min=SMALLEST_TAKEN)
-    return (scale / most.repeat_interleave(t.shape[1] // p.kv_heads, 1)[..., None]).clamp(min=2.0**-40), most
-
-
-def _over(p: Attention, tiles: Tiles, of_keys: bool, lasts, tensors, rows, outs, stats, gains, scales) -> None:
-    """One pass."""
+def _over(p: Attention, tiles: Tiles, of_keys: bool, lasts, tensors, second, rows, outs, stats, gains, scales) -> None:
+    """One pass. `tensors`: what stays, and what streams past, of which it multiplies by the first's transposed copy, and by `second` for dV."""
     left, right, top_left = ends(p.mask)
     m, n, groups, stages = (tiles.queries, 128, 2, tiles.query_stages) if of_keys else (64 * tiles.groups, tiles.keys, tiles.groups, tiles.key_stages)
     shape = Shape(m, n, of_keys, groups, stages, left, right, top_left, *lasts, p.dim)
     heads, length, streaming = (p.kv_heads, p.len_k, 2 * p.len_q * p.group) if of_keys else (p.heads, p.len_q, 2 * p.len_k)
     places = triton.cdiv(length, shape.stay)
     grid = places * p.batch * heads
-    programs, counter = programs_and_counter(grid, tiles.programs, tensors[0].device)
+    programs = min(grid, tiles.programs)
+    counter = torch.empty(1, dtype=torch.int32, device=gains.device) if grid > programs else None
+    first = turned(tensors[2], shape.stream, counter)
+    tensors = *tensors, first, first if second is None else second
     blocks = [(64, p.dim)] * 2 + [(shape.stream, p.dim)] * 2 + [(p.dim, shape.stream)] * 2
     _backward_fp8[(programs,)](
         *(describe(t, *b) for t, b in zip(tensors, blocks, strict=True)), *rows, *(describe(t, 64, p.dim) for t in outs), *stats, stats[0].shape[-1], gains,
