@@ -43,7 +43,7 @@ def _rounded(x):
     small = tl.abs(x) < 2.0**-6  # steps of 2^-9
     y = tl.where(small, (x + 24576.0) - 24576.0, bits.to(tl.float32, bitcast=True))
     size = tl.where(small, (tl.abs(y) * 512).to(tl.int32), (bits >> 20 & 0x7FF) - (120 << 3))  # exponents begin at 7, not 127
-    return y, tl.where(x == x, size | (bits >> 24 & 0x80), 0x7F).to(tl.uint8)  # NaN stays NaN
+    return tl.where(x == x, y, x), tl.where(x == x, size | (bits >> 24 & 0x80), 0x7F).to(tl.uint8)  # NaN stays NaN
 
 
 @triton.jit
