@@ -1,7 +1,9 @@
 """What the attention kernels share: the tiles of a band, the list of a packed batch's tiles, and the memory of what is made from tensors."""
 
 import random
+import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, product
 
 import pytest
@@ -16,7 +18,7 @@ import triton.language as tl
 from onchip.core.masks import Blocks, Causal, Chunked, Dense, Document, Full, MaskMod, Prefix, Window
 from onchip.core.once import one_pass
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention import mods
+from onchip.kernels.attention import mods, tile
 from onchip.kernels.attention.hopper_copies import pool_of
 from onchip.kernels.attention.reference import place
 from onchip.kernels.attention.register_decode import _words
@@ -232,6 +234,25 @@ def test_remembered_until_a_tensor_changes():
                 first,
             ]
     assert ask() == 3
+
+
+def test_threads_remember_side_by_side(monkeypatch):
+    """What one lets go of, another may be about to take."""
+    monkeypatch.setattr(tile, "REMEMBERED", 2)
+    tensors, before = [torch.zeros(1) for _ in range(6)], sys.getswitchinterval()
+
+    def ask(seed):
+        draw = random.Random(seed)
+        for _ in range(10000):
+            at = draw.randrange(len(tensors))
+            assert remembered(("x",), (tensors[at],), tensors[at].device, lambda at=at: at) == at
+
+    try:
+        sys.setswitchinterval(1e-6)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(ask, range(4)))
+    finally:
+        sys.setswitchinterval(before)
 
 
 # ---- what TMA takes

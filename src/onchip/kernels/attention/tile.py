@@ -6,6 +6,7 @@ aligned to the bottom right. Any other mask is a function MASK(b, h, i, j, len_q
 """
 
 import re
+import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -318,6 +319,7 @@ def page_slots(table_ptr, first, cols, last, PAGE: tl.constexpr, BLOCK_N: tl.con
 
 
 _made: OrderedDict = OrderedDict()
+_making = threading.RLock()  # of what happens to it; a tensor that goes may be let go in the middle, by the same thread
 REMEMBERED = 64  # maps and lists: the layers of a model share one
 
 
@@ -336,14 +338,21 @@ def remembered(what: tuple, tensors, device, make, changing: bool = False):
         return make()
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = (*what, device, stream, tuple((id(t), t._version, t.data_ptr()) for t in tensors))
-    known = _made.get(key)
+    with _making:
+        known = _made.get(key)
     if known is None or any(ref() is not t for ref, t in zip(known[0], tensors, strict=True)):
-        known = [weakref.ref(t, lambda _: _made.pop(key, None)) for t in tensors], make()
+        known = [weakref.ref(t, lambda _: _forget(key)) for t in tensors], make()
+    with _making:
         _made[key] = known
+        _made.move_to_end(key)
         while len(_made) > REMEMBERED:
             _made.popitem(last=False)
-    _made.move_to_end(key)
     return known[1]
+
+
+def _forget(key: tuple) -> None:
+    with _making:
+        _made.pop(key, None)
 
 
 class MapShape(NamedTuple):
