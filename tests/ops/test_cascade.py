@@ -221,6 +221,14 @@ def test_what_is_shared_and_what_is_not_at_once(device, sms):
 
 
 @pytest.mark.hopper
+def test_few_rows_go_one_after_the_other(device):
+    """One kernel reads both, whose launches count the same arrivals."""
+    q, cache, levels, everything = build(([[(8, 8192)]], [4000] * 8), device=device, dtype=BF16, heads=(32, 8), dim=128)
+    assert torch.equal(cascade_attention(q, cache, [levels[0]._replace(sms=64)]), cascade_attention(q, cache, levels))
+    check(q, cache, levels, everything)
+
+
+@pytest.mark.hopper
 def test_a_graph_reads_levels_on_the_device(device):
     """Captured once; then nodes get other pages and lengths, and rows other nodes."""
     tree = ([[(24, 64), (40, 256)]], [5, 33, 18, 64] * 16)

@@ -19,10 +19,9 @@ from onchip.core import device as devices
 from onchip.core.device import Device
 from onchip.core.problem import Attention, Cost
 from onchip.kernels.attention import PARTS, bytes_of_token
-from onchip.ops.cascade import Level
+from onchip.ops.cascade import FEW, Level
 
 TILE = 128  # rows of a tile of many queries over pages
-FEW = 16  # queries up to which `triton_decode` reads them
 PART = 512  # keys at least that a part of a node has
 LEAST_WIDTH = 32  # pages of a table that stands for many
 EVEN = 16  # pages that the width of any other is a multiple of: a kernel is compiled once for all of these

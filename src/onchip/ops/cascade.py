@@ -19,6 +19,8 @@ from onchip.dispatch import left_to_others
 from onchip.ops.attend import How
 from onchip.ops.attention import PagedKV, merge, paged, paged_attention
 
+FEW = 16  # rows up to which one kernel reads shared keys and a sequence's own
+
 
 class Level(NamedTuple):
     """Shared keys at one depth of a prefix tree, and who reads them. The same for all layers; see `plan_cascade`.
@@ -29,8 +31,8 @@ class Level(NamedTuple):
     longest      the most rows that read one node; an upper bound will do.
     parts        Long nodes are cut into so many, that few of them keep a whole GPU busy. The batch goes by once for each part: `offsets` counts on
                  from `p * batch` for part `p`.
-    sms          multiprocessors that read the last level, if one node of it is read by all, while the others read what is each row's own; 0: one after
-                 the other. A kernel need not look at it.
+    sms          multiprocessors that read the last level, if one node of it is read by all, of more than 16 rows, while the others read what is each
+                 row's own; 0: one after the other. A kernel need not look at it.
     """
 
     page_table: Tensor
@@ -83,7 +85,8 @@ def cascade_attention(
 def _beside(level: Level, q: Tensor, cache: PagedKV) -> tuple[Beside | None, Beside | None]:
     """How the last level and what is each row's own share a GPU, if they do: then nothing else is launched between the two, and nothing that the first
     reads is let go, since the second may write there."""
-    if not (level.sms and q.is_cuda) or level.offsets is not None or left_to_others():
+    few = q.shape[0] * q.shape[1] <= FEW  # both by one kernel, which counts arrivals that they would share
+    if few or not (level.sms and q.is_cuda) or level.offsets is not None or left_to_others():
         return None, None
     parts = q, level.lengths, cache.lengths, level.page_table, cache.page_table
     if not all(t.is_contiguous() for t in parts[1:]) or q.flatten(0, 1).data_ptr() != q.data_ptr():
