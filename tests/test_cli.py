@@ -177,8 +177,8 @@ def test_a_prompt_longer_than_the_context(generate):
         (
             "--kernel",
             "flash",
-            "kernel 'flash' does not exist; attention has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, hopper_decode, hopper_paged, "
-            "hopper_mla, register_decode, triton_decode, triton_shares, triton_paged, products of few rows triton_skinny, or leave auto",
+            "kernel 'flash' does not exist; attention has hopper_prefill, hopper_fp8, bf16_of_e4m3, triton_prefill, blocked, reference, hopper_decode, "
+            "hopper_paged, hopper_mla, register_decode, triton_decode, triton_shares, triton_paged, products of few rows triton_skinny, or leave auto",
         ),
         ("--device", "cuda:99", "device 'cuda:99' is not there"),
         ("--device", "tpu", "device 'tpu' is not a device; give cpu, cuda or cuda:N"),

@@ -59,6 +59,7 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     assert older.kernel.name == "triton_prefill" and older.refused == (
         ("hopper_prefill", ("needs NVIDIA sm_90 alone, A100 is 80",)),
         ("hopper_fp8", ("needs NVIDIA sm_90 alone, A100 is 80", "dtype bf16 is not e4m3")),
+        ("bf16_of_e4m3", ("dtype bf16 is not e4m3",)),
     )
     assert select(DECODE, H200).kernel.name == "hopper_decode"
     assert select(BACKWARD, H200).kernel.name == ("hopper_backward" if missing(CUTLASS) else "cutlass_backward")
@@ -67,6 +68,7 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
     assert wide.refused == (
         ("hopper_prefill", ("dim 600 is not in 8..256 by 8",)),
         ("hopper_fp8", ("dtype bf16 is not e4m3", "dim 600 is not one of 64, 128, 256", "values of dim 128 beside queries of dim 600")),
+        ("bf16_of_e4m3", ("dtype bf16 is not e4m3", "dim 600 is not in 8..576")),
         ("triton_prefill", ("dim 600 is not in 8..576",)),
     )
     learning = select(BACKWARD._replace(dtype=FP64, extras=("unheard of",)), H200)
@@ -75,12 +77,14 @@ def test_auto_takes_the_first_that_refuses_nothing(plain_cpu):
         ("cutlass_backward", (*filter(None, [missing(CUTLASS)]), "dtype fp64 is not one of bf16, fp16", "no unheard of")),
         ("hopper_backward", ("dtype fp64 is not one of bf16, fp16", "no unheard of")),
         ("hopper_fp8_backward", ("dtype fp64 is not e4m3", "no unheard of")),
+        ("bf16_of_e4m3_backward", ("dtype fp64 is not e4m3", "no unheard of")),
         ("triton_backward", ("dtype fp64 is not one of bf16, fp16, fp32", "no unheard of")),
     )
     on_cpu = select(PREFILL, plain_cpu)
     assert on_cpu.kernel.name == "blocked" and on_cpu.refused == (
         ("hopper_prefill", ("runs on NVIDIA sm_90 alone, this is a CPU",)),
         ("hopper_fp8", ("runs on NVIDIA sm_90 alone, this is a CPU", "dtype bf16 is not e4m3")),
+        ("bf16_of_e4m3", ("runs on NVIDIA sm_80 and AMD gfx942, this is a CPU", "dtype bf16 is not e4m3")),
         ("triton_prefill", ("runs on NVIDIA sm_80 and AMD gfx942, this is a CPU",)),
     )
 
@@ -140,7 +144,8 @@ def test_a_named_kernel_refuses_a_cpu(plain_cpu):
 def test_no_kernel_has_that_name():
     with pytest.raises(
         onchip.Unsupported,
-        match=r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, or leave kernel='auto'",
+        match=r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, bf16_of_e4m3, triton_prefill, blocked, reference, or "
+        "leave kernel='auto'",
     ):
         select(PREFILL, H200, "flash")
     with pytest.raises(onchip.Unsupported, match="no kernel is named 'triton_decode'"):
@@ -169,7 +174,7 @@ def test_strict_turns_a_portable_fallback_on_a_gpu_into_an_error(monkeypatch):
     assert str(error.value) == (
         f"prefill: ONCHIP_STRICT is set and only the portable kernel blocked takes {WIDE} on H200: hopper_prefill: dim 600 is not in 8..256 by 8. "
         "hopper_fp8: dtype bf16 is not e4m3; dim 600 is not one of 64, 128, 256; values of dim 128 beside queries of dim 600. "
-        "triton_prefill: dim 600 is not in 8..576"
+        "bf16_of_e4m3: dtype bf16 is not e4m3; dim 600 is not in 8..576. triton_prefill: dim 600 is not in 8..576"
     )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import onchip
-from onchip import Causal, Full, Quantised, Window
+from onchip import Causal, Document, Full, Quantised, Window
 from onchip.core.device import gpu, of
 from onchip.core.problem import E4M3, Attention
 from onchip.core.scales import SHARES
@@ -51,7 +51,9 @@ def test_on_any_device(kernel, share, mask, device):
     quantised = onchip.quantise(*inputs(device, len_q=200), share=share, rotation=onchip.random_signs(64, device=device))
     out, lse = onchip.attention(*quantised, mask=mask, kernel=kernel, return_lse=True)
     truth, true_lse = exact(quantised, mask=mask)
-    weights = rms(truth) * STEP / 3 if of(device).arch == 90 and kernel == "auto" else 0.0  # of which each is rounded to e4m3 as well
+    weights = 0.0  # each of which is rounded to e4m3 on Hopper, to bfloat16 as q, k and v are on others
+    if kernel == "auto" and of(device).kind != "cpu":
+        weights = rms(truth) * (STEP / 3 if of(device).arch == 90 else 2**-8)
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
     assert rms(out - truth) <= rms(truth.bfloat16() - truth) * 1.1 + weights
     assert (lse - true_lse).abs().max() <= 5e-3
@@ -92,6 +94,38 @@ def test_gradients_of_odd_sizes(mask, len_q, len_k, dim, share, device):
     assert "hopper_fp8_backward" in str(ran)
     for ours, other, truth in zip(grads, again, exact_gradients(quantised, d_out, d_lse.where(lse.isfinite(), 0.0), mask=mask), strict=True):
         assert torch.equal(ours, other) and rms(ours - truth) <= 8e-2 * rms(truth) + 1e-6
+
+
+DOCUMENTS = Document(torch.arange(40).div(15, rounding_mode="floor").expand(2, -1))
+OTHERS = {
+    "d40": (40, {"mask": Causal()}),
+    "document": (64, {"mask": DOCUMENTS, "scale": 0.1}),
+    "sinks, softcap": (96, {"softcap": 3.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+    "score, in order": (64, {"score": onchip.ALiBi(torch.tensor([0.1, 0.2, 0.3, 0.4])), "mask": Causal(), "deterministic": True}),
+    "dropout": (32, {"dropout": onchip.Dropout(0.3, 1)}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "share"), zip(OTHERS, [*SHARES, *SHARES], strict=False))
+def test_what_no_kernel_multiplies_in_8_bits(name, share, device):
+    """By the kernels of bfloat16, of the numbers that q, k and v stand for; on any GPU."""
+    torch.manual_seed(0)
+    dim, how = OTHERS[name]
+    how = {what: given.to(device) if isinstance(given, torch.Tensor) else given for what, given in how.items()}
+    if name == "document":
+        how["mask"] = Document(DOCUMENTS.ids.to(device))
+    leaves = [t.requires_grad_() for t in inputs(device, 40, 40, dim=dim)]
+    quantised = onchip.quantise(*leaves, share=share)
+    out, lse = onchip.attention(*quantised, return_lse=True, kernel="bf16_of_e4m3", **how)
+    d_out, d_lse = torch.randn_like(out), torch.randn_like(lse)
+    with onchip.record() as ran:
+        grads = torch.autograd.grad([out, lse], leaves, [d_out, d_lse])
+    assert [d.kernel.name for d in ran] == ["bf16_of_e4m3_backward"] and "q, k and v in bf16 by " in str(ran[0])
+    truth, true_lse = exact(quantised, **how)
+    assert out.dtype == torch.bfloat16 and rms(out - truth) <= 1e-2 * rms(truth) and (lse - true_lse).abs().max() <= 2e-2
+    for ours, truth in zip(grads, exact_gradients(quantised, d_out, d_lse, **how), strict=True):
+        assert rms(ours - truth) <= 1.5e-2 * rms(truth)
 
 
 def test_a_rotation_keeps_outliers_from_the_others():
@@ -274,11 +308,13 @@ def test_under_autocast_and_other_defaults():
 
 def test_what_runs():
     hopper, p = gpu("H200"), Attention("prefill", 1, 4096, 4096, 16, 16, 128, E4M3)
-    assert select(p, hopper).kernel.name == "hopper_fp8" and select(p, gpu("A100")).kernel.name == "blocked"
+    assert select(p, hopper).kernel.name == "hopper_fp8" and select(p, gpu("A100")).kernel.name == "bf16_of_e4m3"
     p_back = p._replace(op="backward")
-    assert select(p_back, hopper).kernel.name == "hopper_fp8_backward" and select(p_back, gpu("A100")).kernel.name == "blocked"
+    assert select(p_back, hopper).kernel.name == "hopper_fp8_backward" and select(p_back, gpu("A100")).kernel.name == "bf16_of_e4m3_backward"
     tokens = select(p_back._replace(extras=("token_scales",)), hopper)
-    assert tokens.kernel.name == "blocked" and "accepted is one scale for a head, or for 128 tokens in a row; quantise with share=" in str(tokens.refused)
+    assert str(tokens.config).startswith(
+        "q, k and v in bf16 by hopper_backward: "
+    ) and "accepted is one scale for a head, or for 128 tokens in a row; quantise with share=" in str(tokens.refused)
     assert PREFILL.kernel("hopper_fp8").refuses(p._replace(dim=96), hopper) == ["dim 96 is not one of 64, 128, 256"]
     assert select(p, hopper).floor.seconds == pytest.approx(select(p._replace(dtype=torch.bfloat16), hopper).floor.seconds / 2)
 

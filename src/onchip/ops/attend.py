@@ -20,7 +20,7 @@ from onchip.kernels.attention import reference
 from onchip.ops import wire
 
 # The kernel of the backward pass that goes with one of the forward pass asked for by name.
-FAMILY = {"triton_prefill": "triton_backward", "hopper_prefill": "auto", "hopper_fp8": "auto"}
+FAMILY = {"triton_prefill": "triton_backward", "hopper_prefill": "auto", "hopper_fp8": "auto", "bf16_of_e4m3": "bf16_of_e4m3_backward"}
 TWICE = "attention: gradients of gradients are not implemented; kernel='reference' has them"
 UNTRAINED = "attention: values in e4m3 and their scales have no gradient; it goes to the source of a Quantised: what onchip.quantise was given, or one of yours"
 FORWARD = "attention: forward-mode derivatives (jvp) are not implemented; kernel='reference' has them, or use reverse mode"

@@ -51,7 +51,7 @@ def attention(
 
     q, k and v may be `Quantised`, all three (see `quantise`): the output is bfloat16, and gradients go to their sources. Products are in 8 bits on a
     Hopper GPU, for head dimension 64, 128 or (forward) 256, Full, Causal and Window, and nothing else asked for, the backward pass for scales of heads
-    and blocks; elsewhere plain torch computes in float32.
+    and blocks; elsewhere a GPU multiplies the bfloat16 numbers that they stand for, and a CPU those of float32.
     `heads` is a multiple of `kv_heads` (grouped-query attention). Inputs may be strided or expanded; the last dimension should be
     contiguous (else it is copied). Under autocast q, k and v are cast. Gradients of gradients: kernel="reference" only.
     torch.compile, torch.export and torch.func see one operator, `onchip::attention`; masks and functions may be made inside or outside.

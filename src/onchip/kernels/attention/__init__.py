@@ -324,6 +324,13 @@ PREFILL = Op(
             also=(_one_width, _only("deterministic")),
         ),
         Kernel(
+            "bf16_of_e4m3",
+            "onchip.kernels.attention.bf16_of_e4m3:prefill",
+            GPUS,
+            {"dtype": (E4M3,), "dim": range(8, 577), "value_dim": range(8, 513), "mask": MASKS, "keys": ("dense",)},
+            also=(_only("batch_invariant", "deterministic", "dropout", "sinks"), _translates),
+        ),
+        Kernel(
             "triton_prefill",
             "onchip.kernels.attention.triton_prefill:launch",
             GPUS,
@@ -367,6 +374,13 @@ BACKWARD = Op(
             {"cuda": (90,)},
             {"dtype": (E4M3,), "dim": (64, 128), "mask": BANDS, "keys": ("dense",), "score": (None,)},
             also=(_one_width, _only("batch_invariant", "deterministic", "token_scales"), _scales_of_blocks),
+        ),
+        Kernel(
+            "bf16_of_e4m3_backward",
+            "onchip.kernels.attention.bf16_of_e4m3:backward",
+            GPUS,
+            {"dtype": (E4M3,), "dim": range(8, 577), "value_dim": range(8, 513), "mask": MASKS, "keys": ("dense",)},
+            also=(_only("batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "token_scales"), _no_gradient_of_reads, _translates),
         ),
         Kernel(
             "triton_backward",

@@ -25,6 +25,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from onchip.core.device import Device
 from onchip.core.problem import Attention, Operands
+from onchip.kernels.again import refuse
 from onchip.kernels.attention import texts
 from onchip.kernels.attention.cutlass_backward_ends import AFTER, BEFORE, finish, prepare
 from onchip.kernels.attention.cutlass_backward_ends import ROWS as ROWS_OF_A_BLOCK
@@ -346,6 +347,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, out, lse, d_out, d_lse, x: Opera
         plain, given, q, sign = laid_out(p, x, q, axes, of_keys=True)
         dq, dk, dv, d_sinks, _ = launch(plain, tiles, q, k, v, out, lse, d_out, d_lse, given)
         return dq if sign > 0 else dq * sign, dk, dv, d_sinks, (None,) * len(x.score)
+    refuse("a launch that is not Triton's")  # where another kernel's call, which is this one in part, is written down
     some = 0 not in (q.numel(), k.numel(), p.len_q, p.len_k)
     new = torch.empty_like if some and x.q_used is None and x.k_used is None else torch.zeros_like
     grads = [new(t, memory_format=torch.contiguous_format) for t in (q, k, v)]

@@ -1,0 +1,51 @@
+"""Attention in e4m3 where no kernel multiplies in 8 bits: q, k and v as the bfloat16 numbers that they stand for, by the kernel that takes those.
+
+A number of e4m3 is one of bfloat16, and its product with a scale is rounded once, by 2^-9 where e4m3 rounded it by 2^-4. It costs a pass over q, k and v,
+and twice their memory while the kernel runs.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onchip.core.device import Device
+from onchip.core.kernel import Kernel
+from onchip.core.problem import Attention, Operands
+from onchip.core.scales import Scales
+from onchip.kernels.attention import BACKWARD, PREFILL
+
+
+class By(NamedTuple):
+    """The kernel, its problem and how it runs."""
+
+    kernel: Kernel
+    problem: Attention
+    config: object
+
+    def __str__(self):
+        return f"q, k and v in bf16 by {self.kernel.name}" + f": {self.config}" * (self.config is not None)
+
+
+def configs(p: Attention, device: Device) -> list[By]:
+    """The first kernel of the menu that takes the problem in bfloat16: one that is not plain torch."""
+    near = p._replace(dtype=torch.bfloat16, extras=tuple(extra for extra in p.extras if extra != "token_scales"))
+    kernels = (PREFILL if p.op == "prefill" else BACKWARD).kernels
+    kernel = next(kernel for kernel in kernels if not kernel.portable and not kernel.leaves(near, device))
+    return [By(kernel, near, kernel.configs(near, device)[0])]
+
+
+def prefill(_p: Attention, by: By, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
+    """As the kernel returns it: bfloat16, and LSE."""
+    return by.kernel.load()(by.problem, by.config, *_dequantised(q, k, v, x.scales), x._replace(scales=None, sources=None), return_lse)
+
+
+def backward(_p: Attention, by: By, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, x: Operands):
+    """Gradients of the numbers that q, k and v stand for, in bfloat16, and the others."""
+    return by.kernel.load()(by.problem, by.config, *_dequantised(q, k, v, x.scales), out, lse, d_out, d_lse, x._replace(scales=None, sources=None))
+
+
+def _dequantised(q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> list[Tensor]:
+    """Each product in float32, rounded once."""
+    given = zip((q, k, v), scales, strict=True)
+    return [t.to(torch.bfloat16).mul_(Scales.of_tokens(scale, t.shape[1]).transpose(1, 2)[..., None]) for t, scale in given]
