@@ -528,7 +528,7 @@ QUANTISE = Op(
     "quantise",
     quantise_cost,
     (
-        Kernel("triton_quantise", "onchip.kernels.attention.quantise:launch", {"cuda": 89}, {"dtype": (torch.bfloat16,), "width": (64, 128, 256)}),
+        Kernel("triton_quantise", "onchip.kernels.attention.quantise:launch", {"cuda": 89}, {"dtype": FLOATS, "width": range(1, 257)}),
         Kernel("reference", "onchip.kernels.attention.reference:quantise", portable=True),
     ),
 )

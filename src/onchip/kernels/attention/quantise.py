@@ -1,7 +1,8 @@
 """Queries, keys or values in e4m3: y = x R / scale, with scale = max |x R| / 448 over the tokens that share it, and R a rotation of random signs, or none.
 
 A program takes 128 tokens of a head: x is read once and y written once, but for a scale of a whole head, whose maximum needs a pass of its own.
-R is diag(signs) H / sqrt(dim); the Walsh-Hadamard matrix H is +-1, exact in bf16, so that a product on the tensor cores rounds its sums alone.
+R is diag(signs) H / sqrt(dim); the Walsh-Hadamard matrix H is +-1, exact in half precision, so that a product on the tensor cores rounds its sums alone
+(float32 goes as the two numbers of bfloat16 that it is the sum of, but for 2^-17).
 """
 
 import torch
@@ -17,23 +18,27 @@ MOST, LEAST = tl.constexpr(LARGEST), tl.constexpr(SMALLEST)
 
 
 @triton.jit
-def _hadamard(D: tl.constexpr):
-    """H [D, D]: -1 where the numbers of row and column have an odd number of bits in common."""
+def _hadamard(D: tl.constexpr, dtype: tl.constexpr):
+    """H [D, D], which begins with that of any lower power of two: -1 where the numbers of row and column have an odd number of bits in common."""
     i = tl.arange(0, D)
     bits = i[:, None] & i[None, :]
     bits = bits ^ (bits >> 4)
     bits = bits ^ (bits >> 2)
     bits = (bits ^ (bits >> 1)) & 1
-    return (1.0 - 2.0 * bits.to(tl.float32)).to(tl.bfloat16)
+    return (1.0 - 2.0 * bits.to(tl.float32)).to(dtype)
 
 
 @triton.jit
-def _rows(x_ptr, signs_ptr, tokens, cols, row_stride, length, D: tl.constexpr, H):
-    """Rows of x, D columns, times the signs and H; signs_ptr None: as they are."""
-    x = tl.load(x_ptr + tokens.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=(tokens < length)[:, None], other=0.0)
+def _rows(x_ptr, signs_ptr, tokens, cols, row_stride, length, DIM: tl.constexpr, H):
+    """Rows of x, at `cols`, times the signs and H, and 0 past the last column; signs_ptr None: as they are."""
+    x = tl.load(x_ptr + tokens.to(tl.int64)[:, None] * row_stride + cols[None, :], mask=(tokens < length)[:, None] & (cols < DIM)[None, :], other=0.0)
     if signs_ptr is not None:
-        x = x.to(tl.float32) * tl.load(signs_ptr + cols)[None, :]
-        x = tl.dot(x.to(tl.bfloat16), H)
+        signed = x.to(tl.float32) * tl.load(signs_ptr + cols, mask=cols < DIM, other=0.0)[None, :]
+        first = signed.to(H.dtype)
+        turned = tl.dot(first, H)
+        if x.dtype == tl.float32:
+            turned = tl.dot((signed - first.to(tl.float32)).to(H.dtype), H, turned)
+        x = tl.where((cols < DIM)[None, :], turned, 0.0)
     return x.to(tl.float32)
 
 
@@ -41,7 +46,7 @@ def _rows(x_ptr, signs_ptr, tokens, cols, row_stride, length, D: tl.constexpr, H
 def _quantise(x_ptr, y_ptr, scale_ptr, signs_ptr, length, heads, x_strides, y_strides, DIM: tl.constexpr, SHARE: tl.constexpr, MEASURE: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
     """SHARE: tokens that share a scale, 0: all; MEASURE: only raise the head's maximum, in scale_ptr."""
-    D: tl.constexpr = min(DIM, 128)
+    D: tl.constexpr = min(triton.next_power_of_2(max(DIM, 16)), 128)
     tiles = tl.cdiv(length, BLOCK)
     tile, row = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     batch, head = row // heads, row % heads
@@ -50,11 +55,11 @@ def _quantise(x_ptr, y_ptr, scale_ptr, signs_ptr, length, heads, x_strides, y_st
     y_ptr += batch.to(tl.int64) * y_strides[0] + head.to(tl.int64) * y_strides[2]
     H = None
     if signs_ptr is not None:
-        H = _hadamard(D)
-    low = _rows(x_ptr, signs_ptr, tokens, cols, x_strides[1], length, D, H)
+        H = _hadamard(D, tl.float16 if x_ptr.dtype.element_ty == tl.float16 else tl.bfloat16)
+    low = _rows(x_ptr, signs_ptr, tokens, cols, x_strides[1], length, DIM, H)
     high = low
     if DIM > 128:  # H of 2 D is [[H, H], [H, -H]]
-        high = _rows(x_ptr, signs_ptr, tokens, D + cols, x_strides[1], length, D, H)
+        high = _rows(x_ptr, signs_ptr, tokens, D + cols, x_strides[1], length, DIM, H)
         if signs_ptr is not None:
             low, high = low + high, low - high
     if signs_ptr is not None:
@@ -76,16 +81,16 @@ def _quantise(x_ptr, y_ptr, scale_ptr, signs_ptr, length, heads, x_strides, y_st
             scale = tl.load(scale_ptr + row) / MOST
             scale = tl.where(scale < LEAST, LEAST, scale)
         at = y_ptr + tokens.to(tl.int64)[:, None] * y_strides[1] + cols[None, :]
-        tl.store(at, (low / scale).to(tl.float8e4nv), mask=(tokens < length)[:, None])
+        tl.store(at, (low / scale).to(tl.float8e4nv), mask=(tokens < length)[:, None] & (cols < DIM)[None, :])
         if DIM > 128:
-            tl.store(at + D, (high / scale).to(tl.float8e4nv), mask=(tokens < length)[:, None])
+            tl.store(at + D, (high / scale).to(tl.float8e4nv), mask=(tokens < length)[:, None] & (D + cols < DIM)[None, :])
 
 
 # ---- host
 
 
 def launch(_p, _config, x: torch.Tensor, share: int, signs: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference.quantise` on a GPU: x [batch, len, heads, dim] in bfloat16, dim 64, 128 or 256; signs float32 [dim]."""
+    """`reference.quantise` on a GPU: x [batch, len, heads, dim], dim up to 256; signs float32 [dim], of a power of two."""
     x = x if x.stride(3) == 1 else x.contiguous()
     batch, length, heads, dim = x.shape
     y = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
