@@ -301,6 +301,24 @@ def test_explain_where_there_are_no_sequences():
     assert "runs   triton_decode" in onchip.explain(DECODE._replace(batch=0, dim=200, dim_v=512), device=H200)
 
 
+@pytest.mark.parametrize(
+    ("problem", "order"),
+    [
+        (BACKWARD._replace(mask=Causal()), "{keys} tiles by 132 programs, each drawing its next, those with most work first, 4 heads side by side"),
+        (BACKWARD._replace(mask=Full(), extras=("deterministic",)), "dK, dV {keys} tiles by 132 programs, each drawing its next; dQ {queries} tiles by 132 "
+         "programs, each drawing its next"),
+        (EIGHT_BITS._replace(op="backward", mask=Full(), len_q=190, len_k=128, batch=1), "dQ 32 tiles by a program each; dK, dV 8 tiles by a program each"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_explain_says_how_gradients_go_by(problem, order):
+    pytest.importorskip("triton")
+    p = problem
+    keys, queries = (p.batch * heads * length // 128 for heads, length in ((p.kv_heads, p.len_k), (p.heads, p.len_q)))
+    text = str(select(p, H200, "auto" if p.dtype != torch.bfloat16 else "hopper_backward"))
+    assert f"  order  {order.format(keys=keys, queries=queries)}\n" in text
+
+
 def test_explain_says_why_not():
     text = onchip.explain(WIDE._replace(dtype=FP64), device=GPUS["A100"])
     assert "  runs   blocked          kernels/attention/blocked.py\n" in text

@@ -51,10 +51,10 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
     tensor_of,
     tile_of,
 )
-from onchip.kernels.attention.hopper_tiles import programs_of
+from onchip.kernels.attention.hopper_tiles import key_heads_together, order_of_keys, programs_of
 from onchip.kernels.attention.pairs import laid_out, pair_view
 from onchip.kernels.attention.statistics import shares, sink_gradient, statistics
-from onchip.kernels.attention.tile import ends, for_tma, sequence_tiles, together
+from onchip.kernels.attention.tile import ends, for_tma, sequence_tiles
 from onchip.kernels.cutlass import (
     DTYPES,
     Compiled,
@@ -314,8 +314,18 @@ class Tiles(NamedTuple):
     def __str__(self):
         return f"{self.m}x{self.n} tiles, {GROUPS} warpgroups, {self.stages} stages, at most {self.programs} programs"
 
+    def order(self, p: Attention) -> str:
+        """How programs take the tiles of a call."""
+        return order_of_keys(p, self.n, self.programs, _in_flight(p, self.n))
+
 
 SHORT = 2048  # queries up to which a tile on the diagonal weighs more than a step that is better filled: causal 1k 64 x 128 358 TFLOP/s, 80 x 128 349
+
+
+def _in_flight(p: Attention, n: int) -> int:
+    """A head's keys that programs are at: tiles in a row, which see much the same queries; a window of 1k, 16 heads side by side 671 us, 8 660, 4 665."""
+    keys = p.tokens_k or p.tokens or p.len_k
+    return keys if p.mask.left is None else min(keys, 2 * (p.mask.left + (p.mask.right or 0) + n))
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -384,15 +394,12 @@ def _over(p: Attention, tiles: Tiles, tensors, lse, d_lse, x: Operands):
     sums = held.data_ptr()
     lses = sums + 4 * most * shape.width
     given, counter, deltas = lses + 4 * most, lses + 8 * most, lses + 8 * most + 16
-    listed, places, keys = None, -(-p.len_k // tiles.n), p.len_k
+    listed, places = None, -(-p.len_k // tiles.n)
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
-        places, keys = len(listed), p.tokens_k or p.tokens
+        places = len(listed)
     most_heads = parts[0].sequences * parts[0].heads
-    if p.mask.left is not None:  # a head's programs are at tiles in a row, which see much the same queries; 1k, 16 heads side by side: 671 us, 8 660, 4 665
-        keys = min(keys, 2 * (p.mask.left + (p.mask.right or 0) + tiles.n))
-    # of a packed batch two at least: the longest tiles of the last head alone would be begun late
-    side_by_side = max(together(p, 3 * keys, most_heads), min(most_heads, 1 + packed))
+    side_by_side = key_heads_together(p, _in_flight(p, tiles.n), most_heads)
     lse, d_lse = lse.contiguous(), None if d_lse is None else d_lse.float().contiguous()
     lse_at, d_lse_at = lse.data_ptr(), 0 if d_lse is None else d_lse.data_ptr()
     others = [0 if t is None else t.data_ptr() for t in (listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used)]

@@ -41,10 +41,10 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     weights,
 )
 from onchip.kernels.attention.hopper_dropout import dropout_of, drops_of, growth, kept_bits
-from onchip.kernels.attention.hopper_tiles import locate, programs_and_counter, programs_of
+from onchip.kernels.attention.hopper_tiles import key_heads_together, locate, order_of_keys, programs_and_counter, programs_of
 from onchip.kernels.attention.pairs import add_by_distance, ask_for, by_distance, distances_of, empty_sums, laid_out, pair_tiles, slopes_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
-from onchip.kernels.attention.tile import ends, fast, for_tma, mask_map, sequence_tiles, together
+from onchip.kernels.attention.tile import ends, fast, for_tma, mask_map, sequence_tiles
 from onchip.kernels.hopper import (
     advance,
     arrive_and_wait,
@@ -96,6 +96,10 @@ class Tiles(NamedTuple):
 
     def __str__(self):
         return f"{self.m}x{self.n} tiles, 2 warpgroups, {self.stages} stages, at most {self.programs} programs, {self.shares} launches"
+
+    def order(self, p: Attention) -> str:
+        """How programs take the tiles of a call."""
+        return order_of_keys(p, self.n, self.programs, launches=self.shares)
 
 
 @dataclass(frozen=True)
@@ -574,8 +578,7 @@ def _over(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, scor
         listed = sequence_tiles(p, x, tiles.n, of_keys=True)
         tiles_n, every, keys = len(listed), p.kv_heads, p.tokens_k or p.tokens
     at_once = triton.cdiv(every, tiles.shares)
-    # of a packed batch two at least: the longest tiles of the last head alone would be begun late
-    side_by_side = max(together(p, 3 * keys, at_once), min(at_once, 1 + packed))
+    side_by_side = key_heads_together(p, keys, at_once)
     half = (tiles.m, width // 2) if tiles.m == 64 else (64, width)
     dropout = dropout_of(x)
     held = torch.empty(at_once * p.group, q.shape[2], width, dtype=torch.float32, device=q.device)

@@ -55,7 +55,7 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     weights,
 )
 from onchip.kernels.attention.hopper_tiles import anew, locate, programs_and_counter, programs_of
-from onchip.kernels.attention.tile import ends, mask_map, sequence_tiles, together
+from onchip.kernels.attention.tile import ends, mask_map, order, sequence_tiles, together
 from onchip.kernels.hopper import (
     advance,
     arrive_and_wait,
@@ -107,6 +107,22 @@ class Tiles(NamedTuple):
     def __str__(self):
         passes = [f"{one.makes} {int(STAY)}x{one.stream}" for one in self.passes]
         return f"a pass each for {'; '.join(passes)} tiles, 2 warpgroups, at most {self.programs} programs"
+
+    def order(self, p: Attention) -> str:
+        """How programs take the tiles of a call, pass by pass."""
+        return "; ".join(f"{makes} {_order(p, makes != 'dQ', self.programs)}" for makes, _ in self.passes)
+
+
+def _order(p: Attention, of_keys: bool, programs: int) -> str:
+    heads, length, tokens = (p.kv_heads, p.len_k, p.tokens_k or p.tokens) if of_keys else (p.heads, p.len_q, p.tokens)
+    tiles = p.batch * triton.cdiv(length, int(STAY))
+    tiles = min(tiles, tokens // int(STAY) + p.batch) if p.keys == "packed" else tiles
+    return order(p, tiles * heads, programs, together(p, _streaming(p, of_keys)), of_keys)
+
+
+def _streaming(p: Attention, of_keys: bool) -> int:
+    """What streams past a tile that stays, in all."""
+    return (p.tokens or p.len_q) * p.group if of_keys else p.tokens_k or p.tokens or p.len_k
 
 
 @dataclass(frozen=True)
@@ -528,7 +544,7 @@ def launches(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, s
         if sees is not None:
             found, map_strides = mask_map(p, sees, x, m, n, of_keys, q.device, shape.padded and not of_keys)
         heads, length = (p.kv_heads, p.len_k) if of_keys else (p.heads, p.len_q)
-        streaming = (p.tokens or p.len_q) * p.group if of_keys else p.tokens_k or p.tokens or p.len_k
+        side_by_side = together(p, _streaming(p, of_keys))
         listed, places, every = None, triton.cdiv(length, int(STAY)), p.batch * heads
         if packed:  # one list for all sequences
             listed = sequence_tiles(p, x, int(STAY), of_keys=of_keys)
@@ -540,6 +556,6 @@ def launches(p: Attention, tiles: Tiles, lead, lses, delta, x: Operands, sees, s
             describe(own, 64, width), describe(own_v, 64, width_v), describe(far, stream, width), describe(far_v, stream, width_v),
             *(describe(t.view(-1, t.shape[-1]), 1, stream) for t in (lses, delta)), describe(out, 64, width), describe(dv, 64, width_v), out, dv,
             lses, delta, lses.shape[-1], counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, found, reads,
-            before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain, grid, places, together(p, streaming), heads, p.group, p.len_q, p.len_k,
+            before * (LOG2E if score is None else 1.0), gain * LOG2E, before * gain, grid, places, side_by_side, heads, p.group, p.len_q, p.len_k,
             every, map_strides, MASK=sees, SCORE=score, SCORE_GRAD=score_grad, C=shape, num_warps=4,
         )  # fmt: skip

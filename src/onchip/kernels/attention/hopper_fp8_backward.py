@@ -36,7 +36,7 @@ from onchip.core.scales import Scales
 from onchip.kernels.attention.fp8_operands import of_output, scales_of, turned, weighed
 from onchip.kernels.attention.hopper_backward_tiles import send, step_tile, steps_of, weights
 from onchip.kernels.attention.hopper_tiles import locate, programs_of
-from onchip.kernels.attention.tile import ends, for_tma, together
+from onchip.kernels.attention.tile import ends, for_tma, order, together
 from onchip.kernels.hopper import (
     advance,
     arrive_and_wait,
@@ -84,6 +84,12 @@ class Tiles(NamedTuple):
     def __str__(self):
         of_queries = f"dQ {64 * self.groups}x{self.keys} tiles, {self.groups} warpgroups, {self.key_stages} stages"
         return f"{of_queries}, dK and dV {self.queries}x128, 2 warpgroups, {self.query_stages} stages, at most {self.programs} programs"
+
+    def order(self, p: Attention) -> str:
+        """How programs take the tiles of a call, pass by pass."""
+        queries = p.batch * p.heads * triton.cdiv(p.len_q, 64 * self.groups), together(p, 2 * p.len_k)
+        keys = p.batch * p.kv_heads * triton.cdiv(p.len_k, 128), together(p, 2 * p.len_q * p.group)
+        return f"dQ {order(p, queries[0], self.programs, queries[1])}; dK, dV {order(p, keys[0], self.programs, keys[1], True)}"
 
 
 def room(dim: int) -> int:

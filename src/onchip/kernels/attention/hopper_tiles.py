@@ -14,7 +14,7 @@ from onchip.core.trace import Traced
 from onchip.kernels.attention.hopper_dropout import kept
 from onchip.kernels.attention.pairs import by_distance
 from onchip.kernels.attention.texts import PairTile, far_of, of_heads_and_keys, pair_tile
-from onchip.kernels.attention.tile import inner_span, key_span, reads, sequence
+from onchip.kernels.attention.tile import inner_span, key_span, order, reads, sequence, together
 from onchip.kernels.hopper import (
     as_pairs,
     fence_async_shared,
@@ -563,6 +563,25 @@ def query_tiles(p: Attention, rows: int, pack: int = 1) -> int:
     """Tiles of `rows` rows that hold a head's queries, or those of `pack` heads, of all sequences; at most so many of packed queries over pages."""
     most = p.batch * triton.cdiv(p.len_q * pack, rows)
     return min(most, p.tokens * pack // rows + p.batch) if p.page and p.tokens else most
+
+
+def key_heads_together(p: Attention, keys: int, heads: int) -> int:
+    """Key heads whose tiles go side by side, of `heads`: of a packed batch two at least, for the longest tiles of the last head alone would be begun late.
+
+    keys   of a head that are in flight at once.
+    """
+    return max(together(p, 3 * keys, heads), min(heads, 1 + (p.keys == "packed")))
+
+
+def order_of_keys(p: Attention, n: int, most: int, keys: int = 0, launches: int = 1) -> str:
+    """How programs take the tiles of `n` keys, as `explain` says it; `keys` where not all of a head's are in flight."""
+    heads, tiles = p.batch * p.kv_heads, triton.cdiv(p.len_k, n)
+    if p.keys == "packed":  # one list for all sequences
+        heads, tiles = p.kv_heads, min(p.batch * tiles, (p.tokens_k or p.tokens) // n + p.batch)
+        keys = keys or p.tokens_k or p.tokens
+    heads = triton.cdiv(heads, launches)
+    each = order(p, tiles * heads, most, key_heads_together(p, keys or p.len_k, heads), True)
+    return f"{launches} times " * (launches > 1) + each
 
 
 def by_groups(t, kv_heads: int):

@@ -477,11 +477,12 @@ def together(p, keys: int = 0, heads: int = 0) -> int:
     return next((n for n in range(most, most // 2, -1) if heads % n == 0), most)
 
 
-def order(p, tiles: int, most: int, side_by_side: int) -> str:
+def order(p, tiles: int, most: int, side_by_side: int, of_keys: bool = False) -> str:
     """How programs take the tiles of a call, as `explain` says it."""
     uneven = not isinstance(p.mask, Band) or p.mask.right is not None
     taken = f"by {most} programs, each drawing its next" if tiles > most else "by a program each"
-    first = "those with most work first" * (p.keys == "packed" or p.tokens > 0) or "the last queries first" * uneven
+    by_work = p.keys == "packed" or p.tokens > 0 or (of_keys and uneven)
+    first = "those with most work first" * by_work or "the last queries first" * uneven
     return f"{tiles} tiles {taken}" + f", {first}" * bool(first) + f", {side_by_side} heads side by side" * (side_by_side > 1)
 
 
