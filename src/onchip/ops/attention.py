@@ -211,7 +211,8 @@ def quantise(
 ) -> tuple[Quantised, Quantised, Quantised]:
     """q, k and v in e4m3 for `attention`, each with scales max |x| / 448, after FlashAttention-3 (Shah et al., 2024, section 3.3).
 
-    share      what shares a scale: "head" (all tokens of it), "block" (128 tokens) or "token".
+    share      what shares a scale of q and k: "head" (all tokens of it), "block" (128 tokens) or "token". v has one a head, as in FlashAttention-3's
+               interface: one of its tokens would be part of their weights, of which the largest then would be rounded (with outliers 5 to 14% more error).
     rotation   random signs, float32 [dim], see `random_signs`: q and k are multiplied by diag(signs) H / sqrt(dim) with H the Walsh-Hadamard
                matrix, which changes no score, and spreads what is large in few channels over all (dim a power of two).
 
@@ -231,7 +232,8 @@ def quantise(
             raise ValueError(f"quantise: rotation is {given} for head dimension {dim}; give signs [{dim}], of a power of two, or None")
         rotation = rotation.to(q.device, torch.float32).contiguous()
     run = graph.quantise if graph.in_graph("auto", q, k, v) else attend.quantise
-    return tuple(Quantised(*run(x, share, signs), attend.source_of(x, signs)) for x, signs in ((q, rotation), (k, rotation), (v, None)))
+    given = (q, share, rotation), (k, share, rotation), (v, "head", None)
+    return tuple(Quantised(*run(x, each, signs), attend.source_of(x, signs)) for x, each, signs in given)
 
 
 def random_signs(dim: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:

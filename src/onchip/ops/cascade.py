@@ -85,8 +85,9 @@ def cascade_attention(
 def _beside(level: Level, q: Tensor, cache: PagedKV) -> tuple[Beside | None, Beside | None]:
     """How the last level and what is each row's own share a GPU, if they do: then nothing else is launched between the two, and nothing that the first
     reads is let go, since the second may write there."""
-    few = q.shape[0] * q.shape[1] <= FEW  # both by one kernel, which counts arrivals that they would share
-    if few or not (level.sms and q.is_cuda) or level.offsets is not None or left_to_others():
+    if not (level.sms and q.is_cuda) or level.offsets is not None or left_to_others():
+        return None, None
+    if q.shape[0] * q.shape[1] <= FEW:  # both by one kernel, which counts arrivals that they would share
         return None, None
     parts = q, level.lengths, cache.lengths, level.page_table, cache.page_table
     if not all(t.is_contiguous() for t in parts[1:]) or q.flatten(0, 1).data_ptr() != q.data_ptr():

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 LOG2E = 1.4426950408889634
 KEYS = 128  # a step
 RAISED = 8.0  # its Max_offset: weights are 2^8 at most
-# With scales of heads, ours makes 0.997 to 1.004 times as much (3 to 16 of them): by chance, and since a maximum that grew by less than 2^0.8 is not followed
+# With scales of heads, ours makes 0.997 to 1.004 times as much (3 to 16 of them): by chance, and since a maximum that grew by less than 2^0.8 is not followed;
+# with scales of 128 queries and keys, where v has one a head, 1.003 to 1.018
 SLACK = 1.02
 # Of the weights' rounding alone 1.04 to 1.12, for the second reason: a largest weight of 2^8 is not rounded. Not multiplied by 2^8 they make 1.36 and 1.76
 SLACK_OF_WEIGHTS = 1.2
@@ -96,19 +97,18 @@ def ours(q, k, v, mask, share: str, signs: torch.Tensor | None, edits=()) -> tup
 
 
 def check(dim: int, mask, share: str, signs: torch.Tensor | None, edits=()) -> None:
-    """Ours errs no more than FlashAttention-3's, in all and by its weights alone: against float64 on the numbers before rounding, and on what they became."""
+    """Ours errs no more than FlashAttention-3's, in all, against float64 on the numbers before rounding; and by its weights alone, on what they became, where
+    the same became of both: v has a scale a head in ours."""
     qkv = inputs(dim)
     out, given = ours(*qkv, mask, share, signs, edits)
     theirs = flash_attention_3(*qkv, mask, SHARES[share], onchip.random_signs(dim))
-    for truth, slack, what in ((exact(*qkv, mask), SLACK, "in all"), (exact(*given, mask), SLACK_OF_WEIGHTS, "of the weights")):
+    truths = [(exact(*qkv, mask), SLACK, "in all"), (exact(*given, mask), SLACK_OF_WEIGHTS, "of the weights")]
+    for truth, slack, what in truths[: 1 + (share == "head")]:
         error, bound = rms(out - truth), rms(theirs - truth)
         assert error <= slack * bound, f"{what}: {error:.2e}; FlashAttention-3 makes {bound:.2e}"
 
 
-FOLDED = "a block's scale of V goes into the weights, of which the largest is then no power of two: 5 to 14% more in all, 2.6 to 4.6 times as much of weights"
-
-
-@pytest.mark.parametrize("share", ["head", pytest.param("block", marks=pytest.mark.xfail(reason=FOLDED, raises=AssertionError, strict=True))])
+@pytest.mark.parametrize("share", ["head", "block"])
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_errs_no_more_than_flash_attention_3(dim, mask, share):
