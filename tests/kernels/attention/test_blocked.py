@@ -392,6 +392,37 @@ def test_a_row_does_not_depend_on_its_neighbours(name):
     assert all(torch.equal(a[2:3], b) for a, b in zip(together, alone, strict=True))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_nor_on_the_thread_that_takes_it(rows):
+    """Of one and two queries torch's kernel gives other bits to the heads that a second thread takes."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        for keys in range(20, 80, 4):
+            inputs = qkv(rows, keys, (8, 8), 64, batch=5)
+            together = gradients(inputs, batch_invariant=True)
+            for b in range(5):
+                alone = gradients([t[b : b + 1].detach().requires_grad_() for t in inputs], batch_invariant=True)
+                assert all(torch.equal(x[b], y[0]) for x, y in zip(together, alone, strict=True)), (keys, b)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("how", [{}, {"mask": Causal()}, {"mask": masks.KeyPadding(torch.tensor([3, 2]))}, {"sinks": torch.zeros(4)}], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("keys", [1, 3, 7])
+def test_nan_of_a_query_over_few_keys(keys, dtype, how):
+    """torch's own kernel gives 0, and LSE 0, where there are fewer than 8."""
+    if "mask" in how and keys < 3:
+        how = {"mask": Causal()}
+    q, k, v = qkv(4, keys, dtype=dtype)
+    q.data[:, 3] = NAN
+    out, lse, dq, *_ = gradients([q, k, v], **how)
+    assert out[:, 3].isnan().all() and lse[:, :, 3].isnan().all() and out[:, :3].isfinite().all() and (keys == 1 or dq[:, 3].isnan().all())
+    single = onchip.attention(q[:, 3:], k, v, return_lse=True, kernel="blocked", **how)
+    assert all(t.isnan().all() for t in single)
+
+
 BANDS = [Full(), Causal(), Causal("top_left"), *(Window(a, b, align) for a in (0, 1, 3, None) for b in (0, 2, None) for align in ("bottom_right", "top_left"))]
 
 

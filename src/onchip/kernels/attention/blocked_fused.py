@@ -21,6 +21,7 @@ FUSED_CAUSAL = range(257, 769)  # lengths at which tiles beat torch's causal mas
 FUSED_FEW = 128  # queries up to which torch's backward pass is faster in float32 than in bfloat16: 128 take 0.5 and 0.9 ms, 256 2.1 and 2.1
 ALONGSIDE = 512  # queries from which bfloat16 is laid out head by head first: 1,024 take 1 to 4% less time then, 256 up to 5% more
 FEW_BLOCKS = 2  # blocks of rows of which a mask is not asked what each sees: 25 us, of the 500 that 256 rows take
+NUMBERS = 8  # keys from which torch's kernel tells NaN from nothing
 WHOLE_MASK = 1 << 22  # elements of the mask of a whole call: 16 MiB, as much as a tile's, kept for the backward pass
 CPU = torch.device("cpu")
 INFINITY = {torch.bfloat16: (torch.int16, -1 << 7), torch.float32: (torch.int32, -1 << 23), torch.float64: (torch.int64, -1 << 52)}  # the bits of -inf
@@ -121,17 +122,19 @@ def whole(p: Attention) -> Whole | None:
     """How a call is one of torch's kernel; known beforehand, for at 512 tokens the way there costs 4 %."""
     if p.keys != "dense" or not p.batch or not p.len_q or p.len_k < 2 or p.dtype.itemsize == 1 or not fuses(p, CPU):  # of one key the gradients are known
         return None
+    if "batch_invariant" in p.extras:  # which of torch's threads takes a head shows in its last bits
+        return None
     few = p.dtype == torch.bfloat16 and p.len_q <= FUSED_FEW
     as_is = p.dim == p.value_dim and p.dtype != torch.float16 and not alongside(p)
     if how := unmasked(p, whole_part(p)):
         keys, causal = how
-        trained = not few and "sinks" not in p.extras and not (causal and halved(p.len_q, keys, p.dtype))
+        trained = not few and len(range(*keys.indices(p.len_k))) >= NUMBERS and "sinks" not in p.extras and not (causal and halved(p.len_q, keys, p.dtype))
         return Whole(keys, causal, "bias" if p.score is not None else "", as_is and keys == slice(0, p.len_k), trained)
     if isinstance(p.mask, Traced) and p.score is None and p.len_q > 1 and is_lookup(p.mask):
         letters = cutting(p.mask)[1][0]
         size = p.len_q * p.len_k * (p.batch if "b" in letters else 1) * (p.heads if "h" in letters else 1)
         if {"i", "j"} <= {*letters} and size <= WHOLE_MASK:
-            return Whole(slice(0, p.len_k), False, "seen", as_is, not few and "sinks" not in p.extras)
+            return Whole(slice(0, p.len_k), False, "seen", as_is, not few and p.len_k >= NUMBERS and "sinks" not in p.extras)
     return None
 
 
