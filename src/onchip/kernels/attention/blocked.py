@@ -1,6 +1,7 @@
 """Attention in plain torch, O(N) memory, on any device, forward and backward: what a CPU runs.
 
-Queries go in tiles; a tile knows which keys its rows see, so a mask costs what its area costs (`blocked_tiles.py`). On a
+Queries go in tiles; a tile knows which keys its rows see, so products are made for the mask's area (`blocked_tiles.py`); what a mask that is no band shows is
+computed for each query and key within its hull, once for all heads that share it. On a
 CPU torch's own fused kernel does a tile wherever it means the same; else the keys go in tiles too: forward the online
 softmax of FlashAttention (Dao et al., 2022, algorithm 1), backward the weights again from the LSE (its algorithm 4):
 
