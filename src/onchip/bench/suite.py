@@ -20,6 +20,7 @@ LENGTHS = tuple(1 << i for i in range(10, 16))
 GOAL = 5e-6  # seconds one warm `select` may take
 POWERS = tuple(1 << i for i in range(6, 14)) * 2  # lengths of packed sequences
 DRAWN = tuple(map(random.Random(3).randint, [64] * 8, [8192] * 8))
+SINGLE = ((512, 16), (2048, 8), (512, 8), (512, 32), (1024, 16), (2048, 32))  # queries and heads of one short sequence
 HEADS = (32, 8, 128)  # query heads, key heads and dimension of the decode rows
 SHAPES = ((1, 1024), (1, 8192), (1, 131_072), (8, 8192), (32, 4096), (128, 1024), (128, 8192))  # (batch, keys) of them
 UNEVEN = (131_072, *[512] * 63)
@@ -132,8 +133,9 @@ def _attention(device: torch.device, quick: bool) -> list[Row]:
             for n in (1024, TOKENS) if quick else LENGTHS:
                 heads = HIDDEN // dim
                 found.append(_prefill((max(1, TOKENS // n), n), (heads, heads, dim), f"prefill d{dim} {type(mask).__name__.lower()}", mask=mask))
-    for batch, n in ((2, 8192),) if quick else ((4, 4096), (2, 8192), (1, TOKENS)):
-        found.append(_prefill((batch, n), (32, 8, 128), "prefill d128 causal, 32 heads over 8"))
+    for kv_heads in (8, 4):
+        for batch, n in ((2, 8192),) if quick else ((4, 4096), (2, 8192), (1, TOKENS)):
+            found.append(_prefill((batch, n), (32, kv_heads, 128), f"prefill d128 causal, 32 heads over {kv_heads}"))
     found.append(_prefill((4, 4096), (20, 20, 96), "prefill, other shapes", "d96 4k"))
     found.append(_prefill((1, TOKENS), (16, 16, 128), "prefill, other shapes", "window 1k", Window(1024)))
     found.append(_prefill((4, 8192), (16, 16, 128), "prefill, other shapes", "4 x 8k"))
@@ -142,8 +144,14 @@ def _attention(device: torch.device, quick: bool) -> list[Row]:
         for mask in (Full(), Causal()):
             heads = (HIDDEN // dim, HIDDEN // dim, dim)
             found.append(_prefill((TOKENS // n, n), heads, "prefill e4m3", f"d{dim} {type(mask).__name__.lower()} {_short(n)}", mask, E4M3))
-    for n, heads in ((512, 16), (2048, 8)):
-        found.append(_prefill((1, n), (heads, heads, 128), "prefill d128 causal, one short sequence"))
+    for dim, mask, sizes in (
+        (128, Causal(), SINGLE[:2] if quick else SINGLE),
+        (128, Full(), SINGLE[:0] if quick else SINGLE[1::2]),
+        (64, Causal(), SINGLE[:1]),
+    ):
+        for n, heads in sizes:
+            group = f"prefill d{dim} {type(mask).__name__.lower()}, one short sequence"
+            found.append(_prefill((1, n), (heads, heads, dim), group, f"{_short(n)}, {heads} heads", mask))
     return found
 
 
