@@ -8,6 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before numpy is there: the interpreter's products wait up to 500 times as long for a second thread
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import torch
 
 ABREAST = 3  # large tests on a GPU at once
