@@ -34,7 +34,7 @@ def backward(dim, packed, band, dim_v=0, extras=(), module=hopper_backward, **mo
     return launched(module, "sm_90", p, q, k, v, out, lse, out, None, x, returns=())
 
 
-@pytest.mark.parametrize(("packed", "most"), [(False, 0), (True, 128)], ids=["dense", "packed"])
+@pytest.mark.parametrize(("packed", "most"), [pytest.param(False, 0, marks=wide), (True, 128)], ids=["dense", "packed"])
 def test_triton_backward(packed, most):
     """LSE and delta come by TMA as queries do: as single reads of each thread they took a third of a packed batch's loop over queries, and spilled in it."""
     _, found = backward(128, packed, Causal(), module=triton_backward)

@@ -34,7 +34,7 @@ def prefill(arch, dim, band, packed=False, module=triton_prefill, len_q=4096, **
     ("mask", "packed"),
     named(
         {"dense": (Causal(), False), "window": (Window(1024), False), "packed": (Causal(), True), "packed window": (Window(1024), True)},
-        rest=("dense", "packed"),
+        rest=("dense", "packed", "window"),
     ),
 )
 def test_prefill_sm_90_d64(mask, packed):
@@ -45,7 +45,7 @@ def test_prefill_sm_90_d64(mask, packed):
     assert facts.ptx.count("cp.async.cg") == 0
 
 
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("mask", [pytest.param(Full(), marks=wide), Causal()], ids=str)
 def test_prefill_sm_90_d128(mask):
     """128x64 of 4 warps spills a little, outside of the loop, and was measured faster than tiles that do not."""
     tiles, facts = prefill("sm_90", 128, mask)
@@ -147,9 +147,10 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
 }
 
 MORE = ("d64 short causal", "d64 softcap", "d128 padding", "d64 padding", "d64 distances", "d64 bias of keys")
+MORE += ("d128 packed", "d128 document", "d256 causal")  # as over pages
 
 
-@pytest.mark.parametrize(("dim", "packed", "how", "most"), named(HOPPER, "d128 document", "d256 bias", rest=MORE))
+@pytest.mark.parametrize(("dim", "packed", "how", "most"), named(HOPPER, "d128 padding by flags", "d256 bias", rest=MORE))
 def test_hopper_prefill(dim, packed, how, most):
     """Every product on wgmma, every tile through TMA, no wait for a product that ptxas adds, and the copying warp gives its registers away."""
     tiles, facts = prefill("sm_90", dim, packed=packed, module=hopper_prefill, **{"band": Full(), **how})

@@ -99,7 +99,7 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize(("form", "rows", "width", "dtype", "arch"), across(GPUS, NORMS, sm_90=range(6), sm_80=(0,), gfx942=(0, 1)))
+@pytest.mark.parametrize(("form", "rows", "width", "dtype", "arch"), across(GPUS, NORMS, sm_90=range(6), gfx942=(0, 1)))
 def test_norm(form, rows, width, dtype, arch):
     there, _, words = NORM_FORMS[form]
     tiles = norm.configs(Rows("norm", rows, width, dtype, words.partition(" ->")[0]), GPUS[arch])[0]
@@ -155,7 +155,7 @@ BACKWARD = [
 ]
 
 
-@pytest.mark.parametrize(("form", "rows", "width", "dtype", "arch"), across(GPUS, BACKWARD, sm_90=range(5), sm_80=(0,), gfx942=(0, 1)))
+@pytest.mark.parametrize(("form", "rows", "width", "dtype", "arch"), across(GPUS, BACKWARD, sm_90=range(5), gfx942=(0, 1)))
 def test_norm_backward(form, rows, width, dtype, arch):
     _, there, words = NORM_FORMS[form]
     tiles = norm_backward.configs(Rows("norm_backward", rows, width, dtype, words), GPUS[arch])[-1]  # of which the first may be clusters that stay
@@ -223,7 +223,7 @@ APPENDS += [Rope("rope_append", 4096, 32, 8, 128, 128, BF16, "neox", False, True
 ON_HOPPER = (1, 2, 4, 6, 9, 10, 11, 12, 13)  # each layout, norm and size of a head; of codes each kind
 
 
-@pytest.mark.parametrize(("problem", "arch"), across(GPUS, [(p,) for p in APPENDS], sm_90=ON_HOPPER, sm_80=(11,), gfx942=(1, 6, 11)))
+@pytest.mark.parametrize(("problem", "arch"), across(GPUS, [(p,) for p in APPENDS], sm_90=ON_HOPPER, gfx942=(1, 11)))
 def test_rope(problem, arch):
     tiles = rope.configs(problem, GPUS[arch])[0]
     form = Format.of(problem.kv) if problem.kv else None
@@ -491,7 +491,7 @@ def test_skinny(rows, outs, width, words, arch):
 LOW_RANK = [(64, 16, BF16), (4096, 64, FP16), (16, 128, FP32), (4096, 256, BF16)]
 
 
-@pytest.mark.parametrize(("rows", "rank", "dtype", "arch"), across(GPUS, LOW_RANK, sm_90=(0, 2), sm_80=(3,), gfx942=(0,)))
+@pytest.mark.parametrize(("rows", "rank", "dtype", "arch"), across(GPUS, LOW_RANK, sm_90=(2, 3), gfx942=(0,)))
 def test_low_rank(rows, rank, dtype, arch):
     tiles = low_rank.configs(Rows("low_rank", rows, 6144, dtype, f"from 4096 rank {rank} parts 4096+1024+1024 of 8"), GPUS[arch])[0]
     types = dict.fromkeys(("x_ptr", "a_ptr", "b_ptr", "y_ptr"), POINTER[dtype]) | {
