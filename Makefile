@@ -1,6 +1,7 @@
 # make demo    set up and let SmolLM2 answer a prompt        make test    set up and run the tests
 # make lint    ruff's check and format check                 make gpu-test    the kernel tests on this machine's GPU
 # make wheel   build the wheel into dist/                    make newest      compile some of the Hopper kernels by the newest Triton, for a GPU that is not here
+# make wide    the tests that `make test` leaves out: more forms (sizes, dtypes, GPUs) of what it runs
 
 # the first Python that runs and is 3.11 or later
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -9,18 +10,24 @@ SAMPLING ?= --temperature 0.3 --top-p 0.9 --seed 0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+SPREAD := -n auto --dist loadfile --no-loadscope-reorder
+ON_GPU := $(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),$(SPREAD))
 
 # compiling the tests and the package takes every process 10 s: only the first one does
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test lint wheel gpu-test newest clean
+.PHONY: demo test wide lint wheel gpu-test newest clean
 
 demo: .venv/.demo
 	$(BIN)/onchip generate "$(PROMPT)" $(SAMPLING)
 
 test: .venv/.test
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m "not gpu"
-	$(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),-n auto --dist loadfile --no-loadscope-reorder) -m "gpu and not large"
+	$(BIN)/python -m pytest -q $(SPREAD) -m "not gpu and not wide"
+	$(ON_GPU) -m "gpu and not large and not wide"
+
+wide: .venv/.test
+	$(BIN)/python -m pytest -q $(SPREAD) -m "wide and not gpu"
+	$(ON_GPU) -m "wide and gpu and not large"
 
 gpu-test: .venv/.test
 	$(BIN)/python -m pytest -q -m gpu

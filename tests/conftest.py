@@ -8,14 +8,19 @@ import time
 from pathlib import Path
 
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # before numpy is there: the interpreter's products wait up to 500 times as long for a second thread
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import torch
 
 ABREAST = 3  # large tests on a GPU at once
-LONGEST = [  # files of more than 10 seconds, where nothing is compiled yet
-    "kernels/attention/test_prefill_compile", "kernels/fused/test_compile", "kernels/attention/test_decode_compile",
-    "kernels/attention/test_backward_compile", "kernels/attention/test_hopper_backward_emulated", "ops/test_compiled", "kernels/attention/test_fp8_compile",
-    "kernels/fused/test_compile_losses", "kernels/attention/test_hopper_emulated", "models/test_decoder", "kernels/attention/test_blocked",
-    "kernels/attention/test_random", "kernels/attention/test_fp8_backward", "kernels/attention/test_register_decode", "kernels/attention/test_hopper_mla",
+LONGEST = [  # files of more than 10 seconds, where nothing is compiled yet, as they are or in the interpreter
+    "kernels/attention/test_prefill_compile", "kernels/attention/test_decode_compile", "kernels/fused/test_compile",
+    "kernels/attention/test_hopper_backward_emulated", "ops/test_compiled", "kernels/attention/test_backward_compile", "kernels/attention/test_decode",
+    "kernels/attention/test_fp8_compile", "kernels/attention/test_hopper_emulated", "models/test_decoder", "kernels/attention/test_blocked",
+    "kernels/attention/test_random", "kernels/fused/test_logits", "kernels/attention/test_tile", "kernels/attention/test_prefill",
+    "kernels/fused/test_compile_losses", "kernels/fused/test_softmax", "kernels/attention/test_statistics", "ops/test_row_ops",
+    "kernels/attention/test_fp8_backward", "kernels/attention/test_register_decode", "kernels/attention/test_hopper_mla",
     "kernels/attention/test_hopper_ragged", "engine/test_mixes", "engine/test_llm", "engine/test_draft_model", "engine/test_llm_ranks",
     "models/test_parallel", "integrations/test_transformers", "kernels/attention/test_memory", "cache/test_radix", "bench/test_serve",
 ]  # fmt: skip

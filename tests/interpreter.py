@@ -5,8 +5,11 @@
 3. Casts to bf16 and fp8 truncate; a GPU rounds to nearest even.
 4. Adding a tile to memory through a descriptor is missing; programs run one after the other, so load, add and store will do.
 5. Each call of a device function looks through all of triton.language for what to replace, which a launch has replaced already, each new tensor describes
-   its shape anew, and each look at a dtype builds a table of all: together half of the time.
+   its shape anew, each look at a dtype builds a table of all, and each type of a tile checks and names its shape: together half of the time.
+6. Each sum and product of integers is made a second time in 64 bits, to see whether it overflows, and nobody hears of it, since `debug` is off.
 """
+
+import dataclasses
 
 import numpy as np
 import torch
@@ -33,8 +36,9 @@ def _narrow(data, ty):
 
 def hasten() -> None:
     """Let the interpreter do once what it does again and again."""
-    patch, numpy_dtype, describe = interpreter._patch_lang, interpreter._get_np_dtype, tl.tensor.__init__
+    patch, numpy_dtype, describe, check = interpreter._patch_lang, interpreter._get_np_dtype, tl.tensor.__init__, tl.block_type.__init__
     modules, dtypes, shapes = {}, {}, {}  # of a function: the parts of Triton that it names; of a type's name: numpy's, and a tensor's shape and size
+    tiles = {}  # of an element's type and a shape: all that the tile's type says
     replaced = set()
 
     def patch_lang(fn):
@@ -60,12 +64,22 @@ def hasten() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.shape, self.numel = shapes[type.name]
 
-    interpreter._patch_lang, interpreter._get_np_dtype, tl.tensor.__init__ = patch_lang, get_np_dtype, init
+    def init_type(self, element_ty, shape):
+        known = element_ty.name, *(n.value if isinstance(n, tl.constexpr) else n for n in shape)
+        if known not in tiles:
+            check(self, element_ty, shape)
+            tiles[known] = self.__dict__.copy()
+        self.__dict__.update(tiles[known])
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_lang, get_np_dtype
+    tl.tensor.__init__, tl.block_type.__init__ = init, init_type
 
 
 def repair() -> None:
     """Patch the interpreter of this process."""
     hasten()
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=options.debug)
     convert, dot, patch = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang_tensor
 
     def convert_float(data, src, dst, rounding):

@@ -6,6 +6,7 @@
 
 import contextlib
 import io
+import itertools
 import re
 import subprocess
 import tempfile
@@ -24,6 +25,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 NEWEST = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9)  # `make newest`
 OPTIONS = ["--regAllocOptLevel=2"] if NEWEST else []  # as Triton's own call has it
+wide = pytest.mark.wide
 VECTOR_LOAD = re.compile(r"ld\.global[.\w:]*\.(v4\.b32|v2\.b64|v8\.b32|v4\.b64)|global_load_dwordx4|buffer_load_dwordx4")
 
 
@@ -56,6 +58,16 @@ class Facts:
         known = {m[1]: 0 for m in re.finditer(r"mov\.b32\s+(%r\d+), global_smem;", self.ptx)} | {"global_smem": 0}
         known |= {m[1]: int(m[3]) for m in re.finditer(r"add\.s32\s+(%r\d+), (%r\d+), (\d+);", self.ptx) if m[2] in known}
         return [known[m[1]] + int(m[2] or 0) for m in re.finditer(r"mbarrier\.init\S* \[(%r\d+|global_smem)\+?(\d*)\]", self.ptx)]
+
+
+def across(gpus, cases, **kept) -> list:
+    """Each of `cases` on each GPU, as parameters; all `wide` but those whose numbers `kept` has for that GPU (by default all of Hopper, none of others)."""
+    kept = {"sm_90": range(len(cases))} | kept
+    params = []
+    for (i, case), arch in itertools.product(enumerate(cases), gpus):
+        name = "-".join(str(part).removeprefix("torch.") for part in (*case, arch))
+        params.append(pytest.param(*case, arch, id=name, marks=[wide] * (i not in kept.get(arch, ()))))
+    return params
 
 
 def compile_for(
@@ -98,15 +110,19 @@ def compiled(kernel, args, rest, arch: str) -> Facts:
     return assembled((GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constexprs, attrs), target, options.__dict__, arch)
 
 
+KNOWN: dict[str, Facts] = {}  # by the name that a kernel has in Triton's cache
+
+
 def assembled(source, target: GPUTarget, options: Mapping[str, object], arch: str) -> Facts:
     """What Triton makes of a kernel's source. Its own run of ptxas is listened to: another one would be a fifth of the whole time."""
     said = io.StringIO()
     with knobs.nvidia.scope(), contextlib.redirect_stdout(said):
         knobs.nvidia.dump_ptxas_log = True
         compiled = triton.compile(source, target=target, options=dict(options))
-    if target.backend == "hip":
-        return _amd(compiled)
-    return _nvidia(compiled, said.getvalue() if " registers" in said.getvalue() else _ptxas(compiled.asm["ptx"], arch))
+    if compiled.hash not in KNOWN:
+        log = said.getvalue() if " registers" in said.getvalue() or target.backend == "hip" else _ptxas(compiled.asm["ptx"], arch)
+        KNOWN[compiled.hash] = _amd(compiled) if target.backend == "hip" else _nvidia(compiled, log)
+    return KNOWN[compiled.hash]
 
 
 def _leaves(path: tuple[int, ...], given):

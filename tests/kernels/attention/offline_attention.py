@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from offline import NEWEST, compiled
+from offline import NEWEST, compiled, wide
 from onchip.core import device as devices
 from onchip.core.masks import Causal, Window
 from onchip.core.problem import Attention, Operands
@@ -26,10 +26,10 @@ def allowed(most: int) -> int:
 newest = pytest.mark.newest
 
 
-def named(cases: dict, *also: str) -> list:
-    """Cases by their names; those in `also` are compiled by the newest Triton too."""
-    assert {*also} <= {*cases}
-    return [pytest.param(*case, id=name, marks=[newest] * (name in also)) for name, case in cases.items()]
+def named(cases: dict, *also: str, rest: tuple[str, ...] = ()) -> list:
+    """Cases by their names; those in `also` are compiled by the newest Triton too, those in `rest` by `make wide` alone."""
+    assert {*also} | {*rest} <= {*cases} and not {*also} & {*rest}
+    return [pytest.param(*case, id=name, marks=[newest] * (name in also) + [wide] * (name in rest)) for name, case in cases.items()]
 
 
 def meta(*shape, dtype=BF16):

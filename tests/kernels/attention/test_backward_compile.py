@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 
-from offline_attention import BF16, FP32, GPU, allowed, launched, meta, named, newest, static
+from offline_attention import BF16, FP32, GPU, allowed, launched, meta, named, newest, static, wide
 
 from onchip.core import masks, scores
 from onchip.core.masks import Causal, Full, Window
@@ -34,7 +34,7 @@ def backward(dim, packed, band, dim_v=0, extras=(), module=hopper_backward, **mo
     return launched(module, "sm_90", p, q, k, v, out, lse, out, None, x, returns=())
 
 
-@pytest.mark.parametrize(("packed", "most"), [(False, 0), (True, 128)], ids=["dense", "packed"])
+@pytest.mark.parametrize(("packed", "most"), [pytest.param(False, 0, marks=wide), (True, 128)], ids=["dense", "packed"])
 def test_triton_backward(packed, most):
     """LSE and delta come by TMA as queries do: as single reads of each thread they took a third of a packed batch's loop over queries, and spilled in it."""
     _, found = backward(128, packed, Causal(), module=triton_backward)
@@ -43,7 +43,7 @@ def test_triton_backward(packed, most):
     assert facts.tma_loads and "cp.async.ca" not in facts.ptx and "mma.sync" not in facts.ptx
 
 
-@pytest.mark.parametrize(("dim", "packed", "band", "copies", "most"), named(BACKWARD, "d64 causal", "d128 packed"))
+@pytest.mark.parametrize(("dim", "packed", "band", "copies", "most"), named(BACKWARD, "d128 packed", rest=("d128 full",)))
 def test_hopper_backward(dim, packed, band, copies, most):
     tiles, found = backward(dim, packed, band)
     check(dim, band, tiles, found["_backward"], copies, most)
@@ -61,7 +61,7 @@ def check(dim, band, tiles, facts, copies, most):
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx
 
 
-@pytest.mark.parametrize(("dim", "most"), [(128, 484), (64, 68)])
+@pytest.mark.parametrize(("dim", "most"), [(128, 484), pytest.param(64, 68, marks=wide)])
 def test_hopper_backward_of_dropout(dim, most):
     """What is kept is a word of bits for a step, made before there are scores; plain attention spills 120 bytes at d128."""
     tiles, found = backward(dim, False, Full(), drops=True)
@@ -71,14 +71,14 @@ def test_hopper_backward_of_dropout(dim, most):
     assert facts.ptx.count("cvt.rn.relu.bf16x2") and len(re.findall(r"shfl\.sync\.bfly\.b32 \S+ \S+ 4,", facts.ptx)) == 2 * 2 * 4
 
 
-@pytest.mark.parametrize(("dim", "copies", "most"), [(128, (14, 6), 288), (64, (12, 6), 808)])
+@pytest.mark.parametrize(("dim", "copies", "most"), [(128, (14, 6), 288), pytest.param(64, (12, 6), 808, marks=wide)])
 def test_hopper_backward_of_padding(dim, copies, most):
     """Cleared once a tile of keys; a document's mask spills 356 and 1,912 bytes, in its tiles that are seen in part."""
     tiles, found = backward(dim, False, Full(), mask=masks.KeyPadding(meta(4, 4096, dtype=torch.bool)) & Causal())
     check(dim, Full(), tiles, found["_backward"], copies, most)
 
 
-@pytest.mark.parametrize(("dim", "most"), [(128, 204), (64, 0)])
+@pytest.mark.parametrize(("dim", "most"), [pytest.param(128, 204, marks=wide), (64, 0)])
 def test_hopper_backward_of_a_bias(dim, most):
     """Each warpgroup's part of a tile comes through TMA, and turned round by `ldmatrix`; it has room beside all else."""
     tiles, found = backward(dim, False, Full(), score=scores.Bias(meta(4, 32, 4096, 4096)))
@@ -88,7 +88,7 @@ def test_hopper_backward_of_a_bias(dim, most):
     assert len(re.findall(r"ldmatrix\S*\.trans", facts.ptx)) == 2 * 2 * 4, "each loop of each warpgroup, 64 x 64 in tiles of 16 x 16 and a quarter a warp"
 
 
-@pytest.mark.parametrize(("dim", "learnt", "most"), [(128, False, 332), (128, True, 512), (64, True, 132)])
+@pytest.mark.parametrize(("dim", "learnt", "most"), [pytest.param(128, False, 332, marks=wide), pytest.param(128, True, 512, marks=wide), (64, True, 132)])
 def test_hopper_backward_by_distance(dim, learnt, most):
     """16 bytes a load of what scores begin with, and 16 an addition to the sums; no room in shared memory."""
     tiles, found = backward(dim, False, Full(), score=scores.RelativeBias(meta(32, 257, dtype=FP32).requires_grad_(learnt)))
@@ -108,7 +108,7 @@ ORDERED = {  # head dimension, that of values, packed, mask, of each pass copies
 }
 
 
-@pytest.mark.parametrize(("dim", "dim_v", "packed", "band", "copies", "most"), named(ORDERED, "d128 packed", "d192 and 128"))
+@pytest.mark.parametrize(("dim", "dim_v", "packed", "band", "copies", "most"), named(ORDERED, rest=("d64 full", "d192 and 128", "d192 and 64")))
 def test_hopper_backward_in_order(dim, dim_v, packed, band, copies, most):
     """Seven or eight products of a tile in passes; everything through TMA, nothing summed in memory, no product that ptxas waits for on its own."""
     tiles, found = backward(dim, packed, band, dim_v, ("deterministic",))

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 
-from offline_attention import BF16, FP32, GPU, allowed, launched, meta, named, products, static
+from offline_attention import BF16, FP32, GPU, allowed, launched, meta, named, products, static, wide
 
 from onchip.core import device as devices
 from onchip.core import masks, scores
@@ -53,8 +53,10 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
     "d256 packed": (256, 16, {"tokens": 8192}, 0),
 }
 
+MORE = ("d64, pages of 8", "d128", "d128, pages of 24", "d128, pages of 1024", "d128 window")
 
-@pytest.mark.parametrize(("dim", "page", "how", "most"), named(PAGED, "d128", "d128 packed, four heads in a tile's rows"))
+
+@pytest.mark.parametrize(("dim", "page", "how", "most"), named(PAGED, "d128 packed, four heads in a tile's rows", rest=MORE))
 def test_hopper_paged(dim, page, how, most):
     """A box a page, or a piece of one, and 64 columns, its number by one instruction from the lane that holds it; or 16 bytes a thread. Little spills."""
     how = dict(how)
@@ -88,7 +90,9 @@ HOPPER_DECODE = {  # dim, page, heads, len_q, what else
 }
 
 
-@pytest.mark.parametrize(("dim", "page", "heads", "len_q", "how"), named(HOPPER_DECODE, "d64", "d128 softcap, sinks", "d256"))
+@pytest.mark.parametrize(
+    ("dim", "page", "heads", "len_q", "how"), named(HOPPER_DECODE, "d128 softcap, sinks", rest=("d64", "d128", "d128, pages of 256", "d128, 64 rows"))
+)
 def test_hopper_decode(dim, page, heads, len_q, how):
     """Nothing spills and nothing waits for each product; a batch_invariant problem's merge has room beside it up to d128."""
     how = dict(how)
@@ -111,20 +115,21 @@ def test_hopper_decode(dim, page, heads, len_q, how):
     assert not facts.serialized and "setmaxnreg.dec" in facts.ptx and "griddepcontrol.launch_dependents" in facts.ptx
 
 
-REGISTERS = [("", 128, 16, (32, 8), 1), ("", 128, 1, (32, 8), 1), ("", 64, 16, (32, 8), 4), ("", 256, 16, (32, 8), 1), ("e4m3", 128, 16, (32, 8), 1)]
-REGISTERS += [
-    ("int8", 128, 16, (32, 8), 1),
-    ("int8", 128, 16, (64, 4), 1),
-    ("int4", 128, 16, (32, 8), 1),
-    ("int4", 128, 256, (32, 8), 1),
-    ("e5m2", 256, 16, (32, 8), 1),
-    ("e4m3", 128, 1, (32, 8), 1),
-    ("e4m3", 128, 16, (32, 1), 1),
+REGISTERS = [  # 16 bits, and rows of 16; codes without a zero and with one, scores of two steps side by side and not; pages of 1; programs of fewer warps
+    ("", 128, 16, (32, 8), 1, 32),
+    ("", 64, 16, (32, 8), 4, 32),
+    ("e5m2", 256, 16, (32, 8), 1, 32),
+    ("e4m3", 128, 1, (32, 8), 1, 32),
+    ("int8", 128, 16, (32, 8), 1, 32),
+    ("int8", 128, 16, (64, 4), 1, 32),
+    ("int4", 128, 16, (32, 8), 1, 128),
 ]
-REGISTERS = [(*row, 32) for row in REGISTERS] + [(kv, 128, 16, (32, 8), 1, batch) for kv, batch in (("e4m3", 64), ("e4m3", 128), ("int8", 128), ("int4", 128))]
+MORE_REGISTERS = [("", 128, 1, (32, 8), 1, 32), ("", 256, 16, (32, 8), 1, 32), ("int4", 128, 16, (32, 8), 1, 32), ("int4", 128, 256, (32, 8), 1, 32)]
+MORE_REGISTERS += [("e4m3", 128, 16, (32, 1), 1, 32)]
+MORE_REGISTERS += [(kv, 128, 16, (32, 8), 1, batch) for kv, batch in (("e4m3", 32), ("e4m3", 64), ("e4m3", 128), ("int8", 128))]
 
 
-@pytest.mark.parametrize(("kv", "dim", "page", "heads", "len_q", "batch"), REGISTERS, ids=str)
+@pytest.mark.parametrize(("kv", "dim", "page", "heads", "len_q", "batch"), [*REGISTERS, *(pytest.param(*row, marks=wide) for row in MORE_REGISTERS)], ids=str)
 def test_register_decode(kv, dim, page, heads, len_q, batch):
     """Keys and values come 16 bytes a thread and go to products as they lie: what is left of shuffles and shared memory is maxima, and a unit's end."""
     p = Attention("decode", batch, len_q, 4096, *heads, dim, BF16, Causal(), "paged", page, kv=kv)
@@ -142,7 +147,7 @@ def test_register_decode(kv, dim, page, heads, len_q, batch):
 # ---- on any GPU
 
 
-@pytest.mark.parametrize(("arch", "dim", "page"), [("sm_80", 128, 16), ("sm_90", 128, 12), ("sm_80", 256, 64), ("gfx942", 64, 16)])
+@pytest.mark.parametrize(("arch", "dim", "page"), [pytest.param("sm_80", 128, 16, marks=wide), ("sm_90", 128, 12), ("sm_80", 256, 64), ("gfx942", 64, 16)])
 def test_prefill_over_pages(arch, dim, page):
     """Keys come through cp.async, 16 bytes a thread, whatever the page; their pages are looked up beside them."""
     p = Attention("decode", 8, 512, 8192 // page * page, 32, 8, dim, BF16, Causal(), "paged", page, tokens=4096)
@@ -174,7 +179,7 @@ def test_what_decode_can_do_costs_a_plain_problem_nothing(arch, dim, registers):
     assert facts.registers <= registers and merge.registers <= 22
 
 
-@pytest.mark.parametrize("form", ["", "e4m3", "int8", "int4", "int4/32"])
+@pytest.mark.parametrize("form", ["", "e4m3", "int8", pytest.param("int4", marks=wide), "int4/32"])
 def test_shares_wait_for_keys_alone(form):
     """Each warp has keys of its own: what one has computed goes through shared memory once a unit, not once a tile; codes become numbers in registers."""
     _, facts, _ = decode("sm_90", 128, kv=form, module=triton_shares)
@@ -187,8 +192,13 @@ def test_shares_wait_for_keys_alone(form):
     assert facts.registers * 128 * 2 <= 1 << 16 and 2 * (facts.shared + 1024) <= 228 << 10  # two programs a multiprocessor
 
 
-@pytest.mark.parametrize("mask", [None, Window(4095)], ids=["all", "window"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    ("arch", "mask"),
+    named(
+        {"sm_80": ("sm_80", None), "sm_80 window": ("sm_80", Window(4095)), "sm_90": ("sm_90", None), "sm_90 window": ("sm_90", Window(4095))},
+        rest=("sm_80 window", "sm_90"),
+    ),
+)
 def test_decode_softcap_d256(arch, mask):
     """Gemma 2: the cap is one instruction a score, and nothing spills."""
     how, facts, _ = decode(arch, 256, heads=(8, 4), score=scores.Softcap(50.0), mask=mask)
@@ -207,16 +217,16 @@ MODS = {
 }
 
 
-@pytest.mark.parametrize("name", MODS)
-def test_decode_mods(name):
-    how, facts, _ = decode("sm_90", 128, **MODS[name])
+@pytest.mark.parametrize("mod", named({name: (mod,) for name, mod in MODS.items()}, rest=("document",)))
+def test_decode_mods(mod):
+    how, facts, _ = decode("sm_90", 128, **mod)
     assert facts.spills <= 256, f"{how}: {facts.spills} bytes"
     assert "cp.async.cg" in facts.ptx and "mma.sync" in facts.ptx
 
 
 @pytest.mark.parametrize(("arch", "dim", "dim_v", "heads", "dtype"), [
-    ("sm_90", 64, 256, 32, BF16), ("sm_90", 192, 128, 64, BF16), ("sm_80", 576, 512, 16, BF16), ("sm_90", 576, 512, 64, BF16),
-    ("sm_90", 256, 0, 16, FP32), ("gfx942", 576, 512, 16, BF16),
+    ("sm_80", 576, 512, 16, BF16), ("sm_90", 576, 512, 64, BF16), ("sm_90", 256, 0, 16, FP32), ("gfx942", 576, 512, 16, BF16),
+    pytest.param("sm_90", 64, 256, 32, BF16, marks=wide), pytest.param("sm_90", 192, 128, 64, BF16, marks=wide),
 ])  # fmt: skip
 def test_decode_wide(arch, dim, dim_v, heads, dtype):
     """Values of another width than keys, and the latent keys of DeepSeek."""

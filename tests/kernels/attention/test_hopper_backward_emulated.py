@@ -239,8 +239,13 @@ def test_emulated(case, mode):
     check(case, mode)
 
 
-@pytest.mark.parametrize("held", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("case", [HELD, APART_HELD, HELD._replace(score=Softcap(3.0))], ids=str)
+@pytest.mark.parametrize(
+    ("case", "held"),
+    [(HELD, torch.nan), (APART_HELD, torch.inf), (HELD._replace(score=Softcap(3.0)), torch.nan), (HELD, -torch.inf)]
+    + [pytest.param(case, held, marks=pytest.mark.wide) for case, held in ((HELD, torch.inf), (APART_HELD, torch.nan), (APART_HELD, -torch.inf))]
+    + [pytest.param(HELD._replace(score=Softcap(3.0)), held, marks=pytest.mark.wide) for held in (torch.inf, -torch.inf)],
+    ids=str,
+)
 def test_what_somebody_sees_is_not_hidden(case, held):
     """A key that is no padding: dQ of who sees it is as little a number as the reference's."""
     call = call_of(case)

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 
-from offline_attention import BF16, FP32, GPU, allowed, launched, meta, named, products, static
+from offline_attention import BF16, FP32, GPU, allowed, launched, meta, named, products, static, wide
 
 from onchip.core import device as devices
 from onchip.core import masks, scores
@@ -30,8 +30,13 @@ def prefill(arch, dim, band, packed=False, module=triton_prefill, len_q=4096, **
     return tiles, facts["_prefill"]
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("mask", [Causal(), Window(1024)], ids=str)
+@pytest.mark.parametrize(
+    ("mask", "packed"),
+    named(
+        {"dense": (Causal(), False), "window": (Window(1024), False), "packed": (Causal(), True), "packed window": (Window(1024), True)},
+        rest=("dense", "packed", "window"),
+    ),
+)
 def test_prefill_sm_90_d64(mask, packed):
     """Everything in registers, products on wgmma, K and V through TMA."""
     _, facts = prefill("sm_90", 64, mask, packed)
@@ -40,7 +45,7 @@ def test_prefill_sm_90_d64(mask, packed):
     assert facts.ptx.count("cp.async.cg") == 0
 
 
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=str)
+@pytest.mark.parametrize("mask", [pytest.param(Full(), marks=wide), Causal()], ids=str)
 def test_prefill_sm_90_d128(mask):
     """128x64 of 4 warps spills a little, outside of the loop, and was measured faster than tiles that do not."""
     tiles, facts = prefill("sm_90", 128, mask)
@@ -87,7 +92,10 @@ def test_every_gpu_has_tiles_that_fit(name, dtype, dim):
 PHILOX = 2 * 7  # wide products of a call of seven rounds
 
 
-@pytest.mark.parametrize(("arch", "dim", "most"), [("sm_90", 64, 0), ("sm_90", 128, 0), ("sm_90", 256, 0), ("sm_80", 128, 96)])
+@pytest.mark.parametrize(
+    ("arch", "dim", "most"),
+    [pytest.param("sm_90", 64, 0, marks=wide), ("sm_90", 128, 0), pytest.param("sm_90", 256, 0, marks=wide), ("sm_80", 128, 96)],
+)
 def test_weights_share_calls_of_philox(arch, dim, most):
     """Sixteen do, and what they are goes once through shared memory: a call for each made the forward pass 6.5 times as long."""
     tiles, facts = prefill(arch, dim, Full(), drops=True)
@@ -96,7 +104,10 @@ def test_weights_share_calls_of_philox(arch, dim, most):
     assert len(re.findall(r"mul\.hi\.u32", facts.ptx)) <= (calls + 2) * PHILOX
 
 
-@pytest.mark.parametrize(("dim", "band", "most"), [(64, Full(), 0), (128, Full(), 0), (128, Causal(), 124), (256, Full(), 56)])
+@pytest.mark.parametrize(
+    ("dim", "band", "most"),
+    [pytest.param(64, Full(), 0, marks=wide), pytest.param(128, Full(), 0, marks=wide), (128, Causal(), 124), (256, Full(), 56)],
+)
 def test_dropout_on_hopper(dim, band, most):
     """A lane makes half of the calls of its weights, and gets the other words from its neighbour; nothing goes through shared memory."""
     _, plain = prefill("sm_90", dim, band, module=hopper_prefill)
@@ -135,8 +146,11 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
     "d64 bias of keys": (64, False, {"band": Causal(), "len_q": 16384, "score": scores.Bias(meta(1, 4096, dtype=torch.float16))}, 0),
 }
 
+MORE = ("d64 short causal", "d64 softcap", "d128 padding", "d64 padding", "d64 distances", "d64 bias of keys")
+MORE += ("d128 packed", "d128 document", "d256 causal")  # as over pages
 
-@pytest.mark.parametrize(("dim", "packed", "how", "most"), named(HOPPER, "d64 causal", "d128 packed", "d128 document", "d256 bias"))
+
+@pytest.mark.parametrize(("dim", "packed", "how", "most"), named(HOPPER, "d128 padding by flags", "d256 bias", rest=MORE))
 def test_hopper_prefill(dim, packed, how, most):
     """Every product on wgmma, every tile through TMA, no wait for a product that ptxas adds, and the copying warp gives its registers away."""
     tiles, facts = prefill("sm_90", dim, packed=packed, module=hopper_prefill, **{"band": Full(), **how})
@@ -165,7 +179,7 @@ FOLDED = {  # dim, packed, queries, mask or score, and bytes that a thread may s
 }
 
 
-@pytest.mark.parametrize(("dim", "packed", "len_q", "how", "most"), named(FOLDED, "d256 packed"))
+@pytest.mark.parametrize(("dim", "packed", "len_q", "how", "most"), named(FOLDED, "d256 packed", rest=("d64 full", "d128 window")))
 def test_hopper_folds_heads(dim, packed, len_q, how, most):
     """Queries come through TMA in five dimensions, by 64 columns, and so does the output of a dense batch leave; the rest is as with one head a tile."""
     how = {"band": Causal(), **how}

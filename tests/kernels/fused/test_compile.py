@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from offline import compile_for, compiled
+from offline import across, compile_for, compiled, wide
 from onchip.core.device import gpu
 from onchip.core.formats import Format
 from onchip.core.problem import Groups, Rope, Rows
@@ -43,7 +43,7 @@ from onchip.kernels.meeting import BOTH, SECOND
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POINTER = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
 GPUS = {"sm_80": gpu("A100"), "sm_90": gpu("H200"), "gfx942": gpu("MI300X")}
-everywhere = pytest.mark.parametrize("arch", GPUS)
+everywhere = pytest.mark.parametrize("arch", across(GPUS, [()], gfx942=(0,)))
 
 
 def check(facts, arch, spills=0):
@@ -85,22 +85,21 @@ def norm_facts(kernel, tiles, width, dtype, there, words, arch, codes=""):
     return compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=("width", *STRIDES), ctas=ctas, most_registers=getattr(tiles, "registers", 0))
 
 
-@everywhere
-@pytest.mark.parametrize(
-    ("form", "rows", "width", "dtype"),
-    [
-        ("rms", 8192, 576, BF16),
-        ("silu", 4096, 4096, BF16),
-        ("zero", 4096, 4096, BF16),
-        ("layer", 8192, 8192, FP32),
-        ("layer", 8192, 1152, BF16),
-        ("modulated", 32768, 1152, BF16),
-        ("modulated", 18432, 3072, BF16),
-        ("add", 512, 32768, BF16),
-        ("rms", 4096, 16384, BF16),
-        ("add", 512, 65536, BF16),
-    ],
-)
+NORMS = [
+    ("add", 512, 32768, BF16),  # clusters of 4 on Hopper, pieces on other GPUs
+    ("silu", 4096, 4096, BF16),
+    ("zero", 4096, 4096, BF16),
+    ("layer", 8192, 8192, FP32),
+    ("modulated", 32768, 1152, BF16),  # four rows a tile
+    ("rms", 4096, 16384, BF16),
+    ("rms", 8192, 576, BF16),
+    ("layer", 8192, 1152, BF16),
+    ("modulated", 18432, 3072, BF16),
+    ("add", 512, 65536, BF16),
+]
+
+
+@pytest.mark.parametrize(("form", "rows", "width", "dtype", "arch"), across(GPUS, NORMS, sm_90=range(6), gfx942=(0, 1)))
 def test_norm(form, rows, width, dtype, arch):
     there, _, words = NORM_FORMS[form]
     tiles = norm.configs(Rows("norm", rows, width, dtype, words.partition(" ->")[0]), GPUS[arch])[0]
@@ -109,9 +108,11 @@ def test_norm(form, rows, width, dtype, arch):
     assert facts.ptx.count("barrier.cluster.wait") == (tiles.ctas > 1), "the exchange was written more than once: its result is wanted in two layouts"
 
 
-@pytest.mark.parametrize("width", [1 << 17, 1 << 18])
-@pytest.mark.parametrize("form", ["rms", "layer"])
-@pytest.mark.parametrize("op", ["norm", "norm_backward"])
+STAYS = [("norm", "rms", 1 << 18), ("norm", "layer", 1 << 17), ("norm_backward", "rms", 1 << 17), ("norm_backward", "layer", 1 << 18)]
+MORE_STAY = [("norm", "rms", 1 << 17), ("norm", "layer", 1 << 18), ("norm_backward", "rms", 1 << 18), ("norm_backward", "layer", 1 << 17)]
+
+
+@pytest.mark.parametrize(("op", "form", "width"), [*STAYS, *(pytest.param(*case, marks=wide) for case in MORE_STAY)])
 def test_norm_by_clusters_that_stay(op, form, width):
     """A row and its sums are waited for, and by nobody for all of a program's threads; the ring is all of Triton's shared memory, where `_copy` finds it."""
     words, wanted = ("layer weight bias keep", "x weight bias") if form == "layer" else ("rms weight keep", "x weight")
@@ -144,18 +145,17 @@ def test_norm_to_codes(form):
     assert facts.ptx.count("cvt.rn.satfinite.e4m3x2") == 16 and (facts.ptx.count("bar.sync") == 2) == (form == "rms")
 
 
-@everywhere
-@pytest.mark.parametrize(
-    ("form", "rows", "width", "dtype"),
-    [
-        ("layer", 8192, 1152, BF16),
-        ("zero", 4096, 4096, FP32),
-        ("silu", 8192, 4096, BF16),
-        ("zero", 8192, 5120, BF16),
-        ("add", 512, 131072, BF16),
-        ("rms", 512, 131072, BF16),
-    ],
-)
+BACKWARD = [
+    ("add", 512, 131072, BF16),  # pieces
+    ("silu", 8192, 4096, BF16),
+    ("zero", 4096, 4096, FP32),
+    ("rms", 512, 131072, BF16),  # clusters of 16 on Hopper
+    ("layer", 8192, 1152, BF16),
+    ("zero", 8192, 5120, BF16),
+]
+
+
+@pytest.mark.parametrize(("form", "rows", "width", "dtype", "arch"), across(GPUS, BACKWARD, sm_90=range(5), gfx942=(0, 1)))
 def test_norm_backward(form, rows, width, dtype, arch):
     _, there, words = NORM_FORMS[form]
     tiles = norm_backward.configs(Rows("norm_backward", rows, width, dtype, words), GPUS[arch])[-1]  # of which the first may be clusters that stay
@@ -165,16 +165,14 @@ def test_norm_backward(form, rows, width, dtype, arch):
         assert "cp.async" in facts.ptx and facts.shared <= GPUS[arch].shared_memory
 
 
-@everywhere
-@pytest.mark.parametrize(
-    "problem",
-    [
-        Groups("group_norm", 16, 1280, 32, 256, BF16, "silu"),
-        Groups("group_norm", 1, 128, 32, 1 << 20, FP32),
-        Groups("group_norm", 1, 128, 32, 1 << 20, BF16, "mish", "channels_last"),
-    ],
-    ids=str,
-)
+GROUPS = [
+    (Groups("group_norm", 16, 1280, 32, 256, BF16, "silu"),),
+    (Groups("group_norm", 1, 128, 32, 1 << 20, FP32),),
+    (Groups("group_norm", 1, 128, 32, 1 << 20, BF16, "mish", "channels_last"),),
+]
+
+
+@pytest.mark.parametrize(("problem", "arch"), across(GPUS, GROUPS, gfx942=(0,)))
 def test_group_norm(problem, arch):
     is_last = problem.layout == "channels_last"
     for module in (group_norm, group_norm_backward):
@@ -212,21 +210,20 @@ def test_programs_that_stay(monkeypatch):
     assert facts.tma_loads == 1 and facts.spills <= 16 and facts.shared <= GPUS["sm_90"].shared_memory
 
 
-@everywhere
-@pytest.mark.parametrize(
-    "problem",
-    [
-        Rope("rope_append", 512, heads, kv_heads, dim, rotary, dtype, layout, norm, True)
-        for heads, kv_heads, dim, rotary, dtype in ((32, 8, 128, 128, BF16), (9, 3, 64, 64, FP32), (32, 32, 96, 32, BF16))
-        for layout, norm in (("neox", dim == 64), ("interleaved", dim != 64))
-    ]
-    + [
-        Rope("rope_append", 512, 32, 8, 128, 128, BF16, layout, False, True, kv)
-        for kv, layout in (("e4m3", "neox"), ("e5m2", "interleaved"), ("int8", "neox"), ("int8/64", "interleaved"), ("int4", "neox"), ("int4/32", "neox"))
-    ]
-    + [Rope("rope_append", 4096, 32, 8, 128, 128, BF16, "neox", False, True, kv) for kv in ("", "int4", "e4m3")],  # whole tokens a program
-    ids=str,
-)
+APPENDS = [
+    Rope("rope_append", 512, heads, kv_heads, dim, rotary, dtype, layout, norm, True)
+    for heads, kv_heads, dim, rotary, dtype in ((32, 8, 128, 128, BF16), (9, 3, 64, 64, FP32), (32, 32, 96, 32, BF16))
+    for layout, norm in (("neox", dim == 64), ("interleaved", dim != 64))
+]
+APPENDS += [
+    Rope("rope_append", 512, 32, 8, 128, 128, BF16, layout, False, True, kv)
+    for kv, layout in (("e4m3", "neox"), ("e5m2", "interleaved"), ("int8", "neox"), ("int8/64", "interleaved"), ("int4", "neox"), ("int4/32", "neox"))
+]
+APPENDS += [Rope("rope_append", 4096, 32, 8, 128, 128, BF16, "neox", False, True, kv) for kv in ("", "int4", "e4m3")]  # whole tokens a program
+ON_HOPPER = (1, 2, 4, 6, 9, 10, 11, 12, 13)  # each layout, norm and size of a head; of codes each kind
+
+
+@pytest.mark.parametrize(("problem", "arch"), across(GPUS, [(p,) for p in APPENDS], sm_90=ON_HOPPER, gfx942=(1, 11)))
 def test_rope(problem, arch):
     tiles = rope.configs(problem, GPUS[arch])[0]
     form = Format.of(problem.kv) if problem.kv else None
@@ -273,15 +270,16 @@ def logits_signature(dtype):
     return {name: kind for kind, names in kinds for name in names} | dict.fromkeys((*SIZES, "pieces", "num", "parents_stride", "places", "step_places"), "i32")
 
 
-@everywhere
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+EITHER = [(BF16,), (FP32,)]
+
+
+@pytest.mark.parametrize(("dtype", "arch"), across(GPUS, EITHER, sm_90=(0,), gfx942=(1,)))
 def test_survey(dtype, arch):
     constexprs = {"GROUP": 16, "SLICE": vocabulary.SLICE, "EARLY": arch == "sm_90"}
     check(compile_for(vocabulary._survey, logits_signature(dtype), constexprs, arch, vocabulary.SLICE_WARPS, aligned=SIZES), arch)
 
 
-@everywhere
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("dtype", "arch"), across(GPUS, EITHER, sm_90=(0,), gfx942=(1,)))
 def test_logits(dtype, arch):
     constexprs = TILES | {"BITS": vocabulary.CONSTANT_BITS[dtype], "EARLY": arch == "sm_90"}
     (tiles,) = logits.configs(Rows("sample", 64, 128_256, dtype), GPUS[arch])
@@ -314,22 +312,23 @@ def test_verify(arch):
 # ---- activations, rotation, and what is used beside a model
 
 
-@everywhere
-@pytest.mark.parametrize(
-    "problem",
-    [
-        Rows(op, 4096, 11008, dtype, variant)
-        for op, variant, dtype in (
-            *(("gated_act", act, dtype) for dtype in (BF16, FP32) for act in ("silu", "gelu")),
-            ("gated_act", "clipped interleaved bias", BF16),
-            ("gated_act_backward", "silu", BF16),
-            ("gated_act_backward", "gelu bias", FP32),
-            ("gated_act_backward", "clipped interleaved bias", BF16),
-            ("activate_backward", "mish bias", BF16),
-        )
-    ],
-    ids=str,
-)
+ACTIVATIONS = [
+    (Rows(op, 4096, 11008, dtype, variant),)
+    for op, variant, dtype in (
+        ("gated_act", "silu", BF16),
+        ("gated_act_backward", "clipped interleaved bias", BF16),
+        ("gated_act", "gelu", FP32),
+        ("gated_act", "clipped interleaved bias", BF16),
+        ("gated_act_backward", "silu", BF16),
+        ("gated_act_backward", "gelu bias", FP32),
+        ("activate_backward", "mish bias", BF16),
+        ("gated_act", "gelu", BF16),
+        ("gated_act", "silu", FP32),
+    )
+]
+
+
+@pytest.mark.parametrize(("problem", "arch"), across(GPUS, ACTIVATIONS, sm_90=range(7), gfx942=(0, 1)))
 def test_activations(problem, arch):
     tiles, (act, lie) = mlp.configs(problem, GPUS[arch])[0], mlp.form(problem)
     back, bias = problem.op.endswith("backward"), "bias" in problem.variant
@@ -344,8 +343,10 @@ def test_activations(problem, arch):
     )
 
 
-@everywhere
-@pytest.mark.parametrize(("dim", "rotary_dim", "dtype", "layout"), [(128, 128, BF16, "neox"), (64, 64, FP32, "interleaved"), (96, 32, BF16, "neox")])
+ROTARY = [(128, 128, BF16, "neox"), (64, 64, FP32, "interleaved"), (96, 32, BF16, "neox")]
+
+
+@pytest.mark.parametrize(("dim", "rotary_dim", "dtype", "layout", "arch"), across(GPUS, ROTARY, gfx942=(1,)))
 def test_rotary(dim, rotary_dim, dtype, layout, arch):
     problem = Rope("rotary", 8192, 32, 8, dim, rotary_dim, dtype, layout, False, False)
     tiles = rope.configs(problem, GPUS[arch])[0]
@@ -359,8 +360,7 @@ def test_rotary(dim, rotary_dim, dtype, layout, arch):
     assert facts.shared == 0, "the elements of a pair met in shared memory, not in a thread"
 
 
-@everywhere
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("dtype", "arch"), across(GPUS, EITHER, sm_90=(0,), gfx942=(1,)))
 def test_lookup(dtype, arch):
     pointer, sizes = POINTER[dtype], {"width": "i32", "weight_stride": "i32", "dy_stride": "i32", "tokens": "i32", "vocab": "i32", "padding": "i32"}
     tiles = embedding.configs(Rows("embedding", 8192, 4096, dtype), GPUS[arch])[0]
@@ -387,8 +387,10 @@ def test_lookup(dtype, arch):
     check(compile_for(dropout._dropout_add, signature, {"BLOCK": dropout.BLOCK}, arch, dropout.WARPS, aligned=("elements",)), arch)
 
 
-@everywhere
-@pytest.mark.parametrize(("rows", "width", "dtype"), [(300_000, 128, BF16), (8192, 4096, BF16), (2048, 32768, BF16), (2048, 32768, FP32)])
+HADAMARD = [(300_000, 128, BF16), (8192, 4096, BF16), (2048, 32768, BF16), (2048, 32768, FP32)]
+
+
+@pytest.mark.parametrize(("rows", "width", "dtype", "arch"), across(GPUS, HADAMARD, sm_90=(0, 1, 2), gfx942=(3,)))
 def test_hadamard(rows, width, dtype, arch):
     tiles = hadamard.configs(Rows("hadamard", rows, width, dtype), GPUS[arch])[0]
     signature = {"x_ptr": POINTER[dtype], "y_ptr": POINTER[dtype], "rows": "i32", "x_stride": "i32"}
@@ -446,11 +448,10 @@ def test_denoise(arch):
     check(compile_for(denoise._denoise, signature, constexprs, arch, denoise.WARPS, aligned=("elements",)), arch)
 
 
-@everywhere
-@pytest.mark.parametrize(
-    ("rows", "outs", "width", "words"),
-    [(1, 6144, 4096, "norm"), (2, 576, 1536, "bias residual"), (16, 14336, 4096, "norm silu")],
-)
+SKINNY = [(1, 6144, 4096, "norm"), (2, 576, 1536, "bias residual"), (16, 14336, 4096, "norm silu")]
+
+
+@pytest.mark.parametrize(("rows", "outs", "width", "words", "arch"), across(GPUS, SKINNY, sm_80=(2,), gfx942=(1,)))
 def test_skinny(rows, outs, width, words, arch):
     """On Hopper all weights of the first steps are on their way before the kernel that came before is waited for; nothing goes by shared memory
     in the loop, and of 16 rows, gated, two programs fit on a multiprocessor, of one row three."""
@@ -487,8 +488,10 @@ def test_skinny(rows, outs, width, words, arch):
         assert "ld.global" in after and "ld.global" not in waits.ptx.partition("griddepcontrol.wait")[0]
 
 
-@everywhere
-@pytest.mark.parametrize(("rows", "rank", "dtype"), [(64, 16, BF16), (4096, 64, FP16), (16, 128, FP32), (4096, 256, BF16)])
+LOW_RANK = [(64, 16, BF16), (4096, 64, FP16), (16, 128, FP32), (4096, 256, BF16)]
+
+
+@pytest.mark.parametrize(("rows", "rank", "dtype", "arch"), across(GPUS, LOW_RANK, sm_90=(2, 3), gfx942=(0,)))
 def test_low_rank(rows, rank, dtype, arch):
     tiles = low_rank.configs(Rows("low_rank", rows, 6144, dtype, f"from 4096 rank {rank} parts 4096+1024+1024 of 8"), GPUS[arch])[0]
     types = dict.fromkeys(("x_ptr", "a_ptr", "b_ptr", "y_ptr"), POINTER[dtype]) | {

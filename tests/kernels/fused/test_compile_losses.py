@@ -5,7 +5,7 @@ import torch
 import triton
 
 import onchip.kernels.fused.cross_entropy as cross_entropy
-from offline import compile_for
+from offline import across, compile_for
 from onchip.core.device import gpu
 from onchip.core.problem import Rows
 from onchip.kernels.fused import divergence, softmax
@@ -14,7 +14,6 @@ from onchip.kernels.meeting import BOTH
 BF16, FP32 = torch.bfloat16, torch.float32
 POINTER = {BF16: "*bf16", FP32: "*fp32"}
 GPUS = {"sm_80": gpu("A100"), "sm_90": gpu("H200")}
-everywhere = pytest.mark.parametrize("arch", GPUS)
 
 
 def check(facts, vectors=1):
@@ -22,12 +21,11 @@ def check(facts, vectors=1):
     assert facts.vector_loads >= vectors
 
 
-VARIANTS = [(BF16, ""), (FP32, ""), (BF16, "entropy"), (BF16, "smoothing weights softcap"), (FP32, "entropy smoothing weights softcap")]
+VARIANTS = [(BF16, ""), (BF16, "smoothing weights softcap"), (FP32, "entropy smoothing weights softcap"), (FP32, ""), (BF16, "entropy")]
 
 
-@everywhere
 @pytest.mark.parametrize("op", ["cross_entropy", "cross_entropy_backward", "cross_entropy_in_place"])
-@pytest.mark.parametrize(("dtype", "variant"), VARIANTS)
+@pytest.mark.parametrize(("dtype", "variant", "arch"), across(GPUS, VARIANTS, sm_90=range(3), sm_80=(0,)))
 def test_cross_entropy(op, dtype, variant, arch):
     problem = Rows(op, 8192, 128256, dtype, variant)
     tiles = cross_entropy.configs(problem, GPUS[arch])[0]
@@ -61,9 +59,13 @@ def softmax_facts(problem, arch, constexprs):
     return tiles, compile_for(kernel, signature, constexprs, arch, tiles.warps, aligned=aligned, ctas=tiles.ctas, most_registers=tiles.registers)
 
 
-@everywhere
-@pytest.mark.parametrize("variant", ["", "log bool mask", "log mask"])
-@pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (65536, BF16), (16384, FP32), (131072, BF16), (131072, FP32), (1 << 18, BF16)])
+WIDTHS = [(4096, BF16), (65536, BF16), (16384, FP32), (131072, BF16), (131072, FP32), (1 << 18, BF16)]  # a program's, and clusters' of Hopper
+SOFTMAX = [(*size, variant) for variant in ("", "log bool mask", "log mask") for size in WIDTHS]
+ON_HOPPER = (1, 3, 5, 6, 11, 14, 16)  # each size, and each variant
+ELSEWHERE = (0, 5, 10)  # a program's, and programs' that meet after one piece and after two
+
+
+@pytest.mark.parametrize(("width", "dtype", "variant", "arch"), across(GPUS, SOFTMAX, sm_90=ON_HOPPER, sm_80=ELSEWHERE))
 def test_softmax(width, dtype, variant, arch):
     constexprs = {"DIVIDED": "log" in variant, "BOOL": "bool" in variant, "LOG": "log" in variant} | ({} if "mask" in variant else {"mask_ptr": None})
     tiles, facts = softmax_facts(Rows("softmax", 8192, width, dtype, variant), arch, constexprs)
@@ -72,9 +74,11 @@ def test_softmax(width, dtype, variant, arch):
         assert facts.registers <= 80, "a multiprocessor should have three programs or more"
 
 
-@everywhere
-@pytest.mark.parametrize("variant", ["", "log"])
-@pytest.mark.parametrize(("width", "dtype"), [(4096, BF16), (16384, BF16), (8192, FP32), (131072, BF16), (131072, FP32), (1 << 18, BF16)])
+BACK = [(4096, BF16), (16384, BF16), (8192, FP32), (131072, BF16), (131072, FP32), (1 << 18, BF16)]
+BACKWARD = [(*size, variant) for variant in ("", "log") for size in BACK]
+
+
+@pytest.mark.parametrize(("width", "dtype", "variant", "arch"), across(GPUS, BACKWARD, sm_90=(1, 3, 5, 6, 8, 10), sm_80=(1, 10)))
 def test_softmax_backward(width, dtype, variant, arch):
     tiles, facts = softmax_facts(Rows("softmax_backward", 8192, width, dtype, variant), arch, {"LOG": "log" in variant})
     check(facts, 2)
@@ -82,10 +86,11 @@ def test_softmax_backward(width, dtype, variant, arch):
         assert facts.registers <= 80, "a multiprocessor should have three programs or more"
 
 
-@everywhere
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("kind", [0, 1, 2])
+KINDS = [(kind, dtype) for dtype in (BF16, FP32) for kind in range(3)]
+
+
 @pytest.mark.parametrize("op", ["divergence", "divergence_backward"])
+@pytest.mark.parametrize(("kind", "dtype", "arch"), across(GPUS, KINDS, sm_90=(0, 1, 5), sm_80=(2,)))
 def test_divergence(op, kind, dtype, arch):
     tiles = divergence.configs(Rows(op, 8192, 128256, dtype), GPUS[arch])[0]
     kernel = divergence._forward if op == "divergence" else divergence._backward
