@@ -2,6 +2,7 @@
 # make lint    ruff's check and format check                 make gpu-test    the kernel tests on this machine's GPU
 # make wheel   build the wheel into dist/                    make newest      compile some of the Hopper kernels by the newest Triton, for a GPU that is not here
 # make wide    the tests that `make test` leaves out: more forms (sizes, dtypes, GPUs) of what it runs
+# make cutlass compile the kernels in CuTe DSL, the extra onchip[cutlass], for a GPU that is not here
 
 # the first Python that runs and is 3.11 or later
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -16,7 +17,7 @@ ON_GPU := $(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q
 # compiling the tests and the package takes every process 10 s: only the first one does
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test wide lint wheel gpu-test newest clean
+.PHONY: demo test wide lint wheel gpu-test newest cutlass clean
 
 demo: .venv/.demo
 	$(BIN)/onchip generate "$(PROMPT)" $(SAMPLING)
@@ -34,6 +35,9 @@ gpu-test: .venv/.test
 
 newest: .venv/.newest
 	PYTHONPATH=.venv/newest $(BIN)/python -m pytest -q -n auto tests/kernels/attention/test_*_compile.py tests/kernels/attention/test_hopper_mla.py -m newest
+
+cutlass: .venv/.cutlass
+	PYTHONPATH=.venv/cutlass:.venv/cutlass/nvidia_cutlass_dsl/dsl_packages $(BIN)/python -m pytest -q -n auto -m "not wide" tests/kernels/attention/test_cutlass_compile.py
 
 lint: .venv/.test
 	$(BIN)/ruff check .
@@ -69,4 +73,8 @@ endif
 
 .venv/.newest: .venv/.test
 	$(PIP) install --target .venv/newest --no-deps triton==3.9.0
+	@touch $@
+
+.venv/.cutlass: .venv/.test
+	$(PIP) install --target .venv/cutlass "nvidia-cutlass-dsl==4.8.1"
 	@touch $@

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.importorskip("cutlass", reason="the extra onchip[cutlass] is not installed (a large download, which `make test` leaves out)")
+pytest.importorskip("cutlass", reason="the extra onchip[cutlass] is not installed; `make cutlass` compiles its kernels")
 
 import onchip
 from judge import assert_as_good_as_torch
