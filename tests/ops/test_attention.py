@@ -87,7 +87,7 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"attention: the seed is 1.5, the offset 0; give a seed of 63 bits", ValueError, {"dropout": onchip.Dropout(0.5, 1.5)}),
         (r"attention: the seed is -1, the offset 0; give a seed of 63 bits or None", ValueError, {"dropout": onchip.Dropout(0.5, -1)}),
         (
-            r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, or leave kernel='auto'",
+            r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, bf16_of_e4m3, triton_prefill, blocked, reference, or leave kernel='auto'",
             onchip.Unsupported,
             {"kernel": "flash"},
         ),
