@@ -121,6 +121,7 @@ X = torch.zeros(2, 4, 5, 8)
         ((X, X, X), {"attn_mask": causal_lower_right(4, 5)}, r"CausalBias of \(4, 5\)"),
         ((X, X, X), {"dropout_p": 1.0}, "dropout 1.0"),
         ((X, X[:, :2], X[:, :2]), {}, "4, 2 and 2 heads"),
+        ((X, *[torch.zeros(3, 4, 5, 8)] * 2), {}, r"query, key and value have batches \[2\], \[3\] and \[3\]; make them equal, or 1 where all share one"),
         ((X, X.half(), X), {}, "cast them to one dtype"),
         ((X, X, X[0, 0, 0]), {}, r"\[4, 4, 1\] dimensions"),
     ],

@@ -74,6 +74,9 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"softcap -1.0 is not a number from 1e-30 to 1e30; give the bound of the scores, or None for no cap", ValueError, {"softcap": -1.0}),
         (r"softcap '30' is not a number", ValueError, {"softcap": "30"}),
         (r"attention: scale is 'small'; give a number, or None for dim \*\* -0.5", TypeError, {"scale": "small"}),
+        (r"attention: scale is '2.0'; give a number, or None for dim \*\* -0.5", TypeError, {"scale": "2.0"}),
+        (r"attention: scale is nan; give a finite number, or None for dim \*\* -0.5", ValueError, {"scale": float("nan")}),
+        (r"attention: scale is -inf; give a finite number", ValueError, {"scale": zeros(()) - torch.inf}),
         (r"attention: scale requires a gradient, which a number has not; give scale=1.0 and score=", TypeError, {"scale": zeros(()).requires_grad_()}),
         (r"attention: sinks are torch.float32 \[3\] on cpu; give floats, one logit a query head, \[2\] on cpu", ValueError, {"sinks": zeros(3)}),
         (r"attention: sinks are torch.int32 \[2\] on cpu", ValueError, {"sinks": zeros(2).int()}),
@@ -84,7 +87,7 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"attention: the seed is 1.5, the offset 0; give a seed of 63 bits", ValueError, {"dropout": onchip.Dropout(0.5, 1.5)}),
         (r"attention: the seed is -1, the offset 0; give a seed of 63 bits or None", ValueError, {"dropout": onchip.Dropout(0.5, -1)}),
         (
-            r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, or leave kernel='auto'",
+            r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, bf16_of_e4m3, triton_prefill, blocked, reference, or leave kernel='auto'",
             onchip.Unsupported,
             {"kernel": "flash"},
         ),
@@ -101,6 +104,21 @@ def test_arguments_that_mean_nothing(words, error, keywords, graph, monkeypatch)
 def test_a_function_that_cannot_be_traced():
     with pytest.raises(ValueError, match=r"^mask lambda: the function cannot be traced: it branches on, or takes the Python value of, a tensor"):
         onchip.attention(GOOD, GOOD, GOOD, mask=lambda b, h, i, j: i if i > j else j)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_function_that_reads_past_the_end_of_a_tensor(kernel):
+    short = zeros(4)
+    words = r"reads past the end of a tensor: (\[4\] is read at j = 4|index 4 is out of bounds .* with size 4); make it longer, or clamp the index$"
+    for index in (lambda i, j: j, lambda i, j: (i - j).abs(), lambda i, j: i.clamp(min=3) + j):
+        with pytest.raises(ValueError, match=f"^score lambda {words.replace('index 4', 'index .')}"):
+            onchip.attention(GOOD, GOOD, GOOD, score=lambda s, b, h, i, j, at=index: s + short[at(i, j)], kernel=kernel)
+        with pytest.raises(ValueError, match=f"^mask lambda {words.replace('index 4', 'index .')}"):
+            onchip.attention(GOOD, GOOD, GOOD, mask=lambda b, h, i, j, at=index: short[at(i, j)] == 0, kernel=kernel)
+    near = lambda s, b, h, i, j: s + short[j]  # noqa: E731
+    if kernel == "auto":  # a tile of as many keys as the tensor has, which begins behind its first one
+        with pytest.raises(ValueError, match=f"^score lambda {words}"):
+            onchip.attention(GOOD[:, :4], GOOD, GOOD, mask=Window(0, 0), score=near)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -125,6 +143,10 @@ def test_packed_inputs_that_disagree():
         (r"used is a list; give int32 \[2\] on cpu", (x, offsets), {"used": [2, 3]}),
         (r"used is a tuple of 3; give one for queries and keys alike, or \(queries, keys\)", (x, offsets), {"used": (None,) * 3}),
         (r"longest is 2, and a sequence has 3 tokens; give the most of any, or more", (x, offsets), {"longest": (5, 2)}),
+        (r"longest is 'a'; give a whole number of tokens, or None to have it read from the offsets", (x, offsets), {"longest": "a"}),
+        (r"longest is '4'; give a whole number", (x, offsets), {"longest": (5, "4")}),
+        (r"longest is 7.9; give a whole number", (x, offsets), {"longest": 7.9}),
+        (r"longest is torch.float32 \[\] on cpu; give a whole number", (x, offsets), {"longest": zeros(())}),
     ):
         with pytest.raises(ValueError, match=f"^attention_packed: {words}"):
             onchip.attention_packed(x, args[0], args[0], *args[1:], **{"longest": 5} | keywords)
@@ -139,6 +161,9 @@ def test_packed_inputs_that_disagree():
     out = onchip.attention_packed(x, x, x.clone().requires_grad_(), offsets, used=(None, used))  # keys may be read twice, their gradients not be put twice
     with pytest.raises(ValueError, match=shared):
         out.sum().backward()
+    values = x.clone().requires_grad_()
+    onchip.attention_packed(x, x, values, offsets, used=(None, used), kernel="reference").sum().backward()
+    torch.testing.assert_close(values.grad[:, 0, 0], torch.tensor([2 / 3, 2 / 3, 2 / 3 + 3, 0, 0]))
     with pytest.raises(ValueError, match=r"^Bias: bias is \[2, 5\]; this call needs \[len_q 3, len_k 3\]"):
         onchip.attention_packed(x, x, x, offsets, bias=zeros(2, 5))
 
@@ -189,6 +214,8 @@ def test_paged_inputs_that_disagree():
 
 def test_merge_of_what_does_not_belong_together():
     out, lse = zeros(1, 5, 2, 16), zeros(1, 2, 5)
+    with pytest.raises(TypeError, match=r"^merge: states is None; give a sequence of \(output, LSE\) pairs$"):
+        onchip.merge(None)
     with pytest.raises(ValueError, match=r"merge: states is empty; give at least one \(output, LSE\) pair"):
         onchip.merge([])
     for pair in ((out, lse.transpose(1, 2)), (out[:, :3], lse[..., :3]), (out, lse[..., :3])):

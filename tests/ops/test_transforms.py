@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import onchip
-from onchip import Causal, Document, Dropout, PagedKV
+from onchip import ALiBi, Causal, Document, Dropout, KeyPadding, PagedKV, Prefix, Window
 
 MAPPED, BATCH, LEN, HEADS, KV_HEADS, DIM = 3, 2, 6, 4, 2, 8
 IDS = torch.tensor([[0, 0, 1, 1, 2, 2]] * BATCH)
@@ -71,12 +71,11 @@ def test_vmap_in_vmap_and_lse(qkv):
 @pytest.mark.parametrize(
     ("keywords", "words"),
     [
-        ({"mask": Document(IDS)}, "of a mask or score that reads the batch index"),
-        ({"mask": lambda b, h, i, j: i - j < b + 1}, "of a mask or score that reads the batch index"),
-        ({"bias": torch.randn(BATCH, 1, LEN, LEN)}, "of a mask or score that reads the batch index"),
+        ({"mask": lambda b, h, i, j: i - j < b + 1}, "of a mask or score function that reads the batch index"),
+        ({"score": lambda s, b, h, i, j: s * (b + 1)}, "of a mask or score function that reads the batch index"),
         ({"dropout": Dropout(0.5, 3)}, "with dropout"),
     ],
-    ids=["document", "function", "bias", "dropout"],
+    ids=["mask", "score", "dropout"],
 )
 def test_vmap_where_the_batch_means_something(qkv, keywords, words):
     with pytest.raises(NotImplementedError, match=f"^attention: torch.func.vmap {words} is not implemented{BATCHED}$"):
@@ -85,10 +84,74 @@ def test_vmap_where_the_batch_means_something(qkv, keywords, words):
         torch.testing.assert_close(vmap(lambda *x: attend(*x, kernel="reference", **keywords))(*qkv), one_by_one(qkv, **keywords))
 
 
-def test_vmap_over_what_is_read_and_over_other_layouts(qkv):
+READ = {  # (what is mapped, or differs from sequence to sequence, and the arguments that read it)
+    "lengths": (torch.randint(1, LEN, (MAPPED, BATCH)), lambda t: {"mask": KeyPadding(t)}),
+    "padding": (torch.rand(MAPPED, BATCH, LEN) < 0.7, lambda t: {"mask": Causal() & KeyPadding(t)}),
+    "documents": (torch.randint(0, 3, (MAPPED, BATCH, LEN)), lambda t: {"mask": Document(t) | Window(1)}),
+    "documents of all": (torch.randint(0, 3, (MAPPED, LEN)), lambda t: {"mask": Document(t) & (lambda b, h, i, j: i - j < 4)}),
+    "prefix": (torch.randint(0, LEN, (MAPPED, BATCH)), lambda t: {"mask": Prefix(t)}),
+    "window": (torch.randint(0, LEN, (MAPPED, HEADS)), lambda t: {"mask": Window(t, 0)}),
+    "tree": (torch.eye(3).bool().expand(MAPPED, BATCH, 3, 3).clone(), lambda t: {"mask": onchip.Tree(t)}),
+    "bool": (torch.rand(MAPPED, 1, HEADS, LEN, LEN) < 0.7, lambda t: {"mask": t}),
+    "blocks": (torch.rand(MAPPED, BATCH, 1, 3, 3) < 0.7, lambda t: {"mask": onchip.Blocks(t, 2)}),
+    "bias": (torch.randn(MAPPED, BATCH, 1, LEN, LEN), lambda t: {"bias": t, "softcap": 5.0}),
+    "bias of all": (torch.randn(MAPPED, LEN, LEN), lambda t: {"bias": t}),
+    "bias of one": (torch.randn(MAPPED), lambda t: {"bias": t}),
+    "slopes": (torch.rand(MAPPED, HEADS), lambda t: {"score": ALiBi(t)}),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_vmap_over_what_masks_and_scores_read(qkv, name, kernel):
+    what, arguments = READ[name]
+    expected = torch.stack([attend(*(x[n] for x in qkv), **arguments(what[n])) for n in range(MAPPED)])
+    torch.testing.assert_close(vmap(lambda t, *x: attend(*x, kernel=kernel, **arguments(t)))(what, *qkv), expected)
+    last = what.movedim(0, -1)  # of the same queries, and along another dimension
+    found = vmap(lambda t: attend(*(x[0] for x in qkv), kernel=kernel, **arguments(t)), in_dims=-1)(last)
+    torch.testing.assert_close(found, torch.stack([attend(*(x[0] for x in qkv), **arguments(one)) for one in what]))
+    torch.testing.assert_close(vmap(lambda *x: attend(*x, kernel=kernel, **arguments(what[0])))(*qkv), one_by_one(qkv, **arguments(what[0])))
+
+
+def test_gradients_through_a_vmap_over_a_bias(qkv):
+    bias = torch.randn(MAPPED, HEADS, LEN, LEN)
+    of_all = lambda b, *x: vmap(lambda b, *x: attend(*x, bias=b))(b, *x).square().sum()  # noqa: E731
+    expected = plain_grad(lambda b, *x: sum(loss(*(t[n] for t in x), bias=b[n]) for n in range(MAPPED)), bias, *qkv)
+    torch.testing.assert_close(grad(of_all, argnums=(0, 1, 2, 3))(bias, *qkv), expected)
+    lengths = READ["lengths"][0]
+    of_one = grad(lambda q, t, *x: loss(q, *x, mask=KeyPadding(t)))
+    each = zip(qkv[0], lengths, *qkv[1:], strict=True)
+    torch.testing.assert_close(vmap(of_one)(qkv[0], lengths, *qkv[1:]), torch.stack([of_one(*one) for one in each]))
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments", "words"),
+    [
+        ((MAPPED, HEADS), lambda t: {"sinks": t}, "over sinks, a table or what a function reads"),
+        ((MAPPED, HEADS, 5), lambda t: {"score": onchip.RelativeBias(t)}, "over sinks, a table or what a function reads"),
+        ((MAPPED, HEADS), lambda t: {"score": lambda s, b, h, i, j: s * t[h]}, "over sinks, a table or what a function reads"),
+        ((MAPPED,), lambda t: {"score": lambda s, b, h, i, j: s * t}, "over sinks, a table or what a function reads"),
+        ((MAPPED, LEN), lambda t: {"mask": lambda b, h, i, j: t[j] > 0}, "over sinks, a table or what a function reads"),
+        ((MAPPED, HEADS), lambda t: {"sinks": t, "score": ALiBi(t)}, "over sinks, a table or what a function reads"),
+        ((MAPPED, BATCH), lambda t: {"mask": lambda b, h, i, j: t[b] > j}, "of a mask or score function that reads the batch index"),
+    ],
+    ids=["sinks", "table", "score", "number", "mask", "twice", "batch"],
+)
+def test_vmap_over_what_does_not_join_the_batch(qkv, what, arguments, words):
+    what = torch.rand(what)
+    with pytest.raises(NotImplementedError, match=f"^attention: torch.func.vmap {words} is not implemented{BATCHED}$"):
+        vmap(lambda t, *x: attend(*x, **arguments(t)))(what, *qkv)
+    expected = torch.stack([attend(*(x[n] for x in qkv), **arguments(what[n])) for n in range(MAPPED)])
+    torch.testing.assert_close(vmap(lambda t, *x: attend(*x, kernel="reference", **arguments(t)))(what, *qkv), expected)
+
+
+def test_vmap_names_the_sizes_that_the_user_sees(qkv):
+    with pytest.raises(ValueError, match=r"^KeyPadding: valid is \[3\]; this call needs \[batch 2\]$"):
+        vmap(lambda t, *x: attend(*x, mask=KeyPadding(t)))(torch.ones(MAPPED, 3).long(), *qkv)
+
+
+def test_vmap_over_other_layouts(qkv):
     q, k, v = qkv
-    with pytest.raises(NotImplementedError, match=f"vmap over sinks, or over what the mask or score reads, is not implemented{BATCHED}"):
-        vmap(lambda *x: attend(*x[:3], sinks=x[3]))(*qkv, torch.randn(MAPPED, HEADS))
     with pytest.raises(NotImplementedError, match=f"vmap of packed sequences is not implemented{BATCHED}"):
         vmap(lambda *x: onchip.attention_packed(*x, OFFSETS))(q[:, 0], k[:, 0], v[:, 0])
     cache = PagedKV(k[0], v[0], torch.zeros(BATCH, 1, dtype=torch.int32), torch.full((BATCH,), 3, dtype=torch.int32))
@@ -199,8 +262,8 @@ def test_a_batch_of_backward_passes_is_refused(qkv):
 
 
 def test_compiled_vmap(qkv):
-    bias = torch.randn(1, HEADS, LEN, LEN)
-    function = lambda *x: vmap(lambda *y: attend(*y, mask=Document(IDS[0]) & (lambda b, h, i, j: i - j < 4), bias=bias))(*x)  # noqa: E731
+    bias = torch.randn(BATCH, HEADS, LEN, LEN)
+    function = lambda *x: vmap(lambda *y: attend(*y, mask=Document(IDS) & (lambda b, h, i, j: i - j < 4), bias=bias))(*x)  # noqa: E731
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*qkv), function(*qkv))
     torch.testing.assert_close(plain_grad(lambda *x: compiled(*x).square().sum(), *qkv), plain_grad(lambda *x: function(*x).square().sum(), *qkv))

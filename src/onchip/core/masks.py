@@ -220,7 +220,8 @@ class Prefix(Mask):
 class KeyPadding(Mask):
     """Keys that are not padding: integer `lengths` `[batch]` (the first so many are real), or bool `[batch, len_k]`, True at a real key.
 
-    Padding may hold anything, NaN included, as what a bool tensor hides; what other masks hide has to be finite on a GPU, which multiplies it by 0.
+    What this mask, or a bool tensor, hides from all queries may hold anything, NaN included. A key that some query sees has to be finite: where others
+    do not see it, it is multiplied by 0. On a GPU so has what other masks hide from all.
     """
 
     valid: Tensor

@@ -221,8 +221,8 @@ class Bias(Score):
 class ScoreMod(Score):
     """A score function in plain Python: `function(s, b, h, i, j)` -> s, written with torch operators.
 
-    `i` and `j` count from the start of a sequence; tensors that it indexes get gradients. A place past a tensor's end is an error on a CPU; a GPU, which does
-    not ask, reads 0 there. A function that reads attributes of an
+    `i` and `j` count from the start of a sequence; tensors that it indexes get gradients. A place past a tensor's end is a ValueError on a CPU; a GPU, which
+    does not ask, reads 0 there. A function that reads attributes of an
     object is traced in every eager call (about 0.5 ms on a CPU core): give the tensor a name of its own before.
 
     >>> attention(q, k, v, score=ScoreMod(lambda s, b, h, i, j: s + table[h, (i - j).abs()]))

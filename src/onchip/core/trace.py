@@ -75,6 +75,10 @@ class Traced:
         """A mask's answer at `at`, a bool tensor that broadcasts over it."""
         return self.run(None, *at, *tensors)
 
+    def short(self, why: Any) -> ValueError:
+        """What to raise where a tensor has nothing at a place."""
+        return ValueError(f"{'score' if self.hull is None else 'mask'} {self.name} reads past the end of a tensor: {why}; make it longer, or clamp the index")
+
     def stand_ins(self) -> list[Tensor]:
         """Tensors of the kinds that the text reads, without contents."""
         kinds = re.findall(r"c\d+: '(\w+)\[(\d+)\]'", self.text.partition("\n")[0])

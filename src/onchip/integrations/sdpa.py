@@ -94,7 +94,12 @@ def _four(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[
         kv_heads = v_heads = most
     if ranks == [4, 4, 4] and query.shape[0] == key.shape[0] == value.shape[0] and (heads, key.shape[1], value.shape[1]) == (most, kv_heads, v_heads):
         return query.shape[:2], query, key, value
-    batch = torch.broadcast_shapes(*(t.shape[:-3] for t in tensors))
+    leads = [t.shape[:-3] for t in tensors]
+    try:
+        batch = torch.broadcast_shapes(*leads)
+    except RuntimeError:
+        given = "{}, {} and {}".format(*map(list, leads))
+        raise Refused(f"scaled_dot_product_attention: query, key and value have batches {given}; make them equal, or 1 where all share one") from None
     q, k, v = (t.expand(*batch, n, *t.shape[-2:]).reshape(math.prod(batch), n, *t.shape[-2:]) for t, n in ((query, most), (key, kv_heads), (value, v_heads)))
     return (*batch, most) if max(ranks) > 2 else (), q, k, v
 

@@ -1,6 +1,6 @@
 """Exact attention over dense, packed and paged keys, forward and backward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -100,7 +100,8 @@ def attention_packed(
     longest   the most queries and keys of a sequence, one number or two; an upper bound will do. None: read from the
               offsets, which waits for the device.
     used      int32 [batch]: how many of its own tokens each sequence uses, for queries and keys alike or (queries, keys); the rest may hold
-              anything, NaN included, and gives 0 and LSE -inf.
+              anything, NaN included, and gives 0 and LSE -inf. More keys than its own: those of the tokens behind them, which the next sequence may
+              use too, forward alone. Of keys that two use the gradients are a ValueError on a CPU, and anything on a GPU; kernel="reference" has them.
     """
     checks.plain("attention_packed", q, k, v)
     q, k, v = autocast(q, k, v)
@@ -109,6 +110,7 @@ def attention_packed(
         raise ValueError(f"attention_packed: k has {k.shape[0]} tokens, q has {q.shape[0]}; they must be equal, or give k_offsets")
     k_offsets = q_offsets if k_offsets is None else k_offsets
     (q_used, k_used), (longest_q, longest_k) = checks.pair_of("used", used), checks.pair_of("longest", longest)
+    checks.check_longest("attention_packed", longest_q, longest_k)
     checks.check_offsets(q, q_offsets, k_offsets, q_used, k_used)
     how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
     x = Operands(checks.scale_of(scale, q), q_offsets, k_offsets, q_used, k_used)
@@ -189,6 +191,8 @@ def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Returns such a pair; both have gradients (Flash-Decoding, Dao et al., 2023). Parts with LSE -inf add nothing, whatever their output holds.
     One kernel on a GPU, as long as nobody needs gradients.
     """
+    if not isinstance(states, Iterable):
+        raise TypeError(f"merge: states is {states!r:.60}; give a sequence of (output, LSE) pairs")
     states = tuple(states)
     if not states:
         raise ValueError("merge: states is empty; give at least one (output, LSE) pair")

@@ -1,5 +1,8 @@
 """The ways in which the arguments of an attention call may disagree, each with the way out."""
 
+import math
+from numbers import Integral
+
 import torch
 from torch import Tensor
 
@@ -59,9 +62,14 @@ def scale_of(scale: float | None, q: Tensor) -> float:
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise TypeError("attention: scale requires a gradient, which a number has not; give scale=1.0 and score=lambda s, b, h, i, j: s * scale")
     try:
-        return q.shape[-1] ** -0.5 if scale is None else float(scale)
+        number = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        if isinstance(scale, (str, bytes, bytearray)):  # which Python would read
+            raise TypeError
     except (TypeError, ValueError) as error:
         raise TypeError(f"attention: scale is {scale!r}; give a number, or None for dim ** -0.5") from error
+    if not torch.compiler.is_compiling() and not math.isfinite(number):  # a compiler's number is a symbol
+        raise ValueError(f"attention: scale is {number}; give a finite number, or None for dim ** -0.5")
+    return number
 
 
 def check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool = False, rank_q: int = 0) -> None:
@@ -152,6 +160,7 @@ def paged_batch(q: Tensor, cache: PagedKV, q_offsets: Tensor | None, longest: in
         return q.shape[0]
     if not isinstance(q_offsets, Tensor) or q_offsets.dtype != torch.int32 or q_offsets.ndim != 1 or q_offsets.shape[0] < 2 or q_offsets.device != q.device:
         raise ValueError(f"paged_attention: q_offsets are {kind_of(q_offsets)}; give int32 [batch + 1] on {q.device}")
+    check_longest("paged_attention", longest)
     if longest is not None and longest < 0:
         raise ValueError(f"paged_attention: longest is {longest}; give the most queries of a sequence, or None to have it read from q_offsets")
     return q_offsets.shape[0] - 1
@@ -178,6 +187,16 @@ def pair_of(what: str, given) -> tuple:
     if len(pair) != 2:
         raise ValueError(f"attention_packed: {what} is a tuple of {len(pair)}; give one for queries and keys alike, or (queries, keys)")
     return pair
+
+
+def check_longest(name: str, *given) -> None:
+    """Each is a whole number of tokens, or None."""
+    for longest in given:
+        if longest is None or isinstance(longest, (Integral, torch.SymInt)):
+            continue
+        if not isinstance(longest, Tensor) or longest.ndim or longest.is_floating_point():
+            shown = kind_of(longest) if isinstance(longest, Tensor) else repr(longest)
+            raise ValueError(f"{name}: longest is {shown}; give a whole number of tokens, or None to have it read from the offsets")
 
 
 def kind_of(tensor) -> str:

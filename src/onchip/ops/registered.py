@@ -62,7 +62,7 @@ class Packed(NamedTuple):
         return How(self.mask, self.score, self.sinks, None, self.deterministic, self.batch_invariant, self.kernel)
 
 
-SCORE, SINKS, SCALES, SOURCES, KV = map(Packed._fields.index, ("score", "sinks", "scales", "sources", "kv"))
+MASK, SCORE, SINKS, SCALES, SOURCES, KV = map(Packed._fields.index, ("mask", "score", "sinks", "scales", "sources", "kv"))
 GRADIENTS = torch._C.DispatchKey.AutogradFunctionality
 
 # ---- the operators

@@ -1,6 +1,7 @@
 """Attention under torch.func: grad, vmap and what is made of them.
 
-The mapped dimension of a vmap joins the batch. Where that would mean something else, an error says so.
+The mapped dimension of a vmap joins the batch, of q, k and v and of what masks and scores of ours read. Where that would mean something else,
+an error says so.
 """
 
 import re
@@ -8,10 +9,17 @@ import re
 import torch
 from torch import Tensor
 
+from onchip.core import masks, scores
+from onchip.core.parts import Exactly
 from onchip.core.trace import Traced
 from onchip.ops import registered, wire
 from onchip.ops.attend import FORWARD, TWICE, refuse_training
 
+# Masks and scores whose tensors may begin with the batch: the dimensions that one then has, or more.
+RANKS = {
+    masks.KeyPadding: 1, masks.Prefix: 1, masks.Document: 2, masks.Windows: 2, masks.Tree: 3, masks.Dense: 4, masks.Blocks: 4,
+    scores.ALiBi: 2, scores.Bias: 4,
+}  # fmt: skip
 BATCHED = "; give the mapped dimension as the batch, or use kernel='reference'"
 
 
@@ -132,18 +140,42 @@ def _refuse_gradients(wanted) -> None:
 
 
 def _folded(info, dims, count: int, tensors, longest_q, longest_k, drop: float, scale: float, how: str) -> list[Tensor | None]:
-    """The tensors, the first `count` with the mapped dimension in front of the batch, as one."""
-    call = registered.Packed(*wire.build(how, list(tensors[count:])))
+    """The tensors with the mapped dimension in front of the batch, as one: the first `count`, the last of which are q, k and v, and what reads the batch."""
+    reads, mapped = list(tensors[count:]), dims[count:]
+    ones = [t if dim is None else t.select(dim, 0) for t, dim in zip(reads, mapped, strict=True)]  # as the user sees them
+    call = registered.Packed(*wire.build(how, ones))
+    parts = [part for n in (registered.MASK, registered.SCORE) for part in wire.parts(how, n, ones)]
+    ranks = [{RANKS.get(type(part)) for part, places in parts if n in places} for n in range(len(reads))]
+    for field in range(registered.SCORE + 1, len(call)):
+        for n in wire.order(how, field):
+            ranks[n].add(None)
+    joins = [dim is not None or any(_has_batch(t, rank) for rank in known) for t, dim, known in zip(reads, mapped, ranks, strict=True)]
     rules = (  # what dropout and packed sequences read is among the tensors
         (drop == 0, "with dropout"),
         (call.q_offsets is None, "of packed sequences"),
-        (all(dim is None for dim in dims[count:]), "over sinks, or over what the mask or score reads,"),
-        (not _reads_batch(call.mask) and not _reads_batch(call.score), "of a mask or score that reads the batch index"),
+        (not any(_reads_batch(part) for part, _ in parts if type(part) not in RANKS), "of a mask or score function that reads the batch index"),
+        (all(len(known) == 1 and None not in known for known, join in zip(ranks, joins, strict=True) if join), "over sinks, a table or what a function reads"),
     )
     why = next((why for fine, why in rules if not fine), None)
     if why:
         raise NotImplementedError(f"attention: torch.func.vmap {why} is not implemented{BATCHED}")
-    return [*(_fold(info, t, dim) for t, dim in zip(tensors[:count], dims[:count], strict=True)), *tensors[count:]]
+    q, k = (t.shape if dim is None else t.select(dim, 0).shape for t, dim in list(zip(tensors, dims, strict=True))[count - 3 : count - 1])
+    for part, _ in parts:
+        part.fits(q[0], q[2], Exactly(q[1]), Exactly(k[1]))
+    reads = [_fold_read(info, t, dim, q[0], *known) if join else t for t, dim, known, join in zip(reads, mapped, ranks, joins, strict=True)]
+    return [*(_fold(info, t, dim) for t, dim in zip(tensors[:count], dims[:count], strict=True)), *reads]
+
+
+def _has_batch(t: Tensor, rank: int | None) -> bool:
+    """Whether what a part of this rank reads differs from sequence to sequence; of 4 dimensions, sizes of 1 are for all alike."""
+    return rank is not None and t.ndim >= rank and (rank < 4 or t.shape[0] > 1)
+
+
+def _fold_read(info, t: Tensor, dim: int | None, batch: int, rank: int) -> Tensor:
+    """What a mask or score reads, with the mapped dimension and the batch, of which there may be none, as one."""
+    t = t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
+    t = t[(slice(None), *(None,) * (rank + 1 - t.ndim))]
+    return t.expand(info.batch_size, batch, *t.shape[2:]).flatten(0, 1)
 
 
 def _reads_batch(part) -> bool:

@@ -158,6 +158,19 @@ def order(text: str, n: int) -> list[int]:
     return _order(_parsed(text)[n : n + 1])
 
 
+def parts(text: str, n: int, tensors: list[Tensor]) -> list[tuple[Part, list[int]]]:
+    """The masks or scores that the `n`th of a packed tuple combines, each with which of the tensors it reads."""
+    return [(_build(node, tensors), _order(node)) for node in _combined(_parsed(text)[n])]
+
+
+def _combined(node) -> list:
+    if isinstance(node, list):
+        return [one for each in node for one in _combined(each)]
+    if isinstance(node, dict) and not node.keys().isdisjoint(("Both", "Scores")):
+        return _combined(list(node.values()))
+    return [node] if isinstance(node, (dict, _Function)) else []
+
+
 class _Function(NamedTuple):
     """A function that was written down: its calls, with the tensors numbered from 0, so that they do not depend on what else is packed."""
 

@@ -278,21 +278,34 @@ def is_lookup(traced: Traced) -> bool:
 
 def run(traced: Traced, tensors: list[Tensor], at: Place, s: Tensor | None = None) -> Tensor:
     """A mask's or score's value at `at`, of four dimensions; `tensors` as `reads` gives them."""
-    found = cutting(traced)[0](s, *at, *tensors)
+    try:
+        found = cutting(traced)[0](s, *at, *tensors)
+    except IndexError as error:
+        raise traced.short(error) from error
     return found[(None,) * (4 - found.ndim)]
 
 
 def reads(traced: Traced, tensors: tuple[Tensor, ...], at: Place) -> list[Tensor]:
     """What the function reads at `at`: of a tensor read at the place itself, [.., i, j], only what lies there; others whole."""
     letters = cutting(traced)[1]
-    return [_cut(t, letters[n], at) if n in letters else t for n, t in enumerate(tensors)]
+    return [_cut(traced, t, letters[n], at) if n in letters else t for n, t in enumerate(tensors)]
 
 
-def _cut(t: Tensor, letters: tuple[str, ...], at: Place) -> Tensor:
+def _cut(traced: Traced, t: Tensor, letters: tuple[str, ...], at: Place) -> Tensor:
     """The part of `t`, a dimension a letter, that lies at `at`, as [batch, heads, rows, keys]; a view where the numbers have no gap."""
-    for dim, letter in enumerate(letters):
-        t = take(t, dim, _range(getattr(at, letter)))
+    places = [_range(getattr(at, letter)) for letter in letters]
+    _check_long(traced, t, letters, places)
+    for dim, near in enumerate(places):
+        t = take(t, dim, near)
     return t[tuple(slice(None) if letter in letters else None for letter in PLACE[:4])]
+
+
+def _check_long(traced: Traced, t: Tensor, letters: tuple[str, ...], places: list[slice | Tensor]) -> None:
+    """Raises where a tensor that is read at the place itself, a dimension a letter, ends before it."""
+    for size, letter, near in zip(t.shape, letters, places, strict=True):
+        last = near.stop - 1 if isinstance(near, slice) else int(near[-1])
+        if last >= size:
+            raise traced.short(f"{list(t.shape)} is read at {letter} = {last}")
 
 
 def add_read(t: Tensor, letters: tuple[str, ...] | None, at: Place, more: Tensor) -> None:
@@ -352,6 +365,7 @@ def lookup(traced: Traced, tensors: tuple[Tensor, ...], p: Attention, part: Part
     """What a part reads of the one tensor of a mask or score, at the place itself, as [batch, heads, rows, keys]; a view."""
     letters, near = cutting(traced)[1][0], {"b": part.batch, "h": slice(0, p.heads), "i": slice(0, part.len_q), "j": slice(0, part.len_k)}
     (t,) = tensors
+    _check_long(traced, t, letters, [near[letter] for letter in letters])
     for dim, (letter, places) in enumerate(near.items()):
         t = take(t, dim, places) if letter in letters else t.unsqueeze(dim)
     return t

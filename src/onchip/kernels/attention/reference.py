@@ -3,14 +3,17 @@
 Gradients are torch's own, through the same lines.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from onchip.core.bands import Band
 from onchip.core.formats import Codes, read
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, Rows, spans
 from onchip.core.scales import LARGEST, SMALLEST, Scales
-from onchip.core.trace import Place
+from onchip.core.trace import Place, Traced
 from onchip.kernels.attention.dequantised import backward_from_e4m3, prefill_from_e4m3
 
 
@@ -88,14 +91,14 @@ def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> t
     at = place(b, heads, len_q, len_k, q.device)
     seen = torch.zeros(1, heads, len_q, len_k, dtype=torch.bool, device=q.device)
     if len_q and len_k:  # a mask may read what is not there for a query without keys
-        seen = p.mask.seen(at, x.mask).broadcast_to(seen.shape)
+        seen = _read(p.mask, lambda: p.mask.seen(at, x.mask)).broadcast_to(seen.shape)
     seen = seen[0]
     k, v = (t.to(work).repeat_interleave(heads // t.shape[1], 1) for t in (k, v))
     shown = seen.any(1).T[..., None]  # a key that nobody sees is padding, and may hold anything
     k, v = (torch.where(shown, t, 0.0) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.to(work), k) * x.scale
     if p.score is not None and len_q and len_k:
-        scores = p.score.run(scores[None], *at, *x.score).broadcast_to(1, heads, len_q, len_k)[0].to(work)
+        scores = _read(p.score, lambda: p.score.run(scores[None], *at, *x.score)).broadcast_to(1, heads, len_q, len_k)[0].to(work)
     scores = scores.masked_fill(~seen, -torch.inf)
     if x.sinks is not None:
         scores = torch.cat([scores, x.sinks.to(work)[:, None, None].expand(heads, len_q, 1)], -1)
@@ -106,6 +109,14 @@ def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> t
         weights = weights * kept(x.drop, x.state, at.b, at.h, at.i, at.j, heads)[0] / (1 - x.drop)
     out = torch.einsum("hqk,khd->qhd", weights, v)
     return out.to(q.dtype), lse if work == torch.float64 else lse.float()
+
+
+def _read(part: Band | Traced, run: Callable[[], Tensor]) -> Tensor:
+    """`run()` of a mask or score, which may read past the end of a tensor."""
+    try:
+        return run()
+    except IndexError as error:
+        raise part.short(error) from error
 
 
 def merge(_p: Rows | None, _config, states) -> tuple[Tensor, Tensor]:
