@@ -29,6 +29,7 @@ from onchip.kernels.attention.blocked_fused import (
     Whole,
     added,
     added_bias,
+    cleared,
     even,
     fit,
     float_mask,
@@ -38,6 +39,7 @@ from onchip.kernels.attention.blocked_fused import (
     head_by_head,
     laid_out,
     narrow,
+    padded,
     unmasked,
     upright,
     whole,
@@ -532,7 +534,7 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     q = _grouped(q, p) if together else q
     q, scale, _ = upright(q, x.scale, causal)
     if k.shape[2] < NUMBERS:
-        mask, k, v, causal = *_padded(mask, q, k, v, causal), False
+        mask, k, v, causal = *padded(mask, q, k, v, causal), False
     alone = q.shape[2] == 1 and q.dtype == torch.bfloat16 and not causal and k.shape[2] * dim >= LONE
     q = q.expand(-1, -1, 2, -1) if alone else q
     out, lse = fused_forward(even(q), even(k), even(v), 0.0, causal, attn_mask=mask, scale=scale)
@@ -540,25 +542,8 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     if together:
         out, lse = out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
     if mask is not None and blind and (return_lse or x.sinks is not None or isnan(lse.sum().item())):
-        out, lse = _cleared(mask, out, lse)
+        out, lse = cleared(mask, out, lse)
     return (out, lse) if x.sinks is None else _with_sinks(x, out, lse)
-
-
-def _padded(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Mask, keys and values of NUMBERS keys, of which the last are hidden: of fewer torch's kernel gives 0 and LSE 0 where a query is NaN."""
-    more = NUMBERS - k.shape[2]
-    if mask is None:
-        mask = q.new_zeros(1, 1, q.shape[2] if causal else 1, k.shape[2])
-        mask = mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(1), -torch.inf) if causal else mask
-    return torch.nn.functional.pad(mask, (0, more), value=-torch.inf), *(torch.nn.functional.pad(t, (0, 0, 0, more)) for t in (k, v))
-
-
-def _cleared(mask: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with 0 and LSE -inf in rows that see no key: torch's kernel gives them 0 and LSE 0, or NaN if they hold NaN."""
-    if (some := lse.abs() > 0).all():
-        return out, lse
-    blind = ~some & (mask.amax(-1) == -torch.inf)
-    return out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
 
 
 def _with_sinks(x: Operands, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

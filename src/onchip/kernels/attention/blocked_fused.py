@@ -100,6 +100,23 @@ def upright(q: Tensor, scale: float, causal: bool) -> tuple[Tensor, float, float
     return q * sign, -scale or 1.0, sign
 
 
+def padded(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Mask, keys and values of NUMBERS keys, of which the last are hidden: of fewer torch's kernel gives 0 and LSE 0 where a query is NaN."""
+    more = NUMBERS - k.shape[2]
+    if mask is None:
+        mask = q.new_zeros(1, 1, q.shape[2] if causal else 1, k.shape[2])
+        mask = mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(1), -torch.inf) if causal else mask
+    return torch.nn.functional.pad(mask, (0, more), value=-torch.inf), *(torch.nn.functional.pad(t, (0, 0, 0, more)) for t in (k, v))
+
+
+def cleared(mask: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with 0 and LSE -inf in rows that see no key: torch's kernel gives them 0 and LSE 0, or NaN if they hold NaN."""
+    if (some := lse.abs() > 0).all():
+        return out, lse
+    blind = ~some & (mask.amax(-1) == -torch.inf)
+    return out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
+
+
 # ---- whole calls
 
 
