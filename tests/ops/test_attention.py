@@ -187,6 +187,19 @@ def test_paged_inputs_that_disagree():
         onchip.paged_attention(q, good, mask=Window(zeros(3).int()))
 
 
+def test_pages_that_are_not_there_are_named():
+    """Also of sequences whose keys are laid side by side, and where a page before was fine."""
+    pages, good = zeros(4, 8, 2, 16), torch.tensor([[0, 1], [2, 3]], dtype=INT32)
+    for table, words in ((good, None), (good + 1, "1 to 4"), (good - 1, "-1 to 2"), (good * 0 + (1 << 30), "1073741824 to 1073741824")):
+        for len_q, mask in ((1, onchip.Causal()), (2, Window(9)), (2, onchip.Full())):
+            call = lambda: onchip.paged_attention(zeros(2, len_q, 4, 16), PagedKV(pages, pages, table, zeros(2, dtype=INT32) + 16), mask=mask)  # noqa: B023, E731
+            if words is None:
+                assert call().shape == (2, len_q, 4, 16)
+                continue
+            with pytest.raises(ValueError, match=f"^paged_attention: page_table has pages {words} among those of some sequences; the cache has 0 to 3"):
+                call()
+
+
 def test_merge_of_what_does_not_belong_together():
     out, lse = zeros(1, 5, 2, 16), zeros(1, 2, 5)
     with pytest.raises(ValueError, match=r"merge: states is empty; give at least one \(output, LSE\) pair"):
