@@ -82,6 +82,11 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"attention: dropout -0.5 is not a probability", ValueError, {"dropout": onchip.Dropout(-0.5)}),
         (r"attention: dropout 'some' is not a probability", ValueError, {"dropout": "some"}),
         (r"attention: the seed is 1.5, the offset 0; give a seed of 63 bits", ValueError, {"dropout": onchip.Dropout(0.5, 1.5)}),
+        (
+            r"attention: the seed is a tensor, torch.int64 \[2\]; give int64 \[\], an integer or None",
+            ValueError,
+            {"dropout": onchip.Dropout(0.5, torch.arange(2))},
+        ),
         (r"attention: the seed is -1, the offset 0; give a seed of 63 bits or None", ValueError, {"dropout": onchip.Dropout(0.5, -1)}),
         (
             r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, or leave kernel='auto'",
@@ -434,6 +439,7 @@ def test_dropout_draws_from_torchs_generator(kernel):
     assert not torch.equal(first[0], second[0])
     torch.testing.assert_close(call(onchip.Dropout(0.4, 5)), call(onchip.Dropout(0.4, 5)), rtol=0, atol=0)
     assert not torch.equal(call(onchip.Dropout(0.4, 5))[0], call(onchip.Dropout(0.4, 5, 1))[0])
+    torch.testing.assert_close(call(onchip.Dropout(0.4, torch.tensor(5), 1)), call(onchip.Dropout(0.4, 5, 1)), rtol=0, atol=0)
     torch.testing.assert_close(call(0.0), call(None), rtol=0, atol=0)
 
 
