@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from onchip.core.philox import WORD, _kept_alone, bar, draw, kept, philox, threshold
+from onchip.core.philox import MULTIPLIERS, WORD, _kept_alone, _product, bar, draw, kept, philox, threshold
 
 PI = ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0))
 ZEROS, ONES = ((0,) * 4, (0,) * 2), ((WORD,) * 4, (WORD,) * 2)
@@ -72,6 +72,19 @@ def test_a_state():
     a, b = (draw(torch.device("cpu"), None, 3) for _ in range(2))
     torch.manual_seed(1)
     assert torch.equal(draw(torch.device("cpu"), None, 3), a) and a[0] != b[0] and a[1] == b[1] == 3 and 0 <= a[0] < 1 << 62
+
+
+def test_in_a_graph(monkeypatch):
+    """Where a product is written so that it does not pass 2^63, and nothing asks which calls there are."""
+    keep, state = masks(0.3, (1 << 62) - 12345, sizes=(2, 3, 20, 30)), draw(torch.device("cpu"), torch.tensor((1 << 62) - 12345), 9)
+    assert state.tolist() == [(1 << 62) - 12345, 9]
+    key = torch.tensor([0, 1, 1 << 31, WORD, 3248582714])
+    product = [torch.stack(_product(a, key)) for a in MULTIPLIERS]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(masks(0.3, (1 << 62) - 12345, sizes=(2, 3, 20, 30)), keep)
+    for a, found in zip(MULTIPLIERS, product, strict=True):
+        assert torch.equal(torch.stack(_product(a, key)), found)
+        assert [(high << 32) + low for high, low in found.T.tolist()] == [a * n for n in key.tolist()]
 
 
 def test_sixteen_weights_of_a_call():

@@ -151,16 +151,35 @@ def test_dropped_weights_can_be_seen(device, packed):
         out, lse, weights = fa2.flash_attn_func(q, k, v, **arguments)
         torch.manual_seed(3)
         assert torch.equal(out, fa2.flash_attn_func(q, k, v, **arguments)[0])
-    assert weights.shape == (2, 4, 128, 256) and fa2._get_block_size_n(device, 8, True, True) > 256
+    give_the_output_back(weights, out, lse, q, k, v)
+
+
+def give_the_output_back(weights, out, lse, q, k, v):
+    device, batch = q.device, len(q)
+    assert weights.shape == (batch, 4, 128, 256) and fa2._get_block_size_n(device, 8, True, True) > 256
     weights = weights[:, :, :7, :150].double()
     seen = torch.ones(7, 150, dtype=torch.bool, device=device).tril(143)
     scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(2, 2)) * 8**-0.5
     top = scores.masked_fill(~seen, -INF).amax(-1)
     norm = weights.abs() * (top - lse.double()).exp()[..., None]
-    close(norm.sum(-1), torch.ones(2, 4, 7))
+    close(norm.sum(-1), torch.ones(batch, 4, 7))
     dropped = (weights < 0) & seen
-    assert 0.2 < dropped.sum() / (seen.sum() * 8) < 0.4
+    assert 0.2 < dropped.sum() / (seen.sum() * 4 * batch) < 0.4
     close(out, torch.einsum("bhqk,bkhd->bqhd", norm.masked_fill(dropped, 0.0) / 0.7, v.double().repeat_interleave(2, 2)))
+
+
+def test_dropped_weights_in_a_graph(device):
+    """The seed is a tensor there, and another one in each call; sizes of packed sequences are not known."""
+    q, k, v = tensors(device, (1, 7, 4, 8), (1, 150, 2, 8), (1, 150, 2, 8))
+    call = torch.compile(lambda q: fa2.flash_attn_func(q, k, v, 0.3, causal=True, return_attn_probs=True), backend="aot_eager", fullgraph=True)
+    first, second = call(q), call(q)
+    for out, lse, weights in (first, second):
+        give_the_output_back(weights, out, lse, q, k, v)
+    assert not torch.equal(first[0], second[0])
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32, device=device)
+    packed = lambda q: fa2.flash_attn_varlen_func(q, q, q, cu, cu, 4, 4, 0.3, return_attn_probs=True)[0]  # noqa: E731
+    with pytest.raises(Exception, match="return_attn_probs with dropout_p in a compiled graph"):
+        torch.compile(packed, backend="aot_eager", fullgraph=True)(q[0])
 
 
 # ---- the cache

@@ -191,6 +191,86 @@ def test_a_table_too_narrow_is_a_runtime_error(device):
             fa2.flash_attn_with_kvcache(q, pool, pool, new, new, cache_seqlens=seqlens, block_table=table)
 
 
+INT = torch.int32
+NEW, WIDE = torch.zeros(3, 5, 2, 8), torch.zeros(64, 8)
+OF_A_CACHE = {  # of 3 sequences, 16 slots, 2 heads of 8; the arguments beside q, k_cache and v_cache, and the sentence
+    "heads": ({"k": NEW[:, :, :1], "v": NEW[:, :, :1]}, r"k is \[3, 5, 1, 8\], v \[3, 5, 1, 8\]; give both as \[3, new, 2, 8\]"),
+    "more heads": ({"k": torch.zeros(3, 5, 3, 8), "v": torch.zeros(3, 5, 3, 8)}, r"k is \[3, 5, 3, 8\], v \[3, 5, 3, 8\]; give both as"),
+    "one sequence": ({"k": NEW[:1], "v": NEW[:1]}, r"k is \[1, 5, 2, 8\], v \[1, 5, 2, 8\]; give both as \[3, new"),
+    "one value": ({"k": NEW, "v": NEW[:, :1]}, r"k is \[3, 5, 2, 8\], v \[3, 1, 2, 8\]; give both as"),
+    "one column": ({"k": NEW[..., :1], "v": NEW[..., :1]}, r"k is \[3, 5, 2, 1\], v \[3, 5, 2, 1\]; give both as"),
+    "no batch": ({"k": NEW[0], "v": NEW[0]}, r"k is \[5, 2, 8\], v \[5, 2, 8\]; give both as"),
+    "full": ({"k": NEW, "v": NEW, "cache_seqlens": torch.tensor([1, 2, 12], dtype=INT)}, "cache_seqlens is 1 to 12, 17 with the new tokens; give 0 to 16"),
+    "full, a number": ({"k": NEW, "v": NEW, "cache_seqlens": 12}, "cache_seqlens is 12, 17 with the new tokens; give 0 to 16, the tokens of a sequence in k_c"),
+    "too long": ({"cache_seqlens": torch.tensor([0, 2, 17], dtype=INT)}, "cache_seqlens is 0 to 17; give 0 to 16, the tokens of a sequence in k_cache"),
+    "negative": ({"k": NEW, "v": NEW, "cache_seqlens": torch.tensor([0, -9, 7], dtype=INT)}, "cache_seqlens is -9 to 7, 12 with the new tokens; give"),
+    "lengths": ({"cache_seqlens": torch.zeros(2, dtype=INT)}, r"cache_seqlens is torch.int32 \[2\] on cpu; give int32 \[3\], one a sequence of q"),
+    "long rows": ({"cache_batch_idx": torch.arange(3)}, r"cache_batch_idx is torch.int64 \[3\] on cpu; give int32 \[3\], one a sequence of q, on cpu"),
+    "rows": ({"cache_batch_idx": torch.arange(2, 5).int()}, "cache_batch_idx is 2 to 4; give 0 to 2, the rows of k_cache"),
+    "rows, written": ({"k": NEW, "v": NEW, "cache_batch_idx": torch.arange(3).int() - 1}, "cache_batch_idx is -1 to 1; give 0 to 2, the rows of k_cache"),
+    "padding": ({"cache_leftpad": torch.tensor([4, 5, 6], dtype=INT)}, "cache_leftpad is 4 to 6, negative or more than a sequence has; give 0 to"),
+    "sequences": ({"q": torch.zeros(4, 1, 4, 8), "cache_seqlens": 3}, "q has 4 sequences, k_cache 3; give as many, or cache_batch_idx"),
+    "queries": ({"q": torch.zeros(1, 4, 8)}, r"q is \[1, 4, 8\]; give \[batch, len_q, heads, dim\]"),
+    "heads of q": ({"q": torch.zeros(3, 1, 3, 8)}, "q has 3 heads of 8, k_cache 2 of 8; give"),
+    "rotary": ({"k": NEW, "v": NEW, "rotary_cos": WIDE, "rotary_sin": WIDE}, r"rotary_cos is \[64, 8\], rotary_sin \[64, 8\]; give both as \[positions"),
+    "pools": ({"v_cache": torch.zeros(3, 15, 2, 8)}, r"k_cache is \[3, 16, 2, 8\], v_cache \[3, 15, 2, 8\]; give both as \[caches, capacity"),
+}  # fmt: skip
+OF_PAGES = {  # 6 pages of 4 tokens, 2 columns a sequence
+    "overrun": ({"k": NEW, "v": NEW, "cache_seqlens": torch.tensor([1, 2, 4], dtype=INT)}, "9 .*columns of {}|{} has 2 columns of 4 tokens"),
+    "pages": ({"table": torch.tensor([[0, 1], [2, 3], [4, 6]], dtype=INT), "cache_seqlens": 8}, "{} has pages 0 to 6 among those of a sequence; give 0 to 5"),
+    "written": ({"k": NEW, "v": NEW, "table": torch.tensor([[0, 1], [2, 3], [-1, 4]], dtype=INT)}, "{} has pages -1 to 4 among those"),
+    "long table": ({"table": torch.zeros(3, 2).long()}, r"{} is torch.int64 \[3, 2\] on cpu; give int32 \[3, most pages\], a row a sequence of q"),
+    "rows": ({"table": torch.zeros(2, 2, dtype=INT)}, r"{} is torch.int32 \[2, 2\] on cpu; give int32 \[3, most pages\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["2", "3"])
+@pytest.mark.parametrize("case", [*OF_A_CACHE, *(f"paged: {name}" for name in OF_PAGES)])
+def test_what_a_cache_refuses_is_said_before_it_is_written(module, case):
+    pages, table = case.startswith("paged: "), "block_table" if module is fa2 else "page_table"
+    change, words = OF_PAGES[case.removeprefix("paged: ")] if pages else OF_A_CACHE[case]
+    given = {"q": torch.zeros(3, 1, 4, 8), "cache_seqlens": torch.tensor([1, 2, 3], dtype=INT)}
+    given |= {name: torch.full((6, 4, 2, 8) if pages else (3, 16, 2, 8), 7.0) for name in ("k_cache", "v_cache")}
+    given |= {"table": torch.arange(6, dtype=INT).view(3, 2)} if pages else {}
+    given |= change
+    if pages:
+        given[table] = given.pop("table")
+    with pytest.raises((ValueError, RuntimeError), match=f"^flash_attn_with_kvcache: .*{words.replace('{}', table)}"):
+        module.flash_attn_with_kvcache(**given)
+    assert "v_cache" in change or all((given[name] == 7).all() for name in ("k_cache", "v_cache"))
+
+
+def test_what_packed_new_keys_refuse():
+    q, pool, cu = torch.zeros(5, 4, 8), torch.zeros(2, 8, 2, 8), torch.tensor([0, 2, 5], dtype=INT)
+    new, used = torch.zeros(5, 2, 8), torch.tensor([1, 6], dtype=INT)
+    call = lambda q=q, new=new, **rest: fa3.flash_attn_with_kvcache(q, pool, pool, new, new, **{"cache_seqlens": used - 1, "cu_seqlens_q": cu, "cu_seqlens_k_new": cu} | rest)  # noqa: E501, E731  # fmt: skip
+    assert call(max_seqlen_q=3).shape == q.shape
+    for change, words in (
+        ({"cache_seqlens": used}, "cache_seqlens is 1 to 6, 9 with the new tokens; give 0 to 8"),
+        ({"cache_seqlens": 7}, "cache_seqlens is 7, 10 with the new tokens; give 0 to 8"),
+        ({"new": new[:, :1]}, r"k is \[5, 1, 8\], v \[5, 1, 8\]; give both as \[new tokens, 2, 8\]"),
+        ({"cu_seqlens_k_new": cu.long()}, r"cu_seqlens_k_new is torch.int64 \[3\] on cpu; give int32 \[3\]"),
+        ({"q": q[None]}, r"q is \[1, 5, 4, 8\]; give \[tokens, heads, dim\], packed as cu_seqlens_q says"),
+        ({"rotary_seqlens": used[:1], "rotary_cos": WIDE[:, :2], "rotary_sin": WIDE[:, :2]}, r"rotary_seqlens is torch.int32 \[1\] on cpu; give int32 \[2\]"),
+    ):
+        with pytest.raises(ValueError, match=f"^flash_attn_with_kvcache: {words}"):
+            call(**change)
+
+
+@pytest.mark.parametrize("argument", ["q_descale", "k_descale", "v_descale"])
+def test_scales_of_another_shape_are_refused(argument):
+    q, k, v = (torch.zeros(3, 2, heads, 16).to(torch.float8_e4m3fn) for heads in (4, 2, 2))
+    cu = torch.tensor([0, 2, 4, 6], dtype=INT)
+    for shape in ((1,), (3, 4)):
+        words, factors = rf"{argument} is \[{', '.join(map(str, shape))}\]; give \[3, 2\], one a sequence and head of k", {argument: torch.ones(shape)}
+        with pytest.raises(ValueError, match=f"^flash_attn_with_kvcache: {words}"):
+            fa3.flash_attn_with_kvcache(q, k, v, **factors)
+        with pytest.raises(ValueError, match=f"^flash_attn: {words}"):
+            fa3.flash_attn_func(q, k, v, **factors)
+        with pytest.raises(ValueError, match=f"^flash_attn: {words}"):
+            fa3.flash_attn_varlen_func(*(t.flatten(0, 1) for t in (q, k, v)), cu, cu, 2, 2, **factors)
+
+
 # ---- the passes on their own
 
 

@@ -143,13 +143,14 @@ def test_nested_tensors_are_refused():
 
 
 def test_the_patch_comes_off():
-    fast = torch.backends.mha.get_fastpath_enabled()
+    fast, scripted = torch.backends.mha.get_fastpath_enabled(), dict(torch.jit._builtins._get_builtin_table())
     with sdpa.installed():
         assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention and not torch.backends.mha.get_fastpath_enabled()
         with sdpa.installed():
             sdpa.install()
         assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
     assert F.scaled_dot_product_attention is TORCH and torch.backends.mha.get_fastpath_enabled() == fast
+    assert torch.jit._builtins._get_builtin_table() == scripted
     sdpa.uninstall()
     assert F.scaled_dot_product_attention is TORCH
 

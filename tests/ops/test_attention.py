@@ -85,6 +85,11 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"attention: dropout -0.5 is not a probability", ValueError, {"dropout": onchip.Dropout(-0.5)}),
         (r"attention: dropout 'some' is not a probability", ValueError, {"dropout": "some"}),
         (r"attention: the seed is 1.5, the offset 0; give a seed of 63 bits", ValueError, {"dropout": onchip.Dropout(0.5, 1.5)}),
+        (
+            r"attention: the seed is a tensor, torch.int64 \[2\]; give int64 \[\], an integer or None",
+            ValueError,
+            {"dropout": onchip.Dropout(0.5, torch.arange(2))},
+        ),
         (r"attention: the seed is -1, the offset 0; give a seed of 63 bits or None", ValueError, {"dropout": onchip.Dropout(0.5, -1)}),
         (
             r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, bf16_of_e4m3, triton_prefill, blocked, reference, or leave kernel='auto'",
@@ -210,6 +215,19 @@ def test_paged_inputs_that_disagree():
             onchip.paged_attention(q, good._replace(lengths=good.lengths + 24), **how)
     with pytest.raises(ValueError, match=r"^Window: left is \[3\]; this call needs \[heads 2\]"):
         onchip.paged_attention(q, good, mask=Window(zeros(3).int()))
+
+
+def test_pages_that_are_not_there_are_named():
+    """Also of sequences whose keys are laid side by side, and where a page before was fine."""
+    pages, good = zeros(4, 8, 2, 16), torch.tensor([[0, 1], [2, 3]], dtype=INT32)
+    for table, words in ((good, None), (good + 1, "1 to 4"), (good - 1, "-1 to 2"), (good * 0 + (1 << 30), "1073741824 to 1073741824")):
+        for len_q, mask in ((1, onchip.Causal()), (2, Window(9)), (2, onchip.Full())):
+            call = lambda: onchip.paged_attention(zeros(2, len_q, 4, 16), PagedKV(pages, pages, table, zeros(2, dtype=INT32) + 16), mask=mask)  # noqa: B023, E731
+            if words is None:
+                assert call().shape == (2, len_q, 4, 16)
+                continue
+            with pytest.raises(ValueError, match=f"^paged_attention: page_table has pages {words} among those of some sequences; the cache has 0 to 3"):
+                call()
 
 
 def test_merge_of_what_does_not_belong_together():
@@ -448,6 +466,7 @@ def test_dropout_draws_from_torchs_generator(kernel):
     assert not torch.equal(first[0], second[0])
     torch.testing.assert_close(call(onchip.Dropout(0.4, 5)), call(onchip.Dropout(0.4, 5)), rtol=0, atol=0)
     assert not torch.equal(call(onchip.Dropout(0.4, 5))[0], call(onchip.Dropout(0.4, 5, 1))[0])
+    torch.testing.assert_close(call(onchip.Dropout(0.4, torch.tensor(5), 1)), call(onchip.Dropout(0.4, 5, 1)), rtol=0, atol=0)
     torch.testing.assert_close(call(0.0), call(None), rtol=0, atol=0)
 
 

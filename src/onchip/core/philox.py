@@ -34,6 +34,9 @@ def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor], rounds: int = 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of a 32 x 32-bit product, whose 64 bits are those of int64's too."""
+    if torch.compiler.is_compiling():  # past 2^63 C++ promises nothing, and a compiler of graphs may write C++
+        product = (a - (1 << 32)) * b
+        return ((product >> 32) + b) & WORD, product & WORD
     product = a * b
     return (product >> 32) & WORD, product & WORD
 
@@ -50,7 +53,7 @@ def bar(p: float) -> int:
 
 def kept(p: float, state: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, heads: int) -> Tensor:
     """True where a weight of attention stays; b, h, i, j broadcast as in a Place, queries along the last but one dimension and keys along the last."""
-    if i.device.type != "cpu":  # to find what calls there are would wait for the device
+    if i.device.type != "cpu" or torch.compiler.is_compiling():  # to find what calls there are would wait for the device, and no graph can hold it
         return _kept_alone(p, state, b * heads + h, i, j)
     (rows, own_row), (cols, own_col) = _calls(i.flatten()), _calls(j.flatten())
     w0, w1, w2, w3 = (word.to(torch.int32) for word in _words(state, b * heads + h, rows[:, None], cols))  # [.., rows, cols]
@@ -87,17 +90,23 @@ def kept_rows(p: float, state: Tensor, rows: int, width: int) -> Tensor:
     return philox((seed & WORD, (seed >> 32) & WORD), (col, row[:, None], torch.zeros_like(col), offset & WORD))[0] >= threshold(p)
 
 
-def check(name: str, p: float, seed: int | None, offset: int) -> None:
+def check(name: str, p: float, seed: int | Tensor | None, offset: int) -> None:
     if not isinstance(p, Real) or not 0 <= p < 1:
         raise ValueError(f"{name}: dropout {p!r} is not a probability below 1; give 0 <= p < 1")
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.ndim:
+            raise ValueError(f"{name}: the seed is a tensor, {seed.dtype} {list(seed.shape)}; give int64 [], an integer or None")
+        seed = None  # its number is not looked at
     if not all(n is None or isinstance(n, Integral) for n in (seed, offset)) or not (0 <= (seed or 0) < 1 << 63 and 0 <= offset < 1 << 32):
         raise ValueError(f"{name}: the seed is {seed}, the offset {offset}; give a seed of 63 bits or None, and an offset of 32 bits")
 
 
-def draw(device: torch.device, seed: int | None, offset: int) -> Tensor:
+def draw(device: torch.device, seed: int | Tensor | None, offset: int) -> Tensor:
     """The state: the given seed, or one of torch's generator of the device (no synchronisation)."""
     if seed is None:
         state = torch.randint(1 << 62, (2,), dtype=torch.int64, device=device)
+    elif isinstance(seed, Tensor):
+        state = seed.to(device).repeat(2)
     else:
         state = torch.full((2,), seed, dtype=torch.int64, device=device)
     state[1:].fill_(offset)  # `state[1] = offset` would wait for the device

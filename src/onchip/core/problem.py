@@ -104,11 +104,12 @@ class Dropout(NamedTuple):
     """Each weight is dropped with probability `p`, the others grow by 1 / (1 - p).
 
     The random numbers are Philox-4x32 (Salmon et al., 2011) of (seed, offset, sequence, head, query, key), as `core/philox.py` says: whatever kernel runs,
-    on whatever device, drops the same ones. `seed` None: drawn from torch's generator of the device.
+    on whatever device, drops the same ones. `seed` None: drawn from torch's generator of the device. In a compiled graph, which holds no numbers of its own,
+    it may be a tensor, int64 [].
     """
 
     p: float
-    seed: int | None = None
+    seed: int | Tensor | None = None
     offset: int = 0
 
 

@@ -137,6 +137,7 @@ def uninstall() -> None:
     if _before:
         F.scaled_dot_product_attention = _before["function"]
         torch.backends.mha.set_fastpath_enabled(_before["fastpath"])
+        torch.jit._builtins._get_builtin_table().pop(id(scaled_dot_product_attention), None)
         _before.clear()
 
 

@@ -11,6 +11,18 @@ from onchip.kernels.attention.reference import place
 MULTIPLE = 128  # lengths are rounded up to it
 
 
+def seeded(call: Call, device: torch.device) -> Call:
+    """The call with a seed that `signed_weights` can draw from again.
+
+    Drawn on the CPU, so that nothing waits for the device; a graph cannot hold the number, so there it is a tensor of the device's own generator.
+    """
+    if call.dropout is None:
+        return call
+    in_graph = torch.compiler.is_compiling()
+    seed = torch.randint(1 << 62, (), device=device if in_graph else "cpu")
+    return call._replace(dropout=call.dropout._replace(seed=seed if in_graph else int(seed)))
+
+
 def signed_weights(call: Call, q: Tensor, k: Tensor, lengths: Lengths | None) -> Tensor:
     """`exp(score - the row's largest score)`, negated where dropped, 0 where hidden: `[batch, heads, len_q, len_k]` of q's dtype, lengths rounded up to 128.
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from onchip.core.problem import Dropout
 from onchip.integrations.flash_attn.call import Call, Lengths, band, ends, run, score_of
-from onchip.integrations.flash_attn.dropped import signed_weights
-from onchip.integrations.flash_attn.kvcache import Cache, Rotary, agree, append, attend, cache_of, tokens_of, turned
+from onchip.integrations.flash_attn.dropped import seeded, signed_weights
+from onchip.integrations.flash_attn.kvcache import Cache, Rotary, append, attend, cache_of, tokens_of, turned
+from onchip.integrations.flash_attn.kvcache_checks import Asked, check, check_numbers
 
 USE_TRITON_ROCM = False
 
@@ -35,7 +36,7 @@ def flash_attn_func(
     return_attn_probs=False,
 ):
     """`[batch, len_q, heads, dim]`; with `return_attn_probs` also LSE float32 `[batch, heads, len_q]` and S_dmask (empty without dropout)."""
-    call = _call(q.shape[1], k.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    call = _call(q.shape[1], k.shape[1], dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     return _results(call, q, k, v, None, return_attn_probs)
 
 
@@ -71,7 +72,10 @@ def flash_attn_varlen_func(
 ):
     """`[tokens, heads, dim]`; with `return_attn_probs` also LSE float32 `[heads, tokens]` and S_dmask (empty without dropout)."""
     longest = int(max_seqlen_q), int(max_seqlen_k)
-    call = _call(*longest, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    call = _call(*longest, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    if call.dropout and return_attn_probs and torch.compiler.is_compiling():
+        words = "return_attn_probs with dropout_p in a compiled graph; the lengths of packed sequences, which S_dmask goes by, are not known there"
+        raise ValueError(f"flash_attn_varlen_func: {words}; leave one of the two out, or call it outside of torch.compile")
     if block_table is None:
         return _results(call, q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, longest), return_attn_probs)
     if call.dropout and return_attn_probs:
@@ -126,13 +130,16 @@ def flash_attn_with_kvcache(
     are compared with its width, as flash-attn does, which waits for the device (not in compiled graphs, nor while a CUDA graph is captured).
     """
     name, new = "flash_attn_with_kvcache", 0 if k is None else k.shape[1]
-    agree(name, k, v, rotary_cos, rotary_sin, cache_seqlens)
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError(f"{name}: cache_batch_idx with block_table; give the rows as block_table[cache_batch_idx]")
-    cache = cache_of(k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, q.shape[0])
+    asked = Asked(q, k, v, rotary_cos, rotary_sin, table="block_table")
+    given = Cache(k_cache, v_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad)
+    check(asked, given)
+    cache = cache_of(given, asked.batch)
     first, cache = cache.used, cache._replace(used=cache.used + new if new else cache.used)
     if block_table is not None and cache_seqlens is not None:
         _fits(cache, new)
+    check_numbers(asked, given, cache)
     if k is not None:
         place = tokens_of(k, None)
         if rotary_cos is not None:
@@ -140,7 +147,7 @@ def flash_attn_with_kvcache(
             rotary = Rotary(rotary_cos, rotary_sin, first, rotary_interleaved)
             q, k = turned(q, tokens_of(q, None), rotary, stay=left is right is None), turned(k, place, rotary)
         append(cache, k, v, place, first)
-    call = _call(q.shape[1], cache.capacity, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False, False)
+    call = _call(q.shape[1], cache.capacity, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, False)
     out, lse = attend(call, q, cache, return_softmax_lse)
     return (out, _lse(lse)) if return_softmax_lse else out
 
@@ -159,15 +166,14 @@ def _fits(cache: Cache, new: int) -> None:
 # ---- from arguments to a call
 
 
-def _call(len_q, len_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs) -> Call:
+def _call(len_q, len_k, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> Call:
     mask = band(*ends("flash_attn", window_size, causal), len_q, len_k)
-    dropout = None
-    if dropout_p:  # S_dmask needs the seed: drawn on the CPU, so that nothing waits for the device
-        dropout = Dropout(dropout_p, int(torch.randint(1 << 62, ())) if return_attn_probs else None)
+    dropout = Dropout(dropout_p) if dropout_p else None
     return Call(mask, softmax_scale, score_of("flash_attn", softcap, alibi_slopes), None, dropout, deterministic)
 
 
 def _results(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, return_attn_probs: bool):
+    call = seeded(call, q.device) if return_attn_probs else call
     out, lse = run(call, q, k, v, lengths, return_attn_probs)
     if not return_attn_probs:
         return out

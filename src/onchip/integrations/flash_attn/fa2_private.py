@@ -10,14 +10,14 @@ from torch import Tensor
 
 from onchip.core.philox import draw
 from onchip.integrations.flash_attn.call import Call, Lengths, gradients, run
-from onchip.integrations.flash_attn.dropped import signed_weights
+from onchip.integrations.flash_attn.dropped import seeded, signed_weights
 from onchip.integrations.flash_attn.fa2 import _call, _lse
 from onchip.integrations.flash_attn.kvcache import Cache, attend
 
 
 def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax):
     """(output, LSE, S_dmask, state of the dropout int64 [2]) of dense q, k, v."""
-    call = _call(q.shape[1], k.shape[1], dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes, False, True)
+    call = _call(q.shape[1], k.shape[1], dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes, False)
     return _forward(call, q, k, v, None, return_softmax)
 
 
@@ -26,7 +26,7 @@ def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q
                                seqused_k=None, zero_tensors=False, num_splits=0):  # fmt: skip
     """The same of packed q, k, v, or of k and v in pages. `zero_tensors` has no effect: all of the output is written."""
     window, longest = (window_size_left, window_size_right), (int(max_seqlen_q), int(max_seqlen_k))
-    call = _call(*longest, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, False, True)
+    call = _call(*longest, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, False)
     used = seqused_k
     if leftpad_k is not None:
         used = (cu_seqlens_k.diff() if used is None else used) - leftpad_k
@@ -47,7 +47,7 @@ def _flash_attn_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p,
                          alibi_slopes, deterministic, rng_state=None):  # fmt: skip
     """Gradients into `dq`, `dk`, `dv`; returns the rows' sums of output times gradient, float32 `[batch, heads, len_q]`."""
     window = window_size_left, window_size_right
-    call = _call(q.shape[1], k.shape[1], dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic, False)
+    call = _call(q.shape[1], k.shape[1], dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     return _backward(call, dout, q, k, v, out, softmax_lse, (dq, dk, dv), None, rng_state)
 
 
@@ -56,12 +56,13 @@ def _flash_attn_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_
                                 zero_tensors=False):  # fmt: skip
     """The same of packed tensors; the sums are `[heads, tokens]`."""
     window, longest = (window_size_left, window_size_right), (int(max_seqlen_q), int(max_seqlen_k))
-    call = _call(*longest, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic, False)
+    call = _call(*longest, dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     return _backward(call, dout, q, k, v, out, softmax_lse, (dq, dk, dv), Lengths(cu_seqlens_q, cu_seqlens_k, longest), rng_state)
 
 
 @torch.no_grad()
 def _forward(call: Call, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths | None, return_softmax: bool):
+    call = seeded(call, q.device)
     out, lse = run(call, q, k, v, lengths, True)
     weights = signed_weights(call, q, k, lengths) if return_softmax and call.dropout else q.new_empty(0)
     state = draw(q.device, call.dropout.seed, 0) if call.dropout else torch.zeros(2, dtype=torch.int64, device=q.device)

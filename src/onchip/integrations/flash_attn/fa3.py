@@ -22,7 +22,8 @@ from torch import Tensor
 from onchip import dispatch
 from onchip.core.masks import Chunked, Mask
 from onchip.integrations.flash_attn.call import FP8, Call, Descale, Lengths, SameChunk, band, ends, run, score_of
-from onchip.integrations.flash_attn.kvcache import Rotary, agree, append, attend, cache_of, tokens_of, turned
+from onchip.integrations.flash_attn.kvcache import Cache, Rotary, append, attend, cache_of, tokens_of, turned
+from onchip.integrations.flash_attn.kvcache_checks import Asked, check, check_numbers
 from onchip.integrations.flash_attn.rotary import sequence_of
 from onchip.ops.attention import merge
 
@@ -154,13 +155,16 @@ def flash_attn_with_kvcache(
     same) on; then the queries see the cache. Queries are rotated likewise, or without a causal mask, window or chunk all as at the
     first of these positions. A float8 cache is widened whole in each call.
     """
-    name, batch = "flash_attn_with_kvcache", len(cu_seqlens_q) - 1 if cu_seqlens_q is not None else q.shape[0]
-    agree(name, k, v, rotary_cos, rotary_sin, cache_seqlens)
-    cache = cache_of(k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, batch)
+    name, asked = "flash_attn_with_kvcache", Asked(q, k, v, rotary_cos, rotary_sin, rotary_seqlens, cu_seqlens_q, cu_seqlens_k_new)
+    given = Cache(k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad)
+    check(asked, given)
+    descales = _of_float8(name, k_cache, Descales(q_descale, k_descale, v_descale), asked.batch, k_cache.shape[2])
+    cache = cache_of(given, asked.batch)
+    first, new = cache.used, 0 if k is None else k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
+    cache = cache._replace(used=cache.used if k is None else (first + new).int())
+    check_numbers(asked, given, cache)
     if k is not None:
-        place, first = tokens_of(k, cu_seqlens_k_new), cache.used
-        new = k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff()
-        cache = cache._replace(used=(first + new).int())
+        place = tokens_of(k, cu_seqlens_k_new)
         if rotary_cos is not None:
             free = attention_chunk == 0 and ends(name, window_size, causal) == (None, None)
             rotary = Rotary(rotary_cos, rotary_sin, first if rotary_seqlens is None else rotary_seqlens, rotary_interleaved)
@@ -168,7 +172,6 @@ def flash_attn_with_kvcache(
         append(cache, k, v, place, first)
     len_q = q.shape[1] if cu_seqlens_q is None else max_seqlen_q
     call = _call(len_q, cache.capacity, softmax_scale, causal, window_size, attention_chunk, softcap, False)
-    descales = Descales(q_descale, k_descale, v_descale) if k_cache.dtype == FP8 else Descales()
     q, beside_k, call = _joined(name, call, q, k_cache, v_cache, qv, descales)
     call = _descaled(call, q, k_cache, descales)
     q = q.to(torch.bfloat16) if q.dtype == FP8 else q
@@ -211,7 +214,7 @@ def leaving(sm_margin: int) -> contextlib.AbstractContextManager:
 
 
 def _results(call: Call, q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None, descales: Descales, lengths: Lengths | None, return_lse: bool, sm_margin: int):
-    descales = descales if q.dtype == FP8 else Descales()
+    descales = _of_float8("flash_attn", q, descales, len(q) if lengths is None else len(lengths.q) - 1, k.shape[-2])
     q, k, call = _joined("flash_attn", call, q, k, v, qv, descales)
     call = _descaled(call, q, k, descales)
     q, k, v = (t.to(torch.bfloat16) if t.dtype == FP8 else t for t in (q, k, v))
@@ -229,6 +232,16 @@ def _joined(name: str, call: Call, q: Tensor, k: Tensor, v: Tensor, qv: Tensor |
         raise ValueError(f"{name}: qv with descale arguments; widen the inputs to bfloat16 and scale them before the call")
     both = torch.cat((q, qv), -1)
     return both, torch.cat((k, v), -1), call._replace(scale=both.shape[-1] ** -0.5 if call.scale is None else call.scale)
+
+
+def _of_float8(name: str, x: Tensor, descales: Descales, batch: int, kv_heads: int) -> Descales:
+    """The scales where they count: `x` is float8."""
+    if x.dtype != FP8:
+        return Descales()
+    for argument, factors in zip(("q_descale", "k_descale", "v_descale"), descales, strict=True):
+        if factors is not None and factors.shape != (batch, kv_heads):
+            raise ValueError(f"{name}: {argument} is {list(factors.shape)}; give [{batch}, {kv_heads}], one a sequence and head of k")
+    return descales
 
 
 def _descaled(call: Call, q: Tensor, k: Tensor, descales: Descales) -> Call:

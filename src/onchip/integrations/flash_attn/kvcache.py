@@ -66,23 +66,11 @@ class Rotary(NamedTuple):
     stay: bool = False
 
 
-def cache_of(k: Tensor, v: Tensor, used, table, row, leftpad, batch: int) -> Cache:
-    """The cache of a call; `used` is an integer, `[batch]` int32, or None for all of it."""
-    if not isinstance(used, Tensor):
-        full = k.shape[1] if table is None else table.shape[1] * k.shape[1]
-        used = torch.full((batch,), full if used is None else used, dtype=torch.int32, device=k.device)
-    return Cache(k, v, used, table, row, leftpad)
-
-
-def agree(name: str, k, v, rotary_cos, rotary_sin, cache_seqlens) -> None:
-    """The arguments of an append come together."""
-    for wanted, given, argument in ((k, v, "v"), (v, k, "k"), (rotary_cos, rotary_sin, "rotary_sin"), (rotary_sin, rotary_cos, "rotary_cos")):
-        if wanted is not None and given is None:
-            raise ValueError(f"{name}: {argument} is None and its companion is not; give both or none")
-    if k is not None and cache_seqlens is None:
-        raise ValueError(f"{name}: cache_seqlens is None and k is not; give the lengths before the append, where k goes")
-    if k is None and rotary_cos is not None:
-        raise ValueError(f"{name}: rotary_cos without k; give k and v too, or rotate q with flash_attn.layers.rotary.apply_rotary_emb")
+def cache_of(given: Cache, batch: int) -> Cache:
+    """The cache of a call with a length for each sequence, where `used` is an integer, or None for all of it."""
+    if isinstance(given.used, Tensor):
+        return given
+    return given._replace(used=torch.full((batch,), given.capacity if given.used is None else given.used, dtype=torch.int32, device=given.k.device))
 
 
 # ---- append

@@ -217,7 +217,8 @@ def _laid_side_by_side(p: Attention, x: Operands, q: Tensor, cache) -> tuple[lis
 
 def _side_by_side(p: Attention, x: Operands, group: Group, q: Tensor, cache, return_lse: bool) -> tuple[Tensor, Tensor]:
     """Output [rows, heads, dim_v] and LSE [n, heads, len_q] of a group of sequences: one product where a call a sequence costs more than its keys do."""
-    slots = once(("slots", group.members, p.page), [cache.page_table, group.columns], lambda: group.slots(cache.page_table, p.page))
+    slots, pages = once(("slots", group.members, p.page), [cache.page_table, group.columns], lambda: group.slots(cache.page_table, p.page))
+    _inside(cache.k, pages[0], pages[-1], "some sequences")
     k, v = (pool.flatten(0, 1).index_select(0, slots).unflatten(0, group.columns.shape).transpose(1, 2) for pool in cache[:2])
     near = q.flatten(0, -3)
     near = near if group.in_order and len(near) == len(group.rows) else near.index_select(0, group.rows)
@@ -255,13 +256,16 @@ def _gather(pool: Tensor | Codes, pages: Tensor, dtype: torch.dtype) -> Tensor:
     """Pages of a pool as one `[keys, kv_heads, dim]`; no copy when they lie side by side, as one sequence's mostly do. Codes are dequantised to `dtype`."""
     if pool.device.type == "cpu":
         ids = pages.tolist()
-        if ids and not 0 <= min(ids) <= max(ids) < pool.shape[0]:
-            raise ValueError(
-                f"paged_attention: page_table has pages {min(ids)} to {max(ids)} among those of a sequence; the cache has 0 to {pool.shape[0] - 1}"
-            )
+        if ids:
+            _inside(pool, min(ids), max(ids), "a sequence")
         if ids and ids[-1] - ids[0] == len(ids) - 1 and ids == list(range(ids[0], ids[-1] + 1)):  # pages of one token may be 100,000
             return read(pool, slice(ids[0], ids[-1] + 1), dtype).flatten(0, 1)
     return read(pool, pages.long(), dtype).flatten(0, 1)
+
+
+def _inside(pool: Tensor | Codes, least: int, greatest: int, whose: str) -> None:
+    if not 0 <= least <= greatest < pool.shape[0]:
+        raise ValueError(f"paged_attention: page_table has pages {least} to {greatest} among those of {whose}; the cache has 0 to {pool.shape[0] - 1}")
 
 
 # ---- forward

@@ -97,16 +97,18 @@ class Group(NamedTuple):
     mask: Tensor | None
     in_order: bool
     blind: bool
-    known: list[tuple[Tensor, Tensor]]
+    known: list[tuple[Tensor, tuple[Tensor, range]]]
 
-    def slots(self, page_table: Tensor, page: int) -> Tensor:
-        """Where in the pool each key lies, int64 [n x keys]. The layers of a model ask the same."""
-        for table, slots in self.known:
+    def slots(self, page_table: Tensor, page: int) -> tuple[Tensor, range]:
+        """Where in the pool each key lies, int64 [n x keys], and the pages from the least to the greatest. The layers of a model ask the same."""
+        for table, found in self.known:
             if torch.equal(table, page_table):
-                return slots
-        slots = torch.add(self.offsets, page_table.index_select(0, self.numbers).gather(1, self.columns), alpha=page).flatten()
-        self.known[:] = [(page_table.clone(), slots)]
-        return slots
+                return found
+        pages = page_table.index_select(0, self.numbers).gather(1, self.columns)
+        least, greatest = torch.stack(pages.aminmax()).tolist()
+        found = torch.add(self.offsets, pages, alpha=page).flatten(), range(least, greatest + 1)
+        self.known[:] = [(page_table.clone(), found)]
+        return found
 
 
 # ---- from a call to its tiles
