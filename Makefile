@@ -12,7 +12,6 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
-ON_GPU := $(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),$(SPREAD))
 
 # compiling the tests and the package takes every process 10 s: only the first one does
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,11 +23,10 @@ demo: .venv/.demo
 
 test: .venv/.test
 	$(BIN)/python -m pytest -q $(SPREAD) -m "not gpu and not wide"
-	$(ON_GPU) -m "gpu and not large and not wide"
+	$(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),$(SPREAD)) -m "gpu and not large"
 
 wide: .venv/.test
-	$(BIN)/python -m pytest -q $(SPREAD) -m "wide and not gpu"
-	$(ON_GPU) -m "wide and gpu and not large"
+	$(BIN)/python -m pytest -q $(SPREAD) -m wide
 
 gpu-test: .venv/.test
 	$(BIN)/python -m pytest -q -m gpu
