@@ -5,11 +5,12 @@ import torch
 
 import onchip
 from judge import assert_as_good_as_torch
+from onchip import dispatch
 from onchip.core import masks
 from onchip.core.masks import Causal, Full, Window, as_mask
 from onchip.core.problem import Attention, Dropout, Operands
 from onchip.core.scores import ALiBi, Bias, BucketBias, RelativeBias, ScoreMod, Softcap, chain
-from onchip.kernels.attention import blocked, blocked_tiles
+from onchip.kernels.attention import blocked, blocked_fused, blocked_tiles
 from onchip.kernels.attention.blocked_tiles import BESIDE, Part, cutting, groups, is_sum, reads, tiles
 from onchip.kernels.attention.reference import place
 from onchip.ops.attention import PagedKV
@@ -104,6 +105,22 @@ def test_sparse_masks_go_in_blocks(monkeypatch):
     assert sum(calls) <= 1024 * (64 + 64)
 
 
+@pytest.mark.parametrize("blocks", [torch.rand(5, 9) < 0.5, torch.rand(2, 3, 5, 9) < 0.5, torch.rand(3, 5, 9) < 0.5], ids=lambda t: str(t.ndim))
+@pytest.mark.parametrize(("rows", "keys"), [((0, 100), (0, 99)), ((7, 8), (13, 14)), ((19, 61), (11, 90)), ((20, 40), (22, 44))], ids=str)
+def test_a_mask_of_blocks_is_asked_once_a_block(blocks, rows, keys, monkeypatch):
+    """Within a tile that begins and ends anywhere; beside another mask that is not of blocks, at each place."""
+    asked, run = [], blocked_tiles.run
+    monkeypatch.setattr(blocked_tiles, "run", lambda traced, tensors, at: asked.append(at) or run(traced, tensors, at))
+    mask = masks.Blocks(blocks, (20, 11))
+    at = place(1, 3, 100, 99, torch.device("cpu"))
+    near = at._replace(i=at.i[:, :, slice(*rows)], j=at.j[..., slice(*keys)])
+    for given in (mask, mask & masks.Prefix(torch.tensor([30, 50]))):
+        traced, tensors = as_mask(given).parts()
+        expected = traced.run(None, *near, *tensors).expand(1, 3, -1, -1)
+        assert torch.equal(blocked_tiles.value(traced, tensors, near).expand(1, 3, -1, -1), expected)
+    assert len(asked) == 2 and asked[0].i.numel() == -(-rows[1] // 20) - rows[0] // 20 and asked[1].i.numel() == rows[1] - rows[0]
+
+
 def test_hidden_tiles_of_our_own_products_are_skipped(monkeypatch):
     """Of 64 tiles of a checkerboard that many rows share, the hidden half costs nothing, forward and backward."""
     seen = []
@@ -189,10 +206,22 @@ OWN = {  # a call -> whether its gradient is torch's own
 }
 
 
+@pytest.fixture(params=[False, True], ids=["units of bfloat16", "none"])
+def slow(request, monkeypatch):
+    """Whether products of bfloat16 are slow here."""
+    monkeypatch.setattr(blocked_fused, "_slow_in_bfloat16", lambda: request.param)
+    for forget in (blocked_fused.whole.cache_clear, dispatch.forget):
+        forget()
+    yield request.param
+    for forget in (blocked_fused.whole.cache_clear, dispatch.forget):
+        forget()
+
+
 @pytest.mark.parametrize("name", OWN)
-def test_calls_that_are_torchs_own(name):
-    """Their node is torch's; output, gradients and what is recorded are as of any other call."""
+def test_calls_that_are_torchs_own(name, slow):
+    """Their node is torch's; output, gradients and what is recorded are as of any other call. In bfloat16 no gradient is torch's where that is slow."""
     (n, dtype), how, own = OWN[name]
+    own = own and not (slow and dtype == BF16)
     inputs = qkv(n, dtype=dtype, dim_v=24 if name == "cast" else None)
     with onchip.record() as decisions:
         out = onchip.attention(*inputs, **how)
@@ -519,7 +548,7 @@ def test_sequences_of_about_equally_many_keys_go_together():
     assert one.members == (0, 1, 2, 3) and one.in_order, "as many spare keys cost no more than another call"
     table, other = (torch.randperm(40).view(4, 10).int() for _ in range(2))
     for pages in (table, table.clone(), other, table):
-        assert torch.equal(one.slots(pages, 16), (pages.long().gather(1, one.columns) * 16 + one.offsets).flatten())
+        assert torch.equal(one.slots(pages, 16)[0], (pages.long().gather(1, one.columns) * 16 + one.offsets).flatten())
     (window,) = groups(Window(15), 16, FP32, 0, (0, 1), (1, 1), (100, 3000))
     assert window.columns.shape == (2, 16) and window.mask is None, "of a window only its keys count"
 

@@ -23,7 +23,6 @@ from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, spans
 from onchip.core.trace import Place, Traced, untouched
 from onchip.kernels.attention.blocked_fused import (
-    FUSED_FEW,
     NUMBERS,
     ROOM,
     Whole,
@@ -37,6 +36,7 @@ from onchip.kernels.attention.blocked_fused import (
     fused_forward,
     fuses,
     head_by_head,
+    in_float32,
     laid_out,
     narrow,
     padded,
@@ -480,7 +480,7 @@ def _fused_rows(p: Attention, len_k: int) -> int:
     bounded = band.left is not None and band.right is not None
     if isinstance(p.mask, Traced) and not bounded:
         return max(32, min(FUSED_TRACED, most))
-    rows = (min(len_k, band.left + band.right + 1) if bounded else len_k) // 4
+    rows = min(len_k, band.left + band.right + 1) // 8 if bounded else len_k // 4
     return max(32, min(max(rows, FUSED_ROWS[0]), FUSED_ROWS[1], most))
 
 
@@ -562,7 +562,7 @@ def _with_sinks(x: Operands, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, lse) -> tuple[Tensor, Tensor, Tensor]:
     """Its weights are exp(S - LSE), so an LSE that counts a sink is as good."""
     how = unmasked(p, part)
-    few = min(part.len_q, part.len_q if how else _fused_rows(p, part.len_k)) <= FUSED_FEW
+    few = in_float32(p.dtype, min(part.len_q, part.len_q if how else _fused_rows(p, part.len_k)))
     q, k, v = (head_by_head(fit(t, p, few), p) for t in (q, k, v))
     out, d_out = even(fit(out, p, few)), fit(d_out, p, few).contiguous()
 

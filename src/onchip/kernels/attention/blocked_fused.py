@@ -5,6 +5,7 @@ floats takes 4 bytes a score, so that of a bool tensor is made for small calls a
 """
 
 import functools
+import platform
 import threading
 from typing import NamedTuple
 
@@ -35,6 +36,17 @@ fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_back
 def fuses(p: Attention, device: torch.device) -> bool:
     """Whether torch's CPU kernel computes this: no dropout, and scores that are sums, whose terms it takes as a mask of floats."""
     return device.type == "cpu" and "dropout" not in p.extras and (p.score is None or is_sum(p.score))
+
+
+def in_float32(dtype: torch.dtype, rows: int) -> bool:
+    """Whether torch's backward pass, which has products of bfloat16, is faster in float32."""
+    return dtype == torch.bfloat16 and (rows <= FUSED_FEW or _slow_in_bfloat16())
+
+
+@functools.cache
+def _slow_in_bfloat16() -> bool:
+    """On an x86 CPU without units for it, 7 to 17 times: 8,192 tokens under a window of 1,024 in tiles of 256 2.0 s, in float32 0.28."""
+    return platform.machine() in ("x86_64", "AMD64") and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def whole_part(p: Attention) -> Part:
@@ -141,7 +153,7 @@ def whole(p: Attention) -> Whole | None:
         return None
     if "batch_invariant" in p.extras:  # which of torch's threads takes a head shows in its last bits
         return None
-    few = p.dtype == torch.bfloat16 and p.len_q <= FUSED_FEW
+    few = in_float32(p.dtype, p.len_q)
     as_is = p.dim == p.value_dim and p.dtype != torch.float16 and not alongside(p)
     if how := unmasked(p, whole_part(p)):
         keys, causal = how
