@@ -376,8 +376,8 @@ def test_options_that_cannot_be(folder, options, words):
 def test_a_kernel_that_does_not_exist(folder):
     with pytest.raises(
         onchip.Unsupported,
-        match="kernel 'flash' does not exist; attention has hopper_prefill, hopper_fp8, triton_prefill, blocked, reference, hopper_decode, hopper_paged, "
-        "hopper_mla, register_decode, triton_decode, triton_shares, triton_paged, products of few rows triton_skinny, or leave auto",
+        match="kernel 'flash' does not exist; attention has hopper_prefill, hopper_fp8, bf16_of_e4m3, triton_prefill, blocked, reference, hopper_decode, "
+        "hopper_paged, hopper_mla, register_decode, triton_decode, triton_shares, triton_paged, products of few rows triton_skinny, or leave auto",
     ):
         LLM(folder, device="cpu", kernel="flash")
     with pytest.raises(onchip.Unsupported, match=r"skinny_linear: kernel='triton_skinny' refused .*dtype fp32 is not one of bf16, fp16"):
