@@ -31,9 +31,11 @@ def packed(lengths, mask=Causal(), dim=64, dtype=FP32, heads=(2, 1)) -> Attentio
 
 
 def rows(problems, kernels=PREFILL.kernels):
-    """One case a kernel and problem, with the marks of where it can run; those for one architecture, of what they accept there."""
+    """One case a kernel and problem of a dtype that it takes, with the marks of where it can run; those for one architecture, of what they accept there."""
     for problem in problems:
         for kernel in kernels:
+            if problem.dtype not in kernel.accepts.get("dtype", (problem.dtype,)):
+                continue
             if kernel in HOPPER:
                 if not kernel.refuses(problem, GPUS["H200"]):
                     yield pytest.param(kernel.name, problem, marks=[pytest.mark.gpu, pytest.mark.hopper], id=f"{problem}-{kernel.name}")
