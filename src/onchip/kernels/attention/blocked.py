@@ -1,7 +1,7 @@
 """Attention in plain torch, O(N) memory, on any device, forward and backward: what a CPU runs.
 
-Queries go in tiles; a tile knows which keys its rows see, so products are made for the mask's area (`blocked_tiles.py`); what a mask that is no band shows is
-computed for each query and key within its hull, once for all heads that share it. On a
+Queries go in tiles; a tile knows which keys its rows see, so products are made for the mask's area (`blocked_tiles.py`). What a mask
+that is no band shows is computed for each query and key within its hull, of one in blocks once a block, for all heads that share it. On a
 CPU torch's own fused kernel does a tile wherever it means the same; else the keys go in tiles too: forward the online
 softmax of FlashAttention (Dao et al., 2022, algorithm 1), backward the weights again from the LSE (its algorithm 4):
 
@@ -23,7 +23,7 @@ from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, spans
 from onchip.core.trace import Place, Traced, untouched
 from onchip.kernels.attention.blocked_fused import (
-    NUMBERS,
+    LEAST_KEYS,
     ROOM,
     Whole,
     added,
@@ -537,7 +537,7 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     together = rows == 1 and (mask is None or mask.shape[1] == 1)  # the heads of a group are rows of one product
     q = _grouped(q, p) if together else q
     q, scale, _ = upright(q, x.scale, causal)
-    if k.shape[2] < NUMBERS:
+    if k.shape[2] < LEAST_KEYS:
         mask, k, v, causal = *padded(mask, q, k, v, causal), False
     alone = q.shape[2] == 1 and q.dtype == torch.bfloat16 and not causal and k.shape[2] * dim >= LONE
     q = q.expand(-1, -1, 2, -1) if alone else q

@@ -22,7 +22,7 @@ FUSED_CAUSAL = range(257, 769)  # lengths at which tiles beat torch's causal mas
 FUSED_FEW = 128  # queries up to which torch's backward pass is faster in float32 than in bfloat16: 128 take 0.5 and 0.9 ms, 256 2.1 and 2.1
 ALONGSIDE = 512  # queries from which bfloat16 is laid out head by head first: 1,024 take 1 to 4% less time then, 256 up to 5% more
 FEW_BLOCKS = 2  # blocks of rows of which a mask is not asked what each sees: 25 us, of the 500 that 256 rows take
-NUMBERS = 8  # keys from which torch's kernel tells NaN from nothing
+LEAST_KEYS = 8  # keys from which torch's kernel tells NaN from nothing
 WHOLE_MASK = 1 << 22  # elements of the mask of a whole call: 16 MiB, as much as a tile's, kept for the backward pass
 CPU = torch.device("cpu")
 INFINITY = {torch.bfloat16: (torch.int16, -1 << 7), torch.float32: (torch.int32, -1 << 23), torch.float64: (torch.int64, -1 << 52)}  # the bits of -inf
@@ -113,8 +113,8 @@ def upright(q: Tensor, scale: float, causal: bool) -> tuple[Tensor, float, float
 
 
 def padded(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Mask, keys and values of NUMBERS keys, of which the last are hidden: of fewer torch's kernel gives 0 and LSE 0 where a query is NaN."""
-    more = NUMBERS - k.shape[2]
+    """Mask, keys and values of LEAST_KEYS keys, of which the last are hidden: of fewer torch's kernel gives 0 and LSE 0 where a query is NaN."""
+    more = LEAST_KEYS - k.shape[2]
     if mask is None:
         mask = q.new_zeros(1, 1, q.shape[2] if causal else 1, k.shape[2])
         mask = mask.masked_fill(torch.ones_like(mask, dtype=torch.bool).triu(1), -torch.inf) if causal else mask
@@ -157,13 +157,13 @@ def whole(p: Attention) -> Whole | None:
     as_is = p.dim == p.value_dim and p.dtype != torch.float16 and not alongside(p)
     if how := unmasked(p, whole_part(p)):
         keys, causal = how
-        trained = not few and len(range(*keys.indices(p.len_k))) >= NUMBERS and "sinks" not in p.extras and not (causal and halved(p.len_q, keys, p.dtype))
+        trained = not few and len(range(*keys.indices(p.len_k))) >= LEAST_KEYS and "sinks" not in p.extras and not (causal and halved(p.len_q, keys, p.dtype))
         return Whole(keys, causal, "bias" if p.score is not None else "", as_is and keys == slice(0, p.len_k), trained)
     if isinstance(p.mask, Traced) and p.score is None and p.len_q > 1 and is_lookup(p.mask):
         letters = cutting(p.mask)[1][0]
         size = p.len_q * p.len_k * (p.batch if "b" in letters else 1) * (p.heads if "h" in letters else 1)
         if {"i", "j"} <= {*letters} and size <= WHOLE_MASK:
-            return Whole(slice(0, p.len_k), False, "seen", as_is, not few and p.len_k >= NUMBERS and "sinks" not in p.extras)
+            return Whole(slice(0, p.len_k), False, "seen", as_is, not few and p.len_k >= LEAST_KEYS and "sinks" not in p.extras)
     return None
 
 
