@@ -82,6 +82,7 @@ MAPPED = {
     "a function": lambda: MaskMod(lambda b, h, i, j: (i - j) % 32 == 0),
     "two windows": lambda: Window(10) | Prefix(8),
     "nothing": lambda: MaskMod(lambda b, h, i, j: i < 0),
+    "corners": lambda: MaskMod(lambda b, h, i, j: i + j >= 0) & Window(1, 1),  # of tiles beside the diagonal's
 }
 
 
