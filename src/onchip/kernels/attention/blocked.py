@@ -1,8 +1,8 @@
 """Attention in plain torch, O(N) memory, on any device, forward and backward: what a CPU runs.
 
 Queries go in tiles; a tile knows which keys its rows see, so products are made for the mask's area (`blocked_tiles.py`). What a mask
-that is no band shows is computed for each query and key within its hull, of one in blocks once a block, for all heads that share it. On a
-CPU torch's own fused kernel does a tile wherever it means the same; else the keys go in tiles too: forward the online
+that is no band shows is computed for each query and key of its hull that blocks do not tell of (`blocked_bounds.py`), of one in blocks once a
+block, for all heads that share it. On a CPU torch's own fused kernel does a tile wherever it means the same; else the keys go in tiles too: forward the online
 softmax of FlashAttention (Dao et al., 2022, algorithm 1), backward the weights again from the LSE (its algorithm 4):
 
     P = exp(S - LSE)    dV = P^T dO    dS = P (dO V^T - delta)    dQ = dS K    dK = dS^T Q    delta = rowsum(dO O) - dLSE
@@ -57,6 +57,7 @@ from onchip.kernels.attention.blocked_tiles import (
     groups,
     hull,
     is_sum,
+    merged,
     parts,
     reads,
     run,
@@ -488,7 +489,8 @@ def _fused_tiles(p: Attention, x: Operands, part: Part, dtype: torch.dtype) -> I
     """The tiles of calls of torch's kernel; those of a band with what it adds to the scores."""
     most = _fused_rows(p, part.len_k)
     if isinstance(p.mask, Traced) or p.score is not None:
-        yield from tiles(p, x, part, most, torch.device("cpu"))
+        found = tiles(p, x, part, most, torch.device("cpu"))
+        yield from found if p.score is not None else merged(found)
         return
     shift = p.mask.shift(part.len_q, part.len_k)
     found = []  # (rows, keys, the place of its first key beside its first row)
