@@ -106,16 +106,16 @@ class Bug(NamedTuple):
     edits: tuple[tuple[str, str], ...]
 
 
-NEXT, STEPS = "(part + 1) * count // parts", "key_steps(place, map_ptr, map_strides, C)"
+NEXT, STEPS = "gl.maximum((part + 1) * count // C.split, first + 1)", "key_steps(place, map_ptr, map_strides, C)"
 IDLE = Case((2, 64, 2, FEW, 1, 3), lengths=((70, 5), (400, 300)), mask=Full(), dim=128)  # a warpgroup that has no queries
 BUGS = [
     Bug("all parts begin where the tile does", SMALL, (("steps = (top - first, near,", "steps = (top, near,"),)),
     Bug("a part ends a step late", SMALL, ((NEXT, f"gl.minimum({NEXT} + 1, count)"),)),
-    Bug("a later part's first steps are masked no more", AHEAD, (("gl.minimum(1 + masked, end)", "gl.minimum(1 + masked * 0, end)"),)),
+    Bug("a part's steps at the diagonal are not masked", AHEAD._replace(tiles=(2, 64, 2, EACH, 1, 2)), (("gl.minimum(1 + masked, end)", "gl.minimum(1 + masked * 0, end)"),)),
     Bug("the window's other end is not masked", CASES[4], (("far = gl.maximum(end - gl.maximum(1 + masked + bare, first + 1), 0)", "far = first * 0"),)),
     Bug("every part has the sink", SINKS, (("gl.where(hidden == 0, logit,", "gl.where(hidden >= 0, logit,"),)),
     Bug("no part has the sink", SINKS, (("gl.where(hidden == 0, logit,", "gl.where(hidden < 0, logit,"),)),
-    Bug("parts that there are not are computed", AHEAD, (("return part < _parts(steps, C)", "return part < C.split"),)),
+    Bug("parts of no keys see some", AHEAD, (("count // C.split > part * count // C.split, len_k", "count // C.split >= 0, len_k"),)),
     Bug("parts go to the first one's place", SMALL, (("b += part * (sizes[7] // sizes[3])", "b += part * 0"),)),
     Bug("heads of a packed batch's parts go to the first one's", UNEVEN, (("head += part * all_heads(sizes, C)", "head += part * 0"),)),
     Bug("queries of a packed batch's parts go to the first one's", UNEVEN, (("start_q += part * lse_len", "start_q += part * 0"),)),

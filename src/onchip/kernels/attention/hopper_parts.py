@@ -16,8 +16,6 @@ from onchip.kernels.attention.tile import LN2, LOG2E
 from onchip.kernels.hopper import gl, gluon
 from onchip.kernels.launch import starts_early
 
-LEAST = gl.constexpr(8)  # key tiles of a part: what it takes beside them, and joining it, is a fifth of their time
-
 # ---- device
 
 
@@ -45,25 +43,22 @@ def part_steps(place, number, whole, C: gl.constexpr):
 
 
 @gluon.jit
-def _parts(steps, C: gl.constexpr):
-    """In how many parts a tile's steps are dealt out: in C.split, or fewer of LEAST."""
+def keys_of_part(place, steps, part, C: gl.constexpr):
+    """How many keys there are; of a part of none of the tile's steps 0, so that it sees nothing."""
+    _b, _head, _tile_m, _start_q, _len_q, _start_k, len_k, _shift = place
     _top, masked, bare, low, _row = steps
-    return gl.minimum(gl.cdiv(1 + masked + bare + low, LEAST), C.split)
-
-
-@gluon.jit
-def has_part(steps, part, C: gl.constexpr):
-    """Whether a tile has this part."""
-    return part < _parts(steps, C)
+    count = 1 + masked + bare + low
+    return gl.where((part + 1) * count // C.split > part * count // C.split, len_k, 0)
 
 
 @gluon.jit
 def steps_of_part(steps, part, C: gl.constexpr):
-    """A part's of a tile's `key_steps`."""
+    """A part's of a tile's `key_steps`, one at least."""
     if C.split > 1:
         top, masked, bare, low, row = steps
-        parts, count = _parts(steps, C), 1 + masked + bare + low
-        first, end = part * count // parts, (part + 1) * count // parts
+        count = 1 + masked + bare + low
+        first = part * count // C.split
+        end = gl.maximum((part + 1) * count // C.split, first + 1)
         near = gl.maximum(gl.minimum(1 + masked, end) - (first + 1), 0)
         far = gl.maximum(end - gl.maximum(1 + masked + bare, first + 1), 0)
         steps = (top - first, near, end - first - 1 - near - far, far, row)
@@ -126,10 +121,12 @@ def parts_of(count: int, programs: int, steps: int) -> int:
 
 
 def apart(p: Attention, q, count: int):
-    """Output and LSE of `count` parts one behind the other, as `tile.outputs` has one; LSE -inf, which is what a part that there is not has seen."""
+    """Output and LSE of `count` parts one behind the other, as `tile.outputs` has one; of rows that may be nobody's LSE -inf, which is to have seen nothing."""
     sizes = (p.heads, p.tokens) if q.ndim == 3 else (p.batch, p.heads, p.len_q)
-    lse = torch.full((count * sizes[0], *sizes[1:]), -torch.inf, dtype=torch.float32, device=q.device)
-    return q.new_empty(count * len(q), *q.shape[1:-1], p.value_dim), lse
+    lse = torch.empty(count * sizes[0], *sizes[1:], dtype=torch.float32, device=q.device)
+    if q.ndim == 3:
+        lse.fill_(-torch.inf)
+    return q.new_empty(count * p.batch if q.ndim == 4 else count * p.tokens, *q.shape[1:-1], p.value_dim), lse
 
 
 def as_one(out, lse, count: int, sms: int):

@@ -169,7 +169,7 @@ class Shape:
     @property
     def uneven(self):
         """Whether sequences differ in length: behind the keys of one lies what is not 0, and may be NaN."""
-        return self.packed or self.page > 0
+        return self.packed or self.page > 0 or self.split > 1
 
 
 # ---- device: a computing warpgroup

@@ -9,7 +9,6 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention
 from onchip.core.trace import Traced
-from onchip.kernels.attention.hopper_parts import LEAST
 from onchip.kernels.attention.hopper_tiles import pack_of, programs_of, query_tiles, tile_of
 from onchip.kernels.attention.texts import far_of, is_light
 from onchip.kernels.attention.tile import order, together
@@ -20,9 +19,9 @@ TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
 LONG_64 = (3, 128, 3)
 TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
 SHORT = 2048  # queries of a causal problem: smaller tiles are more even
-MOST = 16  # parts of a tile's keys: what one launch merges
-# Of a key tile's time with two warpgroups (1.4 us at d128): that with one or three, and what a tile of queries and joining parts take beside their keys.
-STEP, TILE, JOIN = {1: 0.66, 2: 1.0, 3: 1.45}, 1.8, 5.0
+MOST, LEAST = 16, 8  # parts of a tile's keys: what one launch merges, and the fewest key tiles of a part
+# Of a key tile's time with two warpgroups (1.36 us at d128): that with one or three, and what a tile of queries and joining parts take beside their keys.
+STEP, TILE, JOIN = {1: 0.77, 2: 1.0, 3: 1.45}, 1.4, 5.0
 
 
 class Tiles(NamedTuple):
@@ -86,7 +85,7 @@ def steps_of(p: Attention, tiles: Tiles) -> tuple[int, int]:
 
 def parts_of(p: Attention, tiles: Tiles) -> range:
     """In how many parts keys may be dealt out: one tile alone, and more of what no map names."""
-    return range(1, 1 if isinstance(p.mask, Traced) else min(MOST, max(steps_of(p, tiles)) // LEAST.value) + 1) or range(1, 2)
+    return range(1, 1 if isinstance(p.mask, Traced) else min(MOST, max(steps_of(p, tiles)) // LEAST) + 1) or range(1, 2)
 
 
 def time_of(p: Attention, tiles: Tiles) -> float:
