@@ -21,6 +21,7 @@ GOAL = 5e-6  # seconds one warm `select` may take
 POWERS = tuple(1 << i for i in range(6, 14)) * 2  # lengths of packed sequences
 DRAWN = tuple(map(random.Random(3).randint, [64] * 8, [8192] * 8))
 SINGLE = ((512, 16), (2048, 8), (512, 8), (512, 32), (1024, 16), (2048, 32))  # queries and heads of one short sequence
+AHEAD = ((64, 131072), (128, 32768), (128, 8192))  # queries, and keys of which most come before them
 HEADS = (32, 8, 128)  # query heads, key heads and dimension of the decode rows
 SHAPES = ((1, 1024), (1, 8192), (1, 131_072), (8, 8192), (32, 4096), (128, 1024), (128, 8192))  # (batch, keys) of them
 UNEVEN = (131_072, *[512] * 63)
@@ -152,6 +153,10 @@ def _attention(device: torch.device, quick: bool) -> list[Row]:
         for n, heads in sizes:
             group = f"prefill d{dim} {type(mask).__name__.lower()}, one short sequence"
             found.append(_prefill((1, n), (heads, heads, dim), group, f"{_short(n)}, {heads} heads", mask))
+    for mask in (Causal(), Full())[: 1 if quick else 2]:
+        for len_q, len_k in AHEAD[:1] if quick else AHEAD:
+            p = Attention("prefill", 1, len_q, len_k, 32, 8, 128, BF16, mask)
+            found.append(Row(p, f"prefill d128 {type(mask).__name__.lower()}, few queries over many keys", f"{len_q} over {_short(len_k)}"))
     return found
 
 
@@ -185,6 +190,7 @@ def _decoding(device: torch.device, quick: bool) -> list[Row]:
     found.append(_cached((64, 1, even), HEADS, "uneven lengths", "even"))
     found.append(_cached((32, 4, 4096), HEADS, "speculative", "4 queries, 32x4k"))
     found.append(_cached((8, 512, 8192), HEADS, "chunks of a prefill", "8x512 over 8k"))
+    found.append(_cached((1, 128, 131072), HEADS, "chunks of a prefill", "128 over 128k"))
     found.append(_mixed((60, 4096), (4, 512, 8192)))
     alike = _cached((64, 1, 9216), HEADS, "shared prefix", "64 share 8k of 9k")
     found.append(replace(alike, problem=Shared("cascade", alike.problem, 8192)))

@@ -21,26 +21,14 @@ BF16, FP16 = torch.bfloat16, torch.float16
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 
 FEW, EACH = 3, 1000  # programs: few, which do several tiles each, or one for each tile
-SOURCES = [
-    f"onchip.kernels.{name}"
-    for name in (
-        "curves",
-        "attention.texts",
-        "attention.mods",
-        "attention.tile",
-        "hopper",
-        *(
-            f"attention.{x}"
-            for x in ("hopper_dropout", "pairs", "hopper_tiles", "capped", "lines", "key_bias", "hopper_halves", "hopper_copies", "hopper_prefill")
-        ),
-    )
-]
+ATTENTION = "texts mods tile hopper_dropout pairs hopper_tiles hopper_parts capped lines key_bias hopper_halves hopper_copies hopper_prefill"
+SOURCES = ["onchip.kernels.curves", "onchip.kernels.hopper", *(f"onchip.kernels.attention.{name}" for name in ATTENTION.split())]
 
 
 class Case(NamedTuple):
     """A call and the tiles it is run with. `lengths` and `used`: of a packed batch, queries and keys alike or (queries, keys)."""
 
-    tiles: tuple[int, int, int, int]  # groups, keys a tile, stages, programs
+    tiles: tuple[int, ...]  # groups, keys a tile, stages, programs; heads side by side, parts of the keys
     len_q: int = 0
     len_k: int = 0
     mask: Any = Causal()
@@ -137,10 +125,21 @@ def rows(lengths, used, heads: int, dim: int, dtype: torch.dtype) -> torch.Tenso
     return torch.cat(parts).to(dtype)[:-70]
 
 
+def prepared(emulator: Emulator, edits=()):
+    """The kernel, with what others launch in plain torch."""
+    kernel = emulator.load(*SOURCES, edits=edits)
+    kernel.mask_map, kernel.as_one = mask_map, as_one
+    return kernel
+
+
+def as_one(out: torch.Tensor, lse: torch.Tensor, count: int, _sms: int):
+    """`hopper_parts.as_one` by the reference."""
+    return onchip.merge([*zip(out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1)), strict=True)])
+
+
 def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
     """Output and LSE of the kernel."""
-    kernel = Emulator(mode, seed).load(*SOURCES, edits=edits)
-    kernel.mask_map = mask_map
+    kernel = prepared(Emulator(mode, seed), edits)
     if c.packed:
         sizes = packed_sizes(call.q, call.k, call.v, both(c.lengths).shape[1], *both(c.lengths).amax(1).tolist())
     else:

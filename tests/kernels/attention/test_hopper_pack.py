@@ -116,7 +116,7 @@ TWO, BLIND = Document(torch.zeros(4096, dtype=torch.int64)).static(), MaskMod(la
 
 
 @pytest.mark.parametrize(("changed", "groups", "pack"), [
-    ({}, 1, 4), ({"len_q": 17}, 2, 4), ({"len_q": 64}, 2, 4), ({"len_q": 64, "batch": 2}, 1, 1), ({"len_q": 130}, 2, 4), ({"len_q": 128}, 2, 1),
+    ({}, 1, 4), ({"len_q": 17}, 2, 4), ({"len_q": 64}, 2, 4), ({"len_q": 64, "batch": 2}, 2, 4), ({"len_q": 130}, 2, 4), ({"len_q": 128}, 2, 1),
     ({"len_q": 4000}, 2, 1), ({"len_q": 4096}, 2, 1), ({"heads": 8}, 2, 1), ({"heads": 24}, 1, 4), ({"heads": 40}, 2, 8), ({"heads": 1024}, 2, 1),
     ({"dim": 64, "mask": Full()}, 1, 4), ({"dim": 64, "mask": Full(), "len_q": 64}, 2, 4), ({"dim": 64, "mask": Full(), "len_q": 4096}, 3, 1),
     ({"op": "decode", "keys": "paged", "page": 16}, 1, 4), ({"mask": Window(100)}, 1, 4), ({"mask": TWO}, 1, 4), ({"mask": BLIND}, 2, 1),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from test_decode import case, check, paged, queries
-from test_hopper_emulated import EACH, FEW, SOURCES, mask_map
+from test_hopper_emulated import EACH, FEW, prepared
 
 import onchip
 from gluon_emulator import MODES, Emulator, Fault, timings
@@ -28,7 +28,7 @@ emulates = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason=
 class Case(NamedTuple):
     """A call and the tiles it is run with."""
 
-    tiles: tuple[int, int, int, int]  # groups, keys a tile, stages, programs
+    tiles: tuple[int, ...]  # groups, keys a tile, stages, programs; heads side by side, parts of the keys
     page: int
     lengths: tuple[int, ...]
     len_q: int
@@ -77,8 +77,7 @@ def call_of(c: Case):
 def emulated(c: Case, call, mode: str, seed=0, edits=(), beside=None):
     """Output and LSE of the kernel."""
     q, cache, sinks = call
-    kernel = Strict(mode, seed).load(*SOURCES, edits=edits)
-    kernel.mask_map = mask_map
+    kernel = prepared(Strict(mode, seed), edits)
     how = How(c.mask, chain(None, c.score, None), sinks, None, False, False, KERNEL.name)
     p, x = problem_of("decode", how, paged_sizes(q, cache.k, cache.v, cache.page_table.shape[1]), Operands(c.dim**-0.5), q)
     assert KERNEL.refuses(p, GPUS["H200"]) == []

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_hopper_emulated import EACH, FEW, SOURCES, mask_map
+from test_hopper_emulated import EACH, FEW, prepared
 from test_hopper_paged import BF16, FP16, KERNEL, NOWHERE, Strict, call_of, emulates
 from test_hopper_paged import Case as Paged
 
@@ -26,7 +26,7 @@ MIXED = ((1, 130), (70, 70), (0, 40), (1, 1), (20, 15), (130, 200), (3, 90))  # 
 class Case(NamedTuple):
     """A call and the tiles it is run with."""
 
-    tiles: tuple[int, ...]  # groups, keys a tile, stages, programs, heads side by side
+    tiles: tuple[int, ...]  # groups, keys a tile, stages, programs; heads side by side, parts of the keys
     sequences: tuple[tuple[int, int], ...] = MIXED
     page: int = 16
     mask: Any = Causal()
@@ -67,8 +67,7 @@ def ragged(c: Case) -> Call:
 
 def emulated(c: Case, call: Call, mode: str, seed=0, edits=()):
     """Output and LSE of the kernel, of the tokens that there are."""
-    kernel = Strict(mode, seed).load(*SOURCES, edits=edits)
-    kernel.mask_map = mask_map
+    kernel = prepared(Strict(mode, seed), edits)
     how = How(c.mask, chain(None, c.score, None), call.sinks, None, False, c.alone, KERNEL.name)
     sizes = paged_sizes(call.q, call.cache.k, call.cache.v, call.cache.page_table.shape[1], (len(c.sequences), max(n for n, _ in c.sequences)))
     p, x = problem_of("decode", how, sizes, Operands(c.dim**-0.5, call.q_offsets), call.q)
@@ -176,7 +175,7 @@ def test_tiles_of_a_mixed_batch():
     """A group's heads are folded where that saves tiles; of one that does not depend on its neighbours, by the group alone."""
     h200 = GPUS["H200"]
     p = Attention("decode", 64, 512, 8192, 32, 8, 128, BF16, Causal(), "paged", 16, tokens=60 + 4 * 512)
-    assert hopper_prefill.configs(p, h200)[0][:3] + hopper_prefill.configs(p, h200)[0][4:] == (2, 128, 2, 4)
+    assert hopper_prefill.configs(p, h200)[0][:3] + hopper_prefill.configs(p, h200)[0][4:] == (2, 128, 2, 4, 1)
     assert hopper_prefill.configs(p._replace(batch=8, tokens=8 * 512), h200)[0].pack == 1
     assert hopper_prefill.configs(p._replace(batch=2, len_q=256, tokens=257), h200)[0].groups == 1  # few tiles
     found = {

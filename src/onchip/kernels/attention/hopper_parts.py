@@ -1,13 +1,17 @@
-"""Tiles of queries that are left when each program has done as many as every other: their keys are dealt out in parts, and what these give is joined.
+"""Keys of a tile of queries that are dealt out in parts, and what these give joined: Flash-Decoding (Dao et al., 2023), for tiles.
 
-Of 2,048 tiles 132 programs do 15 each, and 68 are left: in five parts each they take three fifths of a tile's time instead of all of it. A part's output is
-normalised and in the result's dtype, with its LSE.
+`hopper_fp8` does so where tiles are left when each program has done as many as every other: of 2,048 tiles 132 programs do 15 each, and 68 are left: in five
+parts each they take three fifths of a tile's time instead of all of it. `hopper_prefill` does so with all tiles where there are fewer than programs. A part's
+output is normalised and in the result's dtype, with its LSE.
 """
 
+import torch
 import triton
 import triton.language as tl
 
-from onchip.kernels.attention.hopper_tiles import key_steps
+from onchip.core.problem import Attention, Rows
+from onchip.kernels.attention import triton_merge
+from onchip.kernels.attention.hopper_tiles import all_heads, key_steps
 from onchip.kernels.attention.tile import LN2, LOG2E
 from onchip.kernels.hopper import gl, gluon
 from onchip.kernels.launch import starts_early
@@ -36,6 +40,41 @@ def part_steps(place, number, whole, C: gl.constexpr):
             first, end = part * (top + 1) // C.parts, (part + 1) * (top + 1) // C.parts
             top, bare = top - first, end - first - 1
     return top, masked, bare, low, row
+
+
+@gluon.jit
+def keys_of_part(place, steps, part, C: gl.constexpr):
+    """How many keys there are; of a part of none of the tile's steps 0, so that it sees nothing."""
+    _b, _head, _tile_m, _start_q, _len_q, _start_k, len_k, _shift = place
+    _top, masked, bare, low, _row = steps
+    count = 1 + masked + bare + low
+    return gl.where((part + 1) * count // C.split > part * count // C.split, len_k, 0)
+
+
+@gluon.jit
+def steps_of_part(steps, part, C: gl.constexpr):
+    """A part's of a tile's `key_steps`, one at least."""
+    if C.split > 1:
+        top, masked, bare, low, row = steps
+        count = 1 + masked + bare + low
+        first = part * count // C.split
+        end = gl.maximum((part + 1) * count // C.split, first + 1)
+        near = gl.maximum(gl.minimum(1 + masked, end) - (first + 1), 0)
+        far = gl.maximum(end - gl.maximum(1 + masked + bare, first + 1), 0)
+        steps = (top - first, near, end - first - 1 - near - far, far, row)
+    return steps
+
+
+@gluon.jit
+def after_parts(b, head, start_q, part, lse_len, sizes, C: gl.constexpr):
+    """Sequence, head and first query, as output and LSE have them: behind those of the parts before."""
+    if C.split > 1:
+        if C.packed:
+            head += part * all_heads(sizes, C)
+            start_q += part * lse_len
+        else:
+            b += part * (sizes[7] // sizes[3])
+    return b, head, start_q
 
 
 @triton.jit(do_not_specialize=["whole", "tiles_m", "heads", "len_q"])
@@ -67,7 +106,7 @@ def _join(part_ptr, lse_ptr, o_ptr, o_lse_ptr, whole, tiles_m, heads, len_q, str
 
 # ---- host
 
-MOST = 6  # parts of a tile
+MOST = 6  # parts of a tile of `hopper_fp8`
 ROWS = 16  # of a tile's queries, a program
 COST = 6  # steps' time that joining takes
 
@@ -79,6 +118,22 @@ def parts_of(count: int, programs: int, steps: int) -> int:
         return 1
     takes = {parts: triton.cdiv(left * parts, programs) * (triton.cdiv(steps, parts) + 1) + COST for parts in range(2, MOST + 1)}
     return min(takes, key=takes.get) if min(takes.values()) < steps else 1
+
+
+def apart(p: Attention, q, count: int):
+    """Output and LSE of `count` parts one behind the other, as `tile.outputs` has one; of rows that may be nobody's LSE -inf, which is to have seen nothing."""
+    sizes = (p.heads, p.tokens) if q.ndim == 3 else (p.batch, p.heads, p.len_q)
+    lse = torch.empty(count * sizes[0], *sizes[1:], dtype=torch.float32, device=q.device)
+    if q.ndim == 3:
+        lse.fill_(-torch.inf)
+    return q.new_empty(count * p.batch if q.ndim == 4 else count * p.tokens, *q.shape[1:-1], p.value_dim), lse
+
+
+def as_one(out, lse, count: int, sms: int):
+    """One output and LSE of those that `apart` made, by a launch for `sms` multiprocessors."""
+    outs, lses = out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1))
+    rows = Rows("merge", lses[0].numel(), out.shape[-1], out.dtype, f"{count} parts")
+    return triton_merge.launch(rows, triton_merge.tiles_for(rows, sms), [*zip(outs, lses, strict=True)])
 
 
 def join(parts, part_lse, out, lse, whole: int, count: int) -> None:

@@ -17,12 +17,10 @@ so that K and V are read once for all of them. To the copy engine queries are th
 import functools
 import operator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
 
-from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention, Operands
@@ -32,6 +30,8 @@ from onchip.kernels.attention.capped import cap_of, fold, scaled, weigh_capped
 from onchip.kernels.attention.hopper_copies import come, copy, gather, pool_of
 from onchip.kernels.attention.hopper_dropout import dropout_of, drops_of, growth
 from onchip.kernels.attention.hopper_halves import among, first_tile, own_steps, pass_over, told_of
+from onchip.kernels.attention.hopper_parts import after_parts, apart, as_one, steps_of_part
+from onchip.kernels.attention.hopper_prefill_tiles import TILES, Tiles, configs, side_by_side  # noqa: F401  dispatch asks for `configs` here
 from onchip.kernels.attention.hopper_tiles import (
     ANYTHING,
     ONE_GROUP,
@@ -52,12 +52,9 @@ from onchip.kernels.attention.hopper_tiles import (
     outgrown,
     output_at,
     own_rows,
-    pack_of,
     place_of,
     programs_and_counter,
-    programs_of,
     queries_at,
-    query_tiles,
     read_tile,
     rounds,
     scored,
@@ -72,8 +69,8 @@ from onchip.kernels.attention.hopper_tiles import (
 from onchip.kernels.attention.key_bias import key_ring, product, room_of, taken_out
 from onchip.kernels.attention.lines import below, draw, height_of, top_above
 from onchip.kernels.attention.pairs import distances_of, laid_out, pair_tiles
-from onchip.kernels.attention.texts import far_of, is_light, line_of, only_adds
-from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, order, outputs, sequence_tiles, together
+from onchip.kernels.attention.texts import far_of, line_of, only_adds
+from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, outputs, sequence_tiles
 from onchip.kernels.hopper import (
     advance,
     as_halves,
@@ -103,26 +100,6 @@ LN2 = gl.constexpr(0.6931471805599453)
 GROWTH = gl.constexpr(8.0)  # weights of up to 2^8 cost a half-precision product no digits, and a float32 sum none that count
 MOST = gl.constexpr(2.0**14)  # of a few weights' sum: what float16 holds, and a product with values of up to 2^110 in float32
 HEADROOM = 8.0  # of bfloat16's weights at first, in base 2: with MOST, later scores may be larger by 15; more would cost LSE digits
-
-
-class Tiles(NamedTuple):
-    """Warpgroups of 64 rows, keys a tile, key tiles in flight, programs at most (see `programs_and_counter`), and places for heads side by side in a
-    tile's rows, a power of two (see `pack_of`); of 1 all rows are queries of one head."""
-
-    groups: int
-    n: int
-    stages: int
-    programs: int
-    pack: int = 1
-
-    def __str__(self):
-        rows = f" of {64 * self.groups // self.pack} queries x {self.pack} heads" if self.pack > 1 else ""
-        return f"{64 * self.groups}x{self.n} tiles{rows}, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
-
-    def order(self, p: Attention) -> str:
-        """How programs take the tiles of a call."""
-        heads = p.kv_heads if self.pack > 1 else p.heads
-        return order(p, query_tiles(p, 64 * self.groups, self.pack) * heads, self.programs, side_by_side(p))
 
 
 @dataclass(frozen=True)
@@ -157,6 +134,7 @@ class Shape:
     drops: bool  # whether weights are dropped
     padded: bool  # whether the mask may hide padding, which holds anything
     first: bool  # whether the launch behind this one may begin when it has begun
+    split: int  # parts that the keys of a tile of queries are dealt out in at most (`hopper_parts`)
 
     @property
     def own(self):
@@ -186,12 +164,12 @@ class Shape:
     @property
     def hides(self):
         """Whether a mask hides keys of a tile from all rows of one warpgroup and not from another's (`hopper_halves`)."""
-        return self.groups > 1 and not self.mapped and (self.left >= 0 or self.right >= 0)
+        return self.groups > 1 and not self.mapped and (self.left >= 0 or self.right >= 0) and self.split == 1
 
     @property
     def uneven(self):
         """Whether sequences differ in length: behind the keys of one lies what is not 0, and may be NaN."""
-        return self.packed or self.page > 0
+        return self.packed or self.page > 0 or self.split > 1
 
 
 # ---- device: a computing warpgroup
@@ -313,7 +291,8 @@ def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.cons
     b, head, _, start_q, len_q, _, len_k, shift = place
     lse_ptr, lse_len = lse
     HALVES: gl.constexpr = N == 128 and (SCORE is None or C.cap > 0) and not C.biased and not C.far and C.hides
-    steps, early, late, right, left = own_steps(key_steps(place, map_ptr, map_strides, C), hidden, HALVES, C, GROUP)
+    steps = steps_of_part(key_steps(place, map_ptr, map_strides, C), hidden, C)
+    steps, early, late, right, left = own_steps(steps, hidden, HALVES, C, GROUP)
     ki, kp, vi, vp = pass_over(early, cursors, k_ring, v_ring, t_ring, C, GROUP)
     first, masked, bare, low, _ = steps
     rows, head = own_rows(place, sizes[4], C, GROUP, row_layout)
@@ -359,8 +338,11 @@ def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.cons
     shrink = gl.full([64], 1.0, gl.float32, row_layout)
     if sinks_ptr is not None:  # one more logit, which weighs nothing
         logit = gl.load(sinks_ptr + head, mask=None if C.pack == 1 else rows < len_q).to(gl.float32) * LOG2E
+        if C.split > 1:
+            logit = gl.where(hidden == 0, logit, float("-inf"))
         top, total, shrink = one_more(top, total, logit)
     if lse_ptr is not None:
+        b, head, _start = after_parts(b, head, start_q, hidden, lse_len, sizes, C)
         at = lse_ptr + lse_at(b, head, start_q + rows, lse_len, sizes, C)
         gl.store(at, (top - C.room + gl.log2(total * 2.0**C.room)) * LN2, mask=rows < len_q)  # sums near 1 have more digits in their logarithms
     inverse = gl.where(total == 0.0, 0.0, shrink / total)
@@ -400,6 +382,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
             if not C.share:
                 mbarrier.arrive(q_empty.index(mine), count=1)
                 tma.store_wait(0)  # the tile before has left
+            b, _head, start_q = after_parts(b, head, start_q, hidden, _softmax[2][1], sizes, C)
             buffer = o_buffers.index(mine if C.share else GROUP)
             buffer.reshape([64, DV]).store(acc.to(queries.dtype))
             if C.packed:  # the copy engine does not know where a sequence ends
@@ -417,7 +400,7 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(mine), count=1)
         else:
-            _top, masked, bare, low, _row = key_steps(place, map_ptr, map_strides, C)
+            _top, masked, bare, low, _row = steps_of_part(key_steps(place, map_ptr, map_strides, C), hidden, C)
             ki, kp, vi, vp = pass_over(1 + masked + bare + low, (ki, kp, vi, vp), k_ring, v_ring, rings[3 + GROUP], C, GROUP)
             mbarrier.arrive(q_empty.index(mine), count=1)
         turn += 1
@@ -493,44 +476,14 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, coun
 
 # ---- host
 
-# Groups, keys a tile and stages, by head dimension up to. (At 64, 192 queries leave 160 registers a thread: too few for a bias, a window or a map.)
-TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
-LONG_64 = (3, 128, 3)
-TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
 LAZILY = ((64, 0), (256, 64))
 GATHERS = ((128, 4), (256, 2))  # warps that bring keys of small pages. Four leave 128 registers at first: too few for a product of 256 columns
-SHORT = 2048  # queries of a causal problem: smaller tiles are more even
-
-
-def configs(p: Attention, device: Device) -> list[Tiles]:
-    """The tiles of the head dimension; half of them where they are too few for the device."""
-    width = max(block(p.dim), block(p.value_dim))
-    groups, n, stages = pick(TILES, width)
-    light = p.keys != "paged" and "dropout" not in p.extras and (p.score is None or is_light(p.score.text) or far_of(p) is not None)
-    if width == 64 and light and isinstance(p.mask, Band) and p.mask.left is None and (p.len_q > SHORT or p.mask.right is None):
-        groups, n, stages = LONG_64
-    if tile := tile_of(p):
-        n, stages = n * 2 // tile.dtype.itemsize, TILED
-    alone = "batch_invariant" in p.extras
-    if not alone and p.heads * query_tiles(p, 64 * groups) < device.sms:
-        groups = 1
-    if (pack := pack_of(p, 64 * groups)) > 1:
-        groups = min(groups, 2) if alone and p.tokens else min(groups, 2, triton.cdiv(p.len_q * pack, 64))
-        enough = device.sms if p.keys != "paged" else device.sms * 7 // 8  # 128 tiles over pages: 17.9 us, as 256 of half the size 24.5
-        if not alone and p.kv_heads * query_tiles(p, 64 * groups, pack) < enough:
-            groups = 1
-    return [Tiles(groups, n, stages, programs_of(device), pack)]
-
-
-def side_by_side(p: Attention) -> int:
-    """`together`; a head's keys in flight are in a packed problem those of all sequences."""
-    return together(p, 0 if not p.tokens else p.batch * p.len_k if p.page else p.tokens_k or p.tokens)
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
     """q, k, v as `ops.attention` passes them: dense, or packed with offsets. What a score reads is copied first where `pairs` says so."""
     packed = x.q_offsets is not None
-    out, lse = outputs(p, x, q, return_lse)
+    out, lse = outputs(p, x, q, return_lse) if tiles.parts == 1 else apart(p, q, tiles.parts)
     if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
     if (far := far_of(p)) is not None:
@@ -561,7 +514,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, gathers, p.dim, p.value_dim,
         cap or (HEADROOM if bold and p.dtype == torch.bfloat16 else 0.0), cap, power, biased, far is not None, adds, line, bold, share,
         pick(LAZILY, width_v), 1 if tile else rounds(tiles, width, width_v, 0 if share else width_v, room_of(tiles, biased, line, right)),
-        tiles.pack, alike, x.drop > 0, hides_keys(p.mask), beside is not None,
+        tiles.pack, alike, x.drop > 0, hides_keys(p.mask), beside is not None, tiles.parts,
     )  # fmt: skip
     heads, own, k_rows = p.heads, (64,), tiles.n // shape.parts
     if tiles.pack > 1:
@@ -575,7 +528,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     found, map_strides = None, (0, 0, 0)
     if shape.mapped:
         found, map_strides = mask_map(p, mods.mask_function(p.mask.text), x, shape.m, tiles.n, False, q.device, shape.padded)
-    count = tiles_m * batch_heads
+    count = tiles_m * batch_heads * tiles.parts
     if beside is None:
         programs, counter = programs_and_counter(count, tiles.programs, q.device)
         counter = torch.empty(1, dtype=torch.int32, device=q.device) if counter is None else counter  # nobody looks at it: one kernel is compiled for both
@@ -588,6 +541,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         p.len_q, p.len_k, batch_heads, p.tokens if packed else p.len_q, map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4, **({"launch_pdl": True} if shape.first else {}),
     )  # fmt: skip
+    out, lse = (out, lse) if tiles.parts == 1 else as_one(out, lse, tiles.parts, tiles.programs)
     return (out, lse) if return_lse else out
 
 
@@ -596,5 +550,5 @@ def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: 
     TMA does not take are copied first, with a warning."""
     if x.beside is not None:  # whole tiles, for a few multiprocessors beside another launch
         groups, *_ = pick(TILES, max(block(p.dim), block(p.value_dim)))
-        tiles = tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)))
+        tiles = tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)), parts=1)
     return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)

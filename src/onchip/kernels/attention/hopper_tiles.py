@@ -148,7 +148,7 @@ def tall(head, C: gl.constexpr):
 
 
 @gluon.jit
-def _all_heads(sizes, C: gl.constexpr):
+def all_heads(sizes, C: gl.constexpr):
     """How many heads queries have."""
     heads = here(sizes[3])
     if C.pack > 1:
@@ -168,7 +168,7 @@ def lse_at(b, head, rows, lse_len, sizes, C: gl.constexpr):
         at = b.to(gl.int64) * (heads * lse_len) + head.to(gl.int64) * lse_len + rows
     else:
         if not C.packed:
-            head += b * _all_heads(sizes, C)
+            head += b * all_heads(sizes, C)
         at = wide_product(head, lse_len) + rows
     return at
 
@@ -176,7 +176,7 @@ def lse_at(b, head, rows, lse_len, sizes, C: gl.constexpr):
 @gluon.jit
 def output_at(rows, head, sizes, C: gl.constexpr):
     """Where rows of a packed batch's output begin, beside its columns."""
-    return (wide_product(rows, _all_heads(sizes, C))[:, None] + tall(head, C)) * C.dim_v
+    return (wide_product(rows, all_heads(sizes, C))[:, None] + tall(head, C)) * C.dim_v
 
 
 @gluon.jit

@@ -1,0 +1,206 @@
+"""`hopper_prefill` with the keys of a tile of queries dealt out in parts: in each timing of the emulator, with bugs planted, and on a GPU."""
+
+import os
+from typing import NamedTuple
+
+import pytest
+import test_hopper_emulated as plain
+import test_hopper_paged as paged
+import test_hopper_ragged as ragged
+import torch
+from test_hopper_emulated import EACH, FEW, Case, bias
+
+import onchip
+from gluon_emulator import MODES, Fault, timings
+from judge import assert_as_good_as_torch
+from onchip.core.device import GPUS
+from onchip.core.masks import Causal, Full, Window
+from onchip.core.problem import Attention
+from onchip.core.scores import ALiBi, Bias, RelativeBias, Softcap
+from onchip.dispatch import select
+
+BF16, FP16 = torch.bfloat16, torch.float16
+emulates = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
+
+CASES = [
+    SMALL := Case((1, 64, 2, EACH, 1, 3), 70, 400, Full(), dim=128, batch=2),
+    TALL := Case((2, 64, 2, FEW, 1, 4), 200, 600, heads=(4, 2)),
+    Case((2, 128, 2, EACH, 1, 2), 150, 500, Causal(align="top_left"), dtype=FP16),
+    AHEAD := Case((2, 64, 2, EACH, 1, 4), 300, 330),  # parts that end before the diagonal, and parts within it
+    Case((2, 64, 2, FEW, 1, 3), 200, 500, Window(300)),
+    Case((2, 32, 2, EACH, 1, 4), 70, 200, Window(90, 30), heads=(3, 3), batch=2),
+    PACKED_HEADS := Case((1, 64, 2, EACH, 4, 3), 17, 400, heads=(8, 2), batch=2),
+    Case((2, 64, 2, EACH, 4, 3), 17, 400, Full(), heads=(6, 2)),
+    SINKS := Case((2, 64, 2, FEW, 1, 3), 130, 400, sinks=True),
+    Case((1, 64, 2, EACH, 2, 3), 40, 300, sinks=True, dtype=FP16),
+    Case((2, 64, 2, EACH, 1, 3), 70, 400, dim=256, heads=(1, 1)),
+    Case((2, 64, 2, EACH, 1, 3), 70, 400, dim=128, dim_v=64),
+    Case((2, 64, 2, EACH, 1, 3), 200, 90),  # rows that see nothing
+    Case((2, 64, 2, EACH, 1, 3), 130, 400, Full(), heads=(1, 1), steep=400.0),
+    Case((2, 64, 2, FEW, 1, 3), 130, 400, heads=(1, 1), dtype=FP16, steep=-300.0),
+]
+PACKED = [
+    UNEVEN := Case((1, 64, 2, EACH, 1, 3), lengths=((70, 0, 5, 90), (400, 9, 30, 200))),
+    Case((2, 128, 2, FEW, 1, 3), lengths=((30, 100, 1), (600, 260, 1)), mask=Full(), dim=128, heads=(4, 2)),
+    USED := Case((2, 64, 2, EACH, 1, 3), lengths=((80, 100, 30), (300, 400, 130)), used=((70, 99, 30), (299, 0, 70)), mask=Window(200)),
+    Case((2, 64, 2, EACH, 4, 4), lengths=((17, 9), (300, 140)), heads=(8, 2), sinks=True),
+]
+SCORED = [
+    Case((2, 64, 2, FEW, 1, 3), 130, 400, Full(), score=Softcap(2.0)),
+    Case((2, 64, 2, EACH, 1, 3), 130, 460, score=Softcap(30.0), steep=40.0, sinks=True),
+    Case((2, 64, 2, EACH, 1, 3), 130, 400, score=ALiBi(torch.tensor([0.5, 0.25]))),
+    Case((2, 64, 2, FEW, 1, 3), 200, 400, Full(), score=ALiBi(torch.tensor([[0.5, -0.02]]))),
+    Case((2, 64, 2, FEW, 1, 3), 72, 400, Full(), batch=2, score=bias(2, 2, 72, 400)),
+    Case((2, 64, 2, EACH, 1, 3), 130, 400, Full(), heads=(4, 2), score=RelativeBias(torch.randn(4, 401).bfloat16())),
+    Case((2, 64, 2, FEW, 1, 3), 130, 264, Full(), heads=(4, 2), dim=128, score=bias(1, 4, 1, 264)),
+    Case((2, 64, 2, EACH, 1, 3), lengths=((70, 5), (400, 200)), mask=Full(), score=Bias(torch.randn(2, 1, 400))),
+    Case((2, 64, 2, FEW, 1, 3), 130, 400, drop=0.3),
+]
+PAGES = [
+    LOOKED_UP := paged.Case((2, 64, 2, EACH, 1, 3), 16, (400, 0, 61, 131), 70),
+    paged.Case((1, 64, 2, FEW, 4, 4), 8, (400, 90, 33), 17, heads=(8, 2)),
+    paged.Case((2, 64, 2, EACH, 1, 3), 1, (300, 0, 70), 70, Window(150)),
+    paged.Case((2, 128, 2, EACH, 1, 3), 24, (500, 30), 40, sinks=True, dim=128),
+]
+TOGETHER = [ragged.Case((2, 64, 2, EACH, 4, 3), ((1, 300), (60, 400), (1, 20), (0, 9)), 16, heads=(8, 2))]
+
+
+@pytest.fixture(autouse=True)
+def filled():
+    """Memory that nobody has written holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@emulates
+@pytest.mark.parametrize(("case", "mode"), timings(CASES + PACKED + SCORED, [SMALL, TALL, SINKS, UNEVEN]), ids=str)
+def test_emulated(case, mode):
+    call = plain.call_of(case)
+    plain.check(case, call, plain.emulated(case, call, mode))
+
+
+@emulates
+@pytest.mark.parametrize(("case", "mode"), timings(PAGES, [LOOKED_UP]), ids=str)
+def test_over_pages(case, mode):
+    call = paged.call_of(case)
+    paged.judge(case, call, paged.emulated(case, call, mode))
+
+
+@emulates
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_queries_of_several_sequences_over_pages(mode):
+    (case,) = TOGETHER
+    call = ragged.ragged(case)
+    ragged.judge(case, call, ragged.emulated(case, call, mode))
+
+
+# ---- with a bug
+
+
+class Bug(NamedTuple):
+    """What is wrong, a case in which it shows, and how the sources differ: (text, what stands there instead)."""
+
+    what: str
+    case: Case
+    edits: tuple[tuple[str, str], ...]
+
+
+NEXT, STEPS = "gl.maximum((part + 1) * count // C.split, first + 1)", "key_steps(place, map_ptr, map_strides, C)"
+IDLE = Case((2, 64, 2, FEW, 1, 3), lengths=((70, 5), (400, 300)), mask=Full(), dim=128)  # a warpgroup that has no queries
+BUGS = [
+    Bug("all parts begin where the tile does", SMALL, (("steps = (top - first, near,", "steps = (top, near,"),)),
+    Bug("a part ends a step late", SMALL, ((NEXT, f"gl.minimum({NEXT} + 1, count)"),)),
+    Bug("a part's steps at the diagonal are not masked", AHEAD._replace(tiles=(2, 64, 2, EACH, 1, 2)), (("gl.minimum(1 + masked, end)", "gl.minimum(1 + masked * 0, end)"),)),
+    Bug("the window's other end is not masked", CASES[4], (("far = gl.maximum(end - gl.maximum(1 + masked + bare, first + 1), 0)", "far = first * 0"),)),
+    Bug("every part has the sink", SINKS, (("gl.where(hidden == 0, logit,", "gl.where(hidden >= 0, logit,"),)),
+    Bug("no part has the sink", SINKS, (("gl.where(hidden == 0, logit,", "gl.where(hidden < 0, logit,"),)),
+    Bug("parts of no keys see some", AHEAD, (("count // C.split > part * count // C.split, len_k", "count // C.split >= 0, len_k"),)),
+    Bug("parts go to the first one's place", SMALL, (("b += part * (sizes[7] // sizes[3])", "b += part * 0"),)),
+    Bug("heads of a packed batch's parts go to the first one's", UNEVEN, (("head += part * all_heads(sizes, C)", "head += part * 0"),)),
+    Bug("queries of a packed batch's parts go to the first one's", UNEVEN, (("start_q += part * lse_len", "start_q += part * 0"),)),
+    Bug("a warpgroup without queries passes a tile's keys", IDLE, ((f"steps_of_part({STEPS}, hidden, C)\n            ki", f"{STEPS}\n            ki"),)),
+]  # fmt: skip
+
+
+@emulates
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+def test_a_planted_bug_shows(bug):
+    """In one of the timings: as a wrong result, a hang, or what the emulator refuses."""
+    call = plain.call_of(bug.case)
+    for mode in MODES:
+        try:
+            plain.check(bug.case, call, plain.emulated(bug.case, call, mode, edits=bug.edits))
+        except (Fault, AssertionError):
+            return
+    pytest.fail(f"nobody noticed that {bug.what}")
+
+
+@emulates
+def test_small_pages_of_a_part_show_a_bug():
+    case = PAGES[2]
+    with pytest.raises((Fault, AssertionError)):
+        call = paged.call_of(case)
+        edit = ("key_steps(place, map_ptr, map_strides, C), part, C)", "key_steps(place, map_ptr, map_strides, C), part * 0, C)")
+        paged.judge(case, call, paged.emulated(case, call, MODES[0], edits=[edit]))
+
+
+# ---- what is chosen
+
+LONG = Attention("prefill", 1, 64, 131072, 32, 8, 128, BF16, Causal())
+PAGED = LONG._replace(op="decode", keys="paged", page=16)
+
+
+def chosen(p: Attention):
+    return select(p, GPUS["H200"], "hopper_paged" if p.keys == "paged" else "hopper_prefill").config
+
+
+@pytest.mark.parametrize("p", [LONG, LONG._replace(len_q=17), LONG._replace(len_q=128, mask=Full()), LONG._replace(dim=256), PAGED], ids=str)
+def test_few_queries_over_many_keys_fill_the_gpu(p):
+    """Of 8 to 32 tiles whose keys nobody else would read."""
+    tiles = chosen(p)
+    assert 96 <= tiles.count(p) * tiles.parts <= 132 and f"keys in up to {tiles.parts} parts" in str(tiles)
+    assert f"{tiles.count(p) * tiles.parts} tiles by a program each" in tiles.order(p)
+
+
+@pytest.mark.parametrize(
+    "p",
+    [
+        LONG._replace(extras=("batch_invariant",)),
+        LONG._replace(len_k=900),  # 8 key tiles: less than two parts
+        LONG._replace(len_q=131072),
+        LONG._replace(batch=16),
+        LONG._replace(mask=Window(500)),
+    ],
+    ids=str,
+)
+def test_keys_stay_together(p):
+    assert chosen(p).parts == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "mask", "groups"), [(8, 2048, Full(), 2), (8, 2048, Causal(), 1), (32, 512, Full(), 2), (32, 512, Causal(), 2), (16, 512, Full(), 1)]
+)
+def test_tiles_of_short_sequences(heads, length, mask, groups):
+    """Tiles of half the size where these are done earlier: not where they go round twice, and whole ones once."""
+    assert chosen(Attention("prefill", 1, length, length, heads, heads, 128, BF16, mask)).groups == groups
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("mask", [Causal(), Full(), Window(3000)], ids=str)
+def test_gpu(mask, dim, device):
+    """Against float64, and the same bits again; what is not there holds NaN."""
+    p = Attention("prefill", 2, 40, 5000, 8, 2, dim, BF16, mask)
+    assert chosen(p).parts > 1
+    q, k, v = (torch.randn(2, n, h, dim, device=device, dtype=BF16) for n, h in ((40, 8), (5000, 2), (5000, 2)))
+    sinks = torch.randn(8, device=device)
+    run = lambda dtype, kernel: onchip.attention(*(t.to(dtype) for t in (q, k, v)), mask=mask, sinks=sinks, return_lse=True, kernel=kernel)  # noqa: E731
+    ours, again = (run(BF16, "hopper_prefill") for _ in range(2))
+    for found, same, low, truth in zip(ours, again, run(BF16, "reference"), run(torch.float64, "reference"), strict=True):
+        assert torch.equal(found, same)
+        assert_as_good_as_torch(found, (low,), truth)
