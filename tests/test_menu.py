@@ -574,7 +574,8 @@ def test_few_queries_share_a_tile_with_other_heads():
     for p, name, words in (
         (prefill._replace(len_q=1), "hopper_prefill", "64x128 tiles of 16 queries x 4 heads, 1 warpgroups"),
         (prefill._replace(len_q=17, heads=6), "hopper_prefill", "64x128 tiles of 16 queries x 4 heads, 1 warpgroups"),
-        (prefill, "hopper_prefill", "64x128 tiles, 1 warpgroups"),
+        (prefill, "hopper_prefill", "128x128 tiles, 2 warpgroups"),
+        (prefill._replace(heads=6), "hopper_prefill", "64x128 tiles, 1 warpgroups"),
         (decode._replace(len_q=17), "hopper_paged", "64x128 tiles of 32 queries x 2 heads, 1 warpgroups"),
     ):
         decision = select(p, H200)

@@ -132,8 +132,8 @@ def prepared(emulator: Emulator, edits=()):
     return kernel
 
 
-def as_one(out: torch.Tensor, lse: torch.Tensor, count: int, _sms: int):
-    """`hopper_parts.as_one` by the reference."""
+def as_one(out: torch.Tensor, lse: torch.Tensor, count: int):
+    """`key_parts.as_one` by the reference."""
     return onchip.merge([*zip(out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1)), strict=True)])
 
 

@@ -177,7 +177,7 @@ def test_tiles_of_a_mixed_batch():
     p = Attention("decode", 64, 512, 8192, 32, 8, 128, BF16, Causal(), "paged", 16, tokens=60 + 4 * 512)
     assert hopper_prefill.configs(p, h200)[0][:3] + hopper_prefill.configs(p, h200)[0][4:] == (2, 128, 2, 4, 1)
     assert hopper_prefill.configs(p._replace(batch=8, tokens=8 * 512), h200)[0].pack == 1
-    assert hopper_prefill.configs(p._replace(batch=2, len_q=256, tokens=257), h200)[0].groups == 1  # few tiles
+    assert hopper_prefill.configs(p._replace(batch=2, len_q=256, tokens=257), h200)[0].parts == 3  # few tiles
     found = {
         hopper_prefill.configs(p._replace(batch=batch, len_q=longest, tokens=tokens, extras=("batch_invariant",)), h200)[0]
         for batch, longest, tokens in ((1, 1, 1), (64, 512, 700), (2, 9000, 9001), (8, 512, 4096))

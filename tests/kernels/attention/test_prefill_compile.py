@@ -53,6 +53,18 @@ def test_prefill_sm_90_d128(mask):
     assert facts.wgmma and facts.tma_loads
 
 
+@pytest.mark.parametrize(
+    ("module", "arch", "dim"),
+    [(hopper_prefill, "sm_90", 128), (triton_prefill, "sm_80", 128), pytest.param(hopper_prefill, "sm_90", 64, marks=wide)],
+)
+def test_keys_in_parts(module, arch, dim):
+    """Of few queries over many keys: no spills, and one more launch that joins them."""
+    p = Attention("prefill", 1, 64, 65536, 32, 8, dim, BF16, Causal())
+    tiles, found = launched(module, arch, p, meta(1, 64, 32, dim), *(meta(1, 65536, 8, dim) for _ in range(2)), Operands(dim**-0.5))
+    assert tiles.parts > 1 and [*found] == ["_prefill", "_merge"]
+    assert found["_prefill"].spills <= allowed(0), f"{tiles}: {found['_prefill'].spills} bytes"
+
+
 def test_prefill_sm_80():
     """No TMA: keys and values come through cp.async, 16 bytes a thread, and the products are mma.sync."""
     _, facts = prefill("sm_80", 64, Causal())

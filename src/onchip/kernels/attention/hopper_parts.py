@@ -1,16 +1,13 @@
-"""Keys of a tile of queries that are dealt out in parts, and what these give joined: Flash-Decoding (Dao et al., 2023), for tiles.
+"""Keys of a tile of queries that are dealt out in parts (`key_parts`): which of them a program of a Hopper kernel has, and where what it gives goes.
 
 `hopper_fp8` does so where tiles are left when each program has done as many as every other: of 2,048 tiles 132 programs do 15 each, and 68 are left: in five
 parts each they take three fifths of a tile's time instead of all of it. `hopper_prefill` does so with all tiles where there are fewer than programs. A part's
 output is normalised and in the result's dtype, with its LSE.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from onchip.core.problem import Attention, Rows
-from onchip.kernels.attention import triton_merge
 from onchip.kernels.attention.hopper_tiles import all_heads, key_steps
 from onchip.kernels.attention.tile import LN2, LOG2E
 from onchip.kernels.hopper import gl, gluon
@@ -118,22 +115,6 @@ def parts_of(count: int, programs: int, steps: int) -> int:
         return 1
     takes = {parts: triton.cdiv(left * parts, programs) * (triton.cdiv(steps, parts) + 1) + COST for parts in range(2, MOST + 1)}
     return min(takes, key=takes.get) if min(takes.values()) < steps else 1
-
-
-def apart(p: Attention, q, count: int):
-    """Output and LSE of `count` parts one behind the other, as `tile.outputs` has one; of rows that may be nobody's LSE -inf, which is to have seen nothing."""
-    sizes = (p.heads, p.tokens) if q.ndim == 3 else (p.batch, p.heads, p.len_q)
-    lse = torch.empty(count * sizes[0], *sizes[1:], dtype=torch.float32, device=q.device)
-    if q.ndim == 3:
-        lse.fill_(-torch.inf)
-    return q.new_empty(count * p.batch if q.ndim == 4 else count * p.tokens, *q.shape[1:-1], p.value_dim), lse
-
-
-def as_one(out, lse, count: int, sms: int):
-    """One output and LSE of those that `apart` made, by a launch for `sms` multiprocessors."""
-    outs, lses = out.unflatten(0, (count, -1)), lse.unflatten(0, (count, -1))
-    rows = Rows("merge", lses[0].numel(), out.shape[-1], out.dtype, f"{count} parts")
-    return triton_merge.launch(rows, triton_merge.tiles_for(rows, sms), [*zip(outs, lses, strict=True)])
 
 
 def join(parts, part_lse, out, lse, whole: int, count: int) -> None:

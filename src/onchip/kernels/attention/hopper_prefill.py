@@ -30,7 +30,7 @@ from onchip.kernels.attention.capped import cap_of, fold, scaled, weigh_capped
 from onchip.kernels.attention.hopper_copies import come, copy, gather, pool_of
 from onchip.kernels.attention.hopper_dropout import dropout_of, drops_of, growth
 from onchip.kernels.attention.hopper_halves import among, first_tile, own_steps, pass_over, told_of
-from onchip.kernels.attention.hopper_parts import after_parts, apart, as_one, steps_of_part
+from onchip.kernels.attention.hopper_parts import after_parts, steps_of_part
 from onchip.kernels.attention.hopper_prefill_tiles import TILES, Tiles, configs, side_by_side  # noqa: F401  dispatch asks for `configs` here
 from onchip.kernels.attention.hopper_tiles import (
     ANYTHING,
@@ -67,6 +67,7 @@ from onchip.kernels.attention.hopper_tiles import (
     weigh_kept,
 )
 from onchip.kernels.attention.key_bias import key_ring, product, room_of, taken_out
+from onchip.kernels.attention.key_parts import apart, as_one
 from onchip.kernels.attention.lines import below, draw, height_of, top_above
 from onchip.kernels.attention.pairs import distances_of, laid_out, pair_tiles
 from onchip.kernels.attention.texts import far_of, line_of, only_adds
@@ -541,7 +542,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         p.len_q, p.len_k, batch_heads, p.tokens if packed else p.len_q, map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4, **({"launch_pdl": True} if shape.first else {}),
     )  # fmt: skip
-    out, lse = (out, lse) if tiles.parts == 1 else as_one(out, lse, tiles.parts, tiles.programs)
+    out, lse = (out, lse) if tiles.parts == 1 else as_one(out, lse, tiles.parts)
     return (out, lse) if return_lse else out
 
 

@@ -8,8 +8,8 @@ from onchip.core.device import Device
 from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention
-from onchip.core.trace import Traced
 from onchip.kernels.attention.hopper_tiles import pack_of, programs_of, query_tiles, tile_of
+from onchip.kernels.attention.key_parts import key_tiles, most_parts
 from onchip.kernels.attention.texts import far_of, is_light
 from onchip.kernels.attention.tile import order, together
 from onchip.kernels.hopper import block
@@ -19,7 +19,6 @@ TILES = ((64, (2, 128, 3)), (128, (2, 128, 2)), (256, (2, 64, 2)))
 LONG_64 = (3, 128, 3)
 TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
 SHORT = 2048  # queries of a causal problem: smaller tiles are more even
-MOST, LEAST = 16, 8  # parts of a tile's keys: what one launch merges, and the fewest key tiles of a part
 # Of a key tile's time with two warpgroups (1.36 us at d128): that with one or three, and what a tile of queries and joining parts take beside their keys.
 STEP, TILE, JOIN = {1: 0.77, 2: 1.0, 3: 1.45}, 1.4, 5.0
 
@@ -36,9 +35,13 @@ class Tiles(NamedTuple):
     parts: int = 1
 
     def __str__(self):
-        rows = f" of {64 * self.groups // self.pack} queries x {self.pack} heads" if self.pack > 1 else ""
+        rows = f" of {self.queries} queries x {self.pack} heads" if self.pack > 1 else ""
         keys = f", their keys in up to {self.parts} parts" if self.parts > 1 else ""
         return f"{64 * self.groups}x{self.n} tiles{rows}{keys}, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
+
+    @property
+    def queries(self) -> int:
+        return 64 * self.groups // self.pack
 
     def count(self, p: Attention) -> int:
         """Tiles of queries, of all heads and sequences."""
@@ -63,7 +66,7 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     if alone or whole.count(p) >= programs:
         return [whole]
     lower = {_packed(p, Tiles(g, n, stages, programs), alone) for g in range(1, groups + 1)}
-    every = [tiles._replace(parts=parts) for tiles in sorted(lower, reverse=True) for parts in parts_of(p, tiles)]
+    every = [tiles._replace(parts=1 + more) for tiles in sorted(lower, reverse=True) for more in range(most_parts(p, tiles.queries, n))]
     return [min(every, key=lambda tiles: time_of(p, tiles))]
 
 
@@ -74,23 +77,9 @@ def _packed(p: Attention, tiles: Tiles, alone: bool) -> Tiles:
     return tiles._replace(pack=pack, groups=tiles.groups if pack == 1 else min(tiles.groups, 2, most))
 
 
-def steps_of(p: Attention, tiles: Tiles) -> tuple[int, int]:
-    """Key tiles of the first and of the last tile of queries; over pages of half of what the table has room for."""
-    band = p.mask.hull if isinstance(p.mask, Traced) else p.mask
-    len_k = p.len_k if p.keys != "paged" else max(p.len_k // 2, min(p.len_q, p.len_k))
-    m, shift = 64 * tiles.groups // tiles.pack, band.shift(p.len_q, len_k)
-    ends = (0, min(m, p.len_q) - 1), (max(0, p.len_q - m), p.len_q - 1)
-    return tuple(max(1, triton.cdiv(len(band.keys(first + shift, last + shift, len_k)), tiles.n)) for first, last in ends)
-
-
-def parts_of(p: Attention, tiles: Tiles) -> range:
-    """In how many parts keys may be dealt out: one tile alone, and more of what no map names."""
-    return range(1, 1 if isinstance(p.mask, Traced) else min(MOST, max(steps_of(p, tiles)) // LEAST) + 1) or range(1, 2)
-
-
 def time_of(p: Attention, tiles: Tiles) -> float:
     """In key tiles of two warpgroups: rounds of equal tiles, the longest tile, or all of them on all multiprocessors, whichever is most."""
-    first, last = (triton.cdiv(steps, tiles.parts) * STEP[tiles.groups] + TILE for steps in steps_of(p, tiles))
+    first, last = (triton.cdiv(steps, tiles.parts) * STEP[tiles.groups] + TILE for steps in key_tiles(p, tiles.queries, tiles.n))
     count = tiles.count(p) * tiles.parts
     most = max(triton.cdiv(count, tiles.programs) * min(first, last), first, last, count * (first + last) / 2 / tiles.programs)
     return most + JOIN * (tiles.parts > 1)

@@ -72,15 +72,11 @@ ELEMENTS = 1024  # of a tile: 8 a thread and part, so that 16 parts in flight st
 
 
 def configs(p: Rows, device: Device) -> list[Tiles]:
-    return [tiles_for(p, device.sms)]
-
-
-def tiles_for(p: Rows, sms: int) -> Tiles:
     """Several rows a program, as long as that leaves two programs for each multiprocessor."""
     block = triton.next_power_of_2(p.width)
-    rows = max(1, min(ELEMENTS // block, p.rows // (2 * sms)))
+    rows = max(1, min(ELEMENTS // block, p.rows // (2 * device.sms)))
     rows = 1 << (rows.bit_length() - 1)
-    return Tiles(rows, block, max(1, min(4, rows * block // 256)))  # 16 bytes of bf16 a thread
+    return [Tiles(rows, block, max(1, min(4, rows * block // 256)))]  # 16 bytes of bf16 a thread
 
 
 def launch(p: Rows, how: Tiles, states):

@@ -20,6 +20,7 @@ from onchip.core.philox import bar
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import texts
+from onchip.kernels.attention.key_parts import apart, as_one, most_parts
 from onchip.kernels.attention.tile import (
     LOG2E,
     adjacent,
@@ -51,9 +52,10 @@ class Tiles(NamedTuple):
     n: int
     warps: int
     stages: int
+    parts: int = 1  # that the keys of a tile of queries are dealt out in (`key_parts`)
 
     def __str__(self):
-        return f"{self.m}x{self.n} tiles, {self.warps} warps, {self.stages} stages"
+        return f"{self.m}x{self.n} tiles{f', their keys in {self.parts} parts' * (self.parts > 1)}, {self.warps} warps, {self.stages} stages"
 
 
 # ---- device
@@ -144,19 +146,32 @@ def _attend(acc, top, total, q, k_src, v_src, first, count, tiles, step, call, D
     return acc, top, total
 
 
+@triton.jit
+def _within(first, inner, outer, last, part, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of a tile's keys from `first` to `last`, those without a mask from `inner` to `outer`, the same of a part."""
+    steps = tl.maximum(tl.cdiv(last - first, BLOCK_N), 0)
+    low = first + part * steps // PARTS * BLOCK_N
+    high = tl.maximum(tl.minimum(first + (part + 1) * steps // PARTS * BLOCK_N, last), low)
+    return low, tl.minimum(tl.maximum(inner, low), high), tl.minimum(tl.maximum(outer, low), high), high
+
+
 @triton.jit(do_not_specialize=["heads", "group", "len_q", "len_k", "tiles_m", "together", "drop_bar"])
 def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, k_used, table_ptr, map_ptr, sinks_ptr, state_ptr, reads,
              scale, gain, heads, group, len_q, len_k, tiles_m, together, drop_bar, keep_scale, table_row,
              q_strides, k_strides, v_strides, o_strides, lse_strides, map_strides,
              D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
              LEFT: tl.constexpr, RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr,
-             PADDED: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+             PADDED: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
     # `together` heads go side by side, so that their K and V share L2; under a causal mask, or any that may be like one, the longest rows go first
     PACKED: tl.constexpr = q_offsets is not None
     index = tl.program_id(0)
+    if PARTS > 1:
+        part = index % PARTS
+        index = index // PARTS
     bundle = index // (together * tiles_m)
     within = index - bundle * together * tiles_m
-    width = tl.minimum(together, tl.num_programs(0) // tiles_m - bundle * together)
+    programs = tl.num_programs(0) // PARTS
+    width = tl.minimum(together, programs // tiles_m - bundle * together)
     batch_head = bundle * together + within % width
     tile_m = within // width
     if RIGHT >= 0 or MASK is not None:
@@ -215,6 +230,9 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
             whole = inner < outer
             inner = tl.where(whole, inner, first)
             outer = tl.where(whole, outer, first)
+        if PARTS > 1:
+            first, inner, outer, last = _within(first, inner, outer, last, part, PARTS, BLOCK_N)
+        if LEFT >= 0:
             acc, top, total = _attend(acc, top, total, q, k_src, v_src, first, (inner - first) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
                                       None, SCORE, TMA, True, False, PACKED, PAGE, PRECISION, STAGES)  # fmt: skip
         acc, top, total = _attend(acc, top, total, q, k_src, v_src, inner, (outer - inner) // BLOCK_N, None, 0, call, D, DV, LEFT, RIGHT, BLOCK_N,
@@ -223,10 +241,20 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
                                   None, SCORE, TMA, True, False, PACKED, PAGE, PRECISION, STAGES)  # fmt: skip
 
     if sinks_ptr is not None:
-        acc, top, total = sink(acc, top, total, tl.load(sinks_ptr + head).to(tl.float32))
+        logit = tl.load(sinks_ptr + head).to(tl.float32)
+        if PARTS > 1:  # one part's is enough
+            logit = tl.where(part == 0, logit, float("-inf"))
+        acc, top, total = sink(acc, top, total, logit)
     out, lse = normalise(acc, top, total)
     out = out.to(q.dtype)
     dims_v = tl.arange(0, BLOCK_DV)
+    lse_q, lse_head = start_q, head
+    if PARTS > 1:  # behind those of the parts before
+        if PACKED:
+            start_q += part * lse_strides[1]
+            lse_head += part * heads
+        else:
+            batch += part * (programs // tiles_m // heads)
     if TMA and not PACKED:  # a descriptor knows where a dense sequence ends, but not where a packed one does
         o_src.store([batch, head, tile_m * BLOCK_M, 0], out.reshape(1, 1, BLOCK_M, BLOCK_DV))
     else:
@@ -234,7 +262,7 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
         o_base = o_src + batch.to(tl.int64) * o_batch + head.to(tl.int64) * o_head
         tl.store(o_base + (start_q + rows).to(tl.int64)[:, None] * o_row + dims_v[None, :], out, mask=(rows < len_q)[:, None] & (dims_v < DV)[None, :])
     if lse_ptr is not None:
-        tl.store(lse_ptr + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + start_q + rows, lse, mask=rows < len_q)
+        tl.store(lse_ptr + batch.to(tl.int64) * lse_strides[0] + lse_head.to(tl.int64) * lse_strides[1] + lse_q + rows, lse, mask=rows < len_q)
 
 
 # ---- host
@@ -297,7 +325,13 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     fitting = filter(fits, candidates)
     if "batch_invariant" in p.extras:  # what is best must not depend on how much else there is to do
         return list(fitting)
-    return sorted(fitting, key=idles)
+    return [_in_parts(p, t, device) for t in sorted(fitting, key=idles)]
+
+
+def _in_parts(p: Attention, t: Tiles, device: Device) -> Tiles:
+    """The same, with keys in parts where there is more than one multiprocessor for a tile of queries: one program each, as if that were all it holds."""
+    programs = p.batch * p.heads * -(-p.len_q // t.m)
+    return t._replace(parts=max(1, min(most_parts(p, t.m, t.n), device.sms // max(1, programs))))
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
@@ -305,7 +339,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     pages = "" if page_table is None else "triton_paged"
     q, k, v = adjacent(q), adjacent(k, pages), adjacent(v, pages)
     packed = x.q_offsets is not None
-    out, lse = outputs(p, x, q, return_lse)
+    out, lse = outputs(p, x, q, return_lse) if tiles.parts == 1 else apart(p, q, tiles.parts)
     if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
     heads_first = [t.transpose(0, 1)[None] if t.ndim == 3 else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch or pages, heads, len, dim]
@@ -324,14 +358,15 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     found, map_strides = None, (0, 0, 0)
     if sees is not None:
         found, map_strides = mask_map(p, sees, x, tiles.m, tiles.n, False, q.device)
-    _prefill[(tiles_m * p.batch * p.heads,)](
+    _prefill[(tiles_m * p.batch * p.heads * tiles.parts,)](
         *sources, lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, page_table, found, x.sinks if x.sinks is None else x.sinks.contiguous(), x.state, reads,
         scale, gain, p.heads, p.group, p.len_q, p.len_k, tiles_m, together(p), bar(x.drop), 1 / (1 - x.drop), 0 if page_table is None else page_table.stride(0),
         *(t.stride()[:3] for t in heads_first), lse_strides, map_strides,
         D=p.dim, DV=p.value_dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_D=width, BLOCK_DV=width_v,
         LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, PADDED=hides_keys(p.mask),
-        TMA=tma, PAGE=p.page, PRECISION=tf32(p), STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,
+        TMA=tma, PAGE=p.page, PRECISION=tf32(p), STAGES=tiles.stages, PARTS=tiles.parts, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
+    out, lse = (out, lse) if tiles.parts == 1 else as_one(out, lse, tiles.parts)
     return (out, lse) if return_lse else out
 
 
