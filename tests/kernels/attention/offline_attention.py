@@ -47,7 +47,6 @@ def launched(module, arch: str, p: Attention, *inputs, returns=(True,), entry="l
         for one in (tile, module):
             patch.setattr(one, "fast", lambda q: arch != "gfx942" and q.dtype != FP32, raising=False)
         patch.setattr(module, "has_tma", lambda device: arch == "sm_90", raising=False)
-        patch.setattr(devices, "of", lambda device: GPU[arch])
         getattr(module, entry)(p, how, *inputs, *returns)
     found = {}
     for kernel, args, rest in calls:  # one that is started again counts its starts

@@ -63,15 +63,14 @@ def steps_of_part(steps, part, C: gl.constexpr):
 
 
 @gluon.jit
-def after_parts(b, head, start_q, part, lse_len, sizes, C: gl.constexpr):
-    """Sequence, head and first query, as output and LSE have them: behind those of the parts before."""
+def after_parts(b, head, part, sizes, C: gl.constexpr):
+    """Sequence and head, as output and LSE have them: behind those of the parts before."""
     if C.split > 1:
         if C.packed:
             head += part * all_heads(sizes, C)
-            start_q += part * lse_len
         else:
             b += part * (sizes[7] // sizes[3])
-    return b, head, start_q
+    return b, head
 
 
 @triton.jit(do_not_specialize=["whole", "tiles_m", "heads", "len_q"])

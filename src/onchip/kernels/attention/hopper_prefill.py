@@ -67,7 +67,7 @@ from onchip.kernels.attention.hopper_tiles import (
     weigh_kept,
 )
 from onchip.kernels.attention.key_bias import key_ring, product, room_of, taken_out
-from onchip.kernels.attention.key_parts import apart, as_one
+from onchip.kernels.attention.key_parts import apart, join
 from onchip.kernels.attention.lines import below, draw, height_of, top_above
 from onchip.kernels.attention.pairs import distances_of, laid_out, pair_tiles
 from onchip.kernels.attention.texts import far_of, line_of, only_adds
@@ -343,7 +343,7 @@ def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.cons
             logit = gl.where(hidden == 0, logit, float("-inf"))
         top, total, shrink = one_more(top, total, logit)
     if lse_ptr is not None:
-        b, head, _start = after_parts(b, head, start_q, hidden, lse_len, sizes, C)
+        b, head = after_parts(b, head, hidden, sizes, C)
         at = lse_ptr + lse_at(b, head, start_q + rows, lse_len, sizes, C)
         gl.store(at, (top - C.room + gl.log2(total * 2.0**C.room)) * LN2, mask=rows < len_q)  # sums near 1 have more digits in their logarithms
     inverse = gl.where(total == 0.0, 0.0, shrink / total)
@@ -383,10 +383,16 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
             if not C.share:
                 mbarrier.arrive(q_empty.index(mine), count=1)
                 tma.store_wait(0)  # the tile before has left
-            b, _head, start_q = after_parts(b, head, start_q, hidden, _softmax[2][1], sizes, C)
             buffer = o_buffers.index(mine if C.share else GROUP)
-            buffer.reshape([64, DV]).store(acc.to(queries.dtype))
-            if C.packed:  # the copy engine does not know where a sequence ends
+            if C.split == 1:
+                buffer.reshape([64, DV]).store(acc.to(queries.dtype))
+            if C.split > 1:  # where its LSE is
+                rows, heads = own_rows(place, sizes[4], C, GROUP, gl.SliceLayout(1, acc.type.layout))
+                dims = gl.arange(0, DV, layout=gl.SliceLayout(0, acc.type.layout))
+                b, heads = after_parts(b, heads, hidden, sizes, C)
+                at = o_ptr + (lse_at(b, heads, start_q + rows, _softmax[2][1], sizes, C)[:, None] * C.dim_v + dims[None, :])
+                gl.store(at, acc, mask=(rows < len_q)[:, None] & (dims < C.dim_v)[None, :])
+            elif C.packed:  # the copy engine does not know where a sequence ends
                 layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
                 rows, heads = own_rows(place, sizes[4], C, GROUP, gl.SliceLayout(1, layout))
                 dims = gl.arange(0, DV, layout=gl.SliceLayout(0, layout))
@@ -484,7 +490,7 @@ GATHERS = ((128, 4), (256, 2))  # warps that bring keys of small pages. Four lea
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
     """q, k, v as `ops.attention` passes them: dense, or packed with offsets. What a score reads is copied first where `pairs` says so."""
     packed = x.q_offsets is not None
-    out, lse = outputs(p, x, q, return_lse) if tiles.parts == 1 else apart(p, q, tiles.parts)
+    out, lse = outputs(p, x, q, return_lse)
     if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
     if (far := far_of(p)) is not None:
@@ -509,7 +515,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if packed and "batch_invariant" in p.extras:  # in a sequence's last tile the next one's queries would raise alarms too, and choose a warp's tanh
         bold, cap = False, 0
     power, scale = scaled(scale, cap)
-    share = width == width_v >= (128 if tile or biased or line else 256)
+    share = tiles.parts > 1 or width == width_v >= (128 if tile or biased or line else 256)
     gathers = pick(GATHERS, max(width, width_v)) if p.page % 8 else 0
     shape = Shape(
         tiles.groups, tiles.n, tiles.stages, left, right, top_left, packed, isinstance(p.mask, Traced), p.page, gathers, p.dim, p.value_dim,
@@ -522,6 +528,10 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         heads, own = p.kv_heads, (shape.own, shape.pack)
         first[0], first[3] = by_groups(first[0], heads), by_groups(first[3], heads)
     blocks = ((*own, width), (k_rows, width), (k_rows, width_v), (*own, width_v))
+    described, into, into_lse = first, first[3], lse
+    if tiles.parts > 1:  # which the copy engine does not bring to memory
+        described, blocks = (*first[:3], first[0]), (*blocks[:3], blocks[0])
+        into, into_lse = apart(p, tiles.parts, q.device)
     listed, tiles_m, batch_heads = None, triton.cdiv(p.len_q, shape.m), p.batch * heads
     if packed:  # one list for all sequences
         listed = sequence_tiles(p, x, shape.m)
@@ -536,13 +546,14 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     else:
         programs, counter = min(count, tiles.programs, beside.sms), None
     _prefill[(programs,)](
-        *(describe(t, *b) for t, b in zip(first, blocks, strict=True)), pairs, tuple(map(pool_of, first[1:3])) if gathers else None, first[3],
-        lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, page_table if page_table is None else (page_table, page_table.stride(0)),
+        *(describe(t, *b) for t, b in zip(described, blocks, strict=True)), pairs, tuple(map(pool_of, first[1:3])) if gathers else None, into,
+        into_lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, page_table if page_table is None else (page_table, page_table.stride(0)),
         found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads, dropout_of(x), scale, gain, count, tiles_m, side_by_side(p), heads, p.group,
         p.len_q, p.len_k, batch_heads, p.tokens if packed else p.len_q, map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4, **({"launch_pdl": True} if shape.first else {}),
     )  # fmt: skip
-    out, lse = (out, lse) if tiles.parts == 1 else as_one(out, lse, tiles.parts)
+    if tiles.parts > 1:
+        join(into, into_lse, out, lse)
     return (out, lse) if return_lse else out
 
 

@@ -9,7 +9,7 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention
 from onchip.kernels.attention.hopper_tiles import pack_of, programs_of, query_tiles, tile_of
-from onchip.kernels.attention.key_parts import key_tiles, most_parts
+from onchip.kernels.attention.key_parts import key_tiles, parts_of
 from onchip.kernels.attention.texts import far_of, is_light
 from onchip.kernels.attention.tile import order, together
 from onchip.kernels.hopper import block
@@ -20,6 +20,7 @@ LONG_64 = (3, 128, 3)
 TILED = 2  # stages of a problem with a third ring: its hardware barriers begin at 14
 SHORT = 2048  # queries of a causal problem: smaller tiles are more even
 # Of a key tile's time with two warpgroups (1.36 us at d128): that with one or three, and what a tile of queries and joining parts take beside their keys.
+GAIN = 0.9  # of the time without parts, that with them at most: what the model does not know is as much
 STEP, TILE, JOIN = {1: 0.77, 2: 1.0, 3: 1.45}, 1.4, 5.0
 
 
@@ -66,8 +67,9 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     if alone or whole.count(p) >= programs:
         return [whole]
     lower = {_packed(p, Tiles(g, n, stages, programs), alone) for g in range(1, groups + 1)}
-    every = [tiles._replace(parts=1 + more) for tiles in sorted(lower, reverse=True) for more in range(most_parts(p, tiles.queries, n))]
-    return [min(every, key=lambda tiles: time_of(p, tiles))]
+    every = [tiles._replace(parts=parts) for tiles in sorted(lower, reverse=True) for parts in parts_of(p, tiles.queries, n)]
+    best, alone = (min(some, key=lambda tiles: time_of(p, tiles)) for some in (every, [tiles for tiles in every if tiles.parts == 1]))
+    return [best if time_of(p, best) < GAIN * time_of(p, alone) else alone]
 
 
 def _packed(p: Attention, tiles: Tiles, alone: bool) -> Tiles:

@@ -20,7 +20,7 @@ from onchip.core.philox import bar
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import texts
-from onchip.kernels.attention.key_parts import apart, as_one, most_parts
+from onchip.kernels.attention.key_parts import apart, join, parts_of
 from onchip.kernels.attention.tile import (
     LOG2E,
     adjacent,
@@ -246,23 +246,22 @@ def _prefill(q_src, k_src, v_src, o_src, lse_ptr, q_offsets, k_offsets, q_used, 
             logit = tl.where(part == 0, logit, float("-inf"))
         acc, top, total = sink(acc, top, total, logit)
     out, lse = normalise(acc, top, total)
-    out = out.to(q.dtype)
+    if PARTS == 1:
+        out = out.to(q.dtype)
     dims_v = tl.arange(0, BLOCK_DV)
-    lse_q, lse_head = start_q, head
-    if PARTS > 1:  # behind those of the parts before
-        if PACKED:
-            start_q += part * lse_strides[1]
-            lse_head += part * heads
-        else:
-            batch += part * (programs // tiles_m // heads)
-    if TMA and not PACKED:  # a descriptor knows where a dense sequence ends, but not where a packed one does
+    if PARTS > 1:  # behind the parts before, where its LSE is
+        before = part.to(tl.int64) * (heads if PACKED else programs // tiles_m) * lse_strides[1]
+        lse_ptr += before
+        at = before + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + start_q
+        tl.store(o_src + (at + rows)[:, None] * DV + dims_v[None, :], out, mask=(rows < len_q)[:, None] & (dims_v < DV)[None, :])
+    elif TMA and not PACKED:  # a descriptor knows where a dense sequence ends, but not where a packed one does
         o_src.store([batch, head, tile_m * BLOCK_M, 0], out.reshape(1, 1, BLOCK_M, BLOCK_DV))
     else:
         o_batch, o_head, o_row = o_strides
         o_base = o_src + batch.to(tl.int64) * o_batch + head.to(tl.int64) * o_head
         tl.store(o_base + (start_q + rows).to(tl.int64)[:, None] * o_row + dims_v[None, :], out, mask=(rows < len_q)[:, None] & (dims_v < DV)[None, :])
     if lse_ptr is not None:
-        tl.store(lse_ptr + batch.to(tl.int64) * lse_strides[0] + lse_head.to(tl.int64) * lse_strides[1] + lse_q + rows, lse, mask=rows < len_q)
+        tl.store(lse_ptr + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + start_q + rows, lse, mask=rows < len_q)
 
 
 # ---- host
@@ -329,9 +328,9 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
 
 
 def _in_parts(p: Attention, t: Tiles, device: Device) -> Tiles:
-    """The same, with keys in parts where there is more than one multiprocessor for a tile of queries: one program each, as if that were all it holds."""
+    """The same, with keys in as many parts as leave each multiprocessor one program, as if that were all it holds."""
     programs = p.batch * p.heads * -(-p.len_q // t.m)
-    return t._replace(parts=max(1, min(most_parts(p, t.m, t.n), device.sms // max(1, programs))))
+    return t._replace(parts=next(parts for parts in parts_of(p, t.m, t.n) if parts == 1 or parts * programs <= device.sms))
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
@@ -339,7 +338,7 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     pages = "" if page_table is None else "triton_paged"
     q, k, v = adjacent(q), adjacent(k, pages), adjacent(v, pages)
     packed = x.q_offsets is not None
-    out, lse = outputs(p, x, q, return_lse) if tiles.parts == 1 else apart(p, q, tiles.parts)
+    out, lse = outputs(p, x, q, return_lse)
     if out.numel() == 0 or p.len_k == 0:
         return (out, lse) if return_lse else out
     heads_first = [t.transpose(0, 1)[None] if t.ndim == 3 else t.transpose(1, 2) for t in (q, k, v, out)]  # [batch or pages, heads, len, dim]
@@ -351,22 +350,27 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         sources = [TensorDescriptor(t, list(t.shape), list(t.stride()), [1, 1, *b]) for t, b in zip(heads_first, blocks, strict=True)]
         if packed:
             sources[3] = heads_first[3]
+    into_lse = lse
+    if tiles.parts > 1:
+        sources[3], into_lse = apart(p, tiles.parts, q.device)
     tiles_m = triton.cdiv(p.len_q, tiles.m)
     left, right, top_left = ends(p.mask if isinstance(p.mask, Band) else p.mask.hull)
-    lse_strides = (0, 0) if lse is None else (0, p.tokens) if packed else lse.stride()[:2]
+    lse_strides = (0, 0) if into_lse is None else (0, p.tokens) if packed else into_lse.stride()[-3:-1]
     (sees, score), reads, scale, gain = device_functions(p, x, q)
     found, map_strides = None, (0, 0, 0)
     if sees is not None:
         found, map_strides = mask_map(p, sees, x, tiles.m, tiles.n, False, q.device)
+    sinks = x.sinks if x.sinks is None else x.sinks.contiguous()
     _prefill[(tiles_m * p.batch * p.heads * tiles.parts,)](
-        *sources, lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, page_table, found, x.sinks if x.sinks is None else x.sinks.contiguous(), x.state, reads,
+        *sources, into_lse, x.q_offsets, x.k_offsets, x.q_used, x.k_used, page_table, found, sinks, x.state, reads,
         scale, gain, p.heads, p.group, p.len_q, p.len_k, tiles_m, together(p), bar(x.drop), 1 / (1 - x.drop), 0 if page_table is None else page_table.stride(0),
         *(t.stride()[:3] for t in heads_first), lse_strides, map_strides,
         D=p.dim, DV=p.value_dim, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_D=width, BLOCK_DV=width_v,
         LEFT=left, RIGHT=right, TOP_LEFT=top_left, MASK=sees, SCORE=score, PADDED=hides_keys(p.mask),
         TMA=tma, PAGE=p.page, PRECISION=tf32(p), STAGES=tiles.stages, PARTS=tiles.parts, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    out, lse = (out, lse) if tiles.parts == 1 else as_one(out, lse, tiles.parts)
+    if tiles.parts > 1:
+        join(sources[3], into_lse, out, lse)
     return (out, lse) if return_lse else out
 
 
