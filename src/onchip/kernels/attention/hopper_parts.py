@@ -1,8 +1,8 @@
-"""Keys of a tile of queries that are dealt out in parts (`key_parts`): which of them a program of a Hopper kernel has, and where what it gives goes.
+"""Keys of a tile of queries that are dealt out in parts: which of them a program of a Hopper kernel has, and where what it gives goes.
 
-`hopper_fp8` does so where tiles are left when each program has done as many as every other: of 2,048 tiles 132 programs do 15 each, and 68 are left: in five
-parts each they take three fifths of a tile's time instead of all of it. `hopper_prefill` does so with all tiles where there are fewer than programs. A part's
-output is normalised and in the result's dtype, with its LSE.
+`hopper_prefill` deals out those of all tiles where there are fewer than programs (`key_parts`). `hopper_fp8` does so where tiles are left when each program has
+done as many as every other: of 2,048 tiles 132 programs do 15 each, and 68 are left: in five parts each they take three fifths of a tile's time instead of all
+of it. Its part's output is normalised and in the result's dtype, with its LSE.
 """
 
 import triton

@@ -11,7 +11,8 @@ Of keys in pages (vLLM's PagedAttention, Kwon et al., 2023) a copy is of as many
 A tile's keys come in this order: those at the diagonal's end, which need the mask; whole ones; those at the window's other end. A warpgroup leaves out what
 the mask hides from all of its rows, tiles and halves (`hopper_halves`).
 Of few queries the heads that share keys are folded into a tile's rows (FlashAttention-3's PackGQA): row r is query r // pack of the group's head r % pack,
-so that K and V are read once for all of them. To the copy engine queries are then [batch, kv_heads, len, group, dim].
+so that K and V are read once for all of them. To the copy engine queries are then [batch, kv_heads, len, group, dim]. Where tiles are still few, their keys
+are dealt out in parts, which leave through no buffer: float32, to be joined by a launch behind this one (`key_parts`).
 """
 
 import functools
@@ -135,7 +136,7 @@ class Shape:
     drops: bool  # whether weights are dropped
     padded: bool  # whether the mask may hide padding, which holds anything
     first: bool  # whether the launch behind this one may begin when it has begun
-    split: int  # parts that the keys of a tile of queries are dealt out in at most (`hopper_parts`)
+    split: int  # parts that the keys of a tile of queries are dealt out in (`hopper_parts`)
 
     @property
     def own(self):

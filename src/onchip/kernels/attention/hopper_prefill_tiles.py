@@ -9,7 +9,7 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention
 from onchip.kernels.attention.hopper_tiles import pack_of, programs_of, query_tiles, tile_of
-from onchip.kernels.attention.key_parts import key_tiles, parts_of
+from onchip.kernels.attention.key_parts import key_tiles, parts_allowed
 from onchip.kernels.attention.texts import far_of, is_light
 from onchip.kernels.attention.tile import order, together
 from onchip.kernels.hopper import block
@@ -26,7 +26,7 @@ STEP, TILE, JOIN = {1: 0.77, 2: 1.0, 3: 1.45}, 1.4, 5.0
 
 class Tiles(NamedTuple):
     """Warpgroups of 64 rows, keys a tile, key tiles in flight, programs at most (see `programs_and_counter`), places for heads side by side in a tile's rows,
-    a power of two (see `pack_of`; of 1 all rows are queries of one head), and in how many parts the keys of a tile of queries are dealt out at most."""
+    a power of two (see `pack_of`; of 1 all rows are queries of one head), and in how many parts the keys of a tile of queries are dealt out."""
 
     groups: int
     n: int
@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
 
     def __str__(self):
         rows = f" of {self.queries} queries x {self.pack} heads" if self.pack > 1 else ""
-        keys = f", their keys in up to {self.parts} parts" if self.parts > 1 else ""
+        keys = f", their keys in {self.parts} parts" if self.parts > 1 else ""
         return f"{64 * self.groups}x{self.n} tiles{rows}{keys}, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
 
     @property
@@ -67,9 +67,9 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     if alone or whole.count(p) >= programs:
         return [whole]
     lower = {_packed(p, Tiles(g, n, stages, programs), alone) for g in range(1, groups + 1)}
-    every = [tiles._replace(parts=parts) for tiles in sorted(lower, reverse=True) for parts in parts_of(p, tiles.queries, n)]
-    best, alone = (min(some, key=lambda tiles: time_of(p, tiles)) for some in (every, [tiles for tiles in every if tiles.parts == 1]))
-    return [best if time_of(p, best) < GAIN * time_of(p, alone) else alone]
+    every = [tiles._replace(parts=parts) for tiles in sorted(lower, reverse=True) for parts in parts_allowed(p, tiles.queries, n)]
+    dealt, kept = (min(some, key=lambda tiles: time_of(p, tiles)) for some in (every, [tiles for tiles in every if tiles.parts == 1]))
+    return [dealt if time_of(p, dealt) < GAIN * time_of(p, kept) else kept]
 
 
 def _packed(p: Attention, tiles: Tiles, alone: bool) -> Tiles:

@@ -55,7 +55,7 @@ def key_tiles(p: Attention, m: int, n: int) -> tuple[int, int]:
     return tuple(max(1, triton.cdiv(len(band.keys(first + shift, last + shift, p.len_k)), n)) for first, last in ends)
 
 
-def parts_of(p: Attention, m: int, n: int) -> tuple[int, ...]:
+def parts_allowed(p: Attention, m: int, n: int) -> tuple[int, ...]:
     """In how many parts keys may be dealt out. Together: where a map names those that are seen, where the batch must not decide, where dropout wants the
     registers, and over pages, whose lengths are on the device."""
     together = isinstance(p.mask, Traced) or p.keys == "paged" or {*p.extras} & {"batch_invariant", "dropout"} or not p.len_q

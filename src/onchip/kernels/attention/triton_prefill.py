@@ -4,7 +4,8 @@ FlashAttention-2 (Dao, 2023): scores never leave the chip, the sum of exponentia
 program reads its BLOCK_M queries once and every key that they see once: traffic to L2 is len_q / BLOCK_M passes over K
 and V. Key tiles that every row sees skip the mask. On Hopper K and V come through TMA descriptors; elsewhere, or when a
 stride is not a multiple of 16 bytes, through pointers. So do keys in pages (vLLM's PagedAttention, Kwon et al., 2023), of
-any size: a row of the tile looks its page up, or all of them at once where pages are whole tiles.
+any size: a row of the tile looks its page up, or all of them at once where pages are whole tiles. Keys of few queries are dealt
+out in parts (`key_parts`), each a program.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from onchip.core.philox import bar
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import texts
-from onchip.kernels.attention.key_parts import apart, join, parts_of
+from onchip.kernels.attention.key_parts import apart, join, parts_allowed
 from onchip.kernels.attention.tile import (
     LOG2E,
     adjacent,
@@ -330,7 +331,7 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
 def _in_parts(p: Attention, t: Tiles, device: Device) -> Tiles:
     """The same, with keys in as many parts as leave each multiprocessor one program, as if that were all it holds."""
     programs = p.batch * p.heads * -(-p.len_q // t.m)
-    return t._replace(parts=next(parts for parts in parts_of(p, t.m, t.n) if parts == 1 or parts * programs <= device.sms))
+    return t._replace(parts=next(parts for parts in parts_allowed(p, t.m, t.n) if parts == 1 or parts * programs <= device.sms))
 
 
 def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, page_table=None):
