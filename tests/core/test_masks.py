@@ -27,7 +27,7 @@ from onchip.core.masks import (
     as_mask,
     parse,
 )  # fmt: skip
-from onchip.core.parts import Part
+from onchip.core.parts import Exactly, Part
 from onchip.core.scores import Score
 from onchip.core.trace import Place, TraceError
 
@@ -289,6 +289,14 @@ class Strided(Mask):
         return (at.row - at.j - self.offsets[at.h]) % self.step == 0
 
 
+def test_a_tensor_of_one_element_is_a_number_in_a_combination():
+    reach, at = torch.tensor([[2]]), Place(0, 0, torch.arange(5)[:, None], torch.arange(5), 5, 5)
+    near = MaskMod(lambda b, h, i, j: (i - j) < reach)
+    for mask in (near & Causal(), near & Document(IDS[0, :5]), Causal() & (near | near)):
+        text, tensors = mask.parts()
+        assert torch.equal(text.seen(at, tensors), mask.sees(at))
+
+
 def test_a_mask_of_ones_own():
     """Instances that differ in a number have texts of their own; those that differ in a tensor share one."""
     for step, offsets in ((2, SIDES), (3, SIDES), (2, SIDES + 1), (2, SIDES.int())):
@@ -326,6 +334,11 @@ def test_a_mask_that_does_not_list_its_tensors():
         (lambda: Causal("middle"), "Causal: align 'middle' is not one of bottom_right, top_left"),
         (lambda: Window(torch.rand(3)), r"Window: left is torch.float32 \[3\]; give an integer tensor \[heads\], \[batch, heads\] or \[batch, 1\]"),
         (lambda: Window(SIDES, -1), "Window: right -1 is negative"),
+        (lambda: Window(torch.tensor([-1, 3])), r"Window: left is \[-1, 3\]; it counts keys beside a query's own, so 0 or more, or a large number for all"),
+        (lambda: Window(torch.ones(3) * 1j), r"Window: left is torch.complex64 \[3\]; give an integer tensor"),
+        (lambda: Document(torch.ones(3) * 1j), r"Document: ids is torch.complex64 \[3\]; give an integer tensor of 1 or 2 dimensions"),
+        (lambda: Document(torch.ones(3).int().to_sparse()), "Document: ids is a nested or sparse tensor; give a dense one"),
+        (lambda: KeyPadding(torch.ones(3) * 1j), r"KeyPadding: valid is torch.complex64 \[3\]; give integer lengths"),
         (lambda: Windows(SIDES, 0, "up"), "Window: align 'up' is not one of"),
         (lambda: Chunked(0), "Chunked: size 0 is less than 1; it counts the positions of a chunk"),
         (lambda: Document([0, 1]), "Document: ids is a list; give a tensor"),
@@ -354,6 +367,8 @@ def test_what_a_mask_says_to_bad_arguments(make, words):
     [
         (Document(IDS), (2, 3, 5, 9), r"Document: ids is \[2, 8\]; this call needs \[batch 2, len_k 9\]"),
         (Document(IDS), (1, 3, 5, 5), r"Document: ids is \[2, 8\]; this call needs \[batch 1, len_k 5\]"),
+        (Document(IDS), (2, 3, 5, Exactly(7)), r"Document: ids is \[2, 8\]; this call needs \[batch 2, len_k 7\]"),
+        (Tree(TREES), (2, 4, 5, Exactly(3)), r"Tree: ancestors are of 4 nodes; this call has 3 keys, of which the last are the nodes; give at most so many"),
         (Window(SIDES), (2, 4, 5, 5), r"Window: left is \[3\]; this call needs \[heads 4\]"),
         (Window(torch.ones(2, 1).int()), (3, 4, 5, 5), r"Window: left is \[2, 1\]; this call needs \[batch 3, any\]"),
         (Prefix(SIDES), (2, 4, 5, 5), r"Prefix: length is \[3\]; this call needs \[batch 2\]"),

@@ -10,7 +10,7 @@ import torch
 
 from onchip.core import parts
 from onchip.core.parts import trace_mod
-from onchip.core.trace import Place, Traced
+from onchip.core.trace import Place, Traced, TraceError
 
 TABLE = torch.randn(3, 9)
 BACK = 2
@@ -71,6 +71,40 @@ def test_a_list_or_dict_counts_by_what_it_holds(traces):
     second = run(mod)
     names["left"] = 4
     assert len({first, second, run(mod)}) == 3 == len(traces)
+
+
+def test_an_attribute_of_a_function_or_a_tensor_counts(traces):
+    def factor(h):
+        return factor.base * (h + 1)
+
+    table = torch.ones(3)
+    scaled = lambda s, b, h, i, j: s * factor(h) * table.extra  # noqa: E731
+    factor.base, table.extra = 1.0, 1.0
+    first = run(scaled, True)
+    assert run(scaled, True) == first and len(traces) == 1
+    factor.base = 3.0
+    second = run(scaled, True)
+    table.extra = 2.0
+    assert len({first, second, run(scaled, True)}) == 3 == len(traces)
+    table.extra = object()
+    with pytest.raises(TraceError, match="'Tensor' and 'object'"):
+        trace_mod(scaled, True)
+
+
+def test_an_attribute_of_a_tuple_of_ones_own_counts():
+    class Sides(tuple):
+        far = 1
+
+    sides = Sides((2,))
+    mod = lambda b, h, i, j: i - j < sides[0] + sides.far  # noqa: E731
+    first = run(mod)
+    Sides.far = 3
+    assert run(mod) != first
+
+
+def test_whether_a_tensor_learns_counts(traces):
+    learns = lambda table: lambda s, b, h, i, j: s + table[h] if table.requires_grad else s - table[h]  # noqa: E731
+    assert run(learns(torch.ones(3)), True) != run(learns(torch.ones(3, requires_grad=True)), True)
 
 
 def test_a_global_that_is_rebound_counts(traces, monkeypatch):

@@ -106,6 +106,24 @@ def test_the_order_is_bias_functions_softcap():
     assert isinstance(chain(None, user, None), ScoreMod) and isinstance(chain(BIAS, None, None), Bias)
 
 
+def test_a_tensor_of_one_element_is_a_number_behind_others():
+    """And may be indexed as well, as where there is one head."""
+    zero, factor = torch.tensor(0), torch.tensor([1.7], requires_grad=True)
+    at = Place(zero, zero, torch.arange(5)[:, None], torch.arange(8), 5, 8)
+    s = torch.randn(5, 8)
+    for mod in (lambda s, b, h, i, j: s * factor, lambda s, b, h, i, j: s * factor.sigmoid()[h] + factor):
+        for score in (chain(None, mod, 3.0), chain(BIAS[:1, :1], [mod, mod], None)):
+            text, tensors = score.parts()
+            found, expected = text.run(s, *at, *tensors), score.apply(s, at)
+            torch.testing.assert_close(found, expected)
+            assert torch.equal(*(torch.autograd.grad(out.sum(), factor)[0] for out in (found, expected)))
+
+
+def test_slopes_in_half_precision_are_multiplied_in_float32():
+    slopes, far = torch.tensor([0.7]).bfloat16(), Place(0, 0, torch.tensor([511]), torch.tensor([0]), 512, 512)
+    assert ALiBi(slopes).apply(torch.zeros(1), far) == ALiBi(slopes.float()).apply(torch.zeros(1), far) == -511 * slopes.item()
+
+
 def test_slopes_of_the_paper():
     assert ALiBi.slopes_of(8).tolist() == [2.0**-n for n in range(1, 9)]
     assert ALiBi.slopes_of(3).tolist() == pytest.approx([2**-4, 2**-8, 2**-2])
@@ -164,6 +182,8 @@ def test_which_scores_share_a_text(a, b, same):
         (lambda: ALiBi(SLOPES, "square"), "ALiBi: form 'square' is not one of absolute, linear"),
         (lambda: ALiBi(SLOPES.long()), r"ALiBi: slopes are torch.int64 \[3\]; give floats \[heads\] or \[batch, heads\]"),
         (lambda: ALiBi(SLOPES[None, None]), r"ALiBi: slopes are torch.float32 \[1, 1, 3\]"),
+        (lambda: ALiBi.slopes_of(0), "ALiBi.slopes_of: heads is 0; give 1 or more"),
+        (lambda: ALiBi.slopes_of(2.5), "ALiBi.slopes_of: heads is 2.5; give a whole number"),
         (lambda: ALiBi([1.0, 0.5]), r"ALiBi: slopes are a list; give floats \[heads\] or \[batch, heads\]"),
         (lambda: RelativeBias([1.0]), r"RelativeBias: table is a list; give floats \[heads, 2 reach \+ 1\]"),
         (lambda: BucketBias(None), r"BucketBias: table is a NoneType; give floats \[buckets, heads\]"),
@@ -172,6 +192,8 @@ def test_which_scores_share_a_text(a, b, same):
         (lambda: BucketBias(BUCKETS[:6]), r"BucketBias: table is torch.float32 \[6, 3\]; give floats \[buckets, heads\], buckets a multiple of 4"),
         (lambda: BucketBias(BUCKETS, 2), "BucketBias: longest 2 is not past the 2 exact buckets; give a larger distance"),
         (lambda: Bias(BIAS > 0), r"bias is torch.bool \[2, 3, 5, 8\]; give floats that broadcast .* \(a bool tensor goes to mask=\)"),
+        (lambda: Bias(BIAS.to(torch.float8_e4m3fn)), r"bias is torch.float8_e4m3fn \[2, 3, 5, 8\]; give floats of 16 to 64 bits that broadcast"),
+        (lambda: Bias(BIAS.to_sparse()), r"bias is torch.float32 \[2, 3, 5, 8\]; give dense floats that broadcast"),
         (lambda: Bias(3.0), "bias is a float; give floats that broadcast"),
         (lambda: chain(BIAS[None], None, None), r"bias is torch.float32 \[1, 2, 3, 5, 8\]"),
     ],

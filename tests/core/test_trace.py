@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 from torch.nn import functional
@@ -112,8 +113,13 @@ def test_nothing_is_computed():
         (lambda s, at: s * at.i.item(), "it branches on, or takes the Python value of, a tensor"),
         (lambda s, at: s * TABLE[0, 0].item(), "it branches on, or takes the Python value of, a tensor"),
         (lambda s, at: s if TABLE.sum() > 0 else -s, "it branches on, or takes the Python value of, a tensor"),
-        (lambda s, at: s + at.i.tolist()[0], "unallocated storage"),
-        (lambda s, at: s + at.i.numpy(), "meta"),
+        (lambda s, at: s + at.i.tolist()[0], "the Python value of, a tensor"),
+        (lambda s, at: s + at.i.numpy(), "the Python value of, a tensor"),
+        (lambda s, at: s * TABLE.tolist()[0][0], "the Python value of, a tensor"),
+        (lambda s, at: s * float(TABLE.numpy()[0, 0]), "the Python value of, a tensor"),
+        (lambda s, at: s * float(numpy.asarray(TABLE)[0, 0]), "the Python value of, a tensor"),
+        (lambda s, at: s * len(f"{TABLE}{TABLE!r}"), "the Python value of, a tensor"),
+        (lambda s, at: s if torch.equal(TABLE, TABLE) else -s, "the Python value of, a tensor"),
         (lambda s, at: s.add_(1), "add_ changes a tensor in place"),
         (lambda s, at: s + torch.rand_like(s), r"rand_like draws random numbers \(for dropout, give dropout=\)"),
         (lambda s, at: s + torch.rand(()), "rand draws random numbers"),

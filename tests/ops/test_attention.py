@@ -80,6 +80,14 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"attention: scale requires a gradient, which a number has not; give scale=1.0 and score=", TypeError, {"scale": zeros(()).requires_grad_()}),
         (r"attention: sinks are torch.float32 \[3\] on cpu; give floats, one logit a query head, \[2\] on cpu", ValueError, {"sinks": zeros(3)}),
         (r"attention: sinks are torch.int32 \[2\] on cpu", ValueError, {"sinks": zeros(2).int()}),
+        (r"attention: sinks are torch.float8_e4m3fn \[2\] on cpu; give floats", ValueError, {"sinks": zeros(2).to(torch.float8_e4m3fn)}),
+        (r"attention: sinks are torch.float32 \[2\] on cpu, sparse; give floats", ValueError, {"sinks": zeros(2).to_sparse()}),
+        (r"attention: scale is 1e\+39, more than float32 holds; give a finite number", ValueError, {"scale": 1e39}),
+        (r"attention: scale is 1000.*; give a number", TypeError, {"scale": 10**400}),
+        (r"softcap is a tensor \[2\]; give a number, or a function score=", TypeError, {"softcap": zeros(2)}),
+        (r"attention: dropout is torch.float32 \[2\] on cpu; give a probability below 1", TypeError, {"dropout": zeros(2)}),
+        (r"attention: the seed is 1, the offset None; give a seed of 63 bits", ValueError, {"dropout": onchip.Dropout(0.5, 1, None)}),
+        (r"Document: ids is \[7\]; this call needs \[len_k 5\]", ValueError, {"mask": Document(zeros(7).int())}),
         (r"attention: sinks are a list; give a tensor of one logit a query head, \[2\] on cpu", TypeError, {"sinks": [1.0, 2.0]}),
         (r"attention: dropout 1 is not a probability below 1; give 0 <= p < 1", ValueError, {"dropout": 1}),
         (r"attention: dropout -0.5 is not a probability", ValueError, {"dropout": onchip.Dropout(-0.5)}),
@@ -241,6 +249,10 @@ def test_merge_of_what_does_not_belong_together():
             onchip.merge([(out, lse), pair])
     with pytest.raises(ValueError, match=r"merge: part 0 has an output \[2, 16\] and LSE \[2\]; give"):
         onchip.merge([(out[0, 0], lse[0, :, 0])])
+    with pytest.raises(TypeError, match=r"merge: part 1 has an output of torch.int64 and LSE of torch.float32; give floats, as attention"):
+        onchip.merge([(out, lse), (out.long(), lse)])
+    with pytest.raises(ValueError, match=r"merge: part 1 has its output on meta, its LSE on cpu; move all parts to cpu"):
+        onchip.merge([(out, lse), (out.to("meta"), lse)])
     with pytest.raises(TypeError, match=r"merge: part 1 is a list; give an \(output, LSE\) pair of tensors"):
         onchip.merge([(out, lse), [out, None]])
     with pytest.raises(TypeError, match=r"merge: part 0 is torch.float32 \[1, 5, 2, 16\] on cpu; give an \(output, LSE\) pair"):

@@ -1,6 +1,7 @@
 """Every public function in a compiled graph: no break, the eager result, the eager gradients. And in an exported program."""
 
 import io
+import math
 import shutil
 import warnings
 
@@ -231,6 +232,17 @@ def test_numbers_that_change():
     inputs = qkv(BATCH, LEN)
     for n, cap in ((3, 1.5), (4, 2.5), (5, 3.5), (3, 1.5)):
         torch.testing.assert_close(compiled(*inputs, n, cap), function(*inputs, n, cap))
+
+
+def test_numbers_that_a_graph_cannot_look_at():
+    """The operator does."""
+    q, offsets = torch.randn(5, HEADS, DIM), torch.tensor([0, 3, 5], dtype=torch.int32)
+    run = torch.compile(lambda scale, longest: onchip.attention_packed(q, q, q, offsets, scale=scale, longest=longest), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(run(0.5, 3), onchip.attention_packed(q, q, q, offsets, scale=0.5))
+    with pytest.raises(ValueError, match="attention: scale is nan; give a finite number"):
+        run(math.nan, 3)
+    with pytest.raises(ValueError, match="longest is 2, and a sequence has 3 tokens; give the most of any, or more"):
+        run(0.5, 2)
 
 
 def test_masks_that_change():

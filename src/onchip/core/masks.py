@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onchip.core.bands import BANDS, Band, Causal, Full, Mask, Window, check_align, join, meet, parse
 from onchip.core.parts import alike, by_name, check_sizes, check_tensor, check_whole, name_of, read, squeezed, trace_mod
-from onchip.core.trace import Place, Traced, trace, untouched
+from onchip.core.trace import Place, Traced, known, trace, untouched
 from onchip.core.tree import Tree
 
 # ---- masks of masks
@@ -78,7 +78,10 @@ def _both(a: Band | Traced, b: Band | Traced, sign: str, name: str, hull: Band) 
 
 @dataclass(frozen=True, eq=False)
 class Windows(Mask):
-    """A `Window` of its own for each head or sequence: `left` and `right` as of `Window`, or integer tensors `[heads]`, `[batch, heads]` or `[batch, 1]`."""
+    """A `Window` of its own for each head or sequence: `left` and `right` as of `Window`, or integer tensors `[heads]`, `[batch, heads]` or `[batch, 1]`.
+
+    Numbers in a tensor are 0 or more; what is negative hides a query's own key too (a ValueError on a CPU, where it can be seen).
+    """
 
     left: Tensor | int | None
     right: Tensor | int | None = 0
@@ -91,8 +94,10 @@ class Windows(Mask):
         for side, size in (("left", self.left), ("right", self.right)):
             if not isinstance(size, Tensor):
                 Window(**{"left": None, side: size})  # which says what is wrong with a number
-            elif size.ndim not in (1, 2) or size.dtype.is_floating_point or size.dtype == torch.bool:
+            elif size.ndim not in (1, 2) or size.dtype.is_floating_point or size.dtype.is_complex or size.dtype == torch.bool:
                 raise ValueError(f"Window: {side} is {size.dtype} {list(size.shape)}; give an integer tensor [heads], [batch, heads] or [batch, 1]")
+            elif known(size) and (size < 0).any():
+                raise ValueError(f"Window: {side} is {size.tolist()}; it counts keys beside a query's own, so 0 or more, or a large number for all")
 
     @property
     def key(self):
@@ -231,7 +236,7 @@ class KeyPadding(Mask):
 
     def __post_init__(self):
         check_tensor(self.name, "valid", self.valid, (1, 2))
-        if (self.valid.ndim == 2) != (self.valid.dtype == torch.bool) or self.valid.dtype.is_floating_point:
+        if (self.valid.ndim == 2) != (self.valid.dtype == torch.bool) or self.valid.dtype.is_floating_point or self.valid.dtype.is_complex:
             raise ValueError(f"KeyPadding: valid is {self.valid.dtype} {list(self.valid.shape)}; give integer lengths [batch] or bool [batch, len_k]")
 
     @property

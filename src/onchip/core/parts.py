@@ -110,7 +110,8 @@ def trace_mod(function: Callable, score: bool) -> tuple[str, tuple[Tensor, ...]]
     """The text and tensors of a user's `mask_mod(b, h, i, j)` or `score_mod(s, b, h, i, j)`.
 
     Functions of the same code over alike captures share a text, also when each call makes a new one. Captured are tensors, numbers,
-    other such functions, and tuples, lists and dicts of these; a function that reads anything else (an attribute of an object) is traced in every call.
+    other such functions, tuples, lists and dicts of these, and the attributes of functions and tensors; a function that reads anything else (an
+    attribute of another object) is traced in every call.
     """
     call = (lambda s, at: function(s, *at[:4])) if score else (lambda at: function(*at[:4]))
     return recall((score,), function, lambda: trace(call, name_of(function), (), score))
@@ -148,12 +149,13 @@ def _made_of(value, captures: list[Tensor], above: list) -> Hashable:
         if place is not None:
             return ("as", place)
         captures.append(value)
-        return (value.dtype, tuple(value.shape), value.device)
+        own = vars(value) if type(value) in (Tensor, torch.nn.Parameter) else {}
+        return (value.dtype, tuple(value.shape), value.device, value.requires_grad, _made_of(own, captures, above) if own else None)
     if isinstance(value, ATOMS):
         return (type(value), value)
-    if isinstance(value, (tuple, list)):
+    if type(value) in (tuple, list, torch.Size):  # one of a class of its own may have attributes
         return (type(value), *(_made_of(v, captures, above) for v in value))
-    if isinstance(value, dict):
+    if type(value) is dict:
         return (type(value), *(_made_of(item, captures, above) for item in value.items()))
     if isinstance(value, functools.partial):
         return ("partial", *(_made_of(v, captures, above) for v in (value.func, value.args, tuple(sorted(value.keywords.items())))))
@@ -166,7 +168,8 @@ def _made_of(value, captures: list[Tensor], above: list) -> Hashable:
         return ("itself", next(n for n, outer in enumerate(above) if outer is value))
     cells = tuple(_contents(cell) for cell in value.__closure__ or ())
     shared = tuple(value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__)
-    extra = tuple(sorted((value.__kwdefaults__ or {}).items()))
+    own = {name: given for name, given in vars(value).items() if name != "__wrapped__"}
+    extra = tuple(sorted((value.__kwdefaults__ or {}).items())), own
     return (value.__code__, *(_made_of(v, captures, [*above, value]) for v in (*cells, *shared, value.__defaults__, extra)))
 
 
@@ -213,7 +216,9 @@ def check_whole(name: str, what: str, number) -> None:
 def check_tensor(name: str, what: str, tensor, ranks: tuple[int, ...], integer: bool = False) -> None:
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: {what} is a {type(tensor).__name__}; give a tensor")
-    if tensor.ndim not in ranks or (integer and (tensor.dtype.is_floating_point or tensor.dtype == torch.bool)):
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise ValueError(f"{name}: {what} is a nested or sparse tensor; give a dense one")
+    if tensor.ndim not in ranks or (integer and (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)):
         wanted = f"{'an integer tensor' if integer else 'a tensor'} of {' or '.join(map(str, ranks))} dimensions"
         raise ValueError(f"{name}: {what} is {tensor.dtype} {list(tensor.shape)}; give {wanted}")
 
@@ -225,13 +230,14 @@ class Exactly(int):
 def check_sizes(name: str, what: str, tensor: Tensor, letters: str, sizes: tuple[int, int, int, int], loose: bool = False) -> None:
     """Whether a tensor whose dimensions are `letters` of bhij, or * for one of its own, serves (batch, heads, len_q, len_k).
 
-    loose   it broadcasts: sizes of 1 serve all, and those of a dense call are its own. A mask of all queries beside the last one is a mistake.
+    loose   it broadcasts: sizes of 1 serve all.
+    Those of a dense call are its own: a mask of all queries beside the last one is a mistake. Elsewhere only the most of any sequence are known.
     """
     if letters == "bhij"[-len(letters) :] and tensor.shape == sizes[-len(letters) :]:  # as most are, and half of the time of what is below
         return
     needs = dict(zip("bhij", sizes, strict=True))
     for letter, size in zip(letters, tensor.shape, strict=True):
-        least = letter in "ij" and not (loose and isinstance(needs[letter], Exactly))
+        least = letter in "ij" and not isinstance(needs[letter], Exactly)
         fine = letter == "*" or (size == 1 and loose) or (size >= needs[letter] if least else size == needs[letter])
         if not fine:
             needed = ", ".join(f"{WORDS[x]} {needs[x]}" if x != "*" else "any" for x in letters)

@@ -22,8 +22,10 @@ def check_floats(what: str, given: Any, ranks: Sequence[int], way: str, fits: Ca
     """Raises ValueError where `given` is no tensor of floats of so many dimensions, or its shape does not fit."""
     if not isinstance(given, Tensor):
         raise ValueError(f"{what} a {type(given).__name__}; give floats {way}")
-    if given.ndim not in ranks or not given.dtype.is_floating_point or not fits(given.shape):
-        raise ValueError(f"{what} {given.dtype} {list(given.shape)}; give floats {way}")
+    if given.ndim not in ranks or not given.dtype.is_floating_point or given.dtype.itemsize == 1 or given.layout != torch.strided or not fits(given.shape):
+        narrow = given.is_floating_point() and given.itemsize == 1
+        floats = "dense floats" if given.layout != torch.strided else "floats of 16 to 64 bits" if narrow else "floats"
+        raise ValueError(f"{what} {given.dtype} {list(given.shape)}; give {floats} {way}")
 
 
 class Score(Part):
@@ -51,7 +53,7 @@ class Softcap(Score):
     tensors = ()
 
     def __post_init__(self):
-        if not isinstance(self.cap, Real) or not 1e-30 <= self.cap <= 1e30:  # whose reciprocal float32 has, too
+        if not isinstance(self.cap, Real) or isinstance(self.cap, bool) or not 1e-30 <= self.cap <= 1e30:  # whose reciprocal float32 has, too
             raise ValueError(f"softcap {self.cap!r} is not a number from 1e-30 to 1e30; give the bound of the scores, or None for no cap")
 
     @property
@@ -66,7 +68,7 @@ class Softcap(Score):
 class ALiBi(Score):
     """Attention with linear biases (Press et al., 2022): `s - slope |row - j|`, or with form="linear" `s + slope (j - row)`.
 
-    slopes   float32 `[heads]` or `[batch, heads]`; `ALiBi.slopes_of(heads)` gives the paper's.
+    slopes   floats `[heads]` or `[batch, heads]`, multiplied in float32; `ALiBi.slopes_of(heads)` gives the paper's.
     """
 
     slopes: Tensor
@@ -82,7 +84,10 @@ class ALiBi(Score):
 
     @staticmethod
     def slopes_of(heads: int, device: torch.device | None = None) -> Tensor:
-        """The slopes of the paper for `heads` heads, a power of two or not."""
+        """The slopes of the paper for `heads` heads, a power of two or not. Raises ValueError for fewer than one."""
+        check_whole("ALiBi.slopes_of", "heads", heads)
+        if heads < 1:
+            raise ValueError(f"ALiBi.slopes_of: heads is {heads}; give 1 or more")
         whole = 1 << (heads.bit_length() - 1)
         slopes = [2 ** (-8 * (n + 1) / whole) for n in range(whole)]
         slopes += [2 ** (-4 * (2 * n + 1) / whole) for n in range(heads - whole)]
@@ -100,7 +105,7 @@ class ALiBi(Score):
         check_sizes("ALiBi", "slopes", self.slopes, "bh"[2 - self.slopes.ndim :], sizes)
 
     def apply(self, s, at: Place):
-        slope = self.slopes[at.h] if self.slopes.ndim == 1 else self.slopes[at.b, at.h]
+        slope = (self.slopes[at.h] if self.slopes.ndim == 1 else self.slopes[at.b, at.h]).float()  # in 8 bits a distance of 500 is off by one
         distance = at.j - at.row
         return s - slope * distance.abs() if self.form == "absolute" else s + slope * distance
 
@@ -286,6 +291,8 @@ def _chained(texts: tuple[Traced, ...], name: str) -> Traced:
 
 def chain(bias: Tensor | None, score: Any, softcap: float | None) -> Score | None:
     """All that happens to a score, in the order bias, score functions, softcap; None when nothing does."""
+    if isinstance(softcap, Tensor):
+        raise TypeError(f"softcap is a tensor {list(softcap.shape)}; give a number, or a function score=lambda s, b, h, i, j: cap * torch.tanh(s / cap)")
     if bias is None and score is None and not softcap:
         return None
     each: list[Score] = [Bias(bias)] if bias is not None else []

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 PLACE = ("b", "h", "i", "j", "len_q", "len_k")
@@ -22,7 +23,11 @@ DROPPED = ("device", "layout", "pin_memory", "memory_format")  # keywords that s
 
 aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-BRANCHES = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default)
+BRANCHES = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.item.default, aten.equal.default)
+CONTENTS = (
+    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__format__, Tensor.__repr__, Tensor.data_ptr, Tensor.untyped_storage, Tensor.__dlpack__,
+    Tensor.__reduce_ex__,
+)  # fmt: skip
 BRANCHED = "it branches on, or takes the Python value of, a tensor (use torch.where)"
 # of one place, though torch does not tag them as pointwise
 ELEMENTWISE = {"_to_copy", "alias", "clone", "detach", "floor_divide", "full_like", "leaky_relu", "ones_like", "zeros_like"}
@@ -80,9 +85,11 @@ class Traced:
         return ValueError(f"{'score' if self.hull is None else 'mask'} {self.name} reads past the end of a tensor: {why}; make it longer, or clamp the index")
 
     def stand_ins(self) -> list[Tensor]:
-        """Tensors of the kinds that the text reads, without contents."""
-        kinds = re.findall(r"c\d+: '(\w+)\[(\d+)\]'", self.text.partition("\n")[0])
-        return [stand_in((2,) * int(ndim), getattr(torch, dtype)) for dtype, ndim in kinds]
+        """Tensors of the kinds that the text reads, without contents: of one element where it takes a whole tensor for a number."""
+        head, _, body = self.text.partition("\n")
+        whole = set(re.findall(r"\bc\d+\b", re.sub(r"aten\.index\.Tensor\(c\d+, ", "", body)))
+        kinds = re.findall(r"(c\d+): '(\w+)\[(\d+)\]'", head)
+        return [stand_in((1 if name in whole else 2,) * int(ndim), getattr(torch, dtype)) for name, dtype, ndim in kinds]
 
 
 def hides_keys(mask: Any) -> bool:
@@ -111,7 +118,7 @@ def trace(function: Callable, name: str, tensors: Sequence[Tensor] = (), score: 
     inputs += [stand_in((1, 1, 1, 1), torch.int64) for _ in PLACE]
     recorder = _Recorder(inputs, ("s", *PLACE) if score else PLACE, tensors)
     try:
-        with recorder:
+        with recorder, _Sealed():
             at = Place(*inputs[-len(PLACE) :])
             out = function(inputs[0], at) if score else function(at)
         return recorder.finish(out, score), recorder.tensors
@@ -138,12 +145,27 @@ def untouched() -> Iterator[None]:
         yield
 
 
+def known(tensor: Tensor) -> bool:
+    """Whether a check may look at a tensor's numbers: on a CPU, where nobody waits for them, and outside of graphs and transforms."""
+    eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active() and torch._C._len_torch_dispatch_stack() == 0
+    return eager and type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
+
+
 class _CannotError(Exception):
     """Why a function cannot be written down. No TypeError: Python would take one inside `a + b` for "try the other operand"."""
 
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+class _Sealed(TorchFunctionMode):
+    """Nobody takes the contents of a tensor past the dispatcher, where `_Recorder` does not see it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if any(func is one for one in CONTENTS):
+            raise _CannotError(BRANCHED)
+        return func(*args, **(kwargs or {}))
 
 
 class _Recorder(TorchDispatchMode):

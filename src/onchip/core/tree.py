@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from onchip.core.bands import Band, Full, Mask, Window
-from onchip.core.parts import by_name, check_sizes, check_tensor
-from onchip.core.trace import Place
+from onchip.core.parts import Exactly, by_name, check_sizes, check_tensor
+from onchip.core.trace import Place, known
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Tree(Mask):
         """From `parents` `[nodes]` or `[batch, nodes]`: the index of each node's parent, which comes before it; -1 for a root."""
         check_tensor("Tree", "parents", parents, (1, 2), integer=True)
         parents, nodes = parents.long(), parents.shape[-1]
-        if parents.device.type == "cpu" and not torch.compiler.is_compiling() and (parents > torch.arange(nodes, device="cpu")).any():
+        if known(parents) and (parents > torch.arange(nodes, device="cpu")).any():
             raise ValueError(f"Tree: parents are {parents.tolist()}; none may come after its node; give an index before it, -1 for a root")
         seen = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(*parents.shape, nodes).clone()
         at = parents.clone()
@@ -64,6 +64,9 @@ class Tree(Mask):
 
     def fits(self, *sizes):
         check_sizes("Tree", "ancestors", self.ancestors, "b**"[3 - self.ancestors.ndim :], sizes)
+        nodes, keys = self.ancestors.shape[-1], sizes[3]
+        if isinstance(keys, Exactly) and nodes > keys:
+            raise ValueError(f"Tree: ancestors are of {nodes} nodes; this call has {keys} keys, of which the last are the nodes; give at most so many")
 
     def sees(self, at: Place):
         nodes = self.ancestors.shape[-1]

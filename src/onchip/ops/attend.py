@@ -1,6 +1,7 @@
 """From the arguments of an attention call to a Problem and a launch, with gradients: what eager calls do."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from onchip.ops import wire
 
 # The kernel of the backward pass that goes with one of the forward pass asked for by name.
 FAMILY = {"triton_prefill": "triton_backward", "hopper_prefill": "auto", "hopper_fp8": "auto", "bf16_of_e4m3": "bf16_of_e4m3_backward"}
+FLOAT32 = torch.finfo(torch.float32).max
 TWICE = "attention: gradients of gradients are not implemented; kernel='reference' has them"
 UNTRAINED = "attention: values in e4m3 and their scales have no gradient; it goes to the source of a Quantised: what onchip.quantise was given, or one of yours"
 FORWARD = "attention: forward-mode derivatives (jvp) are not implemented; kernel='reference' has them, or use reverse mode"
@@ -84,6 +86,13 @@ def paged_sizes(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, pages: int, pac
 def dim_v(q: Tensor, v: Tensor | Codes) -> int:
     """Of the values, where it is not q's."""
     return 0 if v.shape[-1] == q.shape[-1] else v.shape[-1]
+
+
+def check_scale(scale: float, dtype: torch.dtype) -> None:
+    """Raises ValueError for a scale that its kernels cannot hold."""
+    if not math.isfinite(scale) or (abs(scale) > FLOAT32 and dtype != torch.float64):
+        past = ", more than float32 holds" * math.isfinite(scale)
+        raise ValueError(f"attention: scale is {scale}{past}; give a finite number, or None for dim ** -0.5")
 
 
 def longest_of(offsets: Tensor, given: int | None = None, used: Tensor | None = None, name: str = "attention_packed") -> int:
@@ -225,8 +234,8 @@ def _on(q: Tensor, what: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 def check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
     if not isinstance(sinks, Tensor):
         raise TypeError(f"attention: sinks are a {type(sinks).__name__}; give a tensor of one logit a query head, [{heads}] on {q.device}")
-    if sinks.shape != (heads,) or not sinks.dtype.is_floating_point or sinks.device != q.device:
-        given = f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}"
+    if sinks.shape != (heads,) or not sinks.dtype.is_floating_point or sinks.itemsize == 1 or sinks.device != q.device or sinks.layout != torch.strided:
+        given = f"{sinks.dtype} {list(sinks.shape)} on {sinks.device}" + ", sparse" * (sinks.layout != torch.strided)
         raise ValueError(f"attention: sinks are {given}; give floats, one logit a query head, [{heads}] on {q.device}")
 
 

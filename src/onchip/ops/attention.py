@@ -64,6 +64,7 @@ def attention(
         checks.check_scales(q, k, v, scales)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"attention: k has batch {k.shape[0]}, q has {q.shape[0]}; they must be equal")
+    checks.check_dropout("attention", dropout)
     how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
     run = graph.attend if graph.in_graph(kernel, q, k, v) else attend.attend
     return run(how, attend.dense_sizes(q, k, v), q, k, v, Operands(checks.scale_of(scale, q), scales=scales, sources=sources), return_lse)
@@ -112,6 +113,7 @@ def attention_packed(
     (q_used, k_used), (longest_q, longest_k) = checks.pair_of("used", used), checks.pair_of("longest", longest)
     checks.check_longest("attention_packed", longest_q, longest_k)
     checks.check_offsets(q, q_offsets, k_offsets, q_used, k_used)
+    checks.check_dropout("attention_packed", dropout)
     how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
     x = Operands(checks.scale_of(scale, q), q_offsets, k_offsets, q_used, k_used)
     run = graph.attend
@@ -200,6 +202,10 @@ def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if not isinstance(part, (tuple, list)) or [isinstance(t, Tensor) for t in part] != [True, True]:
             raise TypeError(f"merge: part {n} is {checks.kind_of(part)}; give an (output, LSE) pair of tensors")
         out, lse = part
+        if not (out.is_floating_point() and lse.is_floating_point()):
+            raise TypeError(f"merge: part {n} has an output of {out.dtype} and LSE of {lse.dtype}; give floats, as attention(..., return_lse=True) does")
+        if not out.device == lse.device == states[0][0].device:
+            raise ValueError(f"merge: part {n} has its output on {out.device}, its LSE on {lse.device}; move all parts to {states[0][0].device}")
         if out.ndim < 3 or out.shape != states[0][0].shape or lse.shape != (*out.shape[:-3], out.shape[-2], out.shape[-3]):
             raise ValueError(f"merge: part {n} has an output {list(out.shape)} and LSE {list(lse.shape)}; give [..., len, heads, dim] and [..., heads, len]")
     return attend.merge(states)

@@ -1,6 +1,5 @@
 """The ways in which the arguments of an attention call may disagree, each with the way out."""
 
-import math
 from numbers import Integral
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from onchip.core.formats import Codes
 from onchip.core.problem import E4M3
 from onchip.core.scales import Quantised, Scales
-from onchip.ops.attend import How, PagedKV
+from onchip.ops.attend import How, PagedKV, check_scale
 from onchip.ops.differentiable import autocast
 
 
@@ -65,11 +64,17 @@ def scale_of(scale: float | None, q: Tensor) -> float:
         number = q.shape[-1] ** -0.5 if scale is None else float(scale)
         if isinstance(scale, (str, bytes, bytearray)):  # which Python would read
             raise TypeError
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"attention: scale is {scale!r}; give a number, or None for dim ** -0.5") from error
-    if not torch.compiler.is_compiling() and not math.isfinite(number):  # a compiler's number is a symbol
-        raise ValueError(f"attention: scale is {number}; give a finite number, or None for dim ** -0.5")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"attention: scale is {scale!r:.40}; give a number, or None for dim ** -0.5") from error
+    if not torch.compiler.is_compiling():  # a compiler's number is a symbol, at which the operator looks
+        check_scale(number, q.dtype)
     return number
+
+
+def check_dropout(name: str, dropout) -> None:
+    """Raises TypeError for a tensor, which has no truth; what else is no probability is seen later."""
+    if isinstance(dropout, Tensor):
+        raise TypeError(f"{name}: dropout is {kind_of(dropout)}; give a probability below 1, Dropout(p, seed, offset) or None")
 
 
 def check(name: str, q: Tensor, k: Tensor, v: Tensor, rank: int, scaled: bool = False, rank_q: int = 0) -> None:

@@ -25,6 +25,7 @@ from onchip.ops.attend import (
     How,
     PagedKV,
     attention_backward,
+    check_scale,
     dense_sizes,
     longest_of,
     packed_sizes,
@@ -117,17 +118,20 @@ def paged_backward(
 
 def _call(q, k, v, reads, longest_q, longest_k, drop, scale, how) -> tuple[Attention, Operands, str]:
     """The Problem, the operands and the kernel asked for, of a dense or packed call."""
+    check_scale(scale, q.dtype)
     call = Packed(*wire.build(how, reads))
     if call.q_offsets is None:
         sizes = dense_sizes(q, k, v)
     else:
-        longest = (longest_of(given) if known is None else known for known, given in zip((longest_q, longest_k), call.offsets[:2], strict=True))
+        q_offsets, k_offsets, q_used, k_used = call.offsets
+        longest = longest_of(q_offsets, longest_q, q_used), longest_of(k_offsets, longest_k, k_used)
         sizes = packed_sizes(q, k, v, len(call.q_offsets) - 1, *longest)
     x = Operands(scale, *call.offsets, drop=drop, state=call.state, scales=call.scales and Scales(*call.scales))
     return *problem_of("prefill", call.how(), sizes, x, q), call.kernel
 
 
 def _paged_call(q, cache, reads, scale, how, longest) -> tuple[Attention, Operands, PagedKV, str]:
+    check_scale(scale, q.dtype)
     call = Packed(*wire.build(how, reads))
     cache = cache if call.kv is None else put_together(cache, call.kv)
     packed = None if call.q_offsets is None else (len(cache.page_table), longest_of(call.q_offsets) if longest is None else longest)
