@@ -43,7 +43,7 @@ def test_triton_backward(packed, most):
     assert facts.tma_loads and "cp.async.ca" not in facts.ptx and "mma.sync" not in facts.ptx
 
 
-@pytest.mark.parametrize(("dim", "packed", "band", "copies", "most"), named(BACKWARD, "d128 packed", rest=("d128 full",)))
+@pytest.mark.parametrize(("dim", "packed", "band", "copies", "most"), named(BACKWARD, "d128 packed", rest=("d128 full", "d128 window")))
 def test_hopper_backward(dim, packed, band, copies, most):
     tiles, found = backward(dim, packed, band)
     check(dim, band, tiles, found["_backward"], copies, most)
@@ -108,7 +108,7 @@ ORDERED = {  # head dimension, that of values, packed, mask, of each pass copies
 }
 
 
-@pytest.mark.parametrize(("dim", "dim_v", "packed", "band", "copies", "most"), named(ORDERED, rest=("d64 full", "d192 and 128", "d192 and 64")))
+@pytest.mark.parametrize(("dim", "dim_v", "packed", "band", "copies", "most"), named(ORDERED, rest=("d64 full", "d128 packed", "d192 and 128", "d192 and 64")))
 def test_hopper_backward_in_order(dim, dim_v, packed, band, copies, most):
     """Seven or eight products of a tile in passes; everything through TMA, nothing summed in memory, no product that ptxas waits for on its own."""
     tiles, found = backward(dim, packed, band, dim_v, ("deterministic",))

@@ -53,7 +53,7 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
     "d256 packed": (256, 16, {"tokens": 8192}, 0),
 }
 
-MORE = ("d64, pages of 8", "d128", "d128, pages of 24", "d128, pages of 1024", "d128 window")
+MORE = ("d64, pages of 8", "d128", "d128, pages of 24", "d128, pages of 1024", "d128 window", "d128 packed, pages of 64, full")
 
 
 @pytest.mark.parametrize(("dim", "page", "how", "most"), named(PAGED, "d128 packed, four heads in a tile's rows", rest=MORE))
@@ -90,9 +90,10 @@ HOPPER_DECODE = {  # dim, page, heads, len_q, what else
 }
 
 
-@pytest.mark.parametrize(
-    ("dim", "page", "heads", "len_q", "how"), named(HOPPER_DECODE, "d128 softcap, sinks", rest=("d64", "d128", "d128, pages of 256", "d128, 64 rows"))
-)
+MORE_DECODE = ("d64", "d128", "d128, pages of 256", "d128, 64 rows", "d128 alibi", "d128 batch_invariant", "d128, 300 sequences")
+
+
+@pytest.mark.parametrize(("dim", "page", "heads", "len_q", "how"), named(HOPPER_DECODE, "d128 softcap, sinks", rest=MORE_DECODE))
 def test_hopper_decode(dim, page, heads, len_q, how):
     """Nothing spills and nothing waits for each product; a batch_invariant problem's merge has room beside it up to d128."""
     how = dict(how)
@@ -117,15 +118,13 @@ def test_hopper_decode(dim, page, heads, len_q, how):
 
 REGISTERS = [  # 16 bits, and rows of 16; codes without a zero and with one, scores of two steps side by side and not; pages of 1; programs of fewer warps
     ("", 128, 16, (32, 8), 1, 32),
-    ("", 64, 16, (32, 8), 4, 32),
     ("e5m2", 256, 16, (32, 8), 1, 32),
     ("e4m3", 128, 1, (32, 8), 1, 32),
-    ("int8", 128, 16, (32, 8), 1, 32),
     ("int8", 128, 16, (64, 4), 1, 32),
     ("int4", 128, 16, (32, 8), 1, 128),
 ]
 MORE_REGISTERS = [("", 128, 1, (32, 8), 1, 32), ("", 256, 16, (32, 8), 1, 32), ("int4", 128, 16, (32, 8), 1, 32), ("int4", 128, 256, (32, 8), 1, 32)]
-MORE_REGISTERS += [("e4m3", 128, 16, (32, 1), 1, 32)]
+MORE_REGISTERS += [("e4m3", 128, 16, (32, 1), 1, 32), ("", 64, 16, (32, 8), 4, 32), ("int8", 128, 16, (32, 8), 1, 32)]
 MORE_REGISTERS += [(kv, 128, 16, (32, 8), 1, batch) for kv, batch in (("e4m3", 32), ("e4m3", 64), ("e4m3", 128), ("int8", 128))]
 
 
@@ -179,7 +178,7 @@ def test_what_decode_can_do_costs_a_plain_problem_nothing(arch, dim, registers):
     assert facts.registers <= registers and merge.registers <= 22
 
 
-@pytest.mark.parametrize("form", ["", "e4m3", "int8", pytest.param("int4", marks=wide), "int4/32"])
+@pytest.mark.parametrize("form", ["", "e4m3", *(pytest.param(form, marks=wide) for form in ("int8", "int4")), "int4/32"])
 def test_shares_wait_for_keys_alone(form):
     """Each warp has keys of its own: what one has computed goes through shared memory once a unit, not once a tile; codes become numbers in registers."""
     _, facts, _ = decode("sm_90", 128, kv=form, module=triton_shares)

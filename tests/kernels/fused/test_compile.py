@@ -279,7 +279,7 @@ def test_survey(dtype, arch):
     check(compile_for(vocabulary._survey, logits_signature(dtype), constexprs, arch, vocabulary.SLICE_WARPS, aligned=SIZES), arch)
 
 
-@pytest.mark.parametrize(("dtype", "arch"), across(GPUS, EITHER, sm_90=(0,), gfx942=(1,)))
+@pytest.mark.parametrize(("dtype", "arch"), across(GPUS, EITHER, sm_90=(0,)))
 def test_logits(dtype, arch):
     constexprs = TILES | {"BITS": vocabulary.CONSTANT_BITS[dtype], "EARLY": arch == "sm_90"}
     (tiles,) = logits.configs(Rows("sample", 64, 128_256, dtype), GPUS[arch])
