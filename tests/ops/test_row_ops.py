@@ -209,6 +209,7 @@ def nothing_read(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 def test_nothing_waits_for_the_device(device):
     """Every operator on rows, those with a gradient forward and backward."""
 
