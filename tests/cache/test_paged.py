@@ -317,4 +317,10 @@ def test_free_pages_cannot_be_shared():
     assert p.holders(a.pages[0]) == 1 and p.num_free == 7
     with pytest.raises(ValueError, match="drop: page 3 is free already; each holder lets go of it once"):
         p.drop([3])
+    before = [*p._holders], sorted(p._free)
+    for pages in ([a.pages[0], 3], [a.pages[0], -1]):
+        for call in (p.drop, p.share):
+            with pytest.raises(ValueError, match=f"page {pages[1]} is (free|none of this pool)"):
+                call(pages)
+            assert ([*p._holders], sorted(p._free)) == before
     assert p.holders(3) == 0 and p.append(PageList(), 0).dtype == torch.int64

@@ -396,10 +396,11 @@ def test_packbits_are_numpys(bitorder):
     numpy = pytest.importorskip("numpy")
     x = torch.rand(37) > 0.5
     assert fi.packbits(x, bitorder).tolist() == numpy.packbits(x.numpy(), bitorder=bitorder).tolist()
-    bounds = torch.tensor([0, 5, 5, 21, 37])
-    packed, first = fi.segment_packbits(x, bounds, bitorder)
-    want = [numpy.packbits(x[a:b].numpy(), bitorder=bitorder) for a, b in pairwise(bounds)]
-    assert packed.tolist() == numpy.concatenate(want).tolist() and first.tolist() == [0, 1, 1, 3, 5]
+    for start in (0, 3):
+        bounds = torch.tensor([start, 5, 5, 21, 37])
+        packed, first = fi.segment_packbits(x, bounds, bitorder)
+        want = [numpy.packbits(x[a:b].numpy(), bitorder=bitorder) for a, b in pairwise(bounds)]
+        assert packed.tolist() == numpy.concatenate(want).tolist() and first.tolist() == [0, 1, 1, 3, 5]
 
 
 # ---- latent attention
@@ -439,7 +440,10 @@ def test_latent_attention(device, beside, causal):
     close(out, truth)
     close(lse, truth_lse)
     close(wrapper.run(*q, *parts, return_lse=True, return_lse_base_on_e=True)[1], truth_lse * math.log(2))
+    close(wrapper.run(*q, *parts, kv_len=lengths // 2, page_table=torch.zeros(3, 1).int()), truth)  # which are for "cutlass"
     if beside:
+        apart = torch.stack((whole, whole), -1)[..., 0]  # every other number in memory
+        close(wrapper.run(*q, apart[..., : dims[0]], apart[..., dims[0] :]), truth)
         return
     wrapper.plan(batch.q_indptr, batch.pages, batch.indices, lengths, heads, *dims, PAGE, causal, 0.2, torch.float32, torch.float8_e4m3fn)
     codes = [(part / scale).to(torch.float8_e4m3fn) for part, scale in zip(parts, (0.1, 0.2), strict=True)]
@@ -447,6 +451,28 @@ def test_latent_attention(device, beside, causal):
     close(ours, truth, 0.2)  # what e4m3 rounds
     with pytest.raises(ValueError, match="Exactly one"):
         wrapper.run(*q, *codes, kpe_scale=0.2)
+
+
+def test_latent_attention_without_a_plan(device):
+    """Backend "cutlass": the scale is that of heads of 128 and 64 columns."""
+    lens_k, dims = (7, 1, 12), (128, 8)
+    batch = Batch(device, (1, 1, 1), lens_k, heads=(4, 1), dim=sum(dims))
+    ckv, kpe = (part.clone() for part in batch.cache[:, 0, :, 0].nan_to_num().split(dims, -1))
+    table = torch.zeros(3, 3, dtype=torch.int32, device=device)
+    for n, (a, b) in enumerate(pairwise(batch.pages)):
+        table[n, : b - a] = batch.indices[a:b]
+    wrapper, q = fi.BatchMLAPagedAttentionWrapper(torch.empty(8, device=device), backend="cutlass"), batch.q.split(dims, -1)
+    batch.v = batch.k[..., : dims[0]]
+    truth, truth_lse = batch.truth(sm_scale=(128 + dims[1]) ** -0.5)
+    where = {"kv_len": torch.tensor(lens_k, dtype=torch.int32, device=device), "page_table": table}
+    out, lse = wrapper.run(*q, ckv, kpe, **where, return_lse=True)
+    close(out, truth)
+    close(lse, truth_lse)
+    close(wrapper.run(*q, ckv, kpe, **where, return_lse=True, return_lse_base_on_e=True)[1], truth_lse * math.log(2))
+    codes = [(part / scale).to(torch.float8_e4m3fn) for part, scale in ((ckv, 0.1), (kpe, 0.2))]
+    close(wrapper.run(*q, *codes, **where, ckv_scale=0.1, kpe_scale=0.2), truth, 0.2)
+    with pytest.raises(ValueError, match="Exactly one"):
+        wrapper.run(*q, *codes, **where)
 
 
 def test_flash_mla(device):
@@ -544,6 +570,54 @@ def test_positions_past_the_pages_of_a_sequence():
         with pytest.raises(ValueError, match=r"^append: positions up to .* are past the pages of their sequences; give kv_indptr and kv_indices with room"):
             tokens, place = torch.zeros(1, 2, 16), torch.tensor([position], dtype=torch.int32)
             fi.append_paged_kv_cache(tokens, tokens, torch.tensor([0]), place, batch.cache, batch.indices, batch.pages, batch.last)
+
+
+def test_what_append_would_write_elsewhere_is_refused():
+    k, ints = torch.zeros(6, PAGE, 1, 8), lambda *n: torch.tensor(n, dtype=torch.int32)
+    new, two = torch.ones(2, 1, 8), ints(0, 1)
+    good = (new, new, two, ints(0, 0), (k, k.clone()), ints(2, 3), ints(0, 1, 2), ints(1, 1))
+    fi.append_paged_kv_cache(*good)
+    for place, bad, words in [
+        (5, ints(2), r"batch_indices up to 1 beside 2 page lists, which end at 2 of 1 kv_indices; give kv_indptr \[batch \+ 1\]"),
+        (2, ints(0, 5), "batch_indices up to 5 beside 2 page lists"),
+        (5, ints(2, -1), "kv_indices are -1 to 2; the cache has pages 0 to 5"),
+        (5, ints(2, 77), "kv_indices are 2 to 77; the cache has pages 0 to 5"),
+        (0, new[:1], r"a cache \[6, 4, 1, 8\] beside one \[6, 4, 1, 8\], and new rows \[1, 1, 8\] for 2 tokens; give caches of the same pages"),
+        (1, new[..., :1], r"and new rows \[2, 1, 1\] for 2 tokens"),
+        (3, ints(0), "2 batch_indices, 1 positions"),
+        (3, torch.zeros(2), r"positions is torch.float32 \[2\]; give whole numbers of one dimension"),
+        (4, (k, k[:, :2]), r"a cache \[6, 2, 1, 8\] beside one \[6, 4, 1, 8\]"),
+    ]:
+        with pytest.raises(ValueError, match=f"^append: .*{words}"):
+            fi.append_paged_kv_cache(*good[:place], bad, *good[place + 1 :])
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill", "masked", "ragged", "latent"])
+def test_a_plan_keeps_what_it_was_given(kind):
+    """Its tensors may be written to afterwards."""
+    lens_q = (1, 1) if kind == "decode" else (2, 1)
+    batch, ints, work = Batch("cpu", lens_q, (7, 6)), lambda *n: torch.tensor(n, dtype=torch.int32), torch.empty(8)
+    q, lengths, keys, mask = batch.q_indptr, ints(7, 6), ints(0, 7, 13), torch.full((3,), 255, dtype=torch.uint8)
+    if kind == "decode":
+        wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(work)
+        wrapper.plan(batch.pages, batch.indices, batch.last, 4, 2, 16, PAGE, q_data_type=torch.float32, seq_lens=lengths)
+    elif kind == "ragged":
+        wrapper, q = fi.BatchPrefillWithRaggedKVCacheWrapper(work), batch.q_indptr.clone()
+        wrapper.plan(q, keys, 4, 2, 16, q_data_type=torch.float32)
+    elif kind == "latent":
+        batch = Batch("cpu", lens_q, (7, 6), heads=(4, 1), dim=40)
+        wrapper = fi.BatchMLAPagedAttentionWrapper(work, backend="fa3")
+        wrapper.plan(q, batch.pages, batch.indices, lengths, 4, 32, 8, PAGE, True, 0.2, torch.float32, torch.float32)
+    else:
+        wrapper, how = fi.BatchPrefillWithPagedKVCacheWrapper(work), {"packed_custom_mask": mask} if kind == "masked" else {"seq_lens": lengths}
+        wrapper.plan(q, batch.pages, batch.indices, batch.last, 4, 2, 16, PAGE, q_data_type=torch.float32, **how)
+    whole = batch.cache[:, 0, :, 0]
+    inputs = (*batch.q.split((32, 8), -1), whole[..., :32], whole[..., 32:]) if kind == "latent" else (batch.q, batch.cache)
+    inputs = (batch.q, batch.k, batch.v) if kind == "ragged" else inputs
+    first = wrapper.run(*inputs)
+    for given in (lengths, mask, q, keys, batch.pages, batch.indices, batch.last):
+        given.zero_()
+    assert torch.equal(wrapper.run(*inputs), first)
 
 
 @pytest.mark.parametrize("graph", [False, True])

@@ -292,6 +292,13 @@ def test_merge_where_nobody_sees_anything():
     assert d_out.isfinite().all() and d_lse.isfinite().all() and d_lse[0, 0, 0] == 1
 
 
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+def test_merge_loses_no_nan(odd):
+    out, lse = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 1)
+    first = onchip.merge([(out * torch.nan, lse + odd), (out, lse)])
+    assert all(t.isnan().all() for t in (*first, *onchip.merge([first, (out, lse)])))
+
+
 def test_merge_of_packed_and_half():
     q, k, v = (t.bfloat16() for t in qkv(12))
     offsets = torch.tensor([0, 5, 12], dtype=INT32)

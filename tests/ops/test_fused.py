@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from onchip import dispatch
+from onchip.core.formats import Codes, Format
 from onchip.core.problem import Rows
 from onchip.ops.fused import Append, QKNorm, rope_append
 from onchip.ops.norm import rms_norm
@@ -45,6 +46,17 @@ def test_what_a_kernel_would_read_past_its_end_is_refused():
     ):
         with pytest.raises(ValueError, match=f"^rope_append: {words}"):
             rope_append(x, table, given, (4, 2), **how)
+    for odd in (table.int(), table[0], table[:, 1:]):
+        with pytest.raises(ValueError, match=r"^rope_append: table is .*; give float32 \[positions, an even number of columns, at most 16\]"):
+            rope_append(x, odd, places, (4, 2))
+    form, channel = Format.of("int8"), torch.ones(2, DIM)
+    k = v = Codes.over(torch.zeros(2, form.page_bytes(16, 2, DIM), dtype=torch.uint8), form, (16, 2, DIM))
+    for words, pools in (
+        ("append.v has a channel scale, which only keys have", (k, v._replace(channel=channel))),
+        (r"append.k.channel is torch.float32 \[16\] on cpu; give float32 \[2, 16\]", (k._replace(channel=channel[0]), v)),
+    ):
+        with pytest.raises(ValueError, match=f"^rope_append: {words}"):
+            rope_append(x.bfloat16(), table, places, (4, 2), append=Append(*pools, places))
 
 
 COMPILED = {

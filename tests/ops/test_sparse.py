@@ -230,6 +230,21 @@ def test_page_scores(kv_heads, heads, dim, dtype, kernel, device):
     assert (keys <= want[0, 0, 2] + 1e-6).all()  # it is a bound
 
 
+def test_what_page_scores_says_to_what_does_not_belong_together():
+    cache = cache_of(kv_heads=2, dim=32, dim_v=32, dtype=FP32)
+    good = torch.randn(len(LENGTHS), 1, 4, 32), page_bounds(cache), cache.page_table, cache.lengths, 16
+    for place, bad, words in [
+        (0, good[0][:, 0], "q is .*, bounds a PageBounds; give q"),
+        (1, tuple(good[1]), "q is .*, bounds a tuple; give .* what page_bounds makes"),
+        (2, cache.page_table[:1], "page_table is torch.int32 .*; give int32"),
+        (2, cache.page_table.float(), "page_table is torch.float32 .*; give int32"),
+        (3, cache.lengths[:1], r"lengths is torch.int32 \[1\] on cpu; give int32"),
+        (4, 0, "page is 0; give the cache's tokens a page, 1 or more"),
+    ]:
+        with pytest.raises((ValueError, TypeError), match=f"^page_scores: {words}"):
+            page_scores(*good[:place], bad, *good[place + 1 :])
+
+
 def test_top_pages():
     scores = torch.tensor([[[3.0, 9.0, 5.0, 1.0], [8.0, 2.0, 4.0, 0.0]], [[7.0, 6.0, -torch.inf, -torch.inf], [1.0, 2.0, -torch.inf, -torch.inf]]])
     lengths = torch.tensor([60, 20], dtype=torch.int32)

@@ -151,9 +151,9 @@ class PagePool:
         """One holder more of each of these pages, which somebody holds already; `drop` or `release` takes it back."""
         holders = self._holders
         for page in pages:  # once over them: 32k pages of one token take 0.8 ms
-            if not holders[page]:
+            if page < 0 or not holders[page]:
                 self.drop(pages[: pages.index(page)])
-                raise ValueError(f"share: page {page} is free; share pages while a sequence holds them")
+                raise ValueError(f"share: page {page} is {'none of this pool' if page < 0 else 'free'}; share pages while a sequence holds them")
             holders[page] += 1
 
     def fork(self, sequence: PageList) -> PageList:
@@ -163,11 +163,16 @@ class PagePool:
         return PageList(pages, sequence.length)
 
     def drop(self, pages: Iterable[int]) -> None:
-        """One holder less of each of these pages; those without any are free."""
-        holders = self._holders
-        for page in pages:
-            if not holders[page]:
-                raise ValueError(f"drop: page {page} is free already; each holder lets go of it once")
+        """One holder less of each of these pages; those without any are free. Raises ValueError where one is held by nobody, and then changes nothing."""
+        holders, pages = self._holders, list(pages)
+        for at, page in enumerate(pages):
+            if page < 0 or not holders[page]:
+                for one in pages[:at]:
+                    if not holders[one]:
+                        self._free.remove(one)
+                    holders[one] += 1
+                heapq.heapify(self._free)
+                raise ValueError(f"drop: page {page} is {'none of this pool' if page < 0 else 'free already'}; each holder lets go of it once")
             holders[page] -= 1
             if not holders[page]:
                 heapq.heappush(self._free, page)

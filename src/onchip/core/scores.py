@@ -68,7 +68,7 @@ class Softcap(Score):
 class ALiBi(Score):
     """Attention with linear biases (Press et al., 2022): `s - slope |row - j|`, or with form="linear" `s + slope (j - row)`.
 
-    slopes   floats `[heads]` or `[batch, heads]`, multiplied in float32; `ALiBi.slopes_of(heads)` gives the paper's.
+    slopes   floats `[heads]` or `[batch, heads]`, multiplied in float32 at least; `ALiBi.slopes_of(heads)` gives the paper's.
     """
 
     slopes: Tensor
@@ -105,7 +105,9 @@ class ALiBi(Score):
         check_sizes("ALiBi", "slopes", self.slopes, "bh"[2 - self.slopes.ndim :], sizes)
 
     def apply(self, s, at: Place):
-        slope = (self.slopes[at.h] if self.slopes.ndim == 1 else self.slopes[at.b, at.h]).float()  # in 8 bits a distance of 500 is off by one
+        slope = self.slopes[at.h] if self.slopes.ndim == 1 else self.slopes[at.b, at.h]
+        if slope.dtype.itemsize < 4:  # in bfloat16's 8 bits a distance of 500 is off by one
+            slope = slope.float()
         distance = at.j - at.row
         return s - slope * distance.abs() if self.form == "absolute" else s + slope * distance
 

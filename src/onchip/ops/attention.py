@@ -98,8 +98,8 @@ def attention_packed(
     scores count queries and keys from the start of their sequence. Tokens before the first offset and from the last one on are not computed: without `used`
     they, and their gradients, may come back as anything.
 
-    longest   the most queries and keys of a sequence, one number or two; an upper bound will do. None: read from the
-              offsets, which waits for the device.
+    longest   the most queries and keys of a sequence, one number or two; an upper bound will do, which tensors of masks and scores then
+              have to reach. None: read from the offsets, which waits for the device.
     used      int32 [batch]: how many of its own tokens each sequence uses, for queries and keys alike or (queries, keys); the rest may hold
               anything, NaN included, and gives 0 and LSE -inf. More keys than its own: those of the tokens behind them, which the next sequence may
               use too, forward alone. Of keys that two use the gradients are a ValueError on a CPU, and anything on a GPU; kernel="reference" has them.

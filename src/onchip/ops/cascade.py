@@ -18,6 +18,7 @@ from onchip.core.scores import chain
 from onchip.dispatch import left_to_others
 from onchip.ops.attend import How
 from onchip.ops.attention import PagedKV, merge, paged, paged_attention
+from onchip.ops.checks import kind_of, scale_of
 
 FEW = 16  # rows up to which one kernel reads shared keys and a sequence's own
 
@@ -66,11 +67,11 @@ def cascade_attention(
     Returns as `attention` does.
     Raises ValueError where a level and the batch do not go together.
     """
-    if q.ndim != 4:
-        raise ValueError(f"cascade_attention: q is {list(q.shape)}; give [batch, len_q, heads, dim]")
+    if not isinstance(q, Tensor) or q.ndim != 4 or not isinstance(cache, PagedKV):
+        raise ValueError(f"cascade_attention: q is {kind_of(q)}, cache {kind_of(cache)}; give q [batch, len_q, heads, dim] and PagedKV(...)")
     if not levels or not q.numel():
         return paged_attention(q, cache, scale=scale, softcap=softcap, sinks=sinks, return_lse=return_lse, kernel=kernel)
-    how, scale = How(Full(), chain(None, None, softcap), None, None, False, False, kernel), q.shape[-1] ** -0.5 if scale is None else scale
+    how, scale = How(Full(), chain(None, None, softcap), None, None, False, False, kernel), scale_of(scale, q)
     states, first, second = [], None, None
     for n, level in enumerate(levels):
         _check(n, level, q)

@@ -223,8 +223,16 @@ def page_scores(
 ) -> Tensor:
     """How large the product of a query and any key of a page may be: sum over channels of max(q low, q high), float32 [batch, heads, most pages]; -inf for
     pages past a sequence's end (Quest: Tang et al., 2024, section 3.3)."""
-    _, len_q, heads, dim = q.shape
+    if not isinstance(bounds, PageBounds) or q.ndim != 4:
+        raise TypeError(f"page_scores: q is {list(q.shape)}, bounds a {type(bounds).__name__}; give q [batch, 1, heads, dim] and what page_bounds makes")
+    batch, len_q, heads, dim = q.shape
     kv_heads = bounds.low.shape[1]
+    for name, given, ranks in (("page_table", page_table, (batch, *page_table.shape[1:2])), ("lengths", lengths, (batch,))):
+        if given.shape != ranks or given.dtype != torch.int32 or given.device != q.device:
+            wanted = f"int32 [{batch}{', most pages' if name == 'page_table' else ''}] on {q.device}"
+            raise ValueError(f"page_scores: {name} is {given.dtype} {list(given.shape)} on {given.device}; give {wanted}")
+    if page < 1:
+        raise ValueError(f"page_scores: page is {page}; give the cache's tokens a page, 1 or more")
     if len_q != 1 or heads % kv_heads or bounds.low.shape[2] != dim or bounds.low.dtype != q.dtype:
         given = f"q is {q.dtype} {list(q.shape)} and the bounds {bounds.low.dtype} {list(bounds.low.shape)}"
         raise ValueError(f"page_scores: {given}; give q [batch, 1, heads, dim] and bounds [pages, kv_heads, dim] in its dtype, heads a multiple of kv_heads")

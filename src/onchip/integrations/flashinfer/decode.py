@@ -112,8 +112,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         `disable_split_kv` and `non_blocking` change nothing.
         """
         name = f"{type(self).__name__}.plan"
-        one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
         self._way = None  # what a plan that fails leaves behind is none
+        one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
         if window_right != 0:
             raise ValueError(f"{name}: window_right {window_right} is not supported; a decoded token sees none after itself, so leave it 0")
         if q_len_per_req < 1:

@@ -56,7 +56,7 @@ class BatchMLAPagedAttentionWrapper:
         refuse(name, use_profiler=use_profiler)
         self._way = None  # what a plan that fails leaves behind is none
         lists = lists_of(name, kv_indptr, None, page_size, kv_len_arr)
-        host = qo_indptr.detach().to("cpu", torch.int32)
+        host = qo_indptr.detach().to("cpu", torch.int32, copy=True)
         if len(host) != len(lists.lengths) + 1 or (host.diff() < 0).any():
             raise ValueError(f"{name}: qo_indptr is {host.tolist()} for {len(lists.lengths)} sequences; give [batch + 1], never falling")
         self._rows, longest = int(host[-1]), int(host.diff().max())
@@ -99,14 +99,16 @@ class BatchMLAPagedAttentionWrapper:
         """`[tokens, heads, dim_ckv]`; with `return_lse` also LSE `[tokens, heads]`, in base 2 unless `return_lse_base_on_e`.
 
         A cache in float8 is `ckv_scale ckv` (or by a scale for each 128 columns) and `kpe_scale kpe`.
-        Backend "cutlass", which is not planned, is given `kv_len` and `page_table` here.
+        Backend "cutlass", which is not planned, is given `kv_len` and `page_table` here; others take their plan's.
         """
         name = f"{type(self).__name__}.run"
         refuse(name, profiler_buffer=profiler_buffer)
         if o_scale is not None and o_scale != 1:
             raise ValueError(f"{name}: o_scale {o_scale} is not supported; outputs are in q's dtype, scale them after")
-        if kv_len is not None or page_table is not None:
-            return self._run_table(name, q_nope, q_pe, ckv_cache, kpe_cache, kv_len, page_table, Result(q_nope.dtype, return_lse, out, lse))
+        if self._backend == "cutlass":
+            refuse_scales(name, ckv_cache.dtype, ckv_scale, ckv_scale_arr, kpe_scale)
+            want = Result(q_nope.dtype, return_lse, out, lse, return_lse_base_on_e)
+            return self._run_table(name, q_nope, q_pe, ckv_cache, kpe_cache, kv_len, page_table, scaling_of(ckv_scale, ckv_scale_arr, kpe_scale), want)
         planned(name, self._way)
         for argument, given, dtype in (("q_nope", q_nope, self._q_dtype), ("q_pe", q_pe, self._q_dtype), ("ckv_cache", ckv_cache, self._kv_dtype)):
             as_planned(name, argument, given.dtype, dtype)
@@ -115,20 +117,19 @@ class BatchMLAPagedAttentionWrapper:
         for argument, given, dim in (("q_nope", q_nope, self._dims[0]), ("q_pe", q_pe, self._dims[1])):
             if given.shape != (self._rows, self._heads, dim):
                 raise ValueError(f"{name}: {argument} is {list(given.shape)}; plan() was told [{self._rows}, {self._heads}, {dim}], give both the same")
-        scaling = None if ckv_scale is ckv_scale_arr is None else (ckv_scale if ckv_scale_arr is None else ckv_scale_arr, kpe_scale)
-        k, v, pages = latent(ckv_cache, kpe_cache, self._pages, q_nope.dtype, scaling)
+        k, v, pages = latent(ckv_cache, kpe_cache, self._pages, q_nope.dtype, scaling_of(ckv_scale, ckv_scale_arr, kpe_scale))
         queries = Queries(torch.cat((q_nope, q_pe), -1), self._offsets, self._longest, self._even)
         lengths = (None, None) if self._use_cuda_graph else (self._longest, self._pages.most)
         call = Call(mask_of(self._way, None, lengths), float(self._way.sm_scale))
         want = Result(q_nope.dtype, return_lse, out, lse, return_lse_base_on_e)
         return finished(call, want, lambda **keywords: attend(queries, k, v, pages, self._way, q_nope.dtype, **keywords))
 
-    def _run_table(self, name: str, q_nope, q_pe, ckv_cache, kpe_cache, kv_len: Tensor | None, page_table: Tensor | None, want: Result):
+    def _run_table(self, name: str, q_nope, q_pe, ckv_cache, kpe_cache, kv_len: Tensor | None, page_table: Tensor | None, scaling, want: Result):
         """One query a sequence, over a page table; the scale is that of DeepSeek-V2's heads of 128 + 64."""
         if kv_len is None or page_table is None or len(q_nope) != len(kv_len):
             raise ValueError(f"{name}: kv_len, page_table and one query a sequence go together; give kv_len [batch] and page_table [batch, most pages]")
         pages = Pages(page_table.int(), kv_len.int(), ckv_cache.shape[1], page_table.shape[1] * ckv_cache.shape[1])
-        k, v, pages = latent(ckv_cache, kpe_cache, pages, q_nope.dtype, None)
+        k, v, pages = latent(ckv_cache, kpe_cache, pages, q_nope.dtype, scaling)
         queries = Queries(torch.cat((q_nope, q_pe), -1), torch.arange(len(q_nope) + 1, dtype=torch.int32, device=q_nope.device), 1, 1)
         way = Way(True)
         call = Call(mask_of(way, None, (1, None)), (128 + q_pe.shape[-1]) ** -0.5)
@@ -151,11 +152,16 @@ def refuse_scales(name: str, dtype: torch.dtype, ckv_scale, ckv_scale_arr, kpe_s
             raise ValueError(f"{name}: {argument} must be a finite positive value, got {scale}")
 
 
+def scaling_of(ckv_scale, ckv_scale_arr, kpe_scale) -> tuple | None:
+    """The scales of the two parts of a cache in float8; None without."""
+    return None if ckv_scale is ckv_scale_arr is None else (ckv_scale if ckv_scale_arr is None else ckv_scale_arr, kpe_scale)
+
+
 def latent(ckv: Tensor, kpe: Tensor, pages: Pages, dtype: torch.dtype, scaling: tuple | None) -> tuple[Tensor, Tensor, Pages]:
     """Keys `[pages, page, 1, dim_ckv + dim_kpe]`, the values in them, and the table: in place where the parts lie side by side, else copied."""
     width, whole = ckv.shape[-1], ckv.shape[-1] + kpe.shape[-1]
     beside = kpe.data_ptr() == ckv.data_ptr() + width * ckv.element_size() and kpe.stride() == ckv.stride() and ckv.stride(1) >= whole
-    if ckv.dtype == dtype and (whole == width or beside):
+    if ckv.dtype == dtype and ckv.stride(-1) == 1 and (whole == width or beside):
         k = ckv.as_strided((*ckv.shape[:2], 1, whole), (*ckv.stride()[:2], whole, 1))
         return k, k[..., :width], pages
     table = pages.table if pages.table.numel() < len(ckv) else None  # None: all pages are no more than those that the table may name

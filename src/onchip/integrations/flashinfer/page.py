@@ -65,6 +65,20 @@ def append_paged_mla_kv_cache(
     _append(pairs, batch_indices, positions, kv_indices, kv_indptr)
 
 
+def check_append(pairs, batch_indices: Tensor, positions: Tensor, indices: Tensor, indptr: Tensor) -> None:
+    """Whether shapes and kinds go together; raises ValueError."""
+    tokens = len(batch_indices)
+    for name, given in (("batch_indices", batch_indices), ("positions", positions), ("kv_indices", indices), ("kv_indptr", indptr)):
+        if given.ndim != 1 or given.is_floating_point() or given.dtype == torch.bool:
+            raise ValueError(f"append: {name} is {given.dtype} {list(given.shape)}; give whole numbers of one dimension")
+    if len(positions) != tokens or len(indptr) < 2:
+        raise ValueError(f"append: {tokens} batch_indices, {len(positions)} positions, kv_indptr of {len(indptr)}; give one of each a token, and [batch + 1]")
+    for pool, new in pairs:
+        if pool.shape[:2] != pairs[0][0].shape[:2] or new.shape != (tokens, *pool.shape[2:]):
+            given = f"a cache {list(pool.shape)} beside one {list(pairs[0][0].shape)}, and new rows {list(new.shape)} for {tokens} tokens"
+            raise ValueError(f"append: {given}; give caches of the same pages and rows {[tokens, *pool.shape[2:]]}")
+
+
 def _append(pairs: list[tuple[Tensor, Tensor]], batch_indices: Tensor, positions: Tensor, indices: Tensor, indptr: Tensor) -> None:
     """Write `new` `[tokens, ...]` to `pool` `[pages, page, ...]` for each pair.
 
@@ -72,12 +86,20 @@ def _append(pairs: list[tuple[Tensor, Tensor]], batch_indices: Tensor, positions
     """
     if not len(batch_indices) or not pairs:
         return
+    check_append(pairs, batch_indices, positions, indices, indptr)
     device = pairs[0][0].device
     batch_indices, positions, indices, indptr = (t.to(device) for t in (batch_indices, positions, indices, indptr))
     written = batch_indices >= 0
     token = torch.arange(len(written), device=device)
     token = torch.where(written, token, torch.where(written, token, 0).amax())
     if device.type == "cpu":
+        pages, batch = len(pairs[0][0]), len(indptr) - 1
+        if int(batch_indices.max()) >= batch or int(indptr[-1]) > len(indices):
+            given = f"batch_indices up to {int(batch_indices.max())} beside {batch} page lists, which end at {int(indptr[-1])} of {len(indices)} kv_indices"
+            raise ValueError(f"append: {given}; give kv_indptr [batch + 1] and the pages that it names")
+        named = indices[int(indptr[0]) : int(indptr[-1])]
+        if len(named) and not 0 <= int(named.min()) <= int(named.max()) < pages:
+            raise ValueError(f"append: kv_indices are {int(named.min())} to {int(named.max())}; the cache has pages 0 to {pages - 1}")
         full = indptr.diff()[batch_indices.long().clamp(min=0)] * pairs[0][0].shape[1]
         if (written & ((positions < 0) | (positions >= full))).any():
             raise ValueError(

@@ -51,8 +51,8 @@ class Lists(NamedTuple):
 
 
 def lists_of(name: str, indptr: Tensor, last_page_len: Tensor | None, page: int, lengths: Tensor | None = None) -> Lists:
-    """What `plan` is given, checked. `lengths`: those of the keys, where they are given instead of the last pages' own."""
-    indptr = indptr.detach().to("cpu", torch.int32)
+    """What `plan` is given, checked, and copied. `lengths`: those of the keys, where they are given instead of the last pages' own."""
+    indptr = indptr.detach().to("cpu", torch.int32, copy=True)
     if lengths is not None:
         indptr = indptr[: lengths.numel() + 1]  # longer ones have no meaning
     pages = indptr.diff()
@@ -61,7 +61,7 @@ def lists_of(name: str, indptr: Tensor, last_page_len: Tensor | None, page: int,
         if last.shape != pages.shape:
             raise ValueError(f"{name}: last_page_len is {list(last_page_len.shape)} beside {len(pages)} page lists; give one length a list")
         lengths = torch.where(pages > 0, (pages - 1) * page + last, 0)
-    lengths = lengths.detach().flatten().to("cpu", torch.int32)
+    lengths = lengths.detach().flatten().to("cpu", torch.int32, copy=True)
     if lengths.shape != pages.shape or (pages < 0).any() or (lengths < 0).any() or (lengths > pages * page).any():
         raise ValueError(f"{name}: page lists of {pages.tolist()} pages of {page} tokens for {lengths.tolist()} keys; each list must hold its keys")
     return Lists(indptr, lengths)

@@ -31,7 +31,7 @@ from onchip.integrations.flashinfer.call import (
     scaling_of,
 )
 from onchip.integrations.flashinfer.pages import Queries, Table, attend, lists_of, unpacked
-from onchip.integrations.flashinfer.quantization import segment_packbits
+from onchip.integrations.flashinfer.quantization import check_bytes, segment_packbits
 
 
 class Prefill:
@@ -60,7 +60,7 @@ class Prefill:
 
     def _queries(self, name: str, qo_indptr: Tensor) -> Tensor:
         """Where queries lie, on the host; the device's copy is kept for `run`, and how many there are at most."""
-        host = qo_indptr.detach().to("cpu", torch.int32)
+        host = qo_indptr.detach().to("cpu", torch.int32, copy=True)
         lengths = host.diff()
         if len(host) < 2 or (lengths < 0).any():
             raise ValueError(f"{name}: qo_indptr is {host.tolist()}; give [batch + 1], never falling")
@@ -98,12 +98,13 @@ class Prefill:
         if packed is None:
             packed, first = segment_packbits(custom_mask.reshape(-1), torch.nn.functional.pad(sizes.cumsum(0), (1, 0)), "little")
         else:
+            check_bytes("plan: packed_custom_mask", packed)
             first = torch.nn.functional.pad(((sizes + 7) // 8).cumsum(0), (1, 0)).int()
         if len(packed) < int(first[-1]):
             raise ValueError(f"plan: packed_custom_mask has {len(packed)} bytes; these lengths need {int(first[-1])}, each sequence's beginning with a byte")
         self._masked = True
         if not self._use_cuda_graph:
-            self._custom_mask_buf, self._mask_indptr_buf = packed.to(self.device), first.to(self.device)
+            self._custom_mask_buf, self._mask_indptr_buf = packed.to(self.device, copy=True), first.to(self.device)
             return
         for argument, buffer in (("custom_mask_buf", self._custom_mask_buf), ("mask_indptr_buf", self._mask_indptr_buf)):
             if not isinstance(buffer, Tensor):
@@ -115,10 +116,10 @@ class Prefill:
         """Multi-item scoring: the lengths of the shared prefixes, and each later token's place in its item."""
         self._item = None
         if prefix_len_ptr is not None:
-            position = token_pos_in_items_ptr.to(self.device).to(torch.int32).flatten()
+            position = token_pos_in_items_ptr.to(self.device, torch.int32, copy=True).flatten()
             width = token_pos_in_items_len or -(-len(position) // batch)
             position = torch.nn.functional.pad(position, (0, max(0, batch * width - len(position))))[: batch * width].view(batch, width)
-            self._item = Items(prefix_len_ptr.reshape(batch).to(self.device).to(torch.int32), position)
+            self._item = Items(prefix_len_ptr.reshape(batch).to(self.device, torch.int32, copy=True), position)
 
     def _custom(self) -> Mask | None:
         if self._item is not None or not self._masked:
@@ -224,8 +225,8 @@ class BatchPrefillWithPagedKVCacheWrapper(Prefill):
         (`use_fp16_qk_reduction`, `fixed_split_size`, `disable_split_kv`, `block_tables`, `max_...`) changes nothing.
         """
         name = f"{type(self).__name__}.plan"
-        one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
         self._way = None  # what a plan that fails leaves behind is none
+        one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
         in_elements = self._backend == "cudnn" and max_token_per_sequence is not None
         host = self._queries(name, qo_indptr.div(num_qo_heads * head_dim_qk, rounding_mode="floor") if in_elements else qo_indptr)
         lists = lists_of(name, paged_kv_indptr, paged_kv_last_page_len, page_size, seq_lens)

@@ -7,6 +7,12 @@ from torch import Tensor
 from onchip.integrations.flashinfer.call import one_of
 
 
+def check_bytes(name: str, packed: Tensor) -> None:
+    """Raises ValueError where bits are not in bytes: a mask of bools is another argument."""
+    if packed.dtype != torch.uint8:
+        raise ValueError(f"{name} is {packed.dtype} {list(packed.shape)}; give uint8, as packbits makes it, or a bool mask as custom_mask")
+
+
 def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
     """The elements of `x` `[n]`, zero or not, as bits of uint8 `[ceil(n / 8)]`, the last byte filled up with zeros, as numpy's."""
     one_of("packbits", "bitorder", bitorder, ("big", "little"))
@@ -23,14 +29,15 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
     lengths = bounds.diff()
     starts = F.pad((lengths + 7).div(8, rounding_mode="floor").cumsum(0), (1, 0)).to(indptr.dtype)
     bits = torch.zeros(int(starts[-1]) * 8, dtype=torch.bool, device=x.device)
-    shift = (8 * starts[:-1] - bounds[:-1]).repeat_interleave(lengths)  # of each element, from where it is to where it goes
-    values = x.flatten()[: len(shift)] != 0
+    shift = (8 * starts[:-1] - (bounds[:-1] - bounds[0])).repeat_interleave(lengths)  # of each element, from where it is to where it goes
+    values = x.flatten()[int(bounds[0]) :][: len(shift)] != 0
     bits[torch.arange(len(shift), device=x.device) + shift] = values
     return packbits(bits, bitorder), starts.to(indptr.device, torch.int32)
 
 
 def unpacked_bits(packed: Tensor, rows: int, columns: int) -> Tensor:
     """bool `[rows, columns]` of bits whose lowest come first."""
+    check_bytes("packed_custom_mask", packed)
     order = torch.arange(8, device=packed.device, dtype=torch.uint8)
     bits = (packed.flatten()[:, None] >> order & 1).flatten()[: rows * columns]
     if len(bits) < rows * columns:

@@ -95,15 +95,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
         lie as keys do, outputs as queries.
         """
         name = f"{type(self).__name__}.plan"
-        one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
         self._way = None  # what a plan that fails leaves behind is none
+        one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
         if (v_indptr is not None or o_indptr is not None) and self._backend != "cudnn":
             raise Unsupported(f"{name}: v_indptr or o_indptr beside backend {self._backend!r}; values lie as keys do and outputs as queries, so leave them out")
         if self._backend == "cudnn" and max_token_per_sequence is not None:
             qo_indptr = qo_indptr.div(num_qo_heads * head_dim_qk, rounding_mode="floor")
             kv_indptr = kv_indptr.div(num_kv_heads * head_dim_qk, rounding_mode="floor")
         host = self._queries(name, qo_indptr)
-        keys = kv_indptr.detach().to("cpu", torch.int32)
+        keys = kv_indptr.detach().to("cpu", torch.int32, copy=True)
         if len(keys) != len(host) or (keys.diff() < 0).any():
             raise ValueError(f"{name}: kv_indptr is {keys.tolist()} beside {len(host) - 1} sequences of queries; give [{len(host)}], never falling")
         if self._use_cuda_graph:

@@ -120,15 +120,15 @@ def _read(part: Band | Traced, run: Callable[[], Tensor]) -> Tensor:
 
 
 def merge(_p: Rows | None, _config, states) -> tuple[Tensor, Tensor]:
-    """One (output, LSE) pair from several over disjoint keys; a part whose LSE is -inf may hold anything."""
+    """One (output, LSE) pair from several over disjoint keys; a part whose LSE is -inf may hold anything, and one of NaN makes both NaN."""
     lse = torch.stack([part for _, part in states])
     peak = lse.detach().amax(0)
     parts = (lse - peak.masked_fill(peak == -torch.inf, 0.0)).exp()  # 0 where a part sees nothing
     total = parts.sum(0)
-    some = total.where(total > 0, 1.0)
+    some = total.where(total != 0, 1.0)
     shares = [(part / some).transpose(-1, -2).unsqueeze(-1) for part in parts]
     out = sum(share * out.where(share > 0, 0.0) for share, (out, _) in zip(shares, states, strict=True))
-    return out.to(states[0][0].dtype), (some.log() + peak).where(total > 0, -torch.inf)
+    return out.to(states[0][0].dtype), (some.log() + peak).where(total != 0, -torch.inf)
 
 
 def rotate(x: Tensor, signs: Tensor) -> Tensor:
