@@ -225,3 +225,13 @@ def _whole(size: int) -> int:
 
 def _rows(t: Tensor, rows: Tensor | slice) -> Tensor:
     return t[rows] if isinstance(rows, slice) or t.dtype.itemsize > 1 else t.view(torch.uint8)[rows].view(t.dtype)  # of 8-bit floats torch selects none
+
+
+def check_channels(name: str, k: Codes, v: Codes) -> None:
+    """Raises ValueError where values have a scale of channels, or that of the keys is none of theirs. `name`: what stands before k and v."""
+    if v.channel is not None:
+        raise ValueError(f"{name}v has a channel scale, which only keys have; divide the columns of the next weight by it, or give None")
+    channel, wanted = k.channel, k.shape[2:]
+    if channel is not None and (channel.dtype != torch.float32 or channel.shape != wanted or channel.device != k.device):
+        given = f"{channel.dtype} {list(channel.shape)} on {channel.device}"
+        raise ValueError(f"{name}k.channel is {given}; give float32 {list(wanted)} on {k.device}, or None")

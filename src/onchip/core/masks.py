@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onchip.core.bands import BANDS, Band, Causal, Full, Mask, Window, check_align, join, meet, parse
 from onchip.core.parts import alike, by_name, check_sizes, check_tensor, check_whole, name_of, read, squeezed, trace_mod
-from onchip.core.trace import Place, Traced, known, trace, untouched
+from onchip.core.trace import Place, Traced, readable, trace, untouched
 from onchip.core.tree import Tree
 
 # ---- masks of masks
@@ -96,7 +96,7 @@ class Windows(Mask):
                 Window(**{"left": None, side: size})  # which says what is wrong with a number
             elif size.ndim not in (1, 2) or size.dtype.is_floating_point or size.dtype.is_complex or size.dtype == torch.bool:
                 raise ValueError(f"Window: {side} is {size.dtype} {list(size.shape)}; give an integer tensor [heads], [batch, heads] or [batch, 1]")
-            elif known(size) and (size < 0).any():
+            elif readable(size) and (size < 0).any():
                 raise ValueError(f"Window: {side} is {size.tolist()}; it counts keys beside a query's own, so 0 or more, or a large number for all")
 
     @property

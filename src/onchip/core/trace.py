@@ -145,7 +145,7 @@ def untouched() -> Iterator[None]:
         yield
 
 
-def known(tensor: Tensor) -> bool:
+def readable(tensor: Tensor) -> bool:
     """Whether a check may look at a tensor's numbers: on a CPU, where nobody waits for them, and outside of graphs and transforms."""
     eager = not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active() and torch._C._len_torch_dispatch_stack() == 0
     return eager and type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"

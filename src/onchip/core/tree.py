@@ -7,7 +7,7 @@ from torch import Tensor
 
 from onchip.core.bands import Band, Full, Mask, Window
 from onchip.core.parts import Exactly, by_name, check_sizes, check_tensor
-from onchip.core.trace import Place, known
+from onchip.core.trace import Place, readable
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Tree(Mask):
         """From `parents` `[nodes]` or `[batch, nodes]`: the index of each node's parent, which comes before it; -1 for a root."""
         check_tensor("Tree", "parents", parents, (1, 2), integer=True)
         parents, nodes = parents.long(), parents.shape[-1]
-        if known(parents) and (parents > torch.arange(nodes, device="cpu")).any():
+        if readable(parents) and (parents > torch.arange(nodes, device="cpu")).any():
             raise ValueError(f"Tree: parents are {parents.tolist()}; none may come after its node; give an index before it, -1 for a root")
         seen = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(*parents.shape, nodes).clone()
         at = parents.clone()

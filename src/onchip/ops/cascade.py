@@ -15,6 +15,7 @@ from onchip.core import device as devices
 from onchip.core.masks import Causal, Full
 from onchip.core.problem import Beside, Operands
 from onchip.core.scores import chain
+from onchip.core.trace import readable
 from onchip.dispatch import left_to_others
 from onchip.ops.attend import How
 from onchip.ops.attention import PagedKV, merge, paged, paged_attention
@@ -130,7 +131,7 @@ def _check(n: int, level: Level, q: Tensor) -> None:
     if offsets is not None and (offsets.dtype != torch.int32 or offsets.shape != (table.shape[0] + 1,) or table.shape[0] % parts):
         given = f"{offsets.dtype} {list(offsets.shape)} for {table.shape[0]} nodes in {parts} parts"
         raise ValueError(f"cascade_attention: the offsets of level {n} are {given}; give int32 [parts * nodes + 1]")
-    if offsets is not None and type(offsets) is Tensor and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+    if offsets is not None and readable(offsets):
         first, *_, last = offsets.tolist()
         if (first, last) != (0, parts * q.shape[0]):
             raise ValueError(f"cascade_attention: the offsets of level {n} go from {first} to {last}; give 0 to {parts * q.shape[0]}: each row reads one node")

@@ -5,9 +5,10 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from onchip.core.formats import Codes
+from onchip.core.formats import Codes, check_channels
 from onchip.core.problem import E4M3
 from onchip.core.scales import Quantised, Scales
+from onchip.core.trace import readable
 from onchip.ops.attend import How, PagedKV, check_scale
 from onchip.ops.differentiable import autocast
 
@@ -125,10 +126,7 @@ def check_codes(q: Tensor, cache: PagedKV) -> None:
                 want = "None" if kind is None else f"{kind} {list(shape)} on {q.device}"
                 raise ValueError(f"paged_attention: {name}.{field} is {None if got is None else kind_of(got)}; format {form} of heads of {dim} takes {want}")
     k, v = cache[:2]
-    if v.channel is not None:
-        raise ValueError("paged_attention: v has a channel scale, which only keys have; divide the columns of the next weight by it, or give None")
-    if k.channel is not None and (k.channel.dtype != torch.float32 or k.channel.shape != k.shape[2:] or k.channel.device != q.device):
-        raise ValueError(f"paged_attention: k.channel is {kind_of(k.channel)}; give float32 {list(k.shape[2:])} on {q.device}, or None")
+    check_channels("paged_attention: ", k, v)
     check_shapes("paged_attention", q, k, v, rank=4, rank_q=q.ndim)
     if not q.dtype.is_floating_point or q.dtype.itemsize == 1:
         raise ValueError(f"paged_attention: q is {q.dtype}; give float16, bfloat16, float32 or float64")
@@ -181,7 +179,7 @@ def check_pages(name: str, q: Tensor, cache: PagedKV, batch: int) -> None:
         raise ValueError(f"{name}: lengths are {kind_of(lengths)}; give int32 [{batch}] on {q.device}")
     if not page:
         raise ValueError(f"{name}: k is {list(cache.k.shape)}, pages of no tokens; give 1 token a page or more")
-    if type(lengths) is Tensor and lengths.device.type == "cpu" and not torch.compiler.is_compiling():
+    if readable(lengths):
         known, most = lengths.tolist() or [0], page * table.shape[1]
         if min(known) < 0 or max(known) > most:
             raise ValueError(f"{name}: lengths are {min(known)} to {max(known)}; give 0 to {most}: {table.shape[1]} pages of {page} tokens each")

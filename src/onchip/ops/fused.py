@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from onchip.core.arguments import check_tensors, refuse_gradients
-from onchip.core.formats import Codes
+from onchip.core.formats import Codes, check_channels
 from onchip.core.problem import Rope
 from onchip.dispatch import select
-from onchip.ops.rotary import QKNorm, check_norm
+from onchip.ops.rotary import QKNorm, check_norm, check_table
 
 PLACES = {"positions": (torch.int64, torch.int32), "append.slots": (torch.int64,)}
 
@@ -62,8 +62,7 @@ def rope_append(
     if layout not in ("neox", "interleaved"):
         raise ValueError(f"rope_append: layout={layout!r} is not one of neox, interleaved")
     dim = packed // (num_q + 2 * num_kv)
-    if table.ndim != 2 or table.shape[1] > dim or table.shape[1] % 2 or table.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"rope_append: table is {table.dtype} {list(table.shape)}; give float32 [positions, an even number of columns, at most {dim}]")
+    check_table("rope_append", table, dim)
     _check_places("positions", positions, qkv)
     check_norm("rope_append", norm, dim)
     kv = "" if append is None else _check_append(append, num_kv, dim, qkv)
@@ -95,11 +94,7 @@ def _check_append(append: Append, kv_heads: int, dim: int, qkv: Tensor) -> str:
             raise ValueError(f"rope_append: append.k is {k.dtype}, append.v {v.dtype}, qkv {qkv.dtype}; they must be of one dtype, or the cache of Codes")
         return ""
     k.format.groups(dim)
-    if v.channel is not None:
-        raise ValueError("rope_append: append.v has a channel scale, which only keys have; divide the columns of the next weight by it, or give None")
-    if k.channel is not None and (k.channel.dtype != torch.float32 or k.channel.shape != (kv_heads, dim) or k.channel.device != qkv.device):
-        given = f"{k.channel.dtype} {list(k.channel.shape)} on {k.channel.device}"
-        raise ValueError(f"rope_append: append.k.channel is {given}; give float32 [{kv_heads}, {dim}] on {qkv.device}, or None")
+    check_channels("rope_append: append.", k, v)
     return str(k.format)
 
 

@@ -53,8 +53,7 @@ def rotary(
         raise ValueError(f"rotary: layout={layout!r} is not one of neox, interleaved")
     if q.ndim not in (3, 4) or q.ndim != k.ndim or q.shape[:-2] != k.shape[:-2] or q.shape[-1] != k.shape[-1] or q.dtype != k.dtype:
         raise ValueError(f"rotary: q is {q.dtype} {list(q.shape)}, k {k.dtype} {list(k.shape)}; they may differ in heads alone, [(batch), len, heads, dim]")
-    if table.ndim != 2 or table.shape[1] > q.shape[-1] or table.shape[1] % 2 or table.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"rotary: table is {table.dtype} {list(table.shape)}; give float32 [positions, an even number of columns, at most {q.shape[-1]}]")
+    check_table("rotary", table, q.shape[-1])
     check_norm("rotary", norm, q.shape[-1])
     places = q.shape[:-2]
     if positions is None:
@@ -70,6 +69,11 @@ def rotary(
         return _run(q, k, table, positions, layout, kernel)
     q, k = _run(q.unsqueeze(0), k.unsqueeze(0), table, positions, layout, kernel)
     return q.squeeze(0), k.squeeze(0)
+
+
+def check_table(name: str, table: Tensor, dim: int) -> None:
+    if table.ndim != 2 or table.shape[1] > dim or table.shape[1] % 2 or table.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"{name}: table is {table.dtype} {list(table.shape)}; give float32 [positions, an even number of columns, at most {dim}]")
 
 
 def _problem(op: str, q: Tensor, k: Tensor, table: Tensor, layout: str) -> Rope:
