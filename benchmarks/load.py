@@ -5,7 +5,8 @@
     python benchmarks/load.py --rate 4 --seconds 60
 
 With --clients each client sends its next request when it has its answer; with --rate requests arrive as a Poisson process whatever the server does, so that
-the time to the first token includes the queue. Memory is what the server says of itself at /metrics.
+the time to the first token includes the queue. Each client has a pool of its own: httpx looks through all connections of a pool for each request. Memory is
+what the server says of itself at /metrics. This is one process on one core: `client_busy` is its share of that core, and near 1 the figures are the client's.
 """
 
 import argparse
@@ -34,6 +35,7 @@ class Answers:
     per_token: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)  # MiB, one figure every five seconds
+    client_busy: float = 0.0  # CPU time of the clients' process over wall time
 
 
 async def ask(client: httpx.AsyncClient, how: argparse.Namespace, dice: random.Random, answers: Answers) -> None:
@@ -101,27 +103,37 @@ async def load(how: argparse.Namespace) -> tuple[Answers, float]:
 
     async def client_of(seed: int) -> None:
         own = random.Random(seed)
-        while time.perf_counter() < end:
-            before = len(answers.errors)
-            await ask(client, how, own, answers)
-            if len(answers.errors) > before:  # a server that refuses is not asked in a busy loop
-                await asyncio.sleep(1)
+        async with connect() as client:
+            while time.perf_counter() < end:
+                before = len(answers.errors)
+                await ask(client, how, own, answers)
+                if len(answers.errors) > before:  # a server that refuses is not asked in a busy loop
+                    await asyncio.sleep(1)
+
+    async def visit(seed: int) -> None:
+        async with connect() as client:
+            await ask(client, how, random.Random(seed), answers)
 
     async def arrivals() -> None:
         async with asyncio.TaskGroup() as group:
             while time.perf_counter() < end:
-                group.create_task(ask(client, how, random.Random(dice.getrandbits(30)), answers))
+                group.create_task(visit(dice.getrandbits(30)))
                 await asyncio.sleep(dice.expovariate(how.rate))
 
     headers = {"Authorization": f"Bearer {how.key}"} if how.key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=how.url, headers=headers, limits=limits, timeout=httpx.Timeout(600)) as client:
+    trust = httpx.create_ssl_context()  # read once, not once a client
+
+    def connect() -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=how.url, headers=headers, verify=trust, timeout=httpx.Timeout(600))
+
+    async with connect() as client:
         await ready(client)
         watching = asyncio.create_task(watch(client, answers))
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         end = start + how.seconds
         await (arrivals() if how.rate else asyncio.gather(*(client_of(how.seed + i) for i in range(how.clients))))
         seconds = time.perf_counter() - start
+        answers.client_busy = (time.process_time() - busy) / seconds
         await asyncio.sleep(0.2)
         watching.cancel()
     return answers, seconds
@@ -151,7 +163,7 @@ def main() -> None:
     git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     row |= {"commit": git.stdout.strip(), "date": datetime.now(UTC).isoformat(timespec="seconds"), "wall_seconds": round(seconds, 1)}
     row |= {"requests": answers.requests, "errors": len(answers.errors), "first_errors": answers.errors[:3], "tokens": answers.tokens}
-    row |= {"tokens_per_second": round(answers.tokens / seconds, 1)}
+    row |= {"tokens_per_second": round(answers.tokens / seconds, 1), "client_busy": round(answers.client_busy, 2)}
     for name in ("first_token", "per_token"):
         row[f"{name}_ms"] = {"p50": quantile(asdict(answers)[name], 0.5), "p99": quantile(asdict(answers)[name], 0.99)}
     row["server_memory_mib"] = answers.memory

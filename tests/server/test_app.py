@@ -68,6 +68,14 @@ def chat(live, **changes):
 # ---- answers
 
 
+def test_an_event_is_one_line_whatever_ends_lines(live):
+    text = "why\u2028wait\u2029for\x85this"
+    ask = {"model": "tiny", "prompt": text, "echo": True, "max_tokens": 1, "stream": True}
+    with live.http.stream("POST", "/v1/completions", json=ask) as reply:
+        first = next(reply.iter_lines())
+    assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == text
+
+
 def test_settings_of_the_chat_template(live, alone):
     expected = alone.generate("why wait", onchip.SamplingParams(max_tokens=12), chat={"hum": True})[0]
     said = chat(live, extra_body={"chat_template_kwargs": {"hum": True}})

@@ -17,18 +17,23 @@ from onchip.server import errors
 from onchip.server.serving import Job, Piece
 
 KEEP_ALIVE = 15.0  # seconds of silence after which a stream says that it lives: proxies close silent connections after 30 to 60 s
-ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+DUMP = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
+
+
+def encode(data: Any) -> str:
+    """JSON on one line, also for a client that ends lines as Unicode does (`str.splitlines`, httpx's `iter_lines`): an event is one line."""
+    return DUMP(data).replace("\x85", "\\u0085").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def sliced(data: Any, depth: int = 5) -> str:
     """JSON of a large object, in another thread: the encoder does not let the interpreter go within one call, so one call each for what lies `depth` deep,
     where log-probabilities have a token's entry."""
     if depth and isinstance(data, dict):
-        return "{" + ",".join(f"{ENCODE(key)}:{sliced(value, depth - 1)}" for key, value in data.items()) + "}"
+        return "{" + ",".join(f"{encode(key)}:{sliced(value, depth - 1)}" for key, value in data.items()) + "}"
     if depth and isinstance(data, list):
         return "[" + ",".join(sliced(value, depth - 1) for value in data) + "]"
-    return ENCODE(data)
+    return encode(data)
 
 
 class Word(NamedTuple):
@@ -78,10 +83,10 @@ class Reply:
         answers = [Piece.joined(answer) for answer in pieces if answer]  # one without a piece has lost its client
         if any(answer.logprobs is not None for answer in answers):
             return await asyncio.to_thread(self._written, answers, sliced)
-        return self._written(answers, ENCODE)
+        return self._written(answers, encode)
 
-    def _written(self, answers: list[Piece], encode: Callable[[dict], str]) -> bytes:
-        return encode(self._object(self.dialect.whole, [self._choice(answer) for answer in answers]) | {"usage": self.usage()}).encode()
+    def _written(self, answers: list[Piece], write: Callable[[dict], str]) -> bytes:
+        return write(self._object(self.dialect.whole, [self._choice(answer) for answer in answers]) | {"usage": self.usage()}).encode()
 
     async def stream(self, include_usage: bool) -> AsyncIterator[bytes]:
         """The answer as server-sent events; an error is an event too, the last one of its choice, which ends before its last words then."""
@@ -195,4 +200,4 @@ def _failure(piece: Piece) -> str | None:
 
 
 def _event(data: dict) -> bytes:
-    return b"data: " + ENCODE(data).encode() + b"\n\n"
+    return b"data: " + encode(data).encode() + b"\n\n"
