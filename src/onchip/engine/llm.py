@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from onchip.core.formats import Format
 from onchip.engine import setup
 from onchip.engine.draft import DraftModel, NGram
 from onchip.engine.grammar import Vocabulary
-from onchip.engine.prompt import tokens_of
+from onchip.engine.prompt import check_known, paired, tokens_of
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
 from onchip.engine.scheduler import Scheduler, Work
@@ -65,6 +65,8 @@ class LLM:
     Raises ModelError for a model that cannot be read, ValueError for a device or dtype there is none of, OutOfPages for a
     cache that holds no sequence.
     """
+
+    recovers = True  # whether a step that failed leaves an engine that can go on
 
     @devices.on_host
     def __init__(
@@ -154,13 +156,7 @@ class LLM:
         """
         if others := len(self.scheduler.waiting) + len(self.scheduler.running):
             raise ValueError(f"generate: {others} requests given to add are not done; call step until idle, or cancel them")
-        if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
-            raise ValueError(f"generate: prompts are {prompts!r:.60}; give text, a list of texts, or a list of lists of token ids")
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"generate: {len(each)} params for {len(prompts)} prompts; give one for all, or one each")
-        firsts = [self._request(f"generate: prompt {i}", prompt, p, chat) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
+        firsts = [self._request(f"generate: prompt {i}", prompt, own, chat) for i, (prompt, own) in enumerate(paired(prompts, params))]
         requests = [request for first in firsts for request in first.samples]
         known = self.stats.kernels  # a captured graph makes no choices when it is replayed
         self.stats = Stats(kernels=known)
@@ -208,6 +204,14 @@ class LLM:
         """Compile the kernels and capture the graphs that requests will want, on a GPU, so that none of them waits for it: see `engine.warm`. `str` of what
         comes back says what was done. Raises ValueError while requests wait or run."""
         return warm(self)
+
+    def forget(self) -> None:
+        """Let go of what earlier requests left: cached prefixes, and graphs that only some requests want. Nothing may wait or run."""
+        self.runner.thin()
+        self.tree.clear()
+
+    def close(self) -> None:
+        """Let other processes go that have a part of this engine; there are none but of a `ParallelLLM`."""
 
     # ---- step by step: one thread calls these
 
@@ -286,6 +290,8 @@ class LLM:
             with dispatch.record() as decisions:
                 launched = self.runner.launch(work)
         except torch.OutOfMemoryError as error:
+            if not self.recovers:
+                raise
             while self._launched:
                 self._read(events)
             self.runner.forget()
@@ -362,13 +368,9 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params {params!r:.60}; give SamplingParams(max_tokens=...)")
         ids = tokens_of(name, prompt, chat, self.tokenizer)
-        if min(ids) < 0 or max(ids) >= self.config.vocab:
-            raise ValueError(f"{name} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {self.config.vocab - 1}")
+        check_known(name, ids, params, self.config.vocab)
         if len(ids) >= self.max_len:
             raise ValueError(f"{name} has {len(ids)} tokens, the context is {self.max_len}, one of them for the answer; shorten the prompt")
-        for what, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            if given and max(given) >= self.config.vocab:
-                raise ValueError(f"{name}: {what} has token {max(given)}; the vocabulary is 0 to {self.config.vocab - 1}")
         capacity = self.pool.num_pages * self.pool.page - self.scheduler.room
         if len(ids) >= capacity:
             raise OutOfPages(f"{name} has {len(ids)} tokens and the cache holds {capacity}, one of them for the answer; give a larger cache_gib")

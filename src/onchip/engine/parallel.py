@@ -46,8 +46,15 @@ class Unload(NamedTuple):
     name: str
 
 
+class Forget(NamedTuple):
+    """What earlier requests left."""
+
+
 class Close(NamedTuple):
     """No step follows."""
+
+
+Said = Add | Cancel | Load | Unload | Forget | Close
 
 
 class ParallelLLM(LLM):
@@ -55,19 +62,21 @@ class ParallelLLM(LLM):
 
     On rank 0 all is as with an `LLM`, and `close` ends it; each other rank calls `follow`, which comes back then. All ranks make it with the same arguments
     but `device`. Token masks of requests are pickled, those of grammars as their text, and every rank has a copy. A rank that fails leaves the others waiting:
-    end them all.
+    end them all. So a step that has no memory raises here, where an `LLM` ends the requests that asked for it.
 
         parallel = TensorParallel.join()        # after torch.distributed.init_process_group("nccl"), one process a GPU
         llm = ParallelLLM("model", parallel=parallel, device=f"cuda:{parallel.rank}")
         llm.follow() if parallel.rank else print(llm.generate("Hello")[0].text); llm.close()
     """
 
+    recovers = False  # the other ranks would wait for this one's sums
+
     def __init__(self, model: str | Path | None = None, *, parallel: TensorParallel, **how):
         super().__init__(model, parallel=parallel, **how)
         self.parallel = parallel
         ranks = dist.get_process_group_ranks(parallel.group)
         self._first, self._hosts = ranks[0], dist.new_group(ranks, timeout=PATIENCE, backend="gloo")
-        self._said: list[Add | Cancel | Load | Unload | Close] = []  # since the last step
+        self._said: list[Said] = []  # since the last step
         self._numbers: weakref.WeakKeyDictionary[Request, int] = weakref.WeakKeyDictionary()  # of the first samples of requests
         self._count = 0
 
@@ -102,6 +111,10 @@ class ParallelLLM(LLM):
     def unload_adapter(self, name: str) -> None:
         super().unload_adapter(name)
         self._said.append(Unload(name))
+
+    def forget(self) -> None:
+        super().forget()
+        self._said.append(Forget())
 
     def step(self) -> list[Event]:
         self._hand_on()
@@ -145,12 +158,14 @@ class ParallelLLM(LLM):
                         super().load_adapter(folder, name)
                     case Unload(name):
                         super().unload_adapter(name)
+                    case Forget():
+                        super().forget()
                     case Close():
                         return
             super().step()
             known = {number: request for number, request in known.items() if any(sample.reason is None for sample in request.samples)}
 
-    def _heard(self) -> list[Add | Cancel | Load | Unload | Close]:
+    def _heard(self) -> list[Said]:
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
         dist.broadcast(size, self._first, group=self._hosts)
         if not size.item():

@@ -3,7 +3,21 @@
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 
+from onchip.engine.request import SamplingParams
 from onchip.models.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+
+def paired(prompts: str | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its own params, or with those of all. Raises ValueError."""
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
+        raise ValueError(f"generate: prompts are {prompts!r:.60}; give text, a list of texts, or a list of lists of token ids")
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    each = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(prompts)
+    if len(each) != len(prompts):
+        raise ValueError(f"generate: {len(each)} params for {len(prompts)} prompts; give one for all, or one each")
+    return list(zip(prompts, each, strict=True))
 
 
 def tokens_of(name: str, prompt: str | Sequence, chat: bool | Mapping, tokenizer: Tokenizer | None) -> list[int]:
@@ -37,3 +51,12 @@ def tokens_of(name: str, prompt: str | Sequence, chat: bool | Mapping, tokenizer
     if not ids:
         raise ValueError(f"{name} is empty; give at least one token")
     return ids
+
+
+def check_known(name: str, ids: list[int], params: SamplingParams, vocab: int) -> None:
+    """Raises ValueError for tokens of a prompt, or of its params, that are not of the vocabulary."""
+    if min(ids) < 0 or max(ids) >= vocab:
+        raise ValueError(f"{name} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {vocab - 1}")
+    for what, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        if given and max(given) >= vocab:
+            raise ValueError(f"{name}: {what} has token {max(given)}; the vocabulary is 0 to {vocab - 1}")

@@ -106,8 +106,7 @@ def warm(llm: "LLM") -> Warmed:
         runner.thin(graphs=True)
         llm.tree.clear()
     ran = sum(1 for _ in run(llm, todo, numbers))
-    runner.thin()
-    llm.tree.clear()
+    llm.forget()
     llm.stats, llm.scheduler.preemptions = Stats(kernels=llm.stats.kernels), 0
     torch.cuda.synchronize(llm.device)
     return Warmed(time.perf_counter() - start, compilations.compiled - compiled, compilations.loaded - loaded, ran, len(runner.graphs))

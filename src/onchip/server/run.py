@@ -12,10 +12,12 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from onchip.engine.llm import LLM
+from onchip.engine.parallel import ParallelLLM
 from onchip.models.lora import Adapter, AdapterSlots
 from onchip.server.app import Front, Limits, build
 from onchip.server.embeddings import Embeddings
 from onchip.server.guard import Guard
+from onchip.server.ranks import Seat, start
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Recipe:
     name       what requests call the model; None: its folder's or file's name.
     engine     arguments of `LLM`.        adapters   {name: folder of PEFT's}.
     encoder    for /v1/embeddings: "minilm", or a folder. None: there are no embeddings.
+    ranks      GPUs of this machine that have the model together.
     """
 
     name: str | None
@@ -33,12 +36,14 @@ class Recipe:
     keys: tuple[bytes, ...] = ()
     adapters: dict[str, str] = field(default_factory=dict)
     encoder: str | None = None
+    ranks: int = 1
 
     def build(self, front: type[Front] = Front, progress: Callable[[int, int], None] | None = None) -> Guard:
-        """The app, with its model loaded. Raises as `LLM` does."""
-        ranks = [Adapter.read(folder, name).rank for name, folder in self.adapters.items()]
-        room = AdapterSlots(len(ranks), max(ranks)) if ranks else None
-        llm = LLM(**self.engine, adapters=room, embedder=self.encoder, progress=progress)
+        """The app, with its model loaded. Raises as `LLM` does, and as `ranks.start`."""
+        if self.ranks > 1:
+            llm = self.engine_at(start(self), embedder=self.encoder, progress=progress)
+        else:
+            llm = LLM(**self.engine, adapters=self._room(), embedder=self.encoder, progress=progress)
         for name, folder in self.adapters.items():
             llm.load_adapter(folder, name)
         if llm.device.type == "cuda":
@@ -47,6 +52,14 @@ class Recipe:
         embeddings = Embeddings(llm.embedder, served_name(self.encoder)) if self.encoder else None
         name = self.name or served_name(self.engine["model"])
         return build(llm, name, limits=self.limits, keys=self.keys, embeddings=embeddings, front=front)
+
+    def engine_at(self, seat: Seat, **how) -> ParallelLLM:
+        """A rank's part of the engine. All ranks come back together."""
+        return ParallelLLM(**self.engine | {"device": seat.device}, adapters=self._room(), parallel=seat.take(), **how)
+
+    def _room(self) -> AdapterSlots | None:
+        ranks = [Adapter.read(folder, name).rank for name, folder in self.adapters.items()]
+        return AdapterSlots(len(ranks), max(ranks)) if ranks else None
 
 
 def served_name(model: str | None) -> str:

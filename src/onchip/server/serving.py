@@ -141,10 +141,12 @@ class Serving:
         return self._live + self._claimed
 
     async def stop(self) -> None:
-        """End what still runs, then the engine's thread; the process is as it was before `start`."""
+        """End what still runs, the engine's thread, and then the engine; the process is as it was before `start`."""
         self._ending = True
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, FAREWELL)
+        if not self._thread.is_alive():
+            await asyncio.wait_for(asyncio.to_thread(self.llm.close), FAREWELL)
         sys.setswitchinterval(self._interval)
         gc.unfreeze()
 
@@ -312,7 +314,7 @@ class Serving:
     def _give_up(self, error: Exception) -> None:
         """A step has failed: end the requests that it ran, and keep those that wait. Those that it ended itself are in the events of the next step."""
         self._failures += 1
-        if self._failures > FAILURES:
+        if self._failures > FAILURES or not self.llm.recovers:
             raise error
         blamed = [r for r in self.llm.scheduler.running if r in self._lives] or [r for r in self._lives if r.reason is None]
         traceback.print_exception(error)

@@ -1,0 +1,1 @@
+"""What a machine, a call or a model is, in figures."""

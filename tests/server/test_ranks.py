@@ -1,0 +1,96 @@
+"""`onchip serve --tensor-parallel`: two ranks (gloo) say what one says, end together, and a lost one is said."""
+
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from live import PATIENCE, until
+
+import onchip
+import tiny
+from onchip.core import settings
+from onchip.server.ranks import start
+from onchip.server.run import Recipe
+
+ASK = {"model": "tiny", "prompt": "why wait", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save(tmp_path_factory.mktemp("ranks") / "tiny", max_position_embeddings=512)
+
+
+@contextmanager
+def serve(folder, *options):
+    command = [sys.executable, "-m", "onchip.cli", "serve", "--model", str(folder), "--device", "cpu", "--dtype", "fp32", "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=settings.of_child(OMP_NUM_THREADS="1")) as server:
+        try:
+            yield server
+        finally:
+            server.kill()
+
+
+def address_of(server) -> str:
+    return next(line for line in server.stderr if "running on" in line).split(" on ")[1].split()[0]
+
+
+def ranks_of(server) -> list[int]:
+    """Process ids of the ranks that a server has started."""
+    found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(server.pid)], capture_output=True, text=True, check=False).stdout
+    return [int(line.split()[0]) for line in found.splitlines() if "onchip.server.ranks" in line]
+
+
+def alive(pid: int) -> bool:
+    return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout.strip()[:1] not in ("", "Z")
+
+
+def test_two_ranks_answer_as_one_and_end_with_the_server(folder):
+    expected = onchip.LLM(folder, device="cpu", dtype="fp32").generate(ASK["prompt"], onchip.SamplingParams(max_tokens=60, ignore_eos=True))[0]
+    with serve(folder, "--tensor-parallel", "2") as server:
+        address = address_of(server)
+        (rank,) = ranks_of(server)
+        answers = [httpx.post(f"{address}/v1/completions", json=ASK, timeout=PATIENCE).json() for _ in range(2)]
+        assert [answer["choices"][0]["text"] for answer in answers] == [expected.text] * 2
+        assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0 < len(expected.tokens)  # less than a page
+        with httpx.stream("POST", f"{address}/v1/completions", json=ASK | {"stream": True, "max_tokens": 400}, timeout=PATIENCE) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert server.wait(PATIENCE) in (0, -signal.SIGTERM)
+        until(lambda: not alive(rank))
+
+
+def test_a_lost_rank_ends_the_server_and_says_so(folder):
+    with serve(folder, "--tensor-parallel", "2") as server:
+        address_of(server)
+        (rank,) = ranks_of(server)
+        subprocess.run(["kill", "-9", str(rank)], check=True)
+        assert server.wait(PATIENCE) == 1
+        assert "rank 1 has ended (-9), and with it the engine: the server ends" in server.stderr.read()
+
+
+@pytest.mark.wide
+def test_ranks_end_where_the_server_is_killed(folder):
+    with serve(folder, "--tensor-parallel", "2") as server:
+        address_of(server)
+        (rank,) = ranks_of(server)
+        server.kill()
+        until(lambda: not alive(rank))
+
+
+@pytest.mark.wide
+def test_a_mistake_that_all_ranks_find_is_one_sentence(folder):
+    with serve(folder, "--tensor-parallel", "2", "--batch-invariant") as server:
+        said = server.communicate(timeout=PATIENCE)[1]
+    assert server.returncode == 2 and "error: batch_invariant with adapters or over several ranks is not to be had" in said and "Traceback" not in said
+
+
+def test_what_no_rank_could_do_is_said_before_one_is_started(folder):
+    with pytest.raises(ValueError, match="cannot be cut in 3 equal parts"):
+        start(Recipe(None, {"model": folder, "device": "cpu"}, ranks=3))
+    with pytest.raises(ValueError, match="--device is cuda:1 and each rank"):
+        start(Recipe(None, {"model": folder, "device": "cuda:1"}, ranks=2))
