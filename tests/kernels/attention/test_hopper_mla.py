@@ -179,7 +179,9 @@ def test_mutant(name):
 # ---- compiled
 
 
-@pytest.mark.parametrize(("page", "len_q", "spills"), [pytest.param(64, 1, 0, marks=pytest.mark.newest), (16, 2, 192)], ids=str)
+@pytest.mark.parametrize(
+    ("page", "len_q", "spills"), [pytest.param(64, 1, 0, marks=pytest.mark.newest), pytest.param(16, 2, 192, marks=pytest.mark.wide)], ids=str
+)
 def test_compiled(page, len_q, spills):
     """The loop over pairs in registers; products of both warpgroups, once before the loop and once in it: 36 for scores, 12 for the output with its end."""
     q, latent = meta(32, len_q, 128, 576), meta(2048, page, 1, 576)

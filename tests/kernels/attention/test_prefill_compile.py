@@ -118,7 +118,7 @@ def test_weights_share_calls_of_philox(arch, dim, most):
 
 @pytest.mark.parametrize(
     ("dim", "band", "most"),
-    [pytest.param(64, Full(), 0, marks=wide), pytest.param(128, Full(), 0, marks=wide), (128, Causal(), 124), pytest.param(256, Full(), 56, marks=wide)],
+    [pytest.param(64, Full(), 0, marks=wide), (128, Full(), 0), pytest.param(128, Causal(), 124, marks=wide), pytest.param(256, Full(), 56, marks=wide)],
 )
 def test_dropout_on_hopper(dim, band, most):
     """A lane makes half of the calls of its weights, and gets the other words from its neighbour; nothing goes through shared memory."""
@@ -160,10 +160,10 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
 
 MORE = ("d64 short causal", "d64 softcap", "d128 padding", "d64 padding", "d64 distances", "d64 bias of keys")
 MORE += ("d128 packed", "d128 document", "d256 causal")  # as over pages
-MORE += ("d128 heads alone", "d128 activation", "d128 bias of keys", "d128 bias in fp32")
+MORE += ("d128 heads alone", "d128 activation", "d128 bias of keys", "d128 bias in fp32", "d128 softcap", "d128 ALiBi")
 
 
-@pytest.mark.parametrize(("dim", "packed", "how", "most"), named(HOPPER, "d128 padding by flags", "d256 bias", rest=MORE))
+@pytest.mark.parametrize(("dim", "packed", "how", "most"), named(HOPPER, "d128", "d256 bias", rest=MORE))
 def test_hopper_prefill(dim, packed, how, most):
     """Every product on wgmma, every tile through TMA, no wait for a product that ptxas adds, and the copying warp gives its registers away."""
     tiles, facts = prefill("sm_90", dim, packed=packed, module=hopper_prefill, **{"band": Full(), **how})
@@ -192,7 +192,9 @@ FOLDED = {  # dim, packed, queries, mask or score, and bytes that a thread may s
 }
 
 
-@pytest.mark.parametrize(("dim", "packed", "len_q", "how", "most"), named(FOLDED, "d256 packed", rest=("d64 full", "d128 window", "d128, one warpgroup")))
+@pytest.mark.parametrize(
+    ("dim", "packed", "len_q", "how", "most"), named(FOLDED, "d128 ALiBi", rest=("d64 full", "d128 window", "d128, one warpgroup", "d256 packed"))
+)
 def test_hopper_folds_heads(dim, packed, len_q, how, most):
     """Queries come through TMA in five dimensions, by 64 columns, and so does the output of a dense batch leave; the rest is as with one head a tile."""
     how = {"band": Causal(), **how}
