@@ -207,9 +207,12 @@ def test_what_is_no_count_and_what_is_no_token():
     remember(tree, [1, 1, 2, 2])
     tree.evict(-1)
     assert tree.num_pages == 2
-    for tokens in ([1 << 31], ["a"], [1.5]):
+    for tokens in ([1 << 31], ["a"], [1.5], b"abc"):
         with pytest.raises(ValueError, match=r"^RadixTree: tokens are no whole numbers of 32 bits \(.*\); give a list of ids"):
             tree.match(tokens)
+    with pytest.raises(ValueError, match="a sequence of 4 tokens has 1 pages; give one that holds its tokens"):
+        tree.insert([1, 2, 3, 4], PageList([3], 4))
+    assert tree.num_pages == 2
 
 
 def test_clear():

@@ -636,6 +636,45 @@ def test_a_plan_that_fails_leaves_none(device, graph):
         close(more.paged(wrapper).run(more.q, more.cache), more.truth()[0])
 
 
+INDPTR, ONE, TWO = torch.tensor([0, 1, 2]), torch.ones(4, 2, 8), torch.tensor([3, 4])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda w: w.plan([0, 1, 2], TWO, TWO, 4, 2, 16, 16), "a page list's indptr is a list; give an int32 tensor"),
+        (lambda w: w.plan(INDPTR, TWO.float(), TWO, 4, 2, 16, 16), "the list of pages is torch.float32"),
+        (lambda w: w.plan(INDPTR, TWO - 4, TWO, 4, 2, 16, 16), "page -1 is among those of a sequence"),
+        (lambda w: fi.BatchPrefillWithRaggedKVCacheWrapper(ONE).plan([0, 4], [0, 4], 4, 2, 16), "qo_indptr is a list"),
+        (lambda w: fi.single_prefill_with_kv_cache(ONE[0], ONE, ONE), r"q is torch.float32 \[2, 8\] on cpu; give \[len_q, heads, dim\]"),
+        (lambda w: fi.single_prefill_with_kv_cache(ONE, ONE[0], ONE), r"k is .* give \[len_k, kv_heads, dim\]"),
+        (lambda w: fi.single_prefill_with_kv_cache(ONE, ONE, ONE, custom_mask=torch.ones(3, 4)), r"custom_mask is \[3, 4\]; give bool \[4, 4\]"),
+        (lambda w: fi.single_decode_with_kv_cache(ONE, ONE, ONE), r"give \[heads, dim\]"),
+        (lambda w: fi.merge_states(ONE[:, None], ONE[..., 0]), r"s is .* give \[tokens, states, heads\]"),
+        (lambda w: fi.merge_states(ONE[:, None], ONE[:, :, :1]), r"v is \[4, 1, 2, 8\] and s \[4, 2, 1\]"),
+        (lambda w: fi.merge_state(ONE[0], ONE[0, :, 0], ONE[0], ONE[0, :, 0]), r"give \[tokens, heads, dim\]"),
+    ],
+)
+def test_a_mistake_is_one_sentence(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(8)))
+
+
+@pytest.mark.parametrize("way", [{}, {"pos_encoding_mode": "ROPE_LLAMA"}, {"kv_data_type": torch.float8_e4m3fn}], ids=["plain", "rotated", "e4m3"])
+def test_a_page_past_the_cache_is_an_error_however_it_is_read(way):
+    wrapper, cache = fi.BatchDecodeWithPagedKVCacheWrapper(torch.empty(8)), torch.randn(8, 2, 16, 2, 16).to(way.get("kv_data_type", torch.float32))
+    wrapper.plan(INDPTR, torch.tensor([0, 8]), TWO, 4, 2, 16, 16, q_data_type=torch.float32, **way)
+    with pytest.raises(ValueError, match="the plan has page 8 among those of a sequence; the cache has 0 to 7"):
+        wrapper.run(torch.randn(2, 4, 16), cache)
+
+
+def test_values_are_as_wide_as_they_were_planned():
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(torch.empty(8))
+    wrapper.plan(INDPTR, INDPTR, TWO, TWO, 4, 2, 16, 16, head_dim_vo=8, q_data_type=torch.float32)
+    with pytest.raises(ValueError, match=r"v has 16 columns; plan\(\) was told head_dim_vo 8"):
+        wrapper.run(torch.randn(2, 4, 16), torch.randn(8, 2, 16, 2, 16))
+
+
 def test_run_reads_nothing_from_the_device(device, monkeypatch):
     """On a CPU: no `.item()`, `.tolist()` or `.cpu()` of a plan's tensors in the drop-in itself."""
     import onchip.integrations.flashinfer.pages as pages

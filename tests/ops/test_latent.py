@@ -72,3 +72,8 @@ def test_errors():
         dequantise_latent(torch.zeros(3, 656))
     with pytest.raises(ValueError, match="pages, page, 1"):
         attend_latent(torch.zeros(1, 1, 2, 576), torch.zeros(4, 16, 656, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1).int())
+    q, packed, table = torch.zeros(1, 1, 2, 576), torch.zeros(4, 16, 1, 656, dtype=torch.uint8), torch.tensor([[3, 4]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="attend_latent: page_table has pages 3 to 4; the cache has 0 to 3"):
+        attend_latent(q, packed, table, torch.tensor([17]).int())
+    with pytest.raises(ValueError, match="attend_latent: lengths are a list"):
+        attend_latent(q, packed, table, [17])

@@ -254,6 +254,8 @@ def test_top_pages():
     assert top_pages(scores, 6, 1, lengths, 16).shape == (2, 1, 6)
     with pytest.raises(ValueError, match="top is 0"):
         top_pages(scores, 0, 1, lengths, 16)
+    with pytest.raises(ValueError, match="for 2 heads over 0"):
+        top_pages(scores, 1, 0, lengths, 16)
     for recent in (-1, 3):  # of 2, one would be left out
         with pytest.raises(ValueError, match=rf"^top_pages: top is 2, recent {recent}, .*; give a top of at least 1, of which recent is a part"):
             top_pages(scores, 2, 1, lengths, 16, recent=recent)

@@ -80,6 +80,8 @@ class RadixTree:
         The sequence goes on holding its pages and may grow. Where a prefix is known already the tree keeps the pages it has.
         """
         count = min(len(tokens), sequence.length) // self.pool.page
+        if count > len(sequence.pages):
+            raise ValueError(f"RadixTree: a sequence of {sequence.length} tokens has {len(sequence.pages)} pages; give one that holds its tokens")
         text = _text(tokens[: count * self.pool.page])
         path = self._walk(text)
         at = 0
@@ -235,7 +237,7 @@ class RadixTree:
 def _text(tokens: Sequence[int]) -> bytes:
     try:
         return array("i", tokens).tobytes()
-    except (OverflowError, TypeError) as error:
+    except (OverflowError, TypeError, ValueError) as error:  # the last of bytes
         raise ValueError(f"RadixTree: tokens are no whole numbers of 32 bits ({error}); give a list of ids") from error
 
 

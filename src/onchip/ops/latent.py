@@ -10,8 +10,10 @@ from torch import Tensor
 from onchip.core.masks import Causal, Mask
 from onchip.core.problem import E4M3
 from onchip.core.scales import LARGEST, SMALLEST
+from onchip.core.trace import readable
 from onchip.ops.attend import PagedKV
 from onchip.ops.attention import paged_attention
+from onchip.ops.checks import check_pages
 
 BYTES, WIDTH, VALUES, TILE = 656, 576, 512, 128
 
@@ -55,8 +57,11 @@ def attend_latent(
     """
     if packed.ndim != 4 or packed.shape[2] != 1:
         raise ValueError(f"attend_latent: packed is {list(packed.shape)}; give uint8 [pages, page, 1, {BYTES}]")
+    check_pages("attend_latent", q, PagedKV(packed, packed, page_table, lengths), len(q))
     page = packed.shape[1]
     used = torch.arange(page_table.shape[1], device=q.device) * page < lengths[:, None]
+    if readable(page_table) and (named := page_table[used]).numel() and not 0 <= int(named.min()) <= int(named.max()) < len(packed):
+        raise ValueError(f"attend_latent: page_table has pages {int(named.min())} to {int(named.max())}; the cache has 0 to {len(packed) - 1}")
     latent = dequantise_latent(packed[torch.where(used, page_table, 0).flatten().long()]).to(q.dtype)
     table = torch.arange(page_table.numel(), dtype=torch.int32, device=q.device).view(page_table.shape)
     return paged_attention(

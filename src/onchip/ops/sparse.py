@@ -254,8 +254,8 @@ def top_pages(scores: Tensor, top: int, kv_heads: int, lengths: Tensor, page: in
     """The `top` pages of each key head, int32 [batch, kv_heads, top] for `attend_pages`, -1 where a sequence has fewer: by the largest score among the heads
     that share it, the `recent` last ones in any case."""
     batch, heads, pages = scores.shape
-    if top < 1 or heads % kv_heads or not 0 <= recent <= top:
-        given = f"top is {top}, recent {recent}, for {heads} heads over {kv_heads}"
+    if top < 1 or kv_heads < 1 or page < 1 or heads % kv_heads or not 0 <= recent <= top:
+        given = f"top is {top}, recent {recent}, for {heads} heads over {kv_heads} and pages of {page} tokens"
         raise ValueError(f"top_pages: {given}; give a top of at least 1, of which recent is a part, and key heads that divide the heads")
     scores = scores.view(batch, kv_heads, heads // kv_heads, pages).amax(2)
     used = ((lengths + page - 1) // page)[:, None, None]

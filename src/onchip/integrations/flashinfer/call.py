@@ -15,6 +15,7 @@ from onchip.core.scores import ALiBi, Score, Softcap
 from onchip.core.trace import Place
 from onchip.integrations.flash_attn.call import Descale, band
 from onchip.integrations.flash_attn.rotary import rotate
+from onchip.ops.checks import kind_of
 
 LOG2E, LN2 = math.log2(math.e), math.log(2)
 LAYOUTS = ("NHD", "HND")
@@ -104,6 +105,23 @@ def dtype_of(given: str | torch.dtype | None, other: torch.dtype | None = None) 
     if not isinstance(found, torch.dtype):
         raise ValueError(f"flashinfer: {given!r} is no dtype; give one, or its name, as 'float16'")
     return found
+
+
+def on_host(name: str, argument: str, given: Tensor) -> Tensor:
+    """A copy int32 on the CPU of a plan's offsets, lengths or pages: the caller may change its own."""
+    check_integers(name, argument, given)
+    return given.detach().to("cpu", torch.int32, copy=True)
+
+
+def check_integers(name: str, argument: str, given: Tensor) -> None:
+    if not isinstance(given, Tensor) or given.dtype not in (torch.int32, torch.int64, torch.int16):
+        raise ValueError(f"{name}: {argument} is {kind_of(given)}; give an int32 tensor")
+
+
+def check_shape(name: str, argument: str, given: Tensor, shape: str) -> None:
+    """Whether it is a tensor of as many dimensions as `shape`, which says what they are."""
+    if not isinstance(given, Tensor) or given.ndim != shape.count(",") + 1:
+        raise ValueError(f"{name}: {argument} is {kind_of(given)}; give {shape}")
 
 
 def as_planned(name: str, argument: str, given: torch.dtype, planned: torch.dtype | None) -> None:
@@ -319,8 +337,10 @@ def keep(buffer: Tensor, given: Tensor, what: str = "") -> None:
     buffer[: len(given)].copy_(given)
 
 
-def check_heads(name: str, q: Tensor, kv_heads: int, heads: tuple[int, int], dim: int) -> None:
-    """Whether `run` gets what `plan` was told: `heads` of queries and of keys."""
+def check_heads(name: str, q: Tensor, kv_heads: int, heads: tuple[int, int], dim: int, values: tuple[int, int] = (0, 0)) -> None:
+    """Whether `run` gets what `plan` was told: `heads` of queries and of keys, and the columns of `values`, here and there."""
+    if values[0] != values[1]:
+        raise ValueError(f"{name}: v has {values[0]} columns; plan() was told head_dim_vo {values[1]} (head_dim_qk, if None): give both the same")
     if q.ndim != 3 or tuple(q.shape[1:]) != (heads[0], dim) or kv_heads != heads[1]:
         given = f"q is {list(q.shape)} over {kv_heads} key heads; plan() was told {heads[0]} heads over {heads[1]}, of {dim} columns"
         raise ValueError(f"{name}: {given}; give plan() the heads that run() gets")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from onchip.integrations.flashinfer.call import LN2, LOG2E
+from onchip.integrations.flashinfer.call import LN2, LOG2E, check_shape
 from onchip.integrations.flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 from onchip.integrations.flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from onchip.integrations.flashinfer.single import single_prefill_with_kv_cache
@@ -33,10 +33,19 @@ def merge_states(
     s: Tensor,  # [tokens, states, heads]
 ) -> tuple[Tensor, Tensor]:
     """(output `[tokens, heads, dim]`, LSE `[tokens, heads]`) over the keys of all states."""
+    check_shape("merge_states", "v", v, "[tokens, states, heads, dim]")
+    check_shape("merge_states", "s", s, "[tokens, states, heads]")
+    if v.shape[:3] != s.shape or not v.shape[1]:
+        raise ValueError(
+            f"merge_states: v is {list(v.shape)} and s {list(s.shape)}; give [tokens, states, heads, dim] and [tokens, states, heads], of one or more"
+        )
     return _merged(list(zip(v.unbind(1), s.unbind(1), strict=True)))
 
 
 def _merged(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    for v, s in states:
+        check_shape("merge_state", "v", v, "[tokens, heads, dim]")
+        check_shape("merge_state", "s", s, "[tokens, heads]")
     out, lse = merge([(v, s.float().transpose(0, 1) * LN2) for v, s in states])
     return out, (lse * LOG2E).transpose(0, 1).contiguous()
 

@@ -5,7 +5,22 @@ import math
 import torch
 from torch import Tensor
 
-from onchip.integrations.flashinfer.call import BACKENDS, Call, Result, Way, as_planned, dtype_of, finished, fixed_batch, keep, mask_of, one_of, planned, refuse
+from onchip.integrations.flashinfer.call import (
+    BACKENDS,
+    Call,
+    Result,
+    Way,
+    as_planned,
+    dtype_of,
+    finished,
+    fixed_batch,
+    keep,
+    mask_of,
+    on_host,
+    one_of,
+    planned,
+    refuse,
+)
 from onchip.integrations.flashinfer.pages import Pages, Queries, Table, attend, lists_of, taken
 
 
@@ -56,7 +71,7 @@ class BatchMLAPagedAttentionWrapper:
         refuse(name, use_profiler=use_profiler)
         self._way = None  # what a plan that fails leaves behind is none
         lists = lists_of(name, kv_indptr, None, page_size, kv_len_arr)
-        host = qo_indptr.detach().to("cpu", torch.int32, copy=True)
+        host = on_host(name, "qo_indptr", qo_indptr)
         if len(host) != len(lists.lengths) + 1 or (host.diff() < 0).any():
             raise ValueError(f"{name}: qo_indptr is {host.tolist()} for {len(lists.lengths)} sequences; give [batch + 1], never falling")
         self._rows, longest = int(host[-1]), int(host.diff().max())
@@ -159,6 +174,7 @@ def scaling_of(ckv_scale, ckv_scale_arr, kpe_scale) -> tuple | None:
 
 def latent(ckv: Tensor, kpe: Tensor, pages: Pages, dtype: torch.dtype, scaling: tuple | None) -> tuple[Tensor, Tensor, Pages]:
     """Keys `[pages, page, 1, dim_ckv + dim_kpe]`, the values in them, and the table: in place where the parts lie side by side, else copied."""
+    pages.check(len(ckv))
     width, whole = ckv.shape[-1], ckv.shape[-1] + kpe.shape[-1]
     beside = kpe.data_ptr() == ckv.data_ptr() + width * ckv.element_size() and kpe.stride() == ckv.stride() and ckv.stride(1) >= whole
     if ckv.dtype == dtype and ckv.stride(-1) == 1 and (whole == width or beside):
@@ -176,5 +192,5 @@ def latent(ckv: Tensor, kpe: Tensor, pages: Pages, dtype: torch.dtype, scaling: 
         parts = [(part.float() * scale).to(dtype) for part, scale in zip(parts, (ckv_scale, kpe_scale), strict=True)]
     k = torch.cat(parts, -1).unsqueeze(2)
     if table is not None:
-        pages = pages._replace(table=torch.arange(len(k), dtype=torch.int32, device=k.device).view(table.shape))
+        pages = pages._replace(table=torch.arange(len(k), dtype=torch.int32, device=k.device).view(table.shape), last=-1)
     return k, k[..., :width], pages

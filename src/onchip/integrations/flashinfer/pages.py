@@ -15,9 +15,10 @@ from torch import Tensor
 from onchip.core import device as devices
 from onchip.core.problem import Attention, Operands
 from onchip.core.scores import chain
+from onchip.core.trace import readable
 from onchip.dispatch import OPS
 from onchip.integrations.flash_attn.rotary import sequence_of
-from onchip.integrations.flashinfer.call import Way, one_of, turned, widened
+from onchip.integrations.flashinfer.call import Way, check_integers, on_host, one_of, turned, widened
 from onchip.ops.attend import How, paged_sizes, problem_of
 from onchip.ops.attention import PagedKV, attention_packed, paged_attention
 
@@ -30,13 +31,19 @@ class Pages(NamedTuple):
     """The pages of a batch, on the device.
 
     table     int32 [batch, most pages]; what is past a sequence's pages is not read.        lengths   int32 [batch]: keys.
-    page      tokens of a page.        most   the most keys of a sequence.
+    page      tokens of a page.        most   the most keys of a sequence.        last   the greatest page of a sequence, where the host knows it.
     """
 
     table: Tensor
     lengths: Tensor
     page: int
     most: int
+    last: int = -1
+
+    def check(self, count: int) -> None:
+        """Raises ValueError for a cache of fewer pages than sequences have."""
+        if self.last >= count:
+            raise ValueError(f"the plan has page {self.last} among those of a sequence; the cache has 0 to {count - 1}")
 
 
 class Lists(NamedTuple):
@@ -49,19 +56,28 @@ class Lists(NamedTuple):
         """That hold a sequence's keys; a list may have more."""
         return max(-(-int(self.lengths.max()) // page), 1) if len(self.lengths) else 1
 
+    def last_page(self, name: str, indices: Tensor, page: int) -> int:
+        """The greatest page of those that hold a sequence's keys, of `indices` on the host. Raises ValueError for one that is no page."""
+        counts = -(-self.lengths // page)
+        used = [indices[first : first + count] for first, count in zip(self.indptr.tolist(), counts.tolist(), strict=False) if count]
+        least, greatest = torch.cat(used).aminmax() if used else (indices.new_zeros(()), indices.new_full((), -1))
+        if least < 0:
+            raise ValueError(f"{name}: page {int(least)} is among those of a sequence; pages count from 0")
+        return int(greatest)
+
 
 def lists_of(name: str, indptr: Tensor, last_page_len: Tensor | None, page: int, lengths: Tensor | None = None) -> Lists:
     """What `plan` is given, checked, and copied. `lengths`: those of the keys, where they are given instead of the last pages' own."""
-    indptr = indptr.detach().to("cpu", torch.int32, copy=True)
+    indptr = on_host(name, "a page list's indptr", indptr)
     if lengths is not None:
         indptr = indptr[: lengths.numel() + 1]  # longer ones have no meaning
     pages = indptr.diff()
     if lengths is None:
-        last = last_page_len.detach().to("cpu", torch.int32)
+        last = on_host(name, "last_page_len", last_page_len)
         if last.shape != pages.shape:
             raise ValueError(f"{name}: last_page_len is {list(last_page_len.shape)} beside {len(pages)} page lists; give one length a list")
         lengths = torch.where(pages > 0, (pages - 1) * page + last, 0)
-    lengths = lengths.detach().flatten().to("cpu", torch.int32, copy=True)
+    lengths = on_host(name, "the keys' lengths", lengths).flatten()
     if lengths.shape != pages.shape or (pages < 0).any() or (lengths < 0).any() or (lengths > pages * page).any():
         raise ValueError(f"{name}: page lists of {pages.tolist()} pages of {page} tokens for {lengths.tolist()} keys; each list must hold its keys")
     return Lists(indptr, lengths)
@@ -82,9 +98,11 @@ class Table:
     def fill(self, name: str, lists: Lists, indices: Tensor, page: int) -> Pages:
         """The table of a plan; `indices` are the pages of all sequences, end to end."""
         batch, most = len(lists.lengths), lists.most_pages(page)
+        check_integers(name, "the list of pages", indices)
         needed = int((lists.indptr[:-1] + -(-lists.lengths // page)).where(lists.lengths > 0, 0).max()) if batch else 0
         if needed > len(indices):
             raise ValueError(f"{name}: {len(indices)} indices of pages for lists that go on to {needed}; give the pages of all sequences, end to end")
+        last = lists.last_page(name, indices, page) if readable(indices) else -1
         indices = indices.to(self.device, torch.int32)
         indptr, lengths = (t.to(self.device, non_blocking=True) for t in lists)
         slots = indptr[:-1, None] + torch.arange(most, dtype=torch.int32, device=self.device)
@@ -93,7 +111,7 @@ class Table:
         found = torch.where(inside, found, 0)
         if not self.fixed:
             width = 1 << (most - 1).bit_length()  # few widths, few Problems
-            self.pages = Pages(F.pad(found, (0, width - most)), lengths, page, int(lists.lengths.max()) if batch else 0)
+            self.pages = Pages(F.pad(found, (0, width - most)), lengths, page, int(lists.lengths.max()) if batch else 0, last)
             return self.pages
         table, kept, *_ = self.pages
         if batch != len(table):
@@ -103,7 +121,7 @@ class Table:
             raise ValueError(f"{name}: a sequence of {most} pages in a wrapper for CUDA graphs of {batch} sequences of at most {table.shape[1]}; {limit}")
         table[:, :most].copy_(found)
         kept.copy_(lengths)
-        self.pages = Pages(table, kept, page, table.shape[1] * page)
+        self.pages = Pages(table, kept, page, table.shape[1] * page, last)
         return self.pages
 
 
@@ -134,6 +152,7 @@ def attend(queries: Queries, k: Tensor, v: Tensor, pages: Pages, way: Way, dtype
     """Attention over k and v `[pages, page, kv_heads, dim]`, computed in `dtype`; returns as `paged_attention` and `attention_packed` do."""
     if k.shape[1] != pages.page:
         raise ValueError(f"paged_kv_cache has pages of {k.shape[1]} tokens and plan() was told page_size {pages.page}; give plan() the cache's own")
+    pages.check(len(k))
     q = widened(queries.q, dtype)
     if not way.rotates and pages.table.numel() >= len(k):  # all pages are no more than those that the table may name
         k, v = widened(k, dtype), widened(v, dtype)

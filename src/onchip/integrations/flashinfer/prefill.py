@@ -25,6 +25,7 @@ from onchip.integrations.flashinfer.call import (
     fixed_batch,
     keep,
     mask_of,
+    on_host,
     one_of,
     planned,
     refuse,
@@ -58,9 +59,9 @@ class Prefill:
         """Bytes that `plan` needs of the two workspace buffers: none."""
         return 0, 0
 
-    def _queries(self, name: str, qo_indptr: Tensor) -> Tensor:
-        """Where queries lie, on the host; the device's copy is kept for `run`, and how many there are at most."""
-        host = qo_indptr.detach().to("cpu", torch.int32, copy=True)
+    def _queries(self, name: str, qo_indptr: Tensor, unit: int = 1) -> Tensor:
+        """Where queries lie, on the host, of offsets in `unit`s; the device's copy is kept for `run`, and how many there are at most."""
+        host = on_host(name, "qo_indptr", qo_indptr) // unit
         lengths = host.diff()
         if len(host) < 2 or (lengths < 0).any():
             raise ValueError(f"{name}: qo_indptr is {host.tolist()}; give [batch + 1], never falling")
@@ -228,7 +229,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Prefill):
         self._way = None  # what a plan that fails leaves behind is none
         one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
         in_elements = self._backend == "cudnn" and max_token_per_sequence is not None
-        host = self._queries(name, qo_indptr.div(num_qo_heads * head_dim_qk, rounding_mode="floor") if in_elements else qo_indptr)
+        host = self._queries(name, qo_indptr, num_qo_heads * head_dim_qk if in_elements else 1)
         lists = lists_of(name, paged_kv_indptr, paged_kv_last_page_len, page_size, seq_lens)
         if len(lists.lengths) != len(host) - 1:
             raise ValueError(f"{name}: paged_kv_indptr is of {len(lists.lengths)} sequences, qo_indptr of {len(host) - 1}; they must be as many")
@@ -240,7 +241,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Prefill):
         self._masks(custom_mask, packed_custom_mask, host.diff(), lists.lengths)
         self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, len(host) - 1)
         self._dtypes(q_data_type, kv_data_type, o_data_type)
-        self._heads, self._dim = (num_qo_heads, num_kv_heads), head_dim_qk
+        self._heads, self._dim, self._dim_v = (num_qo_heads, num_kv_heads), head_dim_qk, head_dim_vo or head_dim_qk
         self._done(Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta))
 
     begin_forward = plan
@@ -274,7 +275,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Prefill):
         k, v = unpacked(name, paged_kv_cache, self._kv_layout)
         as_planned(name, "q", q.dtype, self._q_dtype)
         as_planned(name, "paged_kv_cache", k.dtype, self._kv_dtype)
-        check_heads(name, q, k.shape[2], self._heads, self._dim)
+        check_heads(name, q, k.shape[2], self._heads, self._dim, (v.shape[-1], self._dim_v))
         way = self._way if window_left is None else self._way._replace(window_left=window_left)
         scaling = scaling_of(name, q, args, Scaling(q_scale, k_scale, v_scale))
         queries, dtype = Queries(q, self._qo_indptr_buf, self._longest, self._even), compute_dtype(q.dtype, self._o_dtype)

@@ -17,6 +17,7 @@ from onchip.integrations.flashinfer.call import (
     compute_dtype,
     fixed_batch,
     keep,
+    on_host,
     one_of,
     planned,
     refuse,
@@ -99,11 +100,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
         one_of(name, "pos_encoding_mode", pos_encoding_mode, POSITIONS)
         if (v_indptr is not None or o_indptr is not None) and self._backend != "cudnn":
             raise Unsupported(f"{name}: v_indptr or o_indptr beside backend {self._backend!r}; values lie as keys do and outputs as queries, so leave them out")
+        units = (1, 1)
         if self._backend == "cudnn" and max_token_per_sequence is not None:
-            qo_indptr = qo_indptr.div(num_qo_heads * head_dim_qk, rounding_mode="floor")
-            kv_indptr = kv_indptr.div(num_kv_heads * head_dim_qk, rounding_mode="floor")
-        host = self._queries(name, qo_indptr)
-        keys = kv_indptr.detach().to("cpu", torch.int32, copy=True)
+            units = (num_qo_heads * head_dim_qk, num_kv_heads * head_dim_qk)
+        host = self._queries(name, qo_indptr, units[0])
+        keys = on_host(name, "kv_indptr", kv_indptr) // units[1]
         if len(keys) != len(host) or (keys.diff() < 0).any():
             raise ValueError(f"{name}: kv_indptr is {keys.tolist()} beside {len(host) - 1} sequences of queries; give [{len(host)}], never falling")
         if self._use_cuda_graph:
@@ -114,7 +115,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
         self._masks(custom_mask, packed_custom_mask, host.diff(), keys.diff())
         self._items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, len(host) - 1)
         self._dtypes(q_data_type, kv_data_type, o_data_type)
-        self._heads, self._dim = (num_qo_heads, num_kv_heads), head_dim_qk
+        self._heads, self._dim, self._dim_v = (num_qo_heads, num_kv_heads), head_dim_qk, head_dim_vo or head_dim_qk
         self._done(Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta))
 
     begin_forward = plan
@@ -151,7 +152,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Prefill):
         scaling = scaling_of(name, q, args, Scaling(q_scale, k_scale, v_scale))
         if self._kv_layout == "HND":
             k, v = k.transpose(0, 1), v.transpose(0, 1)
-        check_heads(name, q, k.shape[1], self._heads, self._dim)
+        check_heads(name, q, k.shape[1], self._heads, self._dim, (v.shape[-1], self._dim_v))
         if min(len(k), len(v)) < self._keys:
             raise ValueError(f"{name}: k has {len(k)} tokens and v {len(v)}, and kv_indptr ends at {self._keys}; give as many as were planned")
         wide_q, k, v = (widened(t, dtype) for t in (q, k, v))

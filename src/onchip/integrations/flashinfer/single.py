@@ -15,6 +15,7 @@ from onchip.integrations.flashinfer.call import (
     Way,
     both,
     call_of,
+    check_shape,
     compute_dtype,
     finished,
     mask_of,
@@ -25,6 +26,8 @@ from onchip.integrations.flashinfer.call import (
 )
 from onchip.integrations.flashinfer.quantization import unpacked_bits
 from onchip.ops.attention import attention
+
+SHAPES = {"NHD": "[len_k, kv_heads, dim]", "HND": "[kv_heads, len_k, dim]"}
 
 
 def single_decode_with_kv_cache(
@@ -45,6 +48,7 @@ def single_decode_with_kv_cache(
     return_lse: bool = False,
 ):
     """`[heads, dim_v]`; with `return_lse` also LSE `[heads]` in base 2."""
+    check_shape("single_decode_with_kv_cache", "q", q, "[heads, dim]")
     way = Way(True, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
     result = single("single_decode_with_kv_cache", way, q[None], k, v, kv_layout, Scaling(q_scale, k_scale, v_scale), Result(q.dtype, return_lse))
     return tuple(t[0] for t in result) if return_lse else result[0]
@@ -54,6 +58,8 @@ def single(name: str, way: Way, q: Tensor, k: Tensor, v: Tensor, kv_layout: str,
     """One sequence: q `[len_q, heads, dim]`; the results of `finished`."""
     one_of(name, "kv_layout", kv_layout, LAYOUTS)
     one_of(name, "pos_encoding_mode", way.pos_encoding_mode, POSITIONS)
+    for argument, given in (("k", k), ("v", v)):
+        check_shape(name, argument, given, SHAPES[kv_layout])
     dtype = compute_dtype(q.dtype, want.dtype)
     q, k, v = (widened(t, dtype) for t in (q, k, v))
     if kv_layout == "HND":
@@ -99,9 +105,14 @@ def single_prefill_with_kv_cache(
     one_of(name, "backend", backend, BACKENDS)
     refuse(name, kv_cache_sf=kv_cache_sf)
     way = Way(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, rope_scale, rope_theta)
+    check_shape(name, "q", q, "[len_q, heads, dim]")
+    one_of(name, "kv_layout", kv_layout, LAYOUTS)
+    check_shape(name, "k", k, SHAPES[kv_layout])
     len_q, len_k = len(q), k.shape[1 if kv_layout == "HND" else 0]
     if packed_custom_mask is not None:
         custom_mask = unpacked_bits(packed_custom_mask, len_q, len_k)
+    if custom_mask is not None and custom_mask.numel() != len_q * len_k:
+        raise ValueError(f"{name}: custom_mask is {list(custom_mask.shape)}; give bool [{len_q}, {len_k}]")
     custom = None if custom_mask is None else Dense(custom_mask.view(len_q, len_k).bool())
     scaling = Scaling(scale_q, both(scale_k, k_scale), both(scale_v, v_scale)) if q.dtype.itemsize == 1 else Scaling(None, k_scale, v_scale)
     return single(name, way, q, k, v, kv_layout, scaling, Result(o_dtype or q.dtype, return_lse), custom)
