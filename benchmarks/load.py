@@ -158,6 +158,9 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what the figures are of: machine, options of the server")
     parser.add_argument("--out", type=Path)
     how = parser.parse_args()
+    for option in ("clients", "rate", "seconds", "max_tokens"):
+        if (value := getattr(how, option)) is not None and not value > 0:
+            parser.error(f"--{option.replace('_', '-')} is {value}; give more than 0")
     answers, seconds = asyncio.run(load(how))
     row = {name: value for name, value in vars(how).items() if name not in ("out", "key", "url")}
     git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], capture_output=True, text=True, check=False, cwd=Path(__file__).parent)

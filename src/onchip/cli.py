@@ -182,11 +182,15 @@ def serve(
     """An OpenAI-compatible server, with a page for chat and live charts at /."""
     import importlib.util
 
-    missing = [package for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance") if importlib.util.find_spec(package) is None]
+    missing = [package for package in ("fastapi", "uvicorn", "httptools", "prometheus_client", "llguidance") if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(f"serve: {', '.join(missing)} is not installed; pip install '.[serve]' in a checkout")
     if replicas > 1 and tensor_parallel > 1:
         raise ValueError(f"--replicas is {replicas} and --tensor-parallel {tensor_parallel}; a replica has one GPU: give one of them, or start several servers")
+    if batch_invariant and tensor_parallel > 1:
+        raise ValueError(f"--batch-invariant with --tensor-parallel {tensor_parallel} is not to be had: sums depend on the number of rows there; leave one out")
+    if not host or name == "":
+        raise ValueError(f"--{'name' if host else 'host'} is empty; give one, or leave it out")
     if replicas > 1 and port == 0:
         raise ValueError(f"--replicas is {replicas} and --port is 0; give the port: Ray's proxy would not tell which one it took")
     if replicas > 1 and importlib.util.find_spec("ray") is None:

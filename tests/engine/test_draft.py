@@ -5,7 +5,7 @@ import torch
 
 import tiny
 from onchip.cache.paged import PagePool
-from onchip.engine.draft import NGram
+from onchip.engine.draft import DraftModel, NGram
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 
@@ -140,7 +140,25 @@ def test_in_a_cache_that_is_full(folder):
     assert done.reason == "length" and len(done.tokens) == 64 - NGram().room - 36 and done.tokens == expected[0].tokens[: len(done.tokens)]
 
 
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(("scaling", "most"), [({"rope_type": "dynamic", "factor": 4.0}, None), (LONG, 64)], ids=["dynamic", "longrope"])
+def test_the_room_of_a_draft_stretches_no_rotation(tmp_path, scaling, most):
+    """The scaling is chosen by the longest text, not by the rows of the table, which guesses past its end need."""
+    model = tiny.save(tmp_path / "tiny", rope_scaling=scaling)
+    prompt, params = [[1, 2, 3, 4, 5, 6, 7, 8] * 3], SamplingParams(max_tokens=30, ignore_eos=True)
+    with_, without = (LLM(model, dtype="fp32", device="cpu", max_len=most, draft=draft).generate(prompt, params) for draft in (NGram(), None))
+    assert with_[0].tokens == without[0].tokens
+
+
 def test_arguments(folder):
+    for wrong in ({"tokens": "3"}, {"longest": None}, {"matches": 2.0}, {"most_rows": 1.5}, {"tokens": True}):
+        with pytest.raises(ValueError, match=rf"^NGram: {next(iter(wrong))} is .*; give an integer"):
+            NGram(**wrong)
+    for wrong in ({"model": 5}, {"model": "x", "choices": 3}, {"model": "x", "choices": (1.5,)}):
+        with pytest.raises(ValueError, match=rf"^DraftModel: {list(wrong)[-1]} is .*; give"):
+            DraftModel(**wrong)
     for given in ({"tokens": 0}, {"tokens": 16}, {"shortest": 4}, {"shortest": 0}, {"longest": 17}, {"most_rows": 0}, {"matches": 0}, {"matches": 4}):
         with pytest.raises(ValueError, match=r"^NGram: \w+ is .*; give "):
             NGram(**given)

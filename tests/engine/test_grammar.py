@@ -1,6 +1,7 @@
 """Grammars as masks: whatever is drawn from what they allow has the asked form, and nothing else is read."""
 
 import json
+import math
 import random
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 import tiny
 from onchip.engine.grammar import Budget, Grammar, GrammarError, Matcher, Vocabulary, speller
+from onchip.engine.llm import LLM
+from onchip.engine.request import SamplingParams
 from onchip.models.tokenizer import Tokenizer
 
 VOCAB = 331  # wider than the tokenizer's 320, and no multiple of 32
@@ -133,6 +136,20 @@ def test_a_grammar_that_cannot_be_read_says_why(vocabulary, grammar, words):
     with pytest.raises(GrammarError, match=words) as error:
         vocabulary.matcher(Grammar(*grammar))
     assert "\n" not in str(error.value)
+
+
+def test_an_end_that_a_bias_forbids_is_no_end(tmp_path):
+    """Of a row of -inf alone token 0 is drawn, which is the end here."""
+    llm = LLM(tiny.save(tmp_path / "tiny"), dtype="fp32", device="cpu")
+    (done,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=30, grammar=Grammar("regex", "[ab]{3}"), logit_bias={0: -math.inf}))
+    assert done.reason == "error: no token is left that both the mask of its tokens and its logit_bias allow"
+
+
+def test_a_markers_text_is_spelled(tokenizer, vocabulary):
+    """The answer is the text, by tokens of letters: the marker itself would end it, or mean something else."""
+    for marker in map(tokenizer._backend.id_to_token, sorted(tokenizer.special)):
+        assert len(tokenizer.encode(marker, special=False)) == 1
+        assert draw(tokenizer, vocabulary.matcher(Grammar.of_choices([f"a{marker}b"])), 0) == f"a{marker}b"
 
 
 def test_rows_and_choices_are_checked(vocabulary):

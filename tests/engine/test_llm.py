@@ -171,6 +171,44 @@ def test_stop_strings(llm):
     assert "".join(shown) == done.text
 
 
+def test_a_stop_string_in_the_very_last_character(llm):
+    """Half of a character becomes U+FFFD when the answer ends, and not before."""
+    half = llm.tokenizer._backend.token_to_id("Ã")
+    (done,) = llm.generate([[1, 2]], SamplingParams(max_tokens=1, stop=["\ufffd"], logit_bias={half: float("inf")}, ignore_eos=True))
+    assert (done.text, done.reason) == ("", "stop")
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_step_that_fails_is_made_again(llm, monkeypatch, error, late):
+    """Its prompts were not computed, whoever joins meanwhile: they would be read from keys of others."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    wanted = llm.generate([[1, 2, 3]], params)[0].tokens
+    llm.generate([list(range(50, 90))], params)
+    llm.tree.clear()
+    requests, forward = [llm.request([1, 2, 3], params), llm.request([9] * 20, params)], llm.model.forward
+
+    def bad(*_):
+        monkeypatch.setattr(llm.model, "forward", forward)
+        raise error("planted")
+
+    monkeypatch.setattr(llm.model, "forward", bad)
+    llm.add(requests[0])
+    with pytest.raises(error, match="planted"):
+        llm.step()
+    if late:
+        llm.add(requests[1])
+    while not llm.idle:
+        llm.step()
+    assert (requests[0].tokens, requests[0].reason) == (wanted, "length")
+
+
+def test_a_priority_is_a_number(llm):
+    for wrong in ("a", None, [1], float("nan")):
+        with pytest.raises(ValueError, match=r"has priority .*; give an integer, larger ones run first"):
+            llm.request([1, 2], priority=wrong)
+
+
 def test_the_context_is_full(llm, folder):
     """A sequence ends at `max_len` tokens in all, whatever `max_tokens` says; a page boundary lies in between."""
     short = LLM(folder, dtype="fp32", device="cpu", max_len=20)
@@ -352,9 +390,9 @@ def test_a_cache_that_holds_nothing(folder, gib):
         ({"device": "cuda:99"}, r"device 'cuda:99' is not there: torch .* sees \d+ GPUs; give cpu"),
         ({"device": "cpu", "max_len": -1}, "max_len is -1; give 2 or more"),
         ({"device": "cpu", "max_len": 0}, "max_len is 0; give 2 or more"),
-        ({"device": "cpu", "max_batch": 0}, "max_batch is 0; give 1 or more"),
+        ({"device": "cpu", "max_batch": 0}, "max_batch is 0; give 1 to 65536"),
         ({"device": "cpu", "max_len": 8.5}, "max_len is 8.5; give 2 or more, as an integer"),
-        ({"device": "cpu", "max_batch": None}, "max_batch is None; give 1 or more, as an integer"),
+        ({"device": "cpu", "max_batch": None}, "max_batch is None; give 1 to 65536, as an integer"),
         ({"device": "cpu", "cache_gib": "1"}, "cache_gib is '1'; give a number of GiB"),
         ({"device": "cpu", "draft": "ngram"}, r"draft is 'ngram'; give NGram\(\), DraftModel\("),
         ({"device": "cpu", "draft": DraftModel("no/such")}, r"^draft: model 'no/such' is not found: .*; or NGram\(\), --draft ngram"),

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import onchip
 from judge import assert_as_good_as_torch
 from onchip.cache.paged import PageList, PagePool
+from onchip.core.masks import Causal, Window
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 from onchip.models import weights
@@ -377,12 +378,27 @@ def test_missing_and_foreign_weights_are_named(folders):
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ({"hidden_act": "relu6"}, "hidden_act 'relu6'"),
         ({"rope_scaling": {"rope_type": "spiral"}, "rope_parameters": None}, "rope_type 'spiral'"),
+        ({"model_type": "mistral", "sliding_window": 4, "layer_types": ["sliding_attention", "foo", "full_attention"]}, "layer_types has 'foo'"),
     ],
 )
 def test_configs_that_cannot_be(folders, change, words):
     raw = {**weights.read_config(folders("llama")), **change}
     with pytest.raises(ModelError, match=words):
         ModelConfig.read(raw)
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Qwen2", "Qwen3", "Phi3"])
+def test_what_a_silent_config_means(family):
+    """As transformers' own defaults have it."""
+    import transformers
+
+    theirs = getattr(transformers, f"{family}Config")(use_sliding_window=True)
+    read = ("model_type", "num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "max_position_embeddings")
+    ours = ModelConfig.read({name: getattr(theirs, name) for name in read} | {"num_hidden_layers": 32, "use_sliding_window": True})
+    window = theirs.sliding_window
+    slide = [bool(window) and (family not in ("Qwen2", "Qwen3") or i >= theirs.max_window_layers) for i in range(32)]
+    assert ours.eps == theirs.rms_norm_eps and ours.masks == tuple(Window(window - 1) if one else Causal() for one in slide)
+    assert ours.dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,24 @@ def test_folder_that_cannot_be_read(tmp_path):
     refuses(["tokenizer_config.json", "not JSON"], Tokenizer.load, tmp_path)
 
 
+@pytest.mark.parametrize(("eos", "words"), [("x", "has 'x'"), ([1, "a"], "has 'a'"), (-1, "has -1"), (list(range(20)), "20 tokens end a text")])
+def test_what_ends_a_text_is_a_token(tmp_path, eos, words):
+    refuses(["eos_token_id", words], Tokenizer.load, save(tmp_path, config={"model_type": "llama", "eos_token_id": eos}))
+
+
+@pytest.mark.parametrize("single", [None, "$A <|im_end|>", "<|bos|> $A", "<|bos|> <|bos|> $A <|im_end|>"])
+def test_a_long_text_is_cut_within_its_frame(tmp_path, single):
+    backend = trained()
+    ids = {text: backend.token_to_id(text) for text in ("<|bos|>", "<|im_end|>")}
+    if single is not None:
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=list(ids.items()))
+    ours, text = Tokenizer.load(save(tmp_path, backend)), "the quick brown fox jumps over the lazy dog " * 9
+    backend.enable_truncation(20)
+    assert ours.frame(text, 20) == backend.encode(text).ids and len(ours.frame(text, 20)) == 20
+    backend.no_truncation()
+    assert ours.frame("the fox", 20) == backend.encode("the fox").ids
+
+
 # ---- chat templates
 
 

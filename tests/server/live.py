@@ -7,6 +7,8 @@ import httpx
 import openai
 import uvicorn
 
+from onchip.server.run import Http
+
 PATIENCE = 120.0  # seconds for what takes one on a quiet machine: only a test that fails waits so long
 
 
@@ -14,7 +16,7 @@ class Live:
     """`with Live(app) as live`: `live.client` is OpenAI's own, `live.http` is httpx at its address."""
 
     def __init__(self, app):
-        self._server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", timeout_graceful_shutdown=5))
+        self._server = uvicorn.Server(uvicorn.Config(app, http=Http, port=0, log_level="critical", timeout_graceful_shutdown=5))
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def __enter__(self) -> "Live":

@@ -374,14 +374,19 @@ def test_embeddings_keep_no_answer_waiting(alone):
         ({"logit_bias": {"hello": 1}}, 400, "logit_bias"),
         ({"logit_bias": {"05": 1}}, 400, "logit_bias has a key that is no token id"),
         ({"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias has a key that is no token id"),
-        ({"logit_bias": {str(i): 1 for i in range(2000)}}, 400, "; give at most 496 tokens"),
-        ({"stop_token_ids": list(range(5000))}, 400, "stop_token_ids is [0, 1, 2, "),
+        ({"logit_bias": {str(i): 1 for i in range(2000)}}, 400, "logit_bias: 2000 entries are more than 512; give fewer"),
+        ({"stop_token_ids": list(range(5000))}, 400, "stop_token_ids: 5000 entries are more than 512; give fewer"),
         ({"top_logprobs": 2}, 400, "set logprobs to true"),
         ({"stream_options": {"include_usage": True}}, 400, "set stream to true"),
         ({"response_format": {"type": "json_schema"}}, 400, "give json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objct"}}}}, 400, "Invalid type"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "file:///etc/passwd"}}}}, 400, "does not fetch"),
+        ({"messages": [5] * 20_000}, 400, "messages: 20000 entries are more than 10000; give fewer"),
+        ({"messages": [{"role": "user", "content": [5] * 10_001}]}, 400, "messages.0.content: 10001 entries"),
+        ({str(i): 1 for i in range(200)}, 400, "fields has more than 100"),
         ({"structured_outputs": {"regex": "(["}}, 400, "regex grammar"),
+        ({"structured_outputs": {"regex": "a\\"}}, 400, "ends with a backslash"),
+        ({"structured_outputs": {"grammar": "start: start"}}, 400, "the grammar was left"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, 400, "give one of"),
     ],
     ids=lambda value: None if isinstance(value, dict) else str(value)[:30],
@@ -453,7 +458,7 @@ def test_a_grammar_is_read_once(live, monkeypatch):
     assert len(read) == 1 and len({choice.message.content for choice in choices}) > 1
     assert all(re.fullmatch("[a-z]{3,9}-[0-9]{2}", choice.message.content) for choice in choices)
     ambiguous = {"structured_outputs": {"grammar": "start: s\ns: s s s | s s | /[a-z ]/"}}
-    with pytest.raises(openai.InternalServerError, match=r"more than 0\.002 s a token|Too many items"):
+    with pytest.raises(openai.BadRequestError, match=r"more than 0\.002 s a token|Too many items"):
         chat(live, extra_body=ambiguous, max_tokens=200, temperature=1.0)
     assert live.http.get("/health").status_code == 200
 
@@ -470,9 +475,25 @@ def test_the_clients_own_errors(live):
         assert answer.status_code == status and "is not served here" in answer.json()["error"]["message"]
 
 
+def test_a_head_without_an_end(live):
+    """It is not read for ever, and other clients do not wait for it."""
+    with socket.create_connection(("127.0.0.1", live.port), timeout=PATIENCE) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: ")
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                client.sendall(b"a" * 65536)
+                time.sleep(0.001)
+    assert live.http.get("/health", headers={"X": "a" * 8000}).status_code == 200
+
+
+def test_what_is_served_elsewhere(live):
+    assert "GET" in live.http.post("/health").headers["Allow"]
+    assert live.http.post("/v1/completions/", json=ASK).status_code == 404
+
+
 def test_keys(alone, tmp_path):
     file = tmp_path / "keys"
-    file.write_text("# the team's\nsecret-1\n\nsecret-2\nschlüssel\n", encoding="utf-8")
+    file.write_text("\ufeff# the team's\nsecret-1\n\nsecret-2\nschlüssel\n", encoding="utf-8")
     app = build(alone, "tiny", keys=read_keys(file))
 
     async def get(path: str, key: str | None) -> httpx.Response:

@@ -47,6 +47,8 @@ def test_adapters_have_the_room_of_the_largest(tmp_path):
         (["--replicas", "0"], "--replicas is 0; give 1 or more"),
         (["--replicas", "2"], "--replicas is 2 and --port is 0; give the port"),
         (["--tensor-parallel", "0"], "--tensor-parallel is 0; give 1 or more"),
+        (["--tensor-parallel", "2", "--batch-invariant"], "--batch-invariant with --tensor-parallel 2"),
+        (["--name", ""], "--name is empty"),
         (["--replicas", "2", "--tensor-parallel", "2"], "a replica has one GPU"),
         (["--api-keys", "."], "--api-keys . cannot be read (Is a directory)"),
         (["--api-keys", "latin.txt"], "--api-keys latin.txt is not UTF-8 text"),

@@ -27,6 +27,11 @@ class Guesses:
             if not good:
                 raise ValueError(f"{type(self).__name__}: {name} is {getattr(self, name)}; give {accepted}")
 
+    def _check_integers(self) -> None:
+        for name, value in vars(self).items():
+            if name not in ("model", "choices") and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ValueError(f"{type(self).__name__}: {name} is {value!r:.60}; give an integer")
+
     @property
     def places(self) -> int:
         """Tokens that a step verifies beside the last one: all those of a tree."""
@@ -51,6 +56,7 @@ class NGram(Guesses):
     matches: int = 1
 
     def __post_init__(self):
+        self._check_integers()
         self._check(
             (1 <= self.shortest <= self.longest <= 16, "shortest", "1 to longest, which is 16 at most"),
             (self.matches >= 1 and self.matches * self.tokens <= MOST, "matches", f"1 or more; matches of {self.tokens} tokens are at most {MOST} together"),
@@ -101,6 +107,11 @@ class DraftModel(Guesses):
     choices: tuple[int, ...] = ()
 
     def __post_init__(self):
+        self._check_integers()
+        if not isinstance(self.model, str | Path):
+            raise ValueError(f"DraftModel: model is {self.model!r:.60}; give a folder, a GGUF file, or a cached model's name")
+        if not isinstance(self.choices, tuple) or not all(isinstance(count, int) for count in self.choices):
+            raise ValueError(f"DraftModel: choices is {self.choices!r:.60}; give a tuple of integers, as in (3, 2)")
         beside = sum(self.choices) - len(self.choices)
         good = len(self.choices) <= self.tokens and min(self.choices, default=1) >= 1 and self.tokens + beside <= MOST
         self._check((good, "choices", f"numbers of 1 or more for at most {self.tokens} places, at most {MOST} candidates in all"))

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from onchip.models.tokenizer import Tokenizer
@@ -123,7 +124,7 @@ class _Wrapped:
         self.special_token_ids = sorted(tokenizer.special | tokenizer.eos)
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, special=False)
+        return self._tokenizer.literal(text)
 
 
 class Matcher:
@@ -163,6 +164,10 @@ class Matcher:
         self._matcher.unsafe_compute_mask_ptr(row.data_ptr(), 4 * words)
         self._check(begin)
 
+    def first(self) -> None:
+        """Raises GrammarError for a grammar that leaves no first token."""
+        self.fill(torch.empty(self.vocabulary.words, dtype=torch.int32))
+
     def accept(self, token: int) -> None:
         """Take the token that was chosen. Raises GrammarError for one that the last mask did not allow."""
         if not self._matcher.is_stopped():  # past its end an answer has no grammar, as with ignore_eos
@@ -184,6 +189,8 @@ def _source(grammar: Grammar) -> str:
     import llguidance
 
     if grammar.kind == "regex":
+        if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:  # it would take the slash that ends it in llguidance's form
+            raise GrammarError(f"the regex {grammar.text!r:.60} ends with a backslash; write two for one")
         return llguidance.LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "lark":
         return llguidance.LLMatcher.grammar_from_lark(grammar.text)

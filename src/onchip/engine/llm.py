@@ -15,7 +15,7 @@ from onchip.core.formats import Format
 from onchip.engine import setup
 from onchip.engine.draft import DraftModel, NGram
 from onchip.engine.grammar import Vocabulary
-from onchip.engine.prompt import check_known, paired, tokens_of
+from onchip.engine.prompt import check_asked, paired, tokens_of
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
 from onchip.engine.scheduler import Scheduler, Work
@@ -109,7 +109,7 @@ class LLM:
         self.max_len = setup.length_of(max_len, self.config.context)
         longest = self.max_len + (draft.room if draft else 0)
         smaller = setup.second_of(draft.model, self.config, self.tokenizer) if isinstance(draft, DraftModel) else None
-        how = {"dtype": self.dtype, "device": self.device, "positions": longest, "dummy_weights": dummy_weights, "progress": progress}
+        how = {"dtype": self.dtype, "device": self.device, "positions": self.max_len, "rows": longest, "dummy_weights": dummy_weights, "progress": progress}
         self.model = setup.decoder_of(path, self.config, **how, parallel=parallel)
         second = smaller and setup.decoder_of(*smaller, **how)  # whole on every rank: its passes are too short for sums over ranks
         self.model.kernel = kernel
@@ -248,7 +248,7 @@ class LLM:
     def step(self) -> list[Event]:
         """Launch the next step of the model, and say what came of the one before, or of this one where nothing runs ahead; [] where nothing did."""
         begin, events = time.perf_counter(), self._events
-        if self._launched and any(r.mask is not None for r in self.scheduler.running):  # the next mask needs the last token
+        while self._launched and (self.runner.torn or any(r.mask is not None for r in self.scheduler.running)):  # the next mask needs the last token
             self._read(events)
         work = self._masked(self.scheduler.plan(), events)
         kind = self._launch(work, events) if work else None
@@ -368,7 +368,7 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{name} has params {params!r:.60}; give SamplingParams(max_tokens=...)")
         ids = tokens_of(name, prompt, chat, self.tokenizer)
-        check_known(name, ids, params, self.config.vocab)
+        check_asked(name, ids, params, priority, self.config.vocab, self.tokenizer)
         if len(ids) >= self.max_len:
             raise ValueError(f"{name} has {len(ids)} tokens, the context is {self.max_len}, one of them for the answer; shorten the prompt")
         capacity = self.pool.num_pages * self.pool.page - self.scheduler.room

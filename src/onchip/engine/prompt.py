@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 
 from onchip.engine.request import SamplingParams
 from onchip.models.tokenizer import Tokenizer
@@ -53,8 +54,13 @@ def tokens_of(name: str, prompt: str | Sequence, chat: bool | Mapping, tokenizer
     return ids
 
 
-def check_known(name: str, ids: list[int], params: SamplingParams, vocab: int) -> None:
-    """Raises ValueError for tokens of a prompt, or of its params, that are not of the vocabulary."""
+def check_asked(name: str, ids: list[int], params: SamplingParams, priority: int, vocab: int, tokenizer: Tokenizer | None) -> None:
+    """Raises ValueError for tokens of a prompt, or of its params, that are not of the vocabulary, for text to look for where there is none, and for a priority
+    that is no number."""
+    if not isinstance(priority, Integral):
+        raise ValueError(f"{name} has priority {priority!r:.60}; give an integer, larger ones run first")
+    if params.stop and tokenizer is None:
+        raise ValueError(f"{name} has stop strings and this model has no tokenizer.json; add it, or give stop_token_ids instead of stop")
     if min(ids) < 0 or max(ids) >= vocab:
         raise ValueError(f"{name} has token ids from {min(ids)} to {max(ids)}; the vocabulary is 0 to {vocab - 1}")
     for what, given in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):

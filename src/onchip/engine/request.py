@@ -238,8 +238,8 @@ class Request:
                 if self.text.stopped:
                     self.reason = "stop"
                 elif len(tokens) >= self.limit:
-                    self.reason = "length"
                     text += self.text.finish()
+                    self.reason = "stop" if self.text.stopped else "length"
             if self.reason is not None:
                 del new[at + 1 :]
         return text
@@ -251,8 +251,8 @@ class Request:
         self.mask.fill(self.allowed)
 
     def allows(self, token: int) -> bool:
-        """Whether the mask as it was filled last does: of a row of -inf alone token 0 is drawn."""
-        return bool(self.allowed[token // 32] >> token % 32 & 1)
+        """Whether the mask as it was filled last does, and the bias: of a row of -inf alone token 0 is drawn."""
+        return bool(self.allowed[token // 32] >> token % 32 & 1) and self.params.logit_bias.get(token) != -math.inf
 
     def take_prompt_logprobs(self, first: int, found: list[TokenLogProbs]) -> None:
         """Those of the tokens of the prompt from place `first` on; a request that had to give way gets some again."""

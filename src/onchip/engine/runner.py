@@ -91,6 +91,7 @@ class Runner:
         self.padded = Padded(model, pool, self.state.size + 1, self.state.page_table.shape[1])  # who decodes, and one whose prompt goes on
         self.graphs: dict[tuple[int, Wants, tuple], Captured] = {}  # by rows, what they want, and the kind of what they share
         self.rows: list[Request] = []
+        self.torn = False  # whether the last step failed: what its rows hold is not known
         self._asked: list[Request] = []  # the same requests, in the order in which they were given last
         self._pages: list[int] = []  # of each row, that its page table has
         self._wants = Wants()
@@ -100,6 +101,9 @@ class Runner:
     @torch.inference_mode()
     def launch(self, work: list[Work]) -> Launched:
         """Start a step. The state is written only where the batch or its pages changed; where the work is that of the last step, who runs is not looked at."""
+        if self.torn:
+            self.forget()
+        self.torn = True
         prompts: list[tuple] = []
         if work is self._work:
             self._grow()
@@ -108,15 +112,17 @@ class Runner:
             kept = self._seat([w.request for w in work if w.last])
             chunks = any(w.prompt for w in work)
             drawn, kind = (self._chunks(work, kept, prompts), "prefill") if chunks else (self._decode(), "decode")
+        launched = self._results(drawn, prompts, kind)
         for request, count, _ in work:
             request.pages.length += count
         for request in self.rows:
             request.pending += 1
-        self._work = work if kind == "decode" else None
-        return self._results(drawn, prompts, kind)
+        self._work, self.torn = work if kind == "decode" else None, False
+        return launched
 
     def forget(self) -> None:
         """No request has a row, whatever came of the last step; all tokens have to be read by now."""
+        self.torn = False
         for request in self.rows:
             request.seated = False
         self._asked, self.rows, self._pages, self._wants, self._work, self._planned = [], [], [], Wants(), None, None

@@ -28,6 +28,7 @@ from onchip.models.tokenizer import Tokenizer
 
 GIB = 1 << 30
 PAGE = 16  # tokens
+MOST_BATCH = 1 << 16  # each has a row of the engine's state from the start
 CPU_CACHE = 2 * GIB  # keys and values on a CPU: memory is only taken when it is written
 GPU_SHARE = 0.8  # of the memory that is free once the weights are in
 
@@ -62,20 +63,23 @@ def tree_of(pool: PagePool, prefix: PrefixCache | None) -> RadixTree | Unshared:
     slots = int(prefix.host_gib * GIB) // each if isinstance(prefix.host_gib, Real) and math.isfinite(prefix.host_gib) else 0
     if slots < 1:
         raise ValueError(f"PrefixCache: host_gib is {prefix.host_gib!r}; give 0 (none), or at least {each / GIB:.3g} for a page")
-    return RadixTree(pool, HostPool(pool, slots))
+    try:
+        return RadixTree(pool, HostPool(pool, slots))
+    except RuntimeError as error:  # torch's, whose text is a stack of C++
+        raise OutOfPages(f"PrefixCache: host_gib is {prefix.host_gib:g}, which this machine has no memory for; give less") from error
 
 
 def decoder_of(
     path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, positions: int, *,
-    dummy_weights: bool = False, progress: Progress | None = None, parallel: TensorParallel = ALONE,
+    rows: int | None = None, dummy_weights: bool = False, progress: Progress | None = None, parallel: TensorParallel = ALONE,
 ) -> Decoder:  # fmt: skip
-    """A model with its weights, or random ones, ready for so many positions."""
+    """A model with its weights, or random ones, ready for texts of so many positions; `rows`: of its rotary tables."""
     model = Decoder(config, dtype=dtype, device=device, parallel=parallel)
     if dummy_weights:
         model.randomise()
     else:
         model.load(weights.views(path, dtype, progress))
-    model.prepare(positions)
+    model.prepare(positions, rows)
     return model
 
 
@@ -143,7 +147,7 @@ def check_sizes(max_len: int | None, max_batch: int, cache_gib: float | None, st
     checks = (
         (step_tokens is None or _counts(step_tokens, 1), f"step_tokens is {step_tokens!r}; give 1 or more, as an integer"),
         (max_len is None or _counts(max_len, 2), f"max_len is {max_len!r}; give 2 or more, as an integer: a token of the prompt and one of the answer"),
-        (_counts(max_batch, 1), f"max_batch is {max_batch!r}; give 1 or more, as an integer"),
+        (_counts(max_batch, 1) and max_batch <= MOST_BATCH, f"max_batch is {max_batch!r}; give 1 to {MOST_BATCH}, as an integer"),
         (cache_gib is None or (isinstance(cache_gib, Real) and math.isfinite(cache_gib)), f"cache_gib is {cache_gib!r}; give a number of GiB"),
     )
     for good, problem in checks:

@@ -222,8 +222,8 @@ class Decoder:
             else:
                 piece.normal_(std=spans[1].whole ** -0.5, generator=generator)
 
-    def prepare(self, positions: int) -> None:
-        """After the weights are in: tie the head, lay weights out for the device, and make the rotary tables for `positions`."""
+    def prepare(self, positions: int, rows: int | None = None) -> None:
+        """After the weights are in: tie the head, lay weights out for the device, and make the rotary tables for `positions`, of `rows` (`rope_table`)."""
         c = self.config
         self.places.pieces.clear()  # weights are packed next; what stays is the names of matrices, for adapters
         if c.tied:
@@ -232,8 +232,8 @@ class Decoder:
             for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 linear.pack()
         self.head.pack(keep=c.tied)
-        everywhere = rope_table(positions, c.rotary_dim, c.theta, c.rope, self.device)
-        windowed = everywhere if c.window_theta is None else rope_table(positions, c.rotary_dim, c.window_theta, device=self.device)
+        everywhere = rope_table(positions, c.rotary_dim, c.theta, c.rope, self.device, rows)
+        windowed = everywhere if c.window_theta is None else rope_table(positions, c.rotary_dim, c.window_theta, device=self.device, rows=rows)
         for layer, mask in zip(self.layers, c.masks, strict=True):
             layer.rope = windowed if isinstance(mask, Window) else everywhere
 

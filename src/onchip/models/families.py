@@ -51,12 +51,13 @@ GEMMA = {
 }
 GEMMA2 = {"vocab_size": 256000, "max_position_embeddings": 8192, "sliding_window_pattern": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 GEMMA3 = {"vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+QWEN = {"sliding_window": 4096, "max_window_layers": 28}
 FAMILIES = {
     "llama": Family(),  # Llama 2 and 3, SmolLM
-    "mistral": Family(window="all"),
-    "qwen2": Family(qkv_bias=True, window="upper"),
-    "qwen3": Family(qk_norm=True, window="upper"),
-    "phi3": Family(window="all"),
+    "mistral": Family(window="all", defaults={"sliding_window": 4096}),
+    "qwen2": Family(qkv_bias=True, window="upper", defaults=QWEN),
+    "qwen3": Family(qk_norm=True, window="upper", defaults=QWEN | {"head_dim": 128}),
+    "phi3": Family(window="all", defaults={"rms_norm_eps": 1e-5}),
     "gemma2": Family(post_norms=True, norm_offset=1.0, scaled=True, window="most", defaults=GEMMA | GEMMA2),
     "gemma3_text": Family(qk_norm=True, post_norms=True, norm_offset=1.0, scaled=True, window="most", defaults=GEMMA | GEMMA3),
 }
@@ -186,6 +187,8 @@ def _masks(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[Mask, .
         kinds = ["sliding_attention" if slides else "full_attention" for slides in _slide(raw, family, layers)]
     if len(kinds) != layers:
         raise ModelError(f"config: layer_types names {len(kinds)} layers, num_hidden_layers is {layers}")
+    if odd := set(kinds) - {"sliding_attention", "full_attention"}:
+        raise ModelError(f"config: layer_types has {sorted(map(str, odd))[0]!r}; a layer is sliding_attention or full_attention")
     return tuple(Window(window - 1) if kind == "sliding_attention" else Causal() for kind in kinds)
 
 
@@ -194,7 +197,7 @@ def _slide(raw: Mapping[str, Any], family: Family, layers: int) -> list[bool]:
     if family.window == "most":
         every = _positive(raw, "sliding_window_pattern")
         return [(i + 1) % every != 0 for i in range(layers)]
-    first = raw.get("max_window_layers", 0) if family.window == "upper" else 0
+    first = raw["max_window_layers"] if family.window == "upper" else 0
     return [i >= first for i in range(layers)]
 
 

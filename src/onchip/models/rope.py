@@ -19,7 +19,9 @@ SCALINGS = {  # rope_type: what it needs
 }
 
 
-def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any] | None = None, device: torch.device | None = None) -> Tensor:
+def rope_table(
+    positions: int, dim: int, theta: float, scaling: Mapping[str, Any] | None = None, device: torch.device | None = None, rows: int | None = None
+) -> Tensor:
     """Cosines, then sines, of `position * frequency`: float32 `[positions, dim]`, frequencies `theta ** (-2 i / dim)` (Su et al., 2021).
 
     scaling   a Hugging Face `rope_scaling` dict. rope_type "linear": all frequencies divided by `factor` (Chen et al., 2023);
@@ -28,6 +30,8 @@ def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any
               frequency, `long_factor` where `positions` exceed the old context, else `short_factor`, and the table scaled (Ding et al., 2024);
               "proportional": the last pairs of a head stand still but for `partial_rotary_factor` (Gemma 4). "rope_freqs": a divisor for each
               frequency, as GGUF files carry them.
+    rows      of the table, where it is to be longer than the texts of `positions` that it is scaled for: drafts are written past the end of a text.
+
     Raises ValueError for another rope_type, or a dict that lacks what its own needs.
     """
     scaling = dict(scaling or {})
@@ -55,7 +59,7 @@ def rope_table(positions: int, dim: int, theta: float, scaling: Mapping[str, Any
         frequencies = frequencies / scaling.get("factor", 1.0)
     if scaling.get("rope_freqs"):
         frequencies = frequencies / torch.tensor(scaling["rope_freqs"], dtype=torch.float32)
-    angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
+    angles = torch.outer(torch.arange(rows or positions, dtype=torch.float32), frequencies)
     return torch.cat((angles.cos(), angles.sin()), 1).mul_(factor).to(device)
 
 

@@ -21,6 +21,7 @@ from onchip.models import gguf
 from onchip.models.weights import ModelError, read_json
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
+MOST_ENDS = 16  # tokens that end a text: what a request may forbid has room for so many beside its own
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -42,6 +43,7 @@ class Tokenizer:
         backend.add_special_tokens([token for token, known in ends.items() if known is not None])
         self._backend, self._named, self._template = backend, named, template
         self._bos = ends.get(named.get("bos_token")) if add_bos else None
+        self._spelling: tokenizers.Tokenizer | None = None  # of `literal`
         kind = backend.decoder.__getstate__() if backend.decoder else b""
         self.byte_level, self._byte_fallback = b'"ByteLevel"' in kind, b'"ByteFallback"' in kind
         self.eos = frozenset(eos)
@@ -66,11 +68,21 @@ class Tokenizer:
         ids = self._read(text)
         return [self._bos, *ids] if special and self._bos is not None else ids
 
+    def literal(self, text: str) -> list[int]:
+        """Token ids of `text` as what it is: a marker's text (`<|im_end|>`) becomes letters, where `encode` makes it the marker."""
+        if self._spelling is None:
+            self._spelling = tokenizers.Tokenizer.from_str(self._backend.to_str())
+            self._spelling.encode_special_tokens = True
+        return self._spelling.encode(text, add_special_tokens=False).ids
+
     def frame(self, text: str, longest: int) -> list[int]:
         """Token ids of `text` with all that an encoder is trained to have around it ([CLS] text [SEP]), at most `longest`: the end of the text is cut off."""
         ids = self._read(text, around=True)
-        around = self._backend.num_special_tokens_to_add(False)
-        return ids if len(ids) <= longest else ids[: longest - around + 1] + ids[len(ids) - around + 1 :]
+        if len(ids) <= longest:
+            return ids
+        inner = self._backend.encode_batch_fast([text], add_special_tokens=False)[0]
+        inner.truncate(max(0, longest - self._backend.num_special_tokens_to_add(False)))
+        return self._backend.post_process(inner).ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens left out; bytes that are not UTF-8 become U+FFFD."""
@@ -225,10 +237,16 @@ def _from_folder(folder: Path) -> Tokenizer:
     texts = {name: own[name]["content"] if isinstance(own[name], dict) else own[name] for name in SPECIAL if own.get(name)}
     eos = {backend.token_to_id(texts["eos_token"])} if "eos_token" in texts else set()
     for ids in (generation.get("eos_token_id"), config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")):
-        eos |= set(ids) if isinstance(ids, list) else {ids}
+        ids = ids if isinstance(ids, list) else [ids]
+        if odd := [one for one in ids if one is not None and (not isinstance(one, int) or one < 0)]:
+            raise ModelError(f"{folder}: eos_token_id has {odd[0]!r:.60}; it must be a token id, or a list of them")
+        eos |= set(ids)
+    eos -= {None}
+    if len(eos) > MOST_ENDS:
+        raise ModelError(f"{folder}: {len(eos)} tokens end a text by eos_token_id; at most {MOST_ENDS} may")
     bos = backend.token_to_id(texts.get("bos_token", ""))
     begins = bos is not None and backend.encode("").ids[:1] == [bos]  # tokenizer.json's post-processor says so
-    return Tokenizer(backend, texts, eos - {None}, bool(own.get("add_bos_token", begins)), _template_of(folder, own))
+    return Tokenizer(backend, texts, eos, bool(own.get("add_bos_token", begins)), _template_of(folder, own))
 
 
 def _template_of(folder: Path, config: dict) -> str | None:

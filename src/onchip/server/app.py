@@ -141,10 +141,13 @@ class Front:
             raise ValueError(f"min_tokens is {min_tokens} and the answer has a given form, which says itself where it may end; leave min_tokens out")
         if len(grammar.text) > MOST_GRAMMAR:
             raise ValueError(f"the {grammar.kind} grammar has {len(grammar.text)} characters and this server takes {MOST_GRAMMAR}; give a smaller one")
-        matcher = self.llm.vocabulary.matcher(grammar, Budget())
+        matcher = self.llm.vocabulary.matcher(grammar)
+        matcher.copy().first()
+        # seconds of a processor are not the same on all ranks, which have to agree on where an answer ends
+        budget = Budget() if self.llm.recovers else None
         for request in made:
             for sample in request.samples:
-                sample.mask = matcher.copy()
+                sample.mask = matcher.copy(budget)
 
 
 def check_served(asked: str, models: Iterable[str]) -> None:
@@ -187,6 +190,11 @@ async def _when_gone(request: Request, close: Callable[[], None]) -> None:
     close()
 
 
+def check_names(names: list[str]) -> None:
+    if twice := [one for one in names if names.count(one) > 1]:
+        raise ValueError(f"{twice[0]!r} is the name of two models of this server; give each its own")
+
+
 def build(
     llm: LLM,
     name: str,
@@ -201,9 +209,7 @@ def build(
     front   makes what the routes share: another `Front` where there are more servers beside this one.
     """
     front = front(llm, name, limits, embeddings)
-    names = [name, *front.adapters, *front.encoders]
-    if twice := [one for one in names if names.count(one) > 1]:
-        raise ValueError(f"{twice[0]!r} is the name of two models of this server; give each its own")
+    check_names([name, *front.adapters, *front.encoders])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -211,7 +217,9 @@ def build(
         yield
         await front.serving.stop()
 
-    app = FastAPI(title="onchip", version=onchip.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)  # FastAPI's pages load scripts from elsewhere
+    app = FastAPI(
+        title="onchip", version=onchip.__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )  # FastAPI's pages load scripts from elsewhere
     app.state.front = front
     errors.install(app)
 

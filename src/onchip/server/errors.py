@@ -51,9 +51,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code in (404, 405):
-            return respond(error.status_code, f"{request.method} {request.url.path} is not served here; {ROUTES}")
+            answer = respond(error.status_code, f"{request.method} {request.url.path} is not served here; {ROUTES}")
+            answer.headers.update(error.headers or {})  # Allow
+            return answer
         if error.status_code == 400:  # FastAPI's, for whatever else its JSON parser raises
-            return respond(400, "the body cannot be read: it is not UTF-8, or nested too deeply")
+            return respond(400, "the body cannot be read: it is not UTF-8, is compressed, is nested too deeply, or has a number of thousands of digits")
         return respond(error.status_code, error.detail or HTTPStatus(error.status_code).phrase)
 
     @app.exception_handler(Exception)

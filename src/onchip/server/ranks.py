@@ -5,6 +5,7 @@ Nobody else has a rank's part of the model, so that the server ends where one of
 input closes then.
 """
 
+import atexit
 import os
 import pickle
 import shutil
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,7 +30,8 @@ from onchip.models.parallel import TensorParallel
 if TYPE_CHECKING:
     from onchip.server.run import Recipe
 
-GRACE = 2.0  # seconds that this process has to say itself what is wrong, where a rank has ended
+GRACE = 3.0  # seconds that this process has to say itself what is wrong, where a rank has ended
+PAUSE = 1.5  # seconds that a rank waits before it says so: mostly the server says the same, and ends, and the rank with it
 
 
 class Seat(NamedTuple):
@@ -59,8 +62,9 @@ def start(recipe: "Recipe") -> Seat:
     config = ModelConfig.read(weights.read_config(weights.locate(recipe.engine["model"])))
     TensorParallel(0, recipe.ranks).share(config)
     folder = tempfile.mkdtemp(prefix="onchip-ranks-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after a signal it is the other ranks that do it
     own, *others = [Seat(rank, recipe.ranks, device, folder) for rank, device in enumerate(devices)]
-    threading.Thread(target=_watch, args=([_process(recipe, seat) for seat in others],), name="onchip-ranks", daemon=True).start()
+    threading.Thread(target=_watch, args=([_process(recipe, seat) for seat in others], folder), name="onchip-ranks", daemon=True).start()
     return own
 
 
@@ -76,40 +80,48 @@ def devices_of(device: str | None, ranks: int) -> list[str]:
 
 
 def _process(recipe: "Recipe", seat: Seat) -> subprocess.Popen:
-    """Another rank: apart from the terminal, whose Ctrl-C is for the server alone."""
-    process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, start_new_session=True)
+    """Another rank: apart from the terminal, whose Ctrl-C is for the server alone, and as the server without the folder it is in among its imports."""
+    process = subprocess.Popen([sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, start_new_session=True)
     process.stdin.write(pickle.dumps((recipe, seat)))
     process.stdin.flush()  # and it stays open
     return process
 
 
-def _watch(others: list[subprocess.Popen]) -> None:
+def _watch(others: list[subprocess.Popen], folder: str) -> None:
     """End this process when one of the others has, but for those that were let go."""
     while True:
         for rank, process in enumerate(others, 1):
             if process.poll():
                 time.sleep(GRACE)
                 print(f"rank {rank} has ended ({process.returncode}), and with it the engine: the server ends", file=sys.stderr, flush=True)
+                shutil.rmtree(folder, ignore_errors=True)
                 os._exit(1)
         time.sleep(0.2)
 
 
 def main() -> None:
-    """A rank but the first, until that lets it go."""
+    """A rank but the first, until that lets it go. It ends by `os._exit`: Python's own end would wait for the thread that reads."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is meant for all of a service's processes: answers on their way need this one
     recipe, seat = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_server, args=(seat.folder,), daemon=True).start()
+    status = 1
     try:
-        engine = recipe.engine_at(seat)
-    except (ValueError, OutOfPages) as error:  # which the first rank says too
-        sys.exit(f"rank {seat.rank}: {error}")
-    engine.follow()
+        recipe.engine_at(seat).follow()
+        dist.destroy_process_group()
+        status = 0
+    except (ValueError, OutOfPages) as error:
+        time.sleep(PAUSE)
+        print(f"rank {seat.rank}: {error}", file=sys.stderr, flush=True)
+    except Exception:  # all others: a bug's traceback is this rank's, one of a server that has gone is nobody's
+        time.sleep(PAUSE)
+        traceback.print_exc()
     shutil.rmtree(seat.folder, ignore_errors=True)
-    dist.destroy_process_group()
+    os._exit(status)
 
 
 def _end_with_server(folder: str) -> None:
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 

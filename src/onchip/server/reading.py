@@ -10,7 +10,7 @@ SLACK = 64  # tokens that a cut may make more
 def read_text(option: str, path: Path) -> str:
     """The text of a file that a command was given as `option`. Raises ValueError for one that cannot be read, or is not UTF-8."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {path} is not UTF-8 text ({error.reason} at byte {error.start}); save it as UTF-8") from None
     except OSError as error:

@@ -79,7 +79,7 @@ class Reply:
         async for piece in self.job.pieces():
             pieces[piece.index].append(piece)
             if why := _failure(piece):
-                raise errors.ApiError(500, why)
+                raise errors.ApiError(400 if why.startswith("the mask of its tokens") else 500, why)  # a grammar is the caller's
         answers = [Piece.joined(answer) for answer in pieces if answer]  # one without a piece has lost its client
         if any(answer.logprobs is not None for answer in answers):
             return await asyncio.to_thread(self._written, answers, sliced)

@@ -10,14 +10,17 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from onchip.engine.llm import LLM
 from onchip.engine.parallel import ParallelLLM
 from onchip.models.lora import Adapter, AdapterSlots
-from onchip.server.app import Front, Limits, build
+from onchip.server.app import Front, Limits, build, check_names
 from onchip.server.embeddings import Embeddings
 from onchip.server.guard import Guard
 from onchip.server.ranks import Seat, start
+
+MOST_HEAD = 1 << 16  # bytes of a request line and its headers
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,18 @@ class Recipe:
 
     def build(self, front: type[Front] = Front, progress: Callable[[int, int], None] | None = None) -> Guard:
         """The app, with its model loaded. Raises as `LLM` does, and as `ranks.start`."""
+        name = self.name or served_name(self.engine["model"])
+        check_names([name, *self.adapters, *([served_name(self.encoder)] if self.encoder else [])])
         if self.ranks > 1:
             llm = self.engine_at(start(self), embedder=self.encoder, progress=progress)
         else:
             llm = LLM(**self.engine, adapters=self._room(), embedder=self.encoder, progress=progress)
-        for name, folder in self.adapters.items():
-            llm.load_adapter(folder, name)
+        for adapter, folder in self.adapters.items():
+            llm.load_adapter(folder, adapter)
         if llm.device.type == "cuda":
             print("warming up: steps of all sizes, so that no request waits for a kernel to be compiled", file=sys.stderr, flush=True)
             print(f"warm: {llm.warm()}", file=sys.stderr, flush=True)
         embeddings = Embeddings(llm.embedder, served_name(self.encoder)) if self.encoder else None
-        name = self.name or served_name(self.engine["model"])
         return build(llm, name, limits=self.limits, keys=self.keys, embeddings=embeddings, front=front)
 
     def engine_at(self, seat: Seat, **how) -> ParallelLLM:
@@ -84,11 +88,34 @@ def check_address(host: str, port: int) -> None:
         raise ValueError(f"--host {host} --port {port}: {error.strerror}; give an address of this machine, and a port that is free (0: any)") from None
 
 
+class Http(HttpToolsProtocol):
+    """uvicorn's, with an end to what a client may send before its body: httptools keeps a header until it is whole, and asyncio would go on reading."""
+
+    head = -1  # bytes of a head that is not complete, but for the first that came; -1: none is on its way
+
+    def data_received(self, data: bytes) -> None:
+        begun = self.head >= 0  # before these bytes: those of a body may come first
+        super().data_received(data)
+        if begun and self.head >= 0:
+            self.head += len(data)
+            if self.head > MOST_HEAD and not self.transport.is_closing():
+                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self.head = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self.head = -1
+        super().on_headers_complete()
+
+
 def run(app: ASGIApp, host: str, port: int, drain: float) -> None:
     """Serve until SIGTERM or Ctrl-C; then no connection is taken, and answers on their way have `drain` seconds to end."""
     room_for_connections()
     # one access line a request would cost more than a decode step of a small model
-    uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=drain, access_log=False, backlog=4096)
+    uvicorn.run(app, http=Http, host=host, port=port, timeout_graceful_shutdown=drain, access_log=False, backlog=4096)
 
 
 def room_for_connections() -> None:

@@ -42,6 +42,18 @@ def _prompts(value: Any) -> Any:
     return value
 
 
+def _at_most(count: int) -> BeforeValidator:
+    """So many entries, asked before one of them is read: of 2 million odd ones pydantic writes as many complaints, for 20 s."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"{len(value)} entries are more than {count}; give fewer")
+        return value
+
+    return BeforeValidator(check)
+
+
+FIELDS = 100  # of an object
 Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Stops = Annotated[list[Stop], Field(max_length=16), BeforeValidator(_texts)]  # each of them is searched for at each token
@@ -55,7 +67,11 @@ class Body(BaseModel):
     @classmethod
     def _given(cls, body: Any):
         """null is as good as left out: clients send back the null fields of answers."""
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+        if not isinstance(body, dict):
+            return body
+        if len(body) > FIELDS:
+            raise ValueError(f"an object of {len(body)} fields has more than {FIELDS}; leave those out that are not this server's")
+        return {name: value for name, value in body.items() if value is not None}
 
 
 class StreamOptions(Body):
@@ -91,7 +107,7 @@ class StructuredOutputs(Body):
 
     json_: Annotated[Text, BeforeValidator(_source)] | None = Field(None, alias="json")
     regex: Text | None = None
-    choice: list[Text] | None = None
+    choice: Annotated[list[Text], Field(fail_fast=True), _at_most(10_000)] | None = None
     grammar: Text | None = None
     json_object: bool | None = None
 
@@ -127,7 +143,7 @@ class Generation(Body):
     max_tokens: int | None = Field(None, ge=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], _at_most(512)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63 - MAX_CHOICES)
     # beyond OpenAI's
     top_k: int | None = None
@@ -135,12 +151,12 @@ class Generation(Body):
     typical_p: float | None = Field(None, gt=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
     min_tokens: int | None = Field(None, ge=0)
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True), _at_most(512)] | None = None
     ignore_eos: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     # taken and dropped
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], _at_most(16)] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
@@ -216,7 +232,7 @@ class Part(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[Part], BeforeValidator(_parts)]
+    content: Annotated[list[Part], Field(fail_fast=True), _at_most(10_000), BeforeValidator(_parts)]
     annotations: Annotated[list, Field(max_length=0)] = []  # of an answer that is sent back
 
     def plain(self) -> dict[str, str]:
@@ -225,7 +241,7 @@ class Message(Body):
 
 
 class ChatRequest(Generation):
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True), _at_most(10_000)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS)

@@ -29,6 +29,7 @@ FAREWELL = 20.0  # seconds that the last step may take when the server ends
 FAILURES = 3  # steps in a row that may fail before the engine gives up
 # Python hands the interpreter from one busy thread to another every 5 ms: five decode steps of a small model
 SWITCH_INTERVAL = 0.0005
+SHUT = "the server is shutting down; send the request to another one"
 T = TypeVar("T")
 
 
@@ -184,7 +185,7 @@ class Serving:
 
     async def between_steps(self, call: Callable[[], T]) -> T:
         """What `call()` returns or raises in the engine's thread, one call a step. Raises Overloaded."""
-        if why := self.trouble():
+        if why := self._broken():  # one that drains goes on with what it has begun
             raise Overloaded(why)
         future = self._loop.create_future()
         self._inbox.put((self._calls.append, (call, future)))
@@ -192,8 +193,11 @@ class Serving:
 
     def trouble(self) -> str | None:
         """Why no request can be served; None when all is well."""
-        if self._ending or self.draining:
-            return "the server is shutting down; send the request to another one"
+        return SHUT if self._ending or self.draining else self._broken()
+
+    def _broken(self) -> str | None:
+        if self._ending:
+            return SHUT
         if self._dead or not self._thread.is_alive():
             return "the engine's thread has ended; the server's log says why, and it has to be started again"
         silent = time.monotonic() - self._beat
