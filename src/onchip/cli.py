@@ -208,9 +208,9 @@ def serve(
     adapters = dict(named := [_named(one) for one in adapter or ()])
     if len(adapters) < len(named):
         raise ValueError(f"--adapter {' --adapter '.join(adapter)}: a NAME is given twice; give each adapter its own")
-    counts = (("max-prompt", max_prompt, 1), ("max-body", max_body, 1), ("max-queued", max_queued, 1), ("drain", drain, 0), ("replicas", replicas, 1))
-    counts += (("tensor-parallel", tensor_parallel, 1),)
-    for option, value, least in counts:
+    counts = (("max-prompt", max_prompt, 1), ("max-body", max_body, 1), ("max-queued", max_queued, 1), ("drain", drain, 0))
+    processes = (("replicas", replicas, 1), ("tensor-parallel", tensor_parallel, 1))
+    for option, value, least in counts + processes:
         if value is not None and value < least:
             raise ValueError(f"--{option} is {value}; give {least} or more")
     check_address(host, port)

@@ -237,7 +237,7 @@ class RadixTree:
 def _text(tokens: Sequence[int]) -> bytes:
     try:
         return array("i", tokens).tobytes()
-    except (OverflowError, TypeError, ValueError) as error:  # the last of bytes
+    except (OverflowError, TypeError, ValueError) as error:  # ValueError: bytes, but no whole number of ids
         raise ValueError(f"RadixTree: tokens are no whole numbers of 32 bits ({error}); give a list of ids") from error
 
 

@@ -78,8 +78,8 @@ class Reply:
         pieces: list[list[Piece]] = [[] for _ in self.job.requests]
         async for piece in self.job.pieces():
             pieces[piece.index].append(piece)
-            if why := _failure(piece):
-                raise errors.ApiError(400 if why.startswith("the mask of its tokens") else 500, why)  # a grammar is the caller's
+            if failed := _failure(piece):
+                raise errors.ApiError(*failed)
         answers = [Piece.joined(answer) for answer in pieces if answer]  # one without a piece has lost its client
         if any(answer.logprobs is not None for answer in answers):
             return await asyncio.to_thread(self._written, answers, sliced)
@@ -97,8 +97,8 @@ class Reply:
         async for piece in self.job.pieces(KEEP_ALIVE):
             if piece is None:
                 yield b": waiting\n\n"
-            elif why := _failure(piece):
-                yield _event(errors.body(500, why))
+            elif failed := _failure(piece):
+                yield _event(errors.body(*failed))
             else:
                 yield _event(self._object(self.dialect.chunk, [self._choice(piece, part=True)]) | null)
         if include_usage:
@@ -192,11 +192,12 @@ class Plain:
         return {"tokens": tokens, "token_logprobs": [own for _, own, _ in spelled], "top_logprobs": tops, "text_offset": offsets}
 
 
-def _failure(piece: Piece) -> str | None:
-    """Why the answer is not whole: what follows "error: " in its reason; None where it is well."""
+def _failure(piece: Piece) -> tuple[int, str] | None:
+    """Why the answer is not whole: a status, and what follows "error: " in its reason; None where it is well. A grammar is the caller's own."""
     if piece.reason is None or piece.reason in ("stop", "length"):
         return None
-    return piece.reason.removeprefix("error: ")
+    why = piece.reason.removeprefix("error: ")
+    return 400 if why.startswith("the mask of its tokens") else 500, why
 
 
 def _event(data: dict) -> bytes:
