@@ -22,7 +22,6 @@ from onchip.ops import wire
 
 # The kernel of the backward pass that goes with one of the forward pass asked for by name.
 FAMILY = {"triton_prefill": "triton_backward", "hopper_prefill": "auto", "hopper_fp8": "auto", "bf16_of_e4m3": "bf16_of_e4m3_backward"}
-FLOAT32 = torch.finfo(torch.float32).max
 TWICE = "attention: gradients of gradients are not implemented; kernel='reference' has them"
 UNTRAINED = "attention: values in e4m3 and their scales have no gradient; it goes to the source of a Quantised: what onchip.quantise was given, or one of yours"
 FORWARD = "attention: forward-mode derivatives (jvp) are not implemented; kernel='reference' has them, or use reverse mode"
@@ -63,8 +62,8 @@ class Sizes(NamedTuple):
 
 
 def dense_sizes(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
-    batch, len_q, heads, dim = q.shape
-    return Sizes((batch, len_q, k.shape[1], heads, k.shape[2], dim, q.dtype), ("dense", 0, 0, 0, dim_v(q, v)))
+    (batch, len_q, heads, dim), (_, len_k, kv_heads, columns) = q.shape, v.shape
+    return Sizes((batch, len_q, len_k, heads, kv_heads, dim, q.dtype), ("dense", 0, 0, 0, 0 if columns == dim else columns))
 
 
 def packed_sizes(q: Tensor, k: Tensor, v: Tensor, sequences: int, longest_q: int, longest_k: int) -> Sizes:
@@ -90,7 +89,7 @@ def dim_v(q: Tensor, v: Tensor | Codes) -> int:
 
 def check_scale(scale: float, dtype: torch.dtype) -> None:
     """Raises ValueError for a scale that its kernels cannot hold."""
-    if not math.isfinite(scale) or (abs(scale) > FLOAT32 and dtype != torch.float64):
+    if not math.isfinite(scale) or (dtype != torch.float64 and abs(scale) > torch.finfo(torch.float32).max):
         past = ", more than float32 holds" * math.isfinite(scale)
         raise ValueError(f"attention: scale is {scale}{past}; give a finite number, or None for dim ** -0.5")
 
@@ -225,10 +224,12 @@ def _needs(sizes: Sizes, keys: int) -> tuple[int, int, int, int]:
 
 def _on(q: Tensor, what: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The tensors on q's device: single numbers are moved, others have to be there."""
-    for tensor in tensors:
-        if tensor.device != q.device and tensor.ndim:
-            raise ValueError(f"attention: a tensor {list(tensor.shape)} of the {what} is on {tensor.device}, q on {q.device}; move them to one device")
-    return tuple(t if t.ndim else t.to(q.device) for t in tensors)
+    moved = ()
+    for t in tensors:
+        if t.device != q.device and t.ndim:
+            raise ValueError(f"attention: a tensor {list(t.shape)} of the {what} is on {t.device}, q on {q.device}; move them to one device")
+        moved += (t if t.ndim else t.to(q.device),)
+    return moved
 
 
 def check_sinks(sinks: Tensor, heads: int, q: Tensor) -> None:
@@ -249,7 +250,7 @@ def drawn(dropout: float | Dropout, q: Tensor, x: Operands) -> Operands:
 def needs_grad(q: Tensor, k: Tensor, v: Tensor, x: Operands) -> bool:
     if q.requires_grad or k.requires_grad or v.requires_grad or (x.sinks is not None and x.sinks.requires_grad):
         return True
-    return any(t.requires_grad for t in x.score) or (x.scales is not None and any(t.requires_grad for t in x.sources or x.scales))
+    return bool(x.score and any(t.requires_grad for t in x.score)) or (x.scales is not None and any(t.requires_grad for t in x.sources or x.scales))
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
@@ -369,9 +370,8 @@ def went_back(decision: Decision, kernel: str, found: tuple[Tensor | None, ...],
     """What `Attend.backward` does beside the gradients, for a node of torch's that `found` them: refuses, and counts the kernel."""
     refuse_batches(given[0])
     select(backward_problem(decision.problem, torch.are_deterministic_algorithms_enabled()), decision.device, FAMILY.get(kernel, kernel))
-    if torch.is_grad_enabled() and (anchors := [d for d in found if d is not None]):
-        return _Once.apply(anchors[0], *found)
-    return None
+    anchors = [d for d in found if d is not None] if torch.is_grad_enabled() else []
+    return _Once.apply(anchors[0], *found) if anchors else None
 
 
 class _Once(torch.autograd.Function):

@@ -64,7 +64,8 @@ def attention(
         checks.check_scales(q, k, v, scales)
     if k.shape[0] != q.shape[0]:
         raise ValueError(f"attention: k has batch {k.shape[0]}, q has {q.shape[0]}; they must be equal")
-    checks.check_dropout("attention", dropout)
+    if dropout is not None:
+        checks.check_dropout("attention", dropout)
     how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
     run = graph.attend if graph.in_graph(kernel, q, k, v) else attend.attend
     return run(how, attend.dense_sizes(q, k, v), q, k, v, Operands(checks.scale_of(scale, q), scales=scales, sources=sources), return_lse)

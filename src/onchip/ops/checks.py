@@ -59,10 +59,12 @@ def check_scales(q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> None:
 
 
 def scale_of(scale: float | None, q: Tensor) -> float:
+    if scale is None:
+        return q.shape[-1] ** -0.5
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise TypeError("attention: scale requires a gradient, which a number has not; give scale=1.0 and score=lambda s, b, h, i, j: s * scale")
     try:
-        number = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        number = float(scale)
         if isinstance(scale, (str, bytes, bytearray)):  # which Python would read
             raise TypeError
     except (TypeError, ValueError, OverflowError) as error:

@@ -217,6 +217,24 @@ def slow(request, monkeypatch):
         forget()
 
 
+READS = {
+    "a bias": ((30, 40), lambda t: {"score": lambda s, b, h, i, j: s + t[i, j]}),
+    "of heads": ((4, 30, 40), lambda t: {"score": lambda s, b, h, i, j: s + t[h, i, j]}),
+    "bools": ((30, 40), lambda t: {"mask": lambda b, h, i, j: t[i, j] > 0}),
+    "of sequences": ((2, 30, 40), lambda t: {"mask": lambda b, h, i, j: t[b, i, j] > 0}),
+}
+
+
+@pytest.mark.parametrize("longer", [False, True], ids=["as long", "longer"])
+@pytest.mark.parametrize("name", READS)
+def test_what_a_function_reads_may_be_longer_than_a_whole_call(name, longer):
+    shape, how = READS[name]
+    if longer:
+        shape = (*shape[:-2], shape[-2] + 3, shape[-1] + 5)
+    table, inputs = torch.randn(shape), qkv(30, 40)
+    torch.testing.assert_close(onchip.attention(*inputs, **how(table)), onchip.attention(*inputs, kernel="reference", **how(table)), atol=2e-6, rtol=2e-6)
+
+
 @pytest.mark.parametrize("name", OWN)
 def test_calls_that_are_torchs_own(name, slow):
     """Their node is torch's; output, gradients and what is recorded are as of any other call. In bfloat16 no gradient is torch's where that is slow."""

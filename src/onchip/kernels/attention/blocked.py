@@ -11,7 +11,6 @@ softmax of FlashAttention (Dao et al., 2022, algorithm 1), backward the weights 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from math import isnan
 from typing import NamedTuple
 
 import torch
@@ -131,7 +130,7 @@ def _recorded(p: Attention, how: Whole, x: Operands, q: Tensor, k: Tensor, v: Te
     if not all_seen:
         return None
     out, lse = fused_forward(q, k, v, 0.0, how.causal, attn_mask=mask, scale=x.scale)
-    if mask is not None and isnan(lse.sum().item()):
+    if mask is not None and not torch.equal(lse, lse):
         return None
     out.grad_fn.register_hook(hook)
     return out.transpose(1, 2) if how.as_is else narrow(out, p.value_dim).to(dtype).transpose(1, 2)
@@ -538,16 +537,17 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     batch, heads, rows, dim = q.shape
     together = rows == 1 and (mask is None or mask.shape[1] == 1)  # the heads of a group are rows of one product
     q = _grouped(q, p) if together else q
-    q, scale, _ = upright(q, x.scale, causal)
+    q, scale, _ = upright(q, x.scale, True) if causal else (q, x.scale, 1.0)
     if k.shape[2] < LEAST_KEYS:
         mask, k, v, causal = *padded(mask, q, k, v, causal), False
     alone = q.shape[2] == 1 and q.dtype == torch.bfloat16 and not causal and k.shape[2] * dim >= LONE
     q = q.expand(-1, -1, 2, -1) if alone else q
-    out, lse = fused_forward(even(q), even(k), even(v), 0.0, causal, attn_mask=mask, scale=scale)
+    q, k, v = (q, k, v) if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 else (even(q), even(k), even(v))
+    out, lse = fused_forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     out, lse = (out[:, :, :1], lse[:, :, :1]) if alone else (out, lse)
     if together:
         out, lse = out.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
-    if mask is not None and blind and (return_lse or x.sinks is not None or isnan(lse.sum().item())):
+    if mask is not None and blind and (return_lse or x.sinks is not None or not torch.equal(lse, lse)):
         out, lse = cleared(mask, out, lse)
     return (out, lse) if x.sinks is None else _with_sinks(x, out, lse)
 

@@ -80,11 +80,13 @@ def takes_bias(p: Attention) -> bool:
 
 def added_bias(p: Attention, x: Operands, part: Part, dtype: torch.dtype) -> Tensor | None:
     """A score that `_unmasked` lets pass, as torch's kernel takes it beside q, k and v of `dtype`."""
-    if p.score is None:
-        return None
-    found = bias(p, x, part)
-    found = found if found.stride(-1) in (0, 1) else found.contiguous()
-    return found if found.dtype == torch.float32 else found.to(dtype)
+    return None if p.score is None else as_added(bias(p, x, part), dtype)
+
+
+def as_added(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bias as torch's kernel takes it beside q, k and v of `dtype`."""
+    bias = bias if bias.stride(-1) in (0, 1) else bias.contiguous()
+    return bias if bias.dtype == torch.float32 else bias.to(dtype)
 
 
 def narrow(t: Tensor, width: int) -> Tensor:
@@ -136,12 +138,14 @@ class Whole(NamedTuple):
     """A dense call that is one call of torch's kernel.
 
     keys   those that are seen.     causal   row i sees the first i + 1 of them.     added   what is added to the scores: "bias", "seen" or "" for nothing.
+    shape   of the tensor that it is, and the same with four dimensions, [batch, heads, len_q, len_k].
     as_is     q, k and v are taken as they come, once rows are contiguous.     trained   torch's gradient of it is the way back.
     """
 
     keys: slice
     causal: bool
     added: str
+    shape: tuple[tuple[int, ...], tuple[int, ...]]
     as_is: bool
     trained: bool
 
@@ -158,13 +162,27 @@ def whole(p: Attention) -> Whole | None:
     if how := unmasked(p, whole_part(p)):
         keys, causal = how
         trained = not few and len(range(*keys.indices(p.len_k))) >= LEAST_KEYS and "sinks" not in p.extras and not (causal and halved(p.len_q, keys, p.dtype))
-        return Whole(keys, causal, "bias" if p.score is not None else "", as_is and keys == slice(0, p.len_k), trained)
+        biased = ("", ((), ())) if p.score is None else ("bias", _shape(p, p.score))
+        return Whole(keys, causal, *biased, as_is and keys == slice(0, p.len_k), trained)
     if isinstance(p.mask, Traced) and p.score is None and p.len_q > 1 and is_lookup(p.mask):
         letters = cutting(p.mask)[1][0]
         size = p.len_q * p.len_k * (p.batch if "b" in letters else 1) * (p.heads if "h" in letters else 1)
         if {"i", "j"} <= {*letters} and size <= WHOLE_MASK:
-            return Whole(slice(0, p.len_k), False, "seen", as_is, not few and p.len_k >= LEAST_KEYS and "sinks" not in p.extras)
+            trained = not few and p.len_k >= LEAST_KEYS and "sinks" not in p.extras
+            return Whole(slice(0, p.len_k), False, "seen", _shape(p, p.mask), as_is, trained)
     return None
+
+
+def _shape(p: Attention, traced: Traced) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the one tensor of a mask or score that is read at the place itself."""
+    letters, sizes = cutting(traced)[1][0], dict(zip("bhij", (p.batch, p.heads, p.len_q, p.len_k), strict=True))
+    return tuple(sizes[letter] for letter in letters), tuple(size if letter in letters else 1 for letter, size in sizes.items())
+
+
+def _read(p: Attention, how: Whole, traced: Traced, tensors: tuple[Tensor, ...]) -> Tensor:
+    """That tensor, [batch, heads, len_q, len_k]; what a function reads may be longer."""
+    shape, whole = how.shape
+    return tensors[0].view(whole) if tensors[0].shape == shape else lookup(traced, tensors, p, whole_part(p))
 
 
 def alongside(p: Attention) -> bool:
@@ -178,8 +196,8 @@ def added(p: Attention, how: Whole, x: Operands, dtype: torch.dtype) -> tuple[Te
     if not how.added:
         return None, True
     if how.added == "bias":
-        return added_bias(p, x, whole_part(p), dtype), True
-    seen = lookup(p.mask, x.mask, p, whole_part(p))
+        return as_added(_read(p, how, p.score, x.score), dtype), True
+    seen = _read(p, how, p.mask, x.mask)
     if p.len_q <= FEW_BLOCKS * blocked_tiles.BLOCK:
         return (float_mask(seen, dtype), True) if seen.view(torch.uint8).amax(2).amin().item() else (None, False)
     by_block, by_key = seen_by_blocks(seen)
