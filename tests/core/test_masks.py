@@ -346,6 +346,8 @@ def test_a_mask_that_does_not_list_its_tensors():
         (lambda: Prefix(-1), "Prefix: length -1 is negative; it counts the keys that all see, so 0 or more"),
         (lambda: Prefix(torch.ones(2, 2)), r"Prefix: length is torch.float32 \[2, 2\]; give an integer tensor of 1 dimensions"),
         (lambda: Tree(torch.ones(3, 4)), r"Tree: ancestors are torch.float32 \[3, 4\]; give bool \[nodes, nodes\] or \[batch, nodes, nodes\]"),
+        (lambda: Tree.of(torch.zeros(0, dtype=torch.int64)), r"Tree: ancestors are torch.bool \[0, 0\]; give bool .*, of 1 node or more"),
+        (lambda: Tree(torch.eye(4, dtype=torch.bool), torch.tensor([1, 2])), r"Tree: window is tensor\(\[1, 2\]\); give a whole number of up to 62 bits"),
         (lambda: Tree.of([-1, 0]), r"Tree: parents is a list; give a tensor"),
         (lambda: Tree.of(torch.tensor([-1.0, 0.0])), r"Tree: parents is torch.float32 \[2\]; give an integer tensor of 1 or 2 dimensions"),
         (lambda: Tree.of(torch.tensor([-1, 5])), r"Tree: parents are \[-1, 5\]; none may come after its node; give an index before it, -1 for a root"),

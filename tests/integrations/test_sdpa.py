@@ -79,6 +79,16 @@ def test_masks_that_broadcast(shape, kind):
     check(inputs, {"attn_mask": torch.randn(shape) if kind == "float" else torch.rand(shape) > 0.3})
 
 
+@pytest.mark.parametrize("shape", [(9,), (1,), ()], ids=str)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_of_keys_alone(shape, kind):
+    """torch takes them on its way in plain operators, and on others not."""
+    mask = torch.randn(shape) if kind == "float" else torch.rand(shape) > 0.1
+    q, k, v = (torch.randn(2, 3, n, 16) for n in (5, 9, 9))
+    ours = sdpa.scaled_dot_product_attention(q, k, v, mask)
+    torch.testing.assert_close(ours, TORCH(q, k, v, mask.expand(5, 9).contiguous()), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(5, 9), (3, 5, 9), (1, 1, 3, 5, 9), (2, 1, 1, 5, 9), (4, 1, 5, 9), (2, 4, 3, 5, 9)], ids=str)
 def test_masks_over_five_dimensions(shape):
     check([torch.randn(2, 4, 3, n, 16) for n in (5, 9, 9)], {"attn_mask": torch.randn(shape)})
@@ -118,6 +128,8 @@ X = torch.zeros(2, 4, 5, 8)
         ((X, X, X), {"attn_mask": torch.ones(5, 5, dtype=torch.bool), "is_causal": True}, "Explicit attn_mask should not be set when is_causal=True"),
         ((X, X, X), {"attn_mask": causal_upper_left(5, 5), "is_causal": True}, "CausalBias should not be used with causal=True"),
         ((X, X, X), {"attn_mask": torch.ones(5, 5, dtype=torch.int64)}, "attn_mask is torch.int64"),
+        ((X[None], X[None], X[None]), {"attn_mask": torch.ones(3, 1, 5, 5)}, r"attn_mask is \[3, 1, 5, 5\]; its leading dimensions"),
+        ((X[None], X[None], X[None]), {"attn_mask": torch.ones(1, 1, 2, 4, 5, 5)}, "its leading dimensions"),
         ((X, X, X), {"attn_mask": causal_lower_right(4, 5)}, r"CausalBias of \(4, 5\)"),
         ((X, X, X), {"dropout_p": 1.0}, "dropout 1.0"),
         ((X, X[:, :2], X[:, :2]), {}, "4, 2 and 2 heads"),
@@ -131,6 +143,12 @@ def test_refusals(inputs, keywords, words):
     for kind in (ValueError, RuntimeError):  # onchip's, and torch's
         with pytest.raises(kind, match=words):
             sdpa.scaled_dot_product_attention(*inputs, **keywords)
+
+
+@pytest.mark.parametrize("given", [{"query": None}, {"key": [X]}, {"attn_mask": [[True]]}], ids=lambda given: next(iter(given)))
+def test_what_is_no_tensor_is_refused(given):
+    with pytest.raises(TypeError, match=f"{next(iter(given))} is a .*; give a tensor"):
+        sdpa.scaled_dot_product_attention(**{"query": X, "key": X, "value": X, **given})
 
 
 def test_nested_tensors_are_refused():

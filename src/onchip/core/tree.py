@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.bands import Band, Full, Mask, Window
-from onchip.core.parts import Exactly, by_name, check_sizes, check_tensor
+from onchip.core.parts import Exactly, by_name, check_sizes, check_tensor, check_whole
 from onchip.core.trace import Place, readable
 
 
@@ -28,9 +28,11 @@ class Tree(Mask):
 
     def __post_init__(self):
         check_tensor(self.name, "ancestors", self.ancestors, (2, 3))
-        if self.ancestors.dtype != torch.bool or self.ancestors.shape[-1] != self.ancestors.shape[-2]:
-            raise ValueError(f"Tree: ancestors are {self.ancestors.dtype} {list(self.ancestors.shape)}; give bool [nodes, nodes] or [batch, nodes, nodes]")
+        if self.ancestors.dtype != torch.bool or self.ancestors.shape[-1] != self.ancestors.shape[-2] or not self.ancestors.shape[-1]:
+            given, way = f"{self.ancestors.dtype} {list(self.ancestors.shape)}", "bool [nodes, nodes] or [batch, nodes, nodes], of 1 node or more"
+            raise ValueError(f"Tree: ancestors are {given}; give {way}")
         if self.window is not None:
+            check_whole("Tree", "window", self.window)
             Window(self.window)  # which says what is wrong with a number
             object.__setattr__(self, "depths", self.ancestors.sum(-1) - 1)  # how far each node stands behind the keys before the tree
 

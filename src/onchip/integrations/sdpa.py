@@ -44,6 +44,9 @@ def scaled_dot_product_attention(
     is_causal   query i sees keys 0 to i: aligned to the top left.
     enable_gqa  `heads` may be a multiple of `kv_heads`; without it leading dimensions broadcast.
     """
+    for name, t in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if not isinstance(t, Tensor) and not (t is None and name == "attn_mask"):
+            raise TypeError(f"scaled_dot_product_attention: {name} is a {type(t).__name__}; give a tensor{', or None' if name == 'attn_mask' else ''}")
     if query.is_nested or key.is_nested or value.is_nested:
         raise Refused("scaled_dot_product_attention: nested tensors; give their values and offsets to onchip.attention_packed")
     lead, q, k, v = _four(query, key, value, enable_gqa)
@@ -73,7 +76,7 @@ def _mask(attn_mask: Tensor | None, is_causal: bool, len_q: int, len_k: int) -> 
             raise Refused(f"scaled_dot_product_attention: attn_mask is a CausalBias of {made_for} queries and keys; these are {(len_q, len_k)}")
         return Causal("top_left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom_right"), None
     if attn_mask.dtype == torch.bool:
-        return attn_mask, None
+        return torch.atleast_2d(attn_mask), None
     if not attn_mask.is_floating_point():
         raise Refused(f"scaled_dot_product_attention: attn_mask is {attn_mask.dtype}; give bool (True: seen) or a float tensor, which is added")
     return Full(), attn_mask
@@ -109,6 +112,8 @@ def _over(mask: Tensor, batch: tuple[int, ...]) -> Tensor:
     if mask.ndim <= 3:
         return mask
     given = (1,) * (len(batch) + 3 - mask.ndim) + tuple(mask.shape)
+    if len(given) != len(batch) + 3 or any(n not in (1, size) for n, size in zip(given, batch, strict=False)):
+        raise Refused(f"scaled_dot_product_attention: attn_mask is {list(mask.shape)}; its leading dimensions are to broadcast over {list(batch)}")
     if all(n == 1 for n in given[: len(batch)]):
         return mask.reshape(given[len(batch) :])
     return mask.expand(*batch, *given[len(batch) :]).reshape(math.prod(batch), *given[len(batch) :])

@@ -1,5 +1,7 @@
 """What is `blocked`'s own: which keys a tile touches, what goes to torch's kernel, what may hold NaN, and the same bits again."""
 
+import threading
+
 import pytest
 import torch
 
@@ -429,6 +431,32 @@ def test_look_ups_add_up_in_one_order(monkeypatch):
     monkeypatch.setattr(torch.autograd, "grad", lambda *args, **more: modes.append(torch.are_deterministic_algorithms_enabled()) or grad(*args, **more))
     torch.autograd.grad(out.sum(), inputs)
     assert modes == [False, True] and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_threads_that_add_up_at_once_leave_torch_as_it_was(monkeypatch):
+    torch.use_deterministic_algorithms(False)
+    entered, both, grad = threading.Event(), threading.Event(), torch.autograd.grad
+
+    def meet(*args, **more):  # the one that came in first leaves first
+        if threading.current_thread() is first:
+            entered.set()
+            assert both.wait(60)
+        else:
+            both.set()
+            first.join(60)
+        return grad(*args, **more)
+
+    def train():
+        inputs = [*qkv(20), torch.randn(4, 5, requires_grad=True)]
+        onchip.attention(*inputs[:3], score=lambda s, b, h, i, j: s + inputs[3][h, (i - j) % 5], kernel="blocked").sum().backward()
+
+    first, second = threading.Thread(target=train), threading.Thread(target=train)
+    monkeypatch.setattr(torch.autograd, "grad", meet)
+    first.start()
+    assert entered.wait(60)
+    second.start()
+    second.join(60)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("name", ["torch's", "window", "dense", "softcap"])

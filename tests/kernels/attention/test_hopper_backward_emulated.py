@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_hopper_emulated import EACH, FEW, FP16, ON_THE_LEFT, Call, Case, bias, both, call_of, mask_map, operands
+from test_hopper_emulated import EACH, FEW, FP16, ON_THE_LEFT, Call, Case, bias, both, call_of, in_tiles, list_tiles, mask_map, operands, shown
 
 import onchip
 from gluon_emulator import MODES, Emulator, Fault, timings
@@ -77,27 +77,15 @@ def mask_map_of_either(p, _sees, x: Operands, m: int, n: int, of_keys: bool, _de
     """The map of the same mask, for tiles of keys with queries and keys the other way round."""
     if not of_keys:
         return mask_map(p, None, x, m, n, False, None, bits)
-    found, _ = mask_map(p, None, x, 1, 1, False, None)
-    batch, rows, keys = found.shape[0], found.shape[1], found.shape[2] - 2
-    shown = torch.zeros(batch, -(-rows // m) * m, -(-keys // n) * n, dtype=torch.bool)
-    for b in range(batch):
-        for i, row in enumerate(found[b].tolist()):
-            for j in row[2 : 2 + max(row[0], 0)] + row[len(row) - max(row[1], 0) :]:
-                if j < keys:  # rows past the end of a sequence say anything
-                    shown[b, i, j] = True
-    tiles = shown.view(batch, -(-rows // m), m, -(-keys // n), n).transpose(2, 3).flatten(3)
-    inner = tiles.shape[1]
-    result = torch.full((batch, tiles.shape[2], 2 + inner + bits * (inner + n // 32)), -1, dtype=torch.int32)
-    for b in range(batch):
-        for key, row in enumerate(result[b]):
-            whole = [t for t in range(tiles.shape[1]) if tiles[b, t, key].all()]
-            part = [t for t in range(tiles.shape[1]) if tiles[b, t, key].any() and t not in whole]
-            row[:2] = torch.tensor([len(part), len(whole)])
-            row[2 : 2 + len(part)] = torch.tensor(part)
-            row[len(row) - len(whole) :] = torch.tensor(whole[::-1])
+    inner = -(-p.len_q // m)
+    result = torch.full((p.batch, -(-p.len_k // n), 2 + inner + bits * (inner + n // 32)), -1, dtype=torch.int32)
+    for rows, seen in zip(result, shown(p, x), strict=True):
+        tiles = in_tiles(torch.nn.functional.pad(seen, (0, p.len_k - seen.shape[1], 0, p.len_q - seen.shape[0])).T, n, m, False)
+        for row, key in zip(rows, tiles, strict=True):
+            list_tiles(row, key.any(-1) & ~key.all(-1), key.all(-1))
             if bits:
-                seen = shown[b].any(0).view(-1, n // 32, 32)[key]
-                row[2 + inner : 2 + inner + n // 32] = (seen << torch.arange(32)).sum(1).to(torch.int32)
+                keys = key.view(inner, n, m).any(2).any(0)
+                row[2 + inner : 2 + inner + n // 32] = (keys.view(-1, 32) << torch.arange(32)).sum(1).to(torch.int32)
     return result, (result.shape[1], 0, result.shape[2], *[2 + inner] * bits)
 
 

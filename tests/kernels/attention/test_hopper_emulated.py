@@ -160,25 +160,44 @@ def mask_map(p, _sees, x: Operands, m: int, n: int, _of_keys: bool, _device, bit
     """`tile.mask_map` of a mask that is the same for all heads, in plain torch; what it leaves out may be any number, here one too large."""
     inner = -(-p.len_k // n)
     found = torch.full((p.batch, -(-p.len_q // m), 2 + inner * (2 + n // 32 if bits else 1)), 3 << 24, dtype=torch.int32)
+    for rows, seen in zip(found, shown(p, x), strict=True):
+        some, every = in_tiles(seen, m, n, False).any(-1), in_tiles(seen, m, n, True).all(-1)
+        keys = torch.nn.functional.pad(seen, (0, inner * n - seen.shape[1], 0, -len(seen) % m)).view(-1, m, inner * n).any(1) if bits else some
+        for row, *listed, bit in zip(rows, some & ~every, every, keys, strict=False):
+            list_tiles(row, *listed)
+            if bits:
+                words = (bit.view(-1, 32) << torch.arange(32)).sum(1)
+                row[2 + inner : 2 + inner + len(words)] = words.to(torch.int32)
+    return found, (found.shape[1], 0, found.shape[2], *[2 + inner] * bits)
+
+
+def shown(p, x: Operands) -> list[torch.Tensor]:
+    """What the mask shows of each sequence, bools [len_q, len_k]; the same for all heads."""
     queries = [p.len_q] * p.batch if x.q_offsets is None else [s.stop - s.start for s in spans(x.q_offsets, x.q_used, int(x.q_offsets[-1]))]
     keys = [p.len_k] * p.batch if x.k_used is None else x.k_used.tolist()
     if x.k_offsets is not None:
         keys = [s.stop - s.start for s in spans(x.k_offsets, x.k_used, int(x.k_offsets[-1]))]
+    seen = []
     for b, (len_q, len_k) in enumerate(zip(queries, keys, strict=True)):
-        seen = torch.zeros(len_q, len_k)
-        if len_q and len_k:
-            seen = p.mask.seen(place(b, 1, len_q, len_k, torch.device("cpu")), x.mask)[0, 0].expand(len_q, len_k)
-        for row, line in zip(found[b], seen.split(m), strict=False):
-            tiles = line.split(n, 1)
-            whole = [j for j, tile in enumerate(tiles) if tile.all() and tile.shape[1] == n]
-            part = [j for j, tile in enumerate(tiles) if tile.any() and j not in whole]
-            row[:2] = torch.tensor([len(part), len(whole)])
-            row[2 : 2 + len(part)] = torch.tensor(part)
-            row[len(row) - len(whole) :] = torch.tensor(whole[::-1])
-            if bits:
-                shown = torch.nn.functional.pad(line.any(0), (0, inner * n - line.shape[1])).view(-1, 32)
-                row[2 + inner : 2 + inner + len(shown)] = (shown << torch.arange(32)).sum(1).to(torch.int32)
-    return found, (found.shape[1], 0, found.shape[2], *[2 + inner] * bits)
+        here = len_q and len_k
+        at = place(b, 1, len_q, len_k, torch.device("cpu"))
+        seen.append(p.mask.seen(at, x.mask)[0, 0].expand(len_q, len_k) if here else torch.zeros(len_q, len_k, dtype=torch.bool))
+    return seen
+
+
+def in_tiles(seen: torch.Tensor, m: int, n: int, past: bool) -> torch.Tensor:
+    """Bools [len_q, len_k] as [tiles of m queries, tiles of n keys, m x n]; `past`: what rows past the end see of keys that are there."""
+    seen = torch.nn.functional.pad(seen, (0, 0, 0, -seen.shape[0] % m), value=past)
+    seen = torch.nn.functional.pad(seen, (0, -seen.shape[1] % n))
+    return seen.view(len(seen) // m, m, seen.shape[1] // n, n).transpose(1, 2).flatten(2)
+
+
+def list_tiles(row: torch.Tensor, part: torch.Tensor, whole: torch.Tensor) -> None:
+    """Into a row of the map how many tiles are seen in part and whole, the former from the front, the latter from the back."""
+    part, whole = (where.nonzero()[:, 0].to(torch.int32) for where in (part, whole))
+    row[0], row[1] = len(part), len(whole)
+    row[2 : 2 + len(part)] = part
+    row[len(row) - len(whole) :] = whole.flip(0)
 
 
 def reference(c: Case, call: Call, dtype: torch.dtype):

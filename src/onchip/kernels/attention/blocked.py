@@ -10,7 +10,6 @@ softmax of FlashAttention (Dao et al., 2022, algorithm 1), backward the weights 
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -57,6 +56,7 @@ from onchip.kernels.attention.blocked_tiles import (
     hull,
     is_sum,
     merged,
+    one_order,
     parts,
     reads,
     run,
@@ -448,7 +448,7 @@ def _with_gradient(p: Attention, x: Operands, tile: Tile, products: Tensor, d_sc
 
     def pull(d: Tensor) -> Tensor:
         wanted = [t for t in (products, *tensors) if t.requires_grad]
-        with _one_order():
+        with one_order():
             d_products, *found = torch.autograd.grad(scores, wanted, d, allow_unused=True) if scores.requires_grad else [None] * len(wanted)
         letters, found = cutting(p.score)[1], iter(found)
         for n, to in enumerate(d_score):
@@ -457,17 +457,6 @@ def _with_gradient(p: Attention, x: Operands, tile: Tile, products: Tensor, d_sc
         return torch.zeros_like(d) if d_products is None else d_products
 
     return scores.detach(), pull
-
-
-@contextmanager
-def _one_order():
-    """torch adds up the gradient of a look-up in any order, unless told not to, and slower: 4M places of 20 numbers take two threads 121 and 54 ms."""
-    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 # ---- torch's own kernel
