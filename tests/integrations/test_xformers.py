@@ -149,6 +149,16 @@ def test_five_dimensions_are_groups(bias, expanded):
     torch.testing.assert_close((out, lse), (expected[0].unflatten(2, (2, 3)), expected[1].unflatten(1, (2, 3))))
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 3, 7, 7), (2, 2, 1, 1, 7), (1, 1, 1, 7, 7), (2, 1, 7, 7), (3, 7, 7), (7, 7), ()], ids=str)
+def test_a_bias_broadcasts_over_groups_and_heads(shape):
+    q, k, v = (torch.randn(2, 7, 2, 3, 16) for _ in range(3))
+    bias = torch.randn(shape, requires_grad=True)
+    whole = bias.expand(2, 2, 3, 7, 7)
+    out, expected = (xf.memory_efficient_attention(q, k, v, b) for b in (bias, whole.contiguous()))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(o.sin().sum(), bias)[0] for o in (out, expected)))
+
+
 def test_an_expanded_key_gets_a_gradient_for_each_head():
     q, k, v = torch.randn(1, 5, 4, 16), torch.randn(1, 5, 1, 16).expand(-1, -1, 4, -1).requires_grad_(), torch.randn(1, 5, 4, 16)
     plain = k.detach().contiguous().requires_grad_()
@@ -234,6 +244,7 @@ def test_refusals():
         ((x, x, x[0]), {}, "4, 4, 3 dimensions"),
         ((x, x, x), {"op": torch.nn.Linear}, "an operator of xFormers"),
         ((x, x, x), {"attn_bias": object()}, "attn_bias is a object"),
+        ((x[:, :, None],) * 3, {"attn_bias": torch.zeros(1, 2, 3, 5, 5)}, r"attn_bias is \[1, 2, 3, 5, 5\]; give .* \[batch, 1, 2, len_q, len_k\]"),
         ((x, x, x), {"attn_bias": ab.BlockDiagonalMask.from_seqlens([3, 3])}, r"query is \[1, 5, 2, 8\].*give \[1, 6"),
         ((x, x, x), {"attn_bias": ab.BlockDiagonalMask.from_seqlens([5]).to(torch.device("meta"))}, "is on meta, query on cpu"),
     )

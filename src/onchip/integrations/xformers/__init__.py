@@ -113,12 +113,22 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_bias, p: float, scal
     else:
         mask, bias = (Full(), attn_bias) if attn_bias is None or isinstance(attn_bias, Tensor) else (band(attn_bias), getattr(attn_bias, "_bias", None))
         if bias is not None and rank != 4:
-            bias = bias.unsqueeze(1) if rank == 3 and bias.ndim == 3 else bias.flatten(1, 2) if bias.ndim == 5 else bias
+            bias = _over_groups(bias, query.shape[2:4]) if rank == 5 else bias.unsqueeze(1) if bias.ndim == 3 else bias
         out = attention(q, k, v, mask=mask, bias=bias, **how)
     out, lse = out if return_lse else (out, None)
     if rank == 5:
         out, lse = out.unflatten(2, query.shape[2:4]), None if lse is None else lse.unflatten(1, query.shape[2:4])
     return out.squeeze(2) if rank == 3 else out, lse
+
+
+def _over_groups(bias: Tensor, sizes: tuple[int, int]) -> Tensor:
+    """A bias that broadcasts over [batch, groups, heads, len_q, len_k] as one over [batch, groups x heads, len_q, len_k]."""
+    given = (1,) * (5 - bias.ndim) + tuple(bias.shape)
+    if len(given) > 5 or any(n not in (1, size) for n, size in zip(given[1:3], sizes, strict=True)):
+        wanted = f"[batch, {sizes[0]}, {sizes[1]}, len_q, len_k]"
+        raise ValueError(f"memory_efficient_attention: attn_bias is {list(bias.shape)}; give floats that broadcast over {wanted}")
+    bias = bias.reshape(given)
+    return (bias if given[1:3] == (1, 1) else bias.expand(-1, *sizes, -1, -1)).flatten(1, 2)
 
 
 def _four(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
