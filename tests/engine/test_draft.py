@@ -156,7 +156,7 @@ def test_arguments(folder):
     for wrong in ({"tokens": "3"}, {"longest": None}, {"matches": 2.0}, {"most_rows": 1.5}, {"tokens": True}):
         with pytest.raises(ValueError, match=rf"^NGram: {next(iter(wrong))} is .*; give an integer"):
             NGram(**wrong)
-    for wrong in ({"model": 5}, {"model": "x", "choices": 3}, {"model": "x", "choices": (1.5,)}):
+    for wrong in ({"model": 5}, {"model": "x", "choices": 3}, {"model": "x", "choices": (1.5,)}, {"model": "x", "choices": (True,)}):
         with pytest.raises(ValueError, match=rf"^DraftModel: {list(wrong)[-1]} is .*; give"):
             DraftModel(**wrong)
     for given in ({"tokens": 0}, {"tokens": 16}, {"shortest": 4}, {"shortest": 0}, {"longest": 17}, {"most_rows": 0}, {"matches": 0}, {"matches": 4}):

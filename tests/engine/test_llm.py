@@ -15,6 +15,7 @@ from onchip.engine.draft import DraftModel
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
 from onchip.engine.runner import Captured, Drawn, bucket
+from onchip.engine.setup import PrefixCache
 from onchip.models.gguf import ModelError
 
 PROMPTS = ["why", "the quick brown fox", "GPUs wait for memory because bytes are far", "a", "dog dog dog dog dog dog dog dog dog dog"]
@@ -337,11 +338,33 @@ def test_prompts_that_cannot_be(llm, prompts, words):
         ([{"role": "user", "content": "fox"}], GREEDY, r"prompt 0 is {'role': .*} with chat=True; give .*, or a list of {'role': ..., 'content': ...}$"),
         ("fox", {"max_tokens": 3}, r"prompt 0 has params {'max_tokens': 3}; give SamplingParams\(max_tokens=...\)"),
         ("fox", {}, "prompt 0 has params {}; give SamplingParams"),
+        ([[]], GREEDY, r"prompt 0 is \[\] with chat=True; give a user's message as text, or a list of"),
+        (["fox", []], GREEDY, r"prompt 1 is \[\] with chat=True; give"),
+        ([""], GREEDY, "prompt 0 is empty; give at least one word"),
+        (torch.tensor(3), GREEDY, r"prompts are tensor\(3\); give text"),
     ],
 )
 def test_calls_that_cannot_be(llm, prompts, params, words):
     with pytest.raises(ValueError, match=f"^generate: {words}"):
         llm.generate(prompts, params, chat=True)
+
+
+def test_bytes_are_no_prompt_and_a_number_is_no_function(llm):
+    with pytest.raises(ValueError, match="prompt 0 is b'fox'; give text or a list of token ids"):
+        llm.generate([b"fox"], GREEDY)
+    with pytest.raises(ValueError, match=r"on_text is 3; give what can be called as \(index of the result, new text\)"):
+        llm.generate(["fox"], GREEDY, on_text=3)
+
+
+def test_a_conversation_without_a_tokenizer(tmp_path):
+    alone = LLM(tiny.save(tmp_path, tokenizer=False), device="cpu")
+    with pytest.raises(ValueError, match="prompt 0 is a conversation and this model has no tokenizer"):
+        alone.generate([[{"role": "user", "content": "fox"}]], GREEDY, chat=True)
+
+
+def test_a_model_larger_than_memory(tmp_path):
+    with pytest.raises(ModelError, match="there is no memory for a model of its sizes"):
+        LLM(tiny.save(tmp_path, tokenizer=False, weights=False, hidden_size=2**31 - 1, vocab_size=2**31 - 1), device="cpu", dummy_weights=True)
 
 
 def test_one_prompt_as_a_flat_list_of_tokens(llm):
@@ -400,6 +423,16 @@ def test_a_cache_that_holds_nothing(folder, gib):
         ({"device": "cpu", "adapters": 8}, r"adapters is 8; give AdapterSlots\("),
         ({"device": "cpu", "parallel": 2}, r"parallel is 2; give TensorParallel.join\(\)"),
         ({"device": "cpu", "cache_gib": float("inf")}, "cache_gib is inf"),
+        ({"device": "cpu", "cache_gib": 10**30}, "cache_gib is 1000"),
+        ({"device": "cpu", "max_batch": True}, "max_batch is True; give 1 to 65536"),
+        ({"device": 2.5}, "device is 2.5; give cpu, cuda or cuda:N"),
+        ({"device": "cpu", "kernel": ["blocked"]}, r"kernel is \['blocked'\]; give the name of a kernel, or auto"),
+        ({"device": "cpu", "batch_invariant": "no"}, "batch_invariant is 'no'; give True or False"),
+        ({"device": "cpu", "dummy_weights": torch.tensor([1, 2])}, "dummy_weights is tensor"),
+        ({"device": "cpu", "progress": 3}, r"progress is 3; give what can be called as \(bytes done, bytes in all\)"),
+        ({"device": "cpu", "embedder": 3}, "^encoder: model is 3; give a folder"),
+        ({"device": "cpu", "prefix_cache": PrefixCache(torch.tensor([1, 2]))}, r"PrefixCache: host_gib is tensor.*; give 0 \(none\)"),
+        ({"device": "cpu", "prefix_cache": PrefixCache(10**30)}, r"PrefixCache: host_gib is 1000.*; give 0 \(none\)"),
         ({"device": "cpu", "cache_gib": float("nan")}, "cache_gib is nan"),
         ({"device": "cpu", "kv_format": "int3"}, "'int3' is not a format of keys and values; give one of e4m3, "),
         ({"device": "cpu", "kv_format": "int8/32"}, "format int8/32 of heads of 16: .* give one of e4m3, e5m2, int8, int4$"),

@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -197,7 +198,13 @@ def test_several_tokens_at_once():
         ({"typical_p": 0.0}, "typical_p is 0.0; give more than 0 and at most 1"),
         ({"stop_token_ids": [-1]}, r"stop_token_ids is \[-1\]; give a list of token ids"),
         ({"min_tokens": 257}, "min_tokens is 257; give 0 to max_tokens, 256"),
-        ({"n": 0}, "n is 0; give 1 or more"),
+        ({"n": 0}, "n is 0; give 1 to 65536"),
+        ({"n": 10**30}, "n is 1000"),
+        ({"stop_token_ids": [True]}, r"stop_token_ids is \[True\]; give a list of token ids"),
+        ({"stop_token_ids": b"x"}, "stop_token_ids is b'x'; give a list of token ids"),
+        ({"stop_token_ids": torch.tensor(3)}, "stop_token_ids is tensor"),
+        ({"stop": torch.tensor(3)}, "stop is tensor"),
+        ({"logit_bias": {True: 1.0}}, "logit_bias is {True: 1.0}"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; give 0.001 to 1000"),
         ({"repetition_penalty": 1e-46}, "repetition_penalty is 1e-46"),
         ({"presence_penalty": float("nan")}, "presence_penalty is nan"),
@@ -212,7 +219,7 @@ def test_several_tokens_at_once():
         ({"seed": 1.5}, "seed is 1.5; give a whole number, or None"),
         ({"logprobs": True}, "logprobs is True; give a whole number, or None"),
         ({"temperature": "1"}, "temperature is '1'; give a number"),
-        ({"stop": 5}, "stop is 5; give a list, which may be empty"),
+        ({"stop": 5}, "stop is 5; give a list of strings, which may be empty"),
         ({"stop_token_ids": None}, "stop_token_ids is None; give a list"),
         ({"logit_bias": [1]}, r"logit_bias is \[1\]; give {token id: number}"),
         ({"logit_bias": {5: "x"}}, "logit_bias is {5: 'x'}; give {token id: -1e30"),

@@ -65,6 +65,16 @@ def test_embeddings_equal_transformers(tmp_path, family, monkeypatch):
     torch.testing.assert_close(ours.embed(TEXTS[1]), ours.embed(TEXTS)[1:2])
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_within_a_text_is_not_counted(tmp_path, family):
+    """RoBERTa's positions are those among the tokens that are no padding, which stands at a place of its own."""
+    theirs = save(tmp_path, family)
+    pad = getattr(theirs.config, "pad_token_id", 0)
+    ids = [[1, 9, pad, 7, 8, 2], [pad, 6, 5], [1, 9, 2], [7, pad, pad], [pad]]
+    hidden = torch.stack([h.mean(0) for h in hidden_of(theirs, ids)])
+    torch.testing.assert_close(Embedder(tmp_path, device=CPU, normalise=False).embed(ids), hidden, atol=1e-6, rtol=1e-5)
+
+
 def test_an_encoder_under_the_head_of_another_task(tmp_path):
     theirs = save(tmp_path, "bert", masked=True)
     ours = Embedder(tmp_path, device=CPU, normalise=False)
@@ -109,14 +119,34 @@ def test_what_cannot_be(tmp_path):
         ([[-1]], "of 0"),
         (["w1", [["w1"]]], "text 1 is .*; give text, or a list of token ids"),
         (b"w1", "text 0 is 119; give text"),
+        (torch.tensor(3), r"texts are tensor\(3\); give a text"),
         (None, "texts are None; give a text, a list of texts"),
         ({"w1": 1}, "texts are {'w1': 1}; give a text"),
     ):
         with pytest.raises(ValueError, match=words):
             ours.embed(texts)
-    for how, words in (({"dtype": "fp32"}, "dtype is 'fp32'; give one of torch.bfloat16"), ({"device": "tpu"}, "device 'tpu' is not a device")):
+    with pytest.raises(ValueError, match="encode: texts are 3; give a text"):
+        ours.encode(3)
+    for how, words in (
+        ({"dtype": "fp32"}, "dtype is 'fp32'; give one of torch.bfloat16"),
+        ({"device": "tpu"}, "device 'tpu' is not a device"),
+        ({"device": 2.5}, "Embedder: device is 2.5; give cpu, cuda or cuda:N"),
+        ({"max_len": "x"}, "Embedder: max_len is 'x'; give 3 or more, as an integer"),
+        ({"max_len": 8.5}, "max_len is 8.5"),
+        ({"pooling": ["cls"]}, r"pooling is \['cls'\]; give 'mean' or 'cls', or None"),
+        ({"normalise": "no"}, "normalise is 'no'; give true or false, or None"),
+    ):
         with pytest.raises(ValueError, match=words):
             Embedder(tmp_path, **how)
+    for file, found, words in (
+        ("sentence_bert_config.json", {"max_seq_length": "x"}, "max_seq_length is 'x'; it must be a positive integer, or null"),
+        ("modules.json", ["x"], r"modules.json is \['x'\]; it must be a list of objects with the texts type and path"),
+        ("modules.json", [{"type": "a.Pooling"}], "modules.json is .*; it must be a list of objects"),
+    ):
+        (tmp_path / file).write_text(json.dumps(found))
+        with pytest.raises(ModelError, match=words):
+            Embedder(tmp_path, device=CPU)
+        (tmp_path / file).unlink()
     for few in (2, 0):
         with pytest.raises(ValueError, match=f"max_len is {few}"):
             Embedder(tmp_path, device=CPU, max_len=few)
@@ -129,7 +159,10 @@ def test_what_cannot_be(tmp_path):
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
         ({"layer_norm_eps": None}, "layer_norm_eps is None"),
         ({"layer_norm_eps": -1e-6}, "layer_norm_eps is -1e-06"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be a positive integer"),
+        ({"hidden_act": ["gelu"]}, r"hidden_act is \['gelu'\]; it must be text"),
         ({"model_type": "roberta", "pad_token_id": None}, "pad_token_id is None"),
+        ({"model_type": "roberta", "pad_token_id": True}, "pad_token_id is True"),
         ({"model_type": "roberta", "pad_token_id": 61}, "pad_token_id is 61.*0 to 60, of 64 positions"),
         ({"num_hidden_layers": 3}, "tensors are missing, among them encoder.layer.2"),
         ({"intermediate_size": 81}, r"the config makes it \[81"),

@@ -105,7 +105,10 @@ def test_an_adapter_of_a_model_whose_rotary_pairs_lie_side_by_side(tmp_path):
 
 def test_adapters_that_cannot_be(tmp_path, monkeypatch):
     model = made(tiny.CONFIG, tiny.tensors(tiny.CONFIG))
-    for room in (AdapterSlots(0, 4), AdapterSlots(1.5, 4), AdapterSlots(1, None)):
+    for folder, name in ((3, None), (None, None), ("x", 3)):
+        with pytest.raises(ModelError, match=r"^adapter .*: give a folder that PEFT's save_pretrained wrote, and a name as text or None"):
+            Adapter.read(folder, name)
+    for room in (AdapterSlots(0, 4), AdapterSlots(1.5, 4), AdapterSlots(1, None), AdapterSlots(True, 4), AdapterSlots(10**30, 4)):
         with pytest.raises(ValueError, match=r"AdapterSlots: slots is .*; give whole numbers of 1 or more"):
             AdapterTable(model, room)
     table = AdapterTable(model, AdapterSlots(1, 4))
@@ -122,7 +125,11 @@ def test_adapters_that_cannot_be(tmp_path, monkeypatch):
         ("init_lora_weights is 'pissa'", "pissa", {"init_lora_weights": "pissa"}),
         ("target_parameters is .'x'.", "parameters", {"target_parameters": ["x"]}),
         ("use_what_comes_next is True", "next", {"use_what_comes_next": True}),
-        ("proj lora_alpha is None", "alpha", {"lora_alpha": None}),
+        ("lora_alpha is None; it must be a number", "alpha", {"lora_alpha": None}),
+        ("lora_alpha is 1000", "large", {"lora_alpha": 10**400}),
+        ("alpha_pattern is {'k_proj': 'x'}; it must be an object of regular expressions and numbers", "text", {"alpha_pattern": {"k_proj": "x"}}),
+        ("alpha_pattern is {'.': 1}", "expression", {"alpha_pattern": {"(": 1}}),
+        ("use_rslora is 'no'; it must be true or false", "rslora", {"use_rslora": "no"}),
     )
     for words, name, config in cases:
         if name:
@@ -148,6 +155,12 @@ def test_adapters_that_cannot_be(tmp_path, monkeypatch):
         save_file(dict(zip(names, map(torch.zeros, (a, b)), strict=True)), tmp_path / "good" / "adapter_model.safetensors")
         with pytest.raises(ModelError, match="it takes an A"):
             Adapter.read(tmp_path / "good")
+    save_file(
+        {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(3, 64, dtype=torch.int32)},
+        tmp_path / "good" / "adapter_model.safetensors",
+    )
+    with pytest.raises(ModelError, match=r"lora_A.weight' is torch.int32; it must be of floating-point numbers"):
+        Adapter.read(tmp_path / "good")
     (tmp_path / "good" / "adapter_model.safetensors").write_bytes(b"no")
     with pytest.raises(ModelError, match="truncated"):
         Adapter.read(tmp_path / "good")

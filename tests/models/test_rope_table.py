@@ -100,7 +100,18 @@ def test_what_a_scaling_lacks_is_named():
             1e4,
             {"rope_type": "llama3", "factor": 8, "high_freq_factor": 4, "original_max_position_embeddings": 64},
         ),
-        (r"dim is 7, theta 10000.0; give an even number, and more than 0", 7, 1e4, None),
+        (r"dim is 7, theta 10000.0; give an even number .for 'dynamic' 4 or more., and more than 1", 7, 1e4, None),
+        (r"dim is 2, ", 2, 1e4, {"rope_type": "dynamic", "factor": 2, "original_max_position_embeddings": 64}),
+        (r"dim is 8, theta '1'", 8, "1", None),
+        (r"factor is '2'; it must be a number above 0", 8, 1e4, {"rope_type": "linear", "factor": "2"}),
+        (r"short_factor is .'a'.; it must be a list of numbers above 0", 8, 1e4, {"rope_type": "longrope", "short_factor": ["a"]}),
+        (r"original_max_position_embeddings is 0; it must be an integer of 2", 8, 1e4, {"rope_type": "yarn", "original_max_position_embeddings": 0}),
+        (
+            r"rope_type 'llama3': low_freq_factor is 4, high_freq_factor 4; the high",
+            8,
+            1e4,
+            {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4, "original_max_position_embeddings": 64},
+        ),
     ):
         with pytest.raises(ValueError, match=f"^rope_table: {words}"):
             rope_table(10, dim, theta, scaling)

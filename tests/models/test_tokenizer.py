@@ -242,9 +242,35 @@ def test_folder_that_cannot_be_read(tmp_path):
     refuses(["tokenizer_config.json", "not JSON"], Tokenizer.load, tmp_path)
 
 
-@pytest.mark.parametrize(("eos", "words"), [("x", "has 'x'"), ([1, "a"], "has 'a'"), (-1, "has -1"), (list(range(20)), "20 tokens end a text")])
+@pytest.mark.parametrize(
+    ("eos", "words"),
+    [("x", "is 'x'; it must be a token id"), ([1, "a"], "is [1, 'a']"), (-1, "is -1"), (True, "is True"), (list(range(20)), "20 tokens end a text")],
+)
 def test_what_ends_a_text_is_a_token(tmp_path, eos, words):
     refuses(["eos_token_id", words], Tokenizer.load, save(tmp_path, config={"model_type": "llama", "eos_token_id": eos}))
+
+
+@pytest.mark.parametrize(
+    ("file", "found", "words"),
+    [
+        ("tokenizer_config", {"eos_token": 3}, "eos_token is 3; it must be text, or an object whose content is text, or null"),
+        ("tokenizer_config", {"bos_token": {"x": 1}}, "bos_token is {'x': 1}"),
+        ("tokenizer_config", {"add_bos_token": "x"}, "add_bos_token is 'x'; it must be true or false"),
+        ("tokenizer_config", {"chat_template": [3]}, "chat_template is [3]; it must be text, an object of names and texts, or a list of objects"),
+        ("tokenizer_config", {"chat_template": [{"name": "default"}]}, "chat_template is [{'name': 'default'}]"),
+        ("chat_template", {"chat_template": {"default": None}}, "chat_template is {'default': None}"),
+        ("generation_config", {"eos_token_id": {"a": 1}}, "generation_config.json: eos_token_id is {'a': 1}"),
+        ("config", {"text_config": 3}, "config.json: text_config is 3; it must be an object, or null"),
+        ("config", {"text_config": {"eos_token_id": "x"}}, "text_config: eos_token_id is 'x'"),
+    ],
+)
+def test_keys_that_hold_something_else(tmp_path, file, found, words):
+    refuses([f"{file}.json", words], Tokenizer.load, save(tmp_path, **{file: found}))
+
+
+def test_a_template_that_is_no_text(tmp_path):
+    (save(tmp_path) / "chat_template.jinja").write_bytes(b"\xff")
+    refuses(["chat_template.jinja is not UTF-8"], Tokenizer.load, tmp_path)
 
 
 @pytest.mark.parametrize("single", [None, "$A <|im_end|>", "<|bos|> $A", "<|bos|> <|bos|> $A <|im_end|>"])
@@ -321,6 +347,8 @@ def test_template_that_fails(tmp_path):
     refuses(["unsafe"], with_template(tmp_path, "{{ ''.__class__.__mro__ }}").chat, user)
     refuses(["refused"], with_template(tmp_path, "{% set _ = messages.append(1) %}").chat, user)
     refuses(["messages[0]", "'role'"], with_template(tmp_path, CHATML).chat, ["hi"])
+    refuses(["messages[0]", "'role'"], with_template(tmp_path, CHATML).chat, [{"role": 3, "content": "hi"}])
+    refuses(["messages is empty; give at least one"], with_template(tmp_path, CHATML).chat, [])
 
 
 # ---- GGUF

@@ -311,8 +311,11 @@ def test_folder_that_cannot_be_read(tmp_path, llama):
     lost = {"weight_map": index["weight_map"] | {"model.layers.9.nothing.weight": first}}
     (tmp_path / weights.INDEX).write_text(json.dumps(lost))
     refuses([first, "'model.layers.9.nothing.weight'"], tensors, tmp_path, torch.float32)
-    (tmp_path / weights.INDEX).write_text("{}")
-    refuses(["weight_map"], tensors, tmp_path, torch.float32)
+    for found in ("{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 3}}'):
+        (tmp_path / weights.INDEX).write_text(found)
+        refuses(["weight_map is ", "an object of tensors and the names of their files"], tensors, tmp_path, torch.float32)
+    (tmp_path / weights.INDEX).write_text('{"weight_map": {}}')
+    refuses(["an empty weight_map"], tensors, tmp_path, torch.float32)
     (tmp_path / weights.INDEX).write_text("{")
     refuses([weights.INDEX, "not JSON"], tensors, tmp_path, torch.float32)
     (tmp_path / weights.INDEX).unlink()
@@ -332,10 +335,33 @@ def test_folder_without_safetensors(tmp_path):
     assert [name for name, _ in tensors(tmp_path, torch.float32)] == ["a.weight"]
 
 
-@pytest.mark.parametrize("text, words", [("{", "not JSON"), ("[]", "list"), ("{}", "model_type")])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "list"),
+        ("{}", "model_type"),
+        ('{"model_type": ["llama"]}', "model_type is ['llama']; it must be text"),
+        ('{"model_type": "gemma3", "text_config": 3}', "text_config is 3; it must be an object"),
+        ('{"model_type": "llama", "rope_scaling": "linear"}', "rope_scaling is 'linear'"),
+    ],
+)
 def test_config_that_cannot_be_read(tmp_path, text, words):
     (tmp_path / "config.json").write_text(text)
     refuses(["config.json", words], read_config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rope", "words"),
+    [
+        ({"sliding_attention": {}}, "rope_parameters: full_attention is None; it must be an object"),
+        ({"sliding_attention": {}, "full_attention": {}}, "sliding_attention: rope_theta is None; it must be a number above 1"),
+    ],
+)
+def test_rotations_that_cannot_be_read(tmp_path, rope, words):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "rope_parameters": rope}))
+    refuses([words], read_config, tmp_path)
 
 
 # ---- where
@@ -343,6 +369,8 @@ def test_config_that_cannot_be_read(tmp_path, text, words):
 
 def test_locate_says_where_it_looked(tmp_path, monkeypatch):
     refuses([str(tmp_path / "no"), "is not found", "owner/name"], locate, str(tmp_path / "no"))
+    for odd in (3, True, b"x", ["x"]):
+        refuses([f"model is {odd!r}; give a folder"], locate, odd)
     refuses([str(tmp_path / "no.gguf"), "is not found"], locate, tmp_path / "no.gguf")
     refuses(["config.json"], locate, tmp_path)
     (tmp_path / "a.safetensors").touch()

@@ -1,13 +1,13 @@
 """A server in this process, on a free port of this machine."""
 
+import socket
 import threading
 import time
 
 import httpx
 import openai
-import uvicorn
 
-from onchip.server.run import Http
+from onchip.server.run import Server
 
 PATIENCE = 120.0  # seconds for what takes one on a quiet machine: only a test that fails waits so long
 
@@ -15,8 +15,8 @@ PATIENCE = 120.0  # seconds for what takes one on a quiet machine: only a test t
 class Live:
     """`with Live(app) as live`: `live.client` is OpenAI's own, `live.http` is httpx at its address."""
 
-    def __init__(self, app):
-        self._server = uvicorn.Server(uvicorn.Config(app, http=Http, port=0, log_level="critical", timeout_graceful_shutdown=5))
+    def __init__(self, app, drain: float = 5):
+        self._server = Server(app, drain, port=0, log_level="critical")
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 
     def __enter__(self) -> "Live":
@@ -31,9 +31,20 @@ class Live:
     def __exit__(self, *_) -> None:
         self.client.close()
         self.http.close()
-        self._server.should_exit = True
+        self.end()
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "the server does not end"
+
+    def end(self) -> None:
+        """What SIGTERM does."""
+        self._server.should_exit = True
+
+    def takes_connections(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port)).close()
+        except OSError:
+            return False
+        return True
 
     def stats(self) -> dict:
         return self.http.get("/stats").json()

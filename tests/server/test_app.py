@@ -6,6 +6,7 @@ import json
 import random
 import re
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import tiny
 from onchip.engine.grammar import Matcher
 from onchip.models.encoder import Embedder
 from onchip.models.lora import AdapterSlots
+from onchip.server import run
 from onchip.server.app import Limits, build
 from onchip.server.embeddings import Embeddings
 from onchip.server.guard import read_keys
@@ -304,21 +306,52 @@ def test_embeddings(alone):
             chat(live, model="minilm")
 
 
+class Slow:
+    """An encoder whose batches take 3 ms."""
+
+    dim, max_len, config = 4, 512, SimpleNamespace(vocab=99)
+    tokenizer = SimpleNamespace(frame=lambda text, longest: [7] * len(text))
+
+    def __init__(self):
+        self.batches = []
+
+    def embed(self, ids):
+        self.batches.append(len(ids))
+        time.sleep(0.003)
+        return torch.ones(len(ids), 4)
+
+
+@pytest.mark.parametrize(("drain", "status"), [(PATIENCE, 200), (0, 503)])
+def test_a_server_that_ends_lets_embeddings_end(alone, drain, status, capfd):
+    slow = Slow()
+    with Live(build(alone, "tiny", embeddings=Embeddings(slow, "slow")), drain) as live, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(live.http.post, "/v1/embeddings", json={"model": "slow", "input": [[1] * 512] * 1024})  # 256 batches
+        until(lambda: slow.batches)
+        live.end()
+        until(lambda: not live.takes_connections())
+        assert answer.result(PATIENCE).status_code == status and (len(slow.batches) == 256) == (status == 200)
+    assert ("--drain 0: 1 answers were on their way" in capfd.readouterr().err) == (status == 503)
+
+
+def test_a_step_that_outlasts_the_drain(alone, monkeypatch):
+    """The client cannot be told, and is not waited for."""
+    monkeypatch.setattr(run, "LAST_WORDS", 0.1)
+    step, held = alone.step, threading.Event()
+    monkeypatch.setattr(alone, "step", lambda: (held.wait(PATIENCE), step())[1])
+    with Live(build(alone, "tiny"), 0) as live:
+        with live.http.stream("POST", "/v1/completions", json={"model": "tiny", "prompt": "why wait", "stream": True}) as answer:
+            live.end()
+            with pytest.raises(httpx.RemoteProtocolError):
+                answer.read()
+        held.set()
+
+
 def test_embeddings_keep_no_answer_waiting(alone):
     """Three callers without a pause beside an answer, and a client that hangs up; any encoder will do."""
-    batches = []
-
-    class Slow:
-        dim, max_len, config = 4, 512, SimpleNamespace(vocab=99)
-        tokenizer = SimpleNamespace(frame=lambda text, longest: [7] * len(text))
-
-        def embed(self, ids):
-            batches.append(len(ids))
-            time.sleep(0.003)
-            return torch.ones(len(ids), 4)
-
+    slow = Slow()
+    batches = slow.batches
     body, done = {"model": "slow", "input": [[1] * 512] * 16}, []
-    with Live(build(alone, "tiny", embeddings=Embeddings(Slow(), "slow"), limits=Limits(max_queued=4))) as live:
+    with Live(build(alone, "tiny", embeddings=Embeddings(slow, "slow"), limits=Limits(max_queued=4))) as live:
 
         def caller():
             while not done:

@@ -52,6 +52,7 @@ def test_adapters_have_the_room_of_the_largest(tmp_path):
         (["--replicas", "2", "--tensor-parallel", "2"], "a replica has one GPU"),
         (["--api-keys", "."], "--api-keys . cannot be read (Is a directory)"),
         (["--api-keys", "latin.txt"], "--api-keys latin.txt is not UTF-8 text"),
+        (["--host", ".."], "--host .. --port 0: "),
         (["--port", "70000"], "--port is 70000; give 1 to 65535, or 0"),
     ],
 )
@@ -92,6 +93,24 @@ def test_sigterm_lets_answers_end(tmp_path):
             rest = [line for line in lines if line]
         assert first.startswith("data: ") and rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
         assert server.wait(PATIENCE) in (0, -signal.SIGTERM)
+
+
+def test_answers_that_outlast_the_drain_are_told(tmp_path):
+    """One sentence in the log, and the stream ends with an error that its client can read."""
+    folder = tiny.save(tmp_path / "tiny", max_position_embeddings=1 << 15)
+    command = [sys.executable, "-m", "onchip.cli", "serve", "--model", folder, "--device", "cpu", "--port", "0", "--drain", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=settings.of_child(OMP_NUM_THREADS="1")) as server:
+        address = next(line for line in server.stderr if "running on" in line).split(" on ")[1].split()[0]
+        body = {"model": "tiny", "prompt": ["why wait", "the fox"], "max_tokens": 30_000, "temperature": 0, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=PATIENCE) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and all("the server was shut down before the answer was complete" in line for line in rest[-3:-1])
+        log = server.stderr.read()
+        assert server.wait(PATIENCE) in (0, -signal.SIGTERM)
+    assert "--drain 0: 2 answers were on their way after so many seconds and end here" in log and "Traceback" not in log and "ERROR" not in log
 
 
 def _connects(address: str) -> bool:

@@ -110,7 +110,7 @@ class DraftModel(Guesses):
         self._check_integers()
         if not isinstance(self.model, str | Path):
             raise ValueError(f"DraftModel: model is {self.model!r:.60}; give a folder, a GGUF file, or a cached model's name")
-        if not isinstance(self.choices, tuple) or not all(isinstance(count, int) for count in self.choices):
+        if not isinstance(self.choices, tuple) or not all(isinstance(count, int) and not isinstance(count, bool) for count in self.choices):
             raise ValueError(f"DraftModel: choices is {self.choices!r:.60}; give a tuple of integers, as in (3, 2)")
         beside = sum(self.choices) - len(self.choices)
         good = len(self.choices) <= self.tokens and min(self.choices, default=1) >= 1 and self.tokens + beside <= MOST

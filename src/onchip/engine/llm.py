@@ -15,7 +15,7 @@ from onchip.core.formats import Format
 from onchip.engine import setup
 from onchip.engine.draft import DraftModel, NGram
 from onchip.engine.grammar import Vocabulary
-from onchip.engine.prompt import check_asked, paired, tokens_of
+from onchip.engine.prompt import check_asked, check_callback, paired, tokens_of
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
 from onchip.engine.scheduler import Scheduler, Work
@@ -90,12 +90,9 @@ class LLM:
         adapters: AdapterSlots | None = None,
         embedder: str | Path | None = None,
     ):
-        setup.check_kinds(draft=draft, prefix_cache=prefix_cache, adapters=adapters, parallel=parallel)
-        if draft is not None and batch_invariant:
-            raise ValueError("draft: a batch's size says whether tokens are guessed, and so how they are computed; leave draft or batch_invariant out")
-        setup.check_sizes(max_len, max_batch, cache_gib, step_tokens)
-        if batch_invariant and (adapters or parallel.of > 1):
-            raise ValueError("batch_invariant with adapters or over several ranks is not to be had: sums depend on the number of rows there; leave one out")
+        sizes = {"max_len": max_len, "max_batch": max_batch, "cache_gib": cache_gib, "step_tokens": step_tokens}
+        switches = {"batch_invariant": batch_invariant, "dummy_weights": dummy_weights, "progress": progress, "device": device, "kernel": kernel}
+        setup.check_options(draft=draft, prefix_cache=prefix_cache, adapters=adapters, parallel=parallel, **sizes, **switches)
         kv_format = None if kv_format is None else Format.of(kv_format)
         self.device = devices.named(device)
         if self.device.type == "cuda":
@@ -114,7 +111,7 @@ class LLM:
         second = smaller and setup.decoder_of(*smaller, **how)  # whole on every rank: its passes are too short for sums over ranks
         self.model.kernel = kernel
         self.model.adapters = adapters and AdapterTable(self.model, adapters)
-        self.embedder = Embedder(embedder, device=self.device) if embedder else None
+        self.embedder = Embedder(embedder, device=self.device) if embedder is not None else None
         if batch_invariant:
             self.model.make_invariant()
         self.pool = setup.pool_of(self.model, second, (max_batch, longest), cache_gib, kv_format)
@@ -154,6 +151,7 @@ class LLM:
         Raises ValueError for an empty prompt, one longer than the context or a grammar that cannot be read, OutOfPages for a prompt that the cache cannot hold,
         in all cases before anything has run; ValueError while requests of `add` are not done, whose events would be lost here.
         """
+        check_callback(on_text)
         if others := len(self.scheduler.waiting) + len(self.scheduler.running):
             raise ValueError(f"generate: {others} requests given to add are not done; call step until idle, or cancel them")
         firsts = [self._request(f"generate: prompt {i}", prompt, own, chat) for i, (prompt, own) in enumerate(paired(prompts, params))]

@@ -1,7 +1,7 @@
 """Token ids of what a user gives as a prompt."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
 
 from onchip.engine.request import SamplingParams
@@ -12,13 +12,18 @@ Prompt = str | Sequence[int]
 
 def paired(prompts: str | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[tuple[Prompt, SamplingParams]]:
     """Each prompt with its own params, or with those of all. Raises ValueError."""
-    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes) or getattr(prompts, "ndim", 1) == 0:
         raise ValueError(f"generate: prompts are {prompts!r:.60}; give text, a list of texts, or a list of lists of token ids")
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     each = list(params) if isinstance(params, Sequence) else [SamplingParams() if params is None else params] * len(prompts)
     if len(each) != len(prompts):
         raise ValueError(f"generate: {len(each)} params for {len(prompts)} prompts; give one for all, or one each")
     return list(zip(prompts, each, strict=True))
+
+
+def check_callback(on_text: object) -> None:
+    if not (on_text is None or callable(on_text)):
+        raise ValueError(f"generate: on_text is {on_text!r:.60}; give what can be called as (index of the result, new text), or None")
 
 
 def tokens_of(name: str, prompt: str | Sequence, chat: bool | Mapping, tokenizer: Tokenizer | None) -> list[int]:
@@ -39,10 +44,12 @@ def tokens_of(name: str, prompt: str | Sequence, chat: bool | Mapping, tokenizer
             raise ValueError(f"{name} is text and this model has no tokenizer.json; add it, or give token ids instead of text")
         ids = tokenizer.chat([{"role": "user", "content": prompt}], settings=settings) if chat else tokenizer.encode(prompt)
     elif chat:
-        if tokenizer is None or not isinstance(prompt, list) or not all(isinstance(message, Mapping) for message in prompt):
+        if not isinstance(prompt, list) or not prompt or not all(isinstance(message, Mapping) for message in prompt):
             raise ValueError(f"{name} is {prompt!r:.60} with chat=True; give a user's message as text, or a list of {{'role': ..., 'content': ...}}")
+        if tokenizer is None:
+            raise ValueError(f"{name} is a conversation and this model has no tokenizer.json; add it, or give token ids instead of messages")
         ids = tokenizer.chat(prompt, settings=settings)
-    elif isinstance(prompt, Iterable) and not isinstance(prompt, Mapping):
+    elif isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | Set | bytes):
         try:
             ids = list(map(operator.index, prompt))
         except TypeError as error:

@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 from types import NoneType
 from typing import NamedTuple, Protocol
 
@@ -14,20 +14,31 @@ from torch import Tensor
 from onchip.cache.paged import PageList
 from onchip.engine.grammar import Grammar
 from onchip.engine.text import StopText
+from onchip.models.kinds import Kind, check_options, is_whole, of_type
 from onchip.ops.sampling import MOST_TOP
 
 MOST_BIASED = 512  # tokens of a request with a logit bias, or that min_tokens forbids
 MOST = 2**31 - 1  # of a count: the device has int32
-KINDS = (  # of sampling parameters, looked at before their values: what is none of these would only fail in a step, which others share
-    ("max_tokens top_k min_tokens n", Integral, "a whole number"),
-    ("seed logprobs prompt_logprobs", (Integral, NoneType), "a whole number, or None"),
-    ("temperature top_p min_p typical_p repetition_penalty presence_penalty frequency_penalty", Real, "a number"),
-    ("stop stop_token_ids", Collection, "a list, which may be empty"),
-    ("logit_bias", Mapping, "{token id: number}, which may be empty"),
-    ("ignore_eos", bool, "True or False"),
-    ("adapter", (str, NoneType), "a name, or None"),
-    ("grammar", (Grammar, NoneType), "Grammar('json', schema), or None"),
-)
+MOST_SAMPLES = 1 << 16  # of a prompt: all of them are made before one runs
+WHOLE = Kind("a whole number", lambda value: is_whole(value, -math.inf, math.inf))
+REAL = Kind("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool))
+
+
+def _listed(value: object) -> bool:
+    return isinstance(value, Sequence | Set) and not isinstance(value, str | bytes)
+
+
+KINDS = {  # of sampling parameters, looked at before their values: what is none of these would only fail in a step, which others share
+    **dict.fromkeys(("max_tokens", "top_k", "min_tokens", "n"), WHOLE),
+    **dict.fromkeys(("seed", "logprobs", "prompt_logprobs"), WHOLE.or_none("None")),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), REAL),
+    "stop": Kind("a list of strings, which may be empty", _listed),
+    "stop_token_ids": Kind("a list of token ids, which may be empty", _listed),
+    "logit_bias": of_type("{token id: number}, which may be empty", Mapping),
+    "ignore_eos": of_type("True or False", bool),
+    "adapter": of_type("a name, or None", str, NoneType),
+    "grammar": of_type("Grammar('json', schema), or None", Grammar, NoneType),
+}
 
 
 @dataclass(frozen=True)
@@ -73,11 +84,7 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self):
-        for names, kind, accepted in KINDS:
-            for name in names.split():
-                given = getattr(self, name)
-                if not isinstance(given, kind) or (isinstance(given, bool) and kind is not bool):
-                    raise ValueError(f"SamplingParams: {name} is {given!r:.60}; give {accepted}")
+        check_options("SamplingParams: ", vars(self), KINDS)
         bias, most = self.logit_bias, f"0 to {MOST_TOP}, or None"
         checks = (
             (1 <= self.max_tokens <= MOST, "max_tokens", f"1 to {MOST}"),
@@ -86,16 +93,16 @@ class SamplingParams:
             (0 < self.top_p <= 1, "top_p", "more than 0 and at most 1 (all)"),
             (0 <= self.min_p < 1, "min_p", "at least 0 (all) and less than 1"),
             (self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "a 64-bit integer"),
-            (not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop), "stop", "a list of strings that are not empty"),
+            (all(isinstance(s, str) and s for s in self.stop), "stop", "a list of strings that are not empty"),
             (0 < self.typical_p <= 1, "typical_p", "more than 0 and at most 1 (all)"),
-            (all(isinstance(token, int) and token >= 0 for token in self.stop_token_ids), "stop_token_ids", "a list of token ids"),
+            (all(map(_token, self.stop_token_ids)), "stop_token_ids", "a list of token ids"),
             (0 <= self.min_tokens <= self.max_tokens, "min_tokens", f"0 to max_tokens, {self.max_tokens}"),
             (not (self.grammar and self.min_tokens), "min_tokens", "0 beside a grammar, which says itself where the answer may end"),
-            (self.n >= 1, "n", "1 or more"),
+            (1 <= self.n <= MOST_SAMPLES, "n", f"1 to {MOST_SAMPLES}"),
             (1e-3 <= self.repetition_penalty <= 1e3, "repetition_penalty", "0.001 to 1000; 1 is none"),  # logits of 60 stay finite in float16
             (-1e3 <= self.presence_penalty <= 1e3, "presence_penalty", "-1000 to 1000; 0 is none"),
             (-1e3 <= self.frequency_penalty <= 1e3, "frequency_penalty", "-1000 to 1000; 0 is none"),
-            (all(isinstance(t, int) and t >= 0 and _biases(x) for t, x in bias.items()), "logit_bias", "{token id: -1e30 to 1e30, or an infinity}"),
+            (all(_token(t) and _biases(x) for t, x in bias.items()), "logit_bias", "{token id: -1e30 to 1e30, or an infinity}"),
             (len(self.stop_token_ids) <= MOST_BIASED - 16, "stop_token_ids", f"at most {MOST_BIASED - 16}"),
             (len(bias) + len(self.stop_token_ids) <= MOST_BIASED - 16, "logit_bias", f"at most {MOST_BIASED - 16} tokens, stop_token_ids included"),
             (self.logprobs is None or 0 <= self.logprobs <= MOST_TOP, "logprobs", most),
@@ -110,8 +117,12 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
-def _biases(x: float) -> bool:
-    return isinstance(x, Real) and (-1e30 <= x <= 1e30 or abs(x) == math.inf)
+def _token(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x >= 0
+
+
+def _biases(x: object) -> bool:
+    return REAL.fits(x) and (-1e30 <= x <= 1e30 or abs(x) == math.inf)
 
 
 class TokenLogProbs(NamedTuple):

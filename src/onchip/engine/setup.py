@@ -1,8 +1,6 @@
 """What an engine is made of: device, dtype, page pool, prefix cache and tokenizer, from the arguments of `LLM`."""
 
-import math
 from dataclasses import dataclass
-from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType
 
@@ -18,10 +16,11 @@ from onchip.core.kernel import Unsupported
 from onchip.core.problem import DTYPES, SHORT, Rows
 from onchip.engine.draft import Guesses
 from onchip.engine.scheduler import Unshared
-from onchip.models import weights
+from onchip.models import kinds, weights
 from onchip.models.decoder import Decoder
 from onchip.models.families import ModelConfig
 from onchip.models.gguf import ModelError, Progress
+from onchip.models.kinds import DEVICE, Kind, is_number, is_whole, of_type
 from onchip.models.lora import AdapterSlots
 from onchip.models.parallel import ALONE, TensorParallel
 from onchip.models.tokenizer import Tokenizer
@@ -29,6 +28,7 @@ from onchip.models.tokenizer import Tokenizer
 GIB = 1 << 30
 PAGE = 16  # tokens
 MOST_BATCH = 1 << 16  # each has a row of the engine's state from the start
+MOST_GIB = 1e9  # bytes of which fit in 64 bits
 CPU_CACHE = 2 * GIB  # keys and values on a CPU: memory is only taken when it is written
 GPU_SHARE = 0.8  # of the memory that is free once the weights are in
 
@@ -45,11 +45,20 @@ class PrefixCache:
     host_gib: float = 0.0
 
 
-KINDS = {  # of LLM's options that are values
-    "draft": ((Guesses, NoneType), "NGram(), DraftModel(name of a smaller model), or None"),
-    "prefix_cache": ((PrefixCache, NoneType), "PrefixCache(), or None for no prefix cache"),
-    "adapters": ((AdapterSlots, NoneType), "AdapterSlots(slots, rank), or None"),
-    "parallel": (TensorParallel, "TensorParallel.join(), to ParallelLLM; leave it out for one device"),
+OPTIONS = {  # of LLM, but for those that name what is read
+    "device": DEVICE,
+    "kernel": of_type("the name of a kernel, or auto", str),
+    "max_len": Kind("2 or more, as an integer: a token of the prompt and one of the answer; or None", lambda value: value is None or is_whole(value, 2)),
+    "max_batch": Kind(f"1 to {MOST_BATCH}, as an integer", lambda value: is_whole(value, 1, MOST_BATCH)),
+    "cache_gib": Kind("a number of GiB, or None", lambda value: value is None or is_number(value, -MOST_GIB, MOST_GIB)),
+    "prefix_cache": of_type("PrefixCache(), or None for no prefix cache", PrefixCache, NoneType),
+    "step_tokens": Kind("1 or more, as an integer; or None", lambda value: value is None or is_whole(value, 1)),
+    "batch_invariant": of_type("True or False", bool),
+    "draft": of_type("NGram(), DraftModel(name of a smaller model), or None", Guesses, NoneType),
+    "dummy_weights": of_type("True or False", bool),
+    "progress": Kind("what can be called as (bytes done, bytes in all), or None", lambda value: value is None or callable(value)),
+    "parallel": of_type("TensorParallel.join(), to ParallelLLM; leave it out for one device", TensorParallel),
+    "adapters": of_type("AdapterSlots(slots, rank), or None", AdapterSlots, NoneType),
 }
 
 
@@ -57,12 +66,12 @@ def tree_of(pool: PagePool, prefix: PrefixCache | None) -> RadixTree | Unshared:
     """The prefix cache over a pool, or what stands in for none. Raises ValueError for less host memory than a page takes."""
     if prefix is None:
         return Unshared(pool)
-    if prefix.host_gib == 0:
+    each, given = pool.page_bytes, is_number(prefix.host_gib, -1, MOST_GIB)
+    if given and prefix.host_gib == 0:
         return RadixTree(pool)
-    each = pool.page_bytes
-    slots = int(prefix.host_gib * GIB) // each if isinstance(prefix.host_gib, Real) and math.isfinite(prefix.host_gib) else 0
+    slots = int(prefix.host_gib * GIB) // each if given else 0
     if slots < 1:
-        raise ValueError(f"PrefixCache: host_gib is {prefix.host_gib!r}; give 0 (none), or at least {each / GIB:.3g} for a page")
+        raise ValueError(f"PrefixCache: host_gib is {prefix.host_gib!r:.60}; give 0 (none), or at least {each / GIB:.3g} for a page")
     try:
         return RadixTree(pool, HostPool(pool, slots))
     except RuntimeError as error:  # torch's, whose text is a stack of C++
@@ -74,7 +83,12 @@ def decoder_of(
     rows: int | None = None, dummy_weights: bool = False, progress: Progress | None = None, parallel: TensorParallel = ALONE,
 ) -> Decoder:  # fmt: skip
     """A model with its weights, or random ones, ready for texts of so many positions; `rows`: of its rotary tables."""
-    model = Decoder(config, dtype=dtype, device=device, parallel=parallel)
+    try:
+        model = Decoder(config, dtype=dtype, device=device, parallel=parallel)
+    except RuntimeError as error:  # a GPU's says what it is; a CPU's is torch's stack of C++
+        if device.type != "cpu":
+            raise
+        raise ModelError(f"{path}: there is no memory for a model of its sizes ({str(error).splitlines()[0]}); take a smaller model") from error
     if dummy_weights:
         model.randomise()
     else:
@@ -135,24 +149,13 @@ def _pages(model: Decoder, count: int, form: Format | None) -> PagePool:
     return PagePool(c.layers, count, PAGE, c.kv_heads, c.dim, dtype=model.dtype, device=model.device, format=form)
 
 
-def check_kinds(**given: object) -> None:
-    """Raises ValueError for an option of `KINDS` that is something else."""
-    for name, value in given.items():
-        kind, accepted = KINDS[name]
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} is {value!r:.60}; give {accepted}")
-
-
-def check_sizes(max_len: int | None, max_batch: int, cache_gib: float | None, step_tokens: int | None) -> None:
-    checks = (
-        (step_tokens is None or _counts(step_tokens, 1), f"step_tokens is {step_tokens!r}; give 1 or more, as an integer"),
-        (max_len is None or _counts(max_len, 2), f"max_len is {max_len!r}; give 2 or more, as an integer: a token of the prompt and one of the answer"),
-        (_counts(max_batch, 1) and max_batch <= MOST_BATCH, f"max_batch is {max_batch!r}; give 1 to {MOST_BATCH}, as an integer"),
-        (cache_gib is None or (isinstance(cache_gib, Real) and math.isfinite(cache_gib)), f"cache_gib is {cache_gib!r}; give a number of GiB"),
-    )
-    for good, problem in checks:
-        if not good:
-            raise ValueError(problem)
+def check_options(**given: object) -> None:
+    """Raises ValueError for an option of `OPTIONS` that is something else, and for some that do not go together."""
+    kinds.check_options("", given, OPTIONS)
+    if given["batch_invariant"] and given["draft"] is not None:
+        raise ValueError("draft: a batch's size says whether tokens are guessed, and so how they are computed; leave draft or batch_invariant out")
+    if given["batch_invariant"] and (given["adapters"] or given["parallel"].of > 1):
+        raise ValueError("batch_invariant with adapters or over several ranks is not to be had: sums depend on the number of rows there; leave one out")
 
 
 def length_of(max_len: int | None, context: int) -> int:
@@ -160,10 +163,6 @@ def length_of(max_len: int | None, context: int) -> int:
     if max_len is not None and max_len > context:
         raise ValueError(f"max_len is {max_len} and the model's context is {context} tokens; give 2 to {context}, or leave it out for all of it")
     return context if max_len is None else max_len
-
-
-def _counts(value: object, least: int) -> bool:
-    return isinstance(value, Integral) and value >= least
 
 
 def dtype_of(name: str | None, model: torch.dtype, device: torch.device) -> torch.dtype:

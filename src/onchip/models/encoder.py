@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from onchip.core.problem import DTYPES
 from onchip.models import weights
 from onchip.models.families import ACTIVATIONS
 from onchip.models.gguf import ModelError
+from onchip.models.kinds import COUNT, DEVICE, SWITCH, TEXT, Kind, check_keys, check_options, is_number, is_whole, of_type, records
 from onchip.models.layers import Linear
 from onchip.models.pieces import Places, whole
 from onchip.models.tokenizer import Tokenizer
@@ -31,12 +33,30 @@ FAMILIES = {"bert": False, "roberta": True, "xlm-roberta": True, "camembert": Tr
 IGNORED = r".*position_ids|(pooler|cls|lm_head|classifier|qa_outputs)\..*"  # buffers, and heads of other tasks
 PREFIX = re.compile(r"(bert|roberta)\.")
 POOLINGS = ("mean", "cls")
+COUNTS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "type_vocab_size", "max_position_embeddings")
+KEYS = {
+    **dict.fromkeys(COUNTS, COUNT),
+    "hidden_act": TEXT,
+    "layer_norm_eps": Kind("a number between 0 and 1", lambda value: is_number(value, 0, 1)),
+}
+TRAINED, POOLING = {"max_seq_length": COUNT.or_none()}, {"pooling_mode": TEXT.or_none()}  # of sentence_bert_config.json, of a module's config.json
+MODULES = {"modules.json": records("type", "path")}
+OPTIONS = {
+    "dtype": Kind(f"one of {', '.join(map(str, DTYPES.values()))}", lambda value: isinstance(value, torch.dtype) and value in DTYPES.values()),
+    "device": DEVICE,
+    "max_len": Kind("3 or more, as an integer: two tokens stand around a text; or None", lambda value: value is None or is_whole(value, 3)),
+    "pooling": of_type(f"{' or '.join(map(repr, POOLINGS))}, or None", str, NoneType),
+    "normalise": SWITCH.or_none("None"),
+}
 TOKENS = 16384  # of a forward pass
 
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The shape of one encoder. `first`: the position of the first token; `context`: most tokens of a text."""
+    """The shape of one encoder. `context`: most tokens of a text.
+
+    first   the position of the first token, behind that of padding, which has its id for a position, wherever in a text it stands, and is not counted.
+    """
 
     family: str
     layers: int
@@ -56,22 +76,18 @@ class EncoderConfig:
         name = raw["model_type"]
         if name not in FAMILIES:
             raise ModelError(f"encoder family {name!r} is not one of {', '.join(FAMILIES)}")
-        counts = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "type_vocab_size", "max_position_embeddings")
-        for key in counts:
-            if not isinstance(raw.get(key), int) or raw[key] < 1:
-                raise ModelError(f"config: {key} is {raw.get(key)!r}; it must be a positive integer")
-        layers, width, inner, heads, vocab, kinds, positions = (raw[key] for key in counts)
+        raw = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "pad_token_id": 1, **raw}
+        check_keys("config", raw, KEYS)
+        layers, width, inner, heads, vocab, kinds, positions = (raw[key] for key in COUNTS)
         if width % heads:
             raise ModelError(f"config: hidden_size {width} is not a multiple of {heads} heads")
         for key, fine in (("position_embedding_type", "absolute"), ("is_decoder", False)):
             if raw.get(key, fine) != fine:
                 raise ModelError(f"config: {key} is {raw[key]!r}; {fine!r} is read")
-        if raw.get("hidden_act", "gelu") not in ACTIVATIONS:
+        if raw["hidden_act"] not in ACTIVATIONS:
             raise ModelError(f"config: hidden_act {raw['hidden_act']!r} is not one of {', '.join(ACTIVATIONS)}")
-        act, eps, padding = ACTIVATIONS[raw.get("hidden_act", "gelu")], raw.get("layer_norm_eps", 1e-12), raw.get("pad_token_id", 1)
-        if not isinstance(eps, float) or not 0 < eps < 1:
-            raise ModelError(f"config: layer_norm_eps is {eps!r}; it must be a number between 0 and 1")
-        if FAMILIES[name] and (not isinstance(padding, int) or not 0 <= padding < positions - 3):
+        act, eps, padding = ACTIVATIONS[raw["hidden_act"]], raw["layer_norm_eps"], raw["pad_token_id"]
+        if FAMILIES[name] and not is_whole(padding, 0, positions - 4):
             raise ModelError(f"config: pad_token_id is {padding!r}, behind which positions begin; it must be 0 to {positions - 4}, of {positions} positions")
         first = padding + 1 if FAMILIES[name] else 0
         return cls(name, layers, width, inner, heads, vocab, kinds, first, positions - first, eps, act)
@@ -112,7 +128,7 @@ class Encoder:
         self.blocks = [Block(c, dtype, device) for _ in range(c.layers)]
 
     def forward(self, tokens: Tensor, positions: Tensor, offsets: Tensor, longest: int) -> Tensor:
-        """Hidden states [tokens, width] of texts laid end to end: tokens and positions int64 [tokens], offsets int32 [texts + 1]."""
+        """Hidden states [tokens, width] of texts laid end to end: tokens and positions int64 [tokens], of padding -1, offsets int32 [texts + 1]."""
         c = self.config
         x = self.norm(F.embedding(tokens, self.words) + self.kinds[0] + F.embedding(positions + c.first, self.places))
         for block in self.blocks:
@@ -170,8 +186,8 @@ class Embedder:
         pooling: str | None = None,
         normalise: bool | None = None,
     ):
-        if dtype not in DTYPES.values():
-            raise ValueError(f"Embedder: dtype is {dtype!r}; give one of {', '.join(map(str, DTYPES.values()))}")
+        given = {"dtype": dtype, "device": device, "max_len": max_len, "pooling": pooling, "normalise": normalise}
+        check_options("Embedder: ", given, OPTIONS)
         self.device = devices.named(device)
         try:
             path = weights.locate(model)
@@ -180,10 +196,10 @@ class Embedder:
         if path.is_file():
             raise ModelError(f"encoder {str(model)!r} is a file; encoders are read from folders in Hugging Face's layout")
         self.config = EncoderConfig.read(weights.read_config(path))
-        trained = (weights.read_json(path / "sentence_bert_config.json") or {}).get("max_seq_length") or self.config.context
+        trained = (weights.read_json(path / "sentence_bert_config.json", keys=TRAINED) or {}).get("max_seq_length") or self.config.context
         self.max_len = min(trained if max_len is None else max_len, self.config.context)
         if self.max_len < 3:
-            raise ValueError(f"Embedder: max_len is {max_len}; give 3 or more: two tokens stand around a text")
+            raise ValueError(f"Embedder: max_len is {self.max_len}; give 3 or more: two tokens stand around a text")
         found, normal = _pooling(path)
         self.pooling, self.normalise = pooling or found, normal if normalise is None else normalise
         if self.pooling not in POOLINGS:
@@ -197,9 +213,9 @@ class Embedder:
         """Numbers of an embedding."""
         return self.config.width
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode(self, texts: str | Sequence[str]) -> list[list[int]]:
         """Token ids of each text as the encoder reads it, [CLS] and [SEP] included, at most `max_len`."""
-        return [self.tokenizer.frame(text, self.max_len) for text in texts]
+        return [self.tokenizer.frame(text, self.max_len) for text in _listed("encode", texts)]
 
     @devices.on_host
     @torch.no_grad()
@@ -208,9 +224,7 @@ class Embedder:
 
         Raises ValueError for no text at all, ids that are no tokens, and more of them than `max_len`.
         """
-        if not isinstance(texts, Iterable) or isinstance(texts, Mapping):
-            raise ValueError(f"embed: texts are {texts!r:.60}; give a text, a list of texts, or a list of lists of token ids")
-        texts = [texts] if isinstance(texts, str) else list(texts)
+        texts = _listed("embed", texts)
         if not texts:
             raise ValueError("embed: there are no texts; give at least one")
         ids = []
@@ -228,8 +242,11 @@ class Embedder:
         device, lengths = self.encoder.device, [len(one) for one in ids]
         sizes = torch.tensor(lengths)
         offsets = F.pad(sizes.cumsum(0), (1, 0))
-        positions = torch.arange(sum(lengths)) - offsets[:-1].repeat_interleave(sizes)
-        host = (torch.tensor([token for one in ids for token in one]), positions, offsets)
+        tokens = torch.tensor([token for one in ids for token in one])
+        counted = tokens != self.config.first - 1
+        before = F.pad(counted.cumsum(0), (1, 0))
+        positions = torch.where(counted, before[:-1] - before[offsets[:-1]].repeat_interleave(sizes), -1)
+        host = (tokens, positions, offsets)
         tokens, positions, offsets = (t.to(device, non_blocking=True) for t in host)
         hidden = self.encoder.forward(tokens, positions, offsets.int(), max(lengths)).float()
         if self.pooling == "cls":
@@ -239,18 +256,24 @@ class Embedder:
         return F.normalize(out, dim=1) if self.normalise else out
 
 
+def _listed(name: str, texts: str | Iterable) -> list:
+    if not isinstance(texts, Iterable) or isinstance(texts, Mapping) or getattr(texts, "ndim", 1) == 0:
+        raise ValueError(f"{name}: texts are {texts!r:.60}; give a text, a list of texts, or a list of lists of token ids")
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
 def _pooling(folder: Path) -> tuple[str, bool]:
     """How a folder of sentence-transformers pools, and whether it normalises; ("mean", True) where it does not say."""
     modules = weights.read_json(folder / "modules.json", list)
     if modules is None:
         return "mean", True
-    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    check_keys(folder, {"modules.json": modules}, MODULES)
+    kinds = [module["type"].rpartition(".")[2] for module in modules]
     odd = set(kinds) - {"Transformer", "Pooling", "Normalize"}
     if odd:
         raise ModelError(f"{folder / 'modules.json'}: a module of type {odd.pop()!r} is not read; Transformer, Pooling and Normalize are")
-    said = (
-        next((weights.read_json(folder / module["path"] / "config.json") for module, kind in zip(modules, kinds, strict=True) if kind == "Pooling"), None) or {}
-    )
+    found = (weights.read_json(folder / module["path"] / "config.json", keys=POOLING) for module, kind in zip(modules, kinds, strict=True) if kind == "Pooling")
+    said = next(found, None) or {}
     modes = [key.removeprefix("pooling_mode_") for key, value in said.items() if key.startswith("pooling_mode_") and value is True]
     mode = "+".join(modes) or said.get("pooling_mode", "mean")
     return {"mean_tokens": "mean", "cls_token": "cls"}.get(mode, mode), "Normalize" in kinds

@@ -13,7 +13,8 @@ import torch
 from onchip.core.masks import Causal, Mask, Window
 from onchip.core.problem import DTYPES
 from onchip.models.gguf import ModelError
-from onchip.models.rope import SCALINGS
+from onchip.models.kinds import COUNT, INDEX, OBJECT, POSITIVE, SHARE, SWITCH, TEXT, TEXTS, UNSIGNED, check_keys
+from onchip.models.rope import OLD, THETA, rope_table, type_of
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,20 @@ FAMILIES = {
     "phi3": Family(window="all", defaults={"rms_norm_eps": 1e-5}),
     "gemma2": Family(post_norms=True, norm_offset=1.0, scaled=True, window="most", defaults=GEMMA | GEMMA2),
     "gemma3_text": Family(qk_norm=True, post_norms=True, norm_offset=1.0, scaled=True, window="most", defaults=GEMMA | GEMMA3),
+}
+KEYS = {  # of a config, behind the defaults of its family
+    **dict.fromkeys(("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "max_position_embeddings"), COUNT),
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "sliding_window_pattern", OLD), COUNT.or_none()),
+    **dict.fromkeys(("sliding_window", "max_window_layers"), INDEX.or_none()),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "rope_interleaved", "use_sliding_window"), SWITCH.or_none()),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), THETA.or_none()),
+    **dict.fromkeys(("rope_parameters", "rope_scaling"), OBJECT.or_none()),
+    **dict.fromkeys(("hidden_act", "hidden_activation", "dtype", "torch_dtype"), TEXT.or_none()),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), UNSIGNED.or_none()),
+    "partial_rotary_factor": SHARE.or_none(),
+    "query_pre_attn_scalar": POSITIVE.or_none(),
+    "rms_norm_eps": POSITIVE,
+    "layer_types": TEXTS.or_none(),
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
@@ -110,13 +125,14 @@ class ModelConfig:
     def read(cls, raw: Mapping[str, Any]) -> "ModelConfig":
         """From a Hugging Face config (`weights.read_config`). Raises ModelError for an unknown family or a config that cannot be."""
         name = raw.get("model_type")
-        if name not in FAMILIES:
+        if not isinstance(name, str) or name not in FAMILIES:
             raise ModelError(f"model family {name!r} is not one of {', '.join(FAMILIES)}; a family is a row of onchip/models/families.py")
         family = FAMILIES[name]
-        raw = {**family.defaults, **raw}
+        raw = {"rms_norm_eps": 1e-6, "hidden_act": "silu", **family.defaults, **raw}
+        check_keys("config", raw, KEYS)
         if raw.get("use_bidirectional_attention"):
             raise ModelError("config: use_bidirectional_attention is set: this is a model of embeddings, which generates no text")
-        layers, width, heads = (_positive(raw, key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+        layers, width, heads, context = (raw[key] for key in ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"))
         kv_heads = raw.get("num_key_value_heads") or heads
         if heads % kv_heads:
             raise ModelError(f"config: {heads} attention heads are not a multiple of num_key_value_heads {kv_heads}")
@@ -124,29 +140,31 @@ class ModelConfig:
             raise ModelError(f"config: hidden_size {width} is not a multiple of {heads} heads; add head_dim")
         dim = raw.get("head_dim") or width // heads
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        if kind not in SCALINGS:
-            raise ModelError(f"config: rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
-        context = _positive(raw, "max_position_embeddings")
-        rope.setdefault("original_max_position_embeddings", raw.get("original_max_position_embeddings") or context)  # Phi-3 has it beside the dict
+        kind = type_of("config: rope_scaling", rope)
+        rope[OLD] = rope.get(OLD) or raw.get(OLD) or context  # Phi-3 has it beside the dict
         if kind == "longrope":
-            rope.setdefault("factor", context / rope["original_max_position_embeddings"])
-        act = raw.get("hidden_activation") or raw.get("hidden_act", "silu")  # Gemma's files have both, and go by the first
+            rope.setdefault("factor", context / rope[OLD])
+        act = raw.get("hidden_activation") or raw["hidden_act"]  # Gemma's files have both, and go by the first
         if act not in ACTIVATIONS:
             raise ModelError(f"config: hidden_act {act!r} is not one of {', '.join(ACTIVATIONS)}")
         partial = 1.0 if kind == "proportional" else rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+        rotary_dim, theta = int(dim * partial), float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+        try:
+            rope_table(context, rotary_dim, theta, rope, rows=1)  # what no table can be made of is said before weights are read
+        except ValueError as error:
+            raise ModelError(f"config: {error}") from None
         return cls(
             family=name,
             layers=layers,
             width=width,
-            inner=_positive(raw, "intermediate_size"),
+            inner=raw["intermediate_size"],
             heads=heads,
             kv_heads=kv_heads,
             dim=dim,
-            rotary_dim=int(dim * partial),
-            vocab=_positive(raw, "vocab_size"),
+            rotary_dim=rotary_dim,
+            vocab=raw["vocab_size"],
             context=context,
-            eps=raw.get("rms_norm_eps", 1e-6),
+            eps=raw["rms_norm_eps"],
             act=ACTIVATIONS[act],
             qkv_bias=family.qkv_bias or bool(raw.get("attention_bias")),
             out_bias=bool(raw.get("attention_bias")) and not family.qkv_bias,
@@ -156,7 +174,7 @@ class ModelConfig:
             norm_offset=family.norm_offset,
             embedding_scale=width**0.5 if family.scaled else 1.0,
             tied=bool(raw.get("tie_word_embeddings")),
-            theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+            theta=theta,
             window_theta=raw.get("rope_local_base_freq"),
             rope=rope,
             rope_layout="interleaved" if raw.get("rope_interleaved") else "neox",
@@ -168,18 +186,12 @@ class ModelConfig:
         )
 
 
-def _positive(raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"config: {key} is {value!r}; it must be a positive integer")
-    return value
-
-
 def _masks(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[Mask, ...]:
     """Causal, or a window of `sliding_window` tokens (the query's own counted) in the layers that slide."""
     window = raw.get("sliding_window") if family.window != "none" and raw.get("use_sliding_window", family.window != "upper") else None
     if family.window == "most":
-        window = _positive(raw, "sliding_window")
+        check_keys("config", raw, {"sliding_window": COUNT})
+        window = raw["sliding_window"]
     if not window:
         return (Causal(),) * layers
     kinds = raw.get("layer_types")
@@ -195,10 +207,12 @@ def _masks(raw: Mapping[str, Any], family: Family, layers: int) -> tuple[Mask, .
 def _slide(raw: Mapping[str, Any], family: Family, layers: int) -> list[bool]:
     """Which layers see a window only, in a config without `layer_types`."""
     if family.window == "most":
-        every = _positive(raw, "sliding_window_pattern")
-        return [(i + 1) % every != 0 for i in range(layers)]
-    first = raw["max_window_layers"] if family.window == "upper" else 0
-    return [i >= first for i in range(layers)]
+        check_keys("config", raw, {"sliding_window_pattern": COUNT})
+        return [(i + 1) % raw["sliding_window_pattern"] != 0 for i in range(layers)]
+    if family.window != "upper":
+        return [True] * layers
+    check_keys("config", raw, {"max_window_layers": INDEX})
+    return [i >= raw["max_window_layers"] for i in range(layers)]
 
 
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype:

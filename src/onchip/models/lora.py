@@ -1,10 +1,8 @@
 """LoRA adapters from PEFT's folders, and the table of those that a decoder's requests may have (Hu et al., 2021)."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +11,7 @@ from torch import Tensor
 
 from onchip.core.low_rank import LowRank, Route
 from onchip.models.gguf import ModelError
+from onchip.models.kinds import NUMBER, SWITCH, Kind, check_keys, is_whole
 from onchip.models.layers import Linear
 from onchip.models.pieces import Places
 from onchip.models.weights import open_safetensors, read_json
@@ -52,6 +51,19 @@ HARMLESS = {  # PEFT's keys (0.21) that may be set: to anything where they say h
 }
 
 
+MOST_SLOTS = 1 << 16  # and ranks: all of them have memory from the start
+
+
+def _patterns(value: object) -> bool:
+    try:
+        return isinstance(value, Mapping) and all(re.compile(pattern) and NUMBER.fits(alpha) for pattern, alpha in value.items())
+    except re.error:
+        return False
+
+
+KEYS = {"lora_alpha": NUMBER, "alpha_pattern": Kind("an object of regular expressions and numbers", _patterns).or_none(), "use_rslora": SWITCH.or_none()}
+
+
 @dataclass(frozen=True)
 class Adapter:
     """A LoRA adapter: `W + B A` instead of W for some matrices.
@@ -70,6 +82,8 @@ class Adapter:
         Raises ModelError for files that are missing or damaged, for what is not plain LoRA on matrices (DoRA, biases, embeddings, PiSSA's changed base
         weights), and for keys of its config that are not known and are set.
         """
+        if not isinstance(folder, str | Path) or not (name is None or isinstance(name, str)):
+            raise ModelError(f"adapter {folder!r:.60}, name {name!r:.60}: give a folder that PEFT's save_pretrained wrote, and a name as text or None")
         folder = Path(folder).expanduser()
         config = read_json(folder / CONFIG)
         if config is None:
@@ -80,6 +94,7 @@ class Adapter:
             fine = HARMLESS.get(key, ())
             if value and fine is not None and value not in fine:
                 raise ModelError(f"{folder / CONFIG}: {key} is {value!r}, which is not read; merge the adapter into the model with PEFT's merge_and_unload")
+        check_keys(folder / CONFIG, config := {"lora_alpha": 8, **config}, KEYS)
         if not (folder / WEIGHTS).is_file():
             raise ModelError(f"adapter {str(folder)!r}: there is no {WEIGHTS}; save it again with PEFT's save_pretrained(safe_serialization=True)")
         halves: dict[str, dict[str, Tensor]] = {}
@@ -88,7 +103,9 @@ class Adapter:
                 found = KEY.fullmatch(key)
                 if found is None:
                     raise ModelError(f"{folder / WEIGHTS}: {key!r} is no A or B of a matrix; LoRA of matrices is read, without embeddings or whole modules")
-                halves.setdefault(found[1], {})[found[2]] = file.get_tensor(key).float()
+                if not (half := file.get_tensor(key)).is_floating_point():
+                    raise ModelError(f"{folder / WEIGHTS}: {key!r} is {half.dtype}; it must be of floating-point numbers")
+                halves.setdefault(found[1], {})[found[2]] = half.float()
         for at, pair in halves.items():
             if set(pair) != {"A", "B"} or not pair["A"].ndim == pair["B"].ndim == 2 or not len(pair["A"]) == pair["B"].shape[1] >= 1:
                 shapes = ", ".join(f"{half} {list(t.shape)}" for half, t in sorted(pair.items()))
@@ -100,9 +117,7 @@ class Adapter:
 def _scale(config: Mapping[str, Any], matrix: str, rank: int) -> float:
     """alpha / rank, or alpha / sqrt(rank) where the ranks are stabilised (Kalajdzievski, 2023)."""
     patterns = config.get("alpha_pattern") or {}
-    alpha = next((value for pattern, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", matrix)), config.get("lora_alpha", 8))
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise ModelError(f"{CONFIG}: of {matrix} lora_alpha is {alpha!r}; it must be a number")
+    alpha = next((value for pattern, value in patterns.items() if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", matrix)), config["lora_alpha"])
     return alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
@@ -123,8 +138,8 @@ class AdapterTable:
 
     def __init__(self, decoder, room: AdapterSlots = AdapterSlots()):
         slots, rank = room
-        if not all(isinstance(count, Integral) and count >= 1 for count in room):
-            raise ValueError(f"AdapterSlots: slots is {slots!r}, rank {rank!r}; give whole numbers of 1 or more")
+        if not all(is_whole(count, 1, MOST_SLOTS) for count in room):
+            raise ValueError(f"AdapterSlots: slots is {slots!r:.60}, rank {rank!r:.60}; give whole numbers of 1 or more, up to {MOST_SLOTS}")
         self.rank, self.names, self.serials = rank, [None] * slots, [0] * slots
         self._added = 0
         self._places: Places = decoder.places

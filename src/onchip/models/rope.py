@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onchip.models.gguf import ModelError
+from onchip.models.kinds import NUMBERS, POSITIVE, SHARE, SWITCH, TEXT, UNSIGNED, Kind, check_keys, is_number, is_whole
+
 OLD = "original_max_position_embeddings"
 SCALINGS = {  # rope_type: what it needs
     "default": (),
@@ -17,6 +20,26 @@ SCALINGS = {  # rope_type: what it needs
     "longrope": ("factor", "short_factor", "long_factor", OLD),
     "proportional": (),
 }
+THETA = Kind("a number above 1", lambda value: is_number(value, 1))
+KEYS = {  # of a scaling dict
+    **dict.fromkeys(("rope_type", "type"), TEXT.or_none()),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"), POSITIVE.or_none()),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), UNSIGNED.or_none()),
+    **dict.fromkeys(("short_factor", "long_factor", "rope_freqs"), NUMBERS.or_none()),
+    OLD: Kind("an integer of 2 or more", lambda value: is_whole(value, 2)).or_none(),
+    "rope_theta": THETA.or_none(),
+    "partial_rotary_factor": SHARE.or_none(),
+    "truncate": SWITCH.or_none(),
+}
+
+
+def type_of(name: str, scaling: Mapping[str, Any]) -> str:
+    """The rope_type of a scaling dict. Raises ModelError, which is a ValueError, for another one than of `SCALINGS`, and for a key that holds nonsense."""
+    check_keys(name, scaling, KEYS)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in SCALINGS:
+        raise ModelError(f"{name}: rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
+    return kind
 
 
 def rope_table(
@@ -32,14 +55,12 @@ def rope_table(
               frequency, as GGUF files carry them.
     rows      of the table, where it is to be longer than the texts of `positions` that it is scaled for: drafts are written past the end of a text.
 
-    Raises ValueError for another rope_type, or a dict that lacks what its own needs.
+    Raises ValueError for another rope_type, a dict that lacks what its own needs, or a key that holds nonsense.
     """
     scaling = dict(scaling or {})
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind not in SCALINGS:
-        raise ValueError(f"rope_table: rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
-    if dim % 2 or not theta > 0:
-        raise ValueError(f"rope_table: dim is {dim}, theta {theta}; give an even number, and more than 0")
+    kind = type_of("rope_table", scaling)
+    if dim % 2 or dim < (4 if kind == "dynamic" else 2) or not THETA.fits(theta):
+        raise ValueError(f"rope_table: dim is {dim}, theta {theta!r:.60}; give an even number (for 'dynamic' 4 or more), and more than 1")
     if missing := [key for key in SCALINGS[kind] if scaling.get(key) is None]:
         raise ValueError(f"rope_table: rope_type {kind!r} without {', '.join(missing)}; give it in `scaling`")
     if kind == "dynamic":
@@ -108,6 +129,8 @@ def _longrope(frequencies: Tensor, positions: int, s: Mapping[str, Any]) -> tupl
 def _llama3(frequencies: Tensor, s: Mapping[str, Any]) -> Tensor:
     """Slow frequencies divided by `factor`, fast ones kept, a ramp between the two wavelengths."""
     low, high, old = s["low_freq_factor"], s["high_freq_factor"], s[OLD]
+    if not low < high:
+        raise ValueError(f"rope_table: rope_type 'llama3': low_freq_factor is {low}, high_freq_factor {high}; the high one must be the larger")
     smooth = ((old * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return frequencies * (smooth + (1 - smooth) / s["factor"])
 

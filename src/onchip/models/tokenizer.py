@@ -18,10 +18,19 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from onchip.models import gguf
+from onchip.models.kinds import INDEX, OBJECT, SWITCH, TEXT, Kind, check_keys, mapping_of, records
 from onchip.models.weights import ModelError, read_json
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 MOST_ENDS = 16  # tokens that end a text: what a request may forbid has room for so many beside its own
+TOKEN = Kind(
+    "text, or an object whose content is text", lambda value: isinstance(value, str) or (isinstance(value, Mapping) and isinstance(value.get("content"), str))
+)
+NAMED, LISTED = mapping_of("an object of names and texts", TEXT.fits), records("name", "template")
+TEMPLATES = Kind(f"text, {NAMED.accepted}, or {LISTED.accepted}", lambda value: any(kind.fits(value) for kind in (TEXT, NAMED, LISTED))).or_none()
+OWN = dict.fromkeys(SPECIAL, TOKEN.or_none()) | {"add_bos_token": SWITCH.or_none(), "chat_template": TEMPLATES}  # of tokenizer_config.json
+ENDS = Kind("a token id, a list of them", lambda value: all(map(INDEX.fits, value if isinstance(value, list) else [value]))).or_none()
+SAID = {"eos_token_id": ENDS, "text_config": OBJECT.or_none()}  # of config.json and generation_config.json
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
@@ -113,8 +122,10 @@ class Tokenizer:
         """The prompt that `chat` tokenises, as text."""
         if self._template is None:
             raise ModelError("this model has no chat template; encode a prompt of your own, or use an instruction-tuned model")
+        if not messages:
+            raise ModelError("messages is empty; give at least one, a dict with 'role' and 'content'")
         for i, message in enumerate(messages):
-            if not isinstance(message, dict) or "role" not in message:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise ModelError(f"messages[{i}] is {message!r:.60}; each message is a dict with 'role' and 'content'")
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None, **self._named}
         try:
@@ -233,14 +244,14 @@ def _from_folder(folder: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing more precise
         raise ModelError(f"{path} is not a tokenizer that the package tokenizers reads ({error}); download it again") from None
-    own, config, generation = (read_json(folder / name) or {} for name in ("tokenizer_config.json", "config.json", "generation_config.json"))
+    own = read_json(folder / "tokenizer_config.json", keys=OWN) or {}
+    config, generation = (read_json(folder / name, keys=SAID) or {} for name in ("config.json", "generation_config.json"))
     texts = {name: own[name]["content"] if isinstance(own[name], dict) else own[name] for name in SPECIAL if own.get(name)}
     eos = {backend.token_to_id(texts["eos_token"])} if "eos_token" in texts else set()
-    for ids in (generation.get("eos_token_id"), config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")):
-        ids = ids if isinstance(ids, list) else [ids]
-        if odd := [one for one in ids if one is not None and (not isinstance(one, int) or one < 0)]:
-            raise ModelError(f"{folder}: eos_token_id has {odd[0]!r:.60}; it must be a token id, or a list of them")
-        eos |= set(ids)
+    inner = config.get("text_config") or {}
+    check_keys(f"{folder / 'config.json'}: text_config", inner, {"eos_token_id": ENDS})
+    for ids in (said.get("eos_token_id") for said in (generation, config, inner)):
+        eos |= set(ids if isinstance(ids, list) else [ids])
     eos -= {None}
     if len(eos) > MOST_ENDS:
         raise ModelError(f"{folder}: {len(eos)} tokens end a text by eos_token_id; at most {MOST_ENDS} may")
@@ -251,9 +262,13 @@ def _from_folder(folder: Path) -> Tokenizer:
 
 def _template_of(folder: Path, config: dict) -> str | None:
     """chat_template.jinja, else chat_template.json, else tokenizer_config.json: a string, or named ones of which "default" or the first."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    found = (read_json(folder / "chat_template.json") or config).get("chat_template")
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        try:
+            return jinja.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{jinja} is not UTF-8 text ({error.reason} at byte {error.start}); download it again") from None
+    found = (read_json(folder / "chat_template.json", keys={"chat_template": TEMPLATES}) or config).get("chat_template")
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in reversed(found)}
     if isinstance(found, dict):

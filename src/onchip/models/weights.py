@@ -4,7 +4,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 from onchip.core import settings
 from onchip.models import gguf
 from onchip.models.gguf import ModelError, Progress, View
+from onchip.models.kinds import OBJECT, TEXT, Kind, check_keys, mapping_of
+from onchip.models.rope import THETA
 
 DEMO = "smollm2"
 PACKAGED = {  # models that travel in a package: {name: (module, what to read in it, distribution)}
@@ -24,6 +26,8 @@ FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # safetensors' names of what
 NO_TEXT = re.compile(
     r"(.*rotary_emb\.inv_freq|.*position_ids|(model\.)?(vision_tower|multi_modal_projector)\..*)"
 )  # buffers, and what a model of text does not read
+KEYS = {"model_type": TEXT.or_none(), **dict.fromkeys(("text_config", "rope_parameters", "rope_scaling"), OBJECT.or_none())}  # of a config, where it is read
+SHARDS = {"weight_map": mapping_of("an object of tensors and the names of their files", lambda name: isinstance(name, str) and len(name) < 256)}
 WAYS = "give a folder with config.json, a .gguf file, owner/name of a model in the Hugging Face cache, 'smollm2', or as an encoder 'minilm'"
 
 
@@ -38,6 +42,8 @@ def locate(name: str | Path | None) -> Path:
     Hugging Face cache, tried in this order.
     Raises ModelError when there is no such thing, and says where it looked.
     """
+    if not (name is None or isinstance(name, str | Path)):
+        raise ModelError(f"model is {name!r:.60}; {WAYS}")
     if name is None or str(name) in PACKAGED:
         return _packaged(str(name or DEMO))
     path = Path(name).expanduser()
@@ -98,24 +104,26 @@ def read_config(path: Path) -> dict:
     """
     if path.is_file():
         return gguf.config(gguf.read(path))
-    found = read_json(path / "config.json")
-    if found is None or "model_type" not in found:
+    found = read_json(path / "config.json", keys=KEYS)
+    if found is None or found.get("model_type") is None:
         raise ModelError(f"{path / 'config.json'} {'is missing' if found is None else 'has no model_type'}; {WAYS}")
     if found["model_type"] == "gemma3":
         found = found | (found.get("text_config") or {}) | {"model_type": "gemma3_text"}
     return _older_spelling(found)
 
 
-def read_json(path: Path, kind: type = dict) -> dict | list | None:
-    """The object in a JSON file (or what else is asked for), None when there is no such file; ModelError when it holds anything else."""
+def read_json(path: Path, kind: type = dict, keys: Mapping[str, Kind] | None = None) -> dict | list | None:
+    """The object in a JSON file (or what else is asked for), None when there is no such file; ModelError when it holds anything else, or has other things
+    at its keys than `keys` says."""
     if not path.is_file():
         return None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not JSON ({error}); download it again") from None
     if not isinstance(found, kind):
         raise ModelError(f"{path} holds a {type(found).__name__}, not {'an object' if kind is dict else 'an array'}; download it again")
+    check_keys(path, found, keys or {})
     return found
 
 
@@ -124,9 +132,11 @@ def _older_spelling(config: dict) -> dict:
     rope = config.get("rope_parameters") or {}
     found = dict(config)
     if "sliding_attention" in rope:  # one for each kind of layer: Gemma 3
+        check_keys("config: rope_parameters", rope, dict.fromkeys(("sliding_attention", "full_attention"), OBJECT))
         local, rope = rope["sliding_attention"], rope["full_attention"]
         if local.get("rope_type", "default") != "default":
             raise ModelError(f"config: rope_type {local['rope_type']!r} of sliding_attention is not read; layers with a window take 'default' only")
+        check_keys("config: rope_parameters.sliding_attention", local, {"rope_theta": THETA})
         found["rope_parameters"] = rope
         found.setdefault("rope_local_base_freq", local["rope_theta"])
     if "dtype" in config:
@@ -204,16 +214,16 @@ def _size(file: Path, name: str, view) -> int:
 
 def _shards(folder: Path) -> dict[Path, list[str]]:
     """The safetensors files of a folder and the tensors to take from each; an empty list: all it holds."""
-    index = read_json(folder / INDEX)
+    index = read_json(folder / INDEX, keys=SHARDS)
     if index is None:
         if not (folder / SINGLE).is_file():
             raise ModelError(_no_weights(folder))
         return {folder / SINGLE: []}
     names: dict[Path, list[str]] = {}
-    for name, file in index.get("weight_map", {}).items():
+    for name, file in index["weight_map"].items():
         names.setdefault(folder / file, []).append(name)
     if not names:
-        raise ModelError(f"{folder / INDEX} has no weight_map; download it again")
+        raise ModelError(f"{folder / INDEX} has an empty weight_map; download it again")
     missing = sorted(file.name for file in names if not file.is_file())
     if missing:
         raise ModelError(f"{folder / INDEX} names {', '.join(missing)}, missing from {folder}; download the model again")

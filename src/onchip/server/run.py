@@ -2,14 +2,15 @@
 
 import asyncio
 import resource
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from onchip.engine.llm import LLM
@@ -20,6 +21,7 @@ from onchip.server.embeddings import Embeddings
 from onchip.server.guard import Guard
 from onchip.server.ranks import Seat, start
 
+LAST_WORDS = 5.0  # seconds for a step of the engine to end and for clients to read what became of their answers
 MOST_HEAD = 1 << 16  # bytes of a request line and its headers
 
 
@@ -84,8 +86,9 @@ def check_address(host: str, port: int) -> None:
 
     try:
         asyncio.run(bind())
-    except OSError as error:
-        raise ValueError(f"--host {host} --port {port}: {error.strerror}; give an address of this machine, and a port that is free (0: any)") from None
+    except (OSError, UnicodeError) as error:  # the latter of a name that is none
+        why = getattr(error, "strerror", error)
+        raise ValueError(f"--host {host} --port {port}: {why}; give an address of this machine, and a port that is free (0: any)") from None
 
 
 class Http(HttpToolsProtocol):
@@ -111,11 +114,38 @@ class Http(HttpToolsProtocol):
         super().on_headers_complete()
 
 
-def run(app: ASGIApp, host: str, port: int, drain: float) -> None:
+class Server(uvicorn.Server):
+    """uvicorn's, with another end: after `drain` seconds uvicorn would cancel its tasks, each with a traceback, and clients would not hear why."""
+
+    def __init__(self, app: Guard, drain: float, **how):
+        super().__init__(uvicorn.Config(app, http=Http, **how))
+        self._app, self._drain = app, drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        cut = asyncio.create_task(self._cut())
+        await super().shutdown(sockets)
+        cut.cancel()
+
+    async def _cut(self) -> None:
+        """End the answers that are left, whose clients are told, and then the connections of clients that do not read."""
+        await asyncio.sleep(self._drain)
+        left = self._app.app.state.front.serving.end()
+        if left:
+            print(f"--drain {self._drain:g}: {left} answers were on their way after so many seconds and end here; give them more", file=sys.stderr, flush=True)
+        await asyncio.sleep(LAST_WORDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+def run(app: Guard, host: str, port: int, drain: float) -> None:
     """Serve until SIGTERM or Ctrl-C; then no connection is taken, and answers on their way have `drain` seconds to end."""
     room_for_connections()
     # one access line a request would cost more than a decode step of a small model
-    uvicorn.run(app, http=Http, host=host, port=port, timeout_graceful_shutdown=drain, access_log=False, backlog=4096)
+    server = Server(app, drain, host=host, port=port, access_log=False, backlog=4096)
+    with suppress(KeyboardInterrupt):  # raised again by uvicorn once the server has ended
+        server.run()
+    if not server.started:
+        raise SystemExit(3)  # as uvicorn's own command has it
 
 
 def room_for_connections() -> None:

@@ -141,10 +141,15 @@ class Serving:
         self.draining = True
         return self._live + self._claimed
 
-    async def stop(self) -> None:
-        """End what still runs, the engine's thread, and then the engine; the process is as it was before `start`."""
+    def end(self) -> int:
+        """End what still runs, with a reason that says so, and the engine's thread. Returns how many answers that cuts off."""
         self._ending = True
         self._inbox.put(None)
+        return self._live + self._claimed
+
+    async def stop(self) -> None:
+        """`end`, and then the engine; the process is as it was before `start`."""
+        self.end()
         await asyncio.to_thread(self._thread.join, FAREWELL)
         if not self._thread.is_alive():
             await asyncio.wait_for(asyncio.to_thread(self.llm.close), FAREWELL)
