@@ -64,7 +64,7 @@ def raw(x) -> torch.Tensor:
     if isinstance(x, int):
         return _integer(x)
     if isinstance(x, float):
-        return torch.tensor(x, dtype=torch.float32)
+        return _real(x.hex())
     raise TypeError(f"a {type(x).__name__} is no value")
 
 
@@ -74,6 +74,12 @@ def _integer(x: int) -> torch.Tensor:
     if isinstance(x, bool):
         return torch.tensor(x)
     return torch.tensor(x, dtype=torch.int32 if -(1 << 31) <= x < 1 << 31 else torch.int64)
+
+
+@lru_cache(1024)
+def _real(x: str) -> torch.Tensor:
+    """By its digits, since 0.0 and -0.0 are equal."""
+    return torch.tensor(float.fromhex(x), dtype=torch.float32)
 
 
 def lift(function: Callable) -> Callable:
@@ -118,6 +124,9 @@ class Tensor:
 
     def __invert__(self):
         return Tensor(~self.values)
+
+
+ZERO, NOTHING = Tensor(torch.tensor(0, dtype=torch.int32)), Tensor(torch.tensor(0.0))
 
 
 def _quotient(x, y):
@@ -289,7 +298,8 @@ class Clock:
 
     def next(self) -> Partition | None:
         """Who runs now; none when all are done."""
-        while live := [p for p in self.partitions if not p.done]:
+        live = [p for p in self.partitions if not p.done]
+        while live:
             if able := [p for p in live if p.ready()]:
                 self.running = self.random.choice(able)
                 return self.running
@@ -327,7 +337,11 @@ class Clock:
             here.park()
 
     def sleep(self, delay: float) -> None:
-        end = self.now + delay
+        end, here = self.now + delay, self.running
+        if not (self.events and self.events[0][0] <= end) and not any(p.ready() for p in self.partitions if p is not here and not p.done):
+            self.now = end  # nothing comes between, and nobody else can go on
+            self.random.choice((here,))
+            return
         self.after(delay, lambda: None)
         self.until(lambda: self.now >= end, "an instruction")
 
@@ -487,6 +501,13 @@ class Product:
 
 
 # ---- the device
+
+
+@lru_cache(1024)
+def _named_barrier(code: str) -> tuple[str, ...] | None:
+    """How it is met, its number and how many threads meet there, the latter two as they stand in the code."""
+    found = re.match(r"bar\.(sync|arrive) (\S+), (\S+);", code)
+    return found and found.groups()
 
 
 class Layout:
@@ -703,7 +724,7 @@ class Emulator:
         self.pause()
         if a.dtype != b.dtype and not a.dtype.itemsize == b.dtype.itemsize == 1:  # of bytes each operand may be e4m3 or e5m2
             raise Fault(f"a product of {a.dtype} and {b.dtype}")
-        start = acc if use_acc else Tensor(torch.tensor(0.0))
+        start = acc if use_acc else NOTHING
         for operand, dim in ((a, 1), (b, 0)):
             if isinstance(operand, Shared):
                 operand.check_fenced()
@@ -734,9 +755,9 @@ class Emulator:
 
     def assembly(self, code: str, constraints: str, args: list, dtype=None, is_pure=True, pack=1):
         """What the kernels say in PTX: an arrival at a named barrier, or a product of rows."""
+        if found := _named_barrier(code):
+            return self.meet(found[0], *(operator.index(args[int(x[1:]) // pack - 1]) if x[0] == "$" else int(x) for x in found[1:]))
         inputs = {f"${pack * (n + 1)}": x for n, x in enumerate(args)}  # $0 and on are the results, `pack` of them
-        if found := re.match(r"bar\.(sync|arrive) (\S+), (\S+);", code):
-            return self.meet(found[1], *(operator.index(inputs[x]) if x in inputs else int(x) for x in found.groups()[1:]))
         if found := re.search(r"shr\.u32 t, t, 31; add\.u32 t, t, (\S+); bar\.arrive t, (\S+);", code):
             if (raw(args[0]) < 0).any():  # its sign is part of the barrier's number, so that it is there before
                 raise Fault("a negative value leads to another barrier")
@@ -756,7 +777,7 @@ class Emulator:
         if "atom.relaxed.gpu.global.add.u32 t, [$1], 1;" in code:
             return count(*args)
         if code.startswith(("griddepcontrol.", "prefetch.global.", "bar.warp.sync ")):
-            return Tensor(torch.tensor(0, dtype=torch.int32))
+            return ZERO
         if "red.relaxed.gpu.global.add.v" in code:  # every other column to the thread that has the next row, or the one before
             numbers, places = raw(args[0]), args[1].places
             row, column = (torch.arange(size).view(shape) % 8 for size, shape in zip(numbers.shape, ((-1, 1), (1, -1)), strict=True))
@@ -766,7 +787,7 @@ class Emulator:
             other = torch.where(odd, places - 16, places + 16 + torch.where(q < 3, 4, -12))
             places = torch.where(column % 2 == 0, own, other)
             args[1].memory.index_add_(0, places.flatten(), numbers.flatten())
-            return Tensor(torch.tensor(0, dtype=torch.int32))
+            return ZERO
         if code == "redux.sync.or.b32 $0, $1, 0xffffffff;":
             return args[0]
         if code == "mov.b32 $0, $1;":
@@ -786,7 +807,7 @@ class Emulator:
             self.pause()
             word, *numbers = args
             numbers = torch.broadcast_tensors(*(torch.as_tensor(raw(x), dtype=torch.float32) for x in numbers), torch.as_tensor(word.places))[:2]
-            return store(word, Tensor(torch.stack(numbers, -1).view(torch.int64)[..., 0])) or Tensor(torch.tensor(0, dtype=torch.int32))
+            return store(word, Tensor(torch.stack(numbers, -1).view(torch.int64)[..., 0])) or ZERO
         if "ld.relaxed.gpu.global.b64 w0" in code:
             self.clock.until(lambda: bool((raw(load(args[0])) != 0).all()), "words of others")
             return tuple(map(Tensor, raw(load(args[0]))[..., None].view(torch.float32).unbind(-1)))
@@ -827,7 +848,7 @@ class Emulator:
         barrier.arrive(self.clock.running, threads)
         if how == "sync":
             self.clock.until(lambda: barrier.turns > turn, f"named barrier {number}")
-        return Tensor(torch.tensor(0, dtype=torch.int32))
+        return ZERO
 
     # programs
 
