@@ -73,6 +73,8 @@ def select(problem: Problem, device: torch.device | Device, kernel: str = "auto"
     Raises `Unsupported` with every reason when the named kernel refuses, when none is left, or when `ONCHIP_STRICT` is
     set and only a portable kernel is left on a GPU. A second call with an equal problem is one dictionary look-up.
     """
+    if not isinstance(kernel, str):
+        raise TypeError(f"{problem.op}: kernel is {kernel!r:.60}; give the name of one, or 'auto'")
     decision = _select(problem, device, kernel, _margin.get())
     for recorder in _recorders:
         recorder.append(decision)

@@ -376,7 +376,11 @@ def test_what_a_mask_says_to_bad_arguments(make, words):
         (Prefix(SIDES), (2, 4, 5, 5), r"Prefix: length is \[3\]; this call needs \[batch 2\]"),
         (Tree(TREES), (3, 4, 5, 5), r"Tree: ancestors is \[2, 4, 4\]; this call needs \[batch 3, any, any\]"),
         (KeyPadding(GRID[:, 0, 0]), (2, 3, 1, 9), r"KeyPadding: valid is \[2, 8\]; this call needs \[batch 2, len_k 9\]"),
-        (Blocks(GRID[0, 0, :2, :2], 4), (2, 3, 9, 8), r"Blocks\(4\): blocks is \[2, 2\]; this call needs \[len_q 3, len_k 2\], or 1 for all alike"),
+        (
+            Blocks(GRID[0, 0, :2, :2], 4),
+            (2, 3, 9, 8),
+            r"Blocks\(4\): blocks, one for 4 queries and 4 keys, is \[2, 2\]; this call needs \[len_q 3, len_k 2\], or 1 for all alike",
+        ),
         (Dense(GRID), (2, 3, 8, 9), r"Dense: the mask is \[2, 3, 8, 8\]; this call needs \[batch 2, heads 3, len_q 8, len_k 9\], or 1 for all alike"),
         (Causal() & Document(IDS) | Dense(GRID), (2, 4, 5, 5), r"Dense: the mask is \[2, 3, 8, 8\]; this call needs \[batch 2, heads 4"),
     ],

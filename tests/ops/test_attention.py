@@ -76,6 +76,7 @@ def test_dense_inputs_that_disagree(q, k, v, words):
         (r"attention: scale is 'small'; give a number, or None for dim \*\* -0.5", TypeError, {"scale": "small"}),
         (r"attention: scale is '2.0'; give a number, or None for dim \*\* -0.5", TypeError, {"scale": "2.0"}),
         (r"attention: scale is nan; give a finite number, or None for dim \*\* -0.5", ValueError, {"scale": float("nan")}),
+        (r"prefill: kernel is .'blocked',?.; give the name of one, or 'auto'", TypeError, {"kernel": ["blocked"]}),
         (r"attention: scale is -inf; give a finite number", ValueError, {"scale": zeros(()) - torch.inf}),
         (r"attention: scale requires a gradient, which a number has not; give scale=1.0 and score=", TypeError, {"scale": zeros(()).requires_grad_()}),
         (r"attention: sinks are torch.float32 \[3\] on cpu; give floats, one logit a query head, \[2\] on cpu", ValueError, {"sinks": zeros(3)}),

@@ -287,7 +287,8 @@ class Blocks(Mask):
 
     def fits(self, batch, heads, len_q, len_k):
         rows, cols = self.sizes
-        check_sizes(self.name, "blocks", self.blocks, "bhij"[4 - self.blocks.ndim :], (batch, heads, -(-len_q // rows), -(-len_k // cols)), True)
+        what = f"blocks, one for {rows} queries and {cols} keys,"
+        check_sizes(self.name, what, self.blocks, "bhij"[4 - self.blocks.ndim :], (batch, heads, -(-len_q // rows), -(-len_k // cols)), True)
 
     def sees(self, at: Place):
         rows, cols = self.sizes

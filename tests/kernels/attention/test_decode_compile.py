@@ -53,7 +53,7 @@ PAGED = {  # dim, page, mask or score, bytes that a thread may spill; with 24 re
     "d256 packed": (256, 16, {"tokens": 8192}, 0),
 }
 
-MORE = ("d64, pages of 8", "d128", "d128, pages of 24", "d128, pages of 1024", "d128 window", "d128 packed, pages of 64, full", "d256 packed")
+MORE = ("d64, pages of 8", "d128", "d128, pages of 24", "d128, pages of 1024", "d128 window", "d128 document", "d128 packed, pages of 64, full", "d256 packed")
 
 
 @pytest.mark.parametrize(("dim", "page", "how", "most"), named(PAGED, "d128 packed, four heads in a tile's rows", rest=MORE))

@@ -27,7 +27,7 @@ def prefill_fp8(dim, mask, share=0, tokens=4096):
 @pytest.mark.parametrize(
     ("dim", "mask", "share", "tokens", "spills"),
     [
-        (64, Window(1024), 128, 4096, 0),
+        pytest.param(64, Window(1024), 128, 4096, 0, marks=wide),
         pytest.param(128, Causal(), 0, 8192, 0, marks=newest),
         pytest.param(128, Causal(), 1, 4096, 0, marks=wide),
         (256, Causal(), 0, 4096, 0),

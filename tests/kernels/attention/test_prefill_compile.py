@@ -159,7 +159,7 @@ HOPPER = {  # dim, packed, mask or score: bytes that a thread may spill, all of 
 }
 
 MORE = ("d64 short causal", "d64 softcap", "d128 padding", "d64 padding", "d64 distances", "d64 bias of keys")
-MORE += ("d128 packed", "d128 document", "d256 causal")  # as over pages
+MORE += ("d128 packed", "d128 document", "d256 causal", "d128 window")  # as over pages
 MORE += ("d128 heads alone", "d128 activation", "d128 bias of keys", "d128 bias in fp32", "d128 softcap", "d128 ALiBi")
 
 
