@@ -14,6 +14,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
+# no kernel is tested there, and to import what is in these folders takes 20 s
 KERNELLESS := --ignore=tests/cache --ignore=tests/integrations --ignore=tests/server
 
 # compiling the tests and the package takes every process 10 s: only the first one does

@@ -14,11 +14,10 @@ from torch import Tensor
 from onchip.cache.paged import PageList
 from onchip.engine.grammar import Grammar
 from onchip.engine.text import StopText
-from onchip.models.kinds import Kind, check_options, is_whole, of_type
+from onchip.models.kinds import MOST, Kind, check_options, is_whole, of_type
 from onchip.ops.sampling import MOST_TOP
 
 MOST_BIASED = 512  # tokens of a request with a logit bias, or that min_tokens forbids
-MOST = 2**31 - 1  # of a count: the device has int32
 MOST_SAMPLES = 1 << 16  # of a prompt: all of them are made before one runs
 WHOLE = Kind("a whole number", lambda value: is_whole(value, -math.inf, math.inf))
 REAL = Kind("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool))

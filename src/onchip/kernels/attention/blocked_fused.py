@@ -138,7 +138,7 @@ class Whole(NamedTuple):
     """A dense call that is one call of torch's kernel.
 
     keys   those that are seen.     causal   row i sees the first i + 1 of them.     added   what is added to the scores: "bias", "seen" or "" for nothing.
-    shape   of the tensor that it is, and the same with four dimensions, [batch, heads, len_q, len_k].
+    shape   of the tensor that is added: its own, and as [batch, heads, len_q, len_k] with 1 for what it has not.
     as_is     q, k and v are taken as they come, once rows are contiguous.     trained   torch's gradient of it is the way back.
     """
 

@@ -421,7 +421,7 @@ def add_read(t: Tensor, letters: tuple[str, ...] | None, at: Place, more: Tensor
     add(t, len(letters) - 1, _range(getattr(at, letters[-1])), more[tuple(slice(None) if letter in letters else 0 for letter in PLACE[:4])])
 
 
-_ordered: list[tuple[bool, bool]] = []  # what the setting was for each who is inside `one_order`, in any thread: that of the first is the user's
+_found: list[tuple[bool, bool]] = []  # the setting as each who is inside `one_order`, in any thread, found it: the first found the user's
 _ordering = threading.Lock()
 
 
@@ -429,18 +429,17 @@ _ordering = threading.Lock()
 def one_order() -> Iterator[None]:
     """torch adds up the gradient of a look-up in any order, unless told not to, and slower: 4M places of 20 numbers take two threads 121 and 54 ms.
 
-    It is told for all threads at once, so the last to leave puts the user's setting back.
+    It is told for all threads at once, so who leaves puts back what the last to come found, and the last to leave what the first found.
     """
     with _ordering:
-        _ordered.append((torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()))
+        _found.append((torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()))
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         with _ordering:
-            before, warns = _ordered.pop()
-            if not _ordered:
-                torch.use_deterministic_algorithms(before, warn_only=warns)
+            before, warns = _found.pop()
+            torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def _range(numbers: Tensor) -> slice | Tensor:
