@@ -1,4 +1,4 @@
-"""`onchip serve --tensor-parallel`: two ranks (gloo) say what one says, end together, and a lost one is said."""
+"""`onchip serve --tensor-parallel`: two ranks (gloo; four and NCCL where there are GPUs) say what one says, end together, and a lost one is said."""
 
 import re
 import signal
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+import torch
 from live import PATIENCE, until
 
 import onchip
@@ -16,20 +17,23 @@ from onchip.core import settings
 from onchip.server.ranks import start
 from onchip.server.run import Recipe
 
+GPUS = torch.cuda.device_count()
+DEVICE, RANKS = ("cuda", min(4, GPUS)) if GPUS > 1 else ("cpu", 2)
 ASK = {"model": "tiny", "prompt": "why wait", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Beside the model a file that nobody is to import, for where they are started."""
-    folder = tiny.save(tmp_path_factory.mktemp("ranks") / "tiny", max_position_embeddings=512)
+    folder = tiny.save(tmp_path_factory.mktemp("ranks") / "tiny", max_position_embeddings=512, num_key_value_heads=4)
     (folder / "tokenizers.py").write_text("raise SystemExit('not this one')")
     return folder
 
 
 @contextmanager
 def serve(folder, *options):
-    command = [sys.executable, "-P", "-m", "onchip.cli", "serve", "--model", str(folder), "--device", "cpu", "--dtype", "fp32", "--port", "0", *options]
+    command = [sys.executable, "-P", "-m", "onchip.cli", "serve", "--model", str(folder), "--device", DEVICE, "--dtype", "fp32"]
+    command += ["--cache-gib", "0.5", "--port", "0", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=folder, env=settings.of_child(OMP_NUM_THREADS="1")) as server:
         try:
             yield server
@@ -44,7 +48,9 @@ def address_of(server) -> str:
 def ranks_of(server) -> list[int]:
     """Process ids of the ranks that a server has started."""
     found = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(server.pid)], capture_output=True, text=True, check=False).stdout
-    return [int(line.split()[0]) for line in found.splitlines() if "onchip.server.ranks" in line]
+    ranks = [int(line.split()[0]) for line in found.splitlines() if "onchip.server.ranks" in line]
+    assert len(ranks) == RANKS - 1
+    return ranks
 
 
 def alive(pid: int) -> bool:
@@ -52,10 +58,11 @@ def alive(pid: int) -> bool:
 
 
 def test_two_ranks_answer_as_one_and_end_with_the_server(folder):
-    expected = onchip.LLM(folder, device="cpu", dtype="fp32").generate(ASK["prompt"], onchip.SamplingParams(max_tokens=60, ignore_eos=True))[0]
-    with serve(folder, "--tensor-parallel", "2") as server:
+    alone = onchip.LLM(folder, device=DEVICE, dtype="fp32", cache_gib=0.5)
+    expected = alone.generate(ASK["prompt"], onchip.SamplingParams(max_tokens=60, ignore_eos=True))[0]
+    with serve(folder, "--tensor-parallel", str(RANKS)) as server:
         address = address_of(server)
-        (rank,) = ranks_of(server)
+        ranks = ranks_of(server)
         answers = [httpx.post(f"{address}/v1/completions", json=ASK, timeout=PATIENCE).json() for _ in range(2)]
         assert [answer["choices"][0]["text"] for answer in answers] == [expected.text] * 2
         form = ASK | {"structured_outputs": {"choice": ["red", "green"]}, "ignore_eos": False}
@@ -67,31 +74,31 @@ def test_two_ranks_answer_as_one_and_end_with_the_server(folder):
             server.send_signal(signal.SIGTERM)
             assert [line for line in lines if line][-1] == "data: [DONE]"
         assert server.wait(PATIENCE) in (0, -signal.SIGTERM)
-        until(lambda: not alive(rank))
+        until(lambda: not any(map(alive, ranks)))
         assert "Fatal" not in server.stderr.read()
 
 
 def test_a_lost_rank_ends_the_server_and_says_so(folder):
-    with serve(folder, "--tensor-parallel", "2") as server:
+    with serve(folder, "--tensor-parallel", str(RANKS)) as server:
         address_of(server)
-        (rank,) = ranks_of(server)
-        subprocess.run(["kill", "-9", str(rank)], check=True)
+        ranks = ranks_of(server)
+        subprocess.run(["kill", "-9", str(ranks[-1])], check=True)
         assert server.wait(PATIENCE) == 1
-        assert "rank 1 has ended (-9), and with it the engine: the server ends" in server.stderr.read()
+        assert f"rank {len(ranks)} has ended (-9), and with it the engine: the server ends" in server.stderr.read()
 
 
 @pytest.mark.wide
 def test_ranks_end_where_the_server_is_killed(folder):
-    with serve(folder, "--tensor-parallel", "2") as server:
+    with serve(folder, "--tensor-parallel", str(RANKS)) as server:
         address_of(server)
-        (rank,) = ranks_of(server)
+        ranks = ranks_of(server)
         server.kill()
-        until(lambda: not alive(rank))
+        until(lambda: not any(map(alive, ranks)))
 
 
 @pytest.mark.wide
 def test_a_mistake_that_all_ranks_find_is_one_sentence(folder):
-    with serve(folder, "--tensor-parallel", "2", "--kv-format", "int3") as server:
+    with serve(folder, "--tensor-parallel", str(RANKS), "--kv-format", "int3") as server:
         said = server.communicate(timeout=PATIENCE)[1]
     assert server.returncode == 2 and re.fullmatch("error: 'int3' is not a format of keys and values; .*", said.strip())
 

