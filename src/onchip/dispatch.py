@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ from onchip.core.problem import Attention, Cost, Problem
 from onchip.kernels import again, attention, fused
 
 OPS: dict[str, Op] = {op.name: op for op in (*attention.OPS, *fused.OPS)}
+_known: dict[tuple, tuple["Decision", Any]] = {}
+KNOWN = 4096  # kinds of calls at most
 _recorders: list[list["Decision"]] = []
 _margin: ContextVar[int | None] = ContextVar("onchip.sm_margin", default=None)
 
@@ -106,6 +109,22 @@ def _select(problem: Problem, device: torch.device | Device, kernel: str, margin
     raise Unsupported(f"{op.name}: no kernel takes {problem} on {facts.name}: {_sentences(refused)}")
 
 
+def known(kind: tuple) -> tuple[Decision, Any] | None:
+    """What was kept of a call of the same `kind`, which is all that its Problem and device depend on; None where nothing was."""
+    found = _known.get((kind, _margin.get()))
+    if found is not None:
+        for recorder in _recorders:
+            recorder.append(found[0])
+    return found
+
+
+def keep(kind: tuple, decision: Decision, rest: Any) -> None:
+    """For calls that come again: the Decision, and whatever else they have in common."""
+    if len(_known) >= KNOWN:  # as where keys grow by one from call to call
+        _known.clear()
+    _known[kind, _margin.get()] = decision, rest
+
+
 @functools.lru_cache(maxsize=1 << 14)
 def native(problem: Problem, device: torch.device, kernel: str = "auto") -> str | None:
     """The name of the kernel that is not plain torch and would run `problem`: the one asked for if it can, else the menu's first; None where there is none."""
@@ -117,6 +136,7 @@ def native(problem: Problem, device: torch.device, kernel: str = "auto") -> str 
 def forget() -> None:
     """Drop every decision, so that changed settings are read again."""
     _select.cache_clear()
+    _known.clear()
     native.cache_clear()
     again.forget()
 

@@ -14,9 +14,9 @@ from onchip.core.formats import Codes
 from onchip.core.masks import Band, as_mask
 from onchip.core.parts import Exactly
 from onchip.core.problem import Attention, Dropout, Operands, Rows
-from onchip.core.scales import SHARES, Scales
+from onchip.core.scales import Scales
 from onchip.core.scores import Score
-from onchip.dispatch import Decision, select, sm_margin
+from onchip.dispatch import Decision, keep, select, sm_margin
 from onchip.kernels.attention import reference
 from onchip.ops import wire
 
@@ -104,8 +104,8 @@ def longest_of(offsets: Tensor, given: int | None = None, used: Tensor | None = 
     return given
 
 
-def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
-    """The launch of a dense or packed call, recorded for autograd where a tensor needs a gradient."""
+def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool, kind: tuple | None = None):
+    """The launch of a dense or packed call, recorded for autograd where a tensor needs a gradient. `kind`: see `kinds.kind_of`."""
     if torch._C._are_functorch_transforms_active():
         how = spelt_out(how, q)
     if how.dropout:
@@ -114,12 +114,18 @@ def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands,
     if how.kernel == "reference":  # torch's own derivatives, of any order and kind
         return select(problem, q.device, "reference").launch(q, k, v, x, return_lse)
     decision = select(problem, q.device, how.kernel)
+    if kind is not None:
+        keep(kind, decision, Operands(x.scale))
+    return launched(decision, how.kernel, x, q, k, v, return_lse)
+
+
+def launched(decision: Decision, kernel: str, x: Operands, q: Tensor, k: Tensor, v: Tensor, return_lse: bool):
     if torch.is_grad_enabled() and needs_grad(q, k, v, x):
         if decision.recorded and not return_lse and forward_ad._current_level < 0:
-            out = decision.recorded(x, q, k, v, functools.partial(went_back, decision, how.kernel))
+            out = decision.recorded(x, q, k, v, functools.partial(went_back, decision, kernel))
             if out is not None:
                 return out
-        out, lse = Attend.apply(decision, how.kernel, x, q, k, v, x.sinks, *x.score, *(x.sources or x.scales or ()))
+        out, lse = Attend.apply(decision, kernel, x, q, k, v, x.sinks, *x.score, *(x.sources or x.scales or ()))
         return (out, lse) if return_lse else out
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, x.sinks, *x.score)
@@ -262,58 +268,6 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 def refuse_training(*wanted: bool) -> None:
     """Raises where a gradient is wanted of values in e4m3, or of their scales."""
     if any(wanted):
-        raise NotImplementedError(UNTRAINED)
-
-
-def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Values in e4m3, and their scales: see `attention.quantise`."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _Quantise.apply(x, share, signs)
-    batch, length, heads, dim = x.shape
-    problem = Rows("quantise", batch * length * heads, dim, x.dtype, share + " rotated" * (signs is not None))
-    return select(problem, x.device, "auto" if x.numel() else "reference").launch(x, SHARES[share], signs)  # no launch of nothing
-
-
-def source_of(x: Tensor, signs: Tensor | None) -> Tensor | None:
-    """What the gradient of x in e4m3, rotated, goes to, and so x's: x itself, or what has its shape and no memory of its own."""
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return None
-    return x if signs is None else StandIn.apply(x, signs)
-
-
-class StandIn(torch.autograd.Function):
-    """The shape of x, with no memory of its own; its gradient goes to x, rotated back where there are signs."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, signs: Tensor | None):
-        return x.new_zeros(1).expand(x.shape)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx, grad):
-        (signs,) = ctx.saved_tensors
-        if signs is None:
-            return grad, None
-        dim = len(signs)
-        part = 0.5 ** (dim.bit_length() // 2)  # of dim^-0.5, a power of two: exact in half precision, and sums of 1,000 stay below its 65,504
-        hadamard = reference.rotate(torch.eye(dim, device=signs.device), torch.ones_like(signs)).sign() * part
-        return (grad @ hadamard.to(grad.dtype)) * (signs * (dim**-0.5 / part)).to(grad.dtype), None
-
-
-class _Quantise(torch.autograd.Function):
-    """Whose gradient is asked for in vain: a Quantised's goes to its source."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, share: str, signs: Tensor | None):
-        return quantise(x, share, signs)
-
-    @staticmethod
-    def backward(ctx, *grads):
         raise NotImplementedError(UNTRAINED)
 
 

@@ -11,7 +11,8 @@ from onchip.core.masks import Causal, Full, Mask
 from onchip.core.problem import Dropout, Operands
 from onchip.core.scales import SHARES, Quantised
 from onchip.core.scores import chain
-from onchip.ops import attend, checks, graph, registered
+from onchip.dispatch import known
+from onchip.ops import attend, checks, e4m3, graph, kinds, registered
 from onchip.ops.attend import How, PagedKV
 from onchip.ops.differentiable import autocast
 
@@ -59,6 +60,13 @@ def attention(
     Raises ValueError or TypeError for arguments that disagree, `Unsupported` when `kernel` names one that refuses.
     """
     q, k, v, scales, sources = checks.taken_apart(q, k, v)
+    watched, kind = graph.in_graph(kernel, q, k, v), None
+    if not watched and score is sinks is dropout is scales is None:
+        kind = kinds.kind_of(q, k, v, mask, scale, bias, softcap, deterministic, batch_invariant, kernel)
+        if kind is not None and (found := known(kind)):
+            decision, x = found
+            x = x if bias is None and mask.__class__ is not Tensor else kinds.operands(x, mask, bias)
+            return attend.launched(decision, kernel, x, q, k, v, return_lse)
     checks.check("attention", q, k, v, rank=4, scaled=scales is not None)
     if scales is not None:
         checks.check_scales(q, k, v, scales)
@@ -67,8 +75,8 @@ def attention(
     if dropout is not None:
         checks.check_dropout("attention", dropout)
     how = How(mask, chain(bias, score, softcap), sinks, dropout, deterministic, batch_invariant, kernel)
-    run = graph.attend if graph.in_graph(kernel, q, k, v) else attend.attend
-    return run(how, attend.dense_sizes(q, k, v), q, k, v, Operands(checks.scale_of(scale, q), scales=scales, sources=sources), return_lse)
+    sizes, x = attend.dense_sizes(q, k, v), Operands(checks.scale_of(scale, q), scales=scales, sources=sources)
+    return graph.attend(how, sizes, q, k, v, x, return_lse) if watched else attend.attend(how, sizes, q, k, v, x, return_lse, kind)
 
 
 def attention_packed(
@@ -242,9 +250,9 @@ def quantise(
             given = list(rotation.shape) if isinstance(rotation, Tensor) else type(rotation).__name__
             raise ValueError(f"quantise: rotation is {given} for head dimension {dim}; give signs [{dim}], of a power of two, or None")
         rotation = rotation.to(q.device, torch.float32).contiguous()
-    run = graph.quantise if graph.in_graph("auto", q, k, v) else attend.quantise
+    run = graph.quantise if graph.in_graph("auto", q, k, v) else e4m3.quantise
     given = (q, share, rotation), (k, share, rotation), (v, "head", None)
-    return tuple(Quantised(*run(x, each, signs), attend.source_of(x, signs)) for x, each, signs in given)
+    return tuple(Quantised(*run(x, each, signs), e4m3.source_of(x, signs)) for x, each, signs in given)
 
 
 def random_signs(dim: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:

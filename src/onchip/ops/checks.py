@@ -23,7 +23,8 @@ def plain(name: str, *tensors: Tensor) -> None:
 def taken_apart(q, k, v) -> tuple[Tensor, Tensor, Tensor, Scales | None, tuple[Tensor, ...] | None]:
     """Tensors, cast, and the scales and sources of quantised ones."""
     if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
-        return *autocast(q, k, v), None, None
+        cast = not q.is_meta and torch.is_autocast_enabled(q.device.type)
+        return *(autocast(q, k, v) if cast else (q, k, v)), None, None
     if not any(isinstance(t, Quantised) for t in (q, k, v)):
         plain("attention", q, k, v)
     bare = [name for name, t in (("q", q), ("k", k), ("v", v)) if not isinstance(t, Quantised)]

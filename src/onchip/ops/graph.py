@@ -7,7 +7,8 @@ from torch.autograd import forward_ad
 from onchip.core.masks import Band, as_mask
 from onchip.core.problem import Operands
 from onchip.ops import transforms, wire
-from onchip.ops.attend import How, PagedKV, Sizes, StandIn, check_sinks, drawn, refuse_tangents
+from onchip.ops.attend import How, PagedKV, Sizes, check_sinks, drawn, refuse_tangents
+from onchip.ops.e4m3 import StandIn
 from onchip.ops.registered import Packed, taken_apart
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -15,7 +16,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 def in_graph(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether something watches that must see one operator: a compiler, a dispatch mode, torch.func, a subclass of Tensor."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # export, which need not go through dynamo, has a dispatch mode
         return True
     if torch._C._are_functorch_transforms_active():
         return kernel != "reference"
@@ -34,7 +35,7 @@ def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands,
 
 
 def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `attend.quantise`, through the operator."""
+    """As `e4m3.quantise`, through the operator."""
     return (transforms.quantise if _transformed() else torch.ops.onchip.quantise)(x, share, signs)
 
 

@@ -32,8 +32,8 @@ from onchip.ops.attend import (
     paged_problem,
     paged_sizes,
     problem_of,
-    quantise,
 )
+from onchip.ops.e4m3 import quantise
 
 
 class Packed(NamedTuple):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.device import Device
 from onchip.core.formats import Codes, read
 from onchip.core.once import once
 from onchip.core.philox import kept
@@ -80,11 +81,15 @@ FUSED_MASK = 1 << 24  # bytes of the mask of such a call
 # ---- launches
 
 
-def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
+def configs(p: Attention, device: Device) -> list[Whole | None]:
+    return [whole(p) if p.op == "prefill" and device.kind == "cpu" else None]
+
+
+def prefill(p: Attention, how: Whole | None, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with offsets."""
-    if q.is_cpu and (how := whole(p)):
+    if how is not None:
         near = laid_out(p, how, q, k, v)
-        mask, all_seen = added(p, how, x, near[0].dtype)
+        mask, all_seen = added(p, how, x, near[0].dtype) if how.added else (None, True)
         if all_seen:
             out, lse = _fused(p, x, mask, *near, how.causal, return_lse)
             out = out.transpose(1, 2) if how.as_is else narrow(out, p.value_dim).to(q.dtype).transpose(1, 2)
@@ -96,7 +101,7 @@ def prefill(p: Attention, _config, q: Tensor, k: Tensor, v: Tensor, x: Operands,
 def _prefill(p: Attention, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """The same in tiles."""
     if x.scales is not None:
-        return prefill_from_e4m3(prefill, p, q, k, v, x, return_lse)
+        return prefill_from_e4m3(lambda p, _, *given: prefill(p, whole(p) if q.is_cpu else None, *given), p, q, k, v, x, return_lse)
     every = parts(p, x, q, k, p.batch if fuses(p, q.device) else SCORES // p.heads)
     results = (_forward(p, x, part, part.queries(q), part.keys(k), part.keys(v)) for part in every)
     if len(every) == 1 and x.q_offsets is None:  # nothing to put together
@@ -526,7 +531,7 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     batch, heads, rows, dim = q.shape
     together = rows == 1 and (mask is None or mask.shape[1] == 1)  # the heads of a group are rows of one product
     q = _grouped(q, p) if together else q
-    q, scale, _ = upright(q, x.scale, True) if causal else (q, x.scale, 1.0)
+    q, scale, _ = upright(q, x.scale, True) if causal and x.scale <= 0 else (q, x.scale, 1.0)
     if k.shape[2] < LEAST_KEYS:
         mask, k, v, causal = *padded(mask, q, k, v, causal), False
     alone = q.shape[2] == 1 and q.dtype == torch.bfloat16 and not causal and k.shape[2] * dim >= LONE
@@ -553,7 +558,7 @@ def _with_sinks(x: Operands, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, lse) -> tuple[Tensor, Tensor, Tensor]:
     """Its weights are exp(S - LSE), so an LSE that counts a sink is as good."""
     how = unmasked(p, part)
-    few = in_float32(p.dtype, min(part.len_q, part.len_q if how else _fused_rows(p, part.len_k)))
+    few = in_float32(p, min(part.len_q, part.len_q if how else _fused_rows(p, part.len_k)))
     q, k, v = (head_by_head(fit(t, p, few), p) for t in (q, k, v))
     out, d_out = even(fit(out, p, few)), fit(d_out, p, few).contiguous()
 

@@ -1,0 +1,175 @@
+"""Calls of a kind that has come before: the same results, errors and records as the first of its kind."""
+
+import pytest
+import torch
+
+import onchip
+from onchip import Causal, Window, dispatch
+from onchip.ops import attend, kinds
+
+CALLS = {
+    "plain": {},
+    "causal": {"mask": Causal()},
+    "window": {"mask": Window(5, 3)},
+    "softcap": {"softcap": 2.0, "mask": Causal()},
+    "scale": {"scale": 0.3},
+    "bools": {"mask": torch.rand(9, 9) < 0.6},
+    "bools of heads": {"mask": torch.rand(4, 1, 9) < 0.6},
+    "bias": {"bias": torch.randn(9, 9)},
+    "bias of keys": {"bias": torch.randn(2, 1, 1, 9, requires_grad=True)},
+    "bias, bools, softcap": {"bias": torch.randn(4, 9, 1), "mask": torch.rand(9, 9) < 0.6, "softcap": 3.0},
+    "deterministic": {"deterministic": True, "batch_invariant": True},
+    "named": {"kernel": "blocked"},
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_known():
+    dispatch.forget()
+
+
+def qkv(dtype=torch.float32, grad=False):
+    return [torch.randn(2, 9, heads, 8).to(dtype).requires_grad_(grad) for heads in (4, 2, 2)]
+
+
+@pytest.fixture
+def described(monkeypatch):
+    """How many Problems were made."""
+    made, problem_of = [], attend.problem_of
+    monkeypatch.setattr(attend, "problem_of", lambda *given: made.append(1) or problem_of(*given))
+    return made
+
+
+def like(call: dict) -> dict:
+    """A call of the same kind: other tensors."""
+    change = {name: t if not isinstance(t, torch.Tensor) else (~t if t.dtype == torch.bool else -t.detach()) for name, t in call.items()}
+    return change | {"bias": change["bias"].requires_grad_(call["bias"].requires_grad)} if "bias" in change else change
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_second_call_of_a_kind(name, grad, described):
+    call = CALLS[name]
+    onchip.attention(*qkv(grad=grad), **call)
+    assert len(described) == 1
+    other, inputs = like(call), qkv(grad=grad)
+    found = onchip.attention(*inputs, **other, return_lse=True)
+    assert len(described) == 1
+    dispatch.forget()
+    expected = onchip.attention(*inputs, **other, return_lse=True)
+    assert len(described) == 2
+    for ours, fresh in zip(found, expected, strict=True):
+        assert torch.equal(ours, fresh)
+    wanted = [t for t in (*inputs, other.get("bias")) if t is not None and t.requires_grad]
+    if wanted:
+        for ours, fresh in zip(torch.autograd.grad(found[0].sum(), wanted), torch.autograd.grad(expected[0].sum(), wanted), strict=True):
+            assert torch.equal(ours, fresh)
+
+
+def test_what_a_tensor_holds_is_looked_at_anew():
+    (q, k, v), seen = qkv(), torch.ones(9, 9, dtype=torch.bool)
+    onchip.attention(q, k, v, mask=seen)
+    seen.copy_(torch.ones(9, 9).tril())
+    torch.testing.assert_close(onchip.attention(q, k, v, mask=seen), onchip.attention(q, k, v, mask=Causal()))
+    seen[3] = False
+    assert not onchip.attention(q, k, v, mask=seen)[:, 3].any()
+
+
+def test_what_is_another_kind(described):
+    """A change of one thing that a Problem or a check depends on."""
+    q, k, v = qkv()
+    calls = [
+        ((q, k, v), {}),
+        ((q[:1], k[:1], v[:1]), {}),
+        ((q[:, :5], k, v), {}),
+        ((q, k[:, :5], v[:, :5]), {}),
+        ((q, k, v[..., :4]), {}),
+        ((q.double(), k.double(), v.double()), {}),
+        ((q, k, v), {"mask": Causal()}),
+        ((q, k, v), {"mask": Window(4)}),
+        ((q, k, v), {"mask": torch.ones(9, 9, dtype=torch.bool)}),
+        ((q, k, v), {"mask": torch.ones(1, 9, dtype=torch.bool)}),
+        ((q, k, v), {"bias": torch.ones(9, 9)}),
+        ((q, k, v), {"bias": torch.ones(4, 9, 9)}),
+        ((q, k, v), {"bias": torch.ones(9, 9).double()}),
+        ((q, k, v), {"scale": 1.0}),
+        ((q, k, v), {"softcap": 5.0}),
+        ((q, k, v), {"deterministic": True}),
+        ((q, k, v), {"batch_invariant": True}),
+        ((q, k, v), {"kernel": "blocked"}),
+    ]
+    for _ in range(2):
+        for tensors, how in calls:
+            onchip.attention(*tensors, **how)
+        assert len(described) == len(calls)
+
+
+def test_what_kinds_say_nothing_of(described):
+    """Functions, sinks, dropout, the reference: a Problem for each call."""
+    q, k, v = qkv()
+    others = [
+        {"mask": lambda b, h, i, j: i >= j},
+        {"mask": onchip.KeyPadding(torch.ones(2, 9, dtype=torch.bool))},
+        {"score": lambda s, b, h, i, j: s + 1},
+        {"sinks": torch.zeros(4)},
+        {"dropout": 0.5},
+        {"kernel": "reference"},
+        {"scale": torch.tensor(0.5)},
+    ]
+    for how in others:
+        before = len(described)
+        for _ in range(2):
+            onchip.attention(q, k, v, **how)
+        assert len(described) == before + 2, how
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mask": torch.ones(9, 8, dtype=torch.bool)},
+        {"mask": torch.ones(9, 9)},
+        {"bias": torch.ones(9, 9, dtype=torch.int32)},
+        {"bias": torch.ones(3, 9, 9)},
+        {"scale": float("nan")},
+        {"softcap": -1.0},
+        {"kernel": ["blocked"]},
+        {"mask": torch.eye(9, dtype=torch.bool).to_sparse()},
+    ],
+    ids=str,
+)
+def test_a_mistake_is_said_each_time(wrong):
+    q, k, v = qkv()
+    onchip.attention(q, k, v)
+    said = set()
+    for _ in range(2):
+        with pytest.raises((ValueError, TypeError)) as error:
+            onchip.attention(q, k, v, **wrong)
+        said.add(str(error.value))
+    assert len(said) == 1
+
+
+def test_records_margins_and_autocast():
+    q, k, v = qkv()
+    onchip.attention(q, k, v)
+    with dispatch.record() as decisions:
+        onchip.attention(q, k, v)
+    assert [d.kernel.name for d in decisions] == ["blocked"]
+    with dispatch.sm_margin(8), dispatch.record() as decisions:
+        onchip.attention(q, k, v)
+    assert decisions[0].device.margin == 8
+    with torch.autocast("cpu", torch.bfloat16):
+        assert onchip.attention(q, k, v).dtype == torch.bfloat16
+
+
+def test_kinds_that_are_kept_have_an_end(monkeypatch):
+    monkeypatch.setattr(dispatch, "KNOWN", 3)
+    q, k, v = qkv()
+    for n in range(1, 9):
+        onchip.attention(q, k[:, :n], v[:, :n])
+        assert len(dispatch._known) <= 3
+
+
+def test_two_devices_are_no_kind():
+    q, k, v = qkv()
+    bias = torch.zeros(9, 9, device="meta")
+    assert kinds.kind_of(q, k, v, Causal(), None, bias, None, False, False, "auto") is None
