@@ -107,8 +107,8 @@ def protocol(parallel: TensorParallel, device: torch.device, bandwidth: float) -
         return []
     warm(llm, PROTOCOL)
     engines, asked, compiled = Engines(device, bandwidth), PROTOCOL.draw(llm.config.vocab), -1
-    while compiled != compilations():  # else once more: one of a second on one rank keeps all waiting
-        compiled = compilations()
+    while compiled != compilations.compiled:  # else once more: one of a second on one rank keeps all waiting
+        compiled = compilations.compiled
         seconds, tokens = run(engines, llm, *asked)
         llm.forget()
     llm.close()
