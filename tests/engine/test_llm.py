@@ -372,6 +372,23 @@ def test_one_prompt_as_a_flat_list_of_tokens(llm):
         llm.generate([1, 2, 3], GREEDY)
 
 
+def test_a_bool_is_no_token(llm):
+    with pytest.raises(ValueError, match="generate: prompt 1 has True or False for a token id"):
+        llm.generate([[1, 2], [1, True]], GREEDY)
+
+
+@pytest.mark.parametrize("what", ["add", "cancel"])
+@pytest.mark.parametrize("given", [None, "fox", 3])
+def test_what_is_no_request(llm, what, given):
+    with pytest.raises(ValueError, match=rf"{what}: {given!r} is no request; give what LLM\.request\(prompt, SamplingParams\(\)\) makes"):
+        getattr(llm, what)(given)
+
+
+def test_a_dtype_that_no_config_has(tmp_path):
+    with pytest.raises(ModelError, match="config: torch_dtype is 'float17'; it must be one of bfloat16, float16, float32, or null"):
+        LLM(tiny.save(tmp_path, tokenizer=False, torch_dtype="float17"), device="cpu")
+
+
 def test_a_tokenizer_of_another_model(folder, tmp_path):
     """Its ids may lie outside of the model's vocabulary."""
     narrow = tiny.save(tmp_path, vocab_size=100)

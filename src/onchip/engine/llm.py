@@ -15,7 +15,7 @@ from onchip.core.formats import Format
 from onchip.engine import setup
 from onchip.engine.draft import DraftModel, NGram
 from onchip.engine.grammar import Vocabulary
-from onchip.engine.prompt import check_asked, check_callback, paired, tokens_of
+from onchip.engine.prompt import check_asked, check_callback, check_request, paired, tokens_of
 from onchip.engine.request import Completion, Event, Request, SamplingParams
 from onchip.engine.runner import Launched, Runner
 from onchip.engine.scheduler import Scheduler, Work
@@ -227,6 +227,7 @@ class LLM:
 
         Raises ValueError for one that was added before.
         """
+        check_request("add", request)
         if any(sample.order >= 0 for sample in request.samples):
             raise ValueError("add: the request was added before, and its pages are its own; make another one with request()")
         slot, salt = self._slot("add: the request", request.params.adapter)
@@ -235,8 +236,8 @@ class LLM:
         self.scheduler.add(*(sample for sample in request.samples if sample.reason is None))
 
     def cancel(self, request: Request) -> None:
-        """End all samples of a request, wherever they are, with reason "cancelled"; their pages are free at once. No event follows. What has ended stays
-        as it is."""
+        """End all samples of a request, wherever they are, with reason "cancelled"; their pages are free at once. No event follows; what had ended stays."""
+        check_request("cancel", request)
         for sample in request.samples:
             if sample.reason is None:
                 sample.reason = "cancelled"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from onchip.engine.grammar import Vocabulary
 from onchip.engine.llm import LLM
+from onchip.engine.prompt import check_request
 from onchip.engine.request import Event, Request, SamplingParams
 from onchip.models.parallel import TensorParallel
 
@@ -84,6 +85,7 @@ class ParallelLLM(LLM):
 
     def add(self, request: Request) -> None:
         """As `LLM.add`. Raises ValueError for masks that cannot be pickled."""
+        check_request("add", request)
         first, masks = request.samples[0], io.BytesIO()
         try:
             _Pickler(masks).dump([sample.mask for sample in request.samples])

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
 
-from onchip.engine.request import SamplingParams
+from onchip.engine.request import Request, SamplingParams
 from onchip.models.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -51,6 +51,7 @@ def tokens_of(name: str, prompt: str | Sequence, chat: bool | Mapping, tokenizer
         ids = tokenizer.chat(prompt, settings=settings)
     elif isinstance(prompt, Iterable) and not isinstance(prompt, Mapping | Set | bytes):
         try:
+            prompt = list(prompt)
             ids = list(map(operator.index, prompt))
         except TypeError as error:
             raise ValueError(f"{name} has a token id that is no integer ({error}); give a list like [1, 2, 3]") from None
@@ -58,7 +59,14 @@ def tokens_of(name: str, prompt: str | Sequence, chat: bool | Mapping, tokenizer
         raise ValueError(f"{name} is {prompt!r:.60}; give text or a list of token ids, as in [[1, 2, 3]]; of a chat, [messages] with chat=True")
     if not ids:
         raise ValueError(f"{name} is empty; give at least one token")
+    if not isinstance(prompt, str) and any(isinstance(token, bool) for token in prompt):
+        raise ValueError(f"{name} has True or False for a token id; give a list like [1, 2, 3]")
     return ids
+
+
+def check_request(what: str, request: Request) -> None:
+    if not isinstance(request, Request):
+        raise ValueError(f"{what}: {request!r:.60} is no request; give what LLM.request(prompt, SamplingParams()) makes")
 
 
 def check_asked(name: str, ids: list[int], params: SamplingParams, priority: int, vocab: int, tokenizer: Tokenizer | None) -> None:

@@ -217,5 +217,7 @@ def _slide(raw: Mapping[str, Any], family: Family, layers: int) -> list[bool]:
 
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
     named = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    found = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(named)
-    return DTYPES[found] if found else torch.bfloat16
+    known = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    if named not in known:
+        raise ModelError(f"config: torch_dtype is {named!r}; it must be one of {', '.join(known)}, or null for bfloat16")
+    return DTYPES[known[named]]
