@@ -14,8 +14,6 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
-# no kernel is tested there, and to import what is in these folders takes 20 s
-KERNELLESS := --ignore=tests/cache --ignore=tests/integrations --ignore=tests/server
 
 # compiling the tests and the package takes every process 10 s: only the first one does
 unexport PYTHONDONTWRITEBYTECODE
@@ -27,7 +25,7 @@ demo: .venv/.demo
 
 test: .venv/.test
 	$(BIN)/python -m pytest -q $(SPREAD) -m "not gpu and not wide"
-	$(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),$(SPREAD)) -m "gpu and not large" $(KERNELLESS)
+	$(if $(filter 0,$(GPU)),TRITON_INTERPRET=1) $(BIN)/python -m pytest -q $(if $(filter 0,$(GPU)),$(SPREAD)) -m "gpu and not large"
 
 wide: .venv/.test
 	$(BIN)/python -m pytest -q $(SPREAD) -m wide

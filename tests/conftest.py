@@ -42,6 +42,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Of GPU tests alone, a file is not even imported that marks none: what they import takes each process 10 s."""
+    only = config.option.markexpr.startswith("gpu") and collection_path.suffix == ".py"
+    return True if only and "mark.gpu" not in collection_path.read_text() else None
+
+
 def pytest_collectstart(collector):
     """What a file draws while it is imported is the same whichever files came before."""
     if isinstance(collector, pytest.Module):

@@ -1,7 +1,6 @@
 """The order of folders, and that importing onchip is free."""
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -106,9 +105,7 @@ def test_the_package_is_typed():
     assert (PACKAGE / "py.typed").is_file()
 
 
-def test_no_kernel_is_tested_where_the_interpreter_does_not_look():
-    """To import what is in these folders takes it 20 s."""
-    root = Path(__file__).parents[1]
-    folders = re.findall(r"--ignore=(\S+)", (root / "Makefile").read_text())
-    assert folders
-    assert not [file for folder in folders for file in (root / folder).glob("*.py") if "mark.gpu" in file.read_text()]
+def test_who_marks_gpu_tests():
+    """The files with the tests, each its own: of GPU tests alone, others are not imported (`conftest.pytest_ignore_collect`)."""
+    others = [file for file in Path(__file__).parent.rglob("*.py") if not file.name.startswith("test_") and file.name != "conftest.py"]
+    assert others and not [file for file in others if "mark.gpu" in file.read_text()]

@@ -2,9 +2,9 @@
 
 import inspect
 
+import diffusers  # whose models are imported where they are made: 3 s that most processes need not spend
 import pytest
 import torch
-from diffusers import AutoencoderKL, DiTTransformer2DModel, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend, dispatch_attention_fn
 
 import onchip
@@ -16,24 +16,24 @@ BLOCKS = {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"), "up_block
 
 
 def flux():
-    model = FluxTransformer2DModel(patch_size=1, in_channels=4, num_single_layers=1, axes_dims_rope=[4, 4, 8], **SPACES)
+    model = diffusers.FluxTransformer2DModel(patch_size=1, in_channels=4, num_single_layers=1, axes_dims_rope=[4, 4, 8], **SPACES)
     given = {"hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": torch.randn(2, 6, 32), "pooled_projections": torch.randn(2, 32)}
     return model, {**given, "timestep": torch.tensor([0.1, 0.2]), "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(6, 3)}
 
 
 def sd3():
-    model = SD3Transformer2DModel(sample_size=8, in_channels=4, caption_projection_dim=32, pos_embed_max_size=8, **SPACES)
+    model = diffusers.SD3Transformer2DModel(sample_size=8, in_channels=4, caption_projection_dim=32, pos_embed_max_size=8, **SPACES)
     given = {"hidden_states": torch.randn(2, 4, 8, 8), "encoder_hidden_states": torch.randn(2, 6, 32), "pooled_projections": torch.randn(2, 32)}
     return model, {**given, "timestep": torch.tensor([1, 2])}
 
 
 def dit():
-    model = DiTTransformer2DModel(2, 8, 4, 4, num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=10)
+    model = diffusers.DiTTransformer2DModel(2, 8, 4, 4, num_layers=2, sample_size=8, patch_size=2, num_embeds_ada_norm=10)
     return model, {"hidden_states": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([1, 2]), "class_labels": torch.tensor([1, 2])}
 
 
 def unet():
-    model = UNet2DConditionModel(
+    model = diffusers.UNet2DConditionModel(
         8, 4, 4, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=16, attention_head_dim=2, norm_num_groups=4, **BLOCKS
     )
     words = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
@@ -41,7 +41,7 @@ def unet():
 
 
 def vae():
-    return AutoencoderKL(block_out_channels=(8,), norm_num_groups=4), {"sample": torch.randn(2, 3, 8, 8)}
+    return diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4), {"sample": torch.randn(2, 3, 8, 8)}
 
 
 MODELS = {"flux": flux, "sd3": sd3, "dit": dit, "unet": unet, "vae": vae}

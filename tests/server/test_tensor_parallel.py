@@ -19,7 +19,7 @@ from onchip.server.run import Recipe
 
 GPUS = torch.cuda.device_count()
 DEVICE, RANKS = ("cuda", min(4, GPUS)) if GPUS > 1 else ("cpu", 2)
-ASK = {"model": "tiny", "prompt": "why wait", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+ASK = {"model": "tiny", "prompt": "why wait", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def alive(pid: int) -> bool:
 
 def test_two_ranks_answer_as_one_and_end_with_the_server(folder):
     alone = onchip.LLM(folder, device=DEVICE, dtype="fp32", cache_gib=0.5)
-    expected = alone.generate(ASK["prompt"], onchip.SamplingParams(max_tokens=60, ignore_eos=True))[0]
+    expected = alone.generate(ASK["prompt"], onchip.SamplingParams(max_tokens=24, ignore_eos=True))[0]
     with serve(folder, "--tensor-parallel", str(RANKS)) as server:
         address = address_of(server)
         ranks = ranks_of(server)
@@ -68,7 +68,7 @@ def test_two_ranks_answer_as_one_and_end_with_the_server(folder):
         form = ASK | {"structured_outputs": {"choice": ["red", "green"]}, "ignore_eos": False}
         assert httpx.post(f"{address}/v1/completions", json=form, timeout=PATIENCE).json()["choices"][0]["text"] in ("red", "green")
         assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0 < len(expected.tokens)  # less than a page
-        with httpx.stream("POST", f"{address}/v1/completions", json=ASK | {"stream": True, "max_tokens": 400}, timeout=PATIENCE) as answer:
+        with httpx.stream("POST", f"{address}/v1/completions", json=ASK | {"stream": True, "max_tokens": 100}, timeout=PATIENCE) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.send_signal(signal.SIGTERM)
