@@ -40,7 +40,7 @@ class Decision:
 
     @functools.cached_property
     def config(self):
-        """The tiles the kernel runs with; None for plain torch."""
+        """What the kernel runs with: its tiles, or what `blocked` asks of torch's own kernel; None where there is no choice."""
         return self.kernel.configs(self.problem, self.device)[0]
 
     @functools.cached_property

@@ -372,9 +372,10 @@ def test_one_prompt_as_a_flat_list_of_tokens(llm):
         llm.generate([1, 2, 3], GREEDY)
 
 
-def test_a_bool_is_no_token(llm):
+@pytest.mark.parametrize("given", [[1, True], torch.tensor([True, False]), [torch.tensor(True)]], ids=str)
+def test_a_bool_is_no_token(llm, given):
     with pytest.raises(ValueError, match="generate: prompt 1 has True or False for a token id"):
-        llm.generate([[1, 2], [1, True]], GREEDY)
+        llm.generate([[1, 2], given], GREEDY)
 
 
 @pytest.mark.parametrize("what", ["add", "cancel"])
@@ -385,8 +386,12 @@ def test_what_is_no_request(llm, what, given):
 
 
 def test_a_dtype_that_no_config_has(tmp_path):
-    with pytest.raises(ModelError, match="config: torch_dtype is 'float17'; it must be one of bfloat16, float16, float32, or null"):
+    with pytest.raises(ModelError, match="config: torch_dtype is 'float17'; it must be one of bfloat16, float16, float32, float64, or null"):
         LLM(tiny.save(tmp_path, tokenizer=False, torch_dtype="float17"), device="cpu")
+
+
+def test_doubles_are_read_as_float32(tmp_path):
+    assert LLM(tiny.save(tmp_path, tokenizer=False, torch_dtype="float64"), device="cpu").dtype == torch.float32
 
 
 def test_a_tokenizer_of_another_model(folder, tmp_path):

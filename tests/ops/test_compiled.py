@@ -317,6 +317,17 @@ def test_a_module(backend):
     check(module, [torch.randn(BATCH, 16, HEADS * DIM, requires_grad=True)], tuple(module.parameters()), backend)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_of_a_vmap(strict):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return torch.func.vmap(lambda q: onchip.attention(q, k, v, mask=onchip.Causal()))(q)
+
+    given = torch.randn(3, 2, 9, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+    program = torch.export.export(Module(), given, strict=strict)
+    torch.testing.assert_close(program.module()(*given), Module()(*given))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_export_and_its_file(strict):
     module, x = Block(), torch.randn(BATCH, 16, HEADS * DIM)

@@ -148,6 +148,47 @@ def test_a_mistake_is_said_each_time(wrong):
     assert len(said) == 1
 
 
+def test_a_scale_is_looked_at_while_another_call_is_compiled():
+    """`torch.compiler.is_compiling` is true then, in backends and in other threads too."""
+    q, k, v = qkv()
+    said = []
+
+    def backend(graph, _examples):
+        for scale in (float("inf"), 0.5):
+            try:
+                said.append(onchip.attention(q, k, v, scale=scale).isfinite().all().item())
+            except ValueError as error:
+                said.append(str(error))
+        return graph
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+    assert len(said) == 2 and "scale is inf" in said[0] and said[1] is True
+    with pytest.raises(ValueError, match="scale is inf"):
+        onchip.attention(q, k, v, scale=float("inf"))
+
+
+def test_tangents_are_refused_while_another_call_is_compiled():
+    q, k, v = qkv()
+    said = []
+
+    def backend(graph, _examples):
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            torch.func.jvp(lambda q: onchip.attention(q, k, v), (q,), (q,))
+        said.append(torch.func.grad(lambda q: onchip.attention(q, k, v).sum())(q))
+        return graph
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+    torch.testing.assert_close(said[0], torch.func.grad(lambda q: onchip.attention(q, k, v).sum())(q))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traces_leave_no_kinds():
+    q, k, v = qkv()
+    onchip.attention(q, k, v)
+    torch.jit.trace(lambda q, k, v: onchip.attention(q, k, v), (q, k, v), check_trace=False)
+    assert len(dispatch._known) == 1
+
+
 def test_records_margins_and_autocast():
     q, k, v = qkv()
     onchip.attention(q, k, v)

@@ -107,7 +107,7 @@ def protocol(parallel: TensorParallel, device: torch.device, bandwidth: float) -
         return []
     warm(llm, PROTOCOL)
     engines, asked, compiled = Engines(device, bandwidth), PROTOCOL.draw(llm.config.vocab), -1
-    while compiled != compilations.compiled:  # else once more: one of a second on one rank keeps all waiting
+    while compiled != compilations.compiled:  # else once more: all wait for it; ranks compile the same
         compiled = compilations.compiled
         seconds, tokens = run(engines, llm, *asked)
         llm.forget()

@@ -83,7 +83,7 @@ class Kernel:
         return getattr(self._module(), self.entry.partition(":")[2])
 
     def configs(self, problem: Problem, device: Device) -> list:
-        """The kernel's tile choices for this problem, best first; [None] when it has none."""
+        """The kernel's choices (of tiles, mostly) for this problem, best first; [None] when it has none."""
         choose = self._beside("configs")
         return choose(problem, device) if choose else [None]
 

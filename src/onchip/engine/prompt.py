@@ -4,6 +4,8 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
 
+import torch
+
 from onchip.engine.request import Request, SamplingParams
 from onchip.models.tokenizer import Tokenizer
 
@@ -59,7 +61,7 @@ def tokens_of(name: str, prompt: str | Sequence, chat: bool | Mapping, tokenizer
         raise ValueError(f"{name} is {prompt!r:.60}; give text or a list of token ids, as in [[1, 2, 3]]; of a chat, [messages] with chat=True")
     if not ids:
         raise ValueError(f"{name} is empty; give at least one token")
-    if not isinstance(prompt, str) and any(isinstance(token, bool) for token in prompt):
+    if not isinstance(prompt, str) and any(isinstance(token, bool) or getattr(token, "dtype", None) is torch.bool for token in prompt):
         raise ValueError(f"{name} has True or False for a token id; give a list like [1, 2, 3]")
     return ids
 

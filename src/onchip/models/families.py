@@ -216,8 +216,9 @@ def _slide(raw: Mapping[str, Any], family: Family, layers: int) -> list[bool]:
 
 
 def _dtype(raw: Mapping[str, Any]) -> torch.dtype:
-    named = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    known = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+    key = "dtype" if raw.get("dtype") else "torch_dtype"
+    named = (raw.get(key) or "bfloat16").removeprefix("torch.")
+    known = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp32"}  # the engine has no wider one
     if named not in known:
-        raise ModelError(f"config: torch_dtype is {named!r}; it must be one of {', '.join(known)}, or null for bfloat16")
+        raise ModelError(f"config: {key} is {named!r}; it must be one of {', '.join(known)}, or null for bfloat16")
     return DTYPES[known[named]]

@@ -70,7 +70,7 @@ def scale_of(scale: float | None, q: Tensor) -> float:
             raise TypeError
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"attention: scale is {scale!r:.40}; give a number, or None for dim ** -0.5") from error
-    if not torch.compiler.is_compiling():  # a compiler's number is a symbol, at which the operator looks
+    if not torch.compiler.is_dynamo_compiling():  # whose number is a symbol, at which the operator looks
         check_scale(number, q.dtype)
     return number
 

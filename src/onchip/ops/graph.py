@@ -16,7 +16,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 def in_graph(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether something watches that must see one operator: a compiler, a dispatch mode, torch.func, a subclass of Tensor."""
-    if torch.compiler.is_dynamo_compiling():  # export, which need not go through dynamo, has a dispatch mode
+    if torch.compiler.is_dynamo_compiling():  # `is_compiling` is true of all threads while one compiles; export, which need not go through dynamo, has a mode
         return True
     if torch._C._are_functorch_transforms_active():
         return kernel != "reference"
@@ -40,8 +40,8 @@ def quantise(x: Tensor, share: str, signs: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def _transformed() -> bool:
-    """Whether torch.func wants functions of its own kind, which a compiler cannot follow."""
-    return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+    """Whether torch.func wants functions of its own kind, which a compiler cannot follow, nor an export."""
+    return torch._C._are_functorch_transforms_active() and not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
 
 
 def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
@@ -66,6 +66,6 @@ def _packed(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands
     sources = x.sources and tuple(StandIn.apply(source, None) for source in x.sources)  # what is read is kept for the backward pass
     call = Packed(mask=mask, score=how.score, sinks=how.sinks, **operands, **asked, sources=sources, kv=kv)
     text = wire.pack(call, reads, q)
-    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+    if not torch.compiler.is_dynamo_compiling() and forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *reads)
     return text, reads

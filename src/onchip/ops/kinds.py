@@ -1,6 +1,7 @@
 """What decides how a dense attention call goes, so that the second one of a kind is neither checked nor described again.
 
-Between two kernels, which empty a processor's caches, a function of Python takes 2 to 4 us; a call of 256 tokens on a CPU takes 2 ms, and went through 27.
+Between two kernels, which empty a processor's caches, a function of Python takes 2 to 4 us; a call of 256 tokens takes 0.5 to 2 ms on a CPU, and went
+through 27 of these.
 """
 
 import torch
@@ -12,9 +13,9 @@ from onchip.core.problem import Operands
 
 
 def kind_of(q: Tensor, k: Tensor, v: Tensor, mask, scale, bias: Tensor | None, softcap, deterministic, batch_invariant, kernel) -> tuple | None:
-    """Equal for calls that have one Problem and pass the same checks: sizes, types, devices and settings. None where tensors' contents, or more than a
-    mask, a bias and a softcap, are to be looked at, and for settings of a wrong type."""
-    if kernel.__class__ is not str or kernel == "reference":
+    """Equal for calls that have one Problem and pass the same checks: sizes, types, devices and settings. None where more decides (what a mask is made of,
+    what `torch.jit.trace` makes of sizes), and for settings of a wrong type. Of calls without score functions, sinks, dropout and scales."""
+    if torch._C._get_tracing_state() is not None or kernel.__class__ is not str or kernel == "reference":
         return None
     if not (scale is None or scale.__class__ is float) or not (softcap is None or softcap.__class__ is float):
         return None

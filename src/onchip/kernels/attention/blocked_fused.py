@@ -151,7 +151,7 @@ class Whole(NamedTuple):
     trained: bool
 
     def __str__(self):
-        return "one call of torch's own kernel"
+        return "one call of torch's own kernel" + ", or tiles where the mask hides much" * (self.added == "seen")
 
 
 @functools.lru_cache(maxsize=1024)
