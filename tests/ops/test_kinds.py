@@ -213,4 +213,4 @@ def test_kinds_that_are_kept_have_an_end(monkeypatch):
 def test_two_devices_are_no_kind():
     q, k, v = qkv()
     bias = torch.zeros(9, 9, device="meta")
-    assert kinds.kind_of(q, k, v, Causal(), None, bias, None, False, False, "auto") is None
+    assert kinds.kind_of(q, k, v, Causal(), None, bias, None, (False, False, "auto")) is None

@@ -62,7 +62,7 @@ def attention(
     q, k, v, scales, sources = checks.taken_apart(q, k, v)
     watched, kind = graph.in_graph(kernel, q, k, v), None
     if not watched and score is sinks is dropout is scales is None:
-        kind = kinds.kind_of(q, k, v, mask, scale, bias, softcap, deterministic, batch_invariant, kernel)
+        kind = kinds.kind_of(q, k, v, mask, scale, bias, softcap, (deterministic, batch_invariant, kernel))
         if kind is not None and (found := known(kind)):
             decision, x = found
             x = x if bias is None and mask.__class__ is not Tensor else kinds.operands(x, mask, bias)

@@ -12,9 +12,13 @@ from onchip.core.parts import squeezed
 from onchip.core.problem import Operands
 
 
-def kind_of(q: Tensor, k: Tensor, v: Tensor, mask, scale, bias: Tensor | None, softcap, deterministic, batch_invariant, kernel) -> tuple | None:
+def kind_of(q: Tensor, k: Tensor, v: Tensor, mask, scale, bias: Tensor | None, softcap, settings: tuple) -> tuple | None:
     """Equal for calls that have one Problem and pass the same checks: sizes, types, devices and settings. None where more decides (what a mask is made of,
-    what `torch.jit.trace` makes of sizes), and for settings of a wrong type. Of calls without score functions, sinks, dropout and scales."""
+    what `torch.jit.trace` makes of sizes), and for settings of a wrong type. Of calls without score functions, sinks, dropout and scales.
+
+    settings   deterministic, batch_invariant, kernel.
+    """
+    deterministic, batch_invariant, kernel = settings
     if torch._C._get_tracing_state() is not None or kernel.__class__ is not str or kernel == "reference":
         return None
     if not (scale is None or scale.__class__ is float) or not (softcap is None or softcap.__class__ is float):

@@ -89,7 +89,7 @@ def prefill(p: Attention, how: Whole | None, q: Tensor, k: Tensor, v: Tensor, x:
     """Dense `[batch, len, heads, dim]`, or packed `[tokens, heads, dim]` with offsets."""
     if how is not None:
         near = laid_out(p, how, q, k, v)
-        mask, all_seen = added(p, how, x, near[0].dtype) if how.added else (None, True)  # a plain call does not even ask: 3 us, as of the scale below
+        mask, all_seen = added(p, how, x, near[0].dtype) if how.added else (None, True)  # a plain call does not even ask: 3 us
         if all_seen:
             out, lse = _fused(p, x, mask, *near, how.causal, return_lse)
             out = out.transpose(1, 2) if how.as_is else narrow(out, p.value_dim).to(q.dtype).transpose(1, 2)
@@ -531,7 +531,7 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     batch, heads, rows, dim = q.shape
     together = rows == 1 and (mask is None or mask.shape[1] == 1)  # the heads of a group are rows of one product
     q = _grouped(q, p) if together else q
-    q, scale, _ = upright(q, x.scale, True) if causal and x.scale <= 0 else (q, x.scale, 1.0)
+    q, scale, _ = upright(q, x.scale, True) if causal else (q, x.scale, 1.0)
     if k.shape[2] < LEAST_KEYS:
         mask, k, v, causal = *padded(mask, q, k, v, causal), False
     alone = q.shape[2] == 1 and q.dtype == torch.bfloat16 and not causal and k.shape[2] * dim >= LONE
