@@ -13,7 +13,7 @@ from onchip.core import device as devices
 from onchip.engine import padded
 from onchip.engine.llm import LLM
 from onchip.engine.request import SamplingParams
-from onchip.engine.warm import rounds, run
+from onchip.engine.warm import rounds, run, sketched
 from onchip.kernels.compiling import compilations, withheld
 from onchip.ops import checks
 
@@ -95,6 +95,18 @@ def test_memory_of_what_few_want_is_given_back(model):
     assert llm.generate([[1, 2, 3]], SamplingParams(4)) == before
 
 
+def test_no_graph_runs_while_launches_are_withheld(model):
+    llm = LLM(model, device="cpu", dtype="fp32", dummy_weights=True, max_batch=4, step_tokens=256)
+    tiny.as_graphs(llm.runner)
+    llm.generate([[1, 2, 3], [4] * 200], SamplingParams(4))
+    assert llm.runner.padded.graphs
+    with sketched(llm.runner):
+        assert not (llm.runner.graphs or llm.runner.padded.graphs)
+        llm.generate([[1, 2, 3], [4] * 200], SamplingParams(4))
+        assert llm.runner.padded.graphs
+    assert not (llm.runner.graphs or llm.runner.padded.graphs)
+
+
 def test_only_an_idle_engine(model):
     llm = LLM(model, device="cpu", dtype="fp32", dummy_weights=True)
     assert llm.warm().compiled == 0  # nothing to do on a CPU
@@ -105,8 +117,12 @@ def test_only_an_idle_engine(model):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's interpreter compiles nothing")
-def test_nothing_is_compiled_after_it(model):
+@pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
+def test_nothing_is_compiled_after_it(model, used):
     llm = LLM(model, device="cuda", dtype="bf16", dummy_weights=True, max_batch=20, step_tokens=1024, cache_gib=1.0)
+    if used:  # with graphs of decodes and of chunks beside them, which launch whatever is withheld
+        traffic(llm, 0, share=0.5)
+        assert llm.runner.graphs and llm.runner.padded.graphs
     warmed = llm.warm()
     assert warmed.rounds and warmed.graphs >= 5 and llm.pool.num_free == llm.pool.num_pages
     before, graphs = compilations.compiled + compilations.loaded, len(llm.runner.graphs)

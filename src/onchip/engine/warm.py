@@ -96,14 +96,13 @@ def warm(llm: "LLM") -> Warmed:
     start, compiled, loaded = time.perf_counter(), compilations.compiled, compilations.loaded
     todo, runner, numbers = list(rounds(llm)), llm.runner, itertools.count()
     if llm.model.parallel.of == 1:  # several ranks wait for each other's sums
-        with withheld() as asked, _sketched(runner):
+        with withheld() as asked, sketched(runner):
             known, found = 0, []
             for one in run(llm, todo, numbers):
                 if one.new > 1 or (len(asked) > known and one.plain):  # others have nothing to leave but what is compiled
                     found.append(one)
                 known = len(asked)
         todo = found
-        runner.thin(graphs=True)
         llm.tree.clear()
     ran = sum(1 for _ in run(llm, todo, numbers))
     llm.forget()
@@ -210,11 +209,13 @@ def _most(llm: "LLM") -> int:
 
 
 @contextmanager
-def _sketched(runner: Runner) -> Iterator[None]:
+def sketched(runner: Runner) -> Iterator[None]:
     """A model whose layers stand for those like them, and whose products by torch do nothing: results hold anything.
 
     Tokens stay those that were there, since no kernel advances them, and all that torch takes for an index is the host's. Guesses are not: nobody guesses.
+    No graph is there before or after: one of steps that ran would launch what is withheld, at places that nobody wrote, and those made here repeat nothing.
     """
+    runner.thin(graphs=True)
     linear, model, speculation = torch.nn.functional.linear, runner.model, runner.speculation
     layers, config = model.layers, model.config
     few = max(config.masks.index(mask) for mask in config.masks) + 1  # up to the first of the last kind
@@ -227,3 +228,4 @@ def _sketched(runner: Runner) -> Iterator[None]:
     finally:
         torch.nn.functional.linear, model.layers, model.config, runner.speculation = linear, layers, config, speculation
         del runner._captured
+        runner.thin(graphs=True)
