@@ -197,8 +197,7 @@ def test_what_goes_to_torchs_kernel(monkeypatch):
 DICE = torch.Generator().manual_seed(0)
 OWN = {  # a call -> whether its gradient is torch's own
     "full": ((300, FP32), {}, True),
-    "causal": ((200, FP32), {"mask": Causal()}, True),
-    "causal in tiles": ((300, FP32), {"mask": Causal()}, False),
+    "causal": ((300, FP32), {"mask": Causal()}, True),
     "laid out first": ((300, BF16), {}, True),
     "few rows": ((100, BF16), {}, False),
     "cast": ((70, FP16), {}, True),
@@ -633,17 +632,17 @@ def test_paged_sequences_together(counts, how, dtype, monkeypatch):
         assert torch.equal(dense[0].flatten(0, 1), found[0]) and torch.equal(dense[1].transpose(0, 1).flatten(1), found[1])
 
 
-@pytest.mark.parametrize(("n", "batch", "heads"), [(385, 2, 2), (512, 1, 1), (600, 2, 2), (1000, 1, 2)])
+@pytest.mark.parametrize(("n", "batch", "heads"), [(300, 1, 2), (512, 1, 1), (600, 2, 2), (1000, 1, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_causal_by_halves(n, batch, heads, dtype, monkeypatch):
-    """Of gradients each pair of a query and a key at or before it is computed once, and little more."""
-    areas, kernel = [], blocked.fused_backward
+def test_causal_is_one_call_of_torchs_kernel(n, batch, heads, dtype, monkeypatch):
+    """Of any length: parts of what its mask shows were faster on some processors and half as fast on others."""
+    calls, kernel = [], blocked.fused_forward
 
-    def counted(d_out, q, k, *args, **how):
-        areas.append(q.shape[0] * q.shape[2] * k.shape[2])
-        return kernel(d_out, q, k, *args, **how)
+    def counted(q, k, *args, **how):
+        calls.append((q.shape[2], k.shape[2]))
+        return kernel(q, k, *args, **how)
 
-    monkeypatch.setattr(blocked, "fused_backward", counted)
+    monkeypatch.setattr(blocked, "fused_forward", counted)
     q, k, v = (torch.randn(batch, n, h, 16).to(dtype).requires_grad_() for h in (2 * heads, heads, heads))
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
     d_out = torch.randn(batch, n, 2 * heads, 16).to(dtype)
@@ -655,7 +654,6 @@ def test_causal_by_halves(n, batch, heads, dtype, monkeypatch):
     assert (lse - true_lse).abs().max() < (1e-5 if dtype == torch.float32 else 0.02)
     for t, g in ((out, d_out), (torchs, d_out), (truth, d_out.double())):
         t.backward(g)
-    if dtype != torch.bfloat16:
-        assert len(areas) > 1 and batch * n * (n + 1) / 2 <= sum(areas) <= batch * n * (n + 128) / 2 + batch * 128 * 128
+    assert set(calls) == {(n, n)}
     for ours, theirs, true in zip((q, k, v), own, wide, strict=True):
         assert_as_good_as_torch(ours.grad, theirs.grad, true.grad, slack=3.0)

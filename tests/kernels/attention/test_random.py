@@ -17,7 +17,7 @@ from onchip.core.masks import Causal, Full, Window
 from onchip.core.problem import Dropout
 from onchip.core.trace import hides_keys
 from onchip.kernels import attention
-from onchip.kernels.attention import blocked, blocked_fused, blocked_halves, blocked_tiles
+from onchip.kernels.attention import blocked, blocked_fused, blocked_tiles
 from onchip.kernels.attention.reference import place
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -280,9 +280,6 @@ def small_tiles(rows=16, keys=24):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(blocked.TILE, "cpu", (rows, keys))
         patch.setattr(blocked, "FUSED_ROWS", (32, 48))
-        patch.setattr(blocked_fused, "FUSED_CAUSAL", range(20, 1000))
-        patch.setattr(blocked_halves, "BASE", 16)
-        patch.setattr(blocked_halves, "HALVES", range(17, 1000))
         patch.setattr(blocked_fused, "WHOLE_MASK", 5000)  # of the shorter sequences
         patch.setattr(blocked_tiles, "BLOCK", 16)
         yield

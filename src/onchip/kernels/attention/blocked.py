@@ -44,7 +44,6 @@ from onchip.kernels.attention.blocked_fused import (
     whole,
     whole_part,
 )
-from onchip.kernels.attention.blocked_halves import by_halves, halved
 from onchip.kernels.attention.blocked_tiles import (
     Group,
     Part,
@@ -74,8 +73,8 @@ DEQUANTISED = 512  # keys of a quantised cache that go together
 SPARE = 1 << 18  # numbers of padded keys that a call of torch's kernel, and what is around it, costs as much as: 1,365 keys of 3 heads of 64, 250 us
 LONE = 2048  # numbers of a head's keys from which a row of bfloat16 that goes alone goes twice: 32 heads of 128 over 64 keys 607 us, two equal rows 132
 FUSED_ROWS = (64, 768)  # queries of a call of torch's kernel with a band, from few (windows) to many (it packs the keys anew in each call)
-FUSED_TRACED = 1024  # of one with another mask, at most; below 768 the backward pass in bfloat16 takes 1.4 times as long
-FUSED_MASK = 1 << 24  # bytes of the mask of such a call
+FUSED_TRACED = 2048  # of one with another mask, at most; below 768 the backward pass in bfloat16 takes 1.4 times as long
+FUSED_MASK = 1 << 25  # bytes of the mask of such a call
 
 
 # ---- launches
@@ -568,10 +567,7 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
     if how:
         near = (take(k, 2, how[0]), take(v, 2, how[0]))
         q, scale, sign = upright(q, x.scale, how[1])
-        if how[1] and halved(part.len_q, how[0], q.dtype):
-            dq, *found = by_halves(fused_backward, d_out, q, *near, out, lse, scale)
-        else:
-            dq, *found = fused_backward(d_out, q, *near, out, lse, 0.0, how[1], attn_mask=added_bias(p, x, part, q.dtype), scale=scale)
+        dq, *found = fused_backward(d_out, q, *near, out, lse, 0.0, how[1], attn_mask=added_bias(p, x, part, q.dtype), scale=scale)
         found = (dq if sign == 1 else dq * sign, *found)
         pad = (0, 0, how[0].start, part.len_k - how[0].stop)
         return fitting(*found) if not any(pad) else fitting(found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
@@ -579,12 +575,16 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
     for tile in _fused_tiles(p, x, part, q.dtype):
         near = (d_out[:, :, tile.rows], q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v), out[:, :, tile.rows], lse[:, :, tile.rows])
         found = fused_backward(*near, 0.0, False, attn_mask=_fused_mask(p, x, tile, q.dtype), scale=x.scale)
-        if tile.rows == slice(0, part.len_q) and isinstance(tile.keys, slice) and tile.keys == slice(0, part.len_k):
+        of_all = isinstance(tile.keys, slice) and tile.keys == slice(0, part.len_k)
+        if of_all and tile.rows == slice(0, part.len_q):
             return fitting(*found)
-        grads = grads or _zeros(q, k, v)
+        if grads is None and of_all:  # the others' are added to these
+            grads = q.new_zeros(q.shape), *(d.to(_wide(d)) for d in found[1:])
+        else:
+            grads = grads or _zeros(q, k, v)
+            add(grads[1], 2, tile.keys, found[1])
+            add(grads[2], 2, tile.keys, found[2])
         grads[0][:, :, tile.rows] = found[0]
-        add(grads[1], 2, tile.keys, found[1])
-        add(grads[2], 2, tile.keys, found[2])
     return fitting(*(grads or _zeros(q, k, v)))
 
 

@@ -15,12 +15,10 @@ from torch import Tensor
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced, untouched
 from onchip.kernels.attention import blocked_tiles
-from onchip.kernels.attention.blocked_halves import halved
 from onchip.kernels.attention.blocked_tiles import SPARSE, Part, all_of, any_of, bias, bias_dtype, cutting, is_lookup, is_sum, lookup, seen_by_blocks, take
 
-FUSED_CAUSAL = range(257, 769)  # lengths at which tiles beat torch's causal mask: it computes what is hidden within 512 keys; 512 take 1.9 and 1.5 ms
 FUSED_FEW = 128  # queries up to which torch's backward pass is faster in float32 than in bfloat16: 128 take 0.5 and 0.9 ms, 256 2.1 and 2.1
-ALONGSIDE = 512  # queries from which bfloat16 is laid out head by head first: 1,024 take 1 to 4% less time then, 256 up to 5% more
+ALONGSIDE = 512  # queries from which bfloat16 is laid out head by head first: 1,024 take 1 to 4% less time then (5 to 10% more with AMX), 256 up to 5% more
 FEW_BLOCKS = 2  # blocks of rows of which a mask is not asked what each sees: 25 us, of the 500 that 256 rows take
 LEAST_KEYS = 8  # keys from which torch's kernel tells NaN from nothing
 WHOLE_MASK = 1 << 22  # elements of the mask of a whole call: 16 MiB, as much as a tile's, kept for the backward pass
@@ -69,8 +67,7 @@ def unmasked(p: Attention, part: Part) -> tuple[slice, bool] | None:
     near = slice(keys.start - part.origin, keys.stop - part.origin)
     if p.mask.right is None or p.mask.right + shift >= keys.stop - 1:
         return near, False
-    tiled = part.len_q in FUSED_CAUSAL and p.op != "backward"
-    return (near, True) if p.mask.right == shift == keys.start == 0 and not tiled else None
+    return (near, True) if p.mask.right == shift == keys.start == 0 else None
 
 
 def takes_bias(p: Attention) -> bool:
@@ -165,7 +162,7 @@ def whole(p: Attention) -> Whole | None:
     as_is = p.dim == p.value_dim and p.dtype != torch.float16 and not alongside(p)
     if how := unmasked(p, whole_part(p)):
         keys, causal = how
-        trained = not few and len(range(*keys.indices(p.len_k))) >= LEAST_KEYS and "sinks" not in p.extras and not (causal and halved(p.len_q, keys, p.dtype))
+        trained = not few and len(range(*keys.indices(p.len_k))) >= LEAST_KEYS and "sinks" not in p.extras
         biased = ("", ((), ())) if p.score is None else ("bias", _shape(p, p.score))
         return Whole(keys, causal, *biased, as_is and keys == slice(0, p.len_k), trained)
     if isinstance(p.mask, Traced) and p.score is None and p.len_q > 1 and is_lookup(p.mask):
@@ -190,8 +187,8 @@ def _read(p: Attention, how: Whole, traced: Traced, tensors: tuple[Tensor, ...])
 
 
 def alongside(p: Attention) -> bool:
-    """Whether the numbers of a head are to lie together."""
-    return p.dtype == torch.bfloat16 and p.len_q >= ALONGSIDE
+    """Whether the numbers of a head are to lie together. Where a CPU has AMX torch's kernel packs them anyway."""
+    return p.dtype == torch.bfloat16 and p.len_q >= ALONGSIDE and not torch.cpu._is_amx_tile_supported()
 
 
 def added(p: Attention, how: Whole, x: Operands, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
