@@ -269,7 +269,8 @@ def check(c: Case, kernel: str, device) -> None:
         if c.softcap and c.dtype != torch.float32 and device.type == "cuda" and mine.numel():  # the hardware's tanh errs by 2^-11: of the cap, in a score
             beside += (truth[name] + c.softcap * 2**-11 * max(1.0, truth[name].nan_to_num(0, 0, 0).abs().max().item()),)
         try:
-            assert_as_good_as_torch(mine, beside, truth[name], slack=3.0 if name.startswith("d ") else 2.0)
+            slack = 10.0 if name == "d sinks" else 3.0 if name.startswith("d ") else 2.0  # a number a head: all that it is compared with may be lucky
+            assert_as_good_as_torch(mine, beside, truth[name], slack=slack)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
 

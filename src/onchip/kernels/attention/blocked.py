@@ -73,8 +73,8 @@ DEQUANTISED = 512  # keys of a quantised cache that go together
 SPARE = 1 << 18  # numbers of padded keys that a call of torch's kernel, and what is around it, costs as much as: 1,365 keys of 3 heads of 64, 250 us
 LONE = 2048  # numbers of a head's keys from which a row of bfloat16 that goes alone goes twice: 32 heads of 128 over 64 keys 607 us, two equal rows 132
 FUSED_ROWS = (64, 768)  # queries of a call of torch's kernel with a band, from few (windows) to many (it packs the keys anew in each call)
-FUSED_TRACED = 2048  # of one with another mask, at most; below 768 the backward pass in bfloat16 takes 1.4 times as long
-FUSED_MASK = 1 << 25  # bytes of the mask of such a call
+FUSED_TRACED = 1024  # of one with another mask, at most; below 768 the backward pass in bfloat16 takes 1.4 times as long
+FUSED_MASK = 1 << 24  # bytes of the mask of such a call
 
 
 # ---- launches
