@@ -259,7 +259,7 @@ def test_a_record_ends_when_its_block_raises():
     with pytest.raises(KeyError), onchip.record() as decisions:
         raise KeyError
     onchip.attention(*qkv())
-    assert decisions == [] and dispatch._recorders == []
+    assert decisions == [] and dispatch.recorders == []
 
 
 # ---- explain

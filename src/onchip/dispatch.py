@@ -20,7 +20,7 @@ from onchip.kernels import again, attention, fused
 OPS: dict[str, Op] = {op.name: op for op in (*attention.OPS, *fused.OPS)}
 _known: dict[tuple, tuple["Decision", Any]] = {}
 KNOWN = 4096  # kinds of calls at most
-_recorders: list[list["Decision"]] = []
+recorders: list[list["Decision"]] = []  # of `record`
 _margin: ContextVar[int | None] = ContextVar("onchip.sm_margin", default=None)
 
 
@@ -79,7 +79,7 @@ def select(problem: Problem, device: torch.device | Device, kernel: str = "auto"
     if not isinstance(kernel, str):
         raise TypeError(f"{problem.op}: kernel is {kernel!r:.60}; give the name of one, or 'auto'")
     decision = _select(problem, device, kernel, _margin.get())
-    for recorder in _recorders:
+    for recorder in recorders:
         recorder.append(decision)
     return decision
 
@@ -113,7 +113,7 @@ def known(kind: tuple) -> tuple[Decision, Any] | None:
     """What was kept of a call of the same `kind`, which is all that its Problem and device depend on; None where nothing was."""
     found = _known.get((kind, _margin.get()))
     if found is not None:
-        for recorder in _recorders:
+        for recorder in recorders:
             recorder.append(found[0])
     return found
 
@@ -182,11 +182,11 @@ def record() -> Iterator[list[Decision]]:
     >>> decisions[0].kernel.name
     """
     decisions: list[Decision] = []
-    _recorders.append(decisions)
+    recorders.append(decisions)
     try:
         yield decisions
     finally:
-        _recorders[:] = [recorder for recorder in _recorders if recorder is not decisions]
+        recorders[:] = [recorder for recorder in recorders if recorder is not decisions]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -143,6 +144,17 @@ def test_an_end_that_a_bias_forbids_is_no_end(tmp_path):
     llm = LLM(tiny.save(tmp_path / "tiny"), dtype="fp32", device="cpu")
     (done,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=30, grammar=Grammar("regex", "[ab]{3}"), logit_bias={0: -math.inf}))
     assert done.reason == "error: no token is left that both the mask of its tokens and its logit_bias allow"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_step_runs_ahead_of_the_mask_of_its_token(tmp_path, ahead):
+    """Of rows beside others that want none, and come and go."""
+    llm = LLM(tiny.save(tmp_path), device="cpu", dtype="fp32", max_batch=3)
+    llm.ahead = ahead
+    asked = [SamplingParams(24, seed=i, temperature=1.0, ignore_eos=not i % 2, grammar=Grammar("regex", "(ab|cd){5}") if i % 2 else None) for i in range(6)]
+    done = llm.generate([[1, 2, 3 + i] for i in range(6)], asked)
+    for one, params in zip(done, asked, strict=True):
+        assert len(one.tokens) == 24 if params.grammar is None else re.fullmatch("(ab|cd){5}", one.text), one
 
 
 def test_a_markers_text_is_spelled(tokenizer, vocabulary):

@@ -247,7 +247,7 @@ def test_a_run_cut_short_gives_its_pages_back(llm):
     with pytest.raises(KeyboardInterrupt) as error:
         llm.generate(PROMPTS, GREEDY, on_text=on_text)
     assert held(llm) == 0
-    assert error.value is not None and dispatch._recorders == []  # even while the exception is held
+    assert error.value is not None and dispatch.recorders == []  # even while the exception is held
     assert llm.generate(PROMPTS, GREEDY) == expected
 
 

@@ -247,7 +247,7 @@ class LLM:
     def step(self) -> list[Event]:
         """Launch the next step of the model, and say what came of the one before, or of this one where nothing runs ahead; [] where nothing did."""
         begin, events = time.perf_counter(), self._events
-        while self._launched and (self.runner.torn or any(r.mask is not None for r in self.scheduler.running)):  # the next mask needs the last token
+        while self._launched and (self.runner.torn or self.runner.masked):
             self._read(events)
         work = self._masked(self.scheduler.plan(), events)
         kind = self._launch(work, events) if work else None
@@ -284,7 +284,7 @@ class LLM:
 
     def _launch(self, work: list[Work], events: list[Event]) -> str:
         """Start a step. Where memory runs out, those whose prompts asked for it end."""
-        prompts = [w.request for w in work if w.last and w.prompt]
+        prompts = [] if work is self.runner.decodes else [w.request for w in work if w.last and w.prompt]
         try:
             with dispatch.record() as decisions:
                 launched = self.runner.launch(work)
@@ -318,10 +318,11 @@ class LLM:
             if request.mask is not None and not request.allows(new[0]):
                 self._fail(request, "no token is left that both the mask of its tokens and its logit_bias allow", events)
                 continue
-            if len(new) > 1 and request.pages.pages:
-                request.pages.length += len(new) - 1
-            self.stats.drafted_tokens += guessed
-            self.stats.accepted_tokens += len(new) - 1
+            if guessed:
+                self.stats.drafted_tokens += guessed
+                self.stats.accepted_tokens += len(new) - 1
+                if request.pages.pages:
+                    request.pages.length += len(new) - 1
             text, found = request.accept(new), None
             if request.logprobs is not None:
                 found = [said]

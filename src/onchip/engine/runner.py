@@ -95,18 +95,17 @@ class Runner:
         self._asked: list[Request] = []  # the same requests, in the order in which they were given last
         self._pages: list[int] = []  # of each row, that its page table has
         self._wants = Wants()
-        self._work: list[Work] | None = None  # of the last step, where that was a decode
+        self.decodes: list[Work] | None = None  # the work of the last step, where that was a decode: the same list is one, too
         self._planned: tuple[int, int] | None = None  # of how many of the rows the cascade's plan is, in a graph of how many
 
     @torch.inference_mode()
     def launch(self, work: list[Work]) -> Launched:
-        """Start a step. The state is written only where the batch or its pages changed; where the work is that of the last step, who runs is not looked at."""
+        """Start a step. The state is written only where the batch or its pages changed; where the work is that of the last step, neither is looked at."""
         if self.torn:
             self.forget()
         self.torn = True
         prompts: list[tuple] = []
-        if work is self._work:
-            self._grow()
+        if work is self.decodes:
             drawn, kind = self._decode(), "decode"
         else:
             kept = self._seat([w.request for w in work if w.last])
@@ -117,15 +116,20 @@ class Runner:
             request.pages.length += count
         for request in self.rows:
             request.pending += 1
-        self._work, self.torn = work if kind == "decode" else None, False
+        self.decodes, self.torn = work if kind == "decode" else None, False
         return launched
+
+    @property
+    def masked(self) -> bool:
+        """Whether the mask of some row's next token needs its last one."""
+        return self._wants.mask
 
     def forget(self) -> None:
         """No request has a row, whatever came of the last step; all tokens have to be read by now."""
         self.torn = False
         for request in self.rows:
             request.seated = False
-        self._asked, self.rows, self._pages, self._wants, self._work, self._planned = [], [], [], Wants(), None, None
+        self._asked, self.rows, self._pages, self._wants, self.decodes, self._planned = [], [], [], Wants(), None, None
         self.state.clear(0)
 
     def thin(self, graphs: bool = False) -> None:

@@ -121,7 +121,7 @@ class Scheduler:
     # ---- a step
 
     def plan(self) -> list[Work]:
-        """The work of the next step, pages reserved; [] where there is none. The same list as long as the same requests decode."""
+        """The work of the next step, pages reserved; [] where there is none. The same list as long as the same requests decode, in the same pages."""
         if self._calm:
             self._calm -= 1
             return self._steady
@@ -152,8 +152,9 @@ class Scheduler:
         return work
 
     def _holds(self) -> bool:
-        """Whether the last plan, of requests that decode, holds for this step, now that who had filled its pages has more; and for how many after it."""
-        calm, each, page = AHEAD, self.drafted + 1, self.pool.page
+        """Whether the last plan, of requests that decode, holds for this step, now that who had filled its pages has more; and for how many after it.
+        Where somebody got pages it is another list."""
+        calm, each, page, grown = AHEAD, self.drafted + 1, self.pool.page, False
         for request, _, _ in self._steady:
             tokens = request.limit - len(request.tokens) - request.pending
             pages = request.pages
@@ -161,11 +162,13 @@ class Scheduler:
             if room < each:
                 if not self._grown(request, 1) or not self._steady:  # somebody had to give way
                     return False
-                room = len(pages.pages) * page - pages.length - self.drafted * request.pending
+                room, grown = len(pages.pages) * page - pages.length - self.drafted * request.pending, True
             if tokens < 1:  # its last one is on its way
                 return False
             calm = min(calm, room, tokens)
         self._calm = max(0, calm // each - 1)
+        if grown:
+            self._steady = list(self._steady)
         return True
 
     def _count(self, request: Request, left: int, most: int) -> int:

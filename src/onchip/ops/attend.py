@@ -16,7 +16,7 @@ from onchip.core.parts import Exactly
 from onchip.core.problem import Attention, Dropout, Operands, Rows
 from onchip.core.scales import Scales
 from onchip.core.scores import Score
-from onchip.dispatch import Decision, keep, select, sm_margin
+from onchip.dispatch import Decision, keep, recorders, select, sm_margin
 from onchip.kernels.attention import reference
 from onchip.ops import wire
 
@@ -316,15 +316,21 @@ def writes(x: Operands) -> list[int]:
 
 def refuse_batches(*grads: Tensor | None) -> None:
     """Raises where many backward passes are asked for at once."""
-    if torch._C._are_functorch_transforms_active() or any(d is not None and torch._C._functorch.is_legacy_batchedtensor(d) for d in grads):
+    batched = torch._C._are_functorch_transforms_active()
+    for d in grads:
+        batched = batched or (d is not None and torch._C._functorch.is_legacy_batchedtensor(d))
+    if batched:
         raise NotImplementedError("attention: a batch of backward passes at once (is_grads_batched) is not implemented; kernel='reference' has it")
 
 
 def went_back(decision: Decision, kernel: str, found: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-    """What `Attend.backward` does beside the gradients, for a node of torch's that `found` them: refuses, and counts the kernel."""
+    """What `Attend.backward` does beside the gradients, for a node of torch's that `found` them: refuses, and counts the kernel where somebody records."""
     refuse_batches(given[0])
-    select(backward_problem(decision.problem, torch.are_deterministic_algorithms_enabled()), decision.device, FAMILY.get(kernel, kernel))
-    anchors = [d for d in found if d is not None] if torch.is_grad_enabled() else []
+    if recorders:
+        select(backward_problem(decision.problem, torch.are_deterministic_algorithms_enabled()), decision.device, FAMILY.get(kernel, kernel))
+    if not torch.is_grad_enabled():
+        return None
+    anchors = [d for d in found if d is not None]
     return _Once.apply(anchors[0], *found) if anchors else None
 
 
