@@ -12,6 +12,7 @@ import onchip
 from onchip import ALiBi, Causal, Document, Dropout, KeyPadding, PagedKV, Prefix, Window
 
 MAPPED, BATCH, LEN, HEADS, KV_HEADS, DIM = 3, 2, 6, 4, 2, 8
+LONGER = 12  # tokens: over fewer than 8 keys no gradient is torch's own
 IDS = torch.tensor([[0, 0, 1, 1, 2, 2]] * BATCH)
 OFFSETS = torch.tensor([0, 2, LEN], dtype=torch.int32)
 TWICE = "attention: gradients of gradients are not implemented; kernel='reference' has them"
@@ -212,10 +213,23 @@ def test_functional_call():
     torch.testing.assert_close(found, module.bias.grad)
 
 
-@pytest.mark.parametrize("how", [{}, {"softcap": 3.0}], ids=["torch's node", "ours"])
+@pytest.fixture(params=[({}, True), ({"softcap": 3.0}, False)], ids=["torch's node", "ours"])
+def how(request):
+    """Keywords of calls over enough keys for torch's kernel, whose gradient is that of a node of torch's, or one of ours."""
+    keywords, own = request.param
+    leaf = torch.randn(BATCH, LONGER, HEADS, DIM, requires_grad=True)
+    assert ("FlashAttentionForCpu" in attend(leaf, leaf, leaf, **keywords).grad_fn.next_functions[0][0].name()) == own
+    return keywords
+
+
+@pytest.fixture
+def longer():
+    return [torch.randn(BATCH, LONGER, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+
 @pytest.mark.parametrize("kernel", ["auto", "blocked"])
-def test_gradients_of_gradients_are_refused(qkv, kernel, how):
-    q, k, v = (t[0] for t in qkv)
+def test_gradients_of_gradients_are_refused(longer, kernel, how):
+    q, k, v = longer
     for function in (lambda q: attend(q, k, v, kernel=kernel, **how).sum(), lambda q: loss(q, k, v, kernel=kernel, **how)):
         leaf = q.clone().requires_grad_()
         (first,) = torch.autograd.grad(function(leaf), leaf, create_graph=True)
@@ -250,10 +264,10 @@ def test_forward_mode_is_refused(qkv):
     assert jvp(lambda x: attend(q, k, v).sum() * x, (torch.ones(()),), (torch.ones(()),))[1] == attend(q, k, v).sum()  # nothing goes through
 
 
-def test_a_batch_of_backward_passes_is_refused(qkv):
-    q, k, v = (t[0] for t in qkv)
+def test_a_batch_of_backward_passes_is_refused(longer, how):
+    q, k, v = longer
     leaf = q.clone().requires_grad_()
-    out = attend(leaf, k, v)
+    out = attend(leaf, k, v, **how)
     with pytest.raises(NotImplementedError, match=r"a batch of backward passes at once \(is_grads_batched\) is not implemented; kernel='reference' has it"):
         torch.autograd.grad(out, leaf, torch.stack([out.detach()] * 2), is_grads_batched=True)
 

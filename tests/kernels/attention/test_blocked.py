@@ -632,6 +632,35 @@ def test_paged_sequences_together(counts, how, dtype, monkeypatch):
         assert torch.equal(dense[0].flatten(0, 1), found[0]) and torch.equal(dense[1].transpose(0, 1).flatten(1), found[1])
 
 
+@pytest.mark.parametrize("seen", ["all keys", "keys from each tile's own on", "few at first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_keys_of_several_tiles_get_the_sum(seen, dtype, monkeypatch):
+    """Of calls of torch's kernel, whichever of them has all keys; forward and backward."""
+    monkeypatch.setattr(blocked, "FUSED_TRACED", 32)
+    monkeypatch.setattr(blocked_fused, "WHOLE_MASK", 0)
+    n, rows = 96, torch.arange(96)[:, None]
+    mask = torch.rand(n, n) < 0.6
+    mask[:, :2] |= rows == 40  # each tile has a row that sees something
+    if seen == "keys from each tile's own on":
+        mask &= torch.arange(n) >= rows // 32 * 32
+    elif seen == "few at first":
+        mask &= (torch.arange(n) < 20) | (rows >= 32)
+    q, k, v = (torch.randn(2, n, h, 16).to(dtype).requires_grad_() for h in (4, 2, 2))
+    wide, own = ([t.detach().to(kind).requires_grad_() for t in (q, k, v)] for kind in (torch.float64, dtype))
+    calls = []
+    kernel = blocked.fused_backward
+    monkeypatch.setattr(blocked, "fused_backward", lambda *given, **how: calls.append(given[1].shape[2]) or kernel(*given, **how))
+    out, truth = onchip.attention(q, k, v, mask=mask), onchip.attention(*wide, mask=mask, kernel="reference")
+    torchs = onchip.attention(*own, mask=mask, kernel="reference")
+    d_out = torch.randn(out.shape).to(dtype)
+    for t in (out, torchs, truth):
+        t.backward(d_out.to(t.dtype))
+    assert calls == [32] * 3
+    assert_as_good_as_torch(out, torchs, truth)
+    for ours, theirs, true in zip((q, k, v), own, wide, strict=True):
+        assert_as_good_as_torch(ours.grad, theirs.grad, true.grad, slack=3.0)
+
+
 @pytest.mark.parametrize(("n", "batch", "heads"), [(300, 1, 2), (512, 1, 1), (600, 2, 2), (1000, 1, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_causal_is_one_call_of_torchs_kernel(n, batch, heads, dtype, monkeypatch):
