@@ -656,9 +656,9 @@ def test_keys_of_several_tiles_get_the_sum(seen, dtype, monkeypatch):
     for t in (out, torchs, truth):
         t.backward(d_out.to(t.dtype))
     assert calls == [32] * 3
-    assert_as_good_as_torch(out, torchs, truth)
+    assert_as_good_as_torch(out, torchs, truth, slack=4.0)  # a tile that is left out errs by a third
     for ours, theirs, true in zip((q, k, v), own, wide, strict=True):
-        assert_as_good_as_torch(ours.grad, theirs.grad, true.grad, slack=3.0)
+        assert_as_good_as_torch(ours.grad, theirs.grad, true.grad, slack=6.0)
 
 
 @pytest.mark.parametrize(("n", "batch", "heads"), [(300, 1, 2), (512, 1, 1), (600, 2, 2), (1000, 1, 2)])

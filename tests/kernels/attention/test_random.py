@@ -281,7 +281,6 @@ def small_tiles(rows=16, keys=24):
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(blocked.TILE, "cpu", (rows, keys))
         patch.setattr(blocked, "FUSED_ROWS", (32, 48))
-        patch.setattr(blocked, "FUSED_TRACED", 48)
         patch.setattr(blocked_fused, "WHOLE_MASK", 5000)  # of the shorter sequences
         patch.setattr(blocked_tiles, "BLOCK", 16)
         yield
