@@ -211,8 +211,8 @@ def test_a_second_choice_is_one_look_up(monkeypatch):
 
 def test_what_a_decision_holds_is_made_once():
     decision = select(PREFILL._replace(dtype=FP32, dim=64), CPU, "blocked")
-    assert decision.launch is decision.launch and decision.config is None
-    assert decision.launch.args == (decision.problem, None)
+    assert decision.launch is decision.launch and decision.run is decision.run and decision.config is None
+    assert decision.run.args == (decision.problem, None)
 
 
 def test_every_field_of_a_problem_counts():

@@ -18,10 +18,9 @@ from onchip.core.problem import Attention, Cost, Problem
 from onchip.kernels import again, attention, fused
 
 OPS: dict[str, Op] = {op.name: op for op in (*attention.OPS, *fused.OPS)}
-_known: dict[tuple, tuple["Decision", Any]] = {}
-KNOWN = 4096  # kinds of calls at most
+kept: dict[tuple, tuple["Decision", Any]] = {}  # of calls that come again, by all that their Problem and device depend on (`ops/kinds.py`)
 recorders: list[list["Decision"]] = []  # of `record`
-_margin: ContextVar[int | None] = ContextVar("onchip.sm_margin", default=None)
+margin: ContextVar[int | None] = ContextVar("onchip.sm_margin", default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +43,17 @@ class Decision:
         return self.kernel.configs(self.problem, self.device)[0]
 
     @functools.cached_property
-    def launch(self) -> Callable:
-        """The kernel as a function of its inputs alone."""
-        run = self.kernel.load()
-        run = _as_given(run, "cpu" if self.device.kind == "cpu" else "cuda") if self.kernel.portable else run
-        run = functools.partial(run, self.problem, self.config)
+    def run(self) -> Callable:
+        """The kernel as a function of its inputs alone, for callers that know that autocast is off."""
+        run = functools.partial(self.kernel.load(), self.problem, self.config)
         if self.index is None or self.kernel.portable:
             return run
         return _there(again.repeated(run) if self.kernel.extra is None else run, self.index)
+
+    @functools.cached_property
+    def launch(self) -> Callable:
+        """The kernel as a function of its inputs alone."""
+        return _as_given(self.run, "cpu" if self.device.kind == "cpu" else "cuda") if self.kernel.portable else self.run
 
     @functools.cached_property
     def recorded(self) -> Callable | None:
@@ -78,16 +80,16 @@ def select(problem: Problem, device: torch.device | Device, kernel: str = "auto"
     """
     if not isinstance(kernel, str):
         raise TypeError(f"{problem.op}: kernel is {kernel!r:.60}; give the name of one, or 'auto'")
-    decision = _select(problem, device, kernel, _margin.get())
+    decision = _select(problem, device, kernel, margin.get())
     for recorder in recorders:
         recorder.append(decision)
     return decision
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _select(problem: Problem, device: torch.device | Device, kernel: str, margin: int | None = None) -> Decision:
+def _select(problem: Problem, device: torch.device | Device, kernel: str, left: int | None = None) -> Decision:
     op, facts = OPS[problem.op], device if isinstance(device, Device) else devices.of(device)
-    facts = facts if margin is None else replace(facts, margin=margin)
+    facts = facts if left is None else replace(facts, margin=left)
     index = device.index if isinstance(device, torch.device) and device.type == "cuda" else None
     if kernel != "auto":
         chosen = op.kernel(kernel)
@@ -109,22 +111,6 @@ def _select(problem: Problem, device: torch.device | Device, kernel: str, margin
     raise Unsupported(f"{op.name}: no kernel takes {problem} on {facts.name}: {_sentences(refused)}")
 
 
-def known(kind: tuple) -> tuple[Decision, Any] | None:
-    """What was kept of a call of the same `kind`, which is all that its Problem and device depend on; None where nothing was."""
-    found = _known.get((kind, _margin.get()))
-    if found is not None:
-        for recorder in recorders:
-            recorder.append(found[0])
-    return found
-
-
-def keep(kind: tuple, decision: Decision, rest: Any) -> None:
-    """For calls that come again: the Decision, and whatever else they have in common."""
-    if len(_known) >= KNOWN:  # as where keys grow by one from call to call
-        _known.clear()
-    _known[kind, _margin.get()] = decision, rest
-
-
 @functools.lru_cache(maxsize=1 << 14)
 def native(problem: Problem, device: torch.device, kernel: str = "auto") -> str | None:
     """The name of the kernel that is not plain torch and would run `problem`: the one asked for if it can, else the menu's first; None where there is none."""
@@ -136,7 +122,7 @@ def native(problem: Problem, device: torch.device, kernel: str = "auto") -> str 
 def forget() -> None:
     """Drop every decision, so that changed settings are read again."""
     _select.cache_clear()
-    _known.clear()
+    kept.clear()
     native.cache_clear()
     again.forget()
 
@@ -200,16 +186,16 @@ def sm_margin(multiprocessors: int | None) -> Iterator[None]:
     """
     if multiprocessors is not None and (type(multiprocessors) is not int or multiprocessors < 0):
         raise ValueError(f"sm_margin: {multiprocessors!r}; give a number of multiprocessors, 0 or more, or None")
-    before = _margin.set(multiprocessors)
+    before = margin.set(multiprocessors)
     try:
         yield
     finally:
-        _margin.reset(before)
+        margin.reset(before)
 
 
 def left_to_others() -> int:
     """Multiprocessors that a call made now leaves."""
-    return settings.SM_MARGIN.read() if (margin := _margin.get()) is None else margin
+    return settings.SM_MARGIN.read() if (left := margin.get()) is None else left
 
 
 def explain(call: Callable | Problem, *args, device: torch.device | Device | None = None, **keywords) -> str:

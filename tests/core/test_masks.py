@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onchip.core import masks
-from onchip.core.bands import Full, Mask, meet
+from onchip.core.bands import Band, Full, Mask, meet
 from onchip.core.masks import (
     BANDS,
     Blocks,
@@ -237,6 +237,17 @@ def test_combinations_by_hand():
 
 
 # ---- texts
+
+
+def test_bands_are_equal_by_class_ends_and_alignment():
+    class Near(Band):
+        def __init__(self, left):
+            self.left = self.right = left
+
+    bands = [Full(), Causal(), Causal("top_left"), Window(3), Window(4), Window(3, 3), Window(3, 0, "top_left"), Near(3), Near(4)]
+    for n, band in enumerate(bands):
+        assert [other == band for other in bands] == [m == n for m in range(len(bands))]
+    assert Causal() == Causal() and hash(Window(3, 3)) == hash(Window(3, 3)) and Near(4) == Near(4) and Full() != "Full"
 
 
 def test_equal_masks_share_a_text():

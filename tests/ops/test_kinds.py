@@ -5,6 +5,7 @@ import torch
 
 import onchip
 from onchip import Causal, Window, dispatch
+from onchip.core.masks import Band
 from onchip.ops import attend, kinds
 
 CALLS = {
@@ -104,6 +105,16 @@ def test_what_is_another_kind(described):
         assert len(described) == len(calls)
 
 
+def test_a_band_of_ones_own_goes_by_its_ends():
+    class Near(Band):
+        def __init__(self, left):
+            self.left = self.right = left
+
+    inputs = qkv()
+    for left in (1, 3, 1):
+        torch.testing.assert_close(onchip.attention(*inputs, mask=Near(left)), onchip.attention(*inputs, mask=Window(left, left)))
+
+
 def test_what_kinds_say_nothing_of(described):
     """Functions, sinks, dropout, the reference: a Problem for each call."""
     q, k, v = qkv()
@@ -186,7 +197,7 @@ def test_traces_leave_no_kinds():
     q, k, v = qkv()
     onchip.attention(q, k, v)
     torch.jit.trace(lambda q, k, v: onchip.attention(q, k, v), (q, k, v), check_trace=False)
-    assert len(dispatch._known) == 1
+    assert len(dispatch.kept) == 1
 
 
 def test_records_margins_and_autocast():
@@ -203,14 +214,14 @@ def test_records_margins_and_autocast():
 
 
 def test_kinds_that_are_kept_have_an_end(monkeypatch):
-    monkeypatch.setattr(dispatch, "KNOWN", 3)
+    monkeypatch.setattr(kinds, "MOST", 3)
     q, k, v = qkv()
     for n in range(1, 9):
         onchip.attention(q, k[:, :n], v[:, :n])
-        assert len(dispatch._known) <= 3
+        assert len(dispatch.kept) <= 3
 
 
 def test_two_devices_are_no_kind():
     q, k, v = qkv()
     bias = torch.zeros(9, 9, device="meta")
-    assert kinds.kind_of(q, k, v, Causal(), None, bias, None, (False, False, "auto")) is None
+    assert kinds.known(q, k, v, Causal(), None, bias, None, (False, False, "auto"))[0] is None

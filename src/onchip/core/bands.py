@@ -47,12 +47,12 @@ def _masks():
     return masks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Band(Mask):
     """Keys from `row - left` to `row + right`, each end unlimited when it is None.
 
     `row` is the query's position among the keys: bottom right aligned (the last query at the last key), or with
-    align="top_left" the query's own number.
+    align="top_left" the query's own number. Two of one class are equal where ends and alignment are.
     """
 
     left = None
@@ -61,6 +61,16 @@ class Band(Mask):
     tensors = ()
 
     __str__ = Mask.__str__
+
+    @property
+    def ends(self) -> tuple:
+        return self.__class__, self.left, self.right, self.align
+
+    def __eq__(self, other):
+        return isinstance(other, Band) and self.ends == other.ends
+
+    def __hash__(self):
+        return hash(self.ends)
 
     @property
     def hull(self) -> "Band":
@@ -110,14 +120,14 @@ class Band(Mask):
         return int((last - first).clamp(min=0).sum())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Full(Band):
     """Every query sees every key."""
 
     __str__ = Mask.__str__
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Causal(Band):
     """A query sees the keys at and before its own position.
 
@@ -137,7 +147,7 @@ class Causal(Band):
         return "Causal" if self.align == "bottom_right" else f"Causal({self.align})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Window(Band):
     """A query sees its own key, `left` keys before it and `right` after it; None: all of them.
 

@@ -16,9 +16,9 @@ from onchip.core.parts import Exactly
 from onchip.core.problem import Attention, Dropout, Operands, Rows
 from onchip.core.scales import Scales
 from onchip.core.scores import Score
-from onchip.dispatch import Decision, keep, recorders, select, sm_margin
+from onchip.dispatch import Decision, recorders, select, sm_margin
 from onchip.kernels.attention import reference
-from onchip.ops import wire
+from onchip.ops import kinds, wire
 
 # The kernel of the backward pass that goes with one of the forward pass asked for by name.
 FAMILY = {"triton_prefill": "triton_backward", "hopper_prefill": "auto", "hopper_fp8": "auto", "bf16_of_e4m3": "bf16_of_e4m3_backward"}
@@ -105,7 +105,7 @@ def longest_of(offsets: Tensor, given: int | None = None, used: Tensor | None = 
 
 
 def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool, kind: tuple | None = None):
-    """The launch of a dense or packed call, recorded for autograd where a tensor needs a gradient. `kind`: see `kinds.kind_of`."""
+    """The launch of a dense or packed call, recorded for autograd where a tensor needs a gradient. `kind`: see `kinds.known`."""
     if torch._C._are_functorch_transforms_active():
         how = spelt_out(how, q)
     if how.dropout:
@@ -115,12 +115,13 @@ def attend(how: How, sizes: Sizes, q: Tensor, k: Tensor, v: Tensor, x: Operands,
         return select(problem, q.device, "reference").launch(q, k, v, x, return_lse)
     decision = select(problem, q.device, how.kernel)
     if kind is not None:
-        keep(kind, decision, Operands(x.scale))
+        kinds.keep(kind, decision, x)
     return launched(decision, how.kernel, x, q, k, v, return_lse)
 
 
 def launched(decision: Decision, kernel: str, x: Operands, q: Tensor, k: Tensor, v: Tensor, return_lse: bool):
-    if torch.is_grad_enabled() and needs_grad(q, k, v, x):
+    more = x.score or x.sinks is not None or x.scales is not None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or (more and needs_grad(x))):
         if decision.recorded and not return_lse and forward_ad._current_level < 0:
             out = decision.recorded(x, q, k, v, functools.partial(went_back, decision, kernel))
             if out is not None:
@@ -129,7 +130,7 @@ def launched(decision: Decision, kernel: str, x: Operands, q: Tensor, k: Tensor,
         return (out, lse) if return_lse else out
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, x.sinks, *x.score)
-    return decision.launch(q, k, v, x, return_lse)
+    return (decision.launch if torch._C._is_any_autocast_enabled() else decision.run)(q, k, v, x, return_lse)
 
 
 def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
@@ -253,10 +254,13 @@ def drawn(dropout: float | Dropout, q: Tensor, x: Operands) -> Operands:
     return x._replace(drop=float(p), state=philox.draw(q.device, seed, offset)) if p else x
 
 
-def needs_grad(q: Tensor, k: Tensor, v: Tensor, x: Operands) -> bool:
-    if q.requires_grad or k.requires_grad or v.requires_grad or (x.sinks is not None and x.sinks.requires_grad):
+def needs_grad(x: Operands) -> bool:
+    if x.sinks is not None and x.sinks.requires_grad:
         return True
-    return bool(x.score and any(t.requires_grad for t in x.score)) or (x.scales is not None and any(t.requires_grad for t in x.sources or x.scales))
+    for t in x.score:  # not `any`: a generator is a frame more
+        if t.requires_grad:
+            return True
+    return x.scales is not None and any(t.requires_grad for t in x.sources or x.scales)
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:

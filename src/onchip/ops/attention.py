@@ -11,7 +11,6 @@ from onchip.core.masks import Causal, Full, Mask
 from onchip.core.problem import Dropout, Operands
 from onchip.core.scales import SHARES, Quantised
 from onchip.core.scores import chain
-from onchip.dispatch import known
 from onchip.ops import attend, checks, e4m3, graph, kinds, registered
 from onchip.ops.attend import How, PagedKV
 from onchip.ops.differentiable import autocast
@@ -59,14 +58,14 @@ def attention(
 
     Raises ValueError or TypeError for arguments that disagree, `Unsupported` when `kernel` names one that refuses.
     """
-    q, k, v, scales, sources = checks.taken_apart(q, k, v)
-    watched, kind = graph.in_graph(kernel, q, k, v), None
-    if not watched and score is sinks is dropout is scales is None:
-        kind = kinds.kind_of(q, k, v, mask, scale, bias, softcap, (deterministic, batch_invariant, kernel))
-        if kind is not None and (found := known(kind)):
-            decision, x = found
-            x = x if bias is None and mask.__class__ is not Tensor else kinds.operands(x, mask, bias)
+    scales = sources = kind = None
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)) or torch._C._is_any_autocast_enabled():
+        q, k, v, scales, sources = checks.taken_apart(q, k, v)
+    if score is sinks is dropout is scales is None and not torch.compiler.is_dynamo_compiling():
+        kind, decision, x = kinds.known(q, k, v, mask, scale, bias, softcap, (deterministic, batch_invariant, kernel))
+        if decision is not None:
             return attend.launched(decision, kernel, x, q, k, v, return_lse)
+    watched = kind is None and graph.in_graph(kernel, q, k, v)
     checks.check("attention", q, k, v, rank=4, scaled=scales is not None)
     if scales is not None:
         checks.check_scales(q, k, v, scales)

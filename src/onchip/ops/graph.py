@@ -9,9 +9,8 @@ from onchip.core.problem import Operands
 from onchip.ops import transforms, wire
 from onchip.ops.attend import How, PagedKV, Sizes, check_sinks, drawn, refuse_tangents
 from onchip.ops.e4m3 import StandIn
+from onchip.ops.kinds import PLAIN
 from onchip.ops.registered import Packed, taken_apart
-
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def in_graph(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -90,7 +90,12 @@ def prefill(p: Attention, how: Whole | None, q: Tensor, k: Tensor, v: Tensor, x:
         near = laid_out(p, how, q, k, v)
         mask, all_seen = added(p, how, x, near[0].dtype) if how.added else (None, True)  # a plain call does not even ask: 3 us
         if all_seen:
-            out, lse = _fused(p, x, mask, *near, how.causal, return_lse)
+            if how.bare and x.scale > 0:
+                out, lse = fused_forward(*near, 0.0, how.causal, attn_mask=mask, scale=x.scale)
+                if mask is not None and (return_lse or not torch.equal(lse, lse)):
+                    out, lse = cleared(mask, out, lse)
+            else:
+                out, lse = _fused(p, x, mask, *near, how.causal, return_lse)
             out = out.transpose(1, 2) if how.as_is else narrow(out, p.value_dim).to(q.dtype).transpose(1, 2)
             return (out, lse.contiguous()) if return_lse else out
     return _prefill(p, q, k, v, x, return_lse)
@@ -126,11 +131,11 @@ def recorded(p: Attention) -> Callable | None:
 
 
 def _recorded(p: Attention, how: Whole, x: Operands, q: Tensor, k: Tensor, v: Tensor, hook: Callable) -> Tensor | None:
-    if (how.causal and x.scale <= 0) or any(t.requires_grad for t in x.score):
+    if (how.causal and x.scale <= 0) or (x.score and any(t.requires_grad for t in x.score)):
         return None
     dtype = q.dtype
     q, k, v = laid_out(p, how, q, k, v)
-    mask, all_seen = added(p, how, x, q.dtype)
+    mask, all_seen = added(p, how, x, q.dtype) if how.added else (None, True)
     if not all_seen:
         return None
     out, lse = fused_forward(q, k, v, 0.0, how.causal, attn_mask=mask, scale=x.scale)

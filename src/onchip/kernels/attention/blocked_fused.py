@@ -138,6 +138,7 @@ class Whole(NamedTuple):
     keys   those that are seen.     causal   row i sees the first i + 1 of them.     added   what is added to the scores: "bias", "seen" or "" for nothing.
     shape   of the tensor that is added: its own, and as [batch, heads, len_q, len_k] with 1 for what it has not.
     as_is     q, k and v are taken as they come, once rows are contiguous.     trained   torch's gradient of it is the way back.
+    bare      nothing is made of what it gives, but where a mask hides all keys of a row; of a scale above 0.
     """
 
     keys: slice
@@ -146,6 +147,7 @@ class Whole(NamedTuple):
     shape: tuple[tuple[int, ...], tuple[int, ...]]
     as_is: bool
     trained: bool
+    bare: bool
 
     def __str__(self):
         return "one call of torch's own kernel" + ", or tiles where the mask hides much" * (self.added == "seen")
@@ -162,15 +164,15 @@ def whole(p: Attention) -> Whole | None:
     as_is = p.dim == p.value_dim and p.dtype != torch.float16 and not alongside(p)
     if how := unmasked(p, whole_part(p)):
         keys, causal = how
-        trained = not few and len(range(*keys.indices(p.len_k))) >= LEAST_KEYS and "sinks" not in p.extras
+        alone = len(range(*keys.indices(p.len_k))) >= LEAST_KEYS and "sinks" not in p.extras
         biased = ("", ((), ())) if p.score is None else ("bias", _shape(p, p.score))
-        return Whole(keys, causal, *biased, as_is and keys == slice(0, p.len_k), trained)
+        return Whole(keys, causal, *biased, as_is and keys == slice(0, p.len_k), alone and not few, alone and p.len_q > 1)
     if isinstance(p.mask, Traced) and p.score is None and p.len_q > 1 and is_lookup(p.mask):
         letters = cutting(p.mask)[1][0]
         size = p.len_q * p.len_k * (p.batch if "b" in letters else 1) * (p.heads if "h" in letters else 1)
         if {"i", "j"} <= {*letters} and size <= WHOLE_MASK:
-            trained = not few and p.len_k >= LEAST_KEYS and "sinks" not in p.extras
-            return Whole(slice(0, p.len_k), False, "seen", _shape(p, p.mask), as_is, trained)
+            alone = p.len_k >= LEAST_KEYS and "sinks" not in p.extras
+            return Whole(slice(0, p.len_k), False, "seen", _shape(p, p.mask), as_is, alone and not few, alone)
     return None
 
 
@@ -180,25 +182,19 @@ def _shape(p: Attention, traced: Traced) -> tuple[tuple[int, ...], tuple[int, ..
     return tuple(sizes[letter] for letter in letters), tuple(size if letter in letters else 1 for letter, size in sizes.items())
 
 
-def _read(p: Attention, how: Whole, traced: Traced, tensors: tuple[Tensor, ...]) -> Tensor:
-    """That tensor, [batch, heads, len_q, len_k]; what a function reads may be longer."""
-    shape, whole = how.shape
-    return tensors[0].view(whole) if tensors[0].shape == shape else lookup(traced, tensors, p, whole_part(p))
-
-
 def alongside(p: Attention) -> bool:
     """Whether the numbers of a head are to lie together. Where a CPU has AMX torch's kernel packs them anyway."""
     return p.dtype == torch.bfloat16 and p.len_q >= ALONGSIDE and not torch.cpu._is_amx_tile_supported()
 
 
 def added(p: Attention, how: Whole, x: Operands, dtype: torch.dtype) -> tuple[Tensor | None, bool]:
-    """(what torch's kernel adds to the scores of a whole call, whether that is all there is to it): not where no row of a sequence and head sees a
-    key, which may hold NaN, nor where blocks of rows see so few that tiles cost less."""
-    if not how.added:
-        return None, True
+    """(what torch's kernel adds to the scores of a whole call that has something to add, whether that is all there is to it): not where no row of a
+    sequence and head sees a key, which may hold NaN, nor where blocks of rows see so few that tiles cost less."""
+    traced, tensors = (p.score, x.score) if how.added == "bias" else (p.mask, x.mask)
+    shape, of_four = how.shape
+    seen = tensors[0].view(of_four) if tensors[0].shape == shape else lookup(traced, tensors, p, whole_part(p))  # what a function reads may be longer
     if how.added == "bias":
-        return as_added(_read(p, how, p.score, x.score), dtype), True
-    seen = _read(p, how, p.mask, x.mask)
+        return seen if seen.dtype in (torch.float32, dtype) and seen.stride(-1) in (0, 1) else as_added(seen, dtype), True
     if p.len_q <= FEW_BLOCKS * blocked_tiles.BLOCK:
         return (float_mask(seen, dtype), True) if seen.view(torch.uint8).amax(2).amin().item() else (None, False)
     by_block, by_key = seen_by_blocks(seen)
