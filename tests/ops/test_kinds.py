@@ -225,3 +225,100 @@ def test_two_devices_are_no_kind():
     q, k, v = qkv()
     bias = torch.zeros(9, 9, device="meta")
     assert kinds.known(q, k, v, Causal(), None, bias, None, (False, False, "auto"))[0] is None
+
+
+# ---- over pages
+
+
+def pages(dtype=torch.float32, dim_v=8, lengths=(9, 4)):
+    """A query, and a cache of pages of 4 tokens."""
+    k, v = torch.randn(8, 4, 2, 8).to(dtype), torch.randn(8, 4, 2, dim_v).to(dtype)
+    table = torch.tensor([[1, 3, 5], [2, 4, 6]], dtype=torch.int32)
+    return torch.randn(2, 1, 4, 8).to(dtype), onchip.PagedKV(k, v, table, torch.tensor(lengths, dtype=torch.int32))
+
+
+PAGED_CALLS = {
+    "plain": {},
+    "window": {"mask": Window(5)},
+    "softcap": {"softcap": 2.0},
+    "scale": {"scale": 0.3},
+    "invariant": {"batch_invariant": True},
+    "named": {"kernel": "blocked"},
+}
+
+
+@pytest.mark.parametrize("call", PAGED_CALLS.values(), ids=PAGED_CALLS)
+def test_the_second_call_over_pages(call, described):
+    onchip.paged_attention(*pages(), **call)
+    assert len(described) == 1
+    q, cache = pages(lengths=(3, 12))  # what tensors hold decides nothing
+    with dispatch.record() as decisions:
+        found = onchip.paged_attention(q, cache, **call, return_lse=True)
+    assert len(described) == 1 and [d.kernel.name for d in decisions] == ["blocked"]
+    dispatch.forget()
+    expected = onchip.paged_attention(q, cache, **call, return_lse=True)
+    assert len(described) == 2 and all(map(torch.equal, found, expected))
+
+
+def test_what_is_another_kind_over_pages(described):
+    q, cache = pages()
+    latent = torch.randn(8, 4, 1, 8)
+    shared = cache._replace(k=latent, v=latent[..., :4])
+    calls = [
+        (pages(), {}),
+        (pages(torch.float64), {}),
+        (pages(dim_v=4), {}),
+        ((q[:1], cache._replace(page_table=cache.page_table[:1], lengths=cache.lengths[:1])), {}),
+        ((torch.cat((q, q), 1), cache), {}),
+        ((q, cache._replace(page_table=cache.page_table[:, :2].contiguous(), lengths=cache.lengths.clamp(max=8))), {}),
+        ((q, shared), {}),
+        ((q, shared._replace(v=shared.v.clone())), {}),
+        (pages(), {"mask": Window(3)}),
+        (pages(), {"scale": 1.0}),
+        (pages(), {"softcap": 5.0}),
+        (pages(), {"batch_invariant": True}),
+        (pages(), {"kernel": "blocked"}),
+    ]
+    for _ in range(2):
+        for given, how in calls:
+            out = onchip.paged_attention(*given, **how)
+            torch.testing.assert_close(out, onchip.paged_attention(*given, **{**how, "kernel": "reference"}))
+    assert len(described) == len(calls) + 2 * len(calls)  # the reference is of no kind
+
+
+def test_what_kinds_over_pages_say_nothing_of(described):
+    q, cache = pages()
+    offsets, learnt = torch.tensor([0, 1, 2], dtype=torch.int32), cache._replace(k=cache.k.clone().requires_grad_())
+    others = [
+        ((q[:, 0], cache), {"q_offsets": offsets, "longest": 1}),
+        ((q, cache), {"bias": torch.zeros(12)}),
+        ((q, cache), {"sinks": torch.zeros(4)}),
+        ((q, cache), {"score": lambda s, b, h, i, j: s + 1}),
+        ((q, cache), {"mask": lambda b, h, i, j: i >= j}),
+        ((q, cache), {"scale": torch.tensor(0.5)}),
+    ]
+    for given, how in others:
+        before = len(described)
+        for _ in range(2):
+            onchip.paged_attention(*given, **how)
+        assert len(described) == before + 2, how
+    onchip.paged_attention(q, cache)
+    (grad,) = torch.autograd.grad(onchip.paged_attention(q, learnt).sum(), learnt.k)
+    assert grad.abs().max() > 0
+    assert torch.compile(lambda: onchip.paged_attention(q, cache), fullgraph=True, backend="eager")().shape == q.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        half = onchip.paged_attention(q, cache._replace(k=cache.k.bfloat16(), v=cache.v.bfloat16()))
+    assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("wrong", [{"lengths": (9, 13)}, {"lengths": (-1, 4)}], ids=str)
+def test_lengths_are_looked_at_each_time(wrong):
+    onchip.paged_attention(*pages())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="paged_attention: lengths are"):
+            onchip.paged_attention(*pages(**wrong))
+    q, cache = pages()
+    with pytest.raises(ValueError, match="paged_attention: page_table has pages"):
+        onchip.paged_attention(q, cache._replace(page_table=cache.page_table + 5))
+    with pytest.raises(TypeError, match="cache is a tuple"):
+        onchip.paged_attention(q, tuple(cache))

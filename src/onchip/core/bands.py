@@ -62,15 +62,11 @@ class Band(Mask):
 
     __str__ = Mask.__str__
 
-    @property
-    def ends(self) -> tuple:
-        return self.__class__, self.left, self.right, self.align
-
     def __eq__(self, other):
-        return isinstance(other, Band) and self.ends == other.ends
+        return self.__class__ is other.__class__ and (self.left, self.right, self.align) == (other.left, other.right, other.align)
 
     def __hash__(self):
-        return hash(self.ends)
+        return hash((self.__class__, self.left, self.right, self.align))
 
     @property
     def hull(self) -> "Band":

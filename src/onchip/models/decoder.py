@@ -173,18 +173,19 @@ class Decoder:
 
     def _attend(self, i: int, qkv: Tensor, step: Step, pool: PagePool) -> Tensor:
         """Attention of layer `i`, `[tokens, heads dim]`: over the prompts themselves in a prefill, over pages else. Writes keys and values to the pool."""
-        c, layer, append = self.config, self.layers[i], Append(*pool.layer(i), step.slots)
+        c, layer, kv = self.config, self.layers[i], pool.layer(i)
+        append = Append(*kv, step.slots)
         q, k, v = rope_append(qkv, layer.rope, step.positions, (c.heads, c.kv_heads), layout=c.rope_layout, norm=layer.qk_norm, append=append)
         how = {"mask": (step.masks or c.masks)[i], "scale": c.scale, "softcap": c.softcap, "batch_invariant": self.batch_invariant}
         if step.page_table is None:
             return attention_packed(q, k, v, step.offsets, longest=step.longest, **how, kernel=_of(PREFILL, self.kernel)).flatten(1)
         if step.shared is not None and isinstance(how["mask"], Causal):
-            return self._attend_shared(q, pool.layer(i), step, how).flatten(1)
-        cache = PagedKV(*pool.layer(i), step.page_table, step.lengths)
+            return self._attend_shared(q, kv, step, how).flatten(1)
+        cache = PagedKV(*kv, step.page_table, step.lengths)
         if step.offsets is not None:
             chunks = {"q_offsets": step.offsets, "longest": step.longest}
             return paged_attention(q, cache, **chunks, **how, kernel=_of(DECODE, self.kernel, packed=True)).flatten(1)
-        each = q.unflatten(0, (len(step.lengths), -1))
+        each = q.view(step.lengths.shape[0], -1, c.heads, c.dim)
         return paged_attention(each, cache, **how, kernel=_of(DECODE, self.kernel)).flatten(2).flatten(0, 1)
 
     def _attend_shared(self, q: Tensor, kv: tuple[Tensor, Tensor], step: Step, how: dict) -> Tensor:

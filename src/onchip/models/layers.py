@@ -40,13 +40,15 @@ class Linear:
 
     def __call__(self, x: Tensor, route: Route | None = None) -> Tensor:
         """With a route, what each row's adapter adds to it too."""
+        if route is None and not self.slab:
+            return self._product(x)
         y = in_slabs(self._product, self.slab, x) if self.slab else self._product(x)
         return y if route is None else add_low_rank(y, x, self.adapters, route)
 
     def _product(self, x: Tensor) -> Tensor:
         if self._packed is None:
             return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, self.bias, "none", [], "")
 
     def around(self, x: Tensor, kernel: str, norm: "Norm | None" = None, act: str | None = None, residual: Tensor | None = None) -> Tensor:
         """`act(norm(x) @ weight.T + bias) + residual` of few rows, by the kernel of that name."""
@@ -70,12 +72,14 @@ class Norm:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if self.slab:
             return in_slabs(self._norm, self.slab, *((x,) if residual is None else (x, residual)))
-        return self._norm(x, residual)
+        return rms_norm(x, self.weight, eps=self.eps, offset=self.offset, residual=residual)
 
     def of_sum(self, x: Tensor, ranks: Ranks, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The same of the sum of all ranks' x, which may be written to: in one kernel where there is one."""
+        if ranks.of == 1:
+            return self(x, residual)
         after = {"residual": residual, "norm": RowNorm(self.weight, self.eps, self.offset)}
-        if ranks.of > 1 and native(rank_problem(x, ranks, **after), x.device):
+        if native(rank_problem(x, ranks, **after), x.device):
             return sum_ranks(x, ranks, **after)
         return self(summed(x, ranks), residual)
 

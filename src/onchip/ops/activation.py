@@ -36,8 +36,9 @@ def gated_act(
     Gradients go to x and to the bias; they are computed from x again, so that nothing else is kept. A sum over rows has one order.
     """
     parts = act if isinstance(act, Clipped) else None
-    check_numbers("gated_act", **(parts._asdict() if parts else {}))
-    if parts is None and act not in ACTIVATIONS:
+    if parts is not None:
+        check_numbers("gated_act", **parts._asdict())
+    elif act not in ACTIVATIONS:
         raise ValueError(f"gated_act: act={act!r} is not one of {', '.join(ACTIVATIONS)} or a Clipped")
     if layout not in LAYOUTS:
         raise ValueError(f"gated_act: layout={layout!r} is not one of {', '.join(LAYOUTS)}")

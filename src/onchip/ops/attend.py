@@ -133,16 +133,16 @@ def launched(decision: Decision, kernel: str, x: Operands, q: Tensor, k: Tensor,
     return (decision.launch if torch._C._is_any_autocast_enabled() else decision.run)(q, k, v, x, return_lse)
 
 
-def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
-    """The launch of a call over a paged cache. Gradients: by the operator of `ops/registered.py`, or the reference's own."""
+def attend_paged(how: How, sizes: Sizes, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool, kind: tuple | None = None):
+    """The launch of a call over a paged cache. Gradients: by the operator of `ops/registered.py`, or the reference's own. `kind`: see `kinds.known_paged`."""
     if torch._C._are_functorch_transforms_active():
         how = spelt_out(how, q)
     keys = max(cache.lengths.tolist(), default=0) if cache.lengths.device.type == "cpu" else 0
     problem, x = paged_problem(how, sizes, q, cache.k, cache.v, x, keys)
-    return launch_paged(problem, how.kernel, q, cache, x, return_lse)
+    return launch_paged(problem, how.kernel, q, cache, x, return_lse, kind)
 
 
-def launch_paged(problem: Attention, kernel: str, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool):
+def launch_paged(problem: Attention, kernel: str, q: Tensor, cache: PagedKV, x: Operands, return_lse: bool, kind: tuple | None = None):
     """By `kernel`; of no queries by plain torch, and of no rows not at all: there is no launch of nothing."""
     if x.q_offsets is None and not q.numel():
         out = q.new_zeros(*q.shape[:-1], problem.value_dim)
@@ -152,7 +152,10 @@ def launch_paged(problem: Attention, kernel: str, q: Tensor, cache: PagedKV, x: 
     cache = cache._replace(page_table=table if table.stride(-1) == 1 else table.contiguous(), lengths=cache.lengths.contiguous())
     if x.q_offsets is not None:
         x = x._replace(q_offsets=x.q_offsets.contiguous())
-    return select(problem, q.device, "reference" if nothing else kernel).launch(q, cache, x, return_lse)
+    decision = select(problem, q.device, "reference" if nothing else kernel)
+    if kind is not None and not nothing:
+        kinds.keep(kind, decision, x)
+    return decision.launch(q, cache, x, return_lse)
 
 
 def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

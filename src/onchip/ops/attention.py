@@ -1,5 +1,6 @@
 """Exact attention over dense, packed and paged keys, forward and backward."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -168,13 +169,18 @@ def paged_attention(
         o = paged_attention(q, PagedKV(latent, latent[..., :512], page_table, lengths), scale=(128 + 64) ** -0.5)
         o = torch.einsum("bqhc,hcv->bqhv", o, w_uv)
     """
+    kind = None
+    if bias is score is sinks is None and cache.__class__ is PagedKV and not torch.compiler.is_dynamo_compiling():
+        kind, decision, x = kinds.known_paged(q, cache, q_offsets, longest, (mask, scale, softcap, batch_invariant, kernel))
+        if decision is not None:
+            return decision.run(q, cache, x, return_lse)
     checks.plain("paged_attention", q)
     how = How(mask, chain(bias, score, softcap), sinks, None, False, batch_invariant, kernel)
-    return paged(q, cache, how, Operands(checks.scale_of(scale, q), q_offsets), longest, return_lse)
+    return paged(q, cache, how, Operands(checks.scale_of(scale, q), q_offsets), longest, return_lse, kind)
 
 
-def paged(q: Tensor, cache: PagedKV, how: How, x: Operands, longest: int | None, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """`paged_attention`, for who has more to say than its arguments do."""
+def paged(q: Tensor, cache: PagedKV, how: How, x: Operands, longest: int | None, return_lse: bool, kind: tuple | None = None):
+    """`paged_attention`, for who has more to say than its arguments do. `kind`: see `kinds.known_paged`."""
     q_offsets = x.q_offsets
     batch = checks.paged_batch(q, cache, q_offsets, longest)
     if not q.is_meta and torch.is_autocast_enabled(q.device.type):
@@ -189,7 +195,7 @@ def paged(q: Tensor, cache: PagedKV, how: How, x: Operands, longest: int | None,
     if not graph.in_graph(how.kernel, q, k, v):
         longest = None if q_offsets is None else attend.longest_of(q_offsets, longest, name="paged_attention")
         if how.kernel == "reference" or not checks.paged_grad(how, q, cache):
-            run = attend.attend_paged
+            run = functools.partial(attend.attend_paged, kind=kind)
     sizes = attend.paged_sizes(q, cache.k, cache.v, cache.page_table.shape[1], None if q_offsets is None else (batch, longest))
     return run(how, sizes, q, cache, x, return_lse)
 

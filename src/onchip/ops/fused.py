@@ -68,13 +68,13 @@ def rope_append(
     kv = "" if append is None else _check_append(append, num_kv, dim, qkv)
     problem = Rope("rope_append", tokens, num_q, num_kv, dim, table.shape[-1], qkv.dtype, layout, norm is not None, append is not None, kv)
     select(problem, qkv.device, kernel).launch(qkv, table, positions, norm, append)
-    q, k, v = qkv.view(tokens, num_q + 2 * num_kv, dim).split((num_q, num_kv, num_kv), 1)
+    q, k, v = qkv.view(tokens, num_q + 2 * num_kv, dim).split_with_sizes((num_q, num_kv, num_kv), 1)
     return q, k, v
 
 
 def _check_places(name: str, places: Tensor, qkv: Tensor) -> None:
     """A kernel reads one for each token, whatever is there."""
-    if places.shape != (len(qkv),) or places.dtype not in PLACES[name] or places.device != qkv.device:
+    if places.shape != qkv.shape[:1] or places.dtype not in PLACES[name] or places.device != qkv.device:
         given = f"{places.dtype} {list(places.shape)} on {places.device}"
         raise ValueError(f"rope_append: {name} are {given}; give int64 [{len(qkv)}], one a token, on {qkv.device}")
 

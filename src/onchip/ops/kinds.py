@@ -62,6 +62,48 @@ def known(q: Tensor, k: Tensor, v: Tensor, mask, scale, bias: Tensor | None, sof
     return kind, decision, x
 
 
+def known_paged(q: Tensor, cache: tuple, q_offsets: Tensor | None, longest, settings: tuple) -> tuple[tuple | None, Decision | None, Operands | None]:
+    """`known` of a call over pages, a `PagedKV`, that are no Codes, under a band, with nothing but a softcap beside it and no gradients.
+
+    settings   mask, scale, softcap, batch_invariant, kernel.
+    """
+    mask, scale, softcap, batch_invariant, kernel = settings
+    nothing = None, None, None
+    watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+    if watched or torch._C._is_any_autocast_enabled() or kernel.__class__ is not str or kernel == "reference" or not isinstance(mask, Band):
+        return nothing
+    if not (scale is None or scale.__class__ is float) or not (softcap is None or softcap.__class__ is float):
+        return nothing
+    k, v, table, lengths = cache
+    for t in (q, k, v, table, lengths):
+        if t.__class__ not in PLAIN or t.is_nested or t.layout != torch.strided or t.is_meta:
+            return nothing
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return nothing
+    device, dtype, of_q = q.device, q.dtype, q.shape
+    if not q.numel() or table.stride(-1) != 1 or not lengths.is_contiguous() or (q.is_cuda and dtype == torch.float32):
+        return nothing
+    packed = None
+    if q_offsets is not None:  # on a CPU they are looked at
+        if q_offsets.__class__ is not Tensor or longest.__class__ is not int or not q_offsets.is_cuda or not q_offsets.is_contiguous():
+            return nothing
+        packed = longest, q_offsets.shape, q_offsets.dtype, q_offsets.device
+    same = v.shape[-1] == of_q[-1] or (k.stride() == v.stride() and k.data_ptr() == v.data_ptr())  # of other widths: values that are columns of keys
+    seen = mask.__class__, mask.left, mask.right, mask.align
+    of_k, of_v = (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)
+    places = table.shape, table.dtype, table.device, lengths.shape, lengths.dtype, lengths.device
+    kind = "paged", seen, scale, softcap, bool(batch_invariant), kernel, of_q, dtype, device, of_k, of_v, places, packed, longest, same, margin.get()
+    if (found := kept.get(kind)) is None:
+        return kind, None, None
+    if lengths.is_cpu and not 0 <= min(given := lengths.tolist()) <= max(given) <= table.shape[1] * k.shape[1]:
+        return nothing
+    decision, x = found
+    if recorders:
+        for recorder in recorders:
+            recorder.append(decision)
+    return kind, decision, x if q_offsets is None else Operands(x.scale, q_offsets)
+
+
 def keep(kind: tuple, decision: Decision, x: Operands) -> None:
     """For calls of the kind that come again: the Decision, and of the operands what is no tensor."""
     if len(kept) >= MOST:  # as where keys grow by one from call to call

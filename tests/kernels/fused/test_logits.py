@@ -226,10 +226,11 @@ def test_fewer_entries_than_top_k_that_may_be(dtype, kernel, device):
     assert tokens.tolist() == sample(logits, hows, kernel="reference").tolist() == oracle(logits, hows).tolist()
 
 
+@pytest.mark.parametrize("width", [70, 128])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_is_not_finite(kernel, device):
+def test_what_is_not_finite(kernel, width, device):
     """NaN counts as -inf, a row without any other entry gives token 0, and of infinite logits the first is taken."""
-    logits = torch.full((3, 70), torch.nan, device=device)
+    logits = torch.full((3, width), torch.nan, device=device)
     logits[1, 9], logits[1, 33] = 1.0, -torch.inf
     logits[2] = 1.0
     logits[2, [40, 41]] = torch.inf

@@ -30,11 +30,11 @@ from onchip.kernels.attention.blocked_fused import (
     cleared,
     even,
     fit,
+    fitting,
     float_mask,
     fused_backward,
     fused_forward,
     fuses,
-    head_by_head,
     in_float32,
     laid_out,
     narrow,
@@ -101,9 +101,11 @@ def prefill(p: Attention, how: Whole | None, q: Tensor, k: Tensor, v: Tensor, x:
     return _prefill(p, q, k, v, x, return_lse)
 
 
-@torch.no_grad()
 def _prefill(p: Attention, q: Tensor, k: Tensor, v: Tensor, x: Operands, return_lse: bool):
     """The same in tiles."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():  # as a decorator it is six functions of Python in each call
+            return _prefill(p, q, k, v, x, return_lse)
     if x.scales is not None:
         return prefill_from_e4m3(lambda p, _, *given: prefill(p, whole(p) if q.is_cpu else None, *given), p, q, k, v, x, return_lse)
     every = parts(p, x, q, k, p.batch if fuses(p, q.device) else SCORES // p.heads)
@@ -171,12 +173,15 @@ def backward(p: Attention, _config, q, k, v, out, lse, d_out, d_lse, x: Operands
     return *grads, d_sinks, tuple(None if d is None else d.to(t.dtype) for d, t in zip(d_score, x.score, strict=True))
 
 
-@torch.no_grad()
 def decode(p: Attention, _config, q: Tensor, cache, x: Operands, return_lse: bool):
     """`q [batch, len_q, heads, dim]`, or packed `[tokens, heads, dim]` with offsets, over pages; of few queries, some sequences at once."""
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return decode(p, _config, q, cache, x, return_lse)
+    laid = None if p.kv else (cache.k.stride(), cache.v.stride())
     read = [cache.page_table, cache.lengths, x.q_offsets]
-    places, lengths, beside = once(("beside", p, *(() if p.kv else (pool.stride() for pool in cache[:2]))), read, lambda: _laid_side_by_side(p, x, q, cache))
-    if len(beside) == 1 and beside[0].in_order and len(beside[0].rows) == q.shape[:-2].numel():  # everybody's
+    places, lengths, beside = once(("beside", p, laid), read, lambda: _laid_side_by_side(p, x, q, cache))
+    if len(beside) == 1 and beside[0].in_order and beside[0].rows.shape[0] == q.shape[:-2].numel():  # everybody's
         out, lse = _side_by_side(p, x, beside[0], q, cache, return_lse)
         out = out.view(*q.shape[:-1], p.value_dim)
         return (out, lse if x.q_offsets is None else lse.transpose(0, 1).flatten(1)) if return_lse else out
@@ -228,12 +233,14 @@ def _side_by_side(p: Attention, x: Operands, group: Group, q: Tensor, cache, ret
     """Output [rows, heads, dim_v] and LSE [n, heads, len_q] of a group of sequences: one product where a call a sequence costs more than its keys do."""
     slots, pages = once(("slots", group.members, p.page), [cache.page_table, group.columns], lambda: group.slots(cache.page_table, p.page))
     _inside(cache.k, pages[0], pages[-1], "some sequences")
-    k, v = (pool.flatten(0, 1).index_select(0, slots).unflatten(0, group.columns.shape).transpose(1, 2) for pool in cache[:2])
+    (count, longest), heads, dim_v = group.columns.shape, p.kv_heads, p.value_dim
+    k = cache.k.flatten(0, 1).index_select(0, slots).view(count, longest, heads, p.dim).transpose(1, 2)
+    v = cache.v.flatten(0, 1).index_select(0, slots).view(count, longest, heads, dim_v).transpose(1, 2)
     near = q.flatten(0, -3)
-    near = near if group.in_order and len(near) == len(group.rows) else near.index_select(0, group.rows)
-    near = near.unflatten(0, (len(group.numbers), -1)).transpose(1, 2)
-    found, lse = _fused(p, x, group.mask, *(fit(t, p) for t in (near, k, v)), return_lse=return_lse, blind=group.blind)
-    return narrow(found, p.value_dim).transpose(1, 2).flatten(0, 1).to(q.dtype), lse.to(_wide(q))
+    near = near if group.in_order and near.shape[0] == group.rows.shape[0] else near.index_select(0, group.rows)
+    near = near.view(count, -1, p.heads, p.dim).transpose(1, 2)
+    found, lse = _fused(p, x, group.mask, *fitting(p, near, k, v), return_lse=return_lse, blind=group.blind)
+    return narrow(found, dim_v).transpose(1, 2).flatten(0, 1).to(q.dtype), lse.to(_wide(q))
 
 
 def _one_row(p: Attention, x: Operands, q: Tensor, cache, b: int, seen: range) -> tuple[Tensor, Tensor]:
@@ -282,19 +289,21 @@ def _inside(pool: Tensor | Codes, least: int, greatest: int, whose: str) -> None
 
 def _forward(p: Attention, x: Operands, part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q `[batch, heads, len_q, dim]`, k and v `[batch, kv_heads, keys, dim]` -> the output like q, LSE `[batch, heads, len_q]`."""
-    dtype, fused = q.dtype, fuses(p, q.device)
-    q, k, v = (head_by_head(fit(t, p), p) if fused else t.to(_wide(t)) for t in (q, k, v))
+    dtype, dim_v, fused = q.dtype, v.shape[-1], fuses(p, q.device)
+    q, k, v = fitting(p, q, k, v) if fused else (t.to(_wide(t)) for t in (q, k, v))
     if fused and (how := unmasked(p, part)):
-        out, lse = _fused(p, x, added_bias(p, x, part, q.dtype), q, take(k, 2, how[0]), take(v, 2, how[0]), how[1])
-        return narrow(out, p.value_dim).to(dtype), lse
+        keys, causal = how
+        k, v = (k, v) if keys.stop - keys.start == k.shape[2] else (take(k, 2, keys), take(v, 2, keys))
+        out, lse = _fused(p, x, None if p.score is None else added_bias(p, x, part, q.dtype), q, k, v, causal)
+        return narrow(out, dim_v).to(dtype), lse
     out = lse = None
     for tile in _fused_tiles(p, x, part, q.dtype) if fused else tiles(p, x, part, _tile(q)[0], q.device):
         near = q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v)
         found, found_lse = _fused(p, x, _fused_mask(p, x, tile, q.dtype), *near) if fused else _online(p, x, tile, *near)
         if tile.rows == slice(0, part.len_q):
-            return narrow(found, p.value_dim).to(dtype), found_lse
+            return narrow(found, dim_v).to(dtype), found_lse
         out, lse = (out, lse) if out is not None else _nothing(p, x, q, dtype)
-        out[:, :, tile.rows], lse[:, :, tile.rows] = narrow(found, p.value_dim), found_lse
+        out[:, :, tile.rows], lse[:, :, tile.rows] = narrow(found, dim_v), found_lse
     return (out, lse) if out is not None else _nothing(p, x, q, dtype)
 
 
@@ -535,7 +544,7 @@ def _fused(p: Attention, x: Operands, mask: Tensor | None, q: Tensor, k: Tensor,
     batch, heads, rows, dim = q.shape
     together = rows == 1 and (mask is None or mask.shape[1] == 1)  # the heads of a group are rows of one product
     q = _grouped(q, p) if together else q
-    q, scale, _ = upright(q, x.scale, True) if causal else (q, x.scale, 1.0)
+    q, scale, _ = upright(q, x.scale, True) if causal and x.scale <= 0 else (q, x.scale, 1.0)
     if k.shape[2] < LEAST_KEYS:
         mask, k, v, causal = *padded(mask, q, k, v, causal), False
     alone = q.shape[2] == 1 and q.dtype == torch.bfloat16 and not causal and k.shape[2] * dim >= LONE
@@ -563,10 +572,10 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
     """Its weights are exp(S - LSE), so an LSE that counts a sink is as good."""
     how = unmasked(p, part)
     few = in_float32(p, min(part.len_q, part.len_q if how else _fused_rows(p, part.len_k)))
-    q, k, v = (head_by_head(fit(t, p, few), p) for t in (q, k, v))
+    q, k, v = fitting(p, q, k, v, few)
     out, d_out = even(fit(out, p, few)), fit(d_out, p, few).contiguous()
 
-    def fitting(dq: Tensor, dk: Tensor, dv: Tensor):
+    def narrowed(dq: Tensor, dk: Tensor, dv: Tensor):
         return narrow(dq, p.dim), narrow(dk, p.dim), narrow(dv, p.value_dim)
 
     if how:
@@ -575,14 +584,14 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
         dq, *found = fused_backward(d_out, q, *near, out, lse, 0.0, how[1], attn_mask=added_bias(p, x, part, q.dtype), scale=scale)
         found = (dq if sign == 1 else dq * sign, *found)
         pad = (0, 0, how[0].start, part.len_k - how[0].stop)
-        return fitting(*found) if not any(pad) else fitting(found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
+        return narrowed(*found) if not any(pad) else narrowed(found[0], *(torch.nn.functional.pad(d, pad) for d in found[1:]))
     grads = None
     for tile in _fused_tiles(p, x, part, q.dtype):
         near = (d_out[:, :, tile.rows], q[:, :, tile.rows], tile.of_keys(k), tile.of_keys(v), out[:, :, tile.rows], lse[:, :, tile.rows])
         found = fused_backward(*near, 0.0, False, attn_mask=_fused_mask(p, x, tile, q.dtype), scale=x.scale)
         of_all = isinstance(tile.keys, slice) and tile.keys == slice(0, part.len_k)
         if of_all and tile.rows == slice(0, part.len_q):
-            return fitting(*found)
+            return narrowed(*found)
         if grads is None and of_all:  # the others' are added to these
             grads = q.new_zeros(q.shape), *(d.to(_wide(d)) for d in found[1:])
         else:
@@ -590,7 +599,7 @@ def _fused_backward(p: Attention, x: Operands, part: Part, q, k, v, out, d_out, 
             add(grads[1], 2, tile.keys, found[1])
             add(grads[2], 2, tile.keys, found[2])
         grads[0][:, :, tile.rows] = found[0]
-    return fitting(*(grads or _zeros(q, k, v)))
+    return narrowed(*(grads or _zeros(q, k, v)))
 
 
 def _zeros(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

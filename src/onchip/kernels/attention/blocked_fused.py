@@ -104,6 +104,15 @@ def fit(t: Tensor, p: Attention, wide: bool = False) -> Tensor:
     return t if t.shape[-1] == width else torch.nn.functional.pad(t, (0, width - t.shape[-1]))
 
 
+def fitting(p: Attention, q: Tensor, k: Tensor, v: Tensor, wide: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v [batch, heads, len, dim] by `fit`, and as torch's kernel reads them: rows as contiguous without looking, heads one after the other."""
+    if wide or p.dtype == torch.float16 or p.dim_v not in (0, p.dim):
+        q, k, v = fit(q, p, wide), fit(k, p, wide), fit(v, p, wide)
+    if alongside(p):
+        return q.contiguous(), k.contiguous(), v.contiguous()
+    return (q, k, v) if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1 else (even(q), even(k), even(v))
+
+
 def upright(q: Tensor, scale: float, causal: bool) -> tuple[Tensor, float, float]:
     """q, the scale and what q was multiplied by. torch's causal mask comes before its scale: of one of 0 or below, -inf would end as NaN or inf."""
     if scale > 0 or not causal:
@@ -207,12 +216,7 @@ def laid_out(p: Attention, how: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple
     """q, k, v of a whole call as `[batch, heads, len, dim]`, each as torch's kernel likes it best."""
     if how.as_is and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return tuple(head_by_head(fit(t, p).transpose(1, 2), p) for t in (q, take(k, 1, how.keys), take(v, 1, how.keys)))
-
-
-def head_by_head(t: Tensor, p: Attention) -> Tensor:
-    """`t` [batch, heads, len, dim] for torch's kernel, which reads rows as contiguous without looking."""
-    return t if t.stride(-1) == 1 and not alongside(p) else t.contiguous()
+    return fitting(p, q.transpose(1, 2), take(k, 1, how.keys).transpose(1, 2), take(v, 1, how.keys).transpose(1, 2))
 
 
 class Room(threading.local):

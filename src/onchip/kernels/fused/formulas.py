@@ -10,8 +10,8 @@ def normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * (weight + offset)`, few tensors made on the way: of 705 x 576 numbers F.rms_norm takes 0.18 ms, and 1.5 where all it makes
     is memory that nobody has touched yet."""
     y = x.to(exact_of(x.dtype), copy=True)
-    y.mul_(torch.rsqrt(y.square().mean(-1, keepdim=True) + eps))
-    return (y * (weight.to(y.dtype) + offset if offset else weight.to(y.dtype))).to(x.dtype).contiguous()
+    y.mul_(torch.rsqrt(y.square().mean(-1, keepdim=True).add_(eps)))
+    return y.mul_(weight.to(y.dtype) + offset if offset else weight).to(x.dtype).contiguous()
 
 
 def angles(rows: Tensor, exact: torch.dtype, p: Rope) -> tuple[Tensor, ...]:
@@ -27,5 +27,6 @@ def turn(x: Tensor, y: Tensor, by: tuple[Tensor, ...], p: Rope) -> None:
         (cos, sin), a, b = by, y[..., :half].to(exact), y[..., half : 2 * half].to(exact)
         x[..., :half], x[..., half : 2 * half] = (a * cos).addcmul_(b, sin, value=-1), (b * cos).addcmul_(a, sin)
     else:
-        x, y = (t[..., : 2 * half].view(*t.shape[:-1], half, 2) for t in (x, y))
-        x.copy_(torch.view_as_real(torch.view_as_complex(y.to(exact).contiguous()) * by[0]))
+        pairs = x[..., : 2 * half].view(*x.shape[:-1], half, 2)
+        given = pairs if y is x else y[..., : 2 * half].view(*y.shape[:-1], half, 2)
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(given.to(exact).contiguous()) * by[0]))

@@ -17,12 +17,18 @@ def _exact(x: Tensor) -> Tensor:
 
 
 def _argmax(x: Tensor) -> Tensor:
-    """`x.argmax(-1)` of [rows, vocab] without NaN: of the first group with the largest maximum, since torch finds maxima 5 times as fast as places on a CPU."""
+    """`x.argmax(-1)` of [rows, vocab]: of the first group with the largest maximum, since torch finds maxima 5 times as fast as places on a CPU."""
     if x.shape[1] % GROUP:
         return x.argmax(-1)
     groups = x.unflatten(1, (-1, GROUP))
     first = groups.amax(-1).argmax(-1, keepdim=True)  # [rows, 1]
     return groups.take_along_dim(first[..., None], 1).squeeze(1).argmax(-1) + first[:, 0] * GROUP
+
+
+def _greatest(logits: Tensor) -> Tensor:
+    """Where each row is greatest. To torch NaN is more than all else, so of a row that has some it finds one: then, and only then, they are made -inf."""
+    found = _argmax(logits)
+    return _argmax(_exact(logits)) if logits.take_along_dim(found[:, None], 1).isnan().any() else found
 
 
 def sample(problem: Rows, config: None, logits: Tensor, how):
@@ -33,10 +39,10 @@ def sample(problem: Rows, config: None, logits: Tensor, how):
     Settings may be fewer than rows: each is then that of as many rows, one after the other, and a step that of the first, which the next count on from.
     """
     how = _for_each_row(how, len(logits))
-    x, limited = _exact(logits), problem.variant == "limits"
-    hot = (how.temperature > 0).unsqueeze(1)
+    limited, hot = problem.variant == "limits", (how.temperature > 0).unsqueeze(1)
     if not limited and not _may_be(hot):
-        return _argmax(x)
+        return _greatest(logits)
+    x = _exact(logits)
     temperature = torch.where(hot, how.temperature.unsqueeze(1), 1.0).to(x.dtype)
     score = x * (1 / temperature) + gumbel(how.seed, how.step, problem.width, x.dtype)
     typical = torch.ones_like(how.top_p) if how.typical is None else how.typical
