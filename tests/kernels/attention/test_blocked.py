@@ -554,6 +554,16 @@ def test_a_scale_that_is_not_positive(scale):
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("mask", [Window(3), Causal("top_left"), Window(2, 0, "top_left")], ids=str)
+def test_one_query_of_a_sequence_sees_some_of_its_keys(mask):
+    q, k, v = torch.randn(2, 4, 16), torch.randn(21, 2, 16), torch.randn(21, 2, 16)
+    offsets = [torch.tensor(ends, dtype=torch.int32) for ends in ([0, 1, 2], [0, 12, 21])]
+    found = onchip.attention_packed(q, k, v, *offsets, longest=(1, 12), mask=mask, return_lse=True)
+    expected = onchip.attention_packed(q, k, v, *offsets, longest=(1, 12), mask=mask, return_lse=True, kernel="reference")
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
 def test_gradients_only_where_they_are_wanted():
     q, k, v = qkv(20)
     wanted, other = torch.randn(20, 20, requires_grad=True), torch.randn(4)
