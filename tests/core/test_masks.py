@@ -239,12 +239,16 @@ def test_combinations_by_hand():
 # ---- texts
 
 
-def test_bands_are_equal_by_class_ends_and_alignment():
+def test_bands_are_equal_by_class_and_what_they_hold():
     class Near(Band):
         def __init__(self, left):
             self.left = self.right = left
 
-    bands = [Full(), Causal(), Causal("top_left"), Window(3), Window(4), Window(3, 3), Window(3, 0, "top_left"), Near(3), Near(4)]
+    class Steps(Band):
+        def __init__(self, step):
+            self.step = step
+
+    bands = [Full(), Causal(), Causal("top_left"), Window(3), Window(4), Window(3, 3), Window(3, 0, "top_left"), Near(3), Near(4), Steps(1), Steps(2)]
     for n, band in enumerate(bands):
         assert [other == band for other in bands] == [m == n for m in range(len(bands))]
     assert Causal() == Causal() and hash(Window(3, 3)) == hash(Window(3, 3)) and Near(4) == Near(4) and Full() != "Full"

@@ -1,5 +1,7 @@
 """Calls of a kind that has come before: the same results, errors and records as the first of its kind."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -105,14 +107,26 @@ def test_what_is_another_kind(described):
         assert len(described) == len(calls)
 
 
-def test_a_band_of_ones_own_goes_by_its_ends():
+def test_a_band_of_ones_own_is_of_no_kind():
+    """It may see less than its ends say."""
+
     class Near(Band):
         def __init__(self, left):
             self.left = self.right = left
 
-    inputs = qkv()
-    for left in (1, 3, 1):
-        torch.testing.assert_close(onchip.attention(*inputs, mask=Near(left)), onchip.attention(*inputs, mask=Window(left, left)))
+    @dataclass(frozen=True)
+    class Steps(Band):
+        step: int = 1
+
+        def sees(self, at):
+            return at.j % self.step == 0
+
+    inputs, (q, cache) = qkv(), pages()
+    for n in (1, 3, 1):
+        torch.testing.assert_close(onchip.attention(*inputs, mask=Near(n)), onchip.attention(*inputs, mask=Window(n, n)))
+        steps = torch.arange(9) % n == 0
+        torch.testing.assert_close(onchip.attention(*inputs, mask=Steps(n)), onchip.attention(*inputs, mask=steps.expand(9, 9)))
+        torch.testing.assert_close(onchip.paged_attention(q, cache, mask=Steps(n)), onchip.paged_attention(q, cache, mask=(torch.arange(12) % n == 0)[None]))
 
 
 def test_what_kinds_say_nothing_of(described):
@@ -306,9 +320,40 @@ def test_what_kinds_over_pages_say_nothing_of(described):
     (grad,) = torch.autograd.grad(onchip.paged_attention(q, learnt).sum(), learnt.k)
     assert grad.abs().max() > 0
     assert torch.compile(lambda: onchip.paged_attention(q, cache), fullgraph=True, backend="eager")().shape == q.shape
-    with torch.autocast("cpu", torch.bfloat16):
-        half = onchip.paged_attention(q, cache._replace(k=cache.k.bfloat16(), v=cache.v.bfloat16()))
-    assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"page_table": torch.tensor(3, dtype=torch.int32)}, r"page_table is torch.int32 \[\]"),
+        ({"v": torch.tensor(3.0)}, "have 4, 4, 0 dimensions"),
+        ({"longest": [1]}, r"longest is \[1\] without q_offsets"),
+        ({"lengths": torch.tensor([9.0, 4.0])}, "lengths are torch.float32"),
+    ],
+    ids=["table", "values", "longest", "lengths"],
+)
+def test_a_mistake_over_pages_is_said_each_time(change, said):
+    q, cache = pages()
+    onchip.paged_attention(q, cache)
+    rest = {name: change.pop(name) for name in [*change] if name == "longest"}
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            onchip.paged_attention(q, cache._replace(**change), **rest)
+
+
+def test_margins_and_tables_that_lie_otherwise():
+    q, cache = pages()
+    settings = Causal(), None, None, False, "auto"
+    onchip.paged_attention(q, cache)
+    with dispatch.sm_margin(8), dispatch.record() as decisions:
+        onchip.paged_attention(q, cache)
+    assert decisions[0].device.margin == 8
+    assert kinds.known_paged(q, cache, None, None, settings)[1] is not None
+    turned = cache._replace(page_table=cache.page_table.t().contiguous().t())
+    apart = cache._replace(lengths=torch.stack((cache.lengths, cache.lengths), 1)[:, 0])
+    for other in (turned, apart):  # a kernel reads them as they lie
+        assert kinds.known_paged(q, other, None, None, settings)[0] is None
+        assert torch.equal(onchip.paged_attention(q, other), onchip.paged_attention(q, cache))
 
 
 @pytest.mark.parametrize("wrong", [{"lengths": (9, 13)}, {"lengths": (-1, 4)}], ids=str)

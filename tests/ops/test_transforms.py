@@ -348,3 +348,15 @@ def test_make_fx(qkv):
     graph = make_fx(function)(q, k, v)
     assert [node.target for node in graph.graph.nodes if "onchip" in str(node.target)] == [torch.ops.onchip.attention.default]
     torch.testing.assert_close(graph(q, k, v), function(q, k, v))
+
+
+# ---- other operators, in plain torch
+
+
+def test_vmap_over_a_norms_weights_and_over_logits_of_greedy_tokens():
+    x, weights, logits = torch.randn(3, 16), torch.randn(2, 16), torch.randn(2, 3, 128)
+    logits[1, 2, 5] = torch.nan
+    torch.testing.assert_close(vmap(lambda w: onchip.rms_norm(x, w))(weights), torch.stack([onchip.rms_norm(x, w) for w in weights]))
+    none, long = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
+    greedy = onchip.Sampling(none, none.int(), none + 1, none, long, long)
+    assert torch.equal(vmap(lambda some: onchip.sample(some, greedy))(logits), torch.stack([onchip.sample(some, greedy) for some in logits]))

@@ -52,7 +52,7 @@ class Band(Mask):
     """Keys from `row - left` to `row + right`, each end unlimited when it is None.
 
     `row` is the query's position among the keys: bottom right aligned (the last query at the last key), or with
-    align="top_left" the query's own number. Two of one class are equal where ends and alignment are.
+    align="top_left" the query's own number. Two of one class are equal where all they hold is.
     """
 
     left = None
@@ -63,7 +63,7 @@ class Band(Mask):
     __str__ = Mask.__str__
 
     def __eq__(self, other):
-        return self.__class__ is other.__class__ and (self.left, self.right, self.align) == (other.left, other.right, other.align)
+        return vars(self) == vars(other) if self.__class__ is other.__class__ else NotImplemented
 
     def __hash__(self):
         return hash((self.__class__, self.left, self.right, self.align))

@@ -1,4 +1,4 @@
-"""What decides how a dense attention call goes, so that the second one of a kind is neither checked nor described again.
+"""What decides how an attention call, dense or over pages, goes, so that the second one of a kind is neither checked nor described again.
 
 Between two kernels, which empty a processor's caches, a function of Python takes 2 to 4 us, and a call of 256 tokens 0.2 to 1 ms on a CPU: what such a
 call goes through is few functions, and long ones.
@@ -7,7 +7,7 @@ call goes through is few functions, and long ones.
 import torch
 from torch import Tensor
 
-from onchip.core.masks import Band
+from onchip.core.masks import BANDS
 from onchip.core.parts import squeezed
 from onchip.core.problem import Operands
 from onchip.dispatch import Decision, kept, margin, recorders
@@ -41,8 +41,8 @@ def known(q: Tensor, k: Tensor, v: Tensor, mask, scale, bias: Tensor | None, sof
         if mask.is_nested or mask.device != device:
             return None, None, None
         seen = mask.shape, mask.dtype, mask.layout
-    elif isinstance(mask, Band):
-        seen = mask.__class__, mask.left, mask.right, mask.align  # as it hashes itself, without a function
+    elif mask.__class__ in BANDS:  # one of somebody's own may say more
+        seen = mask.__class__, mask.left, mask.right, mask.align
     else:
         return None, None, None
     if bias is not None:
@@ -70,7 +70,7 @@ def known_paged(q: Tensor, cache: tuple, q_offsets: Tensor | None, longest, sett
     mask, scale, softcap, batch_invariant, kernel = settings
     nothing = None, None, None
     watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
-    if watched or torch._C._is_any_autocast_enabled() or kernel.__class__ is not str or kernel == "reference" or not isinstance(mask, Band):
+    if watched or torch._C._is_any_autocast_enabled() or kernel.__class__ is not str or kernel == "reference" or mask.__class__ not in BANDS:
         return nothing
     if not (scale is None or scale.__class__ is float) or not (softcap is None or softcap.__class__ is float):
         return nothing
@@ -78,6 +78,8 @@ def known_paged(q: Tensor, cache: tuple, q_offsets: Tensor | None, longest, sett
     for t in (q, k, v, table, lengths):
         if t.__class__ not in PLAIN or t.is_nested or t.layout != torch.strided or t.is_meta:
             return nothing
+    if q.ndim < 3 or not k.ndim == v.ndim == 4 or table.ndim != 2 or (q_offsets is None and longest is not None):  # as checks will say
+        return nothing
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return nothing
     device, dtype, of_q = q.device, q.dtype, q.shape
@@ -92,7 +94,7 @@ def known_paged(q: Tensor, cache: tuple, q_offsets: Tensor | None, longest, sett
     seen = mask.__class__, mask.left, mask.right, mask.align
     of_k, of_v = (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)
     places = table.shape, table.dtype, table.device, lengths.shape, lengths.dtype, lengths.device
-    kind = "paged", seen, scale, softcap, bool(batch_invariant), kernel, of_q, dtype, device, of_k, of_v, places, packed, longest, same, margin.get()
+    kind = "paged", seen, scale, softcap, bool(batch_invariant), kernel, of_q, dtype, device, of_k, of_v, places, packed, same, margin.get()
     if (found := kept.get(kind)) is None:
         return kind, None, None
     if lengths.is_cpu and not 0 <= min(given := lengths.tolist()) <= max(given) <= table.shape[1] * k.shape[1]:

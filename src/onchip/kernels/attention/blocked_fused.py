@@ -105,7 +105,7 @@ def fit(t: Tensor, p: Attention, wide: bool = False) -> Tensor:
 
 
 def fitting(p: Attention, q: Tensor, k: Tensor, v: Tensor, wide: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v [batch, heads, len, dim] by `fit`, and as torch's kernel reads them: rows as contiguous without looking, heads one after the other."""
+    """q, k, v [batch, heads, len, dim] by `fit`, and laid out for torch's kernel, which reads rows as contiguous without looking."""
     if wide or p.dtype == torch.float16 or p.dim_v not in (0, p.dim):
         q, k, v = fit(q, p, wide), fit(k, p, wide), fit(v, p, wide)
     if alongside(p):
@@ -147,7 +147,7 @@ class Whole(NamedTuple):
     keys   those that are seen.     causal   row i sees the first i + 1 of them.     added   what is added to the scores: "bias", "seen" or "" for nothing.
     shape   of the tensor that is added: its own, and as [batch, heads, len_q, len_k] with 1 for what it has not.
     as_is     q, k and v are taken as they come, once rows are contiguous.     trained   torch's gradient of it is the way back.
-    bare      nothing is made of what it gives, but where a mask hides all keys of a row; of a scale above 0.
+    bare      of a scale above 0, its output and LSE are the call's, but in rows that see no key.
     """
 
     keys: slice

@@ -11,7 +11,7 @@ def normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     is memory that nobody has touched yet."""
     y = x.to(exact_of(x.dtype), copy=True)
     y.mul_(torch.rsqrt(y.square().mean(-1, keepdim=True).add_(eps)))
-    return y.mul_(weight.to(y.dtype) + offset if offset else weight).to(x.dtype).contiguous()
+    return (y * (weight.to(y.dtype) + offset if offset else weight.to(y.dtype))).to(x.dtype).contiguous()
 
 
 def angles(rows: Tensor, exact: torch.dtype, p: Rope) -> tuple[Tensor, ...]:

@@ -26,7 +26,10 @@ def _argmax(x: Tensor) -> Tensor:
 
 
 def _greatest(logits: Tensor) -> Tensor:
-    """Where each row is greatest. To torch NaN is more than all else, so of a row that has some it finds one: then, and only then, they are made -inf."""
+    """Where each row is greatest. To torch NaN is more than all else, so of a row that has some it finds one: then, and only then, they are made -inf
+    (under torch.func, which lets nobody look, at once)."""
+    if torch._C._are_functorch_transforms_active():
+        return _argmax(_exact(logits))
     found = _argmax(logits)
     return _argmax(_exact(logits)) if logits.take_along_dim(found[:, None], 1).isnan().any() else found
 
