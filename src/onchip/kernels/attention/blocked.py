@@ -20,7 +20,7 @@ from onchip.core.formats import Codes, read
 from onchip.core.once import once
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, spans
-from onchip.core.trace import Place, Traced, untouched
+from onchip.core.trace import Place, Traced
 from onchip.kernels.attention.blocked_fused import (
     LEAST_KEYS,
     ROOM,
@@ -39,6 +39,7 @@ from onchip.kernels.attention.blocked_fused import (
     laid_out,
     narrow,
     padded,
+    staircase,
     unmasked,
     upright,
     whole,
@@ -508,21 +509,10 @@ def _fused_tiles(p: Attention, x: Operands, part: Part, dtype: torch.dtype) -> I
         return
     least = min(at for *_, at in found)
     width = max(at + len(keys) for _, keys, at in found) - least
-    mask = _staircase(p.mask.left, p.mask.right, min(most, part.len_q), least, width, dtype)
+    mask = staircase(p.mask.left, p.mask.right, min(most, part.len_q), least, width, dtype)
     for rows, keys, at in found:
         near = slice(keys.start - part.origin, keys.stop - part.origin)
         yield Tile(rows, near, None, added=mask[:, :, : rows.stop - rows.start, at - least : at - least + len(keys)])
-
-
-@functools.lru_cache(maxsize=2)  # of 16 MiB at most
-def _staircase(left: int | None, right: int | None, rows: int, first: int, width: int, dtype: torch.dtype) -> Tensor:
-    """What torch's kernel adds for a band, for `rows` rows and the keys from `first` beside the first row's own: each tile takes a part of it."""
-    with untouched():
-        mask = torch.full((1, 1, rows, width), -torch.inf, dtype=dtype, device="cpu")
-        if left is None:
-            return mask.triu_(right - first + 1)
-        before = -left - first - 1
-        return mask.tril_(before) if right is None else mask.triu(right - first + 1).add_(mask.tril_(before))
 
 
 def _fused_mask(p: Attention, x: Operands, tile: Tile, dtype: torch.dtype) -> Tensor | None:

@@ -138,6 +138,17 @@ def cleared(mask: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
 
 
+@functools.lru_cache(maxsize=2)  # of 16 MiB at most
+def staircase(left: int | None, right: int | None, rows: int, first: int, width: int, dtype: torch.dtype) -> Tensor:
+    """What torch's kernel adds for a band, for `rows` rows and the keys from `first` beside the first row's own: each tile takes a part of it."""
+    with untouched():
+        mask = torch.full((1, 1, rows, width), -torch.inf, dtype=dtype, device="cpu")
+        if left is None:
+            return mask.triu_(right - first + 1)
+        before = -left - first - 1
+        return mask.tril_(before) if right is None else mask.triu(right - first + 1).add_(mask.tril_(before))
+
+
 # ---- whole calls
 
 
