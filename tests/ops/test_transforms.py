@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import onchip
 from onchip import ALiBi, Causal, Document, Dropout, KeyPadding, PagedKV, Prefix, Window
+from onchip.core import parts
 
 MAPPED, BATCH, LEN, HEADS, KV_HEADS, DIM = 3, 2, 6, 4, 2, 8
 LONGER = 12  # tokens: over fewer than 8 keys no gradient is torch's own
@@ -307,6 +308,26 @@ def test_checkpoints_draw_the_same_numbers_again(qkv, dropout, compiled, reentra
         return torch.compile(through, fullgraph=True, backend="aot_eager") if compiled else through
 
     torch.testing.assert_close(run(kept), run(lambda function: function))
+
+
+@pytest.mark.parametrize("how", ["read", "made", "both", "mask"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)  # without, torch refuses to follow functions in a checkpoint
+def test_a_checkpoint_sees_nothing_of_how_a_function_is_written_down(qkv, how, compiled):
+    """The first call of a function traces it, its recomputation does not."""
+    parts._MODS.clear()
+    keywords = {
+        "read": lambda t: {"score": lambda s, b, h, i, j: s * t[h]},
+        "made": lambda t: {"score": lambda s, b, h, i, j: s * t.exp()[h]},
+        "both": lambda t: {"score": [onchip.ALiBi(t.sigmoid()), lambda s, b, h, i, j: s - t[h] * t.exp()[h]]},
+        "mask": lambda t: {"mask": lambda b, h, i, j: i - j < 2, "bias": t[:, None, None].square()},
+    }[how]
+    inputs = [t[0].clone().requires_grad_() for t in (*qkv, torch.randn(1, HEADS))]
+    through = lambda *x: checkpoint(lambda q, k, v, t: attend(q, k, v, **keywords(t)), *x, use_reentrant=False)  # noqa: E731
+    through = torch.compile(through, fullgraph=True, backend="aot_eager") if compiled else through
+    found = torch.autograd.grad(through(*inputs).square().sum(), inputs)
+    expected = torch.autograd.grad(attend(*inputs[:3], **keywords(inputs[3])).square().sum(), inputs)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_selective_checkpoint_sees_the_operator(qkv):

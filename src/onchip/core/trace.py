@@ -114,6 +114,16 @@ def trace(function: Callable, name: str, tensors: Sequence[Tensor] = (), score: 
     (`table.exp()`) is computed, with its gradient, and read as one more tensor.
     Raises TraceError when the function branches on a value, mixes places, or gives something of another shape or kind.
     """
+    if torch.is_grad_enabled():  # without, or hooks of whoever counts what autograd keeps (checkpoints) would see the places
+        with torch.no_grad():
+            text, found, learnt = _traced(function, name, tensors, score)
+        if not learnt:
+            return text, found
+    return _traced(function, name, tensors, score)[:2]
+
+
+def _traced(function: Callable, name: str, tensors: Sequence[Tensor], score: bool) -> tuple[str, list[Tensor], bool]:
+    """`trace`, and whether the function made something of tensors with a gradient."""
     inputs = [stand_in((1, 1, 1, 1), torch.float32)] if score else []
     inputs += [stand_in((1, 1, 1, 1), torch.int64) for _ in PLACE]
     recorder = _Recorder(inputs, ("s", *PLACE) if score else PLACE, tensors)
@@ -121,7 +131,7 @@ def trace(function: Callable, name: str, tensors: Sequence[Tensor] = (), score: 
         with recorder, _Sealed():
             at = Place(*inputs[-len(PLACE) :])
             out = function(inputs[0], at) if score else function(at)
-        return recorder.finish(out, score), recorder.tensors
+        return recorder.finish(out, score), recorder.tensors, recorder.learnt
     except (_CannotError, RuntimeError, TypeError, IndexError) as error:
         why = BRANCHED if "cannot be called on meta tensors" in str(error) else error
         way_out = "write it with torch operators on its arguments"
@@ -175,6 +185,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.names, self.tensors, self.lines = dict(zip(map(id, inputs), names, strict=True)), list(tensors), []
         self.scalars: set[int] = set()  # of `names`, what no place decides
+        self.learnt = False  # whether something was made of captured tensors with a gradient
         self.alive = list(inputs)  # ids are only unique among the living
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -190,6 +201,7 @@ class _Recorder(TorchDispatchMode):
         if func is aten.lift_fresh.default and args[0].numel() == 1:  # torch.tensor(3.0)
             func, args, kwargs, read = aten.scalar_tensor.default, (args[0].item(),), {"dtype": args[0].dtype}, []
         elif not placed and read and not (elementwise and all(t.numel() == 1 for t in read)):
+            self.learnt = self.learnt or any(t.requires_grad for t in read)
             return func(*args, **kwargs)  # of captured tensors alone: the result is one more of them
         if func._schema.is_mutable:
             raise _CannotError(f"{name} changes a tensor in place")
