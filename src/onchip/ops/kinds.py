@@ -14,6 +14,7 @@ from onchip.dispatch import Decision, kept, margin, recorders
 
 MOST = 4096  # kinds of calls that are kept
 PLAIN = (Tensor, torch.nn.Parameter)  # whose operators nobody watches
+NOTHING = None, None, None  # of a call that is of no kind
 
 
 def known(q: Tensor, k: Tensor, v: Tensor, mask, scale, bias: Tensor | None, softcap, settings: tuple) -> tuple[tuple | None, Decision | None, Operands | None]:
@@ -29,34 +30,33 @@ def known(q: Tensor, k: Tensor, v: Tensor, mask, scale, bias: Tensor | None, sof
     deterministic, batch_invariant, kernel = settings
     watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
     if watched or kernel.__class__ is not str or kernel == "reference":
-        return None, None, None
+        return NOTHING
     if not (scale is None or scale.__class__ is float) or not (softcap is None or softcap.__class__ is float):
-        return None, None, None
+        return NOTHING
     if q.__class__ not in PLAIN or k.__class__ not in PLAIN or v.__class__ not in PLAIN or q.is_nested or k.is_nested or v.is_nested:
-        return None, None, None
+        return NOTHING
     device, dtype, added = q.device, q.dtype, None
     if q.is_meta or (q.is_cuda and dtype == torch.float32):  # whose products may be in tf32 at one time and not at another
-        return None, None, None
+        return NOTHING
     if mask.__class__ is Tensor:
         if mask.is_nested or mask.device != device:
-            return None, None, None
+            return NOTHING
         seen = mask.shape, mask.dtype, mask.layout
     elif mask.__class__ in BANDS:  # one of somebody's own may say more
         seen = mask.__class__, mask.left, mask.right, mask.align
     else:
-        return None, None, None
+        return NOTHING
     if bias is not None:
         if not isinstance(bias, Tensor) or bias.is_nested or bias.device != device:
-            return None, None, None
+            return NOTHING
         added = bias.shape, bias.dtype, bias.layout
     of_q, of_k, of_v = (q.shape, dtype, device, q.layout), (k.shape, k.dtype, k.device, k.layout), (v.shape, v.dtype, v.device, v.layout)
     kind = seen, scale, added, softcap, bool(deterministic), bool(batch_invariant), kernel, of_q, of_k, of_v, margin.get()
     if (found := kept.get(kind)) is None:
         return kind, None, None
     decision, x = found
-    if recorders:
-        for recorder in recorders:
-            recorder.append(decision)
+    for recorder in recorders:
+        recorder.append(decision)
     if bias is not None or mask.__class__ is Tensor:
         x = Operands(x.scale, mask=(squeezed(mask),) if mask.__class__ is Tensor else (), score=() if bias is None else (squeezed(bias),))
     return kind, decision, x
@@ -68,27 +68,26 @@ def known_paged(q: Tensor, cache: tuple, q_offsets: Tensor | None, longest, sett
     settings   mask, scale, softcap, batch_invariant, kernel.
     """
     mask, scale, softcap, batch_invariant, kernel = settings
-    nothing = None, None, None
     watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
     if watched or torch._C._is_any_autocast_enabled() or kernel.__class__ is not str or kernel == "reference" or mask.__class__ not in BANDS:
-        return nothing
+        return NOTHING
     if not (scale is None or scale.__class__ is float) or not (softcap is None or softcap.__class__ is float):
-        return nothing
+        return NOTHING
     k, v, table, lengths = cache
     for t in (q, k, v, table, lengths):
         if t.__class__ not in PLAIN or t.is_nested or t.layout != torch.strided or t.is_meta:
-            return nothing
+            return NOTHING
     if q.ndim < 3 or not k.ndim == v.ndim == 4 or table.ndim != 2 or (q_offsets is None and longest is not None):  # as checks will say
-        return nothing
+        return NOTHING
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return nothing
+        return NOTHING
     device, dtype, of_q = q.device, q.dtype, q.shape
     if not q.numel() or table.stride(-1) != 1 or not lengths.is_contiguous() or (q.is_cuda and dtype == torch.float32):
-        return nothing
+        return NOTHING
     packed = None
     if q_offsets is not None:  # on a CPU they are looked at
         if q_offsets.__class__ is not Tensor or longest.__class__ is not int or not q_offsets.is_cuda or not q_offsets.is_contiguous():
-            return nothing
+            return NOTHING
         packed = longest, q_offsets.shape, q_offsets.dtype, q_offsets.device
     same = v.shape[-1] == of_q[-1] or (k.stride() == v.stride() and k.data_ptr() == v.data_ptr())  # of other widths: values that are columns of keys
     seen = mask.__class__, mask.left, mask.right, mask.align
@@ -98,11 +97,10 @@ def known_paged(q: Tensor, cache: tuple, q_offsets: Tensor | None, longest, sett
     if (found := kept.get(kind)) is None:
         return kind, None, None
     if lengths.is_cpu and not 0 <= min(given := lengths.tolist()) <= max(given) <= table.shape[1] * k.shape[1]:
-        return nothing
+        return NOTHING
     decision, x = found
-    if recorders:
-        for recorder in recorders:
-            recorder.append(decision)
+    for recorder in recorders:
+        recorder.append(decision)
     return kind, decision, x if q_offsets is None else Operands(x.scale, q_offsets)
 
 

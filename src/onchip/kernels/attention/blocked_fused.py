@@ -214,7 +214,7 @@ def added(p: Attention, how: Whole, x: Operands, dtype: torch.dtype) -> tuple[Te
     shape, of_four = how.shape
     seen = tensors[0].view(of_four) if tensors[0].shape == shape else lookup(traced, tensors, p, whole_part(p))  # what a function reads may be longer
     if how.added == "bias":
-        return seen if seen.dtype in (torch.float32, dtype) and seen.stride(-1) in (0, 1) else as_added(seen, dtype), True
+        return as_added(seen, dtype), True
     if p.len_q <= FEW_BLOCKS * blocked_tiles.BLOCK:
         return (float_mask(seen, dtype), True) if seen.view(torch.uint8).amax(2).amin().item() else (None, False)
     by_block, by_key = seen_by_blocks(seen)
