@@ -31,6 +31,9 @@ SCORES = {
     "casts": lambda s, at: s + at.i.float() + at.j.to(torch.float16).float() + at.h.type_as(s) + (at.i > at.j).to(s.dtype),
     "likes": lambda s, at: s + torch.zeros_like(s) + torch.ones_like(at.i) + torch.full_like(s, 0.25),
     "extremes": lambda s, at: torch.minimum(s, at.i.float()) + torch.maximum(at.i, at.j) + s.clamp(min=-0.5, max=0.5) + s.sign(),
+    "new": lambda s, at: s * s.new_ones(()) + s.new_full((1,), 3.0) + s.new_zeros((), dtype=torch.int64) + torch.zeros((), device=s.device),
+    "hardswish": lambda s, at: functional.hardswish(4 * s),
+    "moved": lambda s, at: s + TABLE.to(s.device)[at.h, at.j] * TABLE.to(s)[at.h, at.i],
     "lengths": lambda s, at: s + at.len_k - at.len_q + at.row,
     "no score": lambda s, at: TABLE[at.h, at.j],
     "constant": lambda s, at: 2.5,
@@ -55,6 +58,14 @@ def test_a_text_is_the_same_in_every_context():
         with context():
             texts.add(trace(lambda s, at: torch.where((at.i > 1) & (at.j < 3), s, -1.0) + at.i.to(torch.float32) ** 2, "f", (), score=True)[0])
     assert len(texts) == 1
+
+
+def test_a_function_with_a_buffer_beside_its_value():
+    """torch's logsigmoid: written down as the softplus that it is, with torch's own digits."""
+    s = torch.linspace(-60, 60, 999).view(1, 1, 27, 37)
+    for function in (lambda s, at: functional.logsigmoid(s), lambda s, at: functional.logsigmoid(input=s)):
+        text, _ = trace(function, "logsigmoid", (), score=True)
+        torch.testing.assert_close(Traced("logsigmoid", text).run(s, *everywhere()), functional.logsigmoid(s), rtol=1e-6, atol=1e-30)
 
 
 def test_a_text_by_hand():
@@ -123,6 +134,10 @@ def test_nothing_is_computed():
         (lambda s, at: s.add_(1), "add_ changes a tensor in place"),
         (lambda s, at: s + torch.rand_like(s), r"rand_like draws random numbers \(for dropout, give dropout=\)"),
         (lambda s, at: s + torch.rand(()), "rand draws random numbers"),
+        (lambda s, at: functional.dropout(s), r"empty_like holds what nothing decides \(for dropout, give dropout=\)"),
+        (lambda s, at: s + torch.zeros(()).expand_as(s), "expand mixes places"),
+        (lambda s, at: s + TABLE[at.h / 2, at.j], r"a tensor is indexed by a float \(make it whole by // or .long\(\)\)"),
+        (lambda s, at: s + TABLE.to(torch.float8_e4m3fn)[at.h, at.j], r"it reads a tensor of float8_e4m3fn \(cast it outside of the function\)"),
         (lambda s, at: s - s.max(), "max mixes places or changes the shape; the function is of one place at a time"),
         (lambda s, at: s.softmax(-1), "softmax mixes places"),
         (lambda s, at: s.cumsum(-1), "cumsum mixes places"),

@@ -323,6 +323,48 @@ def test_what_a_window_of_minus_one_means(device):
     close(ahead[0], formula(q[0, :1], k[0, 2:], v[0, 2:])[0][0])
 
 
+# ---- arguments that cannot be
+
+
+@pytest.mark.parametrize("how", ["plain", "gradient", "dropout"])
+@pytest.mark.parametrize("page", [-1, 4])
+def test_pages_that_are_none(page, how):
+    """However the call goes: pages are read in place, or with gradients or dropout gathered first."""
+    q, pool = torch.randn(6, 2, 16, requires_grad=how == "gradient"), torch.randn(4, 4, 2, 16)
+    offsets, table = torch.tensor([0, 6], dtype=torch.int32), torch.tensor([[0, page, 99]], dtype=torch.int32)
+    lengths = torch.tensor([6], dtype=torch.int32)
+    words = rf"^flash_attn_varlen_func: {{}} has pages {min(0, page)} to {max(0, page)} among those of a sequence; give 0 to 3, those of k$"
+    with pytest.raises(ValueError, match=words.format("block_table")):
+        fa2.flash_attn_varlen_func(q, pool, pool, offsets, offsets, 6, 6, 0.1 if how == "dropout" else 0.0, block_table=table)
+    with pytest.raises(ValueError, match=words.format("page_table")):
+        fa4.flash_attn_varlen_func(q, pool, pool, cu_seqlens_q=offsets, max_seqlen_q=6, seqused_k=lengths, page_table=table)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("table", [torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), torch.zeros(1, 2)], ids=["rows", "rank", "dtype"])
+def test_tables_that_are_none(table, gradient):
+    q, pool, offsets = torch.randn(6, 2, 16, requires_grad=gradient), torch.randn(4, 4, 2, 16), torch.tensor([0, 6], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: block_table is torch.* on cpu; give int32 \[1, most pages\]$"):
+        fa2.flash_attn_varlen_func(q, pool, pool, offsets, offsets, 6, 6, block_table=table)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: fa2.flash_attn_qkvpacked_func(x(1, 6, 2, 2, 16)), r"packed_func: qkv is \[1, 6, 2, 2, 16\]; give \[batch, len, 3, heads, dim\]"),
+        (lambda x: fa2.flash_attn_kvpacked_func(x(1, 6, 2, 16), x(1, 6, 3, 2, 16)), r"kv is \[1, 6, 3, 2, 16\]; give \[batch, len, 2, heads, dim\]"),
+        (lambda x: fa2.flash_attn_varlen_qkvpacked_func(x(6, 2, 2, 16), None, 6), r"qkv is \[6, 2, 2, 16\]; give \[tokens, 3, heads, dim\]"),
+        (lambda x: fa2.flash_attn_varlen_kvpacked_func(x(6, 2, 16), x(6, 2, 16), None, None, 6, 6), r"kv is \[6, 2, 16\]; give \[tokens, 2, heads, dim\]"),
+        (lambda x: fa3.flash_attn_qkvpacked_func(x(1, 6, 7, 16), num_heads_q=2), r"\[1, 6, 7, 16\], num_heads_q 2; give \[batch, len, num_heads_q"),
+        (lambda x: fa3.flash_attn_qkvpacked_func(x(6, 3, 2)), r"qkv is \[6, 3, 2\]; give \[batch, len, 3, heads, dim\]"),
+        (lambda x: fa2.flash_attn_func(*[x(1, 6, 2, 16)] * 3, window_size=4), r"window_size 4 is not two integers; give \(left, right\), -1 for no limit"),
+    ],
+)
+def test_shapes_that_are_none(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(torch.zeros)
+
+
 # ---- FlashAttention-3 alone
 
 

@@ -182,6 +182,17 @@ def test_the_patch_comes_off():
     assert F.scaled_dot_product_attention is TORCH
 
 
+def test_a_patch_over_the_patch_stays(monkeypatch):
+    with sdpa.installed():
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "scaled_dot_product_attention", TORCH)
+            with pytest.raises(RuntimeError, match=r"^sdpa.uninstall: torch.nn.functional.scaled_dot_product_attention is .* by now; take that away first$"):
+                sdpa.uninstall()
+            assert F.scaled_dot_product_attention is TORCH
+        assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+    assert F.scaled_dot_product_attention is TORCH
+
+
 MODULES = {
     "MultiheadAttention": lambda x, pad: (nn.MultiheadAttention(32, 4, batch_first=True), (x, x, x), {"key_padding_mask": pad, "need_weights": False}),
     "MultiheadAttention, causal": lambda x, pad: (

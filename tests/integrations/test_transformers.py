@@ -6,9 +6,13 @@ import pytest
 import torch
 from transformers import (
     CONFIG_MAPPING,
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     BertConfig,
     BertForMaskedLM,
+    BloomForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -16,6 +20,7 @@ from transformers import (
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     ModernBertConfig,
     ModernBertForMaskedLM,
@@ -26,7 +31,7 @@ from transformers import (
     WhisperForConditionalGeneration,
     masking_utils,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 import onchip
 from onchip.core.masks import Causal, Full, KeyPadding, Window
@@ -56,6 +61,19 @@ CHOSEN = {  # models that say for each query which keys it sees, or what its sin
         "sdpa",
     ),
     "sinks": ("inkling2_text", {"sliding_window": 6}, "eager"),
+}
+WIDE = {"vocab_size": 64, "initializer_range": 0.3}  # narrower weights attend to all alike, so that what is hidden hardly shows
+OWN = {  # models that compute attention for themselves: (type, fields, what they run as)
+    "bloom": ("bloom", {"n_layer": 2, "n_head": 4, **WIDE, "hidden_size": 32}, "eager"),
+    "gpt neox japanese": ("gpt_neox_japanese", {**SMALL, **WIDE}, "eager"),
+    "mpt": ("mpt", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64, **WIDE}, "eager"),  # reads a bool mask the other way round
+    "gpt neo": (
+        "gpt_neo",
+        {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4, "window_size": 4, "hidden_size": 32, **WIDE},
+        "eager",
+    ),
+    "falcon": ("falcon", {**SMALL, **WIDE}, "sdpa"),
+    "git": ("git", {**SMALL, **WIDE, "vision_config": {**SMALL, "image_size": 8, "patch_size": 4}}, "eager"),
 }
 LEFT, RIGHT = torch.tensor([[1] * 11, [0] * 4 + [1] * 7]), torch.tensor([[1] * 11, [1] * 7 + [0] * 4])
 
@@ -314,6 +332,100 @@ def test_under_compile():
     torch.testing.assert_close(compiled(ids, attention_mask=LEFT, use_cache=False).logits, expected)
 
 
+# ---- models that compute attention for themselves
+
+
+def own(name):
+    """(the model as "eager", the same as "onchip")."""
+    kind, fields, _ = OWN[name]
+    torch.manual_seed(1)
+    theirs, ours = (
+        AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**fields, bos_token_id=1, eos_token_id=2), attn_implementation=x).eval()
+        for x in ("eager", "onchip")
+    )
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+@pytest.mark.filterwarnings("ignore:.*computes attention for itself")
+@pytest.mark.parametrize("name", OWN)
+def test_one_that_attends_for_itself_is_as_it_was(name):
+    ids, more = tokens(2, 11), torch.nn.functional.pad(LEFT, (0, 1), value=1)
+
+    def call(model):
+        logits = model(ids, attention_mask=LEFT, use_cache=False).logits[LEFT.bool()]
+        cache = model(ids, attention_mask=LEFT, use_cache=True).past_key_values
+        step = model(ids[:, :1], attention_mask=more, past_key_values=cache).logits
+        return logits, step, model.generate(ids, attention_mask=LEFT, max_new_tokens=5, do_sample=False)
+
+    models = own(name)
+    with torch.no_grad():
+        theirs, ours = map(call, models)
+    torch.testing.assert_close(ours, theirs)
+    assert models[1].config._attn_implementation == OWN[name][2]
+
+
+@pytest.mark.filterwarnings("ignore:.*computes attention for itself")
+@pytest.mark.parametrize("name", ["bloom", "gpt neox japanese"])
+def test_one_that_attends_for_itself_under_compile(name):
+    ids = tokens(2, 11)
+    theirs, ours = own(name)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(ours, backend="eager")(ids, attention_mask=LEFT, use_cache=False).logits
+        torch.testing.assert_close(compiled[LEFT.bool()], theirs(ids, attention_mask=LEFT, use_cache=False).logits[LEFT.bool()])
+
+
+@pytest.mark.filterwarnings("ignore:.*computes attention for itself")
+def test_longformer_compares_its_mask_with_zero():
+    sizes = {**SMALL, **WIDE, "attention_window": 4, "max_position_embeddings": 64}
+    theirs, ours = (AutoModelForMaskedLM.from_config(CONFIG_MAPPING["longformer"](**sizes), attn_implementation=x).eval() for x in ("eager", "onchip"))
+    ours.load_state_dict(theirs.state_dict())
+    ids = tokens(2, 11)
+    torch.testing.assert_close(*(m(ids, attention_mask=RIGHT).logits[RIGHT.bool()] for m in (ours, theirs)))
+
+
+@pytest.mark.parametrize("how", ["plain", "compiled"])
+@pytest.mark.parametrize(("kind", "more"), [("bigbird_pegasus", {"attention_type": "original_full"}), ("nllb-moe", {"num_experts": 4})])
+def test_one_that_calls_the_interface_and_counts_on_a_mask(kind, more, how):
+    """BigBird-Pegasus' decoder calls it, and its encoder adds the mask to scores of its own; NLLB-MoE's decoder does not say that it is causal."""
+    sizes = {**SIZES, "vocab_size": 64, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "init_std": 0.3, **more}
+    theirs, ours = (AutoModelForSeq2SeqLM.from_config(CONFIG_MAPPING[kind](**sizes), attn_implementation=x).eval() for x in ("eager", "onchip"))
+    ours.load_state_dict(theirs.state_dict())
+    batch = {"input_ids": tokens(2, 11), "attention_mask": RIGHT, "decoder_input_ids": tokens(2, 5), "use_cache": False}
+    torch._dynamo.reset()
+    with torch.no_grad(), onchip.record() as decisions:
+        found = (torch.compile(ours, backend="eager") if how == "compiled" else ours)(**batch).logits
+        torch.testing.assert_close(found, theirs(**batch).logits)
+    assert (decisions or how == "compiled") and ours.config._attn_implementation == integration.BESIDE_OWN
+    asked = {"batch_size": 2, "q_length": 1, "kv_length": 9, "q_offset": 8, "mask_function": masking_utils.causal_mask_function}
+    assert integration.mask_to_add(**asked, attention_mask=RIGHT[:, 2:].bool()).is_floating_point()
+
+
+class Bloom(BloomForCausalLM):
+    """A user's, in a file without attention."""
+
+
+class Llama(LlamaForCausalLM):
+    """As above."""
+
+
+@pytest.mark.filterwarnings("ignore:.*computes attention for itself")
+def test_each_model_is_judged_for_itself():
+    """Models inside another too; and one that calls the interface keeps "onchip"."""
+    as_onchip = {"attn_implementation": "onchip"}
+    with torch.device("meta"):
+        with pytest.warns(UserWarning, match='Bloom computes attention for itself, .* it runs as "eager"'):
+            assert Bloom._from_config(CONFIG_MAPPING["bloom"](**OWN["bloom"][1]), **as_onchip).config._attn_implementation == "eager"
+        git = AutoModelForCausalLM.from_config(CONFIG_MAPPING["git"](**OWN["git"][1]), **as_onchip).config
+        assert (git._attn_implementation, git.vision_config._attn_implementation) == ("eager", "onchip")
+        sam = AutoModel.from_config(CONFIG_MAPPING["sam"](vision_config={**SMALL, "global_attn_indexes": [0]}), **as_onchip).config
+        assert [c._attn_implementation for c in (sam, sam.mask_decoder_config, sam.vision_config)] == ["onchip", "onchip", "sdpa"]
+        assert Llama._from_config(LlamaConfig(**GROUPED), **as_onchip).config._attn_implementation == "onchip"
+        for make, _ in DECODERS.values():
+            assert AutoModelForCausalLM.from_config(make(), **as_onchip).config._attn_implementation == "onchip"
+
+
 # ---- the mask function
 
 
@@ -408,7 +520,7 @@ def test_masks_of_callers():
                 integration.attention_forward(Module(), q, k, k, None, **where, **what)
     with pytest.raises(ValueError, match=r"attention_mask is torch.bool \[2, 9\]"):
         integration.attention_forward(Module(), q, k, k, seen[:, 0, 0])
-    with pytest.warns(UserWarning, match='output_attentions=True wants: None in their place; use "eager"'):
+    with pytest.warns(UserWarning, match='output_attentions=True wants: the output has none; use "eager"'):
         assert integration.attention_forward(Module(), q, k, k, None, output_attentions=True)[1] is None
 
 
@@ -471,7 +583,8 @@ def test_names_are_there_and_go_again():
     integration.uninstall()
     assert not set(integration.NAMES) & set(ALL_ATTENTION_FUNCTIONS.valid_keys())
     assert not set(integration.NAMES) & set(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.valid_keys())
-    assert "closure" not in integration.ContinuousBatchingManager.switch_to_cb_friendly_attn.__qualname__
+    for theirs in (integration.ContinuousBatchingManager.switch_to_cb_friendly_attn, PreTrainedModel.get_correct_attn_implementation):
+        assert "<locals>" not in theirs.__qualname__
     with pytest.raises(ValueError, match="onchip"):
         AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED), attn_implementation="onchip")
     integration.uninstall()

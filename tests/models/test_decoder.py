@@ -66,6 +66,7 @@ MODELS = {  # id: (transformers config class, what departs from TINY)
     "gemma2-tied": ("Gemma2Config", {**GEMMA2, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
     "gemma2-no-softcap": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "gemma3_text": ("Gemma3TextConfig", GEMMA),
+    "gemma3_text-softcap": ("Gemma3TextConfig", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),  # the first has no effect there
     "gemma3_text-tied-linear": ("Gemma3TextConfig", {**GEMMA, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, "rope_parameters": BOTH_ROPES}),
     "gemma3_text-biases": ("Gemma3TextConfig", {**GEMMA, "attention_bias": True, "layer_types": ["full_attention", *["sliding_attention"] * 2]}),
 }

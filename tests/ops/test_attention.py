@@ -40,8 +40,8 @@ GOOD = zeros(1, 5, 2, 16)
         (zeros(5, 2, 16), GOOD, GOOD, "q, k, v have 3, 4, 4 dimensions; each needs 4"),
         (GOOD, zeros(1, 6, 2, 16), GOOD, r"k is \[1, 6, 2, 16\] and v \[1, 5, 2, 16\]; all but the last dimension must be equal"),
         (GOOD, zeros(1, 5, 2, 32), zeros(1, 5, 2, 32), "q has head dimension 16, k has 32; they must be equal"),
-        (zeros(1, 5, 3, 16), GOOD, GOOD, "3 query heads are not a multiple of 2 key heads"),
-        (GOOD, zeros(1, 5, 0, 16), zeros(1, 5, 0, 16), "2 query heads are not a multiple of 0 key heads"),
+        (zeros(1, 5, 3, 16), GOOD, GOOD, "3 query heads over 2 key heads; give 1 key head or more, and a multiple of them of q"),
+        (GOOD, zeros(1, 5, 0, 16), zeros(1, 5, 0, 16), "2 query heads over 0 key heads; give 1 key head or more, and a multiple of them of q"),
         (zeros(1, 5, 2, 0), zeros(1, 5, 2, 0), GOOD, "heads of q and k have 0 columns, those of v 16; give 1 or more"),
         (GOOD, GOOD, zeros(1, 5, 2, 0), "heads of q and k have 16 columns, those of v 0; give 1 or more"),
         (GOOD, GOOD.half(), GOOD.half(), "q is torch.float32, k torch.float16, v torch.float16; cast them to one dtype"),
@@ -99,6 +99,7 @@ def test_dense_inputs_that_disagree(q, k, v, words):
             ValueError,
             {"dropout": onchip.Dropout(0.5, torch.arange(2))},
         ),
+        (r"attention: the seed is True, the offset 0; give a seed of 63 bits or None", ValueError, {"dropout": onchip.Dropout(0.5, True)}),
         (r"attention: the seed is -1, the offset 0; give a seed of 63 bits or None", ValueError, {"dropout": onchip.Dropout(0.5, -1)}),
         (
             r"prefill: no kernel is named 'flash'; it has hopper_prefill, hopper_fp8, bf16_of_e4m3, triton_prefill, blocked, reference, or leave kernel='auto'",
@@ -146,10 +147,10 @@ def test_tensors_that_are_not_dense(made):
 def test_packed_inputs_that_disagree():
     x, offsets = zeros(5, 2, 16), torch.tensor([0, 2, 5], dtype=INT32)
     for words, args, keywords in (
-        (r"q_offsets are torch.int64 \[3\] on cpu; give int32 \[batch \+ 1\] on cpu", (x, offsets.long()), {}),
+        (r"q_offsets are torch.int64 \[3\] on cpu; give int32 \[batch \+ 1\], of one sequence or more, on cpu", (x, offsets.long()), {}),
         (r"q_offsets are torch.int32 \[1\] on cpu", (x, offsets[:1]), {}),
-        (r"q_offsets are a list; give int32 \[batch \+ 1\] on cpu", (x, [0, 2, 5]), {}),
-        (r"k_offsets are torch.int32 \[3\] on meta; give int32 \[batch \+ 1\] on cpu", (x, offsets, offsets.to("meta")), {}),
+        (r"q_offsets are a list; give int32 \[batch \+ 1\], of one sequence or more, on cpu", (x, [0, 2, 5]), {}),
+        (r"k_offsets are torch.int32 \[3\] on meta; give int32 \[batch \+ 1\], of one sequence or more, on cpu", (x, offsets, offsets.to("meta")), {}),
         (r"k has 4 tokens, q has 5; they must be equal, or give k_offsets", (x[:4], offsets), {}),
         (r"k_offsets are of 1 sequences, q_offsets of 2; they must be as many", (x, offsets, offsets[:2]), {}),
         (r"used is torch.int64 \[2\] on cpu; give int32 \[2\] on cpu", (x, offsets), {"used": offsets[:2].long()}),
@@ -252,6 +253,8 @@ def test_merge_of_what_does_not_belong_together():
         onchip.merge([(out[0, 0], lse[0, :, 0])])
     with pytest.raises(TypeError, match=r"merge: part 1 has an output of torch.int64 and LSE of torch.float32; give floats, as attention"):
         onchip.merge([(out, lse), (out.long(), lse)])
+    with pytest.raises(TypeError, match=r"merge: part 1 has an output of torch.float8_e4m3fn and LSE of torch.float32; give floats, as attention"):
+        onchip.merge([(out, lse), (out.to(torch.float8_e4m3fn), lse)])
     with pytest.raises(ValueError, match=r"merge: part 1 has its output on meta, its LSE on cpu; move all parts to cpu"):
         onchip.merge([(out, lse), (out.to("meta"), lse)])
     with pytest.raises(TypeError, match=r"merge: part 1 is a list; give an \(output, LSE\) pair of tensors"):

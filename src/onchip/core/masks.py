@@ -200,10 +200,11 @@ class Prefix(Mask):
     def __post_init__(self):
         if isinstance(self.length, Tensor):
             check_tensor(self.name, "length", self.length, (1,), integer=True)
-            return
-        check_whole("Prefix", "length", self.length)
-        if self.length < 0:
-            raise ValueError(f"Prefix: length {self.length} is negative; it counts the keys that all see, so 0 or more")
+        else:
+            check_whole("Prefix", "length", self.length)
+        lengths = [self.length] if not isinstance(self.length, Tensor) else self.length.tolist() if readable(self.length) else []
+        if min(lengths, default=0) < 0:
+            raise ValueError(f"Prefix: length {', '.join(map(str, lengths))} is negative; it counts the keys that all see, so 0 or more")
 
     def fits(self, *sizes):
         if isinstance(self.length, Tensor):
@@ -238,6 +239,8 @@ class KeyPadding(Mask):
         check_tensor(self.name, "valid", self.valid, (1, 2))
         if (self.valid.ndim == 2) != (self.valid.dtype == torch.bool) or self.valid.dtype.is_floating_point or self.valid.dtype.is_complex:
             raise ValueError(f"KeyPadding: valid is {self.valid.dtype} {list(self.valid.shape)}; give integer lengths [batch] or bool [batch, len_k]")
+        if self.valid.ndim == 1 and readable(self.valid) and (self.valid < 0).any():
+            raise ValueError(f"KeyPadding: valid is {self.valid.tolist()}; it counts keys, so 0 or more")
 
     @property
     def tensors(self):
@@ -266,7 +269,7 @@ class Blocks(Mask):
         check_tensor(self.name, "blocks", self.blocks, (2, 3, 4))
         if self.blocks.dtype != torch.bool:
             raise ValueError(f"Blocks: blocks are {self.blocks.dtype}; give bool, True where a block of queries sees a block of keys")
-        if len(self.sizes) != 2 or not all(isinstance(n, Integral) and n > 0 for n in self.sizes):
+        if len(self.sizes) != 2 or not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in self.sizes):
             raise ValueError(f"Blocks: size {self.size} is not one or two positive numbers; give the tokens a side, or (queries, keys)")
 
     @property

@@ -209,7 +209,7 @@ def read(tensor: Tensor, letters: str, at: Place):
 
 
 def check_whole(name: str, what: str, number) -> None:
-    if not isinstance(number, Integral) or abs(number) >= 1 << 62:
+    if not isinstance(number, Integral) or isinstance(number, bool) or abs(number) >= 1 << 62:
         raise ValueError(f"{name}: {what} is {number!r}; give a whole number of up to 62 bits")
 
 

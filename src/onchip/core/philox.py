@@ -97,7 +97,8 @@ def check(name: str, p: float, seed: int | Tensor | None, offset: int) -> None:
         if seed.dtype != torch.int64 or seed.ndim:
             raise ValueError(f"{name}: the seed is a tensor, {seed.dtype} {list(seed.shape)}; give int64 [], an integer or None")
         seed = None  # its number is not looked at
-    if not (seed is None or isinstance(seed, Integral)) or not isinstance(offset, Integral) or not (0 <= (seed or 0) < 1 << 63 and 0 <= offset < 1 << 32):
+    whole = all(isinstance(n, Integral) and not isinstance(n, bool) for n in (seed or 0, offset))
+    if seed is False or not whole or not (0 <= (seed or 0) < 1 << 63 and 0 <= offset < 1 << 32):
         raise ValueError(f"{name}: the seed is {seed}, the offset {offset}; give a seed of 63 bits or None, and an offset of 32 bits")
 
 

@@ -6,6 +6,7 @@ torch runs it (`Traced.run`); a kernel translates it line by line. Tensors that 
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +30,10 @@ CONTENTS = (
     Tensor.__reduce_ex__,
 )  # fmt: skip
 BRANCHED = "it branches on, or takes the Python value of, a tensor (use torch.where)"
+MIXES = "{} mixes places or changes the shape; the function is of one place at a time"
 # of one place, though torch does not tag them as pointwise
-ELEMENTWISE = {"_to_copy", "alias", "clone", "detach", "floor_divide", "full_like", "leaky_relu", "ones_like", "zeros_like"}
+ELEMENTWISE = {"_to_copy", "alias", "clone", "detach", "floor_divide", "full_like", "hardswish", "leaky_relu", "ones_like", "zeros_like"}
+NEW = {"new_ones": lambda args: 1, "new_zeros": lambda args: 0, "new_full": lambda args: args[2]}  # {name: what it holds}
 
 
 class Place(NamedTuple):
@@ -90,6 +93,19 @@ class Traced:
         whole = set(re.findall(r"\bc\d+\b", re.sub(r"aten\.index\.Tensor\(c\d+, ", "", body)))
         kinds = re.findall(r"(c\d+): '(\w+)\[(\d+)\]'", head)
         return [stand_in((1 if name in whole else 2,) * int(ndim), getattr(torch, dtype)) for name, dtype, ndim in kinds]
+
+
+class Counting(TorchFunctionMode):
+    """Inside, a text's gradient comes from places that count (`counts` is True) alone: at others 0 times an infinite derivative would be NaN."""
+
+    def __init__(self, counts: Tensor):
+        super().__init__()
+        self.counts = counts
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not aten.index.Tensor:  # all but what is looked up broadcasts over places
+            args = [torch.where(self.counts, t, t.detach()) if isinstance(t, Tensor) and t.requires_grad else t for t in args]
+        return func(*args, **(kwargs or {}))
 
 
 def hides_keys(mask: Any) -> bool:
@@ -170,11 +186,13 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class _Sealed(TorchFunctionMode):
-    """Nobody takes the contents of a tensor past the dispatcher, where `_Recorder` does not see it."""
+    """What `_Recorder` cannot see, because it goes past the dispatcher (the contents of a tensor), or cannot write down as it comes."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if any(func is one for one in CONTENTS):
             raise _CannotError(BRANCHED)
+        if func is torch.nn.functional.logsigmoid:  # whose operator gives a buffer beside its value
+            return -torch.nn.functional.softplus(-args[0] if args else -kwargs["input"])
         return func(*args, **(kwargs or {}))
 
 
@@ -198,17 +216,26 @@ class _Recorder(TorchDispatchMode):
         elementwise = torch.Tag.pointwise in func.tags or func is aten.index.Tensor or name in ELEMENTWISE
         if func in BRANCHES:
             raise _CannotError(BRANCHED)
-        if func is aten.lift_fresh.default and args[0].numel() == 1:  # torch.tensor(3.0)
+        if func is aten.lift_fresh.default and args[0].numel() == 1 and not args[0].is_meta:  # torch.tensor(3.0)
             func, args, kwargs, read = aten.scalar_tensor.default, (args[0].item(),), {"dtype": args[0].dtype}, []
+        elif name in NEW and math.prod(args[1]) == 1:  # of the place nothing but the dtype
+            func, args, kwargs, read = aten.scalar_tensor.default, (NEW[name](args),), {"dtype": kwargs.get("dtype") or args[0].dtype}, []
+            placed = False
         elif not placed and read and not (elementwise and all(t.numel() == 1 for t in read)):
+            if name != "detach_" and any(id(t) in self.names for t in read):
+                raise _CannotError(MIXES.format(name))
             self.learnt = self.learnt or any(t.requires_grad for t in read)
+            if getattr(kwargs.get("device"), "type", "") == "meta":  # of a place: a tensor is where it is
+                del kwargs["device"]
             return func(*args, **kwargs)  # of captured tensors alone: the result is one more of them
-        if func._schema.is_mutable:
-            raise _CannotError(f"{name} changes a tensor in place")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _CannotError(f"{name} draws random numbers (for dropout, give dropout=)")
+        if name == "empty_like":  # what torch's dropout draws into
+            raise _CannotError("empty_like holds what nothing decides (for dropout, give dropout=)")
+        if func._schema.is_mutable:
+            raise _CannotError(f"{name} changes a tensor in place")
         if placed and not elementwise:
-            raise _CannotError(f"{name} mixes places or changes the shape; the function is of one place at a time")
+            raise _CannotError(MIXES.format(name))
         out = self._run(func, name, args, kwargs)
         if not isinstance(out, Tensor):
             return out
@@ -232,6 +259,8 @@ class _Recorder(TorchDispatchMode):
                 raise _CannotError(f"a tensor of {args[0].ndim} dimensions is indexed by {len(args[1])}; index all of them at once")
             if any(x.dtype == torch.bool for x in args[1]):
                 raise _CannotError("a tensor is indexed by a condition (use torch.where)")
+            if any(x.dtype.is_floating_point for x in args[1]):
+                raise _CannotError("a tensor is indexed by a float (make it whole by // or .long())")
             return stand_in((1, 1, 1, 1), args[0].dtype)
         kwargs = {key: _meta(value) for key, value in kwargs.items() if key not in DROPPED}
         if not _tensors(args):
@@ -246,6 +275,8 @@ class _Recorder(TorchDispatchMode):
             return self.names[id(tensor)]
         index = next((n for n, known in enumerate(self.tensors) if known is tensor or _same_view(known, tensor)), None)
         if index is None:
+            if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
+                raise _CannotError(f"it reads a tensor of {_short(tensor.dtype)} (cast it outside of the function)")
             index = len(self.tensors)
             self.tensors.append(tensor)
         return f"c{index}"

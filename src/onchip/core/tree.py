@@ -27,7 +27,7 @@ class Tree(Mask):
     key = property(by_name)
 
     def __post_init__(self):
-        check_tensor(self.name, "ancestors", self.ancestors, (2, 3))
+        check_tensor("Tree", "ancestors", self.ancestors, (2, 3))
         if self.ancestors.dtype != torch.bool or self.ancestors.shape[-1] != self.ancestors.shape[-2] or not self.ancestors.shape[-1]:
             given, way = f"{self.ancestors.dtype} {list(self.ancestors.shape)}", "bool [nodes, nodes] or [batch, nodes, nodes], of 1 node or more"
             raise ValueError(f"Tree: ancestors are {given}; give {way}")
@@ -41,8 +41,8 @@ class Tree(Mask):
         """From `parents` `[nodes]` or `[batch, nodes]`: the index of each node's parent, which comes before it; -1 for a root."""
         check_tensor("Tree", "parents", parents, (1, 2), integer=True)
         parents, nodes = parents.long(), parents.shape[-1]
-        if readable(parents) and (parents > torch.arange(nodes, device="cpu")).any():
-            raise ValueError(f"Tree: parents are {parents.tolist()}; none may come after its node; give an index before it, -1 for a root")
+        if readable(parents) and (parents >= torch.arange(nodes, device="cpu")).any():
+            raise ValueError(f"Tree: parents are {parents.tolist()}; none may be its node or come after it; give an index before it, -1 for a root")
         seen = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(*parents.shape, nodes).clone()
         at = parents.clone()
         for _ in range(nodes):

@@ -138,7 +138,10 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Put torch's back."""
+    """Put torch's back. Raises RuntimeError when someone replaced ours meanwhile, and then changes nothing."""
+    if _before and F.scaled_dot_product_attention is not scaled_dot_product_attention:
+        other = F.scaled_dot_product_attention
+        raise RuntimeError(f"sdpa.uninstall: torch.nn.functional.scaled_dot_product_attention is {other!r} by now; take that away first")
     if _before:
         F.scaled_dot_product_attention = _before["function"]
         torch.backends.mha.set_fastpath_enabled(_before["fastpath"])

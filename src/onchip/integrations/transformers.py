@@ -7,11 +7,15 @@
 The attention function takes what "sdpa" and "flash_attention_2" take between them: masks, position bias, softcap, sinks,
 `cu_seq_lens_*`, the paged cache of `generate_batch`. A mask function goes with it, for without one transformers drops
 padding in silence. It gives None where plain causal or full attention is meant, and else a mask that says what is seen in
-O(len) memory and turns into the dense one when a model computes with it.
+O(len) memory and turns into the dense one when a model computes with it. A model that computes attention for itself, as
+Bloom does, runs as it would without the name, and a warning says so.
 """
 
 import functools
+import inspect
 import operator
+import re
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from onchip.core.masks import Band, Blocks, Both, Causal, Dense, Document, Full, KeyPadding, Mask, Window, as_mask
 from onchip.core.scores import Bias, Softcap
@@ -30,7 +34,6 @@ from onchip.ops.attention import attention, attention_packed
 
 aten = torch.ops.aten
 PLAIN = Causal("top_left")
-NAMES = ("onchip", "paged|onchip")  # the second is what releases before 5.23 ask for in `generate_batch`
 
 
 # ---- masks
@@ -131,6 +134,12 @@ def mask(**asked: Any) -> Tensor | None:
     return LazyMask(seen, asked)
 
 
+def mask_to_add(**asked: Any) -> Tensor | None:
+    """The mask function of models that add the mask to scores of their own in some layers, or count on one where they are causal."""
+    found = mask(**asked)
+    return found if isinstance(found, LazyMask) else eager_mask(**asked)  # None too: they need not say that they are causal
+
+
 def _reach(tokens: Tensor, start: int, length: int) -> Tensor:
     """`length` columns of `tokens [batch, ...]` from `start` on; what it does not have is False or 0."""
     tokens = tokens[:, start : start + length]
@@ -200,7 +209,7 @@ def attention_forward(
                      documents or pages; elsewhere it is in the mask. Of models that choose keys: indices, block_indices; sinks of each query.
     """
     if how.get("output_attentions"):
-        warnings.warn('attn_implementation="onchip" never stores the weights that output_attentions=True wants: None in their place; use "eager"', stacklevel=2)
+        warnings.warn('attn_implementation="onchip" never stores the weights that output_attentions=True wants: the output has none; use "eager"', stacklevel=2)
     causal = how.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     common = {"scale": how.get("scaling"), "softcap": how.get("softcap"), "sinks": how.get("s_aux"), "dropout": how.get("dropout") or None}
@@ -284,22 +293,83 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, seen: Band, how: dict[str
 
 # ---- names
 
-_before: dict[str, Any] = {}  # the method that `install` replaced; empty while nothing is installed
+BESIDE_OWN = "onchip_beside_own"  # what "onchip" becomes for models that `mask_to_add` is for
+NAMES = {"onchip": mask, "paged|onchip": mask, BESIDE_OWN: mask_to_add}  # the second is what releases before 5.23 ask for in `generate_batch`
+ATTENTION = re.compile(r"class \w*Attention\w*\((torch\.)?nn\.Module\)")
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+UNTOLD = re.compile(r"is_causal: [\w |]+ = False")  # whether attention is causal is not known from it alone
+TABLE = re.compile(r"(?<!FUNCTIONS)\[[\w.]*_attn_implementation\]")  # of a model's own classes, which a new name is not in
+_before: dict[str, Any] = {}  # the methods that `install` replaced; empty while nothing is installed
+
+
+def _fits(model: type[PreTrainedModel]) -> str | None:
+    """The name that "onchip" stands for in this class; None where the attention interface has no say.
+
+    No attribute of a class says that, so the source is read, as transformers does in `set_attn_implementation`. Where that tells nothing it is "onchip".
+    """
+    parts = _made_of(model)
+    own = [part for part in parts if ATTENTION.match(part) and INTERFACE not in part]
+    if own and (any(map(TABLE.search, parts)) or not any(INTERFACE in part for part in parts)):
+        return None
+    if model._supports_sdpa:  # whose masks are bool, and may be None: models that take them add none, and say themselves that they are causal
+        return "onchip"
+    return BESIDE_OWN if any("softmax" in part for part in own) or any(map(UNTOLD.search, parts)) else "onchip"
+
+
+def _made_of(model: type[PreTrainedModel]) -> list[str]:
+    """The sources of it, of the models with which it may share a config, and so an implementation, and of all in their modules that they name."""
+    bases = model.__mro__[: model.__mro__.index(PreTrainedModel)]
+    inside = {(base.__module__, name): kind for base in bases for name, kind in vars(sys.modules.get(base.__module__, base)).items() if isinstance(kind, type)}
+    models = {key: kind for key, kind in inside.items() if issubclass(kind, PreTrainedModel)}
+    alike = {key: kind for key, kind in models.items() if kind in bases or kind.config_class is model.config_class}
+    named, parts = [key for key, kind in alike.items() if "__init__" in vars(kind)], {}  # others make nothing, and name much in lists
+    while named:
+        module, name = key = named.pop()
+        if key not in parts and name in _defined(module):
+            parts[key] = _defined(module)[name]
+            named += [(module, word) for word in re.findall(r"\w+", parts[key]) if (module, word) not in models]
+    return list(parts.values())
+
+
+@functools.cache
+def _defined(module: str) -> dict[str, str]:
+    """The source of each class, function and table of a module; none for one of a notebook."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return {}
+    parts = re.split(r"^(?=class |def |@|\w+ = )", source, flags=re.MULTILINE)[1:]
+    return {found[1]: part for part in parts if (found := re.match(r"(?:class |def )?(\w+)", part))}
 
 
 def install() -> None:
     """Make `attn_implementation="onchip"` known, to models and to `generate_batch`."""
     if _before:
         return
-    for name in NAMES:
+    for name, function in NAMES.items():
         AttentionInterface.register(name, attention_forward)
-        AttentionMaskInterface.register(name, mask)
+        AttentionMaskInterface.register(name, function)
     switch = _before["switch"] = ContinuousBatchingManager.switch_to_cb_friendly_attn
+    resolve = _before["resolve"] = PreTrainedModel.get_correct_attn_implementation
 
     def switch_to_cb_friendly_attn(self, model, *args, **keywords):  # it knows "sdpa" and names with "flash" in them only
         return None if model.config._attn_implementation in NAMES else switch(self, model, *args, **keywords)
 
+    def get_correct_attn_implementation(self, requested_attention, *args, **keywords):  # of each model inside another too
+        if requested_attention not in NAMES:
+            return resolve(self, requested_attention, *args, **keywords)
+        name = requested_attention if requested_attention == BESIDE_OWN else _fits(type(self))  # of the model around this one, with the same config
+        found = resolve(self, requested_attention if name == "onchip" else name, *args, **keywords)
+        if name is None:
+            warnings.warn(
+                f'{type(self).__name__} computes attention for itself, not by the attention interface of transformers: attn_implementation="onchip" '
+                f'has no part in it, and it runs as "{found}" (models inside it with a config of their own are judged for themselves)',
+                stacklevel=2,
+            )
+        return found
+
     ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
+    PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
 
 def uninstall() -> None:
@@ -309,3 +379,4 @@ def uninstall() -> None:
     for name in NAMES:
         del AttentionInterface._global_mapping[name], AttentionMaskInterface._global_mapping[name]
     ContinuousBatchingManager.switch_to_cb_friendly_attn = _before.pop("switch")
+    PreTrainedModel.get_correct_attn_implementation = _before.pop("resolve")

@@ -180,7 +180,7 @@ class ModelConfig:
             rope_layout="interleaved" if raw.get("rope_interleaved") else "neox",
             masks=_masks(raw, family, layers),
             scale=(raw.get("query_pre_attn_scalar") or dim) ** -0.5,
-            softcap=raw.get("attn_logit_softcapping"),
+            softcap=raw.get("attn_logit_softcapping") if name == "gemma2" else None,  # Gemma 3 has the key, and does nothing with it
             logit_softcap=raw.get("final_logit_softcapping"),
             dtype=_dtype(raw),
         )

@@ -236,8 +236,9 @@ def _on(q: Tensor, what: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]
     """The tensors on q's device: single numbers are moved, others have to be there."""
     moved = ()
     for t in tensors:
-        if t.device != q.device and t.ndim:
-            raise ValueError(f"attention: a tensor {list(t.shape)} of the {what} is on {t.device}, q on {q.device}; move them to one device")
+        if t.device != q.device and (t.ndim or t.is_meta):
+            way = "make it outside of the function, whose places are on meta" if t.is_meta else "move them to one device"
+            raise ValueError(f"attention: a tensor {list(t.shape)} of the {what} is on {t.device}, q on {q.device}; {way}")
         moved += (t if t.ndim else t.to(q.device),)
     return moved
 

@@ -47,7 +47,7 @@ def attention(
     score     `score_mod(s, b, h, i, j)`, a Score (`ALiBi`, `RelativeBias`, ...) or a list of them, applied in order after the bias.
     softcap   `softcap tanh(s / softcap)`, after the score; None or 0: none.      sinks   [heads]: a logit more in each row's sum; LSE includes it.
     dropout   a probability, or `Dropout(p, seed, offset)`; drawn again in the backward pass, never stored.
-    deterministic   the same gradients, bit by bit, in every run.      batch_invariant   a row's bits do not depend on its neighbours.
+    deterministic   the same gradients, bit by bit, in every run.      batch_invariant   a row's bits do not depend on other sequences.
     kernel    one by name: it runs or raises. Gradients then come from the same family of kernels.
 
     q, k and v may be `Quantised`, all three (see `quantise`): the output is bfloat16, and gradients go to their sources. Products are in 8 bits on a
@@ -216,7 +216,7 @@ def merge(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         if not isinstance(part, (tuple, list)) or [isinstance(t, Tensor) for t in part] != [True, True]:
             raise TypeError(f"merge: part {n} is {checks.kind_of(part)}; give an (output, LSE) pair of tensors")
         out, lse = part
-        if not (out.is_floating_point() and lse.is_floating_point()):
+        if not all(t.is_floating_point() and t.dtype.itemsize > 1 for t in part):
             raise TypeError(f"merge: part {n} has an output of {out.dtype} and LSE of {lse.dtype}; give floats, as attention(..., return_lse=True) does")
         if not out.device == lse.device == states[0][0].device:
             raise ValueError(f"merge: part {n} has its output on {out.device}, its LSE on {lse.device}; move all parts to {states[0][0].device}")

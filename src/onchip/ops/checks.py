@@ -107,7 +107,7 @@ def check_shapes(name: str, q: Tensor, k: Tensor | Codes, v: Tensor | Codes, ran
     if not shape_q[-1] or not shape_v[-1]:
         raise ValueError(f"{name}: heads of q and k have {shape_q[-1]} columns, those of v {shape_v[-1]}; give 1 or more")
     if shape_k[-2] == 0 or shape_q[-2] % shape_k[-2]:
-        raise ValueError(f"{name}: {shape_q[-2]} query heads are not a multiple of {shape_k[-2]} key heads")
+        raise ValueError(f"{name}: {shape_q[-2]} query heads over {shape_k[-2]} key heads; give 1 key head or more, and a multiple of them of q")
 
 
 def check_codes(q: Tensor, cache: PagedKV) -> None:
@@ -139,7 +139,7 @@ def check_offsets(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, q_used: Tenso
     """What says where the sequences of a packed batch lie."""
     for name, offsets in (("q_offsets", q_offsets), ("k_offsets", k_offsets)):
         if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32 or offsets.ndim != 1 or offsets.shape[0] < 2 or offsets.device != q.device:
-            raise ValueError(f"attention_packed: {name} are {kind_of(offsets)}; give int32 [batch + 1] on {q.device}")
+            raise ValueError(f"attention_packed: {name} are {kind_of(offsets)}; give int32 [batch + 1], of one sequence or more, on {q.device}")
     batch = q_offsets.shape[0] - 1
     if k_offsets.shape[0] != batch + 1:
         raise ValueError(f"attention_packed: k_offsets are of {k_offsets.shape[0] - 1} sequences, q_offsets of {batch}; they must be as many")
@@ -165,7 +165,7 @@ def paged_batch(q: Tensor, cache: PagedKV, q_offsets: Tensor | None, longest: in
             raise ValueError(f"paged_attention: longest is {longest} without q_offsets; give q_offsets for packed queries, or leave longest out")
         return q.shape[0]
     if not isinstance(q_offsets, Tensor) or q_offsets.dtype != torch.int32 or q_offsets.ndim != 1 or q_offsets.shape[0] < 2 or q_offsets.device != q.device:
-        raise ValueError(f"paged_attention: q_offsets are {kind_of(q_offsets)}; give int32 [batch + 1] on {q.device}")
+        raise ValueError(f"paged_attention: q_offsets are {kind_of(q_offsets)}; give int32 [batch + 1], of one sequence or more, on {q.device}")
     check_longest("paged_attention", longest)
     if longest is not None and longest < 0:
         raise ValueError(f"paged_attention: longest is {longest}; give the most queries of a sequence, or None to have it read from q_offsets")

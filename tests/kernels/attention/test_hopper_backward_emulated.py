@@ -138,6 +138,7 @@ CASES = [
     Case((2, 128, 2, EACH), 130, 130, score=ALiBi(torch.tensor([0.5, 0.25]))),
 ]
 TABLES = torch.randn(2, 200).requires_grad_()
+LEARNT, STEEP = torch.rand(2, requires_grad=True), 1 / torch.arange(200.0)  # infinite where a causal mask hides
 PAIRS = [  # a bias that the copy engine brings
     Case((1, 128, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), dim=128, score=bias(2, 4, 200, 264)),
     Case((1, 128, 2, FEW), 304, 304, dim=128, heads=(2, 1), score=bias(304, 304, causal=True)),
@@ -156,6 +157,7 @@ DISTANCES = [  # by distance; of some the table has a gradient
     Case((1, 128, 2, FEW), 200, 200, Causal() & Document(torch.arange(200) // 60), score=ScoreMod(lambda s, b, h, i, j: s + TABLES[b, (j - i).abs()]), batch=2),
     Case((1, 128, 2, EACH), 100, 150, heads=(2, 2), score=RelativeBias(torch.randn(2, 101).requires_grad_()), scale=-0.25),
     Case((1, 128, 2, EACH), 100, 150, Full(), heads=(1, 1), score=RelativeBias(torch.randn(1, 101).requires_grad_()), scale=0.0),
+    Case((1, 128, 2, EACH), 150, 150, heads=(2, 2), score=ScoreMod(lambda s, b, h, i, j: s - LEARNT[h] * STEEP[(i - j + 1).clamp(min=0)])),
 ]
 CASES += DISTANCES
 DROPS = Case((1, 128, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), dim=128, drop=0.3)

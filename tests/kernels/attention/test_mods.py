@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, compute_cache_key
 
+import onchip
 from judge import assert_as_good_as_torch
 from onchip.core import masks, scores
 from onchip.core.kernel import Unsupported
@@ -194,6 +195,7 @@ def score_cases():
                 F.hardtanh(s) + F.leaky_relu(s, 0.1) + torch.fmax(s, positive[i]) + torch.sgn(s) * torch.expm1(s) + torch.lerp(s, positive[j], 0.3)
             )
         ),
+        "bent at both ends": ScoreMod(lambda s, b, h, i, j: F.logsigmoid(s * 9) + F.hardswish(s * 3) + F.logsigmoid(input=s)),
         "rounded": ScoreMod(lambda s, b, h, i, j: s.floor() + s.ceil() + (s * 4).round() + s.trunc() + s.sign() + torch.floor(i / 4) + (i / 2).round()),
         "quotients": ScoreMod(lambda s, b, h, i, j: s / positive[j] + torch.div(s, 0.3, rounding_mode="floor") + s % 0.7 + torch.fmod(s, 0.9) + s / -4),
         "cast": ScoreMod(lambda s, b, h, i, j: s + (s * 3).to(torch.int32) + (i > j) * s + (s > 0).float() + (j / 3).int() // 2),
@@ -273,6 +275,32 @@ def reference(static, tensors, wanted, at, s, ds, dtype):
     total = (static.run(inputs[0][finite], *at, *leaves) * ds[finite]).sum()
     grads = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True) if total.requires_grad else map(torch.zeros_like, inputs)
     return [out, *grads]
+
+
+STEEP = {  # what is infinite, or not a number, where a causal mask hides; t [heads] is learnt
+    "quotient": lambda t: lambda s, b, h, i, j: s * t[h] / (i - j + 1),
+    "root": lambda t: lambda s, b, h, i, j: s * torch.sqrt((i - j).float()) + t[h],
+    "logarithm": lambda t: lambda s, b, h, i, j: s - t[h] * torch.log1p((i - j).float()),
+    "branch": lambda t: lambda s, b, h, i, j: torch.where(i >= j, s - t[h] * torch.log1p((i - j).float()), -torch.inf),
+    "table": lambda t: lambda s, b, h, i, j: s + t[h] / (i - j + 1).clamp(min=0),
+}
+
+
+@pytest.mark.parametrize("name", STEEP)
+@pytest.mark.parametrize("kernel", ["reference", "blocked", pytest.param("triton_prefill", marks=pytest.mark.gpu)])
+def test_nothing_flows_from_where_nothing_counts(kernel, name, device):
+    """0 times an infinite derivative would be NaN: gradients are those of the score with places moved to where it is finite."""
+    inputs = [torch.randn(1, 40, 2, 16, device=device) for _ in range(3)] + [torch.rand(2, device=device)]
+    found = []
+    for near in (False, True):
+        q, k, v, t = (x.detach().double() if near else x.detach() for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v, t)]
+        score = STEEP[name](t)
+        close = (lambda s, b, h, i, j, score=score: score(s, b, h, torch.maximum(i, j), j)) if near else score
+        out = onchip.attention(q, k, v, mask=masks.Causal(), score=close, kernel="reference" if near else kernel)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for ours, truth in zip(*found, strict=True):
+        torch.testing.assert_close(ours.double(), truth, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.gpu

@@ -141,10 +141,18 @@ def band(left: int | None, right: int | None, len_q: int | None = None, len_k: i
 def ends(name: str, window_size, causal: bool) -> tuple[int | None, int | None]:
     """flash-attn 2's and 3's `window_size` (left, right), where any negative number is no limit, as onchip's; it may be a tensor."""
     window = window_size.tolist() if isinstance(window_size, Tensor) else window_size
-    if len(window) != 2 or not all(isinstance(end, int) for end in window):
+    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(isinstance(end, int) for end in window):
         raise ValueError(f"{name}: window_size {window_size} is not two integers; give (left, right), -1 for no limit")
     left, right = (None if end < 0 else end for end in window)
     return left, 0 if causal else right
+
+
+def unpacked(name: str, packed: Tensor, rank: int, parts: int) -> tuple[Tensor, ...]:
+    """The `parts` tensors that lie along the third last dimension of `[.., parts, heads, dim]`."""
+    if packed.ndim != rank or packed.shape[-3] != parts:
+        argument, lead = "kv" if parts == 2 else "qkv", "batch, len" if rank == 5 else "tokens"
+        raise ValueError(f"{name}: {argument} is {list(packed.shape)}; give [{lead}, {parts}, heads, dim]")
+    return packed.unbind(-3)
 
 
 # ---- scores

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from onchip.core.problem import Dropout
-from onchip.integrations.flash_attn.call import Call, Lengths, band, ends, run, score_of
+from onchip.integrations.flash_attn.call import Call, Lengths, band, ends, run, score_of, unpacked
 from onchip.integrations.flash_attn.dropped import seeded, signed_weights
 from onchip.integrations.flash_attn.kvcache import Cache, Rotary, append, attend, cache_of, tokens_of, turned
-from onchip.integrations.flash_attn.kvcache_checks import Asked, check, check_numbers
+from onchip.integrations.flash_attn.kvcache_checks import Asked, check, check_numbers, check_pages
 
 USE_TRITON_ROCM = False
 
@@ -43,13 +43,15 @@ def flash_attn_func(
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, dropout_p=0.0, softmax_scale=None, causal=False,
                              window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
     """As `flash_attn_func`, keys and values together: `[batch, len_k, 2, kv_heads, dim]`."""
-    return flash_attn_func(q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    k, v = unpacked("flash_attn_kvpacked_func", kv, 5, 2)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, dropout_p=0.0, softmax_scale=None, causal=False,
                               window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
     """As `flash_attn_func`, all three together: `[batch, len, 3, heads, dim]`."""
-    return flash_attn_func(*qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    q, k, v = unpacked("flash_attn_qkvpacked_func", qkv, 5, 3)
+    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -80,9 +82,10 @@ def flash_attn_varlen_func(
         return _results(call, q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, longest), return_attn_probs)
     if call.dropout and return_attn_probs:
         raise ValueError("flash_attn_varlen_func: return_attn_probs with dropout_p and block_table; S_dmask is of packed keys only, leave one of the three out")
+    cache = Cache(k, v, cu_seqlens_k.diff(), block_table)
+    check_pages("flash_attn_varlen_func", "block_table", cache)
     pages = -(-longest[1] // k.shape[1])
-    cache = Cache(k, v, cu_seqlens_k.diff(), block_table[:, :pages])
-    out, lse = attend(call, q, cache, return_attn_probs, cu_seqlens_q, longest[0])
+    out, lse = attend(call, q, cache._replace(table=block_table[:, :pages]), return_attn_probs, cu_seqlens_q, longest[0])
     return (out, _lse(lse), q.new_empty(0)) if return_attn_probs else out
 
 
@@ -91,14 +94,14 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, cu_seqlens_q, cu_seql
                                     return_attn_probs=False):  # fmt: skip
     """As `flash_attn_varlen_func`, keys and values together: `[tokens_k, 2, kv_heads, dim]`."""
     tail = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(q, *kv.unbind(1), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
+    return flash_attn_varlen_func(q, *unpacked("flash_attn_varlen_kvpacked_func", kv, 4, 2), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *tail)
 
 
 def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False,
                                      window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False):  # fmt: skip
     """As `flash_attn_varlen_func`, all three together: `[tokens, 3, heads, dim]`."""
     tail = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
+    return flash_attn_varlen_func(*unpacked("flash_attn_varlen_qkvpacked_func", qkv, 4, 3), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ from onchip.integrations.flash_attn.call import Call, Lengths, gradients, run
 from onchip.integrations.flash_attn.dropped import seeded, signed_weights
 from onchip.integrations.flash_attn.fa2 import _call, _lse
 from onchip.integrations.flash_attn.kvcache import Cache, attend
+from onchip.integrations.flash_attn.kvcache_checks import check_pages
 
 
 def _flash_attn_forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax):
@@ -38,6 +39,7 @@ def _flash_attn_varlen_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q
     if num_splits > 1:  # a RuntimeError, as flash-attn's
         raise RuntimeError("_flash_attn_varlen_forward: num_splits > 1 is not supported with block_table; leave it 0")
     cache = Cache(k, v, cu_seqlens_k.diff() if used is None else used, block_table)
+    check_pages("_flash_attn_varlen_forward", "block_table", cache)
     with torch.no_grad():
         out, lse = attend(call, q, cache, True, cu_seqlens_q, longest[0])
     return out, _lse(lse), q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)

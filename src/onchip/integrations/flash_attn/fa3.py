@@ -21,7 +21,7 @@ from torch import Tensor
 
 from onchip import dispatch
 from onchip.core.masks import Chunked, Mask
-from onchip.integrations.flash_attn.call import FP8, Call, Descale, Lengths, SameChunk, band, ends, run, score_of
+from onchip.integrations.flash_attn.call import FP8, Call, Descale, Lengths, SameChunk, band, ends, run, score_of, unpacked
 from onchip.integrations.flash_attn.kvcache import Cache, Rotary, append, attend, cache_of, tokens_of, turned
 from onchip.integrations.flash_attn.kvcache_checks import Asked, check, check_numbers
 from onchip.integrations.flash_attn.rotary import sequence_of
@@ -79,7 +79,9 @@ def flash_attn_qkvpacked_func(
     if qkv.ndim == 4 and num_heads_q is None:
         raise ValueError("flash_attn_qkvpacked_func: qkv has 4 dimensions and num_heads_q is None; give the number of query heads")
     heads = num_heads_q if qkv.ndim == 4 else 0
-    q, k, v = qkv.unbind(2) if qkv.ndim == 5 else qkv.split((heads, *[(qkv.shape[2] - heads) // 2] * 2), 2)
+    if qkv.ndim == 4 and (qkv.shape[2] <= heads or (qkv.shape[2] - heads) % 2):
+        raise ValueError(f"flash_attn_qkvpacked_func: qkv is {list(qkv.shape)}, num_heads_q {heads}; give [batch, len, num_heads_q + 2 kv_heads, dim]")
+    q, k, v = unpacked("flash_attn_qkvpacked_func", qkv, 5, 3) if qkv.ndim != 4 else qkv.split((heads, *[(qkv.shape[2] - heads) // 2] * 2), 2)
     call = _call(q.shape[1], k.shape[1], softmax_scale, causal, window_size, attention_chunk, softcap, deterministic)
     return _results(call, q, k, v, None, Descales(q_descale, k_descale, v_descale), None, return_attn_probs, sm_margin)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from onchip.core.kernel import Unsupported
 from onchip.integrations.flash_attn.call import Call, Lengths, band, run, score_of
 from onchip.integrations.flash_attn.kvcache import Cache, attend, cache_of
+from onchip.integrations.flash_attn.kvcache_checks import check_pages
 from onchip.ops.attention import merge
 
 
@@ -104,6 +105,7 @@ def flash_attn_varlen_func(
         if seqused_q is not None or cu_seqlens_k is not None:
             raise Unsupported(f"{name}: seqused_q or cu_seqlens_k with page_table; give the queries' lengths as cu_seqlens_q, the keys' as seqused_k")
         cache = cache_of(Cache(k, v, seqused_k, page_table), batch)
+        check_pages(name, "page_table", cache)
         call = _call(longest_q, cache.capacity, scale, causal, window_size, learnable_sink, softcap, deterministic)
         out, lse = attend(call, q, cache, return_lse, cu_seqlens_q, longest_q)
         return out, lse if lse is None or qv is None else lse.transpose(-1, -2)

@@ -126,11 +126,20 @@ def check_numbers(asked: Asked, given: Cache, cache: Cache) -> None:
     if rows is not None and not 0 <= rows[0] <= rows[1] < caches:
         of = "k_cache" if cache.table is None else asked.table
         raise ValueError(f"{NAME}: cache_batch_idx is {_span(rows)}; give 0 to {caches - 1}, the rows of {of}")
-    if cache.table is not None and _readable(cache.table):
+    if cache.table is not None:
+        check_pages(NAME, asked.table, cache, "k_cache")
+
+
+def check_pages(name: str, table: str, cache: Cache, pool: str = "k") -> None:
+    """A table of int32 with a row a sequence; its pages, where no wait tells, are pages of the pool."""
+    given, batch = cache.table, len(cache.used)
+    if given.dtype != torch.int32 or given.ndim != 2 or (cache.row is None and len(given) != batch):
+        raise ValueError(f"{name}: {table} is {kind_of(given)}; give int32 [{batch}, most pages]")
+    if _readable(given):
         first = torch.arange(cache.table.shape[1], device="cpu") * cache.k.shape[1]
         pages = _known(cache.pages[first < cache.used[:, None]])  # behind a sequence's last page a table holds anything
         if pages is not None and not 0 <= pages[0] <= pages[1] < len(cache.k):
-            raise ValueError(f"{NAME}: {asked.table} has pages {_span(pages)} among those of a sequence; give 0 to {len(cache.k) - 1}, those of k_cache")
+            raise ValueError(f"{name}: {table} has pages {_span(pages)} among those of a sequence; give 0 to {len(cache.k) - 1}, those of {pool}")
 
 
 def _lengths(asked: Asked, given: Cache, cache: Cache) -> None:

@@ -20,7 +20,7 @@ from onchip.core.formats import Codes, read
 from onchip.core.once import once
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, spans
-from onchip.core.trace import Place, Traced
+from onchip.core.trace import Counting, Place, Traced
 from onchip.kernels.attention.blocked_fused import (
     LEAST_KEYS,
     ROOM,
@@ -469,10 +469,13 @@ def _with_gradient(p: Attention, x: Operands, tile: Tile, products: Tensor, d_sc
         wanted = [t for t in (products, *tensors) if t.requires_grad]
         with one_order():
             d_products, *found = torch.autograd.grad(scores, wanted, d, allow_unused=True) if scores.requires_grad else [None] * len(wanted)
-        letters, found = cutting(p.score)[1], iter(found)
-        for n, to in enumerate(d_score):
-            if to is not None and (more := next(found)) is not None:
-                add_read(to, letters.get(n), tile.at, more)
+            if not all(t is None or t.sum().isfinite() for t in (d_products, *found)):  # derivatives that are infinite where nothing counts?
+                with torch.enable_grad(), Counting(d != 0):
+                    again = _scores(p, x, tile, products, tensors)
+                d_products, *found = torch.autograd.grad(again, wanted, d, allow_unused=True)
+        for n, more in zip((n for n, to in enumerate(d_score) if to is not None), found, strict=True):
+            if more is not None:
+                add_read(d_score[n], cutting(p.score)[1].get(n), tile.at, more)
         return torch.zeros_like(d) if d_products is None else d_products
 
     return scores.detach(), pull

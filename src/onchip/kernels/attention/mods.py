@@ -234,6 +234,7 @@ DERIVED = {  # operators made of others
     "relu": lambda p, x: p.op("where", p.op("gt", x, 0), x, 0),
     "leaky_relu": lambda p, x, slope=0.01: p.op("where", p.op("gt", x, 0), x, p.op("mul", x, slope)),
     "hardtanh": lambda p, x, least=-1, most=1: _clamp(p, x, least, most),
+    "hardswish": lambda p, x: p.op("div", p.op("mul", x, _clamp(p, p.op("add", x, 3), 0, 6)), 6),
     "sgn": lambda p, x: p.op("sign", x),
     "silu": lambda p, x: p.op("mul", x, p.op("sigmoid", x)),
     "log1p": lambda p, x: p.op("log", p.op("add", x, 1)),

@@ -14,7 +14,7 @@ import torch
 import triton
 
 from onchip.core.problem import Attention, Operands
-from onchip.core.trace import Traced
+from onchip.core.trace import Counting, Traced
 from onchip.kernels.attention.tile import describable, remembered
 from onchip.kernels.hopper import describe, gl, gluon
 
@@ -210,10 +210,11 @@ def slopes_of(p: Attention, tensors, axes: str, sums) -> tuple:
     held = torch.zeros(batch, heads, 8, 32 * places + 64, device=sums.device)  # row % 8, distance - distance % 8 + column % 8
     held[..., 8 : 8 + 32 * places + 16 : 2] = both.flatten(3)
     of = held.as_strided((batch, heads, 8, _places(p)), (*held.stride()[:2], held.stride(2) + 1, 1), 8 + late).sum(2)
-    with torch.enable_grad(), _Scattered():
-        leaves = [t.detach().float().requires_grad_() if t.requires_grad else t for t in tensors]  # thousands of distances may be one bucket's
-        wanted = [t for t in leaves if t.requires_grad]
-        found = iter(torch.autograd.grad(_looked_up(p, leaves, axes, True, sums.device)[..., 8:-1], wanted, of, allow_unused=True, materialize_grads=True))
+    leaves = [t.detach().float().requires_grad_() if t.requires_grad else t for t in tensors]  # thousands of distances may be one bucket's
+    with torch.enable_grad(), _Scattered(), Counting(torch.nn.functional.pad(of, (8, 1))[:, :, None] != 0):
+        made = _looked_up(p, leaves, axes, True, sums.device)
+    wanted = [t for t in leaves if t.requires_grad]
+    found = iter(torch.autograd.grad(made[..., 8:-1], wanted, of, allow_unused=True, materialize_grads=True))
     return tuple(next(found).to(t.dtype) if t.requires_grad else None for t in tensors)
 
 

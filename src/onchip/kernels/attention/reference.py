@@ -13,7 +13,7 @@ from onchip.core.formats import Codes, read
 from onchip.core.philox import kept
 from onchip.core.problem import Attention, Operands, Rows, spans
 from onchip.core.scales import LARGEST, SMALLEST, Scales
-from onchip.core.trace import Place, Traced
+from onchip.core.trace import Counting, Place, Traced
 from onchip.kernels.attention.dequantised import backward_from_e4m3, prefill_from_e4m3
 
 
@@ -98,7 +98,11 @@ def one(p: Attention, b: int, q: Tensor, k: Tensor, v: Tensor, x: Operands) -> t
     k, v = (torch.where(shown, t, 0.0) for t in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.to(work), k) * x.scale
     if p.score is not None and len_q and len_k:
-        scores = _read(p.score, lambda: p.score.run(scores[None], *at, *x.score)).broadcast_to(1, heads, len_q, len_k)[0].to(work)
+        products, made = scores[None], lambda: p.score.run(products, *at, *x.score).broadcast_to(1, heads, len_q, len_k)[0].to(work)
+        with torch.no_grad():
+            counts = seen & (_read(p.score, made) != -torch.inf)
+        with Counting(counts):
+            scores = made()
     scores = scores.masked_fill(~seen, -torch.inf)
     if x.sinks is not None:
         scores = torch.cat([scores, x.sinks.to(work)[:, None, None].expand(heads, len_q, 1)], -1)
