@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import pad
 
 import onchip
-from onchip.integrations.flash_attn import fa2, fa3, fa4, rotary
+from onchip.integrations.flash_attn import fa2, fa2_private, fa3, fa4, rotary
 
 INF = torch.inf
 LENGTHS = (5, 0, 9, 1), (7, 4, 3, 12)  # queries and keys of four sequences: more and fewer keys than queries, no query
@@ -338,6 +338,8 @@ def test_pages_that_are_none(page, how):
         fa2.flash_attn_varlen_func(q, pool, pool, offsets, offsets, 6, 6, 0.1 if how == "dropout" else 0.0, block_table=table)
     with pytest.raises(ValueError, match=words.format("page_table")):
         fa4.flash_attn_varlen_func(q, pool, pool, cu_seqlens_q=offsets, max_seqlen_q=6, seqused_k=lengths, page_table=table)
+    with pytest.raises(ValueError, match=words.replace("flash_attn", "_flash_attn").replace("func", "forward").format("block_table")):
+        fa2_private._flash_attn_varlen_forward(q, pool, pool, offsets, offsets, 6, 6, 0.1 if how == "dropout" else 0.0, 0.3, False, block_table=table)
 
 
 @pytest.mark.parametrize("gradient", [False, True])

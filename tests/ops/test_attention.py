@@ -240,6 +240,14 @@ def test_pages_that_are_not_there_are_named():
                 call()
 
 
+@pytest.mark.parametrize("made", [lambda at: torch.arange(5, device=at.device)[at], lambda at: torch.tensor(2.0, device=at.device)], ids=["row", "number"])
+def test_a_tensor_made_on_the_device_of_a_place(made):
+    with pytest.raises(
+        ValueError, match=r"^attention: a tensor \[5?\] of the score is on meta, q on cpu; make it outside of the function, whose places are on meta$"
+    ):
+        onchip.attention(GOOD, GOOD, GOOD, score=lambda s, b, h, i, j: s + made(j))
+
+
 def test_merge_of_what_does_not_belong_together():
     out, lse = zeros(1, 5, 2, 16), zeros(1, 2, 5)
     with pytest.raises(TypeError, match=r"^merge: states is None; give a sequence of \(output, LSE\) pairs$"):
