@@ -286,10 +286,12 @@ STEEP = {  # what is infinite, or not a number, where a causal mask hides; t [he
 }
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # numpy's, of the interpreter
 @pytest.mark.parametrize("name", STEEP)
 @pytest.mark.parametrize("kernel", ["reference", "blocked", pytest.param("triton_prefill", marks=pytest.mark.gpu)])
 def test_nothing_flows_from_where_nothing_counts(kernel, name, device):
     """0 times an infinite derivative would be NaN: gradients are those of the score with places moved to where it is finite."""
+    torch.use_deterministic_algorithms(False)  # Triton's gradients of what scores read are in any order
     inputs = [torch.randn(1, 40, 2, 16, device=device) for _ in range(3)] + [torch.rand(2, device=device)]
     found = []
     for near in (False, True):
