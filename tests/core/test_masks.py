@@ -343,7 +343,7 @@ def test_a_mask_that_does_not_list_its_tensors():
         (lambda: Window(2.5), "Window: left is 2.5; give a whole number"),
         (lambda: Window(True), "Window: left is True; give a whole number"),
         (lambda: Blocks(GRID, True), "Blocks: size True is not one or two positive numbers"),
-        (lambda: Prefix(torch.tensor([3, -1])), "Prefix: length 3, -1 is negative; it counts the keys that all see, so 0 or more"),
+        (lambda: Prefix(torch.tensor([3, -1])), r"Prefix: length is \[3, -1\]; it counts the keys that all see, so 0 or more"),
         (lambda: KeyPadding(torch.tensor([-4, 2])), r"KeyPadding: valid is \[-4, 2\]; it counts keys, so 0 or more"),
         (lambda: Tree([[True]]), "Tree: ancestors is a list; give a tensor"),
         (lambda: Tree.of(torch.tensor([-1, 1])), r"Tree: parents are \[-1, 1\]; none may be its node or come after it"),

@@ -11,6 +11,7 @@ from onchip.core.trace import Place, Traced, TraceError, trace, untouched
 
 TABLE = torch.randn(3, 9, generator=torch.Generator().manual_seed(0))
 SCALE = torch.tensor(1.5)
+EIGHT = torch.tensor(2.0).to(torch.float8_e4m3fn)
 
 
 def everywhere() -> Place:
@@ -33,6 +34,9 @@ SCORES = {
     "extremes": lambda s, at: torch.minimum(s, at.i.float()) + torch.maximum(at.i, at.j) + s.clamp(min=-0.5, max=0.5) + s.sign(),
     "new": lambda s, at: s * s.new_ones(()) + s.new_full((1,), 3.0) + s.new_zeros((), dtype=torch.int64) + torch.zeros((), device=s.device),
     "hardswish": lambda s, at: functional.hardswish(4 * s),
+    "new ones of a captured tensor": lambda s, at: s + torch.cat([TABLE[0].new_zeros(1), TABLE[0]])[at.j] + (TABLE * TABLE.new_ones(()))[at.h, at.i],
+    "eight bits": lambda s, at: s + TABLE.to(torch.float8_e4m3fn).float()[at.h, at.j] + TABLE.to(torch.float8_e4m3fn)[at.h, at.j].float(),
+    "one of eight bits": lambda s, at: s * EIGHT.float(),
     "moved": lambda s, at: s + TABLE.to(s.device)[at.h, at.j] * TABLE.to(s)[at.h, at.i],
     "lengths": lambda s, at: s + at.len_k - at.len_q + at.row,
     "no score": lambda s, at: TABLE[at.h, at.j],
@@ -61,7 +65,7 @@ def test_a_text_is_the_same_in_every_context():
 
 
 def test_a_function_with_a_buffer_beside_its_value():
-    """torch's logsigmoid: written down as the softplus that it is, with torch's own digits."""
+    """torch's logsigmoid: written down as the softplus that it is, which torch takes for its argument from 20 on."""
     s = torch.linspace(-60, 60, 999).view(1, 1, 27, 37)
     for function in (lambda s, at: functional.logsigmoid(s), lambda s, at: functional.logsigmoid(input=s)):
         text, _ = trace(function, "logsigmoid", (), score=True)
@@ -137,7 +141,7 @@ def test_nothing_is_computed():
         (lambda s, at: functional.dropout(s), r"empty_like holds what nothing decides \(for dropout, give dropout=\)"),
         (lambda s, at: s + torch.zeros(()).expand_as(s), "expand mixes places"),
         (lambda s, at: s + TABLE[at.h / 2, at.j], r"a tensor is indexed by a float \(make it whole by // or .long\(\)\)"),
-        (lambda s, at: s + TABLE.to(torch.float8_e4m3fn)[at.h, at.j], r"it reads a tensor of float8_e4m3fn \(cast it outside of the function\)"),
+        (lambda s, at: s + TABLE.to(torch.float8_e4m3fn)[at.h, at.j], r"add of a tensor of 8 bits \(cast it first\)"),
         (lambda s, at: s - s.max(), "max mixes places or changes the shape; the function is of one place at a time"),
         (lambda s, at: s.softmax(-1), "softmax mixes places"),
         (lambda s, at: s.cumsum(-1), "cumsum mixes places"),

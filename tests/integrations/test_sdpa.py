@@ -185,12 +185,22 @@ def test_the_patch_comes_off():
 def test_a_patch_over_the_patch_stays(monkeypatch):
     with sdpa.installed():
         with monkeypatch.context() as patch:
-            patch.setattr(F, "scaled_dot_product_attention", TORCH)
+            patch.setattr(F, "scaled_dot_product_attention", theirs := lambda *args: TORCH(*args))
             with pytest.raises(RuntimeError, match=r"^sdpa.uninstall: torch.nn.functional.scaled_dot_product_attention is .* by now; take that away first$"):
                 sdpa.uninstall()
-            assert F.scaled_dot_product_attention is TORCH
+            assert F.scaled_dot_product_attention is theirs
         assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
     assert F.scaled_dot_product_attention is TORCH
+
+
+def test_a_patch_that_torch_was_put_back_over_comes_off():
+    fast = torch.backends.mha.get_fastpath_enabled()
+    sdpa.install()
+    F.scaled_dot_product_attention = TORCH
+    sdpa.uninstall()
+    assert F.scaled_dot_product_attention is TORCH and torch.backends.mha.get_fastpath_enabled() == fast
+    with sdpa.installed():
+        assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
 
 
 MODULES = {

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    AriaForConditionalGeneration,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -21,6 +23,7 @@ from transformers import (
     Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaModel,
     MistralConfig,
     ModernBertConfig,
     ModernBertForMaskedLM,
@@ -426,6 +429,63 @@ def test_each_model_is_judged_for_itself():
             assert AutoModelForCausalLM.from_config(make(), **as_onchip).config._attn_implementation == "onchip"
 
 
+class AttentionPooling(nn.Module):
+    """Of no model: what it is called says nothing of the model around it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weights = nn.Linear(width, 1)
+
+    def forward(self, x):
+        return (x * self.weights(x).softmax(1)).sum(1)
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "llama of one's own"
+
+
+class Pooled(PreTrainedModel):
+    """A user's, around an imported one."""
+
+    config_class, _supports_sdpa = LlamaConfig, True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.pool = LlamaModel(config), AttentionPooling(config.hidden_size)
+        self.post_init()
+
+    def forward(self, ids):
+        return self.pool(self.model(ids).last_hidden_state)
+
+
+class PooledOfItsOwn(Pooled):
+    config_class = OwnConfig
+
+
+@pytest.mark.parametrize(("kind", "config"), [(Pooled, LlamaConfig), (PooledOfItsOwn, OwnConfig)])
+def test_a_model_around_an_imported_one_is_as_that_is(kind, config):
+    model = kind._from_config(config(**GROUPED), attn_implementation="onchip").eval()
+    with torch.no_grad(), onchip.record() as decisions:
+        model(tokens(1, 7))
+    assert model.config._attn_implementation == "onchip" and len(decisions) == GROUPED["num_hidden_layers"]
+
+
+@pytest.mark.filterwarnings("ignore:.*computes attention for itself")
+def test_models_inside_one_that_attends_for_itself():
+    """Made with it, or given it later; what the outer one runs as is not theirs."""
+    sizes = {**SMALL, "vocab_size": 64}
+    of_text = {**sizes, "model_type": "aria_text", "moe_num_experts": 2, "moe_num_shared_experts": 1}
+    config = CONFIG_MAPPING["aria"](text_config=of_text, vision_config={**sizes, "model_type": "idefics3_vision", "image_size": 32, "patch_size": 8})
+    with torch.device("meta"):
+        model = AriaForConditionalGeneration._from_config(config, attn_implementation="eager")
+        model.set_attn_implementation("onchip")
+        made = AriaForConditionalGeneration._from_config(config, attn_implementation="onchip")
+    for c in (model.config, made.config):
+        assert [part._attn_implementation for part in (c, c.text_config, c.vision_config)] == ["sdpa", "onchip", "onchip"]
+    model.set_attn_implementation({"text_config": "eager"})
+    assert [part._attn_implementation for part in (model.config, model.config.text_config)] == ["sdpa", "eager"]
+
+
 # ---- the mask function
 
 
@@ -583,8 +643,9 @@ def test_names_are_there_and_go_again():
     integration.uninstall()
     assert not set(integration.NAMES) & set(ALL_ATTENTION_FUNCTIONS.valid_keys())
     assert not set(integration.NAMES) & set(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.valid_keys())
-    for theirs in (integration.ContinuousBatchingManager.switch_to_cb_friendly_attn, PreTrainedModel.get_correct_attn_implementation):
-        assert "<locals>" not in theirs.__qualname__
+    methods = PreTrainedModel.get_correct_attn_implementation, PreTrainedModel.set_attn_implementation
+    for theirs in (integration.ContinuousBatchingManager.switch_to_cb_friendly_attn, *methods):
+        assert theirs.__module__.startswith("transformers.") and "<locals>" not in theirs.__qualname__
     with pytest.raises(ValueError, match="onchip"):
         AutoModelForCausalLM.from_config(LlamaConfig(**GROUPED), attn_implementation="onchip")
     integration.uninstall()

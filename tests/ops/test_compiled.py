@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import and_masks, or_masks
 
 import onchip
 import onchip.ops.activation
@@ -109,6 +110,7 @@ MASKS = {
     "tree": lambda: Tree.of(torch.tensor([-1, 0, 0, 1])),
     "function": lambda: seen,
     "function made inside": lambda: lambda b, h, i, j: (i - j < REACH) & (IDS[b, i] == IDS[b, j]),
+    "functions that torch puts together": lambda: and_masks(seen, or_masks(seen, lambda b, h, i, j: i - j < REACH)),
     "function of outside and band": lambda: Causal() & OUTSIDE["mod"],
     "class of one's own": lambda: Strided(2),
 }
@@ -121,6 +123,7 @@ SCORES = {
     "softcap": (lambda: {"softcap": 1.5, "scale": 0.3}, ()),
     "function": (lambda: {"score": tilted}, (TABLE,)),
     "function made inside": (lambda: {"score": lambda s, b, h, i, j: s * 2 + TABLE.exp()[h, (i - j).abs()] + BIAS[0, h, 0, j]}, (TABLE, BIAS)),
+    "function with a buffer, and a constant": (lambda: {"score": lambda s, b, h, i, j: torch.nn.functional.logsigmoid(s) * s.new_full((), 2.0)}, ()),
     "function that branches": (lambda: {"score": lambda s, b, h, i, j: torch.where(i >= j, s, -float("inf"))}, ()),
     "several": (lambda: {"bias": BIAS, "score": [ScoreMod(tilted), Softcap(3.0), ALiBi(SLOPES)], "softcap": 2.0}, (BIAS, TABLE, SLOPES)),
     "sinks": (lambda: {"sinks": SINKS, "mask": Causal()}, (SINKS,)),
@@ -140,6 +143,15 @@ def test_attention_with_a_mask(name, backend):
 def test_attention_with_a_score(name, backend):
     keywords, reads = SCORES[name]
     check(lambda q, k, v: onchip.attention(q, k, v, **keywords()), qkv(BATCH, LEN), reads, backend)
+
+
+@pytest.mark.parametrize("mask", [Window, Prefix, Chunked, lambda n: Causal() & Prefix(n)], ids=["window", "prefix", "chunked", "prefix and causal"])
+def test_a_number_of_a_mask_may_be_another_one_in_each_call(mask):
+    """From the second call on it is a symbol of the graph."""
+    q, k, v = (t.detach() for t in qkv(BATCH, LEN))
+    compiled = torch.compile(lambda q, n: onchip.attention(q, k, v, mask=mask(n)), fullgraph=True, backend="aot_eager")
+    for n in (3, 4, 7):
+        torch.testing.assert_close(compiled(q, n), onchip.attention(q, k, v, mask=mask(n)))
 
 
 @pytest.mark.parametrize("name", ["full", "windows", "document and causal", "tree", "function made inside"])

@@ -86,6 +86,18 @@ def test_vmap_where_the_batch_means_something(qkv, keywords, words):
         torch.testing.assert_close(vmap(lambda *x: attend(*x, kernel="reference", **keywords))(*qkv), one_by_one(qkv, **keywords))
 
 
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_a_gradient_over_a_vmap_has_no_nan_of_hidden_places(qkv, kernel):
+    """Whose scores have infinite derivatives; a tensor of a batch does not say that it has a gradient."""
+    steep = {"mask": Causal(), "score": lambda s, b, h, i, j: s / (i - j + 1), "kernel": kernel}
+    q, k, v = qkv
+    found = torch.func.grad(lambda q: vmap(lambda *x: attend(*x, **steep))(q, k, v).square().sum())(q)
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(one_by_one([leaf, k, v], **steep).square().sum(), leaf)
+    torch.testing.assert_close(found, expected)
+    assert found.isfinite().all()
+
+
 READ = {  # (what is mapped, or differs from sequence to sequence, and the arguments that read it)
     "lengths": (torch.randint(1, LEN, (MAPPED, BATCH)), lambda t: {"mask": KeyPadding(t)}),
     "padding": (torch.rand(MAPPED, BATCH, LEN) < 0.7, lambda t: {"mask": Causal() & KeyPadding(t)}),

@@ -200,11 +200,12 @@ class Prefix(Mask):
     def __post_init__(self):
         if isinstance(self.length, Tensor):
             check_tensor(self.name, "length", self.length, (1,), integer=True)
-        else:
-            check_whole("Prefix", "length", self.length)
-        lengths = [self.length] if not isinstance(self.length, Tensor) else self.length.tolist() if readable(self.length) else []
-        if min(lengths, default=0) < 0:
-            raise ValueError(f"Prefix: length {', '.join(map(str, lengths))} is negative; it counts the keys that all see, so 0 or more")
+            if readable(self.length) and (self.length < 0).any():
+                raise ValueError(f"Prefix: length is {self.length.tolist()}; it counts the keys that all see, so 0 or more")
+            return
+        check_whole("Prefix", "length", self.length)
+        if self.length < 0:
+            raise ValueError(f"Prefix: length {self.length} is negative; it counts the keys that all see, so 0 or more")
 
     def fits(self, *sizes):
         if isinstance(self.length, Tensor):

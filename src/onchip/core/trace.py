@@ -104,7 +104,8 @@ class Counting(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is not aten.index.Tensor:  # all but what is looked up broadcasts over places
-            args = [torch.where(self.counts, t, t.detach()) if isinstance(t, Tensor) and t.requires_grad else t for t in args]
+            every = torch._C._are_functorch_transforms_active()  # a batch of tensors does not say that there is a gradient
+            args = [torch.where(self.counts, t, t.detach()) if isinstance(t, Tensor) and (every or t.requires_grad) else t for t in args]
         return func(*args, **(kwargs or {}))
 
 
@@ -218,7 +219,7 @@ class _Recorder(TorchDispatchMode):
             raise _CannotError(BRANCHED)
         if func is aten.lift_fresh.default and args[0].numel() == 1 and not args[0].is_meta:  # torch.tensor(3.0)
             func, args, kwargs, read = aten.scalar_tensor.default, (args[0].item(),), {"dtype": args[0].dtype}, []
-        elif name in NEW and math.prod(args[1]) == 1:  # of the place nothing but the dtype
+        elif name in NEW and placed and math.prod(args[1]) == 1:  # of the place nothing but the dtype
             func, args, kwargs, read = aten.scalar_tensor.default, (NEW[name](args),), {"dtype": kwargs.get("dtype") or args[0].dtype}, []
             placed = False
         elif not placed and read and not (elementwise and all(t.numel() == 1 for t in read)):
@@ -236,6 +237,8 @@ class _Recorder(TorchDispatchMode):
             raise _CannotError(f"{name} changes a tensor in place")
         if placed and not elementwise:
             raise _CannotError(MIXES.format(name))
+        if func is not aten.index.Tensor and name != "_to_copy" and any(t.is_floating_point() and t.dtype.itemsize == 1 for t in read):
+            raise _CannotError(f"{name} of a tensor of 8 bits (cast it first)")  # torch has no operators of these
         out = self._run(func, name, args, kwargs)
         if not isinstance(out, Tensor):
             return out
@@ -275,8 +278,6 @@ class _Recorder(TorchDispatchMode):
             return self.names[id(tensor)]
         index = next((n for n, known in enumerate(self.tensors) if known is tensor or _same_view(known, tensor)), None)
         if index is None:
-            if tensor.dtype.itemsize == 1 and tensor.is_floating_point():
-                raise _CannotError(f"it reads a tensor of {_short(tensor.dtype)} (cast it outside of the function)")
             index = len(self.tensors)
             self.tensors.append(tensor)
         return f"c{index}"

@@ -139,8 +139,8 @@ def install() -> None:
 
 def uninstall() -> None:
     """Put torch's back. Raises RuntimeError when someone replaced ours meanwhile, and then changes nothing."""
-    if _before and F.scaled_dot_product_attention is not scaled_dot_product_attention:
-        other = F.scaled_dot_product_attention
+    other = F.scaled_dot_product_attention
+    if _before and other not in (scaled_dot_product_attention, _before["function"]):
         raise RuntimeError(f"sdpa.uninstall: torch.nn.functional.scaled_dot_product_attention is {other!r} by now; take that away first")
     if _before:
         F.scaled_dot_product_attention = _before["function"]

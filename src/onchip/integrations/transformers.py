@@ -12,10 +12,7 @@ Bloom does, runs as it would without the name, and a warning says so.
 """
 
 import functools
-import inspect
 import operator
-import re
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,6 +27,7 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from onchip.core.masks import Band, Blocks, Both, Causal, Dense, Document, Full, KeyPadding, Mask, Window, as_mask
 from onchip.core.scores import Bias, Softcap
+from onchip.integrations.own_attention import interface_of
 from onchip.ops.attention import attention, attention_packed
 
 aten = torch.ops.aten
@@ -114,14 +112,20 @@ def mask(**asked: Any) -> Tensor | None:
     A causal mask is said, not left to a module's `is_causal`: decoders that transformers gives a mask at all times have none. In compiled graphs it
     is `sdpa_mask`'s.
     """
+    found = _lazy(asked)
+    return sdpa_mask(**asked) if found is NotImplemented else found
+
+
+def _lazy(asked: dict[str, Any]) -> Any:
+    """`mask` where it need not be dense; else NotImplemented."""
     padding = asked.get("attention_mask")
     if asked["q_length"] == 1 or torch.compiler.is_compiling() or (padding is not None and padding.ndim != 2):
-        return sdpa_mask(**asked)
+        return NotImplemented
     start = int(asked.get("kv_offset", 0))
     span = Span(int(asked.get("q_offset", 0)) - start, start, asked["q_length"], asked["kv_length"])
     seen = _read(asked["mask_function"], span)
     if seen is None:
-        return sdpa_mask(**asked)
+        return NotImplemented
     if padding is not None:
         valid = _reach(padding.bool(), start, span.len_k)
         end = span.len_k if seen.hull.right is None else min(span.len_k, span.len_q + seen.hull.right + seen.hull.shift(span.len_q, span.len_k))
@@ -136,7 +140,7 @@ def mask(**asked: Any) -> Tensor | None:
 
 def mask_to_add(**asked: Any) -> Tensor | None:
     """The mask function of models that add the mask to scores of their own in some layers, or count on one where they are causal."""
-    found = mask(**asked)
+    found = _lazy(asked)
     return found if isinstance(found, LazyMask) else eager_mask(**asked)  # None too: they need not say that they are causal
 
 
@@ -295,51 +299,8 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, seen: Band, how: dict[str
 
 BESIDE_OWN = "onchip_beside_own"  # what "onchip" becomes for models that `mask_to_add` is for
 NAMES = {"onchip": mask, "paged|onchip": mask, BESIDE_OWN: mask_to_add}  # the second is what releases before 5.23 ask for in `generate_batch`
-ATTENTION = re.compile(r"class \w*Attention\w*\((torch\.)?nn\.Module\)")
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-UNTOLD = re.compile(r"is_causal: [\w |]+ = False")  # whether attention is causal is not known from it alone
-TABLE = re.compile(r"(?<!FUNCTIONS)\[[\w.]*_attn_implementation\]")  # of a model's own classes, which a new name is not in
+RUNS_AS = {"calls": "onchip", "calls beside its own": BESIDE_OWN, "none": None}
 _before: dict[str, Any] = {}  # the methods that `install` replaced; empty while nothing is installed
-
-
-def _fits(model: type[PreTrainedModel]) -> str | None:
-    """The name that "onchip" stands for in this class; None where the attention interface has no say.
-
-    No attribute of a class says that, so the source is read, as transformers does in `set_attn_implementation`. Where that tells nothing it is "onchip".
-    """
-    parts = _made_of(model)
-    own = [part for part in parts if ATTENTION.match(part) and INTERFACE not in part]
-    if own and (any(map(TABLE.search, parts)) or not any(INTERFACE in part for part in parts)):
-        return None
-    if model._supports_sdpa:  # whose masks are bool, and may be None: models that take them add none, and say themselves that they are causal
-        return "onchip"
-    return BESIDE_OWN if any("softmax" in part for part in own) or any(map(UNTOLD.search, parts)) else "onchip"
-
-
-def _made_of(model: type[PreTrainedModel]) -> list[str]:
-    """The sources of it, of the models with which it may share a config, and so an implementation, and of all in their modules that they name."""
-    bases = model.__mro__[: model.__mro__.index(PreTrainedModel)]
-    inside = {(base.__module__, name): kind for base in bases for name, kind in vars(sys.modules.get(base.__module__, base)).items() if isinstance(kind, type)}
-    models = {key: kind for key, kind in inside.items() if issubclass(kind, PreTrainedModel)}
-    alike = {key: kind for key, kind in models.items() if kind in bases or kind.config_class is model.config_class}
-    named, parts = [key for key, kind in alike.items() if "__init__" in vars(kind)], {}  # others make nothing, and name much in lists
-    while named:
-        module, name = key = named.pop()
-        if key not in parts and name in _defined(module):
-            parts[key] = _defined(module)[name]
-            named += [(module, word) for word in re.findall(r"\w+", parts[key]) if (module, word) not in models]
-    return list(parts.values())
-
-
-@functools.cache
-def _defined(module: str) -> dict[str, str]:
-    """The source of each class, function and table of a module; none for one of a notebook."""
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):
-        return {}
-    parts = re.split(r"^(?=class |def |@|\w+ = )", source, flags=re.MULTILINE)[1:]
-    return {found[1]: part for part in parts if (found := re.match(r"(?:class |def )?(\w+)", part))}
 
 
 def install() -> None:
@@ -351,6 +312,7 @@ def install() -> None:
         AttentionMaskInterface.register(name, function)
     switch = _before["switch"] = ContinuousBatchingManager.switch_to_cb_friendly_attn
     resolve = _before["resolve"] = PreTrainedModel.get_correct_attn_implementation
+    give = _before["give"] = PreTrainedModel.set_attn_implementation
 
     def switch_to_cb_friendly_attn(self, model, *args, **keywords):  # it knows "sdpa" and names with "flash" in them only
         return None if model.config._attn_implementation in NAMES else switch(self, model, *args, **keywords)
@@ -358,7 +320,9 @@ def install() -> None:
     def get_correct_attn_implementation(self, requested_attention, *args, **keywords):  # of each model inside another too
         if requested_attention not in NAMES:
             return resolve(self, requested_attention, *args, **keywords)
-        name = requested_attention if requested_attention == BESIDE_OWN else _fits(type(self))  # of the model around this one, with the same config
+        name = (
+            requested_attention if requested_attention == BESIDE_OWN else RUNS_AS[interface_of(type(self))]
+        )  # of the model around this one, with the same config
         found = resolve(self, requested_attention if name == "onchip" else name, *args, **keywords)
         if name is None:
             warnings.warn(
@@ -368,6 +332,14 @@ def install() -> None:
             )
         return found
 
+    @functools.wraps(give)
+    def set_attn_implementation(self, attn_implementation, *args, **keywords):  # transformers hands on what the outer model runs as
+        inner = self.config.sub_configs if attn_implementation in tuple(NAMES) and RUNS_AS[interface_of(type(self))] is None else ()
+        if inner:
+            attn_implementation = {"": self.get_correct_attn_implementation(attn_implementation), **dict.fromkeys(inner, attn_implementation)}
+        return give(self, attn_implementation, *args, **keywords)
+
+    PreTrainedModel.set_attn_implementation = set_attn_implementation
     ContinuousBatchingManager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
     PreTrainedModel.get_correct_attn_implementation = get_correct_attn_implementation
 
@@ -380,3 +352,4 @@ def uninstall() -> None:
         del AttentionInterface._global_mapping[name], AttentionMaskInterface._global_mapping[name]
     ContinuousBatchingManager.switch_to_cb_friendly_attn = _before.pop("switch")
     PreTrainedModel.get_correct_attn_implementation = _before.pop("resolve")
+    PreTrainedModel.set_attn_implementation = _before.pop("give")

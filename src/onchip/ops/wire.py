@@ -274,9 +274,15 @@ class WrittenScore(_Written, Score):
         return self.run(s, at)
 
 
+# what modes see, though torch does not list it
+ALSO = {f"Tensor.{name}": getattr(Tensor, name) for name in ("new_ones", "new_zeros", "new_full")} | {"Tensor.log_sigmoid": functional.logsigmoid}
+
+
 @functools.lru_cache(maxsize=1024)
 def _function(name: str):
     """A function that torch lets modes see, by name. No other: a text may come from a file."""
+    if name in ALSO:
+        return ALSO[name]
     space, _, word = name.partition(".")
     owner = {"torch": torch, "functional": functional, "Tensor": torch.Tensor}[space]
     found = getattr(owner, word, None) or getattr(owner, f"__{word}__", None) or getattr(torch.special, word.removeprefix("special_"), None)
