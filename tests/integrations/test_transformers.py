@@ -477,9 +477,9 @@ def test_models_inside_one_that_attends_for_itself():
     of_text = {**sizes, "model_type": "aria_text", "moe_num_experts": 2, "moe_num_shared_experts": 1}
     config = CONFIG_MAPPING["aria"](text_config=of_text, vision_config={**sizes, "model_type": "idefics3_vision", "image_size": 32, "patch_size": 8})
     with torch.device("meta"):
-        model = AriaForConditionalGeneration._from_config(config, attn_implementation="eager")
-        model.set_attn_implementation("onchip")
+        model = AriaForConditionalGeneration._from_config(copy.deepcopy(config), attn_implementation="eager")
         made = AriaForConditionalGeneration._from_config(config, attn_implementation="onchip")
+        model.set_attn_implementation("onchip")
     for c in (model.config, made.config):
         assert [part._attn_implementation for part in (c, c.text_config, c.vision_config)] == ["sdpa", "onchip", "onchip"]
     model.set_attn_implementation({"text_config": "eager"})
