@@ -8,14 +8,13 @@ say so, and cost kernels two comparisons. `&` and `|` combine any of them.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from onchip.core.bands import BANDS, Band, Causal, Full, Mask, Window, check_align, join, meet, parse
-from onchip.core.parts import alike, by_name, check_sizes, check_tensor, check_whole, name_of, read, squeezed, trace_mod
+from onchip.core.parts import alike, by_name, check_sizes, check_tensor, check_whole, is_whole, name_of, read, squeezed, trace_mod
 from onchip.core.trace import Place, Traced, readable, trace, untouched
 from onchip.core.tree import Tree
 
@@ -270,7 +269,7 @@ class Blocks(Mask):
         check_tensor(self.name, "blocks", self.blocks, (2, 3, 4))
         if self.blocks.dtype != torch.bool:
             raise ValueError(f"Blocks: blocks are {self.blocks.dtype}; give bool, True where a block of queries sees a block of keys")
-        if len(self.sizes) != 2 or not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in self.sizes):
+        if len(self.sizes) != 2 or not all(is_whole(n) and n > 0 for n in self.sizes):
             raise ValueError(f"Blocks: size {self.size} is not one or two positive numbers; give the tokens a side, or (queries, keys)")
 
     @property

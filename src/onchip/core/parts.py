@@ -208,8 +208,13 @@ def read(tensor: Tensor, letters: str, at: Place):
 # ---- checks
 
 
+def is_whole(number: Any) -> bool:
+    """An integer of any kind; True and False are none."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
 def check_whole(name: str, what: str, number) -> None:
-    if not isinstance(number, Integral) or isinstance(number, bool) or abs(number) >= 1 << 62:
+    if not is_whole(number) or abs(number) >= 1 << 62:
         raise ValueError(f"{name}: {what} is {number!r}; give a whole number of up to 62 bits")
 
 

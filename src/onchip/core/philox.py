@@ -9,10 +9,12 @@ whenever one is dropped: of those few there are more together than chance would 
 """
 
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Real
 
 import torch
 from torch import Tensor
+
+from onchip.core.parts import is_whole
 
 ROUNDS = 7  # passes BigCrush; ten are only more of a margin
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -97,8 +99,7 @@ def check(name: str, p: float, seed: int | Tensor | None, offset: int) -> None:
         if seed.dtype != torch.int64 or seed.ndim:
             raise ValueError(f"{name}: the seed is a tensor, {seed.dtype} {list(seed.shape)}; give int64 [], an integer or None")
         seed = None  # its number is not looked at
-    whole = all(isinstance(n, Integral) and not isinstance(n, bool) for n in (seed or 0, offset))
-    if seed is False or not whole or not (0 <= (seed or 0) < 1 << 63 and 0 <= offset < 1 << 32):
+    if not (seed is None or is_whole(seed)) or not is_whole(offset) or not (0 <= (seed or 0) < 1 << 63 and 0 <= offset < 1 << 32):
         raise ValueError(f"{name}: the seed is {seed}, the offset {offset}; give a seed of 63 bits or None, and an offset of 32 bits")
 
 

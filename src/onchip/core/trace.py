@@ -229,16 +229,8 @@ class _Recorder(TorchDispatchMode):
             if getattr(kwargs.get("device"), "type", "") == "meta":  # of a place: a tensor is where it is
                 del kwargs["device"]
             return func(*args, **kwargs)  # of captured tensors alone: the result is one more of them
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _CannotError(f"{name} draws random numbers (for dropout, give dropout=)")
-        if name == "empty_like":  # what torch's dropout draws into
-            raise _CannotError("empty_like holds what nothing decides (for dropout, give dropout=)")
-        if func._schema.is_mutable:
-            raise _CannotError(f"{name} changes a tensor in place")
-        if placed and not elementwise:
-            raise _CannotError(MIXES.format(name))
-        if func is not aten.index.Tensor and name != "_to_copy" and any(t.is_floating_point() and t.dtype.itemsize == 1 for t in read):
-            raise _CannotError(f"{name} of a tensor of 8 bits (cast it first)")  # torch has no operators of these
+        if why := _refusal(func, name, read, placed and not elementwise):
+            raise _CannotError(why)
         out = self._run(func, name, args, kwargs)
         if not isinstance(out, Tensor):
             return out
@@ -298,6 +290,21 @@ class _Recorder(TorchDispatchMode):
             value = self._name(out)
         kinds = [f"c{n}: '{_short(t.dtype)}[{t.ndim}]'" for n, t in enumerate(self.tensors)]
         return "\n".join([f"def run({', '.join(['s', *PLACE, *kinds])}):", *self.lines, f"    return {value}"])
+
+
+def _refusal(func, name: str, read: list[Tensor], mixes: bool) -> str:
+    """Why an operator cannot be written down; "" where it can."""
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return f"{name} draws random numbers (for dropout, give dropout=)"
+    if name == "empty_like":  # what torch's dropout draws into
+        return "empty_like holds what nothing decides (for dropout, give dropout=)"
+    if func._schema.is_mutable:
+        return f"{name} changes a tensor in place"
+    if mixes:
+        return MIXES.format(name)
+    if func is not aten.index.Tensor and name != "_to_copy" and any(t.is_floating_point() and t.dtype.itemsize == 1 for t in read):
+        return f"{name} of a tensor of 8 bits (cast it first)"  # torch has no operators of these
+    return ""
 
 
 def _same_view(a: Tensor, b: Tensor) -> bool:

@@ -320,9 +320,8 @@ def install() -> None:
     def get_correct_attn_implementation(self, requested_attention, *args, **keywords):  # of each model inside another too
         if requested_attention not in NAMES:
             return resolve(self, requested_attention, *args, **keywords)
-        name = (
-            requested_attention if requested_attention == BESIDE_OWN else RUNS_AS[interface_of(type(self))]
-        )  # of the model around this one, with the same config
+        # BESIDE_OWN comes from the model around this one, with the same config
+        name = requested_attention if requested_attention == BESIDE_OWN else RUNS_AS[interface_of(type(self))]
         found = resolve(self, requested_attention if name == "onchip" else name, *args, **keywords)
         if name is None:
             warnings.warn(
