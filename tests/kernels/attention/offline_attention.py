@@ -76,7 +76,7 @@ def products(tiles, facts, dim: int, band=None, text: str = "") -> int:
     sides = (2 - ends) * bool(text and line_of(text))  # loops for tiles before where ALiBi's lines bend, and behind it: one product more for a tile's scores
     bold = dim <= 128 and (not text or distance_axes(text) is not None or only_adds(text))
     again = sides * (of_scores + 1) if sides else of_scores * bold  # the scores of a tile that is done over another maximum
-    halves = tiles.n == 128 and ends and (not text or is_tanh(text))
+    halves = tiles.parts == 1 and tiles.n == 128 and ends and (not text or is_tanh(text))
     once = facts.wgmma - tiles.groups * (again + sides) - (tiles.groups - 1) * of_scores * halves  # of a first tile's left half, of all but the last rows
     assert once % steps == 0, f"{facts.wgmma} products, {once} of tiles of {steps}"
     return once // steps

@@ -62,6 +62,16 @@ PAGES = [
     paged.Case((2, 64, 2, EACH, 1, 3), 1, (300, 0, 70), 70, Window(150)),
     paged.Case((2, 128, 2, EACH, 1, 3), 24, (500, 30), 40, sinks=True, dim=128),
 ]
+SHORT = ("MOST_PARTS, LEAST = 16, 1024", "MOST_PARTS, LEAST = 16, 64")  # parts of so few keys that they can be emulated
+LISTED = [  # how many parts a list says, of as many programs
+    LONG_ONE := ragged.Case((2, 64, 2, 40, 4, 0), ((1, 300), (60, 400), (1, 20), (0, 9)), heads=(8, 2)),
+    ragged.Case((2, 64, 2, 12, 1, 0), ((1, 300), (130, 400), (1, 20)), heads=(2, 1), sinks=True, room=40),
+    NARROW := ragged.Case((2, 64, 2, 40, 1, 0), ((1, 300), (60, 400), (1, 20), (0, 9)), heads=(4, 2), mask=Window(200), sinks=True),
+    THREES := ragged.Case((1, 64, 2, 9, 4, 0), ((1, 300), (20, 400), (70, 60)), 1, heads=(3, 1), dtype=FP16),
+    ragged.Case((2, 64, 3, 20, 2, 0), ((9, 500), (1, 64)), 24, Full(), score=Softcap(2.0)),
+    ragged.Case((2, 64, 2, 20, 1, 0), ((30, 300), (1, 130)), 128, dim_v=128, score=ALiBi(torch.tensor([0.5, 0.25]))),
+]
+LISTED_DENSE = [paged.Case((2, 64, 2, 30, 1, 0), 16, (400, 0, 61, 131), 70), paged.Case((1, 64, 2, 20, 4, 0), 8, (400, 90, 33), 17, heads=(8, 2), sinks=True)]
 TOGETHER = [ragged.Case((2, 64, 2, EACH, 4, 3), ((1, 300), (60, 400), (1, 20), (0, 9)), 16, heads=(8, 2))]
 
 
@@ -105,6 +115,20 @@ def test_queries_of_several_sequences_over_pages(mode):
     ragged.judge(case, call, ragged.emulated(case, call, mode))
 
 
+@emulates
+@pytest.mark.parametrize(("case", "mode"), timings(LISTED, [LONG_ONE, NARROW]), ids=str)
+def test_as_many_parts_as_a_list_says(case, mode):
+    call = ragged.ragged(case)
+    ragged.judge(case, call, ragged.emulated(case, call, mode, edits=[SHORT]))
+
+
+@emulates
+@pytest.mark.parametrize("case", LISTED_DENSE, ids=str)
+def test_a_list_for_a_dense_batch(case):
+    call = paged.call_of(case)
+    paged.judge(case, call, paged.emulated(case, call, MODES[0], edits=[SHORT]))
+
+
 # ---- with a bug
 
 
@@ -116,7 +140,7 @@ class Bug(NamedTuple):
     edits: tuple[tuple[str, str], ...]
 
 
-NEXT, STEPS = "gl.maximum((part + 1) * count // C.split, first + 1)", "key_steps(place, map_ptr, map_strides, C)"
+NEXT, STEPS = "gl.maximum((part + 1) * count // parts, first + 1)", "key_steps(place, map_ptr, map_strides, C)"
 HALVED = AHEAD._replace(tiles=(2, 64, 2, EACH, 1, 2))
 IDLE = Case((2, 64, 2, FEW, 1, 3), lengths=((70, 5), (400, 300)), mask=Full(), dim=128)  # a warpgroup that has no queries
 BUGS = [
@@ -124,8 +148,8 @@ BUGS = [
     Bug("a part ends a step late", SMALL, ((NEXT, f"gl.minimum({NEXT} + 1, count)"),)),
     Bug("a part's steps at the diagonal are not masked", HALVED, (("gl.minimum(1 + masked, end)", "gl.minimum(1 + masked * 0, end)"),)),
     Bug("the window's other end is not masked", CASES[4], (("far = gl.maximum(end - gl.maximum(1 + masked + bare, first + 1), 0)", "far = first * 0"),)),
-    Bug("every part has the sink", SINKS, (("gl.where(hidden == 0, logit,", "gl.where(hidden >= 0, logit,"),)),
-    Bug("no part has the sink", SINKS, (("gl.where(hidden == 0, logit,", "gl.where(hidden < 0, logit,"),)),
+    Bug("every part has the sink", SINKS, (("gl.where(part == 0, logit,", "gl.where(part >= 0, logit,"),)),
+    Bug("no part has the sink", SINKS, (("gl.where(part == 0, logit,", "gl.where(part < 0, logit,"),)),
     Bug("parts of no keys see some", AHEAD, (("count // C.split > part * count // C.split, len_k", "count // C.split >= 0, len_k"),)),
     Bug("parts go to the first one's place", SMALL, (("b += part * (sizes[7] // sizes[3])", "b += part * 0"),)),
     Bug("heads of a packed batch's parts go to the first one's", UNEVEN, (("head += part * all_heads(sizes, C)", "head += part * 0"),)),
@@ -148,12 +172,33 @@ def test_a_planted_bug_shows(bug):
     pytest.fail(f"nobody noticed that {bug.what}")
 
 
+LISTED_BUGS = [
+    Bug("every unit is a tile's first part", LONG_ONE, (("part, parts = told % 32,", "part, parts = told % 1,"),)),
+    Bug("a unit lies where its tile's first part does", LONG_ONE, (("return told // 1024 * (64 * C.groups)", "return told * 0"),)),
+    Bug("both warpgroups have the same rows", LONG_ONE, (("+ GROUP * 64 + gl.arange(0, 64, layout=layout)\n\n", "+ gl.arange(0, 64, layout=layout)\n\n"),)),
+    Bug("the first absent unit is done", THREES, (("    real = b >= 0\n", "    real = b >= -1\n"),)),
+    Bug("a program ends behind its first unit", THREES, (("more = more & there", "more = more & (number < 0)"),)),
+    Bug("each part has the sink", NARROW, (("gl.where(part == 0, logit,", "gl.where(part >= 0, logit,"),)),
+    Bug("a tile in parts goes to the output as well", LONG_ONE, (("                len_q = gl.where(parts > 1, 0, len_q)\n", ""),)),
+    Bug("a tile in parts has an LSE of its own", LONG_ONE, (("        len_q = gl.where(parts > 1, 0, len_q)\n    if lse_ptr", "    if lse_ptr"),)),
+]  # fmt: skip
+
+
+@emulates
+@pytest.mark.parametrize("bug", LISTED_BUGS, ids=lambda bug: bug.what)
+def test_a_bug_planted_in_listed_parts_shows(bug):
+    call = ragged.ragged(bug.case)
+    with pytest.raises((Fault, AssertionError, IndexError)):
+        for mode in MODES:
+            ragged.judge(bug.case, call, ragged.emulated(bug.case, call, mode, edits=[SHORT, *bug.edits]))
+
+
 @emulates
 def test_small_pages_of_a_part_show_a_bug():
     case = PAGES[2]
     with pytest.raises((Fault, AssertionError)):
         call = paged.call_of(case)
-        edit = ("key_steps(place, map_ptr, map_strides, C), part, C)", "key_steps(place, map_ptr, map_strides, C), part * 0, C)")
+        edit = ("key_steps(place, map_ptr, map_strides, C), told, C)", "key_steps(place, map_ptr, map_strides, C), told * 0, C)")
         paged.judge(case, call, paged.emulated(case, call, MODES[0], edits=[edit]))
 
 
@@ -181,7 +226,11 @@ def test_few_queries_over_many_keys_fill_the_gpu(p):
         LONG._replace(extras=("batch_invariant",)),
         LONG._replace(extras=("dropout",)),
         LONG._replace(len_q=0),
-        PAGED,
+        PAGED._replace(extras=("batch_invariant",)),
+        PAGED._replace(len_k=1900),
+        PAGED._replace(mask=Window(500)),
+        PAGED._replace(len_q=600),
+        PAGED._replace(batch=300, tokens=300),
         LONG._replace(len_k=900),  # 8 key tiles: less than two parts
         LONG._replace(len_q=131072),
         LONG._replace(batch=16),
@@ -191,6 +240,14 @@ def test_few_queries_over_many_keys_fill_the_gpu(p):
 )
 def test_keys_stay_together(p):
     assert chosen(p).parts == 1
+
+
+@pytest.mark.parametrize("p", [PAGED, PAGED._replace(batch=100, len_q=100, tokens=256), PAGED._replace(heads=8, len_q=40)], ids=str)
+def test_lengths_say_in_how_many_parts_keys_of_pages_are(p):
+    """Whatever the table's width: few tokens are few tiles, of however many sequences they may be."""
+    tiles = chosen(p)
+    assert tiles.parts == 0 and "keys of long sequences in parts" in str(tiles) and tiles.groups == min(2, -(-p.len_q * tiles.pack // 64))
+    assert tiles.order(p).startswith(str(tiles.count(p)))
 
 
 @pytest.mark.parametrize(
@@ -219,3 +276,35 @@ def test_gpu(mask, dim, device):
     for found, same, low, truth in zip(ours, again, run(BF16, "reference"), run(torch.float64, "reference"), strict=True):
         assert torch.equal(found, same)
         assert_as_good_as_torch(found, (low,), truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.hopper
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("page", [1, 16])
+def test_lengths_change_under_a_graph(page, dim, device):
+    """How many parts keys are in follows the lengths: of packed queries over pages and of a dense batch, long sequences and short ones, and none."""
+    rows, most = 4, 40000 // page
+    pool = [torch.randn(rows * most, page, 2, dim, device=device, dtype=BF16) for _ in range(2)]
+    table, lengths = torch.randperm(rows * most, device=device).int().view(rows, most), torch.full((rows,), 40000, device=device, dtype=torch.int32)
+    cache = onchip.PagedKV(*pool, table, lengths)
+    q, offsets = torch.randn(rows, 30, 8, dim, device=device, dtype=BF16), torch.arange(0, 121, 30, device=device, dtype=torch.int32)
+    sinks = torch.randn(8, device=device)
+    calls = [
+        lambda kernel, q=q: onchip.paged_attention(q, cache, sinks=sinks, return_lse=True, kernel=kernel),
+        lambda kernel, q=q.flatten(0, 1): onchip.paged_attention(q, cache, q_offsets=offsets, longest=30, sinks=sinks, return_lse=True, kernel=kernel),
+    ]
+    for call in calls:
+        for _ in range(3):
+            call("hopper_paged")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            ours = call("hopper_paged")
+        for new in ([40000, 1, 0, 3000], [40000] * 4, [100, 29, 4000, 0], [0, 0, 0, 33333]):
+            lengths.copy_(torch.tensor(new, dtype=torch.int32))
+            graph.replay()
+            first = [t.clone() for t in ours]
+            graph.replay()
+            for found, same, eager, low in zip(first, ours, call("hopper_paged"), call("triton_paged"), strict=True):
+                assert torch.equal(found, same) and torch.equal(found, eager)
+                torch.testing.assert_close(found, low, rtol=2e-2, atol=1e-2)

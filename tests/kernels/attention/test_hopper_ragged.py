@@ -151,7 +151,7 @@ BUGS = [
         ("C, GROUP)\n            mbarrier.arrive(q_empty.index(mine), count=1)\n        turn", "C, GROUP)\n        turn"),
     )),
     Bug("the cursors stay where they were", Case((2, 64, 2, FEW)), ((CURSORS, CURSORS.replace("ki, kp, vi, vp", "cursors")),)),
-    Bug("a packed tile holds as many queries as rows", PACKED, (("sequence_tiles(p, x, shape.m)", "sequence_tiles(p, x, 64 * tiles.groups)"),)),
+    Bug("a packed tile holds as many queries as rows", PACKED, (("sequence_tiles(p, x, shape.m,", "sequence_tiles(p, x, 64 * tiles.groups,"),)),
 ]  # fmt: skip
 
 
@@ -177,7 +177,10 @@ def test_tiles_of_a_mixed_batch():
     p = Attention("decode", 64, 512, 8192, 32, 8, 128, BF16, Causal(), "paged", 16, tokens=60 + 4 * 512)
     assert hopper_prefill.configs(p, h200)[0][:3] + hopper_prefill.configs(p, h200)[0][4:] == (2, 128, 2, 4, 1)
     assert hopper_prefill.configs(p._replace(batch=8, tokens=8 * 512), h200)[0].pack == 1
-    assert hopper_prefill.configs(p._replace(batch=2, len_q=99, tokens=100), h200)[0].groups == 1  # few tiles
+    few = p._replace(batch=2, len_q=99, tokens=100)
+    assert hopper_prefill.configs(few, h200)[0].parts == 0 and hopper_prefill.configs(few._replace(len_k=1024), h200)[0][:1] == (
+        1,
+    )  # of few keys smaller tiles
     found = {
         hopper_prefill.configs(p._replace(batch=batch, len_q=longest, tokens=tokens, extras=("batch_invariant",)), h200)[0]
         for batch, longest, tokens in ((1, 1, 1), (64, 512, 700), (2, 9000, 9001), (8, 512, 4096))

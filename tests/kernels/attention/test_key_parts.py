@@ -17,6 +17,7 @@ from onchip.core.problem import Attention, Operands
 from onchip.core.scores import ALiBi, Bias, Softcap, chain
 from onchip.dispatch import select
 from onchip.kernels.attention import triton_prefill
+from onchip.kernels.attention.key_parts import join_units
 from onchip.ops.attend import How, dense_sizes, packed_sizes, paged_sizes, problem_of
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -68,6 +69,30 @@ def launched(c, call: Call, device: torch.device):
 def test_prefill(case, device):
     call = plain.call_of(case)
     plain.check(case, call, launched(case, call, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("returns", [True, False], ids=["LSE", "output alone"])
+@pytest.mark.parametrize(("group", "pack", "dim"), [(1, 1, 64), (3, 4, 40), (4, 4, 128), (2, 1, 256)])
+def test_units_of_a_list(group, pack, dim, returns, device):
+    """Tiles of one, two and five parts, of sequences that end within a tile; what no part has written may be anything, and other rows stay."""
+    p = Attention("decode", 2, 70, 8192, 2 * group, 2, dim, BF16, Causal(), "paged", 16, tokens=110)
+    m, heads = 64, 2 if pack > 1 else 2 * group
+    words = [(1, 0, 5)] * 5 + [(0, 64 * pack // m - 1, 2)] * 2 + [(0, 1, 1), (-1, 0, 1)]
+    first = [0] * 5 + [5] * 2 + [7, 8]
+    units = torch.tensor([(b, at | (u - first[u]) << 20 | parts - 1 << 25) for u, (b, at, parts) in enumerate(words)], dtype=torch.int32)
+    parts, logs = torch.randn(9 * heads * m, dim), torch.randn(9 * heads * m) * 3
+    logs[torch.rand(len(logs)) < 0.3] = -torch.inf
+    parts[logs == -torch.inf] = torch.nan
+    x = Operands(1.0, torch.tensor([0, 70, 110], dtype=torch.int32), q_used=torch.tensor([70, 31], dtype=torch.int32))
+    out, lse = torch.full((110, 2 * group, dim), 7.0, dtype=BF16), torch.full((2 * group, 110), 7.0) if returns else None
+    ours = moved((out.clone(), lse if lse is None else lse.clone()), device)
+    plain.join_units(p, (parts, logs), units, x, pack, out, torch.empty(2 * group, 110) if lse is None else lse)
+    join_units(p, moved((parts, logs), device), moved(units, device), moved(x, device), pack, *ours)
+    torch.testing.assert_close(ours[0].cpu(), out, rtol=2**-7, atol=1e-3)
+    if returns:
+        torch.testing.assert_close(ours[1].cpu(), lse)
+    assert (out == 7).any() and (out != 7).any()
 
 
 @pytest.mark.gpu

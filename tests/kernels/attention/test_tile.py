@@ -142,7 +142,12 @@ def packed(lengths: list[tuple[int, int]], used, mask, device) -> tuple[Attentio
 
 
 def listed(lengths, mask, block: int, of_keys: bool) -> list[tuple[int, int]]:
-    """What the list is to hold: tiles in order of sequences, later queries or earlier keys first, then sorted by what whole tiles see."""
+    """What the list is to hold."""
+    return [(b, tile) for _, b, tile in worked(lengths, mask, block, of_keys)]
+
+
+def worked(lengths, mask, block: int, of_keys: bool) -> list[tuple[int, int, int]]:
+    """(what it sees, sequence, tile): tiles in order of sequences, later queries or earlier keys first, then sorted by what whole tiles see."""
     band, found = mask.hull, []
     for b, (len_q, len_k) in enumerate(lengths):
         rows, keys = torch.arange(len_q) + band.shift(len_q, len_k), torch.arange(len_k)
@@ -151,7 +156,7 @@ def listed(lengths, mask, block: int, of_keys: bool) -> list[tuple[int, int]]:
         else:
             tiles = range(0, len_q, block)
             found += [(int(band.dense(rows[m] + torch.arange(block)[:, None], keys).any(0).sum()), b, m // block) for m in reversed(tiles)]
-    return [(b, tile) for _, b, tile in sorted(found, key=lambda tile: -tile[0])]
+    return sorted(found, key=lambda tile: -tile[0])
 
 
 def drawn(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]] | None]:
@@ -206,6 +211,24 @@ def test_a_list_stays_in_its_place_whatever_lengths_say(device):
     """Of sequences longer than the call promised, the tiles that it promised."""
     p, x = packed([(64, 64), (300, 300), (64, 64)], None, Full(), device)
     assert sequence_tiles(p._replace(len_q=128), x, 64).tolist() == [[1, 1], [1, 0], [0, 0], [2, 0], *[[-1, 0]] * 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deal", [1, 16, 132])
+def test_keys_of_long_tiles_are_dealt_out(deal, device, monkeypatch):
+    """By a tile's share of all keys, in parts of enough keys; first part to last, those of several parts within the first places."""
+    monkeypatch.setattr(tile, "LEAST", 32)
+    for seed, mask in product(range(4), (Full(), Causal(), Window(100))):
+        lengths, used = drawn(seed)
+        p, x = packed(lengths, used, mask, device)
+        tiles = worked(used or lengths, mask, 32, False)
+        every, expected = sum(work for work, _, _ in tiles), []
+        for work, b, at in tiles:
+            parts = max(1, min(work * deal // max(1, every), work // 32, 16))
+            assert parts == 1 or len(expected) + parts <= deal
+            expected += [(b, at | part << 20 | parts - 1 << 25) for part in range(parts)]
+        found = list(map(tuple, sequence_tiles(p, x, 32, deal=deal).tolist()))
+        assert found[: len(expected)] == expected and {b for b, _ in found[len(expected) :]} <= {-1}
 
 
 # ---- memory

@@ -9,7 +9,7 @@ What threads copy is not seen by products, unless who waits for it fences it off
 import math
 
 from onchip.kernels.attention.hopper_halves import hidden_of, told_of
-from onchip.kernels.attention.hopper_parts import keys_of_part, steps_of_part
+from onchip.kernels.attention.hopper_parts import keys_of_part, steps_of_part, unit_at
 from onchip.kernels.attention.hopper_tiles import anew, fill_tiles, key_steps, locate, next_sequence, place_of, queries_at, tile_at
 from onchip.kernels.attention.pairs import ask_for
 from onchip.kernels.attention.tile import key_span
@@ -101,8 +101,11 @@ def copy(given, C: gl.constexpr):
     q_at, k_at, v_at, t_at = (0, 0, 0), (0, 0, 0), (0, 0, 0), (0, 0, 0)
     number, turn = gl.program_id(0), 0
     while number < sizes[0]:
-        # with a cap nothing spills, and all that `anew` changes is worse
-        place, there = locate(number // C.split, sizes if C.cap > 0 else anew(sizes), lengths, False, C)
+        told = number
+        if C.split == 0:
+            place, there, told = unit_at(number, anew(sizes), lengths, C)
+        else:  # with a cap nothing spills, and all that `anew` changes is worse
+            place, there = locate(number // C.split, sizes if C.cap > 0 else anew(sizes), lengths, False, C)
         b, head, tile_m, start_q, len_q, start_k, len_k, hidden = place  # the last is how far keys are ahead
         if there:
             steps = key_steps(place, map_ptr, map_strides, C)
@@ -113,6 +116,9 @@ def copy(given, C: gl.constexpr):
                 len_k = keys_of_part(place, steps, hidden, C)
                 place = (b, head, tile_m, start_q, len_q, start_k, len_k, place[7])
                 steps = steps_of_part(key_steps(place, map_ptr, map_strides, C), hidden, C)
+            elif C.split == 0:
+                hidden = told
+                steps = steps_of_part(steps, told, C)
             tell(message, turn, (b, head, tile_m, start_q, len_q, start_k, len_k, hidden))
             turn += 1
             top, masked, bare, low, _row = steps  # `_` is of another type already
@@ -146,7 +152,10 @@ def copy(given, C: gl.constexpr):
             number += gl.num_programs(0)
         else:
             number = sizes[0]
-            if number > gl.num_programs(0):
+            more = number > gl.num_programs(0)
+            if C.split == 0:  # behind the last unit there is none
+                more = more & there
+            if more:
                 number = draw(counter, sizes[0])
     tell(message, turn, (gl.to_tensor(-1),))
 
@@ -206,9 +215,9 @@ def gather(given, C: gl.constexpr):
     turn = 0
     b = next_sequence(message, turn, C.gathers)
     while b >= 0:
-        part = told_of(message, turn, C, C.gathers)
+        told = told_of(message, turn, C, C.gathers)
         place = place_of(message, turn, b, sizes, C, C.gathers)
-        steps = steps_of_part(key_steps(place, map_ptr, map_strides, C), part, C)
+        steps = steps_of_part(key_steps(place, map_ptr, map_strides, C), told, C)
         top, masked, bare, low, _row = steps
         kv_head = place[1]
         if C.pack == 1:

@@ -50,9 +50,9 @@ def hidden_of(place, steps, C: gl.constexpr):
 
 @gluon.jit
 def told_of(message, turn, C: gl.constexpr, WARPS: gl.constexpr = 4):
-    """`hidden_of` this program's next tile, or which part of its keys it is."""
+    """`hidden_of` this program's next tile, or which part of its keys it is (`hopper_parts`)."""
     hidden = 0
-    if C.hides or C.split > 1:
+    if C.hides or C.split != 1:
         hidden = hear(message, turn, 7, WARPS)
     return hidden
 

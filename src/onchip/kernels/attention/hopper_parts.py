@@ -1,6 +1,8 @@
 """Keys of a tile of queries that are dealt out in parts: which of them a program of a Hopper kernel has, and where what it gives goes.
 
-`hopper_prefill` deals out those of all tiles where there are fewer than programs (`key_parts`). `hopper_fp8` does so where tiles are left when each program has
+`hopper_prefill` deals out those of all tiles where there are fewer than programs (`key_parts`): as many parts of each, or, of keys in pages, whose number is
+on the device, as a list says (`C.split` 0; `tile.sequence_tiles`): what is told of a unit holds its place among all, part and parts, and a tile of one part
+goes straight to the output. `hopper_fp8` does so where tiles are left when each program has
 done as many as every other: of 2,048 tiles 132 programs do 15 each, and 68 are left: in five parts each they take three fifths of a tile's time instead of all
 of it. Its part's output is normalised and in the result's dtype, with its LSE.
 """
@@ -8,9 +10,9 @@ of it. Its part's output is normalised and in the result's dtype, with its LSE.
 import triton
 import triton.language as tl
 
-from onchip.kernels.attention.hopper_tiles import all_heads, key_steps
-from onchip.kernels.attention.tile import LN2, LOG2E
-from onchip.kernels.hopper import gl, gluon
+from onchip.kernels.attention.hopper_tiles import all_heads, key_steps, shift_of
+from onchip.kernels.attention.tile import LN2, LOG2E, PART, sequence
+from onchip.kernels.hopper import gl, gluon, uniform
 from onchip.kernels.launch import starts_early
 
 # ---- device
@@ -49,13 +51,44 @@ def keys_of_part(place, steps, part, C: gl.constexpr):
 
 
 @gluon.jit
-def steps_of_part(steps, part, C: gl.constexpr):
+def unit_at(number, sizes, lengths, C: gl.constexpr):
+    """Unit `number` of a list, all heads of one side by side, as a place (`hopper_tiles.locate`); whether there is one; and what is told of it."""
+    listed, q_offsets, k_offsets, q_used, k_used = lengths
+    index = number // sizes[3]
+    listed += 2 * index
+    b, word = uniform(gl.load(listed)), uniform(gl.load(listed + 1))
+    real = b >= 0
+    b = gl.maximum(b, 0)
+    start_q, len_q = sequence(q_offsets, q_used, b, sizes[5])
+    start_k, len_k = sequence(k_offsets, k_used, b, sizes[6])
+    place = (b, number - index * sizes[3], word % PART, start_q, len_q, start_k, len_k, shift_of(len_q, len_k, C))
+    return place, real, number * 1024 + word // PART
+
+
+@gluon.jit
+def part_and_parts(told, C: gl.constexpr):
+    """Which part of a tile's keys a unit is, and of how many."""
+    part, parts = told, C.split
+    if C.split == 0:
+        part, parts = told % 32, told // 32 % 32 + 1
+    return part, parts
+
+
+@gluon.jit
+def unit_rows(told, C: gl.constexpr, GROUP: gl.constexpr, layout: gl.constexpr):
+    """Where a warpgroup's rows lie among those of all units of several parts."""
+    return told // 1024 * (64 * C.groups) + GROUP * 64 + gl.arange(0, 64, layout=layout)
+
+
+@gluon.jit
+def steps_of_part(steps, told, C: gl.constexpr):
     """A part's of a tile's `key_steps`, one at least."""
-    if C.split > 1:
+    if C.split != 1:
+        part, parts = part_and_parts(told, C)
         top, masked, bare, low, row = steps
         count = 1 + masked + bare + low
-        first = part * count // C.split
-        end = gl.maximum((part + 1) * count // C.split, first + 1)
+        first = part * count // parts
+        end = gl.maximum((part + 1) * count // parts, first + 1)
         near = gl.maximum(gl.minimum(1 + masked, end) - (first + 1), 0)
         far = gl.maximum(end - gl.maximum(1 + masked + bare, first + 1), 0)
         steps = (top - first, near, end - first - 1 - near - far, far, row)

@@ -31,7 +31,7 @@ from onchip.kernels.attention.capped import cap_of, fold, scaled, weigh_capped
 from onchip.kernels.attention.hopper_copies import come, copy, gather, pool_of
 from onchip.kernels.attention.hopper_dropout import dropout_of, drops_of, growth
 from onchip.kernels.attention.hopper_halves import among, first_tile, own_steps, pass_over, told_of
-from onchip.kernels.attention.hopper_parts import after_parts, steps_of_part
+from onchip.kernels.attention.hopper_parts import after_parts, part_and_parts, steps_of_part, unit_rows
 from onchip.kernels.attention.hopper_prefill_tiles import TILES, Tiles, configs, side_by_side  # noqa: F401  dispatch asks for `configs` here
 from onchip.kernels.attention.hopper_tiles import (
     ANYTHING,
@@ -68,7 +68,7 @@ from onchip.kernels.attention.hopper_tiles import (
     weigh_kept,
 )
 from onchip.kernels.attention.key_bias import key_ring, product, room_of, taken_out
-from onchip.kernels.attention.key_parts import apart, join
+from onchip.kernels.attention.key_parts import apart, apart_units, join, join_units
 from onchip.kernels.attention.lines import below, draw, height_of, top_above
 from onchip.kernels.attention.pairs import distances_of, laid_out, pair_tiles
 from onchip.kernels.attention.texts import far_of, line_of, only_adds
@@ -136,7 +136,7 @@ class Shape:
     drops: bool  # whether weights are dropped
     padded: bool  # whether the mask may hide padding, which holds anything
     first: bool  # whether the launch behind this one may begin when it has begun
-    split: int  # parts that the keys of a tile of queries are dealt out in (`hopper_parts`)
+    split: int  # parts that the keys of a tile of queries are dealt out in (`hopper_parts`); 0: as a list says
 
     @property
     def own(self):
@@ -171,7 +171,7 @@ class Shape:
     @property
     def uneven(self):
         """Whether sequences differ in length: behind the keys of one lies what is not 0, and may be NaN."""
-        return self.packed or self.page > 0 or self.split > 1
+        return self.packed or self.page > 0 or self.split != 1
 
 
 # ---- device: a computing warpgroup
@@ -278,7 +278,7 @@ def _more(state, count, x, own, PART: gl.constexpr, MASK: gl.constexpr, SCORE: g
 def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr,
             GROUP: gl.constexpr):  # fmt: skip
     """The output of 64 rows, and the cursors after it; LSE is stored."""
-    _outs, _message, rings, sizes, maps, softmax, reads, dropout = given
+    outs, _message, rings, sizes, maps, softmax, reads, dropout = given
     map_ptr, map_strides = maps
     alarms, sinks_ptr, lse, scale, gain = softmax
     k_ring, v_ring, t_ring, alarms = rings[1], rings[2], rings[3 + GROUP], alarms.index(GROUP)
@@ -340,9 +340,15 @@ def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.cons
     shrink = gl.full([64], 1.0, gl.float32, row_layout)
     if sinks_ptr is not None:  # one more logit, which weighs nothing
         logit = gl.load(sinks_ptr + head, mask=None if C.pack == 1 else rows < len_q).to(gl.float32) * LOG2E
-        if C.split > 1:
-            logit = gl.where(hidden == 0, logit, float("-inf"))
+        if C.split != 1:
+            part, _parts = part_and_parts(hidden, C)
+            logit = gl.where(part == 0, logit, float("-inf"))
         top, total, shrink = one_more(top, total, logit)
+    if C.split == 0:
+        _part, parts = part_and_parts(hidden, C)
+        if parts > 1:
+            gl.store(outs[3][1] + unit_rows(hidden, C, GROUP, row_layout), (top - C.room + gl.log2(total * 2.0**C.room)) * LN2)
+        len_q = gl.where(parts > 1, 0, len_q)
     if lse_ptr is not None:
         b, head = after_parts(b, head, hidden, sizes, C)
         at = lse_ptr + lse_at(b, head, start_q + rows, lse_len, sizes, C)
@@ -361,7 +367,7 @@ def _attend(place, hidden, cursors, q, given, MASK: gl.constexpr, SCORE: gl.cons
 def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr, GROUP: gl.constexpr):
     outs, message, rings, sizes, maps, _softmax, _reads, _dropout = given
     map_ptr, map_strides = maps
-    o_desc, o_ptr, o_buffers = outs
+    o_desc, o_ptr, o_buffers, units = outs
     q_ring, k_ring, v_ring = rings[0], rings[1], rings[2]
     queries, q_full, q_empty = q_ring
     DV: gl.constexpr = v_ring[0].shape[-1]
@@ -385,8 +391,14 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
                 mbarrier.arrive(q_empty.index(mine), count=1)
                 tma.store_wait(0)  # the tile before has left
             buffer = o_buffers.index(mine if C.share else GROUP)
-            if C.split == 1:
+            if C.split < 2:
                 buffer.reshape([64, DV]).store(acc.to(queries.dtype))
+            if C.split == 0:
+                _part, parts = part_and_parts(hidden, C)
+                if parts > 1:
+                    rows, dims = unit_rows(hidden, C, GROUP, gl.SliceLayout(1, acc.type.layout)), gl.arange(0, DV, layout=gl.SliceLayout(0, acc.type.layout))
+                    gl.store(units[0] + (rows[:, None] * C.dim_v + dims[None, :]), acc, mask=(dims < C.dim_v)[None, :])
+                len_q = gl.where(parts > 1, 0, len_q)
             if C.split > 1:  # where its LSE is
                 rows, heads = own_rows(place, sizes[4], C, GROUP, gl.SliceLayout(1, acc.type.layout))
                 dims = gl.arange(0, DV, layout=gl.SliceLayout(0, acc.type.layout))
@@ -417,8 +429,8 @@ def _compute(given, MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr,
 
 
 @gluon.jit(do_not_specialize=ANYTHING)
-def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, counter, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr, sinks_ptr,
-             reads, dropout, scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, lse_len, map_strides, t_steps,
+def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, units, counter, listed, q_offsets, k_offsets, q_used, k_used, table, map_ptr,
+             sinks_ptr, reads, dropout, scale, gain, tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, lse_len, map_strides, t_steps,
              MASK: gl.constexpr, SCORE: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, C: gl.constexpr):  # fmt: skip
     q_ring = ring(q_desc, C.groups * C.rounds, 1)
     k_ring = key_ring(k_desc, t_desc, gain, C)
@@ -440,7 +452,7 @@ def _prefill(q_desc, k_desc, v_desc, o_desc, t_desc, pools, o_ptr, lse_ptr, coun
     alarms = gl.allocate_shared_memory(gl.int32, [C.groups, 4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     sizes = (tiles, tiles_m, together, heads, group, len_q, len_k, batch_heads, tiles * 0)
     lengths = (listed, q_offsets, k_offsets, q_used, k_used)
-    outs, lse, gain = (o_desc, o_ptr, o_buffers), (lse_ptr, lse_len), gain * LOG2E
+    outs, lse, gain = (o_desc, o_ptr, o_buffers, units), (lse_ptr, lse_len), gain * LOG2E
     # Registers: many pages want more, with packed queries again (40: 36 bytes at d128, page 16).
     MANY: gl.constexpr = C.packed or C.first or C.parts > 8
     COPIER: gl.constexpr = 56 if C.gathers == 2 else 24 if C.parts == 1 else 56 if MANY and not C.mapped else 40
@@ -533,14 +545,16 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
     if tiles.parts > 1:  # which the copy engine does not bring to memory
         described, blocks = (*first[:3], first[0]), (*blocks[:3], blocks[0])
         into, into_lse = apart(p, tiles.parts, q.device)
-    listed, tiles_m, batch_heads = None, triton.cdiv(p.len_q, shape.m), p.batch * heads
+    listed, units, tiles_m, batch_heads = None, None, triton.cdiv(p.len_q, shape.m), p.batch * heads
     if packed:  # one list for all sequences
-        listed = sequence_tiles(p, x, shape.m)
+        deal = 0 if tiles.parts else tiles.programs // heads
+        listed = sequence_tiles(p, x, shape.m, deal=deal)
+        units = apart_units(p, deal * heads * 64 * tiles.groups, q.device) if deal else None
         tiles_m, batch_heads = len(listed), heads
     found, map_strides = None, (0, 0, 0)
     if shape.mapped:
         found, map_strides = mask_map(p, mods.mask_function(p.mask.text), x, shape.m, tiles.n, False, q.device, shape.padded)
-    count = tiles_m * batch_heads * tiles.parts
+    count = tiles_m * batch_heads * max(1, tiles.parts)
     if beside is None:
         programs, counter = programs_and_counter(count, tiles.programs, q.device)
         counter = torch.empty(1, dtype=torch.int32, device=q.device) if counter is None else counter  # nobody looks at it: one kernel is compiled for both
@@ -548,13 +562,16 @@ def launch(p: Attention, tiles: Tiles, q, k, v, x: Operands, return_lse: bool, p
         programs, counter = min(count, tiles.programs, beside.sms), None
     _prefill[(programs,)](
         *(describe(t, *b) for t, b in zip(described, blocks, strict=True)), pairs, tuple(map(pool_of, first[1:3])) if gathers else None, into,
-        into_lse, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used, page_table if page_table is None else (page_table, page_table.stride(0)),
+        into_lse, units, counter, listed, x.q_offsets, x.k_offsets, x.q_used, x.k_used,
+        page_table if page_table is None else (page_table, page_table.stride(0)),
         found, x.sinks if x.sinks is None else x.sinks.contiguous(), reads, dropout_of(x), scale, gain, count, tiles_m, side_by_side(p), heads, p.group,
         p.len_q, p.len_k, batch_heads, p.tokens if packed else p.len_q, map_strides, steps,
         MASK=sees, SCORE=score, ROWS=rows, KEYS=keys, C=shape, num_warps=4, **({"launch_pdl": True} if shape.first else {}),
     )  # fmt: skip
     if tiles.parts > 1:
         join(into, into_lse, out, lse)
+    elif units is not None:
+        join_units(p, units, listed[: tiles.programs // heads], x, tiles.pack, out, lse)
     return (out, lse) if return_lse else out
 
 
@@ -564,4 +581,12 @@ def launch_paged(p: Attention, tiles: Tiles, q, cache, x: Operands, return_lse: 
     if x.beside is not None:  # whole tiles, for a few multiprocessors beside another launch
         groups, *_ = pick(TILES, max(block(p.dim), block(p.value_dim)))
         tiles = tiles._replace(groups=min(groups, triton.cdiv(p.len_q * tiles.pack, 64)), parts=1)
-    return launch(p, tiles, q, cache.k, cache.v, x._replace(k_used=cache.lengths), return_lse, cache.page_table)
+    x = x._replace(k_used=cache.lengths)
+    if tiles.parts or x.q_offsets is not None:
+        return launch(p, tiles, q, cache.k, cache.v, x, return_lse, cache.page_table)
+    # a list says in how many parts keys are, as of queries end to end
+    offsets = torch.arange(0, p.batch * p.len_q + 1, p.len_q, dtype=torch.int32, device=q.device)
+    p, x, shape = p._replace(tokens=p.batch * p.len_q), x._replace(q_offsets=offsets), (p.batch, p.len_q)
+    out, lse = launch(p, tiles, q.flatten(0, 1), cache.k, cache.v, x, True, cache.page_table)
+    out = out.unflatten(0, shape)
+    return (out, lse.unflatten(1, shape).transpose(0, 1).contiguous()) if return_lse else out

@@ -9,7 +9,7 @@ from onchip.core.kernel import pick
 from onchip.core.masks import Band
 from onchip.core.problem import Attention
 from onchip.kernels.attention.hopper_tiles import pack_of, programs_of, query_tiles, tile_of
-from onchip.kernels.attention.key_parts import key_tiles, parts_allowed
+from onchip.kernels.attention.key_parts import key_tiles, parts_allowed, parts_by_lengths
 from onchip.kernels.attention.texts import far_of, is_light
 from onchip.kernels.attention.tile import order, together
 from onchip.kernels.hopper import block
@@ -26,7 +26,8 @@ STEP, TILE, JOIN = {1: 0.77, 2: 1.0, 3: 1.45}, 1.4, 5.0
 
 class Tiles(NamedTuple):
     """Warpgroups of 64 rows, keys a tile, key tiles in flight, programs at most (see `programs_and_counter`), places for heads side by side in a tile's rows,
-    a power of two (see `pack_of`; of 1 all rows are queries of one head), and in how many parts the keys of a tile of queries are dealt out."""
+    a power of two (see `pack_of`; of 1 all rows are queries of one head), and in how many parts the keys of a tile of queries are dealt out; 0: as lengths
+    on the device say, which have those of long sequences in parts while multiprocessors would be idle."""
 
     groups: int
     n: int
@@ -37,7 +38,7 @@ class Tiles(NamedTuple):
 
     def __str__(self):
         rows = f" of {self.queries} queries x {self.pack} heads" if self.pack > 1 else ""
-        keys = f", their keys in {self.parts} parts" if self.parts > 1 else ""
+        keys = {0: ", keys of long sequences in parts", 1: ""}.get(self.parts, f", their keys in {self.parts} parts")
         return f"{64 * self.groups}x{self.n} tiles{rows}{keys}, {self.groups} warpgroups, {self.stages} stages, at most {self.programs} programs"
 
     @property
@@ -46,11 +47,15 @@ class Tiles(NamedTuple):
 
     def count(self, p: Attention) -> int:
         """Tiles of queries, of all heads and sequences."""
-        return query_tiles(p, 64 * self.groups, self.pack) * (p.kv_heads if self.pack > 1 else p.heads)
+        return query_tiles(p, 64 * self.groups, self.pack) * self.heads(p)
+
+    def heads(self, p: Attention) -> int:
+        """Heads of which each has tiles of its own."""
+        return p.kv_heads if self.pack > 1 else p.heads
 
     def order(self, p: Attention) -> str:
         """How programs take the tiles of a call."""
-        return order(p, self.count(p) * self.parts, self.programs, side_by_side(p))
+        return order(p, self.count(p) * max(1, self.parts), self.programs, side_by_side(p))
 
 
 def configs(p: Attention, device: Device) -> list[Tiles]:
@@ -64,6 +69,8 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
         n, stages = n * 2 // tile.dtype.itemsize, TILED
     alone, programs = "batch_invariant" in p.extras, programs_of(device)
     whole = _packed(p, Tiles(groups, n, stages, programs), alone)
+    if parts_by_lengths(p, whole.queries, n, whole.heads(p), programs):
+        return [whole._replace(groups=min(groups, triton.cdiv(p.len_q * whole.pack, 64)), parts=0)]
     if alone or whole.count(p) >= programs:
         return [whole]
     lower = {_packed(p, Tiles(g, n, stages, programs), alone) for g in range(1, groups + 1)}

@@ -92,11 +92,11 @@ def locate(t, sizes, lengths, OF_KEYS: gl.constexpr, C: gl.constexpr):
         there = tile * BLOCK < (len_k if OF_KEYS else len_q)
     start_q, len_q = sequence(q_offsets, q_used, b, len_q)
     start_k, len_k = sequence(k_offsets, k_used, b, len_k)
-    return (b, head, tile, start_q, len_q, start_k, len_k, _shift(len_q, len_k, C)), there
+    return (b, head, tile, start_q, len_q, start_k, len_k, shift_of(len_q, len_k, C)), there
 
 
 @gluon.jit
-def _shift(len_q, len_k, C: gl.constexpr):
+def shift_of(len_q, len_k, C: gl.constexpr):
     """The key that query 0 is at."""
     shift = len_k - len_q
     if C.top_left:
@@ -119,7 +119,7 @@ def place_of(message, turn, b, sizes, C: gl.constexpr, WARPS: gl.constexpr = 4):
         start_q, len_q = hear(message, turn, 3, WARPS), hear(message, turn, 4, WARPS)
         start_k, len_k = hear(message, turn, 5, WARPS), hear(message, turn, 6, WARPS)
     forget(message, turn)
-    return b, head, tile, start_q, len_q, start_k, len_k, _shift(len_q, len_k, C)
+    return b, head, tile, start_q, len_q, start_k, len_k, shift_of(len_q, len_k, C)
 
 
 @gluon.jit

@@ -8,19 +8,29 @@ import torch
 import triton
 import triton.language as tl
 
-from onchip.core.problem import Attention
+from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention.tile import LN2, LOG2E
+from onchip.kernels.attention.tile import LEAST, LN2, LOG2E, MOST_PARTS, PART, PARTS, sequence
 from onchip.kernels.launch import starts_early
 
 # ---- device
 
 
+@triton.jit
+def _joined(logs, parts):
+    """Output [rows, dim] and LSE [rows] of parts [parts, rows, dim] with LSE [parts, rows]."""
+    top = tl.max(logs, 0)
+    weights = tl.math.exp2((logs - tl.where(top == float("-inf"), 0.0, top)[None, :]) * LOG2E)
+    total = tl.sum(weights, 0)
+    parts = tl.where((weights > 0.0)[:, :, None], parts, 0.0)  # who saw nothing may hold anything
+    return tl.sum(parts * weights[:, :, None], 0) * tl.where(total == 0.0, 0.0, tl.math.div_rn(1.0, total))[:, None], top + tl.math.log2(total) * LN2
+
+
 @triton.jit(do_not_specialize=["count", "rows", "len_q", "heads"])
-def _join(part_ptr, part_lse_ptr, o_ptr, lse_ptr, count, rows, len_q, heads, DV: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+def _join(part_ptr, part_lse_ptr, o_ptr, lse_ptr, count, rows, len_q, heads, DV: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr,
           EARLY: tl.constexpr):  # fmt: skip
-    """ROWS rows of [batch, heads, len_q], of all `count` parts at once, up to PARTS."""
-    row, part, dims = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PARTS), tl.arange(0, BLOCK)
+    """ROWS rows of [batch, heads, len_q], of all `count` parts at once, up to PLACES."""
+    row, part, dims = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, PLACES), tl.arange(0, BLOCK)
     near, used = row < rows, dims < DV
     real = (part < count)[:, None] & near[None, :]
     if EARLY:
@@ -28,22 +38,49 @@ def _join(part_ptr, part_lse_ptr, o_ptr, lse_ptr, count, rows, len_q, heads, DV:
     at = part.to(tl.int64)[:, None] * rows + row[None, :]
     logs = tl.load(part_lse_ptr + at, mask=real, other=float("-inf"))
     parts = tl.load(part_ptr + at[:, :, None] * DV + dims[None, None, :], mask=real[:, :, None] & used[None, None, :], other=0.0)
-    top = tl.max(logs, 0)
-    weights = tl.math.exp2((logs - tl.where(top == float("-inf"), 0.0, top)[None, :]) * LOG2E)
-    total = tl.sum(weights, 0)
-    parts = tl.where((weights > 0.0)[:, :, None], parts, 0.0)  # who saw nothing may hold anything
-    out = tl.sum(parts * weights[:, :, None], 0) * tl.where(total == 0.0, 0.0, tl.math.div_rn(1.0, total))[:, None]
+    out, log = _joined(logs, parts)
     batch_head, query = row // len_q, row % len_q
     to = (batch_head // heads * len_q + query).to(tl.int64) * heads + batch_head % heads
     tl.store(o_ptr + to[:, None] * DV + dims[None, :], out.to(o_ptr.dtype.element_ty), mask=near[:, None] & used[None, :])
     if lse_ptr is not None:
-        tl.store(lse_ptr + row, top + tl.math.log2(total) * LN2, mask=near)
+        tl.store(lse_ptr + row, log, mask=near)
+
+
+@triton.jit(do_not_specialize=["heads", "group", "tokens"])
+def _join_units(part_ptr, part_lse_ptr, o_ptr, lse_ptr, units_ptr, q_offsets, q_used, heads, group, tokens, M: tl.constexpr, PACK: tl.constexpr,
+                DV: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """ROWS rows of a tile of queries, of one of the `heads` that a tile has, if the unit is the first of several parts; else nothing is to be done."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    blocks: tl.constexpr = M // ROWS
+    number = tl.program_id(0) // blocks
+    b, word = tl.load(units_ptr + number // heads * 2), tl.load(units_ptr + number // heads * 2 + 1)
+    count = word // PARTS + 1
+    if (b >= 0) & (count > 1) & (word // PART % 32 == 0):
+        start, length = sequence(q_offsets, q_used, b, 0)
+        at = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+        part, dims = tl.arange(0, PLACES), tl.arange(0, BLOCK)
+        query = word % PART * (M // PACK) + at // PACK
+        head = number % heads
+        near, used = query < length, dims < DV
+        if PACK > 1:
+            near = near & (at % PACK < group)
+            head = head * group + at % PACK
+        rows = (number + part * heads)[:, None] * M + at[None, :]
+        real = (part < count)[:, None] & near[None, :]
+        logs = tl.load(part_lse_ptr + rows, mask=real, other=float("-inf"))
+        parts = tl.load(part_ptr + rows[:, :, None] * DV + dims[None, None, :], mask=real[:, :, None] & used[None, None, :], other=0.0)
+        out, log = _joined(logs, parts)
+        every = group * heads if PACK > 1 else heads
+        to = (start + query).to(tl.int64) * every + head
+        tl.store(o_ptr + to[:, None] * DV + dims[None, :], out.to(o_ptr.dtype.element_ty), mask=near[:, None] & used[None, :])
+        if lse_ptr is not None:
+            tl.store(lse_ptr + head.to(tl.int64) * tokens + start + query, log, mask=near)
 
 
 # ---- host
 
-PARTS = (16, 8, 4, 2)  # a kernel of its own for each
-LEAST = 1024  # keys of a part
+POWERS = (16, 8, 4, 2)  # a kernel of its own for each
 JOINED = 8192  # numbers of all parts that a program joins: 64 a thread, all in flight at once
 
 
@@ -56,11 +93,23 @@ def key_tiles(p: Attention, m: int, n: int) -> tuple[int, int]:
 
 
 def parts_allowed(p: Attention, m: int, n: int) -> tuple[int, ...]:
-    """In how many parts keys may be dealt out. Together: where a map names those that are seen, where the batch must not decide, where dropout wants the
-    registers, and over pages, whose lengths are on the device."""
-    together = isinstance(p.mask, Traced) or p.keys == "paged" or {*p.extras} & {"batch_invariant", "dropout"} or not p.len_q
-    keys = 0 if together else max(key_tiles(p, m, n)) * n
-    return (*(parts for parts in PARTS if parts * LEAST <= keys), 1)
+    """In how many parts keys may be dealt out. Of those in pages the host knows no lengths: see `parts_by_lengths`."""
+    keys = 0 if p.keys == "paged" or _together(p) else max(key_tiles(p, m, n)) * n
+    return (*(parts for parts in POWERS if parts * LEAST <= keys), 1)
+
+
+def parts_by_lengths(p: Attention, m: int, n: int, heads: int, programs: int) -> bool:
+    """Whether the device is to say in how many parts each tile's keys are dealt out: of keys in pages, where at most half of the programs may have a tile of
+    `m` queries of one of the `heads`, which may see enough keys for two parts."""
+    if p.keys != "paged" or _together(p):
+        return False
+    tiles = triton.cdiv(p.tokens, m) if p.tokens else p.batch * triton.cdiv(p.len_q, m)
+    return 2 * tiles * heads <= programs and max(key_tiles(p, m, n)) * n >= 2 * LEAST
+
+
+def _together(p: Attention) -> bool:
+    """Where a map names the keys that are seen, where the batch must not decide, and where dropout wants the registers."""
+    return isinstance(p.mask, Traced) or bool({*p.extras} & {"batch_invariant", "dropout"}) or not p.len_q
 
 
 def apart(p: Attention, count: int, device: torch.device):
@@ -78,5 +127,21 @@ def join(parts, part_lse, out, lse) -> None:
     height, rows, early = max(1, JOINED // (places * block)), part_lse[0].numel(), starts_early(out)
     _join[(triton.cdiv(rows, height),)](
         parts, part_lse, out, lse, count, rows, len_q, heads,
-        DV=dim_v, BLOCK=block, PARTS=places, ROWS=height, EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+        DV=dim_v, BLOCK=block, PLACES=places, ROWS=height, EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+
+
+def apart_units(p: Attention, rows: int, device: torch.device):
+    """Output [rows, dim_v] and LSE [rows], float32, of the tiles whose keys a list deals out in several parts."""
+    return torch.empty(rows, p.value_dim, dtype=torch.float32, device=device), torch.empty(rows, dtype=torch.float32, device=device)
+
+
+def join_units(p: Attention, units, listed, x: Operands, pack: int, out, lse) -> None:
+    """Into `out` and `lse` (or None), as `tile.outputs` makes them, of a packed batch the parts of `units` that lie in the first places of a list."""
+    parts, part_lse = units
+    heads, block, early = p.kv_heads if pack > 1 else p.heads, triton.next_power_of_2(p.value_dim), starts_early(out)
+    m, rows = len(parts) // (heads * len(listed)), max(1, JOINED // (MOST_PARTS * block))
+    _join_units[(heads * len(listed) * (m // rows),)](
+        parts, part_lse, out, lse, listed, x.q_offsets, x.q_used, heads, p.group, p.tokens,
+        M=m, PACK=pack, DV=p.value_dim, BLOCK=block, PLACES=MOST_PARTS, ROWS=rows, EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -28,6 +28,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 L2_SHARE = 32 << 20  # bytes of K and V that the programs in flight may spread over and still find in L2
 FIELDS = tl.constexpr(8)  # of a tile in a list by length: a sector of memory
+PART, PARTS = tl.constexpr(1 << 20), tl.constexpr(1 << 25)  # in a list: tile + PART part + PARTS (parts - 1), of up to 32 parts
+MOST_PARTS, LEAST = 16, 1024  # of a tile's keys, and keys of a part
 LISTED = 64  # tiles of a packed batch that a program sorts, each against as many at once
 CHUNK = 8  # tiles that one program of a mask's map looks at, a microsecond or less each
 
@@ -289,8 +291,8 @@ def _number(found_ptr, offsets, other_offsets, used, other_used, bound, most, to
 
 
 @triton.jit(do_not_specialize=["bound"])
-def _rank(tiles_ptr, found_ptr, bound, BLOCK: tl.constexpr):
-    """(sequence, tile) as found by `_number`, sorted: a tile's place is the number of those with more work, or as much and an earlier place."""
+def _rank(tiles_ptr, work_ptr, found_ptr, bound, BLOCK: tl.constexpr):
+    """(sequence, tile) as found by `_number`, sorted, and if wanted their work: a tile's place is the number of those with more, or with as much before it."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     work = tl.load(found_ptr + 2 * bound + at, mask=at < bound, other=-1)
     rank = at * 0
@@ -303,6 +305,32 @@ def _rank(tiles_ptr, found_ptr, bound, BLOCK: tl.constexpr):
     tile = tl.load(found_ptr + bound + at, mask=at < bound, other=0)
     tl.store(tiles_ptr + 2 * rank, b, mask=at < bound)
     tl.store(tiles_ptr + 2 * rank + 1, tl.maximum(tile, 0), mask=at < bound)
+    if work_ptr is not None:
+        tl.store(work_ptr + rank, work, mask=at < bound)
+
+
+@triton.jit(do_not_specialize=["bound", "most"])
+def _deal(units_ptr, tiles_ptr, work_ptr, bound, most, LEAST: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    """Tiles as sorted by `_rank`, each as many times as its keys are dealt out in parts: by its share of all keys in `most` parts, of LEAST keys or more, up to
+    MOST. Part and parts stand above the tile's number (`hopper_parts`); tiles of several parts lie within the first `most` places."""
+    every = tl.zeros([], tl.int64)
+    for first in range(0, bound, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        every += tl.sum(tl.maximum(tl.load(work_ptr + at, mask=at < bound, other=0), 0).to(tl.int64), 0)
+    behind = 0
+    for first in range(0, bound, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        work = tl.load(work_ptr + at, mask=at < bound, other=-1)
+        b, tile = tl.load(tiles_ptr + 2 * at, mask=at < bound, other=-1), tl.load(tiles_ptr + 2 * at + 1, mask=at < bound, other=0)
+        share = (work.to(tl.int64) * most // tl.maximum(every, 1)).to(tl.int32)
+        parts = tl.maximum(tl.minimum(tl.minimum(share, work // LEAST), MOST), 1)
+        parts = tl.where(b >= 0, parts, 0)
+        begin = behind + tl.cumsum(parts, 0) - parts
+        for part in range(MOST):
+            to = units_ptr + 2 * (begin + part)
+            tl.store(to, b, mask=part < parts)
+            tl.store(to + 1, tile + part * PART + (parts - 1) * PARTS, mask=part < parts)
+        behind += tl.sum(parts, 0)
 
 
 @triton.jit
@@ -400,9 +428,10 @@ def _mask_map(p, sees, captured, lengths, shape: MapShape, device):
     return found
 
 
-def sequence_tiles(p, x, block: int, of_keys: bool = False, by_work: bool = True):
+def sequence_tiles(p, x, block: int, of_keys: bool = False, by_work: bool = True, deal: int = 0):
     """The tiles of `block` queries (or keys) of a packed batch, int32 [bound, 2] of (sequence, tile), those with most work first.
     Not `by_work`: sequence after sequence, the longest first, their tiles in order, int32 [bound, 8]: sequence, tile, first token and length of both sides.
+    `deal`: keys of long tiles in parts, of all tiles about so many, int32 [bound + deal, 2] of sequence and tile, part and parts; see `_deal`.
 
     The host knows `bound` from sizes alone; behind the last tile come (-1, 0). Work is counted by the band around the mask. Of tiles with as much
     the later queries (the earlier keys) go first: they see more where a mask that is no band is like a causal one. It is `remembered`.
@@ -415,20 +444,33 @@ def sequence_tiles(p, x, block: int, of_keys: bool = False, by_work: bool = True
         lengths = (x.k_offsets, x.q_offsets, x.k_used, x.q_used)
     most = triton.cdiv(longest, block)
     bound = min(tokens // block + p.batch, most * p.batch)
-    how = {"BEFORE": before, "AFTER": after, "TOP_LEFT": top_left, "tokens": block, "LAST_FIRST": by_work and not of_keys, "BY_LENGTH": not by_work}
+    how = {
+        "BEFORE": before,
+        "AFTER": after,
+        "TOP_LEFT": top_left,
+        "tokens": block,
+        "LAST_FIRST": by_work and not of_keys,
+        "BY_LENGTH": not by_work,
+        "deal": deal,
+    }
     what, device, changing = ("tiles", bound, most, *how.values()), x.q_offsets.device, p.page > 0
     return asked(lambda *lengths: remembered(what, lengths, device, lambda: _sequence_tiles(lengths, bound, most, how), changing), *lengths)
 
 
 def _sequence_tiles(lengths, bound: int, most: int, how: dict):
-    offsets = lengths[0]
+    offsets, deal = lengths[0], how["deal"]
+    how = {name: value for name, value in how.items() if name != "deal"}
     found = offsets.new_full((bound, FIELDS.value) if how["BY_LENGTH"] else (3, bound), -1)
     _number[(len(offsets) - 1,)](found, *lengths, bound, most, **how, BLOCK=LISTED)
     if how["BY_LENGTH"]:
         return found
-    tiles = offsets.new_empty((bound, 2))
-    _rank[(triton.cdiv(bound, LISTED),)](tiles, found, bound, BLOCK=LISTED)
-    return tiles
+    tiles, work = offsets.new_empty((bound, 2)), offsets.new_empty(bound) if deal else None
+    _rank[(triton.cdiv(bound, LISTED),)](tiles, work, found, bound, BLOCK=LISTED)
+    if not deal:
+        return tiles
+    units = offsets.new_full((bound + deal, 2), -1)
+    _deal[(1,)](units, tiles, work, bound, deal, LEAST=LEAST, MOST=MOST_PARTS, BLOCK=LISTED)
+    return units
 
 
 def outputs(p, x, q, return_lse: bool):
