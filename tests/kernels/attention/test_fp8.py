@@ -15,7 +15,7 @@ from onchip.core.scales import SMALLEST, Scales
 
 E4M3 = torch.float8_e4m3fn
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
-ATTENTION = ("texts", "mods", "tile", "hopper_dropout", "hopper_tiles", "hopper_parts", "hopper_fp8")
+ATTENTION = ("texts", "mods", "tile", "tile_lists", "hopper_dropout", "hopper_tiles", "hopper_parts", "hopper_fp8")
 SOURCES = ["onchip.kernels.curves", "onchip.kernels.hopper", *(f"onchip.kernels.attention.{name}" for name in ATTENTION)]
 FEW, EACH = 3, 1000  # programs: few, which do several tiles each, or one for each tile
 

@@ -19,7 +19,18 @@ from onchip.ops.attend import How, dense_sizes, packed_sizes, problem_of
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 
-MODULES = ("texts", "mods", "tile", "hopper_dropout", "pairs", "hopper_tiles", "hopper_backward_tiles", "hopper_backward_ordered", "hopper_backward")
+MODULES = (
+    "texts",
+    "mods",
+    "tile",
+    "tile_lists",
+    "hopper_dropout",
+    "pairs",
+    "hopper_tiles",
+    "hopper_backward_tiles",
+    "hopper_backward_ordered",
+    "hopper_backward",
+)
 SOURCES = ["onchip.kernels.curves", "onchip.kernels.hopper", *(f"onchip.kernels.attention.{name}" for name in MODULES)]
 
 

@@ -22,7 +22,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="has nothing to do with Triton's interpreter: runs without it")
 
 FEW, EACH = 3, 1000  # programs: few, which do several tiles each, or one for each tile
-ATTENTION = "texts mods tile hopper_dropout pairs hopper_tiles hopper_parts capped lines key_bias hopper_halves hopper_copies hopper_prefill"
+ATTENTION = "texts mods tile tile_lists hopper_dropout pairs hopper_tiles hopper_parts capped lines key_bias hopper_halves hopper_copies hopper_prefill"
 SOURCES = ["onchip.kernels.curves", "onchip.kernels.hopper", *(f"onchip.kernels.attention.{name}" for name in ATTENTION.split())]
 
 

@@ -177,7 +177,7 @@ LISTED_BUGS = [
     Bug("a unit lies where its tile's first part does", LONG_ONE, (("return told // 1024 * (64 * C.groups)", "return told * 0"),)),
     Bug("both warpgroups have the same rows", LONG_ONE, (("+ GROUP * 64 + gl.arange(0, 64, layout=layout)\n\n", "+ gl.arange(0, 64, layout=layout)\n\n"),)),
     Bug("the first absent unit is done", THREES, (("    real = b >= 0\n", "    real = b >= -1\n"),)),
-    Bug("a program ends behind its first unit", THREES, (("more = more & there", "more = more & (number < 0)"),)),
+    Bug("a program ends behind its first unit", THREES._replace(tiles=(1, 64, 2, 3, 4, 0)), (("more = more & there", "more = more & (number < 0)"),)),
     Bug("each part has the sink", NARROW, (("gl.where(part == 0, logit,", "gl.where(part >= 0, logit,"),)),
     Bug("a tile in parts goes to the output as well", LONG_ONE, (("                len_q = gl.where(parts > 1, 0, len_q)\n", ""),)),
     Bug("a tile in parts has an LSE of its own", LONG_ONE, (("        len_q = gl.where(parts > 1, 0, len_q)\n    if lse_ptr", "    if lse_ptr"),)),

@@ -1,5 +1,6 @@
 """What the attention kernels share: the tiles of a band, the list of a packed batch's tiles, and the memory of what is made from tensors."""
 
+import itertools
 import random
 import sys
 import warnings
@@ -18,11 +19,12 @@ import triton.language as tl
 from onchip.core.masks import Blocks, Causal, Chunked, Dense, Document, Full, MaskMod, Prefix, Window
 from onchip.core.once import one_pass
 from onchip.core.problem import Attention, Operands
-from onchip.kernels.attention import mods, tile
+from onchip.kernels.attention import mods, tile, tile_lists
 from onchip.kernels.attention.hopper_copies import pool_of
 from onchip.kernels.attention.reference import place
 from onchip.kernels.attention.register_decode import _words
-from onchip.kernels.attention.tile import describable, ends, for_tma, inner_span, key_span, mask_map, query_span, remembered, sequence_tiles
+from onchip.kernels.attention.tile import describable, ends, for_tma, inner_span, key_span, mask_map, query_span, remembered
+from onchip.kernels.attention.tile_lists import sequence_tiles
 
 # ---- which tiles a band shows
 
@@ -216,15 +218,17 @@ def test_a_list_stays_in_its_place_whatever_lengths_say(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("deal", [1, 16, 132])
 def test_keys_of_long_tiles_are_dealt_out(deal, device, monkeypatch):
-    """By a tile's share of all keys, in parts of enough keys; first part to last, those of several parts within the first places."""
-    monkeypatch.setattr(tile, "LEAST", 32)
+    """In parts of as few keys as are no more than the places, or of a place's share of all keys where tiles are as many; first part to last."""
+    monkeypatch.setattr(tile_lists, "LEAST", 32)
     for seed, mask in product(range(4), (Full(), Causal(), Window(100))):
         lengths, used = drawn(seed)
         p, x = packed(lengths, used, mask, device)
         tiles = worked(used or lengths, mask, 32, False)
-        every, expected = sum(work for work, _, _ in tiles), []
+        least, expected = max(32, -(-sum(work for work, _, _ in tiles) // deal)), []
+        few = len(tiles) < deal
+        size = next(n for n in itertools.count(least) if not few or sum(max(1, -(-work // n)) for work, _, _ in tiles) <= deal)
         for work, b, at in tiles:
-            parts = max(1, min(work * deal // max(1, every), work // 32, 16))
+            parts = max(1, min(-(-work // size) if few else work // size, work // 32, 16))
             assert parts == 1 or len(expected) + parts <= deal
             expected += [(b, at | part << 20 | parts - 1 << 25) for part in range(parts)]
         found = list(map(tuple, sequence_tiles(p, x, 32, deal=deal).tolist()))

@@ -54,7 +54,8 @@ from onchip.kernels.attention.cutlass_backward_tiles import (
 from onchip.kernels.attention.hopper_tiles import key_heads_together, order_of_keys, programs_of
 from onchip.kernels.attention.pairs import laid_out, pair_view
 from onchip.kernels.attention.statistics import shares, sink_gradient, statistics
-from onchip.kernels.attention.tile import ends, for_tma, sequence_tiles
+from onchip.kernels.attention.tile import ends, for_tma
+from onchip.kernels.attention.tile_lists import sequence_tiles
 from onchip.kernels.cutlass import (
     DTYPES,
     Compiled,

@@ -44,7 +44,8 @@ from onchip.kernels.attention.hopper_dropout import dropout_of, drops_of, growth
 from onchip.kernels.attention.hopper_tiles import key_heads_together, locate, order_of_keys, programs_and_counter, programs_of
 from onchip.kernels.attention.pairs import add_by_distance, ask_for, by_distance, distances_of, empty_sums, laid_out, pair_tiles, slopes_of
 from onchip.kernels.attention.statistics import finish, sink_gradient, statistics
-from onchip.kernels.attention.tile import ends, fast, for_tma, mask_map, sequence_tiles
+from onchip.kernels.attention.tile import ends, fast, for_tma, mask_map
+from onchip.kernels.attention.tile_lists import sequence_tiles
 from onchip.kernels.hopper import (
     advance,
     arrive_and_wait,

@@ -55,7 +55,8 @@ from onchip.kernels.attention.hopper_backward_tiles import (
     weights,
 )
 from onchip.kernels.attention.hopper_tiles import anew, locate, programs_and_counter, programs_of
-from onchip.kernels.attention.tile import ends, mask_map, order, sequence_tiles, together
+from onchip.kernels.attention.tile import ends, mask_map, order, together
+from onchip.kernels.attention.tile_lists import sequence_tiles
 from onchip.kernels.hopper import (
     advance,
     arrive_and_wait,

@@ -1,7 +1,7 @@
 """Keys of a tile of queries that are dealt out in parts: which of them a program of a Hopper kernel has, and where what it gives goes.
 
 `hopper_prefill` deals out those of all tiles where there are fewer than programs (`key_parts`): as many parts of each, or, of keys in pages, whose number is
-on the device, as a list says (`C.split` 0; `tile.sequence_tiles`): what is told of a unit holds its place among all, part and parts, and a tile of one part
+on the device, as a list says (`C.split` 0; `tile_lists`): what is told of a unit holds its place among all, part and parts, and a tile of one part
 goes straight to the output. `hopper_fp8` does so where tiles are left when each program has
 done as many as every other: of 2,048 tiles 132 programs do 15 each, and 68 are left: in five parts each they take three fifths of a tile's time instead of all
 of it. Its part's output is normalised and in the result's dtype, with its LSE.
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from onchip.kernels.attention.hopper_tiles import all_heads, key_steps, shift_of
-from onchip.kernels.attention.tile import LN2, LOG2E, PART, sequence
+from onchip.kernels.attention.tile import LN2, LOG2E, sequence
+from onchip.kernels.attention.tile_lists import PART
 from onchip.kernels.hopper import gl, gluon, uniform
 from onchip.kernels.launch import starts_early
 

@@ -72,7 +72,8 @@ from onchip.kernels.attention.key_parts import apart, apart_units, join, join_un
 from onchip.kernels.attention.lines import below, draw, height_of, top_above
 from onchip.kernels.attention.pairs import distances_of, laid_out, pair_tiles
 from onchip.kernels.attention.texts import far_of, line_of, only_adds
-from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, outputs, sequence_tiles
+from onchip.kernels.attention.tile import device_functions, ends, for_tma, mask_map, outputs
+from onchip.kernels.attention.tile_lists import sequence_tiles
 from onchip.kernels.hopper import (
     advance,
     as_halves,

@@ -10,7 +10,8 @@ import triton.language as tl
 
 from onchip.core.problem import Attention, Operands
 from onchip.core.trace import Traced
-from onchip.kernels.attention.tile import LEAST, LN2, LOG2E, MOST_PARTS, PART, PARTS, sequence
+from onchip.kernels.attention.tile import LN2, LOG2E, sequence
+from onchip.kernels.attention.tile_lists import LEAST, MOST_PARTS, PART, PARTS
 from onchip.kernels.launch import starts_early
 
 # ---- device
@@ -48,39 +49,39 @@ def _join(part_ptr, part_lse_ptr, o_ptr, lse_ptr, count, rows, len_q, heads, DV:
 
 @triton.jit(do_not_specialize=["heads", "group", "tokens"])
 def _join_units(part_ptr, part_lse_ptr, o_ptr, lse_ptr, units_ptr, q_offsets, q_used, heads, group, tokens, M: tl.constexpr, PACK: tl.constexpr,
-                DV: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """ROWS rows of a tile of queries, of one of the `heads` that a tile has, if the unit is the first of several parts; else nothing is to be done."""
+                DV: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, TIMES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """TIMES ROWS rows of a tile of queries, of one of the `heads` that a tile has, if the unit is the first of several parts; else nothing is to be done."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    blocks: tl.constexpr = M // ROWS
+    blocks: tl.constexpr = M // (ROWS * TIMES)
     number = tl.program_id(0) // blocks
     b, word = tl.load(units_ptr + number // heads * 2), tl.load(units_ptr + number // heads * 2 + 1)
     count = word // PARTS + 1
     if (b >= 0) & (count > 1) & (word // PART % 32 == 0):
         start, length = sequence(q_offsets, q_used, b, 0)
-        at = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
         part, dims = tl.arange(0, PLACES), tl.arange(0, BLOCK)
-        query = word % PART * (M // PACK) + at // PACK
-        head = number % heads
-        near, used = query < length, dims < DV
-        if PACK > 1:
-            near = near & (at % PACK < group)
-            head = head * group + at % PACK
-        rows = (number + part * heads)[:, None] * M + at[None, :]
-        real = (part < count)[:, None] & near[None, :]
-        logs = tl.load(part_lse_ptr + rows, mask=real, other=float("-inf"))
-        parts = tl.load(part_ptr + rows[:, :, None] * DV + dims[None, None, :], mask=real[:, :, None] & used[None, None, :], other=0.0)
-        out, log = _joined(logs, parts)
-        every = group * heads if PACK > 1 else heads
-        to = (start + query).to(tl.int64) * every + head
-        tl.store(o_ptr + to[:, None] * DV + dims[None, :], out.to(o_ptr.dtype.element_ty), mask=near[:, None] & used[None, :])
-        if lse_ptr is not None:
-            tl.store(lse_ptr + head.to(tl.int64) * tokens + start + query, log, mask=near)
+        used, every = dims < DV, group * heads if PACK > 1 else heads
+        for turn in range(TIMES):
+            at = (tl.program_id(0) % blocks * TIMES + turn) * ROWS + tl.arange(0, ROWS)
+            query, head = word % PART * (M // PACK) + at // PACK, number % heads + at * 0
+            near = query < length
+            if PACK > 1:
+                near, head = near & (at % PACK < group), head * group + at % PACK
+            rows = (number + part * heads)[:, None] * M + at[None, :]
+            real = (part < count)[:, None] & near[None, :]
+            logs = tl.load(part_lse_ptr + rows, mask=real, other=float("-inf"))
+            parts = tl.load(part_ptr + rows[:, :, None] * DV + dims[None, None, :], mask=real[:, :, None] & used[None, None, :], other=0.0)
+            out, log = _joined(logs, parts)
+            to = (start + query).to(tl.int64) * every + head
+            tl.store(o_ptr + to[:, None] * DV + dims[None, :], out.to(o_ptr.dtype.element_ty), mask=near[:, None] & used[None, :])
+            if lse_ptr is not None:
+                tl.store(lse_ptr + head.to(tl.int64) * tokens + start + query, log, mask=near)
 
 
 # ---- host
 
 POWERS = (16, 8, 4, 2)  # a kernel of its own for each
+TIMES = 4  # that a program does so where it may find nothing to do
 JOINED = 8192  # numbers of all parts that a program joins: 64 a thread, all in flight at once
 
 
@@ -141,7 +142,8 @@ def join_units(p: Attention, units, listed, x: Operands, pack: int, out, lse) ->
     parts, part_lse = units
     heads, block, early = p.kv_heads if pack > 1 else p.heads, triton.next_power_of_2(p.value_dim), starts_early(out)
     m, rows = len(parts) // (heads * len(listed)), max(1, JOINED // (MOST_PARTS * block))
-    _join_units[(heads * len(listed) * (m // rows),)](
+    _join_units[(heads * len(listed) * (m // (rows * TIMES)),)](
         parts, part_lse, out, lse, listed, x.q_offsets, x.q_used, heads, p.group, p.tokens,
-        M=m, PACK=pack, DV=p.value_dim, BLOCK=block, PLACES=MOST_PARTS, ROWS=rows, EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+        M=m, PACK=pack, DV=p.value_dim, BLOCK=block, PLACES=MOST_PARTS, ROWS=rows, TIMES=TIMES,
+        EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

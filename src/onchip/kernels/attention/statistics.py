@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from onchip.kernels.attention.tile import LISTED, block, sequence
+from onchip.kernels.attention.tile import block, sequence
+from onchip.kernels.attention.tile_lists import LISTED
 
 LATE = 4  # TMA takes a row from a multiple of 16 bytes on, where a sequence need not begin: LSE and delta lie four times in memory, each a row later
 MUCH = 9 << 25  # bytes of float32 sums of dQ at once: 32k tokens, 16 heads of 128; at 64k all of them make the peak 1.25 of what must exist, these 1.13

@@ -27,7 +27,6 @@ from onchip.core.trace import Traced, hides_keys
 from onchip.kernels.attention import mods, texts
 from onchip.kernels.attention.statistics import apart, sink_gradient, statistics, statistics_apart
 from onchip.kernels.attention.tile import (
-    FIELDS,
     LOG2E,
     adjacent,
     block,
@@ -41,9 +40,9 @@ from onchip.kernels.attention.tile import (
     mask_map,
     query_span,
     sequence,
-    sequence_tiles,
     tf32,
 )  # fmt: skip
+from onchip.kernels.attention.tile_lists import FIELDS, sequence_tiles
 
 
 class Tiles(NamedTuple):
