@@ -14,17 +14,9 @@ from onchip.kernels.attention.tile import LN2, LOG2E, sequence
 from onchip.kernels.attention.tile_lists import LEAST, MOST_PARTS, PART, PARTS
 from onchip.kernels.launch import starts_early
 
+AT_ONCE = tl.constexpr(4)  # parts of a unit's rows that a program reads at once
+
 # ---- device
-
-
-@triton.jit
-def _joined(logs, parts):
-    """Output [rows, dim] and LSE [rows] of parts [parts, rows, dim] with LSE [parts, rows]."""
-    top = tl.max(logs, 0)
-    weights = tl.math.exp2((logs - tl.where(top == float("-inf"), 0.0, top)[None, :]) * LOG2E)
-    total = tl.sum(weights, 0)
-    parts = tl.where((weights > 0.0)[:, :, None], parts, 0.0)  # who saw nothing may hold anything
-    return tl.sum(parts * weights[:, :, None], 0) * tl.where(total == 0.0, 0.0, tl.math.div_rn(1.0, total))[:, None], top + tl.math.log2(total) * LN2
 
 
 @triton.jit(do_not_specialize=["count", "rows", "len_q", "heads"])
@@ -39,49 +31,58 @@ def _join(part_ptr, part_lse_ptr, o_ptr, lse_ptr, count, rows, len_q, heads, DV:
     at = part.to(tl.int64)[:, None] * rows + row[None, :]
     logs = tl.load(part_lse_ptr + at, mask=real, other=float("-inf"))
     parts = tl.load(part_ptr + at[:, :, None] * DV + dims[None, None, :], mask=real[:, :, None] & used[None, None, :], other=0.0)
-    out, log = _joined(logs, parts)
+    top = tl.max(logs, 0)
+    weights = tl.math.exp2((logs - tl.where(top == float("-inf"), 0.0, top)[None, :]) * LOG2E)
+    total = tl.sum(weights, 0)
+    parts = tl.where((weights > 0.0)[:, :, None], parts, 0.0)  # who saw nothing may hold anything
+    out = tl.sum(parts * weights[:, :, None], 0) * tl.where(total == 0.0, 0.0, tl.math.div_rn(1.0, total))[:, None]
     batch_head, query = row // len_q, row % len_q
     to = (batch_head // heads * len_q + query).to(tl.int64) * heads + batch_head % heads
     tl.store(o_ptr + to[:, None] * DV + dims[None, :], out.to(o_ptr.dtype.element_ty), mask=near[:, None] & used[None, :])
     if lse_ptr is not None:
-        tl.store(lse_ptr + row, log, mask=near)
+        tl.store(lse_ptr + row, top + tl.math.log2(total) * LN2, mask=near)
 
 
 @triton.jit(do_not_specialize=["heads", "group", "tokens"])
 def _join_units(part_ptr, part_lse_ptr, o_ptr, lse_ptr, units_ptr, q_offsets, q_used, heads, group, tokens, M: tl.constexpr, PACK: tl.constexpr,
-                DV: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, TIMES: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """TIMES ROWS rows of a tile of queries, of one of the `heads` that a tile has, if the unit is the first of several parts; else nothing is to be done."""
+                DV: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """ROWS rows of a tile of queries, of one of the `heads` that a tile has, if the unit is the first of several parts; else nothing is to be done."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    blocks: tl.constexpr = M // (ROWS * TIMES)
+    blocks: tl.constexpr = M // ROWS
     number = tl.program_id(0) // blocks
     b, word = tl.load(units_ptr + number // heads * 2), tl.load(units_ptr + number // heads * 2 + 1)
     count = word // PARTS + 1
     if (b >= 0) & (count > 1) & (word // PART % 32 == 0):
         start, length = sequence(q_offsets, q_used, b, 0)
-        part, dims = tl.arange(0, PLACES), tl.arange(0, BLOCK)
-        used, every = dims < DV, group * heads if PACK > 1 else heads
-        for turn in range(TIMES):
-            at = (tl.program_id(0) % blocks * TIMES + turn) * ROWS + tl.arange(0, ROWS)
-            query, head = word % PART * (M // PACK) + at // PACK, number % heads + at * 0
-            near = query < length
-            if PACK > 1:
-                near, head = near & (at % PACK < group), head * group + at % PACK
-            rows = (number + part * heads)[:, None] * M + at[None, :]
-            real = (part < count)[:, None] & near[None, :]
-            logs = tl.load(part_lse_ptr + rows, mask=real, other=float("-inf"))
+        at, dims = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+        query, head = word % PART * (M // PACK) + at // PACK, number % heads + at * 0
+        near, used, every = query < length, dims < DV, heads
+        if PACK > 1:
+            near, head, every = near & (at % PACK < group), head * group + at % PACK, heads * group
+        part = tl.arange(0, PLACES)
+        logs = tl.load(part_lse_ptr + (number + part * heads)[:, None] * M + at[None, :], mask=(part < count)[:, None] & near[None, :], other=float("-inf"))
+        top = tl.max(logs, 0)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.math.exp2((logs - base[None, :]) * LOG2E), 0)
+        acc = tl.zeros([ROWS, BLOCK], tl.float32)
+        for first in range(0, count, AT_ONCE):
+            part = first + tl.arange(0, AT_ONCE)
+            rows, real = (number + part * heads)[:, None] * M + at[None, :], (part < count)[:, None] & near[None, :]
+            weights = tl.math.exp2((tl.load(part_lse_ptr + rows, mask=real, other=float("-inf")) - base[None, :]) * LOG2E)
+            real = real & (weights > 0.0)  # who saw nothing may hold anything
             parts = tl.load(part_ptr + rows[:, :, None] * DV + dims[None, None, :], mask=real[:, :, None] & used[None, None, :], other=0.0)
-            out, log = _joined(logs, parts)
-            to = (start + query).to(tl.int64) * every + head
-            tl.store(o_ptr + to[:, None] * DV + dims[None, :], out.to(o_ptr.dtype.element_ty), mask=near[:, None] & used[None, :])
-            if lse_ptr is not None:
-                tl.store(lse_ptr + head.to(tl.int64) * tokens + start + query, log, mask=near)
+            acc += tl.sum(parts * weights[:, :, None], 0)
+        out = acc * tl.where(total == 0.0, 0.0, tl.math.div_rn(1.0, total))[:, None]
+        to = (start + query).to(tl.int64) * every + head
+        tl.store(o_ptr + to[:, None] * DV + dims[None, :], out.to(o_ptr.dtype.element_ty), mask=near[:, None] & used[None, :])
+        if lse_ptr is not None:
+            tl.store(lse_ptr + head.to(tl.int64) * tokens + start + query, top + tl.math.log2(total) * LN2, mask=near)
 
 
 # ---- host
 
 POWERS = (16, 8, 4, 2)  # a kernel of its own for each
-TIMES = 4  # that a program does so where it may find nothing to do
 JOINED = 8192  # numbers of all parts that a program joins: 64 a thread, all in flight at once
 
 
@@ -141,9 +142,9 @@ def join_units(p: Attention, units, listed, x: Operands, pack: int, out, lse) ->
     """Into `out` and `lse` (or None), as `tile.outputs` makes them, of a packed batch the parts of `units` that lie in the first places of a list."""
     parts, part_lse = units
     heads, block, early = p.kv_heads if pack > 1 else p.heads, triton.next_power_of_2(p.value_dim), starts_early(out)
-    m, rows = len(parts) // (heads * len(listed)), max(1, JOINED // (MOST_PARTS * block))
-    _join_units[(heads * len(listed) * (m // (rows * TIMES)),)](
+    m, rows = len(parts) // (heads * len(listed)), max(1, JOINED // (AT_ONCE.value * block))
+    _join_units[(heads * len(listed) * (m // rows),)](
         parts, part_lse, out, lse, listed, x.q_offsets, x.q_used, heads, p.group, p.tokens,
-        M=m, PACK=pack, DV=p.value_dim, BLOCK=block, PLACES=MOST_PARTS, ROWS=rows, TIMES=TIMES,
-        EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+        M=m, PACK=pack, DV=p.value_dim, BLOCK=block, PLACES=MOST_PARTS, ROWS=rows, EARLY=early,
+        num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
