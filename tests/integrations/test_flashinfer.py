@@ -507,6 +507,56 @@ def test_flash_mla(device):
         flash_mla_with_kvcache(batch.q.unflatten(0, (3, 2)), pool, None, None, 32, *meta, causal=True, indices=picked)
 
 
+def test_flash_mla_reads_no_index_that_does_not_count(device):
+    """What lies past topk_length may be anything, and so may the cache where no index points."""
+    from onchip.integrations.flashinfer.flash_mla import flash_mla_with_kvcache
+
+    q, pool = torch.randn(2, 1, 4, 40, device=device), torch.full((3, PAGE, 1, 40), torch.nan, device=device)
+    pool[0, :2] = torch.randn(2, 1, 40, device=device)
+    picked = torch.tensor([[[0, 1, 1 << 30, 5]], [[1, -1, -7, 1 << 30]]], dtype=torch.int32, device=device)
+    count, splits = torch.tensor([2, 3], dtype=torch.int32, device=device), torch.zeros(3, dtype=torch.int32, device=device)
+    out, lse = flash_mla_with_kvcache(q, pool, None, None, 32, splits, splits, indices=picked, topk_length=count)
+    for b, own in enumerate(([0, 1], [1])):
+        k = pool[0, own]
+        truth, truth_lse = formula(q[b], k, k[..., :32])
+        close(out[b], truth)
+        close(lse[b, :, 0], truth_lse[0] * math.log(2))
+
+
+WRONG = {  # arguments of flash_mla_with_kvcache beside two queries of 4 heads each, and over 12 tokens
+    "extra_indices_in_kvcache without indices": {"extra_indices_in_kvcache": torch.zeros(2, 1, 3).int()},
+    "extra_k_cache and extra_indices_in_kvcache go together": {"indices": torch.zeros(2, 1, 3).int(), "extra_topk_length": torch.ones(2).int()},
+    r"num_splits is torch.int32 \[2\] on cpu; give int32 \[3\]": {"num_splits": torch.zeros(2).int()},
+    "num_splits is a float": {"num_splits": 0.125},
+    "tile_scheduler_metadata is a float": {"tile_scheduler_metadata": 0.125},
+    r"attn_sink is torch.float32 \[1\] on cpu; give float32 \[4\]": {"indices": torch.zeros(2, 1, 3).int(), "attn_sink": torch.zeros(1)},
+    r"indices is torch.int32 \[2, 3\] on cpu; give int32 \[2, 1, most\]": {"indices": torch.zeros(2, 3).int()},
+    r"topk_length is torch.int32 \[3\] on cpu; give int32 \[2\]": {"indices": torch.zeros(2, 1, 3).int(), "topk_length": torch.ones(3).int()},
+    "indices name token 12 of 3 pages of 4; give 0 to 11, or -1: no key": {"indices": torch.full((2, 1, 3), 12).int()},
+    "head_dim_v is 41 for q of 40": {"head_dim_v": 41},
+    r"cache_seqlens is torch.int32 \[3\] on cpu; give int32 \[2\]": {"cache_seqlens": torch.ones(3).int()},
+    r"block_table is torch.int32 \[2\] on cpu; give int32 \[2, most pages\]": {"block_table": torch.ones(2).int()},
+    r"k_cache is torch.float32 \[12, 40\] on cpu; give \[pages, page, 1, dim\]": {"indices": torch.zeros(2, 1, 3).int(), "k_cache": torch.zeros(12, 40)},
+    r"k_cache is \[0, 4, 1, 40\] beside indices; give one page": {"indices": torch.zeros(2, 1, 3).int(), "k_cache": torch.zeros(0, 4, 1, 40)},
+    "k_cache has tokens of 36 columns, q of 40": {"indices": torch.zeros(2, 1, 3).int(), "extra_indices_in_kvcache": torch.zeros(2, 1, 3).int()}
+    | {"extra_k_cache": torch.zeros(3, 4, 1, 36)},
+    r"is_fp8_kvcache with strides \(5248, 1312, 1312, 2\); give pages": {"indices": torch.zeros(2, 1, 3).int(), "q": torch.zeros(2, 1, 4, 576)}
+    | {"is_fp8_kvcache": True, "k_cache": torch.zeros(3, 4, 1, 1312, dtype=torch.uint8)[..., ::2]},
+    r"q is torch.float32 \[2, 4, 40\] on cpu; give \[batch, len_q, heads, dim\]": {"q": torch.zeros(2, 4, 40)},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_flash_mla_refuses(sentence):
+    from onchip.integrations.flashinfer.flash_mla import flash_mla_with_kvcache
+
+    right = {"q": torch.zeros(2, 1, 4, 40), "k_cache": torch.zeros(3, PAGE, 1, 40), "head_dim_v": 32}
+    right |= {"block_table": torch.zeros(2, 1).int(), "cache_seqlens": torch.ones(2).int()}
+    assert flash_mla_with_kvcache(**right)[0].shape == (2, 1, 4, 32)
+    with pytest.raises(ValueError, match=f"flash_mla_with_kvcache: (extra_)?{sentence}"):
+        flash_mla_with_kvcache(**right | WRONG[sentence])
+
+
 # ---- refusals, and names
 
 
