@@ -106,6 +106,18 @@ def test_pages(form, page, kv_heads, dim):
     assert torch.equal(read(codes, slice(1, 3), torch.bfloat16), codes.dequantised()[1:3].bfloat16())
 
 
+def test_slots_that_there_are_not():
+    form, x = Format.of("int8"), torch.ones(2, 1, 64)
+    storage = torch.zeros(2, form.page_bytes(4, 1, 64), dtype=torch.uint8)
+    codes = Codes.over(storage, form, (4, 1, 64))
+    for slots, words in (([-1, 0], "slots are -1 to 0; give 0 to 7"), ([0, 8], "slots are 0 to 8; give 0 to 7"), ([0], r"x is \[2, 1, 64\], slots \[1\]")):
+        with pytest.raises(ValueError, match=f"^put: {words}"):
+            codes.put(torch.tensor(slots), x)
+    with pytest.raises(ValueError, match=r"^put: x is \[2, 64\], .* give \[tokens, 1, 64\], and a slot for each token"):
+        codes.put(torch.tensor([0, 1]), x[:, 0])
+    assert not storage.any()
+
+
 def test_texts():
     assert [str(f) for f in FORMATS[:4]] == ["e4m3", "e4m3/32", "e4m3/64", "e5m2"]
     for form in FORMATS:

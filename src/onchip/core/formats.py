@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.once import ends
+
 GROUPS = (0, 32, 64)  # columns that share a scale; 0: all of a head
 TINY = 2.0**-126  # scales below are 0: the reciprocal of a number that is not normal may be infinite
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 255.0, "int4": 15.0}
@@ -134,8 +136,16 @@ class Codes(NamedTuple):
         return Codes(parts[0], parts[1], parts[2] if form.has_zero else None, form, channel)
 
     def put(self, slots: Tensor, x: Tensor) -> None:
-        """Quantise x [tokens, kv_heads, dim], and write it; slots: int64 [tokens], `page index * page size + offset`."""
-        page = self.codes.shape[1]
+        """Quantise x [tokens, kv_heads, dim], and write it; slots: int64 [tokens], `page index * page size + offset`.
+
+        Raises ValueError for slots that there are not, where they are on a CPU; -1 is none either.
+        """
+        pages, page = self.codes.shape[:2]
+        if slots.shape != x.shape[:1] or x.shape[1:] != self.shape[2:]:
+            given = f"x is {list(x.shape)}, slots {list(slots.shape)}"
+            raise ValueError(f"put: {given}; give [tokens, {self.shape[2]}, {self.shape[3]}], and a slot for each token")
+        if (found := ends(slots)) is not None and not 0 <= found[0] <= found[1] < pages * page:
+            raise ValueError(f"put: slots are {found[0]} to {found[1]}; give 0 to {pages * page - 1}, without the tokens that have none")
         for to, new in self._encoded(x):
             to[slots // page, slots % page] = new
 
