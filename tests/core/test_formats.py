@@ -68,6 +68,19 @@ def test_what_is_not_finite_shows_in_its_group(form, odd):
     assert got[0, 0, 1, 64 - group :].isnan().all() and got.isnan().sum() == group
 
 
+@each
+@pytest.mark.parametrize("most", [1.6e38, 2e38])
+def test_ends_farther_apart_than_float32_reaches(form, most):
+    """NaN in their group, not infinities in a part of it."""
+    x = torch.ones(1, 1, 1, 64)
+    x[..., 40], x[..., 60] = most, -most
+    got, group = Codes(*encode(x, form), form).dequantised(), 32 if form.group == 32 else 64
+    if form.has_zero and most == 2e38:
+        assert got[..., 64 - group :].isnan().all() and got.isnan().sum() == group
+    else:
+        assert ((got[..., [40, 60]] - x[..., [40, 60]]).abs() < most / 7).all()
+
+
 def test_int4_by_hand():
     """0 to 15 in 16 columns: byte c holds number c and number c + 8."""
     x = torch.arange(16.0).view(1, 1, 1, 16)

@@ -5,7 +5,8 @@
 
 A scale (and a zero) belongs to one token, one head and one group of its columns. Both are bfloat16, and codes are made with them as they are
 stored, so that nothing is lost twice: `zero` is rounded down and `scale` up, so that the range of a group fits, and an integer code errs by at most
-half a scale. A group of zeros has scale 0 and codes 0. A group with a number that is not finite has scale NaN: all of it reads NaN.
+half a scale. A group of zeros has scale 0 and codes 0. A group with a number that is not finite has scale NaN: all of it reads NaN. So does one of integer
+codes whose ends lie farther apart than float32 reaches (-2e38 and 2e38), since every reader multiplies codes by scales before it adds zeros.
 """
 
 from typing import NamedTuple
