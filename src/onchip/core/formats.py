@@ -152,6 +152,8 @@ class Codes(NamedTuple):
 
     def fill(self, x: Tensor) -> None:
         """Quantise x [pages, page, kv_heads, dim], and write it to all slots."""
+        if x.shape != self.shape:
+            raise ValueError(f"fill: x is {list(x.shape)}; give {list(self.shape)}, a number for each")
         for to, new in self._encoded(x):
             to.copy_(new)
 
