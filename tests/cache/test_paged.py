@@ -176,7 +176,7 @@ def test_release_of_pages_that_are_free():
     p.append(a, 9)
     copy = PageList(list(a.pages), a.length)
     p.release(a)
-    with pytest.raises(ValueError, match=r"release: pages \[0, 1, 2\] are free already; a sequence may be released once"):
+    with pytest.raises(ValueError, match="drop: page 0 is free; each holder lets go of it once"):
         p.release(copy)
     assert p.num_free == 8 and copy.length == 9
 
@@ -309,17 +309,45 @@ def test_no_room_for_the_copy():
     assert b == a and [p.holders(page) for page in a.pages] == [2, 2]
 
 
+@pytest.mark.parametrize(("page", "kept", "appended", "copies"), [(4, 5, 6, [1, 2]), (4, 4, 1, [1]), (1, 1, 2, [1, 2]), (4, 9, 7, [2]), (4, 9, 0, [])])
+def test_what_was_truncated_is_not_written_to(page, kept, appended, copies):
+    """A length that was lowered, as when guessed tokens are rejected, leaves pages behind it that others may read."""
+    p, a = pool(12, page), PageList()
+    p.append(a, 3 * page - 1 if page > 1 else 3)
+    for tensor in p.storage:
+        tensor.random_(0, 9)
+    b = p.fork(a)
+    b.length = kept
+    before = [tensor[:, a.pages].clone() for tensor in p.storage]
+    assert p.missing(b, kept + appended) == len(copies) + max(0, p.pages_for(kept + appended) - 3)
+    slots = p.append(b, appended)
+    assert [at for at in range(3) if a.pages[at] != b.pages[at]] == copies and not {slot // page for slot in slots.tolist()} & set(a.pages)
+    assert all(torch.equal(tensor[:, b.pages[:3]], kept) for tensor, kept in zip(p.storage, before, strict=True))
+    p.release(a)
+    p.release(b)
+    assert p.num_free == 12
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, True])
+def test_counts_that_are_none(count):
+    p, a = pool(), PageList()
+    for call, what in ((lambda: p.reserve(a, count), "reserve: .* tokens"), (lambda: p.take(count), "take: .* pages")):
+        with pytest.raises(ValueError, match=f"^{what}; give a whole number, 0 or more"):
+            call()
+    assert p.num_free == 8 and a.pages == []
+
+
 def test_free_pages_cannot_be_shared():
     p, a = pool(), PageList()
     p.append(a, 4)
     with pytest.raises(ValueError, match="share: page 3 is free; share pages while a sequence holds them"):
         p.share([a.pages[0], 3])
     assert p.holders(a.pages[0]) == 1 and p.num_free == 7
-    with pytest.raises(ValueError, match="drop: page 3 is free already; each holder lets go of it once"):
+    with pytest.raises(ValueError, match="drop: page 3 is free; each holder lets go of it once"):
         p.drop([3])
     before = [*p._holders], sorted(p._free)
-    for pages in ([a.pages[0], 3], [a.pages[0], -1]):
-        for call in (p.drop, p.share):
+    for pages in ([a.pages[0], 3], [a.pages[0], -1], [a.pages[0], 8]):
+        for call in (p.drop, p.share, lambda pages: p.release(PageList(pages, 8))):
             with pytest.raises(ValueError, match=f"page {pages[1]} is (free|none of this pool)"):
                 call(pages)
             assert ([*p._holders], sorted(p._free)) == before

@@ -325,6 +325,23 @@ def test_computed_again_while_on_the_host():
     check(tree, [mine])
 
 
+def test_an_insert_that_is_refused_changes_nothing():
+    """Pages that nobody holds, the first of them for what is on the host."""
+    p = pool(4)
+    tree = RadixTree(p, HostPool(p, 4))
+    remember(tree, [1, 1, 2, 2])
+    tree.evict(2)
+    mine = PageList()
+    p.append(mine, 4)
+    for pages in ([*mine.pages, 3], [*mine.pages, 4], [3, 3, 3]):
+        with pytest.raises(ValueError, match=f"share: page {pages[-1]} is (free|none of this pool)"):
+            tree.insert([1, 1, 2, 2, 3, 3], PageList(pages, 6))
+        assert tree.num_pages == 0 and tree.host.num_free == 2
+        check(tree, [mine])
+    tree.clear()
+    check(tree, [mine])
+
+
 @pytest.mark.parametrize("way", ["store", "load"])
 def test_a_copy_that_fails_loses_nothing(way, monkeypatch):
     """A full GPU has no room for the pages that are gathered: what was known stays known, and nothing is held for who has nothing."""

@@ -63,6 +63,7 @@ def test_storage_of_one_buffer(device):
     p.__class__, p.buffer = Bytes, whole[..., 8:32]  # of every 40 bytes 24 are the page's
     assert p.bytes_used == 0 and p.take(2) == [0, 1] and p.bytes_used == 2 * 3 * 24
     host, before = HostPool(p, 4), whole.clone()
+    host.take(4)
     host.store([5, 2], [1, 3])
     host.load([3, 1], [0, 1])
     assert torch.equal(whole[:, 0, 8:32], before[:, 2, 8:32]) and torch.equal(whole[:, 1, 8:32], before[:, 5, 8:32])
@@ -104,8 +105,30 @@ def test_slots():
         host.take(2)
     host.free([0])
     assert host.take(2) == [0, 2] and host.num_free == 0 and host.num_slots == 3
-    with pytest.raises(ValueError, match="HostPool: 0 slots; give at least one"):
+    with pytest.raises(ValueError, match="HostPool: 0 slots; give a whole number, 1 or more"):
         HostPool(pool(torch.device("cpu")), 0)
+
+
+def test_slots_that_nobody_took():
+    p = pool(torch.device("cpu"))
+    host, before = HostPool(p, 3), bytes_of(p, list(range(PAGES)))
+    assert host.take(2) == [0, 1]
+    for call, match in (
+        (lambda: host.free([0, 2]), "HostPool.free: slot 2 is not taken; give slots that `take` gave"),
+        (lambda: host.free([0, 0]), r"HostPool.free: \[0, 0\] names a slot twice"),
+        (lambda: host.store([0, 1], [0, 7]), "HostPool.store: slot 7 is not taken"),
+        (lambda: host.load([-1], [0]), "HostPool.load: slot -1 is not taken"),
+        (lambda: host.load([0], [0, 1]), r"HostPool.load: pages \[0, 1\] and slots \[0\]; give a slot for each page, of pages 0 to 11"),
+        (lambda: host.store([0, PAGES], [0, 1]), "HostPool.store: pages .* of pages 0 to 11"),
+        (lambda: host.take(-1), "HostPool.take: -1 slots; give a whole number, 0 or more"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            call()
+    assert host.num_free == 1 and same(bytes_of(p, list(range(PAGES))), before)
+    host.free([1, 0])
+    with pytest.raises(ValueError, match="slot 1 is not taken"):
+        host.free([1])
+    assert host.take(3) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("slots", "runs"), [([], []), ([4], [(0, 4, 1)]), ([0, 1, 2, 5, 6, 4], [(0, 0, 3), (3, 5, 2), (5, 4, 1)])])

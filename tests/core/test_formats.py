@@ -68,6 +68,19 @@ def test_what_is_not_finite_shows_in_its_group(form, odd):
     assert got[0, 0, 1, 64 - group :].isnan().all() and got.isnan().sum() == group
 
 
+@each
+@pytest.mark.parametrize("most", [1.6e38, 2e38])
+def test_ends_farther_apart_than_float32_reaches(form, most):
+    """NaN in their group, not infinities in a part of it."""
+    x = torch.ones(1, 1, 1, 64)
+    x[..., 40], x[..., 60] = most, -most
+    got, group = Codes(*encode(x, form), form).dequantised(), 32 if form.group == 32 else 64
+    if form.has_zero and most == 2e38:
+        assert got[..., 64 - group :].isnan().all() and got.isnan().sum() == group
+    else:
+        assert ((got[..., [40, 60]] - x[..., [40, 60]]).abs() < most / 7).all()
+
+
 def test_int4_by_hand():
     """0 to 15 in 16 columns: byte c holds number c and number c + 8."""
     x = torch.arange(16.0).view(1, 1, 1, 16)
@@ -104,6 +117,20 @@ def test_pages(form, page, kv_heads, dim):
     assert torch.equal(codes.dequantised(), expected.view_as(x))
     assert torch.equal(read(codes, torch.tensor([2, 0]), torch.float32), codes.dequantised()[[2, 0]])
     assert torch.equal(read(codes, slice(1, 3), torch.bfloat16), codes.dequantised()[1:3].bfloat16())
+
+
+def test_slots_that_there_are_not():
+    form, x = Format.of("int8"), torch.ones(2, 1, 64)
+    storage = torch.zeros(2, form.page_bytes(4, 1, 64), dtype=torch.uint8)
+    codes = Codes.over(storage, form, (4, 1, 64))
+    for slots, words in (([-1, 0], "slots are -1 to 0; give 0 to 7"), ([0, 8], "slots are 0 to 8; give 0 to 7"), ([0], r"x is \[2, 1, 64\], slots \[1\]")):
+        with pytest.raises(ValueError, match=f"^put: {words}"):
+            codes.put(torch.tensor(slots), x)
+    with pytest.raises(ValueError, match=r"^put: x is \[2, 64\], .* give \[tokens, 1, 64\], and a slot for each token"):
+        codes.put(torch.tensor([0, 1]), x[:, 0])
+    with pytest.raises(ValueError, match=r"^fill: x is \[1, 1, 1, 64\]; give \[2, 4, 1, 64\]"):
+        codes.fill(x[:1, None])
+    assert not storage.any()
 
 
 def test_texts():

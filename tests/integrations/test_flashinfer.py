@@ -156,6 +156,8 @@ def test_single_with_a_custom_mask(device):
         close(out, truth)
         close(lse, truth_lse)
         assert torch.equal(out, again) and (out[3] == 0).all() and (lse[3] == -INF).all()
+        for given in (mask.view(-1), mask.T.contiguous().T):  # flat, as FlashInfer takes it, and in another order of memory
+            assert torch.equal(fi.single_prefill_with_kv_cache(q, k, v, custom_mask=given, **how), out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
@@ -453,6 +455,16 @@ def test_latent_attention(device, beside, causal):
         wrapper.run(*q, *codes, kpe_scale=0.2)
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_latent_attention_of_no_sequences(device, beside):
+    wrapper, none = fi.BatchMLAPagedAttentionWrapper(torch.empty(8, device=device)), torch.zeros(0, dtype=torch.int32, device=device)
+    wrapper.plan(indptr([], device), indptr([], device), none, none, 4, 32, 8, PAGE, True, 0.2, torch.float32, torch.float32)
+    cache = torch.zeros(3, PAGE, 40, device=device)
+    parts = cache[..., :32], cache[..., 32:] if beside else cache[..., 32:].clone()
+    out, lse = wrapper.run(torch.zeros(0, 4, 32, device=device), torch.zeros(0, 4, 8, device=device), *parts, return_lse=True)
+    assert out.shape == (0, 4, 32) and lse.shape == (0, 4)
+
+
 def test_latent_attention_without_a_plan(device):
     """Backend "cutlass": the scale is that of heads of 128 and 64 columns."""
     lens_k, dims = (7, 1, 12), (128, 8)
@@ -507,6 +519,56 @@ def test_flash_mla(device):
         flash_mla_with_kvcache(batch.q.unflatten(0, (3, 2)), pool, None, None, 32, *meta, causal=True, indices=picked)
 
 
+def test_flash_mla_reads_no_index_that_does_not_count(device):
+    """What lies past topk_length may be anything, and so may the cache where no index points."""
+    from onchip.integrations.flashinfer.flash_mla import flash_mla_with_kvcache
+
+    q, pool = torch.randn(2, 1, 4, 40, device=device), torch.full((3, PAGE, 1, 40), torch.nan, device=device)
+    pool[0, :2] = torch.randn(2, 1, 40, device=device)
+    picked = torch.tensor([[[0, 1, 1 << 30, 5]], [[1, -1, -7, 1 << 30]]], dtype=torch.int32, device=device)
+    count, splits = torch.tensor([2, 3], dtype=torch.int32, device=device), torch.zeros(3, dtype=torch.int32, device=device)
+    out, lse = flash_mla_with_kvcache(q, pool, None, None, 32, splits, splits, indices=picked, topk_length=count)
+    for b, own in enumerate(([0, 1], [1])):
+        k = pool[0, own]
+        truth, truth_lse = formula(q[b], k, k[..., :32])
+        close(out[b], truth)
+        close(lse[b, :, 0], truth_lse[0] * math.log(2))
+
+
+WRONG = {  # arguments of flash_mla_with_kvcache beside two queries of 4 heads each, and over 12 tokens
+    "extra_indices_in_kvcache without indices": {"extra_indices_in_kvcache": torch.zeros(2, 1, 3).int()},
+    "extra_k_cache and extra_indices_in_kvcache go together": {"indices": torch.zeros(2, 1, 3).int(), "extra_topk_length": torch.ones(2).int()},
+    r"num_splits is torch.int32 \[2\] on cpu; give int32 \[3\]": {"num_splits": torch.zeros(2).int()},
+    "num_splits is a float": {"num_splits": 0.125},
+    "tile_scheduler_metadata is a float": {"tile_scheduler_metadata": 0.125},
+    r"attn_sink is torch.float32 \[1\] on cpu; give float32 \[4\]": {"indices": torch.zeros(2, 1, 3).int(), "attn_sink": torch.zeros(1)},
+    r"indices is torch.int32 \[2, 3\] on cpu; give int32 \[2, 1, most\]": {"indices": torch.zeros(2, 3).int()},
+    r"topk_length is torch.int32 \[3\] on cpu; give int32 \[2\]": {"indices": torch.zeros(2, 1, 3).int(), "topk_length": torch.ones(3).int()},
+    "indices name token 12 of 3 pages of 4; give 0 to 11, or -1: no key": {"indices": torch.full((2, 1, 3), 12).int()},
+    "head_dim_v is 41 for q of 40": {"head_dim_v": 41},
+    r"cache_seqlens is torch.int32 \[3\] on cpu; give int32 \[2\]": {"cache_seqlens": torch.ones(3).int()},
+    r"block_table is torch.int32 \[2\] on cpu; give int32 \[2, most pages\]": {"block_table": torch.ones(2).int()},
+    r"k_cache is torch.float32 \[12, 40\] on cpu; give \[pages, page, 1, dim\]": {"indices": torch.zeros(2, 1, 3).int(), "k_cache": torch.zeros(12, 40)},
+    r"k_cache is \[0, 4, 1, 40\] beside indices; give one page": {"indices": torch.zeros(2, 1, 3).int(), "k_cache": torch.zeros(0, 4, 1, 40)},
+    "k_cache has tokens of 36 columns, q of 40": {"indices": torch.zeros(2, 1, 3).int(), "extra_indices_in_kvcache": torch.zeros(2, 1, 3).int()}
+    | {"extra_k_cache": torch.zeros(3, 4, 1, 36)},
+    r"is_fp8_kvcache with strides \(5248, 1312, 1312, 2\); give pages": {"indices": torch.zeros(2, 1, 3).int(), "q": torch.zeros(2, 1, 4, 576)}
+    | {"is_fp8_kvcache": True, "k_cache": torch.zeros(3, 4, 1, 1312, dtype=torch.uint8)[..., ::2]},
+    r"q is torch.float32 \[2, 4, 40\] on cpu; give \[batch, len_q, heads, dim\]": {"q": torch.zeros(2, 4, 40)},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_flash_mla_refuses(sentence):
+    from onchip.integrations.flashinfer.flash_mla import flash_mla_with_kvcache
+
+    right = {"q": torch.zeros(2, 1, 4, 40), "k_cache": torch.zeros(3, PAGE, 1, 40), "head_dim_v": 32}
+    right |= {"block_table": torch.zeros(2, 1).int(), "cache_seqlens": torch.ones(2).int()}
+    assert flash_mla_with_kvcache(**right)[0].shape == (2, 1, 4, 32)
+    with pytest.raises(ValueError, match=f"flash_mla_with_kvcache: (extra_)?{sentence}"):
+        flash_mla_with_kvcache(**right | WRONG[sentence])
+
+
 # ---- refusals, and names
 
 
@@ -551,11 +613,11 @@ def test_what_a_plan_and_its_run_disagree_about(device):
                 wrapper.run(q, batch.cache)
     with pytest.raises(ValueError, match=r"run: q is \[3, 4, 16\] over 1 key heads; plan"):
         batch.ragged().run(batch.q, batch.k[:, :1], batch.v[:, :1])
-    for last, indices, words in ((batch.last - 9, batch.indices, "each list must hold its keys"), (batch.last, batch.indices[:-1], "5 indices .* go on to 6")):
+    for last, indices, words in ((batch.last - 9, batch.indices, "last_page_len is"), (batch.last, batch.indices[:-1], "5 indices .* go on to 6")):
         with pytest.raises(ValueError, match=words):
             fi.BatchDecodeWithPagedKVCacheWrapper(work).plan(batch.pages, indices, last, 4, 2, 16, PAGE)
     for count in (20, 22):  # of 7 + 2 + 12
-        with pytest.raises(ValueError, match=rf"custom_mask has {count} elements for \[1, 1, 1\] queries over \[7, 2, 12\] keys; give"):
+        with pytest.raises(ValueError, match=rf"custom_mask is torch.bool \[{count}\] on .* for \[1, 1, 1\] queries over \[7, 2, 12\] keys; give"):
             batch.paged(custom_mask=torch.ones(count, dtype=torch.bool, device=device))
     with pytest.raises(ValueError, match=r"^segment_packbits: x has 3 elements, and indptr ends at 4; give as many"):
         fi.segment_packbits(torch.ones(3), torch.tensor([0, 4]))
@@ -628,7 +690,7 @@ def test_a_plan_that_fails_leaves_none(device, graph):
     with pytest.raises(RuntimeError, match="nothing is planned"):
         wrapper.forward(batch.q, batch.cache)
     for _ in range(2):
-        with pytest.raises(ValueError, match="each list must hold its keys"):
+        with pytest.raises(ValueError, match="last_page_len is"):
             wrapper.plan(batch.q_indptr, batch.pages, batch.indices, batch.last + PAGE, 4, 2, 16, PAGE)
         with pytest.raises(RuntimeError, match="nothing is planned"):
             wrapper.run(batch.q, batch.cache)
@@ -648,7 +710,15 @@ INDPTR, ONE, TWO = torch.tensor([0, 1, 2]), torch.ones(4, 2, 8), torch.tensor([3
         (lambda w: fi.BatchPrefillWithRaggedKVCacheWrapper(ONE).plan([0, 4], [0, 4], 4, 2, 16), "qo_indptr is a list"),
         (lambda w: fi.single_prefill_with_kv_cache(ONE[0], ONE, ONE), r"q is torch.float32 \[2, 8\] on cpu; give \[len_q, heads, dim\]"),
         (lambda w: fi.single_prefill_with_kv_cache(ONE, ONE[0], ONE), r"k is .* give \[len_k, kv_heads, dim\]"),
-        (lambda w: fi.single_prefill_with_kv_cache(ONE, ONE, ONE, custom_mask=torch.ones(3, 4)), r"custom_mask is \[3, 4\]; give bool \[4, 4\]"),
+        (lambda w: fi.single_prefill_with_kv_cache(ONE, ONE, ONE, custom_mask=torch.ones(3, 4) > 0), r"custom_mask is .* \[3, 4\] on cpu for \[4\] queries"),
+        (lambda w: fi.single_prefill_with_kv_cache(ONE[:3], ONE, ONE, custom_mask=torch.ones(4, 3) > 0), r"custom_mask is torch.bool \[4, 3\]"),
+        (lambda w: fi.single_prefill_with_kv_cache(ONE, ONE, ONE, custom_mask=torch.zeros(4, 4)), r"custom_mask is torch.float32 .* give bool"),
+        (lambda w: w.plan(INDPTR, TWO, TWO - 3, 4, 2, 16, 16), r"last_page_len is \[0, 1\] of page lists of .* give 1 to 16 where there is a page"),
+        (lambda w: w.plan(INDPTR, TWO, TWO + 13, 4, 2, 16, 16), r"last_page_len is \[16, 17\]"),
+        (lambda w: fi.segment_packbits(ONE[0, 0] > 0, torch.tensor([0, 5, 2])), r"^segment_packbits: indptr is \[0, 5, 2\]; give \[segments \+ 1\]"),
+        (lambda w: fi.segment_packbits(ONE[0, 0] > 0, torch.tensor([-1, 2])), r"^segment_packbits: indptr is \[-1, 2\]"),
+        (lambda w: fi.segment_packbits(ONE[0, 0] > 0, torch.tensor([], dtype=torch.int32)), r"^segment_packbits: indptr is \[\]"),
+        (lambda w: fi.segment_packbits(ONE[0, 0] > 0, torch.tensor([0.0, 2.0])), "^segment_packbits: indptr is torch.float32"),
         (lambda w: fi.single_decode_with_kv_cache(ONE, ONE, ONE), r"give \[heads, dim\]"),
         (lambda w: fi.merge_states(ONE[:, None], ONE[..., 0]), r"s is .* give \[tokens, states, heads\]"),
         (lambda w: fi.merge_states(ONE[:, None], ONE[:, :, :1]), r"v is \[4, 1, 2, 8\] and s \[4, 2, 1\]"),

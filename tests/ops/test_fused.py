@@ -5,9 +5,11 @@ import torch
 
 from onchip import dispatch
 from onchip.core.formats import Codes, Format
+from onchip.core.once import one_pass
 from onchip.core.problem import Rows
 from onchip.ops.fused import Append, QKNorm, rope_append
 from onchip.ops.norm import rms_norm
+from onchip.ops.rotary import rotary
 
 T, DIM = 24, 16
 
@@ -30,6 +32,29 @@ def rotate(x, weight):
     table = torch.linspace(-1, 1, 40 * DIM).view(40, DIM)
     out = rope_append(x, table, torch.arange(T), (4, 2), norm=QKNorm(weight, weight, 1e-6, 1.0))
     return [*out, x]
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_places_that_there_are_not(form):
+    """Whatever is not on a CPU nobody looks at; here nothing is written, qkv neither."""
+    x, table, places = torch.randn(T, 8 * DIM), torch.randn(T, DIM), torch.arange(T)
+    page = torch.zeros(2, 16, 2, DIM)
+    if form is not None:
+        page = Codes.over(torch.zeros(2, Format.of(form).page_bytes(16, 2, DIM), dtype=torch.uint8), Format.of(form), (16, 2, DIM))
+    before = x.clone()
+    for words, positions, slots in (
+        (f"positions are 1 to {T}; give 0 to {T - 1}: rows of the table", places + 1, places),
+        ("positions are -1 to ", places - 1, places),
+        (f"append.slots are 9 to {T + 8}; give 0 to 31: slots of the pages, and -1 for a token that is not written", places, places + 9),
+        ("append.slots are -2 to ", places, places - 2),
+    ):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"^rope_append: {words}"), one_pass():
+                rope_append(x, table, positions, (4, 2), append=Append(page, page, slots))
+    assert torch.equal(x, before) and not (page.codes if form else page).any()
+    rope_append(x, table, places, (4, 2), append=Append(page, page, places - 1))
+    with pytest.raises(ValueError, match=f"^rotary: positions are 0 to {T}; give 0 to {T - 1}, rows of the table, or a longer rope_table"):
+        rotary(x[:, None, :DIM], x[:, None, :DIM], table, places.index_fill(0, places[:1] + 3, T))
 
 
 def test_what_a_kernel_would_read_past_its_end_is_refused():

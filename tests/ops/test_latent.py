@@ -77,3 +77,5 @@ def test_errors():
         attend_latent(q, packed, table, torch.tensor([17]).int())
     with pytest.raises(ValueError, match="attend_latent: lengths are a list"):
         attend_latent(q, packed, table, [17])
+    with pytest.raises(ValueError, match=r"attend_latent: packed is \[0, 16, 1, 656\]; give .* of one page or more"):
+        attend_latent(q, packed[:0], table, torch.tensor([0]).int())

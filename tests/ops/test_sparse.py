@@ -141,6 +141,20 @@ def test_errors(attend, change, words):
         attend(given["q"], cache_of(), given["tokens"])
 
 
+@pytest.mark.parametrize(("batch", "width"), [(0, 2), (2, 0), (0, 0)])
+@pytest.mark.parametrize("attend", [attend_tokens, attend_pages])
+@pytest.mark.parametrize("sizes", [(2, 4, 32), (1, 128, 576)], ids=["heads", "latent"])  # key heads, heads, dim
+def test_no_sequences_and_no_pages(attend, batch, width, sizes):
+    kv_heads, heads, dim = sizes
+    k, q = torch.full((3, 64, kv_heads, dim), torch.nan), torch.randn(batch, 1, heads, dim)
+    cache = PagedKV(k, k[..., :24], torch.zeros(batch, width, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32))
+    for shape in ((batch, 3), (batch, kv_heads, 3)):
+        chosen = torch.zeros(shape, dtype=torch.int32)
+        out, lse = attend(q, cache, chosen, return_lse=True)
+        assert out.shape == attend(q, cache, chosen).shape == (batch, 1, heads, 24) and lse.shape == (batch, heads, 1)
+        assert (out == 0).all() and (lse == -torch.inf).all()
+
+
 @pytest.mark.parametrize("attend", [attend_tokens, attend_pages])
 def test_sizes_that_a_compiler_does_not_know(attend):
     cache, q = cache_of(), torch.randn(len(LENGTHS), 1, 4, 32)
@@ -198,9 +212,26 @@ def test_appended_bounds():
 
 def test_bounds_of_other_keys():
     bounds = page_bounds(cache_of())
-    for k, slots in ((torch.zeros(3, 2, 32), torch.zeros(2).long()), (torch.zeros(3, 1, 32), torch.zeros(3).long())):
-        with pytest.raises(ValueError, match=r"^append_bounds: k is .*; give \[tokens, 2, 32\], a slot for each token, and the cache's page"):
-            append_bounds(bounds, k, slots, 16)
+    k = torch.zeros(3, 2, 32)
+    for keys, slots in ((k, torch.zeros(2).long()), (k[:, :1], torch.zeros(3).long()), (k, torch.zeros(3).int())):
+        with pytest.raises(ValueError, match=r"^append_bounds: k is .*; give \[tokens, 2, 32\], an int64 slot for each token, the cache's page, and bounds"):
+            append_bounds(bounds, keys, slots, 16)
+    before, last = [bound.clone() for bound in bounds], len(bounds.low) * 16 - 1
+    with pytest.raises(ValueError, match=f"^append_bounds: slots are -1 to {last + 1}; give 0 to {last}, or -1: nowhere"):
+        append_bounds(bounds, k + 99, torch.tensor([0, -1, last + 1]), 16)
+    assert all(torch.equal(ours, was) for ours, was in zip(bounds, before, strict=True))
+
+
+def test_bounds_of_pages_that_there_are_not():
+    cache = cache_of()
+    wrong = cache._replace(page_table=cache.page_table + len(cache.k))
+    sentence = "page_table has pages .*; the cache has 0 to"
+    with pytest.raises(ValueError, match=f"^page_bounds: {sentence}"):
+        page_bounds(wrong)
+    with pytest.raises(ValueError, match=f"^page_scores: {sentence}"):
+        page_scores(torch.zeros(len(LENGTHS), 1, 4, 32), page_bounds(cache), wrong.page_table, cache.lengths, 16)
+    with pytest.raises(ValueError, match=r"^page_bounds: k is \[0, 16, 2, 32\]; give one page or more"):
+        page_bounds(cache._replace(k=cache.k[:0], lengths=cache.lengths * 0))
 
 
 def test_pages_without_bounds_are_never_chosen():
@@ -237,6 +268,7 @@ def test_what_page_scores_says_to_what_does_not_belong_together():
         (0, good[0][:, 0], "q is .*, bounds a PageBounds; give q"),
         (1, tuple(good[1]), "q is .*, bounds a tuple; give .* what page_bounds makes"),
         (2, cache.page_table[:1], "page_table is torch.int32 .*; give int32"),
+        (2, [0], "page_table is a list; give int32"),
         (2, cache.page_table.float(), "page_table is torch.float32 .*; give int32"),
         (3, cache.lengths[:1], r"lengths is torch.int32 \[1\] on cpu; give int32"),
         (4, 0, "page is 0; give the cache's tokens a page, 1 or more"),

@@ -84,18 +84,20 @@ class RadixTree:
             raise ValueError(f"RadixTree: a sequence of {sequence.length} tokens has {len(sequence.pages)} pages; give one that holds its tokens")
         text = _text(tokens[: count * self.pool.page])
         path = self._walk(text)
-        at = 0
+        at, coming = 0, []
         for node in path:
             size = len(node.text) // self._step
             if not node.pages:  # in host memory, and here again
-                self._hold(node, sequence.pages[at : at + size])
+                coming.append((node, sequence.pages[at : at + size]))
             at += size
         if at < count:
-            parent = path[-1] if path else self.root
-            node = Node(text[at * self._step :], [], [], parent)
-            parent.children[node.text[: self._step]] = node
-            self._hold(node, sequence.pages[at:count])
+            node = Node(text[at * self._step :], [], [], path[-1] if path else self.root)
             path.append(node)
+            coming.append((node, sequence.pages[at:count]))
+        self.pool.share([page for _, pages in coming for page in pages])  # which refuses what nobody holds, before the tree is another
+        for node, pages in coming:
+            node.parent.children[node.text[: self._step]] = node
+            self._hold(node, pages)
         self._touch(path)
 
     def finish(self, tokens: Sequence[int], sequence: PageList) -> None:
@@ -162,8 +164,7 @@ class RadixTree:
                 self._away.move_to_end(node)
 
     def _hold(self, node: Node, pages: list[int]) -> None:
-        """`node` is on `pages`, which somebody holds already."""
-        self.pool.share(pages)
+        """`node` is on `pages`, which are held for it."""
         if node.slots:
             self.host.free(node.slots)
             del self._away[node]
@@ -231,6 +232,7 @@ class RadixTree:
                 self.host.load(node.slots, own)
                 undo.pop_all()
             pages += own
+            self.pool.share(own)
             self._hold(node, own)
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from onchip.cache.paged import OutOfPages, PagePool
+from onchip.cache.paged import OutOfPages, PagePool, check_count
 
 # Bytes gathered for one transfer: 1 ms of a PCIe 5 link. torch keeps them until it is over, so a large batch takes its size in device memory.
 STAGING = 64 << 20
@@ -23,8 +23,7 @@ class HostPool:
     """`slots` pages of `pool`'s kind in host memory, pinned where the pool is on a GPU (torch rounds pinned memory up to a power of two of bytes)."""
 
     def __init__(self, pool: PagePool, slots: int):
-        if slots < 1:
-            raise ValueError(f"HostPool: {slots} slots; give at least one")
+        check_count("HostPool", slots, "slots", 1)
         self.num_slots = slots
         self._device = tuple(_words(tensor) for tensor in pool.storage)  # [layers, pages, ...]
         on_gpu = self._device[0].is_cuda
@@ -32,6 +31,7 @@ class HostPool:
         self._batch = max(1, STAGING // sum(t[0].nbytes for t in self._host))  # pages
         self._stream = torch.cuda.Stream(self._device[0].device) if on_gpu else None
         self._free = list(range(slots))  # a heap: neighbouring slots travel together
+        self._taken: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -39,20 +39,32 @@ class HostPool:
 
     def take(self, count: int) -> list[int]:
         """`count` free slots. Raises OutOfPages, and then takes none."""
+        check_count("HostPool.take", count, "slots")
         if count > len(self._free):
             raise OutOfPages(
                 f"{count} pages are to go to host memory and {len(self._free)} of {self.num_slots} slots are free; free some, or give it more slots"
             )
-        return [heapq.heappop(self._free) for _ in range(count)]
+        slots = [heapq.heappop(self._free) for _ in range(count)]
+        self._taken.update(slots)
+        return slots
 
     def free(self, slots: list[int]) -> None:
-        """Give slots back; transfers that were begun still end well."""
+        """Give slots back; transfers that were begun still end well. Raises ValueError where one is not taken, or named twice, and then frees none."""
+        self._check("free", slots)
+        if len(set(slots)) < len(slots):
+            raise ValueError(f"HostPool.free: {slots} names a slot twice; each is given back once")
+        self._taken.difference_update(slots)
         for slot in slots:
             heapq.heappush(self._free, slot)
 
+    def _check(self, name: str, slots: list[int]) -> None:
+        if not self._taken.issuperset(slots):
+            none = next(slot for slot in slots if slot not in self._taken)
+            raise ValueError(f"HostPool.{name}: slot {none} is not taken; give slots that `take` gave, until they are freed")
+
     def store(self, pages: list[int], slots: list[int]) -> None:
         """Copy pages of the pool to slots. The pages may be written over by what is launched after this returns."""
-        for part, some in self._parts(pages, slots):
+        for part, some in self._parts("store", pages, slots):
             index = torch.tensor(part, device="cpu").to(self._device[0].device, non_blocking=True)
             for host, device in zip(self._host, self._device, strict=True):
                 staging = device.transpose(0, 1).index_select(0, index)
@@ -62,7 +74,7 @@ class HostPool:
 
     def load(self, slots: list[int], pages: list[int]) -> None:
         """Copy slots to pages of the pool, which what is launched after this returns may read."""
-        for part, some in self._parts(pages, slots):
+        for part, some in self._parts("load", pages, slots):
             index = torch.tensor(part, device="cpu").to(self._device[0].device, non_blocking=True)
             for host, device in zip(self._host, self._device, strict=True):
                 staging = torch.empty((len(part), *host.shape[1:]), dtype=host.dtype, device=device.device)
@@ -73,9 +85,12 @@ class HostPool:
                     torch.cuda.current_stream(device.device).wait_stream(self._stream)
                 device.index_copy_(1, index, staging.transpose(0, 1))
 
-    def _parts(self, pages: list[int], slots: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-        """Pages and slots, as many as fit into the staging buffer."""
-        assert len(pages) == len(slots)
+    def _parts(self, name: str, pages: list[int], slots: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+        """Pages and slots, as many as fit into the staging buffer. Raises ValueError, before the first, where they are none."""
+        self._check(name, slots)
+        count = self._device[0].shape[1]
+        if len(pages) != len(slots) or not all(0 <= page < count for page in pages):
+            raise ValueError(f"HostPool.{name}: pages {pages} and slots {slots}; give a slot for each page, of pages 0 to {count - 1}")
         for at in range(0, len(pages), self._batch):
             yield pages[at : at + self._batch], slots[at : at + self._batch]
 

@@ -5,13 +5,16 @@
 
 A scale (and a zero) belongs to one token, one head and one group of its columns. Both are bfloat16, and codes are made with them as they are
 stored, so that nothing is lost twice: `zero` is rounded down and `scale` up, so that the range of a group fits, and an integer code errs by at most
-half a scale. A group of zeros has scale 0 and codes 0. A group with a number that is not finite has scale NaN: all of it reads NaN.
+half a scale. A group of zeros has scale 0 and codes 0. A group with a number that is not finite has scale NaN: all of it reads NaN. So does one of integer
+codes whose ends lie farther apart than float32 reaches (-2e38 and 2e38), since every reader multiplies codes by scales before it adds zeros.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from onchip.core.once import ends
 
 GROUPS = (0, 32, 64)  # columns that share a scale; 0: all of a head
 TINY = 2.0**-126  # scales below are 0: the reciprocal of a number that is not normal may be infinite
@@ -134,13 +137,23 @@ class Codes(NamedTuple):
         return Codes(parts[0], parts[1], parts[2] if form.has_zero else None, form, channel)
 
     def put(self, slots: Tensor, x: Tensor) -> None:
-        """Quantise x [tokens, kv_heads, dim], and write it; slots: int64 [tokens], `page index * page size + offset`."""
-        page = self.codes.shape[1]
+        """Quantise x [tokens, kv_heads, dim], and write it; slots: int64 [tokens], `page index * page size + offset`.
+
+        Raises ValueError for slots that there are not, where they are on a CPU; -1 is none either.
+        """
+        pages, page = self.codes.shape[:2]
+        if slots.shape != x.shape[:1] or x.shape[1:] != self.shape[2:]:
+            given = f"x is {list(x.shape)}, slots {list(slots.shape)}"
+            raise ValueError(f"put: {given}; give [tokens, {self.shape[2]}, {self.shape[3]}], and a slot for each token")
+        if (found := ends(slots)) is not None and not 0 <= found[0] <= found[1] < pages * page:
+            raise ValueError(f"put: slots are {found[0]} to {found[1]}; give 0 to {pages * page - 1}, without the tokens that have none")
         for to, new in self._encoded(x):
             to[slots // page, slots % page] = new
 
     def fill(self, x: Tensor) -> None:
         """Quantise x [pages, page, kv_heads, dim], and write it to all slots."""
+        if x.shape != self.shape:
+            raise ValueError(f"fill: x is {list(x.shape)}; give {list(self.shape)}, a number for each")
         for to, new in self._encoded(x):
             to.copy_(new)
 

@@ -5,6 +5,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+from torch import Tensor
+
+from onchip.core.trace import readable
+
 T = TypeVar("T")
 _pass: ContextVar[dict | None] = ContextVar("pass", default=None)
 
@@ -34,3 +38,10 @@ def once(what: tuple, tensors: list, make: Callable[[], T]) -> T:
     if key not in known:
         known[key] = tensors, make()  # who lives keeps its id
     return known[key][1]
+
+
+def ends(numbers: Tensor) -> tuple[int, int] | None:
+    """The least and the greatest of whole numbers, looked at once a pass; None where a check may not look, or there are none."""
+    if not readable(numbers) or not numbers.numel():
+        return None
+    return once(("ends",), [numbers], lambda: tuple(map(int, numbers.aminmax())))

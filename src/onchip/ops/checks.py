@@ -188,6 +188,15 @@ def check_pages(name: str, q: Tensor, cache: PagedKV, batch: int) -> None:
             raise ValueError(f"{name}: lengths are {min(known)} to {max(known)}; give 0 to {most}: {table.shape[1]} pages of {page} tokens each")
 
 
+def check_named(name: str, table: Tensor, lengths: Tensor, page: int, pages: int) -> None:
+    """Whether the pages of a table that lengths reach are pages of the cache; looked at on a CPU alone."""
+    if not readable(table) or not readable(lengths):
+        return
+    named = table[torch.arange(table.shape[1], device=table.device) * page < lengths[:, None]]
+    if named.numel() and not 0 <= int(named.min()) <= int(named.max()) < pages:
+        raise ValueError(f"{name}: page_table has pages {int(named.min())} to {int(named.max())}; the cache has 0 to {pages - 1}")
+
+
 def pair_of(what: str, given) -> tuple:
     pair = given if isinstance(given, tuple) else (given, given)
     if len(pair) != 2:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from onchip.core.arguments import check_tensors, refuse_gradients
 from onchip.core.formats import Codes, check_channels
+from onchip.core.once import ends, once
 from onchip.core.problem import Rope
 from onchip.dispatch import select
 from onchip.ops.rotary import QKNorm, check_norm, check_table
@@ -63,7 +64,7 @@ def rope_append(
         raise ValueError(f"rope_append: layout={layout!r} is not one of neox, interleaved")
     dim = packed // (num_q + 2 * num_kv)
     check_table("rope_append", table, dim)
-    _check_places("positions", positions, qkv)
+    _check_places("positions", positions, qkv, 0, len(table))
     check_norm("rope_append", norm, dim)
     kv = "" if append is None else _check_append(append, num_kv, dim, qkv)
     problem = Rope("rope_append", tokens, num_q, num_kv, dim, table.shape[-1], qkv.dtype, layout, norm is not None, append is not None, kv)
@@ -72,23 +73,30 @@ def rope_append(
     return q, k, v
 
 
-def _check_places(name: str, places: Tensor, qkv: Tensor) -> None:
-    """A kernel reads one for each token, whatever is there."""
-    if places.shape != qkv.shape[:1] or places.dtype not in PLACES[name] or places.device != qkv.device:
-        given = f"{places.dtype} {list(places.shape)} on {places.device}"
-        raise ValueError(f"rope_append: {name} are {given}; give int64 [{len(qkv)}], one a token, on {qkv.device}")
+def _check_places(name: str, places: Tensor, qkv: Tensor, least: int, end: int) -> None:
+    """A kernel reads one for each token, whatever is there; on a CPU they are looked at, once a pass: from `least` on, and below `end`."""
+
+    def check() -> None:
+        if places.shape != qkv.shape[:1] or places.dtype not in PLACES[name] or places.device != qkv.device:
+            given = f"{places.dtype} {list(places.shape)} on {places.device}"
+            raise ValueError(f"rope_append: {name} are {given}; give int64 [{len(qkv)}], one a token, on {qkv.device}")
+        if (found := ends(places)) is not None and not least <= found[0] <= found[1] < end:
+            of = "rows of the table" if name == "positions" else "slots of the pages, and -1 for a token that is not written"
+            raise ValueError(f"rope_append: {name} are {found[0]} to {found[1]}; give 0 to {end - 1}: {of}")
+
+    once((name, qkv.shape[0], qkv.device, end), [places], check)
 
 
 def _check_append(append: Append, kv_heads: int, dim: int, qkv: Tensor) -> str:
     """The format of the cache, "" if it is not quantised; raises where it is none of this call."""
     k, v = append.k, append.v
-    _check_places("append.slots", append.slots, qkv)
     if isinstance(k, Codes) != isinstance(v, Codes) or (isinstance(k, Codes) and k.format != v.format):
         kinds = [str(t.format) if isinstance(t, Codes) else str(t.dtype) for t in (k, v)]
         raise ValueError(f"rope_append: k is {kinds[0]}, v {kinds[1]}; give both as Codes of one format, or both as tensors")
     for name, t in (("k", k), ("v", v)):
         if t.ndim != 4 or tuple(t.shape[2:]) != (kv_heads, dim) or t.shape[:2] != k.shape[:2] or t.device != qkv.device:
             raise ValueError(f"rope_append: append.{name} is {list(t.shape)} on {t.device}; give [pages, page, {kv_heads}, {dim}] on {qkv.device}")
+    _check_places("append.slots", append.slots, qkv, -1, k.shape[0] * k.shape[1])
     if not isinstance(k, Codes):
         if not k.dtype == v.dtype == qkv.dtype:
             raise ValueError(f"rope_append: append.k is {k.dtype}, append.v {v.dtype}, qkv {qkv.dtype}; they must be of one dtype, or the cache of Codes")

@@ -10,10 +10,9 @@ from torch import Tensor
 from onchip.core.masks import Causal, Mask
 from onchip.core.problem import E4M3
 from onchip.core.scales import LARGEST, SMALLEST
-from onchip.core.trace import readable
 from onchip.ops.attend import PagedKV
 from onchip.ops.attention import paged_attention
-from onchip.ops.checks import check_pages
+from onchip.ops.checks import check_named, check_pages
 
 BYTES, WIDTH, VALUES, TILE = 656, 576, 512, 128
 
@@ -55,13 +54,12 @@ def attend_latent(
 
     The pages in use are first copied in bfloat16: for 656 bytes read, 1,152 more are written and read again.
     """
-    if packed.ndim != 4 or packed.shape[2] != 1:
-        raise ValueError(f"attend_latent: packed is {list(packed.shape)}; give uint8 [pages, page, 1, {BYTES}]")
+    if packed.ndim != 4 or packed.shape[2] != 1 or not len(packed):
+        raise ValueError(f"attend_latent: packed is {list(packed.shape)}; give uint8 [pages, page, 1, {BYTES}], of one page or more")
     check_pages("attend_latent", q, PagedKV(packed, packed, page_table, lengths), len(q))
     page = packed.shape[1]
+    check_named("attend_latent", page_table, lengths, page, len(packed))
     used = torch.arange(page_table.shape[1], device=q.device) * page < lengths[:, None]
-    if readable(page_table) and (named := page_table[used]).numel() and not 0 <= int(named.min()) <= int(named.max()) < len(packed):
-        raise ValueError(f"attend_latent: page_table has pages {int(named.min())} to {int(named.max())}; the cache has 0 to {len(packed) - 1}")
     latent = dequantise_latent(packed[torch.where(used, page_table, 0).flatten().long()]).to(q.dtype)
     table = torch.arange(page_table.numel(), dtype=torch.int32, device=q.device).view(page_table.shape)
     return paged_attention(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.arguments import check_tensors
+from onchip.core.once import ends
 from onchip.core.problem import Rope
 from onchip.dispatch import select
 from onchip.ops.differentiable import Rule, differentiable
@@ -61,6 +62,8 @@ def rotary(
             raise ValueError(f"rotary: table has {len(table)} positions, q has {places[-1]} tokens; give a longer rope_table or positions")
     elif positions.shape not in (places, places[-1:]) or positions.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"rotary: positions are {positions.dtype} {list(positions.shape)}; give int64 {list(places)} or {list(places[-1:])}")
+    elif (found := ends(positions)) is not None and not 0 <= found[0] <= found[1] < len(table):
+        raise ValueError(f"rotary: positions are {found[0]} to {found[1]}; give 0 to {len(table) - 1}, rows of the table, or a longer rope_table")
     else:
         positions = positions.expand(places if q.ndim == 4 else (1, *places))
     if norm is not None:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from onchip.core.formats import Codes
 from onchip.core.masks import Full
+from onchip.core.once import ends
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 from onchip.ops.attend import PagedKV, first_columns
 from onchip.ops.attention import paged_attention
-from onchip.ops.checks import check_pages, kind_of
+from onchip.ops.checks import check_named, check_pages, kind_of
 
 ROWS = 64  # heads of a latent that `triton_decode`, which takes pages of one token, has at most
 PAGE = 64  # tokens of a page of copied keys
@@ -44,7 +45,7 @@ def attend_tokens(
     Of several queries with a choice each, fold them into the batch: `q.flatten(0, 1).unsqueeze(1)` over a table and lengths that repeat.
     Raises ValueError where the choice does not fit, or k and v lie in memory in different orders.
     """
-    _check("attend_tokens", q, cache, tokens)
+    cache = _checked("attend_tokens", q, cache, tokens)
     page, length = cache.k.shape[1], cache.lengths.view(-1, *[1] * (tokens.ndim - 1))
     tokens, count = _packed(tokens, (tokens < 0) | (tokens >= length))
     if cache.k.shape[2] == 1 and q.shape[2] > ROWS and first_columns(cache.k, cache.v):
@@ -63,7 +64,7 @@ def _copied(cache: PagedKV, tokens: Tensor, count: Tensor) -> tuple[PagedKV, _Ch
     slots = torch.where(torch.arange(tokens.shape[1], device=tokens.device) < count[:, None], slots, 0)
     slots = torch.nn.functional.pad(slots, (0, -tokens.shape[1] % PAGE))
     k = cache.k[slots // page, slots % page].view(-1, PAGE, 1, cache.k.shape[-1])
-    table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device).view(batch, -1)
+    table = torch.arange(k.shape[0], dtype=torch.int32, device=k.device).view(batch, slots.shape[1] // PAGE)
     at = torch.arange(table.shape[1], dtype=torch.int32, device=k.device).expand(batch, -1)
     return PagedKV(k, k[..., : cache.v.shape[-1]], table, count), _Choice(at, at * 0, count)
 
@@ -84,7 +85,7 @@ def attend_pages(
              below 0 or past the end is none; of the last page the tokens that are there count.
     All else as for `attend_tokens`.
     """
-    _check("attend_pages", q, cache, pages)
+    cache = _checked("attend_pages", q, cache, pages)
     page, length = cache.k.shape[1], cache.lengths.view(-1, *[1] * (pages.ndim - 1))
     first = pages.long() * page
     none = (pages < 0) | (first >= length)
@@ -94,7 +95,8 @@ def attend_pages(
     return _attend(q, cache, page, _Choice(pages, pages * 0, (count * page - missing).to(torch.int32)), scale, return_lse, kernel)
 
 
-def _check(name: str, q: Tensor, cache: PagedKV, chosen: Tensor) -> None:
+def _checked(name: str, q: Tensor, cache: PagedKV, chosen: Tensor) -> PagedKV:
+    """The cache, of which no sequence's row of the table is empty."""
     if not (isinstance(cache, PagedKV) and isinstance(cache.k, Tensor) and isinstance(cache.v, Tensor)):
         given = f"holds {type(cache.k).__name__}" if isinstance(cache, PagedKV) else f"is a {type(cache).__name__}"
         raise TypeError(f"{name}: the cache {given}; give PagedKV(k, v, page_table, lengths) of tensors")
@@ -107,6 +109,7 @@ def _check(name: str, q: Tensor, cache: PagedKV, chosen: Tensor) -> None:
     fits = isinstance(chosen, Tensor) and chosen.shape[:-1] in ((batch,), (batch, kv_heads)) and chosen.shape[-1] > 0
     if not fits or chosen.dtype != torch.int32 or chosen.device != q.device:
         raise ValueError(f"{name}: the choice is {kind_of(chosen)}; give int32 [{batch}, top] or [{batch}, {kv_heads}, top] on {q.device}, top at least 1")
+    return cache if cache.page_table.shape[1] else cache._replace(page_table=cache.page_table.new_zeros(batch, 1))
 
 
 def _packed(chosen: Tensor, none: Tensor, last: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -150,16 +153,17 @@ def _attend(q: Tensor, cache: PagedKV, page: int, choice: _Choice, scale: float 
     batch, _, heads, dim = q.shape
     folded = choice.at.ndim == 3 and cache.k.shape[2] > 1
     k, v, (by_page, by_slot, by_head) = _units(cache.k, cache.v, page, folded)
-    table = cache.page_table.view(batch, *[1] * (choice.at.ndim - 2), -1).expand(*choice.at.shape[:-1], -1).gather(-1, choice.at.long())
+    table = cache.page_table if choice.at.ndim == 2 else cache.page_table[:, None]
+    table = table.expand(*choice.at.shape[:-1], -1).gather(-1, choice.at.long())
     table = table * by_page + choice.slot * by_slot
     if folded:
         table = table + by_head * torch.arange(table.shape[1], dtype=torch.int32, device=q.device)[:, None]
-        q = q.reshape(table.shape[0] * table.shape[1], 1, -1, dim)
-    chosen = PagedKV(k, v, table.reshape(q.shape[0], -1), choice.count.reshape(q.shape[0]))
+        q = q.reshape(table.shape[0] * table.shape[1], 1, heads // table.shape[1], dim)
+    chosen = PagedKV(k, v, table.flatten(0, -2), choice.count.flatten())
     found = paged_attention(q, chosen, mask=Full(), scale=scale, return_lse=return_lse, kernel=kernel)
     if not return_lse:
-        return found.reshape(batch, 1, heads, -1)
-    return found[0].reshape(batch, 1, heads, -1), found[1].reshape(batch, heads, 1)
+        return found.reshape(batch, 1, heads, v.shape[-1])
+    return found[0].reshape(batch, 1, heads, v.shape[-1]), found[1].reshape(batch, heads, 1)
 
 
 # ---- Quest
@@ -177,6 +181,10 @@ def page_bounds(cache: PagedKV) -> PageBounds:
     if isinstance(cache.k, Codes):
         raise TypeError(f"page_bounds: the keys are Codes in {cache.k.format}; give a cache of numbers (Codes.dequantised makes them)")
     pages, page, kv_heads, dim = cache.k.shape
+    check_pages("page_bounds", cache.k, cache, len(cache.page_table))
+    check_named("page_bounds", cache.page_table, cache.lengths, page, pages)
+    if not pages:
+        raise ValueError(f"page_bounds: k is {list(cache.k.shape)}; give one page or more")
     low, high = (cache.k.new_full((pages, kv_heads, dim), at) for at in (torch.inf, -torch.inf))
     first = torch.arange(cache.page_table.shape[1], device=cache.k.device) * page
     used = (cache.lengths[:, None] - first).clamp(0, page)  # [batch, most pages]
@@ -198,13 +206,17 @@ def append_bounds(
     """Take the keys that are being written to the cache into the bounds, in place; `slots` as `PagePool.append` gives them (page index * page + offset).
     A page whose first slot is among them starts anew: it was another sequence's before. A slot of -1 is nowhere. A page that `PagePool` has copied
     (`fork`) has no bounds of its own yet: they are `page_bounds`'."""
-    if slots.shape != k.shape[:1] or k.shape[1:] != bounds.low.shape[1:] or page < 1:
-        given = f"k is {list(k.shape)}, slots {list(slots.shape)}, page {page}"
-        raise ValueError(f"append_bounds: {given}; give [tokens, {', '.join(map(str, bounds.low.shape[1:]))}], a slot for each token, and the cache's page")
+    pages = len(bounds.low)
+    if slots.shape != k.shape[:1] or k.shape[1:] != bounds.low.shape[1:] or slots.dtype != torch.int64 or page < 1 or not pages:
+        given = f"k is {list(k.shape)}, slots {slots.dtype} {list(slots.shape)}, page {page}, bounds {list(bounds.low.shape)}"
+        wanted = f"[tokens, {', '.join(map(str, bounds.low.shape[1:]))}], an int64 slot for each token, the cache's page, and bounds of one page or more"
+        raise ValueError(f"append_bounds: {given}; give {wanted}")
+    if (found := ends(slots)) is not None and found[1] >= pages * page:
+        raise ValueError(f"append_bounds: slots are {found[0]} to {found[1]}; give 0 to {pages * page - 1}, or -1: nowhere")
     real = slots >= 0
     at = torch.where(real, slots // page, 0)
-    begun = torch.zeros(bounds.low.shape[0] + 1, dtype=torch.bool, device=k.device)
-    begun[torch.where(real & (slots % page == 0), at, bounds.low.shape[0])] = True
+    begun = torch.zeros(pages + 1, dtype=torch.bool, device=k.device)
+    begun[torch.where(real & (slots % page == 0), at, pages)] = True
     anew = begun[at][:, None, None]
     k = k.to(bounds.low.dtype)
     for bound, start, how in ((bounds.low, torch.inf, "amin"), (bounds.high, -torch.inf, "amax")):
@@ -227,15 +239,16 @@ def page_scores(
         raise TypeError(f"page_scores: q is {list(q.shape)}, bounds a {type(bounds).__name__}; give q [batch, 1, heads, dim] and what page_bounds makes")
     batch, len_q, heads, dim = q.shape
     kv_heads = bounds.low.shape[1]
-    for name, given, ranks in (("page_table", page_table, (batch, *page_table.shape[1:2])), ("lengths", lengths, (batch,))):
-        if given.shape != ranks or given.dtype != torch.int32 or given.device != q.device:
-            wanted = f"int32 [{batch}{', most pages' if name == 'page_table' else ''}] on {q.device}"
-            raise ValueError(f"page_scores: {name} is {given.dtype} {list(given.shape)} on {given.device}; give {wanted}")
+    for name, given, more in (("page_table", page_table, ", most pages"), ("lengths", lengths, "")):
+        fits = isinstance(given, Tensor) and given.ndim == 1 + bool(more) and given.shape[0] == batch
+        if not fits or given.dtype != torch.int32 or given.device != q.device:
+            raise ValueError(f"page_scores: {name} is {kind_of(given)}; give int32 [{batch}{more}] on {q.device}")
     if page < 1:
         raise ValueError(f"page_scores: page is {page}; give the cache's tokens a page, 1 or more")
     if len_q != 1 or heads % kv_heads or bounds.low.shape[2] != dim or bounds.low.dtype != q.dtype:
         given = f"q is {q.dtype} {list(q.shape)} and the bounds {bounds.low.dtype} {list(bounds.low.shape)}"
         raise ValueError(f"page_scores: {given}; give q [batch, 1, heads, dim] and bounds [pages, kv_heads, dim] in its dtype, heads a multiple of kv_heads")
+    check_named("page_scores", page_table, lengths, page, len(bounds.low))
     run = torch.ops.onchip.page_scores if torch.compiler.is_compiling() else _page_scores
     return run(q[:, 0], *bounds, page_table, lengths, page, kernel)
 

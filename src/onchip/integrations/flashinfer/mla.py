@@ -74,8 +74,9 @@ class BatchMLAPagedAttentionWrapper:
         host = on_host(name, "qo_indptr", qo_indptr)
         if len(host) != len(lists.lengths) + 1 or (host.diff() < 0).any():
             raise ValueError(f"{name}: qo_indptr is {host.tolist()} for {len(lists.lengths)} sequences; give [batch + 1], never falling")
-        self._rows, longest = int(host[-1]), int(host.diff().max())
-        self._even = longest if longest and int(host.diff().min()) == longest and not int(host[0]) else None
+        counts = host.diff().tolist() or [1]  # of no sequences one each
+        self._rows, longest = int(host[-1]), max(counts)
+        self._even = longest if longest and min(counts) == longest and not int(host[0]) else None
         if self._use_cuda_graph:
             most = self._most_rows or self._rows
             if self._rows > most:

@@ -76,6 +76,8 @@ def lists_of(name: str, indptr: Tensor, last_page_len: Tensor | None, page: int,
         last = on_host(name, "last_page_len", last_page_len)
         if last.shape != pages.shape:
             raise ValueError(f"{name}: last_page_len is {list(last_page_len.shape)} beside {len(pages)} page lists; give one length a list")
+        if ((pages > 0) & ((last < 1) | (last > page))).any():
+            raise ValueError(f"{name}: last_page_len is {last.tolist()} of page lists of {pages.tolist()} pages; give 1 to {page} where there is a page")
         lengths = torch.where(pages > 0, (pages - 1) * page + last, 0)
     lengths = on_host(name, "the keys' lengths", lengths).flatten()
     if lengths.shape != pages.shape or (pages < 0).any() or (lengths < 0).any() or (lengths > pages * page).any():

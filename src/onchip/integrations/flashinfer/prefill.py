@@ -32,7 +32,7 @@ from onchip.integrations.flashinfer.call import (
     scaling_of,
 )
 from onchip.integrations.flashinfer.pages import Queries, Table, attend, lists_of, unpacked
-from onchip.integrations.flashinfer.quantization import check_bytes, segment_packbits
+from onchip.integrations.flashinfer.quantization import check_bytes, check_mask, segment_packbits
 
 
 class Prefill:
@@ -64,7 +64,7 @@ class Prefill:
         host = on_host(name, "qo_indptr", qo_indptr) // unit
         lengths = host.diff()
         if len(host) < 2 or (lengths < 0).any():
-            raise ValueError(f"{name}: qo_indptr is {host.tolist()}; give [batch + 1], never falling")
+            raise ValueError(f"{name}: qo_indptr is {host.tolist()}; give [batch + 1], of one sequence or more, never falling")
         self._rows, self._longest = int(host[-1]), int(lengths.max())
         self._even = self._longest if int(lengths.min()) == self._longest and int(host[0]) == 0 else None
         if not self._use_cuda_graph:
@@ -93,10 +93,8 @@ class Prefill:
             self._masked = False
             return
         sizes = lengths_q.long() * lengths_k.long()
-        if packed is None and custom_mask.numel() != int(sizes.sum()):
-            given = f"custom_mask has {custom_mask.numel()} elements for {lengths_q.tolist()} queries over {lengths_k.tolist()} keys"
-            raise ValueError(f"plan: {given}; give [len_q, len_k] of each sequence, flat and end to end: {int(sizes.sum())} elements")
         if packed is None:
+            check_mask("plan", custom_mask, lengths_q.tolist(), lengths_k.tolist())
             packed, first = segment_packbits(custom_mask.reshape(-1), torch.nn.functional.pad(sizes.cumsum(0), (1, 0)), "little")
         else:
             check_bytes("plan: packed_custom_mask", packed)

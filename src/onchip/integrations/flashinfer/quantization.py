@@ -4,13 +4,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onchip.integrations.flashinfer.call import one_of
+from onchip.integrations.flashinfer.call import check_integers, one_of
+from onchip.ops.checks import kind_of
 
 
 def check_bytes(name: str, packed: Tensor) -> None:
     """Raises ValueError where bits are not in bytes: a mask of bools is another argument."""
     if packed.dtype != torch.uint8:
         raise ValueError(f"{name} is {packed.dtype} {list(packed.shape)}; give uint8, as packbits makes it, or a bool mask as custom_mask")
+
+
+def check_mask(name: str, mask: Tensor, lengths_q: list[int], lengths_k: list[int]) -> None:
+    """Raises ValueError for a mask of floats, in which 0 may be what is seen, of another size, or `[len_k, len_q]`."""
+    sizes = list(zip(lengths_q, lengths_k, strict=True))
+    count = sum(len_q * len_k for len_q, len_k in sizes)
+    whole = isinstance(mask, Tensor) and not mask.is_floating_point() and mask.numel() == count
+    if not whole or (mask.ndim > 1 and any(mask.shape[-2:] != pair for pair in sizes)):
+        given = f"custom_mask is {kind_of(mask)} for {lengths_q} queries over {lengths_k} keys"
+        raise ValueError(f"{name}: {given}; give bool [len_q, len_k] of each sequence, flat and end to end: {count} elements")
 
 
 def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
@@ -23,7 +34,10 @@ def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
 
 def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[Tensor, Tensor]:
     """`packbits` of each segment `x[indptr[i]:indptr[i + 1]]`, and where each one's bytes begin, like `indptr`. Waits for the device."""
+    check_integers("segment_packbits", "indptr", indptr)
     bounds = indptr.to(x.device)
+    if indptr.ndim != 1 or not len(indptr) or int(bounds[0]) < 0 or (bounds.diff() < 0).any():
+        raise ValueError(f"segment_packbits: indptr is {indptr.tolist()}; give [segments + 1], of 0 or more and never falling")
     if x.numel() < (last := int(bounds[-1])):
         raise ValueError(f"segment_packbits: x has {x.numel()} elements, and indptr ends at {last}; give as many")
     lengths = bounds.diff()

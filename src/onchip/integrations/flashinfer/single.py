@@ -24,7 +24,7 @@ from onchip.integrations.flashinfer.call import (
     turned,
     widened,
 )
-from onchip.integrations.flashinfer.quantization import unpacked_bits
+from onchip.integrations.flashinfer.quantization import check_mask, unpacked_bits
 from onchip.ops.attention import attention
 
 SHAPES = {"NHD": "[len_k, kv_heads, dim]", "HND": "[kv_heads, len_k, dim]"}
@@ -111,9 +111,9 @@ def single_prefill_with_kv_cache(
     len_q, len_k = len(q), k.shape[1 if kv_layout == "HND" else 0]
     if packed_custom_mask is not None:
         custom_mask = unpacked_bits(packed_custom_mask, len_q, len_k)
-    if custom_mask is not None and custom_mask.numel() != len_q * len_k:
-        raise ValueError(f"{name}: custom_mask is {list(custom_mask.shape)}; give bool [{len_q}, {len_k}]")
-    custom = None if custom_mask is None else Dense(custom_mask.view(len_q, len_k).bool())
+    if custom_mask is not None:
+        check_mask(name, custom_mask, [len_q], [len_k])
+    custom = None if custom_mask is None else Dense(custom_mask.reshape(len_q, len_k).bool())
     scaling = Scaling(scale_q, both(scale_k, k_scale), both(scale_v, v_scale)) if q.dtype.itemsize == 1 else Scaling(None, k_scale, v_scale)
     return single(name, way, q, k, v, kv_layout, scaling, Result(o_dtype or q.dtype, return_lse), custom)
 

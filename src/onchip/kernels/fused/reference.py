@@ -18,6 +18,11 @@ def rms_norm(
     return y if residual is None else (y, total)
 
 
+def _kept(slots: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Slots of tokens that are written, and which tokens these are; None: all."""
+    return (slots, None) if (kept := slots >= 0).all() else (slots[kept], kept)
+
+
 def rope_append(problem: Rope, config: None, qkv: Tensor, table: Tensor, positions: Tensor, norm, append) -> None:
     """Rotate the heads of qkv [tokens, (heads + 2 kv_heads) dim] in place; norm: QKNorm or None, append: Append or None."""
     p, exact = problem, exact_of(qkv.dtype)
@@ -32,10 +37,10 @@ def rope_append(problem: Rope, config: None, qkv: Tensor, table: Tensor, positio
         y = x
     turn(x, y, once(("angles", p.layout, exact), [table, positions], lambda: angles(table.index_select(0, positions).unsqueeze(1), exact, p)), p)
     if append is not None:
-        slots, k, v = append.slots, heads[:, p.heads : p.heads + p.kv_heads], heads[:, p.heads + p.kv_heads :]
-        kept = once(("kept",), [slots], lambda: None if (kept := slots >= 0).all() else kept)
+        k, v = heads[:, p.heads : p.heads + p.kv_heads], heads[:, p.heads + p.kv_heads :]
+        slots, kept = once(("kept",), [append.slots], lambda: _kept(append.slots))
         if kept is not None:
-            slots, k, v = slots[kept], k[kept], v[kept]
+            k, v = k[kept], v[kept]
         for pages, new in ((append.k, k), (append.v, v)):
             if p.kv:
                 pages.put(slots, new)
