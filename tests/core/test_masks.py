@@ -83,6 +83,13 @@ def test_a_band_is_its_definition(band, len_q, len_k):
     assert band.parts() == (band, ()) and band.hull is band and band.tensors == ()
 
 
+def test_the_area_of_lengths_that_no_list_holds():
+    n = 1 << 40
+    for band, pairs in ((Full(), n * n), (Causal(), n * (n + 1) // 2), (Window(9), 10 * n - 45), (Window(None, 0, "top_left"), n * (n + 1) // 2)):
+        assert band.area(n, n) == pairs
+    assert Causal().area(n, 0) == Window(3, 4).area(0, n) == 0 and Window(5, None).area(2, n) == 13
+
+
 @unhurried
 @given(BAND, st.integers(1, 24), LENGTHS, st.data())
 def test_keys_are_those_that_some_row_sees(band, len_q, len_k, data):

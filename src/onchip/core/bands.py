@@ -110,10 +110,9 @@ class Band(Mask):
 
     def area(self, len_q: int, len_k: int) -> int:
         """How many (query, key) pairs are seen."""
-        rows = torch.arange(len_q, device="cpu") + self.shift(len_q, len_k)
-        first = torch.zeros_like(rows) if self.left is None else (rows - self.left).clamp(min=0)
-        last = torch.full_like(rows, len_k) if self.right is None else (rows + self.right + 1).clamp(max=len_k)
-        return int((last - first).clamp(min=0).sum())
+        first = self.shift(len_q, len_k)
+        before = 0 if self.left is None else _keys_before(first - self.left, len_q, len_k)
+        return (len_q * len_k if self.right is None else _keys_before(first + self.right + 1, len_q, len_k)) - before
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +179,16 @@ class Window(Band):
 
 
 BANDS = (Full, Causal, Window)
+
+
+def _keys_before(first: int, rows: int, len_k: int) -> int:
+    """How many of `len_k` keys are before `first`, and before each of the `rows - 1` numbers that follow it, in all: no list of rows, which may be 2^31."""
+
+    def below(stop: int) -> int:  # the same of the numbers 0 to stop - 1
+        few, many = min(max(0, stop), len_k), max(0, stop - len_k)
+        return few * (few - 1) // 2 + len_k * many
+
+    return below(first + rows) - below(first)
 
 
 def check_align(name: str, align: str) -> None:
