@@ -255,6 +255,31 @@ def test_explain_wants_a_function_or_a_problem():
         onchip.explain("attention")
 
 
+def test_explain_a_problem_wants_a_device_and_a_kernel(plain_cpu):
+    """Each is heard, however it is given, or refused; none is dropped."""
+    there = "prefill B4 q4096 k4096 h32/8 d128 bf16 Window(512), on H200\n  runs   "
+    for device in (H200, "H200", "h200"):
+        assert onchip.explain(PREFILL, device).startswith(there + "hopper_prefill")
+        assert onchip.explain(PREFILL, device=device, kernel="triton_prefill") == onchip.explain(PREFILL, device, "triton_prefill")
+        assert onchip.explain(PREFILL, device, kernel="triton_prefill").startswith(there + "triton_prefill")
+    assert onchip.explain(PREFILL, "cpu") == onchip.explain(PREFILL, CPU) == onchip.explain(PREFILL)
+    for device, words in (
+        ("H300", "device 'H300' is not a device; give cpu, cuda or cuda:N, or a GPU of the table: A100, L4"),
+        ("meta", "device 'meta' is not supported; give cpu, cuda"),
+        (3.5, "device '3.5' is not a device; give cpu"),
+        ("cuda:77", "device 'cuda:77' is not there: torch .* sees . GPUs; give cpu.*, or a GPU of the table"),
+        (torch.device("cuda:77"), "device 'cuda:77' is not there"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            onchip.explain(PREFILL, device=device)
+    for args, keywords in (((H200, "auto", 3), {}), ((H200,), {"device": H200}), ((), {"gpu": "H200"})):
+        with pytest.raises(TypeError, match=r"explain: with a Problem come .*; give a device and a kernel, each once"):
+            onchip.explain(PREFILL, *args, **keywords)
+    with pytest.raises(ValueError, match="explain: a Problem of 'prefil', which is no operator; there are prefill, backward"):
+        onchip.explain(PREFILL._replace(op="prefil"))
+    assert onchip.explain(lambda device: onchip.attention(*qkv()), device="its own").startswith("prefill")  # of a function all arguments are its own
+
+
 def test_a_record_ends_when_its_block_raises():
     with pytest.raises(KeyError), onchip.record() as decisions:
         raise KeyError

@@ -198,11 +198,12 @@ def left_to_others() -> int:
     return settings.SM_MARGIN.read() if (left := margin.get()) is None else left
 
 
-def explain(call: Callable | Problem, *args, device: torch.device | Device | None = None, **keywords) -> str:
+def explain(call: Callable | Problem, *args, **keywords) -> str:
     """What runs, why, the floor of the hardware, and what to change so that a kernel further ahead runs, as text: for a function and its arguments (which
-    is run once), or for a Problem.
+    is run once), or for a Problem, as of `select` with a `device` (cpu where none is given; also the name of one, or of a GPU of the table) and a `kernel`.
 
     >>> print(onchip.explain(onchip.attention, q, k, v, mask=onchip.Causal()))
+    >>> print(onchip.explain(problem, device="H200", kernel="triton_prefill"))
     """
     if callable(call):
         with record() as decisions:
@@ -211,7 +212,13 @@ def explain(call: Callable | Problem, *args, device: torch.device | Device | Non
         return "\n".join(str(d) for d in unique.values()) or "no onchip operator was called"
     if not isinstance(call, tuple) or not hasattr(call, "op"):
         raise TypeError(f"explain: {call!r:.60} is neither a function nor a Problem; give one, as in explain(onchip.attention, q, k, v)")
-    return str(select(call, device if device is not None else torch.device("cpu")))
+    if call.op not in OPS:
+        raise ValueError(f"explain: a Problem of {call.op!r:.60}, which is no operator; there are {', '.join(OPS)}")
+    given = dict(zip(("device", "kernel"), args, strict=False)) | keywords
+    if len(given) < len(args) + len(keywords) or not given.keys() <= {"device", "kernel"}:
+        raise TypeError(f"explain: with a Problem come {[*args, *keywords]!r:.80}; give a device and a kernel, each once: explain(problem, device=, kernel=)")
+    device = given.get("device")
+    return str(select(call, devices.described("cpu" if device is None else device), given.get("kernel", "auto")))
 
 
 def _report(d: Decision) -> str:

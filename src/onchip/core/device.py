@@ -75,10 +75,13 @@ GPUS = {
 
 def gpu(name: str) -> Device:
     """The GPU of that name in the table, whatever this machine has."""
-    found = {key.lower(): value for key, value in GPUS.items()}.get(name.lower().replace("_", " "))
-    if found is None:
+    if (found := _in_table(name)) is None:
         raise ValueError(f"no GPU named {name!r}; known are {', '.join(GPUS)}")
     return found
+
+
+def _in_table(name: str) -> Device | None:
+    return {key.lower(): value for key, value in GPUS.items()}.get(name.lower().replace("_", " "))
 
 
 @functools.lru_cache
@@ -128,22 +131,33 @@ def named(name: str | torch.device | None) -> torch.device:
     """The device of that name, the current one from now on if it is a GPU; None: a GPU if there is one. Raises ValueError for one that is not there."""
     if name is None:
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    device = there(name)
+    if device.type != "cuda":
+        return device
+    torch.cuda.set_device(device.index or 0)
+    return torch.device("cuda", device.index or 0)
+
+
+def there(name: str | torch.device, more: str = "") -> torch.device:
+    """The device of that name. Raises ValueError for one that is not there; `more` is what else may be given."""
     try:
         device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"device {name!r} is not a device; give cpu, cuda or cuda:N") from None
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device {str(name)!r} is not a device; give cpu, cuda or cuda:N{more}") from None
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {name!r} is not supported; give cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        index = device.index or 0
-        if index >= count:
-            raise ValueError(
-                f"device {name!r} is not there: torch {torch.__version__} sees {count} GPUs; give cpu" + (f" or cuda:0 to cuda:{count - 1}" if count else "")
-            )
-        torch.cuda.set_device(index)
-        return torch.device("cuda", index)
+        raise ValueError(f"device {str(name)!r} is not supported; give cpu, cuda or cuda:N{more}")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        gpus = f" or cuda:0 to cuda:{count - 1}" * bool(count)
+        raise ValueError(f"device {str(name)!r} is not there: torch {torch.__version__} sees {count} GPUs; give cpu{gpus}{more}")
     return device
+
+
+def described(device: Device | torch.device | str) -> Device | torch.device:
+    """A Device as it is, a GPU of the table by its name, or a device that is there."""
+    if isinstance(device, Device):
+        return device
+    found = _in_table(device) if isinstance(device, str) else None
+    return there(device, f", or a GPU of the table: {', '.join(GPUS)}") if found is None else found
 
 
 def _gfx(name: str) -> int:
