@@ -10,10 +10,11 @@ from onchip import dispatch
 from onchip.core.device import GPUS
 from onchip.core.kernel import Kernel, missing
 from onchip.core.masks import Causal, Document, Full, Window
-from onchip.core.problem import Attention, Rows
-from onchip.core.scores import Softcap
+from onchip.core.problem import Attention, Operands, Rows
+from onchip.core.scores import Bias, Softcap
 from onchip.dispatch import OPS, select
 from onchip.kernels.attention import CUTLASS
+from onchip.ops.attend import attention_backward, backward_decision
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 H200, CPU = GPUS["H200"], torch.device("cpu")
@@ -25,6 +26,7 @@ DECODE = Attention("decode", 32, 1, 4096, 32, 8, 128, BF16, Causal(), "paged", 1
 
 PADDED = "(add zeros; scale"
 DOCUMENT, CAPPED = Document(torch.zeros(4, dtype=torch.int64)).static(), Softcap(30.0).static()
+BIASED = Bias(torch.zeros(2, 8, 8)).static()
 
 
 @pytest.fixture(autouse=True)
@@ -125,6 +127,31 @@ def test_a_named_kernel_never_falls_back():
         "prefill: kernel='triton_prefill' refused prefill B4 q4096 k4096 h32/8 d600/128 fp64 Window(512): dtype fp64 is not one of bf16, fp16, fp32; "
         "dim 600 is not in 8..576. Leave kernel='auto' (blocked accepts this)"
     )
+
+
+def test_gradients_of_a_named_kernel_never_fall_back(plain_cpu, monkeypatch):
+    """To plain torch: by a kernel for Hopper, by Triton's for any GPU, or not at all."""
+    by = lambda kernel, p, device=H200: backward_decision(p, device, kernel).kernel.name  # noqa: E731
+    read = BACKWARD._replace(score=BIASED, extras=("deterministic", "score_grad"))
+    for kernel, p in (("hopper_prefill", read), ("hopper_fp8", EIGHT_BITS._replace(op="backward", dim=600))):
+        with pytest.raises(onchip.Unsupported) as error:
+            by(kernel, p)
+        assert str(error.value).startswith(f"backward: kernel={kernel!r} has its gradients by a kernel that is not plain torch, and none takes {p} on H200: ")
+        assert "triton_backward: " in str(error.value) and str(error.value).endswith(". Leave kernel='auto' (blocked accepts this)")
+        assert by("auto", p) == by("blocked", p) == "blocked" and by("reference", p) == "reference"
+    with pytest.raises(onchip.Unsupported, match="kernel='triton_backward' refused"):
+        by("triton_prefill", read)
+    assert by("hopper_prefill", BACKWARD._replace(dim=256, extras=("deterministic",))) == "hopper_backward"
+    assert by("hopper_prefill", BACKWARD._replace(len_q=64, len_k=64)) == "triton_backward"
+    assert by("hopper_fp8", EIGHT_BITS._replace(op="backward")) == "hopper_fp8_backward"
+    assert by("hopper_fp8", EIGHT_BITS._replace(op="backward", dim=256)) == "bf16_of_e4m3_backward"
+    assert by("auto", BACKWARD, plain_cpu) == by("blocked", BACKWARD, plain_cpu) == "blocked"
+    q, k, v = qkv(dtype=BF16)
+    x = Operands(0.25, score=(torch.zeros(2, 8, 8, requires_grad=True),))
+    p = Attention("prefill", 1, 8, 8, 2, 2, 16, BF16, score=BIASED, extras=("deterministic",))
+    with monkeypatch.context() as patch, pytest.raises(onchip.Unsupported, match="kernel='hopper_prefill' has its gradients by a kernel"):
+        patch.setattr(dispatch.devices, "of", lambda device: H200)  # as a backward pass asks
+        attention_backward(p, "hopper_prefill", x, q, k, v, q, torch.zeros(1, 2, 8), q)
 
 
 def test_a_cache_that_may_not_be_quantised():

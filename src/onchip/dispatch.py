@@ -104,11 +104,11 @@ def _select(problem: Problem, device: torch.device | Device, kernel: str, left: 
         if not reasons:
             if candidate.portable and facts.kind != "cpu" and settings.STRICT.read():
                 raise Unsupported(
-                    f"{op.name}: ONCHIP_STRICT is set and only the portable kernel {candidate.name} takes {problem} on {facts.name}: {_sentences(refused)}"
+                    f"{op.name}: ONCHIP_STRICT is set and only the portable kernel {candidate.name} takes {problem} on {facts.name}: {sentences(refused)}"
                 )
             return Decision(problem, facts, candidate, tuple(refused), index)
         refused.append((candidate.name, tuple(reasons)))
-    raise Unsupported(f"{op.name}: no kernel takes {problem} on {facts.name}: {_sentences(refused)}")
+    raise Unsupported(f"{op.name}: no kernel takes {problem} on {facts.name}: {sentences(refused)}")
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -151,7 +151,8 @@ def _there(run: Callable, index: int) -> Callable:
     return launch
 
 
-def _sentences(refused) -> str:
+def sentences(refused) -> str:
+    """Who refused, and why: of a Decision, or of a menu of which nothing is left."""
     return ". ".join(f"{name}: {'; '.join(reasons)}" for name, reasons in refused)
 
 

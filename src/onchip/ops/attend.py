@@ -10,17 +10,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from onchip.core import philox
+from onchip.core.device import Device
 from onchip.core.formats import Codes
+from onchip.core.kernel import Unsupported
 from onchip.core.masks import Band, as_mask
 from onchip.core.parts import Exactly
 from onchip.core.problem import Attention, Dropout, Operands, Rows
 from onchip.core.scales import Scales
 from onchip.core.scores import Score
-from onchip.dispatch import Decision, recorders, select, sm_margin
+from onchip.dispatch import Decision, recorders, select, sentences, sm_margin
 from onchip.kernels.attention import reference
 from onchip.ops import kinds, wire
 
-# The kernel of the backward pass that goes with one of the forward pass asked for by name.
+# The kernel of the backward pass that goes with one of the forward pass asked for by name; "auto": the menu's first, which must not be plain torch.
 FAMILY = {"triton_prefill": "triton_backward", "hopper_prefill": "auto", "hopper_fp8": "auto", "bf16_of_e4m3": "bf16_of_e4m3_backward"}
 TWICE = "attention: gradients of gradients are not implemented; kernel='reference' has them"
 UNTRAINED = "attention: values in e4m3 and their scales have no gradient; it goes to the source of a Quantised: what onchip.quantise was given, or one of yours"
@@ -335,7 +337,7 @@ def went_back(decision: Decision, kernel: str, found: tuple[Tensor | None, ...],
     """What `Attend.backward` does beside the gradients, for a node of torch's that `found` them: refuses, and counts the kernel where somebody records."""
     refuse_batches(given[0])
     if recorders:
-        select(backward_problem(decision.problem, torch.are_deterministic_algorithms_enabled()), decision.device, FAMILY.get(kernel, kernel))
+        backward_decision(backward_problem(decision.problem, torch.are_deterministic_algorithms_enabled()), decision.device, kernel)
     if not torch.is_grad_enabled():
         return None
     anchors = [d for d in found if d is not None]
@@ -358,7 +360,18 @@ def attention_backward(problem: Attention, kernel: str, x: Operands, q, k, v, ou
     """(dq, dk, dv, d_sinks, (d_score, ...)) of the forward call `problem`, `x`; `kernel` is the forward's, by name or "auto"."""
     token_scales = x.scales is not None and 1 in map(Scales.share, x.scales, (q.shape[1], k.shape[1], k.shape[1]))
     problem = backward_problem(problem, torch.are_deterministic_algorithms_enabled(), any(t.requires_grad for t in x.score), token_scales)
-    return select(problem, q.device, FAMILY.get(kernel, kernel)).launch(q, k, v, out, lse, d_out, d_lse, x)
+    return backward_decision(problem, q.device, kernel).launch(q, k, v, out, lse, d_out, d_lse, x)
+
+
+def backward_decision(problem: Attention, device: torch.device | Device, kernel: str) -> Decision:
+    """What runs the gradients of a forward pass by `kernel`, a name or "auto". Raises `Unsupported` where only plain torch would, of a name that is not."""
+    decision = select(problem, device, FAMILY.get(kernel, kernel))
+    if kernel in FAMILY and decision.kernel.portable:
+        raise Unsupported(
+            f"backward: kernel={kernel!r} has its gradients by a kernel that is not plain torch, and none takes {problem} on {decision.device.name}: "
+            f"{sentences(decision.refused)}. Leave kernel='auto' ({decision.kernel.name} accepts this)"
+        )
+    return decision
 
 
 @functools.lru_cache(maxsize=1 << 14)

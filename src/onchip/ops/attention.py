@@ -48,7 +48,9 @@ def attention(
     softcap   `softcap tanh(s / softcap)`, after the score; None or 0: none.      sinks   [heads]: a logit more in each row's sum; LSE includes it.
     dropout   a probability, or `Dropout(p, seed, offset)`; drawn again in the backward pass, never stored.
     deterministic   the same gradients, bit by bit, in every run.      batch_invariant   a row's bits do not depend on other sequences.
-    kernel    one by name: it runs or raises. Gradients then come from the same family of kernels.
+    kernel    one by name: it runs or raises, and so do its gradients. Those of "triton_prefill" are by `triton_backward`, of "bf16_of_e4m3" by
+              `bf16_of_e4m3_backward`, of "hopper_prefill" and "hopper_fp8" by the menu's first that is not plain torch (one for Hopper, or one for any
+              GPU where that is faster, as of few queries and keys, or alone takes them), of "blocked" and "reference" by these.
 
     q, k and v may be `Quantised`, all three (see `quantise`): the output is bfloat16, and gradients go to their sources. Products are in 8 bits on a
     Hopper GPU, for head dimension 64, 128 or (forward) 256, Full, Causal and Window, and nothing else asked for, the backward pass for scales of heads
@@ -155,7 +157,8 @@ def paged_attention(
     dimensions 8 to 256 by 8; on any other by one for all GPUs. Pages may have any size; pools whose rows Hopper's copy engine does not take (not whole, or not
     at multiples of 16 bytes) are copied in each call, with a warning. Lengths are read on the device, so the call can be captured in a CUDA graph.
     (Not of a quantised cache with more than 16 queries, unless there is one scale a head, of 64, 128 or 256 columns, a band for a mask and no score:
-    plain torch reads it, and waits for the device.) Returns as `attention` does; arguments and errors as there.
+    plain torch reads it, and waits for the device.) Returns as `attention` does; arguments and errors as there, but
+    gradients are those of the formula in plain torch, by whatever kernel the output came.
 
     q_offsets   for sequences with different numbers of queries, laid end to end (chunks of prefills and decodes in one call): those of sequence
                 `i` are the tokens `q_offsets[i]` to `q_offsets[i + 1]`, none at all included, and still its last ones. Returns
