@@ -180,6 +180,25 @@ def test_a_row_takes_the_typical_problem_on_every_gpu(op, kernel, name):
 # ---- claims
 
 
+@pytest.mark.parametrize("name", GPUS)
+def test_what_is_claimed_has_tiles(name, monkeypatch):
+    """Of any widths of keys and values, on every GPU; who has no room for the smallest ones says so."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("onchip.core.kernel.missing", lambda extra: "is not installed")  # whose tiles are not to be had here
+    gpu, widths = devices.gpu(name), (8, 64, 72, 128, 192, 256, 264, 512, 576)
+    for op, dtype, (dim, dim_v), extras in itertools.product(
+        ("prefill", "backward", "decode"), (BF16, FP32, E4M3), itertools.product(widths, repeat=2), ((), ("dropout",), ("tf32",), ("batch_invariant",))
+    ):
+        p = TYPICAL[op]._replace(dtype=dtype, dim=dim, dim_v=dim_v if dim_v != dim else 0, extras=extras)
+        for kernel in OPS[op].kernels:
+            if kernel.portable or kernel.extra or kernel.refuses(p, gpu):
+                continue
+            assert all(kernel.configs(one, gpu) for one in (p, p._replace(len_q=1))), f"{kernel.name}: {p}"
+    wide = [(TYPICAL[op]._replace(dtype=FP32, dim=dim, dim_v=264), f"triton_{op}") for op, dim in (("prefill", 264), ("backward", 264), ("prefill", 576))]
+    small = [f"the smallest tiles take {kib} KiB of shared memory, of 99 of {name}" for kib in (129, 128)] if gpu.shared_memory == 99 << 10 else ["", ""]
+    assert ["".join(OPS[p.op].kernel(kernel).refuses(p, gpu)) for p, kernel in wide] == ["", *small]
+
+
 @pytest.mark.parametrize(("op", "kernel", "field"), CLAIMS)
 def test_a_claim_is_about_a_field(op, kernel, field):
     assert field in type(TYPICAL[op.name])._fields or (field == "value_dim" and isinstance(TYPICAL[op.name], Attention))

@@ -39,6 +39,7 @@ class Kernel:
     accepts   {field of the Problem: the values it may have}; for a class, instances of it.
     also      functions problem -> reason or None, for what no single field can say.
     slower    the same for what another kernel does faster, or in less memory: such a problem is only taken when this kernel is asked for by name.
+    least     (problem, device kind) -> bytes of shared memory that the smallest tiles take.
     portable  plain torch: on a GPU a slow fallback, which ONCHIP_STRICT turns into an error.
     extra     the optional extra of onchip that it needs.
     """
@@ -49,6 +50,7 @@ class Kernel:
     accepts: Mapping[str, object] = field(default_factory=dict)
     also: Sequence[Callable[[Problem], str | None]] = ()
     slower: Sequence[Callable[[Problem], str | None]] = ()
+    least: Callable[[Problem, str], int] | None = None
     portable: bool = False
     extra: Extra | None = None
 
@@ -73,7 +75,10 @@ class Kernel:
             value = getattr(problem, name)
             if not (isinstance(value, allowed) if _is_types(allowed) else value in allowed):
                 reasons.append(f"{name} {_say(value)} is not {_say(allowed)}")
-        return reasons + _reasons(self.also, problem)
+        reasons += _reasons(self.also, problem)
+        if not reasons and self.least and (least := self.least(problem, device.kind)) > device.shared_memory:
+            reasons.append(f"the smallest tiles take {least >> 10} KiB of shared memory, of {device.shared_memory >> 10} of {device.name}")
+        return reasons
 
     def leaves(self, problem: Problem, device: Device) -> list[str]:
         """Every reason not to take `problem` unless asked to: what it refuses, and what another kernel does better."""

@@ -79,6 +79,14 @@ def test_prefill_gfx942():
     assert re.search(r"vgpr_spill_count:\s+0\b", facts.ptx) and "mfma" in facts.ptx and facts.vector_loads
 
 
+def test_wide_heads_in_float32_gfx942():
+    """Of its 64 KiB: keys are gone when values come, and what queries were in is free when keys do."""
+    p = Attention("prefill", 2, 64, 4096, 8, 8, 576, FP32, Causal(), dim_v=512)
+    assert PREFILL.kernel("triton_prefill").refuses(p, GPU["gfx942"]) == []
+    tiles, found = launched(triton_prefill, "gfx942", p, *(meta(2, n, 8, d, dtype=FP32) for n, d in ((64, 576), (4096, 576), (4096, 512))), Operands(0.1))
+    assert all(facts.shared <= GPU["gfx942"].shared_memory for facts in found.values()), str(tiles)
+
+
 def test_what_a_score_reads_a_pair_has_room():
     """Tables by query and key travel through shared memory beside K and V: with four of them the tiles are smaller."""
     tables = [meta(4, 4096, 4096, dtype=torch.int32) for _ in range(4)]

@@ -115,6 +115,24 @@ def _float32_of_a_row(p: Attention) -> str | None:
     return f"float32 of dim {p.dim}, of at most 512" if wide else None
 
 
+def _smallest_tiles(p: Attention, kind: str) -> int:
+    """Bytes of 16 queries and 16 keys or values; on AMD one of them is in registers by the time that the other comes."""
+    return (1 if kind == "hip" else 2) * 16 * max(_columns(p)) * max(2, p.dtype.itemsize)
+
+
+def _smallest_tiles_backward(p: Attention, kind: str) -> int:
+    """The same, of gradients: queries, keys, values and dO at once, and in half precision the widest of them once more, turned (as compiled for sm_80)."""
+    if kind == "hip":
+        return _smallest_tiles(p, kind)
+    size = max(2, p.dtype.itemsize)
+    return 16 * (2 * sum(_columns(p)) + (size == 2) * max(_columns(p))) * size + 1024  # LSE, delta
+
+
+def _columns(p: Attention) -> tuple[int, int]:
+    """Of keys and values in a tile."""
+    return tuple(max(16, 1 << (dim - 1).bit_length()) for dim in (p.dim, p.value_dim))
+
+
 def _only(*known: str):
     """No extra but these."""
 
@@ -329,6 +347,7 @@ PREFILL = Op(
             GPUS,
             {"dtype": (E4M3,), "dim": range(8, 577), "value_dim": range(8, 513), "mask": MASKS, "keys": ("dense",)},
             also=(_only("batch_invariant", "deterministic", "dropout", "sinks"), _translates),
+            least=_smallest_tiles,
         ),
         Kernel(
             "triton_prefill",
@@ -336,6 +355,7 @@ PREFILL = Op(
             GPUS,
             {"dtype": FLOATS, "dim": range(8, 577), "value_dim": range(8, 513), "mask": MASKS, "keys": ("dense", "packed")},
             also=(_only("batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"), _translates),
+            least=_smallest_tiles,
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:prefill", accepts={"mask": MASKS, "keys": ("dense", "packed")}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:prefill", accepts={"keys": ("dense", "packed")}, portable=True),
@@ -381,6 +401,7 @@ BACKWARD = Op(
             GPUS,
             {"dtype": (E4M3,), "dim": range(8, 577), "value_dim": range(8, 513), "mask": MASKS, "keys": ("dense",)},
             also=(_only("batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "token_scales"), _no_gradient_of_reads, _translates),
+            least=_smallest_tiles_backward,
         ),
         Kernel(
             "triton_backward",
@@ -388,6 +409,7 @@ BACKWARD = Op(
             GPUS,
             {"dtype": FLOATS, "dim": range(8, 577), "value_dim": range(8, 513), "mask": MASKS, "keys": ("dense", "packed")},
             also=(_only("batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"), _no_gradient_of_reads, _translates),
+            least=_smallest_tiles_backward,
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:backward", accepts={"mask": MASKS, "keys": ("dense", "packed")}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:backward", accepts={"keys": ("dense", "packed")}, portable=True),
@@ -518,6 +540,7 @@ DECODE = Op(
                 "kv": ("",),
             },
             also=(_only("batch_invariant", "deterministic", "latent", "sinks", "tf32"), _translates),
+            least=_smallest_tiles,
         ),
         Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",), "kv": KV}, portable=True),
         Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",), "kv": KV}, portable=True),

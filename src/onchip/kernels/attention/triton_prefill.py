@@ -301,7 +301,13 @@ def configs(p: Attention, device: Device) -> list[Tiles]:
     drops = "dropout" in p.extras  # what it keeps goes through shared memory, a byte for each weight of a tile
 
     def fits(t: Tiles) -> bool:
-        shared = (t.m * max(width, width_v) + t.stages * t.n * (width + width_v)) * size + (t.stages - 1) * t.m * t.n * pairs + drops * t.m * t.n
+        queries, cached, kept = t.m * widest * size, t.stages * t.n * (width + width_v) * size, drops * t.m * t.n
+        if t.stages == 1:  # keys are gone when values come
+            cached = t.n * widest * size
+        if t.stages == 1 and device.kind == "hip":  # each is in registers when the next one comes
+            shared = max(queries, cached, kept)
+        else:
+            shared = queries + cached + (t.stages - 1) * t.m * t.n * pairs + kept
         registers = t.m * (width_v + t.n) // (32 * t.warps)  # accumulator and scores, of 255 a thread
         return shared <= device.shared_memory and registers <= 192
 
