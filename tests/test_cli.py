@@ -377,6 +377,10 @@ def test_explain_this_machine(run, monkeypatch):
         (("--kv-heads", 0), "--kv-heads 0 is not positive"),
         (("--page", 0), "--page 0 is not positive"),
         (("--window", -1), "Window: left -1 is negative"),
+        (
+            ("--dtype", "e4m3", "--page", 16, "--keys", 4096, "--len", 1, "--gpu", "H200"),
+            "error: decode: no kernel takes decode B1 q1 k4096 h32/32 d128 e4m3 Full page 16: paged calls take no numbers in e4m3; give them to a dense",
+        ),
         (("--kernel", "flash"), "no kernel is named 'flash'"),
         (("--kernel", "triton_prefill", "--dim", 600, "--gpu", "H200"), "dim 600 is not in 8..576"),
     ],

@@ -219,6 +219,16 @@ def test_what_a_claim_leaves_out_is_refused_in_words(op, kernel, field):
         assert reason.startswith(f"{field} ") and " is not " in reason and "<" not in reason and "torch.bf" not in reason
 
 
+@pytest.mark.parametrize(("op", "keys"), [("prefill", {"keys": "packed", "tokens": 9}), ("backward", {"keys": "packed", "tokens": 9}), ("decode", {})])
+def test_numbers_in_e4m3_are_of_dense_calls(op, keys):
+    """As the functions have it: none of the others takes a Quantised."""
+    p = TYPICAL[op]._replace(dtype=E4M3, **keys)
+    for kernel in OPS[op].kernels:
+        assert kernel.refuses(p, H200) and kernel.refuses(p, CPU), kernel.name
+    with pytest.raises(Unsupported, match=f"{op}: no kernel takes {op} .*: pa(ck|g)ed calls take no numbers in e4m3; give them to a dense call as Quantised"):
+        select(p, H200)
+
+
 def test_refusals_by_hand():
     """What a user reads."""
     kernel = OPS["prefill"].kernel("triton_prefill")

@@ -174,6 +174,11 @@ def _one_width(p: Attention) -> str | None:
     return f"values of dim {p.dim_v} beside queries of dim {p.dim}" if p.dim_v else None
 
 
+def _quantised_is_dense(p: Attention) -> str | None:
+    dense = p.dtype != E4M3 or p.keys == "dense"
+    return None if dense else f"{p.keys} calls take no numbers in e4m3; give them to a dense call as Quantised, or bf16 queries beside a quantised cache (kv)"
+
+
 def _scales_of_blocks(p: Attention) -> str | None:
     if "token_scales" in p.extras:
         return "no token_scales for gradients: accepted is one scale for a head, or for 128 tokens in a row; quantise with share='head' or 'block'"
@@ -322,6 +327,8 @@ def _sinks_of_tokens(p: Attention) -> str | None:
     return "sinks in a packed batch" if "sinks" in p.extras and p.keys == "packed" else None
 
 
+PORTABLE = (_quantised_is_dense,)
+
 PREFILL = Op(
     "prefill",
     cost,
@@ -357,8 +364,8 @@ PREFILL = Op(
             also=(_only("batch_invariant", "deterministic", "dropout", "sinks", "tf32", "used"), _translates),
             least=_smallest_tiles,
         ),
-        Kernel("blocked", "onchip.kernels.attention.blocked:prefill", accepts={"mask": MASKS, "keys": ("dense", "packed")}, portable=True),
-        Kernel("reference", "onchip.kernels.attention.reference:prefill", accepts={"keys": ("dense", "packed")}, portable=True),
+        Kernel("blocked", "onchip.kernels.attention.blocked:prefill", accepts={"mask": MASKS, "keys": ("dense", "packed")}, also=PORTABLE, portable=True),
+        Kernel("reference", "onchip.kernels.attention.reference:prefill", accepts={"keys": ("dense", "packed")}, also=PORTABLE, portable=True),
     ),
 )
 
@@ -411,8 +418,8 @@ BACKWARD = Op(
             also=(_only("batch_invariant", "deterministic", "dropout", "score_grad", "sinks", "tf32", "used"), _no_gradient_of_reads, _translates),
             least=_smallest_tiles_backward,
         ),
-        Kernel("blocked", "onchip.kernels.attention.blocked:backward", accepts={"mask": MASKS, "keys": ("dense", "packed")}, portable=True),
-        Kernel("reference", "onchip.kernels.attention.reference:backward", accepts={"keys": ("dense", "packed")}, portable=True),
+        Kernel("blocked", "onchip.kernels.attention.blocked:backward", accepts={"mask": MASKS, "keys": ("dense", "packed")}, also=PORTABLE, portable=True),
+        Kernel("reference", "onchip.kernels.attention.reference:backward", accepts={"keys": ("dense", "packed")}, also=PORTABLE, portable=True),
     ),
 )
 
@@ -542,8 +549,8 @@ DECODE = Op(
             also=(_only("batch_invariant", "deterministic", "latent", "sinks", "tf32"), _translates),
             least=_smallest_tiles,
         ),
-        Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",), "kv": KV}, portable=True),
-        Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",), "kv": KV}, portable=True),
+        Kernel("blocked", "onchip.kernels.attention.blocked:decode", accepts={"mask": MASKS, "keys": ("paged",), "kv": KV}, also=PORTABLE, portable=True),
+        Kernel("reference", "onchip.kernels.attention.reference:decode", accepts={"keys": ("paged",), "kv": KV}, also=PORTABLE, portable=True),
     ),
 )
 
