@@ -5,6 +5,7 @@ import itertools
 import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,6 +115,25 @@ def test_arguments_that_mean_nothing(words, error, keywords, graph, monkeypatch)
         monkeypatch.setattr(onchip.ops.graph, "in_graph", lambda *_: True)
     with pytest.raises(error, match=f"^{words}"):
         onchip.attention(GOOD, GOOD, GOOD, **keywords)
+
+
+@pytest.mark.parametrize("asked", ["deterministic", "batch_invariant"])
+def test_what_is_neither_true_nor_false(asked):
+    """By every function that takes it, also of a call whose like has come before; numpy's are Python's, of one kind with them."""
+    offsets, one = torch.tensor([0, 5], dtype=INT32), torch.ones(1, dtype=INT32)
+    packed, cache = zeros(5, 2, 16), PagedKV(zeros(1, 8, 2, 16), zeros(1, 8, 2, 16), 0 * one[None], 5 * one)
+    calls = {"attention": lambda **how: onchip.attention(GOOD, GOOD, GOOD, **how),
+             "attention_packed": lambda **how: onchip.attention_packed(packed, packed, packed, offsets, **how)}  # fmt: skip
+    if asked == "batch_invariant":
+        calls["paged_attention"] = lambda **how: onchip.paged_attention(GOOD, cache, **how)
+    for name, call in calls.items():
+        for given in (True, False):
+            with onchip.record() as decisions:
+                call(**{asked: given}), call(**{asked: np.bool_(given)}), call(**{asked: given})
+            assert [asked in d.problem.extras for d in decisions] == [given] * 3 and len({*map(id, decisions)}) == 1
+        for given, said in (("no", "'no'"), (1, "1"), (0, "0"), (None, "None"), (torch.ones(2), r"torch.float32 \[2\] on cpu"), (zeros(()) == 0, "torch.bool")):
+            with pytest.raises(TypeError, match=f"^{name}: {asked} is {said}.*; give True or False$"):
+                call(**{asked: given})
 
 
 def test_a_function_that_cannot_be_traced():

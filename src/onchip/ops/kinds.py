@@ -29,7 +29,7 @@ def known(q: Tensor, k: Tensor, v: Tensor, mask, scale, bias: Tensor | None, sof
     """
     deterministic, batch_invariant, kernel = settings
     watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
-    if watched or kernel.__class__ is not str or kernel == "reference":
+    if watched or kernel.__class__ is not str or kernel == "reference" or deterministic.__class__ is not bool or batch_invariant.__class__ is not bool:
         return NOTHING
     if not (scale is None or scale.__class__ is float) or not (softcap is None or softcap.__class__ is float):
         return NOTHING
@@ -51,7 +51,7 @@ def known(q: Tensor, k: Tensor, v: Tensor, mask, scale, bias: Tensor | None, sof
             return NOTHING
         added = bias.shape, bias.dtype, bias.layout
     of_q, of_k, of_v = (q.shape, dtype, device, q.layout), (k.shape, k.dtype, k.device, k.layout), (v.shape, v.dtype, v.device, v.layout)
-    kind = seen, scale, added, softcap, bool(deterministic), bool(batch_invariant), kernel, of_q, of_k, of_v, margin.get()
+    kind = seen, scale, added, softcap, deterministic, batch_invariant, kernel, of_q, of_k, of_v, margin.get()
     if (found := kept.get(kind)) is None:
         return kind, None, None
     decision, x = found
@@ -71,7 +71,7 @@ def known_paged(q: Tensor, cache: tuple, q_offsets: Tensor | None, longest, sett
     watched = torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
     if watched or torch._C._is_any_autocast_enabled() or kernel.__class__ is not str or kernel == "reference" or mask.__class__ not in BANDS:
         return NOTHING
-    if not (scale is None or scale.__class__ is float) or not (softcap is None or softcap.__class__ is float):
+    if batch_invariant.__class__ is not bool or not (scale is None or scale.__class__ is float) or not (softcap is None or softcap.__class__ is float):
         return NOTHING
     k, v, table, lengths = cache
     for t in (q, k, v, table, lengths):
@@ -93,7 +93,7 @@ def known_paged(q: Tensor, cache: tuple, q_offsets: Tensor | None, longest, sett
     seen = mask.__class__, mask.left, mask.right, mask.align
     of_k, of_v = (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)
     places = table.shape, table.dtype, table.device, lengths.shape, lengths.dtype, lengths.device
-    kind = "paged", seen, scale, softcap, bool(batch_invariant), kernel, of_q, dtype, device, of_k, of_v, places, packed, same, margin.get()
+    kind = "paged", seen, scale, softcap, batch_invariant, kernel, of_q, dtype, device, of_k, of_v, places, packed, same, margin.get()
     if (found := kept.get(kind)) is None:
         return kind, None, None
     if lengths.is_cpu and not 0 <= min(given := lengths.tolist()) <= max(given) <= table.shape[1] * k.shape[1]:

@@ -14,6 +14,7 @@ from onchip.core.scores import ALiBi, Score, Softcap, chain
 from onchip.core.trace import Place
 from onchip.ops.attend import How, attention_backward, dense_sizes, longest_of, packed_sizes, problem_of
 from onchip.ops.attention import attention, attention_packed
+from onchip.ops.checks import truth
 
 FP8 = torch.float8_e4m3fn
 
@@ -63,7 +64,7 @@ def gradients(call: Call, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
 
     state   int64 `[2]`: seed and offset of the forward call's dropout.
     """
-    how = How(call.mask, chain(None, list(call.score), None), call.sinks, None, call.deterministic, False, "auto")
+    how = How(call.mask, chain(None, list(call.score), None), call.sinks, None, truth("flash_attn", "deterministic", call.deterministic), False, "auto")
     x = Operands(q.shape[-1] ** -0.5 if call.scale is None else call.scale, drop=call.dropout.p if call.dropout else 0.0, state=state, softmax="part")
     if lengths is None:
         sizes = dense_sizes(q, k, v)
