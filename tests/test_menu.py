@@ -287,6 +287,15 @@ def test_dropout_goes_where_sums_are_in_memory(more, said):
     assert not OPS["backward"].kernel("triton_backward").refuses(p, H200)
 
 
+@pytest.mark.parametrize(("dim", "extras", "queries"), [(64, (), 128), (64, ("dropout",), 64), (128, (), 64), (128, ("dropout",), 64)])
+def test_gradients_of_dropped_weights_are_in_tiles_of_64_queries(dim, extras, queries):
+    """With 128 a warpgroup's registers do not hold the bits beside its sums."""
+    pytest.importorskip("triton")
+    p = TYPICAL["backward"]._replace(dim=dim, extras=extras)
+    (tiles,) = OPS["backward"].kernel("hopper_backward").configs(p, H200)
+    assert (tiles.m, tiles.n) == (queries, 128)
+
+
 def test_gradients_that_are_the_same_every_time():
     """In passes up to a head of 128 too; whatever else is in the batch, the same kernel and tiles."""
     pytest.importorskip("triton")

@@ -160,6 +160,8 @@ PAIRS = [  # a bias that the copy engine brings
     Case((1, 128, 2, EACH), 130, 200, Full(), heads=(1, 1), score=Bias(torch.randn(130, 200).masked_fill(torch.rand(130, 200) < 0.5, -torch.inf).to(FP16))),
 ]
 CASES += PAIRS
+UNSCALED = [Case((1, 128, 2, EACH), 70, 130, scale=scale) for scale in (0.0, -0.25)]
+UNSCALED += [Case((1, 128, 2, EACH), 72, 136, score=bias(72, 136), scale=scale) for scale in (0.0, -0.25)]
 DISTANCES = [  # by distance; of some the table has a gradient
     BY_DISTANCE := Case((1, 128, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), dim=128, score=RelativeBias(torch.randn(4, 401).requires_grad_())),
     Case((1, 128, 2, FEW), 300, 300, heads=(2, 1), dim=40, score=RelativeBias(torch.randn(2, 61).half()), dtype=FP16),
@@ -235,7 +237,7 @@ CASES += [case._replace(deterministic=True) for case in ORDERED]
 HARD += [CASES[-12], CASES[-11]]
 
 
-@pytest.mark.parametrize(("case", "mode"), timings(CASES, HARD), ids=str)
+@pytest.mark.parametrize(("case", "mode"), timings(CASES + UNSCALED, HARD), ids=str)
 def test_emulated(case, mode):
     check(case, mode)
 
@@ -254,6 +256,16 @@ def test_what_somebody_sees_is_not_hidden(case, held):
     d_out = torch.randn(call.q.shape).to(case.dtype)
     exact, ours = (dq.isfinite().all(-1) for dq in (gradients(case, call, d_out, torch.float64)[0], emulated(case, call, d_out, None, MODES[0])[0]))
     assert torch.equal(ours, exact) and exact[1].all() and not exact[0, 5:].any()
+
+
+@pytest.mark.parametrize("used", [((131, 0, 130), (200, 3, 130)), ((200, 3, 130), (131, 0, 130))], ids=["queries", "keys"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["summed", "ordered"])
+def test_gradients_of_tokens_that_nobody_uses(used, ordered):
+    """Are zeros, in memory that held NaN: `used` of queries alone, or of keys alone."""
+    tiles = APIECE if ordered else (1, 128, 2, EACH)
+    case = Case(tiles, lengths=((200, 3, 130), (200, 3, 130)), used=used, mask=Full(), heads=(1, 1), deterministic=ordered)
+    assert [n is None for n in expected(case)[0].used] == [used[0] == case.lengths[0], used[1] == case.lengths[1]]
+    check(case, MODES[0])
 
 
 SHARED = [

@@ -89,7 +89,8 @@ def call_of(c: Case) -> Call:
         tilt(*one, c.steep)
     for b, of in enumerate(zip(used[0].tolist(), k.split(lengths[1].tolist()), v.split(lengths[1].tolist()), strict=True)):
         hold_anything(c, b, of[0], *(t[: used[1][b]] for t in of[1:]))
-    return Call(q, k, v, tuple(offsets(n) for n in lengths), tuple(n.int() for n in used) if c.used else None, sinks)
+    said = tuple(None if n.equal(of) else n.int() for n, of in zip(used, lengths, strict=True))  # nothing, where sequences use all that they have
+    return Call(q, k, v, tuple(offsets(n) for n in lengths), said if c.used else None, sinks)
 
 
 def hold_anything(c: Case, b: int, len_q: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -338,6 +339,13 @@ TILED = [  # which a third ring brings
     Case((2, 64, 2, FEW), lengths=(100, 70, 200), dim=128, score=bias(3, 2, 200, 200)),
     Case((2, 64, 2, EACH), lengths=((20, 90, 8), (150, 40, 7)), mask=Full(), score=bias(3, 1, 90, 152, inside=((20, 150), (90, 40), (8, 7)))),
 ]
+UNSCALED = [  # over a scale that is no larger than 0 nothing is taken out of the scores
+    Case((1, 64, 2, EACH), 70, 136, score=bias(70, 136), scale=0.0),
+    Case((1, 64, 2, EACH), 70, 136, score=bias(70, 136), scale=-0.25),
+    Case((1, 64, 2, EACH), 70, 130, score=ALiBi(torch.tensor([0.5, 0.25])), scale=0.0),
+    Case((1, 64, 2, EACH), 70, 130, score=ALiBi(torch.tensor([0.5, 0.25])), scale=-0.25),
+    Case((1, 64, 2, EACH), 70, 130, scale=0.0),
+]
 FAR = torch.randn(4, 600)
 TILED += [  # by distance
     BY_DISTANCE := Case((2, 64, 2, FEW), 200, 264, Full(), batch=2, heads=(4, 2), score=RelativeBias(torch.randn(4, 401).bfloat16())),
@@ -420,7 +428,7 @@ DROPPED = [
 HARD = [*DENSE[:5], PACKED[0], PACKED[6], MODS[0], *TILED[:3], ADDED[0], STEEP[0], STEEP[3]]  # beside those of the bugs
 
 
-@pytest.mark.parametrize(("case", "mode"), timings(DENSE + HALVES + PACKED + MODS + PADDED + TILED + ADDED + STEEP + DROPPED, HARD), ids=str)
+@pytest.mark.parametrize(("case", "mode"), timings(DENSE + HALVES + PACKED + MODS + PADDED + TILED + ADDED + STEEP + DROPPED + UNSCALED, HARD), ids=str)
 def test_emulated(case, mode):
     call = call_of(case)
     check(case, call, emulated(case, call, mode))

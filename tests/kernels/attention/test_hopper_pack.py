@@ -123,10 +123,11 @@ TWO, BLIND = Document(torch.zeros(4096, dtype=torch.int64)).static(), MaskMod(la
     ({"score": ALiBi(SLOPES).static()}, 1, 4), ({"score": Bias(torch.zeros(32, 1, 4096)).static()}, 2, 1),
     ({"score": Bias(torch.zeros(16, 4096)).static()}, 2, 1), ({"extras": ("batch_invariant",)}, 1, 4),
     ({"keys": "packed", "tokens": 64 * 16}, 1, 4), ({"keys": "packed", "tokens": 64 * 16, "len_q": 1000}, 2, 4),
+    ({"extras": ("dropout",)}, 2, 1), ({"dim": 64, "mask": Full(), "len_q": 4096, "extras": ("dropout",)}, 2, 1),
     ({"keys": "packed", "tokens": 64 * 512, "len_q": 1000}, 2, 1), ({"keys": "packed", "tokens": 64 * 16, "extras": ("batch_invariant",)}, 2, 1),
 ])  # fmt: skip
 def test_who_packs(changed, groups, pack):
-    """Where tiles of one head would be part empty, and nothing is read by one row's head and key."""
+    """Where tiles of one head would be part empty, and nothing is read by one row's head and key. Where weights are dropped no third warpgroup has room."""
     hopper_prefill = pytest.importorskip("onchip.kernels.attention.hopper_prefill")
     (tiles,) = hopper_prefill.configs(SHORT._replace(**changed), GPUS["H200"])
     assert (tiles.groups, tiles.pack) == (groups, pack)
