@@ -239,19 +239,21 @@ def test_a_neighbour_of_nan_does_not_leak(kernel, problem, device):
         assert torch.equal(found[others], expected[others])
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["", "used"])
+@pytest.mark.parametrize("used", ["", "used", "queries", "keys"])
 @pytest.mark.parametrize(("kernel", "problem"), rows([packed([40, 7], Causal(), 32, heads=(4, 2))]))
 def test_tokens_of_no_sequence(kernel, problem, used, device, monkeypatch):
-    """Sinks do not learn from them, and with `used` they give 0 and -inf, and get gradients of 0, whatever memory held."""
+    """Sinks do not learn from them, and with `used`, of either side, they give 0 and -inf, and get gradients of 0, whatever memory held."""
     q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 5, 9)) for x in flat(problem, device))
     offsets, fresh, results = offsets_of([40, 7], device) + 5, torch.empty, []
     monkeypatch.setattr(torch, "empty", lambda *sizes, **how: (made := fresh(*sizes, **how)).fill_(NAN if made.is_floating_point() else 0))
     for name in (kernel, "reference"):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, torch.ones(4, device=device))]
-        how = {"longest": 40, "used": offsets.diff() if used else None, "mask": problem.mask, "kernel": name}
+        lengths = {"": None, "used": offsets.diff(), "queries": (offsets.diff(), None), "keys": (None, offsets.diff())}[used]
+        how = {"longest": 40, "used": lengths, "mask": problem.mask, "kernel": name}
         out, lse = onchip.attention_packed(*leaves[:3], offsets, sinks=leaves[3], return_lse=True, **how)
         grads = torch.autograd.grad(out[5:-9].square().sum(), leaves)
-        results.append((out, lse.T, *grads[:3], grads[3]) if used else (out[5:-9], lse.T[5:-9], *(d[5:-9] for d in grads[:3]), grads[3]))
+        of_queries, of_keys = (slice(None) if used in ("used", side) else slice(5, -9) for side in ("queries", "keys"))
+        results.append((*(t[of_queries] for t in (out, lse.T, grads[0])), *(d[of_keys] for d in grads[1:3]), grads[3]))
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
 
