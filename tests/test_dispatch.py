@@ -351,6 +351,8 @@ def test_explain_where_there_are_no_keys(len_q, mask):
 def test_explain_where_there_are_no_sequences():
     pytest.importorskip("triton")
     assert "runs   triton_decode" in onchip.explain(DECODE._replace(batch=0, dim=200, dim_v=512), device=H200)
+    for p in (PREFILL, BACKWARD):
+        assert "  floor  0.0 us, bound by memory: 0 FLOP, 0 B" in onchip.explain(p._replace(batch=0, keys="packed", tokens=0), device=GPUS["A100"])
 
 
 @pytest.mark.parametrize(

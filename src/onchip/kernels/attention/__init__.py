@@ -79,9 +79,9 @@ def _counts(p: Attention) -> tuple[int, int, int]:
     """(query, key) pairs, queries, and keys that are read."""
     if p.keys == "packed":  # sequences of equal length stand in for the lengths, which are not part of the Problem
         keys = p.tokens_k or p.tokens
-        return p.batch * area(p, max(1, p.tokens // p.batch), max(1, keys // p.batch)), p.tokens, keys
+        return p.batch * area(p, max(1, p.tokens // max(1, p.batch)), max(1, keys // max(1, p.batch))), p.tokens, keys
     band = p.mask if isinstance(p.mask, Band) else p.mask.hull
-    len_q = max(1, p.tokens // p.batch) if p.tokens else p.len_q
+    len_q = max(1, p.tokens // max(1, p.batch)) if p.tokens else p.len_q
     queries = p.tokens or p.batch * len_q
     shift = band.shift(len_q, p.len_k)
     keys = p.batch * len(band.keys(shift, shift + len_q - 1, p.len_k))
