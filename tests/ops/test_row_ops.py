@@ -68,6 +68,25 @@ def test_a_compiled_graph_without_gradients(name):
     torch.testing.assert_close(torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs), function(*inputs))
 
 
+def test_sizes_that_are_symbols():
+    """Beside tensors whose sizes are numbers: buffers."""
+    how = onchip.Sampling(*(torch.ones(3, dtype=t) for t in (torch.float32, torch.int32, *(torch.float32,) * 2, *(torch.int64,) * 2)))
+    given = (torch.arange(T) != 2, torch.arange(T), torch.ones(3), torch.tensor([-1, 0, 0, 1, 1], dtype=torch.int32))
+    calls = (
+        lambda kept, x: onchip.softmax(x[..., 0], mask=kept),
+        lambda places, x: onchip.rotary(x.unsqueeze(2), x.unsqueeze(2), TABLE, places)[0],
+        lambda advantages, x: onchip.grpo(x[..., 0], x[..., 1], advantages, x[..., 2] > 0),
+        lambda parents, x: onchip.verify(x, onchip.Draft(x[:, 1:, 0].long(), None, parents), how).token,
+    )
+    x = torch.randn(3, T, W)
+    for call, buffer in zip(calls, given, strict=True):
+        module = torch.nn.Module()
+        module.register_buffer("buffer", buffer)
+        module.forward = lambda x, module=module, call=call: call(module.buffer, x)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(module, dynamic=True, fullgraph=True, backend="aot_eager")(x), module(x))
+
+
 def test_a_compiled_step_of_a_sampler():
     plan, step, x = schedule(DPM2M(), 5), torch.ones(1, dtype=torch.int64), torch.randn(2, 3, 4)
 

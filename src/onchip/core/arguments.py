@@ -1,6 +1,6 @@
 """Arguments of operators as they come: tensors that are tensors, all in one place, numbers that are numbers, and no gradient that would be lost."""
 
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -21,11 +21,31 @@ def check_tensors(name: str, **given: Tensor | None) -> None:
             raise ValueError(f"{name}: {what} is on {t.device}, {leader[0]} on {leader[1]}; move one of them")
 
 
-def check_numbers(name: str, **given: float) -> None:
-    """A tensor is none: its gradient would be lost, and to read it is to wait for the device."""
+COLD = 1e-30  # what logits are divided by at least: float32 has no 1 / 1e-40
+
+
+def check_numbers(name: str, least: float | None = None, **given: float) -> None:
+    """A tensor is none: its gradient would be lost, and to read it is to wait for the device. Nor is NaN, nor a number below `least`."""
     for what, number in given.items():
         if not isinstance(number, Real):
             raise TypeError(f"{name}: {what} is {number!r:.60}; give a number")
+        if number != number or (least is not None and number < least):
+            raise ValueError(f"{name}: {what} is {number}; give {'a number' if least is None else f'{least:g} or more'}")
+
+
+def check_pair(name: str, least: float | None = None, **given: tuple[float, float]) -> None:
+    """Each is a tuple or list of two numbers."""
+    for what, pair in given.items():
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{name}: {what} is {pair!r:.60}; give two numbers")
+        check_numbers(name, least, **{f"{what}[{n}]": number for n, number in enumerate(pair)})
+
+
+def check_count(name: str, least: int, **given: int) -> None:
+    """Each is a whole number."""
+    for what, number in given.items():
+        if not isinstance(number, Integral) or isinstance(number, bool) or number < least:
+            raise ValueError(f"{name}: {what} is {number!r:.60}; give a whole number, {least} or more")
 
 
 def refuse_gradients(name: str, way_out: str, *tensors: Tensor | None) -> None:

@@ -227,7 +227,7 @@ class _Shapes:
         self.rows, self.span, self.sets = x.numel() // self.width, 1, 1
 
     def _one_of(self, what: str, sets: int, span: int) -> None:
-        if self.sets not in (1, sets) or (self.sets == sets != 1 and self.span != span):
+        if self.sets != 1 and (self.sets != sets or self.span != span):
             raise ValueError(f"{self.name}: {what} has a row for each of {sets} sets of rows, another parameter for each of {self.sets}; give heads or samples")
         self.sets, self.span = sets, span
 

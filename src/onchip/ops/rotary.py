@@ -60,7 +60,7 @@ def rotary(
     if positions is None:
         if len(table) < places[-1]:
             raise ValueError(f"rotary: table has {len(table)} positions, q has {places[-1]} tokens; give a longer rope_table or positions")
-    elif positions.shape not in (places, places[-1:]) or positions.dtype not in (torch.int64, torch.int32):
+    elif (positions.shape != places and positions.shape != places[-1:]) or positions.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"rotary: positions are {positions.dtype} {list(positions.shape)}; give int64 {list(places)} or {list(places[-1:])}")
     elif (found := ends(positions)) is not None and not 0 <= found[0] <= found[1] < len(table):
         raise ValueError(f"rotary: positions are {found[0]} to {found[1]}; give 0 to {len(table) - 1}, rows of the table, or a longer rope_table")

@@ -231,7 +231,7 @@ def verify(
         raise ValueError(f"verify: a draft of {n} tokens; give 1 to 1024")
     if q is not None and (q.shape != (rows, n, logits.shape[-1]) or q.dtype != torch.float32):
         raise ValueError(f"verify: draft probabilities are {q.dtype} {list(q.shape)}; give float32 {[rows, n, logits.shape[-1]]}")
-    if parents is not None and (parents.shape not in ((n,), (rows, n)) or parents.dtype != torch.int32):
+    if parents is not None and ((parents.shape != (n,) and parents.shape != (rows, n)) or parents.dtype != torch.int32):
         raise ValueError(f"verify: draft parents are {parents.dtype} {list(parents.shape)}; give int32 [{n}] or [{rows}, {n}]")
     if parents is not None and q is not None:
         raise ValueError("verify: a tree with draft probabilities; leave the probabilities out: its tokens are then accepted with the target's own")

@@ -45,7 +45,7 @@ def _checked(name: str, x: Tensor, mask: Tensor | None, temperature: float) -> t
     if mask is None:
         return None, float(temperature)
     sizes = list(zip(mask.shape[::-1], x.shape[::-1], strict=False))
-    if mask.ndim > x.ndim or any(given not in (1, size) for given, size in sizes):
+    if mask.ndim > x.ndim or any(given != 1 and given != size for given, size in sizes):  # `in` does not know symbols
         raise ValueError(f"{name}: mask is {list(mask.shape)}; give a shape that broadcasts to {list(x.shape)}")
     if mask.dtype != torch.bool and (not mask.is_floating_point() or mask.requires_grad):
         kind = f"{mask.dtype}" + ", which requires gradients" * mask.requires_grad
