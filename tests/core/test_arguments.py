@@ -1,5 +1,7 @@
 """What is no tensor, lies elsewhere or is no number is named, whatever row operator gets it."""
 
+import math
+
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ HOW = onchip.Sampling(*(torch.ones(2, dtype=t) for t in (torch.float32, torch.in
         (lambda: onchip.rms_norm(X, W, residual=1.0), "rms_norm: residual is a float; give a tensor like x, or a Residual"),
         (lambda: onchip.rms_norm(X.to_sparse(), W), "rms_norm: x is a nested or sparse tensor; give a dense one"),
         (lambda: onchip.layer_norm(X, (8,)), "layer_norm: weight is a tuple; give a tensor"),
+        (lambda: onchip.rms_norm(X, W, eps=None), "rms_norm: eps is None; give a number"),
+        (lambda: onchip.rms_norm(X, W, offset="1"), "rms_norm: offset is '1'; give a number"),
         (lambda: onchip.layer_norm(X, W, eps=LEARNT), r"layer_norm: eps is tensor\(1., requires_grad=True\); give a number"),
         (lambda: onchip.layer_norm(X, W, residual=onchip.Residual(None)), "layer_norm: residual is a NoneType; give a tensor"),
         (lambda: onchip.layer_norm(X, W, residual=onchip.Residual(X, dropout=0.1)), r"layer_norm: dropout is 0.1; give Dropout\(p\)"),
@@ -88,3 +92,20 @@ def test_what_lies_elsewhere_or_is_not_whole_is_named(call, words):
 def test_a_number_is_no_row(call):
     with pytest.raises(ValueError, match=rf"^{call.__name__}: (x is \[\]|width 0)"):
         call(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *((lambda call=call: call(X, W, eps=-1.0), f"{call.__name__}: eps is -1.0; give 0 or more") for call in (onchip.rms_norm, onchip.layer_norm)),
+        (lambda: onchip.rms_norm(X, None, eps=math.nan), "rms_norm: eps is nan; give 0 or more"),
+        (lambda: onchip.rms_norm(X, W, eps=math.nan), "rms_norm: eps is nan; give 0 or more"),
+        (lambda: onchip.rms_norm(X, W, offset=math.nan), "rms_norm: offset is nan; give a number"),
+        (lambda: onchip.group_norm(X, 1, eps=-1.0), "group_norm: eps is -1.0; give 0 or more"),
+        (lambda: onchip.rms_norm(X, W, after=onchip.RowCodes(["int8"])), r"rms_norm: RowCodes\(\['int8'\]\) is not one of e4m3, int8"),
+        (lambda: onchip.divergence(X, X, temperature=1e-40), "divergence: temperature is 1e-40; give 1e-30 or more"),
+    ],
+)
+def test_what_is_out_of_range_is_named(call, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        call()

@@ -54,8 +54,8 @@ def call_of(name: str, x: Tensor, width: int, terms: LossTerms, entropy: bool, k
     for term, value, fine, accepted in (
         ("smoothing", smoothing, 0 <= smoothing <= 1, "0 to 1"),
         ("z_loss", z_loss, 0 <= z_loss < math.inf, "0 or more, but a number"),
-        ("softcap", softcap, softcap == 0 or COLD <= softcap < math.inf, f"0 for none, or {COLD:g} or more, but a number"),
-        ("temperature", temperature, temperature >= COLD, f"{COLD:g} or more"),
+        ("softcap", softcap, softcap == 0 or COLD <= softcap < math.inf, "0 for none, or 1e-30 or more, but a number"),
+        ("temperature", temperature, temperature >= COLD, "1e-30 or more"),
     ):
         if not fine:
             raise ValueError(f"{name}: terms.{term} is {value}; give {accepted}")

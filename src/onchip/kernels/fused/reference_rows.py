@@ -81,7 +81,7 @@ def rotary_backward(problem: Rope, config: None, q: Tensor, k: Tensor, table: Te
 
 def _angles(q: Tensor, table: Tensor, positions: Tensor | None, p: Rope) -> tuple[Tensor, ...]:
     """Of each token, [batch or 1, len, 1, half]."""
-    rows = table[: q.shape[1]].unsqueeze(0) if positions is None else table[positions]
+    rows = table[: q.shape[1]].unsqueeze(0) if positions is None else F.embedding(positions, table)  # not table[positions], which counts from the end below 0
     return angles(rows.unsqueeze(2), exact_of(q.dtype), p)
 
 
