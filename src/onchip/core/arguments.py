@@ -1,9 +1,11 @@
 """Arguments of operators as they come: tensors that are tensors, all in one place, numbers that are numbers, and no gradient that would be lost."""
 
-from numbers import Integral, Real
+from numbers import Real
 
 import torch
 from torch import Tensor
+
+from onchip.core.parts import is_whole
 
 
 def check_tensors(name: str, **given: Tensor | None) -> None:
@@ -44,7 +46,7 @@ def check_pair(name: str, least: float | None = None, **given: tuple[float, floa
 def check_count(name: str, least: int, **given: int) -> None:
     """Each is a whole number."""
     for what, number in given.items():
-        if not isinstance(number, Integral) or isinstance(number, bool) or number < least:
+        if not is_whole(number) or number < least:
             raise ValueError(f"{name}: {what} is {number!r:.60}; give a whole number, {least} or more")
 
 
