@@ -156,7 +156,8 @@ def adjust_logits(
         if value is not None and not isinstance(value, kind):
             raise TypeError(f"adjust_logits: {what} is a {type(value).__name__}; give {kind.__name__}(...)")
     check_tensors("adjust_logits", logits=logits, mask=mask, **(bias._asdict() if bias else {}))
-    refuse_gradients("adjust_logits", "give logits.detach()", logits, None if bias is None else bias.values)
+    learnt = () if penalties is None else penalties[:3]
+    refuse_gradients("adjust_logits", "give logits.detach()", logits, None if bias is None else bias.values, *learnt)
     rows, vocab = _check_logits("adjust_logits", logits)
     if penalties is not None and penalties.output is None:
         raise ValueError(f"adjust_logits: penalties.output is None; give counts or TokenIds (of no tokens: int64 [{rows}, 0])")
