@@ -193,6 +193,24 @@ def test_losses_and_norms_under_torch_func():
         torch.func.grad(lambda x: onchip.layer_norm(x).sum())(x)
 
 
+def test_losses_under_vmap():
+    """What needs no memory of its own goes through; the rest says so."""
+    x, weight, targets = torch.randn(3, T, W), torch.randn(9, W), torch.arange(3 * T).view(3, T) % 9
+    for loss in (onchip.cross_entropy, lambda x, t: onchip.divergence(x, x.sin()), lambda x, t: onchip.grpo(x, x.sin(), x[:, 0], x > 0)):
+        torch.testing.assert_close(torch.vmap(loss)(x, targets), torch.stack([loss(*each) for each in zip(x, targets, strict=True)]))
+    assert torch.vmap(onchip.embedding, (0, None))(targets, weight).equal(weight[targets])
+    for call, words in (
+        (lambda x, t: onchip.linear_cross_entropy(x, weight, t), "linear_cross_entropy: torch.vmap is not implemented"),
+        (lambda x, t: onchip.token_log_probs(x, weight, t).log_prob, "token_log_probs: torch.vmap is not implemented"),
+        (lambda x, t: onchip.linear_divergence((x, weight), (x, weight)), "linear_divergence: it makes its gradients in this call"),
+        (torch.func.grad(onchip.cross_entropy), "cross_entropy: gradients under torch.vmap are not implemented"),
+        (torch.func.grad(lambda x, t: onchip.softmax(x).sum()), "softmax: gradients under torch.vmap are not implemented"),
+        (lambda x, t: torch.func.grad(lambda x: onchip.linear_cross_entropy(x, weight, t))(x), "linear_cross_entropy: torch.vmap is not implemented"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"^{words}"):
+            torch.vmap(call)(x, targets)
+
+
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 def test_integers_are_refused(kernel):
     """Plain torch would cut its results off: a softmax's to 0."""

@@ -50,6 +50,7 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
     eager = type(name, (torch.autograd.Function,), {})
     eager.forward = staticmethod(forward)
     eager.setup_context = staticmethod(rule.keep)
+    eager.vmap = staticmethod(functools.partial(_no_vmap, name))
     again = functools.partial(_Once.apply, name, backward)
     eager.backward = staticmethod(lambda ctx, *grads: rule.back(ctx, again if torch.is_grad_enabled() else backward, *grads))
 
@@ -61,6 +62,10 @@ def differentiable(name: str, forward: Callable, backward: Callable, rule: Rule)
         return forward(*inputs)
 
     return call
+
+
+def _no_vmap(name: str, *_):
+    raise NotImplementedError(f"{name}: gradients under torch.vmap are not implemented; loop over the batch, or give it as more rows")
 
 
 def once(name: str, run: Callable):

@@ -105,7 +105,7 @@ def linear_divergence(
         loss, *grads = _with_gradients(*flat, counts, factor, *call)
         return loss, (), grads
 
-    return held(run, *flat[:3])[0]
+    return held("linear_divergence", run, *flat[:3])[0]
 
 
 def _share(losses: Tensor, counts: Tensor | None) -> Tensor:

@@ -192,7 +192,9 @@ class _Held(torch.autograd.Function):
         return None, *once("loss", lambda: [None if grad is None or g is None else _scaled(grad, g.detach()) for grad in held])
 
 
-def held(run, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+def held(name: str, run, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(f"{name}: it makes its gradients in this call, which torch.func does not know; use torch.autograd.grad outside of it")
     return _Held.apply(run, *inputs)
 
 

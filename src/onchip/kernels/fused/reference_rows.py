@@ -98,7 +98,7 @@ def embedding(problem: Rows, config: None, ids: Tensor, weight: Tensor) -> Tenso
     """Rows of weight; NaN where an id is none of its rows."""
     known = (ids >= 0) & (ids < len(weight))
     rows = F.embedding(torch.where(known, ids, 0), weight)
-    if ids.device.type == "cpu" and known.all():  # on a GPU it would cost a wait to know
+    if ids.device.type == "cpu" and not torch._C._are_functorch_transforms_active() and known.all():  # on a GPU it would cost a wait to know
         return rows
     return rows.masked_fill(~known.unsqueeze(-1), torch.nan)
 
