@@ -149,6 +149,8 @@ def test_bad_arguments():
         (lambda: onchip.dpo(PAIR, REFERENCE, beta=0, loss="ipo"), "smoothing is 0.0, beta 0; give"),
         (lambda: onchip.simpo(PAIR, beta=-1.0), "simpo: beta is -1.0; give 0 or more"),
         (lambda: onchip.dpo(PAIR, REFERENCE, loss=["ipo"]), r"loss=\['ipo'\] is not one of"),
+        (lambda: onchip.simpo(PAIR, beta=math.inf), "simpo: beta is inf; give 0 or more, but a number"),
+        (lambda: onchip.simpo(Pair(NLL, NLL.long())), "simpo: log-probabilities are torch.int64; give floats"),
         (lambda: onchip.simpo(PAIR, margin=math.nan), "simpo: margin is nan; give a number"),
         (lambda: onchip.cpo(PAIR, NLL, weight=math.nan), "cpo: weight is nan; give a number"),
         (lambda: onchip.kto(NLL, NLL, NLL > 0, NLL[0], weights=(1.0, math.nan)), r"kto: weights\[1\] is nan; give 0 or more"),

@@ -206,7 +206,11 @@ def _pair(name: str, given: Pair) -> Pair:
 
 def _check(name: str, beta: float, *log_probs: Tensor) -> None:
     check_numbers(name, 0, beta=beta)
+    if beta == math.inf:
+        raise ValueError(f"{name}: beta is {beta}; give 0 or more, but a number")
     check_tensors(name, **{f"log-probabilities {n}": t for n, t in enumerate(log_probs, 1)})
+    if odd := [str(t.dtype) for t in log_probs if not t.is_floating_point()]:
+        raise ValueError(f"{name}: log-probabilities are {', '.join(odd)}; give floats")
     shapes = [list(t.shape) for t in log_probs]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"{name}: log-probabilities are {', '.join(map(str, shapes))}; they must be of one shape")
