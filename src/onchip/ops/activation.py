@@ -38,7 +38,8 @@ def gated_act(
     """
     parts = act if isinstance(act, Clipped) else None
     if parts is not None:
-        check_numbers("gated_act", **parts._asdict())
+        check_numbers("gated_act", alpha=parts.alpha)
+        check_numbers("gated_act", 0, limit=parts.limit)
     elif act not in ACTIVATIONS:
         raise ValueError(f"gated_act: act={act!r} is not one of {', '.join(ACTIVATIONS)} or a Clipped")
     if layout not in LAYOUTS:

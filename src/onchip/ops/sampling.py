@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onchip.core.arguments import check_tensors, refuse_gradients
+from onchip.core.parts import is_whole
 from onchip.core.problem import Rows
 from onchip.dispatch import select
 
@@ -130,8 +131,8 @@ def log_probs(
     check_tensors("log_probs", logits=logits, tokens=tokens)
     refuse_gradients("log_probs", "train with onchip.log_softmax or onchip.token_log_probs", logits)
     rows, vocab = _check_logits("log_probs", logits)
-    if not 0 <= top <= min(MOST_TOP, vocab):
-        raise ValueError(f"log_probs: top={top} of a vocabulary of {vocab}; give 0 to {min(MOST_TOP, vocab)}")
+    if not is_whole(top) or not 0 <= top <= min(MOST_TOP, vocab):
+        raise ValueError(f"log_probs: top={top!r:.60} of a vocabulary of {vocab}; give 0 to {min(MOST_TOP, vocab)}")
     if tokens.shape != (rows,) or tokens.dtype != torch.int64:
         raise ValueError(f"log_probs: tokens are {tokens.dtype} {list(tokens.shape)}; give int64 [{rows}]")
     if torch.compiler.is_compiling():
