@@ -263,8 +263,11 @@ def _source(grammar: Grammar) -> str:
         return llguidance.LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind == "lark":
         return llguidance.LLMatcher.grammar_from_lark(grammar.text)
+    text = "{}" if grammar.text.strip() == "true" else grammar.text
+    if text.strip() == "false":
+        raise GrammarError("the JSON schema 'false' cannot be used: it allows no answer; give an object, or true for any JSON")
     try:
-        return llguidance.LLMatcher.grammar_from_json_schema(grammar.text, overrides=COMPACT)
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
     except ValueError as error:
         raise GrammarError(f"the JSON schema {grammar.text!r:.60} cannot be used: {_line(str(error))}") from None
 

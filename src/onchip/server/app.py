@@ -257,7 +257,8 @@ def build(
         check_served(asked, cards)
         return cards[asked]
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
     async def health() -> Response:
         told = await front.health()
         return JSONResponse(told, 503 if told["status"] == "down" else 200)
