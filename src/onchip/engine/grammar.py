@@ -30,8 +30,8 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 LONGEST = 1 << 16  # characters; one of 400,000 keeps a thread for 0.8 s
 # llguidance goes down a chain of rules by recursion: of the longest that LONGEST can say 16 to 32 MiB, with parentheses around each up to 114
 STACK = 256 << 20
-# What no limit of llguidance bounds: of 7,500 repetitions, one in another, it reads for half a minute, of 1,000 for 0.2 s; and for a multipleOf of 4,000,037
-# it made 1.9 GB of states in 44 s
+# What no limit of llguidance bounds: of 5,000 terminals, or of as many repetitions, one in another, it reads for half a minute, of 1,000 for 0.2 s; and for a
+# multipleOf of 4,000,037 it made 1.9 GB of states in 44 s
 MOST_REPEATS, MOST_MULTIPLE = 1_000, 10_000
 
 # Of llguidance's 1,000,000, 50,000, 200,000 and 250,000: with these the worst of ten hostile grammars takes 13 ms for its first masks (AMD Zen 5, 49,152
@@ -227,8 +227,8 @@ _QUOTED = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/'
 
 def _check_size(grammar: Grammar) -> None:
     """Raises GrammarError for what would take seconds, or gigabytes, to be read."""
-    if grammar.kind == "lark" and (count := len(re.findall(r"[*+?~{]", _QUOTED.sub("", grammar.text)))) > MOST_REPEATS:
-        raise GrammarError(f"the lark grammar repeats something {count} times by *, +, ?, ~ or {{}}; {MOST_REPEATS} are the most: give a smaller one")
+    if grammar.kind == "lark" and (count := len(re.findall(r"[*+?~{[&]|[A-Z][A-Z0-9_]*(?:\.\d+)?\s*:", _QUOTED.sub("", grammar.text)))) > MOST_REPEATS:
+        raise GrammarError(f"the lark grammar has {count} terminals and signs *, +, ?, ~, {{}}, [] and &; {MOST_REPEATS} are the most: give a smaller one")
     if math.lcm(*_multiples(grammar)) > MOST_MULTIPLE:
         raise GrammarError(
             f"all multipleOf of the {grammar.kind} grammar have a least common multiple of more than {MOST_MULTIPLE}; give smaller or fewer ones"
