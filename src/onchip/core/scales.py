@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from onchip.core.arguments import check_tensors
+
 BLOCK = 128  # tokens that may share a scale
 LARGEST = 448.0  # of e4m3
 SMALLEST = 2.0**-50  # a scale that `quantise` gives, of tokens that are 0 too: products of three are still numbers
@@ -55,6 +57,7 @@ class Quantised(NamedTuple):
 
     def dequantised(self) -> Tensor:
         """In float32; its gradient is the source's."""
+        check_tensors("dequantised", values=self.values, scale=self.scale)
         values, scale = (self.values, self.scale) if self.source is None else (self.values.detach(), self.scale.detach())
         x = values.float() * Scales.of_tokens(scale, values.shape[1]).transpose(1, 2)[..., None]
         return x if self.source is None else _Through.apply(x, self.source)
