@@ -33,6 +33,11 @@ class Scales(NamedTuple):
             return BLOCK
         raise ValueError(f"scales of {n} for {length} tokens; accepted are 1, {-(-length // BLOCK)} (one for each {BLOCK}) and {length}: reshape them")
 
+    def extras(self, len_q: int, len_k: int) -> tuple[str, ...]:
+        """What a Problem says of them, as `problem.EXTRAS` has it."""
+        of_q, of_k, of_v = Scales.share(self.q, len_q), Scales.share(self.k, len_k), Scales.share(self.v, len_k)
+        return ("key_scales",) * bool(of_k or of_v) + ("token_scales",) * (1 in (of_q, of_k, of_v))
+
     @staticmethod
     def of_tokens(scale: Tensor, length: int) -> Tensor:
         """The same with one for each token, [batch, heads, length]."""

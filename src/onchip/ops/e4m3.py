@@ -31,7 +31,8 @@ def signs_of(rotation: Tensor, dim: int, device: torch.device) -> Tensor:
     if rotation.requires_grad and torch.is_grad_enabled():
         raise ValueError("quantise: rotation requires a gradient, which signs have not; give rotation.detach()")
     signs = rotation.to(device, torch.float32).contiguous()
-    if readable(read := rotation if rotation.device.type == "cpu" else signs) and (other := read[read.abs() != 1]).numel():
+    on_cpu = rotation.float() if rotation.device.type == "cpu" else signs
+    if readable(on_cpu) and (other := on_cpu[on_cpu.abs() != 1]).numel():
         raise ValueError(f"quantise: rotation holds {other[0].item():g}; give +1 and -1 alone, as onchip.random_signs({dim}) makes them")
     return signs
 
